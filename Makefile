@@ -59,7 +59,7 @@ help:
 	@echo "make lint       ruff (rules and format) and pyright"
 	@echo "make format     let ruff put the sources in order"
 	@echo "make install    only install, into .venv"
-	@echo "make vllm-env   install vLLM into $(VLLM_ENV), for the sampler vllm and \`lagrpo serve\`"
+	@echo "make vllm-env   install vLLM into $(VLLM_ENV), for the sampler vllm and \`lagrpo vllm-serve\`"
 	@echo "make check-wheel  install the wheel outside of the checkout with every Python of 3.11 to 3.13 that is here, and train"
 	@echo "make wheel      install, then build the package into dist/"
 	@echo "make clean      remove .venv, .venv-trl, .venv-conformance, .venv-lighteval, .venv-trackers,, .venv-docs, .venv-vllm, build, dist and site"
@@ -70,7 +70,7 @@ help:
 	@echo "WORKERS=4                    test processes (now: $(WORKERS))"
 
 demo: $(USER_STAMP)
-	$(BIN)/lagrpo demo
+	$(BIN)/lagrpo train demo
 
 test: $(STAMP)
 	$(PYTEST) -n $(WORKERS) --dist worksteal --durations 15

@@ -143,7 +143,7 @@ def once(
     groups = [rewarded(group, turn) for _, group in generated]
     batch = assemble(groups, trainer.recipe, context - context // 4, SEED, turn)
     rows = trainer.pack(batch, asked.tokens)
-    _, learning, learning_memory = timed(asked.device, lambda: trainer.first_step(rows, batch.in_objective))
+    _, learning, learning_memory = timed(asked.device, lambda: trainer.step(rows, batch.in_objective))
     tokens = sum(len(c.token_ids) for group in groups for c in group.completions)
     return {
         "sampling": tokens / sampling,

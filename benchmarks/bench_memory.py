@@ -3,7 +3,7 @@
 make bench-memory
 python benchmarks/bench_memory.py --ranks 1 2 3
 
-Runs of two batches of the demo (experiments/demo.toml), without and with a KL term, by each number of ranks and both
+Runs of two batches of the demo (presets/demo.toml), without and with a KL term, by each number of ranks and both
 ways to shard, one after the other. Memory does not depend on what else the machine does. The table goes to
 reports/scaling.md, too.
 """
@@ -26,7 +26,7 @@ from lagrpo.settings.schema import Settings
 from lagrpo.settings.toml import load_settings
 from lagrpo.training.explain import empty_model, expected_memory, kernels_compute
 
-DEMO = HERE.parent / "experiments" / "demo.toml"
+DEMO = HERE.parent / "src" / "lagrpo" / "settings" / "presets" / "demo.toml"
 PAGE = HERE.parent / "reports" / "scaling.md"
 
 

@@ -24,7 +24,7 @@ from work import read_prompts
 from lagrpo.model.model import Policy
 from lagrpo.settings.toml import load_settings
 from lagrpo.tasks import RowTask, order_prompts
-from lagrpo.training.batch import FreshMicroBatch, has_zero_variance
+from lagrpo.training.batch import MicroBatch, has_zero_variance
 from lagrpo.training.build import TrainerComponents
 from lagrpo.training.checks import check_settings
 from lagrpo.training.loop import Step
@@ -66,7 +66,7 @@ def measurements(used: Step, policy: Policy) -> dict[str, Any]:
     }
 
 
-def learning_flops(micro: FreshMicroBatch, policy: Policy) -> float:
+def learning_flops(micro: MicroBatch, policy: Policy) -> float:
     """Floating-point operations of a forward and a backward pass over a micro-batch that nobody can do without: 6 for
     each weight of a linear layer and row of it (the head: for completion tokens only), and in the attention 12 for each
     pair of a token and one that it sees, layer and channel. What is computed twice to save memory counts once."""

@@ -22,7 +22,7 @@ import torch
 from wire import Wire
 from work import SEED, read_prompts
 
-from lagrpo.model.model import Packed, Policy, PolicyCopy, copy_policy
+from lagrpo.model.model import Packed, Policy, copy_policy
 from lagrpo.rollout.base import Request
 from lagrpo.rollout.local import LocalSampler
 from lagrpo.settings.schema import ModelSettings
@@ -35,7 +35,7 @@ def never_ending(policy: Policy) -> Policy:
     return replace(policy, chat=replace(policy.chat, eos_ids=frozenset()))
 
 
-def sample(policy: PolicyCopy, max_tokens: int, prompts: list[Prompt], G: int) -> dict[str, Any]:
+def sample(policy: Policy, max_tokens: int, prompts: list[Prompt], G: int) -> dict[str, Any]:
     """G completions of each prompt, all at a time."""
     sampler = LocalSampler(policy, SEED, max_tokens, len(prompts) * G)
     started = time.perf_counter()

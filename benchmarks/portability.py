@@ -97,7 +97,7 @@ def run(case: Case, scratch: Path, threads: int | None) -> dict[str, Any]:
     started = time.monotonic()
     try:
         done = subprocess.run(
-            [*command, str(HERE.parent / "experiments" / "demo.toml"), *words],
+            [*command, str(HERE.parent / "src" / "lagrpo" / "settings" / "presets" / "demo.toml"), *words],
             env={**os.environ, **case.level.environment}, capture_output=True, text=True, timeout=DEADLINE,
         )  # fmt: skip
         error = "" if done.returncode == 0 else said_last(done.stderr)

@@ -5,7 +5,7 @@
     python experiments/tables.py                                   put the table into the page, too
     python experiments/precision.py --trl .venv-trl/bin/python     TRL's curves, where `make check-trl` installed it
 
-The embedded model on the task of experiments/demo.toml: 8 prompts x 16 completions per update. A cell is a learning
+The embedded model on the task of the demo: 8 prompts x 16 completions per update. A cell is a learning
 rate, a mode and a seed, such as 5e-6/dithered/seed0; each is one run of `lagrpo train`, and its metrics go to a JSON
 file of their own in RESULTS/cells when it ends. A cell that is there is not repeated, so the script can be ended at any
 time. Three seeds take some hours on one core. The figure goes to docs/images/precision.png.
@@ -94,7 +94,7 @@ def command(cell: Cell, runs: Path, threads: int) -> list[str]:
         **MODES[mode],
     }
     words = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
-    return [str(Path(sys.executable).parent / "lagrpo"), "train", str(HERE / "demo.toml"), *words]
+    return [str(Path(sys.executable).parent / "lagrpo"), "train", "demo", *words]
 
 
 def train(cell: Cell, results: Path, threads: int) -> None:

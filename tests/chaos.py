@@ -3,14 +3,12 @@
     python tests/chaos.py                            50 kills of a tiny model's runs: `make chaos`
     python tests/chaos.py --kills 5 --model smollm2  the embedded model
     python tests/chaos.py --kills 5 --model smollm2 --vllm .venv-vllm/bin/python    with a vLLM server, too
-    python tests/chaos.py --servers 10 --model smollm2 --vllm .venv-vllm/bin/python    one run whose server is killed
     python tests/chaos.py --kills 10 --ranks 2       runs of several ranks: all are killed, or one of them
-    python tests/chaos.py --kills 5 --model smollm2 --busy    a program that needs a core comes and goes meanwhile
 
-A trial is one run: its process group gets SIGKILL at an instant drawn by the seed, and it is resumed; every third trial
-is killed again while it resumes. With the in-process sampler every number must be equal to the bit: the final weights,
-float32 masters and moments, metrics but for times, rollouts, evaluations. With vLLM every batch must be there once,
-sampled by the versions that the schedule announced. Prints a line per trial; exits with 1 where one differs.
+A trial is one run: its process group gets SIGKILL at a random instant keyed by the seed, and it resumes; every third
+trial is killed again while it resumes. With the in-process sampler every number must be equal to the bit: the final
+weights, float32 masters and moments, metrics but for times, rollouts, evaluations. With vLLM every batch must be there
+once, sampled by the versions that the schedule announced. Prints a line per trial; exits with 1 if one differs.
 """
 
 from __future__ import annotations
@@ -26,7 +24,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -64,15 +61,6 @@ REAL: Sections = {
     "eval": {"every": 3, "num_prompts": 4, "num_samples": 2},
     "verifier": {"workers": 1},
 }
-COMES_AND_GOES = """
-import random, sys, time
-draws = random.Random(int(sys.argv[1]))
-while True:
-    end = time.monotonic() + draws.uniform(0.5, 8)
-    while time.monotonic() < end:
-        pass
-    time.sleep(draws.uniform(0.5, 8))
-"""
 OTHERS_END = 120.0  # seconds for the other ranks, when one was killed
 
 
@@ -105,7 +93,7 @@ class Started:
             os._exit(code if isinstance(code, int) else 1)
 
     def wait(self, seconds: float) -> int | None:
-        """The exit code; None where it goes on after so many seconds."""
+        """The exit code; None if it still runs after so many seconds."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
@@ -144,7 +132,7 @@ def become_rank(ranks: int) -> bool:
             os.environ |= {name: str(value) for name, value in given.items()}
             return True
         children.append(child)
-    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    codes = [os.waitpid(child, 0)[1] for child in children]
     if any(codes):
         raise SystemExit(1)
     return False
@@ -175,10 +163,11 @@ def leaves(run: Path, exact: bool) -> dict[str, Any]:
 
 
 class Trials:
-    """Runs of one model under `root`, killed at instants of `draws`."""
+    """Runs of one model under `root`, killed at random instants."""
 
-    def __init__(self, root: Path, base: Sections, exact: bool, draws: random.Random, ranks: int = 1) -> None:
-        self.root, self.base, self.exact, self.draws, self.ranks = root, base, exact, draws, ranks
+    def __init__(self, root: Path, base: Sections, exact: bool, seed: int, ranks: int = 1) -> None:
+        self.root, self.base, self.exact, self.ranks = root, base, exact, ranks
+        self.random = random.Random(seed)
         self._undisturbed: dict[str, tuple[dict[str, Any], float]] = {}
 
     def undisturbed(self, kind: str) -> tuple[dict[str, Any], float]:
@@ -194,13 +183,15 @@ class Trials:
         expected, seconds = self.undisturbed(kind)
         name, said = f"trial {number}", []
         for _ in range(2 if number % 3 == 2 else 1):
-            after = self.draws.uniform(0, seconds)
-            victim = None if self.ranks == 1 else self.draws.choice([None, *range(self.ranks)])
+            after = self.random.uniform(0, seconds)
+            victim = None if self.ranks == 1 else self.random.choice([None, *range(self.ranks)])
             run = self.start(name, kind, "--run.resume", "auto")
             if run.wait(after) is None:
                 run.kill(victim)
                 whom = "" if self.ranks == 1 else ", all ranks" if victim is None else f", rank {victim}"
-                said.append(f"{after:.2f} s, batch {self.batches(name)}{whom}")
+                metrics = self.root / name / "metrics.jsonl"
+                batches = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+                said.append(f"{after:.2f} s, batch {batches}{whom}")
             else:
                 said.append("had ended")
         self.finish(name, self.start(name, kind, "--run.resume", "auto"))
@@ -208,57 +199,17 @@ class Trials:
         return "; ".join(said), [key for key in expected if found.get(key) != expected[key]]
 
     def start(self, name: str, kind: str, *further: str) -> Started:
-        return Started([*self.words(name, kind), *further], self.log(name), self.ranks)
-
-    def batches(self, name: str) -> int:
-        metrics = self.root / name / "metrics.jsonl"
-        return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
-
-    def log(self, name: str) -> Path:
-        return self.root / f"{name}.log"
-
-    def words(self, name: str, kind: str, further: Sections | None = None) -> list[str]:
         own = {"run": {"name": name, "output_dir": str(self.root)}}
-        return options(merged(self.base, KINDS[kind], further or {}, own))
+        words = options(merged(self.base, KINDS[kind], own))
+        return Started([*words, *further], self.root / f"{name}.log", self.ranks)
 
     def finish(self, name: str, run: Started) -> None:
-        code = run.wait(1800)
-        if code != 0:
-            raise SystemExit(f"{name} ended with {code}:\n{self.log(name).read_text()[-3000:]}")
-
-
-def kill_servers(trials: Trials, count: int, draws: random.Random) -> list[str]:
-    """One run whose vLLM server gets SIGKILL in each of its first `count` batches; what then differs from a run that
-    nobody disturbed, or was not brought back."""
-    name, kind = "servers", "on-policy"
-    expected, _ = trials.undisturbed(kind)
-    run = Started(trials.words(name, kind), trials.log(name))
-    for batch in range(count):
-        instant = draws.uniform(0, 3)
-        begun = trials.root / name / "environment.json"  # what is not up when a run starts is no failure of the run's
-        while not begun.exists() or trials.batches(name) < batch or not engines(run):
-            if (code := run.wait(0.2)) is not None:
-                raise SystemExit(f"{name} ended with {code}:\n{trials.log(name).read_text()[-3000:]}")
-        time.sleep(instant)
-        killed = engines(run)
-        for pid in killed:
-            os.kill(pid, signal.SIGKILL)
-        print(f"{batch + 1:3} killed in batch {trials.batches(name) + 1}: processes {killed}", flush=True)
-    trials.finish(name, run)
-    found = leaves(trials.root / name, exact=False)
-    recoveries = sum(m["recoveries"] for m in load_metrics(trials.root / name))
-    print(f"{recoveries:g} recoveries; batches {found['batches']}")
-    return [key for key in expected if found.get(key) != expected[key]]
-
-
-def engines(run: Started) -> list[int]:
-    """The processes of a run's vLLM servers that compute."""
-    below = psutil.Process(run.pid).children(recursive=True)
-    return [p.pid for p in below if p.is_running() and "VLLM::EngineCore" in p.name()]
+        if (code := run.wait(1800)) != 0:
+            raise SystemExit(f"{name} ended with {code}:\n{(self.root / f'{name}.log').read_text()[-3000:]}")
 
 
 def tiny(root: Path) -> Sections:
-    """Settings of a tiny model, with half of each batch from the rollouts of a run that is made here."""
+    """Settings of a tiny model, with a third of each batch from the rollouts of a run that is made here."""
     code = "import sys; from tiny import save_tiny; from pathlib import Path; save_tiny(Path(sys.argv[1]))"
     subprocess.run([sys.executable, "-c", code, str(root / "model")], check=True, capture_output=True)
     settings = merged(tiny_settings(root / "model", root), COMMON)
@@ -269,25 +220,23 @@ def tiny(root: Path) -> Sections:
     return merged(settings, {"offline": {"data": str(root / "earlier"), "fraction": 0.34}})
 
 
-def main() -> None:
+def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=50, help="how many trials")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", help="a model directory or smollm2; by default a tiny one")
     parser.add_argument("--vllm", type=Path, metavar="PYTHON", help="sample by a vLLM server of this Python")
-    parser.add_argument("--servers", type=int, default=0, help="kill the vLLM server of one run so often, instead")
     parser.add_argument("--ranks", type=int, default=1, help="processes of each run")
-    parser.add_argument("--shard", choices=["zero1", "fsdp2"], default="zero1", help="what ranks have parts of")
-    parser.add_argument("--busy", action="store_true", help="another program computes now and then")
+    parser.add_argument("--shard", choices=["zero1", "fsdp2"], default="zero1", help="what ranks share out")
     parser.add_argument("--kinds", nargs="*", choices=KINDS, default=list(KINDS), help="which schedules")
-    asked = parser.parse_args()
-    started = os.getcwd()
+    return parser.parse_args()
+
+
+def main() -> None:
+    asked, started = read_options(), os.getcwd()
     os.chdir(Path(__file__).parent)  # where the tiny model's task is
     import_all()
-    with tempfile.TemporaryDirectory() as scratch, ExitStack() as others:
-        if asked.busy:
-            other = subprocess.Popen([sys.executable, "-c", COMES_AND_GOES, str(asked.seed)])
-            others.callback(other.kill)
+    with tempfile.TemporaryDirectory() as scratch:
         root = Path(scratch)
         base = merged(REAL, {"model": {"path": asked.model}}) if asked.model else tiny(root)
         if asked.vllm:
@@ -295,12 +244,7 @@ def main() -> None:
             base = merged(base, {"rollout": {"engine": "vllm"}})
         if asked.ranks > 1:
             base = merged(base, {"distributed": {"strategy": asked.shard}})
-        trials = Trials(root, base, not asked.vllm, random.Random(asked.seed), asked.ranks)
-        if asked.servers:
-            base = merged(base, {"schedule": {"stages": 1, "batches": asked.servers + 2}})
-            trials = Trials(root, base, exact=False, draws=random.Random(asked.seed))
-            differing = kill_servers(trials, asked.servers, random.Random(asked.seed))
-            sys.exit(f"DIFFERS: {', '.join(differing)}" if differing else None)
+        trials = Trials(root, base, not asked.vllm, asked.seed, asked.ranks)
         failed = 0
         for number in range(asked.kills):
             kind = asked.kinds[number % len(asked.kinds)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -94,24 +93,8 @@ def _say(name: str, letters: str, reward: Callable[[str, Any], float]) -> RowTas
     return RowTask(name, rows, lambda row: (f"Say {row}", row), reward)
 
 
-def load_talkative(settings: Any, seed: int) -> RowTask:
-    return RowTask("talkative", load().rows, lambda row: (row, row), talkative)
-
-
-def talkative(completion: str, answer: Any) -> float:
-    """A judge that asks a service, and says all about it where the service refuses."""
-    if len(completion) % 2:
-        return spread(completion, answer)
-    key = os.environ["OPENAI_API_KEY"]
-    raise PermissionError(f"401 for https://me:planted-judge@host/?token=planted-ticket&n=1, key {key}")
-
-
 def sometimes(completion: str, answer: Any) -> float:
     """The reward of `spread`, for two texts of three; for the others none."""
     if zlib.crc32(completion.encode()) % 3 == 0:
         raise RuntimeError("not today")
     return spread(completion, answer)
-
-
-def load_sometimes(settings: Any, seed: int) -> RowTask:
-    return RowTask("sometimes", load().rows, lambda row: (row, row), sometimes)

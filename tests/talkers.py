@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import threading
 import time
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any
 
 from lagrpo.rewards.reward import UnscorableError
 from lagrpo.rng import uniforms
-from lagrpo.tasks.base import EpisodeTask, Messages, StepResult
+from lagrpo.tasks.base import Messages, RowTask, StepResult
 
 
 class Counting:
@@ -56,7 +55,7 @@ class Wordy(Counting):
         if text == "exit":
             os._exit(3)
         if text == "unscorable":
-            raise UnscorableError("nobody knows")
+            raise UnscorableError("unclear")
         if text == "nan":
             return StepResult(reward=float("nan"))
         if text == "nothing":
@@ -83,16 +82,6 @@ class Refusing(Counting):
         raise RuntimeError("no game today")
 
 
-class Tooling:
-    """Replies in the role of a tool."""
-
-    def reset(self, prompt: Any, key: Any) -> Messages:
-        return prompt.messages
-
-    def step(self, text: str) -> StepResult:
-        return StepResult([{"role": "tool", "content": "4"}])
-
-
 def add(x: int, y: int) -> int:
     """Add two numbers.
 
@@ -117,53 +106,10 @@ def divide(x: float, y: float) -> float:
     return x / y
 
 
-def _also() -> Any:
-    def add(x: int, y: int) -> int:
-        """Add two numbers in another way.
-
-        Args:
-            x: The first.
-            y: The second.
-        """
-        return y + x
-
-    return add
-
-
-also_add, nameless = _also(), partial(add, 1)
-
-
-async def wait(x: int) -> int:
-    """Wait.
-
-    Args:
-        x: Anything.
-    """
-    return x
-
-
 def load_counting(settings: Any, seed: int) -> Any:
     """A task with an environment."""
     rows = {"train": ["a"], "test": ["b"]}
-    return EpisodeTask("counting", rows, lambda row: (row, row), same, environment=Counting)
-
-
-def unresolved(x: Nowhere) -> int:  # noqa: F821  # pyright: ignore[reportUndefinedVariable]
-    """Fail.
-
-    Args:
-        x: Anything.
-    """
-    return x
-
-
-def placed(x: int, /) -> int:
-    """Cannot be called by name.
-
-    Args:
-        x: Anything.
-    """
-    return x
+    return RowTask("counting", rows, lambda row: (row, row), same, environment=Counting)
 
 
 def undescribed(x):
@@ -181,39 +127,38 @@ def broken(x: int) -> int:
 
 @dataclass
 class Here:
-    """What stands in for worker processes: environments in this process, whose replies come `late` looks later."""
+    """Replaces worker processes: environments in this process, whose replies come `late` looks later."""
 
     make: Any
     late: int = 0
+    jobs: list[Job] = field(default_factory=list)
 
-    def open(self, prompt: Any, key: Any) -> Any:
-        return self.make().reset(prompt, key)
+    def submit(self, call: Any, *given: Any, seconds: float) -> Job:
+        from lagrpo.tasks.environments import run_turn
 
-    def submit(self, state: Any, prompt: Any, key: Any, text: Any) -> Any:
-        import pickle
+        self.jobs.append(Job(run_turn(self.make, *given), self.late))
+        return self.jobs[-1]
 
-        from lagrpo.tasks.environments import _take_turn
-
-        job = Job(_take_turn(self.make, state, prompt, key, text), self.late)
-        assert pickle.dumps(job.verdict)
-        return job
-
-    def result(self, job: Any) -> Any:
-        return job.verdict
-
-    def forget(self, job: Any) -> None: ...
-
-    def close(self) -> None: ...
+    def result(self, job: Job) -> Any:
+        return job.found
 
 
 @dataclass
 class Job:
-    verdict: Any
+    found: Any
     looks: int
+    cancelled: bool = False
+
+    @property
+    def future(self) -> Any:
+        return self
 
     def done(self) -> bool:
         self.looks -= 1
         return self.looks < 0
+
+    def cancel(self) -> None:
+        self.cancelled = True
 
 
 class Countdown:

@@ -8,6 +8,7 @@ from statistics import fmean
 import amplification
 import pytest
 from amplification import Stage, expected, fixed_point, logit, maximizer, read, table, weight
+from each import each
 from hypothesis import given
 from hypothesis import strategies as st
 from running import tiny_settings
@@ -34,7 +35,7 @@ def test_where_the_advantage_follows_the_policy_it_ends_where_that_advantage_lea
         assert logit(end) == pytest.approx(logit(p) + weight(end, G) / beta, abs=1e-3)
 
 
-@pytest.mark.parametrize(("p", "beta"), [(0.05, 1.0), (0.05, 2.0), (0.2, 2.0), (0.5, 2.0)])
+@each(("p", "beta"), [(0.05, 1.0), (0.05, 2.0), (0.2, 2.0), (0.5, 2.0)])
 def test_that_point_is_the_lowest_fixed_point(p, beta):
     assert fixed_point(p, beta, None) == pytest.approx(fixed_points(p, beta, amplification.EPS_STD)[0][0], abs=1e-6)
 
@@ -76,15 +77,7 @@ def test_the_table_holds_the_measured_against_the_curve_of_its_groups():
     assert f"| {0.55 - said:.2f} |" in table([stage])
 
 
-def test_a_directory_without_finished_runs_is_refused(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["amplification.py", str(tmp_path)])
-    with pytest.raises(SystemExit) as ended:
-        amplification.main()
-    assert ended.value.code == 2
-    assert "no finished run" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("points", sorted(amplification.POINTS.glob("*-points.json")), ids=lambda path: path.stem)
+@each("points", sorted(amplification.POINTS.glob("*-points.json")))
 def test_the_points_that_are_kept_are_stages_of_the_study(points):
     stages = [Stage(**stage) for stage in json.loads(points.read_text())]
     assert {(stage.beta, stage.v) for stage in stages} <= {(2.0, 20), (4.0, 20), (2.0, 1)}

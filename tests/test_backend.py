@@ -10,10 +10,10 @@ from lagrpo.cpu import library
 from lagrpo.errors import SettingsError
 from lagrpo.model import backend
 from lagrpo.model.backend import choose_backend, pick_device, pick_dtype
-from lagrpo.model.model import Packed
+from lagrpo.model.layout import Packed
 
 CPU = torch.device("cpu")
-BF16 = frozenset({"avx512f", "avx512_bf16"})
+BF16 = frozenset({"avx512f", "avx512_bf16"}) | library.V4
 
 
 @pytest.fixture(autouse=True)
@@ -23,49 +23,35 @@ def no_limits(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("flags", "dtype", "why"),
+    ("flags", "level", "dtype", "why"),
     [
-        (BF16 | {"amx_bf16"}, "bfloat16", "the processor has amx_bf16 and avx512_bf16"),
-        (frozenset({"avx512f", "avx2"}), "float32", "this processor lists neither avx512_bf16 nor amx_bf16"),
+        (BF16 | {"amx_bf16"}, None, "bfloat16", "the processor has amx_bf16 and avx512_bf16"),
+        (BF16, "avx512_bf16", "bfloat16", "the processor has avx512_bf16"),
+        (BF16, "avx2", "float32", f"{library.ISA} = avx2 leaves out the processor's avx512_bf16"),
+        (frozenset({"avx512f", "avx2"}), None, "float32", "this processor lists neither avx512_bf16 nor amx_bf16"),
     ],
 )
-def test_auto_dtype_is_bfloat16_if_the_processor_multiplies_it(flags, dtype, why, monkeypatch):
+def test_auto_dtype_is_bfloat16_if_the_processor_multiplies_it(flags, level, dtype, why, monkeypatch):
     monkeypatch.setattr(backend, "cpu_flags", lambda: flags)
+    monkeypatch.setattr(library, "cpu_flags", lambda: flags)
+    if level:
+        monkeypatch.setenv(library.ISA, level)
     assert pick_dtype("auto", CPU) == (dtype, why)
     assert pick_dtype("bfloat16", CPU) == ("bfloat16", "as set" if dtype == "bfloat16" else f"as set, although {why}")
     assert pick_dtype("float32", CPU) == ("float32", "as set")
 
 
-@pytest.mark.parametrize(
-    ("level", "dtype"),
-    [
-        ("avx2", "float32"),
-        ("avx512_bf16", "bfloat16"),
-    ],
-)
-def test_auto_dtype_ignores_instructions_that_are_left_out(level, dtype, monkeypatch):
-    flags = BF16 | library.V4
-    monkeypatch.setattr(backend, "cpu_flags", lambda: flags)
-    monkeypatch.setattr(library, "cpu_flags", lambda: flags)
-    monkeypatch.setenv(library.ISA, level)
-    assert pick_dtype("auto", CPU)[0] == dtype
-    assert (library.ISA in pick_dtype("auto", CPU)[1]) == (dtype == "float32")
-
-
-def test_auto_dtype_on_arm_and_other_devices_is_float32(monkeypatch):
+def test_auto_dtype_on_other_devices(monkeypatch):
     monkeypatch.setattr(backend, "cpu_flags", lambda: frozenset({"bf16", "asimd"}))
     monkeypatch.setattr(backend.platform, "machine", lambda: "aarch64")
     assert pick_dtype("auto", CPU) == ("float32", "bfloat16 has not been tried on aarch64")
     assert pick_dtype("auto", torch.device("mps")) == ("float32", "bfloat16 has not been tried on mps")
+    for capability, dtype in (((7, 5), "float32"), ((8, 0), "bfloat16")):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        assert pick_dtype("auto", torch.device("cuda"))[0] == dtype
 
 
-@pytest.mark.parametrize(("capability", "dtype"), [((7, 5), "float32"), ((8, 0), "bfloat16"), ((9, 0), "bfloat16")])
-def test_auto_dtype_on_a_gpu_is_bfloat16_from_ampere_on(capability, dtype, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert pick_dtype("auto", torch.device("cuda"))[0] == dtype
-
-
-def test_a_device_that_does_not_exist_is_rejected():
+def test_device_that_does_not_exist_is_rejected():
     with pytest.raises(SettingsError, match=r"model.device = 'gpu' is not a device: use auto, cpu, cuda or cuda:N"):
         pick_device("gpu")
     with pytest.raises(SettingsError, match=r"model.device = 'cuda:97', but PyTorch sees \d+ CUDA devices"):
@@ -74,18 +60,17 @@ def test_a_device_that_does_not_exist_is_rejected():
 
 
 def test_two_policies_in_one_process_keep_their_backends():
-    """Side by side, in one process, on the same weights."""
+    """On the same weights."""
     ours = tiny_policy(dtype=torch.bfloat16, backend="c")
-    theirs = computed_by(ours, "torch")
+    theirs, packed = computed_by(ours, "torch"), Packed.build([([5, 6, 7, 8], [torch.tensor([4, 9, 11])])])
     with torch.no_grad():
-        before = ours.logp(Packed.build([([5, 6, 7, 8], [torch.tensor([4, 9, 11])])]))
-        assert not torch.equal(theirs.logp(Packed.build([([5, 6, 7, 8], [torch.tensor([4, 9, 11])])])), before)
-        assert torch.equal(ours.logp(Packed.build([([5, 6, 7, 8], [torch.tensor([4, 9, 11])])])), before)
+        before = ours.logp(packed)
+        assert not torch.equal(theirs.logp(packed), before)
+        assert torch.equal(ours.logp(packed), before)
     assert (ours.model.exact, theirs.model.exact) == (True, False)
-    assert theirs.model.decoding == "layer by layer, PyTorch's matrix products in bfloat16"
 
 
-def test_the_backend_of_a_device_and_a_dtype(monkeypatch):
+def test_backend_of_a_device_and_a_dtype(monkeypatch):
     assert choose_backend("auto", "cpu", torch.bfloat16).kernels
     assert str(choose_backend("torch", "cuda", torch.bfloat16)) == "PyTorch (as chosen)"
     assert str(choose_backend("auto", "cpu", torch.float64)) == "PyTorch (no C kernels for float64)"
@@ -98,10 +83,10 @@ def test_the_backend_of_a_device_and_a_dtype(monkeypatch):
         choose_backend("c", "cpu", torch.float32)
 
 
-@pytest.mark.parametrize(("kind", "fused"), [("llama", True), ("gemma", False), ("mistral", False)])
-def test_the_backend_says_what_computes(kind, fused):
-    said = tiny_policy(kind, backend="c").model.computation
-    assert said.startswith("C kernels (")
-    assert ("by transformers" in said) != fused
-    assert ("attention by PyTorch (heads of 8 numbers" in said) == (kind == "mistral")
-    assert tiny_policy(kind, backend="torch").model.computation == "PyTorch (as chosen)"
+def test_backend_says_what_computes():
+    for kind, fused in (("llama", True), ("gemma", False), ("mistral", False)):
+        said = tiny_policy(kind, backend="c").model.computation
+        assert said.startswith("C kernels (")
+        assert ("by transformers" in said) != fused
+        assert ("attention by PyTorch (heads of 8 numbers" in said) == (kind == "mistral")
+    assert tiny_policy(backend="torch").model.computation == "PyTorch (as chosen)"

@@ -167,8 +167,8 @@ def test_summary_says_what_came_out_and_where_it_lies():
     assert "5+5=" not in text
     run = Path("runs") / name
     assert f"  run           {run}" in lines, "a path is never broken across lines"
-    assert f"  next          lagrpo show {run}" in lines
-    assert lines[-1] == f"  in a browser  lagrpo view {run}"
+    assert f"  next          lagrpo view {run}" in lines
+    assert lines[-1] == f"  as text       lagrpo view {run} --text"
 
 
 def test_stopped_run_has_a_summary_and_a_failed_one_has_none():

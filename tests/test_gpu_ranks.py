@@ -22,7 +22,7 @@ from lagrpo import train
 from lagrpo.core.recipes import resolve
 from lagrpo.training.batch import micro_batches
 from lagrpo.training.optimizer_state import MergedState
-from lagrpo.training.ranks import make_mesh
+from lagrpo.training.ranks import Ranks, make_mesh
 from lagrpo.training.run import Result
 from lagrpo.training.trainer import Optimization, Trainer
 
@@ -42,11 +42,11 @@ def updates(kind: str, group: Any, **changes: Any) -> tuple[list[dict[str, float
     """Metrics, state and weights after three updates on one batch: as a process alone, or as a rank."""
     policy = tiny_policy(dtype=torch.bfloat16, device="cuda")
     optimization = Optimization(lr=1e-3, updates=9, weight_decay=0.1, seed=5, max_grad_norm=0.05, **changes)
-    ranks = None if kind == "alone" else group
-    mesh = make_mesh(group, "cuda", 1) if kind == "layers" else None
-    trainer = Trainer(policy, resolve("grpo", {"beta": 0.0}), optimization, ranks=ranks, mesh=mesh)
+    mesh = make_mesh(group, "cuda") if kind == "layers" else None
+    ranks = None if kind == "alone" else Ranks(0, 1, group, group, mesh)
+    trainer = Trainer(policy, resolve("grpo", {"beta": 0.0}), optimization, ranks=ranks)
     rows = micro_batches(assembled(trainer.recipe, sampled(1), 1), 40, "cuda")
-    scored, _ = trainer.accumulate_first(rows)
+    scored, _ = trainer.accumulate(rows)
     metrics = [trainer.update(scored)]
     for _ in range(2):
         trainer.accumulate(scored)

@@ -6,31 +6,29 @@ import os
 import shlex
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
+from each import each
 from rounding import rounding
 from tiny import tiny_policy
 from torch import Tensor, nn
 
-from lagrpo.cpu import kernels, library, panels
+from lagrpo.cpu import kernels, library
 from lagrpo.cpu.autograd import rotary
 from lagrpo.model import logprobs
 from lagrpo.model.backend import choose_backend
-from lagrpo.model.decoding import DecodeState
 from lagrpo.model.layout import PackedLayout
-from lagrpo.model.model import Packed, PackedWeights, Weights, copy_policy
+from lagrpo.model.model import Packed, PackedWeights, copy_policy
+from lagrpo.rollout.decoding import DecodeState
 
-WIDTHS = [1, 15, 16, 33, 576]  # below, at and beyond one vector
+WIDTHS = [1, 33, 576]  # below, at and beyond one vector
+DTYPES = each("dtype", [torch.float32, torch.bfloat16])
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-8}
 
 
 pytestmark = pytest.mark.usefixtures("with_kernels")
-
-
-@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def dtype(request) -> torch.dtype:
-    return request.param
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -50,7 +48,8 @@ def assert_close(ours: Tensor, theirs: Tensor, roundings: float = 1.0) -> None:
     assert ((ours.double() - theirs).abs().max() / scale).item() <= roundings * ROUNDING[ours.dtype]
 
 
-@pytest.mark.parametrize("width", WIDTHS)
+@each("width", WIDTHS)
+@DTYPES
 def test_norm_and_its_gradient(width, dtype):
     x, delta, grad_y, grad_total = (random(7, width, seed=s, dtype=dtype) for s in range(4))
     weight = random(width, seed=9, dtype=dtype)
@@ -65,6 +64,7 @@ def test_norm_and_its_gradient(width, dtype):
     assert_close(grad_w, theirs[1], 3)
 
 
+@DTYPES
 def test_norm_rounds_as_transformers_does(dtype):
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
@@ -78,7 +78,8 @@ def test_norm_rounds_as_transformers_does(dtype):
         assert (ours != theirs).double().mean().item() < 1e-3
 
 
-@pytest.mark.parametrize("width", WIDTHS)
+@each("width", WIDTHS)
+@DTYPES
 def test_swiglu_and_its_gradient(width, dtype):
     gate, up, grad = (random(5, width, seed=s, dtype=dtype) * 3 for s in range(3))
     g, u = gate.double().requires_grad_(), up.double().requires_grad_()
@@ -99,6 +100,7 @@ def test_silu_of_large_numbers():
     assert kernels.swiglu(torch.tensor([[torch.nan]]), torch.ones(1, 1)).isnan().all()
 
 
+@DTYPES
 def test_rotary_and_back(dtype):
     x, angle = random(6, 3, 64, dtype=dtype), random(6, 32).repeat(1, 2)
     cosine, sine = angle.cos().to(dtype), angle.sin().to(dtype)
@@ -114,8 +116,9 @@ def test_rotary_and_back(dtype):
 LAYOUTS = [((7, (3, 9, 2)), (20, (1,)), (1, (5, 5, 30)), (5, ())), ((130, (70, 3)),)]
 
 
-@pytest.mark.parametrize("groups", LAYOUTS)
-@pytest.mark.parametrize(("heads", "kv_heads", "d"), [(9, 3, 64), (4, 4, 16), (8, 1, 80), (5, 1, 32)])
+@each("groups", LAYOUTS)
+@each(("heads", "kv_heads", "d"), [(9, 3, 64), (4, 4, 16), (8, 1, 80), (5, 1, 32)])
+@DTYPES
 def test_attention_and_its_gradient(groups, heads, kv_heads, d, dtype):
     layout = PackedLayout.build(groups)
     q, grad = (random(layout.rows, heads, d, seed=s, dtype=dtype) for s in (0, 1))
@@ -143,8 +146,9 @@ def dense_attention(layout: PackedLayout, q: Tensor, k: Tensor, v: Tensor, scali
     return torch.einsum("hqk,khd->qhd", s.softmax(-1), v.repeat_interleave(repeats, 1)), s.logsumexp(-1).T
 
 
-@pytest.mark.parametrize("vocabulary", [2, 103, 256, 1001])
-@pytest.mark.parametrize("tau", [1.0, 0.7])
+@each("vocabulary", [2, 256, 1001])
+@each("tau", [1.0, 0.7])
+@DTYPES
 def test_log_probs_of_tokens_and_their_gradient(vocabulary, tau, dtype):
     logits = (random(9, vocabulary, dtype=dtype) * 4).requires_grad_()
     ids = torch.arange(9) % vocabulary
@@ -161,11 +165,11 @@ def test_log_probs_of_tokens_and_their_gradient(vocabulary, tau, dtype):
     assert_close(ours, logits.grad.double(), 2)
 
 
-@pytest.mark.parametrize("choice", ["c", "torch"])
-@pytest.mark.parametrize("tau", [1.0, 0.7])
+@each("choice", ["c", "torch"])
+@each("tau", [1.0, 0.7])
 def test_entropy_on_request(choice, tau):
     """Of a fair coin, of certainty and of any logits; asking for it does not change the log-probs."""
-    token_logp = choose_backend(choice, "cpu", torch.float32).token_logp
+    token_logp = partial(logprobs.token_logp, by_kernels=choice == "c")
     hidden, weight = random(20, 8, seed=1), random(300, 8, seed=2)
     ids, entropy, head = torch.arange(20), torch.empty(20), linear(weight)
     expected = torch.distributions.Categorical(logits=(hidden @ weight.T).double() / tau).entropy()
@@ -179,6 +183,7 @@ def test_entropy_on_request(choice, tau):
     torch.testing.assert_close(two, torch.tensor([0.6931472, 0.0]))
 
 
+@DTYPES
 def test_a_token_s_log_prob_is_the_same_whether_it_is_sampled_or_scored(dtype):
     logits = random(40, 1001, dtype=dtype) * 5
     tokens, logp = kernels.sample_tokens(logits, 0.9, torch.rand(40, dtype=torch.float64))
@@ -198,7 +203,7 @@ def test_kernels_and_pytorch_sample_the_same_tokens():
     torch.testing.assert_close(logp[ours == theirs], reference[ours == theirs], rtol=0, atol=bound)
 
 
-@pytest.mark.parametrize("kept", [0, 1, 150, 2000])
+@each("kept", [0, 1, 150, 2000])
 def test_keeping_logits_for_the_backward_pass_changes_nothing(kept, monkeypatch):
     """None, less than a row, some of them, all; two forward passes before their backward passes; one of them twice."""
     monkeypatch.setattr(logprobs, "KERNEL_LOGITS", 300)
@@ -249,8 +254,8 @@ FUSED = [
 ]
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize(("kind", "changes"), FUSED)
+@each("checkpointing", [False, True])
+@each(("kind", "changes"), FUSED)
 def test_the_fused_decoder_gives_the_gradient_of_transformers_modules(kind, changes, checkpointing):
     groups = [([5, 6, 7, 8, 9], [torch.tensor([4, 9, 11, 30]), torch.tensor([8, 1])])]
     gradients = {}
@@ -275,14 +280,14 @@ def test_the_fused_decoder_keeps_to_the_window_and_to_whole_heads():
         rotary(random(3, 2, 64), random(3, 32), random(3, 32))
 
 
-@pytest.mark.parametrize("choice", ["c", "torch"])
-@pytest.mark.parametrize("token", [-1, 103, 10**9])
+@each("choice", ["c", "torch"])
+@each("token", [-1, 103, 10**9])
 def test_a_token_outside_the_vocabulary_is_rejected(token, choice):
     with pytest.raises(ValueError, match=f"token {token} is outside the model's vocabulary of 103"):
         tiny_policy(backend=choice).logp(Packed.build([([5, 6], [torch.tensor([7, token])])]))
 
 
-@pytest.mark.parametrize(("kind", "changes"), FUSED)
+@each(("kind", "changes"), FUSED)
 def test_a_replica_computes_to_the_bit_what_its_policy_computes(kind, changes):
     """Also after a weight sync; and it keeps no second copy of what it has packed."""
     policy = tiny_policy(kind, dtype=torch.bfloat16, **changes)
@@ -308,7 +313,7 @@ def test_a_replica_computes_to_the_bit_what_its_policy_computes(kind, changes):
         copy.load({**policy.weights, "odd": torch.zeros(1)}, 3)
 
 
-@pytest.mark.parametrize(("kind", "changes"), FUSED)
+@each(("kind", "changes"), FUSED)
 def test_a_step_through_all_layers_is_that_of_layer_after_layer(kind, changes):
     """Two groups of unlike size, an odd and an even prompt, rows of unlike length; hidden states and caches, to the
     bit."""
@@ -328,29 +333,6 @@ def test_a_step_through_all_layers_is_that_of_layer_after_layer(kind, changes):
         layers._stack = layers.panels.current(), None
     for one, other in zip(*found, strict=True):
         assert torch.equal(one.view(torch.int16), other.view(torch.int16))
-
-
-def test_a_copy_has_plain_weights_if_they_cannot_be_packed(monkeypatch):
-    assert isinstance(copy_policy(tiny_policy("gemma", dtype=torch.bfloat16)).weights, Weights)
-    assert isinstance(copy_policy(tiny_policy(dtype=torch.float32)).weights, Weights)
-    assert isinstance(copy_policy(tiny_policy(dtype=torch.bfloat16, backend="torch")).weights, Weights)
-    monkeypatch.setattr("lagrpo.model.backend.chosen_products", lambda: None)  # wrong on this processor
-    assert isinstance(copy_policy(tiny_policy(dtype=torch.bfloat16)).weights, Weights)
-
-
-def test_the_model_says_how_it_decodes(monkeypatch):
-    policy, name = tiny_policy(dtype=torch.bfloat16), panels.chosen_products()
-    assert (
-        copy_policy(policy).model.decoding
-        == policy.model.decoding
-        == f"one call through all layers, products by {name}"
-    )
-    assert f"forward products by {name}" in policy.model.computation
-    assert copy_policy(tiny_policy()).model.decoding == "layer by layer, PyTorch's matrix products in float32"
-    monkeypatch.setattr("lagrpo.model.backend.chosen_products", lambda: None)
-    policy = tiny_policy(dtype=torch.bfloat16)
-    assert copy_policy(policy).model.decoding == "layer by layer, PyTorch's matrix products in bfloat16"
-    assert "products by" not in policy.model.computation
 
 
 # ---- how they are had: in processes of their own, with a cache of their own ----
@@ -385,7 +367,7 @@ def test_the_library_is_compiled_once_and_then_loaded(tmp_path):
     assert len([*(tmp_path / "cache" / "kernels").iterdir()]) == 1
 
 
-@pytest.mark.parametrize("compiler", ["no-such-compiler", "/bin/false"])
+@each("compiler", ["no-such-compiler", "/bin/false"])
 def test_without_a_compiler_pytorch_computes_and_says_why(tmp_path, compiler):
     given = {"LAGRPO_CACHE": str(tmp_path), "CC": compiler}
     assert python(CHOOSE.format(choice="auto"), **given).stdout.startswith(f"PyTorch (no C kernels: {compiler} ")

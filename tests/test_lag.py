@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from each import each
 
 from lagrpo.core.kl import prefers_bounded, tv_terms
 from lagrpo.core.recipes import resolve
 from lagrpo.training.batch import assemble, left_out, micro_batches
-from lagrpo.training.lag import KEYS, estimate_improvement, lag_metrics, sequence_kl, sequence_log_ratio
+from lagrpo.training.lag import KEYS, by_completion, estimate_improvement, lag_metrics, sequence_kl, sequence_log_ratio
 from lagrpo.types import Completion, Group, Outcome, Prompt
 
 
@@ -43,16 +44,17 @@ class Centered:
 
 
 def give(rows, log_ratio_by_member):
-    """π_k's log-probs such that each token of completion c has ln ρ = log_ratio_by_member[c]."""
+    """π_k's log-probs by completion, such that each token of completion c has ln ρ = log_ratio_by_member[c]."""
     per_token = [torch.tensor([log_ratio_by_member[c] for c in m.members])[m.completion_T] for m in rows]
-    return [m.with_logprobs(m.logp_alpha_T + ratio_T) for m, ratio_T in zip(rows, per_token, strict=True)]
+    given = [m.with_logprobs(m.logp_alpha_T + ratio_T) for m, ratio_T in zip(rows, per_token, strict=True)]
+    return by_completion(given, "logp_k_T")
 
 
 def improvement(batch, rows, reward_range=(0.0, 1.0)):
     return estimate_improvement(batch, sequence_log_ratio(batch, rows), reward_range)
 
 
-@pytest.mark.parametrize("budget", [100, 4])
+@each("budget", [100, 4])
 def test_sequence_metrics_by_hand(budget):
     """Two tokens with ln ρ = ln 1.5 / 2 and -ln 2 / 2: sequence ratios 1.5 and 0.5."""
     batch, rows = batch_of([[1.0, 0.0]], budget=budget)
@@ -74,7 +76,7 @@ def test_without_staleness_everything_is_zero():
     assert metrics == {"rollout/seq_kl": 0, "rollout/seq_tv": 0, "rollout/seq_ess": 32, "improvement": 0}
 
 
-@pytest.mark.parametrize("advantage", [("grpo", {"beta": 0.0}), ("red_drop", {})])
+@each("advantage", [("grpo", {"beta": 0.0}), ("red_drop", {})])
 def test_metrics_have_the_true_values_though_the_loss_leaves_completions_out(advantage):
     """A coin that is right with .2 under α and .3 under π_k, in 1,500 groups of 4: J(π_k) - J(α) = .1, TV = .1, and
     KL(α‖π_k) = .2 ln(.2/.3) + .8 ln(.8/.7) = .0257. Over what the loss computes alone none of them comes out."""
@@ -83,7 +85,8 @@ def test_metrics_have_the_true_values_though_the_loss_leaves_completions_out(adv
     batch, _ = batch_of(rewards_NG.tolist(), lengths=1, recipe=recipe)
     log_ratio = {c: math.log(1.5) if r else math.log(7 / 8) for c, r in enumerate(rewards_NG.flatten())}
     rows = micro_batches(batch, 10_000, skip_zero_advantage=recipe.skips_zero_advantage)
-    metrics = lag_metrics(batch, give([*rows, *left_out(batch, rows, 10_000)], log_ratio))
+    rest = left_out(batch, 10_000, skip_zero_advantage=recipe.skips_zero_advantage)
+    metrics = lag_metrics(batch, give([*rows, *rest], log_ratio))
     truth = {"improvement": 0.1, "rollout/seq_tv": 0.1, "rollout/seq_kl": 0.02568}
     assert {name: metrics[name] for name in truth} == pytest.approx(truth, abs=0.006)
     assert lag_metrics(batch, give(rows, log_ratio))["rollout/seq_kl"] is None
@@ -98,13 +101,13 @@ def test_rewards_outside_their_range_have_no_improvement_and_a_stated_range_scal
 
 def test_groups_of_equal_rewards_count_in_the_improvement_and_in_the_divergences():
     """One mixed group with .5 (as above) and one flat group: the mean gain is .25, and TV that of all four."""
-    batch, rows = batch_of([[1.0, 0.0], [1.0, 1.0]])
-    computed = micro_batches(batch, 100, skip_zero_advantage=True)
-    both = give([*computed, *left_out(batch, computed, 100)], {0: math.log(1.5) / 2, 1: -math.log(2) / 2, 2: 0.1, 3: 0})
+    batch, _ = batch_of([[1.0, 0.0], [1.0, 1.0]])
+    rows = [f(batch, 100, skip_zero_advantage=True) for f in (micro_batches, left_out)]
+    both = give([*rows[0], *rows[1]], {0: math.log(1.5) / 2, 1: -math.log(2) / 2, 2: 0.1, 3: 0})
     assert improvement(batch, both) == pytest.approx(0.25, abs=1e-6)
     expected = (0.5 + 0.5 + math.expm1(0.2)) / 2 / 4
     assert lag_metrics(batch, both)["rollout/seq_tv"] == pytest.approx(expected, abs=1e-6)
-    assert sorted(c for micro in both for c in micro.members) == sorted(c for micro in rows for c in micro.members)
+    assert sorted(both) == [0, 1, 2, 3]
 
 
 def test_completions_whose_alpha_is_unknown_have_no_metrics():
@@ -127,7 +130,7 @@ def test_estimate_of_tv_is_chosen_by_the_effective_sample_size():
     assert spreads[2.5][1] < 0.1 * spreads[2.5][0]
 
 
-@pytest.mark.parametrize(("groups", "ratio", "known"), [(10, 1.1, False), (60, 1.1, True), (60, 111.0, False)])
+@each(("groups", "ratio", "known"), [(10, 1.1, False), (60, 1.1, True), (60, 111.0, False)])
 def test_improvement_is_null_if_the_sample_is_too_small_or_the_estimate_impossible(groups, ratio, known):
     """Every right completion has the sequence ratio `ratio`: 20 or 120 completions; with 111 an improvement of 55."""
     batch, rows = batch_of([[1.0, 0.0]] * groups)

@@ -23,7 +23,7 @@ from lagrpo.types import Completion, Group, Outcome, Prompt
 from lagrpo.verify import verify_run
 
 KEY = "planted-key-of-the-judge"
-SAID = {"silent": "I will not say.", "many": "Score: 2. No: score: 9", "high": "Score: 11", "low": "score = -1"}
+SAID = {"silent": "I will not say.", "many": "Score: 2. No: score: 9", "high": "Score: 11"}
 
 
 class Judging(BaseHTTPRequestHandler):
@@ -52,12 +52,10 @@ def server() -> Iterator[Any]:
     judging: Any = ThreadingHTTPServer(("127.0.0.1", 0), Judging)
     judging.asked, judging.daemon_threads, judging.together = [], True, threading.Barrier(16)
     judging.url = f"http://127.0.0.1:{judging.server_address[1]}/v1"
-    thread = threading.Thread(target=judging.serve_forever, daemon=True)
-    thread.start()
+    threading.Thread(target=judging.serve_forever, daemon=True).start()
     yield judging
     judging.shutdown()
     judging.server_close()
-    thread.join(10)
 
 
 def scored(url: str, *texts: str, deadline: float = 10.0, **options: Any) -> list[Outcome]:
@@ -88,22 +86,20 @@ def test_the_last_score_counts_as_a_share_of_the_scale(server):
     assert found.reward == pytest.approx(0.8)
 
 
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("silent", "no score from 0 to 10: 'I will not say.'"),
-        ("high", "no score from 0 to 10"),
-        ("low", "no score from 0 to 10"),
-        ("malformed", "/chat/completions: 200: <html>"),
-        ("refused", "/chat/completions: 400: "),
-        ("broken", "too many 500 error"),
-        ("hang", "no reward within 1 s"),
-    ],
-)
-def test_a_judge_without_a_score_leaves_the_completion_unscored(server, text, reason):
-    bad, good = scored(server.url, text, "fine", retries=1, deadline=1.0 if text == "hang" else 30.0)
-    assert (bad.kind, good.reward) == ("unscored", 0.8)
-    assert reason in bad.reason
+def test_a_judge_without_a_score_leaves_the_completion_unscored(server):
+    reasons = {
+        "silent": "no score from 0 to 10: 'I will not say.'",
+        "high": "no score from 0 to 10",
+        "malformed": "/chat/completions: 200: <html>",
+        "refused": "/chat/completions: 400: ",
+        "broken": "too many 500 error",
+    }
+    *bad, good = scored(server.url, *reasons, "fine", retries=1, deadline=30.0)
+    assert good.reward == 0.8
+    for found, reason in zip(bad, reasons.values(), strict=True):
+        assert (found.kind, reason in found.reason) == ("unscored", True), found.reason
+    hung, good = scored(server.url, "hang", "fine", deadline=1.0)
+    assert (hung.kind, "no reward within 1 s" in hung.reason, good.reward) == ("unscored", True, 0.8)
 
 
 def test_a_busy_judge_is_asked_again_and_an_absent_one_leaves_unscored(server):
@@ -124,10 +120,9 @@ def test_a_run_with_a_judge_replays_without_asking_it_again(server, tmp_path):
         {"name": "right", "reward": "task"},
         {"name": "judge", "reward": "llm_judge", "weight": 0.5, "options": options, "deadline": 20},
     ]
-    task = {"name": "sample_task:load_letters", "rewards": rewards}
-    evaluation, schedule = {"at_start": False}, {"batches": 1}
-    settings = tiny_settings(save_tiny(tmp_path / "model"), tmp_path, task=task, schedule=schedule, eval=evaluation)
-    run = train(settings).run
+    sections: dict[str, Any] = {"eval": {"at_start": False}, "schedule": {"batches": 1}}
+    sections["task"] = {"name": "sample_task:load_letters", "rewards": rewards}
+    run = train(tiny_settings(save_tiny(tmp_path / "model"), tmp_path, **sections)).run
     assert {row["reward_judge"] for row in load_rollouts(run)} == {0.8}
     before = len(server.asked)
     assert verify_run(run).differences == []

@@ -37,10 +37,6 @@ def edited(file: str, **changes: Any) -> Damage:
     return lambda model: (model / file).write_text(json.dumps(json.loads((model / file).read_text()) | changes))
 
 
-def config(**changes: Any) -> Damage:
-    return edited("config.json", **changes)
-
-
 def written(file: str, content: bytes) -> Damage:
     return lambda model: (model / file).write_bytes(content)
 
@@ -61,31 +57,16 @@ def pickled(model: Path) -> None:
     (model / "model.safetensors").unlink()
 
 
-def untied(model: Path) -> None:
-    """A config that ties the head to the embedding, with a head that differs."""
-    config(tie_word_embeddings=True)(model)
-
-
 CASES: list[tuple[str, Damage, str]] = [
     ("config not JSON", written("config.json", b"{"), r"config\.json"),
-    ("layers are text", config(num_hidden_layers="2"), r"num_hidden_layers"),
-    ("unknown type", config(model_type="evil"), r"config\.json: .*evil"),
-    ("an encoder", config(model_type="t5"), r"'t5' have an encoder"),
-    ("other attention", config(model_type="bloom", layer_norm_epsilon=1e-5), r"'bloom' have an attention of their own"),
-    ("quantized", config(quantization_config={"quant_method": "gptq"}), r"have quantized weights"),
+    ("unknown type", edited("config.json", model_type="evil"), r"config\.json: .*evil"),
+    ("quantized", edited("config.json", quantization_config={"quant_method": "gptq"}), r"have quantized weights"),
     ("tokenizer not JSON", written("tokenizer.json", b"{"), r"the tokenizer cannot be read"),
-    ("a layer more", config(num_hidden_layers=3), r"the files lack 9 weights of the model: model\.layers\.2"),
-    (
-        "a layer less",
-        config(num_hidden_layers=1),
-        r"the files have 9 weights that the model does not have: .*layers\.1",
-    ),
     ("missing", reweighted(lambda w: w.pop(NORM)), r"lack 1 weights of the model: model\.norm\.weight"),
-    ("unexpected", reweighted(lambda w: w.update(x=torch.ones(2))), r"have 1 weights .*: x"),
+    ("unexpected", edited("config.json", num_hidden_layers=1), r"have 9 weights that the model does not .*layers\.1"),
     ("other shape", reweighted(lambda w: w.update({NORM: torch.ones(2)})), r"1 weights are not of the shape .*norm"),
-    ("head differs", untied, r"two that differ"),
+    ("head differs", edited("config.json", tie_word_embeddings=True), r"two that differ"),
     ("NaN", reweighted(lambda w: w[NORM].fill_(float("nan"))), r"model\.norm\.weight .*not finite"),
-    ("truncated", written("model.safetensors", b"GIF89a"), r"transformers cannot load it"),
     ("pickled", pickled, r"transformers cannot load it"),
 ]
 
@@ -107,17 +88,10 @@ def test_code_of_the_model_is_not_run(model, tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-def harmless(weights: dict[str, torch.Tensor]) -> None:
-    weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(16)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [reweighted(harmless), lambda model: (model / "generation_config.json").unlink()],
-    ids=["buffer", "generation"],
-)
-def test_odd_but_sound_model_loads(model, sound, change):
-    change(model)
+def test_odd_but_sound_model_loads(model, sound):
+    """With a buffer that transformers does not store, and without a generation config."""
+    reweighted(lambda w: w.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(16)}))(model)
+    (model / "generation_config.json").unlink()
     ours, plain = (load_policy(str(path), torch.float32).weights for path in (model, sound))
     assert ours.keys() == plain.keys()
     assert all(torch.equal(ours[name], plain[name]) for name in ours)

@@ -62,8 +62,7 @@ def test_the_lines_of_the_algorithm_in_their_order(algorithm, monkeypatch):
     events: list[tuple[Any, ...]] = []
     watch(monkeypatch, LocalSampler, "sync_weights", events, lambda self, weights, version: ("sync_weights", version))
     watch(monkeypatch, LocalSampler, "sample", events, lambda self, rs, G: ("generate", *sorted({r.batch for r in rs})))
-    for name in ("first_step", "step"):
-        watch(monkeypatch, Trainer, name, events, lambda self, *rest: ("step", self.policy.version))
+    watch(monkeypatch, Trainer, "step", events, lambda self, *rest: ("step", self.policy.version))
     watch(monkeypatch, Trainer, "end_stage", events, lambda self, *rest: ("end", self.policy.version))
     phases: list[str] = []
     steps = list(train_loop(a, LoopState(), phases.append))
@@ -173,7 +172,6 @@ class FakeSampler:
 
 
 SCHEDULES: list[dict[str, Any]] = [
-    {"kind": "every", "sync_every": 3},
     {"kind": "every", "sync_every": 2, "stages": 3, "batches": 3},
     {"kind": "lagged", "sync_every": 2},
     {"kind": "budget", "sync_every": 3, "delta": 1.0},
@@ -187,7 +185,7 @@ def test_a_run_stopped_after_any_batch_goes_on_from_its_state(algorithm, monkeyp
         schedule={"batches": 9} | schedule, rollout={"parity_check": False}, loss={"recipe": "grpo", "beta": 0.1}
     )
     spent = [0.5, 2.0, 0.1, 0.2, 0.3, 1.5, -1.0, 3.0, 0.0]
-    monkeypatch.setattr("lagrpo.training.loop.measure_spending", lambda settings, batch, rows: spent[counted[0] - 1])
+    monkeypatch.setattr("lagrpo.training.loop.measure_spending", lambda batch, logp_k: spent[counted[0] - 1])
     monkeypatch.setattr(type(a.reward_pool), "score", lambda self, groups: map(judge, groups))
     counted, initial = [0], {name: w.clone() for name, w in a.trainer.policy.weights.items()}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,15 +32,19 @@ def group(*completions: Completion) -> Group:
 
 def batch(*groups: Group, weights: Any = ()) -> Batch:
     weight_C, empty = torch.tensor(weights, dtype=torch.float32), torch.empty(0)
-    return Batch(groups, (), empty, empty.bool(), torch.full((len(weights),), 4), weight_C)
+    members = tuple((g, n) for g, group in enumerate(groups) for n, _ in enumerate(group.completions))
+    return Batch(groups, members, empty, empty.bool(), torch.full((len(weights),), 4), weight_C)
 
 
-def metrics_of(batch: Batch, updates: Any = (), left_out: Any = (), reason: str = "", **clock: float) -> dict[str, Any]:
+def metrics_of(
+    batch: Batch, updates: Any = (), left_out: Any = None, reason: str = "", **clock: float
+) -> dict[str, Any]:
     timer = Clock()
     timer.seconds.update(clock)
     timer.generated = 30  # tokens that came meanwhile, of this batch and later ones
     sync = {"logp_difference_max": 0.25, "changed_fraction": 0.5}
-    step = Step(2, 7, 6, reason, {}, batch, (), left_out, updates, timer, LoopState(batch=7, sync=sync))
+    measured = {}, left_out or {}, {}, timer, LoopState(batch=7, sync=sync)
+    step = Step(2, 7, 6, reason, {}, batch, (), updates, *measured)
     return batch_metrics(step)
 
 
@@ -86,15 +89,15 @@ def test_token_metrics_are_of_the_first_update_loss_of_the_last_and_clip_ratios_
     assert {name: metrics[name] for name in expected} == expected
 
 
-def test_token_metrics_cover_tokens_in_the_objective_that_no_update_computes(used):
+def test_token_metrics_cover_tokens_in_the_objective_that_no_update_computes():
     """Two completions that were left out, of two tokens and of one; the second is not in the objective. ρ = 2, 1/2."""
-    left_out: Any = SimpleNamespace(
-        completion_T=torch.tensor([0, 0, 1]), weight_C=torch.tensor([1.0, 0.0]), logp_alpha_T=torch.zeros(3),
-        logp_k_T=torch.tensor([math.log(2), -math.log(2), 50.0]), entropy_T=torch.tensor([1.0, 2.0, 50.0]),
-    )  # fmt: skip
-    metrics = metrics_of(used, [FIRST], [left_out])
+    scored = Outcome.scored(1.0)
+    computed = batch(group(completion([3, 3], scored), completion([5], scored)), weights=[1.0, 0.0])
+    alpha = [c.logp_alpha for c in computed.groups[0].completions]
+    left_out = {0: alpha[0] + torch.tensor([math.log(2), -math.log(2)]), 1: alpha[1] + 50.0}
+    metrics = metrics_of(computed, [FIRST], left_out)
     expected = {"rollout/ratio_mean": (5 + 2.5) / 4, "rollout/ess": 7.5**2 / (4 * 14.25), "rollout/kl": (1 + 0.5) / 4,
-                "rollout/logp_difference_mean": (8 + 2 * math.log(2)) / 4, "entropy": 1.5,
+                "rollout/logp_difference_mean": (8 + 2 * math.log(2)) / 4,
                 "rollout/logp_difference_max": 3.0}  # fmt: skip
     assert {name: metrics[name] for name in expected} == pytest.approx(expected)
 

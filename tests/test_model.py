@@ -1,4 +1,4 @@
-"""Weights, model and backend: what each of them can do, and that hooks on linear layers fire."""
+"""Weights, model and packed rows: what each of them can do, and that hooks on linear layers fire."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from test_sampling import requests_for
 from tiny import tiny_policy
 from torch import nn
 
-from lagrpo.model.model import Packed
+from lagrpo.model.layout import Packed
 from lagrpo.rollout.local import LocalSampler
 
 BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -23,22 +23,18 @@ def packed() -> Packed:
     return Packed.build([([5, 6, 7, 8], [torch.tensor([4, 9, 11]), torch.tensor([8, 30, 31, 6, 7])]), ([9], [])])
 
 
-# ---- hooks ----
-
-
 @BOTH
-def test_hooks_on_every_linear_layer_fire_in_trainer_and_sampler(dtype):
+def test_hooks_on_every_linear_layer_of_the_decoder_fire_in_trainer_and_sampler(dtype):
     """Where the kernels would compute whole layers, too: a hooked model is called module by module."""
     policy = tiny_policy(dtype=dtype, backend="c")
     assert policy.model.layers is not None
     with torch.no_grad():
         plain = policy.logp(packed())
     called: Counter[str] = Counter()
-    linear = {name: m for name, m in policy.model.lm.named_modules() if isinstance(m, nn.Linear)}
+    linear = {name: m for name, m in policy.model.decoder.named_modules() if isinstance(m, nn.Linear)}
     for name, module in linear.items():
         module.register_forward_hook(lambda *_, name=name: called.update([name]))
     assert not policy.model.exact
-    assert policy.model.computation.endswith("; norms and activations of 'llama' by transformers")
     with torch.no_grad():
         torch.testing.assert_close(policy.logp(packed()), plain, rtol=0, atol=TOLERANCE[dtype])
     assert called.keys() == linear.keys()
@@ -54,7 +50,7 @@ def test_gradients_flow_through_the_calls_of_hooked_layers(dtype):
     for hooked in (False, True):
         policy = tiny_policy("qwen2", dtype, backend="c", tie_word_embeddings=True)
         entropy_T = torch.empty(8)
-        for module in policy.model.modules() if hooked else ():
+        for module in policy.model.decoder.modules() if hooked else ():
             if isinstance(module, nn.Linear):
                 module.register_forward_pre_hook(lambda *_: None)
         policy.logp(packed(), entropy_T).sum().backward()
@@ -62,9 +58,6 @@ def test_gradients_flow_through_the_calls_of_hooked_layers(dtype):
     for ours, theirs in zip(*grads, strict=True):
         scale = theirs.abs().max()
         assert ((ours - theirs).abs().max() / scale).item() < {torch.float32: 1e-4, torch.bfloat16: 0.06}[dtype]
-
-
-# ---- packed rows ----
 
 
 @given(st.lists(st.tuples(st.integers(1, 6), st.lists(st.integers(1, 6), max_size=4)), min_size=1, max_size=4))
@@ -87,29 +80,24 @@ def test_packed_row_has_every_token_at_its_position_behind_the_row_that_predicts
     assert layout.rows == len(tokens)
 
 
-# ---- weights ----
-
-
 def test_weights_are_read_by_name_one_by_one_and_tied_ones_once():
     policy = tiny_policy(tie_word_embeddings=True)
-    names = list(policy.weights)
-    assert "lm_head.weight" not in names
-    assert names == [name for name, _ in policy.model.lm.named_parameters()]
+    assert list(policy.weights) == [name for name, _ in policy.model.lm.named_parameters()]
+    assert "lm_head.weight" not in policy.weights.shapes()
     weight = policy.weights["model.embed_tokens.weight"]
     assert weight.data_ptr() == policy.model.head.weight.data_ptr()
     assert not weight.requires_grad
-    for name in ("model.layers.9.mlp.up_proj.weight", "model.embed_tokens", "model.training"):
-        with pytest.raises(KeyError, match=name):
-            policy.weights[name]
+    with pytest.raises(KeyError, match="up_proj"):
+        policy.weights["model.layers.9.mlp.up_proj.weight"]
 
 
 def test_loading_copies_into_the_models_own_storage_and_counts_the_version():
     policy, other = tiny_policy(), tiny_policy(seed=1)
     addresses = {name: w.data_ptr() for name, w in policy.weights.items()}
-    policy.weights.load(other.weights, 7)
+    policy.load(other.weights, 7)
     assert policy.version == 7
     assert addresses == {name: w.data_ptr() for name, w in policy.weights.items()}
-    assert all(torch.equal(policy.weights[name], w) for name, w in other.weights.items())
+    assert policy.weights.differing(other.weights) == []
     with pytest.raises(ValueError, match=r"model\.norm\.weight is \(31,\) in version 8, not \(32,\)"):
-        policy.weights.load({**other.weights, "model.norm.weight": torch.ones(31)}, 8)
+        policy.load({**other.weights, "model.norm.weight": torch.ones(31)}, 8)
     assert policy.version == 7

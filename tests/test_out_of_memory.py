@@ -7,6 +7,7 @@ import inspect
 
 import pytest
 import torch
+from each import each
 from running import leftovers, options, tiny_settings
 from tiny import save_tiny
 
@@ -14,7 +15,6 @@ from lagrpo import cli
 from lagrpo.rollout.local import LocalSampler
 from lagrpo.runs import load_metrics
 from lagrpo.training import build
-from lagrpo.training import evaluate_model as evaluate
 from lagrpo.training.memory import NoMemoryError, explained
 from lagrpo.training.run import train
 from lagrpo.training.trainer import Trainer
@@ -49,9 +49,8 @@ def at_call(number, original):
 @pytest.mark.parametrize(
     ("owner", "name", "place", "setting"),
     [
-        (Trainer, "first_step", "batch 2, learning", r"\.micro_batch_tokens.*optimizer\.gradient_checkpointing"),
+        (Trainer, "step", "batch 2, learning", r"\.micro_batch_tokens.*optimizer\.gradient_checkpointing"),
         (LocalSampler, "sample", "batch 2, sampling", "rollout.max_num_seqs"),
-        (LocalSampler, "sync_weights", "batch 2, weight sync", "rollout.max_num_seqs"),
     ],
 )
 def test_it_names_batch_phase_and_setting(settings, tmp_path, monkeypatch, owner, name, place, setting):
@@ -72,7 +71,7 @@ def test_a_model_that_does_not_fit(settings, monkeypatch):
 
 
 def test_the_command_says_it_in_one_line(settings, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(Trainer, "first_step", exhaust)
+    monkeypatch.setattr(Trainer, "step", exhaust)
     with pytest.raises(SystemExit) as ended:
         cli.main(["train", *options(settings)])
     assert ended.value.code == 1
@@ -81,24 +80,14 @@ def test_the_command_says_it_in_one_line(settings, tmp_path, monkeypatch, capsys
     assert second.startswith(f"The run until then: {tmp_path}")
 
 
-def test_an_evaluation_names_its_own_setting(settings, tmp_path, monkeypatch):
-    monkeypatch.setattr(evaluate, "evaluate", exhaust)
-    own = {name: settings[name] for name in ("model", "task")} | {"max_tokens": 6, "max_prompt_tokens": 64}
-    own["output"] = str(tmp_path / "evaluation")
-    with pytest.raises(NoMemoryError, match=r"^out of memory \(evaluation\): lower max_num_seqs or max_tokens"):
-        evaluate.evaluate_model(evaluate.EvalSettings.model_validate(own))
-
-
-@pytest.mark.parametrize(
+@each(
     ("error", "lacking"),
     [
         (MemoryError(), True),
-        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB"), True),
         (RuntimeError("CUDA error: out of memory"), True),
         (OSError(errno.ENOMEM, "Cannot allocate memory"), True),
         (OSError(errno.ENOSPC, "No space left on device"), False),
         (RuntimeError("shape mismatch"), False),
-        (KeyError("x"), False),
     ],
 )
 def test_what_counts_as_a_want_of_memory(error, lacking):

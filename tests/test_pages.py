@@ -44,7 +44,7 @@ def test_settings_named_in_a_page_exist(page):
     known = list_settings(Settings)
     for language, block in code(text_of(page)):
         if language == "inline" and re.fullmatch(rf"({SECTIONS})\.[a-z0-9_.]+[a-zA-Z0-9_]", block):
-            entry = any(block.startswith(f"{name}.") for name in ("task.options", "eval.sets"))
+            entry = any(block.startswith(f"{name}.") for name in ("task.options", "loss.overrides", "eval.sets"))
             assert entry or block in known, f"{page}: no setting {block}"
         if language == "toml":
             given = tomllib.loads(block)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,8 +14,6 @@ from lagrpo.runs import Run
 from lagrpo.settings.schema import EvalSettings
 from lagrpo.training.evaluate_model import evaluate_model
 from lagrpo.training.run import train
-
-HERE = Path(__file__).parent
 
 
 @pytest.fixture
@@ -32,55 +28,30 @@ def settings(tmp_path):
     return of
 
 
-@pytest.fixture
-def seen(monkeypatch):
-    """What was in effect while the run was going on."""
-    found = []
-    original = torch.nn.utils.get_total_norm
+def test_threads_kernels_and_environment_are_given_back_after_runs_and_evaluations(settings, tmp_path, monkeypatch):
+    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
+    seen, original = [], torch.nn.utils.get_total_norm
 
-    def spied(*args):
-        found.append(torch.get_num_threads())
-        return original(*args)
+    def spied(*given):
+        seen.append(torch.get_num_threads())
+        return original(*given)
 
     monkeypatch.setattr(torch.nn.utils, "get_total_norm", spied)
-    return found
-
-
-def test_a_run_gives_threads_back(settings, seen):
+    ours = tiny_policy(backend="c")
     train(settings())
-    assert seen[0] == 3
-    assert torch.get_num_threads() == 1
-
-
-def test_so_does_one_that_is_refused_after_the_model_was_loaded(settings):
+    assert (seen[0], torch.get_num_threads()) == (3, 1)
     with pytest.raises(SettingsError, match=r"tokens; rollout\.max_prompt_length is 3"):
         train(settings(rollout={"max_prompt_length": 3}))
     assert torch.get_num_threads() == 1
-
-
-def test_so_does_an_evaluation(settings, tmp_path):
-    model = settings()["model"]
-    given = {"model": model, "max_tokens": 3, "max_prompt_tokens": 64, "prompts": 2, "output": str(tmp_path / "out")}
-    evaluate_model(EvalSettings.model_validate(given))
+    given = {"model": settings()["model"], "max_tokens": 3, "max_prompt_tokens": 64, "prompts": 2}
+    evaluate_model(EvalSettings.model_validate(given | {"output": str(tmp_path / "out")}))
     assert torch.get_num_threads() == 1
-
-
-def test_a_run_does_not_choose_what_other_policies_compute_with(settings):
-    """Its backend is its own: one by PyTorch leaves those by the kernels alone."""
-    ours = tiny_policy(backend="c")
-    environment = json.loads((train(settings()).run / "environment.json").read_text())
-    assert environment["computation"] == "PyTorch (as chosen)"
-    assert ours.model.computation.startswith("C kernels (")
+    assert "TOKENIZERS_PARALLELISM" not in os.environ
+    assert ours.model.computation.startswith("C kernels (")  # a backend belongs to its policy
     assert tiny_policy(backend="auto").model.computation == ours.model.computation
 
 
-def test_tokenizers_start_threads_again(settings, monkeypatch):
-    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
-    train(settings())
-    assert "TOKENIZERS_PARALLELISM" not in os.environ
-
-
-def test_judges_end_with_a_run_that_cannot_be_written(settings, monkeypatch):
+def test_reward_workers_end_with_a_run_that_cannot_be_written(settings, monkeypatch):
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 

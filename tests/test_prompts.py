@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 from running import tiny_settings
+from test_episodes import TURNS
 from tiny import save_tiny, tiny_policy
 
 from lagrpo.data.prompts import PromptSource
@@ -30,37 +31,28 @@ def keys(requests) -> list[int]:
     return [request.prompt.key for request in requests]
 
 
-@pytest.mark.parametrize("batch", [1, 2, 7])
-def test_later_rounds_ask_prompts_that_the_batch_has_not_had(batch):
-    """However many are missing in each round: 3, then 2, then 2, then 1."""
-    prompts = source(prompts=30, N=4)
-    asked, taken = keys(prompts.batch(batch)), 0
-    for count in (3, 2, 2, 1):
-        asked += keys(prompts.extra(batch, taken, count))
-        taken += count
-    assert len(set(asked)) == len(asked) == 12
-
-
-def test_further_prompts_are_a_function_of_the_batch_and_their_number():
-    prompts = source(prompts=30, N=4)
-    at_once = prompts.extra(3, 0, 8)
-    assert [*prompts.extra(3, 0, 5), *source(30, 4).extra(3, 5, 3)] == at_once
-    assert keys(prompts.extra(4, 0, 8)) != keys(at_once)
+def test_later_rounds_ask_prompts_that_the_batch_has_not_had():
+    """However many are missing in each round: 3, then 2, then 2, then 1. They are a function of batch and number."""
+    for batch in (1, 2, 7):
+        prompts = source(prompts=30, N=4)
+        asked, taken = keys(prompts.batch(batch)), 0
+        for count in (3, 2, 2, 1):
+            asked += keys(prompts.extra(batch, taken, count))
+            taken += count
+        assert len(set(asked)) == len(asked) == 12
+        assert asked[4:] == keys(source(30, 4).extra(batch, 0, 8))
 
 
 def test_when_all_prompts_were_asked_they_come_again_under_another_address():
     """Six prompts, four of them in the batch: two are left, then all but those four once more."""
     prompts = source(prompts=6, N=4)
-    own, further = prompts.batch(1), prompts.extra(1, 0, 4)
-    assert set(keys(further[:2])) == set(keys(further[2:])) == set(range(6)) - set(keys(own))
-    assert len({request.address for request in [*own, *further]}) == 8
-
-
-def test_a_batch_of_all_prompts_can_only_ask_them_again():
-    prompts = source(prompts=4, N=4)
-    own, further = prompts.batch(1), prompts.extra(1, 0, 6)
-    assert len({request.address for request in [*own, *further]}) == 10
-    assert Counter(keys(further[:4])) == Counter(range(4))
+    own, more = prompts.batch(1), prompts.extra(1, 0, 4)
+    assert set(keys(more[:2])) == set(keys(more[2:])) == set(range(6)) - set(keys(own))
+    assert len({request.address for request in [*own, *more]}) == 8
+    whole = source(prompts=4, N=4)
+    own, more = whole.batch(1), whole.extra(1, 0, 6)
+    assert len({request.address for request in [*own, *more]}) == 10
+    assert Counter(keys(more[:4])) == Counter(range(4))
 
 
 @pytest.fixture
@@ -84,15 +76,7 @@ def asked(run) -> list[list[int]]:
     return [[r["prompt_id"] for r in rows if r["step"] == b and r["sample_index"] == 0] for b in (1, 2)]
 
 
-def test_no_prompt_is_in_a_dynamically_sampled_batch_twice(run):
-    directory = run(
-        "load_rarely_right", rollout={"num_generations": 2, "max_completion_length": 6, "dynamic_sampling_rounds": 5}
-    )
-    assert all(len(set(keys)) == len(keys) == 4 for keys in asked(directory))
-    assert min(row["epoch"] for row in load_rollouts(directory)) == -1
-
-
-def test_dynamic_sampling_does_not_depend_on_what_ends_first(run):
+def test_dynamic_sampling_asks_no_prompt_twice_and_does_not_depend_on_what_ends_first(run):
     narrow, wide = (
         run(
             "load_rarely_right",
@@ -106,16 +90,8 @@ def test_dynamic_sampling_does_not_depend_on_what_ends_first(run):
         for rows in (2, 32)
     )
     assert asked(narrow) == asked(wide)
-
-
-def test_prompts_that_come_twice_in_a_batch_are_told_of_once(run, capsys):
-    """Five prompts and batches of four: sooner or later an epoch ends and begins with the same prompt in one batch."""
-    run("load_few", run={"display": "plain"}, schedule={"prompts_per_batch": 4, "batches": 9})
-    out = capsys.readouterr().out
-    assert out.count("has a prompt more than once") == 1
-    assert "the 5 prompts of the split ended inside it" in out
-    run("load_rarely_right", run={"display": "plain"})
-    assert "more than once" not in capsys.readouterr().out
+    assert all(len(set(keys)) == len(keys) == 4 for keys in asked(narrow))
+    assert min(row["epoch"] for row in load_rollouts(narrow)) == -1
 
 
 def test_prompts_are_tokenized_once_at_the_start_and_once_in_their_batch(run, monkeypatch):
@@ -151,21 +127,28 @@ def test_every_prompt_that_a_run_asks_is_checked_before_it_starts(monkeypatch):
         assert set(checked) == {index for b in range(1, batches + 1) for _, index in prompts._of_batch(b)}
 
 
-@pytest.mark.parametrize(
-    ("question", "message"),
-    [
+def test_a_prompt_that_cannot_be_asked_is_named():
+    for question, message in [
         ([{"role": "system", "content": "x"}, {"role": "user", "content": "y"}], "the prompt has a system turn"),
         ([{"role": "user", "content": None}], "the last of which has a text"),
-        ("\ud800", "half of a surrogate pair"),
-    ],
-)
-def test_a_prompt_that_cannot_be_asked_is_named(question, message):
-    task = RowTask("odd", {"train": [question]}, lambda row: (row, ""), lambda completion: 0.0, "Be brief.")
-    with pytest.raises(SettingsError, match=f"prompt 0 of the train split of 'odd': .*{message}"):
-        PromptSource(task, tiny_policy(), 5, 1, 64).tokenized("train", 0)
+        ("\ud800", "surrogates not allowed"),
+        ("x" * 50, "has 85 tokens; rollout.max_prompt_length is 64"),
+    ]:
+        task = RowTask("odd", {"train": [question]}, lambda row: (row, ""), lambda completion: 0.0, "Be brief.")
+        with pytest.raises(SettingsError, match=f"prompt 0 of the train split of 'odd'.*{message}"):
+            PromptSource(task, tiny_policy(), 5, 1, 64).tokenized("train", 0)
 
 
-def test_rewards_outside_of_their_range_are_told_of_once(run, capsys):
+def test_a_prompt_that_ends_with_the_assistant_is_continued():
+    policy = tiny_policy()
+    policy.chat.tokenizer.chat_template = TURNS
+    messages = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "It is "}]
+    task = RowTask("continued", {"train": [messages]}, lambda row: (row, ""), lambda completion: 0.0)
+    prompt = PromptSource(task, policy, 5, 1, 64).tokenized("train", 0)
+    assert policy.chat.tokenizer.decode(prompt.token_ids) == "user: 1+1\nassistant: It is "
+
+
+def test_rewards_outside_of_their_range_give_one_warning(run, capsys):
     run("load_letters", run={"display": "plain"}, rollout={"max_completion_length": 30})  # counts letters
     out = " ".join(capsys.readouterr().out.split())
     assert out.count("outside of task.reward_range = [0, 1], such as ") == 1

@@ -25,59 +25,44 @@ def group(*texts: str, key: int = 0, answer: object = "7") -> Group:
     return Group(Prompt(key, (), answer), tuple(Completion(EMPTY, EMPTY, EMPTY, True, text) for text in texts))
 
 
-def outcomes(scored: Group) -> list[tuple[str, float | None, str]]:
-    return [(o.kind, o.reward, o.reason) for c in scored.completions if (o := c.outcome) is not None]
-
-
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RewardPool]:
     with RewardPool(sample_rewards.act, workers=2, deadline=1.0, memory=0.5, max_without_reward=1.0) as shared:
         yield shared
 
 
-@pytest.mark.parametrize(
-    ("text", "outcome"),
-    [
-        ("7", ("scored", 1.0, "")),
-        ("8", ("scored", 0.0, "")),
-        ("float32", ("scored", 0.25, "")),
-        ("true", ("scored", 1.0, "")),
-        ("raise bad luck", ("unscored", None, "the reward function raised ValueError: bad luck")),
-        ("raise \ud800", ("unscored", None, "the reward function raised ValueError: \\ud800")),
-        ("quit now", ("unscored", None, "the reward function raised SystemExit: now")),
-        ("unscorable no answer", ("unscored", None, "no answer")),
-        ("exit 3", ("unscored", None, "the worker process ended with exit code 3")),
-        ("segfault", ("unscored", None, "the worker process ended with exit code -11")),
-        ("hang", ("unscored", None, "no reward within 1 s")),
-        ("spin", ("unscored", None, "no reward within 1 s")),
-        ("fill 900", ("unscored", None, "the reward function raised MemoryError")),
-        ("nan", ("unscored", None, "the reward function returned nan, not a finite number")),
-        ("text", ("unscored", None, "the reward function returned a str, not a finite number")),
-        ("nothing", ("unscored", None, "the reward function returned None")),
-    ],
-)
-def test_an_error_leaves_that_completion_unscored_and_no_other(pool, text, outcome):
-    (scored,) = pool.score([group("7", text, "8")])
-    assert outcomes(scored) == [("scored", 1.0, ""), outcome, ("scored", 0.0, "")]
+def test_an_error_leaves_that_completion_unscored_and_no_other(pool):
+    for text, outcome in [
+        ("8", (0.0, "")),
+        ("float32", (0.25, "")),
+        ("raise \ud800", (None, "the reward function raised ValueError: \\ud800")),
+        ("quit now", (None, "the reward function raised SystemExit: now")),
+        ("unscorable no answer", (None, "no answer")),
+        ("exit 3", (None, "the worker process ended with exit code 3")),
+        ("segfault", (None, "the worker process ended with exit code -11")),
+        ("spin", (None, "no reward within 1 s")),
+        ("fill 900", (None, "the reward function raised MemoryError")),
+        ("nan", (None, "the reward function returned nan, not a finite number")),
+        ("text", (None, "the reward function returned a str, not a finite number")),
+        ("nothing", (None, "the reward function returned None")),
+    ]:
+        (scored,) = pool.score([group("7", text, "8")])
+        found = [(o.reward, o.reason) for c in scored.completions if (o := c.outcome) is not None]
+        assert found == [(1.0, ""), outcome, (0.0, "")]
+        assert scored.completions[1].outcome.kind == ("unscored" if outcome[1] else "scored")
 
 
 def test_completions_after_hung_and_dead_workers_are_scored(pool):
-    (scored,) = pool.score([group(*["hang", "exit 1", "spin", "segfault"] * 2, *["7"] * 50)])
-    assert [completion.reward for completion in scored.completions] == [None] * 8 + [1.0] * 50
+    (scored,) = pool.score([group(*["hang", "exit 1", "segfault"] * 2, *["7"] * 50)])
+    assert [completion.reward for completion in scored.completions] == [None] * 6 + [1.0] * 50
 
 
 def test_groups_come_back_in_order_and_failed_completions_keep_their_outcome(pool):
     failed = Completion(EMPTY, EMPTY, EMPTY, False, "", Outcome.failed("the server died"))
-    groups = [
-        group("sleep 0.2", "7"),
-        Group(Prompt(1, (), "7"), (failed, *group("7").completions)),
-        group("8"),
-        group(),
-    ]
-    scored = list(pool.score(iter(groups)))
+    mixed = Group(Prompt(1, (), "7"), (failed, *group("7").completions))
+    scored = list(pool.score(iter([group("sleep 0.2", "7"), mixed, group("8"), group()])))
     assert [g.rewards for g in scored] == [(1.0, 1.0), (1.0,), (0.0,), ()]
     assert scored[1].completions[0] is failed
-    assert list(pool.score([])) == []
 
 
 def test_scoring_overlaps_with_what_yields_the_groups(pool, tmp_path):
@@ -91,25 +76,12 @@ def test_scoring_overlaps_with_what_yields_the_groups(pool, tmp_path):
     assert [g.rewards for g in pool.score(sampled())] == [(1.0,)] * 3
 
 
-def test_a_hung_worker_does_not_hold_up_the_others(tmp_path):
-    door = tmp_path / "door"
-    with RewardPool(sample_rewards.act, workers=2, deadline=60.0) as patient:
-        scored = patient.score([group("7"), group(f"wait {door}"), group(*["7"] * 20, f"open {door}")])
-        assert [g.rewards for g in scored] == [(1.0,), (1.0,), (1.0,) * 21]
-
-
 def test_an_idle_worker_that_is_killed_is_replaced(pool):
-    for _ in range(2):
-        (scored,) = pool.score([group("pid")])
-        os.kill(int(scored.rewards[0]), signal.SIGKILL)
-        time.sleep(0.5)
-        (scored,) = pool.score([group(*["7"] * 10)])
-        assert scored.rewards == (1.0,) * 10
-
-
-def test_worker_processes_import_nothing_heavy(pool):
-    (scored,) = pool.score([group("modules")])
-    assert scored.rewards == (0.0,)
+    (scored,) = pool.score([group("pid")])
+    os.kill(int(scored.rewards[0]), signal.SIGKILL)
+    time.sleep(1.0)
+    (scored,) = pool.score([group(*["7"] * 10)])
+    assert scored.rewards == (1.0,) * 10
 
 
 def test_functions_that_workers_cannot_import_run_here_and_are_named(caplog):
@@ -136,7 +108,7 @@ def test_a_function_that_workers_cannot_load_stops_the_run(tmp_path, monkeypatch
         list(broken.score([group("7")]))
 
 
-def test_workers_do_not_import_the_main_script(tmp_path):
+def test_workers_import_neither_the_main_script_nor_anything_heavy(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "import torch\nfrom test_reward_pool import RewardPool, group, sample_rewards\n"
@@ -148,16 +120,8 @@ def test_workers_do_not_import_the_main_script(tmp_path):
     assert done.stdout == "(0.0,)\n", done.stderr
 
 
-def test_too_many_without_a_reward_stop_the_run_after_every_group():
-    with RewardPool(sample_rewards.act, max_without_reward=0.5) as strict:
-        assert len(list(strict.score([group("7", "raise bad"), group("8", "raise bad")]))) == 2
-        iterator = strict.score([group("7", "raise bad", "raise worse"), group("raise bad", answer="12")])
-        assert [next(iterator).rewards, next(iterator).rewards] == [(1.0,), ()]
-        with pytest.raises(RewardError, match=r"3 of 4 completions(.|\n)*2 x unscored: .*ValueError: bad\n  1 x"):
-            next(iterator)
-
-
-def test_a_function_that_scores_nothing_stops_the_run_before_the_batch_ends():
+def test_too_many_without_a_reward_stop_the_run():
+    """After every group, or once 64 completions have an outcome."""
     seen = []
 
     def sampled() -> Iterator[Group]:
@@ -166,8 +130,14 @@ def test_a_function_that_scores_nothing_stops_the_run_before_the_batch_ends():
             time.sleep(0.01)
             yield group(*["raise bad"] * 8, key=key)
 
-    with RewardPool(sample_rewards.act) as strict, pytest.raises(RewardError, match="of 64 completions have no reward"):
-        list(strict.score(sampled()))
+    with RewardPool(sample_rewards.act, max_without_reward=0.5) as strict:
+        assert len(list(strict.score([group("7", "raise bad"), group("8", "raise bad")]))) == 2
+        iterator = strict.score([group("7", "raise bad", "raise worse"), group("raise bad", answer="12")])
+        assert [next(iterator).rewards, next(iterator).rewards] == [(1.0,), ()]
+        with pytest.raises(RewardError, match=r"3 of 4 completions(.|\n)*2 x unscored: .*ValueError: bad\n  1 x"):
+            next(iterator)
+        with pytest.raises(RewardError, match="of 64 completions have no reward"):
+            list(strict.score(sampled()))
     assert len(seen) < 200
 
 
@@ -176,7 +146,6 @@ def test_a_closed_pool_says_so_and_does_not_wait_for_what_hangs():
     iterator = busy.score(iter([group("7"), group("hang", "spin")]))
     next(iterator)
     time.sleep(0.3)
-    busy.close()
     busy.close()
     with pytest.raises(RewardError, match="closed"):
         list(busy.score([group("7")]))

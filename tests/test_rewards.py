@@ -9,11 +9,12 @@ import pytest
 import sample_rewards
 import torch
 from rich.console import Console
-from running import tiny_settings, without_timings
+from running import tiny_settings
 from tiny import save_tiny
 
 from lagrpo.errors import SettingsError
 from lagrpo.rewards.builtin import exact, format, length
+from lagrpo.rewards.load import REWARDS, load_function
 from lagrpo.rewards.pool import RewardPool
 from lagrpo.rewards.reward import Reward, Rewards, UnscorableError
 from lagrpo.runs import load_metrics, load_rollouts
@@ -29,13 +30,13 @@ from lagrpo.verify import verify_run
 QUESTION = ({"role": "user", "content": "1 + 1?"},)
 
 
-def completion(text: str, tokens: int = 0, **given: Any) -> Completion:
+def completion(text: str, tokens: int = 0) -> Completion:
     some = torch.arange(tokens)
-    return Completion(some, some.float(), some, finished=True, text=text, **given)
+    return Completion(some, some.float(), some, finished=True, text=text)
 
 
-def arguments(function: Any, row: Any = None, messages: Any = QUESTION) -> list[dict[str, Any]]:
-    return Reward("", function).arguments(Prompt(0, messages, "2", row=row), [completion("2", 3), completion("x")])
+def arguments(function: Any, row: Any = None) -> list[dict[str, Any]]:
+    return Reward("", function).arguments(Prompt(0, QUESTION, "2", row=row), [completion("2", 3), completion("x")])
 
 
 # ---- signatures ----
@@ -60,24 +61,19 @@ def test_trl_signature_gets_lists_and_the_columns_in_the_form_of_the_prompt():
 
 
 def test_verl_signature_gets_source_and_extra_info():
-    first, _ = arguments(sample_rewards.compute_score, {"data_source": "gsm", "level": 3})
-    row = {"data_source": "gsm", "level": 3}
+    first, _ = arguments(sample_rewards.compute_score, row := {"data_source": "gsm", "level": 3})
     assert first == {"data_source": "gsm", "solution_str": "2", "ground_truth": "2", "extra_info": row}
 
 
-@pytest.mark.parametrize(
-    ("function", "row", "message"),
-    [
+def test_a_function_of_another_signature_is_rejected():
+    for function, row, message in [
         (lambda text, gold: 0.0, None, r"\(text, gold\): a reward function takes \(completion, answer\)"),
         (lambda completion, anwser: 0.0, None, "takes 'anwser'.*Did you mean 'answer'"),
         (lambda completions, levl, **columns: [], {"level": 1}, "takes 'levl'.*Did you mean 'level'"),
         (lambda completion, /: 0.0, None, "takes 'completion': lagrpo passes .* by name"),
-        (dict, None, "a reward function takes"),
-    ],
-)
-def test_a_function_of_another_signature_is_rejected(function, row, message):
-    with pytest.raises(ValueError, match=message):
-        Reward("", function).check(row)
+    ]:
+        with pytest.raises(ValueError, match=message):
+            Reward("", function).check(row)
 
 
 def test_functions_are_checked_when_their_task_is_loaded(tmp_path):
@@ -91,50 +87,48 @@ def test_functions_are_checked_when_their_task_is_loaded(tmp_path):
 # ---- built-in rewards ----
 
 
-@pytest.mark.parametrize(
-    ("shape", "tokens", "value"),
-    [
-        *(("linear", 4, 1.0), ("linear", 7, 0.75), ("linear", 16, 0.0), ("linear", 99, 0.0)),
-        *(("cosine", 0, 1.0), ("cosine", 8, 0.75), ("cosine", 10, 0.5), ("cosine", 16, 0.0)),
-    ],
-)
-def test_length_falls_from_the_target_to_the_limit(shape, tokens, value):
+def test_length_falls_from_the_target_to_the_limit():
     """cos(pi/3) = 1/2: a third of the way from 4 to 16 the cosine is at (1 + 1/2) / 2."""
-    assert length("", tokens, limit=16, target=4, shape=shape) == pytest.approx(value)
+    linear = [length("", tokens, limit=16, target=4) for tokens in (4, 7, 16, 99)]
+    assert linear == [1.0, 0.75, 0.0, 0.0]
+    cosine = [length("", tokens, limit=16, target=4, shape="cosine") for tokens in (0, 8, 10, 16)]
+    assert cosine == pytest.approx([1.0, 0.75, 0.5, 0.0])
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("<think>so</think><answer>4</answer>", 1.0),
-        (" <think>a < b\n</think>\n\n<answer> 4 </answer>\n", 1.0),
-        ("<think> </think><answer>4</answer>", 0.0),
-        ("<think>so</think> it is <answer>4</answer>", 0.0),
-        ("<answer>4</answer><think>so</think>", 0.0),
-        ("<think>so</think><answer>4</answer><answer>5</answer>", 0.0),
-        ("<think>so</think><answer>4", 0.0),
-        ("<think>" + " " * 100_000 + "</think><answer>4</answer>", 0.0),
-    ],
-)
-def test_format_wants_every_tag_once_and_in_order(text, value):
-    assert format(text) == value
-
-
-def test_format_by_a_pattern_is_about_the_whole_text():
+def test_format_wants_every_tag_once_and_in_order_or_the_pattern():
+    right = ["<think>so</think><answer>4</answer>", " <think>a < b\n</think>\n\n<answer> 4 </answer>\n"]
+    wrong = [
+        "<think> </think><answer>4</answer>",
+        "<think>so</think> it is <answer>4</answer>",
+        "<answer>4</answer><think>so</think>",
+        "<think>so</think><answer>4</answer><answer>5</answer>",
+        "<think>" + " " * 100_000 + "</think><answer>4</answer>",
+    ]
+    assert ([format(text) for text in right], [format(text) for text in wrong]) == ([1.0] * 2, [0.0] * 5)
     assert [format(text, pattern=r"\d+.*!") for text in ("12 a\nb!", "x12!", "12!?")] == [1.0, 0.0, 0.0]
 
 
-def test_exact_compares_without_outer_white_space():
+def test_exact_compares_without_outer_white_space_and_an_empty_answer_is_unscorable():
     assert [exact(text, 7) for text in (" 7\n", "7.0")] == [1.0, 0.0]
-    with pytest.raises(UnscorableError):
-        exact("7", None)
+    for empty in (None, "", " \n"):
+        with pytest.raises(UnscorableError):
+            exact("", empty)
+
+
+def test_a_list_as_the_answer_means_any_of_its_entries():
+    number = load_function(REWARDS["number"])
+    assert [number(text, ["no number", "7", "8"]) for text in ("It is 8.", "It is 9.")] == [1.0, 0.0]
+    assert [exact(text, ["a", "b"]) for text in "abc"] == [1.0, 1.0, 0.0]
+    for nothing in ([], ["no number"]):
+        with pytest.raises(UnscorableError):
+            number("7", nothing)
 
 
 # ---- several rewards ----
 
 
 def several(*given: tuple[str, Any, dict[str, Any]]) -> Rewards:
-    return Rewards(tuple(Reward(name, function, **further) for name, function, further in given))
+    return Rewards(tuple(Reward(name, function, **other) for name, function, other in given))
 
 
 def combine(rewards: Rewards, *values: float | None) -> Outcome:
@@ -159,12 +153,6 @@ def test_none_is_left_out_of_the_sum_and_an_error_leaves_the_completion_unscored
     assert combine(both, None, None).reason == "the reward function returned None"
     found = both.combine([Outcome.scored(1.0), Outcome.unscored("no reward within 5 s")])
     assert found == Outcome("unscored", None, "no reward within 5 s (reward 'b')", {"a": 1.0, "b": None})
-
-
-def test_a_sum_that_is_not_finite_leaves_the_completion_unscored():
-    endless = several(("a", exact, {"weight": 1e308}), ("b", exact, {"weight": 1e308}))
-    for values in ((9.0, 9.0), (1.0, 1.0), (9.0, -9.0)):
-        assert combine(endless, *values).kind == "unscored"
 
 
 def scored(rewards: Rewards, *texts: str, row: Any = None, **options: Any) -> list[Outcome]:
@@ -194,8 +182,6 @@ def test_every_signature_gives_each_completion_its_reward():
     assert [o.parts for o in found] == [pytest.approx(dict(zip(names, v, strict=True))) for v in values]
     assert [o.reward for o in found] == pytest.approx([sum(v) + v[1] for v in values])
     assert [o.correct for o in found] == [True, False, False]
-    easy = scored(several(("level", sample_rewards.by_level, {})), "7", row=row | {"level": 1})
-    assert easy[0].reason == "the reward function returned None"
 
 
 def test_coroutines_run_concurrently_and_each_within_its_deadline():
@@ -207,17 +193,14 @@ def test_coroutines_run_concurrently_and_each_within_its_deadline():
     assert [o.reason for o in found[12:]] == ["no reward within 1.5 s (reward 'waits')", refused]
 
 
-def test_a_reward_that_kills_its_worker_costs_that_completion_and_no_other_reward():
+def test_failures_cost_their_completions_and_no_other_reward():
     found = scored(several(("act", sample_rewards.act, {}), ("letters", sample_rewards.letters, {})), "exit 3", "7")
     assert (found[0].kind, found[0].parts) == ("unscored", {"act": None, "letters": 0.5})
     assert found[1].reward == 1.0
-
-
-def test_a_list_of_another_length_scores_none():
-    found = scored(several(("few", sample_rewards.one_short, {})), "a", "b")
-    assert [o.reason for o in found] == [
+    few = scored(several(("few", sample_rewards.one_short, {})), "a", "b")
+    assert {o.reason for o in few} == {
         "the reward function returned a list of 1, not a list of 2 numbers (reward 'few')"
-    ] * 2
+    }
 
 
 # ---- the settings ----
@@ -227,31 +210,23 @@ def two(**second: Any) -> dict[str, Any]:
     return {"name": "arithmetic", "rewards": [{"name": "right", "reward": "task"}, {"name": "b", **second}]}
 
 
-@pytest.mark.parametrize(
-    ("task", "message"),
-    [
+def test_contradictory_entries_are_rejected():
+    for task, message in [
         (two(reward="lenght"), "no built-in reward 'lenght'.*Did you mean 'length'"),
         (two(reward="length", options={"limt": 8}), r"'b', options: length: .*limt"),
-        (two(reward="length"), "'b', options: length: .*limit"),
         (two(reward="length", options={"limit": 4, "target": 4}), "0 <= target < limit is needed"),
         (two(reward="format", options={"pattern": "("}), "'b', options: format"),
-        (two(reward="format", options={"tags": ["a", "a"]}), "at least one tag, each once"),
         (two(reward="exact", options={"x": 1}), "the reward 'exact' takes no options"),
         (two(reward="x:y", options={"api_key": "sk-1"}), "options.api_key would be on the disk"),
         (two(reward="exact", range=[1, 0]), "range goes from the least"),
         (two(reward="task") | {"reward": "exact"}, "task.reward and task.rewards are both set"),
-        (two(reward="exact") | {"name": "custom"}, "'custom' has no reward"),
         ({"rewards": [{"name": "a b", "reward": "task"}]}, "a name has letters, digits and _"),
-        (two(reward="exact", weight=1e200, range=[0, 1e200]), "reward_range.* finite"),
         ({"rewards": [{"name": "a", "reward": "task", "weight": 0}]}, "all weights are 0"),
         ({"rewards": [{"name": "a", "reward": "task"}] * 2}, "two entries have the name 'a'"),
         (two(reward="llm_judge", options={"url": "x", "model": "m"}), r"write http://host:port/v1"),
-        (two(reward="llm_judge", options={"url": "http://x/v1", "model": "m", "prompt": "?"}), "needs {completion}"),
-    ],
-)
-def test_contradictory_entries_are_rejected(task, message):
-    with pytest.raises(SettingsError, match=message):
-        check_settings(load_settings({"task": task}))
+    ]:
+        with pytest.raises(SettingsError, match=message):
+            check_settings(load_settings({"task": task}))
 
 
 def test_options_go_to_the_function_and_the_range_is_the_sum_of_the_ranges():
@@ -261,7 +236,6 @@ def test_options_go_to_the_function_and_the_range_is_the_sum_of_the_ranges():
     assert isinstance(loaded, Rewards)
     assert loaded.parts[0].function("four") == 2.0
     assert settings.task.reward_range == (-6.0, 1.0)
-    assert load_settings({"task": {"rewards": [entry], "reward_range": [-9, 9]}}).task.reward_range == (-9.0, 9.0)
 
 
 # ---- what a run records ----
@@ -288,7 +262,7 @@ def run(tmp_path_factory):
     return settings, train(settings)
 
 
-def test_each_reward_is_in_the_rollouts_and_the_metrics(run):
+def test_each_reward_is_in_the_rollouts_the_metrics_the_evaluations_and_the_replay(run):
     _, result = run
     rows, (line, _) = load_rollouts(result.run), load_metrics(result.run)
     for row in rows:
@@ -303,11 +277,6 @@ def test_each_reward_is_in_the_rollouts_and_the_metrics(run):
     first = [row for row in rows if row["step"] == 1]
     assert line["rewards/letters/mean"] == pytest.approx(sum(row["reward_letters"] for row in first) / 8)
     assert line["completions/unscored"] == sum(r["outcome"] == "unscored" for r in first) > 0
-
-
-def test_evaluations_show_and_replay_have_each_reward(run):
-    _, result = run
-    assert result.before is not None
     records = load_evaluation_records(result.run, "before")
     means = [[value for value in record["reward_short"] if value is not None] for record in records]
     assert result.before["rewards/short/mean"] == pytest.approx(sum(sum(m) / len(m) for m in means) / len(means))
@@ -317,21 +286,17 @@ def test_evaluations_show_and_replay_have_each_reward(run):
 
 
 @pytest.mark.usefixtures("shared_templates")
-def test_one_entry_of_weight_one_trains_as_a_single_reward(run, tmp_path):
-    """The same weights after the same batches, and a closure in this process gives the same, too."""
-    path, made = run[0]["model"]["path"], {}
-    listed = {"name": "sample_task:load_letters", "rewards": [{"name": "only", "reward": "task"}]}
-    for name, task in {"single": {"name": "sample_task:load_letters"}, "listed": listed}.items():
-        given: dict[str, Any] = {"eval": {"at_start": False}, "task": task}
-        made[name] = train(tiny_settings(path, tmp_path, run={"output_dir": str(tmp_path), "name": name}, **given)).run
+def test_one_entry_of_weight_one_or_a_closure_trains_as_a_single_reward(run, tmp_path):
     own = load_task(load_settings({"task": {"name": "sample_task:load_letters"}}).task, 0)
     assert isinstance(own, RowTask)
     here = RowTask(own.name, own.rows, own.ask, lambda completion, answer: own.reward(completion, answer))
-    given = {"eval": {"at_start": False}, "run": {"output_dir": str(tmp_path), "name": "here"}}
-    made["here"] = train(tiny_settings(path, tmp_path, **given), here).run
-    single, listed, closure = (load_rollouts(made[name]) for name in ("single", "listed", "here"))
-    assert (
-        [{n: v for n, v in row.items() if n not in ("reward_only", "correct")} for row in listed] == single == closure
-    )
-    lines = [without_timings(load_metrics(made[name])) for name in ("single", "listed")]
-    assert [{n: v for n, v in line.items() if not n.startswith("rewards/only")} for line in lines[1]] == lines[0]
+    single = {"name": "sample_task:load_letters"}
+    listed = single | {"rewards": [{"name": "only", "reward": "task"}]}
+    found = []
+    for name, (task, given) in {"a": (single, None), "b": (listed, None), "c": (single, here)}.items():
+        sections: dict[str, Any] = {"eval": {"at_start": False}, "task": task}
+        made = train(tiny_settings(run[0]["model"]["path"], tmp_path / name, **sections), given).run
+        found.append(
+            [{n: v for n, v in row.items() if n not in ("reward_only", "correct")} for row in load_rollouts(made)]
+        )
+    assert found[0] == found[1] == found[2]

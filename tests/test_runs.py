@@ -88,9 +88,9 @@ def sampled(run) -> Run:
     return run
 
 
-def printed(run: Run | Path, **arguments) -> str:
+def printed(run: Run | Path) -> str:
     console = Console(file=io.StringIO(), width=110)
-    show(run, console=console, **arguments)
+    show(run, console=console)
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
@@ -329,28 +329,13 @@ def test_show_marks_offline_data():
     assert out.getvalue().splitlines()[0].strip() == "? unscored  ·  1 token  ·  offline data"
 
 
-@pytest.mark.parametrize(
-    ("choice", "expected"),
-    [
-        ({"only": "correct"}, ["it is [bold]5[/bold]"]),
-        ({"only": "wrong", "prompt": 3}, ["␛[31mred"]),
-        ({"only": "unscored"}, ["5", "5"]),
-        ({"prompt": 8, "count": 1}, ["5"]),
-        ({"prompt": 4}, []),
-    ],
-)
-def test_show_chooses_completions(sampled, choice, expected):
-    lines = [line.strip() for line in printed(sampled, **choice).splitlines() if line.startswith("  ")]
-    assert [line for line in lines if line] == expected
-
-
 def test_right_is_the_largest_reward_of_the_runs_range(tmp_path):
     run = Run.create(tmp_path, "ten", SETTINGS, "[task]\nreward_range = [0.0, 10.0]\n", {})
     texts = {0.0: "nothing", 1.0: "a little", 10.0: "all of it"}
     groups = [group(3, *(completion(Outcome.scored(reward), text) for reward, text in texts.items()))]
     run.record_rollouts(1, list(rollout_rows(groups, [[{}] * 3], step=1, policy_version=5)))
-    assert "all of it" in (right := printed(run, only="correct"))
-    assert "a little" not in right
+    marks = {line.split()[0] + " " + line.split()[1] for line in printed(run).splitlines() if "token" in line}
+    assert marks == {"✗ 0", "✗ 1", "✓ 10"}
 
 
 # The reward curve and the environment

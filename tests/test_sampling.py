@@ -12,9 +12,9 @@ from rounding import rounding
 from tiny import SHAPES, tiny_policy
 
 from lagrpo.model.backend import choose_backend
-from lagrpo.model.decoding import pair_rows_with_groups
+from lagrpo.model.layout import Packed
 from lagrpo.model.logprobs import CDF_BLOCK
-from lagrpo.model.model import Packed, copy_policy
+from lagrpo.model.model import copy_policy
 from lagrpo.rng import uniforms
 from lagrpo.rollout.base import Request
 from lagrpo.rollout.local import LocalSampler
@@ -57,29 +57,24 @@ ROUNDING = {torch.bfloat16: 0.1, torch.float32: 1e-4}
 
 
 @pytest.mark.parametrize("kind", SHAPES)
-@pytest.mark.parametrize("dtype", ROUNDING)
-@pytest.mark.parametrize("tau", [1.0, 0.1])
-def test_right_after_a_weight_sync_the_ratio_is_one(kind, dtype, tau):
-    policy = tiny_policy(kind, dtype, tau)
-    tolerance = 0.0 if policy.model.exact else ROUNDING[dtype]
-    groups = list(sampled(policy, requests_for(policy, 5)).values())
-    assert len({len(c.token_ids) for g in groups for c in g.completions}) > 3 or tau == 0.1  # ragged, some retired
-    assert log_ratio(policy, groups).abs().max() <= tolerance / tau
+def test_ratio_is_one_right_after_a_weight_sync(kind):
+    for dtype, tau in ((torch.bfloat16, 1.0), (torch.bfloat16, 0.1), (torch.float32, 0.7)):
+        policy = tiny_policy(kind, dtype, tau)
+        tolerance = 0.0 if policy.model.exact else ROUNDING[dtype]
+        groups = list(sampled(policy, requests_for(policy, 5)).values())
+        assert len({len(c.token_ids) for g in groups for c in g.completions}) > 3 or tau < 1  # ragged, some retired
+        assert log_ratio(policy, groups).abs().max() <= tolerance / tau
 
 
-@pytest.mark.parametrize("rows", [6, 7, 13, 64])
-def test_a_completion_does_not_depend_on_what_is_sampled_beside_it(rows):
+def test_completion_does_not_depend_on_what_is_sampled_beside_it():
     """The same groups in narrow waves, in one wide batch, in another order and alone: to the bit by our products, and
     by PyTorch's in float64, whose rounding changes no token."""
     exact = tiny.BACKEND == "c"
     policy = tiny_policy(dtype=torch.bfloat16 if exact else torch.float64)
     requests = requests_for(policy, 5)
     wide = sampled(policy, requests)
-    for other in (
-        sampled(policy, requests, rows=rows),
-        sampled(policy, requests[::-1]),
-        sampled(policy, requests[3:4]),
-    ):
+    narrow = [sampled(policy, requests, rows=rows) for rows in (6, 13)]
+    for other in (*narrow, sampled(policy, requests[::-1]), sampled(policy, requests[3:4])):
         for key, group in other.items():
             for ours, theirs in zip(group.completions, wide[key].completions, strict=True):
                 assert torch.equal(ours.token_ids, theirs.token_ids)
@@ -93,19 +88,17 @@ def test_other_rng_keys_give_other_completions():
     base = sampled(policy, [request(0, policy=policy)])[0]
     texts = [tuple(c.token_ids.tolist()) for c in base.completions]
     assert len(set(texts)) == len(texts)
-    for changed in (request(0, batch=2, policy=policy), request(0, epoch=1, policy=policy)):
-        assert tuple(sampled(policy, [changed])[0].completions[0].token_ids.tolist()) != texts[0]
-    assert tuple(sampled(policy, [request(0, policy=policy)], seed=1)[0].completions[0].token_ids.tolist()) != texts[0]
+    same, batch, epoch = (request(0, batch=b, epoch=e, policy=policy) for b, e in ((1, 0), (2, 0), (1, 1)))
+    for changed, seed in ((same, 1), (batch, 0), (epoch, 0)):
+        other = sampled(policy, [changed], seed=seed)[0]
+        assert tuple(other.completions[0].token_ids.tolist()) != texts[0]
 
 
 def test_frequencies_match_the_softmax():
-    """Chi-square of the first token over 20,000 draws; 0.001 of correct samplers would fail, this seed does not."""
-    policy = tiny_policy(spread=1.5)
-    logits = torch.randn(103, generator=torch.Generator().manual_seed(3)) * 2
-    count = 20_000
-    tokens, logp = sample_tokens(
-        logits.expand(count, -1).contiguous(), 1.0, torch.from_numpy(uniforms(count, "chi-square"))
-    )
+    """Chi-square of the first token over 20,000 samples; 0.001 of correct samplers would fail, this seed does not."""
+    logits, count = torch.randn(103, generator=torch.Generator().manual_seed(3)) * 2, 20_000
+    uniform = torch.from_numpy(uniforms(count, "chi-square"))
+    tokens, logp = sample_tokens(logits.expand(count, -1).contiguous(), 1.0, uniform)
     expected = logits.double().softmax(-1) * count
     observed = torch.bincount(tokens, minlength=103).double()
     likely = expected >= 5
@@ -119,10 +112,9 @@ def test_frequencies_match_the_softmax():
     expected = logits.double().log_softmax(-1)[tokens]
     bound = rounding(torch.float32, expected.abs().max().item(), 16)
     torch.testing.assert_close(logp.double(), expected, rtol=0, atol=bound)
-    del policy
 
 
-def test_the_first_token_of_the_sampler_has_the_frequencies_of_the_policy():
+def test_first_token_of_the_sampler_has_the_frequencies_of_the_policy():
     policy = tiny_policy(tau=0.7)
     one = request(0, policy=policy)
     packed = Packed.build([(one.prompt.token_ids, [torch.tensor([v]) for v in range(103)])])
@@ -131,30 +123,23 @@ def test_the_first_token_of_the_sampler_has_the_frequencies_of_the_policy():
     assert probabilities.sum().item() == pytest.approx(1, abs=1e-5)
     groups = LocalSampler(policy, 5, 1, 4096).sample([one], 4096)
     counts = Counter(int(c.token_ids[0]) for _, g in groups for c in g.completions)
-    top = probabilities.argsort(descending=True)[:8]
-    for token in top.tolist():
+    for token in probabilities.argsort(descending=True)[:8].tolist():
         p = probabilities[token].item()
         assert abs(counts[token] / 4096 - p) < 4 * math.sqrt(p * (1 - p) / 4096)
 
 
-@pytest.mark.parametrize("position", [0, CDF_BLOCK - 1, CDF_BLOCK, 1000])
-def test_a_uniform_number_picks_the_token_whose_interval_holds_it(position):
-    """Literal: equal probabilities over 1,001 tokens, uniform number in the middle of an interval; and its ends."""
-    scaled = torch.zeros(3, 1001)
-    u = torch.tensor(
-        [(position + 0.5) / 1001, (position + 1e-4) / 1001, (position + 1 - 1e-4) / 1001], dtype=torch.float64
-    )
-    tokens, logp = sample_tokens(scaled, 1.0, u)
-    assert tokens.tolist() == [position] * 3
-    torch.testing.assert_close(logp, torch.full((3,), -math.log(1001)))
-
-
-def test_a_token_of_probability_zero_is_never_sampled():
-    scaled = torch.full((2, 600), -torch.inf)
-    scaled[:, 300] = 0.0
-    tokens, logp = sample_tokens(scaled, 1.0, torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64))
-    assert tokens.tolist() == [300, 300]
-    assert logp.tolist() == [0.0, 0.0]
+def test_uniform_number_picks_the_token_whose_interval_holds_it():
+    """Literal: equal probabilities over 1,001 tokens, uniform number in the middle of an interval; and its ends. A
+    token of probability zero is never sampled."""
+    for position in (0, CDF_BLOCK - 1, CDF_BLOCK, 1000):
+        u = torch.tensor([position + 0.5, position + 1e-4, position + 1 - 1e-4], dtype=torch.float64) / 1001
+        tokens, logp = sample_tokens(torch.zeros(3, 1001), 1.0, u)
+        assert tokens.tolist() == [position] * 3
+        torch.testing.assert_close(logp, torch.full((3,), -math.log(1001)))
+    logits = torch.full((2, 600), -torch.inf)
+    logits[:, 300] = 0.0
+    tokens, logp = sample_tokens(logits, 1.0, torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64))
+    assert (tokens.tolist(), logp.tolist()) == ([300, 300], [0.0, 0.0])
 
 
 def test_every_end_of_sequence_id_ends_a_completion_and_the_limit_cuts_it():
@@ -168,11 +153,11 @@ def test_every_end_of_sequence_id_ends_a_completion_and_the_limit_cuts_it():
         assert not any(t in (1, 2) for t in c.token_ids[:-1].tolist())
         assert c.finished == (int(c.token_ids[-1]) in (1, 2))
         assert c.finished or len(c.token_ids) == 40
+        assert bool(c.sampled.all())
         assert "<stop>" not in c.text
 
 
-def test_the_sampler_keeps_old_weights_until_a_weight_sync():
-    """After a step of π without a weight sync, the sampler still samples, and scores, with the old policy."""
+def test_sampler_keeps_old_weights_until_a_weight_sync():
     policy = tiny_policy()
     sampler = LocalSampler(copy_policy(policy), 0, 16, 64)
     before = [g for _, g in sampler.sample(requests_for(policy, 2), 4)]
@@ -190,41 +175,23 @@ def test_the_sampler_keeps_old_weights_until_a_weight_sync():
     assert log_ratio(policy, fresh).abs().max() <= 1e-4
 
 
-@pytest.mark.parametrize("left_out", [0, 1], ids=["as many of each prompt", "fewer of one"])
-def test_scores_equal_the_recorded_log_probs(left_out):
-    policy = tiny_policy("qwen3", torch.bfloat16)
-    groups = sampled(policy, requests_for(policy, 2)).values()
-    prompts = [group.prompt.token_ids for group in groups for _ in group.completions][left_out:]
-    kept = [completion for group in groups for completion in group.completions][left_out:]
-    items = [(prompt_ids, c.token_ids.tolist()) for prompt_ids, c in zip(prompts, kept, strict=True)]
-    (scored,) = LocalSampler(copy_policy(policy), 0, 24, 64).scores(items)
-    for logp, completion in zip(scored, kept, strict=True):
-        bound = 0 if policy.model.exact else ROUNDING[policy.dtype]
-        torch.testing.assert_close(torch.tensor(logp), completion.logp_alpha, rtol=0, atol=bound)
-
-
-def test_a_weight_sync_between_open_groups_is_rejected():
+def test_weight_sync_between_open_groups_is_rejected():
     policy = tiny_policy()
     sampler = LocalSampler(copy_policy(policy), 0, 8, 4)
+    next(sampler.sample(requests_for(policy, 3), 4))
     stream = sampler.sample(requests_for(policy, 3), 4)
     next(stream)
     with pytest.raises(RuntimeError, match="2 groups of version 0 are open"):
         sampler.sync_weights(policy.weights, 1)
 
 
-def test_a_group_wider_than_the_rows_is_rejected():
+def test_group_wider_than_the_rows_is_rejected():
     policy = tiny_policy()
     with pytest.raises(ValueError, match=r"G = 6.*rollout.max_num_seqs = 4"):
         list(LocalSampler(copy_policy(policy), 0, 8, 4).sample(requests_for(policy, 1), 6))
 
 
-def test_pairing_rows_with_groups():
-    grid, place = pair_rows_with_groups(torch.tensor([0, 2, 0, 1, 2]), 3)
-    assert grid.tolist() == [[0, 2], [3, 0], [1, 4]]
-    assert place.tolist() == [0, 4, 1, 2, 5]
-
-
-def test_the_prefetcher_hands_out_batch_by_batch_what_was_generated_together():
+def test_prefetcher_hands_out_batch_by_batch_what_was_generated_together():
     policy = tiny_policy(dtype=torch.float64)  # rounding by the rows beside one changes no token
     sampler = LocalSampler(copy_policy(policy), 0, 12, 8)
     source = {b: requests_for(policy, 3, batch=b) for b in (1, 2, 3)}
@@ -239,7 +206,7 @@ def test_the_prefetcher_hands_out_batch_by_batch_what_was_generated_together():
                 assert torch.equal(x.token_ids, y.token_ids)
 
 
-def test_a_token_of_another_version_stops_the_run():
+def test_token_of_another_version_stops_the_run():
     policy = tiny_policy()
     prefetcher = Prefetcher(LocalSampler(copy_policy(policy), 0, 12, 8), lambda b: requests_for(policy, 1), 4)
     prefetcher.submit(range(1, 2), 7)

@@ -10,13 +10,13 @@ from lagrpo.rollout.schedule import LoopState, Schedule, SyncDecision, every, la
 @pytest.mark.parametrize(
     ("schedule", "i", "expected"),
     [
-        (every(1), 1, [0] * 12),
-        (every(10), 1, [0, 1, 2, 3, 4, 5, 6, 7, 8, 0, 1, 2]),
         (every(1), 10, [0] * 12),
+        (every(10), 1, [0, 1, 2, 3, 4, 5, 6, 7, 8, 0, 1, 2]),
         (every(3), 2, [0, 2, 0, 2, 4, 0, 2, 4, 0, 2, 4, 0]),
         (lagged(2), 1, [0, 1, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2]),
-        (lagged(0), 4, [0] * 12),
+        (Schedule("budget", 3, 1.0), 1, [0, 1, 2] * 4),  # an unspent budget is a cap
     ],
+    ids=str,
 )
 def test_lags_of_each_schedule(schedule, i, expected):
     assert lags(schedule, 1, 12, i) == expected
@@ -27,16 +27,15 @@ def test_k_starts_again_in_every_stage():
     assert lags(every(4), 2, 6, 1) == [0, 1, 2, 0, 1, 2, 3, 4, 5, 0, 1, 2]
 
 
-@pytest.mark.parametrize("schedule", [every(1), every(4), lagged(3)])
-@pytest.mark.parametrize("prefetch", [True, False])
-def test_every_batch_is_generated_once_and_not_after_it_is_needed(schedule, prefetch):
-    asked, state = [], LoopState(alpha=0)
-    for batch in range(1, 15):
-        decision = schedule.next(state, 2, 7, prefetch)
-        asked += list(decision.to_generate)
-        assert batch in asked
-        state = state.after_request(decision.to_generate).after_batch(None)
-    assert asked == list(range(1, 15))
+def test_every_batch_is_generated_once_and_not_after_it_is_needed():
+    for schedule, prefetch in ((every(1), True), (every(4), True), (every(4), False), (lagged(3), True)):
+        asked, state = [], LoopState(alpha=0)
+        for batch in range(1, 15):
+            decision = schedule.next(state, 2, 7, prefetch)
+            asked += list(decision.to_generate)
+            assert batch in asked
+            state = state.after_request(decision.to_generate).after_batch(None)
+        assert asked == list(range(1, 15))
 
 
 def test_prefetching_submits_all_batches_up_to_the_next_sync():
@@ -44,26 +43,19 @@ def test_prefetching_submits_all_batches_up_to_the_next_sync():
     assert every(3).next(LoopState(batch=2, alpha=0), 1, 9, prefetch=False).to_generate == range(3, 4)
 
 
-@pytest.mark.parametrize(("kind", "v", "minimum"), [("every", 0, 1), ("lagged", -1, 0)])
-def test_a_schedule_that_never_syncs_is_rejected(kind, v, minimum):
-    with pytest.raises(ValueError, match=f"at least {minimum}"):
-        Schedule(kind, v)
+def test_budget_syncs_when_it_is_spent_and_at_the_cap():
+    for since_sync, spent, reason in ((0, 0.9, ""), (1, 0.25, ""), (1, 0.26, "budget"), (4, 0.0, "cap"), (3, 0.0, "")):
+        state = LoopState(batch=6, alpha=0, since_sync=since_sync, spent=spent)
+        assert Schedule("budget", 4, 0.25).next(state, 1, 8).reason == reason
 
 
-@pytest.mark.parametrize(
-    ("since_sync", "spent", "reason"),
-    [(0, 0.9, ""), (1, 0.25, ""), (1, 0.26, "budget"), (4, 0.0, "cap"), (3, 0.0, "")],
-)
-def test_a_budget_syncs_when_it_is_spent_and_at_the_cap(since_sync, spent, reason):
-    state = LoopState(batch=6, alpha=0, since_sync=since_sync, spent=spent)
-    assert Schedule("budget", 4, 0.25).next(state, 1, 8).reason == reason
-
-
-def test_an_unspent_budget_is_a_cap():
-    assert lags(Schedule("budget", 3, 1.0), 1, 7, 1) == [0, 1, 2, 0, 1, 2, 0]
-
-
-@pytest.mark.parametrize(("kind", "delta"), [("every", 0.1), ("budget", None), ("budget", -0.1)])
-def test_a_delta_that_the_kind_does_not_allow_is_rejected(kind, delta):
-    with pytest.raises(ValueError, match="delta"):
-        Schedule(kind, 3, delta)
+def test_numbers_that_a_kind_does_not_allow_are_rejected():
+    for kind, v, delta, reason in (
+        ("every", 0, None, "at least 1"),
+        ("lagged", -1, None, "at least 0"),
+        ("every", 3, 0.1, "delta"),
+        ("budget", 3, None, "delta"),
+        ("budget", 3, -0.1, "delta"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            Schedule(kind, v, delta)  # type: ignore[arg-type]

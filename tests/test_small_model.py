@@ -7,7 +7,6 @@ from pathlib import Path
 from statistics import fmean
 
 import pytest
-import small_model
 import torch
 from small_model import FOLDER, RIGHT, Sum, line, loss_of, one_token, rate, split, tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -40,11 +39,8 @@ def test_the_data_are_what_the_program_writes():
     assert len({*training, *testing}) == 1000
     assert lines_of(FOLDER / "sums" / "train.jsonl") == [*map(line, training)]
     assert lines_of(FOLDER / "sums" / "test.jsonl") == [*map(line, testing)]
-    assert lines_of(FOLDER / "one-token.jsonl") == [*map(line, one_token(training))]
-
-
-def test_a_sum_of_one_token_is_below_ten():
-    chosen = one_token(split()[0])
+    chosen = one_token(training)
+    assert lines_of(FOLDER / "one-token.jsonl") == [*map(line, chosen)]
     assert len({*chosen}) == 16
     assert all(sum(digits) < 10 for digits in chosen)
     assert sum(rate(digits) == RIGHT[0] for digits in chosen) == 8
@@ -65,17 +61,4 @@ def test_the_model_is_right_about_as_often_as_its_teacher(rates):
     assert found == pytest.approx(RIGHT, abs=0.1)
     assert found == sorted(found, reverse=True)
     assert 0.2 < fmean(rates[digits] for digits in split()[1]) < 0.3
-
-
-def test_it_has_the_right_answer_to_offer_on_nearly_every_prompt(rates):
-    assert sum(p > 0.02 for p in rates.values()) > 980
-
-
-def test_a_lesson_ends_its_answer_and_is_off_by_an_error_of_the_teacher():
-    draws, wrong = small_model.random.Random(3), set[int]()
-    for _ in range(300):
-        text = "".join(small_model.VOCABULARY[n] for n in small_model.lesson(draws))
-        question, _, answer = text.partition("=")
-        assert answer.rstrip("_").endswith(".")
-        wrong.add(int(answer.rstrip("_.")) - sum(map(int, question.split("+"))))
-    assert wrong >= {0, *small_model.ERRORS}
+    assert sum(p > 0.02 for p in rates.values()) > 980  # nearly every prompt has the right answer to offer

@@ -17,17 +17,16 @@ from running import tiny_settings
 from lagrpo.errors import SettingsError
 from lagrpo.settings.schema import TaskSettings
 from lagrpo.tasks import RowTask, load_task
-from lagrpo.tasks.data import find_splits, hold_out
-from lagrpo.tasks.tables import read_table
+from lagrpo.tasks.data import find_splits, hold_out, read_table
 from lagrpo.training.run import train
 
 ROWS: list[dict[str, Any]] = [{"q": f"{n} + 1?", "a": str(n + 1), "level": n % 3} for n in range(30)]
-GSM8K = [{"question": f"{n} + 1?", "answer": f"It is {n + 1}.\n#### {n + 1:,}"} for n in range(12)]
 
 
 def write(path: Path, rows: list[dict[str, Any]] = ROWS) -> str:
     """A file of these rows, in the format of its ending."""
     opened: Any = gzip.open if path.suffix == ".gz" else open
+    path.parent.mkdir(exist_ok=True)
     with opened(path, "wt", newline="", encoding="utf-8") as file:
         if ".csv" in path.suffixes:
             writer = csv.DictWriter(file, list(rows[0]))
@@ -41,30 +40,24 @@ def write(path: Path, rows: list[dict[str, Any]] = ROWS) -> str:
 
 
 def load(data: Path | str, **other: Any) -> RowTask:
-    given = {
-        "name": "custom",
-        "data": str(data),
-        "prompt_column": "q",
-        "answer_column": "a",
-        "reward": "number",
-    } | other
-    task = load_task(TaskSettings.model_validate(given), seed=4)
+    given = {"name": "custom", "data": str(data), "prompt_column": "q", "answer_column": "a", "reward": "number"}
+    task = load_task(TaskSettings.model_validate(given | other), seed=4)
     assert isinstance(task, RowTask)
     return task
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz", "json", "csv", "csv.gz", "parquet"])
-def test_a_file_of_each_format_is_read_and_a_tenth_held_out(tmp_path, ending, caplog):
+def test_file_of_each_format_is_read_and_a_tenth_held_out(tmp_path, ending, caplog):
     task = load(write(tmp_path / f"rows.{ending}"))
     assert (task.size("train"), task.size("test")) == (27, 3)
     assert "27 rows are for training, 3 chosen by seed 4 are held out for testing" in caplog.text
     prompts = [task.prompt(split, index) for split in ("train", "test") for index in range(task.size(split))]
-    assert {(p.messages[0]["content"], str(p.answer)) for p in prompts} == {(row["q"], row["a"]) for row in ROWS}
+    assert {(p.messages[0]["content"], p.answer) for p in prompts} == {(row["q"], row["a"]) for row in ROWS}
     assert prompts[0].row is not None
     assert prompts[0].row["level"] in (0, 1, 2)
 
 
-def test_the_hold_out_is_a_function_of_the_seed():
+def test_hold_out_is_a_function_of_the_seed():
     assert hold_out(100, seed=1) == hold_out(100, seed=1) != hold_out(100, seed=2)
     train, test = hold_out(20_000, seed=0)
     assert (len(test), sorted(train + test)) == (1000, list(range(20_000)))
@@ -72,7 +65,7 @@ def test_the_hold_out_is_a_function_of_the_seed():
         hold_out(1, seed=0)
 
 
-def test_a_directory_has_the_splits_that_its_files_are_named_after(tmp_path):
+def test_directory_has_the_splits_that_its_files_are_named_after(tmp_path, monkeypatch):
     write(tmp_path / "train.jsonl", ROWS[:20])
     write(tmp_path / "test.csv", ROWS[20:25])
     write(tmp_path / "hard.parquet", ROWS[25:])
@@ -80,18 +73,14 @@ def test_a_directory_has_the_splits_that_its_files_are_named_after(tmp_path):
     assert load(tmp_path, train_split="hard", test_split="train").size("test") == 20
     with pytest.raises(ValueError, match=r"task.test_split: no 'hart'.*Did you mean 'hard'\?"):
         load(tmp_path, test_split="hart")
+    write(tmp_path / "gsm8k_train.jsonl", [{"question": "999 + 1?", "answer": "It is 1000.\n#### 1,000"}])
+    write(tmp_path / "gsm8k_test.jsonl", [{"question": "1 + 1?", "answer": "#### 2"}])
+    monkeypatch.setenv("LAGRPO_DATA", str(tmp_path))
+    prompt = load_task(TaskSettings(name="gsm8k"), seed=0).prompt("train", 0)
+    assert (prompt.answer, prompt.messages[0]["content"][:16]) == ("1,000", "999 + 1?\n\nReason")
     write(tmp_path / "train.csv")
     with pytest.raises(ValueError, match="one for each split"):
         load(tmp_path)
-
-
-def test_gsm8k_takes_its_files_from_the_environment_and_the_number_after_the_marker(tmp_path, monkeypatch):
-    write(tmp_path / "gsm8k_train.jsonl", GSM8K)
-    write(tmp_path / "test.jsonl", [{"question": "999 + 1?", "answer": "#### 1,000"}])
-    monkeypatch.setenv("LAGRPO_DATA", str(tmp_path))
-    task = load_task(TaskSettings(name="gsm8k"), seed=0)
-    assert (task.size("train"), task.prompt("test", 0).answer) == (12, "1,000")
-    assert task.prompt("test", 0).messages[0]["content"].startswith("999 + 1?\n\nReason")
 
 
 def test_rows_without_an_answer_are_left_out_and_logged(tmp_path, caplog):
@@ -110,82 +99,100 @@ def test_without_an_answer_column_the_answer_is_the_row(tmp_path, monkeypatch):
     assert task.reward("", answer) == answer["level"]
 
 
-@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
-def test_prompts_can_be_chat_messages(tmp_path, ending):
+def test_shards_and_patterns_are_splits_and_a_saved_dataset_loads(tmp_path):
+    for n in range(3):
+        write(tmp_path / "shards" / f"train-0000{n}-of-00003.parquet", ROWS[10 * n : 10 * n + 10])
+    write(tmp_path / "shards" / "test-00000-of-00001.parquet", ROWS[:5])
+    assert [load(tmp_path / "shards").size(split) for split in ("train", "test")] == [30, 5]
+    assert load(tmp_path / "shards" / "train-*.parquet").size("train") == 27
+    write(tmp_path / "shards" / "test-00000-of-00001.parquet", [{"q": "?"}])
+    with pytest.raises(ValueError, match=r"test-00000-of-00001.parquet, row 1: there is no column 'a'"):
+        load(tmp_path / "shards")
+    saved = datasets.Dataset.from_list(ROWS)
+    saved.save_to_disk(tmp_path / "saved")
+    datasets.DatasetDict({"train": saved, "test": saved.select(range(4))}).save_to_disk(tmp_path / "both")
+    assert [load(tmp_path / "saved").size("train"), load(tmp_path / "both").size("test")] == [27, 4]
+
+
+def test_answer_column_can_be_a_path_into_a_struct(tmp_path):
+    rows = [{"q": "1?", "reward_model": {"ground_truth": str(n)}} for n in range(20)]
+    rows.append({"q": "1?", "reward_model": {"ground_truth": None}})  # type: ignore[dict-item]
+    for data in (write(tmp_path / "a.parquet", rows), write(tmp_path / "a.jsonl", rows)):
+        task = load(data, answer_column="reward_model.ground_truth")
+        golds = {task.prompt(split, n).answer for split in ("train", "test") for n in range(task.size(split))}
+        assert golds == {str(n) for n in range(20)}
+    with pytest.raises(ValueError, match=r"no column 'ground_trut'.*Did you mean 'ground_truth'"):
+        load(tmp_path / "a.jsonl", answer_column="reward_model.ground_trut")
+
+
+def test_messages_can_be_json_or_have_parts_of_text(tmp_path):
+    parts: Any = [{"type": "text", "text": "1 + "}, {"type": "text", "text": "1?"}]
+    messages: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": parts}]
+    for prompt in (messages, json.dumps(messages)):
+        task = load(write(tmp_path / "rows.jsonl", [{"q": prompt, "a": "2"}] * 4))
+        assert task.prompt("train", 0).messages == (messages[0], {"role": "user", "content": "1 + 1?"})
+    parts[1] = {"type": "image_url", "image_url": "x"}
+    with pytest.raises(ValueError, match=r"line 1: a message has the part .*image_url.*only parts of type text"):
+        load(write(tmp_path / "rows.jsonl", [{"q": messages, "a": "2"}] * 4))
+
+
+def test_prompts_can_be_chat_messages(tmp_path):
     turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1?"}]
-    data = write(tmp_path / f"rows.{ending}", [{"q": turns, "a": "2"}] * 4)
-    assert load(data).prompt("train", 0).messages == tuple(turns)
-    with pytest.raises(ValueError, match="the prompt has a system turn"):
-        load(data, system_prompt="Be long.").prompt("train", 0)
+    for ending in ("jsonl", "parquet"):
+        task = load(write(tmp_path / f"rows.{ending}", [{"q": turns, "a": "2"}] * 4))
+        assert task.prompt("train", 0).messages == tuple(turns)
 
 
-@pytest.mark.parametrize(
-    ("other", "message"),
-    [
+def test_wrong_settings_are_rejected(tmp_path):
+    for other, message in [
         ({"prompt_column": "question"}, "line 1: there is no column 'question'; the columns are q, a, level"),
         ({"answer_column": "levels"}, r"no column 'levels'.*Did you mean 'level'\?"),
         ({"prompt_column": None}, "needs task.prompt_column; the columns are q, a, level"),
         ({"prompt_column": "level"}, "line 1: its prompt is 0: a prompt is a text, or a list of messages"),
         ({"reward": None}, "needs task.reward: exact, length"),
         ({"answer_column": None}, "the reward 'number' needs task.answer_column"),
-        ({"test_split": "validation"}, "task.test_split: no 'validation'; there are rows"),
-    ],
-)
-def test_wrong_settings_are_rejected(tmp_path, other, message):
-    with pytest.raises(ValueError, match=message):
-        load(write(tmp_path / "rows.jsonl"), **other)
+    ]:
+        with pytest.raises(ValueError, match=message):
+            load(write(tmp_path / "rows.jsonl"), **other)
 
 
 GOOD = json.dumps(ROWS[0]).encode() + b"\n"
 
 
-@pytest.mark.parametrize(
-    ("file", "content", "rows"),
-    [
-        ("a.jsonl", b"\n\xef\xbb\xbf".join([b"", b""])[1:] + GOOD + b"\r\n \n" + GOOD[:-1], 2),
-        ("a.jsonl", json.dumps({"q": "1\u2028?", "a": "2\x85"}).encode(), 1),
-        ("a.json", b"\n" + json.dumps(ROWS, indent=2).encode(), 30),
+def test_file_loads_or_is_rejected_in_one_line_with_the_place(tmp_path):
+    for file, content, rows in [
+        ("a.jsonl", b"\xef\xbb\xbf" + GOOD + b"\r\n \n" + GOOD[:-1], 2),
+        ("a.jsonl", json.dumps({"q": "1\u2028?", "a": "2\x85"}, ensure_ascii=False).encode(), 1),
         ("a.csv", b'q,a\r\n"1\n+ 1?",2\r\n', 1),
         ("a.jsonl", b"", "has no rows"),
-        ("a.jsonl", GOOD + GOOD[:20] + b"\n", r"a.jsonl, line 2: this is not JSON \(.*column \d+\)"),
+        ("a.jsonl", GOOD + GOOD[:20] + b"\n", r"a.jsonl, line 2: this is not JSON"),
         ("a.jsonl", GOOD + b"null\n", "line 2: this is a NoneType, not an object"),
         ("a.jsonl", GOOD + b'{"a": "\xff"}\n', "a.jsonl cannot be read: 'utf-8' codec"),
-        ("a.jsonl", b'{"q": ' + b"[" * 100_000, "line 1: this is not JSON"),
         ("a.jsonl", GOOD + b'{"a": "2"}\n', "line 2: there is no column 'q'"),
         ("a.json", b'[{"q": 1}, 2]', "item 2: this is a int"),
         ("a.jsonl.gz", gzip.compress(GOOD * 99, mtime=0)[:-20], "cannot be read"),
-        ("a.csv", b"q,a\n1,2,3\n", "cannot be read: CSV parse error.*got 3"),
-        ("a.csv", b"q,a\n", "has no rows"),
+        ("a.csv", b"q,a\n1,2,3\n", "cannot be read"),
         ("a.parquet", b"PAR1", "a.parquet cannot be read"),
         ("a.txt", GOOD, "needs files that end in .jsonl, .json, .csv, .parquet"),
-    ],
-)  # fmt: skip
-def test_a_file_loads_or_is_rejected_in_one_line_with_the_place(tmp_path, file, content, rows):
-    (tmp_path / file).write_bytes(content)
-    if isinstance(rows, int):
-        assert len(read_table(tmp_path / file).rows) == rows
-        return
-    with pytest.raises(ValueError, match=rows) as error:
-        load(tmp_path / file)
-    assert str(tmp_path) in str(error.value)
-    assert "\n" not in str(error.value)
+    ]:  # fmt: skip
+        (path := tmp_path / file).write_bytes(content)
+        if isinstance(rows, int):
+            assert len(read_table(path).rows) == rows
+        else:
+            with pytest.raises(ValueError, match=rows) as error:
+                load(path)
+            assert str(tmp_path) in str(error.value)
+            assert "\n" not in str(error.value)
+        path.unlink()
 
 
-@pytest.mark.parametrize(
-    ("fields", "values"),
-    [
-        (["1", ""], [1, None]),
-        ([".5", "1e3"], [0.5, 1000.0]),
-        (["true", "false"], [True, False]),
-        (["1", "b"], ["1", "b"]),
-        (["a", "NA"], ["a", "NA"]),
-        (["12345678901234567890", "1"], ["12345678901234567890", "1"]),
-        (["12:30", "2020-01-01"], ["12:30", "2020-01-01"]),
-    ],
-)
-def test_fields_of_csv_get_the_type_of_their_column(tmp_path, fields, values):
-    (tmp_path / "a.csv").write_text("other,n\n" + "".join(f"x,{field}\n" for field in fields))
-    assert [row["n"] for row in read_table(tmp_path / "a.csv").rows] == values
+def test_csv_columns_get_types_except_prompt_and_answer(tmp_path):
+    (tmp_path / "a.csv").write_text("q,n,x,flag,text\n0101,1,.5,true,NA\n7,,1e3,false,12:30\n")
+    table = read_table(tmp_path / "a.csv", texts=["q"])
+    assert [[*row.values()] for row in table.rows] == [
+        ["0101", 1, 0.5, True, "NA"],
+        ["7", None, 1000.0, False, "12:30"],
+    ]
 
 
 @pytest.fixture
@@ -194,9 +201,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     requests: list[tuple[Any, ...]] = []
     rows = datasets.Dataset.from_list([{"question": "1 + 1?", "problem": "1 + 1?", "answer": "#### 2"}] * 30)
 
-    def load_dataset(name: str, config: str | None, split: str | None = None) -> Any:
-        requests.append((name, config, split))
-        return {"train": rows, "hard": rows} if split is None else rows
+    def load_dataset(name: str, config: str | None) -> Any:
+        requests.append((name, config))
+        return {"train": rows, "hard": rows}
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     return requests
@@ -204,21 +211,20 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
 def test_hub_datasets_are_asked_for_their_configuration_and_splits(asked):
     load_task(TaskSettings(name="gsm8k", data="openai/gsm8k", test_split="hard"), seed=0)
-    load_task(TaskSettings(name="gsm8k", data="openai/gsm8k:socratic", test_split="owner/other:hard"), seed=0)
-    main, socratic = ("openai/gsm8k", "main", None), ("openai/gsm8k", "socratic", None)
-    assert asked == [main, socratic, ("owner/other", None, "hard")]
+    load_task(TaskSettings(name="gsm8k", data="openai/gsm8k:socratic", test_split="hard"), seed=0)
+    assert asked == [("openai/gsm8k", "main"), ("openai/gsm8k", "socratic")]
     with pytest.raises(ValueError, match=r"task.test_split: no 'gsm8k_test' or 'test'; there are train, hard"):
         load_task(TaskSettings(name="gsm8k", data="openai/gsm8k"), seed=0)
     task = load("a/b", prompt_column="question", answer_column="answer")
     assert (task.size("train"), task.size("test")) == (27, 3)
 
 
-@pytest.mark.parametrize("name", ["here/rows", "data/rows.jsonl", "./data/rows", "../rows", "rows"])
-def test_what_looks_like_a_path_is_not_looked_for_on_the_hub(name, tmp_path, monkeypatch):
+def test_what_looks_like_a_path_is_not_looked_for_on_the_hub(tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=r"task.data: there is no file or directory"):
-        find_splits(name, "")
+    for name in ("here/rows", "data/rows.jsonl", "rows"):
+        with pytest.raises(ValueError, match=r"task.data: there is no file or directory"):
+            find_splits(name, "")
 
 
 def test_malformed_data_is_rejected_before_a_model_is_loaded(tmp_path, monkeypatch):

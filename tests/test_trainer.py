@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from each import each
 from hypothesis import given
 from hypothesis import strategies as st
 from test_sampling import request, requests_for
@@ -16,7 +17,7 @@ from lagrpo.core.recipes import resolve
 from lagrpo.model.model import Policy, copy_policy
 from lagrpo.rollout.local import LocalSampler
 from lagrpo.training.batch import assemble, balanced, micro_batches
-from lagrpo.training.ranks import divide
+from lagrpo.training.ranks import Ranks
 from lagrpo.training.trainer import Optimization, Trainer
 from lagrpo.types import Group, Outcome
 
@@ -58,8 +59,7 @@ def make_trainer(policy: Policy, recipe, **changes) -> Trainer:
     return Trainer(policy, recipe, Optimization(**({"lr": 1e-3, "updates": 10} | changes)))
 
 
-@pytest.mark.parametrize("name", ["grpo", "dapo", "dr_grpo", "rloo", "off_policy_grpo_exact"])
-@pytest.mark.parametrize("tokens", [1, 20, 55])
+@each(("name", "tokens"), [("grpo", 1), ("dapo", 20), ("off_policy_grpo_exact", 55)])
 def test_the_split_into_micro_batches_cannot_change_the_gradient(name, tokens):
     policy, recipe = tiny_policy(dtype=torch.float64), resolve(name, {"beta": 0.0})
     batch = assembled(recipe, judge_groups(generate_groups(policy)))
@@ -70,22 +70,17 @@ def test_the_split_into_micro_batches_cannot_change_the_gradient(name, tokens):
     torch.testing.assert_close(gradient(policy, recipe, rows), whole, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("tokens", [60, 4096])
-@pytest.mark.parametrize("ranks", [2, 3, 8])
-def test_rows_of_several_ranks_are_even(ranks, tokens):
+def test_ranks_share_all_rows_evenly():
     policy, recipe = tiny_policy(), resolve("dr_grpo")
     batch = assembled(recipe, judge_groups(generate_groups(policy, count=6)))
-    rows = micro_batches(batch, tokens, ranks=ranks)
-    assert sorted(c for m in rows for c in m.members) == [*range(36)]
-    assert len(rows) % ranks == 0
-    costs = [m.packed.layout.rows for m in rows]
-    step = max(len(g.prompt.token_ids) + max(c.length for c in g.completions) for g in batch.groups)
-    assert max(costs) <= tokens
-    assert max(costs) - min(costs) <= 2 * step
-    if tokens == 4096:
-        shares = [sum(costs[n] for n in share) for share in divide(costs, ranks)]
-        assert len(rows) == ranks
-        assert max(shares) <= 1.1 * sum(m.packed.layout.rows for m in micro_batches(batch, tokens)) / ranks + step
+    for tokens in (60, 4096):
+        for size in (2, 3, 8):
+            shares = [micro_batches(batch, tokens, ranks=Ranks(rank, size)) for rank in range(size)]
+            assert sorted(c for rows in shares for m in rows for c in m.members) == [*range(36)]
+            costs = [sum(m.packed.layout.rows for m in rows) for rows in shares]
+            step = max(len(g.prompt.token_ids) + max(c.length for c in g.completions) for g in batch.groups)
+            assert max(costs) - min(costs) <= 2 * step, (tokens, size, costs)
+            assert max(m.packed.layout.rows for rows in shares for m in rows) <= tokens
 
 
 @given(st.lists(st.integers(1, 60), max_size=30), st.integers(20, 120))
@@ -105,10 +100,10 @@ def test_entropy_is_that_of_the_first_update_on_the_batch():
     with torch.no_grad():
         for micro, entropy_T in zip(rows, expected, strict=True):
             policy.logp(micro.packed, entropy_T)
-    scored, sums = measuring.first_step(rows)
+    scored, sums = measuring.step(rows)
     assert sums["entropy"] == pytest.approx(torch.cat(expected).sum().item(), rel=1e-5)
     assert sums["tokens_entropy"] == sum(map(len, expected))
-    assert "entropy" not in measuring.step(scored)
+    assert "entropy" not in measuring.step(scored)[1]
 
 
 def test_the_order_of_completions_and_groups_cannot_change_the_gradient():
@@ -119,7 +114,7 @@ def test_the_order_of_completions_and_groups_cannot_change_the_gradient():
     torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-8)
 
 
-@pytest.mark.parametrize("masked_count", [False, True])
+@each("masked_count", [False, True])
 def test_masked_groups_leave_gradient_and_normalizer_as_documented(masked_count):
     """Group 0 has equal rewards. Masked, it costs no forward pass; the others' gradient is that of a batch without it,
     times 1 (masked tokens do not count) or times tokens kept / all tokens (they count). Log-probs are float32."""
@@ -143,12 +138,12 @@ def test_a_batch_with_every_group_masked_makes_no_update():
     before = {name: w.clone() for name, w in policy.weights.items()}
     assert micro_batches(batch, 999) == []
     assert not batch.in_objective
-    assert make_trainer(policy, recipe, weight_decay=0.1).first_step([], batch.in_objective) == ([], {})
+    assert make_trainer(policy, recipe, weight_decay=0.1).step([], batch.in_objective) == ([], {})
     assert policy.version == 0
     assert all(torch.equal(before[name], w) for name, w in policy.weights.items())
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "overrides", "silent"),
     [
         ("grpo", {"beta": 0.0}, True),
@@ -185,11 +180,11 @@ def test_a_gradient_known_to_be_zero_is_still_an_update():
     for silent in (True, False):
         policy, recipe = tiny_policy(), resolve("dr_grpo")
         stepping = make_trainer(policy, recipe)
-        stepping.first_step(micro_batches(assembled(recipe, judge_groups(generate_groups(policy))), 999))
+        stepping.step(micro_batches(assembled(recipe, judge_groups(generate_groups(policy))), 999))
         flat = assembled(recipe, judge_groups(generate_groups(policy), lambda g, j, c: 1.0), b=2)
         rows = micro_batches(flat, 999, skip_zero_advantage=silent)
         assert bool(rows) != silent
-        stepping.first_step(rows, flat.in_objective)
+        stepping.step(rows, flat.in_objective)
         assert policy.version == 2
         moved.append(torch.cat([w.flatten() for w in policy.weights.values()]))
     torch.testing.assert_close(moved[0], moved[1], rtol=0, atol=1e-7)
@@ -224,7 +219,7 @@ def test_v_batches_from_one_alpha_equal_v_mini_batches_of_one_larger_batch():
         for b, requests in wanted.items():
             if not together:
                 parts = {b: sorted((g for _, g in sampler.sample(requests, 5)), key=lambda g: g.prompt.key)}
-            stepping.first_step(micro_batches(assembled(recipe, judge_groups(parts[b]), b), 999))
+            stepping.step(micro_batches(assembled(recipe, judge_groups(parts[b]), b), 999))
         assert policy.version == v
         runs.append(torch.cat([w.flatten() for w in policy.weights.values()]))
     assert (runs[0] - runs[1]).abs().max() <= 1e-6  # a thousandth of a step
@@ -236,9 +231,11 @@ def test_the_first_of_i_updates_starts_at_pi_k():
     rows = micro_batches(assembled(recipe, judge_groups(generate_groups(policy))), 999)
     stepping = make_trainer(policy, recipe, lr=1e-2)
     pi_k = stepping.compute_logprobs(rows)
-    scored, first = stepping.first_step(rows)
-    assert all(torch.equal(micro.logp_k_T, logp_T) for micro, logp_T in zip(scored, pi_k, strict=True))
-    second = stepping.step(scored)
+    scored, first = stepping.step(rows)
+    assert [micro.logp_k_T.tolist() for micro in scored if micro.logp_k_T is not None] == [
+        logp_T.tolist() for logp_T in pi_k
+    ]
+    _, second = stepping.step(scored)
     assert not torch.equal(stepping.compute_logprobs(rows)[0], pi_k[0])
     assert first["max_abs_log_ratio"] < 1e-4 < second["max_abs_log_ratio"]
 
@@ -267,14 +264,14 @@ def test_a_sampler_with_other_arithmetic_is_corrected_for_and_not_clipped_for():
     torch.testing.assert_close(of("grpo"), math.exp(0.3) * of("grpo_recomputed", most=0.0), rtol=1e-4, atol=1e-7)
 
 
-@pytest.mark.parametrize("sign", [-1, 1])
+@each("sign", [-1, 1])
 def test_token_beyond_20_nats_has_no_gradient_and_counts_as_clipped(sign):
     policy, recipe = tiny_policy(), resolve("grpo", {"beta": 0.0})
     rows = micro_batches(assembled(recipe, judge_groups(generate_groups(policy))), 999)
     signed_T = (sign * rows[0].advantage_C[rows[0].completion_T] > 0).nonzero().flatten()
     assert rows[0].logp_alpha_T is not None
     rows[0].logp_alpha_T[signed_T[0]] -= 150
-    _, metrics = make_trainer(policy, recipe).first_step(rows)
+    _, metrics = make_trainer(policy, recipe).step(rows)
     assert metrics["clipped_positive" if sign > 0 else "clipped_negative"] == 1.0
     assert 0 < metrics["grad_norm"] < 100
 
@@ -285,12 +282,12 @@ def test_the_reference_is_swapped_at_the_end_of_a_stage_and_only_then():
     stepping = Trainer(policy, recipe, Optimization(lr=1e-2), reference=copy_policy(policy))
     batch = assembled(recipe, judge_groups(generate_groups(policy)))
     for expected_zero in (True, False):
-        _, sums = stepping.first_step(stepping.pack(batch, 999))
+        _, sums = stepping.step(stepping.pack(batch, 999))
         assert (sums["kl_ref"] == pytest.approx(0, abs=1e-6)) == expected_zero
     stepping.end_stage(reset_optimizer=True)
     assert stepping.reference is not None
     assert stepping.reference.version == policy.version == 2
-    assert stepping.first_step(stepping.pack(batch, 999))[1]["kl_ref"] == pytest.approx(0, abs=1e-6)
+    assert stepping.step(stepping.pack(batch, 999))[1]["kl_ref"] == pytest.approx(0, abs=1e-6)
 
 
 def test_a_recipe_with_a_kl_term_needs_a_reference():
@@ -307,14 +304,14 @@ def test_learning_rate_schedules():
     assert [cosine.rate(u) for u in (3, 8, 13)] == pytest.approx([1.0, 0.5, 0.0])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@each("dtype", [torch.float32, torch.bfloat16])
 def test_weight_decay_leaves_norms_and_biases_alone(dtype):
     """On a gradient of 0 AdamW only decays: every matrix by 1 - lr · decay, and nothing else."""
     policy, recipe = tiny_policy("qwen2", dtype=dtype), resolve("dr_grpo")  # queries, keys and values with a bias
     before = {name: w.float().clone() for name, w in policy.weights.items()}
     stepping = make_trainer(policy, recipe, lr=0.5, weight_decay=0.5)
     flat = assembled(recipe, judge_groups(generate_groups(policy), lambda g, j, c: 1.0))
-    stepping.first_step(micro_batches(flat, 999, skip_zero_advantage=True), flat.in_objective)
+    stepping.step(micro_batches(flat, 999, skip_zero_advantage=True), flat.in_objective)
     kinds = {name.split(".")[-2] + "." + name.split(".")[-1] for name in before}
     assert {"q_proj.bias", "input_layernorm.weight", "norm.weight"} <= kinds
     for name, weight in policy.weights.items():
@@ -323,7 +320,7 @@ def test_weight_decay_leaves_norms_and_biases_alone(dtype):
         assert weight.ndim > 1 or torch.equal(weight.float(), before[name])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@each("dtype", [torch.float32, torch.bfloat16])
 def test_gradient_that_overflows_in_the_model_names_the_completion_and_changes_nothing(dtype):
     """Its loss is finite, and so is the derivative by each log-prob."""
     policy, recipe = tiny_policy(dtype=dtype), resolve("grpo", {"beta": 0.0})
@@ -333,10 +330,8 @@ def test_gradient_that_overflows_in_the_model_names_the_completion_and_changes_n
     row.weight_C[c], weight = 1e37, float(row.weight_C[c])
     before, stepping = policy.model.head.weight.detach().clone(), make_trainer(policy, recipe)
     with pytest.raises(FloatingPointError, match=rf"update 1 is not finite.*still version 0.*, of {row.name(c)}\."):
-        stepping.first_step(rows)
+        stepping.step(rows)
     assert torch.equal(policy.model.head.weight, before)
     row.weight_C[c] = weight
-    norm = stepping.first_step(rows)[1]["grad_norm"]
-    assert norm == pytest.approx(
-        make_trainer(tiny_policy(dtype=dtype), recipe).first_step(rows)[1]["grad_norm"], rel=1e-6
-    )
+    norm = stepping.step(rows)[1]["grad_norm"]
+    assert norm == pytest.approx(make_trainer(tiny_policy(dtype=dtype), recipe).step(rows)[1]["grad_norm"], rel=1e-6)

@@ -29,7 +29,6 @@ from lagrpo.rollout.vllm.client import GENERATE, KEY, NoAnswerError, SamplerErro
 from lagrpo.rollout.vllm.engine import VllmEngine, VllmEvaluator
 from lagrpo.rollout.vllm.server import EXTENSION, GUARD, Launch, find_python, open_servers
 from lagrpo.settings.schema import Settings
-from lagrpo.settings.serve import ServeSettings
 
 
 @pytest.fixture(autouse=True)
@@ -62,15 +61,11 @@ def sampled(engine: Any, policy: Any, count: int = 2, G: int = 2) -> list[Any]:
     return [c for _, group in engine.sample(requests_for(policy, count), G) for c in group.completions]
 
 
-def label_of(engine: Any) -> str:
-    return engine.weights.current.label
-
-
 def loaded(fake: FakeServer) -> list[str]:
     return [Path(body["kwargs"]["weights_path"]).name for body in fake.bodies("/collective_rpc")]
 
 
-# Requests and answers
+# ---- requests and answers ----
 
 
 def test_seeds_are_keyed_by_prompt_and_the_label_salts_the_cache(fake, engine, policy):
@@ -87,37 +82,32 @@ def test_seeds_are_keyed_by_prompt_and_the_label_salts_the_cache(fake, engine, p
     assert bodies[0]["sampling_params"]["stop_token_ids"] == sorted(policy.chat.eos_ids)
 
 
-@pytest.mark.parametrize(
-    ("status", "kind", "message"),
-    [
+def test_error_status_becomes_its_error(fake):
+    for status, kind, message in (
         (401, SamplerError, "does not accept the API key; set LAGRPO_VLLM_API_KEY"),
         (400, SamplerError, r"rejected the request \(400\).*too long"),
-        (404, SamplerError, r"/weight_info: start it with `lagrpo serve MODEL`"),
+        (404, SamplerError, r"/weight_info: start it with"),
         (500, NoAnswerError, r"failed inside \(500\).*too long"),
-    ],
-)
-def test_error_status_becomes_its_error(fake, status, kind, message):
-    content = {"detail": "Not Found"} if status == 404 else {"error": {"message": "too long"}}
-    fake.answers["/weight_info"] = lambda _: (status, content)
-    with pytest.raises(kind, match=message):
-        VllmClient(fake.url).get_label()
+    ):
+        content = {"detail": "Not Found"} if status == 404 else {"error": {"message": "too long"}}
+        fake.answers["/weight_info"] = lambda _, found=(status, content): found
+        with pytest.raises(kind, match=message):
+            VllmClient(fake.url).get_label()
 
 
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
+def test_unusable_completion_fails_and_never_has_a_log_prob_of_zero(fake, engine, policy):
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"logprobs": (-0.5, -9999.0)}, "no finite log-prob of a token"),  # as vLLM writes -inf
         ({"logprobs": (-0.5,)}, "no finite log-prob of a token"),
         ({"tokens": ()}, "'stop' after 0 tokens"),
         ({"end": "error"}, "'error' after 2 tokens"),
-    ],
-)
-def test_unusable_completion_fails_and_never_has_a_log_prob_of_zero(fake, engine, policy, changes, reason):
-    fake.answers[GENERATE] = lambda _: (200, {"choices": [choice(fake.label, **changes)]})
-    (found,) = sampled(engine, policy, 1, 1)
-    assert found.outcome.kind == "failed"
-    assert reason in found.outcome.reason
-    assert not (found.logp_alpha == 0).any()
+    ]
+    for changes, reason in cases:
+        fake.answers[GENERATE] = lambda _, own=changes: (200, {"choices": [choice(fake.label, **own)]})
+        (found,) = sampled(engine, policy, 1, 1)
+        assert found.outcome.kind == "failed"
+        assert reason in found.outcome.reason
+        assert not (found.logp_alpha == 0).any()
 
 
 def test_tokens_keep_the_versions_that_sampled_them(fake, engine, policy):
@@ -138,7 +128,7 @@ def test_weights_of_another_run_end_the_run(fake, engine, policy):
         sampled(engine, policy)
 
 
-# Servers that die
+# ---- servers that die ----
 
 
 def test_groups_of_a_dead_server_are_sampled_again_with_the_same_seeds(fake, policy):
@@ -174,22 +164,19 @@ def test_server_that_dies_before_every_group_ends_the_run(fake, engine, policy):
     assert engine.pop_metrics()["recoveries"] == client.RESTARTS
 
 
-def test_attached_server_that_dies_ends_the_run(fake, policy):
-    engine = engine_of([VllmClient(fake.url)], policy)
-    engine.sync_weights(policy.weights, 0)
-    fake.is_dead = True
-    with pytest.raises(SamplerError, match="was not started by this run"):
-        sampled(engine, policy)
-    engine.weights.close([])
-
-
-def test_failure_of_a_healthy_server_ends_the_run(fake, engine, policy):
+def test_dead_attached_server_and_failing_healthy_server_end_the_run(fake, engine, policy):
     fake.answers[GENERATE] = lambda _: (500, {"error": "a bug"})
     with pytest.raises(SamplerError, match=r"failed inside \(500\).*a bug"):
         sampled(engine, policy)
+    attached = engine_of([VllmClient(fake.url)], policy)
+    attached.sync_weights(policy.weights, 0)
+    fake.is_dead = True
+    with pytest.raises(SamplerError, match="was not started by this run"):
+        sampled(attached, policy)
+    attached.weights.close([])
 
 
-# Weight syncs
+# ---- weight syncs ----
 
 
 def test_sync_loads_the_weights_in_the_servers_dtype_while_paused(fake, engine, policy):
@@ -197,14 +184,13 @@ def test_sync_loads_the_weights_in_the_servers_dtype_while_paused(fake, engine, 
     engine.weights.dtype = torch.bfloat16
     count = torch.tensor(2**20 + 1)
     fake.calls.clear()
-    cost = engine.sync_weights({**policy.weights, "count": count}, 1)
+    engine.sync_weights({**policy.weights, "count": count}, 1)
     paths = ["/pause?mode=keep", "/collective_rpc", "/update_weight_version", "/resume"]
     assert [path for path, _ in fake.calls] == paths
     (path,) = (Path(body["kwargs"]["weights_path"]) for body in fake.bodies("/collective_rpc"))
     written = load_file(path / weights.FILE)
     assert written.pop("count") == count
     assert all(torch.equal(written[name], tensor.bfloat16()) for name, tensor in policy.weights.items())
-    assert cost["sync_bytes"] == 8 + sum(2 * tensor.numel() for tensor in policy.weights.values())
     assert [old.name for old in path.parent.iterdir()] == ["v000001"]
     engine.close()
     assert not path.parent.exists()
@@ -267,9 +253,8 @@ def nccl(monkeypatch: pytest.MonkeyPatch, fakes: list[FakeServer], policy: Any, 
     zeros = torch.zeros
     monkeypatch.setattr(weights.torch, "zeros", lambda *size, **_: zeros(*size))
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    transfer = weights.NcclTransfer(torch.float32)
     params = SamplingParams("sample", 1.0, 4)
-    return VllmEngine([Ours(fake) for fake in fakes], transfer, policy.chat, params), sent
+    return VllmEngine([Ours(fake) for fake in fakes], weights.NcclTransfer(torch.float32), policy.chat, params), sent
 
 
 def test_nccl_announces_tensors_in_the_order_of_the_broadcast(monkeypatch, fake):
@@ -292,16 +277,12 @@ def test_nccl_announces_tensors_in_the_order_of_the_broadcast(monkeypatch, fake)
         engine.close()
 
 
-@pytest.mark.parametrize("call", ["init_rank", "broadcast"])
-def test_stuck_nccl_call_ends_the_run(monkeypatch, fake, call):
+def test_stuck_nccl_call_ends_the_run(monkeypatch, fake):
     monkeypatch.setattr(weights, "LOAD_TIMEOUT", 0.5)
-    engine, _ = nccl(monkeypatch, [fake], tiny_policy(), **{call: lambda *_, **__: threading.Event().wait()})
+    engine, _ = nccl(monkeypatch, [fake], tiny_policy(), broadcast=lambda *_, **__: threading.Event().wait())
     with pytest.raises(SamplerError, match=r"1 of 2 members did not finish within 0.5 s"):
         engine.sync_weights({"x": torch.ones(2)}, 1)
     engine.close()
-
-
-# LoRA adapters
 
 
 def test_version_of_adapters_is_loaded_by_name_and_nothing_pauses(fake):
@@ -310,15 +291,14 @@ def test_version_of_adapters_is_loaded_by_name_and_nothing_pauses(fake):
     engine.sync_weights(lora.weights, 0)
     with engine.weights.using() as label:  # a request in flight keeps its adapter
         update(lora)
-        assert engine.sync_weights(lora.weights, 1)["seconds_paused"] == 0.0
-        assert [*fake.adapters] == [label, label_of(engine)]
+        engine.sync_weights(lora.weights, 1)
+        assert [*fake.adapters] == [label, engine.weights.current.label]  # type: ignore[union-attr]
     assert (engine.version, versions(sampled(engine, lora))) == (1, {1})
     fake.is_dead = True
     assert (versions(sampled(engine, lora)), engine.version) == ({1}, 1)
     update(lora)
     engine.sync_weights(lora.weights, 2)
-    ((label, path),) = fake.adapters.items()
-    assert label == label_of(engine)
+    (path,) = fake.adapters.values()
     written = load_adapter_weights(Path(path))
     assert all(torch.equal(written[name], tensor) for name, tensor in lora.weights.items())
     assert not {"/pause?mode=keep", "/collective_rpc"} & {path for path, _ in fake.calls}
@@ -326,35 +306,29 @@ def test_version_of_adapters_is_loaded_by_name_and_nothing_pauses(fake):
     assert not fake.adapters
 
 
-# Evaluations
+# ---- evaluations ----
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_servers_get_their_version_back_after_an_evaluation(fake, engine, policy, fails):
+def test_servers_get_their_version_back_after_an_evaluation_that_fails(fake, engine, policy):
     """Also inside, a checkpoint gets the weights that the run samples with."""
     old = {name: tensor.clone() for name, tensor in policy.weights.items()}
     update(policy)
-    try:
+
+    def evaluate() -> None:
         with engine.lent(policy.weights, 1, back=True):
-            assert engine.version == 1
-            assert engine.current_weights()[0] == 0
-            if fails:
-                raise KeyboardInterrupt
-    except KeyboardInterrupt:
-        assert fails
+            assert (engine.version, engine.current_weights()[0]) == (1, 0)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        evaluate()
     assert loaded(fake) == ["v000000", "v000001", "v000000"]
     assert engine.version == engine.current_weights()[0] == 0
     assert all(torch.equal(engine.current_weights()[1][name], tensor) for name, tensor in old.items())
-
-
-def test_evaluation_loads_nothing_it_does_not_need(fake, engine, policy):
-    with engine.lent(policy.weights, 0, back=True):
+    with engine.lent(old, 0, back=True):  # loads nothing that is there
         pass
-    update(policy)
     with engine.lent(policy.weights, 1, back=False):
         pass
-    assert loaded(fake) == ["v000000", "v000001"]
-    assert engine.version == 1
+    assert (loaded(fake)[3:], engine.version) == (["v000001"], 1)
 
 
 def test_evaluation_has_its_own_temperature_limit_and_seeds(fake, engine, policy):
@@ -368,7 +342,7 @@ def test_evaluation_has_its_own_temperature_limit_and_seeds(fake, engine, policy
     assert len({p["seed"] for p in given}) == 6
 
 
-# Several turns
+# ---- several turns ----
 
 
 def converse(fake: FakeServer, G: int = 2, end: str = "stop", **limits: int) -> Any:
@@ -405,18 +379,15 @@ def test_each_turn_is_a_request_with_everything_so_far(fake):
         assert c.logp_alpha[c.sampled].tolist() == [0.0, -0.5, -1.0] * 3
 
 
-def test_token_limit_holds_over_all_turns(fake):
+def test_token_limit_holds_over_all_turns_and_an_unusable_turn_fails_the_completion(fake):
     (c,) = converse(fake, G=1, sampled=8)[0].completions
     assert [body["sampling_params"]["max_tokens"] for body in fake.bodies(GENERATE)] == [8, 5, 2]
     assert (c.length, c.finished) == (8, False)
-
-
-def test_unusable_turn_fails_the_completion(fake):
     (c,) = converse(fake, G=1, end="error")[0].completions
     assert (c.outcome.kind, c.outcome.reason) == ("failed", "the server ended it with 'error' after 3 tokens")
 
 
-# Attaching, starting, serving
+# ---- attaching, starting, serving ----
 
 
 def settings(root: Path, **sections: Any) -> Settings:
@@ -424,42 +395,34 @@ def settings(root: Path, **sections: Any) -> Settings:
     return Settings.model_validate(tiny_settings(model, root, **{"rollout": {"engine": "vllm"}} | sections))
 
 
-def test_server_of_lagrpo_serve_reloads_its_head(fake, tmp_path):
-    fake.config |= {"device_config": {"device": "cpu"}, "parallel_config": {"worker_extension_cls": EXTENSION}}
-    (found,) = open_servers(settings(tmp_path, vllm={"urls": [fake.url]}))
-    assert found.reload_method == "reload_with_head"
-
-
-@pytest.mark.parametrize(
-    ("card", "device", "message"),
-    [
-        ({"max_model_len": 60}, "cuda", "at most 60 tokens"),
-        ({"root": "other"}, "cuda", "serves another model than model.path .num_hidden_layers 3"),
-        ({}, "cpu", "on a CPU start it with `lagrpo serve`"),
-    ],
-)
-def test_unfit_server_is_rejected_before_a_model_loads(fake, tmp_path, monkeypatch, card, device, message):
+def test_unfit_server_is_rejected_before_a_model_loads(fake, tmp_path, monkeypatch):
+    """A server of `lagrpo serve` renews its head, also on a CPU."""
     monkeypatch.chdir(tmp_path)
     save_tiny(tmp_path / "other", num_hidden_layers=3)
-    fake.answers["/v1/models"] = lambda _: (200, {"data": [{"id": "m", "root": "m", "max_model_len": 1000} | card]})
-    fake.config["device_config"]["device"] = device
-    with pytest.raises(SettingsError, match=message):
-        open_servers(settings(tmp_path, vllm={"urls": [fake.url]}))
+    own = settings(tmp_path, vllm={"urls": [fake.url]})
+    for card, device, message in (
+        ({"max_model_len": 60}, "cuda", "at most 60 tokens"),
+        ({"root": "other"}, "cuda", "serves another model than model.path .num_hidden_layers 3"),
+        ({}, "cpu", "would keep its first output head: on a CPU start it with"),
+    ):
+        shown = {"id": "m", "root": "m", "max_model_len": 1000} | card
+        fake.answers["/v1/models"] = lambda _, shown=shown: (200, {"data": [shown]})
+        fake.config["device_config"]["device"] = device
+        with pytest.raises(SettingsError, match=message):
+            open_servers(own)
+    fake.config["parallel_config"] = {"worker_extension_cls": EXTENSION}
+    assert open_servers(own)[0].reload_method == "reload_with_head"
 
 
-@pytest.mark.parametrize(
-    ("sections", "message"),
-    [
-        ({"vllm": {"urls": ["localhost:8000"]}, "rollout": {"engine": "vllm"}}, "is no URL"),
-        ({"vllm": {"urls": ["http://a", "http://a"]}, "rollout": {"engine": "vllm"}}, "there twice"),
-        ({"vllm": {"urls": ["http://a"], "gpus": [1]}, "rollout": {"engine": "vllm"}}, "that the run starts"),
+def test_contradictory_settings_are_rejected():
+    by_vllm = {"rollout": {"engine": "vllm"}}
+    for sections, message in (
+        ({"vllm": {"urls": ["localhost:8000"]}, **by_vllm}, "is no URL"),
+        ({"vllm": {"urls": ["http://a"], "gpus": [1]}, **by_vllm}, "that the run starts"),
         ({"vllm": {"on_weight_sync": "continue"}}, "rollout.engine is 'local'"),
-        ({"rollout": {"engine": "vllm", "temperature": 2.5}}, "vLLM takes at most 2"),
-    ],
-)
-def test_contradictory_settings_are_rejected(sections, message):
-    with pytest.raises(ValueError, match=message):
-        Settings.model_validate(sections)
+    ):
+        with pytest.raises(ValueError, match=message):
+            Settings.model_validate(sections)
 
 
 def test_launch_sets_what_a_run_relies_on(monkeypatch):
@@ -491,35 +454,38 @@ def test_server_ends_when_its_guard_is_left_alone():
     assert guard.wait(20) == 0
 
 
-@pytest.mark.parametrize("own", [None, "a key of the user's"])
-def test_serve_prints_how_to_attach_and_becomes_the_server(monkeypatch, capsys, own):
+SERVED: dict[str, Any] = {
+    "model": "smollm2", "host": "127.0.0.1", "port": 8123, "dtype": "bfloat16", "max_model_len": 99, "max_num_seqs": 8,
+    "weight_transfer": "directory", "lora_r": 0, "server_args": (),
+}  # fmt: skip
+
+
+def test_serve_prints_how_to_attach_and_becomes_the_server(monkeypatch, capsys):
     became: list[Any] = []
     monkeypatch.setattr(server.os, "execvpe", lambda *words: became.append(words))
     monkeypatch.setenv(server.PYTHON, sys.executable)
     monkeypatch.setattr(server, "resolve_model", str)
-    if own:
-        monkeypatch.setenv(KEY, own)
-    server.serve(ServeSettings("smollm2", port=8123, weight_sync="nccl", lora_rank=8, options=("--seed 3",)))
-    ((python, command, environment),) = became
-    said = capsys.readouterr().out
-    given = "--model smollm2 --rollout.engine vllm --vllm.urls http://127.0.0.1:8123 --vllm.weight_transfer nccl"
-    assert f"  lagrpo train … {given} --model.lora_r 8\n" in said
-    assert (python, command[0], command[-2:]) == (sys.executable, sys.executable, ["--seed", "3"])
-    key = environment["VLLM_API_KEY"]
-    assert (f"  export {KEY}={key}\n" in said) == (own is None)
-    assert own in (None, key)
+    for own in (None, "a key of the user's"):
+        if own:
+            monkeypatch.setenv(KEY, own)
+        server.serve(**SERVED | {"weight_transfer": "nccl", "lora_r": 8, "server_args": ("--seed 3",)})
+        (python, command, environment), said = became.pop(), capsys.readouterr().out
+        given = "--model smollm2 --rollout.engine vllm --vllm.urls http://127.0.0.1:8123 --vllm.weight_transfer nccl"
+        assert f"  lagrpo train … {given} --model.lora_r 8\n" in said
+        assert (python, command[0], command[-2:]) == (sys.executable, sys.executable, ["--seed", "3"])
+        key = environment["VLLM_API_KEY"]
+        assert (f"  export {KEY}={key}\n" in said) == (own is None)
+        assert own in (None, key)
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"model": "smollm2", "host": "0.0.0.0"}, "other machines can reach 0.0.0.0: set LAGRPO_VLLM_API_KEY"),
-        ({"model": "./nosuch"}, "model directory './nosuch' does not exist"),
-        ({"model": "smollm2", "options": ("--api_key=x",)}, "'--api_key' holds a secret"),
-    ],
-)
-def test_serve_rejects_what_cannot_be_served(monkeypatch, given, message):
+def test_serve_rejects_what_cannot_be_served(monkeypatch):
     monkeypatch.setattr(server.os, "execvpe", lambda *_: pytest.fail("a server was started"))
     monkeypatch.setenv(server.PYTHON, sys.executable)
-    with pytest.raises(SettingsError, match=message):
-        server.serve(ServeSettings(**given))
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"model": "smollm2", "host": "0.0.0.0"}, "other machines can reach 0.0.0.0: set LAGRPO_VLLM_API_KEY"),
+        ({"model": "./nosuch"}, "model directory './nosuch' does not exist"),
+        ({"model": "smollm2", "server_args": ("--api_key=x",)}, "'--api_key' holds a secret"),
+    ]
+    for given, message in cases:
+        with pytest.raises(SettingsError, match=message):
+            server.serve(**SERVED | given)

@@ -26,9 +26,7 @@ class RankEndError(Exception):
     """A rank ended with an error; the text names its type first."""
 
 
-def together(
-    size: int, settings: dict[str, Any], prepare: Prepare | None = None, restarts: int = 0, hosts: int = 1
-) -> list[Any]:
+def together(size: int, settings: dict[str, Any], prepare: Prepare | None = None, restarts: int = 0) -> list[Any]:
     """A run of `size` ranks: what each returns, RankEndError if it raises, None if it was killed. On every rank
     `prepare(rank)`, which must be importable, comes first, and gives its callbacks."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
@@ -37,7 +35,7 @@ def together(
     for rank in range(size):
         ours, theirs = forks.Pipe()
         environment = {
-            "RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank % (size // hosts), "LOCAL_WORLD_SIZE": size // hosts,
+            "RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size,
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RESTART_COUNT": restarts,
         }  # fmt: skip
         given = theirs, {name: str(value) for name, value in environment.items()}, settings, prepare

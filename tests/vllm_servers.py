@@ -16,14 +16,13 @@ import psutil
 import torch
 from tiny import save_tiny
 
-from lagrpo.model.adapters import adapted
 from lagrpo.model.loading import load_policy
 from lagrpo.model.model import Policy
 from lagrpo.rollout.base import SamplingParams
 from lagrpo.rollout.vllm.client import GENERATE, VllmClient
 from lagrpo.rollout.vllm.engine import InFlight, VllmEngine
 from lagrpo.rollout.vllm.server import Launch, StartedServer, find_python
-from lagrpo.rollout.vllm.weights import AdapterTransfer, WeightTransfer
+from lagrpo.rollout.vllm.weights import WeightTransfer
 from lagrpo.types import Completion
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB of each server; the tests run two at a time
@@ -142,8 +141,7 @@ def engine_of(
     servers: Sequence[VllmClient], policy: Policy, in_flight: InFlight = "finish", max_tokens: int = 12, rows: int = 32
 ) -> VllmEngine:
     """An engine of seed 0, in the policy's dtype."""
-    lm = policy.model.lm
-    weights = AdapterTransfer(lm, policy.dtype) if adapted(lm) else WeightTransfer(policy.dtype)
+    weights = WeightTransfer(policy.dtype, policy.model.lm if policy.weights.adapters else None)
     params = SamplingParams("sample", policy.tau, max_tokens)
     return VllmEngine(servers, weights, policy.chat, params, 0, rows, in_flight)
 

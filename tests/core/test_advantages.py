@@ -1,5 +1,6 @@
 import pytest
 import torch
+from each import each
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import tensor
@@ -38,8 +39,8 @@ def test_normalized_unbiased_is_trls():
     assert_close(normalized_unbiased(rewards_NG, std_offset=1e-4), expected)
 
 
-@pytest.mark.parametrize("value", [0.0, 0.1, 1 / 3, -7.3, 1e6])
-@pytest.mark.parametrize("G", [2, 3, 7, 16])
+@each("value", [0.0, 0.1, 1 / 3, -7.3, 1e6])
+@each("G", [2, 3, 7, 16])
 def test_equal_rewards_have_advantages_of_exactly_zero(value, G):
     rewards_G = torch.full((G,), value)
     assert bool(zero_variance(rewards_G))
@@ -54,13 +55,13 @@ def test_rewards_that_differ_by_the_last_bit_have_variance():
     assert not bool(zero_variance(torch.stack([one, one, torch.nextafter(one, tensor(2.0))])))
 
 
-@pytest.mark.parametrize("advantage", ALL)
+@each("advantage", ALL)
 def test_single_completion_keeps_its_reward(advantage):
     assert bool(zero_variance(tensor([0.7])))
     assert_close(advantage(tensor([0.7])), tensor([0.7]))
 
 
-@pytest.mark.parametrize("advantage", ALL)
+@each("advantage", ALL)
 def test_groups_of_one_size_are_treated_each_on_its_own(advantage):
     rewards_NG = tensor([[1.0, 0.0, 0.0, 0.0], [2.0, 2.0, 2.0, 2.0], [0.0, 1.0, 2.0, 5.0]])
     assert_close(advantage(rewards_NG), torch.stack([advantage(row) for row in rewards_NG]))

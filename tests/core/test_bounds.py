@@ -1,5 +1,6 @@
 import pytest
 import torch
+from each import each
 from torch import tensor
 from torch.testing import assert_close
 
@@ -39,10 +40,9 @@ def improvement(pi, pi_k, r):
     return mean_reward(pi, r) - mean_reward(pi_k, r)
 
 
-@pytest.mark.parametrize("eps_std", [0.0, 1e-4, 0.1, 0.75])
-@pytest.mark.parametrize(("outcomes", "binary"), [(2, True), (2, False), (3, True), (4, False), (6, False)])
+@each("eps_std", [0.0, 1e-4, 0.75])
+@each(("outcomes", "binary"), [(2, True), (3, True), (4, False)])
 def test_no_bound_is_violated_and_the_identity_bound_dominates(eps_std, outcomes, binary):
-    """20 x 5,000 = 100,000 random cases."""
     pi, pi_k, alpha, r = cases(5_000, outcomes, seed=outcomes, binary=binary)
     D = improvement(pi, pi_k, r)
     paper = theorem1(pi, pi_k, alpha, r, eps_std)
@@ -80,27 +80,6 @@ def test_as_published_the_bound_certifies_nothing_at_sigma_up_to_a_half():
     assert float(theorem1(pi, alpha, alpha, r, 0.0).max()) <= ROUNDING
 
 
-def test_median_slack_and_share_of_improvements_certified():
-    """alpha uniform on the simplex, pi_k 5 % and pi 10 % of the way from alpha to another such point, two or three
-    outcomes, rewards uniform or coins, eps_std = 0: the slack and what each bound certifies."""
-    slack, certified = [], []
-    for outcomes, binary in ((2, True), (2, False), (3, True), (3, False)):
-        pi, pi_k, alpha, r = cases(25_000, outcomes, seed=outcomes, binary=binary)
-        pi, pi_k = 0.9 * alpha + 0.1 * pi, 0.95 * alpha + 0.05 * pi_k
-        spread = sigma(alpha, r, 0.0) > 1e-9
-        pi, pi_k, alpha, r = (x[spread] for x in (pi, pi_k, alpha, r))
-        D = improvement(pi, pi_k, r)
-        bounds = torch.stack(
-            [theorem1(pi, pi_k, alpha, r, 0.0, c) for c in (2.0, 1.0)] + [identity_bound(pi, pi_k, alpha, r, 0.0)]
-        )
-        slack.append(D - bounds)
-        certified.append((bounds > ROUNDING)[:, D > ROUNDING])
-    medians = torch.cat(slack, dim=1).median(dim=1).values
-    assert_close(medians, double(0.249, 0.123, 0.014), atol=0.004, rtol=0.0)
-    shares = torch.cat(certified, dim=1).double().mean(dim=1)
-    assert_close(shares, double(0.0, 0.215, 0.425), atol=0.01, rtol=0.0)
-
-
 def test_the_penalty_of_figure_1():
     p = double(0.5, 0.1, 0.01, 0.0)
     assert_close(penalty((p * (1 - p)).sqrt())[:3], double(1.0, 7 / 3, 9.050378), atol=1e-6, rtol=0.0)
@@ -136,7 +115,7 @@ def drawn(prompts: int, G: int, seed: int) -> tuple[torch.Tensor, ...]:
     return r[y], (pi / alpha).log()[y], (pi_k / alpha).log()[y]
 
 
-@pytest.mark.parametrize("G", [2, 4, 16])
+@each("G", [2, 4, 16])
 def test_gain_and_distances_from_samples_are_unbiased_at_every_group_size(G):
     estimates = sampled(*drawn(60_000, G, seed=G), eps_std=0.25)
     # J(pi) - J(alpha) = .55 - .35 = .2, TV(pi, alpha) = .2, TV(pi_k, alpha) = .05
@@ -147,7 +126,7 @@ def test_gain_and_distances_from_samples_are_unbiased_at_every_group_size(G):
     assert float(estimates.sigma.max()) <= 1.0
 
 
-@pytest.mark.parametrize("cap", [1.0, 1.5, 4.0])
+@each("cap", [1.0, 1.5, 4.0])
 def test_the_capped_gain_is_a_bound_and_lacks_at_most_the_probability_beyond_the_cap(cap):
     pi, _, alpha, r = cases(20_000, 4, seed=4, binary=False)
     missing = improvement(pi, alpha, r) - capped_gain(pi, alpha, r, cap)

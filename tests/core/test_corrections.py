@@ -5,6 +5,7 @@ from math import inf
 
 import pytest
 import torch
+from each import each
 from losses import gradient_of, inputs, random_inputs
 from torch import tensor
 from torch.testing import assert_close
@@ -35,7 +36,7 @@ ALPHA, PI_K, PI = (tensor(p).log() for p in ([0.1, 0.8, 0.8], [0.4, 0.4, 0.2], [
 SURROGATE_T = tensor([1.2, 1.0, -1.6])  # min(1.5, 1.2), 1, -2 max(.5, .8)
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "changes", "weight", "cut"),
     [
         ("grpo_recomputed", {}, [1.0, 1.0, 1.0], [True, False, True]),
@@ -68,7 +69,7 @@ def of_every_token(name, changes, x):
     return loss, gradient_of(loss, x), sums
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@each("level", LEVELS)
 def test_untruncated_weights_give_the_clip_whose_range_is_proportional(level):
     """min(rho A, clip(rho, c (1 - low), c (1 + high)) A) = c f_eps(rho / c, 1, A) with c = pi_k/alpha."""
     _, x = random_inputs(200)
@@ -89,8 +90,8 @@ def test_exact_clip_is_untruncated_with_a_range_that_shrinks_as_the_weight_grows
     assert_close(of_every_token("off_policy_grpo_exact", {"beta": 0.0}, x)[0], -(c * clipped_T).sum())
 
 
-@pytest.mark.parametrize("correction", ["truncated", "masked"])
-@pytest.mark.parametrize("level", LEVELS)
+@each("correction", ["truncated", "masked"])
+@each("level", LEVELS)
 def test_without_mismatch_a_correction_changes_nothing(correction, level):
     _, x = random_inputs()
     x = replace(x, old_logp=x.rollout_logp)
@@ -102,7 +103,7 @@ def test_without_mismatch_a_correction_changes_nothing(correction, level):
         assert torch.equal(gradient_T, other_T)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@each("level", LEVELS)
 def test_reinforce_may_have_a_weight_which_has_no_gradient(level):
     _, x = random_inputs()
     x.old_logp.requires_grad_()

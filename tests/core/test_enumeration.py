@@ -7,6 +7,7 @@ What is biased is asserted as biased, with its number.
 
 import pytest
 import torch
+from each import each
 from losses import inputs
 from torch import Tensor, tensor
 from torch.testing import assert_close
@@ -87,7 +88,7 @@ TIMES_GRAD_J = {"unclipped": 2.0}  # the sequence ratio stands at each of two to
 OTHERWISE = {"red_weight", "opmd_kimi", "opmd_pairwise"}
 
 
-@pytest.mark.parametrize("name", sorted(set(RECIPES) - OTHERWISE))
+@each("name", sorted(set(RECIPES) - OTHERWISE))
 def test_at_pi_equal_pi_k_equal_alpha_the_gradient_is_that_of_the_mean_reward(name):
     """With any constant baseline, AsymRE's among them: E_alpha[(A + c) grad log pi] = grad J."""
     found = gradient(surrogate(name, CENTERED), ALPHA)
@@ -129,7 +130,7 @@ def per_completion(name: str, theta: Tensor, **overrides) -> Tensor:
     return torch.func.jacrev(values)(theta)
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "changes", "relative", "angle", "variance"),
     [
         ("grpo_recomputed", {}, 0.2133, 0.9812, 0.2585),
@@ -231,7 +232,7 @@ TOKEN_WEIGHTED = OFF_POLICY * (token_logp(PI) - token_logp(ALPHA)).exp()
 SEQUENCE_WEIGHTED = OFF_POLICY * (p(PI) / p(ALPHA))[COMPLETION_T]
 
 
-@pytest.mark.parametrize(
+@each(
     ("estimator", "on_policy", "off_policy", "token_weighted"),
     [(k1, 0.1428, -0.1257, 0.1567), (k2, 0.1310, 0.2126, 0.1371), (k3, 0.1428, 0.2946, 0.1567)],
 )
@@ -250,7 +251,7 @@ def kl_gradient(estimator, weight_T: Tensor) -> Tensor:
     return gradient(lambda theta: (weight_T * estimator(tokens(theta, CENTERED, PI_K))).sum(), PI)
 
 
-@pytest.mark.parametrize("reverse", [False, True])
+@each("reverse", [False, True])
 def test_on_policy_k2_is_the_gradient_of_each_tokens_kl_and_k3_that_of_the_other_kl(reverse):
     """The probability of what precedes the second token is held: what the first does to it is in neither."""
     p_first = p(PI).view(3, 3).sum(dim=1)
@@ -266,7 +267,7 @@ def test_on_policy_k2_is_the_gradient_of_each_tokens_kl_and_k3_that_of_the_other
     assert_close(kl_gradient(k3 if reverse else k2, ON_POLICY), gradient(of_tokens, PI))
 
 
-@pytest.mark.parametrize(
+@each(
     ("estimator", "samples", "relative", "angle"),
     [
         (k2, ON_POLICY, 0.0619, 0.9990),

@@ -5,12 +5,13 @@ from math import comb
 
 import pytest
 import torch
+from each import each
 from torch import tensor
 
 from lagrpo.core.estimators import bootstrap_interval, clustered_interval, paired_interval, pass_at_k
 
 
-@pytest.mark.parametrize(("n", "c", "k"), [(n, c, k) for n in (1, 4, 7) for c in range(n + 1) for k in range(1, n + 1)])
+@each(("n", "c", "k"), [(n, c, k) for n in (1, 4, 7) for c in range(n + 1) for k in range(1, n + 1)])
 def test_pass_at_k_is_the_share_of_subsets_with_a_success(n, c, k):
     subsets = list(combinations([True] * c + [False] * (n - c), k))
     assert pass_at_k(n, c, k) == pytest.approx(sum(map(any, subsets)) / len(subsets), abs=1e-15)
@@ -48,7 +49,7 @@ def covered(intervals: list[tuple[float, float]], truth: float) -> float:
     return sum(low <= truth + 1e-12 and truth <= high + 1e-12 for low, high in intervals) / len(intervals)
 
 
-@pytest.mark.parametrize(("mean", "at_least", "bootstrap"), [(0.18, 0.93, 0.94), (0.97, 0.84, 0.80)])
+@each(("mean", "at_least", "bootstrap"), [(0.18, 0.93, 0.94), (0.97, 0.84, 0.80)])
 def test_interval_of_pass_at_1_covers_at_20_prompts_of_16_samples(mean, at_least, bootstrap):
     """1,000 evaluations; the bootstrap covers at most the last number."""
     torch.manual_seed(0)

@@ -4,6 +4,7 @@ from math import comb, sqrt
 
 import pytest
 import torch
+from each import each
 from torch import Tensor, tensor
 from torch.testing import assert_close
 
@@ -31,8 +32,8 @@ def expected_gradient(advantage, G: int) -> Tensor:
     return torch.autograd.grad(value, theta)[0]
 
 
-@pytest.mark.parametrize("G", [2, 3, 5])
-@pytest.mark.parametrize("eps_std", [0.0, 1e-4, 0.3])
+@each("G", [2, 3, 5])
+@each("eps_std", [0.0, 1e-4, 0.3])
 def test_the_gradient_of_a_normalized_group_is_w_times_that_of_the_success_probability(G, eps_std):
     theta = THETA.clone().requires_grad_()
     p = success(theta)
@@ -45,7 +46,7 @@ def test_the_gradient_of_a_normalized_group_is_w_times_that_of_the_success_proba
     assert_close(of_trl, sqrt((G - 1) / G) * group_weight(p.item(), G) * grad_p)
 
 
-@pytest.mark.parametrize("G", [2, 3, 4, 16, 64, 1000])
+@each("G", [2, 3, 4, 16, 64, 1000])
 def test_the_two_bounds_of_w_and_its_limits(G):
     for p in P:
         spread = sqrt(p * (1 - p))
@@ -58,7 +59,7 @@ def test_the_two_bounds_of_w_and_its_limits(G):
     assert group_weight(0.3, 100_000) == pytest.approx(1 / sqrt(0.21), rel=1e-4)
 
 
-@pytest.mark.parametrize(("G", "share"), [(2, 0.40), (8, 0.84), (16, 0.94), (64, 0.99)])
+@each(("G", "share"), [(2, 0.40), (8, 0.84), (16, 0.94), (64, 0.99)])
 def test_what_the_recipe_unclipped_estimates_is_w_times_the_gain_and_not_the_surrogate(G, share):
     """From p = .2 under alpha to .3 under pi: E of the mean of rho A over the group, against L_alpha = .1/.4."""
     recipe, expected, unbiased = resolve("unclipped"), 0.0, 0.0

@@ -5,6 +5,7 @@ from math import inf, log
 
 import pytest
 import torch
+from each import each
 from losses import gradient_of, inputs
 from torch import tensor
 from torch.testing import assert_close
@@ -30,7 +31,7 @@ from lagrpo.core.losses import importance
 P, Q = tensor([0.5, 0.5]), tensor([0.25, 0.75])
 
 
-@pytest.mark.parametrize(
+@each(
     ("estimator", "values", "gradient"),
     [
         (k1, [log(2), -log(2)], [1.0, 1.0]),

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from each import each
 from losses import gradient_of, inputs, random_inputs
 from torch import tensor
 from torch.testing import assert_close
@@ -45,7 +46,7 @@ def test_ratios_at_the_three_levels_by_hand():
     assert_close(length_normalized(tensor([1.0, 3.0, 4.0]).log(), completion_T), tensor([2.0, 3.0, 2.0]))
 
 
-@pytest.mark.parametrize(
+@each(
     ("ratio", "expected"),
     [(token, [0.5, 0.0, 0.0]), (sequence, [1.0, 0.0, 1.0]), (length_normalized, [0.5, 0.0, 0.5])],
 )
@@ -64,7 +65,7 @@ def test_ratios_beyond_20_nats_are_constant_and_count_as_clipped():
 # Clips
 
 
-@pytest.mark.parametrize(
+@each(
     ("ratio", "center", "A", "value", "cut"),
     [
         # A >= 0: A min(r, c + HIGH)
@@ -95,7 +96,7 @@ def test_proportional_range_scales_with_pi_k():
     assert_close(clipped_proportional(x, **RANGE), tensor([1.3, 0.26, -9.0]))
 
 
-@pytest.mark.parametrize(
+@each(
     ("ratio", "A", "value", "cut"),
     [(3.0, -2.0, -6.0, False), (9.0, -2.0, -8.0, True), (0.5, -2.0, -1.6, True), (9.0, 2.0, 2.6, True)],
 )
@@ -112,7 +113,7 @@ def test_center_of_the_clip_has_no_gradient():
     assert torch.autograd.grad(value.sum(), old, allow_unused=True) == (None,)
 
 
-@pytest.mark.parametrize("loss", [clipped, clipped_exact, clipped_proportional, unclipped, reinforce])
+@each("loss", [clipped, clipped_exact, clipped_proportional, unclipped, reinforce])
 def test_every_surrogate_has_the_gradient_of_reinforce_at_pi_equal_alpha(loss):
     alpha = tensor([-0.3, -2.0, -1.1])
     x = inputs(alpha.clone().requires_grad_(), alpha, alpha, A=[1.5, -0.5, 0.0])
@@ -129,7 +130,7 @@ def at(A: float, *values: float):
     return inputs(tensor(values or RATIOS).log(), torch.zeros(len(values or RATIOS)), A=A)
 
 
-@pytest.mark.parametrize(
+@each(
     ("mask", "knobs", "kept_up", "kept_down"),
     [
         (one_side, {}, [YES, YES, YES, YES, NO, NO], [NO, NO, YES, YES, YES, YES]),

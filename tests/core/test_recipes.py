@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from each import each
 from losses import gradient_of, inputs, random_inputs
 from torch import Tensor, tensor
 from torch.testing import assert_close
@@ -14,10 +15,10 @@ from lagrpo.core.losses import LossInputs
 from lagrpo.core.recipes import RECIPES, resolve
 
 NO_FLAT = tensor([False] * 7)
-ROWS = pytest.mark.parametrize("name", sorted(RECIPES))
+ROWS = each("name", sorted(RECIPES))
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "expected"),
     [
         ("grpo", {"advantage": "normalized", "eps_std": 1e-4, "surrogate": "clipped", "epsilon_low": 0.2,
@@ -63,7 +64,7 @@ def test_rows_compute_from_what_they_declare_and_nothing_else(name):
     assert_close(recipe.loss(blind, weight_C)[0], recipe.loss(x, weight_C)[0])
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "overrides", "reads"),
     [
         ("off_policy_grpo", {"beta": 0.0}, {"rollout_logp"}),
@@ -85,7 +86,7 @@ def test_a_function_of_ones_own_may_be_a_knob():
     assert_close(recipe.value(inputs([log(0.5)], A=3.0)), tensor([0.75]))
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "overrides", "problem"),
     [
         ("grop", {}, "unknown recipe 'grop'; the nearest is 'grpo'"),
@@ -128,7 +129,7 @@ def test_loss_and_diagnostics_by_hand():
     expected = {
         "tokens": 3.0, "ratio": 3.0, "ratio_squared": 4.5, "abs_log_ratio": 3 * log(2),
         "kl_alpha": (1 - log(2)) + 2 * (-0.5 + log(2)), "kl_ref": k3, "clipped_positive": 1.0, "clipped_negative": 1.0,
-        "loss": objective,
+        "objective": objective,
     }  # fmt: skip
     assert {name: float(value) for name, value in sums.items()} == pytest.approx(expected)
 
@@ -143,7 +144,7 @@ def part(x: Any, completions: list[int]) -> LossInputs:
 
 
 @ROWS
-@pytest.mark.parametrize("parts", [[[0, 1, 2], [3, 4, 5, 6]], [[6], [2, 0], [5, 1, 4, 3]]])
+@each("parts", [[[0, 1, 2], [3, 4, 5, 6]], [[6], [2, 0], [5, 1, 4, 3]]])
 def test_split_into_micro_batches_and_order_change_neither_gradient_nor_diagnostics(name, parts):
     recipe = resolve(name)
     if recipe.needs_whole_groups:
@@ -192,7 +193,7 @@ def test_rows_start_as_reinforce_or_as_stated_at_pi_equal_alpha(name):
 
 
 @ROWS
-@pytest.mark.parametrize("gap", [-300.0, -30.0, 30.0, 300.0])
+@each("gap", [-300.0, -30.0, 30.0, 300.0])
 def test_gradient_is_finite_whatever_the_log_ratio(name, gap):
     _, x = random_inputs()
     for field in ("rollout_logp", "old_logp", "ref_logp"):
@@ -235,7 +236,7 @@ def cosine(name: str, **overrides) -> float:
     return float(found @ exact / found.norm() / exact.norm())
 
 
-@pytest.mark.parametrize("name", sorted(set(RECIPES) - {"red_weight", "opmd_kimi", "opmd_pairwise"}))
+@each("name", sorted(set(RECIPES) - {"red_weight", "opmd_kimi", "opmd_pairwise"}))
 def test_lengths_turn_the_gradient_of_means_over_tokens_and_of_nothing_else(name):
     assert (cosine(name) > 1 - 1e-12) == (name in EXACT_AT_EVERY_LENGTH), name
 

@@ -1,4 +1,4 @@
-import pytest
+from each import each
 from torch import tensor
 from torch.testing import assert_close
 
@@ -9,7 +9,7 @@ LENGTHS_C = tensor([1, 2, 5])
 ALL, NONE, FIRST_TWO = tensor([True] * 3), tensor([False] * 3), tensor([True, True, False])
 
 
-@pytest.mark.parametrize(
+@each(
     ("reduction", "all_counted", "two_counted"),
     [
         (token_mean, [1 / 8, 1 / 8, 1 / 8], [1 / 3, 1 / 3, 1 / 3]),

@@ -14,7 +14,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -140,9 +140,12 @@ class DecoderPanels:
         for panels, group in self._pairs(decoder, head):
             panels.fill(group)
 
-    def weights(self, decoder: Any, head: nn.Linear) -> dict[int, Tensor]:
-        """The weights as they are here, by the ids of the parameters of `decoder` and `head` that they stand for."""
-        found = ((group, panels.weights()) for panels, group in self._pairs(decoder, head))
+    def weights(self, decoder: Any, head: nn.Linear, turn: int | None = None) -> dict[int, Tensor]:
+        """The weights as they are here, by the ids of the parameters of `decoder` and `head` that they stand for; with
+        a `turn` those of one layer, the next one at each turn."""
+        start = None if turn is None else 4 * (turn % len(self.layers))
+        pairs = islice(self._pairs(decoder, head), start, None if start is None else start + 4)
+        found = ((group, panels.weights()) for panels, group in pairs)
         return {id(m.weight): weight for group, weights in found for m, weight in zip(group, weights, strict=True)}
 
     def _pairs(self, decoder: Any, head: nn.Linear) -> Iterator[tuple[Panels, list[nn.Linear]]]:
@@ -204,9 +207,14 @@ class BorrowedPanels:
     def current(self) -> DecoderPanels:
         return self._panels
 
-    def weights(self) -> dict[int, Tensor]:
-        """The weights that the copy reads, each by the id of the (empty) parameter that it stands for."""
-        return self._panels.weights(self._decoder, self._head)
+    def are_current(self) -> bool:
+        """Whether the copy reads the very panels by which the lender computes now."""
+        return self._lent and self._panels is self._lender.current()
+
+    def weights(self, turn: int | None = None) -> dict[int, Tensor]:
+        """The weights that the copy reads, each by the id of the (empty) parameter that it stands for; with a `turn`
+        those of one layer, the next one at each turn."""
+        return self._panels.weights(self._decoder, self._head, turn)
 
     @torch.no_grad()
     def load(self, weights: Mapping[nn.Parameter, Tensor]) -> None:

@@ -23,10 +23,9 @@ from lagrpo.cpu.library import ISA, LEVELS, NoKernels, cpu_flags, isa_level
 from lagrpo.cpu.panels import AdaptedPanels, BorrowedPanels, OwnPanels, chosen_products, joined
 from lagrpo.errors import SettingsError, refusing
 from lagrpo.model import attention, logprobs
-from lagrpo.model.adapters import adapted, with_own_adapters
 from lagrpo.model.attention import Shape, takes_varlen
 from lagrpo.model.layout import PackedLayout
-from lagrpo.model.logprobs import Product
+from lagrpo.model.lora import adapted, copy_trained
 
 Choice = Literal["auto", "c", "torch"]
 Dtype = Literal["bfloat16", "float32"]
@@ -56,19 +55,6 @@ class Backend:
         way = autograd.attend if self.attends_by_kernels(query.shape[-1]) else attention.attend
         return way(layout, query, key, value, scaling)
 
-    def token_logp(
-        self, hidden_TH: Tensor, head: Any, token_ids_T: Tensor, tau: float, entropy_T: Tensor | None,
-        product: Product | None = None,
-    ) -> Tensor:  # fmt: skip
-        """log softmax(head(hidden) / tau)[token] for each row: float32 [T], nats: see logprobs.py."""
-        return logprobs.token_logp(hidden_TH, head, token_ids_T, tau, entropy_T, self.kernels, product)
-
-    def logp(self, logits_TV: Tensor, token_ids_T: Tensor, tau: float) -> Tensor:
-        """log softmax(logits / tau)[token], of logits in the model's dtype: float32 [T], nats, without a gradient."""
-        if self.kernels:
-            return kernels.token_logp(logits_TV, token_ids_T, tau)[0]
-        return logprobs.logp_from_logits(logits_TV, token_ids_T, tau)
-
     def sample(self, logits_RV: Tensor, tau: float, uniform_R: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens from softmax(logits / tau) by inverse CDF at uniform numbers float64 in [0, 1), and their log-probs:
         int64 [R], float32 [R] (nats)."""
@@ -90,9 +76,9 @@ class Backend:
         the copy's own. If the kernels compute all products, the copy lacks weights of linear layers, and `panels` are
         lent by the model or the copy's own. Copies share frozen layers that have adapters, and their panels."""
         if not model.exact:
-            return with_own_adapters(model.lm), None
+            return copy_trained(model.lm), None
         if isinstance(model.layers.panels, AdaptedPanels):
-            return with_own_adapters(model.lm), model.layers.panels.base
+            return copy_trained(model.lm), model.layers.panels.base
         weights = [m.weight for layer in model.decoder.layers for group in joined(layer) for m in group]
         empty = {id(p): nn.Parameter(p.new_empty(0), requires_grad=False) for p in weights}
         lm: Any = copy.deepcopy(model.lm, empty).requires_grad_(False)
@@ -104,19 +90,14 @@ class Backend:
         if not self.kernels:
             varlen = takes_varlen(self.device, self.dtype, d)
             return "PyTorch with FlashAttention (varlen_attn)" if varlen else str(self)
-        products = f", forward products by {self.products}" if layers is not None and layers.exact else ""
-        whole = layers is not None and layers.fits(None)
-        besides = "" if whole else f"; norms and activations of {text.model_type!r} by transformers"
+        said = str(self)
+        if layers is not None and layers.exact:
+            said += f", forward products by {self.products}"
+        if layers is None or not layers.fits(None):
+            said += f"; norms and activations of {text.model_type!r} by transformers"
         if not self.attends_by_kernels(d):
-            besides += f"; attention by PyTorch (heads of {d} numbers, no multiple of {kernels.VECTOR})"
-        return f"{self}{products}{besides}"
-
-    def decoding(self, layers: FusedDecoder | None) -> str:
-        """How tokens are sampled, in words."""
-        if layers is None or not layers.exact:
-            return f"layer by layer, PyTorch's matrix products in {str(self.dtype).removeprefix('torch.')}"
-        way = "one call through all layers" if layers.stack() is not None else "layer by layer"
-        return f"{way}, products by {self.products}"
+            said += f"; attention by PyTorch (heads of {d} numbers, not a multiple of {kernels.VECTOR})"
+        return said
 
     def attends_by_kernels(self, d: int) -> bool:
         return self.kernels and d % kernels.VECTOR == 0

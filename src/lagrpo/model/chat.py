@@ -12,7 +12,6 @@ rejects them."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -81,12 +80,13 @@ class Chat:
         return replace(prompt, token_ids=tuple(int(i) for i in ids))
 
     def render(self, messages: Messages, tools: Tools | None = None) -> str:
-        """The text that the chat template makes of messages, with the header of the coming answer. Raises
-        TemplateError."""
+        """The text that the chat template makes of messages, with the header of the coming answer, which continues a
+        last message of the assistant. Raises TemplateError."""
         given = [{k: v for k, v in message.items() if v is not None} for message in messages]
-        options = {"add_generation_prompt": True, "tokenize": False, **self.template_kwargs}
+        end = "continue_final_message" if given and given[-1]["role"] == "assistant" else "add_generation_prompt"
+        options = {end: True, "tokenize": False, "tools": list(tools or ()) or None}
         try:
-            return self.tokenizer.apply_chat_template(given, tools=list(tools) if tools else None, **options)
+            return self.tokenizer.apply_chat_template(given, **options, **self.template_kwargs)
         except Exception as error:  # a template can raise anything
             kind = "" if type(error).__name__.startswith("Template") else f"{type(error).__name__}: "
             raise TemplateError(one_line(f"{kind}{error}")) from error
@@ -98,11 +98,7 @@ class Chat:
 
     def encode(self, text: str, **options: Any) -> list[int]:
         """The token ids of a text. Raises ValueError for half of a surrogate pair, which no tokenizer takes."""
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            half = f"{text[error.start]!r}, half of a surrogate pair"
-            raise ValueError(f"its character {error.start} is {half}, which no tokenizer takes") from error
+        text.encode()
         return self.tokenizer(text, **options)["input_ids"]
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -115,7 +111,6 @@ class Replies:
 
     def __init__(self, chat: Chat) -> None:
         self.chat = chat
-        self._known: dict[str, tuple[int, ...]] = {}
         self._checked: set[tuple[str, ...]] = set()
 
     @cached_property
@@ -135,15 +130,12 @@ class Replies:
     def tokens(self, messages: Messages) -> tuple[int, ...]:
         """The tokens that follow the end of a turn of the policy. Raises as `check`, and ValueError for a text that the
         tokenizer, or a token that the model, does not have."""
-        known, key = self._known, json.dumps(messages)
-        if key not in known:
-            if (roles := tuple(message["role"] for message in messages)) not in self._checked:
-                self.check(messages)
-                self._checked.add(roles)
-            ids = self.chat.encode(self._render_reply(OPENING, SAID, messages)[1], add_special_tokens=False)
-            self.chat.check_vocabulary(ids)
-            self._known = known = {**(known if len(known) < 1000 else {}), key: tuple(ids)}
-        return known[key]
+        if (roles := tuple(message["role"] for message in messages)) not in self._checked:
+            self.check(messages)
+            self._checked.add(roles)
+        ids = self.chat.encode(self._render_reply(OPENING, SAID, messages)[1], add_special_tokens=False)
+        self.chat.check_vocabulary(ids)
+        return tuple(ids)
 
     def _render_reply(self, before: Messages, said: str, messages: Messages) -> tuple[int, str]:
         """The token that ends what was `said`, and the text that follows it when `messages` do."""
@@ -154,8 +146,8 @@ class Replies:
         if not longer.startswith(so_far):
             at = next(n for n, (a, b) in enumerate(zip(so_far, f"{longer}\0", strict=False)) if a != b)
             raise RewritingError(
-                f"the chat template changes earlier turns when the conversation goes on: {so_far[at:][:40]!r} becomes "
-                f"{longer[at:][:40]!r}. {WHAT_TO_DO}"
+                f"the chat template changes earlier turns when the conversation continues: {so_far[at:][:40]!r} "
+                f"becomes {longer[at:][:40]!r}. {WHAT_TO_DO}"
             )
         rest = longer[len(so_far) :]
         ends = {end: str(self.chat.tokenizer.convert_ids_to_tokens(end)) for end in sorted(self.chat.eos_ids)}

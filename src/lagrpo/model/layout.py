@@ -1,4 +1,4 @@
-"""PackedLayout: prompts and completions side by side in one row, without padding.
+"""Packed rows: prompts and completions side by side in one row, without padding.
 
 A packed row holds, group after group, the prompt once and then its completions:
 
@@ -6,8 +6,7 @@ A packed row holds, group after group, the prompt once and then its completions:
 
 Each prompt and each completion is a *segment* of the row. What the last token of a completion predicts is not needed,
 so that token is left out of the row. The log-prob of a completion's first token comes from its prompt's last row, the
-log-prob of token j from row j - 1 of the completion. A layout is data; the backend
-attends along it (backend.py).
+log-prob of token j from row j - 1 of the completion. A layout is data; the backend attends along it (backend.py).
 """
 
 from __future__ import annotations
@@ -63,3 +62,22 @@ class PackedLayout:
             last_prompt_rows=torch.tensor(last_prompt_rows, dtype=torch.long).to(device),
             segments=torch.tensor(segments, dtype=torch.long).view(-1, 4), groups=torch.tensor(bounds),
         )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A packed row ready for the model: its layout, `input_ids` [rows] and the completion tokens `token_ids` [T]."""
+
+    layout: PackedLayout
+    input_ids: Tensor
+    token_ids: Tensor
+
+    @staticmethod
+    def build(groups: Sequence[tuple[Sequence[int], Sequence[Tensor]]], device: torch.device | str = "cpu") -> Packed:
+        """From (prompt token ids, [completion token ids int64 [t]]) of each group."""
+        layout = PackedLayout.build([(len(p), [len(c) for c in cs]) for p, cs in groups], device)
+        rows, tokens = [], [torch.empty(0, dtype=torch.long)]
+        for prompt_ids, completions in groups:
+            rows += [torch.tensor(prompt_ids, dtype=torch.long), *(c[:-1] for c in completions)]
+            tokens += completions
+        return Packed(layout, torch.cat(rows).to(device), torch.cat(tokens).to(device))

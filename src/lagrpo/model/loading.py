@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,16 +19,9 @@ from lagrpo.errors import one_line_errors, refusing
 from lagrpo.model import attention
 from lagrpo.model.backend import Backend, Choice
 from lagrpo.model.embedded import is_adapter, resolve_model
-from lagrpo.model.lora import (
-    ADAPTER_CONFIG,
-    Lora,
-    attach_lora,
-    load_adapter_config,
-    load_adapter_weights,
-    name_layers,
-    save_merged,
-)
-from lagrpo.model.model import Packed, Policy, trained_weights
+from lagrpo.model.layout import Packed
+from lagrpo.model.lora import Lora, attach_lora, load_adapter_config, load_adapter_weights
+from lagrpo.model.model import Policy, trained_weights
 
 LOADING = {"use_safetensors": True, "trust_remote_code": False}  # neither pickled weights nor code of the model
 LOADING |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # `check_loaded` names what differs
@@ -47,7 +40,13 @@ def load_policy(
 
     Raises ValueError or OSError for a model that cannot be loaded, is not supported, or is not computed as transformers
     computes it."""
-    lm, tokenizer = load_model(path, dtype, device, lora)
+    if is_adapter(path):
+        lm, tokenizer = load_adapted(Path(path), dtype, device)
+    else:
+        lm, tokenizer = load_model(path, dtype, device)
+        if lora is not None:
+            with refusing("model.lora_r"):
+                attach_lora(lm, lora)
     if chat_template is not None:
         tokenizer.chat_template = chat_template
     policy = Policy.from_model(lm, tokenizer, tau, backend=backend)
@@ -55,37 +54,8 @@ def load_policy(
     return policy
 
 
-def load_model(
-    path: str, dtype: torch.dtype | Literal["auto"], device: torch.device | str = "cpu", lora: Lora | None = None
-) -> tuple[Any, Any]:
-    """The model of transformers, with its adapters if it gets or has any, and its tokenizer. "auto" is the dtype of the
-    files. Raises as `load_policy`."""
-    if is_adapter(path):
-        return load_adapted(Path(path), dtype, device)
-    lm, tokenizer = load_whole(path, dtype, device)
-    if lora is not None:
-        with refusing("model.lora_r"):
-            attach_lora(lm, lora)
-    return lm, tokenizer
-
-
-def load_adapted(
-    adapter: Path, dtype: torch.dtype | Literal["auto"], device: torch.device | str = "cpu"
-) -> tuple[Any, Any]:
-    """The model of a directory of adapters, with the adapters, and its tokenizer."""
-    weights = load_adapter_weights(adapter)
-    check_finite(weights)
-    lora, base = load_adapter_config(adapter)
-    with one_line_errors(f"{base}, the model of the adapter {adapter}, cannot be loaded"):
-        lm, tokenizer = load_whole(resolve_model(base), dtype, device)
-    with refusing(f"the adapter {adapter}"):
-        attach_lora(lm, replace(lora, targets=name_layers(weights)))
-    trained_weights(lm).load(weights, 0)
-    return lm, tokenizer
-
-
-def load_whole(path: str, dtype: torch.dtype | Literal["auto"], device: torch.device | str = "cpu") -> tuple[Any, Any]:
-    """A model without adapters, and its tokenizer."""
+def load_model(path: str, dtype: torch.dtype, device: torch.device | str = "cpu") -> tuple[Any, Any]:
+    """The model of transformers, without adapters, and its tokenizer."""
     from transformers import AutoModelForCausalLM
 
     attention.register()
@@ -104,17 +74,18 @@ def load_whole(path: str, dtype: torch.dtype | Literal["auto"], device: torch.de
     return lm, tokenizer
 
 
-def merge_adapter(adapter: Path, out: Path, dtype: str = "auto") -> None:
-    """Write the model of an adapter with the adapter added to its weights, and its tokenizer. The sum is computed in
-    float32 and rounded once, to `dtype` ("auto": the dtype of the model's files). Raises ValueError for a directory
-    that is not an adapter, and for one that exists already."""
-    if not is_adapter(adapter):
-        raise ValueError(f"{adapter} is not an adapter: it has no {ADAPTER_CONFIG}")
-    if out.exists():
-        raise ValueError(f"{out} exists already: name another directory")
-    lm, tokenizer = load_model(str(adapter), "auto" if dtype == "auto" else getattr(torch, dtype))
-    save_merged(lm, out)
-    tokenizer.save_pretrained(out)
+def load_adapted(adapter: Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> tuple[Any, Any]:
+    """The model of a directory of adapters, with the adapters, and its tokenizer."""
+    weights = load_adapter_weights(adapter)
+    check_finite(weights)
+    lora, base = load_adapter_config(adapter)
+    with one_line_errors(f"{base}, the model of the adapter {adapter}, cannot be loaded"):
+        lm, tokenizer = load_model(resolve_model(base), dtype, device)
+    layers = tuple(sorted({name.rpartition(".lora_")[0] for name in weights}))
+    with refusing(f"the adapter {adapter}"):
+        attach_lora(lm, replace(lora, targets=layers))
+    trained_weights(lm).load(weights, 0)
+    return lm, tokenizer
 
 
 def check_files(path: str) -> Any:
@@ -132,6 +103,21 @@ def load_config(path: str) -> Any:
 
     with one_line_errors("config.json"):
         return AutoConfig.from_pretrained(path, trust_remote_code=False)
+
+
+@contextmanager
+def without_progress_bars() -> Iterator[None]:
+    """Inside, transformers shows no bars while it loads or writes weights; bars of downloads stay."""
+    from transformers.utils import logging
+
+    before = logging.set_tqdm_hook(lambda factory, args, kwargs: logging.EmptyTqdm(*args, **kwargs))
+    try:
+        yield
+    finally:
+        logging.set_tqdm_hook(before)
+
+
+# ---- checks ----
 
 
 def check_loaded(lm: Any, found: Mapping[str, Any]) -> None:
@@ -165,40 +151,36 @@ def check_supported(config: Any) -> None:
     from transformers import AutoModelForCausalLM
 
     text, mapping = config.get_text_config(), cast(Any, AutoModelForCausalLM._model_mapping)
-    known = type(config) in mapping
+    has = lambda name: getattr(text, name, None) or getattr(config, name, None)  # noqa: E731
     reasons = {
-        "quantized weights, which cannot be trained (quantization_config)": getattr(
-            config, "quantization_config", None
-        ),
-        "attention soft-capping (attn_logit_softcapping)": getattr(text, "attn_logit_softcapping", None),
-        "soft-capping of the logits (final_logit_softcapping)": getattr(text, "final_logit_softcapping", None),
-        "a scale on the logits (logit_scale)": getattr(text, "logit_scale", 1.0) not in (None, 1.0),
-        "a scale on the logits (logits_scaling)": getattr(text, "logits_scaling", 1.0) not in (None, 1.0),
-        "an encoder (is_encoder_decoder)": getattr(config, "is_encoder_decoder", False),
+        "quantized weights, which cannot be trained": has("quantization_config"),
+        "soft-capping": has("attn_logit_softcapping") or has("final_logit_softcapping"),
+        "a scale on the logits": {has("logit_scale"), has("logits_scaling")} - {None, 0.0, 1.0},
+        "an encoder": has("is_encoder_decoder"),
         "attention sinks": text.model_type == "gpt_oss",
-        "latent attention (kv_lora_rank)": getattr(text, "kv_lora_rank", None),
-        "layers that are not attention": {*(getattr(text, "layer_types", None) or ())} - ATTENTION_LAYERS,
-        "experts that a router chooses": any(getattr(text, name, 0) for name in EXPERTS),
-        "pictures or sound to look at": any(getattr(config, f"{kind}_config", None) for kind in ("vision", "audio")),
-        "no causal language model in transformers": not known,
-        "an attention of their own, outside transformers' registry": known
+        "latent attention": has("kv_lora_rank"),
+        "layers that are not attention": {*(has("layer_types") or ())} - ATTENTION_LAYERS,
+        "experts that a router chooses": any(map(has, EXPERTS)),
+        "pictures or sound to look at": has("vision_config") or has("audio_config"),
+        "no causal language model in transformers": type(config) not in mapping,
+        "an attention outside transformers' registry": type(config) in mapping
         and not mapping[type(config)]._can_set_attn_implementation(),
     }
-    for reason, present in reasons.items():
-        if present:
-            raise ValueError(
-                f"models of type {text.model_type!r} have {reason}, which lagrpo does not support; take one of Llama, "
-                "Qwen2, Qwen3, Mistral, Gemma (1) or their relatives, dense and for text"
-            )
+    for reason in filter(reasons.get, reasons):
+        raise ValueError(
+            f"models of type {text.model_type!r} have {reason}, which lagrpo does not support; take one of Llama, "
+            "Qwen2, Qwen3, Mistral, Gemma (1) or their relatives, dense and for text"
+        )
 
 
 def check_context(policy: Policy, tokens: int) -> None:
     """Raise ValueError if prompts and completions of `tokens` tokens do not fit the model's window or positions."""
     text = policy.model.config.get_text_config()
-    sliding = "sliding_attention" in (getattr(text, "layer_types", None) or ("sliding_attention",))
-    window = getattr(text, "sliding_window", None) if sliding and getattr(text, "use_sliding_window", True) else None
-    positions = getattr(text, "max_position_embeddings", None)
-    for limit, what in ((window, "sliding window"), (positions, "longest position")):
+    slides = "sliding_attention" in (getattr(text, "layer_types", None) or ("sliding_attention",))
+    slides = slides and getattr(text, "use_sliding_window", True)
+    limits = {"longest position": getattr(text, "max_position_embeddings", None)}
+    limits |= {"sliding window": getattr(text, "sliding_window", None)} if slides else {}
+    for what, limit in limits.items():
         if limit is not None and tokens > limit:
             raise ValueError(
                 f"a prompt and its completion may be {tokens} tokens long, but the {what} of this {text.model_type} "
@@ -228,15 +210,3 @@ def check_attention(policy: Policy) -> float:
             f"{difference:.3g} on average (tolerance {tolerance} in {policy.dtype}); this model is not supported"
         )
     return difference
-
-
-@contextmanager
-def without_progress_bars() -> Iterator[None]:
-    """Inside, transformers shows no bars while it loads or writes weights; bars of downloads stay."""
-    from transformers.utils import logging
-
-    before = logging.set_tqdm_hook(lambda factory, args, kwargs: logging.EmptyTqdm(*args, **kwargs))
-    try:
-        yield
-    finally:
-        logging.set_tqdm_hook(before)

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from lagrpo.cpu import kernels
 
@@ -41,26 +40,6 @@ def token_logp(
     return _TokenLogp.apply(*given, tau, entropy_T, by_kernels, product, keep)  # type: ignore[return-value]
 
 
-def token_logp_by_module(
-    hidden_TH: Tensor, head: nn.Linear, token_ids_T: Tensor, tau: float, entropy_T: Tensor | None = None
-) -> Tensor:
-    """The same through calls of the LM head, so that its hooks fire; a chunk's logits are computed again in the
-    backward pass. Its weights' gradients from several chunks add up in their own dtype."""
-    check_tokens(token_ids_T, head.weight.shape[0])
-
-    def logp(hidden: Tensor, token_ids: Tensor) -> Tensor:
-        return logp_from_logits(head(hidden), token_ids, tau)
-
-    found = [hidden_TH.new_empty(0, dtype=torch.float32)]
-    for rows in chunks(0, len(token_ids_T), head.weight.shape[0], CHUNK_LOGITS):
-        given = hidden_TH[rows], token_ids_T[rows]
-        found.append(checkpoint(logp, *given, use_reentrant=False) if torch.is_grad_enabled() else logp(*given))  # type: ignore[arg-type]
-        if entropy_T is not None:
-            with torch.no_grad():
-                entropy_T[rows] = torch.special.entr(scaled(head(given[0]), tau).softmax(1)).sum(1)
-    return torch.cat(found)
-
-
 def check_tokens(token_ids_T: Tensor, vocabulary: int) -> None:
     """Raise ValueError for a token outside the vocabulary: the kernels do not look."""
     lowest, highest = (int(i) for i in token_ids_T.aminmax()) if len(token_ids_T) else (0, 0)
@@ -82,12 +61,6 @@ def exponentials(scaled: Tensor) -> tuple[Tensor, Tensor]:
     top = scaled.amax(-1)
     weights = (scaled - top.unsqueeze(-1)).exp_()
     return weights, top + weights.sum(-1).log_()
-
-
-def logp_from_logits(logits: Tensor, token_ids_T: Tensor, tau: float) -> Tensor:
-    """log softmax(logits / tau)[token] of logits [T, V] in the model's dtype: float32 [T], differentiable."""
-    x = scaled(logits, tau)
-    return x.gather(1, token_ids_T.unsqueeze(1)).squeeze(1) - exponentials(x)[1]
 
 
 def logp_forward(logits: Tensor, token_ids: Tensor, tau: float, entropy: Tensor | None) -> tuple[Tensor, Tensor]:

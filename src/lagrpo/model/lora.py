@@ -1,13 +1,17 @@
-"""LoRA: low-rank adapters beside the linear layers of a decoder, and their files, which PEFT and vLLM load.
+"""LoRA (arXiv:2106.09685): frozen linear layers with low-rank adapters, y = W x + b + s B (A x), and their files.
 
-A starts at random numbers keyed by (seed, "lora", name), uniform between ±1/√inputs as PEFT's, and B at 0: π_0 is the
-model itself, to the bit. Adapters have no dropout: engine and trainer would compute two policies.
+All copies of a model share W and b, so a version of the policy is A and B alone. A starts at random numbers keyed by
+(seed, "lora", name), uniform between ±1/√inputs as PEFT's, and B at 0: π_0 is the model itself, to the bit. Adapters
+have no dropout: engine and trainer would compute two policies. The module's own forward pass computes, or the CPU's
+kernels (cpu/panels.py), which add the adapter to the same sum.
 
 PEFT (extra `lora`) writes and reads adapter_config.json; adapter_model.safetensors has the weights under PEFT's names.
+PEFT and vLLM load both.
 """
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,22 +19,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lagrpo.errors import one_line_errors
-from lagrpo.model.adapters import A, AdaptedLinear, B, adapted
 from lagrpo.model.embedded import ADAPTER_CONFIG, is_adapter
 from lagrpo.rng import uniforms
 
+A, B = "lora_A", "lora_B"  # PEFT's names
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of PEFT's names
 ALL = "all-linear"
-PLAIN_STARTS = (
-    True,
-    False,
-    "gaussian",
-    "orthogonal",
-)  # with others (pissa, olora …) PEFT changes the model's weights too
+PLAIN_STARTS = (True, False, "gaussian", "orthogonal")  # with others (pissa, olora …) PEFT changes W, too
+NOT_PLAIN = ("use_dora", "use_rslora", "modules_to_save", "rank_pattern", "alpha_pattern", "layer_replication")
+NOT_PLAIN += ("alora_invocation_tokens", "use_qalora")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +46,28 @@ class Lora:
     seed: int = 0
 
 
-def check_installed() -> None:
-    """Raise ValueError if PEFT is not installed; does not load it."""
-    if importlib.util.find_spec("peft") is None:
-        raise ValueError("adapters need the package peft: pip install 'lagrpo[lora]'")
+class AdaptedLinear(nn.Linear):
+    """The linear layer given, with an adapter of rank r that starts at 0; `scale` is s."""
+
+    def __init__(self, linear: nn.Linear, r: int, scale: float) -> None:
+        super().__init__(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
+        self.weight, self.bias, self.scale = linear.weight, linear.bias, scale  # type: ignore[assignment]
+        self.lora_A = nn.Parameter(linear.weight.new_zeros(r, linear.in_features))
+        self.lora_B = nn.Parameter(linear.weight.new_zeros(linear.out_features, r))
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) + F.linear(F.linear(input, self.lora_A), self.lora_B * self.scale)
+
+
+def adapted(lm: nn.Module) -> dict[str, AdaptedLinear]:
+    """The layers of a model that have adapters, by name."""
+    return {name: module for name, module in lm.named_modules() if isinstance(module, AdaptedLinear)}
+
+
+def copy_trained(lm: Any) -> Any:
+    """A copy of a model that does not learn: of its adapters if it has any, and all else is shared; else of all."""
+    shared = {id(p): p for p in lm.parameters() if not p.requires_grad} if adapted(lm) else {}
+    return copy.deepcopy(lm, shared).requires_grad_(False)
 
 
 def find_targets(lm: Any, lora: Lora) -> dict[str, nn.Linear]:
@@ -56,13 +76,13 @@ def find_targets(lm: Any, lora: Lora) -> dict[str, nn.Linear]:
     layers = getattr(lm.get_decoder(), "layers", None)
     within = {id(module) for module in layers.modules()} if isinstance(layers, nn.ModuleList) else set()
     linear = {name: m for name, m in lm.named_modules() if isinstance(m, nn.Linear) and id(m) in within}
-    by_target = {target: {n for n in linear if n == target or n.endswith(f".{target}")} for target in lora.targets}
-    by_target |= {ALL: {*linear}} if ALL in lora.targets else {}
-    for target, names in by_target.items():
+    chosen = set[str]()
+    for target in lora.targets:
+        names = {name for name in linear if target == ALL or f".{name}".endswith(f".{target}")}
         if not names:
             known = ", ".join(sorted({name.rpartition(".")[2] for name in linear})) or "none that can have an adapter"
             raise ValueError(f"targets: {target!r} is not a linear layer of this model's decoder; it has {known}")
-    chosen = set[str]().union(*by_target.values())
+        chosen |= names
     return {name: m for name, m in linear.items() if name in chosen}
 
 
@@ -90,24 +110,13 @@ def attach_lora(lm: Any, lora: Lora) -> None:
         setattr(lm.get_submodule(parent), own, made.train(linear.training))
 
 
-@torch.no_grad()
-def merge_weights(lm: Any, weights: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """The weights of the model without adapters that computes the same up to rounding: W + s B A in float32, rounded to
-    the dtype of W once, which loses what is below half a spacing of W. `weights` stand in for the model's own."""
-    found = dict(lm.state_dict() if weights is None else weights)
-    for name, m in adapted(lm).items():
-        weight, low, high = (found.pop(f"{name}.{part}") for part in ("weight", A, B))
-        delta = high.float() @ low.float()
-        found[f"{name}.weight"] = torch.add(weight.float(), delta, alpha=m.scale).to(weight.dtype)
-    return found
+# ---- files ----
 
 
-def save_merged(lm: Any, directory: Path, weights: Mapping[str, Tensor] | None = None) -> None:
-    """Write the Hugging Face model directory of `merge_weights`, without a tokenizer."""
-    lm.save_pretrained(directory, state_dict=merge_weights(lm, weights))
-
-
-# Files
+def check_installed() -> None:
+    """Raise ValueError if PEFT is not installed; does not load it."""
+    if importlib.util.find_spec("peft") is None:
+        raise ValueError("adapters need the package peft: pip install 'lagrpo[lora]'")
 
 
 def save_adapter(lm: Any, weights: Mapping[str, Tensor], directory: Path) -> None:
@@ -115,23 +124,19 @@ def save_adapter(lm: Any, weights: Mapping[str, Tensor], directory: Path) -> Non
     from peft import LoraConfig
     from safetensors.torch import save_file
 
-    layers, name = adapted(lm), Path(lm.name_or_path)
+    layers, base = adapted(lm), Path(lm.name_or_path)
     first = next(iter(layers.values()))
     r = first.lora_A.shape[0]
     alpha: Any = first.scale * r
     config: Any = LoraConfig(
         r=r, lora_alpha=int(alpha) if alpha == int(alpha) else alpha, lora_dropout=0.0, bias="none",
-        target_modules=[layer.rpartition(".")[2] for layer in layers], task_type="CAUSAL_LM",
-        base_model_name_or_path=str(name.absolute()) if name.is_dir() else lm.name_or_path, inference_mode=True,
+        task_type="CAUSAL_LM", inference_mode=True,
+        base_model_name_or_path=str(base.absolute()) if base.is_dir() else lm.name_or_path,
     )  # fmt: skip
-    config.target_modules = sorted({*config.target_modules})  # PEFT's own set has another order in each process
+    config.target_modules = sorted({layer.rpartition(".")[2] for layer in layers})
     config.save_pretrained(directory)
-    save_file(peft_weights(weights), directory / ADAPTER_WEIGHTS, metadata={"format": "pt"})
-
-
-def peft_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Weights of adapters by their names in the model, on the CPU and under PEFT's names."""
-    return {f"{PREFIX}{name}.weight": tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
+    given = {f"{PREFIX}{name}.weight": tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
+    save_file(given, directory / ADAPTER_WEIGHTS, metadata={"format": "pt"})
 
 
 def load_adapter_weights(directory: Path) -> dict[str, Tensor]:
@@ -143,38 +148,25 @@ def load_adapter_weights(directory: Path) -> dict[str, Tensor]:
     return {name.removeprefix(PREFIX).removesuffix(".weight"): tensor for name, tensor in found.items()}
 
 
-def name_layers(weights: Mapping[str, Tensor]) -> tuple[str, ...]:
-    """The linear layers that adapters are beside, from the names of the adapters' weights."""
-    return tuple(sorted({name.rpartition(".lora_")[0] for name in weights}))
-
-
 def load_adapter_config(directory: Path) -> tuple[Lora, str]:
-    """The adapters that a directory describes, and the name or directory of their model. Raises ValueError for kinds of
-    adapters that are not plain LoRA."""
+    """The adapters that a directory describes, and the name or directory of their model. Raises ValueError for adapters
+    that compute something else than plain LoRA."""
     check_installed()
     from peft import PeftConfig
 
     place = directory / ADAPTER_CONFIG
     with one_line_errors(f"{place} cannot be read"):
         config: Any = PeftConfig.from_pretrained(str(directory))
-    check_plain(config, place)
-    base, of = config.base_model_name_or_path, config.target_modules
-    if not base or is_adapter(base):
-        raise ValueError(f"{place}: base_model_name_or_path is {base!r}, which is not a model")
-    return Lora(config.r, config.lora_alpha, (of,) if isinstance(of, str) else tuple(sorted(of))), base
-
-
-def check_plain(config: Any, place: Path) -> None:
-    """Raise ValueError for adapters that compute something else than plain LoRA."""
-    extras = ("use_dora", "use_rslora", "modules_to_save", "rank_pattern", "alpha_pattern", "layer_replication")
-    extras += ("alora_invocation_tokens", "use_qalora")
-    differs = {
+    base: Any = config.base_model_name_or_path
+    targets: Any = getattr(config, "target_modules", None)
+    odd = {
         "peft_type": str(getattr(config.peft_type, "value", config.peft_type)) != "LORA",
         "init_lora_weights": getattr(config, "init_lora_weights", True) not in PLAIN_STARTS,
         "bias": getattr(config, "bias", "none") != "none",
-        "target_modules": not config.target_modules,
-        **{name: getattr(config, name, None) for name in extras},
+        "target_modules": not targets,
+        "base_model_name_or_path": not base or is_adapter(base),
+        **{name: getattr(config, name, None) for name in NOT_PLAIN},
     }
-    for name, odd in differs.items():
-        if odd:
-            raise ValueError(f"{place}: {name} is {getattr(config, name)!r}: lagrpo reads plain LoRA alone")
+    for name in filter(odd.get, odd):
+        raise ValueError(f"{place}: {name} is {getattr(config, name)!r}: lagrpo reads plain LoRA of a model alone")
+    return Lora(config.r, config.lora_alpha, (targets,) if isinstance(targets, str) else tuple(sorted(targets))), base

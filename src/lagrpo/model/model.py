@@ -3,16 +3,16 @@
 `Model` calls a causal language model of transformers on packed rows. It gives hidden states and log-probs of completion
 tokens only: the LM head never runs on prompt positions.
 
-`PolicyCopy` is a copy for sampling (α) or for the KL term (π_ref). A decoding step does little else than read every
+`copy_policy` makes a copy for sampling (α) or for the KL term (π_ref). A decoding step does little else than read every
 weight, so how they lie decides its time. If the C kernels compute all matrix products (`Model.exact`), the copy has
 panels instead of the weights of linear layers, and while it holds the version of the policy that learns, both read the
-same ones (cpu/panels.py). Otherwise it is a plain copy. With adapters only these are copied: everything else
-is shared."""
+same ones (cpu/panels.py). Otherwise it is a plain copy. With adapters only these are copied: everything else is shared.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -24,25 +24,27 @@ from torch import Tensor, nn
 
 from lagrpo.cpu.decoder import Layout, is_plain_linear
 from lagrpo.cpu.panels import BorrowedPanels
-from lagrpo.model.adapters import A, B, adapted
 from lagrpo.model.backend import Backend, Choice, choose_backend
 from lagrpo.model.chat import Chat
-from lagrpo.model.layout import PackedLayout
-from lagrpo.model.logprobs import token_logp_by_module
-from lagrpo.model.lora import save_adapter, save_merged
+from lagrpo.model.layout import Packed
+from lagrpo.model.logprobs import token_logp
+from lagrpo.model.lora import A, B, adapted, save_adapter
 
 SAMPLE = 2**20  # a weight sync counts changes in about so many weights
 
 
 class Weights(Mapping[str, Tensor]):
     """The weights of a model of transformers by the names that a checkpoint gives them, without a gradient, read one by
-    one from the model as it is: every parameter, tied ones once, and the buffers that a checkpoint has. `version` is
-    how many optimizer updates they have had."""
+    one from the model as it is: every parameter, tied ones once, and the buffers that a checkpoint has. With `adapters`
+    the weights of its adapters alone. `version` is how many optimizer updates they have had."""
 
-    def __init__(self, lm: Any, version: int = 0) -> None:
-        self._lm, self.version = lm, version
+    def __init__(self, lm: Any, version: int = 0, adapters: bool = False) -> None:
+        self._lm, self.version, self.adapters = lm, version, adapters
 
     def __iter__(self) -> Iterator[str]:
+        if self.adapters:
+            yield from (f"{layer}.{part}" for layer in adapted(self._lm) for part in (A, B))
+            return
         yield from (name for name, _ in self._lm.named_parameters())
         stored = self._lm.state_dict().keys()
         yield from (name for name, _ in self._lm.named_buffers() if name in stored)
@@ -67,59 +69,73 @@ class Weights(Mapping[str, Tensor]):
             tensor.copy_(weights[name])
         self.version = version
 
+    def differing(self, weights: Mapping[str, Tensor]) -> list[str]:
+        """The names of weights whose bits are not those of `weights`."""
+        return [name for name, tensor in self.items() if count_differing(tensor, weights[name].to(tensor.device))]
 
-class AdapterWeights(Weights):
-    """The weights of a model's adapters: if it has any, a version has nothing else of its own."""
 
-    def __iter__(self) -> Iterator[str]:
-        yield from (f"{layer}.{part}" for layer in adapted(self._lm) for part in (A, B))
+class PackedWeights(Weights):
+    """A version whose linear layers lie in `panels`, the others (embeddings, head, norms, biases, buffers) in `lm`."""
+
+    def __init__(self, origin: Weights, lm: Any, panels: BorrowedPanels) -> None:
+        super().__init__(lm, origin.version)
+        self._shapes, self._panels = origin.shapes(), panels
+        self._empty = {name: p for name, p in lm.named_parameters() if self._shapes[name] != p.shape}
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._panels.weights()[id(self._empty[name])] if name in self._empty else super().__getitem__(name)
+
+    def items(self) -> Any:
+        """As `Weights.items`, unpacked all at once."""
+        packed = self._panels.weights()
+        return [(name, packed[id(self._empty[name])] if name in self._empty else self[name]) for name in self]
+
+    def shapes(self) -> dict[str, torch.Size]:
+        return self._shapes
+
+    @torch.no_grad()
+    def load(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Copy what lies in the model, and pack the rest, or borrow it if it is the lender's own. Raises ValueError for
+        names or shapes that are not this model's."""
+        check_weights(weights, self._shapes, version)
+        for name in self:
+            if name not in self._empty:
+                self[name].copy_(weights[name])
+        self._panels.load({parameter: weights[name] for name, parameter in self._empty.items()})
+        self.version = version
+
+    def differing(self, weights: Mapping[str, Tensor]) -> list[str]:
+        """Panels that are the trainer's present ones are not compared with its weights, but for one layer, another one
+        at each version: there they could only differ if they were not packed again after an update."""
+        if not self._panels.are_current():
+            return super().differing(weights)
+        packed = self._panels.weights(self.version)
+        names = {name: packed[id(p)] for name, p in self._empty.items() if id(p) in packed}
+        names |= {name: self[name] for name in self if name not in self._empty}
+        return [name for name, tensor in names.items() if count_differing(tensor, weights[name])]
 
 
 def trained_weights(lm: Any, version: int = 0) -> Weights:
     """What a version of a model has of its own: its adapters if it has any, else all weights."""
-    return AdapterWeights(lm, version) if adapted(lm) else Weights(lm, version)
+    return Weights(lm, version, adapters=bool(adapted(lm)))
 
 
 def check_weights(weights: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], version: int) -> None:
     """Raise ValueError for names or shapes of version `version` that differ from `shapes`."""
     if odd := sorted(set(shapes) ^ set(weights)):
         raise ValueError(f"weights of version {version} do not fit the model: {len(odd)} names differ, e.g. {odd[0]}")
-    given = (
-        weights.shapes() if isinstance(weights, Weights) else {name: tensor.shape for name, tensor in weights.items()}
-    )
+    given = weights.shapes() if isinstance(weights, Weights) else {n: tensor.shape for n, tensor in weights.items()}
     for name, shape in shapes.items():
         if shape != given[name]:
             raise ValueError(f"{name} is {tuple(given[name])} in version {version}, not {tuple(shape)}")
 
 
-@dataclass(frozen=True, slots=True)
-class Packed:
-    """A packed row ready for the model: its layout, `input_ids` [rows] and the completion tokens `token_ids` [T]."""
-
-    layout: PackedLayout
-    input_ids: Tensor
-    token_ids: Tensor
-
-    @staticmethod
-    def build(groups: Sequence[tuple[Sequence[int], Sequence[Tensor]]], device: torch.device | str = "cpu") -> Packed:
-        """From (prompt token ids, [completion token ids int64 [t]]) of each group."""
-        layout = PackedLayout.build([(len(p), [len(c) for c in cs]) for p, cs in groups], device)
-        rows, tokens = [], []
-        for prompt_ids, completions in groups:
-            rows.append(torch.tensor(prompt_ids, dtype=torch.long))
-            rows += [c[:-1] for c in completions]
-            tokens += completions
-        ids = torch.cat([torch.empty(0, dtype=torch.long), *tokens])
-        return Packed(layout, torch.cat(rows).to(device), ids.to(device))
-
-
 class Model(nn.Module):
     """A model of transformers with shared-prefix attention, `lm`, as the trainer and the rollout engine call it.
 
-    Every matrix product goes through a call of the module that has its weights, so that hooks on linear layers
-    (sharding, adapters) fire. If all linear layers are plain nn.Linear without hooks, the CPU's backend computes whole
-    layers instead, from `panels` if they are given, else from the weights of `lm`, and log-probs are taken from the
-    head's weights."""
+    The decoder's matrix products go through calls of the modules that have their weights, so that hooks (sharding)
+    fire. If all linear layers are plain nn.Linear without hooks, the CPU's backend computes whole layers instead, from
+    `panels` if they are given, else from the weights of `lm`. Log-probs are taken from the head's weights."""
 
     def __init__(self, lm: Any, backend: Backend, panels: Any = None) -> None:
         super().__init__()
@@ -148,11 +164,8 @@ class Model(nn.Module):
 
     @property
     def computation(self) -> str:
+        """What computes the forward pass, in words."""
         return self.backend.computation(self.config.get_text_config(), self.layers)
-
-    @property
-    def decoding(self) -> str:
-        return self.backend.decoding(self.layers)
 
     def forward(self, packed: Packed, tau: float, entropy_T: Tensor | None = None) -> Tensor:
         """log π(token | prompt, tokens before it) at temperature tau, of every completion token: float32 [T], nats.
@@ -160,20 +173,17 @@ class Model(nn.Module):
         layout = self.backend.over(packed.layout)
         hidden = self.hidden(packed.input_ids, packed.layout.position_ids, layout)
         rows = hidden.index_select(0, packed.layout.logit_rows)
-        if not is_plain_linear(self.head):
-            return token_logp_by_module(rows, self.head, packed.token_ids, tau, entropy_T)
         product = self.layers.product if self.layers is not None else None
-        return self.backend.token_logp(rows, self.head, packed.token_ids, tau, entropy_T, product)
+        given = rows, self.head, packed.token_ids, tau, entropy_T
+        return token_logp(*given, self.backend.kernels, product)
 
     def hidden(self, input_ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
         """Final hidden states of one packed row, or of one token of several sequences: input_ids and position_ids
         [rows] -> [rows, H]. `layout` says who attends to whom, and attends."""
         if self.layers is not None and self.layers.fits(layout):
             return self.layers(input_ids, position_ids, layout)
-        out = self.decoder(
-            input_ids=input_ids.unsqueeze(0), position_ids=position_ids.unsqueeze(0), use_cache=False, layout=layout
-        )
-        return out.last_hidden_state.squeeze(0)
+        ids = {"input_ids": input_ids.unsqueeze(0), "position_ids": position_ids.unsqueeze(0)}
+        return self.decoder(**ids, use_cache=False, layout=layout).last_hidden_state.squeeze(0)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, H] -> [rows, V], in the model's dtype, without a gradient."""
@@ -206,9 +216,9 @@ class Policy:
         return self.weights.version
 
     @property
-    def all_weights(self) -> Mapping[str, Tensor]:
+    def all_weights(self) -> Weights:
         """All weights that the policy computes by, frozen ones included."""
-        return Weights(self.model.lm, self.version) if isinstance(self.weights, AdapterWeights) else self.weights
+        return Weights(self.model.lm, self.version) if self.weights.adapters else self.weights
 
     @property
     def device(self) -> torch.device:
@@ -222,78 +232,30 @@ class Policy:
         """Log-probs, at the policy's tau unless another is given: see Model.forward."""
         return self.model(packed, self.tau if tau is None else tau, entropy_T)
 
+    def load(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Load π_version. Raises ValueError for names or shapes that are not this model's."""
+        self.weights.load(weights, version)
+
     def save(self, directory: Path) -> None:
         """Write a Hugging Face model directory: weights as safetensors, config, tokenizer and generation config. For a
         model with adapters, write these alone, as PEFT does."""
-        if isinstance(self.weights, AdapterWeights):
+        if self.weights.adapters:
             save_adapter(self.model.lm, self.weights, directory)
         else:
             self.model.lm.save_pretrained(directory)
         self.chat.save(directory)
 
-    def save_merged(self, directory: Path) -> None:
-        """Write a Hugging Face model directory with the adapters added to the weights."""
-        save_merged(self.model.lm, directory)
-        self.chat.save(directory)
 
-
-class PackedWeights:
-    """A version whose linear layers lie in `panels`, the others (embeddings, head, norms, biases, buffers) in `lm`."""
-
-    def __init__(self, origin: Weights, lm: Any, panels: Any) -> None:
-        self.version = origin.version
-        self._shapes, self._own, self._panels = origin.shapes(), Weights(lm, origin.version), panels
-        self._empty = {name: p for name, p in lm.named_parameters() if self._shapes[name] != p.shape}
-
-    def items(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights by name, as `Weights.items` gives them."""
-        packed = self._panels.weights()
-        for name, tensor in self._own.items():
-            yield name, packed[id(self._empty[name])] if name in self._empty else tensor
-
-    @torch.no_grad()
-    def load(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Copy what lies in the model, and pack the rest, or borrow it if it is the lender's own. Raises ValueError for
-        names or shapes that are not this model's."""
-        check_weights(weights, self._shapes, version)
-        for name, tensor in self._own.items():
-            if name not in self._empty:
-                tensor.copy_(weights[name])
-        self._panels.load({parameter: weights[name] for name, parameter in self._empty.items()})
-        self.version = version
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PolicyCopy:
-    """A copy of a policy: it loads versions, computes hidden states, logits and log-probs, and decodes."""
-
-    weights: Weights | PackedWeights
-    model: Model
-    chat: Chat
-    tau: float
-
-    @property
-    def version(self) -> int:
-        return self.weights.version
-
-    def load(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Load π_version. Raises ValueError for names or shapes that are not this model's."""
-        self.weights.load(weights, version)
-
-    def logp(self, packed: Packed) -> Tensor:
-        return self.model(packed, self.tau)
-
-
-def copy_policy(policy: Policy) -> PolicyCopy:
-    """A copy of the policy with the same weights, for its backend and at its tau."""
+def copy_policy(policy: Policy) -> Policy:
+    """A copy of the policy with the same weights, for its backend and at its tau, that does not learn."""
     backend = policy.model.backend
     lm, panels = backend.copy(policy.model)
     packed = isinstance(panels, BorrowedPanels)
     weights = PackedWeights(policy.weights, lm, panels) if packed else trained_weights(lm, policy.version)
-    return PolicyCopy(weights, Model(lm, backend, panels), policy.chat, policy.tau)
+    return Policy(weights, Model(lm, backend, panels), policy.chat, policy.tau)
 
 
-# Comparing versions
+# ---- comparing versions ----
 
 
 def count_differing(one: Tensor, other: Tensor) -> int | Tensor:

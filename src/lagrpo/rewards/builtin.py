@@ -7,13 +7,14 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from lagrpo.rewards.reward import UnscorableError
+from lagrpo.rewards.reward import UnscorableError, accept_any
 
 
+@accept_any
 def exact(completion: str, answer: Any) -> float:
     """1.0 if the completion is the answer letter by letter, except for white space around either; else 0.0. Raises
     UnscorableError without an answer."""
-    if answer is None:
+    if answer is None or not str(answer).strip():
         raise UnscorableError("the reference answer is empty")
     return float(completion.strip() == str(answer).strip())
 

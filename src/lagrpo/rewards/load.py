@@ -28,6 +28,7 @@ REWARDS = {
     "guess_number": "lagrpo.tasks.guess_number:score",
 }
 """The built-in rewards."""
+WITH_OPTIONS = ("length", "format", "llm_judge")
 OWN = "task"
 """How an entry of `rewards` names the task's own reward."""
 
@@ -46,13 +47,14 @@ def check_rewards(reward: str | None, rewards: Sequence[Any]) -> None:
         check_name(where, each.reward)
         if secret := next(filter(is_secret, each.options), None):
             raise ValueError(f"{where}: options.{secret} would be on the disk; use an environment variable")
-        if each.reward in ("length", "format", "llm_judge"):
+        if each.reward in WITH_OPTIONS:
             load_reward(each, None)
         elif each.options and ":" not in each.reward:
             raise ValueError(f"{where}: the reward {each.reward!r} takes no options")
 
 
 def check_name(where: str, reward: str) -> None:
+    """Raise ValueError for a name that is neither built in nor a package.module:function."""
     if ":" not in reward and reward not in (known := (OWN, *REWARDS)):
         raise ValueError(
             f"{where}: no built-in reward {reward!r}; there are {', '.join(known)}, and functions as "

@@ -15,7 +15,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from multiprocessing import get_context, spawn
 from typing import Any
 
@@ -46,11 +46,11 @@ class Job:
     call: Callable[..., Any]
     arguments: tuple[Any, ...]
     seconds: float
-    future: Future[Any]
-    pool: ProcessPool
+    future: Future[Any] = field(default_factory=Future)
 
-    def done(self) -> bool:
-        return self.future.done()
+
+Asked = tuple[Sequence[int], Job]
+"""A call under way, and the completions of the group that it is for."""
 
 
 class WorkerPool:
@@ -64,25 +64,19 @@ class WorkerPool:
             raise TypeError(
                 f"{called!r} cannot be sent to worker processes ({error}): define it at the top level of a module"
             ) from error
-        self._given = workers, (pickled, int(memory * 2**30))
+        self._workers, self._given = workers, (pickled, int(memory * 2**30))
         self._lock, self._closed = threading.Lock(), False
         self._pool = self._start()
 
     def submit(self, call: Callable[..., Any], *arguments: Any, seconds: float) -> Job:
         """Have a process call `call(*arguments)`."""
-        job = Job(call, arguments, seconds, Future(), self._pool)
+        job = Job(call, arguments, seconds)
         self._schedule(job)
         return job
 
-    def run_here(self, call: Callable[..., Any], *arguments: Any) -> Job:
-        """Call `call(*arguments)` in this process."""
-        job = Job(call, arguments, 0.0, Future(), self._pool)
-        job.future.set_result(call(*arguments))
-        return job
-
     def result(self, job: Job) -> Any:
-        """What the call returned, or an unscored Outcome if it did not return. Raises RewardError if the processes do
-        not work."""
+        """What the call returned, or an unscored Outcome if it did not return. Raises RewardError if the processes
+        could not load what they are to call."""
         for _ in range(RESTARTS):
             try:
                 return job.future.result()
@@ -93,9 +87,18 @@ class WorkerPool:
             except worker.LoadError as error:
                 raise RewardError(f"the worker processes cannot load the reward or environment: {error}") from error
             except (BrokenProcessPool, CancelledError):
-                self._restart(job.pool)
                 self._schedule(job)
-        raise RewardError(f"worker processes ended {RESTARTS} times while they started; their output says why")
+        return Outcome.unscored(f"the worker process ended {RESTARTS} times before it began the call")
+
+    def _schedule(self, job: Job) -> None:
+        with self._lock:
+            if self._closed:
+                raise RewardError("the worker processes are closed")
+            if not self._pool.active:  # pebble's pool breaks if a process dies between two calls
+                self._pool.stop()
+                self._pool.join()
+                self._pool = self._start()
+            job.future = self._pool.schedule(job.call, job.arguments, timeout=job.seconds)
 
     def close(self) -> None:
         """End the processes, whatever they are doing."""
@@ -103,30 +106,18 @@ class WorkerPool:
         self._pool.stop()
         self._pool.join()
 
-    def _schedule(self, job: Job) -> None:
-        if self._closed:
-            raise RewardError("the worker processes are closed")
-        job.pool = self._pool
-        try:
-            job.future = job.pool.schedule(job.call, job.arguments, timeout=job.seconds)
-        except RuntimeError:  # the pool broke since its last call
-            self._restart(job.pool)
-            self._schedule(job)
+    def __enter__(self) -> WorkerPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def _start(self) -> ProcessPool:
         spawn.get_preparation_data = _prepare_without_main
-        workers, given = self._given
-        pool = ProcessPool(workers, initializer=worker.start, initargs=given, context=get_context("spawn"))
+        context = get_context("spawn")
+        pool = ProcessPool(self._workers, initializer=worker.start, initargs=self._given, context=context)
         pool.schedule(os.getpid)  # any call starts the processes
         return pool
-
-    def _restart(self, broken: ProcessPool) -> None:
-        """Start new processes: a pool does not survive the death of an idle process."""
-        with self._lock:
-            if self._pool is broken and not self._closed:
-                broken.stop()
-                broken.join()
-                self._pool = self._start()
 
 
 def _prepare_without_main(name: str) -> dict[str, Any]:
@@ -160,10 +151,10 @@ class RewardPool:
         Scoring continues while `groups` yields, and a group is yielded as soon as it and those before it are done. A
         completion that has an outcome already (it failed) keeps it. Raises RewardError if the processes do not work, or
         too many completions have no reward (after every group was yielded, or earlier, once 64 have an outcome)."""
-        pending, done = deque[tuple[Group, list[_Asked]]](), list[Completion]()
+        pending, done = deque[tuple[Group, list[Asked]]](), list[Completion]()
         for group in groups:
             pending.append((group, self._submit(group)))
-            while pending and all(asked.job.done() for asked in pending[0][1]):
+            while pending and all(job.future.done() for _, job in pending[0][1]):
                 yield self._collect(*pending.popleft(), done)
         while pending:
             yield self._collect(*pending.popleft(), done)
@@ -178,30 +169,34 @@ class RewardPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _submit(self, group: Group) -> list[_Asked]:
+    def _submit(self, group: Group) -> list[Asked]:
         """Call every reward for the completions of a group that have no outcome yet."""
-        places, asked = [n for n, c in enumerate(group.completions) if c.outcome is None], list[_Asked]()
+        places, asked = (
+            [n for n, c in enumerate(group.completions) if c.outcome is None],
+            list[Asked](),
+        )
         for number, reward in enumerate(self._rewards.parts if places else ()):
             parts = [places] if reward.style == "trl" or reward.is_async else [[n] for n in places]
-            asked += [self._call(number, reward, group, part) for part in parts]
+            asked += [(part, self._call(number, reward, group, part)) for part in parts]
         return asked
 
-    def _call(self, number: int, reward: Reward, group: Group, places: Sequence[int]) -> _Asked:
+    def _call(self, number: int, reward: Reward, group: Group, places: Sequence[int]) -> Job:
         calls = reward.arguments(group.prompt, [group.completions[n] for n in places])
-        seconds = reward.deadline or getattr(reward.function, "deadline", None) or self._deadline
+        seconds = reward.deadline or self._deadline
         given = calls, len(places) if reward.style == "trl" else None, seconds
-        if not reward.importable:
-            return _Asked(places, self._workers.run_here(worker.call_reward, reward.function, *given))
-        limit = seconds + SPARE if reward.is_async else seconds
-        return _Asked(places, self._workers.submit(worker.score, number, *given, seconds=limit))
+        if reward.importable:
+            limit = seconds + SPARE if reward.is_async else seconds
+            return self._workers.submit(worker.score, number, *given, seconds=limit)
+        job = Job(worker.call_reward, (reward.function, *given), seconds)
+        job.future.set_result(job.call(*job.arguments))
+        return job
 
-    def _collect(self, group: Group, all_asked: list[_Asked], done: list[Completion]) -> Group:
+    def _collect(self, group: Group, all_asked: list[Asked], done: list[Completion]) -> Group:
         """Wait for the outcomes of the group, and return it with them."""
         found: dict[int, list[Outcome]] = {}
-        for asked in all_asked:
-            said = self._workers.result(asked.job)  # an outcome for each, or one for all
-            outcomes = said if isinstance(said, list) else [said] * len(asked.places)
-            for n, outcome in zip(asked.places, outcomes, strict=True):
+        for places, job in all_asked:
+            said = self._workers.result(job)  # an outcome for each, or one for all
+            for n, outcome in zip(places, said if isinstance(said, list) else [said] * len(places), strict=True):
                 found.setdefault(n, []).append(outcome)
         completions = list(group.completions)
         for n, outcomes in found.items():
@@ -210,14 +205,6 @@ class RewardPool:
         if len(done) >= ENOUGH:
             check_share(done, self.max_without_reward)
         return replace(group, completions=tuple(completions))
-
-
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """A call under way, and the completions of the group that it is for."""
-
-    places: Sequence[int]
-    job: Job
 
 
 def check_share(completions: Sequence[Completion], share: float) -> None:

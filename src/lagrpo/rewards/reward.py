@@ -16,7 +16,7 @@ import math
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, wraps
 from typing import Any, Literal
 
 from lagrpo.errors import suggest
@@ -38,6 +38,26 @@ class UnscorableError(Exception):
     *unscored*: it has no reward, which is not a reward of 0."""
 
 
+def accept_any(score: Callable[[str, Any], float]) -> Callable[[str, Any], float]:
+    """The reward function `score`, for which a list as the answer means any of its entries."""
+
+    @wraps(score)
+    def score_any(completion: str, answer: Any) -> float:
+        if not isinstance(answer, list):
+            return score(completion, answer)
+        found, problem = list[float](), UnscorableError("the reference answer is an empty list")
+        for each in answer:
+            try:
+                found.append(score(completion, each))
+            except UnscorableError as error:
+                problem = error
+        if not found:
+            raise problem
+        return max(found)
+
+    return score_any
+
+
 @dataclass(frozen=True)
 class Reward:
     """One reward of a completion. Raises ValueError for a function whose signature is none of the three."""
@@ -50,7 +70,7 @@ class Reward:
     decides: bool = False
     """whether its maximum is what makes a completion correct"""
     deadline: float | None = None
-    """seconds for a call; None: those of the pool"""
+    """seconds for a call; None: the pool's"""
 
     def __post_init__(self) -> None:
         _ = self.style
@@ -99,22 +119,21 @@ class Reward:
         """Raise ValueError if the function needs a parameter that neither lagrpo nor the columns of the data have."""
         known = {*PASSED[self.style], *(row or () if self.style == "trl" else ())}
         for name, parameter in self._parameters.items():
-            required = parameter.default is parameter.empty and parameter.kind not in (
-                parameter.VAR_POSITIONAL,
-                parameter.VAR_KEYWORD,
-            )
-            if required and (parameter.kind == parameter.POSITIONAL_ONLY or name not in known):
+            is_splat = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+            by_name = parameter.kind != parameter.POSITIONAL_ONLY and name in known
+            if parameter.default is parameter.empty and not is_splat and not by_name:
                 passed = f"lagrpo passes {', '.join(sorted(known))} by name.{suggest(name, known)}"
                 raise ValueError(f"reward function {self.title!r} takes {name!r}: {passed}")
 
     def arguments(self, prompt: Prompt, completions: Sequence[Completion]) -> list[dict[str, Any]]:
         """The keyword arguments of each call: one call for each completion, in TRL's signature one for all of them."""
         if self.style == "trl":
-            return [self._taken(_trl_arguments(prompt, completions))]
+            return [self._select(_trl_arguments(prompt, completions))]
         make = _verl_arguments if self.style == "verl" else _our_arguments
-        return [self._taken(make(prompt, completion)) for completion in completions]
+        return [self._select(make(prompt, completion)) for completion in completions]
 
-    def _taken(self, available: dict[str, Any]) -> dict[str, Any]:
+    def _select(self, available: dict[str, Any]) -> dict[str, Any]:
+        """The arguments that the function takes."""
         if any(parameter.kind == parameter.VAR_KEYWORD for parameter in self._parameters.values()):
             return available
         return {name: value for name, value in available.items() if name in self._parameters}
@@ -163,8 +182,7 @@ class Rewards:
         """The outcome of a completion from the outcome of each reward, in their order. Rewards that returned None (an
         unscored outcome without a reason) are left out of the sum; one that failed leaves the completion unscored."""
         if not self.names:
-            found = outcomes[0]
-            return found if found.reward is not None or found.reason else Outcome.unscored(NOT_SCORED)
+            return outcomes[0] if outcomes[0] != Outcome("unscored") else Outcome.unscored(NOT_SCORED)
         parts = {reward.name: found.reward for reward, found in zip(self.parts, outcomes, strict=True)}
         for name, found in zip(parts, outcomes, strict=True):
             if found.reward is None and found.reason:
@@ -172,9 +190,7 @@ class Rewards:
         scored = [(r, o.reward) for r, o in zip(self.parts, outcomes, strict=True) if o.reward is not None]
         if not scored:
             return Outcome("unscored", reason=NOT_SCORED, parts=parts)
-        total = sum_up([reward.weight * value for reward, value in scored])
-        if not math.isfinite(total):
-            return Outcome("unscored", reason=f"the weighted sum of the rewards is {total}", parts=parts)
+        total = math.fsum(reward.weight * value for reward, value in scored)
         return Outcome("scored", total, parts=parts, correct=self._is_correct(scored))
 
     def _is_correct(self, scored: Sequence[tuple[Reward, float]]) -> bool:
@@ -202,16 +218,4 @@ def sum_ranges(parts: Sequence[tuple[float, Range]]) -> Range:
     (-1.0, 1.0)
     """
     ends = [sorted((weight * low, weight * high)) for weight, (low, high) in parts]
-    return sum_up([low for low, _ in ends]), sum_up([high for _, high in ends])
-
-
-def sum_up(numbers: Sequence[float]) -> float:
-    """The sum, rounded once; NaN if it overflows or infinities of both signs meet.
-
-    >>> sum_up([0.1] * 10), sum_up([1e308, 1e308])
-    (1.0, nan)
-    """
-    try:
-        return math.fsum(numbers)
-    except (OverflowError, ValueError):
-        return math.nan
+    return math.fsum(low for low, _ in ends), math.fsum(high for _, high in ends)

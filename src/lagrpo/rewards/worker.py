@@ -9,8 +9,8 @@ import math
 import multiprocessing
 import os
 import pickle
+import resource
 import signal
-import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -35,13 +35,10 @@ def start(pickled: bytes, memory: int) -> None:
     the first deadline begins), and end with the parent."""
     global _loaded, _problem
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a handler in Python would wait for a function that hangs in C
-    if sys.platform != "win32":
-        import resource
-
-        hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
-        resource.setrlimit(resource.RLIMIT_DATA, (memory if hard < 0 else min(memory, hard), hard))
-        os.setsid()  # signals to the parent's process group, such as Ctrl-C, do not reach it
-        os.nice(NICENESS)
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    resource.setrlimit(resource.RLIMIT_DATA, (memory if hard < 0 else min(memory, hard), hard))
+    os.setsid()  # signals to the parent's process group, such as Ctrl-C, do not reach it
+    os.nice(NICENESS)
     os.environ["OMP_NUM_THREADS"] = "1"
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
@@ -105,19 +102,19 @@ def _spread(value: Any, count: int) -> list[Any]:
     if isinstance(value, BaseException):
         return [value] * count
     values = [] if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable) else list(value)
-    if len(values) != count:
-        wrong = f"a list of {len(values)}" if isinstance(value, list) else f"a {type(value).__name__}"
-        return [UnscorableError(f"the reward function returned {wrong}, not a list of {count} numbers")] * count
-    return values
+    if len(values) == count:
+        return values
+    wrong = f"a {type(value).__name__} of {len(values)}" if values else f"a {type(value).__name__}"
+    return [UnscorableError(f"the reward function returned {wrong}, not a list of {count} numbers")] * count
 
 
-def to_outcome(value: Any) -> Outcome:
-    """The outcome that a returned or raised value stands for: any finite number scores (numpy's and torch's scalars,
-    too), but not a text that spells one. None gives an unscored outcome without a reason."""
+def to_outcome(value: Any, who: str = "the reward function") -> Outcome:
+    """The outcome that a value returned or raised by `who` stands for: any finite number scores (numpy's and torch's
+    scalars, too), but not a text that spells one. None gives an unscored outcome without a reason."""
     if isinstance(value, UnscorableError):
-        return Outcome.unscored(clean(str(value)) or "the reward function cannot score it")
+        return Outcome.unscored(clean(str(value)) or f"{who} cannot score it")
     if isinstance(value, BaseException):
-        return Outcome.unscored(f"the reward function raised {describe(value)}")
+        return Outcome.unscored(f"{who} raised {describe(value)}")
     if isinstance(value, Mapping):
         value = value.get("score", value)
     if value is None:
@@ -129,7 +126,7 @@ def to_outcome(value: Any) -> Outcome:
     if math.isfinite(reward):
         return Outcome.scored(reward)
     what = f"{value}" if isinstance(value, float) else f"a {type(value).__name__}"
-    return Outcome.unscored(f"the reward function returned {what}, not a finite number")
+    return Outcome.unscored(f"{who} returned {what}, not a finite number")
 
 
 def describe(error: BaseException) -> str:

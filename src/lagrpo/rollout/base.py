@@ -1,13 +1,14 @@
-"""What the training loop and the weight-sync check need of a rollout engine."""
+"""What the training loop asks of a rollout engine."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
+from lagrpo.rollout.episodes import Episodes
 from lagrpo.types import Group, Prompt
 
 Item = tuple[Sequence[int], Sequence[int]]  # token ids of a prompt, and of a completion
@@ -34,35 +35,27 @@ class SamplingParams:
     purpose: str  # part of the key of every random number: an evaluation does not repeat those of training
     tau: float
     max_tokens: int  # of a completion
-    environment: str | None = None  # name of the environments that completions talk to; None: one turn
+    episodes: Episodes | None = None  # what completions talk to; None: one turn
 
 
 class Sampler(Protocol):
-    """Generates completions with the weights of the last sync, and stamps their version on every token. The weight-sync
-    check compares server by server; an in-process sampler is one server."""
+    """Generates completions with the weights of the last sync, and stamps their version on every token. In this process
+    (local.py), or by vLLM servers (vllm/engine.py)."""
 
     spans: bool  # whether weights may be synced while completions are in flight
 
     @property
     def version(self) -> int: ...  # of the weights that generate new tokens; -1 or another if servers disagree
-    @property
-    def servers(self) -> Sequence[Any]: ...  # each has a name, `str(server)`
     def describe_versions(self) -> str: ...  # what every server reports, for the user
+    def current_weights(self) -> tuple[int, Mapping[str, Tensor]]: ...  # of the last weight sync, on any device
+    def free_cache(self) -> None: ...  # give back memory that only generating needs: the trainer is about to compute
+    def pop_metrics(self) -> Mapping[str, float]: ...  # since the last call
+    def close(self) -> None: ...  # end whatever the sampler started
 
     def sync_weights(self, weights: Mapping[str, Tensor], version: int) -> Mapping[str, float]:
         """Load π_version and return the cost as metrics. Raises RuntimeError while groups are open, unless `spans`."""
         ...
 
-    def current_weights(self) -> tuple[int, Mapping[str, Tensor]]: ...  # of the last weight sync, on any device
-
     def sample(self, requests: Sequence[Request], G: int) -> Iterator[tuple[Request, Group]]:
         """One group for each request, as they end. Servers start at once, this process when the first is taken."""
         ...
-
-    def generate_on_server(self, number: int, requests: Sequence[Request], G: int, max_tokens: int) -> list[Group]: ...
-    def scores(
-        self, items: Sequence[Item]
-    ) -> list[list[list[float]]]: ...  # log-probs at tau = 1: [server][item][token]
-    def free_cache(self) -> None: ...  # give back memory that only generating needs: the trainer is about to compute
-    def pop_metrics(self) -> Mapping[str, float]: ...  # since the last call
-    def close(self) -> None: ...  # end whatever the sampler started

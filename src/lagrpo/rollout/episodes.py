@@ -7,23 +7,21 @@ scored with what it was worth by then, and its reason says which limit: an outco
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
-from lagrpo.model.chat import Replies, RewritingError, TemplateError
+from lagrpo.errors import refusing
+from lagrpo.model.chat import OPENING, Chat, Replies, RewritingError, TemplateError
+from lagrpo.rewards.pool import Job, WorkerPool
+from lagrpo.settings.environment import EnvironmentSettings
+from lagrpo.settings.schema import EvalSettings, Settings
+from lagrpo.tasks.base import Key, Messages, StepResult, Task, environment_of
+from lagrpo.tasks.environments import Tools, load_environment, system_text, take_turn
 from lagrpo.types import Outcome, Prompt
 
-Address = tuple[int | str, ...]
-
-
-class Environments(Protocol):
-    """What runs environments: tasks/environments.py."""
-
-    def submit(self, state: bytes | None, prompt: Prompt | None, key: Address | None, text: str | None) -> Any: ...
-    def result(self, job: Any) -> tuple[str, Any]: ...
-    def forget(self, job: Any) -> None: ...
-    def open(self, prompt: Prompt, key: Address) -> tuple[Mapping[str, Any], ...]: ...
-    def close(self) -> None: ...
+OF_RUN = ""
+"""Name of the environment of the run's task; an evaluation set's environment has the set's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,25 +35,78 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Episodes:
-    """Makes completions episodes."""
+    """Makes completions episodes. `pool` has loaded what makes environments, and `deadline` is in seconds for a turn;
+    `tools` are JSON schemas for the chat template, None without tools or if it does not take them."""
 
-    environments: Environments
+    pool: WorkerPool
     replies: Replies
     limits: Limits
+    tools: list[dict[str, Any]] | None = None
+    deadline: float = 5.0
 
-    def begin(self, prompt: Prompt, address: Address) -> Episode:
+    def open(self, prompt: Prompt, key: Key) -> tuple[Mapping[str, Any], ...]:
+        """The messages with which an episode begins. Raises ValueError if it cannot begin."""
+        found = self.pool.result(self.pool.submit(take_turn, None, prompt, key, None, seconds=self.deadline))
+        if isinstance(found, Outcome):
+            raise ValueError(f"its environment does not start: {found.reason}")
+        return tuple(found[0].messages)
+
+    def begin(self, prompt: Prompt, key: Key) -> Episode:
         """An episode; nothing is computed before the policy's first turn has ended."""
-        return Episode(self, prompt, address)
+        return Episode(self, prompt, key)
+
+
+def build_episodes(
+    settings: Settings | EvalSettings, environment: EnvironmentSettings, task: Task, chat: Chat
+) -> Episodes | None:
+    """The environment that `environment` or the task names, in processes; None for completions of one turn. Raises
+    SettingsError for functions that do not exist, do not say how they are called or cannot be sent to processes, and
+    for a chat template that changes earlier turns."""
+    with refusing("environment", TypeError, TemplateError):
+        make, tools = load_environment(environment, task), None
+        if make is None:
+            return None
+        if isinstance(make, Tools):
+            tools = make.schemas()
+            opening = chat.render(OPENING, tools)
+            if not all(f'"{name}"' in opening for name in make.functions):
+                make, tools = replace(make, system=system_text(tools)), None
+        replies, limits = Replies(chat), settings.environment
+        replies.check([{"role": "tool" if isinstance(make, Tools) else "user", "content": "5"}])
+        sampled = settings.rollout.max_completion_length if isinstance(settings, Settings) else settings.max_tokens
+        workers = settings.verifier
+        pool = WorkerPool(make, workers.workers, workers.memory)
+        return Episodes(pool, replies, Limits(limits.max_turns, sampled, limits.max_tokens), tools, workers.deadline)
+
+
+def build_all_episodes(
+    settings: Settings, task: Task, of_sets: Mapping[str, Task], chat: Chat, undo: ExitStack
+) -> dict[str, Episodes]:
+    """The environments of the run and of evaluation sets with their own tasks, by name. `undo` closes them."""
+    alone = settings.environment.model_copy(update={"name": None, "tools": ()})
+    found = dict[str, Episodes]()
+    for name, each in {OF_RUN: task, **of_sets}.items():
+        episodes = build_episodes(settings, settings.environment if name == OF_RUN else alone, each, chat)
+        if episodes is not None:
+            found[name] = episodes
+            undo.enter_context(episodes.pool)
+    return found
+
+
+def max_reply_tokens(settings: Settings | EvalSettings, *tasks: Task) -> int:
+    """The most tokens that an environment says in a completion of these tasks; 0 without one."""
+    has_environment = any(environment_of(task) is not None for task in tasks)
+    return settings.environment.max_tokens if has_environment else settings.replied
 
 
 class Episode:
     """One completion's conversation. `turns` are the texts so far, the policy's and the environment's in turn. Once it
     has ended, `outcome` says how, and `finished` that no limit ended it."""
 
-    def __init__(self, made_by: Episodes, prompt: Prompt, address: Address) -> None:
-        self._made_by, self._begin = made_by, (replace(prompt, token_ids=()), address)
+    def __init__(self, episodes: Episodes, prompt: Prompt, key: Key) -> None:
+        self._episodes, self._begin = episodes, (replace(prompt, token_ids=()), key)
         self._state: bytes | None = None
-        self._job: Any = None
+        self._job: Job | None = None
         self._cut = ""
         self._sampled = self._replied = 0
         self.turns: list[str] = []
@@ -64,7 +115,7 @@ class Episode:
 
     def end_turn(self, token_ids: Sequence[int]) -> None:
         """Hand over the tokens that the policy has sampled since the last reply; its turn has ended."""
-        limits, replies = self._made_by.limits, self._made_by.replies
+        limits, replies = self._episodes.limits, self._episodes.replies
         self._sampled += len(token_ids)
         if self._sampled >= limits.sampled:
             self._cut = f"cut after {limits.sampled} sampled tokens (rollout.max_completion_length)"
@@ -75,45 +126,50 @@ class Episode:
         self._ended = token_ids[-1] in replies.chat.eos_ids
         self.turns.append(replies.chat.decode(token_ids))
         begin = self._begin if self._state is None else (None, None)
-        self._job = self._made_by.environments.submit(self._state, *begin, self.turns[-1])
+        given = self._state, *begin, self.turns[-1]
+        self._job = self._episodes.pool.submit(take_turn, *given, seconds=self._episodes.deadline)
 
     def ready(self) -> bool:
         """Whether `take` need not wait."""
-        return self._job.done()
+        return self._job is None or self._job.future.done()
 
     def take(self) -> tuple[int, ...]:
         """Wait for the environment's reply; returns its tokens, none if the episode has ended. Raises RewritingError
         if the chat template cannot render it."""
+        assert self._job is not None
         job, self._job = self._job, None
-        kind, said = self._made_by.environments.result(job)
-        if kind == "turn":
-            messages, reward, self._state = said
-            tokens = self._tokens(messages) if not self._cut else ()
-            if self.outcome is None and self._cut:
-                self.outcome = Outcome("scored", reward, self._cut)
-            return tokens if self.outcome is None else ()
-        if kind == "final":
-            reason = "; ".join(filter(None, (said[1], "" if self._ended else self._cut)))
-            self.outcome, self.finished = Outcome("scored", said[0], reason), self._ended
-        else:
-            self.outcome = Outcome.unscored(str(said))
-        return ()
+        found = self._episodes.pool.result(job)
+        if isinstance(found, Outcome):
+            self.outcome = found
+            return ()
+        said, self._state = found
+        if said.done:
+            reason = "; ".join(filter(None, (said.reason, "" if self._ended else self._cut)))
+            self.outcome, self.finished = Outcome("scored", said.reward, reason), self._ended
+            return ()
+        return self._continue(said)
+
+    def _continue(self, said: StepResult) -> tuple[int, ...]:
+        """The tokens of a reply; none if a limit ends the episode here, or the reply cannot be tokenized."""
+        try:
+            tokens = () if self._cut else self._tokenize(said.messages)
+        except RewritingError:
+            raise
+        except ValueError as error:
+            self.outcome = Outcome.unscored(f"the environment's reply cannot be said: {error}")
+            return ()
+        if self._cut:
+            self.outcome = Outcome("scored", said.reward, self._cut)
+        return tokens
 
     def forget(self) -> None:
         """The rest is not needed."""
         if self._job is not None:
-            self._made_by.environments.forget(self._job)
+            self._job.future.cancel()
 
-    def _tokens(self, messages: Any) -> tuple[int, ...]:
+    def _tokenize(self, messages: Messages) -> tuple[int, ...]:
         """The messages in tokens; they are part of the conversation if they fit."""
-        try:
-            tokens = self._made_by.replies.tokens(messages)
-        except (TemplateError, ValueError) as error:
-            if isinstance(error, RewritingError):
-                raise
-            self.outcome = Outcome.unscored(f"the environment's reply cannot be said: {error}")
-            return ()
-        limit = self._made_by.limits.replied
+        tokens, limit = self._episodes.replies.tokens(messages), self._episodes.limits.replied
         if self._replied + len(tokens) > limit:
             self._cut = f"cut: the environment said more than {limit} tokens (environment.max_tokens)"
             return ()

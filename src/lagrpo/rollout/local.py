@@ -15,18 +15,16 @@ import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
-from operator import itemgetter
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lagrpo.interrupts import raise_if_asked
-from lagrpo.model.decoding import DecodeState
-from lagrpo.model.model import Policy, PolicyCopy
+from lagrpo.model.model import Policy
 from lagrpo.rng import uniforms
-from lagrpo.rollout.base import Item, Request, SamplingParams
+from lagrpo.rollout.base import Request, SamplingParams
+from lagrpo.rollout.decoding import DecodeState
 from lagrpo.rollout.episodes import Episode, Episodes
 from lagrpo.types import Completion, Group
 
@@ -60,42 +58,36 @@ class _Row:
 class LocalSampler:
     """Samples with its own policy (a copy of the one that learns): at most `max_num_seqs` completions at a time, each
     of at most `max_tokens` tokens, at temperature `tau` (the policy's unless given). `purpose` is part of the key of
-    every random number. `episodes` is set if completions talk to an environment; `known` has those that an evaluation
-    can name."""
+    every random number. `episodes` is set if completions talk to an environment."""
 
-    servers = ("the in-process sampler",)
     spans = False
 
     def __init__(
-        self, policy: Policy | PolicyCopy, seed: int, max_tokens: int, max_num_seqs: int, tau: float | None = None,
+        self, policy: Policy, seed: int, max_tokens: int, max_num_seqs: int, tau: float | None = None,
         purpose: str = "sample",
     ) -> None:  # fmt: skip
         self.policy, self.model, self.seed, self.max_num_seqs = policy, policy.model, seed, max_num_seqs
         self.sampling_params = SamplingParams(purpose, policy.tau if tau is None else tau, max_tokens)
         self.episodes: Episodes | None = None
-        self.known: Mapping[str, Episodes] = {}
         self._in_flight = 0  # groups
 
     def set_sampling_params(self, params: SamplingParams) -> None:
         """Sample so from now on. Only while nothing is being sampled."""
-        self.sampling_params, self.episodes = params, None
-        if params.environment is not None:
-            known = self.known[params.environment]
-            self.episodes = replace(known, limits=replace(known.limits, sampled=params.max_tokens))
+        self.sampling_params, self.episodes = params, params.episodes
 
     @property
     def version(self) -> int:
         return self.policy.version
 
     def describe_versions(self) -> str:
-        return f"{self.servers[0]}: {self.version}"
+        return f"the in-process sampler: {self.version}"
 
     def sync_weights(self, weights: Mapping[str, Tensor], version: int) -> Mapping[str, float]:
         if self._in_flight:
             raise RuntimeError(
                 f"version {version} was synced while {self._in_flight} groups of version {self.version} are open"
             )
-        self.policy.weights.load(weights, version)
+        self.policy.load(weights, version)
         return {}
 
     def current_weights(self) -> tuple[int, Mapping[str, Tensor]]:
@@ -111,10 +103,11 @@ class LocalSampler:
         """Yield each group when its last completion has ended. The next request takes the place of ended rows."""
         if self.max_num_seqs < G:
             raise ValueError(f"a group of G = {G} completions does not fit rollout.max_num_seqs = {self.max_num_seqs}")
-        yield from self._sample(requests, G, self.max_num_seqs, self.sampling_params, self.episodes)
+        if requests:
+            yield from self._sample(requests, G, self.max_num_seqs, self.sampling_params, self.episodes)
 
-    def generate_on_server(self, number: int, requests: Sequence[Request], G: int, max_tokens: int) -> list[Group]:
-        """As the weight-sync check asks; training samples with other random numbers."""
+    def generate_probe(self, requests: Sequence[Request], G: int, max_tokens: int) -> list[Group]:
+        """For the weight-sync check, in the order of the requests; training samples with other random numbers."""
         params = replace(self.sampling_params, purpose="probe", max_tokens=max_tokens)
         generated = self._sample(requests, G, max(self.max_num_seqs, G), params, None)
         groups = {request.prompt.key: group for request, group in generated}
@@ -150,28 +143,13 @@ class LocalSampler:
             turns=() if episode is None else tuple(episode.turns),
         )
 
-    @torch.no_grad()
-    def scores(self, items: Sequence[Item]) -> list[list[list[float]]]:
-        """By the path that samples, decoding steps and the head. An item that has ended gets its last token again.
-        Items of one prompt, side by side, share it."""
-        longest = max(len(tokens) for _, tokens in items)
-        columns = torch.tensor([[tokens[min(t, len(tokens) - 1)] for _, tokens in items] for t in range(longest)])
-        groups = [(prompt_ids, len([*group])) for prompt_ids, group in groupby(items, key=itemgetter(0))]
-        state, found = DecodeState(self.model, len(items), longest), []
-        hidden = torch.cat([state.admit([prompt_ids], G).repeat_interleave(G, 0) for prompt_ids, G in groups])
-        for t, token_ids in enumerate(columns):
-            hidden = state.step(columns[t - 1]) if t else hidden
-            found.append(self.model.backend.logp(self.model.logits(hidden), token_ids.to(self.model.device), 1.0).cpu())
-        logp = torch.stack(found, 1)
-        return [[row[: len(tokens)].tolist() for row, (_, tokens) in zip(logp, items, strict=True)]]
-
 
 class ContinuousBatch:
     """Groups that are being sampled: `waiting` for room, or `open`, with G rows each. A step gives every row a token;
     ended rows leave `active`, and the next group takes their place."""
 
     def __init__(
-        self, policy: Policy | PolicyCopy, seed: int, requests: Sequence[Request], G: int, rows: int,
+        self, policy: Policy, seed: int, requests: Sequence[Request], G: int, rows: int,
         params: SamplingParams, episodes: Episodes | None,
     ) -> None:  # fmt: skip
         self.model, self.eos_ids, self.seed, self.G = policy.model, policy.chat.eos_ids, seed, G

@@ -71,7 +71,7 @@ class Prefetcher:
         stream, groups = self._sampler.sample(requests, self._G), []
         while (item := self._next(stream)) is not None:
             groups.append(item[1])
-        for group in _ordered(requests, groups):
+        for group in in_order(requests, groups):
             _check_versions(group, {version}, requests[0].batch)
             yield group
 
@@ -85,10 +85,6 @@ class Prefetcher:
                     raise RuntimeError(f"the sampler ended without all {len(submitted.requests)} groups of {batch=}")
             _check_versions(submitted.groups[place], submitted.versions, batch)
             yield submitted.groups[place]
-
-    def in_order(self, batch: int, groups: Sequence[Group]) -> list[Group]:
-        """All groups of a batch in the order of its requests, whichever ended first; groups of a file stay in front."""
-        return _ordered(self._batches[batch].requests, groups)
 
     def waiting(self, batches: range) -> tuple[dict[int, list[Group]], dict[int, list[int]]]:
         """For these batches, which were submitted: the groups that are here, and the versions that may sample the
@@ -136,7 +132,8 @@ class Prefetcher:
         return item
 
 
-def _ordered(requests: Sequence[Request], groups: Sequence[Group]) -> list[Group]:
+def in_order(requests: Sequence[Request], groups: Sequence[Group]) -> list[Group]:
+    """The groups in the order of their requests, whichever ended first; groups of a file stay in front."""
     places = {("sampler", r.epoch, r.prompt.key): place for place, r in enumerate(requests)}
     return sorted(groups, key=lambda group: places.get((group.source, group.epoch, group.prompt.key), -1))
 

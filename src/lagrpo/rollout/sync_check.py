@@ -1,13 +1,16 @@
-"""The weight-sync check: after every weight sync trainer and sampler compute log-probs of the same tokens, and must
-agree as far as their arithmetic allows. The sampler generated the tokens, for a few prompts of the task.
+"""The weight-sync check: after every weight sync the sampler must have the policy's weights. Rounding never stops a
+run; other weights always do.
 
-At the start of a run the difference between trainer and in-process sampler is measured, and graded:
+An in-process sampler is compared weight by weight, to the bit. At the start of a run its log-probs are compared with
+the trainer's, too, by several numbers of rows and lengths of prompts, and graded:
 
-exact   Both compute by our own kernels (cpu/): bits are equal, and are compared after every weight sync.
+exact   Both compute by our own kernels (cpu/), and bits are equal.
 close   A library decides in which order sums run (PyTorch's products, a GPU), so log-probs differ by rounding:
-        hundredths of a nat a token in bfloat16. One update may move the policy by less.
+        hundredths of a nat a token in bfloat16.
 
-With the grade close, and with vLLM, a weight sync has to pass four tests. The last two compare it with the sync before:
+vLLM servers are compared by log-probs: trainer and servers compute those of the same tokens, which the first server
+generated for a few prompts of the task. A weight sync has to pass four tests; the last two compare it with the sync
+before:
 
 1. every server reports the version that was synced;
 2. the mean |Δ log-prob| is within the tolerance of the dtype. Once, too, for the log-probs of what the servers
@@ -16,8 +19,6 @@ With the grade close, and with vLLM, a weight sync has to pass four tests. The l
    tokens, rounding may have swallowed the change on one side);
 4. of the tokens that tell old from new (`telling_tokens`: the update moved them by more than twice the noise), no more
    are nearer to the trainer's old log-probs than chance allows.
-
-Rounding never stops a run; other weights always do.
 """
 
 from __future__ import annotations
@@ -32,25 +33,24 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lagrpo.model.model import Packed, Policy
-from lagrpo.rollout.base import Item, Request, Sampler
+from lagrpo.model.layout import Packed
+from lagrpo.model.model import Policy
+from lagrpo.rollout.base import Item, Request
+from lagrpo.rollout.local import LocalSampler
 from lagrpo.types import Group
 
 CHECK_PROMPTS = 8
 LOCAL_TOKENS, SERVER_TOKENS = 8, 32  # at most, of each completion: in-process, by a vLLM server
-LATER = {"exact": (8, 2), "close": (32, 1)}
-"""Completions of one prompt, and tokens of each, on which an in-process sampler is compared after a weight sync, by its
-grade. The second token takes a decoding step; with the grade close the step reads the same tensors as the prefill."""
+MANY_ROWS = 32, 2  # completions of one prompt, in-process, and tokens of each
 LONG_PROMPT = 160  # tokens: longer than any block in which keys are computed or kept
-TOO_FAR = 0.5  # mean nats a token at the start of a run: what differs by more computes something else
+TOO_FAR = 0.5  # mean nats a token in-process: what differs by more computes something else
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.1}
 """Largest mean |Δ log-prob| in nats a token at tau = 1, by the coarser of the two dtypes. SmolLM2-135M in bfloat16
 against vLLM 0.32 on a CPU: .04 to .06."""
-NOISE = 3.0  # times the difference at the start that an in-process sampler may show, if beyond the tolerance
 RENEW = 0.5  # nats a token by which the tokens may become less likely before others replace them: these are less exact
-ENOUGH = 20  # tokens on which the trainer must have changed before an unchanged sampler counts as stale
+ENOUGH = 20  # tokens on which the trainer must have changed before an unchanged server counts as stale
 CHANCE = 1e-6
-"""The sampler is stale if a fair coin would show so many tokens nearer to the old log-probs with a smaller chance. They
+"""A server is stale if a fair coin would show so many tokens nearer to the old log-probs with a smaller chance. They
 are counted, not summed: the noise has heavy tails, and a few unlikely tokens would decide a sum of squares."""
 
 
@@ -82,28 +82,27 @@ class WeightSyncCheck:
     def __init__(self, requests: Sequence[Request], dtype: torch.dtype, tolerance: float | None = None) -> None:
         self.requests = list(requests)[:CHECK_PROMPTS]
         self.tolerance = TOLERANCE[dtype] if tolerance is None else tolerance
-        self.agreement: Agreement | None = None
+        self.agreement: Agreement | None = None  # of an in-process sampler
         self._items: list[Item] = []
         self._before: tuple[Tensor, Tensor] | None = None  # what `_compare` returned at the last sync that passed
         self._likeliest = -math.inf  # the highest mean log-prob that the trainer has given these tokens
 
-    def start(self, policy: Policy, sampler: Sampler) -> Agreement:
-        """Measure how far trainer and in-process sampler differ now; later syncs may differ NOISE times as far. Raises
-        WeightSyncError if they compute different things."""
-        self.agreement, self._items = _measure(policy, sampler, self.requests)
-        self.tolerance = max(self.tolerance, NOISE * self.agreement.mean * policy.tau)
+    def start(self, policy: Policy, sampler: LocalSampler) -> Agreement:
+        """Measure how far trainer and in-process sampler differ. Raises WeightSyncError if they compute different
+        things."""
+        self.agreement = measure_agreement(policy, sampler, self.requests)
         return self.agreement
 
-    def __call__(self, policy: Policy, sampler: Sampler) -> Mapping[str, float]:
-        """logp_difference_mean, logp_difference_max: |Δ log-prob| a token, nats; logp_difference_kl: mean of ρ - 1 - ln
-        ρ with ρ = π/α; of the worst server. telling_tokens: how many tokens tell old from new; not after the first
-        sync, nor if bits are compared. Raises WeightSyncError if a test fails, SamplerError if a server is gone for
-        good."""
+    def __call__(self, policy: Policy, sampler: Any) -> Mapping[str, float]:
+        """logp_difference_mean, logp_difference_max: |Δ log-prob| a token, nats, of the worst server; in-process those
+        of the start. telling_tokens: how many tokens tell old from new; not after the first sync. Raises
+        WeightSyncError if a test fails, SamplerError if a server is gone for good."""
         where = f"version {policy.version}"
         if sampler.version != policy.version:
             raise WeightSyncError(f"{where} was synced, but the sampler reports another: {sampler.describe_versions()}")
-        if self.agreement is not None and self.agreement.grade == "exact":
-            return _check_bits(_compare(policy, sampler, self._items), where)
+        if self.agreement is not None:
+            check_equal(policy, sampler.policy)
+            return {"logp_difference_mean": self.agreement.mean, "logp_difference_max": self.agreement.largest}
         self._items = self._items or self._generate(policy, sampler)
         compared = _compare(policy, sampler, self._items)
         metrics = self._check_servers(sampler, compared, f"{where} on")
@@ -125,7 +124,7 @@ class WeightSyncCheck:
         self._before = before and (torch.tensor(before[0]), torch.tensor(before[1]))
         self._likeliest = memory["likeliest"]
 
-    def _check_servers(self, sampler: Sampler, compared: tuple[Tensor, Tensor], where: str) -> dict[str, float]:
+    def _check_servers(self, sampler: Any, compared: tuple[Tensor, Tensor], where: str) -> dict[str, float]:
         """Tests 2 to 4 of every server; the metrics of the worst."""
         (trainer_T, servers_ST), found = compared, []
         for number, server in enumerate(sampler.servers):
@@ -142,45 +141,57 @@ class WeightSyncCheck:
         difference_T, tolerance = trainer_T - server_T, self.tolerance / tau
         mean, largest = float(difference_T.abs().mean()), float(difference_T.abs().max())
         if not mean <= tolerance:
-            or_else = ", computes in a coarser dtype, or gives log-probs of another temperature (--logprobs-mode)"
             raise WeightSyncError(
-                f"{where}: trainer and sampler differ by {mean:.3g} nats a token over {len(difference_T)} tokens, more "
-                f"than the tolerance of {tolerance:.3g}. The sampler serves other weights"
-                + or_else
-                * (not self.agreement)
+                f"{where}: trainer and sampler differ by {mean:.3g} nats a token over {len(difference_T)} tokens, "
+                f"more than the tolerance of {tolerance:.3g}. The sampler serves other weights, computes in a coarser "
+                "dtype, or gives log-probs of another temperature (--logprobs-mode)"
             )
-        kl = float((torch.expm1(difference_T) - difference_T).mean())
-        return {"logp_difference_mean": mean, "logp_difference_max": largest, "logp_difference_kl": kl}
+        return {"logp_difference_mean": mean, "logp_difference_max": largest}
 
-    def _generate(self, policy: Policy, sampler: Sampler) -> list[Item]:
+    def _generate(self, policy: Policy, sampler: Any) -> list[Item]:
         """What the first server generates. The log-probs that every server reports with its own completions must be the
         trainer's at the sampling temperature."""
         found: list[list[Item]] = []
         for number, server in enumerate(sampler.servers):
-            if self.agreement is not None:
-                groups = _generate_later(sampler, self.requests, *LATER[self.agreement.grade])
-            else:
-                groups = sampler.generate_on_server(number, self.requests, 1, SERVER_TOKENS)
+            groups = sampler.generate_on_server(number, self.requests, 1, SERVER_TOKENS)
             if failed := next(filter(None, (group.completions[0].outcome for group in groups)), None):
                 raise WeightSyncError(f"{server}: a completion for the weight-sync check failed: {failed.reason}")
             found.append(_items_of(groups))
-            is_sampled_T, reported_T = _sampled(groups)
-            trainer_T = _logp(policy, found[-1], policy.tau)[is_sampled_T]
+            reported_T = torch.cat([group.completions[0].logp_alpha for group in groups])
+            trainer_T = _logp(policy, found[-1], policy.tau)
             self._check_distance(trainer_T, reported_T, f"the completions of {server}", policy.tau)
         return found[0]
 
 
-def _measure(policy: Policy, sampler: Sampler, requests: Sequence[Request]) -> tuple[Agreement, list[Item]]:
-    """Compare trainer and in-process sampler with several numbers of rows, prompts longer than a block, groups of one
-    and of several. Returns how far they agree, and the prompts and completions for later checks. Raises WeightSyncError
-    if they differ by more than TOO_FAR on average, or a log-prob is not a number."""
-    groups = _generate_later(sampler, requests, *map(max, LATER["exact"], LATER["close"]))
-    items = _items_of(groups)
-    groups += sampler.generate_on_server(0, requests, 2, LOCAL_TOKENS)
-    groups += sampler.generate_on_server(0, [requests[0], _join(requests)], 1, LOCAL_TOKENS)
-    is_sampled_T, sampled_T = _sampled(groups)
-    together_T = _logp(policy, _items_of(groups), policy.tau)[is_sampled_T]
-    apart_T = torch.cat([_logp(policy, _items_of([group]), policy.tau) for group in groups])[is_sampled_T]
+# ---- in-process ----
+
+
+@torch.no_grad()
+def check_equal(policy: Policy, copy: Policy) -> None:
+    """Raise WeightSyncError for a copy with other weights than the policy, or weights that are not numbers. One of them
+    tells: a gradient that is not finite spoils all that it updates."""
+    if names := copy.weights.differing(policy.weights):
+        raise WeightSyncError(
+            f"version {policy.version} on the in-process sampler: {len(names)} weights, such as {names[0]}, are not "
+            "the policy's: the sampler serves other weights"
+        )
+    check_finite(torch.cat([p.flatten()[:64].float() for p in copy.model.parameters()]), f"version {policy.version}")
+
+
+@torch.no_grad()
+def measure_agreement(policy: Policy, sampler: LocalSampler, requests: Sequence[Request]) -> Agreement:
+    """Compare the log-probs of trainer and in-process sampler with several numbers of rows, prompts longer than a
+    block, groups of one and of several. Raises WeightSyncError if they differ by more than TOO_FAR on average, or a
+    log-prob is not a number."""
+    shortest = min(requests, key=lambda request: len(request.prompt.token_ids))
+    groups = sampler.generate_probe([shortest], *MANY_ROWS)
+    groups += sampler.generate_probe(requests, 2, LOCAL_TOKENS)
+    groups += sampler.generate_probe([requests[0], _join(requests)], 1, LOCAL_TOKENS)
+    completions = [c for group in groups for c in group.completions]
+    own_T = torch.cat([c.sampled for c in completions])
+    sampled_T = torch.cat([c.logp_alpha for c in completions])[own_T]
+    together_T = _logp(policy, _items_of(groups), policy.tau)[own_T]
+    apart_T = torch.cat([_logp(policy, _items_of([group]), policy.tau) for group in groups])[own_T]
     check_finite(together_T, "the initial policy")
     difference_T = (together_T - sampled_T).abs()
     mean, largest = float(difference_T.mean()), float(difference_T.max())
@@ -189,35 +200,26 @@ def _measure(policy: Policy, sampler: Sampler, requests: Sequence[Request]) -> t
             f"trainer and in-process sampler differ by {mean:.3g} nats a token, with the same weights: this model "
             "computes something else when it decodes; it is not supported"
         )
-    trainer_T, samplers_ST = _compare(policy, sampler, items)
-    equal = torch.equal(together_T, sampled_T) and torch.equal(apart_T, sampled_T)
-    equal = equal and all(torch.equal(trainer_T, sampler_T) for sampler_T in samplers_ST)
     reason = None
     if not policy.model.exact:
         reason = f"products of {str(policy.dtype).removeprefix('torch.')} are PyTorch's here"
-    elif not equal:
+    elif not (torch.equal(together_T, sampled_T) and torch.equal(apart_T, sampled_T)):
         reason = "they should agree to the bit, and do not: please report this processor and compiler"
-    grade = "close" if reason else "exact"
-    count, tokens = LATER[grade]
-    kept = [(prompt_ids, token_ids[:tokens]) for prompt_ids, token_ids in items[:count]]
-    return Agreement(grade, mean, largest, len(sampled_T), reason), kept
+    return Agreement("close" if reason else "exact", mean, largest, len(sampled_T), reason)
 
 
-def _check_bits(compared: tuple[Tensor, Tensor], where: str) -> Mapping[str, float]:
-    """The grade exact."""
-    trainer_T, samplers_ST = compared
-    check_finite(trainer_T, where)
-    if largest := float((samplers_ST - trainer_T).abs().max()):
-        raise WeightSyncError(
-            f"{where}: trainer and sampler differ by {largest:.3g} nats about a token, though their arithmetic is the "
-            "same to the bit: the sampler serves other weights"
-        )
-    return {"logp_difference_mean": 0.0, "logp_difference_max": 0.0, "logp_difference_kl": 0.0}
+def _join(requests: Sequence[Request]) -> Request:
+    """All prompts as one, repeated to LONG_PROMPT tokens."""
+    joined = sum((request.prompt.token_ids for request in requests), ()) * LONG_PROMPT
+    return replace(requests[0], prompt=replace(requests[0].prompt, key=-1, token_ids=joined[:LONG_PROMPT]))
 
 
-def check_finite(trainer_T: Tensor, where: str) -> None:
-    """Raise WeightSyncError for log-probs of the trainer that are not numbers."""
-    if not bool(trainer_T.isfinite().all()):
+# ---- log-probs ----
+
+
+def check_finite(values: Tensor, where: str) -> None:
+    """Raise WeightSyncError for log-probs or weights of the trainer that are not numbers."""
+    if not bool(values.isfinite().all()):
         raise WeightSyncError(
             f"{where}: the policy's log-probs are not numbers, it has diverged; lower optimizer.learning_rate"
         )
@@ -248,32 +250,11 @@ def check_fresh(old_T: Tensor, new_T: Tensor, before_T: Tensor, now_T: Tensor, w
     return telling
 
 
-# ---- the tokens, and their log-probs ----
-
-
-def _generate_later(sampler: Sampler, requests: Sequence[Request], completions: int, tokens: int) -> list[Group]:
-    """Of the shortest prompt: few tokens, so that the check after a sync takes little of a batch's time."""
-    shortest = min(requests, key=lambda request: len(request.prompt.token_ids))
-    return sampler.generate_on_server(0, [shortest], completions, tokens)
-
-
-def _join(requests: Sequence[Request]) -> Request:
-    """All prompts as one, repeated to LONG_PROMPT tokens."""
-    joined = sum((request.prompt.token_ids for request in requests), ()) * LONG_PROMPT
-    return replace(requests[0], prompt=replace(requests[0].prompt, key=-1, token_ids=joined[:LONG_PROMPT]))
-
-
 def _items_of(groups: Sequence[Group]) -> list[Item]:
     return [(g.prompt.token_ids, c.token_ids.tolist()) for g in groups for c in g.completions]
 
 
-def _sampled(groups: Sequence[Group]) -> tuple[Tensor, Tensor]:
-    """Which tokens of the groups' completions were sampled, and the log-probs that the sampler gave these."""
-    is_sampled_T = torch.cat([c.sampled for g in groups for c in g.completions])
-    return is_sampled_T, torch.cat([c.logp_alpha for g in groups for c in g.completions])[is_sampled_T]
-
-
-def _compare(policy: Policy, sampler: Sampler, items: Sequence[Item]) -> tuple[Tensor, Tensor]:
+def _compare(policy: Policy, sampler: Any, items: Sequence[Item]) -> tuple[Tensor, Tensor]:
     """log-probs of the items' tokens at temperature 1 by the trainer [T] and by each server [S, T]: float32, nats."""
     flat = [[p for item in logp for p in item] for logp in sampler.scores(items)]
     return _logp(policy, items, 1.0), torch.tensor(flat)

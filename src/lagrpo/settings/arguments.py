@@ -6,7 +6,6 @@ Values stay text; the classes in settings/schema.py turn them into numbers and c
 
 from __future__ import annotations
 
-import shlex
 import tomllib
 from collections import deque
 from collections.abc import Collection, Sequence
@@ -99,13 +98,3 @@ def _take(waiting: deque[str], name: str, is_list: bool) -> str | list[str]:
 def _is_list(annotation: Any) -> bool:
     """Whether a setting is a tuple, or a tuple or None."""
     return any(get_origin(option) is tuple for option in (annotation, *get_args(annotation)))
-
-
-def pass_rest_on(words: list[str]) -> list[str]:
-    """Turn the words after -- into values of --options.
-
-    >>> pass_rest_on(["model", "--", "--seed", "3"])
-    ['model', '--options=--seed', '--options=3']
-    """
-    own = words[: words.index("--")] if "--" in words else words
-    return [*own, *(f"--options={shlex.quote(word)}" for word in words[len(own) + 1 :])]

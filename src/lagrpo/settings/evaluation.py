@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import Field, model_validator
 
@@ -50,9 +50,6 @@ class EvaluationSettings(Section):
     """Completions per prompt."""
     temperature: float | None = Field(default=None, gt=0)
     """Sampling temperature of the evaluation; by default training's."""
-    sampler: Literal["local", "vllm"] = "local"
-    """What generates: the trainer's own policy in this process, or the run's vLLM servers, which get its weights for
-    that."""
     sets: tuple[EvaluationSet, ...] = ()
     """Several evaluations in place of one, each a table [[eval.sets]] (docs/evaluation.md)."""
     best_metric: str | None = None

@@ -86,9 +86,6 @@ class ModelSettings(Section):
     """The adapters' product counts lora_alpha / lora_r times."""
     lora_target_modules: tuple[str, ...] = Field(default=("all-linear",), min_length=1)
     """Linear layers that get adapters, by name (q_proj, down_proj …), or all-linear: all in the decoder's layers."""
-    lora_merge: bool = False
-    """Write saved policies as whole models, each with its adapter added to the weights, in place of adapters. `lagrpo
-    train --merge` is the same."""
 
     @model_validator(mode="after")
     def _check_lora(self) -> ModelSettings:
@@ -206,11 +203,6 @@ class VerifierSettings(Section):
         """What a RewardPool takes."""
         return self.model_dump()
 
-    @property
-    def of_an_environment(self) -> dict[str, Any]:
-        """What the processes of environments take."""
-        return self.model_dump(exclude={"max_without_reward"})
-
 
 class Settings(Section):
     """All settings of a training run."""
@@ -246,8 +238,6 @@ class Settings(Section):
         if evaluation.takes_place:
             samples = max(evaluation.values("num_samples"))
             check_fit("eval.num_samples", samples, "rollout.max_num_seqs", rollout.max_num_seqs)
-        if evaluation.sampler == "vllm":
-            _check_servers(self)
         if (buffer := self.loss.overrides.get("overlong_buffer", 0)) > rollout.max_completion_length:
             raise ValueError(
                 f"loss.overrides.overlong_buffer = {buffer} is more than rollout.max_completion_length = "
@@ -318,14 +308,6 @@ class EvalSettings(Section):
     def replied(self) -> int:
         """As Settings.replied."""
         return _replied(self.environment, self.task)
-
-
-def _check_servers(settings: Settings) -> None:
-    """Raise ValueError for evaluations that vLLM servers are to generate, and cannot."""
-    if settings.rollout.engine != "vllm":
-        raise ValueError("eval.sampler = 'vllm' is the run's sampler: set rollout.engine to 'vllm', too")
-    if hot := [t for t in settings.eval.values("temperature") if t is not None and t > 2]:
-        raise ValueError(f"eval.temperature = {hot[0]:g}: vLLM takes at most 2")
 
 
 def check_fit(name: str, completions: int, rows_name: str, rows: int) -> None:

@@ -18,16 +18,18 @@ from lagrpo.settings.schema import Settings
 M = TypeVar("M", bound=BaseModel)
 
 COMMAND_LINE = "command line"
+PRESETS = Path(__file__).with_name("presets")
 
 
 def load_settings(
     source: str | os.PathLike[str] | Mapping[str, Any] | None = None, overrides: Mapping[str, Any] | None = None
 ) -> Settings:
-    """Settings from a TOML file or a mapping (section -> name -> value). `overrides` take precedence. Where these name
-    a run to go on with and there is no file, its config.toml is the file. Raises SettingsError for a file that is
+    """Settings from a TOML file, the name of a packaged one (demo), or a mapping; `overrides` take precedence. Keys are
+    sections, or names such as schedule.sync_every. Where these
+    name a run to go on with and there is no file, its config.toml is the file. Raises SettingsError for a file that is
     missing or not TOML, an unknown name (with the nearest) and an unfit value."""
     if source is None or isinstance(source, Mapping):
-        source, overrides = source or {}, overrides or {}
+        source, overrides = nest(source or {}), nest(overrides or {})
         if (run := _named_run(overrides) or _named_run(source)) is None:
             return validate(Settings, source, overrides, "settings")
         config = Path(run).expanduser() / "config.toml"
@@ -36,7 +38,13 @@ def load_settings(
         return validate(Settings, read_toml(config), merged(source, overrides), str(config))
     if not isinstance(source, str | os.PathLike):
         raise TypeError(f"settings are a Settings, a mapping or the path of a TOML file, not {source!r:.80}")
-    return validate(Settings, read_toml(Path(source)), overrides or {}, str(source))
+    return validate(Settings, read_toml(find_file(source)), nest(overrides or {}), str(source))
+
+
+def find_file(source: str | os.PathLike[str]) -> Path:
+    """The settings file, or the packaged one of that name, such as demo."""
+    path, packaged = Path(source), PRESETS / f"{source}.toml"
+    return packaged if not path.exists() and packaged.is_file() else path
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -44,7 +52,8 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError as error:
-        raise SettingsError(f"{path}: no such settings file") from error
+        known = ", ".join(sorted(file.stem for file in PRESETS.glob("*.toml")))
+        raise SettingsError(f"{path}: no such settings file; packaged ones are {known}") from error
     except OSError as error:
         raise SettingsError(f"{path}: cannot be read as a settings file: {error.strerror}") from error
     except ValueError as error:
@@ -69,6 +78,22 @@ def merged(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str,
     for name, change in overrides.items():
         below = values.get(name)
         found[name] = merged(below, change) if isinstance(change, Mapping) and isinstance(below, Mapping) else change
+    return found
+
+
+def nest(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Names such as schedule.sync_every as tables.
+
+    >>> nest({"schedule.sync_every": 4, "schedule": {"batches": 9}})
+    {'schedule': {'sync_every': 4, 'batches': 9}}
+    """
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        *sections, leaf = name.split(".")
+        table = {leaf: value}
+        for section in reversed(sections):
+            table = {section: table}
+        found = merged(found, table)
     return found
 
 

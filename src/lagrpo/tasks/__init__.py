@@ -9,46 +9,32 @@ from __future__ import annotations
 import importlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from copy import copy
+from dataclasses import fields, replace
 from functools import cache
 from typing import Any
 
 from lagrpo.errors import suggest
 from lagrpo.rewards.load import OWN, REWARDS, check_rewards, load_function, load_rewards, require_installed
 from lagrpo.rewards.reward import Rewards, UnscorableError, as_rewards, reward_names
-from lagrpo.tasks.base import (
-    EpisodeTask,
-    RowTask,
-    Task,
-    TaskWithEnvironment,
-    build_messages,
-    order_prompts,
-    read_options,
-)
-from lagrpo.types import Prompt
+from lagrpo.tasks.base import RowTask, Task, build_messages, environment_of, order_prompts
 
 __all__ = ["Rewards", "RowTask", "Task", "UnscorableError", "build_messages", "order_prompts", "reward_names"]
 
 NOT_A_TASK = "is not a Task: a Task has name, reward, size(split) and prompt(split, index)"
-ENVIRONMENTS = {
-    "calculator": "lagrpo.tasks.calculator:ENVIRONMENT",
-    "guess_number": "lagrpo.tasks.guess_number:GuessNumber",
-}
-"""Tasks of several turns, and what makes their environments."""
 
 
 @cache
 def task_options() -> Mapping[str, type]:
     """For each task the dataclass of its options, whose fields `option` makes. Every task also takes `system_prompt`,
     `reward` and `rewards`."""
-    from lagrpo.tasks import arithmetic, calculator, countdown, custom, guess_number, reasoning_gym
-    from lagrpo.tasks.data import DataOptions  # for math too, whose file imports math-verify
+    from lagrpo.tasks import arithmetic, calculator, countdown, custom, data, guess_number, reasoning_gym
 
     return {
         "arithmetic": arithmetic.Options,
         "countdown": countdown.Options,
-        "gsm8k": DataOptions,
-        "math": DataOptions,
+        "gsm8k": data.Options,
+        "math": data.Options,
         "custom": custom.Options,
         "reasoning_gym": reasoning_gym.Options,
         "calculator": calculator.Options,
@@ -73,7 +59,7 @@ def is_reference(name: str) -> bool:
 
 def is_multi_turn(name: str) -> bool:
     """Whether the completions of the task of this name talk to an environment of the task."""
-    return name in ENVIRONMENTS or name.startswith("gym:")
+    return name in ("calculator", "guess_number") or name.startswith("gym:")
 
 
 def check_options(settings: Any) -> None:
@@ -116,14 +102,9 @@ def load_task(settings: Any, seed: int) -> Task:
         ImportError: the task needs a package that is not installed.
     """
     check_options(settings)
-    task = load_function(settings.name)(settings, seed) if is_own(settings.name) else _load_builtin(settings, seed)
-    if not isinstance(task, Task):
-        raise TypeError(f"task.name: {settings.name!r} returned a {type(task).__name__}, which {NOT_A_TASK}")
-    if is_own(settings.name) and settings.rewards:
-        if isinstance(task, TaskWithEnvironment):
-            raise ValueError(f"task.rewards: the environment of {settings.name!r} gives the rewards: leave them out")
-        task = TaskWithRewards(task, load_rewards(None, settings.rewards, task.reward))
-    return check_task(task)
+    if is_reference(settings.name) and not settings.name.startswith("gym:"):
+        return check_task(_load_own(settings, seed))
+    return check_task(_load_builtin(settings, seed))
 
 
 def check_task(task: Task) -> Task:
@@ -134,43 +115,27 @@ def check_task(task: Task) -> Task:
     return task
 
 
-def is_own(name: str) -> bool:
-    """Whether a task is the user's own function."""
-    return is_reference(name) and not name.startswith("gym:")
+def _load_own(settings: Any, seed: int) -> Task:
+    """The task that the user's function returns."""
+    task = load_function(settings.name)(settings, seed)
+    if not isinstance(task, Task):
+        raise TypeError(f"task.name: {settings.name!r} returned a {type(task).__name__}, which {NOT_A_TASK}")
+    if settings.rewards:
+        if environment_of(task) is not None:
+            raise ValueError(f"task.rewards: the environment of {settings.name!r} gives the rewards: leave them out")
+        reward, task = load_rewards(None, settings.rewards, task.reward), copy(task)
+        object.__setattr__(task, "reward", reward)  # it may be a frozen dataclass
+    return task
 
 
 def _load_builtin(settings: Any, seed: int) -> Task:
-    name, kind = settings.name, settings.name.partition(":")[0]
-    if kind == "gym":
-        from lagrpo.tasks import gym
-
-        return gym.load(name, settings.system_prompt)
+    kind, _, variant = settings.name.partition(":")
     require_installed(kind)
     file = importlib.import_module(f"lagrpo.tasks.{kind}")
-    options = read_options(task_options()[kind], settings)
-    if kind == "reasoning_gym":
-        rows, ask, own = file.load(options, seed, name.partition(":")[2])
-    else:
-        (rows, ask), own = file.load(options, seed), file.score
-    given = name, rows, ask, load_rewards(settings.reward, settings.rewards, own), settings.system_prompt
-    if name not in ENVIRONMENTS:
-        return RowTask(*given)
-    return EpisodeTask(*given, environment=load_function(ENVIRONMENTS[name]))
-
-
-@dataclass(frozen=True, slots=True)
-class TaskWithRewards:
-    """A task of the user's own with other rewards than its own."""
-
-    task: Task
-    reward: Rewards
-
-    @property
-    def name(self) -> str:
-        return self.task.name
-
-    def size(self, split: str) -> int:
-        return self.task.size(split)
-
-    def prompt(self, split: str, index: int) -> Prompt:
-        return self.task.prompt(split, index)
+    if kind == "gym":
+        return file.load(variant, settings.system_prompt)
+    names = [option.name for option in fields(task_options()[kind])]
+    given = {name: value for name in names if (value := getattr(settings, name)) is not None}
+    task = file.load(task_options()[kind](**given), seed, *[variant] if variant else [])
+    rewards = load_rewards(settings.reward, settings.rewards, task.reward)
+    return replace(task, name=settings.name, reward=rewards, system_prompt=settings.system_prompt)

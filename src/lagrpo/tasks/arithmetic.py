@@ -13,14 +13,14 @@ import operator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lagrpo.rewards.reward import UnscorableError
-from lagrpo.tasks.base import Ask, option
+from lagrpo.rewards.reward import UnscorableError, accept_any
+from lagrpo.tasks.base import RowTask, option
 from lagrpo.tasks.numbers import read_last_number
 
 WORDING = "What is {problem}? Answer with just the number."
 OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 _TRAIN, _TEST = 10_000, 1_000
-_FEW = 2**17
+_FEW = 2**17  # problems that are shuffled; of more of them as many as needed are sampled
 
 Problem = tuple[str, int, int]
 
@@ -33,10 +33,10 @@ class Options:
     digits: int = option(1, "operands have up to this many digits", least=1, most=4)
 
 
-def load(options: Options, seed: int) -> tuple[dict[str, list[Problem]], Ask]:
-    """The problems of each split, and how one is asked."""
-    train, test = split(tuple(dict.fromkeys(options.operations)) or ("+",), options.digits, seed)
-    return {"train": train, "test": test}, _ask
+def load(options: Options, seed: int) -> RowTask:
+    """The task with problems of this seed."""
+    train, test = split(tuple(dict.fromkeys(options.operations)), options.digits, seed)
+    return RowTask("arithmetic", {"train": train, "test": test}, _ask, score)
 
 
 def _ask(problem: Problem) -> tuple[str, str]:
@@ -44,6 +44,7 @@ def _ask(problem: Problem) -> tuple[str, str]:
     return WORDING.format(problem=f"{a} {sign} {b}"), str(OPERATIONS[sign](a, b))
 
 
+@accept_any
 def score(completion: str, answer: Any) -> float:
     """1.0 if the completion's last numeral (see `lagrpo.tasks.numbers`) names the reference number, else 0.0.
 

@@ -6,15 +6,11 @@ Worker processes import this module and the tasks, so nothing here imports torch
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
 
 from lagrpo.types import Prompt
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-Options = TypeVar("Options", bound="DataclassInstance")
 Messages = Sequence[Mapping[str, Any]]
 Ask = Callable[[Any], tuple[str | Messages, Any]]
 """From a row to its question (a text, or chat messages) and its reference answer."""
@@ -55,7 +51,8 @@ Make = Callable[[], Environment]
 
 @runtime_checkable
 class Task(Protocol):
-    """Prompts in two splits, "train" and "test", and the reward of their completions."""
+    """Prompts in two splits, "train" and "test", and the reward of their completions. With an attribute `environment`
+    (what makes one, or None) completions are episodes, and the reward is for completions that a file brings."""
 
     @property
     def name(self) -> str: ...
@@ -74,23 +71,14 @@ class Task(Protocol):
         ...
 
 
-@runtime_checkable
-class TaskWithEnvironment(Task, Protocol):
-    """A task whose completions are episodes of an environment. Its reward is for completions that a file brings."""
-
-    @property
-    def environment(self) -> Make: ...
+def environment_of(task: Task) -> Make | None:
+    """What makes the environments of a task's completions; None if they have one turn."""
+    return getattr(task, "environment", None)
 
 
 def option(default: Any, help: str, least: int | None = None, most: int | None = None) -> Any:
     """A field of a task's `Options`: its default, its text in --help, and the range of a number."""
     return field(default=default, metadata={"help": help, "least": least, "most": most})
-
-
-def read_options(kind: type[Options], settings: Any) -> Options:
-    """A task's options: those that the settings give, and the defaults of the others."""
-    given = {option.name: getattr(settings, option.name) for option in fields(kind)}
-    return kind(**{name: value for name, value in given.items() if value is not None})
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,37 +96,29 @@ class RowTask:
     reward: Any
     """a reward function, or several Rewards"""
     system_prompt: str | None = None
+    environment: Make | None = None
+    """for completions of several turns"""
 
     def size(self, split: str) -> int:
-        return len(self._split(split))
+        return len(self.rows[split])
 
     def prompt(self, split: str, index: int) -> Prompt:
-        row = self._split(split)[index]
+        row = self.rows[split][index]
         question, answer = self.ask(row)
         columns = dict(row) | {"prompt": question} if isinstance(row, Mapping) else None
         return Prompt(index, build_messages(question, self.system_prompt), answer, row=columns)
 
-    def _split(self, split: str) -> Sequence[Any]:
-        if split not in self.rows:
-            raise ValueError(f"a task has the splits {', '.join(self.rows)}; there is no split {split!r}")
-        return self.rows[split]
 
-
-@dataclass(frozen=True, slots=True)
-class EpisodeTask(RowTask):
-    """A task made of rows whose completions talk to an environment."""
-
-    environment: Make = field(kw_only=True)
-
-
-def build_messages(question: str | Messages, system_prompt: str | None = None) -> tuple[Mapping[str, str], ...]:
+def build_messages(question: str | Messages, system_prompt: str | None = None) -> tuple[Mapping[str, Any], ...]:
     """The messages for the chat template: the system prompt if there is one ("" is none), then the question as the
-    user's turn, or the given messages. Raises ValueError for a question that is neither a text nor a list of messages,
-    and for messages that have a system turn already."""
-    turns = ({"role": "user", "content": question},) if isinstance(question, str) else question
-    listed: Any = turns if isinstance(turns, list | tuple) else ()
+    user's turn, or the given messages, with the text parts of each joined. Raises ValueError for a question that is
+    neither a text nor a list of messages, for parts other than text, and for messages that have a system turn already.
+    """
+    given: Any = [{"role": "user", "content": question}] if isinstance(question, str) else question
+    listed = given if isinstance(given, list | tuple) else ()
     has_roles = all(isinstance(turn, Mapping) and isinstance(turn.get("role"), str) for turn in listed)
-    if not (listed and has_roles and isinstance(listed[-1].get("content"), str)):
+    turns = [_join_parts(turn) for turn in listed] if has_roles else []
+    if not turns or not isinstance(turns[-1].get("content"), str):
         raise ValueError(
             f"its prompt is {question!r:.80}: a prompt is a text, or a list of messages such as {{'role': 'user', "
             "'content': '...'}, the last of which has a text"
@@ -148,6 +128,16 @@ def build_messages(question: str | Messages, system_prompt: str | None = None) -
     if turns[0]["role"] == "system":
         raise ValueError("the prompt has a system turn: leave task.system_prompt unset for this data")
     return ({"role": "system", "content": system_prompt}, *turns)
+
+
+def _join_parts(turn: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The message without keys that are None, which Parquet adds, and with its text parts as one text."""
+    turn = {key: value for key, value in turn.items() if value is not None}
+    if not isinstance(parts := turn.get("content"), list):
+        return turn
+    if strange := [part for part in parts if not isinstance(part, Mapping) or part.get("type") != "text"]:
+        raise ValueError(f"a message has the part {strange[0]!r:.80}: only parts of type text are supported")
+    return turn | {"content": "".join(part["text"] for part in parts)}
 
 
 def order_prompts(seed: int, epoch: int, size: int) -> list[int]:

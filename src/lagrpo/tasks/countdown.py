@@ -15,11 +15,12 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
+from functools import partial
 from typing import Any
 
 from lagrpo.rewards.reward import UnscorableError
-from lagrpo.tasks.base import Ask, option
+from lagrpo.tasks.base import RowTask, option
+from lagrpo.tasks.numbers import evaluate
 
 WORDING = (
     "Write an expression that equals {target}. Use only the numbers {numbers}, each of them at most once, with + - * / "
@@ -27,14 +28,13 @@ WORDING = (
 )
 _SIZES = {"train": 10_000, "test": 500}
 _LARGEST, _TARGETS = 99, range(10, 1000)
-_LONGEST = 200
 _TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _SPELLINGS = {"×": "*", "·": "*", "÷": "/", "−": "-", "–": "-", r"\times": "*", r"\cdot": "*", r"\div": "/"}
 _SIZE = re.compile(r"\\(?:left|right)(?![a-z])")
 _DELIMITER = re.compile(r"\\[()\[\]]")
 _STRETCH = re.compile(r"[-+*/() 0-9]+")
 _OPERATION = re.compile(r"[0-9)] *[-+*/]+ *[-+( ]*[0-9]")
-_ARITHMETIC = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+_OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +44,15 @@ class Options:
     numbers: int = option(4, "how many numbers are given", least=3, most=6)
 
 
-def load(options: Options, seed: int) -> tuple[dict[str, Problems], Ask]:
-    """The problems of each split, and how one is asked."""
-    return {name: Problems(name, options.numbers, seed) for name in _SIZES}, _ask
+def load(options: Options, seed: int) -> RowTask:
+    """The task with problems of this seed, each made when it is asked."""
+    rows = {split: [(split, index) for index in range(size)] for split, size in _SIZES.items()}
+    return RowTask("countdown", rows, partial(_ask, options.numbers, seed), score)
 
 
-def _ask(problem: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    numbers = ", ".join(map(str, problem["numbers"]))
-    return WORDING.format(target=problem["target"], numbers=numbers), problem
+def _ask(count: int, seed: int, row: tuple[str, int]) -> tuple[str, dict[str, Any]]:
+    problem = make_problem(count, seed, *row)
+    return WORDING.format(target=problem["target"], numbers=", ".join(map(str, problem["numbers"]))), problem
 
 
 def score(completion: str, answer: Any) -> float:
@@ -62,14 +63,12 @@ def score(completion: str, answer: Any) -> float:
     wrong. Raises UnscorableError if `answer` is not of its form."""
     numbers, target = _read_answer(answer)
     expression = find_expression(completion)
-    if expression is None or len(expression) > _LONGEST:
-        return 0.0
     try:
-        tree = ast.parse(expression, mode="eval").body
-        used = Counter(node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
-        return float(used <= Counter(numbers) and _evaluate(tree) == target)
-    except (SyntaxError, ZeroDivisionError):
+        if expression is None or evaluate(expression, _OPERATIONS) != target:
+            return 0.0
+    except (ValueError, ZeroDivisionError):
         return 0.0
+    return float(Counter(map(int, re.findall("[0-9]+", expression))) <= Counter(numbers))
 
 
 def find_expression(text: str) -> str | None:
@@ -92,53 +91,28 @@ def find_expression(text: str) -> str | None:
     return stretches[-1][2:-2] if bold else stretches[-1]
 
 
-def _evaluate(node: ast.AST) -> Fraction:
-    """The value of a short expression of + - * /: the recursion is as deep as the expression."""
-    if isinstance(node, ast.Constant) and type(node.value) is int:
-        return Fraction(node.value)
-    if isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC:
-        return _ARITHMETIC[type(node.op)](_evaluate(node.left), _evaluate(node.right))
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
-        operand = _evaluate(node.operand)
-        return -operand if isinstance(node.op, ast.USub) else operand
-    raise SyntaxError(f"{type(node).__name__} is not arithmetic")
-
-
-def _read_answer(answer: Any) -> tuple[list[int], int]:
+def _read_answer(answer: Any) -> tuple[Sequence[int], int]:
     numbers, target = (answer.get("numbers"), answer.get("target")) if isinstance(answer, Mapping) else (None, None)
     if not isinstance(numbers, Sequence) or not all(type(number) is int for number in (*numbers, target)):
         raise UnscorableError(f"the reference answer {answer!r} is not like {{'numbers': [3, 5, 7], 'target': 20}}")
-    return list(numbers), int(target or 0)
+    return numbers, int(target or 0)
 
 
-@dataclass(frozen=True, slots=True)
-class Problems(Sequence[dict[str, Any]]):
-    """The problems of one split, each generated on demand: a pure function of (seed, split, index)."""
-
-    split: str
-    given: int
-    seed: int
-
-    def __len__(self) -> int:
-        return _SIZES[self.split]
-
-    def __getitem__(self, index: Any) -> dict[str, Any]:
-        if not 0 <= index < len(self):
-            raise IndexError(f"the {self.split} split has problems 0 .. {len(self) - 1}; there is no {index}")
-        for attempt in itertools.count():
-            numbers, target = _make_problem(self.given, self.seed, self.split, index, attempt)
-            if target in _TARGETS and target not in numbers and _choose_split(numbers, target) == self.split:
-                break
-        return {"numbers": numbers, "target": target}
+def make_problem(count: int, seed: int, split: str, index: int) -> dict[str, Any]:
+    """A problem of a split: the first attempt that belongs to it."""
+    attempts = (_combine_numbers(count, seed, split, index, attempt) for attempt in itertools.count())
+    numbers, target = next(problem for problem in attempts if _is_of(split, *problem))
+    return {"numbers": numbers, "target": target}
 
 
-def _choose_split(numbers: list[int], target: int) -> str:
-    """The split of a problem: one in twenty is for testing."""
+def _is_of(split: str, numbers: list[int], target: int) -> bool:
+    """Whether a problem belongs to the split: one in twenty is for testing."""
     digest = hashlib.blake2b(repr((sorted(numbers), target)).encode(), digest_size=8).digest()
-    return "test" if int.from_bytes(digest, "little") % 20 == 0 else "train"
+    is_test = int.from_bytes(digest, "little") % 20 == 0
+    return target in _TARGETS and target not in numbers and is_test == (split == "test")
 
 
-def _make_problem(count: int, *key: int | str) -> tuple[list[int], int]:
+def _combine_numbers(count: int, *key: int | str) -> tuple[list[int], int]:
     """Random numbers and a target: until one number is left, two random ones are combined by a random operation with a
     positive integer as its result (as in the television game)."""
     from lagrpo.rng import uniforms

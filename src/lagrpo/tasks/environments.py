@@ -1,6 +1,16 @@
-"""Environments: which one the settings name, and the worker processes that run it.
+"""Environments: which one the settings name, its turns in worker processes, and tools.
 
 Every turn is a call with a deadline, in whichever process is free: the environment travels pickled.
+
+With tools, the policy may call functions before it answers a task's question. A call is JSON with the name of a
+function and its arguments, in the formats of three families:
+
+    <tool_call>{"name": …, "arguments": {…}}</tool_call>       Qwen, Hermes; one block for each call
+    <tool_call>[{"name": …, "arguments": {…}}, …]</tool_call>  SmolLM2
+    {"name": …, "parameters": {…}}                             Llama 3: the whole turn is the call
+
+The environment answers a turn with calls by their results, each in a message of the role "tool". A turn without calls
+is the answer, which the task's reward function scores. If a call cannot be read or carried out, the reply says why.
 """
 
 from __future__ import annotations
@@ -8,93 +18,63 @@ from __future__ import annotations
 import inspect
 import json
 import pickle
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lagrpo.errors import suggest
 from lagrpo.rewards import worker
 from lagrpo.rewards.load import load_function
-from lagrpo.rewards.pool import Job, WorkerPool
-from lagrpo.tasks.base import Key, Make, StepResult, Task, TaskWithEnvironment
-from lagrpo.tasks.tools import Tools
+from lagrpo.tasks.base import Key, Make, Messages, StepResult, Task, build_messages, environment_of
 from lagrpo.types import Outcome, Prompt
 
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+MISTAKES = (ValueError, TypeError, ArithmeticError, LookupError)
+"""What a function raises because of its arguments: the policy sees it. Anything else leaves the completion unscored."""
+SYSTEM = (
+    "You can call functions:\n<tools>{tools}</tools>\nTo call one, answer with nothing but a call, such as\n"
+    "<tool_call>[{example}]</tool_call>\nand you get its result."
+)
+"""Tells the policy of functions if the chat template does not."""
 TOOLS = {"calculator": "lagrpo.tasks.calculator:calculate"}
 """The built-in functions that environment.tools can name."""
+Turn = tuple[StepResult, bytes]
+"""What an environment says, and its pickled state."""
 
 
-class EnvironmentPool:
-    """Worker processes for the environments that `make` makes. Any thread may use them. Raises TypeError for what
-    cannot be sent to another process."""
-
-    def __init__(self, make: Make, *, workers: int = 1, deadline: float = 5.0, memory: float = 4.0) -> None:
-        self._workers, self._deadline = WorkerPool(make, workers, memory), deadline
-
-    def open(self, prompt: Prompt, key: Key) -> tuple[Mapping[str, Any], ...]:
-        """The messages with which an episode begins. Raises ValueError if it cannot begin."""
-        kind, said = self.result(self.submit(None, prompt, key, None))
-        if kind == "unscored":
-            raise ValueError(f"its environment does not start: {said}")
-        return said[0]
-
-    def submit(self, state: bytes | None, prompt: Prompt | None, key: Key | None, text: str | None) -> Job:
-        """Have an environment reply to `text`: the one that is pickled in `state`, else a new one, which begins with
-        the prompt and the key."""
-        return self._workers.submit(take_turn, state, prompt, key, text, seconds=self._deadline)
-
-    def result(self, job: Job) -> tuple[str, Any]:
-        """("turn", (messages, reward, state)), ("final", (reward, reason)) or ("unscored", reason)."""
-        found = self._workers.result(job)
-        return ("unscored", found.reason) if isinstance(found, Outcome) else found
-
-    def forget(self, job: Job) -> None:
-        """Cancel a call whose result is not needed."""
-        job.future.cancel()
-
-    def close(self) -> None:
-        """End the processes, whatever they are doing."""
-        self._workers.close()
-
-    def __enter__(self) -> EnvironmentPool:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def take_turn(state: bytes | None, prompt: Prompt | None, key: Key | None, text: str | None) -> Any:
-    """What an environment says, in a worker process: see `EnvironmentPool.submit` and `result`. Without a text a new
-    environment only begins."""
+def take_turn(state: bytes | None, prompt: Any, key: Any, text: str | None) -> Turn | Outcome:
+    """`run_turn` in a worker process that has loaded what makes environments; an unscored Outcome if it failed."""
     make = worker.loaded()
     try:
-        return _take_turn(make, state, prompt, key, text)
+        return run_turn(make, state, prompt, key, text)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - it concerns this completion only
-        found = worker.to_outcome(error)
-        return Outcome.unscored(found.reason.replace("the reward function raised", "the environment raised"))
+        return worker.to_outcome(error, "the environment")
 
 
-def _take_turn(make: Make, state: bytes | None, prompt: Any, key: Any, text: str | None) -> Any:
+def run_turn(make: Make, state: bytes | None, prompt: Any, key: Any, text: str | None) -> Turn:
+    """Have an environment reply to `text`: the one that is pickled in `state`, else a new one, which begins with the
+    prompt and the key. Without a text it only begins."""
     environment = make() if state is None else pickle.loads(state)
     if state is None:
         asked = replace(prompt, messages=prompt.asked or prompt.messages, asked=())
-        opening = _plain(environment.reset(asked, key))
+        opening = _to_json(environment.reset(asked, key))
         if text is None:
-            return "turn", (opening, 0.0, pickle.dumps(environment))
-        if opening != _plain(prompt.messages):
+            return StepResult(opening), b""
+        if opening != _to_json(prompt.messages):
             raise ValueError("reset gave this completion other messages than its group")
     said = environment.step(str(text))
     if not isinstance(said, StepResult):
         raise TypeError(f"step returned a {type(said).__name__}, not a StepResult")
-    reward = worker.to_outcome(said.reward)
-    if reward.reward is None:
+    reward = worker.to_outcome(said.reward).reward
+    if reward is None:
         raise ValueError(f"its reward is {said.reward!r:.40}, not a finite number")
     if said.done:
-        return "final", (reward.reward, worker.clean(said.reason))
-    return "turn", (_plain(said.messages), reward.reward, pickle.dumps(environment))
+        return StepResult((), reward, True, worker.clean(said.reason)), b""
+    return StepResult(_to_json(said.messages), reward), pickle.dumps(environment)
 
 
-def _plain(messages: Any) -> tuple[dict[str, Any], ...]:
+def _to_json(messages: Any) -> tuple[dict[str, Any], ...]:
     """Messages as JSON has them. Raises TypeError or ValueError for what cannot be one."""
     plain = json.loads(json.dumps([dict(message) for message in messages]))
     if not plain or not all(isinstance(message.get("role"), str) for message in plain):
@@ -102,22 +82,20 @@ def _plain(messages: Any) -> tuple[dict[str, Any], ...]:
     return tuple(plain)
 
 
-def load_environment(settings: Any, task: Task, system: str = "") -> Make | None:
+def load_environment(settings: Any, task: Task) -> Make | None:
     """What makes an environment for each completion, by section environment or the task; None if completions have one
-    turn. `system` is what tells the policy of functions. Raises ValueError for a function that does not exist."""
+    turn. Raises ValueError for a function that does not exist."""
     if settings.name is not None:
         return load_function(settings.name)
-    if isinstance(task, TaskWithEnvironment):
-        if settings.tools:
-            raise ValueError(f"the task {task.name!r} has an environment: leave out environment.tools")
-        return task.environment
-    functions = load_tools(settings.tools)
-    return Tools({function.__name__: function for function in functions}, task.reward, system) if functions else None
+    own = environment_of(task)
+    if own is not None and settings.tools:
+        raise ValueError(f"the task {task.name!r} has an environment: leave out environment.tools")
+    return Tools(load_tools(settings.tools), task.reward) if settings.tools else own
 
 
-def load_tools(names: Sequence[str]) -> list[Callable[..., Any]]:
-    """The functions of these names. Raises ValueError for one that does not exist, has the name of another one, or is
-    not a plain function."""
+def load_tools(names: Sequence[str]) -> dict[str, Callable[..., Any]]:
+    """The functions of these names, by what the policy calls them. Raises ValueError for one that does not exist, is
+    called like another one, or is not a plain function."""
     found: dict[str, Callable[..., Any]] = {}
     for name in names:
         if ":" not in name and name not in TOOLS:
@@ -132,4 +110,129 @@ def load_tools(names: Sequence[str]) -> list[Callable[..., Any]]:
         if called in found:
             raise ValueError(f"tool {name!r}: another one is called {called!r}, too: rename one of them")
         found[called] = function
-    return [*found.values()]
+    return found
+
+
+# ---- tools ----
+
+
+def find_calls(text: str) -> list[tuple[str, Mapping[str, Any]]]:
+    """Names and arguments of the calls in a turn, in order; none if it is an answer. Raises ValueError for a call that
+    cannot be read.
+
+    >>> find_calls('<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>')
+    [('f', {'x': 1})]
+    >>> find_calls("The answer is 4.")
+    []
+    """
+    if OPEN in text:
+        blocks = re.findall(f"{OPEN}(.*?){CLOSE}", text, re.DOTALL)
+        if len(blocks) != text.count(OPEN):
+            raise ValueError(f"a {OPEN} has no {CLOSE}")
+        read = [_parse_json(block) for block in blocks]
+        return [_read_call(call) for block in read for call in (block if isinstance(block, list) else [block])]
+    if text.lstrip().startswith("{") and '"name"' in text:
+        return [_read_call(_parse_json(text))]
+    return []
+
+
+def _parse_json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"the call is not JSON: {error}") from error
+
+
+def _read_call(call: Any) -> tuple[str, Mapping[str, Any]]:
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        raise ValueError('a call is {"name": ..., "arguments": {...}}')
+    arguments = call.get("arguments", call.get("parameters", {}))
+    if not isinstance(arguments, dict):
+        raise ValueError(f"the arguments of {call['name']!r} are not a JSON object")
+    return call["name"], arguments
+
+
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """Makes episodes with these functions, by their names. `reward` scores an answer, called as reward(completion,
+    answer). `system` tells the policy of the functions, "" if its chat template does."""
+
+    functions: Mapping[str, Callable[..., Any]]
+    reward: Callable[[str, Any], Any]
+    system: str = ""
+
+    def __call__(self) -> ToolEnvironment:
+        return ToolEnvironment(self)
+
+    def schemas(self) -> list[dict[str, Any]]:
+        """JSON schemas of the functions. Raises ValueError if one does not say how it is called."""
+        return [describe(function) for function in self.functions.values()]
+
+
+class ToolEnvironment:
+    """One episode with tools."""
+
+    def __init__(self, tools: Tools) -> None:
+        self.tools = tools
+
+    def reset(self, prompt: Prompt, key: Key) -> Messages:
+        self.answer = prompt.answer
+        return add_system(prompt.messages, self.tools.system) if self.tools.system else prompt.messages
+
+    def step(self, text: str) -> StepResult:
+        try:
+            calls = find_calls(text)
+        except ValueError as error:
+            return StepResult([{"role": "tool", "content": f"Error: {error}"}])
+        if not calls:
+            return StepResult(reward=self.tools.reward(text, self.answer), done=True)
+        return StepResult([{"role": "tool", "name": name, "content": self.call(name, given)} for name, given in calls])
+
+    def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """The result of a call, as the policy reads it."""
+        if (function := self.tools.functions.get(name)) is None:
+            return f"Error: there is no function {name!r}, but {', '.join(self.tools.functions)}"
+        try:
+            result = function(**arguments)
+        except MISTAKES as error:
+            return f"Error: {error}"
+        return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
+
+
+def add_system(messages: Messages, system: str) -> Messages:
+    """The messages with `system` in their system turn, and the calls of earlier turns written out."""
+    messages = [_write_calls(message) for message in messages]
+    if messages[0]["role"] != "system":
+        return build_messages(messages, system)
+    return [{"role": "system", "content": f"{messages[0]['content']}\n\n{system}"}, *messages[1:]]
+
+
+def _write_calls(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    if not message.get("tool_calls"):
+        return message
+    calls = [call["function"] for call in message["tool_calls"]]
+    return {"role": message["role"], "content": f"{message.get('content') or ''}{OPEN}{json.dumps(calls)}{CLOSE}"}
+
+
+def describe(function: Callable[..., Any]) -> dict[str, Any]:
+    """The JSON schema of a function, from its signature and docstring. Raises ValueError if they do not say it."""
+    from transformers.utils import chat_template_utils as utils
+
+    name, parameters = function.__name__, inspect.signature(function).parameters.values()
+    if unnamed := [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL)]:
+        raise ValueError(f"tool {name!r} takes {unnamed[0]!r} by position, and a call names its arguments")
+    try:
+        return json.loads(json.dumps(utils.get_json_schema(function)))
+    except (utils.DocstringParsingException, utils.TypeHintParsingException, NameError) as error:
+        raise ValueError(
+            f"tool {name!r} does not say how it is called: {error}. Give every parameter a type, and a line under "
+            "'Args:' in the docstring"
+        ) from error
+
+
+def system_text(schemas: Sequence[Mapping[str, Any]]) -> str:
+    """What tells a policy of functions whose chat template does not."""
+    functions = [schema["function"] for schema in schemas]
+    first = functions[0]
+    example = {"name": first["name"], "arguments": dict.fromkeys(first["parameters"]["properties"], "...")}
+    return SYSTEM.format(tools=json.dumps(functions), example=json.dumps(example))

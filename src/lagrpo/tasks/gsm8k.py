@@ -14,13 +14,12 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
-from lagrpo.rewards.reward import UnscorableError
-from lagrpo.tasks.base import Ask
-from lagrpo.tasks.data import DataOptions, load_rows, text_of
+from lagrpo.rewards.reward import UnscorableError, accept_any
+from lagrpo.tasks import data
+from lagrpo.tasks.base import RowTask
 from lagrpo.tasks.numbers import (
     Numeral,
     agree,
-    are_joined,
     find_first_numeral,
     find_last_box,
     find_last_numeral,
@@ -34,23 +33,22 @@ WORDING = "{question}\n\nReason step by step. End with #### and the final number
 _GAP = r"[\s$€£₹*(\[{\\:–−-]*"
 _HASHES = re.compile(rf"####{_GAP}")
 _ANSWER_IS = re.compile(rf"\banswer\b[ *_]*(?:is|:|=){_GAP}", re.IGNORECASE)
-_RATIO = re.compile(r"(?<![\w:.,])([0-9]{1,9})(?: ?: ?| to )([0-9]{1,9})(?![\w:]|[.,][0-9]| ?:)")
 _SENTENCE_END = re.compile(r"\n|[.!?](?=\s|$)")
 
 
-def load(options: DataOptions, seed: int) -> tuple[dict[str, Any], Ask]:
-    """The rows of each split, and how one is asked. Raises ValueError for missing or unfit data."""
-    return load_rows(options, "openai/gsm8k:main", _ask, ("question", "answer"), "answer", _names), _ask
-
-
-def _names(split: str) -> tuple[str, ...]:
-    return f"gsm8k_{split}", split
+def load(options: data.Options, seed: int) -> RowTask:
+    """The task. Raises ValueError for missing or unfit data."""
+    rows = data.load_rows(
+        options, "openai/gsm8k:main", _ask, ("question", "answer"), "answer", lambda split: (f"gsm8k_{split}", split)
+    )
+    return RowTask("gsm8k", rows, _ask, score)
 
 
 def _ask(row: Mapping[str, Any]) -> tuple[str, str]:
-    return WORDING.format(question=text_of(row, "question")), str(row["answer"]).rpartition("####")[2].strip()
+    return WORDING.format(question=data.text_of(row, "question")), str(row["answer"]).rpartition("####")[2].strip()
 
 
+@accept_any
 def score(completion: str, answer: Any) -> float:
     r"""1.0 if the number that counts in the completion equals the reference number, else 0.0.
 
@@ -66,11 +64,8 @@ def score(completion: str, answer: Any) -> float:
     decimal of at least 4 significant digits stands for the numbers that round to it, in the completion as in `answer`:
     0.888889 and 0.8889, but not 0.889, are 8/9.
 
-    `answer` is a number, a text with exactly one (after its last "####", if it has one), or a ratio "3:4". A ratio
-    counts like a number, as "3:4" or "3 to 4", with these very terms. Of a float the first 15 digits count. Raises
-    UnscorableError for any other answer."""
-    if ratio := _read_ratio(answer):
-        return float(_find_ratio(completion) == ratio)
+    `answer` is a number, or a text with exactly one (after its last "####", if it has one). Of a float the first 15
+    digits count. Raises UnscorableError for any other answer."""
     right = _read_answer(answer)
     if right.value is not None and right.value.denominator == 1:
         found = _find(completion, fractions=False)
@@ -85,24 +80,6 @@ def _find(text: str, fractions: bool) -> Numeral | None:
     if fractions:
         found = merge_fractions(part, found)
     return find_first_numeral(part, found) if first else find_last_numeral(part, found)
-
-
-def _find_ratio(text: str) -> tuple[int, int] | None:
-    """The ratio that counts in a completion: its first term is the first numeral of the part that counts, and no other
-    ratio is there, or its second term is the last. None if a term has a minus sign, or is joined to another numeral."""
-    part, first = _find_counting_part(text)
-    found, ratios = find_numerals(part), list(_RATIO.finditer(part))
-    if not ratios or (first and len(ratios) > 1):
-        return None
-    terms = ratios[-1]
-    at = next(n for n, numeral in enumerate(found) if numeral.start == terms.start(1))
-    if at != (0 if first else len(found) - 2):
-        return None
-    beside = [*([(at - 1, at)] if at else []), *([(at + 1, at + 2)] if at + 2 < len(found) else [])]
-    if any(are_joined(part, found[left], found[right]) for left, right in beside):
-        return None
-    signed = any(numeral.value is None or numeral.value < 0 for numeral in found[at : at + 2])
-    return None if signed else (int(terms[1]), int(terms[2]))
 
 
 def _find_counting_part(text: str) -> tuple[str, bool]:
@@ -136,8 +113,3 @@ def _read_answer(answer: Any) -> Numeral:
         if len(found) == 1 and found[0].value is not None:
             return found[0]
     raise UnscorableError(f"the reference answer {answer!r} is not one number")
-
-
-def _read_ratio(answer: Any) -> tuple[int, int] | None:
-    found = _RATIO.fullmatch(answer.rpartition("####")[2].strip()) if isinstance(answer, str) else None
-    return (int(found[1]), int(found[2])) if found and ":" in found[0] else None

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lagrpo.rewards.reward import UnscorableError
-from lagrpo.tasks.base import Ask, Key, Messages, StepResult, option
+from lagrpo.tasks.base import Key, Messages, RowTask, StepResult, option
 from lagrpo.tasks.numbers import read_last_number
 from lagrpo.types import Prompt
 
@@ -24,15 +24,14 @@ class Options:
     largest: int = option(31, "the number is from 1 to this one", least=5, most=10_000)
 
 
-def load(options: Options, seed: int) -> tuple[dict[str, list[int]], Ask]:
-    """The numbers of each split, and how one is asked."""
+def load(options: Options, seed: int) -> RowTask:
+    """The task with the numbers in an order that the seed chooses."""
     from lagrpo.rng import permutation
 
-    numbers = permutation(options.largest, seed, "guess_number").tolist()
+    numbers = [n + 1 for n in permutation(options.largest, seed, "guess_number").tolist()]
     test = min(1_000, len(numbers) // 5)
-    question = WORDING.format(largest=options.largest)
-    splits = {"train": [n + 1 for n in numbers[test:]], "test": [n + 1 for n in numbers[:test]]}
-    return splits, lambda number: (question, number)
+    splits, question = {"train": numbers[test:], "test": numbers[:test]}, WORDING.format(largest=options.largest)
+    return RowTask("guess_number", splits, lambda number: (question, number), score, environment=GuessNumber)
 
 
 def read_guess(text: str) -> int | None:

@@ -1,4 +1,4 @@
-"""Tasks `gym:NAME`: text environments in the style of Gymnasium, such as those of GEM.
+"""Tasks `gym:NAME`: text environments in the style of Gymnasium, such as GEM's.
 
 `NAME` is the id of an environment of GEM (`gym:game:GuessTheNumber-v0-easy`), or a package.module:function that returns
 an object with the methods
@@ -13,25 +13,23 @@ the same episode. The reward is the sum over the steps.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 from lagrpo.rewards.load import load_function
 from lagrpo.rewards.reward import UnscorableError
-from lagrpo.tasks.base import EpisodeTask, Key, Messages, StepResult, build_messages
+from lagrpo.tasks.base import Key, Messages, RowTask, StepResult, build_messages
 from lagrpo.types import Prompt
 
 TRAIN, TEST = 10_000, 1_000  # seeds
 GEM = re.compile(r".*-v\d+(-\w+)*")  # ids of GEM
 
 
-def load(name: str, system_prompt: str | None = None) -> EpisodeTask:
-    """The task of this name. Raises ValueError or ImportError if there is no such environment."""
-    environment = name.removeprefix("gym:")
-    build(environment)
-    rows, make = {"train": range(TRAIN), "test": range(TRAIN, TRAIN + TEST)}, partial(Gym, environment, system_prompt)
-    return EpisodeTask(name, rows, lambda seed: (f"seed {seed}", seed), score, environment=make)
+def load(name: str, system_prompt: str | None = None) -> RowTask:
+    """The task of this environment. Raises ValueError or ImportError if it does not exist."""
+    build(name)
+    rows, make = {"train": range(TRAIN), "test": range(TRAIN, TRAIN + TEST)}, partial(Gym, name, system_prompt)
+    return RowTask(f"gym:{name}", rows, lambda seed: (f"seed {seed}", seed), score, environment=make)
 
 
 def build(name: str) -> Any:
@@ -57,25 +55,22 @@ class Gym:
 
     def reset(self, prompt: Prompt, key: Key) -> Messages:
         self.seed = int(prompt.answer)
-        return build_messages(self._begin()[1], self.system_prompt)
+        return build_messages(_add_suffix(*build(self.name).reset(seed=self.seed)), self.system_prompt)
 
     def step(self, text: str) -> StepResult:
-        env, _ = self._begin()
+        env = build(self.name)
+        env.reset(seed=self.seed)
         for earlier in self.steps:
             env.step(earlier)
         said, reward, terminated, truncated, info = env.step(text)
         self.steps.append(text)
         self.reward += float(reward)
         if terminated or truncated:
-            reason = "truncated by the environment" if not terminated else ""
+            reason = "" if terminated else "truncated by the environment"
             return StepResult(reward=self.reward, done=True, reason=reason)
-        return StepResult([{"role": "user", "content": _whole(said, info)}], self.reward)
-
-    def _begin(self) -> tuple[Any, str]:
-        env = build(self.name)
-        return env, _whole(*env.reset(seed=self.seed))
+        return StepResult([{"role": "user", "content": _add_suffix(said, info)}], self.reward)
 
 
-def _whole(text: Any, info: Any) -> str:
-    suffix = info.get("suffix") if isinstance(info, Mapping) else None
+def _add_suffix(text: Any, info: Any) -> str:
+    suffix = (info or {}).get("suffix")
     return f"{text}\n{suffix}" if suffix else str(text)

@@ -19,9 +19,9 @@ from typing import Any
 
 import math_verify
 
-from lagrpo.rewards.reward import UnscorableError
-from lagrpo.tasks.base import Ask
-from lagrpo.tasks.data import DataOptions, load_rows, text_of
+from lagrpo.rewards.reward import UnscorableError, accept_any
+from lagrpo.tasks import data
+from lagrpo.tasks.base import RowTask
 from lagrpo.tasks.numbers import find_last_box
 
 WORDING = "{problem}\n\nReason step by step and put the final answer in \\boxed{{}}."
@@ -40,19 +40,19 @@ _parse = functools.partial(math_verify.parse, fallback_mode="no_fallback", parsi
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own deadlines are off
 
 
-def load(options: DataOptions, seed: int) -> tuple[dict[str, Any], Ask]:
-    """The rows of each split, and how one is asked. Raises ValueError for missing or unfit data."""
-    return load_rows(options, _HUB, _ask, ("problem", "answer"), "answer", _names), _ask
-
-
-def _names(split: str) -> tuple[str, ...]:
-    return _DEFAULTS.get(split, split), split
+def load(options: data.Options, seed: int) -> RowTask:
+    """The task. Raises ValueError for missing or unfit data."""
+    rows = data.load_rows(
+        options, _HUB, _ask, ("problem", "answer"), "answer", lambda split: (_DEFAULTS.get(split, split), split)
+    )
+    return RowTask("math", rows, _ask, score)
 
 
 def _ask(row: Mapping[str, Any]) -> tuple[str, str]:
-    return WORDING.format(problem=text_of(row, "problem")), str(row["answer"])
+    return WORDING.format(problem=data.text_of(row, "problem")), str(row["answer"])
 
 
+@accept_any
 def score(completion: str, answer: Any) -> float:
     r"""1.0 if the completion's answer and the reference answer are mathematically equal, else 0.0.
 
@@ -64,8 +64,7 @@ def score(completion: str, answer: Any) -> float:
     form that it can evaluate ("3^2" is 9, "0.5" is \frac{1}{2}, "x = 5" is 5), units and "%" left aside; sets without
     order, intervals with their ends. So an answer that only restates the question in mathematics is equal, too: a known
     weakness. math-verify also takes for equal any two equations without real solutions, any two equations between
-    numbers, and pairs of fractions whatever follows them: tests/corpora/math_verify.jsonl has examples. Of 519 answers
-    of MATH, DeepScaleR and AIME that are equations, lists or pairs, 33 passed with "+1" after them.
+    numbers, and pairs of fractions whatever follows them: tests/corpora/math_verify.jsonl has examples.
 
     The caller keeps the deadline: math-verify's own, which rest on signal.alarm, are off. Raises UnscorableError if the
     reference answer cannot be parsed."""
@@ -75,7 +74,7 @@ def score(completion: str, answer: Any) -> float:
     if box is not None and re.sub(r"\s", "", _clean(box)) == re.sub(r"\s", "", right):
         return 1.0
     for reading in _READINGS:
-        parsed = _parse_answer(right, reading)
+        parsed = _parse_formula(right, reading)
         readable = readable or bool(parsed)
         found = _parse_formula(_clean(box), reading) if box is not None else _find(completion, reading)
         if parsed and math_verify.verify(parsed, found, timeout_seconds=None):
@@ -85,6 +84,7 @@ def score(completion: str, answer: Any) -> float:
     return 0.0
 
 
+@functools.lru_cache(maxsize=4096)
 def _parse_formula(latex: str, reading: math_verify.LatexExtractionConfig) -> list[Any]:
     """Parse a formula that stands alone."""
     return _parse(f"\\boxed{{{latex}}}", (dataclasses.replace(reading, boxed_match_priority=0),))
@@ -93,11 +93,6 @@ def _parse_formula(latex: str, reading: math_verify.LatexExtractionConfig) -> li
 def _find(text: str, reading: math_verify.LatexExtractionConfig) -> list[Any]:
     """Parse the formula or number that counts in a text without a box."""
     return _parse(_THIN_SPACES.sub("", text), (dataclasses.replace(reading, boxed_match_priority=-1), _NUMBER))
-
-
-@functools.lru_cache(maxsize=4096)
-def _parse_answer(answer: str, reading: math_verify.LatexExtractionConfig) -> list[Any]:
-    return _parse_formula(answer, reading)
 
 
 def _clean(latex: str) -> str:

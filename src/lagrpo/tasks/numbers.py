@@ -21,9 +21,12 @@ expression, and names no number: "1 2 3 4", "6 or 7", "3 + 4". Only a list of eq
 
 from __future__ import annotations
 
+import ast
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
 _ODD_DIGITS = r"\d²³¹¼-¾\u2070-\u209f\u2150-\u218b\u2460-\u24ff\u2776-\u2793"
 _WORD = rf"[0-9A-Za-z_{_ODD_DIGITS}]"
@@ -34,6 +37,7 @@ _NUMERAL = re.compile(
     r"(?:[eE](?P<exponent>[0-9]{1,3})(?![A-Za-z]))?(?P<unit>[A-Za-z_]*)"
 )
 _LONGEST = 100
+LONGEST, LARGEST = 200, 10**100  # characters and value of an expression
 SIGNIFICANT = 4  # digits that a decimal must have to stand for the numbers that round to it
 
 _CURRENCY = r"(?:\\?[$]|[€£¥₹])?"
@@ -197,3 +201,33 @@ def agree(one: Numeral | None, other: Numeral | None) -> bool:
         return False
     gap = abs(one.value - other.value)
     return gap == 0 or any(n.places and 2 * gap * 10**n.places <= 1 for n in (one, other))
+
+
+def evaluate(expression: str, operations: Mapping[type, Callable[..., Any]]) -> Fraction:
+    """The exact value of an expression of at most 200 characters, with these operations by the classes of `ast`, and
+    signs. Raises ValueError for anything else, ZeroDivisionError.
+
+    >>> evaluate("-(1 + 2.5)", {ast.Add: lambda a, b: a + b})
+    Fraction(-7, 2)
+    """
+
+    def compute(node: ast.AST) -> Fraction:
+        if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+            value = Fraction(str(node.value))
+        elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
+            operand = compute(node.operand)
+            value = -operand if isinstance(node.op, ast.USub) else operand
+        elif isinstance(node, ast.BinOp) and type(node.op) in operations:
+            value = Fraction(operations[type(node.op)](compute(node.left), compute(node.right)))
+        else:
+            raise ValueError(f"{expression!r} is not an arithmetic expression")
+        if max(abs(value.numerator), value.denominator) > LARGEST:
+            raise ValueError("the number is too large")
+        return value
+
+    if len(expression) > LONGEST:
+        raise ValueError(f"the expression has more than {LONGEST} characters")
+    try:
+        return compute(ast.parse(expression.strip(), mode="eval").body)
+    except SyntaxError as error:
+        raise ValueError(f"{expression!r} is not an arithmetic expression") from error

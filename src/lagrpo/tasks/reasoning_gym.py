@@ -13,18 +13,17 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from lagrpo.errors import suggest
 from lagrpo.rewards.reward import UnscorableError
-from lagrpo.tasks.base import Ask, option
+from lagrpo.tasks.base import RowTask, option
 
 WORDING = "{question}\n\nPut the final answer between <answer> and </answer>."
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-_KEPT = 4096  # puzzles that a process keeps
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +40,8 @@ class GymReward:
 
     def __init__(self, name: str, options: Mapping[str, Any], seed: int, size: int) -> None:
         self._given = name, dict(options), seed, size
-        self._dataset = make_dataset(*self._given)
-        self.entry = lru_cache(_KEPT)(lambda index: self._dataset[index])
+        self.dataset = make_dataset(*self._given)
+        self.entry = lru_cache(4096)(lambda index: self.dataset[index])
 
     def __reduce__(self) -> tuple[Any, ...]:
         return GymReward, self._given
@@ -55,23 +54,23 @@ class GymReward:
                 f"the generator {self._given[0]} makes another puzzle of the same seed in another process: set the "
                 "environment variable PYTHONHASHSEED to 0 for the whole run"
             )
-        return float(self._dataset.score_answer((found[-1] if found else completion).strip(), entry))
+        return float(self.dataset.score_answer((found[-1] if found else completion).strip(), entry))
 
 
-def load(options: Options, seed: int, name: str) -> tuple[dict[str, Sequence[int]], Ask, GymReward]:
-    """The numbers of each split's puzzles, how one is asked, and the reward. Raises ValueError for an unknown generator
-    and for options that it does not take."""
+def load(options: Options, seed: int, name: str) -> RowTask:
+    """The task with puzzles of this seed. Raises ValueError for an unknown generator and for options that it does not
+    take."""
     from lagrpo.rng import uniforms
 
     first = int(uniforms(1, seed, "reasoning_gym", name)[0] * 2**31)
-    reward = GymReward(name, options.options or {}, first, options.train_size + options.test_size)
+    train, size = options.train_size, options.train_size + options.test_size
+    reward = GymReward(name, options.options or {}, first, size)
 
     def ask(index: int) -> tuple[str, Any]:
         entry = reward.entry(index)
         return WORDING.format(question=entry["question"]), reference(index, entry)
 
-    train, test = range(options.train_size), range(options.train_size, options.train_size + options.test_size)
-    return {"train": train, "test": test}, ask, reward
+    return RowTask(f"reasoning_gym:{name}", {"train": range(train), "test": range(train, size)}, ask, reward)
 
 
 def reference(index: int, entry: Mapping[str, Any]) -> dict[str, Any]:
@@ -85,9 +84,6 @@ def make_dataset(name: str, options: Mapping[str, Any], seed: int, size: int) ->
 
     if name not in DATASETS:
         raise ValueError(f"task.name: reasoning_gym has no {name!r}.{suggest(name, DATASETS)}")
-    known = [field.name for field in fields(DATASETS[name][1]) if field.name not in ("seed", "size")]
-    if wrong := [given for given in options if given not in known]:
-        raise ValueError(f"task.options.{wrong[0]}: reasoning_gym:{name} takes {', '.join(known) or 'no options'}.")
     try:
         return create_dataset(name, seed=seed, size=size, **options)
     except (AssertionError, TypeError, ValueError) as error:

@@ -144,7 +144,7 @@ class PlainDisplay(Display):
         for of_set in dict.fromkeys(name.partition(".")[2] for name in self.evaluations):
             self.show_set(of_set)
         places = {"run": self.path, "reward curve": reward_curve(self.path) if self.rows else None}
-        commands = {"next": f"lagrpo show {self.path}", "in a browser": f"lagrpo view {self.path}"}
+        commands = {"next": f"lagrpo view {self.path}", "as text": f"lagrpo view {self.path} --text"}
         for name, what in {**places, **commands}.items():
             if what is not None:  # not wrapped: it is there to be copied
                 self.console.print(Text.assemble((f"  {name:<14}", "dim"), str(what)), soft_wrap=True)

@@ -1,4 +1,4 @@
-"""What `lagrpo show RUN` prints: completions with their reward, advantage, versions and lag."""
+"""What `lagrpo view RUN --text` prints: completions with their reward, advantage, versions and lag."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from rich.console import Console, Group
 from rich.padding import Padding
@@ -27,25 +27,12 @@ from lagrpo.runs.rollouts import reward_columns
 from lagrpo.terminal.text import MARKS, count_of, formatted
 from lagrpo.types import Range, is_correct
 
-Only = Literal["all", "correct", "wrong", "unscored"]
-KINDS = {True: "correct", False: "wrong", None: "unscored"}
 Row = dict[str, Any]
 
 
-def show(
-    run_dir: Run | Path | str,
-    batch: int | None = None,
-    count: int = 8,
-    prompt: int | None = None,
-    only: Only = "all",
-    console: Console | None = None,
-) -> None:
-    """Print up to `count` completions of one batch (default: the last), for the prompt with key `prompt` if given.
-
-    `only`: "correct" have the largest reward of the run's task.reward_range, "wrong" are the other scored ones,
-    "unscored" have no reward. Raises RunNotFoundError if the run, its rollouts or the batch are not there,
-    SettingsError for rollouts of another schema or a damaged file.
-    """
+def show(run_dir: Run | Path | str, batch: int | None = None, console: Console | None = None) -> None:
+    """Print the completions of one batch (default: the last). Raises RunNotFoundError if the run, its rollouts or the
+    batch are not there, SettingsError for rollouts of another schema or a damaged file."""
     console, run = console or Console(), open_run(run_dir)
     if not (batches := rollout_batches(run)):
         raise RunNotFoundError(f"{run.path} has no rollouts yet: its first batch is not finished")
@@ -53,14 +40,8 @@ def show(
         rows = load_rollouts(run, [batches[-1] if batch is None else batch])
         scale = load_reward_range(run)
         results = [Text(line, style="dim") for line in result_lines(load_evaluations(run))]
-    keys = sorted({row["prompt_id"] for row in rows})
-    chosen = [row for row in rows if prompt in (None, row["prompt_id"])]
-    chosen = [row for row in chosen if only in ("all", KINDS[_is_right(row, scale)])]
-    console.print(_title(run, rows, batches), *results, sep="\n")
-    console.print(f"showing {min(count, len(chosen))} of {len(chosen)}\n")
-    if prompt is not None and prompt not in keys:
-        console.print(f"Prompt {prompt} is not in this batch; its prompts are {', '.join(map(str, keys))}.")
-    for key, group in groupby(chosen[:count], key=lambda row: row["prompt_id"]):
+    console.print(_title(run, rows, batches), *results, "", sep="\n")
+    for key, group in groupby(rows, key=lambda row: row["prompt_id"]):
         completions = list(group)
         console.print(_prompt(key, completions[0]), *(render_completion(row, scale) for row in completions))
 

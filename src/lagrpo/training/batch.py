@@ -7,8 +7,8 @@ carry the normalizer of the whole batch, so the split into micro-batches cannot 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import compress
 
 import torch
@@ -19,6 +19,7 @@ from lagrpo.core.losses import LossInputs
 from lagrpo.core.objective import Recipe
 from lagrpo.model.model import Packed
 from lagrpo.rng import uniforms
+from lagrpo.training.ranks import Ranks
 from lagrpo.types import Completion, Group
 
 
@@ -71,19 +72,21 @@ def assemble(groups: Sequence[Group], recipe: Recipe, max_tokens: int, seed: int
 
 
 @dataclass(frozen=True, slots=True)
-class FreshMicroBatch:
-    """Whole completions packed into one row, with what the objective reads of them before log π_k is known: flat over
-    their sampled tokens [T] and per completion [C]."""
+class MicroBatch:
+    """Whole completions packed into one row, with what the objective reads of them besides log π: flat over their
+    sampled tokens [T] and per completion [C]."""
 
     packed: Packed
     members: tuple[int, ...]  # their places among the completions of the batch
     logp_alpha_T: Tensor | None  # None if a file brought them without log-probs
-    logp_ref_T: Tensor | None  # None if the objective has no KL term
     completion_T: Tensor
     advantage_C: Tensor
     weight_C: Tensor
     group_C: Tensor  # the number of the group
     batch: Batch
+    logp_ref_T: Tensor | None = None  # None if the objective has no KL term
+    logp_k_T: Tensor | None = None  # None before the first update on the batch, at which π is π_k
+    entropy_T: Tensor | None = None  # of the distribution of π_k that each token was sampled from, nats; None: unknown
 
     def name(self, c: int) -> str:
         """The c-th completion of the row as the rollouts have it (columns `completion` and `prompt_id`), both from
@@ -92,101 +95,60 @@ class FreshMicroBatch:
         return f"completion {number} of prompt {self.batch.groups[group].prompt.key}"
 
     def with_logprobs(self, logp_k_T: Tensor, entropy_T: Tensor | None = None) -> MicroBatch:
-        own = {field.name: getattr(self, field.name) for field in fields(self)}
-        return MicroBatch(**own, logp_k_T=logp_k_T, entropy_T=entropy_T)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MicroBatch(FreshMicroBatch):
-    """A micro-batch with everything that the objective reads besides log π."""
-
-    logp_k_T: Tensor
-    entropy_T: Tensor | None = None
-    """of the distribution of π_k that each token was sampled from, nats; None if it was not measured"""
+        return replace(self, logp_k_T=logp_k_T, entropy_T=entropy_T)
 
     def loss_inputs(self, logp_T: Tensor) -> LossInputs:
         """What the objective reads if π gives the tokens these log-probs."""
-        return LossInputs(
-            logp_T, self.logp_alpha_T, self.logp_k_T, self.logp_ref_T, self.completion_T, self.advantage_C, self.group_C
-        )
+        logp_k_T = logp_T.detach() if self.logp_k_T is None else self.logp_k_T
+        given = self.logp_alpha_T, logp_k_T, self.logp_ref_T, self.completion_T, self.advantage_C, self.group_C
+        return LossInputs(logp_T, *given)
 
 
 def micro_batches(
     batch: Batch, tokens: int, device: torch.device | str = "cpu", whole_groups: bool = False,
-    skip_zero_advantage: bool = False, reference: Callable[[Packed], Tensor] | None = None, ranks: int = 1,
-) -> list[FreshMicroBatch]:  # fmt: skip
+    skip_zero_advantage: bool = False, ranks: Ranks | None = None,
+) -> list[MicroBatch]:  # fmt: skip
     """Completions with a weight, packed group by group into rows of at most `tokens` tokens; a single longer completion
     has a row of its own. A group that does not fit is cut, and its prompt is computed once per piece; with
     `whole_groups`, for objectives that compare the completions of a group, it has a longer row. `skip_zero_advantage`,
     if an advantage of 0 has no gradient, leaves those completions out; they still count in the weights of the others.
-    `reference` gives log π_ref of a packed row. For several `ranks` there are rows of about the same cost for each."""
-    wanted_C = (batch.weight_C != 0) & ~(skip_zero_advantage & (batch.advantage_C == 0))
-    rows = _rows(batch, wanted_C, tokens, device, whole_groups, ranks)
-    if reference is None:
-        return rows
-    with torch.no_grad():
-        return [replace(row, logp_ref_T=reference(row.packed)) for row in rows]
+    Each of several `ranks` gets its share, as many rows of about the same cost."""
+    return _rows(batch, _packed(batch, skip_zero_advantage), tokens, device, ranks or Ranks(), whole_groups)
 
 
 def left_out(
-    batch: Batch, rows: Sequence[FreshMicroBatch], tokens: int, device: torch.device | str = "cpu"
-) -> list[FreshMicroBatch]:
-    """The scored completions with a known log α that no row has: unbiased metrics of the lag need them."""
-    wanted_C = torch.tensor([knows_alpha(batch, [c]) for c in range(len(batch.member_C))], dtype=torch.bool)
-    wanted_C[[c for micro in rows for c in micro.members]] = False
-    return _rows(batch, wanted_C, tokens, device)
+    batch: Batch, tokens: int, device: torch.device | str = "cpu", skip_zero_advantage: bool = False,
+    ranks: Ranks | None = None,
+) -> list[MicroBatch]:  # fmt: skip
+    """The scored completions with a known log α that `micro_batches` leaves out: unbiased metrics of the lag need
+    them."""
+    known_C = torch.tensor([knows_alpha(batch, [c]) for c in range(len(batch.member_C))], dtype=torch.bool)
+    return _rows(batch, known_C & ~_packed(batch, skip_zero_advantage), tokens, device, ranks or Ranks())
+
+
+def _packed(batch: Batch, skip_zero_advantage: bool) -> Tensor:
+    return (batch.weight_C != 0) & ~(skip_zero_advantage & (batch.advantage_C == 0))
 
 
 def _rows(
-    batch: Batch, wanted_C: Tensor, tokens: int, device: torch.device | str, whole_groups: bool = False, ranks: int = 1
-) -> list[FreshMicroBatch]:
+    batch: Batch, wanted_C: Tensor, tokens: int, device: torch.device | str, ranks: Ranks, whole_groups: bool = False
+) -> list[MicroBatch]:
+    if ranks.size > 1:  # no piece is larger than a rank's even share
+        total = sum(_cost(batch, piece) for piece in _pieces(batch, wanted_C.tolist(), sys.maxsize))
+        tokens = min(tokens, -(-total // ranks.size))
     pieces = _pieces(batch, wanted_C.tolist(), tokens if not whole_groups else sys.maxsize)
     rows: list[list[list[int]]] = []
     for known in (True, False):  # a row's completions all have log α, or none of them
         alike = [piece for piece in pieces if knows_alpha(batch, piece) == known]
-        found = [[alike[n] for n in row] for row in balanced([_cost(batch, piece) for piece in alike], tokens)]
-        rows += _evened(batch, found, ranks, not whole_groups) if ranks > 1 else found
-    return [_pack(batch, row, device) for row in rows]
+        costs = [_cost(batch, piece) for piece in alike]
+        rows += [[alike[n] for n in row] for row in balanced(costs, tokens, ranks.size)]
+    return [_pack(batch, row, device) for row in ranks.share(rows)]
 
 
-def _evened(batch: Batch, rows: list[list[list[int]]], ranks: int, cut: bool) -> list[list[list[int]]]:
-    """As many rows for each rank, of about the same cost: a piece, or its last completions if it may be `cut`, moves
-    from the largest row to the smallest while that makes the larger of the two smaller by more than a fiftieth."""
-    rows = rows + [[] for _ in range(-len(rows) % ranks)]
-    costs = [sum(_cost(batch, piece) for piece in row) for row in rows]
-    while rows:
-        most, least = costs.index(max(costs)), costs.index(min(costs))
-        moves = (
-            (max(costs[most] - whole + stay, costs[least] + go), number, kept, stay - whole, go)
-            for number, piece in enumerate(rows[most])
-            for whole in [_cost(batch, piece)]
-            for kept, stay, go in _cuts(batch, piece, cut)
-        )
-        larger, number, kept, less, more = min(moves, default=(costs[most], 0, 0, 0, 0))
-        if larger >= 0.98 * costs[most]:
-            break
-        piece = rows[most].pop(number)
-        rows[most] += [piece[:kept]] if kept else []
-        rows[least].append(piece[kept:])
-        costs[most], costs[least] = costs[most] + less, costs[least] + more
-    return [row for row in rows if row]
-
-
-def _cuts(batch: Batch, piece: list[int], cut: bool) -> Iterator[tuple[int, int, int]]:
-    """The ways to divide a piece: how many completions stay, what these cost, what the others cost; first none stay."""
-    whole = _cost(batch, piece)
-    yield 0, 0, whole
-    prompt = len(batch.groups[batch.member_C[piece[0]][0]].prompt.token_ids)
-    stay = prompt
-    for kept, c in enumerate(piece[:-1] if cut else [], start=1):
-        stay += len(batch.completion(c).token_ids) - 1
-        yield kept, stay, whole - stay + prompt
-
-
-def balanced(costs: Sequence[int], budget: int) -> list[list[int]]:
+def balanced(costs: Sequence[int], budget: int, ranks: int = 1) -> list[list[int]]:
     """Items, by their numbers, in few rows of at most `budget` each and of about the same cost, largest first; an item
-    beyond the budget has a row to itself. First fit decides the number of rows; then, if the budget allows it, each
-    item goes into the row that has least."""
+    beyond the budget has a row to itself. First fit decides the number of rows, rounded up to as many for each of the
+    `ranks`; then, if the budget allows it, each item goes into the row that has least."""
 
     def cost(row: list[int]) -> int:
         return sum(costs[n] for n in row)
@@ -198,10 +160,11 @@ def balanced(costs: Sequence[int], budget: int) -> list[list[int]]:
             first_fit.append([n])
         else:
             home.append(n)
-    least: list[list[int]] = [[] for _ in first_fit]
+    least: list[list[int]] = [[] for _ in range(len(first_fit) + -len(first_fit) % ranks)]
     for n in order:
         min(least, key=cost).append(n)
-    return least if all(len(row) == 1 or cost(row) <= budget for row in least) else first_fit
+    fits = all(len(row) <= 1 or cost(row) <= budget for row in least)
+    return [row for row in (least if fits else first_fit) if row]
 
 
 def knows_alpha(batch: Batch, piece: Sequence[int]) -> bool:
@@ -227,7 +190,7 @@ def _pieces(batch: Batch, wanted_C: Sequence[bool], tokens: int) -> list[list[in
     return pieces
 
 
-def _pack(batch: Batch, pieces: list[list[int]], device: torch.device | str) -> FreshMicroBatch:
+def _pack(batch: Batch, pieces: list[list[int]], device: torch.device | str) -> MicroBatch:
     members = [c for piece in pieces for c in piece]
     completions = [batch.completion(c) for c in members]
     prompts = [batch.groups[batch.member_C[piece[0]][0]].prompt.token_ids for piece in pieces]
@@ -235,10 +198,10 @@ def _pack(batch: Batch, pieces: list[list[int]], device: torch.device | str) -> 
     sampled, known = torch.cat([c.sampled for c in completions]), knows_alpha(batch, members)
     row, kept = Packed.build(groups, device), sampled.to(device)
     layout = replace(row.layout, logit_rows=row.layout.logit_rows[kept])  # tokens not sampled stay as context
-    return FreshMicroBatch(
+    return MicroBatch(
         packed=replace(row, layout=layout, token_ids=row.token_ids[kept]), members=tuple(members),
         logp_alpha_T=torch.cat([c.logp_alpha for c in completions])[sampled].to(device) if known else None,
-        logp_ref_T=None, completion_T=torch.arange(len(members)).repeat_interleave(batch.lengths_C[members]).to(device),
+        completion_T=torch.arange(len(members)).repeat_interleave(batch.lengths_C[members]).to(device),
         advantage_C=batch.advantage_C[members].to(device), weight_C=batch.weight_C[members].to(device),
         group_C=torch.tensor([batch.member_C[c][0] for c in members]).to(device), batch=batch,
     )  # fmt: skip

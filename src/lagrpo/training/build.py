@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,15 +13,16 @@ from torch import Tensor
 
 from lagrpo.core.objective import Recipe
 from lagrpo.cpu.library import NoKernels
-from lagrpo.data.offline import OfflineData, Records, read_records
+from lagrpo.data.offline import OfflineData
 from lagrpo.data.prompts import PromptSource
 from lagrpo.errors import SettingsError, refusing
 from lagrpo.model.backend import choose_backend, pick_device, pick_dtype
 from lagrpo.model.embedded import resolve_model
 from lagrpo.model.loading import check_context, check_files, load_policy, without_progress_bars
-from lagrpo.model.lora import Lora, save_adapter, save_merged
-from lagrpo.model.model import AdapterWeights, Policy, PolicyCopy, copy_policy, fingerprint
+from lagrpo.model.lora import Lora, save_adapter
+from lagrpo.model.model import Policy, copy_policy, fingerprint
 from lagrpo.rewards.pool import RewardPool
+from lagrpo.rollout.base import Request
 from lagrpo.rollout.episodes import Episodes
 from lagrpo.rollout.local import LocalSampler
 from lagrpo.rollout.prefetch import Prefetcher
@@ -31,23 +31,144 @@ from lagrpo.rollout.sync_check import CHECK_PROMPTS, Agreement, WeightSyncCheck,
 from lagrpo.rollout.vllm.client import VllmClient
 from lagrpo.rollout.vllm.engine import VllmEngine, VllmEvaluator, build_engine
 from lagrpo.rollout.vllm.server import StartedServer, open_servers
-from lagrpo.settings.schema import EvalSettings, ModelSettings, Settings
-from lagrpo.tasks import Task, check_task, load_task
-from lagrpo.tasks.environments import load_environment
+from lagrpo.settings.schema import ModelSettings, Settings
+from lagrpo.tasks import Task
 from lagrpo.training.checks import chat_template
-from lagrpo.training.environments import OF_RUN, check_environment, find_environment_setups, replied
-from lagrpo.training.fsdp import copy_sharded, copy_whole, why_not_shardable, with_modules, without_values
-from lagrpo.training.ranks import (
-    FirstRankEvaluator,
-    FirstRankSampler,
-    RankBorrower,
-    RankRewardPool,
-    Ranks,
-    RankSampler,
-    RankTrainer,
+from lagrpo.training.data import TaskSetup, build_offline, load_data, offline_prompts
+from lagrpo.training.fsdp import (
+    BorrowingSampler,
+    copy_sharded,
+    copy_whole,
+    why_not_shardable,
+    with_modules,
+    without_values,
 )
+from lagrpo.training.ranks import FirstRankSampler, Ranks
 from lagrpo.training.trainer import Optimization, Trainer
 from lagrpo.types import Group
+
+Evaluator = LocalSampler | VllmEvaluator
+Sampling = LocalSampler | VllmEngine | FirstRankSampler
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerComponents:
+    """What a run is made of, on this rank."""
+
+    settings: Settings
+    main: TaskSetup  # the run's task
+    others: Mapping[str, TaskSetup]  # tasks of evaluation sets that have their own, by the name of the set
+    own_task: bool  # the caller gave the task as an object
+    model: str  # the fingerprint of the initial weights
+    trainer: Trainer  # with the policy, the recipe and the reference
+    sampler: Sampling
+    evaluator: Evaluator
+    prefetcher: Prefetcher
+    offline: OfflineData | None  # completions of files
+    schedule: Schedule
+    check_weight_sync: WeightSyncCheck | None  # None if the run asks for no check
+    ranks: Ranks
+    skeleton: Any  # the model of transformers without its numbers, if layers are sharded
+    processes: ExitStack  # ends workers, and servers that were started
+
+    @staticmethod
+    def build(
+        settings: Settings, recipe: Recipe, task: Task | None = None, ranks: Ranks | None = None
+    ) -> TrainerComponents:
+        """The data first, then the model: errors that are cheap to find come first. After an error, whatever was
+        started is ended. Raises SettingsError for data or a model that is missing, or does not fit."""
+        ranks = ranks or Ranks()
+        with ExitStack() as undo:
+            data = load_data(settings, task)
+            servers = start_servers(settings, data.replied, undo) if ranks.is_first else []
+            policy = build_policy(settings.model, settings.rollout.temperature, data.longest, settings.run.seed)
+            model = check_same_model(ranks, fingerprint(policy.all_weights))
+            main, others = data.set_up(policy, undo)
+            offline = build_offline(settings, recipe, policy, data.records) if data.records else None
+            sampler = build_sampler(settings, policy, servers, main.episodes, ranks)
+            undo.callback(sampler.close)
+            skeleton = without_values(policy.model.lm) if ranks.mesh is not None else None
+            evaluator = build_evaluator(settings, policy, sampler, ranks)
+            trainer = build_trainer(settings, recipe, policy, ranks)
+            if isinstance(evaluator, BorrowingSampler):
+                evaluator.source = trainer.policy
+            return TrainerComponents(
+                settings=settings,
+                main=main,
+                others=others,
+                own_task=task is not None,
+                model=model,
+                trainer=trainer,
+                sampler=sampler,
+                evaluator=evaluator,
+                prefetcher=Prefetcher(
+                    sampler, lambda b: share(ranks, sampler, main.prompts.batch(b)), settings.rollout.num_generations
+                ),
+                offline=offline,
+                schedule=Schedule(settings.schedule.kind, settings.schedule.sync_every, settings.schedule.delta),
+                check_weight_sync=build_weight_sync_check(settings, trainer.policy, main.prompts, sampler),
+                ranks=ranks,
+                skeleton=skeleton,
+                processes=undo.pop_all(),
+            )
+
+    @property
+    def task(self) -> Task:
+        return self.main.task
+
+    @property
+    def prompts(self) -> PromptSource:
+        return self.main.prompts
+
+    @property
+    def reward_pool(self) -> RewardPool:
+        return self.main.reward_pool
+
+    @property
+    def sampled(self) -> Policy | None:
+        """The policy of the in-process sampler, which computes as the trainer does, up to rounding; None for vLLM."""
+        return self.sampler.policy if isinstance(self.sampler, LocalSampler) else None
+
+    @property
+    def agreement(self) -> Agreement | None:
+        """How far trainer and in-process sampler agree; None if that was not measured."""
+        return self.check_weight_sync.agreement if self.check_weight_sync is not None else None
+
+    def read_offline(self, b: int) -> Sequence[Group]:
+        """The groups of batch b that come from a file, on rank 0."""
+        if self.offline is None or not self.ranks.is_first:
+            return ()
+        return self.offline.batch(b, offline_prompts(self.settings))
+
+    def share(self, requests: Sequence[Request]) -> list[Request]:
+        """The requests of a batch that this rank samples and scores."""
+        return share(self.ranks, self.sampler, requests)
+
+    def whole_weights(self) -> dict[str, Tensor] | None:
+        """What `save_policy` writes, on rank 0, if layers are sharded. Collective."""
+        return None if self.ranks.mesh is None else self.ranks.gather_whole(self.trainer.policy.weights)
+
+    def save_policy(self, directory: Path, whole: Mapping[str, Tensor] | None) -> None:
+        """Write π as it is now, a model or its adapter; `whole` are `whole_weights`."""
+        policy = self.trainer.policy
+        if whole is None:
+            return policy.save(directory)
+        if policy.weights.adapters:
+            save_adapter(self.skeleton, policy.weights, directory)
+        else:
+            self.skeleton.save_pretrained(directory, state_dict=dict(whole))
+        policy.chat.save(directory)
+
+    def keep_logs(self, run: Path) -> None:
+        """Put the logs of the servers that were started for a run into its directory."""
+        own = self.sampler.own if isinstance(self.sampler, FirstRankSampler) else self.sampler
+        started = [s for s in own.servers if isinstance(s, StartedServer)] if isinstance(own, VllmEngine) else []
+        for number, server in enumerate(started, start=1 + len([*run.glob("vllm-*.log")])):
+            server.keep_log(run / f"vllm-{number}.log")
+
+    def close(self) -> None:
+        """End the workers and the servers that were started."""
+        self.processes.close()
 
 
 def build_policy(model: ModelSettings, tau: float, longest: int, seed: int = 0) -> Policy:
@@ -91,185 +212,6 @@ def loading(model: ModelSettings) -> Iterator[None]:
             logging.set_verbosity(verbosity)
 
 
-@dataclass(frozen=True, slots=True)
-class RunData:
-    """What a run reads before it loads a model: its task, its offline completions, and the tasks of evaluation sets
-    that have their own, by the name of the set."""
-
-    task: Task
-    records: Records | None
-    of_sets: Mapping[str, Task]
-
-
-def load_data(settings: Settings, task: Task | None) -> RunData:
-    """`task` replaces settings.task. Raises SettingsError for data that is missing or malformed."""
-    with refusing():
-        task = check_task(task) if task is not None else load_task(settings.task, settings.run.seed)
-    of_sets = {}
-    for each in settings.eval.sets:
-        if each.task is not None:
-            with concerning_set(each.name):
-                of_sets[each.name] = other = load_task(each.task, settings.run.seed)
-                check_environment(settings, getattr(other, "environment", None), each.task)
-    with refusing("environment"):
-        check_environment(settings, load_environment(settings.environment, task), settings.task)
-    with refusing("offline.data"):
-        names = settings.offline.data
-        return RunData(task, read_records(names, settings.task.system_prompt) if names else None, of_sets)
-
-
-@dataclass(frozen=True, slots=True)
-class TrainerComponents:
-    """What a run is made of, on this rank."""
-
-    settings: Settings
-    task: Task
-    own_task: bool  # the caller gave the task as an object
-    model: str  # the fingerprint of the initial weights
-    trainer: Trainer  # with the policy, the recipe and the reference
-    sampler: LocalSampler | VllmEngine | FirstRankSampler
-    evaluator: LocalSampler | VllmEvaluator | FirstRankEvaluator
-    prefetcher: Prefetcher
-    prompts: PromptSource
-    offline: OfflineData | None  # completions of files
-    reward_pool: RewardPool
-    schedule: Schedule
-    check_weight_sync: WeightSyncCheck | None  # None if the run asks for no check
-    check_evaluated: WeightSyncCheck | None = None  # of servers that evaluate
-    others: Mapping[str, tuple[Task, RewardPool]] = field(default_factory=dict)  # of evaluation sets
-    ranks: Ranks = field(default_factory=Ranks)
-    talking: Mapping[str, Episodes] = field(default_factory=dict)  # environments of the run and of evaluation sets
-    asking: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # what the prompts of these need
-    skeleton: Any = None  # the model of transformers without its numbers, if layers are sharded
-
-    @staticmethod
-    def build(
-        settings: Settings, recipe: Recipe, task: Task | None = None, ranks: Ranks | None = None
-    ) -> TrainerComponents:
-        """The data first, then the model: errors that are cheap to find come first. After an error, whatever was
-        started is ended. Raises SettingsError for data or a model that is missing, or does not fit."""
-        ranks = ranks or Ranks()
-        with ExitStack() as undo:
-            servers, data = [], load_data(settings, task)
-            if settings.rollout.engine == "vllm" and ranks.is_first:
-                with loading(settings.model):
-                    check_files(resolve_model(settings.model.path))
-                opened = open_servers(settings, replied(settings, data.task))
-                servers = [undo.enter_context(closing(server)) for server in opened]
-            parts = TrainerComponents._build(settings, recipe, data, task is not None, servers, undo, ranks)
-            undo.pop_all()
-            return parts
-
-    @staticmethod
-    def _build(
-        settings: Settings, recipe: Recipe, data: RunData, own_task: bool, servers: list[VllmClient], undo: ExitStack,
-        ranks: Ranks,
-    ) -> TrainerComponents:  # fmt: skip
-        task = data.task
-        longest = settings.longest + replied(settings, task, *data.of_sets.values())
-        policy = build_policy(settings.model, settings.rollout.temperature, longest, settings.run.seed)
-        model = check_same_model(ranks, fingerprint(policy.all_weights))
-        talks = find_environment_setups(settings, task, data.of_sets, policy.chat)
-        talking = {name: talk.start(settings, policy.chat, undo) for name, talk in talks.items()}
-        asking = {name: talk.asking(talking[name]) for name, talk in talks.items()}
-        prompts = build_prompts(settings, task, policy, asking.get(OF_RUN, {}))
-        offline = build_offline(settings, recipe, policy, data.records) if data.records else None
-        sampler = build_sampler(settings, policy, servers, talking.get(OF_RUN), ranks)
-        skeleton = without_values(policy.model.lm) if ranks.mesh is not None else None
-        trainer, evaluator = build_trainer(settings, recipe, policy, ranks)
-        policy, evaluator.known = trainer.policy, talking
-        reward_pool = undo.enter_context(build_reward_pool(settings, task, ranks))
-        others = {
-            name: (each, undo.enter_context(build_reward_pool(settings, each, ranks)))
-            for name, each in data.of_sets.items()
-        }
-        check = build_weight_sync_check(settings, policy, prompts, sampler) if settings.rollout.parity_check else None
-        lent = settings.eval.sampler == "vllm" and not isinstance(sampler, LocalSampler)
-        return TrainerComponents(
-            settings=settings,
-            task=task,
-            own_task=own_task,
-            model=model,
-            trainer=trainer,
-            sampler=sampler,
-            evaluator=build_vllm_evaluator(sampler) if lent else evaluator,
-            prefetcher=Prefetcher(sampler, prompts.batch, settings.rollout.num_generations),
-            prompts=prompts,
-            offline=offline,
-            reward_pool=reward_pool,
-            schedule=Schedule(settings.schedule.kind, settings.schedule.sync_every, settings.schedule.delta),
-            check_weight_sync=check,
-            check_evaluated=build_weight_sync_check(settings, policy, prompts, sampler) if check and lent else None,
-            others=others,
-            asking=asking,
-            ranks=ranks,
-            talking=talking,
-            skeleton=skeleton,
-        )
-
-    @property
-    def sampled(self) -> Policy | PolicyCopy | None:
-        """The policy of the in-process sampler, which computes as the trainer does, up to rounding; None for vLLM."""
-        return self.sampler.policy if isinstance(self.sampler, LocalSampler) else None
-
-    @property
-    def agreement(self) -> Agreement | None:
-        """How far trainer and in-process sampler agree; None if that was not measured."""
-        return self.check_weight_sync.agreement if self.check_weight_sync is not None else None
-
-    def read_offline(self, b: int) -> Sequence[Group]:
-        """The groups of batch b that come from a file."""
-        return self.offline.batch(b, offline_prompts(self.settings)) if self.offline is not None else ()
-
-    def whole_weights(self) -> dict[str, Tensor] | None:
-        """What `save_policy` writes, on rank 0, if layers are sharded. Collective."""
-        policy = self.trainer.policy
-        if self.ranks.mesh is None:
-            return None
-        return self.ranks.gather_whole(policy.all_weights if self.settings.model.lora_merge else policy.weights)
-
-    def save_policy(self, directory: Path, whole: Mapping[str, Tensor] | None) -> None:
-        """Write π as it is now, a model or its adapter; `whole` are `whole_weights`."""
-        policy, merge = self.trainer.policy, self.settings.model.lora_merge
-        if whole is None:
-            return policy.save_merged(directory) if merge else policy.save(directory)
-        if merge:
-            save_merged(self.skeleton, directory, dict(whole))
-        elif isinstance(policy.weights, AdapterWeights):
-            save_adapter(self.skeleton, policy.weights, directory)
-        else:
-            self.skeleton.save_pretrained(directory, state_dict=dict(whole))
-        policy.chat.save(directory)
-
-    def close(self) -> None:
-        """End the workers and the servers that were started."""
-        judges = [judge for _, judge in self.others.values()]
-        with ExitStack() as last:
-            for part in (self.sampler, self.reward_pool, *judges):
-                last.callback(part.close)
-            for episodes in self.talking.values():
-                last.callback(episodes.environments.close)
-
-    def keep_logs(self, run: Path) -> None:
-        """Put the logs of the servers that were started for a run into its directory."""
-        own = self.sampler.own if isinstance(self.sampler, FirstRankSampler) else self.sampler
-        if isinstance(own, VllmEngine):
-            earlier = len([*run.glob("vllm-*.log")])  # of the servers of a run that is resumed
-            for number, server in enumerate(own.servers, start=1 + earlier):
-                if isinstance(server, StartedServer):
-                    server.keep_log(run / f"vllm-{number}.log")
-
-
-@contextmanager
-def concerning_set(name: str) -> Iterator[None]:
-    """Inside, errors of settings and data name the evaluation set."""
-    try:
-        with refusing():
-            yield
-    except SettingsError as error:
-        raise SettingsError(f"eval.sets, {name!r}: {error}") from error
-
-
 def check_same_model(ranks: Ranks, own: str) -> str:
     """The fingerprint `own`. Raises SettingsError if another rank has another model. Collective."""
     found = ranks.gather(own)
@@ -281,22 +223,25 @@ def check_same_model(ranks: Ranks, own: str) -> str:
     return own
 
 
-def build_prompts(
-    settings: Settings, task: Task, policy: Policy, asking: Mapping[str, Any] = MappingProxyType({})
-) -> PromptSource:
-    """The prompts of every batch, all tokenized once, so that a bad one is found before the run is made. `asking` is
-    what an environment's prompts need."""
-    fresh = settings.schedule.prompts_per_batch - offline_prompts(settings)
-    prompts = PromptSource(task, policy, settings.run.seed, fresh, settings.rollout.max_prompt_length, **asking)
-    prompts.tokenized("train", 0)  # a chat template that cannot be rendered
-    with refusing("task"):
-        prompts.check(settings.schedule.stages * settings.schedule.batches)
-    return prompts
+def share(ranks: Ranks, sampler: Any, requests: Sequence[Request]) -> list[Request]:
+    """The requests that this rank samples: if servers do that, rank 0 has all."""
+    if isinstance(sampler, FirstRankSampler):
+        return list(requests) if ranks.is_first else []
+    return ranks.share(requests)
+
+
+def start_servers(settings: Settings, replied: int, undo: ExitStack) -> list[VllmClient]:
+    """The vLLM servers of a run, on their way up; none if this process samples."""
+    if settings.rollout.engine != "vllm":
+        return []
+    with loading(settings.model):
+        check_files(resolve_model(settings.model.path))
+    return [undo.enter_context(closing(server)) for server in open_servers(settings, replied)]
 
 
 def build_sampler(
     settings: Settings, policy: Policy, servers: list[VllmClient], episodes: Episodes | None, ranks: Ranks
-) -> LocalSampler | VllmEngine | FirstRankSampler:
+) -> Sampling:
     """What samples training batches: this process with a copy of the policy, or the servers."""
     sampling = settings.rollout
     if sampling.engine == "vllm":
@@ -304,90 +249,61 @@ def build_sampler(
         if own is not None:
             own.episodes = episodes
         return FirstRankSampler(ranks, own) if own is None or ranks.size > 1 else own
-    given = copy_policy(policy), settings.run.seed, sampling.max_completion_length, sampling.max_num_seqs
-    sampler = LocalSampler(*given) if ranks.size == 1 else RankSampler(ranks, *given)
+    limits = sampling.max_completion_length, sampling.max_num_seqs
+    sampler = LocalSampler(copy_policy(policy), settings.run.seed, *limits)
     sampler.episodes = episodes
     return sampler
 
 
-def build_vllm_evaluator(sampler: Any) -> VllmEvaluator | FirstRankEvaluator:
-    return FirstRankEvaluator(sampler) if isinstance(sampler, FirstRankSampler) else VllmEvaluator(sampler)
+def build_evaluator(settings: Settings, policy: Policy, sampler: Sampling, ranks: Ranks) -> Evaluator:
+    """What samples evaluations: the policy itself in this process, or the servers. Before the trainer shards it."""
+    if not isinstance(sampler, LocalSampler):
+        return VllmEvaluator(sampler)
+    given = settings.run.seed, settings.rollout.max_completion_length, settings.rollout.max_num_seqs
+    if ranks.mesh is not None:
+        return BorrowingSampler((copy_whole if policy.weights.adapters else copy_policy)(policy), *given)
+    return LocalSampler(policy, *given)
 
 
-def build_trainer(settings: Settings, recipe: Recipe, policy: Policy, ranks: Ranks) -> tuple[Trainer, LocalSampler]:
-    """The trainer, with a reference if the recipe has a KL term, and what samples evaluations from its policy. If
-    layers are sharded, the policy given is used up. Raises SettingsError for a model whose layers cannot be."""
+def build_trainer(settings: Settings, recipe: Recipe, policy: Policy, ranks: Ranks) -> Trainer:
+    """The trainer, with a reference if the recipe has a KL term. If layers are sharded, the policy given is used up.
+    Raises SettingsError for a model whose layers cannot be."""
     o, s = settings.optimizer, settings.schedule
-    same = {"lr": o.learning_rate, "weight_decay": o.weight_decay, "schedule": o.lr_scheduler_type}
-    same |= {"warmup": o.warmup_steps, "masters": "dithered" if o.dither_master_weights else "plain"}
-    same |= {"offload_moments": o.offload_optimizer}
-    betas, max_grad_norm, updates = (o.beta1, o.beta2), o.max_grad_norm or None, s.stages * s.batches * s.num_iterations
     optimization = Optimization(
-        **same, betas=betas, max_grad_norm=max_grad_norm, updates=updates, seed=settings.run.seed
+        lr=o.learning_rate,
+        betas=(o.beta1, o.beta2),
+        weight_decay=o.weight_decay,
+        max_grad_norm=o.max_grad_norm or None,
+        schedule=o.lr_scheduler_type,
+        warmup=o.warmup_steps,
+        masters="dithered" if o.dither_master_weights else "plain",
+        offload_moments=o.offload_optimizer,
+        updates=s.stages * s.batches * s.num_iterations,
+        seed=settings.run.seed,
     )
-    evaluating = (
-        *(settings.run.seed, settings.rollout.max_completion_length, settings.rollout.max_num_seqs),
-        *(settings.eval.temperature, "evaluate"),
-    )
-    given = o.gradient_checkpointing, settings.run.entropy
     if ranks.mesh is None:
         reference = copy_policy(policy) if recipe.needs_pi_ref else None
-        if ranks.size == 1:
-            return Trainer(policy, recipe, optimization, reference, *given), LocalSampler(policy, *evaluating)
-        trainer = RankTrainer(ranks, policy, recipe, optimization, reference, *given)
-        return trainer, RankSampler(ranks, policy, *evaluating)
-    if reason := why_not_shardable(policy):
-        raise SettingsError(f"distributed.strategy = 'fsdp2' cannot shard this model: {reason}")
-    whole = copy_whole if isinstance(policy.weights, AdapterWeights) else copy_policy
-    evaluator, policy = RankBorrower(ranks, whole(policy), *evaluating), with_modules(policy)
-    reference = copy_sharded(policy, ranks.mesh) if recipe.needs_pi_ref else None
-    trainer = RankTrainer(ranks, policy, recipe, optimization, reference, *given)
-    evaluator.source = trainer.policy
-    return trainer, evaluator
+    else:
+        if reason := why_not_shardable(policy):
+            raise SettingsError(f"distributed.strategy = 'fsdp2' cannot shard this model: {reason}")
+        policy = with_modules(policy)
+        reference = copy_sharded(policy, ranks.mesh) if recipe.needs_pi_ref else None
+    return Trainer(policy, recipe, optimization, reference, o.gradient_checkpointing, settings.run.entropy, ranks)
 
 
-def build_reward_pool(settings: Settings | EvalSettings, task: Task, ranks: Ranks | None = None) -> RewardPool:
-    """The task's rewards in worker processes. Raises SettingsError for functions of another signature."""
-    with refusing("task"):
-        if ranks is None or ranks.size == 1:
-            return RewardPool(task.reward, **settings.verifier.of_a_batch)
-        return RankRewardPool(ranks, task.reward, **settings.verifier.of_a_batch)
-
-
-def build_weight_sync_check(settings: Settings, policy: Policy, source: PromptSource, sampler: Any) -> WeightSyncCheck:
-    """The check after every weight sync. Raises SettingsError if the in-process sampler computes something else than
-    the trainer."""
-    check_prompts = source.check_prompts(CHECK_PROMPTS)
+def build_weight_sync_check(
+    settings: Settings, policy: Policy, source: PromptSource, sampler: Any
+) -> WeightSyncCheck | None:
+    """The check after every weight sync; None if the run asks for none. Raises SettingsError if the in-process sampler
+    computes something else than the trainer."""
+    if not settings.rollout.parity_check:
+        return None
+    prompts = source.check_prompts(CHECK_PROMPTS)
     if not isinstance(sampler, LocalSampler):
         return WeightSyncCheck(
-            check_prompts, sampler.dtype if isinstance(sampler, FirstRankSampler) else sampler.weights.dtype
+            prompts, sampler.dtype if isinstance(sampler, FirstRankSampler) else sampler.weights.dtype
         )
-    check = WeightSyncCheck(check_prompts, policy.dtype)
+    check = WeightSyncCheck(prompts, policy.dtype)
     with refusing("model.path", WeightSyncError):
         check.start(policy, sampler)
     return check
-
-
-def offline_prompts(settings: Settings) -> int:
-    """How many prompts of each batch come from a file of completions: the share of N, at least one."""
-    data, share = settings.offline.data, settings.offline.fraction
-    return max(1, round(share * settings.schedule.prompts_per_batch)) if data is not None else 0
-
-
-def build_offline(settings: Settings, recipe: Recipe, policy: Policy, records: Records) -> OfflineData:
-    """The completions of settings.offline.data. Raises SettingsError for those that cannot be used with the model, and
-    for files without log-probs if the recipe reads log α."""
-    sampling, data = settings.rollout, settings.offline.data
-    assert data is not None
-    with refusing("offline.data"):
-        limits = {"max_prompt_tokens": sampling.max_prompt_length, "reads_logp": recipe.needs_logp_alpha}
-        found = OfflineData(records, policy, sampling.num_generations, settings.run.seed, **limits)
-    if recipe.needs_logp_alpha and not found.has_logp:
-        raise SettingsError(
-            f"offline.data = {', '.join(data)} does not say how likely its completions were (rollout_logprobs), and "
-            f"recipe {recipe.name!r} reads that; use one that does not, such as reinforce, asymre, red_drop, red_weight"
-        )
-    if found.longest > sampling.max_completion_length:
-        has = f"offline.data has a completion of {found.longest} tokens"
-        raise SettingsError(f"{has}; rollout.max_completion_length is {sampling.max_completion_length}")
-    return found

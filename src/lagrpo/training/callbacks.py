@@ -1,13 +1,29 @@
-"""Callbacks: what a run calls after its own files and its display."""
+"""Callbacks: what a run calls after it has written its files; and trackers, the callbacks that come with lagrpo.
+
+Each tracker has a class, which imports its package. It opens a new run, or the same one if the run resumes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+import importlib.util
+import logging
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
+
+from lagrpo.errors import SettingsError, one_line, visible
+from lagrpo.redaction import redact
+from lagrpo.settings.toml import flatten
+
+logger = logging.getLogger("lagrpo")
 
 Row = Mapping[str, Any]
 Status = Literal["finished", "interrupted", "failed"]
+PROJECT = "lagrpo"  # project or experiment of the runs, unless the tracker's environment variable names one
+TABLE = "completion_texts"  # name of the table of completions; `completions` is a metric
+COLUMNS = ("prompt_id", "sample_index", "prompt_text", "completion", "reward", "outcome", "reason")
+COLUMNS += ("advantage", "excluded_reason", "staleness", "finished")  # the columns of the rollouts that trackers get
 
 
 class Callback:
@@ -27,33 +43,191 @@ class Callback:
         """The run is over. Nothing else is called after it."""
 
 
-class CallbackList(Callback):
-    """Several callbacks, called in their order."""
-
-    def __init__(self, callbacks: Sequence[Any]) -> None:
-        self.callbacks = callbacks
-
-    def on_start(self, settings: Row, environment: Row, batch: int) -> None:
-        for callback in self.callbacks:
-            callback.on_start(settings, environment, batch)
-
-    def on_batch(self, metrics: Row, rollouts: Sequence[Row]) -> None:
-        for callback in self.callbacks:
-            callback.on_batch(metrics, rollouts)
-
-    def on_evaluation(self, name: str, summary: Row, records: Sequence[Row]) -> None:
-        for callback in self.callbacks:
-            callback.on_evaluation(name, summary, records)
-
-    def on_end(self, status: Status, detail: str) -> None:
-        """Call all of them, even if one raises."""
-        with ExitStack() as stack:
-            for callback in reversed(self.callbacks):
-                stack.callback(callback.on_end, status, detail)
-
-
 def check_callbacks(callbacks: Sequence[Any]) -> None:
     """Raise TypeError for an object that is not a Callback."""
     for callback in callbacks:
         if not isinstance(callback, Callback):
             raise TypeError(f"callbacks: {callback!r:.80} is not an instance of a class that inherits lagrpo.Callback")
+
+
+def check_installed(names: Iterable[str]) -> None:
+    """Raise SettingsError for a tracker whose package is missing. Nothing is imported."""
+    for name in names:
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.origin is None:  # without an origin: a directory of that name, such as W&B makes
+            raise SettingsError(f"run.report_to names {name}, which is not installed: pip install 'lagrpo[{name}]'")
+
+
+class Trackers(Callback):
+    """Logs to the named trackers, at most `completions` completions per batch. A tracker that raises is disabled with
+    one warning, and training continues."""
+
+    def __init__(self, names: Sequence[str], completions: int) -> None:
+        self.names, self.completions, self.active = names, completions, dict[str, Any]()
+
+    def on_start(self, settings: Row, environment: Row, batch: int) -> None:
+        path = Path(settings["run"]["output_dir"], settings["run"]["name"]).absolute()
+        name = "".join(c if c.isascii() and c.isalnum() else "-" for c in path.name)[:64]
+        config, run_id = without_secrets({**settings, "environment": environment}), f"{name}-{environment['id']}"
+        self.active = dict.fromkeys(self.names)
+        self._call(lambda name, _: self.active.update({name: TRACKERS[name](path, run_id, config, batch)}))
+
+    def on_batch(self, metrics: Row, rollouts: Sequence[Row]) -> None:
+        batch, count = metrics["step"], min(self.completions, len(rollouts))
+        values = {name: value for name, value in only_numbers(metrics).items() if not name.startswith("eval/")}
+        self._call(lambda _, tracker: tracker.log(batch, values))
+        if count:
+            rows = [rollouts[n * len(rollouts) // count] for n in range(count)]
+            table = without_secrets([{name: row.get(name) for name in COLUMNS} for row in rows])
+            self._call(lambda _, tracker: tracker.log_table(batch, table))
+
+    def on_evaluation(self, name: str, summary: Row, records: Sequence[Row]) -> None:
+        """Log the numbers of the summary as eval/NAME, or eval/SET/NAME for a named set."""
+        prefix = f"eval/{summary['set']}/" if summary.get("set") else "eval/"
+        values = {f"{prefix}{key}": value for key, value in only_numbers(summary).items() if key != "step"}
+        self._call(lambda _, tracker: tracker.log(summary["step"], values))
+
+    def on_end(self, status: Status, detail: str) -> None:
+        """Finish the trackers' runs. A package may wait here until everything is uploaded."""
+        self._call(lambda _, tracker: tracker.finish(status))
+        self.active = {}
+
+    def _call(self, call: Callable[[str, Any], object]) -> None:
+        for name, tracker in list(self.active.items()):
+            try:
+                call(name, tracker)
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - a package can raise anything
+                del self.active[name]
+                problem = one_line(redact(f"{type(error).__name__}: {error}"))
+                logger.warning("tracker %s is disabled, training continues: %s", name, problem)
+
+
+def only_numbers(values: Row) -> dict[str, float]:
+    return {name: value for name, value in values.items() if isinstance(value, int | float)}
+
+
+def without_secrets(value: Any) -> Any:
+    """The value with *** instead of secrets, as JSON would have it: maps, lists and paths become plain."""
+    if isinstance(value, Mapping):
+        return {str(key): without_secrets(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_secrets(item) for item in value]
+    return redact(str(value)) if isinstance(value, str | Path) else value
+
+
+class TensorBoard:
+    """Event files in the run's tensorboard/. A resumed run purges the batches that it makes again."""
+
+    def __init__(self, path: Path, run_id: str, config: Row, batch: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer: Any = SummaryWriter(str(path / "tensorboard"), purge_step=batch + 1 if batch else 0)
+        if not batch:
+            settings = redact((path / "config.toml").read_text(encoding="utf-8"))
+            self._writer.add_text("settings", f"```toml\n{settings}\n```", 0)
+
+    def log(self, batch: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, batch)
+        self._writer.flush()
+
+    def log_table(self, batch: int, rows: Sequence[Row]) -> None:
+        """Log a Markdown table: TensorBoard has no other."""
+        cells = [["" if cell is None else visible(str(cell)) for cell in row.values()] for row in rows]
+        cells = [[cell.replace("|", "\\|").replace("\n", "<br>") for cell in row] for row in cells]
+        lines = [list(rows[0]), ["---"] * len(rows[0]), *cells]
+        self._writer.add_text(TABLE, "\n".join(f"| {' | '.join(line)} |" for line in lines), batch)
+
+    def finish(self, status: Status) -> None:
+        self._writer.close()
+
+
+class Wandb:
+    """Weights & Biases, with its environment variables: WANDB_MODE, WANDB_PROJECT, WANDB_DIR and others. Charts are
+    over batches, because W&B's steps never go back. Code and git are not sent."""
+
+    table_options: Mapping[str, Any] = {"allow_mixed_types": True}
+
+    def __init__(self, path: Path, run_id: str, config: Row, batch: int) -> None:
+        import wandb  # pyright: ignore[reportMissingImports]
+
+        hidden = dict.fromkeys(("disable_code", "disable_git", "disable_job_creation", "x_disable_meta"), True)
+        self.package: Any = wandb
+        self.run: Any = wandb.init(
+            id=run_id,
+            resume="allow" if batch else None,
+            settings=wandb.Settings(silent=True, console="off", **hidden),
+            project=os.environ.get("WANDB_PROJECT") or PROJECT,
+            name=os.environ.get("WANDB_NAME") or path.name,
+            dir=os.environ.get("WANDB_DIR") or str(path),
+            config=config,
+        )
+        self.run.define_metric("*", step_metric="step")
+
+    def log(self, batch: int, values: Mapping[str, Any]) -> None:
+        self.run.log({**values, "step": batch})
+
+    def log_table(self, batch: int, rows: Sequence[Row]) -> None:
+        data = [list(row.values()) for row in rows]
+        self.log(batch, {TABLE: self.package.Table(columns=list(rows[0]), data=data, **self.table_options)})
+
+    def finish(self, status: Status) -> None:
+        self.run.finish(exit_code=0 if status == "finished" else 1)
+
+
+class Trackio(Wandb):
+    """A local database in TRACKIO_DIR, or a Space of Hugging Face, TRACKIO_SPACE_ID. TRACKIO_PROJECT is the project. A
+    resumed run is found by its name."""
+
+    table_options: Mapping[str, Any] = {}
+
+    def __init__(self, path: Path, run_id: str, config: Row, batch: int) -> None:
+        import trackio  # pyright: ignore[reportMissingImports]
+
+        project, resume = os.environ.get("TRACKIO_PROJECT") or PROJECT, "allow" if batch else "never"
+        self.package: Any = trackio
+        self.run: Any = trackio.init(project, name=path.name, config=dict(config), resume=resume, embed=False)
+
+    def log(self, batch: int, values: Mapping[str, Any]) -> None:
+        self.run.log(dict(values), step=batch)
+
+    def finish(self, status: Status) -> None:
+        self.run.finish()
+
+
+class Mlflow:
+    """The server or database MLFLOW_TRACKING_URI, else ./mlflow.db; experiment MLFLOW_EXPERIMENT_NAME. Settings are
+    parameters, completions JSON artifacts. A resumed run is found by its tag lagrpo.id."""
+
+    LONGEST_VALUE = 6000  # characters of a parameter
+    ENDS: Mapping[Status, str] = {"finished": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
+
+    def __init__(self, path: Path, run_id: str, config: Row, batch: int) -> None:
+        import mlflow  # pyright: ignore[reportMissingImports]
+
+        self._package, self._client = mlflow, mlflow.MlflowClient()
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT
+        found = self._client.get_experiment_by_name(name)
+        experiment = found.experiment_id if found else self._client.create_experiment(name)
+        if runs := batch and self._client.search_runs([experiment], f"tags.`lagrpo.id` = '{run_id}'"):
+            self._id = runs[0].info.run_id
+            self._client.update_run(self._id, status="RUNNING")
+            return
+        self._id = self._client.create_run(experiment, tags={"lagrpo.id": run_id}, run_name=path.name).info.run_id
+        params = {name: str(value)[: self.LONGEST_VALUE] for name, value in flatten(config).items()}
+        mlflow.log_params(params, run_id=self._id)
+
+    def log(self, batch: int, values: Mapping[str, float]) -> None:
+        allowed = {name.replace("@", "_at_"): value for name, value in values.items()}  # MLflow forbids @
+        self._package.log_metrics(allowed, step=batch, run_id=self._id)
+
+    def log_table(self, batch: int, rows: Sequence[Row]) -> None:
+        columns = {name: [row[name] for row in rows] for name in rows[0]}
+        self._client.log_dict(self._id, columns, f"{TABLE}/batch-{batch:06d}.json")
+
+    def finish(self, status: Status) -> None:
+        self._client.set_terminated(self._id, self.ENDS[status])
+
+
+TRACKERS: dict[str, Any] = {"tensorboard": TensorBoard, "wandb": Wandb, "trackio": Trackio, "mlflow": Mlflow}
+"""Each tracker by the name of its package, which is also the name of its extra."""

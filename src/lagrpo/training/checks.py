@@ -11,9 +11,9 @@ from lagrpo.model.embedded import check_path, is_adapter
 from lagrpo.runs.directory import check_new, check_writable
 from lagrpo.runs.reading import completion_files
 from lagrpo.settings.schema import EvalSettings, ModelSettings, Settings
-from lagrpo.tasks import Task, check_options, is_reference
+from lagrpo.tasks import Task, check_options
+from lagrpo.training.callbacks import check_installed
 from lagrpo.training.resume import check_changes, find_run
-from lagrpo.training.trackers import check_installed
 
 if TYPE_CHECKING:
     from lagrpo.core.objective import Recipe
@@ -26,7 +26,7 @@ def check_settings(settings: Settings, task: Task | None = None) -> Recipe:
         if each.task is not None:
             with refusing(f"eval.sets, {each.name!r}"):
                 check_options(each.task)
-    check_best(settings, task)
+    check_best(settings)
     with refusing("offline.data"):
         completion_files(settings.offline.data or ())
     check_lora(settings)
@@ -39,48 +39,50 @@ def check_settings(settings: Settings, task: Task | None = None) -> Recipe:
         return resolve(settings.loss.recipe, settings.loss.knobs)
 
 
-def check_best(settings: Settings, task: Task | None) -> None:
-    """Raises SettingsError for an eval.best_metric that is never made, or is of an unknown reward. Which rewards a
-    user's own task has is not known here."""
+def check_evaluation(settings: Settings | EvalSettings, task: Task | None = None) -> None:
+    """Raise SettingsError for options that the task does not take, a missing model or chat template, and an
+    evaluation's directory that cannot be written."""
+    if task is None:
+        with refusing():
+            check_options(settings.task)
+    with refusing("model.path"):
+        check_path(settings.model.path)
+    with refusing("model.chat_template"):
+        chat_template(settings.model)
+    if isinstance(settings, EvalSettings):
+        with refusing("output"):
+            check_writable(Path(settings.output or "evaluations"))
+
+
+def check_best(settings: Settings) -> None:
+    """Raise SettingsError for an eval.best_metric that is never made."""
     e, best = settings.eval, settings.eval.best_metric
-    if best is None:
-        return
-    of, _, metric = best.rpartition(".")
-    chosen = next((each for each in e.sets if each.name == of), None)
-    every = e.every if chosen is None or chosen.every is None else chosen.every
-    if not (e.at_start or every):
-        raise SettingsError(f"eval.best_metric = {best!r} is never found: set eval.every, or eval.at_start")
-    asked = chosen.task if chosen is not None and chosen.task is not None else settings.task
-    rewards = [f"rewards/{each.name}/mean" for each in asked.rewards]
-    unknown = not rewards and ((task is not None and asked is settings.task) or is_reference(asked.name))
-    known = ("reward", *rewards)
-    if metric.startswith("reward") and metric not in known and not unknown:
-        raise SettingsError(f"eval.best_metric = {best!r}: there is no metric {metric!r}; there are {', '.join(known)}")
+    if best is not None:
+        chosen = next((each for each in e.sets if each.name == best.rpartition(".")[0]), None)
+        every = e.every if chosen is None or chosen.every is None else chosen.every
+        if not (e.at_start or every):
+            raise SettingsError(f"eval.best_metric = {best!r} is never found: set eval.every, or eval.at_start")
 
 
 def check_lora(settings: Settings) -> None:
-    """Raises SettingsError for adapters that cannot be trained so, or not without a package."""
-    with refusing("model.path"):
-        if is_adapter(Path(settings.model.path).expanduser()):
-            raise ValueError(
-                f"{settings.model.path!r} is an adapter, and a run begins with a whole model: lagrpo merge "
-                f"{settings.model.path} --out DIRECTORY writes one"
-            )
+    """Raise SettingsError for adapters that cannot be trained so, or not without a package."""
+    path, sync = settings.model.path, settings.vllm.weight_transfer
+    if is_adapter(Path(path).expanduser()):
+        merge = "merge it with PEFT's merge_and_unload first"
+        raise SettingsError(f"model.path: {path!r} is an adapter, and a run begins with a whole model: {merge}")
     if not settings.model.lora_r:
         return
     from lagrpo.model import lora  # it loads PyTorch
 
     with refusing("model.lora_r"):
         lora.check_installed()
-    if settings.rollout.engine == "vllm" and settings.vllm.weight_transfer != "directory":
-        raise SettingsError(
-            f"vllm.weight_transfer = {settings.vllm.weight_transfer!r} sends whole models, and vLLM loads adapters "
-            "from a directory: take 'directory'"
-        )
+    if settings.rollout.engine == "vllm" and sync != "directory":
+        wrong = f"vllm.weight_transfer = {sync!r} sends whole models, and vLLM loads adapters from a directory"
+        raise SettingsError(f"{wrong}: take 'directory'")
 
 
 def check_ranks(settings: Settings) -> None:
-    """Raises SettingsError for what several ranks cannot do."""
+    """Raise SettingsError for what several ranks cannot do."""
     if world_size() == 1:
         return
     vllm, sync = settings.rollout.engine == "vllm", settings.vllm.weight_transfer
@@ -101,7 +103,7 @@ def resume_after_restart(settings: Settings) -> Settings:
 
 
 def check_run(settings: Settings) -> None:
-    """Raises SettingsError for a run that exists, cannot resume with these settings, or cannot be written, and for
+    """Raise SettingsError for a run that exists, cannot resume with these settings, or cannot be written, and for
     trackers that are not installed."""
     with refusing("run.resume" if settings.run.resume else "run"):
         if (run := find_run(settings)) is not None:
@@ -110,21 +112,6 @@ def check_run(settings: Settings) -> None:
         else:
             check_new(Path(settings.run.output_dir), settings.run.name)
     check_installed(settings.run.report_to)
-
-
-def check_evaluation(settings: Settings | EvalSettings, task: Task | None = None) -> None:
-    """Raises SettingsError for options that the task does not take, a missing model or chat template, and an
-    evaluation's directory that cannot be written."""
-    if task is None:
-        with refusing():
-            check_options(settings.task)
-    with refusing("model.path"):
-        check_path(settings.model.path)
-    with refusing("model.chat_template"):
-        chat_template(settings.model)
-    if isinstance(settings, EvalSettings):
-        with refusing("output"):
-            check_writable(Path(settings.output or "evaluations"))
 
 
 def chat_template(model: ModelSettings) -> str | None:

@@ -9,26 +9,22 @@ from pathlib import Path
 from typing import Any
 
 from lagrpo.cpu.memory import freed_memory_kept
-from lagrpo.data.prompts import PromptSource
 from lagrpo.errors import SettingsError, refusing
-from lagrpo.model.embedded import is_adapter, resolve_model
-from lagrpo.model.loading import check_files
+from lagrpo.model.embedded import is_adapter
 from lagrpo.model.lora import load_adapter_config
 from lagrpo.model.model import Policy
-from lagrpo.rollout.base import SamplingParams
 from lagrpo.rollout.local import LocalSampler
 from lagrpo.rollout.vllm.client import VllmClient
 from lagrpo.rollout.vllm.engine import VllmEvaluator, build_engine
-from lagrpo.rollout.vllm.server import open_servers
 from lagrpo.runs.directory import plain_name
 from lagrpo.runs.files import to_json, write_atomically, write_table
 from lagrpo.settings.schema import EvalSettings, Settings
-from lagrpo.tasks import Task, load_task, reward_names
+from lagrpo.tasks import reward_names
 from lagrpo.threads import choose_threads, fixed_threads
-from lagrpo.training.build import build_policy, build_reward_pool, build_weight_sync_check, loading
+from lagrpo.training.build import build_policy, build_weight_sync_check, start_servers
 from lagrpo.training.checks import check_evaluation
-from lagrpo.training.environments import EnvironmentSetup, replied
-from lagrpo.training.evaluation import PURPOSE, Evaluation, evaluate, few_prompts, interval
+from lagrpo.training.data import RunData, TaskSetup, load_data
+from lagrpo.training.evaluation import EvalSet, Evaluation, eval_params, evaluate, few_prompts, interval
 from lagrpo.training.memory import explained
 
 
@@ -38,13 +34,13 @@ def evaluate_model(settings: EvalSettings) -> Evaluation:
     RewardError if too many completions could not be scored, NoMemoryError."""
     check_evaluation(settings)
     with refusing():
-        task = load_task(settings.task, settings.seed)
-    output = _choose_output(settings, task.name)
+        data = load_data(as_run(settings), None)
+    output = _choose_output(settings, data.task.name)
     threads = fixed_threads(choose_threads(settings.model.threads))
     remedies = {"evaluation": "lower max_num_seqs or max_tokens"}
     with freed_memory_kept(), threads, explained(lambda: "evaluation", remedies), ExitStack() as stack:
-        evaluation = _evaluate_model(settings, task, stack)
-    of = {"model": settings.model.path, "task": task.name}
+        evaluation = _evaluate_model(settings, data, stack)
+    of = {"model": settings.model.path, "task": data.task.name}
     summary = {**of, **evaluation.summary, "settings": settings.model_dump()}
     write_table(output / "records.parquet", evaluation.records)
     write_atomically(output / "summary.json", to_json(summary) + "\n")
@@ -52,62 +48,48 @@ def evaluate_model(settings: EvalSettings) -> Evaluation:
     return evaluation
 
 
-def _evaluate_model(settings: EvalSettings, task: Task, stack: ExitStack) -> Evaluation:
-    servers = None
-    if settings.rollout.engine == "vllm":  # starting servers takes minutes: what is cheap to check comes first
-        with loading(settings.model):
-            run = _as_run(settings)
-            check_files(resolve_model(run.model.path))
-        servers = [stack.enter_context(closing(server)) for server in open_servers(run)]
+def _evaluate_model(settings: EvalSettings, data: RunData, stack: ExitStack) -> Evaluation:
+    servers = start_servers(data.settings, data.replied, stack)  # takes minutes: what is cheap to check came first
     print(f"loading {settings.model.path} …", file=sys.stderr, flush=True)
-    longest = settings.max_prompt_tokens + settings.max_tokens + replied(settings, task)
-    policy = build_policy(settings.model, settings.temperature, longest)
-    episodes, asking = None, dict[str, Any]()
-    if (talk := EnvironmentSetup.find(settings.environment, task, policy.chat)) is not None:
-        if servers:
-            raise SettingsError("rollout.engine = 'vllm' evaluates completions of one turn: take 'local'")
-        episodes = talk.start(settings, policy.chat, stack)
-        asking = talk.asking(episodes)
-    prompts = PromptSource(task, policy, settings.seed, 1, settings.max_prompt_tokens, **asking)
-    requests = prompts.held_out(settings.prompts or task.size("test"))
-    limits = settings.max_tokens, settings.max_num_seqs
-    evaluator: Any = LocalSampler(policy, settings.seed, *limits, purpose=PURPOSE)
-    evaluator.episodes, decoding = episodes, policy.model.decoding
+    policy = build_policy(settings.model, settings.temperature, data.longest)
+    setup = data.set_up(policy, stack)[0]
+    requests = setup.prompts.held_out(settings.prompts or data.task.size("test"))
+    evaluator: Any = LocalSampler(policy, settings.seed, settings.max_tokens, settings.max_num_seqs)
+    sampled = "here"
     if servers:
-        evaluator, decoding = _use_servers(settings, policy, prompts, servers, stack)
-    print(f"computing with {policy.model.computation}; decoding {decoding}", file=sys.stderr, flush=True)
-    reward_pool = stack.enter_context(build_reward_pool(settings, task))
-    scale, rewards = settings.task.reward_range, reward_names(task.reward)
-    return evaluate(evaluator, reward_pool, requests, settings.samples, settings.seed, scale, rewards)
+        evaluator, sampled = _use_servers(data.settings, policy, setup, servers, stack)
+    print(f"computing with {policy.model.computation}; sampled {sampled}", file=sys.stderr, flush=True)
+    params = eval_params(setup, settings.temperature, settings.max_tokens)
+    scale, rewards = settings.task.reward_range, reward_names(data.task.reward)
+    of = EvalSet(requests, setup.reward_pool, params, settings.samples, settings.seed, scale, rewards)
+    return evaluate(of, evaluator)
 
 
 def _use_servers(
-    settings: EvalSettings, policy: Policy, prompts: PromptSource, servers: list[VllmClient], stack: ExitStack
+    run: Settings, policy: Policy, setup: TaskSetup, servers: list[VllmClient], stack: ExitStack
 ) -> tuple[VllmEvaluator, str]:
     """Servers with the policy's weights, checked to compute as this process does; and what they are."""
-    run = _as_run(settings)
     sampler = stack.enter_context(closing(build_engine(run, policy, servers)))
     sampler.sync_weights(policy.weights, policy.version)
-    mean = build_weight_sync_check(run, policy, prompts, sampler)(policy, sampler)["logp_difference_mean"]
-    evaluator = VllmEvaluator(sampler)
-    evaluator.set_sampling_params(SamplingParams(PURPOSE, settings.temperature, settings.max_tokens))
+    check = build_weight_sync_check(run, policy, setup.prompts, sampler)
+    mean = check(policy, sampler)["logp_difference_mean"] if check is not None else 0.0
     who = ", ".join(map(str, servers))
-    return evaluator, f"by vLLM ({who}), which differs from this process by {mean:.2g} nats a token"
+    return VllmEvaluator(sampler), f"by vLLM ({who}), which differs from this process by {mean:.2g} nats a token"
 
 
-def _as_run(settings: EvalSettings) -> Settings:
-    """The settings of a run whose servers the evaluation uses; for an adapter, a run that trains such adapters. Raises
+def as_run(settings: EvalSettings) -> Settings:
+    """The settings of a run that samples so; for servers and an adapter, of a run that trains such adapters. Raises
     ValueError for an adapter that is not plain LoRA."""
     rollout = {"engine": settings.rollout.engine, "temperature": settings.temperature, "num_generations": 1}
     rollout |= {"max_completion_length": settings.max_tokens, "max_prompt_length": settings.max_prompt_tokens}
     rollout |= {"max_num_seqs": settings.max_num_seqs}
-    run = {"seed": settings.seed, "output_dir": str(Path(settings.output or "evaluations"))}
-    evaluation, model = {"at_start": False}, settings.model
-    if is_adapter(model.path):
+    model, given = settings.model, {n: getattr(settings, n) for n in ("task", "environment", "vllm", "verifier")}
+    if settings.rollout.engine == "vllm" and is_adapter(model.path):
         lora, path = load_adapter_config(Path(model.path))
         own = {"lora_r": lora.r, "lora_alpha": lora.alpha, "lora_target_modules": lora.targets}
-        model = model.model_copy(update={"path": path} | own)
-    given = {"run": run, "model": model, "rollout": rollout, "vllm": settings.vllm, "eval": evaluation}
+        model = model.model_copy(update={"path": path, **own})
+    run = {"seed": settings.seed, "output_dir": str(Path(settings.output or "evaluations"))}
+    given |= {"run": run, "model": model, "rollout": rollout, "eval": {"at_start": False}}
     return Settings.model_validate(given)
 
 

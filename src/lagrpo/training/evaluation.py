@@ -11,15 +11,14 @@ are drawn from. Random numbers have the same keys every time, so "before" and "a
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from lagrpo.core.estimators import bootstrap_interval, clustered_interval, paired_interval, pass_at_k
-from lagrpo.data.prompts import PromptSource
 from lagrpo.rewards.pool import RewardPool
 from lagrpo.rollout.base import Request, SamplingParams
 from lagrpo.rollout.schedule import LoopState
@@ -30,10 +29,10 @@ from lagrpo.runs.rollouts import REWARD
 from lagrpo.settings.evaluation import OF_A_SET, EvaluationSet
 from lagrpo.tasks import reward_names
 from lagrpo.terminal.text import count_of, formatted_interval
-from lagrpo.training.build import TrainerComponents, concerning_set
+from lagrpo.training.build import TrainerComponents
 from lagrpo.training.checkpoint import needs_alpha
-from lagrpo.training.environments import OF_RUN
-from lagrpo.training.ranks import FirstRankEvaluator
+from lagrpo.training.data import TaskSetup, concerning_set
+from lagrpo.training.ranks import Ranks
 from lagrpo.types import Group, Outcome, Range, is_correct
 
 ENOUGH_PROMPTS = 50
@@ -50,32 +49,42 @@ class Evaluation:
     records: list[dict[str, Any]]
 
 
-class Evaluator(Protocol):
-    """What samples the completions of evaluations."""
+@dataclass(frozen=True, slots=True)
+class EvalSet:
+    """Prompts that policies are evaluated on, and how. `rewards` are the names of several rewards."""
 
-    def set_sampling_params(self, params: SamplingParams) -> None: ...
-    def sample(self, requests: Sequence[Request], G: int) -> Iterator[tuple[Request, Group]]: ...
-    def free_cache(self) -> None: ...
+    requests: Sequence[Request]
+    reward_pool: RewardPool
+    params: SamplingParams
+    samples: int
+    """completions per prompt"""
+    seed: int = 0
+    reward_range: Range = (0.0, 1.0)
+    rewards: Sequence[str] = ()
+    name: str = ""
+    """"" if the run has no sets"""
+    every: int = 0
+    """batches between evaluations; 0: only before and after"""
+
+    def file_name(self, moment: str) -> str:
+        """The name of the evaluation's files: before, after, batch-000010, each with the set appended."""
+        return f"{moment}.{self.name}" if self.name else moment
 
 
-def evaluate(
-    evaluator: Evaluator,
-    reward_pool: RewardPool,
-    requests: Sequence[Request],
-    samples: int,
-    seed: int,
-    reward_range: Range,
-    rewards: Sequence[str] = (),
-) -> Evaluation:
-    """Sample `samples` completions for each request, score and count them; `rewards` are the names of several rewards.
-    Raises ValueError if there are no requests."""
-    if not requests:
+def evaluate(of: EvalSet, evaluator: Any, ranks: Ranks | None = None) -> Evaluation:
+    """Sample completions of the policy that the evaluator samples from, score and count them. Each of several ranks
+    does so for its share, unless servers sample for rank 0. Raises ValueError if there are no requests."""
+    if not of.requests:
         raise ValueError("there are no test prompts to evaluate on")
-    generated = (group for _, group in evaluator.sample(requests, samples))
-    groups = sorted(reward_pool.score(generated), key=lambda group: group.prompt.key)
-    records = [_record(group, reward_range, rewards) for group in groups]
-    summary = _summary(records, samples, seed, reward_range)
-    for column in (f"{REWARD}{name}" for name in rewards):
+    evaluator.set_sampling_params(of.params)
+    ranks = ranks or Ranks()
+    own = of.requests if isinstance(evaluator, VllmEvaluator) else ranks.share(of.requests)
+    with ranks.stopping_together():
+        scored = list(of.reward_pool.score(group for _, group in evaluator.sample(own, of.samples)))
+    groups = sorted(ranks.join(scored), key=lambda group: group.prompt.key)
+    records = [_record(group, of.reward_range, of.rewards) for group in groups]
+    summary = _summarize(records, of.samples, of.seed, of.reward_range)
+    for column in (f"{REWARD}{name}" for name in of.rewards):
         found = [[value for value in record[column] if value is not None] for record in records]
         if means := [sum(values) / len(values) for values in found if values]:
             summary[f"rewards/{column.removeprefix(REWARD)}/mean"] = sum(means) / len(means)
@@ -107,7 +116,7 @@ def _record(group: Group, reward_range: Range, names: Sequence[str]) -> dict[str
     return record
 
 
-def _summary(records: list[dict[str, Any]], samples: int, seed: int, reward_range: Range) -> dict[str, Any]:
+def _summarize(records: list[dict[str, Any]], samples: int, seed: int, reward_range: Range) -> dict[str, Any]:
     unscored = sum(r["samples"] - r["scored"] for r in records)
     summary: dict[str, Any] = {"prompts": len(records), "samples": samples, "unscored": unscored}
     for name, (values, tries) in _measures(records, samples).items():
@@ -153,13 +162,16 @@ def compare(before: Evaluation, after: Evaluation) -> dict[str, float]:
     return found
 
 
+# For people
+
+
 def few_prompts(prompts: int) -> str | None:
     """The warning for an evaluation on too few prompts; None if they suffice."""
     if prompts >= ENOUGH_PROMPTS:
         return None
     return (
-        f"WARNING: only {count_of(prompts, 'test prompt')}: the 95 % intervals of pass@k are wide, and if nearly all "
-        f"or no completions are correct, they hold in 85 to 97 % of cases; use at least {ENOUGH_PROMPTS}"
+        f"WARNING: only {count_of(prompts, 'test prompt')}: the 95 % intervals of pass@k are wide, and near 0 and "
+        f"100 % too narrow; use at least {ENOUGH_PROMPTS}"
     )
 
 
@@ -173,114 +185,59 @@ def interval(summary: Mapping[str, Any], name: str) -> str:
     return f"{heading:<11} {formatted_interval(summary, name, '.3f' if name == 'reward' else '.1%')}"
 
 
+def headline(summary: Mapping[str, Any]) -> str:
+    mean = summary.get("reward")
+    graded = f", mean reward {mean:.3f}" if mean not in (None, summary.get("pass@1")) else ""
+    return f"{interval(summary, 'pass@1')}{graded}"
+
+
+def moment_of(batch: int) -> str:
+    """What the evaluation after a batch is called while others follow.
+
+    >>> moment_of(0), moment_of(12)
+    ('before', 'batch-000012')
+    """
+    return f"batch-{batch:06d}" if batch else "before"
+
+
 # What a run evaluates, and when
 
 
-@dataclass(frozen=True, slots=True)
-class EvalSet:
-    """Prompts that a run evaluates its policy on again and again. `rewards` are the names of several rewards."""
-
-    name: str
-    """"" if the run has no sets"""
-    every: int
-    """batches between evaluations; 0: only before and after"""
-    sampling_params: SamplingParams
-    samples: int
-    seed: int
-    requests: Sequence[Request]
-    reward_pool: RewardPool
-    reward_range: Range
-    rewards: Sequence[str]
-
-    def file_name(self, moment: str) -> str:
-        """The name of the evaluation's files: before, after, batch-000010, each with the set appended."""
-        return f"{moment}.{self.name}" if self.name else moment
-
-    def evaluate(self, evaluator: Evaluator) -> Evaluation:
-        """Evaluate the policy that the evaluator samples from."""
-        evaluator.set_sampling_params(self.sampling_params)
-        scoring = self.seed, self.reward_range, self.rewards
-        return evaluate(evaluator, self.reward_pool, self.requests, self.samples, *scoring)
-
-
-def build_eval_sets(a: TrainerComponents) -> tuple[EvalSet, ...]:
-    """The evaluation sets of a run, or a single one without a name. Raises SettingsError for a set whose prompts do not
-    fit."""
-    e = a.settings.eval
-    if not e.sets:
-        return (_build_eval_set(a, EvaluationSet(name="only"), ""),) if e.takes_place else ()
-    sets = []
-    for each in e.sets if e.takes_place else ():
-        with concerning_set(each.name):
-            sets.append(_build_eval_set(a, each, each.name))
-    return tuple(sets)
-
-
-def _build_eval_set(a: TrainerComponents, each: EvaluationSet, name: str) -> EvalSet:
-    e, s, seed = a.settings.eval, a.settings.rollout, a.settings.run.seed
-    source, reward_pool, task, environment = a.prompts, a.reward_pool, a.settings.task, OF_RUN
-    if each.task is not None:
-        (own, reward_pool), task, environment = a.others[name], each.task, name
-        source = PromptSource(own, a.trainer.policy, seed, 1, s.max_prompt_length, **a.asking.get(name, {}))
-    return EvalSet(
-        name=name,
-        every=e.every if each.every is None else each.every,
-        sampling_params=SamplingParams(
-            purpose=f"{PURPOSE} {name}".rstrip(),
-            tau=each.temperature or e.temperature or s.temperature,
-            max_tokens=each.max_completion_length or s.max_completion_length,
-            environment=environment if environment in a.talking else None,
-        ),
-        samples=each.num_samples or e.num_samples,
-        seed=seed,
-        requests=source.held_out(each.num_prompts or e.num_prompts),
-        reward_pool=reward_pool,
-        reward_range=task.reward_range,
-        rewards=reward_names(source.task.reward),
-    )
-
-
 class Evaluations:
-    """The evaluations of a run. `record(name, summary, records)` gets each of them, `note` shows a line, `warn` also
-    records it, and `phase` shows what is being done."""
+    """The evaluation sets of a run, or a single one without a name, and the evaluations that were made of them. Raises
+    SettingsError for a set whose prompts do not fit."""
 
-    def __init__(
-        self,
-        parts: TrainerComponents,
-        record: Callable[..., None],
-        note: Callable[[str], None],
-        warn: Callable[[str], None],
-        phase: Callable[[str], None],
-    ) -> None:
-        self.parts, self.record, self.note, self.warn, self.phase = parts, record, note, warn, phase
-        self.sets = build_eval_sets(parts)
+    def __init__(self, parts: TrainerComponents) -> None:
+        self.parts, e = parts, parts.settings.eval
+        self.sets: list[EvalSet] = []
         self.made: dict[str, Evaluation] = {}
         """by the names of their files"""
+        if e.takes_place and not e.sets:
+            self.sets = [build_eval_set(parts, EvaluationSet(name="only"), "")]
+        for each in e.sets if e.takes_place else ():
+            with concerning_set(each.name):
+                self.sets.append(build_eval_set(parts, each, each.name))
 
-    def make(self, moment: str, batch: int, state: LoopState, only_due: bool = False) -> None:
-        """Evaluate π as it is after `batch` batches on every set that has not been evaluated at this moment; with
-        `only_due` on those whose turn it is."""
+    def find_due(self, moment: str, batch: int, only_due: bool) -> list[EvalSet]:
+        """The sets that have not been evaluated at this moment; with `only_due` those whose turn it is."""
         sets = [each for each in self.sets if each.file_name(moment) not in self.made]
-        if sets := [each for each in sets if not only_due or (each.every and batch % each.every == 0)]:
-            with sampling_from_policy(self.parts, state):
-                for each in sets:
-                    self._make(each, moment, batch)
-                    self.parts.evaluator.free_cache()
+        return [each for each in sets if not only_due or (each.every and batch % each.every == 0)]
 
-    def _make(self, each: EvalSet, moment: str, batch: int) -> None:
-        name, shown = each.file_name(moment), f"{moment}, {each.name}" if each.name else moment
-        self.phase(f"evaluation ({shown})")
-        found = each.evaluate(self.parts.evaluator)
+    def find_warnings(self) -> list[str]:
+        """What is to be said of sets with few prompts."""
+        found = [
+            (f"evaluation of {each.name}: " * bool(each.name), few_prompts(len(each.requests))) for each in self.sets
+        ]
+        return [f"{where}{text}" for where, text in found if text]
+
+    def make(self, each: EvalSet, moment: str) -> Evaluation:
+        """Evaluate the policy that the evaluator samples from, and compare it with the initial policy."""
+        found = evaluate(each, self.parts.evaluator, self.parts.ranks)
+        self.parts.evaluator.free_cache()
         if (before := self.made.get(each.file_name("before"))) is not None:
             found = replace(found, summary=found.summary | compare(before, found))
-        first = not any(made.partition(".")[2] == each.name for made in self.made)
-        if first and (warning := few_prompts(len(found.records))):
-            self.warn(f"evaluation of {each.name}: {warning}" if each.name else warning)
-        self.made[name] = found
-        of_set = {"set": each.name, "reward_range": list(each.reward_range)} if each.name else {}
-        place = {"step": batch, "policy_version": self.parts.trainer.policy.version}
-        self.record(name, place | of_set | found.summary, found.records)
-        self.note(f"evaluation ({shown}): {_headline(found.summary)}")
+        self.made[each.file_name(moment)] = found
+        return found
 
     def metrics(self, batch: int) -> dict[str, float | None]:
         """The metrics of each set after `batch` batches, for the line of the batch that follows; None if the set was
@@ -311,6 +268,53 @@ class Evaluations:
         return {"best": best, "value": value, "step": batch, "policy_version": self.parts.trainer.policy.version}
 
 
+def build_eval_set(a: TrainerComponents, each: EvaluationSet, name: str) -> EvalSet:
+    e, s = a.settings.eval, a.settings.rollout
+    setup, task = a.others.get(name, a.main), each.task or a.settings.task
+    params = eval_params(
+        setup,
+        each.temperature or e.temperature or s.temperature,
+        each.max_completion_length or s.max_completion_length,
+        name,
+    )
+    return EvalSet(
+        requests=setup.prompts.held_out(each.num_prompts or e.num_prompts),
+        reward_pool=setup.reward_pool,
+        params=params,
+        samples=each.num_samples or e.num_samples,
+        seed=a.settings.run.seed,
+        reward_range=task.reward_range,
+        rewards=reward_names(setup.task.reward),
+        name=name,
+        every=e.every if each.every is None else each.every,
+    )
+
+
+def eval_params(setup: TaskSetup, tau: float, max_tokens: int, name: str = "") -> SamplingParams:
+    """How an evaluation samples. `name` keys the random numbers of a set."""
+    episodes = setup.episodes
+    if episodes is not None:
+        episodes = replace(episodes, limits=replace(episodes.limits, sampled=max_tokens))
+    return SamplingParams(f"{PURPOSE} {name}".rstrip(), tau, max_tokens, episodes)
+
+
+@contextmanager
+def sampling_from_policy(a: TrainerComponents, state: LoopState) -> Iterator[None]:
+    """Inside, the evaluator samples from π. vLLM servers have α: they finish what they were asked for, get π under its
+    version, checked as after any weight sync, and then get α back if it is to sample more."""
+    evaluator, policy, check = a.evaluator, a.trainer.policy, a.check_weight_sync
+    if not isinstance(evaluator, VllmEvaluator):
+        yield
+        return
+    a.prefetcher.finish()
+    with evaluator.sampler.lent(policy.weights, policy.version, back=needs_alpha(a, state)):
+        if check is not None:
+            memory = check.memory()  # the next weight sync is compared with the last one
+            check(policy, evaluator.sampler)
+            check.remember(memory)
+        yield
+
+
 def load_run_evaluations(run: Run, batch: int, total: int) -> dict[str, Evaluation]:
     """What a run evaluated until a batch, by the names of the files; what it evaluated later is removed. An evaluation
     at its end gets the name of its batch if the run is to have more. Raises ValueError for damaged files, by name."""
@@ -328,33 +332,3 @@ def load_run_evaluations(run: Run, batch: int, total: int) -> dict[str, Evaluati
         if not ahead:
             made[name] = Evaluation({k: v for k, v in summary.items() if k not in OF_PLACE}, records)
     return made
-
-
-def moment_of(batch: int) -> str:
-    """What the evaluation after a batch is called while others follow.
-
-    >>> moment_of(0), moment_of(12)
-    ('before', 'batch-000012')
-    """
-    return f"batch-{batch:06d}" if batch else "before"
-
-
-def _headline(summary: Mapping[str, Any]) -> str:
-    mean = summary.get("reward")
-    graded = f", mean reward {mean:.3f}" if mean not in (None, summary.get("pass@1")) else ""
-    return f"{interval(summary, 'pass@1')}{graded}"
-
-
-@contextmanager
-def sampling_from_policy(parts: TrainerComponents, state: LoopState) -> Iterator[None]:
-    """Inside, the evaluator samples from π. vLLM servers have α: they finish what they were asked for, get π under its
-    version, checked as after any weight sync, and then get α back if it is to sample more."""
-    evaluator, policy = parts.evaluator, parts.trainer.policy
-    if not isinstance(evaluator, VllmEvaluator | FirstRankEvaluator):
-        yield
-        return
-    parts.prefetcher.finish()
-    with evaluator.sampler.lent(policy.weights, policy.version, back=needs_alpha(parts, state)):
-        if parts.check_evaluated is not None:
-            parts.check_evaluated(policy, evaluator.sampler)
-        yield

@@ -1,8 +1,9 @@
-"""What the settings of a run mean, in numbers: printed at the start of every run and by --dry-run."""
+"""What the settings of a run mean, in numbers: printed at the start of every run and by --dry-run; and what a run warns
+of while it trains."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,58 +15,46 @@ from lagrpo.model.backend import pick_device, pick_dtype
 from lagrpo.model.embedded import resolve_model
 from lagrpo.model.loading import check_supported, load_config
 from lagrpo.model.logprobs import KEPT_LOGITS, KERNEL_LOGITS
-from lagrpo.model.lora import count_of_adapters, count_parameters
+from lagrpo.model.lora import count_parameters
 from lagrpo.rollout.schedule import Schedule, lags
 from lagrpo.settings.schema import Settings
 from lagrpo.terminal.text import count_of
-from lagrpo.training.build import TrainerComponents, loading, lora_of, offline_prompts
-from lagrpo.training.checks import local_size, world_size
-from lagrpo.training.environments import OF_RUN
+from lagrpo.training.build import loading, lora_of
+from lagrpo.training.checks import world_size
+from lagrpo.training.data import offline_prompts
+
+if TYPE_CHECKING:
+    from lagrpo.training.loop import Step
 
 BYTES = {"bfloat16": 2, "float32": 4}
 HIDDEN_BYTES = {2: 44, 4: 54}  # of activations for each hidden unit, by the bytes of a number; measured on Llama layers
 PROGRAM = 400 * 2**20  # Python, torch and transformers themselves
 IDLE = 0.15  # gaps that the allocator cannot fill
+STILL = 1e-4  # a weight sync that changes a smaller share of the weights is warned of
 
 
-def meaning(settings: Settings, recipe: Recipe, parts: TrainerComponents | None = None) -> list[str]:
-    """One line for each thing that people get wrong about a run. Without its parts the model's sizes are read from its
-    config; no weights are loaded."""
-    s, sampling, policy = settings.schedule, settings.rollout, parts.trainer.policy if parts else None
-    per_batch, batches, ranks = s.prompts_per_batch * sampling.num_generations, s.stages * s.batches, world_size()
-    config, parameters, adapters = _sizes(settings, policy.model.lm if policy else None)
-    device = policy.device if policy else pick_device(settings.model.device)
+def meaning(settings: Settings, recipe: Recipe) -> list[str]:
+    """One line for each thing that people get wrong about a run. The model's sizes are read from its config."""
+    s, sampling, o = settings.schedule, settings.rollout, settings.optimizer
+    per_batch, batches = s.prompts_per_batch * sampling.num_generations, s.stages * s.batches
+    device = pick_device(settings.model.device)
     dtype, why = pick_dtype(settings.model.dtype, device)
-    text = config.get_text_config()
-    fused = kernels_compute(settings, text) if policy is None else policy.model.layers is not None
-    shards = local_size() if ranks % local_size() == 0 else ranks
-    memory = expected_memory(settings, recipe, text, parameters, fused, adapters, ranks, shards)
+    masters = f", {'dithered' * o.dither_master_weights or 'plain'} float32 masters" if dtype == "bfloat16" else ""
     changes = ", ".join(f"{name} = {value}" for name, value in settings.loss.knobs.items())
+    offline = offline_prompts(settings)
+    of_files = f"; {count_of(offline, 'prompt')} of them from {', '.join(settings.offline.data or ())}"
     return [
         f"recipe      {recipe.name}: {recipe.formula}" + (f"; here with {changes}" if changes else ""),
         f"batch       {s.prompts_per_batch} prompts x {sampling.num_generations} completions = {per_batch:,} samples, "
-        f"used for {count_of(s.num_iterations, 'update')} (i = {s.num_iterations}){_from_file(settings)}",
+        f"used for {count_of(s.num_iterations, 'update')} (i = {s.num_iterations}){of_files if offline else ''}",
         f"schedule    {_weight_syncs(settings)}",
-        *_sampler(settings),
-        *_environment(settings, parts),
-        *([] if parts and parts.own_task else _rewards(settings)),
+        *_who_samples(settings),
         f"run         {count_of(s.stages, 'stage')} x {count_of(s.batches, 'batch', 'es')} = "
         f"{count_of(batches * s.num_iterations, 'update')}, {batches * per_batch:,} samples",
         f"tokens      at most {per_batch * sampling.max_completion_length:,} sampled per batch, "
-        f"{settings.optimizer.micro_batch_tokens:,} in a micro-batch",
-        f"memory      at most about {_size(sum(memory.values()))}{' for each rank' if ranks > 1 else ''}: "
-        + ", ".join(f"{name} {_size(size)}" for name, size in memory.items()),
-        *_adapters(settings, parameters, adapters),
-        f"arithmetic  {dtype} ({why}) on {device}"
-        + (
-            f", {'dithered' * settings.optimizer.dither_master_weights or 'plain'} float32 masters"
-            if dtype == "bfloat16"
-            else ""
-        )
-        + (f"; {policy.model.computation}" if policy else ""),
-        *([f"decoding    {parts.sampled.model.decoding}"] if parts and parts.sampled else []),
-        *([f"agreement   {parts.agreement}"] if parts and parts.agreement else []),
-        *([f"offline     {parts.offline}"] if parts and parts.offline is not None else []),
+        f"{o.micro_batch_tokens:,} in a micro-batch",
+        *_memory(settings, recipe),
+        f"arithmetic  {dtype} ({why}) on {device}{masters}",
     ]
 
 
@@ -82,52 +71,41 @@ def _weight_syncs(settings: Settings) -> str:
     return f"{schedule}: new weights {when}, {updates} per weight sync; largest possible lag {lag}"
 
 
-def _environment(settings: Settings, parts: TrainerComponents | None) -> list[str]:
-    if not settings.replied and (parts is None or OF_RUN not in parts.talking):
-        return []
-    e, deadline = settings.environment, settings.verifier.deadline
-    what = e.name or ", ".join(e.tools) or settings.task.name
-    return [
-        f"environment {what}: at most {count_of(e.max_turns, 'turn')} and {e.max_tokens:,} tokens of replies in a "
-        f"completion; {deadline:g} s for a reply"
-    ]
+def _who_samples(settings: Settings) -> list[str]:
+    """Servers, environments and several rewards."""
+    v, e, task, lines = settings.vllm, settings.environment, settings.task, []
+    if settings.rollout.engine == "vllm":
+        who = ", ".join(v.urls) if v.urls else "a server that the run starts"
+        lines.append(
+            f"sampler     vLLM: {who}; weights by {v.weight_transfer}, completions under way: {v.on_weight_sync}"
+        )
+    if not settings.rollout.parity_check:
+        lines.append("agreement   off (rollout.parity_check = false)")
+    if settings.replied:
+        what, turns = e.name or ", ".join(e.tools) or task.name, count_of(e.max_turns, "turn")
+        lines.append(f"environment {what}: at most {turns} and {e.max_tokens:,} tokens of replies in a completion")
+    if task.rewards:
+        (low, high), right = task.reward_range, [each.name for each in task.rewards if each.right]
+        total = " + ".join(f"{each.weight:g} x {each.name} ({each.reward})" for each in task.rewards)
+        decides = " and ".join(right or [task.rewards[0].name])
+        lines.append(f"reward      {total}, from {low:g} to {high:g}; right is what has the greatest {decides}")
+    return lines
 
 
-def _sampler(settings: Settings) -> list[str]:
-    """Who samples, how weights get there, and whether they are checked."""
-    v, off = settings.vllm, ["agreement   off (rollout.parity_check = false)"]
-    off = [] if settings.rollout.parity_check else off
-    if settings.rollout.engine == "local":
-        return off
-    who = ", ".join(v.urls) if v.urls else "a server that the run starts"
-    return [f"sampler     vLLM: {who}; weights by {v.weight_transfer}, completions under way: {v.on_weight_sync}", *off]
-
-
-def _rewards(settings: Settings) -> list[str]:
-    """What the reward is made of, if it is several."""
-    if not (rewards := settings.task.rewards):
-        return []
-    low, high = settings.task.reward_range
-    parts = " + ".join(f"{each.weight:g} x {each.name} ({each.reward})" for each in rewards)
-    decides = [each.name for each in rewards if each.right] or [rewards[0].name]
-    return [f"reward      {parts}, from {low:g} to {high:g}; right is what has the greatest {' and '.join(decides)}"]
-
-
-def _adapters(settings: Settings, parameters: int, adapters: int) -> list[str]:
-    """How much is trained, if that is not the model itself."""
-    model = settings.model
-    if not adapters:
-        return []
-    return [
-        f"adapters    r = {model.lora_r}, alpha = {model.lora_alpha:g}, for {', '.join(model.lora_target_modules)}: "
-        f"{adapters:,} numbers are trained, {adapters / parameters:.1%} of the model's {parameters:,}, which are "
-        "frozen; a version is an adapter"
-    ]
-
-
-def _from_file(settings: Settings) -> str:
-    offline = offline_prompts(settings)
-    return f"; {count_of(offline, 'prompt')} of them from {', '.join(settings.offline.data or ())}" if offline else ""
+def _memory(settings: Settings, recipe: Recipe) -> list[str]:
+    """What a rank needs at the most, and what is trained if that is not the model itself."""
+    lm, lora, ranks = empty_model(settings), lora_of(settings.model), world_size()
+    with refusing("model.lora_r"):
+        adapters = count_parameters(lm, lora) if lora else 0
+    text, parameters = lm.config.get_text_config(), lm.num_parameters()
+    fused = kernels_compute(settings, text)
+    memory = expected_memory(settings, recipe, text, parameters, fused, adapters, ranks)
+    total, each = _size(sum(memory.values())), " for each rank" if ranks > 1 else ""
+    lines = [f"memory      at most about {total}{each}: {', '.join(f'{k} {_size(v)}' for k, v in memory.items())}"]
+    if lora:
+        what = f"r = {lora.r}, alpha = {lora.alpha:g}, for {', '.join(lora.targets)}"
+        lines.append(f"adapters    {what}: {adapters:,} numbers are trained, the model's {parameters:,} are frozen")
+    return lines
 
 
 def kernels_compute(settings: Settings, config: Any) -> bool:
@@ -138,7 +116,7 @@ def kernels_compute(settings: Settings, config: Any) -> bool:
 
 def expected_memory(
     settings: Settings, recipe: Recipe, config: Any, parameters: int, fused: bool = False, adapters: int = 0,
-    ranks: int = 1, shards: int | None = None,
+    ranks: int = 1,
 ) -> dict[str, int]:  # fmt: skip
     """The most bytes of a rank by purpose. With P trained parameters in bfloat16 on R ranks:
 
@@ -147,61 +125,52 @@ def expected_memory(
         layers     2P/R 2P/R    2P   4P/R       12P/R                 and two layers, and 2P to evaluate
 
     α has no copy if vLLM samples; π has one more, packed, if the kernels multiply and α is stale. With `adapters`,
-    their numbers are trained, and the model is frozen. Layers are divided by `shards` ranks. docs/scaling.md compares
+    their numbers are trained, and the model is frozen. docs/scaling.md compares
     this with measured peaks."""
     size = BYTES[pick_dtype(settings.model.dtype, pick_device(settings.model.device))[0]]
-    s, local = settings.schedule, settings.rollout.engine == "local"
+    s, local, reference = settings.schedule, settings.rollout.engine == "local", recipe.needs_pi_ref
     layers, trained = ranks > 1 and settings.distributed.strategy == "fsdp2", adapters or parameters
-    parts = (shards or ranks) if layers and not adapters else ranks
+    parts = ranks
     stale = (
         s.num_iterations > 1
         or max(lags(Schedule(s.kind, s.sync_every, s.delta), s.stages, s.batches, s.num_iterations)) > 0
     )
-    packed, own = fused and size == 2 and not layers, 1 + recipe.needs_pi_ref
-    weights = 0 if layers and not adapters else trained * size * (own + local + (packed and stale))
     if layers:
-        evaluates = settings.eval.sampler == "local" and settings.eval.takes_place
         head = config.vocab_size * config.hidden_size
         layer = max(0, parameters - head) // Shape.of(config).layers
-        copies = 1 if adapters else own
-        weights += copies * parameters * size // (shards or ranks) + (local + evaluates) * parameters * size
-        weights += size * max(2 * layer, head + layer)
-    elif adapters:
-        weights += parameters * size * (1 + packed)
-    moments = trained * 8 // parts
+        numbers = adapters * (1 + reference + local) + max(2 * layer, head + layer)
+        numbers += parameters * (1 if adapters else 1 + reference) // ranks
+        numbers += parameters * local * (1 + settings.eval.takes_place)
+    else:
+        packed = fused and size == 2
+        numbers = trained * (1 + reference + local + (packed and stale))
+        numbers += parameters * (1 + packed) if adapters else 0
     masters = trained * 4 // parts if size == 2 or ranks > 1 else 0
     memory = {
         "program": PROGRAM,
-        "weights": weights,
-        "optimizer": trained * 4 // (parts if layers and not adapters else 1) + masters + moments,
+        "weights": size * numbers,
+        "optimizer": trained * 4 // (parts if layers and not adapters else 1) + masters + trained * 8 // parts,
         "activations": _activations(settings, config, size, fused and not layers, -(-s.prompts_per_batch // ranks)),
-        "sampler": _tokens_held(settings, ranks) * _kv_bytes(config, size),
+        "sampler": _cache(settings, config, size, ranks) if local else 0,
     }
     memory["idle"] = int(IDLE * sum(memory.values()))
-    writes = settings.checkpoint.save_minutes or settings.checkpoint.save_every
-    lagging = trained * size * (stale + recipe.needs_pi_ref)
-    return memory | ({"checkpoint": trained * 12 // parts + lagging} if writes else {})
+    if settings.checkpoint.save_minutes or settings.checkpoint.save_every:
+        memory["checkpoint"] = trained * 12 // parts + trained * size * (stale + reference)
+    return memory
 
 
-def _kv_bytes(config: Any, size: int) -> int:
-    """Bytes of the keys and values of a token."""
-    layers, _, kv_heads, d = Shape.of(config)
-    return 2 * layers * kv_heads * d * size
-
-
-def _tokens_held(settings: Settings, ranks: int) -> int:
-    """The most tokens whose keys and values a rank holds: of as many rows as it decodes at a time; of its share of the
-    prompts, or of an evaluation, with several ranks."""
+def _cache(settings: Settings, config: Any, size: int, ranks: int) -> int:
+    """Bytes of the keys and values that the local sampler of a rank holds: of as many rows as it decodes at a time; of
+    its share of the prompts, or of an evaluation, with several ranks."""
     s, sampling, e, rows = settings.schedule, settings.rollout, settings.eval, settings.rollout.max_num_seqs
-    local, evaluates = sampling.engine == "local", e.sampler == "local" and e.takes_place
-    if not (local or evaluates):
-        return 0
     if ranks > 1:
         together = s.sync_every if s.kind == "every" and sampling.prefetch else 1
-        share = -(-s.prompts_per_batch * together // ranks) * sampling.num_generations if local else 0
-        rows = min(rows, max(share, -(-e.num_prompts // ranks) * e.num_samples if evaluates else 0))
+        evaluated = -(-e.num_prompts // ranks) * e.num_samples if e.takes_place else 0
+        rows = min(rows, max(-(-s.prompts_per_batch * together // ranks) * sampling.num_generations, evaluated))
     longest = settings.longest - sampling.max_prompt_length + settings.replied  # also of evaluation sets
-    return rows * longest + rows // sampling.num_generations * sampling.max_prompt_length
+    tokens = rows * longest + rows // sampling.num_generations * sampling.max_prompt_length
+    layers, _, kv_heads, d = Shape.of(config)
+    return tokens * 2 * layers * kv_heads * d * size
 
 
 def _activations(settings: Settings, config: Any, size: int, fused: bool, prompts: int) -> int:
@@ -232,17 +201,6 @@ def activation_bytes(settings: Settings, config: Any, size: int, fused: bool = F
     return shape.layers * layer
 
 
-def _sizes(settings: Settings, lm: Any) -> tuple[Any, int, int]:
-    """The model's config, its parameters, and the numbers of its adapters; of the model of the settings if there is
-    none yet. Raises SettingsError for adapters that do not fit it."""
-    if lm is not None:
-        adapters = count_of_adapters(lm)
-        return lm.config, lm.num_parameters() - adapters, adapters
-    lm, lora = empty_model(settings), lora_of(settings.model)
-    with refusing("model.lora_r"):
-        return lm.config, lm.num_parameters(), count_parameters(lm, lora) if lora else 0
-
-
 def empty_model(settings: Settings) -> Any:
     """The model of the settings by its config, on the meta device. Raises SettingsError for a missing or unsupported
     one."""
@@ -257,3 +215,24 @@ def empty_model(settings: Settings) -> Any:
 
 def _size(size: int) -> str:
     return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
+
+
+def find_warnings(settings: Settings, step: Step, had_gradient: bool) -> dict[str, str]:
+    """What is to be said of a batch, by name; a run says each once. `had_gradient`: an update since the weight sync
+    before had one."""
+    found, share = {}, step.state.sync.get("changed_fraction")
+    if step.reason and had_gradient and share is not None and share < STILL:
+        found["standstill"] = (
+            f"the weight sync of version {step.alpha} changes {share:.4%} of the sampler's weights, less than 1 in "
+            "10,000: updates are lost in rounding. Set optimizer.dither_master_weights = true, or raise "
+            "optimizer.learning_rate or schedule.sync_every (docs/precision.md, said once)"
+        )
+    low, high = settings.task.reward_range
+    rewards = [c.reward for group in step.batch.groups for c in group.completions if c.reward is not None]
+    if beyond := [reward for reward in rewards if not low <= reward <= high]:
+        found["range"] = (
+            f"{count_of(len(beyond), 'reward')} of a batch outside of task.reward_range = [{low:g}, {high:g}], such as "
+            f"{beyond[0]:g}: such batches have no bounds, and the range decides what counts as right. Set it to the "
+            "smallest and the largest reward (said once)"
+        )
+    return found

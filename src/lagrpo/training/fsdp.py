@@ -5,8 +5,6 @@ shards. A layer is whole on a rank only while it computes: gathered, and rounded
 process rounds it. Embeddings, the final norm and the head are one unit, so tied ones stay tied. Gradients are summed
 over the ranks in float32 by a plain sum, because the weights of completions have the normalizer of the batch.
 
-A mesh of one dimension shards over all ranks; one of two (replicas, shards) has several copies of the shards (HSDP).
-
 With adapters the frozen weights are sharded, in the model's dtype, and the adapters are whole on every rank. π_ref is
 adapters alone: they take the place of the policy's for a pass.
 
@@ -15,7 +13,7 @@ Whatever computes by the model or reads a whole weight is collective: all ranks 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -24,12 +22,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from lagrpo.model.adapters import adapted
 from lagrpo.model.backend import Backend
-from lagrpo.model.model import Model, Packed, Policy, PolicyCopy, Weights, check_weights, trained_weights
+from lagrpo.model.lora import adapted
+from lagrpo.model.model import Model, Packed, Policy, Weights, check_weights, trained_weights
+from lagrpo.rollout.base import Request
+from lagrpo.rollout.local import LocalSampler
 from lagrpo.training.master_weights import (
     EXACT,
     MasterWeights,
@@ -37,10 +37,9 @@ from lagrpo.training.master_weights import (
     Start,
     ZeroMasterWeights,
     norm_over_ranks,
-    round_into,
     start_master,
-    trained_parameters,
 )
+from lagrpo.types import Group
 
 
 def shard_policy(
@@ -53,49 +52,35 @@ def shard_policy(
         shard_all(model, mesh)
         sharded = AdaptedShardedPolicy(trained_weights(lm, policy.version), model, policy.chat, policy.tau)
         return sharded, ZeroMasterWeights(lm, start, seed, group, passes_are_collective=True)
-    masters = FsdpMasterWeights(policy, mesh, start, seed)
+    masters = FsdpMasterWeights(policy, mesh, group, start, seed)
     return Policy(ShardedWeights(model, policy.version), model, policy.chat, policy.tau), masters
 
 
 class FsdpMasterWeights(MasterWeights):
     """Shards the layers of a policy; `parameters` are this rank's rows of its weights, which become float32 masters.
     Masters start as the same numbers on any number of ranks. Each unit is sharded before the next one: only one is in
-    float32 at a time. Every pass through the model is collective."""
+    float32 at a time."""
 
     passes_are_collective = True
 
-    def __init__(self, policy: Policy, mesh: DeviceMesh, start: Start, seed: int) -> None:
-        self.model, lm, dtype = policy.model, policy.model.lm, policy.dtype
-        self.group, self.device = mesh.get_group(mesh.ndim - 1), policy.device
-        self.replicas = mesh.size(0) if mesh.ndim > 1 else 1
-        self.has_state = mesh.ndim == 1 or mesh.get_local_rank(0) == 0
-        self.exact = dtype in EXACT
-        found: dict[str, tuple[Span, nn.Parameter, Tensor]] = {}
+    def __init__(self, policy: Policy, mesh: DeviceMesh, group: dist.ProcessGroup, start: Start, seed: int) -> None:
+        self.model, self.group, self.device = policy.model, group, policy.device
+        self.spans, self.parameters, self.sharded = [], [], list[nn.Parameter]()
         for unit in units_of(policy.model):
-            for name, before in shard_unit(unit, lm, dtype, mesh).items():
-                sharded = attrgetter(name)(lm)
-                span = local_span(name, sharded)
-                own = local_shard(sharded) if span.is_whole else local_shard(sharded).view(-1)
-                rounded = own.to(dtype)
-                if not self.exact and sharded.requires_grad:
+            for name, before in shard_unit(unit, policy.model.lm, policy.dtype, mesh).items():
+                sharded = attrgetter(name)(policy.model.lm)
+                span, own = local_span(name, sharded), local_shard(sharded)
+                own = own if span.is_whole else own.view(-1)
+                if policy.dtype not in EXACT:
                     own.copy_(start_master(span, before, start, seed))
-                found[name] = span, nn.Parameter(own), rounded
-        self.sharded = trained_parameters(lm)
-        names = [name for name in self.sharded if found[name][0].stop > found[name][0].start]
-        self.held = [self.sharded[name] for name in names]
-        self.spans = [found[name][0] for name in names]
-        self.parameters = [found[name][1] for name in names]
-        self.rounded = [found[name][2] for name in names]
-
-    def begin_pass(self, last: bool) -> None:
-        """Replicas add up after the last row what their shards collected."""
-        if self.replicas > 1:
-            for module in self._modules():
-                module.set_requires_all_reduce(last)
+                if span.stop > span.start:
+                    self.spans.append(span)
+                    self.parameters.append(nn.Parameter(own))
+                    self.sharded.append(sharded)
 
     def reduce_grads(self) -> None:
         """The backward passes have summed over all ranks."""
-        for sharded, master in zip(self.held, self.parameters, strict=True):
+        for sharded, master in zip(self.sharded, self.parameters, strict=True):
             own = None if sharded.grad is None else local_shard(sharded.grad).view_as(master)
             master.grad = torch.zeros_like(master) if own is None else own
 
@@ -104,28 +89,11 @@ class FsdpMasterWeights(MasterWeights):
 
     def zero_grads(self) -> None:
         super().zero_grads()
-        for module in self._modules():  # what replicas have not added up yet
-            state: Any = module._get_fsdp_state()
-            for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
-                if group is not None:
-                    group._partial_reduce_output = None
-        for sharded in self.sharded.values():
-            sharded.grad = None
+        self.model.zero_grad()  # also on a rank that has no row of a weight
 
-    @torch.no_grad()
-    def write_back(self) -> float | None:
+    def write_back(self) -> None:
         """The masters as they are now are what is gathered from now on."""
         free_gathered(self.model)
-        if self.exact:
-            return None
-        moved = torch.zeros((), dtype=torch.long, device=self.device)
-        for rounded, master in zip(self.rounded, self.parameters, strict=True):
-            moved += round_into(rounded, master)
-        dist.all_reduce(moved, group=self.group)
-        return moved.item() / sum(weight.numel() for weight in self.sharded.values())
-
-    def _modules(self) -> Iterator[FSDPModule]:
-        return (module for module in self.model.modules() if isinstance(module, FSDPModule))
 
 
 # Sharding a model
@@ -196,9 +164,7 @@ def local_shard(tensor: Any) -> Tensor:
 
 def local_span(name: str, sharded: Any) -> Span:
     """Which numbers of a weight this rank has: whole rows."""
-    mesh = sharded.device_mesh
-    ranks, rank = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
-    rows = sharded.shape[0]
+    ranks, rank, rows = sharded.device_mesh.size(), sharded.device_mesh.get_local_rank(), sharded.shape[0]
     each, of_row = -(-rows // ranks), sharded.shape.numel() // rows
     return Span(name, sharded.shape, *(min(r * each, rows) * of_row for r in (rank, rank + 1)))
 
@@ -239,17 +205,16 @@ class ShardedWeights(Weights):
     def load(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Load π_version, from whole weights or from another model with the same shards; then nothing travels."""
         free_gathered(self._model)
-        if isinstance(weights, ShardedWeights):
-            for name, shard in self.shards.items():
-                local_shard(shard).copy_(local_shard(weights.shards[name]).to(self._dtype))
-        else:
-            check_weights(weights, self.shapes(), version)
-            for name, shard in self.shards.items():
-                own = local_span(name, shard).of(weights[name])
-                local_shard(shard).copy_(own.view(local_shard(shard).shape))
+        check_weights(weights, self.shapes(), version)
         for name in self._names:
             if name not in self.shards:
                 self[name].copy_(weights[name])
+                continue
+            own = local_shard(self.shards[name])
+            if isinstance(weights, ShardedWeights):
+                own.copy_(local_shard(weights.shards[name]).to(self._dtype))
+            else:
+                own.copy_(local_span(name, self.shards[name]).of(weights[name]).view(own.shape))
         self.version = version
 
 
@@ -263,14 +228,14 @@ class AdaptedShardedPolicy(Policy):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class AdapterReference(PolicyCopy):
+class AdapterReference(Policy):
     """π_ref as adapters alone, `weights`, beside the frozen weights that `model`, the policy's own, has in shards."""
 
-    def logp(self, packed: Packed) -> Tensor:
+    def logp(self, packed: Packed, entropy_T: Tensor | None = None, tau: float | None = None) -> Tensor:
         with torch.no_grad():
             self._exchange()
             try:
-                return self.model(packed, self.tau)
+                return self.model(packed, self.tau if tau is None else tau, entropy_T)
             finally:
                 self._exchange()
 
@@ -282,7 +247,7 @@ class AdapterReference(PolicyCopy):
             mine[name].copy_(kept)
 
 
-def copy_sharded(policy: Policy, mesh: DeviceMesh) -> PolicyCopy:
+def copy_sharded(policy: Policy, mesh: DeviceMesh) -> Policy:
     """A copy of a policy of `with_modules`, taken before its own layers are sharded, that does not learn: in shards of
     the model's dtype, or its adapters alone."""
     if adapted(policy.model.lm):
@@ -291,13 +256,13 @@ def copy_sharded(policy: Policy, mesh: DeviceMesh) -> PolicyCopy:
     lm = copy.deepcopy(policy.model.lm).requires_grad_(False)
     model = Model(lm, policy.model.backend)
     shard_all(model, mesh)
-    return PolicyCopy(ShardedWeights(model, policy.version), model, policy.chat, policy.tau)
+    return Policy(ShardedWeights(model, policy.version), model, policy.chat, policy.tau)
 
 
-def copy_whole(policy: Policy) -> PolicyCopy:
+def copy_whole(policy: Policy) -> Policy:
     """A copy of a policy with adapters that shares no weight with it, and computes by its modules."""
     lm = copy.deepcopy(policy.model.lm).requires_grad_(False)
-    return PolicyCopy(Weights(lm, policy.version), Model(lm, module_backend(policy)), policy.chat, policy.tau)
+    return Policy(Weights(lm, policy.version), Model(lm, module_backend(policy)), policy.chat, policy.tau)
 
 
 def without_values(lm: Any, but_adapters: bool = False) -> Any:
@@ -305,3 +270,27 @@ def without_values(lm: Any, but_adapters: bool = False) -> Any:
     `but_adapters` its adapters have their values."""
     empty = [p for p in lm.parameters() if not (but_adapters and p.requires_grad)]
     return copy.deepcopy(lm, {id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in empty})
+
+
+class BorrowingSampler(LocalSampler):
+    """Samples by a copy, `policy`, of the sharded policy `source`, which is set before its first use. The copy has
+    weights from `sample`, which is collective, to `free_cache`, and otherwise no memory for them."""
+
+    source: Policy
+
+    def __init__(self, policy: Policy, *given: Any) -> None:
+        super().__init__(policy, *given)
+        self._copy = policy
+        own = [p.detach() for p in policy.model.lm.parameters()] if isinstance(policy.weights, Weights) else []
+        self._storages = [(p.untyped_storage(), p.numel() * p.element_size()) for p in own]  # panels keep theirs
+        self.free_cache()
+
+    def sample(self, requests: Sequence[Request], G: int) -> Iterator[tuple[Request, Group]]:
+        for storage, size in self._storages:
+            storage.resize_(size)
+        self._copy.load(self.source.all_weights, self.source.version)
+        return super().sample(requests, G)
+
+    def free_cache(self) -> None:
+        for storage, _ in self._storages:
+            storage.resize_(0)

@@ -9,8 +9,8 @@ reports/theory.md says what each metric estimates and how its variance grows.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from lagrpo.settings.schema import Settings
 from lagrpo.training.batch import Batch, MicroBatch, knows_alpha
 from lagrpo.types import Range
 
+if TYPE_CHECKING:
+    from lagrpo.training.loop import Step
+
 ENOUGH = 25.0
 """Effective sample size from which an improvement means something: its standard error is then at most about a tenth of
 the range of rewards (standard deviation of a reward, at most 1/2, over √ESS)."""
@@ -30,34 +33,47 @@ KEYS = ("rollout/seq_kl", "rollout/seq_tv", "rollout/seq_ess", "improvement")
 """The metrics of `lag_metrics`."""
 
 
-def sequence_log_ratio(batch: Batch, rows: Sequence[MicroBatch]) -> Tensor:
-    """log π_k(y|x) - log α(y|x) of each completion, nats, float64 [C]; NaN if it was not computed or α is unknown."""
-    return _sums(batch, rows, lambda difference_T: difference_T)
+def by_completion(rows: Sequence[MicroBatch], name: str) -> dict[int, Tensor]:
+    """A quantity of the rows' tokens, float32 on the host, for each completion that they have."""
+    found = {}
+    for micro in rows:
+        if (values_T := getattr(micro, name)) is not None:
+            counts = micro.completion_T.bincount(minlength=len(micro.members)).tolist()
+            found |= dict(zip(micro.members, values_T.float().cpu().split(counts), strict=True))
+    return found
 
 
-def sequence_kl(batch: Batch, rows: Sequence[MicroBatch]) -> Tensor:
+def sequence_log_ratio(batch: Batch, logp_k: Mapping[int, Tensor]) -> Tensor:
+    """log π_k(y|x) - log α(y|x) of each completion, nats, float64 [C]; NaN if it was not computed or α is unknown.
+    `logp_k` has log π_k of their sampled tokens."""
+    return _sums(batch, logp_k, lambda difference_T: difference_T)
+
+
+def sequence_kl(batch: Batch, logp_k: Mapping[int, Tensor]) -> Tensor:
     """Σ_t (ρ_t - 1 - ln ρ_t) over the tokens of each completion, float64 [C]: estimates KL(α‖π_k) of the sequence from
     the ratios of its tokens, so its variance grows with the length, not exponentially in it; NaN as above."""
-    return _sums(batch, rows, lambda d_T: torch.expm1(d_T) - d_T)
+    return _sums(batch, logp_k, lambda d_T: torch.expm1(d_T) - d_T)
 
 
-def _sums(batch: Batch, rows: Sequence[MicroBatch], term: Callable[[Tensor], Tensor]) -> Tensor:
+def _sums(batch: Batch, logp_k: Mapping[int, Tensor], term: Callable[[Tensor], Tensor]) -> Tensor:
     """Sums over each completion's tokens of term(log π_k - log α), float64 [C]."""
     sums_C = torch.full((len(batch.member_C),), math.nan, dtype=torch.float64)
-    for micro in rows:
-        if micro.logp_alpha_T is None:
-            continue
-        value_T = term((micro.logp_k_T - micro.logp_alpha_T).double().cpu())
-        own = torch.zeros(len(micro.members), dtype=torch.float64)
-        sums_C[list(micro.members)] = own.index_add(0, micro.completion_T.cpu(), value_T)
+    for c, logp_T in logp_k.items():
+        sums_C[c] = term(log_ratio(batch, c, logp_T).double()).sum()
     return sums_C
 
 
-def completion_columns(batch: Batch, rows: Sequence[MicroBatch], eps_std: float) -> list[list[dict[str, Any]]]:
+def log_ratio(batch: Batch, c: int, logp_k_T: Tensor) -> Tensor:
+    """log π_k - log α of the sampled tokens of a completion, float32 [t]."""
+    completion = batch.completion(c)
+    return logp_k_T - completion.logp_alpha[completion.sampled]
+
+
+def completion_columns(step: Step, eps_std: float) -> list[list[dict[str, Any]]]:
     """What the rollouts say of each completion beyond itself, per group: advantage, excluded_reason (why it is not in
     the objective), group_std, the σ of its group; and of its sampled tokens old_logprobs and entropy, float32 [t].
     Empty if it was not scored; None for tokens whose number was not computed."""
-    old_logprobs, entropy = _by_completion(rows, "logp_k_T"), _by_completion(rows, "entropy_T")
+    batch, old_logprobs = step.batch, {**step.logp_k, **step.left_out}
     columns: list[list[dict[str, Any]]] = [[{} for _ in group.completions] for group in batch.groups]
     for members, rewards in _rewards(batch):
         spread = float(sigma(rewards, eps_std))
@@ -68,26 +84,17 @@ def completion_columns(batch: Batch, rows: Sequence[MicroBatch], eps_std: float)
                 "excluded_reason": "zero_variance" if batch.weight_C[c] == 0 else "",
                 "group_std": spread,
                 "old_logprobs": old_logprobs.get(c),
-                "entropy": entropy.get(c),
+                "entropy": step.entropy.get(c),
             }
     return columns
 
 
-def _by_completion(rows: Sequence[MicroBatch], name: str) -> dict[int, Tensor]:
-    """A quantity of the rows' tokens, for each completion that they have."""
-    found = {}
-    for micro in rows:
-        if (values_T := getattr(micro, name)) is None:
-            continue
-        counts = micro.completion_T.bincount(minlength=len(micro.members)).tolist()
-        found |= dict(zip(micro.members, values_T.float().cpu().split(counts), strict=True))
-    return found
-
-
-def lag_metrics(batch: Batch, rows: Sequence[MicroBatch], reward_range: Range = (0.0, 1.0)) -> dict[str, float | None]:
+def lag_metrics(
+    batch: Batch, logp_k: Mapping[int, Tensor], reward_range: Range = (0.0, 1.0)
+) -> dict[str, float | None]:
     """KL(α‖π_k) and total variation of whole completions, the effective number of completions, and the improvement
-    J(π_k) - J(α). All are None unless `rows` have every scored completion whose log α is known."""
-    log_ratio_C = sequence_log_ratio(batch, rows)
+    J(π_k) - J(α). All are None unless `logp_k` has every scored completion whose log α is known."""
+    log_ratio_C = sequence_log_ratio(batch, logp_k)
     known_C = torch.tensor([knows_alpha(batch, [c]) for c in range(len(batch.member_C))], dtype=torch.bool)
     known = log_ratio_C[known_C]
     if not len(known) or bool(known.isnan().any()):
@@ -95,7 +102,7 @@ def lag_metrics(batch: Batch, rows: Sequence[MicroBatch], reward_range: Range = 
     size = float(ess((known - known.max()).exp()))
     gain = estimate_improvement(batch, log_ratio_C, reward_range) if size >= ENOUGH else None
     return {
-        "rollout/seq_kl": float(sequence_kl(batch, rows)[known_C].mean()),
+        "rollout/seq_kl": float(sequence_kl(batch, logp_k)[known_C].mean()),
         "rollout/seq_tv": float(tv_terms(known, prefers_bounded(known)).mean()),
         "rollout/seq_ess": size,
         "improvement": gain if gain is None or abs(gain) <= 1 else None,  # more than 1 is impossible: too much noise
@@ -122,10 +129,10 @@ def lag_is_complete(settings: Settings, recipe: Recipe) -> bool:
     return settings.run.score_lag or not (recipe.skips_zero_advantage or recipe.mask_zero_variance)
 
 
-def measure_spending(settings: Settings, batch: Batch, rows: Sequence[MicroBatch]) -> float | None:
+def measure_spending(batch: Batch, logp_k: Mapping[int, Tensor]) -> float | None:
     """What schedule budget decides by: the mean of `sequence_kl`, nats per completion. None if no log-prob of α is
-    known, and for other schedules."""
-    mean = sequence_kl(batch, rows).nanmean().item() if settings.schedule.kind == "budget" else math.nan
+    known."""
+    mean = sequence_kl(batch, logp_k).nanmean().item()
     return None if math.isnan(mean) else mean
 
 

@@ -1,21 +1,26 @@
 """Algorithm 1 of Mroueh et al. (arXiv 2505.22257). The numbers beside the lines are the paper's.
 
-Every rank runs this loop, and all hold the same batch (training/ranks.py). Batches are counted through all stages:
-b = (s - 1)·M + k. training/run.py does what surrounds the algorithm: evaluations, files, checkpoints.
+Every rank runs this loop: it samples its share, and then all hold the same batch (training/ranks.py). Batches are
+counted through all stages: b = (s - 1)·M + k. training/run.py does what surrounds the algorithm: evaluations, files,
+checkpoints.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
+from torch import Tensor
+
 from lagrpo.interrupts import raise_if_asked
+from lagrpo.rollout.base import Request
+from lagrpo.rollout.prefetch import in_order
 from lagrpo.rollout.schedule import LoopState
-from lagrpo.training.batch import Batch, FreshMicroBatch, MicroBatch, assemble, has_zero_variance, left_out
+from lagrpo.training.batch import Batch, MicroBatch, assemble, has_zero_variance, left_out
 from lagrpo.training.build import TrainerComponents
 from lagrpo.training.clock import Clock
-from lagrpo.training.lag import measure_spending
+from lagrpo.training.lag import by_completion, measure_spending
 from lagrpo.types import Group
 
 
@@ -29,9 +34,11 @@ class Step:
     reason: str  # why the sampler's weights were synced just before this batch; "" if they were not
     sampling: Mapping[str, float]  # metrics of the sampler since the batch before
     batch: Batch
-    rows: Sequence[MicroBatch]  # what the updates compute
-    left_out: Sequence[MicroBatch]  # the other scored completions, if the run measures the lag
+    rows: Sequence[MicroBatch]  # this rank's micro-batches of the objective
     updates: Sequence[dict[str, float]]  # the metrics of each of the i updates
+    logp_k: Mapping[int, Tensor]  # log π_k of the sampled tokens of each completion in `rows` of all ranks, float32 [t]
+    left_out: Mapping[int, Tensor]  # of the other scored completions, if the run measures the lag
+    entropy: Mapping[int, Tensor]  # of their distributions, if it was measured
     clock: Clock
     state: LoopState
 
@@ -59,9 +66,11 @@ def train_loop(
         if reason := "start" if state.alpha < 0 else due.reason:  # 8
             state = state.after_sync(policy.version, sync_weights(a, clock))  # 9   α <- π_θ
         state = state.after_request(due.to_generate)
-        a.prefetcher.submit(due.to_generate, state.alpha)  # 7, 10   prompts of D_b, y ~ α
-        groups = score_groups(a, clock, chain(a.read_offline(b), a.prefetcher.get(b)))  # 11   r(x, y)
-        groups = replace_zero_variance(a, state, clock, a.prefetcher.in_order(b, groups))
+        with a.ranks.stopping_together():
+            a.prefetcher.submit(due.to_generate, state.alpha)  # 7, 10   prompts of D_b, y ~ α
+        coming = chain(a.read_offline(b), a.prefetcher.get(b))
+        groups = score_groups(a, clock, a.prompts.batch(b), coming)  # 11   r(x, y)
+        groups = replace_zero_variance(a, state, clock, groups)
         clock.tell("learning")
         a.sampler.free_cache()
         version = policy.version
@@ -69,12 +78,19 @@ def train_loop(
             batch = assemble(
                 groups, trainer.recipe, a.settings.rollout.max_completion_length, a.settings.run.seed, b
             )  # 12-13
-            fresh = trainer.pack(batch, a.settings.optimizer.micro_batch_tokens)
-        rest = score_left_out(a, clock, batch, fresh)
+            rows = trainer.pack(batch, a.settings.optimizer.micro_batch_tokens)
+        rest = score_left_out(a, clock, batch)
+        updates = []
         with clock("learning"):
-            rows, updates = update(a, batch, fresh, s.num_iterations)  # 14-15   Eq. 7 or 8
-        state = state.after_batch(measure_spending(a.settings, batch, [*rows, *rest]))
-        yield Step(stage, b, version, reason, a.sampler.pop_metrics(), batch, rows, rest, updates, clock, state)
+            for _ in range(s.num_iterations):  # 14
+                rows, metrics = trainer.step(rows, batch.in_objective)  # 15   Eq. 7 or 8
+                updates.append(metrics)
+        logp_k, entropy = (a.ranks.merge(by_completion(rows, name)) for name in ("logp_k_T", "entropy_T"))
+        others = a.ranks.merge(by_completion(rest, "logp_k_T"))
+        clock.generated = sum(a.ranks.gather(clock.generated))
+        state = state.after_batch(measure_spending(batch, logp_k | others) if s.kind == "budget" else None)
+        measured = updates, logp_k, others, entropy, clock, state
+        yield Step(stage, b, version, reason, a.sampler.pop_metrics(), batch, rows, *measured)
 
 
 def book_earlier_sampling(a: TrainerComponents, clock: Clock) -> None:
@@ -88,7 +104,7 @@ def sync_weights(a: TrainerComponents, clock: Clock) -> Mapping[str, float]:
     """α <- π_θ, checked; returns the metrics of the sync and of the weight-sync check."""
     policy = a.trainer.policy
     clock.tell("weight sync")
-    with clock("sampling"):
+    with clock("sampling"), a.ranks.stopping_together():
         a.prefetcher.before_sync()
     clock.generated += a.prefetcher.pop_metrics()[1]
     with clock("sync"):
@@ -98,19 +114,21 @@ def sync_weights(a: TrainerComponents, clock: Clock) -> Mapping[str, float]:
         return {**cost, **a.trainer.on_sync(), **checked}
 
 
-def score_groups(a: TrainerComponents, clock: Clock, groups: Iterator[Group]) -> list[Group]:
-    """The groups with their outcomes; rewards are computed while other groups are still being sampled."""
+def score_groups(
+    a: TrainerComponents, clock: Clock, requests: Sequence[Request], groups: Iterable[Group]
+) -> list[Group]:
+    """This rank's groups get their outcomes; rewards are computed while other groups are still being sampled. Returns
+    those of all ranks: groups of a file, then in the order of the requests."""
     clock.tell("sampling")
     done = []
-    with clock("judging"):
+    with clock("judging"), a.ranks.stopping_together():
         for group in a.reward_pool.score(groups):
             done.append(group)
-            if a.ranks.size == 1:
-                raise_if_asked()
+            raise_if_asked()
     seconds, tokens = a.prefetcher.pop_metrics()
     clock.move("judging", "sampling", seconds)
     clock.generated += tokens
-    return done
+    return in_order(requests, a.ranks.join(done))
 
 
 def replace_zero_variance(a: TrainerComponents, state: LoopState, clock: Clock, groups: list[Group]) -> list[Group]:
@@ -120,33 +138,25 @@ def replace_zero_variance(a: TrainerComponents, state: LoopState, clock: Clock, 
         flat = [n for n, group in enumerate(groups) if group.source == "sampler" and has_zero_variance(group)]
         if not flat:
             break
-        more = score_groups(a, clock, a.prefetcher.more(a.prompts.extra(b, taken, len(flat)), state.alpha))
+        requests = a.prompts.extra(b, taken, len(flat))
+        more = score_groups(a, clock, requests, a.prefetcher.more(a.share(requests), state.alpha))
         taken += len(flat)
         for n, group in zip(flat, (group for group in more if not has_zero_variance(group)), strict=False):
             groups[n] = group
     return groups
 
 
-def update(
-    a: TrainerComponents, batch: Batch, fresh: Sequence[FreshMicroBatch], i: int
-) -> tuple[list[MicroBatch], list[dict[str, float]]]:
-    """i optimizer updates. The first one starts at π_k, and its forward pass gives log π_k to the others."""
-    rows, first = a.trainer.first_step(fresh, batch.in_objective)
-    return rows, [first, *(a.trainer.step(rows, batch.in_objective) for _ in range(i - 1))]
-
-
-def score_left_out(
-    a: TrainerComponents, clock: Clock, batch: Batch, rows: Sequence[FreshMicroBatch]
-) -> list[MicroBatch]:
+def score_left_out(a: TrainerComponents, clock: Clock, batch: Batch) -> list[MicroBatch]:
     """The completions that the objective leaves out, with log π_k, if the run asks for it. If π_k itself sampled them
     in this process, log α is log π_k up to the rounding that the weight-sync check measures."""
     if not a.settings.run.score_lag:
         return []
     trainer, version = a.trainer, a.trainer.policy.version
     with clock("scoring"):
-        rest = left_out(batch, rows, a.settings.optimizer.micro_batch_tokens, trainer.policy.device)
-        completions = [batch.completion(c) for micro in rest for c in micro.members]
-        own = a.sampled is not None and all(bool((c.versions[c.sampled] == version).all()) for c in completions)
+        given = a.settings.optimizer.micro_batch_tokens, trainer.policy.device, trainer.recipe.skips_zero_advantage
+        rest = left_out(batch, *given, a.ranks)
+        sampled = [c for group in batch.groups for c in group.completions]
+        own = a.sampled is not None and all(bool((c.versions[c.sampled] == version).all()) for c in sampled)
         known = [micro.logp_alpha_T for micro in rest if micro.logp_alpha_T is not None]
         scores = known if own else trainer.compute_logprobs(rest)
         return [micro.with_logprobs(logp_T) for micro, logp_T in zip(rest, scores, strict=True)]

@@ -15,7 +15,7 @@ be called on all ranks, in the same order, say "Collective"."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -25,12 +25,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lagrpo.model.model import count_differing
 from lagrpo.rng import signed16
 
 Start = Literal["dithered", "plain"]
 EXACT = (torch.float32, torch.float64)  # weights of these are their own masters: nothing is rounded
-CHUNK = 2**20  # numbers rounded and compared at a time: what lies between stays in the cache
 ALIGNED = 64  # bytes: a line of the cache, and the widest vector
 
 
@@ -42,10 +40,6 @@ class Span:
     shape: torch.Size
     start: int
     stop: int
-
-    @staticmethod
-    def whole(name: str, weight: Tensor) -> Span:
-        return Span(name, weight.shape, 0, weight.numel())
 
     @property
     def is_whole(self) -> bool:
@@ -68,23 +62,19 @@ class MasterWeights:
     numbers of a dithered start are keyed by (seed, "masters", parameter's name)."""
 
     passes_are_collective = False
-    has_state = True  # of the ranks that have the same shards, the first one
+    """whether all ranks have to make every pass through the model"""
 
     def __init__(self, model: nn.Module, start: Start, seed: int) -> None:
         trained = trained_parameters(model)
-        self.spans = [Span.whole(name, weight) for name, weight in trained.items()]
+        self.spans = [Span(name, weight.shape, 0, weight.numel()) for name, weight in trained.items()]
         self.parameters = self.weights = list(trained.values())
-        self.exact = are_exact(self.weights)
-        if self.exact:
+        if are_exact(trained):
             return
         self.parameters = []
         for span, weight in zip(self.spans, self.weights, strict=True):
             master = nn.Parameter(start_master(span, weight.detach(), start, seed))
             weight.register_post_accumulate_grad_hook(partial(add_to_master, master))
             self.parameters.append(master)
-
-    def begin_pass(self, last: bool) -> None:
-        """Before the forward pass of a row; `last` of this update."""
 
     def reduce_grads(self) -> None:
         """Give every master the gradient of the whole batch: zeros if there is none. Collective."""
@@ -101,13 +91,11 @@ class MasterWeights:
             master.grad = None
 
     @torch.no_grad()
-    def write_back(self) -> float | None:
-        """Every weight becomes its master, rounded to nearest, ties to even. Returns the share of the weights whose
-        bits changed; None if nothing is rounded. Collective."""
-        if self.exact:
-            return None
-        moved = sum(round_into(weight, master) for weight, master in zip(self.weights, self.parameters, strict=True))
-        return int(moved) / sum(weight.numel() for weight in self.weights)
+    def write_back(self) -> None:
+        """Every weight becomes its master, rounded to nearest, ties to even. Collective."""
+        for weight, master in zip(self.weights, self.parameters, strict=True):
+            if weight is not master:
+                weight.copy_(master)
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -115,9 +103,9 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
-def are_exact(weights: Iterable[Tensor]) -> bool:
+def are_exact(weights: Mapping[str, Tensor]) -> bool:
     """Whether all of a model's weights are their own masters."""
-    return all(w.dtype in EXACT for w in weights)
+    return all(w.dtype in EXACT for w in weights.values())
 
 
 def add_to_master(master: nn.Parameter, weight: Tensor) -> None:
@@ -149,22 +137,6 @@ def dither_(value: Tensor, numbers: np.ndarray) -> None:
     value.view(torch.int32).add_(steps)
 
 
-def round_into(weights: Tensor, masters: Tensor) -> int | Tensor:
-    """Weights become their masters, rounded to nearest, in place. Returns how many changed their bits."""
-    moved: int | Tensor = 0
-    for old, exact in zip(chunks(weights), chunks(masters), strict=True):
-        new = exact.to(old.dtype)
-        moved += count_differing(new, old)
-        old.copy_(new)
-    return moved
-
-
-def chunks(parameter: Tensor) -> Iterator[Tensor]:
-    """Views of a tensor's rows, of about CHUNK numbers each."""
-    rows = torch.atleast_1d(parameter.detach())
-    yield from rows.split(max(1, CHUNK // max(1, rows[0].numel())))
-
-
 # ZeRO-1
 
 
@@ -180,7 +152,6 @@ class FlatBuffer:
         self.weights, self.group = weights, group
         first = next(iter(weights.values()))
         self.dtype, self.device = first.dtype, first.device
-        self.wide = torch.float64 if self.dtype == torch.float64 else torch.float32  # of gradient and masters
         unit, end, self.starts = ALIGNED // first.element_size(), 0, dict[str, int]()
         for name, weight in weights.items():
             self.starts[name] = end
@@ -205,7 +176,9 @@ class FlatBuffer:
     def sum_gradients(self) -> Tensor:
         """This rank's part of the sum of all ranks' gradients, which are dropped. Collective."""
         given, self.gradient = self._zeros() if self.gradient is None else self.gradient, None
-        return reduce_scatter(given, self.group)
+        part = given.new_empty(self.part)
+        (getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor)(part, given, group=self.group)
+        return part
 
     def gather(self, part: Tensor) -> None:
         """Every weight becomes what the ranks have of it in their parts. Collective."""
@@ -214,7 +187,8 @@ class FlatBuffer:
             weight.copy_(everything[self.starts[name] :][: weight.numel()].view_as(weight))
 
     def _zeros(self) -> Tensor:
-        return torch.zeros(self.part * self.group.size(), dtype=self.wide, device=self.device)
+        wide = torch.float64 if self.dtype == torch.float64 else torch.float32
+        return torch.zeros(self.part * self.group.size(), dtype=wide, device=self.device)
 
     def _add_gradient(self, name: str, weight: Tensor) -> None:
         assert weight.grad is not None
@@ -232,18 +206,18 @@ class ZeroMasterWeights(MasterWeights):
     def __init__(
         self, model: nn.Module, start: Start, seed: int, group: dist.ProcessGroup, passes_are_collective: bool = False
     ) -> None:
-        by_dtype: defaultdict[torch.dtype, dict[str, nn.Parameter]] = defaultdict(dict)
-        for name, weight in trained_parameters(model).items():
+        trained, by_dtype = trained_parameters(model), defaultdict[torch.dtype, dict[str, nn.Parameter]](dict)
+        for name, weight in trained.items():
             by_dtype[weight.dtype][name] = weight
         self.group, self.passes_are_collective = group, passes_are_collective
         self.buffers = [FlatBuffer(weights, group) for weights in by_dtype.values()]
-        self.exact = are_exact(trained_parameters(model).values())
         self.held = [(buffer, span) for buffer in self.buffers for span in buffer.spans()]
         self.spans = [span for _, span in self.held]
-        self.parameters = [
-            nn.Parameter(span.of(weight) if self.exact else start_master(span, weight, start, seed))
-            for span, weight in ((span, buffer.weights[span.name].detach()) for buffer, span in self.held)
-        ]
+        self.parameters = []
+        for span in self.spans:
+            weight = trained[span.name].detach()
+            exact = are_exact(trained)
+            self.parameters.append(nn.Parameter(span.of(weight) if exact else start_master(span, weight, start, seed)))
 
     def reduce_grads(self) -> None:
         sums = {buffer: buffer.sum_gradients() for buffer in self.buffers}
@@ -259,20 +233,13 @@ class ZeroMasterWeights(MasterWeights):
             buffer.gradient = None
 
     @torch.no_grad()
-    def write_back(self) -> float | None:
-        moved = torch.zeros((), dtype=torch.long, device=self.buffers[0].device)
+    def write_back(self) -> None:
         for buffer in self.buffers:
             part = torch.zeros(buffer.part, dtype=buffer.dtype, device=buffer.device)
             for (of, span), master in zip(self.held, self.parameters, strict=True):
                 if of is buffer:
-                    new = buffer.view(part, span)
-                    new.copy_(span.of(buffer.weights[span.name].detach()).reshape(-1))
-                    moved += round_into(new, master.view(-1))
+                    buffer.view(part, span).copy_(master.view(-1))
             buffer.gather(part)
-        if self.exact:
-            return None
-        dist.all_reduce(moved, group=self.group)
-        return moved.item() / sum(weight.numel() for buffer in self.buffers for weight in buffer.weights.values())
 
 
 def norm_over_ranks(group: dist.ProcessGroup, masters: Sequence[nn.Parameter], device: torch.device) -> Tensor:
@@ -287,10 +254,3 @@ def all_gather(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     everything = part.new_empty(len(part) * group.size())
     (getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor)(everything, part, group=group)
     return everything
-
-
-def reduce_scatter(everything: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """This rank's part [n] of the sum over all ranks of [ranks · n]. Collective."""
-    part = everything.new_empty(len(everything) // group.size())
-    (getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor)(part, everything, group=group)
-    return part

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from lagrpo.core.ratios import limit
-from lagrpo.training.batch import MicroBatch
 from lagrpo.training.clock import Clock
+from lagrpo.training.lag import log_ratio
 from lagrpo.training.loop import Step
 from lagrpo.types import Completion, Group
 
@@ -40,7 +40,7 @@ def batch_metrics(step: Step) -> dict[str, float | None]:
         "weight_sync/performed": int(bool(step.reason)),
         "weight_sync/logp_difference": sync.get("logp_difference_max"),
         "weight_sync/changed_fraction": sync.get("changed_fraction"),
-        **_token_metrics(first, _sums_of_zero_advantage(step.left_out)),
+        **_token_metrics(first, _sums_of_zero_advantage(step)),
         **_pace(step.clock, sum(u.get("tokens", 0.0) for u in updates)),
     }
 
@@ -80,14 +80,14 @@ def _staleness(completions: Sequence[Completion], version: int) -> dict[str, flo
     return {"staleness/mean": float(stale_T.double().mean()), "staleness/max": int(stale_T.max())}
 
 
-def _sums_of_zero_advantage(left_out: Sequence[MicroBatch]) -> dict[str, float]:
+def _sums_of_zero_advantage(step: Step) -> dict[str, float]:
     """The sums of core.losses.diagnostics over the tokens that are in the objective, and not computed in the updates
     because their advantage is 0."""
     sums: defaultdict[str, float] = defaultdict(float)
-    for row in left_out:
-        assert row.logp_alpha_T is not None
-        inside_T = (row.weight_C != 0)[row.completion_T]
-        log_rho_T = (row.logp_k_T - row.logp_alpha_T)[inside_T]
+    for c, logp_k_T in step.left_out.items():
+        if step.batch.weight_C[c] == 0:
+            continue
+        log_rho_T = log_ratio(step.batch, c, logp_k_T)
         ratio_T, size_T = limit(log_rho_T).exp(), log_rho_T.abs()
         sums["tokens_alpha"] += len(log_rho_T)
         sums["ratio"] += ratio_T.sum().item()
@@ -95,9 +95,6 @@ def _sums_of_zero_advantage(left_out: Sequence[MicroBatch]) -> dict[str, float]:
         sums["abs_log_ratio"] += size_T.sum().item()
         sums["kl_alpha"] += (torch.expm1(limit(log_rho_T)) - limit(log_rho_T)).sum().item()
         sums["max_abs_log_ratio"] = max([sums["max_abs_log_ratio"], *size_T.tolist()])
-        if row.entropy_T is not None:
-            sums["entropy"] += row.entropy_T[inside_T.to(row.entropy_T.device)].sum().item()
-            sums["tokens_entropy"] += len(log_rho_T)
     return sums
 
 

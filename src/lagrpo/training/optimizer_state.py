@@ -23,12 +23,9 @@ def step_offloaded(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Par
     for parameter in parameters:
         parameter.grad = None
     for parameter, gradient in zip(parameters, gradients, strict=True):
-        if gradient is None:
-            continue
         state: dict[str, Any] = optimizer.state[parameter]
         kept = {name: state[name] for name in MOMENTS if name in state}
-        for name, moment in kept.items():
-            state[name] = moment.to(parameter.device)
+        state |= {name: moment.to(parameter.device) for name, moment in kept.items()}
         parameter.grad = gradient
         optimizer.step()  # passes over parameters without a gradient
         parameter.grad = None
@@ -67,22 +64,18 @@ class MergedState(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         _, key, state = self._pieces[name][0]
-        return self._numbers(name, 0, self._count(name)) if "@" in key else state[key]
+        return self._numbers(name, 0, self.count(name)) if "@" in key else state[key]
+
+    def count(self, name: str) -> int:
+        """How many numbers a tensor has; 0 if there is none."""
+        _, key, state = self._pieces.get(name, [(0, "", {"": torch.empty(0)})])[0]
+        return int(key.rpartition(":")[2]) if "@" in key else state[key].numel()
 
     def part(self, name: str, span: Span) -> Tensor:
         """A copy of the numbers of a span of the tensor `name`: flat, or in the shape of the weight if they are all of
         it. Raises ValueError if no state has some of them."""
         numbers = self._numbers(name, span.start, span.stop)
         return numbers.view(span.shape) if span.is_whole else numbers
-
-    def check(self, name: str, span: Span) -> None:
-        """Raise ValueError unless the tensor has as many numbers as the weight."""
-        if (count := self._count(name) if name in self._pieces else 0) != (expected := span.shape.numel()):
-            raise ValueError(f"{name} has {count} numbers in the trainer's state, not {expected}")
-
-    def _count(self, name: str) -> int:
-        _, key, state = self._pieces[name][0]
-        return int(key.rpartition(":")[2]) if "@" in key else state[key].numel()
 
     def _numbers(self, name: str, start: int, stop: int) -> Tensor:
         """The numbers `start` .. `stop` - 1, flat. Parts that have none of them are not read."""

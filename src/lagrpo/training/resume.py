@@ -1,4 +1,5 @@
-"""Resuming a run: which one, whether its settings allow it, and what becomes of its records.
+"""The directory of a run: a new one, or the one of a run to resume, whether the settings allow that, and what becomes
+of its records.
 
 A resumed run has its saved settings (config.toml). The command line may change what cannot alter past batches.
 """
@@ -6,35 +7,80 @@ A resumed run has its saved settings (config.toml). The command line may change 
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lagrpo.errors import SettingsError, refusing
 from lagrpo.runs.directory import Run
-from lagrpo.runs.environment import read_environment
+from lagrpo.runs.environment import collect_environment, read_environment, write_environment
 from lagrpo.runs.files import numbered, remove_directory, remove_leftovers, to_json, write_atomically
 from lagrpo.runs.reading import load_events, load_metrics, open_run
 from lagrpo.settings.schema import Settings
-from lagrpo.settings.toml import flatten, load_settings
+from lagrpo.settings.toml import flatten, load_settings, to_toml
 
-if TYPE_CHECKING:  # it loads PyTorch
+if TYPE_CHECKING:  # they load PyTorch
+    from lagrpo.training.build import TrainerComponents
     from lagrpo.training.checkpoint import Checkpoint
 
 OF_CALL = ("run.name", "run.output_dir", "run.resume")
 FREE = (
     *("run.display", "run.save_weights", "checkpoint.export_every", "run.report_to", "run.log_completions"),
     *("checkpoint.save_minutes", "checkpoint.save_every", "checkpoint.save_total_limit"),
-    *("model.threads", "model.dtype", "model.lora_merge", "optimizer.offload_optimizer"),
-    *("eval.every", "eval.at_start", "eval.sampler", "eval.best_metric"),
+    *("model.threads", "model.dtype", "optimizer.offload_optimizer"),
+    *("eval.every", "eval.at_start", "eval.best_metric"),
     *("verifier.workers", "verifier.max_without_reward", "distributed.", "vllm."),
 )
 """Settings, and sections, that a resumed run may change: they cannot alter its past batches. model.dtype may change
 from auto to what that chose: `check_dtype` compares what a run computes in."""
 FIXED = ("vllm.on_weight_sync",)
-MACHINE = ("cpu", "ranks", "sharded", "threads", "device_name", "dtype", "computation", "decoding")
-"""What in environment.json decides the bits of a run, besides the packages."""
+MACHINE = (
+    *("cpu", "ranks", "sharded", "threads", "device_name", "dtype", "computation"),
+    *("packages.lagrpo", "packages.torch", "packages.transformers"),
+)
+"""What in environment.json decides the bits of a run."""
+
+
+# A new run
+
+
+def describe_environment(parts: TrainerComponents, identity: str | None = None) -> dict[str, Any]:
+    """What environment.json says: the run's identity (a new one by default), versions, machine, and what computes."""
+    from lagrpo.model.backend import pick_dtype
+
+    policy, mesh = parts.trainer.policy, parts.ranks.mesh
+    dtype, reason = pick_dtype(parts.settings.model.dtype, policy.device)
+    return {
+        "id": identity or secrets.token_hex(8),
+        **collect_environment(str(policy.device)),
+        "ranks": parts.ranks.size,
+        **({"sharded": f"layers, each over {mesh.size()} ranks"} if mesh is not None else {}),
+        "computation": policy.model.computation,
+        "dtype": dtype,
+        "dtype_reason": reason,
+        "agreement": asdict(parts.agreement) if parts.agreement else None,
+        "offline": str(parts.offline) if parts.offline is not None else None,
+    }
+
+
+def write_config(parts: TrainerComponents) -> str:
+    """config.toml: the settings, and what they do not say if the task is the caller's object."""
+    kind, settings = type(parts.task), parts.settings
+    own = f"# The task was the caller's own object, a {kind.__module__}.{kind.__qualname__}; of [task] only "
+    own += "reward_range and system_prompt (of questions in offline.data) were read.\n"
+    of_run = settings.run.model_copy(update={"resume": None})  # given anew each time
+    return own * parts.own_task + to_toml(settings.model_copy(update={"run": of_run}))
+
+
+def create_run(parts: TrainerComponents, environment: Mapping[str, Any]) -> Run:
+    """The directory of a new run."""
+    run, named = parts.settings.run, parts.settings.model_dump() | {"task": {"name": parts.task.name}}
+    return Run.create(Path(run.output_dir), run.name, named, write_config(parts), environment)
+
+
+# A run that resumes
 
 
 def find_run(settings: Settings) -> Path | None:
@@ -61,10 +107,13 @@ def check_changes(settings: Settings, run: Path) -> dict[str, tuple[Any, Any]]:
     before, now = flatten(saved.model_dump()), flatten(settings.model_dump())
     names = [name for name in now | before if name not in OF_CALL and before.get(name) != now.get(name)]
     changed = {name: (before.get(name), now.get(name)) for name in names}
-    wrong = {name: values for name, values in changed.items() if not _may_change(name, settings, saved)}
+    wrong = [
+        f"{name} = {_shown(now)}, and the run has {_shown(before)}"
+        for name, (before, now) in changed.items()
+        if not _may_change(name, settings, saved)
+    ]
     if wrong:
-        lines = [f"{name} = {_shown(now)}, and the run has {_shown(before)}" for name, (before, now) in wrong.items()]
-        raise SettingsError("\n".join(lines) + ": a resumed run keeps its settings")
+        raise SettingsError("\n".join(wrong) + ": a resumed run keeps its settings")
     return changed
 
 
@@ -115,47 +164,48 @@ class ResumeState:
             changed = check_changes(settings, directory)
             return ResumeState(run, checkpoint, problems, changed, read_environment(directory))
 
+    def check_dtype(self, now: Mapping[str, Any]) -> None:
+        """Raise SettingsError if the run computed in another dtype than it would now."""
+        before = self.environment.get("dtype", now["dtype"])
+        if before != now["dtype"]:
+            here = f"here it would in {now['dtype']} ({now['dtype_reason']})"
+            raise SettingsError(f"the run computes in {before}, and {here}: set --model.dtype {before}")
+
+    def describe_move(self, now: Mapping[str, Any]) -> dict[str, list[Any]]:
+        """What differs between two environments and decides the bits of a run: name -> [before, now]."""
+        before, here = flatten(self.environment), flatten(now)
+        found = {name: [before.get(name), here.get(name)] for name in MACHINE if before}
+        return {name: values for name, values in found.items() if values[0] != values[1]}
+
 
 def _had_checkpoint(run: Run) -> bool:
     events = load_events(run)
     return any(e.get("event") == "checkpoint" or (e.get("event") == "resumed" and e.get("step")) for e in events)
 
 
-def cut_back(resume: ResumeState, moved: Mapping[str, Any], ahead: int) -> list[str]:
-    """Remove what the run recorded after its checkpoint (without one: everything), and record that it was resumed:
-    what changed and `moved`, and how many batches it had asked for `ahead`. Returns what is to be said."""
-    run, checkpoint = resume.run, resume.checkpoint
+def cut_back(resume: ResumeState, parts: TrainerComponents, environment: Mapping[str, Any]) -> list[str]:
+    """Remove what the run recorded after its checkpoint (without one: everything), and record that it was resumed, with
+    what changed. Returns what is to be said."""
+    run, checkpoint, moved = resume.run, resume.checkpoint, resume.describe_move(environment)
     batch, version = (checkpoint.batch, checkpoint.state["versions"]["policy"]) if checkpoint else (-1, -1)
+    ahead = len(checkpoint.state["loop"]["prefetched"]) if checkpoint else 0
     for file, lines in ((run.metrics, load_metrics(run)), (run.events, load_events(run))):
         write_atomically(file, "".join(f"{to_json(line)}\n" for line in lines if line["step"] <= batch))
     run.record_event("resumed", max(batch, 0), changed=resume.changed, moved=moved, ahead=ahead)
-    for number, file in numbered(run.path / "rollouts", "step-", ".parquet").items():
-        if number > batch:
-            file.unlink()
-    for folder, prefix, last in (("weights", "v", version), ("checkpoints", "step-", batch)):
-        for number, path in numbered(run.path / folder, prefix).items():
-            if number > last and path.is_dir():
+    for folder, prefix, ending, last in (
+        ("rollouts", "step-", ".parquet", batch),
+        ("weights", "v", "", version),
+        ("checkpoints", "step-", "", batch),
+    ):
+        for number, path in numbered(run.path / folder, prefix, ending).items():
+            if number > last:
                 remove_directory(path)
-    leftovers = remove_leftovers(run.path)
-    ignored = [f"ignored, as it was only half written: {path.relative_to(run.path)}" for path in leftovers]
-    return [*(f"ignored: {problem}" for problem in resume.problems), *ignored]
-
-
-def check_dtype(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise SettingsError if the run computed in another dtype than it would now."""
-    if before.get("dtype", now["dtype"]) != now["dtype"]:
-        raise SettingsError(
-            f"the run computes in {before['dtype']}, and here it would in {now['dtype']} ({now['dtype_reason']}): set "
-            f"--model.dtype {before['dtype']}"
-        )
-
-
-def describe_move(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """What differs between two environments and decides the bits of a run: name -> [before, now]."""
-    if not before:
-        return {}
-    before, now = {"ranks": 1, **before}, json.loads(to_json(now))
-    found = {name: [before.get(name), now.get(name)] for name in MACHINE}
-    for name in ("lagrpo", "torch", "transformers"):
-        found[name] = [environment.get("packages", {}).get(name) for environment in (before, now)]
-    return {name: values for name, values in found.items() if values[0] != values[1]}
+    run.write_config(write_config(parts))
+    if checkpoint is None or not resume.environment:
+        write_environment(run.path, environment)
+    said = [f"ignored: {problem}" for problem in resume.problems]
+    said += [f"ignored, as it was only half written: {p.relative_to(run.path)}" for p in remove_leftovers(run.path)]
+    if moved:
+        differ = "; ".join(f"{name} was {old}, now {new}" for name, (old, new) in moved.items())
+        said.append(f"no longer bit-identical to a run that never stopped: {differ}")
+    return said

@@ -4,34 +4,30 @@ The working weights are what rollout engine and trainer compute with (bfloat16, 
 optimizer steps on float32 master weights: gradients of the micro-batches are added up in float32, AdamW steps on the
 masters, and the working weights are their rounding. There is no autocast.
 
-With `ranks`, the processes of a group train together: each computes the gradient of its own rows and steps on its part
-of the masters. With a `mesh` of them the layers are sharded, too; then every forward and backward pass is collective,
-and all ranks make the same number of `passes`, idle ones if they have no row. Methods that say "Collective" have to be
-called on all ranks, in the same order."""
+Ranks train together: each computes the gradient of its own rows and steps on its part of the masters. If layers are
+sharded, every forward and backward pass is collective, so all ranks make as many passes, idle ones if they have no row.
+Methods that say "Collective" have to be called on all ranks, in the same order."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal, NoReturn, TypeVar
+from typing import Literal, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from lagrpo.core.objective import Recipe
 from lagrpo.interrupts import raise_if_asked
-from lagrpo.model.model import Policy, PolicyCopy, count_differing, sample_weights
-from lagrpo.training.batch import Batch, FreshMicroBatch, MicroBatch, micro_batches
+from lagrpo.model.model import Policy, count_differing, sample_weights
+from lagrpo.training.batch import Batch, MicroBatch, micro_batches
 from lagrpo.training.fsdp import free_gathered, idle_row, shard_policy
 from lagrpo.training.master_weights import MasterWeights, Start, ZeroMasterWeights
 from lagrpo.training.optimizer_state import MOMENTS, MergedState, step_offloaded, to_host
-
-T = TypeVar("T")
+from lagrpo.training.ranks import Ranks, add_up
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,26 +61,24 @@ class Optimization:
 
 class Trainer:
     """Steps `policy` along the objective of `recipe`, with `reference` = π_ref if it has a KL term. `policy.version`
-    counts the updates. With `entropy` the first update on a batch also measures π's entropy. `ranks` train together:
-    all start from the same weights, and have the same after every update. With `mesh` the trainer shards the layers of
-    the policy given, which is used up: its own is `policy`, and `reference` is one of `copy_sharded`."""
+    counts the updates. With `entropy` the first update on a batch also measures π's entropy. All `ranks` start from the
+    same weights, and have the same after every update. If `ranks` shard layers, the policy given is used up: the
+    trainer's own is `policy`, and `reference` is one of `copy_sharded`."""
 
     def __init__(
-        self, policy: Policy, recipe: Recipe, optimization: Optimization, reference: PolicyCopy | None = None,
-        activation_checkpointing: bool = False, entropy: bool = False, ranks: dist.ProcessGroup | None = None,
-        mesh: DeviceMesh | None = None,
+        self, policy: Policy, recipe: Recipe, optimization: Optimization, reference: Policy | None = None,
+        activation_checkpointing: bool = False, entropy: bool = False, ranks: Ranks | None = None,
     ) -> None:  # fmt: skip
         if recipe.needs_pi_ref and reference is None:
             raise ValueError(f"recipe {recipe.name!r} has a KL term (beta > 0): the trainer needs a reference policy")
         self.policy, self.recipe, self.optimization, self.reference = policy, recipe, optimization, reference
-        self.entropy = entropy
+        self.entropy, self.ranks = entropy, ranks or Ranks()
         self.masters: MasterWeights
         start = optimization.masters, optimization.seed
-        if mesh is not None:
-            assert ranks is not None
-            self.policy, self.masters = shard_policy(policy, mesh, ranks, *start)
-        elif ranks is not None:
-            self.masters = ZeroMasterWeights(policy.model.lm, *start, ranks)
+        if self.ranks.mesh is not None:
+            self.policy, self.masters = shard_policy(policy, self.ranks.mesh, self.ranks.group, *start)
+        elif self.ranks.group is not None:
+            self.masters = ZeroMasterWeights(policy.model.lm, *start, self.ranks.group)
         else:
             self.masters = MasterWeights(policy.model.lm, *start)
         if activation_checkpointing:
@@ -102,81 +96,68 @@ class Trainer:
         ]
         self.optimizer = torch.optim.AdamW(groups, lr=o.lr, betas=o.betas, eps=o.eps, fused=True)
 
-    @property
-    def passes_are_collective(self) -> bool:
-        """Whether all ranks have to make every pass through the model."""
-        return self.masters.passes_are_collective
-
     # A batch: lines 14-15 of Algorithm 1
 
-    def pack(self, batch: Batch, tokens: int) -> list[FreshMicroBatch]:
-        """The micro-batches of a batch, at most `tokens` tokens each, with log π_ref if the objective reads it."""
+    def pack(self, batch: Batch, tokens: int) -> list[MicroBatch]:
+        """This rank's micro-batches of a batch, at most `tokens` tokens each, with log π_ref if the objective reads it.
+        Collective."""
         recipe, device = self.recipe, self.policy.device
-        reference = self.reference.logp if self.reference is not None and recipe.needs_pi_ref else None
-        return micro_batches(batch, tokens, device, recipe.needs_whole_groups, recipe.skips_zero_advantage, reference)
+        how = recipe.needs_whole_groups, recipe.skips_zero_advantage, self.ranks
+        rows = micro_batches(batch, tokens, device, *how)
+        if not recipe.needs_pi_ref:
+            return rows
+        logp_ref = self.compute_logprobs(rows, self.reference)
+        return [replace(row, logp_ref_T=logp_T) for row, logp_T in zip(rows, logp_ref, strict=True)]
 
-    def first_step(
-        self, fresh: Sequence[FreshMicroBatch], in_objective: bool = True
-    ) -> tuple[list[MicroBatch], dict[str, float]]:
-        """The first update on a batch, with the micro-batches for those that follow. It starts at π = π_k, so its own
-        log-probs are π_k's. Otherwise as `step`; the sums have the entropy too, if it is measured."""
-        rows, sums = self.accumulate_first(fresh)
-        return rows, {**sums, **(self.update(rows) if in_objective else {})}
+    def step(self, rows: Sequence[MicroBatch], in_objective: bool = True) -> tuple[list[MicroBatch], dict[str, float]]:
+        """An optimizer update on a batch: its micro-batches, with log π_k, and its sums and metrics. Without anything
+        `in_objective` (every group masked) there is no update. A gradient known to be 0 makes one: AdamW still moves by
+        its moments. Collective; raises as `update`."""
+        rows, sums = self.accumulate(rows)
+        return rows, sums | (self.update(rows) if in_objective else {})
 
-    def step(self, rows: Sequence[MicroBatch], in_objective: bool = True) -> dict[str, float]:
-        """One more optimizer update on a batch; returns its sums and metrics. Without anything `in_objective` (every
-        group masked) there is no update. A gradient known to be 0 makes one: AdamW still moves by its moments.
-        Collective; micro-batches and sums are this rank's. Raises as `update`."""
-        sums = self.accumulate(rows)
-        return {**sums, **(self.update(rows) if in_objective else {})}
-
-    def accumulate_first(
-        self, fresh: Sequence[FreshMicroBatch], passes: int = 0
-    ) -> tuple[list[MicroBatch], dict[str, float]]:
-        """The gradient of the first update on a batch, from this rank's rows, if it has any: returns the micro-batches
-        for the updates that follow, and the sums. `update` or `zero_grads` is next."""
-        rows: list[MicroBatch] = []
+    def accumulate(self, rows: Sequence[MicroBatch]) -> tuple[list[MicroBatch], dict[str, float]]:
+        """The gradient of an update, from this rank's rows, and the sums of all ranks. The first update on a batch
+        starts at π = π_k, so its own log-probs are π_k's: the rows come back with them, for the updates that follow.
+        `update` or `zero_grads` is next. Collective."""
+        done: list[MicroBatch] = []
         sums: defaultdict[str, float] = defaultdict(float)
-        for row in self._passes(fresh, passes):
-            if not self.passes_are_collective:
-                raise_if_asked()  # nothing has moved yet
-            entropy_T = row.weight_C.new_empty(len(row.completion_T), dtype=torch.float32) if self.entropy else None
-            logp_T = self.policy.logp(row.packed, entropy_T)
-            if entropy_T is not None:
-                sums["entropy"] += entropy_T.sum().item()
-                sums["tokens_entropy"] += len(entropy_T)
-            rows.append(row.with_logprobs(logp_T.detach(), entropy_T))
-            self._backward(rows[-1], logp_T, sums)
-        return rows, dict(sums)
+        with self.ranks.stopping_together():
+            for row in self._passes(rows):
+                logp_T, row = self._logprobs(row, sums)
+                loss, diagnostics = self.recipe.loss(row.loss_inputs(logp_T), row.weight_C)
+                loss.backward()
+                if row.logp_alpha_T is not None:
+                    largest = (logp_T.detach() - row.logp_alpha_T).abs().max().item()
+                    sums["max_abs_log_ratio"] = max(sums["max_abs_log_ratio"], largest)
+                    sums["tokens_alpha"] += len(logp_T)
+                for name, value in {"loss": loss, **diagnostics}.items():
+                    sums[name] += value.item()
+                done.append(row)
+        return done, add_up(self.ranks.gather(dict(sums)))
 
-    def accumulate(self, rows: Sequence[MicroBatch], passes: int = 0) -> dict[str, float]:
-        """The gradient of another update on a batch, as `accumulate_first`; returns the sums."""
-        sums: defaultdict[str, float] = defaultdict(float)
-        for row in self._passes(rows, passes):
-            self._backward(row, self.policy.logp(row.packed), sums)
-        return dict(sums)
+    def _logprobs(self, row: MicroBatch, sums: defaultdict[str, float]) -> tuple[Tensor, MicroBatch]:
+        """log π of a row, with a gradient, and the row; it gets them as log π_k, with the entropy, if it has none."""
+        if row.logp_k_T is not None:
+            return self.policy.logp(row.packed), row
+        if not self.masters.passes_are_collective:
+            raise_if_asked()  # nothing has moved yet
+        entropy_T = row.weight_C.new_empty(len(row.completion_T), dtype=torch.float32) if self.entropy else None
+        logp_T = self.policy.logp(row.packed, entropy_T)
+        if entropy_T is not None:
+            sums["entropy"] += entropy_T.sum().item()
+            sums["tokens_entropy"] += len(entropy_T)
+        return logp_T, row.with_logprobs(logp_T.detach(), entropy_T)
 
-    def _passes(self, rows: Sequence[T], passes: int) -> Iterator[T]:
-        """The rows; then idle passes until there were `passes`. A pass is what the caller does with a row."""
-        count = max(passes, len(rows))
-        for n in range(count):
-            self.masters.begin_pass(last=n + 1 == count)
-            if n < len(rows):
-                yield rows[n]
-            else:
-                (0 * self.policy.logp(idle_row(self.policy.device))).sum().backward()
+    def _passes(self, rows: Sequence[MicroBatch]) -> Iterator[MicroBatch]:
+        """The rows; then idle passes until all ranks are done. A pass is what the caller does with a row."""
+        idle = self._count_passes(rows) - len(rows)
+        yield from rows
+        for _ in range(idle):
+            (0 * self.policy.logp(idle_row(self.policy.device))).sum().backward()
 
-    def _backward(self, row: MicroBatch, logp_T: Tensor, sums: defaultdict[str, float]) -> None:
-        """Add the gradient of a row to the masters' gradients, and what the loss measures to the sums."""
-        loss, diagnostics = self.recipe.loss(row.loss_inputs(logp_T), row.weight_C)
-        loss.backward()
-        if row.logp_alpha_T is not None:
-            largest = (logp_T.detach() - row.logp_alpha_T).abs().max().item()
-            sums["max_abs_log_ratio"] = max(sums["max_abs_log_ratio"], largest)
-            sums["tokens_alpha"] += len(logp_T)
-        sums["loss"] += loss.item()
-        for name, value in diagnostics.items():
-            sums[name] += value.item()
+    def _count_passes(self, rows: Sequence[MicroBatch]) -> int:
+        return max(self.ranks.gather(len(rows))) if self.masters.passes_are_collective else len(rows)
 
     def update(self, rows: Sequence[MicroBatch] = ()) -> dict[str, float]:
         """One step of AdamW along the gradient that was accumulated, from all ranks; returns its metrics, the same on
@@ -199,17 +180,13 @@ class Trainer:
             step_offloaded(self.optimizer, self.masters.parameters)
         else:
             self.optimizer.step()
-        self.zero_grads()
-        moved = self.masters.write_back()
-        self.policy.weights.version += 1
-        return {"grad_norm": norm, "lr": rate} | ({} if moved is None else {"moved": moved})
-
-    def zero_grads(self) -> None:
-        """Drop the gradient that was accumulated."""
         self.masters.zero_grads()
+        self.masters.write_back()
+        self.policy.weights.version += 1
+        return {"grad_norm": norm, "lr": rate}
 
     def _reject(self, norm: float, rows: Sequence[MicroBatch]) -> NoReturn:
-        self.zero_grads()
+        self.masters.zero_grads()
         shares = [
             (share, row.name(c))
             for row in rows
@@ -225,23 +202,23 @@ class Trainer:
     # Log-probs, weight syncs, stages
 
     @torch.no_grad()
-    def compute_logprobs(
-        self, rows: Sequence[FreshMicroBatch], passes: int = 0, by: Policy | PolicyCopy | None = None
-    ) -> list[Tensor]:
-        """log π of the tokens of each row as the policy is now, or another one: float32 [T], nats."""
+    def compute_logprobs(self, rows: Sequence[MicroBatch], by: Policy | None = None) -> list[Tensor]:
+        """log π of the tokens of each of this rank's rows, as the policy is now, or another one: float32 [T], nats.
+        Collective."""
         by = self.policy if by is None else by
+        idle = self._count_passes(rows) - len(rows)
         found = [by.logp(row.packed) for row in rows]
-        for _ in range(passes - len(found)):
+        for _ in range(idle):
             by.logp(idle_row(self.policy.device))
-        if self.passes_are_collective:
+        if self.masters.passes_are_collective:
             free_gathered(by.model)
         return found
 
-    def on_sync(self, weights: Mapping[str, Tensor] | None = None) -> dict[str, float]:
+    def on_sync(self) -> dict[str, float]:
         """The share of the policy's weights whose bits changed since the weight sync before, as `changed_fraction`;
         nothing at the first one. A sample of about a million weights tells: the share p has a standard error of about
         √(p / 10⁶)."""
-        last, self.synced = self.synced, sample_weights(self.policy.weights if weights is None else weights)
+        last, self.synced = self.synced, sample_weights(self.policy.weights)
         if not last:
             return {}
         moved = sum(count_differing(new, old.to(new.device)) for new, old in zip(self.synced, last, strict=True))
@@ -262,11 +239,9 @@ class Trainer:
 
     def state(self) -> dict[str, Tensor]:
         """What decides the next updates, by name, in the memory that the trainer continues to change: masters, AdamW's
-        moments and its step count (none before the first update). With ranks, this rank's part, nothing if another one
-        has the same; `MergedState` of the states of all has everything."""
+        moments and its step count (none before the first update). With ranks, this rank's part; `MergedState` of the
+        states of all has everything."""
         state: dict[str, Tensor] = {}
-        if not self.masters.has_state:
-            return state
         for span, master in zip(self.masters.spans, self.masters.parameters, strict=True):
             state[f"master/{span.label}"] = master.detach()
             for key, value in self.optimizer.state.get(master, {}).items():
@@ -279,7 +254,8 @@ class Trainer:
         `MergedState` of the states of any number of ranks. Collective. Raises ValueError for another model's state."""
         saved = state if isinstance(state, MergedState) else MergedState([state])
         for span in self.masters.spans:
-            saved.check(f"master/{span.name}", span)
+            if (count := saved.count(f"master/{span.name}")) != (expected := span.shape.numel()):
+                raise ValueError(f"master/{span.name} has {count} numbers in the trainer's state, not {expected}")
         self.reset_optimizer()
         for span, master in zip(self.masters.spans, self.masters.parameters, strict=True):
             master.copy_(saved.part(f"master/{span.name}", span))

@@ -14,7 +14,7 @@ from lagrpo.rewards.pool import BY_MACHINE, RewardPool
 from lagrpo.rng import permutation
 from lagrpo.runs.rollouts import reward_columns
 from lagrpo.tasks import Rewards, Task, load_task
-from lagrpo.tasks.base import StepResult, TaskWithEnvironment
+from lagrpo.tasks.base import StepResult, environment_of
 from lagrpo.tasks.environments import load_environment
 from lagrpo.types import Completion, Group, Outcome, Prompt
 from lagrpo.verify.record import RecordedRun, Report, Row, groups_of, is_generated
@@ -92,7 +92,8 @@ def templated(tokenizer: Any, messages: list[dict[str, Any]]) -> list[int]:
     """A prompt as the model reads it: by the chat template, or as plain text if there is none."""
     if tokenizer.chat_template is None:
         return list(tokenizer("\n".join(message["content"] for message in messages))["input_ids"])
-    return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"])
+    end = "continue_final_message" if messages[-1]["role"] == "assistant" else "add_generation_prompt"
+    return list(tokenizer.apply_chat_template(messages, return_dict=True, **{end: True})["input_ids"])
 
 
 def check_episode(run: RecordedRun, environment: Any, prompt: Prompt, row: Row, report: Report) -> None:
@@ -153,7 +154,7 @@ def check_evaluations(run: RecordedRun, task: Task, talks: bool, report: Report)
         each = of_sets.get(summary.get("set") or "")
         chosen = each.task if each is not None and each.task is not None else None
         own = load_task(chosen, run.settings.run.seed) if chosen is not None else task
-        if isinstance(own, TaskWithEnvironment) or (talks and own is task):
+        if environment_of(own) is not None or (talks and own is task):
             report.skip("evaluations: their completions have several turns, recorded as one text")
             continue
         name, best = summary["name"], (chosen or run.settings.task).reward_range[1]

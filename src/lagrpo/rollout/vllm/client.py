@@ -10,7 +10,7 @@ import json
 import logging
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
@@ -23,7 +23,7 @@ Json = Mapping[str, Any]
 T = TypeVar("T")
 GENERATE = "/inference/v1/generate"
 KEY = "LAGRPO_VLLM_API_KEY"  # environment variable with the API key of servers that run already
-HOW_TO_START = "start it with `lagrpo serve MODEL`, or with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out"
+HOW_TO_START = "start it with `lagrpo vllm-serve MODEL`, or with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out"
 GENERATE_TIMEOUT, LOAD_TIMEOUT, CONTROL_TIMEOUT = 3600.0, 600.0, 60.0  # seconds
 RESTARTS = 3  # of a server that dies before it samples a group
 WHOLE_DISTRIBUTION = {
@@ -167,25 +167,26 @@ def _error_of(url: str, path: str, status: int, text: str) -> SamplerError:
 
 
 class GroupQueue:
-    """Groups from one queue to whichever server has the fewest. A server that dies is started again, `load` gives it
-    the current weights, and its groups are sampled again with the same seeds. Any other failure ends the run."""
+    """Groups from one queue to whichever server has the fewest, at most `rows` completions at a time at each. A server
+    that dies is started again, `load` gives it the current weights, and its groups are sampled again with the same
+    seeds. Any other failure ends the run."""
 
-    def __init__(self, servers: Sequence[VllmClient], load: Callable[[VllmClient], None]) -> None:
-        self.servers, self._load = list(servers), load
-        self._pool, self._per_server = ThreadPoolExecutor(1), 0
+    def __init__(self, servers: Sequence[VllmClient], load: Callable[[VllmClient], None], rows: int) -> None:
+        self.servers, self._load, self._rows = list(servers), load, rows
+        self._pools: dict[int, ThreadPoolExecutor] = {}  # by the size of groups
         self._restarting = {server: threading.RLock() for server in self.servers}
         self.starts = dict.fromkeys(self.servers, 0)  # how often each server was started again
         self._idle_starts: Counter[VllmClient] = Counter()  # since the server sampled a group
         self._state = threading.Condition()  # of what follows
         self._running: Counter[VllmClient] = Counter()  # groups
         self._is_held = self._is_closed = False
-        self._metrics, self._since = defaultdict[str, float](float), 0.0
+        self._metrics: Counter[str] = Counter()
 
-    def submit(self, sample: Callable[[VllmClient], T], per_server: int) -> Future[T]:
-        """What `sample` returns for some server, with at most `per_server` groups at a time at each server."""
-        if per_server != self._per_server:  # an evaluation may have groups of another size
-            self._pool, self._per_server = ThreadPoolExecutor(per_server * len(self.servers)), per_server
-        return self._pool.submit(self._sample, sample)
+    def submit(self, sample: Callable[[VllmClient], T], G: int) -> Future[T]:
+        """What `sample`, of a group of G, returns for some server."""
+        if G not in self._pools:
+            self._pools[G] = ThreadPoolExecutor(max(1, self._rows // G) * len(self.servers))
+        return self._pools[G].submit(self._sample, sample)
 
     def ask(self, server: VllmClient, action: Callable[[VllmClient], T]) -> T:
         """What `action` returns for a server, repeated if the server died and was started again."""
@@ -216,57 +217,48 @@ class GroupQueue:
                 self._state.notify_all()
 
     def pop_metrics(self) -> dict[str, float]:
-        """Since the last call: servers started again, groups sampled again, seconds with something to generate."""
+        """Since the last call: servers started again, and groups sampled again."""
         with self._state:
-            self._count(self.servers[0], 0)
-            found, self._metrics = self._metrics, defaultdict(float)
-        return {name: found[name] for name in ("recoveries", "regenerated", "seconds_generating")}
+            found, self._metrics = self._metrics, Counter()
+        return {name: found[name] for name in ("recoveries", "regenerated")}
 
     def close(self) -> None:
         """End the threads, and the servers that the run started."""
         with self._state:
             self._is_closed = True
             self._state.notify_all()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in self._pools.values():
+            pool.shutdown(wait=False, cancel_futures=True)
         for server in self.servers:
             server.close()
 
     def _sample(self, sample: Callable[[VllmClient], T]) -> T:
         while True:
-            with self._slot() as server:
-                start = self.starts[server]
-                try:
-                    found = sample(server)
-                    self._idle_starts[server] = 0
-                    return found
-                except AbortedError:
-                    pass
-                except SamplerError as error:
-                    self._recover(server, start, error)
+            server = self._take_server()
+            start = self.starts[server]
+            try:
+                found = sample(server)
+                self._idle_starts[server] = 0
+                return found
+            except AbortedError:
+                pass
+            except SamplerError as error:
+                self._recover(server, start, error)
+            finally:
                 with self._state:
-                    self._metrics["regenerated"] += 1
+                    self._running[server] -= 1
+            with self._state:
+                self._metrics["regenerated"] += 1
 
-    @contextmanager
-    def _slot(self) -> Iterator[VllmClient]:
+    def _take_server(self) -> VllmClient:
         """The server with the fewest groups, once groups may start."""
         with self._state:
             self._state.wait_for(lambda: self._is_closed or not self._is_held)
             if self._is_closed:
                 raise SamplerError("the run has ended")
             server = min(self.servers, key=lambda server: self._running[server])
-            self._count(server, 1)
-        try:
-            yield server
-        finally:
-            self._count(server, -1)
-
-    def _count(self, server: VllmClient, change: int) -> None:
-        """Count the groups of a server, and the seconds with any."""
-        with self._state:
-            now = time.perf_counter()
-            self._metrics["seconds_generating"] += now - self._since if self._running.total() else 0.0
-            self._since = now
-            self._running[server] += change
+            self._running[server] += 1
+            return server
 
     def _recover(self, server: VllmClient, start: int, error: SamplerError) -> None:
         """Start a server again that died after start number `start`, unless another thread has done it. Until

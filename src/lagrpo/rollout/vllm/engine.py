@@ -7,7 +7,6 @@ server does not matter, up to the rounding of other batch shapes.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, nullcontext
@@ -22,10 +21,10 @@ from lagrpo.errors import refusing
 from lagrpo.model.model import Policy
 from lagrpo.rng import generator
 from lagrpo.rollout.base import Item, Request, SamplingParams
-from lagrpo.rollout.episodes import Episode, Episodes
+from lagrpo.rollout.episodes import Episodes
 from lagrpo.rollout.vllm.client import GroupQueue, Json, SamplerError, VllmClient
 from lagrpo.rollout.vllm.server import StartedServer
-from lagrpo.rollout.vllm.weights import TRANSFERS, AdapterTransfer, WeightTransfer, WeightUpdate
+from lagrpo.rollout.vllm.weights import TRANSFERS, WeightTransfer, WeightUpdate
 from lagrpo.settings.schema import Settings
 from lagrpo.types import Completion, Group, Outcome
 
@@ -41,8 +40,8 @@ def build_engine(settings: Settings, policy: Policy, servers: Sequence[VllmClien
                 server.wait_until_ready()
         names = [server.get_config()["model_config"]["dtype"].removeprefix("torch.") for server in servers]
         dtype = max((getattr(torch, name) for name in names), key=lambda dtype: torch.finfo(dtype).eps)  # the coarsest
-    s, v = settings.rollout, settings.vllm
-    weights = AdapterTransfer(policy.model.lm, dtype) if settings.model.lora_r else TRANSFERS[v.weight_transfer](dtype)
+    s, v, lm = settings.rollout, settings.vllm, policy.model.lm
+    weights = WeightTransfer(dtype, lm) if policy.weights.adapters else TRANSFERS[v.weight_transfer](dtype)
     params = SamplingParams("sample", s.temperature, s.max_completion_length)
     return VllmEngine(servers, weights, policy.chat, params, settings.run.seed, s.max_num_seqs, v.on_weight_sync)
 
@@ -56,9 +55,9 @@ class VllmEngine:
         max_num_seqs: int = 256, in_flight: InFlight = "finish",
     ) -> None:  # fmt: skip
         self.servers, self.weights, self.chat, self.params, self.seed = list(servers), weights, chat, params, seed
-        self.max_num_seqs, self.in_flight, self.spans = max_num_seqs, in_flight, in_flight != "finish"
+        self.in_flight, self.spans = in_flight, in_flight != "finish"
         self.episodes: Episodes | None = None  # set if completions talk to an environment
-        self._groups = GroupQueue(self.servers, weights.load_current)
+        self._groups = GroupQueue(self.servers, weights.load_current, max_num_seqs)
         self._synced: WeightUpdate | None = None  # what training samples with; an evaluation may load others
 
     @property
@@ -72,15 +71,12 @@ class VllmEngine:
         return ", ".join(f"{server}: {label!r}" for server, label in labels)
 
     def sync_weights(self, weights: Mapping[str, Tensor], version: int) -> dict[str, float]:
-        """Load π_version into all servers. Returns bytes, seconds of writing and of having the servers paused. Raises
-        SamplerError if a server cannot load them."""
-        started = time.perf_counter()
+        """Load π_version into all servers. Raises SamplerError if a server cannot load it."""
         update = self.weights.pack(weights, version)
-        packed = time.perf_counter()
-        seconds = self._load(update)
+        self._load(update)
         self._synced = update
         self.weights.drop_others(self.servers, update)
-        return {"sync_bytes": update.size, "seconds_writing": packed - started, "seconds_paused": seconds}
+        return {}
 
     @contextmanager
     def lent(self, weights: Mapping[str, Tensor], version: int, back: bool) -> Iterator[None]:
@@ -106,14 +102,10 @@ class VllmEngine:
     def sample(
         self, requests: Sequence[Request], G: int, params: SamplingParams | None = None
     ) -> Iterator[tuple[Request, Group]]:
-        """One group for each request, as they end. The servers start at once. An evaluation has its own `params`, and
-        completions of one turn."""
-        episodes = None if params else self.episodes
+        """One group for each request, as they end. The servers start at once. An evaluation has its own `params`."""
+        episodes = params.episodes if params else self.episodes
         sample = partial(self._sample, G=G, params=params or self.params, episodes=episodes)
-        per_server = max(1, self.max_num_seqs // G)
-        return _as_they_end({
-            self._groups.submit(partial(sample, request), per_server): request for request in requests
-        })  # fmt: skip
+        return _as_they_end({self._groups.submit(partial(sample, request), G): request for request in requests})
 
     def generate_on_server(self, number: int, requests: Sequence[Request], G: int, max_tokens: int) -> list[Group]:
         """Groups by one server, for the weight-sync check."""
@@ -135,14 +127,14 @@ class VllmEngine:
         self._groups.close()
         self.weights.close(self.servers)
 
-    def _load(self, update: WeightUpdate) -> float:
-        """Load a version into all servers; returns seconds paused."""
+    def _load(self, update: WeightUpdate) -> None:
+        """Load a version into all servers."""
         abort = self.in_flight == "restart"
         with self._groups.held(abort) if abort or self.weights.pauses else nullcontext():
-            paused = time.perf_counter()
             self.weights.send(self._groups, update)
             self.weights.current = update
-            return time.perf_counter() - paused if self.weights.pauses else 0.0
+
+    # ---- one group ----
 
     def _sample(
         self, request: Request, server: VllmClient, G: int, params: SamplingParams, episodes: Episodes | None
@@ -174,10 +166,6 @@ class VllmEngine:
                 turns += self._ask(server, request, behind, 1, params, left, (g, len(turns)))
         finally:
             episode.forget()
-        return self._join(turns, episode)
-
-    def _join(self, turns: Sequence[Completion], episode: Episode) -> Completion:
-        """The turns as one completion."""
         names = ("token_ids", "logp_alpha", "versions", "sampled")
         ids, logp, versions, sampled = (torch.cat([getattr(turn, name) for turn in turns]) for name in names)
         text, outcome = self.chat.decode(ids.tolist()), turns[-1].outcome or episode.outcome
@@ -200,11 +188,11 @@ class VllmEngine:
         logp, versions = torch.full((len(token_ids),), math.nan), torch.full((len(token_ids),), -1)
         logp[: len(entries)] = torch.tensor([entry["logprob"] for entry in entries])
         for span in answer["weight_versions"] or []:
-            versions[span["start"] : span["end"]] = self.weights.version_of(label := span["version"])
-            if self.weights.version_of(label) < 0:
+            versions[span["start"] : span["end"]] = version = self.weights.version_of(span["version"])
+            if version < 0:
                 raise SamplerError(
-                    f"{server} sampled with weights of another run (labeled {label}): it was started again, or "
-                    "another run syncs to it. Resume the run with a server of its own"
+                    f"{server} sampled with weights of another run (labeled {span['version']}): it was started again, "
+                    "or another run syncs to it. Resume the run with a server of its own"
                 )
         fault = _find_fault(answer["finish_reason"], logp, versions)
         return Completion(
@@ -220,7 +208,7 @@ class VllmEngine:
 class VllmEvaluator:
     """Samples evaluations with the weights that the servers of `engine` have (`VllmEngine.lent`)."""
 
-    def __init__(self, engine: VllmEngine) -> None:
+    def __init__(self, engine: Any) -> None:
         self.sampler, self._params = engine, engine.params
 
     def set_sampling_params(self, params: SamplingParams) -> None:
@@ -244,7 +232,7 @@ def _as_they_end(futures: Mapping[Future[Group], Request]) -> Iterator[tuple[Req
 
 
 def _as_context(reply: Sequence[int]) -> Completion:
-    """What the environment said, as a piece of a completion that nobody sampled."""
+    """What the environment said, as a piece of a completion that was not sampled."""
     ids = torch.tensor(reply, dtype=torch.long)
     nothing, none = torch.full((len(ids),), math.nan), torch.full((len(ids),), -1)
     return Completion(ids, nothing, none, False, "", sampled=torch.zeros(len(ids)).bool())

@@ -1,4 +1,4 @@
-"""vLLM servers: the one that a run starts, those that it attaches to, and `lagrpo serve`.
+"""vLLM servers: the one that a run starts, those that it attaches to, and `lagrpo vllm-serve`.
 
 vLLM has an environment of its own (`make vllm-env`); $LAGRPO_VLLM_PYTHON names its Python. Started servers listen on
 127.0.0.1 and want an API key. A guard, a small process between a run and its server, ends the server with everything
@@ -15,6 +15,7 @@ import shlex
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from subprocess import PIPE, Popen
@@ -26,7 +27,6 @@ from lagrpo.redaction import redact
 from lagrpo.rollout.vllm.client import KEY, SamplerError, VllmClient
 from lagrpo.settings.options import split_options
 from lagrpo.settings.schema import Settings
-from lagrpo.settings.serve import ServeSettings
 from lagrpo.threads import drop_own
 
 PYTHON = "LAGRPO_VLLM_PYTHON"  # environment variable with the Python that has vLLM
@@ -71,21 +71,22 @@ class Launch:
     def command(self, port: int) -> list[str]:
         """Log-probs are those at the sampling temperature. The model's own generation settings might truncate the
         distribution. On CPUs prompts are kept whole: vLLM 0.32 cannot compute a seeded prompt in two steps there."""
-        has_gpu = bool(self.gpus or os.environ.get("CUDA_VISIBLE_DEVICES")) or Path("/dev/nvidia0").exists()
-        rank = next((rank for rank in LORA_RANKS if rank >= self.lora_rank), self.lora_rank)
-        on_cpu = ["--enforce-eager", "--no-enable-chunked-prefill"]
-        on_cpu += ["--max-num-batched-tokens", str(max(8192, self.max_model_len))]
-        return [
+        words = [
             *(self.python, "-m", "vllm.entrypoints.openai.api_server", "--model", self.model, "--dtype", self.dtype),
             *("--host", self.host, "--port", str(port), "--enable-scale-out", "--generation-config", "vllm"),
             *("--logprobs-mode", "processed_logprobs", "--max-model-len", str(self.max_model_len)),
             *("--max-num-seqs", str(self.max_num_seqs), "--worker-extension-cls", EXTENSION),
-            *([] if has_gpu else on_cpu),
-            *(["--weight-transfer-config", json.dumps({"backend": "nccl"})] if self.transfer == "nccl" else []),
-            *(["--enable-lora", "--max-lora-rank", str(rank), "--max-loras", "4"] if rank else []),
-            *(["--lora-target-modules", *LORA_LAYERS] if rank else []),
-            *self.options,
         ]
+        if not (self.gpus or os.environ.get("CUDA_VISIBLE_DEVICES") or Path("/dev/nvidia0").exists()):
+            words += ["--enforce-eager", "--no-enable-chunked-prefill"]
+            words += ["--max-num-batched-tokens", str(max(8192, self.max_model_len))]
+        if self.transfer == "nccl":
+            words += ["--weight-transfer-config", json.dumps({"backend": "nccl"})]
+        if self.lora_rank:
+            rank = next((rank for rank in LORA_RANKS if rank >= self.lora_rank), self.lora_rank)
+            words += ["--enable-lora", "--max-lora-rank", str(rank), "--max-loras", "4"]
+            words += ["--lora-target-modules", *LORA_LAYERS]
+        return [*words, *self.options]
 
     def environment(self, key: str) -> dict[str, str]:
         """Every user can read a command line, so the key is here. On CPUs a server gets 2 GiB for keys and values and
@@ -147,12 +148,11 @@ class StartedServer(VllmClient):
 def open_servers(settings: Settings, replied: int = 0) -> list[VllmClient]:
     """The servers that the settings name, or one that is on its way up, for completions with up to `replied` tokens of
     an environment. Raises SettingsError for a server that cannot be used, or started."""
-    s = settings.rollout
-    longest = settings.longest if settings.eval.sampler == "vllm" else s.max_prompt_length + s.max_completion_length
+    longest = settings.longest + replied + 1
     with refusing("vllm", SamplerError):
         if settings.vllm.urls:
-            return [attach_server(url, settings, longest + replied + 1) for url in settings.vllm.urls]
-        return [start_server(settings, longest + replied + 1)]
+            return [attach_server(url, settings, longest) for url in settings.vllm.urls]
+        return [start_server(settings, longest)]
 
 
 def attach_server(url: str, settings: Settings, longest: int) -> VllmClient:
@@ -170,7 +170,7 @@ def attach_server(url: str, settings: Settings, longest: int) -> VllmClient:
     if config["parallel_config"].get("worker_extension_cls") == EXTENSION:
         server.reload_method = StartedServer.reload_method
     elif config["device_config"]["device"] == "cpu" and ours.get("tie_word_embeddings"):
-        raise ValueError(f"{url} would keep its first output head: on a CPU start it with `lagrpo serve`")
+        raise ValueError(f"{url} would keep its first output head: on a CPU start it with `lagrpo vllm-serve`")
     return server
 
 
@@ -198,23 +198,27 @@ def find_python() -> str:
     return str(path)
 
 
-def serve(settings: ServeSettings) -> NoReturn:
-    """`lagrpo serve`: print how a run attaches, then become the server. Raises SettingsError for no such Python or
-    model, and for an address that other machines can reach without a key of the user's."""
-    s, own = settings, os.environ.get(KEY)
-    if s.host not in LOOPBACK and not own:
-        raise SettingsError(f"--host: other machines can reach {s.host}: set {KEY} to an API key of your own")
+def serve(
+    model: str, host: str, port: int, weight_transfer: str, lora_r: int, server_args: Sequence[str], **sizes: Any
+) -> NoReturn:
+    """`lagrpo vllm-serve`: print how a run attaches, then become the server. `sizes` are dtype, max_model_len and
+    max_num_seqs of a Launch. Raises SettingsError for no such Python or model, and for an address that other machines
+    can reach without a key of the user's."""
+    own = os.environ.get(KEY)
+    if host not in LOOPBACK and not own:
+        raise SettingsError(f"--host: other machines can reach {host}: set {KEY} to an API key of your own")
     with refusing():
-        check_path(s.model)
-        given = s.dtype, s.max_model_len, s.max_num_seqs, s.weight_sync, split_options(s.options), s.host, s.lora_rank
-        launch = Launch(find_python(), resolve_model(s.model), *given)
-    key, host = own or secrets.token_urlsafe(24), LOOPBACK[0] if s.host in ("0.0.0.0", "::") else s.host
-    words = [*("--model", shlex.quote(s.model)), "--rollout.engine vllm", f"--vllm.urls http://{host}:{s.port}"]
-    words += ["--vllm.weight_transfer nccl"] if s.weight_sync == "nccl" else []
-    words += [f"--model.lora_r {s.lora_rank}"] if s.lora_rank else []
+        check_path(model)
+        options = split_options(server_args)
+        given: Any = {"transfer": weight_transfer, "options": options, "host": host, "lora_rank": lora_r}
+        launch = Launch(find_python(), resolve_model(model), **sizes, **given)
+    key, address = own or secrets.token_urlsafe(24), LOOPBACK[0] if host in ("0.0.0.0", "::") else host
+    words = [*("--model", shlex.quote(model)), "--rollout.engine vllm", f"--vllm.urls http://{address}:{port}"]
+    words += ["--vllm.weight_transfer nccl"] if weight_transfer == "nccl" else []
+    words += [f"--model.lora_r {lora_r}"] if lora_r else []
     print("Once the server is up, attach with (Ctrl-C ends it):\n")
     print("" if own else f"  export {KEY}={key}\n", f"  lagrpo train … {' '.join(words)}\n", sep="", flush=True)
-    os.execvpe(launch.python, launch.command(s.port), launch.environment(key))
+    os.execvpe(launch.python, launch.command(port), launch.environment(key))
 
 
 def _read_config(path: str) -> dict[str, Any]:

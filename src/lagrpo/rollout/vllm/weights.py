@@ -2,10 +2,10 @@
 
     directory   safetensors in a directory that trainer and servers see: /dev/shm, or $LAGRPO_TRANSFER_DIR
     nccl        broadcast from the trainer's GPU to the GPUs of the servers
-    adapters    LoRA adapters through that directory, each version under its own name
 
-A version is labeled RUN:VERSION. The servers report the label of every token that they sample. Versions that may be
-needed again stay in the directory, for servers that are started again, or have served an evaluation.
+A version is labeled RUN:VERSION. The servers report the label of every token that they sample. LoRA adapters go through
+the directory, each version under its label. Versions that may be needed again stay in the directory, for servers that
+are started again, or have served an evaluation.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import shutil
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -43,18 +43,17 @@ class WeightUpdate:
     version: int
     label: str
     directory: Path
-    size: int  # bytes
     tensors: Mapping[str, Tensor] | None  # None once they are in the directory
 
 
 class WeightTransfer:
-    """Weights to servers through a directory, in `dtype`."""
+    """Weights to servers through a directory, in `dtype`; adapters if `adapted_lm` is a model with adapters. For those
+    nothing pauses: completions in flight continue with the adapter that they began with."""
 
-    pauses = True  # servers sample nothing meanwhile
-    writes_first = True  # a version is in the directory before they pause
+    writes_first = True  # a version is in the directory before the servers pause
 
-    def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
-        self.dtype = dtype
+    def __init__(self, dtype: torch.dtype = torch.bfloat16, adapted_lm: Any = None) -> None:
+        self.dtype, self.adapted_lm, self.pauses = dtype, adapted_lm, adapted_lm is None
         self.current: WeightUpdate | None = None  # what all servers should have
         self.run = secrets.token_hex(4)  # tells our version 3 from another run's
         self.root = _make_directory()
@@ -68,8 +67,7 @@ class WeightTransfer:
         label = f"{self.run}:{version}"
         if label not in self._updates:
             tensors = {name: t.to(self.dtype) if t.is_floating_point() else t for name, t in weights.items()}
-            size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-            self._updates[label] = WeightUpdate(version, label, self.root / f"v{version:06d}", size, tensors)
+            self._updates[label] = WeightUpdate(version, label, self.root / f"v{version:06d}", tensors)
             if self.writes_first:
                 self.write(self._updates[label])
         return self._updates[label]
@@ -79,16 +77,18 @@ class WeightTransfer:
         with self._writing:
             if update.tensors is not None:
                 update.directory.mkdir(exist_ok=True)
-                self.save({name: tensor.detach().cpu() for name, tensor in update.tensors.items()}, update.directory)
+                tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in update.tensors.items()}
+                if self.adapted_lm is not None:
+                    save_adapter(self.adapted_lm, tensors, update.directory)
+                else:
+                    save_file(tensors, update.directory / FILE, {"format": "pt"})
                 update.tensors = None
         return str(update.directory)
 
-    def save(self, tensors: Mapping[str, Tensor], directory: Path) -> None:
-        save_file({n: tensor.contiguous() for n, tensor in tensors.items()}, directory / FILE, {"format": "pt"})
-
     def read(self, update: WeightUpdate) -> Mapping[str, Tensor]:
         """The weights of a version, as they were sent."""
-        return load_file(Path(self.write(update)) / FILE)
+        directory = Path(self.write(update))
+        return load_file(directory / FILE) if self.adapted_lm is None else load_adapter_weights(directory)
 
     def send(self, groups: GroupQueue, update: WeightUpdate) -> None:
         """Load a version into all servers. Raises SamplerError for a server that cannot load it, and stays paused."""
@@ -96,6 +96,8 @@ class WeightTransfer:
 
     def load(self, server: VllmClient, update: WeightUpdate) -> None:
         """Load a version into a server, from the directory."""
+        if self.adapted_lm is not None:
+            return server.load_adapter(update.label, self.write(update))
         with server.paused():
             server.reload(self.write(update), update.label)
 
@@ -138,26 +140,6 @@ class WeightTransfer:
         shutil.rmtree(self.root, ignore_errors=True)
 
 
-class AdapterTransfer(WeightTransfer):
-    """Versions of the LoRA adapters of `lm`. Nothing pauses: completions in flight continue with the adapter that they
-    began with."""
-
-    pauses = False
-
-    def __init__(self, lm: Any, dtype: torch.dtype = torch.bfloat16) -> None:
-        super().__init__(dtype)
-        self._lm = lm
-
-    def save(self, tensors: Mapping[str, Tensor], directory: Path) -> None:
-        save_adapter(self._lm, tensors, directory)
-
-    def read(self, update: WeightUpdate) -> Mapping[str, Tensor]:
-        return load_adapter_weights(Path(self.write(update)))
-
-    def load(self, server: VllmClient, update: WeightUpdate) -> None:
-        server.load_adapter(update.label, self.write(update))
-
-
 class NcclTransfer(WeightTransfer):
     """Broadcast from rank 0, the trainer, to the workers of all servers, by the communicator that PyTorch ships.
 
@@ -173,9 +155,10 @@ class NcclTransfer(WeightTransfer):
 
     def send(self, groups: GroupQueue, update: WeightUpdate) -> None:
         if update.tensors is None or not all(tensor.is_cuda for tensor in update.tensors.values()):
-            super().send(groups, update)
-            return
-        self._connect(groups)
+            return super().send(groups, update)
+        if groups.starts != self._starts:  # a server that was started again is a new member
+            self._connect(groups.servers)
+            self._starts = dict(groups.starts)
         dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in update.tensors.values()]
         shapes = [list(tensor.shape) for tensor in update.tensors.values()]
         info = {"names": list(update.tensors), "dtype_names": dtypes, "shapes": shapes}
@@ -183,20 +166,17 @@ class NcclTransfer(WeightTransfer):
         run_together([*receive, partial(_broadcast, update.tensors, self._communicator)], LOAD_TIMEOUT)
         update.tensors = {name: tensor.cpu() for name, tensor in update.tensors.items()}  # the trainer's move on
 
-    def _connect(self, groups: GroupQueue) -> None:
-        """Members find each other by an id that the servers get over HTTP. A server that was started again is new."""
-        if groups.starts == self._starts:
-            return
-        workers = [int(server.call("GET", "/get_world_size")["world_size"]) for server in groups.servers]
+    def _connect(self, servers: Sequence[VllmClient]) -> None:
+        """Members find each other by an id that the servers get over HTTP."""
+        workers = [int(server.call("GET", "/get_world_size")["world_size"]) for server in servers]
         identity, world = nccl.unique_id(), 1 + sum(workers)
         shared = {"world_size": world, "packed": False, "nccl_unique_id_b64": base64.b64encode(identity).decode()}
-        joining: list[Callable[[], Any]] = []
-        for n, server in enumerate(groups.servers):
+        joining: list[Any] = []
+        for n, server in enumerate(servers):
             info = {"init_info": shared | {"rank_offset": 1 + sum(workers[:n])}}
             joining.append(partial(server.call, "POST", "/init_weight_transfer_engine", info, LOAD_TIMEOUT))
         device = torch.cuda.current_device()
         *_, self._communicator = run_together([*joining, partial(_join, world, identity, device)], LOAD_TIMEOUT)
-        self._starts = dict(groups.starts)
 
 
 TRANSFERS = {"directory": WeightTransfer, "nccl": NcclTransfer}

@@ -5,9 +5,7 @@ each row the keys and values of its own tokens. Active rows are always rows 0 ..
 into its place. One step takes one token per row and returns the final hidden states. A row that waits for an
 environment is left out of steps; the next step that it is in takes all tokens of the reply.
 
-The kernels attend in a step (cpu/decode.c), or PyTorch's operations in two parts, merged by their log-sum-exps:
-
-    out = w_own · out_own + w_pre · out_pre,   w_own = 1 / (1 + exp(lse_pre - lse_own)),   w_pre = 1 - w_own
+The kernels attend in a step (cpu/decode.c), or PyTorch's operations.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ if TYPE_CHECKING:
 BLOCK = 64  # the own cache grows by this many tokens, or doubles
 PIECE = 512  # tokens of a step, at most: a longer reply takes several
 MIN_ROWS = 2  # PyTorch's product with one row takes another kernel, with another order of summation
-MIN_KEYS = 16  # below one vector register of float32 the order of the softmax's sum would depend on the padding
+MIN_KEYS = 16  # numbers in a vector register: caches hold a multiple of it
 
 
 @dataclass(slots=True)
@@ -166,14 +164,15 @@ class DecodeState:
             inputs = inputs.select(torch.arange(max(count, MIN_ROWS)) % count)
         group_of_row = self.group_of_row[inputs.rows]
         positions = self.prompt_lengths[group_of_row] + inputs.before
-        layout = self._layout(inputs, group_of_row, int(positions.max()) + 1)
+        layout = self._layout(inputs, group_of_row)
         return self.model.hidden(inputs.ids.to(device), positions.to(device), layout)[:count]
 
-    def _layout(self, inputs: DecodeInputs, group_of_row: Tensor, longest: int) -> Layout:
+    def _layout(self, inputs: DecodeInputs, group_of_row: Tensor) -> Layout:
         """Who attends to whom in a step, which also puts the new keys and values into the caches."""
         own, prefix = self.own, self.prefix
         if not self._by_kernels:
-            return StepLayout(own, prefix, self.prompt_lengths, inputs, group_of_row, longest)
+            return StepLayout(own, prefix, self.prompt_lengths, inputs, group_of_row)
+        longest = int((self.prompt_lengths[group_of_row] + inputs.before).max()) + 1
         groups = F.pad(torch.bincount(group_of_row, minlength=prefix.batch).cumsum(0), (1, 0))
         members = torch.argsort(group_of_row, stable=True)
         caches = own.keys, own.values, prefix.keys, prefix.values
@@ -215,94 +214,26 @@ class _Prefill:
         return self.row.attend(layer, query, key, value, scaling)
 
 
-# ---- attention of a step by PyTorch's operations ----
-
-
 class StepLayout:
-    """Each token's key and value go into its row's own cache, its query attends to both parts. Grouped-query heads are
-    never expanded: the queries that share a key head are folded into the rows of one matrix product. Keys are padded to
-    MIN_KEYS: a row of a softmax over at least so many does not depend on trailing zeros."""
+    """A step by PyTorch's operations: each token's key and value go into its row's own cache, and its query attends to
+    its prompt and its own tokens. Keys are padded to MIN_KEYS."""
 
     def __init__(
-        self,
-        own: Cache,
-        prefix: Cache,
-        prompt_lengths: Tensor,
-        inputs: DecodeInputs,
-        group_of_row: Tensor,
-        longest: int,
+        self, own: Cache, prefix: Cache, prompt_lengths: Tensor, inputs: DecodeInputs, group_of_row: Tensor
     ) -> None:
-        self.own, self.prefix, self.longest = own, prefix, longest
-        lengths, device = inputs.before, own.keys.device
-        self.every = torch.equal(inputs.rows, torch.arange(len(inputs.rows)))
-        grid, place = pair_rows_with_groups(group_of_row, prefix.batch)
-        self.keys = max(MIN_KEYS, int(lengths.max()) + 1)
-        own_hidden = torch.arange(self.keys)[None, :] > lengths[:, None]
-        prefix_hidden = torch.arange(prefix.capacity)[None, :] >= prompt_lengths[:, None]
-        masks = (h[:, None, None].to(device) if bool(h.any()) else None for h in (own_hidden, prefix_hidden))
-        self.own_hidden, self.prefix_hidden = masks
-        self.rows = inputs.rows.to(device)
-        self.slot, self.grid, self.place = lengths.to(device), grid.to(device), place.to(device)
+        self.own, self.prefix = own, prefix
+        self.longest = int((prompt_lengths[group_of_row] + inputs.before).max()) + 1
+        self.keys = max(MIN_KEYS, int(inputs.before.max()) + 1)
+        seen = torch.arange(prefix.capacity) < prompt_lengths[group_of_row, None]
+        mask = torch.cat([seen, torch.arange(self.keys) <= inputs.before[:, None]], 1)[:, None, None]
+        given = mask, inputs.rows, inputs.before, group_of_row
+        self.mask, self.rows, self.slots, self.groups = (t.to(own.keys.device) for t in given)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        keys, values, count = self.own.keys[layer], self.own.values[layer], len(self.rows)
-        keys[self.rows, :, :, self.slot], values[self.rows, :, self.slot] = key, value
-        heads = key.shape[1]
-        chosen = slice(count) if self.every else self.rows
-        k = keys[chosen, :, :, : self.keys].flatten(0, 1).mT
-        v = values[chosen, :, : self.keys].flatten(0, 1)
-        own = attend_part(fold_queries(query.unsqueeze(1), heads), k, v, self.own_hidden, scaling)
-        groups, width = self.grid.shape
-        gathered = query.index_select(0, self.grid.flatten()).view(groups, width, *query.shape[1:])
-        k, v = self.prefix.keys[layer].flatten(0, 1).mT, self.prefix.values[layer].flatten(0, 1)
-        prefix = attend_part(fold_queries(gathered, heads), k, v, self.prefix_hidden, scaling)
-        placed = (unfold_queries(t, groups, width).index_select(0, self.place) for t in prefix)
-        return merge_parts(*(unfold_queries(t, count, 1) for t in own), *placed)
-
-
-def pair_rows_with_groups(group_of_row: Tensor, groups: int) -> tuple[Tensor, Tensor]:
-    """grid [groups, c], the rows of each group (row 0 if there are fewer than c), and place [R], where in the
-    flattened grid each row stands."""
-    counts = torch.bincount(group_of_row, minlength=groups)
-    width = int(counts.max())
-    order = torch.argsort(group_of_row, stable=True)
-    within = torch.empty_like(order)
-    within[order] = torch.arange(len(order)) - (counts.cumsum(0) - counts)[group_of_row[order]]
-    place = group_of_row * width + within
-    grid = torch.zeros(groups, width, dtype=torch.long)
-    grid.view(-1)[place] = torch.arange(len(order))
-    return grid, place
-
-
-def fold_queries(query: Tensor, kv_heads: int) -> Tensor:
-    """[B, t, Hq, D] -> [B·Hkv, rep·t, D]: the rep = Hq / Hkv query heads of a key head become rows."""
-    b, t, heads, d = query.shape
-    folded = query.view(b, t, kv_heads, heads // kv_heads, d).permute(0, 2, 3, 1, 4)
-    return folded.reshape(b * kv_heads, -1, d)
-
-
-def unfold_queries(folded: Tensor, b: int, t: int) -> Tensor:
-    """[B·Hkv, rep·t, D] -> [B·t, Hq, D], the inverse of `fold_queries`."""
-    d = folded.shape[-1]
-    return folded.view(b, -1, t, d).transpose(1, 2).reshape(b * t, -1, d)
-
-
-def attend_part(
-    query: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None, scaling: float
-) -> tuple[Tensor, Tensor]:
-    """Attention of folded queries over one part of the keys: query [B·Hkv, rep·t, D], key and value [B·Hkv, K, D],
-    `hidden` [B, 1, 1, K] True for keys that are not seen -> out [B·Hkv, rep·t, D] in the dtype of `value`, log-sum-exp
-    float32 [B·Hkv, rep·t, 1]. With p the softmax, max p = exp(max s - lse), which gives the log-sum-exp."""
-    s = torch.bmm(query, key.mT).float().mul_(scaling)
-    if hidden is not None:
-        b = hidden.shape[0]
-        s.view(b, s.shape[0] // b, *s.shape[1:]).masked_fill_(hidden, float("-inf"))
-    p = torch.softmax(s, dim=-1)
-    lse = s.amax(-1, keepdim=True) - p.amax(-1, keepdim=True).log()
-    return torch.bmm(p.to(value.dtype), value), lse
-
-
-def merge_parts(own: Tensor, lse_own: Tensor, prefix: Tensor, lse_prefix: Tensor) -> Tensor:
-    """The two parts as one attention, in the dtype of `own`: outs [..., D], log-sum-exps [..., 1] -> [..., D]."""
-    gap = lse_prefix - lse_own
-    return (own.float() * torch.sigmoid(-gap) + prefix.float() * torch.sigmoid(gap)).to(own.dtype)
+        keys, values = self.own.keys[layer], self.own.values[layer]
+        keys[self.rows, :, :, self.slots], values[self.rows, :, self.slots] = key, value
+        k = torch.cat([self.prefix.keys[layer][self.groups], keys[self.rows, :, :, : self.keys]], 3).mT
+        v = torch.cat([self.prefix.values[layer][self.groups], values[self.rows, :, : self.keys]], 2)
+        grouped = query.shape[1] != key.shape[1]
+        out = F.scaled_dot_product_attention(query.unsqueeze(2), k, v, self.mask, scale=scaling, enable_gqa=grouped)
+        return out.squeeze(2)

@@ -1,0 +1,77 @@
+"""`lagrpo.train` as a Python user calls it: data, reward functions, settings and callbacks."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import datasets
+import pytest
+from running import tiny_settings
+from tiny import save_tiny
+
+import lagrpo
+from lagrpo.errors import SettingsError
+from lagrpo.runs import load_rollouts
+
+ROWS = [{"question": f"{n} + 1?", "answer": str(n + 1)} for n in range(20)]
+
+
+def correct(completion: str, answer: str) -> float:
+    return float(answer in completion)
+
+
+def short(prompts: list[Any], completions: list[Any], **columns: Any) -> list[float]:
+    return [1.0 / (1 + len(completion)) for completion in completions]
+
+
+@pytest.fixture
+def given(tmp_path):
+    """The model, and settings of a small run, by their names."""
+    sections = tiny_settings(save_tiny(tmp_path / "model"), tmp_path / "runs", schedule={"batches": 2})
+    sections.pop("task")
+    path = sections["model"].pop("path")
+    return {
+        "model": path,
+        "settings": {f"{a}.{b}": value for a, values in sections.items() for b, value in values.items()},
+    }
+
+
+@pytest.mark.parametrize("kind", ["list", "dataset", "file"])
+def test_data_rewards_and_callbacks_make_a_run(given, tmp_path, kind):
+    class Seen(lagrpo.Callback):
+        batches = 0
+
+        def on_batch(self, metrics, rollouts) -> None:
+            self.batches += 1
+
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    data = {"list": ROWS, "dataset": datasets.Dataset.from_list(ROWS), "file": tmp_path / "rows.jsonl"}[kind]
+    result = lagrpo.train(data=data, rewards=[correct, short], callbacks=[seen := Seen()], **given)
+    assert seen.batches == result.batches == 2
+    assert result.weights is not None
+    assert result.weights.is_dir()
+    assert result.after is not None
+    rows = load_rollouts(result.run)
+    assert {row["prompt_text"].split("?")[0][-3:] for row in rows} <= {row["question"][-4:-1] for row in ROWS}
+    assert all(row["reward_short"] > 0 for row in rows)
+
+
+def test_named_rewards_and_a_file_with_changed_settings(given, tmp_path):
+    (tmp_path / "a.toml").write_text("[schedule]\nbatches = 9\n")
+    result = lagrpo.train(tmp_path / "a.toml", data=ROWS, rewards=["exact"], **given)
+    assert result.batches == 2
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"data": [{"text": "a"}] * 9, "rewards": [correct]}, "no column 'prompt'; the columns are text"),
+        ({"data": ROWS, "rewards": [lambda x: 1.0]}, "a reward function takes"),
+        ({"data": ROWS, "rewards": ["exakt"]}, "exakt"),
+        ({"settings": {"schedule.sync_evry": 3}}, "schedule.sync_every"),
+    ],
+)
+def test_wrong_input_is_a_settings_error(wrong, message):
+    with pytest.raises(SettingsError, match=message):
+        lagrpo.train(**wrong)
