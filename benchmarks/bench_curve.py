@@ -122,17 +122,20 @@ def draw(curves: Curves, path: Path) -> None:
     figure = Figure(figsize=(10, 3.8), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     panels: Any = figure.subplots(1, 2, sharey=True)
-    for color, (name, seeds) in zip(COLORS, curves.items(), strict=False):
+    for color, style, (name, seeds) in zip(COLORS, ("-", "--"), curves.items(), strict=False):
         rewards = [smoothed(values(list(updates), "reward"), SMOOTH) for updates in seeds]
         seconds = [list(accumulate(values(list(updates), "seconds"))) for updates in seeds]
         for across, axes in zip(([list(range(1, len(r) + 1)) for r in rewards], seconds), panels, strict=True):
             for x, curve in zip(across, rewards, strict=True):
                 axes.plot(x, curve, color=color, lw=0.8, alpha=0.4)
             mean = [[fmean(column) for column in zip(*lines, strict=True)] for lines in (across, rewards)]
-            axes.plot(*mean, color=color, lw=2, label=f"{name} ({len(seeds)} seed{'s' if len(seeds) > 1 else ''})")
+            axes.plot(
+                *mean, color=color, ls=style, lw=2, label=f"{name} ({len(seeds)} seed{'s' if len(seeds) > 1 else ''})"
+            )
     for axes, label in zip(panels, ("update", "seconds"), strict=True):
         plain_axes(axes)
         axes.set(xlabel=label, ylim=(0, 1))
+    panels[1].set_xscale("log")
     panels[0].set_ylabel(f"reward, mean of {SMOOTH} updates", color=INK)
     panels[0].legend(fontsize=8, frameon=False)
     figure.savefig(path, dpi=110)
