@@ -396,7 +396,7 @@ def settings(root: Path, **sections: Any) -> Settings:
 
 
 def test_unfit_server_is_rejected_before_a_model_loads(fake, tmp_path, monkeypatch):
-    """A server of `lagrpo serve` renews its head, also on a CPU."""
+    """A server of `lagrpo vllm-serve` renews its head, also on a CPU."""
     monkeypatch.chdir(tmp_path)
     save_tiny(tmp_path / "other", num_hidden_layers=3)
     own = settings(tmp_path, vllm={"urls": [fake.url]})
