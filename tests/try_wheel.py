@@ -67,7 +67,7 @@ def try_with(python: str, wheel: Path, folder: Path) -> None:
     run(bin / "pip", "install", "-q", "--no-compile", "-c", ROOT / "constraints.txt", f"{wheel}[demo]")
     print(run(bin / "lagrpo", "--version"))
     print(run(bin / "lagrpo", "env"))
-    print(run(bin / "lagrpo", "demo", *SHORT))
+    print(run(bin / "lagrpo", "train", "demo", *SHORT))
     assert (empty / "runs" / "tried" / "weights" / "final" / "model.safetensors").is_file()
     print(f"It works with {python}.", flush=True)
 

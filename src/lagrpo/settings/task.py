@@ -39,7 +39,10 @@ class _OfEveryTask(Section):
     def _spread_options(cls, given: Any) -> Any:
         """The table `options` says the same as its entries."""
         if isinstance(given, Mapping) and isinstance(given.get("options"), Mapping):
-            return {name: value for name, value in given.items() if name != "options"} | dict(given["options"])
+            own = {name: value for name, value in given["options"].items() if name in cls.model_fields}
+            rest = {name: value for name, value in given["options"].items() if name not in own}  # of a generator
+            given = {name: value for name, value in given.items() if name != "options"} | own
+            return given | ({"options": rest} if rest else {})
         return given
 
     @model_validator(mode="before")
