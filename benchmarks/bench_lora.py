@@ -23,7 +23,7 @@ from work import common_options
 from lagrpo.runs import load_metrics
 
 DEMO = HERE.parent / "src" / "lagrpo" / "settings" / "presets" / "demo.toml"
-PARTS = ("total", "sampling", "learning", "scoring", "sync")
+PARTS = ("step", "generate", "train", "score", "sync")
 WARM = 2  # batches that are left out
 
 
@@ -51,7 +51,7 @@ def main() -> None:
                 found, peak = run(asked, sides[name], Path(scratch))
             seconds[name].append(found)
             peaks[name].append(peak)
-            print(f"{name}: {found['total']:.2f} s a batch, {gigabytes(peak)}", flush=True)
+            print(f"{name}: {found['step']:.2f} s a batch, {gigabytes(peak)}", flush=True)
     report.raw["seconds"], report.raw["peaks"] = seconds, peaks
     report.text(f"Medians over {asked.rounds} runs of the median batch (least … greatest).")
     report.table("Seconds of a batch of the demo", [row(part, seconds) for part in PARTS])
@@ -78,7 +78,7 @@ def run(asked: argparse.Namespace, side: Mapping[str, Any], scratch: Path) -> tu
     os.environ["PEAK_OF_RANKS"] = str(scratch / "peaks")
     train(DEMO, settings, 1, asked.threads, program=[str(HERE / "peak_of_rank.py")])
     metrics = load_metrics(scratch / "run")[WARM:]
-    found = {part: median(line[f"seconds_{part}"] for line in metrics) for part in PARTS}
+    found = {part: median(line[f"time/{part}"] for line in metrics) for part in PARTS}
     return found, int((scratch / "peaks" / "0").read_text())
 
 

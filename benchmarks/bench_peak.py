@@ -85,7 +85,7 @@ def memory(asked: argparse.Namespace, work: Work, report: Report, load: Load) ->
             with tempfile.TemporaryDirectory() as scratch:
                 place = (work, Path(scratch), asked.threads)
                 tokens = budget(work, count, Path(scratch))
-                own = {"lr": 1e-5, "micro_batch_tokens": tokens, "activation_checkpointing": checkpointing}
+                own = {"learning_rate": 1e-5, "micro_batch_tokens": tokens, "gradient_checkpointing": checkpointing}
                 with start_ours("ours", *place, optimizer=own) as side:
                     ours = [side.update() for _ in range(2)]
                     load.add(side)

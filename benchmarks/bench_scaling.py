@@ -21,7 +21,7 @@ from sides import Measurements, interleaved, start_ours, values
 from work import LONG, SHORT, Work, asked_for, common_options
 
 # the smallest batch fills two such micro-batches, so that all sizes hold the same
-BUDGET = {"lr": 1e-5, "micro_batch_tokens": 512}
+BUDGET = {"learning_rate": 1e-5, "micro_batch_tokens": 512}
 ROWS = 64  # completions decoded at a time, those of the smallest batch
 CYCLE = 10  # batches between two weight syncs, the larger v
 
@@ -77,7 +77,7 @@ def doubling(asked: argparse.Namespace, report: Report, load: Load) -> None:
 
 def sampled(work: Work) -> dict[str, int]:
     """Settings of the sampler with a fixed number of rows, so that memory has the same bound at every size."""
-    return {"G": work.G, "max_tokens": work.max_tokens, "max_num_seqs": max(ROWS, work.G)}
+    return {"num_generations": work.G, "max_completion_length": work.max_tokens, "max_num_seqs": max(ROWS, work.G)}
 
 
 def size_row(G: int, measurements: Measurements) -> dict[str, Any]:
@@ -122,11 +122,15 @@ def prefetch(asked: argparse.Namespace, work: Work, report: Report, load: Load) 
 
 def wide(work: Work) -> dict[str, int]:
     """Settings of a sampler that decodes all completions of a cycle at a time."""
-    return {"G": work.G, "max_tokens": work.max_tokens, "max_num_seqs": CYCLE * work.completions}
+    return {
+        "num_generations": work.G,
+        "max_completion_length": work.max_tokens,
+        "max_num_seqs": CYCLE * work.completions,
+    }
 
 
 def schedule(work: Work, v: int) -> dict[str, Any]:
-    return {"prompts": work.N, "batches": 100_000, "v": v}
+    return {"prompts_per_batch": work.N, "batches": 100_000, "sync_every": v}
 
 
 def cycle(side: Side, batches: int) -> Measurements:

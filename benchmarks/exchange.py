@@ -15,7 +15,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from lagrpo.training.master_weights import all_gather, reduce_scatter
+from lagrpo.training.master_weights import all_gather
 
 
 def main() -> None:
@@ -29,7 +29,8 @@ def main() -> None:
         gradients = torch.ones(each * ranks.size())
         dist.barrier()
         start = time.perf_counter()
-        part = reduce_scatter(gradients, ranks)
+        part = gradients.new_empty(each)
+        (getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor)(part, gradients, group=ranks)
         weights = all_gather(part.bfloat16(), ranks)
         seconds.append(time.perf_counter() - start)
         assert float(weights[0]) == ranks.size()

@@ -39,7 +39,7 @@ METRICS: dict[str, dict[str, str]] = {
         "staleness/mean": "mean staleness of a token: updates between the policy that sampled it and π_k",
         "staleness/max": "largest staleness of a token, updates",
         "weight_sync/performed": "1 if the rollout engine got new weights before this batch, else 0",
-        "weight_sync/logp_difference": "largest |Δ log-prob| of the last weight-sync check, nats",
+        "weight_sync/logp_difference": "largest |Δ log-prob| of trainer and engine, nats; local engine: at the start",
         "weight_sync/changed_fraction": "share of the weights that the last weight sync changed",
     },
     "Rollout policy α against π_k": {

@@ -144,7 +144,8 @@ def choose_rows(weights: Weights, rows: Sequence[Row], count: int | None, seed: 
     report.skip(f"{what} offline data", sum(row["source"] != "sampler" for row in rows))
     for row in (row for row in rows if is_generated(row) and any(row["loss_mask"])):
         if lacking := sorted(set(sampled(row, "policy_versions")) - set(weights.folders)):
-            report.skip(f"{what} no weights of version {lacking[0]} on disk: {KEEP if lacking[0] else weights.absent}")
+            why = f"no weights of their version on disk: {KEEP}" if lacking[0] else f"no weights: {weights.absent}"
+            report.skip(f"{what} {why}")
         known += [] if lacking else [row]
     order = permutation(len(known), seed, "replay").tolist()
     report.skip(f"{what} not chosen; take more with --rows N, or --all", len(order[count:]) if count else 0)
