@@ -4,7 +4,7 @@ make bench-gpu
 python benchmarks/bench_gpu.py --help
 
 SmolLM2-135M, and a model of the shape of Qwen2.5-1.5B with random weights, at contexts of 1,024 and 4,096 tokens of
-which a quarter is the prompt. What `model.kernels = "auto"` computes with, and "torch", in turn. Runs on a CPU as well.
+which a quarter is the prompt. What $LAGRPO_KERNELS = auto and torch compute with, in turn. Runs on a CPU as well.
 """
 
 from __future__ import annotations

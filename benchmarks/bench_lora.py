@@ -70,9 +70,9 @@ def row(part: str, seconds: Mapping[str, list[dict[str, float]]]) -> dict[str, s
 def run(asked: argparse.Namespace, side: Mapping[str, Any], scratch: Path) -> tuple[dict[str, float], int]:
     """The seconds of the median batch by part, and the peak in bytes."""
     settings = {
-        "run.output_dir": scratch, "run.name": "run", "run.display": "none", "run.save-weights": False,
+        "run.output_dir": scratch, "run.name": "run",
         "checkpoint.save-total-limit": 0, "checkpoint.save-minutes": 0, "eval.at-start": False,
-        "model.path": asked.model, "model.threads": asked.threads, "schedule.batches": asked.batches, **side,
+        "model.path": asked.model, "schedule.batches": asked.batches, **side,
     }  # fmt: skip
     (scratch / "peaks").mkdir()
     os.environ["PEAK_OF_RANKS"] = str(scratch / "peaks")

@@ -22,9 +22,9 @@ from processes import HERE, train
 from work import RESULTS, common_options
 
 from lagrpo.core.recipes import resolve
+from lagrpo.settings.load import load_settings
 from lagrpo.settings.schema import Settings
-from lagrpo.settings.toml import load_settings
-from lagrpo.training.explain import empty_model, expected_memory, kernels_compute
+from lagrpo.training.explain import empty_model, expected_memory
 
 DEMO = HERE.parent / "src" / "lagrpo" / "settings" / "presets" / "demo.toml"
 PAGE = HERE.parent / "reports" / "scaling.md"
@@ -69,9 +69,9 @@ def run(
 ) -> tuple[list[int], dict[str, int]]:
     """The peak of each rank, and what is expected by purpose, in bytes."""
     settings = {
-        "run.output_dir": scratch, "run.name": "run", "run.display": "none", "run.save-weights": False,
+        "run.output_dir": scratch, "run.name": "run",
         "checkpoint.save-total-limit": 0, "checkpoint.save-minutes": 0, "eval.at-start": False,
-        "model.path": asked.model, "model.threads": 1, "schedule.batches": 2, "schedule.sync_every": 2,
+        "model.path": asked.model, "schedule.batches": 2, "schedule.sync_every": 2,
         "loss.beta": beta, "distributed.strategy": shard,
     }  # fmt: skip
     (scratch / "peaks").mkdir()
@@ -85,7 +85,7 @@ def expected(settings: Settings, ranks: int) -> dict[str, int]:
     """As `lagrpo train --dry-run` has it for the run."""
     lm, recipe = empty_model(settings), resolve(settings.loss.recipe, settings.loss.knobs)
     text, parameters = lm.config.get_text_config(), lm.num_parameters()
-    return expected_memory(settings, recipe, text, parameters, kernels_compute(settings, text), ranks=ranks)
+    return expected_memory(settings, recipe, text, parameters, ranks=ranks)
 
 
 def row(ranks: int, shard: str, beta: float, peaks: list[int], expected: Mapping[str, Any]) -> dict[str, str]:

@@ -22,7 +22,7 @@ from wire import Gate, Wire, imported
 from work import read_prompts
 
 from lagrpo.model.model import Policy
-from lagrpo.settings.toml import load_settings
+from lagrpo.settings.load import load_settings
 from lagrpo.tasks import RowTask, order_prompts
 from lagrpo.training.batch import MicroBatch, has_zero_variance
 from lagrpo.training.build import TrainerComponents

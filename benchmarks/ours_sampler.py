@@ -57,7 +57,7 @@ def score(policy: Policy, completions: list[dict[str, Any]]) -> dict[str, Any]:
 def main() -> None:
     wire = Wire()
     request = json.loads(Path(sys.argv[1]).read_text())
-    policy = build_policy(ModelSettings(path=request["model"], device="cpu"), 1.0, 1)
+    policy = build_policy(ModelSettings(path=request["model"]), 1.0, 1)
     rows = read_prompts(Path(request["prompts"]))
     prompts = [policy.chat.tokenize(Prompt(row["key"], tuple(row["messages"]), row["answer"])) for row in rows]
     sampling = copy_policy(never_ending(policy))

@@ -5,7 +5,7 @@ each.
     python benchmarks/portability.py --quick             # what takes under five minutes
 
 What passes on one processor may fail on another: orders of sums differ, and so does what is fast. Each run is `lagrpo
-train` with the settings of experiments/demo.toml, v = 2, in a process of its own, with PyTorch's oneDNN and our kernels
+train` with the settings of demo, v = 2, in a process of its own, with PyTorch's oneDNN and our kernels
 lowered to the same level. The table says which arithmetic a run took, its grade (README, "One arithmetic"), by how much
 trainer and sampler differed, and how long the second batch took. A run that fails makes the exit status 1. What this
 machine has no instructions for is listed as not tried.
@@ -31,7 +31,6 @@ from lagrpo.cpu.library import ISA, LEVELS, V3, cpu_flags
 
 DEADLINE = 300.0  # seconds for a run
 WORK = {
-    "run.display": "plain",
     "run.save-weights": "False",
     "checkpoint.save-minutes": "0",
     "schedule.sync_every": "2",
@@ -90,15 +89,15 @@ def cases(levels: list[Level], quick: bool) -> list[Case]:
 def run(case: Case, scratch: Path, threads: int | None) -> dict[str, Any]:
     """One row of the table, and whether the run ended well."""
     words = [word for name, value in WORK.items() for word in (f"--{name}", value)]
-    words += ["--model.dtype", case.dtype, "--model.kernels", case.kernels, "--run.output_dir", str(scratch)]
-    words += ["--model.threads", str(threads)] if threads else []
+    words += ["--model.dtype", case.dtype, "--run.output_dir", str(scratch)]
+    chosen = {"LAGRPO_KERNELS": case.kernels} | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
     words += ["--run.name", name := f"{case.level.name}-{case.kernels}-{case.dtype}"]
     command = [sys.executable, "-c", "from lagrpo.cli import main; main()", "train"]
     started = time.monotonic()
     try:
         done = subprocess.run(
-            [*command, str(HERE.parent / "src" / "lagrpo" / "settings" / "presets" / "demo.toml"), *words],
-            env={**os.environ, **case.level.environment}, capture_output=True, text=True, timeout=DEADLINE,
+            [*command, "demo", *words],
+            env={**os.environ, **case.level.environment, **chosen}, capture_output=True, text=True, timeout=DEADLINE,
         )  # fmt: skip
         error = "" if done.returncode == 0 else said_last(done.stderr)
     except subprocess.TimeoutExpired as late:

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from lagrpo.threads import WAITING
+from lagrpo.machine import WAITING
 
 DEADLINE = 3600.0  # seconds for any one reply
 HERE = Path(__file__).parent
@@ -125,7 +125,8 @@ def train(
 ) -> None:
     """`lagrpo train FILE` with these settings, by torchrun where there are several ranks, each with so many threads.
     Ends the benchmark with what the program said where that fails."""
-    words = [str(word) for name, value in settings.items() for word in (f"--{name}", value)]
+    texts = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in settings.items()}
+    words = [word for name, text in texts.items() for word in (f"--{name}", text)]
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     command = [sys.executable, *torchrun, *program, "train", str(file), *words]
     done = subprocess.run(command, env={**os.environ, **environment(threads)}, capture_output=True, text=True)

@@ -55,8 +55,8 @@ class Work:
 
 
 SHORT = Work(
-    "short", 8, 16, 16, {"name": "arithmetic", "operations": ("+",), "digits": 1}, "lagrpo.tasks.arithmetic:score",
-    (1, 100),
+    "short", 8, 16, 16, {"name": "arithmetic", "options": {"operations": ["+"], "digits": 1}},
+    "lagrpo.tasks.arithmetic:score", (1, 100),
 )  # fmt: skip
 LONG = Work("long", 4, 8, 128, {"name": "gsm8k"}, "lagrpo.tasks.gsm8k:score", (100, 200))
 WORKS = {work.name: work for work in (SHORT, LONG)}
@@ -130,8 +130,8 @@ def read_prompts(path: Path) -> list[dict[str, Any]]:
 def ours(work: Work, scratch: Path, **sections: Mapping[str, Any]) -> dict[str, Any]:
     """Settings of a run of ours on this work, evaluated at no time and written to `scratch`."""
     base: dict[str, dict[str, Any]] = {
-        "run": {"output_dir": str(scratch / "runs"), "seed": SEED, "display": "none", "save_weights": False},
-        "model": {"path": work.model, "device": "cpu", "dtype": DTYPE},
+        "run": {"output_dir": str(scratch / "runs"), "seed": SEED},
+        "model": {"path": work.model, "dtype": DTYPE},
         "rollout": {
             "num_generations": work.G,
             "max_completion_length": work.max_tokens,

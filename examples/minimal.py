@@ -32,8 +32,8 @@ from lagrpo.model.loading import load_policy
 from lagrpo.model.model import Packed, Policy, copy_policy
 from lagrpo.rollout.base import Request
 from lagrpo.rollout.local import LocalSampler
+from lagrpo.tasks import RowTask, Task
 from lagrpo.tasks.arithmetic import score
-from lagrpo.tasks.base import RowTask, Task
 from lagrpo.types import Group, Outcome
 
 SEED = 0
@@ -125,7 +125,7 @@ def mean_reward(groups: Sequence[Group]) -> float:
 
 def pass_at_1(policy: Policy, task: Task) -> float:
     """The share of right answers to the held-out prompts; the random numbers are the same at every call."""
-    sampler = LocalSampler(policy, SEED, MAX_TOKENS, max_num_seqs=N * G, purpose="evaluate")
+    sampler = LocalSampler(policy, SEED, MAX_TOKENS, max_num_seqs=N * G)
     return mean_reward(sample(sampler, PromptSource(task, policy, SEED, N, max_prompt_tokens=128).held_out(20), task))
 
 

@@ -1,8 +1,8 @@
 """Success amplification along real swaps of pi_ref: where each stage took each prompt, beside Mroueh's curve.
 
     python -m experiments.study experiments/papers/amplification.toml    make the runs
-    python experiments/amplification.py runs/studies/amplification       read them; then the table and the figure
-    python experiments/amplification.py amplification                    the table and the figure of the kept points
+    python experiments/amplification.py runs/studies/amplification       read them; then the table
+    python experiments/amplification.py amplification                    the table of the kept points
 
 Likewise for amplification-small. `python experiments/tables.py` puts the tables into reports/claims.md.
 
@@ -12,8 +12,8 @@ moves the logit of the success probability p by w(p)/beta, with w(p) = 1/sqrt(p 
 advantage follows the policy: a stage seeks the p* with logit p* = logit p_ref + w_G(p*)/beta. Both are for each prompt
 by itself.
 
-The points (p of every prompt before and after each stage) go to experiments/papers/results/NAME-points.json, the figure
-to docs/images/NAME-run.png, where NAME is the directory's.
+The points (p of every prompt before and after each stage) go to experiments/papers/results/NAME-points.json, where NAME
+is the directory's.
 """
 
 from __future__ import annotations
@@ -27,17 +27,14 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from precision_report import interval
-from theory import style
 
 from lagrpo.core.bounds import group_weight
 from lagrpo.runs.files import write_atomically
 
 HERE = Path(__file__).resolve().parent
 POINTS = HERE / "papers" / "results"
-FIGURES = HERE.parent / "docs" / "images"
 EPS_STD = 1e-4
 
 
@@ -107,14 +104,14 @@ def expected(stage: Stage, G: int | None) -> list[float]:
 def read(study: Path) -> list[Stage]:
     """The stages of every finished run in the directory of the study. Raises ValueError where there is none."""
     from lagrpo.runs import load_evaluations
-    from lagrpo.settings.toml import read_toml
+    from lagrpo.settings.load import read_toml
 
     found = []
     for config in sorted(study.glob("*/config.toml")):
         settings, run = read_toml(config), config.parent
         schedule = settings["schedule"]
         names = {summary["step"]: summary["name"] for summary in load_evaluations(run)}
-        moments = [schedule["batches"] * stage for stage in range(schedule["stages"] + 1)]
+        moments = [*range(0, schedule["batches"] + 1, schedule.get("ref_sync_every", schedule["batches"]))]
         if not all(moment in names for moment in moments):
             continue
         rates = [success(run / "evaluations" / f"{names[moment]}.parquet") for moment in moments]
@@ -171,28 +168,6 @@ def table(stages: Sequence[Stage]) -> str:
     return "\n".join(rows)
 
 
-def figure(stages: Sequence[Stage], path: Path) -> None:
-    """A panel for each (beta, v): p after a stage against p before it, a dot for each prompt, stage and seed."""
-    cells = sorted(by_cell(stages).items(), key=lambda cell: (-cell[0][1], cell[0][0]))
-    drawing = style.canvas(4.2 * len(cells), 4.3)
-    panels: Any = drawing.subplots(1, len(cells), sharey=True, squeeze=False)[0]
-    grid = [at / 200 for at in range(1, 200)]
-    for axes, ((beta, v), numbers) in zip(panels, cells, strict=True):
-        one = next(iter(numbers.values()))[0]
-        axes.plot([0, 1], [0, 1], color=style.FAINT, lw=1)
-        for number, color in zip(sorted(numbers), (style.SKY, style.ORANGE, style.GREEN, style.PURPLE), strict=False):
-            pairs = [pair for s in numbers[number] for pair in zip(s.before, s.after, strict=True)]
-            axes.plot(*zip(*pairs, strict=True), ".", color=color, ms=4, alpha=0.5, label=f"stage {number}")
-        for G, line, name in ((None, ":", "the curve"), (one.G, "-", f"groups of {one.G}")):
-            curve = expected(Stage(beta, v, one.G, 0, 0, 0, grid, []), G)
-            axes.plot(grid, curve, line, color=style.INK, lw=1.5, label=name)
-        style.plain(axes, f"β = {beta:g}, v = {v}", "p before the stage", "p after it" if axes is panels[0] else "")
-        axes.set(xlim=(0, 1), ylim=(0, 1.01))
-    panels[0].legend(loc="lower right", fontsize=8, frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    drawing.savefig(path, dpi=110)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("study", type=Path, help="directory of the study, as experiments.study made it, or its name")
@@ -205,7 +180,6 @@ def main() -> None:
     except (ValueError, OSError) as error:
         parser.exit(2, f"{error}\n")
     print(table(stages))
-    figure(stages, FIGURES / f"{study.name}-run.png")
 
 
 if __name__ == "__main__":

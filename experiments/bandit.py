@@ -3,7 +3,7 @@
     python experiments/bandit.py [--steps 4000]
 
 Expect REINFORCE at .800 with and without syncs, GRPO at .713 without and 1.000 with, RED-Weight .1 at .940 without:
-tests/test_theory_bandit.py has every number. `python experiments/figures.py bandit` draws the curves.
+tests/test_theory_bandit.py has every number.
 """
 
 import argparse

@@ -85,9 +85,6 @@ def command(cell: Cell, runs: Path, threads: int) -> list[str]:
         "run.output_dir": runs,
         "run.name": name_of(cell).replace("/", "-"),
         "run.seed": seed,
-        "run.save-weights": False,
-        "run.display": "plain",
-        "model.threads": threads,
         "schedule.batches": UPDATES[lr],
         "optimizer.learning_rate": lr,
         "optimizer.lr_scheduler_type": "constant",
@@ -126,7 +123,7 @@ def without_paths(text: str) -> str:
     """Paths inside this repository relative to its root, so that a cell does not name places of one machine.
 
     >>> without_paths(f'["{HERE}/demo.toml", "--run.seed"]')
-    '["experiments/demo.toml", "--run.seed"]'
+    '["src/lagrpo/settings/presets/demo.toml", "--run.seed"]'
     """
     return text.replace(f"{HERE.parent}/", "").replace(str(HERE.parent), ".")
 

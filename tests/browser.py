@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import itertools
 import json
 import os
@@ -119,12 +118,6 @@ class Page:
             raise RuntimeError(f"{expression}: {done['exceptionDetails']}")
         return done["result"].get("value")
 
-    def reload(self) -> None:
-        """Load the page again and return once its script has drawn the head."""
-        self.js("window.leaving = true")
-        self.call("Page.reload")
-        self.wait("!window.leaving && document.querySelector('header')")
-
     def wait(self, expression: str) -> None:
         """Return once the expression is true. Raises TimeoutError after DEADLINE."""
         end = time.monotonic() + DEADLINE
@@ -192,11 +185,6 @@ class Page:
             f"select.value = {json.dumps(value)}; select.dispatchEvent(new Event('change')); }})()"
         )
         self.settle()
-
-    def screenshot(self, path: Path) -> Path:
-        self.settle()
-        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
-        return path
 
     def check(self, *allowed: str) -> None:
         """Assert that nothing was complained of, and that nothing was asked for but URLs that begin so."""

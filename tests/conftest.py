@@ -3,13 +3,14 @@
 import signal
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import hypothesis
 import pytest
 import tiny
 import torch
-from ranks import Ranks
+from ranks import run_on_ranks
 from running import note_processes
 
 hypothesis.settings.register_profile("lagrpo", deadline=None)  # a busy machine is no failure; tests have a time limit
@@ -73,20 +74,13 @@ def processes_of_other_tests_are_known() -> None:
     note_processes()
 
 
-@pytest.fixture(scope="session")
-def started_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    processes = Ranks(tmp_path_factory.mktemp("ranks"))
-    yield processes
-    processes.close()
-
-
 @pytest.fixture
-def ranks(started_ranks: Ranks) -> Iterator[Ranks]:
-    """Three processes that form a group, for all tests that ask for them: see ranks.py. They compute with one thread,
-    and what they are compared with, in this process, does too."""
+def ranks() -> Iterator[Any]:
+    """`ranks.run(function, *given, size=3)`: see ranks.py. They compute with one thread, and what they are compared
+    with, in this process, does too."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield started_ranks
+    yield SimpleNamespace(run=run_on_ranks)
     torch.set_num_threads(threads)
 
 

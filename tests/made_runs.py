@@ -9,7 +9,7 @@ from typing import Any
 from tiny import tiny_tokenizer
 
 from lagrpo.runs import Run
-from lagrpo.settings.toml import load_settings, to_toml
+from lagrpo.settings.load import load_settings, to_toml
 
 HOSTILE = (
     "<script>window.planted = 1</script></script><img src=x onerror='window.planted = 2'> & &lt;b&gt; "

@@ -1,138 +1,104 @@
-"""Ranks: processes that form a group of torch.distributed (gloo), and run a test's functions on request.
-
-They start at the first request and stay for the tests that follow. Every wait has a deadline. Where a rank fails, dies
-or is late, the error has what each of them did, all are ended, and the next request starts others.
-"""
+"""Several ranks in tests: processes with the environment that torchrun gives, forked from one process that has imported
+everything. `run_on_ranks` calls a function on each of them, `together` makes a run."""
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import pickle
 import signal
-import time
+import socket
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from multiprocessing import connection
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 from warm import forks
 
-STACK = signal.SIGUSR1  # has a rank write down where it is
-COLLECTIVE = 30.0  # seconds that a rank waits for others in a collective
-STARTED = 120.0  # seconds to start on a busy machine
-GRACE = 3.0  # seconds for the others to answer once one has failed, as they may wait for it; and to end
+from lagrpo.training.callbacks import Callback
+
+DEADLINE = 180.0  # seconds for all ranks on a busy machine
+GRACE = 20.0  # seconds for each of the others, when one has failed
+Prepare = Callable[[int], Sequence[Callback]]
 
 
-class RanksError(AssertionError):
-    """A function failed on a rank, or did not return. Says what each rank did."""
+class RankEndError(Exception):
+    """A rank ended with an error; the text names its type first."""
 
 
-class Ranks:
-    """`size` processes. Their files lie in `scratch`."""
+def run_on_ranks(function: Callable[..., Any], *given: Any, size: int = 3) -> list[Any]:
+    """What function(group, *given) returns on each rank of a group (gloo). The function is one that can be imported;
+    what it gets and returns is pickled. Raises AssertionError with what each rank said if one fails."""
+    found = _start(size, _call, pickle.dumps((function, given)))
+    if any(one is None or isinstance(one, RankEndError) for one in found):
+        raise AssertionError("\n\n".join(f"rank {rank}: {one!s:.5000}" for rank, one in enumerate(found)))
+    return found
 
-    def __init__(self, scratch: Path, size: int = 3) -> None:
-        self.size, self._scratch, self._starts = size, scratch, 0
-        self._processes: list[Any] = []
-        self._pipes: list[Connection] = []
 
-    def run(self, function: Callable[..., Any], *given: Any, size: int | None = None, deadline: float = 60.0) -> list:
-        """What function(group, *given) returns on each rank of a group of `size`. The function is one that can be
-        imported: on the top level of a module. What it is given, and what it returns, is pickled. Raises RanksError
-        where it raises, or where a rank has not returned after `deadline` seconds."""
-        size = self.size if size is None else size
-        if not self._processes:
-            self._start()
-        for pipe in self._pipes[:size]:
-            pipe.send_bytes(pickle.dumps((function, given, size)))
-        return self._answers(size, deadline)
+def together(size: int, settings: dict[str, Any], prepare: Prepare | None = None, resume: Any = None) -> list[Any]:
+    """A run of `size` ranks: what each returns, RankEndError if it raises, None if it was killed. On every rank
+    `prepare(rank)`, which must be importable, comes first, and gives its callbacks."""
+    return _start(size, _train, pickle.dumps((settings, prepare, resume)))
 
-    def close(self) -> None:
-        """End them: those that wait for a request by themselves, with what they have started."""
-        for pipe in self._pipes:
-            pipe.close()
-        end = time.monotonic() + GRACE
-        for process in self._processes:
-            process.join(max(0.0, end - time.monotonic()))
-            process.kill()
+
+def _start(size: int, work: Callable[[int, Any], Any], given: bytes) -> list[Any]:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    processes, ends = [], list[Connection]()
+    for rank in range(size):
+        ours, theirs = forks.Pipe()
+        place = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
+        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        process = forks.Process(target=_be_rank, args=(theirs, {n: str(v) for n, v in place.items()}, work, given))
+        process.start()
+        theirs.close()
+        processes.append(process)
+        ends.append(ours)
+    try:
+        found, deadline = [], DEADLINE
+        for end in ends:
+            found.append(_result(end, deadline))
+            if isinstance(found[-1], RankEndError):
+                deadline = GRACE
+        return found
+    finally:
+        for process in processes:
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
             process.join()
-        self._processes, self._pipes = [], []
-
-    def _start(self) -> None:
-        """Start the processes, and wait until they are a group."""
-        self._starts += 1
-        for rank in range(self.size):
-            ours, theirs = forks.Pipe()
-            given = (rank, self.size, self._scratch / f"store-{self._starts}", self._log(rank), theirs)
-            process = forks.Process(target=_work, args=given, name=f"rank {rank}")
-            process.start()
-            theirs.close()
-            self._processes.append(process)
-            self._pipes.append(ours)
-        self._answers(self.size, STARTED)
-
-    def _answers(self, size: int, deadline: float) -> list[Any]:
-        end, answers = time.monotonic() + deadline, dict[int, tuple[bool, Any]]()
-        waiting = {pipe: rank for rank, pipe in enumerate(self._pipes[:size])}
-        while waiting and (ready := connection.wait([*waiting], max(0.0, end - time.monotonic()))):
-            for pipe in ready:
-                assert isinstance(pipe, Connection)
-                rank = waiting.pop(pipe)
-                answers[rank] = self._answer(rank, pipe)
-                if not answers[rank][0]:
-                    end = min(end, time.monotonic() + GRACE)
-        if waiting or not all(fine for fine, _ in answers.values()):
-            complaints = [self._complaint(rank, answers.get(rank)) for rank in range(size)]
-            self.close()
-            raise RanksError("\n\n".join(complaints))
-        return [answers[rank][1] for rank in range(size)]
-
-    def _answer(self, rank: int, pipe: Connection) -> tuple[bool, Any]:
-        try:
-            return pickle.loads(pipe.recv_bytes())
-        except (EOFError, ConnectionResetError):
-            self._processes[rank].join(GRACE)
-            return False, f"ended with exit code {self._processes[rank].exitcode}"
-
-    def _complaint(self, rank: int, answer: tuple[bool, Any] | None) -> str:
-        if answer is not None:
-            return f"rank {rank}: {'returned' if answer[0] else answer[1]}"
-        process, log = self._processes[rank], self._log(rank)
-        if process.is_alive() and log.exists():
-            os.kill(process.pid, STACK)
-            process.join(GRACE / 10)
-        return f"rank {rank}: still running\n{log.read_text() if log.exists() else ''}"
-
-    def _log(self, rank: int) -> Path:
-        return self._scratch / f"stack-{self._starts}-{rank}"
 
 
-def _work(rank: int, size: int, store: Path, log: Path, pipe: Connection) -> None:
-    """What a rank does until its pipe is closed."""
+def _result(end: Connection, deadline: float) -> Any:
+    try:
+        return pickle.loads(end.recv_bytes()) if end.poll(deadline) else RankEndError("nothing: it still runs")
+    except EOFError:
+        return None
+
+
+def _be_rank(end: Connection, environment: dict[str, str], work: Callable[[int, Any], Any], given: bytes) -> None:
+    os.environ |= environment
+    try:
+        found = work(int(environment["RANK"]), pickle.loads(given))
+    except BaseException as error:  # noqa: BLE001 - the test is told
+        said = [f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ()), traceback.format_exc()]
+        found = RankEndError("\n".join(said))
+    end.send_bytes(pickle.dumps(found))
+
+
+def _call(rank: int, given: Any) -> Any:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    timeout = timedelta(seconds=COLLECTIVE)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout)
-    groups = {n: dist.new_group(range(n), timeout=timeout) for n in range(1, size + 1)}
-    with log.open("w") as stack, suppress(EOFError, BrokenPipeError):
-        faulthandler.register(STACK, file=stack)
-        answer = pickle.dumps((True, None))
-        while True:
-            pipe.send_bytes(answer)
-            answer = _returned(groups, pipe.recv_bytes())
-    dist.destroy_process_group()
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    return given[0](dist.group.WORLD, *given[1])
 
 
-def _returned(groups: dict[int, Any], request: bytes) -> bytes:
-    """What a request's function returns or raises, pickled."""
-    try:
-        function, given, size = pickle.loads(request)
-        return pickle.dumps((True, function(groups[size], *given)))
-    except BaseException:  # noqa: BLE001   whatever it is, the test is told
-        return pickle.dumps((False, traceback.format_exc()))
+def _train(rank: int, given: Any) -> Any:
+    from lagrpo.training import ranks
+    from lagrpo.training.run import train
+
+    ranks.TIMEOUT = timedelta(seconds=60)
+    settings, prepare, resume = given
+    return train(settings, callbacks=prepare(rank) if prepare is not None else (), resume=resume)

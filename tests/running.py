@@ -7,19 +7,20 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from lagrpo.settings.load import flatten
+
 TIMINGS = ("time/", "tokens_per_s/")
 
 
 def tiny_settings(model: Path, root: Path, /, **sections: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Four completions of at most six tokens for each of two prompts, three batches, two test prompts."""
     base: dict[str, dict[str, Any]] = {
-        "run": {"output_dir": str(root), "display": "none", "seed": 3},
-        "model": {"path": str(model), "dtype": "float32", "device": "cpu", "threads": 1},
+        "run": {"output_dir": str(root), "seed": 3},
+        "model": {"path": str(model), "dtype": "float32"},
         "task": {"name": "sample_task:load"},
         "rollout": {"num_generations": 4, "max_completion_length": 6, "max_prompt_length": 64},
         "schedule": {"prompts_per_batch": 2, "batches": 3},
         "optimizer": {"learning_rate": 1e-2},
-        "verifier": {"workers": 1},
         "eval": {"num_prompts": 2, "num_samples": 3},
     }
     return {name: base.get(name, {}) | sections.get(name, {}) for name in base | sections}
@@ -27,12 +28,10 @@ def tiny_settings(model: Path, root: Path, /, **sections: dict[str, Any]) -> dic
 
 def options(settings: dict[str, dict[str, Any]]) -> list[str]:
     """The same for the command line."""
-    return [
-        word
-        for section, values in settings.items()
-        for name, value in values.items()
-        for word in (f"--{section}.{name}", str(value))
-    ]
+    given = flatten(settings)
+    texts = {name: value if isinstance(value, list | tuple) else [value] for name, value in given.items()}
+    shown = {name: [str(one).lower() if isinstance(one, bool) else str(one) for one in texts[name]] for name in texts}
+    return [word for name, words in shown.items() for word in (f"--{name}", *words)]
 
 
 def without_timings(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -35,7 +35,6 @@ def act(completion: str, answer: Any) -> Any:
         "text": lambda: "1.0",
         "nothing": lambda: None,
         "float32": lambda: np.float32(0.25),
-        "true": lambda: True,
         "pid": os.getpid,
         "modules": lambda: sum(module in sys.modules for module in ("torch", "transformers", "datasets", "sympy")),
     }

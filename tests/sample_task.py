@@ -51,12 +51,6 @@ def load_rarely_right(settings: Any, seed: int) -> RowTask:
     return RowTask("rare", rows, lambda row: (row, row), rarely_right)
 
 
-def load_few(settings: Any, seed: int) -> RowTask:
-    """The same with five prompts."""
-    task = load_rarely_right(settings, seed)
-    return RowTask("few", {name: rows[:5] for name, rows in task.rows.items()}, task.ask, rarely_right)
-
-
 def rarely_right(completion: str, answer: Any) -> float:
     return float(zlib.crc32((completion + answer).encode()) % 4 == 0)
 

@@ -6,15 +6,18 @@ import os
 import threading
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
+
+import sample_task
 
 from lagrpo.rewards.reward import UnscorableError
 from lagrpo.rng import uniforms
-from lagrpo.tasks.base import Messages, RowTask, StepResult
+from lagrpo.tasks import Messages, RowTask, StepResult
 
 
 class Counting:
-    """Says how many turns there were and a number at its address; ends after the third turn."""
+    """Says how many turns there were and a random number of its key; ends after the third turn."""
 
     last = 3
 
@@ -24,24 +27,24 @@ class Counting:
 
     def step(self, text: str) -> StepResult:
         self.seen += 1
-        drawn = int(uniforms(self.seen, *self.key)[-1] * 100)
+        number = int(uniforms(self.seen, *self.key)[-1] * 100)
         if self.seen == self.last:
             return StepResult(reward=(len(text) % 5) / 5, done=True, reason=f"after {self.seen} turns")
-        return StepResult([{"role": "user", "content": f"{self.seen}/{drawn}"}], reward=0.1 * self.seen)
+        return StepResult([{"role": "user", "content": f"{self.seen}/{number}"}], reward=0.1 * self.seen)
 
 
 class Endless(Counting):
     last = 10**6
 
 
-class Long(Endless):
-    def step(self, text: str) -> StepResult:
-        return StepResult([{"role": "user", "content": "x" * 30}])
+@dataclass
+class Saying(Counting):
+    """Always says the same."""
 
+    said: str = "x" * 30
 
-class Unsayable(Endless):
     def step(self, text: str) -> StepResult:
-        return StepResult([{"role": "user", "content": "\ud800"}])
+        return StepResult([{"role": "user", "content": self.said}])
 
 
 class Wordy(Counting):
@@ -56,17 +59,10 @@ class Wordy(Counting):
             os._exit(3)
         if text == "unscorable":
             raise UnscorableError("unclear")
-        if text == "nan":
-            return StepResult(reward=float("nan"))
-        if text == "nothing":
-            return None
-        if text == "half":
-            return StepResult(reward=0.5, done=True, reason="\ud800")
-        if text == "text":
-            return StepResult("hello")  # type: ignore[arg-type]
         if text == "open":
             self.lock = threading.Lock()
-        return super().step(text)
+        replies = {"nan": StepResult(reward=float("nan")), "nothing": None, "text": StepResult("hello")}  # type: ignore[arg-type]
+        return replies[text] if text in replies else super().step(text)
 
 
 class Moody(Counting):
@@ -77,9 +73,19 @@ class Moody(Counting):
         return [{"role": "user", "content": str(key)}]
 
 
-class Refusing(Counting):
+class Broken(Counting):
     def reset(self, prompt: Any, key: Any) -> Messages:
         raise RuntimeError("no game today")
+
+
+def same(completion: str, answer: str) -> float:
+    return float(completion == answer)
+
+
+def load(settings: Any, seed: int) -> Any:
+    """The prompts of sample_task with the environment of this name in task.options, Counting by default."""
+    make = globals()[settings.options.get("make", "Counting")]
+    return RowTask("talking", sample_task.load().rows, lambda row: (row, row), same, environment=make)
 
 
 def add(x: int, y: int) -> int:
@@ -92,10 +98,6 @@ def add(x: int, y: int) -> int:
     return x + y
 
 
-def same(completion: str, answer: str) -> float:
-    return float(completion == answer)
-
-
 def divide(x: float, y: float) -> float:
     """Divide.
 
@@ -106,22 +108,12 @@ def divide(x: float, y: float) -> float:
     return x / y
 
 
-def load_counting(settings: Any, seed: int) -> Any:
-    """A task with an environment."""
-    rows = {"train": ["a"], "test": ["b"]}
-    return RowTask("counting", rows, lambda row: (row, row), same, environment=Counting)
-
-
 def undescribed(x):
     return x
 
 
 def broken(x: int) -> int:
-    """Fail.
-
-    Args:
-        x: Anything.
-    """
+    """Fail."""
     raise OSError("the network is down")
 
 
@@ -171,3 +163,6 @@ class Countdown:
     def step(self, text: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         self.left -= 1
         return "step", 0.5 * ("go" in text), self.left == 0, text == "stop", {"suffix": f"{self.left} to go"}
+
+
+Unsayable = partial(Saying, "\ud800")

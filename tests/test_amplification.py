@@ -31,7 +31,7 @@ def test_a_stage_with_one_sampling_policy_ends_on_mrouehs_curve(p, beta):
 def test_where_the_advantage_follows_the_policy_it_ends_where_that_advantage_leads_back(p, beta, G):
     end = fixed_point(p, beta, G)
     assert end > p
-    if end < 1 - 1e-5:
+    if logit(end) < logit(p) + 14.9:  # the search ends at 15
         assert logit(end) == pytest.approx(logit(p) + weight(end, G) / beta, abs=1e-3)
 
 
@@ -44,7 +44,7 @@ def test_that_point_is_the_lowest_fixed_point(p, beta):
 def test_the_stages_of_a_run_join(tmp_path, monkeypatch, capsys):
     settings = tiny_settings(
         save_tiny(tmp_path / "model"), tmp_path / "study", run={"seed": 5, "name": "one"},
-        schedule={"stages": 2, "batches": 2, "sync_every": 2}, loss={"recipe": "off_policy_grpo", "beta": 2.0},
+        schedule={"batches": 4, "sync_every": 2, "ref_sync_every": 2}, loss={"recipe": "off_policy_grpo", "beta": 2.0},
         eval={"every": 2},
     )  # fmt: skip
     run = train(settings).run
@@ -57,18 +57,11 @@ def test_the_stages_of_a_run_join(tmp_path, monkeypatch, capsys):
         assert fmean(found) == pytest.approx((3 * rates[batch] + 0.5) / 4, abs=1e-4)
 
     monkeypatch.setattr(amplification, "POINTS", tmp_path / "kept")
-    monkeypatch.setattr(amplification, "FIGURES", tmp_path / "drawn")
     monkeypatch.setattr("sys.argv", ["amplification.py", str(tmp_path / "study")])
     amplification.main()
     assert capsys.readouterr().out.count("| 2 | 2 |") == 2
     kept = json.loads((tmp_path / "kept" / "study-points.json").read_text())
     assert [Stage(**stage) for stage in kept] == [first, second]
-    assert (tmp_path / "drawn" / "study-run.png").read_bytes().startswith(b"\x89PNG")
-
-    monkeypatch.chdir(tmp_path / "kept")
-    monkeypatch.setattr("sys.argv", ["amplification.py", "study"])
-    amplification.main()  # of the points that are kept
-    assert capsys.readouterr().out.count("| 2 | 2 |") == 2
 
 
 def test_the_table_holds_the_measured_against_the_curve_of_its_groups():

@@ -9,7 +9,7 @@ from tiny import computed_by, tiny_policy
 from lagrpo.cpu import library
 from lagrpo.errors import SettingsError
 from lagrpo.model import backend
-from lagrpo.model.backend import choose_backend, pick_device, pick_dtype
+from lagrpo.model.backend import choose_backend, chosen_kernels, pick_device, pick_dtype
 from lagrpo.model.layout import Packed
 
 CPU = torch.device("cpu")
@@ -51,12 +51,25 @@ def test_auto_dtype_on_other_devices(monkeypatch):
         assert pick_dtype("auto", torch.device("cuda"))[0] == dtype
 
 
-def test_device_that_does_not_exist_is_rejected():
-    with pytest.raises(SettingsError, match=r"model.device = 'gpu' is not a device: use auto, cpu, cuda or cuda:N"):
-        pick_device("gpu")
-    with pytest.raises(SettingsError, match=r"model.device = 'cuda:97', but PyTorch sees \d+ CUDA devices"):
-        pick_device("cuda:97")
-    assert pick_device("cpu") == CPU
+def test_device_is_a_gpu_if_there_is_one_and_each_rank_has_its_own(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert pick_device() == CPU
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert pick_device() == torch.device("cuda")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert pick_device() == torch.device("cuda:1")
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(SettingsError, match="rank 2 of this host has no GPU: PyTorch sees 2"):
+        pick_device()
+
+
+def test_kernels_are_chosen_by_an_environment_variable(monkeypatch):
+    monkeypatch.setenv("LAGRPO_KERNELS", "torch")
+    assert chosen_kernels() == "torch"
+    monkeypatch.setenv("LAGRPO_KERNELS", "cuda")
+    with pytest.raises(SettingsError, match="LAGRPO_KERNELS = 'cuda'"):
+        chosen_kernels()
 
 
 def test_two_policies_in_one_process_keep_their_backends():

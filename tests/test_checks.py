@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
 
-from lagrpo.errors import SettingsError, refusing
-from lagrpo.settings.schema import EvalSettings, Settings
-from lagrpo.training.checks import check_evaluation, check_settings
+from lagrpo.errors import SettingsError
+from lagrpo.settings.schema import Settings
+from lagrpo.training.checks import check_settings
 
 
 @pytest.fixture(autouse=True)
@@ -43,14 +42,16 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"model": {"path": "model", "chat_template": "nosuch"}}, "model.chat_template: nosuch: No such file"),
     ({"run": {"name": "../x"}}, "run: run name '../x' is not .*set run.output_dir"),
     ({"run": {"name": "taken"}}, "run: the run runs/taken already exists and is not empty: choose another name"),
-    ({"run": {"output_dir": "file"}}, "run: file is a file, so nothing can be written to file"),
+    ({"run": {"output_dir": "file"}}, "run: file cannot be written"),
+    ({"rollout": {"num_generations": 1}}, "rollout.num_generations = 1: .* 2 or more"),
     ({"task": {"name": "gsm"}}, "task.name: there is no task 'gsm'.* Did you mean 'gsm8k'"),
-    ({"task": {"numbers": 4}}, "task.numbers is set, but the task 'arithmetic' does not take it: countdown do"),
-    ({"task": {"reward": "exakt"}}, "task.reward: no built-in reward 'exakt'"),
-    ({"offline": {"data": "nosuch.jsonl"}}, "offline.data: nosuch.jsonl matches no such file"),
+    ({"task": {"options": {"numbers": 4}}}, "task.options: the task 'arithmetic' has no option 'numbers'"),
+    ({"task": {"options": {"digits": 7}}}, "task.options.digits = 7"),
+    ({"task": {"options": {"operations": ["/"]}}}, r"task.options.operations = \['/'\]"),
+    ({"task": {"rewards": ["exakt"]}}, "task.rewards, 'exakt': no built-in reward 'exakt'"),
+    ({"offline": {"data": "nosuch.jsonl"}}, "offline.data: nosuch.jsonl is neither a file"),
     ({"loss": {"recipe": "grop"}}, "loss: unknown recipe 'grop'; the nearest is 'grpo'"),
     ({"loss": {"recipe": "dapo", "kl_estimator": "k3"}}, "loss: kl was set, but nothing reads it.*beta = 0"),
-    ({"eval": {"best_metric": "pass@1", "at_start": False}}, "eval.best_metric = 'pass@1' is never found"),
 ]
 
 
@@ -60,33 +61,8 @@ def test_settings_that_cannot_be_run_are_rejected_by_name():
             check_settings(settings(**sections))
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
-def test_a_directory_that_cannot_be_written_is_refused(tmp_path):
-    (tmp_path / "sealed").mkdir(mode=0o500)
-    with pytest.raises(SettingsError, match="sealed cannot be written"):
-        check_settings(settings(run={"output_dir": "sealed/runs"}))
-
-
 def test_task_object_replaces_the_settings_of_the_task(tmp_path):
     from sample_task import load
 
     check_settings(settings(task={"name": "gsm"}, run={"output_dir": "new/runs"}), load())
     assert not (tmp_path / "new").exists()
-
-
-def test_evaluations_are_checked_alike():
-    check_evaluation(EvalSettings.model_validate({"model": {"path": "model"}}))
-    with pytest.raises(SettingsError, match=r"^model\.path"):
-        check_evaluation(EvalSettings.model_validate({"model": {"path": "./nosuch"}}))
-    with pytest.raises(SettingsError, match=r"^task\.numbers"):
-        check_evaluation(EvalSettings.model_validate({"task": {"numbers": 3}}))
-
-
-def test_refusing_names_the_setting_and_leaves_other_errors_alone():
-    with pytest.raises(SettingsError, match=r"^run: no") as error, refusing("run"):
-        raise OSError("no")
-    assert isinstance(error.value.__cause__, OSError)
-    with pytest.raises(SettingsError, match=r"^as it was"), refusing("run"):
-        raise SettingsError("as it was")
-    with pytest.raises(TypeError), refusing("run"):
-        raise TypeError

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
-from lagrpo.settings.arguments import parse
+from lagrpo.cli import Train
+from lagrpo.settings.load import read_words
 from lagrpo.settings.schema import Settings
-from lagrpo.settings.toml import validate
 
 CLUSTER = Path(__file__).parent.parent / "examples" / "cluster"
 JOB, BATCH = CLUSTER / "lagrpo-job.yaml", CLUSTER / "lagrpo.sbatch"
@@ -36,8 +36,9 @@ def test_commands_are_words_that_torchrun_and_lagrpo_take(command):
     words = command[command.index("torchrun") + 1 :]
     launched = get_args_parser().parse_args(words)
     assert (launched.module, launched.training_script, launched.nnodes) == (True, "lagrpo", "2")
-    given = parse(Settings, words[words.index("train") + 1 :])
-    assert validate(Settings, {}, given.overrides, "command").run.resume == "auto"
+    given, changes = read_words(words[words.index("train") + 1 :], Train, Settings(), ["run"])
+    assert given.resume == "auto"
+    assert "run.name" in changes
 
 
 def test_batch_file_is_one_that_bash_reads():

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import math
-import unicodedata
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from rich.console import Console
 
-from lagrpo.errors import visible
-from lagrpo.terminal.display import COLUMNS, Display, LiveDisplay, PlainDisplay, columns_for, make_display
-from lagrpo.terminal.text import duration, formatted
+from lagrpo.terminal.display import COLUMNS, Display, LiveDisplay, PlainDisplay, make_display
 
 METRICS = {
     "step": 12, "staleness/max": 9, "reward": 0.25, "frac_reward_zero_std": 0.375, "rollout/kl": 0.00123,
@@ -24,7 +19,7 @@ METRICS = {
 }  # fmt: skip
 BEFORE = {"pass@1": 0.1525, "pass@1_low": 0.12, "pass@1_high": 0.19, "prompts": 1000, "samples": 4}
 CHANGE = {"pass@1_change": 0.8275, "pass@1_change_low": 0.78, "pass@1_change_high": 0.871}
-AFTER = {"pass@1": 0.98, "pass@1_low": 0.96, "pass@1_high": 1.0, **CHANGE}
+AFTER = {"pass@1": 0.98, "pass@1_low": 0.96, "pass@1_high": 1.0, "prompts": 1000, "samples": 4, **CHANGE}
 
 
 def console(width: int = 120, terminal: bool = False) -> Console:
@@ -38,7 +33,7 @@ def written(to: Console) -> str:
 def started(display: Display, name: str = "run", batches: int = 120) -> Any:
     settings = {
         "run": {"output_dir": "runs", "name": name},
-        "schedule": {"stages": 1, "batches": batches},
+        "schedule": {"batches": batches},
         "task": {"reward_range": (0.0, 1.0)},
     }
     display.on_start(settings, {}, 0)
@@ -66,15 +61,6 @@ def test_terminal_gets_the_live_display_and_everything_else_plain_lines(monkeypa
     assert not isinstance(make_display(console=Console(file=StringIO())), LiveDisplay), "a log with colors"
     monkeypatch.setenv("TERM", "dumb")
     assert not isinstance(make_display(console=Console(file=Terminal())), LiveDisplay)
-    assert isinstance(make_display("live", console=console()), LiveDisplay)
-
-
-def test_display_none_shows_nothing():
-    display = started(make_display("none", console=(to := console())))
-    display.on_batch(METRICS, [])
-    display.note("nothing")
-    display.on_end("finished", "Finished.")
-    assert written(to) == ""
 
 
 def test_plain_line_has_every_metric_under_its_heading():
@@ -98,22 +84,17 @@ def test_time_left_is_the_median_pace_without_the_first_batch():
     assert left == ["–", "9:50", "10:44", "11:36"], "118 batches of 5 s, 117 of 5.5 s, 116 of 6 s"
 
 
-@pytest.mark.parametrize("missing", [None, math.nan, "absent"])
-@pytest.mark.parametrize("key", sorted(METRICS))
-def test_any_metric_may_be_missing_on_either_display(key, missing):
-    metrics = METRICS | {key: missing}
-    if missing == "absent":
-        del metrics[key]
+def test_metrics_may_be_missing_on_either_display():
     plain, live = started(PlainDisplay(to := console())), started(LiveDisplay(console(terminal=True)))
     for display in (plain, live):
-        display.on_batch(metrics, [])
+        display.on_batch(dict.fromkeys(METRICS, math.nan), [])
         display.on_batch({}, [])
     console().print(live.render())
     live.on_end("failed", "")
     assert set(cells(written(to).splitlines()[-1])) == {"–"}
 
 
-@pytest.mark.parametrize("width", [60, 80, 200])
+@pytest.mark.parametrize("width", [60, 200])
 def test_live_display_fits_the_terminal_and_shows_the_last_batches(width):
     live = started(LiveDisplay(console(width, terminal=True)))
     for batch in range(1, 61):
@@ -127,10 +108,6 @@ def test_live_display_fits_the_terminal_and_shows_the_last_batches(width):
     assert any("batch 60 of 120" in line for line in lines)
     assert any("10:00 left" in line for line in lines), "60 batches of 10 s"
     assert "learning 2 of 4 [micro" in lines[-1]
-
-
-def test_narrow_terminal_shows_the_first_columns():
-    assert {"step", "reward", "no signal", "staleness"} <= {column.heading for column in columns_for(40)}
 
 
 def sample(prompt: str, text: str, reward: float | None = 0.0) -> dict[str, Any]:
@@ -159,9 +136,11 @@ def test_summary_says_what_came_out_and_where_it_lies():
     assert (
         "  pass@1 before  15.2%   95 % interval 12.0% to 19.0%   (1,000 held-out prompts, 4 samples of each)" in lines
     )
-    assert "  pass@1 after   98.0%   95 % interval 96.0% to 100.0%" in lines
     text = "\n".join(lines)
-    for part in ("✗ [bold]6[/bold]␛[2J", "✓ 5", "✗ nearly", "? (empty)", "+82.8 points   95 % interval +78.0 to +87.1"):
+    for part in (
+        *("✗ [bold]6[/bold]␛[2J", "✓ 5", "✗ nearly", "? (empty)"),
+        *("  pass@1 after   98.0%   95 % interval 96.0% to 100.0%", "+82.8 points   95 % interval +78.0 to +87.1"),
+    ):
         assert part in text
     assert "other" not in text
     assert "5+5=" not in text
@@ -173,20 +152,5 @@ def test_summary_says_what_came_out_and_where_it_lies():
 
 def test_stopped_run_has_a_summary_and_a_failed_one_has_none():
     evaluations = {"before": (BEFORE, [sample("2+3=", "5", 1.0)])}
-    stopped = summary(evaluations, "interrupted")
-    assert "pass@1 before" in stopped
-    assert "pass@1 after" not in stopped
-    assert summary(evaluations, "failed").count("\n") == 3  # the title and the legend
-
-
-def test_numbers_as_people_read_them():
-    assert (duration(161), duration(3723)) == ("2:41", "1:02:03")
-    assert (formatted(0.257, ".0%"), formatted(None, ".0%"), formatted(math.nan, "d")) == ("26%", "–", "–")
-
-
-@given(st.text())
-def test_visible_text_has_no_control_character_and_keeps_everything_else(text):
-    shown = visible(text)
-    assert len(shown) == len(text)
-    assert all(unicodedata.category(c) != "Cc" for c in shown if c not in "\n\t")
-    assert all(a == b for a, b in zip(text, shown, strict=True) if unicodedata.category(a) != "Cc")
+    assert "pass@1 before" in summary(evaluations, "interrupted")
+    assert "pass@1" not in summary(evaluations, "failed")

@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 import talkers
+from test_tasks import task_settings
 
 from lagrpo.rewards.pool import WorkerPool
-from lagrpo.settings.schema import TaskSettings
-from lagrpo.tasks import load_task
-from lagrpo.tasks.base import StepResult, environment_of
+from lagrpo.tasks import StepResult, environment_of, load_task
 from lagrpo.tasks.calculator import calculate
 from lagrpo.tasks.environments import Tools, describe, find_calls, system_text, take_turn
 from lagrpo.tasks.guess_number import GuessNumber, read_guess
@@ -35,7 +34,7 @@ def say(pool: WorkerPool, text: str | None, state: bytes | None = None, prompt: 
     return pool.result(pool.submit(take_turn, state, *given, text, seconds=1.0))
 
 
-def test_an_episode_goes_through_the_workers(wordy):
+def test_episode_goes_through_the_workers(wordy):
     assert say(wordy, None)[0].messages == PROMPT.messages
     first, state = say(wordy, "a")
     assert (first.reward, first.messages[0]["content"][:2], first.done) == (0.1, "1/", False)
@@ -45,7 +44,8 @@ def test_an_episode_goes_through_the_workers(wordy):
     assert say(wordy, "a")[0] == first  # seeded by the key
 
 
-def test_a_failure_leaves_the_completion_unscored_with_the_reason(wordy):
+def test_failure_leaves_the_completion_unscored_with_the_reason(wordy):
+    _, state = say(wordy, "a")
     for text, reason in [
         ("raise", "the environment raised RuntimeError: broken"),
         ("hang", "no reward within 1 s"),
@@ -56,14 +56,13 @@ def test_a_failure_leaves_the_completion_unscored_with_the_reason(wordy):
         ("text", "the environment raised ValueError: dictionary update"),
         ("open", "the environment raised TypeError: cannot pickle"),
     ]:
-        _, state = say(wordy, "a")
         found = say(wordy, text, state)
         assert isinstance(found, Outcome)
         assert (found.kind, found.reason[: len(reason)]) == ("unscored", reason)
         assert isinstance(say(wordy, "b", state), tuple)  # the others continue
 
 
-def test_an_environment_that_does_not_begin_as_its_group_is_unscored():
+def test_environment_that_does_not_begin_as_its_group_is_unscored():
     with WorkerPool(talkers.Moody) as pool:
         assert "other messages than its group" in say(pool, "a").reason
     with pytest.raises(TypeError, match=r"cannot be sent to worker processes"):
@@ -74,28 +73,21 @@ def test_an_environment_that_does_not_begin_as_its_group_is_unscored():
 
 
 def test_guess_number_is_a_task_with_an_environment():
-    found = load_task(TaskSettings.model_validate({"name": "guess_number", "largest": 20}), seed=1)
+    found = load_task(task_settings("guess_number", options={"largest": 20}), seed=1)
     assert environment_of(found) is GuessNumber
-    golds = [found.prompt(split, n).answer for split in ("train", "test") for n in range(found.size(split))]
-    assert (sorted(golds), found.size("test")) == (list(range(1, 21)), 4)
+    answers = [found.prompt(split, n).answer for split in ("train", "test") for n in range(found.size(split))]
+    assert (sorted(answers), found.size("test")) == (list(range(1, 21)), 4)
     assert found.prompt("train", 0).messages[0]["content"].startswith("I think of a whole number from 1 to 20.")
     assert (found.reward("7", 7), found.reward("8", 7)) == (1.0, 0.0)
 
 
-def test_a_game_is_won_by_halving():
-    for number in range(1, 32):
-        game, low, high = GuessNumber(), 1, 31
-        game.reset(Prompt(0, (QUESTION,), number), ())
-        assert game.step("five?").messages[0]["content"].startswith("That is no number.")
-        for guess in range(2, 7):
-            tried = (low + high) // 2
-            said = game.step(f"{tried}.")
-            if said.done:
-                assert said == StepResult((), 1.0, True, f"found with guess {guess}")
-                break
-            low, high = (tried + 1, high) if "higher" in said.messages[0]["content"] else (low, tried - 1)
-        else:
-            pytest.fail("the number was not found")
+def test_game_is_won_by_halving():
+    game, low, high = GuessNumber(), 1, 31
+    game.reset(Prompt(0, (QUESTION,), 19), ())
+    assert game.step("five?").messages[0]["content"].startswith("That is no number.")
+    while not (said := game.step(f"{(tried := (low + high) // 2)}.")).done:
+        low, high = (tried + 1, high) if "higher" in said.messages[0]["content"] else (low, tried - 1)
+    assert said == StepResult((), 1.0, True, "found with guess 6")
     assert [read_guess(text) for text in ("It is 7.", "1/2", "", "-3", "6 or 7")] == [7, None, None, -3, None]
 
 
@@ -103,23 +95,17 @@ def test_a_game_is_won_by_halving():
 
 
 def test_calls_are_read_in_three_formats():
+    two = [("f", {"x": 1}), ("g", {})]
     for text, calls in [
         ('The set {1, 2} has "name" in it', []),
-        (
-            'Both.<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call><tool_call>{"name": "g"}</tool_call>',
-            [("f", {"x": 1}), ("g", {})],
-        ),
-        ('<tool_call>[{"name": "f", "arguments": {"x": 1}}, {"name": "g"}]</tool_call>', [("f", {"x": 1}), ("g", {})]),
+        ('A<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call><tool_call>{"name": "g"}</tool_call>', two),
+        ('<tool_call>[{"name": "f", "arguments": {"x": 1}}, {"name": "g"}]</tool_call>', two),
         ('{"name": "f", "parameters": {"x": "1"}}', [("f", {"x": "1"})]),
     ]:
         assert find_calls(text) == calls
 
 
-def score(completion: str, answer: Any) -> float:
-    return float(completion == answer)
-
-
-def test_a_malformed_call_gets_an_error_as_its_reply():
+def test_malformed_call_gets_an_error_as_its_reply():
     for text, problem in [
         ('<tool_call>{"name": "f"}', "has no </tool_call>"),
         ("<tool_call>f(1)</tool_call>", "the call is not JSON"),
@@ -127,13 +113,13 @@ def test_a_malformed_call_gets_an_error_as_its_reply():
         ('<tool_call>{"name": "f", "arguments": "x"}</tool_call>', "the arguments of 'f' are not a JSON object"),
         ("<tool_call>" + "[" * 100_000 + "</tool_call>", "the call is not JSON"),
     ]:
-        said = Tools({"add": talkers.add}, score)().step(text)
+        said = Tools({"add": talkers.add}, talkers.same)().step(text)
         assert (said.done, said.messages[0]["role"]) == (False, "tool")
         assert problem in said.messages[0]["content"]
 
 
 def use(name: str, **arguments: Any) -> str:
-    episode = Tools({f.__name__: f for f in (talkers.add, talkers.divide, talkers.broken)}, score)()
+    episode = Tools({f.__name__: f for f in (talkers.add, talkers.divide, talkers.broken)}, talkers.same)()
     episode.reset(PROMPT, KEY)
     call = json.dumps({"name": name, "arguments": arguments})
     (message,) = pickle.loads(pickle.dumps(episode)).step(f"<tool_call>{call}</tool_call>").messages
@@ -149,38 +135,52 @@ def test_calls_are_carried_out_and_mistakes_are_replies():
         use("broken", x=1)
 
 
-def test_an_answer_without_a_call_is_scored():
-    episode = Tools({"add": talkers.add}, score)()
+def test_answer_without_a_call_is_scored():
+    episode = Tools({"add": talkers.add}, talkers.same)()
     episode.reset(PROMPT, KEY)
     assert (episode.step("2"), episode.step("3")) == (StepResult((), 1.0, True), StepResult((), 0.0, True))
 
 
-def test_a_system_message_lists_tools_for_a_template_that_does_not():
+def test_system_message_lists_tools_for_a_template_that_does_not():
     schema = describe(talkers.add)
     assert schema["function"]["parameters"]["properties"]["x"] == {"type": "integer", "description": "The first."}
-    said = Tools({"add": talkers.add}, score, system_text([schema]))().reset(PROMPT, KEY)
+    said = Tools({"add": talkers.add}, talkers.same, system_text([schema]))().reset(PROMPT, KEY)
     assert [message["role"] for message in said] == ["system", "user"]
     assert '{"name": "add", "arguments": {"x": "...", "y": "..."}}' in said[0]["content"]
     own = Prompt(3, ({"role": "system", "content": "Be brief."}, QUESTION), "2")
-    said = Tools({"add": talkers.add}, score, "You can add.")().reset(own, KEY)
+    said = Tools({"add": talkers.add}, talkers.same, "You can add.")().reset(own, KEY)
     assert said[0] == {"role": "system", "content": "Be brief.\n\nYou can add."}
+
+
+def test_tools_of_the_settings_score_with_the_only_reward():
+    found = load_task(task_settings("arithmetic", tools=["calculator"], rewards=["exact"]), seed=0)
+    environment: Any = environment_of(found)
+    assert environment.reward("7", 7) == 1.0
+    for given, message in [
+        ({"name": "guess_number", "tools": ["calculator"]}, "has an environment"),
+        ({"name": "arithmetic", "tools": ["calculater"]}, "no tool 'calculater'.*Did you mean 'calculator'"),
+        ({"name": "arithmetic", "tools": ["calculator"], "rewards": ["exact", "number"]}, "one reward function"),
+        ({"name": "guess_number", "rewards": ["exact"]}, "the environment of 'guess_number' gives the rewards"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            load_task(task_settings(**given), seed=0)
 
 
 # ---- the task calculator and its tool ----
 
 
-def test_the_calculator_computes_exactly_and_rejects_everything_else():
+def test_calculator_computes_exactly_and_rejects_everything_else():
     results = {"12 * (3 + 4)": "84", "7/2": "3.5", "-7 // 2": "-4", "10 % 4": "2", "0.1 + 0.2": "0.3"}
     assert {expression: calculate(expression) for expression in results} == results
-    for wrong in ("2 ** 9", "a + 1", "1 +", "f(1)", "1" * 201, "'a' * 3", "True + 1", "9" * 150 + "*9"):
-        with pytest.raises(ValueError, match=r"expression|too large"):
+    for wrong in ("2 ** 9", "a + 1", "1 +", "f(1)", "1" * 201, "'a' * 3", "True + 1"):
+        with pytest.raises(ValueError, match="expression"):
             calculate(wrong)
     with pytest.raises(ZeroDivisionError):
         calculate("1 / 0")
 
 
 def test_examples_of_the_calculator_are_written_out_for_a_template_without_tools():
-    found = load_task(TaskSettings.model_validate({"name": "calculator", "examples": 1}), seed=0)
+    found = load_task(task_settings("calculator", options={"examples": 1}), seed=0)
     prompt, made = found.prompt("train", 0), environment_of(found)
     a, sign, b = prompt.messages[-1]["content"].removeprefix("What is ").removesuffix("?").split()
     assert (sign, prompt.answer) == ("*", str(int(a) * int(b)))
@@ -191,21 +191,18 @@ def test_examples_of_the_calculator_are_written_out_for_a_template_without_tools
     assert made().reset(prompt, KEY) == prompt.messages
 
 
-# ---- environments in the style of Gymnasium ----
+# ---- gym:NAME ----
 
 
-def test_a_gymnasium_environment_is_a_task():
-    found = load_task(TaskSettings(name="gym:talkers:Countdown"), seed=0)
+def test_gymnasium_environment_is_a_task():
+    found = load_task(task_settings("gym:talkers:Countdown"), seed=0)
     prompt, make = found.prompt("test", 1), environment_of(found)
-    assert prompt.answer == 10_001
-    assert make is not None
+    assert (prompt.answer, make is not None) == (10_001, True)
     with WorkerPool(make) as pool:
         opened = Prompt(1, say(pool, None, prompt=prompt)[0].messages, prompt.answer)
         assert opened.messages == ({"role": "user", "content": "4 to go"},)
         said, state = say(pool, "go", prompt=opened)
         assert (said.messages[0]["content"], said.reward) == ("step\n3 to go", 0.5)
         stopped, going = (say(pool, text, state)[0] for text in ("stop", "go"))
-    assert stopped == StepResult((), 0.5, True, "truncated by the environment")
+    assert stopped == StepResult((), 0.5, True, "truncated")
     assert (going.messages[0]["content"], going.reward) == ("step\n2 to go", 1.0)
-    with pytest.raises(ValueError, match="no attribute 'Countup'"):
-        load_task(TaskSettings(name="gym:talkers:Countup"), seed=0)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Generator
 from typing import Any
 
 import pytest
 import talkers
 import torch
+from each import each
 from tiny import tiny_policy, tiny_tokenizer
 
 from lagrpo.model.chat import Chat, Replies, RewritingError, TemplateError
@@ -85,7 +85,7 @@ def test_trainer_and_sampler_agree_on_tokens_of_all_turns(kind, dtype, rounding)
 
 
 @pytest.mark.usefixtures("with_kernels")
-def test_an_episode_depends_neither_on_what_is_beside_it_nor_on_when_the_environment_replies():
+def test_episode_depends_neither_on_what_is_beside_it_nor_on_when_the_environment_replies():
     policy = talking()
     assert policy.model.exact
     wide = sampled(policy, episodes(policy))
@@ -99,7 +99,7 @@ def test_inexact_models_take_replies_at_fixed_steps():
     assert same(sampled(policy, episodes(policy)), sampled(policy, episodes(policy, late=9)))
 
 
-def test_a_completion_is_the_conversation_that_the_template_writes():
+def test_completion_is_the_conversation_that_the_template_writes():
     """Tokenized again, as one conversation of the texts, it is the same tokens; and only the policy's own count."""
     policy = talking()
     for request, group in zip(ask(policy), sampled(policy, episodes(policy)).values(), strict=True):
@@ -127,32 +127,20 @@ def test_rewards_and_reasons_are_the_environments():
     assert all(c.outcome.reason.startswith(reasons) for c in found if not c.finished)
 
 
-@pytest.mark.parametrize(
+@each(
     ("make", "limits", "reason", "reward"),
     [
-        (talkers.Endless, {"turns": 2}, "cut after 2 turns (environment.max_turns)", 0.2),
-        (talkers.Long, {"replied": 70}, "cut: the environment said more than 70 tokens (environment.max_tokens)", 0.0),
+        (talkers.Endless, {"turns": 2}, "cut after 2 turns (task.max_turns)", 0.2),
+        (talkers.Saying, {"replied": 70}, "cut: the environment said more than 70 tokens", 0.0),
         (talkers.Endless, {"sampled": 9}, "cut after 9 sampled tokens (rollout.max_completion_length)", None),
     ],
 )
-def test_a_limit_ends_an_episode_and_says_so(make, limits, reason, reward):
+def test_limit_ends_an_episode_and_says_so(make, limits, reason, reward):
     policy = talking()
     found = [c for c in completions(sampled(policy, episodes(policy, make, **limits))) if c.outcome.reason == reason]
     assert found
     assert all(c.outcome.kind == "scored" and not c.finished and bool(c.sampled[-1]) for c in found)
     assert {c.outcome.reward for c in found} == {reward} or reward is None
-
-
-def test_leaving_a_stream_forgets_running_environments():
-    policy = talking()
-    of = episodes(policy, late=50)
-    sampler = LocalSampler(copy_policy(policy), 0, 60, 64)
-    sampler.episodes = of
-    stream = sampler.sample(ask(policy), 5)
-    next(stream)
-    assert isinstance(stream, Generator)
-    stream.close()
-    assert any(job.cancelled for job in of.pool.jobs)  # type: ignore[attr-defined]
 
 
 @pytest.mark.usefixtures("either_computation")
@@ -166,7 +154,7 @@ def test_tokens_fed_together_are_tokens_fed_one_by_one(dtype, monkeypatch):
     for together in (True, False):
         state = DecodeState(policy.model, 5, 20)
         state.admit([[5, 6, 7]], 3)
-        state.step(torch.tensor([9, 8, 7]))
+        state.feed([[9], [8], [7]])
         state.admit([[9, 8, 7, 30, 31, 6]], 2)
         if together:
             last = torch.tensor([len(tokens) for tokens in fed if tokens]).cumsum(0) - 1
@@ -174,7 +162,7 @@ def test_tokens_fed_together_are_tokens_fed_one_by_one(dtype, monkeypatch):
         else:
             each = [[state.feed([[t] if row == r else [] for row in range(5)]) for t in fed[r]] for r in range(5)]
             hidden = torch.cat([steps[-1] for steps in each if steps])
-        hidden = torch.cat([hidden, state.step(torch.arange(5) + 3)])
+        hidden = torch.cat([hidden, state.feed([[row + 3] for row in range(5)])])
         found.append((hidden, state.lengths.tolist()))
     assert found[0][1] == found[1][1] == [5, 2, 4, 41, 2]
     if policy.model.exact:
@@ -192,7 +180,7 @@ def chat(template: str | None) -> Chat:
     return Chat(tokenizer, 103, frozenset({1, 2}))
 
 
-def test_a_reply_is_what_the_template_adds():
+def test_reply_is_what_the_template_adds():
     replies = Replies(chat(TURNS))
     assert replies.end_id == 1
     said = replies.chat.tokenizer.decode(replies.tokens([{"role": "user", "content": "higher"}]))
@@ -203,22 +191,22 @@ STRIPPED = TURNS.replace("m['content'] }}", "m['content'].split('</think>')[-1] 
 NUMBERED = TURNS.replace("{{ m['role'] }}:", "{{ m['role'] }}{{ loop.index if m['role'] == 'user' }}:")
 
 
-@pytest.mark.parametrize(
+@each(
     ("template", "problem"),
     [
         (None, "has no chat template"),
-        (TURNS.replace("<eos>", ""), r"does not end an assistant's turn with a token that ends the model's \('<eos>'"),
+        (TURNS.replace("<eos>", ""), "does not end an assistant's turn with '<eos>'"),
         (STRIPPED, "changes earlier turns when the conversation continues: '<think>.*Set model.chat_template"),
         (TURNS + "<think>", "changes earlier turns .* '<think>2' becomes"),
         (NUMBERED, "writes the same reply in several ways"),
     ],
 )
-def test_a_template_that_rewrites_earlier_turns_is_rejected(template, problem):
+def test_template_that_rewrites_earlier_turns_is_rejected(template, problem):
     with pytest.raises(RewritingError, match=problem):
         Replies(chat(template)).check([{"role": "user", "content": "5"}])
 
 
-def test_a_role_that_the_template_does_not_know_is_rejected():
+def test_role_that_the_template_does_not_know_is_rejected():
     strict = "{% for m in messages if m['role'] == 'tool' %}{{ raise_exception('no tools') }}{% endfor %}" + TURNS
     replies = Replies(chat(strict))
     replies.check([{"role": "user", "content": "5"}])

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import doctest
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +10,7 @@ import torch
 
 from lagrpo.core.estimators import clustered_interval
 from lagrpo.rollout.base import Request, SamplingParams
-from lagrpo.training import evaluation
-from lagrpo.training.evaluation import EvalSet, compare, evaluate, few_prompts
+from lagrpo.training.evaluation import EvalSet, compare, evaluate
 from lagrpo.types import Completion, Group, Outcome, Prompt
 
 Rewards = dict[int, list[float | None]]
@@ -23,41 +20,25 @@ REWARDS: Rewards = {
 }
 
 
-class Given:
-    """A sampler and a reward pool of given rewards by prompt; None is a completion that cannot be scored. Groups end in
-    the opposite order."""
-
-    def __init__(self, rewards: Rewards) -> None:
-        self.rewards = rewards
-
-    def requests(self) -> list[Request]:
-        return [Request(0, 0, Prompt(k, ({"role": "user", "content": f"{k}?"},), str(k))) for k in self.rewards]
-
-    def set_sampling_params(self, params: SamplingParams) -> None: ...
-
-    def sample(self, requests: Sequence[Request], G: int) -> Iterator[tuple[Request, Group]]:
-        for request in reversed(requests):
-            completions = [self._completion(n) for n in range(len(self.rewards[request.prompt.key]))]
-            assert len(completions) == G
-            yield request, Group(request.prompt, tuple(completions))
-
-    def score(self, groups: Iterable[Group]) -> Iterator[Group]:
-        for group in groups:
-            rewards = self.rewards[group.prompt.key]
-            outcomes = [Outcome.unscored("no") if r is None else Outcome.scored(r) for r in rewards]
-            scored = zip(group.completions, outcomes, strict=True)
-            yield replace(group, completions=tuple(replace(c, outcome=o) for c, o in scored))
-
-    def _completion(self, n: int) -> Completion:
-        tokens = torch.arange(n + 1)
-        return Completion(tokens, torch.zeros(n + 1), torch.zeros(n + 1, dtype=torch.long), n % 2 == 0, f"text {n}")
+def completion(n: int, reward: float | None) -> Completion:
+    outcome = Outcome.unscored("no") if reward is None else Outcome.scored(reward)
+    tokens = torch.arange(n + 1)
+    return Completion(tokens, torch.zeros(n + 1), torch.zeros(n + 1).long(), n % 2 == 0, f"text {n}", outcome)
 
 
 def evaluated(rewards: Rewards, reward_range: tuple[float, float] = (0.0, 1.0)) -> Any:
-    given: Any = Given(rewards)
+    """The evaluation of completions with these rewards by prompt; None could not be scored. Groups end in the opposite
+    order."""
+    requests = [Request(0, 0, Prompt(k, ({"role": "user", "content": f"{k}?"},), str(k))) for k in rewards]
+    groups = [Group(r.prompt, tuple(map(completion, range(9), rewards[r.prompt.key]))) for r in requests]
+    found = reversed([*zip(requests, groups, strict=True)])
+    given: Any = SimpleNamespace(
+        set_sampling_params=lambda params: None, sample=lambda requests, G: found, score=iter, free_cache=lambda: None
+    )
     samples = len(next(iter(rewards.values()), []))
-    params = SamplingParams("evaluate", 1.0, 8)
-    return evaluate(EvalSet(given.requests(), given, params, samples, reward_range=reward_range), given)
+    return evaluate(
+        EvalSet(requests, given, SamplingParams("evaluate", 1.0, 8), samples, reward_range=reward_range), given
+    )
 
 
 def test_summary_and_records_by_hand():
@@ -131,14 +112,6 @@ def test_prompt_without_any_score_does_not_count():
     assert evaluated({1: [None, None]}).summary == {"prompts": 1, "samples": 2, "unscored": 2}
 
 
-def test_few_prompts_are_warned_of_and_none_are_an_error():
-    assert "only 20 test prompts" in (few_prompts(20) or "")
-    assert few_prompts(50) is None
+def test_no_prompts_are_an_error():
     with pytest.raises(ValueError, match="no test prompts"):
         evaluated({})
-
-
-def test_examples_in_docstrings():
-    results = doctest.testmod(evaluation)
-    assert results.attempted > 0
-    assert results.failed == 0

@@ -55,8 +55,8 @@ def test_varlen_attn_and_its_gradient_equal_attention_by_segments(heads, kv_head
 
 def test_a_run_on_cuda(tmp_path):
     settings = {
-        "model": {"path": str(save_tiny(tmp_path / "model")), "device": "cuda"},
-        "run": {"output_dir": str(tmp_path / "runs"), "display": "none"},
+        "model": {"path": str(save_tiny(tmp_path / "model"))},
+        "run": {"output_dir": str(tmp_path / "runs")},
         "rollout": {"num_generations": 4, "max_completion_length": 8},
         "schedule": {"prompts_per_batch": 4, "batches": 3, "sync_every": 2},
         "eval": {"num_prompts": 4, "num_samples": 2},

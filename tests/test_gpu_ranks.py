@@ -11,12 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from chaos import merged
+from ranks import together
 from running import tiny_settings
 from safetensors.torch import load_file
 from test_trainer import assembled
 from test_zero1 import copied, same, sampled
 from tiny import save_tiny, tiny_policy
-from together import together
 
 from lagrpo import train
 from lagrpo.core.recipes import resolve
@@ -79,7 +79,7 @@ def test_two_ranks_make_the_run_of_one(tmp_path, shard):
         pytest.skip("needs two GPUs")
     model = save_tiny(tmp_path / "model")
     further = {
-        "model": {"device": "cuda", "dtype": "float32"},
+        "model": {"dtype": "float32"},
         "schedule": {"sync_every": 2, "num_iterations": 2, "batches": 3},
     }
     base = merged(tiny_settings(model, tmp_path), further)

@@ -324,11 +324,11 @@ def test_a_step_through_all_layers_is_that_of_layer_after_layer(kind, changes):
     states, found = [DecodeState(copy.model, 7, 80) for _ in range(2)], []
     for state in states:
         state.admit([[5, 6, 7]], 4)
-        state.step(torch.tensor([4, 9, 8, 30]))
+        state.feed([[4], [9], [8], [30]])
         state.admit([[9, 8, 7, 30, 31, 6]], 3)
-        hidden = [state.step(torch.arange(7) + t) for t in range(70)]
+        hidden = [state.feed([[row + t] for row in range(7)]) for t in range(70)]
         state.retire([1, 5])
-        hidden.append(state.step(torch.arange(5)))
+        hidden.append(state.feed([[row] for row in range(5)]))
         found.append([*hidden, state.own.keys[:, :5], state.own.values[:, :5]])
         layers._stack = layers.panels.current(), None
     for one, other in zip(*found, strict=True):

@@ -10,16 +10,15 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
-import torch
 from running import tiny_settings
+from scoring import make_completion, score
 from tiny import save_tiny
 
 from lagrpo.rewards.llm_judge import LlmJudge
-from lagrpo.rewards.pool import RewardPool
 from lagrpo.rewards.reward import Reward, Rewards
 from lagrpo.runs import load_rollouts
 from lagrpo.training.run import train
-from lagrpo.types import Completion, Group, Outcome, Prompt
+from lagrpo.types import Group, Outcome, Prompt
 from lagrpo.verify import verify_run
 
 KEY = "planted-key-of-the-judge"
@@ -34,8 +33,6 @@ class Judging(BaseHTTPRequestHandler):
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         answer = request["messages"][-1]["content"].partition("[")[2].partition("]")[0]
         server.asked.append((self.path, self.headers["Authorization"], request))
-        if answer == "together":
-            server.together.wait(20)
         time.sleep(5.0 if answer == "hang" else 0.0)
         busy = answer == "busy" and sum("[busy]" in str(asked) for asked in server.asked) < 3
         status = 503 if busy else {"refused": 400, "broken": 500}.get(answer, 200)
@@ -50,7 +47,7 @@ class Judging(BaseHTTPRequestHandler):
 @pytest.fixture(scope="module")
 def server() -> Iterator[Any]:
     judging: Any = ThreadingHTTPServer(("127.0.0.1", 0), Judging)
-    judging.asked, judging.daemon_threads, judging.together = [], True, threading.Barrier(16)
+    judging.asked, judging.daemon_threads = [], True
     judging.url = f"http://127.0.0.1:{judging.server_address[1]}/v1"
     threading.Thread(target=judging.serve_forever, daemon=True).start()
     yield judging
@@ -60,14 +57,10 @@ def server() -> Iterator[Any]:
 
 def scored(url: str, *texts: str, deadline: float = 10.0, **options: Any) -> list[Outcome]:
     """The outcomes of these answers to a question in two turns, with the reference answer {completion}."""
-    none = torch.empty(0)
     turns = ({"role": "system", "content": "Add."}, {"role": "user", "content": "1 + {low}?"})
-    group = Group(Prompt(0, turns, "{completion}"), tuple(Completion(none, none, none, True, text) for text in texts))
+    group = Group(Prompt(0, turns, "{completion}"), tuple(map(make_completion, texts)))
     given: Any = {"url": url, "model": "m", "prompt": "{prompt}|[{completion}]|{answer}|{high}"} | options
-    rewards = Rewards((Reward("judge", LlmJudge(**given), deadline=deadline),))
-    with RewardPool(rewards, max_without_reward=1.0) as pool:
-        (found,) = pool.score([group])
-    return [c.outcome for c in found.completions if c.outcome is not None]
+    return score(Rewards((Reward("judge", LlmJudge(**given)),)), [group], deadline=deadline)
 
 
 def test_the_judge_reads_prompt_completion_and_answer_and_texts_hold_no_places(server, monkeypatch):
@@ -86,7 +79,7 @@ def test_the_last_score_counts_as_a_share_of_the_scale(server):
     assert found.reward == pytest.approx(0.8)
 
 
-def test_a_judge_without_a_score_leaves_the_completion_unscored(server):
+def test_judge_without_a_score_leaves_the_completion_unscored(server):
     reasons = {
         "silent": "no score from 0 to 10: 'I will not say.'",
         "high": "no score from 0 to 10",
@@ -102,26 +95,21 @@ def test_a_judge_without_a_score_leaves_the_completion_unscored(server):
     assert (hung.kind, "no reward within 1 s" in hung.reason, good.reward) == ("unscored", True, 0.8)
 
 
-def test_a_busy_judge_is_asked_again_and_an_absent_one_leaves_unscored(server):
+def test_busy_judge_is_asked_again_and_an_absent_one_leaves_unscored(server):
     server.asked.clear()
     assert scored(server.url, "busy")[0].reward == 0.8
     (found,) = scored("http://127.0.0.1:9/v1", "fine", retries=1)
     assert "http://127.0.0.1:9/v1/chat/completions: no answer" in found.reason
 
 
-def test_a_group_is_graded_concurrently(server):
-    """The server answers none of the requests before all have come."""
-    assert [o.reward for o in scored(server.url, *["together"] * 16, deadline=30.0)] == [0.8] * 16
-
-
-def test_a_run_with_a_judge_replays_without_asking_it_again(server, tmp_path):
+def test_run_with_a_judge_replays_without_asking_it_again(server, tmp_path):
     options = {"url": server.url, "model": "m"}
     rewards = [
         {"name": "right", "reward": "task"},
-        {"name": "judge", "reward": "llm_judge", "weight": 0.5, "options": options, "deadline": 20},
+        {"name": "judge", "reward": "llm_judge", "weight": 0.5, "options": options},
     ]
     sections: dict[str, Any] = {"eval": {"at_start": False}, "schedule": {"batches": 1}}
-    sections["task"] = {"name": "sample_task:load_letters", "rewards": rewards}
+    sections["task"] = {"name": "sample_task:load_letters", "rewards": rewards, "reward_timeout": 20}
     run = train(tiny_settings(save_tiny(tmp_path / "model"), tmp_path, **sections)).run
     assert {row["reward_judge"] for row in load_rollouts(run)} == {0.8}
     before = len(server.asked)

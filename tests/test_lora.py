@@ -27,6 +27,7 @@ from lagrpo.model.lora import ADAPTER_WEIGHTS as WEIGHTS
 from lagrpo.model.lora import Lora, adapted, attach_lora, count_parameters, load_adapter_weights
 from lagrpo.model.model import copy_policy
 from lagrpo.runs import load_metrics, load_rollouts
+from lagrpo.runs.files import MODE
 from lagrpo.training.optimizer_state import MergedState
 from lagrpo.verify import verify_run
 
@@ -210,7 +211,7 @@ def whole(model, tmp_path_factory):
     """A run of adapters in two stages with a KL term and a lag, and a checkpoint of each of its six batches."""
     settings = tiny_settings(
         model, tmp_path_factory.mktemp("whole"), model={"lora_r": 4, "lora_alpha": 8.0, "dtype": "bfloat16"},
-        schedule={"stages": 2, "batches": 3, "sync_every": 2}, loss={"recipe": "grpo", "beta": 0.1},
+        schedule={"batches": 6, "sync_every": 2, "ref_sync_every": 3}, loss={"recipe": "grpo", "beta": 0.1},
         run={"name": "whole"}, checkpoint={"save_every": 1, "save_minutes": 0, "save_total_limit": 9},
     )  # fmt: skip
     return train(settings)
@@ -219,6 +220,8 @@ def whole(model, tmp_path_factory):
 def test_run_leaves_adapters_and_is_replayed(whole):
     assert {path.name for path in whole.weights.iterdir()} >= {CONFIG, WEIGHTS, "tokenizer.json"}
     assert not (whole.weights / "model.safetensors").exists()
+    files = [path for path in whole.run.rglob("*") if path.is_file()]
+    assert {path.stat().st_mode & 0o777 for path in files} == {MODE}  # safetensors alone would make 0600
     metrics = load_metrics(whole.run)
     assert [line["staleness/max"] for line in metrics] == [0, 0, 1, 2, 0, 1]
     kl_ref = [line["kl"] for line in metrics]  # 0 where pi_k is pi_ref: at the start of either stage
@@ -235,7 +238,7 @@ def test_resumed_run_is_the_run_that_was_never_stopped(whole, tmp_path):
     for path in (run / "checkpoints").glob("step-*"):
         if int(path.name[5:]) > 4:
             shutil.rmtree(path)
-    resumed = train({"run": {"resume": str(run)}})
+    resumed = train(resume=run)
     assert resumed.weights is not None
     assert same(load_adapter_weights(resumed.weights), load_adapter_weights(whole.weights))
     assert load_rollouts(run) == load_rollouts(whole.run)

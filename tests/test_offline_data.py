@@ -34,6 +34,7 @@ ROWS = [
     {"prompt": "1+1=", "completion": "3", "reward": 0.0, "finished": False},
     {"prompt": "1+1=", "completion": "two", "answer": "2"},
 ]
+"""The last row has another answer: it is another group."""
 
 
 def test_rows_of_one_prompt_form_groups_of_at_most_g(tmp_path):
@@ -53,14 +54,6 @@ def test_rows_of_one_prompt_form_groups_of_at_most_g(tmp_path):
     assert first.versions.tolist() == [-1, -1]
 
 
-def test_rows_of_one_prompt_with_other_answers_are_other_groups(tmp_path):
-    rows = [
-        {"prompt": "1+1=", "completion": text, "answer": gold} for text, gold in (("a", "2"), ("b", "3"), ("c", "2"))
-    ]
-    groups = loaded(written(tmp_path, rows), tiny_policy(), G=4, seed=0).batch(1, 2)
-    assert {g.prompt.answer: [c.text for c in g.completions] for g in groups} == {"2": ["a", "c"], "3": ["b"]}
-
-
 def test_every_group_is_visited_once_per_epoch(tmp_path):
     offline_data = loaded(written(tmp_path, ROWS), tiny_policy(), G=2, seed=3)
     keys = [g.prompt.key for b in range(1, 7) for g in offline_data.batch(b, 1)]
@@ -70,29 +63,15 @@ def test_every_group_is_visited_once_per_epoch(tmp_path):
 def test_bad_rows_are_named(tmp_path):
     for row, message in [
         ({"completion": "2"}, "line 1: it has neither prompt nor prompt_token_ids"),
-        ({"prompt": "1+1="}, "line 1: it has neither completion nor token_ids"),
-        ({"prompt": "1+1=", "token_ids": []}, "line 1: its completion has no tokens"),
-        ({"prompt": "1+1=", "token_ids": [5, 1000]}, "line 1: token 1000 of token_ids is outside the model's"),
+        ({"prompt": "1+1="}, "line 1: its completion is None: it needs a text, messages, or token_ids"),
+        ({"prompt": "1+1=", "token_ids": [5, 1000]}, "line 1: token 1000 is outside the model's"),
         ({"prompt": "1+1=", "token_ids": [5.5]}, r"line 1: token_ids is \[5\.5\], not a list of int"),
-        ({"prompt_token_ids": "55", "completion": "2"}, "prompt_token_ids is '55', not a list of int"),
         ({"prompt": "1+1=", "completion": "2", "rollout_logprobs": [-1.0]}, "rollout_logprobs needs token_ids"),
-        (
-            {"prompt": "1+1=", "token_ids": [5, 1], "rollout_logprobs": [-1.0]},
-            "rollout_logprobs has 1 entries for 2 tokens",
-        ),
-        (
-            {"prompt": "1+1=", "token_ids": [5, 1], "rollout_logprobs": [-1.0, 5.0]},
-            r"rollout_logprobs\[1\] is 5: .*at most 0",
-        ),
-        (
-            {"prompt": "1+1=", "token_ids": [5], "rollout_logprobs": [float("-inf")]},
-            r"line 1: rollout_logprobs\[0\] is -inf",
-        ),
+        ({"prompt": "1+1=", "token_ids": [5, 1], "rollout_logprobs": [-1.0]}, "has 1 entries for 2 tokens"),
+        ({"prompt": "1+1=", "token_ids": [5], "rollout_logprobs": [float("-inf")]}, r"line 1: .*\[0\] is -inf"),
         ({"prompt": ["1+1="], "completion": "2"}, r"line 1: its prompt is \['1\+1='\]: a prompt is a text"),
-        ({"prompt": "\ud800", "completion": "2"}, "surrogates not allowed"),
-        ({"prompt": "1+1=", "completion": 2}, "line 1: its completion is 2, not a text"),
+        ({"prompt": "1+1=", "completion": 2}, "line 1: its completion is 2: it needs a text"),
         ({"prompt": "1+1=", "completion": "2", "finished": "false"}, "finished is 'false', neither true nor false"),
-        ({"prompt": "1+1=", "completion": "2", "outcome": "lost"}, "its outcome is 'lost', which is not one of scored"),
         ({"prompt": "1+1=", "completion": "2", "reward": "1"}, "its reward is '1', not a finite number"),
         ({"prompt": "x" * 50, "completion": "2"}, "its prompt has 67 tokens; .*max_prompt_length is 64"),
     ]:
@@ -100,7 +79,7 @@ def test_bad_rows_are_named(tmp_path):
             loaded(written(tmp_path, [row]), tiny_policy(), G=2, seed=0, max_prompt_tokens=64)
 
 
-def test_a_log_prob_of_null_is_unknown_and_one_that_rounding_left_above_0_is_known(tmp_path):
+def test_log_prob_of_null_is_unknown_and_one_that_rounding_left_above_0_is_known(tmp_path):
     nan = float("nan")
     for logp_alpha, known in ((None, []), ([None, -0.5], [-0.5]), ([nan, -0.5], [-0.5]), ([1e-6, 0], [1e-6, 0])):
         row = {"prompt": "1+1=", "token_ids": [5, 1], "rollout_logprobs": logp_alpha, "reward": 1.0}
@@ -115,12 +94,12 @@ def test_bad_files_are_named(tmp_path):
     (tmp_path / "empty").mkdir()
     failed = completion(tiny_policy(), "", outcome=Outcome.failed("the server died"))
     for data, message in [
-        (tmp_path / "nowhere.jsonl", "no such file"),
-        (f"{tmp_path}/nothing-*.parquet", r"nothing-\*\.parquet matches no such file"),
+        (tmp_path / "nowhere.jsonl", "neither a file of completions nor a run"),
+        (f"{tmp_path}/nothing-*.parquet", r"nothing-\*\.parquet is neither"),
         (tmp_path / "empty", "empty is a directory without rollouts"),
         (tmp_path / "x.csv", r"\.jsonl or \.parquet"),
         (written(tmp_path, []), "no completions"),
-        (rollouts(tmp_path, [[failed]]), r"no completions in it \(left out: 1 failed\)"),
+        (rollouts(tmp_path, [[failed]]), "0 completions of 0 groups in 1 file; left out: 1 failed"),
     ]:
         with pytest.raises((ValueError, FileNotFoundError), match=message):
             loaded(data, tiny_policy(), G=2, seed=0)
@@ -144,7 +123,7 @@ def rollouts(root, batches, name="run"):
     return root / name
 
 
-def test_a_run_a_glob_a_list_and_a_file_give_the_groups_of_the_run(tmp_path):
+def test_run_glob_list_and_file_give_the_groups_of_the_run(tmp_path):
     """What batch 2 asked again is another group."""
     policy = tiny_policy()
     written_ones = [completion(policy, "1"), completion(policy, "2", outcome=Outcome.unscored("?"))]
@@ -182,7 +161,7 @@ def test_completions_that_failed_or_lack_log_probs_are_left_out_and_counted(tmp_
     assert (none.has_logp, len(none)) == (False, 3)  # for the caller to reject
 
 
-def test_a_completion_of_several_turns_is_the_conversation_that_the_template_writes(tmp_path):
+def test_completion_of_several_turns_is_the_conversation_that_the_template_writes(tmp_path):
     policy = tiny_policy()
     policy.chat.tokenizer.chat_template = TURNS
     turns = [("assistant", "5"), ("user", "higher"), ("tool", "!"), ("assistant", "7")]

@@ -9,12 +9,11 @@ import pytest
 from website.markdown import code
 from website.pages import local_links
 
-from lagrpo.cli import COMMANDS
+from lagrpo.cli import COMMANDS, EVALUATED, Eval, Train
 from lagrpo.runs.metrics import METRICS
 from lagrpo.runs.rollouts import rollout_schema
-from lagrpo.settings.arguments import SHORT, parse
+from lagrpo.settings.load import TABLES, list_settings, load_settings, read_words
 from lagrpo.settings.schema import Settings
-from lagrpo.settings.toml import list_settings, load_settings, validate
 
 ROOT = Path(__file__).parent.parent
 DOCS = sorted(path.relative_to(ROOT) for path in (ROOT / "docs").glob("*.md"))
@@ -44,7 +43,7 @@ def test_settings_named_in_a_page_exist(page):
     known = list_settings(Settings)
     for language, block in code(text_of(page)):
         if language == "inline" and re.fullmatch(rf"({SECTIONS})\.[a-z0-9_.]+[a-zA-Z0-9_]", block):
-            entry = any(block.startswith(f"{name}.") for name in ("task.options", "loss.overrides", "eval.sets"))
+            entry = any(block.startswith(f"{name}.") for name in (*TABLES, "eval.sets"))
             assert entry or block in known, f"{page}: no setting {block}"
         if language == "toml":
             given = tomllib.loads(block)
@@ -80,15 +79,9 @@ def commands(text: str) -> list[list[str]]:
 
 def check_settings(name: str, words: list[str]) -> None:
     """Settings given as --section.key exist and take their values; other options belong to the command."""
-    words = [word for word in words if word not in ("…", "VALUE")]
-    options = [word[2:].split("=")[0] for word in words if word.startswith("--") and len(word) > 2]
-    known = list_settings(Settings)
-    for option in options:
-        if "." in option and not option.startswith("section."):
-            assert option.replace("-", "_") in known or name == "eval", f"no setting {option}"
-    if name == "train" and all("." in option or option in {*SHORT, "dry-run"} for option in options):
-        given = parse(Settings, words, {"--dry-run"})
-        validate(Settings, {}, {**given.overrides, "run": {}}, "command line")
+    if name in ("train", "eval") and not {"…", "VALUE", "--help"} & {*words}:
+        command, sections = (Train, [*Settings.model_fields]) if name == "train" else (Eval, list(EVALUATED))
+        load_settings({}, read_words(words, command, Settings(), sections)[1])
 
 
 def test_the_page_on_metrics_names_every_metric_and_column():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 from running import tiny_settings
@@ -11,12 +12,11 @@ from tiny import save_tiny, tiny_policy
 
 from lagrpo.data.prompts import PromptSource
 from lagrpo.errors import SettingsError
-from lagrpo.model.chat import Chat
-from lagrpo.rollout.local import LocalSampler
-from lagrpo.rollout.sync_check import CHECK_PROMPTS
 from lagrpo.runs import load_rollouts
 from lagrpo.tasks import RowTask
+from lagrpo.tasks.data import Row
 from lagrpo.training.run import train
+from lagrpo.verify import verify_run
 
 pytestmark = pytest.mark.usefixtures("shared_templates")
 
@@ -77,43 +77,11 @@ def asked(run) -> list[list[int]]:
 
 
 def test_dynamic_sampling_asks_no_prompt_twice_and_does_not_depend_on_what_ends_first(run):
-    narrow, wide = (
-        run(
-            "load_rarely_right",
-            rollout={
-                "num_generations": 2,
-                "max_completion_length": 40,
-                "dynamic_sampling_rounds": 5,
-                "max_num_seqs": rows,
-            },
-        )
-        for rows in (2, 32)
-    )
+    rollout = {"num_generations": 2, "max_completion_length": 40, "dynamic_sampling_rounds": 5}
+    narrow, wide = (run("load_rarely_right", rollout=rollout | {"max_num_seqs": rows}) for rows in (2, 32))
     assert asked(narrow) == asked(wide)
     assert all(len(set(keys)) == len(keys) == 4 for keys in asked(narrow))
     assert min(row["epoch"] for row in load_rollouts(narrow)) == -1
-
-
-def test_prompts_are_tokenized_once_at_the_start_and_once_in_their_batch(run, monkeypatch):
-    """24 prompts, all of them visited. Before the first batch also those of the weight-sync check, and one for the
-    template."""
-    counts: Counter[str] = Counter()
-    phase = {"now": "start"}
-    tokenize, sample = Chat.tokenize, LocalSampler.sample
-
-    def counted(policy, prompt, *tools):
-        counts[phase["now"]] += 1
-        return tokenize(policy, prompt, *tools)
-
-    def sampling(sampler, requests, G):
-        phase["now"] = f"batch {requests[0].batch + 1}"  # what comes after this draw
-        return sample(sampler, requests, G)
-
-    monkeypatch.setattr(Chat, "tokenize", counted)
-    monkeypatch.setattr(LocalSampler, "sample", sampling)
-    run("load_rarely_right", schedule={"prompts_per_batch": 4, "batches": 13})
-    assert counts.pop("start") == 1 + 24 + CHECK_PROMPTS + 4
-    assert counts == {f"batch {b}": 4 for b in range(2, 14)}
 
 
 def test_every_prompt_that_a_run_asks_is_checked_before_it_starts(monkeypatch):
@@ -124,33 +92,55 @@ def test_every_prompt_that_a_run_asks_is_checked_before_it_starts(monkeypatch):
         monkeypatch.setattr(prompts, "tokenized", lambda split, index, checked=checked: checked.append(index))
         prompts.check(batches)
         assert len(checked) == len(set(checked)) == count
-        assert set(checked) == {index for b in range(1, batches + 1) for _, index in prompts._of_batch(b)}
+        assert set(checked) == {index for b in range(1, batches + 1) for _, index in prompts.places(b)}
 
 
-def test_a_prompt_that_cannot_be_asked_is_named():
+def one_prompt(question: Any, policy: Any = None, place: str = "", **given: Any) -> PromptSource:
+    row = Row({"q": question}, "a.jsonl", place)
+    task = RowTask("odd", {"train": [row]}, lambda row: (row["q"], ""), lambda completion: 0.0, **given)
+    return PromptSource(task, policy or tiny_policy(), 5, 1, 64)
+
+
+def test_prompt_that_cannot_be_asked_is_named():
     for question, message in [
         ([{"role": "system", "content": "x"}, {"role": "user", "content": "y"}], "the prompt has a system turn"),
         ([{"role": "user", "content": None}], "the last of which has a text"),
         ("\ud800", "surrogates not allowed"),
-        ("x" * 50, "has 85 tokens; rollout.max_prompt_length is 64"),
+        ("x" * 50, r"\(a.jsonl, line 3\) has 85 tokens; rollout.max_prompt_length is 64; .*'drop'"),
     ]:
-        task = RowTask("odd", {"train": [question]}, lambda row: (row, ""), lambda completion: 0.0, "Be brief.")
+        source = one_prompt(question, place="a.jsonl, line 3", system_prompt="Be brief.")
         with pytest.raises(SettingsError, match=f"prompt 0 of the train split of 'odd'.*{message}"):
-            PromptSource(task, tiny_policy(), 5, 1, 64).tokenized("train", 0)
+            source.tokenized("train", 0)
 
 
-def test_a_prompt_that_ends_with_the_assistant_is_continued():
+def test_overlong_prompts_are_dropped_if_the_settings_say_so(run):
+    """The template makes 18 tokens of ?, 19 of x? …"""
+    made = run("load", rollout={"overlong_prompts": "drop", "max_prompt_length": 19})
+    assert {len(row["prompt_token_ids"]) for row in load_rollouts(made)} == {18, 19}
+    assert verify_run(made).differences == []
+
+
+def test_prompt_that_ends_with_the_assistant_is_continued():
     policy = tiny_policy()
     policy.chat.tokenizer.chat_template = TURNS
     messages = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "It is "}]
-    task = RowTask("continued", {"train": [messages]}, lambda row: (row, ""), lambda completion: 0.0)
-    prompt = PromptSource(task, policy, 5, 1, 64).tokenized("train", 0)
+    prompt = one_prompt(messages, policy).tokenized("train", 0)
     assert policy.chat.tokenizer.decode(prompt.token_ids) == "user: 1+1\nassistant: It is "
 
 
+def test_prompt_that_was_rendered_before_gives_one_warning_with_both_readings(caplog):
+    policy = tiny_policy()
+    policy.chat.tokenizer.chat_template = "{% for m in messages %}<stop>{{ m['content'] }}{% endfor %}"
+    source = one_prompt("<stop>1+1", policy)
+    for _ in range(2):
+        source.tokenized("train", 0)
+    assert caplog.text.count("was it rendered before?") == 1
+    assert "The model reads '<stop><stop>1+1'. Without the template it would read '<stop>1+1'" in caplog.text
+
+
 def test_rewards_outside_of_their_range_give_one_warning(run, capsys):
-    run("load_letters", run={"display": "plain"}, rollout={"max_completion_length": 30})  # counts letters
+    run("load_letters", rollout={"max_completion_length": 30})  # counts letters
     out = " ".join(capsys.readouterr().out.split())
-    assert out.count("outside of task.reward_range = [0, 1], such as ") == 1
-    run("load_rarely_right", run={"display": "plain"})
-    assert "outside of task.reward_range" not in capsys.readouterr().out
+    assert out.count("outside of [0, 1], such as ") == 1
+    run("load_rarely_right")
+    assert "outside of [0" not in capsys.readouterr().out

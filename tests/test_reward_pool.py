@@ -13,16 +13,10 @@ from typing import Any
 
 import pytest
 import sample_rewards
-import torch
+from scoring import make_completion, make_group, outcomes
 
 from lagrpo.rewards.pool import RewardError, RewardPool
-from lagrpo.types import Completion, Group, Outcome, Prompt
-
-EMPTY = torch.empty(0)
-
-
-def group(*texts: str, key: int = 0, answer: object = "7") -> Group:
-    return Group(Prompt(key, (), answer), tuple(Completion(EMPTY, EMPTY, EMPTY, True, text) for text in texts))
+from lagrpo.types import Group, Outcome, Prompt
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +25,7 @@ def pool() -> Iterator[RewardPool]:
         yield shared
 
 
-def test_an_error_leaves_that_completion_unscored_and_no_other(pool):
+def test_error_leaves_that_completion_unscored_and_no_other(pool):
     for text, outcome in [
         ("8", (0.0, "")),
         ("float32", (0.25, "")),
@@ -46,21 +40,20 @@ def test_an_error_leaves_that_completion_unscored_and_no_other(pool):
         ("text", (None, "the reward function returned a str, not a finite number")),
         ("nothing", (None, "the reward function returned None")),
     ]:
-        (scored,) = pool.score([group("7", text, "8")])
-        found = [(o.reward, o.reason) for c in scored.completions if (o := c.outcome) is not None]
-        assert found == [(1.0, ""), outcome, (0.0, "")]
-        assert scored.completions[1].outcome.kind == ("unscored" if outcome[1] else "scored")
+        (scored,) = pool.score([make_group("7", text, "8")])
+        assert [(o.reward, o.reason) for o in outcomes(scored)] == [(1.0, ""), outcome, (0.0, "")]
+        assert outcomes(scored)[1].kind == ("unscored" if outcome[1] else "scored")
 
 
 def test_completions_after_hung_and_dead_workers_are_scored(pool):
-    (scored,) = pool.score([group(*["hang", "exit 1", "segfault"] * 2, *["7"] * 50)])
-    assert [completion.reward for completion in scored.completions] == [None] * 6 + [1.0] * 50
+    (scored,) = pool.score([make_group(*["hang", "exit 1", "segfault"] * 2, *["7"] * 50)])
+    assert [outcome.reward for outcome in outcomes(scored)] == [None] * 6 + [1.0] * 50
 
 
 def test_groups_come_back_in_order_and_failed_completions_keep_their_outcome(pool):
-    failed = Completion(EMPTY, EMPTY, EMPTY, False, "", Outcome.failed("the server died"))
-    mixed = Group(Prompt(1, (), "7"), (failed, *group("7").completions))
-    scored = list(pool.score(iter([group("sleep 0.2", "7"), mixed, group("8"), group()])))
+    failed = make_completion("", outcome=Outcome.failed("the server died"))
+    mixed = Group(Prompt(1, (), "7"), (failed, make_completion("7")))
+    scored = list(pool.score(iter([make_group("sleep 0.2", "7"), mixed, make_group("8"), make_group()])))
     assert [g.rewards for g in scored] == [(1.0, 1.0), (1.0,), (0.0,), ()]
     assert scored[1].completions[0] is failed
 
@@ -70,21 +63,21 @@ def test_scoring_overlaps_with_what_yields_the_groups(pool, tmp_path):
 
     def sampled() -> Iterator[Group]:
         for number in range(3):
-            yield group(f"open {tmp_path / str(number)}")
+            yield make_group(f"open {tmp_path / str(number)}")
             assert sample_rewards.wait_for(tmp_path / str(number), 60.0)
 
     assert [g.rewards for g in pool.score(sampled())] == [(1.0,)] * 3
 
 
-def test_an_idle_worker_that_is_killed_is_replaced(pool):
-    (scored,) = pool.score([group("pid")])
+def test_idle_worker_that_is_killed_is_replaced(pool):
+    (scored,) = pool.score([make_group("pid")])
     os.kill(int(scored.rewards[0]), signal.SIGKILL)
     time.sleep(1.0)
-    (scored,) = pool.score([group(*["7"] * 10)])
+    (scored,) = pool.score([make_group(*["7"] * 10)])
     assert scored.rewards == (1.0,) * 10
 
 
-def test_functions_that_workers_cannot_import_run_here_and_are_named(caplog):
+def test_function_that_workers_cannot_import_runs_here_and_is_named(caplog):
     seen: list[int] = []
 
     def closure(completion: str, answer: Any) -> float:
@@ -92,12 +85,12 @@ def test_functions_that_workers_cannot_import_run_here_and_are_named(caplog):
         return float(completion == answer)
 
     with caplog.at_level(logging.WARNING), RewardPool(closure) as here:
-        (scored,) = here.score([group("7", "8")])
+        (scored,) = here.score([make_group("7", "8")])
     assert (scored.rewards, seen) == ((1.0, 0.0), [os.getpid()] * 2)
     assert "reward closure runs in the training process" in caplog.text
 
 
-def test_a_function_that_workers_cannot_load_stops_the_run(tmp_path, monkeypatch):
+def test_function_that_workers_cannot_load_stops_the_run(tmp_path, monkeypatch):
     module = tmp_path / "vanishing_reward.py"
     module.write_text("def score(completion, answer):\n    return 1.0\n")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -105,18 +98,18 @@ def test_a_function_that_workers_cannot_load_stops_the_run(tmp_path, monkeypatch
 
     module.unlink()
     with RewardPool(vanishing_reward.score) as broken, pytest.raises(RewardError, match="No module named 'vanishing"):
-        list(broken.score([group("7")]))
+        list(broken.score([make_group("7")]))
 
 
 def test_workers_import_neither_the_main_script_nor_anything_heavy(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
-        "import torch\nfrom test_reward_pool import RewardPool, group, sample_rewards\n"
+        "import torch\nfrom test_reward_pool import RewardPool, make_group, sample_rewards\n"
         "with RewardPool(sample_rewards.act) as pool:\n"
-        "    print(*[g.rewards for g in pool.score([group('modules')])])\n"
+        "    print(*[g.rewards for g in pool.score([make_group('modules')])])\n"
     )
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=os.environ | {
-        "PYTHONPATH": os.pathsep.join(sys.path)})  # fmt: skip
+    path = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=path)
     assert done.stdout == "(0.0,)\n", done.stderr
 
 
@@ -128,11 +121,11 @@ def test_too_many_without_a_reward_stop_the_run():
         for key in range(1000):
             seen.append(key)
             time.sleep(0.01)
-            yield group(*["raise bad"] * 8, key=key)
+            yield make_group(*["raise bad"] * 8, key=key)
 
     with RewardPool(sample_rewards.act, max_without_reward=0.5) as strict:
-        assert len(list(strict.score([group("7", "raise bad"), group("8", "raise bad")]))) == 2
-        iterator = strict.score([group("7", "raise bad", "raise worse"), group("raise bad", answer="12")])
+        assert len(list(strict.score([make_group("7", "raise bad"), make_group("8", "raise bad")]))) == 2
+        iterator = strict.score([make_group("7", "raise bad", "raise worse"), make_group("raise bad")])
         assert [next(iterator).rewards, next(iterator).rewards] == [(1.0,), ()]
         with pytest.raises(RewardError, match=r"3 of 4 completions(.|\n)*2 x unscored: .*ValueError: bad\n  1 x"):
             next(iterator)
@@ -141,11 +134,11 @@ def test_too_many_without_a_reward_stop_the_run():
     assert len(seen) < 200
 
 
-def test_a_closed_pool_says_so_and_does_not_wait_for_what_hangs():
+def test_closed_pool_says_so_and_does_not_wait_for_what_hangs():
     busy = RewardPool(sample_rewards.act, workers=2, deadline=1e6)
-    iterator = busy.score(iter([group("7"), group("hang", "spin")]))
+    iterator = busy.score(iter([make_group("7"), make_group("hang", "spin")]))
     next(iterator)
     time.sleep(0.3)
     busy.close()
     with pytest.raises(RewardError, match="closed"):
-        list(busy.score([group("7")]))
+        list(busy.score([make_group("7")]))

@@ -1,4 +1,4 @@
-"""Reward functions: signatures, built-in rewards, several rewards of a completion, and what a run records of each."""
+"""Rewards: three signatures, built-in rewards, several rewards of a completion, and what a run records of each."""
 
 from __future__ import annotations
 
@@ -7,47 +7,40 @@ from typing import Any
 
 import pytest
 import sample_rewards
-import torch
 from rich.console import Console
 from running import tiny_settings
+from scoring import QUESTION, make_completion, make_group, score
 from tiny import save_tiny
 
 from lagrpo.errors import SettingsError
 from lagrpo.rewards.builtin import exact, format, length
-from lagrpo.rewards.load import REWARDS, load_function
-from lagrpo.rewards.pool import RewardPool
-from lagrpo.rewards.reward import Reward, Rewards, UnscorableError
+from lagrpo.rewards.reward import REWARDS, Reward, Rewards, UnscorableError, load_function
 from lagrpo.runs import load_metrics, load_rollouts
 from lagrpo.runs.reading import load_evaluation_records
-from lagrpo.settings.toml import load_settings
+from lagrpo.settings.load import load_settings
 from lagrpo.tasks import RowTask, load_task
 from lagrpo.terminal.show import show
 from lagrpo.training.checks import check_settings
 from lagrpo.training.run import train
-from lagrpo.types import Completion, Group, Outcome, Prompt
+from lagrpo.types import Outcome, Prompt
 from lagrpo.verify import verify_run
-
-QUESTION = ({"role": "user", "content": "1 + 1?"},)
-
-
-def completion(text: str, tokens: int = 0) -> Completion:
-    some = torch.arange(tokens)
-    return Completion(some, some.float(), some, finished=True, text=text)
 
 
 def arguments(function: Any, row: Any = None) -> list[dict[str, Any]]:
-    return Reward("", function).arguments(Prompt(0, QUESTION, "2", row=row), [completion("2", 3), completion("x")])
+    completions = [make_completion("2", 3), make_completion("x")]
+    return Reward("", function).arguments(Prompt(0, QUESTION, "2", row=row, prefix="<think>"), completions)
 
 
 # ---- signatures ----
 
 
 def test_our_signature_gets_what_it_names():
-    def some(completion: str, row: Any, finished: bool, num_tokens: int, prompt: Any) -> float:
+    def some(completion: str, row: Any, finished: bool, num_tokens: int, prompt: Any, prefix: str) -> float:
         return 0.0
 
     first, second = arguments(some, {"level": 3})
-    assert first == {"completion": "2", "row": {"level": 3}, "finished": True, "num_tokens": 3, "prompt": [*QUESTION]}
+    given = {"row": {"level": 3}, "finished": True, "prompt": [*QUESTION], "prefix": "<think>"}
+    assert first == given | {"completion": "2", "num_tokens": 3}
     assert (second["completion"], second["num_tokens"]) == ("x", 0)
 
 
@@ -60,12 +53,7 @@ def test_trl_signature_gets_lists_and_the_columns_in_the_form_of_the_prompt():
     assert given["prompts"] == [[*QUESTION]] * 2
 
 
-def test_verl_signature_gets_source_and_extra_info():
-    first, _ = arguments(sample_rewards.compute_score, row := {"data_source": "gsm", "level": 3})
-    assert first == {"data_source": "gsm", "solution_str": "2", "ground_truth": "2", "extra_info": row}
-
-
-def test_a_function_of_another_signature_is_rejected():
+def test_function_of_another_signature_is_rejected():
     for function, row, message in [
         (lambda text, gold: 0.0, None, r"\(text, gold\): a reward function takes \(completion, answer\)"),
         (lambda completion, anwser: 0.0, None, "takes 'anwser'.*Did you mean 'answer'"),
@@ -79,9 +67,9 @@ def test_a_function_of_another_signature_is_rejected():
 def test_functions_are_checked_when_their_task_is_loaded(tmp_path):
     (tmp_path / "some.jsonl").write_text('{"q": "1 + 1?", "level": 1}\n' * 20)
     data = {"name": "custom", "data": str(tmp_path / "some.jsonl"), "prompt_column": "q", "answer_column": "q"}
-    load_task(load_settings({"task": data | {"reward": "sample_rewards:by_level"}}).task, 0)
+    load_task(load_settings({"task": data | {"rewards": "sample_rewards:by_level"}}).task, 0)
     with pytest.raises(ValueError, match="'scaled' takes 'by'"):
-        load_task(load_settings({"task": data | {"reward": "sample_rewards:scaled"}}).task, 0)
+        load_task(load_settings({"task": data | {"rewards": "sample_rewards:scaled"}}).task, 0)
 
 
 # ---- built-in rewards ----
@@ -89,8 +77,7 @@ def test_functions_are_checked_when_their_task_is_loaded(tmp_path):
 
 def test_length_falls_from_the_target_to_the_limit():
     """cos(pi/3) = 1/2: a third of the way from 4 to 16 the cosine is at (1 + 1/2) / 2."""
-    linear = [length("", tokens, limit=16, target=4) for tokens in (4, 7, 16, 99)]
-    assert linear == [1.0, 0.75, 0.0, 0.0]
+    assert [length("", tokens, limit=16, target=4) for tokens in (4, 7, 16, 99)] == [1.0, 0.75, 0.0, 0.0]
     cosine = [length("", tokens, limit=16, target=4, shape="cosine") for tokens in (0, 8, 10, 16)]
     assert cosine == pytest.approx([1.0, 0.75, 0.5, 0.0])
 
@@ -106,6 +93,7 @@ def test_format_wants_every_tag_once_and_in_order_or_the_pattern():
     ]
     assert ([format(text) for text in right], [format(text) for text in wrong]) == ([1.0] * 2, [0.0] * 5)
     assert [format(text, pattern=r"\d+.*!") for text in ("12 a\nb!", "x12!", "12!?")] == [1.0, 0.0, 0.0]
+    assert format("so</think><answer>4</answer>", "<think>\n") == 1.0
 
 
 def test_exact_compares_without_outer_white_space_and_an_empty_answer_is_unscorable():
@@ -115,10 +103,9 @@ def test_exact_compares_without_outer_white_space_and_an_empty_answer_is_unscora
             exact("", empty)
 
 
-def test_a_list_as_the_answer_means_any_of_its_entries():
+def test_list_as_the_answer_means_any_of_its_entries():
     number = load_function(REWARDS["number"])
     assert [number(text, ["no number", "7", "8"]) for text in ("It is 8.", "It is 9.")] == [1.0, 0.0]
-    assert [exact(text, ["a", "b"]) for text in "abc"] == [1.0, 1.0, 0.0]
     for nothing in ([], ["no number"]):
         with pytest.raises(UnscorableError):
             number("7", nothing)
@@ -127,8 +114,8 @@ def test_a_list_as_the_answer_means_any_of_its_entries():
 # ---- several rewards ----
 
 
-def several(*given: tuple[str, Any, dict[str, Any]]) -> Rewards:
-    return Rewards(tuple(Reward(name, function, **other) for name, function, other in given))
+def several(**given: tuple[Any, dict[str, Any]]) -> Rewards:
+    return Rewards(tuple(Reward(name, function, **other) for name, (function, other) in given.items()))
 
 
 def combine(rewards: Rewards, *values: float | None) -> Outcome:
@@ -137,67 +124,53 @@ def combine(rewards: Rewards, *values: float | None) -> Outcome:
 
 def test_the_weighted_sum_and_what_is_correct():
     """1 * 1 + .5 * .2 - .25 * 2 = .6"""
-    three = several(("a", exact, {}), ("b", exact, {"weight": 0.5}), ("c", exact, {"weight": -0.25, "range": (0, 4)}))
+    three = several(a=(exact, {}), b=(exact, {"weight": 0.5}), c=(exact, {"weight": -0.25, "range": (0, 4)}))
     found = combine(three, 1.0, 0.2, 2.0)
     assert (found.kind, found.parts, found.correct) == ("scored", {"a": 1.0, "b": 0.2, "c": 2.0}, True)
     assert found.reward == pytest.approx(0.6)
     assert combine(three, 0.9, 1.0, 4.0).correct is False
-    deciding = several(("a", exact, {}), ("b", exact, {"decides": True}), ("c", exact, {"decides": True}))
-    given = [(0.0, 1.0, 1.0), (1.0, 1.0, 0.5), (1.0, None, 1.0), (1.0, None, None)]
-    assert [combine(deciding, *values).correct for values in given] == [True, False, True, False]
 
 
 def test_none_is_left_out_of_the_sum_and_an_error_leaves_the_completion_unscored():
-    both = several(("a", exact, {}), ("b", exact, {"weight": 0.5}))
+    both = several(a=(exact, {}), b=(exact, {"weight": 0.5}))
     assert combine(both, None, 1.0) == Outcome("scored", 0.5, parts={"a": None, "b": 1.0}, correct=True)
     assert combine(both, None, None).reason == "the reward function returned None"
     found = both.combine([Outcome.scored(1.0), Outcome.unscored("no reward within 5 s")])
     assert found == Outcome("unscored", None, "no reward within 5 s (reward 'b')", {"a": 1.0, "b": None})
 
 
-def scored(rewards: Rewards, *texts: str, row: Any = None, **options: Any) -> list[Outcome]:
-    given = Group(Prompt(0, QUESTION, "7", row=row), tuple(map(completion, texts)))
-    with RewardPool(rewards, max_without_reward=1.0, **options) as pool:
-        (found,) = pool.score([given])
-    return [c.outcome for c in found.completions if c.outcome is not None]
-
-
 def test_every_signature_gives_each_completion_its_reward():
-    row = {"prompt": "1 + 1?", "level": 2}
-    found = scored(
-        several(
-            ("right", exact, {}),
-            ("letters", sample_rewards.letters, {"weight": 2.0}),
-            ("rank", sample_rewards.ranked, {}),
-            ("level", sample_rewards.by_level, {}),
-            ("verl", sample_rewards.compute_score, {"range": (2.0, 3.0)}),
-            ("together", sample_rewards.awaited_together, {}),
-            ("here", lambda completion: len(completion), {}),
-        ),
-        *("7", "seven", "77"),
-        row=row,
+    rewards = several(
+        right=(exact, {}),
+        letters=(sample_rewards.letters, {"weight": 2.0}),
+        rank=(sample_rewards.ranked, {}),
+        level=(sample_rewards.by_level, {}),
+        verl=(sample_rewards.compute_score, {"range": (2.0, 3.0)}),
+        together=(sample_rewards.awaited_together, {}),
+        here=(lambda completion: len(completion), {}),
     )
-    names = ("right", "letters", "rank", "level", "verl", "together", "here")
+    found = score(rewards, [make_group("7", "seven", "77", row={"prompt": "1 + 1?", "level": 2})])
     values = [(1, 0, 0, 1, 3, 1, 1), (0, 0.625, 2 / 3, 0, 2, 0, 5), (0, 0, 1 / 3, 0, 2, 0, 2)]
-    assert [o.parts for o in found] == [pytest.approx(dict(zip(names, v, strict=True))) for v in values]
+    assert [o.parts for o in found] == [pytest.approx(dict(zip(rewards.names, v, strict=True))) for v in values]
     assert [o.reward for o in found] == pytest.approx([sum(v) + v[1] for v in values])
     assert [o.correct for o in found] == [True, False, False]
 
 
 def test_coroutines_run_concurrently_and_each_within_its_deadline():
     """Twelve of half a second fit into one call of at most 3.5 seconds; the one of an hour does not hold them up."""
-    waits = several(("waits", sample_rewards.awaited, {"deadline": 1.5}))
-    found = scored(waits, *["5"] * 12, "36000", "fail", deadline=30.0)
+    waits = several(waits=(sample_rewards.awaited, {}))
+    found = score(waits, [make_group(*["5"] * 12, "36000", "fail")], deadline=1.5)
     assert [o.reward for o in found] == [1.0] * 12 + [None] * 2
     refused = "the reward function raised ConnectionError: refused (reward 'waits')"
     assert [o.reason for o in found[12:]] == ["no reward within 1.5 s (reward 'waits')", refused]
 
 
 def test_failures_cost_their_completions_and_no_other_reward():
-    found = scored(several(("act", sample_rewards.act, {}), ("letters", sample_rewards.letters, {})), "exit 3", "7")
+    both = several(act=(sample_rewards.act, {}), letters=(sample_rewards.letters, {}))
+    found = score(both, [make_group("exit 3", "7")])
     assert (found[0].kind, found[0].parts) == ("unscored", {"act": None, "letters": 0.5})
     assert found[1].reward == 1.0
-    few = scored(several(("few", sample_rewards.one_short, {})), "a", "b")
+    few = score(several(few=(sample_rewards.one_short, {})), [make_group("a", "b")])
     assert {o.reason for o in few} == {
         "the reward function returned a list of 1, not a list of 2 numbers (reward 'few')"
     }
@@ -206,36 +179,27 @@ def test_failures_cost_their_completions_and_no_other_reward():
 # ---- the settings ----
 
 
-def two(**second: Any) -> dict[str, Any]:
-    return {"name": "arithmetic", "rewards": [{"name": "right", "reward": "task"}, {"name": "b", **second}]}
-
-
 def test_contradictory_entries_are_rejected():
-    for task, message in [
-        (two(reward="lenght"), "no built-in reward 'lenght'.*Did you mean 'length'"),
-        (two(reward="length", options={"limt": 8}), r"'b', options: length: .*limt"),
-        (two(reward="length", options={"limit": 4, "target": 4}), "0 <= target < limit is needed"),
-        (two(reward="format", options={"pattern": "("}), "'b', options: format"),
-        (two(reward="exact", options={"x": 1}), "the reward 'exact' takes no options"),
-        (two(reward="x:y", options={"api_key": "sk-1"}), "options.api_key would be on the disk"),
-        (two(reward="exact", range=[1, 0]), "range goes from the least"),
-        (two(reward="task") | {"reward": "exact"}, "task.reward and task.rewards are both set"),
-        ({"rewards": [{"name": "a b", "reward": "task"}]}, "a name has letters, digits and _"),
-        ({"rewards": [{"name": "a", "reward": "task", "weight": 0}]}, "all weights are 0"),
-        ({"rewards": [{"name": "a", "reward": "task"}] * 2}, "two entries have the name 'a'"),
-        (two(reward="llm_judge", options={"url": "x", "model": "m"}), r"write http://host:port/v1"),
+    for entry, message in [
+        ({"reward": "lenght"}, "no built-in reward 'lenght'.*Did you mean 'length'"),
+        ({"reward": "length", "options": {"limt": 8}}, r"'b', options: length: .*limt"),
+        ({"reward": "length", "options": {"limit": 4, "target": 4}}, "0 <= target < limit is needed"),
+        ({"reward": "format", "options": {"pattern": "("}}, "'b', options: format"),
+        ({"reward": "exact", "options": {"x": 1}}, "'b', options: exact: .*'x'"),
+        ({"reward": "x:y", "options": {"api_key": "sk-1"}}, "options.api_key would be on the disk"),
+        ({"reward": "task", "name": "right"}, "two entries have the name 'right'"),
+        ({"reward": "llm_judge", "options": {"url": "x", "model": "m"}}, r"write http://host:port/v1"),
     ]:
+        rewards = [{"name": "right", "reward": "task"}, {"name": "b", **entry}]
         with pytest.raises(SettingsError, match=message):
-            check_settings(load_settings({"task": task}))
+            check_settings(load_settings({"task": {"name": "arithmetic", "rewards": rewards}}))
 
 
-def test_options_go_to_the_function_and_the_range_is_the_sum_of_the_ranges():
-    entry = {"name": "a", "reward": "sample_rewards:scaled", "weight": -2.0, "range": [0, 3], "options": {"by": 0.5}}
-    settings = load_settings({"task": {"rewards": [entry, {"name": "b", "reward": "task"}]}})
-    loaded = load_task(settings.task, 0).reward
+def test_options_go_to_the_function():
+    entry = {"name": "a", "reward": "sample_rewards:scaled", "options": {"by": 0.5}}
+    loaded = load_task(load_settings({"task": {"rewards": [entry, {"name": "b", "reward": "task"}]}}).task, 0).reward
     assert isinstance(loaded, Rewards)
     assert loaded.parts[0].function("four") == 2.0
-    assert settings.task.reward_range == (-6.0, 1.0)
 
 
 # ---- what a run records ----
@@ -249,21 +213,14 @@ ENTRIES: list[dict[str, Any]] = [
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """Settings of a run with several rewards, and the run."""
-    root = tmp_path_factory.mktemp("several")
-    settings = tiny_settings(
-        save_tiny(root / "model"),
-        root,
-        task={"name": "sample_task:load_letters", "rewards": ENTRIES},
-        schedule={"batches": 2},
-        verifier={"workers": 2, "max_without_reward": 1.0},
-    )
-    return settings, train(settings)
+def settings(tmp_path_factory):
+    """Settings of a run with several rewards."""
+    root, task = tmp_path_factory.mktemp("several"), {"name": "sample_task:load_letters", "rewards": ENTRIES}
+    return tiny_settings(save_tiny(root / "model"), root, task=task, schedule={"batches": 2})
 
 
-def test_each_reward_is_in_the_rollouts_the_metrics_the_evaluations_and_the_replay(run):
-    _, result = run
+def test_each_reward_is_in_the_rollouts_the_metrics_the_evaluations_and_the_replay(settings):
+    result = train(settings)
     rows, (line, _) = load_rollouts(result.run), load_metrics(result.run)
     for row in rows:
         parts = [row[f"reward_{entry['name']}"] for entry in ENTRIES]
@@ -277,6 +234,7 @@ def test_each_reward_is_in_the_rollouts_the_metrics_the_evaluations_and_the_repl
     first = [row for row in rows if row["step"] == 1]
     assert line["rewards/letters/mean"] == pytest.approx(sum(row["reward_letters"] for row in first) / 8)
     assert line["completions/unscored"] == sum(r["outcome"] == "unscored" for r in first) > 0
+    assert result.before
     records = load_evaluation_records(result.run, "before")
     means = [[value for value in record["reward_short"] if value is not None] for record in records]
     assert result.before["rewards/short/mean"] == pytest.approx(sum(sum(m) / len(m) for m in means) / len(means))
@@ -285,18 +243,15 @@ def test_each_reward_is_in_the_rollouts_the_metrics_the_evaluations_and_the_repl
     assert verify_run(result.run, None).differences == []
 
 
-@pytest.mark.usefixtures("shared_templates")
-def test_one_entry_of_weight_one_or_a_closure_trains_as_a_single_reward(run, tmp_path):
-    own = load_task(load_settings({"task": {"name": "sample_task:load_letters"}}).task, 0)
+def test_one_entry_of_weight_one_or_a_closure_trains_as_a_single_reward(settings, tmp_path):
+    single = {"name": "sample_task:load_letters"}
+    own = load_task(load_settings({"task": single}).task, 0)
     assert isinstance(own, RowTask)
     here = RowTask(own.name, own.rows, own.ask, lambda completion, answer: own.reward(completion, answer))
-    single = {"name": "sample_task:load_letters"}
     listed = single | {"rewards": [{"name": "only", "reward": "task"}]}
     found = []
     for name, (task, given) in {"a": (single, None), "b": (listed, None), "c": (single, here)}.items():
         sections: dict[str, Any] = {"eval": {"at_start": False}, "task": task}
-        made = train(tiny_settings(run[0]["model"]["path"], tmp_path / name, **sections), given).run
-        found.append(
-            [{n: v for n, v in row.items() if n not in ("reward_only", "correct")} for row in load_rollouts(made)]
-        )
+        rows = load_rollouts(train(tiny_settings(settings["model"]["path"], tmp_path / name, **sections), given).run)
+        found.append([{n: v for n, v in row.items() if n not in ("reward_only", "correct")} for row in rows])
     assert found[0] == found[1] == found[2]

@@ -4,41 +4,34 @@ from __future__ import annotations
 
 import datetime
 import doctest
-import errno
 import io
 import json
 import math
-import os
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from rich.console import Console
 
 from lagrpo.errors import SettingsError
 from lagrpo.runs import directory, plots
-from lagrpo.runs.directory import Run, RunExistsError, default_name
-from lagrpo.runs.environment import collect_environment, git_state
-from lagrpo.runs.files import to_json, write_atomically, write_directory_atomically
+from lagrpo.runs.directory import Run, default_name
+from lagrpo.runs.environment import collect_environment
+from lagrpo.runs.files import write_directory_atomically
 from lagrpo.runs.plots import reward_curve
 from lagrpo.runs.reading import (
     RunNotFoundError,
     completion_files,
     load_evaluations,
-    load_events,
     load_metrics,
     load_rollouts,
-    open_run,
     rollout_batches,
 )
 from lagrpo.runs.rollouts import rollout_rows, rollout_schema
-from lagrpo.terminal.show import render_completion, show
+from lagrpo.terminal.show import show
 from lagrpo.types import Completion, Group, Outcome, Prompt
 
 SETTINGS = {
@@ -97,12 +90,6 @@ def printed(run: Run | Path) -> str:
 # A new run
 
 
-def test_new_run_has_settings_and_environment(run):
-    assert (run.path / "config.toml").read_text() == "[schedule]\nsync_every = 10\n"
-    assert json.loads((run.path / "environment.json").read_text()) == {"python": "3.11"}
-    assert len(list(run.path.iterdir())) == 2
-
-
 def test_default_names_say_what_tells_runs_apart_and_never_collide(tmp_path):
     names = [Run.create(tmp_path, None, SETTINGS, "", {}).path.name for _ in range(3)]
     assert len(set(names)) == 3
@@ -111,16 +98,13 @@ def test_default_names_say_what_tells_runs_apart_and_never_collide(tmp_path):
     assert default_name(odd, datetime.datetime(2026, 1, 2, 3, 4, 5)) == "load-rloo-20260102-030405"
 
 
-def test_directory_with_content_is_rejected_and_an_empty_one_is_taken(run, tmp_path):
-    with pytest.raises(RunExistsError, match="already exists"):
+def test_directory_with_content_or_outside_of_the_root_is_rejected(run, tmp_path):
+    with pytest.raises(FileExistsError, match="already exists"):
         Run.create(run.path.parent, "one", SETTINGS, "other", {})
     assert (run.path / "config.toml").read_text() == "[schedule]\nsync_every = 10\n"
     (tmp_path / "empty").mkdir()
     assert Run.create(tmp_path, "empty", SETTINGS, "", {}).path == tmp_path / "empty"
-
-
-def test_name_that_would_leave_the_root_is_rejected(tmp_path):
-    for name in ("", "..", "a/b", "/tmp", "a/", "a\nb", "a" * 300):
+    for name in ("", "..", "a/b"):
         with pytest.raises(ValueError, match="run name"):
             Run.create(tmp_path, name, SETTINGS, "", {})
 
@@ -130,33 +114,16 @@ def test_name_that_would_leave_the_root_is_rejected(tmp_path):
 
 def test_metrics_come_back_with_null_for_what_is_not_finite(run):
     run.record({"step": 1, "loss": math.nan, "rollout/kl": math.inf, "reward": np.float32(0.5), "learning_rate": None})
-    run.record({"step": np.int64(2)})
-    expected = {"step": 1, "loss": None, "rollout/kl": None, "reward": 0.5, "learning_rate": None}
-    assert load_metrics(run) == [expected, {"step": 2}]
+    assert load_metrics(run) == [{"step": 1, "loss": None, "rollout/kl": None, "reward": 0.5, "learning_rate": None}]
+    with pytest.raises(TypeError):
+        run.record({"step": torch.tensor(1.0)})  # type: ignore[dict-item]
 
 
-def test_metric_that_is_not_a_number_is_rejected_by_its_key(run):
-    for value in ("cap", True, [1, 2], torch.tensor(1.0)):
-        with pytest.raises(TypeError, match="loss"):
-            run.record({"step": 1, "loss": value})
-
-
-def test_events_come_back_as_written(run):
-    run.record_event("weight_sync", 3, reason="cap", policy_version=2)
-    assert load_events(run) == [{"event": "weight_sync", "step": 3, "reason": "cap", "policy_version": 2}]
-
-
-@given(torn=st.binary(min_size=1, max_size=40).filter(lambda tail: b"\n" not in tail), lines=st.integers(0, 3))
-def test_torn_last_line_is_skipped_when_read_and_removed_by_the_next_write(tmp_path_factory, torn, lines):
-    run = Run.create(tmp_path_factory.mktemp("torn"), "one", SETTINGS, "", {})
-    before = [{"step": batch} for batch in range(lines)]
-    for line in before:
-        run.record(line)
+def test_torn_last_line_is_skipped(run):
+    run.record({"step": 1})
     with run.metrics.open("ab") as file:
-        file.write(torn)
-    assert load_metrics(run) == before
-    run.record({"step": 77})
-    assert load_metrics(run) == [*before, {"step": 77}]
+        file.write(b'{"step": 2, "rew')
+    assert load_metrics(run) == [{"step": 1}]
 
 
 def test_broken_line_is_an_error_with_its_number(run):
@@ -165,38 +132,7 @@ def test_broken_line_is_an_error_with_its_number(run):
         load_metrics(run)
 
 
-@given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(), st.lists, max_leaves=8))
-def test_any_value_becomes_strict_json(value):
-    def refuse(constant):
-        raise AssertionError(f"{constant} is not JSON")
-
-    read = json.loads(to_json(value), parse_constant=refuse)
-    if not isinstance(value, (float, list)) or (isinstance(value, float) and math.isfinite(value)):
-        assert read == value
-
-
 # Atomic writes
-
-
-def test_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
-    path = write_atomically(tmp_path / "file", "old")
-
-    def fail(scratch: Path) -> None:
-        scratch.write_text("half")
-        raise OSError("disk full")
-
-    with pytest.raises(OSError, match="disk full"):
-        write_atomically(path, fail)
-    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("file", "old")]
-
-
-def test_full_disk_is_an_error_that_names_the_file(run, monkeypatch):
-    def fail(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(OSError, match=f"No space left on device: '{run.path / 'config.toml'}'"):
-        run.write_config("x = 1")
 
 
 def test_weights_are_replaced_as_a_whole_or_not_at_all(run):
@@ -252,15 +188,6 @@ def test_rollouts_of_another_schema_are_rejected(sampled):
         show(sampled)
 
 
-def test_documented_query_runs_on_the_files(sampled):
-    import duckdb
-
-    page = (Path(__file__).parent.parent / "docs" / "metrics.md").read_text(encoding="utf-8")
-    (hardest,) = re.findall(r"```sql\n(.*?);\n```", page, flags=re.DOTALL)
-    found: Any = duckdb.connect().sql(hardest.replace("runs/NAME", str(sampled.path)))
-    assert found.fetchall() == [(8, "2+8=", 0.0, 5, 2), (3, "2+3=", 0.5, 5, 2)]
-
-
 def test_batches_are_chosen_by_number(sampled):
     judged = group(1, completion(Outcome.scored(1.0)))
     sampled.record_rollouts(7, list(rollout_rows([judged], [[{}]], step=7, policy_version=4)))
@@ -275,23 +202,8 @@ def test_completion_files_are_found_by_name_run_and_glob(sampled, tmp_path):
     file = sampled.path / "rollouts" / "step-000120.parquet"
     assert completion_files([sampled.path, str(file), f"{tmp_path}/*"]) == [file]
     for missing in (tmp_path / "nowhere.jsonl", f"{tmp_path}/*.jsonl", tmp_path):
-        with pytest.raises(FileNotFoundError, match=r"no such file|without rollouts"):
+        with pytest.raises(FileNotFoundError, match="neither a file"):
             completion_files([missing])
-
-
-def test_evaluations_come_back_in_the_order_of_their_batches(run):
-    run.record_evaluation("last", {"step": 120, "pass@1": 0.98}, [{"prompt_id": 1, "correct": 4}])
-    run.record_evaluation("first", {"step": 0, "pass@1": math.nan}, [{"prompt_id": 1, "correct": 0}])
-    first, last = load_evaluations(run)
-    assert first == {"name": "first", "step": 0, "pass@1": None}
-    assert last == {"name": "last", "step": 120, "pass@1": 0.98}
-
-
-def test_wrong_path_is_rejected_with_the_runs_nearby(run, tmp_path):
-    with pytest.raises(RunNotFoundError, match=r"there is no run at .*/two\. Runs in .*: .*/one"):
-        open_run(tmp_path / "two")
-    with pytest.raises(RunNotFoundError, match=r"no config.toml\. Runs in .*/one"):
-        open_run(tmp_path)
 
 
 def test_run_before_its_first_batch_is_empty(run):
@@ -321,16 +233,8 @@ def test_show_prints_the_last_batch_with_its_facts(sampled):
     assert "\x1b" not in text
 
 
-def test_show_marks_offline_data():
-    row = dict.fromkeys(("reward", "advantage", "staleness"), None) | {"outcome": "unscored", "reason": ""}
-    row |= {"source": "file", "loss_mask": [True], "policy_versions": [-1], "finished": True, "completion": "x"}
-    row |= {"messages": [], "excluded_reason": ""}
-    Console(file=(out := io.StringIO()), width=200).print(render_completion(row, (0.0, 1.0)))
-    assert out.getvalue().splitlines()[0].strip() == "? unscored  ·  1 token  ·  offline data"
-
-
 def test_right_is_the_largest_reward_of_the_runs_range(tmp_path):
-    run = Run.create(tmp_path, "ten", SETTINGS, "[task]\nreward_range = [0.0, 10.0]\n", {})
+    run = Run.create(tmp_path, "ten", SETTINGS, "[[task.rewards]]\nrange = [0.0, 10.0]\n", {})
     texts = {0.0: "nothing", 1.0: "a little", 10.0: "all of it"}
     groups = [group(3, *(completion(Outcome.scored(reward), text) for reward, text in texts.items()))]
     run.record_rollouts(1, list(rollout_rows(groups, [[{}] * 3], step=1, policy_version=5)))
@@ -341,48 +245,21 @@ def test_right_is_the_largest_reward_of_the_runs_range(tmp_path):
 # The reward curve and the environment
 
 
-def test_curve_is_drawn_from_whatever_metrics_there_are(run):
+def test_curve_shows_the_numbers_of_the_run(run):
+    before = {"step": 0, "pass@1": 0.15, "pass@1_low": 0.12, "pass@1_high": 0.19}
+    steps = [{"step": k, "reward": math.nan if k == 3 else k / 40, "frac_reward_zero_std": 0.25} for k in range(1, 41)]
+    axes: Any = plots.draw("a run", steps, [before]).axes
+    assert axes[0].get_lines()[0].get_ydata()[[0, 39]].tolist() == [1 / 40, 1.0]
+    assert list(axes[1].get_lines()[0].get_ydata()) == [0.25] * 40
     run.record({"step": 1, "reward": 0.5})
-    run.record({"step": 2, "reward": math.nan})
     assert reward_curve(run).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
-def test_curve_shows_the_numbers_of_the_run():
-    base = {"frac_reward_zero_std": 0.25}
-    batches = [{**base, "step": k, "reward": k / 40, "staleness/max": k % 10} for k in range(1, 41)]
-    before = {"step": 0, "pass@1": 0.15, "pass@1_low": 0.12, "pass@1_high": 0.19}
-    after = {"step": 40, "pass@1": 0.98, "pass@1_low": 0.96, "pass@1_high": 1.0}
-    axes: Any = plots.draw("a run", batches, [before, after]).axes
-    reward, variance, lag = axes
-    dots = [line.get_ydata() for line in reward.get_lines() if line.get_label() == "reward of a step"]
-    assert [list(values) for values in dots] == [[k / 40 for k in range(1, 41)]]
-    assert {text.get_text() for text in reward.texts} == {"15.0%", "98.0%"}
-    low, high = (segment[:, 1].tolist() for segment in reward.containers[0].lines[2][0].get_segments())
-    assert [low, high] == [pytest.approx([0.12, 0.19]), pytest.approx([0.96, 1.0])]
-    assert list(lag.get_lines()[0].get_ydata()) == [k % 10 for k in range(1, 41)]
-    assert set(variance.get_lines()[0].get_ydata()) == {0.25}
-
-
-def test_environment_says_what_one_needs_to_repeat_a_run():
+def test_environment_says_what_computes():
     environment = collect_environment()
     assert environment["packages"]["torch"] == torch.__version__
     assert environment["threads"] == torch.get_num_threads()
     assert all(environment[key] for key in ("python", "platform", "cpu", "command", "started"))
-    to_json(environment)
-
-
-def test_git_state_of_a_clean_and_a_changed_repository(tmp_path):
-    assert git_state(tmp_path) is None
-    for words in (
-        ["init", "-q"],
-        ["-c", "user.name=a", "-c", "user.email=a@b.c", "commit", "-q", "--allow-empty", "-m1"],
-    ):
-        subprocess.run(["git", "-C", str(tmp_path), *words], check=True, capture_output=True)
-    state = git_state(tmp_path)
-    assert state is not None
-    assert not state["dirty"]
-    (tmp_path / "new").touch()
-    assert git_state(tmp_path) == {**state, "dirty": True}
 
 
 def test_examples_in_the_docstrings_hold():

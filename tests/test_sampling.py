@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 
 import pytest
 import tiny
@@ -114,20 +113,6 @@ def test_frequencies_match_the_softmax():
     torch.testing.assert_close(logp.double(), expected, rtol=0, atol=bound)
 
 
-def test_first_token_of_the_sampler_has_the_frequencies_of_the_policy():
-    policy = tiny_policy(tau=0.7)
-    one = request(0, policy=policy)
-    packed = Packed.build([(one.prompt.token_ids, [torch.tensor([v]) for v in range(103)])])
-    with torch.no_grad():
-        probabilities = policy.logp(packed).exp()
-    assert probabilities.sum().item() == pytest.approx(1, abs=1e-5)
-    groups = LocalSampler(policy, 5, 1, 4096).sample([one], 4096)
-    counts = Counter(int(c.token_ids[0]) for _, g in groups for c in g.completions)
-    for token in probabilities.argsort(descending=True)[:8].tolist():
-        p = probabilities[token].item()
-        assert abs(counts[token] / 4096 - p) < 4 * math.sqrt(p * (1 - p) / 4096)
-
-
 def test_uniform_number_picks_the_token_whose_interval_holds_it():
     """Literal: equal probabilities over 1,001 tokens, uniform number in the middle of an interval; and its ends. A
     token of probability zero is never sampled."""
@@ -155,40 +140,6 @@ def test_every_end_of_sequence_id_ends_a_completion_and_the_limit_cuts_it():
         assert c.finished or len(c.token_ids) == 40
         assert bool(c.sampled.all())
         assert "<stop>" not in c.text
-
-
-def test_sampler_keeps_old_weights_until_a_weight_sync():
-    policy = tiny_policy()
-    sampler = LocalSampler(copy_policy(policy), 0, 16, 64)
-    before = [g for _, g in sampler.sample(requests_for(policy, 2), 4)]
-    with torch.no_grad():
-        for parameter in policy.model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    policy.weights.version = 1
-    after = [g for _, g in sampler.sample(requests_for(policy, 2), 4)]
-    for x, y in zip(before, after, strict=True):
-        assert [c.token_ids.tolist() for c in x.completions] == [c.token_ids.tolist() for c in y.completions]
-    assert log_ratio(policy, after).abs().max() > 0.1
-    sampler.sync_weights(policy.weights, 1)
-    fresh = [g for _, g in sampler.sample(requests_for(policy, 2), 4)]
-    assert all((c.versions == 1).all() for g in fresh for c in g.completions)
-    assert log_ratio(policy, fresh).abs().max() <= 1e-4
-
-
-def test_weight_sync_between_open_groups_is_rejected():
-    policy = tiny_policy()
-    sampler = LocalSampler(copy_policy(policy), 0, 8, 4)
-    next(sampler.sample(requests_for(policy, 3), 4))
-    stream = sampler.sample(requests_for(policy, 3), 4)
-    next(stream)
-    with pytest.raises(RuntimeError, match="2 groups of version 0 are open"):
-        sampler.sync_weights(policy.weights, 1)
-
-
-def test_group_wider_than_the_rows_is_rejected():
-    policy = tiny_policy()
-    with pytest.raises(ValueError, match=r"G = 6.*rollout.max_num_seqs = 4"):
-        list(LocalSampler(copy_policy(policy), 0, 8, 4).sample(requests_for(policy, 1), 6))
 
 
 def test_prefetcher_hands_out_batch_by_batch_what_was_generated_together():

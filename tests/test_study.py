@@ -191,7 +191,7 @@ def test_run_has_the_settings_of_the_base_the_study_and_its_labels(tmp_path):
     assert [(run.cell, run.seed) for run in runs] == [((v,), seed) for seed in (3, 4) for v in ("v = 1", "v = 3")]
     settings = runs[3].settings
     assert (settings.schedule.sync_every, settings.schedule.batches, settings.run.seed) == (3, 4, 4)
-    assert (settings.run.name, settings.run.resume, settings.checkpoint.save_total_limit) == ("v-3-seed4", "auto", 0)
+    assert (settings.run.name, settings.checkpoint.save_total_limit) == ("v-3-seed4", 0)
     assert Study(title="", settings="").cells == [()]
 
 

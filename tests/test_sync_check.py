@@ -11,7 +11,7 @@ from test_sampling import request, requests_for
 from tiny import tiny_policy
 
 from lagrpo.model.layout import Packed
-from lagrpo.model.model import Model, copy_policy
+from lagrpo.model.model import copy_policy
 from lagrpo.rollout.local import LocalSampler
 from lagrpo.rollout.sync_check import WeightSyncCheck, WeightSyncError, check_fresh
 
@@ -46,17 +46,6 @@ def test_grade_is_exact_if_all_products_are_ours():
     agreement = checked(tiny_policy())[2]
     assert agreement.grade == "close"
     assert agreement.largest < 1e-4
-    assert "products of float32 are PyTorch's here" in str(agreement)
-
-
-def test_sampler_that_should_agree_to_the_bit_and_does_not_is_close(monkeypatch):
-    logits = Model.logits
-    monkeypatch.setattr(Model, "logits", lambda self, hidden: logits(self, hidden) * (1 + 2**-7))
-    policy = tiny_policy(dtype=torch.bfloat16, backend="c")
-    sampler, check, agreement = checked(policy)
-    assert agreement.grade == "close"
-    assert "please report this processor" in str(agreement)
-    assert 0 < check(policy, sampler)["logp_difference_mean"] < 0.1
 
 
 @either_computation
@@ -97,25 +86,6 @@ def test_panels_that_were_not_packed_again_are_found_in_any_layer():
 
 
 @either_computation
-def test_update_below_the_noise_of_the_log_probs_passes_and_is_found_missing():
-    """The grade close, with coarse logits; one spacing of one weight."""
-    policy = tiny_policy(dtype=torch.bfloat16, backend="torch")
-    sampler, check, _ = checked(policy)
-    logits = sampler.model.logits
-    sampler.model.logits = lambda hidden: (x := logits(hidden)) + 0.004 * torch.randn(x.shape).to(x)  # type: ignore
-    weight = policy.weights["model.layers.1.self_attn.k_proj.weight"]
-    for version in (1, 2):
-        weight.view(torch.int16)[3, 4] += 1
-        policy.weights.version = version
-        if version == 1:
-            sampler.sync_weights(policy.weights, version)
-            check(policy, sampler)
-    sampler.policy.weights.version = 2
-    with pytest.raises(WeightSyncError, match=r"1 weights, such as model\.layers\.1\.self_attn\.k_proj"):
-        check(policy, sampler)
-
-
-@either_computation
 def test_policy_that_has_diverged_stops_the_run():
     policy = tiny_policy(dtype=torch.bfloat16)
     sampler, check, _ = checked(policy)
@@ -149,14 +119,6 @@ def test_small_update_or_few_tokens_are_inconclusive():
     assert check_fresh(OLD, OLD + 0.001, OLD + NOISE, OLD - NOISE, "v") == 0
     old, noise = OLD[:19], NOISE[:19]
     assert check_fresh(old, old + 0.2, old + noise, old - noise, "v") == 19
-
-
-def test_few_wild_tokens_decide_nothing():
-    """Three tokens that became unlikely are scored far off, toward the old: by squares the old would be nearer."""
-    new, now = OLD + 0.2, OLD + 0.2 - NOISE
-    now[:3] = new[:3] - 1.5
-    assert float((now - OLD).square().sum()) < float((now - new).square().sum())
-    assert check_fresh(OLD, new, OLD + NOISE, now, "v") == 32
 
 
 class Echo:

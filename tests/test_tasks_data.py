@@ -13,11 +13,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from running import tiny_settings
+from test_tasks import task_settings
 
 from lagrpo.errors import SettingsError
-from lagrpo.settings.schema import TaskSettings
+from lagrpo.rewards.reward import Rewards
 from lagrpo.tasks import RowTask, load_task
-from lagrpo.tasks.data import find_splits, hold_out, read_table
+from lagrpo.tasks.data import read_rows
 from lagrpo.training.run import train
 
 ROWS: list[dict[str, Any]] = [{"q": f"{n} + 1?", "a": str(n + 1), "level": n % 3} for n in range(30)]
@@ -40,13 +41,18 @@ def write(path: Path, rows: list[dict[str, Any]] = ROWS) -> str:
 
 
 def load(data: Path | str, **other: Any) -> RowTask:
-    given = {"name": "custom", "data": str(data), "prompt_column": "q", "answer_column": "a", "reward": "number"}
-    task = load_task(TaskSettings.model_validate(given | other), seed=4)
+    given = {"data": str(data), "prompt_column": "q", "answer_column": "a", "rewards": ["number"]}
+    task = load_task(task_settings("custom", **given | other), seed=4)
     assert isinstance(task, RowTask)
     return task
 
 
-@pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz", "json", "csv", "csv.gz", "parquet"])
+def test_json_object_with_data_is_its_rows(tmp_path):
+    (tmp_path / "rows.json").write_text(json.dumps({"version": "1.1", "data": ROWS}))
+    assert load(tmp_path / "rows.json").size("train") == 27
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz", "json", "csv", "parquet"])
 def test_file_of_each_format_is_read_and_a_tenth_held_out(tmp_path, ending, caplog):
     task = load(write(tmp_path / f"rows.{ending}"))
     assert (task.size("train"), task.size("test")) == (27, 3)
@@ -54,15 +60,10 @@ def test_file_of_each_format_is_read_and_a_tenth_held_out(tmp_path, ending, capl
     prompts = [task.prompt(split, index) for split in ("train", "test") for index in range(task.size(split))]
     assert {(p.messages[0]["content"], p.answer) for p in prompts} == {(row["q"], row["a"]) for row in ROWS}
     assert prompts[0].row is not None
-    assert prompts[0].row["level"] in (0, 1, 2)
-
-
-def test_hold_out_is_a_function_of_the_seed():
-    assert hold_out(100, seed=1) == hold_out(100, seed=1) != hold_out(100, seed=2)
-    train, test = hold_out(20_000, seed=0)
-    assert (len(test), sorted(train + test)) == (1000, list(range(20_000)))
-    with pytest.raises(ValueError, match="too few"):
-        hold_out(1, seed=0)
+    assert int(prompts[0].row["level"]) in (0, 1, 2)
+    unit = {"json": "item", "csv": "row", "parquet": "row"}.get(ending, "line")
+    number = int(prompts[5].answer) - 1
+    assert prompts[5].place == f"{tmp_path}/rows.{ending}, {unit} {number + 1}"
 
 
 def test_directory_has_the_splits_that_its_files_are_named_after(tmp_path, monkeypatch):
@@ -70,13 +71,13 @@ def test_directory_has_the_splits_that_its_files_are_named_after(tmp_path, monke
     write(tmp_path / "test.csv", ROWS[20:25])
     write(tmp_path / "hard.parquet", ROWS[25:])
     assert [load(tmp_path).size(split) for split in ("train", "test")] == [20, 5]
-    assert load(tmp_path, train_split="hard", test_split="train").size("test") == 20
-    with pytest.raises(ValueError, match=r"task.test_split: no 'hart'.*Did you mean 'hard'\?"):
-        load(tmp_path, test_split="hart")
+    assert load(tmp_path, options={"train_split": "hard", "test_split": "train"}).size("test") == 20
+    with pytest.raises(ValueError, match=r"task.options.test_split: no 'hart'.*Did you mean 'hard'\?"):
+        load(tmp_path, options={"test_split": "hart"})
     write(tmp_path / "gsm8k_train.jsonl", [{"question": "999 + 1?", "answer": "It is 1000.\n#### 1,000"}])
     write(tmp_path / "gsm8k_test.jsonl", [{"question": "1 + 1?", "answer": "#### 2"}])
     monkeypatch.setenv("LAGRPO_DATA", str(tmp_path))
-    prompt = load_task(TaskSettings(name="gsm8k"), seed=0).prompt("train", 0)
+    prompt = load_task(task_settings("gsm8k"), seed=0).prompt("train", 0)
     assert (prompt.answer, prompt.messages[0]["content"][:16]) == ("1,000", "999 + 1?\n\nReason")
     write(tmp_path / "train.csv")
     with pytest.raises(ValueError, match="one for each split"):
@@ -93,10 +94,11 @@ def test_rows_without_an_answer_are_left_out_and_logged(tmp_path, caplog):
 def test_without_an_answer_column_the_answer_is_the_row(tmp_path, monkeypatch):
     (tmp_path / "row_rewards.py").write_text("def reward(completion, answer):\n    return answer['level']\n")
     monkeypatch.chdir(tmp_path)
-    task = load(write(tmp_path / "rows.jsonl"), answer_column=None, reward="row_rewards:reward")
+    task = load(write(tmp_path / "rows.jsonl"), answer_column=None, rewards=["row_rewards:reward"])
     answer = task.prompt("train", 2).answer
     assert set(answer) == {"q", "a", "level"}
-    assert task.reward("", answer) == answer["level"]
+    assert isinstance(task.reward, Rewards)
+    assert task.reward.parts[0].function("", answer) == answer["level"]
 
 
 def test_shards_and_patterns_are_splits_and_a_saved_dataset_loads(tmp_path):
@@ -119,8 +121,8 @@ def test_answer_column_can_be_a_path_into_a_struct(tmp_path):
     rows.append({"q": "1?", "reward_model": {"ground_truth": None}})  # type: ignore[dict-item]
     for data in (write(tmp_path / "a.parquet", rows), write(tmp_path / "a.jsonl", rows)):
         task = load(data, answer_column="reward_model.ground_truth")
-        golds = {task.prompt(split, n).answer for split in ("train", "test") for n in range(task.size(split))}
-        assert golds == {str(n) for n in range(20)}
+        answers = {task.prompt(split, n).answer for split in ("train", "test") for n in range(task.size(split))}
+        assert answers == {str(n) for n in range(20)}
     with pytest.raises(ValueError, match=r"no column 'ground_trut'.*Did you mean 'ground_truth'"):
         load(tmp_path / "a.jsonl", answer_column="reward_model.ground_trut")
 
@@ -128,28 +130,22 @@ def test_answer_column_can_be_a_path_into_a_struct(tmp_path):
 def test_messages_can_be_json_or_have_parts_of_text(tmp_path):
     parts: Any = [{"type": "text", "text": "1 + "}, {"type": "text", "text": "1?"}]
     messages: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": parts}]
-    for prompt in (messages, json.dumps(messages)):
-        task = load(write(tmp_path / "rows.jsonl", [{"q": prompt, "a": "2"}] * 4))
+    plain = [messages[0], {"role": "user", "content": "1 + 1?", "name": None}]
+    for name, prompt in (("a.jsonl", messages), ("a.parquet", plain), ("b.jsonl", json.dumps(messages))):
+        task = load(write(tmp_path / name, [{"q": prompt, "a": "2"}] * 4))
         assert task.prompt("train", 0).messages == (messages[0], {"role": "user", "content": "1 + 1?"})
     parts[1] = {"type": "image_url", "image_url": "x"}
     with pytest.raises(ValueError, match=r"line 1: a message has the part .*image_url.*only parts of type text"):
         load(write(tmp_path / "rows.jsonl", [{"q": messages, "a": "2"}] * 4))
 
 
-def test_prompts_can_be_chat_messages(tmp_path):
-    turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1?"}]
-    for ending in ("jsonl", "parquet"):
-        task = load(write(tmp_path / f"rows.{ending}", [{"q": turns, "a": "2"}] * 4))
-        assert task.prompt("train", 0).messages == tuple(turns)
-
-
 def test_wrong_settings_are_rejected(tmp_path):
     for other, message in [
         ({"prompt_column": "question"}, "line 1: there is no column 'question'; the columns are q, a, level"),
         ({"answer_column": "levels"}, r"no column 'levels'.*Did you mean 'level'\?"),
-        ({"prompt_column": None}, "needs task.prompt_column; the columns are q, a, level"),
+        ({"prompt_column": None}, "set task.prompt_column; the columns are q, a, level"),
         ({"prompt_column": "level"}, "line 1: its prompt is 0: a prompt is a text, or a list of messages"),
-        ({"reward": None}, "needs task.reward: exact, length"),
+        ({"rewards": []}, "needs task.rewards: exact, length"),
         ({"answer_column": None}, "the reward 'number' needs task.answer_column"),
     ]:
         with pytest.raises(ValueError, match=message):
@@ -165,19 +161,18 @@ def test_file_loads_or_is_rejected_in_one_line_with_the_place(tmp_path):
         ("a.jsonl", json.dumps({"q": "1\u2028?", "a": "2\x85"}, ensure_ascii=False).encode(), 1),
         ("a.csv", b'q,a\r\n"1\n+ 1?",2\r\n', 1),
         ("a.jsonl", b"", "has no rows"),
-        ("a.jsonl", GOOD + GOOD[:20] + b"\n", r"a.jsonl, line 2: this is not JSON"),
+        ("a.jsonl", GOOD + b"\n" + GOOD[:20] + b"\n", r"a.jsonl, line 3: this is not JSON"),
         ("a.jsonl", GOOD + b"null\n", "line 2: this is a NoneType, not an object"),
         ("a.jsonl", GOOD + b'{"a": "\xff"}\n', "a.jsonl cannot be read: 'utf-8' codec"),
-        ("a.jsonl", GOOD + b'{"a": "2"}\n', "line 2: there is no column 'q'"),
         ("a.json", b'[{"q": 1}, 2]', "item 2: this is a int"),
         ("a.jsonl.gz", gzip.compress(GOOD * 99, mtime=0)[:-20], "cannot be read"),
-        ("a.csv", b"q,a\n1,2,3\n", "cannot be read"),
+        ("a.csv", b"q,a\n1,2,3\n", "row 1: it has more fields than the header"),
         ("a.parquet", b"PAR1", "a.parquet cannot be read"),
         ("a.txt", GOOD, "needs files that end in .jsonl, .json, .csv, .parquet"),
     ]:  # fmt: skip
         (path := tmp_path / file).write_bytes(content)
         if isinstance(rows, int):
-            assert len(read_table(path).rows) == rows
+            assert len(read_rows(path)) == rows
         else:
             with pytest.raises(ValueError, match=rows) as error:
                 load(path)
@@ -186,51 +181,28 @@ def test_file_loads_or_is_rejected_in_one_line_with_the_place(tmp_path):
         path.unlink()
 
 
-def test_csv_columns_get_types_except_prompt_and_answer(tmp_path):
-    (tmp_path / "a.csv").write_text("q,n,x,flag,text\n0101,1,.5,true,NA\n7,,1e3,false,12:30\n")
-    table = read_table(tmp_path / "a.csv", texts=["q"])
-    assert [[*row.values()] for row in table.rows] == [
-        ["0101", 1, 0.5, True, "NA"],
-        ["7", None, 1000.0, False, "12:30"],
-    ]
-
-
-@pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """What was asked of the hub, which has every dataset, each with the splits train and hard."""
-    requests: list[tuple[Any, ...]] = []
+def test_hub_datasets_are_asked_for_their_configuration_and_splits(monkeypatch):
+    asked: list[tuple[Any, ...]] = []
     rows = datasets.Dataset.from_list([{"question": "1 + 1?", "problem": "1 + 1?", "answer": "#### 2"}] * 30)
 
     def load_dataset(name: str, config: str | None) -> Any:
-        requests.append((name, config))
+        asked.append((name, config))
         return {"train": rows, "hard": rows}
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    return requests
-
-
-def test_hub_datasets_are_asked_for_their_configuration_and_splits(asked):
-    load_task(TaskSettings(name="gsm8k", data="openai/gsm8k", test_split="hard"), seed=0)
-    load_task(TaskSettings(name="gsm8k", data="openai/gsm8k:socratic", test_split="hard"), seed=0)
+    for data in ("openai/gsm8k", "openai/gsm8k:socratic"):
+        load_task(task_settings("gsm8k", data=data, options={"test_split": "hard"}), seed=0)
     assert asked == [("openai/gsm8k", "main"), ("openai/gsm8k", "socratic")]
-    with pytest.raises(ValueError, match=r"task.test_split: no 'gsm8k_test' or 'test'; there are train, hard"):
-        load_task(TaskSettings(name="gsm8k", data="openai/gsm8k"), seed=0)
+    with pytest.raises(ValueError, match=r"task.options.test_split: no 'gsm8k_test' or 'test'; there are train, hard"):
+        load_task(task_settings("gsm8k", data="openai/gsm8k"), seed=0)
     task = load("a/b", prompt_column="question", answer_column="answer")
     assert (task.size("train"), task.size("test")) == (27, 3)
-
-
-def test_what_looks_like_a_path_is_not_looked_for_on_the_hub(tmp_path, monkeypatch):
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path)
-    for name in ("here/rows", "data/rows.jsonl", "rows"):
-        with pytest.raises(ValueError, match=r"task.data: there is no file or directory"):
-            find_splits(name, "")
 
 
 def test_malformed_data_is_rejected_before_a_model_is_loaded(tmp_path, monkeypatch):
     monkeypatch.setattr("lagrpo.training.build.build_policy", lambda *_: pytest.fail("a model was loaded"))
     (tmp_path / "data.jsonl").write_bytes(GOOD * 2 + b"{\n")
-    columns = {"prompt_column": "q", "answer_column": "a", "reward": "exact"}
+    columns = {"prompt_column": "q", "answer_column": "a", "rewards": ["exact"]}
     task = {"name": "custom", "data": str(tmp_path / "data.jsonl"), **columns}
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")

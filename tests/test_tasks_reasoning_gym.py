@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import json
 import pickle
+from typing import Any
 
 import pytest
-import torch
+from scoring import make_group, score
+from test_tasks import task_settings
 
-from lagrpo.errors import SettingsError
-from lagrpo.rewards.pool import RewardPool
 from lagrpo.rewards.reward import UnscorableError
-from lagrpo.settings.toml import load_settings
 from lagrpo.tasks import load_task
-from lagrpo.training.checks import check_settings
-from lagrpo.types import Completion, Group, Prompt
 
 pytestmark = pytest.mark.gym
 
-SUM = {"name": "reasoning_gym:chain_sum", "options": {"max_terms": 3}, "train_size": 40, "test_size": 10}
 
-
-def load(seed: int = 0, **changes):
-    return load_task(load_settings({"task": SUM | changes}).task, seed)
+def load(seed: int = 0, name: str = "chain_sum", **options: Any) -> Any:
+    given = {"train_size": 40, "test_size": 10, "max_terms": 3} | options
+    return load_task(task_settings(f"reasoning_gym:{name}", options=given), seed)
 
 
 def test_prompts_are_a_function_of_the_seed_and_splits_share_none():
@@ -38,36 +34,25 @@ def test_prompts_are_a_function_of_the_seed_and_splits_share_none():
 
 def test_answers_are_scored_by_the_package_also_in_a_worker_process():
     task = load()
-    prompt = task.prompt("train", 3)
-    right, none = prompt.answer["answer"], torch.zeros(0)
+    answer = task.prompt("train", 3).answer
+    right = answer["answer"]
     texts = [f"so <answer>1</answer> no, <answer> {right} </answer>", right, f"<answer>{right}1</answer>", ""]
-    completions = tuple(Completion(none, none, none, True, text) for text in texts)
-    with RewardPool(task.reward, workers=1, deadline=30.0) as pool:
-        (found,) = pool.score([Group(Prompt(0, (), prompt.answer), completions)])
-    assert list(found.rewards) == [task.reward(text, prompt.answer) for text in texts]
-    assert found.rewards == (1.0, 1.0, len(right) / (len(right) + 1), 0.0)
+    found = [outcome.reward for outcome in score(task.reward, [make_group(*texts, answer=answer)], deadline=30.0)]
+    assert found == [task.reward(text, answer) for text in texts] == [1.0, 1.0, len(right) / (len(right) + 1), 0.0]
 
 
-def test_a_generator_that_does_not_repeat_itself_scores_nothing():
+def test_generator_that_does_not_repeat_itself_scores_nothing():
     task = load()
-    gold = task.prompt("train", 0).answer
+    answer = task.prompt("train", 0).answer
     with pytest.raises(UnscorableError, match=r"chain_sum makes another puzzle.*PYTHONHASHSEED to 0"):
-        pickle.loads(pickle.dumps(task.reward))("1", gold | {"digest": 0})
+        pickle.loads(pickle.dumps(task.reward))("1", answer | {"digest": 0})
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"name": "reasoning_gym:chain_sun"}, "reasoning_gym has no 'chain_sun'. Did you mean 'chain_sum'"),
-        ({"options": {"max_term": 2}}, "task.options: reasoning_gym:chain_sum rejects them: .*max_term'"),
-        ({"options": {"min_terms": 9}}, "rejects them: max_terms must be >= min_terms"),
-    ],
-)
-def test_wrong_names_and_options_are_rejected(changes, message):
-    with pytest.raises(ValueError, match=message):
-        load(**changes)
-
-
-def test_options_of_other_tasks_are_rejected():
-    with pytest.raises(SettingsError, match=r"task.digits is set, but the task 'reasoning_gym:chain_sum'"):
-        check_settings(load_settings({"task": SUM | {"digits": 2}}))
+def test_wrong_names_and_options_are_rejected():
+    for changes, message in [
+        ({"name": "chain_sun"}, "reasoning_gym has no 'chain_sun'. Did you mean 'chain_sum'"),
+        ({"max_term": 2}, "task.options: reasoning_gym:chain_sum rejects them: .*max_term'"),
+        ({"min_terms": 9}, "rejects them: max_terms must be >= min_terms"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            load(**changes)

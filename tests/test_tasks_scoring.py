@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from scoring import make_group, score
+from test_tasks import task_settings
 
-from lagrpo.rewards.load import REWARDS, load_function
-from lagrpo.rewards.pool import RewardPool
-from lagrpo.rewards.reward import UnscorableError
-from lagrpo.settings.schema import TaskSettings
+from lagrpo.rewards.reward import REWARDS, UnscorableError, load_function
 from lagrpo.tasks import countdown, gsm8k, load_task
 from lagrpo.tasks.numbers import (
     find_first_numeral,
@@ -28,7 +25,6 @@ from lagrpo.tasks.numbers import (
     merge_fractions,
     simplify,
 )
-from lagrpo.types import Completion, Group, Prompt
 
 CORPORA = Path(__file__).parent / "corpora"
 needs_math = pytest.mark.skipif(importlib.util.find_spec("math_verify") is None, reason="needs math-verify")
@@ -143,45 +139,7 @@ def test_long_junk_is_read_in_linear_time(junk):
     find_last_box(text)
 
 
-# ---- gsm8k and math: their real files if LAGRPO_DATA has them, else files of the same form ----
-
-MADE_UP: dict[str, list[dict[str, Any]]] = {
-    "gsm8k_train": [
-        {"question": f"Ann has {n} boxes of {n + 2} pens. How many pens?",
-         "answer": f"There are {n} * {n + 2} = <<{n}*{n + 2}={n * (n + 2)}>>{n * (n + 2)} pens.\n#### {n * (n + 2):,}"}
-        for n in range(5, 60)
-    ],
-    "gsm8k_test": [{"question": "1 + 1?", "answer": "It is 2.\n#### 2"}],
-    "deepscaler_part_math_train": [{"problem": "1/2?", "answer": "\\frac{1}{2}"}, {"problem": "?", "answer": None}],
-    "deepscaler_part_aime_train": [{"problem": "Find $\\log_z w$.", "answer": "60", "year": 1983}],
-    "math500_test": [{"problem": "Polar?", "answer": "\\left( 3, \\frac{\\pi}{2} \\right)", "unique_id": "a/1"}],
-    "aime24_test": [{"problem": "Find $xy$.", "answer": "025", "number": 2, "contest": 1}],
-}  # fmt: skip
-
-
-@pytest.fixture
-def data(tmp_path: Path) -> str:
-    real = Path(os.environ.get("LAGRPO_DATA", "nowhere"))
-    if all((real / f"{name}.jsonl").is_file() for name in MADE_UP):
-        return str(real)
-    for name, rows in MADE_UP.items():
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(tmp_path)
-
-
-def test_every_worked_solution_of_gsm8k_is_right_by_each_way_of_giving_a_number(data):
-    task: Any = load_task(TaskSettings(name="gsm8k", data=data), seed=0)
-    for split in ("train", "test"):
-        for index, row in enumerate(task.rows[split]):
-            gold, (solution, _, number) = task.prompt(split, index).answer, row["answer"].rpartition("####")
-            for answer in (
-                row["answer"],
-                f"{solution}\nThe answer is ${number.strip()}.00.",
-                f"{solution}\\boxed{{{number.strip()} \\text{{ things}}}}",
-                f"{solution} In all {number.strip()} things.",
-            ):
-                assert gsm8k.score(answer, gold) == 1.0, (answer, gold)
-            assert gsm8k.score(f"{solution}\n#### {number.strip()}1", gold) == 0.0
+# ---- gsm8k and math ----
 
 
 @given(st.integers(-(10**9), 10**9), st.text(alphabet="abc =,.\n", max_size=30))
@@ -191,25 +149,22 @@ def test_the_number_after_a_marker_is_right_whatever_stands_before(number, befor
 
 
 @needs_math
-def test_math_splits_are_files_and_every_reference_answer_is_right(data):
-    splits = {"train_split": "deepscaler_part_aime_train", "test_split": "aime24_test"}
-    for given_splits in ({}, splits):
-        task: Any = load_task(TaskSettings.model_validate({"name": "math", "data": data} | given_splits), seed=0)
-        assert ("year" in task.rows["train"][0]) == bool(given_splits)
-        assert all(row["answer"] for row in task.rows["train"])
-        assert task.prompt("train", 0).messages[0]["content"].endswith("put the final answer in \\boxed{}.")
-        for index in range(task.size("test")):
-            gold = task.prompt("test", index).answer
-            assert task.reward(f"So it is $\\boxed{{ {gold} }}$.", gold) == 1.0, gold
-            assert task.reward("So it is $\\boxed{123456789}$.", gold) == 0.0, gold
+def test_math_splits_are_files_and_a_box_with_the_reference_answer_is_right(tmp_path):
+    test = [r"\left( 3, \frac{\pi}{2} \right)", "025"]
+    for name, answers in {"deepscaler_part_math_train": ["5", None], "math500_test": test}.items():
+        rows = [json.dumps({"problem": "?", "answer": answer}) + "\n" for answer in answers]
+        (tmp_path / f"{name}.jsonl").write_text("".join(rows))
+    task: Any = load_task(task_settings("math", data=str(tmp_path)), seed=0)
+    assert (task.size("train"), task.size("test")) == (1, 2)
+    assert task.prompt("train", 0).messages[0]["content"].endswith("put the final answer in \\boxed{}.")
+    for answer in test:
+        assert task.reward(f"So it is $\\boxed{{ {answer} }}$.", answer) == 1.0
+        assert task.reward("So it is $\\boxed{123456789}$.", answer) == 0.0
 
 
 @needs_math
 def test_answers_that_take_forever_are_unscored():
     answers = {"\\boxed{72}": 1.0, "\\boxed{9^{9^{9^{9}}}}": None, "the answer is 9**9**9**9": None, "\\boxed{71}": 0.0}
-    empty = torch.empty(0)
-    group = Group(Prompt(0, (), "72"), tuple(Completion(empty, empty, empty, True, text) for text in answers))
-    with RewardPool(load_function(REWARDS["math"]), workers=2, deadline=2.0, max_without_reward=1.0) as pool:
-        (scored,) = pool.score([group])
-    assert [completion.reward for completion in scored.completions] == list(answers.values())
-    assert {c.outcome.reason for c in scored.completions if c.outcome} == {"", "no reward within 2 s"}
+    found = score(load_function(REWARDS["math"]), [make_group(*answers, answer="72")], deadline=2.0)
+    assert [outcome.reward for outcome in found] == list(answers.values())
+    assert {outcome.reason for outcome in found} == {"", "no reward within 2 s"}

@@ -95,7 +95,7 @@ def test_rows_are_within_the_budget_and_even(costs, budget):
 def test_entropy_is_that_of_the_first_update_on_the_batch():
     policy, recipe = tiny_policy(), resolve("grpo", {"beta": 0.0})
     rows = micro_batches(assembled(recipe, judge_groups(generate_groups(policy))), 60)
-    measuring = Trainer(policy, recipe, Optimization(lr=1e-3), entropy=True)
+    measuring = Trainer(policy, recipe, Optimization(lr=1e-3))
     expected = [torch.empty(len(m.completion_T)) for m in rows]
     with torch.no_grad():
         for micro, entropy_T in zip(rows, expected, strict=True):

@@ -21,9 +21,7 @@ import lagrpo
 from lagrpo.cli import main
 from lagrpo.errors import SettingsError
 from lagrpo.runs import RunNotFoundError, load_events, load_rollouts
-from lagrpo.types import Outcome
-from lagrpo.verify import Difference, Report, verify_run
-from lagrpo.verify.rewards import compare_outcome
+from lagrpo.verify import Difference, verify_run
 from lagrpo.verify.tokens import read_tokens
 
 pytestmark = pytest.mark.usefixtures("shared_templates")
@@ -40,7 +38,8 @@ def trained(model: Path, root: Path, /, **sections: dict[str, Any]) -> Path:
     """A run of three batches at v = 2: versions 0 and 1 sample, and all are saved."""
     run = {"name": "run"} | sections.pop("run", {})
     sections.setdefault("checkpoint", {"export_every": 1})
-    schedule = {"sync_every": 2} | sections.pop("schedule", {})
+    schedule = sections.pop("schedule", {})
+    schedule = schedule if "constant_lag" in schedule else {"sync_every": 2} | schedule
     return lagrpo.train(tiny_settings(model, root, run=run, schedule=schedule, **sections)).run
 
 
@@ -89,7 +88,7 @@ def test_untouched_run_agrees_with_its_replay(untouched):
     assert report.undecided["samples"] == 0  # in float32
     assert done["advantages"] == 3 * len(rows) == 72  # excluded_reason, group_std, advantage
     assert done["rewards"] == len(rows) + 2 * 2 * 3  # of evaluations before and after: two prompts, three samples
-    assert all("not recomputed" in why for why in report.skipped)
+    assert not report.skipped
 
 
 def test_untouched_bfloat16_run_agrees_with_its_replay(in_bfloat16):
@@ -101,14 +100,17 @@ def test_untouched_bfloat16_run_agrees_with_its_replay(in_bfloat16):
 @pytest.mark.parametrize(
     "sections",
     [
-        {"loss": {"recipe": "red_drop"}, "schedule": {"kind": "lagged", "sync_every": 1}},
-        {"loss": {"recipe": "rloo"}, "schedule": {"kind": "budget", "delta": 0.01, "num_iterations": 2}},
-        {"loss": {"recipe": "grpo_masked"}, "schedule": {"stages": 2}, "rollout": {"dynamic_sampling_rounds": 2}},
+        {"loss": {"recipe": "red_drop"}, "schedule": {"constant_lag": 1}},
+        {"loss": {"recipe": "rloo"}, "schedule": {"sync_at_kl": 0.01, "num_iterations": 2}},
+        {
+            "loss": {"recipe": "grpo_masked"},
+            "schedule": {"batches": 4, "ref_sync_every": 2},
+            "rollout": {"dynamic_sampling_rounds": 2},
+        },
     ],
     ids=lambda sections: sections["loss"]["recipe"],
 )
 def test_other_recipes_and_schedules_agree_too(model, tmp_path, sections):
-    sections.setdefault("schedule", {}).setdefault("sync_every", 2)
     assert verify_run(trained(model, tmp_path, **sections), 12).differences == []
 
 
@@ -121,12 +123,12 @@ def test_offline_completions_are_left_out(untouched, model, tmp_path):
 
 
 def test_missing_weights_are_named_with_the_setting_that_keeps_them(model, tmp_path):
-    run = trained(model, tmp_path, run={"save_weights": False}, checkpoint={"export_every": 0})
+    run = trained(model, tmp_path, checkpoint={"export_every": 0})
     report = verify_run(run)
     assert report.differences == []
     by_first = [row for row in load_rollouts(run) if set(row["policy_versions"]) == {0}]
     assert report.compared["rollout_logprobs"] == sum(len(row["token_ids"]) for row in by_first)
-    assert any("version 1 on disk: set checkpoint.export_every = 1" in why for why in report.skipped)
+    assert any("set checkpoint.export_every = 1" in why for why in report.skipped)
 
 
 def test_task_object_is_asked_for(model, tmp_path):
@@ -174,13 +176,6 @@ def test_changed_reward_contradicts_task_advantages_and_metrics(run):
     assert found_in(run, "metrics.jsonl", "reward")
 
 
-def test_changed_advantage_is_found(run):
-    recorded = load_rollouts(run, [1])[6]["advantage"]
-    rewrite(run, lambda rows: rows[6].__setitem__("advantage", recorded + 1e-4))
-    (found,) = found_in(run, f"{FIRST}, row 6 ", "advantage")
-    assert (found.found, found.expected) == (recorded + 1e-4, pytest.approx(recorded, abs=1e-5))
-
-
 @pytest.mark.parametrize(
     ("column", "value"),
     [("answer", "{"), ("excluded_reason", "failed"), ("completion", "other"), ("prompt_token_ids", [5]),
@@ -192,17 +187,9 @@ def test_cell_that_does_not_fit_its_row_is_found(run, column, value):
     assert any(d.where.startswith(f"{FIRST}, row {row} ") for d in verify_run(run, 1).differences)
 
 
-def test_row_without_a_value_is_rejected(run):
-    rewrite(run, lambda rows: rows[3].__setitem__("policy_version", None))
-    with pytest.raises(SettingsError, match="cannot be replayed"):
-        verify_run(run, 1)
-
-
-def test_missing_rows_and_wrong_numbers_of_completions_are_found(run):
+def test_missing_completions_and_files_are_found(run):
     rewrite(run, lambda rows: rows[2].__setitem__("sample_index", 9))
     assert found_in(run, FIRST, "completions")[0].found == [0, 1, 9, 3]
-    rewrite(run, lambda rows: rows.clear())
-    assert found_in(run, FIRST, "groups, and generated ones")[0].found == (0, 0)
     (run / FIRST).unlink()
     assert found_in(run, FIRST, "groups, and generated ones")[0].found == "no file"
 
@@ -235,11 +222,6 @@ def test_changed_metric_is_found(run, name):
     assert found.found == pytest.approx(found.expected + 0.125)
 
 
-def test_float32_rounding_of_a_mean_ratio_is_no_difference(run):
-    change_lines(run, lambda lines: lines[0].__setitem__("rollout/ratio_mean", 1 + 2**-21))
-    assert verify_run(run, 1).differences == []
-
-
 @pytest.mark.parametrize(
     ("order", "what"),
     [((0, 2), "step and keys"), ((0, 1, 1, 2), "step and keys"), ((), "the line of step 1")],
@@ -250,12 +232,6 @@ def test_lines_that_are_missing_doubled_or_swapped_are_found(run, order, what):
 
     change_lines(run, reorder)
     assert found_in(run, "metrics.jsonl", what)
-
-
-def test_last_batch_of_a_killed_run_may_lack_its_line(run):
-    change_lines(run, lambda lines: lines.pop())
-    (run / "evaluations/after.json").unlink()
-    assert verify_run(run, 1).differences == []
 
 
 def test_weight_sync_that_the_schedule_does_not_have_is_found(run):
@@ -273,7 +249,7 @@ def test_missing_event_of_a_weight_sync_is_found(run):
 
 @pytest.mark.parametrize(("v", "delta", "reason"), [(3, 1e-9, "budget"), (2, 1e9, "cap")])
 def test_measured_kl_decides_about_the_next_weight_sync(model, tmp_path, v, delta, reason):
-    run = trained(model, tmp_path, schedule={"kind": "budget", "sync_every": v, "delta": delta, "batches": 5})
+    run = trained(model, tmp_path, schedule={"sync_every": v, "sync_at_kl": delta, "batches": 5})
     synced = [(e["step"], e["reason"]) for e in load_events(run) if e["event"] == "weight_sync"]
     assert synced == [(1, "start"), (3, reason), (5, reason)]
     assert verify_run(run, 1).differences == []
@@ -288,14 +264,13 @@ def test_changed_reward_of_an_evaluation_is_found(run):
     file = "evaluations/after.parquet"
     rewrite(run, lambda rows: rows[1]["rewards"].__setitem__(2, 2.0), file)
     assert found_in(run, f"{file}, row 1", "reward")
-    assert found_in(run, f"{file}, row 1", "reward")
 
 
-@pytest.mark.parametrize("column", ["prompt_id", "answer"])
-def test_other_prompt_of_an_evaluation_is_found(run, column):
+def test_other_prompt_of_an_evaluation_is_found(run):
     file = "evaluations/after.parquet"
-    rewrite(run, lambda rows: rows[1].__setitem__(column, 99 if column == "prompt_id" else "?"), file)
-    assert found_in(run, file, column)
+    rewrite(run, lambda rows: rows[1].update(prompt_id=99, answer="?"), file)
+    assert found_in(run, file, "prompt_id")
+    assert found_in(run, file, "answer")
 
 
 def test_changed_metric_of_an_evaluation_is_found(run):
@@ -310,7 +285,7 @@ def test_changed_metric_of_an_evaluation_is_found(run):
 # The command, and runs that cannot be read
 
 
-@pytest.mark.parametrize("name", [FIRST, "config.toml", "weights/v000001/model.safetensors", "evaluations/after.json"])
+@pytest.mark.parametrize("name", [FIRST, "config.toml", "weights/v000001/model.safetensors"])
 def test_half_written_file_ends_the_command_with_exit_code_2(run, name, capsys):
     content = (run / name).read_bytes()
     broken = b"\n[" if name == "config.toml" else b""  # half of a TOML file may be TOML
@@ -336,23 +311,16 @@ def test_run_without_rollouts_or_with_a_broken_line_is_rejected(run):
         verify_run(run)
 
 
-def test_run_whose_sampling_changed_on_resume_is_rejected(run):
-    with (run / "events.jsonl").open("a") as events:
-        events.write('{"event": "resumed", "step": 2, "changed": {"rollout.num_generations": [4, 3]}}\n')
-    with pytest.raises(SettingsError, match=r"rollout\.num_generations"):
-        verify_run(run, 1)
-
-
 def test_command_prints_differences_and_ends_with_1(run, capsys):
     main(["verify", str(run), "--rows", "2"])
-    assert "Nothing differs." in capsys.readouterr().out
+    assert "\n0 differences." in capsys.readouterr().out
     rewrite(run, lambda rows: rows[6].__setitem__("advantage", 7.0))
     with pytest.raises(SystemExit) as end:
         main(["verify", str(run), "--rows", "2"])
     out = " ".join(capsys.readouterr().out.split())
     assert end.value.code == 1
     assert f"{FIRST}, row 6 (prompt " in out
-    assert "1 value differs." in out
+    assert "1 differences." in out
 
 
 # Formulas
@@ -367,12 +335,3 @@ def test_part_of_the_distribution_of_a_token_by_hand():
     expected = [log(1.5), -log(1.5), 0.0]  # log-odds from 1/2 to 0.6, outside and inside; at the edge of 3/4
     assert read.outside.tolist() == pytest.approx(expected, abs=1e-12)
     assert read.expected.tolist() == [1, 1, 2]
-
-
-@pytest.mark.parametrize(
-    ("reason", "undecided"), [("no reward within 5 s", 1), ("the reward function raised ValueError: bad luck", 0)]
-)
-def test_verdict_that_the_machine_prevented_decides_nothing(reason, undecided):
-    report = Report("run")
-    compare_outcome("row 0", {"reward": None, "reason": reason}, Outcome.scored(1.0), report)
-    assert (report.undecided["rewards"], len(report.differences)) == (undecided, 1 - undecided)

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import base64
-import hashlib
 import http.client
 import json
-import os
 import re
-import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
-from made_runs import HOSTILE, evaluate, fill, group, make_run, metrics, row, save_tokenizer
+from made_runs import HOSTILE, fill, group, make_run, metrics, row, save_tokenizer
 from running import tiny_settings
 from test_cli import lagrpo as command
 from tiny import save_tiny
@@ -24,14 +19,11 @@ from tiny import save_tiny
 import lagrpo
 from lagrpo.runs import load_rollouts
 from lagrpo.runs.directory import locked
-from lagrpo.runs.metrics import METRICS
 from lagrpo.view import rollouts
 from lagrpo.view.data import collect
-from lagrpo.view.page import make_page
-from lagrpo.view.payload import unpack
-from lagrpo.view.rollouts import Size, choose, share
+from lagrpo.view.page import unpack
+from lagrpo.view.rollouts import choose, fits, token_texts
 from lagrpo.view.serve import Server, view
-from lagrpo.view.vocabulary import fits, token_texts
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +31,7 @@ def trained(tmp_path_factory):
     """A real run of a tiny model, with v = 2."""
     root = tmp_path_factory.mktemp("trained")
     model = save_tiny(root / "model")
-    settings = tiny_settings(model, root / "runs", schedule={"sync_every": 2}, run={"name": "one", "entropy": True})
+    settings = tiny_settings(model, root / "runs", schedule={"sync_every": 2}, run={"name": "one"})
     return lagrpo.train(settings).run
 
 
@@ -86,20 +78,8 @@ def test_page_holds_metrics_events_settings_and_evaluations_of_a_real_run(traine
     assert (run["settings"]["schedule.sync_every"], header["settings"]["schedule.sync_every"][1]) == (2, 1)
     assert [one["name"] for one in run["evaluations"]["summaries"]] == ["before", "after"]
     assert [len(rows) for rows in run["evaluations"]["rows"]] == [2, 2]
-
-
-def test_every_metric_and_setting_of_a_real_run_has_a_meaning(trained):
-    header, _ = unpack(collect([trained], 0))
-    known = {name for room in METRICS.values() for name in room if "NAME" not in name and "SET" not in name}
-    assert set(header["runs"][0]["metrics"]) == known
-    assert set(header["runs"][0]["settings"]) <= set(header["settings"])
-
-
-def test_runs_with_one_name_are_told_apart_by_path(tmp_path):
-    runs = [make_run(tmp_path / "x", "same"), make_run(tmp_path / "y", "same"), make_run(tmp_path, "other")]
-    header, _ = unpack(collect([run.path for run in runs], 10))
-    names = [run["name"] for run in header["runs"]]
-    assert names == [str(tmp_path / "x" / "same"), str(tmp_path / "y" / "same"), "other"]
+    assert set(run["metrics"]) <= {name for metrics in header["metrics"].values() for name in metrics}
+    assert set(run["settings"]) <= set(header["settings"])
 
 
 def test_unknown_numbers_and_context_stay_unknown(tmp_path):
@@ -116,14 +96,6 @@ def test_unknown_numbers_and_context_stay_unknown(tmp_path):
     assert found["sampled"].tolist() == [1, 0, 1]
     assert np.isnan([found[name][0] for name in ("reward", "staleness", "log_ratio", "group_std", "advantage")]).all()
     assert made["rollouts"]["codes"]["outcome"] == ["unscored", "scored"]
-
-
-def test_groups_of_one_prompt_are_told_apart(tmp_path):
-    run = make_run(tmp_path)
-    run.record_rollouts(1, group(1, [1.0, 0.0]) + group(1, [0.0, 0.0]) + group(1, [1.0], epoch=1))
-    _, found = columns(collect([run.path], 100))
-    assert found["group_first"].tolist() == [0, 2, 4, 5]
-    assert found["group_prompt"].tolist() == [0, 0, 0]
 
 
 def test_tokens_are_ids_without_the_right_tokenizer(tmp_path):
@@ -154,13 +126,12 @@ def test_token_texts_keep_spaces_and_name_parts_of_a_character():
 
 
 def test_large_run_is_sampled_from_its_first_batch_to_its_last():
-    sizes = {batch: Size(64, 6400) for batch in range(1, 101)}
-    assert choose(sizes, 6400) == dict.fromkeys(range(1, 101), 64)
-    chosen = choose(sizes, 640)
+    batches = range(1, 101)
+    assert choose(batches, 6400) == dict.fromkeys(batches, 64)
+    chosen = choose(batches, 640)
     assert (min(chosen), max(chosen), len(chosen), sum(chosen.values())) == (1, 100, 20, 640)
-    assert choose(sizes, 5) == {100: 5}
-    assert choose(sizes, 0) == choose({}, 5) == {}
-    assert share([10, 500, 900], 610) == [10, 300, 300]
+    assert choose(batches, 5) == {100: 5}
+    assert choose(batches, 0) == choose([], 5) == {}
 
 
 def test_groups_are_never_cut_and_what_is_left_out_is_counted(tmp_path):
@@ -170,14 +141,6 @@ def test_groups_are_never_cut_and_what_is_left_out_is_counted(tmp_path):
         made, found = columns(collect([run.path], most))
         assert len(found["reward"]) == kept
         assert made["rollouts"]["completions_on_disk"] == 6
-
-
-def test_texts_of_evaluations_are_left_out_from_the_middle(tmp_path):
-    run = make_run(tmp_path)
-    for number, name in enumerate(("a", "b", "c", "d")):
-        evaluate(run, name, number, {1: [1.0, 0.0]})
-    made, _ = columns(collect([run.path], 4))
-    assert ["texts" in rows[0] for rows in made["evaluations"]["rows"]] == [True, False, False, True]
 
 
 # Untrusted text
@@ -201,34 +164,11 @@ def test_no_text_of_a_run_becomes_markup(tmp_path):
     assert page.count("<script") == page.count("</script>") == 3
     assert page.count("</title>") == page.count("</style>") == 1
     assert "a&lt;b&gt;&amp;&#x27;&quot;&lt;script&gt; · lagrpo view</title>" in page
+    assert re.search("default-src 'none'; script-src 'sha256-.*connect-src 'none'", page)
     (data,) = re.findall(r'id="data">([^<]*)<', page)
     made, _ = columns(base64.b64decode(data))
     assert made["rollouts"]["texts"][-1] == made["events"][0]["text"] == HOSTILE
     assert made["rollouts"]["prompts"][0][1:] == [HOSTILE, HOSTILE]
-
-
-def test_name_that_is_not_unicode_does_no_harm(tmp_path):
-    odd = fill(make_run(tmp_path)).path.rename(tmp_path / "bad\udcff")
-    assert "<title>bad? · lagrpo view</title>" in view([odd], tmp_path / "page.html").read_text("utf-8")
-    assert columns(collect([odd], 10))[0]["name"] == "bad\ufffd"
-
-
-def test_policy_allows_the_own_scripts_only_and_no_network(tmp_path):
-    page = make_page(["run"], collect([fill(make_run(tmp_path)).path], 10))
-    (policy,) = re.findall(r'Content-Security-Policy" content="([^"]*)"', page)
-    rules = dict(rule.strip().split(" ", 1) for rule in policy.split(";"))
-    assert rules["default-src"] == rules["connect-src"] == rules["base-uri"] == rules["form-action"] == "'none'"
-    for kind, tag in (("script-src", "script"), ("style-src", "style")):
-        texts = re.findall(f"<{tag}>(.*?)</{tag}>", page, re.S)
-        digests = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in texts]
-        assert rules[kind] == " ".join(f"'sha256-{digest}'" for digest in digests)
-    assert "connect-src 'self'" in make_page(["run"], b"", live=True)
-
-
-def test_scripts_use_nothing_that_turns_text_into_markup():
-    for path in (Path(lagrpo.view.__file__).parent / "assets").glob("*.js"):
-        risky = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|srcdoc"
-        assert re.findall(risky, path.read_text()) == [], path.name
 
 
 def test_secrets_are_left_out(tmp_path):
@@ -252,15 +192,6 @@ def test_run_without_anything_says_what_is_missing(tmp_path):
     assert made["evaluations"]["summaries"] == []
 
 
-def test_torn_last_line_is_left_out_with_a_note(tmp_path):
-    run = fill(make_run(tmp_path))
-    with run.metrics.open("ab") as opened:
-        opened.write(b'{"step": 5, "rew')
-    made, _ = columns(collect([run.path], 10))
-    assert made["metrics"]["step"] == [1, 2, 3, 4]
-    assert ["metrics.jsonl is torn" in note for note in made["notes"]] == [True]
-
-
 def test_status_of_a_run_that_goes_on_was_killed_or_resumed(tmp_path):
     run = fill(make_run(tmp_path))
     with locked(run.path):
@@ -278,7 +209,7 @@ DAMAGED = {
     "rollouts/step-000002.parquet": b"PAR1 no more",
     "metrics.jsonl": b'{"step": 1}\nno json\n{"step": 3}\n',
     "evaluations/after.parquet": b"none",
-    "evaluations/after.json": b"[]",
+    "evaluations/after.json": b"{",
     "config.toml": b"= no toml",
     "environment.json": b"{",
 }
@@ -294,12 +225,6 @@ def test_damaged_file_is_named_in_one_line_with_exit_code_2(tmp_path):
         assert name in err
         assert not (run.path / "view.html").exists()
         (run.path / name).write_bytes(whole)
-
-
-def test_lists_of_different_lengths_are_rejected(tmp_path):
-    run = make_run(tmp_path)
-    run.record_rollouts(3, [row("abc", 1.0, policy_versions=[0])])
-    assert "differ in length" in command("view", run.path)[2]
 
 
 # The command and the server
@@ -326,8 +251,7 @@ def test_wrong_words_are_one_line_and_exit_code_2(tmp_path, monkeypatch):
     for words, message in (
         ([], "view needs a run"),
         (["nowhere"], "there is no run at nowhere"),
-        (["made", "--completions", "-1"], "--completions is -1"),
-        (["made", "--out", "made"], "made is a directory"),
+        (["made", "--out", "made"], "made could not be written"),
         (["made", "--serve", "--port", "99999"], "port 99999"),
     ):
         code, out, err = command("view", *words)
@@ -377,28 +301,3 @@ def test_server_rejects_other_names_and_other_paths(served):
     assert ask(server, "/", f"localhost:{server.server_port}")[0] == 200
     for path in ("/config.toml", "/../config.toml", "/data/x", "/%2e%2e/metrics.jsonl"):
         assert ask(server, path)[0] == 404
-
-
-def test_server_stays_up_while_a_run_cannot_be_read(served):
-    run, server = served
-    whole = run.metrics.read_bytes()
-    run.metrics.write_bytes(b"no json\n")
-    status, _, text = ask(server, "/data?stamp=0")
-    assert (status, b"metrics.jsonl, line 1" in text) == (503, True)
-    run.metrics.write_bytes(whole)
-    assert ask(server, "/data?stamp=0")[0] == 200
-
-
-def test_serve_ends_with_ctrl_c_in_one_line(tmp_path):
-    run = fill(make_run(tmp_path))
-    words = [sys.executable, "-m", "lagrpo", "view", str(run.path), "--serve"]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        assert re.match(r"http://127\.0\.0\.1:\d+/  shows .*made and follows it", process.stdout.readline())
-        assert (run.path / "view.html").is_file()
-        os.kill(process.pid, signal.SIGINT)
-        out, err = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    assert (process.returncode, out, err) == (130, "", "\nlagrpo: interrupted\n")

@@ -78,22 +78,6 @@ def test_click_on_the_trend_opens_the_batch(opened, run):
     assert page.text(".summary").startswith("batch 3, π_k is version 2")
 
 
-def test_runs_are_laid_over_each_other_and_hidden_by_a_click(opened, tmp_path, run):
-    other = fill(make_run(tmp_path, "other"), batches=6)
-    page = opened(run, other)
-    assert page.texts(".u-series th")[1:] == ["made", "other"]
-    page.click(".chip", 0)
-    assert page.texts(".u-series th")[1:] == ["other"]
-    page.click(".chip", 1)
-    assert "No run shown here has this metric yet." in page.text(".chart")
-    page.click(".chip", 0)
-    tab(page, "rollouts")
-    page.choose("run", "1")
-    assert page.text(".summary").startswith("batch 6")
-    tab(page, "evaluations")
-    assert "batch 6" in page.text("main")
-
-
 # Rollouts
 
 
@@ -144,7 +128,7 @@ def test_tokens_are_colored_and_tell_their_numbers(opened, run):
     assert "blue: more likely" in page.text(".legend")
     assert page.js(color) not in (by_logp, "rgba(0, 0, 0, 0)")
     page.choose("color", "entropy")
-    assert "not recorded: set run.entropy = true" in page.text(".legend")
+    assert "not recorded: the loss need not compute it" in page.text(".legend")
     assert page.js(color) == "rgba(0, 0, 0, 0)"
     page.choose("color", "none")
     assert page.js("document.querySelectorAll('.token').length") == 0
@@ -155,8 +139,6 @@ def test_tokens_are_colored_and_tell_their_numbers(opened, run):
     ("fields", "matches"),
     [
         ({"outcome": "wrong"}, "3 groups · 7 matching completions"),
-        ({"outcome": "unscored"}, "1 group · 1 matching completion"),
-        ({"reward_low": "0.5"}, "2 groups · 4 matching completions"),
         ({"staleness_high": "0"}, "0 groups · 0 matching completions"),
         ({"q": "question 3", "outcome": "correct"}, "1 group · 2 matching completions"),
     ],
@@ -215,29 +197,6 @@ def test_keys_lead_everywhere(opened, run):
     assert "schedule.sync_every" in page.text("main")
 
 
-def test_address_holds_the_place(opened, run):
-    page = opened(run, address="#tab=rollouts")
-    page.choose("batch", "2")
-    page.key("j")
-    page.key("l")
-    page.type("input[name=q]", "answer")
-    address = page.js("location.hash")
-    page.reload()
-    assert page.js("location.hash") == address
-    page.wait("document.querySelector('.summary').innerText.startsWith('batch 2')")
-    assert "Prompt 3" in page.text(".group-head")
-
-
-@pytest.mark.parametrize(
-    "address", ["#tab=__proto__&sort=constructor&batch=x&run=99&completion=1e9", "#%", "#group=1:2&run=-1&before=77"]
-)
-def test_odd_address_does_no_harm(opened, run, address):
-    page = opened(run, address=address)
-    for name in ("rollouts", "evaluations", "settings", "trend"):
-        tab(page, name)
-        assert len(page.text("main")) > 100
-
-
 # Evaluations and settings
 
 
@@ -276,23 +235,6 @@ def test_settings_have_values_defaults_and_meanings(opened, tmp_path, run):
 # Runs that are not whole, and large ones
 
 
-def test_run_without_anything_says_so(opened, tmp_path):
-    page = opened(make_run(tmp_path))
-    notes = page.text(".notes")
-    assert "There are no metrics yet" in notes
-    assert "There are no rollouts yet." in notes
-    assert "There are no evaluations." in notes
-    assert "No run shown here has this metric yet." in page.text(".chart")
-    tab(page, "rollouts")
-    assert "no rollouts yet" in page.text(".rollouts")
-    for key in "jklh[]c":
-        page.key(key)
-    tab(page, "evaluations")
-    assert "This run has no evaluations." in page.text("main")
-    tab(page, "settings")
-    assert "schedule.sync_every" in page.text("main")
-
-
 # Texts of strangers
 
 
@@ -311,15 +253,6 @@ def test_text_of_a_run_never_runs(opened, tmp_path):
         assert page.js("document.querySelectorAll('img, main script, iframe, object').length") == 0
         assert page.js(LISTENING) == 0
     assert page.js("document.title") == "a<b>&'\"<script> · lagrpo view"
-
-
-def test_policy_stops_a_script_that_asks_the_network(opened, run):
-    page = opened(run)
-    refused = "fetch('https://example.com/').then(() => 'reached', () => 'refused')"
-    assert page.js(refused) == "refused"
-    assert page.js("fetch('data:,x').then(() => 'reached', () => 'refused')") == "refused"
-    page.settle()
-    page._browser.take_events()  # the browser says so on its console
 
 
 # The server

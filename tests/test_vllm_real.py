@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -11,15 +10,14 @@ from typing import Any
 import pytest
 import torch
 from chaos import merged
+from ranks import together
 from running import tiny_settings, without_timings
 from test_episodes import TURNS
 from test_lora import LORA
 from test_sampling import requests_for
 from tiny import tiny_model, tiny_tokenizer
-from together import together
 from vllm_servers import SIZES, engine_of, kill, policy_of, start, tiny_directory, update, versions
 
-from lagrpo import cli
 from lagrpo.errors import SettingsError
 from lagrpo.model.model import Packed
 from lagrpo.rollout.sync_check import WeightSyncCheck, WeightSyncError
@@ -76,9 +74,9 @@ def attached(server: StartedServer, monkeypatch: pytest.MonkeyPatch) -> VllmClie
     return client
 
 
-def run(model: Path, root: Path, server: VllmClient | None = None, /, **sections: Any) -> Result:
+def run(model: Path, root: Path, server: VllmClient | None = None, /, resume: Any = None, **sections: Any) -> Result:
     base = {"rollout": {"engine": "vllm"}, "vllm": {"urls": [server.url]} if server is not None else {}}
-    return train(tiny_settings(model, root, **merged(base, sections)))
+    return train(tiny_settings(model, root, **merged(base, sections)), resume=resume)
 
 
 # Weight syncs
@@ -135,11 +133,11 @@ def test_tied_head_is_renewed(tmp_path, monkeypatch):
 # Runs that attach to a server
 
 
-@pytest.mark.parametrize("in_flight", ["finish", "continue", "restart"])
+@pytest.mark.parametrize("in_flight", ["finish", "continue"])
 def test_completions_in_flight_at_a_sync(attached, model, tmp_path, in_flight):
     """A pipeline of one batch ahead: completions may span two versions, or are sampled again; the lag is 0 or 1."""
     directory = run(
-        model, tmp_path, attached, schedule={"kind": "lagged", "sync_every": 1, "batches": 6},
+        model, tmp_path, attached, schedule={"constant_lag": 1, "batches": 6},
         rollout={"max_completion_length": 48}, vllm={"on_weight_sync": in_flight},
     ).run  # fmt: skip
     rows = load_rollouts(directory)
@@ -153,8 +151,8 @@ def test_completions_in_flight_at_a_sync(attached, model, tmp_path, in_flight):
 
 def test_run_of_several_turns_is_replayed(attached, model, tmp_path):
     directory = run(
-        model, tmp_path, attached, task={"name": "guess_number", "largest": 9}, vllm={"on_weight_sync": "continue"},
-        schedule={"kind": "lagged", "sync_every": 1, "batches": 4}, environment={"max_turns": 4, "max_tokens": 100},
+        model, tmp_path, attached, task={"name": "guess_number", "options": {"largest": 9}, "max_turns": 4},
+        vllm={"on_weight_sync": "continue"}, schedule={"constant_lag": 1, "batches": 4},
         rollout={"max_completion_length": 40, "max_prompt_length": 100}, eval={"at_start": False},
     ).run  # fmt: skip
     assert max(len(row["messages"]) for row in load_rollouts(directory)) > 1
@@ -162,19 +160,8 @@ def test_run_of_several_turns_is_replayed(attached, model, tmp_path):
     assert verify_run(directory, None).differences == []
 
 
-def test_run_trains_adapters(adapting, model, tmp_path, monkeypatch):
-    monkeypatch.setenv(KEY, adapting.key)
-    sections = {"model": {"lora_r": 8}, "vllm": {"on_weight_sync": "continue"}}
-    result = run(model, tmp_path, adapting, **sections, schedule={"kind": "lagged", "sync_every": 1, "batches": 4})
-    metrics = load_metrics(result.run)
-    assert [line["staleness/max"] for line in metrics][1:] == [1, 1, 1]
-    assert all(line["weight_sync/logp_difference"] < 1e-3 for line in metrics)
-    assert [one["policy_version"] for one in load_evaluations(result.run)] == [0, 4]
-    assert not adapting.list_adapters()
-
-
 def test_evaluations_by_the_server_change_no_record_of_training(attached, model, tmp_path):
-    sets = [{"name": "own"}, {"name": "long", "max_completion_length": 12, "temperature": 0.5}]
+    sets = [{"name": "own"}, {"name": "long", "max_completion_length": 12}]
     evaluations: dict[str, dict[str, Any]] = {"none": {"at_start": False}, "many": {"every": 1, "sets": sets}}
     made = [
         run(model, tmp_path / name, attached, schedule={"sync_every": 4, "batches": 5}, eval=given)
@@ -187,18 +174,6 @@ def test_evaluations_by_the_server_change_no_record_of_training(attached, model,
     lines = [[[line[n] for n in names] for line in without_timings(load_metrics(one.run))] for one in made]
     assert lines[0] == lines[1]
     assert {one["policy_version"] for one in load_evaluations(made[1].run)} == {0, 1, 2, 3, 4, 5}
-
-
-def test_lagrpo_eval_by_a_server_finds_what_this_process_finds(attached, model, tmp_path, capsys):
-    """At a temperature of .01 nearly every token is the likeliest, whoever samples it."""
-    words = ["eval", str(model), "--task", "sample_task:load", "--model.dtype", "float32", "--model.device", "cpu"]
-    words += ["--samples", "2", "--max_tokens", "6", "--max_prompt_tokens", "64", "--temperature", "0.01"]
-    cli.main([*words, "--output", str(tmp_path / "local")])
-    by_server = ["--rollout.engine", "vllm", "--vllm.urls", attached.url, "--output", str(tmp_path / "vllm")]
-    cli.main([*words, *by_server])
-    assert "differs from this process by" in capsys.readouterr().err
-    means = [json.loads((tmp_path / by / "summary.json").read_bytes())["reward"] for by in ("local", "vllm")]
-    assert means[0] == pytest.approx(means[1], abs=0.2)
 
 
 @pytest.mark.long
@@ -274,7 +249,7 @@ def test_run_keeps_what_it_has_when_an_attached_server_dies_and_resumes_with_ano
         with pytest.raises(SamplerError, match="was not started by this run: start it again, then resume the run"):
             run(model, tmp_path, VllmClient(servers[0].url), **sections)
         monkeypatch.setenv(KEY, servers[1].key)
-        result = run(model, tmp_path, VllmClient(servers[1].url), **merged(sections, {"run": {"resume": "auto"}}))
+        result = run(model, tmp_path, VllmClient(servers[1].url), resume="auto", **sections)
         assert [line["step"] for line in load_metrics(result.run)] == [1, 2, 3, 4]
     finally:
         for server in servers:

@@ -20,7 +20,7 @@ from lagrpo.model.loading import load_policy
 from lagrpo.model.model import Policy
 from lagrpo.rollout.base import SamplingParams
 from lagrpo.rollout.vllm.client import GENERATE, VllmClient
-from lagrpo.rollout.vllm.engine import InFlight, VllmEngine
+from lagrpo.rollout.vllm.engine import VllmEngine
 from lagrpo.rollout.vllm.server import Launch, StartedServer, find_python
 from lagrpo.rollout.vllm.weights import WeightTransfer
 from lagrpo.types import Completion
@@ -138,12 +138,12 @@ class Ours(VllmClient):
 
 
 def engine_of(
-    servers: Sequence[VllmClient], policy: Policy, in_flight: InFlight = "finish", max_tokens: int = 12, rows: int = 32
+    servers: Sequence[VllmClient], policy: Policy, spans: bool = False, max_tokens: int = 12, rows: int = 32
 ) -> VllmEngine:
     """An engine of seed 0, in the policy's dtype."""
     weights = WeightTransfer(policy.dtype, policy.model.lm if policy.weights.adapters else None)
     params = SamplingParams("sample", policy.tau, max_tokens)
-    return VllmEngine(servers, weights, policy.chat, params, 0, rows, in_flight)
+    return VllmEngine(servers, weights, policy.chat, params, 0, rows, spans)
 
 
 def tiny_directory(root: Path, **changes: Any) -> Path:

@@ -3,7 +3,6 @@ five seconds of each process."""
 
 from __future__ import annotations
 
-import importlib
 import multiprocessing
 
 MODULES = [
@@ -14,15 +13,9 @@ MODULES = [
     "transformers.models.auto.tokenization_auto",
     "transformers.generation.utils",
     "pyarrow.parquet",
-    "pandas",
     "numpy.ctypeslib",
 ]
 """modules of packages that are installed: a forkserver does not see the directory of the tests"""
 
 forks = multiprocessing.get_context("forkserver")
 forks.set_forkserver_preload(MODULES)
-
-
-def import_all() -> None:
-    for name in MODULES:
-        importlib.import_module(name)

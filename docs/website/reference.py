@@ -18,15 +18,14 @@ from website.markdown import escape
 from lagrpo.cli import COMMANDS, main
 from lagrpo.core.recipes import RECIPES
 from lagrpo.settings.schema import Settings
-from lagrpo.settings.toml import entry_of
-from lagrpo.terminal.recipes import source_code
+from lagrpo.terminal.show import source_code
 
 WIDTH = "100"
 ABOUT_SETTINGS = """\
 A setting is given in a TOML file, in the table of its section, or on the command line: `--section.name VALUE`.
 `lagrpo train --help` lists the same."""
 ABOUT_RECIPES = """\
-`loss.recipe` names one; the other settings of [objective](settings.md#objective) replace knobs of it.
+`loss.recipe` names one; the other settings of [loss](settings.md#loss) replace knobs of it.
 [theory.md](../reports/theory.md) derives them, [off-policy.md](../docs/off-policy.md) says when to use which.
 `rho` is π/α of a token, `s` of a sequence; A normalized is (r - mu)/sigma, centered r - mu."""
 BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below", "min_length": "of length at least"}
@@ -55,7 +54,7 @@ def _section(name: str, section: Any) -> list[str]:
     inner = {leaf: field for leaf, field in section.model_fields.items() if _is_section(field.annotation)}
     for leaf, setting in section.model_fields.items():
         lines += [] if leaf in inner else _setting(f"{name}.{leaf}", setting)
-        if entry := entry_of(setting.annotation):
+        if entry := next(filter(_is_section, get_args(setting.annotation)), None):
             for each, of in entry.model_fields.items():
                 lines += _setting(f"{name}.{leaf}.{each}", of)
     for leaf, field in inner.items():

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,9 +21,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lagrpo.errors import SettingsError
+from lagrpo.machine import usable_cores
 from lagrpo.runs.files import write_atomically
-from lagrpo.settings.toml import to_toml
-from lagrpo.threads import usable_cores
+from lagrpo.settings.load import to_toml
 
 from .measures import RunResult
 from .report import load_results, write_report
@@ -60,8 +61,8 @@ def run_missing(missing: Sequence[Run], jobs: int | None) -> list[Run]:
     write their checkpoints and end."""
     if not missing:
         return []
-    model, cores = missing[0].settings.model, usable_cores()
-    jobs = jobs or (1 if missing[0].settings.rollout.engine == "vllm" else max(1, cores // (model.threads or 1)))
+    cores = usable_cores()
+    jobs = jobs or (1 if missing[0].settings.rollout.engine == "vllm" else cores)
     print(f"{len(missing)} runs to make, {jobs} at a time", flush=True)
     waiting, active, failed = list(missing), dict[subprocess.Popen[bytes], Run](), list[Run]()
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
@@ -69,11 +70,13 @@ def run_missing(missing: Sequence[Run], jobs: int | None) -> list[Run]:
         while waiting or active:
             while waiting and len(active) < jobs:
                 run = waiting.pop(0)
-                active[start_run(run, model.threads or max(1, cores // jobs))] = run
+                active[start_run(run, max(1, cores // jobs))] = run
             time.sleep(0.2)
             for process in [process for process in active if process.poll() is not None]:
                 run = active.pop(process)
                 failed += [] if run.is_finished() else [run]
+                if run.is_finished():
+                    shutil.rmtree(run.path / "weights" / "final")  # hundreds of runs would fill the disk
                 outcome = (
                     "finished" if run.is_finished() else f"failed, see {run.path}.log; the same command tries again"
                 )
@@ -91,7 +94,7 @@ def start_run(run: Run, threads: int) -> subprocess.Popen[bytes]:
     """Start `lagrpo train` in its own session, so that Ctrl-C reaches it only through the study."""
     write_atomically(Path(f"{run.path}.toml"), to_toml(run.settings))
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
-    command = [sys.executable, "-m", "lagrpo", "train", f"{run.path}.toml"]
+    command = [sys.executable, "-m", "lagrpo", "train", f"{run.path}.toml", "--resume", "auto"]
     with open(f"{run.path}.log", "ab") as log:
         return subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
 

@@ -27,7 +27,7 @@ from lagrpo.core.kl import prefers_bounded
 from lagrpo.core.recipes import resolve
 from lagrpo.runs import load_evaluations, load_metrics, load_rollouts
 from lagrpo.runs.environment import read_environment
-from lagrpo.settings.toml import load_settings
+from lagrpo.settings.load import load_settings
 
 REWARD = "reward"
 OPERATIONS: dict[str, Callable[[Sequence[float]], float]] = {

@@ -14,16 +14,16 @@ from lagrpo.errors import SettingsError
 from lagrpo.runs import load_evaluations, load_metrics
 from lagrpo.runs.directory import plain_name
 from lagrpo.runs.metrics import check_metric
+from lagrpo.settings.load import merged, read_toml, validate
 from lagrpo.settings.schema import Settings
-from lagrpo.settings.section import Section
-from lagrpo.settings.toml import merged, read_toml, validate
+from lagrpo.settings.sections import Section
 from lagrpo.training.checks import check_settings
 
 from .measures import BOUNDS, metrics_of
 from .statistics import Cell, Values, Verdict, judge, paired_differences, parse_claim
 
 Sections = dict[str, dict[str, Any]]
-DEFAULTS = {"run": {"save_weights": False}, "checkpoint": {"save_total_limit": 0}}  # unless the study says otherwise
+DEFAULTS = {"checkpoint": {"save_total_limit": 0}}  # unless the study says otherwise
 
 
 class Claim(Section):
@@ -93,7 +93,7 @@ class Run:
 
     def is_finished(self) -> bool:
         """Whether the run has all its batches and its last evaluation."""
-        batches = self.settings.schedule.stages * self.settings.schedule.batches
+        batches = self.settings.schedule.batches
         if not (self.path / "config.toml").is_file() or len(load_metrics(self.path)) < batches:
             return False
         evaluated = any(summary["name"] == "after" for summary in load_evaluations(self.path))
@@ -110,10 +110,10 @@ def load_study(file: Path, directory: Path) -> tuple[Study, list[Run]]:
         labels = (study.grid[axis][label] for axis, label in zip(study.grid, cell, strict=True))
         for sections in (study.set, *labels):
             values = merged(values, sections)
-        own = {"output_dir": str(directory), "name": name, "seed": seed, "resume": "auto", "display": "plain"}
+        own = {"output_dir": str(directory), "name": name, "seed": seed}
         settings = validate(Settings, merged(values, {"run": own}), {}, f"{file}, run {name}")
         try:
-            check_settings(settings)
+            check_settings(settings, resume="auto")
         except SettingsError as error:
             raise SettingsError(f"run {name}: {error}") from error
         runs.append(Run(cell, seed, settings, directory / name))

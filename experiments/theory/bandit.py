@@ -10,7 +10,7 @@ The second tells the masks apart: pi starts away from alpha, worse than it or be
 not move at all, for better or worse; one-side goes where the advantage points until it has left its range on that
 side; ring does so only from inside or from far out.
 
-The tables: `python experiments/bandit.py`. The figure: `python experiments/figures.py bandit`.
+The tables: `python experiments/bandit.py`.
 """
 
 from __future__ import annotations

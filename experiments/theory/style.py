@@ -1,8 +1,7 @@
-"""How the figures look: colors, axes, labels that do not lie on each other."""
+"""How the figures look: colors and axes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -37,27 +36,3 @@ def plain(axes: Axes, title: str, x: str, y: str) -> None:
     axes.set_title(title, loc="left", fontsize=10.5, fontweight="bold", color=INK)
     axes.set_xlabel(x, color=INK)
     axes.set_ylabel(y, color=INK)
-
-
-def apart(positions: Sequence[float], gap: float) -> list[float]:
-    """The positions moved as little as need be, in their order, until neighbors are at least `gap` apart: runs that
-    are too close become rows around their mean.
-
-    >>> apart([0.0, 0.1, 5.0], 1.0)
-    [-0.45, 0.55, 5.0]
-    """
-    order = sorted(range(len(positions)), key=lambda at: positions[at])
-    rows: list[tuple[float, list[int]]] = []  # the center of a row, and what stands in it
-    for at in order:
-        center, members = positions[at], [at]
-        while rows and center - rows[-1][0] < gap * (len(members) + len(rows[-1][1])) / 2:
-            earlier, others = rows.pop()
-            total = len(members) + len(others)
-            center = (center * len(members) + earlier * len(others)) / total
-            members = others + members
-        rows.append((center, members))
-    moved = [0.0] * len(positions)
-    for center, members in rows:
-        for place, at in enumerate(members):
-            moved[at] = center + gap * (place - (len(members) - 1) / 2)
-    return moved

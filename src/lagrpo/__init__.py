@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lagrpo.threads import shorten_spin
+from lagrpo.machine import shorten_spin
 
 if TYPE_CHECKING:
     from lagrpo.training.callbacks import Callback

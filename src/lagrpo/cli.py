@@ -2,7 +2,7 @@
 
     lagrpo train [demo | gsm8k | deepscaler | FILE.toml] [--section.name VALUE …]
                  [--resume RUN | auto] [--dry-run]
-    lagrpo eval MODEL [--task gsm8k] [--samples 50] …
+    lagrpo eval MODEL [--task gsm8k] [--eval.num_samples 50] …
     lagrpo view RUN … [--text] [--serve]
     lagrpo recipes [NAME]
     lagrpo vllm-serve MODEL [--port P] … [-- OPTIONS OF VLLM]
@@ -22,6 +22,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from io import TextIOWrapper
@@ -34,14 +35,13 @@ from lagrpo import logs
 from lagrpo.env import env
 from lagrpo.errors import SettingsError, find_nearest
 from lagrpo.interrupts import find_interruption, interruptible
-from lagrpo.redaction import redact
-from lagrpo.settings.arguments import parse
-from lagrpo.settings.help import show_help
-from lagrpo.settings.schema import EvalSettings, Settings
-from lagrpo.settings.toml import load_settings, to_toml, validate
+from lagrpo.logs import redact
+from lagrpo.settings.load import load_settings, read_words, to_toml
+from lagrpo.settings.schema import Settings
 
 HELP = {"-h", "--help"}
-FLAGS = HELP | {"--dry-run"}
+EVALUATED = ("run", "model", "task", "rollout", "vllm", "eval")
+"""Sections that `lagrpo eval` reads."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -50,9 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if isinstance(stream, TextIOWrapper):  # an encoding without ✓ prints its number
             stream.reconfigure(errors="backslashreplace")
     name, *rest = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
-    if name == "help" and rest:
-        name, *rest = [*rest, "--help"]
-    if name in ("help", *HELP):
+    if name in HELP:
         return print((__doc__ or "").strip())
     if name == "--version":
         return print(f"lagrpo {version('lagrpo')}")
@@ -88,21 +86,31 @@ def failing(*errors: type[Exception], code: int = 1) -> Iterator[None]:
         sys.exit(code)
 
 
-def train(words: list[str]) -> None:
-    """Train on the settings of a file or a packaged one (demo, gsm8k, deepscaler), overridden by --section.name VALUE.
+@dataclass(frozen=True)
+class Train:
+    """Train on the settings of a file or of a packaged one (demo, gsm8k, deepscaler), changed by --section.name VALUE.
 
-    --resume RUN resumes a run from its newest checkpoint, --resume auto the run called run.name if there is one.
-    --dry-run prints the settings and what they mean: samples per update, staleness, memory."""
-    given = parse(Settings, words, FLAGS)
-    if len(given.files) > 1:
-        raise SettingsError(f"one settings file, not {len(given.files)}: {' '.join(given.files)}")
-    settings = load_settings(given.files[0] if given.files else None, given.overrides)
-    if given.flags & HELP:
-        return show_help(settings, "lagrpo train [demo | SETTINGS.toml]", train)
+    --task NAME, --model PATH and --recipe NAME stand for --task.name, --model.path and --loss.recipe."""
+
+    file: tyro.conf.Positional[Annotated[str | None, tyro.conf.arg(metavar="SETTINGS")]] = None
+    """Settings file (TOML), or demo, gsm8k, deepscaler"""
+    resume: str | None = None
+    """Run to resume from its newest checkpoint, with its settings; auto: the run called run.name, if any"""
+    dry_run: bool = False
+    """Print the settings and what they mean: samples per update, staleness, memory"""
+
+
+def train(words: list[str]) -> None:
+    """Read the settings, train, and exit with the status."""
+    sections = [*Settings.model_fields]
+    given, _ = read_words([word for word in words if word not in HELP], Train, Settings(), sections)
+    settings = load_settings(given.file, resume=given.resume)  # the values that words change, and the help shows
+    given, changes = read_words(words, Train, settings, sections)
+    settings = load_settings(given.file, changes, given.resume)
     from lagrpo.training.checks import check_settings
 
-    recipe = check_settings(settings)
-    if "--dry-run" in given.flags:
+    recipe = check_settings(settings, resume=given.resume)
+    if given.dry_run:
         from lagrpo.training.explain import meaning
 
         lines = meaning(settings, recipe)
@@ -110,24 +118,28 @@ def train(words: list[str]) -> None:
     from lagrpo.training import run
 
     with failing(*run.FAILURES):
-        stopped = run.train(settings).interrupted
+        stopped = run.train(settings, resume=given.resume).interrupted
     if stopped:
         sys.exit(128 + stopped)
 
 
+@dataclass(frozen=True)
+class Eval:
+    """pass@1 and pass@k of a model on the test prompts of a task, with intervals."""
+
+    path: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="MODEL")]]
+    """Directory of a model or an adapter, hub id, or smollm2"""
+
+
 def evaluate(words: list[str]) -> None:
-    """pass@1 and pass@k of a model (directory, hub id or smollm2) on the test prompts of a task."""
-    given = parse(EvalSettings, words, FLAGS)
-    if given.flags & HELP:
-        return show_help(EvalSettings(), "lagrpo eval MODEL", evaluate)
-    if len(given.files) != 1:
-        raise SettingsError("eval needs one model: lagrpo eval MODEL [--task NAME] …")
-    given.overrides.setdefault("model", {})["path"] = given.files[0]
-    settings = validate(EvalSettings, {}, given.overrides, "command line")
+    """Evaluate a model, by default on all test prompts."""
+    base = {"run.output_dir": "evaluations", "eval.num_prompts": 0, "rollout.num_generations": 1}
+    given, changes = read_words(words, Eval, load_settings(base), EVALUATED)
+    settings = load_settings(base | {"model.path": given.path}, changes)
     from lagrpo.training.checks import check_evaluation
 
     check_evaluation(settings)
-    from lagrpo.training.evaluate_model import evaluate_model
+    from lagrpo.training.evaluation import evaluate_model
     from lagrpo.training.run import FAILURES
 
     with failing(*FAILURES):
@@ -232,7 +244,7 @@ def recipes(name: Annotated[str | None, tyro.conf.Positional] = None) -> None:
     Args:
         name: Recipe to print.
     """
-    from lagrpo.terminal.recipes import show_recipe, show_recipes
+    from lagrpo.terminal.show import show_recipe, show_recipes
 
     show_recipes() if name is None else show_recipe(name)
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lagrpo.errors import one_line
+from lagrpo.machine import read_quota, usable_cores
 from lagrpo.runs.environment import cpu_model, package_version
-from lagrpo.threads import read_quota, usable_cores
 
 NEEDED = ("lagrpo", "torch", "transformers", "datasets", "numpy")
 EXTRAS = {"math-verify": "math", "gguf": "demo", "peft": "lora", "reasoning-gym": "gym"}  # package -> lagrpo's extra
@@ -77,7 +77,7 @@ def look_at_kernels() -> Lines:
     else:
         products = chosen_products() or "PyTorch (the kernels' are wrong on this processor; update the C compiler)"
         yield "kernels", f"{library.describe()}, instructions {isa_level()}, bfloat16 products by {products}"
-    yield "dtype", " because ".join(pick_dtype("auto", pick_device("auto")))
+    yield "dtype", " because ".join(pick_dtype("auto", pick_device()))
 
 
 def look_at_vllm() -> Lines:

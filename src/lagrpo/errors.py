@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-from lagrpo.redaction import redact
+from lagrpo.logs import redact
 
 
 class SettingsError(ValueError):

@@ -1,7 +1,7 @@
 """Ctrl-C and SIGTERM.
 
-Inside `interruptible()` a signal raises Interrupted in the main thread at once. Inside `deferring()` the first signal
-only sets a flag, which a run reads between batches and between decoding steps; the second one raises.
+Inside `interruptible()` a signal raises Interrupted in the main thread. Inside `deferring()` the first signal only sets
+a flag, which a run reads between batches and between decoding steps; the second one raises EndedAtOnce.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType
+from typing import Any
 
 
 class Interrupted(KeyboardInterrupt):
@@ -25,39 +25,31 @@ class Interrupted(KeyboardInterrupt):
 
 
 class EndedAtOnce(Interrupted):
-    """A second signal: whatever is being done, also an update, is cut."""
+    """A second signal: it cuts whatever is being done, also an update."""
 
 
 _deferring = False
-_asked: signal.Signals | None = None  # the signal that asked a run to stop
+_asked: int | None = None  # the first signal inside `deferring`
 
 
-def find_interruption(error: BaseException | None) -> KeyboardInterrupt | None:
-    """The interruption behind an error: libraries that import lazily raise an error of their own for it."""
-    while error is not None and not isinstance(error, KeyboardInterrupt):
-        error = error.__cause__ or error.__context__
-    return error
-
-
-def _on_signal(signum: int, frame: FrameType | None) -> None:
+def _on_signal(signum: int, frame: Any) -> None:
     global _asked
     if _asked is not None:
         raise EndedAtOnce(signum)
     if not _deferring:
         raise Interrupted(signum)
-    _asked = signal.Signals(signum)
+    _asked = signum
 
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Handle SIGINT and SIGTERM inside; do nothing outside of the main thread. An ignored signal, such as SIGINT in a
-    script's background jobs, stays ignored."""
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    numbers = (signal.SIGINT, signal.SIGTERM) if in_main_thread else ()
-    before = {n: handler for n in numbers if (handler := signal.getsignal(n)) not in (signal.SIG_IGN, None)}
+    """Handle SIGINT and SIGTERM inside, in the main thread. An ignored signal, such as SIGINT in a script's background
+    jobs, stays ignored."""
+    in_main_thread, before = threading.current_thread() is threading.main_thread(), dict[int, Any]()
     try:
-        for number in before:
-            signal.signal(number, _on_signal)
+        for number in (signal.SIGINT, signal.SIGTERM) if in_main_thread else ():
+            if signal.getsignal(number) not in (signal.SIG_IGN, None):
+                before[number] = signal.signal(number, _on_signal)
         yield
     finally:
         for number, handler in before.items():
@@ -75,8 +67,8 @@ def deferring() -> Iterator[None]:
         _deferring, _asked = False, None
 
 
-def asked_to_stop() -> signal.Signals | None:
-    """The first signal that came inside `deferring()`."""
+def asked_to_stop() -> int | None:
+    """The first signal inside `deferring()`."""
     return _asked
 
 
@@ -84,3 +76,10 @@ def raise_if_asked() -> None:
     """Raise Interrupted if a signal has asked this process to stop."""
     if _asked is not None:
         raise Interrupted(_asked)
+
+
+def find_interruption(error: BaseException | None) -> KeyboardInterrupt | None:
+    """The interruption behind an error: libraries that import lazily raise another error for it."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error

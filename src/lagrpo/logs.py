@@ -1,54 +1,70 @@
-"""Where records of the logger "lagrpo" go. The command line prints them; a run shows them in its display. A program
-that uses lagrpo as a library decides by its own handlers."""
+"""Where records of the logger "lagrpo" go, and what is masked in all that lagrpo prints and records.
+
+The command line prints records; a run shows them in its display. A program that uses lagrpo as a library decides by its
+own handlers.
+"""
 
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from lagrpo.redaction import redact
-
 logger = logging.getLogger("lagrpo")
 
+HIDDEN = "***"
+_NAME = r"(?:[\w.-]*[_.-])?(?:api)?(?:key|token|secret|password|credentials?)"
+_VALUE = r"""(?:'[^']*'?|"[^"]*"?|[^\s&'"#,;)]+)"""
+_OPTION = re.compile(rf"(?<![\w.-])((?=--){_NAME}\s+|{_NAME}=|bearer\s+){_VALUE}", re.IGNORECASE)
+_USER = re.compile(r"""(?<!\w)(\w++:/{1,2})[^\s/@'"]++@""")
 
-class _Lines(logging.Handler):
-    """Hands each record on as a line of text; None: to standard error."""
 
-    show: Callable[[str], None] | None = None
+def is_secret(name: str) -> bool:
+    """Whether a setting, option or variable of that name holds a secret: HF_TOKEN, --api-key; not max_tokens."""
+    return re.fullmatch(_NAME, name, re.IGNORECASE) is not None
+
+
+def redact(text: str) -> str:
+    """The text with *** for the values of --token X, token=X and Bearer X, and for the user of a URL."""
+    return _OPTION.sub(rf"\1{HIDDEN}", _USER.sub(rf"\1{HIDDEN}@", text))
+
+
+def print_line(text: str) -> None:
+    """Print to standard error."""
+    print(f"lagrpo: {text}", file=sys.stderr, flush=True)
+
+
+class Lines(logging.Handler):
+    """Hands each record from a level upwards to `show`, as a line of text."""
+
+    def __init__(self, show: Callable[[str], None], level: int) -> None:
+        super().__init__(level)
+        self.show = show
 
     def emit(self, record: logging.LogRecord) -> None:
-        text = redact(self.format(record))
-        if self.show is None:
-            print(f"lagrpo: {text}", file=sys.stderr, flush=True)
-        else:
-            self.show(text)
-
-
-_lines = _Lines()
+        self.show(redact(self.format(record)))
 
 
 def print_records() -> None:
-    """From now on, print every record from INFO upwards to standard error, as a line."""
-    logger.addHandler(_lines)
+    """From now on, print every record from INFO upwards to standard error."""
+    logger.handlers = [*_handlers_of_others(), Lines(print_line, logging.INFO)]
     logger.setLevel(logging.INFO)
 
 
 @contextmanager
-def shown_by(show: Callable[[str], None] | None, least: int = logging.INFO) -> Iterator[None]:
-    """Inside, `show` gets every record from the level `least` upwards as a line instead of standard error; without
-    `show`, standard error gets it if the command line prints records."""
-    before = _lines.show, _lines.level, logger.level, _lines in logger.handlers
-    if show is not None:
-        print_records()
-    _lines.show = show
-    _lines.setLevel(least)
+def shown_by(show: Callable[[str], None], level: int = logging.INFO) -> Iterator[None]:
+    """Inside, `show` gets every record from a level upwards as a line; standard error gets none."""
+    before = logger.handlers, logger.level
+    logger.handlers = [*_handlers_of_others(), Lines(show, level)]
+    logger.setLevel(logging.INFO)
     try:
         yield
     finally:
-        _lines.show, handler_level, logger_level, printed = before
-        _lines.setLevel(handler_level)
-        logger.setLevel(logger_level)
-        if not printed:
-            logger.removeHandler(_lines)
+        logger.handlers = before[0]
+        logger.setLevel(before[1])
+
+
+def _handlers_of_others() -> list[logging.Handler]:
+    return [handler for handler in logger.handlers if not isinstance(handler, Lines)]

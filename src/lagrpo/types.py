@@ -51,6 +51,10 @@ class Prompt:
     asked: tuple[Mapping[str, str], ...] = ()
     row: Mapping[str, Any] | None = None
     """the row of the data, with what was asked as "prompt": a text, or a list of messages"""
+    prefix: str = ""
+    """what the tokenized prompt begins the answer with: a last message of the assistant, or a <think>"""
+    place: str = ""
+    """where the row stands, such as "data.jsonl, line 3"; "" for none"""
 
 
 Kind = Literal["scored", "unscored", "failed"]

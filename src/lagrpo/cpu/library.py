@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lagrpo.cache import cache_directory
+from lagrpo.machine import cache_directory
 
 logger = logging.getLogger("lagrpo")
 

@@ -4,7 +4,7 @@ One row per completion. Columns:
 
     prompt             a question or a list of chat messages, put through the chat template;
                        or prompt_token_ids, used as they are
-    completion         its text, tokenized here and ended with the end-of-sequence token if it is `finished`;
+    completion         its text, tokenized here and ended with the token that ends a turn if it is `finished`;
                        or a list of chat messages, of which the assistant's count as sampled;
                        or token_ids, used as they are
     reward             a finite number; null or absent: the task's reward function scores it, against `answer`
@@ -12,12 +12,11 @@ One row per completion. Columns:
     loss_mask          for each of token_ids whether a policy sampled it; the others are context (optional; all were)
     finished, answer   optional
 
-The rollouts of a run (schema lagrpo.rollouts/4) are read too: there the prompt is called prompt_text, and answer is
-JSON. A file of rollouts is a batch, and its groups stay groups; completions that failed are left out. Otherwise rows of
-the same prompt and `answer` form groups of at most G, in the order of the files. A completion without log-probs (no
-`rollout_logprobs`, or null for a sampled token) carries NaN, and only recipes that never read log α may use it; for the
-others it is left out if some have them. `left_out` counts. Its version is -1, of no policy of this run: versions that
-the file names belong to another run, whose policy 3 is not this run's.
+The rollouts of a run are read too: there the prompt is called prompt_text, and answer is JSON. A file of rollouts is a
+batch, and its groups stay groups; completions that failed are left out. Otherwise rows of the same prompt and `answer`
+form groups of at most G, in the order of the files. A completion without log-probs (no `rollout_logprobs`, or null for
+a sampled token) carries NaN, and only recipes that never read log α may use it; for the others it is left out if some
+have them. Its version is -1, of no policy of this run.
 """
 
 from __future__ import annotations
@@ -25,53 +24,44 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import torch
 
-from lagrpo.model.chat import Replies
+from lagrpo.model.chat import Chat, Replies
 from lagrpo.model.model import Policy
 from lagrpo.runs.reading import completion_files
-from lagrpo.tasks import build_messages, order_prompts
-from lagrpo.tasks.data import Table, format_of, read_table
-from lagrpo.types import Completion, Group, Kind, Outcome, Prompt
+from lagrpo.tasks import Messages, build_messages, order_prompts
+from lagrpo.tasks.data import Row, format_of, naming, read_rows
+from lagrpo.types import Completion, Group, Outcome, Prompt
 
 UNKNOWN_VERSION = -1
 ROUNDING = 1e-3  # nats above 0 at which a log-prob is still taken: some samplers round probabilities up to 1
-Messages = Sequence[Mapping[str, Any]]
 
 
-class Row(NamedTuple):
-    """A row of a file; `completion` None for one that failed. Rows of one `group` were sampled for the same prompt."""
+class Offline(NamedTuple):
+    """What a row says; `completion` None for one that failed. Rows of one `group` were sampled for the same prompt."""
 
     prompt: Prompt
     completion: Completion | None
     group: tuple[Any, ...]
 
 
-def read_records(data: str | Path | Sequence[str | Path]) -> list[Table]:
-    """The files that `data` names (see `runs.reading.completion_files`). Raises FileNotFoundError for a file that is
-    missing; ValueError, with file and line, for one that is malformed or has no completions."""
-    tables = []
+def read_records(data: str | Path | Sequence[str | Path]) -> list[Row]:
+    """The rows of the files that `data` names (see `runs.reading.completion_files`). Raises FileNotFoundError for a
+    file that is missing; ValueError, with file and line, for one that cannot be read."""
+    rows = list[Row]()
     for file in completion_files([data] if isinstance(data, str | Path) else data):
         if format_of(file) not in (".jsonl", ".json", ".parquet"):
             raise ValueError(f"{file}: completions are read from .jsonl or .parquet files")
-        tables.append(read_table(file))
-        tables[-1].map(_check_columns)
-    return tables
-
-
-def _check_columns(row: Mapping[str, Any]) -> None:
-    """Raise ValueError for a row that lacks columns."""
-    if not any(row.get(name) for name in ("prompt", "prompt_text", "prompt_token_ids")):
-        raise ValueError("it has neither prompt nor prompt_token_ids")
-    has_completion = any(row.get(name) is not None for name in ("completion", "token_ids"))
-    if row.get("outcome") != "failed" and not has_completion:
-        raise ValueError("it has neither completion nor token_ids")
+        rows += read_rows(file)
+    if data and not rows:
+        raise ValueError("the files have no completions")
+    return rows
 
 
 class OfflineData:
@@ -81,40 +71,35 @@ class OfflineData:
     `max_prompt_tokens`, and if no completions are left."""
 
     def __init__(
-        self, tables: Sequence[Table], policy: Policy, G: int, seed: int, *, system_prompt: str | None = None,
-        max_prompt_tokens: int | None = None, reads_logp: bool = False,
+        self, records: Sequence[Row], policy: Policy, G: int, seed: int, *, system_prompt: str | None = None,
+        max_prompt_tokens: int = 10**9, reads_logp: bool = False,
     ) -> None:  # fmt: skip
-        self.seed, self.left_out, self.files = seed, Counter[str](), [table.path for table in tables]
-        reader = RowReader(policy, Replies(policy.chat), system_prompt, max_prompt_tokens)
-        rows = [row for table in tables for row in table.map(lambda row, path=table.path: reader.read(row, path))]
+        self.seed, self.left_out, self.files = seed, Counter[str](), len({row.path for row in records})
+        reader, rows = RowReader(policy.chat, Replies(policy.chat), system_prompt, max_prompt_tokens), list[Offline]()
+        for record in records:
+            with naming(record):
+                rows.append(reader.read(record))
         rows = self._keep(rows, "failed", lambda row: row.completion is not None)
         if reads_logp and any(_has_logp(row.completion) for row in rows):
             rows = self._keep(rows, "without log-probs", lambda row: _has_logp(row.completion))
         self._groups = _build_groups(rows, G)
+        self._completions = [completion for group in self._groups for completion in group.completions]
         if not self._groups:
-            names = ", ".join(map(str, self.files))
-            raise ValueError(f"{names}: no completions in it{self._describe_left_out(' ({})')}")
+            raise ValueError(f"the files have {self}")
 
-    def _keep(self, rows: list[Row], reason: str, fits: Callable[[Row], bool]) -> list[Row]:
+    def _keep(self, rows: list[Offline], reason: str, fits: Callable[[Offline], bool]) -> list[Offline]:
         kept = [row for row in rows if fits(row)]
         self.left_out += Counter({reason: len(rows) - len(kept)})  # without zeros
         return kept
-
-    def _describe_left_out(self, form: str) -> str:
-        counts = ", ".join(f"{count} {reason}" for reason, count in self.left_out.items())
-        return form.format(f"left out: {counts}") if counts else ""
 
     def __len__(self) -> int:
         return len(self._groups)
 
     def __str__(self) -> str:
-        numbers = {"completion": len(self._completions), "group": len(self._groups), "file": len(self.files)}
+        numbers = {"completion": len(self._completions), "group": len(self._groups), "file": self.files}
         completions, groups, files = (f"{n:,} {what}{'s' * (n != 1)}" for what, n in numbers.items())
-        return f"{completions} of {groups} in {files}{self._describe_left_out('; {}')}"
-
-    @property
-    def _completions(self) -> list[Completion]:
-        return [completion for group in self._groups for completion in group.completions]
+        left_out = ", ".join(f"{count} {reason}" for reason, count in self.left_out.items())
+        return f"{completions} of {groups} in {files}" + (f"; left out: {left_out}" if left_out else "")
 
     @property
     def has_logp(self) -> bool:
@@ -138,8 +123,8 @@ def _has_logp(completion: Completion | None) -> bool:
     return completion is not None and not bool((completion.logp_alpha.isnan() & completion.sampled).any())
 
 
-def _build_groups(rows: Iterable[Row], G: int) -> list[Group]:
-    together: defaultdict[tuple[Any, ...], list[Row]] = defaultdict(list)
+def _build_groups(rows: Sequence[Offline], G: int) -> list[Group]:
+    together: defaultdict[tuple[Any, ...], list[Offline]] = defaultdict(list)
     for row in rows:
         together[row.group].append(row)
     chosen = [members[first : first + G] for members in together.values() for first in range(0, len(members), G)]
@@ -153,18 +138,18 @@ def _build_groups(rows: Iterable[Row], G: int) -> list[Group]:
 class RowReader:
     """Makes prompts and completions of rows. Its methods raise ValueError for a row that is malformed."""
 
-    policy: Policy
+    chat: Chat
     replies: Replies
     system_prompt: str | None
-    max_prompt_tokens: int | None
+    max_prompt_tokens: int
 
-    def read(self, row: Mapping[str, Any], path: Path | str) -> Row:
+    def read(self, row: Row) -> Offline:
         prompt = self.read_prompt(row)
-        if self.max_prompt_tokens is not None and (count := len(prompt.token_ids)) > self.max_prompt_tokens:
+        if (count := len(prompt.token_ids)) > self.max_prompt_tokens:
             raise ValueError(f"its prompt has {count} tokens; rollout.max_prompt_length is {self.max_prompt_tokens}")
         completion = None if row.get("outcome") == "failed" else self.read_completion(row)
-        batch = (path, row.get("epoch")) if "prompt_text" in row else ()
-        return Row(prompt, completion, (*batch, prompt.token_ids, json.dumps(prompt.answer)))
+        batch = (row.path, row.get("epoch")) if "prompt_text" in row else ()
+        return Offline(prompt, completion, (*batch, prompt.token_ids, json.dumps(prompt.answer)))
 
     def read_prompt(self, row: Mapping[str, Any]) -> Prompt:
         """The prompt with its token ids."""
@@ -173,87 +158,82 @@ class RowReader:
             question, answer = row["prompt_text"], json.loads(answer or "null")
         json.dumps(answer)  # TypeError for what cannot be recorded
         if ids := read_list(row, "prompt_token_ids", (int,)):
-            self._check_tokens("prompt_token_ids", ids)
-            return Prompt(0, build_messages(question if question is not None else ""), answer, tuple(ids))
-        return self.policy.chat.tokenize(Prompt(0, build_messages(question or [], self.system_prompt), answer))
+            self._check_tokens(ids)
+            return Prompt(0, build_messages(question or ""), answer, tuple(ids))
+        if not question:
+            raise ValueError("it has neither prompt nor prompt_token_ids")
+        return self.chat.tokenize(Prompt(0, build_messages(question, self.system_prompt), answer))
 
     def read_completion(self, row: Mapping[str, Any]) -> Completion:
         """The completion, with NaN for log-probs that are unknown."""
-        chat, said, finished = self.policy.chat, row.get("completion"), row.get("finished") in (True, None)
-        sampled, turns = None, list[str]()
-        if row.get("finished") not in (True, False, None):
-            raise ValueError(f"finished is {row['finished']!r:.80}, neither true nor false")
-        if (ids := read_list(row, "token_ids", (int,))) is not None:
-            sampled, turns = read_list(row, "loss_mask", (bool,), len(ids)), read_list(row, "messages", (str,)) or []
-            if sampled is not None and not any(sampled):
-                raise ValueError("none of its tokens was sampled: there is nothing to learn from")
-        elif column := next((name for name in ("rollout_logprobs", "loss_mask") if row.get(name) is not None), None):
-            raise ValueError(f"{column} needs token_ids: the text may be tokenized otherwise than it was sampled")
-        elif isinstance(said, list):
-            ids, sampled, turns = tokenize_turns(said, self.replies, finished)
-        elif isinstance(said, str):
-            ends = [chat.tokenizer.eos_token_id] * finished
-            ids = [*chat.encode(said, add_special_tokens=False), *ends]
-        else:
-            raise ValueError(f"its completion is {said!r:.80}, not a text")
-        self._check_tokens("token_ids", ids)
+        said, finished = row.get("completion"), row.get("finished", True)
+        if finished not in (True, False, None):
+            raise ValueError(f"finished is {finished!r:.80}, neither true nor false")
+        ids, sampled, turns = self._tokenize(row, said, finished is not False)
+        self._check_tokens(ids)
         return Completion(
             token_ids=torch.tensor(ids, dtype=torch.long),
             logp_alpha=read_logp(row, len(ids)),
             versions=torch.full((len(ids),), UNKNOWN_VERSION),
-            finished=finished,
-            text=said if isinstance(said, str) else chat.decode(ids),
+            finished=finished is not False,
+            text=said if isinstance(said, str) else self.chat.decode(ids),
             outcome=read_outcome(row),
             sampled=torch.tensor(sampled or [True] * len(ids)),
             turns=tuple(turns),
         )
 
-    def _check_tokens(self, column: str, ids: Sequence[int]) -> None:
-        vocabulary = self.policy.chat.vocabulary
+    def _tokenize(self, row: Mapping[str, Any], said: Any, finished: bool) -> tuple[Any, Any, Sequence[str]]:
+        """The token ids of a completion; which were sampled (None: all); and the text of each of several turns."""
+        if (ids := read_list(row, "token_ids", (int,))) is not None:
+            sampled = read_list(row, "loss_mask", (bool,), len(ids))
+            if sampled is not None and not any(sampled):
+                raise ValueError("none of its tokens was sampled: there is nothing to learn from")
+            return ids, sampled, read_list(row, "messages", (str,)) or []
+        if column := next((name for name in ("rollout_logprobs", "loss_mask") if row.get(name) is not None), None):
+            raise ValueError(f"{column} needs token_ids: the text may be tokenized otherwise than it was sampled")
+        if isinstance(said, list):
+            return tokenize_turns(said, self.replies, finished)
+        if not isinstance(said, str):
+            raise ValueError(f"its completion is {said!r:.80}: it needs a text, messages, or token_ids")
+        return [*self.chat.encode(said, add_special_tokens=False), *[self.chat.end_id] * finished], None, []
+
+    def _check_tokens(self, ids: Sequence[int]) -> None:
         if not ids:
             raise ValueError("its completion has no tokens")
-        if strange := [i for i in ids if not 0 <= i < vocabulary]:
-            raise ValueError(f"token {strange[0]!s:.40} of {column} is outside the model's vocabulary of {vocabulary}")
+        if strange := [i for i in ids if not 0 <= i < self.chat.vocabulary]:
+            raise ValueError(f"token {strange[0]!s:.40} is outside the model's vocabulary of {self.chat.vocabulary}")
 
 
 def read_list(row: Mapping[str, Any], column: str, kinds: tuple[type, ...], count: int | None = None) -> Any:
     """The list in a column; None without one. Raises ValueError for values of other types, and another length."""
     values = row.get(column)
-    if values is None or (isinstance(values, list) and {*map(type, values)} <= {*kinds}):
-        if values is None or count in (None, len(values)):
-            return values
+    if values is None:
+        return None
+    if not isinstance(values, list) or not {*map(type, values)} <= {*kinds}:
+        raise ValueError(f"{column} is {values!r:.80}, not a list of {kinds[0].__name__}")
+    if count not in (None, len(values)):
         raise ValueError(f"{column} has {len(values)} entries for {count} tokens")
-    names = " or ".join(kind.__name__ for kind in kinds)
-    raise ValueError(f"{column} is {values!r:.80}, not a list of {names}")
+    return values
 
 
 def read_logp(row: Mapping[str, Any], count: int) -> torch.Tensor:
     """One log-prob per token, NaN if it is unknown: null in the file."""
-    values = read_list(row, "rollout_logprobs", (float, int, type(None)), count)
-    if values is None:
-        return torch.full((count,), math.nan)
+    values = read_list(row, "rollout_logprobs", (float, int, type(None)), count) or [None] * count
     logp = torch.tensor([math.nan if value is None else value for value in values], dtype=torch.float64).float()
     if len(wrong := (logp.isinf() | (logp > ROUNDING)).nonzero()):
         n = int(wrong[0])
-        raise ValueError(
-            f"rollout_logprobs[{n}] is {values[n]:g}: the log-prob of a sampled token is a number of at most 0, or "
-            "null if it is unknown"
-        )
+        raise ValueError(f"rollout_logprobs[{n}] is {values[n]:g}: a log-prob is at most 0, or null if it is unknown")
     return logp
 
 
 def read_outcome(row: Mapping[str, Any]) -> Outcome | None:
     """The recorded outcome; None if the task's reward function is still to decide."""
-    kind, reward = row.get("outcome") or "scored", row.get("reward")
-    if kind not in (known := get_args(Kind)):
-        raise ValueError(f"its outcome is {kind!r:.80}, which is not one of {', '.join(known)}")
-    if kind != "scored":
-        return Outcome(kind, reason=str(row.get("reason") or "recorded so"))
-    if reward is None:
-        return None
-    if not isinstance(reward, int | float) or not math.isfinite(reward):
+    reward = row.get("reward")
+    if row.get("outcome") == "unscored":
+        return Outcome.unscored(str(row.get("reason") or "recorded so"))
+    if reward is not None and (not isinstance(reward, int | float) or not math.isfinite(reward)):
         raise ValueError(f"its reward is {reward!r:.80}, not a finite number")
-    return Outcome.scored(float(reward))
+    return None if reward is None else Outcome.scored(float(reward))
 
 
 def tokenize_turns(messages: Messages, replies: Replies, finished: bool) -> tuple[list[int], list[bool], list[str]]:

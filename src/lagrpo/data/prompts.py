@@ -6,51 +6,51 @@ The prompts of a split are visited epoch after epoch, each epoch in another orde
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from lagrpo.errors import SettingsError
+from lagrpo.errors import SettingsError, one_line
 from lagrpo.model.model import Policy
 from lagrpo.rollout.base import Request
 from lagrpo.rollout.episodes import Episodes
 from lagrpo.tasks import Task, order_prompts
 from lagrpo.types import Prompt
 
+logger = logging.getLogger("lagrpo")
+
 
 class PromptSource:
-    """The requests of training batches and of evaluations, tokenized. With `episodes` an environment gives the messages
-    with which each begins. Raises SettingsError for a task without prompts."""
+    """The requests of training batches (N prompts each) and of evaluations, tokenized. With `episodes` an environment
+    gives the messages with which each begins. Raises SettingsError for a task without prompts."""
 
     def __init__(
         self, task: Task, policy: Policy, seed: int, N: int, max_prompt_tokens: int, episodes: Episodes | None = None
     ) -> None:
-        self.task, self.policy, self.seed, self.N, self.max_prompt_tokens = task, policy, seed, N, max_prompt_tokens
+        self.task, self.chat, self.seed, self.N, self.max_prompt_tokens = task, policy.chat, seed, N, max_prompt_tokens
         self.first: list[tuple[int, Prompt]] = []
         """prompts of the first batch with their indices, once they were checked"""
         self._episodes, self._opened = episodes, dict[tuple[str, int], tuple[Mapping[str, Any], ...]]()
-        self._asked: dict[int, list[Request]] = {}
-        self._size = task.size("train")
+        self._size, self._template_tokens = task.size("train"), self.chat.template_tokens()
         if self._size < 1:
             raise SettingsError(f"task {task.name!r} has no training prompts")
         self._order = lru_cache(maxsize=2)(lambda epoch: order_prompts(seed, epoch, self._size))
+        self.batch = lru_cache(maxsize=32)(self._batch)  # sampling asks for a batch, then scoring
 
-    def batch(self, b: int) -> list[Request]:
+    def _batch(self, b: int) -> list[Request]:
         """The N requests of batch b = 1, 2, …"""
-        if b in self._asked:  # by the prefetcher; scoring is the second to ask
-            return self._asked.pop(b)
-        self._asked[b] = [Request(b, epoch, self.tokenized("train", index)) for epoch, index in self._of_batch(b)]
-        return self._asked[b]
+        return [Request(b, epoch, self.tokenized("train", index)) for epoch, index in self.places(b)]
 
-    def _of_batch(self, b: int) -> list[tuple[int, int]]:
+    def places(self, b: int) -> list[tuple[int, int]]:
         """Epoch and index of the prompts of batch b."""
         places = (divmod(place, self._size) for place in range((b - 1) * self.N, b * self.N))
         return [(epoch, self._order(epoch)[position]) for epoch, position in places]
 
     def check(self, batches: int) -> None:
         """Tokenize every prompt that batches 1 .. `batches` visit, so that none of them ends the run later on. Raises
-        ValueError for one that cannot be asked, or is too long."""
+        SettingsError for one that cannot be asked, or is too long."""
         for place, index in enumerate(self._order(0)[: batches * self.N]):  # later epochs have no other prompts
             prompt = self.tokenized("train", index)
             if place < self.N:
@@ -64,33 +64,46 @@ class PromptSource:
         """`count` more prompts for batch b, which had `taken` of them before: an endless sequence that is a function
         of (seed, b), over the prompts that are not in the batch (or all, if every one is), in another order.
         Its passes count as epochs -1, -2, …"""
-        own = {index for _, index in self._of_batch(b)}
+        own = {index for _, index in self.places(b)}
         order = order_prompts(self.seed, -1 - b, self._size)
         order = [index for index in order if index not in own] or order
         places = (divmod(place, len(order)) for place in range(taken, taken + count))
         return [Request(b, -1 - again, self.tokenized("train", order[position])) for again, position in places]
 
     def held_out(self, count: int) -> list[Request]:
-        """Up to `count` test prompts, the first of a fixed random order. Raises SettingsError if there are none."""
+        """Up to `count` test prompts (0: all), the first of a fixed random order. Raises SettingsError without any."""
         size = self.task.size("test")
         if size < 1:
             raise SettingsError(f"task {self.task.name!r} has no test prompts to evaluate on")
         order = order_prompts(self.seed, -1, size)
-        return [Request(0, 0, self.tokenized("test", index)) for index in order[:count]]
+        return [Request(0, 0, self.tokenized("test", index)) for index in order[: count or None]]
 
     def tokenized(self, split: str, index: int) -> Prompt:
         """A prompt with its token ids. Raises SettingsError if it cannot be asked, exceeds max_prompt_tokens, the chat
         template rejects it (some know no system message) or the model lacks its tokens."""
         where = f"prompt {index} of the {split} split of {self.task.name!r}"
         try:
-            tools = self._episodes.tools if self._episodes is not None else None
-            prompt = self.policy.chat.tokenize(self._open(split, index), tools)
+            prompt = self._open(split, index)
+            where = f"{where} ({prompt.place})" if prompt.place else where
+            prompt = self.chat.tokenize(prompt, self._episodes.tools if self._episodes is not None else None)
         except ValueError as error:
             raise SettingsError(f"{where}: {error}") from error
         if (count := len(prompt.token_ids)) > self.max_prompt_tokens:
-            limit = f"rollout.max_prompt_length is {self.max_prompt_tokens}"
+            limit = f"rollout.max_prompt_length is {self.max_prompt_tokens}; rollout.overlong_prompts = 'drop' drops it"
             raise SettingsError(f"{where} has {count} tokens; {limit}")
+        self._warn_of_rendered(where, prompt)
         return prompt
+
+    def _warn_of_rendered(self, where: str, prompt: Prompt) -> None:
+        """Warn once of a prompt that has special tokens that the chat template writes."""
+        text = "\n".join(str(message.get("content") or "") for message in prompt.messages)
+        if token := next((token for token in self._template_tokens if token in text), None):
+            self._template_tokens = []
+            logger.warning(
+                "%s has %s, which the chat template writes, too: was it rendered before? The model reads %r. Without "
+                "the template it would read %r: set model.chat_template to one that only writes the message's content",
+                where, token, one_line(self.chat.render(prompt.messages)), one_line(text),
+            )  # fmt: skip
 
     def _open(self, split: str, index: int) -> Prompt:
         """A prompt with the messages that the policy sees first; its environment gives them once."""

@@ -12,7 +12,7 @@ import copy
 import os
 import platform
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -147,20 +147,24 @@ def choose_backend(choice: Choice, device: torch.device | str, dtype: torch.dtyp
     return Backend(device, dtype, f"no C kernels: {reason}")
 
 
-def pick_device(name: str) -> torch.device:
-    """The device of a setting; each rank of a host has its own GPU. Raises SettingsError for a device that does not
-    exist."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and "LOCAL_RANK" in os.environ:
-        name = f"cuda:{os.environ['LOCAL_RANK']}"
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise SettingsError(f"model.device = {name!r} is not a device: use auto, cpu, cuda or cuda:N") from error
-    if device.type == "cuda" and not (device.index or 0) < torch.cuda.device_count():
-        raise SettingsError(f"model.device = {name!r}, but PyTorch sees {torch.cuda.device_count()} CUDA devices")
-    return device
+def chosen_kernels() -> Choice:
+    """$LAGRPO_KERNELS: c or torch; auto, the default: the C kernels if there is a compiler. Raises SettingsError for
+    another word."""
+    choice: Any = os.environ.get("LAGRPO_KERNELS") or "auto"
+    if choice not in get_args(Choice):
+        raise SettingsError(f"LAGRPO_KERNELS = {choice!r}: use auto, c or torch")
+    return choice
+
+
+def pick_device() -> torch.device:
+    """A GPU if PyTorch sees one, else the CPU; each rank of a host has its own GPU. Raises SettingsError for more ranks
+    than GPUs."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    rank, count = os.environ.get("LOCAL_RANK"), torch.cuda.device_count()
+    if int(rank or 0) >= count:
+        raise SettingsError(f"rank {rank} of this host has no GPU: PyTorch sees {count} (CUDA_VISIBLE_DEVICES)")
+    return torch.device("cuda" if rank is None else f"cuda:{rank}")
 
 
 def pick_dtype(dtype: Literal["auto", "bfloat16", "float32"], device: torch.device) -> tuple[Dtype, str]:

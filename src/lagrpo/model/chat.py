@@ -12,8 +12,12 @@ rejects them."""
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,11 +25,13 @@ from typing import Any
 from lagrpo.errors import one_line
 from lagrpo.types import Prompt
 
+logger = logging.getLogger("lagrpo")
 Tools = Sequence[Mapping[str, Any]]
 Messages = Sequence[Mapping[str, Any]]
 OPENING = ({"role": "user", "content": "1"},)
 SAID = "2"
 THOUGHT = "<think>\n3\n</think>\n\n4"
+ANSWER = "This is an answer"
 WHAT_TO_DO = (
     "Set model.chat_template to a copy of it that appends each turn and leaves the earlier ones as they are, thinking "
     "included, or take a model whose template does"
@@ -43,23 +49,38 @@ class RewritingError(ValueError):
     """The chat template cannot be used for several turns."""
 
 
+def pin_date(template: str, moment: datetime) -> str:
+    """A chat template that takes this moment for now: a run that goes past midnight, or resumes on another day, keeps
+    its prompts."""
+    return re.sub(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)", lambda call: repr(moment.strftime(call[2])), template)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Chat:
-    """A tokenizer, the model's `vocabulary` in tokens, every id that ends a completion, and `template_kwargs` for the
-    chat template (enable_thinking, say)."""
+    """A tokenizer, the model's `vocabulary` in tokens, every id that ends a completion, `template_kwargs` for the chat
+    template (enable_thinking, say), and the time that templates with a date show: the start of the run."""
 
     tokenizer: Any
     vocabulary: int
     eos_ids: frozenset[int]
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    started: datetime = field(default_factory=lambda: datetime.now(UTC))
 
     @staticmethod
     def from_model(lm: Any, tokenizer: Any) -> Chat:
-        """The chat of a model of transformers. Its generation config and its tokenizer say what ends a completion."""
+        """The chat of a model of transformers. Its generation config, its tokenizer and its chat template say what ends
+        a completion."""
         ends = lm.generation_config.eos_token_id
         ids = {*(ends if isinstance(ends, list | tuple) else [ends]), getattr(tokenizer, "eos_token_id", None)}
-        known = frozenset(int(i) for i in ids if i is not None)
-        return Chat(tokenizer, lm.get_output_embeddings().weight.shape[0], known)
+        chat = Chat(tokenizer, lm.get_output_embeddings().weight.shape[0], frozenset(ids - {None})).with_turn_end()
+        if added := chat.eos_ids - ids:
+            text = "completions also end with %s: the chat template ends turns with it, other than the model's settings"
+            logger.warning(text, tokenizer.convert_ids_to_tokens([*added])[0])
+        return chat
+
+    def with_turn_end(self) -> Chat:
+        """The chat in which the token that ends a turn in the chat template ends completions, too."""
+        return replace(self, eos_ids=self.eos_ids | ({self.find_turn_end()} - {None}))
 
     def save(self, directory: Path) -> None:
         """Write the tokenizer's files."""
@@ -77,19 +98,60 @@ class Chat:
         if not ids:
             raise ValueError(f"it has no token: it is the text {text!r:.80}")
         self.check_vocabulary(ids)
-        return replace(prompt, token_ids=tuple(int(i) for i in ids))
+        return replace(prompt, token_ids=tuple(int(i) for i in ids), prefix=self._find_prefix(prompt.messages, text))
 
     def render(self, messages: Messages, tools: Tools | None = None) -> str:
         """The text that the chat template makes of messages, with the header of the coming answer, which continues a
         last message of the assistant. Raises TemplateError."""
         given = [{k: v for k, v in message.items() if v is not None} for message in messages]
         end = "continue_final_message" if given and given[-1]["role"] == "assistant" else "add_generation_prompt"
-        options = {end: True, "tokenize": False, "tools": list(tools or ()) or None}
+        options: dict[str, Any] = {end: True, "tokenize": False, "tools": list(tools or ()) or None}
+        if isinstance(template := self.tokenizer.chat_template, str):  # else several, by name
+            options["chat_template"] = pin_date(template, self.started)
         try:
             return self.tokenizer.apply_chat_template(given, **options, **self.template_kwargs)
         except Exception as error:  # a template can raise anything
             kind = "" if type(error).__name__.startswith("Template") else f"{type(error).__name__}: "
             raise TemplateError(one_line(f"{kind}{error}")) from error
+
+    def _find_prefix(self, messages: Messages, text: str) -> str:
+        """What the prompt begins the answer with: the last message of the assistant, or a tag of the template."""
+        if messages[-1]["role"] == "assistant":
+            return str(messages[-1]["content"])
+        tag = re.search(r"<\w+>\s*$", text)
+        return tag[0] if tag and tag[0].strip() not in self.special_tokens else ""
+
+    @property
+    def special_tokens(self) -> Mapping[str, int]:
+        """The texts of special tokens, which `decode` leaves out, and their ids."""
+        added = getattr(self.tokenizer, "added_tokens_decoder", {})
+        return {str(token): number for number, token in added.items() if token.special}
+
+    def find_turn_end(self) -> int | None:
+        """The special token with which the chat template ends an assistant's turn; None if it has none."""
+        if self.tokenizer is None or self.tokenizer.chat_template is None:
+            return None
+        try:
+            text = self.render([*OPENING, {"role": "assistant", "content": ANSWER}, *OPENING])
+        except TemplateError:
+            return None
+        rest = text.rpartition(ANSWER)[2].lstrip(" ")
+        return next((number for token, number in self.special_tokens.items() if rest.startswith(token)), None)
+
+    @property
+    def end_id(self) -> int:
+        """The token that ends a turn of the assistant."""
+        end = self.find_turn_end()
+        return self.tokenizer.eos_token_id if end is None else end
+
+    def template_tokens(self) -> list[str]:
+        """The special tokens that the chat template writes around messages."""
+        if self.tokenizer.chat_template is None:
+            return []
+        with suppress(TemplateError):  # the prompts will say so
+            text = self.render(OPENING)
+            return [token for token in self.special_tokens if token in text]
+        return []
 
     def check_vocabulary(self, ids: Sequence[int]) -> None:
         """Raise ValueError for a token that the model does not have."""
@@ -102,8 +164,8 @@ class Chat:
         return self.tokenizer(text, **options)["input_ids"]
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of tokens, without special tokens."""
-        return self.tokenizer.decode(token_ids, skip_special_tokens=True)
+        """The text of tokens as they are, without special tokens."""
+        return self.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
 class Replies:
@@ -116,7 +178,7 @@ class Replies:
     @cached_property
     def end_id(self) -> int:
         """The token that ends a turn of the policy; after any other one the rollout ends."""
-        return self._render_reply(OPENING, SAID, OPENING)[0]
+        return self.chat.end_id
 
     def check(self, messages: Messages) -> None:
         """Raise RewritingError if the template changes earlier turns when messages of these roles follow, TemplateError
@@ -133,12 +195,12 @@ class Replies:
         if (roles := tuple(message["role"] for message in messages)) not in self._checked:
             self.check(messages)
             self._checked.add(roles)
-        ids = self.chat.encode(self._render_reply(OPENING, SAID, messages)[1], add_special_tokens=False)
+        ids = self.chat.encode(self._render_reply(OPENING, SAID, messages), add_special_tokens=False)
         self.chat.check_vocabulary(ids)
         return tuple(ids)
 
-    def _render_reply(self, before: Messages, said: str, messages: Messages) -> tuple[int, str]:
-        """The token that ends what was `said`, and the text that follows it when `messages` do."""
+    def _render_reply(self, before: Messages, said: str, messages: Messages) -> str:
+        """The text that follows the end of what was `said` when `messages` do."""
         if self.chat.tokenizer.chat_template is None:
             raise RewritingError("the tokenizer has no chat template, which tells turns apart: set model.chat_template")
         so_far = self.chat.render(before) + said
@@ -149,12 +211,8 @@ class Replies:
                 f"the chat template changes earlier turns when the conversation continues: {so_far[at:][:40]!r} "
                 f"becomes {longer[at:][:40]!r}. {WHAT_TO_DO}"
             )
-        rest = longer[len(so_far) :]
-        ends = {end: str(self.chat.tokenizer.convert_ids_to_tokens(end)) for end in sorted(self.chat.eos_ids)}
-        for end, text in ends.items():
-            if rest.startswith(text):
-                return end, rest[len(text) :]
-        raise RewritingError(
-            "the chat template does not end an assistant's turn with a token that ends the model's "
-            f"({', '.join(map(repr, ends.values()))}), but with {rest[:20]!r}. {WHAT_TO_DO}"
-        )
+        rest, end = longer[len(so_far) :], str(self.chat.tokenizer.convert_ids_to_tokens(self.end_id))
+        if not rest.startswith(end):
+            wrong = f"the chat template does not end an assistant's turn with {end!r}, but with {rest[:20]!r}"
+            raise RewritingError(f"{wrong}. {WHAT_TO_DO}")
+        return rest[len(end) :]

@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from lagrpo import logs
-from lagrpo.cache import cache_directory
 from lagrpo.errors import find_nearest, one_line
+from lagrpo.machine import cache_directory
 
 ALIASES = ("smollm2",)
 # If the conversion ever changes, the directory gets another name, so that no stale cache is ever used.

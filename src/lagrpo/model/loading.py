@@ -34,6 +34,7 @@ ATTENTION_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16:
 def load_policy(
     path: str, dtype: torch.dtype, device: torch.device | str = "cpu", tau: float = 1.0,
     chat_template: str | None = None, backend: Backend | Choice = "auto", lora: Lora | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
 ) -> Policy:  # fmt: skip
     """Load a policy from a hub id or a directory, with shared-prefix attention. `backend` computes, or says how to
     choose what computes. `lora`: the adapters that the model gets; a directory of adapters has its own.
@@ -51,7 +52,7 @@ def load_policy(
         tokenizer.chat_template = chat_template
     policy = Policy.from_model(lm, tokenizer, tau, backend=backend)
     check_attention(policy)
-    return policy
+    return replace(policy, chat=replace(policy.chat, template_kwargs=template_kwargs or {}))
 
 
 def load_model(path: str, dtype: torch.dtype, device: torch.device | str = "cpu") -> tuple[Any, Any]:
@@ -106,14 +107,17 @@ def load_config(path: str) -> Any:
 
 
 @contextmanager
-def without_progress_bars() -> Iterator[None]:
-    """Inside, transformers shows no bars while it loads or writes weights; bars of downloads stay."""
+def quiet() -> Iterator[None]:
+    """Inside, transformers prints errors only, and shows no bars while it loads or writes weights; bars of downloads
+    stay."""
     from transformers.utils import logging
 
-    before = logging.set_tqdm_hook(lambda factory, args, kwargs: logging.EmptyTqdm(*args, **kwargs))
+    verbosity, before = logging.get_verbosity(), logging.set_tqdm_hook(lambda f, a, k: logging.EmptyTqdm(*a, **k))
+    logging.set_verbosity_error()
     try:
         yield
     finally:
+        logging.set_verbosity(verbosity)
         logging.set_tqdm_hook(before)
 
 
@@ -184,8 +188,7 @@ def check_context(policy: Policy, tokens: int) -> None:
         if limit is not None and tokens > limit:
             raise ValueError(
                 f"a prompt and its completion may be {tokens} tokens long, but the {what} of this {text.model_type} "
-                f"model is {limit}; lower rollout.max_prompt_length, rollout.max_completion_length or "
-                "environment.max_tokens"
+                f"model is {limit}; lower rollout.max_prompt_length or max_completion_length"
             )
 
 

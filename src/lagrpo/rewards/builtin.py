@@ -32,19 +32,23 @@ def length(completion: str, num_tokens: int, *, limit: int, target: int = 0, sha
     return 1 - x if shape == "linear" else (1 + math.cos(math.pi * x)) / 2
 
 
-def format(completion: str, *, pattern: str | None = None, tags: Sequence[str] | None = None) -> float:
-    """1 if the whole completion has the format, else 0. The format is a regular expression (`pattern`, in which . is
-    any character, a newline too), or these tags in this order, each once, with something between them and only white
+def format(
+    completion: str, prefix: str = "", *, pattern: str | None = None, tags: Sequence[str] | None = None
+) -> float:
+    """1 if the whole answer has the format, else 0. The answer is the completion after `prefix`, what the prompt begins
+    it with: a <think> of the chat template, say. The format is a regular expression (`pattern`, in which . is any
+    character, a newline too), or these tags in this order, each once, with something between them and only white
     space around them: by default <think>...</think> <answer>...</answer>, as in DeepSeek-R1 (arXiv 2501.12948).
     Special tokens are not part of the text."""
+    text = prefix + completion
     if pattern is not None and tags is not None:
         raise ValueError("pattern and tags are two ways to say the format: set one of them")
     if pattern is not None:
-        return float(re.fullmatch(pattern, completion, re.DOTALL) is not None)
+        return float(re.fullmatch(pattern, text, re.DOTALL) is not None)
     names = ("think", "answer") if tags is None else tags
     if not names or "" in names or len(set(names)) < len(names):
         raise ValueError(f"tags = {list(names)}: name at least one tag, each once")
-    if any(completion.count(tag) != 1 for name in names for tag in (f"<{name}>", f"</{name}>")):
+    if any(text.count(tag) != 1 for name in names for tag in (f"<{name}>", f"</{name}>")):
         return 0.0
     blocks = [rf"<{re.escape(name)}>\s*+\S.*?</{re.escape(name)}>" for name in names]
-    return float(re.fullmatch(r"\s*".join(["", *blocks, ""]), completion, re.DOTALL) is not None)
+    return float(re.fullmatch(r"\s*".join(["", *blocks, ""]), text, re.DOTALL) is not None)

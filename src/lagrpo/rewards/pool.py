@@ -1,29 +1,39 @@
-"""Scores completions in worker processes, each call with a deadline.
+"""Scores completions in worker processes (pebble's), each call with a deadline and a limit of memory.
 
 Every completion ends in one of three outcomes (`lagrpo.types.Outcome`). An exception, a crash, a hang or a value that
 is not a finite number makes that one completion *unscored*, with the reason. If more than a given share of a batch has
 no reward, the run stops. Functions that worker processes cannot import run in the training process, without a deadline.
+
+Workers import this module, so nothing here imports PyTorch: a process starts in a tenth of a second.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import math
+import multiprocessing
 import os
 import pickle
+import resource
+import signal
 import threading
+import traceback
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
 from multiprocessing import get_context, spawn
-from typing import Any
+from typing import Any, Self
 
 from pebble import ProcessExpired, ProcessPool
 from pebble.pool.process import WORKERS_NAME
 
-from lagrpo.rewards import worker
-from lagrpo.rewards.reward import Reward, Rewards, as_rewards
+from lagrpo.errors import one_line
+from lagrpo.logs import redact
+from lagrpo.machine import usable_cores
+from lagrpo.rewards.reward import TRL, Reward, Rewards, UnscorableError
 from lagrpo.types import Completion, Group, Outcome
 
 logger = logging.getLogger("lagrpo")
@@ -32,11 +42,129 @@ BY_MACHINE = ("no reward within ", "the worker process ")
 ENOUGH = 64  # completions after which a batch is stopped early
 RESTARTS = 3
 SPARE = 2.0  # seconds for a call of coroutines, which have deadlines themselves
+NICENESS = 5  # of a core that both want, the policy gets three quarters and a worker one
 _prepare = spawn.get_preparation_data
 
 
 class RewardError(RuntimeError):
     """The run cannot continue: too many completions have no reward, or the worker processes do not work."""
+
+
+# ---- in a worker process ----
+
+
+class LoadError(Exception):
+    """The process could not load what it is to call."""
+
+
+_called: Any = None
+
+
+def start_worker(pickled: bytes, memory: int) -> None:
+    """Prepare this process: limit its memory to `memory` bytes, give way to the policy, load what it is to call (before
+    the first deadline begins), and end with the parent."""
+    global _called
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a handler in Python would wait for a function that hangs in C
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    resource.setrlimit(resource.RLIMIT_DATA, (memory if hard < 0 else min(memory, hard), hard))
+    os.setsid()  # signals to the parent's process group, such as Ctrl-C, do not reach it
+    os.nice(NICENESS)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    try:
+        _called = pickle.loads(pickled)
+    except BaseException as error:  # noqa: BLE001 - importing a user's module can raise anything
+        _called = LoadError(_describe(error))
+
+
+def _end_with_parent() -> None:
+    if (parent := multiprocessing.parent_process()) is not None:
+        parent.join()
+        os._exit(1)
+
+
+def called() -> Any:
+    """What this process is to call. Raises LoadError if it could not be loaded."""
+    if isinstance(_called, LoadError):
+        raise _called
+    return _called
+
+
+def score(number: int, calls: Sequence[Mapping[str, Any]], count: int | None, seconds: float) -> list[Outcome]:
+    """`call_reward` with the function of this number."""
+    return call_reward(called()[number], calls, count, seconds)
+
+
+def call_reward(
+    function: Callable[..., Any], calls: Sequence[Mapping[str, Any]], count: int | None, seconds: float
+) -> list[Outcome]:
+    """The outcome of each call with these keyword arguments. With `count` the only call gives a list with a value for
+    each of so many completions. Coroutines run concurrently, each for at most so many seconds."""
+    values = [_call(function, arguments) for arguments in calls]
+    if asyncio.iscoroutine(values[0]):
+        late = UnscorableError(f"no reward within {seconds:g} s")
+        found = asyncio.run(_wait_for_all(values, seconds))
+        values = [late if isinstance(value, TimeoutError) else value for value in found]
+    if count is not None:
+        values = _spread(values[0], count)
+    return [to_outcome(value) for value in values]
+
+
+def _call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    try:
+        return function(**arguments)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - it concerns this completion only
+        return error
+
+
+async def _wait_for_all(coroutines: Sequence[Any], seconds: float) -> list[Any]:
+    limited = (asyncio.wait_for(coroutine, seconds) for coroutine in coroutines)
+    return await asyncio.gather(*limited, return_exceptions=True)
+
+
+def _spread(value: Any, count: int) -> list[Any]:
+    """The values that a function in TRL's signature returned, or its exception for each completion."""
+    if isinstance(value, BaseException):
+        return [value] * count
+    values = [] if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable) else list(value)
+    if len(values) == count:
+        return values
+    wrong = f"a {type(value).__name__} of {len(values)}" if values else f"a {type(value).__name__}"
+    return [UnscorableError(f"the reward function returned {wrong}, not a list of {count} numbers")] * count
+
+
+def to_outcome(value: Any, who: str = "the reward function") -> Outcome:
+    """The outcome that a value returned or raised by `who` stands for: any finite number scores (numpy's and torch's
+    scalars, too), but not a text that spells one. None gives an unscored outcome without a reason."""
+    if isinstance(value, UnscorableError):
+        return Outcome.unscored(clean(str(value)) or f"{who} cannot score it")
+    if isinstance(value, BaseException):
+        return Outcome.unscored(f"{who} raised {_describe(value)}")
+    if isinstance(value, Mapping):
+        value = value.get("score", value)
+    if value is None:
+        return Outcome("unscored")
+    try:
+        reward = math.nan if isinstance(value, str | bytes) else float(value)
+    except Exception:  # noqa: BLE001 - whatever float raises for a user's object
+        reward = math.nan
+    if math.isfinite(reward):
+        return Outcome.scored(reward)
+    what = f"{value}" if isinstance(value, float) else f"a {type(value).__name__}"
+    return Outcome.unscored(f"{who} returned {what}, not a finite number")
+
+
+def _describe(error: BaseException) -> str:
+    """The exception as in the last line of a traceback."""
+    return clean(traceback.format_exception_only(error)[-1])
+
+
+def clean(text: str) -> str:
+    """A user's text as part of a reason: one line, without secrets and half surrogate pairs, which no file takes."""
+    return one_line(redact(text[:4096])).encode(errors="backslashreplace").decode()
+
+
+# ---- in the training process ----
 
 
 @dataclass(eq=False, slots=True)
@@ -49,22 +177,23 @@ class Job:
     future: Future[Any] = field(default_factory=Future)
 
 
-Asked = tuple[Sequence[int], Job]
-"""A call under way, and the completions of the group that it is for."""
+def count_workers() -> int:
+    """Processes for each pool: a quarter of the cores, at most 8. Rewards are scored while others are sampled."""
+    return max(1, min(8, usable_cores() // 4))
 
 
 class WorkerPool:
     """`workers` processes that have loaded `called` and run functions of modules with a deadline. A process may take
     `memory` GiB (Linux). They start at once. Raises TypeError for what cannot be sent to a process."""
 
-    def __init__(self, called: Any, workers: int = 1, memory: float = 4.0) -> None:
+    def __init__(self, called: Any, workers: int | None = None, memory: float = 4.0) -> None:
         try:
             pickled = pickle.dumps(called)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise TypeError(
                 f"{called!r} cannot be sent to worker processes ({error}): define it at the top level of a module"
             ) from error
-        self._workers, self._given = workers, (pickled, int(memory * 2**30))
+        self._workers, self._given = workers or count_workers(), (pickled, int(memory * 2**30))
         self._lock, self._closed = threading.Lock(), False
         self._pool = self._start()
 
@@ -84,7 +213,7 @@ class WorkerPool:
                 return Outcome.unscored(f"no reward within {job.seconds:g} s")
             except ProcessExpired as error:
                 return Outcome.unscored(f"the worker process ended with exit code {error.exitcode}")
-            except worker.LoadError as error:
+            except LoadError as error:
                 raise RewardError(f"the worker processes cannot load the reward or environment: {error}") from error
             except (BrokenProcessPool, CancelledError):
                 self._schedule(job)
@@ -106,7 +235,7 @@ class WorkerPool:
         self._pool.stop()
         self._pool.join()
 
-    def __enter__(self) -> WorkerPool:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -115,7 +244,7 @@ class WorkerPool:
     def _start(self) -> ProcessPool:
         spawn.get_preparation_data = _prepare_without_main
         context = get_context("spawn")
-        pool = ProcessPool(self._workers, initializer=worker.start, initargs=self._given, context=context)
+        pool = ProcessPool(self._workers, initializer=start_worker, initargs=self._given, context=context)
         pool.schedule(os.getpid)  # any call starts the processes
         return pool
 
@@ -126,19 +255,18 @@ def _prepare_without_main(name: str) -> dict[str, Any]:
     return {key: value for key, value in given.items() if name != WORKERS_NAME or not key.startswith("init_main")}
 
 
-class RewardPool:
+class RewardPool(WorkerPool):
     """Scores completions by a reward function, or by several `Rewards` (see `lagrpo.rewards.reward`), with `workers`
     processes, `deadline` seconds for one call, `memory` GiB for a process (Linux), and at most this share of a batch's
     completions without a reward (unscored or failed). Raises ValueError for a function of another signature."""
 
     def __init__(
-        self, rewards: Callable[..., Any] | Rewards, *, workers: int = 1, deadline: float = 5.0, memory: float = 4.0,
-        max_without_reward: float = 0.5,
+        self, rewards: Callable[..., Any] | Rewards, *, deadline: float = 5.0, workers: int | None = None,
+        memory: float = 4.0, max_without_reward: float = 0.5,
     ) -> None:  # fmt: skip
-        self.max_without_reward = max_without_reward
-        self._rewards, self._deadline = as_rewards(rewards), deadline
+        self._rewards, self._deadline, self._share = Rewards.from_reward(rewards), deadline, max_without_reward
         functions = [reward.function if reward.importable else None for reward in self._rewards.parts]
-        self._workers = WorkerPool(functions, workers, memory)
+        super().__init__(functions, workers, memory)
         if here := [reward.title for reward in self._rewards.parts if not reward.importable]:
             logger.warning(
                 "reward %s runs in the training process, without a deadline, because worker processes cannot import "
@@ -151,51 +279,38 @@ class RewardPool:
         Scoring continues while `groups` yields, and a group is yielded as soon as it and those before it are done. A
         completion that has an outcome already (it failed) keeps it. Raises RewardError if the processes do not work, or
         too many completions have no reward (after every group was yielded, or earlier, once 64 have an outcome)."""
-        pending, done = deque[tuple[Group, list[Asked]]](), list[Completion]()
+        pending, done = deque[tuple[Group, list[tuple[Sequence[int], Job]]]](), list[Completion]()
         for group in groups:
-            pending.append((group, self._submit(group)))
+            pending.append((group, list(self._call_rewards(group))))
             while pending and all(job.future.done() for _, job in pending[0][1]):
                 yield self._collect(*pending.popleft(), done)
         while pending:
             yield self._collect(*pending.popleft(), done)
-        check_share(done, self.max_without_reward)
+        check_share(done, self._share)
 
-    def close(self) -> None:
-        self._workers.close()
-
-    def __enter__(self) -> RewardPool:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _submit(self, group: Group) -> list[Asked]:
-        """Call every reward for the completions of a group that have no outcome yet."""
-        places, asked = (
-            [n for n, c in enumerate(group.completions) if c.outcome is None],
-            list[Asked](),
-        )
+    def _call_rewards(self, group: Group) -> Iterator[tuple[Sequence[int], Job]]:
+        """Call every reward for the completions of a group that have no outcome yet: places in the group, and the call
+        that scores the completions there."""
+        places = [n for n, completion in enumerate(group.completions) if completion.outcome is None]
         for number, reward in enumerate(self._rewards.parts if places else ()):
-            parts = [places] if reward.style == "trl" or reward.is_async else [[n] for n in places]
-            asked += [(part, self._call(number, reward, group, part)) for part in parts]
-        return asked
+            together = reward.style == TRL or reward.is_async
+            for part in [places] if together else [[n] for n in places]:
+                yield part, self._call(number, reward, group, part)
 
     def _call(self, number: int, reward: Reward, group: Group, places: Sequence[int]) -> Job:
         calls = reward.arguments(group.prompt, [group.completions[n] for n in places])
-        seconds = reward.deadline or self._deadline
-        given = calls, len(places) if reward.style == "trl" else None, seconds
+        given = calls, len(places) if reward.style == TRL else None, self._deadline
         if reward.importable:
-            limit = seconds + SPARE if reward.is_async else seconds
-            return self._workers.submit(worker.score, number, *given, seconds=limit)
-        job = Job(worker.call_reward, (reward.function, *given), seconds)
+            return self.submit(score, number, *given, seconds=self._deadline + SPARE * reward.is_async)
+        job = Job(call_reward, (reward.function, *given), self._deadline)
         job.future.set_result(job.call(*job.arguments))
         return job
 
-    def _collect(self, group: Group, all_asked: list[Asked], done: list[Completion]) -> Group:
+    def _collect(self, group: Group, jobs: Sequence[tuple[Sequence[int], Job]], done: list[Completion]) -> Group:
         """Wait for the outcomes of the group, and return it with them."""
         found: dict[int, list[Outcome]] = {}
-        for places, job in all_asked:
-            said = self._workers.result(job)  # an outcome for each, or one for all
+        for places, job in jobs:
+            said = self.result(job)  # an outcome for each, or one for all
             for n, outcome in zip(places, said if isinstance(said, list) else [said] * len(places), strict=True):
                 found.setdefault(n, []).append(outcome)
         completions = list(group.completions)
@@ -203,7 +318,7 @@ class RewardPool:
             completions[n] = replace(completions[n], outcome=self._rewards.combine(outcomes))
         done += completions
         if len(done) >= ENOUGH:
-            check_share(done, self.max_without_reward)
+            check_share(done, self._share)
         return replace(group, completions=tuple(completions))
 
 
@@ -215,5 +330,5 @@ def check_share(completions: Sequence[Completion], share: float) -> None:
         counts = "\n".join(f"  {count} x {reason}" for reason, count in reasons.most_common(5))
         raise RewardError(
             f"{len(missing)} of {len(completions)} completions have no reward, more than the allowed share of "
-            f"{share:g} (verifier.max_without_reward):\n{counts}\nThe first of them: {missing[0][0].text!r:.200}"
+            f"{share:g}:\n{counts}\nThe first of them: {missing[0][0].text!r:.200}"
         )

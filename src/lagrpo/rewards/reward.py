@@ -1,8 +1,8 @@
-"""A reward function in any of three signatures, and the weighted sum of several rewards.
+"""Reward functions: their signatures, the built-in ones, and the weighted sum of several.
 
 The names of its parameters tell which signature a function has:
 
-    ours   f(completion, answer) -> float, optionally also prompt, row, finished, num_tokens
+    ours   f(completion, answer) -> float, optionally also prompt, row, finished, num_tokens, prefix
     TRL    f(prompts, completions, **columns) -> list[float | None], one call for the completions of a prompt
     verl   f(data_source, solution_str, ground_truth, extra_info=None) -> float or {"score": float, ...}
 
@@ -11,25 +11,46 @@ Each may be a coroutine function. None means that this function does not score t
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import math
+import os
 import pickle
+import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, wraps
-from typing import Any, Literal
+from functools import cached_property, partial, wraps
+from typing import Any
 
 from lagrpo.errors import suggest
+from lagrpo.logs import is_secret
 from lagrpo.types import Completion, Outcome, Prompt, Range, is_correct
 
-Style = Literal["ours", "trl", "verl"]
-PASSED: Mapping[Style, tuple[str, ...]] = {
-    "ours": ("completion", "answer", "prompt", "row", "finished", "num_tokens"),
-    "trl": ("prompts", "completions", "completion_ids", "answer"),
-    "verl": ("data_source", "solution_str", "ground_truth", "extra_info"),
+REWARDS = {
+    "exact": "lagrpo.rewards.builtin:exact",
+    "length": "lagrpo.rewards.builtin:length",
+    "format": "lagrpo.rewards.builtin:format",
+    "llm_judge": "lagrpo.rewards.llm_judge:LlmJudge",
+    "number": "lagrpo.tasks.gsm8k:score",
+    "math": "lagrpo.tasks.math:score",
+    "arithmetic": "lagrpo.tasks.arithmetic:score",
+    "countdown": "lagrpo.tasks.countdown:score",
+    "guess_number": "lagrpo.tasks.guess_number:score",
+}
+"""The built-in rewards."""
+WITH_OPTIONS = {"length": ("", 0), "format": ("",), "llm_judge": None}
+"""Built-in rewards that take options, and arguments of a call in which a function checks its options."""
+OWN = "task"
+"""How an entry of task.rewards names the task's own reward."""
+OURS, TRL, VERL = "completion", "completions", "solution_str"
+"""The parameter that tells a signature from the others."""
+PASSED = {
+    OURS: ("completion", "answer", "prompt", "row", "finished", "num_tokens", "prefix"),
+    TRL: ("prompts", "completions", "completion_ids", "answer"),
+    VERL: ("data_source", "solution_str", "ground_truth", "extra_info"),
 }
 """What lagrpo passes in each signature. TRL's also gets the columns of the data."""
-STYLE_OF: Mapping[str, Style] = {"completion": "ours", "completions": "trl", "solution_str": "verl"}
 NOT_SCORED = "the reward function returned None"
 
 
@@ -67,23 +88,18 @@ class Reward:
     weight: float = 1.0
     range: Range = (0.0, 1.0)
     """its minimum and maximum"""
-    decides: bool = False
-    """whether its maximum is what makes a completion correct"""
-    deadline: float | None = None
-    """seconds for a call; None: the pool's"""
 
     def __post_init__(self) -> None:
-        _ = self.style
+        if self.style is None:
+            raise ValueError(
+                f"{self.title}({', '.join(self._parameters)}): a reward function takes (completion, answer), as in TRL "
+                "(prompts, completions, **columns), or as in verl (data_source, solution_str, ground_truth, extra_info)"
+            )
 
     @cached_property
-    def style(self) -> Style:
-        for name in self._parameters:
-            if name in STYLE_OF:
-                return STYLE_OF[name]
-        raise ValueError(
-            f"{self.title}({', '.join(self._parameters)}): a reward function takes (completion, answer), as in TRL "
-            "(prompts, completions, **columns), or as in verl (data_source, solution_str, ground_truth, extra_info)"
-        )
+    def style(self) -> Any:
+        """OURS, TRL or VERL."""
+        return next((name for name in self._parameters if name in PASSED), None)
 
     @property
     def title(self) -> str:
@@ -117,7 +133,7 @@ class Reward:
 
     def check(self, row: Mapping[str, Any] | None) -> None:
         """Raise ValueError if the function needs a parameter that neither lagrpo nor the columns of the data have."""
-        known = {*PASSED[self.style], *(row or () if self.style == "trl" else ())}
+        known = {*PASSED[self.style], *(row or () if self.style == TRL else ())}
         for name, parameter in self._parameters.items():
             is_splat = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
             by_name = parameter.kind != parameter.POSITIONAL_ONLY and name in known
@@ -127,27 +143,26 @@ class Reward:
 
     def arguments(self, prompt: Prompt, completions: Sequence[Completion]) -> list[dict[str, Any]]:
         """The keyword arguments of each call: one call for each completion, in TRL's signature one for all of them."""
-        if self.style == "trl":
-            return [self._select(_trl_arguments(prompt, completions))]
-        make = _verl_arguments if self.style == "verl" else _our_arguments
-        return [self._select(make(prompt, completion)) for completion in completions]
-
-    def _select(self, available: dict[str, Any]) -> dict[str, Any]:
-        """The arguments that the function takes."""
+        if self.style == TRL:
+            made = [_trl_arguments(prompt, completions)]
+        else:
+            make = _verl_arguments if self.style == VERL else _our_arguments
+            made = [make(prompt, completion) for completion in completions]
         if any(parameter.kind == parameter.VAR_KEYWORD for parameter in self._parameters.values()):
-            return available
-        return {name: value for name, value in available.items() if name in self._parameters}
+            return made
+        return [{name: value for name, value in each.items() if name in self._parameters} for each in made]
 
 
 def _our_arguments(prompt: Prompt, completion: Completion) -> dict[str, Any]:
-    values = (completion.text, prompt.answer, [*(prompt.asked or prompt.messages)], prompt.row)
-    return dict(zip(PASSED["ours"], (*values, completion.finished, completion.length), strict=True))
+    asked = [*(prompt.asked or prompt.messages)]
+    values = (completion.text, prompt.answer, asked, prompt.row, completion.finished, completion.length, prompt.prefix)
+    return dict(zip(PASSED[OURS], values, strict=True))
 
 
 def _verl_arguments(prompt: Prompt, completion: Completion) -> dict[str, Any]:
     row = prompt.row or {}
     values = (row.get("data_source", ""), completion.text, prompt.answer, row.get("extra_info", dict(row)))
-    return dict(zip(PASSED["verl"], values, strict=True))
+    return dict(zip(PASSED[VERL], values, strict=True))
 
 
 def _trl_arguments(prompt: Prompt, completions: Sequence[Completion]) -> dict[str, Any]:
@@ -169,18 +184,19 @@ class Rewards:
 
     parts: tuple[Reward, ...]
 
+    @staticmethod
+    def from_reward(given: Callable[..., Any] | Rewards) -> Rewards:
+        """The rewards of a task, which may have a single function."""
+        return given if isinstance(given, Rewards) else Rewards((Reward("", given),))
+
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(reward.name for reward in self.parts if reward.name)
 
-    def check(self, row: Mapping[str, Any] | None) -> None:
-        """Raise ValueError if a function needs a parameter that it would not get."""
-        for reward in self.parts:
-            reward.check(row)
-
     def combine(self, outcomes: Sequence[Outcome]) -> Outcome:
         """The outcome of a completion from the outcome of each reward, in their order. Rewards that returned None (an
-        unscored outcome without a reason) are left out of the sum; one that failed leaves the completion unscored."""
+        unscored outcome without a reason) are left out of the sum; one that failed leaves the completion unscored. The
+        first of the others says whether the completion is correct."""
         if not self.names:
             return outcomes[0] if outcomes[0] != Outcome("unscored") else Outcome.unscored(NOT_SCORED)
         parts = {reward.name: found.reward for reward, found in zip(self.parts, outcomes, strict=True)}
@@ -191,24 +207,7 @@ class Rewards:
         if not scored:
             return Outcome("unscored", reason=NOT_SCORED, parts=parts)
         total = math.fsum(reward.weight * value for reward, value in scored)
-        return Outcome("scored", total, parts=parts, correct=self._is_correct(scored))
-
-    def _is_correct(self, scored: Sequence[tuple[Reward, float]]) -> bool:
-        """Whether every reward that decides has its maximum; if none says that it decides, the first does."""
-        deciding = [pair for pair in scored if pair[0].decides]
-        if not any(reward.decides for reward in self.parts):
-            deciding = scored[:1]
-        return bool(deciding) and all(is_correct(value, reward.range) for reward, value in deciding)
-
-
-def as_rewards(given: Callable[..., Any] | Rewards) -> Rewards:
-    """The rewards of a task, which may be a single function."""
-    return given if isinstance(given, Rewards) else Rewards((Reward("", given),))
-
-
-def reward_names(given: object) -> tuple[str, ...]:
-    """The names of a task's rewards; none for a single function."""
-    return given.names if isinstance(given, Rewards) else ()
+        return Outcome("scored", total, parts=parts, correct=is_correct(scored[0][1], scored[0][0].range))
 
 
 def sum_ranges(parts: Sequence[tuple[float, Range]]) -> Range:
@@ -219,3 +218,73 @@ def sum_ranges(parts: Sequence[tuple[float, Range]]) -> Range:
     """
     ends = [sorted((weight * low, weight * high)) for weight, (low, high) in parts]
     return math.fsum(low for low, _ in ends), math.fsum(high for _, high in ends)
+
+
+# ---- from the settings ----
+
+
+def check_rewards(entries: Sequence[Any]) -> None:
+    """Raise ValueError for entries of task.rewards that do not exist or contradict each other, and for wrong options of
+    built-in ones. The user's functions are not loaded."""
+    names, known = [each.name for each in entries], (OWN, *REWARDS)
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"task.rewards: two entries have the name {twice[0]!r}")
+    for each in entries:
+        where, is_builtin = f"task.rewards, {each.name!r}", ":" not in each.reward
+        if is_builtin and each.reward not in known:
+            raise ValueError(
+                f"{where}: no built-in reward {each.reward!r}; there are {', '.join(known)}, and functions as "
+                f"'package.module:function'.{suggest(each.reward, known)}"
+            )
+        if secret := next(filter(is_secret, each.options), None):
+            raise ValueError(f"{where}: options.{secret} would be on the disk; use an environment variable")
+        if is_builtin and (each.options or each.reward in WITH_OPTIONS):
+            load_reward(each, None)
+
+
+def load_rewards(entries: Sequence[Any], own: Any) -> Rewards:
+    """The rewards that the entries of task.rewards name; `own` is the task's own reward."""
+    if isinstance(own, Rewards) and any(each.reward == OWN for each in entries):
+        raise ValueError(f"task.rewards: the task has several rewards, and {OWN!r} names a single one")
+    return Rewards(tuple(load_reward(each, own) for each in entries))
+
+
+def load_reward(entry: Any, own: Any) -> Reward:
+    """One entry. Raises ValueError for options that its function does not take."""
+    reference: str = entry.reward
+    function: Any = own if reference == OWN else load_function(REWARDS.get(reference) or reference)
+    try:
+        if inspect.isclass(function):
+            function = function(**entry.options)
+        elif entry.options:
+            inspect.signature(function).bind_partial(**entry.options)
+            function = partial(function, **entry.options)
+        if arguments := WITH_OPTIONS.get(entry.reward):
+            function(*arguments)
+    except (TypeError, ValueError, re.error) as error:
+        raise ValueError(f"task.rewards, {entry.name!r}, options: {entry.reward}: {error}") from error
+    return Reward(entry.name, function, entry.weight, entry.range)
+
+
+def load_function(reference: str) -> Callable[..., Any]:
+    """The function that "package.module:function" names, also in a module of the current directory. Worker processes
+    inherit the path. Raises ValueError for another form, a missing module or attribute, and what cannot be called."""
+    module_name, _, attribute = reference.partition(":")
+    if not all(part.isidentifier() for part in (*module_name.split("."), attribute)):
+        raise ValueError(f"{reference!r} is not of the form 'package.module:function'")
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.append(here)  # last, so that no file there can shadow the standard library
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise  # the module was found, but something that it imports was not
+        raise ValueError(
+            f"{reference!r}: no module {error.name!r} in the current directory ({here}) or among installed packages"
+        ) from error
+    function = getattr(module, attribute, None)
+    if not callable(function):
+        where = getattr(module, "__file__", None) or module_name
+        problem = f"{where} has no function {attribute!r}.{suggest(attribute, vars(module))}"
+        raise ValueError(f"{reference!r}: {problem}")
+    return function

@@ -3,7 +3,7 @@
 `DecodeState` holds what a set of active completions (*rows*) needs: for each group its prompt's keys and values, for
 each row the keys and values of its own tokens. Active rows are always rows 0 .. R-1: when one ends, the last one moves
 into its place. One step takes one token per row and returns the final hidden states. A row that waits for an
-environment is left out of steps; the next step that it is in takes all tokens of the reply.
+environment takes none; the next step that it is in takes all tokens of the reply.
 
 The kernels attend in a step (cpu/decode.c), or PyTorch's operations.
 """
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from lagrpo.model.model import Model
 
 BLOCK = 64  # the own cache grows by this many tokens, or doubles
-PIECE = 512  # tokens of a step, at most: a longer reply takes several
+PIECE = 512  # tokens of a step, at most, unless there are more rows: a longer reply takes several
 MIN_ROWS = 2  # PyTorch's product with one row takes another kernel, with another order of summation
 MIN_KEYS = 16  # numbers in a vector register: caches hold a multiple of it
 
@@ -67,11 +67,6 @@ class Cache:
             value = value.permute(0, 2, 3, 1).contiguous().view(torch.float32).squeeze(-1)
         self.keys[layer, at, :, :, : len(key)] = key.permute(1, 2, 0)
         self.values[layer, at, :, : len(value)] = value.transpose(0, 1)
-
-    def copy(self, source: Cache) -> None:
-        """Take over a smaller cache."""
-        self.keys[:, : source.batch, :, :, : source.capacity] = source.keys
-        self.values[:, : source.batch, :, : source.values.shape[3]] = source.values
 
     def move(self, source: Tensor, to: Tensor, tokens: int) -> None:
         """Copy the first tokens of some in the batch over others."""
@@ -126,17 +121,14 @@ class DecodeState:
         self.lengths = F.pad(self.lengths, (0, len(places) * G))
         return hidden.index_select(0, layout.last_prompt_rows)
 
-    def step(self, token_ids: Tensor) -> Tensor:
-        """One token per active row, int64 [R] -> final hidden states [R, H]."""
-        return self._feed(DecodeInputs(token_ids, torch.arange(self.rows), self.lengths))
-
     def feed(self, tokens: Sequence[Sequence[int]]) -> Tensor:
         """The next tokens of each active row, none of a row that waits -> their final hidden states [., H]."""
         counts = torch.tensor([len(of_row) for of_row in tokens])
         rows = torch.arange(len(counts)).repeat_interleave(counts)
         before = self.lengths[rows] + torch.arange(len(rows)) - (counts.cumsum(0) - counts)[rows]
         inputs = DecodeInputs(torch.tensor([token for of_row in tokens for token in of_row]), rows, before)
-        return torch.cat([self._feed(inputs.select(piece)) for piece in torch.arange(len(rows)).split(PIECE)])
+        pieces = torch.arange(len(rows)).split(max(PIECE, self.rows))
+        return torch.cat([self._feed(inputs.select(piece)) for piece in pieces])
 
     def retire(self, rows: Sequence[int]) -> list[tuple[int, int]]:
         """Drop ended rows; returns the moves (from row, to row) that keep the active ones at 0 .. R-1. A group whose
@@ -196,7 +188,8 @@ class DecodeState:
 
     def _grow(self, cache: Cache, batch: int, tokens: int) -> Cache:
         grown = self._cache(batch, tokens)
-        grown.copy(cache)
+        grown.keys[:, : cache.batch, :, :, : cache.capacity] = cache.keys
+        grown.values[:, : cache.batch, :, : cache.values.shape[3]] = cache.values
         return grown
 
 

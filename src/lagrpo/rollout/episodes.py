@@ -14,10 +14,9 @@ from typing import Any
 from lagrpo.errors import refusing
 from lagrpo.model.chat import OPENING, Chat, Replies, RewritingError, TemplateError
 from lagrpo.rewards.pool import Job, WorkerPool
-from lagrpo.settings.environment import EnvironmentSettings
-from lagrpo.settings.schema import EvalSettings, Settings
-from lagrpo.tasks.base import Key, Messages, StepResult, Task, environment_of
-from lagrpo.tasks.environments import Tools, load_environment, system_text, take_turn
+from lagrpo.settings.schema import Settings
+from lagrpo.tasks import Key, Messages, StepResult, Task, environment_of
+from lagrpo.tasks.environments import Tools, system_text, take_turn
 from lagrpo.types import Outcome, Prompt
 
 OF_RUN = ""
@@ -56,14 +55,11 @@ class Episodes:
         return Episode(self, prompt, key)
 
 
-def build_episodes(
-    settings: Settings | EvalSettings, environment: EnvironmentSettings, task: Task, chat: Chat
-) -> Episodes | None:
-    """The environment that `environment` or the task names, in processes; None for completions of one turn. Raises
-    SettingsError for functions that do not exist, do not say how they are called or cannot be sent to processes, and
-    for a chat template that changes earlier turns."""
-    with refusing("environment", TypeError, TemplateError):
-        make, tools = load_environment(environment, task), None
+def build_episodes(settings: Settings, task: Task, chat: Chat) -> Episodes | None:
+    """The task's environment in processes; None for completions of one turn. Raises SettingsError for tools that do
+    not say how they are called, what cannot be sent to processes, and a chat template that changes earlier turns."""
+    with refusing("task", TypeError, TemplateError):
+        make, tools = environment_of(task), None
         if make is None:
             return None
         if isinstance(make, Tools):
@@ -71,32 +67,29 @@ def build_episodes(
             opening = chat.render(OPENING, tools)
             if not all(f'"{name}"' in opening for name in make.functions):
                 make, tools = replace(make, system=system_text(tools)), None
-        replies, limits = Replies(chat), settings.environment
+        replies, sampled = Replies(chat), settings.rollout.max_completion_length
         replies.check([{"role": "tool" if isinstance(make, Tools) else "user", "content": "5"}])
-        sampled = settings.rollout.max_completion_length if isinstance(settings, Settings) else settings.max_tokens
-        workers = settings.verifier
-        pool = WorkerPool(make, workers.workers, workers.memory)
-        return Episodes(pool, replies, Limits(limits.max_turns, sampled, limits.max_tokens), tools, workers.deadline)
+        limits = Limits(settings.task.max_turns, sampled, settings.reply_limit)
+        return Episodes(WorkerPool(make), replies, limits, tools, settings.task.reward_timeout)
 
 
 def build_all_episodes(
     settings: Settings, task: Task, of_sets: Mapping[str, Task], chat: Chat, undo: ExitStack
 ) -> dict[str, Episodes]:
     """The environments of the run and of evaluation sets with their own tasks, by name. `undo` closes them."""
-    alone = settings.environment.model_copy(update={"name": None, "tools": ()})
     found = dict[str, Episodes]()
     for name, each in {OF_RUN: task, **of_sets}.items():
-        episodes = build_episodes(settings, settings.environment if name == OF_RUN else alone, each, chat)
+        episodes = build_episodes(settings, each, chat)
         if episodes is not None:
             found[name] = episodes
             undo.enter_context(episodes.pool)
     return found
 
 
-def max_reply_tokens(settings: Settings | EvalSettings, *tasks: Task) -> int:
+def max_reply_tokens(settings: Settings, *tasks: Task) -> int:
     """The most tokens that an environment says in a completion of these tasks; 0 without one."""
     has_environment = any(environment_of(task) is not None for task in tasks)
-    return settings.environment.max_tokens if has_environment else settings.replied
+    return settings.reply_limit if has_environment else settings.replied
 
 
 class Episode:
@@ -122,7 +115,7 @@ class Episode:
         elif token_ids[-1] != replies.end_id:
             self._cut = "cut: the turn ended with another token than the one that ends a turn"
         elif len(self.turns) // 2 + 1 >= limits.turns:
-            self._cut = f"cut after {limits.turns} turns (environment.max_turns)"
+            self._cut = f"cut after {limits.turns} turns (task.max_turns)"
         self._ended = token_ids[-1] in replies.chat.eos_ids
         self.turns.append(replies.chat.decode(token_ids))
         begin = self._begin if self._state is None else (None, None)
@@ -162,16 +155,11 @@ class Episode:
             self.outcome = Outcome("scored", said.reward, self._cut)
         return tokens
 
-    def forget(self) -> None:
-        """The rest is not needed."""
-        if self._job is not None:
-            self._job.future.cancel()
-
     def _tokenize(self, messages: Messages) -> tuple[int, ...]:
         """The messages in tokens; they are part of the conversation if they fit."""
         tokens, limit = self._episodes.replies.tokens(messages), self._episodes.limits.replied
         if self._replied + len(tokens) > limit:
-            self._cut = f"cut: the environment said more than {limit} tokens (environment.max_tokens)"
+            self._cut = f"cut: the environment said more than {limit} tokens"
             return ()
         self._replied += len(tokens)
         self.turns.append("\n".join(str(message.get("content") or "") for message in messages))

@@ -57,19 +57,15 @@ class _Row:
 
 class LocalSampler:
     """Samples with its own policy (a copy of the one that learns): at most `max_num_seqs` completions at a time, each
-    of at most `max_tokens` tokens, at temperature `tau` (the policy's unless given). `purpose` is part of the key of
-    every random number. `episodes` is set if completions talk to an environment."""
+    of at most `max_tokens` tokens, at temperature `tau` (the policy's unless given). `episodes` is set if completions
+    talk to an environment."""
 
     spans = False
 
-    def __init__(
-        self, policy: Policy, seed: int, max_tokens: int, max_num_seqs: int, tau: float | None = None,
-        purpose: str = "sample",
-    ) -> None:  # fmt: skip
+    def __init__(self, policy: Policy, seed: int, max_tokens: int, max_num_seqs: int, tau: float | None = None) -> None:
         self.policy, self.model, self.seed, self.max_num_seqs = policy, policy.model, seed, max_num_seqs
-        self.sampling_params = SamplingParams(purpose, policy.tau if tau is None else tau, max_tokens)
+        self.sampling_params = SamplingParams("sample", policy.tau if tau is None else tau, max_tokens)
         self.episodes: Episodes | None = None
-        self._in_flight = 0  # groups
 
     def set_sampling_params(self, params: SamplingParams) -> None:
         """Sample so from now on. Only while nothing is being sampled."""
@@ -83,10 +79,6 @@ class LocalSampler:
         return f"the in-process sampler: {self.version}"
 
     def sync_weights(self, weights: Mapping[str, Tensor], version: int) -> Mapping[str, float]:
-        if self._in_flight:
-            raise RuntimeError(
-                f"version {version} was synced while {self._in_flight} groups of version {self.version} are open"
-            )
         self.policy.load(weights, version)
         return {}
 
@@ -101,8 +93,6 @@ class LocalSampler:
 
     def sample(self, requests: Sequence[Request], G: int) -> Iterator[tuple[Request, Group]]:
         """Yield each group when its last completion has ended. The next request takes the place of ended rows."""
-        if self.max_num_seqs < G:
-            raise ValueError(f"a group of G = {G} completions does not fit rollout.max_num_seqs = {self.max_num_seqs}")
         if requests:
             yield from self._sample(requests, G, self.max_num_seqs, self.sampling_params, self.episodes)
 
@@ -117,18 +107,12 @@ class LocalSampler:
         self, requests: Sequence[Request], G: int, rows: int, params: SamplingParams, episodes: Episodes | None
     ) -> Iterator[tuple[Request, Group]]:
         batch = ContinuousBatch(self.policy, self.seed, requests, G, rows, params, episodes)
-        self._in_flight = len(requests)
-        try:
-            while batch:
-                if params is self.sampling_params:  # the weight-sync check is short, and ranks make it together
-                    raise_if_asked()
-                for group in batch.step():
-                    self._in_flight -= 1
-                    request, completions = group[0].request, tuple(map(self._complete, group))
-                    yield request, Group(request.prompt, completions, request.epoch)
-        finally:
-            self._in_flight = 0
-            batch.forget()
+        while batch:
+            if params is self.sampling_params:  # the weight-sync check is short, and ranks make it together
+                raise_if_asked()
+            for group in batch.step():
+                request, completions = group[0].request, tuple(map(self._complete, group))
+                yield request, Group(request.prompt, completions, request.epoch)
 
     def _complete(self, row: _Row) -> Completion:
         sampled, episode = torch.tensor(row.sampled), row.episode
@@ -181,12 +165,6 @@ class ContinuousBatch:
             self._end_turn(row)
         return self._retire()
 
-    def forget(self) -> None:
-        """The rest is not needed."""
-        for row in self.active:
-            if row.episode is not None:
-                row.episode.forget()
-
     def _room(self) -> int:
         """How many waiting groups there is room for."""
         return min(len(self.waiting), (self.state.max_rows - len(self.active)) // self.G)
@@ -204,8 +182,6 @@ class ContinuousBatch:
 
     def _feed(self, stepping: list[_Row]) -> Tensor:
         """The next tokens into the rows that continue; hidden [rows, H] of the last one of each."""
-        if len(stepping) == len(self.active) and all(len(row.next) == 1 for row in stepping):
-            return self.state.step(torch.tensor([row.next[0] for row in stepping]))
         hidden = self.state.feed([row.next for row in self.active])
         last = torch.tensor([len(row.next) for row in stepping]).cumsum(0) - 1
         return hidden.index_select(0, last.to(hidden.device))

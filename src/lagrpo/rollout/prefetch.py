@@ -1,8 +1,8 @@
 """The completions of each batch, submitted when the schedule says, handed out batch by batch.
 
 With v > 1 all batches until the next weight sync come from the same α. They are submitted together, so that rows freed
-by one batch are filled by the next, and a sampler that works by itself continues while the policy learns; what comes
-early waits here. Submitting batch by batch leaves the same records, as random numbers are keyed.
+by one batch are filled by the next, and servers continue while the policy learns; what comes early waits here.
+Submitting batch by batch leaves the same records, as random numbers are keyed.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from lagrpo.rollout.base import Request, Sampler
+from lagrpo.rollout.base import Request
 from lagrpo.types import Group
 
 
@@ -33,7 +34,7 @@ class Prefetcher:
     """`requests(b)` gives the requests of batch b, G the completions of each. Batches are kept until the batch after
     them is taken: a checkpoint made meanwhile may need their groups once more."""
 
-    def __init__(self, sampler: Sampler, requests: Callable[[int], Sequence[Request]], G: int) -> None:
+    def __init__(self, sampler: Any, requests: Callable[[int], Sequence[Request]], G: int) -> None:
         self._sampler, self._requests, self._G = sampler, requests, G
         self._streams: deque[Iterator[tuple[Request, Group]]] = deque()
         self._batches: dict[int, _Submitted] = {}
@@ -66,12 +67,11 @@ class Prefetcher:
             submitted.versions.add(version)
 
     def more(self, requests: Sequence[Request], version: int) -> Iterator[Group]:
-        """Groups of further requests, in their order, generated now by π_version."""
+        """Groups of more requests, in their order, generated now by π_version."""
         self.finish()
-        stream, groups = self._sampler.sample(requests, self._G), []
-        while (item := self._next(stream)) is not None:
-            groups.append(item[1])
-        for group in in_order(requests, groups):
+        stream = self._sampler.sample(requests, self._G)
+        groups = iter(lambda: self._next(stream), None)
+        for group in in_order(requests, [group for _, group in groups]):
             _check_versions(group, {version}, requests[0].batch)
             yield group
 
@@ -98,15 +98,14 @@ class Prefetcher:
 
     def restore(self, here: Mapping[int, Sequence[Group]], announced: Mapping[int, Sequence[int]]) -> None:
         """Resume from what `waiting` gave: groups that are missing are submitted again."""
-        self._batches = {
-            b: _Submitted(self._requests(b), set(versions), list(here.get(b, ()))) for b, versions in announced.items()
-        }
-        there = {(b, g.epoch, g.prompt.key) for b, s in self._batches.items() for g in s.groups}
-        again = [r for s in self._batches.values() for r in s.requests if r.address not in there]
+        again, version = list[Request](), self._sampler.version if announced else -1
+        for b, versions in announced.items():
+            self._batches[b] = made = _Submitted(self._requests(b), set(versions), list(here.get(b, ())))
+            there = {(g.epoch, g.prompt.key) for g in made.groups}
+            if missing := [r for r in made.requests if (r.epoch, r.prompt.key) not in there]:
+                made.versions.add(version)
+                again += missing
         if again:
-            version = self._sampler.version  # a request to each vLLM server
-            for request in again:
-                self._batches[request.batch].versions.add(version)
             self._streams.append(self._sampler.sample(again, self._G))
 
     def pop_metrics(self) -> tuple[float, int]:
@@ -127,8 +126,7 @@ class Prefetcher:
         started = time.perf_counter()
         item = next(stream, None)
         self.seconds += time.perf_counter() - started
-        if item is not None:
-            self._tokens += sum(completion.length for completion in item[1].completions)
+        self._tokens += sum(completion.length for completion in item[1].completions) if item else 0
         return item
 
 

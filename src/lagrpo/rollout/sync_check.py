@@ -1,24 +1,20 @@
 """The weight-sync check: after every weight sync the sampler must have the policy's weights. Rounding never stops a
 run; other weights always do.
 
-An in-process sampler is compared weight by weight, to the bit. At the start of a run its log-probs are compared with
-the trainer's, too, by several numbers of rows and lengths of prompts, and graded:
-
-exact   Both compute by our own kernels (cpu/), and bits are equal.
-close   A library decides in which order sums run (PyTorch's products, a GPU), so log-probs differ by rounding:
-        hundredths of a nat a token in bfloat16.
+The local engine is compared weight by weight, to the bit. At the start of a run its log-probs are compared with the
+trainer's, too. They are *exact* if both compute by our own kernels (cpu/), else *close*: a library decides in which
+order sums run, so log-probs differ by rounding, hundredths of a nat a token in bfloat16.
 
 vLLM servers are compared by log-probs: trainer and servers compute those of the same tokens, which the first server
 generated for a few prompts of the task. A weight sync has to pass four tests; the last two compare it with the sync
 before:
 
 1. every server reports the version that was synced;
-2. the mean |Δ log-prob| is within the tolerance of the dtype. Once, too, for the log-probs of what the servers
-   generated: that finds a server whose log-probs are of another temperature;
-3. the log-probs have changed at all, if the trainer's have on ENOUGH tokens; otherwise nothing was loaded (on fewer
-   tokens, rounding may have swallowed the change on one side);
-4. of the tokens that tell old from new (`telling_tokens`: the update moved them by more than twice the noise), no more
-   are nearer to the trainer's old log-probs than chance allows.
+2. the mean |Δ log-prob| is within the tolerance of the dtype; also for the log-probs of what the servers generated,
+   which finds a server whose log-probs are of another temperature;
+3. the log-probs have changed at all, if the trainer's have on ENOUGH tokens; otherwise nothing was loaded;
+4. of the tokens that the update moved by more than twice the noise, no more are nearer to the trainer's old log-probs
+   than chance allows.
 """
 
 from __future__ import annotations
@@ -40,10 +36,9 @@ from lagrpo.rollout.local import LocalSampler
 from lagrpo.types import Group
 
 CHECK_PROMPTS = 8
-LOCAL_TOKENS, SERVER_TOKENS = 8, 32  # at most, of each completion: in-process, by a vLLM server
-MANY_ROWS = 32, 2  # completions of one prompt, in-process, and tokens of each
+LOCAL_TOKENS, SERVER_TOKENS = 8, 32  # at most, of each completion: of the local engine, of a vLLM server
 LONG_PROMPT = 160  # tokens: longer than any block in which keys are computed or kept
-TOO_FAR = 0.5  # mean nats a token in-process: what differs by more computes something else
+TOO_FAR = 0.5  # mean nats a token, local engine: what differs by more computes something else
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.1}
 """Largest mean |Δ log-prob| in nats a token at tau = 1, by the coarser of the two dtypes. SmolLM2-135M in bfloat16
 against vLLM 0.32 on a CPU: .04 to .06."""
@@ -60,110 +55,92 @@ class WeightSyncError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """How far trainer and in-process sampler agreed at the start of a run."""
+    """How far trainer and local engine agreed at the start of a run."""
 
     grade: Literal["exact", "close"]
     mean: float  # |Δ log-prob| a token, nats, at the sampling temperature
     largest: float
     tokens: int  # how many were compared
-    reason: str | None = None  # why the grade is no better
 
     def __str__(self) -> str:
         if self.grade == "exact":
             return f"exact: sampler and trainer agree to the bit, compared on {self.tokens} tokens"
-        differ = f"differ by {self.mean:.2g} nats a token, at most {self.largest:.2g}, over {self.tokens} tokens"
-        return f"close: sampler and trainer {differ} ({self.reason})"
+        differ = f"differ by {self.mean:.2g} nats a token, at most {self.largest:.2g}"
+        return f"close: log-probs of sampler and trainer {differ}, over {self.tokens} tokens"
 
 
 class WeightSyncCheck:
     """Call it after a weight sync. `requests` are the prompts to compare on; `tolerance` replaces the one for
-    `dtype`. For an in-process sampler call `start` first, which finds its grade."""
+    `dtype`. For the local engine call `start` first."""
 
     def __init__(self, requests: Sequence[Request], dtype: torch.dtype, tolerance: float | None = None) -> None:
         self.requests = list(requests)[:CHECK_PROMPTS]
         self.tolerance = TOLERANCE[dtype] if tolerance is None else tolerance
-        self.agreement: Agreement | None = None  # of an in-process sampler
+        self.agreement: Agreement | None = None  # of the local engine
         self._items: list[Item] = []
+        self._mean = 0.0  # the trainer's mean log-prob of these tokens when they were generated
         self._before: tuple[Tensor, Tensor] | None = None  # what `_compare` returned at the last sync that passed
-        self._likeliest = -math.inf  # the highest mean log-prob that the trainer has given these tokens
 
     def start(self, policy: Policy, sampler: LocalSampler) -> Agreement:
-        """Measure how far trainer and in-process sampler differ. Raises WeightSyncError if they compute different
-        things."""
+        """Measure how far trainer and local engine differ. Raises WeightSyncError if they compute different things."""
         self.agreement = measure_agreement(policy, sampler, self.requests)
         return self.agreement
 
     def __call__(self, policy: Policy, sampler: Any) -> Mapping[str, float]:
-        """logp_difference_mean, logp_difference_max: |Δ log-prob| a token, nats, of the worst server; in-process those
-        of the start. telling_tokens: how many tokens tell old from new; not after the first sync. Raises
-        WeightSyncError if a test fails, SamplerError if a server is gone for good."""
+        """logp_difference_mean, logp_difference_max: |Δ log-prob| a token, nats, of the worst server; of the local
+        engine at the start. Raises WeightSyncError if a test fails, SamplerError if a server is gone for good."""
         where = f"version {policy.version}"
         if sampler.version != policy.version:
             raise WeightSyncError(f"{where} was synced, but the sampler reports another: {sampler.describe_versions()}")
         if self.agreement is not None:
             check_equal(policy, sampler.policy)
             return {"logp_difference_mean": self.agreement.mean, "logp_difference_max": self.agreement.largest}
-        self._items = self._items or self._generate(policy, sampler)
-        compared = _compare(policy, sampler, self._items)
-        metrics = self._check_servers(sampler, compared, f"{where} on")
-        if self._likeliest - float(compared[0].mean()) > RENEW:
-            self._items = self._generate(policy, sampler)
-            compared, self._likeliest = _compare(policy, sampler, self._items), -math.inf
-        self._before, self._likeliest = compared, max(self._likeliest, float(compared[0].mean()))
-        return metrics
+        if not self._items:
+            self._renew(policy, sampler)
+        compared = trainer_T, servers_ST = self._compare(policy, sampler)
+        found = []
+        for number, server in enumerate(sampler.servers):
+            found.append(check_distance(trainer_T, servers_ST[number], self.tolerance, f"{where} on {server}"))
+            if self._before is not None and len(self._before[1]) == len(servers_ST):  # a resumed run may have others
+                before = self._before[0], trainer_T, self._before[1][number], servers_ST[number]
+                found[-1]["telling_tokens"] = check_fresh(*before, f"{where} on {server}")
+        if self._mean - float(trainer_T.mean()) > RENEW:
+            compared = self._renew(policy, sampler)
+        self._before = compared
+        return max(found, key=lambda metrics: metrics["logp_difference_mean"])
 
     def memory(self) -> dict[str, Any]:
         """What the next checks compare with, as JSON's lists and numbers."""
-        before = self._before and [logp.tolist() for logp in self._before]
-        return {"items": self._items, "before": before, "likeliest": self._likeliest}
+        return {"items": self._items, "mean": self._mean, "before": self._before and [x.tolist() for x in self._before]}
 
     def remember(self, memory: Mapping[str, Any]) -> None:
         """Take over what `memory` gave."""
         self._items = [(prompt_ids, token_ids) for prompt_ids, token_ids in memory["items"]]
-        before = memory["before"]
+        self._mean, before = memory["mean"], memory["before"]
         self._before = before and (torch.tensor(before[0]), torch.tensor(before[1]))
-        self._likeliest = memory["likeliest"]
 
-    def _check_servers(self, sampler: Any, compared: tuple[Tensor, Tensor], where: str) -> dict[str, float]:
-        """Tests 2 to 4 of every server; the metrics of the worst."""
-        (trainer_T, servers_ST), found = compared, []
-        for number, server in enumerate(sampler.servers):
-            where_, server_T = f"{where} {server}", servers_ST[number]
-            found.append(self._check_distance(trainer_T, server_T, where_))
-            if self._before is not None and len(self._before[1]) == len(servers_ST):  # a resumed run may have others
-                old_T, before_T = self._before[0], self._before[1][number]
-                found[-1]["telling_tokens"] = check_fresh(old_T, trainer_T, before_T, server_T, where_)
-        return max(found, key=lambda metrics: metrics["logp_difference_mean"])
-
-    def _check_distance(self, trainer_T: Tensor, server_T: Tensor, where: str, tau: float = 1.0) -> dict[str, float]:
-        """Test 2, at temperature tau."""
-        check_finite(trainer_T, where)
-        difference_T, tolerance = trainer_T - server_T, self.tolerance / tau
-        mean, largest = float(difference_T.abs().mean()), float(difference_T.abs().max())
-        if not mean <= tolerance:
-            raise WeightSyncError(
-                f"{where}: trainer and sampler differ by {mean:.3g} nats a token over {len(difference_T)} tokens, "
-                f"more than the tolerance of {tolerance:.3g}. The sampler serves other weights, computes in a coarser "
-                "dtype, or gives log-probs of another temperature (--logprobs-mode)"
-            )
-        return {"logp_difference_mean": mean, "logp_difference_max": largest}
-
-    def _generate(self, policy: Policy, sampler: Any) -> list[Item]:
-        """What the first server generates. The log-probs that every server reports with its own completions must be the
-        trainer's at the sampling temperature."""
-        found: list[list[Item]] = []
-        for number, server in enumerate(sampler.servers):
+    def _renew(self, policy: Policy, sampler: Any) -> tuple[Tensor, Tensor]:
+        """Compare on what the first server generates now. The log-probs that every server reports with its own
+        completions must be the trainer's at the sampling temperature."""
+        for number, server in reversed([*enumerate(sampler.servers)]):
             groups = sampler.generate_on_server(number, self.requests, 1, SERVER_TOKENS)
-            if failed := next(filter(None, (group.completions[0].outcome for group in groups)), None):
-                raise WeightSyncError(f"{server}: a completion for the weight-sync check failed: {failed.reason}")
-            found.append(_items_of(groups))
-            reported_T = torch.cat([group.completions[0].logp_alpha for group in groups])
-            trainer_T = _logp(policy, found[-1], policy.tau)
-            self._check_distance(trainer_T, reported_T, f"the completions of {server}", policy.tau)
-        return found[0]
+            completions = [completion for group in groups for completion in group.completions]
+            if failed := [c.outcome.reason for c in completions if c.outcome is not None]:
+                raise WeightSyncError(f"{server}: a completion for the weight-sync check failed: {failed[0]}")
+            self._items, reported_T = _items_of(groups), torch.cat([c.logp_alpha for c in completions])
+            where = f"the completions of {server}"
+            check_distance(_logp(policy, self._items, policy.tau), reported_T, self.tolerance / policy.tau, where)
+        compared = self._compare(policy, sampler)
+        self._mean = float(compared[0].mean())
+        return compared
+
+    def _compare(self, policy: Policy, sampler: Any) -> tuple[Tensor, Tensor]:
+        """log-probs of the tokens at temperature 1 by the trainer [T] and by each server [S, T]: float32, nats."""
+        flat = [[p for item in logp for p in item] for logp in sampler.scores(self._items)]
+        return _logp(policy, self._items, 1.0), torch.tensor(flat)
 
 
-# ---- in-process ----
+# ---- the local engine ----
 
 
 @torch.no_grad()
@@ -180,38 +157,23 @@ def check_equal(policy: Policy, copy: Policy) -> None:
 
 @torch.no_grad()
 def measure_agreement(policy: Policy, sampler: LocalSampler, requests: Sequence[Request]) -> Agreement:
-    """Compare the log-probs of trainer and in-process sampler with several numbers of rows, prompts longer than a
-    block, groups of one and of several. Raises WeightSyncError if they differ by more than TOO_FAR on average, or a
-    log-prob is not a number."""
-    shortest = min(requests, key=lambda request: len(request.prompt.token_ids))
-    groups = sampler.generate_probe([shortest], *MANY_ROWS)
-    groups += sampler.generate_probe(requests, 2, LOCAL_TOKENS)
-    groups += sampler.generate_probe([requests[0], _join(requests)], 1, LOCAL_TOKENS)
+    """Compare the log-probs of trainer and local engine for several prompts, one longer than a block. Raises
+    WeightSyncError if they differ by more than TOO_FAR on average, or a log-prob is not a number."""
+    joined = sum((request.prompt.token_ids for request in requests), ()) * LONG_PROMPT
+    long = replace(requests[0].prompt, key=-1, token_ids=joined[:LONG_PROMPT])
+    groups = sampler.generate_probe([*requests, replace(requests[0], prompt=long)], 4, LOCAL_TOKENS)
     completions = [c for group in groups for c in group.completions]
-    own_T = torch.cat([c.sampled for c in completions])
-    sampled_T = torch.cat([c.logp_alpha for c in completions])[own_T]
-    together_T = _logp(policy, _items_of(groups), policy.tau)[own_T]
-    apart_T = torch.cat([_logp(policy, _items_of([group]), policy.tau) for group in groups])[own_T]
-    check_finite(together_T, "the initial policy")
-    difference_T = (together_T - sampled_T).abs()
+    own_T, sampled_T = (torch.cat([getattr(c, name) for c in completions]) for name in ("sampled", "logp_alpha"))
+    trainer_T = _logp(policy, _items_of(groups), policy.tau)
+    check_finite(trainer_T, "the initial policy")
+    difference_T = (trainer_T - sampled_T)[own_T].abs()
     mean, largest = float(difference_T.mean()), float(difference_T.max())
     if not mean <= TOO_FAR / policy.tau:
         raise WeightSyncError(
             f"trainer and in-process sampler differ by {mean:.3g} nats a token, with the same weights: this model "
             "computes something else when it decodes; it is not supported"
         )
-    reason = None
-    if not policy.model.exact:
-        reason = f"products of {str(policy.dtype).removeprefix('torch.')} are PyTorch's here"
-    elif not (torch.equal(together_T, sampled_T) and torch.equal(apart_T, sampled_T)):
-        reason = "they should agree to the bit, and do not: please report this processor and compiler"
-    return Agreement("close" if reason else "exact", mean, largest, len(sampled_T), reason)
-
-
-def _join(requests: Sequence[Request]) -> Request:
-    """All prompts as one, repeated to LONG_PROMPT tokens."""
-    joined = sum((request.prompt.token_ids for request in requests), ()) * LONG_PROMPT
-    return replace(requests[0], prompt=replace(requests[0].prompt, key=-1, token_ids=joined[:LONG_PROMPT]))
+    return Agreement("exact" if policy.model.exact and not largest else "close", mean, largest, len(difference_T))
 
 
 # ---- log-probs ----
@@ -223,6 +185,20 @@ def check_finite(values: Tensor, where: str) -> None:
         raise WeightSyncError(
             f"{where}: the policy's log-probs are not numbers, it has diverged; lower optimizer.learning_rate"
         )
+
+
+def check_distance(trainer_T: Tensor, server_T: Tensor, tolerance: float, where: str) -> dict[str, float]:
+    """Test 2: the mean and the largest difference. Raises WeightSyncError if the mean is beyond the tolerance."""
+    check_finite(trainer_T, where)
+    difference_T = (trainer_T - server_T).abs()
+    mean, largest = float(difference_T.mean()), float(difference_T.max())
+    if not mean <= tolerance:
+        raise WeightSyncError(
+            f"{where}: trainer and sampler differ by {mean:.3g} nats a token over {len(difference_T)} tokens, "
+            f"more than the tolerance of {tolerance:.3g}. The sampler serves other weights, computes in a coarser "
+            "dtype, or gives log-probs of another temperature (--logprobs-mode)"
+        )
+    return {"logp_difference_mean": mean, "logp_difference_max": largest}
 
 
 def check_fresh(old_T: Tensor, new_T: Tensor, before_T: Tensor, now_T: Tensor, where: str) -> int:
@@ -252,12 +228,6 @@ def check_fresh(old_T: Tensor, new_T: Tensor, before_T: Tensor, now_T: Tensor, w
 
 def _items_of(groups: Sequence[Group]) -> list[Item]:
     return [(g.prompt.token_ids, c.token_ids.tolist()) for g in groups for c in g.completions]
-
-
-def _compare(policy: Policy, sampler: Any, items: Sequence[Item]) -> tuple[Tensor, Tensor]:
-    """log-probs of the items' tokens at temperature 1 by the trainer [T] and by each server [S, T]: float32, nats."""
-    flat = [[p for item in logp for p in item] for logp in sampler.scores(items)]
-    return _logp(policy, items, 1.0), torch.tensor(flat)
 
 
 @torch.no_grad()

@@ -15,29 +15,23 @@ from __future__ import annotations
 
 import datetime
 import json
-import numbers
 import os
 import platform
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
 
 from lagrpo.runs.environment import write_environment
-from lagrpo.runs.files import TEMPORARY, append_line, to_json, write_atomically, write_directory_atomically, write_table
+from lagrpo.runs.files import TEMPORARY, to_json, write_atomically, write_directory_atomically, write_table
 from lagrpo.runs.rollouts import reward_columns, rollout_schema
 
 BEST = "evaluation.json"  # in weights/best: which result made it the best
 LOCK, HOLDER = ".lock", ".lock-holder.json"
-
-
-class RunExistsError(FileExistsError):
-    """The directory of a new run is not empty."""
 
 
 class RunLockedError(OSError):
@@ -57,11 +51,9 @@ class Run:
         """Make root/name with config.toml (`settings_toml`) and environment.json; without a name, root/`default_name`.
         Raises as `check_new` does."""
         check_new(root, name)
-        path = _new_directory(root, default_name(settings)) if name is None else root / name
-        path.mkdir(parents=True, exist_ok=True)
-        run = Run(path)
+        run = Run(root / name if name is not None else _new_directory(root, default_name(settings)))
         run.write_config(settings_toml)  # first: with it the directory is a run
-        write_environment(path, environment)
+        write_environment(run.path, environment)
         return run
 
     def write_config(self, settings_toml: str) -> None:
@@ -77,16 +69,12 @@ class Run:
         return self.path / "events.jsonl"
 
     def record(self, metrics: Mapping[str, float | None]) -> None:
-        """Append the metrics of one step to metrics.jsonl. NaN and infinities become null. Raises TypeError for a value
-        that is not a number: it belongs into `record_event`."""
-        for key, value in metrics.items():
-            if value is not None and (isinstance(value, bool) or not isinstance(value, numbers.Real)):
-                raise TypeError(f"metrics.jsonl holds numbers and nulls, but {key} is {value!r}")
-        append_line(self.metrics, to_json(metrics))
+        """Append the metrics of one step to metrics.jsonl. NaN and infinities become null."""
+        _append_line(self.metrics, metrics)
 
     def record_event(self, event: str, step: int, **facts: Any) -> None:
         """Append an event to events.jsonl: its name, its step, and facts about it."""
-        append_line(self.events, to_json({"event": event, "step": step, **facts}))
+        _append_line(self.events, {"event": event, "step": step, **facts})
 
     def record_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> Path:
         """Write rollouts/step-STEP.parquet, with the rows of `rollouts.rollout_rows`."""
@@ -117,6 +105,11 @@ class Run:
         return path
 
 
+def _append_line(path: Path, line: Mapping[str, Any]) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.write(to_json(line) + "\n")
+
+
 def default_name(settings: Mapping[str, Any], now: datetime.datetime | None = None) -> str:
     """A readable name from what tells runs apart, and the local time to the second.
 
@@ -129,8 +122,8 @@ def default_name(settings: Mapping[str, Any], now: datetime.datetime | None = No
     schedule = settings.get("schedule", {})
     letters = {"v": "sync_every", "i": "num_iterations"}
     parts += [f"{letter}{schedule[key]}" for letter, key in letters.items() if key in schedule]
-    parts.append((now or datetime.datetime.now()).strftime("%Y%m%d-%H%M%S"))
-    return "-".join(part for part in parts if part)
+    parts.append(f"{now or datetime.datetime.now():%Y%m%d-%H%M%S}")
+    return "-".join(filter(None, parts))
 
 
 def plain_name(name: str) -> str:
@@ -143,34 +136,31 @@ def plain_name(name: str) -> str:
 
 
 def check_new(root: Path, name: str | None) -> None:
-    """Raise what `Run.create` would, before anything heavy is loaded: RunExistsError, ValueError for a name that is not
-    a directory's name, OSError for a root that cannot be written."""
+    """Raise what `Run.create` would, before anything heavy is loaded: FileExistsError for a run that exists, ValueError
+    for a name that is not a directory's name, OSError for a root that cannot be written."""
     if name is not None:
-        if name in ("", ".", "..") or Path(name).name != name or not name.isprintable() or len(name.encode()) > 200:
-            raise ValueError(f"run name {name!r:.80} is not the name of a directory: set run.output_dir for a path")
+        if name in ("", ".", "..") or Path(name).name != name:
+            raise ValueError(f"run name {name!r} is not the name of a directory: set run.output_dir for a path")
         path = root / name
-        if path.exists() and (not path.is_dir() or not all(TEMPORARY.fullmatch(p.name) for p in path.iterdir())):
-            raise RunExistsError(f"the run {path} already exists and is not empty: choose another name, or remove it")
+        if path.exists() and not all(TEMPORARY.fullmatch(file.name) for file in path.iterdir()):
+            raise FileExistsError(f"the run {path} already exists and is not empty: choose another name, or remove it")
     check_writable(root)
 
 
 def check_writable(directory: Path) -> None:
     """Raise OSError for a directory that cannot be written, or be made."""
     nearest = next(folder for folder in (directory, *directory.absolute().parents) if folder.exists())
-    if not nearest.is_dir():
-        raise NotADirectoryError(f"{nearest} is a file, so nothing can be written to {directory}")
-    if not os.access(nearest, os.W_OK | os.X_OK):
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
         raise PermissionError(f"{nearest} cannot be written, so nothing can be written to {directory}")
 
 
-def _new_directory(root: Path, name: str) -> Path:
-    root.mkdir(parents=True, exist_ok=True)
-    for attempt in count(1):  # runs that start within one second are numbered
-        path = root / (name if attempt == 1 else f"{name}-{attempt}")
-        with suppress(FileExistsError):
-            path.mkdir()
-            return path
-    raise AssertionError
+def _new_directory(root: Path, name: str, number: int = 1) -> Path:
+    """Runs that start within one second are numbered."""
+    path = root / (name if number == 1 else f"{name}-{number}")
+    with suppress(FileExistsError):
+        path.mkdir(parents=True)
+        return path
+    return _new_directory(root, name, number + 1)
 
 
 @contextmanager
@@ -184,9 +174,9 @@ def locked(path: Path) -> Iterator[None]:
         holder = read_holder(path)
         who = f": process {holder['pid']} on {holder['host']}, since {holder['since']}" if holder else ""
         raise RunLockedError(f"another process is writing into {path}{who}; wait for its end, or stop it") from error
+    now = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%dT%H:%M:%SZ}"
+    write_atomically(path / HOLDER, to_json({"pid": os.getpid(), "host": platform.node(), "since": now}))
     try:
-        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        (path / HOLDER).write_text(json.dumps({"pid": os.getpid(), "host": platform.node(), "since": now}) + "\n")
         yield
     finally:
         (path / HOLDER).unlink(missing_ok=True)
@@ -196,8 +186,5 @@ def locked(path: Path) -> Iterator[None]:
 def read_holder(path: Path) -> dict[str, Any]:
     """The `pid` and the `host` of the process that writes into the run at `path`, or was killed while it did, and
     `since` when; empty if there is none."""
-    try:
-        holder = json.loads((path / HOLDER).read_bytes())
-        return {name: holder[name] for name in ("pid", "host", "since")}
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
+    file = path / HOLDER
+    return json.loads(file.read_bytes()) if file.exists() else {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import functools
 import json
 import os
 import platform
@@ -15,9 +14,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from lagrpo.redaction import redact
+from lagrpo.logs import redact
+from lagrpo.machine import usable_cores
 from lagrpo.runs.files import to_json, write_atomically
-from lagrpo.threads import usable_cores
 
 FILE = "environment.json"
 PACKAGES = ("lagrpo", "torch", "transformers", "numpy", "datasets", "math-verify")
@@ -48,30 +47,28 @@ def collect_environment(device: str = "cpu") -> dict[str, Any]:
 
 def write_environment(run: Path, environment: Mapping[str, Any]) -> None:
     """Write environment.json of a run."""
-    write_atomically(run / FILE, json.dumps(json.loads(to_json(environment)), indent=2) + "\n")
+    write_atomically(run / FILE, to_json(environment, indent=2) + "\n")
 
 
 def read_environment(run: Path) -> dict[str, Any]:
     """environment.json of a run; empty if there is none. Raises ValueError for a damaged one."""
-    if not (file := run / FILE).exists():
-        return {}
     try:
-        return dict(json.loads(file.read_bytes()))
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{file} is damaged ({error}); without it the run resumes as on another machine") from error
+        return json.loads((run / FILE).read_bytes()) if (run / FILE).exists() else {}
+    except ValueError as error:
+        raise ValueError(f"{run / FILE} is damaged ({error}); without it the run resumes as elsewhere") from error
 
 
 def git_state(directory: Path) -> dict[str, Any] | None:
     """`{"commit": …, "dirty": …}` of the repository around `directory`; dirty also counts untracked files."""
-    # Without the option, status locks the index, and a run that is killed meanwhile leaves the lock behind.
-    command, found = ["git", "--no-optional-locks", "-C", str(directory)], list[str]()
+
+    def git(*words: str) -> str:  # by default status locks the index, and a killed run would leave the lock behind
+        command = ["git", "--no-optional-locks", "-C", str(directory), *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+
     try:
-        for words in (["rev-parse", "HEAD"], ["status", "--porcelain"]):
-            done = subprocess.run([*command, *words], capture_output=True, text=True, check=True, timeout=10)
-            found.append(done.stdout.strip())
+        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain"))}
     except (OSError, subprocess.SubprocessError):  # no git, no repository, or a repository without a commit
         return None
-    return {"commit": found[0], "dirty": bool(found[1])}
 
 
 def cpu_model() -> str:
@@ -84,7 +81,6 @@ def cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
-@functools.cache
 def package_version(package: str) -> str | None:
     """The version of an installed package; None without it."""
     try:

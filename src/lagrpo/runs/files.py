@@ -1,4 +1,4 @@
-"""Files that are whole or absent: written under a temporary name, synced to the disk and renamed; and strict JSON."""
+"""Files that are whole or absent: written under a temporary name and renamed; and strict JSON."""
 
 from __future__ import annotations
 
@@ -14,25 +14,31 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+UMASK = os.umask(0o077)
+os.umask(UMASK)
+MODE = 0o666 & ~UMASK  # of files: safetensors gives its own 0600
 TEMPORARY = re.compile(r"\..+\.[0-9]+-[0-9a-f]{8}\.tmp")
 
 
 @contextmanager
 def _temporary_name(path: Path) -> Iterator[Path]:
-    """A name next to `path`, removed at the end. An error that names no file, such as a full disk, names `path`."""
+    """A name next to `path`, removed at the end. Errors in between, such as a full disk, name `path`."""
     from safetensors import SafetensorError
 
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
         yield scratch
-    except SafetensorError as error:
+    except (OSError, SafetensorError) as error:
         raise OSError(f"{path} could not be written: {error}") from error
-    except OSError as error:
-        named = error.filename is not None or error.errno is None
-        raise error if named else OSError(error.errno, error.strerror, str(path)) from error
     finally:
         _remove(scratch)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    path.unlink(missing_ok=True)
 
 
 def write_atomically(path: Path, content: bytes | str | Callable[[Path], None]) -> Path:
@@ -43,9 +49,8 @@ def write_atomically(path: Path, content: bytes | str | Callable[[Path], None]) 
             content(scratch)
         else:
             scratch.write_bytes(content.encode() if isinstance(content, str) else content)
-        _sync_to_disk(scratch)
-        os.replace(scratch, path)
-    _sync_to_disk(path.parent)
+        scratch.chmod(MODE)
+        scratch.replace(path)
     return path
 
 
@@ -54,17 +59,16 @@ def write_directory_atomically(path: Path, write: Callable[[Path], None]) -> Pat
     with _temporary_name(path) as scratch, _temporary_name(path) as old:
         scratch.mkdir()
         write(scratch)
-        for part in (*scratch.rglob("*"), scratch):
-            _sync_to_disk(part)
-        if path.exists() or path.is_symlink():
+        for file in (part for part in scratch.rglob("*") if part.is_file()):
+            file.chmod(MODE)
+        if path.exists():
             path.rename(old)
         scratch.rename(path)
-    _sync_to_disk(path.parent)
     return path
 
 
 def remove_directory(path: Path) -> None:
-    """Remove a directory: it is whole until it is gone."""
+    """Remove a directory, or a file: it is whole until it is gone."""
     with _temporary_name(path) as old, suppress(FileNotFoundError):
         path.rename(old)
 
@@ -79,7 +83,7 @@ def remove_leftovers(directory: Path) -> list[Path]:
 
 def numbered(folder: Path, before: str, after: str = "") -> dict[int, Path]:
     """The files of a folder named `before`, digits, `after`, by number."""
-    form = re.compile(f"{re.escape(before)}([0-9]{{1,18}}){re.escape(after)}")
+    form = re.compile(f"{re.escape(before)}([0-9]+){re.escape(after)}")
     return {int(name[1]): path for path in sorted(folder.glob("*")) if (name := form.fullmatch(path.name))}
 
 
@@ -92,22 +96,10 @@ def write_table(path: Path, rows: Iterable[Mapping[str, Any]], schema: Any = Non
     return write_atomically(path, lambda scratch: pq.write_table(table, scratch, compression="zstd"))
 
 
-def append_line(path: Path, line: str) -> None:
-    """Append one line, after removing a line that a killed writer did not finish."""
-    with path.open("ab+") as file:
-        end = file.seek(0, os.SEEK_END)
-        tail = b""
-        while end > 0 and tail != b"\n":  # back to the end of the last whole line
-            end = file.seek(end - 1)
-            tail = file.read(1)
-        file.truncate(end + 1 if tail == b"\n" else 0)
-        file.write(line.encode() + b"\n")
-
-
-def to_json(value: Any) -> str:
-    """One line of strict JSON: NaN and infinities become null, NumPy scalars numbers, paths text. Raises TypeError for
-    what JSON does not take, for example a tensor."""
-    return json.dumps(_plain(value), ensure_ascii=False, allow_nan=False)
+def to_json(value: Any, indent: int | None = None) -> str:
+    """Strict JSON: NaN and infinities become null, NumPy scalars numbers, paths text. Raises TypeError for what JSON
+    does not take, for example a tensor."""
+    return json.dumps(_plain(value), ensure_ascii=False, allow_nan=False, indent=indent)
 
 
 def _plain(value: Any) -> Any:
@@ -120,19 +112,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, numbers.Real) and not isinstance(value, bool):
         return float(value) if math.isfinite(value) else None
     return str(value) if isinstance(value, Path) else value
-
-
-def _sync_to_disk(path: Path) -> None:
-    """Return when a file, or the names in a directory, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)

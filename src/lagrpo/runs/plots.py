@@ -36,21 +36,17 @@ def draw(title: str, metrics: Rows, evaluations: Rows) -> Figure:
 
     figure = Figure(figsize=(8.4, 6.6), layout="constrained", facecolor="white")
     panels = reward, variance, stale = figure.subplots(3, 1, sharex=True, gridspec_kw={"height_ratios": (4, 1, 1)})
-    for axes in panels:
-        plain_axes(axes)
     steps = [m["step"] for m in metrics]
-    rewards = _curve(metrics, "reward")
-    half = max(1, len(rewards) // 30)
-    smooth = [_mean(rewards[max(0, at - half) : at + half + 1]) for at in range(len(rewards))]
-    reward.plot(steps, rewards, ".", color=BLUE, alpha=0.4, label="reward of a step")
-    reward.plot(steps, smooth, color=BLUE, linewidth=1.8, label=f"mean of {2 * half + 1} steps")
-    _draw_evaluations(reward, [e for e in evaluations if e.get("pass@1") is not None])
+    reward.plot(steps, _curve(metrics, "reward"), ".-", color=BLUE, linewidth=1, label="reward of a step")
+    if measured := [e for e in evaluations if e.get("pass@1") is not None]:
+        _draw_evaluations(reward, measured)
     reward.legend(loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=5, frameon=False, fontsize=8.5)
-    labels = ("reward", "share of groups\nwithout signal", "staleness\n(updates)")
     for axes, key, color in ((variance, "frac_reward_zero_std", GREEN), (stale, "staleness/max", PURPLE)):
         axes.step(steps, _curve(metrics, key), where="mid", color=color, linewidth=1)
         axes.set_ylim(bottom=0)
+    labels = ("reward", "share of groups\nwithout signal", "staleness\n(updates)")
     for axes, label in zip(panels, labels, strict=True):
+        plain_axes(axes)
         axes.set_ylabel(label, color=INK, fontsize=9)
     stale.set_xlabel("step", color=INK)
     figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold", color=INK)
@@ -61,22 +57,12 @@ def _curve(metrics: Rows, key: str) -> list[float]:
     return [math.nan if m.get(key) is None else float(m[key]) for m in metrics]
 
 
-def _mean(values: list[float]) -> float:
-    known = [value for value in values if not math.isnan(value)]
-    return sum(known) / len(known) if known else math.nan
-
-
 def _draw_evaluations(axes: Axes, evaluations: Rows) -> None:
-    """pass@1 of the first set with its intervals, and the first and last value in words."""
+    """pass@1 of the first set with its intervals."""
     points = [e for e in evaluations if e.get("set") == evaluations[0].get("set")]
-    if not points:
-        return
-    at, values = [e.get("step") or 0 for e in points], [e["pass@1"] for e in points]
+    values = [e["pass@1"] for e in points]
     ends = [[abs(e.get(f"pass@1_{end}", e["pass@1"]) - e["pass@1"]) for e in points] for end in ("low", "high")]
-    label = f"pass@1, {points[0].get('set') or 'held-out prompts'}"
-    axes.errorbar(at, values, yerr=ends, color=ORANGE, label=label, fmt="o", capsize=3.5, zorder=5)
-    for n in {0, len(points) - 1}:
-        axes.annotate(f"{values[n]:.1%}", (at[n], values[n]), (4, 6), textcoords="offset points", color=ORANGE)
+    axes.errorbar([e["step"] or 0 for e in points], values, ends, color=ORANGE, label="pass@1", fmt="o", capsize=3.5)
 
 
 def plain_axes(axes: Axes) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 import json
-import os
+import math
 import tomllib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -37,14 +37,11 @@ def open_run(run: Run | Path | str) -> Run:
 
 
 def load_reward_range(run: Run | Path | str) -> tuple[float, float]:
-    """The smallest and the largest reward of the run's task, by its config.toml; by default 0 and 1. Raises ValueError
-    for a config.toml that is not TOML."""
-    path = open_run(run).path / "config.toml"
-    try:
-        low, high = tomllib.loads(path.read_text("utf-8")).get("task", {}).get("reward_range", (0.0, 1.0))
-        return float(low), float(high)
-    except (ValueError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} does not say the range of rewards: {error}") from error
+    """The smallest and the largest reward of the run's task, by its config.toml; by default 0 and 1."""
+    config = tomllib.loads((open_run(run).path / "config.toml").read_text("utf-8"))
+    rewards = config.get("task", {}).get("rewards") or [{}]
+    ends = [sorted(each.get("weight", 1.0) * end for end in each.get("range", (0.0, 1.0))) for each in rewards]
+    return math.fsum(low for low, _ in ends), math.fsum(high for _, high in ends)
 
 
 def load_metrics(run: Run | Path | str) -> list[dict[str, Any]]:
@@ -59,27 +56,21 @@ def load_events(run: Run | Path | str) -> list[dict[str, Any]]:
 
 
 def _load_lines(path: Path) -> list[dict[str, Any]]:
-    return _load_objects(path, path.read_bytes()) if path.exists() else []
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []  # the last one is empty, or torn
+    return [_parse(line, f"{path}, line {number},") for number, line in enumerate(lines, start=1)]
 
 
-def _load_objects(path: Path, text: bytes) -> list[dict[str, Any]]:
-    found = []
-    for number, line in enumerate(text.split(b"\n")[:-1], start=1):  # after the last newline: nothing, or a torn line
-        try:
-            found.append(dict(json.loads(line)))
-        except (ValueError, TypeError, RecursionError) as error:
-            raise ValueError(f"{path}, line {number}: this is not a JSON object ({error})") from error
-    return found
+def _parse(text: bytes, where: str) -> dict[str, Any]:
+    try:
+        return dict(json.loads(text))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{where} is not a JSON object: {error}") from error
 
 
 def load_evaluations(run: Run | Path | str) -> list[dict[str, Any]]:
     """The summaries of the run's evaluations, in the order of their steps. Raises ValueError for a damaged file."""
-    found = []
-    for path in (open_run(run).path / "evaluations").glob("*.json"):
-        summary = [*_load_objects(path, path.read_bytes().strip() + b"\n"), {}][0]
-        if summary.get("name") != path.stem or not isinstance(summary.get("step", 0), int | None):
-            raise ValueError(f"{path} is not the summary of an evaluation, which has its name and a step")
-        found.append(summary)
+    paths = (open_run(run).path / "evaluations").glob("*.json")
+    found = [_parse(path.read_bytes(), str(path)) | {"name": path.stem} for path in paths]
     return sorted(found, key=lambda summary: (summary.get("step") or 0, summary["name"]))
 
 
@@ -130,23 +121,21 @@ def _opened_table(path: Path) -> Iterator[pyarrow.parquet.ParquetFile]:
     import pyarrow.parquet as pq
 
     try:
-        with path.open("rb") as opened, pq.ParquetFile(opened) as file:
+        with pq.ParquetFile(path) as file:
             yield file
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+    except (pa.ArrowException, OSError) as error:
         raise ValueError(f"{path} is not a whole Parquet file: {one_line(str(error))}") from error
 
 
 def completion_files(data: Iterable[str | Path]) -> list[Path]:
     """The files of completions that are named one by one, by directories of runs, or by globs of both, each once, in
     that order. Raises FileNotFoundError for a name without files."""
-    files: dict[str, Path] = {}
-    for name in map(Path, data):
-        path = name.expanduser()
+    files: dict[Path, Path] = {}
+    for path in (Path(name).expanduser() for name in data):
         matches = [path] if path.exists() else map(Path, sorted(glob.glob(str(path), recursive=True)))
         found = [f for m in matches for f in (sorted(m.glob("rollouts/step-*.parquet")) if m.is_dir() else [m])]
         if not found:
-            wrong = "is a directory without rollouts/step-*.parquet" if path.is_dir() else "matches no such file or run"
-            raise FileNotFoundError(f"{path} {wrong}")
+            raise FileNotFoundError(f"{path} is neither a file of completions nor a run with rollouts")
         for file in found:
-            files.setdefault(os.path.realpath(file), file)
+            files.setdefault(file.resolve(), file)
     return list(files.values())

@@ -11,7 +11,6 @@ from lagrpo.types import Completion, Group, Prompt
 
 if TYPE_CHECKING:
     import pyarrow
-    import torch
 
 SCHEMA_NAME = "lagrpo.rollouts/4"
 SCHEMA_KEY = b"lagrpo.schema"
@@ -52,14 +51,17 @@ def rollout_rows(
     rewards: Sequence[str] = (),
 ) -> Iterator[dict[str, Any]]:
     """The rows of one batch. `columns` has more columns for each completion of each group (`completion_columns`), of
-    which any may be absent; `rewards` are the names of several rewards. Raises ValueError if groups and columns do not
-    fit together."""
-    for group, group_columns in zip(groups, columns, strict=True):
+    which any may be absent; `rewards` are the names of several rewards."""
+    for group, of_group in zip(groups, columns, strict=True):
         place = {"step": step, "source": group.source, "epoch": group.epoch} | _prompt_columns(group.prompt)
-        for index, (completion, known) in enumerate(zip(group.completions, group_columns, strict=True)):
-            row = place | {"sample_index": index} | _completion_columns(completion, policy_version, rewards)
+        for index, (completion, known) in enumerate(zip(group.completions, of_group, strict=True)):
+            row: dict[str, Any] = (
+                place | {"sample_index": index} | _completion_columns(completion, policy_version, rewards)
+            )
             row |= {name: known.get(name) for name in ("advantage", "group_std")}
-            row |= {name: _for_all_tokens(completion, known.get(name)) for name in ("old_logprobs", "entropy")}
+            for name in ("old_logprobs", "entropy"):  # of sampled tokens; None for the others
+                values = None if known.get(name) is None else iter(known[name].tolist())
+                row[name] = values and [next(values) if own else None for own in row["loss_mask"]]
             reason = known.get("excluded_reason", "") if row["outcome"] == "scored" else row["outcome"]
             yield row | {"excluded_reason": reason}
 
@@ -94,11 +96,3 @@ def _completion_columns(completion: Completion, policy_version: int, rewards: Se
         **{f"{REWARD}{name}": outcome.parts.get(name) for name in rewards if outcome},
         **({"correct": outcome.correct} if rewards and outcome else {}),
     }
-
-
-def _for_all_tokens(completion: Completion, of_sampled_T: torch.Tensor | None) -> list[float | None] | None:
-    """A value for each token of a completion: None for tokens that the policy did not sample."""
-    if of_sampled_T is None:
-        return None
-    values = iter(of_sampled_T.tolist())
-    return [next(values) if sampled else None for sampled in completion.sampled.tolist()]

@@ -1,60 +1,184 @@
-"""Tasks: prompts, and how an answer is scored. Each has one file, which also declares its options.
+"""Tasks: prompts, and a reward for their completions or an environment that they talk to. Each has one file; the
+keyword arguments of its function `load` are the task's options.
 
 `load_task(settings, seed)` returns the task that the settings name; `check_options(settings)` rejects contradictory
-settings without loading anything.
+settings without loading data. Worker processes import this module and the tasks, so nothing here imports torch, numpy
+or pydantic at the top.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+import inspect
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from dataclasses import fields, replace
-from functools import cache
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, runtime_checkable
 
 from lagrpo.errors import suggest
-from lagrpo.rewards.load import OWN, REWARDS, check_rewards, load_function, load_rewards, require_installed
-from lagrpo.rewards.reward import Rewards, UnscorableError, as_rewards, reward_names
-from lagrpo.tasks.base import RowTask, Task, build_messages, environment_of, order_prompts
+from lagrpo.rewards.reward import OWN, REWARDS, Rewards, check_rewards, load_function, load_rewards
+from lagrpo.types import Prompt
 
-__all__ = ["Rewards", "RowTask", "Task", "UnscorableError", "build_messages", "order_prompts", "reward_names"]
-
+logger = logging.getLogger("lagrpo")
+BUILTIN = ("arithmetic", "countdown", "gsm8k", "math", "custom", "calculator", "guess_number", "gym", "reasoning_gym")
+"""The tasks of this package. The last two take a name after a colon: of an environment, of a generator."""
+COMPARING = ("exact", "number", "math", "arithmetic", "guess_number")
+"""Built-in rewards that compare with a text or a number, so that a whole row is not an answer."""
 NOT_A_TASK = "is not a Task: a Task has name, reward, size(split) and prompt(split, index)"
+Messages = Sequence[Mapping[str, Any]]
+Ask = Callable[[Any], tuple[str | Messages, Any]]
+"""From a row to its question (a text, or chat messages) and its reference answer."""
+Key = tuple[int | str, ...]
+"""Of random numbers: `lagrpo.rng.uniforms(count, *key)` gives the same ones on every rank and after a resume."""
 
 
-@cache
-def task_options() -> Mapping[str, type]:
-    """For each task the dataclass of its options, whose fields `option` makes. Every task also takes `system_prompt`,
-    `reward` and `rewards`."""
-    from lagrpo.tasks import arithmetic, calculator, countdown, custom, data, guess_number, reasoning_gym
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """An environment's reply: chat messages ({"role": "user", "content": …}, or a tool's), and the reward so far, which
+    counts if the episode is done or a limit (of tokens or turns) ends it here. `reason` tells people why it is done."""
 
-    return {
-        "arithmetic": arithmetic.Options,
-        "countdown": countdown.Options,
-        "gsm8k": data.Options,
-        "math": data.Options,
-        "custom": custom.Options,
-        "reasoning_gym": reasoning_gym.Options,
-        "calculator": calculator.Options,
-        "guess_number": guess_number.Options,
-    }
+    messages: Messages = ()
+    reward: float = 0.0
+    done: bool = False
+    reason: str = ""
 
 
-@cache
-def option_takers() -> Mapping[str, Sequence[str]]:
-    """For each option the names of the tasks that take it."""
-    takers: dict[str, list[str]] = defaultdict(list)
-    for task, options in task_options().items():
-        for option in fields(options):
-            takers[option.name].append(task)
-    return takers
+class Environment(Protocol):
+    """One episode: a completion of several turns, text in and text out.
+
+    It runs in worker processes, with their deadline for every turn. lagrpo pickles it between turns, because another
+    process may take the next one. If it raises or exceeds the deadline, the completion is *unscored*."""
+
+    def reset(self, prompt: Prompt, key: Key) -> Messages:
+        """Begin. Returns all messages that the policy sees first, such as `prompt.messages`. They may depend on the
+        prompt alone, because the completions of a group share them; later messages may use random numbers of `key`."""
+        ...
+
+    def step(self, text: str) -> StepResult:
+        """Answer to the policy's turn, which is given without special tokens."""
+        ...
 
 
-def is_reference(name: str) -> bool:
-    """Whether the name of a task is a "package.module:function" (or gym:NAME), not something built in."""
-    return ":" in name and not name.startswith("reasoning_gym:")
+Make = Callable[[], Environment]
+"""Makes the environment of an episode: a class or a function at the top level of a module, or an object; pickled."""
+
+
+@runtime_checkable
+class Task(Protocol):
+    """Prompts in two splits, "train" and "test", and the reward of their completions. With an attribute `environment`
+    (what makes one, or None) completions are episodes, and the reward is for completions that a file brings."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def reward(self) -> Any:
+        """A reward function, or several `lagrpo.rewards.reward.Rewards`."""
+        ...
+
+    def size(self, split: str) -> int:
+        """Count the prompts of the split."""
+        ...
+
+    def prompt(self, split: str, index: int) -> Prompt:
+        """Prompt `index` (0 .. size - 1) of a split: its key is the index, its token_ids are empty."""
+        ...
+
+
+def environment_of(task: Task) -> Make | None:
+    """What makes the environments of a task's completions; None if they have one turn."""
+    return getattr(task, "environment", None)
+
+
+@dataclass(frozen=True, slots=True)
+class RowTask:
+    """A task made of rows, by split.
+
+    >>> task = RowTask("sums", {"train": [(2, 3)], "test": []}, lambda row: (f"{row[0]} + {row[1]}?", "5"), print)
+    >>> task.prompt("train", 0).messages
+    ({'role': 'user', 'content': '2 + 3?'},)
+    """
+
+    name: str
+    rows: Mapping[str, Sequence[Any]]
+    ask: Ask
+    reward: Any
+    """a reward function, or several Rewards"""
+    system_prompt: str | None = None
+    environment: Make | None = None
+    """for completions of several turns"""
+
+    def size(self, split: str) -> int:
+        return len(self.rows[split])
+
+    def prompt(self, split: str, index: int) -> Prompt:
+        row = self.rows[split][index]
+        question, answer = self.ask(row)
+        columns = dict(row) | {"prompt": question} if isinstance(row, Mapping) else None
+        messages = build_messages(question, self.system_prompt)
+        return Prompt(index, messages, answer, row=columns, place=getattr(row, "place", ""))
+
+
+def select(rows: Any, chosen: Sequence[int]) -> Any:
+    """These rows of a sequence, or of a hub dataset, which stays on the disk."""
+    return rows.select(chosen) if hasattr(rows, "select") else [rows[n] for n in chosen]
+
+
+def drop_overlong(task: Task, count_tokens: Callable[[Prompt], int], most: int) -> RowTask:
+    """The task without rows whose prompt has more than `most` tokens. The log says how many they were. Raises
+    ValueError for a task without rows."""
+    if not isinstance(task, RowTask):
+        raise ValueError(f"rollout.overlong_prompts = 'drop' needs a RowTask, not a {type(task).__name__}")
+    left = dict[str, Any]()
+    for split, rows in task.rows.items():
+        kept = [n for n in range(len(rows)) if count_tokens(task.prompt(split, n)) <= most]
+        if dropped := len(rows) - len(kept):
+            text = "%d of the %d prompts of the %s split are dropped: they have more than %d tokens"
+            logger.warning(text, dropped, len(rows), split, most)
+        left[split] = select(rows, kept)
+    return replace(task, rows=left)
+
+
+def build_messages(question: str | Messages, system_prompt: str | None = None) -> tuple[Mapping[str, Any], ...]:
+    """The messages for the chat template: the system prompt if there is one ("" is none), then the question as the
+    user's turn, or the given messages, with the text parts of each joined. Raises ValueError for a question that is
+    neither a text nor a list of messages, for parts other than text, and for messages that have a system turn already.
+    """
+    given: Any = [{"role": "user", "content": question}] if isinstance(question, str) else question
+    listed = given if isinstance(given, list | tuple) else ()
+    has_roles = all(isinstance(turn, Mapping) and isinstance(turn.get("role"), str) for turn in listed)
+    turns = [_join_parts(turn) for turn in listed] if has_roles else []
+    if not turns or not isinstance(turns[-1].get("content"), str):
+        raise ValueError(
+            f"its prompt is {question!r:.80}: a prompt is a text, or a list of messages such as {{'role': 'user', "
+            "'content': '...'}, the last of which has a text"
+        )
+    if not system_prompt:
+        return tuple(turns)
+    if turns[0]["role"] == "system":
+        raise ValueError("the prompt has a system turn: leave task.system_prompt unset for this data")
+    return ({"role": "system", "content": system_prompt}, *turns)
+
+
+def _join_parts(turn: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The message without keys that are None, which Parquet adds, and with its text parts as one text."""
+    turn = {key: value for key, value in turn.items() if value is not None}
+    if not isinstance(parts := turn.get("content"), list):
+        return turn
+    if strange := [part for part in parts if not isinstance(part, Mapping) or part.get("type") != "text"]:
+        raise ValueError(f"a message has the part {strange[0]!r:.80}: only parts of type text are supported")
+    return turn | {"content": "".join(part["text"] for part in parts)}
+
+
+def order_prompts(seed: int, epoch: int, size: int) -> list[int]:
+    """The order in which an epoch visits the `size` prompts of a split: a permutation, a function of its arguments."""
+    from lagrpo.rng import permutation
+
+    return permutation(size, seed, "prompt order", epoch).tolist()
+
+
+# ---- from the settings ----
 
 
 def is_multi_turn(name: str) -> bool:
@@ -63,32 +187,44 @@ def is_multi_turn(name: str) -> bool:
 
 
 def check_options(settings: Any) -> None:
-    """Raise ValueError for an unknown task or reward, and an option that the task does not take. Loads nothing."""
-    name, known = settings.name, task_options()
-    check_rewards(settings.reward, settings.rewards)
-    if is_reference(name):
-        return
-    if (kind := name.partition(":")[0]) not in known:
+    """Raise ValueError for an unknown task or reward, and options that the task does not take. Loads no data."""
+    check_rewards(settings.rewards)
+    kind = settings.name.partition(":")[0]
+    if kind in BUILTIN:
+        read_options(settings)
+    elif ":" not in settings.name:
         raise ValueError(
-            f"task.name: there is no task {name!r}; there are {', '.join(known)}, gym:NAME and a task of your own "
-            f"as 'package.module:function'.{suggest(name, known)}"
+            f"task.name: there is no task {kind!r}; there are {', '.join(BUILTIN)} and a task of your own as "
+            f"'package.module:function'.{suggest(kind, BUILTIN)}"
         )
-    if name == "custom":
-        _check_custom(settings)
-    for option, tasks in option_takers().items():
-        if kind not in tasks and getattr(settings, option) is not None:
-            raise ValueError(f"task.{option} is set, but the task {name!r} does not take it: {', '.join(tasks)} do")
+    if kind == "custom" and not settings.rewards:
+        raise ValueError(f"the task 'custom' needs task.rewards: {', '.join(REWARDS)}, or 'package.module:function'")
+    if kind == "custom" and any(each.reward == OWN for each in settings.rewards):
+        raise ValueError(f"task.rewards: the task 'custom' has no reward that {OWN!r} would name")
 
 
-def _check_custom(settings: Any) -> None:
-    """Raise ValueError for the task custom without a reward, or without the answers that its rewards need."""
-    if settings.reward is None and not settings.rewards:
-        raise ValueError(f"the task 'custom' needs task.reward: {', '.join(REWARDS)}, or a 'package.module:function'")
-    for reward in (settings.reward, *(each.reward for each in settings.rewards)):
-        if reward == OWN:
-            raise ValueError(f"task.rewards: the task 'custom' has no reward that {OWN!r} would name")
-        if reward in REWARDS and reward not in ("length", "format") and settings.answer_column is None:
-            raise ValueError(f"the reward {reward!r} needs task.answer_column, the column with reference answers")
+def read_options(settings: Any) -> dict[str, Any]:
+    """The options of a built-in task, keyword arguments of its `load`. Raises ValueError for wrong ones."""
+    from pydantic import TypeAdapter, ValidationError
+
+    kind, read = settings.name.partition(":")[0], dict[str, Any]()
+    parameters = inspect.signature(find_loader(kind), eval_str=True).parameters.values()
+    known = {each.name: each.annotation for each in parameters if each.kind == each.KEYWORD_ONLY}
+    takes_all = any(each.kind == each.VAR_KEYWORD for each in parameters)
+    for name, value in settings.given_options.items():
+        if name not in known and not takes_all:
+            takes = f"it takes {', '.join(known) or 'none'}.{suggest(name, known)}"
+            raise ValueError(f"task.options: the task {kind!r} has no option {name!r}: {takes}")
+        try:
+            read[name] = TypeAdapter(known.get(name, Any)).validate_python(value)
+        except ValidationError as error:
+            raise ValueError(f"task.options.{name} = {value!r:.80}: {error.errors()[0]['msg']}") from error
+    return read
+
+
+def find_loader(kind: str) -> Callable[..., Any]:
+    """The function that loads the built-in task of this name."""
+    return importlib.import_module(f"lagrpo.tasks.{kind}").load
 
 
 def load_task(settings: Any, seed: int) -> Task:
@@ -102,40 +238,42 @@ def load_task(settings: Any, seed: int) -> Task:
         ImportError: the task needs a package that is not installed.
     """
     check_options(settings)
-    if is_reference(settings.name) and not settings.name.startswith("gym:"):
-        return check_task(_load_own(settings, seed))
-    return check_task(_load_builtin(settings, seed))
-
-
-def check_task(task: Task) -> Task:
-    """The task. Raises ValueError if its reward functions need what neither lagrpo nor the data passes."""
-    rewards = as_rewards(task.reward)
-    if task.size("train"):
-        rewards.check(task.prompt("train", 0).row)
-    return task
-
-
-def _load_own(settings: Any, seed: int) -> Task:
-    """The task that the user's function returns."""
-    task = load_function(settings.name)(settings, seed)
-    if not isinstance(task, Task):
-        raise TypeError(f"task.name: {settings.name!r} returned a {type(task).__name__}, which {NOT_A_TASK}")
-    if settings.rewards:
-        if environment_of(task) is not None:
-            raise ValueError(f"task.rewards: the environment of {settings.name!r} gives the rewards: leave them out")
-        reward, task = load_rewards(None, settings.rewards, task.reward), copy(task)
-        object.__setattr__(task, "reward", reward)  # it may be a frozen dataclass
-    return task
-
-
-def _load_builtin(settings: Any, seed: int) -> Task:
     kind, _, variant = settings.name.partition(":")
-    require_installed(kind)
-    file = importlib.import_module(f"lagrpo.tasks.{kind}")
-    if kind == "gym":
-        return file.load(variant, settings.system_prompt)
-    names = [option.name for option in fields(task_options()[kind])]
-    given = {name: value for name in names if (value := getattr(settings, name)) is not None}
-    task = file.load(task_options()[kind](**given), seed, *[variant] if variant else [])
-    rewards = load_rewards(settings.reward, settings.rewards, task.reward)
-    return replace(task, name=settings.name, reward=rewards, system_prompt=settings.system_prompt)
+    if kind in BUILTIN:
+        task = find_loader(kind)(seed, *[variant] if variant else [], **read_options(settings))
+        task = copy_with(task, name=settings.name, system_prompt=settings.system_prompt)
+    else:
+        task = load_function(settings.name)(settings, seed)
+        if not isinstance(task, Task):
+            raise TypeError(f"task.name: {settings.name!r} returned a {type(task).__name__}, which {NOT_A_TASK}")
+    if settings.rewards and environment_of(task) is not None:
+        raise ValueError(f"task.rewards: the environment of {settings.name!r} gives the rewards: leave them out")
+    if settings.rewards:
+        task = copy_with(task, reward=load_rewards(settings.rewards, task.reward))
+    wants_text = next((each.reward for each in settings.rewards if each.reward in COMPARING), None)
+    if kind == "custom" and wants_text and isinstance(task.prompt("train", 0).answer, Mapping):
+        raise ValueError(f"the reward {wants_text!r} needs task.answer_column, the column with reference answers")
+    return complete_task(task, settings.tools)
+
+
+def complete_task(task: Task, tools: Sequence[str]) -> Task:
+    """The task, with an environment in which the policy may call these functions. Raises ValueError for tools that it
+    cannot have, and for reward functions that need what neither lagrpo nor the data passes."""
+    if task.size("train"):
+        row = task.prompt("train", 0).row
+        for reward in Rewards.from_reward(task.reward).parts:
+            reward.check(row)
+    if not tools:
+        return task
+    from lagrpo.tasks.environments import make_tools
+
+    environment = make_tools(tools, task)
+    return copy_with(task, environment=environment, reward=environment.reward)
+
+
+def copy_with(task: Any, **attributes: Any) -> Any:
+    """A copy of the task with other attributes, also if it is a frozen dataclass."""
+    task = copy(task)
+    for name, value in attributes.items():
+        object.__setattr__(task, name, value)
+    return task

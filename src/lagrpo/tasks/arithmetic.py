@@ -10,11 +10,10 @@ additions 80 and 20.
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from lagrpo.rewards.reward import UnscorableError, accept_any
-from lagrpo.tasks.base import RowTask, option
+from lagrpo.tasks import RowTask
 from lagrpo.tasks.numbers import read_last_number
 
 WORDING = "What is {problem}? Answer with just the number."
@@ -25,17 +24,11 @@ _FEW = 2**17  # problems that are shuffled; of more of them as many as needed ar
 Problem = tuple[str, int, int]
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
-    """The options of this task."""
-
-    operations: tuple[Literal["+", "-", "*"], ...] = option(("+",), "operations to sample from")
-    digits: int = option(1, "operands have up to this many digits", least=1, most=4)
-
-
-def load(options: Options, seed: int) -> RowTask:
-    """The task with problems of this seed."""
-    train, test = split(tuple(dict.fromkeys(options.operations)), options.digits, seed)
+def load(
+    seed: int, *, operations: tuple[Literal["+", "-", "*"], ...] = ("+",), digits: Literal[1, 2, 3, 4] = 1
+) -> RowTask:
+    """The task with problems of this seed: of these operations, with operands of up to so many digits."""
+    train, test = split(operations, digits, seed)
     return RowTask("arithmetic", {"train": train, "test": test}, _ask, score)
 
 
@@ -61,7 +54,7 @@ def split(operations: tuple[str, ...], digits: int, seed: int) -> tuple[list[Pro
     """The training and the test problems, in an order that the seed chooses."""
     from lagrpo.rng import permutation
 
-    numbers = 10**digits
+    operations, numbers = tuple(dict.fromkeys(operations)), 10**digits
     test_size = min(_TEST, len(operations) * numbers**2 // 5)
     train, test = list[Problem](), list[Problem]()
     for operation, a, b in _sample_problems(operations, numbers, seed):

@@ -1,5 +1,5 @@
 """Task `calculator`: arithmetic that takes a tool, and the tool, exact arithmetic. Other tasks get the tool by
-environment.tools = ["calculator"].
+task.tools = ["calculator"].
 
 The task has the problems of `arithmetic`, by default products of numbers of three digits. Solved examples, with calls
 and results, precede each problem.
@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import ast
 import operator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from lagrpo.tasks import arithmetic
-from lagrpo.tasks.base import Messages, RowTask, option
+from lagrpo.tasks import Messages, RowTask, arithmetic
 from lagrpo.tasks.environments import Tools
 from lagrpo.tasks.numbers import evaluate
 
@@ -25,21 +23,14 @@ OPERATIONS: dict[type, Any] = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
-    """The options of this task."""
-
-    operations: tuple[Literal["+", "-", "*"], ...] = option(("*",), "operations to sample from")
-    digits: int = option(3, "operands have up to this many digits", least=1, most=4)
-    examples: int = option(2, "solved problems before each", least=0, most=3)
-
-
-def load(options: Options, seed: int) -> RowTask:
-    """The task with problems of this seed."""
-    train, test = arithmetic.split(tuple(dict.fromkeys(options.operations)), options.digits, seed)
-    rows, environment = {"train": train, "test": test}, Tools({"calculate": calculate}, arithmetic.score)
-    ask = partial(_ask, options.examples)
-    return RowTask("calculator", rows, ask, arithmetic.score, environment=environment)
+def load(
+    seed: int, *, operations: tuple[Literal["+", "-", "*"], ...] = ("*",), digits: Literal[1, 2, 3, 4] = 3,
+    examples: Literal[0, 1, 2, 3] = 2,
+) -> RowTask:  # fmt: skip
+    """The task with problems of this seed, as in arithmetic, and so many solved examples before each."""
+    rows = arithmetic.load(seed, operations=operations, digits=digits).rows
+    tools = Tools({"calculate": calculate}, arithmetic.score)
+    return RowTask("calculator", rows, partial(_ask, examples), arithmetic.score, environment=tools)
 
 
 def _ask(examples: int, problem: arithmetic.Problem) -> tuple[Messages, str]:

@@ -14,12 +14,11 @@ import operator
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from lagrpo.rewards.reward import UnscorableError
-from lagrpo.tasks.base import RowTask, option
+from lagrpo.tasks import RowTask
 from lagrpo.tasks.numbers import evaluate
 
 WORDING = (
@@ -37,17 +36,10 @@ _OPERATION = re.compile(r"[0-9)] *[-+*/]+ *[-+( ]*[0-9]")
 _OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
-    """The options of this task."""
-
-    numbers: int = option(4, "how many numbers are given", least=3, most=6)
-
-
-def load(options: Options, seed: int) -> RowTask:
-    """The task with problems of this seed, each made when it is asked."""
+def load(seed: int, *, numbers: Literal[3, 4, 5, 6] = 4) -> RowTask:
+    """The task with problems of this seed and so many given numbers, each made when it is asked."""
     rows = {split: [(split, index) for index in range(size)] for split, size in _SIZES.items()}
-    return RowTask("countdown", rows, partial(_ask, options.numbers, seed), score)
+    return RowTask("countdown", rows, partial(_ask, numbers, seed), score)
 
 
 def _ask(count: int, seed: int, row: tuple[str, int]) -> tuple[str, dict[str, Any]]:

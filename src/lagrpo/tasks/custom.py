@@ -1,8 +1,8 @@
 """Task `custom`: a dataset and rewards of the user's own.
 
-`prompt_column` holds a text or a list of chat messages (also as JSON), `answer_column` the reference answer; without it
-the reference answer is the whole row, as a dict. If there is only one split, the seed chooses a tenth of its rows (at
-most 1,000) for testing, which is logged.
+`prompt_column` (by default prompt or question) holds a text or a list of chat messages (also as JSON), `answer_column`
+(by default answer) the reference answer; without it the reference answer is the whole row, as a dict. If there is only
+one split, the seed chooses a tenth of its rows (at most 1,000) for testing, which is logged.
 """
 
 from __future__ import annotations
@@ -11,48 +11,36 @@ import json
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from lagrpo.rewards.builtin import exact
-from lagrpo.tasks import data
-from lagrpo.tasks.base import Messages, RowTask, option
+from lagrpo.tasks import Messages, RowTask
+from lagrpo.tasks.data import get_value, load_rows
 
 PROMPT, ANSWER = ("prompt", "question"), "answer"
 """Columns with the prompt and with the reference answer, if none are named."""
 
 
-@dataclass(frozen=True, slots=True)
-class Options(data.Options):
-    """The options of this task."""
-
-    prompt_column: str | None = option(None, "column with the prompt: a string, or a list of chat messages")
-    answer_column: str | None = option(None, "column with the reference answer; by default it is the whole row")
-
-
-def load(options: Options, seed: int) -> RowTask:
+def load(
+    seed: int, *, data: str | None = None, prompt_column: str | None = None, answer_column: str | None = None,
+    train_split: str = "train", test_split: str = "test",
+) -> RowTask:  # fmt: skip
     """The task. Raises ValueError for missing or unfit settings or data."""
-    ask = partial(_ask, options)
-    columns = [column for column in (options.prompt_column, options.answer_column) if column is not None]
-    rows = data.load_rows(options, "openai/gsm8k:main", ask, columns, options.answer_column, seed=seed)
+    ask, columns = partial(ask_row, prompt_column, answer_column), filter(None, (prompt_column, answer_column))
+    splits = train_split, test_split
+    rows = load_rows(data, *splits, "openai/gsm8k:main", ask, list(columns), answer_column, seed)
     return RowTask("custom", rows, ask, exact)
 
 
-def _ask(options: Options, row: Mapping[str, Any]) -> tuple[str | Messages, Any]:
-    column = options.prompt_column or next((name for name in PROMPT if name in row), None)
-    if column is None:
-        raise ValueError(f"the task 'custom' needs task.prompt_column; the columns are {', '.join(row)}")
-    prompt, named = data.get_value(row, column), options.answer_column or (ANSWER if ANSWER in row else None)
-    prompt = _parse_messages(prompt) if isinstance(prompt, str) else prompt
-    if isinstance(prompt, list) and all(isinstance(turn, Mapping) for turn in prompt):
-        prompt = [{k: v for k, v in turn.items() if v is not None} for turn in prompt]  # Parquet fills missing keys
-    return prompt, dict(row) if named is None else data.get_value(row, named)
-
-
-def _parse_messages(text: str) -> Any:
-    """The messages that the text is as JSON, else the text."""
-    with suppress(ValueError):
-        if re.match(r"\s*\[\s*\{", text) and all("role" in turn for turn in json.loads(text)):
-            return json.loads(text)
-    return text
+def ask_row(prompt: str | None, answer: str | None, row: Mapping[str, Any]) -> tuple[str | Messages, Any]:
+    """The question and the reference answer in these columns of a row."""
+    prompt = prompt or next((name for name in PROMPT if name in row), None)
+    if prompt is None:
+        raise ValueError(f"no column 'prompt' or 'question': set task.prompt_column; the columns are {', '.join(row)}")
+    asked, answer = get_value(row, prompt), answer or (ANSWER if ANSWER in row else None)
+    with suppress(ValueError):  # messages as JSON
+        if isinstance(asked, str) and re.match(r"\s*\[\s*\{", asked):
+            messages = json.loads(asked)
+            asked = messages if all("role" in turn for turn in messages) else asked
+    return asked, dict(row) if answer is None else get_value(row, answer)

@@ -1,4 +1,4 @@
-"""Environments: which one the settings name, its turns in worker processes, and tools.
+"""Turns of environments in worker processes, and tools.
 
 Every turn is a call with a deadline, in whichever process is free: the environment travels pickled.
 
@@ -24,9 +24,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lagrpo.errors import suggest
-from lagrpo.rewards import worker
-from lagrpo.rewards.load import load_function
-from lagrpo.tasks.base import Key, Make, Messages, StepResult, Task, build_messages, environment_of
+from lagrpo.rewards import pool
+from lagrpo.rewards.reward import OURS, Rewards, load_function
+from lagrpo.tasks import Key, Make, Messages, StepResult, Task, build_messages, environment_of
 from lagrpo.types import Outcome, Prompt
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -38,18 +38,18 @@ SYSTEM = (
 )
 """Tells the policy of functions if the chat template does not."""
 TOOLS = {"calculator": "lagrpo.tasks.calculator:calculate"}
-"""The built-in functions that environment.tools can name."""
+"""The built-in functions that task.tools can name."""
 Turn = tuple[StepResult, bytes]
 """What an environment says, and its pickled state."""
 
 
 def take_turn(state: bytes | None, prompt: Any, key: Any, text: str | None) -> Turn | Outcome:
     """`run_turn` in a worker process that has loaded what makes environments; an unscored Outcome if it failed."""
-    make = worker.loaded()
+    make = pool.called()
     try:
         return run_turn(make, state, prompt, key, text)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - it concerns this completion only
-        return worker.to_outcome(error, "the environment")
+        return pool.to_outcome(error, "the environment")
 
 
 def run_turn(make: Make, state: bytes | None, prompt: Any, key: Any, text: str | None) -> Turn:
@@ -66,11 +66,11 @@ def run_turn(make: Make, state: bytes | None, prompt: Any, key: Any, text: str |
     said = environment.step(str(text))
     if not isinstance(said, StepResult):
         raise TypeError(f"step returned a {type(said).__name__}, not a StepResult")
-    reward = worker.to_outcome(said.reward).reward
+    reward = pool.to_outcome(said.reward).reward
     if reward is None:
         raise ValueError(f"its reward is {said.reward!r:.40}, not a finite number")
     if said.done:
-        return StepResult((), reward, True, worker.clean(said.reason)), b""
+        return StepResult((), reward, True, pool.clean(said.reason)), b""
     return StepResult(_to_json(said.messages), reward), pickle.dumps(environment)
 
 
@@ -82,38 +82,72 @@ def _to_json(messages: Any) -> tuple[dict[str, Any], ...]:
     return tuple(plain)
 
 
-def load_environment(settings: Any, task: Task) -> Make | None:
-    """What makes an environment for each completion, by section environment or the task; None if completions have one
-    turn. Raises ValueError for a function that does not exist."""
-    if settings.name is not None:
-        return load_function(settings.name)
-    own = environment_of(task)
-    if own is not None and settings.tools:
-        raise ValueError(f"the task {task.name!r} has an environment: leave out environment.tools")
-    return Tools(load_tools(settings.tools), task.reward) if settings.tools else own
+# ---- tools ----
 
 
-def load_tools(names: Sequence[str]) -> dict[str, Callable[..., Any]]:
-    """The functions of these names, by what the policy calls them. Raises ValueError for one that does not exist, is
-    called like another one, or is not a plain function."""
+@dataclass
+class Tools:
+    """An episode with these functions, by their names, and what makes such episodes. `reward` scores an answer, called
+    as reward(completion, answer). `system` tells the policy of the functions, "" if its chat template does."""
+
+    functions: Mapping[str, Callable[..., Any]]
+    reward: Callable[[str, Any], Any]
+    system: str = ""
+    answer: Any = None
+
+    def __call__(self) -> Tools:
+        return replace(self)
+
+    def schemas(self) -> list[dict[str, Any]]:
+        """JSON schemas of the functions. Raises ValueError if one does not say how it is called."""
+        return [describe(function) for function in self.functions.values()]
+
+    def reset(self, prompt: Prompt, key: Key) -> Messages:
+        self.answer = prompt.answer
+        return add_system(prompt.messages, self.system) if self.system else prompt.messages
+
+    def step(self, text: str) -> StepResult:
+        try:
+            calls = find_calls(text)
+        except ValueError as error:
+            return StepResult([{"role": "tool", "content": f"Error: {error}"}])
+        if not calls:
+            return StepResult(reward=self.reward(text, self.answer), done=True)
+        return StepResult([{"role": "tool", "name": name, "content": self.call(name, given)} for name, given in calls])
+
+    def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """The result of a call, as the policy reads it."""
+        if (function := self.functions.get(name)) is None:
+            return f"Error: there is no function {name!r}, but {', '.join(self.functions)}"
+        try:
+            result = function(**arguments)
+        except MISTAKES as error:
+            return f"Error: {error}"
+        return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
+
+
+def make_tools(names: Sequence[str], task: Task) -> Tools:
+    """The environment in which the policy may call these functions, and the task's reward function scores the answer.
+    Raises ValueError for a function that does not exist, is called like another one, or is not a plain function, and
+    for a task with an environment or several rewards."""
+    if environment_of(task) is not None:
+        raise ValueError(f"task.tools: the task {task.name!r} has an environment: leave them out")
+    reward, *others = Rewards.from_reward(task.reward).parts
+    if others or reward.style != OURS:
+        raise ValueError("task.tools: one reward function f(completion, answer) scores answers: leave out the others")
     found: dict[str, Callable[..., Any]] = {}
     for name in names:
         if ":" not in name and name not in TOOLS:
             raise ValueError(
-                f"there is no tool {name!r}; there are {', '.join(TOOLS)}, and functions of your own as "
+                f"task.tools: there is no tool {name!r}; there are {', '.join(TOOLS)}, and functions of your own as "
                 f"'package.module:function'.{suggest(name, TOOLS)}"
             )
         function = load_function(TOOLS.get(name, name))
-        called = getattr(function, "__name__", None)
-        if called is None or inspect.iscoroutinefunction(function):
-            raise ValueError(f"tool {name!r} is not a plain function, whose name the policy calls")
-        if called in found:
-            raise ValueError(f"tool {name!r}: another one is called {called!r}, too: rename one of them")
-        found[called] = function
-    return found
-
-
-# ---- tools ----
+        if not inspect.isfunction(function) or inspect.iscoroutinefunction(function):
+            raise ValueError(f"task.tools: {name!r} is not a plain function, whose name the policy calls")
+        if found.setdefault(function.__name__, function) is not function:
+            raise ValueError(f"task.tools: another tool is called {function.__name__!r}, too: rename one of them")
+    return Tools(found, reward.function)
 
 
 def find_calls(text: str) -> list[tuple[str, Mapping[str, Any]]]:
@@ -125,22 +159,16 @@ def find_calls(text: str) -> list[tuple[str, Mapping[str, Any]]]:
     >>> find_calls("The answer is 4.")
     []
     """
-    if OPEN in text:
-        blocks = re.findall(f"{OPEN}(.*?){CLOSE}", text, re.DOTALL)
-        if len(blocks) != text.count(OPEN):
-            raise ValueError(f"a {OPEN} has no {CLOSE}")
-        read = [_parse_json(block) for block in blocks]
-        return [_read_call(call) for block in read for call in (block if isinstance(block, list) else [block])]
-    if text.lstrip().startswith("{") and '"name"' in text:
-        return [_read_call(_parse_json(text))]
-    return []
-
-
-def _parse_json(text: str) -> Any:
+    blocks = re.findall(f"{OPEN}(.*?){CLOSE}", text, re.DOTALL)
+    if len(blocks) != text.count(OPEN):
+        raise ValueError(f"a {OPEN} has no {CLOSE}")
+    if not blocks and text.lstrip().startswith("{") and '"name"' in text:
+        blocks = [text]
     try:
-        return json.loads(text)
+        read = [json.loads(block) for block in blocks]
     except (ValueError, RecursionError) as error:
         raise ValueError(f"the call is not JSON: {error}") from error
+    return [_read_call(call) for block in read for call in (block if isinstance(block, list) else [block])]
 
 
 def _read_call(call: Any) -> tuple[str, Mapping[str, Any]]:
@@ -150,53 +178,6 @@ def _read_call(call: Any) -> tuple[str, Mapping[str, Any]]:
     if not isinstance(arguments, dict):
         raise ValueError(f"the arguments of {call['name']!r} are not a JSON object")
     return call["name"], arguments
-
-
-@dataclass(frozen=True, slots=True)
-class Tools:
-    """Makes episodes with these functions, by their names. `reward` scores an answer, called as reward(completion,
-    answer). `system` tells the policy of the functions, "" if its chat template does."""
-
-    functions: Mapping[str, Callable[..., Any]]
-    reward: Callable[[str, Any], Any]
-    system: str = ""
-
-    def __call__(self) -> ToolEnvironment:
-        return ToolEnvironment(self)
-
-    def schemas(self) -> list[dict[str, Any]]:
-        """JSON schemas of the functions. Raises ValueError if one does not say how it is called."""
-        return [describe(function) for function in self.functions.values()]
-
-
-class ToolEnvironment:
-    """One episode with tools."""
-
-    def __init__(self, tools: Tools) -> None:
-        self.tools = tools
-
-    def reset(self, prompt: Prompt, key: Key) -> Messages:
-        self.answer = prompt.answer
-        return add_system(prompt.messages, self.tools.system) if self.tools.system else prompt.messages
-
-    def step(self, text: str) -> StepResult:
-        try:
-            calls = find_calls(text)
-        except ValueError as error:
-            return StepResult([{"role": "tool", "content": f"Error: {error}"}])
-        if not calls:
-            return StepResult(reward=self.tools.reward(text, self.answer), done=True)
-        return StepResult([{"role": "tool", "name": name, "content": self.call(name, given)} for name, given in calls])
-
-    def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """The result of a call, as the policy reads it."""
-        if (function := self.tools.functions.get(name)) is None:
-            return f"Error: there is no function {name!r}, but {', '.join(self.tools.functions)}"
-        try:
-            result = function(**arguments)
-        except MISTAKES as error:
-            return f"Error: {error}"
-        return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
 
 
 def add_system(messages: Messages, system: str) -> Messages:
@@ -218,15 +199,12 @@ def describe(function: Callable[..., Any]) -> dict[str, Any]:
     """The JSON schema of a function, from its signature and docstring. Raises ValueError if they do not say it."""
     from transformers.utils import chat_template_utils as utils
 
-    name, parameters = function.__name__, inspect.signature(function).parameters.values()
-    if unnamed := [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL)]:
-        raise ValueError(f"tool {name!r} takes {unnamed[0]!r} by position, and a call names its arguments")
     try:
         return json.loads(json.dumps(utils.get_json_schema(function)))
     except (utils.DocstringParsingException, utils.TypeHintParsingException, NameError) as error:
         raise ValueError(
-            f"tool {name!r} does not say how it is called: {error}. Give every parameter a type, and a line under "
-            "'Args:' in the docstring"
+            f"tool {function.__name__!r} does not say how it is called: {error}. Give every parameter a type, and a "
+            "line under 'Args:' in the docstring"
         ) from error
 
 

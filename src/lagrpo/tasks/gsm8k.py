@@ -15,18 +15,9 @@ from fractions import Fraction
 from typing import Any
 
 from lagrpo.rewards.reward import UnscorableError, accept_any
-from lagrpo.tasks import data
-from lagrpo.tasks.base import RowTask
-from lagrpo.tasks.numbers import (
-    Numeral,
-    agree,
-    find_first_numeral,
-    find_last_box,
-    find_last_numeral,
-    find_numerals,
-    merge_fractions,
-    simplify,
-)
+from lagrpo.tasks import RowTask
+from lagrpo.tasks.data import load_rows, text_of
+from lagrpo.tasks.numbers import Numeral, agree, find_last_box, find_numerals, merge_fractions, read_number, simplify
 
 WORDING = "{question}\n\nReason step by step. End with #### and the final number."
 
@@ -36,16 +27,16 @@ _ANSWER_IS = re.compile(rf"\banswer\b[ *_]*(?:is|:|=){_GAP}", re.IGNORECASE)
 _SENTENCE_END = re.compile(r"\n|[.!?](?=\s|$)")
 
 
-def load(options: data.Options, seed: int) -> RowTask:
+def load(
+    seed: int, *, data: str | None = None, train_split: str = "gsm8k_train|train", test_split: str = "gsm8k_test|test"
+) -> RowTask:
     """The task. Raises ValueError for missing or unfit data."""
-    rows = data.load_rows(
-        options, "openai/gsm8k:main", _ask, ("question", "answer"), "answer", lambda split: (f"gsm8k_{split}", split)
-    )
+    rows = load_rows(data, train_split, test_split, "openai/gsm8k:main", _ask, ("question", "answer"), "answer")
     return RowTask("gsm8k", rows, _ask, score)
 
 
 def _ask(row: Mapping[str, Any]) -> tuple[str, str]:
-    return WORDING.format(question=data.text_of(row, "question")), str(row["answer"]).rpartition("####")[2].strip()
+    return WORDING.format(question=text_of(row, "question")), str(row["answer"]).rpartition("####")[2].strip()
 
 
 @accept_any
@@ -67,19 +58,12 @@ def score(completion: str, answer: Any) -> float:
     `answer` is a number, or a text with exactly one (after its last "####", if it has one). Of a float the first 15
     digits count. Raises UnscorableError for any other answer."""
     right = _read_answer(answer)
-    if right.value is not None and right.value.denominator == 1:
-        found = _find(completion, fractions=False)
+    is_integer = right.value is not None and right.value.denominator == 1
+    part, first = _find_counting_part(completion)
+    found = read_number(part, first, fractions=not is_integer)
+    if is_integer:
         return float(found is not None and found.value == right.value)
-    return float(agree(_find(completion, fractions=True), right))
-
-
-def _find(text: str, fractions: bool) -> Numeral | None:
-    """The number that counts in a completion; None without one."""
-    part, first = _find_counting_part(text)
-    found = find_numerals(part)
-    if fractions:
-        found = merge_fractions(part, found)
-    return find_first_numeral(part, found) if first else find_last_numeral(part, found)
+    return float(agree(found, right))
 
 
 def _find_counting_part(text: str) -> tuple[str, bool]:

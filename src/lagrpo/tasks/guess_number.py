@@ -1,36 +1,28 @@
 """Task `guess_number`: find a number in several turns; after each guess the environment says "higher" or "lower".
 
-The prompt is always the same; the number is the reference answer. The reward is 1 if it is found within
-environment.max_turns guesses, else 0. A fifth of the numbers is for testing.
+The prompt is always the same; the number is the reference answer. The reward is 1 if it is found within task.max_turns
+guesses, else 0. A fifth of the numbers is for testing.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from lagrpo.rewards.reward import UnscorableError
-from lagrpo.tasks.base import Key, Messages, RowTask, StepResult, option
+from lagrpo.tasks import Key, Messages, RowTask, StepResult
 from lagrpo.tasks.numbers import read_last_number
 from lagrpo.types import Prompt
 
 WORDING = "I think of a whole number from 1 to {largest}. Guess it. Answer with just the number."
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
-    """The options of this task."""
-
-    largest: int = option(31, "the number is from 1 to this one", least=5, most=10_000)
-
-
-def load(options: Options, seed: int) -> RowTask:
-    """The task with the numbers in an order that the seed chooses."""
+def load(seed: int, *, largest: int = 31) -> RowTask:
+    """The task with the numbers up to `largest` in an order that the seed chooses."""
     from lagrpo.rng import permutation
 
-    numbers = [n + 1 for n in permutation(options.largest, seed, "guess_number").tolist()]
+    numbers = [n + 1 for n in permutation(largest, seed, "guess_number").tolist()]
     test = min(1_000, len(numbers) // 5)
-    splits, question = {"train": numbers[test:], "test": numbers[:test]}, WORDING.format(largest=options.largest)
+    splits, question = {"train": numbers[test:], "test": numbers[:test]}, WORDING.format(largest=largest)
     return RowTask("guess_number", splits, lambda number: (question, number), score, environment=GuessNumber)
 
 

@@ -1,7 +1,7 @@
-"""Tasks `gym:NAME`: text environments in the style of Gymnasium, such as GEM's.
+"""Tasks `gym:NAME`: text environments in the style of Gymnasium, such as GEM's (pip install gem-llm).
 
-`NAME` is the id of an environment of GEM (`gym:game:GuessTheNumber-v0-easy`), or a package.module:function that returns
-an object with the methods
+NAME is the id of one of GEM's (`gym:game:GuessTheNumber-v0-easy`), or a package.module:function that returns an object
+with
 
     reset(seed=…) -> text, info
     step(text) -> text, reward, terminated, truncated, info
@@ -12,34 +12,29 @@ the same episode. The reward is the sum over the steps.
 
 from __future__ import annotations
 
-import re
 from functools import partial
 from typing import Any
 
-from lagrpo.rewards.load import load_function
-from lagrpo.rewards.reward import UnscorableError
-from lagrpo.tasks.base import Key, Messages, RowTask, StepResult, build_messages
+from lagrpo.rewards.reward import UnscorableError, load_function
+from lagrpo.tasks import Key, Messages, RowTask, StepResult
 from lagrpo.types import Prompt
 
 TRAIN, TEST = 10_000, 1_000  # seeds
-GEM = re.compile(r".*-v\d+(-\w+)*")  # ids of GEM
 
 
-def load(name: str, system_prompt: str | None = None) -> RowTask:
-    """The task of this environment. Raises ValueError or ImportError if it does not exist."""
-    build(name)
-    rows, make = {"train": range(TRAIN), "test": range(TRAIN, TRAIN + TEST)}, partial(Gym, name, system_prompt)
-    return RowTask(f"gym:{name}", rows, lambda seed: (f"seed {seed}", seed), score, environment=make)
+def load(seed: int, name: str) -> RowTask:
+    """The task of an environment. Raises ValueError or ImportError if it does not exist."""
+    build(name)  # an error of the environment comes before the model is loaded
+    rows = {"train": range(TRAIN), "test": range(TRAIN, TRAIN + TEST)}
+    return RowTask(f"gym:{name}", rows, lambda n: (f"seed {n}", n), score, environment=partial(Gym, name))
 
 
 def build(name: str) -> Any:
     """An environment."""
-    if not GEM.fullmatch(name):
+    if "-v" not in name:
         return load_function(name)()
-    try:
-        import gem  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise ImportError(f"the task gym:{name} needs GEM: pip install gem-llm") from error
+    import gem  # pyright: ignore[reportMissingImports]
+
     return gem.make(name)
 
 
@@ -50,12 +45,12 @@ def score(completion: str, answer: Any) -> float:
 class Gym:
     """One episode. Environments of others may not be picklable, so every step repeats the earlier ones."""
 
-    def __init__(self, name: str, system_prompt: str | None) -> None:
-        self.name, self.system_prompt, self.steps, self.reward = name, system_prompt, list[str](), 0.0
+    def __init__(self, name: str) -> None:
+        self.name, self.steps, self.reward = name, list[str](), 0.0
 
     def reset(self, prompt: Prompt, key: Key) -> Messages:
         self.seed = int(prompt.answer)
-        return build_messages(_add_suffix(*build(self.name).reset(seed=self.seed)), self.system_prompt)
+        return [to_message(*build(self.name).reset(seed=self.seed))]
 
     def step(self, text: str) -> StepResult:
         env = build(self.name)
@@ -66,11 +61,10 @@ class Gym:
         self.steps.append(text)
         self.reward += float(reward)
         if terminated or truncated:
-            reason = "" if terminated else "truncated by the environment"
-            return StepResult(reward=self.reward, done=True, reason=reason)
-        return StepResult([{"role": "user", "content": _add_suffix(said, info)}], self.reward)
+            return StepResult(reward=self.reward, done=True, reason="truncated" if truncated else "")
+        return StepResult([to_message(said, info)], self.reward)
 
 
-def _add_suffix(text: Any, info: Any) -> str:
+def to_message(text: Any, info: Any) -> dict[str, str]:
     suffix = (info or {}).get("suffix")
-    return f"{text}\n{suffix}" if suffix else str(text)
+    return {"role": "user", "content": f"{text}\n{suffix}" if suffix else str(text)}

@@ -1,8 +1,8 @@
 r"""Task `math`: competition problems, scored by mathematical equality (math-verify).
 
 Data: a directory of .jsonl files with columns problem and answer, as DeepScaleR, MATH-500 and AIME have them.
-`train_split` and `test_split` name files without their ending ("deepscaler_part_aime_train", "aime24_test"); the
-defaults are deepscaler_part_math_train and math500_test. Or datasets of the hub; see `lagrpo.tasks.data`.
+The options `train_split` and `test_split` name files without their ending, such as deepscaler_part_aime_train. Or
+datasets of the hub; see `lagrpo.tasks.data`.
 
 Needs math-verify: pip install 'lagrpo[math]'. Its import stands at the top, so that worker processes have it before the
 first deadline begins; only this task and the reward "math" import this module.
@@ -17,17 +17,19 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-import math_verify
+try:
+    import math_verify
+except ImportError as error:
+    raise ImportError("math needs the package math-verify: pip install 'lagrpo[math]'") from error
 
 from lagrpo.rewards.reward import UnscorableError, accept_any
-from lagrpo.tasks import data
-from lagrpo.tasks.base import RowTask
+from lagrpo.tasks import RowTask
+from lagrpo.tasks.data import load_rows, text_of
 from lagrpo.tasks.numbers import find_last_box
 
 WORDING = "{problem}\n\nReason step by step and put the final answer in \\boxed{{}}."
 
 _HUB = "agentica-org/DeepScaleR-Preview-Dataset"
-_DEFAULTS = {"train": "deepscaler_part_math_train", "test": "math500_test"}
 _THIN_SPACES = re.compile(r",\\!\s*|\{,\}|\\!")
 _IMAGINARY = re.compile(r"(?<=[0-9])\s+(?=i\b)")
 
@@ -40,16 +42,20 @@ _parse = functools.partial(math_verify.parse, fallback_mode="no_fallback", parsi
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own deadlines are off
 
 
-def load(options: data.Options, seed: int) -> RowTask:
+def load(
+    seed: int,
+    *,
+    data: str | None = None,
+    train_split: str = "deepscaler_part_math_train|train",
+    test_split: str = "math500_test|test",
+) -> RowTask:
     """The task. Raises ValueError for missing or unfit data."""
-    rows = data.load_rows(
-        options, _HUB, _ask, ("problem", "answer"), "answer", lambda split: (_DEFAULTS.get(split, split), split)
-    )
+    rows = load_rows(data, train_split, test_split, _HUB, _ask, ("problem", "answer"), "answer")
     return RowTask("math", rows, _ask, score)
 
 
 def _ask(row: Mapping[str, Any]) -> tuple[str, str]:
-    return WORDING.format(problem=data.text_of(row, "problem")), str(row["answer"])
+    return WORDING.format(problem=text_of(row, "problem")), str(row["answer"])
 
 
 @accept_any

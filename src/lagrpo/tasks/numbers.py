@@ -37,7 +37,7 @@ _NUMERAL = re.compile(
     r"(?:[eE](?P<exponent>[0-9]{1,3})(?![A-Za-z]))?(?P<unit>[A-Za-z_]*)"
 )
 _LONGEST = 100
-LONGEST, LARGEST = 200, 10**100  # characters and value of an expression
+LONGEST = 200  # characters of an expression
 SIGNIFICANT = 4  # digits that a decimal must have to stand for the numbers that round to it
 
 _CURRENCY = r"(?:\\?[$]|[€£¥₹])?"
@@ -159,10 +159,17 @@ def find_last_numeral(text: str, found: list[Numeral]) -> Numeral | None:
     return found[-1]
 
 
+def read_number(text: str, first: bool = False, fractions: bool = False) -> Numeral | None:
+    """The numeral that names the last (or the first) number of a text in plain spelling, in which a/b may be one."""
+    found = find_numerals(text)
+    if fractions:
+        found = merge_fractions(text, found)
+    return find_first_numeral(text, found) if first else find_last_numeral(text, found)
+
+
 def read_last_number(text: str) -> Fraction | None:
     """The value of the last numeral of an answer, which may be LaTeX; None if it names no number."""
-    text = simplify(text)
-    last = find_last_numeral(text, find_numerals(text))
+    last = read_number(simplify(text))
     return last.value if last is not None else None
 
 
@@ -221,8 +228,6 @@ def evaluate(expression: str, operations: Mapping[type, Callable[..., Any]]) -> 
             value = Fraction(operations[type(node.op)](compute(node.left), compute(node.right)))
         else:
             raise ValueError(f"{expression!r} is not an arithmetic expression")
-        if max(abs(value.numerator), value.denominator) > LARGEST:
-            raise ValueError("the number is too large")
         return value
 
     if len(expression) > LONGEST:

@@ -3,7 +3,7 @@
 A puzzle is a function of the run's seed and its number. The training prompts have the first numbers, the test prompts
 the next ones; a generator that knows few puzzles repeats them. A few generators depend on the order of Python's sets
 (knight_swap, isomorphic_strings, polynomial_multiplication and ransom_note of version 0.1.25): they need
-PYTHONHASHSEED=0. The options of a generator (its config without seed and size) are in the table task.options.
+PYTHONHASHSEED=0. task.options also holds the generator's own options (its config without seed and size).
 
 The answer is the text between the last <answer> and </answer>, or the whole text without them. Scores lie between 0 and
 1. Needs reasoning-gym: pip install 'lagrpo[gym]'.
@@ -14,25 +14,15 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from lagrpo.errors import suggest
 from lagrpo.rewards.reward import UnscorableError
-from lagrpo.tasks.base import RowTask, option
+from lagrpo.tasks import RowTask
 
 WORDING = "{question}\n\nPut the final answer between <answer> and </answer>."
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """The options of these tasks."""
-
-    options: Mapping[str, Any] | None = option(None, "table of the options of the generator or the environment")
-    train_size: int = option(10_000, "training prompts", least=1, most=10_000_000)
-    test_size: int = option(1_000, "test prompts", least=1, most=10_000_000)
 
 
 class GymReward:
@@ -57,20 +47,20 @@ class GymReward:
         return float(self.dataset.score_answer((found[-1] if found else completion).strip(), entry))
 
 
-def load(options: Options, seed: int, name: str) -> RowTask:
+def load(seed: int, name: str, *, train_size: int = 10_000, test_size: int = 1_000, **options: Any) -> RowTask:
     """The task with puzzles of this seed. Raises ValueError for an unknown generator and for options that it does not
     take."""
     from lagrpo.rng import uniforms
 
     first = int(uniforms(1, seed, "reasoning_gym", name)[0] * 2**31)
-    train, size = options.train_size, options.train_size + options.test_size
-    reward = GymReward(name, options.options or {}, first, size)
+    size = train_size + test_size
+    reward = GymReward(name, options, first, size)
 
     def ask(index: int) -> tuple[str, Any]:
         entry = reward.entry(index)
         return WORDING.format(question=entry["question"]), reference(index, entry)
 
-    return RowTask(f"reasoning_gym:{name}", {"train": range(train), "test": range(train, size)}, ask, reward)
+    return RowTask(f"reasoning_gym:{name}", {"train": range(train_size), "test": range(train_size, size)}, ask, reward)
 
 
 def reference(index: int, entry: Mapping[str, Any]) -> dict[str, Any]:
@@ -79,9 +69,11 @@ def reference(index: int, entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def make_dataset(name: str, options: Mapping[str, Any], seed: int, size: int) -> Any:
-    """The generator with its options. Raises ValueError as `load` does."""
-    from reasoning_gym.factory import DATASETS, create_dataset  # pyright: ignore[reportMissingImports]
-
+    """The generator with its options. Raises ValueError as `load` does, ImportError without the package."""
+    try:
+        from reasoning_gym.factory import DATASETS, create_dataset  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise ImportError("this task needs the package reasoning-gym: pip install 'lagrpo[gym]'") from error
     if name not in DATASETS:
         raise ValueError(f"task.name: reasoning_gym has no {name!r}.{suggest(name, DATASETS)}")
     try:

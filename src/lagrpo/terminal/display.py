@@ -7,7 +7,7 @@ a CI log): one line per batch under a header. A metric without a value is "–".
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, zip_longest
 from pathlib import Path
 from statistics import median
@@ -29,40 +29,37 @@ ROWS = 10  # batches in the live table
 SHOWN = 3  # completions shown before and after
 
 
-class Column(NamedTuple):
-    """One column of the table: its heading, its width, and the text for a batch's metrics."""
-
-    heading: str
-    width: int
-    text: Callable[[Metrics], str]
-
-
-def number(key: str, form: str) -> Callable[[Metrics], str]:
-    """The text of one metric, in a format of Python's mini-language."""
-    return lambda metrics: formatted(metrics.get(key), form)
-
-
-def clip_share(metrics: Metrics) -> str:
-    """The share of tokens outside the clip range on either side, at the updates on the batch."""
-    shares = [finite(metrics.get(f"clip_ratio/{side}_mean")) for side in ("low", "high")]
-    return formatted(sum(share for share in shares if share is not None) if shares != [None, None] else None, ".1%")
-
-
 LEGEND = (
     "no signal: groups with all rewards equal · staleness: largest, in updates\n"
     "clipped: tokens outside the clip range · sampled/s, learned/s: tokens a second"
 )
+
+
+class Column(NamedTuple):
+    """One column of the table: its heading, its width, the metrics whose sum it shows, and their format."""
+
+    heading: str
+    width: int
+    keys: Sequence[str]
+    form: str
+
+    def text(self, metrics: Metrics) -> str:
+        """What a batch has in this column."""
+        values = [value for key in self.keys if (value := finite(metrics.get(key))) is not None]
+        return formatted(sum(values) if values else None, self.form)
+
+
 # In order of importance: a narrow terminal shows the first ones.
 COLUMNS = (
-    Column("step", 6, number("step", "d")),
-    Column("reward", 7, number("reward", ".3f")),
-    Column("no signal", 9, number("frac_reward_zero_std", ".0%")),
-    Column("staleness", 9, number("staleness/max", ".0f")),
-    Column("KL to α", 8, number("rollout/kl", ".1e")),
-    Column("clipped", 7, clip_share),
-    Column("sampled/s", 9, number("tokens_per_s/generate", ",.0f")),
-    Column("learned/s", 9, number("tokens_per_s/train", ",.0f")),
-    Column("seconds", 7, number("time/step", ".1f")),
+    Column("step", 6, ["step"], "d"),
+    Column("reward", 7, ["reward"], ".3f"),
+    Column("no signal", 9, ["frac_reward_zero_std"], ".0%"),
+    Column("staleness", 9, ["staleness/max"], ".0f"),
+    Column("KL to α", 8, ["rollout/kl"], ".1e"),
+    Column("clipped", 7, ["clip_ratio/low_mean", "clip_ratio/high_mean"], ".1%"),
+    Column("sampled/s", 9, ["tokens_per_s/generate"], ",.0f"),
+    Column("learned/s", 9, ["tokens_per_s/train"], ",.0f"),
+    Column("seconds", 7, ["time/step"], ".1f"),
 )
 
 
@@ -72,12 +69,13 @@ def columns_for(width: int) -> list[Column]:
     return [column for column, end in zip(COLUMNS, ends, strict=True) if end - 2 <= width]
 
 
-def make_display(mode: Literal["auto", "live", "plain", "none"] = "auto", console: Console | None = None) -> Display:
-    """The live display on a terminal and plain lines elsewhere, or what `mode` says."""
-    console = console or Console(force_terminal=True if mode == "live" else None)
-    if mode == "auto":  # ask the file: FORCE_COLOR makes a console take a CI log for a terminal
-        mode = "live" if console.file.isatty() and not console.is_dumb_terminal else "plain"
-    return {"live": LiveDisplay, "plain": PlainDisplay, "none": Display}[mode](console)
+def make_display(mode: Literal["auto", "none"] = "auto", console: Console | None = None) -> Display:
+    """The live display on a terminal and plain lines elsewhere; or none."""
+    console = console or Console()
+    if mode == "none":
+        return Display(console)
+    live = console.file.isatty() and not console.is_dumb_terminal  # FORCE_COLOR makes a CI log a terminal for rich
+    return LiveDisplay(console) if live else PlainDisplay(console)
 
 
 class Display:
@@ -102,7 +100,7 @@ class PlainDisplay(Display):
 
     def on_start(self, settings: Mapping[str, Any], environment: Mapping[str, Any], batch: int) -> None:
         run, schedule = settings["run"], settings["schedule"]
-        self.title, self.total = run["name"], schedule["stages"] * schedule["batches"]
+        self.title, self.total = run["name"], schedule["batches"]
         self.path, self.range = Path(run["output_dir"]) / run["name"], settings["task"]["reward_range"]
         self.evaluations: dict[str, tuple[Metrics, Sequence[Metrics]]] = {}
         self.show_start()
@@ -111,10 +109,10 @@ class PlainDisplay(Display):
         self.note(f"{self.title}: {self.total} batches\n{LEGEND}")
 
     def on_batch(self, metrics: Metrics, rollouts: Sequence[Metrics]) -> None:
-        first, columns = not self.rows, columns_for(119)
-        self.rows = (*self.rows, dict(metrics))[-ROWS:]
-        if first:
+        columns = columns_for(119)
+        if not self.rows:
             self.note("  ".join([*(column.heading.rjust(column.width) for column in columns), "    left"]))
+        self.rows = (*self.rows, dict(metrics))[-ROWS:]
         texts = [column.text(metrics).rjust(column.width) for column in columns]
         self.note("  ".join([*texts, self.time_left().rjust(8)]))
 
@@ -143,27 +141,24 @@ class PlainDisplay(Display):
         self.console.print(Text(f"\n{detail}", style="bold"))
         for of_set in dict.fromkeys(name.partition(".")[2] for name in self.evaluations):
             self.show_set(of_set)
-        places = {"run": self.path, "reward curve": reward_curve(self.path) if self.rows else None}
-        commands = {"next": f"lagrpo view {self.path}", "as text": f"lagrpo view {self.path} --text"}
-        for name, what in {**places, **commands}.items():
-            if what is not None:  # not wrapped: it is there to be copied
-                self.console.print(Text.assemble((f"  {name:<14}", "dim"), str(what)), soft_wrap=True)
+        lines = {"run": self.path} | ({"reward curve": reward_curve(self.path)} if self.rows else {})
+        lines |= {"next": f"lagrpo view {self.path}", "as text": f"lagrpo view {self.path} --text"}
+        for name, what in lines.items():  # not wrapped: it is there to be copied
+            self.console.print(Text.assemble((f"  {name:<14}", "dim"), str(what)), soft_wrap=True)
 
     def show_set(self, of_set: str) -> None:
         """pass@1 before and after, and completions of the same prompts, for one evaluation set or the only one."""
-        end = f".{of_set}" if of_set else ""
-        before, after = (self.evaluations.get(f"{moment}{end}", ({}, ())) for moment in ("before", "after"))
-        lines = [of_set] if of_set and (before[0] or after[0]) else []
-        lines += [
-            f"pass@1 {moment:<7}{_pass_at_1(e)}" for moment, (e, _) in (("before", before), ("after", after)) if e
-        ]
-        if after[0].get("pass@1_change") is not None:
-            lines.append(f"change        {_change(after[0])}")
+        moments = {moment: f"{moment}.{of_set}" if of_set else moment for moment in ("before", "after")}
+        made = {moment: self.evaluations.get(name, ({}, ())) for moment, name in moments.items()}
+        lines = [of_set] if of_set else []
+        lines += [f"pass@1 {moment:<7}{_pass_at_1(summary)}" for moment, (summary, _) in made.items() if summary]
+        (before, old), (after, new) = made.values()
+        if after.get("pass@1_change") is not None:
+            lines.append(f"change        {_change(after)}")
         for line in lines:
             self.console.print(Text(f"  {line}"), soft_wrap=True)
-        if before[1] or after[1]:
-            scale = tuple((after[0] or before[0]).get("reward_range", self.range))
-            self.console.print(_side_by_side(before[1], after[1], scale))
+        if old or new:
+            self.console.print(_side_by_side(old, new, tuple((after or before).get("reward_range", self.range))))
 
 
 class LiveDisplay(PlainDisplay):
@@ -229,9 +224,8 @@ def _sample(record: Metrics, scale: Any) -> Text:
 
 
 def _pass_at_1(summary: Metrics) -> str:
-    counts = (("prompts", "held-out prompt", ""), ("samples", "sample", " of each"))
-    said = [count_of(summary[key], one) + rest for key, one, rest in counts if summary.get(key) is not None]
-    return formatted_interval(summary, "pass@1", ".1%") + (f"   ({', '.join(said)})" if said else "")
+    said = f"   ({count_of(summary['prompts'], 'held-out prompt')}, {count_of(summary['samples'], 'sample')} of each)"
+    return formatted_interval(summary, "pass@1", ".1%") + said
 
 
 def _change(after: Metrics) -> str:

@@ -1,31 +1,31 @@
-"""What `lagrpo view RUN --text` prints: completions with their reward, advantage, versions and lag."""
+"""What `lagrpo view RUN --text` and `lagrpo recipes` print."""
 
 from __future__ import annotations
 
+import inspect
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from rich.box import SIMPLE
 from rich.console import Console, Group
 from rich.padding import Padding
 from rich.rule import Rule
+from rich.table import Table
 from rich.text import Text
 
 from lagrpo.errors import refusing, visible
+from lagrpo.runs import reading
 from lagrpo.runs.directory import Run
-from lagrpo.runs.reading import (
-    RunNotFoundError,
-    load_evaluations,
-    load_reward_range,
-    load_rollouts,
-    open_run,
-    rollout_batches,
-)
 from lagrpo.runs.rollouts import reward_columns
+from lagrpo.settings.sections import name_setting
 from lagrpo.terminal.text import MARKS, count_of, formatted
 from lagrpo.types import Range, is_correct
+
+if TYPE_CHECKING:  # core imports torch, which `view --text` need not load
+    from lagrpo.core.objective import Recipe
 
 Row = dict[str, Any]
 
@@ -33,13 +33,13 @@ Row = dict[str, Any]
 def show(run_dir: Run | Path | str, batch: int | None = None, console: Console | None = None) -> None:
     """Print the completions of one batch (default: the last). Raises RunNotFoundError if the run, its rollouts or the
     batch are not there, SettingsError for rollouts of another schema or a damaged file."""
-    console, run = console or Console(), open_run(run_dir)
-    if not (batches := rollout_batches(run)):
-        raise RunNotFoundError(f"{run.path} has no rollouts yet: its first batch is not finished")
+    console, run = console or Console(), reading.open_run(run_dir)
+    if not (batches := reading.rollout_batches(run)):
+        raise reading.RunNotFoundError(f"{run.path} has no rollouts yet: its first batch is not finished")
     with refusing():
-        rows = load_rollouts(run, [batches[-1] if batch is None else batch])
-        scale = load_reward_range(run)
-        results = [Text(line, style="dim") for line in result_lines(load_evaluations(run))]
+        rows = reading.load_rollouts(run, [batches[-1] if batch is None else batch])
+        scale = reading.load_reward_range(run)
+        results = [Text(line, style="dim") for line in result_lines(reading.load_evaluations(run))]
     console.print(_title(run, rows, batches), *results, "", sep="\n")
     for key, group in groupby(rows, key=lambda row: row["prompt_id"]):
         completions = list(group)
@@ -51,23 +51,21 @@ def result_lines(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
     lines = []
     for name in dict.fromkeys(summary["set"] for summary in summaries if summary.get("set")):
         made = [summary for summary in summaries if summary.get("set") == name]
-        ends, said = [made[0], made[-1]] if len(made) > 1 else made, []
-        for what, key, form in (("pass@1", "pass@1", ".1%"), ("mean reward", "reward", ".3f")):
-            said.append(f"{what} {' → '.join(formatted(summary.get(key), form) for summary in ends)}")
+        ends = [made[0], made[-1]] if len(made) > 1 else made
+        pass_at_1, reward = (
+            " → ".join(formatted(summary.get(key), form) for summary in ends)
+            for key, form in (("pass@1", ".1%"), ("reward", ".3f"))
+        )
         batches = " → ".join(dict.fromkeys(f"{summary.get('step') or 0}" for summary in ends))
-        lines.append(f"evaluation {name}: {', '.join(said)} (batch {batches})")
+        lines.append(f"evaluation {name}: pass@1 {pass_at_1}, mean reward {reward} (batch {batches})")
     return lines
-
-
-def _is_right(row: Row, reward_range: Range) -> bool | None:
-    """None for a completion that was not scored."""
-    return is_correct(row["reward"], reward_range, row.get("correct")) if row["outcome"] == "scored" else None
 
 
 def render_completion(row: Row, reward_range: Range) -> Group:
     """One completion: a line of facts, and its text or its turns."""
-    mark, style = MARKS[_is_right(row, reward_range)]
-    reward = f"{row['reward']:g}" if row["outcome"] == "scored" else row["outcome"]
+    scored = row["outcome"] == "scored"
+    mark, style = MARKS[is_correct(row["reward"], reward_range, row.get("correct")) if scored else None]
+    reward = f"{row['reward']:g}" if scored else row["outcome"]
     if parts := reward_columns(row):
         found = [f"{name} {formatted(value, 'g')}" for name, value in parts.items()]
         reward += f" ({', '.join(found)})"
@@ -77,33 +75,34 @@ def render_completion(row: Row, reward_range: Range) -> Group:
     return Group(head, Padding(_said(row), (0, 0, 1, 2)))
 
 
-def _facts(row: Row) -> list[str]:
-    facts = [count_of(sum(row["loss_mask"]), "token")]
-    facts += [count_of(len(row["messages"][::2]), "turn")] if row["messages"] else []
-    facts += [] if row["finished"] or row["messages"] else ["cut at the limit"]
+def _facts(row: Row) -> Iterator[str]:
+    yield count_of(sum(row["loss_mask"]), "token")
+    if row["messages"]:
+        yield count_of(len(row["messages"][::2]), "turn")
+    elif not row["finished"]:
+        yield "cut at the limit"
     versions = [version for version, own in zip(row["policy_versions"], row["loss_mask"], strict=True) if own]
     if row["source"] == "file":
-        facts.append("offline data")
+        yield "offline data"
     elif versions:
         first, last = min(versions), max(versions)
-        by = f"version {first}" if first == last else f"versions {first} to {last}"
-        facts += [f"generated by {by}", f"staleness {row['staleness']}"]
-    facts += [f"advantage {row['advantage']:+.3f}"] if row["advantage"] is not None else []
-    return facts + (
-        ["no signal: all rewards of its group are equal"] if row["excluded_reason"] == "zero_variance" else []
-    )
+        yield f"generated by {f'version {first}' if first == last else f'versions {first} to {last}'}"
+        yield f"staleness {row['staleness']}"
+    if row["advantage"] is not None:
+        yield f"advantage {row['advantage']:+.3f}"
+    if row["excluded_reason"] == "zero_variance":
+        yield "no signal: all rewards of its group are equal"
 
 
 def _said(row: Row) -> Text:
     """The text of a completion; for an episode, what the policy and its environment said, one after the other."""
     if not row["messages"]:
         return Text(visible(row["completion"]) or "(empty)")
-    said = Text()
+    lines = []
     for number, text in enumerate(row["messages"]):
-        who, style = (("environment", "cyan"), ("policy", "bold"))[number % 2 == 0]
-        said.append(f"{who}: ", style).append(f"{visible(text) or '(empty)'}\n")
-    said.rstrip()
-    return said
+        who = ("environment: ", "cyan") if number % 2 else ("policy: ", "bold")
+        lines.append(Text.assemble(who, visible(text) or "(empty)"))
+    return Text("\n").join(lines)
 
 
 def _title(run: Run, rows: list[Row], batches: list[int]) -> Text:
@@ -120,3 +119,43 @@ def _prompt(key: int, row: Row) -> Group:
     text = Text(f"answer: {visible(answer if isinstance(answer, str) else row['answer'])}\n", style="cyan")
     head = Rule(Text(f"prompt {key}", style="bold"), align="left", style="dim")
     return Group(head, Text(visible(row["prompt_text"])), text)
+
+
+def show_recipes(console: Console | None = None) -> None:
+    """Every recipe: its name, what it maximizes, and its source."""
+    from lagrpo.core.recipes import RECIPES
+
+    console = console or Console()
+    table = Table("name", "formula", "source", box=SIMPLE, header_style="dim", padding=(0, 1, 1, 0))
+    table.columns[0].no_wrap = True
+    for name, recipe in RECIPES.items():
+        table.add_row(Text(name, "bold"), Text(recipe.formula), Text(recipe.source, "dim"))
+    console.print(table)
+    console.print(Text("rho = pi/alpha of a token, s of a sequence; A normalized = (r - mu)/sigma, centered = r - mu"))
+    console.print(Text("lagrpo recipes NAME: one with its code     lagrpo train --recipe NAME: train with it"))
+
+
+def show_recipe(name: str, console: Console | None = None) -> None:
+    """One recipe: formula, source, settings, code. Raises SettingsError for an unknown one."""
+    from lagrpo.core.recipes import resolve
+
+    with refusing():
+        recipe = resolve(name)
+    console, head = console or Console(), Table.grid(padding=(0, 2, 0, 0))
+    settings = "\n".join(f"{name_setting(knob)} = {_say(value)}" for knob, value in recipe.settings.items())
+    lines = {"recipe": name, "formula": recipe.formula, "source": recipe.source, "made of": settings}
+    for label, text in lines.items():
+        head.add_row(Text(label, "dim"), Text(text, "bold" if label == "recipe" else ""))
+    console.print(head)
+    console.print(Text("--loss.NAME VALUE replaces one of them.\n"))
+    console.print(Text(source_code(recipe)), soft_wrap=True)
+
+
+def source_code(recipe: Recipe) -> str:
+    """The source of the functions that a recipe is made of."""
+    return "\n\n".join(inspect.getsource(function) for function in recipe.functions)
+
+
+def _say(value: object) -> str:
+    """A value as a settings file says it."""
+    return str(value).lower() if isinstance(value, bool) or value is None else str(value)

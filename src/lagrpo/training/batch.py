@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import compress
 
 import torch
 from torch import Tensor
@@ -30,7 +29,6 @@ class Batch:
     groups: tuple[Group, ...]
     member_C: tuple[tuple[int, int], ...]  # group, and index in the group
     advantage_C: Tensor
-    zero_variance_C: Tensor
     lengths_C: Tensor  # sampled tokens
     weight_C: Tensor  # in the objective; 0: masked
 
@@ -38,6 +36,11 @@ class Batch:
     def in_objective(self) -> bool:
         """Whether any completion is in the objective; without one there is nothing to update for."""
         return bool((self.weight_C != 0).any())
+
+    def has_logp_alpha(self) -> Tensor:
+        """Whether log α of every sampled token of a completion is known, bool [C]."""
+        completions = map(self.completion, range(len(self.member_C)))
+        return torch.tensor([not (c.logp_alpha.isnan() & c.sampled).any() for c in completions], dtype=torch.bool)
 
     def completion(self, c: int) -> Completion:
         group, index = self.member_C[c]
@@ -53,22 +56,20 @@ def assemble(groups: Sequence[Group], recipe: Recipe, max_tokens: int, seed: int
     """Lines 12-13 of Algorithm 1: A_α (Eq. 2) from the scored completions of each group, then the weights over the
     batch. `max_tokens` is the limit of a completion; random numbers are keyed by (seed, b, group)."""
     member: list[tuple[int, int]] = []
-    advantages, flat = [torch.empty(0)], [torch.empty(0, dtype=torch.bool)]
-    lengths = [torch.empty(0, dtype=torch.long)]
+    advantages, flat, lengths = [torch.empty(0)], [torch.empty(0).bool()], [torch.empty(0).long()]
     for g, group in enumerate(groups):
         scored = [(g, j) for j, c in enumerate(group.completions) if c.outcome and c.outcome.kind == "scored"]
-        if not scored:
-            continue
-        rewards_G = torch.tensor(group.rewards, dtype=torch.float64)
-        lengths_G = torch.tensor([c.length for c in group.scored])
-        uniform_G = torch.from_numpy(uniforms(len(scored), seed, "advantage", b, g))
-        member += scored
-        advantages.append(recipe.advantages(rewards_G, lengths_G, max_tokens, uniform_G).float())
-        flat.append(zero_variance(rewards_G).expand(len(scored)))
-        lengths.append(lengths_G)
-    lengths_C, zero_variance_C = torch.cat(lengths), torch.cat(flat)
-    weight_C = recipe.weights(lengths_C, zero_variance_C, max_tokens) if member else torch.empty(0)
-    return Batch(tuple(groups), tuple(member), torch.cat(advantages), zero_variance_C, lengths_C, weight_C)
+        if scored:
+            rewards_G = torch.tensor(group.rewards, dtype=torch.float64)
+            lengths_G = torch.tensor([c.length for c in group.scored])
+            uniform_G = torch.from_numpy(uniforms(len(scored), seed, "advantage", b, g))
+            member += scored
+            advantages.append(recipe.advantages(rewards_G, lengths_G, max_tokens, uniform_G).float())
+            flat.append(zero_variance(rewards_G).expand(len(scored)))
+            lengths.append(lengths_G)
+    lengths_C = torch.cat(lengths)
+    weight_C = recipe.weights(lengths_C, torch.cat(flat), max_tokens) if member else torch.empty(0)
+    return Batch(tuple(groups), tuple(member), torch.cat(advantages), lengths_C, weight_C)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +90,7 @@ class MicroBatch:
     entropy_T: Tensor | None = None  # of the distribution of π_k that each token was sampled from, nats; None: unknown
 
     def name(self, c: int) -> str:
-        """The c-th completion of the row as the rollouts have it (columns `completion` and `prompt_id`), both from
-        0."""
+        """The c-th completion of the row by its columns `sample_index` and `prompt_id` in the rollouts."""
         group, number = self.batch.member_C[self.members[c]]
         return f"completion {number} of prompt {self.batch.groups[group].prompt.key}"
 
@@ -113,36 +113,37 @@ def micro_batches(
     `whole_groups`, for objectives that compare the completions of a group, it has a longer row. `skip_zero_advantage`,
     if an advantage of 0 has no gradient, leaves those completions out; they still count in the weights of the others.
     Each of several `ranks` gets its share, as many rows of about the same cost."""
-    return _rows(batch, _packed(batch, skip_zero_advantage), tokens, device, ranks or Ranks(), whole_groups)
+    return _pack_rows(batch, _computed(batch, skip_zero_advantage), tokens, device, ranks, whole_groups)
 
 
 def left_out(
     batch: Batch, tokens: int, device: torch.device | str = "cpu", skip_zero_advantage: bool = False,
     ranks: Ranks | None = None,
 ) -> list[MicroBatch]:  # fmt: skip
-    """The scored completions with a known log α that `micro_batches` leaves out: unbiased metrics of the lag need
+    """The scored completions with a known log α that `micro_batches` leaves out: unbiased metrics of staleness need
     them."""
-    known_C = torch.tensor([knows_alpha(batch, [c]) for c in range(len(batch.member_C))], dtype=torch.bool)
-    return _rows(batch, known_C & ~_packed(batch, skip_zero_advantage), tokens, device, ranks or Ranks())
+    return _pack_rows(batch, batch.has_logp_alpha() & ~_computed(batch, skip_zero_advantage), tokens, device, ranks)
 
 
-def _packed(batch: Batch, skip_zero_advantage: bool) -> Tensor:
+def _computed(batch: Batch, skip_zero_advantage: bool) -> Tensor:
+    """Whether an update computes a completion [C]."""
     return (batch.weight_C != 0) & ~(skip_zero_advantage & (batch.advantage_C == 0))
 
 
-def _rows(
-    batch: Batch, wanted_C: Tensor, tokens: int, device: torch.device | str, ranks: Ranks, whole_groups: bool = False
-) -> list[MicroBatch]:
+def _pack_rows(
+    batch: Batch, wanted_C: Tensor, tokens: int, device: torch.device | str, ranks: Ranks | None,
+    whole_groups: bool = False,
+) -> list[MicroBatch]:  # fmt: skip
+    rows, known_C, ranks = list[list[list[int]]](), batch.has_logp_alpha(), ranks or Ranks()
     if ranks.size > 1:  # no piece is larger than a rank's even share
-        total = sum(_cost(batch, piece) for piece in _pieces(batch, wanted_C.tolist(), sys.maxsize))
+        total = sum(_cost(batch, piece) for piece in _pieces(batch, wanted_C, sys.maxsize))
         tokens = min(tokens, -(-total // ranks.size))
-    pieces = _pieces(batch, wanted_C.tolist(), tokens if not whole_groups else sys.maxsize)
-    rows: list[list[list[int]]] = []
-    for known in (True, False):  # a row's completions all have log α, or none of them
-        alike = [piece for piece in pieces if knows_alpha(batch, piece) == known]
+    pieces = _pieces(batch, wanted_C, sys.maxsize if whole_groups else tokens)
+    for known in (True, False):  # a row's completions all have log α, or some lack it
+        alike = [piece for piece in pieces if bool(known_C[piece].all()) == known]
         costs = [_cost(batch, piece) for piece in alike]
         rows += [[alike[n] for n in row] for row in balanced(costs, tokens, ranks.size)]
-    return [_pack(batch, row, device) for row in ranks.share(rows)]
+    return [_pack(batch, row, known_C, device) for row in ranks.share(rows)]
 
 
 def balanced(costs: Sequence[int], budget: int, ranks: int = 1) -> list[list[int]]:
@@ -167,21 +168,16 @@ def balanced(costs: Sequence[int], budget: int, ranks: int = 1) -> list[list[int
     return [row for row in (least if fits else first_fit) if row]
 
 
-def knows_alpha(batch: Batch, piece: Sequence[int]) -> bool:
-    """Whether log α of every sampled token of these completions is known."""
-    return not any(bool((c.logp_alpha.isnan() & c.sampled).any()) for c in map(batch.completion, piece))
-
-
 def _cost(batch: Batch, piece: list[int]) -> int:
     """Tokens that a piece puts through the model: its prompt once, its completions without their last token."""
     prompt = batch.groups[batch.member_C[piece[0]][0]].prompt
     return len(prompt.token_ids) + sum(len(batch.completion(c).token_ids) - 1 for c in piece)
 
 
-def _pieces(batch: Batch, wanted_C: Sequence[bool], tokens: int) -> list[list[int]]:
+def _pieces(batch: Batch, wanted_C: Tensor, tokens: int) -> list[list[int]]:
     """Runs of completions of one group, each within the budget if that is possible."""
     pieces: list[list[int]] = []
-    for c in compress(range(len(batch.member_C)), wanted_C):
+    for c in wanted_C.nonzero().flatten().tolist():
         last = pieces[-1] if pieces else None
         if last and batch.member_C[last[0]][0] == batch.member_C[c][0] and _cost(batch, [*last, c]) <= tokens:
             last.append(c)
@@ -190,12 +186,14 @@ def _pieces(batch: Batch, wanted_C: Sequence[bool], tokens: int) -> list[list[in
     return pieces
 
 
-def _pack(batch: Batch, pieces: list[list[int]], device: torch.device | str) -> MicroBatch:
+def _pack(batch: Batch, pieces: list[list[int]], known_C: Tensor, device: torch.device | str) -> MicroBatch:
     members = [c for piece in pieces for c in piece]
     completions = [batch.completion(c) for c in members]
-    prompts = [batch.groups[batch.member_C[piece[0]][0]].prompt.token_ids for piece in pieces]
-    groups = [(p, [batch.completion(c).token_ids for c in piece]) for p, piece in zip(prompts, pieces, strict=True)]
-    sampled, known = torch.cat([c.sampled for c in completions]), knows_alpha(batch, members)
+    groups = [
+        (batch.groups[batch.member_C[piece[0]][0]].prompt.token_ids, [batch.completion(c).token_ids for c in piece])
+        for piece in pieces
+    ]
+    sampled, known = torch.cat([c.sampled for c in completions]), bool(known_C[members].all())
     row, kept = Packed.build(groups, device), sampled.to(device)
     layout = replace(row.layout, logit_rows=row.layout.logit_rows[kept])  # tokens not sampled stay as context
     return MicroBatch(

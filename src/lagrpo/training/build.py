@@ -1,54 +1,58 @@
-"""From settings to the parts of Algorithm 1."""
+"""From settings to the parts of Algorithm 1. The data comes first, then the model: errors that are cheap to find come
+first."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lagrpo.core.objective import Recipe
 from lagrpo.cpu.library import NoKernels
-from lagrpo.data.offline import OfflineData
+from lagrpo.data.offline import OfflineData, read_records
 from lagrpo.data.prompts import PromptSource
 from lagrpo.errors import SettingsError, refusing
-from lagrpo.model.backend import choose_backend, pick_device, pick_dtype
+from lagrpo.model.backend import choose_backend, chosen_kernels, pick_device, pick_dtype
 from lagrpo.model.embedded import resolve_model
-from lagrpo.model.loading import check_context, check_files, load_policy, without_progress_bars
+from lagrpo.model.loading import check_context, check_files, load_policy, quiet
 from lagrpo.model.lora import Lora, save_adapter
 from lagrpo.model.model import Policy, copy_policy, fingerprint
 from lagrpo.rewards.pool import RewardPool
 from lagrpo.rollout.base import Request
-from lagrpo.rollout.episodes import Episodes
+from lagrpo.rollout.episodes import OF_RUN, Episodes, build_all_episodes, max_reply_tokens
 from lagrpo.rollout.local import LocalSampler
 from lagrpo.rollout.prefetch import Prefetcher
-from lagrpo.rollout.schedule import Schedule
-from lagrpo.rollout.sync_check import CHECK_PROMPTS, Agreement, WeightSyncCheck, WeightSyncError
+from lagrpo.rollout.schedule import LoopState, Schedule, SyncDecision
+from lagrpo.rollout.sync_check import CHECK_PROMPTS, WeightSyncCheck, WeightSyncError
 from lagrpo.rollout.vllm.client import VllmClient
 from lagrpo.rollout.vllm.engine import VllmEngine, VllmEvaluator, build_engine
 from lagrpo.rollout.vllm.server import StartedServer, open_servers
-from lagrpo.settings.schema import ModelSettings, Settings
-from lagrpo.tasks import Task
-from lagrpo.training.checks import chat_template
-from lagrpo.training.data import TaskSetup, build_offline, load_data, offline_prompts
-from lagrpo.training.fsdp import (
-    BorrowingSampler,
-    copy_sharded,
-    copy_whole,
-    why_not_shardable,
-    with_modules,
-    without_values,
-)
+from lagrpo.settings.schema import Settings
+from lagrpo.settings.sections import ModelSettings
+from lagrpo.tasks import Task, complete_task, drop_overlong, load_task
+from lagrpo.training import fsdp
+from lagrpo.training.checks import chat_template, offline_prompts
 from lagrpo.training.ranks import FirstRankSampler, Ranks
 from lagrpo.training.trainer import Optimization, Trainer
 from lagrpo.types import Group
 
 Evaluator = LocalSampler | VllmEvaluator
-Sampling = LocalSampler | VllmEngine | FirstRankSampler
+Engine = LocalSampler | VllmEngine | FirstRankSampler
+
+
+@dataclass(frozen=True, slots=True)
+class TaskSetup:
+    """A task as a run uses it: its prompts, what scores its completions, and what they talk to, if anything."""
+
+    task: Task
+    prompts: PromptSource
+    reward_pool: RewardPool
+    episodes: Episodes | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,83 +60,80 @@ class TrainerComponents:
     """What a run is made of, on this rank."""
 
     settings: Settings
-    main: TaskSetup  # the run's task
-    others: Mapping[str, TaskSetup]  # tasks of evaluation sets that have their own, by the name of the set
-    own_task: bool  # the caller gave the task as an object
+    tasks: Mapping[str, TaskSetup]  # of the run (OF_RUN), and of evaluation sets with their own, by name
+    own_task: bool  # the caller gave the run's task as an object
     model: str  # the fingerprint of the initial weights
     trainer: Trainer  # with the policy, the recipe and the reference
-    sampler: Sampling
+    sampler: Engine
     evaluator: Evaluator
     prefetcher: Prefetcher
     offline: OfflineData | None  # completions of files
     schedule: Schedule
-    check_weight_sync: WeightSyncCheck | None  # None if the run asks for no check
+    check_weight_sync: WeightSyncCheck
     ranks: Ranks
     skeleton: Any  # the model of transformers without its numbers, if layers are sharded
     processes: ExitStack  # ends workers, and servers that were started
 
     @staticmethod
     def build(
-        settings: Settings, recipe: Recipe, task: Task | None = None, ranks: Ranks | None = None
-    ) -> TrainerComponents:
-        """The data first, then the model: errors that are cheap to find come first. After an error, whatever was
-        started is ended. Raises SettingsError for data or a model that is missing, or does not fit."""
+        settings: Settings, recipe: Recipe, task: Task | None = None, ranks: Ranks | None = None,
+        started: str | None = None,
+    ) -> TrainerComponents:  # fmt: skip
+        """`task` replaces settings.task. `started`: when the run began, if it resumes; chat templates show that date.
+        After an error, whatever was started is ended. Raises SettingsError for data or a model that is missing, or
+        does not fit."""
         ranks = ranks or Ranks()
         with ExitStack() as undo:
-            data = load_data(settings, task)
-            servers = start_servers(settings, data.replied, undo) if ranks.is_first else []
-            policy = build_policy(settings.model, settings.rollout.temperature, data.longest, settings.run.seed)
+            loaded, records = load_tasks(settings, task), load_offline(settings)
+            replied = max_reply_tokens(settings, *loaded.values())
+            servers = start_servers(settings, replied, undo) if ranks.is_first else []
+            s, seed = settings.rollout, settings.run.seed
+            policy = build_policy(settings.model, s.temperature, settings.longest + replied, seed)
+            now = datetime.now(UTC).isoformat(timespec="seconds")
+            moment = datetime.fromisoformat(ranks.from_first(lambda: started or now))
+            policy = replace(policy, chat=replace(policy.chat, started=moment))
             model = check_same_model(ranks, fingerprint(policy.all_weights))
-            main, others = data.set_up(policy, undo)
-            offline = build_offline(settings, recipe, policy, data.records) if data.records else None
-            sampler = build_sampler(settings, policy, servers, main.episodes, ranks)
+            tasks = set_up_tasks(settings, loaded, policy, undo)
+            prompts = tasks[OF_RUN].prompts
+            offline = build_offline(settings, recipe, policy, records) if records else None
+            sampler = build_sampler(settings, policy, servers, tasks[OF_RUN].episodes, ranks)
             undo.callback(sampler.close)
-            skeleton = without_values(policy.model.lm) if ranks.mesh is not None else None
+            skeleton = fsdp.without_values(policy.model.lm) if ranks.mesh is not None else None
             evaluator = build_evaluator(settings, policy, sampler, ranks)
             trainer = build_trainer(settings, recipe, policy, ranks)
-            if isinstance(evaluator, BorrowingSampler):
+            if isinstance(evaluator, fsdp.BorrowingSampler):
                 evaluator.source = trainer.policy
             return TrainerComponents(
                 settings=settings,
-                main=main,
-                others=others,
+                tasks=tasks,
                 own_task=task is not None,
                 model=model,
                 trainer=trainer,
                 sampler=sampler,
                 evaluator=evaluator,
-                prefetcher=Prefetcher(
-                    sampler, lambda b: share(ranks, sampler, main.prompts.batch(b)), settings.rollout.num_generations
-                ),
+                prefetcher=Prefetcher(sampler, lambda b: share(settings, ranks, prompts.batch(b)), s.num_generations),
                 offline=offline,
-                schedule=Schedule(settings.schedule.kind, settings.schedule.sync_every, settings.schedule.delta),
-                check_weight_sync=build_weight_sync_check(settings, trainer.policy, main.prompts, sampler),
+                schedule=Schedule(settings.schedule.kind, settings.schedule.v, settings.schedule.sync_at_kl),
+                check_weight_sync=build_weight_sync_check(trainer.policy, prompts, sampler),
                 ranks=ranks,
                 skeleton=skeleton,
                 processes=undo.pop_all(),
             )
 
     @property
-    def task(self) -> Task:
-        return self.main.task
+    def main(self) -> TaskSetup:
+        """The run's task."""
+        return self.tasks[OF_RUN]
 
     @property
-    def prompts(self) -> PromptSource:
-        return self.main.prompts
+    def samples_here(self) -> bool:
+        """Whether this process samples, computing as the trainer does, up to rounding."""
+        return isinstance(self.sampler, LocalSampler)
 
-    @property
-    def reward_pool(self) -> RewardPool:
-        return self.main.reward_pool
-
-    @property
-    def sampled(self) -> Policy | None:
-        """The policy of the in-process sampler, which computes as the trainer does, up to rounding; None for vLLM."""
-        return self.sampler.policy if isinstance(self.sampler, LocalSampler) else None
-
-    @property
-    def agreement(self) -> Agreement | None:
-        """How far trainer and in-process sampler agree; None if that was not measured."""
-        return self.check_weight_sync.agreement if self.check_weight_sync is not None else None
+    def next_sync(self, state: LoopState, further: int = 0) -> SyncDecision:
+        """What the schedule says of the batch after `state`, if the run has `further` batches."""
+        s, ahead = self.settings.schedule, not self.settings.rollout.dynamic_sampling_rounds
+        return self.schedule.next(state, s.batches + further, s.stage_length, ahead)
 
     def read_offline(self, b: int) -> Sequence[Group]:
         """The groups of batch b that come from a file, on rank 0."""
@@ -141,44 +142,118 @@ class TrainerComponents:
         return self.offline.batch(b, offline_prompts(self.settings))
 
     def share(self, requests: Sequence[Request]) -> list[Request]:
-        """The requests of a batch that this rank samples and scores."""
-        return share(self.ranks, self.sampler, requests)
+        """The requests that this rank samples and scores."""
+        return share(self.settings, self.ranks, requests)
 
-    def whole_weights(self) -> dict[str, Tensor] | None:
-        """What `save_policy` writes, on rank 0, if layers are sharded. Collective."""
-        return None if self.ranks.mesh is None else self.ranks.gather_whole(self.trainer.policy.weights)
+    def gather_policy(self) -> Callable[[Path], None]:
+        """What writes π as it is now into a directory, on rank 0: a model, or its adapter. Collective."""
+        policy, skeleton = self.trainer.policy, self.skeleton
+        if skeleton is None:
+            return policy.save
+        whole = self.ranks.gather_whole(policy.weights)
 
-    def save_policy(self, directory: Path, whole: Mapping[str, Tensor] | None) -> None:
-        """Write π as it is now, a model or its adapter; `whole` are `whole_weights`."""
-        policy = self.trainer.policy
-        if whole is None:
-            return policy.save(directory)
-        if policy.weights.adapters:
-            save_adapter(self.skeleton, policy.weights, directory)
-        else:
-            self.skeleton.save_pretrained(directory, state_dict=dict(whole))
-        policy.chat.save(directory)
+        def save(directory: Path) -> None:
+            if policy.weights.adapters:
+                save_adapter(skeleton, policy.weights, directory)
+            else:
+                skeleton.save_pretrained(directory, state_dict=whole)
+            policy.chat.save(directory)
+
+        return save
 
     def keep_logs(self, run: Path) -> None:
         """Put the logs of the servers that were started for a run into its directory."""
         own = self.sampler.own if isinstance(self.sampler, FirstRankSampler) else self.sampler
-        started = [s for s in own.servers if isinstance(s, StartedServer)] if isinstance(own, VllmEngine) else []
-        for number, server in enumerate(started, start=1 + len([*run.glob("vllm-*.log")])):
-            server.keep_log(run / f"vllm-{number}.log")
+        for server in own.servers if isinstance(own, VllmEngine) else ():
+            if isinstance(server, StartedServer):
+                server.keep_log(run / f"vllm-{1 + len([*run.glob('vllm-*.log')])}.log")
 
     def close(self) -> None:
         """End the workers and the servers that were started."""
         self.processes.close()
 
 
+def share(settings: Settings, ranks: Ranks, requests: Sequence[Request]) -> list[Request]:
+    """The requests that a rank samples: if servers do that, rank 0 has all."""
+    if settings.rollout.engine == "vllm":
+        return list(requests) if ranks.is_first else []
+    return ranks.share(requests)
+
+
+# Data
+
+
+def load_tasks(settings: Settings, task: Task | None = None) -> dict[str, Task]:
+    """The run's task (OF_RUN), and those of evaluation sets with their own, by name; `task` replaces settings.task.
+    Raises SettingsError for data that is missing or malformed."""
+    own = settings.task
+    with refusing():
+        main = load_task(own, settings.run.seed) if task is None else complete_task(task, own.tools)
+    tasks = {OF_RUN: main}
+    for each in settings.eval.sets:
+        if each.task is not None:
+            with refusing(f"eval.sets, {each.name!r}"):
+                tasks[each.name] = load_task(each.task, settings.run.seed)
+    return tasks
+
+
+def set_up_tasks(
+    settings: Settings, tasks: Mapping[str, Task], policy: Policy, undo: ExitStack
+) -> dict[str, TaskSetup]:
+    """All training prompts are tokenized once, so that a bad one is found before the run is made. Raises SettingsError
+    for reward functions of another signature, and as `build_all_episodes`."""
+    found, others = {}, {name: task for name, task in tasks.items() if name != OF_RUN}
+    talking = build_all_episodes(settings, tasks[OF_RUN], others, policy.chat, undo)
+    N, s = settings.schedule.prompts_per_batch - offline_prompts(settings), settings.rollout
+    for name, task in tasks.items():
+        if s.overlong_prompts == "drop" and name not in talking:
+            with refusing():
+                task = drop_overlong(task, lambda p: len(policy.chat.tokenize(p).token_ids), s.max_prompt_length)
+        prompts = PromptSource(task, policy, settings.run.seed, N, s.max_prompt_length, talking.get(name))
+        with refusing("task"):
+            pool = undo.enter_context(RewardPool(task.reward, deadline=settings.task.reward_timeout))
+        found[name] = TaskSetup(task, prompts, pool, talking.get(name))
+    with refusing("task"):
+        found[OF_RUN].prompts.check(settings.schedule.batches)
+    return found
+
+
+def load_offline(settings: Settings) -> Any:
+    """The records of settings.offline.data; None without it."""
+    with refusing("offline.data"):
+        return read_records(settings.offline.data) if settings.offline.data else None
+
+
+def build_offline(settings: Settings, recipe: Recipe, policy: Policy, records: Any) -> OfflineData:
+    """The completions of these records. Raises SettingsError for those that cannot be used with the model, and for
+    files without log-probs if the recipe reads log α."""
+    sampling = settings.rollout
+    with refusing("offline.data"):
+        found = OfflineData(
+            records, policy, sampling.num_generations, settings.run.seed, system_prompt=settings.task.system_prompt,
+            max_prompt_tokens=sampling.max_prompt_length, reads_logp=recipe.needs_logp_alpha,
+        )  # fmt: skip
+        if recipe.needs_logp_alpha and not found.has_logp:
+            raise ValueError(
+                f"it does not say how likely its completions were (rollout_logprobs), and recipe {recipe.name!r} reads "
+                "that; use one that does not, such as reinforce, asymre, red_drop, red_weight"
+            )
+        if found.longest > (limit := sampling.max_completion_length):
+            raise ValueError(f"a completion has {found.longest} tokens; rollout.max_completion_length is {limit}")
+    return found
+
+
+# The model
+
+
 def build_policy(model: ModelSettings, tau: float, longest: int, seed: int = 0) -> Policy:
     """The policy at temperature tau, checked against the `longest` possible sequence in tokens; `seed` keys the random
     start of adapters. Raises SettingsError for a model that is missing or unsupported."""
-    device = pick_device(model.device)
+    device = pick_device()
     dtype = getattr(torch, pick_dtype(model.dtype, device)[0])
-    with refusing("model.kernels", NoKernels):
-        backend = choose_backend(model.kernels, device, dtype)
-    given = chat_template(model), backend, lora_of(model, seed)
+    with refusing("LAGRPO_KERNELS", NoKernels):
+        backend = choose_backend(chosen_kernels(), device, dtype)
+    given = chat_template(model), backend, lora_of(model, seed), model.chat_template_kwargs
     with loading(model):
         policy = load_policy(resolve_model(model.path), dtype, device, tau, *given)
     with refusing("model.path"):
@@ -193,41 +268,28 @@ def lora_of(model: ModelSettings, seed: int = 0) -> Lora | None:
 
 @contextmanager
 def loading(model: ModelSettings) -> Iterator[None]:
-    """Inside, a model is read: errors become a SettingsError that says where, and transformers prints only errors."""
-    from transformers.utils import logging
-
-    with without_progress_bars():
-        verbosity = logging.get_verbosity()
-        logging.set_verbosity_error()
-        try:
+    """Inside, a model is read: errors become a SettingsError, and transformers prints only errors."""
+    try:
+        with quiet():
             yield
-        except SettingsError:
+    except (OSError, ValueError) as error:
+        if isinstance(error, SettingsError):
             raise
-        except (OSError, ValueError) as error:
-            here = Path(model.path).expanduser()
-            looked = f"in {here}" if here.is_dir() else f"on the Hugging Face hub, as there is no directory {here} here"
-            problem, reason = f"model.path = {model.path!r}: no model could be loaded", str(error).partition("\n")[0]
-            raise SettingsError(f"{problem}. Looked {looked}: {reason}") from error
-        finally:
-            logging.set_verbosity(verbosity)
+        where = "" if Path(model.path).expanduser().is_dir() else ", which is no directory here, from the hub"
+        reason = str(error).partition("\n")[0]
+        raise SettingsError(f"model.path = {model.path!r}{where}: no model could be loaded: {reason}") from error
 
 
 def check_same_model(ranks: Ranks, own: str) -> str:
     """The fingerprint `own`. Raises SettingsError if another rank has another model. Collective."""
     found = ranks.gather(own)
     if strange := [rank for rank, other in enumerate(found) if other != found[0]]:
-        raise SettingsError(
-            f"model weights differ between ranks 0 and {strange[0]} (model.path): fingerprints {found[0]} and "
-            f"{found[strange[0]]}. All hosts need the same files"
-        )
+        both = f"fingerprints {found[0]} and {found[strange[0]]}"
+        raise SettingsError(f"model weights differ between ranks 0 and {strange[0]} (model.path): {both}")
     return own
 
 
-def share(ranks: Ranks, sampler: Any, requests: Sequence[Request]) -> list[Request]:
-    """The requests that this rank samples: if servers do that, rank 0 has all."""
-    if isinstance(sampler, FirstRankSampler):
-        return list(requests) if ranks.is_first else []
-    return ranks.share(requests)
+# What samples and what learns
 
 
 def start_servers(settings: Settings, replied: int, undo: ExitStack) -> list[VllmClient]:
@@ -241,27 +303,26 @@ def start_servers(settings: Settings, replied: int, undo: ExitStack) -> list[Vll
 
 def build_sampler(
     settings: Settings, policy: Policy, servers: list[VllmClient], episodes: Episodes | None, ranks: Ranks
-) -> Sampling:
+) -> Engine:
     """What samples training batches: this process with a copy of the policy, or the servers."""
-    sampling = settings.rollout
-    if sampling.engine == "vllm":
-        own: Any = build_engine(settings, policy, servers) if ranks.is_first else None
-        if own is not None:
-            own.episodes = episodes
-        return FirstRankSampler(ranks, own) if own is None or ranks.size > 1 else own
-    limits = sampling.max_completion_length, sampling.max_num_seqs
-    sampler = LocalSampler(copy_policy(policy), settings.run.seed, *limits)
-    sampler.episodes = episodes
-    return sampler
+    s = settings.rollout
+    if s.engine != "vllm":
+        sampler = LocalSampler(copy_policy(policy), settings.run.seed, s.max_completion_length, s.max_num_seqs)
+        sampler.episodes = episodes
+        return sampler
+    engine = build_engine(settings, policy, servers) if ranks.is_first else None
+    if engine is not None:
+        engine.episodes = episodes
+    return FirstRankSampler(ranks, engine) if engine is None or ranks.size > 1 else engine
 
 
-def build_evaluator(settings: Settings, policy: Policy, sampler: Sampling, ranks: Ranks) -> Evaluator:
+def build_evaluator(settings: Settings, policy: Policy, sampler: Engine, ranks: Ranks) -> Evaluator:
     """What samples evaluations: the policy itself in this process, or the servers. Before the trainer shards it."""
     if not isinstance(sampler, LocalSampler):
         return VllmEvaluator(sampler)
     given = settings.run.seed, settings.rollout.max_completion_length, settings.rollout.max_num_seqs
     if ranks.mesh is not None:
-        return BorrowingSampler((copy_whole if policy.weights.adapters else copy_policy)(policy), *given)
+        return fsdp.BorrowingSampler((fsdp.copy_whole if policy.weights.adapters else copy_policy)(policy), *given)
     return LocalSampler(policy, *given)
 
 
@@ -271,38 +332,32 @@ def build_trainer(settings: Settings, recipe: Recipe, policy: Policy, ranks: Ran
     o, s = settings.optimizer, settings.schedule
     optimization = Optimization(
         lr=o.learning_rate,
-        betas=(o.beta1, o.beta2),
         weight_decay=o.weight_decay,
         max_grad_norm=o.max_grad_norm or None,
         schedule=o.lr_scheduler_type,
         warmup=o.warmup_steps,
         masters="dithered" if o.dither_master_weights else "plain",
         offload_moments=o.offload_optimizer,
-        updates=s.stages * s.batches * s.num_iterations,
+        updates=s.batches * s.num_iterations,
         seed=settings.run.seed,
     )
     if ranks.mesh is None:
         reference = copy_policy(policy) if recipe.needs_pi_ref else None
     else:
-        if reason := why_not_shardable(policy):
+        if reason := fsdp.why_not_shardable(policy):
             raise SettingsError(f"distributed.strategy = 'fsdp2' cannot shard this model: {reason}")
-        policy = with_modules(policy)
-        reference = copy_sharded(policy, ranks.mesh) if recipe.needs_pi_ref else None
-    return Trainer(policy, recipe, optimization, reference, o.gradient_checkpointing, settings.run.entropy, ranks)
+        policy = fsdp.with_modules(policy)
+        reference = fsdp.copy_sharded(policy, ranks.mesh) if recipe.needs_pi_ref else None
+    return Trainer(policy, recipe, optimization, reference, o.gradient_checkpointing, ranks)
 
 
-def build_weight_sync_check(
-    settings: Settings, policy: Policy, source: PromptSource, sampler: Any
-) -> WeightSyncCheck | None:
-    """The check after every weight sync; None if the run asks for none. Raises SettingsError if the in-process sampler
-    computes something else than the trainer."""
-    if not settings.rollout.parity_check:
-        return None
+def build_weight_sync_check(policy: Policy, source: PromptSource, sampler: Any) -> WeightSyncCheck:
+    """The check after every weight sync. Raises SettingsError if the in-process sampler computes something else than
+    the trainer."""
     prompts = source.check_prompts(CHECK_PROMPTS)
     if not isinstance(sampler, LocalSampler):
-        return WeightSyncCheck(
-            prompts, sampler.dtype if isinstance(sampler, FirstRankSampler) else sampler.weights.dtype
-        )
+        dtype = sampler.dtype if isinstance(sampler, FirstRankSampler) else sampler.weights.dtype
+        return WeightSyncCheck(prompts, dtype)
     check = WeightSyncCheck(prompts, policy.dtype)
     with refusing("model.path", WeightSyncError):
         check.start(policy, sampler)

@@ -1,7 +1,5 @@
-"""Callbacks: what a run calls after it has written its files; and trackers, the callbacks that come with lagrpo.
-
-Each tracker has a class, which imports its package. It opens a new run, or the same one if the run resumes.
-"""
+"""Callbacks: what a run calls after it has written its files; and trackers, the callbacks that come with lagrpo. Each
+tracker has a class, which imports its package. It opens a new run, or the same one if the run resumes."""
 
 from __future__ import annotations
 
@@ -13,8 +11,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lagrpo.errors import SettingsError, one_line, visible
-from lagrpo.redaction import redact
-from lagrpo.settings.toml import flatten
+from lagrpo.logs import redact
+from lagrpo.settings.load import flatten
 
 logger = logging.getLogger("lagrpo")
 
@@ -43,13 +41,6 @@ class Callback:
         """The run is over. Nothing else is called after it."""
 
 
-def check_callbacks(callbacks: Sequence[Any]) -> None:
-    """Raise TypeError for an object that is not a Callback."""
-    for callback in callbacks:
-        if not isinstance(callback, Callback):
-            raise TypeError(f"callbacks: {callback!r:.80} is not an instance of a class that inherits lagrpo.Callback")
-
-
 def check_installed(names: Iterable[str]) -> None:
     """Raise SettingsError for a tracker whose package is missing. Nothing is imported."""
     for name in names:
@@ -67,8 +58,7 @@ class Trackers(Callback):
 
     def on_start(self, settings: Row, environment: Row, batch: int) -> None:
         path = Path(settings["run"]["output_dir"], settings["run"]["name"]).absolute()
-        name = "".join(c if c.isascii() and c.isalnum() else "-" for c in path.name)[:64]
-        config, run_id = without_secrets({**settings, "environment": environment}), f"{name}-{environment['id']}"
+        config, run_id = without_secrets({**settings, "environment": environment}), environment["id"]
         self.active = dict.fromkeys(self.names)
         self._call(lambda name, _: self.active.update({name: TRACKERS[name](path, run_id, config, batch)}))
 

@@ -3,7 +3,7 @@
     checkpoints/step-000120/trainer.safetensors          float32 master weights and AdamW's moments, one file per rank
                             weights-v000110.safetensors  weights of α or π_ref, if they are other versions than π
                             rollouts.parquet             finished rollouts that wait for their batch
-                            state.json                   the loop's state, and the size of every file
+                            state.json                   the loop's state
 
 A directory is written under a temporary name, synced to the disk and renamed, so a checkpoint is whole or absent.
 Random numbers are keyed: a checkpoint has no generator's state, and unfinished completions are sampled again, token for
@@ -15,62 +15,51 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import secrets
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lagrpo.errors import SettingsError
+from lagrpo.errors import SettingsError, refusing
 from lagrpo.rollout.schedule import LoopState
-from lagrpo.runs.files import numbered, remove_directory, to_json, write_directory_atomically, write_table
+from lagrpo.runs import files
+from lagrpo.runs.directory import Run
+from lagrpo.runs.environment import collect_environment, read_environment
+from lagrpo.runs.reading import load_events, load_metrics
 from lagrpo.runs.rollouts import rollout_rows, rollout_schema
+from lagrpo.settings.load import flatten
+from lagrpo.settings.schema import Settings
 from lagrpo.training.build import TrainerComponents
+from lagrpo.training.checks import find_changes
 from lagrpo.training.optimizer_state import MergedState
-from lagrpo.training.ranks import Ranks
 from lagrpo.types import Completion, Group, Outcome
 
-SCHEMA = "lagrpo.checkpoint/2"
+SCHEMA = "lagrpo.checkpoint/3"
 STATE, ROLLOUTS = "state.json", "rollouts.parquet"
+MACHINE = (
+    *("cpu", "ranks", "strategy", "threads", "device_name", "dtype", "computation"),
+    *("packages.lagrpo", "packages.torch", "packages.transformers"),
+)
+"""What in environment.json decides the bits of a run."""
 
 
 class CheckpointError(OSError):
     """A checkpoint cannot be written or read."""
 
 
-class SavedTensors(Mapping[str, Tensor]):
-    """The tensors of a safetensors file, each read when it is asked for."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = safe_open(path, framework="pt")
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._file.keys())
-
-    def __len__(self) -> int:
-        return len(self._file.keys())
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._file.get_tensor(name)
-
-
-def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    try:
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
-    except SafetensorError as error:
-        raise OSError(f"{path}: {error}") from error
-
-
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A whole checkpoint."""
+    """A checkpoint on the disk."""
 
     path: Path
     state: Mapping[str, Any]
@@ -79,167 +68,177 @@ class Checkpoint:
     def batch(self) -> int:
         return self.state["loop"]["batch"]
 
-    def load_trainer(self) -> MergedState:
-        """The state of all ranks' trainers, read as one: a trainer on any number of ranks takes its part."""
-        return MergedState([SavedTensors(file) for file in sorted(self.path.glob("trainer*.safetensors"))])
 
-    def load_weights(self, version: int) -> SavedTensors:
-        return SavedTensors(self.path / _weights_file(version))
-
-    def load_rollouts(self) -> list[dict[str, Any]]:
-        import pyarrow.parquet as pq
-
-        path = self.path / ROLLOUTS
-        return pq.read_table(path).to_pylist() if path.exists() else []
+def find_checkpoint(folder: Path) -> Checkpoint | None:
+    """The newest checkpoint in a folder. Raises ValueError for one that this version of lagrpo does not read."""
+    for _, path in sorted(files.numbered(folder, "step-").items(), reverse=True):
+        state = json.loads((path / STATE).read_bytes())
+        if state["schema"] != SCHEMA:
+            raise ValueError(f"{path} is written in {state['schema']}; this version of lagrpo reads {SCHEMA}")
+        return Checkpoint(path, state)
+    return None
 
 
-def find_checkpoint(folder: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The newest whole checkpoint in a folder, and what is wrong with newer ones."""
-    problems = []
-    for _, path in sorted(numbered(folder, "step-").items(), reverse=True):
-        try:
-            state = json.loads((path / STATE).read_bytes())
-            if state["schema"] != SCHEMA:
-                raise ValueError(f"it is written in {state['schema']}; this version of lagrpo reads {SCHEMA}")
-            if wrong := [name for name, size in state["files"].items() if (path / name).stat().st_size != size]:
-                raise ValueError(f"{wrong[0]} is not of the size that {STATE} says")
-            return Checkpoint(path, state), problems
-        except (OSError, ValueError, KeyError) as error:
-            problems.append(f"{path} is not a whole checkpoint: {error}")
-    return None, problems
+def prune_checkpoints(folder: Path, keep: int) -> None:
+    """Remove all checkpoints but the last `keep`."""
+    for _, path in sorted(files.numbered(folder, "step-").items(), reverse=True)[keep:]:
+        files.remove_directory(path)
+
+
+# Writing
+
+
+def save_checkpoint(
+    folder: Path, a: TrainerComponents, loop: LoopState, synced: Sequence[Tensor], finish: bool = True
+) -> dict[str, Any]:
+    """Write where the run stands after a batch: `loop`, and `trainer.synced` as it was then. Returns the seconds, and
+    on rank 0 the bytes. With `finish` the local engine completes its requests: it would do so before the next weight
+    sync anyway, with the same rows side by side, so that even inexact arithmetic repeats it. Collective. Raises
+    CheckpointError."""
+    started = time.monotonic()
+    if finish and a.samples_here:
+        with a.ranks.stopping_together():
+            a.prefetcher.finish()
+    version, reference = a.trainer.policy.version, a.trainer.reference
+    waiting, announced = a.prefetcher.waiting(loop.asked_ahead)
+    rows = a.ranks.join([row for b, groups in waiting.items() for row in _rows(groups, b, version)])
+    alpha, of_alpha = a.sampler.current_weights() if needs_alpha(a, loop) else (None, {})
+    weights = {} if reference is None else {reference.version: reference.weights}
+    weights |= {} if alpha is None else {alpha: of_alpha}
+    state = {
+        "schema": SCHEMA,
+        "loop": asdict(loop),
+        "versions": {"policy": version, "alpha": alpha, "pi_ref": reference.version if reference is not None else None},
+        "announced": announced,
+        "data": fingerprint_data(a),
+        "model": a.model,
+    }
+    others = {v: a.ranks.gather_whole(of) for v, of in weights.items() if v not in (0, version)}
+    trainer = a.trainer.state() | {f"synced/{n}": tensor for n, tensor in enumerate(synced) if a.ranks.is_first}
+    size = _write(folder / f"step-{loop.batch:06d}", a, trainer, state, others, rows)
+    return {"bytes": size, "seconds": time.monotonic() - started}
+
+
+def _write(path: Path, a: TrainerComponents, trainer: Mapping[str, Tensor], state: Any, weights: Any, rows: Any) -> int:
+    """Every rank writes its part into a directory beside `path`, and rank 0 makes the checkpoint of them. Returns its
+    bytes, on rank 0."""
+    rank, size = a.ranks.rank, a.ranks.size
+    name = "trainer" if size == 1 else f"trainer-{rank + 1:05d}-of-{size:05d}"
+    parts = path.with_name(f".{path.name}.0-00000000.tmp")
+    try:
+        parts.mkdir(parents=True, exist_ok=True)
+        _save_tensors(trainer, parts / f"{name}.safetensors")
+        a.ranks.gather(None)  # all have written
+        if not a.ranks.is_first:
+            return 0
+        files.write_directory_atomically(path, partial(_fill, parts, state, weights, rows))
+        return sum(file.stat().st_size for file in path.iterdir())
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(parts, ignore_errors=True)
+        where = f"rank {rank}: " if size > 1 else ""
+        raise CheckpointError(f"{where}the checkpoint {path} could not be written: {error}") from error
+
+
+def _fill(parts: Path, state: Any, weights: Mapping[int, Mapping[str, Tensor]], rows: Any, folder: Path) -> None:
+    for file in parts.iterdir():
+        file.replace(folder / file.name)
+    parts.rmdir()
+    for version, tensors in weights.items():
+        _save_tensors(tensors, folder / _weights_file(version))
+    if rows:
+        files.write_table(folder / ROLLOUTS, rows, rollout_schema())
+    (folder / STATE).write_text(files.to_json(state) + "\n")
+
+
+def _save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
 
 
 def _weights_file(version: int) -> str:
     return f"weights-v{version:06d}.safetensors"
 
 
-def _trainer_file(rank: int, size: int) -> str:
-    return "trainer.safetensors" if size == 1 else f"trainer-{rank + 1:05d}-of-{size:05d}.safetensors"
-
-
-class CheckpointManager:
-    """Writes checkpoints to a folder and keeps the last `keep`. One is due every `every` batches, and `minutes` after
-    the last one (0: never for that reason)."""
-
-    def __init__(self, folder: Path, every: int, minutes: float, keep: int, ranks: Ranks) -> None:
-        self.folder, self.every, self.minutes, self.keep, self.ranks = folder, every, minutes, keep, ranks
-        self.written: list[int] = []
-        """batches of the whole checkpoints, oldest first"""
-        self._last = time.monotonic()
-
-    def is_due(self, batch: int) -> bool:
-        by_time = self.minutes > 0 and time.monotonic() - self._last >= 60 * self.minutes
-        return by_time or (self.every > 0 and batch % self.every == 0)
-
-    def save(
-        self, state: Mapping[str, Any], trainer: Mapping[str, Tensor], weights: Mapping[int, Mapping[str, Tensor]],
-        rollouts: Sequence[Mapping[str, Any]],
-    ) -> dict[str, Any]:  # fmt: skip
-        """Write the checkpoint of the batch state["loop"]["batch"]: the state of this rank's trainer, and on rank 0
-        weights of other policies by version and rows of rollouts. Returns the seconds, and on rank 0 the bytes. All
-        ranks write into the run's directory. Collective. Raises CheckpointError."""
-        started, batch, size = time.monotonic(), state["loop"]["batch"], 0
-        path, shards = self.folder / f"step-{batch:06d}", self.folder / f".step-{batch:06d}.0-00000000.tmp"
-        try:
-            shards.mkdir(parents=True, exist_ok=True)
-            save_tensors(trainer, shards / _trainer_file(self.ranks.rank, self.ranks.size))
-            self.ranks.gather(None)  # all have written
-            if self.ranks.is_first:
-                write_directory_atomically(path, partial(_fill, state, weights, rollouts, shards))
-                size = sum(file.stat().st_size for file in path.iterdir())
-        except OSError as error:
-            shutil.rmtree(shards, ignore_errors=True)
-            where = f"rank {self.ranks.rank}: " if self.ranks.size > 1 else ""
-            raise CheckpointError(f"{where}the checkpoint {path} could not be written: {error}") from error
-        self.written, self._last = [*self.written, batch][-max(1, self.keep) :], time.monotonic()
-        if self.ranks.is_first:
-            self.prune(self.written)
-        return {"bytes": size, "seconds": time.monotonic() - started}
-
-    def prune(self, keep: Sequence[int]) -> None:
-        """Remove the checkpoints of other batches."""
-        for batch, path in numbered(self.folder, "step-").items():
-            if batch not in keep and path.is_dir():
-                remove_directory(path)
-
-
-def _fill(state: Mapping[str, Any], weights: Mapping[int, Any], rows: Any, shards: Path, folder: Path) -> None:
-    """Everything into the directory of a checkpoint; trainers' states lie in `shards`."""
-    for file in shards.iterdir():
-        file.replace(folder / file.name)
-    shards.rmdir()
-    for version, tensors in weights.items():
-        save_tensors(tensors, folder / _weights_file(version))
-    if rows:
-        write_table(folder / ROLLOUTS, rows, rollout_schema())
-    sizes = {file.name: file.stat().st_size for file in folder.iterdir()}
-    (folder / STATE).write_text(to_json({"schema": SCHEMA, "files": sizes, **state}) + "\n")
-
-
-# From the parts of a run to a checkpoint, and back
-
-
-@dataclass(frozen=True, slots=True)
-class TrainState:
-    """Where a run stands after a batch: what the next weight sync changes, and π does not tell."""
-
-    loop: LoopState
-    version: int
-    """of π"""
-    agreement: Mapping[str, Any] | None
-    """what the weight-sync check compares with; None without a check"""
-    synced: Sequence[Tensor]
-    """sample of the weights of the last sync"""
-
-    @staticmethod
-    def from_parts(a: TrainerComponents, loop: LoopState) -> TrainState:
-        agreement = a.check_weight_sync.memory() if a.check_weight_sync is not None else None
-        return TrainState(loop, a.trainer.policy.version, agreement, a.trainer.synced)
-
-
-def save_checkpoint(
-    manager: CheckpointManager, a: TrainerComponents, stand: TrainState, finish: bool = True
-) -> dict[str, Any]:
-    """Write where the run stands, and its policy. Collective. With `finish` the local engine completes its requests:
-    it would do so before the next weight sync anyway, with the same rows side by side, so that even inexact
-    arithmetic repeats it."""
-    if finish and a.sampled is not None:
-        with a.ranks.stopping_together():
-            a.prefetcher.finish()
-    loop, version, reference = stand.loop, a.trainer.policy.version, a.trainer.reference
-    waiting, announced = a.prefetcher.waiting(loop.asked_ahead)
-    rows = a.ranks.join([row for b, groups in waiting.items() for row in _rows(groups, b, version)])
-    alpha, of_alpha = a.sampler.current_weights() if needs_alpha(a, loop) else (None, {})
-    weights: dict[int, Any] = {} if reference is None else {reference.version: reference.weights}
-    weights |= {} if alpha is None else {alpha: of_alpha}
-    pi_ref = reference.version if reference is not None else None
-    state = {
-        "loop": asdict(loop),
-        "versions": {"policy": version, "alpha": alpha, "pi_ref": pi_ref},
-        "announced": announced,
-        "agreement": stand.agreement,
-        "data": fingerprint_data(a),
-        "model": a.model,
-    }
-    others = {v: a.ranks.gather_whole(of) for v, of in weights.items() if v not in (0, version)}
-    synced = {f"synced/{n}": tensor for n, tensor in enumerate(stand.synced) if a.ranks.is_first}
-    return manager.save(state, a.trainer.state() | synced, others, rows)
-
-
 def needs_alpha(a: TrainerComponents, loop: LoopState) -> bool:
     """Whether the engine will sample from its present weights once more."""
-    schedule = a.settings.schedule
-    prefetch = a.settings.rollout.prefetch and not a.settings.rollout.dynamic_sampling_rounds
-    due = a.schedule.next(loop, schedule.stages + 1, schedule.batches, prefetch)  # as if the run went on
+    due = a.next_sync(loop, further=a.settings.schedule.stage_length)  # as if the run went on
     missing = any(a.ranks.gather(a.prefetcher.missing(loop.asked_ahead)))
     return loop.alpha >= 0 and (missing or (not due.reason and bool(due.to_generate)))
 
 
 def fingerprint_data(a: TrainerComponents) -> str:
     """Tells data apart: the size of the split, the prompts of the first batch, the offline completions."""
-    prompts = [(index, prompt.token_ids, str(prompt.answer)) for index, prompt in a.prompts.first]
-    seen = repr((a.task.size("train"), prompts, str(a.offline)))
+    prompts = [(index, prompt.token_ids, str(prompt.answer)) for index, prompt in a.main.prompts.first]
+    seen = repr((a.main.task.size("train"), prompts, str(a.offline)))
     return hashlib.blake2b(seen.encode("utf-8", "replace"), digest_size=8).hexdigest()
+
+
+# Reading
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeState:
+    """A run to resume: from its newest checkpoint, or from its beginning without one."""
+
+    run: Run
+    checkpoint: Checkpoint | None
+    changed: Mapping[str, tuple[Any, Any]]
+    """settings that the command line changes: name -> (before, now)"""
+    environment: Mapping[str, Any]
+    """where it began; empty if that is lost"""
+
+    @staticmethod
+    def find(directory: Path, settings: Settings) -> ResumeState:
+        """Raises SettingsError for a run that cannot resume: its checkpoints are lost, or its metrics, or it has made
+        more batches than the settings ask for."""
+        run, total = Run(directory), settings.schedule.batches
+        with refusing():
+            checkpoint = find_checkpoint(directory / "checkpoints")
+            if checkpoint is None and any(e["event"] in ("checkpoint", "resumed") for e in load_events(run)):
+                raise ValueError(f"{directory} has no checkpoint to resume from: start a new run from its weights")
+            if checkpoint is not None and total < checkpoint.batch:
+                raise ValueError(f"schedule.batches: {directory} has made {checkpoint.batch} already, not {total}")
+            if checkpoint is not None and len(lines := load_metrics(run)) < checkpoint.batch:
+                raise ValueError(f"{run.metrics} has {len(lines)} batches; the checkpoint is of {checkpoint.batch}")
+            return ResumeState(run, checkpoint, find_changes(settings, directory), read_environment(directory))
+
+    def find_moves(self, environment: Mapping[str, Any]) -> dict[str, list[Any]]:
+        """What differs here, and decides the bits of a run: name -> [before, now]."""
+        before, now = flatten(self.environment), flatten(environment)
+        found = {name: [before.get(name), now.get(name)] for name in MACHINE if before}
+        return {name: values for name, values in found.items() if values[0] != values[1]}
+
+    def cut_back(self, moved: Mapping[str, list[Any]]) -> None:
+        """Remove what the run recorded after its checkpoint (without one: everything), and record that it resumes."""
+        run, checkpoint = self.run, self.checkpoint
+        batch, version = (checkpoint.batch, checkpoint.state["versions"]["policy"]) if checkpoint else (-1, -1)
+        ahead = len(checkpoint.state["loop"]["prefetched"]) if checkpoint else 0
+        files.remove_leftovers(run.path)
+        for file, lines in ((run.metrics, load_metrics(run)), (run.events, load_events(run))):
+            files.write_atomically(file, "".join(f"{files.to_json(line)}\n" for line in lines if line["step"] <= batch))
+        folders = ("rollouts", "step-", ".parquet", batch), ("weights", "v", "", version)
+        for folder, prefix, ending, last in folders:
+            for number, path in files.numbered(run.path / folder, prefix, ending).items():
+                if number > last:
+                    files.remove_directory(path)
+        if checkpoint is not None:
+            run.record_event("resumed", batch, changed=self.changed, moved=moved, ahead=ahead)
+
+
+def describe_environment(parts: TrainerComponents, earlier: ResumeState | None) -> dict[str, Any]:
+    """What environment.json says: the run's identity, versions, machine, and what computes."""
+    policy, agreement = parts.trainer.policy, parts.check_weight_sync.agreement
+    identity = earlier.environment.get("id") if earlier and earlier.checkpoint else None
+    return {
+        "id": identity or secrets.token_hex(8),
+        **collect_environment(str(policy.device)),
+        "started": policy.chat.started.isoformat(),
+        "ranks": parts.ranks.size,
+        "strategy": parts.settings.distributed.strategy,
+        "computation": policy.model.computation,
+        "dtype": str(policy.dtype).removeprefix("torch."),
+        "agreement": asdict(agreement) if agreement else None,
+        "offline": str(parts.offline) if parts.offline is not None else None,
+    }
 
 
 def restore_checkpoint(a: TrainerComponents, checkpoint: Checkpoint) -> LoopState:
@@ -256,51 +255,47 @@ def restore_checkpoint(a: TrainerComponents, checkpoint: Checkpoint) -> LoopStat
         )
     try:
         _load_versions(a, checkpoint)
-        rollouts = _groups(a, checkpoint.load_rollouts())
-    except SafetensorError as error:
-        raise CheckpointError(f"{checkpoint.path} cannot be read: {error}") from error
-    a.prefetcher.restore(rollouts, {int(b): versions for b, versions in state["announced"].items()})
+        groups = _load_groups(a, checkpoint.path / ROLLOUTS)
+    except (SafetensorError, FileNotFoundError) as error:
+        raise CheckpointError(f"{checkpoint.path}: {error}. Remove it to resume from the one before") from error
+    a.prefetcher.restore(groups, {int(b): versions for b, versions in state["announced"].items()})
     return LoopState(**{**state["loop"], "prefetched": tuple(state["loop"]["prefetched"])})
 
 
 def _load_versions(a: TrainerComponents, checkpoint: Checkpoint) -> None:
-    agreement, versions, check = checkpoint.state["agreement"], checkpoint.state["versions"], a.check_weight_sync
-    pi, alpha, pi_ref = (versions[name] for name in ("policy", "alpha", "pi_ref"))
-    if check is not None and agreement is not None:
-        check.remember({**agreement, "before": None})
+    pi, alpha, pi_ref = (checkpoint.state["versions"][name] for name in ("policy", "alpha", "pi_ref"))
     for version in sorted({alpha, pi_ref, pi} - {None}, key=lambda v: (v == pi, v)):  # π last: it stays
         if version == pi:
-            state = checkpoint.load_trainer()
+            parts = sorted(checkpoint.path.glob("trainer*.safetensors"))
+            state = MergedState([load_file(file) for file in parts])  # mapped, not read: each rank takes its part
             a.trainer.load_state(state, pi)
             names = sorted((name for name in state if name.startswith("synced/")), key=lambda name: int(name[7:]))
             a.trainer.synced = [state[name] for name in names]
         elif version:  # 0, the initial policy, is there
-            a.trainer.load_weights(checkpoint.load_weights(version), version)
+            a.trainer.load_weights(load_file(checkpoint.path / _weights_file(version)), version)
         if version == pi_ref:
             a.trainer.load_reference()
         if version == alpha:
             a.sampler.sync_weights(a.trainer.policy.weights, version)
-            if check is not None:
-                check(a.trainer.policy, a.sampler)
-    if check is not None and agreement is not None:
-        check.remember(agreement)
+            a.check_weight_sync(a.trainer.policy, a.sampler)
 
 
-def _groups(a: TrainerComponents, rows: Sequence[Mapping[str, Any]]) -> dict[int, list[Group]]:
+def _load_groups(a: TrainerComponents, file: Path) -> dict[int, list[Group]]:
     """By batch, the finished groups that wait for it."""
-    found: dict[int, list[Group]] = {}
-    for batch in sorted({row["step"] for row in rows}):
-        for request in a.share(a.prompts.batch(batch)):
-            key = batch, request.epoch, request.prompt.key
-            own = [row for row in rows if (row["step"], row["epoch"], row["prompt_id"]) == key]
-            if own:
-                found.setdefault(batch, []).append(Group(request.prompt, tuple(map(_completion, own)), request.epoch))
-    return found
+    import pyarrow.parquet as pq
+
+    found: defaultdict[tuple[int, ...], list[Completion]] = defaultdict(list)
+    for row in pq.read_table(file).to_pylist() if file.exists() else ():
+        found[row["step"], row["epoch"], row["prompt_id"]].append(_completion(row))
+    groups: dict[int, list[Group]] = {}
+    for batch in sorted({batch for batch, *_ in found}):
+        requests = [r for r in a.share(a.main.prompts.batch(batch)) if r.address in found]
+        groups[batch] = [Group(r.prompt, tuple(found[r.address]), r.epoch) for r in requests]
+    return groups
 
 
-def _rows(groups: Sequence[Group], batch: int, version: int) -> Iterator[dict[str, Any]]:
-    nothing = [[{}] * len(group.completions) for group in groups]
-    return rollout_rows(groups, nothing, step=batch, policy_version=version)
+def _rows(groups: Sequence[Group], batch: int, version: int) -> Any:
+    return rollout_rows(groups, [[{}] * len(g.completions) for g in groups], step=batch, policy_version=version)
 
 
 def _completion(row: Mapping[str, Any]) -> Completion:

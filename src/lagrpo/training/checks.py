@@ -1,47 +1,68 @@
-"""What can be rejected before a model loads and beyond the settings' own classes: recipes, tasks, files."""
+"""What the user gives, as settings and a task, and what of it can be rejected before a model loads."""
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lagrpo.errors import SettingsError, refusing
 from lagrpo.model.embedded import check_path, is_adapter
+from lagrpo.rewards.builtin import exact
+from lagrpo.rewards.reward import Reward, Rewards, check_rewards, load_rewards
 from lagrpo.runs.directory import check_new, check_writable
-from lagrpo.runs.reading import completion_files
-from lagrpo.settings.schema import EvalSettings, ModelSettings, Settings
-from lagrpo.tasks import Task, check_options
+from lagrpo.runs.environment import read_environment
+from lagrpo.runs.reading import completion_files, open_run
+from lagrpo.settings.load import flatten, load_settings
+from lagrpo.settings.schema import Settings
+from lagrpo.settings.sections import ModelSettings, RewardSettings
+from lagrpo.tasks import RowTask, Task, check_options, environment_of, load_task, select
+from lagrpo.tasks.custom import ask_row
+from lagrpo.tasks.data import hold_out
 from lagrpo.training.callbacks import check_installed
-from lagrpo.training.resume import check_changes, find_run
 
 if TYPE_CHECKING:
     from lagrpo.core.objective import Recipe
 
+FREE = (
+    *("run.report_to", "run.log_completions", "model.dtype", "optimizer.offload_optimizer"),
+    *("eval.every", "eval.at_start", "eval.best_metric", "checkpoint.", "distributed.", "vllm."),
+)
+"""Settings, and sections, that a resumed run may change: they cannot alter its past batches."""
+FIXED = ("vllm.on_weight_sync",)
+OF_CALL = ("run.name", "run.output_dir")
 
-def check_settings(settings: Settings, task: Task | None = None) -> Recipe:
+
+def check_settings(settings: Settings, task: Task | None = None, resume: str | None = None) -> Recipe:
     """The resolved recipe of settings that can be run; `task` replaces settings.task. Raises SettingsError."""
     check_evaluation(settings, task)
     for each in settings.eval.sets:
         if each.task is not None:
             with refusing(f"eval.sets, {each.name!r}"):
                 check_options(each.task)
-    check_best(settings)
     with refusing("offline.data"):
-        completion_files(settings.offline.data or ())
+        completion_files(settings.offline.data)
+    offline = bool(settings.offline.data) and settings.offline.fraction == 1
+    if settings.rollout.num_generations == 1 and not offline:
+        raise SettingsError(
+            "rollout.num_generations = 1: a completion is compared with others of its prompt; take 2 or more"
+        )
     check_lora(settings)
     check_ranks(settings)
-    if is_first_rank():
-        check_run(resume_after_restart(settings))
+    if os.environ.get("RANK", "0") == "0":
+        check_run(settings, resume)
     from lagrpo.core.recipes import resolve  # loads torch
 
     with refusing("loss"):
         return resolve(settings.loss.recipe, settings.loss.knobs)
 
 
-def check_evaluation(settings: Settings | EvalSettings, task: Task | None = None) -> None:
-    """Raise SettingsError for options that the task does not take, a missing model or chat template, and an
-    evaluation's directory that cannot be written."""
+def check_evaluation(settings: Settings, task: Task | None = None) -> None:
+    """Raise SettingsError for options that the task does not take, and a missing model or chat template."""
     if task is None:
         with refusing():
             check_options(settings.task)
@@ -49,65 +70,38 @@ def check_evaluation(settings: Settings | EvalSettings, task: Task | None = None
         check_path(settings.model.path)
     with refusing("model.chat_template"):
         chat_template(settings.model)
-    if isinstance(settings, EvalSettings):
-        with refusing("output"):
-            check_writable(Path(settings.output or "evaluations"))
-
-
-def check_best(settings: Settings) -> None:
-    """Raise SettingsError for an eval.best_metric that is never made."""
-    e, best = settings.eval, settings.eval.best_metric
-    if best is not None:
-        chosen = next((each for each in e.sets if each.name == best.rpartition(".")[0]), None)
-        every = e.every if chosen is None or chosen.every is None else chosen.every
-        if not (e.at_start or every):
-            raise SettingsError(f"eval.best_metric = {best!r} is never found: set eval.every, or eval.at_start")
 
 
 def check_lora(settings: Settings) -> None:
     """Raise SettingsError for adapters that cannot be trained so, or not without a package."""
-    path, sync = settings.model.path, settings.vllm.weight_transfer
+    path = settings.model.path
     if is_adapter(Path(path).expanduser()):
         merge = "merge it with PEFT's merge_and_unload first"
         raise SettingsError(f"model.path: {path!r} is an adapter, and a run begins with a whole model: {merge}")
     if not settings.model.lora_r:
         return
-    from lagrpo.model import lora  # it loads PyTorch
+    from lagrpo.model import lora  # loads torch
 
     with refusing("model.lora_r"):
         lora.check_installed()
-    if settings.rollout.engine == "vllm" and sync != "directory":
-        wrong = f"vllm.weight_transfer = {sync!r} sends whole models, and vLLM loads adapters from a directory"
-        raise SettingsError(f"{wrong}: take 'directory'")
 
 
 def check_ranks(settings: Settings) -> None:
     """Raise SettingsError for what several ranks cannot do."""
-    if world_size() == 1:
-        return
     vllm, sync = settings.rollout.engine == "vllm", settings.vllm.weight_transfer
-    if vllm and settings.distributed.strategy == "fsdp2" and sync != "directory":
+    if world_size() > 1 and vllm and settings.distributed.strategy == "fsdp2" and sync != "directory":
         raise SettingsError(
             f"vllm.weight_transfer = {sync!r} sends from one GPU, and with distributed.strategy = 'fsdp2' no GPU has "
             "all weights. Take 'directory'"
         )
-    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and not (settings.run.name or settings.run.resume):
-        raise SettingsError("torchrun --max-restarts resumes the run by its name: set run.name")
 
 
-def resume_after_restart(settings: Settings) -> Settings:
-    """Settings that resume the run, if torchrun has started its processes again."""
-    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" or settings.run.resume is not None:
-        return settings
-    return settings.model_copy(update={"run": settings.run.model_copy(update={"resume": "auto"})})
-
-
-def check_run(settings: Settings) -> None:
+def check_run(settings: Settings, resume: str | None) -> None:
     """Raise SettingsError for a run that exists, cannot resume with these settings, or cannot be written, and for
     trackers that are not installed."""
-    with refusing("run.resume" if settings.run.resume else "run"):
-        if (run := find_run(settings)) is not None:
-            check_changes(settings, run)
+    with refusing("--resume" if resume else "run"):
+        if (run := find_run(settings, resume)) is not None:
+            find_changes(settings, run)
             check_writable(run)
         else:
             check_new(Path(settings.run.output_dir), settings.run.name)
@@ -117,6 +111,12 @@ def check_run(settings: Settings) -> None:
 def chat_template(model: ModelSettings) -> str | None:
     """The chat template that replaces the tokenizer's."""
     return Path(model.chat_template).expanduser().read_text(encoding="utf-8") if model.chat_template else None
+
+
+def offline_prompts(settings: Settings) -> int:
+    """How many prompts of each batch come from a file of completions: the share of N, at least one."""
+    data, share = settings.offline.data, settings.offline.fraction
+    return max(1, round(share * settings.schedule.prompts_per_batch)) if data else 0
 
 
 def world_size() -> int:
@@ -129,5 +129,113 @@ def local_size() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
-def is_first_rank() -> bool:
-    return os.environ.get("RANK", "0") == "0" or world_size() == 1
+# A run that resumes
+
+
+def find_run(settings: Settings, resume: str | None) -> Path | None:
+    """The directory of the run to resume; None for a new one. Raises FileNotFoundError if it is not a run, ValueError
+    for auto without run.name."""
+    if resume is None:
+        return None
+    if resume != "auto":
+        return open_run(Path(resume).expanduser()).path
+    if settings.run.name is None:
+        raise ValueError("auto looks for a run by its name: set run.name")
+    path = Path(settings.run.output_dir, settings.run.name)
+    return path if (path / "config.toml").is_file() else None
+
+
+def recorded_threads(settings: Settings, resume: str | None) -> int | None:
+    """The number of threads that the run to resume began with; None for a new run or another number of ranks."""
+    with refusing():
+        run = find_run(settings, resume)
+        before = read_environment(run) if run is not None else {}
+    return before.get("threads") if before.get("ranks") == world_size() else None
+
+
+def find_changes(settings: Settings, run: Path) -> dict[str, tuple[Any, Any]]:
+    """Settings that differ from those in the run's config.toml: name -> (before, now). Raises SettingsError, by name,
+    for those that could have changed its past."""
+    saved = load_settings(run / "config.toml")
+    before, now = flatten(saved.model_dump()), flatten(settings.model_dump())
+    names = [name for name in now | before if name not in OF_CALL and before.get(name) != now.get(name)]
+    wrong = [
+        f"{name} = {json.dumps(now.get(name))}, and the run has {json.dumps(before.get(name))}"
+        for name in names
+        if not _may_change(name, settings, saved)
+    ]
+    if wrong:
+        raise SettingsError("\n".join(wrong) + ": a resumed run keeps its settings")
+    return {name: (before.get(name), now.get(name)) for name in names}
+
+
+def _may_change(name: str, settings: Settings, saved: Settings) -> bool:
+    """More batches change nothing if the learning rate does not depend on their number."""
+    if name == "schedule.batches":
+        more = settings.schedule.batches >= saved.schedule.batches
+        return more and settings.optimizer.lr_scheduler_type == "constant"
+    return name in FREE or (f"{name.partition('.')[0]}." in FREE and name not in FIXED)
+
+
+# What `lagrpo.train` gets in Python
+
+
+def as_settings(model: Any, data: Any, rewards: Sequence[Any] | None) -> dict[str, Any]:
+    """The settings of these arguments, as far as they are settings."""
+    found: dict[str, Any] = {} if model is None else {"model.path": os.fspath(model)}
+    if data is not None:
+        found["task.name"] = "custom"
+    if isinstance(data, str | os.PathLike):
+        found["task.data"] = os.fspath(data)
+    if rewards is not None and not any(map(_is_function, rewards)):
+        found["task.rewards"] = list(rewards)
+    return found
+
+
+def build_task(settings: Settings, data: Any, rewards: Sequence[Any] | None) -> Task | None:
+    """The task of data in memory (a list of dicts, a datasets.Dataset) and of reward functions; None if the settings
+    say all. Raises ValueError for rows without the columns."""
+    functions = [reward for reward in rewards or () if _is_function(reward)]
+    named, own = data is None or isinstance(data, str | os.PathLike), settings.task
+    if named and not functions:
+        return None
+    if named:
+        given = (RewardSettings(name="none", reward="lagrpo.rewards.builtin:exact"),)
+        task: Any = load_task(own.model_copy(update={"rewards": given, "tools": ()}), settings.run.seed)
+    else:
+        task = _build_rows(settings, data)
+    if functions:
+        return replace(task, reward=Rewards(tuple(map(_as_reward, functions))))
+    check_rewards(own.rewards)
+    return replace(task, reward=load_rewards(own.rewards, exact)) if own.rewards else task
+
+
+def name_rewards(settings: Settings, task: Task | None) -> Settings:
+    """The settings with the names, weights and ranges of a task object's rewards: records and metrics need them."""
+    if task is None or environment_of(task) is not None or not Rewards.from_reward(task.reward).names:
+        return settings
+    entries = []
+    for each in Rewards.from_reward(task.reward).parts:
+        kind = each.function if hasattr(each.function, "__qualname__") else type(each.function)
+        where = f"{kind.__module__}:{kind.__qualname__}"
+        entries.append(RewardSettings(name=each.name, reward=where, weight=each.weight, range=each.range))
+    return settings.model_copy(update={"task": settings.task.model_copy(update={"rewards": tuple(entries)})})
+
+
+def _is_function(reward: Any) -> bool:
+    """Whether a reward is a function or a Reward, not a name or a table."""
+    return callable(reward) or isinstance(reward, Reward)
+
+
+def _as_reward(function: Any) -> Reward:
+    name = getattr(function, "__name__", type(function).__name__)
+    return function if isinstance(function, Reward) else Reward(name if name.isidentifier() else "reward", function)
+
+
+def _build_rows(settings: Settings, data: Any) -> RowTask:
+    """The task of rows in memory; a tenth of them is held out for testing. Raises ValueError for missing columns."""
+    rows = data if hasattr(data, "select") else list(data)
+    train, test = (select(rows, chosen) for chosen in hold_out(len(rows), settings.run.seed))
+    ask = partial(ask_row, settings.task.prompt_column, settings.task.answer_column)
+    ask(rows[0])
+    return RowTask("custom", {"train": train, "test": test}, ask, exact, settings.task.system_prompt)

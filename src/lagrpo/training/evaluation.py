@@ -1,44 +1,54 @@
 """Evaluations: pass@k of a policy on held-out prompts, with intervals.
 
-A completion is correct if it reaches the maximum of `task.reward_range`. pass@1 is the share of correct completions
+A completion is correct if it reaches the maximum of the range of rewards. pass@1 is the share of correct completions
 among the scored ones, pass@k the unbiased estimator. Intervals are for the mean over all prompts that the held-out ones
 are drawn from. Random numbers have the same keys every time, so "before" and "after" differ in the policy only, and
 `compare` compares them prompt by prompt.
 
-`evaluate` makes one evaluation; `Evaluations` are all of a run, on its evaluation sets.
+`evaluate` makes one evaluation, `Evaluations` those of a run, `evaluate_model` the one of `lagrpo eval`.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from lagrpo.core.estimators import bootstrap_interval, clustered_interval, paired_interval, pass_at_k
+from lagrpo.cpu.memory import freed_memory_kept
+from lagrpo.errors import refusing
+from lagrpo.machine import choose_threads, fixed_threads
+from lagrpo.model.embedded import is_adapter
+from lagrpo.model.lora import load_adapter_config
 from lagrpo.rewards.pool import RewardPool
+from lagrpo.rewards.reward import Rewards
 from lagrpo.rollout.base import Request, SamplingParams
+from lagrpo.rollout.episodes import OF_RUN, max_reply_tokens
+from lagrpo.rollout.local import LocalSampler
 from lagrpo.rollout.schedule import LoopState
-from lagrpo.rollout.vllm.engine import VllmEvaluator
-from lagrpo.runs.directory import BEST, Run
+from lagrpo.rollout.vllm.engine import VllmEvaluator, build_engine
+from lagrpo.runs.directory import BEST, Run, plain_name
+from lagrpo.runs.files import to_json, write_atomically, write_table
 from lagrpo.runs.reading import load_evaluation_records, load_evaluations
 from lagrpo.runs.rollouts import REWARD
-from lagrpo.settings.evaluation import OF_A_SET, EvaluationSet
-from lagrpo.tasks import reward_names
-from lagrpo.terminal.text import count_of, formatted_interval
-from lagrpo.training.build import TrainerComponents
+from lagrpo.settings.schema import Settings
+from lagrpo.settings.sections import EvalSetSettings
+from lagrpo.terminal.text import formatted_interval
+from lagrpo.training import build
+from lagrpo.training.build import TaskSetup, TrainerComponents
 from lagrpo.training.checkpoint import needs_alpha
-from lagrpo.training.data import TaskSetup, concerning_set
+from lagrpo.training.checks import check_evaluation
 from lagrpo.training.ranks import Ranks
 from lagrpo.types import Group, Outcome, Range, is_correct
 
-ENOUGH_PROMPTS = 50
-PURPOSE = "evaluate"
-OF_PLACE = ("step", "policy_version", "set", "reward_range")
-"""What the JSON file of an evaluation says about where and how it was made."""
+OF_A_SET = ("pass@1", "reward")  # what metrics.jsonl has of a set
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,24 +61,19 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class EvalSet:
-    """Prompts that policies are evaluated on, and how. `rewards` are the names of several rewards."""
+    """Prompts that policies are evaluated on, and how. `samples` is completions per prompt; `rewards` are the names of
+    several rewards. In a run, `name` is "" without sets, and `every` batches lie between evaluations (0: before and
+    after training only)."""
 
     requests: Sequence[Request]
     reward_pool: RewardPool
     params: SamplingParams
     samples: int
-    """completions per prompt"""
     seed: int = 0
     reward_range: Range = (0.0, 1.0)
     rewards: Sequence[str] = ()
     name: str = ""
-    """"" if the run has no sets"""
     every: int = 0
-    """batches between evaluations; 0: only before and after"""
-
-    def file_name(self, moment: str) -> str:
-        """The name of the evaluation's files: before, after, batch-000010, each with the set appended."""
-        return f"{moment}.{self.name}" if self.name else moment
 
 
 def evaluate(of: EvalSet, evaluator: Any, ranks: Ranks | None = None) -> Evaluation:
@@ -81,13 +86,14 @@ def evaluate(of: EvalSet, evaluator: Any, ranks: Ranks | None = None) -> Evaluat
     own = of.requests if isinstance(evaluator, VllmEvaluator) else ranks.share(of.requests)
     with ranks.stopping_together():
         scored = list(of.reward_pool.score(group for _, group in evaluator.sample(own, of.samples)))
+    evaluator.free_cache()
     groups = sorted(ranks.join(scored), key=lambda group: group.prompt.key)
     records = [_record(group, of.reward_range, of.rewards) for group in groups]
     summary = _summarize(records, of.samples, of.seed, of.reward_range)
-    for column in (f"{REWARD}{name}" for name in of.rewards):
-        found = [[value for value in record[column] if value is not None] for record in records]
+    for name in of.rewards:
+        found = [[value for value in record[f"{REWARD}{name}"] if value is not None] for record in records]
         if means := [sum(values) / len(values) for values in found if values]:
-            summary[f"rewards/{column.removeprefix(REWARD)}/mean"] = sum(means) / len(means)
+            summary[f"rewards/{name}/mean"] = sum(means) / len(means)
     return Evaluation(summary, records)
 
 
@@ -162,103 +168,74 @@ def compare(before: Evaluation, after: Evaluation) -> dict[str, float]:
     return found
 
 
-# For people
-
-
-def few_prompts(prompts: int) -> str | None:
-    """The warning for an evaluation on too few prompts; None if they suffice."""
-    if prompts >= ENOUGH_PROMPTS:
-        return None
-    return (
-        f"WARNING: only {count_of(prompts, 'test prompt')}: the 95 % intervals of pass@k are wide, and near 0 and "
-        f"100 % too narrow; use at least {ENOUGH_PROMPTS}"
-    )
-
-
 def interval(summary: Mapping[str, Any], name: str) -> str:
-    """One metric of a summary with its interval, for people.
-
-    >>> interval({"pass@1": 0.5, "pass@1_low": 0.25, "pass@1_high": 0.7}, "pass@1")
-    'pass@1       50.0%   95 % interval 25.0% to 70.0%'
-    """
-    heading = name.replace("_", " ")
-    return f"{heading:<11} {formatted_interval(summary, name, '.3f' if name == 'reward' else '.1%')}"
+    """One metric of a summary with its 95 % interval, for people."""
+    return f"{name:<11} {formatted_interval(summary, name, '.3f' if name == 'reward' else '.1%')}"
 
 
-def headline(summary: Mapping[str, Any]) -> str:
-    mean = summary.get("reward")
-    graded = f", mean reward {mean:.3f}" if mean not in (None, summary.get("pass@1")) else ""
-    return f"{interval(summary, 'pass@1')}{graded}"
-
-
-def moment_of(batch: int) -> str:
-    """What the evaluation after a batch is called while others follow.
-
-    >>> moment_of(0), moment_of(12)
-    ('before', 'batch-000012')
-    """
-    return f"batch-{batch:06d}" if batch else "before"
-
-
-# What a run evaluates, and when
+# Of a run
 
 
 class Evaluations:
-    """The evaluation sets of a run, or a single one without a name, and the evaluations that were made of them. Raises
-    SettingsError for a set whose prompts do not fit."""
+    """The evaluation sets of a run, or a single one without a name, and the evaluations that were `made`, by the names
+    of their files: before, batch-000010, after, each followed by .SET. Raises SettingsError for a set whose prompts do
+    not fit."""
 
     def __init__(self, parts: TrainerComponents) -> None:
-        self.parts, e = parts, parts.settings.eval
-        self.sets: list[EvalSet] = []
-        self.made: dict[str, Evaluation] = {}
-        """by the names of their files"""
-        if e.takes_place and not e.sets:
-            self.sets = [build_eval_set(parts, EvaluationSet(name="only"), "")]
-        for each in e.sets if e.takes_place else ():
-            with concerning_set(each.name):
-                self.sets.append(build_eval_set(parts, each, each.name))
+        self.parts, self.made, e = parts, dict[str, Evaluation](), parts.settings.eval
+        sets = {each.name: each for each in e.sets} or {"": EvalSetSettings(name="only")}
+        self.sets = [build_eval_set(parts, each, name) for name, each in sets.items() if e.takes_place]
 
-    def find_due(self, moment: str, batch: int, only_due: bool) -> list[EvalSet]:
-        """The sets that have not been evaluated at this moment; with `only_due` those whose turn it is."""
-        sets = [each for each in self.sets if each.file_name(moment) not in self.made]
-        return [each for each in sets if not only_due or (each.every and batch % each.every == 0)]
+    def load(self, run: Run, batch: int) -> dict[str, Evaluation]:
+        """What a run evaluated until a batch, as `made` has it. What it evaluated later is removed, and what it
+        evaluated at its end if it is to have more batches. Raises ValueError for damaged files, by name."""
+        made = {}
+        for summary in load_evaluations(run):
+            name, step = summary.pop("name"), summary["step"]
+            if step > batch or (name.startswith("after") and step < self.parts.settings.schedule.batches):
+                for ending in ("json", "parquet"):
+                    (run.path / "evaluations" / f"{name}.{ending}").unlink(missing_ok=True)
+            else:
+                made[name] = Evaluation(summary, load_evaluation_records(run, name))
+        return made
 
-    def find_warnings(self) -> list[str]:
-        """What is to be said of sets with few prompts."""
-        found = [
-            (f"evaluation of {each.name}: " * bool(each.name), few_prompts(len(each.requests))) for each in self.sets
-        ]
-        return [f"{where}{text}" for where, text in found if text]
+    def find_due(self, batch: int, moment: str = "") -> dict[str, EvalSet]:
+        """The sets that are due after a batch, or all of them `before` and `after` training, without those that were
+        evaluated; by the names of the files."""
+        along = 0 < batch < self.parts.settings.schedule.batches
+        due = [s for s in self.sets if moment or (along and s.every and batch % s.every == 0)]
+        named = {_file_name(batch, each.name, moment): each for each in due}
+        return {name: each for name, each in named.items() if name not in self.made}
 
-    def make(self, each: EvalSet, moment: str) -> Evaluation:
+    def make(self, name: str, each: EvalSet, batch: int) -> Evaluation:
         """Evaluate the policy that the evaluator samples from, and compare it with the initial policy."""
         found = evaluate(each, self.parts.evaluator, self.parts.ranks)
-        self.parts.evaluator.free_cache()
-        if (before := self.made.get(each.file_name("before"))) is not None:
-            found = replace(found, summary=found.summary | compare(before, found))
-        self.made[each.file_name(moment)] = found
+        place: dict[str, Any] = {"step": batch, "policy_version": self.parts.trainer.policy.version}
+        place |= {"set": each.name, "reward_range": list(each.reward_range)} if each.name else {}
+        before = self.made.get(_file_name(0, each.name, "before"))
+        change = compare(before, found) if before is not None else {}
+        self.made[name] = found = replace(found, summary=place | found.summary | change)
         return found
 
     def metrics(self, batch: int) -> dict[str, float | None]:
-        """The metrics of each set after `batch` batches, for the line of the batch that follows; None if the set was
-        not evaluated then. Empty if the run has no sets."""
+        """The metrics of each named set after `batch` batches, for the line of the batch that follows; None if the set
+        was not evaluated then."""
         metrics: dict[str, float | None] = {}
         for each in (each for each in self.sets if each.name):
-            made = self.made.get(each.file_name(moment_of(batch)))
+            made = self.made.get(_file_name(batch, each.name, "" if batch else "before"))
             metrics |= {f"eval/{each.name}/{name}": made.summary.get(name) if made else None for name in OF_A_SET}
         return metrics
 
     def summary(self, moment: str) -> dict[str, Any] | None:
-        """The summary of the first set at a moment."""
-        made = (self.made.get(each.file_name(moment)) for each in self.sets)
+        """The summary of the first set before or after training."""
+        made = [self.made.get(_file_name(0, each.name, moment)) for each in self.sets]
         return next((found.summary for found in made if found is not None), None)
 
-    def find_best(self, run: Run, moment: str, batch: int) -> dict[str, Any] | None:
-        """What weights/best is to say if the policy at this moment is the best so far by `eval.best_metric`; else None.
-        The best so far is the one in weights/best."""
+    def find_best(self, run: Run, batch: int, moment: str) -> dict[str, Any] | None:
+        """What weights/best is to say if the policy is the best so far by `eval.best_metric`; else None."""
         best = self.parts.settings.eval.best_metric
         of_set, _, metric = (best or "").rpartition(".")
-        made = self.made.get(f"{moment}.{of_set}" if of_set else moment)
+        made = self.made.get(_file_name(batch, of_set, moment))
         if best is None or made is None or (value := made.summary.get(metric)) is None:
             return None
         file = run.path / "weights" / "best" / BEST
@@ -268,23 +245,22 @@ class Evaluations:
         return {"best": best, "value": value, "step": batch, "policy_version": self.parts.trainer.policy.version}
 
 
-def build_eval_set(a: TrainerComponents, each: EvaluationSet, name: str) -> EvalSet:
+def _file_name(batch: int, of_set: str, moment: str) -> str:
+    name = moment or f"batch-{batch:06d}"
+    return f"{name}.{of_set}" if of_set else name
+
+
+def build_eval_set(a: TrainerComponents, each: EvalSetSettings, name: str) -> EvalSet:
     e, s = a.settings.eval, a.settings.rollout
-    setup, task = a.others.get(name, a.main), each.task or a.settings.task
-    params = eval_params(
-        setup,
-        each.temperature or e.temperature or s.temperature,
-        each.max_completion_length or s.max_completion_length,
-        name,
-    )
+    setup, task = a.tasks.get(name, a.main), each.task or a.settings.task
     return EvalSet(
         requests=setup.prompts.held_out(each.num_prompts or e.num_prompts),
         reward_pool=setup.reward_pool,
-        params=params,
+        params=eval_params(setup, s.temperature, each.max_completion_length or s.max_completion_length, name),
         samples=each.num_samples or e.num_samples,
         seed=a.settings.run.seed,
         reward_range=task.reward_range,
-        rewards=reward_names(setup.task.reward),
+        rewards=Rewards.from_reward(setup.task.reward).names,
         name=name,
         every=e.every if each.every is None else each.every,
     )
@@ -295,7 +271,7 @@ def eval_params(setup: TaskSetup, tau: float, max_tokens: int, name: str = "") -
     episodes = setup.episodes
     if episodes is not None:
         episodes = replace(episodes, limits=replace(episodes.limits, sampled=max_tokens))
-    return SamplingParams(f"{PURPOSE} {name}".rstrip(), tau, max_tokens, episodes)
+    return SamplingParams(f"evaluate {name}".rstrip(), tau, max_tokens, episodes)
 
 
 @contextmanager
@@ -308,27 +284,80 @@ def sampling_from_policy(a: TrainerComponents, state: LoopState) -> Iterator[Non
         return
     a.prefetcher.finish()
     with evaluator.sampler.lent(policy.weights, policy.version, back=needs_alpha(a, state)):
-        if check is not None:
-            memory = check.memory()  # the next weight sync is compared with the last one
-            check(policy, evaluator.sampler)
-            check.remember(memory)
+        memory = check.memory()  # the next weight sync is compared with the last one
+        check(policy, evaluator.sampler)
+        check.remember(memory)
         yield
 
 
-def load_run_evaluations(run: Run, batch: int, total: int) -> dict[str, Evaluation]:
-    """What a run evaluated until a batch, by the names of the files; what it evaluated later is removed. An evaluation
-    at its end gets the name of its batch if the run is to have more. Raises ValueError for damaged files, by name."""
-    made: dict[str, Evaluation] = {}
-    for summary in load_evaluations(run):
-        name = summary.pop("name")
-        records, (moment, dot, of_set) = load_evaluation_records(run, name), name.partition(".")
-        ahead, renamed = (summary.get("step") or 0) > batch, moment == "after" and summary["step"] < total
-        if ahead or renamed:
-            for ending in ("json", "parquet"):
-                (run.path / "evaluations" / f"{name}.{ending}").unlink(missing_ok=True)
-        if renamed and not ahead:
-            name = f"{moment_of(summary['step'])}{dot}{of_set}"
-            run.record_evaluation(name, summary, records)
-        if not ahead:
-            made[name] = Evaluation({k: v for k, v in summary.items() if k not in OF_PLACE}, records)
-    return made
+# `lagrpo eval`
+
+
+def evaluate_model(settings: Settings) -> Evaluation:
+    """Evaluate a model on the test prompts of a task; print the summary, and write it with the per-prompt records to
+    run.output_dir. Raises SettingsError for settings that cannot be run, RewardError if too many completions could not
+    be scored."""
+    check_evaluation(settings)
+    with refusing():
+        run, rollout, seed = as_run(settings), settings.rollout, settings.run.seed
+    task = build.load_tasks(run)[OF_RUN]
+    output = _choose_output(settings, task.name)
+    with freed_memory_kept(), fixed_threads(choose_threads()), ExitStack() as stack:
+        replied = max_reply_tokens(run, task)
+        servers = build.start_servers(run, replied, stack)  # takes minutes: what is cheap to check came first
+        print(f"loading {settings.model.path} …", file=sys.stderr, flush=True)
+        policy = build.build_policy(settings.model, rollout.temperature, run.longest + replied)
+        setup = build.set_up_tasks(run, {OF_RUN: task}, policy, stack)[OF_RUN]
+        evaluator: Any = LocalSampler(policy, seed, rollout.max_completion_length, rollout.max_num_seqs)
+        if servers:
+            engine = stack.enter_context(closing(build_engine(run, policy, servers)))
+            engine.sync_weights(policy.weights, policy.version)
+            build.build_weight_sync_check(policy, setup.prompts, engine)(policy, engine)
+            evaluator = VllmEvaluator(engine)
+        sampled = ", ".join(map(str, servers)) or "this process"
+        print(f"computing with {policy.model.computation}; sampled by {sampled}", file=sys.stderr, flush=True)
+        of = EvalSet(
+            requests=setup.prompts.held_out(settings.eval.num_prompts), reward_pool=setup.reward_pool,
+            params=eval_params(setup, rollout.temperature, rollout.max_completion_length),
+            samples=settings.eval.num_samples, seed=seed, reward_range=settings.task.reward_range,
+            rewards=Rewards.from_reward(task.reward).names,
+        )  # fmt: skip
+        evaluation = evaluate(of, evaluator)
+    about = {"model": settings.model.path, "task": task.name}
+    summary = {**about, **evaluation.summary, "settings": settings.model_dump()}
+    write_table(output / "records.parquet", evaluation.records)
+    write_atomically(output / "summary.json", to_json(summary) + "\n")
+    _print_summary(summary, output)
+    return evaluation
+
+
+def as_run(settings: Settings) -> Settings:
+    """The settings of a run that samples so: servers get an adapter as a run that trains it has it. Raises ValueError
+    for an adapter that is not plain LoRA."""
+    if settings.rollout.engine != "vllm" or not is_adapter(settings.model.path):
+        return settings
+    lora, path = load_adapter_config(Path(settings.model.path))
+    own = {"lora_r": lora.r, "lora_alpha": lora.alpha, "lora_target_modules": lora.targets}
+    return settings.model_copy(update={"model": settings.model.model_copy(update={"path": path, **own})})
+
+
+def _choose_output(settings: Settings, task: str) -> Path:
+    """run.name in run.output_dir, by default MODEL-TASK; with a number if that has an evaluation."""
+    path = Path(settings.model.path)
+    model = f"{path.parent.parent.name}-{path.name}" if path.parent.name == "weights" else path.name
+    root, name = Path(settings.run.output_dir), settings.run.name or f"{model}-{plain_name(task)}"
+    places = (root / (name if n == 1 else f"{name}-{n}") for n in count(1))
+    return next(place for place in places if not (place / "summary.json").exists())
+
+
+def _print_summary(summary: dict[str, Any], output: Path) -> None:
+    print(f"{summary['model']} on {summary['task']}: {summary['prompts']} prompts x {summary['samples']} samples")
+    for name in summary:
+        if f"{name}_low" in summary:
+            print(f"  {interval(summary, name)}")
+        elif name.startswith("rewards/"):
+            print(f"  {name} {summary[name]:.3f}")
+    print("  intervals: for the mean over all the prompts that these were drawn from")
+    if summary["unscored"]:
+        print(f"  {summary['unscored']} completions could not be scored and are not counted")
+    print(f"  per-prompt records: {output / 'records.parquet'}")

@@ -7,7 +7,10 @@ checkpoints.
 
 from __future__ import annotations
 
+import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 
@@ -19,8 +22,7 @@ from lagrpo.rollout.prefetch import in_order
 from lagrpo.rollout.schedule import LoopState
 from lagrpo.training.batch import Batch, MicroBatch, assemble, has_zero_variance, left_out
 from lagrpo.training.build import TrainerComponents
-from lagrpo.training.clock import Clock
-from lagrpo.training.lag import by_completion, measure_spending
+from lagrpo.training.metrics import by_completion, measure_kl_spent
 from lagrpo.types import Group
 
 
@@ -37,15 +39,34 @@ class Step:
     rows: Sequence[MicroBatch]  # this rank's micro-batches of the objective
     updates: Sequence[dict[str, float]]  # the metrics of each of the i updates
     logp_k: Mapping[int, Tensor]  # log π_k of the sampled tokens of each completion in `rows` of all ranks, float32 [t]
-    left_out: Mapping[int, Tensor]  # of the other scored completions, if the run measures the lag
-    entropy: Mapping[int, Tensor]  # of their distributions, if it was measured
+    left_out: Mapping[int, Tensor]  # the same of the other scored completions
+    entropy: Mapping[int, Tensor]  # of the distributions at the tokens of `logp_k`
     clock: Clock
     state: LoopState
 
     @property
-    def alpha(self) -> int:
-        """Version of the sampler's weights."""
-        return self.state.alpha
+    def all_logp_k(self) -> dict[int, Tensor]:
+        """log π_k of every completion that was computed."""
+        return {**self.logp_k, **self.left_out}
+
+
+class Clock:
+    """Seconds of a batch by phase, and in all since `earlier` seconds before it was made. `tell` hears what is being
+    done now; `generated` counts the sampled tokens that came meanwhile, for this batch or a later one."""
+
+    def __init__(self, tell: Callable[[str], None] = lambda phase: None, earlier: float = 0.0) -> None:
+        self.tell, self.generated, self._started = tell, 0, time.perf_counter() - earlier
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self.seconds[phase] += time.perf_counter() - started
+
+    @property
+    def total(self) -> float:
+        return time.perf_counter() - self._started
 
 
 def train_loop(
@@ -54,64 +75,55 @@ def train_loop(
     """Yield every batch after `state`. The first batch syncs the initial policy: the paper leaves α undefined for k <
     v. `tell` hears what is being done from then on. Raises Interrupted before a batch or while it is sampled."""
     trainer, policy, s = a.trainer, a.trainer.policy, a.settings.schedule
-    prefetch = a.settings.rollout.prefetch and not a.settings.rollout.dynamic_sampling_rounds
-    while state.batch < s.stages * s.batches:  # 5, 6   stage s, k = 1 .. M
+    longest, M = a.settings.rollout.max_completion_length, s.stage_length
+    while state.batch < s.batches:  # 5, 6   stage s, k = 1 .. M
         a.ranks.raise_if_asked()
-        stage, b, clock = state.batch // s.batches + 1, state.batch + 1, Clock(tell)
-        if stage > 1 and state.batch % s.batches == 0:
+        stage, b, clock = state.batch // M + 1, state.batch + 1, Clock(tell, a.prefetcher.seconds)
+        if stage > 1 and state.batch % M == 0:
             trainer.end_stage(s.reset_optimizer)  # 16   π_ref <- π_θ
             state = state.after_stage(policy.version)
-        book_earlier_sampling(a, clock)
-        due = a.schedule.next(state, s.stages, s.batches, prefetch)
+        due = a.next_sync(state)
         if reason := "start" if state.alpha < 0 else due.reason:  # 8
             state = state.after_sync(policy.version, sync_weights(a, clock))  # 9   α <- π_θ
         state = state.after_request(due.to_generate)
         with a.ranks.stopping_together():
             a.prefetcher.submit(due.to_generate, state.alpha)  # 7, 10   prompts of D_b, y ~ α
         coming = chain(a.read_offline(b), a.prefetcher.get(b))
-        groups = score_groups(a, clock, a.prompts.batch(b), coming)  # 11   r(x, y)
+        groups = score_groups(a, clock, a.main.prompts.batch(b), coming)  # 11   r(x, y)
         groups = replace_zero_variance(a, state, clock, groups)
         clock.tell("learning")
         a.sampler.free_cache()
         version = policy.version
         with clock("learning"):
-            batch = assemble(
-                groups, trainer.recipe, a.settings.rollout.max_completion_length, a.settings.run.seed, b
-            )  # 12-13
+            batch = assemble(groups, trainer.recipe, longest, a.settings.run.seed, b)  # 12-13   A_α, weights
             rows = trainer.pack(batch, a.settings.optimizer.micro_batch_tokens)
-        rest = score_left_out(a, clock, batch)
+        rest = compute_left_out(a, clock, batch)
         updates = []
         with clock("learning"):
             for _ in range(s.num_iterations):  # 14
                 rows, metrics = trainer.step(rows, batch.in_objective)  # 15   Eq. 7 or 8
                 updates.append(metrics)
-        logp_k, entropy = (a.ranks.merge(by_completion(rows, name)) for name in ("logp_k_T", "entropy_T"))
-        others = a.ranks.merge(by_completion(rest, "logp_k_T"))
-        clock.generated = sum(a.ranks.gather(clock.generated))
-        state = state.after_batch(measure_spending(batch, logp_k | others) if s.kind == "budget" else None)
-        measured = updates, logp_k, others, entropy, clock, state
-        yield Step(stage, b, version, reason, a.sampler.pop_metrics(), batch, rows, *measured)
-
-
-def book_earlier_sampling(a: TrainerComponents, clock: Clock) -> None:
-    """Book what was generated since the batch before: evaluations and checkpoints finish completions under way."""
-    seconds, tokens = a.prefetcher.pop_metrics()
-    clock.add("sampling", seconds)
-    clock.generated += tokens
+        found = by_completion(rows, "logp_k_T"), by_completion(rows, "entropy_T"), by_completion(rest, "logp_k_T")
+        logp_k, entropy, others = (dict(a.ranks.join([*own.items()])) for own in found)
+        clock.seconds["sampling"], generated = a.prefetcher.pop_metrics()
+        clock.generated = sum(a.ranks.gather(generated))
+        state = state.after_batch(measure_kl_spent(batch, logp_k | others))
+        yield Step(
+            stage=stage, b=b, version=version, reason=reason, sampling=a.sampler.pop_metrics(), batch=batch, rows=rows,
+            updates=updates, logp_k=logp_k, left_out=others, entropy=entropy, clock=clock, state=state,
+        )  # fmt: skip
 
 
 def sync_weights(a: TrainerComponents, clock: Clock) -> Mapping[str, float]:
     """α <- π_θ, checked; returns the metrics of the sync and of the weight-sync check."""
     policy = a.trainer.policy
     clock.tell("weight sync")
-    with clock("sampling"), a.ranks.stopping_together():
+    with a.ranks.stopping_together():
         a.prefetcher.before_sync()
-    clock.generated += a.prefetcher.pop_metrics()[1]
     with clock("sync"):
         cost = a.sampler.sync_weights(policy.weights, policy.version)
         a.prefetcher.on_sync(policy.version)
-        checked = a.check_weight_sync(policy, a.sampler) if a.check_weight_sync is not None else {}
-        return {**cost, **a.trainer.on_sync(), **checked}
+        return {**cost, **a.trainer.on_sync(), **a.check_weight_sync(policy, a.sampler)}
 
 
 def score_groups(
@@ -120,25 +132,23 @@ def score_groups(
     """This rank's groups get their outcomes; rewards are computed while other groups are still being sampled. Returns
     those of all ranks: groups of a file, then in the order of the requests."""
     clock.tell("sampling")
-    done = []
+    done, waited = [], a.prefetcher.seconds
     with clock("judging"), a.ranks.stopping_together():
-        for group in a.reward_pool.score(groups):
+        for group in a.main.reward_pool.score(groups):
             done.append(group)
             raise_if_asked()
-    seconds, tokens = a.prefetcher.pop_metrics()
-    clock.move("judging", "sampling", seconds)
-    clock.generated += tokens
+    clock.seconds["judging"] -= a.prefetcher.seconds - waited
     return in_order(requests, a.ranks.join(done))
 
 
 def replace_zero_variance(a: TrainerComponents, state: LoopState, clock: Clock, groups: list[Group]) -> list[Group]:
     """DAPO's dynamic sampling, bounded: groups of other prompts replace groups whose rewards are all equal."""
-    b, taken = state.batch + 1, 0
+    taken = 0
     for _ in range(a.settings.rollout.dynamic_sampling_rounds):
         flat = [n for n, group in enumerate(groups) if group.source == "sampler" and has_zero_variance(group)]
         if not flat:
             break
-        requests = a.prompts.extra(b, taken, len(flat))
+        requests = a.main.prompts.extra(state.batch + 1, taken, len(flat))
         more = score_groups(a, clock, requests, a.prefetcher.more(a.share(requests), state.alpha))
         taken += len(flat)
         for n, group in zip(flat, (group for group in more if not has_zero_variance(group)), strict=False):
@@ -146,17 +156,15 @@ def replace_zero_variance(a: TrainerComponents, state: LoopState, clock: Clock, 
     return groups
 
 
-def score_left_out(a: TrainerComponents, clock: Clock, batch: Batch) -> list[MicroBatch]:
-    """The completions that the objective leaves out, with log π_k, if the run asks for it. If π_k itself sampled them
-    in this process, log α is log π_k up to the rounding that the weight-sync check measures."""
-    if not a.settings.run.score_lag:
-        return []
+def compute_left_out(a: TrainerComponents, clock: Clock, batch: Batch) -> list[MicroBatch]:
+    """The completions that the objective leaves out, with log π_k: metrics of staleness cover them too. If π_k itself
+    sampled all in this process, log α is log π_k up to the rounding that the weight-sync check measures."""
     trainer, version = a.trainer, a.trainer.policy.version
     with clock("scoring"):
         given = a.settings.optimizer.micro_batch_tokens, trainer.policy.device, trainer.recipe.skips_zero_advantage
         rest = left_out(batch, *given, a.ranks)
         sampled = [c for group in batch.groups for c in group.completions]
-        own = a.sampled is not None and all(bool((c.versions[c.sampled] == version).all()) for c in sampled)
+        own = a.samples_here and all(bool((c.versions[c.sampled] == version).all()) for c in sampled)
         known = [micro.logp_alpha_T for micro in rest if micro.logp_alpha_T is not None]
-        scores = known if own else trainer.compute_logprobs(rest)
-        return [micro.with_logprobs(logp_T) for micro, logp_T in zip(rest, scores, strict=True)]
+        found = known if own else trainer.compute_logprobs(rest)
+        return [micro.with_logprobs(logp_T) for micro, logp_T in zip(rest, found, strict=True)]

@@ -1,35 +1,53 @@
 """The metrics of a batch: one flat dict, for metrics.jsonl, the display and every tracker. Every line of a run has the
-same keys, and its values are numbers or None. runs/metrics.py says what each one means."""
+same keys, and its values are numbers or None. runs/metrics.py says what each one means.
+
+Metrics of whole completions compare π_k, the policy at the start of the batch, with α, which sampled it. They cover
+every scored completion whose log α is known, in groups that the loss leaves out too: a mean over what the loss computes
+would be a mean over a subset chosen by its rewards. reports/theory.md says how their variance grows.
+"""
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
+from lagrpo.core.advantages import leave_one_out, sigma
+from lagrpo.core.kl import ess, prefers_bounded, tv_terms
 from lagrpo.core.ratios import limit
-from lagrpo.training.clock import Clock
-from lagrpo.training.lag import log_ratio
-from lagrpo.training.loop import Step
-from lagrpo.types import Completion, Group
+from lagrpo.training.batch import Batch, MicroBatch, has_zero_variance
+from lagrpo.types import Completion, Range
 
+if TYPE_CHECKING:
+    from lagrpo.training.loop import Clock, Step
+
+Metrics = dict[str, float | None]
 AT_ONCE = 1e-3  # seconds: completions that took less were sampled before
+ENOUGH = 25.0
+"""Effective sample size from which an improvement means something: its standard error is then at most about a tenth of
+the range of rewards (standard deviation of a reward, at most 1/2, over √ESS)."""
+RATIO_METRICS = ("rollout/ratio_mean", "rollout/ess", "rollout/kl")
+RATIO_METRICS += ("rollout/logp_difference_mean", "rollout/logp_difference_max")
+PHASES = {"generate": "sampling", "reward": "judging", "score": "scoring", "train": "learning", "sync": "sync"}
 
 
-def batch_metrics(step: Step) -> dict[str, float | None]:
-    """What metrics.jsonl has of a batch, except for rewards by name, staleness of whole completions and evaluations.
-    Token metrics cover all completions in the objective, whatever their advantage, at the first update, where π = π_k;
-    loss, gradient and learning rate are of the last update."""
+def batch_metrics(step: Step, rewards: Sequence[str] = (), reward_range: Range = (0.0, 1.0)) -> Metrics:
+    """What metrics.jsonl has of a batch, except for evaluations. `rewards` are the names of several rewards. Token
+    metrics cover all completions in the objective, whatever their advantage, at the first update, where π = π_k; loss,
+    gradient and learning rate are of the last update."""
     updates, groups, sync = step.updates, step.batch.groups, step.state.sync
-    first, last = (updates[0], updates[-1]) if updates else ({}, {})
+    last = updates[-1] if updates else {}
     completions = [c for group in groups for c in group.completions]
-    flat = [len(set(group.rewards)) < 2 for group in groups if group.rewards]
+    flat = [has_zero_variance(group) for group in groups if group.rewards]
     return {
         "step": step.b,
         "policy_version": step.version,
         "num_tokens": sum(c.length for c in completions),
-        **_rewards(completions),
+        **_rewards(completions, rewards),
         "frac_reward_zero_std": sum(flat) / len(flat) if flat else None,
         **_completions(completions),
         "loss": last.get("loss"),
@@ -40,26 +58,26 @@ def batch_metrics(step: Step) -> dict[str, float | None]:
         "weight_sync/performed": int(bool(step.reason)),
         "weight_sync/logp_difference": sync.get("logp_difference_max"),
         "weight_sync/changed_fraction": sync.get("changed_fraction"),
-        **_token_metrics(first, _sums_of_zero_advantage(step)),
+        **_token_metrics(step),
+        **sequence_metrics(step.batch, step.all_logp_k, reward_range),
         **_pace(step.clock, sum(u.get("tokens", 0.0) for u in updates)),
     }
 
 
-def reward_metrics(groups: Sequence[Group], names: Sequence[str]) -> dict[str, float | None]:
-    """The mean of each of several rewards, unweighted, over the completions that it could score."""
-    parts = [c.outcome.parts for group in groups for c in group.completions if c.outcome and c.outcome.parts]
-    values = {name: [value for part in parts if (value := part[name]) is not None] for name in names}
-    return {f"rewards/{name}/mean": sum(own) / len(own) if own else None for name, own in values.items()}
-
-
-def _rewards(completions: Sequence[Completion]) -> dict[str, float | None]:
+def _rewards(completions: Sequence[Completion], names: Sequence[str]) -> Metrics:
+    """Mean and standard deviation, and the mean of each of several rewards, unweighted, over what it could score."""
     rewards = torch.tensor([c.reward for c in completions if c.reward is not None], dtype=torch.float64)
-    if not len(rewards):
-        return {"reward": None, "reward_std": None}
-    return {"reward": float(rewards.mean()), "reward_std": float(rewards.std(correction=0))}
+    found: Metrics = dict.fromkeys(("reward", "reward_std"))
+    if len(rewards):
+        found = {"reward": float(rewards.mean()), "reward_std": float(rewards.std(correction=0))}
+    parts = [c.outcome.parts for c in completions if c.outcome and c.outcome.parts]
+    for name in names:
+        own = [value for part in parts if (value := part[name]) is not None]
+        found[f"rewards/{name}/mean"] = sum(own) / len(own) if own else None
+    return found
 
 
-def _completions(completions: Sequence[Completion]) -> dict[str, float | None]:
+def _completions(completions: Sequence[Completion]) -> Metrics:
     kinds = Counter(c.outcome.kind for c in completions if c.outcome is not None)
     count = len(completions)
     return {
@@ -71,7 +89,7 @@ def _completions(completions: Sequence[Completion]) -> dict[str, float | None]:
     }
 
 
-def _staleness(completions: Sequence[Completion], version: int) -> dict[str, float | None]:
+def _staleness(completions: Sequence[Completion], version: int) -> Metrics:
     """Over all sampled tokens whose version is known: it is -1 in completions of a file."""
     versions = torch.cat([torch.empty(0, dtype=torch.long), *(c.versions[c.sampled] for c in completions)])
     stale_T = version - versions[versions >= 0]
@@ -80,56 +98,33 @@ def _staleness(completions: Sequence[Completion], version: int) -> dict[str, flo
     return {"staleness/mean": float(stale_T.double().mean()), "staleness/max": int(stale_T.max())}
 
 
-def _sums_of_zero_advantage(step: Step) -> dict[str, float]:
-    """The sums of core.losses.diagnostics over the tokens that are in the objective, and not computed in the updates
-    because their advantage is 0."""
-    sums: defaultdict[str, float] = defaultdict(float)
-    for c, logp_k_T in step.left_out.items():
-        if step.batch.weight_C[c] == 0:
-            continue
-        log_rho_T = log_ratio(step.batch, c, logp_k_T)
-        ratio_T, size_T = limit(log_rho_T).exp(), log_rho_T.abs()
-        sums["tokens_alpha"] += len(log_rho_T)
-        sums["ratio"] += ratio_T.sum().item()
-        sums["ratio_squared"] += ratio_T.square().sum().item()
-        sums["abs_log_ratio"] += size_T.sum().item()
-        sums["kl_alpha"] += (torch.expm1(limit(log_rho_T)) - limit(log_rho_T)).sum().item()
-        sums["max_abs_log_ratio"] = max([sums["max_abs_log_ratio"], *size_T.tolist()])
-    return sums
-
-
-def _token_metrics(first: Mapping[str, float], zero: Mapping[str, float]) -> dict[str, float | None]:
-    """Means over the tokens of the objective, from the sums of core.losses.diagnostics."""
-    sums = {name: first.get(name, 0.0) + zero.get(name, 0.0) for name in {**first, **zero}}
-    known, largest = sums.get("tokens_alpha"), "max_abs_log_ratio"
-
-    def mean(name: str, over: float | None) -> float | None:
-        return sums[name] / over if over else None
-
-    return {
-        "entropy": mean("entropy", sums.get("tokens_entropy")),
-        "kl": mean("kl_ref", sums.get("tokens")),
-        "rollout/ratio_mean": mean("ratio", known),
-        "rollout/ess": sums["ratio"] ** 2 / (known * sums["ratio_squared"]) if known else None,
-        "rollout/kl": mean("kl_alpha", known),
-        "rollout/logp_difference_mean": mean("abs_log_ratio", known),
-        "rollout/logp_difference_max": max(first.get(largest, 0.0), zero.get(largest, 0.0)) if known else None,
-    }
-
-
-def _clip_ratios(updates: Sequence[Mapping[str, float]], tokens: int) -> dict[str, float | None]:
+def _clip_ratios(updates: Sequence[Mapping[str, float]], tokens: int) -> Metrics:
     """Shares of the `tokens` of the objective whose gradient the clip cuts, as means over the updates on the batch."""
-    found: dict[str, float | None] = {}
+    found: Metrics = {}
     for end, name in (("low", "clipped_negative"), ("high", "clipped_positive")):
         clipped = sum(update.get(name, 0.0) for update in updates)
         found[f"clip_ratio/{end}_mean"] = clipped / (tokens * len(updates)) if tokens and updates else None
     return found
 
 
-PHASES = {"generate": "sampling", "reward": "judging", "score": "scoring", "train": "learning", "sync": "sync"}
+def _token_metrics(step: Step) -> Metrics:
+    """Means over the tokens of the objective, whatever their advantage, at the first update, where π = π_k. Those of ρ
+    leave out completions whose log α is unknown, and limit a ratio as the losses do."""
+    first, batch = step.updates[0] if step.updates else {}, step.batch
+    entropy = first["entropy"] / first["tokens_entropy"] if first.get("tokens_entropy") else None
+    kl = first["kl_ref"] / first["tokens"] if first.get("tokens") else None
+    ratios = [log_ratio(batch, c, logp_T) for c, logp_T in step.all_logp_k.items() if batch.weight_C[c] != 0]
+    found: Metrics = {"entropy": entropy, "kl": kl, **dict.fromkeys(RATIO_METRICS)}
+    if known := [ratio_T.double() for ratio_T in ratios if not ratio_T.isnan().any()]:
+        log_rho_T = torch.cat(known)
+        bounded_T, size_T = limit(log_rho_T), log_rho_T.abs()
+        ratio_T, kl_T = bounded_T.exp(), torch.expm1(bounded_T) - bounded_T
+        values = ratio_T.mean(), ess(ratio_T) / len(ratio_T), kl_T.mean(), size_T.mean(), size_T.max()
+        found |= zip(RATIO_METRICS, map(float, values), strict=True)
+    return found
 
 
-def _pace(clock: Clock, trained: float) -> dict[str, float | None]:
+def _pace(clock: Clock, trained: float) -> Metrics:
     spent = {name: clock.seconds[phase] for name, phase in PHASES.items()}
     return {
         "time/step": clock.total,
@@ -137,3 +132,109 @@ def _pace(clock: Clock, trained: float) -> dict[str, float | None]:
         "tokens_per_s/generate": clock.generated / spent["generate"] if spent["generate"] > AT_ONCE else None,
         "tokens_per_s/train": trained / spent["train"] if spent["train"] else None,
     }
+
+
+# Whole completions. ρ = π_k(y|x) / α(y|x); `logp_k` has log π_k of the sampled tokens of each completion.
+
+
+def sequence_metrics(batch: Batch, logp_k: Mapping[int, Tensor], reward_range: Range = (0.0, 1.0)) -> Metrics:
+    """KL(α‖π_k) and total variation, the effective number of completions, and the improvement J(π_k) - J(α). All are
+    None unless `logp_k` has every scored completion whose log α is known."""
+    log_ratio_C = sequence_log_ratio(batch, logp_k)
+    known_C = batch.has_logp_alpha()
+    known = log_ratio_C[known_C]
+    if not len(known) or bool(known.isnan().any()):
+        return dict.fromkeys(("rollout/seq_kl", "rollout/seq_tv", "rollout/seq_ess", "improvement"))
+    size = float(ess((known - known.max()).exp()))
+    gain = estimate_improvement(batch, log_ratio_C, reward_range) if size >= ENOUGH else None
+    return {
+        "rollout/seq_kl": float(sequence_kl(batch, logp_k)[known_C].mean()),
+        "rollout/seq_tv": float(tv_terms(known, prefers_bounded(known)).mean()),
+        "rollout/seq_ess": size,
+        "improvement": gain if gain is None or abs(gain) <= 1 else None,  # more than 1 is impossible: too much noise
+    }
+
+
+def sequence_log_ratio(batch: Batch, logp_k: Mapping[int, Tensor]) -> Tensor:
+    """ln ρ of each completion, nats, float64 [C]; NaN if log π_k was not computed or log α is unknown."""
+    return _sum_tokens(batch, logp_k, lambda difference_T: difference_T)
+
+
+def sequence_kl(batch: Batch, logp_k: Mapping[int, Tensor]) -> Tensor:
+    """Σ_t (ρ_t - 1 - ln ρ_t) over the tokens of each completion, float64 [C]: estimates KL(α‖π_k) of the sequence from
+    the ratios of its tokens, so its variance grows with the length, not exponentially in it; NaN as above."""
+    return _sum_tokens(batch, logp_k, lambda difference_T: torch.expm1(difference_T) - difference_T)
+
+
+def _sum_tokens(batch: Batch, logp_k: Mapping[int, Tensor], term: Callable[[Tensor], Tensor]) -> Tensor:
+    sums_C = torch.full((len(batch.member_C),), math.nan, dtype=torch.float64)
+    for c, logp_T in logp_k.items():
+        sums_C[c] = term(log_ratio(batch, c, logp_T).double()).sum()
+    return sums_C
+
+
+def log_ratio(batch: Batch, c: int, logp_k_T: Tensor) -> Tensor:
+    """log π_k - log α of the sampled tokens of a completion, float32 [t]."""
+    completion = batch.completion(c)
+    return logp_k_T - completion.logp_alpha[completion.sampled]
+
+
+def estimate_improvement(batch: Batch, log_ratio_C: Tensor, reward_range: Range) -> float | None:
+    """Mean over the groups of two or more of (ρ - 1)(r - mean of the others): unbiased for J(π_k) - J(α), in units of
+    the range of rewards. None if a reward is outside the range, or no group is known."""
+    low, high = reward_range
+    gains = []
+    for members, rewards in _members_of_groups(batch):
+        if len(members) < 2 or bool(log_ratio_C[members].isnan().any()):
+            continue
+        if bool(((rewards < low) | (rewards > high)).any()):
+            return None
+        gains.append(float((log_ratio_C[members].expm1() * leave_one_out((rewards - low) / (high - low))).mean()))
+    return sum(gains) / len(gains) if gains else None
+
+
+def measure_kl_spent(batch: Batch, logp_k: Mapping[int, Tensor]) -> float | None:
+    """What the schedule decides by: the mean of `sequence_kl`, nats per completion; None if no log α is known."""
+    mean = sequence_kl(batch, logp_k).nanmean().item()
+    return None if math.isnan(mean) else mean
+
+
+# By completion
+
+
+def by_completion(rows: Sequence[MicroBatch], name: str) -> dict[int, Tensor]:
+    """A quantity of the rows' tokens, float32 on the host, for each completion that they have."""
+    found = {}
+    for micro in rows:
+        if (values_T := getattr(micro, name)) is not None:
+            counts = micro.completion_T.bincount(minlength=len(micro.members)).tolist()
+            found |= dict(zip(micro.members, values_T.float().cpu().split(counts), strict=True))
+    return found
+
+
+def completion_columns(step: Step, eps_std: float) -> list[list[dict[str, Any]]]:
+    """What the rollouts say of each completion beyond itself, per group: advantage, excluded_reason (why it is not in
+    the objective), group_std, the σ of its group; and of its sampled tokens old_logprobs and entropy, float32 [t].
+    Empty if it was not scored; None for tokens whose number was not computed."""
+    batch, old_logprobs = step.batch, step.all_logp_k
+    columns: list[list[dict[str, Any]]] = [[{} for _ in group.completions] for group in batch.groups]
+    for members, rewards in _members_of_groups(batch):
+        spread = float(sigma(rewards, eps_std))
+        for c in members:
+            g, j = batch.member_C[c]
+            columns[g][j] = {
+                "advantage": float(batch.advantage_C[c]),
+                "excluded_reason": "zero_variance" if batch.weight_C[c] == 0 else "",
+                "group_std": spread,
+                "old_logprobs": old_logprobs.get(c),
+                "entropy": step.entropy.get(c),
+            }
+    return columns
+
+
+def _members_of_groups(batch: Batch) -> list[tuple[list[int], Tensor]]:
+    """Of each group with a scored completion: their places among the C, and their rewards."""
+    members: defaultdict[int, list[int]] = defaultdict(list)
+    for c, (g, _) in enumerate(batch.member_C):
+        members[g].append(c)
+    return [(cs, torch.tensor(batch.groups[g].rewards, dtype=torch.float64)) for g, cs in members.items()]

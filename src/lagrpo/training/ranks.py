@@ -15,7 +15,7 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -33,7 +33,6 @@ from lagrpo.types import Group
 
 TIMEOUT = timedelta(hours=1)
 """Of collectives: longer than a rank may be busy alone, as rank 0 is while servers start or sample a batch."""
-K = TypeVar("K")
 T = TypeVar("T")
 
 
@@ -68,25 +67,20 @@ class Ranks:
         """The items of all ranks, rank after rank, on every rank. Collective."""
         return [item for own in self.gather(list(items)) for item in own]
 
-    def merge(self, items: Mapping[K, T]) -> dict[K, T]:
-        """The same of mappings."""
-        return {key: item for own in self.gather(dict(items)) for key, item in own.items()}
-
     def from_first(self, call: Callable[[], T]) -> T:
         """What the call returns, or raises, on rank 0, on every rank. Collective."""
         if self.size == 1:
             return call()
-        box: list[Any] = [(None, None)]
+        box: list[Any] = [None, None]
         if self.is_first:
             try:
-                box = [(call(), None)]
+                box[0] = call()
             except (Exception, Interrupted) as error:  # noqa: BLE001 - all ranks raise it
-                box = [(None, error)]
+                box[1] = error
         dist.broadcast_object_list(box, 0, group=self.objects)
-        result, error = box[0]
-        if error is not None:
-            raise error
-        return result
+        if box[1] is not None:
+            raise box[1]
+        return box[0]
 
     def gather_whole(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Weights in the memory of rank 0's host, nothing on the others. Collective if they are sharded."""
@@ -129,9 +123,7 @@ def joined(device: str, shard_layers: bool) -> Iterator[Ranks]:
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
     group, objects = dist.group.WORLD, dist.new_group(backend="gloo", timeout=TIMEOUT)
     assert group is not None
-    ranks = Ranks(dist.get_rank(), dist.get_world_size(), group, objects)
-    ranks = replace(ranks, mesh=make_mesh(group, device)) if shard_layers else ranks
-    yield ranks
+    yield Ranks(rank, size, group, objects, make_mesh(group, device) if shard_layers else None)
     dist.destroy_process_group()  # not after an error: the others would fail before it is reported
 
 
@@ -141,11 +133,7 @@ def make_mesh(group: dist.ProcessGroup, device: str) -> DeviceMesh:
 
 
 def add_up(of_ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The sums of all ranks, in their order; of `max_abs_log_ratio` the largest.
-
-    >>> add_up([{"loss": 1.0, "max_abs_log_ratio": 2.0}, {"loss": 0.5, "max_abs_log_ratio": 1.0}])
-    {'loss': 1.5, 'max_abs_log_ratio': 2.0}
-    """
+    """The sums of all ranks, in their order; of `max_abs_log_ratio` the largest."""
     total: defaultdict[str, float] = defaultdict(float)
     for sums in of_ranks:
         for name, value in sums.items():
@@ -154,8 +142,8 @@ def add_up(of_ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 class FirstRankSampler:
-    """The vLLM engine of rank 0, `own`, as all ranks call it. Rank 0 alone has requests and gets groups; all
-    else is collective."""
+    """The vLLM engine of rank 0, `own`, as all ranks call it. Rank 0 alone has requests and gets groups; all else is
+    collective."""
 
     def __init__(self, ranks: Ranks, own: Any) -> None:
         self.ranks, self.own = ranks, own
@@ -182,9 +170,8 @@ class FirstRankSampler:
 
     def current_weights(self) -> tuple[int, Mapping[str, Tensor]]:
         """On rank 0; the others get the version alone."""
-        found = self.own.current_weights() if self.ranks.is_first else None
-        version = self.ranks.from_first(lambda: found[0] if found is not None else -1)
-        return found or (version, {})
+        version, weights = self.own.current_weights() if self.ranks.is_first else (-1, {})
+        return self.ranks.from_first(lambda: version), weights
 
     def sample(self, requests: Sequence[Request], G: int, *given: SamplingParams) -> Iterator[tuple[Request, Group]]:
         return self.own.sample(requests, G, *given) if self.ranks.is_first else iter(())

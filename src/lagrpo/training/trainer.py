@@ -61,18 +61,18 @@ class Optimization:
 
 class Trainer:
     """Steps `policy` along the objective of `recipe`, with `reference` = π_ref if it has a KL term. `policy.version`
-    counts the updates. With `entropy` the first update on a batch also measures π's entropy. All `ranks` start from the
+    counts the updates; the first one on a batch also measures π's entropy. All `ranks` start from the
     same weights, and have the same after every update. If `ranks` shard layers, the policy given is used up: the
     trainer's own is `policy`, and `reference` is one of `copy_sharded`."""
 
     def __init__(
         self, policy: Policy, recipe: Recipe, optimization: Optimization, reference: Policy | None = None,
-        activation_checkpointing: bool = False, entropy: bool = False, ranks: Ranks | None = None,
+        activation_checkpointing: bool = False, ranks: Ranks | None = None,
     ) -> None:  # fmt: skip
         if recipe.needs_pi_ref and reference is None:
             raise ValueError(f"recipe {recipe.name!r} has a KL term (beta > 0): the trainer needs a reference policy")
         self.policy, self.recipe, self.optimization, self.reference = policy, recipe, optimization, reference
-        self.entropy, self.ranks = entropy, ranks or Ranks()
+        self.ranks = ranks or Ranks()
         self.masters: MasterWeights
         start = optimization.masters, optimization.seed
         if self.ranks.mesh is not None:
@@ -142,11 +142,10 @@ class Trainer:
             return self.policy.logp(row.packed), row
         if not self.masters.passes_are_collective:
             raise_if_asked()  # nothing has moved yet
-        entropy_T = row.weight_C.new_empty(len(row.completion_T), dtype=torch.float32) if self.entropy else None
+        entropy_T = row.weight_C.new_empty(len(row.completion_T), dtype=torch.float32)
         logp_T = self.policy.logp(row.packed, entropy_T)
-        if entropy_T is not None:
-            sums["entropy"] += entropy_T.sum().item()
-            sums["tokens_entropy"] += len(entropy_T)
+        sums["entropy"] += entropy_T.sum().item()
+        sums["tokens_entropy"] += len(entropy_T)
         return logp_T, row.with_logprobs(logp_T.detach(), entropy_T)
 
     def _passes(self, rows: Sequence[MicroBatch]) -> Iterator[MicroBatch]:

@@ -6,27 +6,33 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lagrpo.errors import refusing
+from lagrpo.errors import refusing, visible
 from lagrpo.tasks import Task
 from lagrpo.verify import rewards, rows, tokens
-from lagrpo.verify.record import Difference, RecordedRun, Report, print_report
+from lagrpo.verify.record import Difference, RecordedRun, Report
 
 __all__ = ["Difference", "Report", "print_report", "verify_run"]
 
 
 def verify_run(run: Path | str, count: int | None = 128, seed: int = 0, task: Task | None = None) -> Report:
-    """Recompute tokens and log-probs of `count` completions (None: all), chosen by `seed` and spread over the versions
-    on disk, and check everything else in full. `task` replaces the task of the settings if the run was given a Task.
-    Raises RunNotFoundError for no run or no finished batch, SettingsError for a broken file."""
+    """Recompute tokens and log-probs of `count` completions (None: all), chosen by `seed`, and check everything else in
+    full. `task` replaces the task of the settings if the run was given a Task. Raises RunNotFoundError for no run,
+    SettingsError for a broken file or no finished batch."""
     recorded = RecordedRun(run)
-    report = Report(str(recorded.path))
     with refusing(f"{recorded.path} cannot be replayed: a value is missing", KeyError, TypeError):
-        completions = rows.check_rows(recorded, report)
-        weights = tokens.Weights(recorded)
-        rewards.check_rewards(recorded, weights, completions, task, report)
-        tokens.check_tokens(recorded, weights, completions, count, seed, report)
-        rows.check_syncs(recorded, report)
-        rows.check_versions(recorded, completions, report)
-        rows.check_groups(recorded, completions, report)
-        rows.check_metrics(recorded, completions, report)
-    return report
+        rewards.check_rewards(recorded, task)
+        tokens.check_tokens(recorded, count, seed)
+        for check in (rows.check_rows, rows.check_syncs, rows.check_versions, rows.check_groups, rows.check_metrics):
+            check(recorded)
+    return recorded.report
+
+
+def print_report(report: Report, most: int = 20) -> None:
+    """Print a line for each check, what could not be checked, and the first differences."""
+    print(f"{report.run}\n{'check':<20} {'compared':>10} {'undecided':>10} {'differ':>10}")
+    for check, count in report.compared.items():
+        differ = sum(difference.check == check for difference in report.differences)
+        print(f"{check:<20} {count:>10,} {report.undecided[check]:>10,} {differ:>10,}")
+    lines = [f"not checked: {n:,} {what}" for what, n in report.skipped.items()]
+    lines += [*map(str, report.differences[:most]), f"{len(report.differences):,} differences."]
+    print(visible("\n".join(lines)))

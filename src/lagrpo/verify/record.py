@@ -10,65 +10,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lagrpo.core.recipes import resolve
-from lagrpo.errors import one_line, refusing, visible
+from lagrpo.errors import one_line, refusing
 from lagrpo.runs import reading
 from lagrpo.runs.environment import read_environment
-from lagrpo.settings.toml import load_settings
+from lagrpo.settings.load import load_settings
 
 Row = dict[str, Any]
 """A completion as recorded, with `where` it stands and `group`, its step and the number of its group there."""
-HARMLESS = ("run.", "checkpoint.", "eval.", "vllm.", "schedule.batches", "distributed.")
-"""How the names of settings begin that a resumed run may change without an effect on what is checked here."""
-
-
-class RecordedRun:
-    """A run on disk: rows by step (`steps`), the `lines` of metrics.jsonl and by step with their numbers (`metrics`),
-    events, evaluations and their `records`. Raises RunNotFoundError for no run, SettingsError for a broken file."""
-
-    def __init__(self, run: Path | str) -> None:
-        self.path = path = reading.open_run(run).path
-        with refusing(f"{path} cannot be replayed", KeyError, TypeError):
-            self.settings, self.environment = load_settings(path / "config.toml"), read_environment(path)
-            self.recipe = resolve(self.settings.loss.recipe, self.settings.loss.knobs)
-            self.own_task = "# The task was the caller's own object" in (path / "config.toml").read_text("utf-8")
-            self.lines, self.events = reading.load_metrics(path), reading.load_events(path)
-            self.metrics = {line["step"]: (n, line) for n, line in enumerate(self.lines, start=1)}
-            self.evaluations = reading.load_evaluations(path)
-            self.records = {e["name"]: reading.load_evaluation_records(path, e["name"]) for e in self.evaluations}
-            self.steps = {step: list(_read_rows(path, step)) for step in reading.rollout_batches(path)}
-            changed = {name for event in self.events for name in event.get("changed") or ()}
-            if wrong := [name for name in changed if not name.startswith(HARMLESS)]:
-                raise ValueError(f"{wrong[0]} was changed when the run was resumed")
-            if not self.steps:
-                raise ValueError("it has no rollouts yet: its first batch is not finished")
-        offline, count = self.settings.offline, self.settings.schedule.prompts_per_batch
-        self.fresh_prompts = count - (0 if offline.data is None else max(1, round(offline.fraction * count)))
-
-
-def _read_rows(path: Path, step: int) -> Iterator[Row]:
-    """The rows of a step. A group begins where completions start at 0 again, or another prompt comes."""
-    group, before = -1, None
-    for number, row in enumerate(reading.load_rollouts(path, [step])):
-        prompt = row["source"], row["epoch"], row["prompt_id"]
-        group += prompt != before or row["sample_index"] == 0
-        where = f"row {number} (prompt {row['prompt_id']}, completion {row['sample_index']})"
-        yield row | {"where": f"rollouts/step-{step:06d}.parquet, {where}", "group": (step, group)}
-        before = prompt
-
-
-def groups_of(rows: Iterable[Row]) -> list[list[Row]]:
-    """The rows of each group."""
-    return [list(members) for _, members in groupby(rows, key=lambda row: row["group"])]
-
-
-def sampled(row: Row, column: str) -> list[Any]:
-    """The values of a token column for the tokens that a policy sampled."""
-    return [value for value, own in zip(row[column], row["loss_mask"], strict=True) if own]
-
-
-def is_generated(row: Row) -> bool:
-    """Whether the run's sampler generated it: it is not offline data and did not fail."""
-    return row["source"] == "sampler" and row["outcome"] != "failed"
 
 
 class Difference(NamedTuple):
@@ -81,10 +29,7 @@ class Difference(NamedTuple):
     found: Any
 
     def __str__(self) -> str:
-        found, expected = (
-            f"{value:.9g}" if isinstance(value, float) else one_line(repr(value), 120)
-            for value in (self.found, self.expected)
-        )
+        found, expected = (one_line(repr(value), 120) for value in (self.found, self.expected))
         return f"{self.where}: {self.what} is {found}, the replay gives {expected}"
 
 
@@ -113,12 +58,46 @@ class Report:
         self.skipped += Counter({what: count})
 
 
-def print_report(report: Report, most: int = 20) -> None:
-    """Print a line for each check, what could not be checked, and the first differences."""
-    print(f"{report.run}\n{'check':<20} {'compared':>10} {'undecided':>10} {'differ':>10}")
-    for check, count in report.compared.items():
-        differ = sum(difference.check == check for difference in report.differences)
-        print(f"{check:<20} {count:>10,} {report.undecided[check]:>10,} {differ:>10,}")
-    skipped, count = [f"not checked: {n:,} {what}" for what, n in report.skipped.items()], len(report.differences)
-    print(visible("\n".join([*skipped, *map(str, report.differences[:most]), *(["…"] if count > most else [])])))
-    print(f"{count:,} value{'s differ' if count > 1 else ' differs'}." if count else "Nothing differs.")
+class RecordedRun:
+    """A run on disk: rows by step (`steps`), the `lines` of metrics.jsonl and by step with their numbers (`metrics`),
+    events, evaluations and their `records`. Raises RunNotFoundError for no run, SettingsError for a broken file."""
+
+    def __init__(self, run: Path | str) -> None:
+        self.path = path = reading.open_run(run).path
+        with refusing(f"{path} cannot be replayed", KeyError, TypeError):
+            self.settings, self.environment = load_settings(path / "config.toml"), read_environment(path)
+            self.recipe = resolve(self.settings.loss.recipe, self.settings.loss.knobs)
+            self.own_task = "# The task was the caller's own object" in (path / "config.toml").read_text("utf-8")
+            self.lines, self.events = reading.load_metrics(path), reading.load_events(path)
+            self.metrics = {line["step"]: (n, line) for n, line in enumerate(self.lines, start=1)}
+            self.evaluations = reading.load_evaluations(path)
+            self.records = {e["name"]: reading.load_evaluation_records(path, e["name"]) for e in self.evaluations}
+            self.steps = {step: list(_read_rows(path, step)) for step in reading.rollout_batches(path)}
+            if not self.steps:
+                raise ValueError("it has no rollouts yet: its first batch is not finished")
+        self.rows = [row for rows in self.steps.values() for row in rows]
+        self.generated = [row for row in self.rows if row["source"] == "sampler" and row["outcome"] != "failed"]
+        offline, count = self.settings.offline, self.settings.schedule.prompts_per_batch
+        self.fresh_prompts = count - (max(1, round(offline.fraction * count)) if offline.data else 0)
+        self.report = Report(str(path))
+
+
+def _read_rows(path: Path, step: int) -> Iterator[Row]:
+    """The rows of a step. A group begins where completions start at 0 again, or another prompt comes."""
+    group, before = -1, None
+    for number, row in enumerate(reading.load_rollouts(path, [step])):
+        prompt = row["source"], row["epoch"], row["prompt_id"]
+        group += prompt != before or row["sample_index"] == 0
+        where = f"row {number} (prompt {row['prompt_id']}, completion {row['sample_index']})"
+        yield row | {"where": f"rollouts/step-{step:06d}.parquet, {where}", "group": (step, group)}
+        before = prompt
+
+
+def groups_of(rows: Iterable[Row]) -> list[list[Row]]:
+    """The rows of each group."""
+    return [list(members) for _, members in groupby(rows, key=lambda row: row["group"])]
+
+
+def sampled(row: Row, column: str) -> list[Any]:
+    """The values of a token column for the tokens that a policy sampled."""
+    return [value for value, own in zip(row[column], row["loss_mask"], strict=True) if own]

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from lagrpo.errors import refusing
-from lagrpo.redaction import HIDDEN, is_secret, redact
-from lagrpo.runs.directory import HOLDER, Run, read_holder
+from lagrpo.logs import HIDDEN, is_secret, redact
+from lagrpo.runs.directory import Run, read_holder
 from lagrpo.runs.environment import FILE as ENVIRONMENT
 from lagrpo.runs.environment import read_environment
 from lagrpo.runs.metrics import describe_metrics
@@ -26,10 +26,10 @@ from lagrpo.runs.reading import (
     open_run,
 )
 from lagrpo.runs.rollouts import reward_columns
+from lagrpo.settings.load import flatten, list_settings, load_settings, read_toml
 from lagrpo.settings.schema import Settings
-from lagrpo.settings.toml import flatten, list_settings, load_settings, read_toml
-from lagrpo.view.payload import Arrays, Table
-from lagrpo.view.rollouts import Size, measure, read_rollouts, share
+from lagrpo.view.page import Arrays
+from lagrpo.view.rollouts import Table, read_rollouts
 
 TOKENS = 4_000_000  # of all completions of a page
 
@@ -37,21 +37,15 @@ TOKENS = 4_000_000  # of all completions of a page
 def collect(paths: Sequence[Path | str], most: int) -> bytes:
     """What the page shows of these runs, with `most` completions in all, packed. Raises RunNotFoundError for a
     directory that is not a run, SettingsError for damaged files."""
-    runs = [open_run(path) for path in paths]
-    stamp = take_stamp(paths)  # before anything is read: what is written meanwhile counts as new
-    arrays = Arrays()
+    runs, arrays = [open_run(path) for path in paths], Arrays()
+    share, tokens = most // len(runs), TOKENS // len(runs)
+    stamp, names = take_stamp(paths), [run.path.resolve().name for run in runs]  # first: what follows counts as new
     with refusing():
-        sizes = [measure(run) for run in runs]
-        totals = [Size(*map(sum, zip((0, 0), *found.values(), strict=True))) for found in sizes]
-        completions, tokens = (sum(of) for of in zip(*totals, strict=True))
-        fit = most if tokens <= TOKENS else min(most, TOKENS * completions // tokens)
-        quota = share([total.completions for total in totals], fit)
-        names = [run.path.resolve().name for run in runs]
         found = [
             {"name": name if names.count(name) == 1 else str(run.path), **_read(run)}
-            | {"rollouts": read_rollouts(run, size, part, _config(run), arrays)}
-            | {"evaluations": read_evaluations(run, most // len(runs))}
-            for run, name, size, part in zip(runs, names, sizes, quota, strict=True)
+            | {"rollouts": read_rollouts(run, share, tokens, _config(run), arrays)}
+            | {"evaluations": read_evaluations(run, share)}
+            for run, name in zip(runs, names, strict=True)
         ]
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     header = {"format": 1, "stamp": stamp, "created": now, "version": version("lagrpo"), "most": most}
@@ -63,23 +57,19 @@ def take_stamp(paths: Sequence[Path | str]) -> str:
     """A digest of names, sizes and times of the files of these runs: another one when any was written."""
     digest = hashlib.sha256()
     for run in (Path(path).expanduser() for path in paths):
-        named = [run / name for name in ("config.toml", ENVIRONMENT, "metrics.jsonl", "events.jsonl", HOLDER)]
-        tables = (path for folder in ("rollouts", "evaluations") for path in sorted((run / folder).glob("[!.]*")))
-        for file in (*named, *tables):
-            if file.exists():
-                about = file.stat()
-                digest.update(os.fsencode(f"{file}\0{about.st_size}\0{about.st_mtime_ns}\n"))
+        for file in sorted((*run.glob("[!.]*.[jt]*"), *run.glob("rollouts/[!.]*"), *run.glob("evaluations/[!.]*"))):
+            about = file.stat()
+            digest.update(os.fsencode(f"{file}\0{about.st_size}\0{about.st_mtime_ns}\n"))
     return digest.hexdigest()[:16]
 
 
 def _read(run: Run) -> dict[str, Any]:
     metrics, events, settings = load_metrics(run), load_events(run), flatten(_config(run))
-    counts = [settings.get(f"schedule.{name}", 1) for name in ("batches", "stages")]
     names = dict.fromkeys(name for line in metrics for name in line)
     return {
         "path": str(run.path),
         "range": list(load_reward_range(run)),
-        "total": counts[0] * counts[1] if all(isinstance(count, int) for count in counts) else None,
+        "total": settings.get("schedule.batches"),
         "status": _status(run, events),
         "notes": list(_notes(run, metrics)),
         "metrics": {name: [line.get(name) for line in metrics] for name in names},
@@ -90,9 +80,7 @@ def _read(run: Run) -> dict[str, Any]:
 
 
 def _config(run: Run) -> dict[str, Any]:
-    """The sections of config.toml."""
-    found = read_toml(run.path / "config.toml")
-    return {name: section for name, section in found.items() if isinstance(section, dict)}
+    return read_toml(run.path / "config.toml")
 
 
 def _redacted(name: str, value: Any) -> Any:
@@ -115,7 +103,7 @@ def _status(run: Run, events: Sequence[Mapping[str, Any]]) -> list[str]:
         return ["going", writer] if Path(f"/proc/{holder['pid']}").exists() else ["killed", f"it was {writer}"]
     marks = [event for event in events if event.get("event") in ("end", "resumed")]
     if marks and marks[-1]["event"] == "end":
-        return [str(marks[-1].get("status", "unknown")), redact(str(marks[-1].get("detail", "")))]
+        return [str(marks[-1].get("status")), redact(str(marks[-1].get("detail")))]
     return ["unknown", "no end is on record: the run was killed, or it has only begun"]
 
 
@@ -138,19 +126,18 @@ def _meanings_of_settings() -> dict[str, list[Any]]:
 
 
 def read_evaluations(run: Run, most: int) -> dict[str, Any]:
-    """Summaries, prompts and at most `most` completions of a run's evaluations. If there are more, the first and the
-    last evaluation keep their texts, then the newest of the others; the counts of all are there."""
-    summaries = load_evaluations(run)
+    """Summaries, prompts and completions of a run's evaluations. If they have more than `most` completions, only the
+    first and the last evaluation keep their texts; the counts of all are there."""
+    summaries, prompts, texts = load_evaluations(run), Table(), Table()
     records = [load_evaluation_records(run, summary["name"]) for summary in summaries]
-    prompts, texts, made = Table(), Table(), [[] for _ in summaries]
-    for index in [*range(len(summaries))[:1], *range(len(summaries))[:0:-1]]:
-        count = sum(len(record["completions"]) for record in records[index])
-        keeps = count <= most
-        most -= count if keeps else 0
-        made[index] = [_evaluation_row(record, prompts, texts, keeps) for record in records[index]]
+    fits = sum(len(record["completions"]) for of_one in records for record in of_one) <= most
+    rows = [
+        [_evaluation_row(record, prompts, texts, fits or n in (0, len(records) - 1)) for record in of_one]
+        for n, of_one in enumerate(records)
+    ]
     kept = (int, float, str, list)
     facts = [{k: v for k, v in s.items() if isinstance(v, kept)} | {"step": s.get("step") or 0} for s in summaries]
-    return {"summaries": facts, "rows": made, "prompts": [list(prompt) for prompt in prompts], "texts": list(texts)}
+    return {"summaries": facts, "rows": rows, "prompts": [list(prompt) for prompt in prompts], "texts": list(texts)}
 
 
 def _evaluation_row(record: Mapping[str, Any], prompts: Table, texts: Table, keeps: bool) -> dict[str, Any]:
@@ -159,8 +146,5 @@ def _evaluation_row(record: Mapping[str, Any], prompts: Table, texts: Table, kee
     row |= {"prompt": prompts.number(prompt), "reward": record.get("reward")}
     if keeps:
         row |= {"texts": [texts.number(text or "") for text in record["completions"]], "rewards": record["rewards"]}
-        parts = {name: values for name, values in reward_columns(record).items() if isinstance(values, list)}
-        row |= ({"parts": parts} if parts else {}) | (
-            {"decided": record["is_correct"]} if record.get("is_correct") else {}
-        )
+        row |= {"parts": reward_columns(record), "decided": record.get("is_correct")}
     return row

@@ -1,7 +1,9 @@
-"""The HTML around the data: one file without links, which no policy lets reach a network.
+"""The page: data packed into arrays, and the HTML around it, one file without links, which asks no network.
 
-Scripts and styles are allowed by their hashes alone. The data is base64, and names in the title are escaped; the
-script puts every other text into the page as text.
+Layout of the data, before deflating: the length of the header as a little-endian uint32; the header, JSON in UTF-8;
+zeros up to a multiple of 8; the arrays, each at a multiple of 8. The header's `arrays` has [type, offset from the
+first, length]. Scripts and styles are allowed by their hashes alone. The data is base64, and names in the title are
+escaped; the script puts every other text into the page as text.
 """
 
 from __future__ import annotations
@@ -9,12 +11,20 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
-from collections.abc import Sequence
+import json
+import re
+import struct
+import zlib
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
+from typing import Any
+
+import numpy as np
+
+from lagrpo.runs.files import to_json
 
 STYLES = ("uplot.css", "style.css")
 SCRIPTS = ("dom", "data", "trend", "groups", "tokens", "rollouts", "evaluations", "settings", "app")
-
 PAGE = """<!doctype html>
 <html lang="en">
 <head>
@@ -33,6 +43,35 @@ PAGE = """<!doctype html>
 </body>
 </html>
 """
+
+
+class Arrays:
+    """The arrays of a page, in the order in which they were added: uint8, (u)int16, (u)int32 or floats."""
+
+    def __init__(self) -> None:
+        self._entries: list[list[Any]] = []
+        self._pieces: list[bytes] = []
+
+    def add(self, array: np.ndarray) -> int:
+        """Its number."""
+        content = np.ascontiguousarray(array.astype(array.dtype.newbyteorder("<"))).tobytes()
+        self._entries.append([array.dtype.name, sum(map(len, self._pieces)), len(array)])
+        self._pieces.append(content + bytes(-len(content) % 8))
+        return len(self._entries) - 1
+
+    def pack(self, header: Mapping[str, Any]) -> bytes:
+        """The header and all arrays, deflated (the zlib format)."""
+        text = re.sub("[\ud800-\udfff]", "\ufffd", to_json({**header, "arrays": self._entries})).encode()
+        start = struct.pack("<I", len(text)) + text
+        return zlib.compress(b"".join([start, bytes(-len(start) % 8), *self._pieces]), 6)
+
+
+def unpack(packed: bytes) -> tuple[dict[str, Any], list[np.ndarray]]:
+    """The header and the arrays again, as the page reads them."""
+    content = zlib.decompress(packed)
+    (length,) = struct.unpack_from("<I", content)
+    header, start = json.loads(content[4 : 4 + length]), 4 + length + -(4 + length) % 8
+    return header, [np.frombuffer(content, np.dtype(kind), n, start + at) for kind, at, n in header["arrays"]]
 
 
 def make_page(names: Sequence[str], packed: bytes, live: bool = False) -> str:

@@ -19,20 +19,14 @@ from lagrpo.view.data import collect, take_stamp
 from lagrpo.view.page import make_page
 
 HOST, FILE = "127.0.0.1", "view.html"
-HEADERS = {
-    "Cache-Control": "no-store",
-    "X-Content-Type-Options": "nosniff",
-    "X-Frame-Options": "DENY",
-    "Cross-Origin-Resource-Policy": "same-origin",
-    "Referrer-Policy": "no-referrer",
-}
+HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff", "X-Frame-Options": "DENY"}
 
 
 def view(runs: Sequence[Path], out: Path | None = None, completions: int = 10_000, opens: bool = False) -> Path:
     """Write the page of these runs to `out` (default: view.html of the run, or of the working directory for several),
-    and open it in the browser if asked to. Raises RunNotFoundError, or SettingsError for damaged files, an `out` that
-    cannot be written and fewer completions than 0."""
-    paths = _check(runs, completions)
+    and open it in the browser if asked to. Raises RunNotFoundError, or SettingsError for damaged files and an `out`
+    that cannot be written."""
+    paths = _find(runs)
     target = write_page(paths, collect(paths, completions), out)
     print(f"{target} ({target.stat().st_size / 1e6:.1f} MB): open it in a browser, or copy it anywhere")
     if opens:
@@ -44,7 +38,7 @@ def serve(
     runs: Sequence[Path], out: Path | None = None, completions: int = 10_000, opens: bool = False, port: int = 0
 ) -> None:
     """Serve the page on 127.0.0.1 until Ctrl-C; write it again when the runs have changed and a browser asks."""
-    paths = _check(runs, completions)
+    paths = _find(runs)
 
     def collect_and_write() -> bytes:
         packed = collect(paths, completions)
@@ -64,17 +58,13 @@ def serve(
 def write_page(paths: Sequence[Path], packed: bytes, out: Path | None = None) -> Path:
     """Write the page, whole or not at all, and return where it is."""
     target = out or (paths[0] / FILE if len(paths) == 1 else Path(FILE))
-    if target.is_dir():
-        raise SettingsError(f"{target} is a directory: name the file to write, --out {target / FILE}")
     with refusing():
         return write_atomically(target, make_page([path.name for path in paths], packed))
 
 
-def _check(runs: Sequence[Path], completions: int) -> list[Path]:
+def _find(runs: Sequence[Path]) -> list[Path]:
     if not runs:
         raise SettingsError("view needs a run: lagrpo view runs/NAME")
-    if completions < 0:
-        raise SettingsError(f"--completions is {completions}: it is a number of completions, 0 or more")
     found = [open_run(run).path for run in runs]
     return list({path.resolve(): path for path in found}.values())
 
@@ -99,9 +89,9 @@ class Handler(BaseHTTPRequestHandler):
     timeout = 30  # seconds for a request to arrive
 
     def do_GET(self) -> None:
+        url, paths = urlsplit(self.path), self.server.paths
         if self.headers.get("Host") not in self.server.hosts:
             return self._answer(HTTPStatus.FORBIDDEN, "text/plain", b"this server answers as 127.0.0.1 only\n")
-        url, paths = urlsplit(self.path), self.server.paths
         if url.path not in ("/", "/data"):
             return self._answer(HTTPStatus.NOT_FOUND, "text/plain", b"there is / and nothing else\n")
         if url.path == "/data" and parse_qs(url.query).get("stamp") == [take_stamp(paths)]:

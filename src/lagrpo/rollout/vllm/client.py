@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
@@ -25,7 +24,7 @@ GENERATE = "/inference/v1/generate"
 KEY = "LAGRPO_VLLM_API_KEY"  # environment variable with the API key of servers that run already
 HOW_TO_START = "start it with `lagrpo vllm-serve MODEL`, or with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out"
 GENERATE_TIMEOUT, LOAD_TIMEOUT, CONTROL_TIMEOUT = 3600.0, 600.0, 60.0  # seconds
-RESTARTS = 3  # of a server that dies before it samples a group
+RESTARTS = 5  # of a server in a run
 WHOLE_DISTRIBUTION = {
     **{"top_p": 1.0, "top_k": 0, "min_p": 0.0},
     **{"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0},
@@ -35,15 +34,11 @@ logger = logging.getLogger("lagrpo")
 
 
 class SamplerError(RuntimeError):
-    """The servers cannot go on generating. The message says which server, why, and what to do."""
+    """The servers cannot continue to generate. The message says which server, why, and what to do."""
 
 
 class NoAnswerError(SamplerError):
     """A server did not answer, or failed inside: it may have died."""
-
-
-class AbortedError(SamplerError):
-    """A server ended a group early because the run asked it to."""
 
 
 class VllmClient:
@@ -97,10 +92,6 @@ class VllmClient:
         yield
         self.call("POST", "/resume", {})
 
-    def abort(self) -> None:
-        """End all completions in flight."""
-        self.call("POST", "/abort_requests", {})
-
     def reload(self, directory: str, label: str) -> None:
         """Load the safetensors of a directory that the server can read, while paused, and name them."""
         body = {"method": self.reload_method, "kwargs": {"weights_path": directory}}
@@ -125,14 +116,12 @@ class VllmClient:
     ) -> list[dict[str, Any]]:  # fmt: skip
         """n completions of a prompt from the whole distribution, number g with the seed `seed + g`, in vLLM's JSON.
         `label` names the weights: it salts the cache of prefixes, so that keys and values never mix versions, or names
-        the adapter. Raises AbortedError after `abort`."""
+        the adapter."""
         params = {"n": n, "seed": seed, "temperature": temperature, "max_tokens": max_tokens}
         params |= WHOLE_DISTRIBUTION | {"stop_token_ids": list(stop_token_ids)}
         body = {"token_ids": list(token_ids), "cache_salt": label, "sampling_params": params}
         answer = self.call("POST", GENERATE, body | ({"model": label} if self.adapter else {}), GENERATE_TIMEOUT)
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
-        if any(choice["finish_reason"] == "abort" for choice in choices):
-            raise AbortedError(f"{self.url} aborted a group")
         if self.adapter is not None:  # vLLM reports the label of the frozen weights
             spans = [{"version": answer["model"], "start": 0, "end": len(c["token_ids"] or [])} for c in choices]
             choices = [choice | {"weight_versions": [span]} for choice, span in zip(choices, spans, strict=True)]
@@ -154,7 +143,7 @@ class VllmClient:
     def close(self) -> None:
         """Let the server drop what it generates; it runs on."""
         with suppress(SamplerError):
-            self.abort()
+            self.call("POST", "/abort_requests", {})
 
 
 def _error_of(url: str, path: str, status: int, text: str) -> SamplerError:
@@ -176,11 +165,10 @@ class GroupQueue:
         self._pools: dict[int, ThreadPoolExecutor] = {}  # by the size of groups
         self._restarting = {server: threading.RLock() for server in self.servers}
         self.starts = dict.fromkeys(self.servers, 0)  # how often each server was started again
-        self._idle_starts: Counter[VllmClient] = Counter()  # since the server sampled a group
         self._state = threading.Condition()  # of what follows
         self._running: Counter[VllmClient] = Counter()  # groups
         self._is_held = self._is_closed = False
-        self._metrics: Counter[str] = Counter()
+        self._recoveries = 0
 
     def submit(self, sample: Callable[[VllmClient], T], G: int) -> Future[T]:
         """What `sample`, of a group of G, returns for some server."""
@@ -202,14 +190,10 @@ class GroupQueue:
         return run_together([partial(self.ask, server, action) for server in self.servers])
 
     @contextmanager
-    def held(self, abort: bool) -> Iterator[None]:
-        """Inside, no group starts. With `abort` those in flight end first, and are sampled again afterwards."""
-        with self._state:
-            self._is_held = True
+    def held(self) -> Iterator[None]:
+        """Inside, no group starts."""
+        self._is_held = True
         try:
-            while abort and self._running.total():
-                self.ask_all(lambda server: server.abort())  # again: a request may have been on its way
-                time.sleep(0.05)
             yield
         finally:
             with self._state:
@@ -217,10 +201,9 @@ class GroupQueue:
                 self._state.notify_all()
 
     def pop_metrics(self) -> dict[str, float]:
-        """Since the last call: servers started again, and groups sampled again."""
-        with self._state:
-            found, self._metrics = self._metrics, Counter()
-        return {name: found[name] for name in ("recoveries", "regenerated")}
+        """How many servers were started again since the last call."""
+        found, self._recoveries = self._recoveries, 0
+        return {"recoveries": found}
 
     def close(self) -> None:
         """End the threads, and the servers that the run started."""
@@ -234,31 +217,27 @@ class GroupQueue:
 
     def _sample(self, sample: Callable[[VllmClient], T]) -> T:
         while True:
-            server = self._take_server()
-            start = self.starts[server]
-            try:
-                found = sample(server)
-                self._idle_starts[server] = 0
-                return found
-            except AbortedError:
-                pass
-            except SamplerError as error:
-                self._recover(server, start, error)
-            finally:
-                with self._state:
-                    self._running[server] -= 1
-            with self._state:
-                self._metrics["regenerated"] += 1
+            with self._taken() as server:
+                start = self.starts[server]
+                try:
+                    return sample(server)
+                except SamplerError as error:
+                    self._recover(server, start, error)
 
-    def _take_server(self) -> VllmClient:
-        """The server with the fewest groups, once groups may start."""
+    @contextmanager
+    def _taken(self) -> Iterator[VllmClient]:
+        """The server with the fewest groups, once groups may start; inside it has one more."""
         with self._state:
             self._state.wait_for(lambda: self._is_closed or not self._is_held)
             if self._is_closed:
                 raise SamplerError("the run has ended")
             server = min(self.servers, key=lambda server: self._running[server])
             self._running[server] += 1
-            return server
+        try:
+            yield server
+        finally:
+            with self._state:
+                self._running[server] -= 1
 
     def _recover(self, server: VllmClient, start: int, error: SamplerError) -> None:
         """Start a server again that died after start number `start`, unless another thread has done it. Until
@@ -267,15 +246,13 @@ class GroupQueue:
             if self.starts[server] != start:
                 return
             is_dead = isinstance(error, NoAnswerError) and not server.is_healthy()
-            if self._is_closed or not is_dead or self._idle_starts[server] == RESTARTS:
+            if self._is_closed or not is_dead or self.starts[server] == RESTARTS:
                 raise error
             logger.info("%s. It is started again", error)
             server.restart()
             self._load(server)
             self.starts[server] += 1
-            self._idle_starts[server] += 1
-            with self._state:
-                self._metrics["recoveries"] += 1
+            self._recoveries += 1
 
 
 def run_together(actions: Sequence[Callable[[], T]], seconds: float | None = None) -> list[T]:

@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +29,6 @@ from lagrpo.settings.schema import Settings
 from lagrpo.types import Completion, Group, Outcome
 
 NO_LOGPROB = -9000.0  # vLLM writes -9999 for a log-prob of -inf
-InFlight = Literal["finish", "continue", "restart"]
 
 
 def build_engine(settings: Settings, policy: Policy, servers: Sequence[VllmClient]) -> VllmEngine:
@@ -43,19 +42,20 @@ def build_engine(settings: Settings, policy: Policy, servers: Sequence[VllmClien
     s, v, lm = settings.rollout, settings.vllm, policy.model.lm
     weights = WeightTransfer(dtype, lm) if policy.weights.adapters else TRANSFERS[v.weight_transfer](dtype)
     params = SamplingParams("sample", s.temperature, s.max_completion_length)
-    return VllmEngine(servers, weights, policy.chat, params, settings.run.seed, s.max_num_seqs, v.on_weight_sync)
+    spans = v.on_weight_sync == "continue"
+    return VllmEngine(servers, weights, policy.chat, params, settings.run.seed, s.max_num_seqs, spans)
 
 
 class VllmEngine:
-    """Samples from vLLM servers. `in_flight` says what a weight sync does with completions in flight: `finish` expects
-    none, `continue` continues them with the new weights (adapters: with their own), `restart` samples them again."""
+    """Samples from vLLM servers. If it `spans`, weights are synced while completions are in flight, which then continue
+    with the new weights (adapters: with their own)."""
 
     def __init__(
         self, servers: Sequence[VllmClient], weights: WeightTransfer, chat: Any, params: SamplingParams, seed: int = 0,
-        max_num_seqs: int = 256, in_flight: InFlight = "finish",
+        max_num_seqs: int = 256, spans: bool = False,
     ) -> None:  # fmt: skip
         self.servers, self.weights, self.chat, self.params, self.seed = list(servers), weights, chat, params, seed
-        self.in_flight, self.spans = in_flight, in_flight != "finish"
+        self.spans = spans
         self.episodes: Episodes | None = None  # set if completions talk to an environment
         self._groups = GroupQueue(self.servers, weights.load_current, max_num_seqs)
         self._synced: WeightUpdate | None = None  # what training samples with; an evaluation may load others
@@ -94,9 +94,8 @@ class VllmEngine:
         self.weights.drop_others(self.servers, self.weights.current)
 
     def current_weights(self) -> tuple[int, Mapping[str, Tensor]]:
-        """The version of the last sync and its weights, in the servers' dtype. Raises ValueError before it."""
-        if self._synced is None:
-            raise ValueError("no weights have been synced yet")
+        """The version of the last sync and its weights, in the servers' dtype."""
+        assert self._synced is not None, "no weights have been synced yet"
         return self._synced.version, self.weights.read(self._synced)
 
     def sample(
@@ -129,8 +128,7 @@ class VllmEngine:
 
     def _load(self, update: WeightUpdate) -> None:
         """Load a version into all servers."""
-        abort = self.in_flight == "restart"
-        with self._groups.held(abort) if abort or self.weights.pauses else nullcontext():
+        with self._groups.held() if self.weights.pauses else nullcontext():
             self.weights.send(self._groups, update)
             self.weights.current = update
 
@@ -143,8 +141,8 @@ class VllmEngine:
         completions = self._ask(server, request, (), G, params, params.max_tokens)
         if episodes is not None:
             with ThreadPoolExecutor(G) as pool:
-                go_on = partial(self._converse, server, request, params, episodes)
-                completions = list(pool.map(go_on, range(G), completions))
+                converse = partial(self._converse, server, request, params, episodes)
+                completions = list(pool.map(converse, range(G), completions))
         return Group(request.prompt, tuple(completions), request.epoch)
 
     def _converse(
@@ -154,18 +152,15 @@ class VllmEngine:
         """A completion of several turns, after its first turn. Each later turn is a request with everything so far as
         its prompt, which the server finds in its cache of prefixes. A turn that cannot be used fails the completion."""
         episode, turns = episodes.begin(request.prompt, (self.seed, params.purpose, *request.address, g)), [first]
-        try:
-            while turns[-1].outcome is None:
-                episode.end_turn(turns[-1].token_ids.tolist())
-                reply = episode.take()
-                if episode.outcome is not None:
-                    break
-                turns.append(_as_context(reply))
-                behind = torch.cat([turn.token_ids for turn in turns]).tolist()
-                left = params.max_tokens - sum(turn.length for turn in turns)
-                turns += self._ask(server, request, behind, 1, params, left, (g, len(turns)))
-        finally:
-            episode.forget()
+        while turns[-1].outcome is None:
+            episode.end_turn(turns[-1].token_ids.tolist())
+            reply = episode.take()
+            if episode.outcome is not None:
+                break
+            turns.append(_as_context(reply))
+            behind = torch.cat([turn.token_ids for turn in turns]).tolist()
+            left = params.max_tokens - sum(turn.length for turn in turns)
+            turns += self._ask(server, request, behind, 1, params, left, (g, len(turns)))
         names = ("token_ids", "logp_alpha", "versions", "sampled")
         ids, logp, versions, sampled = (torch.cat([getattr(turn, name) for turn in turns]) for name in names)
         text, outcome = self.chat.decode(ids.tolist()), turns[-1].outcome or episode.outcome

@@ -22,12 +22,12 @@ from subprocess import PIPE, Popen
 from typing import Any, NoReturn
 
 from lagrpo.errors import SettingsError, refusing
+from lagrpo.logs import redact
+from lagrpo.machine import drop_own
 from lagrpo.model.embedded import check_path, resolve_model
-from lagrpo.redaction import redact
 from lagrpo.rollout.vllm.client import KEY, SamplerError, VllmClient
-from lagrpo.settings.options import split_options
 from lagrpo.settings.schema import Settings
-from lagrpo.threads import drop_own
+from lagrpo.settings.sections import split_server_args
 
 PYTHON = "LAGRPO_VLLM_PYTHON"  # environment variable with the Python that has vLLM
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -36,7 +36,6 @@ EXTENSION = "lagrpo_extension.Worker"
 LORA_RANKS = (0, 1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM 0.32 can be started with
 # All layers but the head: vLLM 0.32 dies when it computes log-probs of a prompt with an adapter beside the head.
 LORA_LAYERS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj")
-SIZES = ("architectures", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 GUARD = """
 import os, select, signal, subprocess, sys
 server = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, start_new_session=True)
@@ -158,19 +157,14 @@ def open_servers(settings: Settings, replied: int = 0) -> list[VllmClient]:
 def attach_server(url: str, settings: Settings, longest: int) -> VllmClient:
     """A server that runs already. Raises SamplerError or ValueError for one that cannot be used."""
     server = VllmClient(url, os.environ.get(KEY))
-    model, config = server.call("GET", "/v1/models")["data"][0], server.get_config()
+    model = server.call("GET", "/v1/models")["data"][0]
     if model["max_model_len"] < longest:
         raise ValueError(
             f"{url} takes sequences of at most {model['max_model_len']} tokens, and the settings allow {longest}: "
             "lower rollout.max_completion_length, or start it with a larger --max-model-len"
         )
-    theirs, ours = _read_config(model["root"]), _read_config(resolve_model(settings.model.path))
-    if other := [n for n in SIZES if n in theirs and n in ours and theirs[n] != ours[n]]:
-        raise ValueError(f"{url} serves another model than model.path ({other[0]} {theirs[other[0]]}): {model['root']}")
-    if config["parallel_config"].get("worker_extension_cls") == EXTENSION:
+    if server.get_config()["parallel_config"].get("worker_extension_cls") == EXTENSION:
         server.reload_method = StartedServer.reload_method
-    elif config["device_config"]["device"] == "cpu" and ours.get("tie_word_embeddings"):
-        raise ValueError(f"{url} would keep its first output head: on a CPU start it with `lagrpo vllm-serve`")
     return server
 
 
@@ -179,10 +173,10 @@ def start_server(settings: Settings, longest: int) -> StartedServer:
     from lagrpo.model.backend import pick_device, pick_dtype
 
     vllm, folder = settings.vllm, Path(settings.run.output_dir)
-    dtype, _ = pick_dtype(settings.model.dtype, pick_device(settings.model.device))
+    dtype, _ = pick_dtype(settings.model.dtype, pick_device())
     launch = Launch(
         find_python(), resolve_model(settings.model.path), dtype, longest, settings.rollout.max_num_seqs,
-        vllm.weight_transfer, split_options(vllm.server_args), lora_rank=settings.model.lora_r, gpus=vllm.gpus,
+        vllm.weight_transfer, split_server_args(vllm.server_args), lora_rank=settings.model.lora_r, gpus=vllm.gpus,
     )  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / f".vllm-{os.getpid()}-{secrets.token_hex(4)}.log"
@@ -209,7 +203,7 @@ def serve(
         raise SettingsError(f"--host: other machines can reach {host}: set {KEY} to an API key of your own")
     with refusing():
         check_path(model)
-        options = split_options(server_args)
+        options = split_server_args(server_args)
         given: Any = {"transfer": weight_transfer, "options": options, "host": host, "lora_rank": lora_r}
         launch = Launch(find_python(), resolve_model(model), **sizes, **given)
     key, address = own or secrets.token_urlsafe(24), LOOPBACK[0] if host in ("0.0.0.0", "::") else host
@@ -219,9 +213,3 @@ def serve(
     print("Once the server is up, attach with (Ctrl-C ends it):\n")
     print("" if own else f"  export {KEY}={key}\n", f"  lagrpo train … {' '.join(words)}\n", sep="", flush=True)
     os.execvpe(launch.python, launch.command(port), launch.environment(key))
-
-
-def _read_config(path: str) -> dict[str, Any]:
-    """The config.json of a model directory; empty if it cannot be read from here."""
-    file = Path(path).expanduser() / "config.json"
-    return json.loads(file.read_text()) if file.is_file() else {}

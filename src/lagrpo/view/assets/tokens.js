@@ -132,7 +132,7 @@ function legend(run, coloring) {
   }
   if (coloring === "entropy") {
     const text = `entropy of the distribution at each token; full at ${ENTROPY_SATURATED} nats`;
-    notes.push(el("span", { text: run.rollouts.entropy ? text : "not recorded: set run.entropy = true" }));
+    notes.push(el("span", { text: run.rollouts.entropy ? text : "not recorded: the loss need not compute it" }));
   }
   if (run.rollouts.vocabulary_note) notes.push(el("span", { class: "warn", text: run.rollouts.vocabulary_note }));
   return el("div", { class: "legend" }, notes);

@@ -1,0 +1,228 @@
+"""Settings from TOML files, mappings and the command line, with errors that say where and what; and back to TOML."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import make_dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import tomli_w
+import tyro
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from lagrpo.errors import SettingsError, find_nearest, one_line
+from lagrpo.settings.schema import Settings
+from lagrpo.settings.sections import Section
+
+Command = TypeVar("Command")
+M = TypeVar("M", bound=BaseModel)
+PRESETS = Path(__file__).with_name("presets")
+SHORT = {"--task": "--task.name", "--model": "--model.path", "--recipe": "--loss.recipe"}
+"""Options whose section may be left out."""
+TABLES = ("task.options", "loss.overrides", "model.chat_template_kwargs")
+"""Tables with any names in them: --task.options.NAME VALUE."""
+
+
+def load_settings(
+    source: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    resume: str | None = None,
+) -> Settings:
+    """Settings from a TOML file, the name of a packaged one, or a mapping; `overrides` take precedence. The keys of
+    mappings are sections or names such as schedule.sync_every. A run that is resumed by its directory (`resume`, unless
+    that is auto) has its own settings, which mappings change. Raises SettingsError for a missing file, an unknown name
+    (with the nearest) and a wrong value."""
+    changes = nest(overrides or {})
+    if resume not in (None, "auto"):
+        if source is not None and not isinstance(source, Mapping):
+            raise SettingsError(f"--resume RUN takes the settings of the run: leave out {source}")
+        source, changes = Path(resume).expanduser() / "config.toml", merged(nest(source or {}), changes)
+        if not source.is_file():
+            raise SettingsError(f"--resume: there is no run at {resume!r} (no config.toml)")
+    if source is None or isinstance(source, Mapping):
+        return validate(Settings, nest(source or {}), changes, "settings")
+    return validate(Settings, read_toml(find_file(source)), changes, str(source))
+
+
+def find_file(source: str | os.PathLike[str]) -> Path:
+    """The settings file, or the packaged one of that name, such as demo."""
+    path, packaged = Path(source).expanduser(), PRESETS / f"{source}.toml"
+    return packaged if not path.exists() and packaged.is_file() else path
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """What a settings file says. Raises SettingsError if there is none or it is not TOML."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError as error:
+        known = ", ".join(sorted(file.stem for file in PRESETS.glob("*.toml")))
+        raise SettingsError(f"{path}: no such settings file; packaged ones are {known}") from error
+    except OSError as error:
+        raise SettingsError(f"{path}: cannot be read as a settings file: {error.strerror}") from error
+    except ValueError as error:
+        raise SettingsError(f"{path}: not valid TOML: {one_line(str(error))}") from error
+    try:
+        return tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        cure = "; write paths with / or in single quotes" if re.search(r'"[^"\n]*\\', text) else ""
+        raise SettingsError(f"{path}: not valid TOML: {one_line(str(error))}{cure}") from error
+
+
+def to_toml(settings: Settings) -> str:
+    """The settings as a TOML file that `load_settings` reads back to the same settings; what is unset is left out."""
+    return tomli_w.dumps(settings.model_dump(exclude_none=True))
+
+
+def validate(kind: type[M], values: Mapping[str, Any], overrides: Mapping[str, Any], source: str) -> M:
+    """The settings of `values`, which come from `source`, with `overrides` on top. Raises SettingsError, one line per
+    complaint."""
+    try:
+        return kind.model_validate(merged(values, overrides))
+    except ValidationError as error:
+        given, lines = flatten(overrides), list[str]()
+        for complaint in error.errors():
+            name = ".".join(map(str, complaint["loc"]))
+            by_user = any(f"{own}.".startswith(f"{name}.") or f"{name}.".startswith(f"{own}.") for own in given)
+            place = "command line" if by_user and source != "settings" else source
+            lines.append(f"{place}: {_describe(kind, name, complaint)}")
+        raise SettingsError("\n".join(lines)) from error
+
+
+def _describe(kind: type[BaseModel], name: str, complaint: Any) -> str:
+    if complaint["type"] == "extra_forbidden":
+        return f"unknown setting {name!r}; {suggest_setting(kind, name)}"
+    if complaint["type"] == "value_error":
+        return f"{name + ': ' if name else ''}{complaint['ctx']['error']}"
+    return f"{name} = {one_line(repr(complaint['input']))}: {complaint['msg']}"
+
+
+def suggest_setting(kind: type[BaseModel], name: str) -> str:
+    """ "did you mean 'x'?": the setting of that name in another section, else the nearest of its section; without one
+    the names that there are."""
+    section, _, leaf = name.rpartition(".")
+    known = [each.rpartition(".") for each in list_settings(kind)]
+    if elsewhere := [other for other, _, own in known if other and own == leaf]:
+        return f"did you mean '{elsewhere[0]}.{leaf}'?"
+    names = [own for other, _, own in known if other == section]
+    if close := find_nearest(leaf, names, likeness=0.5):
+        return f"did you mean {f'{section}.{close}' if section else close!r}?"
+    return f"[{section}] has {', '.join(names)}" if section else f"there are {', '.join(names)}"
+
+
+def nest(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Names such as schedule.sync_every as tables.
+
+    >>> nest({"schedule.sync_every": 4, "schedule": {"batches": 9}})
+    {'schedule': {'sync_every': 4, 'batches': 9}}
+    """
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        *sections, leaf = name.split(".")
+        table = {leaf: nest(value) if isinstance(value, Mapping) else value}
+        for section in reversed(sections):
+            table = {section: table}
+        found = merged(found, table)
+    return found
+
+
+def merged(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Both, table by table; `overrides` win."""
+    found = dict(values)
+    for name, change in overrides.items():
+        below = values.get(name)
+        found[name] = merged(below, change) if isinstance(change, Mapping) and isinstance(below, Mapping) else change
+    return found
+
+
+def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """section.name -> value."""
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
+    return flat
+
+
+def list_settings(kind: type[BaseModel] = Settings, prefix: str = "") -> dict[str, FieldInfo]:
+    """Every section and setting by its name, section.name."""
+    found = {}
+    for name, field in kind.model_fields.items():
+        found[prefix + name] = field
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            found |= list_settings(field.annotation, f"{prefix}{name}.")
+    return found
+
+
+# The command line
+
+
+def read_words(
+    words: Sequence[str], command: type[Command], settings: Settings, sections: Sequence[str]
+) -> tuple[Command, dict[str, Any]]:
+    """The arguments of a command, a dataclass, and the settings of these sections that the words change, by their
+    names. tyro sorts the words and prints the help, with the values of `settings`; load_settings validates them. Wrong
+    words and --help end the program."""
+    parts = [word.partition("=") for word in words]
+    rest, tables = split_tables([f"{SHORT.get(name, name)}{equals}{value}" for name, equals, value in parts])
+    shown = [(name, _options(name, getattr(settings, name))) for name in sections]
+    fields = [(name, type(own), own) for name, own in shown]
+    made: Any = make_dataclass(command.__name__, fields, bases=(command,), frozen=True)
+    keys, own_tables = list_settings(), [name for name in TABLES if name.partition(".")[0] in sections]
+    helps = [f"--{name}.NAME VALUE: {keys[name].description}" for name in own_tables]
+    text = "\n".join([f"{inspect.getdoc(command)}\n", *helps])
+    config = (tyro.conf.FlagCreatePairsOff,)
+    prog = f"lagrpo {command.__name__.lower()}"
+    given = tyro.cli(made, args=rest, prog=prog, description=text, config=config, use_underscores=True)
+    changed = {
+        f"{section}.{name}": value
+        for section, own in shown
+        for name, value in vars(getattr(given, section)).items()
+        if value != getattr(own, name)
+    }
+    return given, changed | tables
+
+
+def _options(section: str, values: Section) -> Any:
+    """The settings of a section as a dataclass for tyro, which only turns words into values."""
+    fields = []
+    for name, field in type(values).model_fields.items():
+        kind, value = field.annotation, getattr(values, name)
+        if f"{section}.{name}" in (*TABLES, "eval.sets"):  # lists of tables are for files
+            continue
+        if isinstance(value, bool):
+            kind, value = Literal["true", "false"], str(value).lower()
+        elif f"{section}.{name}" == "task.rewards":
+            kind, value = tuple[str, ...], tuple(each.name for each in value)
+        fields.append((name, Annotated[kind, tyro.conf.arg(help=field.description)], value))
+    return make_dataclass(type(values).__name__, fields, frozen=True)()
+
+
+def split_tables(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+    """The words without the entries of TABLES, and these entries, with values as TOML has them.
+
+    >>> split_tables(["demo", "--task.options.digits", "2", "--loss.overrides.surrogate=clipped", "--run.seed", "1"])
+    (['demo', '--run.seed', '1'], {'task.options.digits': 2, 'loss.overrides.surrogate': 'clipped'})
+    """
+    rest, found, entry = list[str](), dict[str, list[Any]](), ""
+    for word in words:
+        name, equals, value = word.removeprefix("--").partition("=")
+        if word.startswith("--"):
+            name = name.replace("-", "_")
+            if entry := name if name.startswith(tuple(f"{table}." for table in TABLES)) else "":
+                found[entry] = [_read_value(value)] if equals else []
+                continue
+        found[entry].append(_read_value(word)) if entry else rest.append(word)
+    return rest, {name: values[0] if len(values) == 1 else values for name, values in found.items()}
+
+
+def _read_value(word: str) -> Any:
+    """A word as TOML has it, or as it stands."""
+    try:
+        return tomllib.loads(f"value = {word}")["value"]
+    except (ValueError, KeyError):
+        return word

@@ -1,0 +1,398 @@
+"""The sections of the settings: frozen and validated. The line under each field is its help."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+from typing import Any, Literal, get_origin
+from urllib.parse import urlsplit
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from lagrpo.logs import is_secret
+from lagrpo.rewards.reward import sum_ranges
+
+KNOBS = {"kl_estimator": "kl", "epsilon": "epsilon_low"}
+"""Settings of [loss] whose knob in core/recipes.py has another name."""
+
+
+def split_server_args(options: Sequence[str]) -> tuple[str, ...]:
+    """Options of vLLM as a shell would split them. Raises ValueError, without the value, for one that holds a secret:
+    every user can read a command line.
+
+    >>> split_server_args(["--seed 3", "--dtype=float16"])
+    ('--seed', '3', '--dtype=float16')
+    """
+    words = tuple(word for option in options for word in shlex.split(option))
+    names = (word.partition("=")[0] for word in words if word.startswith("--"))
+    if secret := next(filter(is_secret, names), None):
+        raise ValueError(
+            f"server_args: {secret!r} holds a secret, and every user can read a command line (ps): set an environment "
+            "variable (HF_TOKEN, LAGRPO_VLLM_API_KEY), which servers inherit"
+        )
+    return words
+
+
+class Section(BaseModel):
+    """Settings that cannot be changed, without unknown names and infinite numbers. A value stands for a list of one."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=(), allow_inf_nan=False
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _wrap_single_values(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        lists = {name for name, field in cls.model_fields.items() if get_origin(field.annotation) is tuple}
+        single = {name for name in lists & given.keys() if isinstance(given[name], str | int | dict)}
+        return given | {name: (given[name],) for name in single}
+
+
+def check_name(name: str) -> None:
+    """Raise ValueError for a name that columns and files cannot have."""
+    if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]{0,39}", name):
+        raise ValueError(f"name = {name!r}: use letters, digits and _, and begin with a letter")
+
+
+class RunSettings(Section):
+    name: str | None = None
+    """Directory of the run inside output_dir; default: task, recipe, v, i and the time"""
+    output_dir: str = "runs"
+    """Directory that holds the runs"""
+    seed: int = Field(default=0, ge=-(2**63), lt=2**63)
+    """Seed of every random number"""
+    report_to: tuple[Literal["tensorboard", "wandb", "trackio", "mlflow"], ...] = ()
+    """Trackers that get metrics and completions: tensorboard, wandb, trackio, mlflow"""
+    log_completions: int = Field(default=16, ge=0, le=1024)
+    """Completions of each batch that the trackers get"""
+
+
+class ModelSettings(Section):
+    path: str = "smollm2"
+    """Hub id or directory of a causal language model, or smollm2 (embedded, 135M parameters)"""
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """dtype of weights and arithmetic; auto: bfloat16 if the hardware multiplies it, else float32"""
+    chat_template: str | None = None
+    """File with a Jinja chat template that replaces the tokenizer's"""
+    chat_template_kwargs: dict[str, Any] = Field(default={})
+    """Table of variables for the chat template, such as { enable_thinking = false }"""
+    lora_r: int = Field(default=0, ge=0, le=512)
+    """Rank of LoRA adapters; 0: train all weights"""
+    lora_alpha: float = Field(default=32.0, gt=0, le=1e6)
+    """Adapters are scaled by lora_alpha / lora_r"""
+    lora_target_modules: tuple[str, ...] = Field(default=("all-linear",), min_length=1)
+    """Linear layers that get adapters, by name; all-linear: all in the decoder's layers"""
+
+    @model_validator(mode="after")
+    def _check_lora(self) -> ModelSettings:
+        for name in ("lora_alpha", "lora_target_modules"):
+            if not self.lora_r and getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"{name} is set, but lora_r is 0, which trains all weights: set model.lora_r")
+        return self
+
+
+class RewardSettings(Section):
+    name: str
+    """Name in metrics and records: letters, digits and _"""
+    reward: str
+    """task (the task's own), a built-in reward (exact, number, math …) or package.module:function"""
+    weight: float = 1.0
+    """The reward of a completion is the sum of weight x value; 0 only measures"""
+    range: tuple[float, float] = (0.0, 1.0)
+    """Smallest and largest value, before the weight"""
+    options: dict[str, Any] = Field(default={})
+    """Keyword arguments of the reward function"""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_function(cls, given: Any) -> Any:
+        """A reward alone is an entry of its name."""
+        table = {"reward": given} if isinstance(given, str) else given
+        if isinstance(table, dict) and "name" not in table and isinstance(table.get("reward"), str):
+            return {"name": re.sub(r"\W", "_", table["reward"].rpartition(":")[2]), **table}
+        return table
+
+    @model_validator(mode="after")
+    def _check(self) -> RewardSettings:
+        check_name(self.name)
+        if not self.range[0] < self.range[1]:
+            raise ValueError(f"range goes from the smallest to the largest value, not {self.range}")
+        return self
+
+
+class TaskSettings(Section):
+    name: str = "arithmetic"
+    """arithmetic, countdown, gsm8k, math, custom …, or package.module:function that returns a Task"""
+    data: str | None = None
+    """Rows of the task: file, directory or hub id"""
+    prompt_column: str | None = None
+    """Column of the data with the prompt"""
+    answer_column: str | None = None
+    """Column of the data with the reference answer"""
+    system_prompt: str | None = None
+    """System message before every prompt; "" for none; default: the task's own"""
+    options: dict[str, Any] = Field(default={})
+    """Table of what only this task takes, such as { digits = 2 } (docs/data-and-rewards.md)"""
+    rewards: tuple[RewardSettings, ...] = ()
+    """Reward functions: names, or tables with name, reward, weight, range, options"""
+    reward_timeout: float = Field(default=5.0, gt=0, le=1e6)
+    """Seconds for a call of a reward or an environment; then the completion is unscored"""
+    tools: tuple[str, ...] = ()
+    """Functions that the policy may call: calculator, or package.module:function"""
+    max_turns: int = Field(default=8, ge=1)
+    """Turns of the policy in a completion with tools or an environment"""
+
+    @property
+    def reward_range(self) -> tuple[float, float]:
+        """The smallest and the largest reward: the bounds are in units of this range."""
+        return sum_ranges([(each.weight, each.range) for each in self.rewards]) if self.rewards else (0.0, 1.0)
+
+    @property
+    def given_options(self) -> dict[str, Any]:
+        """What the settings say of the task's own options."""
+        columns = {name: getattr(self, name) for name in ("data", "prompt_column", "answer_column")}
+        return {name: value for name, value in columns.items() if value is not None} | self.options
+
+    @model_validator(mode="after")
+    def _check_weights(self) -> TaskSettings:
+        if self.rewards and not any(each.weight for each in self.rewards):
+            raise ValueError("rewards: all weights are 0, so that every reward would be 0")
+        return self
+
+
+class RolloutSettings(Section):
+    engine: Literal["local", "vllm"] = "local"
+    """What generates completions: local (this process) or vllm (servers, section vllm)"""
+    num_generations: int = Field(default=16, ge=1)
+    """Completions per prompt, the size of a group (G)"""
+    temperature: float = Field(default=1.0, gt=0)
+    """Divides the logits in rollouts, training and evaluations alike"""
+    max_prompt_length: int = Field(default=1024, ge=1)
+    """Tokens of the longest prompt, chat template included"""
+    max_completion_length: int = Field(default=256, ge=1)
+    """Tokens of the longest completion; a longer one is cut"""
+    max_num_seqs: int = Field(default=128, ge=1)
+    """Completions decoded at a time, by each server with vllm"""
+    overlong_prompts: Literal["error", "drop"] = "error"
+    """What happens to prompts longer than max_prompt_length: error or drop"""
+    dynamic_sampling_rounds: int = Field(default=0, ge=0)
+    """Rounds in which other prompts replace groups with equal rewards (DAPO)"""
+
+
+class VllmSettings(Section):
+    urls: tuple[str, ...] = ()
+    """Running servers (http://host:port); default: the run starts one"""
+    gpus: tuple[int, ...] = ()
+    """GPUs of the server that the run starts; default: all"""
+    server_args: tuple[str, ...] = ()
+    """More options of vllm serve for the server that the run starts"""
+    weight_transfer: Literal["directory", "nccl"] = "directory"
+    """How weights reach the servers: a shared directory or NCCL"""
+    on_weight_sync: Literal["finish", "continue"] = "finish"
+    """What a weight sync does with unfinished completions: finish or continue with the new weights"""
+
+    @model_validator(mode="after")
+    def _check(self) -> VllmSettings:
+        split_server_args(self.server_args)
+        for url in self.urls:
+            parts = urlsplit(url)
+            if "@" in parts.netloc:
+                raise ValueError("urls: a URL holds a password; the API key goes into $LAGRPO_VLLM_API_KEY")
+            if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/") or parts.query:
+                raise ValueError(f"urls: {url!r} is not a server's URL; write http://host:port")
+            _ = parts.port  # raises ValueError for a number that is no port
+        if len(set(self.urls)) < len(self.urls):
+            raise ValueError("urls: the same server is there twice")
+        if self.urls and (self.gpus or self.server_args):
+            raise ValueError("gpus and server_args are for a server that the run starts; urls names running servers")
+        return self
+
+
+class ScheduleSettings(Section):
+    batches: int = Field(default=100, ge=1)
+    """Batches of the run"""
+    prompts_per_batch: int = Field(default=8, ge=1)
+    """Prompts per batch (N)"""
+    num_iterations: int = Field(default=1, ge=1)
+    """Optimizer updates on each batch (i in arXiv 2505.22257)"""
+    sync_every: int = Field(default=1, ge=1)
+    """Batches between weight syncs (v in arXiv 2505.22257); with sync_at_kl: at most so many"""
+    constant_lag: int | None = Field(default=None, ge=0)
+    """Keep the rollout policy exactly so many batches behind, instead of sync_every"""
+    sync_at_kl: float | None = Field(default=None, ge=0)
+    """Sync weights when KL(rollout policy, policy) of a completion passes so many nats"""
+    ref_sync_every: int | None = Field(default=None, ge=1)
+    """Batches after which the KL reference becomes the policy (a stage); default: never"""
+    reset_optimizer: bool = False
+    """Reset the optimizer state when the KL reference changes"""
+
+    @model_validator(mode="after")
+    def _check(self) -> ScheduleSettings:
+        if self.constant_lag is not None and self.sync_at_kl is not None:
+            raise ValueError("constant_lag and sync_at_kl are two schedules: unset one of them")
+        if self.constant_lag is not None and self.sync_every != 1:
+            raise ValueError("constant_lag and sync_every are two schedules: unset one of them")
+        if self.reset_optimizer and self.ref_sync_every is None:
+            raise ValueError("reset_optimizer is for stages, and ref_sync_every is unset: set it, or unset both")
+        return self
+
+    @property
+    def kind(self) -> Literal["every", "lagged", "budget"]:
+        """The schedule by its name in rollout/schedule.py."""
+        return "lagged" if self.constant_lag is not None else "every" if self.sync_at_kl is None else "budget"
+
+    @property
+    def v(self) -> int:
+        """Batches between weight syncs, or the lag in batches."""
+        return self.sync_every if self.constant_lag is None else self.constant_lag
+
+    @property
+    def stage_length(self) -> int:
+        """M: batches per stage."""
+        return self.ref_sync_every or self.batches
+
+
+class OfflineSettings(Section):
+    data: tuple[str, ...] = ()
+    """Completions to learn from: JSONL or Parquet files, globs, directories of runs"""
+    fraction: float = Field(default=1.0, gt=0, le=1)
+    """Fraction of each batch's prompts that comes from the offline data"""
+
+
+class LossSettings(Section):
+    recipe: str = "grpo"
+    """Row of the table of losses (lagrpo recipes); the keys below replace parts of it"""
+    beta: float | None = None
+    """Weight of KL(policy, reference); 0 keeps no reference; default: the recipe's, as for all below"""
+    kl_estimator: str | None = None
+    """Estimator of that KL: k2, k3, k3_clamped, k3_linear or k3_bias_corrected"""
+    epsilon: float | None = None
+    """Lower clip range of the ratio"""
+    epsilon_high: float | None = None
+    """Upper clip range of the ratio"""
+    advantage: str | None = None
+    """normalized, normalized_unbiased, centered, leave_one_out, red_drop or log_mean_exp"""
+    reduction: str | None = None
+    """From tokens to the loss: token_mean, sequence_mean, sequence_sum or constant_length"""
+    mask_zero_variance: bool | None = None
+    """Leave out groups whose rewards are all equal"""
+    overrides: dict[str, Any] = Field(default={})
+    """Table of the recipe's other knobs, such as { dual_clip = 3.0 } (lagrpo recipes NAME)"""
+
+    @property
+    def knobs(self) -> dict[str, Any]:
+        """The knobs of the recipe that are replaced, by their names in core/recipes.py."""
+        given = self.model_dump(exclude={"recipe", "overrides"}, exclude_none=True)
+        return {KNOBS.get(name, name): value for name, value in given.items()} | self.overrides
+
+
+def name_setting(knob: str) -> str:
+    """The setting that replaces a knob of a recipe.
+
+    >>> name_setting("epsilon_low"), name_setting("dual_clip")
+    ('loss.epsilon', 'loss.overrides.dual_clip')
+    """
+    name = {own: name for name, own in KNOBS.items()}.get(knob, knob)
+    return f"loss.{name}" if name in LossSettings.model_fields else f"loss.overrides.{name}"
+
+
+class OptimizerSettings(Section):
+    learning_rate: float = Field(default=1e-6, gt=0)
+    """Learning rate of AdamW"""
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
+    """Learning rate after the warm-up; linear and cosine reach 0 at the last update"""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Updates over which the learning rate rises"""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled weight decay of matrices"""
+    max_grad_norm: float = Field(default=1.0, ge=0)
+    """Largest norm of the gradient; 0: no limit"""
+    micro_batch_tokens: int = Field(default=4096, ge=1)
+    """Tokens in a micro-batch: sets the memory, cannot change the gradient"""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, a third more time"""
+    offload_optimizer: bool = False
+    """Keep the optimizer state of a GPU in the host's memory"""
+    dither_master_weights: bool = True
+    """Start fp32 master weights inside their rounding cells, so that small updates move bf16 weights"""
+
+
+class DistributedSettings(Section):
+    strategy: Literal["zero1", "fsdp2"] = "zero1"
+    """What ranks share out: zero1 (optimizer, master weights) or fsdp2 (weights and gradients, too)"""
+
+
+class CheckpointSettings(Section):
+    save_minutes: float = Field(default=10.0, ge=0)
+    """Minutes between checkpoints; 0: none by time"""
+    save_every: int = Field(default=0, ge=0)
+    """Batches between checkpoints; 0: none by batches"""
+    save_total_limit: int = Field(default=2, ge=0)
+    """Checkpoints kept on disk; 0: one, until the run is finished"""
+    export_every: int = Field(default=0, ge=0)
+    """Batches between exports of the policy as a model directory; 0: only at the end"""
+
+
+class EvalSetSettings(Section):
+    name: str
+    """Name in files and metrics: letters, digits and _"""
+    task: TaskSettings | None = None
+    """What is asked, as in section task; default: the run's task"""
+    every: int | None = Field(default=None, ge=0)
+    """Batches between evaluations; default: eval.every"""
+    num_prompts: int | None = Field(default=None, ge=1)
+    """Test prompts; default: eval.num_prompts"""
+    num_samples: int | None = Field(default=None, ge=1)
+    """Completions per prompt; default: eval.num_samples"""
+    max_completion_length: int | None = Field(default=None, ge=1)
+    """Tokens of the longest completion; default: rollout.max_completion_length"""
+
+    @model_validator(mode="after")
+    def _check(self) -> EvalSetSettings:
+        check_name(self.name)
+        return self
+
+
+class EvalSettings(Section):
+    at_start: bool = True
+    """Evaluate on the test split before the first and after the last update"""
+    every: int = Field(default=0, ge=0)
+    """Batches between evaluations; 0: none in between"""
+    num_prompts: int = Field(default=64, ge=0)
+    """Test prompts, at most; 0: all"""
+    num_samples: int = Field(default=8, ge=1)
+    """Completions per prompt"""
+    best_metric: str | None = None
+    """Result that chooses the policy kept in weights/best, such as pass@1 or SET.pass@1; default: none"""
+    sets: tuple[EvalSetSettings, ...] = ()
+    """Several evaluations instead of one, each a table [[eval.sets]] (docs/evaluation.md)"""
+
+    @model_validator(mode="after")
+    def _check_sets(self) -> EvalSettings:
+        names = [each.name for each in self.sets]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"sets: the name {twice[0]!r} is there twice")
+        if self.best_metric is not None:
+            self._check_best(self.best_metric)
+        return self
+
+    def _check_best(self, best: str) -> None:
+        of_set, _, metric = best.rpartition(".")
+        chosen = {each.name: each for each in self.sets}.get(of_set)
+        if (chosen is None) == bool(of_set or self.sets):
+            form = " or ".join(f"{each.name}.pass@1" for each in self.sets) or "pass@1, as there are no sets"
+            raise ValueError(f"best_metric = {best!r}: write {form}")
+        samples = (chosen and chosen.num_samples) or self.num_samples
+        known = ["reward", *(f"pass@{k}" for k in sorted({samples, *(1 << n for n in range(samples.bit_length()))}))]
+        if metric not in known and not re.fullmatch(r"rewards/\w+/mean", metric):
+            raise ValueError(f"best_metric = {best!r}: there is no {metric!r}; there are {', '.join(known)}")
+        if not self.at_start and not (self.every if chosen is None or chosen.every is None else chosen.every):
+            raise ValueError(f"best_metric = {best!r}, but nothing is evaluated: set every, or at_start = true")
+
+    @property
+    def takes_place(self) -> bool:
+        """Whether anything is ever evaluated."""
+        return self.at_start or bool(self.every or any(each.every for each in self.sets))

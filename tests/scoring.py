@@ -1,0 +1,32 @@
+"""Groups of texts through the reward pool, for tests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from lagrpo.rewards.pool import RewardPool
+from lagrpo.types import Completion, Group, Outcome, Prompt
+
+QUESTION = ({"role": "user", "content": "1 + 1?"},)
+
+
+def make_completion(text: str, tokens: int = 0, outcome: Outcome | None = None) -> Completion:
+    some = torch.arange(tokens)
+    return Completion(some, some.float(), some, finished=True, text=text, outcome=outcome)
+
+
+def make_group(*texts: str, answer: Any = "7", row: Mapping[str, Any] | None = None, key: int = 0) -> Group:
+    return Group(Prompt(key, QUESTION, answer, row=row), tuple(map(make_completion, texts)))
+
+
+def outcomes(group: Group) -> list[Outcome]:
+    return [completion.outcome for completion in group.completions if completion.outcome is not None]
+
+
+def score(rewards: Any, groups: Sequence[Group], **options: Any) -> list[Outcome]:
+    """The outcomes of all completions."""
+    with RewardPool(rewards, workers=2, max_without_reward=1.0, **options) as pool:
+        return [outcome for group in pool.score(groups) for outcome in outcomes(group)]

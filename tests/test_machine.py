@@ -1,0 +1,170 @@
+"""How many threads compute, and how they wait for each other."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from each import each
+from running import tiny_settings
+from tiny import save_tiny
+
+from lagrpo import machine
+from lagrpo.cpu import kernels, library
+from lagrpo.rollout.vllm.server import Launch
+from lagrpo.runs import load_events
+from lagrpo.training.run import train
+
+CLEAN = {name: value for name, value in os.environ.items() if name not in machine.WAITING}
+
+
+@pytest.fixture(autouse=True)
+def two_threads(monkeypatch):
+    """PyTorch has two threads on a machine of two cores, and the user's environment does not say so."""
+    before = torch.get_num_threads()
+    for name in machine.NUMBER:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(machine, "usable_cores", lambda: 2)
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_environment_then_record_then_cores_decide(monkeypatch):
+    assert machine.choose_threads() == 2
+    assert machine.choose_threads(recorded=5) == 5
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert machine.choose_threads(recorded=5) == 2
+
+
+@each(("usable", "physical", "expected"), [(1, 2, 1), (8, 2, 2), (2, 4, 2)])
+def test_default_is_physical_cores_within_affinity_and_quota(monkeypatch, usable, physical, expected):
+    monkeypatch.setattr(machine, "usable_cores", lambda: usable)
+    torch.set_num_threads(physical)
+    assert machine.choose_threads() == expected
+
+
+def test_ranks_of_a_host_share_its_cores_whatever_torchrun_sets(monkeypatch):
+    monkeypatch.setattr(machine, "usable_cores", lambda: 7)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)
+    assert [machine.choose_threads(ranks=ranks) for ranks in (1, 2, 3, 8)] == [1, 3, 2, 1]
+
+
+@each(
+    ("files", "expected"),
+    [
+        ({"cpu.max": "150000 100000"}, 1.5),
+        ({"cpu.max": "max 100000"}, None),
+        ({"cpu/cpu.cfs_quota_us": "200000", "cpu/cpu.cfs_period_us": "100000"}, 2.0),
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None),
+        ({}, None),
+    ],
+)
+def test_quota_of_either_version_is_read_in_cpus(tmp_path, files, expected):
+    root = tmp_path / str(len([*tmp_path.iterdir()]))
+    for name, content in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(content + "\n")
+    assert machine.read_quota(root) == expected
+
+
+# Runs
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run of two threads, and what resumes it."""
+    model = save_tiny(tmp_path / "model")
+
+    def go(batches: int) -> Path:
+        sections = {"run": {"name": "run"}, "schedule": {"batches": batches}, "eval": {"at_start": False}}
+        return train(tiny_settings(model, tmp_path, **sections), resume="auto").run
+
+    return go
+
+
+def test_resumed_run_computes_with_the_recorded_number(run, monkeypatch, capsys):
+    run(1)
+    torch.set_num_threads(1)
+    monkeypatch.setattr(machine, "usable_cores", lambda: 1)  # on a machine of one core
+    directory = run(2)
+    assert json.loads((directory / "environment.json").read_bytes())["threads"] == 2
+    assert torch.get_num_threads() == 1
+    assert "bit-identical" not in capsys.readouterr().out
+
+
+def test_resumed_run_with_another_number_says_that_its_bits_differ(run, monkeypatch, capsys):
+    run(1)
+    torch.set_num_threads(1)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    (event,) = [event for event in load_events(run(2)) if event["event"] == "resumed"]
+    assert event["moved"] == {"threads": [2, 1]}
+    assert "threads was 2, now 1" in capsys.readouterr().out
+
+
+def openmp_threads() -> int:
+    """Of the calling thread's next parallel region, as OpenMP itself says."""
+    found = next(Path(torch.__file__).parent.glob("lib/libgomp*.so*"), None)
+    if found is None:
+        pytest.skip("PyTorch's OpenMP here is not GNU's")
+    return ctypes.CDLL(str(found)).omp_get_max_threads()
+
+
+def test_one_number_holds_for_pytorch_and_for_the_kernels():
+    """They load the same OpenMP (cpu/library.py), whose number PyTorch sets for the calling thread."""
+    for number in (2, 1, 3):
+        with machine.fixed_threads(number):
+            assert openmp_threads() == number
+    if library.why_not() is not None:
+        pytest.skip("there is no C compiler")
+    ours = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libgomp" in line}
+    assert sum(Path(torch.__file__).resolve().parent in Path(os.path.realpath(path)).parents for path in ours) == 1
+
+
+@pytest.mark.usefixtures("with_kernels")
+@each("dtype", [torch.float32, torch.bfloat16])
+def test_kernels_sum_a_norms_gradient_over_the_same_slices_with_any_number(dtype):
+    noise = torch.Generator().manual_seed(0)
+    x, grad_y, grad_total = (torch.randn(300, 48, generator=noise).to(dtype) for _ in range(3))
+    weight = torch.randn(48, generator=noise).to(dtype)
+    rstd = kernels.norm(x, None, weight, 1e-5)[2]
+    found = []
+    for number in (1, 2, 3):
+        with machine.fixed_threads(number):
+            found.append(kernels.norm_backward(x, weight, rstd, grad_y, grad_total)[:2])
+    assert found[0][1].abs().max() > 0
+    assert all(map(torch.equal, found[0] * 2, found[1] + found[2]))
+
+
+# How threads wait
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="GNU's OpenMP is Linux's")
+@each(
+    ("code", "users", "seen"),
+    [
+        ("import lagrpo", {}, machine.SPINS),
+        ("import lagrpo", {"GOMP_SPINCOUNT": "7"}, "7"),
+        ("import lagrpo", {"OMP_WAIT_POLICY": "passive"}, "None"),
+        ("import torch, lagrpo", {}, "None"),
+    ],
+)
+def test_spin_is_short_before_pytorch_loads_unless_the_user_chose(code, users, seen):
+    command = [sys.executable, "-c", f"{code}\nimport os; print(os.environ.get('GOMP_SPINCOUNT'))"]
+    done = subprocess.run(command, env=CLEAN | users, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == seen
+
+
+def test_vllm_server_gets_the_users_choice_alone(monkeypatch):
+    launch = Launch(python="python", model="m", dtype="bfloat16", max_model_len=8, max_num_seqs=1)
+    monkeypatch.setenv("GOMP_SPINCOUNT", machine.SPINS)
+    assert "GOMP_SPINCOUNT" not in launch.environment("key")
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    assert launch.environment("key")["GOMP_SPINCOUNT"] == "7"

@@ -1,0 +1,246 @@
+"""Settings: their schema, files, the command line, and complaints."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel
+
+from lagrpo.core.objective import NUMBERS
+from lagrpo.core.recipes import CHOICES, MINIMUM
+from lagrpo.errors import SettingsError
+from lagrpo.settings.load import PRESETS, SHORT, TABLES, list_settings, load_settings, read_words, to_toml
+from lagrpo.settings.schema import Settings
+from lagrpo.settings.sections import KNOBS, EvalSetSettings, LossSettings, RewardSettings
+
+KEYS = {name: field for name, field in list_settings().items() if "." in name}
+
+
+def complain(values: Any, overrides: Any = None) -> str:
+    with pytest.raises(SettingsError) as error:
+        load_settings(values, overrides)
+    return str(error.value)
+
+
+# The schema
+
+
+def test_schema_has_at_most_75_keys_each_with_one_line_of_help():
+    assert len(KEYS) <= 75
+    fields = [*KEYS.values(), *RewardSettings.model_fields.values(), *EvalSetSettings.model_fields.values()]
+    texts = [field.description or "" for field in fields]
+    assert [text for text in texts if not 0 < len(text) <= 100 or "\n" in text or text.endswith(".")] == []
+
+
+def test_settings_of_the_loss_are_knobs_of_recipes_and_name_every_choice():
+    named = set(LossSettings.model_fields) - {"recipe", "overrides"}
+    assert {KNOBS.get(name, name) for name in named} <= {*NUMBERS, *CHOICES, *MINIMUM}
+    assert LossSettings().knobs == {}
+    assert LossSettings(epsilon=0.1, overrides={"dual_clip": 3.0}).knobs == {"epsilon_low": 0.1, "dual_clip": 3.0}
+    for name in ("advantage", "kl_estimator", "reduction"):
+        text = LossSettings.model_fields[name].description or ""
+        assert [choice for choice in CHOICES[KNOBS.get(name, name)] if choice not in text and choice != "k1"] == []
+
+
+def test_a_value_stands_for_a_list_of_one():
+    settings = load_settings({"run": {"report_to": "wandb"}, "task": {"rewards": "exact", "tools": "calculator"}})
+    assert (settings.run.report_to, settings.task.tools) == (("wandb",), ("calculator",))
+    assert settings.task.rewards == (RewardSettings(name="exact", reward="exact"),)
+
+
+def test_rewards_are_names_or_tables_and_their_ranges_add_up():
+    rewards = ["my.module:score", {"name": "short", "reward": "length", "weight": -0.5, "range": [0, 2]}]
+    task = load_settings({"task": {"rewards": rewards}}).task
+    assert [each.name for each in task.rewards] == ["score", "short"]
+    assert task.reward_range == (-1.0, 1.0)
+    assert load_settings().task.reward_range == (0.0, 1.0)
+
+
+def test_schedule_follows_from_its_keys():
+    kinds = {"every": {"sync_every": 3}, "lagged": {"constant_lag": 2}, "budget": {"sync_at_kl": 0.1, "sync_every": 9}}
+    for kind, values in kinds.items():
+        assert load_settings({"schedule": values}).schedule.kind == kind
+    lengths = [load_settings({"schedule": {"batches": 9, **more}}) for more in ({}, {"ref_sync_every": 4})]
+    assert [each.schedule.stage_length for each in lengths] == [9, 4]
+
+
+@pytest.mark.parametrize(
+    ("values", "names"),
+    [
+        ({"schedule": {"constant_lag": 2, "sync_at_kl": 0.1}}, ("constant_lag", "sync_at_kl")),
+        ({"schedule": {"constant_lag": 2, "sync_every": 4}}, ("constant_lag", "sync_every")),
+        ({"schedule": {"reset_optimizer": True}}, ("reset_optimizer", "ref_sync_every")),
+        ({"vllm": {"urls": ["http://a:1"]}}, ("vllm.urls", "rollout.engine")),
+        ({"vllm": {"urls": "http://a:1", "gpus": [1]}, "rollout": {"engine": "vllm"}}, ("urls", "gpus")),
+        ({"rollout": {"num_generations": 129}}, ("rollout.max_num_seqs", "rollout.num_generations")),
+        ({"rollout": {"engine": "vllm", "temperature": 2.5}}, ("rollout.temperature", "rollout.engine")),
+        ({"eval": {"num_samples": 129, "at_start": False, "every": 1}}, ("rollout.max_num_seqs", "eval.num_samples")),
+        ({"eval": {"best_metric": "pass@1", "at_start": False}}, ("best_metric", "at_start")),
+        ({"model": {"lora_alpha": 4.0}}, ("lora_alpha", "lora_r")),
+        ({"offline": {"fraction": 0.5}}, ("offline.fraction", "offline.data")),
+        ({"loss": {"overrides": {"overlong_buffer": 300}}}, ("overlong_buffer", "rollout.max_completion_length")),
+    ],
+)
+def test_contradictory_settings_are_rejected_with_both_keys_in_one_line(values, names):
+    text = complain(values)
+    assert len(text.splitlines()) == 1
+    assert [name for name in names if name not in text] == []
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"schedule.sync_every": 0},
+        {"rollout.temperature": float("inf")},
+        {"optimizer.learning_rate": float("nan")},
+        {"run.seed": 2**63},
+        {"task.rewards": [{"name": "a", "reward": "exact", "weight": 0}]},
+        {"task.rewards": [{"name": "a", "reward": "exact", "range": [1, 0]}]},
+        {"vllm.urls": "localhost:8000", "rollout.engine": "vllm"},
+        {"eval.sets": [{"name": "a"}, {"name": "a"}]},
+        {"eval.sets": [{"name": "a/b"}]},
+        {"eval.best_metric": "pass@3"},
+        {"eval.sets": [{"name": "a"}], "eval.best_metric": "pass@1"},
+    ],
+)
+def test_wrong_values_are_rejected(values):
+    complain(values)
+
+
+def test_secrets_in_arguments_of_a_server_are_not_repeated():
+    text = complain({"vllm": {"server_args": ["--api-key=planted"]}, "rollout": {"engine": "vllm"}})
+    assert "server_args" in text
+    assert "planted" not in text
+
+
+# Files
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"]), max_size=8), st.integers(1, 9), st.floats(1e-300, 1e300))
+def test_what_is_written_is_read_back(text, number, rate):
+    values = {"run.output_dir": text, "task.options": {"digits": number}, "optimizer.learning_rate": rate}
+    settings = load_settings(values)
+    assert load_settings(tomllib.loads(to_toml(settings))) == settings
+
+
+def test_overrides_change_a_file(tmp_path):
+    (tmp_path / "a.toml").write_text("[schedule]\nsync_every = 3\n[task.options]\ndigits = 2\n")
+    settings = load_settings(tmp_path / "a.toml", {"schedule.sync_every": "10", "task": {"options": {"numbers": 3}}})
+    assert (settings.schedule.sync_every, settings.task.options) == (10, {"digits": 2, "numbers": 3})
+
+
+@pytest.mark.parametrize("name", sorted(file.stem for file in PRESETS.glob("*.toml")))
+def test_packaged_settings_load_by_their_name(name):
+    assert load_settings(name).task.name in ("arithmetic", "gsm8k", "math")
+
+
+def test_missing_and_broken_files_are_named(tmp_path):
+    assert re.search(r"nosuch: no such settings file; packaged ones are .*demo", complain("nosuch"))
+    (tmp_path / "a.toml").write_text("[schedule")
+    assert "a.toml: not valid TOML" in complain(tmp_path / "a.toml")
+    (tmp_path / "latin.toml").write_bytes(b'name = "\xe9"')
+    assert "latin.toml: not valid TOML" in complain(tmp_path / "latin.toml")
+    (tmp_path / "path.toml").write_text(r'path = "C:\Users\me"')
+    assert "in single quotes" in complain(tmp_path / "path.toml")
+    assert "cannot be read" in complain(tmp_path)
+
+
+def test_a_resumed_run_has_its_own_settings(tmp_path):
+    (tmp_path / "config.toml").write_text(to_toml(load_settings({"run.seed": 5})))
+    assert load_settings(None, {"schedule.batches": 7}, str(tmp_path)).run.seed == 5
+    for source, resume in (("demo", tmp_path), (None, tmp_path / "nosuch")):
+        with pytest.raises(SettingsError, match="--resume"):
+            load_settings(source, resume=str(resume))
+
+
+# Complaints
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"schedul": {"sync_every": 1}}, "unknown setting 'schedul'; did you mean 'schedule'?"),
+        ({"schedule": {"sync_evry": 1}}, "did you mean 'schedule.sync_every'?"),
+        ({"schedule": {"learning_rate": 1.0}}, "did you mean 'optimizer.learning_rate'?"),
+        ({"vllm": {"xyz": 9}}, r"\[vllm\] has urls, "),
+        ({"eval": {"sets": [{"name": "a", "smaples": 3}]}}, "unknown setting 'eval.sets.0.smaples'"),
+        ({"schedule": 3}, "schedule = 3: "),
+        ({"optimizer": {"learning_rate": "x"}}, "optimizer.learning_rate = 'x': Input should be a valid number"),
+        ({"model": {"dtype": "bf16"}}, "model.dtype = 'bf16': Input should be 'auto', 'bfloat16' or 'float32'"),
+    ],
+)
+def test_complaint_names_the_setting_and_the_nearest(values, message):
+    assert re.search(message, complain(values))
+
+
+def test_every_complaint_has_a_line_with_its_source(tmp_path):
+    (tmp_path / "a.toml").write_text("[schedule]\nnum_iterations = 0\n")
+    lines = complain(tmp_path / "a.toml", {"optimizer.learning_rate": "0"}).splitlines()
+    assert [line.split(": ")[0] for line in lines] == [str(tmp_path / "a.toml"), "command line"]
+
+
+# The command line
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """A command."""
+
+    dry_run: bool = False
+
+
+def parse(line: str, settings: Settings | None = None) -> dict[str, Any]:
+    return read_words(line.split(), Arguments, settings or Settings(), [*Settings.model_fields])[1]
+
+
+@pytest.mark.parametrize(
+    ("line", "values"),
+    [
+        ("--schedule.sync_every 3", {"schedule.sync_every": 3}),
+        ("--schedule.sync-every=3 --dry-run", {"schedule.sync_every": 3}),
+        ("--run.seed -1", {"run.seed": -1}),
+        ("--task gsm8k --recipe=dapo", {"task.name": "gsm8k", "loss.recipe": "dapo"}),
+        ("--run.report_to wandb mlflow", {"run.report_to": ("wandb", "mlflow")}),
+        ("--task.rewards exact my.module:score", {"task.rewards": ("exact", "my.module:score")}),
+        ("--eval.at_start false", {"eval.at_start": "false"}),
+        ("--task.options.operations + - --task.options.digits 2",
+         {"task.options.operations": ["+", "-"], "task.options.digits": 2}),
+        ("--loss.overrides.surrogate=clipped", {"loss.overrides.surrogate": "clipped"}),
+        ("--task.options.test-split hard", {"task.options.test_split": "hard"}),
+    ],
+)  # fmt: skip
+def test_words_change_settings(line, values):
+    assert parse(line) == values
+
+
+def test_words_are_compared_with_the_values_of_the_file_and_none_unsets():
+    settings = load_settings({"schedule.batches": 7, "task.data": "a.jsonl"})
+    given = parse("--schedule.batches 100 --task.data None", settings)
+    assert given == {"schedule.batches": 100, "task.data": None}
+
+
+@pytest.mark.parametrize("line", ["--schedule.sync_evry 1", "--schedule.batches", "--rollout.engine vlm", "word"])
+def test_wrong_words_end_the_program(line, capsys):
+    with pytest.raises(SystemExit) as ended:
+        parse(line)
+    assert ended.value.code == 2
+    assert line.split()[0] in capsys.readouterr().err
+
+
+def test_every_setting_can_be_given_as_its_text():
+    words, settings = list[str](), Settings()
+    for name in KEYS:
+        value: Any = settings
+        for part in name.split("."):
+            value = getattr(value, part)
+        if name not in (*TABLES, "eval.sets") and not isinstance(value, BaseModel):
+            text = str(value).lower() if isinstance(value, bool) else str(value)
+            words += [f"--{name}", *(map(str, value) if isinstance(value, tuple) else [text])]
+    assert load_settings(None, parse(" ".join(words))) == settings
+    assert {option.removeprefix("--") for option in SHORT.values()} <= set(KEYS)
