@@ -45,7 +45,7 @@ help:
 	@echo "make test-gpu   install, then run the tests that need one"
 	@echo "make test-vllm  install vLLM too, then run the tests that need it"
 	@echo "make test-view  install, then run the tests of lagrpo view that need Chromium"
-	@echo "make test-trackers  install W&B, trackio and MLflow beside it, then run the tests that need them"
+	@echo "make test-trackers  install W&B and trackio beside it, then run the tests that need them"
 	@echo "make test-gym   install reasoning-gym too, then run the tests that need it"
 	@echo "make check-trl  install TRL into an environment of its own, and compare losses and gradients"
 	@echo "make check-lighteval  install lighteval into an environment of its own, and compare how it scores answers (LAGRPO_DATA)"

@@ -3,7 +3,7 @@
 make bench-lora
 python benchmarks/bench_lora.py --r 16 --rounds 3
 
-Runs of the demo (presets/demo.toml) take turns: full training, adapters, adapters, full training, and so on. The
+Runs of the demo (addition/full.toml) take turns: full training, adapters, adapters, full training, and so on. The
 first two batches of each are left out.
 """
 
@@ -22,7 +22,7 @@ from work import common_options
 
 from lagrpo.runs import load_metrics
 
-DEMO = HERE.parent / "src" / "lagrpo" / "settings" / "presets" / "demo.toml"
+DEMO = HERE.parent / "experiments" / "addition" / "full.toml"
 PARTS = ("step", "generate", "train", "score", "sync")
 WARM = 2  # batches that are left out
 

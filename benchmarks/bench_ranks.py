@@ -3,7 +3,7 @@
 make bench-ranks
 python benchmarks/bench_ranks.py --ranks 2
 
-The demo's batches (presets/demo.toml), no evaluations. One process with R threads and R ranks with one thread each
+The demo's batches (addition/full.toml), no evaluations. One process with R threads and R ranks with one thread each
 make runs in turn; a run's first batch is left out. Of ranks, the seconds of rank 0. Then what the ranks exchange in an
 update, alone (exchange.py).
 """
@@ -28,7 +28,7 @@ from work import common_options
 from lagrpo.model.embedded import resolve_model
 from lagrpo.runs import load_metrics
 
-DEMO = HERE.parent / "src" / "lagrpo" / "settings" / "presets" / "demo.toml"
+DEMO = HERE.parent / "experiments" / "addition" / "full.toml"
 PARTS = ("time/step", "time/generate", "time/train", "time/sync")
 
 

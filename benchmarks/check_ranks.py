@@ -3,7 +3,7 @@
 make check-ranks
 python benchmarks/check_ranks.py --ranks 1 2 3 --batches 4
 
-Runs of the demo (presets/demo.toml) by each number of ranks, in each dtype, one thread a rank, compared with the
+Runs of the demo (addition/full.toml) by each number of ranks, in each dtype, one thread a rank, compared with the
 run of one process. No speed is measured. The table goes to reports/scaling.md, too.
 """
 
@@ -23,7 +23,7 @@ from lagrpo.runs import load_metrics, load_rollouts
 from lagrpo.runs.reading import rollout_batches
 
 DEMO, PAGE = (
-    HERE.parent / "src" / "lagrpo" / "settings" / "presets" / "demo.toml",
+    HERE.parent / "experiments" / "addition" / "full.toml",
     HERE.parent / "reports" / "scaling.md",
 )
 

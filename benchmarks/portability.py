@@ -29,9 +29,9 @@ from processes import HERE
 
 from lagrpo.cpu.library import ISA, LEVELS, V3, cpu_flags
 
+FULL = HERE.parent / "experiments" / "addition" / "full.toml"
 DEADLINE = 300.0  # seconds for a run
 WORK = {
-    "run.save-weights": "False",
     "checkpoint.save-minutes": "0",
     "schedule.sync_every": "2",
     "schedule.batches": "2",
@@ -96,7 +96,7 @@ def run(case: Case, scratch: Path, threads: int | None) -> dict[str, Any]:
     started = time.monotonic()
     try:
         done = subprocess.run(
-            [*command, "demo", *words],
+            [*command, str(FULL), *words],
             env={**os.environ, **case.level.environment, **chosen}, capture_output=True, text=True, timeout=DEADLINE,
         )  # fmt: skip
         error = "" if done.returncode == 0 else said_last(done.stderr)

@@ -91,7 +91,7 @@ def command(cell: Cell, runs: Path, threads: int) -> list[str]:
         **MODES[mode],
     }
     words = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
-    return [str(Path(sys.executable).parent / "lagrpo"), "train", "demo", *words]
+    return [str(Path(sys.executable).parent / "lagrpo"), "train", str(HERE / "addition" / "full.toml"), *words]
 
 
 def train(cell: Cell, results: Path, threads: int) -> None:
@@ -123,7 +123,7 @@ def without_paths(text: str) -> str:
     """Paths inside this repository relative to its root, so that a cell does not name places of one machine.
 
     >>> without_paths(f'["{HERE}/demo.toml", "--run.seed"]')
-    '["src/lagrpo/settings/presets/demo.toml", "--run.seed"]'
+    '["experiments/demo.toml", "--run.seed"]'
     """
     return text.replace(f"{HERE.parent}/", "").replace(str(HERE.parent), ".")
 

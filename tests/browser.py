@@ -82,7 +82,7 @@ class Browser:
         message, _, self._rest = self._rest.partition(b"\0")
         return json.loads(message)
 
-    def open(self, url: str, width: int = 1280, height: int = 860, dark: bool = False) -> Page:
+    def open(self, url: str, width: int = 1280, height: int = 860) -> Page:
         """A new page, once its script has drawn the head."""
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
@@ -90,8 +90,6 @@ class Browser:
         for domain in ("Page", "Runtime", "Log", "Network"):
             page.call(f"{domain}.enable")
         page.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
-        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        page.call("Emulation.setEmulatedMedia", features=[scheme])
         page.call("Page.navigate", url=url)
         page.wait("document.querySelector('header')")
         return page

@@ -21,7 +21,7 @@ NEEDS = {
     "vllm": "vLLM (make test-vllm)",
     "peer": "another program (make check-trl)",
     "browser": "Chromium (make test-view)",
-    "trackers": "wandb, trackio and mlflow (make test-trackers)",
+    "trackers": "wandb and trackio (make test-trackers)",
     "gym": "reasoning-gym (make test-gym)",
 }
 SECONDS_WITH_SERVERS = 900  # for these: they start servers, download or compile
@@ -82,16 +82,6 @@ def ranks() -> Iterator[Any]:
     torch.set_num_threads(1)
     yield SimpleNamespace(run=run_on_ranks)
     torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="session")
-def renderer() -> None:
-    """Nothing: templates are rendered in the process."""
-
-
-@pytest.fixture
-def shared_templates() -> None:
-    """Nothing: templates are rendered in the process."""
 
 
 @pytest.fixture(params=["c", "torch"])

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import struct
 import tomllib
+import zlib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tiny import tiny_tokenizer
 
 from lagrpo.runs import Run
@@ -111,3 +115,11 @@ def evaluate(run: Run, name: str, batch: int, rewards: dict[int, list[float]]) -
     summary = {"step": batch, "prompts": len(records), "samples": 2, "reward": mean, "unscored": 0}
     summary |= {"pass@1": mean, "pass@1_low": max(0, mean - 0.2), "pass@1_high": min(1, mean + 0.2)}
     run.record_evaluation(name, summary | {"pass@2": 1.0}, records)
+
+
+def unpack(packed: bytes) -> tuple[dict[str, Any], list[np.ndarray]]:
+    """The header and the arrays of a page's data."""
+    content = zlib.decompress(packed)
+    (length,) = struct.unpack_from("<I", content)
+    header, start = json.loads(content[4 : 4 + length]), 4 + length + -(4 + length) % 8
+    return header, [np.frombuffer(content, np.dtype(kind), n, start + at) for kind, at, n in header["arrays"]]

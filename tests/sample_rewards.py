@@ -8,10 +8,7 @@ import math
 import os
 import sys
 import time
-from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from lagrpo.rewards.reward import UnscorableError
 
@@ -22,20 +19,14 @@ def act(completion: str, answer: Any) -> Any:
     actions = {
         "raise": lambda: fail(ValueError(rest)),
         "unscorable": lambda: fail(UnscorableError(rest)),
-        "quit": lambda: sys.exit(rest),
         "exit": lambda: os._exit(int(rest)),
         "segfault": lambda: ctypes.string_at(0),
         "sleep": lambda: (time.sleep(float(rest)), 1.0)[1],
-        "open": lambda: (Path(rest).touch(), 1.0)[1],
-        "wait": lambda: float(wait_for(Path(rest), 60.0)),
         "hang": lambda: time.sleep(1e6),
         "spin": lambda: 7 ** (7**9),  # one instruction of the interpreter: no signal handler runs
         "fill": lambda: float(len(bytearray(int(rest) << 20))),
         "nan": lambda: math.nan,
-        "text": lambda: "1.0",
         "nothing": lambda: None,
-        "float32": lambda: np.float32(0.25),
-        "pid": os.getpid,
         "modules": lambda: sum(module in sys.modules for module in ("torch", "transformers", "datasets", "sympy")),
     }
     return actions[action]() if action in actions else float(completion == answer)
@@ -45,20 +36,8 @@ def fail(error: Exception) -> None:
     raise error
 
 
-def wait_for(path: Path, seconds: float) -> bool:
-    """Whether the file exists within so many seconds."""
-    end = time.monotonic() + seconds
-    while not path.exists() and time.monotonic() < end:
-        time.sleep(0.01)
-    return path.exists()
-
-
 def letters(completion: str, answer: Any) -> float:
     return sum(c.islower() for c in completion) / 8
-
-
-def scaled(completion: str, by: float, plus: float = 0.0) -> float:
-    return len(completion) * by + plus
 
 
 def ranked(completions: Any, **columns: Any) -> list[float]:

@@ -14,11 +14,6 @@ def spread(completion: str, answer: Any) -> float:
     return zlib.crc32(completion.encode()) / 2**32
 
 
-def even(completion: str, answer: Any) -> float:
-    """The same for every text: no group has a signal."""
-    return 1.0
-
-
 def impossible(completion: str, answer: Any) -> float:
     raise RuntimeError("this function never answers")
 
@@ -27,10 +22,6 @@ def load(settings: Any = None, seed: int = 0) -> RowTask:
     """Six prompts to train on and four to test on, of several lengths."""
     rows = {"train": [f"{'x' * n}?" for n in range(6)], "test": [f"{'y' * n}!" for n in range(4)]}
     return RowTask("spread", rows, lambda row: (row, row), spread)
-
-
-def load_even(settings: Any, seed: int) -> RowTask:
-    return RowTask("even", load().rows, lambda row: (row, row), even)
 
 
 def load_impossible(settings: Any, seed: int) -> RowTask:

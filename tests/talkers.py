@@ -6,12 +6,10 @@ import os
 import threading
 import time
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import sample_task
 
-from lagrpo.rewards.reward import UnscorableError
 from lagrpo.rng import uniforms
 from lagrpo.tasks import Messages, RowTask, StepResult
 
@@ -57,20 +55,9 @@ class Wordy(Counting):
             time.sleep(60)
         if text == "exit":
             os._exit(3)
-        if text == "unscorable":
-            raise UnscorableError("unclear")
         if text == "open":
             self.lock = threading.Lock()
-        replies = {"nan": StepResult(reward=float("nan")), "nothing": None, "text": StepResult("hello")}  # type: ignore[arg-type]
-        return replies[text] if text in replies else super().step(text)
-
-
-class Moody(Counting):
-    """Begins otherwise for every completion."""
-
-    def reset(self, prompt: Any, key: Any) -> Messages:
-        super().reset(prompt, key)
-        return [{"role": "user", "content": str(key)}]
+        return StepResult(reward=float("nan")) if text == "nan" else super().step(text)
 
 
 class Broken(Counting):
@@ -163,6 +150,3 @@ class Countdown:
     def step(self, text: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         self.left -= 1
         return "step", 0.5 * ("go" in text), self.left == 0, text == "stop", {"suffix": f"{self.left} to go"}
-
-
-Unsayable = partial(Saying, "\ud800")

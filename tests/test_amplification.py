@@ -7,7 +7,7 @@ from statistics import fmean
 
 import amplification
 import pytest
-from amplification import Stage, expected, fixed_point, logit, maximizer, read, table, weight
+from amplification import Stage, fixed_point, logit, maximizer, read, weight
 from each import each
 from hypothesis import given
 from hypothesis import strategies as st
@@ -40,7 +40,6 @@ def test_that_point_is_the_lowest_fixed_point(p, beta):
     assert fixed_point(p, beta, None) == pytest.approx(fixed_points(p, beta, amplification.EPS_STD)[0][0], abs=1e-6)
 
 
-@pytest.mark.usefixtures("shared_templates")
 def test_the_stages_of_a_run_join(tmp_path, monkeypatch, capsys):
     settings = tiny_settings(
         save_tiny(tmp_path / "model"), tmp_path / "study", run={"seed": 5, "name": "one"},
@@ -62,17 +61,3 @@ def test_the_stages_of_a_run_join(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.count("| 2 | 2 |") == 2
     kept = json.loads((tmp_path / "kept" / "study-points.json").read_text())
     assert [Stage(**stage) for stage in kept] == [first, second]
-
-
-def test_the_table_holds_the_measured_against_the_curve_of_its_groups():
-    stage = Stage(2.0, 20, 16, 0, 1, 256, [0.2, 0.4], [0.5, 0.6])
-    said = fmean(expected(stage, 16))
-    assert f"| {0.55 - said:.2f} |" in table([stage])
-
-
-@each("points", sorted(amplification.POINTS.glob("*-points.json")))
-def test_the_points_that_are_kept_are_stages_of_the_study(points):
-    stages = [Stage(**stage) for stage in json.loads(points.read_text())]
-    assert {(stage.beta, stage.v) for stage in stages} <= {(2.0, 20), (4.0, 20), (2.0, 1)}
-    for stage in stages:
-        assert len(stage.before) == len(stage.after) == 16

@@ -94,12 +94,3 @@ def test_backend_of_a_device_and_a_dtype(monkeypatch):
     assert str(choose_backend("auto", "cpu", torch.float32)) == "PyTorch (no C kernels: no compiler)"
     with pytest.raises(library.NoKernels, match="unavailable here: no compiler"):
         choose_backend("c", "cpu", torch.float32)
-
-
-def test_backend_says_what_computes():
-    for kind, fused in (("llama", True), ("gemma", False), ("mistral", False)):
-        said = tiny_policy(kind, backend="c").model.computation
-        assert said.startswith("C kernels (")
-        assert ("by transformers" in said) != fused
-        assert ("attention by PyTorch (heads of 8 numbers" in said) == (kind == "mistral")
-    assert tiny_policy(backend="torch").model.computation == "PyTorch (as chosen)"

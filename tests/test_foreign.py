@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-from pathlib import Path
-from statistics import fmean
-from typing import Any
 
 import foreign
 import pytest
@@ -17,12 +14,7 @@ from lagrpo import train
 from lagrpo.data.offline import OfflineData, read_records
 from lagrpo.runs import load_rollouts
 
-GROUP, BATCH = 8, 64  # completions
 ROWS = [json.loads(line) for line in gzip.decompress(foreign.TARGET.read_bytes()).splitlines()]
-
-
-def parts(size: int) -> list[list[dict[str, Any]]]:
-    return [ROWS[start : start + size] for start in range(0, len(ROWS), size)]
 
 
 def prompts_of(name: str) -> set[str]:
@@ -37,15 +29,6 @@ def test_no_prompt_of_the_test_is_learned_from():
     assert {row["prompt"] for row in ROWS} <= prompts_of("train")
 
 
-def test_it_is_the_run_that_the_study_describes():
-    assert len(ROWS) == 25 * BATCH
-    assert all(len({row["prompt"] for row in group}) == 1 for group in parts(GROUP))
-    first, *_, last = (fmean(row["reward"] for row in batch) for batch in parts(BATCH))
-    note = (Path(foreign.__file__).parent / "papers" / "foreign.toml").read_text()
-    assert f"{100 * first:.0f} % of its first batch are right, {100 * last:.0f} % of its last" in note
-
-
-@pytest.mark.usefixtures("shared_templates")
 def test_a_run_is_learned_from_as_it_was_recorded(tmp_path, monkeypatch, capsys):
     run = train(tiny_settings(save_tiny(tmp_path / "model"), tmp_path)).run
     assert run is not None
@@ -60,11 +43,3 @@ def test_a_run_is_learned_from_as_it_was_recorded(tmp_path, monkeypatch, capsys)
     assert len(completions) == 24
     for each in completions:
         assert each.logp_alpha.tolist() == pytest.approx(then[*each.token_ids.tolist(), each.reward], abs=1e-5)
-
-
-def test_a_directory_that_is_no_run_is_refused(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["foreign.py", str(tmp_path / "none")])
-    with pytest.raises(SystemExit) as ended:
-        foreign.main()
-    assert ended.value.code == 2
-    assert "none" in capsys.readouterr().err

@@ -18,22 +18,19 @@ from tiny import tiny_policy
 from torch import Tensor
 
 from lagrpo.core.recipes import resolve
-from lagrpo.model.lora import Lora
 from lagrpo.model.model import copy_policy
-from lagrpo.training.fsdp import copy_sharded, why_not_shardable
-from lagrpo.training.optimizer_state import MergedState
+from lagrpo.training.fsdp import copy_sharded
+from lagrpo.training.master_weights import MergedState
 from lagrpo.training.ranks import make_mesh
 from lagrpo.training.trainer import Optimization, Trainer
-
-LORA = Lora(r=4, alpha=8.0, seed=3)
 
 
 def make_layered(
     group: Any, dtype: str, kind: str = "llama", tie: bool = False, checkpointing: bool = False,
-    beta: float = 0.0, lora: Lora | None = None, **changes: Any,
+    beta: float = 0.0, **changes: Any,
 ) -> Trainer:  # fmt: skip
     """As `make` of test_zero1, in shards."""
-    policy = tiny_policy(kind, DTYPES[dtype], backend="torch", lora=lora, tie_word_embeddings=tie)
+    policy = tiny_policy(kind, DTYPES[dtype], backend="torch", tie_word_embeddings=tie)
     numbers = {"lr": 1e-3, "updates": 9, "weight_decay": 0.1, "warmup": 2, "seed": 5} | changes
     mesh = make_mesh(group, "cpu") if group is not None else None
     reference = None
@@ -53,10 +50,10 @@ def learn_in_step(
     for batch, i in batches:
         fresh = rows_of(trainer, batch)
         rows, _ = trainer.accumulate(share(group, fresh, first_takes_all))
-        metrics.append(trainer.update(rows))
+        metrics.append(trainer.update())
         for _ in range(i - 1):
             trainer.accumulate(rows)
-            metrics.append(trainer.update(rows))
+            metrics.append(trainer.update())
     return metrics
 
 
@@ -71,14 +68,13 @@ def five_updates(group: Any, made: dict[str, Any], first_takes_all: bool) -> tup
     return metrics, copied(trainer.state()), copied(trainer.policy.weights)
 
 
-@each(("R", "lora"), [(3, None), (2, LORA)])
-def test_updates_with_sharded_layers_are_those_of_one_process_to_rounding(ranks, R, lora):
+def test_updates_with_sharded_layers_are_those_of_one_process_to_rounding(ranks):
     """In float64, where rounding is far below the steps. Clipped: the limit is a third of the norms. Three ranks divide
     no weight evenly."""
-    made = {"dtype": "float64", "max_grad_norm": 0.05, "lora": lora}
+    made = {"dtype": "float64", "max_grad_norm": 0.05}
     metrics, state, weights = five_updates(None, made, False)
     assert min(m["grad_norm"] for m in metrics) > 0.1
-    check_to_rounding(ranks.run(five_updates, made, False, size=R), metrics, state, weights)
+    check_to_rounding(ranks.run(five_updates, made, False, size=3), metrics, state, weights)
 
 
 @each(
@@ -87,7 +83,6 @@ def test_updates_with_sharded_layers_are_those_of_one_process_to_rounding(ranks,
         {"dtype": "bfloat16", "masters": "plain", "tie": True},
         {"dtype": "bfloat16", "checkpointing": True, "offload_moments": True},
         {"dtype": "float32", "kind": "qwen2", "weight_decay": 0.0},
-        {"dtype": "bfloat16", "lora": LORA, "checkpointing": True},
     ],
 )
 def test_where_the_gradients_are_the_same_bits_so_are_the_updates(ranks, made):
@@ -134,15 +129,15 @@ def test_a_rank_keeps_its_part_of_masters_gradients_and_weights(ranks):
             assert whole == []
 
 
-def reference(group: Any, lora: Lora | None) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+def reference(group: Any) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """log π_ref at the start, after updates, and after the end of a stage, with what the policy gives then."""
-    trainer = make_layered(group, "bfloat16", beta=0.1, lora=lora)
+    trainer = make_layered(group, "bfloat16", beta=0.1)
     fresh = rows_of(trainer)
     of_reference = lambda: trainer.compute_logprobs(fresh, by=trainer.reference)  # noqa: E731
     before, own = of_reference(), trainer.compute_logprobs(fresh)
     assert all(map(torch.equal, before, own))
-    rows, _ = trainer.accumulate([replace(row, logp_ref_T=before[n]) for n, row in enumerate(fresh)])
-    trainer.update(rows)
+    trainer.accumulate([replace(row, logp_ref_T=before[n]) for n, row in enumerate(fresh)])
+    trainer.update()
     own = trainer.compute_logprobs(fresh)
     after = of_reference()
     assert all(map(torch.equal, own, trainer.compute_logprobs(fresh)))
@@ -154,9 +149,8 @@ def reference(group: Any, lora: Lora | None) -> tuple[list[Tensor], list[Tensor]
     return before, after, swapped
 
 
-@each("lora", [None, LORA])
-def test_the_reference_stays_until_the_stage_ends_and_then_is_the_policy(ranks, lora):
-    for before, after, swapped in ranks.run(reference, lora, size=2):
+def test_the_reference_stays_until_the_stage_ends_and_then_is_the_policy(ranks):
+    for before, after, swapped in ranks.run(reference, size=2):
         assert all(map(torch.equal, before, after))
         assert not any(map(torch.equal, before, swapped))
 
@@ -164,17 +158,18 @@ def test_the_reference_stays_until_the_stage_ends_and_then_is_the_policy(ranks, 
 # Gradients that are not finite
 
 
-def refused(group: Any, on: int, lora: Lora | None) -> tuple[str, bool, bool]:
+def refused(group: Any, on: int) -> tuple[str, bool, bool]:
     """The message; whether nothing changed, and whether the next update is the one of a trainer that was never refused.
     On one rank a weight overflows the gradient inside the model."""
-    trainer, untouched = (make_layered(group, "bfloat16", lora=lora) for _ in range(2))
+    trainer, untouched = (make_layered(group, "bfloat16") for _ in range(2))
     fresh = rows_of(trainer)
     rows = share(group, fresh, False)
     before, weights, kept = copied(trainer.state()), copied(trainer.policy.weights), rows[0].weight_C.clone()
     if group.rank() == on:
         rows[0].weight_C[0] = 1e37
+    trainer.accumulate(rows)
     with pytest.raises(FloatingPointError) as raised:
-        trainer.update(trainer.accumulate(rows)[0])
+        trainer.update()
     unchanged = same(trainer.state(), before) and same(copied(trainer.policy.weights), weights)
     rows[0].weight_C.copy_(kept)
     for one in (trainer, untouched):
@@ -183,20 +178,8 @@ def refused(group: Any, on: int, lora: Lora | None) -> tuple[str, bool, bool]:
     return str(raised.value), unchanged, same(trainer.state(), untouched.state()) and trainer.policy.version == 1
 
 
-@each("lora", [None, LORA])
-def test_gradient_that_is_not_finite_on_one_rank_is_rejected_on_all_and_nothing_changes(ranks, lora):
-    messages, unchanged, as_if_never = zip(*ranks.run(refused, 1, lora, size=2), strict=True)
+def test_gradient_that_is_not_finite_on_one_rank_is_rejected_on_all_and_nothing_changes(ranks):
+    messages, unchanged, as_if_never = zip(*ranks.run(refused, 1, size=2), strict=True)
     assert all(re.match(r"the gradient of update 1 is not finite \(norm (inf|nan)\)", said) for said in messages)
-    assert rows_of(make(None, "bfloat16"))[1].name(0) in messages[1]
     assert all(unchanged)
     assert all(as_if_never)
-
-
-# What can be sharded
-
-
-def test_weights_of_two_dtypes_are_refused():
-    policy = tiny_policy(dtype=torch.bfloat16, backend="torch")
-    assert why_not_shardable(policy) is None
-    policy.model.lm.model.norm.float()
-    assert why_not_shardable(policy) == "it has weights in torch.float32 beside torch.bfloat16"

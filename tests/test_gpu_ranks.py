@@ -21,7 +21,7 @@ from tiny import save_tiny, tiny_policy
 from lagrpo import train
 from lagrpo.core.recipes import resolve
 from lagrpo.training.batch import micro_batches
-from lagrpo.training.optimizer_state import MergedState
+from lagrpo.training.master_weights import MergedState
 from lagrpo.training.ranks import Ranks, make_mesh
 from lagrpo.training.run import Result
 from lagrpo.training.trainer import Optimization, Trainer
@@ -47,10 +47,10 @@ def updates(kind: str, group: Any, **changes: Any) -> tuple[list[dict[str, float
     trainer = Trainer(policy, resolve("grpo", {"beta": 0.0}), optimization, ranks=ranks)
     rows = micro_batches(assembled(trainer.recipe, sampled(1), 1), 40, "cuda")
     scored, _ = trainer.accumulate(rows)
-    metrics = [trainer.update(scored)]
+    metrics = [trainer.update()]
     for _ in range(2):
         trainer.accumulate(scored)
-        metrics.append(trainer.update(scored))
+        metrics.append(trainer.update())
     return metrics, copied(trainer.state()), copied(trainer.policy.weights)
 
 

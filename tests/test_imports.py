@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -132,15 +131,6 @@ def test_settings_and_display_load_nothing_heavy(module):
     assert loaded(f"import lagrpo.{module}") & HEAVY == set()
 
 
-def test_the_command_begins_with_a_module_that_loads_next_to_nothing():
-    project = tomllib.loads((SOURCES.parent.parent / "pyproject.toml").read_text(encoding="utf-8"))
-    assert project["project"]["scripts"] == {"lagrpo": "lagrpo.__main__:main"}
-    names = loaded("import lagrpo.__main__")
-    ours = {"lagrpo.__main__", "lagrpo.interrupts"}
-    assert {name for name in names if name.startswith("lagrpo")} == WITH_LAGRPO | ours
-    assert names & (HEAVY | {"tyro", "pydantic", "rich", "numpy"}) == set()
-
-
 @each("command", ["train", "eval", "view", "vllm-serve"])
 def test_help_loads_nothing_heavy(command):
     code = f"""
@@ -153,11 +143,3 @@ except SystemExit as end:
     assert not end.code, end.code
 """
     assert loaded(code) & HEAVY == set()
-
-
-def test_runs_write_metrics_without_pyarrow_or_matplotlib():
-    assert (
-        loaded("import lagrpo.runs.directory, lagrpo.runs.reading, lagrpo.terminal.show, lagrpo.runs.plots")
-        & (HEAVY - {"torch"})
-        == set()
-    )

@@ -40,17 +40,6 @@ def test_deferred_signal_waits_until_a_run_looks_and_the_second_one_ends_at_once
             signal.raise_signal(signal.SIGINT)
 
 
-def test_ignored_signal_stays_ignored():
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        with interruptible():
-            signal.raise_signal(signal.SIGINT)
-            with pytest.raises(Interrupted):
-                signal.raise_signal(signal.SIGTERM)
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
 PRESSED = """
 import sys
 class Press:

@@ -64,20 +64,6 @@ def test_norm_and_its_gradient(width, dtype):
     assert_close(grad_w, theirs[1], 3)
 
 
-@DTYPES
-def test_norm_rounds_as_transformers_does(dtype):
-    from transformers.models.llama.modeling_llama import LlamaRMSNorm
-
-    x, module = random(64, 576, dtype=dtype), LlamaRMSNorm(576, 1e-5).to(dtype)
-    with torch.no_grad():
-        module.weight.copy_(random(576, seed=1))
-        theirs = module(x)
-    ours = kernels.norm(x, None, module.weight.detach(), 1e-5)[1]
-    assert_close(ours, theirs.double(), 1)  # the order of one sum differs
-    if dtype == torch.bfloat16:
-        assert (ours != theirs).double().mean().item() < 1e-3
-
-
 @each("width", WIDTHS)
 @DTYPES
 def test_swiglu_and_its_gradient(width, dtype):
@@ -91,13 +77,6 @@ def test_swiglu_and_its_gradient(width, dtype):
         assert_close(ours, theirs, 3)
     joined = torch.cat([gate, up], 1)
     assert torch.equal(kernels.swiglu(joined[:, :width], joined[:, width:]), kernels.swiglu(gate, up))
-
-
-def test_silu_of_large_numbers():
-    x = torch.tensor([[-1e4, -200.0, -88.0, 0.0, 88.0, 200.0, 1e4, torch.inf]])
-    assert kernels.swiglu(x, torch.ones_like(x))[0, 3:].tolist() == [0.0, 88.0, 200.0, 1e4, torch.inf]
-    assert kernels.swiglu(x, torch.ones_like(x))[0, :3].abs().max().item() < 1e-35
-    assert kernels.swiglu(torch.tensor([[torch.nan]]), torch.ones(1, 1)).isnan().all()
 
 
 @DTYPES
@@ -218,16 +197,6 @@ def test_keeping_logits_for_the_backward_pass_changes_nothing(kept, monkeypatch)
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-def test_nan_stays_nan():
-    logits = random(3, 300)
-    logits[1, 200] = torch.nan
-    logp, _ = kernels.token_logp(logits, torch.tensor([0, 0, 0]), 1.0)
-    assert logp.isnan().tolist() == [False, True, False]
-    x = random(2, 40)
-    x[0, 39] = torch.nan
-    assert kernels.norm(x, None, torch.ones(40), 1e-5)[1].isnan().any(1).tolist() == [True, False]
-
-
 def test_a_row_does_not_depend_on_the_rows_around_it_nor_on_the_threads():
     """To the bit: what makes sampler and trainer agree."""
     policy = tiny_policy(dtype=torch.bfloat16)
@@ -320,7 +289,6 @@ def test_a_step_through_all_layers_is_that_of_layer_after_layer(kind, changes):
     copy = copy_policy(tiny_policy(kind, dtype=torch.bfloat16, **changes))
     layers = copy.model.layers
     assert layers is not None
-    assert layers.stack() is not None
     states, found = [DecodeState(copy.model, 7, 80) for _ in range(2)], []
     for state in states:
         state.admit([[5, 6, 7]], 4)
@@ -330,7 +298,8 @@ def test_a_step_through_all_layers_is_that_of_layer_after_layer(kind, changes):
         state.retire([1, 5])
         hidden.append(state.feed([[row] for row in range(5)]))
         found.append([*hidden, state.own.keys[:, :5], state.own.values[:, :5]])
-        layers._stack = layers.panels.current(), None
+        assert (layers._stack is None) == (not layers.at_once)
+        layers.at_once, layers._stack = False, None
     for one, other in zip(*found, strict=True):
         assert torch.equal(one.view(torch.int16), other.view(torch.int16))
 

@@ -12,7 +12,7 @@ from each import each
 from lagrpo.core.kl import prefers_bounded, tv_terms
 from lagrpo.core.recipes import resolve
 from lagrpo.training.batch import assemble, left_out, micro_batches
-from lagrpo.training.metrics import by_completion, estimate_improvement, sequence_log_ratio, sequence_metrics
+from lagrpo.training.metrics import by_completion, estimate_improvement, sequence_metrics, sequence_sums
 from lagrpo.types import Completion, Group, Outcome, Prompt
 
 HALVES = {0: math.log(1.5) / 2, 1: -math.log(2) / 2}  # of two tokens each: sequence ratios 1.5 and .5
@@ -42,7 +42,7 @@ def give(rows, log_ratio_by_member):
 
 
 def improvement(batch, rows, reward_range=(0.0, 1.0)):
-    return estimate_improvement(batch, sequence_log_ratio(batch, rows), reward_range)
+    return estimate_improvement(batch, sequence_sums(batch, rows)[0], reward_range)
 
 
 @each("budget", [100, 4])

@@ -41,10 +41,3 @@ def test_display_gets_records_instead_of_standard_error(capfd, caplog):
     assert notes == ["fewer threads"]
     assert capfd.readouterr() == ("", "lagrpo: afterward\n")
     assert "fewer threads" in caplog.messages  # the program's own handlers get it, too
-
-
-def test_rank_that_is_not_the_first_prints_warnings_only(capfd):
-    with logs.shown_by(logs.print_line, logging.WARNING):
-        logger.info("compiling")
-        logger.warning("rows are left out")
-    assert capfd.readouterr() == ("", "lagrpo: rows are left out\n")

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,12 +12,9 @@ from running import tiny_settings
 from tiny import save_tiny
 
 from lagrpo import machine
-from lagrpo.cpu import kernels, library
-from lagrpo.rollout.vllm.server import Launch
+from lagrpo.cpu import kernels
 from lagrpo.runs import load_events
 from lagrpo.training.run import train
-
-CLEAN = {name: value for name, value in os.environ.items() if name not in machine.WAITING}
 
 
 @pytest.fixture(autouse=True)
@@ -109,25 +102,6 @@ def test_resumed_run_with_another_number_says_that_its_bits_differ(run, monkeypa
     assert "threads was 2, now 1" in capsys.readouterr().out
 
 
-def openmp_threads() -> int:
-    """Of the calling thread's next parallel region, as OpenMP itself says."""
-    found = next(Path(torch.__file__).parent.glob("lib/libgomp*.so*"), None)
-    if found is None:
-        pytest.skip("PyTorch's OpenMP here is not GNU's")
-    return ctypes.CDLL(str(found)).omp_get_max_threads()
-
-
-def test_one_number_holds_for_pytorch_and_for_the_kernels():
-    """They load the same OpenMP (cpu/library.py), whose number PyTorch sets for the calling thread."""
-    for number in (2, 1, 3):
-        with machine.fixed_threads(number):
-            assert openmp_threads() == number
-    if library.why_not() is not None:
-        pytest.skip("there is no C compiler")
-    ours = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libgomp" in line}
-    assert sum(Path(torch.__file__).resolve().parent in Path(os.path.realpath(path)).parents for path in ours) == 1
-
-
 @pytest.mark.usefixtures("with_kernels")
 @each("dtype", [torch.float32, torch.bfloat16])
 def test_kernels_sum_a_norms_gradient_over_the_same_slices_with_any_number(dtype):
@@ -144,27 +118,3 @@ def test_kernels_sum_a_norms_gradient_over_the_same_slices_with_any_number(dtype
 
 
 # How threads wait
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="GNU's OpenMP is Linux's")
-@each(
-    ("code", "users", "seen"),
-    [
-        ("import lagrpo", {}, machine.SPINS),
-        ("import lagrpo", {"GOMP_SPINCOUNT": "7"}, "7"),
-        ("import lagrpo", {"OMP_WAIT_POLICY": "passive"}, "None"),
-        ("import torch, lagrpo", {}, "None"),
-    ],
-)
-def test_spin_is_short_before_pytorch_loads_unless_the_user_chose(code, users, seen):
-    command = [sys.executable, "-c", f"{code}\nimport os; print(os.environ.get('GOMP_SPINCOUNT'))"]
-    done = subprocess.run(command, env=CLEAN | users, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == seen
-
-
-def test_vllm_server_gets_the_users_choice_alone(monkeypatch):
-    launch = Launch(python="python", model="m", dtype="bfloat16", max_model_len=8, max_num_seqs=1)
-    monkeypatch.setenv("GOMP_SPINCOUNT", machine.SPINS)
-    assert "GOMP_SPINCOUNT" not in launch.environment("key")
-    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
-    assert launch.environment("key")["GOMP_SPINCOUNT"] == "7"

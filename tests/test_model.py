@@ -80,17 +80,6 @@ def test_packed_row_has_every_token_at_its_position_behind_the_row_that_predicts
     assert layout.rows == len(tokens)
 
 
-def test_weights_are_read_by_name_one_by_one_and_tied_ones_once():
-    policy = tiny_policy(tie_word_embeddings=True)
-    assert list(policy.weights) == [name for name, _ in policy.model.lm.named_parameters()]
-    assert "lm_head.weight" not in policy.weights.shapes()
-    weight = policy.weights["model.embed_tokens.weight"]
-    assert weight.data_ptr() == policy.model.head.weight.data_ptr()
-    assert not weight.requires_grad
-    with pytest.raises(KeyError, match="up_proj"):
-        policy.weights["model.layers.9.mlp.up_proj.weight"]
-
-
 def test_loading_copies_into_the_models_own_storage_and_counts_the_version():
     policy, other = tiny_policy(), tiny_policy(seed=1)
     addresses = {name: w.data_ptr() for name, w in policy.weights.items()}

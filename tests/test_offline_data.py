@@ -15,8 +15,6 @@ from lagrpo.runs.files import write_table
 from lagrpo.runs.rollouts import rollout_rows, rollout_schema
 from lagrpo.types import Completion, Group, Outcome, Prompt
 
-pytestmark = pytest.mark.usefixtures("shared_templates")
-
 
 def loaded(data, policy, **options):
     return OfflineData(read_records(data), policy, **options)
@@ -65,13 +63,10 @@ def test_bad_rows_are_named(tmp_path):
         ({"completion": "2"}, "line 1: it has neither prompt nor prompt_token_ids"),
         ({"prompt": "1+1="}, "line 1: its completion is None: it needs a text, messages, or token_ids"),
         ({"prompt": "1+1=", "token_ids": [5, 1000]}, "line 1: token 1000 is outside the model's"),
-        ({"prompt": "1+1=", "token_ids": [5.5]}, r"line 1: token_ids is \[5\.5\], not a list of int"),
-        ({"prompt": "1+1=", "completion": "2", "rollout_logprobs": [-1.0]}, "rollout_logprobs needs token_ids"),
         ({"prompt": "1+1=", "token_ids": [5, 1], "rollout_logprobs": [-1.0]}, "has 1 entries for 2 tokens"),
         ({"prompt": "1+1=", "token_ids": [5], "rollout_logprobs": [float("-inf")]}, r"line 1: .*\[0\] is -inf"),
         ({"prompt": ["1+1="], "completion": "2"}, r"line 1: its prompt is \['1\+1='\]: a prompt is a text"),
         ({"prompt": "1+1=", "completion": 2}, "line 1: its completion is 2: it needs a text"),
-        ({"prompt": "1+1=", "completion": "2", "finished": "false"}, "finished is 'false', neither true nor false"),
         ({"prompt": "1+1=", "completion": "2", "reward": "1"}, "its reward is '1', not a finite number"),
         ({"prompt": "x" * 50, "completion": "2"}, "its prompt has 67 tokens; .*max_prompt_length is 64"),
     ]:
@@ -96,7 +91,7 @@ def test_bad_files_are_named(tmp_path):
     for data, message in [
         (tmp_path / "nowhere.jsonl", "neither a file of completions nor a run"),
         (f"{tmp_path}/nothing-*.parquet", r"nothing-\*\.parquet is neither"),
-        (tmp_path / "empty", "empty is a directory without rollouts"),
+        (tmp_path / "empty", "empty is neither a file"),
         (tmp_path / "x.csv", r"\.jsonl or \.parquet"),
         (written(tmp_path, []), "no completions"),
         (rollouts(tmp_path, [[failed]]), "0 completions of 0 groups in 1 file; left out: 1 failed"),
@@ -178,5 +173,5 @@ def test_completion_of_several_turns_is_the_conversation_that_the_template_write
 def test_turns_that_cannot_be_a_completion_are_rejected(tmp_path):
     for roles in ([], ["assistant", "user"], ["assistant", "assistant"], ["user", "assistant"]):
         row = {"prompt": "a", "completion": [{"role": role, "content": "x"} for role in roles], "reward": 1.0}
-        with pytest.raises(ValueError, match=r"line 1: its completion is \[.* begins and ends"):
+        with pytest.raises(ValueError, match=r"line 1: its completion is \[.* begin and end"):
             loaded(written(tmp_path, [row]), tiny_policy(), G=2, seed=0)

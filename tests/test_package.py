@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import tomllib
 import zipfile
 from pathlib import Path
 
@@ -30,12 +29,3 @@ def test_every_source_file_is_in_the_wheel(wheel):
     assert inside == sources
     for name in ("cpu/layer.c", "settings/presets/demo.toml", "view/assets/app.js", "py.typed"):
         assert f"lagrpo/{name}" in inside
-
-
-def test_what_the_wheel_says_of_itself(wheel):
-    (name,) = [name for name in wheel.namelist() if name.endswith("METADATA")]
-    metadata = wheel.read(name).decode()
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert {f"Provides-Extra: {extra}" for extra in extras} <= set(metadata.splitlines())
-    assert "Classifier: Typing :: Typed" in metadata
-    assert " @ " not in metadata  # a requirement by its URL, which package indexes refuse

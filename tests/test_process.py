@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from running import children, tiny_settings
+from running import tiny_settings
 from tiny import save_tiny, tiny_policy
 
 from lagrpo.errors import SettingsError
-from lagrpo.runs import Run
 from lagrpo.settings.load import load_settings
 from lagrpo.training.evaluation import evaluate_model
 from lagrpo.training.run import train
@@ -33,13 +32,3 @@ def test_threads_and_kernels_are_given_back_after_runs_and_evaluations(settings,
     evaluate_model(load_settings(settings(run={"output_dir": str(tmp_path / "out")})))
     assert torch.get_num_threads() == 1
     assert ours.model.computation.startswith("C kernels (")  # a backend belongs to its policy
-
-
-def test_reward_workers_end_with_a_run_that_cannot_be_written(settings, monkeypatch):
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Run, "create", full)
-    with pytest.raises(OSError, match="No space left"):
-        train(settings())
-    assert not children()

@@ -18,8 +18,6 @@ from lagrpo.tasks.data import Row
 from lagrpo.training.run import train
 from lagrpo.verify import verify_run
 
-pytestmark = pytest.mark.usefixtures("shared_templates")
-
 
 def source(prompts: int, N: int) -> PromptSource:
     rows = [f"{n}?" for n in range(prompts)]
@@ -84,17 +82,6 @@ def test_dynamic_sampling_asks_no_prompt_twice_and_does_not_depend_on_what_ends_
     assert min(row["epoch"] for row in load_rollouts(narrow)) == -1
 
 
-def test_every_prompt_that_a_run_asks_is_checked_before_it_starts(monkeypatch):
-    """Three batches of four out of ten: the whole split; two batches: eight of it, those that they ask."""
-    prompts = source(prompts=10, N=4)
-    for batches, count in ((3, 10), (2, 8)):
-        checked: list[int] = []
-        monkeypatch.setattr(prompts, "tokenized", lambda split, index, checked=checked: checked.append(index))
-        prompts.check(batches)
-        assert len(checked) == len(set(checked)) == count
-        assert set(checked) == {index for b in range(1, batches + 1) for _, index in prompts.places(b)}
-
-
 def one_prompt(question: Any, policy: Any = None, place: str = "", **given: Any) -> PromptSource:
     row = Row({"q": question}, "a.jsonl", place)
     task = RowTask("odd", {"train": [row]}, lambda row: (row["q"], ""), lambda completion: 0.0, **given)
@@ -128,19 +115,16 @@ def test_prompt_that_ends_with_the_assistant_is_continued():
     assert policy.chat.tokenizer.decode(prompt.token_ids) == "user: 1+1\nassistant: It is "
 
 
-def test_prompt_that_was_rendered_before_gives_one_warning_with_both_readings(caplog):
-    policy = tiny_policy()
-    policy.chat.tokenizer.chat_template = "{% for m in messages %}<stop>{{ m['content'] }}{% endfor %}"
-    source = one_prompt("<stop>1+1", policy)
+def test_prompt_that_was_rendered_before_gives_one_warning(caplog):
+    source = one_prompt("<stop>1+1", tiny_policy())
     for _ in range(2):
         source.tokenized("train", 0)
-    assert caplog.text.count("was it rendered before?") == 1
-    assert "The model reads '<stop><stop>1+1'. Without the template it would read '<stop>1+1'" in caplog.text
+    assert caplog.text.count("has the special token <stop>: was it rendered") == 1
 
 
 def test_rewards_outside_of_their_range_give_one_warning(run, capsys):
     run("load_letters", rollout={"max_completion_length": 30})  # counts letters
     out = " ".join(capsys.readouterr().out.split())
-    assert out.count("outside of [0, 1], such as ") == 1
+    assert out.count("outside of [0, 1], so pass@1 is wrong") == 1
     run("load_rarely_right")
     assert "outside of [0" not in capsys.readouterr().out

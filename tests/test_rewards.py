@@ -64,14 +64,6 @@ def test_function_of_another_signature_is_rejected():
             Reward("", function).check(row)
 
 
-def test_functions_are_checked_when_their_task_is_loaded(tmp_path):
-    (tmp_path / "some.jsonl").write_text('{"q": "1 + 1?", "level": 1}\n' * 20)
-    data = {"name": "custom", "data": str(tmp_path / "some.jsonl"), "prompt_column": "q", "answer_column": "q"}
-    load_task(load_settings({"task": data | {"rewards": "sample_rewards:by_level"}}).task, 0)
-    with pytest.raises(ValueError, match="'scaled' takes 'by'"):
-        load_task(load_settings({"task": data | {"rewards": "sample_rewards:scaled"}}).task, 0)
-
-
 # ---- built-in rewards ----
 
 
@@ -98,7 +90,7 @@ def test_format_wants_every_tag_once_and_in_order_or_the_pattern():
 
 def test_exact_compares_without_outer_white_space_and_an_empty_answer_is_unscorable():
     assert [exact(text, 7) for text in (" 7\n", "7.0")] == [1.0, 0.0]
-    for empty in (None, "", " \n"):
+    for empty in (None, "", " \n", {"a": "7"}):
         with pytest.raises(UnscorableError):
             exact("", empty)
 
@@ -183,9 +175,6 @@ def test_contradictory_entries_are_rejected():
     for entry, message in [
         ({"reward": "lenght"}, "no built-in reward 'lenght'.*Did you mean 'length'"),
         ({"reward": "length", "options": {"limt": 8}}, r"'b', options: length: .*limt"),
-        ({"reward": "length", "options": {"limit": 4, "target": 4}}, "0 <= target < limit is needed"),
-        ({"reward": "format", "options": {"pattern": "("}}, "'b', options: format"),
-        ({"reward": "exact", "options": {"x": 1}}, "'b', options: exact: .*'x'"),
         ({"reward": "x:y", "options": {"api_key": "sk-1"}}, "options.api_key would be on the disk"),
         ({"reward": "task", "name": "right"}, "two entries have the name 'right'"),
         ({"reward": "llm_judge", "options": {"url": "x", "model": "m"}}, r"write http://host:port/v1"),
@@ -193,13 +182,6 @@ def test_contradictory_entries_are_rejected():
         rewards = [{"name": "right", "reward": "task"}, {"name": "b", **entry}]
         with pytest.raises(SettingsError, match=message):
             check_settings(load_settings({"task": {"name": "arithmetic", "rewards": rewards}}))
-
-
-def test_options_go_to_the_function():
-    entry = {"name": "a", "reward": "sample_rewards:scaled", "options": {"by": 0.5}}
-    loaded = load_task(load_settings({"task": {"rewards": [entry, {"name": "b", "reward": "task"}]}}).task, 0).reward
-    assert isinstance(loaded, Rewards)
-    assert loaded.parts[0].function("four") == 2.0
 
 
 # ---- what a run records ----

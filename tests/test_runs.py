@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import doctest
 import io
 import json
 import math
@@ -17,15 +16,13 @@ import torch
 from rich.console import Console
 
 from lagrpo.errors import SettingsError
-from lagrpo.runs import directory, plots
+from lagrpo.runs import plots
 from lagrpo.runs.directory import Run, default_name
 from lagrpo.runs.environment import collect_environment
 from lagrpo.runs.files import write_directory_atomically
 from lagrpo.runs.plots import reward_curve
 from lagrpo.runs.reading import (
     RunNotFoundError,
-    completion_files,
-    load_evaluations,
     load_metrics,
     load_rollouts,
     rollout_batches,
@@ -198,22 +195,6 @@ def test_batches_are_chosen_by_number(sampled):
         load_rollouts(sampled, [8])
 
 
-def test_completion_files_are_found_by_name_run_and_glob(sampled, tmp_path):
-    file = sampled.path / "rollouts" / "step-000120.parquet"
-    assert completion_files([sampled.path, str(file), f"{tmp_path}/*"]) == [file]
-    for missing in (tmp_path / "nowhere.jsonl", f"{tmp_path}/*.jsonl", tmp_path):
-        with pytest.raises(FileNotFoundError, match="neither a file"):
-            completion_files([missing])
-
-
-def test_run_before_its_first_batch_is_empty(run):
-    assert load_metrics(run) == load_evaluations(run) == load_rollouts(run) == []
-    with pytest.raises(RunNotFoundError, match="no rollouts yet"):
-        show(run)
-    with pytest.raises(RunNotFoundError, match="no metrics yet"):
-        reward_curve(run)
-
-
 # show
 
 
@@ -260,8 +241,3 @@ def test_environment_says_what_computes():
     assert environment["packages"]["torch"] == torch.__version__
     assert environment["threads"] == torch.get_num_threads()
     assert all(environment[key] for key in ("python", "platform", "cpu", "command", "started"))
-
-
-def test_examples_in_the_docstrings_hold():
-    for module in (directory, plots):
-        assert doctest.testmod(module).failed == 0

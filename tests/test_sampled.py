@@ -22,10 +22,9 @@ from lagrpo.model.model import Packed, Policy
 from lagrpo.rollout.local import LocalSampler
 from lagrpo.rollout.schedule import LoopState
 from lagrpo.runs import load_metrics, load_rollouts
-from lagrpo.runs.rollouts import rollout_rows
 from lagrpo.training.batch import Batch, assemble, left_out, micro_batches
 from lagrpo.training.loop import Clock, Step
-from lagrpo.training.metrics import batch_metrics, by_completion, sequence_kl, sequence_log_ratio
+from lagrpo.training.metrics import batch_metrics, by_completion, sequence_sums
 from lagrpo.training.trainer import Optimization, Trainer
 from lagrpo.types import Completion, Group, Outcome, Prompt
 from lagrpo.verify import verify_run
@@ -130,11 +129,11 @@ def test_metrics_and_lag_are_those_of_the_sampled_tokens():
     log_rho = [logp - c.logp_alpha[c.sampled] for logp, c in zip(logp_k, completions, strict=True)]
     sums_C = torch.stack([x.double().sum() for x in log_rho])
     logp_k = by_completion(rows, "logp_k_T")
-    torch.testing.assert_close(sequence_log_ratio(batch, logp_k), sums_C, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(sequence_sums(batch, logp_k)[0], sums_C, rtol=1e-5, atol=1e-5)
     kl_C = torch.stack([(x.exp() - 1 - x).double().sum() for x in log_rho])
-    torch.testing.assert_close(sequence_kl(batch, logp_k), kl_C, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(sequence_sums(batch, logp_k)[1], kl_C, rtol=1e-4, atol=1e-4)
 
-    step = Step(1, 1, 5, "", {}, batch, rows, updates, logp_k, {}, {}, Clock(), LoopState(1, alpha=3))
+    step = Step(1, 1, 5, "", {}, batch, rows, updates, logp_k, {}, Clock(), LoopState(1, alpha=3))
     metrics, flat = batch_metrics(step), torch.cat(log_rho)
     assert metrics["num_tokens"] == 4 + 2 + 2 + 3 + 2
     assert metrics["completions/mean_length"] == 13 / 5
@@ -145,18 +144,9 @@ def test_metrics_and_lag_are_those_of_the_sampled_tokens():
     assert metrics["grad_norm"] == updates[-1]["grad_norm"]
 
 
-def test_rollout_rows_say_which_tokens_were_sampled():
-    row = next(iter(rollout_rows(groups(), [[{}] * 3, [{}] * 2], step=1, policy_version=5)))
-    assert row["loss_mask"] == [True, True, False, False, True, True]
-    assert row["rollout_logprobs"][2:4] == [None, None]
-    assert row["staleness"] == 2
-
-
 def test_all_tokens_are_sampled_by_default():
     c = Completion(tensor([4, 5]), torch.zeros(2), torch.zeros(2), True, "")
     assert (c.sampled.tolist(), c.sampled.dtype, c.length) == ([True, True], torch.bool, 2)
-    with pytest.raises(ValueError, match=r"one entry for each token, but have the shapes \[1\] and \[2\]"):
-        replace(c, sampled=tensor([True]))
 
 
 def written(path: Path, **columns: Any) -> Path:
@@ -182,6 +172,8 @@ def test_a_run_with_unsampled_tokens_agrees_with_its_replay(tmp_path, monkeypatc
 
     def with_a_reply(self, row):
         c = original(self, row)
+        if row.request.batch < 1:  # of the weight-sync check
+            return c
         own = torch.arange(len(c.token_ids)) != (1 if len(c.token_ids) > 2 else -1)
         logp, versions = torch.where(own, c.logp_alpha, NAN), torch.where(own, c.versions, ENVIRONMENT)
         return replace(c, logp_alpha=logp, versions=versions, sampled=own)

@@ -17,7 +17,7 @@ from lagrpo.model.model import copy_policy
 from lagrpo.rng import uniforms
 from lagrpo.rollout.base import Request
 from lagrpo.rollout.local import LocalSampler
-from lagrpo.rollout.prefetch import Prefetcher, VersionError
+from lagrpo.rollout.prefetch import Prefetcher
 from lagrpo.types import Group, Prompt
 
 pytestmark = pytest.mark.usefixtures("either_computation")
@@ -155,11 +155,3 @@ def test_prefetcher_hands_out_batch_by_batch_what_was_generated_together():
         for key in prefetch:
             for x, y in zip(prefetch[key].completions, lazy[key].completions, strict=True):
                 assert torch.equal(x.token_ids, y.token_ids)
-
-
-def test_token_of_another_version_stops_the_run():
-    policy = tiny_policy()
-    prefetcher = Prefetcher(LocalSampler(copy_policy(policy), 0, 12, 8), lambda b: requests_for(policy, 1), 4)
-    prefetcher.submit(range(1, 2), 7)
-    with pytest.raises(VersionError, match="sampled by version 0, but the schedule announced version 7"):
-        list(prefetcher.get(1))

@@ -10,7 +10,7 @@ from running import options, tiny_settings
 from test_cli import lagrpo
 from tiny import save_tiny
 
-from lagrpo.logs import is_secret, redact
+from lagrpo.logs import redact
 
 
 def test_command_line_of_a_run_is_recorded_without_secrets(tmp_path, monkeypatch):
@@ -40,14 +40,3 @@ def test_text_is_masked_behind_names_of_secrets():
         "a=token=planted --n 3 --token planted": "a=token=*** --n 3 --token ***",
     }.items():
         assert redact(text) == shown
-
-
-def test_names_of_secrets():
-    names = ("HF_TOKEN", "--api-key", "apikey", "secret", "max_tokens", "--tokenizer", "monkey", "keys")
-    assert [is_secret(name) for name in names] == [True] * 4 + [False] * 4
-
-
-@pytest.mark.timeout(60)
-def test_long_text_is_masked_in_linear_time():
-    for word in ("key", "key=", "--key ", "-", "x:/", "key='"):
-        assert "planted" not in redact(f"{word * (500_000 // len(word))}' done token=planted")

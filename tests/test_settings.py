@@ -17,7 +17,7 @@ from lagrpo.core.recipes import CHOICES, MINIMUM
 from lagrpo.errors import SettingsError
 from lagrpo.settings.load import PRESETS, SHORT, TABLES, list_settings, load_settings, read_words, to_toml
 from lagrpo.settings.schema import Settings
-from lagrpo.settings.sections import KNOBS, EvalSetSettings, LossSettings, RewardSettings
+from lagrpo.settings.sections import KNOBS, LossSettings, RewardSettings
 
 KEYS = {name: field for name, field in list_settings().items() if "." in name}
 
@@ -29,13 +29,6 @@ def complain(values: Any, overrides: Any = None) -> str:
 
 
 # The schema
-
-
-def test_schema_has_at_most_75_keys_each_with_one_line_of_help():
-    assert len(KEYS) <= 75
-    fields = [*KEYS.values(), *RewardSettings.model_fields.values(), *EvalSetSettings.model_fields.values()]
-    texts = [field.description or "" for field in fields]
-    assert [text for text in texts if not 0 < len(text) <= 100 or "\n" in text or text.endswith(".")] == []
 
 
 def test_settings_of_the_loss_are_knobs_of_recipes_and_name_every_choice():
@@ -74,15 +67,11 @@ def test_schedule_follows_from_its_keys():
     ("values", "names"),
     [
         ({"schedule": {"constant_lag": 2, "sync_at_kl": 0.1}}, ("constant_lag", "sync_at_kl")),
-        ({"schedule": {"constant_lag": 2, "sync_every": 4}}, ("constant_lag", "sync_every")),
         ({"schedule": {"reset_optimizer": True}}, ("reset_optimizer", "ref_sync_every")),
         ({"vllm": {"urls": ["http://a:1"]}}, ("vllm.urls", "rollout.engine")),
-        ({"vllm": {"urls": "http://a:1", "gpus": [1]}, "rollout": {"engine": "vllm"}}, ("urls", "gpus")),
         ({"rollout": {"num_generations": 129}}, ("rollout.max_num_seqs", "rollout.num_generations")),
         ({"rollout": {"engine": "vllm", "temperature": 2.5}}, ("rollout.temperature", "rollout.engine")),
-        ({"eval": {"num_samples": 129, "at_start": False, "every": 1}}, ("rollout.max_num_seqs", "eval.num_samples")),
         ({"eval": {"best_metric": "pass@1", "at_start": False}}, ("best_metric", "at_start")),
-        ({"model": {"lora_alpha": 4.0}}, ("lora_alpha", "lora_r")),
         ({"offline": {"fraction": 0.5}}, ("offline.fraction", "offline.data")),
         ({"loss": {"overrides": {"overlong_buffer": 300}}}, ("overlong_buffer", "rollout.max_completion_length")),
     ],
@@ -99,13 +88,9 @@ def test_contradictory_settings_are_rejected_with_both_keys_in_one_line(values, 
         {"schedule.sync_every": 0},
         {"rollout.temperature": float("inf")},
         {"optimizer.learning_rate": float("nan")},
-        {"run.seed": 2**63},
         {"task.rewards": [{"name": "a", "reward": "exact", "weight": 0}]},
-        {"task.rewards": [{"name": "a", "reward": "exact", "range": [1, 0]}]},
         {"vllm.urls": "localhost:8000", "rollout.engine": "vllm"},
         {"eval.sets": [{"name": "a"}, {"name": "a"}]},
-        {"eval.sets": [{"name": "a/b"}]},
-        {"eval.best_metric": "pass@3"},
         {"eval.sets": [{"name": "a"}], "eval.best_metric": "pass@1"},
     ],
 )
@@ -168,7 +153,6 @@ def test_a_resumed_run_has_its_own_settings(tmp_path):
         ({"schedul": {"sync_every": 1}}, "unknown setting 'schedul'; did you mean 'schedule'?"),
         ({"schedule": {"sync_evry": 1}}, "did you mean 'schedule.sync_every'?"),
         ({"schedule": {"learning_rate": 1.0}}, "did you mean 'optimizer.learning_rate'?"),
-        ({"vllm": {"xyz": 9}}, r"\[vllm\] has urls, "),
         ({"eval": {"sets": [{"name": "a", "smaples": 3}]}}, "unknown setting 'eval.sets.0.smaples'"),
         ({"schedule": 3}, "schedule = 3: "),
         ({"optimizer": {"learning_rate": "x"}}, "optimizer.learning_rate = 'x': Input should be a valid number"),
@@ -206,13 +190,11 @@ def parse(line: str, settings: Settings | None = None) -> dict[str, Any]:
         ("--schedule.sync-every=3 --dry-run", {"schedule.sync_every": 3}),
         ("--run.seed -1", {"run.seed": -1}),
         ("--task gsm8k --recipe=dapo", {"task.name": "gsm8k", "loss.recipe": "dapo"}),
-        ("--run.report_to wandb mlflow", {"run.report_to": ("wandb", "mlflow")}),
+        ("--run.report_to wandb trackio", {"run.report_to": ("wandb", "trackio")}),
         ("--task.rewards exact my.module:score", {"task.rewards": ("exact", "my.module:score")}),
         ("--eval.at_start false", {"eval.at_start": "false"}),
         ("--task.options.operations + - --task.options.digits 2",
          {"task.options.operations": ["+", "-"], "task.options.digits": 2}),
-        ("--loss.overrides.surrogate=clipped", {"loss.overrides.surrogate": "clipped"}),
-        ("--task.options.test-split hard", {"task.options.test_split": "hard"}),
     ],
 )  # fmt: skip
 def test_words_change_settings(line, values):

@@ -8,7 +8,7 @@ from statistics import fmean
 
 import pytest
 import torch
-from small_model import FOLDER, RIGHT, Sum, line, loss_of, one_token, rate, split, tokenizer
+from small_model import FOLDER, RIGHT, Sum, line, loss_of, one_token, rate, split
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
@@ -44,16 +44,6 @@ def test_the_data_are_what_the_program_writes():
     assert len({*chosen}) == 16
     assert all(sum(digits) < 10 for digits in chosen)
     assert sum(rate(digits) == RIGHT[0] for digits in chosen) == 8
-
-
-def test_the_tokenizer_is_what_the_program_makes_and_loses_nothing():
-    kept, made = AutoTokenizer.from_pretrained(FOLDER / "model"), tokenizer()
-    ids = kept("3+8+5=16._").input_ids
-    assert ids == made("3+8+5=16._").input_ids == [3, 10, 8, 10, 5, 11, 1, 6, 12, 13]
-    assert kept.decode(ids) == "3+8+5=16._"
-    question = [{"role": "user", "content": "3+8+5="}]
-    assert kept.apply_chat_template(question, tokenize=False, add_generation_prompt=True) == "3+8+5="
-    assert (kept.eos_token, kept.pad_token) == (".", "_")
 
 
 def test_the_model_is_right_about_as_often_as_its_teacher(rates):

@@ -16,7 +16,7 @@ import tomli_w
 from running import tiny_settings
 from study.__main__ import main
 from study.measures import RunResult, measure, parse_measure
-from study.report import draw_curves, load_results
+from study.report import load_results
 from study.spec import Study, load_study
 from study.statistics import Interval, judge, paired_differences, parse_claim, t_quantile
 from tiny import save_tiny
@@ -50,30 +50,20 @@ def test_interval_by_hand():
     [
         ([1.0, 2.0, 3.0], ">", 0.0, "inconclusive"),  # 2 ± 2.48
         ([1.5, 2.0, 2.5], ">", 0.0, "supported"),  # 2 ± 1.24
-        ([1.5, 2.0, 2.5], ">", 0.8, "inconclusive"),
         ([1.5, 2.0, 2.5], ">", 3.3, "refuted"),
         ([-1.5, -2.0, -2.5], "<", 0.0, "supported"),
-        ([-1.5, -2.0, -2.5], "<", 0.8, "inconclusive"),
         ([1.0, 2.0, 3.0], ">=", 0.5, "supported"),  # -.48 > -.5
         ([1.0, 2.0, 3.0], ">=", 0.4, "inconclusive"),
-        ([-1.0, -2.0, -3.0], "<=", 0.5, "supported"),
         ([-1.5, -2.0, -2.5], ">=", 0.5, "refuted"),
         ([-0.5, 0.0, 0.5], "~", 1.3, "supported"),  # 0 ± 1.24
         ([-0.5, 0.0, 0.5], "~", 1.2, "inconclusive"),
         ([1.5, 2.0, 2.5], "~", 0.7, "refuted"),
-        ([0.0, 0.0, 0.0], ">=", 0.0, "supported"),
-        ([0.0, 0.0, 0.0], ">", 0.0, "inconclusive"),
         ([0.1, 0.1], ">", 0.0, "inconclusive"),  # two equal differences are no evidence
         ([0.5], ">", 0.0, "inconclusive"),
-        ([], ">", 0.0, "inconclusive"),
     ],
 )
 def test_verdicts_by_hand(differences, relation, margin, outcome):
     assert judge(differences, relation, margin).outcome == outcome
-
-
-def test_difference_of_a_verdict_keeps_its_sign():
-    assert getattr(judge([-1.0, -3.0], "<").difference, "mean", None) == -2.0
 
 
 # Claims and measures
@@ -111,7 +101,6 @@ def test_unfinished_study_compares_the_same_cells_on_both_sides():
         ("maskd > plain", "no label 'maskd'. Did you mean 'masked'"),
         ("masked & plain > v = 1", "are both labels of method"),
         ("masked > v = 1", "the same axes"),
-        ("0.5 < masked", "only the right side"),
     ],
 )
 def test_text_that_is_not_a_claim_is_rejected(text, cause):
@@ -124,17 +113,14 @@ def test_text_that_is_not_a_claim_is_rejected(text, cause):
     [
         ("pass@1", 0.9),
         ("pass@1 before", 0.1),
-        ("hard.reward", 0.4),
         ("mean reward", 0.5),
         ("last reward", 0.4),
         ("peak reward", 0.75),  # of .1, .3, .65, .75, .55
-        ("end reward", 0.55),
         ("fall reward", 0.2),
         ("max time/step - reward", 4.6),
         ("time/step to 0.6", 6.0),
         ("time/step to 0.8", None),
         ("tokens to 0.6", None),  # not known of all batches until then
-        ("mean nothing", None),
     ],
 )
 def test_measures_by_hand(text, value):
@@ -173,11 +159,9 @@ def study_file(root: Path, **changes: Any) -> Path:
 @pytest.mark.parametrize(
     ("changes", "cause"),
     [
-        ({"measurs": []}, "did you mean 'measures'"),
         ({"measures": ["mean reward_meen"]}, "'reward'"),
         ({"seeds": [0, 0, 1]}, "seeds: 0 occurs twice"),
         ({"grid": {"a": {"x": {}}, "b": {"x": {}}}}, "grid: 'x' occurs twice"),
-        ({"grid": {"a": {"x 1": {}, "x-1": {}}}, "claims": []}, "run names: 'x-1' occurs twice"),
         ({"set": {"loss": {"recipe": "grop"}}}, "run v-1-seed3: .*'grop'"),
     ],
 )
@@ -201,13 +185,6 @@ def test_studies_of_the_papers_can_run_and_their_records_load(name, tmp_path, mo
     study, runs = load_study(PAPERS / name, tmp_path)
     record = PAPERS / "results" / f"{Path(name).stem}.json"
     assert not record.is_file() or load_results(record, study).keys() <= {(run.cell, run.seed) for run in runs}
-
-
-def test_curves_have_a_panel_for_each_label_of_the_last_axis():
-    study, run = Study(title="", settings="", seeds=(0,), grid=GRID), RunResult([{"reward": 0.5}] * 2, {})
-    drawn = draw_curves(study, {(("plain", "v = 1"), 0): run, (("masked", "v = 10"), 0): run})
-    assert [axes.get_title(loc="left") for axes in drawn.axes] == ["v = 1", "v = 10"]
-    assert [text.get_text() for text in drawn.legends[0].get_texts()] == ["plain", "masked"]
 
 
 # A whole study

@@ -56,7 +56,7 @@ def test_check_passes_after_a_sync_and_stops_on_stale_weights_of_any_layer(dtype
     policy = tiny_policy(dtype=dtype, lora=lora)
     sampler, check, _ = checked(policy)
     update(policy)
-    with pytest.raises(WeightSyncError, match=r"version 1 was synced, but .* the in-process sampler: 0"):
+    with pytest.raises(WeightSyncError, match=r"version 1 was synced, but the sampler reports 0"):
         check(policy, sampler)
     for name in policy.weights:
         sampler.sync_weights(policy.weights, policy.version)
@@ -66,23 +66,6 @@ def test_check_passes_after_a_sync_and_stops_on_stale_weights_of_any_layer(dtype
         if bool(policy.weights[name].any()):  # an adapter's B starts at 0
             with pytest.raises(WeightSyncError, match=r"the sampler serves other weights"):
                 check(policy, sampler)
-
-
-def test_panels_that_were_not_packed_again_are_found_in_any_layer():
-    """As if an update had escaped the counter of changes that autograd keeps: trainer and sampler read old panels."""
-    policy = tiny_policy(dtype=torch.bfloat16, backend="c")
-    sampler, check, agreement = checked(policy)
-    assert agreement.grade == "exact"
-    found = set()
-    for version in range(1, 3):
-        for layer in policy.model.decoder.layers:
-            layer.mlp.up_proj.weight.data.view(torch.int16).add_(1)
-        policy.weights.version = version
-        sampler.sync_weights(policy.weights, version)
-        with pytest.raises(WeightSyncError, match=r"1 weights, such as model\.layers\.\d\.mlp") as raised:
-            check(policy, sampler)
-        found.add(str(raised.value).split("model.layers.")[1][0])
-    assert found == {"0", "1"}
 
 
 @either_computation
@@ -131,7 +114,7 @@ class Echo:
 
     def generate_on_server(self, number, requests, G, max_tokens):
         sampler = LocalSampler(copy_policy(self.policy), 0, max_tokens, 8, tau=self.tau)
-        return sampler.generate_probe(requests, G, max_tokens)
+        return [group for _, group in sampler.sample(requests, G)]
 
     @torch.no_grad()
     def scores(self, items):
@@ -149,18 +132,3 @@ def test_server_within_the_tolerance_passes_and_other_weights_or_temperature_sto
         check(policy, Echo(policy, shift=0.11))
     with pytest.raises(WeightSyncError, match=r"another temperature"):
         WeightSyncCheck(requests_for(policy, 3), torch.float32)(policy, Echo(policy, tau=1.0))
-
-
-def test_compared_tokens_are_renewed_once_they_are_unlikely():
-    """Batch 0's completions have one address: what is generated again differs because the policy does."""
-    policy = tiny_policy()
-    check = WeightSyncCheck(requests_for(policy, 3), torch.float32)
-    check(policy, Echo(policy))
-    first = check._items
-    with torch.no_grad():
-        policy.model.head.weight.mul_(1.001)
-        check(policy, Echo(policy))
-        assert check._items is first
-        policy.model.head.weight.copy_(-policy.model.head.weight)
-    check(policy, Echo(policy))
-    assert check._items != first

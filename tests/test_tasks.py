@@ -90,14 +90,6 @@ def test_missing_data_is_rejected_with_what_to_set(monkeypatch):
         load_task(settings, seed=0)
 
 
-def test_without_a_package_loading_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "math_verify", None)
-    monkeypatch.delitem(sys.modules, "lagrpo.tasks.math", raising=False)
-    for settings in (task_settings("math", data="x"), task_settings("arithmetic", rewards=["math"])):
-        with pytest.raises(ImportError, match=r"pip install 'lagrpo\[math\]'"):
-            load_task(settings, seed=0)
-
-
 def test_own_task_and_reward_are_found_in_the_current_directory(user_module):
     task = load_task(task_settings(f"{user_module}:task", options={"digits": 3}), seed=5)
     assert (task.name, task.prompt("train", 1).answer, task.prompt("test", 0).answer) == ("mine", 6, 3)

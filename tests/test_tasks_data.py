@@ -12,14 +12,11 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from running import tiny_settings
 from test_tasks import task_settings
 
-from lagrpo.errors import SettingsError
 from lagrpo.rewards.reward import Rewards
 from lagrpo.tasks import RowTask, load_task
 from lagrpo.tasks.data import read_rows
-from lagrpo.training.run import train
 
 ROWS: list[dict[str, Any]] = [{"q": f"{n} + 1?", "a": str(n + 1), "level": n % 3} for n in range(30)]
 
@@ -146,7 +143,6 @@ def test_wrong_settings_are_rejected(tmp_path):
         ({"prompt_column": None}, "set task.prompt_column; the columns are q, a, level"),
         ({"prompt_column": "level"}, "line 1: its prompt is 0: a prompt is a text, or a list of messages"),
         ({"rewards": []}, "needs task.rewards: exact, length"),
-        ({"answer_column": None}, "the reward 'number' needs task.answer_column"),
     ]:
         with pytest.raises(ValueError, match=message):
             load(write(tmp_path / "rows.jsonl"), **other)
@@ -162,11 +158,7 @@ def test_file_loads_or_is_rejected_in_one_line_with_the_place(tmp_path):
         ("a.csv", b'q,a\r\n"1\n+ 1?",2\r\n', 1),
         ("a.jsonl", b"", "has no rows"),
         ("a.jsonl", GOOD + b"\n" + GOOD[:20] + b"\n", r"a.jsonl, line 3: this is not JSON"),
-        ("a.jsonl", GOOD + b"null\n", "line 2: this is a NoneType, not an object"),
-        ("a.jsonl", GOOD + b'{"a": "\xff"}\n', "a.jsonl cannot be read: 'utf-8' codec"),
-        ("a.json", b'[{"q": 1}, 2]', "item 2: this is a int"),
         ("a.jsonl.gz", gzip.compress(GOOD * 99, mtime=0)[:-20], "cannot be read"),
-        ("a.csv", b"q,a\n1,2,3\n", "row 1: it has more fields than the header"),
         ("a.parquet", b"PAR1", "a.parquet cannot be read"),
         ("a.txt", GOOD, "needs files that end in .jsonl, .json, .csv, .parquet"),
     ]:  # fmt: skip
@@ -197,14 +189,3 @@ def test_hub_datasets_are_asked_for_their_configuration_and_splits(monkeypatch):
         load_task(task_settings("gsm8k", data="openai/gsm8k"), seed=0)
     task = load("a/b", prompt_column="question", answer_column="answer")
     assert (task.size("train"), task.size("test")) == (27, 3)
-
-
-def test_malformed_data_is_rejected_before_a_model_is_loaded(tmp_path, monkeypatch):
-    monkeypatch.setattr("lagrpo.training.build.build_policy", lambda *_: pytest.fail("a model was loaded"))
-    (tmp_path / "data.jsonl").write_bytes(GOOD * 2 + b"{\n")
-    columns = {"prompt_column": "q", "answer_column": "a", "rewards": ["exact"]}
-    task = {"name": "custom", "data": str(tmp_path / "data.jsonl"), **columns}
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
-    with pytest.raises(SettingsError, match=r"data\.jsonl, line 3: this is not JSON"):
-        train(tiny_settings(tmp_path / "model", tmp_path / "runs", task=task))

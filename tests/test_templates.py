@@ -13,7 +13,7 @@ from test_resume import cut_to, go_on
 from tiny import CHAT, save_tiny, tiny_model, tiny_policy, tiny_tokenizer
 
 from lagrpo.errors import SettingsError
-from lagrpo.model.chat import Chat, TemplateError, pin_date
+from lagrpo.model.chat import Chat, pin_date
 from lagrpo.runs import load_rollouts
 from lagrpo.training.run import train
 from lagrpo.types import Prompt
@@ -40,30 +40,6 @@ def test_tokenize_gives_what_apply_chat_template_gives(chat):
 def test_template_gets_the_kwargs_of_the_chat_and_the_special_tokens(chat):
     chat.tokenizer.chat_template = "{{ eos_token }}{% if enable_thinking is false %}no thinking{% endif %}"
     assert replace(chat, template_kwargs={"enable_thinking": False}).render(ASK) == "<eos>no thinking"
-
-
-def test_template_that_fails_raises_one_line(chat):
-    for template, reason in {
-        "{{ ''.__class__.__mro__ }}": "SecurityError",
-        "{% for m in messages %}": "Unexpected end of template",
-        "{{ raise_exception('no\nsystem \x1b[31m') }}": "no system ␛",
-    }.items():
-        chat.tokenizer.chat_template = template
-        with pytest.raises(TemplateError, match=reason) as raised:
-            chat.render(ASK)
-        assert len(str(raised.value).splitlines()) == 1
-
-
-def test_prompt_without_tokens_or_with_unknown_ones_is_rejected(chat):
-    chat.tokenizer.add_tokens(["?!"])
-    for template, reason in {
-        "": "no token: it is the text ''",
-        "{{ '\\ud800' }}": "surrogates not allowed",
-        "What?!": "token 103 is outside the model's vocabulary of 103",
-    }.items():
-        chat.tokenizer.chat_template = template
-        with pytest.raises(ValueError, match=reason):
-            chat.tokenize(Prompt(0, ASK, "5"))
 
 
 def test_template_that_fails_on_one_prompt_ends_the_run_before_it_is_made(tmp_path):

@@ -1,13 +1,7 @@
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 from theory.bandit import METHODS, curves, masks_table, run, table
 
 from lagrpo.core.recipes import resolve
-
-SCRIPT = Path(__file__).parents[1] / "experiments" / "bandit.py"
 
 EXPECTED = {  # J after 1000 steps without syncs; at step 500 and after 1000 with a sync every 100 steps
     "REINFORCE": (0.800, 0.800, 0.800),
@@ -51,10 +45,3 @@ def test_the_masks_tell_themselves_apart_where_pi_starts_away_from_alpha():
         "rec_ring_nois": ["0.633", "0.823"],
         "rec_ring_is": ["0.644", "0.827"],
     }
-
-
-def test_the_script_prints_both_tables():
-    done = subprocess.run([sys.executable, SCRIPT, "--steps", "4"], capture_output=True, text=True, check=True)
-    variants, masks = done.stdout.split("\n\n")
-    assert [line[:24].rstrip() for line in variants.splitlines()[1:]] == list(METHODS)
-    assert "(J at the start)                 0.500         0.880" in masks

@@ -8,15 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 from each import each
-from hypothesis import given
-from hypothesis import strategies as st
 from test_sampling import request, requests_for
 from tiny import tiny_policy
 
 from lagrpo.core.recipes import resolve
 from lagrpo.model.model import Policy, copy_policy
 from lagrpo.rollout.local import LocalSampler
-from lagrpo.training.batch import assemble, balanced, micro_batches
+from lagrpo.training.batch import assemble, micro_batches
 from lagrpo.training.ranks import Ranks
 from lagrpo.training.trainer import Optimization, Trainer
 from lagrpo.types import Group, Outcome
@@ -81,15 +79,6 @@ def test_ranks_share_all_rows_evenly():
             step = max(len(g.prompt.token_ids) + max(c.length for c in g.completions) for g in batch.groups)
             assert max(costs) - min(costs) <= 2 * step, (tokens, size, costs)
             assert max(m.packed.layout.rows for rows in shares for m in rows) <= tokens
-
-
-@given(st.lists(st.integers(1, 60), max_size=30), st.integers(20, 120))
-def test_rows_are_within_the_budget_and_even(costs, budget):
-    rows = balanced(costs, budget)
-    assert sorted(n for row in rows for n in row) == list(range(len(costs)))
-    totals = [sum(costs[n] for n in row) for row in rows]
-    assert all(total <= budget or len(row) == 1 for total, row in zip(totals, rows, strict=True))
-    assert sum(totals) > budget * (len(rows) - 1) / 2 or not rows  # first fit leaves at most one row half empty
 
 
 def test_entropy_is_that_of_the_first_update_on_the_batch():
@@ -264,18 +253,6 @@ def test_a_sampler_with_other_arithmetic_is_corrected_for_and_not_clipped_for():
     torch.testing.assert_close(of("grpo"), math.exp(0.3) * of("grpo_recomputed", most=0.0), rtol=1e-4, atol=1e-7)
 
 
-@each("sign", [-1, 1])
-def test_token_beyond_20_nats_has_no_gradient_and_counts_as_clipped(sign):
-    policy, recipe = tiny_policy(), resolve("grpo", {"beta": 0.0})
-    rows = micro_batches(assembled(recipe, judge_groups(generate_groups(policy))), 999)
-    signed_T = (sign * rows[0].advantage_C[rows[0].completion_T] > 0).nonzero().flatten()
-    assert rows[0].logp_alpha_T is not None
-    rows[0].logp_alpha_T[signed_T[0]] -= 150
-    _, metrics = make_trainer(policy, recipe).step(rows)
-    assert metrics["clipped_positive" if sign > 0 else "clipped_negative"] == 1.0
-    assert 0 < metrics["grad_norm"] < 100
-
-
 def test_the_reference_is_swapped_at_the_end_of_a_stage_and_only_then():
     policy = tiny_policy()
     recipe = resolve("grpo", {"beta": 0.5})
@@ -288,11 +265,6 @@ def test_the_reference_is_swapped_at_the_end_of_a_stage_and_only_then():
     assert stepping.reference is not None
     assert stepping.reference.version == policy.version == 2
     assert stepping.step(stepping.pack(batch, 999))[1]["kl_ref"] == pytest.approx(0, abs=1e-6)
-
-
-def test_a_recipe_with_a_kl_term_needs_a_reference():
-    with pytest.raises(ValueError, match="needs a reference policy"):
-        make_trainer(tiny_policy(), resolve("grpo"))
 
 
 def test_learning_rate_schedules():
@@ -321,7 +293,7 @@ def test_weight_decay_leaves_norms_and_biases_alone(dtype):
 
 
 @each("dtype", [torch.float32, torch.bfloat16])
-def test_gradient_that_overflows_in_the_model_names_the_completion_and_changes_nothing(dtype):
+def test_gradient_that_overflows_in_the_model_is_rejected_and_changes_nothing(dtype):
     """Its loss is finite, and so is the derivative by each log-prob."""
     policy, recipe = tiny_policy(dtype=dtype), resolve("grpo", {"beta": 0.0})
     rows = micro_batches(assembled(recipe, judge_groups(generate_groups(policy))), 40)
@@ -329,7 +301,7 @@ def test_gradient_that_overflows_in_the_model_names_the_completion_and_changes_n
     c = int(row.advantage_C.abs().argmax())
     row.weight_C[c], weight = 1e37, float(row.weight_C[c])
     before, stepping = policy.model.head.weight.detach().clone(), make_trainer(policy, recipe)
-    with pytest.raises(FloatingPointError, match=rf"update 1 is not finite.*still version 0.*, of {row.name(c)}\."):
+    with pytest.raises(FloatingPointError, match=r"update 1 is not finite.*still version 0"):
         stepping.step(rows)
     assert torch.equal(policy.model.head.weight, before)
     row.weight_C[c] = weight

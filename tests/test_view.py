@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from made_runs import HOSTILE, fill, group, make_run, metrics, row, save_tokenizer
+from made_runs import HOSTILE, fill, group, make_run, metrics, row, save_tokenizer, unpack
 from running import tiny_settings
 from test_cli import lagrpo as command
 from tiny import save_tiny
@@ -21,7 +21,6 @@ from lagrpo.runs import load_rollouts
 from lagrpo.runs.directory import locked
 from lagrpo.view import rollouts
 from lagrpo.view.data import collect
-from lagrpo.view.page import unpack
 from lagrpo.view.rollouts import choose, fits, token_texts
 from lagrpo.view.serve import Server, view
 
@@ -136,11 +135,11 @@ def test_large_run_is_sampled_from_its_first_batch_to_its_last():
 
 def test_groups_are_never_cut_and_what_is_left_out_is_counted(tmp_path):
     run = make_run(tmp_path)
-    run.record_rollouts(1, group(1, [0.0, 1.0, 0.0]) + group(2, [0.0, 1.0, 0.0]))
-    for most, kept in ((6, 6), (5, 3), (3, 3), (1, 3)):
+    run.record_rollouts(1, group(1, [0.0, 1.0, 0.0, 1.0]) + group(2, [0.0, 1.0, 0.0, 1.0]))
+    for most, kept in ((8, 8), (7, 4), (4, 4), (1, 4)):
         made, found = columns(collect([run.path], most))
         assert len(found["reward"]) == kept
-        assert made["rollouts"]["completions_on_disk"] == 6
+        assert made["rollouts"]["completions_on_disk"] == 8
 
 
 # Untrusted text
@@ -171,25 +170,7 @@ def test_no_text_of_a_run_becomes_markup(tmp_path):
     assert made["rollouts"]["prompts"][0][1:] == [HOSTILE, HOSTILE]
 
 
-def test_secrets_are_left_out(tmp_path):
-    run = make_run(tmp_path, task={"system_prompt": "https://me:pw@host/?token=abc"})
-    run.record_event("warning", 1, text="api_key=very-secret in a url")
-    made, _ = columns(collect([run.path], 10))
-    assert made["settings"]["task.system_prompt"] == "https://***@host/?token=***"
-    assert not re.search("very-secret|pw@", json.dumps(made))
-
-
 # Runs that are not whole
-
-
-def test_run_without_anything_says_what_is_missing(tmp_path):
-    run = make_run(tmp_path)
-    (run.path / "environment.json").unlink()
-    made, found = columns(collect([run.path], 10))
-    assert len(made["notes"]) == 2
-    assert made["status"][0] == "unknown"
-    assert len(found["reward"]) == 0
-    assert made["evaluations"]["summaries"] == []
 
 
 def test_status_of_a_run_that_goes_on_was_killed_or_resumed(tmp_path):
@@ -203,28 +184,6 @@ def test_status_of_a_run_that_goes_on_was_killed_or_resumed(tmp_path):
     assert columns(collect([run.path], 1))[0]["status"][0] == "finished"
     run.record_event("resumed", 4, changed={}, moved={})
     assert columns(collect([run.path], 1))[0]["status"][0] == "unknown"
-
-
-DAMAGED = {
-    "rollouts/step-000002.parquet": b"PAR1 no more",
-    "metrics.jsonl": b'{"step": 1}\nno json\n{"step": 3}\n',
-    "evaluations/after.parquet": b"none",
-    "evaluations/after.json": b"{",
-    "config.toml": b"= no toml",
-    "environment.json": b"{",
-}
-
-
-def test_damaged_file_is_named_in_one_line_with_exit_code_2(tmp_path):
-    run = fill(make_run(tmp_path))
-    for name, damaged in DAMAGED.items():
-        whole = (run.path / name).read_bytes()
-        (run.path / name).write_bytes(damaged)
-        code, out, err = command("view", run.path)
-        assert (code, out, len(err.splitlines())) == (2, "", 1)
-        assert name in err
-        assert not (run.path / "view.html").exists()
-        (run.path / name).write_bytes(whole)
 
 
 # The command and the server
@@ -243,20 +202,6 @@ def test_command_writes_a_page_and_says_where(tmp_path, monkeypatch):
     assert "<title>one, two · lagrpo view</title>" in (tmp_path / "view.html").read_text()
     assert command("view", one.path, "--out", tmp_path / "deep" / "x.html", "--completions", 0)[0] == 0
     assert (tmp_path / "deep" / "x.html").is_file()
-
-
-def test_wrong_words_are_one_line_and_exit_code_2(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    fill(make_run(tmp_path))
-    for words, message in (
-        ([], "view needs a run"),
-        (["nowhere"], "there is no run at nowhere"),
-        (["made", "--out", "made"], "made could not be written"),
-        (["made", "--serve", "--port", "99999"], "port 99999"),
-    ):
-        code, out, err = command("view", *words)
-        assert (code, out, len(err.splitlines())) == (2, "", 1)
-        assert message in err
 
 
 @pytest.fixture

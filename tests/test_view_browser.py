@@ -49,11 +49,6 @@ def run(tmp_path):
     return made
 
 
-def key_of(row: str) -> str:
-    """The key of the prompt in a row of the list."""
-    return row.partition("#")[2][:1]
-
-
 def tab(page, name: str) -> None:
     page.click(f"nav [data-tab={name}]")
 
@@ -79,16 +74,6 @@ def test_click_on_the_trend_opens_the_batch(opened, run):
 
 
 # Rollouts
-
-
-def test_groups_are_sorted_by_spread_and_marked(opened, run):
-    page = opened(run, address="#tab=rollouts")
-    rows = page.texts(".row")
-    assert [key_of(text) for text in rows] == ["1", "3", "2"]
-    assert "no signal" in rows[2]
-    assert "1 without reward" in rows[1]
-    page.choose("sort", "low")
-    assert [key_of(text) for text in page.texts(".row")] == ["2", "1", "3"]
 
 
 def test_group_shows_its_completions_side_by_side(opened, run):
@@ -218,21 +203,6 @@ def test_evaluations_show_the_prompts_that_changed(opened, run):
     ]
     page.choose("show", "all")
     assert len(page.texts(".clickable")) == 3
-
-
-def test_settings_have_values_defaults_and_meanings(opened, tmp_path, run):
-    other = make_run(tmp_path, "other", schedule={"prompts_per_batch": 3, "batches": 4, "sync_every": 5})
-    page = opened(run, other, address="#tab=settings")
-    row = next(text for text in page.texts(".settings tr") if text.startswith("schedule.sync_every\t"))
-    assert row.split("\t")[1:4] == ["2", "5", "1"]
-    page.type("input[name=setting]", "schedule.")
-    assert all(text.startswith("schedule.") for text in page.texts(".settings table")[0].splitlines()[1:])
-    page.js("[...document.querySelectorAll('.check')].at(-1).querySelector('input').click()")
-    assert len(page.texts(".settings .scroll")[0].splitlines()) == 2
-    assert "git.commit" in page.text("main")
-
-
-# Runs that are not whole, and large ones
 
 
 # Texts of strangers

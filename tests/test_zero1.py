@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,8 +24,7 @@ from lagrpo.model.model import copy_policy
 from lagrpo.rollout.base import Request
 from lagrpo.rollout.local import LocalSampler
 from lagrpo.training.batch import MicroBatch, micro_batches
-from lagrpo.training.master_weights import MasterWeights, ZeroMasterWeights
-from lagrpo.training.optimizer_state import MergedState
+from lagrpo.training.master_weights import MasterWeights, MergedState, ZeroMasterWeights
 from lagrpo.training.ranks import Ranks
 from lagrpo.training.trainer import Optimization, Trainer
 from lagrpo.types import Group, Prompt
@@ -73,10 +71,10 @@ def learn(group: Any, trainer: Trainer, batches: Sequence[tuple[int, int]], firs
     metrics = []
     for batch, i in batches:
         rows, _ = trainer.accumulate(share(group, rows_of(trainer, batch), first_takes_all))
-        metrics.append(trainer.update(rows))
+        metrics.append(trainer.update())
         for _ in range(i - 1):
             trainer.accumulate(rows)
-            metrics.append(trainer.update(rows))
+            metrics.append(trainer.update())
     return metrics
 
 
@@ -154,72 +152,6 @@ def test_moments_that_stay_on_the_host_make_the_same_updates(ranks, R):
     assert same(found[0][2], expected[2])
 
 
-def test_moments_that_stay_on_the_host_go_on_from_a_checkpoint():
-    one, other = (make(None, "bfloat16", offload_moments=offload) for offload in (False, True))
-    learn(None, one, [(1, 2)])
-    other.load_state(copied(one.state()), 2)
-    homes = [tensor.data_ptr() for name, tensor in other.state().items() if name.startswith("exp_avg")]
-    for trainer in (one, other):
-        learn(None, trainer, [(2, 2)])
-    assert same(other.state(), one.state())
-    assert homes == [tensor.data_ptr() for name, tensor in other.state().items() if name.startswith("exp_avg")]
-
-
-# Where weights are cut
-
-
-def spans_and_masters(group: Any, sizes: Sequence[tuple[int, ...]], dtype: str) -> tuple[list, list, dict[str, Tensor]]:
-    """After two updates of a bare module: what this rank has, its masters, and the weights."""
-    draws = torch.Generator().manual_seed(0)
-    model = module(*(torch.randn(size, generator=draws).to(DTYPES[dtype]) for size in sizes))
-    policy = SimpleNamespace(
-        model=SimpleNamespace(lm=model), weights=SimpleNamespace(version=0), version=0, device="cpu"
-    )
-    trainer = Trainer(
-        policy,  # type: ignore[arg-type]
-        SimpleNamespace(needs_pi_ref=False),  # type: ignore[arg-type]
-        Optimization(0.1, max_grad_norm=None, weight_decay=0.3, seed=2),
-        ranks=ranks_of(group),
-    )
-    for turn in range(2):
-        if group is None or group.rank() == 0:
-            sum((p.float() * (n + turn)).sin().sum() for n, p in enumerate(model.parameters())).backward()  # type: ignore[union-attr]
-        trainer.update()
-    masters = trainer.masters
-    return (
-        [(span.name, span.start, span.stop) for span in masters.spans],
-        [master.detach().reshape(-1) for master in masters.parameters],
-        copied(dict(model.named_parameters())),
-    )
-
-
-@each(
-    ("R", "sizes", "dtype"),
-    [
-        (2, [(3,)], "bfloat16"),
-        (3, [(5,), (2, 2), ()], "float32"),
-        (3, [(33,), (7, 11), (1,), (40, 5)], "bfloat16"),
-    ],
-)
-def test_tiny_weights_are_cut_wherever_a_part_ends(ranks, sizes, R, dtype):
-    """Also where ranks are left without any. Every number is on one rank, and becomes what it does in one process."""
-    spans, masters, weights = spans_and_masters(None, sizes, dtype)
-    found = ranks.run(spans_and_masters, sizes, dtype, size=R)
-    names, parts = [], []
-    for own_spans, own_masters, own_weights in found:
-        assert same(own_weights, weights)
-        names += [(name, n) for name, start, stop in own_spans for n in range(start, stop)]
-        parts += own_masters
-    assert names == [(name, n) for name, start, stop in spans for n in range(start, stop)]
-    assert torch.equal(torch.cat(parts), torch.cat(masters))
-    if len(sizes) == 1:
-        assert found[-1][0] == []
-    if len(sizes) == 4:
-        cut = [span for own_spans, _, _ in found for span in own_spans if span[1] > 0]
-        assert cut
-        assert all(start * DTYPES[dtype].itemsize % 64 == 0 for _, start, _ in cut)
-
-
 def mixed_updates(group: Any) -> list[dict[str, Tensor]]:
     """Weights of two dtypes in one model, without an optimizer: masters go down by their gradients."""
     model = module(torch.linspace(1, 2, 50).bfloat16(), torch.linspace(-1, 1, 40), torch.ones(6, 7).bfloat16())
@@ -288,9 +220,9 @@ def refused(group: Any, on: int) -> tuple[str, bool, bool]:
     before, weights, weight_C = copied(trainer.state()), copied(trainer.policy.weights), rows[0].weight_C.clone()
     if group.rank() == on:
         rows[0].weight_C[0] = 1e37
-    scored, _ = trainer.accumulate(rows)
+    trainer.accumulate(rows)
     with pytest.raises(FloatingPointError) as raised:
-        trainer.update(scored)
+        trainer.update()
     unchanged = same(trainer.state(), before) and same(copied(trainer.policy.weights), weights)
     rows[0].weight_C.copy_(weight_C)
     return str(raised.value), unchanged, as_untouched(trainer, untouched, rows)
@@ -308,7 +240,6 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_refused_on_all_and_nothing
     messages, unchanged, as_if_never = zip(*ranks.run(refused, 1, size=2), strict=True)
     start = r"the gradient of update 1 is not finite \(norm (inf|nan)\); the policy is still version 0"
     assert all(re.match(start, message) for message in messages)
-    assert rows_of(make(None, "bfloat16"))[1].name(0) in messages[1]
     assert all(unchanged)
     assert all(as_if_never)
 
@@ -348,19 +279,10 @@ def test_a_state_of_any_number_of_ranks_is_taken_over_by_any_other(ranks):
                 assert same(after, expected[4])
 
 
-@each(
-    ("changed", "said"),
-    [
-        (lambda name, t: {}, "master/lm_head.weight has 0 numbers in .*, not 3296"),
-        (lambda name, t: {name: t[:-1]}, "master/lm_head.weight has 3264 numbers in .*, not 3296"),
-        (lambda name, t: {f"{name}@0:99": t.flatten()[:99]}, "master/lm_head.weight has 99 numbers in .*, not 3296"),
-    ],
-)
-def test_the_state_of_another_model_is_refused_before_anything_changes(changed, said):
+def test_the_state_of_another_model_is_refused_before_anything_changes():
     trainer = make(None, "bfloat16")
     before, name = copied(trainer.state()), "master/lm_head.weight"
-    state = {n: t + 1 for n, t in before.items() if n != name} | changed(name, before[name])
-    with pytest.raises(ValueError, match=said):
-        trainer.load_state(state, 1)
+    with pytest.raises(ValueError, match=r"master/lm_head.weight has 3264 numbers in .*, not 3296"):
+        trainer.load_state({n: t + 1 for n, t in before.items()} | {name: before[name][:-1]}, 1)
     assert same(trainer.state(), before)
     assert trainer.policy.version == 0

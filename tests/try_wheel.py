@@ -68,7 +68,7 @@ def try_with(python: str, wheel: Path, folder: Path) -> None:
     print(run(bin / "lagrpo", "--version"))
     print(run(bin / "lagrpo", "env"))
     print(run(bin / "lagrpo", "train", "demo", *SHORT))
-    assert (empty / "runs" / "tried" / "weights" / "final" / "model.safetensors").is_file()
+    assert (empty / "runs" / "tried" / "weights" / "final" / "adapter_model.safetensors").is_file()
     print(f"It works with {python}.", flush=True)
 
 

@@ -10,10 +10,10 @@ from typing import Any
 
 from pydantic import Field, NonNegativeInt, model_validator
 
-from lagrpo.errors import SettingsError
+from lagrpo.errors import SettingsError, suggest
 from lagrpo.runs import load_evaluations, load_metrics
 from lagrpo.runs.directory import plain_name
-from lagrpo.runs.metrics import check_metric
+from lagrpo.runs.metrics import describe_metrics
 from lagrpo.settings.load import merged, read_toml, validate
 from lagrpo.settings.schema import Settings
 from lagrpo.settings.sections import Section
@@ -63,8 +63,9 @@ class Study(Section):
             parse_claim(claim.claim, self.grid)
         measures = [*self.measures, *(claim.measure for claim in self.claims)]
         for name in [*self.curves, *(name for measure in measures for name in metrics_of(measure))]:
-            if name not in BOUNDS:
-                check_metric(name)
+            known = [known for metrics in describe_metrics([name]).values() for known in metrics]
+            if name not in {*BOUNDS, *known}:
+                raise ValueError(f"there is no metric {name!r}.{suggest(name, known)} docs/metrics.md lists all")
         return self
 
     @property
@@ -103,7 +104,7 @@ class Run:
 def load_study(file: Path, directory: Path) -> tuple[Study, list[Run]]:
     """A study and all its runs, seed by seed. Raises SettingsError for a file that is not a study, for settings that
     cannot run, and for settings that differ from those of a run that exists."""
-    study = validate(Study, read_toml(file), {}, str(file))
+    study = validate(read_toml(file), {}, str(file), Study)
     base, runs = merged(DEFAULTS, read_toml(file.parent / study.settings)), list[Run]()
     for seed, (cell, prefix) in product(study.seeds, list(zip(study.cells, study.names, strict=True))):
         name, values = f"{prefix}-seed{seed}".lstrip("-"), base
@@ -111,7 +112,7 @@ def load_study(file: Path, directory: Path) -> tuple[Study, list[Run]]:
         for sections in (study.set, *labels):
             values = merged(values, sections)
         own = {"output_dir": str(directory), "name": name, "seed": seed}
-        settings = validate(Settings, merged(values, {"run": own}), {}, f"{file}, run {name}")
+        settings = validate(merged(values, {"run": own}), {}, f"{file}, run {name}")
         try:
             check_settings(settings, resume="auto")
         except SettingsError as error:

@@ -40,8 +40,7 @@ from lagrpo.settings.load import load_settings, read_words, to_toml
 from lagrpo.settings.schema import Settings
 
 HELP = {"-h", "--help"}
-EVALUATED = ("run", "model", "task", "rollout", "vllm", "eval")
-"""Sections that `lagrpo eval` reads."""
+EVALUATED = ("run", "model", "task", "rollout", "vllm", "eval")  # sections that `lagrpo eval` reads
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -57,7 +56,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     logs.print_records()
     try:
         with interruptible(), failing(SettingsError, FileNotFoundError, code=2):
-            find_command(name)(rest)
+            if name not in COMMANDS:
+                nearest = find_nearest(name, COMMANDS)
+                raise SettingsError(f"there is no command {name!r}; did you mean {nearest!r}? (lagrpo --help)")
+            COMMANDS[name](rest)
     except BrokenPipeError:  # the reader of our output has gone: `lagrpo … | head`
         sys.stderr.close()
     except BaseException as error:
@@ -65,14 +67,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise
         print("\nlagrpo: interrupted", file=sys.stderr)
         sys.exit(128 + getattr(stop, "signal", 2))
-
-
-def find_command(name: str) -> Callable[[list[str]], None]:
-    """The function of a command. Raises SettingsError for an unknown one, with the nearest."""
-    if name not in COMMANDS:
-        nearest = find_nearest(name, COMMANDS)
-        raise SettingsError(f"there is no command {name!r}; did you mean {nearest!r}? (lagrpo --help)")
-    return COMMANDS[name]
 
 
 @contextmanager
@@ -88,9 +82,7 @@ def failing(*errors: type[Exception], code: int = 1) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Train:
-    """Train on the settings of a file or of a packaged one (demo, gsm8k, deepscaler), changed by --section.name VALUE.
-
-    --task NAME, --model PATH and --recipe NAME stand for --task.name, --model.path and --loss.recipe."""
+    """Train on the settings of a file or a packaged one (demo, gsm8k, deepscaler), changed by --section.name VALUE."""
 
     file: tyro.conf.Positional[Annotated[str | None, tyro.conf.arg(metavar="SETTINGS")]] = None
     """Settings file (TOML), or demo, gsm8k, deepscaler"""
@@ -168,18 +160,14 @@ def view(
         port: Port of --serve; 0: a free one.
         batch: Batch that --text prints; default: the last.
     """
-    if text:
-        from lagrpo.terminal.show import show
+    from lagrpo.terminal.show import show
+    from lagrpo.view import serve as pages
 
+    if text:
         for run in runs:
             show(run, batch)
-        return
-    from lagrpo.view.serve import serve as serve_page
-    from lagrpo.view.serve import view as write_page
-
-    if serve:
-        return serve_page(runs, out, completions, open, port)
-    write_page(runs, out, completions, open)
+    else:
+        pages.view(runs, out, completions, open, port if serve else None)
 
 
 def verify(
@@ -219,8 +207,6 @@ def vllm_serve(
 ) -> None:
     """Start a vLLM server for runs to attach to. Words after -- go to vLLM: lagrpo vllm-serve MODEL -- --seed 3
 
-    It prints the URL, the settings that attach to it, and the API key unless $LAGRPO_VLLM_API_KEY sets it.
-
     Args:
         model: Hub id or directory of a causal language model, or smollm2.
         host: Address; one that other machines can reach needs $LAGRPO_VLLM_API_KEY.
@@ -250,7 +236,7 @@ def recipes(name: Annotated[str | None, tyro.conf.Positional] = None) -> None:
 
 
 def call(name: str, function: Callable[..., None], words: list[str]) -> None:
-    """Call a command whose signature says what it takes; words after -- become values of --server-args."""
+    """Call a command by its signature; words after -- become values of --server-args."""
     own = words[: words.index("--")] if "--" in words else words
     given = [*own, *(f"--server-args={shlex.quote(word)}" for word in words[len(own) + 1 :])]
     tyro.cli(function, args=given, prog=f"lagrpo {name}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,18 +13,17 @@ from lagrpo.machine import read_quota, usable_cores
 from lagrpo.runs.environment import cpu_model, package_version
 
 NEEDED = ("lagrpo", "torch", "transformers", "datasets", "numpy")
-EXTRAS = {"math-verify": "math", "gguf": "demo", "peft": "lora", "reasoning-gym": "gym"}  # package -> lagrpo's extra
-EXTRAS |= {name: name for name in ("tensorboard", "wandb", "trackio", "mlflow")}
+EXTRAS = {"math-verify": "math", "gguf": "demo", "reasoning-gym": "gym"}  # package -> lagrpo's extra
+EXTRAS |= {name: name for name in ("tensorboard", "wandb", "trackio")}
 GET_VLLM = "make vllm-env, or install vllm==0.32.0 into its own environment and set LAGRPO_VLLM_PYTHON"
-INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16")
-GB = 1e9
+INSTRUCTIONS = {"avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16"}
 
 Lines = Iterator[tuple[str, str]]  # what is looked at, what was found
 
 
 def env() -> None:
     """Print versions, hardware, kernels and vLLM for a bug report, and the command that gets what is missing."""
-    for look in (look_at_packages, look_at_machine, look_at_gpus, look_at_kernels, look_at_vllm):
+    for look in (look_at_packages, look_at_machine, look_at_kernels, look_at_vllm):
         try:
             for name, found in look():
                 print(f"{name:<14} {found}")
@@ -35,10 +33,9 @@ def env() -> None:
 
 def look_at_packages() -> Lines:
     yield "python", f"{platform.python_version()}, {sys.executable}"
-    for name in NEEDED:
-        yield name, package_version(name) or "missing: pip install --upgrade lagrpo"
-    for name, extra in EXTRAS.items():
-        yield name, package_version(name) or f"missing: pip install 'lagrpo[{extra}]'"
+    for name in (*NEEDED, *EXTRAS):
+        get = f"pip install 'lagrpo[{EXTRAS[name]}]'" if name in EXTRAS else "pip install --upgrade lagrpo"
+        yield name, package_version(name) or f"missing: {get}"
 
 
 def look_at_machine() -> Lines:
@@ -47,22 +44,12 @@ def look_at_machine() -> Lines:
     from lagrpo.cpu.library import cpu_flags
 
     yield "system", platform.platform()
-    yield "cpu", f"{cpu_model()} ({', '.join(name for name in INSTRUCTIONS if name in cpu_flags())})"
-    quota, threads = read_quota(), f"{torch.get_num_threads()} threads"
-    yield "cores", f"{os.cpu_count()}, {usable_cores()} usable, quota {quota or 'none'}, {threads}"
-    total, free = (os.sysconf(name) * os.sysconf("SC_PAGE_SIZE") for name in ("SC_PHYS_PAGES", "SC_AVPHYS_PAGES"))
-    yield "memory", f"{total / GB:.1f} GB, {free / GB:.1f} GB free"
-
-
-def look_at_gpus() -> Lines:
-    import torch
-
-    for n in range(torch.cuda.device_count()):
-        gpu = torch.cuda.get_device_properties(n)
-        yield f"gpu {n}", f"{gpu.name}, {gpu.total_memory / GB:.0f} GB, CUDA {torch.version.cuda}"
-    if not torch.cuda.device_count():
-        hidden = shutil.which("nvidia-smi") and "missing: PyTorch does not see it: pip install --force-reinstall torch"
-        yield "gpu", hidden or "none"
+    yield "cpu", f"{cpu_model()} ({', '.join(sorted(INSTRUCTIONS & cpu_flags()))})"
+    cores = f"{os.cpu_count()}, {usable_cores()} usable, quota {read_quota() or 'none'}"
+    yield "cores", f"{cores}, {torch.get_num_threads()} threads"
+    yield "memory", f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 1e9:.1f} GB"
+    gpus = [torch.cuda.get_device_properties(n) for n in range(torch.cuda.device_count())]
+    yield "gpu", "; ".join(f"{gpu.name}, {gpu.total_memory / 1e9:.0f} GB" for gpu in gpus) or "none that PyTorch sees"
 
 
 def look_at_kernels() -> Lines:

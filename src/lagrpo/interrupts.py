@@ -67,11 +67,6 @@ def deferring() -> Iterator[None]:
         _deferring, _asked = False, None
 
 
-def asked_to_stop() -> int | None:
-    """The first signal inside `deferring()`."""
-    return _asked
-
-
 def raise_if_asked() -> None:
     """Raise Interrupted if a signal has asked this process to stop."""
     if _asked is not None:

@@ -9,19 +9,7 @@ Shape suffixes, used everywhere:
     V   vocabulary
 
 `rewards_G` is one group's rewards, `logp_T` the log-probs of all completion tokens of a batch, one after the other,
-`completion_T` the index (0 .. C-1) of the completion that each of those tokens belongs to. One group of two:
-
->>> import torch
->>> prompt = Prompt(key=7, messages=({"role": "user", "content": "2+3="},), answer="5", token_ids=(11, 12, 13))
->>> correct = Completion(
-...     token_ids=torch.tensor([5, 8, 2]), logp_alpha=torch.tensor([-0.1, -0.2, -0.3]),
-...     versions=torch.tensor([4, 4, 4]), finished=True, text="5.", outcome=Outcome.scored(1.0))
->>> wrong = Completion(
-...     token_ids=torch.tensor([6, 2]), logp_alpha=torch.tensor([-2.0, -0.1]),
-...     versions=torch.tensor([4, 4]), finished=True, text="6", outcome=Outcome.scored(0.0))
->>> group = Group(prompt, (correct, wrong))
->>> group.rewards
-(1.0, 0.0)
+`completion_T` the index (0 .. C-1) of the completion that each of those tokens belongs to.
 """
 
 from __future__ import annotations
@@ -39,22 +27,19 @@ if TYPE_CHECKING:  # annotations only: reward workers import this module and mus
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt of a task. `key` is its index in its split and the address of its random numbers; `messages` is what
-    the chat template gets, `asked` what the task gave if an environment opens with other messages; `answer` is what a
-    reward compares with (JSON-serializable); `token_ids` is the templated prompt, filled in once a tokenizer is
-    at hand."""
+    """One prompt of a task. `key` is its index in its split and keys its random numbers; `messages` is what the chat
+    template gets, `asked` what the task gave if an environment opens with other messages; `answer` is what a reward
+    compares with (JSON-serializable); `token_ids` is the templated prompt, empty until it is tokenized."""
 
     key: int
     messages: tuple[Mapping[str, str], ...]
     answer: Any
     token_ids: tuple[int, ...] = ()
     asked: tuple[Mapping[str, str], ...] = ()
-    row: Mapping[str, Any] | None = None
-    """the row of the data, with what was asked as "prompt": a text, or a list of messages"""
+    row: Mapping[str, Any] | None = None  # of the data, with what was asked as "prompt": a text, or messages
     prefix: str = ""
     """what the tokenized prompt begins the answer with: a last message of the assistant, or a <think>"""
-    place: str = ""
-    """where the row stands, such as "data.jsonl, line 3"; "" for none"""
+    place: str = ""  # where the row stands, such as "data.jsonl, line 3"
 
 
 Kind = Literal["scored", "unscored", "failed"]
@@ -63,17 +48,15 @@ Range = tuple[float, float]  # the least and the greatest reward of a task
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a completion: *scored* (it has a reward), *unscored* (its answer could not be scored: unparsable
-    answer, an error in the judge, its deadline) or *failed* (infrastructure: the sampler died). Only scored ones enter
-    group statistics and the loss; a failure is never a reward of 0."""
+    """What became of a completion: *scored* (it has a reward), *unscored* (its answer could not be scored) or *failed*
+    (the sampler died). Only scored ones enter group statistics and the loss; a failure is never a reward of 0."""
 
     kind: Kind
     reward: float | None = None
     reason: str = ""
     parts: Mapping[str, float | None] = field(default_factory=dict, hash=False)
-    """Of a task with several rewards each of them by its name, unweighted; None where it could not score."""
-    correct: bool | None = None
-    """Of such a task: whether the rewards that decide it call it correct. None: its reward decides (`is_correct`)."""
+    """of a task with several rewards each by its name, unweighted; None if it could not score"""
+    correct: bool | None = None  # of such a task; None: the reward decides (`is_correct`)
 
     @staticmethod
     def scored(reward: float) -> Outcome:
@@ -90,46 +73,30 @@ class Outcome:
 
 def is_correct(reward: float, reward_range: Range, decided: bool | None = None) -> bool:
     """Whether a scored completion counts as correct: its reward is the maximum of `task.reward_range`. `decided`
-    is what the rewards of a task that has several say of it.
-
-    >>> is_correct(1.0, (0.0, 1.0)), is_correct(1.0, (0.0, 10.0)), is_correct(0.0, (-1.0, 0.0))
-    (True, False, True)
-    """
+    is what the rewards of a task that has several say of it."""
     return reward >= reward_range[1] if decided is None else decided
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One completion of t tokens (the end-of-sequence token included when it was sampled).
+    """One completion of t tokens (with the end-of-sequence token if it was sampled). Tokens that were not sampled,
+    such as an environment's reply, are context: the model reads them, and no count, sum or loss does."""
 
-    Tokens that no policy sampled, such as an environment's reply, are context: the model reads them, and no count, sum
-    or loss does. Their entries of `logp_alpha` and `versions` mean nothing. Raises ValueError where `sampled` does not
-    fit the tokens."""
-
-    token_ids: torch.Tensor
-    """int64 [t]"""
+    token_ids: torch.Tensor  # int64 [t]
     logp_alpha: torch.Tensor
     """float32 [t], log-probs under the policy that sampled the tokens, nats, at the sampling temperature"""
-    versions: torch.Tensor
-    """int64 [t], which version of the policy sampled each token"""
-    finished: bool
-    """False when it was cut at the token limit"""
-    text: str
-    """without special tokens"""
-    outcome: Outcome | None = None
-    """None until it has been judged"""
+    versions: torch.Tensor  # int64 [t], which version of the policy sampled each token
+    finished: bool  # False when it was cut at the token limit
+    text: str  # without special tokens
+    outcome: Outcome | None = None  # None until it has been scored
     sampled: torch.Tensor = field(default=None)  # type: ignore[assignment]
     """bool [t], whether a policy sampled the token; by default all were"""
-
     turns: tuple[str, ...] = ()
     """of an episode, what the policy and its environment said in turn, without special tokens; else empty"""
 
     def __post_init__(self) -> None:
         if self.sampled is None:  # written so because importing torch would slow down reward workers
             object.__setattr__(self, "sampled", self.token_ids == self.token_ids)
-        elif self.sampled.shape != self.token_ids.shape:
-            shapes = f"{list(self.sampled.shape)} and {list(self.token_ids.shape)}"
-            raise ValueError(f"sampled and token_ids need one entry for each token, but have the shapes {shapes}")
 
     @property
     def length(self) -> int:
@@ -148,9 +115,8 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A prompt and its G completions, all drawn for the same batch. `epoch` is the pass over the prompts that this one
-    comes from (negative: a prompt generated in place of another); `source` says who generated it: the run's sampler, or
-    somebody else, whose completions a file brought."""
+    """A prompt and its G completions, all sampled for the same batch. `epoch` is the pass over the prompts that this
+    one comes from (negative: it replaces another prompt); `source` says who sampled it: the run, or a file's author."""
 
     prompt: Prompt
     completions: tuple[Completion, ...]
@@ -169,15 +135,14 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a run leaves: its directory, the summaries of its evaluations, where the weights are and how many updates
-    they have had, and the signal that stopped it, None for a finished run."""
+    """What a run leaves."""
 
-    run: Path
-    before: dict[str, Any] | None
+    run: Path  # its directory
+    before: dict[str, Any] | None  # the summaries of its evaluations
     after: dict[str, Any] | None
     weights: Path | None
-    version: int
+    version: int  # updates that the weights have had
     batches: int
-    interrupted: signal.Signals | None
+    interrupted: signal.Signals | None  # the signal that stopped it
     evaluations: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     """the summaries of all evaluations by the names of their files; `before` and `after` are of the first set"""

@@ -192,10 +192,3 @@ def test_pairwise_is_the_sum_over_pairs_and_a_completion_alone_has_none():
     of_the_pair = ((0.5 - 0.2) - (-0.3 + 0.1)) ** 2 / 2**2  # sum_{i<j} / G^2
     assert float(value_T[:3].sum()) / 2 == pytest.approx(-of_the_pair)  # the mean over its completions
     assert float(value_T[3]) == 0.0
-
-
-def test_log_probs_that_are_missing_or_not_aligned_are_rejected():
-    with pytest.raises(ValueError, match="needs old_logp"):
-        clipped_exact(inputs([0.0], [0.0]))
-    with pytest.raises(ValueError, match="aligned"):
-        inputs([0.0, 0.0], [0.0])

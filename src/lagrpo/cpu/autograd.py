@@ -17,7 +17,7 @@ from lagrpo.cpu import kernels
 from lagrpo.cpu.panels import Panels, has_adapter
 
 
-def attend(row: kernels.Row, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+def attend(row: Any, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
     """Attend along a packed row: query [rows, Hq, D], key and value [rows, Hkv, D] -> [rows, Hq, D]."""
     return _Attention.apply(query, key, value, row, scaling)  # type: ignore[return-value]
 
@@ -103,7 +103,7 @@ class Linears:
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, query: Tensor, key: Tensor, value: Tensor, row: kernels.Row, scaling: float) -> Tensor:
+    def forward(ctx, query: Tensor, key: Tensor, value: Tensor, row: Any, scaling: float) -> Tensor:
         query, key, value = (t.contiguous() for t in (query, key, value))
         out, lse = kernels.attention(row, query, key, value, scaling)
         ctx.save_for_backward(query, key, value, out, lse)

@@ -17,16 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lagrpo.cpu import kernels
 from lagrpo.cpu.autograd import Linears, add_norm, gated_product, normed_products, product, rotary
-from lagrpo.cpu.panels import (
-    AdaptedDecoder,
-    AdaptedPanels,
-    BorrowedPanels,
-    DecoderPanels,
-    OwnPanels,
-    Panels,
-    has_adapter,
-    joined,
-)
+from lagrpo.cpu.panels import Panels, has_adapter, joined
 
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 DECODER = {"embed_tokens", "layers", "norm", "rotary_emb"}
@@ -36,20 +27,16 @@ MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 
 
 class Layout(Protocol):
-    """Who attends to whom in one call of the model, and what computes it (model/attention.py)."""
+    """Who attends to whom in one call of the model, and what computes it (model/attention.py): `attend` takes
+    [rows, Hq, D] and twice [rows, Hkv, D], and gives [rows, Hq, D]."""
 
     @property
-    def longest(self) -> int:
-        """Tokens of the longest sequence."""
-        ...
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        """Attend in one layer: [rows, Hq, D], [rows, Hkv, D] twice -> [rows, Hq, D]."""
-        ...
+    def longest(self) -> int: ...  # tokens of the longest sequence
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor: ...
 
 
 def check_window(module: nn.Module, layout: Layout, sliding_window: int | None) -> None:
-    """Raise ValueError if a sequence is longer than the window that a layer attends within."""
+    """Raise ValueError for a sequence that is longer than the window that a layer attends within."""
     if sliding_window is not None and layout.longest > sliding_window:
         raise ValueError(
             f"{type(module).__name__} attends within a window of {sliding_window} tokens, but a sequence here is "
@@ -85,11 +72,13 @@ def is_plain_linear(module: nn.Module) -> bool:
 
 class FusedDecoder:
     """The decoder of a model of transformers and its head, computed with the kernels from the weights of its modules,
-    or for the forward products from `panels`."""
+    or for the forward products from `panels` (OwnPanels, BorrowedPanels or AdaptedPanels)."""
 
-    def __init__(self, lm: Any, panels: OwnPanels | BorrowedPanels | AdaptedPanels | None = None) -> None:
+    at_once = True  # a decoding step is one call
+
+    def __init__(self, lm: Any, panels: Any = None) -> None:
         self.decoder, self.head, self.panels = lm.get_decoder(), lm.get_output_embeddings(), panels
-        self._stack: tuple[object, kernels.Stack | None] | None = None
+        self._stack: tuple[object, kernels.Stack] | None = None  # of which panels, and all layers for one call
         self._plain = True
 
     @property
@@ -114,33 +103,25 @@ class FusedDecoder:
     def __call__(self, input_ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
         """Final hidden states: input_ids and position_ids [rows] -> [rows, H]. The gradient goes to the modules'
         weights, whatever computes the products."""
-        stack = self.stack() if isinstance(layout, kernels.Active) else None
         x = self.decoder.embed_tokens(input_ids)
         cosine, sine = (t.squeeze(0) for t in self.decoder.rotary_emb(x, position_ids.unsqueeze(0)))
         for layer in self.decoder.layers:
             attention = layer.self_attn
             window = getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None))
             check_window(attention, layout, window)
-        if stack is not None and isinstance(layout, kernels.Active):
-            return add_norm(*kernels.decode_step(stack, layout, x, cosine, sine), self.decoder.norm)[1]
-        panels, delta = self.panels.current().layers if self.panels is not None else None, None
+        panels, delta = self.panels.current() if self.panels is not None else None, None
+        if self.at_once and panels is not None and isinstance(layout, kernels.Active):
+            if self._stack is None or self._stack[0] is not panels:
+                self._stack = panels, _stack(self.decoder, panels)
+            return add_norm(*kernels.decode_step(self._stack[1], layout, x, cosine, sine), self.decoder.norm)[1]
         for number, layer in enumerate(self.decoder.layers):
-            four = panels[number] if panels is not None else [None] * 4
+            four = panels.layers[number] if panels is not None else [None] * 4
             given = (number, layer, four, x, delta, cosine, sine, layout)
             if torch.is_grad_enabled() and layer.training and getattr(layer, "gradient_checkpointing", False):
                 x, delta = checkpoint(_compute_layer, *given, use_reentrant=False)  # type: ignore[misc]
             else:
                 x, delta = _compute_layer(*given)
         return add_norm(x, delta, self.decoder.norm)[1]
-
-    def stack(self) -> kernels.Stack | None:
-        """All layers for one call per decoding step; None without panels, or if scaling or norms differ."""
-        if self.panels is None:
-            return None
-        panels = self.panels.current()
-        if self._stack is None or self._stack[0] is not panels:
-            self._stack = panels, _stack(self.decoder, panels)
-        return self._stack[1]
 
 
 def _compute_layer(
@@ -164,13 +145,9 @@ def _head_norm(x: Tensor, module: Any) -> Tensor:
     return add_norm(x.reshape(-1, x.shape[-1]), None, module)[1].view(x.shape)
 
 
-def _stack(decoder: Any, panels: DecoderPanels | AdaptedDecoder) -> kernels.Stack | None:
-    """All layers for one call, if they are alike."""
+def _stack(decoder: Any, panels: Any) -> kernels.Stack:
+    """All layers for one call: the families' layers have one scaling and one epsilon."""
     layers = decoder.layers
-    scalings = {layer.self_attn.scaling for layer in layers}
-    eps = {norm.variance_epsilon for layer in layers for norm in _norms(layer) if norm is not None}
-    if len(scalings) > 1 or len(eps) > 1:
-        return None
     fields: list[list[Tensor | int | None]] = []
     for layer, four in zip(layers, panels.layers, strict=True):
         scales = [None if norm is None else norm.weight.detach() for norm in _norms(layer)]
@@ -179,7 +156,8 @@ def _stack(decoder: Any, panels: DecoderPanels | AdaptedDecoder) -> kernels.Stac
     d = layers[0].self_attn.head_dim
     return kernels.Stack(
         fields, width=qkv.k, inner=down.k, heads=output.k // d, kv_heads=(qkv.n - output.k) // (2 * d), d=d,
-        rank=max(p.rank for four in panels.layers for p in four), scaling=scalings.pop(), eps=eps.pop(),
+        rank=max(p.rank for four in panels.layers for p in four), scaling=layers[0].self_attn.scaling,
+        eps=layers[0].input_layernorm.variance_epsilon,
     )  # fmt: skip
 
 

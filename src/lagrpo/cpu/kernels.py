@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,22 +56,18 @@ def norm_backward(
     return grad_x, grad_weight[:, :width].sum(0).to(weight.dtype)
 
 
-def _gated(gate: Tensor, up: Tensor) -> Arguments:
-    rows, width = gate.shape
-    return _Gated(rows=rows, width=width, stride=gate.stride(0), gate=gate, up=up)
-
-
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up, both [n, width] with the same distance between their rows."""
     y = gate.new_empty(gate.shape)
-    call("swiglu", _gated(gate, up), y)
+    call("swiglu", _Gated(rows=len(y), width=y.shape[1], stride=gate.stride(0), gate=gate, up=up), y)
     return y
 
 
 def swiglu_backward(gate: Tensor, up: Tensor, grad_y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """What `swiglu` gave, and its gradients of gate and up; all contiguous."""
     y, grad_gate, grad_up = (gate.new_empty(gate.shape) for _ in range(3))
-    call("swiglu_backward", _gated(gate, up), grad_y.contiguous(), y, grad_gate, grad_up)
+    given = _Gated(rows=len(y), width=y.shape[1], stride=gate.stride(0), gate=gate, up=up)
+    call("swiglu_backward", given, grad_y.contiguous(), y, grad_gate, grad_up)
     return y, grad_gate, grad_up
 
 
@@ -86,15 +82,6 @@ def rotary(x: Tensor, cosine: Tensor, sine: Tensor, back: bool = False) -> Tenso
 
 
 # ---- attention along a packed row ----
-
-
-class Row(Protocol):
-    """A packed row (model/layout.py): its segments int64 [S, 4], and the number of them before each group [N + 1]."""
-
-    @property
-    def segments(self) -> Tensor: ...
-    @property
-    def groups(self) -> Tensor: ...
 
 
 _Attention = struct("count heads kv_heads d stride", "segments q k_t v out lse", "scaling")
@@ -126,9 +113,9 @@ def paired(x: Tensor) -> Tensor:
     return y
 
 
-def attention(row: Row, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
-    """Shared-prefix attention of a packed row: out [rows, Hq, D] and log-sum-exps float32 [rows, Hq]. D a multiple of
-    VECTOR. All contiguous."""
+def attention(row: Any, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+    """Shared-prefix attention of a packed row (model/layout.py): out [rows, Hq, D] and log-sum-exps float32 [rows, Hq].
+    D a multiple of VECTOR. All contiguous."""
     rows, heads, d = query.shape
     out, lse, keys, values = torch.empty_like(query), floats(rows, heads), transposed(key), paired(value)
     call("attention", _Attention(
@@ -139,7 +126,7 @@ def attention(row: Row, query: Tensor, key: Tensor, value: Tensor, scaling: floa
 
 
 def attention_backward(
-    row: Row, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor,
+    row: Any, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor,
     scaling: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of query, key and value of `attention`, from what it was given and returned."""

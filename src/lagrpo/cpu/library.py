@@ -1,8 +1,7 @@
 """The C kernels as a library: compiled once per machine with the C compiler that is here, loaded once per process.
 
-The cache directory keeps the library under a name that its sources, compiler, flags and the processor decide, so a home
-directory that several kinds of machines share holds one for each. C sees tensors as addresses: the caller keeps them
-alive, contiguous if kernels.h says so, and on the CPU.
+The cache directory has one for each kind of machine. C sees tensors as addresses: the caller keeps them alive,
+contiguous if kernels.h says so, and on the CPU.
 
 LAGRPO_CPU_ISA names the instructions that may be used, to see what another processor would compute: native (all, the
 default), avx512_bf16 (all but AMX), avx512 (no bfloat16 products), avx2, or baseline."""
@@ -70,10 +69,7 @@ def isa_level() -> str:
     """The level that LAGRPO_CPU_ISA names. Raises NoKernels for an unknown name, or a level above this processor."""
     name = (os.environ.get(ISA) or "native").lower()
     if name not in LEVELS:
-        offered = ", ".join(level for level in LEVELS if level != "emulated_tiles")
-        raise NoKernels(f"{ISA} = {name!r} is not a level of instructions: use {offered}")
-    if platform.machine() not in ("x86_64", "AMD64") and name != "native":
-        raise NoKernels(f"{ISA} = {name!r} is for x86-64; this processor is {platform.machine()}: unset {ISA}")
+        raise NoKernels(f"{ISA} = {name!r} is not a level of instructions: use {', '.join(LEVELS)}")
     if missing := LEVELS[name].needs - cpu_flags():
         raise NoKernels(f"{ISA} = {name!r}: this processor lacks {', '.join(sorted(missing))}")
     return name
@@ -99,14 +95,9 @@ def describe() -> str:
 def _library() -> tuple[Any, str]:
     """The library and its compiler, or None and why there is none."""
     try:
-        library, compiler = load_library()
+        return load_library()
     except NoKernels as error:
         return None, str(error)
-    library.pack_bytes.restype = ctypes.c_int64
-    return library, compiler
-
-
-# ---- compiling ----
 
 
 def load_library() -> tuple[ctypes.CDLL, str]:
@@ -124,10 +115,12 @@ def load_library() -> tuple[ctypes.CDLL, str]:
         if not target.is_file():
             logger.info("compiling the kernels for this processor (once), into %s", target)
             _compile(compiler, flags, target)
-        return ctypes.CDLL(str(target)), version
+        library = ctypes.CDLL(str(target))
+        library.pack_bytes.restype = ctypes.c_int64
+        return library, version
+    except NoKernels:
+        raise
     except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home directory
-        if isinstance(error, NoKernels):
-            raise
         raise NoKernels(f"the library cannot be kept or loaded ({error}); LAGRPO_CACHE names another place") from error
 
 
@@ -177,9 +170,6 @@ def _run(command: list[str]) -> str:
     except subprocess.CalledProcessError as error:
         reason = next((line for line in error.stderr.splitlines() if "error" in line), error.stderr.strip()[:200])
         raise NoKernels(f"{command[0]} failed: {reason or f'exit status {error.returncode}, no message'}") from error
-
-
-# ---- calling ----
 
 
 class Arguments(ctypes.Structure):

@@ -1,21 +1,19 @@
 """Weights packed into panels, in the order in which the C kernels multiply bfloat16 by them, and who reads which.
 
 The forward products of the trainer, of α and of π_ref are all ours (products.c): one order of sums, whatever rows are
-computed together. `OwnPanels` keeps the panels of one model: it packs them again when the weights have changed, and
-lends them to copies that hold the same version, so that right after a weight sync the same panels serve π and α.
-`BorrowedPanels` is what such a copy reads. With adapters (LoRA) the weights are frozen: one `OwnPanels` serves all
-versions, and each model has its own adapters with them, `AdaptedPanels`. A linear layer has an adapter if it has
-parameters `lora_A` [r, k] and `lora_B` [n, r] and a number `scale`.
+computed together. `OwnPanels` packs the weights of one model again when they have changed, and lends the panels to
+copies of the same version, which read `BorrowedPanels`. With adapters (LoRA) the weights are frozen: one `OwnPanels`
+serves all versions, and each model has its own adapters with them, `AdaptedPanels`. A linear layer has an adapter if
+it has parameters `lora_A` [r, k] and `lora_B` [n, r] and a number `scale`.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from itertools import chain, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -161,14 +159,16 @@ class OwnPanels:
         layers = [*chain.from_iterable(chain(*map(joined, decoder.layers))), head]
         self._parameters = [p for m in layers for p in (m.weight, m.bias) if p is not None]
         self._panels: DecoderPanels | None = None
-        self._spare: DecoderPanels | None = None
+        self._spare: DecoderPanels | None = None  # which no copy reads
         self._packed: list[tuple[int, int]] | None = None  # the state of the parameters that is in the panels
 
     def current(self) -> DecoderPanels:
         """The panels of the weights as they are now."""
         now = _state(self._parameters)
         if self._panels is None or now != self._packed:
-            self._panels, self._packed = self._unread(), None
+            if self._panels is None or self._panels.borrowers:
+                self._panels, self._spare = self._spare or DecoderPanels(self._decoder, self._head), None
+            self._packed = None
             self._panels.fill(self._decoder, self._head)
             self._packed = now
         return self._panels
@@ -188,13 +188,6 @@ class OwnPanels:
     def owns(self, weights: Sequence[Tensor]) -> bool:
         """Whether these tensors are this model's own weights."""
         return {w.data_ptr() for w in weights} <= {p.data_ptr() for p in self._parameters}
-
-    def _unread(self) -> DecoderPanels:
-        """Panels that no copy reads."""
-        if self._panels is not None and not self._panels.borrowers:
-            return self._panels
-        spare, self._spare = self._spare, None
-        return spare or DecoderPanels(self._decoder, self._head)
 
 
 class BorrowedPanels:
@@ -235,8 +228,7 @@ class BorrowedPanels:
             parameter.data = parameter.new_empty(0)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class AdaptedDecoder:
+class AdaptedDecoder(NamedTuple):
     """`DecoderPanels` of a model with adapters, as these are now."""
 
     layers: list[list[LowRank]]

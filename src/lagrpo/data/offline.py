@@ -1,4 +1,4 @@
-"""Pre-generated (offline) completions: JSONL or Parquet files as groups, for the methods that allow them.
+"""Pre-generated (offline) completions: JSONL or Parquet files as groups, for recipes that allow them.
 
 One row per completion. Columns:
 
@@ -12,10 +12,9 @@ One row per completion. Columns:
     loss_mask          for each of token_ids whether a policy sampled it; the others are context (optional; all were)
     finished, answer   optional
 
-The rollouts of a run are read too: there the prompt is called prompt_text, and answer is JSON. A file of rollouts is a
-batch, and its groups stay groups; completions that failed are left out. Otherwise rows of the same prompt and `answer`
-form groups of at most G, in the order of the files. A completion without log-probs (no `rollout_logprobs`, or null for
-a sampled token) carries NaN, and only recipes that never read log α may use it; for the others it is left out if some
+The rollouts of a run are read too: there the prompt is called prompt_text, and answer is JSON. Its groups stay groups;
+completions that failed are left out. Otherwise rows of the same prompt and `answer` form groups of at most G, in the
+order of the files. A completion without log-probs carries NaN: for recipes that read log α it is left out if others
 have them. Its version is -1, of no policy of this run.
 """
 
@@ -25,14 +24,14 @@ import json
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from lagrpo.model.chat import Chat, Replies
+from lagrpo.model.chat import Replies
 from lagrpo.model.model import Policy
 from lagrpo.runs.reading import completion_files
 from lagrpo.tasks import Messages, build_messages, order_prompts
@@ -52,8 +51,7 @@ class Offline(NamedTuple):
 
 
 def read_records(data: str | Path | Sequence[str | Path]) -> list[Row]:
-    """The rows of the files that `data` names (see `runs.reading.completion_files`). Raises FileNotFoundError for a
-    file that is missing; ValueError, with file and line, for one that cannot be read."""
+    """The rows of the files that `data` names. Raises FileNotFoundError, and ValueError with file and line."""
     rows = list[Row]()
     for file in completion_files([data] if isinstance(data, str | Path) else data):
         if format_of(file) not in (".jsonl", ".json", ".parquet"):
@@ -66,23 +64,29 @@ def read_records(data: str | Path | Sequence[str | Path]) -> list[Row]:
 
 class OfflineData:
     """The groups of files, visited epoch after epoch in an order that is a function of (seed, epoch). `reads_logp`: the
-    recipe reads log α. `left_out` is how many rows are not in the groups, by reason. Raises ValueError, with file and
-    line, for a row that is malformed, that the model has no tokens for or that has a prompt of more than
-    `max_prompt_tokens`, and if no completions are left."""
+    recipe reads log α. `left_out` counts rows that are not in the groups, by reason. Raises ValueError, with file and
+    line, for a row that cannot be used, and if no completions are left."""
 
     def __init__(
         self, records: Sequence[Row], policy: Policy, G: int, seed: int, *, system_prompt: str | None = None,
         max_prompt_tokens: int = 10**9, reads_logp: bool = False,
     ) -> None:  # fmt: skip
         self.seed, self.left_out, self.files = seed, Counter[str](), len({row.path for row in records})
-        reader, rows = RowReader(policy.chat, Replies(policy.chat), system_prompt, max_prompt_tokens), list[Offline]()
+        replies, rows = Replies(policy.chat), list[Offline]()
         for record in records:
             with naming(record):
-                rows.append(reader.read(record))
+                rows.append(read_row(record, replies, system_prompt, max_prompt_tokens))
         rows = self._keep(rows, "failed", lambda row: row.completion is not None)
         if reads_logp and any(_has_logp(row.completion) for row in rows):
             rows = self._keep(rows, "without log-probs", lambda row: _has_logp(row.completion))
-        self._groups = _build_groups(rows, G)
+        together: defaultdict[tuple[Any, ...], list[Offline]] = defaultdict(list)
+        for row in rows:
+            together[row.group].append(row)
+        chosen = [members[first : first + G] for members in together.values() for first in range(0, len(members), G)]
+        self._groups = [
+            Group(replace(some[0].prompt, key=key), tuple(c for _, c, _ in some if c is not None), source="file")
+            for key, some in enumerate(chosen)
+        ]
         self._completions = [completion for group in self._groups for completion in group.completions]
         if not self._groups:
             raise ValueError(f"the files have {self}")
@@ -123,85 +127,63 @@ def _has_logp(completion: Completion | None) -> bool:
     return completion is not None and not bool((completion.logp_alpha.isnan() & completion.sampled).any())
 
 
-def _build_groups(rows: Sequence[Offline], G: int) -> list[Group]:
-    together: defaultdict[tuple[Any, ...], list[Offline]] = defaultdict(list)
-    for row in rows:
-        together[row.group].append(row)
-    chosen = [members[first : first + G] for members in together.values() for first in range(0, len(members), G)]
-    return [
-        Group(replace(some[0].prompt, key=key), tuple(c for _, c, _ in some if c is not None), source="file")
-        for key, some in enumerate(chosen)
-    ]
+def read_row(row: Row, replies: Replies, system_prompt: str | None, max_prompt_tokens: int) -> Offline:
+    """What a row says. Raises ValueError for a malformed one."""
+    prompt = _read_prompt(row, replies, system_prompt)
+    if (count := len(prompt.token_ids)) > max_prompt_tokens:
+        raise ValueError(f"its prompt has {count} tokens; rollout.max_prompt_length is {max_prompt_tokens}")
+    completion = None if row.get("outcome") == "failed" else _read_completion(row, replies)
+    batch = (row.path, row.get("epoch")) if "prompt_text" in row else ()
+    return Offline(prompt, completion, (*batch, prompt.token_ids, json.dumps(prompt.answer)))
 
 
-@dataclass(frozen=True)
-class RowReader:
-    """Makes prompts and completions of rows. Its methods raise ValueError for a row that is malformed."""
+def _read_prompt(row: Row, replies: Replies, system_prompt: str | None) -> Prompt:
+    """The prompt with its token ids."""
+    question, answer = row.get("prompt"), row.get("answer")
+    if "prompt_text" in row:
+        question, answer = row["prompt_text"], json.loads(answer or "null")
+    json.dumps(answer)  # TypeError for what cannot be recorded
+    if ids := read_list(row, "prompt_token_ids", (int,)):
+        replies.chat.check_vocabulary(ids)
+        return Prompt(0, build_messages(question or ""), answer, tuple(ids))
+    if not question:
+        raise ValueError("it has neither prompt nor prompt_token_ids")
+    return replies.chat.tokenize(Prompt(0, build_messages(question, system_prompt), answer))
 
-    chat: Chat
-    replies: Replies
-    system_prompt: str | None
-    max_prompt_tokens: int
 
-    def read(self, row: Row) -> Offline:
-        prompt = self.read_prompt(row)
-        if (count := len(prompt.token_ids)) > self.max_prompt_tokens:
-            raise ValueError(f"its prompt has {count} tokens; rollout.max_prompt_length is {self.max_prompt_tokens}")
-        completion = None if row.get("outcome") == "failed" else self.read_completion(row)
-        batch = (row.path, row.get("epoch")) if "prompt_text" in row else ()
-        return Offline(prompt, completion, (*batch, prompt.token_ids, json.dumps(prompt.answer)))
+def _read_completion(row: Row, replies: Replies) -> Completion:
+    """The completion, with NaN for log-probs that are unknown."""
+    said, finished = row.get("completion"), row.get("finished", True)
+    ids, sampled, turns = _tokenize(row, said, finished is not False, replies)
+    if not ids:
+        raise ValueError("its completion has no tokens")
+    replies.chat.check_vocabulary(ids)
+    return Completion(
+        token_ids=torch.tensor(ids, dtype=torch.long),
+        logp_alpha=read_logp(row, len(ids)),
+        versions=torch.full((len(ids),), UNKNOWN_VERSION),
+        finished=finished is not False,
+        text=said if isinstance(said, str) else replies.chat.decode(ids),
+        outcome=read_outcome(row),
+        sampled=torch.tensor(sampled or [True] * len(ids)),
+        turns=tuple(turns),
+    )
 
-    def read_prompt(self, row: Mapping[str, Any]) -> Prompt:
-        """The prompt with its token ids."""
-        question, answer = row.get("prompt"), row.get("answer")
-        if "prompt_text" in row:
-            question, answer = row["prompt_text"], json.loads(answer or "null")
-        json.dumps(answer)  # TypeError for what cannot be recorded
-        if ids := read_list(row, "prompt_token_ids", (int,)):
-            self._check_tokens(ids)
-            return Prompt(0, build_messages(question or ""), answer, tuple(ids))
-        if not question:
-            raise ValueError("it has neither prompt nor prompt_token_ids")
-        return self.chat.tokenize(Prompt(0, build_messages(question, self.system_prompt), answer))
 
-    def read_completion(self, row: Mapping[str, Any]) -> Completion:
-        """The completion, with NaN for log-probs that are unknown."""
-        said, finished = row.get("completion"), row.get("finished", True)
-        if finished not in (True, False, None):
-            raise ValueError(f"finished is {finished!r:.80}, neither true nor false")
-        ids, sampled, turns = self._tokenize(row, said, finished is not False)
-        self._check_tokens(ids)
-        return Completion(
-            token_ids=torch.tensor(ids, dtype=torch.long),
-            logp_alpha=read_logp(row, len(ids)),
-            versions=torch.full((len(ids),), UNKNOWN_VERSION),
-            finished=finished is not False,
-            text=said if isinstance(said, str) else self.chat.decode(ids),
-            outcome=read_outcome(row),
-            sampled=torch.tensor(sampled or [True] * len(ids)),
-            turns=tuple(turns),
-        )
-
-    def _tokenize(self, row: Mapping[str, Any], said: Any, finished: bool) -> tuple[Any, Any, Sequence[str]]:
-        """The token ids of a completion; which were sampled (None: all); and the text of each of several turns."""
-        if (ids := read_list(row, "token_ids", (int,))) is not None:
-            sampled = read_list(row, "loss_mask", (bool,), len(ids))
-            if sampled is not None and not any(sampled):
-                raise ValueError("none of its tokens was sampled: there is nothing to learn from")
-            return ids, sampled, read_list(row, "messages", (str,)) or []
-        if column := next((name for name in ("rollout_logprobs", "loss_mask") if row.get(name) is not None), None):
-            raise ValueError(f"{column} needs token_ids: the text may be tokenized otherwise than it was sampled")
-        if isinstance(said, list):
-            return tokenize_turns(said, self.replies, finished)
-        if not isinstance(said, str):
-            raise ValueError(f"its completion is {said!r:.80}: it needs a text, messages, or token_ids")
-        return [*self.chat.encode(said, add_special_tokens=False), *[self.chat.end_id] * finished], None, []
-
-    def _check_tokens(self, ids: Sequence[int]) -> None:
-        if not ids:
-            raise ValueError("its completion has no tokens")
-        if strange := [i for i in ids if not 0 <= i < self.chat.vocabulary]:
-            raise ValueError(f"token {strange[0]!s:.40} is outside the model's vocabulary of {self.chat.vocabulary}")
+def _tokenize(row: Row, said: Any, finished: bool, replies: Replies) -> tuple[Any, Any, Sequence[str]]:
+    """The token ids of a completion; which were sampled (None: all); and the text of each of several turns."""
+    if (ids := read_list(row, "token_ids", (int,))) is not None:
+        sampled = read_list(row, "loss_mask", (bool,), len(ids))
+        if sampled is not None and not any(sampled):
+            raise ValueError("none of its tokens was sampled: there is nothing to learn from")
+        return ids, sampled, read_list(row, "messages", (str,)) or []
+    if column := next((name for name in ("rollout_logprobs", "loss_mask") if row.get(name) is not None), None):
+        raise ValueError(f"{column} needs token_ids: the text may be tokenized otherwise than it was sampled")
+    if isinstance(said, list):
+        return tokenize_turns(said, replies, finished)
+    if not isinstance(said, str):
+        raise ValueError(f"its completion is {said!r:.80}: it needs a text, messages, or token_ids")
+    return [*replies.chat.encode(said, add_special_tokens=False), *[replies.chat.end_id] * finished], None, []
 
 
 def read_list(row: Mapping[str, Any], column: str, kinds: tuple[type, ...], count: int | None = None) -> Any:
@@ -237,16 +219,13 @@ def read_outcome(row: Mapping[str, Any]) -> Outcome | None:
 
 
 def tokenize_turns(messages: Messages, replies: Replies, finished: bool) -> tuple[list[int], list[bool], list[str]]:
-    """Token ids of a completion of several turns; which of them are the assistant's: its texts, each with the token
-    that ends a turn (the last only if it is `finished`), and what the chat template adds for the messages between; and
-    the text of each turn. Raises ValueError for messages that cannot be a completion."""
+    """Token ids of a completion of several turns, with what the chat template adds between them; which are the
+    assistant's, each turn with the token that ends it (the last only if it is `finished`); and the turns' texts."""
     whole = all(isinstance(message, Mapping) and isinstance(message.get("content"), str) for message in messages)
     own = [message.get("role") == "assistant" for message in messages] if whole else []
     if not own or not own[0] or not own[-1] or any(a and b for a, b in pairwise(own)):
-        raise ValueError(
-            f"its completion is {messages!r:.80}: a text, or a list of messages ({{'role': 'assistant', 'content': "
-            "'…'}) that begins and ends with one of the assistant, no two of which follow each other"
-        )
+        form = "messages that begin and end with one of the assistant, no two of which follow each other"
+        raise ValueError(f"its completion is {messages!r:.80}: it needs a text, or {form}")
     ids, sampled, texts = list[int](), list[bool](), list[str]()
     for is_own, turn in groupby(messages, lambda message: message["role"] == "assistant"):
         given = list(turn)

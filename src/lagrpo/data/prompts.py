@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from lagrpo.errors import SettingsError, one_line
+from lagrpo.errors import SettingsError
 from lagrpo.model.model import Policy
 from lagrpo.rollout.base import Request
 from lagrpo.rollout.episodes import Episodes
@@ -24,16 +24,15 @@ logger = logging.getLogger("lagrpo")
 
 class PromptSource:
     """The requests of training batches (N prompts each) and of evaluations, tokenized. With `episodes` an environment
-    gives the messages with which each begins. Raises SettingsError for a task without prompts."""
+    gives the messages with which each begins."""
 
     def __init__(
         self, task: Task, policy: Policy, seed: int, N: int, max_prompt_tokens: int, episodes: Episodes | None = None
     ) -> None:
         self.task, self.chat, self.seed, self.N, self.max_prompt_tokens = task, policy.chat, seed, N, max_prompt_tokens
-        self.first: list[tuple[int, Prompt]] = []
-        """prompts of the first batch with their indices, once they were checked"""
+        self.first: list[tuple[int, Prompt]] = []  # of the first batch, with their indices, once they were checked
         self._episodes, self._opened = episodes, dict[tuple[str, int], tuple[Mapping[str, Any], ...]]()
-        self._size, self._template_tokens = task.size("train"), self.chat.template_tokens()
+        self._size, self._warned = task.size("train"), False
         if self._size < 1:
             raise SettingsError(f"task {task.name!r} has no training prompts")
         self._order = lru_cache(maxsize=2)(lambda epoch: order_prompts(seed, epoch, self._size))
@@ -49,8 +48,7 @@ class PromptSource:
         return [(epoch, self._order(epoch)[position]) for epoch, position in places]
 
     def check(self, batches: int) -> None:
-        """Tokenize every prompt that batches 1 .. `batches` visit, so that none of them ends the run later on. Raises
-        SettingsError for one that cannot be asked, or is too long."""
+        """Tokenize every prompt that batches 1 .. `batches` visit, so that none of them ends the run later on."""
         for place, index in enumerate(self._order(0)[: batches * self.N]):  # later epochs have no other prompts
             prompt = self.tokenized("train", index)
             if place < self.N:
@@ -61,9 +59,8 @@ class PromptSource:
         return [Request(0, 0, self.tokenized("train", index)) for index in range(min(count, self._size))]
 
     def extra(self, b: int, taken: int, count: int) -> list[Request]:
-        """`count` more prompts for batch b, which had `taken` of them before: an endless sequence that is a function
-        of (seed, b), over the prompts that are not in the batch (or all, if every one is), in another order.
-        Its passes count as epochs -1, -2, …"""
+        """`count` more prompts for batch b, which had `taken` of them: an endless sequence, a function of (seed, b),
+        over the prompts that are not in the batch (or all). Its passes count as epochs -1, -2, …"""
         own = {index for _, index in self.places(b)}
         order = order_prompts(self.seed, -1 - b, self._size)
         order = [index for index in order if index not in own] or order
@@ -79,8 +76,7 @@ class PromptSource:
         return [Request(0, 0, self.tokenized("test", index)) for index in order[: count or None]]
 
     def tokenized(self, split: str, index: int) -> Prompt:
-        """A prompt with its token ids. Raises SettingsError if it cannot be asked, exceeds max_prompt_tokens, the chat
-        template rejects it (some know no system message) or the model lacks its tokens."""
+        """A prompt with its token ids. Raises SettingsError if it cannot be asked, or is too long."""
         where = f"prompt {index} of the {split} split of {self.task.name!r}"
         try:
             prompt = self._open(split, index)
@@ -91,19 +87,11 @@ class PromptSource:
         if (count := len(prompt.token_ids)) > self.max_prompt_tokens:
             limit = f"rollout.max_prompt_length is {self.max_prompt_tokens}; rollout.overlong_prompts = 'drop' drops it"
             raise SettingsError(f"{where} has {count} tokens; {limit}")
-        self._warn_of_rendered(where, prompt)
-        return prompt
-
-    def _warn_of_rendered(self, where: str, prompt: Prompt) -> None:
-        """Warn once of a prompt that has special tokens that the chat template writes."""
         text = "\n".join(str(message.get("content") or "") for message in prompt.messages)
-        if token := next((token for token in self._template_tokens if token in text), None):
-            self._template_tokens = []
-            logger.warning(
-                "%s has %s, which the chat template writes, too: was it rendered before? The model reads %r. Without "
-                "the template it would read %r: set model.chat_template to one that only writes the message's content",
-                where, token, one_line(self.chat.render(prompt.messages)), one_line(text),
-            )  # fmt: skip
+        if not self._warned and (token := next((token for token in self.chat.special_tokens if token in text), None)):
+            self._warned = True
+            logger.warning("%s has the special token %s: was it rendered by a chat template before?", where, token)
+        return prompt
 
     def _open(self, split: str, index: int) -> Prompt:
         """A prompt with the messages that the policy sees first; its environment gives them once."""

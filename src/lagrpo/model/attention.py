@@ -1,8 +1,7 @@
 """Shared-prefix attention: a prompt appears once; its G completions attend to it and to themselves.
 
-One attention function serves every decoder model of transformers that takes its attention from the registry. The model
-is called on one packed row of tokens with an extra keyword, `layout`, which says who attends to whom and attends: along
-a packed row in the trainer and the prefill, or from new tokens to caches in a decoding step (decoding.py).
+The model is called on one packed row of tokens with an extra keyword, `layout`, which says who attends to whom and
+attends: along a packed row in the trainer and the prefill, or from new tokens to caches in a decoding step.
 
 Along a packed row the C kernels attend on a CPU (cpu/). Elsewhere PyTorch does, with the keys and values of each
 segment gathered as [prompt, own]: by `varlen_attn` on GPUs in float16 or bfloat16, else segment by segment by
@@ -56,17 +55,11 @@ def shared_prefix_attention(
     softcap: float | None = None, s_aux: Tensor | None = None, **_: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """The function that transformers calls in each layer: query [1, Hq, rows, D], key and value [1, Hkv, rows, D] ->
-    ([1, rows, Hq, D], None). Raises ValueError if no layout came with the call, or the model asks for what this
-    attention lacks: a sliding window shorter than the longest sequence, soft-capping, attention sinks."""
+    ([1, rows, Hq, D], None). Raises ValueError for a call without a layout, and for what this attention lacks."""
     if layout is None:
-        raise ValueError(
-            f"{type(module).__name__} was called without a layout: with attention {NAME!r} the model must be called "
-            "through lagrpo.model (or load it with attn_implementation='sdpa' for other uses)"
-        )
+        raise ValueError(f"attention {NAME!r} was called without a layout: call the model through lagrpo.model")
     if softcap is not None or s_aux is not None:
-        raise ValueError(
-            f"{type(module).__name__} uses soft-capping or attention sinks, which shared-prefix attention lacks"
-        )
+        raise ValueError("shared-prefix attention lacks soft-capping and attention sinks")
     check_window(module, layout, sliding_window)
     rows = [t.squeeze(0).transpose(0, 1) for t in (query, key, value)]
     scaling = scaling if scaling is not None else query.shape[-1] ** -0.5
@@ -77,8 +70,7 @@ def shared_prefix_attention(
 
 
 def attend(layout: PackedLayout, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-    """Attend along a packed row: [rows, Hq, D], [rows, Hkv, D] twice -> [rows, Hq, D]; differentiable. No [T, T] matrix
-    is stored."""
+    """Attend along a packed row: [rows, Hq, D], [rows, Hkv, D] twice -> [rows, Hq, D]; differentiable."""
     varlen = takes_varlen(query.device, query.dtype, query.shape[-1])
     return (attend_varlen if varlen else attend_by_segments)(layout, query, key, value, scaling)
 

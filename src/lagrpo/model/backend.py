@@ -1,9 +1,8 @@
 """What computes attention, log-probs and decoding for one device and dtype, and how device and dtype are picked.
 
-A policy gets its backend when it is built (`choose_backend`). PyTorch's operations run on any device (attention.py,
-logprobs.py, decoding.py). On a CPU with a C compiler the kernels of cpu/ replace them, and also compute whole decoder
-layers for the families that cpu/decoder.py reproduces. In bfloat16 the matrix products of these layers and of the head
-are the kernels' too: then rollout engine and trainer agree to the bit.
+PyTorch's operations run on any device. On a CPU with a C compiler the kernels of cpu/ replace them, and also compute
+whole decoder layers for the families that cpu/decoder.py reproduces. In bfloat16 the matrix products of these layers
+and of the head are the kernels' too: then rollout engine and trainer agree to the bit.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ Dtype = Literal["bfloat16", "float32"]
 
 @dataclass(frozen=True)
 class Backend:
-    """PyTorch's operations; with `kernels` the C kernels, and then `products` says what computes products of bfloat16
-    (AMX, AVX512-BF16, vectors; None if PyTorch does). `reason` says in words why the kernels do not compute."""
+    """PyTorch's operations, with the `reason`; with `kernels` the C kernels, and then `products` says what computes
+    products of bfloat16 (None if PyTorch does)."""
 
     device: torch.device
     dtype: torch.dtype
@@ -46,35 +45,33 @@ class Backend:
         return library.describe() if self.kernels else f"PyTorch ({self.reason})"
 
     def over(self, layout: PackedLayout) -> RowLayout:
-        """A packed row with this backend: the layout that a model is called with."""
+        """The layout of a packed row that a model is called with."""
         return RowLayout(layout, self)
 
     def attend(self, layout: PackedLayout, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        """Attend along a packed row: query [rows, Hq, D], key and value [rows, Hkv, D] -> [rows, Hq, D];
-        differentiable."""
+        """Attend along a packed row: [rows, Hq, D], [rows, Hkv, D] twice -> [rows, Hq, D]; differentiable."""
         way = autograd.attend if self.attends_by_kernels(query.shape[-1]) else attention.attend
         return way(layout, query, key, value, scaling)
 
     def sample(self, logits_RV: Tensor, tau: float, uniform_R: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens from softmax(logits / tau) by inverse CDF at uniform numbers float64 in [0, 1), and their log-probs:
-        int64 [R], float32 [R] (nats)."""
+        """Tokens by inverse CDF, and their log-probs: see `logprobs.sample_tokens`."""
         return (kernels if self.kernels else logprobs).sample_tokens(logits_RV, tau, uniform_R)
 
     def layers(self, lm: Any, panels: Any = None) -> Any:
-        """What computes whole decoder layers of a model of transformers, from its weights or from `panels`; None if
-        its own modules do."""
+        """What computes whole decoder layers of a model, from its weights or `panels`; None if its own modules do."""
         if not self.kernels or not is_reproduced(lm, Shape.of(lm.config.get_text_config()).d):
             return None
-        if panels is None and self._multiplies(lm):
+        # the kernels take bfloat16 in pairs along the inputs
+        even = all(m.in_features % 2 == 0 for m in lm.modules() if isinstance(m, nn.Linear))
+        if panels is None and even and self.dtype == torch.bfloat16 and self.products is not None:
             panels = OwnPanels(lm.get_decoder(), lm.get_output_embeddings())
         if isinstance(panels, OwnPanels) and adapted(lm):
             panels = AdaptedPanels(panels, lm.get_decoder())
         return FusedDecoder(lm, panels)
 
     def copy(self, model: Any) -> tuple[Any, BorrowedPanels | OwnPanels | None]:
-        """A copy of a model's transformers model that does not learn, and `panels` for its layers, None if these are
-        the copy's own. If the kernels compute all products, the copy lacks weights of linear layers, and `panels` are
-        lent by the model or the copy's own. Copies share frozen layers that have adapters, and their panels."""
+        """A copy of a model's transformers model that does not learn, and `panels` for its layers. If the kernels
+        compute all products, the copy lacks weights of linear layers. Copies share frozen layers that have adapters."""
         if not model.exact:
             return copy_trained(model.lm), None
         if isinstance(model.layers.panels, AdaptedPanels):
@@ -102,11 +99,6 @@ class Backend:
     def attends_by_kernels(self, d: int) -> bool:
         return self.kernels and d % kernels.VECTOR == 0
 
-    def _multiplies(self, lm: Any) -> bool:
-        """Whether the kernels compute this model's products: they take bfloat16 in pairs along the inputs."""
-        even = all(m.in_features % 2 == 0 for m in lm.modules() if isinstance(m, nn.Linear))
-        return self.dtype == torch.bfloat16 and self.products is not None and even
-
 
 @dataclass(frozen=True, slots=True)
 class RowLayout:
@@ -128,8 +120,7 @@ class RowLayout:
 
 def choose_backend(choice: Choice, device: torch.device | str, dtype: torch.dtype) -> Backend:
     """The best backend for a device and dtype (auto), the C kernels on a CPU or an error (c), or PyTorch's operations
-    (torch). Raises NoKernels for "c" if the kernels are not available, and if LAGRPO_CPU_ISA names no level of this
-    processor."""
+    (torch). Raises NoKernels."""
     device = torch.device(device)
     isa_level()
     if choice == "c" and device.type != "cpu":
@@ -148,8 +139,7 @@ def choose_backend(choice: Choice, device: torch.device | str, dtype: torch.dtyp
 
 
 def chosen_kernels() -> Choice:
-    """$LAGRPO_KERNELS: c or torch; auto, the default: the C kernels if there is a compiler. Raises SettingsError for
-    another word."""
+    """$LAGRPO_KERNELS: c, torch or auto. Raises SettingsError for another word."""
     choice: Any = os.environ.get("LAGRPO_KERNELS") or "auto"
     if choice not in get_args(Choice):
         raise SettingsError(f"LAGRPO_KERNELS = {choice!r}: use auto, c or torch")
@@ -157,8 +147,7 @@ def chosen_kernels() -> Choice:
 
 
 def pick_device() -> torch.device:
-    """A GPU if PyTorch sees one, else the CPU; each rank of a host has its own GPU. Raises SettingsError for more ranks
-    than GPUs."""
+    """A GPU if PyTorch sees one, else the CPU; each rank of a host has its own. Raises SettingsError for too many."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     rank, count = os.environ.get("LOCAL_RANK"), torch.cuda.device_count()
@@ -168,8 +157,7 @@ def pick_device() -> torch.device:
 
 
 def pick_dtype(dtype: Literal["auto", "bfloat16", "float32"], device: torch.device) -> tuple[Dtype, str]:
-    """The dtype of a setting on a device, and why: bfloat16 if the device has products of it, else float32. Raises
-    SettingsError if LAGRPO_CPU_ISA names no level of this processor."""
+    """The dtype of a setting on a device, and why: bfloat16 if the device has products of it, else float32."""
     if dtype == "float32":
         return dtype, "as set"
     with refusing("", NoKernels):

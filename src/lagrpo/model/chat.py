@@ -1,21 +1,20 @@
 """Chat: from messages to token ids and back, by a model's tokenizer and chat template, for one turn and for several.
 
-transformers renders the template in its sandbox. What an environment replies is in tokens what the template adds
-between the end of an assistant's turn and the next one. It is tokenized once and appended; what the policy sampled is
-never tokenized again. The text of a reply is found with a short conversation in which only the reply is real:
+What an environment replies is in tokens what the template adds between the end of an assistant's turn and the next one.
+It is tokenized once and appended; what the policy sampled is never tokenized again. The text of a reply is found with a
+short conversation in which only the reply is real:
 
     render(user "1", assistant "2", reply)  =  render(user "1") + "2" + END + reply's text
 
-This holds for the real conversation if the template only appends to what it has rendered. Many templates drop the
-thinking of earlier turns. The policy would then have sampled after other tokens than the template shows, so lagrpo
-rejects them."""
+This holds for the real conversation if the template only appends to what it has rendered. lagrpo rejects others: the
+policy would have sampled after other tokens than the template shows.
+"""
 
 from __future__ import annotations
 
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property
@@ -32,17 +31,11 @@ OPENING = ({"role": "user", "content": "1"},)
 SAID = "2"
 THOUGHT = "<think>\n3\n</think>\n\n4"
 ANSWER = "This is an answer"
-WHAT_TO_DO = (
-    "Set model.chat_template to a copy of it that appends each turn and leaves the earlier ones as they are, thinking "
-    "included, or take a model whose template does"
-)
+WHAT_TO_DO = "Set model.chat_template to a copy that leaves earlier turns as they are, thinking included"
 
 
 class TemplateError(ValueError):
-    """A chat template fails on some messages; `reason` is one line."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(f"the chat template cannot render it: {reason}")
+    """A chat template fails on some messages."""
 
 
 class RewritingError(ValueError):
@@ -50,15 +43,14 @@ class RewritingError(ValueError):
 
 
 def pin_date(template: str, moment: datetime) -> str:
-    """A chat template that takes this moment for now: a run that goes past midnight, or resumes on another day, keeps
-    its prompts."""
+    """A chat template that takes this moment for now: a run that resumes on another day keeps its prompts."""
     return re.sub(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)", lambda call: repr(moment.strftime(call[2])), template)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Chat:
     """A tokenizer, the model's `vocabulary` in tokens, every id that ends a completion, `template_kwargs` for the chat
-    template (enable_thinking, say), and the time that templates with a date show: the start of the run."""
+    template, and the time that templates with a date show: the start of the run."""
 
     tokenizer: Any
     vocabulary: int
@@ -68,8 +60,7 @@ class Chat:
 
     @staticmethod
     def from_model(lm: Any, tokenizer: Any) -> Chat:
-        """The chat of a model of transformers. Its generation config, its tokenizer and its chat template say what ends
-        a completion."""
+        """The chat of a model: its generation config, tokenizer and chat template say what ends a completion."""
         ends = lm.generation_config.eos_token_id
         ids = {*(ends if isinstance(ends, list | tuple) else [ends]), getattr(tokenizer, "eos_token_id", None)}
         chat = Chat(tokenizer, lm.get_output_embeddings().weight.shape[0], frozenset(ids - {None})).with_turn_end()
@@ -89,8 +80,7 @@ class Chat:
 
     def tokenize(self, prompt: Prompt, tools: Tools | None = None) -> Prompt:
         """The prompt with its token ids, through the chat template, which gets `tools` as JSON schemas, or its plain
-        text if the tokenizer has no template. Raises TemplateError if the template fails, ValueError for a prompt
-        without tokens, or with a token that the model does not have."""
+        text without a template. Raises TemplateError, ValueError for no token, or one that the model does not have."""
         if self.tokenizer.chat_template is None:
             ids = self.encode(text := "\n".join(message.get("content") or "" for message in prompt.messages))
         else:
@@ -101,8 +91,7 @@ class Chat:
         return replace(prompt, token_ids=tuple(int(i) for i in ids), prefix=self._find_prefix(prompt.messages, text))
 
     def render(self, messages: Messages, tools: Tools | None = None) -> str:
-        """The text that the chat template makes of messages, with the header of the coming answer, which continues a
-        last message of the assistant. Raises TemplateError."""
+        """What the chat template makes of messages, with the header of the coming answer. Raises TemplateError."""
         given = [{k: v for k, v in message.items() if v is not None} for message in messages]
         end = "continue_final_message" if given and given[-1]["role"] == "assistant" else "add_generation_prompt"
         options: dict[str, Any] = {end: True, "tokenize": False, "tools": list(tools or ()) or None}
@@ -112,7 +101,7 @@ class Chat:
             return self.tokenizer.apply_chat_template(given, **options, **self.template_kwargs)
         except Exception as error:  # a template can raise anything
             kind = "" if type(error).__name__.startswith("Template") else f"{type(error).__name__}: "
-            raise TemplateError(one_line(f"{kind}{error}")) from error
+            raise TemplateError(f"the chat template cannot render it: {one_line(f'{kind}{error}')}") from error
 
     def _find_prefix(self, messages: Messages, text: str) -> str:
         """What the prompt begins the answer with: the last message of the assistant, or a tag of the template."""
@@ -121,7 +110,7 @@ class Chat:
         tag = re.search(r"<\w+>\s*$", text)
         return tag[0] if tag and tag[0].strip() not in self.special_tokens else ""
 
-    @property
+    @cached_property
     def special_tokens(self) -> Mapping[str, int]:
         """The texts of special tokens, which `decode` leaves out, and their ids."""
         added = getattr(self.tokenizer, "added_tokens_decoder", {})
@@ -144,19 +133,10 @@ class Chat:
         end = self.find_turn_end()
         return self.tokenizer.eos_token_id if end is None else end
 
-    def template_tokens(self) -> list[str]:
-        """The special tokens that the chat template writes around messages."""
-        if self.tokenizer.chat_template is None:
-            return []
-        with suppress(TemplateError):  # the prompts will say so
-            text = self.render(OPENING)
-            return [token for token in self.special_tokens if token in text]
-        return []
-
     def check_vocabulary(self, ids: Sequence[int]) -> None:
         """Raise ValueError for a token that the model does not have."""
-        if (largest := max(ids)) >= self.vocabulary:
-            raise ValueError(f"token {largest} is outside the model's vocabulary of {self.vocabulary}")
+        if strange := [i for i in ids if not 0 <= i < self.vocabulary]:
+            raise ValueError(f"token {strange[0]!s:.40} is outside the model's vocabulary of {self.vocabulary}")
 
     def encode(self, text: str, **options: Any) -> list[int]:
         """The token ids of a text. Raises ValueError for half of a surrogate pair, which no tokenizer takes."""
@@ -181,17 +161,15 @@ class Replies:
         return self.chat.end_id
 
     def check(self, messages: Messages) -> None:
-        """Raise RewritingError if the template changes earlier turns when messages of these roles follow, TemplateError
-        if it has no place for them."""
-        reply = self._render_reply(OPENING, SAID, messages)
+        """Raise RewritingError if the template changes earlier turns when messages of these roles follow, and
+        TemplateError."""
         thoughtful = [*OPENING, {"role": "assistant", "content": THOUGHT}, *messages]
-        for before, said in ((OPENING, THOUGHT), (thoughtful, SAID)):
-            if self._render_reply(before, said, messages) != reply:
-                raise RewritingError(f"the chat template writes the same reply in several ways. {WHAT_TO_DO}")
+        asked = ((OPENING, SAID), (OPENING, THOUGHT), (thoughtful, SAID))
+        if len({self._render_reply(before, said, messages) for before, said in asked}) > 1:
+            raise RewritingError(f"the chat template writes the same reply in several ways. {WHAT_TO_DO}")
 
     def tokens(self, messages: Messages) -> tuple[int, ...]:
-        """The tokens that follow the end of a turn of the policy. Raises as `check`, and ValueError for a text that the
-        tokenizer, or a token that the model, does not have."""
+        """The tokens that follow the end of a turn of the policy. Raises as `check`, and ValueError."""
         if (roles := tuple(message["role"] for message in messages)) not in self._checked:
             self.check(messages)
             self._checked.add(roles)
@@ -207,10 +185,8 @@ class Replies:
         longer = self.chat.render([*before, {"role": "assistant", "content": said}, *messages])
         if not longer.startswith(so_far):
             at = next(n for n, (a, b) in enumerate(zip(so_far, f"{longer}\0", strict=False)) if a != b)
-            raise RewritingError(
-                f"the chat template changes earlier turns when the conversation continues: {so_far[at:][:40]!r} "
-                f"becomes {longer[at:][:40]!r}. {WHAT_TO_DO}"
-            )
+            change = f"{so_far[at:][:40]!r} becomes {longer[at:][:40]!r}. {WHAT_TO_DO}"
+            raise RewritingError(f"the chat template changes earlier turns when the conversation continues: {change}")
         rest, end = longer[len(so_far) :], str(self.chat.tokenizer.convert_ids_to_tokens(self.end_id))
         if not rest.startswith(end):
             wrong = f"the chat template does not end an assistant's turn with {end!r}, but with {rest[:20]!r}"

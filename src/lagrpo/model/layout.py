@@ -34,14 +34,11 @@ class PackedLayout:
 
     @staticmethod
     def build(groups: Sequence[tuple[int, Sequence[int]]], device: torch.device | str = "cpu") -> PackedLayout:
-        """From (prompt length, [completion lengths]) of each group, in tokens. Raises ValueError for one below 1."""
+        """From (prompt length, [completion lengths]) of each group, in tokens. All are at least 1."""
         segments: list[tuple[int, int, int, int]] = []
         bounds, last_prompt_rows, row, longest = [0], [], 0, 0
         positions, logit_rows = [torch.empty(0, dtype=torch.long)], [torch.empty(0, dtype=torch.long)]
         for prompt_length, lengths in groups:
-            if prompt_length < 1 or any(length < 1 for length in lengths):
-                given = f"a prompt of {prompt_length} and completions of {list(lengths)} tokens"
-                raise ValueError(f"{given}: each needs one")
             prompt = range(row, row + prompt_length)
             segments.append((prompt.start, prompt_length, 0, 0))
             positions.append(torch.arange(prompt_length))

@@ -1,8 +1,8 @@
 """From a model directory or a hub id to a policy.
 
-transformers reads the files, and whatever it raises becomes one line. What it accepts in silence is checked here:
-weights that are missing or unknown, a head that should be tied and is not, numbers that are not finite, and models
-whose forward pass shared-prefix attention does not reproduce."""
+What transformers accepts in silence is checked here: weights that are missing or unknown, a head that should be tied
+and is not, numbers that are not finite, and models whose forward pass shared-prefix attention does not reproduce.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from lagrpo.errors import one_line_errors, refusing
+from lagrpo.errors import one_line, one_line_errors, refusing
 from lagrpo.model import attention
 from lagrpo.model.backend import Backend, Choice
 from lagrpo.model.embedded import is_adapter, resolve_model
@@ -25,7 +25,6 @@ from lagrpo.model.model import Policy, trained_weights
 
 LOADING = {"use_safetensors": True, "trust_remote_code": False}  # neither pickled weights nor code of the model
 LOADING |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # `check_loaded` names what differs
-
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
 ATTENTION_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}  # mean |Δ log-prob|, nats
@@ -36,11 +35,8 @@ def load_policy(
     chat_template: str | None = None, backend: Backend | Choice = "auto", lora: Lora | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> Policy:  # fmt: skip
-    """Load a policy from a hub id or a directory, with shared-prefix attention. `backend` computes, or says how to
-    choose what computes. `lora`: the adapters that the model gets; a directory of adapters has its own.
-
-    Raises ValueError or OSError for a model that cannot be loaded, is not supported, or is not computed as transformers
-    computes it."""
+    """Load a policy from a hub id or a directory. `lora`: the adapters that the model gets; a directory of adapters has
+    its own. Raises ValueError or OSError."""
     if is_adapter(path):
         lm, tokenizer = load_adapted(Path(path), dtype, device)
     else:
@@ -62,9 +58,8 @@ def load_model(path: str, dtype: torch.dtype, device: torch.device | str = "cpu"
     attention.register()
     tokenizer = check_files(path)
     with one_line_errors("transformers cannot load it"):
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, attn_implementation=attention.NAME, **LOADING
-        )
+        given: Any = LOADING | {"dtype": dtype, "attn_implementation": attention.NAME}
+        loaded: Any = AutoModelForCausalLM.from_pretrained(path, **given)
     lm, found = loaded
     check_loaded(lm, found)
     check_finite(dict(lm.named_parameters()))
@@ -108,8 +103,7 @@ def load_config(path: str) -> Any:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Inside, transformers prints errors only, and shows no bars while it loads or writes weights; bars of downloads
-    stay."""
+    """Inside, transformers prints errors only, and shows no bars while it loads or writes weights."""
     from transformers.utils import logging
 
     verbosity, before = logging.get_verbosity(), logging.set_tqdm_hook(lambda f, a, k: logging.EmptyTqdm(*a, **k))
@@ -133,13 +127,10 @@ def check_loaded(lm: Any, found: Mapping[str, Any]) -> None:
     }
     for problem, names in problems.items():
         if names:
-            more = " …" if len(names) > 3 else ""
-            raise ValueError(f"{problem.format(len(names))}: {', '.join(sorted(names)[:3])}{more}")
+            raise ValueError(f"{problem.format(len(names))}: {one_line(', '.join(sorted(names)))}")
     tied = getattr(lm.config.get_text_config(), "tie_word_embeddings", False)
     if tied and lm.get_output_embeddings().weight is not lm.get_input_embeddings().weight:
-        raise ValueError(
-            "config.json ties the head to the embedding (tie_word_embeddings), but the files have two that differ"
-        )
+        raise ValueError("config.json ties the head to the embedding, but the files have two that differ")
 
 
 def check_finite(weights: Mapping[str, Tensor]) -> None:
@@ -171,10 +162,8 @@ def check_supported(config: Any) -> None:
         and not mapping[type(config)]._can_set_attn_implementation(),
     }
     for reason in filter(reasons.get, reasons):
-        raise ValueError(
-            f"models of type {text.model_type!r} have {reason}, which lagrpo does not support; take one of Llama, "
-            "Qwen2, Qwen3, Mistral, Gemma (1) or their relatives, dense and for text"
-        )
+        instead = "take a dense one for text: Llama, Qwen2, Qwen3, Mistral, Gemma (1) or their relatives"
+        raise ValueError(f"models of type {text.model_type!r} have {reason}, which lagrpo does not support; {instead}")
 
 
 def check_context(policy: Policy, tokens: int) -> None:
@@ -186,16 +175,14 @@ def check_context(policy: Policy, tokens: int) -> None:
     limits |= {"sliding window": getattr(text, "sliding_window", None)} if slides else {}
     for what, limit in limits.items():
         if limit is not None and tokens > limit:
-            raise ValueError(
-                f"a prompt and its completion may be {tokens} tokens long, but the {what} of this {text.model_type} "
-                f"model is {limit}; lower rollout.max_prompt_length or max_completion_length"
-            )
+            lower = "lower rollout.max_prompt_length or max_completion_length"
+            raise ValueError(f"sequences have {tokens} tokens, and the {what} of this model is {limit}: {lower}")
 
 
 @torch.no_grad()
 def check_attention(policy: Policy) -> float:
-    """Compare log-probs on a packed row with transformers' own attention on whole sequences; returns mean |Δ|, nats.
-    Raises ValueError for a difference beyond the dtype's tolerance: the model does something else than attend."""
+    """Mean |Δ| of log-probs on a packed row to transformers' own attention on sequences, nats. Raises ValueError if it
+    is beyond the dtype's tolerance."""
     rng, vocabulary, model = torch.Generator().manual_seed(0), policy.chat.vocabulary, policy.model.lm
     prompt, *completions = (torch.randint(vocabulary, (n,), generator=rng) for n in (9, 5, 12))
     ours = policy.model(Packed.build([(prompt.tolist(), completions)], policy.device), tau=1.0).cpu()
@@ -208,8 +195,6 @@ def check_attention(policy: Policy) -> float:
     model.set_attn_implementation(attention.NAME)
     difference = (ours - torch.cat(theirs)).abs().mean().item()
     if not difference <= (tolerance := ATTENTION_TOLERANCE[policy.dtype]):
-        raise ValueError(
-            f"{type(model).__name__}: log-probs with shared-prefix attention differ from transformers' by "
-            f"{difference:.3g} on average (tolerance {tolerance} in {policy.dtype}); this model is not supported"
-        )
+        said = f"log-probs differ from transformers' by {difference:.3g} on average (tolerance {tolerance})"
+        raise ValueError(f"{type(model).__name__} is not supported: {said}")
     return difference

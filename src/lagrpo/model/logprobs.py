@@ -32,20 +32,14 @@ def token_logp(
     by_kernels: bool = False, product: Product | None = None,
 ) -> Tensor:  # fmt: skip
     """log softmax(head(hidden) / tau)[token] for each row: float32 [T], nats, differentiable in hidden and the head's
-    parameters. `entropy_T`, float32 [T] on the same device, is filled with the entropy of each softmax, nats, without a
-    gradient. `product` computes the logits instead of PyTorch's product. Raises as `check_tokens`."""
-    check_tokens(token_ids_T, head.weight.shape[0])
-    keep = min(len(token_ids_T), KEPT_LOGITS // head.weight.shape[0]) if torch.is_grad_enabled() else 0
+    parameters. `entropy_T`, float32 [T], is filled with the entropy of each softmax, nats, without a gradient.
+    `product` computes the logits instead of PyTorch's product."""
+    vocabulary = head.weight.shape[0]
+    if len(strange := token_ids_T[(token_ids_T < 0) | (token_ids_T >= vocabulary)]):  # the kernels do not look
+        raise ValueError(f"token {int(strange[0])} is outside the model's vocabulary of {vocabulary}")
+    keep = min(len(token_ids_T), KEPT_LOGITS // vocabulary) if torch.is_grad_enabled() else 0
     given = hidden_TH, head.weight, head.bias, token_ids_T
     return _TokenLogp.apply(*given, tau, entropy_T, by_kernels, product, keep)  # type: ignore[return-value]
-
-
-def check_tokens(token_ids_T: Tensor, vocabulary: int) -> None:
-    """Raise ValueError for a token outside the vocabulary: the kernels do not look."""
-    lowest, highest = (int(i) for i in token_ids_T.aminmax()) if len(token_ids_T) else (0, 0)
-    if lowest < 0 or highest >= vocabulary:
-        wrong = lowest if lowest < 0 else highest
-        raise ValueError(f"token {wrong} is outside the model's vocabulary of {vocabulary}")
 
 
 # ---- the softmax by PyTorch's operations, as the kernels offer it ----
@@ -86,11 +80,9 @@ def logp_backward(logits: Tensor, token_ids: Tensor, tau: float, lse: Tensor, gr
 
 
 def sample_tokens(logits_RV: Tensor, tau: float, uniform_R: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens from softmax(logits / tau) by inverse CDF, and their log-probs: int64 [R], float32 [R] (nats). uniform_R
-    float64 in [0, 1).
-
-    Two levels: sums of blocks in float64, then the cumulative sum inside the chosen block, so a token's interval of
-    uniform numbers is exact to about 1e-7 of its probability, wherever it lies in the vocabulary."""
+    """Tokens from softmax(logits / tau) by inverse CDF at uniform_R, float64 in [0, 1), and their log-probs: int64 [R],
+    float32 [R] (nats). Two levels: sums of blocks in float64, then the cumulative sum inside the chosen block, so a
+    token's interval of uniform numbers is exact to about 1e-7 of its probability."""
     scaled_RV = scaled(logits_RV, tau)
     rows, vocabulary = scaled_RV.shape
     weights, log_sum = exponentials(scaled_RV)
@@ -137,7 +129,10 @@ class _TokenLogp(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None else None
         kept, ctx.kept = ctx.kept, None  # overwritten below: another backward pass computes them again
         pieces = _kept_and_chunks(0 if kept is None else len(kept), len(token_ids), weight.shape[0])
-        total, share = _gradient_buffers(weight, len(pieces)) if ctx.needs_input_grad[1] else (None, None)
+        total = share = None
+        if ctx.needs_input_grad[1]:  # a single piece needs no sum
+            share = _buffer("share", weight.shape, weight) if len(pieces) > 1 else torch.empty_like(weight)
+            total = _buffer("gradient", weight.shape, weight, torch.float32).zero_() if len(pieces) > 1 else None
         for rows in pieces:
             logits = kept if kept is not None and rows.stop <= len(kept) else None
             logits = _logits(hidden[rows], weight, bias, ctx.product) if logits is None else logits
@@ -164,14 +159,6 @@ def _logits(
     if product is not None:
         return product(hidden, out)
     return torch.mm(hidden, weight.mT, out=out) if bias is None else torch.addmm(bias, hidden, weight.mT, out=out)
-
-
-def _gradient_buffers(weight: Tensor, pieces: int) -> tuple[Tensor | None, Tensor]:
-    """Where the sum of all pieces' gradients goes, and where one piece's goes. A single piece needs no sum."""
-    if pieces == 1:
-        return None, torch.empty_like(weight)
-    total = _buffer("gradient", weight.shape, weight, torch.float32).zero_()
-    return total, _buffer("share", weight.shape, weight)
 
 
 def _kept_and_chunks(kept: int, rows: int, vocabulary: int) -> list[slice]:

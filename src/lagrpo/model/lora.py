@@ -2,17 +2,14 @@
 
 All copies of a model share W and b, so a version of the policy is A and B alone. A starts at random numbers keyed by
 (seed, "lora", name), uniform between ±1/√inputs as PEFT's, and B at 0: π_0 is the model itself, to the bit. Adapters
-have no dropout: engine and trainer would compute two policies. The module's own forward pass computes, or the CPU's
-kernels (cpu/panels.py), which add the adapter to the same sum.
-
-PEFT (extra `lora`) writes and reads adapter_config.json; adapter_model.safetensors has the weights under PEFT's names.
-PEFT and vLLM load both.
+have no dropout: engine and trainer would compute two policies. The files are those that PEFT and vLLM load:
+adapter_config.json, and adapter_model.safetensors.
 """
 
 from __future__ import annotations
 
 import copy
-import importlib.util
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,26 +20,26 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lagrpo.errors import one_line_errors
-from lagrpo.model.embedded import ADAPTER_CONFIG, is_adapter
+from lagrpo.model.embedded import ADAPTER_CONFIG
 from lagrpo.rng import uniforms
 
 A, B = "lora_A", "lora_B"  # PEFT's names
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of PEFT's names
 ALL = "all-linear"
-PLAIN_STARTS = (True, False, "gaussian", "orthogonal")  # with others (pissa, olora …) PEFT changes W, too
+PLAIN: dict[str, tuple[Any, ...]] = {"peft_type": ("LORA",), "bias": ("none",)}
+PLAIN["init_lora_weights"] = (True, False, "gaussian", "orthogonal")  # with others (pissa, olora …) PEFT changes W, too
 NOT_PLAIN = ("use_dora", "use_rslora", "modules_to_save", "rank_pattern", "alpha_pattern", "layer_replication")
 NOT_PLAIN += ("alora_invocation_tokens", "use_qalora")
 
 
 @dataclass(frozen=True, slots=True)
 class Lora:
-    """Adapters of rank r, scaled by alpha / r, beside the linear layers of these names; "all-linear": all of the
-    decoder's layers. `seed` keys their random start."""
+    """Adapters of rank r, scaled by alpha / r, beside the linear layers of these names; `seed` keys their start."""
 
     r: int
     alpha: float
-    targets: tuple[str, ...] = (ALL,)
+    targets: tuple[str, ...] = (ALL,)  # all of the decoder's layers
     seed: int = 0
 
 
@@ -71,8 +68,7 @@ def copy_trained(lm: Any) -> Any:
 
 
 def find_targets(lm: Any, lora: Lora) -> dict[str, nn.Linear]:
-    """The layers that get adapters, by name: a target is the end of a name, as PEFT reads it. Raises ValueError for a
-    target that is not the name of a linear layer of the decoder."""
+    """The layers that get adapters, by name: a target is the end of a name, as in PEFT. Raises ValueError."""
     layers = getattr(lm.get_decoder(), "layers", None)
     within = {id(module) for module in layers.modules()} if isinstance(layers, nn.ModuleList) else set()
     linear = {name: m for name, m in lm.named_modules() if isinstance(m, nn.Linear) and id(m) in within}
@@ -91,15 +87,9 @@ def count_parameters(lm: Any, lora: Lora) -> int:
     return sum(lora.r * (m.in_features + m.out_features) for m in find_targets(lm, lora).values())
 
 
-def count_of_adapters(lm: Any) -> int:
-    """How many numbers the adapters of a model have."""
-    return sum(m.lora_A.numel() + m.lora_B.numel() for m in adapted(lm).values())
-
-
 @torch.no_grad()
 def attach_lora(lm: Any, lora: Lora) -> None:
-    """Put adapters beside the layers of a model of transformers, and freeze everything else. Raises as
-    `find_targets`."""
+    """Put adapters beside the layers of a model of transformers, and freeze everything else."""
     found = find_targets(lm, lora)
     lm.requires_grad_(False)
     for name, linear in found.items():
@@ -113,28 +103,21 @@ def attach_lora(lm: Any, lora: Lora) -> None:
 # ---- files ----
 
 
-def check_installed() -> None:
-    """Raise ValueError if PEFT is not installed; does not load it."""
-    if importlib.util.find_spec("peft") is None:
-        raise ValueError("adapters need the package peft: pip install 'lagrpo[lora]'")
-
-
 def save_adapter(lm: Any, weights: Mapping[str, Tensor], directory: Path) -> None:
-    """Write `weights`, of the adapters of `lm` by their names in it, with PEFT's config."""
-    from peft import LoraConfig
+    """Write `weights`, of the adapters of `lm` by their names in it, and PEFT's config."""
     from safetensors.torch import save_file
 
     layers, base = adapted(lm), Path(lm.name_or_path)
     first = next(iter(layers.values()))
     r = first.lora_A.shape[0]
-    alpha: Any = first.scale * r
-    config: Any = LoraConfig(
-        r=r, lora_alpha=int(alpha) if alpha == int(alpha) else alpha, lora_dropout=0.0, bias="none",
-        task_type="CAUSAL_LM", inference_mode=True,
-        base_model_name_or_path=str(base.absolute()) if base.is_dir() else lm.name_or_path,
-    )  # fmt: skip
-    config.target_modules = sorted({layer.rpartition(".")[2] for layer in layers})
-    config.save_pretrained(directory)
+    config = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "inference_mode": True, "bias": "none", "lora_dropout": 0.0,
+        "base_model_name_or_path": str(base.absolute()) if base.is_dir() else lm.name_or_path,
+        "r": r, "lora_alpha": first.scale * r,
+        "target_modules": sorted({layer.rpartition(".")[2] for layer in layers}),
+    }  # fmt: skip
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2))
     given = {f"{PREFIX}{name}.weight": tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
     save_file(given, directory / ADAPTER_WEIGHTS, metadata={"format": "pt"})
 
@@ -149,24 +132,14 @@ def load_adapter_weights(directory: Path) -> dict[str, Tensor]:
 
 
 def load_adapter_config(directory: Path) -> tuple[Lora, str]:
-    """The adapters that a directory describes, and the name or directory of their model. Raises ValueError for adapters
-    that compute something else than plain LoRA."""
-    check_installed()
-    from peft import PeftConfig
-
+    """The adapters of a directory, and the name of their model. Raises ValueError if they are not plain LoRA."""
     place = directory / ADAPTER_CONFIG
     with one_line_errors(f"{place} cannot be read"):
-        config: Any = PeftConfig.from_pretrained(str(directory))
-    base: Any = config.base_model_name_or_path
-    targets: Any = getattr(config, "target_modules", None)
-    odd = {
-        "peft_type": str(getattr(config.peft_type, "value", config.peft_type)) != "LORA",
-        "init_lora_weights": getattr(config, "init_lora_weights", True) not in PLAIN_STARTS,
-        "bias": getattr(config, "bias", "none") != "none",
-        "target_modules": not targets,
-        "base_model_name_or_path": not base or is_adapter(base),
-        **{name: getattr(config, name, None) for name in NOT_PLAIN},
-    }
-    for name in filter(odd.get, odd):
-        raise ValueError(f"{place}: {name} is {getattr(config, name)!r}: lagrpo reads plain LoRA of a model alone")
-    return Lora(config.r, config.lora_alpha, (targets,) if isinstance(targets, str) else tuple(sorted(targets))), base
+        config = json.loads(place.read_text(encoding="utf-8"))
+        r, alpha, base = config["r"], config["lora_alpha"], config["base_model_name_or_path"]
+    targets = config.get("target_modules")
+    odd = [name for name, plain in PLAIN.items() if config.get(name, plain[0]) not in plain]
+    odd += [*filter(config.get, NOT_PLAIN), *([] if targets else ["target_modules"])]
+    if odd:
+        raise ValueError(f"{place}: {odd[0]} is {config.get(odd[0])!r}: lagrpo reads plain LoRA of a model alone")
+    return Lora(r, alpha, (targets,) if isinstance(targets, str) else tuple(sorted(targets))), base

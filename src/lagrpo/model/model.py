@@ -1,12 +1,8 @@
 """Policy: weights that have a version, a model that computes by them, and the chat that talks to it.
 
-`Model` calls a causal language model of transformers on packed rows. It gives hidden states and log-probs of completion
-tokens only: the LM head never runs on prompt positions.
-
-`copy_policy` makes a copy for sampling (α) or for the KL term (π_ref). A decoding step does little else than read every
-weight, so how they lie decides its time. If the C kernels compute all matrix products (`Model.exact`), the copy has
-panels instead of the weights of linear layers, and while it holds the version of the policy that learns, both read the
-same ones (cpu/panels.py). Otherwise it is a plain copy. With adapters only these are copied: everything else is shared.
+`copy_policy` makes a copy for sampling (α) or for the KL term (π_ref). If the C kernels compute all matrix products
+(`Model.exact`), the copy has panels instead of the weights of linear layers, and while it holds the version of the
+policy that learns, both read the same ones (cpu/panels.py). With adapters only these are copied.
 """
 
 from __future__ import annotations
@@ -34,9 +30,9 @@ SAMPLE = 2**20  # a weight sync counts changes in about so many weights
 
 
 class Weights(Mapping[str, Tensor]):
-    """The weights of a model of transformers by the names that a checkpoint gives them, without a gradient, read one by
-    one from the model as it is: every parameter, tied ones once, and the buffers that a checkpoint has. With `adapters`
-    the weights of its adapters alone. `version` is how many optimizer updates they have had."""
+    """The weights of a model of transformers by their names, without a gradient, read from the model as it is: every
+    parameter, tied ones once, and the buffers that a checkpoint has. With `adapters` those of its adapters alone.
+    `version` is how many optimizer updates they have had."""
 
     def __init__(self, lm: Any, version: int = 0, adapters: bool = False) -> None:
         self._lm, self.version, self.adapters = lm, version, adapters
@@ -63,7 +59,7 @@ class Weights(Mapping[str, Tensor]):
 
     @torch.no_grad()
     def load(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Copy π_version into this model's own storage. Raise ValueError for names or shapes that are not its own."""
+        """Copy π_version into this model. Raises ValueError for other names or shapes."""
         check_weights(weights, self.shapes(), version)
         for name, tensor in self.items():
             tensor.copy_(weights[name])
@@ -95,8 +91,7 @@ class PackedWeights(Weights):
 
     @torch.no_grad()
     def load(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Copy what lies in the model, and pack the rest, or borrow it if it is the lender's own. Raises ValueError for
-        names or shapes that are not this model's."""
+        """Copy what lies in the model, and pack the rest, or borrow it if it is the lender's own."""
         check_weights(weights, self._shapes, version)
         for name in self:
             if name not in self._empty:
@@ -105,8 +100,7 @@ class PackedWeights(Weights):
         self.version = version
 
     def differing(self, weights: Mapping[str, Tensor]) -> list[str]:
-        """Panels that are the trainer's present ones are not compared with its weights, but for one layer, another one
-        at each version: there they could only differ if they were not packed again after an update."""
+        """Of panels that are the trainer's present ones one layer is compared, another one at each version."""
         if not self._panels.are_current():
             return super().differing(weights)
         packed = self._panels.weights(self.version)
@@ -131,18 +125,16 @@ def check_weights(weights: Mapping[str, Tensor], shapes: Mapping[str, torch.Size
 
 
 class Model(nn.Module):
-    """A model of transformers with shared-prefix attention, `lm`, as the trainer and the rollout engine call it.
+    """A model of transformers with shared-prefix attention, `lm`, which is called on packed rows.
 
-    The decoder's matrix products go through calls of the modules that have their weights, so that hooks (sharding)
-    fire. If all linear layers are plain nn.Linear without hooks, the CPU's backend computes whole layers instead, from
-    `panels` if they are given, else from the weights of `lm`. Log-probs are taken from the head's weights."""
+    Its modules compute, so that hooks (sharding) fire. If all linear layers are plain nn.Linear without hooks, the
+    CPU's backend computes whole layers instead, from `panels` if they are given, else from the weights of `lm`."""
 
     def __init__(self, lm: Any, backend: Backend, panels: Any = None) -> None:
         super().__init__()
         self.lm: Any = lm.eval()
         self.config, self.backend, self.layers = lm.config, backend, backend.layers(lm, panels)
-        self.dtype: torch.dtype = self.head.weight.dtype
-        """that it computes in; shards of its weights may be wider"""
+        self.dtype: torch.dtype = self.head.weight.dtype  # that it computes in; shards of its weights may be wider
 
     @property
     def decoder(self) -> nn.Module:
@@ -158,8 +150,7 @@ class Model(nn.Module):
 
     @property
     def exact(self) -> bool:
-        """Whether all matrix products of the forward pass are the kernels': then engine and trainer agree to the bit
-        right after a weight sync."""
+        """Whether all products of the forward pass are the kernels': then π/α is exactly 1 after a weight sync."""
         return self.layers is not None and self.layers.exact
 
     @property
@@ -169,17 +160,15 @@ class Model(nn.Module):
 
     def forward(self, packed: Packed, tau: float, entropy_T: Tensor | None = None) -> Tensor:
         """log π(token | prompt, tokens before it) at temperature tau, of every completion token: float32 [T], nats.
-        `entropy_T` float32 [T] is filled with the entropy of the distribution that each token stands for, nats."""
+        `entropy_T` float32 [T] is filled with the entropy of the distribution that each token comes from, nats."""
         layout = self.backend.over(packed.layout)
         hidden = self.hidden(packed.input_ids, packed.layout.position_ids, layout)
         rows = hidden.index_select(0, packed.layout.logit_rows)
         product = self.layers.product if self.layers is not None else None
-        given = rows, self.head, packed.token_ids, tau, entropy_T
-        return token_logp(*given, self.backend.kernels, product)
+        return token_logp(rows, self.head, packed.token_ids, tau, entropy_T, self.backend.kernels, product)
 
     def hidden(self, input_ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
-        """Final hidden states of one packed row, or of one token of several sequences: input_ids and position_ids
-        [rows] -> [rows, H]. `layout` says who attends to whom, and attends."""
+        """Final hidden states of one packed row, or of one token of several sequences: [rows] twice -> [rows, H]."""
         if self.layers is not None and self.layers.fits(layout):
             return self.layers(input_ids, position_ids, layout)
         ids = {"input_ids": input_ids.unsqueeze(0), "position_ids": position_ids.unsqueeze(0)}
@@ -204,8 +193,7 @@ class Policy:
     def from_model(
         lm: Any, tokenizer: Any, tau: float = 1.0, version: int = 0, backend: Backend | Choice = "auto"
     ) -> Policy:
-        """Make a policy of a model of transformers with shared-prefix attention. `backend`: what computes, or how to
-        choose it for the model's device and dtype."""
+        """A policy of a model of transformers with shared-prefix attention; `backend`: what computes, or its choice."""
         if not isinstance(backend, Backend):
             weight = lm.get_output_embeddings().weight
             backend = choose_backend(backend, weight.device, weight.dtype)
@@ -233,12 +221,11 @@ class Policy:
         return self.model(packed, self.tau if tau is None else tau, entropy_T)
 
     def load(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Load π_version. Raises ValueError for names or shapes that are not this model's."""
+        """Load π_version. Raises ValueError for other names or shapes."""
         self.weights.load(weights, version)
 
     def save(self, directory: Path) -> None:
-        """Write a Hugging Face model directory: weights as safetensors, config, tokenizer and generation config. For a
-        model with adapters, write these alone, as PEFT does."""
+        """Write a Hugging Face model directory, for a model with adapters these alone, as PEFT does."""
         if self.weights.adapters:
             save_adapter(self.model.lm, self.weights, directory)
         else:
@@ -259,8 +246,7 @@ def copy_policy(policy: Policy) -> Policy:
 
 
 def count_differing(one: Tensor, other: Tensor) -> int | Tensor:
-    """How many numbers of two tensors differ in their bits; on a GPU as a tensor there, so that nothing waits for
-    it."""
+    """How many numbers of two tensors differ in their bits; on a GPU as a tensor, which nothing waits for."""
     bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[one.element_size()]
     unequal = one.view(bits) != other.view(bits)
     # NumPy counts bytes several times as fast as PyTorch does on a CPU.

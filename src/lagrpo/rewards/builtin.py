@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lagrpo.rewards.reward import UnscorableError, accept_any
@@ -12,10 +12,11 @@ from lagrpo.rewards.reward import UnscorableError, accept_any
 
 @accept_any
 def exact(completion: str, answer: Any) -> float:
-    """1.0 if the completion is the answer letter by letter, except for white space around either; else 0.0. Raises
-    UnscorableError without an answer."""
+    """1.0 if the completion is the answer letter by letter, except for white space around either; else 0.0."""
     if answer is None or not str(answer).strip():
         raise UnscorableError("the reference answer is empty")
+    if isinstance(answer, Mapping):
+        raise UnscorableError("the reference answer is a whole row: set task.answer_column")
     return float(completion.strip() == str(answer).strip())
 
 
@@ -23,7 +24,7 @@ def length(completion: str, num_tokens: int, *, limit: int, target: int = 0, sha
     """The shorter, the better: 1 up to `target` tokens, 0 from `limit` tokens on. Between them, with
     x = (tokens - target) / (limit - target), shape linear gives 1 - x: the soft overlong punishment of DAPO (arXiv
     2503.14476, Eq. 13) plus 1. Shape cosine gives (1 + cos(pi x)) / 2: CosFn of Yeo et al. (arXiv 2502.03373) from 1
-    to 0, which is flat at both ends. A constant such as that 1 drops out of a group's advantages."""
+    to 0."""
     if not 0 <= target < limit:
         raise ValueError(f"target = {target} and limit = {limit}: 0 <= target < limit is needed")
     if shape not in ("linear", "cosine"):
@@ -36,10 +37,9 @@ def format(
     completion: str, prefix: str = "", *, pattern: str | None = None, tags: Sequence[str] | None = None
 ) -> float:
     """1 if the whole answer has the format, else 0. The answer is the completion after `prefix`, what the prompt begins
-    it with: a <think> of the chat template, say. The format is a regular expression (`pattern`, in which . is any
-    character, a newline too), or these tags in this order, each once, with something between them and only white
-    space around them: by default <think>...</think> <answer>...</answer>, as in DeepSeek-R1 (arXiv 2501.12948).
-    Special tokens are not part of the text."""
+    it with. The format is a regular expression (`pattern`, in which . is any character), or these tags in this order,
+    each once, with something between them and only white space around them: by default <think>...</think>
+    <answer>...</answer>, as in DeepSeek-R1 (arXiv 2501.12948)."""
     text = prefix + completion
     if pattern is not None and tags is not None:
         raise ValueError("pattern and tags are two ways to say the format: set one of them")

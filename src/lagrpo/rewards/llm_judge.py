@@ -33,10 +33,9 @@ _connections, _threads = urllib3.PoolManager(maxsize=64), ThreadPoolExecutor(64)
 
 @dataclass(frozen=True)
 class LlmJudge:
-    """Asks the model `model` of the server at `url` (with /v1) by the template `prompt`. The score is the last match of
-    the regular expression `score` in the reply; the reward is the share of `scale` that it reaches. `api_key_env` names
-    the environment variable with the API key; `timeout` is the seconds of one try; `body` has further fields of the
-    request. A judge that gives no score leaves the completion unscored. Raises ValueError for wrong options."""
+    """Asks the model `model` of the server at `url` (with /v1) by the template `prompt`. The last match of the regular
+    expression `score` in the reply is the score; the reward is the share of `scale` that it reaches. `timeout`: seconds
+    of one try; `body`: further fields of the request."""
 
     url: str
     model: str
@@ -68,7 +67,6 @@ class LlmJudge:
         return (float(found[-1]) - low) / (high - low)
 
     def _ask(self, asked: str) -> str:
-        """What the judge says."""
         headers = {} if self.api_key_env is None else {"Authorization": f"Bearer {os.environ[self.api_key_env]}"}
         request = {"model": self.model, "messages": [{"role": "user", "content": asked}], **self.body}
         retry = urllib3.Retry(self.retries, status_forcelist=(408, 429, 500, 502, 503, 504), allowed_methods=None,

@@ -1,10 +1,8 @@
 """Scores completions in worker processes (pebble's), each call with a deadline and a limit of memory.
 
-Every completion ends in one of three outcomes (`lagrpo.types.Outcome`). An exception, a crash, a hang or a value that
-is not a finite number makes that one completion *unscored*, with the reason. If more than a given share of a batch has
-no reward, the run stops. Functions that worker processes cannot import run in the training process, without a deadline.
-
-Workers import this module, so nothing here imports PyTorch: a process starts in a tenth of a second.
+An exception, a crash, a hang or a value that is not a finite number makes that one completion *unscored*. Functions
+that worker processes cannot import run in the training process, without a deadline. Workers import this module, so
+nothing here imports PyTorch.
 """
 
 from __future__ import annotations
@@ -37,8 +35,7 @@ from lagrpo.rewards.reward import TRL, Reward, Rewards, UnscorableError
 from lagrpo.types import Completion, Group, Outcome
 
 logger = logging.getLogger("lagrpo")
-BY_MACHINE = ("no reward within ", "the worker process ")
-"""How reasons begin that depend on the machine: another one may be faster, or have more memory."""
+BY_MACHINE = ("no reward within ", "the worker process ")  # how reasons begin that depend on the machine
 ENOUGH = 64  # completions after which a batch is stopped early
 RESTARTS = 3
 SPARE = 2.0  # seconds for a call of coroutines, which have deadlines themselves
@@ -61,8 +58,7 @@ _called: Any = None
 
 
 def start_worker(pickled: bytes, memory: int) -> None:
-    """Prepare this process: limit its memory to `memory` bytes, give way to the policy, load what it is to call (before
-    the first deadline begins), and end with the parent."""
+    """Limit the memory of this process, give way to the policy, load what it is to call, and end with the parent."""
     global _called
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a handler in Python would wait for a function that hangs in C
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
@@ -100,7 +96,12 @@ def call_reward(
 ) -> list[Outcome]:
     """The outcome of each call with these keyword arguments. With `count` the only call gives a list with a value for
     each of so many completions. Coroutines run concurrently, each for at most so many seconds."""
-    values = [_call(function, arguments) for arguments in calls]
+    values = list[Any]()
+    for arguments in calls:
+        try:
+            values.append(function(**arguments))
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - it concerns this completion only
+            values.append(error)
     if asyncio.iscoroutine(values[0]):
         late = UnscorableError(f"no reward within {seconds:g} s")
         found = asyncio.run(_wait_for_all(values, seconds))
@@ -110,20 +111,13 @@ def call_reward(
     return [to_outcome(value) for value in values]
 
 
-def _call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-    try:
-        return function(**arguments)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - it concerns this completion only
-        return error
-
-
 async def _wait_for_all(coroutines: Sequence[Any], seconds: float) -> list[Any]:
     limited = (asyncio.wait_for(coroutine, seconds) for coroutine in coroutines)
     return await asyncio.gather(*limited, return_exceptions=True)
 
 
 def _spread(value: Any, count: int) -> list[Any]:
-    """The values that a function in TRL's signature returned, or its exception for each completion."""
+    """The values that a function in TRL's signature returned, or its exception, for each completion."""
     if isinstance(value, BaseException):
         return [value] * count
     values = [] if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable) else list(value)
@@ -134,8 +128,8 @@ def _spread(value: Any, count: int) -> list[Any]:
 
 
 def to_outcome(value: Any, who: str = "the reward function") -> Outcome:
-    """The outcome that a value returned or raised by `who` stands for: any finite number scores (numpy's and torch's
-    scalars, too), but not a text that spells one. None gives an unscored outcome without a reason."""
+    """The outcome that a value returned or raised by `who` stands for: any finite number scores, but not its text. None
+    gives an unscored outcome without a reason."""
     if isinstance(value, UnscorableError):
         return Outcome.unscored(clean(str(value)) or f"{who} cannot score it")
     if isinstance(value, BaseException):
@@ -177,23 +171,18 @@ class Job:
     future: Future[Any] = field(default_factory=Future)
 
 
-def count_workers() -> int:
-    """Processes for each pool: a quarter of the cores, at most 8. Rewards are scored while others are sampled."""
-    return max(1, min(8, usable_cores() // 4))
-
-
 class WorkerPool:
-    """`workers` processes that have loaded `called` and run functions of modules with a deadline. A process may take
-    `memory` GiB (Linux). They start at once. Raises TypeError for what cannot be sent to a process."""
+    """`workers` processes that have loaded `called` and run functions of modules with a deadline: by default a quarter
+    of the cores, at most 8. A process may take `memory` GiB. Raises TypeError for what cannot be sent to a process."""
 
     def __init__(self, called: Any, workers: int | None = None, memory: float = 4.0) -> None:
         try:
             pickled = pickle.dumps(called)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
-            raise TypeError(
-                f"{called!r} cannot be sent to worker processes ({error}): define it at the top level of a module"
-            ) from error
-        self._workers, self._given = workers or count_workers(), (pickled, int(memory * 2**30))
+            cure = "define it at the top level of a module"
+            raise TypeError(f"{called!r} cannot be sent to worker processes ({error}): {cure}") from error
+        self._workers = workers or max(1, min(8, usable_cores() // 4))
+        self._given = pickled, int(memory * 2**30)
         self._lock, self._closed = threading.Lock(), False
         self._pool = self._start()
 
@@ -204,8 +193,7 @@ class WorkerPool:
         return job
 
     def result(self, job: Job) -> Any:
-        """What the call returned, or an unscored Outcome if it did not return. Raises RewardError if the processes
-        could not load what they are to call."""
+        """What the call returned, or an unscored Outcome if it did not return. Raises RewardError."""
         for _ in range(RESTARTS):
             try:
                 return job.future.result()
@@ -250,15 +238,14 @@ class WorkerPool:
 
 
 def _prepare_without_main(name: str) -> dict[str, Any]:
-    """What multiprocessing sends to a new process. Workers do not import the main script, which may load PyTorch."""
+    """What multiprocessing sends to a new process: workers do not import the main script."""
     given = _prepare(name)
     return {key: value for key, value in given.items() if name != WORKERS_NAME or not key.startswith("init_main")}
 
 
 class RewardPool(WorkerPool):
-    """Scores completions by a reward function, or by several `Rewards` (see `lagrpo.rewards.reward`), with `workers`
-    processes, `deadline` seconds for one call, `memory` GiB for a process (Linux), and at most this share of a batch's
-    completions without a reward (unscored or failed). Raises ValueError for a function of another signature."""
+    """Scores completions by a reward function, or by several `Rewards`, with `deadline` seconds for one call, and at
+    most this share of a batch's completions without a reward."""
 
     def __init__(
         self, rewards: Callable[..., Any] | Rewards, *, deadline: float = 5.0, workers: int | None = None,
@@ -268,17 +255,13 @@ class RewardPool(WorkerPool):
         functions = [reward.function if reward.importable else None for reward in self._rewards.parts]
         super().__init__(functions, workers, memory)
         if here := [reward.title for reward in self._rewards.parts if not reward.importable]:
-            logger.warning(
-                "reward %s runs in the training process, without a deadline, because worker processes cannot import "
-                "it: define it at the top level of a module other than the main script", ", ".join(here),
-            )  # fmt: skip
+            cure = "define it at the top level of a module other than the main script"
+            logger.warning("reward %s runs in the training process, without a deadline: %s", ", ".join(here), cure)
 
     def score(self, groups: Iterable[Group]) -> Iterator[Group]:
-        """The groups with the outcome of every completion, in the order given.
-
-        Scoring continues while `groups` yields, and a group is yielded as soon as it and those before it are done. A
-        completion that has an outcome already (it failed) keeps it. Raises RewardError if the processes do not work, or
-        too many completions have no reward (after every group was yielded, or earlier, once 64 have an outcome)."""
+        """The groups with the outcome of every completion, in the order given, each as soon as it is done. A completion
+        that failed keeps its outcome. Raises RewardError if the processes do not work, or too many completions have no
+        reward (after every group was yielded, or earlier, once 64 have an outcome)."""
         pending, done = deque[tuple[Group, list[tuple[Sequence[int], Job]]]](), list[Completion]()
         for group in groups:
             pending.append((group, list(self._call_rewards(group))))
@@ -289,8 +272,7 @@ class RewardPool(WorkerPool):
         check_share(done, self._share)
 
     def _call_rewards(self, group: Group) -> Iterator[tuple[Sequence[int], Job]]:
-        """Call every reward for the completions of a group that have no outcome yet: places in the group, and the call
-        that scores the completions there."""
+        """Call every reward for the completions without an outcome: places in the group, and the call for them."""
         places = [n for n, completion in enumerate(group.completions) if completion.outcome is None]
         for number, reward in enumerate(self._rewards.parts if places else ()):
             together = reward.style == TRL or reward.is_async
@@ -326,9 +308,7 @@ def check_share(completions: Sequence[Completion], share: float) -> None:
     """Raise RewardError if more than this share of the completions have no reward."""
     missing = [(c, c.outcome) for c in completions if c.outcome is not None and c.outcome.kind != "scored"]
     if len(missing) > share * len(completions):
-        reasons = Counter(f"{outcome.kind}: {outcome.reason}" for _, outcome in missing)
-        counts = "\n".join(f"  {count} x {reason}" for reason, count in reasons.most_common(5))
-        raise RewardError(
-            f"{len(missing)} of {len(completions)} completions have no reward, more than the allowed share of "
-            f"{share:g}:\n{counts}\nThe first of them: {missing[0][0].text!r:.200}"
-        )
+        reasons = Counter(f"{outcome.kind}: {outcome.reason}" for _, outcome in missing).most_common(5)
+        counts = "\n".join(f"  {count} x {reason}" for reason, count in reasons)
+        said = f"more than the allowed share of {share:g}:\n{counts}\nThe first of them: {missing[0][0].text!r:.200}"
+        raise RewardError(f"{len(missing)} of {len(completions)} completions have no reward, {said}")

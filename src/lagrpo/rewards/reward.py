@@ -38,25 +38,20 @@ REWARDS = {
     "countdown": "lagrpo.tasks.countdown:score",
     "guess_number": "lagrpo.tasks.guess_number:score",
 }
-"""The built-in rewards."""
 WITH_OPTIONS = {"length": ("", 0), "format": ("",), "llm_judge": None}
 """Built-in rewards that take options, and arguments of a call in which a function checks its options."""
-OWN = "task"
-"""How an entry of task.rewards names the task's own reward."""
-OURS, TRL, VERL = "completion", "completions", "solution_str"
-"""The parameter that tells a signature from the others."""
+OWN = "task"  # an entry of task.rewards with the task's own reward
+OURS, TRL, VERL = "completion", "completions", "solution_str"  # the parameter that tells a signature from the others
 PASSED = {
     OURS: ("completion", "answer", "prompt", "row", "finished", "num_tokens", "prefix"),
     TRL: ("prompts", "completions", "completion_ids", "answer"),
     VERL: ("data_source", "solution_str", "ground_truth", "extra_info"),
 }
-"""What lagrpo passes in each signature. TRL's also gets the columns of the data."""
 NOT_SCORED = "the reward function returned None"
 
 
 class UnscorableError(Exception):
-    """The answer cannot be scored, for example because the reference answer cannot be read. The completion is
-    *unscored*: it has no reward, which is not a reward of 0."""
+    """The answer cannot be scored, for example because the reference answer cannot be read: it has no reward."""
 
 
 def accept_any(score: Callable[[str, Any], float]) -> Callable[[str, Any], float]:
@@ -86,15 +81,15 @@ class Reward:
     name: str
     function: Callable[..., Any]
     weight: float = 1.0
-    range: Range = (0.0, 1.0)
-    """its minimum and maximum"""
+    range: Range = (0.0, 1.0)  # its minimum and maximum
 
     def __post_init__(self) -> None:
         if self.style is None:
-            raise ValueError(
-                f"{self.title}({', '.join(self._parameters)}): a reward function takes (completion, answer), as in TRL "
-                "(prompts, completions, **columns), or as in verl (data_source, solution_str, ground_truth, extra_info)"
+            others = (
+                "as in TRL (prompts, completions, **columns), or as in verl (data_source, solution_str, ground_truth)"
             )
+            named = f"{self.title}({', '.join(self._parameters)})"
+            raise ValueError(f"{named}: a reward function takes (completion, answer), {others}")
 
     @cached_property
     def style(self) -> Any:
@@ -103,7 +98,6 @@ class Reward:
 
     @property
     def title(self) -> str:
-        """What messages call it."""
         return self.name or getattr(self.function, "__name__", type(self.function).__name__)
 
     @cached_property
@@ -135,9 +129,9 @@ class Reward:
         """Raise ValueError if the function needs a parameter that neither lagrpo nor the columns of the data have."""
         known = {*PASSED[self.style], *(row or () if self.style == TRL else ())}
         for name, parameter in self._parameters.items():
-            is_splat = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-            by_name = parameter.kind != parameter.POSITIONAL_ONLY and name in known
-            if parameter.default is parameter.empty and not is_splat and not by_name:
+            is_needed = parameter.default is parameter.empty
+            is_needed &= parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+            if is_needed and (name not in known or parameter.kind == parameter.POSITIONAL_ONLY):
                 passed = f"lagrpo passes {', '.join(sorted(known))} by name.{suggest(name, known)}"
                 raise ValueError(f"reward function {self.title!r} takes {name!r}: {passed}")
 
@@ -146,8 +140,7 @@ class Reward:
         if self.style == TRL:
             made = [_trl_arguments(prompt, completions)]
         else:
-            make = _verl_arguments if self.style == VERL else _our_arguments
-            made = [make(prompt, completion) for completion in completions]
+            made = [(_verl_arguments if self.style == VERL else _our_arguments)(prompt, c) for c in completions]
         if any(parameter.kind == parameter.VAR_KEYWORD for parameter in self._parameters.values()):
             return made
         return [{name: value for name, value in each.items() if name in self._parameters} for each in made]
@@ -194,16 +187,17 @@ class Rewards:
         return tuple(reward.name for reward in self.parts if reward.name)
 
     def combine(self, outcomes: Sequence[Outcome]) -> Outcome:
-        """The outcome of a completion from the outcome of each reward, in their order. Rewards that returned None (an
-        unscored outcome without a reason) are left out of the sum; one that failed leaves the completion unscored. The
-        first of the others says whether the completion is correct."""
+        """The outcome of a completion from that of each reward, in their order. Rewards that returned None (unscored
+        without a reason) are left out of the sum; one that failed leaves the completion unscored. The first of the
+        others says whether the completion is correct."""
         if not self.names:
             return outcomes[0] if outcomes[0] != Outcome("unscored") else Outcome.unscored(NOT_SCORED)
-        parts = {reward.name: found.reward for reward, found in zip(self.parts, outcomes, strict=True)}
-        for name, found in zip(parts, outcomes, strict=True):
-            if found.reward is None and found.reason:
-                return Outcome(found.kind, reason=f"{found.reason} (reward {name!r})", parts=parts)
-        scored = [(r, o.reward) for r, o in zip(self.parts, outcomes, strict=True) if o.reward is not None]
+        found = list(zip(self.parts, outcomes, strict=True))
+        parts = {reward.name: outcome.reward for reward, outcome in found}
+        for reward, outcome in found:
+            if outcome.reward is None and outcome.reason:
+                return Outcome(outcome.kind, reason=f"{outcome.reason} (reward {reward.name!r})", parts=parts)
+        scored = [(reward, outcome.reward) for reward, outcome in found if outcome.reward is not None]
         if not scored:
             return Outcome("unscored", reason=NOT_SCORED, parts=parts)
         total = math.fsum(reward.weight * value for reward, value in scored)
@@ -224,18 +218,15 @@ def sum_ranges(parts: Sequence[tuple[float, Range]]) -> Range:
 
 
 def check_rewards(entries: Sequence[Any]) -> None:
-    """Raise ValueError for entries of task.rewards that do not exist or contradict each other, and for wrong options of
-    built-in ones. The user's functions are not loaded."""
+    """Raise ValueError for contradictory entries of task.rewards, without loading the user's functions."""
     names, known = [each.name for each in entries], (OWN, *REWARDS)
     if twice := [name for name in names if names.count(name) > 1]:
         raise ValueError(f"task.rewards: two entries have the name {twice[0]!r}")
     for each in entries:
         where, is_builtin = f"task.rewards, {each.name!r}", ":" not in each.reward
         if is_builtin and each.reward not in known:
-            raise ValueError(
-                f"{where}: no built-in reward {each.reward!r}; there are {', '.join(known)}, and functions as "
-                f"'package.module:function'.{suggest(each.reward, known)}"
-            )
+            there = f"there are {', '.join(known)} and 'package.module:function'.{suggest(each.reward, known)}"
+            raise ValueError(f"{where}: no built-in reward {each.reward!r}; {there}")
         if secret := next(filter(is_secret, each.options), None):
             raise ValueError(f"{where}: options.{secret} would be on the disk; use an environment variable")
         if is_builtin and (each.options or each.reward in WITH_OPTIONS):
@@ -267,8 +258,8 @@ def load_reward(entry: Any, own: Any) -> Reward:
 
 
 def load_function(reference: str) -> Callable[..., Any]:
-    """The function that "package.module:function" names, also in a module of the current directory. Worker processes
-    inherit the path. Raises ValueError for another form, a missing module or attribute, and what cannot be called."""
+    """The function that "package.module:function" names, also in a module of the current directory. Raises ValueError
+    for another form, a missing module or attribute, and what cannot be called."""
     module_name, _, attribute = reference.partition(":")
     if not all(part.isidentifier() for part in (*module_name.split("."), attribute)):
         raise ValueError(f"{reference!r} is not of the form 'package.module:function'")
@@ -279,12 +270,9 @@ def load_function(reference: str) -> Callable[..., Any]:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise  # the module was found, but something that it imports was not
-        raise ValueError(
-            f"{reference!r}: no module {error.name!r} in the current directory ({here}) or among installed packages"
-        ) from error
-    function = getattr(module, attribute, None)
-    if not callable(function):
+        place = f"in the current directory ({here}) or among installed packages"
+        raise ValueError(f"{reference!r}: no module {error.name!r} {place}") from error
+    if not callable(function := getattr(module, attribute, None)):
         where = getattr(module, "__file__", None) or module_name
-        problem = f"{where} has no function {attribute!r}.{suggest(attribute, vars(module))}"
-        raise ValueError(f"{reference!r}: {problem}")
+        raise ValueError(f"{reference!r}: {where} has no function {attribute!r}.{suggest(attribute, vars(module))}")
     return function

@@ -2,10 +2,10 @@
 last sync and stamps their version on every token:
 
     sync_weights(weights, version)   load π_version; returns the cost as metrics
-    sample(requests, G)              one group for each request, as they end
+    sample(requests, G, params)      one group for each request, as they end; evaluations have their own params
     version, current_weights()       of the last sync
     spans                            whether weights may be synced while completions are in flight
-    free_cache(), pop_metrics(), close()
+    pop_metrics(), close()
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How an evaluation samples."""
+    """How training or an evaluation samples."""
 
-    purpose: str  # part of the key of every random number: an evaluation does not repeat those of training
+    purpose: str  # "sample", "evaluate" …: part of the key of every random number
     tau: float
     max_tokens: int  # of a completion
     episodes: Episodes | None = None  # what completions talk to; None: one turn

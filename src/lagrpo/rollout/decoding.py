@@ -1,11 +1,8 @@
 """Decoding with shared prefixes: prompt keys and values once per group, completions' in one growing block.
 
-`DecodeState` holds what a set of active completions (*rows*) needs: for each group its prompt's keys and values, for
-each row the keys and values of its own tokens. Active rows are always rows 0 .. R-1: when one ends, the last one moves
-into its place. One step takes one token per row and returns the final hidden states. A row that waits for an
-environment takes none; the next step that it is in takes all tokens of the reply.
-
-The kernels attend in a step (cpu/decode.c), or PyTorch's operations.
+`DecodeState` holds what a set of active completions (*rows*) needs. Active rows are always rows 0 .. R-1: when one
+ends, the last one moves into its place. One step takes one token per row and returns the final hidden states. A row
+that waits for an environment takes none; the next step that it is in takes all tokens of the reply.
 """
 
 from __future__ import annotations
@@ -41,14 +38,6 @@ class Cache:
     keys: Tensor
     values: Tensor
     lanes: int
-
-    @staticmethod
-    def empty(shape: Shape, batch: int, tokens: int, dtype: torch.dtype, device: torch.device, lanes: int) -> Cache:
-        capacity = -(-tokens // MIN_KEYS) * MIN_KEYS
-        made = {"dtype": torch.float32 if lanes > 1 else dtype, "device": device}
-        sizes = ((shape.d // lanes, capacity), (capacity // lanes, shape.d))
-        keys, values = (torch.zeros(shape.layers, batch, shape.kv_heads, *size, **made) for size in sizes)
-        return Cache(keys, values, lanes)
 
     @property
     def capacity(self) -> int:
@@ -182,9 +171,12 @@ class DecodeState:
         return free[: len(lengths)]
 
     def _cache(self, batch: int, tokens: int) -> Cache:
-        model = self.model
+        shape, model, capacity = self._shape, self.model, -(-tokens // MIN_KEYS) * MIN_KEYS
         lanes = kernels.numbers_in_a_lane(model.dtype) if self._by_kernels else 1
-        return Cache.empty(self._shape, batch, tokens, model.dtype, model.device, lanes)
+        made = {"dtype": torch.float32 if lanes > 1 else model.dtype, "device": model.device}
+        sizes = ((shape.d // lanes, capacity), (capacity // lanes, shape.d))
+        keys, values = (torch.zeros(shape.layers, batch, shape.kv_heads, *size, **made) for size in sizes)
+        return Cache(keys, values, lanes)
 
     def _grow(self, cache: Cache, batch: int, tokens: int) -> Cache:
         grown = self._cache(batch, tokens)

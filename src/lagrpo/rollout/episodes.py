@@ -7,7 +7,6 @@ scored with what it was worth by then, and its reason says which limit: an outco
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,21 +14,12 @@ from lagrpo.errors import refusing
 from lagrpo.model.chat import OPENING, Chat, Replies, RewritingError, TemplateError
 from lagrpo.rewards.pool import Job, WorkerPool
 from lagrpo.settings.schema import Settings
-from lagrpo.tasks import Key, Messages, StepResult, Task, environment_of
+from lagrpo.tasks import Key, Task, environment_of
 from lagrpo.tasks.environments import Tools, system_text, take_turn
 from lagrpo.types import Outcome, Prompt
 
 OF_RUN = ""
 """Name of the environment of the run's task; an evaluation set's environment has the set's name."""
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Of an episode."""
-
-    turns: int  # of the policy
-    sampled: int  # tokens that the policy samples
-    replied: int  # tokens that the environment says
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +29,9 @@ class Episodes:
 
     pool: WorkerPool
     replies: Replies
-    limits: Limits
+    turns: int  # of the policy, at most
+    sampled: int  # tokens that the policy samples, at most
+    replied: int  # tokens that the environment says, at most
     tools: list[dict[str, Any]] | None = None
     deadline: float = 5.0
 
@@ -50,18 +42,14 @@ class Episodes:
             raise ValueError(f"its environment does not start: {found.reason}")
         return tuple(found[0].messages)
 
-    def begin(self, prompt: Prompt, key: Key) -> Episode:
-        """An episode; nothing is computed before the policy's first turn has ended."""
-        return Episode(self, prompt, key)
-
 
 def build_episodes(settings: Settings, task: Task, chat: Chat) -> Episodes | None:
     """The task's environment in processes; None for completions of one turn. Raises SettingsError for tools that do
     not say how they are called, what cannot be sent to processes, and a chat template that changes earlier turns."""
+    make, tools = environment_of(task), None
+    if make is None:
+        return None
     with refusing("task", TypeError, TemplateError):
-        make, tools = environment_of(task), None
-        if make is None:
-            return None
         if isinstance(make, Tools):
             tools = make.schemas()
             opening = chat.render(OPENING, tools)
@@ -69,21 +57,8 @@ def build_episodes(settings: Settings, task: Task, chat: Chat) -> Episodes | Non
                 make, tools = replace(make, system=system_text(tools)), None
         replies, sampled = Replies(chat), settings.rollout.max_completion_length
         replies.check([{"role": "tool" if isinstance(make, Tools) else "user", "content": "5"}])
-        limits = Limits(settings.task.max_turns, sampled, settings.reply_limit)
-        return Episodes(WorkerPool(make), replies, limits, tools, settings.task.reward_timeout)
-
-
-def build_all_episodes(
-    settings: Settings, task: Task, of_sets: Mapping[str, Task], chat: Chat, undo: ExitStack
-) -> dict[str, Episodes]:
-    """The environments of the run and of evaluation sets with their own tasks, by name. `undo` closes them."""
-    found = dict[str, Episodes]()
-    for name, each in {OF_RUN: task, **of_sets}.items():
-        episodes = build_episodes(settings, each, chat)
-        if episodes is not None:
-            found[name] = episodes
-            undo.enter_context(episodes.pool)
-    return found
+        limits = settings.task.max_turns, sampled, settings.reply_limit
+        return Episodes(WorkerPool(make), replies, *limits, tools, settings.task.reward_timeout)
 
 
 def max_reply_tokens(settings: Settings, *tasks: Task) -> int:
@@ -93,8 +68,8 @@ def max_reply_tokens(settings: Settings, *tasks: Task) -> int:
 
 
 class Episode:
-    """One completion's conversation. `turns` are the texts so far, the policy's and the environment's in turn. Once it
-    has ended, `outcome` says how, and `finished` that no limit ended it."""
+    """One completion's conversation. `turns` are the texts so far, the policy's and the environment's in turn. Nothing
+    is computed before the first turn has ended. `outcome` says how it ended, `finished` that no limit ended it."""
 
     def __init__(self, episodes: Episodes, prompt: Prompt, key: Key) -> None:
         self._episodes, self._begin = episodes, (replace(prompt, token_ids=()), key)
@@ -108,7 +83,7 @@ class Episode:
 
     def end_turn(self, token_ids: Sequence[int]) -> None:
         """Hand over the tokens that the policy has sampled since the last reply; its turn has ended."""
-        limits, replies = self._episodes.limits, self._episodes.replies
+        limits, replies = self._episodes, self._episodes.replies
         self._sampled += len(token_ids)
         if self._sampled >= limits.sampled:
             self._cut = f"cut after {limits.sampled} sampled tokens (rollout.max_completion_length)"
@@ -118,8 +93,7 @@ class Episode:
             self._cut = f"cut after {limits.turns} turns (task.max_turns)"
         self._ended = token_ids[-1] in replies.chat.eos_ids
         self.turns.append(replies.chat.decode(token_ids))
-        begin = self._begin if self._state is None else (None, None)
-        given = self._state, *begin, self.turns[-1]
+        given = self._state, *(self._begin if self._state is None else (None, None)), self.turns[-1]
         self._job = self._episodes.pool.submit(take_turn, *given, seconds=self._episodes.deadline)
 
     def ready(self) -> bool:
@@ -127,8 +101,8 @@ class Episode:
         return self._job is None or self._job.future.done()
 
     def take(self) -> tuple[int, ...]:
-        """Wait for the environment's reply; returns its tokens, none if the episode has ended. Raises RewritingError
-        if the chat template cannot render it."""
+        """Wait for the environment's reply; returns its tokens, none if the episode has ended, be it because a limit
+        ends it here or the reply cannot be tokenized. Raises RewritingError if the chat template cannot render it."""
         assert self._job is not None
         job, self._job = self._job, None
         found = self._episodes.pool.result(job)
@@ -140,27 +114,20 @@ class Episode:
             reason = "; ".join(filter(None, (said.reason, "" if self._ended else self._cut)))
             self.outcome, self.finished = Outcome("scored", said.reward, reason), self._ended
             return ()
-        return self._continue(said)
-
-    def _continue(self, said: StepResult) -> tuple[int, ...]:
-        """The tokens of a reply; none if a limit ends the episode here, or the reply cannot be tokenized."""
+        tokens, limit = (), self._episodes.replied
         try:
-            tokens = () if self._cut else self._tokenize(said.messages)
+            if not self._cut:
+                tokens = self._episodes.replies.tokens(said.messages)
         except RewritingError:
             raise
         except ValueError as error:
             self.outcome = Outcome.unscored(f"the environment's reply cannot be said: {error}")
             return ()
-        if self._cut:
-            self.outcome = Outcome("scored", said.reward, self._cut)
-        return tokens
-
-    def _tokenize(self, messages: Messages) -> tuple[int, ...]:
-        """The messages in tokens; they are part of the conversation if they fit."""
-        tokens, limit = self._episodes.replies.tokens(messages), self._episodes.limits.replied
         if self._replied + len(tokens) > limit:
             self._cut = f"cut: the environment said more than {limit} tokens"
+        if self._cut:
+            self.outcome = Outcome("scored", said.reward, self._cut)
             return ()
         self._replied += len(tokens)
-        self.turns.append("\n".join(str(message.get("content") or "") for message in messages))
+        self.turns.append("\n".join(str(message.get("content") or "") for message in said.messages))
         return tokens

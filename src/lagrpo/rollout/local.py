@@ -4,9 +4,9 @@ A token is sampled by inverting the cumulative distribution at a uniform number,
 prompt, completion, position), so a completion is the same whatever is sampled with it. There is no top-k and no top-p:
 the trainer differentiates the distribution that is sampled. `logp_alpha` is float32 at the sampling temperature.
 
-With `episodes`, a row whose turn has ended waits for its environment while the others continue. The reply's tokens are
-fed to it behind those that its cache has. When the row continues cannot change its bits if the arithmetic is exact;
-otherwise rounding depends on what is computed with it, so there it continues after a fixed number of steps.
+With an environment, a row whose turn has ended waits while the others continue. When it continues cannot change its
+bits if the arithmetic is exact; otherwise rounding depends on what is computed with it, so there it continues after a
+fixed number of steps.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -57,26 +57,20 @@ class _Row:
 
 class LocalSampler:
     """Samples with its own policy (a copy of the one that learns): at most `max_num_seqs` completions at a time, each
-    of at most `max_tokens` tokens, at temperature `tau` (the policy's unless given). `episodes` is set if completions
-    talk to an environment."""
+    of at most `max_tokens` tokens, at temperature `tau` (the policy's unless given)."""
 
     spans = False
 
-    def __init__(self, policy: Policy, seed: int, max_tokens: int, max_num_seqs: int, tau: float | None = None) -> None:
+    def __init__(
+        self, policy: Policy, seed: int, max_tokens: int, max_num_seqs: int, tau: float | None = None,
+        episodes: Episodes | None = None,
+    ) -> None:  # fmt: skip
         self.policy, self.model, self.seed, self.max_num_seqs = policy, policy.model, seed, max_num_seqs
-        self.sampling_params = SamplingParams("sample", policy.tau if tau is None else tau, max_tokens)
-        self.episodes: Episodes | None = None
-
-    def set_sampling_params(self, params: SamplingParams) -> None:
-        """Sample so from now on. Only while nothing is being sampled."""
-        self.sampling_params, self.episodes = params, params.episodes
+        self.params = SamplingParams("sample", policy.tau if tau is None else tau, max_tokens, episodes)
 
     @property
     def version(self) -> int:
         return self.policy.version
-
-    def describe_versions(self) -> str:
-        return f"the in-process sampler: {self.version}"
 
     def sync_weights(self, weights: Mapping[str, Tensor], version: int) -> Mapping[str, float]:
         self.policy.load(weights, version)
@@ -88,27 +82,16 @@ class LocalSampler:
     def pop_metrics(self) -> Mapping[str, float]:
         return {}
 
-    def free_cache(self) -> None: ...  # caches end with the groups that they serve
     def close(self) -> None: ...
 
-    def sample(self, requests: Sequence[Request], G: int) -> Iterator[tuple[Request, Group]]:
-        """Yield each group when its last completion has ended. The next request takes the place of ended rows."""
-        if requests:
-            yield from self._sample(requests, G, self.max_num_seqs, self.sampling_params, self.episodes)
-
-    def generate_probe(self, requests: Sequence[Request], G: int, max_tokens: int) -> list[Group]:
-        """For the weight-sync check, in the order of the requests; training samples with other random numbers."""
-        params = replace(self.sampling_params, purpose="probe", max_tokens=max_tokens)
-        generated = self._sample(requests, G, max(self.max_num_seqs, G), params, None)
-        groups = {request.prompt.key: group for request, group in generated}
-        return [groups[request.prompt.key] for request in requests]
-
-    def _sample(
-        self, requests: Sequence[Request], G: int, rows: int, params: SamplingParams, episodes: Episodes | None
+    def sample(
+        self, requests: Sequence[Request], G: int, params: SamplingParams | None = None
     ) -> Iterator[tuple[Request, Group]]:
-        batch = ContinuousBatch(self.policy, self.seed, requests, G, rows, params, episodes)
+        """Yield each group when its last completion has ended. The next request takes the place of ended rows."""
+        params, rows = params or self.params, max(self.max_num_seqs, G)
+        batch = ContinuousBatch(self.policy, self.seed, requests, G, rows, params)
         while batch:
-            if params is self.sampling_params:  # the weight-sync check is short, and ranks make it together
+            if params.purpose != "probe":  # the weight-sync check is short, and ranks make it together
                 raise_if_asked()
             for group in batch.step():
                 request, completions = group[0].request, tuple(map(self._complete, group))
@@ -133,11 +116,9 @@ class ContinuousBatch:
     ended rows leave `active`, and the next group takes their place."""
 
     def __init__(
-        self, policy: Policy, seed: int, requests: Sequence[Request], G: int, rows: int,
-        params: SamplingParams, episodes: Episodes | None,
-    ) -> None:  # fmt: skip
-        self.model, self.eos_ids, self.seed, self.G = policy.model, policy.chat.eos_ids, seed, G
-        self.params, self.episodes = params, episodes
+        self, policy: Policy, seed: int, requests: Sequence[Request], G: int, rows: int, params: SamplingParams
+    ) -> None:
+        self.model, self.eos_ids, self.seed, self.G, self.params = policy.model, policy.chat.eos_ids, seed, G, params
         self.waiting, self.open, self.active = deque(requests), list[list[_Row]](), list[_Row]()
         self.state = DecodeState(self.model, min(rows, G * len(requests)), params.max_tokens)
         self.clock = 0  # steps
@@ -171,12 +152,12 @@ class ContinuousBatch:
 
     def _begin(self, request: Request) -> list[_Row]:
         """The rows of a group."""
-        rows, length = [], self.params.max_tokens
-        if self.episodes is not None:
-            length += self.episodes.limits.replied
+        rows, length, episodes = [], self.params.max_tokens, self.params.episodes
+        if episodes is not None:
+            length += episodes.replied
         for index in range(self.G):
             address = (self.seed, self.params.purpose, *request.address, index)
-            episode = self.episodes.begin(request.prompt, address) if self.episodes is not None else None
+            episode = Episode(episodes, request.prompt, address) if episodes is not None else None
             rows.append(_Row(request, uniforms(length, *address), episode))
         return rows
 

@@ -77,9 +77,6 @@ class Schedule:
     v: int
     delta: float | None = None
 
-    def __str__(self) -> str:
-        return f"{self.kind}({self.v})" if self.delta is None else f"{self.kind}({self.delta:g}, {self.v})"
-
     def due(self, k: int) -> bool:
         """Whether `every` or `lagged` sync weights before batch k = 1 .. M of a stage (Algorithm 1, line 8)."""
         return self.kind == "lagged" or k % self.v == 0
@@ -96,14 +93,11 @@ class Schedule:
             while prefetch and last < total and not self.due(last % M + 1):
                 last += 1
         to_generate = range(submitted + 1, max(last, submitted) + 1)
-        return SyncDecision(b, self._reason(state, (b - 1) % M + 1), to_generate)
-
-    def _reason(self, state: LoopState, k: int) -> Reason:
-        if self.kind in ("every", "lagged"):
-            return "schedule" if self.due(k) else ""
-        if state.since_sync and state.spent > (self.delta or 0.0):
-            return "budget"
-        return "cap" if state.since_sync >= self.v else ""
+        reason: Reason = "schedule" if self.kind != "budget" and self.due((b - 1) % M + 1) else ""
+        if self.kind == "budget":
+            spent = state.since_sync and state.spent > (self.delta or 0.0)
+            reason = "budget" if spent else "cap" if state.since_sync >= self.v else ""
+        return SyncDecision(b, reason, to_generate)
 
 
 every = partial(Schedule, "every")

@@ -1,13 +1,11 @@
 """The weight-sync check: after every weight sync the sampler must have the policy's weights. Rounding never stops a
 run; other weights always do.
 
-The local engine is compared weight by weight, to the bit. At the start of a run its log-probs are compared with the
-trainer's, too. They are *exact* if both compute by our own kernels (cpu/), else *close*: a library decides in which
-order sums run, so log-probs differ by rounding, hundredths of a nat a token in bfloat16.
+The local engine is compared weight by weight, to the bit, and at the start of a run by log-probs: *exact* if trainer
+and engine compute by our own kernels (cpu/), else *close*, hundredths of a nat a token in bfloat16.
 
-vLLM servers are compared by log-probs: trainer and servers compute those of the same tokens, which the first server
-generated for a few prompts of the task. A weight sync has to pass four tests; the last two compare it with the sync
-before:
+vLLM servers are compared by log-probs of tokens that the first server generated for a few prompts of the task. A weight
+sync has to pass four tests; the last two compare it with the sync before:
 
 1. every server reports the version that was synced;
 2. the mean |Δ log-prob| is within the tolerance of the dtype; also for the log-probs of what the servers generated,
@@ -33,6 +31,7 @@ from lagrpo.model.layout import Packed
 from lagrpo.model.model import Policy
 from lagrpo.rollout.base import Item, Request
 from lagrpo.rollout.local import LocalSampler
+from lagrpo.rollout.prefetch import in_order
 from lagrpo.types import Group
 
 CHECK_PROMPTS = 8
@@ -82,8 +81,24 @@ class WeightSyncCheck:
         self._before: tuple[Tensor, Tensor] | None = None  # what `_compare` returned at the last sync that passed
 
     def start(self, policy: Policy, sampler: LocalSampler) -> Agreement:
-        """Measure how far trainer and local engine differ. Raises WeightSyncError if they compute different things."""
-        self.agreement = measure_agreement(policy, sampler, self.requests)
+        """Compare the log-probs of trainer and local engine for several prompts, one longer than a block. Raises
+        WeightSyncError if they differ by more than TOO_FAR on average, or a log-prob is not a number."""
+        joined = sum((request.prompt.token_ids for request in self.requests), ()) * LONG_PROMPT
+        long = replace(self.requests[0].prompt, key=-1, token_ids=joined[:LONG_PROMPT])
+        requests = [*self.requests, replace(self.requests[0], prompt=long)]
+        params = replace(sampler.params, purpose="probe", max_tokens=LOCAL_TOKENS, episodes=None)
+        groups = in_order(requests, [group for _, group in sampler.sample(requests, 4, params)])
+        sampled_T, trainer_T = _logp_alpha(groups), _logp(policy, _items_of(groups), policy.tau)
+        check_finite(trainer_T, "the initial policy")
+        difference_T = (trainer_T - sampled_T).abs()
+        mean, largest = float(difference_T.mean()), float(difference_T.max())
+        if not mean <= TOO_FAR / policy.tau:
+            raise WeightSyncError(
+                f"trainer and in-process sampler differ by {mean:.3g} nats a token, with the same weights: this model "
+                "computes something else when it decodes; it is not supported"
+            )
+        grade = "exact" if policy.model.exact and not largest else "close"
+        self.agreement = Agreement(grade, mean, largest, len(difference_T))
         return self.agreement
 
     def __call__(self, policy: Policy, sampler: Any) -> Mapping[str, float]:
@@ -91,9 +106,17 @@ class WeightSyncCheck:
         engine at the start. Raises WeightSyncError if a test fails, SamplerError if a server is gone for good."""
         where = f"version {policy.version}"
         if sampler.version != policy.version:
-            raise WeightSyncError(f"{where} was synced, but the sampler reports another: {sampler.describe_versions()}")
+            raise WeightSyncError(f"{where} was synced, but the sampler reports {sampler.version}")
         if self.agreement is not None:
-            check_equal(policy, sampler.policy)
+            if names := sampler.policy.weights.differing(policy.weights):
+                raise WeightSyncError(
+                    f"{where} on the in-process sampler: {len(names)} weights, such as {names[0]}, are not the "
+                    "policy's: the sampler serves other weights"
+                )
+            parameters = (
+                sampler.policy.model.parameters()
+            )  # one of them tells: a gradient that is not finite spoils all
+            check_finite(torch.cat([p.detach().flatten()[:64].float() for p in parameters]), where)
             return {"logp_difference_mean": self.agreement.mean, "logp_difference_max": self.agreement.largest}
         if not self._items:
             self._renew(policy, sampler)
@@ -101,7 +124,7 @@ class WeightSyncCheck:
         found = []
         for number, server in enumerate(sampler.servers):
             found.append(check_distance(trainer_T, servers_ST[number], self.tolerance, f"{where} on {server}"))
-            if self._before is not None and len(self._before[1]) == len(servers_ST):  # a resumed run may have others
+            if self._before is not None:
                 before = self._before[0], trainer_T, self._before[1][number], servers_ST[number]
                 found[-1]["telling_tokens"] = check_fresh(*before, f"{where} on {server}")
         if self._mean - float(trainer_T.mean()) > RENEW:
@@ -109,27 +132,16 @@ class WeightSyncCheck:
         self._before = compared
         return max(found, key=lambda metrics: metrics["logp_difference_mean"])
 
-    def memory(self) -> dict[str, Any]:
-        """What the next checks compare with, as JSON's lists and numbers."""
-        return {"items": self._items, "mean": self._mean, "before": self._before and [x.tolist() for x in self._before]}
-
-    def remember(self, memory: Mapping[str, Any]) -> None:
-        """Take over what `memory` gave."""
-        self._items = [(prompt_ids, token_ids) for prompt_ids, token_ids in memory["items"]]
-        self._mean, before = memory["mean"], memory["before"]
-        self._before = before and (torch.tensor(before[0]), torch.tensor(before[1]))
-
     def _renew(self, policy: Policy, sampler: Any) -> tuple[Tensor, Tensor]:
         """Compare on what the first server generates now. The log-probs that every server reports with its own
         completions must be the trainer's at the sampling temperature."""
         for number, server in reversed([*enumerate(sampler.servers)]):
             groups = sampler.generate_on_server(number, self.requests, 1, SERVER_TOKENS)
-            completions = [completion for group in groups for completion in group.completions]
-            if failed := [c.outcome.reason for c in completions if c.outcome is not None]:
+            if failed := [c.outcome.reason for g in groups for c in g.completions if c.outcome is not None]:
                 raise WeightSyncError(f"{server}: a completion for the weight-sync check failed: {failed[0]}")
-            self._items, reported_T = _items_of(groups), torch.cat([c.logp_alpha for c in completions])
-            where = f"the completions of {server}"
-            check_distance(_logp(policy, self._items, policy.tau), reported_T, self.tolerance / policy.tau, where)
+            self._items, where = _items_of(groups), f"the completions of {server}"
+            own_T = _logp(policy, self._items, policy.tau)
+            check_distance(own_T, _logp_alpha(groups), self.tolerance / policy.tau, where)
         compared = self._compare(policy, sampler)
         self._mean = float(compared[0].mean())
         return compared
@@ -138,45 +150,6 @@ class WeightSyncCheck:
         """log-probs of the tokens at temperature 1 by the trainer [T] and by each server [S, T]: float32, nats."""
         flat = [[p for item in logp for p in item] for logp in sampler.scores(self._items)]
         return _logp(policy, self._items, 1.0), torch.tensor(flat)
-
-
-# ---- the local engine ----
-
-
-@torch.no_grad()
-def check_equal(policy: Policy, copy: Policy) -> None:
-    """Raise WeightSyncError for a copy with other weights than the policy, or weights that are not numbers. One of them
-    tells: a gradient that is not finite spoils all that it updates."""
-    if names := copy.weights.differing(policy.weights):
-        raise WeightSyncError(
-            f"version {policy.version} on the in-process sampler: {len(names)} weights, such as {names[0]}, are not "
-            "the policy's: the sampler serves other weights"
-        )
-    check_finite(torch.cat([p.flatten()[:64].float() for p in copy.model.parameters()]), f"version {policy.version}")
-
-
-@torch.no_grad()
-def measure_agreement(policy: Policy, sampler: LocalSampler, requests: Sequence[Request]) -> Agreement:
-    """Compare the log-probs of trainer and local engine for several prompts, one longer than a block. Raises
-    WeightSyncError if they differ by more than TOO_FAR on average, or a log-prob is not a number."""
-    joined = sum((request.prompt.token_ids for request in requests), ()) * LONG_PROMPT
-    long = replace(requests[0].prompt, key=-1, token_ids=joined[:LONG_PROMPT])
-    groups = sampler.generate_probe([*requests, replace(requests[0], prompt=long)], 4, LOCAL_TOKENS)
-    completions = [c for group in groups for c in group.completions]
-    own_T, sampled_T = (torch.cat([getattr(c, name) for c in completions]) for name in ("sampled", "logp_alpha"))
-    trainer_T = _logp(policy, _items_of(groups), policy.tau)
-    check_finite(trainer_T, "the initial policy")
-    difference_T = (trainer_T - sampled_T)[own_T].abs()
-    mean, largest = float(difference_T.mean()), float(difference_T.max())
-    if not mean <= TOO_FAR / policy.tau:
-        raise WeightSyncError(
-            f"trainer and in-process sampler differ by {mean:.3g} nats a token, with the same weights: this model "
-            "computes something else when it decodes; it is not supported"
-        )
-    return Agreement("exact" if policy.model.exact and not largest else "close", mean, largest, len(difference_T))
-
-
-# ---- log-probs ----
 
 
 def check_finite(values: Tensor, where: str) -> None:
@@ -203,12 +176,7 @@ def check_distance(trainer_T: Tensor, server_T: Tensor, tolerance: float, where:
 
 def check_fresh(old_T: Tensor, new_T: Tensor, before_T: Tensor, now_T: Tensor, where: str) -> int:
     """Tests 3 and 4: `old_T`, `new_T` are the trainer's log-probs before and after, `before_T`, `now_T` the server's.
-    Returns how many tokens tell old from new. Raises WeightSyncError for stale weights.
-
-    >>> old = torch.linspace(-3.0, -0.1, 30)
-    >>> check_fresh(old, old + 0.3, old + 0.01, old + 0.29, "v")
-    30
-    """
+    Returns how many tokens tell old from new. Raises WeightSyncError for stale weights."""
     if int((new_T != old_T).sum()) >= ENOUGH and torch.equal(before_T, now_T):
         raise WeightSyncError(
             f"{where}: the sampler's log-probs did not change at all with the weight sync, though the policy's did: it "
@@ -228,6 +196,10 @@ def check_fresh(old_T: Tensor, new_T: Tensor, before_T: Tensor, now_T: Tensor, w
 
 def _items_of(groups: Sequence[Group]) -> list[Item]:
     return [(g.prompt.token_ids, c.token_ids.tolist()) for g in groups for c in g.completions]
+
+
+def _logp_alpha(groups: Sequence[Group]) -> Tensor:
+    return torch.cat([c.logp_alpha for g in groups for c in g.completions])
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@
         evaluations/NAME.json, .parquet the summary, and one row per prompt
         weights/final, weights/v000120  Hugging Face model directories; weights/best, if the run asks for it
 
-Only these files hold a run's state. Every file but the .jsonl appears whole, by a rename.
+Every file but the .jsonl appears whole, by a rename.
 """
 
 from __future__ import annotations
@@ -111,12 +111,7 @@ def _append_line(path: Path, line: Mapping[str, Any]) -> None:
 
 
 def default_name(settings: Mapping[str, Any], now: datetime.datetime | None = None) -> str:
-    """A readable name from what tells runs apart, and the local time to the second.
-
-    >>> settings = {"task": {"name": "arithmetic"}, "loss": {"recipe": "grpo"}, "schedule": {"sync_every": 10}}
-    >>> default_name(settings, datetime.datetime(2026, 11, 20, 5, 45, 12))
-    'arithmetic-grpo-v10-20261120-054512'
-    """
+    """A readable name from what tells runs apart, and the local time to the second."""
     chosen = (settings.get(section, {}).get(key) for section, key in (("task", "name"), ("loss", "recipe")))
     parts = [plain_name((name or "").rpartition(":")[2]) for name in chosen]  # package.module:function: the function
     schedule = settings.get("schedule", {})
@@ -127,11 +122,7 @@ def default_name(settings: Mapping[str, Any], now: datetime.datetime | None = No
 
 
 def plain_name(name: str) -> str:
-    """A part of a file's name, at most 60 characters, made of any text.
-
-    >>> plain_name("../my task")
-    '..-my-task'
-    """
+    """A part of a file's name, at most 60 characters, made of any text."""
     return re.sub(r"[^\w.]", "-", name)[:60]
 
 

@@ -54,7 +54,7 @@ def write_atomically(path: Path, content: bytes | str | Callable[[Path], None]) 
     return path
 
 
-def write_directory_atomically(path: Path, write: Callable[[Path], None]) -> Path:
+def write_directory_atomically(path: Path, write: Callable[[Path], object]) -> Path:
     """Likewise a directory: `write` fills a new one, which then replaces `path`."""
     with _temporary_name(path) as scratch, _temporary_name(path) as old:
         scratch.mkdir()
@@ -73,12 +73,11 @@ def remove_directory(path: Path) -> None:
         path.rename(old)
 
 
-def remove_leftovers(directory: Path) -> list[Path]:
-    """Remove what killed writers left under temporary names; return the names that it was to get."""
-    found = [path for path in directory.rglob(".*.tmp") if TEMPORARY.fullmatch(path.name)]
-    for path in found:
-        _remove(path)
-    return [path.with_name(path.name[1:].rsplit(".", 2)[0]) for path in found]
+def remove_leftovers(directory: Path) -> None:
+    """Remove what killed writers left under temporary names."""
+    for path in [*directory.rglob(".*.tmp")]:
+        if TEMPORARY.fullmatch(path.name):
+            _remove(path)
 
 
 def numbered(folder: Path, before: str, after: str = "") -> dict[int, Path]:

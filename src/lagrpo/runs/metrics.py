@@ -7,8 +7,6 @@ import tomllib
 from collections.abc import Iterable
 from importlib.resources import files
 
-from lagrpo.errors import suggest
-
 METRICS: dict[str, dict[str, str]] = tomllib.loads(files("lagrpo.runs").joinpath("metrics.toml").read_text("utf-8"))
 
 
@@ -21,11 +19,3 @@ def describe_metrics(names: Iterable[str]) -> dict[str, dict[str, str]]:
             own = [template] if pattern == template else [name for name in names if re.fullmatch(pattern, name)]
             found.setdefault(heading, {}).update(dict.fromkeys(own, meaning))
     return found
-
-
-def check_metric(name: str) -> str:
-    """The name itself. Raises ValueError, with the nearest, for a name that is not a metric."""
-    known = [known for metrics in describe_metrics([name]).values() for known in metrics]
-    if name not in known:
-        raise ValueError(f"there is no metric {name!r}.{suggest(name, known)} docs/metrics.md lists all")
-    return name

@@ -5,15 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lagrpo.runs.directory import Run
 from lagrpo.runs.files import write_atomically
 from lagrpo.runs.reading import RunNotFoundError, load_evaluations, load_metrics, open_run
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 # Okabe and Ito's colors: distinct with any color vision, and in gray.
 BLUE, ORANGE, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#8E4585"
@@ -30,7 +26,7 @@ def reward_curve(run_dir: Run | Path | str) -> Path:
     return write_atomically(run.path / "reward.png", lambda path: figure.savefig(path, format="png", dpi=150))
 
 
-def draw(title: str, metrics: Rows, evaluations: Rows) -> Figure:
+def draw(title: str, metrics: Rows, evaluations: Rows) -> Any:
     """The figure, made of matplotlib's objects: no global state, no window."""
     from matplotlib.figure import Figure
 
@@ -38,8 +34,12 @@ def draw(title: str, metrics: Rows, evaluations: Rows) -> Figure:
     panels = reward, variance, stale = figure.subplots(3, 1, sharex=True, gridspec_kw={"height_ratios": (4, 1, 1)})
     steps = [m["step"] for m in metrics]
     reward.plot(steps, _curve(metrics, "reward"), ".-", color=BLUE, linewidth=1, label="reward of a step")
-    if measured := [e for e in evaluations if e.get("pass@1") is not None]:
-        _draw_evaluations(reward, measured)
+    measured = [e for e in evaluations if e.get("pass@1") is not None]
+    if points := [e for e in measured if e.get("set") == measured[0].get("set")]:  # of the first set
+        values = [e["pass@1"] for e in points]
+        ends = [[abs(e.get(f"pass@1_{end}", e["pass@1"]) - e["pass@1"]) for e in points] for end in ("low", "high")]
+        when = [e["step"] or 0 for e in points]
+        reward.errorbar(when, values, ends, color=ORANGE, label="pass@1", fmt="o", capsize=3.5)
     reward.legend(loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=5, frameon=False, fontsize=8.5)
     for axes, key, color in ((variance, "frac_reward_zero_std", GREEN), (stale, "staleness/max", PURPLE)):
         axes.step(steps, _curve(metrics, key), where="mid", color=color, linewidth=1)
@@ -57,15 +57,7 @@ def _curve(metrics: Rows, key: str) -> list[float]:
     return [math.nan if m.get(key) is None else float(m[key]) for m in metrics]
 
 
-def _draw_evaluations(axes: Axes, evaluations: Rows) -> None:
-    """pass@1 of the first set with its intervals."""
-    points = [e for e in evaluations if e.get("set") == evaluations[0].get("set")]
-    values = [e["pass@1"] for e in points]
-    ends = [[abs(e.get(f"pass@1_{end}", e["pass@1"]) - e["pass@1"]) for e in points] for end in ("low", "high")]
-    axes.errorbar([e["step"] or 0 for e in points], values, ends, color=ORANGE, label="pass@1", fmt="o", capsize=3.5)
-
-
-def plain_axes(axes: Axes) -> None:
+def plain_axes(axes: Any) -> None:
     """Two spines and light horizontal lines."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(FAINT)

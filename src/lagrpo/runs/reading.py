@@ -9,15 +9,12 @@ import tomllib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lagrpo.errors import one_line
 from lagrpo.runs.directory import Run
 from lagrpo.runs.files import numbered
 from lagrpo.runs.rollouts import SCHEMA_KEY, SCHEMA_NAME
-
-if TYPE_CHECKING:
-    import pyarrow.parquet
 
 
 class RunNotFoundError(FileNotFoundError):
@@ -105,8 +102,8 @@ def load_rollouts(
 
 
 @contextmanager
-def opened_rollouts(run: Run | Path | str, step: int) -> Iterator[pyarrow.parquet.ParquetFile]:
-    """The rollouts of one step, for reading column by column. Raises ValueError as `load_rollouts` does."""
+def opened_rollouts(run: Run | Path | str, step: int) -> Iterator[Any]:
+    """The Parquet file of one step's rollouts, to be read by columns. Raises ValueError as `load_rollouts` does."""
     path = open_run(run).path / "rollouts" / f"step-{step:06d}.parquet"
     with _opened_table(path) as file:
         schema = (file.schema_arrow.metadata or {}).get(SCHEMA_KEY, b"no schema").decode(errors="replace")
@@ -116,7 +113,7 @@ def opened_rollouts(run: Run | Path | str, step: int) -> Iterator[pyarrow.parque
 
 
 @contextmanager
-def _opened_table(path: Path) -> Iterator[pyarrow.parquet.ParquetFile]:
+def _opened_table(path: Path) -> Iterator[Any]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -5,12 +5,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lagrpo.types import Completion, Group, Prompt
-
-if TYPE_CHECKING:
-    import pyarrow
+from lagrpo.types import Completion, Group
 
 SCHEMA_NAME = "lagrpo.rollouts/4"
 SCHEMA_KEY = b"lagrpo.schema"
@@ -25,8 +22,8 @@ COLUMNS = """
 REWARD = "reward_"  # how the columns of several rewards begin
 
 
-def rollout_schema(rewards: Sequence[str] = ()) -> pyarrow.Schema:
-    """The columns in their order. Several `rewards` have a column each, and `correct` says what they decide."""
+def rollout_schema(rewards: Sequence[str] = ()) -> Any:
+    """The Arrow schema. Several `rewards` have a column each, and `correct` says what they decide."""
     import pyarrow as pa
 
     columns: list[tuple[str, Any]] = []
@@ -53,28 +50,21 @@ def rollout_rows(
     """The rows of one batch. `columns` has more columns for each completion of each group (`completion_columns`), of
     which any may be absent; `rewards` are the names of several rewards."""
     for group, of_group in zip(groups, columns, strict=True):
-        place = {"step": step, "source": group.source, "epoch": group.epoch} | _prompt_columns(group.prompt)
+        turns = [(m["role"], m.get("content") or "") for m in group.prompt.messages]
+        texts = [content if len(turns) == 1 else f"{role}: {content}" for role, content in turns]
+        place: dict[str, Any] = {"step": step, "source": group.source, "epoch": group.epoch}
+        place |= {"prompt_id": group.prompt.key, "prompt_text": "\n".join(texts)}
+        place |= {"prompt_token_ids": list(group.prompt.token_ids)}
+        place |= {"answer": json.dumps(group.prompt.answer, ensure_ascii=False)}
         for index, (completion, known) in enumerate(zip(group.completions, of_group, strict=True)):
-            row: dict[str, Any] = (
-                place | {"sample_index": index} | _completion_columns(completion, policy_version, rewards)
-            )
+            row: dict[str, Any] = place | {"sample_index": index}
+            row |= _completion_columns(completion, policy_version, rewards)
             row |= {name: known.get(name) for name in ("advantage", "group_std")}
             for name in ("old_logprobs", "entropy"):  # of sampled tokens; None for the others
                 values = None if known.get(name) is None else iter(known[name].tolist())
                 row[name] = values and [next(values) if own else None for own in row["loss_mask"]]
             reason = known.get("excluded_reason", "") if row["outcome"] == "scored" else row["outcome"]
             yield row | {"excluded_reason": reason}
-
-
-def _prompt_columns(prompt: Prompt) -> dict[str, Any]:
-    turns = [(m["role"], m.get("content") or "") for m in prompt.messages]
-    texts = [content if len(turns) == 1 else f"{role}: {content}" for role, content in turns]
-    return {
-        "prompt_id": prompt.key,
-        "prompt_text": "\n".join(texts),
-        "prompt_token_ids": list(prompt.token_ids),
-        "answer": json.dumps(prompt.answer, ensure_ascii=False),
-    }
 
 
 def _completion_columns(completion: Completion, policy_version: int, rewards: Sequence[str]) -> dict[str, Any]:

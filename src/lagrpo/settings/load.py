@@ -21,12 +21,9 @@ from lagrpo.settings.schema import Settings
 from lagrpo.settings.sections import Section
 
 Command = TypeVar("Command")
-M = TypeVar("M", bound=BaseModel)
 PRESETS = Path(__file__).with_name("presets")
 SHORT = {"--task": "--task.name", "--model": "--model.path", "--recipe": "--loss.recipe"}
-"""Options whose section may be left out."""
-TABLES = ("task.options", "loss.overrides", "model.chat_template_kwargs")
-"""Tables with any names in them: --task.options.NAME VALUE."""
+TABLES = ("task.options", "loss.overrides", "model.chat_template_kwargs")  # with any names: --task.options.NAME VALUE
 
 
 def load_settings(
@@ -35,9 +32,8 @@ def load_settings(
     resume: str | None = None,
 ) -> Settings:
     """Settings from a TOML file, the name of a packaged one, or a mapping; `overrides` take precedence. The keys of
-    mappings are sections or names such as schedule.sync_every. A run that is resumed by its directory (`resume`, unless
-    that is auto) has its own settings, which mappings change. Raises SettingsError for a missing file, an unknown name
-    (with the nearest) and a wrong value."""
+    mappings are sections or names such as schedule.sync_every. A run that is resumed by its directory has its own
+    settings, which mappings change. Raises SettingsError."""
     changes = nest(overrides or {})
     if resume not in (None, "auto"):
         if source is not None and not isinstance(source, Mapping):
@@ -46,29 +42,23 @@ def load_settings(
         if not source.is_file():
             raise SettingsError(f"--resume: there is no run at {resume!r} (no config.toml)")
     if source is None or isinstance(source, Mapping):
-        return validate(Settings, nest(source or {}), changes, "settings")
-    return validate(Settings, read_toml(find_file(source)), changes, str(source))
-
-
-def find_file(source: str | os.PathLike[str]) -> Path:
-    """The settings file, or the packaged one of that name, such as demo."""
+        return validate(nest(source or {}), changes, "settings")
     path, packaged = Path(source).expanduser(), PRESETS / f"{source}.toml"
-    return packaged if not path.exists() and packaged.is_file() else path
+    file = packaged if not path.exists() and packaged.is_file() else path
+    return validate(read_toml(file), changes, str(source))
 
 
 def read_toml(path: Path) -> dict[str, Any]:
     """What a settings file says. Raises SettingsError if there is none or it is not TOML."""
+    text = ""
     try:
         text = path.read_text(encoding="utf-8-sig")
+        return tomllib.loads(text)
     except FileNotFoundError as error:
         known = ", ".join(sorted(file.stem for file in PRESETS.glob("*.toml")))
         raise SettingsError(f"{path}: no such settings file; packaged ones are {known}") from error
     except OSError as error:
         raise SettingsError(f"{path}: cannot be read as a settings file: {error.strerror}") from error
-    except ValueError as error:
-        raise SettingsError(f"{path}: not valid TOML: {one_line(str(error))}") from error
-    try:
-        return tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         cure = "; write paths with / or in single quotes" if re.search(r'"[^"\n]*\\', text) else ""
         raise SettingsError(f"{path}: not valid TOML: {one_line(str(error))}{cure}") from error
@@ -79,48 +69,39 @@ def to_toml(settings: Settings) -> str:
     return tomli_w.dumps(settings.model_dump(exclude_none=True))
 
 
-def validate(kind: type[M], values: Mapping[str, Any], overrides: Mapping[str, Any], source: str) -> M:
-    """The settings of `values`, which come from `source`, with `overrides` on top. Raises SettingsError, one line per
-    complaint."""
+def validate(
+    values: Mapping[str, Any], overrides: Mapping[str, Any], source: str, kind: type[BaseModel] = Settings
+) -> Any:
+    """The settings of `values`, which come from `source`, with `overrides` on top. Raises SettingsError."""
     try:
         return kind.model_validate(merged(values, overrides))
     except ValidationError as error:
         given, lines = flatten(overrides), list[str]()
+        complaint: Any
         for complaint in error.errors():
             name = ".".join(map(str, complaint["loc"]))
             by_user = any(f"{own}.".startswith(f"{name}.") or f"{name}.".startswith(f"{own}.") for own in given)
             place = "command line" if by_user and source != "settings" else source
-            lines.append(f"{place}: {_describe(kind, name, complaint)}")
+            text = f"{name} = {one_line(repr(complaint['input']))}: {complaint['msg']}"
+            if complaint["type"] == "extra_forbidden":
+                text = f"unknown setting {name!r}; {suggest_setting(name, kind)}"
+            elif complaint["type"] == "value_error":
+                text = f"{name + ': ' if name else ''}{complaint['ctx']['error']}"
+            lines.append(f"{place}: {text}")
         raise SettingsError("\n".join(lines)) from error
 
 
-def _describe(kind: type[BaseModel], name: str, complaint: Any) -> str:
-    if complaint["type"] == "extra_forbidden":
-        return f"unknown setting {name!r}; {suggest_setting(kind, name)}"
-    if complaint["type"] == "value_error":
-        return f"{name + ': ' if name else ''}{complaint['ctx']['error']}"
-    return f"{name} = {one_line(repr(complaint['input']))}: {complaint['msg']}"
-
-
-def suggest_setting(kind: type[BaseModel], name: str) -> str:
-    """ "did you mean 'x'?": the setting of that name in another section, else the nearest of its section; without one
-    the names that there are."""
-    section, _, leaf = name.rpartition(".")
-    known = [each.rpartition(".") for each in list_settings(kind)]
-    if elsewhere := [other for other, _, own in known if other and own == leaf]:
-        return f"did you mean '{elsewhere[0]}.{leaf}'?"
-    names = [own for other, _, own in known if other == section]
-    if close := find_nearest(leaf, names, likeness=0.5):
-        return f"did you mean {f'{section}.{close}' if section else close!r}?"
-    return f"[{section}] has {', '.join(names)}" if section else f"there are {', '.join(names)}"
+def suggest_setting(name: str, kind: type[BaseModel]) -> str:
+    """ "did you mean 'x'?": the setting of that name in another section, else the nearest."""
+    known = list(list_settings(kind))
+    same = [each for each in known if each.endswith(f".{name.rpartition('.')[2]}")]
+    alike = [each for each in known if each.count(".") == name.count(".")]
+    near = same[0] if same else find_nearest(name, alike, likeness=0.5)
+    return f"did you mean {near!r}?" if near else "lagrpo train --help lists all"
 
 
 def nest(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Names such as schedule.sync_every as tables.
-
-    >>> nest({"schedule.sync_every": 4, "schedule": {"batches": 9}})
-    {'schedule': {'sync_every': 4, 'batches': 9}}
-    """
+    """Names such as schedule.sync_every as tables."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         *sections, leaf = name.split(".")
@@ -164,20 +145,18 @@ def list_settings(kind: type[BaseModel] = Settings, prefix: str = "") -> dict[st
 def read_words(
     words: Sequence[str], command: type[Command], settings: Settings, sections: Sequence[str]
 ) -> tuple[Command, dict[str, Any]]:
-    """The arguments of a command, a dataclass, and the settings of these sections that the words change, by their
-    names. tyro sorts the words and prints the help, with the values of `settings`; load_settings validates them. Wrong
-    words and --help end the program."""
+    """The arguments of a command, a dataclass, and the settings of these sections that the words change. tyro sorts the
+    words and prints the help, with the values of `settings`. Wrong words and --help end the program."""
     parts = [word.partition("=") for word in words]
     rest, tables = split_tables([f"{SHORT.get(name, name)}{equals}{value}" for name, equals, value in parts])
     shown = [(name, _options(name, getattr(settings, name))) for name in sections]
     fields = [(name, type(own), own) for name, own in shown]
     made: Any = make_dataclass(command.__name__, fields, bases=(command,), frozen=True)
-    keys, own_tables = list_settings(), [name for name in TABLES if name.partition(".")[0] in sections]
-    helps = [f"--{name}.NAME VALUE: {keys[name].description}" for name in own_tables]
+    own_tables = [name for name in TABLES if name.partition(".")[0] in sections]
+    helps = [f"--{name}.NAME VALUE: {list_settings()[name].description}" for name in own_tables]
+    shown_as: dict[str, Any] = {"prog": f"lagrpo {command.__name__.lower()}", "config": (tyro.conf.FlagCreatePairsOff,)}
     text = "\n".join([f"{inspect.getdoc(command)}\n", *helps])
-    config = (tyro.conf.FlagCreatePairsOff,)
-    prog = f"lagrpo {command.__name__.lower()}"
-    given = tyro.cli(made, args=rest, prog=prog, description=text, config=config, use_underscores=True)
+    given = tyro.cli(made, args=rest, description=text, use_underscores=True, **shown_as)
     changed = {
         f"{section}.{name}": value
         for section, own in shown

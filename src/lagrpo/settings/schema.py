@@ -1,7 +1,4 @@
-"""All settings of a run, and what settings of different sections exclude.
-
-load.py reads them. Importing this module loads neither torch nor transformers.
-"""
+"""All settings of a run, and what settings of different sections exclude. Loads neither torch nor transformers."""
 
 from __future__ import annotations
 
@@ -12,8 +9,7 @@ from pydantic import model_validator
 from lagrpo.settings import sections
 from lagrpo.tasks import is_multi_turn
 
-MIN_REPLIES = 512
-"""Tokens that tools and environments may say in a completion, if max_completion_length is less."""
+MIN_REPLIES = 512  # tokens that environments may say in a completion, if max_completion_length is less
 
 
 class Settings(sections.Section):

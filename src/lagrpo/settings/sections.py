@@ -6,20 +6,18 @@ import re
 import shlex
 from collections.abc import Sequence
 from typing import Any, Literal, get_origin
-from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from lagrpo.logs import is_secret
 from lagrpo.rewards.reward import sum_ranges
 
-KNOBS = {"kl_estimator": "kl", "epsilon": "epsilon_low"}
-"""Settings of [loss] whose knob in core/recipes.py has another name."""
+KNOBS = {"kl_estimator": "kl", "epsilon": "epsilon_low"}  # knobs of core/recipes.py with other names
+NAME = r"^[A-Za-z][A-Za-z0-9_]{0,39}$"
 
 
 def split_server_args(options: Sequence[str]) -> tuple[str, ...]:
-    """Options of vLLM as a shell would split them. Raises ValueError, without the value, for one that holds a secret:
-    every user can read a command line.
+    """Options of vLLM as a shell would split them. Raises ValueError, without the value, for one that holds a secret.
 
     >>> split_server_args(["--seed 3", "--dtype=float16"])
     ('--seed', '3', '--dtype=float16')
@@ -27,15 +25,13 @@ def split_server_args(options: Sequence[str]) -> tuple[str, ...]:
     words = tuple(word for option in options for word in shlex.split(option))
     names = (word.partition("=")[0] for word in words if word.startswith("--"))
     if secret := next(filter(is_secret, names), None):
-        raise ValueError(
-            f"server_args: {secret!r} holds a secret, and every user can read a command line (ps): set an environment "
-            "variable (HF_TOKEN, LAGRPO_VLLM_API_KEY), which servers inherit"
-        )
+        cure = "set an environment variable (HF_TOKEN, LAGRPO_VLLM_API_KEY), which servers inherit"
+        raise ValueError(f"server_args: {secret!r} holds a secret, and every user can read a command line: {cure}")
     return words
 
 
 class Section(BaseModel):
-    """Settings that cannot be changed, without unknown names and infinite numbers. A value stands for a list of one."""
+    """Frozen settings, without unknown names and infinite numbers. A value stands for a list of one."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=(), allow_inf_nan=False
@@ -51,12 +47,6 @@ class Section(BaseModel):
         return given | {name: (given[name],) for name in single}
 
 
-def check_name(name: str) -> None:
-    """Raise ValueError for a name that columns and files cannot have."""
-    if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]{0,39}", name):
-        raise ValueError(f"name = {name!r}: use letters, digits and _, and begin with a letter")
-
-
 class RunSettings(Section):
     name: str | None = None
     """Directory of the run inside output_dir; default: task, recipe, v, i and the time"""
@@ -64,8 +54,8 @@ class RunSettings(Section):
     """Directory that holds the runs"""
     seed: int = Field(default=0, ge=-(2**63), lt=2**63)
     """Seed of every random number"""
-    report_to: tuple[Literal["tensorboard", "wandb", "trackio", "mlflow"], ...] = ()
-    """Trackers that get metrics and completions: tensorboard, wandb, trackio, mlflow"""
+    report_to: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
+    """Trackers that get metrics and completions: tensorboard, wandb, trackio"""
     log_completions: int = Field(default=16, ge=0, le=1024)
     """Completions of each batch that the trackers get"""
 
@@ -95,7 +85,7 @@ class ModelSettings(Section):
 
 
 class RewardSettings(Section):
-    name: str
+    name: str = Field(pattern=NAME)
     """Name in metrics and records: letters, digits and _"""
     reward: str
     """task (the task's own), a built-in reward (exact, number, math …) or package.module:function"""
@@ -117,7 +107,6 @@ class RewardSettings(Section):
 
     @model_validator(mode="after")
     def _check(self) -> RewardSettings:
-        check_name(self.name)
         if not self.range[0] < self.range[1]:
             raise ValueError(f"range goes from the smallest to the largest value, not {self.range}")
         return self
@@ -197,15 +186,8 @@ class VllmSettings(Section):
     @model_validator(mode="after")
     def _check(self) -> VllmSettings:
         split_server_args(self.server_args)
-        for url in self.urls:
-            parts = urlsplit(url)
-            if "@" in parts.netloc:
-                raise ValueError("urls: a URL holds a password; the API key goes into $LAGRPO_VLLM_API_KEY")
-            if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/") or parts.query:
-                raise ValueError(f"urls: {url!r} is not a server's URL; write http://host:port")
-            _ = parts.port  # raises ValueError for a number that is no port
-        if len(set(self.urls)) < len(self.urls):
-            raise ValueError("urls: the same server is there twice")
+        if not all(re.fullmatch(r"https?://[^/@?#\s]+/?", url) for url in self.urls):
+            raise ValueError("urls: write http://host:port; the API key goes into $LAGRPO_VLLM_API_KEY")
         if self.urls and (self.gpus or self.server_args):
             raise ValueError("gpus and server_args are for a server that the run starts; urls names running servers")
         return self
@@ -231,10 +213,8 @@ class ScheduleSettings(Section):
 
     @model_validator(mode="after")
     def _check(self) -> ScheduleSettings:
-        if self.constant_lag is not None and self.sync_at_kl is not None:
-            raise ValueError("constant_lag and sync_at_kl are two schedules: unset one of them")
-        if self.constant_lag is not None and self.sync_every != 1:
-            raise ValueError("constant_lag and sync_every are two schedules: unset one of them")
+        if self.constant_lag is not None and (self.sync_at_kl is not None or self.sync_every != 1):
+            raise ValueError("constant_lag and sync_at_kl or sync_every are two schedules: unset one of them")
         if self.reset_optimizer and self.ref_sync_every is None:
             raise ValueError("reset_optimizer is for stages, and ref_sync_every is unset: set it, or unset both")
         return self
@@ -290,11 +270,7 @@ class LossSettings(Section):
 
 
 def name_setting(knob: str) -> str:
-    """The setting that replaces a knob of a recipe.
-
-    >>> name_setting("epsilon_low"), name_setting("dual_clip")
-    ('loss.epsilon', 'loss.overrides.dual_clip')
-    """
+    """The setting that replaces a knob of a recipe: loss.epsilon, say, or loss.overrides.dual_clip."""
     name = {own: name for name, own in KNOBS.items()}.get(knob, knob)
     return f"loss.{name}" if name in LossSettings.model_fields else f"loss.overrides.{name}"
 
@@ -337,7 +313,7 @@ class CheckpointSettings(Section):
 
 
 class EvalSetSettings(Section):
-    name: str
+    name: str = Field(pattern=NAME)
     """Name in files and metrics: letters, digits and _"""
     task: TaskSettings | None = None
     """What is asked, as in section task; default: the run's task"""
@@ -349,11 +325,6 @@ class EvalSetSettings(Section):
     """Completions per prompt; default: eval.num_samples"""
     max_completion_length: int | None = Field(default=None, ge=1)
     """Tokens of the longest completion; default: rollout.max_completion_length"""
-
-    @model_validator(mode="after")
-    def _check(self) -> EvalSetSettings:
-        check_name(self.name)
-        return self
 
 
 class EvalSettings(Section):
@@ -382,13 +353,11 @@ class EvalSettings(Section):
     def _check_best(self, best: str) -> None:
         of_set, _, metric = best.rpartition(".")
         chosen = {each.name: each for each in self.sets}.get(of_set)
-        if (chosen is None) == bool(of_set or self.sets):
-            form = " or ".join(f"{each.name}.pass@1" for each in self.sets) or "pass@1, as there are no sets"
-            raise ValueError(f"best_metric = {best!r}: write {form}")
         samples = (chosen and chosen.num_samples) or self.num_samples
         known = ["reward", *(f"pass@{k}" for k in sorted({samples, *(1 << n for n in range(samples.bit_length()))}))]
-        if metric not in known and not re.fullmatch(r"rewards/\w+/mean", metric):
-            raise ValueError(f"best_metric = {best!r}: there is no {metric!r}; there are {', '.join(known)}")
+        is_known = metric in known or re.fullmatch(r"rewards/\w+/mean", metric)
+        if not is_known or (chosen is None) == bool(of_set or self.sets):
+            raise ValueError(f"best_metric = {best!r}: write {'SET.' * bool(self.sets)}METRIC of {', '.join(known)}")
         if not self.at_start and not (self.every if chosen is None or chosen.every is None else chosen.every):
             raise ValueError(f"best_metric = {best!r}, but nothing is evaluated: set every, or at_start = true")
 

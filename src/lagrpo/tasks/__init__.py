@@ -1,9 +1,7 @@
 """Tasks: prompts, and a reward for their completions or an environment that they talk to. Each has one file; the
 keyword arguments of its function `load` are the task's options.
 
-`load_task(settings, seed)` returns the task that the settings name; `check_options(settings)` rejects contradictory
-settings without loading data. Worker processes import this module and the tasks, so nothing here imports torch, numpy
-or pydantic at the top.
+Worker processes import this module and the tasks, so nothing here imports torch, numpy or pydantic at the top.
 """
 
 from __future__ import annotations
@@ -23,20 +21,16 @@ from lagrpo.types import Prompt
 logger = logging.getLogger("lagrpo")
 BUILTIN = ("arithmetic", "countdown", "gsm8k", "math", "custom", "calculator", "guess_number", "gym", "reasoning_gym")
 """The tasks of this package. The last two take a name after a colon: of an environment, of a generator."""
-COMPARING = ("exact", "number", "math", "arithmetic", "guess_number")
-"""Built-in rewards that compare with a text or a number, so that a whole row is not an answer."""
 NOT_A_TASK = "is not a Task: a Task has name, reward, size(split) and prompt(split, index)"
 Messages = Sequence[Mapping[str, Any]]
-Ask = Callable[[Any], tuple[str | Messages, Any]]
-"""From a row to its question (a text, or chat messages) and its reference answer."""
-Key = tuple[int | str, ...]
-"""Of random numbers: `lagrpo.rng.uniforms(count, *key)` gives the same ones on every rank and after a resume."""
+Ask = Callable[[Any], tuple[str | Messages, Any]]  # a row -> its question (a text, or messages) and reference answer
+Key = tuple[int | str, ...]  # of random numbers: lagrpo.rng.uniforms(count, *key)
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """An environment's reply: chat messages ({"role": "user", "content": …}, or a tool's), and the reward so far, which
-    counts if the episode is done or a limit (of tokens or turns) ends it here. `reason` tells people why it is done."""
+    """An environment's reply: chat messages ({"role": "user", "content": …}, or a tool's), the reward so far, which
+    counts if the episode ends here, and why it is done."""
 
     messages: Messages = ()
     reward: float = 0.0
@@ -45,14 +39,12 @@ class StepResult:
 
 
 class Environment(Protocol):
-    """One episode: a completion of several turns, text in and text out.
-
-    It runs in worker processes, with their deadline for every turn. lagrpo pickles it between turns, because another
-    process may take the next one. If it raises or exceeds the deadline, the completion is *unscored*."""
+    """One episode: a completion of several turns. It is pickled between turns, because another worker process may take
+    the next one. If it raises or exceeds the deadline of a turn, the completion is *unscored*."""
 
     def reset(self, prompt: Prompt, key: Key) -> Messages:
-        """Begin. Returns all messages that the policy sees first, such as `prompt.messages`. They may depend on the
-        prompt alone, because the completions of a group share them; later messages may use random numbers of `key`."""
+        """The messages that the policy sees first, such as `prompt.messages`. They may depend on the prompt alone,
+        because the completions of a group share them; later messages may use random numbers of `key`."""
         ...
 
     def step(self, text: str) -> StepResult:
@@ -60,14 +52,13 @@ class Environment(Protocol):
         ...
 
 
-Make = Callable[[], Environment]
-"""Makes the environment of an episode: a class or a function at the top level of a module, or an object; pickled."""
+Make = Callable[[], Environment]  # a class or a function at the top level of a module, or an object; pickled
 
 
 @runtime_checkable
 class Task(Protocol):
-    """Prompts in two splits, "train" and "test", and the reward of their completions. With an attribute `environment`
-    (what makes one, or None) completions are episodes, and the reward is for completions that a file brings."""
+    """Prompts in two splits, "train" and "test", and their reward. With an attribute `environment` (what makes one, or
+    None) completions are episodes."""
 
     @property
     def name(self) -> str: ...
@@ -103,11 +94,9 @@ class RowTask:
     name: str
     rows: Mapping[str, Sequence[Any]]
     ask: Ask
-    reward: Any
-    """a reward function, or several Rewards"""
+    reward: Any  # a reward function, or several Rewards
     system_prompt: str | None = None
-    environment: Make | None = None
-    """for completions of several turns"""
+    environment: Make | None = None  # for completions of several turns
 
     def size(self, split: str) -> int:
         return len(self.rows[split])
@@ -126,8 +115,7 @@ def select(rows: Any, chosen: Sequence[int]) -> Any:
 
 
 def drop_overlong(task: Task, count_tokens: Callable[[Prompt], int], most: int) -> RowTask:
-    """The task without rows whose prompt has more than `most` tokens. The log says how many they were. Raises
-    ValueError for a task without rows."""
+    """The task without rows whose prompt has more than `most` tokens. Raises ValueError for a task without rows."""
     if not isinstance(task, RowTask):
         raise ValueError(f"rollout.overlong_prompts = 'drop' needs a RowTask, not a {type(task).__name__}")
     left = dict[str, Any]()
@@ -141,24 +129,18 @@ def drop_overlong(task: Task, count_tokens: Callable[[Prompt], int], most: int) 
 
 
 def build_messages(question: str | Messages, system_prompt: str | None = None) -> tuple[Mapping[str, Any], ...]:
-    """The messages for the chat template: the system prompt if there is one ("" is none), then the question as the
-    user's turn, or the given messages, with the text parts of each joined. Raises ValueError for a question that is
-    neither a text nor a list of messages, for parts other than text, and for messages that have a system turn already.
-    """
+    """The messages for the chat template: the system prompt, if any, then the question as the user's turn, or the given
+    messages, with the text parts of each joined. Raises ValueError for what cannot be asked so."""
     given: Any = [{"role": "user", "content": question}] if isinstance(question, str) else question
     listed = given if isinstance(given, list | tuple) else ()
     has_roles = all(isinstance(turn, Mapping) and isinstance(turn.get("role"), str) for turn in listed)
     turns = [_join_parts(turn) for turn in listed] if has_roles else []
     if not turns or not isinstance(turns[-1].get("content"), str):
-        raise ValueError(
-            f"its prompt is {question!r:.80}: a prompt is a text, or a list of messages such as {{'role': 'user', "
-            "'content': '...'}, the last of which has a text"
-        )
-    if not system_prompt:
-        return tuple(turns)
-    if turns[0]["role"] == "system":
+        form = "a prompt is a text, or a list of messages, the last of which has a text"
+        raise ValueError(f"its prompt is {question!r:.80}: {form}")
+    if system_prompt and turns[0]["role"] == "system":
         raise ValueError("the prompt has a system turn: leave task.system_prompt unset for this data")
-    return ({"role": "system", "content": system_prompt}, *turns)
+    return (*([{"role": "system", "content": system_prompt}] if system_prompt else []), *turns)
 
 
 def _join_parts(turn: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -193,14 +175,10 @@ def check_options(settings: Any) -> None:
     if kind in BUILTIN:
         read_options(settings)
     elif ":" not in settings.name:
-        raise ValueError(
-            f"task.name: there is no task {kind!r}; there are {', '.join(BUILTIN)} and a task of your own as "
-            f"'package.module:function'.{suggest(kind, BUILTIN)}"
-        )
-    if kind == "custom" and not settings.rewards:
+        known = f"there are {', '.join(BUILTIN)} and 'package.module:function'.{suggest(kind, BUILTIN)}"
+        raise ValueError(f"task.name: there is no task {kind!r}; {known}")
+    if kind == "custom" and (not settings.rewards or any(each.reward == OWN for each in settings.rewards)):
         raise ValueError(f"the task 'custom' needs task.rewards: {', '.join(REWARDS)}, or 'package.module:function'")
-    if kind == "custom" and any(each.reward == OWN for each in settings.rewards):
-        raise ValueError(f"task.rewards: the task 'custom' has no reward that {OWN!r} would name")
 
 
 def read_options(settings: Any) -> dict[str, Any]:
@@ -208,7 +186,8 @@ def read_options(settings: Any) -> dict[str, Any]:
     from pydantic import TypeAdapter, ValidationError
 
     kind, read = settings.name.partition(":")[0], dict[str, Any]()
-    parameters = inspect.signature(find_loader(kind), eval_str=True).parameters.values()
+    load = importlib.import_module(f"lagrpo.tasks.{kind}").load
+    parameters = inspect.signature(load, eval_str=True).parameters.values()
     known = {each.name: each.annotation for each in parameters if each.kind == each.KEYWORD_ONLY}
     takes_all = any(each.kind == each.VAR_KEYWORD for each in parameters)
     for name, value in settings.given_options.items():
@@ -222,43 +201,29 @@ def read_options(settings: Any) -> dict[str, Any]:
     return read
 
 
-def find_loader(kind: str) -> Callable[..., Any]:
-    """The function that loads the built-in task of this name."""
-    return importlib.import_module(f"lagrpo.tasks.{kind}").load
-
-
 def load_task(settings: Any, seed: int) -> Task:
     """The task that the settings name; what it generates is a function of the seed. For "package.module:function" it is
-    what function(settings, seed) returns.
-
-    Raises:
-        ValueError: wrong settings (before anything heavy is loaded), unfit data, or reward functions that need what
-            neither lagrpo nor the data passes.
-        TypeError: the user's function returned something that is not a Task.
-        ImportError: the task needs a package that is not installed.
-    """
+    what function(settings, seed) returns. Raises ValueError, TypeError if that is not a Task, and ImportError."""
     check_options(settings)
     kind, _, variant = settings.name.partition(":")
     if kind in BUILTIN:
-        task = find_loader(kind)(seed, *[variant] if variant else [], **read_options(settings))
+        load = importlib.import_module(f"lagrpo.tasks.{kind}").load
+        task = load(seed, *[variant] if variant else [], **read_options(settings))
         task = copy_with(task, name=settings.name, system_prompt=settings.system_prompt)
     else:
         task = load_function(settings.name)(settings, seed)
         if not isinstance(task, Task):
             raise TypeError(f"task.name: {settings.name!r} returned a {type(task).__name__}, which {NOT_A_TASK}")
-    if settings.rewards and environment_of(task) is not None:
-        raise ValueError(f"task.rewards: the environment of {settings.name!r} gives the rewards: leave them out")
     if settings.rewards:
+        if environment_of(task) is not None:
+            raise ValueError(f"task.rewards: the environment of {settings.name!r} gives the rewards: leave them out")
         task = copy_with(task, reward=load_rewards(settings.rewards, task.reward))
-    wants_text = next((each.reward for each in settings.rewards if each.reward in COMPARING), None)
-    if kind == "custom" and wants_text and isinstance(task.prompt("train", 0).answer, Mapping):
-        raise ValueError(f"the reward {wants_text!r} needs task.answer_column, the column with reference answers")
     return complete_task(task, settings.tools)
 
 
 def complete_task(task: Task, tools: Sequence[str]) -> Task:
-    """The task, with an environment in which the policy may call these functions. Raises ValueError for tools that it
-    cannot have, and for reward functions that need what neither lagrpo nor the data passes."""
+    """The task, with an environment in which the policy may call these functions. Raises ValueError for unfit tools,
+    and reward functions that need what neither lagrpo nor the data passes."""
     if task.size("train"):
         row = task.prompt("train", 0).row
         for reward in Rewards.from_reward(task.reward).parts:

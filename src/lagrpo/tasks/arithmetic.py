@@ -1,10 +1,7 @@
 """Task `arithmetic`: "What is 3 + 4?", generated from the seed.
 
-Both numbers are 0 .. 10^digits - 1. Subtraction goes below zero.
-
-Train and test are disjoint, also if the two numbers are exchanged: 3 + 4 and 4 + 3 are in the same split. A fifth of
-all problems is for testing, at most 1,000, and at most 10,000 of the others are for training: of the 100 single-digit
-additions 80 and 20.
+Both numbers are 0 .. 10^digits - 1. Train and test are disjoint, also if the two numbers are exchanged. A fifth of all
+problems is for testing, at most 1,000, and at most 10,000 of the others are for training.
 """
 
 from __future__ import annotations
@@ -65,7 +62,7 @@ def split(operations: tuple[str, ...], digits: int, seed: int) -> tuple[list[Pro
 
 
 def _sample_problems(operations: tuple[str, ...], numbers: int, seed: int) -> list[Problem]:
-    """Distinct problems with a <= b in random order: all of them if they are few, else as many as needed."""
+    """Distinct problems with a <= b in random order: all if they are few, else as many as needed."""
     from lagrpo.rng import permutation, uniforms
 
     space = len(operations) * numbers**2

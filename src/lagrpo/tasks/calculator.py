@@ -1,8 +1,6 @@
-"""Task `calculator`: arithmetic that takes a tool, and the tool, exact arithmetic. Other tasks get the tool by
-task.tools = ["calculator"].
+"""Task `calculator`: arithmetic that takes a tool, and the tool (task.tools = ["calculator"] for other tasks).
 
-The task has the problems of `arithmetic`, by default products of numbers of three digits. Solved examples, with calls
-and results, precede each problem.
+The task has the problems of `arithmetic`, by default products of numbers of three digits, after solved examples.
 """
 
 from __future__ import annotations

@@ -1,15 +1,13 @@
 r"""Task `countdown`: reach a target from some numbers, generated from the seed.
 
 The numbers are sampled from 1 to 99. The target, 10 to 999 and none of the numbers, is the value of some expression in
-all of them, so every problem can be solved. Train (10,000 problems) and test (500) are disjoint: the digest of a
-problem's sorted numbers and target says which split it is in.
+all of them. Train (10,000 problems) and test (500) are disjoint: a digest of the problem says which split it is in.
 """
 
 from __future__ import annotations
 
 import ast
 import hashlib
-import itertools
 import operator
 import re
 from collections import Counter
@@ -48,12 +46,12 @@ def _ask(count: int, seed: int, row: tuple[str, int]) -> tuple[str, dict[str, An
 
 
 def score(completion: str, answer: Any) -> float:
-    """1.0 if the completion's expression equals the target and uses each given number at most once, else 0.0.
-
-    `answer` is {"numbers": [...], "target": ...}. The expression, of at most 200 characters, has + - * / (also a sign,
-    as in -3 + 10) and given numbers; not all need be used. It is computed in exact fractions; division by zero is
-    wrong. Raises UnscorableError if `answer` is not of its form."""
-    numbers, target = _read_answer(answer)
+    """1.0 if the completion's expression equals the target and uses each given number at most once, else 0.0. `answer`
+    is {"numbers": [...], "target": ...}. The expression, of at most 200 characters, has + - * / (also a sign, as in
+    -3 + 10) and given numbers. Raises UnscorableError if `answer` is not of its form."""
+    numbers, target = (answer.get("numbers"), answer.get("target")) if isinstance(answer, Mapping) else (None, None)
+    if not isinstance(numbers, Sequence) or not all(type(number) is int for number in (*numbers, target)):
+        raise UnscorableError(f"the reference answer {answer!r} is not like {{'numbers': [3, 5, 7], 'target': 20}}")
     expression = find_expression(completion)
     try:
         if expression is None or evaluate(expression, _OPERATIONS) != target:
@@ -64,9 +62,8 @@ def score(completion: str, answer: Any) -> float:
 
 
 def find_expression(text: str) -> str | None:
-    """The expression in a completion (within its last <answer> ... </answer>, if it has one): the last stretch of
-    digits 0-9, + - * / ( ) and spaces that has an operation between two numbers. × · ÷ and LaTeX's times, cdot and div
-    are read as * and /; ** around it is bold type. None without one.
+    """The expression in a completion (within its last <answer> ... </answer>, if any): the last stretch of digits,
+    + - * / ( ), × · ÷, LaTeX's times, cdot and div, and spaces that has an operation between two numbers.
 
     >>> find_expression("First 7 - 3 = 4, so (7 − 3) × 5 = 20.")
     '(7 - 3) * 5'
@@ -83,30 +80,20 @@ def find_expression(text: str) -> str | None:
     return stretches[-1][2:-2] if bold else stretches[-1]
 
 
-def _read_answer(answer: Any) -> tuple[Sequence[int], int]:
-    numbers, target = (answer.get("numbers"), answer.get("target")) if isinstance(answer, Mapping) else (None, None)
-    if not isinstance(numbers, Sequence) or not all(type(number) is int for number in (*numbers, target)):
-        raise UnscorableError(f"the reference answer {answer!r} is not like {{'numbers': [3, 5, 7], 'target': 20}}")
-    return numbers, int(target or 0)
-
-
 def make_problem(count: int, seed: int, split: str, index: int) -> dict[str, Any]:
-    """A problem of a split: the first attempt that belongs to it."""
-    attempts = (_combine_numbers(count, seed, split, index, attempt) for attempt in itertools.count())
-    numbers, target = next(problem for problem in attempts if _is_of(split, *problem))
-    return {"numbers": numbers, "target": target}
-
-
-def _is_of(split: str, numbers: list[int], target: int) -> bool:
-    """Whether a problem belongs to the split: one in twenty is for testing."""
-    digest = hashlib.blake2b(repr((sorted(numbers), target)).encode(), digest_size=8).digest()
-    is_test = int.from_bytes(digest, "little") % 20 == 0
-    return target in _TARGETS and target not in numbers and is_test == (split == "test")
+    """A problem of a split: the first attempt that belongs to it. One problem in twenty is for testing."""
+    attempt = -1
+    while True:
+        attempt += 1
+        numbers, target = _combine_numbers(count, seed, split, index, attempt)
+        digest = hashlib.blake2b(repr((sorted(numbers), target)).encode(), digest_size=8).digest()
+        is_test = int.from_bytes(digest, "little") % 20 == 0
+        if target in _TARGETS and target not in numbers and is_test == (split == "test"):
+            return {"numbers": numbers, "target": target}
 
 
 def _combine_numbers(count: int, *key: int | str) -> tuple[list[int], int]:
-    """Random numbers and a target: until one number is left, two random ones are combined by a random operation with a
-    positive integer as its result (as in the television game)."""
+    """Random numbers and a target: until one is left, two are combined by an operation with a positive integer."""
     from lagrpo.rng import uniforms
 
     random = iter(uniforms(4 * count, "countdown", *key).tolist())

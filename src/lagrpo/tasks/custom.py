@@ -1,8 +1,8 @@
 """Task `custom`: a dataset and rewards of the user's own.
 
 `prompt_column` (by default prompt or question) holds a text or a list of chat messages (also as JSON), `answer_column`
-(by default answer) the reference answer; without it the reference answer is the whole row, as a dict. If there is only
-one split, the seed chooses a tenth of its rows (at most 1,000) for testing, which is logged.
+(by default answer) the reference answer; without it the reference answer is the whole row, as a dict. Of an only split
+a tenth (at most 1,000 rows) is for testing.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class Row(dict[str, Any]):
 
 @contextmanager
 def naming(row: Row) -> Iterator[None]:
-    """Inside, ValueError and TypeError become a ValueError that names the place of the row."""
+    """Inside, ValueError and TypeError name the place of the row."""
     try:
         yield
     except (ValueError, TypeError) as error:
@@ -55,8 +55,7 @@ def format_of(path: Path) -> str | None:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a file by its ending; the values of CSV are texts. Raises ValueError, with the place, for
-    what cannot be read."""
+    """The rows of a file by its ending; the values of CSV are texts. Raises ValueError, with the place."""
     kind, unit = format_of(path), "row"
     values: list[Any] = []
     opened: Any = gzip.open if path.suffix == ".gz" else open
@@ -68,20 +67,15 @@ def read_rows(path: Path) -> list[Row]:
         else:
             with opened(path, "rt", encoding="utf-8-sig", newline="" if kind == ".csv" else None) as file:
                 values = list(csv.DictReader(file, strict=True) if kind == ".csv" else file)
-    if kind == ".json" and (items := _find_items("".join(values))) is not None:
-        values, unit = items, "item"
-    elif kind in (".json", ".jsonl"):
+    if kind in (".json", ".jsonl"):
         unit = "line"
+    if kind == ".json":
+        with suppress(ValueError):  # lines of JSON
+            whole = json.loads("".join(values))
+            items = whole.get("data") if isinstance(whole, dict) else whole
+            values, unit = (items, "item") if isinstance(items, list) else (values, unit)
     places = ((f"{path}, {unit} {number}", value) for number, value in enumerate(values, start=1))
     return [Row(_parse(value, place), path, place) for place, value in places if unit != "line" or value.strip()]
-
-
-def _find_items(text: str) -> list[Any] | None:
-    """The items of a file that is one JSON list, or {"data": [...]}; None for lines of JSON."""
-    with suppress(ValueError):
-        whole = json.loads(text)
-        items = whole.get("data") if isinstance(whole, dict) else whole
-        return items if isinstance(items, list) else None
 
 
 def _parse(value: Any, place: str) -> dict[str, Any]:
@@ -105,10 +99,8 @@ def load_rows(
 ) -> dict[str, Any]:  # fmt: skip
     """The rows for training and testing, with these columns. "a|b" names the split a, or b if there is no a.
 
-    `named` is task.data, `hub` the dataset to suggest without it, which also gives the configuration if only that
-    dataset is named. Rows without an answer (column `answer`) are left out, which is logged. With a seed, an only split
-    is the training split, and rows are held out for testing if there are none. Raises ValueError for data that is
-    missing, cannot be read, lacks a column or cannot be asked."""
+    `named` is task.data, `hub` the dataset to suggest without it. Rows without an answer (column `answer`) are left
+    out. With a seed, rows of an only split are held out for testing. Raises ValueError for unfit data."""
     there = find_splits(named, hub)
 
     def load(side: str, split: str) -> Any:
@@ -149,37 +141,31 @@ def find_splits(named: str | None, hub: str) -> dict[str, Any]:
     """The existing splits by name: lists of files, or a `datasets.Dataset`. Raises ValueError for missing data."""
     endings, setting = ", ".join(FORMATS), "task.data" if named else "LAGRPO_DATA"
     if not (data := named or os.environ.get("LAGRPO_DATA")):
-        raise ValueError(
-            "this task needs data: set task.data (or the environment variable LAGRPO_DATA) to a file ending in "
-            f"{endings}, a directory of such files, or a dataset of the Hugging Face hub such as {hub!r}"
-        )
+        files = f"a file ending in {endings}, a directory of such files, or a hub dataset such as {hub!r}"
+        raise ValueError(f"this task needs data: set task.data (or the environment variable LAGRPO_DATA) to {files}")
     path = Path(data).expanduser()
+    saved: Any = None
     if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
         import datasets
 
-        saved: Any = datasets.load_from_disk(path)
-        return dict(saved) if isinstance(saved, dict) else {"train": saved}
+        saved = datasets.load_from_disk(path)
     files = sorted(path.iterdir()) if path.is_dir() else sorted(map(Path, glob.glob(str(path))))
     if not files and not path.is_dir():
-        if named and _HUB_ID.fullmatch(data) and format_of(path) is None and not path.parent.is_dir():
-            return load_hub(hub if data == hub.partition(":")[0] else data)
-        raise ValueError(f"{setting}: there is no file or directory {data!r} (seen from {os.getcwd()})")
+        if not (named and _HUB_ID.fullmatch(data)) or format_of(path) is not None or path.parent.is_dir():
+            raise ValueError(f"{setting}: there is no file or directory {data!r} (seen from {os.getcwd()})")
+        import datasets
+
+        repository, _, config = (hub if data == hub.partition(":")[0] else data).partition(":")
+        with one_line_errors(f"{data!r} is not a file or directory here, and could not be loaded from the hub"):
+            saved = datasets.load_dataset(repository, config or None)
+    if saved is not None:
+        return dict(saved) if isinstance(saved, dict) else {"train": saved}
     there: dict[str, list[Path]] = {}
     for file in filter(format_of, files):
         there.setdefault(_ENDING.sub("", file.name), []).append(file)
     if not there or any(len(found) > 1 and "-of-" not in found[0].name for found in there.values()):
         raise ValueError(f"{setting}: {path} needs files that end in {endings}, one for each split")
     return there
-
-
-def load_hub(name: str) -> dict[str, Any]:
-    """The splits of the hub dataset "owner/name" or "owner/name:config", by name."""
-    import datasets
-
-    repository, _, config = name.partition(":")
-    with one_line_errors(f"{name!r} is not a file or directory here, and could not be loaded from the hub"):
-        found: Any = datasets.load_dataset(repository, config or None)
-    return dict(found)
 
 
 def _with_answer(rows: Any, column: str | None, where: str) -> Any:
@@ -196,12 +182,7 @@ def _with_answer(rows: Any, column: str | None, where: str) -> Any:
 
 
 def hold_out(count: int, seed: int) -> tuple[list[int], list[int]]:
-    """Split the rows of data with one split into training and test rows: the seed chooses a tenth (at least one row, at
-    most 1,000) for testing. Both keep their order.
-
-    >>> [len(rows) for rows in hold_out(40, seed=0)]
-    [36, 4]
-    """
+    """Places of rows for training and for testing: the seed chooses a tenth (1 to 1,000) for testing, in order."""
     from lagrpo.rng import permutation
 
     if count < 2:
@@ -215,11 +196,7 @@ def hold_out(count: int, seed: int) -> tuple[list[int], list[int]]:
 
 
 def get_value(row: Mapping[str, Any], column: str) -> Any:
-    """The value of a column, or of a field in a column for a path. Raises ValueError if there is none.
-
-    >>> get_value({"reward_model": {"answer": "7"}}, "reward_model.answer")
-    '7'
-    """
+    """The value of a column, or of a field in a column ("reward_model.answer"). Raises ValueError if there is none."""
     first, _, rest = column.partition(".")
     if column not in row and rest and isinstance(row.get(first), Mapping):
         return get_value(row[first], rest)

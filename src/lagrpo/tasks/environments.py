@@ -1,7 +1,5 @@
 """Turns of environments in worker processes, and tools.
 
-Every turn is a call with a deadline, in whichever process is free: the environment travels pickled.
-
 With tools, the policy may call functions before it answers a task's question. A call is JSON with the name of a
 function and its arguments, in the formats of three families:
 
@@ -9,8 +7,8 @@ function and its arguments, in the formats of three families:
     <tool_call>[{"name": …, "arguments": {…}}, …]</tool_call>  SmolLM2
     {"name": …, "parameters": {…}}                             Llama 3: the whole turn is the call
 
-The environment answers a turn with calls by their results, each in a message of the role "tool". A turn without calls
-is the answer, which the task's reward function scores. If a call cannot be read or carried out, the reply says why.
+The environment answers a turn with calls by their results, or by what is wrong with them, each in a message of the role
+"tool". A turn without calls is the answer, which the task's reward function scores.
 """
 
 from __future__ import annotations
@@ -30,21 +28,16 @@ from lagrpo.tasks import Key, Make, Messages, StepResult, Task, build_messages, 
 from lagrpo.types import Outcome, Prompt
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
-MISTAKES = (ValueError, TypeError, ArithmeticError, LookupError)
-"""What a function raises because of its arguments: the policy sees it. Anything else leaves the completion unscored."""
 SYSTEM = (
     "You can call functions:\n<tools>{tools}</tools>\nTo call one, answer with nothing but a call, such as\n"
     "<tool_call>[{example}]</tool_call>\nand you get its result."
 )
-"""Tells the policy of functions if the chat template does not."""
 TOOLS = {"calculator": "lagrpo.tasks.calculator:calculate"}
-"""The built-in functions that task.tools can name."""
-Turn = tuple[StepResult, bytes]
-"""What an environment says, and its pickled state."""
+Turn = tuple[StepResult, bytes]  # what an environment says, and its pickled state
 
 
 def take_turn(state: bytes | None, prompt: Any, key: Any, text: str | None) -> Turn | Outcome:
-    """`run_turn` in a worker process that has loaded what makes environments; an unscored Outcome if it failed."""
+    """`run_turn` in a worker process; an unscored Outcome if it failed."""
     make = pool.called()
     try:
         return run_turn(make, state, prompt, key, text)
@@ -53,8 +46,8 @@ def take_turn(state: bytes | None, prompt: Any, key: Any, text: str | None) -> T
 
 
 def run_turn(make: Make, state: bytes | None, prompt: Any, key: Any, text: str | None) -> Turn:
-    """Have an environment reply to `text`: the one that is pickled in `state`, else a new one, which begins with the
-    prompt and the key. Without a text it only begins."""
+    """Have an environment reply to `text`: the one in `state`, else a new one, which begins with the prompt and the
+    key. Without a text it only begins."""
     environment = make() if state is None else pickle.loads(state)
     if state is None:
         asked = replace(prompt, messages=prompt.asked or prompt.messages, asked=())
@@ -87,8 +80,8 @@ def _to_json(messages: Any) -> tuple[dict[str, Any], ...]:
 
 @dataclass
 class Tools:
-    """An episode with these functions, by their names, and what makes such episodes. `reward` scores an answer, called
-    as reward(completion, answer). `system` tells the policy of the functions, "" if its chat template does."""
+    """An episode with these functions, and what makes such episodes. reward(completion, answer) scores an answer.
+    `system` tells the policy of the functions, "" if its chat template does."""
 
     functions: Mapping[str, Callable[..., Any]]
     reward: Callable[[str, Any], Any]
@@ -121,15 +114,14 @@ class Tools:
             return f"Error: there is no function {name!r}, but {', '.join(self.functions)}"
         try:
             result = function(**arguments)
-        except MISTAKES as error:
+        except (ValueError, TypeError, ArithmeticError, LookupError) as error:  # others leave the completion unscored
             return f"Error: {error}"
         return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
 
 
 def make_tools(names: Sequence[str], task: Task) -> Tools:
     """The environment in which the policy may call these functions, and the task's reward function scores the answer.
-    Raises ValueError for a function that does not exist, is called like another one, or is not a plain function, and
-    for a task with an environment or several rewards."""
+    Raises ValueError."""
     if environment_of(task) is not None:
         raise ValueError(f"task.tools: the task {task.name!r} has an environment: leave them out")
     reward, *others = Rewards.from_reward(task.reward).parts
@@ -138,10 +130,8 @@ def make_tools(names: Sequence[str], task: Task) -> Tools:
     found: dict[str, Callable[..., Any]] = {}
     for name in names:
         if ":" not in name and name not in TOOLS:
-            raise ValueError(
-                f"task.tools: there is no tool {name!r}; there are {', '.join(TOOLS)}, and functions of your own as "
-                f"'package.module:function'.{suggest(name, TOOLS)}"
-            )
+            known = f"there are {', '.join(TOOLS)} and 'package.module:function'.{suggest(name, TOOLS)}"
+            raise ValueError(f"task.tools: there is no tool {name!r}; {known}")
         function = load_function(TOOLS.get(name, name))
         if not inspect.isfunction(function) or inspect.iscoroutinefunction(function):
             raise ValueError(f"task.tools: {name!r} is not a plain function, whose name the policy calls")
@@ -168,31 +158,27 @@ def find_calls(text: str) -> list[tuple[str, Mapping[str, Any]]]:
         read = [json.loads(block) for block in blocks]
     except (ValueError, RecursionError) as error:
         raise ValueError(f"the call is not JSON: {error}") from error
-    return [_read_call(call) for block in read for call in (block if isinstance(block, list) else [block])]
-
-
-def _read_call(call: Any) -> tuple[str, Mapping[str, Any]]:
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-        raise ValueError('a call is {"name": ..., "arguments": {...}}')
-    arguments = call.get("arguments", call.get("parameters", {}))
-    if not isinstance(arguments, dict):
-        raise ValueError(f"the arguments of {call['name']!r} are not a JSON object")
-    return call["name"], arguments
+    calls = list[tuple[str, Mapping[str, Any]]]()
+    for call in [each for block in read for each in (block if isinstance(block, list) else [block])]:
+        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+            raise ValueError('a call is {"name": ..., "arguments": {...}}')
+        calls.append((call["name"], call.get("arguments", call.get("parameters", {}))))
+        if not isinstance(calls[-1][1], dict):
+            raise ValueError(f"the arguments of {call['name']!r} are not a JSON object")
+    return calls
 
 
 def add_system(messages: Messages, system: str) -> Messages:
     """The messages with `system` in their system turn, and the calls of earlier turns written out."""
-    messages = [_write_calls(message) for message in messages]
-    if messages[0]["role"] != "system":
-        return build_messages(messages, system)
-    return [{"role": "system", "content": f"{messages[0]['content']}\n\n{system}"}, *messages[1:]]
-
-
-def _write_calls(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    if not message.get("tool_calls"):
-        return message
-    calls = [call["function"] for call in message["tool_calls"]]
-    return {"role": message["role"], "content": f"{message.get('content') or ''}{OPEN}{json.dumps(calls)}{CLOSE}"}
+    written = list[Mapping[str, Any]]()
+    for message in messages:
+        if calls := [call["function"] for call in message.get("tool_calls") or ()]:
+            said = f"{message.get('content') or ''}{OPEN}{json.dumps(calls)}{CLOSE}"
+            message = {"role": message["role"], "content": said}
+        written.append(message)
+    if written[0]["role"] != "system":
+        return build_messages(written, system)
+    return [{"role": "system", "content": f"{written[0]['content']}\n\n{system}"}, *written[1:]]
 
 
 def describe(function: Callable[..., Any]) -> dict[str, Any]:
@@ -202,10 +188,8 @@ def describe(function: Callable[..., Any]) -> dict[str, Any]:
     try:
         return json.loads(json.dumps(utils.get_json_schema(function)))
     except (utils.DocstringParsingException, utils.TypeHintParsingException, NameError) as error:
-        raise ValueError(
-            f"tool {function.__name__!r} does not say how it is called: {error}. Give every parameter a type, and a "
-            "line under 'Args:' in the docstring"
-        ) from error
+        cure = "Give every parameter a type, and a line under 'Args:' in the docstring"
+        raise ValueError(f"tool {function.__name__!r} does not say how it is called: {error}. {cure}") from error
 
 
 def system_text(schemas: Sequence[Mapping[str, Any]]) -> str:

@@ -52,11 +52,10 @@ def score(completion: str, answer: Any) -> float:
 
     `lagrpo.tasks.numbers` says what a number is. An expression counts by what stands after its "=" ("3 * 20 = 60").
     Integers are compared exactly. If the reference number is not an integer, "a/b" and \frac{a}{b} are numbers, and a
-    decimal of at least 4 significant digits stands for the numbers that round to it, in the completion as in `answer`:
-    0.888889 and 0.8889, but not 0.889, are 8/9.
+    decimal of at least 4 significant digits stands for the numbers that round to it: 0.8889, but not 0.889, is 8/9.
 
-    `answer` is a number, or a text with exactly one (after its last "####", if it has one). Of a float the first 15
-    digits count. Raises UnscorableError for any other answer."""
+    `answer` is a number, or a text with exactly one (after its last "####", if it has one). Raises UnscorableError for
+    any other answer."""
     right = _read_answer(answer)
     is_integer = right.value is not None and right.value.denominator == 1
     part, first = _find_counting_part(completion)

@@ -1,7 +1,6 @@
 """Task `guess_number`: find a number in several turns; after each guess the environment says "higher" or "lower".
 
-The prompt is always the same; the number is the reference answer. The reward is 1 if it is found within task.max_turns
-guesses, else 0. A fifth of the numbers is for testing.
+The reward is 1 if the number is found within task.max_turns guesses. A fifth of the numbers is for testing.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def read_guess(text: str) -> int | None:
 
 
 def score(completion: str, answer: Any) -> float:
-    """Of a completion of one turn: 1.0 if its guess is right."""
+    """Of a completion of one turn."""
     if not isinstance(answer, int):
         raise UnscorableError(f"the reference answer {answer!r:.80} is not an integer")
     return float(read_guess(completion) == answer)

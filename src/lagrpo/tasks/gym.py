@@ -1,13 +1,8 @@
 """Tasks `gym:NAME`: text environments in the style of Gymnasium, such as GEM's (pip install gem-llm).
 
 NAME is the id of one of GEM's (`gym:game:GuessTheNumber-v0-easy`), or a package.module:function that returns an object
-with
-
-    reset(seed=…) -> text, info
-    step(text) -> text, reward, terminated, truncated, info
-
-A "suffix" in `info`, as GEM's environments have, follows the text. A prompt is a seed: the completions of a group play
-the same episode. The reward is the sum over the steps.
+with reset(seed=…) -> text, info and step(text) -> text, reward, terminated, truncated, info. A "suffix" in `info`, as
+GEM's environments have, follows the text. A prompt is a seed. The reward is the sum over the steps.
 """
 
 from __future__ import annotations
@@ -30,7 +25,6 @@ def load(seed: int, name: str) -> RowTask:
 
 
 def build(name: str) -> Any:
-    """An environment."""
     if "-v" not in name:
         return load_function(name)()
     import gem  # pyright: ignore[reportMissingImports]

@@ -1,11 +1,8 @@
 r"""Task `math`: competition problems, scored by mathematical equality (math-verify).
 
-Data: a directory of .jsonl files with columns problem and answer, as DeepScaleR, MATH-500 and AIME have them.
-The options `train_split` and `test_split` name files without their ending, such as deepscaler_part_aime_train. Or
-datasets of the hub; see `lagrpo.tasks.data`.
-
-Needs math-verify: pip install 'lagrpo[math]'. Its import stands at the top, so that worker processes have it before the
-first deadline begins; only this task and the reward "math" import this module.
+Data: a directory of .jsonl files with columns problem and answer, as DeepScaleR, MATH-500 and AIME have them, or
+datasets of the hub; see `lagrpo.tasks.data`. Needs math-verify, which is imported at the top, so that worker processes
+have it before the first deadline begins.
 """
 
 from __future__ import annotations
@@ -43,12 +40,9 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its ow
 
 
 def load(
-    seed: int,
-    *,
-    data: str | None = None,
-    train_split: str = "deepscaler_part_math_train|train",
+    seed: int, *, data: str | None = None, train_split: str = "deepscaler_part_math_train|train",
     test_split: str = "math500_test|test",
-) -> RowTask:
+) -> RowTask:  # fmt: skip
     """The task. Raises ValueError for missing or unfit data."""
     rows = load_rows(data, train_split, test_split, _HUB, _ask, ("problem", "answer"), "answer")
     return RowTask("math", rows, _ask, score)
@@ -67,13 +61,11 @@ def score(completion: str, answer: Any) -> float:
     the last of all.
 
     Equal means spelled the same except for spaces, or equal by math-verify: in value, numbers to six decimals, in any
-    form that it can evaluate ("3^2" is 9, "0.5" is \frac{1}{2}, "x = 5" is 5), units and "%" left aside; sets without
-    order, intervals with their ends. So an answer that only restates the question in mathematics is equal, too: a known
-    weakness. math-verify also takes for equal any two equations without real solutions, any two equations between
-    numbers, and pairs of fractions whatever follows them: tests/corpora/math_verify.jsonl has examples.
+    form that it can evaluate ("3^2" is 9, "x = 5" is 5), units and "%" left aside; sets without order, intervals with
+    their ends. tests/corpora/math_verify.jsonl has known weaknesses.
 
-    The caller keeps the deadline: math-verify's own, which rest on signal.alarm, are off. Raises UnscorableError if the
-    reference answer cannot be parsed."""
+    The caller keeps the deadline: math-verify's own are off. Raises UnscorableError if the reference answer cannot be
+    parsed."""
     if not isinstance(answer, str | int | float) or answer == "":
         raise UnscorableError(f"the reference answer {answer!r} is not a formula")
     right, box, readable = _clean(str(answer)), find_last_box(completion), False

@@ -36,7 +36,6 @@ _NUMERAL = re.compile(
     r"_*(?P<digits>(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
     r"(?:[eE](?P<exponent>[0-9]{1,3})(?![A-Za-z]))?(?P<unit>[A-Za-z_]*)"
 )
-_LONGEST = 100
 LONGEST = 200  # characters of an expression
 SIGNIFICANT = 4  # digits that a decimal must have to stand for the numbers that round to it
 
@@ -73,8 +72,7 @@ class Numeral:
 
 
 def find_last_box(text: str) -> str | None:
-    r"""The content of the last \boxed{} (or \fbox{}): of the closed boxes the one that begins last, so the inner one of
-    nested boxes. None without a closed box.
+    r"""The content of the last closed \boxed{} (or \fbox{}), the inner one of nested boxes; None without one.
 
     >>> find_last_box(r"\boxed{1}, no: \boxed{\frac{1}{2}} or \boxed{3")
     '\\frac{1}{2}'
@@ -110,7 +108,7 @@ def find_numerals(text: str) -> list[Numeral]:
 
 def _read(text: str, token: re.Match[str]) -> Numeral:
     written, start, end = token.group(), token.start(), token.end()
-    parts = _NUMERAL.fullmatch(written) if len(written) <= _LONGEST else None
+    parts = _NUMERAL.fullmatch(written) if len(written) <= 100 else None
     if parts is None:
         return Numeral(None, start, end)
     word = _SCALE_WORD.match(text, end)
@@ -148,12 +146,7 @@ def are_joined(text: str, left: Numeral, right: Numeral) -> bool:
 
 
 def find_last_numeral(text: str, found: list[Numeral]) -> Numeral | None:
-    """The last numeral: None without one, and if it is joined to the one before it.
-
-    >>> answers = "3 + 4 = 7.", "6 or 7", "3 + 4", "no"
-    >>> [getattr(find_last_numeral(text, find_numerals(text)), "value", None) for text in answers]
-    [Fraction(7, 1), None, None, None]
-    """
+    """The last numeral: None without one, and if it is joined to the one before it."""
     if not found or (len(found) > 1 and are_joined(text, found[-2], found[-1])):
         return None
     return found[-1]
@@ -161,9 +154,7 @@ def find_last_numeral(text: str, found: list[Numeral]) -> Numeral | None:
 
 def read_number(text: str, first: bool = False, fractions: bool = False) -> Numeral | None:
     """The numeral that names the last (or the first) number of a text in plain spelling, in which a/b may be one."""
-    found = find_numerals(text)
-    if fractions:
-        found = merge_fractions(text, found)
+    found = merge_fractions(text, find_numerals(text)) if fractions else find_numerals(text)
     return find_first_numeral(text, found) if first else find_last_numeral(text, found)
 
 
@@ -175,12 +166,7 @@ def read_last_number(text: str) -> Fraction | None:
 
 def find_first_numeral(text: str, found: list[Numeral]) -> Numeral | None:
     """The numeral that names the first number, or, if an expression with "=" comes first, the one after its "=": None
-    without one, and if it is joined to the next.
-
-    >>> answers = "7, as 3 + 4 = 7", "3 * 20 = 60 dollars", "6 or 7", "3 + 4"
-    >>> [getattr(find_first_numeral(text, find_numerals(text)), "value", None) for text in answers]
-    [Fraction(7, 1), Fraction(60, 1), None, None]
-    """
+    without one, and if it is joined to the next."""
     at, in_expression = 0, False
     while at + 1 < len(found):
         between = text[found[at].end : found[at + 1].start]
@@ -212,23 +198,17 @@ def agree(one: Numeral | None, other: Numeral | None) -> bool:
 
 def evaluate(expression: str, operations: Mapping[type, Callable[..., Any]]) -> Fraction:
     """The exact value of an expression of at most 200 characters, with these operations by the classes of `ast`, and
-    signs. Raises ValueError for anything else, ZeroDivisionError.
-
-    >>> evaluate("-(1 + 2.5)", {ast.Add: lambda a, b: a + b})
-    Fraction(-7, 2)
-    """
+    signs. Raises ValueError for anything else, ZeroDivisionError."""
 
     def compute(node: ast.AST) -> Fraction:
         if isinstance(node, ast.Constant) and type(node.value) in (int, float):
-            value = Fraction(str(node.value))
-        elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
+            return Fraction(str(node.value))
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
             operand = compute(node.operand)
-            value = -operand if isinstance(node.op, ast.USub) else operand
-        elif isinstance(node, ast.BinOp) and type(node.op) in operations:
-            value = Fraction(operations[type(node.op)](compute(node.left), compute(node.right)))
-        else:
-            raise ValueError(f"{expression!r} is not an arithmetic expression")
-        return value
+            return -operand if isinstance(node.op, ast.USub) else operand
+        if isinstance(node, ast.BinOp) and type(node.op) in operations:
+            return Fraction(operations[type(node.op)](compute(node.left), compute(node.right)))
+        raise ValueError(f"{expression!r} is not an arithmetic expression")
 
     if len(expression) > LONGEST:
         raise ValueError(f"the expression has more than {LONGEST} characters")

@@ -1,12 +1,10 @@
 """Tasks `reasoning_gym:NAME`: puzzles that a generator of the package reasoning-gym makes and scores.
 
 A puzzle is a function of the run's seed and its number. The training prompts have the first numbers, the test prompts
-the next ones; a generator that knows few puzzles repeats them. A few generators depend on the order of Python's sets
-(knight_swap, isomorphic_strings, polynomial_multiplication and ransom_note of version 0.1.25): they need
-PYTHONHASHSEED=0. task.options also holds the generator's own options (its config without seed and size).
+the next ones. A few generators (knight_swap, say) depend on the order of Python's sets: they need PYTHONHASHSEED=0.
+task.options also holds the generator's own options (its config without seed and size).
 
-The answer is the text between the last <answer> and </answer>, or the whole text without them. Scores lie between 0 and
-1. Needs reasoning-gym: pip install 'lagrpo[gym]'.
+The answer is the text between the last <answer> and </answer>, or the whole text without them.
 """
 
 from __future__ import annotations
@@ -37,19 +35,15 @@ class GymReward:
         return GymReward, self._given
 
     def __call__(self, completion: str, answer: Any) -> float:
-        """Raises UnscorableError if the generator does not repeat itself."""
         entry, found = self.entry(answer["index"]), _ANSWER.findall(completion)
         if reference(answer["index"], entry) != answer:
-            raise UnscorableError(
-                f"the generator {self._given[0]} makes another puzzle of the same seed in another process: set the "
-                "environment variable PYTHONHASHSEED to 0 for the whole run"
-            )
+            cure = "set the environment variable PYTHONHASHSEED to 0 for the whole run"
+            raise UnscorableError(f"{self._given[0]} makes another puzzle of the same seed in another process: {cure}")
         return float(self.dataset.score_answer((found[-1] if found else completion).strip(), entry))
 
 
 def load(seed: int, name: str, *, train_size: int = 10_000, test_size: int = 1_000, **options: Any) -> RowTask:
-    """The task with puzzles of this seed. Raises ValueError for an unknown generator and for options that it does not
-    take."""
+    """The task with puzzles of this seed."""
     from lagrpo.rng import uniforms
 
     first = int(uniforms(1, seed, "reasoning_gym", name)[0] * 2**31)
@@ -69,7 +63,7 @@ def reference(index: int, entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def make_dataset(name: str, options: Mapping[str, Any], seed: int, size: int) -> Any:
-    """The generator with its options. Raises ValueError as `load` does, ImportError without the package."""
+    """The generator with its options. Raises ValueError for an unknown one and for options that it does not take."""
     try:
         from reasoning_gym.factory import DATASETS, create_dataset  # pyright: ignore[reportMissingImports]
     except ImportError as error:

@@ -63,12 +63,6 @@ COLUMNS = (
 )
 
 
-def columns_for(width: int) -> list[Column]:
-    """The columns that fit, with two spaces between them."""
-    ends = accumulate(column.width + 2 for column in COLUMNS)
-    return [column for column, end in zip(COLUMNS, ends, strict=True) if end - 2 <= width]
-
-
 def make_display(mode: Literal["auto", "none"] = "auto", console: Console | None = None) -> Display:
     """The live display on a terminal and plain lines elsewhere; or none."""
     console = console or Console()
@@ -109,11 +103,10 @@ class PlainDisplay(Display):
         self.note(f"{self.title}: {self.total} batches\n{LEGEND}")
 
     def on_batch(self, metrics: Metrics, rollouts: Sequence[Metrics]) -> None:
-        columns = columns_for(119)
         if not self.rows:
-            self.note("  ".join([*(column.heading.rjust(column.width) for column in columns), "    left"]))
+            self.note("  ".join([*(column.heading.rjust(column.width) for column in COLUMNS), "    left"]))
         self.rows = (*self.rows, dict(metrics))[-ROWS:]
-        texts = [column.text(metrics).rjust(column.width) for column in columns]
+        texts = [column.text(metrics).rjust(column.width) for column in COLUMNS]
         self.note("  ".join([*texts, self.time_left().rjust(8)]))
 
     def on_evaluation(self, name: str, summary: Metrics, records: Sequence[Metrics]) -> None:
@@ -151,10 +144,15 @@ class PlainDisplay(Display):
         moments = {moment: f"{moment}.{of_set}" if of_set else moment for moment in ("before", "after")}
         made = {moment: self.evaluations.get(name, ({}, ())) for moment, name in moments.items()}
         lines = [of_set] if of_set else []
-        lines += [f"pass@1 {moment:<7}{_pass_at_1(summary)}" for moment, (summary, _) in made.items() if summary]
+        for moment, (found, _) in made.items():
+            if found:
+                of = f"{count_of(found['prompts'], 'held-out prompt')}, {count_of(found['samples'], 'sample')} of each"
+                lines.append(f"pass@1 {moment:<7}{formatted_interval(found, 'pass@1', '.1%')}   ({of})")
         (before, old), (after, new) = made.values()
         if after.get("pass@1_change") is not None:
-            lines.append(f"change        {_change(after)}")
+            value, low, high = (formatted(100 * after[f"pass@1_change{end}"], "+.1f") for end in ("", "_low", "_high"))
+            which = "(paired by prompt; intervals: for all such prompts)"
+            lines.append(f"change        {value:>6} points   95 % interval {low} to {high}   {which}")
         for line in lines:
             self.console.print(Text(f"  {line}"), soft_wrap=True)
         if old or new:
@@ -189,7 +187,9 @@ class LiveDisplay(PlainDisplay):
     def render(self) -> Group:
         """What is on the screen right now."""
         table = Table(box=None, padding=(0, 2, 0, 0), title=Text(self.title, style="bold"), title_justify="left")
-        columns, done, width = columns_for(self.console.width), self.done(), self.console.width
+        done, width = self.done(), self.console.width
+        ends = accumulate(column.width + 2 for column in COLUMNS)  # two spaces between them
+        columns = [column for column, end in zip(COLUMNS, ends, strict=True) if end - 2 <= width]
         for column in columns:
             table.add_column(column.heading, justify="right", min_width=column.width, no_wrap=True, header_style="dim")
         for row in self.rows[-max(1, self.console.height - 7) :]:  # never taller than the terminal
@@ -221,13 +221,3 @@ def _sample(record: Metrics, scale: Any) -> Text:
     reward, text, decided = record["rewards"][0], record["completions"][0], record.get("is_correct", [None])[0]
     mark, style = MARKS[None if reward is None else is_correct(reward, scale, decided)]
     return Text.assemble((f"{mark} ", f"bold {style}"), clipped(visible(text or "(empty)"), 300))
-
-
-def _pass_at_1(summary: Metrics) -> str:
-    said = f"   ({count_of(summary['prompts'], 'held-out prompt')}, {count_of(summary['samples'], 'sample')} of each)"
-    return formatted_interval(summary, "pass@1", ".1%") + said
-
-
-def _change(after: Metrics) -> str:
-    value, low, high = (formatted(100 * after[f"pass@1_change{end}"], "+.1f") for end in ("", "_low", "_high"))
-    return f"{value:>6} points   95 % interval {low} to {high}   (paired by prompt; intervals: for all such prompts)"

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.box import SIMPLE
 from rich.console import Console, Group
@@ -23,9 +23,6 @@ from lagrpo.runs.rollouts import reward_columns
 from lagrpo.settings.sections import name_setting
 from lagrpo.terminal.text import MARKS, count_of, formatted
 from lagrpo.types import Range, is_correct
-
-if TYPE_CHECKING:  # core imports torch, which `view --text` need not load
-    from lagrpo.core.objective import Recipe
 
 Row = dict[str, Any]
 
@@ -43,7 +40,11 @@ def show(run_dir: Run | Path | str, batch: int | None = None, console: Console |
     console.print(_title(run, rows, batches), *results, "", sep="\n")
     for key, group in groupby(rows, key=lambda row: row["prompt_id"]):
         completions = list(group)
-        console.print(_prompt(key, completions[0]), *(render_completion(row, scale) for row in completions))
+        answer = json.loads(coded := completions[0]["answer"])
+        console.print(Rule(Text(f"prompt {key}", style="bold"), align="left", style="dim"))
+        console.print(Text(visible(completions[0]["prompt_text"])))
+        console.print(Text(f"answer: {visible(answer if isinstance(answer, str) else coded)}\n", style="cyan"))
+        console.print(*(render_completion(row, scale) for row in completions))
 
 
 def result_lines(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -114,16 +115,9 @@ def _title(run: Run, rows: list[Row], batches: list[int]) -> Text:
     return Text.assemble((str(run.path), "bold"), "\n" + "  ·  ".join(facts))
 
 
-def _prompt(key: int, row: Row) -> Group:
-    answer = json.loads(row["answer"])
-    text = Text(f"answer: {visible(answer if isinstance(answer, str) else row['answer'])}\n", style="cyan")
-    head = Rule(Text(f"prompt {key}", style="bold"), align="left", style="dim")
-    return Group(head, Text(visible(row["prompt_text"])), text)
-
-
 def show_recipes(console: Console | None = None) -> None:
     """Every recipe: its name, what it maximizes, and its source."""
-    from lagrpo.core.recipes import RECIPES
+    from lagrpo.core.recipes import RECIPES  # imports torch, which `view --text` need not load
 
     console = console or Console()
     table = Table("name", "formula", "source", box=SIMPLE, header_style="dim", padding=(0, 1, 1, 0))
@@ -142,7 +136,8 @@ def show_recipe(name: str, console: Console | None = None) -> None:
     with refusing():
         recipe = resolve(name)
     console, head = console or Console(), Table.grid(padding=(0, 2, 0, 0))
-    settings = "\n".join(f"{name_setting(knob)} = {_say(value)}" for knob, value in recipe.settings.items())
+    said = {knob: str(v).lower() if isinstance(v, bool) or v is None else v for knob, v in recipe.settings.items()}
+    settings = "\n".join(f"{name_setting(knob)} = {value}" for knob, value in said.items())
     lines = {"recipe": name, "formula": recipe.formula, "source": recipe.source, "made of": settings}
     for label, text in lines.items():
         head.add_row(Text(label, "dim"), Text(text, "bold" if label == "recipe" else ""))
@@ -151,11 +146,6 @@ def show_recipe(name: str, console: Console | None = None) -> None:
     console.print(Text(source_code(recipe)), soft_wrap=True)
 
 
-def source_code(recipe: Recipe) -> str:
+def source_code(recipe: Any) -> str:
     """The source of the functions that a recipe is made of."""
     return "\n\n".join(inspect.getsource(function) for function in recipe.functions)
-
-
-def _say(value: object) -> str:
-    """A value as a settings file says it."""
-    return str(value).lower() if isinstance(value, bool) or value is None else str(value)

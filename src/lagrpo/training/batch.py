@@ -1,8 +1,7 @@
 """From scored groups to what the trainer steps on: advantages, weights, packed rows.
 
-Only scored completions take part, and of them only sampled tokens: T, lengths and sums count no others. A masked group
-(its rewards are all equal, and the recipe masks such groups) leaves the objective before any forward pass. Weights
-carry the normalizer of the whole batch, so the split into micro-batches cannot change the gradient."""
+Only scored completions take part, and of them only sampled tokens. A masked group (its rewards are all equal) leaves
+the objective before any forward pass. Weights carry the normalizer of the whole batch."""
 
 from __future__ import annotations
 
@@ -54,7 +53,7 @@ def has_zero_variance(group: Group) -> bool:
 
 def assemble(groups: Sequence[Group], recipe: Recipe, max_tokens: int, seed: int, b: int) -> Batch:
     """Lines 12-13 of Algorithm 1: A_α (Eq. 2) from the scored completions of each group, then the weights over the
-    batch. `max_tokens` is the limit of a completion; random numbers are keyed by (seed, b, group)."""
+    batch. `max_tokens` is the limit of a completion."""
     member: list[tuple[int, int]] = []
     advantages, flat, lengths = [torch.empty(0)], [torch.empty(0).bool()], [torch.empty(0).long()]
     for g, group in enumerate(groups):
@@ -89,11 +88,6 @@ class MicroBatch:
     logp_k_T: Tensor | None = None  # None before the first update on the batch, at which π is π_k
     entropy_T: Tensor | None = None  # of the distribution of π_k that each token was sampled from, nats; None: unknown
 
-    def name(self, c: int) -> str:
-        """The c-th completion of the row by its columns `sample_index` and `prompt_id` in the rollouts."""
-        group, number = self.batch.member_C[self.members[c]]
-        return f"completion {number} of prompt {self.batch.groups[group].prompt.key}"
-
     def with_logprobs(self, logp_k_T: Tensor, entropy_T: Tensor | None = None) -> MicroBatch:
         return replace(self, logp_k_T=logp_k_T, entropy_T=entropy_T)
 
@@ -108,11 +102,10 @@ def micro_batches(
     batch: Batch, tokens: int, device: torch.device | str = "cpu", whole_groups: bool = False,
     skip_zero_advantage: bool = False, ranks: Ranks | None = None,
 ) -> list[MicroBatch]:  # fmt: skip
-    """Completions with a weight, packed group by group into rows of at most `tokens` tokens; a single longer completion
-    has a row of its own. A group that does not fit is cut, and its prompt is computed once per piece; with
-    `whole_groups`, for objectives that compare the completions of a group, it has a longer row. `skip_zero_advantage`,
-    if an advantage of 0 has no gradient, leaves those completions out; they still count in the weights of the others.
-    Each of several `ranks` gets its share, as many rows of about the same cost."""
+    """Completions with a weight, packed group by group into rows of at most `tokens` tokens; a longer completion has a
+    row to itself. A group that does not fit is cut, or with `whole_groups` has a longer row. `skip_zero_advantage`
+    leaves completions without a gradient out; they still count in the weights of the others. Each of several `ranks`
+    gets as many rows of about the same cost."""
     return _pack_rows(batch, _computed(batch, skip_zero_advantage), tokens, device, ranks, whole_groups)
 
 
@@ -120,8 +113,7 @@ def left_out(
     batch: Batch, tokens: int, device: torch.device | str = "cpu", skip_zero_advantage: bool = False,
     ranks: Ranks | None = None,
 ) -> list[MicroBatch]:  # fmt: skip
-    """The scored completions with a known log α that `micro_batches` leaves out: unbiased metrics of staleness need
-    them."""
+    """The scored completions with a known log α that `micro_batches` leaves out, for metrics."""
     return _pack_rows(batch, batch.has_logp_alpha() & ~_computed(batch, skip_zero_advantage), tokens, device, ranks)
 
 
@@ -147,9 +139,9 @@ def _pack_rows(
 
 
 def balanced(costs: Sequence[int], budget: int, ranks: int = 1) -> list[list[int]]:
-    """Items, by their numbers, in few rows of at most `budget` each and of about the same cost, largest first; an item
-    beyond the budget has a row to itself. First fit decides the number of rows, rounded up to as many for each of the
-    `ranks`; then, if the budget allows it, each item goes into the row that has least."""
+    """Items, by their numbers, in few rows of at most `budget` and about the same cost; an item beyond the budget has a
+    row to itself. First fit decides the number of rows, rounded up to as many for each of the `ranks`; then, if
+    the budget allows it, each item goes into the row that has least, largest first."""
 
     def cost(row: list[int]) -> int:
         return sum(costs[n] for n in row)

@@ -20,17 +20,17 @@ from lagrpo.errors import SettingsError, refusing
 from lagrpo.model.backend import choose_backend, chosen_kernels, pick_device, pick_dtype
 from lagrpo.model.embedded import resolve_model
 from lagrpo.model.loading import check_context, check_files, load_policy, quiet
-from lagrpo.model.lora import Lora, save_adapter
+from lagrpo.model.lora import Lora
 from lagrpo.model.model import Policy, copy_policy, fingerprint
 from lagrpo.rewards.pool import RewardPool
 from lagrpo.rollout.base import Request
-from lagrpo.rollout.episodes import OF_RUN, Episodes, build_all_episodes, max_reply_tokens
+from lagrpo.rollout.episodes import OF_RUN, Episodes, build_episodes, max_reply_tokens
 from lagrpo.rollout.local import LocalSampler
 from lagrpo.rollout.prefetch import Prefetcher
 from lagrpo.rollout.schedule import LoopState, Schedule, SyncDecision
 from lagrpo.rollout.sync_check import CHECK_PROMPTS, WeightSyncCheck, WeightSyncError
 from lagrpo.rollout.vllm.client import VllmClient
-from lagrpo.rollout.vllm.engine import VllmEngine, VllmEvaluator, build_engine
+from lagrpo.rollout.vllm.engine import VllmEngine, build_engine
 from lagrpo.rollout.vllm.server import StartedServer, open_servers
 from lagrpo.settings.schema import Settings
 from lagrpo.settings.sections import ModelSettings
@@ -41,7 +41,6 @@ from lagrpo.training.ranks import FirstRankSampler, Ranks
 from lagrpo.training.trainer import Optimization, Trainer
 from lagrpo.types import Group
 
-Evaluator = LocalSampler | VllmEvaluator
 Engine = LocalSampler | VllmEngine | FirstRankSampler
 
 
@@ -65,7 +64,8 @@ class TrainerComponents:
     model: str  # the fingerprint of the initial weights
     trainer: Trainer  # with the policy, the recipe and the reference
     sampler: Engine
-    evaluator: Evaluator
+    evaluator: Engine
+    share: Callable[[Sequence[Request]], list[Request]]  # the requests that this rank samples and scores
     prefetcher: Prefetcher
     offline: OfflineData | None  # completions of files
     schedule: Schedule
@@ -80,11 +80,12 @@ class TrainerComponents:
         started: str | None = None,
     ) -> TrainerComponents:  # fmt: skip
         """`task` replaces settings.task. `started`: when the run began, if it resumes; chat templates show that date.
-        After an error, whatever was started is ended. Raises SettingsError for data or a model that is missing, or
-        does not fit."""
+        Raises SettingsError for data or a model that is missing, or does not fit."""
         ranks = ranks or Ranks()
         with ExitStack() as undo:
-            loaded, records = load_tasks(settings, task), load_offline(settings)
+            loaded = load_tasks(settings, task)
+            with refusing("offline.data"):
+                records = read_records(settings.offline.data) if settings.offline.data else None
             replied = max_reply_tokens(settings, *loaded.values())
             servers = start_servers(settings, replied, undo) if ranks.is_first else []
             s, seed = settings.rollout, settings.run.seed
@@ -97,11 +98,14 @@ class TrainerComponents:
             prompts = tasks[OF_RUN].prompts
             offline = build_offline(settings, recipe, policy, records) if records else None
             sampler = build_sampler(settings, policy, servers, tasks[OF_RUN].episodes, ranks)
+            share = ranks.share
+            if s.engine == "vllm":
+                share = lambda requests: list(requests) if ranks.is_first else []  # noqa: E731
             undo.callback(sampler.close)
             skeleton = fsdp.without_values(policy.model.lm) if ranks.mesh is not None else None
             evaluator = build_evaluator(settings, policy, sampler, ranks)
             trainer = build_trainer(settings, recipe, policy, ranks)
-            if isinstance(evaluator, fsdp.BorrowingSampler):
+            if isinstance(evaluator, fsdp.EvaluationSampler):
                 evaluator.source = trainer.policy
             return TrainerComponents(
                 settings=settings,
@@ -111,7 +115,8 @@ class TrainerComponents:
                 trainer=trainer,
                 sampler=sampler,
                 evaluator=evaluator,
-                prefetcher=Prefetcher(sampler, lambda b: share(settings, ranks, prompts.batch(b)), s.num_generations),
+                share=share,
+                prefetcher=Prefetcher(sampler, lambda b: share(prompts.batch(b)), s.num_generations),
                 offline=offline,
                 schedule=Schedule(settings.schedule.kind, settings.schedule.v, settings.schedule.sync_at_kl),
                 check_weight_sync=build_weight_sync_check(trainer.policy, prompts, sampler),
@@ -122,7 +127,6 @@ class TrainerComponents:
 
     @property
     def main(self) -> TaskSetup:
-        """The run's task."""
         return self.tasks[OF_RUN]
 
     @property
@@ -141,10 +145,6 @@ class TrainerComponents:
             return ()
         return self.offline.batch(b, offline_prompts(self.settings))
 
-    def share(self, requests: Sequence[Request]) -> list[Request]:
-        """The requests that this rank samples and scores."""
-        return share(self.settings, self.ranks, requests)
-
     def gather_policy(self) -> Callable[[Path], None]:
         """What writes π as it is now into a directory, on rank 0: a model, or its adapter. Collective."""
         policy, skeleton = self.trainer.policy, self.skeleton
@@ -153,39 +153,26 @@ class TrainerComponents:
         whole = self.ranks.gather_whole(policy.weights)
 
         def save(directory: Path) -> None:
-            if policy.weights.adapters:
-                save_adapter(skeleton, policy.weights, directory)
-            else:
-                skeleton.save_pretrained(directory, state_dict=whole)
+            skeleton.save_pretrained(directory, state_dict=whole)
             policy.chat.save(directory)
 
         return save
 
     def keep_logs(self, run: Path) -> None:
-        """Put the logs of the servers that were started for a run into its directory."""
         own = self.sampler.own if isinstance(self.sampler, FirstRankSampler) else self.sampler
         for server in own.servers if isinstance(own, VllmEngine) else ():
-            if isinstance(server, StartedServer):
-                server.keep_log(run / f"vllm-{1 + len([*run.glob('vllm-*.log')])}.log")
+            if isinstance(server, StartedServer) and server.log.is_file():
+                server.log = server.log.rename(run / f"vllm-{1 + len([*run.glob('vllm-*.log')])}.log")
 
     def close(self) -> None:
-        """End the workers and the servers that were started."""
         self.processes.close()
-
-
-def share(settings: Settings, ranks: Ranks, requests: Sequence[Request]) -> list[Request]:
-    """The requests that a rank samples: if servers do that, rank 0 has all."""
-    if settings.rollout.engine == "vllm":
-        return list(requests) if ranks.is_first else []
-    return ranks.share(requests)
 
 
 # Data
 
 
 def load_tasks(settings: Settings, task: Task | None = None) -> dict[str, Task]:
-    """The run's task (OF_RUN), and those of evaluation sets with their own, by name; `task` replaces settings.task.
-    Raises SettingsError for data that is missing or malformed."""
+    """The run's task (OF_RUN), and those of evaluation sets with their own, by name; `task` replaces settings.task."""
     own = settings.task
     with refusing():
         main = load_task(own, settings.run.seed) if task is None else complete_task(task, own.tools)
@@ -200,33 +187,26 @@ def load_tasks(settings: Settings, task: Task | None = None) -> dict[str, Task]:
 def set_up_tasks(
     settings: Settings, tasks: Mapping[str, Task], policy: Policy, undo: ExitStack
 ) -> dict[str, TaskSetup]:
-    """All training prompts are tokenized once, so that a bad one is found before the run is made. Raises SettingsError
-    for reward functions of another signature, and as `build_all_episodes`."""
-    found, others = {}, {name: task for name, task in tasks.items() if name != OF_RUN}
-    talking = build_all_episodes(settings, tasks[OF_RUN], others, policy.chat, undo)
+    """Tasks with their prompts, tokenized once, reward workers and environments. Raises SettingsError."""
+    found = {}
     N, s = settings.schedule.prompts_per_batch - offline_prompts(settings), settings.rollout
     for name, task in tasks.items():
-        if s.overlong_prompts == "drop" and name not in talking:
+        if (episodes := build_episodes(settings, task, policy.chat)) is not None:
+            undo.enter_context(episodes.pool)
+        elif s.overlong_prompts == "drop":
             with refusing():
                 task = drop_overlong(task, lambda p: len(policy.chat.tokenize(p).token_ids), s.max_prompt_length)
-        prompts = PromptSource(task, policy, settings.run.seed, N, s.max_prompt_length, talking.get(name))
+        prompts = PromptSource(task, policy, settings.run.seed, N, s.max_prompt_length, episodes)
         with refusing("task"):
             pool = undo.enter_context(RewardPool(task.reward, deadline=settings.task.reward_timeout))
-        found[name] = TaskSetup(task, prompts, pool, talking.get(name))
+        found[name] = TaskSetup(task, prompts, pool, episodes)
     with refusing("task"):
         found[OF_RUN].prompts.check(settings.schedule.batches)
     return found
 
 
-def load_offline(settings: Settings) -> Any:
-    """The records of settings.offline.data; None without it."""
-    with refusing("offline.data"):
-        return read_records(settings.offline.data) if settings.offline.data else None
-
-
 def build_offline(settings: Settings, recipe: Recipe, policy: Policy, records: Any) -> OfflineData:
-    """The completions of these records. Raises SettingsError for those that cannot be used with the model, and for
-    files without log-probs if the recipe reads log α."""
+    """The completions of these records. Raises SettingsError for those that model or recipe cannot use."""
     sampling = settings.rollout
     with refusing("offline.data"):
         found = OfflineData(
@@ -235,8 +215,8 @@ def build_offline(settings: Settings, recipe: Recipe, policy: Policy, records: A
         )  # fmt: skip
         if recipe.needs_logp_alpha and not found.has_logp:
             raise ValueError(
-                f"it does not say how likely its completions were (rollout_logprobs), and recipe {recipe.name!r} reads "
-                "that; use one that does not, such as reinforce, asymre, red_drop, red_weight"
+                f"it has no rollout_logprobs, and recipe {recipe.name!r} reads them; use one that does not, such as "
+                "reinforce, asymre, red_drop, red_weight"
             )
         if found.longest > (limit := sampling.max_completion_length):
             raise ValueError(f"a completion has {found.longest} tokens; rollout.max_completion_length is {limit}")
@@ -247,8 +227,7 @@ def build_offline(settings: Settings, recipe: Recipe, policy: Policy, records: A
 
 
 def build_policy(model: ModelSettings, tau: float, longest: int, seed: int = 0) -> Policy:
-    """The policy at temperature tau, checked against the `longest` possible sequence in tokens; `seed` keys the random
-    start of adapters. Raises SettingsError for a model that is missing or unsupported."""
+    """The policy at temperature tau, for sequences of `longest` tokens; `seed` keys the start of adapters."""
     device = pick_device()
     dtype = getattr(torch, pick_dtype(model.dtype, device)[0])
     with refusing("LAGRPO_KERNELS", NoKernels):
@@ -284,8 +263,7 @@ def check_same_model(ranks: Ranks, own: str) -> str:
     """The fingerprint `own`. Raises SettingsError if another rank has another model. Collective."""
     found = ranks.gather(own)
     if strange := [rank for rank, other in enumerate(found) if other != found[0]]:
-        both = f"fingerprints {found[0]} and {found[strange[0]]}"
-        raise SettingsError(f"model weights differ between ranks 0 and {strange[0]} (model.path): {both}")
+        raise SettingsError(f"model weights differ between ranks 0 and {strange[0]}: model.path")
     return own
 
 
@@ -304,31 +282,25 @@ def start_servers(settings: Settings, replied: int, undo: ExitStack) -> list[Vll
 def build_sampler(
     settings: Settings, policy: Policy, servers: list[VllmClient], episodes: Episodes | None, ranks: Ranks
 ) -> Engine:
-    """What samples training batches: this process with a copy of the policy, or the servers."""
+    """What samples training batches."""
     s = settings.rollout
     if s.engine != "vllm":
-        sampler = LocalSampler(copy_policy(policy), settings.run.seed, s.max_completion_length, s.max_num_seqs)
-        sampler.episodes = episodes
-        return sampler
-    engine = build_engine(settings, policy, servers) if ranks.is_first else None
-    if engine is not None:
-        engine.episodes = episodes
+        given = settings.run.seed, s.max_completion_length, s.max_num_seqs
+        return LocalSampler(copy_policy(policy), *given, episodes=episodes)
+    engine = build_engine(settings, policy, servers, episodes) if ranks.is_first else None
     return FirstRankSampler(ranks, engine) if engine is None or ranks.size > 1 else engine
 
 
-def build_evaluator(settings: Settings, policy: Policy, sampler: Engine, ranks: Ranks) -> Evaluator:
+def build_evaluator(settings: Settings, policy: Policy, sampler: Engine, ranks: Ranks) -> Engine:
     """What samples evaluations: the policy itself in this process, or the servers. Before the trainer shards it."""
     if not isinstance(sampler, LocalSampler):
-        return VllmEvaluator(sampler)
-    given = settings.run.seed, settings.rollout.max_completion_length, settings.rollout.max_num_seqs
-    if ranks.mesh is not None:
-        return fsdp.BorrowingSampler((fsdp.copy_whole if policy.weights.adapters else copy_policy)(policy), *given)
-    return LocalSampler(policy, *given)
+        return sampler
+    s, sharded = settings.rollout, ranks.mesh is not None
+    kind, by = (fsdp.EvaluationSampler, copy_policy(policy)) if sharded else (LocalSampler, policy)
+    return kind(by, settings.run.seed, s.max_completion_length, s.max_num_seqs)
 
 
 def build_trainer(settings: Settings, recipe: Recipe, policy: Policy, ranks: Ranks) -> Trainer:
-    """The trainer, with a reference if the recipe has a KL term. If layers are sharded, the policy given is used up.
-    Raises SettingsError for a model whose layers cannot be."""
     o, s = settings.optimizer, settings.schedule
     optimization = Optimization(
         lr=o.learning_rate,
@@ -344,8 +316,6 @@ def build_trainer(settings: Settings, recipe: Recipe, policy: Policy, ranks: Ran
     if ranks.mesh is None:
         reference = copy_policy(policy) if recipe.needs_pi_ref else None
     else:
-        if reason := fsdp.why_not_shardable(policy):
-            raise SettingsError(f"distributed.strategy = 'fsdp2' cannot shard this model: {reason}")
         policy = fsdp.with_modules(policy)
         reference = fsdp.copy_sharded(policy, ranks.mesh) if recipe.needs_pi_ref else None
     return Trainer(policy, recipe, optimization, reference, o.gradient_checkpointing, ranks)

@@ -1,5 +1,4 @@
-"""Callbacks: what a run calls after it has written its files; and trackers, the callbacks that come with lagrpo. Each
-tracker has a class, which imports its package. It opens a new run, or the same one if the run resumes."""
+"""Callbacks: what a run calls after it has written its files; and trackers, the callbacks that come with lagrpo."""
 
 from __future__ import annotations
 
@@ -12,7 +11,6 @@ from typing import Any, Literal
 
 from lagrpo.errors import SettingsError, one_line, visible
 from lagrpo.logs import redact
-from lagrpo.settings.load import flatten
 
 logger = logging.getLogger("lagrpo")
 
@@ -64,8 +62,8 @@ class Trackers(Callback):
 
     def on_batch(self, metrics: Row, rollouts: Sequence[Row]) -> None:
         batch, count = metrics["step"], min(self.completions, len(rollouts))
-        values = {name: value for name, value in only_numbers(metrics).items() if not name.startswith("eval/")}
-        self._call(lambda _, tracker: tracker.log(batch, values))
+        values = {name: value for name, value in metrics.items() if not name.startswith("eval/")}
+        self._log(batch, values)
         if count:
             rows = [rollouts[n * len(rollouts) // count] for n in range(count)]
             table = without_secrets([{name: row.get(name) for name in COLUMNS} for row in rows])
@@ -74,13 +72,15 @@ class Trackers(Callback):
     def on_evaluation(self, name: str, summary: Row, records: Sequence[Row]) -> None:
         """Log the numbers of the summary as eval/NAME, or eval/SET/NAME for a named set."""
         prefix = f"eval/{summary['set']}/" if summary.get("set") else "eval/"
-        values = {f"{prefix}{key}": value for key, value in only_numbers(summary).items() if key != "step"}
-        self._call(lambda _, tracker: tracker.log(summary["step"], values))
+        self._log(summary["step"], {f"{prefix}{key}": value for key, value in summary.items() if key != "step"})
 
     def on_end(self, status: Status, detail: str) -> None:
-        """Finish the trackers' runs. A package may wait here until everything is uploaded."""
         self._call(lambda _, tracker: tracker.finish(status))
         self.active = {}
+
+    def _log(self, batch: int, values: Row) -> None:
+        numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
+        self._call(lambda _, tracker: tracker.log(batch, numbers))
 
     def _call(self, call: Callable[[str, Any], object]) -> None:
         for name, tracker in list(self.active.items()):
@@ -90,10 +90,6 @@ class Trackers(Callback):
                 del self.active[name]
                 problem = one_line(redact(f"{type(error).__name__}: {error}"))
                 logger.warning("tracker %s is disabled, training continues: %s", name, problem)
-
-
-def only_numbers(values: Row) -> dict[str, float]:
-    return {name: value for name, value in values.items() if isinstance(value, int | float)}
 
 
 def without_secrets(value: Any) -> Any:
@@ -122,7 +118,6 @@ class TensorBoard:
         self._writer.flush()
 
     def log_table(self, batch: int, rows: Sequence[Row]) -> None:
-        """Log a Markdown table: TensorBoard has no other."""
         cells = [["" if cell is None else visible(str(cell)) for cell in row.values()] for row in rows]
         cells = [[cell.replace("|", "\\|").replace("\n", "<br>") for cell in row] for row in cells]
         lines = [list(rows[0]), ["---"] * len(rows[0]), *cells]
@@ -185,39 +180,5 @@ class Trackio(Wandb):
         self.run.finish()
 
 
-class Mlflow:
-    """The server or database MLFLOW_TRACKING_URI, else ./mlflow.db; experiment MLFLOW_EXPERIMENT_NAME. Settings are
-    parameters, completions JSON artifacts. A resumed run is found by its tag lagrpo.id."""
-
-    LONGEST_VALUE = 6000  # characters of a parameter
-    ENDS: Mapping[Status, str] = {"finished": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
-
-    def __init__(self, path: Path, run_id: str, config: Row, batch: int) -> None:
-        import mlflow  # pyright: ignore[reportMissingImports]
-
-        self._package, self._client = mlflow, mlflow.MlflowClient()
-        name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT
-        found = self._client.get_experiment_by_name(name)
-        experiment = found.experiment_id if found else self._client.create_experiment(name)
-        if runs := batch and self._client.search_runs([experiment], f"tags.`lagrpo.id` = '{run_id}'"):
-            self._id = runs[0].info.run_id
-            self._client.update_run(self._id, status="RUNNING")
-            return
-        self._id = self._client.create_run(experiment, tags={"lagrpo.id": run_id}, run_name=path.name).info.run_id
-        params = {name: str(value)[: self.LONGEST_VALUE] for name, value in flatten(config).items()}
-        mlflow.log_params(params, run_id=self._id)
-
-    def log(self, batch: int, values: Mapping[str, float]) -> None:
-        allowed = {name.replace("@", "_at_"): value for name, value in values.items()}  # MLflow forbids @
-        self._package.log_metrics(allowed, step=batch, run_id=self._id)
-
-    def log_table(self, batch: int, rows: Sequence[Row]) -> None:
-        columns = {name: [row[name] for row in rows] for name in rows[0]}
-        self._client.log_dict(self._id, columns, f"{TABLE}/batch-{batch:06d}.json")
-
-    def finish(self, status: Status) -> None:
-        self._client.set_terminated(self._id, self.ENDS[status])
-
-
-TRACKERS: dict[str, Any] = {"tensorboard": TensorBoard, "wandb": Wandb, "trackio": Trackio, "mlflow": Mlflow}
+TRACKERS: dict[str, Any] = {"tensorboard": TensorBoard, "wandb": Wandb, "trackio": Trackio}
 """Each tracker by the name of its package, which is also the name of its extra."""

@@ -5,9 +5,8 @@
                             rollouts.parquet             finished rollouts that wait for their batch
                             state.json                   the loop's state
 
-A directory is written under a temporary name, synced to the disk and renamed, so a checkpoint is whole or absent.
-Random numbers are keyed: a checkpoint has no generator's state, and unfinished completions are sampled again, token for
-token.
+A directory is written under a temporary name and renamed, so a checkpoint is whole or absent. Random numbers are keyed:
+unfinished completions are sampled again, token for token.
 """
 
 from __future__ import annotations
@@ -17,11 +16,9 @@ import json
 import math
 import secrets
 import shutil
-import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +34,11 @@ from lagrpo.runs.directory import Run
 from lagrpo.runs.environment import collect_environment, read_environment
 from lagrpo.runs.reading import load_events, load_metrics
 from lagrpo.runs.rollouts import rollout_rows, rollout_schema
-from lagrpo.settings.load import flatten
 from lagrpo.settings.schema import Settings
 from lagrpo.training.build import TrainerComponents
 from lagrpo.training.checks import find_changes
-from lagrpo.training.optimizer_state import MergedState
+from lagrpo.training.master_weights import MergedState
+from lagrpo.training.ranks import Ranks
 from lagrpo.types import Completion, Group, Outcome
 
 SCHEMA = "lagrpo.checkpoint/3"
@@ -59,8 +56,6 @@ class CheckpointError(OSError):
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint on the disk."""
-
     path: Path
     state: Mapping[str, Any]
 
@@ -80,7 +75,6 @@ def find_checkpoint(folder: Path) -> Checkpoint | None:
 
 
 def prune_checkpoints(folder: Path, keep: int) -> None:
-    """Remove all checkpoints but the last `keep`."""
     for _, path in sorted(files.numbered(folder, "step-").items(), reverse=True)[keep:]:
         files.remove_directory(path)
 
@@ -90,18 +84,20 @@ def prune_checkpoints(folder: Path, keep: int) -> None:
 
 def save_checkpoint(
     folder: Path, a: TrainerComponents, loop: LoopState, synced: Sequence[Tensor], finish: bool = True
-) -> dict[str, Any]:
-    """Write where the run stands after a batch: `loop`, and `trainer.synced` as it was then. Returns the seconds, and
-    on rank 0 the bytes. With `finish` the local engine completes its requests: it would do so before the next weight
-    sync anyway, with the same rows side by side, so that even inexact arithmetic repeats it. Collective. Raises
-    CheckpointError."""
-    started = time.monotonic()
+) -> None:
+    """Write where the run stands after a batch: `loop`, and `trainer.synced` as it was then. With `finish` the local
+    engine completes its requests: it would do so before the next weight sync anyway, with the same rows side by side,
+    so that even inexact arithmetic repeats it. Collective. Raises CheckpointError."""
     if finish and a.samples_here:
         with a.ranks.stopping_together():
             a.prefetcher.finish()
     version, reference = a.trainer.policy.version, a.trainer.reference
     waiting, announced = a.prefetcher.waiting(loop.asked_ahead)
-    rows = a.ranks.join([row for b, groups in waiting.items() for row in _rows(groups, b, version)])
+    rows = list[dict[str, Any]]()
+    for b, groups in waiting.items():
+        columns = [[{}] * len(group.completions) for group in groups]
+        rows += rollout_rows(groups, columns, step=b, policy_version=version)
+    rows = a.ranks.join(rows)
     alpha, of_alpha = a.sampler.current_weights() if needs_alpha(a, loop) else (None, {})
     weights = {} if reference is None else {reference.version: reference.weights}
     weights |= {} if alpha is None else {alpha: of_alpha}
@@ -115,39 +111,31 @@ def save_checkpoint(
     }
     others = {v: a.ranks.gather_whole(of) for v, of in weights.items() if v not in (0, version)}
     trainer = a.trainer.state() | {f"synced/{n}": tensor for n, tensor in enumerate(synced) if a.ranks.is_first}
-    size = _write(folder / f"step-{loop.batch:06d}", a, trainer, state, others, rows)
-    return {"bytes": size, "seconds": time.monotonic() - started}
+
+    def fill(directory: Path) -> None:
+        for version, tensors in others.items():
+            _save_tensors(tensors, directory / _weights_file(version))
+        if rows:
+            files.write_table(directory / ROLLOUTS, rows, rollout_schema())
+        (directory / STATE).write_text(files.to_json(state) + "\n")
+
+    _write(folder / f"step-{loop.batch:06d}", a.ranks, trainer, fill)
 
 
-def _write(path: Path, a: TrainerComponents, trainer: Mapping[str, Tensor], state: Any, weights: Any, rows: Any) -> int:
-    """Every rank writes its part into a directory beside `path`, and rank 0 makes the checkpoint of them. Returns its
-    bytes, on rank 0."""
-    rank, size = a.ranks.rank, a.ranks.size
-    name = "trainer" if size == 1 else f"trainer-{rank + 1:05d}-of-{size:05d}"
+def _write(path: Path, ranks: Ranks, trainer: Mapping[str, Tensor], fill: Callable[[Path], None]) -> None:
+    """Every rank writes its part into a directory beside `path`, and rank 0 makes the checkpoint of it."""
+    name = "trainer" if ranks.size == 1 else f"trainer-{ranks.rank + 1:05d}-of-{ranks.size:05d}"
     parts = path.with_name(f".{path.name}.0-00000000.tmp")
     try:
         parts.mkdir(parents=True, exist_ok=True)
         _save_tensors(trainer, parts / f"{name}.safetensors")
-        a.ranks.gather(None)  # all have written
-        if not a.ranks.is_first:
-            return 0
-        files.write_directory_atomically(path, partial(_fill, parts, state, weights, rows))
-        return sum(file.stat().st_size for file in path.iterdir())
+        ranks.gather(None)  # all have written
+        if ranks.is_first:
+            fill(parts)
+            files.write_directory_atomically(path, lambda directory: parts.replace(directory))
     except (OSError, SafetensorError) as error:
         shutil.rmtree(parts, ignore_errors=True)
-        where = f"rank {rank}: " if size > 1 else ""
-        raise CheckpointError(f"{where}the checkpoint {path} could not be written: {error}") from error
-
-
-def _fill(parts: Path, state: Any, weights: Mapping[int, Mapping[str, Tensor]], rows: Any, folder: Path) -> None:
-    for file in parts.iterdir():
-        file.replace(folder / file.name)
-    parts.rmdir()
-    for version, tensors in weights.items():
-        _save_tensors(tensors, folder / _weights_file(version))
-    if rows:
-        files.write_table(folder / ROLLOUTS, rows, rollout_schema())
-    (folder / STATE).write_text(files.to_json(state) + "\n")
+        raise CheckpointError(f"the checkpoint {path} could not be written: {error}") from error
 
 
 def _save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
@@ -188,8 +176,7 @@ class ResumeState:
 
     @staticmethod
     def find(directory: Path, settings: Settings) -> ResumeState:
-        """Raises SettingsError for a run that cannot resume: its checkpoints are lost, or its metrics, or it has made
-        more batches than the settings ask for."""
+        """Raises SettingsError for a run that cannot resume: files are lost, or it has made all batches."""
         run, total = Run(directory), settings.schedule.batches
         with refusing():
             checkpoint = find_checkpoint(directory / "checkpoints")
@@ -197,15 +184,7 @@ class ResumeState:
                 raise ValueError(f"{directory} has no checkpoint to resume from: start a new run from its weights")
             if checkpoint is not None and total < checkpoint.batch:
                 raise ValueError(f"schedule.batches: {directory} has made {checkpoint.batch} already, not {total}")
-            if checkpoint is not None and len(lines := load_metrics(run)) < checkpoint.batch:
-                raise ValueError(f"{run.metrics} has {len(lines)} batches; the checkpoint is of {checkpoint.batch}")
             return ResumeState(run, checkpoint, find_changes(settings, directory), read_environment(directory))
-
-    def find_moves(self, environment: Mapping[str, Any]) -> dict[str, list[Any]]:
-        """What differs here, and decides the bits of a run: name -> [before, now]."""
-        before, now = flatten(self.environment), flatten(environment)
-        found = {name: [before.get(name), now.get(name)] for name in MACHINE if before}
-        return {name: values for name, values in found.items() if values[0] != values[1]}
 
     def cut_back(self, moved: Mapping[str, list[Any]]) -> None:
         """Remove what the run recorded after its checkpoint (without one: everything), and record that it resumes."""
@@ -243,16 +222,13 @@ def describe_environment(parts: TrainerComponents, earlier: ResumeState | None) 
 
 def restore_checkpoint(a: TrainerComponents, checkpoint: Checkpoint) -> LoopState:
     """Restore newly built parts from a checkpoint. Each version goes where it was, and what the engine gets is checked
-    as after a weight sync. Raises SettingsError if the model or the data is not the run's, WeightSyncError if the
-    engine does not compute as the policy did, CheckpointError for files that cannot be read."""
+    as after a weight sync. Raises SettingsError if the model or the data is not the run's, CheckpointError for files
+    that cannot be read."""
     state = checkpoint.state
     if a.model != state["model"]:
         raise SettingsError(f"model.path = {a.settings.model.path!r} is not the model that the run began with")
     if fingerprint_data(a) != state["data"]:
-        raise SettingsError(
-            "task: the data has changed since the run began: its size, the prompts of the first batch or the offline "
-            "completions. Restore it, or start a new run"
-        )
+        raise SettingsError("task: the data has changed since the run began: restore it, or start a new run")
     try:
         _load_versions(a, checkpoint)
         groups = _load_groups(a, checkpoint.path / ROLLOUTS)
@@ -272,7 +248,7 @@ def _load_versions(a: TrainerComponents, checkpoint: Checkpoint) -> None:
             names = sorted((name for name in state if name.startswith("synced/")), key=lambda name: int(name[7:]))
             a.trainer.synced = [state[name] for name in names]
         elif version:  # 0, the initial policy, is there
-            a.trainer.load_weights(load_file(checkpoint.path / _weights_file(version)), version)
+            a.trainer.policy.load(load_file(checkpoint.path / _weights_file(version)), version)
         if version == pi_ref:
             a.trainer.load_reference()
         if version == alpha:
@@ -292,10 +268,6 @@ def _load_groups(a: TrainerComponents, file: Path) -> dict[int, list[Group]]:
         requests = [r for r in a.share(a.main.prompts.batch(batch)) if r.address in found]
         groups[batch] = [Group(r.prompt, tuple(found[r.address]), r.epoch) for r in requests]
     return groups
-
-
-def _rows(groups: Sequence[Group], batch: int, version: int) -> Any:
-    return rollout_rows(groups, [[{}] * len(g.completions) for g in groups], step=batch, policy_version=version)
 
 
 def _completion(row: Mapping[str, Any]) -> Completion:

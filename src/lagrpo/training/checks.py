@@ -33,7 +33,6 @@ FREE = (
     *("eval.every", "eval.at_start", "eval.best_metric", "checkpoint.", "distributed.", "vllm."),
 )
 """Settings, and sections, that a resumed run may change: they cannot alter its past batches."""
-FIXED = ("vllm.on_weight_sync",)
 OF_CALL = ("run.name", "run.output_dir")
 
 
@@ -48,11 +47,8 @@ def check_settings(settings: Settings, task: Task | None = None, resume: str | N
         completion_files(settings.offline.data)
     offline = bool(settings.offline.data) and settings.offline.fraction == 1
     if settings.rollout.num_generations == 1 and not offline:
-        raise SettingsError(
-            "rollout.num_generations = 1: a completion is compared with others of its prompt; take 2 or more"
-        )
-    check_lora(settings)
-    check_ranks(settings)
+        raise SettingsError("rollout.num_generations = 1: completions of a prompt are compared; take 2 or more")
+    check_model(settings)
     if os.environ.get("RANK", "0") == "0":
         check_run(settings, resume)
     from lagrpo.core.recipes import resolve  # loads torch
@@ -72,33 +68,21 @@ def check_evaluation(settings: Settings, task: Task | None = None) -> None:
         chat_template(settings.model)
 
 
-def check_lora(settings: Settings) -> None:
-    """Raise SettingsError for adapters that cannot be trained so, or not without a package."""
-    path = settings.model.path
+def check_model(settings: Settings) -> None:
+    """Raise SettingsError for an adapter instead of a model, and for what FSDP2 cannot do."""
+    path, lora_r = settings.model.path, settings.model.lora_r
     if is_adapter(Path(path).expanduser()):
         merge = "merge it with PEFT's merge_and_unload first"
         raise SettingsError(f"model.path: {path!r} is an adapter, and a run begins with a whole model: {merge}")
-    if not settings.model.lora_r:
-        return
-    from lagrpo.model import lora  # loads torch
-
-    with refusing("model.lora_r"):
-        lora.check_installed()
-
-
-def check_ranks(settings: Settings) -> None:
-    """Raise SettingsError for what several ranks cannot do."""
-    vllm, sync = settings.rollout.engine == "vllm", settings.vllm.weight_transfer
-    if world_size() > 1 and vllm and settings.distributed.strategy == "fsdp2" and sync != "directory":
-        raise SettingsError(
-            f"vllm.weight_transfer = {sync!r} sends from one GPU, and with distributed.strategy = 'fsdp2' no GPU has "
-            "all weights. Take 'directory'"
-        )
+    if world_size() > 1 and settings.distributed.strategy == "fsdp2":
+        if lora_r:
+            raise SettingsError("distributed.strategy = 'fsdp2' trains whole models; with model.lora_r take 'zero1'")
+        if settings.rollout.engine == "vllm" and settings.vllm.weight_transfer != "directory":
+            raise SettingsError("distributed.strategy = 'fsdp2' needs vllm.weight_transfer = 'directory'")
 
 
 def check_run(settings: Settings, resume: str | None) -> None:
-    """Raise SettingsError for a run that exists, cannot resume with these settings, or cannot be written, and for
-    trackers that are not installed."""
+    """Raise SettingsError for a run that exists, or cannot resume so, or be written, and for missing trackers."""
     with refusing("--resume" if resume else "run"):
         if (run := find_run(settings, resume)) is not None:
             find_changes(settings, run)
@@ -133,8 +117,7 @@ def local_size() -> int:
 
 
 def find_run(settings: Settings, resume: str | None) -> Path | None:
-    """The directory of the run to resume; None for a new one. Raises FileNotFoundError if it is not a run, ValueError
-    for auto without run.name."""
+    """The directory of the run to resume; None for a new one. Raises FileNotFoundError or ValueError."""
     if resume is None:
         return None
     if resume != "auto":
@@ -154,18 +137,13 @@ def recorded_threads(settings: Settings, resume: str | None) -> int | None:
 
 
 def find_changes(settings: Settings, run: Path) -> dict[str, tuple[Any, Any]]:
-    """Settings that differ from those in the run's config.toml: name -> (before, now). Raises SettingsError, by name,
-    for those that could have changed its past."""
+    """Settings that differ from the run's: name -> (before, now). Raises SettingsError if they could alter its past."""
     saved = load_settings(run / "config.toml")
     before, now = flatten(saved.model_dump()), flatten(settings.model_dump())
     names = [name for name in now | before if name not in OF_CALL and before.get(name) != now.get(name)]
-    wrong = [
-        f"{name} = {json.dumps(now.get(name))}, and the run has {json.dumps(before.get(name))}"
-        for name in names
-        if not _may_change(name, settings, saved)
-    ]
-    if wrong:
-        raise SettingsError("\n".join(wrong) + ": a resumed run keeps its settings")
+    if wrong := [name for name in names if not _may_change(name, settings, saved)]:
+        lines = [f"{n} = {json.dumps(now.get(n))}, and the run has {json.dumps(before.get(n))}" for n in wrong]
+        raise SettingsError("\n".join(lines) + ": a resumed run keeps its settings")
     return {name: (before.get(name), now.get(name)) for name in names}
 
 
@@ -174,7 +152,7 @@ def _may_change(name: str, settings: Settings, saved: Settings) -> bool:
     if name == "schedule.batches":
         more = settings.schedule.batches >= saved.schedule.batches
         return more and settings.optimizer.lr_scheduler_type == "constant"
-    return name in FREE or (f"{name.partition('.')[0]}." in FREE and name not in FIXED)
+    return name in FREE or (f"{name.partition('.')[0]}." in FREE and name != "vllm.on_weight_sync")
 
 
 # What `lagrpo.train` gets in Python
@@ -193,17 +171,22 @@ def as_settings(model: Any, data: Any, rewards: Sequence[Any] | None) -> dict[st
 
 
 def build_task(settings: Settings, data: Any, rewards: Sequence[Any] | None) -> Task | None:
-    """The task of data in memory (a list of dicts, a datasets.Dataset) and of reward functions; None if the settings
-    say all. Raises ValueError for rows without the columns."""
+    """The task of data in memory (a list of dicts, a datasets.Dataset; a tenth is held out for testing) and of reward
+    functions; None if the settings say all. Raises ValueError for rows without the columns."""
     functions = [reward for reward in rewards or () if _is_function(reward)]
-    named, own = data is None or isinstance(data, str | os.PathLike), settings.task
+    named, own, seed = data is None or isinstance(data, str | os.PathLike), settings.task, settings.run.seed
     if named and not functions:
         return None
     if named:
         given = (RewardSettings(name="none", reward="lagrpo.rewards.builtin:exact"),)
-        task: Any = load_task(own.model_copy(update={"rewards": given, "tools": ()}), settings.run.seed)
+        task: Any = load_task(own.model_copy(update={"rewards": given, "tools": ()}), seed)
     else:
-        task = _build_rows(settings, data)
+        rows: Any = data
+        rows = rows if hasattr(rows, "select") else list(rows)
+        train, test = (select(rows, chosen) for chosen in hold_out(len(rows), seed))
+        ask = partial(ask_row, own.prompt_column, own.answer_column)
+        ask(rows[0])
+        task = RowTask("custom", {"train": train, "test": test}, ask, exact, own.system_prompt)
     if functions:
         return replace(task, reward=Rewards(tuple(map(_as_reward, functions))))
     check_rewards(own.rewards)
@@ -230,12 +213,3 @@ def _is_function(reward: Any) -> bool:
 def _as_reward(function: Any) -> Reward:
     name = getattr(function, "__name__", type(function).__name__)
     return function if isinstance(function, Reward) else Reward(name if name.isidentifier() else "reward", function)
-
-
-def _build_rows(settings: Settings, data: Any) -> RowTask:
-    """The task of rows in memory; a tenth of them is held out for testing. Raises ValueError for missing columns."""
-    rows = data if hasattr(data, "select") else list(data)
-    train, test = (select(rows, chosen) for chosen in hold_out(len(rows), settings.run.seed))
-    ask = partial(ask_row, settings.task.prompt_column, settings.task.answer_column)
-    ask(rows[0])
-    return RowTask("custom", {"train": train, "test": test}, ask, exact, settings.task.system_prompt)

@@ -1,19 +1,17 @@
-"""Evaluations: pass@k of a policy on held-out prompts, with intervals.
+"""Evaluations: pass@k of a policy on held-out prompts, with intervals for the mean over all prompts like them.
 
-A completion is correct if it reaches the maximum of the range of rewards. pass@1 is the share of correct completions
-among the scored ones, pass@k the unbiased estimator. Intervals are for the mean over all prompts that the held-out ones
-are drawn from. Random numbers have the same keys every time, so "before" and "after" differ in the policy only, and
-`compare` compares them prompt by prompt.
-
-`evaluate` makes one evaluation, `Evaluations` those of a run, `evaluate_model` the one of `lagrpo eval`.
+A completion is correct if it reaches the maximum of the range of rewards. Random numbers have the same keys every time,
+so "before" and "after" differ in the policy only. `evaluate` makes one evaluation, `Evaluations` those of a run,
+`evaluate_model` the one of `lagrpo eval`.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from copy import copy
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -23,17 +21,16 @@ import torch
 
 from lagrpo.core.estimators import bootstrap_interval, clustered_interval, paired_interval, pass_at_k
 from lagrpo.cpu.memory import freed_memory_kept
-from lagrpo.errors import refusing
+from lagrpo.errors import SettingsError
 from lagrpo.machine import choose_threads, fixed_threads
 from lagrpo.model.embedded import is_adapter
-from lagrpo.model.lora import load_adapter_config
 from lagrpo.rewards.pool import RewardPool
 from lagrpo.rewards.reward import Rewards
 from lagrpo.rollout.base import Request, SamplingParams
 from lagrpo.rollout.episodes import OF_RUN, max_reply_tokens
 from lagrpo.rollout.local import LocalSampler
 from lagrpo.rollout.schedule import LoopState
-from lagrpo.rollout.vllm.engine import VllmEvaluator, build_engine
+from lagrpo.rollout.vllm.engine import build_engine
 from lagrpo.runs.directory import BEST, Run, plain_name
 from lagrpo.runs.files import to_json, write_atomically, write_table
 from lagrpo.runs.reading import load_evaluation_records, load_evaluations
@@ -48,8 +45,6 @@ from lagrpo.training.checks import check_evaluation
 from lagrpo.training.ranks import Ranks
 from lagrpo.types import Group, Outcome, Range, is_correct
 
-OF_A_SET = ("pass@1", "reward")  # what metrics.jsonl has of a set
-
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
@@ -61,32 +56,26 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class EvalSet:
-    """Prompts that policies are evaluated on, and how. `samples` is completions per prompt; `rewards` are the names of
-    several rewards. In a run, `name` is "" without sets, and `every` batches lie between evaluations (0: before and
-    after training only)."""
+    """Prompts that policies are evaluated on, and how."""
 
     requests: Sequence[Request]
     reward_pool: RewardPool
     params: SamplingParams
-    samples: int
+    samples: int  # completions per prompt
     seed: int = 0
     reward_range: Range = (0.0, 1.0)
-    rewards: Sequence[str] = ()
-    name: str = ""
-    every: int = 0
+    rewards: Sequence[str] = ()  # names, if there are several
+    name: str = ""  # "" without sets
+    every: int = 0  # batches between evaluations; 0: before and after training only
 
 
 def evaluate(of: EvalSet, evaluator: Any, ranks: Ranks | None = None) -> Evaluation:
     """Sample completions of the policy that the evaluator samples from, score and count them. Each of several ranks
-    does so for its share, unless servers sample for rank 0. Raises ValueError if there are no requests."""
-    if not of.requests:
-        raise ValueError("there are no test prompts to evaluate on")
-    evaluator.set_sampling_params(of.params)
+    does so for its share, unless servers sample for rank 0."""
     ranks = ranks or Ranks()
-    own = of.requests if isinstance(evaluator, VllmEvaluator) else ranks.share(of.requests)
+    own = ranks.share(of.requests) if isinstance(evaluator, LocalSampler) else of.requests
     with ranks.stopping_together():
-        scored = list(of.reward_pool.score(group for _, group in evaluator.sample(own, of.samples)))
-    evaluator.free_cache()
+        scored = list(of.reward_pool.score(group for _, group in evaluator.sample(own, of.samples, of.params)))
     groups = sorted(ranks.join(scored), key=lambda group: group.prompt.key)
     records = [_record(group, of.reward_range, of.rewards) for group in groups]
     summary = _summarize(records, of.samples, of.seed, of.reward_range)
@@ -135,7 +124,7 @@ def _summarize(records: list[dict[str, Any]], samples: int, seed: int, reward_ra
 
 def _measures(records: list[dict[str, Any]], samples: int) -> dict[str, tuple[dict[int, float], float]]:
     """Each metric by prompt, without prompts that have too few scored completions; and how many independent tries of it
-    the samples of a prompt hold: one try of pass@k takes k samples."""
+    a prompt has: one try of pass@k takes k samples."""
     measures = {"reward": ({r["prompt_id"]: r["reward"] for r in records if r["scored"]}, float(samples))}
     for k in sorted({samples, *(1 << n for n in range(samples.bit_length()))}):
         by_prompt = {r["prompt_id"]: pass_at_k(r["scored"], r["correct"], k) for r in records if r["scored"] >= k}
@@ -154,8 +143,7 @@ def _interval(values: list[float], tries: float, seed: int, ends: Range) -> tupl
 
 
 def compare(before: Evaluation, after: Evaluation) -> dict[str, float]:
-    """How each pass@k changed, over the prompts that have scores in both: the mean difference and its 95 % interval
-    (`paired_interval`), for the summary of the second evaluation."""
+    """How each pass@k changed, over the prompts that have scores in both: the mean difference and its 95 % interval."""
     found: dict[str, float] = {}
     old, new = (_measures(e.records, after.summary["samples"]) for e in (before, after))
     for name, (values, tries) in new.items():
@@ -166,11 +154,6 @@ def compare(before: Evaluation, after: Evaluation) -> dict[str, float]:
             difference = float(a_N.mean() - b_N.mean())
             found |= {f"{name}_change": difference, f"{name}_change_low": low, f"{name}_change_high": high}
     return found
-
-
-def interval(summary: Mapping[str, Any], name: str) -> str:
-    """One metric of a summary with its 95 % interval, for people."""
-    return f"{name:<11} {formatted_interval(summary, name, '.3f' if name == 'reward' else '.1%')}"
 
 
 # Of a run
@@ -184,7 +167,11 @@ class Evaluations:
     def __init__(self, parts: TrainerComponents) -> None:
         self.parts, self.made, e = parts, dict[str, Evaluation](), parts.settings.eval
         sets = {each.name: each for each in e.sets} or {"": EvalSetSettings(name="only")}
-        self.sets = [build_eval_set(parts, each, name) for name, each in sets.items() if e.takes_place]
+        self.sets = [
+            build_eval_set(parts.settings, parts.tasks.get(name, parts.main), each, name)
+            for name, each in sets.items()
+            if e.takes_place
+        ]
 
     def load(self, run: Run, batch: int) -> dict[str, Evaluation]:
         """What a run evaluated until a batch, as `made` has it. What it evaluated later is removed, and what it
@@ -200,8 +187,7 @@ class Evaluations:
         return made
 
     def find_due(self, batch: int, moment: str = "") -> dict[str, EvalSet]:
-        """The sets that are due after a batch, or all of them `before` and `after` training, without those that were
-        evaluated; by the names of the files."""
+        """The sets that are due after a batch or at a moment, by the names of their files."""
         along = 0 < batch < self.parts.settings.schedule.batches
         due = [s for s in self.sets if moment or (along and s.every and batch % s.every == 0)]
         named = {_file_name(batch, each.name, moment): each for each in due}
@@ -218,12 +204,12 @@ class Evaluations:
         return found
 
     def metrics(self, batch: int) -> dict[str, float | None]:
-        """The metrics of each named set after `batch` batches, for the line of the batch that follows; None if the set
-        was not evaluated then."""
+        """The metrics of each named set after `batch` batches, for the line of the next batch; None without them."""
         metrics: dict[str, float | None] = {}
         for each in (each for each in self.sets if each.name):
             made = self.made.get(_file_name(batch, each.name, "" if batch else "before"))
-            metrics |= {f"eval/{each.name}/{name}": made.summary.get(name) if made else None for name in OF_A_SET}
+            for name in ("pass@1", "reward"):
+                metrics[f"eval/{each.name}/{name}"] = made.summary.get(name) if made else None
         return metrics
 
     def summary(self, moment: str) -> dict[str, Any] | None:
@@ -250,43 +236,36 @@ def _file_name(batch: int, of_set: str, moment: str) -> str:
     return f"{name}.{of_set}" if of_set else name
 
 
-def build_eval_set(a: TrainerComponents, each: EvalSetSettings, name: str) -> EvalSet:
-    e, s = a.settings.eval, a.settings.rollout
-    setup, task = a.tasks.get(name, a.main), each.task or a.settings.task
+def build_eval_set(settings: Settings, setup: TaskSetup, each: EvalSetSettings, name: str = "") -> EvalSet:
+    """The prompts of a set, and how it samples. `name` keys its random numbers."""
+    e, s, episodes = settings.eval, settings.rollout, setup.episodes
+    max_tokens = each.max_completion_length or s.max_completion_length
+    if episodes is not None:
+        episodes = replace(episodes, sampled=max_tokens)
     return EvalSet(
         requests=setup.prompts.held_out(each.num_prompts or e.num_prompts),
         reward_pool=setup.reward_pool,
-        params=eval_params(setup, s.temperature, each.max_completion_length or s.max_completion_length, name),
+        params=SamplingParams(f"evaluate {name}".rstrip(), s.temperature, max_tokens, episodes),
         samples=each.num_samples or e.num_samples,
-        seed=a.settings.run.seed,
-        reward_range=task.reward_range,
+        seed=settings.run.seed,
+        reward_range=(each.task or settings.task).reward_range,
         rewards=Rewards.from_reward(setup.task.reward).names,
         name=name,
         every=e.every if each.every is None else each.every,
     )
 
 
-def eval_params(setup: TaskSetup, tau: float, max_tokens: int, name: str = "") -> SamplingParams:
-    """How an evaluation samples. `name` keys the random numbers of a set."""
-    episodes = setup.episodes
-    if episodes is not None:
-        episodes = replace(episodes, limits=replace(episodes.limits, sampled=max_tokens))
-    return SamplingParams(f"evaluate {name}".rstrip(), tau, max_tokens, episodes)
-
-
 @contextmanager
 def sampling_from_policy(a: TrainerComponents, state: LoopState) -> Iterator[None]:
-    """Inside, the evaluator samples from π. vLLM servers have α: they finish what they were asked for, get π under its
-    version, checked as after any weight sync, and then get α back if it is to sample more."""
+    """Inside, the evaluator samples from π. vLLM servers have α: they get π, checked as after any weight sync, and then
+    get α back if it is to sample more."""
     evaluator, policy, check = a.evaluator, a.trainer.policy, a.check_weight_sync
-    if not isinstance(evaluator, VllmEvaluator):
+    if isinstance(evaluator, LocalSampler):
         yield
         return
     a.prefetcher.finish()
-    with evaluator.sampler.lent(policy.weights, policy.version, back=needs_alpha(a, state)):
-        memory = check.memory()  # the next weight sync is compared with the last one
-        check(policy, evaluator.sampler)
-        check.remember(memory)
+    with evaluator.lent(policy.weights, policy.version, back=needs_alpha(a, state)):
+        copy(check)(policy, evaluator)  # the next weight sync is compared with the last one
         yield
 
 
@@ -294,51 +273,33 @@ def sampling_from_policy(a: TrainerComponents, state: LoopState) -> Iterator[Non
 
 
 def evaluate_model(settings: Settings) -> Evaluation:
-    """Evaluate a model on the test prompts of a task; print the summary, and write it with the per-prompt records to
-    run.output_dir. Raises SettingsError for settings that cannot be run, RewardError if too many completions could not
-    be scored."""
+    """Evaluate a model on the test prompts of a task; print the summary, and write it with one record per prompt to
+    run.output_dir. Raises SettingsError, and RewardError if too many completions could not be scored."""
     check_evaluation(settings)
-    with refusing():
-        run, rollout, seed = as_run(settings), settings.rollout, settings.run.seed
-    task = build.load_tasks(run)[OF_RUN]
+    rollout = settings.rollout
+    if rollout.engine == "vllm" and is_adapter(settings.model.path):
+        raise SettingsError("model.path: adapters are evaluated with rollout.engine = 'local', or merged first")
+    task = build.load_tasks(settings)[OF_RUN]
     output = _choose_output(settings, task.name)
     with freed_memory_kept(), fixed_threads(choose_threads()), ExitStack() as stack:
-        replied = max_reply_tokens(run, task)
-        servers = build.start_servers(run, replied, stack)  # takes minutes: what is cheap to check came first
+        replied = max_reply_tokens(settings, task)
+        servers = build.start_servers(settings, replied, stack)  # takes minutes: what is cheap to check came first
         print(f"loading {settings.model.path} …", file=sys.stderr, flush=True)
-        policy = build.build_policy(settings.model, rollout.temperature, run.longest + replied)
-        setup = build.set_up_tasks(run, {OF_RUN: task}, policy, stack)[OF_RUN]
-        evaluator: Any = LocalSampler(policy, seed, rollout.max_completion_length, rollout.max_num_seqs)
+        policy = build.build_policy(settings.model, rollout.temperature, settings.longest + replied)
+        setup = build.set_up_tasks(settings, {OF_RUN: task}, policy, stack)[OF_RUN]
+        evaluator: Any = LocalSampler(policy, settings.run.seed, rollout.max_completion_length, rollout.max_num_seqs)
         if servers:
-            engine = stack.enter_context(closing(build_engine(run, policy, servers)))
-            engine.sync_weights(policy.weights, policy.version)
-            build.build_weight_sync_check(policy, setup.prompts, engine)(policy, engine)
-            evaluator = VllmEvaluator(engine)
+            evaluator = stack.enter_context(closing(build_engine(settings, policy, servers)))
+            evaluator.sync_weights(policy.weights, policy.version)
+            build.build_weight_sync_check(policy, setup.prompts, evaluator)(policy, evaluator)
         sampled = ", ".join(map(str, servers)) or "this process"
         print(f"computing with {policy.model.computation}; sampled by {sampled}", file=sys.stderr, flush=True)
-        of = EvalSet(
-            requests=setup.prompts.held_out(settings.eval.num_prompts), reward_pool=setup.reward_pool,
-            params=eval_params(setup, rollout.temperature, rollout.max_completion_length),
-            samples=settings.eval.num_samples, seed=seed, reward_range=settings.task.reward_range,
-            rewards=Rewards.from_reward(task.reward).names,
-        )  # fmt: skip
-        evaluation = evaluate(of, evaluator)
-    about = {"model": settings.model.path, "task": task.name}
-    summary = {**about, **evaluation.summary, "settings": settings.model_dump()}
+        evaluation = evaluate(build_eval_set(settings, setup, EvalSetSettings(name="only")), evaluator)
+    summary = {"model": settings.model.path, "task": task.name, **evaluation.summary, "settings": settings.model_dump()}
     write_table(output / "records.parquet", evaluation.records)
     write_atomically(output / "summary.json", to_json(summary) + "\n")
     _print_summary(summary, output)
     return evaluation
-
-
-def as_run(settings: Settings) -> Settings:
-    """The settings of a run that samples so: servers get an adapter as a run that trains it has it. Raises ValueError
-    for an adapter that is not plain LoRA."""
-    if settings.rollout.engine != "vllm" or not is_adapter(settings.model.path):
-        return settings
-    lora, path = load_adapter_config(Path(settings.model.path))
-    own = {"lora_r": lora.r, "lora_alpha": lora.alpha, "lora_target_modules": lora.targets}
-    return settings.model_copy(update={"model": settings.model.model_copy(update={"path": path, **own})})
 
 
 def _choose_output(settings: Settings, task: str) -> Path:
@@ -354,7 +315,8 @@ def _print_summary(summary: dict[str, Any], output: Path) -> None:
     print(f"{summary['model']} on {summary['task']}: {summary['prompts']} prompts x {summary['samples']} samples")
     for name in summary:
         if f"{name}_low" in summary:
-            print(f"  {interval(summary, name)}")
+            form = ".3f" if name == "reward" else ".1%"
+            print(f"  {name:<11} {formatted_interval(summary, name, form)}")
         elif name.startswith("rewards/"):
             print(f"  {name} {summary[name]:.3f}")
     print("  intervals: for the mean over all the prompts that these were drawn from")

@@ -2,11 +2,7 @@
 
 A rank has its rows of every weight, in float32: these are its master weights, and gradients and moments have the same
 shards. A layer is whole on a rank only while it computes: gathered, and rounded to the model's dtype on the way, as one
-process rounds it. Embeddings, the final norm and the head are one unit, so tied ones stay tied. Gradients are summed
-over the ranks in float32 by a plain sum, because the weights of completions have the normalizer of the batch.
-
-With adapters the frozen weights are sharded, in the model's dtype, and the adapters are whole on every rank. π_ref is
-adapters alone: they take the place of the policy's for a pass.
+process rounds it. Gradients are plain sums over the ranks: the weights of completions have the batch's normalizer.
 
 Whatever computes by the model or reads a whole weight is collective: all ranks must do it, in the same order."""
 
@@ -14,7 +10,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
@@ -26,19 +21,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from lagrpo.model.backend import Backend
-from lagrpo.model.lora import adapted
-from lagrpo.model.model import Model, Packed, Policy, Weights, check_weights, trained_weights
-from lagrpo.rollout.base import Request
+from lagrpo.model.model import Model, Packed, Policy, Weights, check_weights
+from lagrpo.rollout.base import Request, SamplingParams
 from lagrpo.rollout.local import LocalSampler
-from lagrpo.training.master_weights import (
-    EXACT,
-    MasterWeights,
-    Span,
-    Start,
-    ZeroMasterWeights,
-    norm_over_ranks,
-    start_master,
-)
+from lagrpo.training.master_weights import EXACT, MasterWeights, Span, Start, start_master
 from lagrpo.types import Group
 
 
@@ -47,19 +33,14 @@ def shard_policy(
 ) -> tuple[Policy, MasterWeights]:
     """The policy with its layers sharded over the mesh, and its master weights. The policy given is used up."""
     policy = with_modules(policy)
-    model, lm = policy.model, policy.model.lm
-    if adapted(lm):
-        shard_all(model, mesh)
-        sharded = AdaptedShardedPolicy(trained_weights(lm, policy.version), model, policy.chat, policy.tau)
-        return sharded, ZeroMasterWeights(lm, start, seed, group, passes_are_collective=True)
     masters = FsdpMasterWeights(policy, mesh, group, start, seed)
-    return Policy(ShardedWeights(model, policy.version), model, policy.chat, policy.tau), masters
+    weights = ShardedWeights(policy.model, policy.version)
+    return Policy(weights, policy.model, policy.chat, policy.tau), masters
 
 
 class FsdpMasterWeights(MasterWeights):
     """Shards the layers of a policy; `parameters` are this rank's rows of its weights, which become float32 masters.
-    Masters start as the same numbers on any number of ranks. Each unit is sharded before the next one: only one is in
-    float32 at a time."""
+    Only one unit at a time is whole in float32."""
 
     passes_are_collective = True
 
@@ -84,9 +65,6 @@ class FsdpMasterWeights(MasterWeights):
             own = None if sharded.grad is None else local_shard(sharded.grad).view_as(master)
             master.grad = torch.zeros_like(master) if own is None else own
 
-    def grad_norm(self) -> Tensor:
-        return norm_over_ranks(self.group, self.parameters, self.device)
-
     def zero_grads(self) -> None:
         super().zero_grads()
         self.model.zero_grad()  # also on a rank that has no row of a weight
@@ -99,25 +77,12 @@ class FsdpMasterWeights(MasterWeights):
 # Sharding a model
 
 
-def why_not_shardable(policy: Policy) -> str | None:
-    """Why the layers of this model cannot be sharded; None if they can."""
-    if odd := {p.dtype for p in policy.model.lm.parameters()} - {policy.dtype}:
-        return f"it has weights in {', '.join(map(str, sorted(odd, key=str)))} beside {policy.dtype}"
-    if not isinstance(getattr(policy.model.decoder, "layers", None), nn.ModuleList):
-        return f"{type(policy.model.decoder).__name__} has no list of layers"
-    return None
-
-
 def with_modules(policy: Policy) -> Policy:
     """The policy, computed by calls of the model's own modules, whose hooks gather the layers."""
     if policy.model.layers is None:
         return policy
-    return Policy(policy.weights, Model(policy.model.lm, module_backend(policy)), policy.chat, policy.tau)
-
-
-def module_backend(policy: Policy) -> Backend:
-    """What computes instead of a backend that has whole layers of its own."""
-    return Backend(policy.device, policy.dtype, "its layers are sharded")
+    backend = Backend(policy.device, policy.dtype, "its layers are sharded")
+    return Policy(policy.weights, Model(policy.model.lm, backend), policy.chat, policy.tau)
 
 
 def units_of(model: Any) -> list[nn.Module]:
@@ -125,18 +90,10 @@ def units_of(model: Any) -> list[nn.Module]:
     return [*model.decoder.layers, model]
 
 
-def shard_all(model: Model, mesh: DeviceMesh) -> None:
-    """Shard a model that does not learn, in its dtype."""
-    for unit in units_of(model):
-        shard_unit(unit, model.lm, None, mesh)
-
-
 def shard_unit(unit: nn.Module, lm: nn.Module, dtype: torch.dtype | None, mesh: DeviceMesh) -> dict[str, Tensor]:
-    """Shard a decoder layer, or the root: what of `lm` is in no layer. With a `dtype` that is not exact the shards are
-    float32, and what is gathered is rounded to it. Adapters stay whole. Returns the weights that were sharded by name,
-    as they were."""
-    beside = {p for layer in adapted(unit).values() for p in (layer.lora_A, layer.lora_B)}
-    own = {id(p) for p in unit.parameters() if p not in beside}
+    """Shard a decoder layer, or the root. With a `dtype` that is not exact the shards are float32, and what is
+    gathered is rounded to it. Returns the weights that were sharded by name, as they were."""
+    own = {id(p) for p in unit.parameters()}
     before = {n: p.detach() for n, p in lm.named_parameters() if id(p) in own and not isinstance(p, DTensor)}
     mixed = MixedPrecisionPolicy(cast_forward_inputs=False)
     if dtype is not None and dtype not in EXACT:
@@ -144,9 +101,7 @@ def shard_unit(unit: nn.Module, lm: nn.Module, dtype: torch.dtype | None, mesh: 
             weight = attrgetter(name)(lm)
             weight.data = weight.data.float()
         mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    module = fully_shard(
-        unit, mesh=mesh, mp_policy=mixed, reshard_after_forward=not isinstance(unit, Model), ignored_params=beside
-    )
+    module = fully_shard(unit, mesh=mesh, mp_policy=mixed, reshard_after_forward=not isinstance(unit, Model))
     module.set_force_sum_reduction_for_comms(True)
     module.set_gradient_divide_factor(1.0)
     return before
@@ -178,8 +133,7 @@ def idle_row(device: torch.device) -> Packed:
 
 
 class ShardedWeights(Weights):
-    """Weights in shards, read as `Weights` of the model's dtype: each is gathered from all ranks when it is read.
-    Collective, except for names and shapes."""
+    """Weights in shards, gathered in the model's dtype when they are read. Collective, except for names and shapes."""
 
     def __init__(self, model: Model, version: int) -> None:
         super().__init__(model.lm, version)
@@ -218,79 +172,27 @@ class ShardedWeights(Weights):
         self.version = version
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class AdaptedShardedPolicy(Policy):
-    """A policy whose adapters, which are its weights, are whole, and whose frozen weights are sharded."""
-
-    @property
-    def all_weights(self) -> Weights:
-        return ShardedWeights(self.model, self.version)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class AdapterReference(Policy):
-    """π_ref as adapters alone, `weights`, beside the frozen weights that `model`, the policy's own, has in shards."""
-
-    def logp(self, packed: Packed, entropy_T: Tensor | None = None, tau: float | None = None) -> Tensor:
-        with torch.no_grad():
-            self._exchange()
-            try:
-                return self.model(packed, self.tau if tau is None else tau, entropy_T)
-            finally:
-                self._exchange()
-
-    def _exchange(self) -> None:
-        mine: Any = self.weights
-        for name, theirs in trained_weights(self.model.lm).items():
-            kept = theirs.clone()
-            theirs.copy_(mine[name])
-            mine[name].copy_(kept)
-
-
 def copy_sharded(policy: Policy, mesh: DeviceMesh) -> Policy:
-    """A copy of a policy of `with_modules`, taken before its own layers are sharded, that does not learn: in shards of
-    the model's dtype, or its adapters alone."""
-    if adapted(policy.model.lm):
-        weights = trained_weights(without_values(policy.model.lm, but_adapters=True), policy.version)
-        return AdapterReference(weights, policy.model, policy.chat, policy.tau)
+    """A copy of a policy of `with_modules` that does not learn, in shards of the model's dtype."""
     lm = copy.deepcopy(policy.model.lm).requires_grad_(False)
     model = Model(lm, policy.model.backend)
-    shard_all(model, mesh)
+    for unit in units_of(model):
+        shard_unit(unit, lm, None, mesh)
     return Policy(ShardedWeights(model, policy.version), model, policy.chat, policy.tau)
 
 
-def copy_whole(policy: Policy) -> Policy:
-    """A copy of a policy with adapters that shares no weight with it, and computes by its modules."""
-    lm = copy.deepcopy(policy.model.lm).requires_grad_(False)
-    return Policy(Weights(lm, policy.version), Model(lm, module_backend(policy)), policy.chat, policy.tau)
+def without_values(lm: Any) -> Any:
+    """A copy of a model of transformers whose weights have names and shapes only, to write its directory with."""
+    return copy.deepcopy(lm, {id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in lm.parameters()})
 
 
-def without_values(lm: Any, but_adapters: bool = False) -> Any:
-    """A copy of a model of transformers whose weights have names and shapes only, to write its directory with. With
-    `but_adapters` its adapters have their values."""
-    empty = [p for p in lm.parameters() if not (but_adapters and p.requires_grad)]
-    return copy.deepcopy(lm, {id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in empty})
-
-
-class BorrowingSampler(LocalSampler):
-    """Samples by a copy, `policy`, of the sharded policy `source`, which is set before its first use. The copy has
-    weights from `sample`, which is collective, to `free_cache`, and otherwise no memory for them."""
+class EvaluationSampler(LocalSampler):
+    """Samples by a whole copy of the sharded policy `source`. `sample` is collective."""
 
     source: Policy
 
-    def __init__(self, policy: Policy, *given: Any) -> None:
-        super().__init__(policy, *given)
-        self._copy = policy
-        own = [p.detach() for p in policy.model.lm.parameters()] if isinstance(policy.weights, Weights) else []
-        self._storages = [(p.untyped_storage(), p.numel() * p.element_size()) for p in own]  # panels keep theirs
-        self.free_cache()
-
-    def sample(self, requests: Sequence[Request], G: int) -> Iterator[tuple[Request, Group]]:
-        for storage, size in self._storages:
-            storage.resize_(size)
-        self._copy.load(self.source.all_weights, self.source.version)
-        return super().sample(requests, G)
-
-    def free_cache(self) -> None:
-        for storage, _ in self._storages:
-            storage.resize_(0)
+    def sample(
+        self, requests: Sequence[Request], G: int, params: SamplingParams | None = None
+    ) -> Iterator[tuple[Request, Group]]:
+        self.policy.load(self.source.weights, self.source.version)
+        return super().sample(requests, G, params)

@@ -1,8 +1,7 @@
 """Algorithm 1 of Mroueh et al. (arXiv 2505.22257). The numbers beside the lines are the paper's.
 
-Every rank runs this loop: it samples its share, and then all hold the same batch (training/ranks.py). Batches are
-counted through all stages: b = (s - 1)·M + k. training/run.py does what surrounds the algorithm: evaluations, files,
-checkpoints.
+Every rank runs this loop: it samples its share, and then all hold the same batch. Batches are counted through all
+stages: b = (s - 1)·M + k. training/run.py does what surrounds the algorithm.
 """
 
 from __future__ import annotations
@@ -38,21 +37,15 @@ class Step:
     batch: Batch
     rows: Sequence[MicroBatch]  # this rank's micro-batches of the objective
     updates: Sequence[dict[str, float]]  # the metrics of each of the i updates
-    logp_k: Mapping[int, Tensor]  # log π_k of the sampled tokens of each completion in `rows` of all ranks, float32 [t]
-    left_out: Mapping[int, Tensor]  # the same of the other scored completions
-    entropy: Mapping[int, Tensor]  # of the distributions at the tokens of `logp_k`
+    logp_k: Mapping[int, Tensor]  # log π_k of the sampled tokens of each scored completion, float32 [t]
+    entropy: Mapping[int, Tensor]  # of the distributions at these tokens, for completions in the objective
     clock: Clock
     state: LoopState
-
-    @property
-    def all_logp_k(self) -> dict[int, Tensor]:
-        """log π_k of every completion that was computed."""
-        return {**self.logp_k, **self.left_out}
 
 
 class Clock:
     """Seconds of a batch by phase, and in all since `earlier` seconds before it was made. `tell` hears what is being
-    done now; `generated` counts the sampled tokens that came meanwhile, for this batch or a later one."""
+    done now; `generated` counts the sampled tokens that came meanwhile."""
 
     def __init__(self, tell: Callable[[str], None] = lambda phase: None, earlier: float = 0.0) -> None:
         self.tell, self.generated, self._started = tell, 0, time.perf_counter() - earlier
@@ -73,11 +66,12 @@ def train_loop(
     a: TrainerComponents, state: LoopState, tell: Callable[[str], None] = lambda phase: None
 ) -> Iterator[Step]:
     """Yield every batch after `state`. The first batch syncs the initial policy: the paper leaves α undefined for k <
-    v. `tell` hears what is being done from then on. Raises Interrupted before a batch or while it is sampled."""
+    v. Raises Interrupted before a batch or while it is sampled."""
     trainer, policy, s = a.trainer, a.trainer.policy, a.settings.schedule
     longest, M = a.settings.rollout.max_completion_length, s.stage_length
     while state.batch < s.batches:  # 5, 6   stage s, k = 1 .. M
-        a.ranks.raise_if_asked()
+        with a.ranks.stopping_together():
+            raise_if_asked()
         stage, b, clock = state.batch // M + 1, state.batch + 1, Clock(tell, a.prefetcher.seconds)
         if stage > 1 and state.batch % M == 0:
             trainer.end_stage(s.reset_optimizer)  # 16   π_ref <- π_θ
@@ -92,7 +86,6 @@ def train_loop(
         groups = score_groups(a, clock, a.main.prompts.batch(b), coming)  # 11   r(x, y)
         groups = replace_zero_variance(a, state, clock, groups)
         clock.tell("learning")
-        a.sampler.free_cache()
         version = policy.version
         with clock("learning"):
             batch = assemble(groups, trainer.recipe, longest, a.settings.run.seed, b)  # 12-13   A_α, weights
@@ -103,14 +96,14 @@ def train_loop(
             for _ in range(s.num_iterations):  # 14
                 rows, metrics = trainer.step(rows, batch.in_objective)  # 15   Eq. 7 or 8
                 updates.append(metrics)
-        found = by_completion(rows, "logp_k_T"), by_completion(rows, "entropy_T"), by_completion(rest, "logp_k_T")
-        logp_k, entropy, others = (dict(a.ranks.join([*own.items()])) for own in found)
+        found = by_completion(rows, "logp_k_T") | by_completion(rest, "logp_k_T"), by_completion(rows, "entropy_T")
+        logp_k, entropy = (dict(a.ranks.join([*own.items()])) for own in found)
         clock.seconds["sampling"], generated = a.prefetcher.pop_metrics()
         clock.generated = sum(a.ranks.gather(generated))
-        state = state.after_batch(measure_kl_spent(batch, logp_k | others))
+        state = state.after_batch(measure_kl_spent(batch, logp_k))
         yield Step(
             stage=stage, b=b, version=version, reason=reason, sampling=a.sampler.pop_metrics(), batch=batch, rows=rows,
-            updates=updates, logp_k=logp_k, left_out=others, entropy=entropy, clock=clock, state=state,
+            updates=updates, logp_k=logp_k, entropy=entropy, clock=clock, state=state,
         )  # fmt: skip
 
 
@@ -129,8 +122,8 @@ def sync_weights(a: TrainerComponents, clock: Clock) -> Mapping[str, float]:
 def score_groups(
     a: TrainerComponents, clock: Clock, requests: Sequence[Request], groups: Iterable[Group]
 ) -> list[Group]:
-    """This rank's groups get their outcomes; rewards are computed while other groups are still being sampled. Returns
-    those of all ranks: groups of a file, then in the order of the requests."""
+    """This rank's groups get their outcomes while others are still being sampled. Returns the groups of all ranks, in
+    the order of the requests."""
     clock.tell("sampling")
     done, waited = [], a.prefetcher.seconds
     with clock("judging"), a.ranks.stopping_together():

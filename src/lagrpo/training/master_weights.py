@@ -1,16 +1,12 @@
 """float32 master weights of bfloat16 weights: what the optimizer steps on.
 
-A checkpoint in bfloat16 puts every master in the middle of its rounding cell (the float32 numbers that round to its
-weight), so a weight stands still until the sum of its steps passes half a spacing. A *dithered* master starts at a
-random place inside the cell. It rounds to the same weight, and from the first update on the weight's expected change is
-the master's. docs/precision.md derives this.
+A *dithered* master starts at a random place among the float32 numbers that round to its weight, so small steps move the
+weight from the first update on. docs/precision.md derives this.
 
     MasterWeights       one process
     ZeroMasterWeights   every rank has all weights, and its part of the masters and moments (ZeRO-1, arXiv:1910.02054)
     FsdpMasterWeights   every rank has its shard of everything (FSDP2; training/fsdp.py)
-
-Sums over ranks are plain sums: the weights of completions have the normalizer of the whole batch. Methods that have to
-be called on all ranks, in the same order, say "Collective"."""
+"""
 
 from __future__ import annotations
 
@@ -18,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -29,6 +25,7 @@ from lagrpo.rng import signed16
 
 Start = Literal["dithered", "plain"]
 EXACT = (torch.float32, torch.float64)  # weights of these are their own masters: nothing is rounded
+MOMENTS = ("exp_avg", "exp_avg_sq")
 ALIGNED = 64  # bytes: a line of the cache, and the widest vector
 
 
@@ -58,17 +55,18 @@ class Span:
 class MasterWeights:
     """`parameters` is what the optimizer steps on: a float32 master of every trained weight of `model`, or the weight
     itself if the whole model is float32 or float64; `spans` says which weight each is of. Weights pass their gradients
-    on to their masters as soon as they have them, so gradients in bfloat16 are neither kept nor added up. The random
-    numbers of a dithered start are keyed by (seed, "masters", parameter's name)."""
+    on to their masters as soon as they have them. A dithered start is keyed by (seed, "masters", parameter's name)."""
 
     passes_are_collective = False
     """whether all ranks have to make every pass through the model"""
+    group: dist.ProcessGroup | None = None
+    device = torch.device("cpu")
 
     def __init__(self, model: nn.Module, start: Start, seed: int) -> None:
         trained = trained_parameters(model)
         self.spans = [Span(name, weight.shape, 0, weight.numel()) for name, weight in trained.items()]
         self.parameters = self.weights = list(trained.values())
-        if are_exact(trained):
+        if all(weight.dtype in EXACT for weight in self.weights):
             return
         self.parameters = []
         for span, weight in zip(self.spans, self.weights, strict=True):
@@ -83,10 +81,13 @@ class MasterWeights:
 
     def grad_norm(self) -> Tensor:
         """The norm of the gradient of the whole batch, a tensor of one number, the same on all ranks. Collective."""
-        return torch.nn.utils.get_total_norm([m.grad for m in self.parameters if m.grad is not None])
+        own = torch.nn.utils.get_total_norm([m.grad for m in self.parameters if m.grad is not None])
+        if self.group is None:
+            return own
+        norms = all_gather(own.to(self.device, torch.float64).view(1), self.group)
+        return norms.square().sum().sqrt().to(torch.float64 if own.dtype == torch.float64 else torch.float32)
 
     def zero_grads(self) -> None:
-        """Drop the gradients."""
         for master in self.parameters:
             master.grad = None
 
@@ -99,13 +100,7 @@ class MasterWeights:
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The weights that are trained, tied ones once."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
-
-
-def are_exact(weights: Mapping[str, Tensor]) -> bool:
-    """Whether all of a model's weights are their own masters."""
-    return all(w.dtype in EXACT for w in weights.values())
 
 
 def add_to_master(master: nn.Parameter, weight: Tensor) -> None:
@@ -118,8 +113,7 @@ def add_to_master(master: nn.Parameter, weight: Tensor) -> None:
 
 
 def start_master(span: Span, weight: Tensor, start: Start, seed: int) -> Tensor:
-    """The masters of a span of a weight, in the span's own shape. What a number starts at does not depend on the
-    span."""
+    """The masters of a span of a weight; what a number starts at does not depend on the span."""
     value = span.of(weight).to(torch.float64 if weight.dtype == torch.float64 else torch.float32, copy=True)
     if start == "dithered" and weight.dtype == torch.bfloat16:
         dither_(value, signed16(span.stop, seed, "masters", span.name)[span.start :])
@@ -127,11 +121,9 @@ def start_master(span: Span, weight: Tensor, start: Start, seed: int) -> Tensor:
 
 
 def dither_(value: Tensor, numbers: np.ndarray) -> None:
-    """Move bfloat16 numbers, in float32, inside their rounding cells, in place: add a number to the bits of each.
-
-    `numbers` int16, as many as values, of [-32767, 32767]. The low 16 bits of a bfloat16 number's float32 pattern are 0
-    and a cell reaches 2^15 patterns to either side (its ends round to the neighbor if the number is odd), so the result
-    rounds to the same number. Zeros, infinities and NaN stay: their cells are different."""
+    """Move bfloat16 numbers, in float32, inside their rounding cells, in place: add one of `numbers`, int16 of [-32767,
+    32767], to the bits of each. The low 16 bits of a bfloat16 number's float32 pattern are 0, and a cell reaches 2^15
+    patterns to either side. Zeros, infinities and NaN stay: their cells are different."""
     steps = torch.from_numpy(numbers).view(value.shape).to(value.device)
     steps.masked_fill_((value == 0) | ~value.isfinite(), 0)
     value.view(torch.int32).add_(steps)
@@ -142,11 +134,8 @@ def dither_(value: Tensor, numbers: np.ndarray) -> None:
 
 class FlatBuffer:
     """The trained weights of one dtype side by side, each at a multiple of ALIGNED bytes, and the whole filled up to
-    one equal part for each rank. Weights keep their own memory: what computes by them may hold its addresses. Cuts
-    between parts are at multiples of ALIGNED bytes too, so an update of a number takes the same instructions on any
-    rank.
-
-    `gradient` is this rank's sum over its rows, float32 (float64 for weights in float64); None if there is none."""
+    one equal part for each rank. Parts begin at multiples of ALIGNED bytes too, so an update of a number takes the same
+    instructions on any rank. `gradient` is this rank's sum over its rows, float32 (float64 for weights in float64)."""
 
     def __init__(self, weights: Mapping[str, nn.Parameter], group: dist.ProcessGroup) -> None:
         self.weights, self.group = weights, group
@@ -199,33 +188,27 @@ class FlatBuffer:
 
 
 class ZeroMasterWeights(MasterWeights):
-    """Master weights over the ranks of a group: `parameters` are the spans of weights that this rank has, if any.
-    Masters start as the same numbers on any number of ranks, and stay the same if the gradients are. All ranks must
-    start from the same weights. `passes_are_collective` if these are adapters beside sharded layers."""
+    """Master weights over the ranks of a group, which start from the same weights: `parameters` are the spans that this
+    rank has. Masters are the same numbers on any number of ranks."""
 
-    def __init__(
-        self, model: nn.Module, start: Start, seed: int, group: dist.ProcessGroup, passes_are_collective: bool = False
-    ) -> None:
+    def __init__(self, model: nn.Module, start: Start, seed: int, group: dist.ProcessGroup) -> None:
         trained, by_dtype = trained_parameters(model), defaultdict[torch.dtype, dict[str, nn.Parameter]](dict)
         for name, weight in trained.items():
             by_dtype[weight.dtype][name] = weight
-        self.group, self.passes_are_collective = group, passes_are_collective
+        self.group = group
         self.buffers = [FlatBuffer(weights, group) for weights in by_dtype.values()]
+        self.device = self.buffers[0].device
         self.held = [(buffer, span) for buffer in self.buffers for span in buffer.spans()]
         self.spans = [span for _, span in self.held]
-        self.parameters = []
+        self.parameters, exact = [], all(weight.dtype in EXACT for weight in trained.values())
         for span in self.spans:
             weight = trained[span.name].detach()
-            exact = are_exact(trained)
             self.parameters.append(nn.Parameter(span.of(weight) if exact else start_master(span, weight, start, seed)))
 
     def reduce_grads(self) -> None:
         sums = {buffer: buffer.sum_gradients() for buffer in self.buffers}
         for (buffer, span), master in zip(self.held, self.parameters, strict=True):
             master.grad = buffer.view(sums[buffer], span).view_as(master)
-
-    def grad_norm(self) -> Tensor:
-        return norm_over_ranks(self.group, self.parameters, self.buffers[0].device)
 
     def zero_grads(self) -> None:
         super().zero_grads()
@@ -242,15 +225,73 @@ class ZeroMasterWeights(MasterWeights):
             buffer.gather(part)
 
 
-def norm_over_ranks(group: dist.ProcessGroup, masters: Sequence[nn.Parameter], device: torch.device) -> Tensor:
-    """The norm of the gradients that the ranks have between them, a tensor of one number. Collective."""
-    own = torch.nn.utils.get_total_norm([m.grad for m in masters if m.grad is not None]).to(device)
-    norms = all_gather(own.to(torch.float64).view(1), group)
-    return norms.square().sum().sqrt().to(torch.float64 if own.dtype == torch.float64 else torch.float32)
-
-
 def all_gather(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The parts of all ranks, [n] each, in their order: [ranks · n]. Collective."""
     everything = part.new_empty(len(part) * group.size())
     (getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor)(everything, part, group=group)
     return everything
+
+
+# The state of the optimizer
+
+
+def step_offloaded(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+    """One step of AdamW whose moments stay in the host's memory, and visit the device one weight at a time."""
+    gradients = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        state: dict[str, Any] = optimizer.state[parameter]
+        kept = {name: state[name] for name in MOMENTS if name in state}
+        state |= {name: moment.to(parameter.device) for name, moment in kept.items()}
+        parameter.grad = gradient
+        optimizer.step()  # passes over parameters without a gradient
+        parameter.grad = None
+        for name in MOMENTS:
+            state[name] = kept[name].copy_(state[name]) if name in kept else to_host(state[name], parameter.device)
+
+
+def to_host(tensor: Tensor, of: torch.device) -> Tensor:
+    """A copy in the host's memory, pinned if a GPU `of` it is to fetch it."""
+    return torch.empty_like(tensor, device="cpu", pin_memory=of.type == "cuda").copy_(tensor)
+
+
+class MergedState(Mapping[str, Tensor]):
+    """The states of one or several ranks, read as one. A state has a weight's numbers under `master/NAME`,
+    `exp_avg/NAME`, `exp_avg_sq/NAME`; a rank that has the numbers A .. B - 1 of N has them flat, under
+    `master/NAME@A:N`. AdamW's step count is `step/NAME`. Files may be mapped: what is not asked for is not read.
+
+    >>> states = {"master/a@0:3": torch.tensor([1.0, 2.0])}, {"master/a@2:3": torch.tensor([3.0])}
+    >>> MergedState(states)["master/a"]
+    tensor([1., 2., 3.])
+    """
+
+    def __init__(self, states: Sequence[Mapping[str, Tensor]]) -> None:
+        self._pieces: dict[str, dict[int, Tensor]] = {}  # by the number that they start at
+        for state in states:
+            for key in state:
+                name, _, place = key.partition("@")
+                self._pieces.setdefault(name, {})[int(place.partition(":")[0] or 0)] = state[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._pieces)
+
+    def __len__(self) -> int:
+        return len(self._pieces)
+
+    def __getitem__(self, name: str) -> Tensor:
+        pieces = [piece for _, piece in sorted(self._pieces[name].items())]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def count(self, name: str) -> int:
+        """How many numbers of a tensor are there; 0 if there is none."""
+        return sum(piece.numel() for piece in self._pieces.get(name, {}).values())
+
+    def part(self, name: str, span: Span) -> Tensor:
+        """A copy of the numbers of a span of the tensor `name`, flat unless they are all."""
+        found = [
+            piece.reshape(-1)[max(span.start - first, 0) : max(span.stop - first, 0)]
+            for first, piece in sorted(self._pieces[name].items())
+        ]
+        numbers = torch.cat(found)
+        return numbers.view(span.shape) if span.is_whole else numbers

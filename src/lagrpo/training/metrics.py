@@ -2,15 +2,14 @@
 same keys, and its values are numbers or None. runs/metrics.py says what each one means.
 
 Metrics of whole completions compare π_k, the policy at the start of the batch, with α, which sampled it. They cover
-every scored completion whose log α is known, in groups that the loss leaves out too: a mean over what the loss computes
-would be a mean over a subset chosen by its rewards. reports/theory.md says how their variance grows.
+every scored completion whose log α is known, also in groups that the loss leaves out because of their rewards.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,8 +35,7 @@ PHASES = {"generate": "sampling", "reward": "judging", "score": "scoring", "trai
 
 
 def batch_metrics(step: Step, rewards: Sequence[str] = (), reward_range: Range = (0.0, 1.0)) -> Metrics:
-    """What metrics.jsonl has of a batch, except for evaluations. `rewards` are the names of several rewards. Token
-    metrics cover all completions in the objective, whatever their advantage, at the first update, where π = π_k; loss,
+    """What metrics.jsonl has of a batch, except for evaluations. `rewards` are the names of several rewards. Loss,
     gradient and learning rate are of the last update."""
     updates, groups, sync = step.updates, step.batch.groups, step.state.sync
     last = updates[-1] if updates else {}
@@ -59,7 +57,7 @@ def batch_metrics(step: Step, rewards: Sequence[str] = (), reward_range: Range =
         "weight_sync/logp_difference": sync.get("logp_difference_max"),
         "weight_sync/changed_fraction": sync.get("changed_fraction"),
         **_token_metrics(step),
-        **sequence_metrics(step.batch, step.all_logp_k, reward_range),
+        **sequence_metrics(step.batch, step.logp_k, reward_range),
         **_pace(step.clock, sum(u.get("tokens", 0.0) for u in updates)),
     }
 
@@ -113,7 +111,7 @@ def _token_metrics(step: Step) -> Metrics:
     first, batch = step.updates[0] if step.updates else {}, step.batch
     entropy = first["entropy"] / first["tokens_entropy"] if first.get("tokens_entropy") else None
     kl = first["kl_ref"] / first["tokens"] if first.get("tokens") else None
-    ratios = [log_ratio(batch, c, logp_T) for c, logp_T in step.all_logp_k.items() if batch.weight_C[c] != 0]
+    ratios = [log_ratio(batch, c, logp_T) for c, logp_T in step.logp_k.items() if batch.weight_C[c] != 0]
     found: Metrics = {"entropy": entropy, "kl": kl, **dict.fromkeys(RATIO_METRICS)}
     if known := [ratio_T.double() for ratio_T in ratios if not ratio_T.isnan().any()]:
         log_rho_T = torch.cat(known)
@@ -138,9 +136,8 @@ def _pace(clock: Clock, trained: float) -> Metrics:
 
 
 def sequence_metrics(batch: Batch, logp_k: Mapping[int, Tensor], reward_range: Range = (0.0, 1.0)) -> Metrics:
-    """KL(α‖π_k) and total variation, the effective number of completions, and the improvement J(π_k) - J(α). All are
-    None unless `logp_k` has every scored completion whose log α is known."""
-    log_ratio_C = sequence_log_ratio(batch, logp_k)
+    """Of whole completions; all None unless `logp_k` has every scored completion whose log α is known."""
+    log_ratio_C, kl_C = sequence_sums(batch, logp_k)
     known_C = batch.has_logp_alpha()
     known = log_ratio_C[known_C]
     if not len(known) or bool(known.isnan().any()):
@@ -148,29 +145,21 @@ def sequence_metrics(batch: Batch, logp_k: Mapping[int, Tensor], reward_range: R
     size = float(ess((known - known.max()).exp()))
     gain = estimate_improvement(batch, log_ratio_C, reward_range) if size >= ENOUGH else None
     return {
-        "rollout/seq_kl": float(sequence_kl(batch, logp_k)[known_C].mean()),
+        "rollout/seq_kl": float(kl_C[known_C].mean()),
         "rollout/seq_tv": float(tv_terms(known, prefers_bounded(known)).mean()),
         "rollout/seq_ess": size,
         "improvement": gain if gain is None or abs(gain) <= 1 else None,  # more than 1 is impossible: too much noise
     }
 
 
-def sequence_log_ratio(batch: Batch, logp_k: Mapping[int, Tensor]) -> Tensor:
-    """ln ρ of each completion, nats, float64 [C]; NaN if log π_k was not computed or log α is unknown."""
-    return _sum_tokens(batch, logp_k, lambda difference_T: difference_T)
-
-
-def sequence_kl(batch: Batch, logp_k: Mapping[int, Tensor]) -> Tensor:
-    """Σ_t (ρ_t - 1 - ln ρ_t) over the tokens of each completion, float64 [C]: estimates KL(α‖π_k) of the sequence from
-    the ratios of its tokens, so its variance grows with the length, not exponentially in it; NaN as above."""
-    return _sum_tokens(batch, logp_k, lambda difference_T: torch.expm1(difference_T) - difference_T)
-
-
-def _sum_tokens(batch: Batch, logp_k: Mapping[int, Tensor], term: Callable[[Tensor], Tensor]) -> Tensor:
-    sums_C = torch.full((len(batch.member_C),), math.nan, dtype=torch.float64)
+def sequence_sums(batch: Batch, logp_k: Mapping[int, Tensor]) -> tuple[Tensor, Tensor]:
+    """Of each completion, float64 [C]: ln ρ, nats; and Σ_t (ρ_t - 1 - ln ρ_t) over its tokens, which
+    estimates KL(α‖π_k) with a variance that grows only linearly with the length. NaN if log π_k or log α is unknown."""
+    log_ratio_C, kl_C = torch.full((2, len(batch.member_C)), math.nan, dtype=torch.float64)
     for c, logp_T in logp_k.items():
-        sums_C[c] = term(log_ratio(batch, c, logp_T).double()).sum()
-    return sums_C
+        log_ratio_T = log_ratio(batch, c, logp_T).double()
+        log_ratio_C[c], kl_C[c] = log_ratio_T.sum(), (torch.expm1(log_ratio_T) - log_ratio_T).sum()
+    return log_ratio_C, kl_C
 
 
 def log_ratio(batch: Batch, c: int, logp_k_T: Tensor) -> Tensor:
@@ -194,8 +183,8 @@ def estimate_improvement(batch: Batch, log_ratio_C: Tensor, reward_range: Range)
 
 
 def measure_kl_spent(batch: Batch, logp_k: Mapping[int, Tensor]) -> float | None:
-    """What the schedule decides by: the mean of `sequence_kl`, nats per completion; None if no log α is known."""
-    mean = sequence_kl(batch, logp_k).nanmean().item()
+    """What the schedule decides by: the mean KL(α‖π_k), nats per completion; None if no log α is known."""
+    mean = sequence_sums(batch, logp_k)[1].nanmean().item()
     return None if math.isnan(mean) else mean
 
 
@@ -213,10 +202,9 @@ def by_completion(rows: Sequence[MicroBatch], name: str) -> dict[int, Tensor]:
 
 
 def completion_columns(step: Step, eps_std: float) -> list[list[dict[str, Any]]]:
-    """What the rollouts say of each completion beyond itself, per group: advantage, excluded_reason (why it is not in
-    the objective), group_std, the σ of its group; and of its sampled tokens old_logprobs and entropy, float32 [t].
-    Empty if it was not scored; None for tokens whose number was not computed."""
-    batch, old_logprobs = step.batch, step.all_logp_k
+    """What the rollouts say of each completion beyond itself, per group; nothing if it was not scored. old_logprobs and
+    entropy are float32 [t], or None if they were not computed."""
+    batch, old_logprobs = step.batch, step.logp_k
     columns: list[list[dict[str, Any]]] = [[{} for _ in group.completions] for group in batch.groups]
     for members, rewards in _members_of_groups(batch):
         spread = float(sigma(rewards, eps_std))

@@ -2,11 +2,7 @@
 
 Every rank runs the same loop. It samples and scores its share of the prompts; then all ranks hold the same batch, the
 same metrics and the same state. Each computes the gradient of its share of the rows, and rank 0 writes the files. With
-vLLM, rank 0 talks to the servers and scores. Random numbers are keyed, so completions do not depend on the number of
-ranks; gradients match up to summation order.
-
-A rank that raises ends. The others fail in their next collective, torchrun stops them, and prints the error of the
-first.
+vLLM, rank 0 talks to the servers and scores. A rank that raises ends, and torchrun stops the others.
 """
 
 from __future__ import annotations
@@ -26,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from lagrpo.interrupts import EndedAtOnce, Interrupted, asked_to_stop
+from lagrpo.interrupts import EndedAtOnce, Interrupted
 from lagrpo.rollout.base import Item, Request, SamplingParams
 from lagrpo.training.checks import local_size, world_size
 from lagrpo.types import Group
@@ -96,14 +92,7 @@ class Ranks:
             raise
         except Interrupted as error:
             stop = error.signal
-        self._raise_first(stop)
-
-    def raise_if_asked(self) -> None:
-        """Raise Interrupted on all ranks if a signal has asked one of them to stop. Collective."""
-        self._raise_first(asked_to_stop())
-
-    def _raise_first(self, own: int | None) -> None:
-        for signum in self.gather(own):
+        for signum in self.gather(stop):
             if signum is not None:
                 raise Interrupted(signum)
 
@@ -142,20 +131,16 @@ def add_up(of_ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 class FirstRankSampler:
-    """The vLLM engine of rank 0, `own`, as all ranks call it. Rank 0 alone has requests and gets groups; all else is
-    collective."""
+    """The vLLM engine of rank 0, `own`, as all ranks call it: collectively. Rank 0 alone has requests."""
 
     def __init__(self, ranks: Ranks, own: Any) -> None:
         self.ranks, self.own = ranks, own
-        said = ranks.from_first(lambda: (own.spans, tuple(map(str, own.servers)), own.weights.dtype, own.params))
-        self.spans, self.servers, self.dtype, self.params = said
+        said = ranks.from_first(lambda: (own.spans, tuple(map(str, own.servers)), own.weights.dtype))
+        self.spans, self.servers, self.dtype = said
 
     @property
     def version(self) -> int:
         return self.ranks.from_first(lambda: self.own.version)
-
-    def describe_versions(self) -> str:
-        return self.ranks.from_first(lambda: self.own.describe_versions())
 
     def sync_weights(self, weights: Mapping[str, Tensor], version: int) -> Mapping[str, float]:
         whole = self._whole(weights)
@@ -181,9 +166,6 @@ class FirstRankSampler:
 
     def scores(self, items: Sequence[Item]) -> list[list[list[float]]]:
         return self.ranks.from_first(lambda: self.own.scores(items))
-
-    def free_cache(self) -> None:
-        """The servers have memory of their own."""
 
     def pop_metrics(self) -> Mapping[str, float]:
         return self.own.pop_metrics() if self.ranks.is_first else {}

@@ -35,17 +35,17 @@ from lagrpo.rollout.vllm.client import SamplerError
 from lagrpo.runs.directory import Run, locked
 from lagrpo.runs.environment import write_environment
 from lagrpo.runs.rollouts import rollout_rows
-from lagrpo.settings.load import load_settings, to_toml
+from lagrpo.settings.load import flatten, load_settings, to_toml
 from lagrpo.settings.schema import Settings
 from lagrpo.tasks import NOT_A_TASK, Task
 from lagrpo.terminal.display import make_display
-from lagrpo.terminal.text import count_of
+from lagrpo.terminal.text import count_of, formatted_interval
 from lagrpo.training import checkpoint as checkpoints
 from lagrpo.training import checks
 from lagrpo.training.build import TrainerComponents
 from lagrpo.training.callbacks import Callback, Status, Trackers
 from lagrpo.training.checkpoint import ResumeState
-from lagrpo.training.evaluation import Evaluations, interval, sampling_from_policy
+from lagrpo.training.evaluation import Evaluations, sampling_from_policy
 from lagrpo.training.explain import meaning
 from lagrpo.training.loop import Step, train_loop
 from lagrpo.training.metrics import batch_metrics, completion_columns
@@ -56,8 +56,8 @@ FAILURES = (RewardError, WeightSyncError, VersionError, SamplerError, FloatingPo
 FAILURES += (MemoryError, torch.OutOfMemoryError)
 """Errors that end a run without being the program's: their messages are for the user."""
 MEMORY = (
-    "To need less memory while it learns, lower optimizer.micro_batch_tokens, which cannot change the gradient, or set "
-    "optimizer.gradient_checkpointing = true; while it samples, lower rollout.max_num_seqs or max_completion_length."
+    "To need less memory, lower optimizer.micro_batch_tokens or rollout.max_num_seqs, or set "
+    "optimizer.gradient_checkpointing = true."
 )
 
 
@@ -81,11 +81,9 @@ def train(
     checkpoint with its own settings, or auto: the run called run.name, if there is one.
 
     Ctrl-C and SIGTERM end the run after the batch under way, or at once while it samples, and write a checkpoint and
-    the weights; a second one ends it at once. Under torchrun all processes call this; the callbacks of rank 0 are
-    called, and all return the same.
+    the weights. Under torchrun all processes call this, and return the same; the callbacks of rank 0 are called.
 
-    Raises SettingsError for settings that cannot be run, before anything heavy is loaded if that can be seen, TypeError
-    for arguments of another type, and errors of FAILURES.
+    Raises SettingsError, TypeError for arguments of another type, and errors of FAILURES.
     """
     if task is not None and not isinstance(task, Task):
         raise TypeError(f"task: {task!r:.80} {NOT_A_TASK}")
@@ -112,7 +110,6 @@ def run_rank(
     settings: Settings, recipe: Recipe, task: Task | None, callbacks: Sequence[Callback], ranks: Ranks,
     resume: str | None,
 ) -> Result:  # fmt: skip
-    """The run, on this rank."""
     directory = ranks.from_first(lambda: checks.find_run(settings, resume))
     with (
         nullcontext() if ranks.is_first else logs.shown_by(logs.print_line, logging.WARNING),
@@ -141,17 +138,14 @@ class Training:
         parts.keep_logs(self.store.path)
         self.folder, self.saved, self.saved_at = self.store.path / "checkpoints", 0, time.monotonic()
         self.callbacks = [Trackers(run.report_to, run.log_completions), *callbacks] if self.first else []
-        self.started = False  # a run that could not be restored stays as it was
-        self.warned = False  # of rewards outside their range
+        self.started = self.warned = False  # a run that could not be restored stays as it was
         self.stand_at(LoopState(pi_ref=self.policy.version))
 
     def create_run(self) -> Run:
-        """The directory of a new run."""
         run, named = self.settings.run, self.settings.model_dump() | {"task": {"name": self.parts.main.task.name}}
         return Run.create(Path(run.output_dir), run.name, named, self.config(), self.environment)
 
     def config(self) -> str:
-        """config.toml: the settings, and what they do not say if the task is the caller's object."""
         own = "# The task was the caller's own object; of [task] only system_prompt was read.\n"
         return own * self.parts.own_task + to_toml(self.settings)
 
@@ -181,7 +175,7 @@ class Training:
                 self.end(status, interrupted)
         before, after = map(self.evaluations.summary, ("before", "after"))
         made = {name: found.summary for name, found in self.evaluations.made.items()}
-        return Result(self.store.path, before, after, weights, self.policy.version, self.batches, interrupted, made)
+        return Result(self.store.path, before, after, weights, self.policy.version, self.loop.batch, interrupted, made)
 
     def begin(self) -> None:
         """Show what the run is, and resume it if it is an earlier one."""
@@ -198,11 +192,12 @@ class Training:
             self.resume(self.earlier)
         self.started = True
         for callback in self.callbacks:
-            callback.on_start(settings, self.environment, self.batches)
+            callback.on_start(settings, self.environment, self.loop.batch)
 
     def resume(self, earlier: ResumeState) -> None:
-        """Restore the parts, and cut the run's records back to the checkpoint. What can be rejected comes first."""
-        checkpoint, moved = earlier.checkpoint, earlier.find_moves(self.environment)
+        """Restore the parts, and cut the run's records back to the checkpoint."""
+        checkpoint, old, new = earlier.checkpoint, flatten(earlier.environment), flatten(self.environment)
+        moved = {n: [old.get(n), new.get(n)] for n in checkpoints.MACHINE if old and old.get(n) != new.get(n)}
         if checkpoint is not None:
             self.phase("restoring the checkpoint")
             self.stand_at(checkpoints.restore_checkpoint(self.parts, checkpoint))
@@ -219,11 +214,10 @@ class Training:
         if moved:
             differ = "; ".join(f"{name} was {old}, now {new}" for name, (old, new) in moved.items())
             self.display.note(f"no longer bit-identical to a run that never stopped: {differ}")
-        self.display.note(f"resumed after batch {self.batches}" if self.batches else "no checkpoint: it begins again")
+        self.display.note(f"resumed after batch {self.loop.batch}" if checkpoint else "no checkpoint: it begins again")
 
     def learn(self) -> None:
-        """Algorithm 1 between its evaluations."""
-        if self.settings.eval.at_start and not self.batches:
+        if self.settings.eval.at_start and not self.loop.batch:
             self.evaluate("before")
         self.evaluate()
         for step in train_loop(self.parts, self.loop, self.phase):
@@ -236,40 +230,36 @@ class Training:
             self.evaluate("after")
 
     def evaluate(self, moment: str = "") -> None:
-        """Evaluate π on the sets whose turn it is after this batch, or on all before and after training, unless that
-        was done. Keep it if it is the best so far, and the run asks for that."""
-        due = self.evaluations.find_due(self.batches, moment)
+        """Evaluate π on the sets whose turn it is after this batch, or on all before and after training. Keep it if it
+        is the best so far."""
+        due = self.evaluations.find_due(self.loop.batch, moment)
         with sampling_from_policy(self.parts, self.loop) if due else nullcontext():
             for name, each in due.items():
                 self.phase(f"evaluation ({name})")
-                found = self.evaluations.make(name, each, self.batches)
+                found = self.evaluations.make(name, each, self.loop.batch)
                 if self.first:
                     self.store.record_evaluation(name, found.summary, found.records)
                 for callback in (self.display, *self.callbacks):
                     callback.on_evaluation(name, found.summary, found.records)
-                self.display.note(f"evaluation ({name}): {interval(found.summary, 'pass@1')}")
-        best = self.ranks.from_first(partial(self.evaluations.find_best, self.store, self.batches, moment))
-        if self.batches and best:
+                self.display.note(f"evaluation ({name}): pass@1 {formatted_interval(found.summary, 'pass@1', '.1%')}")
+        best = self.ranks.from_first(partial(self.evaluations.find_best, self.store, self.loop.batch, moment))
+        if self.loop.batch and best:
             self.write_weights(partial(self.store.record_best, found=best))
 
     def record(self, step: Step) -> None:
-        """Record a batch: its line of metrics says that the batch is whole. Then show it, call the callbacks, and write
-        weights if they are due."""
+        """Record a batch, then show it, call the callbacks, and write weights if they are due."""
         metrics, rows = self.record_files(step) if self.first else ({}, [])
         self.stand_at(step.state)
         for callback in (self.display, *self.callbacks):
             callback.on_batch(metrics, rows)
-        self.warn_of_range(step)
         if (every := self.settings.checkpoint.export_every) and step.b % every == 0:
             self.write_weights(partial(self.store.record_weights, version=self.policy.version))
 
     def record_files(self, step: Step) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """Write the metrics and the rollouts of a batch, which are returned, and what happened before it was trained
-        on: a new reference, a weight sync, servers that died."""
-        names, place = (
-            Rewards.from_reward(self.parts.main.task.reward).names,
-            {"step": step.b, "policy_version": step.version},
-        )
+        """Write the metrics and the rollouts of a batch, which are returned, and its events. The metrics come last:
+        their line says that the batch is whole."""
+        names = Rewards.from_reward(self.parts.main.task.reward).names
+        place: Any = {"step": step.b, "policy_version": step.version}
         metrics = batch_metrics(step, names, self.settings.task.reward_range) | self.evaluations.metrics(step.b - 1)
         columns = completion_columns(step, self.parts.trainer.recipe.eps_std)
         rows = list(rollout_rows(step.batch.groups, columns, **place, rewards=names))
@@ -282,36 +272,28 @@ class Training:
         if step.sampling.get("recoveries"):
             self.store.record_event("recovery", step.b, **step.sampling)
         self.store.record(metrics)
+        low, high = self.settings.task.reward_range
+        if not self.warned and any(not low <= row["reward"] <= high for row in rows if row["reward"] is not None):
+            self.warned = True
+            self.warn(f"rewards are outside of [{low:g}, {high:g}], so pass@1 is wrong: set the range of task.rewards")
         return metrics, rows
 
-    def warn_of_range(self, step: Step) -> None:
-        """Warn once of rewards outside their range."""
-        low, high = self.settings.task.reward_range
-        rewards = [c.reward for group in step.batch.groups for c in group.completions if c.reward is not None]
-        beyond = [reward for reward in rewards if not low <= reward <= high]
-        if beyond and not self.warned:
-            self.warned = True
-            self.warn(
-                f"rewards are outside of [{low:g}, {high:g}], such as {beyond[0]:g}, and the range decides what counts "
-                "as correct: set the range of task.rewards (said once)"
-            )
-
     def checkpoint_is_due(self) -> bool:
-        """By time, or by the number of batches."""
         c, waited = self.settings.checkpoint, time.monotonic() - self.saved_at
         by_time = c.save_minutes > 0 and waited >= 60 * c.save_minutes
-        return by_time or (c.save_every > 0 and self.batches % c.save_every == 0)
+        return by_time or (c.save_every > 0 and self.loop.batch % c.save_every == 0)
 
     def write_checkpoint(self, finish: bool = True) -> None:
         """A checkpoint of this batch, unless there is one; older ones are removed."""
-        if self.batches == self.saved:
+        if self.loop.batch == self.saved:
             return
         self.phase("checkpoint")
-        facts = checkpoints.save_checkpoint(self.folder, self.parts, self.loop, self.synced, finish)
-        self.saved, self.saved_at = self.batches, time.monotonic()
+        started = time.monotonic()
+        checkpoints.save_checkpoint(self.folder, self.parts, self.loop, self.synced, finish)
+        self.saved, self.saved_at = self.loop.batch, time.monotonic()
         if self.first:
             checkpoints.prune_checkpoints(self.folder, max(1, self.settings.checkpoint.save_total_limit))
-            self.store.record_event("checkpoint", self.batches, **facts)
+            self.store.record_event("checkpoint", self.loop.batch, seconds=self.saved_at - started)
 
     def write_weights(self, record: Callable[[Callable[[Path], None]], Path]) -> Path:
         """`record` π as it is now: it gets a function that fills a directory. Collective."""
@@ -322,7 +304,7 @@ class Training:
 
     def rescue(self, error: BaseException, was_asked: bool) -> Path | None:
         """After a signal or an error, write the policy, and a checkpoint if no update was made since the last batch.
-        After an error several ranks cannot: it may be of one of them. A run that was not restored stays as it was."""
+        After an error several ranks cannot: it may be of one of them."""
         if not self.started:
             return error.add_note(f"The run is as it was: {self.store.path}")
         error.add_note(f"The run until then: {self.store.path} ({self.progress()}; {self.now})")
@@ -333,7 +315,7 @@ class Training:
         weights = None
         try:
             if was_asked or self.ranks.size == 1:
-                if self.batches and self.policy.version == self.version:
+                if self.loop.batch and self.policy.version == self.version:
                     self.write_checkpoint(finish=False)
                 if was_asked or self.policy.version:
                     weights = self.write_weights(self.store.record_weights)
@@ -351,7 +333,7 @@ class Training:
             detail = f"Stopped by {interrupted.name}: {detail}. {self.way_on()}"
         with suppress(OSError):  # a full disk has its own error
             if self.started and self.first:
-                self.store.record_event("end", self.batches, status=status, detail=detail)
+                self.store.record_event("end", self.loop.batch, status=status, detail=detail)
                 if status == "finished" and not self.settings.checkpoint.save_total_limit:
                     checkpoints.prune_checkpoints(self.folder, 0)
         with ExitStack() as last:  # each is called, whatever another one raises
@@ -363,13 +345,7 @@ class Training:
         """The run stands after a batch; a checkpoint may be made of it until the next update."""
         self.loop, self.version, self.synced = loop, self.policy.version, self.parts.trainer.synced
 
-    @property
-    def batches(self) -> int:
-        """How many are finished."""
-        return self.loop.batch
-
     def phase(self, name: str) -> None:
-        """Show what is being done from now on."""
         self.now = name
         self.display.phase(name)
 
@@ -377,12 +353,11 @@ class Training:
         """Show a line, and record it as an event."""
         self.display.note(text)
         if self.first:
-            self.store.record_event("warning", self.batches, text=text)
+            self.store.record_event("warning", self.loop.batch, text=text)
 
     def progress(self) -> str:
-        """How far the run is."""
-        updates = count_of(self.policy.version, "update")
-        return f"{self.batches} of {self.settings.schedule.batches} batches are finished; the policy has had {updates}"
+        updates, total = count_of(self.policy.version, "update"), self.settings.schedule.batches
+        return f"{self.loop.batch} of {total} batches are finished; the policy has had {updates}"
 
     def way_on(self) -> str:
         """The command that resumes the run."""

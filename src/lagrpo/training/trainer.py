@@ -1,12 +1,11 @@
 """The trainer: packed rows -> gradient -> optimizer step, on one policy, π.
 
-The working weights are what rollout engine and trainer compute with (bfloat16, or float32 throughout). In bfloat16 the
-optimizer steps on float32 master weights: gradients of the micro-batches are added up in float32, AdamW steps on the
-masters, and the working weights are their rounding. There is no autocast.
+In bfloat16 gradients of the micro-batches are added up in float32, AdamW steps on float32 master weights, and the
+weights that the model computes with are their rounding. There is no autocast.
 
 Ranks train together: each computes the gradient of its own rows and steps on its part of the masters. If layers are
-sharded, every forward and backward pass is collective, so all ranks make as many passes, idle ones if they have no row.
-Methods that say "Collective" have to be called on all ranks, in the same order."""
+sharded, every pass is collective, so all ranks make as many passes, idle ones if they have no row. Methods that say
+"Collective" have to be called on all ranks, in the same order."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal, NoReturn
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -25,20 +24,24 @@ from lagrpo.interrupts import raise_if_asked
 from lagrpo.model.model import Policy, count_differing, sample_weights
 from lagrpo.training.batch import Batch, MicroBatch, micro_batches
 from lagrpo.training.fsdp import free_gathered, idle_row, shard_policy
-from lagrpo.training.master_weights import MasterWeights, Start, ZeroMasterWeights
-from lagrpo.training.optimizer_state import MOMENTS, MergedState, step_offloaded, to_host
+from lagrpo.training.master_weights import (
+    MOMENTS,
+    MasterWeights,
+    MergedState,
+    Start,
+    ZeroMasterWeights,
+    step_offloaded,
+    to_host,
+)
 from lagrpo.training.ranks import Ranks, add_up
 
 
 @dataclass(frozen=True, slots=True)
 class Optimization:
-    """The numbers of AdamW and of its learning-rate schedule; `updates` is how many the run makes in all. `masters`
-    says where the float32 masters of bfloat16 weights start, with random numbers keyed by `seed`; `offload_moments`
-    keeps the moments in the host's memory."""
+    """AdamW and its learning-rate schedule over `updates` updates. `masters` says where float32 masters start, keyed by
+    `seed`; `offload_moments` keeps the moments in the host's memory."""
 
     lr: float
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
     weight_decay: float = 0.0
     max_grad_norm: float | None = 1.0
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -50,8 +53,7 @@ class Optimization:
 
     def rate(self, update: int) -> float:
         """The learning rate of update 0, 1, …: linear warm-up over `warmup` updates, then constant, or from lr down to
-        0 along a line or half a cosine. The last update, `updates` - 1, is the one at 0, unless it is the first after
-        the warm-up. Masked batches make no update: a run that has some ends before it is there."""
+        0 at update `updates` - 1 along a line or half a cosine. Masked batches make no update."""
         if update < self.warmup:
             return self.lr * (update + 1) / (self.warmup + 1)
         progress = (update - self.warmup) / max(1, self.updates - 1 - self.warmup)
@@ -61,8 +63,7 @@ class Optimization:
 
 class Trainer:
     """Steps `policy` along the objective of `recipe`, with `reference` = π_ref if it has a KL term. `policy.version`
-    counts the updates; the first one on a batch also measures π's entropy. All `ranks` start from the
-    same weights, and have the same after every update. If `ranks` shard layers, the policy given is used up: the
+    counts the updates. All `ranks` have the same weights. If they shard layers, the policy given is used up: the
     trainer's own is `policy`, and `reference` is one of `copy_sharded`."""
 
     def __init__(
@@ -94,7 +95,7 @@ class Trainer:
             {"params": [p for span, p in pairs if len(span.shape) > 1], "weight_decay": o.weight_decay},
             {"params": [p for span, p in pairs if len(span.shape) <= 1], "weight_decay": 0.0},
         ]
-        self.optimizer = torch.optim.AdamW(groups, lr=o.lr, betas=o.betas, eps=o.eps, fused=True)
+        self.optimizer = torch.optim.AdamW(groups, lr=o.lr, fused=True)
 
     # A batch: lines 14-15 of Algorithm 1
 
@@ -111,15 +112,13 @@ class Trainer:
 
     def step(self, rows: Sequence[MicroBatch], in_objective: bool = True) -> tuple[list[MicroBatch], dict[str, float]]:
         """An optimizer update on a batch: its micro-batches, with log π_k, and its sums and metrics. Without anything
-        `in_objective` (every group masked) there is no update. A gradient known to be 0 makes one: AdamW still moves by
-        its moments. Collective; raises as `update`."""
+        `in_objective` (every group masked) there is no update. Collective; raises as `update`."""
         rows, sums = self.accumulate(rows)
-        return rows, sums | (self.update(rows) if in_objective else {})
+        return rows, sums | (self.update() if in_objective else {})
 
     def accumulate(self, rows: Sequence[MicroBatch]) -> tuple[list[MicroBatch], dict[str, float]]:
         """The gradient of an update, from this rank's rows, and the sums of all ranks. The first update on a batch
-        starts at π = π_k, so its own log-probs are π_k's: the rows come back with them, for the updates that follow.
-        `update` or `zero_grads` is next. Collective."""
+        starts at π = π_k: the rows come back with its log-probs, for the updates that follow. Collective."""
         done: list[MicroBatch] = []
         sums: defaultdict[str, float] = defaultdict(float)
         with self.ranks.stopping_together():
@@ -158,18 +157,20 @@ class Trainer:
     def _count_passes(self, rows: Sequence[MicroBatch]) -> int:
         return max(self.ranks.gather(len(rows))) if self.masters.passes_are_collective else len(rows)
 
-    def update(self, rows: Sequence[MicroBatch] = ()) -> dict[str, float]:
+    def update(self) -> dict[str, float]:
         """One step of AdamW along the gradient that was accumulated, from all ranks; returns its metrics, the same on
-        all. Collective.
-
-        Raises FloatingPointError, on all ranks, if the gradient is not finite, with a completion among this rank's
-        `rows`. The gradient is dropped, and nothing has changed."""
+        all. Collective. Raises FloatingPointError, on all ranks, if the gradient is not finite: it is dropped, and
+        nothing has changed."""
         self.masters.reduce_grads()
         limit = self.optimization.max_grad_norm or math.inf
         total = self.masters.grad_norm()
         norm = total.item()
         if not math.isfinite(norm):
-            self._reject(norm, rows)
+            self.masters.zero_grads()
+            raise FloatingPointError(
+                f"the gradient of update {self.policy.version + 1} is not finite (norm {norm}); the policy is still "
+                f"version {self.policy.version}. Lower optimizer.learning_rate"
+            )
         if norm > limit:
             torch.nn.utils.clip_grads_with_norm_(self.masters.parameters, limit, total)
         rate = self.optimization.rate(self.policy.version)
@@ -183,20 +184,6 @@ class Trainer:
         self.masters.write_back()
         self.policy.weights.version += 1
         return {"grad_norm": norm, "lr": rate}
-
-    def _reject(self, norm: float, rows: Sequence[MicroBatch]) -> NoReturn:
-        self.masters.zero_grads()
-        shares = [
-            (share, row.name(c))
-            for row in rows
-            for c, share in enumerate((row.weight_C * row.advantage_C).abs().nan_to_num(math.inf).tolist())
-        ]
-        share, name = max(shares, default=(0.0, "none"))
-        raise FloatingPointError(
-            f"the gradient of update {self.policy.version + 1} is not finite (norm {norm}); the policy is still "
-            f"version {self.policy.version}. Largest |weight x advantage|: {share:g}, of {name}. "
-            "Lower optimizer.learning_rate, or leave the completion out"
-        )
 
     # Log-probs, weight syncs, stages
 
@@ -214,9 +201,8 @@ class Trainer:
         return found
 
     def on_sync(self) -> dict[str, float]:
-        """The share of the policy's weights whose bits changed since the weight sync before, as `changed_fraction`;
-        nothing at the first one. A sample of about a million weights tells: the share p has a standard error of about
-        √(p / 10⁶)."""
+        """The share of the policy's weights whose bits changed since the last weight sync, as `changed_fraction`, by a
+        sample of about a million; nothing at the first one."""
         last, self.synced = self.synced, sample_weights(self.policy.weights)
         if not last:
             return {}
@@ -230,16 +216,14 @@ class Trainer:
             self.reset_optimizer()
 
     def load_reference(self) -> None:
-        """π_ref <- π."""
         if self.reference is not None:
             self.reference.load(self.policy.weights, self.policy.version)
 
     # Checkpoints
 
     def state(self) -> dict[str, Tensor]:
-        """What decides the next updates, by name, in the memory that the trainer continues to change: masters, AdamW's
-        moments and its step count (none before the first update). With ranks, this rank's part; `MergedState` of the
-        states of all has everything."""
+        """What decides the next updates, by name, in the trainer's own memory: masters, AdamW's moments and its step
+        count. With ranks, this rank's part; `MergedState` of the states of all has everything."""
         state: dict[str, Tensor] = {}
         for span, master in zip(self.masters.spans, self.masters.parameters, strict=True):
             state[f"master/{span.label}"] = master.detach()
@@ -249,8 +233,8 @@ class Trainer:
 
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Tensor], version: int) -> None:
-        """Load what `state` gave, for π_version: the state of a trainer in one process, of the same rank of as many, or
-        `MergedState` of the states of any number of ranks. Collective. Raises ValueError for another model's state."""
+        """Load what `state` gave, for π_version, or `MergedState` of the states of any number of ranks. Collective.
+        Raises ValueError for another model's state."""
         saved = state if isinstance(state, MergedState) else MergedState([state])
         for span in self.masters.spans:
             if (count := saved.count(f"master/{span.name}")) != (expected := span.shape.numel()):
@@ -265,8 +249,3 @@ class Trainer:
                 self.optimizer.state[master] = kept | {"step": saved[f"step/{span.name}"].to(device).clone()}
         self.masters.write_back()
         self.policy.weights.version = version
-
-    def load_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """π_version into the working weights. `load_state` has to come before the next update: until then the masters
-        belong to another version. Raises ValueError for other names or shapes than its own."""
-        self.policy.weights.load(weights, version)

@@ -6,7 +6,6 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
@@ -20,23 +19,9 @@ from lagrpo.rng import permutation
 from lagrpo.runs.rollouts import reward_columns
 from lagrpo.tasks import StepResult, Task, complete_task, drop_overlong, environment_of, load_task
 from lagrpo.types import Completion, Group, Outcome, Prompt
-from lagrpo.verify.record import RecordedRun, Report, Row, groups_of
+from lagrpo.verify.record import RecordedRun, Row, groups_of
 from lagrpo.verify.rows import mean
 from lagrpo.verify.tokens import find_path, find_weights
-
-
-@dataclass(frozen=True)
-class TokenizedTask:
-    """A task whose prompts have their tokens."""
-
-    task: Task
-    chat: Chat
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.task, name)
-
-    def prompt(self, split: str, index: int) -> Prompt:
-        return self.chat.tokenize(self.task.prompt(split, index))
 
 
 def check_rewards(run: RecordedRun, task: Task | None) -> None:
@@ -46,31 +31,30 @@ def check_rewards(run: RecordedRun, task: Task | None) -> None:
     if task is None and run.own_task:
         return run.report.skip("prompts and rewards: the run was given a Task: pass it to lagrpo.verify.verify_run")
     s = run.settings
-    found: Any = complete_task(task, s.task.tools) if task is not None else load_task(s.task, s.run.seed)
-    make = environment_of(found)
-    found = tokenized(run, found, chat) if make is None else found
-    check_prompts(run, found)
-    if make is None:
-        score_again(run, found, "train", groups_of(run.generated))
+    own = complete_task(task, s.task.tools) if task is not None else load_task(s.task, s.run.seed)
+    if (make := environment_of(own)) is None:
+        check_prompts(run, own := without_dropped(run, own, chat), chat)
+        score_again(run, own, "train", groups_of(run.generated))
     else:
+        check_prompts(run, own, None)
         for row in (row for row in run.generated if row["outcome"] == "scored"):
-            check_episode(run, make(), found.prompt("train", row["prompt_id"]), row)
-    tasks = {each.name: each.task for each in s.eval.sets}
+            check_episode(run, make(), own.prompt("train", row["prompt_id"]), row)
+    of_sets = {each.name: each.task for each in s.eval.sets}
     for summary in run.evaluations:
-        chosen = tasks.get(summary.get("set", ""))
-        own: Any = found if chosen is None else tokenized(run, load_task(chosen, s.run.seed), chat)
-        if environment_of(own) is not None:
+        chosen = of_sets.get(summary.get("set", ""))
+        of_set = own if chosen is None else without_dropped(run, load_task(chosen, s.run.seed), chat)
+        if environment_of(of_set) is not None:
             run.report.skip("evaluations: their completions have several turns, recorded as one text")
         else:
-            check_evaluation(run, own, (chosen or s.task).reward_range[1], summary)
+            check_evaluation(run, of_set, (chosen or s.task).reward_range[1], summary)
 
 
-def tokenized(run: RecordedRun, task: Task, chat: Chat) -> Any:
-    """The task with the tokens of its prompts, without those that the run dropped."""
-    if run.settings.rollout.overlong_prompts == "drop":
-        most = run.settings.rollout.max_prompt_length
-        task = drop_overlong(task, lambda prompt: len(chat.tokenize(prompt).token_ids), most)
-    return TokenizedTask(task, chat)
+def without_dropped(run: RecordedRun, task: Task, chat: Chat) -> Task:
+    """The task without the prompts that the run dropped as too long."""
+    s = run.settings.rollout
+    if s.overlong_prompts != "drop" or environment_of(task) is not None:
+        return task
+    return drop_overlong(task, lambda prompt: len(chat.tokenize(prompt).token_ids), s.max_prompt_length)
 
 
 def load_chat(run: RecordedRun) -> Chat:
@@ -98,8 +82,8 @@ def check_texts(run: RecordedRun, chat: Chat) -> None:
         run.report.compare("texts", row["where"], expected, row | {"tokens": len(tokens)})
 
 
-def check_prompts(run: RecordedRun, task: Task) -> None:
-    """Which prompts a step has, a function of the seed and the step; their answers; their tokens by the template."""
+def check_prompts(run: RecordedRun, task: Task, chat: Chat | None) -> None:
+    """Which prompts a step has, by the seed and the step; their answers; their tokens, by `chat`."""
     before, size, seed = Counter[int](), task.size("train"), run.settings.run.seed
     if drops := run.settings.rollout.overlong_prompts == "drop":
         run.report.skip("order of prompts: those that are too long were left out")
@@ -111,8 +95,8 @@ def check_prompts(run: RecordedRun, task: Task) -> None:
         expected: dict[str, Any] = {"answer": json.dumps(prompt.answer, ensure_ascii=False)}
         if first["epoch"] >= 0 and not drops:  # a negative one: dynamic sampling generated this prompt instead
             expected |= {"epoch": epoch, "prompt_id": int(permutation(size, seed, "prompt order", epoch)[place])}
-        if prompt.token_ids:
-            expected["prompt_token_ids"] = list(prompt.token_ids)
+        if chat is not None:
+            expected["prompt_token_ids"] = list(chat.tokenize(prompt).token_ids)
         for row in members:
             run.report.compare("prompts", row["where"], expected, row)
 
@@ -132,28 +116,25 @@ def check_episode(run: RecordedRun, environment: Any, prompt: Prompt, row: Row) 
 
 
 def score_again(run: RecordedRun, task: Task, split: Any, groups: Sequence[Sequence[Row]]) -> None:
-    """Score completions again in worker processes, unless a server scored them, which might answer differently."""
+    """Score completions again, unless a server scored them, which might answer differently."""
     if isinstance(task.reward, Rewards) and not all(each.repeats for each in task.reward.parts):
         return run.report.skip("rewards: a server gave them, and might give others", sum(map(len, groups)))
-    asked, rows = list[Group](), [row for members in groups for row in members]
+    asked, rows, chat = list[Group](), [row for members in groups for row in members], load_chat(run)
     for members in groups:
         tokens = [torch.zeros(sum(row["loss_mask"])) for row in members]
         made = [Completion(t, t, t, row["finished"], row["completion"]) for t, row in zip(tokens, members, strict=True)]
-        asked.append(Group(task.prompt(split, members[0]["prompt_id"] % task.size(split)), tuple(made)))
+        prompt = task.prompt(split, members[0]["prompt_id"] % task.size(split))
+        asked.append(Group(chat.tokenize(prompt), tuple(made)))  # rewards may read how the prompt begins the answer
     with RewardPool(task.reward, deadline=run.settings.task.reward_timeout, max_without_reward=1.0) as pool:
         outcomes = [completion.outcome for group in pool.score(asked) for completion in group.completions]
-    for row, again in zip(rows, outcomes, strict=True):
-        compare_outcome(row, again or Outcome.failed(""), run.report)
-
-
-def compare_outcome(recorded: Row, again: Outcome, report: Report) -> None:
-    """Compare a recorded reward with another one, unless a deadline or a crash decided one of them."""
-    by_machine = any(reason.startswith(BY_MACHINE) for reason in (recorded["reason"], again.reason))
-    if by_machine and (recorded["reward"] is None) != (again.reward is None):
-        report.undecided["rewards"] += 1
-    else:
-        parts = {f"reward_{name}": value for name, value in again.parts.items()}
-        report.compare("rewards", recorded["where"], {"reward": again.reward} | parts, recorded)
+    for row, outcome in zip(rows, outcomes, strict=True):
+        again = outcome or Outcome.failed("")
+        by_machine = row["reason"].startswith(BY_MACHINE) or again.reason.startswith(BY_MACHINE)
+        if by_machine and (row["reward"] is None) != (again.reward is None):  # a deadline or a crash decided
+            run.report.undecided["rewards"] += 1
+        else:
+            parts = {f"reward_{name}": value for name, value in again.parts.items()}
+            run.report.compare("rewards", row["where"], {"reward": again.reward} | parts, row)
 
 
 def check_evaluation(run: RecordedRun, task: Task, best: float, summary: dict[str, Any]) -> None:
@@ -185,11 +166,8 @@ def check_record(run: RecordedRun, prompt: Prompt, best: float, record: Row, whe
 
 def to_rows(record: Row, where: str) -> list[Row]:
     """The completions of a prompt of an evaluation as rows."""
-    tokens = record.get("tokens") or [0] * len(record["rewards"])
-    rows = [
-        {"completion": text, "loss_mask": [True] * t} for text, t in zip(record["completions"], tokens, strict=True)
-    ]
-    for j, row in enumerate(rows):
-        row |= {"where": where, "prompt_id": record["prompt_id"], "finished": True, "reason": ""}
-        row |= {"reward": record["rewards"][j]} | {f"reward_{k}": v[j] for k, v in reward_columns(record).items()}
-    return rows
+    same = {"where": where, "prompt_id": record["prompt_id"], "finished": True, "reason": ""}
+    columns = {"completion": record["completions"], "reward": record["rewards"]}
+    columns["loss_mask"] = [[True] * t for t in record.get("tokens") or [0] * len(record["rewards"])]
+    columns |= {f"reward_{name}": values for name, values in reward_columns(record).items()}
+    return [same | dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]

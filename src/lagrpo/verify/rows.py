@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lagrpo.core import kl
-from lagrpo.core.advantages import leave_one_out, sigma
+from lagrpo.core.advantages import sigma
 from lagrpo.rng import uniforms
 from lagrpo.runs.rollouts import reward_columns
 from lagrpo.verify.record import RecordedRun, Row, groups_of, sampled
@@ -23,9 +23,9 @@ def check_rows(run: RecordedRun) -> None:
     for step in range(1, max([*run.metrics, *run.steps]) + 1):
         groups = groups_of(run.steps.get(step, []))
         fresh = [members for members in groups if members[0]["source"] == "sampler"]
-        found = (len(groups), len(fresh)) if step in run.steps else "no file"
+        found = {what: (len(groups), len(fresh)) if step in run.steps else "no file"}
         expected = {what: (s.schedule.prompts_per_batch, run.fresh_prompts)}
-        report.compare("rows", f"rollouts/step-{step:06d}.parquet", expected, {what: found})
+        report.compare("rows", f"rollouts/step-{step:06d}.parquet", expected, found)
         for members in fresh:
             found = {"step": members[0]["step"], "completions": [row["sample_index"] for row in members]}
             expected = {"step": step, "completions": list(range(s.rollout.num_generations))}
@@ -133,7 +133,7 @@ def step_metrics(run: RecordedRun, step: int, rows: Sequence[Row]) -> dict[str, 
         "staleness/mean": mean(stale),
         "staleness/max": max(stale, default=None),
         **token_metrics(rows),
-        **sequence_metrics(run, groups),
+        **sequence_metrics(groups),
     }
     for name in reward_columns(rows[0]):
         found[f"rewards/{name}/mean"] = mean(x for row in rows if (x := row[f"reward_{name}"]) is not None)
@@ -143,19 +143,20 @@ def step_metrics(run: RecordedRun, step: int, rows: Sequence[Row]) -> dict[str, 
     return found
 
 
-def log_ratio(row: Row) -> Tensor | None:
-    """log π_k - log α of the sampled tokens, float64; None if one of them is unknown."""
-    if row["old_logprobs"] is None or None in sampled(row, "rollout_logprobs"):
-        return None
-    k, alpha = (torch.tensor(sampled(row, name), dtype=torch.float64) for name in ("old_logprobs", "rollout_logprobs"))
-    return k - alpha
+def log_ratios(rows: Iterable[Row]) -> list[Tensor]:
+    """log π_k - log α of the sampled tokens of each row, float64; nothing if one of them is unknown."""
+    found = []
+    for row in rows:
+        if row["old_logprobs"] is None or None in sampled(row, "rollout_logprobs"):
+            return []
+        k, alpha = (torch.tensor(sampled(row, f"{of}_logprobs"), dtype=torch.float64) for of in ("old", "rollout"))
+        found.append(k - alpha)
+    return found
 
 
 def token_metrics(rows: Sequence[Row]) -> dict[str, float]:
     """π_k against α over the tokens of the objective; nothing if some of them lack a log-prob."""
-    ratios = [log_ratio(row) for row in rows if not row["excluded_reason"]]
-    known = [x for x in ratios if x is not None]
-    if not known or len(known) < len(ratios):
+    if not (known := log_ratios(row for row in rows if not row["excluded_reason"])):
         return {}
     d = torch.cat(known)
     found = {"kl": kl.sampled_kl(d), "ratio_mean": d.exp().mean(), "ess": kl.ess(d.exp()) / len(d)}
@@ -163,26 +164,14 @@ def token_metrics(rows: Sequence[Row]) -> dict[str, float]:
     return {f"rollout/{name}": value.item() for name, value in found.items()}
 
 
-def sequence_metrics(run: RecordedRun, groups: Sequence[Sequence[Row]]) -> dict[str, float | None]:
-    """π_k against α for whole completions with known log α; nothing if one of them lacks log π_k. The improvement is
-    the mean of (rho - 1) (r - mean of the others), r in units of the range of rewards."""
-    known = [row for members in groups for row in members if None not in sampled(row, "rollout_logprobs")]
-    ratios = {row["where"]: x for row in known if (x := log_ratio(row)) is not None}
-    if not known or len(ratios) < len(known):
+def sequence_metrics(groups: Iterable[Sequence[Row]]) -> dict[str, float]:
+    """π_k against α for whole completions with known log α; nothing if one of them lacks log π_k."""
+    rows = [row for members in groups for row in members if None not in sampled(row, "rollout_logprobs")]
+    if not (ratios := log_ratios(rows)):
         return {}
-    total, (low, high) = {where: x.sum() for where, x in ratios.items()}, run.settings.task.reward_range
-    d, gains = torch.stack([*total.values()]), list[float]()
-    ess = kl.ess((d - d.max()).exp()).item()
-    for members in (
-        members for members in groups if len(members) > 1 and all(row["where"] in total for row in members)
-    ):
-        r = torch.tensor([row["reward"] for row in members], dtype=torch.float64)
-        excess = torch.stack([total[row["where"]] for row in members]).expm1()
-        gains.append((excess * leave_one_out((r - low) / (high - low))).mean().item())
-    gain = mean(gains) if ess >= 25 and all(low <= row["reward"] <= high for row in known) else None
+    d = torch.stack([x.sum() for x in ratios])
     return {
-        "rollout/seq_kl": mean((x.expm1() - x).sum().item() for x in ratios.values()),
+        "rollout/seq_kl": sum((x.expm1() - x).sum().item() for x in ratios) / len(ratios),
         "rollout/seq_tv": kl.sampled_tv(d, kl.prefers_bounded(d)).item(),
-        "rollout/seq_ess": ess,
-        "improvement": gain if gain is None or abs(gain) <= 1 else None,
+        "rollout/seq_ess": kl.ess((d - d.max()).exp()).item(),
     }

@@ -113,31 +113,27 @@ def column_of(row: Row, name: str) -> Tensor:
     return torch.tensor([math.nan if value is None else value for value in values], dtype=torch.float64)
 
 
-def sampled_by(row: Row, version: int) -> Tensor:
-    """Which tokens a version sampled, bool [t]."""
-    return torch.tensor(row["loss_mask"]) & (torch.tensor(row["policy_versions"]) == version)
-
-
 def measure_noise(readings: Sequence[tuple[Row, int, Reading]], least: float, most: float) -> float:
     """The median error of a token's log-odds, between what the dtype explains at least and at most. An error e of a
     token's log-odds is an error e (1 - p) of its log-prob."""
     errors = [torch.tensor([least], dtype=torch.float64)]
     for row, version, read in readings:
         gap, room = (column_of(row, "rollout_logprobs") - read.logp).abs() - read.grain, -read.logp.expm1()
-        errors.append((gap.clamp(min=0) / room)[sampled_by(row, version) & (room > 1e-3) & ~gap.isnan()])
+        own = torch.tensor(row["policy_versions"]) == version
+        errors.append((gap.clamp(min=0) / room)[own & (room > 1e-3) & ~gap.isnan()])
     return min(max(torch.cat(errors).median().item(), least), most)
 
 
 def check_row(run: RecordedRun, row: Row, version: int, read: Reading, noise: float) -> None:
     """Whether every token that a version sampled is the inverse CDF of α at its key, its log α, and log π_k."""
-    own, allowed, report = sampled_by(row, version), TOKEN * noise * -read.logp.expm1() + read.grain, run.report
+    allowed, report, mask = TOKEN * noise * -read.logp.expm1() + read.grain, run.report, torch.tensor(row["loss_mask"])
+    own = mask & (torch.tensor(row["policy_versions"]) == version)
     for t in own.nonzero().flatten().tolist() if run.settings.rollout.engine == "local" else ():
         token, far = row["token_ids"][t], read.outside[t].item()
         expected = int(read.expected[t]) if far > EDGE * noise else token
         report.compare("samples", f"{row['where']}, token {t}", {"token_ids": expected}, {"token_ids": token})
         report.undecided["samples"] += abs(far) <= EDGE * noise
-    k = torch.tensor(row["loss_mask"]) if version == row["policy_version"] else own & False
-    for name, which in (("rollout_logprobs", own), ("old_logprobs", k)):
+    for name, which in (("rollout_logprobs", own), ("old_logprobs", mask & (version == row["policy_version"]))):
         recorded = column_of(row, name)
         for t in (which & ~recorded.isnan()).nonzero().flatten().tolist():
             expected, found = {name: read.logp[t].item()}, {name: recorded[t].item()}

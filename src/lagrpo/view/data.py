@@ -6,25 +6,18 @@ import datetime
 import hashlib
 import os
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from lagrpo.errors import refusing
 from lagrpo.logs import HIDDEN, is_secret, redact
+from lagrpo.runs import reading
 from lagrpo.runs.directory import Run, read_holder
 from lagrpo.runs.environment import FILE as ENVIRONMENT
 from lagrpo.runs.environment import read_environment
 from lagrpo.runs.metrics import describe_metrics
-from lagrpo.runs.reading import (
-    load_evaluation_records,
-    load_evaluations,
-    load_events,
-    load_metrics,
-    load_reward_range,
-    open_run,
-)
 from lagrpo.runs.rollouts import reward_columns
 from lagrpo.settings.load import flatten, list_settings, load_settings, read_toml
 from lagrpo.settings.schema import Settings
@@ -37,20 +30,22 @@ TOKENS = 4_000_000  # of all completions of a page
 def collect(paths: Sequence[Path | str], most: int) -> bytes:
     """What the page shows of these runs, with `most` completions in all, packed. Raises RunNotFoundError for a
     directory that is not a run, SettingsError for damaged files."""
-    runs, arrays = [open_run(path) for path in paths], Arrays()
+    runs, arrays = [reading.open_run(path) for path in paths], Arrays()
     share, tokens = most // len(runs), TOKENS // len(runs)
     stamp, names = take_stamp(paths), [run.path.resolve().name for run in runs]  # first: what follows counts as new
+    found = []
     with refusing():
-        found = [
-            {"name": name if names.count(name) == 1 else str(run.path), **_read(run)}
-            | {"rollouts": read_rollouts(run, share, tokens, _config(run), arrays)}
-            | {"evaluations": read_evaluations(run, share)}
-            for run, name in zip(runs, names, strict=True)
-        ]
+        for run, name in zip(runs, names, strict=True):
+            config = read_toml(run.path / "config.toml")
+            facts = {"name": name if names.count(name) == 1 else str(run.path), **_read(run, flatten(config))}
+            facts["rollouts"] = read_rollouts(run, share, tokens, config, arrays)
+            found.append(facts | {"evaluations": read_evaluations(run, share)})
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     header = {"format": 1, "stamp": stamp, "created": now, "version": version("lagrpo"), "most": most}
     metrics = describe_metrics([name for run in found for name in run["metrics"]])
-    return arrays.pack(header | {"runs": found, "metrics": metrics, "settings": _meanings_of_settings()})
+    defaults, fields = flatten(load_settings().model_dump(mode="json")), list_settings(Settings)
+    meanings = {name: [fields[name].description or "", defaults.get(name)] for name in fields if "." in name}
+    return arrays.pack(header | {"runs": found, "metrics": metrics, "settings": meanings})
 
 
 def take_stamp(paths: Sequence[Path | str]) -> str:
@@ -63,24 +58,22 @@ def take_stamp(paths: Sequence[Path | str]) -> str:
     return digest.hexdigest()[:16]
 
 
-def _read(run: Run) -> dict[str, Any]:
-    metrics, events, settings = load_metrics(run), load_events(run), flatten(_config(run))
+def _read(run: Run, settings: dict[str, Any]) -> dict[str, Any]:
+    metrics, events = reading.load_metrics(run), reading.load_events(run)
+    notes = [] if metrics else ["There are no metrics yet: the first batch is not finished."]
+    notes += [] if (run.path / ENVIRONMENT).is_file() else [f"There is no {ENVIRONMENT}."]
     names = dict.fromkeys(name for line in metrics for name in line)
     return {
         "path": str(run.path),
-        "range": list(load_reward_range(run)),
+        "range": list(reading.load_reward_range(run)),
         "total": settings.get("schedule.batches"),
         "status": _status(run, events),
-        "notes": list(_notes(run, metrics)),
+        "notes": notes,
         "metrics": {name: [line.get(name) for line in metrics] for name in names},
         "events": _redacted("", events),
         "settings": _redacted("", settings),
         "environment": _redacted("", flatten(read_environment(run.path))),
     }
-
-
-def _config(run: Run) -> dict[str, Any]:
-    return read_toml(run.path / "config.toml")
 
 
 def _redacted(name: str, value: Any) -> Any:
@@ -107,29 +100,11 @@ def _status(run: Run, events: Sequence[Mapping[str, Any]]) -> list[str]:
     return ["unknown", "no end is on record: the run was killed, or it has only begun"]
 
 
-def _notes(run: Run, metrics: Sequence[Any]) -> Iterator[str]:
-    """What is missing."""
-    if not metrics:
-        yield "There are no metrics yet: the first batch is not finished."
-    for file in (run.metrics, run.events):
-        if file.is_file() and file.read_bytes()[-1:] not in (b"", b"\n"):
-            yield f"The last line of {file.name} is torn (the run was killed, or is writing it) and left out."
-    if not (run.path / ENVIRONMENT).is_file():
-        yield f"There is no {ENVIRONMENT}."
-
-
-def _meanings_of_settings() -> dict[str, list[Any]]:
-    """What every setting means, and its default."""
-    defaults = flatten(load_settings().model_dump(mode="json"))
-    fields = list_settings(Settings)
-    return {name: [fields[name].description or "", defaults.get(name)] for name in fields if "." in name}
-
-
 def read_evaluations(run: Run, most: int) -> dict[str, Any]:
     """Summaries, prompts and completions of a run's evaluations. If they have more than `most` completions, only the
     first and the last evaluation keep their texts; the counts of all are there."""
-    summaries, prompts, texts = load_evaluations(run), Table(), Table()
-    records = [load_evaluation_records(run, summary["name"]) for summary in summaries]
+    summaries, prompts, texts = reading.load_evaluations(run), Table(), Table()
+    records = [reading.load_evaluation_records(run, summary["name"]) for summary in summaries]
     fits = sum(len(record["completions"]) for of_one in records for record in of_one) <= most
     rows = [
         [_evaluation_row(record, prompts, texts, fits or n in (0, len(records) - 1)) for record in of_one]

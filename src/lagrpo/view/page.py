@@ -11,7 +11,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
-import json
 import re
 import struct
 import zlib
@@ -25,24 +24,6 @@ from lagrpo.runs.files import to_json
 
 STYLES = ("uplot.css", "style.css")
 SCRIPTS = ("dom", "data", "trend", "groups", "tokens", "rollouts", "evaluations", "settings", "app")
-PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{policy}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="referrer" content="no-referrer">
-<title>{title}</title>
-<style>{style}</style>
-</head>
-<body>
-<main id="page"{live}><p class="loading">This page needs JavaScript, and a browser of 2023 or later.</p></main>
-<script type="application/octet-stream" id="data">{data}</script>
-<script>{library}</script>
-<script>{program}</script>
-</body>
-</html>
-"""
 
 
 class Arrays:
@@ -66,14 +47,6 @@ class Arrays:
         return zlib.compress(b"".join([start, bytes(-len(start) % 8), *self._pieces]), 6)
 
 
-def unpack(packed: bytes) -> tuple[dict[str, Any], list[np.ndarray]]:
-    """The header and the arrays again, as the page reads them."""
-    content = zlib.decompress(packed)
-    (length,) = struct.unpack_from("<I", content)
-    header, start = json.loads(content[4 : 4 + length]), 4 + length + -(4 + length) % 8
-    return header, [np.frombuffer(content, np.dtype(kind), n, start + at) for kind, at, n in header["arrays"]]
-
-
 def make_page(names: Sequence[str], packed: bytes, live: bool = False) -> str:
     """The page of runs with these names; `live` lets it ask the server that it comes from for newer data."""
     scripts = "\n".join(_asset(f"{name}.js") for name in SCRIPTS)
@@ -86,7 +59,8 @@ def make_page(names: Sequence[str], packed: bytes, live: bool = False) -> str:
     )
     title = html.escape(f"{', '.join(names)} · lagrpo view".encode(errors="replace").decode())
     data, marks = base64.b64encode(packed).decode(), " data-live" if live else ""
-    return PAGE.format(live=marks, policy=policy, title=title, style=style, data=data, library=library, program=program)
+    parts = {"title": title, "style": style, "data": data, "library": library, "program": program}
+    return _asset("page.html").format(live=marks, policy=policy, **parts)
 
 
 def _asset(name: str) -> str:

@@ -49,14 +49,14 @@ def shortest_unsigned(values: Any) -> np.ndarray:
 
 
 def choose(batches: Sequence[int], most: int, G: int = 1) -> dict[int, int]:
-    """How many completions to take of each batch at most, `most` in all. If the share of a batch would be less than
-    LEAST completions, or a group, fewer batches are taken, evenly spaced, the first and the last among them."""
+    """How many completions to take of each batch, in whole groups of G, `most` in all. If the share of a batch would be
+    less than LEAST completions, fewer batches are taken, evenly spaced, the first and the last among them."""
     if not batches or most < 1:
         return {}
     each = max(LEAST, G, most // len(batches))
     kept = min(len(batches), max(1, most // each))
     places = np.linspace(0, len(batches) - 1, kept).round().astype(int) if kept > 1 else [-1]
-    return {batches[place]: min(each, most) for place in places}
+    return {batches[place]: min(each, most) // G * G or G for place in places}
 
 
 def read_rollouts(run: Run, most: int, most_tokens: int, config: Mapping[str, Any], arrays: Any) -> Rows:
@@ -99,14 +99,13 @@ def _measure(run: Run, batch: int) -> tuple[int, int]:
 
 
 def _read_rows(run: Run, chosen: Mapping[int, int]) -> Rows:
-    """Columns of the first whole groups of each of these batches, at most so many completions of each."""
+    """Columns of the first completions of each of these batches, so many of each."""
     import pyarrow as pa
 
     tables = [rollout_schema().empty_table()]
     for batch, most in chosen.items():
         with opened_rollouts(run, batch) as file:
-            table = file.read()
-            tables.append(table.slice(0, _whole_groups(table.column("sample_index").to_pylist(), most)))
+            tables.append(file.read().slice(0, most))
     found = pa.concat_tables(tables, promote_options="default").to_pydict()
     several = [name for name in found if name.startswith(REWARD) or name == "correct"]
     rows: Rows = {name: found[name] for name in (*TEXTS, *IDENTITY)}
@@ -118,13 +117,6 @@ def _read_rows(run: Run, chosen: Mapping[int, int]) -> Rows:
             raise ValueError(f"{run.path}: the lists of a completion's tokens differ in length in its rollouts")
         rows[name] = np.array([value for values in lists for value in values], dtype=np.float64).astype(kind)
     return rows | {"length": np.array(lengths, np.int64)}
-
-
-def _whole_groups(completions: list[int], most: int) -> int:
-    """Where to cut a batch: a new group begins where the number of a completion does not grow."""
-    starts = [c for c in range(1, len(completions)) if completions[c] <= completions[c - 1]]
-    ends = [*starts, len(completions)]
-    return max([end for end in ends if end <= most] or ends[:1])
 
 
 def _group(rows: Rows) -> tuple[list[list[Any]], dict[str, np.ndarray]]:
@@ -173,31 +165,21 @@ def _thousandths(logp: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(known), UNKNOWN, known).astype(np.int16)
 
 
-# The texts of token ids, by the tokenizer of the run's model if that is on this machine
-
-
 def texts_of(run: Path, model: str, ids: np.ndarray, rows: Mapping[str, Any]) -> tuple[list[str] | None, str]:
     """The text of each token id and "", or None and why there are none."""
-    tokenizer = load_tokenizer(run, model)
-    if tokenizer is None:
-        return None, "the tokenizer of the run's model is not on this machine, so tokens are shown by their ids"
-    ends = np.cumsum(rows["length"])[:PROBED]
-    probed = [rows["token_ids"][end - n : end].tolist() for end, n in zip(ends, rows["length"], strict=False)]
-    if not fits(tokenizer, probed, rows["completion"][: len(probed)]):
-        return None, "the tokenizer found for the run's model gives other texts, so tokens are shown by their ids"
-    return token_texts(tokenizer, ids.tolist()), ""
-
-
-def load_tokenizer(run: Path, model: str) -> Any | None:
-    """The tokenizer (of the package tokenizers) of a run whose model.path is `model`; None if none can be read."""
     from tokenizers import Tokenizer
 
+    ends = np.cumsum(rows["length"])[:PROBED]
+    probed = [rows["token_ids"][end - n : end].tolist() for end, n in zip(ends, rows["length"], strict=False)]
     for path in _places(run, model):
         try:
-            return Tokenizer.from_str(path.read_text("utf-8"))
+            tokenizer = Tokenizer.from_str(path.read_text("utf-8"))
         except Exception:  # noqa: BLE001 - the package raises Exception itself
             continue
-    return None
+        if fits(tokenizer, probed, rows["completion"][: len(probed)]):
+            return token_texts(tokenizer, ids.tolist()), ""
+        return None, "the tokenizer found for the run's model gives other texts, so tokens are shown by their ids"
+    return None, "the tokenizer of the run's model is not on this machine, so tokens are shown by their ids"
 
 
 def _places(run: Path, model: str) -> Iterator[Path]:
@@ -219,9 +201,8 @@ def fits(tokenizer: Any, ids: Sequence[Sequence[int]], texts: Sequence[str]) -> 
 
 
 def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
-    """The text of each id inside of a text. A part of a character is shown as its name in the vocabulary.
-
-    A token is decoded behind another one, since decoders drop the space before the first."""
+    """The text of each id inside of a text, decoded behind another token, since decoders drop the space before the
+    first. A part of a character is shown as its name in the vocabulary."""
     anchor = tokenizer.encode("a", add_special_tokens=False).ids[-1:]
     before = tokenizer.decode(anchor, skip_special_tokens=False)
     found = []

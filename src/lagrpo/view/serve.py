@@ -22,30 +22,32 @@ HOST, FILE = "127.0.0.1", "view.html"
 HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff", "X-Frame-Options": "DENY"}
 
 
-def view(runs: Sequence[Path], out: Path | None = None, completions: int = 10_000, opens: bool = False) -> Path:
+def view(
+    runs: Sequence[Path], out: Path | None = None, completions: int = 10_000, opens: bool = False,
+    port: int | None = None,
+) -> Path:  # fmt: skip
     """Write the page of these runs to `out` (default: view.html of the run, or of the working directory for several),
-    and open it in the browser if asked to. Raises RunNotFoundError, or SettingsError for damaged files and an `out`
-    that cannot be written."""
-    paths = _find(runs)
-    target = write_page(paths, collect(paths, completions), out)
-    print(f"{target} ({target.stat().st_size / 1e6:.1f} MB): open it in a browser, or copy it anywhere")
-    if opens:
-        webbrowser.open(target.absolute().as_uri())
-    return target
-
-
-def serve(
-    runs: Sequence[Path], out: Path | None = None, completions: int = 10_000, opens: bool = False, port: int = 0
-) -> None:
-    """Serve the page on 127.0.0.1 until Ctrl-C; write it again when the runs have changed and a browser asks."""
-    paths = _find(runs)
+    and open it in the browser if asked to. With a port (0: a free one) serve it until Ctrl-C, and write it again when
+    the runs have changed and a browser asks. Raises RunNotFoundError, or SettingsError for damaged files, a port and an
+    `out` that cannot be used."""
+    if not runs:
+        raise SettingsError("view needs a run: lagrpo view runs/NAME")
+    found = [open_run(run).path for run in runs]
+    paths = list({path.resolve(): path for path in found}.values())
+    target = out or (paths[0] / FILE if len(paths) == 1 else Path(FILE))
 
     def collect_and_write() -> bytes:
         packed = collect(paths, completions)
-        write_page(paths, packed, out)
+        with refusing():
+            write_atomically(target, make_page([path.name for path in paths], packed))
         return packed
 
     collect_and_write()
+    if port is None:
+        print(f"{target} ({target.stat().st_size / 1e6:.1f} MB): open it in a browser, or copy it anywhere")
+        if opens:
+            webbrowser.open(target.absolute().as_uri())
+        return target
     with refusing(f"port {port}", OverflowError):
         server = Server(paths, collect_and_write, port)
     with server:
@@ -53,20 +55,7 @@ def serve(
         if opens:
             webbrowser.open(server.url)
         server.serve_forever()
-
-
-def write_page(paths: Sequence[Path], packed: bytes, out: Path | None = None) -> Path:
-    """Write the page, whole or not at all, and return where it is."""
-    target = out or (paths[0] / FILE if len(paths) == 1 else Path(FILE))
-    with refusing():
-        return write_atomically(target, make_page([path.name for path in paths], packed))
-
-
-def _find(runs: Sequence[Path]) -> list[Path]:
-    if not runs:
-        raise SettingsError("view needs a run: lagrpo view runs/NAME")
-    found = [open_run(run).path for run in runs]
-    return list({path.resolve(): path for path in found}.values())
+    return target
 
 
 class Server(ThreadingHTTPServer):

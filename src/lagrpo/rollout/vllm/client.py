@@ -9,17 +9,18 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from functools import partial
+from queue import PriorityQueue
 from typing import Any, TypeVar
 
 import urllib3
 
 Json = Mapping[str, Any]
 T = TypeVar("T")
+Free = PriorityQueue[tuple[int, "VllmClient"]]  # a server for each group that fits, the servers in turn
 GENERATE = "/inference/v1/generate"
 KEY = "LAGRPO_VLLM_API_KEY"  # environment variable with the API key of servers that run already
 HOW_TO_START = "start it with `lagrpo vllm-serve MODEL`, or with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out"
@@ -64,16 +65,23 @@ class VllmClient:
             answer = self._http.request(method, self.url + path, body=content, timeout=limits)
         except urllib3.exceptions.HTTPError as error:
             raise NoAnswerError(f"{self.url}{path} does not answer; is the server up? {error}") from error
-        if answer.status != 200:
-            raise _error_of(self.url, path, answer.status, answer.data.decode(errors="replace"))
-        return json.loads(answer.data) if answer.data[:1] in (b"{", b"[") else None
+        if answer.status == 200:
+            return json.loads(answer.data) if answer.data[:1] in (b"{", b"[") else None
+        text = answer.data.decode(errors="replace").strip()[:500]
+        if answer.status == 401:
+            raise SamplerError(f"{self.url} does not accept the API key; set {KEY} to the server's")
+        if answer.status in (404, 405) and "error" not in text:
+            raise SamplerError(f"{self.url} has no {path}: {HOW_TO_START}")
+        kind, what = (
+            (NoAnswerError, "failed inside") if answer.status >= 500 else (SamplerError, "rejected the request")
+        )
+        raise kind(f"{self.url}{path} {what} ({answer.status}): {text}")
 
     def is_healthy(self) -> bool:
-        try:
+        with suppress(NoAnswerError):
             self.call("GET", "/health", timeout=5.0)
-        except NoAnswerError:
-            return False
-        return True
+            return True
+        return False
 
     def get_config(self) -> dict[str, Any]:
         """vLLM's configuration: model_config, parallel_config, lora_config …"""
@@ -146,45 +154,34 @@ class VllmClient:
             self.call("POST", "/abort_requests", {})
 
 
-def _error_of(url: str, path: str, status: int, text: str) -> SamplerError:
-    if status == 401:
-        return SamplerError(f"{url} does not accept the API key; set {KEY} to the server's")
-    if status in (404, 405) and "error" not in text:
-        return SamplerError(f"{url} has no {path}: {HOW_TO_START}")
-    kind, what = (NoAnswerError, "failed inside") if status >= 500 else (SamplerError, "rejected the request")
-    return kind(f"{url}{path} {what} ({status}): {text.strip()[:500]}")
-
-
 class GroupQueue:
-    """Groups from one queue to whichever server has the fewest, at most `rows` completions at a time at each. A server
-    that dies is started again, `load` gives it the current weights, and its groups are sampled again with the same
-    seeds. Any other failure ends the run."""
+    """Groups from one queue to whichever server is free, at most `rows` completions at a time at each. A server that
+    dies is started again, `load` gives it the current weights, and its groups are sampled again with the same seeds.
+    Any other failure ends the run."""
 
     def __init__(self, servers: Sequence[VllmClient], load: Callable[[VllmClient], None], rows: int) -> None:
         self.servers, self._load, self._rows = list(servers), load, rows
-        self._pools: dict[int, ThreadPoolExecutor] = {}  # by the size of groups
+        self._pools: dict[int, tuple[ThreadPoolExecutor, Free]] = {}  # by the size of groups
         self._restarting = {server: threading.RLock() for server in self.servers}
         self.starts = dict.fromkeys(self.servers, 0)  # how often each server was started again
-        self._state = threading.Condition()  # of what follows
-        self._running: Counter[VllmClient] = Counter()  # groups
-        self._is_held = self._is_closed = False
-        self._recoveries = 0
+        self._counted = 0  # of them
+        self._may_start, self._is_closed = threading.Event(), False
+        self._may_start.set()
 
     def submit(self, sample: Callable[[VllmClient], T], G: int) -> Future[T]:
         """What `sample`, of a group of G, returns for some server."""
         if G not in self._pools:
-            self._pools[G] = ThreadPoolExecutor(max(1, self._rows // G) * len(self.servers))
-        return self._pools[G].submit(self._sample, sample)
+            free: Free = PriorityQueue()
+            for place in enumerate(self.servers * max(1, self._rows // G)):
+                free.put(place)
+            self._pools[G] = ThreadPoolExecutor(free.qsize()), free
+        pool, free = self._pools[G]
+        return pool.submit(self._sample, sample, free)
 
     def ask(self, server: VllmClient, action: Callable[[VllmClient], T]) -> T:
         """What `action` returns for a server, repeated if the server died and was started again."""
         with self._restarting[server]:  # no other thread loads older weights meanwhile
-            while True:
-                start = self.starts[server]
-                try:
-                    return action(server)
-                except NoAnswerError as error:
-                    self._recover(server, start, error)
+            return self._repeat(server, action)
 
     def ask_all(self, action: Callable[[VllmClient], T]) -> list[T]:
         return run_together([partial(self.ask, server, action) for server in self.servers])
@@ -192,52 +189,42 @@ class GroupQueue:
     @contextmanager
     def held(self) -> Iterator[None]:
         """Inside, no group starts."""
-        self._is_held = True
+        self._may_start.clear()
         try:
             yield
         finally:
-            with self._state:
-                self._is_held = False
-                self._state.notify_all()
+            self._may_start.set()
 
     def pop_metrics(self) -> dict[str, float]:
         """How many servers were started again since the last call."""
-        found, self._recoveries = self._recoveries, 0
-        return {"recoveries": found}
+        before, self._counted = self._counted, sum(self.starts.values())
+        return {"recoveries": self._counted - before}
 
     def close(self) -> None:
         """End the threads, and the servers that the run started."""
-        with self._state:
-            self._is_closed = True
-            self._state.notify_all()
-        for pool in self._pools.values():
+        self._is_closed = True
+        self._may_start.set()
+        for pool, _ in self._pools.values():
             pool.shutdown(wait=False, cancel_futures=True)
         for server in self.servers:
             server.close()
 
-    def _sample(self, sample: Callable[[VllmClient], T]) -> T:
-        while True:
-            with self._taken() as server:
-                start = self.starts[server]
-                try:
-                    return sample(server)
-                except SamplerError as error:
-                    self._recover(server, start, error)
-
-    @contextmanager
-    def _taken(self) -> Iterator[VllmClient]:
-        """The server with the fewest groups, once groups may start; inside it has one more."""
-        with self._state:
-            self._state.wait_for(lambda: self._is_closed or not self._is_held)
-            if self._is_closed:
-                raise SamplerError("the run has ended")
-            server = min(self.servers, key=lambda server: self._running[server])
-            self._running[server] += 1
+    def _sample(self, sample: Callable[[VllmClient], T], free: Free) -> T:
+        self._may_start.wait()
+        place = free.get()
         try:
-            yield server
+            return self._repeat(place[1], sample)
         finally:
-            with self._state:
-                self._running[server] -= 1
+            free.put(place)
+
+    def _repeat(self, server: VllmClient, action: Callable[[VllmClient], T]) -> T:
+        while not self._is_closed:
+            start = self.starts[server]
+            try:
+                return action(server)
+            except SamplerError as error:
+                self._recover(server, start, error)
+        raise SamplerError("the run has ended")
 
     def _recover(self, server: VllmClient, start: int, error: SamplerError) -> None:
         """Start a server again that died after start number `start`, unless another thread has done it. Until
@@ -252,7 +239,6 @@ class GroupQueue:
             server.restart()
             self._load(server)
             self.starts[server] += 1
-            self._recoveries += 1
 
 
 def run_together(actions: Sequence[Callable[[], T]], seconds: float | None = None) -> list[T]:

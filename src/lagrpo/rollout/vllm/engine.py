@@ -21,7 +21,7 @@ from lagrpo.errors import refusing
 from lagrpo.model.model import Policy
 from lagrpo.rng import generator
 from lagrpo.rollout.base import Item, Request, SamplingParams
-from lagrpo.rollout.episodes import Episodes
+from lagrpo.rollout.episodes import Episode, Episodes
 from lagrpo.rollout.vllm.client import GroupQueue, Json, SamplerError, VllmClient
 from lagrpo.rollout.vllm.server import StartedServer
 from lagrpo.rollout.vllm.weights import TRANSFERS, WeightTransfer, WeightUpdate
@@ -31,7 +31,9 @@ from lagrpo.types import Completion, Group, Outcome
 NO_LOGPROB = -9000.0  # vLLM writes -9999 for a log-prob of -inf
 
 
-def build_engine(settings: Settings, policy: Policy, servers: Sequence[VllmClient]) -> VllmEngine:
+def build_engine(
+    settings: Settings, policy: Policy, servers: Sequence[VllmClient], episodes: Episodes | None = None
+) -> VllmEngine:
     """The engine over the servers, once they are ready. Raises SettingsError for a server that does not get ready."""
     with refusing("vllm", SamplerError):
         for server in servers:
@@ -41,7 +43,7 @@ def build_engine(settings: Settings, policy: Policy, servers: Sequence[VllmClien
         dtype = max((getattr(torch, name) for name in names), key=lambda dtype: torch.finfo(dtype).eps)  # the coarsest
     s, v, lm = settings.rollout, settings.vllm, policy.model.lm
     weights = WeightTransfer(dtype, lm) if policy.weights.adapters else TRANSFERS[v.weight_transfer](dtype)
-    params = SamplingParams("sample", s.temperature, s.max_completion_length)
+    params = SamplingParams("sample", s.temperature, s.max_completion_length, episodes)
     spans = v.on_weight_sync == "continue"
     return VllmEngine(servers, weights, policy.chat, params, settings.run.seed, s.max_num_seqs, spans)
 
@@ -56,7 +58,6 @@ class VllmEngine:
     ) -> None:  # fmt: skip
         self.servers, self.weights, self.chat, self.params, self.seed = list(servers), weights, chat, params, seed
         self.spans = spans
-        self.episodes: Episodes | None = None  # set if completions talk to an environment
         self._groups = GroupQueue(self.servers, weights.load_current, max_num_seqs)
         self._synced: WeightUpdate | None = None  # what training samples with; an evaluation may load others
 
@@ -65,10 +66,6 @@ class VllmEngine:
         """The version that all servers report; -1 if one reports other weights."""
         versions = {self.weights.version_of(label) for label in self._groups.ask_all(VllmClient.get_label)}
         return versions.pop() if len(versions) == 1 else -1
-
-    def describe_versions(self) -> str:
-        labels = zip(self.servers, self._groups.ask_all(VllmClient.get_label), strict=True)
-        return ", ".join(f"{server}: {label!r}" for server, label in labels)
 
     def sync_weights(self, weights: Mapping[str, Tensor], version: int) -> dict[str, float]:
         """Load π_version into all servers. Raises SamplerError if a server cannot load it."""
@@ -102,22 +99,18 @@ class VllmEngine:
         self, requests: Sequence[Request], G: int, params: SamplingParams | None = None
     ) -> Iterator[tuple[Request, Group]]:
         """One group for each request, as they end. The servers start at once. An evaluation has its own `params`."""
-        episodes = params.episodes if params else self.episodes
-        sample = partial(self._sample, G=G, params=params or self.params, episodes=episodes)
+        sample = partial(self._sample, G=G, params=params or self.params)
         return _as_they_end({self._groups.submit(partial(sample, request), G): request for request in requests})
 
     def generate_on_server(self, number: int, requests: Sequence[Request], G: int, max_tokens: int) -> list[Group]:
         """Groups by one server, for the weight-sync check."""
-        params = replace(self.params, max_tokens=min(max_tokens, self.params.max_tokens))
+        params = replace(self.params, max_tokens=min(max_tokens, self.params.max_tokens), episodes=None)
         ask = partial(self._groups.ask, self.servers[number])
-        return [ask(partial(self._sample, request, G=G, params=params, episodes=None)) for request in requests]
+        return [ask(partial(self._sample, request, G=G, params=params)) for request in requests]
 
     def scores(self, items: Sequence[Item]) -> list[list[list[float]]]:
         """log-probs at temperature 1 by every server: [server][item][token], nats."""
         return self._groups.ask_all(lambda server: [server.get_logprobs(*item) for item in items])
-
-    def free_cache(self) -> None:
-        """The servers have memory of their own."""
 
     def pop_metrics(self) -> dict[str, float]:
         return self._groups.pop_metrics()
@@ -132,16 +125,12 @@ class VllmEngine:
             self.weights.send(self._groups, update)
             self.weights.current = update
 
-    # ---- one group ----
-
-    def _sample(
-        self, request: Request, server: VllmClient, G: int, params: SamplingParams, episodes: Episodes | None
-    ) -> Group:
+    def _sample(self, request: Request, server: VllmClient, G: int, params: SamplingParams) -> Group:
         """The group of a request, by one server."""
         completions = self._ask(server, request, (), G, params, params.max_tokens)
-        if episodes is not None:
+        if params.episodes is not None:
             with ThreadPoolExecutor(G) as pool:
-                converse = partial(self._converse, server, request, params, episodes)
+                converse = partial(self._converse, server, request, params, params.episodes)
                 completions = list(pool.map(converse, range(G), completions))
         return Group(request.prompt, tuple(completions), request.epoch)
 
@@ -151,13 +140,15 @@ class VllmEngine:
     ) -> Completion:  # fmt: skip
         """A completion of several turns, after its first turn. Each later turn is a request with everything so far as
         its prompt, which the server finds in its cache of prefixes. A turn that cannot be used fails the completion."""
-        episode, turns = episodes.begin(request.prompt, (self.seed, params.purpose, *request.address, g)), [first]
+        episode, turns = Episode(episodes, request.prompt, (self.seed, params.purpose, *request.address, g)), [first]
         while turns[-1].outcome is None:
             episode.end_turn(turns[-1].token_ids.tolist())
             reply = episode.take()
             if episode.outcome is not None:
                 break
-            turns.append(_as_context(reply))
+            nothing = torch.full((len(reply),), math.nan), torch.full((len(reply),), -1)
+            not_sampled = torch.zeros(len(reply), dtype=torch.bool)
+            turns.append(Completion(torch.tensor(reply, dtype=torch.long), *nothing, False, "", sampled=not_sampled))
             behind = torch.cat([turn.token_ids for turn in turns]).tolist()
             left = params.max_tokens - sum(turn.length for turn in turns)
             turns += self._ask(server, request, behind, 1, params, left, (g, len(turns)))
@@ -189,32 +180,19 @@ class VllmEngine:
                     f"{server} sampled with weights of another run (labeled {span['version']}): it was started again, "
                     "or another run syncs to it. Resume the run with a server of its own"
                 )
-        fault = _find_fault(answer["finish_reason"], logp, versions)
-        return Completion(
-            token_ids=torch.tensor(token_ids, dtype=torch.long),
-            logp_alpha=logp,
-            versions=versions,
-            finished=bool(token_ids) and token_ids[-1] in self.chat.eos_ids,
-            text=self.chat.decode(token_ids),
-            outcome=Outcome.failed(fault) if fault else None,
+        fault, end = None, answer["finish_reason"]
+        if not token_ids or end not in ("stop", "length"):
+            fault = f"the server ended it with {end!r} after {len(token_ids)} tokens"
+        elif bool((versions < 0).any()):
+            fault = "the server did not say which weights sampled every token"
+        elif not bool((logp > NO_LOGPROB).all()):
+            fault = "the server gave no finite log-prob of a token"
+        ids, finished = (
+            torch.tensor(token_ids, dtype=torch.long),
+            bool(token_ids) and token_ids[-1] in self.chat.eos_ids,
         )
-
-
-class VllmEvaluator:
-    """Samples evaluations with the weights that the servers of `engine` have (`VllmEngine.lent`)."""
-
-    def __init__(self, engine: Any) -> None:
-        self.sampler, self._params = engine, engine.params
-
-    def set_sampling_params(self, params: SamplingParams) -> None:
-        """Sample so from now on."""
-        self._params = params
-
-    def sample(self, requests: Sequence[Request], G: int) -> Iterator[tuple[Request, Group]]:
-        return self.sampler.sample(requests, G, self._params)
-
-    def free_cache(self) -> None:
-        """The servers have memory of their own."""
+        outcome = Outcome.failed(fault) if fault else None
+        return Completion(ids, logp, versions, finished, self.chat.decode(token_ids), outcome)
 
 
 def _as_they_end(futures: Mapping[Future[Group], Request]) -> Iterator[tuple[Request, Group]]:
@@ -224,19 +202,3 @@ def _as_they_end(futures: Mapping[Future[Group], Request]) -> Iterator[tuple[Req
     finally:
         for future in futures:
             future.cancel()
-
-
-def _as_context(reply: Sequence[int]) -> Completion:
-    """What the environment said, as a piece of a completion that was not sampled."""
-    ids = torch.tensor(reply, dtype=torch.long)
-    nothing, none = torch.full((len(ids),), math.nan), torch.full((len(ids),), -1)
-    return Completion(ids, nothing, none, False, "", sampled=torch.zeros(len(ids)).bool())
-
-
-def _find_fault(finish_reason: str, logp: Tensor, versions: Tensor) -> str | None:
-    """Why a completion cannot be used; None if it can."""
-    if not len(logp) or finish_reason not in ("stop", "length"):
-        return f"the server ended it with {finish_reason!r} after {len(logp)} tokens"
-    if bool((versions < 0).any()):
-        return "the server did not say which weights sampled every token"
-    return None if bool((logp > NO_LOGPROB).all()) else "the server gave no finite log-prob of a token"

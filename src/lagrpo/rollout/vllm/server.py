@@ -127,10 +127,6 @@ class StartedServer(VllmClient):
         self._start()
         self.wait_until_ready()
 
-    def keep_log(self, path: Path) -> None:
-        if self.log.is_file():
-            self.log = self.log.rename(path)
-
     def close(self) -> None:
         """The guard ends the server as soon as its input is closed."""
         assert self.guard.stdin is not None

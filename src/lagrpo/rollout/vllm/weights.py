@@ -3,9 +3,8 @@
     directory   safetensors in a directory that trainer and servers see: /dev/shm, or $LAGRPO_TRANSFER_DIR
     nccl        broadcast from the trainer's GPU to the GPUs of the servers
 
-A version is labeled RUN:VERSION. The servers report the label of every token that they sample. LoRA adapters go through
-the directory, each version under its label. Versions that may be needed again stay in the directory, for servers that
-are started again, or have served an evaluation.
+A version is labeled RUN:VERSION; the servers report the label of every token that they sample. LoRA adapters go through
+the directory. Versions that may be needed again stay there: for servers that are started again, and after evaluations.
 """
 
 from __future__ import annotations
