@@ -193,6 +193,7 @@ def parse(line: str, settings: Settings | None = None) -> dict[str, Any]:
         ("--run.report_to wandb trackio", {"run.report_to": ("wandb", "trackio")}),
         ("--task.rewards exact my.module:score", {"task.rewards": ("exact", "my.module:score")}),
         ("--eval.at_start false", {"eval.at_start": "false"}),
+        ("--eval.at_start=False", {"eval.at_start": "false"}),
         ("--task.options.operations + - --task.options.digits 2",
          {"task.options.operations": ["+", "-"], "task.options.digits": 2}),
     ],

@@ -149,6 +149,7 @@ def read_words(
     words and prints the help, with the values of `settings`. Wrong words and --help end the program."""
     parts = [word.partition("=") for word in words]
     rest, tables = split_tables([f"{SHORT.get(name, name)}{equals}{value}" for name, equals, value in parts])
+    rest = [re.sub(r"(?<![^=])(True|False)$", lambda found: found[0].lower(), word) for word in rest]  # as Python says
     shown = [(name, _options(name, getattr(settings, name))) for name in sections]
     fields = [(name, type(own), own) for name, own in shown]
     made: Any = make_dataclass(command.__name__, fields, bases=(command,), frozen=True)
