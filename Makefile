@@ -51,7 +51,7 @@ help:
 	@echo "make check-lighteval  install lighteval into an environment of its own, and compare how it scores answers (LAGRPO_DATA)"
 	@echo "make chaos      kill 50 training runs at random instants, resume them, and compare what they leave to the bit"
 	@echo "make conformance  install the peers' loss code, compare it with ours, and write the table of reports/conformance.md"
-	@echo "make bench-trl, bench-curve, bench-scaling, bench-peak, bench-vllm, bench-gpu, bench-busy,, bench-ranks, bench-memory, bench-lora   see benchmarks/README.md"
+	@echo "make bench-trl, bench-curve, bench-scaling, bench-peak, bench-vllm, bench-gpu, bench-busy, bench-ranks, bench-memory, bench-lora   see benchmarks/README.md"
 	@echo "make check-ranks  runs by 1, 2 and 3 ranks beside each other: completions, gradients, weights"
 	@echo "make portability  two updates of the embedded model at every level of instructions of this processor"
 	@echo "make check-aarch64  the kernels on an emulated ARM processor (needs gcc-aarch64-linux-gnu and qemu-user)"
@@ -62,7 +62,7 @@ help:
 	@echo "make vllm-env   install vLLM into $(VLLM_ENV), for the sampler vllm and \`lagrpo vllm-serve\`"
 	@echo "make check-wheel  install the wheel outside of the checkout with every Python of 3.11 to 3.13 that is here, and train"
 	@echo "make wheel      install, then build the package into dist/"
-	@echo "make clean      remove .venv, .venv-trl, .venv-conformance, .venv-lighteval, .venv-trackers,, .venv-docs, .venv-vllm, build, dist and site"
+	@echo "make clean      remove .venv, .venv-trl, .venv-conformance, .venv-lighteval, .venv-trackers, .venv-docs, .venv-vllm, build, dist and site"
 	@echo
 	@echo "PYTHON=/path/to/python3.12   which Python (now: $(if $(PYTHON),$(PYTHON),none that is new enough))"
 	@echo "TORCH_INDEX=https://download.pytorch.org/whl/cpu   a small torch without CUDA"

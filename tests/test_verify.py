@@ -211,7 +211,8 @@ def test_swapped_weights_are_found(run):
 
 
 @pytest.mark.parametrize(
-    "name", ["reward", "frac_reward_zero_std", "completions/clipped_ratio", "rollout/ess", "rollout/seq_kl"]
+    "name",
+    ["reward", "frac_reward_zero_std", "completions/clipped_ratio", "rollout/ess", "rollout/seq_kl", "improvement"],
 )
 def test_changed_metric_is_found(run, name):
     change_lines(run, lambda lines: lines[1].__setitem__(name, lines[1][name] + 0.125))

@@ -154,7 +154,7 @@ def tiny_directory(root: Path, **changes: Any) -> Path:
 def start(model: Path, log: Path, dtype: str = "float32", lora_rank: int = 0) -> StartedServer:
     """A real server of the model, ready."""
     options = ("--block-size", "32")  # tokens; the cache of prefixes on CPUs has blocks of 128
-    server = StartedServer(Launch(find_python(), str(model), dtype, 256, 64, options=options, lora_rank=lora_rank), log)
+    server = StartedServer(Launch(find_python(), str(model), dtype, 768, 64, options=options, lora_rank=lora_rank), log)
     server.wait_until_ready()
     return server
 

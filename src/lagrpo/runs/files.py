@@ -1,4 +1,4 @@
-"""Files that are whole or absent: written under a temporary name and renamed; and strict JSON."""
+"""Files that are whole or absent: written under a temporary name, synced to the disk and renamed; and strict JSON."""
 
 from __future__ import annotations
 
@@ -49,8 +49,9 @@ def write_atomically(path: Path, content: bytes | str | Callable[[Path], None]) 
             content(scratch)
         else:
             scratch.write_bytes(content.encode() if isinstance(content, str) else content)
-        scratch.chmod(MODE)
+        finish_file(scratch)
         scratch.replace(path)
+    sync_to_disk(path.parent)
     return path
 
 
@@ -59,12 +60,28 @@ def write_directory_atomically(path: Path, write: Callable[[Path], object]) -> P
     with _temporary_name(path) as scratch, _temporary_name(path) as old:
         scratch.mkdir()
         write(scratch)
-        for file in (part for part in scratch.rglob("*") if part.is_file()):
-            file.chmod(MODE)
+        for part in (*scratch.rglob("*"), scratch):
+            sync_to_disk(part) if part.is_dir() else finish_file(part)
         if path.exists():
             path.rename(old)
         scratch.rename(path)
+    sync_to_disk(path.parent)
     return path
+
+
+def finish_file(path: Path) -> None:
+    """A new file has the mode that the umask says, and is on the disk."""
+    path.chmod(MODE)
+    sync_to_disk(path)
+
+
+def sync_to_disk(path: Path) -> None:
+    """Return when a file, or the names in a directory, are on the disk: a power cut leaves them whole."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def remove_directory(path: Path) -> None:

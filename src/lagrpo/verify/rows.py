@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from lagrpo.core import kl
-from lagrpo.core.advantages import sigma
+from lagrpo.core.advantages import leave_one_out, sigma
 from lagrpo.rng import uniforms
 from lagrpo.runs.rollouts import reward_columns
+from lagrpo.types import Range
 from lagrpo.verify.record import RecordedRun, Row, groups_of, sampled
 
 FLOAT64, FLOAT32 = 1e-9, 2.0**-22  # relative rounding of sums of float64 in another order, and of an advantage
@@ -133,7 +134,7 @@ def step_metrics(run: RecordedRun, step: int, rows: Sequence[Row]) -> dict[str, 
         "staleness/mean": mean(stale),
         "staleness/max": max(stale, default=None),
         **token_metrics(rows),
-        **sequence_metrics(groups),
+        **sequence_metrics(groups, run.settings.task.reward_range),
     }
     for name in reward_columns(rows[0]):
         found[f"rewards/{name}/mean"] = mean(x for row in rows if (x := row[f"reward_{name}"]) is not None)
@@ -144,13 +145,13 @@ def step_metrics(run: RecordedRun, step: int, rows: Sequence[Row]) -> dict[str, 
 
 
 def log_ratios(rows: Iterable[Row]) -> list[Tensor]:
-    """log π_k - log α of the sampled tokens of each row, float64; nothing if one of them is unknown."""
+    """log π_k - log α of the sampled tokens of each row, in float64; nothing if one of them is unknown."""
     found = []
     for row in rows:
         if row["old_logprobs"] is None or None in sampled(row, "rollout_logprobs"):
             return []
-        k, alpha = (torch.tensor(sampled(row, f"{of}_logprobs"), dtype=torch.float64) for of in ("old", "rollout"))
-        found.append(k - alpha)
+        k, alpha = (torch.tensor(sampled(row, f"{of}_logprobs"), dtype=torch.float32) for of in ("old", "rollout"))
+        found.append((k - alpha).double())  # rounded as in the run
     return found
 
 
@@ -164,14 +165,23 @@ def token_metrics(rows: Sequence[Row]) -> dict[str, float]:
     return {f"rollout/{name}": value.item() for name, value in found.items()}
 
 
-def sequence_metrics(groups: Iterable[Sequence[Row]]) -> dict[str, float]:
-    """π_k against α for whole completions with known log α; nothing if one of them lacks log π_k."""
+def sequence_metrics(groups: Iterable[Sequence[Row]], reward_range: Range) -> dict[str, float | None]:
+    """π_k against α for whole completions with known log α; nothing if one of them lacks log π_k. The improvement is
+    the mean of (rho - 1) (r - mean of the others), r in units of the range of rewards."""
+    groups, (low, high) = list(groups), reward_range
     rows = [row for members in groups for row in members if None not in sampled(row, "rollout_logprobs")]
     if not (ratios := log_ratios(rows)):
         return {}
-    d = torch.stack([x.sum() for x in ratios])
+    d, gains = torch.stack([x.sum() for x in ratios]), list[float]()
+    for members in (members for members in groups if len(members) > 1):
+        if own := log_ratios(members):
+            r = torch.tensor([(row["reward"] - low) / (high - low) for row in members], dtype=torch.float64)
+            gains.append((torch.stack([x.sum() for x in own]).expm1() * leave_one_out(r)).mean().item())
+    ess, gain = kl.ess((d - d.max()).exp()).item(), mean(gains)
+    usable = ess >= 25 and all(low <= row["reward"] <= high for row in rows) and gain is not None and abs(gain) <= 1
     return {
+        "improvement": gain if usable else None,
         "rollout/seq_kl": sum((x.expm1() - x).sum().item() for x in ratios) / len(ratios),
         "rollout/seq_tv": kl.sampled_tv(d, kl.prefers_bounded(d)).item(),
-        "rollout/seq_ess": kl.ess((d - d.max()).exp()).item(),
+        "rollout/seq_ess": ess,
     }
