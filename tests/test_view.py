@@ -176,7 +176,7 @@ def test_no_text_of_a_run_becomes_markup(tmp_path):
 def test_status_of_a_run_that_goes_on_was_killed_or_resumed(tmp_path):
     run = fill(make_run(tmp_path))
     with locked(run.path):
-        assert columns(collect([run.path], 1))[0]["status"][0] == "going"
+        assert columns(collect([run.path], 1))[0]["status"][0] == "running"
         holder = json.loads((run.path / ".lock-holder.json").read_text())
         for change, status in (({"pid": 2**22 + 1}, "killed"), ({"host": "elsewhere"}, "unknown")):
             (run.path / ".lock-holder.json").write_text(json.dumps(holder | change))

@@ -138,7 +138,7 @@ def test_completions_are_filtered(opened, run, fields, matches):
     assert matches in page.text(".summary")
     if "q" in fields:
         assert page.js("document.activeElement.name") == "q"
-    assert ("No completion passes this filter." in page.text(".pane")) == matches.startswith("0")
+    assert ("No completions match this filter." in page.text(".pane")) == matches.startswith("0")
     page.js("[...document.querySelectorAll('button')].find((node) => node.innerText === 'clear').click()")
     assert page.text(".summary").endswith("3 groups")
 

@@ -90,7 +90,7 @@ class PromptSource:
         text = "\n".join(str(message.get("content") or "") for message in prompt.messages)
         if not self._warned and (token := next((token for token in self.chat.special_tokens if token in text), None)):
             self._warned = True
-            logger.warning("%s has the special token %s: was it rendered by a chat template before?", where, token)
+            logger.warning("%s contains the special token %s: did a chat template already render it?", where, token)
         return prompt
 
     def _open(self, split: str, index: int) -> Prompt:

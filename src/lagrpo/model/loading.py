@@ -123,14 +123,14 @@ def check_loaded(lm: Any, found: Mapping[str, Any]) -> None:
     problems = {
         "the files lack {} weights of the model": found["missing_keys"],
         "the files have {} weights that the model does not have": found["unexpected_keys"],
-        "{} weights are not of the shape that config.json says": [name for name, *_ in found["mismatched_keys"]],
+        "{} weights have another shape than config.json implies": [name for name, *_ in found["mismatched_keys"]],
     }
     for problem, names in problems.items():
         if names:
             raise ValueError(f"{problem.format(len(names))}: {one_line(', '.join(sorted(names)))}")
     tied = getattr(lm.config.get_text_config(), "tie_word_embeddings", False)
     if tied and lm.get_output_embeddings().weight is not lm.get_input_embeddings().weight:
-        raise ValueError("config.json ties the head to the embedding, but the files have two that differ")
+        raise ValueError("config.json ties the output head to the embedding, but the files have different weights")
 
 
 def check_finite(weights: Mapping[str, Tensor]) -> None:
@@ -138,7 +138,7 @@ def check_finite(weights: Mapping[str, Tensor]) -> None:
     for name, weight in weights.items():
         if count := int((~weight.isfinite()).sum()):
             dtype = str(weight.dtype).removeprefix("torch.")
-            raise ValueError(f"{name} has {count} of {weight.numel()} numbers that are not finite in {dtype}")
+            raise ValueError(f"{count} of {weight.numel()} numbers in {name} are not finite in {dtype}")
 
 
 def check_supported(config: Any) -> None:
@@ -155,14 +155,14 @@ def check_supported(config: Any) -> None:
         "attention sinks": text.model_type == "gpt_oss",
         "latent attention": has("kv_lora_rank"),
         "layers that are not attention": {*(has("layer_types") or ())} - ATTENTION_LAYERS,
-        "experts that a router chooses": any(map(has, EXPERTS)),
-        "pictures or sound to look at": has("vision_config") or has("audio_config"),
+        "a mixture of experts": any(map(has, EXPERTS)),
+        "image or audio inputs": has("vision_config") or has("audio_config"),
         "no causal language model in transformers": type(config) not in mapping,
-        "an attention outside transformers' registry": type(config) in mapping
+        "attention outside the transformers registry": type(config) in mapping
         and not mapping[type(config)]._can_set_attn_implementation(),
     }
     for reason in filter(reasons.get, reasons):
-        instead = "take a dense one for text: Llama, Qwen2, Qwen3, Mistral, Gemma (1) or their relatives"
+        instead = "use a dense text model: Llama, Qwen2, Qwen3, Mistral, Gemma (1) or their relatives"
         raise ValueError(f"models of type {text.model_type!r} have {reason}, which lagrpo does not support; {instead}")
 
 
@@ -176,7 +176,7 @@ def check_context(policy: Policy, tokens: int) -> None:
     for what, limit in limits.items():
         if limit is not None and tokens > limit:
             lower = "lower rollout.max_prompt_length or max_completion_length"
-            raise ValueError(f"sequences have {tokens} tokens, and the {what} of this model is {limit}: {lower}")
+            raise ValueError(f"sequences may have {tokens} tokens, but the {what} of this model is {limit}: {lower}")
 
 
 @torch.no_grad()

@@ -86,7 +86,7 @@ class Reward:
     def __post_init__(self) -> None:
         if self.style is None:
             others = (
-                "as in TRL (prompts, completions, **columns), or as in verl (data_source, solution_str, ground_truth)"
+                "(prompts, completions, **columns) as in TRL, or (data_source, solution_str, ground_truth) as in verl"
             )
             named = f"{self.title}({', '.join(self._parameters)})"
             raise ValueError(f"{named}: a reward function takes (completion, answer), {others}")
@@ -228,7 +228,7 @@ def check_rewards(entries: Sequence[Any]) -> None:
             there = f"there are {', '.join(known)} and 'package.module:function'.{suggest(each.reward, known)}"
             raise ValueError(f"{where}: no built-in reward {each.reward!r}; {there}")
         if secret := next(filter(is_secret, each.options), None):
-            raise ValueError(f"{where}: options.{secret} would be on the disk; use an environment variable")
+            raise ValueError(f"{where}: options.{secret} would be written to disk; use an environment variable")
         if is_builtin and (each.options or each.reward in WITH_OPTIONS):
             load_reward(each, None)
 
@@ -236,7 +236,7 @@ def check_rewards(entries: Sequence[Any]) -> None:
 def load_rewards(entries: Sequence[Any], own: Any) -> Rewards:
     """The rewards that the entries of task.rewards name; `own` is the task's own reward."""
     if isinstance(own, Rewards) and any(each.reward == OWN for each in entries):
-        raise ValueError(f"task.rewards: the task has several rewards, and {OWN!r} names a single one")
+        raise ValueError(f"task.rewards: {OWN!r} stands for one reward, but this task has several; leave it out")
     return Rewards(tuple(load_reward(each, own) for each in entries))
 
 

@@ -139,7 +139,7 @@ def build_messages(question: str | Messages, system_prompt: str | None = None) -
         form = "a prompt is a text, or a list of messages, the last of which has a text"
         raise ValueError(f"its prompt is {question!r:.80}: {form}")
     if system_prompt and turns[0]["role"] == "system":
-        raise ValueError("the prompt has a system turn: leave task.system_prompt unset for this data")
+        raise ValueError("the prompt already has a system message: leave task.system_prompt unset for this data")
     return (*([{"role": "system", "content": system_prompt}] if system_prompt else []), *turns)
 
 
@@ -216,7 +216,7 @@ def load_task(settings: Any, seed: int) -> Task:
             raise TypeError(f"task.name: {settings.name!r} returned a {type(task).__name__}, which {NOT_A_TASK}")
     if settings.rewards:
         if environment_of(task) is not None:
-            raise ValueError(f"task.rewards: the environment of {settings.name!r} gives the rewards: leave them out")
+            raise ValueError(f"task.rewards: the environment of {settings.name!r} gives the rewards; unset them")
         task = copy_with(task, reward=load_rewards(settings.rewards, task.reward))
     return complete_task(task, settings.tools)
 

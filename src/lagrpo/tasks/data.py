@@ -142,7 +142,7 @@ def find_splits(named: str | None, hub: str) -> dict[str, Any]:
     endings, setting = ", ".join(FORMATS), "task.data" if named else "LAGRPO_DATA"
     if not (data := named or os.environ.get("LAGRPO_DATA")):
         files = f"a file ending in {endings}, a directory of such files, or a hub dataset such as {hub!r}"
-        raise ValueError(f"this task needs data: set task.data (or the environment variable LAGRPO_DATA) to {files}")
+        raise ValueError(f"this task needs data: set task.data, or the environment variable LAGRPO_DATA, to {files}")
     path = Path(data).expanduser()
     saved: Any = None
     if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
@@ -152,7 +152,7 @@ def find_splits(named: str | None, hub: str) -> dict[str, Any]:
     files = sorted(path.iterdir()) if path.is_dir() else sorted(map(Path, glob.glob(str(path))))
     if not files and not path.is_dir():
         if not (named and _HUB_ID.fullmatch(data)) or format_of(path) is not None or path.parent.is_dir():
-            raise ValueError(f"{setting}: there is no file or directory {data!r} (seen from {os.getcwd()})")
+            raise ValueError(f"{setting}: no file or directory {data!r} (current directory: {os.getcwd()})")
         import datasets
 
         repository, _, config = (hub if data == hub.partition(":")[0] else data).partition(":")

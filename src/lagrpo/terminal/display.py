@@ -30,8 +30,8 @@ SHOWN = 3  # completions shown before and after
 
 
 LEGEND = (
-    "no signal: groups with all rewards equal · staleness: largest, in updates\n"
-    "clipped: tokens outside the clip range · sampled/s, learned/s: tokens a second"
+    "no signal: groups whose rewards are all equal · staleness: max, in updates\n"
+    "clipped: tokens outside the clip range · sampled/s, learned/s: tokens per second"
 )
 
 
@@ -151,7 +151,7 @@ class PlainDisplay(Display):
         (before, old), (after, new) = made.values()
         if after.get("pass@1_change") is not None:
             value, low, high = (formatted(100 * after[f"pass@1_change{end}"], "+.1f") for end in ("", "_low", "_high"))
-            which = "(paired by prompt; intervals: for all such prompts)"
+            which = "(paired by prompt)"
             lines.append(f"change        {value:>6} points   95 % interval {low} to {high}   {which}")
         for line in lines:
             self.console.print(Text(f"  {line}"), soft_wrap=True)

@@ -214,10 +214,8 @@ def build_offline(settings: Settings, recipe: Recipe, policy: Policy, records: A
             max_prompt_tokens=sampling.max_prompt_length, reads_logp=recipe.needs_logp_alpha,
         )  # fmt: skip
         if recipe.needs_logp_alpha and not found.has_logp:
-            raise ValueError(
-                f"it has no rollout_logprobs, and recipe {recipe.name!r} reads them; use one that does not, such as "
-                "reinforce, asymre, red_drop, red_weight"
-            )
+            what = f"it has no rollout_logprobs, which loss.recipe = {recipe.name!r} needs"
+            raise ValueError(f"{what}; recipes that do not: reinforce, asymre, red_drop, red_weight")
         if found.longest > (limit := sampling.max_completion_length):
             raise ValueError(f"a completion has {found.longest} tokens; rollout.max_completion_length is {limit}")
     return found
@@ -254,16 +252,16 @@ def loading(model: ModelSettings) -> Iterator[None]:
     except (OSError, ValueError) as error:
         if isinstance(error, SettingsError):
             raise
-        where = "" if Path(model.path).expanduser().is_dir() else ", which is no directory here, from the hub"
+        where = "" if Path(model.path).expanduser().is_dir() else " (not a directory here, so from the hub)"
         reason = str(error).partition("\n")[0]
-        raise SettingsError(f"model.path = {model.path!r}{where}: no model could be loaded: {reason}") from error
+        raise SettingsError(f"model.path = {model.path!r}{where}: the model cannot be loaded: {reason}") from error
 
 
 def check_same_model(ranks: Ranks, own: str) -> str:
     """The fingerprint `own`. Raises SettingsError if another rank has another model. Collective."""
     found = ranks.gather(own)
     if strange := [rank for rank, other in enumerate(found) if other != found[0]]:
-        raise SettingsError(f"model weights differ between ranks 0 and {strange[0]}: model.path")
+        raise SettingsError(f"model.path: model weights differ between ranks 0 and {strange[0]}")
     return own
 
 

@@ -213,8 +213,8 @@ class Training:
                 write_environment(self.store.path, self.environment)
         if moved:
             differ = "; ".join(f"{name} was {old}, now {new}" for name, (old, new) in moved.items())
-            self.display.note(f"no longer bit-identical to a run that never stopped: {differ}")
-        self.display.note(f"resumed after batch {self.loop.batch}" if checkpoint else "no checkpoint: it begins again")
+            self.display.note(f"results may differ in the last bits from a run that never stopped: {differ}")
+        self.display.note(f"resumed after batch {self.loop.batch}" if checkpoint else "no checkpoint: starting again")
 
     def learn(self) -> None:
         if self.settings.eval.at_start and not self.loop.batch:
@@ -275,7 +275,7 @@ class Training:
         low, high = self.settings.task.reward_range
         if not self.warned and any(not low <= row["reward"] <= high for row in rows if row["reward"] is not None):
             self.warned = True
-            self.warn(f"rewards are outside of [{low:g}, {high:g}], so pass@1 is wrong: set the range of task.rewards")
+            self.warn(f"rewards lie outside [{low:g}, {high:g}], so pass@1 is wrong: set range in task.rewards")
         return metrics, rows
 
     def checkpoint_is_due(self) -> bool:
@@ -306,12 +306,12 @@ class Training:
         """After a signal or an error, write the policy, and a checkpoint if no update was made since the last batch.
         After an error several ranks cannot: it may be of one of them."""
         if not self.started:
-            return error.add_note(f"The run is as it was: {self.store.path}")
-        error.add_note(f"The run until then: {self.store.path} ({self.progress()}; {self.now})")
+            return error.add_note(f"The run is unchanged: {self.store.path}")
+        error.add_note(f"The run so far: {self.store.path} ({self.progress()}; stopped during: {self.now})")
         if isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error):
             error.add_note(MEMORY)
         if was_asked:
-            self.warn(f"{error}: keeping the policy as it is ({self.progress()}); again: end at once")
+            self.warn(f"{error}: saving the run ({self.progress()}). A second signal exits at once, without saving")
         weights = None
         try:
             if was_asked or self.ranks.size == 1:
@@ -328,7 +328,7 @@ class Training:
         """Record, show and call back that the run is over."""
         detail = "Finished." if status == "finished" else self.progress()
         if not self.started:
-            detail = f"Nothing was changed in {self.store.path}."
+            detail = f"The run is unchanged: {self.store.path}"
         elif interrupted:
             detail = f"Stopped by {interrupted.name}: {detail}. {self.way_on()}"
         with suppress(OSError):  # a full disk has its own error
@@ -357,9 +357,9 @@ class Training:
 
     def progress(self) -> str:
         updates, total = count_of(self.policy.version, "update"), self.settings.schedule.batches
-        return f"{self.loop.batch} of {total} batches are finished; the policy has had {updates}"
+        return f"{self.loop.batch} of {total} batches finished, {updates} made"
 
     def way_on(self) -> str:
         """The command that resumes the run."""
-        place = f"Go on after batch {self.saved} with" if self.saved else "No checkpoint yet; to begin again"
+        place = f"To resume after batch {self.saved}" if self.saved else "No checkpoint yet; to start again"
         return f"{place}: lagrpo train --resume {shlex.quote(str(self.store.path))}"

@@ -235,7 +235,7 @@ class GroupQueue:
             is_dead = isinstance(error, NoAnswerError) and not server.is_healthy()
             if self._is_closed or not is_dead or self.starts[server] == RESTARTS:
                 raise error
-            logger.info("%s. It is started again", error)
+            logger.info("%s. Restarting the server", error)
             server.restart()
             self._load(server)
             self.starts[server] += 1
@@ -258,5 +258,5 @@ def run_together(actions: Sequence[Callable[[], T]], seconds: float | None = Non
     for future in done:
         future.result()
     if pending:
-        raise SamplerError(f"{len(pending)} of {len(actions)} members did not finish within {seconds:g} s")
+        raise SamplerError(f"{len(pending)} of {len(actions)} vLLM servers did not answer within {seconds:g} s")
     return [future.result() for future in futures]
