@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 
-def test_killed_runs_go_on_to_the_bit():
+def test_killed_runs_resume_bit_for_bit():
     """Five kills, one of them of a run that was just being resumed, of two schedules."""
     command = [sys.executable, str(Path(__file__).with_name("chaos.py")), "--kills", "5"]
     command += ["--kinds", "asking ahead", "dynamic sampling"]

@@ -41,7 +41,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"model": {"path": "adapter"}}, "model.path: 'adapter' is not a model directory: it has no config.json"),
     ({"model": {"path": "model", "chat_template": "nosuch"}}, "model.chat_template: nosuch: No such file"),
     ({"run": {"name": "../x"}}, "run: run name '../x' is not .*set run.output_dir"),
-    ({"run": {"name": "taken"}}, "run: the run runs/taken already exists and is not empty: choose another name"),
+    ({"run": {"name": "taken"}}, "run: runs/taken already exists and is not empty: choose another"),
     ({"run": {"output_dir": "file"}}, "run: file cannot be written"),
     ({"rollout": {"num_generations": 1}}, "rollout.num_generations = 1: .* 2 or more"),
     ({"task": {"name": "gsm"}}, "task.name: there is no task 'gsm'.* Did you mean 'gsm8k'"),
@@ -61,9 +61,9 @@ def test_settings_that_cannot_be_run_are_rejected_by_name():
             check_settings(settings(**sections))
 
 
-def test_adapters_in_shards_are_rejected(monkeypatch):
+def test_lora_with_fsdp2_is_rejected(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(SettingsError, match="'fsdp2' trains whole models"):
+    with pytest.raises(SettingsError, match="'fsdp2' trains all weights"):
         check_settings(settings(model={"path": "model", "lora_r": 4}, distributed={"strategy": "fsdp2"}))
 
 

@@ -149,7 +149,7 @@ WRONG = {
     "train --resume auto": "set run.name",
     "train --loss.recipe grop": "the nearest is 'grpo'",
     "train --model ./nosuch --dry-run": "model.path",
-    "train --run.name a/b": "run name 'a/b'",
+    "train --run.name a/b": "run.name = 'a/b'",
 }
 
 

@@ -113,7 +113,7 @@ def summary(evaluations: dict[str, Any], status: str = "finished", name: str = "
     return written(to)
 
 
-def test_summary_says_what_came_out_and_where_it_lies():
+def test_summary_shows_results_and_the_directory():
     name = "a-name-that-is-far-too-long-for-one-line-of-this-terminal" * 2
     old = [
         sample("2+3=", "[bold]6[/bold]\x1b[2J"),

@@ -68,7 +68,7 @@ def test_weights_are_those_of_the_file_rounded_once(directory):
             assert torch.equal(stored.get_tensor(ours), exact.to(torch.bfloat16))
 
 
-def test_model_answers_a_question(directory, tokenizer):
+def test_embedded_model_answers_a_question(directory, tokenizer):
     from transformers import AutoModelForCausalLM
 
     model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)

@@ -85,7 +85,7 @@ def test_updates_with_sharded_layers_are_those_of_one_process_to_rounding(ranks)
         {"dtype": "float32", "kind": "qwen2", "weight_decay": 0.0},
     ],
 )
-def test_where_the_gradients_are_the_same_bits_so_are_the_updates(ranks, made):
+def test_updates_are_bit_equal_if_the_gradients_are(ranks, made):
     """One rank has all rows, the other idles beside it: nothing is added but zeros. So the masters are dithered alike,
     and what is gathered is rounded as in one process. Without clipping, since norms are rounded in another order."""
     made = {"max_grad_norm": None, **made}
@@ -178,7 +178,7 @@ def refused(group: Any, on: int) -> tuple[str, bool, bool]:
     return str(raised.value), unchanged, same(trainer.state(), untouched.state()) and trainer.policy.version == 1
 
 
-def test_gradient_that_is_not_finite_on_one_rank_is_rejected_on_all_and_nothing_changes(ranks):
+def test_gradient_not_finite_on_one_rank_is_rejected_on_all_ranks(ranks):
     messages, unchanged, as_if_never = zip(*ranks.run(refused, 1, size=2), strict=True)
     assert all(re.match(r"the gradient of update 1 is not finite \(norm (inf|nan)\)", said) for said in messages)
     assert all(unchanged)

@@ -69,14 +69,14 @@ def modules() -> list[Path]:
 
 
 @each("path", modules())
-def test_every_module_imports_only_what_stands_below_it(path):
+def test_every_module_imports_only_allowed_packages(path):
     part = path.parts[0].removesuffix(".py")
     assert part in ALLOWED, f"{part} has no place in ALLOWED yet: say there what it may import"
     package = ("lagrpo", *path.parts[:-1])
     assert violations(part, (SOURCES / path).read_text(encoding="utf-8"), package) == []
 
 
-def test_the_allowed_directions_have_no_circle():
+def test_allowed_imports_have_no_cycle():
     remaining = dict(ALLOWED)
     while remaining:
         free = {part for part, below in remaining.items() if not below & set(remaining)}
@@ -100,7 +100,7 @@ HEAVY = {"torch", "transformers", "datasets", "pyarrow", "matplotlib", "math_ver
 WITH_LAGRPO = {"lagrpo", "lagrpo.machine"}
 
 
-def test_core_alone_loads_torch_and_nothing_of_ours_or_anybody_elses():
+def test_core_loads_only_torch():
     files = [path for path in modules() if path.parts[0] == "core" and path.name != "__init__.py"]
     names = loaded("\n".join(f"import lagrpo.core.{path.stem}" for path in files))
     assert "torch" in names
@@ -109,7 +109,7 @@ def test_core_alone_loads_torch_and_nothing_of_ours_or_anybody_elses():
     assert ours == WITH_LAGRPO | {"lagrpo.core", *(f"lagrpo.core.{path.stem}" for path in files)}
 
 
-def test_the_package_itself_loads_what_must_come_before_pytorch_and_nothing_else():
+def test_importing_lagrpo_loads_nothing_heavy():
     names = loaded("import lagrpo")
     assert {name for name in names if name.startswith("lagrpo")} == WITH_LAGRPO
     assert names & HEAVY == set()

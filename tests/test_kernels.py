@@ -80,7 +80,7 @@ def test_swiglu_and_its_gradient(width, dtype):
 
 
 @DTYPES
-def test_rotary_and_back(dtype):
+def test_rotary_embedding_and_its_gradient(dtype):
     x, angle = random(6, 3, 64, dtype=dtype), random(6, 32).repeat(1, 2)
     cosine, sine = angle.cos().to(dtype), angle.sin().to(dtype)
     turned = torch.cat([-x[..., 32:], x[..., :32]], -1)
@@ -197,7 +197,7 @@ def test_keeping_logits_for_the_backward_pass_changes_nothing(kept, monkeypatch)
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-def test_a_row_does_not_depend_on_the_rows_around_it_nor_on_the_threads():
+def test_row_is_independent_of_other_rows_and_of_threads():
     """To the bit: what makes sampler and trainer agree."""
     policy = tiny_policy(dtype=torch.bfloat16)
     ids = torch.Generator().manual_seed(0)
@@ -245,7 +245,7 @@ def test_the_fused_decoder_keeps_to_the_window_and_to_whole_heads():
     assert policy.model.layers is not None
     with pytest.raises(ValueError, match="within a window of 8 tokens"):
         policy.logp(Packed.build([([5, 6, 7, 8, 9], [torch.arange(5)])]))
-    with pytest.raises(ValueError, match="rotary embedding of 32 out of 64"):
+    with pytest.raises(ValueError, match="rotary embedding of 32 of 64"):
         rotary(random(3, 2, 64), random(3, 32), random(3, 32))
 
 
@@ -257,7 +257,7 @@ def test_a_token_outside_the_vocabulary_is_rejected(token, choice):
 
 
 @each(("kind", "changes"), FUSED)
-def test_a_replica_computes_to_the_bit_what_its_policy_computes(kind, changes):
+def test_policy_copy_computes_the_same_bits_as_its_policy(kind, changes):
     """Also after a weight sync; and it keeps no second copy of what it has packed."""
     policy = tiny_policy(kind, dtype=torch.bfloat16, **changes)
     copy = copy_policy(policy)
@@ -283,7 +283,7 @@ def test_a_replica_computes_to_the_bit_what_its_policy_computes(kind, changes):
 
 
 @each(("kind", "changes"), FUSED)
-def test_a_step_through_all_layers_is_that_of_layer_after_layer(kind, changes):
+def test_decoding_step_equals_layer_by_layer_decoding(kind, changes):
     """Two groups of unlike size, an odd and an even prompt, rows of unlike length; hidden states and caches, to the
     bit."""
     copy = copy_policy(tiny_policy(kind, dtype=torch.bfloat16, **changes))

@@ -93,7 +93,7 @@ def test_resumed_run_computes_with_the_recorded_number(run, monkeypatch, capsys)
     assert "bit-identical" not in capsys.readouterr().out
 
 
-def test_resumed_run_with_another_number_says_that_its_bits_differ(run, monkeypatch, capsys):
+def test_resume_with_another_number_of_threads_warns(run, monkeypatch, capsys):
     run(1)
     torch.set_num_threads(1)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

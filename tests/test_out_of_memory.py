@@ -28,8 +28,8 @@ def test_command_says_what_to_lower_and_keeps_what_was_learned(tmp_path, monkeyp
         cli.main(["train", *options(settings)])
     assert ended.value.code == 1
     said = capsys.readouterr().err
-    assert f"The run until then: {tmp_path / 'run'} (1 of 3 batches" in said
-    assert "updates; learning)" in said or "update; learning)" in said
+    assert f"The run so far: {tmp_path / 'run'} (1 of 3 batches" in said
+    assert "made; stopped during: learning)" in said
     assert "lower optimizer.micro_batch_tokens" in said
     assert (tmp_path / "run" / "weights" / "final" / "model.safetensors").is_file()
     assert len(load_metrics(tmp_path / "run")) == 1

@@ -175,7 +175,7 @@ def test_contradictory_entries_are_rejected():
     for entry, message in [
         ({"reward": "lenght"}, "no built-in reward 'lenght'.*Did you mean 'length'"),
         ({"reward": "length", "options": {"limt": 8}}, r"'b', options: length: .*limt"),
-        ({"reward": "x:y", "options": {"api_key": "sk-1"}}, "options.api_key would be on the disk"),
+        ({"reward": "x:y", "options": {"api_key": "sk-1"}}, "options.api_key would be written to disk"),
         ({"reward": "task", "name": "right"}, "two entries have the name 'right'"),
         ({"reward": "llm_judge", "options": {"url": "x", "model": "m"}}, r"write http://host:port/v1"),
     ]:

@@ -65,7 +65,7 @@ def test_ratio_is_one_right_after_a_weight_sync(kind):
         assert log_ratio(policy, groups).abs().max() <= tolerance / tau
 
 
-def test_completion_does_not_depend_on_what_is_sampled_beside_it():
+def test_completion_is_independent_of_other_completions_in_the_batch():
     """The same groups in narrow waves, in one wide batch, in another order and alone: to the bit by our products, and
     by PyTorch's in float64, whose rounding changes no token."""
     exact = tiny.BACKEND == "c"

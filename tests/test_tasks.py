@@ -53,7 +53,7 @@ def test_system_prompt_comes_first_and_only_once():
     assert build_messages("2+3?", "") == build_messages([question]) == (question,)
     system = {"role": "system", "content": "Be brief."}
     assert build_messages("2+3?", "Be brief.") == (system, question)
-    with pytest.raises(ValueError, match="the prompt has a system turn"):
+    with pytest.raises(ValueError, match="the prompt already has a system message"):
         build_messages([system, question], "Be brief.")
 
 
@@ -83,7 +83,7 @@ def test_wrong_settings_are_rejected_before_anything_is_loaded():
 def test_missing_data_is_rejected_with_what_to_set(monkeypatch):
     settings = task_settings("gsm8k")
     monkeypatch.delenv("LAGRPO_DATA", raising=False)
-    with pytest.raises(ValueError, match=r"set task.data \(or the environment variable LAGRPO_DATA\)"):
+    with pytest.raises(ValueError, match=r"set task.data, or the environment variable LAGRPO_DATA"):
         load_task(settings, seed=0)
     monkeypatch.setenv("LAGRPO_DATA", "no/such/directory")
     with pytest.raises(ValueError, match=r"LAGRPO_DATA: there is no file or directory"):

@@ -89,7 +89,7 @@ def named(text: str) -> tuple[Fraction | None, Fraction | None]:
     return last.value if last else None, first.value if first else None
 
 
-def test_which_number_a_text_names():
+def test_number_is_read_from_each_form_of_answer():
     for text, last, first in [
         ("3 + 4 = 7", 7, 7),
         ("7 = 3 + 4", None, 7),

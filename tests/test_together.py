@@ -124,7 +124,7 @@ def check_same_weights(run: Path, alone: Path) -> None:
         ("asking ahead", "fsdp2", 2),
     ],
 )
-def test_ranks_make_the_run_of_one(settings, alone, kinds, kind, shard, size):
+def test_completions_of_two_ranks_equal_those_of_one_process(settings, alone, kinds, kind, shard, size):
     run = only_result(together(size, settings("ranks", kinds[kind], sharded(shard)))).run
     check_same_run(run, alone(kind))
     configs = [json.loads((r / "weights/final/config.json").read_text()) for r in (run, alone(kind))]
@@ -197,7 +197,7 @@ def test_torchrun_prints_the_first_error_and_resumes_after_a_restart(settings, t
 
 
 @pytest.mark.parametrize(("phase", "shard", "after"), [("sampling", "zero1", 2), ("learning", "fsdp2", 4)])
-def test_stopped_run_resumes_to_the_bit(settings, whole, tmp_path, phase, shard, after):
+def test_stopped_run_resumes_bit_for_bit(settings, whole, tmp_path, phase, shard, after):
     """The signal of one rank stops all. After four batches π_ref is neither the initial policy nor π."""
     prepare = partial(strike, tmp_path, phase, signal.SIGTERM, 0, after=after)
     stopped = only_result(together(2, settings("run", KINDS["asking ahead"], sharded(shard)), prepare))

@@ -253,7 +253,7 @@ def test_a_sampler_with_other_arithmetic_is_corrected_for_and_not_clipped_for():
     torch.testing.assert_close(of("grpo"), math.exp(0.3) * of("grpo_recomputed", most=0.0), rtol=1e-4, atol=1e-7)
 
 
-def test_the_reference_is_swapped_at_the_end_of_a_stage_and_only_then():
+def test_reference_is_swapped_only_at_the_end_of_a_stage():
     policy = tiny_policy()
     recipe = resolve("grpo", {"beta": 0.5})
     stepping = Trainer(policy, recipe, Optimization(lr=1e-2), reference=copy_policy(policy))

@@ -73,7 +73,7 @@ def test_staleness_of_tokens_is_the_schedules(run, kind, v, i, batches):
     assert result.version == i * batches
 
 
-def test_seed_decides_everything(run):
+def test_same_seed_gives_the_same_run_and_another_seed_another(run):
     first, again, other = (run(run={"seed": seed}) for seed in (3, 3, 4))
     assert load_rollouts(first.run) == load_rollouts(again.run)
     assert without_timings(load_metrics(first.run)) == without_timings(load_metrics(again.run))
@@ -130,7 +130,7 @@ def test_exported_weights_are_those_that_the_run_then_had(run):
 # Library
 
 
-def test_own_task_and_settings_of_three_kinds_make_the_same_run(settings, tmp_path):
+def test_settings_as_object_mapping_or_file_give_the_same_run(settings, tmp_path):
     mapping = settings(task={"name": "arithmetic"}, eval={"num_prompts": 4})
     path = tmp_path / "own.toml"
     path.write_text(to_toml(load_settings(mapping)))
@@ -244,7 +244,7 @@ def test_signal_ends_the_run_with_what_was_learned(settings, monkeypatch, owner,
     assert leftovers(result.run) == []
 
 
-def test_second_signal_ends_at_once_and_leaves_nothing_half_done(settings, monkeypatch, tmp_path):
+def test_second_signal_ends_the_run_without_partial_files(settings, monkeypatch, tmp_path):
     press(monkeypatch, Trainer, "step", 2)
     press(monkeypatch, Policy, "save", 1, before=False)  # the files are there, but not yet under their name
     with pytest.raises(KeyboardInterrupt):
@@ -258,8 +258,8 @@ def test_second_signal_ends_at_once_and_leaves_nothing_half_done(settings, monke
 @each(
     ("owner", "name", "error", "way"),
     [
-        (Trainer, "update", FloatingPointError("the gradient is not finite"), "Go on after batch 2 with"),
-        (Run, "record", OSError(28, "No space left on device"), "No checkpoint yet; to begin again"),
+        (Trainer, "update", FloatingPointError("the gradient is not finite"), "To resume after batch 2"),
+        (Run, "record", OSError(28, "No space left on device"), "No checkpoint yet; to start again"),
     ],
 )
 def test_error_keeps_what_was_learned_and_says_where(run, tmp_path, owner, name, error, way):
@@ -277,7 +277,7 @@ def test_error_keeps_what_was_learned_and_says_where(run, tmp_path, owner, name,
             run(run={"name": name}, schedule={"batches": 4})
     directory = tmp_path / "runs" / name
     note, way_on = raised.value.__notes__
-    assert note.startswith(f"The run until then: {directory} (2 of 4 batches are finished; the policy has had ")
+    assert note.startswith(f"The run so far: {directory} (2 of 4 batches finished, ")
     assert way_on == f"{way}: lagrpo train --resume {directory}"
     assert weights(directory / "weights" / "final")
     assert leftovers(directory) == []

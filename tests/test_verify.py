@@ -108,7 +108,7 @@ def test_untouched_bfloat16_run_agrees_with_its_replay(in_bfloat16):
     ],
     ids=lambda sections: sections["loss"]["recipe"],
 )
-def test_other_recipes_and_schedules_agree_too(model, tmp_path, sections):
+def test_runs_of_other_recipes_and_schedules_agree_with_their_replay(model, tmp_path, sections):
     assert verify_run(trained(model, tmp_path, **sections), 12).differences == []
 
 
@@ -116,7 +116,7 @@ def test_offline_completions_are_left_out(untouched, model, tmp_path):
     offline = {"data": str(untouched / FIRST), "fraction": 0.5}
     report = verify_run(trained(model, tmp_path, offline=offline, loss={"recipe": "asymre"}))
     assert report.differences == []
-    assert report.skipped["samples and log-probs of completions: offline data"] == 12
+    assert report.skipped["completions, their samples and log-probs: offline data"] == 12
     assert report.compared["samples"] > 0
 
 
@@ -129,7 +129,7 @@ def test_missing_weights_are_named_with_the_setting_that_keeps_them(model, tmp_p
     assert any("set checkpoint.export_every = 1" in why for why in report.skipped)
 
 
-def test_task_object_is_asked_for(model, tmp_path):
+def test_verify_without_the_task_object_skips_rewards(model, tmp_path):
     run = lagrpo.train(tiny_settings(model, tmp_path, run={"name": "run"}), task=sample_task.load()).run
     report = verify_run(run, 4)
     assert any("pass it to" in why for why in report.skipped)
@@ -299,7 +299,7 @@ def test_command_prints_differences_and_ends_with_1(run, capsys):
 # Formulas
 
 
-def test_part_of_the_distribution_of_a_token_by_hand():
+def test_token_interval_of_the_cdf_by_hand():
     """p = (1/2, 1/4, 1/4): token 1 has [1/2, 3/4)."""
     logits = torch.tensor([[4.0, 2.0, 2.0]], dtype=torch.float64).log().repeat(3, 1)
     tokens, uniform = torch.tensor([0, 1, 2]), torch.tensor([0.6, 0.6, 0.75], dtype=torch.float64)

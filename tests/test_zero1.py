@@ -129,7 +129,7 @@ def check_to_rounding(found: Sequence[Any], metrics: Sequence[dict], state: Any,
         (2, {"dtype": "float32", "kind": "qwen2", "weight_decay": 0.0}),
     ],
 )
-def test_where_the_gradients_are_the_same_bits_so_are_the_updates(ranks, R, made):
+def test_updates_are_bit_equal_if_the_gradients_are(ranks, R, made):
     """One rank has all rows, the others none: nothing is added but zeros. Without clipping, since norms are rounded in
     another order."""
     made = {"max_grad_norm": None, **made}
@@ -205,7 +205,7 @@ def log_probs_after_updates(group: Any) -> list[tuple[bool, bool, bool]]:
     return found
 
 
-def test_the_kernels_compute_by_the_new_weights_after_an_update(ranks, with_kernels):
+def test_kernels_use_the_new_weights_after_an_update(ranks, with_kernels):
     assert ranks.run(log_probs_after_updates, size=2) == [[(True, True, True)] * 2] * 2
 
 
@@ -236,7 +236,7 @@ def as_untouched(trainer: Trainer, untouched: Trainer, rows: list[MicroBatch]) -
     return same(trainer.state(), untouched.state()) and trainer.policy.version == 1
 
 
-def test_a_gradient_that_is_not_finite_on_one_rank_is_refused_on_all_and_nothing_changes(ranks):
+def test_gradient_not_finite_on_one_rank_is_rejected_on_all_ranks(ranks):
     messages, unchanged, as_if_never = zip(*ranks.run(refused, 1, size=2), strict=True)
     start = r"the gradient of update 1 is not finite \(norm (inf|nan)\); the policy is still version 0"
     assert all(re.match(start, message) for message in messages)
@@ -258,7 +258,7 @@ def state_after(group: Any, states: list[dict[str, Tensor]] | None, dtype: str, 
     return version, loaded, weights, copied(trainer.state()), copied(trainer.policy.weights)
 
 
-def test_a_state_of_any_number_of_ranks_is_taken_over_by_any_other(ranks):
+def test_optimizer_state_loads_with_any_number_of_ranks(ranks):
     """To the bit, and so is the update after it. None is one process without ranks."""
 
     def run(R: int | None, *given: Any) -> list[tuple]:
@@ -279,7 +279,7 @@ def test_a_state_of_any_number_of_ranks_is_taken_over_by_any_other(ranks):
                 assert same(after, expected[4])
 
 
-def test_the_state_of_another_model_is_refused_before_anything_changes():
+def test_optimizer_state_of_another_model_is_rejected_before_anything_changes():
     trainer = make(None, "bfloat16")
     before, name = copied(trainer.state()), "master/lm_head.weight"
     with pytest.raises(ValueError, match=r"master/lm_head.weight has 3264 numbers in .*, not 3296"):

@@ -168,7 +168,7 @@ class Trainer:
         if not math.isfinite(norm):
             self.masters.zero_grads()
             what = f"the gradient of update {self.policy.version + 1} is not finite (norm {norm})"
-            raise FloatingPointError(f"{what}; the update was not made. Lower optimizer.learning_rate")
+            raise FloatingPointError(f"{what}; still version {self.policy.version}. Lower optimizer.learning_rate")
         if norm > limit:
             torch.nn.utils.clip_grads_with_norm_(self.masters.parameters, limit, total)
         rate = self.optimization.rate(self.policy.version)
