@@ -51,7 +51,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"task": {"rewards": ["exakt"]}}, "task.rewards, 'exakt': no built-in reward 'exakt'"),
     ({"offline": {"data": "nosuch.jsonl"}}, "offline.data: nosuch.jsonl is neither a file"),
     ({"loss": {"recipe": "grop"}}, "loss: unknown recipe 'grop'; the nearest is 'grpo'"),
-    ({"loss": {"recipe": "dapo", "kl_estimator": "k3"}}, "loss: kl was set, but nothing reads it.*beta = 0"),
+    ({"loss": {"recipe": "dapo", "kl_estimator": "k3"}}, "loss: kl has no effect on recipe.*beta = 0"),
 ]
 
 

@@ -56,7 +56,7 @@ def explained(model: str, **sections: Any) -> str:
     [
         ({"sync_every": 10}, "weight sync every 10 batches; staleness at most 9 updates"),
         ({"sync_every": 3, "num_iterations": 2}, "every 3 batches; staleness at most 4 updates"),
-        ({"sync_every": 10, "batches": 4}, "largest possible staleness 3 updates"),
+        ({"sync_every": 10, "batches": 4}, "staleness at most 3 updates"),
         ({"batches": 6, "num_iterations": 2}, "6 batches = 12 updates, 768 samples"),
     ],
 )

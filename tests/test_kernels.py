@@ -243,7 +243,7 @@ def test_the_fused_decoder_gives_the_gradient_of_transformers_modules(kind, chan
 def test_the_fused_decoder_keeps_to_the_window_and_to_whole_heads():
     policy = tiny_policy("mistral", head_dim=32, sliding_window=8)
     assert policy.model.layers is not None
-    with pytest.raises(ValueError, match="within a window of 8 tokens"):
+    with pytest.raises(ValueError, match="attends to 8 tokens"):
         policy.logp(Packed.build([([5, 6, 7, 8, 9], [torch.arange(5)])]))
     with pytest.raises(ValueError, match="rotary embedding of 32 of 64"):
         rotary(random(3, 2, 64), random(3, 32), random(3, 32))

@@ -113,7 +113,7 @@ def test_token_of_another_version_stops_the_run(algorithm, monkeypatch):
     monkeypatch.setattr(LocalSampler, "_complete", mislabeled)
     steps: list[Step] = []
     with pytest.raises(
-        VersionError, match=r"batch 2, prompt \d: a token was sampled by version 0, but the .* version 1"
+        VersionError, match=r"batch 2, prompt \d: the sampler has other weights: version 0 .* not version 1"
     ):
         steps.extend(train_loop(a, LoopState()))
     assert [u.b for u in steps] == [1]

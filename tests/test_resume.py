@@ -241,7 +241,7 @@ def test_resume_with_another_model_at_model_path_is_rejected(begin, tmp_path):
     shutil.rmtree(path)
     save_tiny(path, seed=1)
     before = contents(run)
-    with pytest.raises(SettingsError, match="not the model that the run began with") as error:
+    with pytest.raises(SettingsError, match="not the model that the run started with") as error:
         go_on(run)
     assert error.value.__notes__ == [f"The run is unchanged: {run}"]
     assert contents(run) == before

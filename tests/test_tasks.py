@@ -86,7 +86,7 @@ def test_missing_data_is_rejected_with_what_to_set(monkeypatch):
     with pytest.raises(ValueError, match=r"set task.data, or the environment variable LAGRPO_DATA"):
         load_task(settings, seed=0)
     monkeypatch.setenv("LAGRPO_DATA", "no/such/directory")
-    with pytest.raises(ValueError, match=r"LAGRPO_DATA: there is no file or directory"):
+    with pytest.raises(ValueError, match=r"LAGRPO_DATA: no file or directory"):
         load_task(settings, seed=0)
 
 
