@@ -1,6 +1,7 @@
 """Draw the figures of docs/ that show recorded runs and the package itself; readable in black and white.
 
-    python experiments/figures.py     # docs/images/off-policy.png and docs/images/rooms.svg
+    python experiments/figures.py                # docs/images/off-policy.png and docs/images/rooms.svg
+    python experiments/figures.py runs/NAME      # also docs/images/view-group.png, of the page of this run, by Chromium
 
 The README's figure comes from benchmarks/bench_curve.py, the one on precision from experiments/precision.py.
 """
@@ -8,8 +9,10 @@ The README's figure comes from benchmarks/bench_curve.py, the one on precision f
 from __future__ import annotations
 
 import ast
+import base64
 import json
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -59,6 +62,26 @@ WIDTH, BOX, GAP, HEIGHT, STEP, TOP = 920, 218, 12, 44, 54, 34
 def main() -> None:
     draw_methods(IMAGES / "off-policy.png")
     (IMAGES / "rooms.svg").write_text(draw_rooms(), encoding="utf-8")
+    if len(sys.argv) > 1:
+        photograph(Path(sys.argv[1]), IMAGES / "view-group.png")
+
+
+def photograph(run: Path, path: Path) -> None:
+    """A screenshot of the page that `lagrpo view` writes: a group of the last batch but one, and a token's numbers."""
+    sys.path.append(str(ROOT / "tests"))
+    from browser import Browser
+
+    from lagrpo.view.serve import view
+
+    with tempfile.TemporaryDirectory() as folder:
+        file, browser = view([run], Path(folder) / "page.html"), Browser(Path(folder) / "profile")
+        page = browser.open(file.as_uri())
+        page.click("nav [data-tab=rollouts]")
+        page.key("[")
+        page.click(".card", 1)
+        page.hover(".opened .token", 3)
+        path.write_bytes(base64.b64decode(page.call("Page.captureScreenshot", format="png")["data"]))
+        browser.close()
 
 
 def draw_methods(path: Path) -> None:

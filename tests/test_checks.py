@@ -40,7 +40,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"model": {"path": "smolm2"}}, "model.path: .* did you mean 'smollm2'"),
     ({"model": {"path": "adapter"}}, "model.path: 'adapter' is not a model directory: it has no config.json"),
     ({"model": {"path": "model", "chat_template": "nosuch"}}, "model.chat_template: nosuch: No such file"),
-    ({"run": {"name": "../x"}}, "run: run name '../x' is not .*set run.output_dir"),
+    ({"run": {"name": "../x"}}, "run: run.name = '../x' is not .*run.output_dir"),
     ({"run": {"name": "taken"}}, "run: runs/taken already exists and is not empty: choose another"),
     ({"run": {"output_dir": "file"}}, "run: file cannot be written"),
     ({"rollout": {"num_generations": 1}}, "rollout.num_generations = 1: .* 2 or more"),
