@@ -44,7 +44,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"run": {"name": "taken"}}, "run: runs/taken already exists and is not empty: choose another"),
     ({"run": {"output_dir": "file"}}, "run: file cannot be written"),
     ({"rollout": {"num_generations": 1}}, "rollout.num_generations = 1: .* 2 or more"),
-    ({"task": {"name": "gsm"}}, "task.name: there is no task 'gsm'.* Did you mean 'gsm8k'"),
+    ({"task": {"name": "gsm"}}, "task.name: no task 'gsm'.* Did you mean 'gsm8k'"),
     ({"task": {"options": {"numbers": 4}}}, "task.options: the task 'arithmetic' has no option 'numbers'"),
     ({"task": {"options": {"digits": 7}}}, "task.options.digits = 7"),
     ({"task": {"options": {"operations": ["/"]}}}, r"task.options.operations = \['/'\]"),

@@ -149,7 +149,7 @@ def test_sets_that_cannot_be_evaluated_are_rejected(model, tmp_path):
         with pytest.raises(SettingsError, match=message):
             load_settings({"eval": evaluation})
     for task, message in (
-        ("countdwn", "eval.sets, 'a': task.name: there is no task 'countdwn'"),
+        ("countdwn", "eval.sets, 'a': task.name: no task 'countdwn'"),
         ("sample_task:load_untested", "has no test prompts"),
     ):
         with pytest.raises(SettingsError, match=message):

@@ -265,7 +265,7 @@ def test_second_process_is_rejected_while_one_writes(run):
 
 
 def test_run_with_missing_or_damaged_files_is_rejected_by_name(run, tmp_path):
-    with pytest.raises(SettingsError, match=r"--resume: there is no run at .*nothing"):
+    with pytest.raises(SettingsError, match=r"--resume: .*nothing' is not a run"):
         go_on(tmp_path / "nothing")
     evaluation = run / "evaluations" / "before.json"
     evaluation.write_text("")

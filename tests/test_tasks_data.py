@@ -105,7 +105,7 @@ def test_shards_and_patterns_are_splits_and_a_saved_dataset_loads(tmp_path):
     assert [load(tmp_path / "shards").size(split) for split in ("train", "test")] == [30, 5]
     assert load(tmp_path / "shards" / "train-*.parquet").size("train") == 27
     write(tmp_path / "shards" / "test-00000-of-00001.parquet", [{"q": "?"}])
-    with pytest.raises(ValueError, match=r"test-00000-of-00001.parquet, row 1: there is no column 'a'"):
+    with pytest.raises(ValueError, match=r"test-00000-of-00001.parquet, row 1: no column 'a'"):
         load(tmp_path / "shards")
     saved = datasets.Dataset.from_list(ROWS)
     saved.save_to_disk(tmp_path / "saved")
@@ -138,7 +138,7 @@ def test_messages_can_be_json_or_have_parts_of_text(tmp_path):
 
 def test_wrong_settings_are_rejected(tmp_path):
     for other, message in [
-        ({"prompt_column": "question"}, "line 1: there is no column 'question'; the columns are q, a, level"),
+        ({"prompt_column": "question"}, "line 1: no column 'question'; the columns are q, a, level"),
         ({"answer_column": "levels"}, r"no column 'levels'.*Did you mean 'level'\?"),
         ({"prompt_column": None}, "set task.prompt_column; the columns are q, a, level"),
         ({"prompt_column": "level"}, "line 1: its prompt is 0: a prompt is a text, or a list of messages"),

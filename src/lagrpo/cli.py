@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with interruptible(), failing(SettingsError, FileNotFoundError, code=2):
             if name not in COMMANDS:
                 nearest = find_nearest(name, COMMANDS)
-                raise SettingsError(f"there is no command {name!r}; did you mean {nearest!r}? (lagrpo --help)")
+                raise SettingsError(f"no command {name!r}; did you mean {nearest!r}? (lagrpo --help lists all)")
             COMMANDS[name](rest)
     except BrokenPipeError:  # the reader of our output has gone: `lagrpo … | head`
         sys.stderr.close()

@@ -53,7 +53,7 @@ def is_reproduced(lm: Any, d: int) -> bool:
 
 
 def has_hooks(m: nn.Module) -> bool:
-    """Whether a module itself has hooks, or a forward method of its own: then it must be called to be computed."""
+    """Whether a module has hooks or a replaced forward method, and therefore must be called."""
     hooks = m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks
     return bool(hooks) or "forward" in vars(m)
 

@@ -35,7 +35,7 @@ NOT_PLAIN += ("alora_invocation_tokens", "use_qalora")
 
 @dataclass(frozen=True, slots=True)
 class Lora:
-    """Adapters of rank r, scaled by alpha / r, beside the linear layers of these names; `seed` keys their start."""
+    """Adapters of rank r, scaled by alpha / r, for the linear layers of these names; `seed` keys their start."""
 
     r: int
     alpha: float
@@ -89,7 +89,7 @@ def count_parameters(lm: Any, lora: Lora) -> int:
 
 @torch.no_grad()
 def attach_lora(lm: Any, lora: Lora) -> None:
-    """Put adapters beside the layers of a model of transformers, and freeze everything else."""
+    """Add adapters to the layers of a transformers model, and freeze everything else."""
     found = find_targets(lm, lora)
     lm.requires_grad_(False)
     for name, linear in found.items():

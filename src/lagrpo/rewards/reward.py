@@ -187,7 +187,7 @@ class Rewards:
         return tuple(reward.name for reward in self.parts if reward.name)
 
     def combine(self, outcomes: Sequence[Outcome]) -> Outcome:
-        """The outcome of a completion from that of each reward, in their order. Rewards that returned None (unscored
+        """The outcome of a completion from the outcomes of its rewards, in order. Rewards that returned None (unscored
         without a reason) are left out of the sum; one that failed leaves the completion unscored. The first of the
         others says whether the completion is correct."""
         if not self.names:

@@ -40,7 +40,7 @@ def load_settings(
             raise SettingsError(f"--resume RUN takes the settings of the run: leave out {source}")
         source, changes = Path(resume).expanduser() / "config.toml", merged(nest(source or {}), changes)
         if not source.is_file():
-            raise SettingsError(f"--resume: there is no run at {resume!r} (no config.toml)")
+            raise SettingsError(f"--resume: {resume!r} is not a run: it has no config.toml")
     if source is None or isinstance(source, Mapping):
         return validate(nest(source or {}), changes, "settings")
     path, packaged = Path(source).expanduser(), PRESETS / f"{source}.toml"

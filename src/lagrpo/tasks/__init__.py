@@ -176,7 +176,7 @@ def check_options(settings: Any) -> None:
         read_options(settings)
     elif ":" not in settings.name:
         known = f"there are {', '.join(BUILTIN)} and 'package.module:function'.{suggest(kind, BUILTIN)}"
-        raise ValueError(f"task.name: there is no task {kind!r}; {known}")
+        raise ValueError(f"task.name: no task {kind!r}; {known}")
     if kind == "custom" and (not settings.rewards or any(each.reward == OWN for each in settings.rewards)):
         raise ValueError(f"the task 'custom' needs task.rewards: {', '.join(REWARDS)}, or 'package.module:function'")
 

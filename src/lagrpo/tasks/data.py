@@ -202,7 +202,7 @@ def get_value(row: Mapping[str, Any], column: str) -> Any:
         return get_value(row[first], rest)
     if column not in row:
         names, like = one_line(", ".join(row)), suggest(column, row)
-        raise ValueError(f"there is no column {column!r}; the columns are {names}.{like}")
+        raise ValueError(f"no column {column!r}; the columns are {names}.{like}")
     return row[column]
 
 

@@ -131,7 +131,7 @@ def make_tools(names: Sequence[str], task: Task) -> Tools:
     for name in names:
         if ":" not in name and name not in TOOLS:
             known = f"there are {', '.join(TOOLS)} and 'package.module:function'.{suggest(name, TOOLS)}"
-            raise ValueError(f"task.tools: there is no tool {name!r}; {known}")
+            raise ValueError(f"task.tools: no tool {name!r}; {known}")
         function = load_function(TOOLS.get(name, name))
         if not inspect.isfunction(function) or inspect.iscoroutinefunction(function):
             raise ValueError(f"task.tools: {name!r} is not a plain function with a name to call")

@@ -1,4 +1,4 @@
-"""What a run shows while it goes on, and at its end. It is called as a callback is (training/callbacks.py).
+"""What a run shows while it trains, and at its end. It has the methods of a callback (training/callbacks.py).
 
 On a terminal: a table of the last batches, a progress bar and what is being done right now. Elsewhere (a file, a pipe,
 a CI log): one line per batch under a header. A metric without a value is "–".

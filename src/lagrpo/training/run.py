@@ -54,7 +54,7 @@ from lagrpo.types import Result
 
 FAILURES = (RewardError, WeightSyncError, VersionError, SamplerError, FloatingPointError, OSError)
 FAILURES += (MemoryError, torch.OutOfMemoryError)
-"""Errors that end a run without being the program's: their messages are for the user."""
+"""Errors that end a run for reasons outside the program; the command line prints their messages without a traceback."""
 MEMORY = (
     "To need less memory, lower optimizer.micro_batch_tokens or rollout.max_num_seqs, or set "
     "optimizer.gradient_checkpointing = true."
@@ -72,18 +72,18 @@ def train(
     settings: Mapping[str, Any] | None = None,
     resume: str | os.PathLike[str] | None = None,
 ) -> Result:
-    """Run Algorithm 1. The run calls `callbacks` after it has written its files.
+    """Train a model (Algorithm 1 of arXiv 2505.22257), and return where its files are and the evaluations.
 
-    `source` is the path of a TOML file, the name of a packaged one (demo, gsm8k, deepscaler), a mapping or a Settings;
-    `settings` changes it: {"schedule.sync_every": 4}. `data` is a path, a hub id, a datasets.Dataset or a list of dicts
-    with the columns prompt (or question) and answer; `rewards` are functions or the names of built-in ones. A `task`
-    replaces settings.task (see lagrpo.tasks). `resume` is the directory of a run, which goes on from its newest
-    checkpoint with its own settings, or auto: the run called run.name, if there is one.
+    source: path of a TOML file, name of a packaged one (demo, gsm8k, deepscaler), mapping or Settings; None: all
+        defaults. `settings` changes single values: {"schedule.sync_every": 4}; `model` is short for model.path.
+    data: path, hub id, datasets.Dataset, or list of dicts, with the columns prompt (or question) and answer.
+    rewards: functions f(completion, answer) -> float, or in TRL's or verl's signature, or names of built-in ones.
+    task: object that replaces settings.task (lagrpo.tasks.Task). callbacks: called after each batch is on disk.
+    resume: directory of a run to resume with its own settings, or "auto": the run called run.name, if it exists.
 
-    Ctrl-C and SIGTERM end the run after the batch under way, or at once while it samples, and write a checkpoint and
-    the weights. Under torchrun all processes call this, and return the same; the callbacks of rank 0 are called.
-
-    Raises SettingsError, TypeError for arguments of another type, and errors of FAILURES.
+    Ctrl-C or SIGTERM stops the run after the current update and writes a checkpoint. Under torchrun every process calls
+    this and gets the same Result; only rank 0 calls `callbacks`. Raises SettingsError for input that cannot be run,
+    TypeError for arguments of a wrong type, and an error of FAILURES if the run fails.
     """
     if task is not None and not isinstance(task, Task):
         raise TypeError(f"task: {task!r:.80} {NOT_A_TASK}")

@@ -108,7 +108,7 @@ def check_tokens(run: RecordedRun, count: int | None, seed: int) -> None:
 
 
 def column_of(row: Row, name: str) -> Tensor:
-    """A column of log-probs [t], NaN where it is null."""
+    """A column of log-probs [t], NaN for null."""
     values = row[name] or [None] * len(row["token_ids"])
     return torch.tensor([math.nan if value is None else value for value in values], dtype=torch.float64)
 

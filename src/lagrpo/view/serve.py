@@ -59,8 +59,7 @@ def view(
 
 
 class Server(ThreadingHTTPServer):
-    """Answers / with the page of these runs and /data?stamp=S with newer data than that of stamp S: 204 if there is
-    none."""
+    """Answers / with the page of these runs and /data?stamp=S with data newer than stamp S, or 204 without any."""
 
     daemon_threads = True
 

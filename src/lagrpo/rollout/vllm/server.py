@@ -34,7 +34,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 START_TIMEOUT = 1200.0  # seconds until a server must be ready
 EXTENSION = "lagrpo_extension.Worker"
 LORA_RANKS = (0, 1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM 0.32 can be started with
-# All layers but the head: vLLM 0.32 dies when it computes log-probs of a prompt with an adapter beside the head.
+# All layers but the head: vLLM 0.32 dies when it computes log-probs of a prompt with an adapter on the head.
 LORA_LAYERS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj")
 GUARD = """
 import os, select, signal, subprocess, sys
