@@ -100,11 +100,12 @@ class PlainDisplay(Display):
         self.show_start()
 
     def show_start(self) -> None:
-        self.note(f"{self.title}: {self.total} batches\n{LEGEND}")
+        self.note(f"directory   {self.path}")
 
     def on_batch(self, metrics: Metrics, rollouts: Sequence[Metrics]) -> None:
         if not self.rows:
-            self.note("  ".join([*(column.heading.rjust(column.width) for column in COLUMNS), "    left"]))
+            heading = "  ".join([*(column.heading.rjust(column.width) for column in COLUMNS), "    left"])
+            self.note(f"{LEGEND}\n{heading}")
         self.rows = (*self.rows, dict(metrics))[-ROWS:]
         texts = [column.text(metrics).rjust(column.width) for column in COLUMNS]
         self.note("  ".join([*texts, self.time_left().rjust(8)]))
