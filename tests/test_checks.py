@@ -42,7 +42,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"model": {"path": "model", "chat_template": "nosuch"}}, "model.chat_template: nosuch: No such file"),
     ({"run": {"name": "../x"}}, "run: run.name = '../x' is not .*run.output_dir"),
     ({"run": {"name": "taken"}}, "run: runs/taken already exists and is not empty: choose another"),
-    ({"run": {"output_dir": "file"}}, "run: file cannot be written"),
+    ({"run": {"output_dir": "file"}}, "run: cannot write to file"),
     ({"rollout": {"num_generations": 1}}, "rollout.num_generations = 1: .* 2 or more"),
     ({"task": {"name": "gsm"}}, "task.name: no task 'gsm'.* Did you mean 'gsm8k'"),
     ({"task": {"options": {"numbers": 4}}}, "task.options: the task 'arithmetic' has no option 'numbers'"),

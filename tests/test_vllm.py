@@ -88,7 +88,7 @@ def test_unusable_completion_fails_and_never_has_a_log_prob_of_zero(fake, engine
         ({"logprobs": (-0.5, -9999.0)}, "a log-prob that is not finite"),  # as vLLM writes -inf
         ({"logprobs": (-0.5,)}, "a log-prob that is not finite"),
         ({"tokens": ()}, "('stop') after 0 tokens"),
-        ({"end": "error"}, "'error' after 2 tokens"),
+        ({"end": "error"}, "('error') after 2 tokens"),
     ]
     for changes, reason in cases:
         fake.answers[GENERATE] = lambda _, own=changes: (200, {"choices": [choice(fake.label, **own)]})

@@ -94,7 +94,7 @@ def test_knob_of_a_recipe_accepts_a_user_function():
         ("grpo", {"beta": -0.1}, "beta must be at least 0"),
         ("dr_grpo", {"eps_std": 0.1}, "eps_std has no effect on recipe"),
         ("grpo", {"mask": "ring"}, "mask has no effect on recipe"),
-        ("grpo", {"correction": "truncated"}, "pi/alpha already holds"),
+        ("grpo", {"correction": "truncated"}, "ratio already contains"),
         ("geppo", {"denominator": "pi_k"}, "clipped_exact is centered on pi_k/alpha"),
         ("opmd_pairwise", {"correction": "truncated"}, "opmd_pairwise compares them"),
         ("grpo_tis", {"correction_cap": 0.9}, "correction_cap must be at least 1"),

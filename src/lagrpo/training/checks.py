@@ -143,7 +143,8 @@ def find_changes(settings: Settings, run: Path) -> dict[str, tuple[Any, Any]]:
     names = [name for name in now | before if name not in OF_CALL and before.get(name) != now.get(name)]
     if wrong := [name for name in names if not _may_change(name, settings, saved)]:
         lines = [f"{n} = {json.dumps(now.get(n))}, but the run has {json.dumps(before.get(n))}" for n in wrong]
-        raise SettingsError("\n".join(lines) + ": a resumed run cannot change this")
+        more = " (more batches need a run with lr_scheduler_type = 'constant')" * ("schedule.batches" in wrong)
+        raise SettingsError("\n".join(lines) + f": a resumed run cannot change this{more}")
     return {name: (before.get(name), now.get(name)) for name in names}
 
 
