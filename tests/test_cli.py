@@ -272,6 +272,7 @@ def test_signal_ends_a_run_after_its_batch(start, tmp_path, signum, code):
     run = tmp_path / "runs" / "one"
     assert rollout_batches(run) == [m["step"] for m in load_metrics(run)]
     assert (run / "weights" / "final" / "model.safetensors").is_file()
+    assert (run / "reward.png").is_file()
     assert leftovers(run) == []
     wait_for_end(process.pid)
 
