@@ -12,11 +12,13 @@ from each import each
 from running import leftovers, tiny_settings, without_timings
 from safetensors.torch import load_file
 from sample_task import load
-from tiny import save_tiny
+from test_trainer import assembled, generate_groups, judge_groups
+from tiny import save_tiny, tiny_policy
 
 import lagrpo
+from lagrpo.core.recipes import RECIPES, resolve
 from lagrpo.errors import SettingsError
-from lagrpo.model.model import Policy
+from lagrpo.model.model import Policy, copy_policy
 from lagrpo.rollout.local import ContinuousBatch
 from lagrpo.rollout.schedule import Schedule, lags
 from lagrpo.runs import Run, load_evaluations, load_metrics, load_rollouts
@@ -24,9 +26,10 @@ from lagrpo.runs.reading import load_evaluation_records, rollout_batches
 from lagrpo.settings.load import load_settings, to_toml
 from lagrpo.settings.schema import Settings
 from lagrpo.training.callbacks import Callback
+from lagrpo.training.checks import check_settings
 from lagrpo.training.master_weights import MasterWeights
 from lagrpo.training.run import train
-from lagrpo.training.trainer import Trainer
+from lagrpo.training.trainer import Optimization, Trainer
 
 BF16: dict[str, dict[str, Any]] = {"model": {"dtype": "bfloat16"}}
 
@@ -57,6 +60,21 @@ def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool
 
 
 # What is recorded
+
+
+def test_every_recipe_is_accepted_and_moves_the_policy_from_stale_completions():
+    groups = judge_groups(generate_groups(tiny_policy(), count=2))
+    for name in RECIPES:
+        check_settings(load_settings({"loss": {"recipe": name}}))
+        policy, recipe = tiny_policy(), resolve(name)
+        reference = copy_policy(policy) if recipe.needs_pi_ref else None
+        trainer = Trainer(policy, recipe, Optimization(lr=1e-2), reference)
+        for version in (1, 2):
+            before = {name: weight.clone() for name, weight in policy.weights.items()}
+            trainer.step(trainer.pack(assembled(recipe, groups), 999))
+            assert policy.version == version
+            assert not same(before, dict(policy.weights)), name
+            assert all(bool(weight.isfinite().all()) for weight in policy.weights.values()), name
 
 
 @each(("kind", "v", "i", "batches"), [("every", 1, 10, 4), ("every", 3, 2, 8), ("lagged", 2, 1, 6)])
