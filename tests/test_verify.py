@@ -215,10 +215,10 @@ def test_swapped_weights_are_found(run):
     ["reward", "frac_reward_zero_std", "completions/clipped_ratio", "rollout/ess", "rollout/seq_kl", "improvement"],
 )
 def test_changed_metric_is_found(run, name):
-    change_lines(run, lambda lines: lines[1].__setitem__(name, lines[1][name] + 0.125))
+    change_lines(run, lambda lines: lines[1].__setitem__(name, (lines[1][name] or 0.0) + 0.125))
     (found,) = verify_run(run, 1).differences
     assert (found.where, found.what) == ("metrics.jsonl, line 2 (step 2)", name)
-    assert found.found == pytest.approx(found.expected + 0.125)
+    assert found.found == pytest.approx((found.expected or 0.0) + 0.125)
 
 
 @pytest.mark.parametrize(
