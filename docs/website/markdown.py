@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import cache
 from itertools import pairwise
 
 from markdown_it import MarkdownIt
@@ -25,12 +26,14 @@ def links(text: str) -> list[str]:
     return [str(target) for target in found if target and not OUTSIDE.match(str(target))]
 
 
+@cache
 def code(text: str) -> list[tuple[str, str]]:
     """Blocks of code as (language, text); what stands in a line of its paragraph has the language "inline"."""
     blocks = [(token.info.strip(), token.content) for token in PARSER.parse(text) if token.type == "fence"]
     return blocks + [("inline", token.content) for token in inline(text) if token.type == "code_inline"]
 
 
+@cache
 def anchors(text: str) -> set[str]:
     """The anchors that GitHub gives the headings of a page, and those that it sets itself."""
     found: set[str] = set(re.findall(r'<a id="([^"]+)">', text))
