@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+from collections.abc import Callable
 from functools import cache
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -10,6 +12,8 @@ from typing import Any
 
 from lagrpo.runs import environment, files, plots
 from lagrpo.settings.load import flatten
+from lagrpo.terminal.display import Display
+from lagrpo.training.callbacks import Callback
 
 TIMINGS = ("time/", "tokens_per_s/")
 
@@ -65,3 +69,19 @@ def children() -> set[BaseProcess]:
 def leftovers(root: Path) -> list[str]:
     """Temporary files, and processes that this test started and that are still there."""
     return [str(path) for path in root.rglob("*.tmp")] + [str(p) for p in children()]
+
+
+class SendSignal(Callback):
+    """Sends a signal to a process in the first phase of this name after so many batches."""
+
+    def __init__(self, phase: str, number: int, pid: Callable[[], int], after: int) -> None:
+        self.wanted, self.number, self.pid, self.after, self.batches = phase, number, pid, after, 0
+        Display.phase = lambda display, name: self.phase(name)  # type: ignore[method-assign]
+
+    def phase(self, name: str) -> None:
+        if name == self.wanted and self.batches >= self.after:
+            self.wanted = ""
+            os.kill(self.pid(), self.number)
+
+    def on_batch(self, metrics, rollouts) -> None:
+        self.batches = metrics["step"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import time
 from pathlib import Path
@@ -24,7 +23,6 @@ from tiny import save_tiny
 
 from lagrpo.errors import SettingsError
 from lagrpo.runs import load_evaluations, load_metrics
-from lagrpo.runs.files import write_atomically
 from lagrpo.settings.load import to_toml
 
 TESTS = Path(__file__).parent
@@ -193,26 +191,16 @@ def test_studies_of_the_papers_can_run_and_their_records_load(name, tmp_path, mo
 # A whole study
 
 
-class Forked:
-    """What `start_run` returns, of a process that has imported everything before."""
-
-    def __init__(self, run: Any, threads: int) -> None:
-        write_atomically(Path(f"{run.path}.toml"), to_toml(run.settings))
-        self.process = start([f"{run.path}.toml", "--resume", "auto"], Path(f"{run.path}.log"))
-
-    def poll(self) -> int | None:
-        return self.process.exitcode
-
-    def terminate(self) -> None:
-        os.kill(self.process.pid, signal.SIGTERM)
-
-    def wait(self) -> None:
-        self.process.join()
+def start_forked(run: Any, threads: int) -> Any:
+    """As `start_run`, a process that has imported everything before."""
+    Path(f"{run.path}.toml").write_text(to_toml(run.settings))
+    process = start([f"{run.path}.toml", "--resume", "auto"], Path(f"{run.path}.log"))
+    return SimpleNamespace(poll=lambda: process.exitcode, terminate=process.terminate, wait=process.join)
 
 
 def test_study_ended_by_a_signal_resumes_and_reports(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(study.__main__, "start_run", Forked)
+    monkeypatch.setattr(study.__main__, "start_run", start_forked)
     file = study_file(tmp_path, set={"schedule": {"batches": 12}, "checkpoint": {"save_every": 1}})
     out, first = tmp_path / "runs" / "studies" / "study", "v-1-seed3"
     lines = out / first / "metrics.jsonl"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import pytest
 import torch
 from chaos import KINDS, Sections, leaves, merged
 from ranks import RankEndError, together
-from running import options, tiny_settings, without_timings
+from running import SendSignal, options, tiny_settings, without_timings
 from safetensors.torch import load_file
 from tiny import save_tiny
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -23,7 +22,6 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from lagrpo import Callback, cli, train
 from lagrpo.runs import load_events, load_metrics, load_rollouts
-from lagrpo.terminal.display import Display
 from lagrpo.training import build
 from lagrpo.training.checkpoint import find_checkpoint
 from lagrpo.training.run import Result
@@ -135,26 +133,10 @@ def test_ranks_make_the_run_of_one(whole, alone, kind, shard, size):
     assert configs[0] == configs[1]
 
 
-class Signal(Callback):
-    """Sends a signal to a process in the first phase of this name after so many batches."""
-
-    def __init__(self, phase: str, number: int, pid: Callable[[], int], after: int) -> None:
-        self.wanted, self.number, self.pid, self.after, self.batches = phase, number, pid, after, 0
-        Display.phase = lambda display, name: self.phase(name)  # type: ignore[method-assign]
-
-    def phase(self, name: str) -> None:
-        if name == self.wanted and self.batches >= self.after:
-            self.wanted = ""
-            os.kill(self.pid(), self.number)
-
-    def on_batch(self, metrics, rollouts) -> None:
-        self.batches = metrics["step"]
-
-
 def strike(root: Path, phase: str, number: int, victim: int, rank: int, after: int = 2) -> list[Callback]:
     """On rank 0: send the signal to rank `victim` in that phase."""
     (root / f"pid-{rank}").write_text(str(os.getpid()))
-    return [Signal(phase, number, lambda: int((root / f"pid-{victim}").read_text()), after)] if rank == 0 else []
+    return [SendSignal(phase, number, lambda: int((root / f"pid-{victim}").read_text()), after)] if rank == 0 else []
 
 
 def check_last_checkpoint(root: Path) -> None:

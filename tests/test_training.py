@@ -28,7 +28,7 @@ from lagrpo.settings.schema import Settings
 from lagrpo.training.callbacks import Callback
 from lagrpo.training.checks import check_settings
 from lagrpo.training.master_weights import MasterWeights
-from lagrpo.training.run import train
+from lagrpo.training.run import FAILURES, train
 from lagrpo.training.trainer import Optimization, Trainer
 
 BF16: dict[str, dict[str, Any]] = {"model": {"dtype": "bfloat16"}}
@@ -278,6 +278,8 @@ def test_second_signal_ends_at_once_and_leaves_nothing_half_done(settings, monke
     [
         (Trainer, "update", FloatingPointError("the gradient is not finite"), "Go on after batch 2 with"),
         (Run, "record", OSError(28, "No space left on device"), "No checkpoint yet; to begin again"),
+        (Trainer, "step", MemoryError(), "Go on after batch 2 with"),
+        (Trainer, "accumulate", torch.OutOfMemoryError("CUDA out of memory"), "Go on after batch 2 with"),
     ],
 )
 def test_error_keeps_what_was_learned_and_says_where(run, tmp_path, owner, name, error, way):
@@ -294,7 +296,9 @@ def test_error_keeps_what_was_learned_and_says_where(run, tmp_path, owner, name,
         with pytest.raises(type(error)) as raised:
             run(run={"name": name}, schedule={"batches": 4})
     directory = tmp_path / "runs" / name
-    note, way_on = raised.value.__notes__
+    assert isinstance(error, FAILURES)  # for the command, which says it without a traceback
+    note, *cures, way_on = raised.value.__notes__
+    assert ["lower optimizer.micro_batch_tokens" in cure for cure in cures] == [True] * (name in ("step", "accumulate"))
     assert note.startswith(f"The run until then: {directory} (2 of 4 batches are finished; the policy has had ")
     assert way_on == f"{way}: lagrpo train --resume {directory}"
     assert weights(directory / "weights" / "final")
