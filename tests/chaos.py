@@ -92,6 +92,7 @@ def start(words: Sequence[str], log: Path) -> Any:
 def _be_the_command(words: Sequence[str], log: Path) -> None:
     os.setsid()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with log.open("ab", buffering=0) as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import datasets
 import pytest
 from running import tiny_settings
+from sample_rewards import correct, short
 from tiny import save_tiny
 
 import lagrpo
@@ -15,14 +15,6 @@ from lagrpo.errors import SettingsError
 from lagrpo.runs import load_rollouts
 
 ROWS = [{"question": f"{n} + 1?", "answer": str(n + 1)} for n in range(20)]
-
-
-def correct(completion: str, answer: str) -> float:
-    return float(answer in completion)
-
-
-def short(prompts: list[Any], completions: list[Any], **columns: Any) -> list[float]:
-    return [1.0 / (1 + len(completion)) for completion in completions]
 
 
 @pytest.fixture

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
+import functools
+import logging
 import shlex
-import subprocess
-import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -304,41 +304,34 @@ def test_decoding_step_equals_layer_by_layer_decoding(kind, changes):
         assert torch.equal(one.view(torch.int16), other.view(torch.int16))
 
 
-# ---- how they are had: in processes of their own, with a cache of their own ----
+# ---- how they are had, with a cache of their own ----
 
 
-def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True, timeout=300
-    )
+def chosen(monkeypatch, choice: str, compiler: str, cache: Path) -> str:
+    """The backend that a new process would choose."""
+    monkeypatch.setenv("CC", compiler)
+    monkeypatch.setenv("LAGRPO_CACHE", str(cache))
+    monkeypatch.setattr(library, "_library", functools.cache(library._library.__wrapped__))
+    return str(choose_backend(choice, "cpu", torch.float32))
 
 
-CHOOSE = """
-import torch
-from lagrpo.logs import print_records
-from lagrpo.model.backend import choose_backend
-print_records()
-print(choose_backend({choice!r}, "cpu", torch.float32))
-"""
-
-
-def test_the_library_is_compiled_once_and_then_loaded(tmp_path):
-    """In a hurry, by a compiler that does not optimize."""
-    compiler = tmp_path / "cc"
-    compiler.write_text(f'#!/bin/sh\nexec {shlex.join(library._compiler())} "$@" -O0\n')
+def test_the_library_is_compiled_once_and_then_loaded(tmp_path, monkeypatch, caplog):
+    """By a compiler that writes what was compiled before."""
+    compiler, made = tmp_path / "cc", shlex.quote(library._library()[0]._name)
+    say, compile = '[ "$1" = --version ] && exec echo cc', f'while [ "$1" != -o ]; do shift; done; exec cp {made} "$2"'
+    compiler.write_text(f"#!/bin/sh\n{say}\n{compile}\n")
     compiler.chmod(0o755)
-    given = {"LAGRPO_CACHE": str(tmp_path / "cache"), "CC": str(compiler)}
-    first, second = (python(CHOOSE.format(choice="auto"), **given) for _ in range(2))
-    assert first.stdout.startswith("C kernels (")
-    assert second.stdout == first.stdout
-    assert "compiling" in first.stderr
-    assert "compiling" not in second.stderr
+    with caplog.at_level(logging.INFO):
+        first, second = (chosen(monkeypatch, "auto", str(compiler), tmp_path / "cache") for _ in range(2))
+    assert first.startswith("C kernels (")
+    assert second == first
+    assert ["compiling" in message for message in caplog.messages] == [True]
     assert len([*(tmp_path / "cache" / "kernels").iterdir()]) == 1
 
 
-@each("compiler", ["no-such-compiler", "/bin/false"])
-def test_without_a_compiler_pytorch_computes_and_says_why(tmp_path, compiler):
-    given = {"LAGRPO_CACHE": str(tmp_path), "CC": compiler}
-    assert python(CHOOSE.format(choice="auto"), **given).stdout.startswith(f"PyTorch (no C kernels: {compiler} ")
-    assert "the C kernels are unavailable here" in python(CHOOSE.format(choice="c"), **given).stderr
+@pytest.mark.parametrize("compiler", ["no-such-compiler", "/bin/false"])
+def test_without_a_compiler_pytorch_computes_and_says_why(tmp_path, monkeypatch, compiler):
+    assert chosen(monkeypatch, "auto", compiler, tmp_path).startswith(f"PyTorch (no C kernels: {compiler} ")
+    with pytest.raises(library.NoKernels, match="the C kernels are unavailable here"):
+        chosen(monkeypatch, "c", compiler, tmp_path)
     assert not [*tmp_path.rglob("*.so")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 from functools import cache, partial
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 from chaos import KINDS, leaves, merged
-from running import tiny_settings
+from running import SendSignal, tiny_settings
 from tiny import save_tiny
 
 from lagrpo import Callback, train
@@ -124,20 +125,8 @@ def test_killed_run_resumes_bit_for_bit(whole, undisturbed, tmp_path, kind, batc
     [("asking ahead", "sampling"), ("asking ahead", "evaluation (batch-000004)"), ("lagged", "weight sync")],
 )
 def test_signal_in_any_phase_loses_nothing(begin, undisturbed, monkeypatch, kind, phase):
-    class Stop(Callback):
-        batch, sent = 0, False
-
-        def look(self, name: str) -> None:
-            if name == phase and self.batch >= 2 and not self.sent:
-                self.sent = True
-                signal.raise_signal(signal.SIGTERM)
-
-        def on_batch(self, metrics, rollouts) -> None:
-            self.batch = metrics["step"]
-
-    stop = Stop()
-    monkeypatch.setattr(Display, "phase", lambda display, name: stop.look(name))
-    stopped = begin("run", stop, **KINDS[kind])
+    monkeypatch.setattr(Display, "phase", Display.phase)  # to give it back
+    stopped = begin("run", SendSignal(phase, signal.SIGTERM, os.getpid, after=2), **KINDS[kind])
     assert stopped.interrupted == signal.SIGTERM
     assert 2 <= stopped.batches < 6
     assert differing(go_on(stopped.run).run, undisturbed(kind)) == []
