@@ -83,7 +83,7 @@ def run(tmp_path):
     return go
 
 
-def test_resumed_run_computes_with_the_recorded_number_or_says_that_its_bits_differ(tmp_path, monkeypatch, capsys):
+def test_resume_uses_the_recorded_number_of_threads_and_warns_about_another(tmp_path, monkeypatch, capsys):
     model = save_tiny(tmp_path / "model")
 
     def run(batches: int) -> Path:
