@@ -53,7 +53,7 @@ ROWS: Sequence[Sequence[tuple[str, str]]] = (
         ("runs", "files of a run"),
     ),
 )
-STEPS = {"cli": "1", "training": "2, 5", "rollout": "3", "rewards": "4", "core": "6"}  # where a batch passes
+STEPS = {"cli": "1", "training": "1, 4, 5", "rollout": "2", "rewards": "3", "core": "6"}  # where a batch passes
 LEGEND = "A package imports only packages in rows below it. Numbers: the path of a batch."
 SMALL = "types.py, rng.py, errors.py, logs.py, machine.py: small files that all but core may import"
 WIDTH, BOX, GAP, HEIGHT, STEP, TOP = 920, 218, 12, 44, 54, 34

@@ -59,7 +59,7 @@ def test_named_rewards_and_a_file_with_changed_settings(given, tmp_path):
     ("wrong", "message"),
     [
         ({"data": [{"text": "a"}] * 9, "rewards": [correct]}, "no column 'prompt' .*; the columns are text"),
-        ({"data": ROWS, "rewards": [lambda x: 1.0]}, "a reward function takes"),
+        ({"data": ROWS, "rewards": [lambda x: 1.0]}, "name the parameters"),
         ({"data": ROWS, "rewards": ["exakt"]}, "exakt"),
         ({"settings": {"schedule.sync_evry": 3}}, "schedule.sync_every"),
     ],

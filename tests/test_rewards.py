@@ -55,7 +55,7 @@ def test_trl_signature_gets_lists_and_the_columns_in_the_form_of_the_prompt():
 
 def test_function_of_another_signature_is_rejected():
     for function, row, message in [
-        (lambda text, gold: 0.0, None, r"\(text, gold\): a reward function takes \(completion, answer\)"),
+        (lambda text, gold: 0.0, None, r"\(text, gold\): name the parameters \(completion, answer\)"),
         (lambda completion, anwser: 0.0, None, "takes 'anwser'.*Did you mean 'answer'"),
         (lambda completions, levl, **columns: [], {"level": 1}, "takes 'levl'.*Did you mean 'level'"),
         (lambda completion, /: 0.0, None, "takes 'completion': lagrpo passes .* by name"),

@@ -1,9 +1,14 @@
 """How Sphinx builds the site (`make docs`): the Markdown pages of the repository, README.md first."""
 
+import re
 from typing import Any
 
+from docutils import nodes
+from latex2mathml.converter import convert
+
 project = html_title = "lagrpo"
-extensions = ["myst_parser", "sphinx.ext.mathjax"]
+extensions = ["myst_parser"]
+html_math_renderer = "mathml"  # needs no script and no network
 root_doc = "README"
 include_patterns = ["*.md", "docs/*.md", "reports/*.md", "benchmarks/**.md", "experiments/*.md", "conformance/*.md"]
 exclude_patterns = [".*", "build", "runs", "site", "src", "tests"]
@@ -34,5 +39,13 @@ def add_navigation(app: Any, page: str, source: list[str]) -> None:
         source[0] += "\n".join([*lines, ""])
 
 
+def add_formula(page: Any, node: Any) -> None:
+    """Write a formula as MathML. latex2mathml wants the letter of \\mathbb in braces."""
+    display = "block" if isinstance(node, nodes.math_block) else "inline"
+    page.body.append(convert(re.sub(r"\\mathbb ?(\w)", r"\\mathbb{\1}", node.astext()), display=display))
+    raise nodes.SkipNode
+
+
 def setup(app: Any) -> None:
     app.connect("source-read", add_navigation)
+    app.add_html_math_renderer("mathml", (add_formula, None), (add_formula, None))

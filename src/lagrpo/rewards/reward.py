@@ -89,7 +89,7 @@ class Reward:
                 "(prompts, completions, **columns) as in TRL, or (data_source, solution_str, ground_truth) as in verl"
             )
             named = f"{self.title}({', '.join(self._parameters)})"
-            raise ValueError(f"{named}: a reward function takes (completion, answer), {others}")
+            raise ValueError(f"{named}: name the parameters (completion, answer), {others}")
 
     @cached_property
     def style(self) -> Any:
