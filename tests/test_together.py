@@ -16,6 +16,7 @@ from chaos import KINDS, Sections, leaves, merged
 from ranks import RankEndError, together
 from running import SendSignal, options, tiny_settings, without_timings
 from safetensors.torch import load_file
+from test_resume import cut_to
 from tiny import save_tiny
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -208,18 +209,16 @@ def test_stopped_run_resumes_to_the_bit(settings, whole, tmp_path, phase, shard,
     assert [key for key in expected if found.get(key) != expected[key]] == []
 
 
-@pytest.mark.parametrize(("shards", "after"), [(("zero1", "fsdp2"), 2), (("fsdp2", "zero1"), 1)])
-def test_run_resumes_with_another_number_of_ranks(settings, alone, shards, after):
-    own = settings("run", KINDS["asking ahead"], sharded(shards[0]), {"schedule": {"batches": 3}})
-    short = only_result(together(3, own))
-    longer = merged({"schedule": {"batches": 6}}, sharded(shards[1]))
-    together_again = partial(together, after, longer, resume=short.run)
-    long = only_result(together_again()) if after > 1 else train(longer, resume=short.run)
-    whole = alone("asking ahead")
-    assert [row["token_ids"] for row in load_rollouts(long.run)] == [row["token_ids"] for row in load_rollouts(whole)]
-    check_same_weights(long.run, whole)
-    resumed = next(event for event in load_events(long.run) if event["event"] == "resumed")
-    assert resumed["moved"]["ranks"] == [3, after]
+@pytest.mark.parametrize(("shards", "after"), [(("zero1", "fsdp2"), 3), (("fsdp2", "zero1"), 1)])
+def test_run_resumes_with_another_number_of_ranks(whole, alone, tmp_path, shards, after):
+    given, stopped = sharded(shards[1]), cut_to(whole("asking ahead", shards[0], 2), 3, tmp_path)
+    run = (only_result(together(after, given, resume=stopped)) if after > 1 else train(given, resume=stopped)).run
+    assert [r["token_ids"] for r in load_rollouts(run)] == [
+        r["token_ids"] for r in load_rollouts(alone("asking ahead"))
+    ]
+    check_same_weights(run, alone("asking ahead"))
+    resumed = next(event for event in load_events(run) if event["event"] == "resumed")
+    assert resumed["moved"]["ranks"] == [2, after]
 
 
 def load_another_model(rank: int) -> tuple[()]:
