@@ -213,9 +213,8 @@ def test_stopped_run_resumes_to_the_bit(settings, whole, tmp_path, phase, shard,
 def test_run_resumes_with_another_number_of_ranks(whole, alone, tmp_path, shards, after):
     given, stopped = sharded(shards[1]), cut_to(whole("asking ahead", shards[0], 2), 3, tmp_path)
     run = (only_result(together(after, given, resume=stopped)) if after > 1 else train(given, resume=stopped)).run
-    assert [r["token_ids"] for r in load_rollouts(run)] == [
-        r["token_ids"] for r in load_rollouts(alone("asking ahead"))
-    ]
+    found, expected = ([row["token_ids"] for row in load_rollouts(r)] for r in (run, alone("asking ahead")))
+    assert found == expected
     check_same_weights(run, alone("asking ahead"))
     resumed = next(event for event in load_events(run) if event["event"] == "resumed")
     assert resumed["moved"]["ranks"] == [2, after]
