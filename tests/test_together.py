@@ -191,7 +191,7 @@ def test_torchrun_resumes_after_a_restart_and_names_the_first_error(settings, tm
         elastic_launch(launch, train_until_the_sixth_update_fails)(*options(settings("run")), "--resume", "auto")
     rank, failure = error.value.get_first_failure()
     assert rank == 1
-    assert failure.message["message"].startswith("ZeroDivisionError")
+    assert "ZeroDivisionError" in str(failure.message)
     assert [m["step"] for m in load_metrics(tmp_path / "run")] == [1, 2, 3, 4]
     assert [e["step"] for e in load_events(tmp_path / "run") if e["event"] == "resumed"] == [2]
 
