@@ -84,13 +84,14 @@ def leaves(run: Path, exact: bool) -> dict[str, Any]:
 
 def start(words: Sequence[str], log: Path) -> Any:
     """`lagrpo train` in a process group of its own, with what it prints in `log`."""
-    process = forks.Process(target=_be_the_command, args=(words, log))
+    process = forks.Process(target=_be_the_command, args=(words, log, os.getcwd()))
     process.start()
     return process
 
 
-def _be_the_command(words: Sequence[str], log: Path) -> None:
+def _be_the_command(words: Sequence[str], log: Path, directory: str) -> None:
     os.setsid()
+    os.chdir(directory)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with log.open("ab", buffering=0) as file:

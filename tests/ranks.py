@@ -1,11 +1,10 @@
-"""Several ranks in tests: processes with the environment that torchrun gives, forked from one process that has imported
-everything. `run_on_ranks` calls a function on processes that stay for later calls, `together` makes a run."""
+"""Several ranks in tests: three processes that stay, with the environment that torchrun gives. `run_on_ranks` calls a
+function on each of them, `together` makes a run. If one fails, all are ended, and the next call starts others."""
 
 from __future__ import annotations
 
 import os
 import pickle
-import signal
 import socket
 import traceback
 from collections.abc import Callable, Sequence
@@ -21,9 +20,9 @@ from lagrpo.training.callbacks import Callback
 
 DEADLINE = 180.0  # seconds for all ranks on a busy machine
 GRACE = 20.0  # seconds for each of the others, when one has failed
-LARGEST = 3  # ranks in a group
-_staying: tuple[list[Any], list[Connection]] | None = None  # processes, and the connections to them
+TIMEOUT = timedelta(seconds=60)  # of collectives
 Prepare = Callable[[int], Sequence[Callback]]
+_staying: list[tuple[Any, Connection]] = []  # processes, and the connections to them
 
 
 class RankEndError(Exception):
@@ -31,16 +30,10 @@ class RankEndError(Exception):
 
 
 def run_on_ranks(function: Callable[..., Any], *given: Any, size: int = 3) -> list[Any]:
-    """What function(group, *given) returns on each rank of a group (gloo) of at most LARGEST. The function is one that
+    """What function(group, *given) returns on each rank of a group (gloo) of at most three. The function is one that
     can be imported; what it gets and returns is pickled. Raises AssertionError with what each said if one fails."""
-    global _staying
-    processes, ends = _staying = _staying or _start(LARGEST, _stay, b"")
-    for end in ends[:size]:
-        end.send_bytes(pickle.dumps((function, given, size)))
-    found = _results(ends[:size])
-    if any(one is None or isinstance(one, RankEndError) for one in found):
-        _staying = None
-        _kill(processes)
+    found = _call(size, _call_in_group, function, *given)
+    if any(map(_has_failed, found)):
         raise AssertionError("\n\n".join(f"rank {rank}: {one!s:.5000}" for rank, one in enumerate(found)))
     return found
 
@@ -48,45 +41,36 @@ def run_on_ranks(function: Callable[..., Any], *given: Any, size: int = 3) -> li
 def together(size: int, settings: dict[str, Any], prepare: Prepare | None = None, resume: Any = None) -> list[Any]:
     """A run of `size` ranks: what each returns, RankEndError if it raises, None if it was killed. On every rank
     `prepare(rank)`, which must be importable, comes first, and gives its callbacks."""
-    processes, ends = _start(size, _train, pickle.dumps((settings, prepare, resume)))
-    try:
-        return _results(ends)
-    finally:
-        _kill(processes)
+    return _call(size, _train, settings, prepare, resume)
 
 
-def _start(size: int, work: Callable[..., Any], given: bytes) -> tuple[list[Any], list[Connection]]:
-    """The processes, and what each of them sends its results by."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    processes, ends = [], list[Connection]()
-    for rank in range(size):
+def _call(size: int, work: Callable[..., Any], *given: Any) -> list[Any]:
+    while len(_staying) < 3:
         ours, theirs = forks.Pipe()
-        place = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
-        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        environment = {n: str(v) for n, v in place.items()}
-        process = forks.Process(target=_be_rank, args=(theirs, environment, work, given), daemon=work is _stay)
+        process = forks.Process(target=_stay, args=(theirs,), daemon=True)
         process.start()
         theirs.close()
-        processes.append(process)
-        ends.append(ours)
-    return processes, ends
-
-
-def _kill(processes: Sequence[Any]) -> None:
-    for process in processes:
-        with suppress(ProcessLookupError):
-            os.kill(process.pid, signal.SIGKILL)
-        process.join()
-
-
-def _results(ends: Sequence[Connection]) -> list[Any]:
-    found, deadline = [], DEADLINE
-    for end in ends:
+        _staying.append((process, ours))
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    for rank, (_, end) in enumerate(_staying[:size]):
+        place = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
+        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        end.send_bytes(pickle.dumps(({n: str(v) for n, v in place.items()}, work, given)))
+    found, deadline = list[Any](), DEADLINE
+    for _, end in _staying[:size]:
         found.append(_result(end, deadline))
-        if isinstance(found[-1], RankEndError):
-            deadline = GRACE
+        deadline = GRACE if _has_failed(found[-1]) else deadline
+    if any(map(_has_failed, found)):
+        for process, _ in _staying:
+            process.kill()
+            process.join()
+        _staying.clear()
     return found
+
+
+def _has_failed(found: Any) -> bool:
+    return found is None or isinstance(found, RankEndError)
 
 
 def _result(end: Connection, deadline: float) -> Any:
@@ -96,46 +80,36 @@ def _result(end: Connection, deadline: float) -> Any:
         return None
 
 
-def _be_rank(end: Connection, environment: dict[str, str], work: Callable[..., Any], given: bytes) -> None:
-    os.environ |= environment
-    work(end, given)
-
-
-def _answer(end: Connection, call: Callable[[], Any]) -> None:
-    """Send what the call returns or raises."""
-    try:
-        found = call()
-    except BaseException as error:  # noqa: BLE001 - the test is told
-        said = [f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ()), traceback.format_exc()]
-        found = RankEndError("\n".join(said))
-    end.send_bytes(pickle.dumps(found))
-
-
-def _stay(end: Connection, given: bytes) -> None:
+def _stay(end: Connection) -> None:
     import torch
-    import torch.distributed as dist
+
+    from lagrpo.training import ranks
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    groups = {size: dist.new_group(range(size)) for size in range(1, LARGEST + 1)}
-
-    def call() -> Any:
-        function, more, size = pickle.loads(asked)
-        return function(groups[size], *more)
-
-    with suppress(EOFError):  # the test process has ended
+    ranks.TIMEOUT = TIMEOUT
+    skip_curves_and_syncs()
+    with suppress(EOFError):  # the tests have ended
         while asked := end.recv_bytes():
-            _answer(end, call)
+            try:
+                place, work, given = pickle.loads(asked)
+                os.environ |= place
+                found = work(*given)
+            except BaseException as error:  # noqa: BLE001 - the test is told
+                said = [f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ()), traceback.format_exc()]
+                found = RankEndError("\n".join(said))
+            end.send_bytes(pickle.dumps(found))
 
 
-def _train(end: Connection, given: bytes) -> None:
-    from lagrpo.training import ranks
+def _call_in_group(function: Callable[..., Any], *given: Any) -> Any:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", timeout=TIMEOUT)
+    found = function(dist.group.WORLD, *given)
+    dist.destroy_process_group()
+    return found
+
+
+def _train(settings: dict[str, Any], prepare: Prepare | None, resume: Any) -> Any:
     from lagrpo.training.run import train
 
-    def call() -> Any:
-        settings, prepare, resume = pickle.loads(given)
-        return train(settings, callbacks=prepare(int(os.environ["RANK"])) if prepare else (), resume=resume)
-
-    skip_curves_and_syncs()
-    ranks.TIMEOUT = timedelta(seconds=60)
-    _answer(end, call)
+    return train(settings, callbacks=prepare(int(os.environ["RANK"])) if prepare else (), resume=resume)

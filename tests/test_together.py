@@ -16,6 +16,7 @@ from chaos import KINDS, Sections, leaves, merged
 from ranks import RankEndError, together
 from running import SendSignal, options, tiny_settings, without_timings
 from safetensors.torch import load_file
+from test_resume import cut_to
 from tiny import save_tiny
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -190,7 +191,7 @@ def test_torchrun_resumes_after_a_restart_and_names_the_first_error(settings, tm
         elastic_launch(launch, train_until_the_sixth_update_fails)(*options(settings("run")), "--resume", "auto")
     rank, failure = error.value.get_first_failure()
     assert rank == 1
-    assert failure.message["message"].startswith("ZeroDivisionError")
+    assert "ZeroDivisionError" in str(failure.message)
     assert [m["step"] for m in load_metrics(tmp_path / "run")] == [1, 2, 3, 4]
     assert [e["step"] for e in load_events(tmp_path / "run") if e["event"] == "resumed"] == [2]
 
@@ -208,18 +209,15 @@ def test_stopped_run_resumes_bit_for_bit(settings, whole, tmp_path, phase, shard
     assert [key for key in expected if found.get(key) != expected[key]] == []
 
 
-@pytest.mark.parametrize(("shards", "after"), [(("zero1", "fsdp2"), 2), (("fsdp2", "zero1"), 1)])
-def test_run_resumes_with_another_number_of_ranks(settings, alone, shards, after):
-    own = settings("run", KINDS["asking ahead"], sharded(shards[0]), {"schedule": {"batches": 3}})
-    short = only_result(together(3, own))
-    longer = merged({"schedule": {"batches": 6}}, sharded(shards[1]))
-    together_again = partial(together, after, longer, resume=short.run)
-    long = only_result(together_again()) if after > 1 else train(longer, resume=short.run)
-    whole = alone("asking ahead")
-    assert [row["token_ids"] for row in load_rollouts(long.run)] == [row["token_ids"] for row in load_rollouts(whole)]
-    check_same_weights(long.run, whole)
-    resumed = next(event for event in load_events(long.run) if event["event"] == "resumed")
-    assert resumed["moved"]["ranks"] == [3, after]
+@pytest.mark.parametrize(("shards", "after"), [(("zero1", "fsdp2"), 3), (("fsdp2", "zero1"), 1)])
+def test_run_resumes_with_another_number_of_ranks(whole, alone, tmp_path, shards, after):
+    given, stopped = sharded(shards[1]), cut_to(whole("asking ahead", shards[0], 2), 3, tmp_path)
+    run = (only_result(together(after, given, resume=stopped)) if after > 1 else train(given, resume=stopped)).run
+    found, expected = ([row["token_ids"] for row in load_rollouts(r)] for r in (run, alone("asking ahead")))
+    assert found == expected
+    check_same_weights(run, alone("asking ahead"))
+    resumed = next(event for event in load_events(run) if event["event"] == "resumed")
+    assert resumed["moved"]["ranks"] == [2, after]
 
 
 def load_another_model(rank: int) -> tuple[()]:
@@ -239,4 +237,4 @@ def load_another_model(rank: int) -> tuple[()]:
 
 def test_ranks_with_different_models_are_rejected(settings):
     for found in together(2, settings("run"), load_another_model):
-        assert "SettingsError: model weights differ between ranks 0 and 1" in str(found)
+        assert "SettingsError: model.path: model weights differ between ranks 0 and 1" in str(found)
