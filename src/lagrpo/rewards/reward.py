@@ -42,6 +42,7 @@ WITH_OPTIONS = {"length": ("", 0), "format": ("",), "llm_judge": None}
 """Built-in rewards that take options, and arguments of a call in which a function checks its options."""
 OWN = "task"  # an entry of task.rewards with the task's own reward
 OURS, TRL, VERL = "completion", "completions", "solution_str"  # the parameter that tells a signature from the others
+STYLES = {OURS: OURS, TRL: TRL, "completion_ids": TRL, VERL: VERL}
 PASSED = {
     OURS: ("completion", "answer", "prompt", "row", "finished", "num_tokens", "prefix"),
     TRL: ("prompts", "completions", "completion_ids", "answer"),
@@ -94,7 +95,7 @@ class Reward:
     @cached_property
     def style(self) -> Any:
         """OURS, TRL or VERL."""
-        return next((name for name in self._parameters if name in PASSED), None)
+        return next((STYLES[name] for name in self._parameters if name in STYLES), None)
 
     @property
     def title(self) -> str:
