@@ -100,7 +100,7 @@ class PlainDisplay(Display):
         self.show_start()
 
     def show_start(self) -> None:
-        self.note(f"{self.title}: {self.total} batches\n{LEGEND}")
+        self.note(f"{self.title}: {count_of(self.total, 'batch', 'es')}\n{LEGEND}")
 
     def on_batch(self, metrics: Metrics, rollouts: Sequence[Metrics]) -> None:
         if not self.rows:
