@@ -127,6 +127,7 @@ class TrainerComponents:
 
     @property
     def main(self) -> TaskSetup:
+        """The task that the run trains on; evaluation sets may have others."""
         return self.tasks[OF_RUN]
 
     @property
