@@ -143,3 +143,11 @@ except SystemExit as end:
     assert not end.code, end.code
 """
     assert loaded(code) & HEAVY == set()
+
+
+def test_programs_outside_the_package_import_names_that_exist():
+    root = SOURCES.parent.parent
+    for path in (path for name in ("benchmarks", "conformance", "experiments") for path in (root / name).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "lagrpo":
+                exec(ast.unparse(node))  # ImportError: cannot import name 'x' from 'lagrpo.y'
