@@ -39,19 +39,19 @@ def test_data_rewards_and_callbacks_make_a_run(given, tmp_path, kind):
 
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     data = {"list": ROWS, "dataset": datasets.Dataset.from_list(ROWS), "file": tmp_path / "rows.jsonl"}[kind]
-    result = lagrpo.train(data=data, rewards=[correct, short], callbacks=[seen := Seen()], **given)
+    result = lagrpo.train(data=data, rewards=[correct, "exact", short], callbacks=[seen := Seen()], **given)
     assert seen.batches == result.batches == 2
     assert result.weights is not None
     assert result.weights.is_dir()
     assert result.after is not None
     rows = load_rollouts(result.run)
     assert {row["prompt_text"].split("?")[0][-3:] for row in rows} <= {row["question"][-4:-1] for row in ROWS}
-    assert all(row["reward_short"] > 0 for row in rows)
+    assert all(row["reward_short"] > 0 and row["reward_exact"] == 0 for row in rows)
 
 
 def test_named_rewards_and_a_file_with_changed_settings(given, tmp_path):
     (tmp_path / "a.toml").write_text("[schedule]\nbatches = 9\n")
-    result = lagrpo.train(tmp_path / "a.toml", data=ROWS, rewards=["exact"], **given)
+    result = lagrpo.train(tmp_path / "a.toml", data=ROWS, rewards="exact", **given)
     assert result.batches == 2
 
 
@@ -61,6 +61,7 @@ def test_named_rewards_and_a_file_with_changed_settings(given, tmp_path):
         ({"data": [{"text": "a"}] * 9, "rewards": [correct]}, "no column 'prompt' .*; the columns are text"),
         ({"data": ROWS, "rewards": [lambda x: 1.0]}, "name the parameters"),
         ({"data": ROWS, "rewards": ["exakt"]}, "exakt"),
+        ({"data": ROWS}, "rewards: name at least one reward function"),
         ({"settings": {"schedule.sync_evry": 3}}, "schedule.sync_every"),
     ],
 )

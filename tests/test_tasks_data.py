@@ -53,7 +53,7 @@ def test_json_object_with_data_is_its_rows(tmp_path):
 def test_file_of_each_format_is_read_and_a_tenth_held_out(tmp_path, ending, caplog):
     task = load(write(tmp_path / f"rows.{ending}"))
     assert (task.size("train"), task.size("test")) == (27, 3)
-    assert "27 of its rows train, and 3, chosen by run.seed = 4, are held out" in caplog.text
+    assert "training on 27 of its 30 rows, testing on the other 3 (chosen by seed 4)" in caplog.text
     prompts = [task.prompt(split, index) for split in ("train", "test") for index in range(task.size(split))]
     assert {(p.messages[0]["content"], p.answer) for p in prompts} == {(row["q"], row["a"]) for row in ROWS}
     assert prompts[0].row is not None

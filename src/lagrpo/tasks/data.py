@@ -116,8 +116,8 @@ def load_rows(
     if seed is None or test_split != "test" or "test" in there:
         return {"train": rows, "test": load("test", test_split)}
     kept, held_out = hold_out(len(rows), seed)
-    text = "%s has no test split: %d of its rows train, and %d, chosen by run.seed = %d, are held out for testing"
-    logger.warning(text, named, len(kept), len(held_out), seed)
+    message = "%s has no test split: training on %d of its %d rows, testing on the other %d (chosen by seed %d)"
+    logger.warning(message, named, len(kept), len(rows), len(held_out), seed)
     return {"train": select(rows, kept), "test": select(rows, held_out)}
 
 

@@ -166,17 +166,16 @@ def as_settings(model: Any, data: Any, rewards: Sequence[Any] | None) -> dict[st
         found["task.name"] = "custom"
     if isinstance(data, str | os.PathLike):
         found["task.data"] = os.fspath(data)
-    if rewards is not None and not any(map(_is_function, rewards)):
-        found["task.rewards"] = list(rewards)
+    if names := [reward for reward in rewards or () if not is_function(reward)]:
+        found["task.rewards"] = names
     return found
 
 
 def build_task(settings: Settings, data: Any, rewards: Sequence[Any] | None) -> Task | None:
     """The task of data in memory (a list of dicts, a datasets.Dataset; a tenth is held out for testing) and of reward
     functions; None if the settings say all. Raises ValueError for rows without the columns."""
-    functions = [reward for reward in rewards or () if _is_function(reward)]
     named, own, seed = data is None or isinstance(data, str | os.PathLike), settings.task, settings.run.seed
-    if named and not functions:
+    if named and not any(map(is_function, rewards or ())):
         return None
     if named:
         given = (RewardSettings(name="none", reward="lagrpo.rewards.builtin:exact"),)
@@ -188,10 +187,14 @@ def build_task(settings: Settings, data: Any, rewards: Sequence[Any] | None) -> 
         ask = partial(ask_row, own.prompt_column, own.answer_column)
         ask(rows[0])
         task = RowTask("custom", {"train": train, "test": test}, ask, exact, own.system_prompt)
-    if functions:
-        return replace(task, reward=Rewards(tuple(map(_as_reward, functions))))
     check_rewards(own.rewards)
-    return replace(task, reward=load_rewards(own.rewards, exact)) if own.rewards else task
+    parts = load_rewards(own.rewards, Rewards(())).parts
+    if any(map(is_function, rewards or ())):
+        by_name = iter(parts)
+        parts = tuple(_as_reward(each) if is_function(each) else next(by_name) for each in rewards or ())
+    if not parts:
+        raise ValueError("rewards: name at least one reward function, or a built-in one such as 'exact'")
+    return replace(task, reward=Rewards(parts))
 
 
 def name_rewards(settings: Settings, task: Task | None) -> Settings:
@@ -206,7 +209,7 @@ def name_rewards(settings: Settings, task: Task | None) -> Settings:
     return settings.model_copy(update={"task": settings.task.model_copy(update={"rewards": tuple(entries)})})
 
 
-def _is_function(reward: Any) -> bool:
+def is_function(reward: Any) -> bool:
     """Whether a reward is a function or a Reward, not a name or a table."""
     return callable(reward) or isinstance(reward, Reward)
 
