@@ -65,7 +65,7 @@ CASES: list[tuple[str, Damage, str]] = [
     ("missing", reweighted(lambda w: w.pop(NORM)), r"lack 1 weights of the model: model\.norm\.weight"),
     ("unexpected", edited("config.json", num_hidden_layers=1), r"have 9 weights that the model does not .*layers\.1"),
     ("other shape", reweighted(lambda w: w.update({NORM: torch.ones(2)})), r"1 weights are not of the shape .*norm"),
-    ("head differs", edited("config.json", tie_word_embeddings=True), r"two that differ"),
+    ("head differs", edited("config.json", tie_word_embeddings=True), r"a head that differs"),
     ("NaN", reweighted(lambda w: w[NORM].fill_(float("nan"))), r"model\.norm\.weight .*not finite"),
     ("pickled", pickled, r"transformers cannot load it"),
 ]

@@ -6,10 +6,14 @@ Worker processes import this module and the tasks, so nothing here imports torch
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
+import json
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
@@ -134,23 +138,36 @@ def build_messages(question: str | Messages, system_prompt: str | None = None) -
     given: Any = [{"role": "user", "content": question}] if isinstance(question, str) else question
     listed = given if isinstance(given, list | tuple) else ()
     has_roles = all(isinstance(turn, Mapping) and isinstance(turn.get("role"), str) for turn in listed)
-    turns = [_join_parts(turn) for turn in listed] if has_roles else []
+    turns = [join_parts(turn) for turn in listed] if has_roles else []
     if not turns or not isinstance(turns[-1].get("content"), str):
-        form = "a prompt is a text, or a list of messages, the last of which has a text"
+        form = "a prompt is a text, or a list of messages with role and content, the last of which has a text"
         raise ValueError(f"its prompt is {question!r:.80}: {form}")
     if system_prompt and turns[0]["role"] == "system":
         raise ValueError("the prompt has a system turn: leave task.system_prompt unset for this data")
     return (*([{"role": "system", "content": system_prompt}] if system_prompt else []), *turns)
 
 
-def _join_parts(turn: Mapping[str, Any]) -> Mapping[str, Any]:
+def join_parts(turn: Mapping[str, Any]) -> Mapping[str, Any]:
     """The message without keys that are None, which Parquet adds, and with its text parts as one text."""
-    turn = {key: value for key, value in turn.items() if value is not None}
+    without_none: Any = lambda found: {key: value for key, value in found.items() if value is not None}  # noqa: E731
+    turn = json.loads(json.dumps(turn), object_hook=without_none)
     if not isinstance(parts := turn.get("content"), list):
         return turn
-    if strange := [part for part in parts if not isinstance(part, Mapping) or part.get("type") != "text"]:
-        raise ValueError(f"a message has the part {strange[0]!r:.80}: only parts of type text are supported")
+    for part in parts:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise ValueError(f"a message has the part {part!r:.80}: only parts of type text are supported")
     return turn | {"content": "".join(part["text"] for part in parts)}
+
+
+def parse_messages(text: Any) -> Any:
+    """The messages of a text that holds some, as JSON or as Python prints them; anything else as it is. Raises
+    ValueError for messages that cannot be read."""
+    if not isinstance(text, str) or not re.match(r"\s*\[\s*\{\s*['\"](role|content|name|from|value)['\"]\s*:", text):
+        return text
+    for read in (json.loads, ast.literal_eval):
+        with suppress(ValueError, SyntaxError):
+            return read(text)
+    raise ValueError(f"it has messages that are not JSON: {text!r:.80}")
 
 
 def order_prompts(seed: int, epoch: int, size: int) -> list[int]:

@@ -1,29 +1,26 @@
 """Task `custom`: a dataset and rewards of the user's own.
 
 `prompt_column` (by default prompt or question) holds a text or a list of chat messages (also as JSON), `answer_column`
-(by default answer) the reference answer; without it the reference answer is the whole row, as a dict. Of an only split
-a tenth (at most 1,000 rows) is for testing.
+(by default answer, or verl's reward_model.ground_truth) the reference answer; without it the reference answer is the
+whole row, as a dict. Of an only split a tenth (at most 1,000 rows) is for testing.
 """
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Mapping
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
 from lagrpo.rewards.builtin import exact
-from lagrpo.tasks import Messages, RowTask
-from lagrpo.tasks.data import get_value, load_rows
+from lagrpo.tasks import Messages, RowTask, parse_messages
+from lagrpo.tasks.data import get_value, load_rows, plain
 
-PROMPT, ANSWER = ("prompt", "question"), "answer"
-"""Columns with the prompt and with the reference answer, if none are named."""
+PROMPT = ("prompt", "question")
+"""Columns with the prompt, if none is named."""
 
 
 def load(
-    seed: int, *, data: str | None = None, prompt_column: str | None = None, answer_column: str | None = None,
+    seed: int, *, data: Any = None, prompt_column: str | None = None, answer_column: str | None = None,
     train_split: str = "train", test_split: str = "test",
 ) -> RowTask:  # fmt: skip
     """The task. Raises ValueError for missing or unfit settings or data."""
@@ -38,9 +35,11 @@ def ask_row(prompt: str | None, answer: str | None, row: Mapping[str, Any]) -> t
     prompt = prompt or next((name for name in PROMPT if name in row), None)
     if prompt is None:
         raise ValueError(f"no column 'prompt' or 'question': set task.prompt_column; the columns are {', '.join(row)}")
-    asked, answer = get_value(row, prompt), answer or (ANSWER if ANSWER in row else None)
-    with suppress(ValueError):  # messages as JSON
-        if isinstance(asked, str) and re.match(r"\s*\[\s*\{", asked):
-            messages = json.loads(asked)
-            asked = messages if all("role" in turn for turn in messages) else asked
-    return asked, dict(row) if answer is None else get_value(row, answer)
+    asked = parse_messages(get_value(row, prompt))
+    if isinstance(asked, str) and not asked.strip():
+        raise ValueError(f"its {prompt} is {asked!r}, not a text")
+    if answer is None and "answer" in row:
+        answer = "answer"
+    elif answer is None and "ground_truth" in (row.get("reward_model") or ()):
+        answer = "reward_model.ground_truth"
+    return asked, plain(dict(row) if answer is None else get_value(row, answer))

@@ -48,8 +48,9 @@ def load(
     return RowTask("math", rows, _ask, score)
 
 
-def _ask(row: Mapping[str, Any]) -> tuple[str, str]:
-    return WORDING.format(problem=text_of(row, "problem")), str(row["answer"])
+def _ask(row: Mapping[str, Any]) -> tuple[str, Any]:
+    answer = row["answer"]
+    return WORDING.format(problem=text_of(row, "problem")), answer if isinstance(answer, list) else str(answer)
 
 
 @accept_any

@@ -211,15 +211,14 @@ def build_offline(settings: Settings, recipe: Recipe, policy: Policy, records: A
     with refusing("offline.data"):
         found = OfflineData(
             records, policy, sampling.num_generations, settings.run.seed, system_prompt=settings.task.system_prompt,
-            max_prompt_tokens=sampling.max_prompt_length, reads_logp=recipe.needs_logp_alpha,
+            max_prompt_tokens=sampling.max_prompt_length, max_completion_tokens=sampling.max_completion_length,
+            drop_overlong=sampling.overlong_prompts == "drop", reads_logp=recipe.needs_logp_alpha,
         )  # fmt: skip
         if recipe.needs_logp_alpha and not found.has_logp:
             raise ValueError(
                 f"it has no rollout_logprobs, and recipe {recipe.name!r} reads them; use one that does not, such as "
                 "reinforce, asymre, red_drop, red_weight"
             )
-        if found.longest > (limit := sampling.max_completion_length):
-            raise ValueError(f"a completion has {found.longest} tokens; rollout.max_completion_length is {limit}")
     return found
 
 
