@@ -88,6 +88,11 @@ def test_code_of_the_model_is_not_run(model, tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
+def test_variable_that_the_chat_template_does_not_read_is_rejected(sound):
+    with pytest.raises(ValueError, match=r"model\.chat_template_kwargs: .* read 'enable_thinkng'"):
+        load_policy(str(sound), torch.float32, template_kwargs={"enable_thinkng": False})
+
+
 def test_odd_but_sound_model_loads(model, sound):
     """With a buffer that transformers does not store, and without a generation config."""
     reweighted(lambda w: w.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(16)}))(model)

@@ -1,21 +1,7 @@
 """Pre-generated (offline) completions: JSONL or Parquet files as groups, for recipes that allow them.
 
-One row per completion. Columns:
-
-    prompt             a question or a list of chat messages, put through the chat template;
-                       or prompt_token_ids, used as they are
-    completion         its text, tokenized here and ended with the token that ends a turn if it is `finished`;
-                       or a list of chat messages, of which the assistant's count as sampled;
-                       or token_ids, used as they are
-    reward             a finite number; null or absent: the task's reward function scores it, against `answer`
-    rollout_logprobs   log-probs of token_ids under the policy that generated them, nats (optional; null: unknown)
-    loss_mask          for each of token_ids whether a policy sampled it; the others are context (optional; all were)
-    finished, answer   optional
-
-The rollouts of a run are read too: there the prompt is called prompt_text, and answer is JSON. Its groups stay groups;
-completions that failed are left out. Otherwise rows of the same prompt and `answer` form groups of at most G, in the
-order of the files. A completion without log-probs carries NaN: for recipes that read log α it is left out if others
-have them. Its version is -1, of no policy of this run.
+docs/data-and-rewards.md says what the columns mean. A completion without log-probs carries NaN: for recipes that
+read log α it is left out if others have them. Its version is -1, of no policy of this run.
 """
 
 from __future__ import annotations
@@ -34,8 +20,8 @@ import torch
 from lagrpo.model.chat import Replies
 from lagrpo.model.model import Policy
 from lagrpo.runs.reading import completion_files
-from lagrpo.tasks import Messages, build_messages, join_parts, order_prompts, parse_messages
-from lagrpo.tasks.data import Row, format_of, naming, plain, read_rows
+from lagrpo.tasks import Messages, build_messages, join_parts, order_prompts
+from lagrpo.tasks.data import Row, format_of, naming, parse_messages, plain, read_rows
 from lagrpo.types import Completion, Group, Outcome, Prompt
 
 UNKNOWN_VERSION = -1
@@ -69,22 +55,20 @@ class OfflineData:
 
     def __init__(
         self, records: Sequence[Row], policy: Policy, G: int, seed: int, *, system_prompt: str | None = None,
-        max_prompt_tokens: int = 10**9, max_completion_tokens: int = 10**9, drop_overlong: bool = False,
-        reads_logp: bool = False,
+        max_prompt_tokens: int = 10**9, max_completion_tokens: int = 10**9, reads_logp: bool = False,
     ) -> None:  # fmt: skip
         self.seed, self.left_out, self.files = seed, Counter[str](), len({row.path for row in records})
         replies, rows = Replies(policy.chat), list[Offline]()
         for record in records:
             with naming(record):
                 rows.append(row := read_row(record, replies, system_prompt))
-                if (count := len(row.prompt.token_ids)) > max_prompt_tokens and not drop_overlong:
+                if (count := len(row.prompt.token_ids)) > max_prompt_tokens:
                     raise ValueError(f"its prompt has {count} tokens; rollout.max_prompt_length is {max_prompt_tokens}")
                 if row.completion and (count := row.completion.length) > (most := max_completion_tokens):
                     raise ValueError(f"its completion has {count} tokens; rollout.max_completion_length is {most}")
         rendered = (pair for pair in zip(rows, records, strict=True) if pair[1].get("prompt_token_ids") is None)
         any(policy.chat.warn_if_rendered(row.prompt, record.place) for row, record in rendered)
         rows = self._keep(rows, "failed", lambda row: row.completion is not None)
-        rows = self._keep(rows, "with overlong prompts", lambda row: len(row.prompt.token_ids) <= max_prompt_tokens)
         if reads_logp and any(_has_logp(row.completion) for row in rows):
             rows = self._keep(rows, "without log-probs", lambda row: _has_logp(row.completion))
         together: defaultdict[tuple[Any, ...], list[Offline]] = defaultdict(list)
@@ -145,7 +129,7 @@ def _read_prompt(row: Row, replies: Replies, system_prompt: str | None) -> Promp
         question, answer = row["prompt_text"], json.loads(answer or "null")
     if ids := read_list(row, "prompt_token_ids", (int,)):
         replies.chat.check_vocabulary(ids)
-        return Prompt(0, build_messages(question or ""), answer, tuple(ids))
+        return Prompt(0, build_messages(question or [{"role": "user", "content": ""}]), answer, tuple(ids))
     if not question:
         raise ValueError(f"it has neither prompt nor prompt_token_ids; the columns are {', '.join(row)}")
     return replies.chat.tokenize(Prompt(0, build_messages(question, system_prompt), answer))
@@ -184,8 +168,7 @@ def _tokenize(row: Row, said: Any, finished: bool, replies: Replies) -> tuple[An
     if isinstance(said, list):
         return tokenize_turns(said, replies, finished)
     if not isinstance(said, str):
-        needs = f"it needs a text, messages, or token_ids; the columns are {', '.join(row)}"
-        raise ValueError(f"its completion is {said!r:.80}: {needs}")
+        raise ValueError(f"its completion is {said!r:.80}: it needs a text, messages, or token_ids")
     return [*replies.chat.encode(said, add_special_tokens=False), *[replies.chat.end_id] * finished], None, []
 
 

@@ -6,14 +6,11 @@ Worker processes import this module and the tasks, so nothing here imports torch
 
 from __future__ import annotations
 
-import ast
 import importlib
 import inspect
 import json
 import logging
-import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
@@ -118,13 +115,16 @@ def select(rows: Any, chosen: Sequence[int]) -> Any:
     return rows.select(chosen) if hasattr(rows, "select") else [rows[n] for n in chosen]
 
 
-def drop_overlong(task: Task, count_tokens: Callable[[Prompt], int], most: int) -> RowTask:
-    """The task without rows whose prompt has more than `most` tokens. Raises ValueError for a task without rows."""
+def drop_overlong(task: Task, rollout: Any, chat: Any) -> Task:
+    """The task without rows whose prompt is too long, if the settings (section rollout) say so. Raises ValueError for a
+    task without rows."""
+    if rollout.overlong_prompts != "drop" or environment_of(task) is not None:
+        return task
     if not isinstance(task, RowTask):
         raise ValueError(f"rollout.overlong_prompts = 'drop' needs a RowTask, not a {type(task).__name__}")
-    left = dict[str, Any]()
+    left, most = dict[str, Any](), rollout.max_prompt_length
     for split, rows in task.rows.items():
-        kept = [n for n in range(len(rows)) if count_tokens(task.prompt(split, n)) <= most]
+        kept = [n for n in range(len(rows)) if len(chat.tokenize(task.prompt(split, n)).token_ids) <= most]
         if dropped := len(rows) - len(kept):
             text = "%d of the %d prompts of the %s split are dropped: they have more than %d tokens"
             logger.warning(text, dropped, len(rows), split, most)
@@ -135,7 +135,8 @@ def drop_overlong(task: Task, count_tokens: Callable[[Prompt], int], most: int) 
 def build_messages(question: str | Messages, system_prompt: str | None = None) -> tuple[Mapping[str, Any], ...]:
     """The messages for the chat template: the system prompt, if any, then the question as the user's turn, or the given
     messages, with the text parts of each joined. Raises ValueError for what cannot be asked so."""
-    given: Any = [{"role": "user", "content": question}] if isinstance(question, str) else question
+    has_text = isinstance(question, str) and question.strip()
+    given: Any = [{"role": "user", "content": question}] if has_text else question
     listed = given if isinstance(given, list | tuple) else ()
     has_roles = all(isinstance(turn, Mapping) and isinstance(turn.get("role"), str) for turn in listed)
     turns = [join_parts(turn) for turn in listed] if has_roles else []
@@ -157,17 +158,6 @@ def join_parts(turn: Mapping[str, Any]) -> Mapping[str, Any]:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             raise ValueError(f"a message has the part {part!r:.80}: only parts of type text are supported")
     return turn | {"content": "".join(part["text"] for part in parts)}
-
-
-def parse_messages(text: Any) -> Any:
-    """The messages of a text that holds some, as JSON or as Python prints them; anything else as it is. Raises
-    ValueError for messages that cannot be read."""
-    if not isinstance(text, str) or not re.match(r"\s*\[\s*\{\s*['\"](role|content|name|from|value)['\"]\s*:", text):
-        return text
-    for read in (json.loads, ast.literal_eval):
-        with suppress(ValueError, SyntaxError):
-            return read(text)
-    raise ValueError(f"it has messages that are not JSON: {text!r:.80}")
 
 
 def order_prompts(seed: int, epoch: int, size: int) -> list[int]:

@@ -1,14 +1,11 @@
-"""The train and test rows of a task, from files or datasets of the Hugging Face hub.
+"""The train and test rows of a task, from files, datasets of the Hugging Face hub, or memory.
 
-The setting `task.data`, else the environment variable LAGRPO_DATA, is a file (JSON lines, a JSON array, CSV, also
-packed with gzip, or Parquet), a pattern for files such as "data/train-*.parquet", a directory of files named after
-their splits, a directory that datasets' `save_to_disk` wrote, or a hub dataset: "owner/name", or "owner/name:config".
-Files such as train-00000-of-00003.parquet are one split. Data in memory is read, too. A column can be a path into a
-column: "reward_model.answer".
+docs/data-and-rewards.md says how they are read. If task.data is unset, LAGRPO_DATA names the file or the directory.
 """
 
 from __future__ import annotations
 
+import ast
 import csv
 import glob
 import gzip
@@ -170,9 +167,8 @@ def find_splits(named: Any, hub: str) -> dict[str, Any]:
     there: dict[str, list[Path]] = {}
     for file in filter(format_of, files):
         there.setdefault(_ENDING.sub("", file.name), []).append(file)
-    shards = [{int(_ENDING.findall(file.name)[0][1] or 1) for file in found} for found in there.values()]
-    counts = zip(shards, map(len, there.values()), strict=True)
-    if not there or any(n != {count} and (path.is_dir() or n == {1} or len(n) > 1) for n, count in counts):
+    of = {name: {int(_ENDING.findall(file.name)[0][1] or 1) for file in found} for name, found in there.items()}
+    if not there or any(n != {len(there[k])} and (path.is_dir() or n == {1} or len(n) > 1) for k, n in of.items()):
         raise ValueError(f"{setting}: {path} needs files that end in {endings}, one for each split, or all its shards")
     return there
 
@@ -221,6 +217,17 @@ def plain(value: Any) -> Any:
     say = lambda other: other.tolist() if hasattr(other, "tolist") else str(other)  # noqa: E731
     found = json.loads(json.dumps(value, default=say))
     return found if found == found else None
+
+
+def parse_messages(text: Any) -> Any:
+    """The messages of a text that holds some, as JSON or as Python prints them; anything else as it is. Raises
+    ValueError for messages that cannot be read."""
+    if not isinstance(text, str) or not re.match(r"\s*\[\s*\{\s*['\"](role|content|name|from|value)['\"]\s*:", text):
+        return text
+    for read in (json.loads, ast.literal_eval):
+        with suppress(ValueError, SyntaxError):
+            return read(text)
+    raise ValueError(f"it has messages that are not JSON: {text!r:.80}")
 
 
 def text_of(row: Mapping[str, Any], column: str) -> str:

@@ -21,7 +21,7 @@ except ImportError as error:
 
 from lagrpo.rewards.reward import UnscorableError, accept_any
 from lagrpo.tasks import RowTask
-from lagrpo.tasks.data import load_rows, text_of
+from lagrpo.tasks.data import load_rows, plain, text_of
 from lagrpo.tasks.numbers import find_last_box
 
 WORDING = "{problem}\n\nReason step by step and put the final answer in \\boxed{{}}."
@@ -49,8 +49,7 @@ def load(
 
 
 def _ask(row: Mapping[str, Any]) -> tuple[str, Any]:
-    answer = row["answer"]
-    return WORDING.format(problem=text_of(row, "problem")), answer if isinstance(answer, list) else str(answer)
+    return WORDING.format(problem=text_of(row, "problem")), plain(row["answer"])
 
 
 @accept_any

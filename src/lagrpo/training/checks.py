@@ -161,7 +161,7 @@ def as_settings(model: Any, data: Any, rewards: Sequence[Any] | None) -> dict[st
         found["task.name"] = "custom"
     if isinstance(data, str | os.PathLike):
         found["task.data"] = os.fspath(data)
-    if rewards is not None and not any(map(_is_function, rewards)):
+    if rewards is not None and all(isinstance(each, str | dict) for each in rewards):
         found["task.rewards"] = list(rewards)
     return found
 
@@ -169,20 +169,19 @@ def as_settings(model: Any, data: Any, rewards: Sequence[Any] | None) -> dict[st
 def build_task(settings: Settings, data: Any, rewards: Sequence[Any] | None) -> Task | None:
     """The task of data in memory (see `lagrpo.tasks.data`; a tenth is held out for testing) and of reward functions;
     None if the settings say all. Raises ValueError for unfit rows and rewards."""
-    has_functions = any(map(_is_function, rewards or ()))
+    has_functions = not all(isinstance(each, str | dict) for each in rewards or ())
     in_memory = data is not None and not isinstance(data, str | os.PathLike)
     if not in_memory and not has_functions:
         return None
-    given: dict[str, Any] = {"tools": ()} | ({"data": data} if in_memory else {})
-    if has_functions:
-        given["rewards"] = (RewardSettings(name="none", reward="lagrpo.rewards.builtin:exact"),)
-    task: Any = load_task(settings.task.model_copy(update=given), settings.run.seed)
+    given: dict[str, Any] = {"data": data} if in_memory else {}
+    given |= {"rewards": (RewardSettings(name="none", reward="exact"),)} if has_functions else {}
+    task: Any = load_task(settings.task.model_copy(update=given | {"tools": ()}), settings.run.seed)
+    if not has_functions:
+        return task
     found = list(map(_as_reward, rewards or ()))
     names = [each.name for each in found]
-    for n, each in enumerate(found):
-        if each.name in names[:n]:
-            found[n] = replace(each, name=f"{each.name}_{n + 1}")
-    return replace(task, reward=Rewards(tuple(found))) if has_functions else task
+    found = [replace(r, name=f"{r.name}_{n}") if names.count(r.name) > 1 else r for n, r in enumerate(found, start=1)]
+    return replace(task, reward=Rewards(tuple(found)))
 
 
 def name_rewards(settings: Settings, task: Task | None) -> Settings:
@@ -195,11 +194,6 @@ def name_rewards(settings: Settings, task: Task | None) -> Settings:
         where = f"{kind.__module__}:{kind.__qualname__}"
         entries.append(RewardSettings(name=each.name, reward=where, weight=each.weight, range=each.range))
     return settings.model_copy(update={"task": settings.task.model_copy(update={"rewards": tuple(entries)})})
-
-
-def _is_function(reward: Any) -> bool:
-    """Whether a reward is a function or a Reward, not a name or a table."""
-    return callable(reward) or isinstance(reward, Reward)
 
 
 def _as_reward(given: Any) -> Reward:

@@ -75,10 +75,10 @@ def train(
     """Run Algorithm 1. The run calls `callbacks` after it has written its files.
 
     `source` is the path of a TOML file, the name of a packaged one (demo, gsm8k, deepscaler), a mapping or a Settings;
-    `settings` changes it: {"schedule.sync_every": 4}. `data` is a path, a hub id, a Dataset (or DatasetDict, or
-    DataFrame) or a list of dicts with the columns prompt (or question) and answer; `rewards` are functions or names of
-    built-in ones. A `task` replaces settings.task (see lagrpo.tasks). `resume` is the directory of a run, which goes on
-    from its newest checkpoint with its own settings, or auto: the run called run.name, if there is one.
+    `settings` changes it: {"schedule.sync_every": 4}. `data` is a path, a hub id, a Dataset or a list of dicts with the
+    columns prompt (or question) and answer; `rewards` are functions or the names of built-in ones. A `task` replaces
+    settings.task (see lagrpo.tasks). `resume` is the directory of a run, which goes on from its newest checkpoint with
+    its own settings, or auto: the run called run.name, if there is one.
 
     Ctrl-C and SIGTERM end the run after the batch under way, or at once while it samples, and write a checkpoint and
     the weights. Under torchrun all processes call this, and return the same; the callbacks of rank 0 are called.
