@@ -1,6 +1,6 @@
 """Pre-generated (offline) completions: JSONL or Parquet files as groups, for recipes that allow them.
 
-docs/data-and-rewards.md says what the columns mean. A completion without log-probs carries NaN: for recipes that
+docs/off-policy.md says what the columns mean. A completion without log-probs carries NaN: for recipes that
 read log α it is left out if others have them. Its version is -1, of no policy of this run.
 """
 

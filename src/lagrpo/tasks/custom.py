@@ -20,8 +20,8 @@ def load(
     train_split: str = "train", test_split: str = "test",
 ) -> RowTask:  # fmt: skip
     """The task. Raises ValueError for missing or unfit settings or data."""
-    ask, columns = partial(ask_row, prompt_column, answer_column), filter(None, (prompt_column, answer_column))
-    rows = load_rows(data, train_split, test_split, "openai/gsm8k:main", ask, list(columns), answer_column, seed)
+    ask, columns = partial(ask_row, prompt_column, answer_column), [*filter(None, (prompt_column, answer_column))]
+    rows = load_rows(data, train_split, test_split, "openai/gsm8k:main", ask, columns, answer_column or "answer", seed)
     return RowTask("custom", rows, ask, exact)
 
 

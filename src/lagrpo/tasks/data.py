@@ -138,8 +138,7 @@ def _read_split(found: Any, where: str, ask: Ask, columns: Sequence[str]) -> Any
 
 
 def find_splits(named: Any, hub: str) -> dict[str, Any]:
-    """The existing splits by name: lists of files, a `datasets.Dataset`, or rows in memory. Raises ValueError for
-    missing data."""
+    """The existing splits by name: files, a `datasets.Dataset`, or rows. Raises ValueError for missing data."""
     if not isinstance(named, str | None):
         named = named.to_dict("records") if hasattr(named, "iloc") else named  # a data frame
         return dict(named) if isinstance(named, Mapping) else {"train": named}
@@ -175,10 +174,10 @@ def find_splits(named: Any, hub: str) -> dict[str, Any]:
 
 def _with_answer(rows: Any, column: str | None, where: str) -> Any:
     """The rows that have an answer. Raises ValueError if none has."""
-    if column is None:
+    if column is None or not (near := [name for name in rows[0] if column.startswith(name)]):
         return rows
-    values = rows if isinstance(rows, list) else rows.select_columns([n for n in rows[0] if column.startswith(n)])
-    found = [plain(get_value(row, column)) for row in values]
+    values = rows if isinstance(rows, list) else rows.select_columns(near)
+    found = [plain(get_value(row, column)) if any(name in row for name in near) else None for row in values]
     kept = [n for n, each in enumerate(found) if each not in (None, []) and str(each).strip()]
     if not kept:
         raise ValueError(f"{where}: none of its {len(rows)} rows has an answer (column {column!r})")
