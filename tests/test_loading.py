@@ -65,7 +65,7 @@ CASES: list[tuple[str, Damage, str]] = [
     ("missing", reweighted(lambda w: w.pop(NORM)), r"lack 1 weights of the model: model\.norm\.weight"),
     ("unexpected", edited("config.json", num_hidden_layers=1), r"have 9 weights that the model does not .*layers\.1"),
     ("other shape", reweighted(lambda w: w.update({NORM: torch.ones(2)})), r"1 weights have another shape .*norm"),
-    ("head differs", edited("config.json", tie_word_embeddings=True), r"different weights"),
+    ("head differs", edited("config.json", tie_word_embeddings=True), r"different output head"),
     ("NaN", reweighted(lambda w: w[NORM].fill_(float("nan"))), r"model\.norm\.weight .*not finite"),
     ("pickled", pickled, r"transformers cannot load it"),
 ]
@@ -86,6 +86,11 @@ def test_code_of_the_model_is_not_run(model, tmp_path):
         edited(file, auto_map=dict.fromkeys(("AutoConfig", "AutoModelForCausalLM"), "evil.Evil"))(model)
     load_policy(str(model), torch.float32)
     assert not (tmp_path / "ran").exists()
+
+
+def test_variable_that_the_chat_template_does_not_read_is_rejected(sound):
+    with pytest.raises(ValueError, match=r"model\.chat_template_kwargs: .* read 'enable_thinkng'"):
+        load_policy(str(sound), torch.float32, template_kwargs={"enable_thinkng": False})
 
 
 def test_odd_but_sound_model_loads(model, sound):

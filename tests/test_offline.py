@@ -92,7 +92,7 @@ def test_files_that_are_missing_or_too_long_are_rejected(tmp_path, model, genera
     for data, message in [
         ("nowhere.jsonl", r"offline\.data: nowhere.jsonl is neither a file of completions nor a run"),
         (texts, r"offline\.data: .*texts\.jsonl, line 1: its prompt has 77 tokens; rollout\.max_prompt_length is 64"),
-        (str(generated), r"rollout\.max_completion_length is 2"),
+        (str(generated), r"row 1: its completion has \d tokens; rollout\.max_completion_length is 2"),
     ]:
         with pytest.raises(SettingsError, match=message):
             trained(tmp_path, model, offline={"data": data}, rollout={"max_completion_length": 2})

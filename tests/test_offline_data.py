@@ -170,6 +170,19 @@ def test_completion_of_several_turns_is_the_conversation_that_the_template_write
     assert (whole.turns, cut.length) == (("5", "higher\n!", "7"), 3)
 
 
+def test_messages_as_json_or_in_parts_and_the_end_of_a_turn_are_read(tmp_path, caplog):
+    policy = tiny_policy()
+    policy.chat.tokenizer.chat_template = TURNS
+    said = [{"role": "assistant", "content": [{"type": "text", "text": "2"}]}]
+    prompt = json.dumps([{"role": "user", "content": "1+1"}])
+    rows = [{"prompt": prompt, "completion": each, "reward": 1.0} for each in ("2<eos>", said, json.dumps(said))]
+    (group,) = loaded(written(tmp_path, rows), policy, G=3, seed=0).batch(1, 1)
+    assert policy.chat.tokenizer.decode(group.prompt.token_ids) == "user: 1+1\nassistant: "
+    assert {(policy.chat.tokenizer.decode(c.token_ids), c.text) for c in group.completions} == {("2<eos>", "2")}
+    loaded(written(tmp_path, [rows[0] | {"prompt": "1+1<eos>"}]), policy, G=3, seed=0)
+    assert "data.jsonl, line 1 has the special token <eos>" in caplog.text
+
+
 def test_turns_that_cannot_be_a_completion_are_rejected(tmp_path):
     for roles in ([], ["assistant", "user"], ["assistant", "assistant"], ["user", "assistant"]):
         row = {"prompt": "a", "completion": [{"role": role, "content": "x"} for role in roles], "reward": 1.0}

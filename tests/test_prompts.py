@@ -122,7 +122,8 @@ def test_prompt_that_was_rendered_before_gives_one_warning(caplog):
     source = one_prompt("<stop>1+1", tiny_policy())
     for _ in range(2):
         source.tokenized("train", 0)
-    assert caplog.text.count("contains the special token <stop>") == 1
+    for reading in (r"is asked as 'user: <stop>1+1\nassistant:'.", "to ask '<stop>1+1'"):
+        assert caplog.text.count(reading) == 1
 
 
 def test_rewards_outside_of_their_range_give_one_warning(run, capsys):

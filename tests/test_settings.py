@@ -194,6 +194,7 @@ def parse(line: str, settings: Settings | None = None) -> dict[str, Any]:
         ("--task.rewards exact my.module:score", {"task.rewards": ("exact", "my.module:score")}),
         ("--eval.at_start false", {"eval.at_start": "false"}),
         ("--eval.at_start=False", {"eval.at_start": "false"}),
+        ("--model.chat_template_kwargs.think False", {"model.chat_template_kwargs.think": False}),
         ("--task.options.operations + - --task.options.digits 2",
          {"task.options.operations": ["+", "-"], "task.options.digits": 2}),
     ],

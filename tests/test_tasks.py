@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -58,8 +60,10 @@ def test_system_prompt_comes_first_and_only_once():
 
 
 def test_task_without_overlong_prompts_numbers_the_others_anew(caplog):
-    task = load_task(task_settings("guess_number", options={"largest": 20}), seed=1)
-    short = drop_overlong(task, lambda prompt: prompt.answer, 11)
+    task: Any = load_task(task_settings("guess_number", options={"largest": 20}), seed=1)
+    rollout = SimpleNamespace(overlong_prompts="drop", max_prompt_length=11)
+    chat = SimpleNamespace(tokenize=lambda prompt: replace(prompt, token_ids=(1,) * prompt.answer))
+    short = drop_overlong(replace(task, environment=None), rollout, chat)
     answers = [short.prompt("train", n).answer for n in range(short.size("train"))]
     assert answers == [n for n in (task.prompt("train", k).answer for k in range(16)) if n <= 11]
     assert [short.prompt("train", n).key for n in range(len(answers))] == list(range(len(answers)))

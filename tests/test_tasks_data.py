@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+from datetime import date
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -82,8 +84,9 @@ def test_directory_has_the_splits_that_its_files_are_named_after(tmp_path, monke
 
 
 def test_rows_without_an_answer_are_left_out_and_logged(tmp_path, caplog):
-    assert load(write(tmp_path / "rows.jsonl", [*ROWS, {"q": "?", "a": None}])).size("train") == 27
-    assert "1 of the 31 rows of" in caplog.text
+    without = [{"q": "?", "a": nothing} for nothing in (None, float("nan"), " ", [])]
+    assert load(write(tmp_path / "rows.jsonl", [*ROWS, *without])).size("train") == 27
+    assert "4 of the 34 rows of" in caplog.text
     with pytest.raises(ValueError, match="none of its 1 rows has an answer"):
         load(write(tmp_path / "rows.jsonl", [{"q": "?", "a": ""}]))
 
@@ -107,6 +110,13 @@ def test_shards_and_patterns_are_splits_and_a_saved_dataset_loads(tmp_path):
     write(tmp_path / "shards" / "test-00000-of-00001.parquet", [{"q": "?"}])
     with pytest.raises(ValueError, match=r"test-00000-of-00001.parquet, row 1: no column 'a'"):
         load(tmp_path / "shards")
+    for name in ("train.jsonl", "test-00001-of-00003.jsonl"):  # neither a shard nor all of them
+        write(tmp_path / "shards" / name)
+        with pytest.raises(ValueError, match="one for each split, or all its shards"):
+            load(tmp_path / "shards")
+        (tmp_path / "shards" / name).unlink()
+    write(tmp_path / "old" / "train[1]-00000-of-00001-0123456789abcdef.jsonl")  # as the hub named shards before
+    assert load(next((tmp_path / "old").iterdir())).size("train") == 27
     saved = datasets.Dataset.from_list(ROWS)
     saved.save_to_disk(tmp_path / "saved")
     datasets.DatasetDict({"train": saved, "test": saved.select(range(4))}).save_to_disk(tmp_path / "both")
@@ -120,6 +130,7 @@ def test_answer_column_can_be_a_path_into_a_struct(tmp_path):
         task = load(data, answer_column="reward_model.ground_truth")
         answers = {task.prompt(split, n).answer for split in ("train", "test") for n in range(task.size(split))}
         assert answers == {str(n) for n in range(20)}
+        assert isinstance(load(data, answer_column=None).prompt("train", 0).answer, str)  # verl's column
     with pytest.raises(ValueError, match=r"no column 'ground_trut'.*Did you mean 'ground_truth'"):
         load(tmp_path / "a.jsonl", answer_column="reward_model.ground_trut")
 
@@ -128,12 +139,28 @@ def test_messages_can_be_json_or_have_parts_of_text(tmp_path):
     parts: Any = [{"type": "text", "text": "1 + "}, {"type": "text", "text": "1?"}]
     messages: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": parts}]
     plain = [messages[0], {"role": "user", "content": "1 + 1?", "name": None}]
-    for name, prompt in (("a.jsonl", messages), ("a.parquet", plain), ("b.jsonl", json.dumps(messages))):
+    asked = (messages, plain, json.dumps(messages), str(messages))  # the last as pandas writes it
+    for name, prompt in zip(("a.jsonl", "a.parquet", "b.jsonl", "b.csv"), asked, strict=True):
         task = load(write(tmp_path / name, [{"q": prompt, "a": "2"}] * 4))
         assert task.prompt("train", 0).messages == (messages[0], {"role": "user", "content": "1 + 1?"})
-    parts[1] = {"type": "image_url", "image_url": "x"}
-    with pytest.raises(ValueError, match=r"line 1: a message has the part .*image_url.*only parts of type text"):
-        load(write(tmp_path / "rows.jsonl", [{"q": messages, "a": "2"}] * 4))
+    with pytest.raises(ValueError, match="line 1: it has messages that are not JSON"):
+        load(write(tmp_path / "rows.jsonl", [{"q": str(messages)[:-1], "a": "2"}]))
+    for parts[1] in ({"type": "image_url", "image_url": "x"}, {"type": "text"}):
+        with pytest.raises(ValueError, match=r"line 1: a message has the part .*only parts of type text"):
+            load(write(tmp_path / "rows.jsonl", [{"q": messages, "a": "2"}] * 4))
+
+
+def test_arguments_of_tool_calls_lose_the_nulls_of_parquet(tmp_path):
+    calls = [{"function": {"name": name, "arguments": {name: 1}}} for name in ("f", "g")]
+    messages = [{"role": "assistant", "tool_calls": calls, "content": None}, {"role": "tool", "content": "1"}]
+    task = load(write(tmp_path / "a.parquet", [{"q": messages, "a": "2"}] * 4))
+    assert task.prompt("train", 0).messages[0] == {"role": "assistant", "tool_calls": calls}
+
+
+def test_dates_and_decimals_as_answers_are_their_texts(tmp_path):
+    for answer, text in ((date(2020, 1, 2), "2020-01-02"), (Decimal("1.50"), "1.50"), (["a", None], ["a", None])):
+        pq.write_table(pa.Table.from_pylist([{"q": "?", "a": answer}] * 4), tmp_path / "a.parquet")
+        assert load(tmp_path / "a.parquet").prompt("train", 0).answer == text
 
 
 def test_wrong_settings_are_rejected(tmp_path):
@@ -156,6 +183,10 @@ def test_file_loads_or_is_rejected_in_one_line_with_the_place(tmp_path):
         ("a.jsonl", b"\xef\xbb\xbf" + GOOD + b"\r\n \n" + GOOD[:-1], 2),
         ("a.jsonl", json.dumps({"q": "1\u2028?", "a": "2\x85"}, ensure_ascii=False).encode(), 1),
         ("a.csv", b'q,a\r\n"1\n+ 1?",2\r\n', 1),
+        ("a.csv", b"q,a\n1 + 1?\n", r"a.csv, row 1: it has not as many fields as the header"),
+        ("a.csv", b"q,a\n ,2\n", r"a.csv, row 1: its prompt is ' '"),
+        ("a.jsonl", b"[" + GOOD + b",\n" + GOOD + b"]", 2),
+        ("a.json", b'{"train":\n[]}', r"a.json, item 1: there is no column 'q'; the columns are train"),
         ("a.jsonl", b"", "has no rows"),
         ("a.jsonl", GOOD + b"\n" + GOOD[:20] + b"\n", r"a.jsonl, line 3: this is not JSON"),
         ("a.jsonl.gz", gzip.compress(GOOD * 99, mtime=0)[:-20], "cannot be read"),

@@ -63,6 +63,23 @@ def test_token_that_ends_a_turn_in_the_template_ends_completions(caplog):
     assert (Chat.from_model(model, tokenizer).eos_ids, chat.end_id) == ({1}, 1)
 
 
+def test_template_that_opens_no_turn_of_the_assistant_gives_a_warning(caplog):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}<eos>\n{% endfor %}"
+    Chat.from_model(tiny_model(), tokenizer)
+    assert "opens no turn for the assistant: completions begin after <eos>" in caplog.text
+
+
+def test_prefill_keeps_its_white_space_and_gets_no_empty_thought(chat):
+    """The template trims, and writes a thought before every answer, as Qwen3's does."""
+    chat.tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['role'] }}:{% if m['role'] == 'assistant' %}<think>\n\n</think>\n\n{% endif %}"
+        "{{ m['content'] | trim }}<eos>{% endfor %}"
+    )
+    for said, text in (("<think>\n", "<think>\n"), ("It is ", "<think>\n\n</think>\n\nIt is ")):
+        assert chat.render([*ASK, {"role": "assistant", "content": said}]) == f"user:2 + 3?<eos>assistant:{text}"
+
+
 def test_text_is_decoded_as_it_was_sampled(chat):
     chat.tokenizer.clean_up_tokenization_spaces = True
     for text in ("a , b .", "do n't", " x ! "):

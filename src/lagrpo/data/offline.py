@@ -1,21 +1,7 @@
 """Pre-generated (offline) completions: JSONL or Parquet files as groups, for recipes that allow them.
 
-One row per completion. Columns:
-
-    prompt             a question or a list of chat messages, put through the chat template;
-                       or prompt_token_ids, used as they are
-    completion         its text, tokenized here and ended with the token that ends a turn if it is `finished`;
-                       or a list of chat messages, of which the assistant's count as sampled;
-                       or token_ids, used as they are
-    reward             a finite number; null or absent: the task's reward function scores it, against `answer`
-    rollout_logprobs   log-probs of token_ids under the policy that generated them, nats (optional; null: unknown)
-    loss_mask          for each of token_ids whether a policy sampled it; the others are context (optional; all were)
-    finished, answer   optional
-
-The rollouts of a run are read too: there the prompt is called prompt_text, and answer is JSON. Its groups stay groups;
-completions that failed are left out. Otherwise rows of the same prompt and `answer` form groups of at most G, in the
-order of the files. A completion without log-probs carries NaN: for recipes that read log α it is left out if others
-have them. Its version is -1, of no policy of this run.
+docs/off-policy.md says what the columns mean. A completion without log-probs carries NaN: for recipes that
+read log α it is left out if others have them. Its version is -1, of no policy of this run.
 """
 
 from __future__ import annotations
@@ -34,8 +20,8 @@ import torch
 from lagrpo.model.chat import Replies
 from lagrpo.model.model import Policy
 from lagrpo.runs.reading import completion_files
-from lagrpo.tasks import Messages, build_messages, order_prompts
-from lagrpo.tasks.data import Row, format_of, naming, read_rows
+from lagrpo.tasks import Messages, build_messages, join_parts, order_prompts
+from lagrpo.tasks.data import Row, format_of, naming, parse_messages, plain, read_rows
 from lagrpo.types import Completion, Group, Outcome, Prompt
 
 UNKNOWN_VERSION = -1
@@ -69,13 +55,19 @@ class OfflineData:
 
     def __init__(
         self, records: Sequence[Row], policy: Policy, G: int, seed: int, *, system_prompt: str | None = None,
-        max_prompt_tokens: int = 10**9, reads_logp: bool = False,
+        max_prompt_tokens: int = 10**9, max_completion_tokens: int = 10**9, reads_logp: bool = False,
     ) -> None:  # fmt: skip
         self.seed, self.left_out, self.files = seed, Counter[str](), len({row.path for row in records})
         replies, rows = Replies(policy.chat), list[Offline]()
         for record in records:
             with naming(record):
-                rows.append(read_row(record, replies, system_prompt, max_prompt_tokens))
+                rows.append(row := read_row(record, replies, system_prompt))
+                if (count := len(row.prompt.token_ids)) > max_prompt_tokens:
+                    raise ValueError(f"its prompt has {count} tokens; rollout.max_prompt_length is {max_prompt_tokens}")
+                if row.completion and (count := row.completion.length) > (most := max_completion_tokens):
+                    raise ValueError(f"its completion has {count} tokens; rollout.max_completion_length is {most}")
+        rendered = (pair for pair in zip(rows, records, strict=True) if pair[1].get("prompt_token_ids") is None)
+        any(policy.chat.warn_if_rendered(row.prompt, record.place) for row, record in rendered)
         rows = self._keep(rows, "failed", lambda row: row.completion is not None)
         if reads_logp and any(_has_logp(row.completion) for row in rows):
             rows = self._keep(rows, "without log-probs", lambda row: _has_logp(row.completion))
@@ -110,11 +102,6 @@ class OfflineData:
         """Whether every completion carries the log-probs of the policy that sampled it."""
         return all(map(_has_logp, self._completions))
 
-    @property
-    def longest(self) -> int:
-        """Sampled tokens of the longest completion."""
-        return max(completion.length for completion in self._completions)
-
     def batch(self, b: int, count: int) -> list[Group]:
         """`count` groups for batch b = 1, 2, …"""
         N = len(self._groups)
@@ -127,11 +114,9 @@ def _has_logp(completion: Completion | None) -> bool:
     return completion is not None and not bool((completion.logp_alpha.isnan() & completion.sampled).any())
 
 
-def read_row(row: Row, replies: Replies, system_prompt: str | None, max_prompt_tokens: int) -> Offline:
+def read_row(row: Row, replies: Replies, system_prompt: str | None) -> Offline:
     """What a row says. Raises ValueError for a malformed one."""
     prompt = _read_prompt(row, replies, system_prompt)
-    if (count := len(prompt.token_ids)) > max_prompt_tokens:
-        raise ValueError(f"its prompt has {count} tokens; rollout.max_prompt_length is {max_prompt_tokens}")
     completion = None if row.get("outcome") == "failed" else _read_completion(row, replies)
     batch = (row.path, row.get("epoch")) if "prompt_text" in row else ()
     return Offline(prompt, completion, (*batch, prompt.token_ids, json.dumps(prompt.answer)))
@@ -139,21 +124,22 @@ def read_row(row: Row, replies: Replies, system_prompt: str | None, max_prompt_t
 
 def _read_prompt(row: Row, replies: Replies, system_prompt: str | None) -> Prompt:
     """The prompt with its token ids."""
-    question, answer = row.get("prompt"), row.get("answer")
+    question, answer = parse_messages(row.get("prompt")), plain(row.get("answer"))
     if "prompt_text" in row:
         question, answer = row["prompt_text"], json.loads(answer or "null")
-    json.dumps(answer)  # TypeError for what cannot be recorded
     if ids := read_list(row, "prompt_token_ids", (int,)):
         replies.chat.check_vocabulary(ids)
-        return Prompt(0, build_messages(question or ""), answer, tuple(ids))
+        return Prompt(0, build_messages(question or [{"role": "user", "content": ""}]), answer, tuple(ids))
     if not question:
-        raise ValueError("it has neither prompt nor prompt_token_ids")
+        raise ValueError(f"it has neither prompt nor prompt_token_ids; the columns are {', '.join(row)}")
     return replies.chat.tokenize(Prompt(0, build_messages(question, system_prompt), answer))
 
 
 def _read_completion(row: Row, replies: Replies) -> Completion:
     """The completion, with NaN for log-probs that are unknown."""
-    said, finished = row.get("completion"), row.get("finished", True)
+    said, finished = parse_messages(row.get("completion")), row.get("finished", True)
+    for end, number in replies.chat.special_tokens.items() if isinstance(said, str) else ():
+        said = said.removesuffix(end) if number in replies.chat.eos_ids else said
     ids, sampled, turns = _tokenize(row, said, finished is not False, replies)
     if not ids:
         raise ValueError("its completion has no tokens")
@@ -221,7 +207,8 @@ def read_outcome(row: Mapping[str, Any]) -> Outcome | None:
 def tokenize_turns(messages: Messages, replies: Replies, finished: bool) -> tuple[list[int], list[bool], list[str]]:
     """Token ids of a completion of several turns, with what the chat template adds between them; which are the
     assistant's, each turn with the token that ends it (the last only if it is `finished`); and the turns' texts."""
-    whole = all(isinstance(message, Mapping) and isinstance(message.get("content"), str) for message in messages)
+    messages = [join_parts(message) if isinstance(message, Mapping) else {} for message in messages]
+    whole = all(isinstance(message.get("content"), str) for message in messages)
     own = [message.get("role") == "assistant" for message in messages] if whole else []
     if not own or not own[0] or not own[-1] or any(a and b for a, b in pairwise(own)):
         form = "messages that begin and end with the assistant, without two assistant messages in a row"

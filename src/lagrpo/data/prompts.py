@@ -6,7 +6,6 @@ The prompts of a split are visited epoch after epoch, each epoch in another orde
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
@@ -18,8 +17,6 @@ from lagrpo.rollout.base import Request
 from lagrpo.rollout.episodes import Episodes
 from lagrpo.tasks import Task, order_prompts
 from lagrpo.types import Prompt
-
-logger = logging.getLogger("lagrpo")
 
 
 class PromptSource:
@@ -87,10 +84,7 @@ class PromptSource:
         if (count := len(prompt.token_ids)) > self.max_prompt_tokens:
             limit = f"rollout.max_prompt_length is {self.max_prompt_tokens}; rollout.overlong_prompts = 'drop' drops it"
             raise SettingsError(f"{where} has {count} tokens; {limit}")
-        text = "\n".join(str(message.get("content") or "") for message in prompt.messages)
-        if not self._warned and (token := next((token for token in self.chat.special_tokens if token in text), None)):
-            self._warned = True
-            logger.warning("%s contains the special token %s: did a chat template already render it?", where, token)
+        self._warned = self._warned or self.chat.warn_if_rendered(prompt, where)
         return prompt
 
     def _open(self, split: str, index: int) -> Prompt:

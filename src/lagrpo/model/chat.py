@@ -47,6 +47,15 @@ def pin_date(template: str, moment: datetime) -> str:
     return re.sub(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)", lambda call: repr(moment.strftime(call[2])), template)
 
 
+def end_with(text: str, said: str) -> str:
+    """The rendered `text` that ends with what the assistant has `said`, with the white space after it that the template
+    may have trimmed, and without the empty thought that Qwen3's template puts before a thought."""
+    head, own = text.rstrip().removesuffix(said.strip()), said.lstrip()
+    if head == text.rstrip():
+        return text
+    return (re.sub(r"<think>\s*</think>\s*$", "", head) if own.startswith("<think>") else head) + own
+
+
 @dataclass(frozen=True, eq=False)
 class Chat:
     """A tokenizer, the model's `vocabulary` in tokens, every id that ends a completion, `template_kwargs` for the chat
@@ -67,6 +76,9 @@ class Chat:
         if added := chat.eos_ids - ids:
             text = "completions also end at %s, which ends turns in the chat template but not in the generation config"
             logger.warning(text, tokenizer.convert_ids_to_tokens([*added])[0])
+        end = chat.find_turn_end()
+        if end is not None and chat.render(OPENING).rstrip().endswith(token := tokenizer.convert_ids_to_tokens(end)):
+            logger.warning("the chat template opens no turn for the assistant: completions begin after %s", token)
         return chat
 
     def with_turn_end(self) -> Chat:
@@ -98,10 +110,21 @@ class Chat:
         if isinstance(template := self.tokenizer.chat_template, str):  # else several, by name
             options["chat_template"] = pin_date(template, self.started)
         try:
-            return self.tokenizer.apply_chat_template(given, **options, **self.template_kwargs)
+            text = self.tokenizer.apply_chat_template(given, **options, **self.template_kwargs)
         except Exception as error:  # a template can raise anything
             kind = "" if type(error).__name__.startswith("Template") else f"{type(error).__name__}: "
             raise TemplateError(f"the chat template cannot render it: {one_line(f'{kind}{error}')}") from error
+        return text if end == "add_generation_prompt" else end_with(text, given[-1]["content"])
+
+    def warn_if_rendered(self, prompt: Prompt, where: str) -> bool:
+        """Whether the messages have a special token: then they may have been rendered before, and a warning says so."""
+        text = "\n".join(str(message.get("content") or "") for message in prompt.messages)
+        token = next((token for token in self.special_tokens if token in text), None)
+        if token is not None:
+            cure = "If it was rendered before, set model.chat_template to a file with {{ messages[-1].content }} to ask"
+            given = where, token, self.tokenizer.decode(prompt.token_ids), cure, text
+            logger.warning("%s has the special token %s, and is asked as %.300r. %s %.300r", *given)
+        return token is not None
 
     def _find_prefix(self, messages: Messages, text: str) -> str:
         """What the prompt begins the answer with: the last message of the assistant, or a tag of the template."""

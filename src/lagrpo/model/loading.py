@@ -48,6 +48,8 @@ def load_policy(
         tokenizer.chat_template = chat_template
     policy = Policy.from_model(lm, tokenizer, tau, backend=backend)
     check_attention(policy)
+    if unread := [name for name in template_kwargs or () if name not in str(tokenizer.chat_template)]:
+        raise ValueError(f"model.chat_template_kwargs: its chat template does not read {unread[0]!r}")
     return replace(policy, chat=replace(policy.chat, template_kwargs=template_kwargs or {}))
 
 
@@ -130,7 +132,7 @@ def check_loaded(lm: Any, found: Mapping[str, Any]) -> None:
             raise ValueError(f"{problem.format(len(names))}: {one_line(', '.join(sorted(names)))}")
     tied = getattr(lm.config.get_text_config(), "tie_word_embeddings", False)
     if tied and lm.get_output_embeddings().weight is not lm.get_input_embeddings().weight:
-        raise ValueError("config.json ties the output head to the embedding, but the files have different weights")
+        raise ValueError("config.json sets tie_word_embeddings, but the files have a different output head: untie it")
 
 
 def check_finite(weights: Mapping[str, Tensor]) -> None:

@@ -12,12 +12,15 @@ from lagrpo.rewards.reward import UnscorableError, accept_any
 
 @accept_any
 def exact(completion: str, answer: Any) -> float:
-    """1.0 if the completion is the answer letter by letter, except for white space around either; else 0.0."""
+    """1.0 if the completion is the answer letter by letter, except for white space around either; else 0.0. The answer
+    5.0 is also 5, and True is also true."""
     if answer is None or not str(answer).strip():
         raise UnscorableError("the reference answer is empty")
     if isinstance(answer, Mapping):
         raise UnscorableError("the reference answer is a whole row: set task.answer_column")
-    return float(completion.strip() == str(answer).strip())
+    text = str(answer).strip()
+    same = text.lower() if isinstance(answer, bool) else text.removesuffix(".0") if isinstance(answer, float) else text
+    return float(completion.strip() in (text, same))
 
 
 def length(completion: str, num_tokens: int, *, limit: int, target: int = 0, shape: str = "linear") -> float:

@@ -218,8 +218,8 @@ def split_tables(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
 
 
 def _read_value(word: str) -> Any:
-    """A word as TOML has it, or as it stands."""
+    """A word as TOML or Python has it, or as it stands."""
     try:
-        return tomllib.loads(f"value = {word}")["value"]
+        return tomllib.loads(f"value = {word.lower() if word in ('True', 'False') else word}")["value"]
     except (ValueError, KeyError):
         return word

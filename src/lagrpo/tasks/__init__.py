@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
@@ -114,13 +115,16 @@ def select(rows: Any, chosen: Sequence[int]) -> Any:
     return rows.select(chosen) if hasattr(rows, "select") else [rows[n] for n in chosen]
 
 
-def drop_overlong(task: Task, count_tokens: Callable[[Prompt], int], most: int) -> RowTask:
-    """The task without rows whose prompt has more than `most` tokens. Raises ValueError for a task without rows."""
+def drop_overlong(task: Task, rollout: Any, chat: Any) -> Task:
+    """The task without rows whose prompt is too long, if the settings (section rollout) say so. Raises ValueError for a
+    task without rows."""
+    if rollout.overlong_prompts != "drop" or environment_of(task) is not None:
+        return task
     if not isinstance(task, RowTask):
         raise ValueError(f"rollout.overlong_prompts = 'drop' needs a RowTask, not a {type(task).__name__}")
-    left = dict[str, Any]()
+    left, most = dict[str, Any](), rollout.max_prompt_length
     for split, rows in task.rows.items():
-        kept = [n for n in range(len(rows)) if count_tokens(task.prompt(split, n)) <= most]
+        kept = [n for n in range(len(rows)) if len(chat.tokenize(task.prompt(split, n)).token_ids) <= most]
         if dropped := len(rows) - len(kept):
             text = "%d of the %d prompts of the %s split are dropped: they have more than %d tokens"
             logger.warning(text, dropped, len(rows), split, most)
@@ -131,25 +135,28 @@ def drop_overlong(task: Task, count_tokens: Callable[[Prompt], int], most: int) 
 def build_messages(question: str | Messages, system_prompt: str | None = None) -> tuple[Mapping[str, Any], ...]:
     """The messages for the chat template: the system prompt, if any, then the question as the user's turn, or the given
     messages, with the text parts of each joined. Raises ValueError for what cannot be asked so."""
-    given: Any = [{"role": "user", "content": question}] if isinstance(question, str) else question
+    has_text = isinstance(question, str) and question.strip()
+    given: Any = [{"role": "user", "content": question}] if has_text else question
     listed = given if isinstance(given, list | tuple) else ()
     has_roles = all(isinstance(turn, Mapping) and isinstance(turn.get("role"), str) for turn in listed)
-    turns = [_join_parts(turn) for turn in listed] if has_roles else []
+    turns = [join_parts(turn) for turn in listed] if has_roles else []
     if not turns or not isinstance(turns[-1].get("content"), str):
-        form = "a prompt is a text, or a list of messages, the last of which has a text"
+        form = "a prompt is a text, or a list of messages with role and content, the last of which has a text"
         raise ValueError(f"its prompt is {question!r:.80}: {form}")
     if system_prompt and turns[0]["role"] == "system":
         raise ValueError("the prompt already has a system message: leave task.system_prompt unset for this data")
     return (*([{"role": "system", "content": system_prompt}] if system_prompt else []), *turns)
 
 
-def _join_parts(turn: Mapping[str, Any]) -> Mapping[str, Any]:
+def join_parts(turn: Mapping[str, Any]) -> Mapping[str, Any]:
     """The message without keys that are None, which Parquet adds, and with its text parts as one text."""
-    turn = {key: value for key, value in turn.items() if value is not None}
+    without_none: Any = lambda found: {key: value for key, value in found.items() if value is not None}  # noqa: E731
+    turn = json.loads(json.dumps(turn), object_hook=without_none)
     if not isinstance(parts := turn.get("content"), list):
         return turn
-    if strange := [part for part in parts if not isinstance(part, Mapping) or part.get("type") != "text"]:
-        raise ValueError(f"a message has the part {strange[0]!r:.80}: only parts of type text are supported")
+    for part in parts:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise ValueError(f"a message has the part {part!r:.80}: only parts of type text are supported")
     return turn | {"content": "".join(part["text"] for part in parts)}
 
 

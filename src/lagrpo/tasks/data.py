@@ -1,13 +1,11 @@
-"""The train and test rows of a task, from files or datasets of the Hugging Face hub.
+"""The train and test rows of a task, from files, datasets of the Hugging Face hub, or memory.
 
-The setting `task.data`, else the environment variable LAGRPO_DATA, is a file (JSON lines, a JSON array, CSV, also
-packed with gzip, or Parquet), a pattern for files such as "data/train-*.parquet", a directory of files named after
-their splits, a directory that datasets' `save_to_disk` wrote, or a hub dataset: "owner/name", or "owner/name:config".
-Files such as train-00000-of-00003.parquet are one split. A column can be a path into a column: "reward_model.answer".
+docs/data-and-rewards.md says how they are read. If task.data is unset, LAGRPO_DATA names the file or the directory.
 """
 
 from __future__ import annotations
 
+import ast
 import csv
 import glob
 import gzip
@@ -26,7 +24,7 @@ from lagrpo.tasks import Ask, build_messages, select
 logger = logging.getLogger("lagrpo")
 FORMATS = (".jsonl", ".json", ".csv", ".parquet")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(?::[\w.-]+)?")
-_ENDING = re.compile(r"(-\d{5}-of-\d{5})?\.(jsonl|json|csv|parquet)(\.gz)?$")
+_ENDING = re.compile(r"(-\d{5}-of-(\d{5})(-[0-9a-f]{16})?)?\.(jsonl|json|csv|parquet)(\.gz)?$")
 
 
 # ---- files ----
@@ -69,24 +67,24 @@ def read_rows(path: Path) -> list[Row]:
                 values = list(csv.DictReader(file, strict=True) if kind == ".csv" else file)
     if kind in (".json", ".jsonl"):
         unit = "line"
-    if kind == ".json":
-        with suppress(ValueError):  # lines of JSON
-            whole = json.loads("".join(values))
-            items = whole.get("data") if isinstance(whole, dict) else whole
-            values, unit = (items, "item") if isinstance(items, list) else (values, unit)
+        if kind == ".json" or "".join(values[:1]).startswith("["):
+            with suppress(ValueError):  # lines of JSON
+                whole = json.loads("".join(values))
+                items = whole.get("data") if isinstance(whole, dict) else whole
+                values, unit = items if isinstance(items, list) else [whole], "item"
     places = ((f"{path}, {unit} {number}", value) for number, value in enumerate(values, start=1))
-    return [Row(_parse(value, place), path, place) for place, value in places if unit != "line" or value.strip()]
+    return [Row(_parse(value, place, kind), path, place) for place, value in places if unit != "line" or value.strip()]
 
 
-def _parse(value: Any, place: str) -> dict[str, Any]:
+def _parse(value: Any, place: str, kind: str | None = None) -> dict[str, Any]:
     """A row, which may be a line of JSON."""
     if isinstance(value, str):
         with one_line_errors(f"{place}: this is not JSON"):
             value = json.loads(value)
     if not isinstance(value, dict):
         raise ValueError(f"{place}: this is a {type(value).__name__}, not an object with columns")
-    if None in value:
-        raise ValueError(f"{place}: it has more fields than the header")
+    if kind == ".csv" and (None in value or None in value.values()):
+        raise ValueError(f"{place}: it has not as many fields as the header")
     return value
 
 
@@ -94,21 +92,22 @@ def _parse(value: Any, place: str) -> dict[str, Any]:
 
 
 def load_rows(
-    named: str | None, train_split: str, test_split: str, hub: str, ask: Ask, columns: Sequence[str],
+    named: Any, train_split: str, test_split: str, hub: str, ask: Ask, columns: Sequence[str],
     answer: str | None, seed: int | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """The rows for training and testing, with these columns. "a|b" names the split a, or b if there is no a.
 
-    `named` is task.data, `hub` the dataset to suggest without it. Rows without an answer (column `answer`) are left
-    out. With a seed, rows of an only split are held out for testing. Raises ValueError for unfit data."""
+    `named` is task.data or the data, `hub` the dataset to suggest without it. Rows without an answer (column `answer`)
+    are left out. With a seed, rows of an only split are held out for testing. Raises ValueError for unfit data."""
     there = find_splits(named, hub)
+    source = named or os.environ.get("LAGRPO_DATA") if isinstance(named, str | None) else "data"
 
     def load(side: str, split: str) -> Any:
         names = split.split("|")
         if (found := next((there[name] for name in names if name in there), None)) is None:
             known = f"there are {', '.join(there)}.{suggest(names[-1], there)}"
             raise ValueError(f"task.options.{side}_split: no {' or '.join(map(repr, names))}; {known}")
-        where = f"the {side} split of {named or os.environ.get('LAGRPO_DATA')}"
+        where = f"the {side} split of {source}"
         return _with_answer(_read_split(found, where, ask, columns), answer, where)
 
     is_only = seed is not None and train_split == "train" and len(there) == 1
@@ -117,28 +116,32 @@ def load_rows(
         return {"train": rows, "test": load("test", test_split)}
     kept, held_out = hold_out(len(rows), seed)
     message = "%s has no test split: training on %d of its %d rows, testing on the other %d (chosen by seed %d)"
-    logger.warning(message, named, len(kept), len(rows), len(held_out), seed)
+    logger.warning(message, source, len(kept), len(rows), len(held_out), seed)
     return {"train": select(rows, kept), "test": select(rows, held_out)}
 
 
 def _read_split(found: Any, where: str, ask: Ask, columns: Sequence[str]) -> Any:
-    """The rows of files, each checked, or a dataset, whose columns have types, with its first row checked."""
-    is_dataset = not isinstance(found, list)
-    rows = found if is_dataset else [row for file in found for row in read_rows(file)]
+    """The rows of files or in memory, each checked, or a dataset, whose columns have types, with its first row
+    checked."""
+    rows: Any = found if (is_dataset := hasattr(found, "select")) else []
+    for number, each in enumerate(() if is_dataset else found, start=1):
+        place = f"{where}, row {number}"
+        rows += read_rows(each) if isinstance(each, Path) else [Row(_parse(each, place), where, place)]
     if not len(rows):
         raise ValueError(f"{where} has no rows")
     for row in [Row(rows[0], where, f"{where}, row 1")] if is_dataset else rows:
         with naming(row):
             for column in columns:
                 get_value(row, column)
-            question, answer = ask(row)
-            build_messages(question)
-            json.dumps(answer)  # TypeError for what cannot be recorded
+            build_messages(ask(row)[0])
     return rows
 
 
-def find_splits(named: str | None, hub: str) -> dict[str, Any]:
-    """The existing splits by name: lists of files, or a `datasets.Dataset`. Raises ValueError for missing data."""
+def find_splits(named: Any, hub: str) -> dict[str, Any]:
+    """The existing splits by name: files, a `datasets.Dataset`, or rows. Raises ValueError for missing data."""
+    if not isinstance(named, str | None):
+        named = named.to_dict("records") if hasattr(named, "iloc") else named  # a data frame
+        return dict(named) if isinstance(named, Mapping) else {"train": named}
     endings, setting = ", ".join(FORMATS), "task.data" if named else "LAGRPO_DATA"
     if not (data := named or os.environ.get("LAGRPO_DATA")):
         files = f"a file ending in {endings}, a directory of such files, or a hub dataset such as {hub!r}"
@@ -149,8 +152,8 @@ def find_splits(named: str | None, hub: str) -> dict[str, Any]:
         import datasets
 
         saved = datasets.load_from_disk(path)
-    files = sorted(path.iterdir()) if path.is_dir() else sorted(map(Path, glob.glob(str(path))))
-    if not files and not path.is_dir():
+    files = sorted(path.iterdir()) if path.is_dir() else sorted(map(Path, glob.glob(str(path)))) or [path]
+    if not path.is_dir() and not files[0].exists():
         if not (named and _HUB_ID.fullmatch(data)) or format_of(path) is not None or path.parent.is_dir():
             raise ValueError(f"{setting}: no file or directory {data!r} (current directory: {os.getcwd()})")
         import datasets
@@ -163,17 +166,19 @@ def find_splits(named: str | None, hub: str) -> dict[str, Any]:
     there: dict[str, list[Path]] = {}
     for file in filter(format_of, files):
         there.setdefault(_ENDING.sub("", file.name), []).append(file)
-    if not there or any(len(found) > 1 and "-of-" not in found[0].name for found in there.values()):
-        raise ValueError(f"{setting}: {path} needs files that end in {endings}, one for each split")
+    of = {name: {int(_ENDING.findall(file.name)[0][1] or 1) for file in found} for name, found in there.items()}
+    if not there or any(n != {len(there[k])} and (path.is_dir() or n == {1} or len(n) > 1) for k, n in of.items()):
+        raise ValueError(f"{setting}: {path} needs files that end in {endings}, one for each split, or all its shards")
     return there
 
 
 def _with_answer(rows: Any, column: str | None, where: str) -> Any:
     """The rows that have an answer. Raises ValueError if none has."""
-    if column is None:
+    if column is None or not (near := [name for name in rows[0] if column.startswith(name)]):
         return rows
-    values = rows if isinstance(rows, list) else rows.select_columns([n for n in rows[0] if column.startswith(n)])
-    kept = [n for n, row in enumerate(values) if get_value(row, column) not in (None, "")]
+    values = rows if isinstance(rows, list) else rows.select_columns(near)
+    found = [plain(get_value(row, column)) if any(name in row for name in near) else None for row in values]
+    kept = [n for n, each in enumerate(found) if each not in (None, []) and str(each).strip()]
     if not kept:
         raise ValueError(f"{where}: none of its {len(rows)} rows has an answer (column {column!r})")
     if left_out := len(rows) - len(kept):
@@ -204,6 +209,24 @@ def get_value(row: Mapping[str, Any], column: str) -> Any:
         names, like = one_line(", ".join(row)), suggest(column, row)
         raise ValueError(f"no column {column!r}; the columns are {names}.{like}")
     return row[column]
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON has it: dates and decimals as texts, lists and numbers of NumPy as Python's, NaN as None."""
+    say = lambda other: other.tolist() if hasattr(other, "tolist") else str(other)  # noqa: E731
+    found = json.loads(json.dumps(value, default=say))
+    return found if found == found else None
+
+
+def parse_messages(text: Any) -> Any:
+    """The messages of a text that holds some, as JSON or as Python prints them; anything else as it is. Raises
+    ValueError for messages that cannot be read."""
+    if not isinstance(text, str) or not re.match(r"\s*\[\s*\{\s*['\"](role|content|name|from|value)['\"]\s*:", text):
+        return text
+    for read in (json.loads, ast.literal_eval):
+        with suppress(ValueError, SyntaxError):
+            return read(text)
+    raise ValueError(f"it has messages that are not JSON: {text!r:.80}")
 
 
 def text_of(row: Mapping[str, Any], column: str) -> str:

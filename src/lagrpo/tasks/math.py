@@ -21,7 +21,7 @@ except ImportError as error:
 
 from lagrpo.rewards.reward import UnscorableError, accept_any
 from lagrpo.tasks import RowTask
-from lagrpo.tasks.data import load_rows, text_of
+from lagrpo.tasks.data import load_rows, plain, text_of
 from lagrpo.tasks.numbers import find_last_box
 
 WORDING = "{problem}\n\nReason step by step and put the final answer in \\boxed{{}}."
@@ -48,8 +48,8 @@ def load(
     return RowTask("math", rows, _ask, score)
 
 
-def _ask(row: Mapping[str, Any]) -> tuple[str, str]:
-    return WORDING.format(problem=text_of(row, "problem")), str(row["answer"])
+def _ask(row: Mapping[str, Any]) -> tuple[str, Any]:
+    return WORDING.format(problem=text_of(row, "problem")), plain(row["answer"])
 
 
 @accept_any

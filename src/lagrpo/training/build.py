@@ -194,11 +194,9 @@ def set_up_tasks(
     for name, task in tasks.items():
         if (episodes := build_episodes(settings, task, policy.chat)) is not None:
             undo.enter_context(episodes.pool)
-        elif s.overlong_prompts == "drop":
-            with refusing():
-                task = drop_overlong(task, lambda p: len(policy.chat.tokenize(p).token_ids), s.max_prompt_length)
-        prompts = PromptSource(task, policy, settings.run.seed, N, s.max_prompt_length, episodes)
         with refusing("task"):
+            task = drop_overlong(task, s, policy.chat)
+            prompts = PromptSource(task, policy, settings.run.seed, N, s.max_prompt_length, episodes)
             pool = undo.enter_context(RewardPool(task.reward, deadline=settings.task.reward_timeout))
         found[name] = TaskSetup(task, prompts, pool, episodes)
     with refusing("task"):
@@ -212,13 +210,12 @@ def build_offline(settings: Settings, recipe: Recipe, policy: Policy, records: A
     with refusing("offline.data"):
         found = OfflineData(
             records, policy, sampling.num_generations, settings.run.seed, system_prompt=settings.task.system_prompt,
-            max_prompt_tokens=sampling.max_prompt_length, reads_logp=recipe.needs_logp_alpha,
+            max_prompt_tokens=sampling.max_prompt_length, max_completion_tokens=sampling.max_completion_length,
+            reads_logp=recipe.needs_logp_alpha,
         )  # fmt: skip
         if recipe.needs_logp_alpha and not found.has_logp:
             what = f"it has no rollout_logprobs, which loss.recipe = {recipe.name!r} needs"
             raise ValueError(f"{what}; recipes that do not: reinforce, asymre, red_drop, red_weight")
-        if found.longest > (limit := sampling.max_completion_length):
-            raise ValueError(f"a completion has {found.longest} tokens; rollout.max_completion_length is {limit}")
     return found
 
 

@@ -6,23 +6,19 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lagrpo.errors import SettingsError, refusing
 from lagrpo.model.embedded import check_path, is_adapter
-from lagrpo.rewards.builtin import exact
-from lagrpo.rewards.reward import Reward, Rewards, check_rewards, load_rewards
+from lagrpo.rewards.reward import Reward, Rewards, load_reward
 from lagrpo.runs.directory import check_new, check_writable
 from lagrpo.runs.environment import read_environment
 from lagrpo.runs.reading import completion_files, open_run
 from lagrpo.settings.load import flatten, load_settings
 from lagrpo.settings.schema import Settings
 from lagrpo.settings.sections import ModelSettings, RewardSettings
-from lagrpo.tasks import RowTask, Task, check_options, environment_of, load_task, select
-from lagrpo.tasks.custom import ask_row
-from lagrpo.tasks.data import hold_out
+from lagrpo.tasks import Task, check_options, environment_of, load_task
 from lagrpo.training.callbacks import check_installed
 
 if TYPE_CHECKING:
@@ -166,35 +162,27 @@ def as_settings(model: Any, data: Any, rewards: Sequence[Any] | None) -> dict[st
         found["task.name"] = "custom"
     if isinstance(data, str | os.PathLike):
         found["task.data"] = os.fspath(data)
-    if names := [reward for reward in rewards or () if not is_function(reward)]:
-        found["task.rewards"] = names
+    if rewards is not None and all(isinstance(each, str | dict) for each in rewards):
+        found["task.rewards"] = list(rewards)
     return found
 
 
 def build_task(settings: Settings, data: Any, rewards: Sequence[Any] | None) -> Task | None:
-    """The task of data in memory (a list of dicts, a datasets.Dataset; a tenth is held out for testing) and of reward
-    functions; None if the settings say all. Raises ValueError for rows without the columns."""
-    named, own, seed = data is None or isinstance(data, str | os.PathLike), settings.task, settings.run.seed
-    if named and not any(map(is_function, rewards or ())):
+    """The task of data in memory (see `lagrpo.tasks.data`; a tenth is held out for testing) and of reward functions;
+    None if the settings say all. Raises ValueError for unfit rows and rewards."""
+    has_functions = not all(isinstance(each, str | dict) for each in rewards or ())
+    in_memory = data is not None and not isinstance(data, str | os.PathLike)
+    if not in_memory and not has_functions:
         return None
-    if named:
-        given = (RewardSettings(name="none", reward="lagrpo.rewards.builtin:exact"),)
-        task: Any = load_task(own.model_copy(update={"rewards": given, "tools": ()}), seed)
-    else:
-        rows: Any = data
-        rows = rows if hasattr(rows, "select") else list(rows)
-        train, test = (select(rows, chosen) for chosen in hold_out(len(rows), seed))
-        ask = partial(ask_row, own.prompt_column, own.answer_column)
-        ask(rows[0])
-        task = RowTask("custom", {"train": train, "test": test}, ask, exact, own.system_prompt)
-    check_rewards(own.rewards)
-    parts = load_rewards(own.rewards, Rewards(())).parts
-    if any(map(is_function, rewards or ())):
-        by_name = iter(parts)
-        parts = tuple(_as_reward(each) if is_function(each) else next(by_name) for each in rewards or ())
-    if not parts:
-        raise ValueError("rewards: name at least one reward function, or a built-in one such as 'exact'")
-    return replace(task, reward=Rewards(parts))
+    given: dict[str, Any] = {"data": data} if in_memory else {}
+    given |= {"rewards": (RewardSettings(name="none", reward="exact"),)} if has_functions else {}
+    task: Any = load_task(settings.task.model_copy(update=given | {"tools": ()}), settings.run.seed)
+    if not has_functions:
+        return task
+    found = list(map(_as_reward, rewards or ()))
+    names = [each.name for each in found]
+    found = [replace(r, name=f"{r.name}_{n}") if names.count(r.name) > 1 else r for n, r in enumerate(found, start=1)]
+    return replace(task, reward=Rewards(tuple(found)))
 
 
 def name_rewards(settings: Settings, task: Task | None) -> Settings:
@@ -209,11 +197,11 @@ def name_rewards(settings: Settings, task: Task | None) -> Settings:
     return settings.model_copy(update={"task": settings.task.model_copy(update={"rewards": tuple(entries)})})
 
 
-def is_function(reward: Any) -> bool:
-    """Whether a reward is a function or a Reward, not a name or a table."""
-    return callable(reward) or isinstance(reward, Reward)
-
-
-def _as_reward(function: Any) -> Reward:
-    name = getattr(function, "__name__", type(function).__name__)
-    return function if isinstance(function, Reward) else Reward(name if name.isidentifier() else "reward", function)
+def _as_reward(given: Any) -> Reward:
+    """A function, or a reward by its name or table."""
+    if isinstance(given, Reward):
+        return given
+    if not callable(given):
+        return load_reward(RewardSettings.model_validate(given), None)
+    function = getattr(given, "func", given)  # of a partial
+    return Reward(getattr(function, "__name__", type(function).__name__).strip("_<>")[:36], given)

@@ -33,7 +33,7 @@ def check_rewards(run: RecordedRun, task: Task | None) -> None:
     s = run.settings
     own = complete_task(task, s.task.tools) if task is not None else load_task(s.task, s.run.seed)
     if (make := environment_of(own)) is None:
-        check_prompts(run, own := without_dropped(run, own, chat), chat)
+        check_prompts(run, own := drop_overlong(own, s.rollout, chat), chat)
         score_again(run, own, "train", groups_of(run.generated))
     else:
         check_prompts(run, own, None)
@@ -42,19 +42,11 @@ def check_rewards(run: RecordedRun, task: Task | None) -> None:
     of_sets = {each.name: each.task for each in s.eval.sets}
     for summary in run.evaluations:
         chosen = of_sets.get(summary.get("set", ""))
-        of_set = own if chosen is None else without_dropped(run, load_task(chosen, s.run.seed), chat)
+        of_set = own if chosen is None else drop_overlong(load_task(chosen, s.run.seed), s.rollout, chat)
         if environment_of(of_set) is not None:
             run.report.skip("evaluations with several turns, which are recorded as one text")
         else:
             check_evaluation(run, of_set, (chosen or s.task).reward_range[1], summary)
-
-
-def without_dropped(run: RecordedRun, task: Task, chat: Chat) -> Task:
-    """The task without the prompts that the run dropped as too long."""
-    s = run.settings.rollout
-    if s.overlong_prompts != "drop" or environment_of(task) is not None:
-        return task
-    return drop_overlong(task, lambda prompt: len(chat.tokenize(prompt).token_ids), s.max_prompt_length)
 
 
 def load_chat(run: RecordedRun) -> Chat:
@@ -85,15 +77,13 @@ def check_texts(run: RecordedRun, chat: Chat) -> None:
 def check_prompts(run: RecordedRun, task: Task, chat: Chat | None) -> None:
     """Which prompts a step has, by the seed and the step; their answers; their tokens, by `chat`."""
     before, size, seed = Counter[int](), task.size("train"), run.settings.run.seed
-    if drops := run.settings.rollout.overlong_prompts == "drop":
-        run.report.skip("order of prompts: the run dropped prompts that are too long")
     for members in (members for members in groups_of(run.rows) if members[0]["source"] == "sampler"):
         step, first = members[0]["step"], members[0]
         epoch, place = divmod((step - 1) * run.fresh_prompts + before[step], size)
         before[step] += 1
         prompt = task.prompt("train", first["prompt_id"] % size)
         expected: dict[str, Any] = {"answer": json.dumps(prompt.answer, ensure_ascii=False)}
-        if first["epoch"] >= 0 and not drops:  # a negative one: dynamic sampling generated this prompt instead
+        if first["epoch"] >= 0:  # a negative one: dynamic sampling generated this prompt instead
             expected |= {"epoch": epoch, "prompt_id": int(permutation(size, seed, "prompt order", epoch)[place])}
         if chat is not None:
             expected["prompt_token_ids"] = list(chat.tokenize(prompt).token_ids)
