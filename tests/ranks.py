@@ -7,7 +7,7 @@ import os
 import pickle
 import socket
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -38,7 +38,7 @@ def run_on_ranks(function: Callable[..., Any], *given: Any, size: int = 3) -> li
     return found
 
 
-def together(size: int, settings: dict[str, Any], prepare: Prepare | None = None, resume: Any = None) -> list[Any]:
+def together(size: int, settings: Mapping[str, Any], prepare: Prepare | None = None, resume: Any = None) -> list[Any]:
     """A run of `size` ranks: what each returns, RankEndError if it raises, None if it was killed. On every rank
     `prepare(rank)`, which must be importable, comes first, and gives its callbacks."""
     return _call(size, _train, settings, prepare, resume)
@@ -109,7 +109,7 @@ def _call_in_group(function: Callable[..., Any], *given: Any) -> Any:
     return found
 
 
-def _train(settings: dict[str, Any], prepare: Prepare | None, resume: Any) -> Any:
+def _train(settings: Mapping[str, Any], prepare: Prepare | None, resume: Any) -> Any:
     from lagrpo.training.run import train
 
     return train(settings, callbacks=prepare(int(os.environ["RANK"])) if prepare else (), resume=resume)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lagrpo.cpu import kernels, library
 from lagrpo.cpu.autograd import rotary
 from lagrpo.model import logprobs
-from lagrpo.model.backend import choose_backend
+from lagrpo.model.backend import Choice, choose_backend
 from lagrpo.model.layout import PackedLayout
 from lagrpo.model.model import Packed, PackedWeights, copy_policy
 from lagrpo.rollout.decoding import DecodeState
@@ -307,7 +307,7 @@ def test_decoding_step_equals_layer_by_layer_decoding(kind, changes):
 # ---- how they are had, with a cache of their own ----
 
 
-def chosen(monkeypatch, choice: str, compiler: str, cache: Path) -> str:
+def chosen(monkeypatch, choice: Choice, compiler: str, cache: Path) -> str:
     """The backend that a new process would choose."""
     monkeypatch.setenv("CC", compiler)
     monkeypatch.setenv("LAGRPO_CACHE", str(cache))
