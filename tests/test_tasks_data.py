@@ -87,6 +87,8 @@ def test_rows_without_an_answer_are_left_out_and_logged(tmp_path, caplog):
     without = [{"q": "?", "a": nothing} for nothing in (None, float("nan"), " ", [])]
     assert load(write(tmp_path / "rows.jsonl", [*ROWS, *without])).size("train") == 27
     assert "4 of the 34 rows of" in caplog.text
+    rows = [{"q": "?", "answer": answer} for answer in ("1", None) * 5]
+    assert load(write(tmp_path / "rows.jsonl", rows), answer_column=None).size("train") == 4
     with pytest.raises(ValueError, match="none of its 1 rows has an answer"):
         load(write(tmp_path / "rows.jsonl", [{"q": "?", "a": ""}]))
 

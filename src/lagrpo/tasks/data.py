@@ -166,15 +166,16 @@ def find_splits(named: Any, hub: str) -> dict[str, Any]:
     there: dict[str, list[Path]] = {}
     for file in filter(format_of, files):
         there.setdefault(_ENDING.sub("", file.name), []).append(file)
-    of = {name: {int(_ENDING.findall(file.name)[0][1] or 1) for file in found} for name, found in there.items()}
-    if not there or any(n != {len(there[k])} and (path.is_dir() or n == {1} or len(n) > 1) for k, n in of.items()):
+    shards = {name: {int(_ENDING.findall(file.name)[0][1] or 1) for file in found} for name, found in there.items()}
+    chosen = lambda counts: not path.is_dir() and len(counts) == 1 and counts != {1}  # noqa: E731 - by a pattern
+    if not there or not all(counts == {len(there[name])} or chosen(counts) for name, counts in shards.items()):
         raise ValueError(f"{setting}: {path} needs files that end in {endings}, one for each split, or all its shards")
     return there
 
 
 def _with_answer(rows: Any, column: str | None, where: str) -> Any:
     """The rows that have an answer. Raises ValueError if none has."""
-    if column is None or not (near := [name for name in rows[0] if column.startswith(name)]):
+    if column is None or not (near := [name for name in rows[0] if f"{column}.".startswith(f"{name}.")]):
         return rows
     values = rows if isinstance(rows, list) else rows.select_columns(near)
     found = [plain(get_value(row, column)) if any(name in row for name in near) else None for row in values]
@@ -213,8 +214,7 @@ def get_value(row: Mapping[str, Any], column: str) -> Any:
 
 def plain(value: Any) -> Any:
     """A value as JSON has it: dates and decimals as texts, lists and numbers of NumPy as Python's, NaN as None."""
-    say = lambda other: other.tolist() if hasattr(other, "tolist") else str(other)  # noqa: E731
-    found = json.loads(json.dumps(value, default=say))
+    found = json.loads(json.dumps(value, default=lambda x: x.tolist() if hasattr(x, "tolist") else str(x)))
     return found if found == found else None
 
 

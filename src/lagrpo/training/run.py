@@ -91,7 +91,7 @@ def train(
         if not isinstance(callback, Callback):
             raise TypeError(f"callbacks: {callback!r:.80} is not an instance of a class that inherits lagrpo.Callback")
     resume = None if resume is None else os.fspath(resume)
-    rewards = [rewards] if callable(rewards) or isinstance(rewards, str) else rewards
+    rewards = rewards if isinstance(rewards, list | tuple | None) else [rewards]
     if not isinstance(source, Settings):
         source = load_settings(source, {**checks.as_settings(model, data, rewards), **(settings or {})}, resume)
     with refusing():
