@@ -3,6 +3,7 @@ function on each of them, `together` makes a run. If one fails, all are ended, a
 
 from __future__ import annotations
 
+import atexit
 import os
 import pickle
 import socket
@@ -47,7 +48,7 @@ def together(size: int, settings: Mapping[str, Any], prepare: Prepare | None = N
 def _call(size: int, work: Callable[..., Any], *given: Any) -> list[Any]:
     while len(_staying) < 3:
         ours, theirs = forks.Pipe()
-        process = forks.Process(target=_stay, args=(theirs,), daemon=True)
+        process = forks.Process(target=_stay, args=(theirs,))
         process.start()
         theirs.close()
         _staying.append((process, ours))
@@ -62,11 +63,16 @@ def _call(size: int, work: Callable[..., Any], *given: Any) -> list[Any]:
         found.append(_result(end, deadline))
         deadline = GRACE if _has_failed(found[-1]) else deadline
     if any(map(_has_failed, found)):
-        for process, _ in _staying:
-            process.kill()
-            process.join()
-        _staying.clear()
+        _end_all()
     return found
+
+
+@atexit.register
+def _end_all() -> None:
+    for process, _ in _staying:
+        process.kill()
+        process.join()
+    _staying.clear()
 
 
 def _has_failed(found: Any) -> bool:

@@ -23,6 +23,7 @@ from tiny import save_tiny
 
 from lagrpo.errors import SettingsError
 from lagrpo.runs import load_evaluations, load_metrics
+from lagrpo.runs.files import write_atomically
 from lagrpo.settings.load import to_toml
 
 TESTS = Path(__file__).parent
@@ -193,7 +194,7 @@ def test_studies_of_the_papers_can_run_and_their_records_load(name, tmp_path, mo
 
 def start_forked(run: Any, threads: int) -> Any:
     """As `start_run`, a process that has imported everything before."""
-    Path(f"{run.path}.toml").write_text(to_toml(run.settings))
+    write_atomically(Path(f"{run.path}.toml"), to_toml(run.settings))
     process = start([f"{run.path}.toml", "--resume", "auto"], Path(f"{run.path}.log"))
     return SimpleNamespace(poll=lambda: process.exitcode, terminate=process.terminate, wait=process.join)
 
