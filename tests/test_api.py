@@ -42,7 +42,8 @@ def test_data_rewards_and_callbacks_make_a_run(given, tmp_path, kind):
 
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     data: dict[str, Any] = {"list": ROWS, "dataset": datasets.Dataset.from_list(ROWS), "file": tmp_path / "rows.jsonl"}
-    data |= {"splits": datasets.DatasetDict(train=data["dataset"], test=data["dataset"]), "frame": pd.DataFrame(ROWS)}
+    splits = datasets.DatasetDict({"train": data["dataset"], "test": data["dataset"]})
+    data |= {"splits": splits, "frame": pd.DataFrame.from_records(ROWS)}
     result = lagrpo.train(data=data[kind], rewards=[correct, "exact", short], callbacks=[seen := Seen()], **given)
     assert seen.batches == result.batches == 2
     assert result.weights is not None

@@ -157,7 +157,7 @@ def join_parts(turn: Mapping[str, Any]) -> Mapping[str, Any]:
     for part in parts:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             raise ValueError(f"a message has the part {part!r:.80}: only parts of type text are supported")
-    return turn | {"content": "".join(part["text"] for part in parts)}
+    return {**turn, "content": "".join(part["text"] for part in parts)}
 
 
 def order_prompts(seed: int, epoch: int, size: int) -> list[int]:
