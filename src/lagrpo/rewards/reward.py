@@ -86,11 +86,9 @@ class Reward:
 
     def __post_init__(self) -> None:
         if self.style is None:
-            others = (
-                "(prompts, completions, **columns) as in TRL, or (data_source, solution_str, ground_truth) as in verl"
-            )
+            others = "as in TRL (prompts, completions, **columns) or verl (data_source, solution_str, ground_truth)"
             named = f"{self.title}({', '.join(self._parameters)})"
-            raise ValueError(f"{named}: name the parameters (completion, answer), {others}")
+            raise ValueError(f"{named}: name the parameters (completion, answer), or {others}")
 
     @cached_property
     def style(self) -> Any:

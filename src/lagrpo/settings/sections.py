@@ -26,7 +26,7 @@ def split_server_args(options: Sequence[str]) -> tuple[str, ...]:
     names = (word.partition("=")[0] for word in words if word.startswith("--"))
     if secret := next(filter(is_secret, names), None):
         cure = "set an environment variable (HF_TOKEN, LAGRPO_VLLM_API_KEY), which servers inherit"
-        raise ValueError(f"server_args: {secret!r} holds a secret that all users of this machine could read: {cure}")
+        raise ValueError(f"server_args: all users of this machine could read the secret in {secret!r}: {cure}")
     return words
 
 

@@ -200,7 +200,8 @@ def read_options(settings: Any) -> dict[str, Any]:
     for name, value in settings.given_options.items():
         if name not in known and not takes_all:
             takes = f"it takes {', '.join(known) or 'none'}.{suggest(name, known)}"
-            raise ValueError(f"task.options: the task {kind!r} has no option {name!r}: {takes}")
+            where = "options" if name in settings.options else name  # the others are settings, such as task.data
+            raise ValueError(f"task.{where}: the task {kind!r} has no option {name!r}: {takes}")
         try:
             read[name] = TypeAdapter(known.get(name, Any)).validate_python(value)
         except ValidationError as error:

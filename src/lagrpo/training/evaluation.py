@@ -37,7 +37,7 @@ from lagrpo.runs.reading import load_evaluation_records, load_evaluations
 from lagrpo.runs.rollouts import REWARD
 from lagrpo.settings.schema import Settings
 from lagrpo.settings.sections import EvalSetSettings
-from lagrpo.terminal.text import formatted_interval
+from lagrpo.terminal.text import count_of, formatted_interval
 from lagrpo.training import build
 from lagrpo.training.build import TaskSetup, TrainerComponents
 from lagrpo.training.checkpoint import needs_alpha
@@ -312,7 +312,8 @@ def _choose_output(settings: Settings, task: str) -> Path:
 
 
 def _print_summary(summary: dict[str, Any], output: Path) -> None:
-    print(f"{summary['model']} on {summary['task']}: {summary['prompts']} prompts x {summary['samples']} samples")
+    prompts, samples = count_of(summary["prompts"], "prompt"), count_of(summary["samples"], "sample")
+    print(f"{summary['model']} on {summary['task']}: {prompts} x {samples}")
     for name in summary:
         if f"{name}_low" in summary:
             form = ".3f" if name == "reward" else ".1%"

@@ -55,10 +55,7 @@ from lagrpo.types import Result
 FAILURES = (RewardError, WeightSyncError, VersionError, SamplerError, FloatingPointError, OSError)
 FAILURES += (MemoryError, torch.OutOfMemoryError)
 """Errors that end a run for reasons outside the program; the command line prints their messages without a traceback."""
-MEMORY = (
-    "To need less memory, lower optimizer.micro_batch_tokens or rollout.max_num_seqs, or set "
-    "optimizer.gradient_checkpointing = true."
-)
+MEMORY = "To save memory, lower optimizer.micro_batch_tokens or rollout.max_num_seqs, or set gradient_checkpointing."
 
 
 def train(

@@ -72,10 +72,9 @@ class VllmClient:
             raise SamplerError(f"{self.url} does not accept the API key; set {KEY} to the server's")
         if answer.status in (404, 405) and "error" not in text:
             raise SamplerError(f"{self.url} has no {path}: {HOW_TO_START}")
-        kind, what = (
-            (NoAnswerError, "failed inside") if answer.status >= 500 else (SamplerError, "rejected the request")
-        )
-        raise kind(f"{self.url}{path} {what} ({answer.status}): {text}")
+        if answer.status >= 500:
+            raise NoAnswerError(f"{self.url}{path} failed with status {answer.status}: {text}")
+        raise SamplerError(f"{self.url}{path} rejected the request ({answer.status}): {text}")
 
     def is_healthy(self) -> bool:
         with suppress(NoAnswerError):
