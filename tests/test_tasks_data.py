@@ -188,7 +188,7 @@ def test_file_loads_or_is_rejected_in_one_line_with_the_place(tmp_path):
         ("a.csv", b"q,a\n1 + 1?\n", r"a.csv, row 1: it has not as many fields as the header"),
         ("a.csv", b"q,a\n ,2\n", r"a.csv, row 1: its prompt is ' '"),
         ("a.jsonl", b"[" + GOOD + b",\n" + GOOD + b"]", 2),
-        ("a.json", b'{"train":\n[]}', r"a.json, item 1: there is no column 'q'; the columns are train"),
+        ("a.json", b'{"train":\n[]}', r"a.json, item 1: no column 'q'; the columns are train"),
         ("a.jsonl", b"", "has no rows"),
         ("a.jsonl", GOOD + b"\n" + GOOD[:20] + b"\n", r"a.jsonl, line 3: this is not JSON"),
         ("a.jsonl.gz", gzip.compress(GOOD * 99, mtime=0)[:-20], "cannot be read"),
