@@ -196,7 +196,8 @@ def start_forked(run: Any, threads: int) -> Any:
     """As `start_run`, a process that has imported everything before."""
     write_atomically(Path(f"{run.path}.toml"), to_toml(run.settings))
     process = start([f"{run.path}.toml", "--resume", "auto"], Path(f"{run.path}.log"))
-    return SimpleNamespace(poll=lambda: process.exitcode, terminate=process.terminate, wait=process.join)
+    process.poll, process.wait = lambda: process.exitcode, process.join
+    return process
 
 
 def test_study_ended_by_a_signal_resumes_and_reports(tmp_path, monkeypatch, capsys):
