@@ -125,3 +125,8 @@ def test_the_page_on_metrics_names_every_metric_and_column():
     lines = [f"| `{name}` | {meaning} |" for metrics in METRICS.values() for name, meaning in metrics.items()]
     assert [line for line in lines if line not in page] == []
     assert set(rollout_schema(["NAME"]).names) - set(re.findall(r"`(\w+)`", page)) == set()
+
+
+def test_page_on_settings_names_every_setting():
+    page = text_of(Path("docs/settings.md"))
+    assert [name for name in list_settings(Settings) if "." in name and f"`{name}`" not in page] == []
