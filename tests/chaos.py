@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +124,9 @@ class Trials:
             process = start(self.words(name, kind), self.root / f"{name}.log")
             process.join(after)
             if process.is_alive():
-                os.killpg(process.pid, signal.SIGKILL)
+                with suppress(ProcessLookupError):  # it has no group yet
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.kill()
                 process.join()
                 said.append(f"{after:.2f} s")
             else:

@@ -51,6 +51,8 @@ def test_trl_signature_gets_lists_and_the_columns_in_the_form_of_the_prompt():
     (given,) = arguments(sample_rewards.ranked, {"prompt": [*QUESTION]})
     assert given["completions"] == [[{"role": "assistant", "content": text}] for text in ("2", "x")]
     assert given["prompts"] == [[*QUESTION]] * 2
+    (given,) = arguments(lambda completion_ids, **kwargs: [])  # the first example of TRL's documentation
+    assert given["completion_ids"] == [[0, 1, 2], []]
 
 
 def test_function_of_another_signature_is_rejected():

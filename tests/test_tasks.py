@@ -104,10 +104,10 @@ def test_missing_function_or_module_is_named(user_module, tmp_path):
     (tmp_path / f"{user_module}_broken.py").write_text("import package_that_is_not_installed")
     for reference, message in [
         (f"{user_module}:lenght", r"has no function 'lenght'. Did you mean 'length'\?"),
-        (f"{user_module}:number", "has no function 'number'"),
+        (f"{user_module}:number", r"has no function 'number'\.$"),
         (f"{user_module}:a b", "not of the form"),
         ("no_such_module:reward", "no module 'no_such_module'"),
-        (f"{user_module}_broken:reward", "package_that_is_not_installed"),
+        (f"{user_module}_broken:reward", "_broken:reward': No module named 'package_that_is_not_installed'"),
     ]:
-        with pytest.raises((ValueError, ModuleNotFoundError), match=message):
+        with pytest.raises((ValueError, ImportError), match=message):
             load_function(reference)

@@ -1,5 +1,5 @@
 """The recipes: one table, whose rows hold the functions of core themselves. From a recipe's name it is one jump to its
-row and one to the formula; `lagrpo recipes NAME` prints the source of its functions.
+row and one to the formula; `Recipe.loss` in objective.py calls them. `lagrpo recipes NAME` prints their source.
 
 A function's keyword-only arguments are its knobs. A row replaces defaults with `partial`, the section [loss] of
 the settings replaces any knob of the row by its name: a number, or the name of another function.

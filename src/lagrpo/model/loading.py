@@ -166,9 +166,9 @@ def check_supported(config: Any) -> None:
         raise ValueError(f"models of type {text.model_type!r} have {reason}, which lagrpo does not support; {instead}")
 
 
-def check_context(policy: Policy, tokens: int) -> None:
+def check_context(config: Any, tokens: int) -> None:
     """Raise ValueError if prompts and completions of `tokens` tokens do not fit the model's window or positions."""
-    text = policy.model.config.get_text_config()
+    text = config.get_text_config()
     slides = "sliding_attention" in (getattr(text, "layer_types", None) or ("sliding_attention",))
     slides = slides and getattr(text, "use_sliding_window", True)
     limits = {"longest position": getattr(text, "max_position_embeddings", None)}

@@ -42,6 +42,7 @@ WITH_OPTIONS = {"length": ("", 0), "format": ("",), "llm_judge": None}
 """Built-in rewards that take options, and arguments of a call in which a function checks its options."""
 OWN = "task"  # an entry of task.rewards with the task's own reward
 OURS, TRL, VERL = "completion", "completions", "solution_str"  # the parameter that tells a signature from the others
+STYLES = {OURS: OURS, TRL: TRL, "completion_ids": TRL, VERL: VERL}
 PASSED = {
     OURS: ("completion", "answer", "prompt", "row", "finished", "num_tokens", "prefix"),
     TRL: ("prompts", "completions", "completion_ids", "answer"),
@@ -94,7 +95,7 @@ class Reward:
     @cached_property
     def style(self) -> Any:
         """OURS, TRL or VERL."""
-        return next((name for name in self._parameters if name in PASSED), None)
+        return next((STYLES[name] for name in self._parameters if name in STYLES), None)
 
     @property
     def title(self) -> str:
@@ -268,11 +269,12 @@ def load_function(reference: str) -> Callable[..., Any]:
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # the module was found, but something that it imports was not
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):  # something that it imports
+            raise ImportError(f"{reference!r}: {error}", name=error.name) from error
         place = f"in the current directory ({here}) or among installed packages"
         raise ValueError(f"{reference!r}: no module {error.name!r} {place}") from error
     if not callable(function := getattr(module, attribute, None)):
-        where = getattr(module, "__file__", None) or module_name
-        raise ValueError(f"{reference!r}: {where} has no function {attribute!r}.{suggest(attribute, vars(module))}")
+        where, named = getattr(module, "__file__", None) or module_name, vars(module).items()
+        close = suggest(attribute, [name for name, value in named if callable(value)])
+        raise ValueError(f"{reference!r}: {where} has no function {attribute!r}.{close}")
     return function

@@ -18,9 +18,9 @@ from lagrpo.data.offline import OfflineData, read_records
 from lagrpo.data.prompts import PromptSource
 from lagrpo.errors import SettingsError, refusing
 from lagrpo.model.backend import choose_backend, chosen_kernels, pick_device, pick_dtype
-from lagrpo.model.embedded import resolve_model
-from lagrpo.model.loading import check_context, check_files, load_policy, quiet
-from lagrpo.model.lora import Lora
+from lagrpo.model.embedded import is_adapter, resolve_model
+from lagrpo.model.loading import check_context, check_files, load_config, load_policy, quiet
+from lagrpo.model.lora import Lora, load_adapter_config
 from lagrpo.model.model import Policy, copy_policy, fingerprint
 from lagrpo.rewards.pool import RewardPool
 from lagrpo.rollout.base import Request
@@ -127,6 +127,7 @@ class TrainerComponents:
 
     @property
     def main(self) -> TaskSetup:
+        """The task that the run trains on; evaluation sets may have others."""
         return self.tasks[OF_RUN]
 
     @property
@@ -234,10 +235,10 @@ def build_policy(model: ModelSettings, tau: float, longest: int, seed: int = 0) 
         backend = choose_backend(chosen_kernels(), device, dtype)
     given = chat_template(model), backend, lora_of(model, seed), model.chat_template_kwargs
     with loading(model):
-        policy = load_policy(resolve_model(model.path), dtype, device, tau, *given)
-    with refusing("model.path"):
-        check_context(policy, longest)
-    return policy
+        path = resolve_model(model.path)
+        base = resolve_model(load_adapter_config(Path(path))[1]) if is_adapter(path) else path
+        check_context(load_config(base), longest)
+        return load_policy(path, dtype, device, tau, *given)
 
 
 def lora_of(model: ModelSettings, seed: int = 0) -> Lora | None:

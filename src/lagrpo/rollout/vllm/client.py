@@ -234,6 +234,8 @@ class GroupQueue:
                 return
             is_dead = isinstance(error, NoAnswerError) and not server.is_healthy()
             if self._is_closed or not is_dead or self.starts[server] == RESTARTS:
+                if log := getattr(server, "log", None):  # this run started it
+                    error.add_note(f"The server's log: {log}")
                 raise error
             logger.info("%s. It is started again", error)
             server.restart()
