@@ -149,7 +149,7 @@ def test_resume_auto_begins_a_run_or_resumes_it(begin, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / ".config.toml.12-0123abcd.tmp").touch()  # a run that was killed while it was made
     first = begin("run", resume="auto", schedule=SHORT)
-    assert not resumed(first.run)
+    assert resumed(first.run) == [*first.run.glob("*.tmp")] == []
     again = begin("run", resume="auto", schedule=SHORT)
     assert (again.batches, len(resumed(again.run))) == (3, 1)
 

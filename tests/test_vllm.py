@@ -136,6 +136,13 @@ def test_dead_attached_server_and_failing_healthy_server_end_the_run(fake, engin
     attached.weights.close([])
 
 
+def test_error_of_a_started_server_names_its_log(fake, engine, policy):
+    fake.answers[GENERATE] = lambda _: (500, {"error": "a bug"})
+    with pytest.raises(SamplerError) as raised:
+        sampled(engine, policy)
+    assert raised.value.__notes__ == ["The server's log: vllm-1.log"]
+
+
 # ---- weight syncs ----
 
 

@@ -129,6 +129,8 @@ def choice(
 class Ours(VllmClient):
     """A fake server as one that the run started."""
 
+    log = "vllm-1.log"
+
     def __init__(self, fake: FakeServer) -> None:
         super().__init__(fake.url)
         self.fake = fake

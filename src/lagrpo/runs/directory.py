@@ -26,6 +26,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from lagrpo.runs import files
 from lagrpo.runs.environment import write_environment
 from lagrpo.runs.files import TEMPORARY, to_json, write_atomically, write_directory_atomically, write_table
 from lagrpo.runs.rollouts import reward_columns, rollout_schema
@@ -52,6 +53,7 @@ class Run:
         Raises as `check_new` does."""
         check_new(root, name)
         run = Run(root / name if name is not None else _new_directory(root, default_name(settings)))
+        files.remove_leftovers(run.path)  # of a process that was killed at this point
         run.write_config(settings_toml)  # first: with it the directory is a run
         write_environment(run.path, environment)
         return run

@@ -44,7 +44,7 @@ class Step:
 
 
 class Clock:
-    """Seconds of a batch by phase (metrics.py has them as time/…), and since `earlier` seconds before it was made.
+    """Seconds of a batch by phase (time/… in metrics.py), and in all since `earlier` seconds before it was made.
     `tell` hears what is being done now; `generated` counts the sampled tokens that came meanwhile."""
 
     def __init__(self, tell: Callable[[str], None] = lambda phase: None, earlier: float = 0.0) -> None:
