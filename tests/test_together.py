@@ -240,4 +240,4 @@ def load_another_model(rank: int) -> tuple[()]:
 
 def test_ranks_with_different_models_are_rejected(settings):
     for found in together(2, settings("run"), load_another_model):
-        assert "SettingsError: model weights differ between ranks 0 and 1" in str(found)
+        assert "SettingsError: model.path: model weights differ between ranks 0 and 1" in str(found)
