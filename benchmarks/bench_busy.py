@@ -68,9 +68,9 @@ def main() -> None:
     report = Report("busy", "A machine that is not idle", asked.results)
     report.raw |= {name: vars(t) for name, t in taken.items()}
     report.text(
-        f"{work.title}. Seconds per update: median, with the least and the greatest, of {asked.rounds}; without "
-        "another program, and beside `python -c 'while True: pass'`. A ratio is that of the medians, with the least "
-        "and the greatest of one round."
+        f"{work.title}. Seconds per update: median, with the smallest and the largest, of {asked.rounds}; without "
+        "another program, and beside `python -c 'while True: pass'`. A ratio is that of the medians, with the smallest "
+        "and the largest of one round."
     )
     report.table("one busy process", [row(name, t) for name, t in taken.items()])
     if comparison := against_before(taken):

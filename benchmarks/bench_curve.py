@@ -115,7 +115,7 @@ def shown(numbers: Sequence[float]) -> str:
 
 
 def draw(curves: Curves, path: Path) -> None:
-    """Smoothed rewards against updates, and against seconds: each seed thin, the mean thick."""
+    """Smoothed rewards against updates, and against seconds: the mean of the seeds, and their range."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -126,12 +126,10 @@ def draw(curves: Curves, path: Path) -> None:
         rewards = [smoothed(values(list(updates), "reward"), SMOOTH) for updates in seeds]
         seconds = [list(accumulate(values(list(updates), "seconds"))) for updates in seeds]
         for across, axes in zip(([list(range(1, len(r) + 1)) for r in rewards], seconds), panels, strict=True):
-            for x, curve in zip(across, rewards, strict=True):
-                axes.plot(x, curve, color=color, lw=0.8, alpha=0.4)
-            mean = [[fmean(column) for column in zip(*lines, strict=True)] for lines in (across, rewards)]
-            axes.plot(
-                *mean, color=color, ls=style, lw=2, label=f"{name} ({len(seeds)} seed{'s' if len(seeds) > 1 else ''})"
-            )
+            x = [fmean(column) for column in zip(*across, strict=True)]
+            low, mean, high = ([of(c) for c in zip(*rewards, strict=True)] for of in (min, fmean, max))
+            axes.fill_between(x, low, high, color=color, alpha=0.15, lw=0)
+            axes.plot(x, mean, color=color, ls=style, lw=2, label=f"{name} ({len(seeds)} seed{'s' * (len(seeds) > 1)})")
     for axes, label in zip(panels, ("update", "seconds"), strict=True):
         plain_axes(axes)
         axes.set(xlabel=label, ylim=(0, 1))

@@ -70,7 +70,7 @@ def main() -> None:
     name = "gpu" if asked.device.startswith("cuda") else "gpu-on-cpu"
     report = Report(name, f"Sampling and learning on {device_name(asked.device)}", asked.results)
     report.text(
-        "Medians, with the least and the greatest value. *auto* is what a run takes by itself, *torch* PyTorch's plain "
+        "Medians, with the smallest and largest value. *auto* is what a run takes by itself, *torch* PyTorch's plain "
         "operations; a ratio above 1 says that auto is faster, or smaller."
     )
     rates = [

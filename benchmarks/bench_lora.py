@@ -53,7 +53,7 @@ def main() -> None:
             peaks[name].append(peak)
             print(f"{name}: {found['step']:.2f} s a batch, {gigabytes(peak)}", flush=True)
     report.raw["seconds"], report.raw["peaks"] = seconds, peaks
-    report.text(f"Medians over {asked.rounds} runs of the median batch (least … greatest).")
+    report.text(f"Medians over {asked.rounds} runs of the median batch (smallest … largest).")
     report.table("Seconds of a batch of the demo", [row(part, seconds) for part in PARTS])
     report.table("Most memory", [{name: gigabytes(median(of)) for name, of in peaks.items()}])
     load.add_ended()

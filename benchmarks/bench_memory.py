@@ -49,7 +49,7 @@ def main() -> None:
         report.raw[f"{ranks} ranks, {shard}, beta {beta}"] = {"peaks": peaks}
         rows.append(row(ranks, shard, beta, peaks))
         print(rows[-1], flush=True)
-    report.text("The greatest VmHWM of a rank's process, loading included.")
+    report.text("The largest VmHWM of a rank's process, loading included.")
     report.table("Of a rank", rows)
     load.add_ended()
     report.write(machine(1, load))

@@ -39,7 +39,7 @@ def main() -> None:
     load = Load()
     report = Report("scaling", "How the cost grows", asked.results)
     report.text(
-        "Medians, with the least and the greatest value; ratios of the medians, with the least and the greatest of the "
+        "Medians, with the smallest and largest value; ratios of the medians, with the smallest and largest of the "
         "measurements that were made one after the other."
     )
     doubling(asked, report, load)

@@ -1,4 +1,4 @@
-"""A whole update of ours and of TRL: sampling, judging, learning, and what lies between. See README.md.
+"""A whole update of ours and of TRL: sampling, rewards, learning, and the rest. See README.md.
 
 make bench-trl                       install TRL, compare losses and gradients, then measure
 make bench-trl OPTIONS=--scan        look for TRL's best settings on this machine first, and keep them
@@ -58,8 +58,8 @@ def main() -> None:
     load, versions = Load(), {}
     report = Report("trl", "A whole update: ours and TRL", asked.results)
     report.text(
-        "Medians, with the least and the greatest value. A ratio is that of the medians, with the least and the "
-        "greatest of the updates that were made one after the other; above 1 ours is faster, or smaller."
+        "Medians, with the smallest and the largest value. A ratio is that of the medians, with the smallest and the "
+        "largest of consecutive updates; above 1, lagrpo is faster or smaller."
     )
     for work in works:
         settings = fitting(work, asked.trl or best_settings(asked.results, work))

@@ -29,13 +29,13 @@ def median(values: Iterable[float]) -> float:
 
 
 def spread(values: Sequence[float], unit: str = "", digits: int = 3) -> str:
-    """ "median (least … greatest)"."""
+    """ "median (smallest … largest)"."""
     shown = [f"{value:.{digits}g}" for value in (median(values), min(values), max(values))]
     return f"{shown[0]}{unit} ({shown[1]} … {shown[2]})"
 
 
 def ratio(upper: Sequence[float], lower: Sequence[float]) -> str:
-    """The ratio of the medians, and the least and greatest ratio of values measured one after the other."""
+    """The ratio of the medians, and the smallest and largest ratio of consecutive values."""
     pairs = [u / l for u, l in zip(upper, lower, strict=True)]  # noqa: E741
     return f"**{median(upper) / median(lower):.2f}** ({min(pairs):.2f} … {max(pairs):.2f})"
 

@@ -25,7 +25,7 @@ from work import SEED, read_prompts
 from lagrpo.model.model import Packed, Policy, copy_policy
 from lagrpo.rollout.base import Request
 from lagrpo.rollout.local import LocalSampler
-from lagrpo.settings.schema import ModelSettings
+from lagrpo.settings.sections import ModelSettings
 from lagrpo.training.build import build_policy
 from lagrpo.types import Prompt
 

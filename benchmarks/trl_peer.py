@@ -34,7 +34,7 @@ class Measured(GRPOTrainer):
         tokens = int(batch["completion_mask"].sum())
         groups = batch["advantages"].view(-1, self.num_generations)
         self.measurements = {
-            "phases": {"sampling and judging": time.perf_counter() - started},
+            "phases": {"sampling and rewards": time.perf_counter() - started},
             "prompts": sorted({row["key"] for row in inputs}),
             "prompt_tokens": int(batch["prompt_mask"].sum()) // self.num_generations,
             "completions": len(inputs),

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 
 from lagrpo.model.backend import pick_dtype
 from lagrpo.model.embedded import resolve_model
-from lagrpo.settings.schema import TaskSettings
+from lagrpo.settings.sections import TaskSettings
 from lagrpo.tasks import load_task, order_prompts
 
 RESULTS = Path(__file__).parent / "results"

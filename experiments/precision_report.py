@@ -7,15 +7,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from study.measures import smoothed
 from study.statistics import Interval
 from theory import style
 
 ORDER = {"2e-5": (5, 10, 16), "5e-6": (5, 20, 24), "1e-6": (20, 60, 60)}
 """Learning rates; of each the two updates whose rewards are shown, and how many there are."""
 MODES = {
-    "plain": ("plain masters", style.VERMILLION),
-    "dithered": ("dithered masters", style.BLUE),
-    "float32": ("float32 throughout", style.GREEN),
+    "plain": ("bf16, plain master weights", style.VERMILLION),
+    "dithered": ("bf16, dithered master weights", style.BLUE),
+    "float32": ("float32", style.GREEN),
     "trl": ("TRL 1.16, bf16", style.PURPLE),
 }
 
@@ -73,21 +74,19 @@ def interval(values: Sequence[float], percent: bool = False) -> str:
 
 
 def figure(cells: Cells, path: Path) -> None:
-    """Reward against updates, a panel for each learning rate: the mean of the seeds, and each of them thin."""
-    drawing = style.canvas(12, 4)
-    panels = drawing.subplots(1, len(ORDER), sharey=True)
-    for axes, lr in zip(panels, ORDER, strict=True):
-        style.plain(axes, f"learning rate {lr}", "update", "mean reward of the batch" if axes is panels[0] else "")
-        for mode, (title, color) in MODES.items():
-            curves = [c["rewards"] for c in of(cells, lr, mode)]
-            for curve in curves:
-                axes.plot(range(1, len(curve) + 1), curve, color=color, lw=0.7, alpha=0.35)
-            if curves:
-                mean = [statistics.fmean(values) for values in zip(*curves, strict=False)]
-                count = "1 seed" if len(curves) == 1 else f"{len(curves)} seeds"
-                axes.plot(range(1, len(mean) + 1), mean, color=color, lw=2, label=f"{title} ({count})")
+    """Reward against updates at the two small learning rates: the mean of the seeds, and their range."""
+    drawing, shown = style.canvas(10, 3.8), ("5e-6", "1e-6")
+    panels = drawing.subplots(1, len(shown), sharey=True)
+    for axes, lr in zip(panels, shown, strict=True):
+        style.plain(axes, f"learning rate {lr}", "update", "reward, mean of 3 updates" if axes is panels[0] else "")
+        for (mode, (title, color)), dashes in zip(MODES.items(), ("--", "-", ":", "-."), strict=True):
+            if curves := [smoothed(c["rewards"], 3) for c in of(cells, lr, mode)]:
+                low, mean, high = ([f(x) for x in zip(*curves, strict=False)] for f in (min, statistics.fmean, max))
+                count = f"{len(curves)} seed{'s' * (len(curves) > 1)}"
+                updates = range(1, len(mean) + 1)
+                axes.fill_between(updates, low, high, color=color, alpha=0.13, lw=0)
+                axes.plot(updates, mean, dashes, color=color, lw=2, label=f"{title} ({count})")
         axes.set(xlim=(0, ORDER[lr][2] + 1), ylim=(0, 1))
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend(loc="upper left" if lr != "2e-5" else "lower right", fontsize=8, frameon=False)
+    panels[0].legend(loc="upper left", fontsize=8.5, frameon=False, handlelength=3)
     path.parent.mkdir(parents=True, exist_ok=True)
     drawing.savefig(path, dpi=110)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lagrpo.model.embedded import resolve_model
-from lagrpo.settings.schema import TaskSettings
+from lagrpo.settings.sections import TaskSettings
 from lagrpo.tasks import load_task, order_prompts
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))

@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -84,14 +85,16 @@ def leaves(run: Path, exact: bool) -> dict[str, Any]:
 
 def start(words: Sequence[str], log: Path) -> Any:
     """`lagrpo train` in a process group of its own, with what it prints in `log`."""
-    process = forks.Process(target=_be_the_command, args=(words, log))
+    process = forks.Process(target=_be_the_command, args=(words, log, os.getcwd()))
     process.start()
     return process
 
 
-def _be_the_command(words: Sequence[str], log: Path) -> None:
+def _be_the_command(words: Sequence[str], log: Path, directory: str) -> None:
     os.setsid()
+    os.chdir(directory)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with log.open("ab", buffering=0) as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -123,7 +126,9 @@ class Trials:
             process = start(self.words(name, kind), self.root / f"{name}.log")
             process.join(after)
             if process.is_alive():
-                os.killpg(process.pid, signal.SIGKILL)
+                with suppress(ProcessLookupError):  # it has no group yet
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.kill()
                 process.join()
                 said.append(f"{after:.2f} s")
             else:

@@ -11,7 +11,7 @@ import pytest
 import tiny
 import torch
 from ranks import run_on_ranks
-from running import note_processes
+from running import note_processes, skip_curves_and_syncs
 
 hypothesis.settings.register_profile("lagrpo", deadline=None)  # a busy machine is no failure; tests have a time limit
 hypothesis.settings.load_profile("lagrpo")
@@ -67,6 +67,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     for name, tests in _deselected.items():
         terminalreporter.section(f"deselected, because they need {NEEDS[name]}")
         terminalreporter.write_line("\n".join(f"  {test}" for test in sorted(tests)))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def quick_runs() -> None:
+    skip_curves_and_syncs()
 
 
 @pytest.fixture(autouse=True)

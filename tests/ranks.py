@@ -1,26 +1,29 @@
-"""Several ranks in tests: processes with the environment that torchrun gives, forked from one process that has imported
-everything. `run_on_ranks` calls a function on each of them, `together` makes a run."""
+"""Several ranks in tests: three processes that stay, with the environment that torchrun gives. `run_on_ranks` calls a
+function on each of them, `together` makes a run. If one fails, all are ended, and the next call starts others."""
 
 from __future__ import annotations
 
+import atexit
 import os
 import pickle
-import signal
 import socket
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
+from running import skip_curves_and_syncs
 from warm import forks
 
 from lagrpo.training.callbacks import Callback
 
 DEADLINE = 180.0  # seconds for all ranks on a busy machine
 GRACE = 20.0  # seconds for each of the others, when one has failed
+TIMEOUT = timedelta(seconds=60)  # of collectives
 Prepare = Callable[[int], Sequence[Callback]]
+_staying: list[tuple[Any, Connection]] = []  # processes, and the connections to them
 
 
 class RankEndError(Exception):
@@ -28,45 +31,52 @@ class RankEndError(Exception):
 
 
 def run_on_ranks(function: Callable[..., Any], *given: Any, size: int = 3) -> list[Any]:
-    """What function(group, *given) returns on each rank of a group (gloo). The function is one that can be imported;
-    what it gets and returns is pickled. Raises AssertionError with what each rank said if one fails."""
-    found = _start(size, _call, pickle.dumps((function, given)))
-    if any(one is None or isinstance(one, RankEndError) for one in found):
+    """What function(group, *given) returns on each rank of a group (gloo) of at most three. The function is one that
+    can be imported; what it gets and returns is pickled. Raises AssertionError with what each said if one fails."""
+    found = _call(size, _call_in_group, function, *given)
+    if any(map(_has_failed, found)):
         raise AssertionError("\n\n".join(f"rank {rank}: {one!s:.5000}" for rank, one in enumerate(found)))
     return found
 
 
-def together(size: int, settings: dict[str, Any], prepare: Prepare | None = None, resume: Any = None) -> list[Any]:
+def together(size: int, settings: Mapping[str, Any], prepare: Prepare | None = None, resume: Any = None) -> list[Any]:
     """A run of `size` ranks: what each returns, RankEndError if it raises, None if it was killed. On every rank
     `prepare(rank)`, which must be importable, comes first, and gives its callbacks."""
-    return _start(size, _train, pickle.dumps((settings, prepare, resume)))
+    return _call(size, _train, settings, prepare, resume)
 
 
-def _start(size: int, work: Callable[[int, Any], Any], given: bytes) -> list[Any]:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    processes, ends = [], list[Connection]()
-    for rank in range(size):
+def _call(size: int, work: Callable[..., Any], *given: Any) -> list[Any]:
+    while len(_staying) < 3:
         ours, theirs = forks.Pipe()
-        place = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
-        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        process = forks.Process(target=_be_rank, args=(theirs, {n: str(v) for n, v in place.items()}, work, given))
+        process = forks.Process(target=_stay, args=(theirs,))
         process.start()
         theirs.close()
-        processes.append(process)
-        ends.append(ours)
-    try:
-        found, deadline = [], DEADLINE
-        for end in ends:
-            found.append(_result(end, deadline))
-            if isinstance(found[-1], RankEndError):
-                deadline = GRACE
-        return found
-    finally:
-        for process in processes:
-            with suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGKILL)
-            process.join()
+        _staying.append((process, ours))
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    for rank, (_, end) in enumerate(_staying[:size]):
+        place = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
+        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        end.send_bytes(pickle.dumps(({n: str(v) for n, v in place.items()}, work, given)))
+    found, deadline = list[Any](), DEADLINE
+    for _, end in _staying[:size]:
+        found.append(_result(end, deadline))
+        deadline = GRACE if _has_failed(found[-1]) else deadline
+    if any(map(_has_failed, found)):
+        _end_all()
+    return found
+
+
+@atexit.register
+def _end_all() -> None:
+    for process, _ in _staying:
+        process.kill()
+        process.join()
+    _staying.clear()
+
+
+def _has_failed(found: Any) -> bool:
+    return found is None or isinstance(found, RankEndError)
 
 
 def _result(end: Connection, deadline: float) -> Any:
@@ -76,29 +86,36 @@ def _result(end: Connection, deadline: float) -> Any:
         return None
 
 
-def _be_rank(end: Connection, environment: dict[str, str], work: Callable[[int, Any], Any], given: bytes) -> None:
-    os.environ |= environment
-    try:
-        found = work(int(environment["RANK"]), pickle.loads(given))
-    except BaseException as error:  # noqa: BLE001 - the test is told
-        said = [f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ()), traceback.format_exc()]
-        found = RankEndError("\n".join(said))
-    end.send_bytes(pickle.dumps(found))
-
-
-def _call(rank: int, given: Any) -> Any:
+def _stay(end: Connection) -> None:
     import torch
-    import torch.distributed as dist
+
+    from lagrpo.training import ranks
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    return given[0](dist.group.WORLD, *given[1])
+    ranks.TIMEOUT = TIMEOUT
+    skip_curves_and_syncs()
+    with suppress(EOFError):  # the tests have ended
+        while asked := end.recv_bytes():
+            try:
+                place, work, given = pickle.loads(asked)
+                os.environ |= place
+                found = work(*given)
+            except BaseException as error:  # noqa: BLE001 - the test is told
+                said = [f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ()), traceback.format_exc()]
+                found = RankEndError("\n".join(said))
+            end.send_bytes(pickle.dumps(found))
 
 
-def _train(rank: int, given: Any) -> Any:
-    from lagrpo.training import ranks
+def _call_in_group(function: Callable[..., Any], *given: Any) -> Any:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", timeout=TIMEOUT)
+    found = function(dist.group.WORLD, *given)
+    dist.destroy_process_group()
+    return found
+
+
+def _train(settings: Mapping[str, Any], prepare: Prepare | None, resume: Any) -> Any:
     from lagrpo.training.run import train
 
-    ranks.TIMEOUT = timedelta(seconds=60)
-    settings, prepare, resume = given
-    return train(settings, callbacks=prepare(rank) if prepare is not None else (), resume=resume)
+    return train(settings, callbacks=prepare(int(os.environ["RANK"])) if prepare else (), resume=resume)

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+from collections.abc import Callable
+from functools import cache
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from lagrpo.runs import environment, files, plots
 from lagrpo.settings.load import flatten
+from lagrpo.terminal.display import Display
+from lagrpo.training.callbacks import Callback
 
 TIMINGS = ("time/", "tokens_per_s/")
 
@@ -24,6 +30,14 @@ def tiny_settings(model: Path, root: Path, /, **sections: dict[str, Any]) -> dic
         "eval": {"num_prompts": 2, "num_samples": 3},
     }
     return {name: base.get(name, {}) | sections.get(name, {}) for name in base | sections}
+
+
+def skip_curves_and_syncs() -> None:
+    """Runs of this process draw no reward.png, do not wait for the disk, and ask git once: half of the time of a tiny
+    run."""
+    files.sync_to_disk = lambda path: None
+    environment.git_state = cache(environment.git_state)
+    plots.reward_curve = lambda run_dir: Path(str(run_dir)) / "reward.png"
 
 
 def options(settings: dict[str, dict[str, Any]]) -> list[str]:
@@ -55,3 +69,19 @@ def children() -> set[BaseProcess]:
 def leftovers(root: Path) -> list[str]:
     """Temporary files, and processes that this test started and that are still there."""
     return [str(path) for path in root.rglob("*.tmp")] + [str(p) for p in children()]
+
+
+class SendSignal(Callback):
+    """Sends a signal to a process in the first phase of this name after so many batches."""
+
+    def __init__(self, phase: str, number: int, pid: Callable[[], int], after: int) -> None:
+        self.wanted, self.number, self.pid, self.after, self.batches = phase, number, pid, after, 0
+        Display.phase = lambda display, name: self.phase(name)  # type: ignore[method-assign]
+
+    def phase(self, name: str) -> None:
+        if name == self.wanted and self.batches >= self.after:
+            self.wanted = ""
+            os.kill(self.pid(), self.number)
+
+    def on_batch(self, metrics, rollouts) -> None:
+        self.batches = metrics["step"]

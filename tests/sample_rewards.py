@@ -36,6 +36,14 @@ def fail(error: Exception) -> None:
     raise error
 
 
+def correct(completion: str, answer: str) -> float:
+    return float(answer in completion)
+
+
+def short(prompts: list[Any], completions: list[Any], **columns: Any) -> list[float]:
+    return [1.0 / (1 + len(completion)) for completion in completions]
+
+
 def letters(completion: str, answer: Any) -> float:
     return sum(c.islower() for c in completion) / 8
 

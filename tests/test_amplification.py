@@ -28,7 +28,7 @@ def test_a_stage_with_one_sampling_policy_ends_on_mrouehs_curve(p, beta):
 
 
 @given(p=PROBABILITIES, beta=BETAS, G=st.sampled_from([None, 8, 16]))
-def test_where_the_advantage_follows_the_policy_it_ends_where_that_advantage_leads_back(p, beta, G):
+def test_fixed_point_satisfies_its_equation(p, beta, G):
     end = fixed_point(p, beta, G)
     assert end > p
     if logit(end) < logit(p) + 14.9:  # the search ends at 15
@@ -36,7 +36,7 @@ def test_where_the_advantage_follows_the_policy_it_ends_where_that_advantage_lea
 
 
 @each(("p", "beta"), [(0.05, 1.0), (0.05, 2.0), (0.2, 2.0), (0.5, 2.0)])
-def test_that_point_is_the_lowest_fixed_point(p, beta):
+def test_predicted_end_is_the_lowest_fixed_point(p, beta):
     assert fixed_point(p, beta, None) == pytest.approx(fixed_points(p, beta, amplification.EPS_STD)[0][0], abs=1e-6)
 
 

@@ -10,6 +10,7 @@ import datasets
 import pandas as pd
 import pytest
 from running import tiny_settings
+from sample_rewards import correct, short
 from tiny import save_tiny
 
 import lagrpo
@@ -17,14 +18,6 @@ from lagrpo.errors import SettingsError
 from lagrpo.runs import load_rollouts
 
 ROWS = [{"question": f"{n} + 1?", "answer": str(n + 1)} for n in range(20)]
-
-
-def correct(completion: str, answer: str) -> float:
-    return float(answer in completion)
-
-
-def short(prompts: list[Any], completions: list[Any], **columns: Any) -> list[float]:
-    return [1.0 / (1 + len(completion)) for completion in completions]
 
 
 @pytest.fixture
@@ -49,15 +42,16 @@ def test_data_rewards_and_callbacks_make_a_run(given, tmp_path, kind):
 
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     data: dict[str, Any] = {"list": ROWS, "dataset": datasets.Dataset.from_list(ROWS), "file": tmp_path / "rows.jsonl"}
-    data |= {"splits": datasets.DatasetDict(train=data["dataset"], test=data["dataset"]), "frame": pd.DataFrame(ROWS)}
-    result = lagrpo.train(data=data[kind], rewards=[correct, short], callbacks=[seen := Seen()], **given)
+    splits = datasets.DatasetDict({"train": data["dataset"], "test": data["dataset"]})
+    data |= {"splits": splits, "frame": pd.DataFrame.from_records(ROWS)}
+    result = lagrpo.train(data=data[kind], rewards=[correct, "exact", short], callbacks=[seen := Seen()], **given)
     assert seen.batches == result.batches == 2
     assert result.weights is not None
     assert result.weights.is_dir()
     assert result.after is not None
     rows = load_rollouts(result.run)
     assert {row["prompt_text"].split("?")[0][-3:] for row in rows} <= {row["question"][-4:-1] for row in ROWS}
-    assert all(row["reward_short"] > 0 for row in rows)
+    assert all(row["reward_short"] > 0 and row["reward_exact"] == 0 for row in rows)
 
 
 def _weigh(completion: str, answer: str, w: float = 0.0) -> float:
@@ -73,7 +67,7 @@ def test_names_and_functions_can_be_mixed_and_each_has_its_own_name(given):
 
 def test_named_rewards_and_a_file_with_changed_settings(given, tmp_path):
     (tmp_path / "a.toml").write_text("[schedule]\nbatches = 9\n")
-    result = lagrpo.train(tmp_path / "a.toml", data=ROWS, rewards=["exact"], **given)
+    result = lagrpo.train(tmp_path / "a.toml", data=ROWS, rewards="exact", **given)
     assert result.batches == 2
 
 
@@ -81,7 +75,7 @@ def test_named_rewards_and_a_file_with_changed_settings(given, tmp_path):
     ("wrong", "message"),
     [
         ({"data": [{"text": "a"}] * 9, "rewards": [correct]}, "no column 'prompt' .*; the columns are text"),
-        ({"data": ROWS, "rewards": [lambda x: 1.0]}, "a reward function takes"),
+        ({"data": ROWS, "rewards": [lambda x: 1.0]}, "name the parameters"),
         ({"data": ROWS, "rewards": ["exakt"]}, "exakt"),
         ({"data": ROWS}, "the task 'custom' needs task.rewards"),
         ({"data": [*ROWS, {"question": None, "answer": "5"}], "rewards": correct}, "data, row 21: its prompt is None"),

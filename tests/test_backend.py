@@ -27,7 +27,7 @@ def no_limits(monkeypatch):
     [
         (BF16 | {"amx_bf16"}, None, "bfloat16", "the processor has amx_bf16 and avx512_bf16"),
         (BF16, "avx512_bf16", "bfloat16", "the processor has avx512_bf16"),
-        (BF16, "avx2", "float32", f"{library.ISA} = avx2 leaves out the processor's avx512_bf16"),
+        (BF16, "avx2", "float32", f"{library.ISA} = avx2 turns off the processor's avx512_bf16"),
         (frozenset({"avx512f", "avx2"}), None, "float32", "this processor lists neither avx512_bf16 nor amx_bf16"),
     ],
 )
@@ -88,7 +88,7 @@ def test_backend_of_a_device_and_a_dtype(monkeypatch):
     assert str(choose_backend("torch", "cuda", torch.bfloat16)) == "PyTorch (as chosen)"
     assert str(choose_backend("auto", "cpu", torch.float64)) == "PyTorch (no C kernels for float64)"
     assert str(choose_backend("auto", "xpu", torch.bfloat16)) == "PyTorch (on xpu)"
-    with pytest.raises(library.NoKernels, match="the kernels are for the CPU, the model is on cuda"):
+    with pytest.raises(library.NoKernels, match="the C kernels run on a CPU, but the model is on cuda"):
         choose_backend("c", "cuda", torch.bfloat16)
     monkeypatch.setattr(library, "why_not", lambda: "no compiler")
     assert str(choose_backend("auto", "cpu", torch.float32)) == "PyTorch (no C kernels: no compiler)"

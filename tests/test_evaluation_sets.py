@@ -112,7 +112,7 @@ def test_run_with_sets_replays(sets):
     assert {"evaluation before.own", "evaluation batch-000001.vowels"} <= report.compared.keys()
 
 
-def test_resumed_run_with_sets_is_the_run_that_was_never_stopped(model, tmp_path, sets):
+def test_resumed_run_with_evaluation_sets_equals_an_uninterrupted_run(model, tmp_path, sets):
     """Made with two batches, and then the third."""
     options = {"sets": SETS, "best_metric": "vowels.pass@1"}
     first = run(model, tmp_path, eval=options, schedule={"batches": 2}, run={"name": "x"}, checkpoint={"save_every": 1})
@@ -140,7 +140,7 @@ def test_show_and_view_know_the_sets(sets):
 def test_sets_that_cannot_be_evaluated_are_rejected(model, tmp_path):
     for evaluation, message in (
         ({"sets": [{"name": "a", "smaples": 3}]}, "unknown setting 'eval.sets.0.smaples'"),
-        ({"sets": [{"name": "a"}] * 2}, "the name 'a' is there twice"),
+        ({"sets": [{"name": "a"}] * 2}, "two sets have the name 'a'"),
         ({"sets": [{"name": "a/b"}]}, "name = 'a/b'"),
         ({"sets": [{"name": "a", "num_samples": 300}]}, "max_num_seqs = 128 is less than eval.num_samples = 300"),
         ({"sets": [{"name": "a"}], "best_metric": "pass@1"}, "write SET.METRIC"),
@@ -149,7 +149,7 @@ def test_sets_that_cannot_be_evaluated_are_rejected(model, tmp_path):
         with pytest.raises(SettingsError, match=message):
             load_settings({"eval": evaluation})
     for task, message in (
-        ("countdwn", "eval.sets, 'a': task.name: there is no task 'countdwn'"),
+        ("countdwn", "eval.sets, 'a': task.name: no task 'countdwn'"),
         ("sample_task:load_untested", "has no test prompts"),
     ):
         with pytest.raises(SettingsError, match=message):

@@ -34,7 +34,7 @@ def model(tmp_path_factory):
 
 
 @pytest.mark.parametrize("v", [1, 3])
-def test_the_lag_is_what_the_schedule_announces_and_the_ratio_shows_it(v):
+def test_minimal_example_has_the_staleness_of_its_schedule(v):
     policy = tiny_policy()
     steps = list(minimal.train(policy, TASK, v, BATCHES, LR))
     assert [step.lag for step in steps] == lags(every(v), BATCHES, BATCHES, 1)
@@ -52,7 +52,7 @@ def stale():
     return policy, minimal.sample(sampler, [Request(1, 0, prompt) for prompt in prompts], TASK)
 
 
-def test_the_loss_and_its_gradient_are_those_of_the_recipe(stale):
+def test_minimal_example_has_the_loss_and_gradient_of_its_recipe(stale):
     policy, groups = stale
     model, recipe = policy.model, resolve("grpo", {"beta": 0.0})
     loss, ratio_T = minimal.grpo_loss(policy, groups)
@@ -75,7 +75,7 @@ def test_the_loss_and_its_gradient_are_those_of_the_recipe(stale):
 
 
 @pytest.mark.parametrize("v", [1, 3])
-def test_it_learns_what_a_run_of_the_library_learns(model, tmp_path, v):
+def test_minimal_example_learns_the_same_weights_as_a_run(model, tmp_path, v):
     settings = tiny_settings(
         model, tmp_path,
         run={"seed": minimal.SEED, "name": "run"},
@@ -91,7 +91,7 @@ def test_it_learns_what_a_run_of_the_library_learns(model, tmp_path, v):
     assert [step.reward for step in steps] == pytest.approx([m["reward"] for m in metrics], abs=1e-6)
 
 
-def test_the_command(model, monkeypatch, capsys):
+def test_minimal_example_runs_from_the_command_line(model, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["minimal.py", "--v", "2", "--model", str(model), "--batches", "3"])
     runpy.run_path(minimal.__file__, run_name="__main__")
     lines = capsys.readouterr().out.splitlines()

@@ -54,20 +54,20 @@ def explained(model: str, **sections: Any) -> str:
 @each(
     ("schedule", "said"),
     [
-        ({"sync_every": 10}, "new weights every 10 batches; largest possible staleness 9 updates"),
-        ({"sync_every": 3, "num_iterations": 2}, "every 3 batches; largest possible staleness 4 updates"),
-        ({"sync_every": 10, "batches": 4}, "largest possible staleness 3 updates"),
+        ({"sync_every": 10}, "weight sync every 10 batches; staleness at most 9 updates"),
+        ({"sync_every": 3, "num_iterations": 2}, "every 3 batches; staleness at most 4 updates"),
+        ({"sync_every": 10, "batches": 4}, "staleness at most 3 updates"),
         ({"batches": 6, "num_iterations": 2}, "6 batches = 12 updates, 768 samples"),
     ],
 )
-def test_schedule_is_said_in_batches_and_updates(model, schedule, said):
+def test_dry_run_explains_the_schedule_in_batches_and_updates(model, schedule, said):
     assert said in explained(model, schedule=schedule)
 
 
-def test_memory_is_said_of_each_rank(model, monkeypatch):
+def test_dry_run_states_memory_per_rank(model, monkeypatch):
     for name, value in {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 4}.items():
         monkeypatch.setenv(name, str(value))
-    assert "for each rank; activations" in explained(model, distributed={"strategy": "fsdp2"})
+    assert "per rank, plus activations" in explained(model, distributed={"strategy": "fsdp2"})
 
 
 def test_unsupported_model_is_rejected(tmp_path):

@@ -6,21 +6,18 @@ Functions without `test_` run on the ranks (ranks.py), or with None as their gro
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import pytest
 import torch
 from each import each
-from test_zero1 import DTYPES, check_to_rounding, copied, learn, make, ranks_of, rows_of, same, share
+from test_zero1 import DTYPES, check_to_rounding, check_to_the_bit, five_updates, ranks_of, refused, rows_of
 from tiny import tiny_policy
 from torch import Tensor
 
 from lagrpo.core.recipes import resolve
 from lagrpo.model.model import copy_policy
 from lagrpo.training.fsdp import copy_sharded
-from lagrpo.training.master_weights import MergedState
 from lagrpo.training.ranks import make_mesh
 from lagrpo.training.trainer import Optimization, Trainer
 
@@ -42,59 +39,29 @@ def make_layered(
     )  # fmt: skip
 
 
-def learn_in_step(
-    group: Any, trainer: Trainer, batches: Sequence[tuple[int, int]], first_takes_all: bool
-) -> list[dict[str, float]]:
-    """(batch, i): the metrics of i updates on each batch."""
-    metrics = []
-    for batch, i in batches:
-        fresh = rows_of(trainer, batch)
-        rows, _ = trainer.accumulate(share(group, fresh, first_takes_all))
-        metrics.append(trainer.update())
-        for _ in range(i - 1):
-            trainer.accumulate(rows)
-            metrics.append(trainer.update())
-    return metrics
-
-
-def five_updates(group: Any, made: dict[str, Any], first_takes_all: bool) -> tuple[list[dict], dict, dict]:
-    """i = 3 and then 2."""
-    if group is None:
-        trainer = make(None, **{k: v for k, v in made.items() if k != "checkpointing"})
-        metrics = learn(None, trainer, [(1, 3), (2, 2)])
-    else:
-        trainer = make_layered(group, **made)
-        metrics = learn_in_step(group, trainer, [(1, 3), (2, 2)], first_takes_all)
-    return metrics, copied(trainer.state()), copied(trainer.policy.weights)
-
-
 def test_updates_with_sharded_layers_are_those_of_one_process_to_rounding(ranks):
     """In float64, where rounding is far below the steps. Clipped: the limit is a third of the norms. Three ranks divide
     no weight evenly."""
     made = {"dtype": "float64", "max_grad_norm": 0.05}
     metrics, state, weights = five_updates(None, made, False)
     assert min(m["grad_norm"] for m in metrics) > 0.1
-    check_to_rounding(ranks.run(five_updates, made, False, size=3), metrics, state, weights)
+    check_to_rounding(ranks.run(five_updates, made, False, make_layered, size=3), metrics, state, weights)
 
 
 @each(
-    "made",
+    ("made", "changes"),
     [
-        {"dtype": "bfloat16", "masters": "plain", "tie": True},
-        {"dtype": "bfloat16", "checkpointing": True, "offload_moments": True},
-        {"dtype": "float32", "kind": "qwen2", "weight_decay": 0.0},
+        ({"dtype": "bfloat16", "masters": "plain", "tie": True}, {}),
+        ({"dtype": "bfloat16"}, {"checkpointing": True, "offload_moments": True}),
+        ({"dtype": "float32", "kind": "qwen2", "weight_decay": 0.0}, {}),
     ],
 )
-def test_where_the_gradients_are_the_same_bits_so_are_the_updates(ranks, made):
+def test_updates_are_bit_equal_if_the_gradients_are(ranks, made, changes):
     """One rank has all rows, the other idles beside it: nothing is added but zeros. So the masters are dithered alike,
     and what is gathered is rounded as in one process. Without clipping, since norms are rounded in another order."""
     made = {"max_grad_norm": None, **made}
-    metrics, state, weights = five_updates(None, made, True)
-    found = ranks.run(five_updates, made, True, size=2)
-    assert same(MergedState([rank[1] for rank in found]), state)
-    for own, _, own_weights in found:
-        assert same(own_weights, weights)
-        assert [m["grad_norm"] for m in own] == pytest.approx([m["grad_norm"] for m in metrics], rel=1e-6)
+    found = ranks.run(five_updates, made | changes, True, make_layered, size=2)
+    check_to_the_bit(found, *five_updates(None, made, True))
 
 
 # What a rank has
@@ -158,28 +125,8 @@ def test_the_reference_stays_until_the_stage_ends_and_then_is_the_policy(ranks):
 # Gradients that are not finite
 
 
-def refused(group: Any, on: int) -> tuple[str, bool, bool]:
-    """The message; whether nothing changed, and whether the next update is the one of a trainer that was never refused.
-    On one rank a weight overflows the gradient inside the model."""
-    trainer, untouched = (make_layered(group, "bfloat16") for _ in range(2))
-    fresh = rows_of(trainer)
-    rows = share(group, fresh, False)
-    before, weights, kept = copied(trainer.state()), copied(trainer.policy.weights), rows[0].weight_C.clone()
-    if group.rank() == on:
-        rows[0].weight_C[0] = 1e37
-    trainer.accumulate(rows)
-    with pytest.raises(FloatingPointError) as raised:
-        trainer.update()
-    unchanged = same(trainer.state(), before) and same(copied(trainer.policy.weights), weights)
-    rows[0].weight_C.copy_(kept)
-    for one in (trainer, untouched):
-        one.accumulate(rows)
-        one.update()
-    return str(raised.value), unchanged, same(trainer.state(), untouched.state()) and trainer.policy.version == 1
-
-
-def test_gradient_that_is_not_finite_on_one_rank_is_rejected_on_all_and_nothing_changes(ranks):
-    messages, unchanged, as_if_never = zip(*ranks.run(refused, 1, size=2), strict=True)
+def test_gradient_not_finite_on_one_rank_is_rejected_on_all_ranks(ranks):
+    messages, unchanged, as_if_never = zip(*ranks.run(refused, 1, make_layered, size=2), strict=True)
     assert all(re.match(r"the gradient of update 1 is not finite \(norm (inf|nan)\)", said) for said in messages)
     assert all(unchanged)
     assert all(as_if_never)

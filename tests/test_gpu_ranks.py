@@ -55,7 +55,7 @@ def updates(kind: str, group: Any, **changes: Any) -> tuple[list[dict[str, float
 
 
 @pytest.mark.parametrize("kind", ["optimizer", "layers"])
-def test_one_rank_makes_the_updates_of_a_process_to_the_bit(group, kind):
+def test_updates_of_one_rank_equal_those_of_a_process_bit_for_bit(group, kind):
     metrics, state, weights = updates("alone", group)
     found = updates(kind, group)
     assert found[0] == metrics
@@ -74,7 +74,7 @@ def test_moments_on_the_host_make_the_same_updates(group, kind):
 
 
 @pytest.mark.parametrize("shard", ["optimizer", "layers"])
-def test_two_ranks_make_the_run_of_one(tmp_path, shard):
+def test_run_of_two_ranks_equals_run_of_one_process(tmp_path, shard):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     model = save_tiny(tmp_path / "model")

@@ -69,14 +69,14 @@ def modules() -> list[Path]:
 
 
 @each("path", modules())
-def test_every_module_imports_only_what_stands_below_it(path):
+def test_every_module_imports_only_allowed_packages(path):
     part = path.parts[0].removesuffix(".py")
     assert part in ALLOWED, f"{part} has no place in ALLOWED yet: say there what it may import"
     package = ("lagrpo", *path.parts[:-1])
     assert violations(part, (SOURCES / path).read_text(encoding="utf-8"), package) == []
 
 
-def test_the_allowed_directions_have_no_circle():
+def test_allowed_imports_have_no_cycle():
     remaining = dict(ALLOWED)
     while remaining:
         free = {part for part, below in remaining.items() if not below & set(remaining)}
@@ -84,62 +84,56 @@ def test_the_allowed_directions_have_no_circle():
         remaining = {part: below for part, below in remaining.items() if part not in free}
 
 
-def loaded(code: str) -> set[str]:
-    """The top-level modules, and ours in full, that are loaded after `code` has run in a fresh interpreter."""
-    script = f"{code}\nimport sys; print(*sys.modules, file=sys.stderr)"
+def loaded(code: str) -> list[set[str]]:
+    """The top-level modules, and ours in full, that are loaded at each `loaded()` of `code` in a fresh interpreter."""
+    script = f"import sys\ndef loaded(): print(*sys.modules, file=sys.stderr)\n{code}"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    names = done.stderr.splitlines()[-1].split()
-    return {name if name.startswith("lagrpo") else name.partition(".")[0] for name in names}
+    return [
+        {name if name.startswith("lagrpo") else name.partition(".")[0] for name in line.split()}
+        for line in done.stderr.splitlines()
+    ]
 
 
 HEAVY = {"torch", "transformers", "datasets", "pyarrow", "matplotlib", "math_verify", "sympy", "pandas"}
-
+LIGHT = ["settings.schema", "tasks", "terminal.display", "model.embedded", "rollout.schedule", "training.callbacks"]
+LIGHT += ["env"]
 
 # How OpenMP's threads wait must be said before PyTorch is loaded, so `import lagrpo` says it.
 WITH_LAGRPO = {"lagrpo", "lagrpo.machine"}
 
 
-def test_core_alone_loads_torch_and_nothing_of_ours_or_anybody_elses():
+def test_core_loads_only_torch():
     files = [path for path in modules() if path.parts[0] == "core" and path.name != "__init__.py"]
-    names = loaded("\n".join(f"import lagrpo.core.{path.stem}" for path in files))
+    (names,) = loaded("\n".join(f"import lagrpo.core.{path.stem}" for path in files) + "\nloaded()")
     assert "torch" in names
     assert names & {"transformers", "datasets", "accelerate", "pydantic", "rich", "matplotlib", "vllm"} == set()
     ours = {name for name in names if name.startswith("lagrpo")}
     assert ours == WITH_LAGRPO | {"lagrpo.core", *(f"lagrpo.core.{path.stem}" for path in files)}
 
 
-def test_the_package_itself_loads_what_must_come_before_pytorch_and_nothing_else():
-    names = loaded("import lagrpo")
-    assert {name for name in names if name.startswith("lagrpo")} == WITH_LAGRPO
-    assert names & HEAVY == set()
-
-
-@each(
-    "module",
-    [
-        "settings.schema",
-        "tasks",
-        "terminal.display",
-        "model.embedded",
-        "rollout.schedule",
-        "training.callbacks",
-        "env",
-    ],
-)
-def test_settings_and_display_load_nothing_heavy(module):
-    assert loaded(f"import lagrpo.{module}") & HEAVY == set()
-
-
-@each("command", ["train", "eval", "view", "vllm-serve"])
-def test_help_loads_nothing_heavy(command):
-    code = f"""
-import sys
+def test_package_settings_display_and_help_load_nothing_heavy():
+    """One after the other, in one process. The package itself loads what must come before PyTorch and nothing else."""
+    of_package, of_modules, of_help = loaded(f"""
+import lagrpo
+loaded()
+import {", ".join(f"lagrpo.{name}" for name in LIGHT)}
+loaded()
 from lagrpo.cli import main
-sys.argv = ["lagrpo", {command!r}, "--help"]
-try:
-    main()
-except SystemExit as end:
-    assert not end.code, end.code
-"""
-    assert loaded(code) & HEAVY == set()
+for command in ("train", "eval", "view", "vllm-serve"):
+    try:
+        main([command, "--help"])
+    except SystemExit as end:
+        assert not end.code, end.code
+loaded()
+""")
+    assert {name for name in of_package if name.startswith("lagrpo")} == WITH_LAGRPO
+    assert [names & HEAVY for names in (of_package, of_modules, of_help)] == [set()] * 3
+
+
+def test_programs_outside_the_package_import_names_that_exist():
+    root = SOURCES.parent.parent
+    for path in (path for name in ("benchmarks", "conformance", "experiments") for path in (root / name).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "lagrpo":
+                exec(ast.unparse(node))  # ImportError: cannot import name 'x' from 'lagrpo.y'

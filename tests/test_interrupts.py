@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 import sys
+from typing import Any
 
 import pytest
 
+from lagrpo.__main__ import main
 from lagrpo.interrupts import EndedAtOnce, Interrupted, deferring, interruptible, raise_if_asked
 
 
@@ -40,19 +41,18 @@ def test_deferred_signal_waits_until_a_run_looks_and_the_second_one_ends_at_once
             signal.raise_signal(signal.SIGINT)
 
 
-PRESSED = """
-import sys
 class Press:
-    def find_spec(self, name, path=None, target=None):
+    """Ctrl-C while a module is looked for."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
         if name == "tyro":
             raise KeyboardInterrupt
-sys.meta_path.insert(0, Press())
-from lagrpo.__main__ import main
-sys.argv = ["lagrpo", "--version"]
-main()
-"""
 
 
-def test_ctrl_c_while_the_command_line_is_loaded_is_one_line():
-    done = subprocess.run([sys.executable, "-c", PRESSED], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr) == (130, "\nlagrpo: interrupted\n")
+def test_ctrl_c_while_the_command_line_is_loaded_is_one_line(monkeypatch, capsys):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "tyro" or name == "lagrpo.cli"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [Press(), *sys.meta_path])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert (end.value.code, capsys.readouterr().err) == (130, "\nlagrpo: interrupted\n")

@@ -57,7 +57,7 @@ def test_sequence_metrics_by_hand(budget):
     assert improvement(batch, rows) == pytest.approx(0.5, abs=1e-6)
 
 
-def test_without_staleness_everything_is_zero():
+def test_staleness_metrics_are_zero_without_staleness():
     batch, rows = batch_of([[1.0, 0.0], [1.0, 0.0]] * 8)
     metrics = sequence_metrics(batch, give(rows, dict.fromkeys(range(32), 0.0)))
     assert metrics == {"rollout/seq_kl": 0, "rollout/seq_tv": 0, "rollout/seq_ess": 32, "improvement": 0}

@@ -49,7 +49,7 @@ def server() -> Iterator[Any]:
     judging: Any = ThreadingHTTPServer(("127.0.0.1", 0), Judging)
     judging.asked, judging.daemon_threads = [], True
     judging.url = f"http://127.0.0.1:{judging.server_address[1]}/v1"
-    threading.Thread(target=judging.serve_forever, daemon=True).start()
+    threading.Thread(target=judging.serve_forever, args=(0.01,), daemon=True).start()
     yield judging
     judging.shutdown()
     judging.server_close()

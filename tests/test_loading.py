@@ -64,8 +64,8 @@ CASES: list[tuple[str, Damage, str]] = [
     ("tokenizer not JSON", written("tokenizer.json", b"{"), r"the tokenizer cannot be read"),
     ("missing", reweighted(lambda w: w.pop(NORM)), r"lack 1 weights of the model: model\.norm\.weight"),
     ("unexpected", edited("config.json", num_hidden_layers=1), r"have 9 weights that the model does not .*layers\.1"),
-    ("other shape", reweighted(lambda w: w.update({NORM: torch.ones(2)})), r"1 weights are not of the shape .*norm"),
-    ("head differs", edited("config.json", tie_word_embeddings=True), r"a head that differs"),
+    ("other shape", reweighted(lambda w: w.update({NORM: torch.ones(2)})), r"1 weights have another shape .*norm"),
+    ("head differs", edited("config.json", tie_word_embeddings=True), r"different output head"),
     ("NaN", reweighted(lambda w: w[NORM].fill_(float("nan"))), r"model\.norm\.weight .*not finite"),
     ("pickled", pickled, r"transformers cannot load it"),
 ]

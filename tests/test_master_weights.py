@@ -42,7 +42,7 @@ def rounded(masters: torch.Tensor) -> torch.Tensor:
 
 
 @each("draw", [-32767, -32766, -1, 0, 1, 12345, 32766, 32767])
-def test_every_bfloat16_number_comes_back(draw):
+def test_every_bfloat16_number_survives_the_round_trip(draw):
     """All 65,536 patterns: normal, subnormal, the largest, both zeros, infinities and NaN; odd ones round away from
     the ends of their cells, even ones to them."""
     weights = ALL.view(torch.bfloat16)
@@ -56,7 +56,7 @@ def test_every_bfloat16_number_comes_back(draw):
     assert back[weights.isnan()].isnan().all()
 
 
-def test_draws_are_of_the_whole_cell_and_of_their_address():
+def test_dither_covers_the_whole_cell_and_is_keyed():
     draws = signed16(1_000_003, 5, "masters", "a.weight")
     assert draws.dtype == np.int16
     assert (draws.min(), draws.max()) == (-32767, 32767)
@@ -69,7 +69,7 @@ def test_draws_are_of_the_whole_cell_and_of_their_address():
 
 
 @each("kind", ["llama", "qwen2"])
-def test_the_policy_starts_the_same(kind):
+def test_dithering_does_not_change_the_initial_policy(kind):
     """The weights to the bit, of every name and whatever the order of the parameters; masters alone differ."""
     policy = tiny_policy(kind, torch.bfloat16)
     before = {name: w.clone() for name, w in policy.weights.items()}
@@ -82,7 +82,7 @@ def test_the_policy_starts_the_same(kind):
         assert torch.equal(steps.flatten(), torch.from_numpy(signed16(weight.numel(), 4, "masters", name)).int())
 
 
-def test_plain_masters_are_the_weights_and_float32_has_none():
+def test_plain_master_weights_equal_the_weights_and_float32_has_none():
     policy = tiny_policy(dtype=torch.bfloat16)
     for weight, master in zip(
         policy.weights.values(), MasterWeights(policy.model.lm, "plain", 0).parameters, strict=True
@@ -114,14 +114,14 @@ HALF, WHOLE = 2**15, 2**16  # of a bfloat16 spacing
 
 @each("step", [1, 7, 549, 16384, HALF - 1])
 @each("sign", [1, -1])
-def test_the_expected_step_of_an_odd_weight_is_exactly_the_masters(step, sign):
+def test_expected_step_of_an_odd_weight_equals_the_step_of_its_master_weight(step, sign):
     for pattern in (ODD, ODD - 2**15):  # the weight and its negative
         assert expected_step(pattern, sign * step) == sign * step
 
 
 @each("step", [1, 7, 549, 16384, HALF - 1])
 @each("sign", [1, -1])
-def test_the_expected_step_of_an_even_weight_is_one_float32_spacing_short(step, sign):
+def test_expected_step_of_an_even_weight_is_one_float32_spacing_smaller(step, sign):
     """Its cell has both ends, one number more than there are draws on either side."""
     for pattern in (EVEN, EVEN - 2**15):
         assert expected_step(pattern, sign * step) == sign * (step - 1)
@@ -175,7 +175,7 @@ class Bandit:
 
 @each("weight_decay", [0.0, 0.2])
 @each("stages", [1, 2])
-def test_a_bandit_in_bfloat16_learns_as_in_float32_with_dithered_masters_alone(weight_decay, stages):
+def test_bandit_in_bfloat16_learns_as_in_float32_only_with_dithered_masters(weight_decay, stages):
     """16 updates of 1e-4 are less than half a spacing (2e-3), weight decay included: plain, no weight moves. Dithered,
     E π_t is float32's within four standard errors of the 16,384 draws; one is at most a fiftieth of the way of π."""
     bandits = {

@@ -77,13 +77,13 @@ def test_share_of_each_batch_comes_from_the_file(tmp_path, model, generated):
         assert {r["policy_versions"][0] for r in fresh} == {batch - 1}
 
 
-def test_texts_without_log_probs_train_only_a_method_that_never_reads_them(tmp_path, model, texts):
+def test_offline_texts_without_log_probs_train_only_recipes_without_a_ratio(tmp_path, model, texts):
     run = trained(tmp_path, model, offline={"data": texts}, schedule={"prompts_per_batch": 1})
     metrics = load_metrics(run)
     assert metrics[-1]["policy_version"] == 2
     assert all(m["rollout/kl"] is None and m["staleness/max"] is None and m["grad_norm"] > 0 for m in metrics)
     for recipe in ("grpo", "opmd", "unclipped"):
-        with pytest.raises(SettingsError, match=f"rollout_logprobs.*recipe '{recipe}' reads them"):
+        with pytest.raises(SettingsError, match=f"rollout_logprobs, which loss.recipe = '{recipe}' needs"):
             trained(tmp_path, model, offline={"data": texts}, loss={"recipe": recipe})
 
 

@@ -61,12 +61,12 @@ def test_every_group_is_visited_once_per_epoch(tmp_path):
 def test_bad_rows_are_named(tmp_path):
     for row, message in [
         ({"completion": "2"}, "line 1: it has neither prompt nor prompt_token_ids"),
-        ({"prompt": "1+1="}, "line 1: its completion is None: it needs a text, messages, or token_ids"),
+        ({"prompt": "1+1="}, "line 1: its completion is None, not a text, messages, or token_ids"),
         ({"prompt": "1+1=", "token_ids": [5, 1000]}, "line 1: token 1000 is outside the model's"),
         ({"prompt": "1+1=", "token_ids": [5, 1], "rollout_logprobs": [-1.0]}, "has 1 entries for 2 tokens"),
         ({"prompt": "1+1=", "token_ids": [5], "rollout_logprobs": [float("-inf")]}, r"line 1: .*\[0\] is -inf"),
         ({"prompt": ["1+1="], "completion": "2"}, r"line 1: its prompt is \['1\+1='\]: a prompt is a text"),
-        ({"prompt": "1+1=", "completion": 2}, "line 1: its completion is 2: it needs a text"),
+        ({"prompt": "1+1=", "completion": 2}, "line 1: its completion is 2, not a text"),
         ({"prompt": "1+1=", "completion": "2", "reward": "1"}, "its reward is '1', not a finite number"),
         ({"prompt": "x" * 50, "completion": "2"}, "its prompt has 67 tokens; .*max_prompt_length is 64"),
     ]:

@@ -1,7 +1,8 @@
-"""The wheel: everything that the code reads is in it, and nothing else."""
+"""The wheel has everything that the code reads, and nothing else; programs outside of it use names that it has."""
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import zipfile
 from pathlib import Path
@@ -29,3 +30,10 @@ def test_every_source_file_is_in_the_wheel(wheel):
     assert inside == sources
     for name in ("cpu/layer.c", "settings/presets/demo.toml", "view/assets/app.js", "py.typed"):
         assert f"lagrpo/{name}" in inside
+
+
+def test_programs_outside_the_package_import_names_that_exist():
+    for path in (path for name in ("benchmarks", "conformance", "experiments") for path in (ROOT / name).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "lagrpo":
+                exec(ast.unparse(node))  # ImportError: cannot import name 'x' from 'lagrpo.y'

@@ -3,11 +3,12 @@
 import re
 import shlex
 import tomllib
+from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from website.markdown import code
-from website.pages import local_links
+from markdown_it import MarkdownIt
 
 from lagrpo.cli import COMMANDS, EVALUATED, Eval, Train
 from lagrpo.runs.metrics import METRICS
@@ -23,15 +24,50 @@ LINKED = [
     *sorted(path.relative_to(ROOT) for name in ("reports", "benchmarks") for path in (ROOT / name).rglob("*.md")),
 ]
 SECTIONS = "|".join(Settings.model_fields)
+PARSER = MarkdownIt("commonmark").enable("table")
 
 
 def text_of(page: Path) -> str:
     return (ROOT / page).read_text(encoding="utf-8")
 
 
+def links(text: str) -> Iterator[str]:
+    """The targets of links and images that lie in the repository."""
+    for token in (child for block in PARSER.parse(text) for child in block.children or ()):
+        target = str(token.attrs.get("href", token.attrs.get("src", "")))
+        if target and not re.match(r"[a-z][a-z0-9+.-]*:|//", target, re.IGNORECASE):
+            yield target
+
+
+def code(text: str) -> list[tuple[str, str]]:
+    """Blocks of code as (language, text), and code inside a line with the language "inline"."""
+    tokens = PARSER.parse(text)
+    blocks = [(token.info.strip(), token.content) for token in tokens if token.type == "fence"]
+    inner = (child for token in tokens for child in token.children or ())
+    return blocks + [("inline", child.content) for child in inner if child.type == "code_inline"]
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors that GitHub gives the headings of a page, and those that the page sets."""
+    found: set[str] = set(re.findall(r'<a id="([^"]+)">', text))
+    for opening, heading in pairwise(PARSER.parse(text)):
+        if opening.type == "heading_open":
+            words = "".join(child.content for child in heading.children or ()).replace("`", "").lower()
+            slug = re.sub(r"[^\w\- ]", "", words).replace(" ", "-")
+            repeated = (f"{slug}-{n}" for n in range(1, len(found) + 1))
+            found.add(slug if slug not in found else next(name for name in repeated if name not in found))
+    return found
+
+
 @pytest.mark.parametrize("page", LINKED, ids=str)
 def test_links_lead_to_files_and_headings(page):
-    list(local_links(ROOT, page))
+    for link in links(text_of(page)):
+        path, _, anchor = link.partition("#")
+        target = (ROOT / page.parent / path).resolve() if path else ROOT / page
+        assert target.is_relative_to(ROOT), f"{page}: {link} leads out of the repository"
+        assert target.exists(), f"{page}: {link} leads to no file"
+        if anchor and target.suffix == ".md":
+            assert anchor in anchors(target.read_text(encoding="utf-8")), f"{page}: {link} leads to no heading"
 
 
 def test_all_docs_together_have_at_most_1500_lines():
@@ -89,3 +125,8 @@ def test_the_page_on_metrics_names_every_metric_and_column():
     lines = [f"| `{name}` | {meaning} |" for metrics in METRICS.values() for name, meaning in metrics.items()]
     assert [line for line in lines if line not in page] == []
     assert set(rollout_schema(["NAME"]).names) - set(re.findall(r"`(\w+)`", page)) == set()
+
+
+def test_page_on_settings_names_every_setting():
+    page = text_of(Path("docs/settings.md"))
+    assert [name for name in list_settings(Settings) if "." in name and f"`{name}`" not in page] == []

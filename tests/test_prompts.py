@@ -90,7 +90,10 @@ def one_prompt(question: Any, policy: Any = None, place: str = "", **given: Any)
 
 def test_prompt_that_cannot_be_asked_is_named():
     for question, message in [
-        ([{"role": "system", "content": "x"}, {"role": "user", "content": "y"}], "the prompt has a system turn"),
+        (
+            [{"role": "system", "content": "x"}, {"role": "user", "content": "y"}],
+            "the prompt already has a system message",
+        ),
         ([{"role": "user", "content": None}], "the last of which has a text"),
         ("\ud800", "surrogates not allowed"),
         ("x" * 50, r"\(a.jsonl, line 3\) has 85 tokens; rollout.max_prompt_length is 64; .*'drop'"),
@@ -130,6 +133,6 @@ def test_prompt_that_was_rendered_before_gives_one_warning(caplog):
 def test_rewards_outside_of_their_range_give_one_warning(run, capsys):
     run("load_letters", rollout={"max_completion_length": 30})  # counts letters
     out = " ".join(capsys.readouterr().out.split())
-    assert out.count("outside of [0, 1], so pass@1 is wrong") == 1
+    assert out.count("outside [0, 1], so pass@1 is wrong") == 1
     run("load_rarely_right")
-    assert "outside of [0" not in capsys.readouterr().out
+    assert "outside [0" not in capsys.readouterr().out

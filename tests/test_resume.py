@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 from functools import cache, partial
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 from chaos import KINDS, leaves, merged
-from running import tiny_settings
+from running import SendSignal, tiny_settings
 from tiny import save_tiny
 
 from lagrpo import Callback, train
@@ -115,7 +116,7 @@ def resumed(run: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("kind", "batch"), [*((kind, 4) for kind in KINDS), ("asking ahead", 1)])
-def test_killed_run_resumes_to_the_bit(whole, undisturbed, tmp_path, kind, batch):
+def test_killed_run_resumes_bit_for_bit(whole, undisturbed, tmp_path, kind, batch):
     assert differing(go_on(cut_to(whole(kind), batch, tmp_path)).run, undisturbed(kind)) == []
 
 
@@ -124,20 +125,8 @@ def test_killed_run_resumes_to_the_bit(whole, undisturbed, tmp_path, kind, batch
     [("asking ahead", "sampling"), ("asking ahead", "evaluation (batch-000004)"), ("lagged", "weight sync")],
 )
 def test_signal_in_any_phase_loses_nothing(begin, undisturbed, monkeypatch, kind, phase):
-    class Stop(Callback):
-        batch, sent = 0, False
-
-        def look(self, name: str) -> None:
-            if name == phase and self.batch >= 2 and not self.sent:
-                self.sent = True
-                signal.raise_signal(signal.SIGTERM)
-
-        def on_batch(self, metrics, rollouts) -> None:
-            self.batch = metrics["step"]
-
-    stop = Stop()
-    monkeypatch.setattr(Display, "phase", lambda display, name: stop.look(name))
-    stopped = begin("run", stop, **KINDS[kind])
+    monkeypatch.setattr(Display, "phase", Display.phase)  # to give it back
+    stopped = begin("run", SendSignal(phase, signal.SIGTERM, os.getpid, after=2), **KINDS[kind])
     assert stopped.interrupted == signal.SIGTERM
     assert 2 <= stopped.batches < 6
     assert differing(go_on(stopped.run).run, undisturbed(kind)) == []
@@ -149,7 +138,7 @@ def test_finished_run_gets_more_batches_as_if_it_had_been_longer(begin):
     assert differing(go_on(short, schedule=LONG).run, leaves(whole, exact=True)) == []
 
 
-def test_run_killed_before_its_first_checkpoint_begins_again(whole, undisturbed, tmp_path):
+def test_run_killed_before_its_first_checkpoint_starts_again(whole, undisturbed, tmp_path):
     killed = cut_to(whole("plain"), 0, tmp_path)
     lines = (killed / "events.jsonl").read_text().splitlines(True)
     (killed / "events.jsonl").write_text("".join(line for line in lines if '"checkpoint"' not in line))
@@ -160,7 +149,7 @@ def test_resume_auto_begins_a_run_or_resumes_it(begin, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / ".config.toml.12-0123abcd.tmp").touch()  # a run that was killed while it was made
     first = begin("run", resume="auto", schedule=SHORT)
-    assert not resumed(first.run)
+    assert resumed(first.run) == [*first.run.glob("*.tmp")] == []
     again = begin("run", resume="auto", schedule=SHORT)
     assert (again.batches, len(resumed(again.run))) == (3, 1)
 
@@ -175,19 +164,19 @@ def test_error_between_updates_keeps_the_last_batch(begin, undisturbed, monkeypa
         begin("run", Break(), checkpoint={"save_every": 0})
     monkeypatch.undo()
     said, _, run = error.value.__notes__[-1].rpartition(" ")
-    assert said == "Go on after batch 4 with: lagrpo train --resume"
+    assert said == "To resume after batch 4: lagrpo train --resume"
     assert differing(go_on(Path(run)).run, undisturbed()) == []
 
 
 # What is on disk
 
 
-def test_last_checkpoints_are_kept_and_without_any_a_finished_run_does_not_begin_again(begin):
+def test_last_checkpoints_are_kept_and_a_finished_run_without_one_does_not_restart(begin):
     assert checkpoints(begin("two", checkpoint={"save_total_limit": 2}, schedule=SHORT).run) == [2, 3]
     run = begin("none", schedule=SHORT, checkpoint={"save_total_limit": 0}).run
     assert checkpoints(run) == []
     before = contents(run)
-    with pytest.raises(SettingsError, match="has no checkpoint to resume from"):
+    with pytest.raises(SettingsError, match="lost its checkpoints"):
         go_on(run, schedule=LONG)
     assert contents(run) == before
 
@@ -201,7 +190,7 @@ def test_checkpoint_that_cannot_be_read_is_named_and_the_one_before_is_used_with
     assert go_on(run, schedule=LONG).batches == 6
     state = run / "checkpoints" / "step-000006" / "state.json"
     state.write_text(state.read_text().replace(checkpoint.SCHEMA, "lagrpo.checkpoint/0"))
-    with pytest.raises(SettingsError, match=r"is written in lagrpo.checkpoint/0"):
+    with pytest.raises(SettingsError, match=r"has the format lagrpo.checkpoint/0"):
         go_on(run)
 
 
@@ -211,9 +200,9 @@ def test_checkpoint_that_cannot_be_read_is_named_and_the_one_before_is_used_with
 def test_settings_that_could_alter_the_past_are_rejected_by_name(run):
     before = contents(run)
     wrong: dict[str, dict[str, Any]] = {
-        r"optimizer\.learning_rate = 0\.5, and the run has 0\.01": {"optimizer": {"learning_rate": 0.5}},
-        r"schedule\.batches = 2, and the run has 3": {"schedule": {"batches": 2}},
-        r"task\.system_prompt = \"x\", and the run has null": {"task": {"system_prompt": "x"}},
+        r"optimizer\.learning_rate = 0\.5, but the run has 0\.01": {"optimizer": {"learning_rate": 0.5}},
+        r"schedule\.batches = 2, but the run has 3": {"schedule": {"batches": 2}},
+        r"task\.system_prompt = \"x\", but the run has null": {"task": {"system_prompt": "x"}},
     }
     for message, change in wrong.items():
         with pytest.raises(SettingsError, match=message):
@@ -231,19 +220,19 @@ def test_settings_that_cannot_alter_the_past_may_change(run, undisturbed):
 
 def test_more_batches_with_a_learning_rate_that_depends_on_their_number_are_rejected(begin):
     run = begin("run", schedule=SHORT, optimizer={"lr_scheduler_type": "linear"}).run
-    with pytest.raises(SettingsError, match=r"schedule\.batches = 5, and the run has 3"):
+    with pytest.raises(SettingsError, match=r"schedule\.batches = 5, but the run has 3"):
         go_on(run, schedule={"batches": 5})
 
 
-def test_another_model_in_the_same_place_is_rejected(begin, tmp_path):
+def test_resume_with_another_model_at_model_path_is_rejected(begin, tmp_path):
     path = save_tiny(tmp_path / "model")
     run = begin("run", schedule=SHORT, model={"path": str(path)}).run
     shutil.rmtree(path)
     save_tiny(path, seed=1)
     before = contents(run)
-    with pytest.raises(SettingsError, match="not the model that the run began with") as error:
+    with pytest.raises(SettingsError, match="not the model that the run started with") as error:
         go_on(run)
-    assert error.value.__notes__ == [f"The run is as it was: {run}"]
+    assert error.value.__notes__ == [f"The run is unchanged: {run}"]
     assert contents(run) == before
 
 
@@ -254,18 +243,18 @@ def test_data_that_has_changed_is_rejected(begin, tmp_path):
     task = {"name": "custom", "data": str(file), "rewards": ["exact"], **columns}
     run = begin("run", schedule={"batches": 1}, task=task, eval={"at_start": False}).run
     file.write_text("\n".join(rows[:-1]) + "\n")
-    with pytest.raises(SettingsError, match="the data has changed since the run began"):
+    with pytest.raises(SettingsError, match="the data has changed since the run started"):
         go_on(run)
 
 
 def test_second_process_is_rejected_while_one_writes(run):
-    with locked(run), pytest.raises(RunLockedError, match=r"another process is writing into .*: process \d+ on"):
+    with locked(run), pytest.raises(RunLockedError, match=r"another process is writing to .*: process \d+ on"):
         go_on(run)
     assert go_on(run).batches == 3  # the lock is free again
 
 
 def test_run_with_missing_or_damaged_files_is_rejected_by_name(run, tmp_path):
-    with pytest.raises(SettingsError, match=r"--resume: there is no run at .*nothing"):
+    with pytest.raises(SettingsError, match=r"--resume: .*nothing' is not a run"):
         go_on(tmp_path / "nothing")
     evaluation = run / "evaluations" / "before.json"
     evaluation.write_text("")

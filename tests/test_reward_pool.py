@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -66,16 +65,13 @@ def test_function_that_workers_cannot_import_runs_here_and_is_named(caplog):
     assert "reward closure runs in the training process" in caplog.text
 
 
-def test_workers_import_neither_the_main_script_nor_anything_heavy(tmp_path):
+def test_workers_import_neither_the_main_script_nor_anything_heavy(tmp_path, monkeypatch):
     script = tmp_path / "script.py"
-    script.write_text(
-        "import torch\nfrom test_reward_pool import RewardPool, make_group, sample_rewards\n"
-        "with RewardPool(sample_rewards.act) as pool:\n"
-        "    print(*[g.rewards for g in pool.score([make_group('modules')])])\n"
-    )
-    path = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=path)
-    assert done.stdout == "(0.0,)\n", done.stderr
+    script.write_text("import torch\n")
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(script), raising=False)
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None, raising=False)
+    with RewardPool(sample_rewards.act) as pool:
+        assert [group.rewards for group in pool.score([make_group("modules")])] == [(0.0,)]
 
 
 def test_too_many_without_a_reward_stop_the_run():

@@ -51,11 +51,13 @@ def test_trl_signature_gets_lists_and_the_columns_in_the_form_of_the_prompt():
     (given,) = arguments(sample_rewards.ranked, {"prompt": [*QUESTION]})
     assert given["completions"] == [[{"role": "assistant", "content": text}] for text in ("2", "x")]
     assert given["prompts"] == [[*QUESTION]] * 2
+    (given,) = arguments(lambda completion_ids, **kwargs: [])  # the first example of TRL's documentation
+    assert given["completion_ids"] == [[0, 1, 2], []]
 
 
 def test_function_of_another_signature_is_rejected():
     for function, row, message in [
-        (lambda text, gold: 0.0, None, r"\(text, gold\): a reward function takes \(completion, answer\)"),
+        (lambda text, gold: 0.0, None, r"\(text, gold\): name the parameters \(completion, answer\)"),
         (lambda completion, anwser: 0.0, None, "takes 'anwser'.*Did you mean 'answer'"),
         (lambda completions, levl, **columns: [], {"level": 1}, "takes 'levl'.*Did you mean 'level'"),
         (lambda completion, /: 0.0, None, "takes 'completion': lagrpo passes .* by name"),
@@ -181,7 +183,7 @@ def test_contradictory_entries_are_rejected():
     for entry, message in [
         ({"reward": "lenght"}, "no built-in reward 'lenght'.*Did you mean 'length'"),
         ({"reward": "length", "options": {"limt": 8}}, r"'b', options: length: .*limt"),
-        ({"reward": "x:y", "options": {"api_key": "sk-1"}}, "options.api_key would be on the disk"),
+        ({"reward": "x:y", "options": {"api_key": "sk-1"}}, "options.api_key would be written to disk"),
         ({"reward": "task", "name": "right"}, "two entries have the name 'right'"),
         ({"reward": "llm_judge", "options": {"url": "x", "model": "m"}}, r"write http://host:port/v1"),
     ]:

@@ -87,7 +87,7 @@ def printed(run: Run | Path) -> str:
 # A new run
 
 
-def test_default_names_say_what_tells_runs_apart_and_never_collide(tmp_path):
+def test_default_run_names_are_descriptive_and_unique(tmp_path):
     names = [Run.create(tmp_path, None, SETTINGS, "", {}).path.name for _ in range(3)]
     assert len(set(names)) == 3
     assert all(re.fullmatch(r"arithmetic-grpo-v10-i1-\d{8}-\d{6}(-\d)?", name) for name in names)
@@ -102,7 +102,7 @@ def test_directory_with_content_or_outside_of_the_root_is_rejected(run, tmp_path
     (tmp_path / "empty").mkdir()
     assert Run.create(tmp_path, "empty", SETTINGS, "", {}).path == tmp_path / "empty"
     for name in ("", "..", "a/b"):
-        with pytest.raises(ValueError, match="run name"):
+        with pytest.raises(ValueError, match=r"run\.name"):
             Run.create(tmp_path, name, SETTINGS, "", {})
 
 
@@ -152,7 +152,7 @@ def test_weights_are_replaced_as_a_whole_or_not_at_all(run):
 # Rollouts and evaluations
 
 
-def test_rollouts_come_back_to_the_bit(sampled):
+def test_rollouts_are_read_back_bit_for_bit(sampled):
     rows = load_rollouts(sampled)
     assert [(row["prompt_id"], row["sample_index"]) for row in rows] == [(3, 0), (3, 1), (3, 2), (3, 3), (8, 0), (8, 1)]
     first = rows[0]
@@ -236,7 +236,7 @@ def test_curve_shows_the_numbers_of_the_run(run):
     assert reward_curve(run).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
-def test_environment_says_what_computes():
+def test_environment_file_names_the_computation():
     environment = collect_environment()
     assert environment["packages"]["torch"] == torch.__version__
     assert environment["threads"] == torch.get_num_threads()

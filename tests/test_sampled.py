@@ -161,7 +161,7 @@ def test_offline_data_may_say_which_tokens_were_sampled(tmp_path):
     data = OfflineData(read_records(given), policy, 4, 0, reads_logp=True)
     (c,) = data.batch(1, 1)[0].completions
     assert c.sampled.tolist() == [True, True, False, True]
-    assert (data.has_logp, data.longest) == (True, 3)
+    assert data.has_logp
     silent = OfflineData(read_records(written(tmp_path / "silent.parquet")), policy, 4, 0)
     assert (silent.batch(1, 1)[0].completions[0].length, silent.has_logp) == (4, False)
 

@@ -20,7 +20,7 @@ from lagrpo.rollout.local import LocalSampler
 from lagrpo.rollout.prefetch import Prefetcher
 from lagrpo.types import Group, Prompt
 
-pytestmark = pytest.mark.usefixtures("either_computation")
+either_computation = pytest.mark.usefixtures("either_computation")
 
 
 def sample_tokens(logits, tau: float, uniform):
@@ -55,9 +55,10 @@ def log_ratio(policy, groups) -> torch.Tensor:
 ROUNDING = {torch.bfloat16: 0.1, torch.float32: 1e-4}
 
 
+@either_computation
 @pytest.mark.parametrize("kind", SHAPES)
 def test_ratio_is_one_right_after_a_weight_sync(kind):
-    for dtype, tau in ((torch.bfloat16, 1.0), (torch.bfloat16, 0.1), (torch.float32, 0.7)):
+    for dtype, tau in ((torch.bfloat16, 0.1), (torch.float32, 1.0)):
         policy = tiny_policy(kind, dtype, tau)
         tolerance = 0.0 if policy.model.exact else ROUNDING[dtype]
         groups = list(sampled(policy, requests_for(policy, 5)).values())
@@ -65,7 +66,8 @@ def test_ratio_is_one_right_after_a_weight_sync(kind):
         assert log_ratio(policy, groups).abs().max() <= tolerance / tau
 
 
-def test_completion_does_not_depend_on_what_is_sampled_beside_it():
+@either_computation
+def test_completion_is_independent_of_other_completions_in_the_batch():
     """The same groups in narrow waves, in one wide batch, in another order and alone: to the bit by our products, and
     by PyTorch's in float64, whose rounding changes no token."""
     exact = tiny.BACKEND == "c"
@@ -93,6 +95,7 @@ def test_other_rng_keys_give_other_completions():
         assert tuple(other.completions[0].token_ids.tolist()) != texts[0]
 
 
+@either_computation
 def test_frequencies_match_the_softmax():
     """Chi-square of the first token over 20,000 samples; 0.001 of correct samplers would fail, this seed does not."""
     logits, count = torch.randn(103, generator=torch.Generator().manual_seed(3)) * 2, 20_000
@@ -113,6 +116,7 @@ def test_frequencies_match_the_softmax():
     torch.testing.assert_close(logp.double(), expected, rtol=0, atol=bound)
 
 
+@either_computation
 def test_uniform_number_picks_the_token_whose_interval_holds_it():
     """Literal: equal probabilities over 1,001 tokens, uniform number in the middle of an interval; and its ends. A
     token of probability zero is never sampled."""

@@ -41,7 +41,7 @@ def test_settings_of_the_loss_are_knobs_of_recipes_and_name_every_choice():
         assert [choice for choice in CHOICES[KNOBS.get(name, name)] if choice not in text and choice != "k1"] == []
 
 
-def test_a_value_stands_for_a_list_of_one():
+def test_single_value_is_accepted_for_a_list():
     settings = load_settings({"run": {"report_to": "wandb"}, "task": {"rewards": "exact", "tools": "calculator"}})
     assert (settings.run.report_to, settings.task.tools) == (("wandb",), ("calculator",))
     assert settings.task.rewards == (RewardSettings(name="exact", reward="exact"),)
@@ -108,7 +108,7 @@ def test_secrets_in_arguments_of_a_server_are_not_repeated():
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"]), max_size=8), st.integers(1, 9), st.floats(1e-300, 1e300))
-def test_what_is_written_is_read_back(text, number, rate):
+def test_settings_written_as_toml_load_unchanged(text, number, rate):
     values = {"run.output_dir": text, "task.options": {"digits": number}, "optimizer.learning_rate": rate}
     settings = load_settings(values)
     assert load_settings(tomllib.loads(to_toml(settings))) == settings
@@ -199,18 +199,18 @@ def parse(line: str, settings: Settings | None = None) -> dict[str, Any]:
          {"task.options.operations": ["+", "-"], "task.options.digits": 2}),
     ],
 )  # fmt: skip
-def test_words_change_settings(line, values):
+def test_command_line_words_change_settings(line, values):
     assert parse(line) == values
 
 
-def test_words_are_compared_with_the_values_of_the_file_and_none_unsets():
+def test_command_line_none_unsets_a_value_of_the_file():
     settings = load_settings({"schedule.batches": 7, "task.data": "a.jsonl"})
     given = parse("--schedule.batches 100 --task.data None", settings)
     assert given == {"schedule.batches": 100, "task.data": None}
 
 
 @pytest.mark.parametrize("line", ["--schedule.sync_evry 1", "--schedule.batches", "--rollout.engine vlm", "word"])
-def test_wrong_words_end_the_program(line, capsys):
+def test_unknown_command_line_words_exit_with_an_error(line, capsys):
     with pytest.raises(SystemExit) as ended:
         parse(line)
     assert ended.value.code == 2

@@ -33,7 +33,7 @@ def lines_of(path: Path) -> list[str]:
     return path.read_text(encoding="utf-8").splitlines()
 
 
-def test_the_data_are_what_the_program_writes():
+def test_recorded_data_equals_the_output_of_its_program():
     training, testing = split()
     assert len(training) == 800
     assert len({*training, *testing}) == 1000
@@ -46,7 +46,7 @@ def test_the_data_are_what_the_program_writes():
     assert sum(rate(digits) == RIGHT[0] for digits in chosen) == 8
 
 
-def test_the_model_is_right_about_as_often_as_its_teacher(rates):
+def test_small_model_solves_about_as_many_sums_as_its_training_data(rates):
     found = [fmean(p for digits, p in rates.items() if rate(digits) == right) for right in RIGHT]
     assert found == pytest.approx(RIGHT, abs=0.1)
     assert found == sorted(found, reverse=True)

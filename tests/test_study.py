@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import study.__main__
 import tomli_w
+from chaos import start
 from running import tiny_settings
 from study.__main__ import main
 from study.measures import RunResult, measure, parse_measure
@@ -23,6 +23,8 @@ from tiny import save_tiny
 
 from lagrpo.errors import SettingsError
 from lagrpo.runs import load_evaluations, load_metrics
+from lagrpo.runs.files import write_atomically
+from lagrpo.settings.load import to_toml
 
 TESTS = Path(__file__).parent
 PAPERS = TESTS.parent / "experiments" / "papers"
@@ -190,19 +192,30 @@ def test_studies_of_the_papers_can_run_and_their_records_load(name, tmp_path, mo
 # A whole study
 
 
+def start_forked(run: Any, threads: int) -> Any:
+    """As `start_run`, a process that has imported everything before."""
+    write_atomically(Path(f"{run.path}.toml"), to_toml(run.settings))
+    process = start([f"{run.path}.toml", "--resume", "auto"], Path(f"{run.path}.log"))
+    process.poll, process.wait = lambda: process.exitcode, process.join
+    return process
+
+
 def test_study_ended_by_a_signal_resumes_and_reports(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setattr(study.__main__, "start_run", start_forked)
     file = study_file(tmp_path, set={"schedule": {"batches": 12}, "checkpoint": {"save_every": 1}})
     out, first = tmp_path / "runs" / "studies" / "study", "v-1-seed3"
-    command = [sys.executable, "-m", "experiments.study", str(file), "--jobs", "1"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS.parent), os.environ["PYTHONPATH"]])}
-    lines, end = out / first / "metrics.jsonl", time.monotonic() + 120
-    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as process:
-        while not (lines.exists() and lines.read_bytes().count(b"\n") >= 2) and time.monotonic() < end:
-            time.sleep(0.05)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(120) == 128 + signal.SIGTERM
+    lines = out / first / "metrics.jsonl"
+
+    def wait(seconds: float) -> None:
+        time.sleep(0.01)
+        if lines.exists() and lines.read_bytes().count(b"\n") >= 2:
+            signal.raise_signal(signal.SIGTERM)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(study.__main__, "time", SimpleNamespace(sleep=wait))
+        with pytest.raises(SystemExit, match="143"):
+            main([str(file), "--jobs", "1"])
     made = lines.read_text()
     assert 2 <= made.count("\n") < 12
 

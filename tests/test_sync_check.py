@@ -64,7 +64,7 @@ def test_check_passes_after_a_sync_and_stops_on_stale_weights_of_any_layer(dtype
         update(policy, name)
         sampler.policy.weights.version = policy.version  # says so, and has the weights of before
         if bool(policy.weights[name].any()):  # an adapter's B starts at 0
-            with pytest.raises(WeightSyncError, match=r"the sampler serves other weights"):
+            with pytest.raises(WeightSyncError, match=r"the local sampler has stale weights"):
                 check(policy, sampler)
 
 
@@ -76,7 +76,7 @@ def test_policy_that_has_diverged_stops_the_run():
         for weight in policy.weights.values():
             weight.fill_(torch.nan)
     sampler.sync_weights(policy.weights, 0)
-    with pytest.raises(WeightSyncError, match="it has diverged"):
+    with pytest.raises(WeightSyncError, match="training diverged"):
         check(policy, sampler)
 
 
@@ -90,9 +90,9 @@ def test_stale_server_is_found_by_its_log_probs():
     """The policy moved by .2 a token, seven times the noise: all 32 tokens tell."""
     new = OLD + 0.2
     assert check_fresh(OLD, new, OLD + NOISE, new - NOISE, "v") == 32
-    with pytest.raises(WeightSyncError, match=r"stale weights: of the 32 tokens that tell old from new, 32 are nearer"):
+    with pytest.raises(WeightSyncError, match=r"stale weights: 32 of 32 tokens"):
         check_fresh(OLD, new, OLD + NOISE, OLD - NOISE, "v")
-    with pytest.raises(WeightSyncError, match=r"did not change at all with the weight sync"):
+    with pytest.raises(WeightSyncError, match=r"did not load the new weights"):
         check_fresh(OLD, OLD + 1e-6, OLD + NOISE, OLD + NOISE, "v")
     assert check_fresh(OLD, OLD, OLD + NOISE, OLD + NOISE, "v") == 0  # nor did the policy
 
@@ -128,7 +128,7 @@ def test_server_within_the_tolerance_passes_and_other_weights_or_temperature_sto
     check = WeightSyncCheck(requests_for(policy, 3), torch.bfloat16)
     metrics = check(policy, Echo(policy, shift=0.05))
     assert metrics["logp_difference_mean"] == pytest.approx(0.05, abs=1e-5)
-    with pytest.raises(WeightSyncError, match=r"more than the tolerance of 0.1"):
+    with pytest.raises(WeightSyncError, match=r"tolerance 0.1"):
         check(policy, Echo(policy, shift=0.11))
     with pytest.raises(WeightSyncError, match=r"another temperature"):
         WeightSyncCheck(requests_for(policy, 3), torch.float32)(policy, Echo(policy, tau=1.0))

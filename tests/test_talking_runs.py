@@ -71,7 +71,7 @@ def test_run_is_recorded_shown_and_replayed(model, tmp_path):
     assert leftovers(tmp_path) == []
 
 
-def test_resumed_run_is_the_run_that_was_never_stopped(model, tmp_path):
+def test_resumed_run_equals_an_uninterrupted_run(model, tmp_path):
     """Stopped while completions of later batches wait in the checkpoint, rewards and turns with them."""
     given = settings(model, tmp_path, schedule={"sync_every": 3}, checkpoint={"save_every": 1, "save_total_limit": 5})
     whole = lagrpo.train(given).run
@@ -112,13 +112,13 @@ def test_sets_have_the_turns_of_the_run_their_own_or_one(model, tmp_path):
     assert leftovers(tmp_path) == []
 
 
-def test_settings_that_do_not_go_together_are_rejected(model, tmp_path):
+def test_environment_settings_that_exclude_each_other_are_rejected(model, tmp_path):
     rewards, sample = ["exact"], "sample_task:load"
     for task, message in [
         ({"name": "guess_number", "tools": ["calculator"]}, "has an environment"),
         ({"name": "talkers:load", "rewards": rewards}, "the environment of 'talkers:load' gives the rewards"),
-        ({"name": sample, "tools": ["talkers:undescribed"]}, "tool 'undescribed' does not say how it is called"),
-        ({"name": "talkers:load", "options": {"make": "Broken"}}, "its environment does not start: .*no game today"),
+        ({"name": sample, "tools": ["talkers:undescribed"]}, "tool 'undescribed' has no usable signature"),
+        ({"name": "talkers:load", "options": {"make": "Broken"}}, "its environment did not start: .*no game today"),
     ]:
         with pytest.raises(SettingsError, match=message):
             lagrpo.train(settings(model, tmp_path) | {"task": task})
@@ -133,7 +133,7 @@ def test_settings_that_do_not_go_together_are_rejected(model, tmp_path):
     assert leftovers(tmp_path) == []
 
 
-def test_ranks_make_the_run_of_one(model, tmp_path):
+def test_completions_of_two_ranks_equal_those_of_one_process(model, tmp_path):
     """Each rank has its own environments; evaluations talk to them, too, and sets to theirs."""
     sets = {"at_start": True, "sets": [{"name": "own"}, SETS[2]]}
     given = {"eval": sets, "rollout": {"max_completion_length": 40, "max_prompt_length": 100}}

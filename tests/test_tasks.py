@@ -55,7 +55,7 @@ def test_system_prompt_comes_first_and_only_once():
     assert build_messages("2+3?", "") == build_messages([question]) == (question,)
     system = {"role": "system", "content": "Be brief."}
     assert build_messages("2+3?", "Be brief.") == (system, question)
-    with pytest.raises(ValueError, match="the prompt has a system turn"):
+    with pytest.raises(ValueError, match="the prompt already has a system message"):
         build_messages([system, question], "Be brief.")
 
 
@@ -87,10 +87,10 @@ def test_wrong_settings_are_rejected_before_anything_is_loaded():
 def test_missing_data_is_rejected_with_what_to_set(monkeypatch):
     settings = task_settings("gsm8k")
     monkeypatch.delenv("LAGRPO_DATA", raising=False)
-    with pytest.raises(ValueError, match=r"set task.data \(or the environment variable LAGRPO_DATA\)"):
+    with pytest.raises(ValueError, match=r"set task.data, or the environment variable LAGRPO_DATA"):
         load_task(settings, seed=0)
     monkeypatch.setenv("LAGRPO_DATA", "no/such/directory")
-    with pytest.raises(ValueError, match=r"LAGRPO_DATA: there is no file or directory"):
+    with pytest.raises(ValueError, match=r"LAGRPO_DATA: no file or directory"):
         load_task(settings, seed=0)
 
 
@@ -108,10 +108,10 @@ def test_missing_function_or_module_is_named(user_module, tmp_path):
     (tmp_path / f"{user_module}_broken.py").write_text("import package_that_is_not_installed")
     for reference, message in [
         (f"{user_module}:lenght", r"has no function 'lenght'. Did you mean 'length'\?"),
-        (f"{user_module}:number", "has no function 'number'"),
+        (f"{user_module}:number", r"has no function 'number'\.$"),
         (f"{user_module}:a b", "not of the form"),
         ("no_such_module:reward", "no module 'no_such_module'"),
-        (f"{user_module}_broken:reward", "package_that_is_not_installed"),
+        (f"{user_module}_broken:reward", "_broken:reward': No module named 'package_that_is_not_installed'"),
     ]:
-        with pytest.raises((ValueError, ModuleNotFoundError), match=message):
+        with pytest.raises((ValueError, ImportError), match=message):
             load_function(reference)

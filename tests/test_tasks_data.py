@@ -55,7 +55,7 @@ def test_json_object_with_data_is_its_rows(tmp_path):
 def test_file_of_each_format_is_read_and_a_tenth_held_out(tmp_path, ending, caplog):
     task = load(write(tmp_path / f"rows.{ending}"))
     assert (task.size("train"), task.size("test")) == (27, 3)
-    assert "27 rows are for training, 3 chosen by seed 4 are held out for testing" in caplog.text
+    assert "training on 27 of its 30 rows, testing on the other 3 (chosen by seed 4)" in caplog.text
     prompts = [task.prompt(split, index) for split in ("train", "test") for index in range(task.size(split))]
     assert {(p.messages[0]["content"], p.answer) for p in prompts} == {(row["q"], row["a"]) for row in ROWS}
     assert prompts[0].row is not None
@@ -110,7 +110,7 @@ def test_shards_and_patterns_are_splits_and_a_saved_dataset_loads(tmp_path):
     assert [load(tmp_path / "shards").size(split) for split in ("train", "test")] == [30, 5]
     assert load(tmp_path / "shards" / "train-*.parquet").size("train") == 27
     write(tmp_path / "shards" / "test-00000-of-00001.parquet", [{"q": "?"}])
-    with pytest.raises(ValueError, match=r"test-00000-of-00001.parquet, row 1: there is no column 'a'"):
+    with pytest.raises(ValueError, match=r"test-00000-of-00001.parquet, row 1: no column 'a'"):
         load(tmp_path / "shards")
     for name in ("train.jsonl", "test-00001-of-00003.jsonl"):  # neither a shard nor all of them
         write(tmp_path / "shards" / name)
@@ -167,7 +167,7 @@ def test_dates_and_decimals_as_answers_are_their_texts(tmp_path):
 
 def test_wrong_settings_are_rejected(tmp_path):
     for other, message in [
-        ({"prompt_column": "question"}, "line 1: there is no column 'question'; the columns are q, a, level"),
+        ({"prompt_column": "question"}, "line 1: no column 'question'; the columns are q, a, level"),
         ({"answer_column": "levels"}, r"no column 'levels'.*Did you mean 'level'\?"),
         ({"prompt_column": None}, "set task.prompt_column; the columns are q, a, level"),
         ({"prompt_column": "level"}, "line 1: its prompt is 0: a prompt is a text, or a list of messages"),
@@ -188,7 +188,7 @@ def test_file_loads_or_is_rejected_in_one_line_with_the_place(tmp_path):
         ("a.csv", b"q,a\n1 + 1?\n", r"a.csv, row 1: it has not as many fields as the header"),
         ("a.csv", b"q,a\n ,2\n", r"a.csv, row 1: its prompt is ' '"),
         ("a.jsonl", b"[" + GOOD + b",\n" + GOOD + b"]", 2),
-        ("a.json", b'{"train":\n[]}', r"a.json, item 1: there is no column 'q'; the columns are train"),
+        ("a.json", b'{"train":\n[]}', r"a.json, item 1: no column 'q'; the columns are train"),
         ("a.jsonl", b"", "has no rows"),
         ("a.jsonl", GOOD + b"\n" + GOOD[:20] + b"\n", r"a.jsonl, line 3: this is not JSON"),
         ("a.jsonl.gz", gzip.compress(GOOD * 99, mtime=0)[:-20], "cannot be read"),

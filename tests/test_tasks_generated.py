@@ -72,7 +72,7 @@ def test_countdown_train_and_test_are_disjoint_whatever_the_seed():
     assert f"equals {prompt.answer['target']}." in prompt.messages[0]["content"]
 
 
-def test_which_expression_counts():
+def test_countdown_expression_is_found_in_each_form_of_answer():
     for answer, expression in [
         ("3 + 4, or 5 * 6", "5 * 6"),
         ("<answer>3 + 4</answer> 5 * 6", "3 + 4"),

@@ -41,18 +41,18 @@ def test_answers_are_scored_by_the_package_also_in_a_worker_process():
     assert found == [task.reward(text, answer) for text in texts] == [1.0, 1.0, len(right) / (len(right) + 1), 0.0]
 
 
-def test_generator_that_does_not_repeat_itself_scores_nothing():
+def test_generator_that_is_not_reproducible_leaves_completions_unscored():
     task = load()
     answer = task.prompt("train", 0).answer
-    with pytest.raises(UnscorableError, match=r"chain_sum makes another puzzle.*PYTHONHASHSEED to 0"):
+    with pytest.raises(UnscorableError, match=r"chain_sum makes different puzzles.*PYTHONHASHSEED to 0"):
         pickle.loads(pickle.dumps(task.reward))("1", answer | {"digest": 0})
 
 
 def test_wrong_names_and_options_are_rejected():
     for changes, message in [
         ({"name": "chain_sun"}, "reasoning_gym has no 'chain_sun'. Did you mean 'chain_sum'"),
-        ({"max_term": 2}, "task.options: reasoning_gym:chain_sum rejects them: .*max_term'"),
-        ({"min_terms": 9}, "rejects them: max_terms must be >= min_terms"),
+        ({"max_term": 2}, "task.options: reasoning_gym:chain_sum rejects these options: .*max_term'"),
+        ({"min_terms": 9}, "rejects these options: max_terms must be >= min_terms"),
     ]:
         with pytest.raises(ValueError, match=message):
             load(**changes)

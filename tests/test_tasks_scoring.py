@@ -89,7 +89,7 @@ def named(text: str) -> tuple[Fraction | None, Fraction | None]:
     return last.value if last else None, first.value if first else None
 
 
-def test_which_number_a_text_names():
+def test_number_is_read_from_each_form_of_answer():
     for text, last, first in [
         ("3 + 4 = 7", 7, 7),
         ("7 = 3 + 4", None, 7),
@@ -156,7 +156,7 @@ def test_math_splits_are_files_and_a_box_with_the_reference_answer_is_right(tmp_
 
 @needs_math
 def test_answers_that_take_forever_are_unscored():
-    answers = {"\\boxed{72}": 1.0, "\\boxed{9^{9^{9^{9}}}}": None, "the answer is 9**9**9**9": None, "\\boxed{71}": 0.0}
+    answers = {"\\boxed{72}": 1.0, "\\boxed{9^{9^{9^{9}}}}": None, "\\boxed{71}": 0.0}
     found = score(load_function(REWARDS["math"]), [make_group(*answers, answer="72")], deadline=2.0)
     assert [outcome.reward for outcome in found] == list(answers.values())
     assert {outcome.reason for outcome in found} == {"", "no reward within 2 s"}

@@ -58,7 +58,7 @@ def test_token_that_ends_a_turn_in_the_template_ends_completions(caplog):
     tokenizer.chat_template = TURNS.replace("<eos>", "<stop>")
     chat = Chat.from_model(model, tokenizer)
     assert (chat.eos_ids, chat.end_id) == ({1, 2}, 2)
-    assert "completions also end with <stop>" in caplog.text
+    assert "completions also end at <stop>" in caplog.text
     tokenizer.chat_template = CHAT
     assert (Chat.from_model(model, tokenizer).eos_ids, chat.end_id) == ({1}, 1)
 

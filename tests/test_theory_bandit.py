@@ -16,7 +16,7 @@ EXPECTED = {  # J after 1000 steps without syncs; at step 500 and after 1000 wit
 }
 
 
-def test_the_bandit_to_three_decimals():
+def test_bandit_values_to_three_decimals():
     results = curves(1000)
     never, synced = results["never synced"], results["synced every 100"]
     found = {label: (never[label][-1], synced[label][500], synced[label][-1]) for label in never}
@@ -27,13 +27,13 @@ def test_the_bandit_to_three_decimals():
     assert "GRPO                             0.713         0.926         0.998" in table(results)
 
 
-def test_the_bandit_that_moves_the_longest_to_its_end():
+def test_slowest_bandit_method_converges_to_known_values():
     """Of the others three decimals stay from 1000 steps on where alpha is fixed, and near 1 where it is synced."""
     name, changes = METHODS["one-side NoIS (.6, 2)"]
     assert [round(J[-1], 3) for J in run(resolve(name, changes), [None, 100], steps=4000)] == [0.847, 1.000]
 
 
-def test_the_masks_tell_themselves_apart_where_pi_starts_away_from_alpha():
+def test_masks_give_different_results_if_pi_starts_away_from_alpha():
     """After 500 steps, when all have come to rest."""
     rows = [line.split() for line in masks_table(500).splitlines()[1:]]
     assert {name: values for name, *values in rows[:-1]} == {

@@ -19,7 +19,7 @@ from lagrpo.training.ranks import Ranks
 from lagrpo.training.trainer import Optimization, Trainer
 from lagrpo.types import Group, Outcome
 
-pytestmark = pytest.mark.usefixtures("either_computation")
+either_computation = pytest.mark.usefixtures("either_computation")  # float64 is PyTorch's in any case
 MAX_TOKENS = 12
 
 
@@ -81,6 +81,7 @@ def test_ranks_share_all_rows_evenly():
             assert max(m.packed.layout.rows for rows in shares for m in rows) <= tokens
 
 
+@either_computation
 def test_entropy_is_that_of_the_first_update_on_the_batch():
     policy, recipe = tiny_policy(), resolve("grpo", {"beta": 0.0})
     rows = micro_batches(assembled(recipe, judge_groups(generate_groups(policy))), 60)
@@ -163,6 +164,7 @@ def test_groups_without_a_signal_are_computed_only_where_they_have_a_gradient(na
     assert torch.allclose(whole, part, rtol=1e-5, atol=1e-7) == silent
 
 
+@either_computation
 def test_a_gradient_known_to_be_zero_is_still_an_update():
     """Unmasked groups without signal: nothing is computed, and AdamW moves on by its moments, as on a zero gradient."""
     moved = []
@@ -214,6 +216,7 @@ def test_v_batches_from_one_alpha_equal_v_mini_batches_of_one_larger_batch():
     assert (runs[0] - runs[1]).abs().max() <= 1e-6  # a thousandth of a step
 
 
+@either_computation
 def test_the_first_of_i_updates_starts_at_pi_k():
     """With clipped_exact the center is π_k/α: at the first update logp_k is logp, and the second one is given it."""
     policy, recipe = tiny_policy(), resolve("off_policy_grpo_exact", {"beta": 0.0})
@@ -253,7 +256,8 @@ def test_a_sampler_with_other_arithmetic_is_corrected_for_and_not_clipped_for():
     torch.testing.assert_close(of("grpo"), math.exp(0.3) * of("grpo_recomputed", most=0.0), rtol=1e-4, atol=1e-7)
 
 
-def test_the_reference_is_swapped_at_the_end_of_a_stage_and_only_then():
+@either_computation
+def test_reference_is_swapped_only_at_the_end_of_a_stage():
     policy = tiny_policy()
     recipe = resolve("grpo", {"beta": 0.5})
     stepping = Trainer(policy, recipe, Optimization(lr=1e-2), reference=copy_policy(policy))
@@ -292,6 +296,7 @@ def test_weight_decay_leaves_norms_and_biases_alone(dtype):
         assert weight.ndim > 1 or torch.equal(weight.float(), before[name])
 
 
+@either_computation
 @each("dtype", [torch.float32, torch.bfloat16])
 def test_gradient_that_overflows_in_the_model_is_rejected_and_changes_nothing(dtype):
     """Its loss is finite, and so is the derivative by each log-prob."""

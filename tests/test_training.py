@@ -12,11 +12,13 @@ from each import each
 from running import leftovers, tiny_settings, without_timings
 from safetensors.torch import load_file
 from sample_task import load
-from tiny import save_tiny
+from test_trainer import assembled, generate_groups, judge_groups
+from tiny import save_tiny, tiny_policy
 
 import lagrpo
+from lagrpo.core.recipes import RECIPES, resolve
 from lagrpo.errors import SettingsError
-from lagrpo.model.model import Policy
+from lagrpo.model.model import Policy, copy_policy
 from lagrpo.rollout.local import ContinuousBatch
 from lagrpo.rollout.schedule import Schedule, lags
 from lagrpo.runs import Run, load_evaluations, load_metrics, load_rollouts
@@ -24,9 +26,10 @@ from lagrpo.runs.reading import load_evaluation_records, rollout_batches
 from lagrpo.settings.load import load_settings, to_toml
 from lagrpo.settings.schema import Settings
 from lagrpo.training.callbacks import Callback
+from lagrpo.training.checks import check_settings
 from lagrpo.training.master_weights import MasterWeights
-from lagrpo.training.run import train
-from lagrpo.training.trainer import Trainer
+from lagrpo.training.run import FAILURES, train
+from lagrpo.training.trainer import Optimization, Trainer
 
 BF16: dict[str, dict[str, Any]] = {"model": {"dtype": "bfloat16"}}
 
@@ -59,6 +62,21 @@ def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool
 # What is recorded
 
 
+def test_every_recipe_is_accepted_and_moves_the_policy_from_stale_completions():
+    groups = judge_groups(generate_groups(tiny_policy(), count=2))
+    for name in RECIPES:
+        check_settings(load_settings({"loss": {"recipe": name}}))
+        policy, recipe = tiny_policy(), resolve(name)
+        reference = copy_policy(policy) if recipe.needs_pi_ref else None
+        trainer = Trainer(policy, recipe, Optimization(lr=1e-2), reference)
+        for version in (1, 2):
+            before = {name: weight.clone() for name, weight in policy.weights.items()}
+            trainer.step(trainer.pack(assembled(recipe, groups), 999))
+            assert policy.version == version
+            assert not same(before, dict(policy.weights)), name
+            assert all(bool(weight.isfinite().all()) for weight in policy.weights.values()), name
+
+
 @each(("kind", "v", "i", "batches"), [("every", 1, 10, 4), ("every", 3, 2, 8), ("lagged", 2, 1, 6)])
 def test_staleness_of_tokens_is_the_schedules(run, kind, v, i, batches):
     v_by = "constant_lag" if kind == "lagged" else "sync_every"
@@ -73,7 +91,7 @@ def test_staleness_of_tokens_is_the_schedules(run, kind, v, i, batches):
     assert result.version == i * batches
 
 
-def test_seed_decides_everything(run):
+def test_same_seed_gives_the_same_run_and_another_seed_another(run):
     first, again, other = (run(run={"seed": seed}) for seed in (3, 3, 4))
     assert load_rollouts(first.run) == load_rollouts(again.run)
     assert without_timings(load_metrics(first.run)) == without_timings(load_metrics(again.run))
@@ -130,7 +148,7 @@ def test_exported_weights_are_those_that_the_run_then_had(run):
 # Library
 
 
-def test_own_task_and_settings_of_three_kinds_make_the_same_run(settings, tmp_path):
+def test_settings_as_object_mapping_or_file_give_the_same_run(settings, tmp_path):
     mapping = settings(task={"name": "arithmetic"}, eval={"num_prompts": 4})
     path = tmp_path / "own.toml"
     path.write_text(to_toml(load_settings(mapping)))
@@ -244,7 +262,7 @@ def test_signal_ends_the_run_with_what_was_learned(settings, monkeypatch, owner,
     assert leftovers(result.run) == []
 
 
-def test_second_signal_ends_at_once_and_leaves_nothing_half_done(settings, monkeypatch, tmp_path):
+def test_second_signal_ends_the_run_without_partial_files(settings, monkeypatch, tmp_path):
     press(monkeypatch, Trainer, "step", 2)
     press(monkeypatch, Policy, "save", 1, before=False)  # the files are there, but not yet under their name
     with pytest.raises(KeyboardInterrupt):
@@ -258,8 +276,10 @@ def test_second_signal_ends_at_once_and_leaves_nothing_half_done(settings, monke
 @each(
     ("owner", "name", "error", "way"),
     [
-        (Trainer, "update", FloatingPointError("the gradient is not finite"), "Go on after batch 2 with"),
-        (Run, "record", OSError(28, "No space left on device"), "No checkpoint yet; to begin again"),
+        (Trainer, "update", FloatingPointError("the gradient is not finite"), "To resume after batch 2"),
+        (Run, "record", OSError(28, "No space left on device"), "No checkpoint yet; to start again"),
+        (Trainer, "step", MemoryError(), "To resume after batch 2"),
+        (Trainer, "accumulate", torch.OutOfMemoryError("CUDA out of memory"), "To resume after batch 2"),
     ],
 )
 def test_error_keeps_what_was_learned_and_says_where(run, tmp_path, owner, name, error, way):
@@ -276,8 +296,10 @@ def test_error_keeps_what_was_learned_and_says_where(run, tmp_path, owner, name,
         with pytest.raises(type(error)) as raised:
             run(run={"name": name}, schedule={"batches": 4})
     directory = tmp_path / "runs" / name
-    note, way_on = raised.value.__notes__
-    assert note.startswith(f"The run until then: {directory} (2 of 4 batches are finished; the policy has had ")
+    assert isinstance(error, FAILURES)  # for the command, which says it without a traceback
+    note, *cures, way_on = raised.value.__notes__
+    assert ["lower optimizer.micro_batch_tokens" in cure for cure in cures] == [True] * (name in ("step", "accumulate"))
+    assert note.startswith(f"The run so far: {directory} (2 of 4 batches finished, ")
     assert way_on == f"{way}: lagrpo train --resume {directory}"
     assert weights(directory / "weights" / "final")
     assert leftovers(directory) == []

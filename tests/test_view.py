@@ -124,7 +124,7 @@ def test_token_texts_keep_spaces_and_name_parts_of_a_character():
 # How much of a run is in the page
 
 
-def test_large_run_is_sampled_from_its_first_batch_to_its_last():
+def test_page_of_a_large_run_samples_all_its_batches():
     batches = range(1, 101)
     assert choose(batches, 6400) == dict.fromkeys(batches, 64)
     chosen = choose(batches, 640)
@@ -157,7 +157,7 @@ def hostile_run(root: Path):
     return run
 
 
-def test_no_text_of_a_run_becomes_markup(tmp_path):
+def test_text_of_a_run_is_escaped_in_the_page(tmp_path):
     page = view([hostile_run(tmp_path).path], tmp_path / "page.html").read_bytes().decode("utf-8")
     assert "planted" not in page
     assert page.count("<script") == page.count("</script>") == 3
@@ -176,7 +176,7 @@ def test_no_text_of_a_run_becomes_markup(tmp_path):
 def test_status_of_a_run_that_goes_on_was_killed_or_resumed(tmp_path):
     run = fill(make_run(tmp_path))
     with locked(run.path):
-        assert columns(collect([run.path], 1))[0]["status"][0] == "going"
+        assert columns(collect([run.path], 1))[0]["status"][0] == "running"
         holder = json.loads((run.path / ".lock-holder.json").read_text())
         for change, status in (({"pid": 2**22 + 1}, "killed"), ({"host": "elsewhere"}, "unknown")):
             (run.path / ".lock-holder.json").write_text(json.dumps(holder | change))
@@ -239,7 +239,7 @@ def test_server_answers_with_the_page_and_with_newer_data_only(served):
     assert (status, unpack(packed)[0]["runs"][0]["metrics"]["step"]) == (200, [1, 2, 3, 4, 5])
 
 
-def test_server_rejects_other_names_and_other_paths(served):
+def test_view_server_rejects_other_host_names_and_paths(served):
     _, server = served
     for host in ("evil.example", "127.0.0.1", f"127.0.0.1.evil.example:{server.server_port}"):
         assert ask(server, "/", host)[0] == 403

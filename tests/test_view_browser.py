@@ -97,7 +97,7 @@ def test_group_shows_its_completions_side_by_side(opened, run):
     assert page.text(".opened") == ""
 
 
-def test_tokens_are_colored_and_tell_their_numbers(opened, run):
+def test_tokens_are_colored_and_show_their_numbers_on_hover(opened, run):
     page = opened(run, address="#tab=rollouts")
     page.hover(".card .token", 3)
     tip = page.text("#tip")
@@ -138,7 +138,7 @@ def test_completions_are_filtered(opened, run, fields, matches):
     assert matches in page.text(".summary")
     if "q" in fields:
         assert page.js("document.activeElement.name") == "q"
-    assert ("No completion passes this filter." in page.text(".pane")) == matches.startswith("0")
+    assert ("No completions match this filter." in page.text(".pane")) == matches.startswith("0")
     page.js("[...document.querySelectorAll('button')].find((node) => node.innerText === 'clear').click()")
     assert page.text(".summary").endswith("3 groups")
 
@@ -146,7 +146,7 @@ def test_completions_are_filtered(opened, run, fields, matches):
 # Keys, address, theme
 
 
-def test_keys_lead_everywhere(opened, run):
+def test_keyboard_reaches_every_tab_group_and_completion(opened, run):
     page = opened(run)
     page.key("2")
     assert page.js("document.querySelectorAll('.rollouts').length") == 1
@@ -208,7 +208,7 @@ def test_evaluations_show_the_prompts_that_changed(opened, run):
 # Texts of strangers
 
 
-def test_text_of_a_run_never_runs(opened, tmp_path):
+def test_text_of_a_run_is_never_executed(opened, tmp_path):
     run = hostile_run(tmp_path)
     for name, selector in (
         ("trend", ".events"),

@@ -85,10 +85,10 @@ def test_seeds_are_keyed_by_prompt_and_the_label_salts_the_cache(fake, engine, p
 
 def test_unusable_completion_fails_and_never_has_a_log_prob_of_zero(fake, engine, policy):
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"logprobs": (-0.5, -9999.0)}, "no finite log-prob of a token"),  # as vLLM writes -inf
-        ({"logprobs": (-0.5,)}, "no finite log-prob of a token"),
-        ({"tokens": ()}, "'stop' after 0 tokens"),
-        ({"end": "error"}, "'error' after 2 tokens"),
+        ({"logprobs": (-0.5, -9999.0)}, "a log-prob that is not finite"),  # as vLLM writes -inf
+        ({"logprobs": (-0.5,)}, "a log-prob that is not finite"),
+        ({"tokens": ()}, "('stop') after 0 tokens"),
+        ({"end": "error"}, "('error') after 2 tokens"),
     ]
     for changes, reason in cases:
         fake.answers[GENERATE] = lambda _, own=changes: (200, {"choices": [choice(fake.label, **own)]})
@@ -101,7 +101,7 @@ def test_unusable_completion_fails_and_never_has_a_log_prob_of_zero(fake, engine
 def test_weights_of_another_run_end_the_run(fake, engine, policy):
     fake.label = "other:0"
     assert engine.version == -1
-    with pytest.raises(SamplerError, match=r"weights of another run \(labeled other:0\)"):
+    with pytest.raises(SamplerError, match=r"weights labeled other:0"):
         sampled(engine, policy)
 
 
@@ -126,7 +126,7 @@ def test_groups_of_a_dead_server_are_sampled_again_with_the_same_seeds(fake, pol
 
 def test_dead_attached_server_and_failing_healthy_server_end_the_run(fake, engine, policy):
     fake.answers[GENERATE] = lambda _: (500, {"error": "a bug"})
-    with pytest.raises(SamplerError, match=r"failed inside \(500\).*a bug"):
+    with pytest.raises(SamplerError, match=r"failed with status 500.*a bug"):
         sampled(engine, policy)
     attached = engine_of([VllmClient(fake.url)], policy)
     attached.sync_weights(policy.weights, 0)
@@ -134,6 +134,13 @@ def test_dead_attached_server_and_failing_healthy_server_end_the_run(fake, engin
     with pytest.raises(SamplerError, match="was not started by this run"):
         sampled(attached, policy)
     attached.weights.close([])
+
+
+def test_error_of_a_started_server_names_its_log(fake, engine, policy):
+    fake.answers[GENERATE] = lambda _: (500, {"error": "a bug"})
+    with pytest.raises(SamplerError) as raised:
+        sampled(engine, policy)
+    assert raised.value.__notes__ == ["The server's log: vllm-1.log"]
 
 
 # ---- weight syncs ----
@@ -315,7 +322,7 @@ def test_token_limit_holds_over_all_turns_and_an_unusable_turn_fails_the_complet
     assert [body["sampling_params"]["max_tokens"] for body in fake.bodies(GENERATE)] == [8, 5, 2]
     assert (c.length, c.finished) == (8, False)
     (c,) = converse(fake, G=1, end="error")[0].completions
-    assert (c.outcome.kind, c.outcome.reason) == ("failed", "the server ended it with 'error' after 3 tokens")
+    assert (c.outcome.kind, c.outcome.reason) == ("failed", "the server stopped it ('error') after 3 tokens")
 
 
 # ---- attaching, starting, serving ----
@@ -335,7 +342,7 @@ def test_server_for_shorter_sequences_is_rejected_before_a_model_loads(fake, tmp
         open_servers(own)
 
 
-def test_launch_sets_what_a_run_relies_on(monkeypatch):
+def test_server_launch_sets_the_options_that_a_run_needs(monkeypatch):
     launch = Launch("python", "model", "float32", 300, 7, "nccl", ("--seed", "3"), lora_rank=20, gpus=(1, 2))
     command, environment = " ".join(launch.command(8000)), launch.environment("s3cret")
     for words in (
@@ -352,7 +359,7 @@ def test_launch_sets_what_a_run_relies_on(monkeypatch):
         find_python()
 
 
-def test_server_ends_when_its_guard_is_left_alone():
+def test_server_ends_if_its_parent_process_ends():
     serving = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
     guard = Popen([sys.executable, "-c", GUARD, sys.executable, "-c", serving], stdin=PIPE, stdout=PIPE)
     assert guard.stdin is not None

@@ -107,7 +107,7 @@ def test_trainer_and_server_agree_after_each_sync(request, model, tau, lora):
     engine.weights.close([server])
 
 
-def test_tied_head_is_renewed(tmp_path, monkeypatch):
+def test_tied_head_is_updated_by_a_weight_sync(tmp_path, monkeypatch):
     """vLLM's own reload keeps the first head if oneDNN has packed it; on processors where it cannot, PyTorch multiplies
     by the embedding, which is renewed."""
     model = tiny_directory(tmp_path, tie_word_embeddings=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -90,7 +90,9 @@ def same(one: Any, other: Any) -> bool:
 # Five updates, i = 3 and then 2
 
 
-def five_updates(group: Any, made: dict[str, Any], first_takes_all: bool) -> tuple[list[dict], dict, dict]:
+def five_updates(
+    group: Any, made: dict[str, Any], first_takes_all: bool, make: Callable[..., Trainer] = make
+) -> tuple[list[dict], dict, dict]:
     trainer = make(group, **made)
     metrics = learn(group, trainer, [(1, 3), (2, 2)], first_takes_all)
     return metrics, copied(trainer.state()), copied(trainer.policy.weights)
@@ -122,34 +124,31 @@ def check_to_rounding(found: Sequence[Any], metrics: Sequence[dict], state: Any,
 
 
 @each(
-    ("R", "made"),
+    ("R", "made", "changes"),
     [
-        (1, {"dtype": "bfloat16"}),
-        (3, {"dtype": "bfloat16", "masters": "plain", "tie": True}),
-        (2, {"dtype": "float32", "kind": "qwen2", "weight_decay": 0.0}),
+        (1, {"dtype": "bfloat16"}, {}),
+        (3, {"dtype": "bfloat16", "masters": "plain", "tie": True}, {}),
+        (2, {"dtype": "float32", "kind": "qwen2", "weight_decay": 0.0}, {}),
+        (2, {"dtype": "bfloat16"}, {"offload_moments": True}),
+        (None, {"dtype": "bfloat16"}, {"offload_moments": True}),
     ],
 )
-def test_where_the_gradients_are_the_same_bits_so_are_the_updates(ranks, R, made):
+def test_updates_are_bit_equal_if_the_gradients_are(ranks, R, made, changes):
     """One rank has all rows, the others none: nothing is added but zeros. Without clipping, since norms are rounded in
-    another order."""
+    another order. Moments may stay on the host."""
     made = {"max_grad_norm": None, **made}
     metrics, state, weights = five_updates(None, made, True)
-    found = ranks.run(five_updates, made, True, size=R)
+    given = made | changes, True
+    found = [five_updates(None, *given)] if R is None else ranks.run(five_updates, *given, size=R)
+    check_to_the_bit(found, metrics, state, weights)
+
+
+def check_to_the_bit(found: Sequence[Any], metrics: Sequence[dict], state: Any, weights: Any) -> None:
+    """What the ranks found is what one process did."""
     assert same(MergedState([rank[1] for rank in found]), state)
     for own, _, own_weights in found:
         assert same(own_weights, weights)
         assert [m["grad_norm"] for m in own] == pytest.approx([m["grad_norm"] for m in metrics], rel=1e-6)
-
-
-@each("R", [None, 2])
-def test_moments_that_stay_on_the_host_make_the_same_updates(ranks, R):
-    """To the bit, and their state looks the same; also from a checkpoint."""
-    made = {"dtype": "bfloat16", "max_grad_norm": None}
-    expected = five_updates(None, made, True)
-    given = {**made, "offload_moments": True}
-    found = [five_updates(None, given, True)] if R is None else ranks.run(five_updates, given, True, size=R)
-    assert same(MergedState([rank[1] for rank in found]), expected[1])
-    assert same(found[0][2], expected[2])
 
 
 def mixed_updates(group: Any) -> list[dict[str, Tensor]]:
@@ -205,14 +204,14 @@ def log_probs_after_updates(group: Any) -> list[tuple[bool, bool, bool]]:
     return found
 
 
-def test_the_kernels_compute_by_the_new_weights_after_an_update(ranks, with_kernels):
+def test_kernels_use_the_new_weights_after_an_update(ranks, with_kernels):
     assert ranks.run(log_probs_after_updates, size=2) == [[(True, True, True)] * 2] * 2
 
 
 # Gradients that are not finite
 
 
-def refused(group: Any, on: int) -> tuple[str, bool, bool]:
+def refused(group: Any, on: int, make: Callable[..., Trainer] = make) -> tuple[str, bool, bool]:
     """The message; whether nothing changed, and whether the next update is the one of a trainer that was never
     refused. On one rank a weight is so large that the gradient overflows inside the model."""
     trainer, untouched = make(group, "bfloat16"), make(group, "bfloat16")
@@ -225,20 +224,15 @@ def refused(group: Any, on: int) -> tuple[str, bool, bool]:
         trainer.update()
     unchanged = same(trainer.state(), before) and same(copied(trainer.policy.weights), weights)
     rows[0].weight_C.copy_(weight_C)
-    return str(raised.value), unchanged, as_untouched(trainer, untouched, rows)
-
-
-def as_untouched(trainer: Trainer, untouched: Trainer, rows: list[MicroBatch]) -> bool:
-    """Whether the next update is the first of a trainer that was never refused."""
     for one in (trainer, untouched):
         one.accumulate(rows)
         one.update()
-    return same(trainer.state(), untouched.state()) and trainer.policy.version == 1
+    return str(raised.value), unchanged, same(trainer.state(), untouched.state()) and trainer.policy.version == 1
 
 
-def test_a_gradient_that_is_not_finite_on_one_rank_is_refused_on_all_and_nothing_changes(ranks):
+def test_gradient_not_finite_on_one_rank_is_rejected_on_all_ranks(ranks):
     messages, unchanged, as_if_never = zip(*ranks.run(refused, 1, size=2), strict=True)
-    start = r"the gradient of update 1 is not finite \(norm (inf|nan)\); the policy is still version 0"
+    start = r"the gradient of update 1 is not finite \(norm (inf|nan)\); still version 0"
     assert all(re.match(start, message) for message in messages)
     assert all(unchanged)
     assert all(as_if_never)
@@ -258,7 +252,7 @@ def state_after(group: Any, states: list[dict[str, Tensor]] | None, dtype: str, 
     return version, loaded, weights, copied(trainer.state()), copied(trainer.policy.weights)
 
 
-def test_a_state_of_any_number_of_ranks_is_taken_over_by_any_other(ranks):
+def test_optimizer_state_loads_with_any_number_of_ranks(ranks):
     """To the bit, and so is the update after it. None is one process without ranks."""
 
     def run(R: int | None, *given: Any) -> list[tuple]:
@@ -279,7 +273,7 @@ def test_a_state_of_any_number_of_ranks_is_taken_over_by_any_other(ranks):
                 assert same(after, expected[4])
 
 
-def test_the_state_of_another_model_is_refused_before_anything_changes():
+def test_optimizer_state_of_another_model_is_rejected_before_anything_changes():
     trainer = make(None, "bfloat16")
     before, name = copied(trainer.state()), "master/lm_head.weight"
     with pytest.raises(ValueError, match=r"master/lm_head.weight has 3264 numbers in .*, not 3296"):

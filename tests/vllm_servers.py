@@ -65,7 +65,7 @@ class FakeServer:
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.http.daemon_threads = True
         self.url = f"http://127.0.0.1:{self.http.server_address[1]}"
-        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+        threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -128,6 +128,8 @@ def choice(
 
 class Ours(VllmClient):
     """A fake server as one that the run started."""
+
+    log = "vllm-1.log"
 
     def __init__(self, fake: FakeServer) -> None:
         super().__init__(fake.url)

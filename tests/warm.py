@@ -1,21 +1,13 @@
-"""What processes that are forked for tests have imported before: a run imports most of it only on its way, which takes
-five seconds of each process."""
+"""Processes for tests, forked from one that has `preloaded`: a run imports most of it only on its way, which takes five
+seconds of each process."""
 
 from __future__ import annotations
 
 import multiprocessing
+import os
+from pathlib import Path
 
-MODULES = [
-    "lagrpo.cli",
-    "lagrpo.training.run",
-    "lagrpo.core.recipes",
-    "transformers.models.llama.modeling_llama",
-    "transformers.models.auto.tokenization_auto",
-    "transformers.generation.utils",
-    "pyarrow.parquet",
-    "numpy.ctypeslib",
-]
-"""modules of packages that are installed: a forkserver does not see the directory of the tests"""
-
+PATH = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, PATH))  # where the process that forks looks for it
 forks = multiprocessing.get_context("forkserver")
-forks.set_forkserver_preload(MODULES)
+forks.set_forkserver_preload(["preloaded"])

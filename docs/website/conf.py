@@ -1,32 +1,51 @@
-"""How Sphinx builds the site: `make docs`."""
+"""How Sphinx builds the site (`make docs`): the Markdown pages of the repository, README.md first."""
 
-import sys
-from pathlib import Path
+import re
+from typing import Any
 
-import ziamath
+from docutils import nodes
+from latex2mathml.converter import convert
 
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
-
-project = "lagrpo"
-html_title = "lagrpo"
-extensions = ["myst_parser", "mathml"]
+project = html_title = "lagrpo"
+extensions = ["myst_parser"]
+html_math_renderer = "mathml"  # needs no script and no network
+root_doc = "README"
+include_patterns = ["*.md", "docs/*.md", "reports/*.md", "benchmarks/**.md", "experiments/*.md", "conformance/*.md"]
+exclude_patterns = [".*", "build", "runs", "site", "src", "tests"]
 
 # GitHub's Markdown: formulas as $…$ and ```math, anchors of headings; a line that starts with % is text.
 myst_enable_extensions = ["dollarmath"]
 myst_fence_as_directive = ["math"]
 myst_heading_anchors = 6
 myst_disable_syntax = ["myst_line_comment", "myst_block_break", "myst_target", "myst_role"]
-myst_dmath_double_inline = True
-suppress_warnings = ["ref.python"]  # annotations are not qualified: tasks have an Options each
+suppress_warnings = ["toc.not_included"]
 
 html_theme = "furo"
-html_static_path = [str(HERE / "style.css"), str(Path(ziamath.__file__).parent / "fonts" / "STIXTwoMath-Regular.ttf")]
-html_css_files = ["style.css"]
-html_copy_source = False
-html_show_sourcelink = False
-html_show_sphinx = False
-html_show_copyright = False
-pygments_style = "tango"
-pygments_dark_style = "monokai"
+html_copy_source = html_show_sourcelink = html_show_sphinx = html_show_copyright = False
 highlight_language = "text"
+
+NAVIGATION = {
+    "Start": ["quickstart", "data-and-rewards", "off-policy", "algorithms", "multi-turn"],
+    "Runs": ["evaluation", "checkpoints", "inspect", "verify"],
+    "Hardware": ["vllm", "scaling", "lora", "precision"],
+    "Reference": ["settings", "metrics", "architecture", "papers"],
+}
+
+
+def add_navigation(app: Any, page: str, source: list[str]) -> None:
+    """Add the table of contents of the sidebar to the start page."""
+    for part, names in NAVIGATION.items() if page == root_doc else ():
+        lines = ["", "```{toctree}", ":hidden:", f":caption: {part}", "", *(f"docs/{name}" for name in names), "```"]
+        source[0] += "\n".join([*lines, ""])
+
+
+def add_formula(page: Any, node: Any) -> None:
+    """Write a formula as MathML. latex2mathml wants the letter of \\mathbb in braces."""
+    display = "block" if isinstance(node, nodes.math_block) else "inline"
+    page.body.append(convert(re.sub(r"\\mathbb ?(\w)", r"\\mathbb{\1}", node.astext()), display=display))
+    raise nodes.SkipNode
+
+
+def setup(app: Any) -> None:
+    app.connect("source-read", add_navigation)
+    app.add_html_math_renderer("mathml", (add_formula, None), (add_formula, None))

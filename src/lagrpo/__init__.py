@@ -1,6 +1,6 @@
-"""On-policy and off-policy GRPO and its family on verifiable rewards.
+"""Train language models with GRPO and its relatives on verifiable rewards, on-policy or off-policy.
 
-`lagrpo.core` is the mathematics and imports torch alone; `lagrpo.train` runs Algorithm 1.
+`lagrpo.train` trains; subclass `lagrpo.Callback` to follow a run; `lagrpo.core` has the losses and imports only torch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["Callback", "Result", "train"]
 
 
 def __getattr__(name: str) -> Any:
-    """`lagrpo.train` and what belongs to it, loaded when asked for: `import lagrpo.core` stays light."""
+    """The names of `__all__`, loaded at first use, so that `import lagrpo.core` stays light."""
     if name not in __all__:
         raise AttributeError(f"module 'lagrpo' has no attribute {name!r}")
     import importlib

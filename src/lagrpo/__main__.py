@@ -14,7 +14,7 @@ def main() -> None:
         from lagrpo.cli import main as run
 
         run()
-    except SystemExit:  # it has said why, also where an interruption is behind it
+    except SystemExit:  # the reason is already printed, also for an interruption
         raise
     except BaseException as error:
         if (stop := find_interruption(error)) is None:

@@ -1,18 +1,18 @@
-"""The command line.
+"""lagrpo trains language models with GRPO, on samples as stale as you allow.
 
-    lagrpo train [demo | gsm8k | deepscaler | FILE.toml] [--section.name VALUE …]
-                 [--resume RUN | auto] [--dry-run]
-    lagrpo eval MODEL [--task gsm8k] [--eval.num_samples 50] …
-    lagrpo view RUN … [--text] [--serve]
-    lagrpo recipes [NAME]
-    lagrpo vllm-serve MODEL [--port P] … [-- OPTIONS OF VLLM]
-    lagrpo env
-    lagrpo verify RUN
+    lagrpo train demo              teach the embedded 135M model addition, on the CPU, in minutes
+    lagrpo train FILE.toml         train with your settings; --section.name VALUE changes one, --dry-run explains them
+    lagrpo train --resume RUN      resume a run from its newest checkpoint
+    lagrpo eval MODEL --task NAME  measure pass@k of a model, with intervals
+    lagrpo view RUN …              show runs as one HTML page, or with --text in the terminal
+    lagrpo recipes [NAME]          list the losses, or print one with its code
+    lagrpo vllm-serve MODEL        start a vLLM server for runs to attach to
+    lagrpo verify RUN              replay a run with plain transformers and report differences
+    lagrpo env                     print versions and hardware, for bug reports
     lagrpo --version
 
---task NAME, --model PATH and --recipe NAME stand for --task.name, --model.path and --loss.recipe.
-`lagrpo COMMAND --help` lists what each takes. Exit codes: 0 done, 1 the run failed (verify: something differs),
-2 wrong input, 130 stopped by Ctrl-C, 143 by SIGTERM.
+`lagrpo COMMAND --help` lists the options. Exit codes: 0 done, 1 the run failed or verify found a difference,
+2 wrong input, 130 stopped by Ctrl-C, 143 stopped by SIGTERM.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from lagrpo.env import env
 from lagrpo.errors import SettingsError, find_nearest
 from lagrpo.interrupts import find_interruption, interruptible
 from lagrpo.logs import redact
-from lagrpo.settings.load import load_settings, read_words, to_toml
+from lagrpo.settings.load import help_text, load_settings, read_words, to_toml
 from lagrpo.settings.schema import Settings
 
 HELP = {"-h", "--help"}
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with interruptible(), failing(SettingsError, FileNotFoundError, code=2):
             if name not in COMMANDS:
                 nearest = find_nearest(name, COMMANDS)
-                raise SettingsError(f"there is no command {name!r}; did you mean {nearest!r}? (lagrpo --help)")
+                raise SettingsError(f"no command {name!r}; did you mean {nearest!r}? (lagrpo --help lists all)")
             COMMANDS[name](rest)
     except BrokenPipeError:  # the reader of our output has gone: `lagrpo … | head`
         sys.stderr.close()
@@ -82,14 +82,21 @@ def failing(*errors: type[Exception], code: int = 1) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Train:
-    """Train on the settings of a file or a packaged one (demo, gsm8k, deepscaler), changed by --section.name VALUE."""
+    """usage: lagrpo train [SETTINGS] [--resume RUN] [--dry-run] [--section.name VALUE …]
+
+    Train, and write metrics, rollouts, checkpoints and the model to a directory.
+
+      SETTINGS      TOML file, or a packaged one: demo, gsm8k, deepscaler
+      --resume RUN  resume a run from its newest checkpoint; auto: the run called run.name, if it exists
+      --dry-run     print the settings and what they mean (samples per update, staleness, memory), and stop
+
+    Settings, with their values in brackets. --task, --model and --recipe are short for --task.name, --model.path
+    and --loss.recipe; None unsets a value; lists take several words, tables a value for each name.
+    """
 
     file: tyro.conf.Positional[Annotated[str | None, tyro.conf.arg(metavar="SETTINGS")]] = None
-    """Settings file (TOML), or demo, gsm8k, deepscaler"""
     resume: str | None = None
-    """Run to resume from its newest checkpoint, with its settings; auto: the run called run.name, if any"""
     dry_run: bool = False
-    """Print the settings and what they mean: samples per update, staleness, memory"""
 
 
 def train(words: list[str]) -> None:
@@ -97,6 +104,8 @@ def train(words: list[str]) -> None:
     sections = [*Settings.model_fields]
     given, _ = read_words([word for word in words if word not in HELP], Train, Settings(), sections)
     settings = load_settings(given.file, resume=given.resume)  # the values that words change, and the help shows
+    if HELP & {*words}:
+        return print(help_text(Train, settings, sections))
     given, changes = read_words(words, Train, settings, sections)
     settings = load_settings(given.file, changes, given.resume)
     from lagrpo.training.checks import check_settings
@@ -117,15 +126,23 @@ def train(words: list[str]) -> None:
 
 @dataclass(frozen=True)
 class Eval:
-    """pass@1 and pass@k of a model on the test prompts of a task, with intervals."""
+    """usage: lagrpo eval MODEL [--section.name VALUE …]
+
+    Measure pass@1 and pass@k of a model on the test prompts of a task (--task NAME), with 95 % intervals.
+
+      MODEL         directory of a model or an adapter, hub id, or smollm2 (embedded)
+
+    Settings, with their default values in brackets. --task is short for --task.name.
+    """
 
     path: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="MODEL")]]
-    """Directory of a model or an adapter, hub id, or smollm2"""
 
 
 def evaluate(words: list[str]) -> None:
     """Evaluate a model, by default on all test prompts."""
     base = {"run.output_dir": "evaluations", "eval.num_prompts": 0, "rollout.num_generations": 1}
+    if HELP & {*words}:
+        return print(help_text(Eval, load_settings(base), EVALUATED))
     given, changes = read_words(words, Eval, load_settings(base), EVALUATED)
     settings = load_settings(base | {"model.path": given.path}, changes)
     from lagrpo.training.checks import check_evaluation
@@ -139,7 +156,7 @@ def evaluate(words: list[str]) -> None:
 
 
 def view(
-    runs: tyro.conf.Positional[tuple[Path, ...]],
+    runs: tyro.conf.Positional[Annotated[tuple[Path, ...], tyro.conf.arg(metavar="RUN …")]],
     text: bool = False,
     serve: bool = False,
     out: Path | None = None,
@@ -148,17 +165,17 @@ def view(
     port: int = 0,
     batch: int | None = None,
 ) -> None:
-    """Show runs: metrics, groups, completions, tokens, evaluations and settings, as one HTML file or as text.
+    """Write one HTML page with the metrics, completions, tokens, evaluations and settings of runs.
 
     Args:
-        runs: Directories of runs; several are laid over each other.
-        text: Print completions of one batch instead of writing a page.
-        serve: Serve the page on 127.0.0.1 and follow the runs until Ctrl-C.
-        out: File to write; default: view.html in the run, ./view.html for several runs.
+        runs: Directories of runs; the page draws the curves of several runs over each other.
+        text: Print the completions of one batch instead of writing a page.
+        serve: Serve the page on 127.0.0.1 and update it with new batches, until Ctrl-C.
+        out: File to write; by default view.html in the run, ./view.html for several runs.
         open: Open the page in the browser.
-        completions: Completions that the page holds; of more, whole groups evenly over the batches.
-        port: Port of --serve; 0: a free one.
-        batch: Batch that --text prints; default: the last.
+        completions: Largest number of completions in the page: whole groups, evenly over the batches.
+        port: Port for --serve; 0 takes a free one.
+        batch: Batch for --text; by default the last.
     """
     from lagrpo.terminal.show import show
     from lagrpo.view import serve as pages
@@ -171,21 +188,21 @@ def view(
 
 
 def verify(
-    run: tyro.conf.Positional[Path],
+    run: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="RUN")]],
     rows: int = 128,
     everything: Annotated[bool, tyro.conf.arg(name="all")] = False,
     seed: int = 0,
 ) -> None:
-    """Replay a run from its files with plain transformers: samples, log-probs, rewards, advantages, metrics.
+    """Replay a run from its files with plain transformers, and report what differs.
 
     Args:
         run: Directory of the run.
-        rows: Completions to recompute (samples and log-probs).
-        everything: Recompute all completions.
-        seed: Seed of the choice of completions.
+        rows: Number of completions whose tokens and log-probs are recomputed.
+        everything: Recompute the tokens and log-probs of all completions.
+        seed: Seed that chooses these completions.
     """
     if rows < 1:
-        raise SettingsError(f"--rows is {rows}: name at least one completion to recompute")
+        raise SettingsError(f"--rows = {rows}: recompute at least one completion")
     from lagrpo.verify import print_report, verify_run
 
     report = verify_run(run, None if everything else rows, seed)
@@ -195,7 +212,7 @@ def verify(
 
 
 def vllm_serve(
-    model: tyro.conf.Positional[str],
+    model: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="MODEL")]],
     host: str = "127.0.0.1",
     port: int = 8000,
     dtype: Literal["bfloat16", "float32"] = "bfloat16",
@@ -205,18 +222,18 @@ def vllm_serve(
     lora_r: int = 0,
     server_args: tyro.conf.UseAppendAction[tuple[str, ...]] = (),
 ) -> None:
-    """Start a vLLM server for runs to attach to. Words after -- go to vLLM: lagrpo vllm-serve MODEL -- --seed 3
+    """Start a vLLM server for runs to attach to. Options after -- go to vLLM: lagrpo vllm-serve MODEL -- --seed 3
 
     Args:
-        model: Hub id or directory of a causal language model, or smollm2.
-        host: Address; one that other machines can reach needs $LAGRPO_VLLM_API_KEY.
-        port: Port.
+        model: Hub id or directory of a causal language model, or smollm2 (embedded).
+        host: Address to listen on; one that other machines can reach needs $LAGRPO_VLLM_API_KEY.
+        port: Port to listen on.
         dtype: dtype of weights and arithmetic.
-        max_model_len: Tokens of the longest sequence: max_prompt_length + max_completion_length + 1 of the runs.
+        max_model_len: Longest sequence in tokens: max_prompt_length + max_completion_length + 1 of the runs.
         max_num_seqs: Completions decoded at a time.
-        weight_transfer: How weights reach the server, as vllm.weight_transfer of the run.
-        lora_r: Largest rank of adapters, as model.lora_r of the run; 0: none.
-        server_args: More options of vllm serve; none that hold a secret.
+        weight_transfer: The run's vllm.weight_transfer.
+        lora_r: The run's model.lora_r; 0 for full training.
+        server_args: The same as options after --. No secrets: all users can read them.
     """
     from lagrpo.rollout.vllm.server import serve
 
@@ -224,11 +241,11 @@ def vllm_serve(
     serve(model, host, port, weight_transfer, lora_r, server_args, **sizes)
 
 
-def recipes(name: Annotated[str | None, tyro.conf.Positional] = None) -> None:
-    """List the recipes, or print one with the source code of its functions.
+def recipes(name: tyro.conf.Positional[Annotated[str | None, tyro.conf.arg(metavar="[NAME]")]] = None) -> None:
+    """List the recipes (losses), or print one with the source code of its functions.
 
     Args:
-        name: Recipe to print.
+        name: Recipe to print; by default all are listed.
     """
     from lagrpo.terminal.show import show_recipe, show_recipes
 
@@ -239,7 +256,7 @@ def call(name: str, function: Callable[..., None], words: list[str]) -> None:
     """Call a command by its signature; words after -- become values of --server-args."""
     own = words[: words.index("--")] if "--" in words else words
     given = [*own, *(f"--server-args={shlex.quote(word)}" for word in words[len(own) + 1 :])]
-    tyro.cli(function, args=given, prog=f"lagrpo {name}")
+    tyro.cli(function, args=given, prog=f"lagrpo {name}", config=(tyro.conf.FlagCreatePairsOff,))
 
 
 SIGNATURES = {"view": view, "recipes": recipes, "vllm-serve": vllm_serve, "env": env, "verify": verify}

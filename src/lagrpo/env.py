@@ -45,8 +45,8 @@ def look_at_machine() -> Lines:
 
     yield "system", platform.platform()
     yield "cpu", f"{cpu_model()} ({', '.join(sorted(INSTRUCTIONS & cpu_flags()))})"
-    cores = f"{os.cpu_count()}, {usable_cores()} usable, quota {read_quota() or 'none'}"
-    yield "cores", f"{cores}, {torch.get_num_threads()} threads"
+    yield "cores", f"{os.cpu_count()} logical, {usable_cores()} usable, container quota {read_quota() or 'none'}"
+    yield "threads", str(torch.get_num_threads())
     yield "memory", f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 1e9:.1f} GB"
     gpus = [torch.cuda.get_device_properties(n) for n in range(torch.cuda.device_count())]
     yield "gpu", "; ".join(f"{gpu.name}, {gpu.total_memory / 1e9:.0f} GB" for gpu in gpus) or "none that PyTorch sees"

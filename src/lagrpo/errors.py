@@ -10,7 +10,7 @@ from lagrpo.logs import redact
 
 
 class SettingsError(ValueError):
-    """The settings cannot be run. Every complaint is on a line of its own, without the secrets of a setting's value."""
+    """The settings cannot be run. Each problem is on its own line, without secrets from the values of settings."""
 
     def __init__(self, message: str) -> None:
         super().__init__(redact(message))
@@ -30,7 +30,7 @@ def refusing(what: str = "", *further: type[Exception]) -> Iterator[None]:
 
 @contextmanager
 def one_line_errors(what: str) -> Iterator[None]:
-    """Turn any exception inside, from a library that may raise whatever it likes, into a ValueError of one line."""
+    """Turn any exception inside into a ValueError of one line: some libraries raise errors of any type."""
     try:
         yield
     except Exception as error:
@@ -38,7 +38,7 @@ def one_line_errors(what: str) -> Iterator[None]:
 
 
 def find_nearest(name: str, known: Iterable[str], likeness: float = 0.0) -> str | None:
-    """The known name most like `name`; None where none reaches the likeness (0: any name does, 1: only the same).
+    """The known name most like `name`; None if none reaches the likeness (0: any name does, 1: only the same).
 
     >>> find_nearest("trian", ["train", "eval"]), find_nearest("trian", ["eval"], likeness=0.6)
     ('train', None)
@@ -53,7 +53,7 @@ def suggest(name: str, known: Iterable[str]) -> str:
 
 
 def one_line(text: str, most: int = 300) -> str:
-    """A stranger's text as a part of a message: on one line, safe to print, and not longer than a message should be.
+    """Untrusted text as part of a message: on one line, safe to print, and of at most `most` characters.
 
     >>> one_line("a\\n\\x1b[31mb")
     'a ␛[31mb'

@@ -1,10 +1,10 @@
-"""The data that flows through Algorithm 1: Prompt, Completion, Group.
+"""The data that passes through Algorithm 1: Prompt, Completion, Group.
 
 Shape suffixes, used everywhere:
 
     N   prompts of a batch
     G   completions of a group
-    C   completions of a batch (N * G, less where some were not scored)
+    C   completions of a batch (N * G, fewer if some were not scored)
     T   completion tokens of the whole batch, flat: no padding anywhere
     V   vocabulary
 
@@ -38,12 +38,12 @@ class Prompt:
     asked: tuple[Mapping[str, str], ...] = ()
     row: Mapping[str, Any] | None = None  # of the data, with what was asked as "prompt": a text, or messages
     prefix: str = ""
-    """what the tokenized prompt begins the answer with: a last message of the assistant, or a <think>"""
-    place: str = ""  # where the row stands, such as "data.jsonl, line 3"
+    """how the tokenized prompt begins the answer: a last message of the assistant, or a <think>"""
+    place: str = ""  # the row's file and line, such as "data.jsonl, line 3"
 
 
 Kind = Literal["scored", "unscored", "failed"]
-Range = tuple[float, float]  # the least and the greatest reward of a task
+Range = tuple[float, float]  # the smallest and the largest reward of a task
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Outcome:
     reward: float | None = None
     reason: str = ""
     parts: Mapping[str, float | None] = field(default_factory=dict, hash=False)
-    """of a task with several rewards each by its name, unweighted; None if it could not score"""
+    """each of several rewards by its name, unweighted; None for one that did not score"""
     correct: bool | None = None  # of such a task; None: the reward decides (`is_correct`)
 
     @staticmethod
@@ -72,8 +72,8 @@ class Outcome:
 
 
 def is_correct(reward: float, reward_range: Range, decided: bool | None = None) -> bool:
-    """Whether a scored completion counts as correct: its reward is the maximum of `task.reward_range`. `decided`
-    is what the rewards of a task that has several say of it."""
+    """Whether a scored completion counts as correct: `decided`, by a task with several rewards, or else whether its
+    reward is the maximum of `reward_range`."""
     return reward >= reward_range[1] if decided is None else decided
 
 
@@ -90,9 +90,9 @@ class Completion:
     text: str  # without special tokens
     outcome: Outcome | None = None  # None until it has been scored
     sampled: torch.Tensor = field(default=None)  # type: ignore[assignment]
-    """bool [t], whether a policy sampled the token; by default all were"""
+    """bool [t], whether the policy sampled the token; by default all true"""
     turns: tuple[str, ...] = ()
-    """of an episode, what the policy and its environment said in turn, without special tokens; else empty"""
+    """texts of the policy and its environment in turn, without special tokens; empty for a single turn"""
 
     def __post_init__(self) -> None:
         if self.sampled is None:  # written so because importing torch would slow down reward workers
@@ -115,8 +115,8 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A prompt and its G completions, all sampled for the same batch. `epoch` is the pass over the prompts that this
-    one comes from (negative: it replaces another prompt); `source` says who sampled it: the run, or a file's author."""
+    """A prompt and its G completions, all sampled for the same batch. `epoch` counts passes over the prompts (negative:
+    this prompt replaces another); `source` is "sampler" for the run's own completions, "file" for offline data."""
 
     prompt: Prompt
     completions: tuple[Completion, ...]
@@ -135,14 +135,16 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a run leaves."""
+    """What `lagrpo.train` returns: `run` is the run's directory, `weights` the model directory (None if nothing was
+    trained), `version` the number of updates, `batches` the number of batches, `interrupted` the signal that stopped
+    the run. `before` and `after` are the first evaluation set's summaries, such as after["pass@1"] (0 to 1) with
+    after["pass@1_low"] and after["pass@1_high"]; `evaluations` has all summaries by the names of their files."""
 
-    run: Path  # its directory
-    before: dict[str, Any] | None  # the summaries of its evaluations
+    run: Path
+    before: dict[str, Any] | None
     after: dict[str, Any] | None
     weights: Path | None
-    version: int  # updates that the weights have had
+    version: int
     batches: int
-    interrupted: signal.Signals | None  # the signal that stopped it
+    interrupted: signal.Signals | None
     evaluations: Mapping[str, dict[str, Any]] = field(default_factory=dict)
-    """the summaries of all evaluations by the names of their files; `before` and `after` are of the first set"""

@@ -62,7 +62,7 @@ def test_single_completion_keeps_its_reward(advantage):
 
 
 @each("advantage", ALL)
-def test_groups_of_one_size_are_treated_each_on_its_own(advantage):
+def test_advantages_of_a_batch_equal_those_of_each_group_alone(advantage):
     rewards_NG = tensor([[1.0, 0.0, 0.0, 0.0], [2.0, 2.0, 2.0, 2.0], [0.0, 1.0, 2.0, 5.0]])
     assert_close(advantage(rewards_NG), torch.stack([advantage(row) for row in rewards_NG]))
 

@@ -55,7 +55,7 @@ def test_no_bound_is_violated_and_the_identity_bound_dominates(eps_std, outcomes
     assert bool((corollary1(pi, pi_k, r, eps_std) <= D + ROUNDING).all())
 
 
-def test_theorem_1_fails_beyond_sigma_1_and_is_refused_there():
+def test_theorem_1_beyond_sigma_1_is_violated_and_rejected():
     alpha, r, pi = double(0.5, 0.5), double(0.0, 1.0), double(0.0, 1.0)
     s, L = sigma(alpha, r, 0.9), surrogate(pi, alpha, r, 0.9)
     claimed = L - 2 * (1 - s) / s * tv(pi, alpha)
@@ -66,7 +66,7 @@ def test_theorem_1_fails_beyond_sigma_1_and_is_refused_there():
     assert float(identity_bound(pi, alpha, alpha, r, 0.9)) == pytest.approx(0.5)
 
 
-def test_constant_1_is_attained_where_constant_2_says_0():
+def test_bound_constant_1_is_attained_if_constant_2_gives_0():
     alpha, r, pi = double(0.5, 0.5), double(0.0, 1.0), double(0.4, 0.6)
     assert float(improvement(pi, alpha, r)) == pytest.approx(0.1)
     assert float(corollary1(pi, alpha, r, 0.0, constant=1.0)) == pytest.approx(0.1)
@@ -80,7 +80,7 @@ def test_as_published_the_bound_certifies_nothing_at_sigma_up_to_a_half():
     assert float(theorem1(pi, alpha, alpha, r, 0.0).max()) <= ROUNDING
 
 
-def test_the_penalty_of_figure_1():
+def test_penalty_equals_figure_1_of_the_paper():
     p = double(0.5, 0.1, 0.01, 0.0)
     assert_close(penalty((p * (1 - p)).sqrt())[:3], double(1.0, 7 / 3, 9.050378), atol=1e-6, rtol=0.0)
     assert float(penalty((p * (1 - p)).sqrt())[3]) == float("inf")

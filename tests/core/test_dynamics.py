@@ -30,7 +30,7 @@ def test_the_first_iterations_at_beta_one():
         (5.0, 0.2, 0.2806),
     ],
 )
-def test_where_the_iterations_end(beta, p_ref, expected):
+def test_iterations_converge_to_the_fixed_point(beta, p_ref, expected):
     (p, stable), *_ = fixed_points(p_ref, beta, EPS)
     assert p == pytest.approx(expected, abs=5e-5)
     assert stable
@@ -38,7 +38,7 @@ def test_where_the_iterations_end(beta, p_ref, expected):
     assert trajectory(p_ref, beta, EPS, 200)[-1] == pytest.approx(p, abs=1e-6)
 
 
-def test_a_small_variance_floor_makes_certainty_stable_behind_an_unstable_point():
+def test_small_variance_floor_makes_success_1_a_stable_fixed_point():
     low, middle, high = fixed_points(0.05, 1.0, EPS)
     assert [point[1] for point in (low, middle, high)] == [True, False, True]
     assert middle[0] == pytest.approx(0.97738, abs=1e-5)
@@ -55,20 +55,20 @@ probabilities = st.floats(0.01, 0.99)
 
 
 @given(probabilities, probabilities, st.floats(0.3, 20))
-def test_every_iteration_and_every_fixed_point_beats_the_reference(p, p_ref, beta):
+def test_success_of_every_iteration_exceeds_the_reference(p, p_ref, beta):
     assert amplified(p, p_ref, beta, EPS) > p_ref
     assert all(fixed > p_ref for fixed, _ in fixed_points(p_ref, beta, EPS, cells=200))
 
 
 @given(probabilities, probabilities, st.floats(0.3, 20))
-def test_the_slope_is_the_derivative(p, p_ref, beta):
+def test_slope_equals_the_numerical_derivative(p, p_ref, beta):
     step = 1e-6
     difference = amplified(p + step, p_ref, beta, EPS) - amplified(p - step, p_ref, beta, EPS)
     assert slope(p, p_ref, beta, EPS) == pytest.approx(difference / (2 * step), abs=1e-5, rel=1e-4)
 
 
 @given(probabilities, probabilities, st.floats(0.3, 20))
-def test_h_is_the_success_of_an_explicit_exponential_tilt(p, p_ref, beta):
+def test_h_equals_the_success_of_an_exponential_tilt(p, p_ref, beta):
     """Four outcomes, two of them right; the old policy succeeds with p, the reference with p_ref."""
     reward = tensor([1.0, 1.0, 0.0, 0.0], dtype=torch.float64)
     reference = tensor([0.3 * p_ref, 0.7 * p_ref, 0.4 * (1 - p_ref), 0.6 * (1 - p_ref)], dtype=torch.float64)

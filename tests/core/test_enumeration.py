@@ -214,7 +214,7 @@ def test_the_minimizer_of_pairwise_opmd_and_of_kimi_is_the_exponential_tilt():
     assert float(opmd_kimi(against_pi(theta, REWARD - log_Z, all_nine), strength=0.3).abs().max()) < 1e-20
 
 
-def test_asymre_stands_still_at_its_fixed_point():
+def test_asymre_gradient_is_zero_at_its_fixed_point():
     """Where w = alpha (r - mu + strength) is positive throughout, pi = w / strength."""
     strength = 0.6
     w = p(ALPHA) * (CENTERED + strength)
@@ -280,13 +280,13 @@ def test_on_policy_k2_is_the_gradient_of_each_tokens_kl_and_k3_that_of_the_other
         (k3, SEQUENCE_WEIGHTED, 0.3247, 0.9745),
     ],
 )
-def test_how_far_the_penalties_are_from_the_gradient_of_kl(estimator, samples, relative, angle):
+def test_distance_of_kl_penalties_from_the_kl_gradient_by_enumeration(estimator, samples, relative, angle):
     exact = gradient(lambda theta: kl(theta, PI_REF), PI)
     assert error(kl_gradient(estimator, samples), exact) == pytest.approx(relative, abs=5e-5)
     assert cosine(kl_gradient(estimator, samples), exact) == pytest.approx(angle, abs=5e-5)
 
 
-def test_k1_is_no_penalty_on_policy_and_the_wrong_one_off_policy():
+def test_k1_gradient_is_zero_on_policy_and_biased_off_policy():
     exact = gradient(lambda theta: kl(theta, PI_REF), PI)
     for samples in (ON_POLICY, TOKEN_WEIGHTED, SEQUENCE_WEIGHTED):
         assert float(kl_gradient(k1, samples).abs().max()) < 1e-14

@@ -20,8 +20,6 @@ from lagrpo.core.kl import (
     k3_clamped,
     k3_linear,
     kl,
-    pinsker,
-    sampled_chi2,
     sampled_kl,
     sampled_tv,
     tv,
@@ -86,9 +84,9 @@ def test_exact_divergences_by_hand():
     assert [float(f(certain, certain)) for f in (kl, tv, chi2)] == [0.0, 0.0, 0.0]
 
 
-def test_pinsker_and_the_chi2_bound_hold_for_random_distributions():
+def test_pinskers_and_the_chi2_bound_hold_for_random_distributions():
     p, q = torch.softmax(torch.randn(2, 5000, 4, generator=torch.Generator().manual_seed(0)).double() * 2, dim=-1)
-    assert bool((tv(p, q) <= pinsker(kl(p, q)) + 1e-12).all())
+    assert bool((tv(p, q) <= (kl(p, q) / 2).sqrt() + 1e-12).all())
     assert bool((kl(p, q) <= chi2(p, q).log1p() + 1e-12).all())
 
 
@@ -102,6 +100,4 @@ def test_divergences_of_samples_by_hand():
     log_ratio = tensor([2.0, 0.5, 1.0]).log()
     assert_close(sampled_tv(log_ratio), tensor((1 + 0.5 + 0) / 3 / 2))
     assert_close(sampled_tv(log_ratio, bounded=True), tensor(0.5 / 3))
-    assert_close(sampled_chi2(log_ratio), tensor((1 + 0.25 + 0) / 3))
     assert_close(sampled_kl(log_ratio), tensor((1 - log(2) - 0.5 + log(2)) / 3))
-    assert_close(pinsker(tensor([0.02, 8.0])), tensor([0.1, 1.0]))

@@ -182,7 +182,7 @@ OF_GROUPS = inputs(
 )
 
 
-def test_kimi_is_the_square_of_what_the_reward_does_not_explain():
+def test_opmd_kimi_is_the_squared_residual_of_the_reward():
     # A - .2 log-ratio: .3, -.2, .2
     assert_close(opmd_kimi(OF_GROUPS, strength=0.2), -tensor([0.09 / 2, 0.09 / 2, 0.04, 0.04]))
 

@@ -52,7 +52,8 @@ def clustered_interval(values_N: Tensor, draws: float, confidence: float = 0.95)
     _require_confidence(confidence)
     N = values_N.shape[0] if values_N.dim() == 1 else 0
     if N == 0 or draws < 1 or not bool(((values_N >= 0) & (values_N <= 1)).all()):
-        raise ValueError(f"needs one value in [0, 1] per prompt and draws >= 1, but {tuple(values_N.shape)}, {draws:g}")
+        shape = tuple(values_N.shape)
+        raise ValueError(f"values must be [N] in [0, 1] and draws at least 1, but shape = {shape}, draws = {draws:g}")
     values_N = values_N.double()
     p, variance = float(values_N.mean()), float(values_N.var()) / N if N > 1 else 0.0
     # Where the values do not vary at 0 or 1, nothing says how many tries they are worth: as few as there can be.
@@ -66,7 +67,7 @@ def paired_interval(before_N: Tensor, after_N: Tensor, draws: float, confidence:
     Donner 2008). Narrower than the interval of two separate evaluations where hard prompts stay hard. Raises ValueError
     as `clustered_interval` does, and for unequal shapes."""
     if before_N.shape != after_N.shape:
-        raise ValueError(f"pairs need values of the same prompts: {tuple(before_N.shape)}, {tuple(after_N.shape)}")
+        raise ValueError(f"pairs need the same prompts, but have {tuple(before_N.shape)}, {tuple(after_N.shape)}")
     (low_b, high_b), (low_a, high_a) = (clustered_interval(v, draws, confidence) for v in (before_N, after_N))
     b, a = float(before_N.double().mean()), float(after_N.double().mean())
     both = torch.stack([before_N, after_N]).double()

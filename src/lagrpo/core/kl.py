@@ -84,11 +84,6 @@ def chi2(p: Tensor, q: Tensor) -> Tensor:
     return torch.where(p == q, 0.0, (p - q).square() / q).sum(dim=-1)
 
 
-def pinsker(kl: Tensor) -> Tensor:
-    """min(sqrt(KL / 2), 1) >= TV, for either direction of the KL."""
-    return (kl / 2).sqrt().clamp(max=1.0)
-
-
 # From samples of alpha, over the last dimension, with their log rho = log p/alpha
 
 
@@ -126,8 +121,3 @@ def sampled_kl(log_ratio: Tensor) -> Tensor:
     """mean (rho - 1 - log rho): unbiased for KL(alpha || p), every term >= 0, so with less variance than the mean of
     -log rho near p = alpha."""
     return (torch.expm1(log_ratio) - log_ratio).mean(dim=-1)
-
-
-def sampled_chi2(log_ratio: Tensor) -> Tensor:
-    """mean (rho - 1)^2: unbiased for chi2(p || alpha)."""
-    return torch.expm1(log_ratio).square().mean(dim=-1)

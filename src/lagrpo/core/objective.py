@@ -162,7 +162,7 @@ def _bind(function: Any, knobs: Mapping[str, Any]) -> Any:
 
 
 def build(recipe: Recipe, overrides: Mapping[str, Any]) -> Recipe:
-    """The recipe with these knobs instead of its own."""
+    """The recipe with these knobs replaced."""
     knobs = {name: getattr(recipe, name) for name in NUMBERS}
     for name in PIECES:
         knobs |= _knobs_of(name, getattr(recipe, name))

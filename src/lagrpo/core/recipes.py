@@ -1,5 +1,5 @@
 """The recipes: one table, whose rows hold the functions of core themselves. From a recipe's name it is one jump to its
-row and one to the formula; `lagrpo recipes NAME` prints the source of its functions.
+row and one to the formula; `Recipe.loss` in objective.py calls them. `lagrpo recipes NAME` prints their source.
 
 A function's keyword-only arguments are its knobs. A row replaces defaults with `partial`, the section [loss] of
 the settings replaces any knob of the row by its name: a number, or the name of another function.
@@ -208,7 +208,7 @@ ROWS: dict[str, Recipe] = {
         YAO,
         advantage=centered, surrogate=partial(opmd_pairwise, anchor=pi_k), reduction=sequence_sum),
     "red_drop": Recipe(
-        "A logp, A centered after dropping as many completions below the mean, at random, as are too many",
+        "A logp, A centered; random completions below the mean are dropped until at most half are below it",
         f"{YAO}: RED-Drop",
         advantage=red_drop, surrogate=reinforce),
     "red_weight": Recipe(
@@ -258,9 +258,7 @@ def resolve(name: str, overrides: Mapping[str, Any] | None = None) -> Recipe:
     recipe = build(row, given)
     knobs = find_knobs(recipe)
     if unread := [knob for knob in given if knob not in knobs]:
-        raise ValueError(
-            f"{unread[0]} was set, but nothing reads it; what {name!r} reads here: {_list(recipe.settings)}"
-        )
+        raise ValueError(f"{unread[0]} has no effect on recipe {name!r}; settings that do: {_list(recipe.settings)}")
     for knob, minimum in MINIMUM.items():
         if knob in knobs and not knobs[knob] >= minimum:
             raise ValueError(f"{knob} must be at least {minimum:g}, but is {knobs[knob]}")
@@ -289,21 +287,21 @@ def _contradictions(knobs: Mapping[str, Any]) -> Iterator[str]:
     if get("correction_floor", 0.0) > 1:
         yield f"correction_floor must lie in [0, 1], but is {knobs['correction_floor']}"
     if get("mask") is ring and any(knobs[f"outer_{end}"] < knobs[f"epsilon_{end}"] for end in ("low", "high")):
-        yield "the outer range of the ring must lie outside its inner one: outer_* at least epsilon_*"
+        yield "mask 'ring' needs its outer range outside the inner one: outer_* must be at least epsilon_*"
     if surrogate in (clipped_exact, clipped_proportional) and get("denominator") is pi_k:
-        yield f"{surrogate.__name__} is centered on pi_k/alpha, which is 1 over denominator 'pi_k': use clipped"
+        yield f"{surrogate.__name__} clips around pi_k/alpha, which is 1 with denominator = 'pi_k': use 'clipped'"
     if get("correction") and over_alpha:
-        yield "correction weighs by pi_k/alpha, which pi/alpha already holds: set denominator = 'pi_k' or no correction"
+        yield "correction weights by pi_k/alpha, which the ratio already contains: set denominator = 'pi_k', or drop it"
     if get("correction") and surrogate is opmd_pairwise:
-        yield "correction weighs completions one by one, but opmd_pairwise compares them in a group: it needs none"
+        yield "correction weights single completions, but opmd_pairwise compares the completions of a group: drop it"
     if knobs["kl_importance"] and get("kl") is k3_bias_corrected:
-        yield "kl_importance would weigh k3_bias_corrected by the ratio a second time: use one of them"
+        yield "kl_importance would weight k3_bias_corrected by the ratio a second time: use one of them"
     if knobs["kl_importance"] and knobs["beta"] == 0:
-        yield "kl_importance weighs the KL term, but beta is 0: there is none"
+        yield "kl_importance weights the KL term, but beta is 0, so there is no KL term"
     if knobs["masked_count"] and not knobs["mask_zero_variance"]:
-        yield "masked_count counts masked groups, but mask_zero_variance is off: none is masked"
+        yield "masked_count counts masked groups, but mask_zero_variance is off, so no group is masked"
     if get("kl") is k1:
-        yield "k1 is no penalty: its gradient is 0 in expectation, and pushes away from stale samples; use k2 or k3"
+        yield "k1 is not a penalty: its expected gradient is 0 on fresh samples, and wrong on stale ones; use k2 or k3"
 
 
 def _reads_ratio(function: Callable | None) -> bool:

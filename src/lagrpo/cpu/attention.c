@@ -209,7 +209,7 @@ INLINE void attend_backward_group(AttentionBackward a, i64 group, i64 h, Backwar
     }
 }
 
-/* Each dtype in a function of its own: together they take GCC minutes. */
+/* One function per dtype: GCC takes minutes for both in one. */
 static __attribute__((noinline)) void backward_group_float32(const AttentionBackward *a, i64 g, i64 h, BackwardScratch t) {
     attend_backward_group(*a, g, h, t, 0);
 }

@@ -31,9 +31,7 @@ def rotary(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     """Rotary position embedding: x [n, heads, D], cosine and sine [n, D], the same in both halves of D. Raises
     ValueError for angles of a part of D only."""
     if cosine.shape[-1] != x.shape[-1]:
-        raise ValueError(
-            f"rotary embedding of {cosine.shape[-1]} out of {x.shape[-1]} numbers of a head is not supported"
-        )
+        raise ValueError(f"rotary embedding of {cosine.shape[-1]} of {x.shape[-1]} head dimensions is not supported")
     return _Rotary.apply(x, cosine, sine)  # type: ignore[return-value]
 
 

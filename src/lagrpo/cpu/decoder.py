@@ -38,10 +38,8 @@ class Layout(Protocol):
 def check_window(module: nn.Module, layout: Layout, sliding_window: int | None) -> None:
     """Raise ValueError for a sequence that is longer than the window that a layer attends within."""
     if sliding_window is not None and layout.longest > sliding_window:
-        raise ValueError(
-            f"{type(module).__name__} attends within a window of {sliding_window} tokens, but a sequence here is "
-            f"{layout.longest} tokens long; shorten prompts and completions so that they fit the window"
-        )
+        what = f"{type(module).__name__} attends to {sliding_window} tokens, but a sequence has {layout.longest}"
+        raise ValueError(f"{what}: lower rollout.max_prompt_length or rollout.max_completion_length")
 
 
 def is_reproduced(lm: Any, d: int) -> bool:
@@ -55,7 +53,7 @@ def is_reproduced(lm: Any, d: int) -> bool:
 
 
 def has_hooks(m: nn.Module) -> bool:
-    """Whether a module itself has hooks, or a forward method of its own: then it must be called to be computed."""
+    """Whether a module has hooks or a replaced forward method, and therefore must be called."""
     hooks = m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks
     return bool(hooks) or "forward" in vars(m)
 

@@ -8,7 +8,7 @@
 
 /* ---- root mean square norm ---- */
 
-/* total = x + delta (where there is a delta), y = weight * (total / rms(total)), rounded as transformers rounds; rstd =
+/* total = x + delta (if delta is not NULL), y = weight * (total / rms(total)), rounded as transformers rounds; rstd =
  * 1 / rms. */
 INLINE void norm_row(Norm a, i64 row, int half) {
     i64 first = row * a.width, stop = first + a.width;

@@ -69,7 +69,7 @@ def isa_level() -> str:
     """The level that LAGRPO_CPU_ISA names. Raises NoKernels for an unknown name, or a level above this processor."""
     name = (os.environ.get(ISA) or "native").lower()
     if name not in LEVELS:
-        raise NoKernels(f"{ISA} = {name!r} is not a level of instructions: use {', '.join(LEVELS)}")
+        raise NoKernels(f"{ISA} = {name!r} is not an instruction set: use {', '.join(LEVELS)}")
     if missing := LEVELS[name].needs - cpu_flags():
         raise NoKernels(f"{ISA} = {name!r}: this processor lacks {', '.join(sorted(missing))}")
     return name
@@ -103,9 +103,9 @@ def _library() -> tuple[Any, str]:
 def load_library() -> tuple[ctypes.CDLL, str]:
     """The library, compiled unless the cache has it, and the name of its compiler. Raises NoKernels."""
     if sys.platform != "linux" or "OpenMP" not in torch.__config__.parallel_info():
-        raise NoKernels("they need Linux and a PyTorch that runs its threads with OpenMP")
+        raise NoKernels("they need Linux and a PyTorch built with OpenMP")
     if _openmp() is None:
-        raise NoKernels("PyTorch's OpenMP is not GNU's, and two of them would be in each other's way")
+        raise NoKernels("PyTorch's OpenMP is not GNU's, and two OpenMP libraries would conflict")
     # flags without what this processor lacks anyway, so that two levels with the same instructions share a library
     own = (flag for flag in LEVELS[isa_level()].flags if flag not in NO_AMX or "amx_tile" in cpu_flags())
     flags, compiler = (*FLAGS, *own), _compiler()
@@ -113,7 +113,7 @@ def load_library() -> tuple[ctypes.CDLL, str]:
     try:
         target = cache_directory() / "kernels" / f"{_fingerprint(compiler, version, flags)}.so"
         if not target.is_file():
-            logger.info("compiling the kernels for this processor (once), into %s", target)
+            logger.info("compiling the C kernels for this processor, once: %s", target)
             _compile(compiler, flags, target)
         library = ctypes.CDLL(str(target))
         library.pack_bytes.restype = ctypes.c_int64
@@ -121,7 +121,7 @@ def load_library() -> tuple[ctypes.CDLL, str]:
     except NoKernels:
         raise
     except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home directory
-        raise NoKernels(f"the library cannot be kept or loaded ({error}); LAGRPO_CACHE names another place") from error
+        raise NoKernels(f"cannot save or load the library ({error}); set LAGRPO_CACHE to another directory") from error
 
 
 def _compiler() -> list[str]:
@@ -129,7 +129,7 @@ def _compiler() -> list[str]:
         return shlex.split(users)
     if found := shutil.which("gcc") or shutil.which("cc"):
         return [found]
-    raise NoKernels("there is no C compiler (gcc or cc, or what CC names)")
+    raise NoKernels("no C compiler found (gcc, cc or $CC)")
 
 
 def _fingerprint(compiler: list[str], version: str, flags: tuple[str, ...]) -> str:

@@ -59,7 +59,7 @@ class Panels:
         self.widths = [m.out_features for m in layers]
         self.n, self.k = sum(self.widths), layers[0].in_features
         if self.k % 2:
-            raise ValueError(f"a product of {self.k} inputs cannot be packed: pairs of bfloat16 need an even number")
+            raise ValueError(f"a layer with {self.k} inputs cannot be packed: bfloat16 pairs need an even number")
         width, biased = call("panel_width"), any(m.bias is not None for m in layers)
         self.packed = _room(self.n, self.k)
         self.bias = torch.zeros(-(-self.n // width) * width, device="cpu", dtype=torch.float32) if biased else None
@@ -278,7 +278,7 @@ def chosen_products() -> str | None:
             continue
         if products_are_right():
             return name
-        logger.warning("matrix products by %s give wrong numbers on this processor and are not used", name)
+        logger.warning("matrix products with %s are wrong on this processor, so lagrpo does not use them", name)
     return None
 
 

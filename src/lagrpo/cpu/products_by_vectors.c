@@ -4,7 +4,7 @@
 
 enum { CACHE = 1 << 19, PAIR = COLUMNS * W * 4 / LINE }; /* bytes of x that stay in a core's cache; lines of a pair */
 
-/* One panel: `stop` of its outputs are real. y's rows are n apart. `up` is the adapter's part, where there is a rank. */
+/* One panel: `stop` of its outputs are real. y's rows are n apart. `up` is the adapter's part, if it has one. */
 typedef struct {
     const char *weights, *up;
     const float *bias;

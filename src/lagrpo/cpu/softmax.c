@@ -64,7 +64,7 @@ INLINE void token_logp_row(Row r, i64 token, float *lse, float *logp, float *ent
 }
 
 /* lse = log sum exp(x / tau) and logp = x[token] / tau - lse of each row. With p the softmax, entropy = - sum p log p;
- * NULL where nobody asks for it. */
+ * NULL if it is not needed. */
 EXPORT void token_logp(const Logits *a, const i64 *tokens, float *lse, float *logp, float *entropy) {
 #pragma omp parallel for schedule(static)
     for (i64 row = 0; row < a->rows; row++)

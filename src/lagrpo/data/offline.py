@@ -41,7 +41,7 @@ def read_records(data: str | Path | Sequence[str | Path]) -> list[Row]:
     rows = list[Row]()
     for file in completion_files([data] if isinstance(data, str | Path) else data):
         if format_of(file) not in (".jsonl", ".json", ".parquet"):
-            raise ValueError(f"{file}: completions are read from .jsonl or .parquet files")
+            raise ValueError(f"{file}: files of completions end in .jsonl or .parquet")
         rows += read_rows(file)
     if data and not rows:
         raise ValueError("the files have no completions")
@@ -161,14 +161,14 @@ def _tokenize(row: Row, said: Any, finished: bool, replies: Replies) -> tuple[An
     if (ids := read_list(row, "token_ids", (int,))) is not None:
         sampled = read_list(row, "loss_mask", (bool,), len(ids))
         if sampled is not None and not any(sampled):
-            raise ValueError("none of its tokens was sampled: there is nothing to learn from")
+            raise ValueError("loss_mask leaves out all of its tokens: there is nothing to learn from")
         return ids, sampled, read_list(row, "messages", (str,)) or []
     if column := next((name for name in ("rollout_logprobs", "loss_mask") if row.get(name) is not None), None):
-        raise ValueError(f"{column} needs token_ids: the text may be tokenized otherwise than it was sampled")
+        raise ValueError(f"{column} needs token_ids: tokenizing the text may give other tokens than were sampled")
     if isinstance(said, list):
         return tokenize_turns(said, replies, finished)
     if not isinstance(said, str):
-        raise ValueError(f"its completion is {said!r:.80}: it needs a text, messages, or token_ids")
+        raise ValueError(f"its completion is {said!r:.80}, not a text, messages, or token_ids")
     return [*replies.chat.encode(said, add_special_tokens=False), *[replies.chat.end_id] * finished], None, []
 
 
@@ -211,8 +211,8 @@ def tokenize_turns(messages: Messages, replies: Replies, finished: bool) -> tupl
     whole = all(isinstance(message.get("content"), str) for message in messages)
     own = [message.get("role") == "assistant" for message in messages] if whole else []
     if not own or not own[0] or not own[-1] or any(a and b for a, b in pairwise(own)):
-        form = "messages that begin and end with one of the assistant, no two of which follow each other"
-        raise ValueError(f"its completion is {messages!r:.80}: it needs a text, or {form}")
+        form = "messages that begin and end with the assistant, without two assistant messages in a row"
+        raise ValueError(f"its completion is {messages!r:.80}, not a text, or {form}")
     ids, sampled, texts = list[int](), list[bool](), list[str]()
     for is_own, turn in groupby(messages, lambda message: message["role"] == "assistant"):
         given = list(turn)

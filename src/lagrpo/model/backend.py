@@ -124,7 +124,7 @@ def choose_backend(choice: Choice, device: torch.device | str, dtype: torch.dtyp
     device = torch.device(device)
     isa_level()
     if choice == "c" and device.type != "cpu":
-        raise NoKernels(f"the kernels are for the CPU, the model is on {device}")
+        raise NoKernels(f"the C kernels run on a CPU, but the model is on {device}")
     if choice == "torch":
         return Backend(device, dtype)
     if device.type != "cpu":
@@ -171,12 +171,12 @@ def multiplies_bfloat16(device: torch.device) -> tuple[bool, str]:
     """Whether a device has instructions for products of bfloat16, and how we know."""
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
-        return major >= 8, f"compute capability {major}.{minor}, bfloat16 from 8.0 on"
+        return major >= 8, f"compute capability {major}.{minor}; bfloat16 needs 8.0"
     if device.type != "cpu" or platform.machine() not in ("x86_64", "AMD64"):
         return False, f"bfloat16 has not been tried on {platform.machine() if device.type == 'cpu' else device.type}"
     found = sorted({"avx512_bf16", "amx_bf16"} & cpu_flags())
     if not found:
         return False, "this processor lists neither avx512_bf16 nor amx_bf16"
     if not LEVELS[isa_level()].bf16:
-        return False, f"{ISA} = {os.environ[ISA]} leaves out the processor's {' and '.join(found)}"
+        return False, f"{ISA} = {os.environ[ISA]} turns off the processor's {' and '.join(found)}"
     return True, f"the processor has {' and '.join(found)}"

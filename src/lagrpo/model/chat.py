@@ -31,7 +31,7 @@ OPENING = ({"role": "user", "content": "1"},)
 SAID = "2"
 THOUGHT = "<think>\n3\n</think>\n\n4"
 ANSWER = "This is an answer"
-WHAT_TO_DO = "Set model.chat_template to a copy that leaves earlier turns as they are, thinking included"
+WHAT_TO_DO = "Set model.chat_template to a copy that keeps earlier turns unchanged, thinking included"
 
 
 class TemplateError(ValueError):
@@ -74,7 +74,7 @@ class Chat:
         ids = {*(ends if isinstance(ends, list | tuple) else [ends]), getattr(tokenizer, "eos_token_id", None)}
         chat = Chat(tokenizer, lm.get_output_embeddings().weight.shape[0], frozenset(ids - {None})).with_turn_end()
         if added := chat.eos_ids - ids:
-            text = "completions also end with %s: the chat template ends turns with it, other than the model's settings"
+            text = "completions also end at %s, which ends turns in the chat template but not in the generation config"
             logger.warning(text, tokenizer.convert_ids_to_tokens([*added])[0])
         end = chat.find_turn_end()
         if end is not None and chat.render(OPENING).rstrip().endswith(token := tokenizer.convert_ids_to_tokens(end)):
@@ -98,7 +98,7 @@ class Chat:
         else:
             ids = self.encode(text := self.render(prompt.messages, tools), add_special_tokens=False)
         if not ids:
-            raise ValueError(f"it has no token: it is the text {text!r:.80}")
+            raise ValueError(f"it has no tokens: its text is {text!r:.80}")
         self.check_vocabulary(ids)
         return replace(prompt, token_ids=tuple(int(i) for i in ids), prefix=self._find_prefix(prompt.messages, text))
 
@@ -189,7 +189,7 @@ class Replies:
         thoughtful = [*OPENING, {"role": "assistant", "content": THOUGHT}, *messages]
         asked = ((OPENING, SAID), (OPENING, THOUGHT), (thoughtful, SAID))
         if len({self._render_reply(before, said, messages) for before, said in asked}) > 1:
-            raise RewritingError(f"the chat template writes the same reply in several ways. {WHAT_TO_DO}")
+            raise RewritingError(f"the chat template renders a reply differently after other turns. {WHAT_TO_DO}")
 
     def tokens(self, messages: Messages) -> tuple[int, ...]:
         """The tokens that follow the end of a turn of the policy. Raises as `check`, and ValueError."""
@@ -203,7 +203,7 @@ class Replies:
     def _render_reply(self, before: Messages, said: str, messages: Messages) -> str:
         """The text that follows the end of what was `said` when `messages` do."""
         if self.chat.tokenizer.chat_template is None:
-            raise RewritingError("the tokenizer has no chat template, which tells turns apart: set model.chat_template")
+            raise RewritingError("the tokenizer has no chat template to separate turns: set model.chat_template")
         so_far = self.chat.render(before) + said
         longer = self.chat.render([*before, {"role": "assistant", "content": said}, *messages])
         if not longer.startswith(so_far):
@@ -212,6 +212,6 @@ class Replies:
             raise RewritingError(f"the chat template changes earlier turns when the conversation continues: {change}")
         rest, end = longer[len(so_far) :], str(self.chat.tokenizer.convert_ids_to_tokens(self.end_id))
         if not rest.startswith(end):
-            wrong = f"the chat template does not end an assistant's turn with {end!r}, but with {rest[:20]!r}"
+            wrong = f"the chat template ends an assistant turn with {rest[:20]!r}, not with {end!r}"
             raise RewritingError(f"{wrong}. {WHAT_TO_DO}")
         return rest[len(end) :]

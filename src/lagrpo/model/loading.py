@@ -125,14 +125,14 @@ def check_loaded(lm: Any, found: Mapping[str, Any]) -> None:
     problems = {
         "the files lack {} weights of the model": found["missing_keys"],
         "the files have {} weights that the model does not have": found["unexpected_keys"],
-        "{} weights are not of the shape that config.json says": [name for name, *_ in found["mismatched_keys"]],
+        "{} weights have another shape than config.json implies": [name for name, *_ in found["mismatched_keys"]],
     }
     for problem, names in problems.items():
         if names:
             raise ValueError(f"{problem.format(len(names))}: {one_line(', '.join(sorted(names)))}")
     tied = getattr(lm.config.get_text_config(), "tie_word_embeddings", False)
     if tied and lm.get_output_embeddings().weight is not lm.get_input_embeddings().weight:
-        raise ValueError("tie_word_embeddings is true in config.json, but the files have a head that differs: untie it")
+        raise ValueError("config.json sets tie_word_embeddings, but the files have a different output head: untie it")
 
 
 def check_finite(weights: Mapping[str, Tensor]) -> None:
@@ -140,7 +140,7 @@ def check_finite(weights: Mapping[str, Tensor]) -> None:
     for name, weight in weights.items():
         if count := int((~weight.isfinite()).sum()):
             dtype = str(weight.dtype).removeprefix("torch.")
-            raise ValueError(f"{name} has {count} of {weight.numel()} numbers that are not finite in {dtype}")
+            raise ValueError(f"{count} of {weight.numel()} numbers in {name} are not finite in {dtype}")
 
 
 def check_supported(config: Any) -> None:
@@ -157,20 +157,20 @@ def check_supported(config: Any) -> None:
         "attention sinks": text.model_type == "gpt_oss",
         "latent attention": has("kv_lora_rank"),
         "layers that are not attention": {*(has("layer_types") or ())} - ATTENTION_LAYERS,
-        "experts that a router chooses": any(map(has, EXPERTS)),
-        "pictures or sound to look at": has("vision_config") or has("audio_config"),
+        "a mixture of experts": any(map(has, EXPERTS)),
+        "image or audio inputs": has("vision_config") or has("audio_config"),
         "no causal language model in transformers": type(config) not in mapping,
-        "an attention outside transformers' registry": type(config) in mapping
+        "attention outside the transformers registry": type(config) in mapping
         and not mapping[type(config)]._can_set_attn_implementation(),
     }
     for reason in filter(reasons.get, reasons):
-        instead = "take a dense one for text: Llama, Qwen2, Qwen3, Mistral, Gemma (1) or their relatives"
+        instead = "use a dense text model: Llama, Qwen2, Qwen3, Mistral, Gemma (1) or their relatives"
         raise ValueError(f"models of type {text.model_type!r} have {reason}, which lagrpo does not support; {instead}")
 
 
-def check_context(policy: Policy, tokens: int) -> None:
+def check_context(config: Any, tokens: int) -> None:
     """Raise ValueError if prompts and completions of `tokens` tokens do not fit the model's window or positions."""
-    text = policy.model.config.get_text_config()
+    text = config.get_text_config()
     slides = "sliding_attention" in (getattr(text, "layer_types", None) or ("sliding_attention",))
     slides = slides and getattr(text, "use_sliding_window", True)
     limits = {"longest position": getattr(text, "max_position_embeddings", None)}
@@ -178,7 +178,7 @@ def check_context(policy: Policy, tokens: int) -> None:
     for what, limit in limits.items():
         if limit is not None and tokens > limit:
             lower = "lower rollout.max_prompt_length or max_completion_length"
-            raise ValueError(f"sequences have {tokens} tokens, and the {what} of this model is {limit}: {lower}")
+            raise ValueError(f"sequences may have {tokens} tokens, but the {what} of this model is {limit}: {lower}")
 
 
 @torch.no_grad()

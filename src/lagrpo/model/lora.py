@@ -35,7 +35,7 @@ NOT_PLAIN += ("alora_invocation_tokens", "use_qalora")
 
 @dataclass(frozen=True, slots=True)
 class Lora:
-    """Adapters of rank r, scaled by alpha / r, beside the linear layers of these names; `seed` keys their start."""
+    """Adapters of rank r, scaled by alpha / r, for the linear layers of these names; `seed` keys their start."""
 
     r: int
     alpha: float
@@ -76,8 +76,8 @@ def find_targets(lm: Any, lora: Lora) -> dict[str, nn.Linear]:
     for target in lora.targets:
         names = {name for name in linear if target == ALL or f".{name}".endswith(f".{target}")}
         if not names:
-            known = ", ".join(sorted({name.rpartition(".")[2] for name in linear})) or "none that can have an adapter"
-            raise ValueError(f"targets: {target!r} is not a linear layer of this model's decoder; it has {known}")
+            known = ", ".join(sorted({name.rpartition(".")[2] for name in linear})) or "none"
+            raise ValueError(f"targets: this model's decoder has no linear layer {target!r}; it has {known}")
         chosen |= names
     return {name: m for name, m in linear.items() if name in chosen}
 
@@ -89,7 +89,7 @@ def count_parameters(lm: Any, lora: Lora) -> int:
 
 @torch.no_grad()
 def attach_lora(lm: Any, lora: Lora) -> None:
-    """Put adapters beside the layers of a model of transformers, and freeze everything else."""
+    """Add adapters to the layers of a transformers model, and freeze everything else."""
     found = find_targets(lm, lora)
     lm.requires_grad_(False)
     for name, linear in found.items():
@@ -141,5 +141,5 @@ def load_adapter_config(directory: Path) -> tuple[Lora, str]:
     odd = [name for name, plain in PLAIN.items() if config.get(name, plain[0]) not in plain]
     odd += [*filter(config.get, NOT_PLAIN), *([] if targets else ["target_modules"])]
     if odd:
-        raise ValueError(f"{place}: {odd[0]} is {config.get(odd[0])!r}: lagrpo reads plain LoRA of a model alone")
+        raise ValueError(f"{place}: {odd[0]} is {config.get(odd[0])!r}, but lagrpo reads plain LoRA only")
     return Lora(r, alpha, (targets,) if isinstance(targets, str) else tuple(sorted(targets))), base

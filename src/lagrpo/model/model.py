@@ -66,7 +66,7 @@ class Weights(Mapping[str, Tensor]):
         self.version = version
 
     def differing(self, weights: Mapping[str, Tensor]) -> list[str]:
-        """The names of weights whose bits are not those of `weights`."""
+        """The names of weights whose bits differ from `weights`."""
         return [name for name, tensor in self.items() if count_differing(tensor, weights[name].to(tensor.device))]
 
 
@@ -110,7 +110,7 @@ class PackedWeights(Weights):
 
 
 def trained_weights(lm: Any, version: int = 0) -> Weights:
-    """What a version of a model has of its own: its adapters if it has any, else all weights."""
+    """The weights that differ between versions of a model: its adapters if it has any, else all weights."""
     return Weights(lm, version, adapters=bool(adapted(lm)))
 
 

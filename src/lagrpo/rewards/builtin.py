@@ -29,9 +29,9 @@ def length(completion: str, num_tokens: int, *, limit: int, target: int = 0, sha
     2503.14476, Eq. 13) plus 1. Shape cosine gives (1 + cos(pi x)) / 2: CosFn of Yeo et al. (arXiv 2502.03373) from 1
     to 0."""
     if not 0 <= target < limit:
-        raise ValueError(f"target = {target} and limit = {limit}: 0 <= target < limit is needed")
+        raise ValueError(f"target = {target}, limit = {limit}: set 0 <= target < limit")
     if shape not in ("linear", "cosine"):
-        raise ValueError(f"shape = {shape!r}: shape is 'linear' or 'cosine'")
+        raise ValueError(f"shape = {shape!r}: use 'linear' or 'cosine'")
     x = min(1.0, max(0.0, (num_tokens - target) / (limit - target)))
     return 1 - x if shape == "linear" else (1 + math.cos(math.pi * x)) / 2
 
@@ -45,7 +45,7 @@ def format(
     <answer>...</answer>, as in DeepSeek-R1 (arXiv 2501.12948)."""
     text = prefix + completion
     if pattern is not None and tags is not None:
-        raise ValueError("pattern and tags are two ways to say the format: set one of them")
+        raise ValueError("pattern and tags both define the format: set one of them")
     if pattern is not None:
         return float(re.fullmatch(pattern, text, re.DOTALL) is not None)
     names = ("think", "answer") if tags is None else tags

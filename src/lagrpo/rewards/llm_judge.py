@@ -52,7 +52,7 @@ class LlmJudge:
         if not re.fullmatch(r"https?://[^\s@?#]+", self.url):
             raise ValueError(f"url = {self.url!r}: write http://host:port/v1; an API key goes into api_key_env")
         if "{completion}" not in self.prompt or re.compile(self.score).groups != 1:
-            raise ValueError("prompt needs {completion}, and score one group, around the number")
+            raise ValueError("prompt must contain {completion}, and score one group, around the number")
 
     async def __call__(self, completion: str, answer: Any, prompt: Sequence[Mapping[str, Any]]) -> float:
         low, high = self.scale

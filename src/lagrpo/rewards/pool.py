@@ -255,8 +255,8 @@ class RewardPool(WorkerPool):
         functions = [reward.function if reward.importable else None for reward in self._rewards.parts]
         super().__init__(functions, workers, memory)
         if here := [reward.title for reward in self._rewards.parts if not reward.importable]:
-            cure = "define it at the top level of a module other than the main script"
-            logger.warning("reward %s runs in the training process, without a deadline: %s", ", ".join(here), cure)
+            cure = "to get a deadline, define it at the top level of a module other than the main script"
+            logger.warning("reward %s runs in the training process, without a deadline; %s", ", ".join(here), cure)
 
     def score(self, groups: Iterable[Group]) -> Iterator[Group]:
         """The groups with the outcome of every completion, in the order given, each as soon as it is done. A completion

@@ -42,6 +42,7 @@ WITH_OPTIONS = {"length": ("", 0), "format": ("",), "llm_judge": None}
 """Built-in rewards that take options, and arguments of a call in which a function checks its options."""
 OWN = "task"  # an entry of task.rewards with the task's own reward
 OURS, TRL, VERL = "completion", "completions", "solution_str"  # the parameter that tells a signature from the others
+STYLES = {OURS: OURS, TRL: TRL, "completion_ids": TRL, VERL: VERL}
 PASSED = {
     OURS: ("completion", "answer", "prompt", "row", "finished", "num_tokens", "prefix"),
     TRL: ("prompts", "completions", "completion_ids", "answer"),
@@ -85,16 +86,14 @@ class Reward:
 
     def __post_init__(self) -> None:
         if self.style is None:
-            others = (
-                "as in TRL (prompts, completions, **columns), or as in verl (data_source, solution_str, ground_truth)"
-            )
+            others = "as in TRL (prompts, completions, **columns) or verl (data_source, solution_str, ground_truth)"
             named = f"{self.title}({', '.join(self._parameters)})"
-            raise ValueError(f"{named}: a reward function takes (completion, answer), {others}")
+            raise ValueError(f"{named}: name the parameters (completion, answer), or {others}")
 
     @cached_property
     def style(self) -> Any:
         """OURS, TRL or VERL."""
-        return next((name for name in self._parameters if name in PASSED), None)
+        return next((STYLES[name] for name in self._parameters if name in STYLES), None)
 
     @property
     def title(self) -> str:
@@ -187,7 +186,7 @@ class Rewards:
         return tuple(reward.name for reward in self.parts if reward.name)
 
     def combine(self, outcomes: Sequence[Outcome]) -> Outcome:
-        """The outcome of a completion from that of each reward, in their order. Rewards that returned None (unscored
+        """The outcome of a completion from the outcomes of its rewards, in order. Rewards that returned None (unscored
         without a reason) are left out of the sum; one that failed leaves the completion unscored. The first of the
         others says whether the completion is correct."""
         if not self.names:
@@ -228,7 +227,7 @@ def check_rewards(entries: Sequence[Any]) -> None:
             there = f"there are {', '.join(known)} and 'package.module:function'.{suggest(each.reward, known)}"
             raise ValueError(f"{where}: no built-in reward {each.reward!r}; {there}")
         if secret := next(filter(is_secret, each.options), None):
-            raise ValueError(f"{where}: options.{secret} would be on the disk; use an environment variable")
+            raise ValueError(f"{where}: options.{secret} would be written to disk; use an environment variable")
         if is_builtin and (each.options or each.reward in WITH_OPTIONS):
             load_reward(each, None)
 
@@ -236,7 +235,7 @@ def check_rewards(entries: Sequence[Any]) -> None:
 def load_rewards(entries: Sequence[Any], own: Any) -> Rewards:
     """The rewards that the entries of task.rewards name; `own` is the task's own reward."""
     if isinstance(own, Rewards) and any(each.reward == OWN for each in entries):
-        raise ValueError(f"task.rewards: the task has several rewards, and {OWN!r} names a single one")
+        raise ValueError(f"task.rewards: {OWN!r} stands for one reward, but this task has several; leave it out")
     return Rewards(tuple(load_reward(each, own) for each in entries))
 
 
@@ -268,11 +267,12 @@ def load_function(reference: str) -> Callable[..., Any]:
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # the module was found, but something that it imports was not
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):  # something that it imports
+            raise ImportError(f"{reference!r}: {error}", name=error.name) from error
         place = f"in the current directory ({here}) or among installed packages"
         raise ValueError(f"{reference!r}: no module {error.name!r} {place}") from error
     if not callable(function := getattr(module, attribute, None)):
-        where = getattr(module, "__file__", None) or module_name
-        raise ValueError(f"{reference!r}: {where} has no function {attribute!r}.{suggest(attribute, vars(module))}")
+        where, named = getattr(module, "__file__", None) or module_name, vars(module).items()
+        close = suggest(attribute, [name for name, value in named if callable(value)])
+        raise ValueError(f"{reference!r}: {where} has no function {attribute!r}.{close}")
     return function

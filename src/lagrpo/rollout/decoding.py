@@ -66,7 +66,7 @@ class Cache:
 
 @dataclass(frozen=True, slots=True)
 class DecodeInputs:
-    """The n tokens of a step, those of one row one after the other. All int64 [n] on the CPU."""
+    """The n tokens of a step, row after row. All int64 [n] on the CPU."""
 
     ids: Tensor
     rows: Tensor  # the row of each

@@ -39,7 +39,7 @@ class Episodes:
         """The messages with which an episode begins. Raises ValueError if it cannot begin."""
         found = self.pool.result(self.pool.submit(take_turn, None, prompt, key, None, seconds=self.deadline))
         if isinstance(found, Outcome):
-            raise ValueError(f"its environment does not start: {found.reason}")
+            raise ValueError(f"its environment did not start: {found.reason}")
         return tuple(found[0].messages)
 
 
@@ -88,7 +88,7 @@ class Episode:
         if self._sampled >= limits.sampled:
             self._cut = f"cut after {limits.sampled} sampled tokens (rollout.max_completion_length)"
         elif token_ids[-1] != replies.end_id:
-            self._cut = "cut: the turn ended with another token than the one that ends a turn"
+            self._cut = "cut: the turn ended with an unexpected end token"
         elif len(self.turns) // 2 + 1 >= limits.turns:
             self._cut = f"cut after {limits.turns} turns (task.max_turns)"
         self._ended = token_ids[-1] in replies.chat.eos_ids
@@ -121,10 +121,10 @@ class Episode:
         except RewritingError:
             raise
         except ValueError as error:
-            self.outcome = Outcome.unscored(f"the environment's reply cannot be said: {error}")
+            self.outcome = Outcome.unscored(f"the environment's reply cannot be tokenized: {error}")
             return ()
         if self._replied + len(tokens) > limit:
-            self._cut = f"cut: the environment said more than {limit} tokens"
+            self._cut = f"cut: the environment replied with more than {limit} tokens"
         if self._cut:
             self.outcome = Outcome("scored", said.reward, self._cut)
             return ()

@@ -80,7 +80,7 @@ class Prefetcher:
         for place in range(len(submitted.requests)):
             while len(submitted.groups) <= place:
                 if not self._receive():
-                    raise RuntimeError(f"the sampler ended without all {len(submitted.requests)} groups of {batch=}")
+                    raise RuntimeError(f"the sampler stopped before all {len(submitted.requests)} groups of {batch=}")
             _check_versions(submitted.groups[place], submitted.versions, batch)
             yield submitted.groups[place]
 
@@ -137,7 +137,5 @@ def _check_versions(group: Group, versions: set[int], batch: int) -> None:
     for completion in group.completions:
         strange = set(completion.versions[completion.sampled].tolist()) - versions
         if strange and (completion.outcome is None or completion.outcome.kind != "failed"):
-            raise VersionError(
-                f"batch {batch}, prompt {group.prompt.key}: a token was sampled by version {min(strange)}, but the "
-                f"schedule announced version {' or '.join(map(str, sorted(versions)))}; the sampler serves old weights"
-            )
+            what = f"version {min(strange)} sampled a token, not version {' or '.join(map(str, sorted(versions)))}"
+            raise VersionError(f"batch {batch}, prompt {group.prompt.key}: the sampler has other weights: {what}")

@@ -63,9 +63,9 @@ class Agreement:
 
     def __str__(self) -> str:
         if self.grade == "exact":
-            return f"exact: sampler and trainer agree to the bit, compared on {self.tokens} tokens"
-        differ = f"differ by {self.mean:.2g} nats a token, at most {self.largest:.2g}"
-        return f"close: log-probs of sampler and trainer {differ}, over {self.tokens} tokens"
+            return f"exact: sampler and trainer log-probs of {self.tokens} tokens match bit for bit"
+        differ = f"differ by {self.mean:.2g} nats per token (max {self.largest:.2g})"
+        return f"close: sampler and trainer log-probs of {self.tokens} tokens {differ}"
 
 
 class WeightSyncCheck:
@@ -93,10 +93,8 @@ class WeightSyncCheck:
         difference_T = (trainer_T - sampled_T).abs()
         mean, largest = float(difference_T.mean()), float(difference_T.max())
         if not mean <= TOO_FAR / policy.tau:
-            raise WeightSyncError(
-                f"trainer and in-process sampler differ by {mean:.3g} nats a token, with the same weights: this model "
-                "computes something else when it decodes; it is not supported"
-            )
+            what = f"trainer and local sampler differ by {mean:.3g} nats per token with the same weights"
+            raise WeightSyncError(f"{what}: this model computes other log-probs when it decodes; it is not supported")
         grade = "exact" if policy.model.exact and not largest else "close"
         self.agreement = Agreement(grade, mean, largest, len(difference_T))
         return self.agreement
@@ -109,14 +107,10 @@ class WeightSyncCheck:
             raise WeightSyncError(f"{where} was synced, but the sampler reports {sampler.version}")
         if self.agreement is not None:
             if names := sampler.policy.weights.differing(policy.weights):
-                raise WeightSyncError(
-                    f"{where} on the in-process sampler: {len(names)} weights, such as {names[0]}, are not the "
-                    "policy's: the sampler serves other weights"
-                )
-            parameters = (
-                sampler.policy.model.parameters()
-            )  # one of them tells: a gradient that is not finite spoils all
-            check_finite(torch.cat([p.detach().flatten()[:64].float() for p in parameters]), where)
+                differ = f"{len(names)} weights, such as {names[0]}, differ from the policy's"
+                raise WeightSyncError(f"{where}: the local sampler has stale weights: {differ}")
+            firsts = [p.detach().flatten()[:64].float() for p in sampler.policy.model.parameters()]
+            check_finite(torch.cat(firsts), where)  # a gradient that is not finite spoils all of a weight
             return {"logp_difference_mean": self.agreement.mean, "logp_difference_max": self.agreement.largest}
         if not self._items:
             self._renew(policy, sampler)
@@ -155,9 +149,8 @@ class WeightSyncCheck:
 def check_finite(values: Tensor, where: str) -> None:
     """Raise WeightSyncError for log-probs or weights of the trainer that are not numbers."""
     if not bool(values.isfinite().all()):
-        raise WeightSyncError(
-            f"{where}: the policy's log-probs are not numbers, it has diverged; lower optimizer.learning_rate"
-        )
+        cure = "training diverged; lower optimizer.learning_rate"
+        raise WeightSyncError(f"{where}: the policy's log-probs are not finite: {cure}")
 
 
 def check_distance(trainer_T: Tensor, server_T: Tensor, tolerance: float, where: str) -> dict[str, float]:
@@ -166,11 +159,9 @@ def check_distance(trainer_T: Tensor, server_T: Tensor, tolerance: float, where:
     difference_T = (trainer_T - server_T).abs()
     mean, largest = float(difference_T.mean()), float(difference_T.max())
     if not mean <= tolerance:
-        raise WeightSyncError(
-            f"{where}: trainer and sampler differ by {mean:.3g} nats a token over {len(difference_T)} tokens, "
-            f"more than the tolerance of {tolerance:.3g}. The sampler serves other weights, computes in a coarser "
-            "dtype, or gives log-probs of another temperature (--logprobs-mode)"
-        )
+        what = f"log-probs of trainer and sampler differ by {mean:.3g} nats per token (tolerance {tolerance:.3g})"
+        causes = "other weights, a coarser dtype, or log-probs at another temperature (--logprobs-mode)"
+        raise WeightSyncError(f"{where}: {what}. The sampler has {causes}")
     return {"logp_difference_mean": mean, "logp_difference_max": largest}
 
 
@@ -178,19 +169,15 @@ def check_fresh(old_T: Tensor, new_T: Tensor, before_T: Tensor, now_T: Tensor, w
     """Tests 3 and 4: `old_T`, `new_T` are the trainer's log-probs before and after, `before_T`, `now_T` the server's.
     Returns how many tokens tell old from new. Raises WeightSyncError for stale weights."""
     if int((new_T != old_T).sum()) >= ENOUGH and torch.equal(before_T, now_T):
-        raise WeightSyncError(
-            f"{where}: the sampler's log-probs did not change at all with the weight sync, though the policy's did: it "
-            "did not load the new weights"
-        )
+        what = "the sync changed the policy's log-probs, but not the sampler's"
+        raise WeightSyncError(f"{where}: the sampler did not load the new weights: {what}")
     to_new_T, to_old_T = (now_T - new_T).abs(), (now_T - old_T).abs()
     noise = torch.minimum(to_new_T, to_old_T).median()
     telling_T = (new_T - old_T).abs() > 2 * noise
     telling, older = int(telling_T.sum()), int((telling_T & (to_old_T < to_new_T)).sum())
     if sum(math.comb(telling, k) for k in range(older, telling + 1)) < CHANCE * 2**telling:
-        raise WeightSyncError(
-            f"{where}: the sampler is still serving stale weights: of the {telling} tokens that tell old from new, "
-            f"{older} are nearer to the version before"
-        )
+        what = f"{older} of {telling} tokens whose log-probs changed are closer to the previous version"
+        raise WeightSyncError(f"{where}: the sampler still has stale weights: {what}")
     return telling
 
 

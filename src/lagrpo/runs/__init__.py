@@ -1,4 +1,4 @@
-"""What a run leaves on disk, and how it is read again. The layout and the schemas: docs/metrics.md."""
+"""Write and read the files of a run. docs/metrics.md describes metrics, events and rollouts."""
 
 from lagrpo.runs.directory import Run
 from lagrpo.runs.reading import RunNotFoundError, load_evaluations, load_events, load_metrics, load_rollouts

@@ -26,6 +26,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from lagrpo.runs import files
 from lagrpo.runs.environment import write_environment
 from lagrpo.runs.files import TEMPORARY, to_json, write_atomically, write_directory_atomically, write_table
 from lagrpo.runs.rollouts import reward_columns, rollout_schema
@@ -52,6 +53,7 @@ class Run:
         Raises as `check_new` does."""
         check_new(root, name)
         run = Run(root / name if name is not None else _new_directory(root, default_name(settings)))
+        files.remove_leftovers(run.path)  # of a process that was killed at this point
         run.write_config(settings_toml)  # first: with it the directory is a run
         write_environment(run.path, environment)
         return run
@@ -131,10 +133,10 @@ def check_new(root: Path, name: str | None) -> None:
     for a name that is not a directory's name, OSError for a root that cannot be written."""
     if name is not None:
         if name in ("", ".", "..") or Path(name).name != name:
-            raise ValueError(f"run name {name!r} is not the name of a directory: set run.output_dir for a path")
+            raise ValueError(f"run.name = {name!r} is not a directory name: put a path into run.output_dir")
         path = root / name
         if path.exists() and not all(TEMPORARY.fullmatch(file.name) for file in path.iterdir()):
-            raise FileExistsError(f"the run {path} already exists and is not empty: choose another name, or remove it")
+            raise FileExistsError(f"{path} already exists and is not empty: choose another run.name, or remove it")
     check_writable(root)
 
 
@@ -142,7 +144,7 @@ def check_writable(directory: Path) -> None:
     """Raise OSError for a directory that cannot be written, or be made."""
     nearest = next(folder for folder in (directory, *directory.absolute().parents) if folder.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK):
-        raise PermissionError(f"{nearest} cannot be written, so nothing can be written to {directory}")
+        raise PermissionError(f"cannot write to {directory}: {nearest} is not a writable directory")
 
 
 def _new_directory(root: Path, name: str, number: int = 1) -> Path:
@@ -164,7 +166,7 @@ def locked(path: Path) -> Iterator[None]:
     except Timeout as error:
         holder = read_holder(path)
         who = f": process {holder['pid']} on {holder['host']}, since {holder['since']}" if holder else ""
-        raise RunLockedError(f"another process is writing into {path}{who}; wait for its end, or stop it") from error
+        raise RunLockedError(f"another process is writing to {path}{who}; wait until it ends, or stop it") from error
     now = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%dT%H:%M:%SZ}"
     write_atomically(path / HOLDER, to_json({"pid": os.getpid(), "host": platform.node(), "since": now}))
     try:

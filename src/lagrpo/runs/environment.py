@@ -55,7 +55,7 @@ def read_environment(run: Path) -> dict[str, Any]:
     try:
         return json.loads((run / FILE).read_bytes()) if (run / FILE).exists() else {}
     except ValueError as error:
-        raise ValueError(f"{run / FILE} is damaged ({error}); without it the run resumes as elsewhere") from error
+        raise ValueError(f"{run / FILE} is damaged ({error}); remove it to resume as on another machine") from error
 
 
 def git_state(directory: Path) -> dict[str, Any] | None:

@@ -9,7 +9,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import make_dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import tomli_w
 import tyro
@@ -40,7 +40,7 @@ def load_settings(
             raise SettingsError(f"--resume RUN takes the settings of the run: leave out {source}")
         source, changes = Path(resume).expanduser() / "config.toml", merged(nest(source or {}), changes)
         if not source.is_file():
-            raise SettingsError(f"--resume: there is no run at {resume!r} (no config.toml)")
+            raise SettingsError(f"--resume: {resume!r} is not a run: it has no config.toml")
     if source is None or isinstance(source, Mapping):
         return validate(nest(source or {}), changes, "settings")
     path, packaged = Path(source).expanduser(), PRESETS / f"{source}.toml"
@@ -145,8 +145,8 @@ def list_settings(kind: type[BaseModel] = Settings, prefix: str = "") -> dict[st
 def read_words(
     words: Sequence[str], command: type[Command], settings: Settings, sections: Sequence[str]
 ) -> tuple[Command, dict[str, Any]]:
-    """The arguments of a command, a dataclass, and the settings of these sections that the words change. tyro sorts the
-    words and prints the help, with the values of `settings`. Wrong words and --help end the program."""
+    """The arguments of a command, a dataclass, and the settings of these sections that the words change. Wrong words
+    end the program."""
     parts = [word.partition("=") for word in words]
     rest, tables = split_tables([f"{SHORT.get(name, name)}{equals}{value}" for name, equals, value in parts])
     rest = [re.sub(r"(?<![^=])(True|False)$", lambda found: found[0].lower(), word) for word in rest]  # as Python says
@@ -167,6 +167,23 @@ def read_words(
     return given, changed | tables
 
 
+def help_text(command: type, settings: Settings, sections: Sequence[str]) -> str:
+    """The help of a command: its docstring, and a line for each setting with its value."""
+    lines = [inspect.getdoc(command) or ""]
+    for section in sections:
+        values = getattr(settings, section)
+        lines.append("")
+        for name, field in type(values).model_fields.items():
+            key, value = f"{section}.{name}", getattr(values, name)
+            words = [getattr(each, "name", str(each)) for each in (value if isinstance(value, tuple) else [value])]
+            shown = f" [{' '.join(words)}]" if value not in (None, ()) else ""
+            if key in TABLES:
+                key, shown = f"{key}.NAME", ""
+            if key != "eval.sets":  # a list of tables, for files
+                lines.append(f"  --{key:<32} {field.description}{shown}")
+    return "\n".join(lines)
+
+
 def _options(section: str, values: Section) -> Any:
     """The settings of a section as a dataclass for tyro, which only turns words into values."""
     fields = []
@@ -178,7 +195,7 @@ def _options(section: str, values: Section) -> Any:
             kind, value = Literal["true", "false"], str(value).lower()
         elif f"{section}.{name}" == "task.rewards":
             kind, value = tuple[str, ...], tuple(each.name for each in value)
-        fields.append((name, Annotated[kind, tyro.conf.arg(help=field.description)], value))
+        fields.append((name, kind, value))
     return make_dataclass(type(values).__name__, fields, frozen=True)()
 
 

@@ -65,11 +65,11 @@ def find_contradictions(settings: Settings) -> Iterator[str]:
         given = next(name for name, value in vllm if value != getattr(default, name))
         yield f"vllm.{given} is set, but rollout.engine is 'local': set rollout.engine = 'vllm'"
     if rollout.engine == "vllm" and rollout.temperature > 2:
-        yield f"rollout.temperature = {rollout.temperature:g}, but rollout.engine = 'vllm' takes at most 2: lower it"
+        yield f"rollout.temperature = {rollout.temperature:g}: rollout.engine = 'vllm' allows at most 2; lower it"
     if settings.model.lora_r and vllm.weight_transfer == "nccl":
-        yield "vllm.weight_transfer = 'nccl' cannot send the adapters of model.lora_r: take 'directory'"
+        yield "vllm.weight_transfer = 'nccl' cannot send the adapters of model.lora_r: use 'directory'"
     if offline.fraction < 1 and not offline.data:
-        yield f"offline.fraction = {offline.fraction:g}, but offline.data is unset: name files of completions"
+        yield f"offline.fraction = {offline.fraction:g}, but offline.data is unset: set offline.data"
     if (buffer := settings.loss.overrides.get("overlong_buffer", 0)) > rollout.max_completion_length:
         longest = f"rollout.max_completion_length = {rollout.max_completion_length}"
         yield f"loss.overrides.overlong_buffer = {buffer} is more than {longest}: lower the buffer"

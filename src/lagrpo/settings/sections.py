@@ -26,7 +26,7 @@ def split_server_args(options: Sequence[str]) -> tuple[str, ...]:
     names = (word.partition("=")[0] for word in words if word.startswith("--"))
     if secret := next(filter(is_secret, names), None):
         cure = "set an environment variable (HF_TOKEN, LAGRPO_VLLM_API_KEY), which servers inherit"
-        raise ValueError(f"server_args: {secret!r} holds a secret, and every user can read a command line: {cure}")
+        raise ValueError(f"server_args: all users of this machine could read the secret in {secret!r}: {cure}")
     return words
 
 
@@ -49,7 +49,7 @@ class Section(BaseModel):
 
 class RunSettings(Section):
     name: str | None = None
-    """Directory of the run inside output_dir; default: task, recipe, v, i and the time"""
+    """Name of the run's directory; default: task, recipe, v, i and the time"""
     output_dir: str = "runs"
     """Directory that holds the runs"""
     seed: int = Field(default=0, ge=-(2**63), lt=2**63)
@@ -57,24 +57,24 @@ class RunSettings(Section):
     report_to: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
     """Trackers that get metrics and completions: tensorboard, wandb, trackio"""
     log_completions: int = Field(default=16, ge=0, le=1024)
-    """Completions of each batch that the trackers get"""
+    """Completions per batch that the trackers get"""
 
 
 class ModelSettings(Section):
     path: str = "smollm2"
-    """Hub id or directory of a causal language model, or smollm2 (embedded, 135M parameters)"""
+    """Hub id or directory of a causal language model, or smollm2 (embedded)"""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """dtype of weights and arithmetic; auto: bfloat16 if the hardware multiplies it, else float32"""
+    """bfloat16, float32, or auto: bfloat16 if the hardware multiplies it"""
     chat_template: str | None = None
     """File with a Jinja chat template that replaces the tokenizer's"""
     chat_template_kwargs: dict[str, Any] = Field(default={})
-    """Table of variables for the chat template, such as { enable_thinking = false }"""
+    """Variables for the chat template, such as { enable_thinking = false }"""
     lora_r: int = Field(default=0, ge=0, le=512)
-    """Rank of LoRA adapters; 0: train all weights"""
+    """Rank of LoRA adapters; 0 trains all weights"""
     lora_alpha: float = Field(default=32.0, gt=0, le=1e6)
     """Adapters are scaled by lora_alpha / lora_r"""
     lora_target_modules: tuple[str, ...] = Field(default=("all-linear",), min_length=1)
-    """Linear layers that get adapters, by name; all-linear: all in the decoder's layers"""
+    """Linear layers with adapters, by name; all-linear: all in the decoder"""
 
     @model_validator(mode="after")
     def _check_lora(self) -> ModelSettings:
@@ -92,7 +92,7 @@ class RewardSettings(Section):
     weight: float = 1.0
     """The reward of a completion is the sum of weight x value; 0 only measures"""
     range: tuple[float, float] = (0.0, 1.0)
-    """Smallest and largest value, before the weight"""
+    """Smallest and largest value, before weighting"""
     options: dict[str, Any] = Field(default={})
     """Keyword arguments of the reward function"""
 
@@ -114,7 +114,7 @@ class RewardSettings(Section):
 
 class TaskSettings(Section):
     name: str = "arithmetic"
-    """arithmetic, countdown, gsm8k, math, custom …, or package.module:function that returns a Task"""
+    """arithmetic, countdown, gsm8k, math, custom …, or package.module:function"""
     data: str | None = None
     """Rows of the task: file, directory or hub id"""
     prompt_column: str | None = None
@@ -124,15 +124,15 @@ class TaskSettings(Section):
     system_prompt: str | None = None
     """System message before every prompt; "" for none; default: the task's own"""
     options: dict[str, Any] = Field(default={})
-    """Table of what only this task takes, such as { digits = 2 } (docs/data-and-rewards.md)"""
+    """Options of this task, such as { digits = 2 } (docs/data-and-rewards.md)"""
     rewards: tuple[RewardSettings, ...] = ()
     """Reward functions: names, or tables with name, reward, weight, range, options"""
     reward_timeout: float = Field(default=5.0, gt=0, le=1e6)
-    """Seconds for a call of a reward or an environment; then the completion is unscored"""
+    """Seconds per call of a reward or environment; then the completion is unscored"""
     tools: tuple[str, ...] = ()
     """Functions that the policy may call: calculator, or package.module:function"""
     max_turns: int = Field(default=8, ge=1)
-    """Turns of the policy in a completion with tools or an environment"""
+    """Largest number of turns per completion, with tools or an environment"""
 
     @property
     def reward_range(self) -> tuple[float, float]:
@@ -148,27 +148,27 @@ class TaskSettings(Section):
     @model_validator(mode="after")
     def _check_weights(self) -> TaskSettings:
         if self.rewards and not any(each.weight for each in self.rewards):
-            raise ValueError("rewards: all weights are 0, so that every reward would be 0")
+            raise ValueError("rewards: all weights are 0, so every reward would be 0; give one a weight")
         return self
 
 
 class RolloutSettings(Section):
     engine: Literal["local", "vllm"] = "local"
-    """What generates completions: local (this process) or vllm (servers, section vllm)"""
+    """What generates completions: local (this process) or vllm (servers)"""
     num_generations: int = Field(default=16, ge=1)
-    """Completions per prompt, the size of a group (G)"""
+    """Completions per prompt (group size G)"""
     temperature: float = Field(default=1.0, gt=0)
-    """Divides the logits in rollouts, training and evaluations alike"""
+    """Sampling temperature, in rollouts, training and evaluations alike"""
     max_prompt_length: int = Field(default=1024, ge=1)
-    """Tokens of the longest prompt, chat template included"""
+    """Longest prompt in tokens, chat template included"""
     max_completion_length: int = Field(default=256, ge=1)
-    """Tokens of the longest completion; a longer one is cut"""
+    """Longest completion in tokens; longer ones are cut"""
     max_num_seqs: int = Field(default=128, ge=1)
-    """Completions decoded at a time, by each server with vllm"""
+    """Completions decoded at a time (with vllm: by each server)"""
     overlong_prompts: Literal["error", "drop"] = "error"
-    """What happens to prompts longer than max_prompt_length: error or drop"""
+    """Prompts longer than max_prompt_length: error (stop) or drop (leave out)"""
     dynamic_sampling_rounds: int = Field(default=0, ge=0)
-    """Rounds in which other prompts replace groups with equal rewards (DAPO)"""
+    """Rounds that replace groups with equal rewards by other prompts (DAPO)"""
 
 
 class VllmSettings(Section):
@@ -179,9 +179,9 @@ class VllmSettings(Section):
     server_args: tuple[str, ...] = ()
     """More options of vllm serve for the server that the run starts"""
     weight_transfer: Literal["directory", "nccl"] = "directory"
-    """How weights reach the servers: a shared directory or NCCL"""
+    """How weights reach the servers: directory (shared files) or nccl"""
     on_weight_sync: Literal["finish", "continue"] = "finish"
-    """What a weight sync does with unfinished completions: finish or continue with the new weights"""
+    """Unfinished completions at a weight sync: finish, or continue with new weights"""
 
     @model_validator(mode="after")
     def _check(self) -> VllmSettings:
@@ -199,24 +199,24 @@ class ScheduleSettings(Section):
     prompts_per_batch: int = Field(default=8, ge=1)
     """Prompts per batch (N)"""
     num_iterations: int = Field(default=1, ge=1)
-    """Optimizer updates on each batch (i in arXiv 2505.22257)"""
+    """Optimizer updates per batch (i in arXiv 2505.22257)"""
     sync_every: int = Field(default=1, ge=1)
-    """Batches between weight syncs (v in arXiv 2505.22257); with sync_at_kl: at most so many"""
+    """Batches between weight syncs (v in arXiv 2505.22257)"""
     constant_lag: int | None = Field(default=None, ge=0)
-    """Keep the rollout policy exactly so many batches behind, instead of sync_every"""
+    """Keep the rollout policy exactly this many batches behind, instead of sync_every"""
     sync_at_kl: float | None = Field(default=None, ge=0)
-    """Sync weights when KL(rollout policy, policy) of a completion passes so many nats"""
+    """Sync when KL(rollout policy, policy) per completion exceeds this (nats), or by sync_every"""
     ref_sync_every: int | None = Field(default=None, ge=1)
-    """Batches after which the KL reference becomes the policy (a stage); default: never"""
+    """Batches until the KL reference becomes the policy (a stage); default: never"""
     reset_optimizer: bool = False
     """Reset the optimizer state when the KL reference changes"""
 
     @model_validator(mode="after")
     def _check(self) -> ScheduleSettings:
         if self.constant_lag is not None and (self.sync_at_kl is not None or self.sync_every != 1):
-            raise ValueError("constant_lag and sync_at_kl or sync_every are two schedules: unset one of them")
+            raise ValueError("constant_lag cannot be combined with sync_at_kl or sync_every: unset one of them")
         if self.reset_optimizer and self.ref_sync_every is None:
-            raise ValueError("reset_optimizer is for stages, and ref_sync_every is unset: set it, or unset both")
+            raise ValueError("reset_optimizer needs ref_sync_every: set it, or unset reset_optimizer")
         return self
 
     @property
@@ -239,28 +239,28 @@ class OfflineSettings(Section):
     data: tuple[str, ...] = ()
     """Completions to learn from: JSONL or Parquet files, globs, directories of runs"""
     fraction: float = Field(default=1.0, gt=0, le=1)
-    """Fraction of each batch's prompts that comes from the offline data"""
+    """Fraction of each batch's prompts that come from the offline data"""
 
 
 class LossSettings(Section):
     recipe: str = "grpo"
-    """Row of the table of losses (lagrpo recipes); the keys below replace parts of it"""
+    """Loss (lagrpo recipes lists all); the keys below replace parts of it"""
     beta: float | None = None
-    """Weight of KL(policy, reference); 0 keeps no reference; default: the recipe's, as for all below"""
+    """Weight of KL(policy, reference), 0: no reference; default, as below: the recipe's"""
     kl_estimator: str | None = None
     """Estimator of that KL: k2, k3, k3_clamped, k3_linear or k3_bias_corrected"""
     epsilon: float | None = None
-    """Lower clip range of the ratio"""
+    """Lower clip range: the ratio is clipped below 1 - epsilon"""
     epsilon_high: float | None = None
-    """Upper clip range of the ratio"""
+    """Upper clip range: the ratio is clipped above 1 + epsilon_high"""
     advantage: str | None = None
-    """normalized, normalized_unbiased, centered, leave_one_out, red_drop or log_mean_exp"""
+    """normalized, normalized_unbiased, centered, leave_one_out, red_drop, log_mean_exp"""
     reduction: str | None = None
-    """From tokens to the loss: token_mean, sequence_mean, sequence_sum or constant_length"""
+    """Mean over tokens: token_mean, sequence_mean, sequence_sum or constant_length"""
     mask_zero_variance: bool | None = None
     """Leave out groups whose rewards are all equal"""
     overrides: dict[str, Any] = Field(default={})
-    """Table of the recipe's other knobs, such as { dual_clip = 3.0 } (lagrpo recipes NAME)"""
+    """The recipe's other knobs, such as { dual_clip = 3.0 } (lagrpo recipes NAME)"""
 
     @property
     def knobs(self) -> dict[str, Any]:
@@ -279,44 +279,44 @@ class OptimizerSettings(Section):
     learning_rate: float = Field(default=1e-6, gt=0)
     """Learning rate of AdamW"""
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
-    """Learning rate after the warm-up; linear and cosine reach 0 at the last update"""
+    """constant, linear or cosine (to 0 at the last update), after the warm-up"""
     warmup_steps: int = Field(default=0, ge=0)
-    """Updates over which the learning rate rises"""
+    """Updates over which the learning rate rises to its value"""
     weight_decay: float = Field(default=0.0, ge=0)
-    """Decoupled weight decay of matrices"""
+    """Decoupled weight decay, of matrices only"""
     max_grad_norm: float = Field(default=1.0, ge=0)
-    """Largest norm of the gradient; 0: no limit"""
+    """Norm to which gradients are clipped; 0: no clipping"""
     micro_batch_tokens: int = Field(default=4096, ge=1)
-    """Tokens in a micro-batch: sets the memory, cannot change the gradient"""
+    """Tokens per micro-batch: changes memory and speed, not the gradient"""
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, a third more time"""
+    """Recompute activations in the backward pass: less memory, a third slower"""
     offload_optimizer: bool = False
-    """Keep the optimizer state of a GPU in the host's memory"""
+    """Keep a GPU's optimizer state in host memory"""
     dither_master_weights: bool = True
-    """Start fp32 master weights inside their rounding cells, so that small updates move bf16 weights"""
+    """Dither fp32 master weights, so that small updates move bf16 weights"""
 
 
 class DistributedSettings(Section):
     strategy: Literal["zero1", "fsdp2"] = "zero1"
-    """What ranks share out: zero1 (optimizer, master weights) or fsdp2 (weights and gradients, too)"""
+    """What ranks shard: zero1 (optimizer state) or fsdp2 (weights, too)"""
 
 
 class CheckpointSettings(Section):
     save_minutes: float = Field(default=10.0, ge=0)
-    """Minutes between checkpoints; 0: none by time"""
+    """Minutes between checkpoints; 0: not by time"""
     save_every: int = Field(default=0, ge=0)
-    """Batches between checkpoints; 0: none by batches"""
+    """Batches between checkpoints; 0: not by batches"""
     save_total_limit: int = Field(default=2, ge=0)
     """Checkpoints kept on disk; 0: one, until the run is finished"""
     export_every: int = Field(default=0, ge=0)
-    """Batches between exports of the policy as a model directory; 0: only at the end"""
+    """Batches between saved policies (weights/v000120); 0: only the last"""
 
 
 class EvalSetSettings(Section):
     name: str = Field(pattern=NAME)
     """Name in files and metrics: letters, digits and _"""
     task: TaskSettings | None = None
-    """What is asked, as in section task; default: the run's task"""
+    """Task of this set, as in section task; default: the run's task"""
     every: int | None = Field(default=None, ge=0)
     """Batches between evaluations; default: eval.every"""
     num_prompts: int | None = Field(default=None, ge=1)
@@ -324,28 +324,28 @@ class EvalSetSettings(Section):
     num_samples: int | None = Field(default=None, ge=1)
     """Completions per prompt; default: eval.num_samples"""
     max_completion_length: int | None = Field(default=None, ge=1)
-    """Tokens of the longest completion; default: rollout.max_completion_length"""
+    """Longest completion in tokens; default: rollout.max_completion_length"""
 
 
 class EvalSettings(Section):
     at_start: bool = True
     """Evaluate on the test split before the first and after the last update"""
     every: int = Field(default=0, ge=0)
-    """Batches between evaluations; 0: none in between"""
+    """Batches between evaluations during training; 0: none"""
     num_prompts: int = Field(default=64, ge=0)
-    """Test prompts, at most; 0: all"""
+    """Largest number of test prompts; 0: all"""
     num_samples: int = Field(default=8, ge=1)
-    """Completions per prompt"""
+    """Completions per test prompt"""
     best_metric: str | None = None
-    """Result that chooses the policy kept in weights/best, such as pass@1 or SET.pass@1; default: none"""
+    """Keep the best policy by this result, such as pass@1 or SET.pass@1"""
     sets: tuple[EvalSetSettings, ...] = ()
-    """Several evaluations instead of one, each a table [[eval.sets]] (docs/evaluation.md)"""
+    """Several evaluation sets, each a table [[eval.sets]] in a file (docs/evaluation.md)"""
 
     @model_validator(mode="after")
     def _check_sets(self) -> EvalSettings:
         names = [each.name for each in self.sets]
         if twice := [name for name in names if names.count(name) > 1]:
-            raise ValueError(f"sets: the name {twice[0]!r} is there twice")
+            raise ValueError(f"sets: two sets have the name {twice[0]!r}")
         if self.best_metric is not None:
             self._check_best(self.best_metric)
         return self
@@ -359,7 +359,7 @@ class EvalSettings(Section):
         if not is_known or (chosen is None) == bool(of_set or self.sets):
             raise ValueError(f"best_metric = {best!r}: write {'SET.' * bool(self.sets)}METRIC of {', '.join(known)}")
         if not self.at_start and not (self.every if chosen is None or chosen.every is None else chosen.every):
-            raise ValueError(f"best_metric = {best!r}, but nothing is evaluated: set every, or at_start = true")
+            raise ValueError(f"best_metric = {best!r}, but the run never evaluates: set every, or at_start = true")
 
     @property
     def takes_place(self) -> bool:

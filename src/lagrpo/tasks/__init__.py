@@ -144,7 +144,7 @@ def build_messages(question: str | Messages, system_prompt: str | None = None) -
         form = "a prompt is a text, or a list of messages with role and content, the last of which has a text"
         raise ValueError(f"its prompt is {question!r:.80}: {form}")
     if system_prompt and turns[0]["role"] == "system":
-        raise ValueError("the prompt has a system turn: leave task.system_prompt unset for this data")
+        raise ValueError("the prompt already has a system message: leave task.system_prompt unset for this data")
     return (*([{"role": "system", "content": system_prompt}] if system_prompt else []), *turns)
 
 
@@ -157,7 +157,7 @@ def join_parts(turn: Mapping[str, Any]) -> Mapping[str, Any]:
     for part in parts:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             raise ValueError(f"a message has the part {part!r:.80}: only parts of type text are supported")
-    return turn | {"content": "".join(part["text"] for part in parts)}
+    return {**turn, "content": "".join(part["text"] for part in parts)}
 
 
 def order_prompts(seed: int, epoch: int, size: int) -> list[int]:
@@ -183,7 +183,7 @@ def check_options(settings: Any) -> None:
         read_options(settings)
     elif ":" not in settings.name:
         known = f"there are {', '.join(BUILTIN)} and 'package.module:function'.{suggest(kind, BUILTIN)}"
-        raise ValueError(f"task.name: there is no task {kind!r}; {known}")
+        raise ValueError(f"task.name: no task {kind!r}; {known}")
     if kind == "custom" and (not settings.rewards or any(each.reward == OWN for each in settings.rewards)):
         raise ValueError(f"the task 'custom' needs task.rewards: {', '.join(REWARDS)}, or 'package.module:function'")
 
@@ -200,7 +200,8 @@ def read_options(settings: Any) -> dict[str, Any]:
     for name, value in settings.given_options.items():
         if name not in known and not takes_all:
             takes = f"it takes {', '.join(known) or 'none'}.{suggest(name, known)}"
-            raise ValueError(f"task.options: the task {kind!r} has no option {name!r}: {takes}")
+            where = "options" if name in settings.options else name  # the others are settings, such as task.data
+            raise ValueError(f"task.{where}: the task {kind!r} has no option {name!r}: {takes}")
         try:
             read[name] = TypeAdapter(known.get(name, Any)).validate_python(value)
         except ValidationError as error:
@@ -223,7 +224,7 @@ def load_task(settings: Any, seed: int) -> Task:
             raise TypeError(f"task.name: {settings.name!r} returned a {type(task).__name__}, which {NOT_A_TASK}")
     if settings.rewards:
         if environment_of(task) is not None:
-            raise ValueError(f"task.rewards: the environment of {settings.name!r} gives the rewards: leave them out")
+            raise ValueError(f"task.rewards: the environment of {settings.name!r} gives the rewards; unset them")
         task = copy_with(task, reward=load_rewards(settings.rewards, task.reward))
     return complete_task(task, settings.tools)
 

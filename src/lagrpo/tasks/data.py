@@ -115,8 +115,8 @@ def load_rows(
     if seed is None or test_split != "test" or "test" in there:
         return {"train": rows, "test": load("test", test_split)}
     kept, held_out = hold_out(len(rows), seed)
-    message = "%s has no test split: %d rows are for training, %d chosen by seed %d are held out for testing"
-    logger.warning(message, source, len(kept), len(held_out), seed)
+    message = "%s has no test split: training on %d of its %d rows, testing on the other %d (chosen by seed %d)"
+    logger.warning(message, source, len(kept), len(rows), len(held_out), seed)
     return {"train": select(rows, kept), "test": select(rows, held_out)}
 
 
@@ -145,7 +145,7 @@ def find_splits(named: Any, hub: str) -> dict[str, Any]:
     endings, setting = ", ".join(FORMATS), "task.data" if named else "LAGRPO_DATA"
     if not (data := named or os.environ.get("LAGRPO_DATA")):
         files = f"a file ending in {endings}, a directory of such files, or a hub dataset such as {hub!r}"
-        raise ValueError(f"this task needs data: set task.data (or the environment variable LAGRPO_DATA) to {files}")
+        raise ValueError(f"this task needs data: set task.data, or the environment variable LAGRPO_DATA, to {files}")
     path = Path(data).expanduser()
     saved: Any = None
     if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
@@ -155,7 +155,7 @@ def find_splits(named: Any, hub: str) -> dict[str, Any]:
     files = sorted(path.iterdir()) if path.is_dir() else sorted(map(Path, glob.glob(str(path)))) or [path]
     if not path.is_dir() and not files[0].exists():
         if not (named and _HUB_ID.fullmatch(data)) or format_of(path) is not None or path.parent.is_dir():
-            raise ValueError(f"{setting}: there is no file or directory {data!r} (seen from {os.getcwd()})")
+            raise ValueError(f"{setting}: no file or directory {data!r} (current directory: {os.getcwd()})")
         import datasets
 
         repository, _, config = (hub if data == hub.partition(":")[0] else data).partition(":")
@@ -208,7 +208,7 @@ def get_value(row: Mapping[str, Any], column: str) -> Any:
         return get_value(row[first], rest)
     if column not in row:
         names, like = one_line(", ".join(row)), suggest(column, row)
-        raise ValueError(f"there is no column {column!r}; the columns are {names}.{like}")
+        raise ValueError(f"no column {column!r}; the columns are {names}.{like}")
     return row[column]
 
 

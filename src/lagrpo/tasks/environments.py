@@ -55,7 +55,7 @@ def run_turn(make: Make, state: bytes | None, prompt: Any, key: Any, text: str |
         if text is None:
             return StepResult(opening), b""
         if opening != _to_json(prompt.messages):
-            raise ValueError("reset gave this completion other messages than its group")
+            raise ValueError("reset returned other messages than for the other completions of this prompt")
     said = environment.step(str(text))
     if not isinstance(said, StepResult):
         raise TypeError(f"step returned a {type(said).__name__}, not a StepResult")
@@ -111,7 +111,7 @@ class Tools:
     def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         """The result of a call, as the policy reads it."""
         if (function := self.functions.get(name)) is None:
-            return f"Error: there is no function {name!r}, but {', '.join(self.functions)}"
+            return f"Error: no function {name!r}; functions: {', '.join(self.functions)}"
         try:
             result = function(**arguments)
         except (ValueError, TypeError, ArithmeticError, LookupError) as error:  # others leave the completion unscored
@@ -123,20 +123,20 @@ def make_tools(names: Sequence[str], task: Task) -> Tools:
     """The environment in which the policy may call these functions, and the task's reward function scores the answer.
     Raises ValueError."""
     if environment_of(task) is not None:
-        raise ValueError(f"task.tools: the task {task.name!r} has an environment: leave them out")
+        raise ValueError(f"task.tools: the task {task.name!r} has an environment and takes no tools; unset them")
     reward, *others = Rewards.from_reward(task.reward).parts
     if others or reward.style != OURS:
-        raise ValueError("task.tools: one reward function f(completion, answer) scores answers: leave out the others")
+        raise ValueError("task.tools: tools need exactly one reward function f(completion, answer)")
     found: dict[str, Callable[..., Any]] = {}
     for name in names:
         if ":" not in name and name not in TOOLS:
             known = f"there are {', '.join(TOOLS)} and 'package.module:function'.{suggest(name, TOOLS)}"
-            raise ValueError(f"task.tools: there is no tool {name!r}; {known}")
+            raise ValueError(f"task.tools: no tool {name!r}; {known}")
         function = load_function(TOOLS.get(name, name))
         if not inspect.isfunction(function) or inspect.iscoroutinefunction(function):
-            raise ValueError(f"task.tools: {name!r} is not a plain function, whose name the policy calls")
+            raise ValueError(f"task.tools: {name!r} is not a plain function with a name to call")
         if found.setdefault(function.__name__, function) is not function:
-            raise ValueError(f"task.tools: another tool is called {function.__name__!r}, too: rename one of them")
+            raise ValueError(f"task.tools: two tools are named {function.__name__!r}: rename one of them")
     return Tools(found, reward.function)
 
 
@@ -189,7 +189,7 @@ def describe(function: Callable[..., Any]) -> dict[str, Any]:
         return json.loads(json.dumps(utils.get_json_schema(function)))
     except (utils.DocstringParsingException, utils.TypeHintParsingException, NameError) as error:
         cure = "Give every parameter a type, and a line under 'Args:' in the docstring"
-        raise ValueError(f"tool {function.__name__!r} does not say how it is called: {error}. {cure}") from error
+        raise ValueError(f"tool {function.__name__!r} has no usable signature: {error}. {cure}") from error
 
 
 def system_text(schemas: Sequence[Mapping[str, Any]]) -> str:

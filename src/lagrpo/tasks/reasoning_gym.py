@@ -38,7 +38,7 @@ class GymReward:
         entry, found = self.entry(answer["index"]), _ANSWER.findall(completion)
         if reference(answer["index"], entry) != answer:
             cure = "set the environment variable PYTHONHASHSEED to 0 for the whole run"
-            raise UnscorableError(f"{self._given[0]} makes another puzzle of the same seed in another process: {cure}")
+            raise UnscorableError(f"{self._given[0]} makes different puzzles in different processes: {cure}")
         return float(self.dataset.score_answer((found[-1] if found else completion).strip(), entry))
 
 
@@ -73,4 +73,4 @@ def make_dataset(name: str, options: Mapping[str, Any], seed: int, size: int) ->
     try:
         return create_dataset(name, seed=seed, size=size, **options)
     except (AssertionError, TypeError, ValueError) as error:
-        raise ValueError(f"task.options: reasoning_gym:{name} rejects them: {error}") from error
+        raise ValueError(f"task.options: reasoning_gym:{name} rejects these options: {error}") from error

@@ -1,4 +1,4 @@
-"""What a run shows while it goes on, and at its end. It is called as a callback is (training/callbacks.py).
+"""What a run shows while it trains, and at its end. It has the methods of a callback (training/callbacks.py).
 
 On a terminal: a table of the last batches, a progress bar and what is being done right now. Elsewhere (a file, a pipe,
 a CI log): one line per batch under a header. A metric without a value is "–".
@@ -30,8 +30,8 @@ SHOWN = 3  # completions shown before and after
 
 
 LEGEND = (
-    "no signal: groups with all rewards equal · staleness: largest, in updates\n"
-    "clipped: tokens outside the clip range · sampled/s, learned/s: tokens a second"
+    "no signal: groups whose rewards are all equal · staleness: max, in updates\n"
+    "clipped: tokens outside the clip range · sampled/s, learned/s: tokens per second"
 )
 
 
@@ -100,11 +100,12 @@ class PlainDisplay(Display):
         self.show_start()
 
     def show_start(self) -> None:
-        self.note(f"{self.title}: {self.total} batches\n{LEGEND}")
+        self.note(f"directory   {self.path}")
 
     def on_batch(self, metrics: Metrics, rollouts: Sequence[Metrics]) -> None:
         if not self.rows:
-            self.note("  ".join([*(column.heading.rjust(column.width) for column in COLUMNS), "    left"]))
+            heading = "  ".join([*(column.heading.rjust(column.width) for column in COLUMNS), "    left"])
+            self.note(f"{LEGEND}\n{heading}")
         self.rows = (*self.rows, dict(metrics))[-ROWS:]
         texts = [column.text(metrics).rjust(column.width) for column in COLUMNS]
         self.note("  ".join([*texts, self.time_left().rjust(8)]))
@@ -151,7 +152,7 @@ class PlainDisplay(Display):
         (before, old), (after, new) = made.values()
         if after.get("pass@1_change") is not None:
             value, low, high = (formatted(100 * after[f"pass@1_change{end}"], "+.1f") for end in ("", "_low", "_high"))
-            which = "(paired by prompt; intervals: for all such prompts)"
+            which = "(paired by prompt)"
             lines.append(f"change        {value:>6} points   95 % interval {low} to {high}   {which}")
         for line in lines:
             self.console.print(Text(f"  {line}"), soft_wrap=True)

@@ -53,10 +53,8 @@ def result_lines(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
     for name in dict.fromkeys(summary["set"] for summary in summaries if summary.get("set")):
         made = [summary for summary in summaries if summary.get("set") == name]
         ends = [made[0], made[-1]] if len(made) > 1 else made
-        pass_at_1, reward = (
-            " → ".join(formatted(summary.get(key), form) for summary in ends)
-            for key, form in (("pass@1", ".1%"), ("reward", ".3f"))
-        )
+        pass_at_1 = " → ".join(formatted(summary.get("pass@1"), ".1%") for summary in ends)
+        reward = " → ".join(formatted(summary.get("reward"), ".3f") for summary in ends)
         batches = " → ".join(dict.fromkeys(f"{summary.get('step') or 0}" for summary in ends))
         lines.append(f"evaluation {name}: pass@1 {pass_at_1}, mean reward {reward} (batch {batches})")
     return lines

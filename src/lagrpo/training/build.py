@@ -18,9 +18,9 @@ from lagrpo.data.offline import OfflineData, read_records
 from lagrpo.data.prompts import PromptSource
 from lagrpo.errors import SettingsError, refusing
 from lagrpo.model.backend import choose_backend, chosen_kernels, pick_device, pick_dtype
-from lagrpo.model.embedded import resolve_model
-from lagrpo.model.loading import check_context, check_files, load_policy, quiet
-from lagrpo.model.lora import Lora
+from lagrpo.model.embedded import is_adapter, resolve_model
+from lagrpo.model.loading import check_context, check_files, load_config, load_policy, quiet
+from lagrpo.model.lora import Lora, load_adapter_config
 from lagrpo.model.model import Policy, copy_policy, fingerprint
 from lagrpo.rewards.pool import RewardPool
 from lagrpo.rollout.base import Request
@@ -127,6 +127,7 @@ class TrainerComponents:
 
     @property
     def main(self) -> TaskSetup:
+        """The task that the run trains on; evaluation sets may have others."""
         return self.tasks[OF_RUN]
 
     @property
@@ -213,10 +214,8 @@ def build_offline(settings: Settings, recipe: Recipe, policy: Policy, records: A
             reads_logp=recipe.needs_logp_alpha,
         )  # fmt: skip
         if recipe.needs_logp_alpha and not found.has_logp:
-            raise ValueError(
-                f"it has no rollout_logprobs, and recipe {recipe.name!r} reads them; use one that does not, such as "
-                "reinforce, asymre, red_drop, red_weight"
-            )
+            what = f"it has no rollout_logprobs, which loss.recipe = {recipe.name!r} needs"
+            raise ValueError(f"{what}; recipes that do not: reinforce, asymre, red_drop, red_weight")
     return found
 
 
@@ -231,10 +230,10 @@ def build_policy(model: ModelSettings, tau: float, longest: int, seed: int = 0) 
         backend = choose_backend(chosen_kernels(), device, dtype)
     given = chat_template(model), backend, lora_of(model, seed), model.chat_template_kwargs
     with loading(model):
-        policy = load_policy(resolve_model(model.path), dtype, device, tau, *given)
-    with refusing("model.path"):
-        check_context(policy, longest)
-    return policy
+        path = resolve_model(model.path)
+        base = resolve_model(load_adapter_config(Path(path))[1]) if is_adapter(path) else path
+        check_context(load_config(base), longest)
+        return load_policy(path, dtype, device, tau, *given)
 
 
 def lora_of(model: ModelSettings, seed: int = 0) -> Lora | None:
@@ -251,16 +250,16 @@ def loading(model: ModelSettings) -> Iterator[None]:
     except (OSError, ValueError) as error:
         if isinstance(error, SettingsError):
             raise
-        where = "" if Path(model.path).expanduser().is_dir() else ", which is no directory here, from the hub"
+        where = "" if Path(model.path).expanduser().is_dir() else " (not a directory here, so from the hub)"
         reason = str(error).partition("\n")[0]
-        raise SettingsError(f"model.path = {model.path!r}{where}: no model could be loaded: {reason}") from error
+        raise SettingsError(f"model.path = {model.path!r}{where}: the model cannot be loaded: {reason}") from error
 
 
 def check_same_model(ranks: Ranks, own: str) -> str:
     """The fingerprint `own`. Raises SettingsError if another rank has another model. Collective."""
     found = ranks.gather(own)
     if strange := [rank for rank, other in enumerate(found) if other != found[0]]:
-        raise SettingsError(f"model weights differ between ranks 0 and {strange[0]}: model.path")
+        raise SettingsError(f"model.path: model weights differ between ranks 0 and {strange[0]}")
     return own
 
 

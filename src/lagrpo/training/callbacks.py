@@ -1,4 +1,4 @@
-"""Callbacks: what a run calls after it has written its files; and trackers, the callbacks that come with lagrpo."""
+"""Callbacks, which a run calls after it has written its files, and the built-in ones, which log to trackers."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ COLUMNS += ("advantage", "excluded_reason", "staleness", "finished")  # the colu
 
 
 class Callback:
-    """Inherit from it and override what you need. A run calls it in its main thread, on rank 0."""
+    """Base class of callbacks: override the methods that you need. A run calls them in its main thread, on rank 0. An
+    exception ends the run after its batch."""
 
     def on_start(self, settings: Row, environment: Row, batch: int) -> None:
-        """The run begins, or resumes after `batch` batches. `settings` by section, with the name of the run's directory
-        in settings["run"]["name"]; `environment` as in environment.json."""
+        """The run starts, or resumes after `batch` batches. `settings` has a mapping per section, with the name of the
+        run's directory in settings["run"]["name"]; `environment` is that of environment.json."""
 
     def on_batch(self, metrics: Row, rollouts: Sequence[Row]) -> None:
         """A batch is finished: its line of metrics.jsonl, and one row per completion (docs/metrics.md)."""
@@ -36,7 +37,7 @@ class Callback:
         """The policy was evaluated after summary["step"] batches; `records` has one row per prompt."""
 
     def on_end(self, status: Status, detail: str) -> None:
-        """The run is over. Nothing else is called after it."""
+        """The run is over; this is the last call. `detail` is a sentence for people."""
 
 
 def check_installed(names: Iterable[str]) -> None:

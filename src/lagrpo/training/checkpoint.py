@@ -69,7 +69,7 @@ def find_checkpoint(folder: Path) -> Checkpoint | None:
     for _, path in sorted(files.numbered(folder, "step-").items(), reverse=True):
         state = json.loads((path / STATE).read_bytes())
         if state["schema"] != SCHEMA:
-            raise ValueError(f"{path} is written in {state['schema']}; this version of lagrpo reads {SCHEMA}")
+            raise ValueError(f"{path} has the format {state['schema']}; this version of lagrpo reads {SCHEMA}")
         return Checkpoint(path, state)
     return None
 
@@ -181,9 +181,9 @@ class ResumeState:
         with refusing():
             checkpoint = find_checkpoint(directory / "checkpoints")
             if checkpoint is None and any(e["event"] in ("checkpoint", "resumed") for e in load_events(run)):
-                raise ValueError(f"{directory} has no checkpoint to resume from: start a new run from its weights")
+                raise ValueError(f"{directory} lost its checkpoints: start a new run from its weights")
             if checkpoint is not None and total < checkpoint.batch:
-                raise ValueError(f"schedule.batches: {directory} has made {checkpoint.batch} already, not {total}")
+                raise ValueError(f"schedule.batches = {total}: {directory} already has {checkpoint.batch}; set more")
             return ResumeState(run, checkpoint, find_changes(settings, directory), read_environment(directory))
 
     def cut_back(self, moved: Mapping[str, list[Any]]) -> None:
@@ -226,9 +226,9 @@ def restore_checkpoint(a: TrainerComponents, checkpoint: Checkpoint) -> LoopStat
     that cannot be read."""
     state = checkpoint.state
     if a.model != state["model"]:
-        raise SettingsError(f"model.path = {a.settings.model.path!r} is not the model that the run began with")
+        raise SettingsError(f"model.path = {a.settings.model.path!r} is not the model that the run started with")
     if fingerprint_data(a) != state["data"]:
-        raise SettingsError("task: the data has changed since the run began: restore it, or start a new run")
+        raise SettingsError("task: the data has changed since the run started: restore it, or start a new run")
     try:
         _load_versions(a, checkpoint)
         groups = _load_groups(a, checkpoint.path / ROLLOUTS)

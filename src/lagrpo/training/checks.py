@@ -43,7 +43,7 @@ def check_settings(settings: Settings, task: Task | None = None, resume: str | N
         completion_files(settings.offline.data)
     offline = bool(settings.offline.data) and settings.offline.fraction == 1
     if settings.rollout.num_generations == 1 and not offline:
-        raise SettingsError("rollout.num_generations = 1: completions of a prompt are compared; take 2 or more")
+        raise SettingsError("rollout.num_generations = 1: GRPO compares completions of a prompt; set 2 or more")
     check_model(settings)
     if os.environ.get("RANK", "0") == "0":
         check_run(settings, resume)
@@ -68,11 +68,11 @@ def check_model(settings: Settings) -> None:
     """Raise SettingsError for an adapter instead of a model, and for what FSDP2 cannot do."""
     path, lora_r = settings.model.path, settings.model.lora_r
     if is_adapter(Path(path).expanduser()):
-        merge = "merge it with PEFT's merge_and_unload first"
-        raise SettingsError(f"model.path: {path!r} is an adapter, and a run begins with a whole model: {merge}")
+        merge = "merge the adapter with PEFT's merge_and_unload first"
+        raise SettingsError(f"model.path = {path!r} is an adapter, but a run needs a whole model: {merge}")
     if world_size() > 1 and settings.distributed.strategy == "fsdp2":
         if lora_r:
-            raise SettingsError("distributed.strategy = 'fsdp2' trains whole models; with model.lora_r take 'zero1'")
+            raise SettingsError("distributed.strategy = 'fsdp2' trains all weights; with model.lora_r use 'zero1'")
         if settings.rollout.engine == "vllm" and settings.vllm.weight_transfer != "directory":
             raise SettingsError("distributed.strategy = 'fsdp2' needs vllm.weight_transfer = 'directory'")
 
@@ -119,7 +119,7 @@ def find_run(settings: Settings, resume: str | None) -> Path | None:
     if resume != "auto":
         return open_run(Path(resume).expanduser()).path
     if settings.run.name is None:
-        raise ValueError("auto looks for a run by its name: set run.name")
+        raise ValueError("auto finds a run by its name: set run.name")
     path = Path(settings.run.output_dir, settings.run.name)
     return path if (path / "config.toml").is_file() else None
 
@@ -138,8 +138,9 @@ def find_changes(settings: Settings, run: Path) -> dict[str, tuple[Any, Any]]:
     before, now = flatten(saved.model_dump()), flatten(settings.model_dump())
     names = [name for name in now | before if name not in OF_CALL and before.get(name) != now.get(name)]
     if wrong := [name for name in names if not _may_change(name, settings, saved)]:
-        lines = [f"{n} = {json.dumps(now.get(n))}, and the run has {json.dumps(before.get(n))}" for n in wrong]
-        raise SettingsError("\n".join(lines) + ": a resumed run keeps its settings")
+        lines = [f"{n} = {json.dumps(now.get(n))}, but the run has {json.dumps(before.get(n))}" for n in wrong]
+        more = " (more batches need a run with lr_scheduler_type = 'constant')" * ("schedule.batches" in wrong)
+        raise SettingsError("\n".join(lines) + f": a resumed run cannot change this{more}")
     return {name: (before.get(name), now.get(name)) for name in names}
 
 

@@ -37,7 +37,7 @@ from lagrpo.runs.reading import load_evaluation_records, load_evaluations
 from lagrpo.runs.rollouts import REWARD
 from lagrpo.settings.schema import Settings
 from lagrpo.settings.sections import EvalSetSettings
-from lagrpo.terminal.text import formatted_interval
+from lagrpo.terminal.text import count_of, formatted_interval
 from lagrpo.training import build
 from lagrpo.training.build import TaskSetup, TrainerComponents
 from lagrpo.training.checkpoint import needs_alpha
@@ -278,7 +278,7 @@ def evaluate_model(settings: Settings) -> Evaluation:
     check_evaluation(settings)
     rollout = settings.rollout
     if rollout.engine == "vllm" and is_adapter(settings.model.path):
-        raise SettingsError("model.path: adapters are evaluated with rollout.engine = 'local', or merged first")
+        raise SettingsError("model.path is an adapter: set rollout.engine = 'local', or merge the adapter first")
     task = build.load_tasks(settings)[OF_RUN]
     output = _choose_output(settings, task.name)
     with freed_memory_kept(), fixed_threads(choose_threads()), ExitStack() as stack:
@@ -293,7 +293,7 @@ def evaluate_model(settings: Settings) -> Evaluation:
             evaluator.sync_weights(policy.weights, policy.version)
             build.build_weight_sync_check(policy, setup.prompts, evaluator)(policy, evaluator)
         sampled = ", ".join(map(str, servers)) or "this process"
-        print(f"computing with {policy.model.computation}; sampled by {sampled}", file=sys.stderr, flush=True)
+        print(f"computation: {policy.model.computation}; sampling: {sampled}", file=sys.stderr, flush=True)
         evaluation = evaluate(build_eval_set(settings, setup, EvalSetSettings(name="only")), evaluator)
     summary = {"model": settings.model.path, "task": task.name, **evaluation.summary, "settings": settings.model_dump()}
     write_table(output / "records.parquet", evaluation.records)
@@ -312,14 +312,15 @@ def _choose_output(settings: Settings, task: str) -> Path:
 
 
 def _print_summary(summary: dict[str, Any], output: Path) -> None:
-    print(f"{summary['model']} on {summary['task']}: {summary['prompts']} prompts x {summary['samples']} samples")
+    prompts, samples = count_of(summary["prompts"], "prompt"), count_of(summary["samples"], "sample")
+    print(f"{summary['model']} on {summary['task']}: {prompts} x {samples}")
     for name in summary:
         if f"{name}_low" in summary:
             form = ".3f" if name == "reward" else ".1%"
             print(f"  {name:<11} {formatted_interval(summary, name, form)}")
         elif name.startswith("rewards/"):
             print(f"  {name} {summary[name]:.3f}")
-    print("  intervals: for the mean over all the prompts that these were drawn from")
+    print("  intervals: 95 %, for the mean over all prompts of this kind")
     if summary["unscored"]:
-        print(f"  {summary['unscored']} completions could not be scored and are not counted")
+        print(f"  {summary['unscored']} completions could not be scored and do not count")
     print(f"  per-prompt records: {output / 'records.parquet'}")

@@ -24,17 +24,17 @@ def meaning(settings: Settings, recipe: Recipe) -> list[str]:
     s, rollout, o = settings.schedule, settings.rollout, settings.optimizer
     per_batch, device = s.prompts_per_batch * rollout.num_generations, pick_device()
     dtype, why = pick_dtype(settings.model.dtype, device)
-    masters = f", {'dithered' if o.dither_master_weights else 'plain'} float32 masters" * (dtype == "bfloat16")
+    masters = f", {'dithered' if o.dither_master_weights else 'plain'} fp32 master weights" * (dtype == "bfloat16")
     changes = ", ".join(f"{name} = {value}" for name, value in settings.loss.knobs.items())
     offline = offline_prompts(settings)
     of_files = f"; {count_of(offline, 'prompt')} of them from {', '.join(settings.offline.data)}" * bool(offline)
     return [
-        f"recipe      {recipe.name}: {recipe.formula}" + (f"; here with {changes}" if changes else ""),
+        f"recipe      {recipe.name}: {recipe.formula}" + (f"; with {changes}" if changes else ""),
         f"batch       {s.prompts_per_batch} prompts x {rollout.num_generations} completions = {per_batch:,} samples, "
         f"used for {count_of(s.num_iterations, 'update')}{of_files}",
         f"schedule    {_weight_syncs(settings)}",
         f"run         {count_of(s.batches, 'batch', 'es')} = {count_of(s.batches * s.num_iterations, 'update')}, "
-        f"{s.batches * per_batch:,} samples, at most {per_batch * rollout.max_completion_length:,} tokens of a batch",
+        f"{s.batches * per_batch:,} samples, at most {per_batch * rollout.max_completion_length:,} tokens per batch",
         *_memory(settings, recipe),
         f"arithmetic  {dtype} ({why}) on {device}{masters}",
     ]
@@ -47,7 +47,7 @@ def _weight_syncs(settings: Settings) -> str:
     if s.sync_at_kl is not None:
         when = f"when KL(alpha||pi_k) of a completion passes {s.sync_at_kl:g} nats, at the latest {when}"
     largest = max(lags(Schedule(s.kind, s.v, s.sync_at_kl), s.batches, s.stage_length, s.num_iterations))
-    return f"new weights {when}; largest possible staleness {count_of(largest, 'update')}"
+    return f"weight sync {when}; staleness at most {count_of(largest, 'update')}"
 
 
 def _memory(settings: Settings, recipe: Recipe) -> list[str]:
@@ -57,9 +57,9 @@ def _memory(settings: Settings, recipe: Recipe) -> list[str]:
         adapters = count_parameters(lm, lora) if lora else 0
     memory = expected_memory(settings, recipe, lm.num_parameters(), adapters, ranks)
     parts = ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in memory.items())
-    lines = [f"memory      {parts}{' for each rank' * (ranks > 1)}; activations and caches come on top"]
+    lines = [f"memory      {parts}{' per rank' * (ranks > 1)}, plus activations and caches"]
     if lora:
-        lines.append(f"adapters    {adapters:,} numbers are trained, the model's {lm.num_parameters():,} are frozen")
+        lines.append(f"adapters    {adapters:,} trained parameters; the model's {lm.num_parameters():,} stay frozen")
     return lines
 
 

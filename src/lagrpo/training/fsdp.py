@@ -125,7 +125,7 @@ def local_span(name: str, sharded: Any) -> Span:
 
 
 def idle_row(device: torch.device) -> Packed:
-    """The smallest row: what a rank without rows of its own passes through the layers, in step with the others."""
+    """The smallest row, which a rank without rows passes through the layers in step with the other ranks."""
     return Packed.build([((0, 0), [torch.zeros(2, dtype=torch.long)])], device)
 
 

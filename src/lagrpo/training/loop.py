@@ -44,8 +44,8 @@ class Step:
 
 
 class Clock:
-    """Seconds of a batch by phase, and in all since `earlier` seconds before it was made. `tell` hears what is being
-    done now; `generated` counts the sampled tokens that came meanwhile."""
+    """Seconds of a batch by phase (time/… in metrics.py), and in all since `earlier` seconds before it was made.
+    `tell` hears what is being done now; `generated` counts the sampled tokens that came meanwhile."""
 
     def __init__(self, tell: Callable[[str], None] = lambda phase: None, earlier: float = 0.0) -> None:
         self.tell, self.generated, self._started = tell, 0, time.perf_counter() - earlier

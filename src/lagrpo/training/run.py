@@ -54,11 +54,8 @@ from lagrpo.types import Result
 
 FAILURES = (RewardError, WeightSyncError, VersionError, SamplerError, FloatingPointError, OSError)
 FAILURES += (MemoryError, torch.OutOfMemoryError)
-"""Errors that end a run without being the program's: their messages are for the user."""
-MEMORY = (
-    "To need less memory, lower optimizer.micro_batch_tokens or rollout.max_num_seqs, or set "
-    "optimizer.gradient_checkpointing = true."
-)
+"""Errors that end a run for reasons outside the program; the command line prints their messages without a traceback."""
+MEMORY = "To save memory, lower optimizer.micro_batch_tokens or rollout.max_num_seqs, or set gradient_checkpointing."
 
 
 def train(
@@ -72,18 +69,18 @@ def train(
     settings: Mapping[str, Any] | None = None,
     resume: str | os.PathLike[str] | None = None,
 ) -> Result:
-    """Run Algorithm 1. The run calls `callbacks` after it has written its files.
+    """Train a model (Algorithm 1 of arXiv 2505.22257), and return where its files are and the evaluations.
 
-    `source` is the path of a TOML file, the name of a packaged one (demo, gsm8k, deepscaler), a mapping or a Settings;
-    `settings` changes it: {"schedule.sync_every": 4}. `data` is a path, a hub id, a Dataset or a list of dicts with the
-    columns prompt (or question) and answer; `rewards` are functions or the names of built-in ones. A `task` replaces
-    settings.task (see lagrpo.tasks). `resume` is the directory of a run, which goes on from its newest checkpoint with
-    its own settings, or auto: the run called run.name, if there is one.
+    source: path of a TOML file, name of a packaged one (demo, gsm8k, deepscaler), mapping or Settings; None: all
+        defaults. `settings` changes single values: {"schedule.sync_every": 4}; `model` is short for model.path.
+    data: path, hub id, datasets.Dataset, or list of dicts, with the columns prompt (or question) and answer.
+    rewards: functions f(completion, answer) -> float, or in TRL's or verl's signature, or names of built-in ones.
+    task: object that replaces settings.task (lagrpo.tasks.Task). callbacks: called after each batch is on disk.
+    resume: directory of a run to resume with its own settings, or "auto": the run called run.name, if it exists.
 
-    Ctrl-C and SIGTERM end the run after the batch under way, or at once while it samples, and write a checkpoint and
-    the weights. Under torchrun all processes call this, and return the same; the callbacks of rank 0 are called.
-
-    Raises SettingsError, TypeError for arguments of another type, and errors of FAILURES.
+    Ctrl-C or SIGTERM stops the run after the current update and writes a checkpoint. Under torchrun every process calls
+    this and gets the same Result; only rank 0 calls `callbacks`. Raises SettingsError for input that cannot be run,
+    TypeError for arguments of a wrong type, and an error of FAILURES if the run fails.
     """
     if task is not None and not isinstance(task, Task):
         raise TypeError(f"task: {task!r:.80} {NOT_A_TASK}")
@@ -214,8 +211,8 @@ class Training:
                 write_environment(self.store.path, self.environment)
         if moved:
             differ = "; ".join(f"{name} was {old}, now {new}" for name, (old, new) in moved.items())
-            self.display.note(f"no longer bit-identical to a run that never stopped: {differ}")
-        self.display.note(f"resumed after batch {self.loop.batch}" if checkpoint else "no checkpoint: it begins again")
+            self.display.note(f"results may differ in the last bits from a run that never stopped: {differ}")
+        self.display.note(f"resumed after batch {self.loop.batch}" if checkpoint else "no checkpoint: starting again")
 
     def learn(self) -> None:
         if self.settings.eval.at_start and not self.loop.batch:
@@ -276,7 +273,7 @@ class Training:
         low, high = self.settings.task.reward_range
         if not self.warned and any(not low <= row["reward"] <= high for row in rows if row["reward"] is not None):
             self.warned = True
-            self.warn(f"rewards are outside of [{low:g}, {high:g}], so pass@1 is wrong: set the range of task.rewards")
+            self.warn(f"rewards lie outside [{low:g}, {high:g}], so pass@1 is wrong: set range in task.rewards")
         return metrics, rows
 
     def checkpoint_is_due(self) -> bool:
@@ -307,12 +304,12 @@ class Training:
         """After a signal or an error, write the policy, and a checkpoint if no update was made since the last batch.
         After an error several ranks cannot: it may be of one of them."""
         if not self.started:
-            return error.add_note(f"The run is as it was: {self.store.path}")
-        error.add_note(f"The run until then: {self.store.path} ({self.progress()}; {self.now})")
+            return error.add_note(f"The run is unchanged: {self.store.path}")
+        error.add_note(f"The run so far: {self.store.path} ({self.progress()}; stopped during: {self.now})")
         if isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error):
             error.add_note(MEMORY)
         if was_asked:
-            self.warn(f"{error}: keeping the policy as it is ({self.progress()}); again: end at once")
+            self.warn(f"{error}: saving the run ({self.progress()}). A second signal exits at once, without saving")
         weights = None
         try:
             if was_asked or self.ranks.size == 1:
@@ -329,7 +326,7 @@ class Training:
         """Record, show and call back that the run is over."""
         detail = "Finished." if status == "finished" else self.progress()
         if not self.started:
-            detail = f"Nothing was changed in {self.store.path}."
+            detail = f"The run is unchanged: {self.store.path}"
         elif interrupted:
             detail = f"Stopped by {interrupted.name}: {detail}. {self.way_on()}"
         with suppress(OSError):  # a full disk has its own error
@@ -358,9 +355,9 @@ class Training:
 
     def progress(self) -> str:
         updates, total = count_of(self.policy.version, "update"), self.settings.schedule.batches
-        return f"{self.loop.batch} of {total} batches are finished; the policy has had {updates}"
+        return f"{self.loop.batch} of {total} batches finished, {updates} made"
 
     def way_on(self) -> str:
         """The command that resumes the run."""
-        place = f"Go on after batch {self.saved} with" if self.saved else "No checkpoint yet; to begin again"
+        place = f"To resume after batch {self.saved}" if self.saved else "No checkpoint yet; to start again"
         return f"{place}: lagrpo train --resume {shlex.quote(str(self.store.path))}"

@@ -167,10 +167,8 @@ class Trainer:
         norm = total.item()
         if not math.isfinite(norm):
             self.masters.zero_grads()
-            raise FloatingPointError(
-                f"the gradient of update {self.policy.version + 1} is not finite (norm {norm}); the policy is still "
-                f"version {self.policy.version}. Lower optimizer.learning_rate"
-            )
+            what = f"the gradient of update {self.policy.version + 1} is not finite (norm {norm})"
+            raise FloatingPointError(f"{what}; still version {self.policy.version}. Lower optimizer.learning_rate")
         if norm > limit:
             torch.nn.utils.clip_grads_with_norm_(self.masters.parameters, limit, total)
         rate = self.optimization.rate(self.policy.version)

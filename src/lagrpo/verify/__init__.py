@@ -1,6 +1,6 @@
-"""`lagrpo verify RUN`: a run replayed from its files, with plain transformers and plain formulas.
+"""`lagrpo verify RUN`: replays a run from its files, with plain transformers and plain formulas.
 
-It shares with the run only what defines it: settings, keys of random numbers, the task and its rewards."""
+It shares only the run's definition with it: settings, keys of random numbers, the task and its rewards."""
 
 from __future__ import annotations
 

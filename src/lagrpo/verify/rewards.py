@@ -26,10 +26,10 @@ from lagrpo.verify.tokens import find_path, find_weights
 
 def check_rewards(run: RecordedRun, task: Task | None) -> None:
     """Prompts, ends and texts of the rollouts; then the rewards of rollouts and evaluations."""
-    run.report.skip("texts and rewards of completions: failed, or offline data", len(run.rows) - len(run.generated))
+    run.report.skip("texts and rewards of failed or offline completions", len(run.rows) - len(run.generated))
     check_texts(run, chat := load_chat(run))
     if task is None and run.own_task:
-        return run.report.skip("prompts and rewards: the run was given a Task: pass it to lagrpo.verify.verify_run")
+        return run.report.skip("prompts and rewards: the run used a Task object; pass it to lagrpo.verify.verify_run")
     s = run.settings
     own = complete_task(task, s.task.tools) if task is not None else load_task(s.task, s.run.seed)
     if (make := environment_of(own)) is None:
@@ -44,7 +44,7 @@ def check_rewards(run: RecordedRun, task: Task | None) -> None:
         chosen = of_sets.get(summary.get("set", ""))
         of_set = own if chosen is None else drop_overlong(load_task(chosen, s.run.seed), s.rollout, chat)
         if environment_of(of_set) is not None:
-            run.report.skip("evaluations: their completions have several turns, recorded as one text")
+            run.report.skip("evaluations with several turns, which are recorded as one text")
         else:
             check_evaluation(run, of_set, (chosen or s.task).reward_range[1], summary)
 
@@ -108,7 +108,7 @@ def check_episode(run: RecordedRun, environment: Any, prompt: Prompt, row: Row) 
 def score_again(run: RecordedRun, task: Task, split: Any, groups: Sequence[Sequence[Row]]) -> None:
     """Score completions again, unless a server scored them, which might answer differently."""
     if isinstance(task.reward, Rewards) and not all(each.repeats for each in task.reward.parts):
-        return run.report.skip("rewards: a server gave them, and might give others", sum(map(len, groups)))
+        return run.report.skip("rewards: a server gave them and may answer differently", sum(map(len, groups)))
     asked, rows, chat = list[Group](), [row for members in groups for row in members], load_chat(run)
     for members in groups:
         tokens = [torch.zeros(sum(row["loss_mask"])) for row in members]

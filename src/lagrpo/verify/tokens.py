@@ -90,13 +90,13 @@ def read_row(run: RecordedRun, model: Any, row: Row) -> Reading:
 
 def check_tokens(run: RecordedRun, count: int | None, seed: int) -> None:
     """Check samples, log α and log π_k for `count` completions (None: all), chosen by `seed`."""
-    folders, what, own = find_weights(run), "samples and log-probs of completions:", run.generated
+    folders, what, own = find_weights(run), "completions, their samples and log-probs:", run.generated
     known = [row for row in own if any(row["loss_mask"]) and folders.keys() >= {*sampled(row, "policy_versions")}]
     chosen = [known[index] for index in permutation(len(known), seed, "replay")[:count]]
     run.report.skip(f"{what} offline data", sum(row["source"] != "sampler" for row in run.rows))
     keep = "set checkpoint.export_every = 1 to keep the weights of every version"
-    run.report.skip(f"{what} no weights of their version on disk: {keep}", len(own) - len(known))
-    run.report.skip(f"{what} not chosen; take more with --rows N, or --all", len(known) - len(chosen))
+    run.report.skip(f"{what} the weights of their version are not on disk; {keep}", len(own) - len(known))
+    run.report.skip(f"{what} not chosen; choose more with --rows N or --all", len(known) - len(chosen))
     readings = list[tuple[Row, int, Reading]]()
     for version, folder in sorted(folders.items()):
         due = [row for row in chosen if version in (row["policy_version"], *sampled(row, "policy_versions"))]
@@ -108,7 +108,7 @@ def check_tokens(run: RecordedRun, count: int | None, seed: int) -> None:
 
 
 def column_of(row: Row, name: str) -> Tensor:
-    """A column of log-probs [t], NaN where it is null."""
+    """A column of log-probs [t], NaN for null."""
     values = row[name] or [None] * len(row["token_ids"])
     return torch.tensor([math.nan if value is None else value for value in values], dtype=torch.float64)
 

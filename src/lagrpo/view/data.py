@@ -60,7 +60,7 @@ def take_stamp(paths: Sequence[Path | str]) -> str:
 
 def _read(run: Run, settings: dict[str, Any]) -> dict[str, Any]:
     metrics, events = reading.load_metrics(run), reading.load_events(run)
-    notes = [] if metrics else ["There are no metrics yet: the first batch is not finished."]
+    notes = [] if metrics else ["No metrics yet: the first batch is not finished."]
     notes += [] if (run.path / ENVIRONMENT).is_file() else [f"There is no {ENVIRONMENT}."]
     names = dict.fromkeys(name for line in metrics for name in line)
     return {
@@ -88,16 +88,16 @@ def _redacted(name: str, value: Any) -> Any:
 
 
 def _status(run: Run, events: Sequence[Mapping[str, Any]]) -> list[str]:
-    """One word, and what else is known: finished, interrupted, failed, killed, going or unknown."""
+    """One word, and what else is known: finished, interrupted, failed, killed, running or unknown."""
     if holder := read_holder(run.path):
         writer = f"process {holder['pid']} on {holder['host']}, since {holder['since']}"
         if holder["host"] != platform.node():
-            return ["unknown", f"it is going on, or was killed: {writer}"]
-        return ["going", writer] if Path(f"/proc/{holder['pid']}").exists() else ["killed", f"it was {writer}"]
+            return ["unknown", f"running or killed: {writer}"]
+        return ["running", writer] if Path(f"/proc/{holder['pid']}").exists() else ["killed", f"it was {writer}"]
     marks = [event for event in events if event.get("event") in ("end", "resumed")]
     if marks and marks[-1]["event"] == "end":
         return [str(marks[-1].get("status")), redact(str(marks[-1].get("detail")))]
-    return ["unknown", "no end is on record: the run was killed, or it has only begun"]
+    return ["unknown", "no end recorded: the run was killed, or is just starting"]
 
 
 def read_evaluations(run: Run, most: int) -> dict[str, Any]:

@@ -51,7 +51,7 @@ def view(
     with refusing(f"port {port}", OverflowError):
         server = Server(paths, collect_and_write, port)
     with server:
-        print(f"{server.url}  shows {', '.join(map(str, paths))} and follows it; Ctrl-C ends", flush=True)
+        print(f"{server.url}  shows {', '.join(map(str, paths))} and follows new batches; Ctrl-C stops", flush=True)
         if opens:
             webbrowser.open(server.url)
         server.serve_forever()
@@ -59,8 +59,7 @@ def view(
 
 
 class Server(ThreadingHTTPServer):
-    """Answers / with the page of these runs and /data?stamp=S with newer data than that of stamp S: 204 if there is
-    none."""
+    """Answers / with the page of these runs and /data?stamp=S with data newer than stamp S, or 204 without any."""
 
     daemon_threads = True
 
@@ -80,9 +79,9 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         url, paths = urlsplit(self.path), self.server.paths
         if self.headers.get("Host") not in self.server.hosts:
-            return self._answer(HTTPStatus.FORBIDDEN, "text/plain", b"this server answers as 127.0.0.1 only\n")
+            return self._answer(HTTPStatus.FORBIDDEN, "text/plain", b"this server answers at 127.0.0.1 only\n")
         if url.path not in ("/", "/data"):
-            return self._answer(HTTPStatus.NOT_FOUND, "text/plain", b"there is / and nothing else\n")
+            return self._answer(HTTPStatus.NOT_FOUND, "text/plain", b"the only page is /\n")
         if url.path == "/data" and parse_qs(url.query).get("stamp") == [take_stamp(paths)]:
             return self._answer(HTTPStatus.NO_CONTENT)
         try:

@@ -72,10 +72,9 @@ class VllmClient:
             raise SamplerError(f"{self.url} does not accept the API key; set {KEY} to the server's")
         if answer.status in (404, 405) and "error" not in text:
             raise SamplerError(f"{self.url} has no {path}: {HOW_TO_START}")
-        kind, what = (
-            (NoAnswerError, "failed inside") if answer.status >= 500 else (SamplerError, "rejected the request")
-        )
-        raise kind(f"{self.url}{path} {what} ({answer.status}): {text}")
+        if answer.status >= 500:
+            raise NoAnswerError(f"{self.url}{path} failed with status {answer.status}: {text}")
+        raise SamplerError(f"{self.url}{path} rejected the request ({answer.status}): {text}")
 
     def is_healthy(self) -> bool:
         with suppress(NoAnswerError):
@@ -234,8 +233,10 @@ class GroupQueue:
                 return
             is_dead = isinstance(error, NoAnswerError) and not server.is_healthy()
             if self._is_closed or not is_dead or self.starts[server] == RESTARTS:
+                if log := getattr(server, "log", None):  # this run started it
+                    error.add_note(f"The server's log: {log}")
                 raise error
-            logger.info("%s. It is started again", error)
+            logger.info("%s. Restarting the server", error)
             server.restart()
             self._load(server)
             self.starts[server] += 1
@@ -258,5 +259,5 @@ def run_together(actions: Sequence[Callable[[], T]], seconds: float | None = Non
     for future in done:
         future.result()
     if pending:
-        raise SamplerError(f"{len(pending)} of {len(actions)} members did not finish within {seconds:g} s")
+        raise SamplerError(f"{len(pending)} of {len(actions)} vLLM servers did not answer within {seconds:g} s")
     return [future.result() for future in futures]

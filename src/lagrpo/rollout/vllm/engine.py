@@ -176,21 +176,16 @@ class VllmEngine:
         for span in answer["weight_versions"] or []:
             versions[span["start"] : span["end"]] = version = self.weights.version_of(span["version"])
             if version < 0:
-                raise SamplerError(
-                    f"{server} sampled with weights of another run (labeled {span['version']}): it was started again, "
-                    "or another run syncs to it. Resume the run with a server of its own"
-                )
+                what = f"sampled with weights labeled {span['version']}: it was restarted, or another run uses it"
+                raise SamplerError(f"{server} {what}. Resume with a server that only this run uses")
         fault, end = None, answer["finish_reason"]
         if not token_ids or end not in ("stop", "length"):
-            fault = f"the server ended it with {end!r} after {len(token_ids)} tokens"
+            fault = f"the server stopped it ({end!r}) after {len(token_ids)} tokens"
         elif bool((versions < 0).any()):
-            fault = "the server did not say which weights sampled every token"
+            fault = "the server did not report the weight version of every token"
         elif not bool((logp > NO_LOGPROB).all()):
-            fault = "the server gave no finite log-prob of a token"
-        ids, finished = (
-            torch.tensor(token_ids, dtype=torch.long),
-            bool(token_ids) and token_ids[-1] in self.chat.eos_ids,
-        )
+            fault = "the server returned a log-prob that is not finite"
+        ids, finished = torch.tensor(token_ids, dtype=torch.long), not self.chat.eos_ids.isdisjoint(token_ids[-1:])
         outcome = Outcome.failed(fault) if fault else None
         return Completion(ids, logp, versions, finished, self.chat.decode(token_ids), outcome)
 

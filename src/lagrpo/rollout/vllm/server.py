@@ -34,7 +34,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 START_TIMEOUT = 1200.0  # seconds until a server must be ready
 EXTENSION = "lagrpo_extension.Worker"
 LORA_RANKS = (0, 1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM 0.32 can be started with
-# All layers but the head: vLLM 0.32 dies when it computes log-probs of a prompt with an adapter beside the head.
+# All layers but the head: vLLM 0.32 dies when it computes log-probs of a prompt with an adapter on the head.
 LORA_LAYERS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj")
 GUARD = """
 import os, select, signal, subprocess, sys
@@ -155,10 +155,8 @@ def attach_server(url: str, settings: Settings, longest: int) -> VllmClient:
     server = VllmClient(url, os.environ.get(KEY))
     model = server.call("GET", "/v1/models")["data"][0]
     if model["max_model_len"] < longest:
-        raise ValueError(
-            f"{url} takes sequences of at most {model['max_model_len']} tokens, and the settings allow {longest}: "
-            "lower rollout.max_completion_length, or start it with a larger --max-model-len"
-        )
+        what = f"{url} takes sequences of at most {model['max_model_len']} tokens, but the settings allow {longest}"
+        raise ValueError(f"{what}: lower rollout.max_completion_length, or raise the server's --max-model-len")
     if server.get_config()["parallel_config"].get("worker_extension_cls") == EXTENSION:
         server.reload_method = StartedServer.reload_method
     return server
@@ -196,7 +194,7 @@ def serve(
     can reach without a key of the user's."""
     own = os.environ.get(KEY)
     if host not in LOOPBACK and not own:
-        raise SettingsError(f"--host: other machines can reach {host}: set {KEY} to an API key of your own")
+        raise SettingsError(f"--host: other machines can reach {host}: set {KEY} to an API key that you choose")
     with refusing():
         check_path(model)
         options = split_server_args(server_args)
@@ -206,6 +204,6 @@ def serve(
     words = [*("--model", shlex.quote(model)), "--rollout.engine vllm", f"--vllm.urls http://{address}:{port}"]
     words += ["--vllm.weight_transfer nccl"] if weight_transfer == "nccl" else []
     words += [f"--model.lora_r {lora_r}"] if lora_r else []
-    print("Once the server is up, attach with (Ctrl-C ends it):\n")
+    print("Starting a vLLM server; Ctrl-C stops it. To attach a run to it:\n")
     print("" if own else f"  export {KEY}={key}\n", f"  lagrpo train … {' '.join(words)}\n", sep="", flush=True)
     os.execvpe(launch.python, launch.command(port), launch.environment(key))

@@ -46,9 +46,9 @@ const POLL = 2000; // milliseconds
 
 const KEYS = [
   ["1 2 3 4", "trend, rollouts, evaluations, settings"],
-  ["j k  ↓ ↑", "next group, group before"],
-  ["l h  → ←", "next completion, completion before"],
-  ["] [", "next batch, batch before"],
+  ["j k  ↓ ↑", "next group, previous group"],
+  ["l h  → ←", "next completion, previous completion"],
+  ["] [", "next batch, previous batch"],
   ["c", "color tokens by log α, by ratio, by entropy, by version, not at all"],
   ["/", "search"],
   ["t", "light or dark"],
@@ -190,7 +190,7 @@ function head(app) {
 function leftOut(r) {
   const held = `${show(r.count)} of ${show(r.completions_on_disk)} completions`;
   const batches = `whole groups from ${show(r.batches.length)} of ${plural(r.batches_on_disk, "batch", "es")}`;
-  return `This page holds ${held}, ${batches}; lagrpo view --completions N takes more.`;
+  return `This page holds ${held}, ${batches}. For more: lagrpo view --completions N.`;
 }
 
 /** What is missing, and what was left out. */
@@ -199,9 +199,9 @@ function noteList(app) {
     const own = [...run.notes],
       { rollouts: r, evaluations } = run,
       several = app.data.runs.length > 1;
-    if (!r.batches_on_disk) own.push("There are no rollouts yet.");
+    if (!r.batches_on_disk) own.push("No rollouts yet.");
     else if (r.count < r.completions_on_disk) own.push(leftOut(r));
-    if (!evaluations.summaries.length) own.push("There are no evaluations.");
+    if (!evaluations.summaries.length) own.push("No evaluations.");
     if (evaluations.rows.some((rows) => rows.some((row) => !row.texts)))
       own.push("The texts of some evaluations were left out.");
     return own.map((note) => (several ? `${run.name}: ${note}` : note));
@@ -299,12 +299,12 @@ async function fetchNewer(app) {
   try {
     const answer = await fetch(`data?stamp=${encodeURIComponent(app.data.stamp)}`, { cache: "no-store" });
     if (answer.status === 204) return "";
-    if (!answer.ok) return `The runs cannot be read just now: ${await answer.text()}`;
+    if (!answer.ok) return `The runs cannot be read at the moment: ${await answer.text()}`;
     app.data = await unpack(await answer.arrayBuffer());
     app.render();
     return "";
   } catch {
-    return "The server does not answer: this is what it showed last.";
+    return "The server does not answer. This is the last state it sent.";
   }
 }
 

@@ -39,7 +39,7 @@ function evaluationTable(run) {
     "step",
     "pass@1",
     "",
-    "change to the first",
+    "change from the first",
     ...passes,
     "mean reward",
     "prompts",
@@ -83,7 +83,7 @@ function evaluationCompletions(run, row, title, range) {
       "div",
       {},
       el("h3", { text: title }),
-      el("p", { class: "dim", text: "its texts were left out of this page" }),
+      el("p", { class: "dim", text: "this page does not hold its texts" }),
     );
   const items = row.texts.map((text, n) => {
     const reward = row.rewards[n],
@@ -190,7 +190,7 @@ function evaluationsTab(app) {
           shown.slice(0, 1000).flatMap((row) => promptRows(app, run, row, after)),
           "prompts",
         )
-      : el("p", { class: "empty", text: "There is no such prompt." }),
+      : el("p", { class: "empty", text: "No prompts match." }),
     shown.length > 1000
       ? el("p", { class: "dim", text: `${show(shown.length - 1000)} more prompts are not shown` })
       : null,

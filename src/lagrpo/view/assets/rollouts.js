@@ -43,7 +43,7 @@ function badges(run, group) {
     found.push(el("span", { class: "badge", text: "no signal", title: "all rewards of the group are equal" }));
   if (unscored) found.push(el("span", { class: "badge warn", text: `${unscored} without reward` }));
   if (group.epoch < 0)
-    found.push(el("span", { class: "badge", text: "in place of another", title: "dynamic sampling" }));
+    found.push(el("span", { class: "badge", text: "replacement", title: "by dynamic sampling" }));
   return found;
 }
 
@@ -99,7 +99,7 @@ function filterBar(app) {
     el(
       "span",
       { class: "field" },
-      button("‹", "batch before: [", () => stepBatch(app, -1)),
+      button("‹", "previous batch: [", () => stepBatch(app, -1)),
       choice("batch", batches, chosen, (batch) => app.update({ batch: Number(batch) || batch, group: "" })),
       button("›", "next batch: ]", () => stepBatch(app, 1)),
     ),
@@ -166,7 +166,7 @@ function listPane(app, run, found) {
   app.fillList = found.groups.length ? fill : null;
   app.list = found.groups.length ? list : null;
   const empty = run.rollouts.count
-    ? "No completion passes this filter."
+    ? "No completions match this filter."
     : "This run has no rollouts yet, or none in this page.";
   return el(
     "div",

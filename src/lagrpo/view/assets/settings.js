@@ -42,7 +42,7 @@ function settingsTable(app) {
     if (!passesSettings(app, name, values, known)) return [];
     return [settingRow(name, values, known?.[0] ?? "", known ? known[1] : null)];
   });
-  if (!rows.length) return el("p", { class: "empty", text: "No setting passes." });
+  if (!rows.length) return el("p", { class: "empty", text: "No settings match." });
   return table(["setting", ...runs.map((run) => visible(run.name)), "default", "meaning"], rows, "settings");
 }
 
@@ -58,7 +58,7 @@ function environmentTable(app) {
   );
   return rows.length
     ? table(["where it ran", ...runs.map((run) => visible(run.name)), ""], rows, "settings")
-    : el("p", { class: "empty", text: "There is no environment.json." });
+    : el("p", { class: "empty", text: "The run has no environment.json." });
 }
 
 /** The tab of settings. */

@@ -82,7 +82,7 @@ function tokenFacts(run, c, t) {
     ["text", JSON.stringify(visible(tokenText(r, t))).slice(1, -1)],
     ["id", String(r.ids[r.token[t]])],
   ];
-  if (!r.sampled[t]) return [...facts, ["context", "no policy sampled it"]];
+  if (!r.sampled[t]) return [...facts, ["context", "not sampled"]];
   const low = r.rollout_logprobs[t] === UNKNOWN + 1 ? "≤ " : "";
   facts.push(["log α", Number.isNaN(logp) ? "not recorded" : `${low}${logp.toFixed(3)} nats`]);
   if (!Number.isNaN(logp)) facts.push(["α", Math.exp(logp).toPrecision(3)]);
@@ -127,11 +127,11 @@ function legend(run, coloring) {
   }
   if (coloring === "version") notes.push(el("span", { text: "a color for each version that sampled tokens" }));
   if (coloring === "ratio") {
-    const text = `orange: π_k makes it less likely than α did, blue: more likely; full at ${RATIO_SATURATED} nats`;
+    const text = `orange: less likely under π_k than under α, blue: more likely; full color at ${RATIO_SATURATED} nats`;
     notes.push(el("span", { text: run.rollouts.old_logprobs ? text : "log π_k was not recorded" }));
   }
   if (coloring === "entropy") {
-    const text = `entropy of the distribution at each token; full at ${ENTROPY_SATURATED} nats`;
+    const text = `entropy of π_k at each token; full color at ${ENTROPY_SATURATED} nats`;
     notes.push(el("span", { text: run.rollouts.entropy ? text : "not recorded: the loss need not compute it" }));
   }
   if (run.rollouts.vocabulary_note) notes.push(el("span", { class: "warn", text: run.rollouts.vocabulary_note }));

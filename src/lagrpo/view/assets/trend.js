@@ -13,18 +13,24 @@ const WHOLE = [1, 2, 5].flatMap((n) => [...Array(9).keys()].map((power) => n * 1
 /** Metrics in small: [metric, when a value is worth a look, why]. */
 const TELLING = [
   ["reward"],
-  ["frac_reward_zero_std", (value) => value > 0.7, "most groups have equal rewards and give no signal"],
+  ["frac_reward_zero_std", (value, run) => value > 0.7 && !isSolved(run), "most groups give no signal: equal rewards"],
   ["completions/unscored", (value) => value > 0, "completions could not be scored: see their reasons"],
   ["completions/clipped_ratio", (value) => value > 0.5, "most completions were cut at the token limit"],
   ["completions/mean_length"],
   ["staleness/max"],
   ["rollout/kl"],
-  ["rollout/ess", (value) => value < 0.5, "the ratio π/α leaves less than half of the tokens in effect"],
-  ["clip_ratio/high_mean", (value) => value > 0.3, "the clip holds back many tokens"],
+  ["rollout/ess", (value) => value < 0.5, "the rollouts are stale: less than half of their tokens count"],
+  ["clip_ratio/high_mean", (value) => value > 0.3, "more than 30 % of the tokens are clipped"],
   ["grad_norm"],
-  ["weight_sync/changed_fraction", (value) => value < 1e-4, "the weight sync changed next to no weight"],
+  ["weight_sync/changed_fraction", (value) => value < 1e-4, "the weight sync changed hardly any weight"],
   ["time/step"],
 ];
+
+/** Whether nearly all completions of the last batch have the largest reward: then equal groups are no warning. */
+function isSolved(run) {
+  const [low, high] = run.range;
+  return (run.metrics.get("reward")?.findLast((value) => value !== null) ?? low) > high - 0.1 * (high - low);
+}
 
 function meaningOf(data, metric) {
   const [set, pass] = evaluated(metric) ?? [];
@@ -209,7 +215,7 @@ function small(runs, [metric, worth, why], state, select) {
   const values = found.flatMap(([, [, ys]]) => ys).filter((y) => y !== null);
   if (!values.length) return null;
   const lasts = found.map(([, [, ys]]) => ys.findLast((y) => y !== null));
-  const noted = worth && lasts.some((last) => !missing(last) && worth(last));
+  const noted = worth && lasts.some((last, n) => !missing(last) && worth(last, runs[n]));
   const head = el(
     "span",
     { class: "head" },
@@ -256,9 +262,9 @@ const EVENT_TEXT = {
   weight_sync: (event) => `weight sync: version ${event.policy_version} (${event.reason})`,
   warning: (event) => event.text,
   reference_sync: (event) => `stage ${event.stage} begins: the reference becomes the policy`,
-  checkpoint: (event) => `checkpoint: ${show(event.bytes / 1e6)} MB in ${show(event.seconds)} s`,
+  checkpoint: (event) => `checkpoint written in ${show(event.seconds)} s`,
   resumed: (event) => ["resumed", ...differences("changed", event), ...differences("moved", event)].join("; "),
-  end: (event) => `${event.status}: ${event.detail}`,
+  end: (event) => (event.status === "finished" ? "finished" : `${event.status}: ${event.detail}`),
 };
 const QUIET = new Set(["weight_sync", "reference_sync", "checkpoint"]);
 
@@ -275,7 +281,7 @@ function eventList(run, all, open) {
   return el(
     "ul",
     { class: "events" },
-    rows.length ? rows : el("li", { class: "dim", text: "nothing but weight syncs and checkpoints" }),
+    rows.length ? rows : el("li", { class: "dim", text: "only weight syncs and checkpoints so far" }),
   );
 }
 
