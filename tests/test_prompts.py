@@ -124,6 +124,10 @@ def test_prompt_that_was_rendered_before_gives_one_warning(caplog):
         source.tokenized("train", 0)
     for reading in (r"is asked as 'user: <stop>1+1\nassistant:'.", "to ask '<stop>1+1'"):
         assert caplog.text.count(reading) == 1
+    source = one_prompt("<stop>1+1", plain := tiny_policy())
+    plain.chat.tokenizer.chat_template = "{{ messages[-1].content }}"
+    source.tokenized("train", 0)
+    assert caplog.text.count("special token") == 1
 
 
 def test_rewards_outside_of_their_range_give_one_warning(run, capsys):

@@ -120,9 +120,9 @@ class Chat:
         """Whether the messages have a special token: then they may have been rendered before, and a warning says so."""
         text = "\n".join(str(message.get("content") or "") for message in prompt.messages)
         token = next((token for token in self.special_tokens if token in text), None)
-        if token is not None:
+        if token is not None and (asked := self.tokenizer.decode(prompt.token_ids)) != text:
             cure = "If it was rendered before, set model.chat_template to a file with {{ messages[-1].content }} to ask"
-            given = where, token, self.tokenizer.decode(prompt.token_ids), cure, text
+            given = where, token, asked, cure, text
             logger.warning("%s has the special token %s, and is asked as %.300r. %s %.300r", *given)
         return token is not None
 
