@@ -137,15 +137,15 @@ def test_weights_of_a_run_evaluate_to_what_the_run_said(model, tmp_path):
 
 
 WRONG = {
-    "trian": "did you mean 'train'?",
+    "trian": "Did you mean 'train'?",
     "eval smollm2 --task gsm": "task.name",
     "eval smollm2 --eval.num_samples 500": "max_num_seqs = 128",
     "view nowhere --text": "there is no run at nowhere",
-    "recipes grpoo": "the nearest is 'grpo'",
+    "recipes grpoo": "did you mean 'grpo'?",
     "train nosuch.toml": "nosuch.toml: no such settings file",
     "train .": "cannot be read as a settings file",
     "train --resume auto": "set run.name",
-    "train --loss.recipe grop": "the nearest is 'grpo'",
+    "train --loss.recipe grop": "did you mean 'grpo'?",
     "train --model ./nosuch --dry-run": "model.path",
     "train --run.name a/b": "run.name = 'a/b'",
 }

@@ -70,17 +70,17 @@ def test_plain_line_has_every_metric_under_its_heading():
     assert (title.split(), note) == (["directory", "runs/arithmetic", "[v10]"], "weights [final] written")
     assert dict(zip(cells(header), cells(line), strict=True)) == {
         "step": "12", "reward": "0.250", "no signal": "38%", "staleness": "9", "KL to α": "1.2e-03", "clipped": "3.5%",
-        "sampled/s": "1,340", "learned/s": "2,750", "seconds": "5.0", "left": "–",
+        "sampled/s": "1,340", "learned/s": "2,750", "seconds": "5.0", "left": "9:04",
     }  # fmt: skip
     assert len(header) < 120
 
 
-def test_time_left_is_the_median_pace_without_the_first_batch():
+def test_time_left_is_the_median_pace_without_the_first_of_several_batches():
     display = started(make_display(console=(to := console())))
     for batch, seconds in enumerate([60.0, 5.0, 6.0, 40.0], start=1):
         display.on_batch(METRICS | {"step": batch, "time/step": seconds}, [])
     left = [cells(line)[-1] for line in written(to).splitlines()[-4:]]
-    assert left == ["–", "9:50", "10:44", "11:36"], "118 batches of 5 s, 117 of 5.5 s, 116 of 6 s"
+    assert left == ["1:59:00", "9:50", "10:44", "11:36"], "119 of 60 s, 118 of 5 s, 117 of 5.5 s, 116 of 6 s"
 
 
 @pytest.mark.parametrize("width", [60, 200])

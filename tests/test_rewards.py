@@ -105,7 +105,7 @@ def test_exact_compares_without_outer_white_space_and_an_empty_answer_is_unscora
 
 def test_list_as_the_answer_means_any_of_its_entries():
     number = load_function(REWARDS["number"])
-    assert [number(text, ["no number", "7", "8"]) for text in ("It is 8.", "It is 9.")] == [1.0, 0.0]
+    assert [number(text, ["no number", "7", ["8"]]) for text in ("It is 8.", "It is 9.")] == [1.0, 0.0]
     for nothing in ([], ["no number"]):
         with pytest.raises(UnscorableError):
             number("7", nothing)

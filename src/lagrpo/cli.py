@@ -33,7 +33,7 @@ import tyro
 
 from lagrpo import logs
 from lagrpo.env import env
-from lagrpo.errors import SettingsError, find_nearest
+from lagrpo.errors import SettingsError, suggest
 from lagrpo.interrupts import find_interruption, interruptible
 from lagrpo.logs import redact
 from lagrpo.settings.load import help_text, load_settings, read_words, to_toml
@@ -57,8 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         with interruptible(), failing(SettingsError, FileNotFoundError, code=2):
             if name not in COMMANDS:
-                nearest = find_nearest(name, COMMANDS)
-                raise SettingsError(f"no command {name!r}; did you mean {nearest!r}? (lagrpo --help lists all)")
+                raise SettingsError(f"no command {name!r}; lagrpo --help lists all.{suggest(name, COMMANDS)}")
             COMMANDS[name](rest)
     except BrokenPipeError:  # the reader of our output has gone: `lagrpo … | head`
         sys.stderr.close()

@@ -89,8 +89,8 @@ def test_knob_of_a_recipe_accepts_a_user_function():
 @each(
     ("name", "overrides", "problem"),
     [
-        ("grop", {}, "unknown recipe 'grop'; the nearest is 'grpo'"),
-        ("grpo", {"epsilon_hihg": 0.3}, "unknown setting 'epsilon_hihg'; the nearest is 'epsilon_high'"),
+        ("grop", {}, "unknown recipe 'grop'; did you mean 'grpo'"),
+        ("grpo", {"epsilon_hihg": 0.3}, "unknown setting 'epsilon_hihg'; did you mean 'epsilon_high'"),
         ("grpo", {"beta": -0.1}, "beta must be at least 0"),
         ("dr_grpo", {"eps_std": 0.1}, "eps_std has no effect on recipe"),
         ("grpo", {"mask": "ring"}, "mask has no effect on recipe"),
@@ -101,6 +101,8 @@ def test_knob_of_a_recipe_accepts_a_user_function():
         ("grpo", {"masked_count": True}, "mask_zero_variance is off"),
         ("grpo", {"kl": "k1"}, "k1 is not a penalty"),
         ("grpo", {"kl": "k3_bias_corrected", "kl_importance": True}, "a second time"),
+        ("grpo", {"dual_clip": "3"}, "dual_clip = '3': write a number"),
+        ("grpo", {"ratio": 3}, r"ratio = 3: write one of \['token'"),
         ("grpo", {"dual_clip": 1.1}, "dual_clip must be at least 1 . epsilon_high"),
     ],
 )

@@ -251,14 +251,12 @@ def resolve(name: str, overrides: Mapping[str, Any] | None = None) -> Recipe:
     Raises ValueError for an unknown name (with the nearest one), a number out of its domain, an override that nothing
     in the recipe reads, and functions that contradict each other."""
     row = _look_up("recipe", name, RECIPES)
-    for knob in overrides or {}:
-        _look_up("setting", knob, dict.fromkeys([*NUMBERS, *CHOICES, *MINIMUM]))
-    given = {knob: _look_up(knob, value, CHOICES[knob]) if isinstance(value, str) else value
-             for knob, value in (overrides or {}).items()}  # fmt: skip
+    given = {knob: _read_value(knob, value) for knob, value in (overrides or {}).items()}
     recipe = build(row, given)
     knobs = find_knobs(recipe)
     if unread := [knob for knob in given if knob not in knobs]:
-        raise ValueError(f"{unread[0]} has no effect on recipe {name!r}; settings that do: {_list(recipe.settings)}")
+        known = ", ".join(f"{knob} = {value}" for knob, value in recipe.settings.items())
+        raise ValueError(f"{unread[0]} has no effect on recipe {name!r}; settings that do: {known}")
     for knob, minimum in MINIMUM.items():
         if knob in knobs and not knobs[knob] >= minimum:
             raise ValueError(f"{knob} must be at least {minimum:g}, but is {knobs[knob]}")
@@ -270,12 +268,19 @@ def resolve(name: str, overrides: Mapping[str, Any] | None = None) -> Recipe:
 def _look_up(kind: str, name: str, table: Mapping[str, Any]) -> Any:
     if name in table:
         return table[name]
-    nearest = get_close_matches(name, table, n=1, cutoff=0.0)[0]
-    raise ValueError(f"unknown {kind} {name!r}; the nearest is {nearest!r} (all: {', '.join(table)})")
+    near = "".join(f"; did you mean {each!r}?" for each in get_close_matches(name, table, n=1))
+    raise ValueError(f"unknown {kind} {name!r}{near} (all: {', '.join(table)})")
 
 
-def _list(settings: Mapping[str, Any]) -> str:
-    return ", ".join(f"{knob} = {value}" for knob, value in settings.items())
+def _read_value(knob: str, value: Any) -> Any:
+    """The number of a knob, or its function, which settings name."""
+    _look_up("setting", knob, dict.fromkeys([*NUMBERS, *CHOICES, *MINIMUM]))
+    names = CHOICES.get(knob)
+    if names and isinstance(value, str):
+        return _look_up(knob, value, names)
+    if isinstance(value, int | float | list if names else str | list):
+        raise ValueError(f"{knob} = {value!r}: write {f'one of {list(names)}' if names else 'a number'}")
+    return value
 
 
 def _contradictions(knobs: Mapping[str, Any]) -> Iterator[str]:

@@ -65,7 +65,7 @@ def accept_any(score: Callable[[str, Any], float]) -> Callable[[str, Any], float
         found, problem = list[float](), UnscorableError("the reference answer is an empty list")
         for each in answer:
             try:
-                found.append(score(completion, each))
+                found.append(score_any(completion, each))
             except UnscorableError as error:
                 problem = error
         if not found:

@@ -218,8 +218,9 @@ def split_tables(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
 
 
 def _read_value(word: str) -> Any:
-    """A word as TOML or Python has it, or as it stands."""
+    """A word as TOML or Python has it (True, .5), or as it stands."""
+    text = word.lower() if word in ("True", "False") else re.sub(r"^-?(?=\.\d)", r"\g<0>0", word)
     try:
-        return tomllib.loads(f"value = {word.lower() if word in ('True', 'False') else word}")["value"]
+        return tomllib.loads(f"value = {text}")["value"]
     except (ValueError, KeyError):
         return word

@@ -118,8 +118,8 @@ class PlainDisplay(Display):
 
     def time_left(self) -> str:
         """The time that the remaining batches will take, for example 2:41, at the median pace of the recent ones. The
-        first batch does not count: it warms up."""
-        paces = [pace for row in self.rows[1:] if (pace := finite(row.get("time/step"))) is not None]
+        first batch warms up, so it counts only if it is the only one."""
+        paces = [pace for row in self.rows[1:] or self.rows if (pace := finite(row.get("time/step"))) is not None]
         return duration((self.total - self.done()) * median(paces)) if paces else ABSENT
 
     def done(self) -> int:

@@ -137,7 +137,7 @@ class Training:
         self.folder, self.saved, self.saved_at = self.store.path / "checkpoints", 0, time.monotonic()
         self.callbacks = [Trackers(run.report_to, run.log_completions), *callbacks] if self.first else []
         self.started = self.warned = False  # a run that could not be restored stays as it was
-        self.stand_at(LoopState(pi_ref=self.policy.version))
+        self.set_state(LoopState(pi_ref=self.policy.version))
 
     def create_run(self) -> Run:
         run, named = self.settings.run, self.settings.model_dump() | {"task": {"name": self.parts.main.task.name}}
@@ -198,7 +198,7 @@ class Training:
         moved = {n: [old.get(n), new.get(n)] for n in checkpoints.MACHINE if old and old.get(n) != new.get(n)}
         if checkpoint is not None:
             self.phase("restoring the checkpoint")
-            self.stand_at(checkpoints.restore_checkpoint(self.parts, checkpoint))
+            self.set_state(checkpoints.restore_checkpoint(self.parts, checkpoint))
             self.saved = checkpoint.batch
         self.ranks.gather(None)  # all have read the checkpoint
         with refusing():
@@ -247,7 +247,7 @@ class Training:
     def record(self, step: Step) -> None:
         """Record a batch, then show it, call the callbacks, and write weights if they are due."""
         metrics, rows = self.record_files(step) if self.first else ({}, [])
-        self.stand_at(step.state)
+        self.set_state(step.state)
         for callback in (self.display, *self.callbacks):
             callback.on_batch(metrics, rows)
         if (every := self.settings.checkpoint.export_every) and step.b % every == 0:
@@ -319,7 +319,7 @@ class Training:
                     weights = self.write_weights(self.store.record_weights)
         except (OSError, ArithmeticError, MemoryError, RuntimeError) as second:
             error.add_note(f"Saving partial results also failed: {second}")
-        error.add_note(self.way_on())
+        error.add_note(self.resume_command())
         return weights
 
     def end(self, status: Status, interrupted: signal.Signals | None) -> None:
@@ -328,7 +328,7 @@ class Training:
         if not self.started:
             detail = f"The run is unchanged: {self.store.path}"
         elif interrupted:
-            detail = f"Stopped by {interrupted.name}: {detail}. {self.way_on()}"
+            detail = f"Stopped by {interrupted.name}: {detail}. {self.resume_command()}"
         with suppress(OSError):  # a full disk has its own error
             if self.started and self.first:
                 self.store.record_event("end", self.loop.batch, status=status, detail=detail)
@@ -339,7 +339,7 @@ class Training:
                 last.callback(callback.on_end, status, detail)
             self.display.on_end(status, detail)
 
-    def stand_at(self, loop: LoopState) -> None:
+    def set_state(self, loop: LoopState) -> None:
         """The run stands after a batch; a checkpoint may be made of it until the next update."""
         self.loop, self.version, self.synced = loop, self.policy.version, self.parts.trainer.synced
 
@@ -357,7 +357,7 @@ class Training:
         updates, total = count_of(self.policy.version, "update"), self.settings.schedule.batches
         return f"{self.loop.batch} of {total} batches finished, {updates} made"
 
-    def way_on(self) -> str:
+    def resume_command(self) -> str:
         """The command that resumes the run."""
         place = f"To resume after batch {self.saved}" if self.saved else "No checkpoint yet; to start again"
         return f"{place}: lagrpo train --resume {shlex.quote(str(self.store.path))}"
