@@ -103,7 +103,11 @@ def test_untouched_bfloat16_run_agrees_with_its_replay(in_bfloat16):
 @pytest.mark.parametrize(
     "sections",
     [
-        {"loss": {"recipe": "red_drop"}, "schedule": {"constant_lag": 1}},
+        {
+            "loss": {"recipe": "red_drop"},
+            "schedule": {"constant_lag": 1},
+            "rollout": {"dynamic_sampling_rounds": 2},
+        },
         {"loss": {"recipe": "rloo"}, "schedule": {"sync_at_kl": 0.01, "num_iterations": 2}},
         {
             "loss": {"recipe": "grpo_masked"},

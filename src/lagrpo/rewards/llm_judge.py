@@ -71,10 +71,11 @@ class LlmJudge:
         request = {"model": self.model, "messages": [{"role": "user", "content": asked}], **self.body}
         retry = urllib3.Retry(self.retries, status_forcelist=(408, 429, 500, 502, 503, 504), allowed_methods=None,
                               backoff_factor=0.25, backoff_jitter=0.25)  # fmt: skip
-        given = {"json": request, "headers": headers, "retries": retry, "timeout": self.timeout}
         url, said = f"{self.url.rstrip('/')}/chat/completions", ""
         try:
-            reply = _connections.request("POST", url, **given)
+            reply = _connections.request(
+                "POST", url, json=request, headers=headers, retries=retry, timeout=self.timeout
+            )
             said = f"{reply.status}: {reply.data.decode(errors='replace')}"
             return str(reply.json()["choices"][0]["message"]["content"]) if reply.status == 200 else reply.json()[""]
         except (urllib3.exceptions.HTTPError, ValueError, KeyError, IndexError, TypeError) as error:
