@@ -28,7 +28,7 @@ Answer to grade:
 
 Grade the answer with a number from {low} to {high}: {low} if it is wrong, {high} if it is as good as the reference
 answer. Say in a sentence why. Then end with one line, which says "Score: " and the number."""
-_connections, _threads = urllib3.PoolManager(maxsize=64), ThreadPoolExecutor(64)
+_http, _threads = urllib3.PoolManager(maxsize=64), ThreadPoolExecutor(64)
 
 
 @dataclass(frozen=True)
@@ -73,9 +73,7 @@ class LlmJudge:
                               backoff_factor=0.25, backoff_jitter=0.25)  # fmt: skip
         url, said = f"{self.url.rstrip('/')}/chat/completions", ""
         try:
-            reply = _connections.request(
-                "POST", url, json=request, headers=headers, retries=retry, timeout=self.timeout
-            )
+            reply = _http.request("POST", url, json=request, headers=headers, retries=retry, timeout=self.timeout)
             said = f"{reply.status}: {reply.data.decode(errors='replace')}"
             return str(reply.json()["choices"][0]["message"]["content"]) if reply.status == 200 else reply.json()[""]
         except (urllib3.exceptions.HTTPError, ValueError, KeyError, IndexError, TypeError) as error:

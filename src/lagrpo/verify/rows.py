@@ -63,8 +63,8 @@ def check_versions(run: RecordedRun) -> None:
         expected["staleness"] = row["policy_version"] - min(versions) if known else None
         run.report.compare("versions", row["where"], expected, row)
         sync = max([b for b in synced if b <= step], default=0)
-        is_extra = row["epoch"] < 0  # of dynamic sampling, by the weights of the last sync
-        sync = max(1, step - s.schedule.v) if s.schedule.kind == "lagged" and not is_extra else sync
+        is_behind = s.schedule.kind == "lagged" and row["epoch"] >= 0  # dynamic sampling adds groups of the last sync
+        sync = max(1, step - s.schedule.v) if is_behind else sync
         if known and row["source"] == "sampler" and sync in run.metrics:
             alpha = run.metrics[sync][1]["policy_version"]
             other = next((v for v in versions if v < alpha or (v > alpha and not spanning)), alpha)
