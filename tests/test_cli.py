@@ -189,6 +189,12 @@ def test_help_names_every_setting_and_shows_the_values_of_the_file():
     assert len(out.splitlines()) <= 100  # two screens
 
 
+def test_help_of_eval_leaves_out_what_only_training_uses():
+    out = lagrpo("eval", "--help")[1]
+    assert "--eval.num_samples" in out
+    assert "--eval.every" not in out
+
+
 def test_help_of_all_and_the_version():
     for words in ([], ["--help"], ["-h"]):
         assert "lagrpo train FILE.toml" in lagrpo(*words)[1]

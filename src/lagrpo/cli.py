@@ -40,7 +40,9 @@ from lagrpo.settings.load import help_text, load_settings, read_words, to_toml
 from lagrpo.settings.schema import Settings
 
 HELP = {"-h", "--help"}
-EVALUATED = ("run", "model", "task", "rollout", "vllm", "eval")  # sections that `lagrpo eval` reads
+EVALUATED = ("run", "model", "task", "rollout", "vllm", "eval")  # sections that `lagrpo eval` reads, without UNUSED
+UNUSED = ("report_to", "log_completions", "lora_r", "lora_alpha", "lora_target_modules", "num_generations")
+UNUSED += ("dynamic_sampling_rounds", "on_weight_sync", "at_start", "every", "best_metric")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -141,7 +143,7 @@ def evaluate(words: list[str]) -> None:
     """Evaluate a model, by default on all test prompts."""
     base = {"run.output_dir": "evaluations", "eval.num_prompts": 0, "rollout.num_generations": 1}
     if HELP & {*words}:
-        return print(help_text(Eval, load_settings(base), EVALUATED))
+        return print(help_text(Eval, load_settings(base), EVALUATED, UNUSED))
     given, changes = read_words(words, Eval, load_settings(base), EVALUATED)
     settings = load_settings(base | {"model.path": given.path}, changes)
     from lagrpo.training.checks import check_evaluation

@@ -37,12 +37,8 @@ def one_line_errors(what: str) -> Iterator[None]:
         raise ValueError(f"{what}: {one_line(str(error)) or type(error).__name__}") from error
 
 
-def find_nearest(name: str, known: Iterable[str], likeness: float = 0.0) -> str | None:
-    """The known name most like `name`; None if none reaches the likeness (0: any name does, 1: only the same).
-
-    >>> find_nearest("trian", ["train", "eval"]), find_nearest("trian", ["eval"], likeness=0.6)
-    ('train', None)
-    """
+def find_nearest(name: str, known: Iterable[str], likeness: float) -> str | None:
+    """The known name most like `name`; None if none reaches the likeness (0: any name does, 1: only the same)."""
     return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=likeness)), None)
 
 

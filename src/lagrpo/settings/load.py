@@ -167,8 +167,8 @@ def read_words(
     return given, changed | tables
 
 
-def help_text(command: type, settings: Settings, sections: Sequence[str]) -> str:
-    """The help of a command: its docstring, and a line for each setting with its value."""
+def help_text(command: type, settings: Settings, sections: Sequence[str], unused: Sequence[str] = ()) -> str:
+    """The help of a command: its docstring, and a line with the value for each setting that it uses."""
     lines = [inspect.getdoc(command) or ""]
     for section in sections:
         values = getattr(settings, section)
@@ -179,7 +179,7 @@ def help_text(command: type, settings: Settings, sections: Sequence[str]) -> str
             shown = f" [{' '.join(words)}]" if value not in (None, ()) else ""
             if key in TABLES:
                 key, shown = f"{key}.NAME", ""
-            if key != "eval.sets":  # a list of tables, for files
+            if name not in ("sets", *unused):  # evaluation sets are a list of tables, for files
                 lines.append(f"  --{key:<32} {field.description}{shown}")
     return "\n".join(lines)
 
