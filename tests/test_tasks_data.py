@@ -185,7 +185,7 @@ def test_file_loads_or_is_rejected_in_one_line_with_the_place(tmp_path):
         ("a.jsonl", b"\xef\xbb\xbf" + GOOD + b"\r\n \n" + GOOD[:-1], 2),
         ("a.jsonl", json.dumps({"q": "1\u2028?", "a": "2\x85"}, ensure_ascii=False).encode(), 1),
         ("a.csv", b'q,a\r\n"1\n+ 1?",2\r\n', 1),
-        ("a.csv", b"q,a\n1 + 1?\n", r"a.csv, row 1: it has not as many fields as the header"),
+        ("a.csv", b"q,a\n1 + 1?\n", r"a.csv, row 1: its number of fields is not the header's"),
         ("a.csv", b"q,a\n ,2\n", r"a.csv, row 1: its prompt is ' '"),
         ("a.jsonl", b"[" + GOOD + b",\n" + GOOD + b"]", 2),
         ("a.json", b'{"train":\n[]}', r"a.json, item 1: no column 'q'; the columns are train"),
@@ -193,7 +193,7 @@ def test_file_loads_or_is_rejected_in_one_line_with_the_place(tmp_path):
         ("a.jsonl", GOOD + b"\n" + GOOD[:20] + b"\n", r"a.jsonl, line 3: this is not JSON"),
         ("a.jsonl.gz", gzip.compress(GOOD * 99, mtime=0)[:-20], "cannot be read"),
         ("a.parquet", b"PAR1", "a.parquet cannot be read"),
-        ("a.txt", GOOD, "needs files that end in .jsonl, .json, .csv, .parquet"),
+        ("a.txt", GOOD, "name files that end in .jsonl, .json, .csv, .parquet"),
     ]:  # fmt: skip
         (path := tmp_path / file).write_bytes(content)
         if isinstance(rows, int):

@@ -84,7 +84,7 @@ def _parse(value: Any, place: str, kind: str | None = None) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{place}: this is a {type(value).__name__}, not an object with columns")
     if kind == ".csv" and (None in value or None in value.values()):
-        raise ValueError(f"{place}: it has not as many fields as the header")
+        raise ValueError(f"{place}: its number of fields is not the header's")
     return value
 
 
@@ -169,7 +169,7 @@ def find_splits(named: Any, hub: str) -> dict[str, Any]:
     shards = {name: {int(_ENDING.findall(file.name)[0][1] or 1) for file in found} for name, found in there.items()}
     chosen = lambda counts: not path.is_dir() and len(counts) == 1 and counts != {1}  # noqa: E731 - by a pattern
     if not there or not all(counts == {len(there[name])} or chosen(counts) for name, counts in shards.items()):
-        raise ValueError(f"{setting}: {path} needs files that end in {endings}, one for each split, or all its shards")
+        raise ValueError(f"{setting}: {path}: name files that end in {endings}: one for each split, or all its shards")
     return there
 
 
