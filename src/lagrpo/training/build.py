@@ -85,7 +85,8 @@ class TrainerComponents:
         with ExitStack() as undo:
             loaded = load_tasks(settings, task)
             with refusing("offline.data"):
-                records = read_records(settings.offline.data) if settings.offline.data else None
+                records = read_records(settings.offline.data) if settings.offline.data else []
+                check_logp(recipe, not records or any(row.get("rollout_logprobs") is not None for row in records))
             replied = max_reply_tokens(settings, *loaded.values())
             servers = start_servers(settings, replied, undo) if ranks.is_first else []
             s, seed = settings.rollout, settings.run.seed
@@ -108,22 +109,12 @@ class TrainerComponents:
             if isinstance(evaluator, fsdp.EvaluationSampler):
                 evaluator.source = trainer.policy
             return TrainerComponents(
-                settings=settings,
-                tasks=tasks,
-                own_task=task is not None,
-                model=model,
-                trainer=trainer,
-                sampler=sampler,
-                evaluator=evaluator,
-                share=share,
+                settings=settings, tasks=tasks, own_task=task is not None, model=model, trainer=trainer,
+                sampler=sampler, evaluator=evaluator, share=share, offline=offline, ranks=ranks, skeleton=skeleton,
                 prefetcher=Prefetcher(sampler, lambda b: share(prompts.batch(b)), s.num_generations),
-                offline=offline,
                 schedule=Schedule(settings.schedule.kind, settings.schedule.v, settings.schedule.sync_at_kl),
-                check_weight_sync=build_weight_sync_check(trainer.policy, prompts, sampler),
-                ranks=ranks,
-                skeleton=skeleton,
-                processes=undo.pop_all(),
-            )
+                check_weight_sync=build_weight_sync_check(trainer.policy, prompts, sampler), processes=undo.pop_all(),
+            )  # fmt: skip
 
     @property
     def main(self) -> TaskSetup:
@@ -213,10 +204,15 @@ def build_offline(settings: Settings, recipe: Recipe, policy: Policy, records: A
             max_prompt_tokens=sampling.max_prompt_length, max_completion_tokens=sampling.max_completion_length,
             reads_logp=recipe.needs_logp_alpha,
         )  # fmt: skip
-        if recipe.needs_logp_alpha and not found.has_logp:
-            what = f"it has no rollout_logprobs, which loss.recipe = {recipe.name!r} needs"
-            raise ValueError(f"{what}; recipes that do not: reinforce, asymre, red_drop, red_weight")
+        check_logp(recipe, found.has_logp)
     return found
+
+
+def check_logp(recipe: Recipe, known: bool) -> None:
+    """Raise ValueError for offline completions without log-probs if the recipe reads log α."""
+    if recipe.needs_logp_alpha and not known:
+        what = f"it has no rollout_logprobs, which loss.recipe = {recipe.name!r} needs"
+        raise ValueError(f"{what}; recipes that do not: reinforce, asymre, red_drop, red_weight")
 
 
 # The model
