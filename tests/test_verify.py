@@ -20,7 +20,7 @@ from tiny import save_tiny
 import lagrpo
 from lagrpo.cli import main
 from lagrpo.errors import SettingsError
-from lagrpo.runs import RunNotFoundError, load_events, load_rollouts
+from lagrpo.runs import RunNotFoundError, load_events, load_metrics, load_rollouts
 from lagrpo.verify import Difference, verify_run
 from lagrpo.verify.tokens import read_tokens
 
@@ -119,6 +119,13 @@ def test_untouched_bfloat16_run_agrees_with_its_replay(in_bfloat16):
 )
 def test_runs_of_other_recipes_and_schedules_agree_with_their_replay(model, tmp_path, sections):
     assert verify_run(trained(model, tmp_path, **sections), 12).differences == []
+
+
+def test_finished_run_with_more_batches_agrees_with_its_replay(model, tmp_path):
+    run = trained(model, tmp_path, schedule={"constant_lag": 2})
+    lagrpo.train(resume=run, settings={"schedule.batches": 7})
+    assert [line["staleness/max"] for line in load_metrics(run)] == [0, 1, 2, 0, 1, 2, 2]
+    assert verify_run(run, 12).differences == []
 
 
 def test_offline_completions_are_left_out(untouched, model, tmp_path):

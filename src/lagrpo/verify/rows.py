@@ -53,8 +53,10 @@ def check_syncs(run: RecordedRun) -> None:
 
 def check_versions(run: RecordedRun) -> None:
     """Tokens have the version that the schedule announced, and π_k the version of the step's metrics. A completion
-    that vLLM finished after a weight sync may have tokens of later versions, too."""
+    that vLLM finished after a weight sync may have tokens of later versions, too. If a finished run was resumed for
+    more batches, none of them was sampled before."""
     s, synced = run.settings, [step for step, (_, line) in run.metrics.items() if line["weight_sync/performed"]]
+    resumed = [event for event in run.events if event["event"] == "resumed"]
     spanning = s.vllm.on_weight_sync == "continue" and s.rollout.engine == "vllm"
     for row in (row for row in run.rows if row["step"] in run.metrics):
         step, versions = row["step"], sampled(row, "policy_versions")
@@ -64,7 +66,8 @@ def check_versions(run: RecordedRun) -> None:
         run.report.compare("versions", row["where"], expected, row)
         sync = max([b for b in synced if b <= step], default=0)
         is_behind = s.schedule.kind == "lagged" and row["epoch"] >= 0  # dynamic sampling adds groups of the last sync
-        sync = max(1, step - s.schedule.v) if is_behind else sync
+        if is_behind:
+            sync = max(1, step - s.schedule.v, *(e["step"] + 1 for e in resumed if e["step"] + e["ahead"] < step))
         if known and row["source"] == "sampler" and sync in run.metrics:
             alpha = run.metrics[sync][1]["policy_version"]
             other = next((v for v in versions if v < alpha or (v > alpha and not spanning)), alpha)
