@@ -106,7 +106,7 @@ def test_untouched_bfloat16_run_agrees_with_its_replay(in_bfloat16):
         {
             "loss": {"recipe": "red_drop"},
             "schedule": {"constant_lag": 1},
-            "rollout": {"dynamic_sampling_rounds": 2},
+            "rollout": {"dynamic_sampling_rounds": 6, "temperature": 0.1, "num_generations": 3},
         },
         {"loss": {"recipe": "rloo"}, "schedule": {"sync_at_kl": 0.01, "num_iterations": 2}},
         {

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lagrpo.core import kl
 from lagrpo.core.advantages import leave_one_out, sigma
+from lagrpo.core.ratios import limit
 from lagrpo.rng import uniforms
 from lagrpo.runs.rollouts import reward_columns
 from lagrpo.types import Range
@@ -163,8 +164,9 @@ def token_metrics(rows: Sequence[Row]) -> dict[str, float]:
     """π_k against α over the tokens of the objective; nothing if some of them lack a log-prob."""
     if not (known := log_ratios(row for row in rows if not row["excluded_reason"])):
         return {}
-    d = torch.cat(known)
-    found = {"kl": kl.sampled_kl(d), "ratio_mean": d.exp().mean(), "ess": kl.ess(d.exp()) / len(d)}
+    d, bounded = torch.cat(known), limit(torch.cat(known))
+    ratio = bounded.exp()
+    found = {"kl": kl.sampled_kl(bounded), "ratio_mean": ratio.mean(), "ess": kl.ess(ratio) / len(d)}
     found |= {"logp_difference_mean": d.abs().mean(), "logp_difference_max": d.abs().max()}
     return {f"rollout/{name}": value.item() for name, value in found.items()}
 
