@@ -57,7 +57,7 @@ def test_a_run_on_cuda(tmp_path):
     settings = {
         "model": {"path": str(save_tiny(tmp_path / "model"))},
         "run": {"output_dir": str(tmp_path / "runs")},
-        "rollout": {"num_generations": 4, "max_completion_length": 8},
+        "rollout": {"num_generations": 4, "max_completion_length": 8, "max_prompt_length": 64},
         "schedule": {"prompts_per_batch": 4, "batches": 3, "sync_every": 2},
         "eval": {"num_prompts": 4, "num_samples": 2},
     }

@@ -41,7 +41,7 @@ def _transfer_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model that ends about every tenth token, with a chat template for several turns."""
     directory = tmp_path_factory.mktemp("vllm") / "model"
-    made = tiny_model(**SIZES, max_position_embeddings=1024)
+    made = tiny_model(**SIZES)
     made.get_output_embeddings().weight.data[1] *= 3
     made.save_pretrained(directory)
     tokenizer = tiny_tokenizer()

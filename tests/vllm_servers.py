@@ -26,7 +26,10 @@ from lagrpo.rollout.vllm.weights import WeightTransfer
 from lagrpo.types import Completion
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB of each server; the tests run two at a time
-SIZES: dict[str, Any] = {"head_dim": 32, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+SIZES: dict[str, Any] = {
+    "head_dim": 32, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "max_position_embeddings": 1024,
+}  # fmt: skip
 Answer = tuple[int, Any] | None
 
 

@@ -11,6 +11,7 @@ segment gathered as [prompt, own]: by `varlen_attn` on GPUs in float16 or bfloat
 from __future__ import annotations
 
 from collections.abc import Iterator
+from inspect import signature
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -100,7 +101,9 @@ def attend_varlen(layout: PackedLayout, query: Tensor, key: Tensor, value: Tenso
         torch.tensor([*accumulate(n, initial=0)], dtype=torch.int32, device=query.device) for n in (lengths, seen)
     )
     keys, values = (torch.cat([*gather_keys(layout, t)]) for t in (key, value))
-    causal = {"window_size": (-1, 0), "enable_gqa": query.shape[1] != key.shape[1], "scale": scaling}
+    causal: dict[str, Any] = {"window_size": (-1, 0), "scale": scaling}
+    if "enable_gqa" in signature(varlen_attn).parameters:  # PyTorch 2.11 groups queries without being told
+        causal["enable_gqa"] = query.shape[1] != key.shape[1]
     return varlen_attn(query.contiguous(), keys, values, *offsets, max(lengths), max(seen), **causal)  # type: ignore
 
 
