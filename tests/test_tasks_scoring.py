@@ -17,14 +17,7 @@ from test_tasks import task_settings
 
 from lagrpo.rewards.reward import REWARDS, UnscorableError, load_function
 from lagrpo.tasks import countdown, gsm8k, load_task
-from lagrpo.tasks.numbers import (
-    find_first_numeral,
-    find_last_box,
-    find_last_numeral,
-    find_numerals,
-    merge_fractions,
-    simplify,
-)
+from lagrpo.tasks.numbers import find_last_box, find_numerals, merge_fractions, read_number, simplify
 
 CORPORA = Path(__file__).parent / "corpora"
 needs_math = pytest.mark.skipif(importlib.util.find_spec("math_verify") is None, reason="needs math-verify")
@@ -84,8 +77,7 @@ def test_numerals_have_signs_scales_and_groups_or_no_value():
 
 def named(text: str) -> tuple[Fraction | None, Fraction | None]:
     """The last and the first number that a text names."""
-    found = find_numerals(text)
-    last, first = find_last_numeral(text, found), find_first_numeral(text, found)
+    last, first = read_number(text), read_number(text, first=True)
     return last.value if last else None, first.value if first else None
 
 

@@ -26,6 +26,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import pairwise
 from typing import Any
 
 _ODD_DIGITS = r"\d²³¹¼-¾\u2070-\u209f\u2150-\u218b\u2460-\u24ff\u2776-\u2793"
@@ -145,41 +146,29 @@ def are_joined(text: str, left: Numeral, right: Numeral) -> bool:
     return bool(_OPERATOR.search(between)) or left.value is None or left.value != right.value
 
 
-def find_last_numeral(text: str, found: list[Numeral]) -> Numeral | None:
-    """The last numeral: None without one, and if it is joined to the one before it."""
-    if not found or (len(found) > 1 and are_joined(text, found[-2], found[-1])):
-        return None
-    return found[-1]
-
-
 def read_number(text: str, first: bool = False, fractions: bool = False) -> Numeral | None:
-    """The numeral that names the last (or the first) number of a text in plain spelling, in which a/b may be one."""
+    """The numeral that names the last (or the first) number of a text in plain spelling, in which a/b may be one: None
+    without one, and if it is joined to its neighbor. If an expression with "=" comes first, the first number is the one
+    after its "="."""
     found = merge_fractions(text, find_numerals(text)) if fractions else find_numerals(text)
-    return find_first_numeral(text, found) if first else find_last_numeral(text, found)
+    joined = [are_joined(text, left, right) for left, right in pairwise(found)]
+    if not first:
+        return found[-1] if found and not any(joined[-1:]) else None
+    in_expression = False
+    for (left, right), is_joined in zip(pairwise(found), joined, strict=True):
+        between = text[left.end : right.start]
+        if is_joined and not _OPERATOR.search(between):
+            return None
+        if not is_joined and not (in_expression and between.count("=") == 1):
+            return None if in_expression else left
+        in_expression = is_joined
+    return found[-1] if found and not in_expression else None
 
 
 def read_last_number(text: str) -> Fraction | None:
     """The value of the last numeral of an answer, which may be LaTeX; None if it names no number."""
     last = read_number(simplify(text))
     return last.value if last is not None else None
-
-
-def find_first_numeral(text: str, found: list[Numeral]) -> Numeral | None:
-    """The numeral that names the first number, or, if an expression with "=" comes first, the one after its "=": None
-    without one, and if it is joined to the next."""
-    at, in_expression = 0, False
-    while at + 1 < len(found):
-        between = text[found[at].end : found[at + 1].start]
-        if are_joined(text, found[at], found[at + 1]):
-            if not _OPERATOR.search(between):
-                return None
-            in_expression = True
-        elif in_expression and between.count("=") == 1:
-            in_expression = False
-        else:
-            break
-        at += 1
-    return found[at] if found and not in_expression else None
 
 
 def agree(one: Numeral | None, other: Numeral | None) -> bool:
