@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 logger = logging.getLogger("lagrpo")
 
@@ -29,6 +30,17 @@ def is_secret(name: str) -> bool:
 def redact(text: str) -> str:
     """The text with *** for the values of --token X, token=X and Bearer X, and for the user of a URL."""
     return _OPTION.sub(rf"\1{HIDDEN}", _USER.sub(rf"\1{HIDDEN}@", text))
+
+
+def redact_values(value: Any, name: str = "") -> Any:
+    """The value as JSON has it, a date or a path as text, without the secrets in texts and under names of secrets."""
+    if isinstance(value, Mapping):
+        return {str(key): redact_values(item, str(key)) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [redact_values(item, name) for item in value]
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    return HIDDEN if value and is_secret(name) else redact(str(value))
 
 
 def print_line(text: str) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lagrpo.errors import SettingsError, one_line, visible
-from lagrpo.logs import redact
+from lagrpo.logs import redact, redact_values
 
 logger = logging.getLogger("lagrpo")
 
@@ -57,7 +57,7 @@ class Trackers(Callback):
 
     def on_start(self, settings: Row, environment: Row, batch: int) -> None:
         path = Path(settings["run"]["output_dir"], settings["run"]["name"]).absolute()
-        config, run_id = without_secrets({**settings, "environment": environment}), environment["id"]
+        config, run_id = redact_values({**settings, "environment": environment}), environment["id"]
         self.active = dict.fromkeys(self.names)
         self._call(lambda name, _: self.active.update({name: TRACKERS[name](path, run_id, config, batch)}))
 
@@ -67,7 +67,7 @@ class Trackers(Callback):
         self._log(batch, values)
         if count:
             rows = [rollouts[n * len(rollouts) // count] for n in range(count)]
-            table = without_secrets([{name: row.get(name) for name in COLUMNS} for row in rows])
+            table = redact_values([{name: row.get(name) for name in COLUMNS} for row in rows])
             self._call(lambda _, tracker: tracker.log_table(batch, table))
 
     def on_evaluation(self, name: str, summary: Row, records: Sequence[Row]) -> None:
@@ -91,15 +91,6 @@ class Trackers(Callback):
                 del self.active[name]
                 problem = one_line(redact(f"{type(error).__name__}: {error}"))
                 logger.warning("tracker %s is disabled, training continues: %s", name, problem)
-
-
-def without_secrets(value: Any) -> Any:
-    """The value with *** instead of secrets, as JSON would have it: maps, lists and paths become plain."""
-    if isinstance(value, Mapping):
-        return {str(key): without_secrets(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [without_secrets(item) for item in value]
-    return redact(str(value)) if isinstance(value, str | Path) else value
 
 
 class TensorBoard:

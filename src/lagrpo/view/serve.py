@@ -1,14 +1,21 @@
 """`lagrpo view`: write the page, or serve it on 127.0.0.1 with newer data when files of its runs change.
 
+The page is one HTML file without links, which asks no network. Scripts and styles are allowed by their hashes alone.
+The data is base64, and names in the title are escaped; the script puts every other text into the page as text.
+
 Only this machine is answered, and only by the names of this machine: another web page cannot read the server through a
 name that it points to 127.0.0.1."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import html
 import webbrowser
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.resources import files
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
@@ -16,8 +23,9 @@ from lagrpo.errors import SettingsError, one_line, refusing
 from lagrpo.runs.files import write_atomically
 from lagrpo.runs.reading import open_run
 from lagrpo.view.data import collect, take_stamp
-from lagrpo.view.page import make_page
 
+STYLES = ("uplot.css", "style.css")
+SCRIPTS = ("dom", "data", "trend", "groups", "tokens", "rollouts", "evaluations", "settings", "app")
 HOST, FILE = "127.0.0.1", "view.html"
 HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff", "X-Frame-Options": "DENY"}
 
@@ -56,6 +64,30 @@ def view(
             webbrowser.open(server.url)
         server.serve_forever()
     return target
+
+
+def make_page(names: Sequence[str], packed: bytes, live: bool = False) -> str:
+    """The page of runs with these names; `live` lets it ask the server that it comes from for newer data."""
+    scripts = "\n".join(_asset(f"{name}.js") for name in SCRIPTS)
+    style, library = "\n".join(map(_asset, STYLES)), _asset("uplot.js")
+    program = f'(() => {{\n"use strict";\n{scripts}\n}})();'  # one function: its names are its own
+    connect = "'self'" if live else "'none'"
+    policy = (
+        f"default-src 'none'; script-src {_hash(library)} {_hash(program)}; style-src {_hash(style)}; "
+        f"connect-src {connect}; base-uri 'none'; form-action 'none'"
+    )
+    title = html.escape(f"{', '.join(names)} · lagrpo view".encode(errors="replace").decode())
+    data, marks = base64.b64encode(packed).decode(), " data-live" if live else ""
+    parts = {"title": title, "style": style, "data": data, "library": library, "program": program}
+    return _asset("page.html").format(live=marks, policy=policy, **parts)
+
+
+def _asset(name: str) -> str:
+    return files("lagrpo.view").joinpath("assets", name).read_text(encoding="utf-8")
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
 class Server(ThreadingHTTPServer):
