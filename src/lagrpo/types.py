@@ -104,6 +104,11 @@ class Completion:
         return int(self.sampled.sum())
 
     @property
+    def has_logp(self) -> bool:
+        """Whether the log-prob of every sampled token is known."""
+        return not bool((self.logp_alpha.isnan() & self.sampled).any())
+
+    @property
     def policy_turns(self) -> int:
         """How many turns the policy had."""
         return len(self.turns[::2]) or 1

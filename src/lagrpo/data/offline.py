@@ -69,8 +69,8 @@ class OfflineData:
         rendered = (pair for pair in zip(rows, records, strict=True) if pair[1].get("prompt_token_ids") is None)
         any(policy.chat.warn_if_rendered(row.prompt, record.place) for row, record in rendered)
         rows = self._keep(rows, "failed", lambda row: row.completion is not None)
-        if reads_logp and any(_has_logp(row.completion) for row in rows):
-            rows = self._keep(rows, "without log-probs", lambda row: _has_logp(row.completion))
+        if reads_logp and any(row.completion and row.completion.has_logp for row in rows):
+            rows = self._keep(rows, "without log-probs", lambda row: row.completion and row.completion.has_logp)
         together: defaultdict[tuple[Any, ...], list[Offline]] = defaultdict(list)
         for row in rows:
             together[row.group].append(row)
@@ -83,7 +83,7 @@ class OfflineData:
         if not self._groups:
             raise ValueError(f"the files have {self}")
 
-    def _keep(self, rows: list[Offline], reason: str, fits: Callable[[Offline], bool]) -> list[Offline]:
+    def _keep(self, rows: list[Offline], reason: str, fits: Callable[[Offline], Any]) -> list[Offline]:
         kept = [row for row in rows if fits(row)]
         self.left_out += Counter({reason: len(rows) - len(kept)})  # without zeros
         return kept
@@ -100,18 +100,13 @@ class OfflineData:
     @property
     def has_logp(self) -> bool:
         """Whether every completion carries the log-probs of the policy that sampled it."""
-        return all(map(_has_logp, self._completions))
+        return all(completion.has_logp for completion in self._completions)
 
     def batch(self, b: int, count: int) -> list[Group]:
         """`count` groups for batch b = 1, 2, …"""
         N = len(self._groups)
         places = (divmod(place, N) for place in range((b - 1) * count, b * count))
         return [replace(self._groups[order_prompts(self.seed, epoch, N)[n]], epoch=epoch) for epoch, n in places]
-
-
-def _has_logp(completion: Completion | None) -> bool:
-    """Whether all its log-probs are known."""
-    return completion is not None and not bool((completion.logp_alpha.isnan() & completion.sampled).any())
 
 
 def read_row(row: Row, replies: Replies, system_prompt: str | None) -> Offline:

@@ -46,7 +46,7 @@ class LlmJudge:
     retries: int = 3
     timeout: float = 30.0
     body: Mapping[str, Any] = field(default_factory=lambda: {"temperature": 0.0, "max_tokens": 512})
-    repeats = False
+    repeats = False  # a server may give another value when it is called again
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"https?://[^\s@?#]+", self.url):

@@ -86,17 +86,13 @@ def called() -> Any:
     return _called
 
 
-def score(number: int, calls: Sequence[Mapping[str, Any]], count: int | None, seconds: float) -> list[Outcome]:
-    """`call_reward` with the function of this number."""
-    return call_reward(called()[number], calls, count, seconds)
-
-
-def call_reward(
-    function: Callable[..., Any], calls: Sequence[Mapping[str, Any]], count: int | None, seconds: float
+def score(
+    reward: int | Callable[..., Any], calls: Sequence[Mapping[str, Any]], count: int | None, seconds: float
 ) -> list[Outcome]:
-    """The outcome of each call with these keyword arguments. With `count` the only call gives a list with a value for
-    each of so many completions. Coroutines run concurrently, each for at most so many seconds."""
-    values = list[Any]()
+    """The outcome of each call of a function (or the one of this number in a worker) with these keyword arguments. With
+    `count` the only call gives a list with a value for each of so many completions. Coroutines run concurrently, each
+    for at most so many seconds."""
+    values, function = list[Any](), called()[reward] if isinstance(reward, int) else reward
     for arguments in calls:
         try:
             values.append(function(**arguments))
@@ -284,7 +280,7 @@ class RewardPool(WorkerPool):
         given = calls, len(places) if reward.style == TRL else None, self._deadline
         if reward.importable:
             return self.submit(score, number, *given, seconds=self._deadline + SPARE * reward.is_async)
-        job = Job(call_reward, (reward.function, *given), self._deadline)
+        job = Job(score, (reward.function, *given), self._deadline)
         job.future.set_result(job.call(*job.arguments))
         return job
 

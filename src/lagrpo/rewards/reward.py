@@ -119,11 +119,6 @@ class Reward:
         except (pickle.PicklingError, AttributeError, TypeError):
             return False
 
-    @property
-    def repeats(self) -> bool:
-        """Whether it gives the same value when it is called again; a server may not."""
-        return getattr(self.function, "repeats", True)
-
     def check(self, row: Mapping[str, Any] | None) -> None:
         """Raise ValueError if the function needs a parameter that neither lagrpo nor the columns of the data have."""
         known = {*PASSED[self.style], *(row or () if self.style == TRL else ())}

@@ -74,7 +74,11 @@ def score(completion: str, answer: Any) -> float:
     for reading in _READINGS:
         parsed = _parse_formula(right, reading)
         readable = readable or bool(parsed)
-        found = _parse_formula(_clean(box), reading) if box is not None else _find(completion, reading)
+        if box is not None:
+            found = _parse_formula(_clean(box), reading)
+        else:  # the formula or number that counts in the text
+            free = dataclasses.replace(reading, boxed_match_priority=-1)
+            found = _parse(_THIN_SPACES.sub("", completion), (free, _NUMBER))
         if parsed and math_verify.verify(parsed, found, timeout_seconds=None):
             return 1.0
     if not readable:
@@ -86,11 +90,6 @@ def score(completion: str, answer: Any) -> float:
 def _parse_formula(latex: str, reading: math_verify.LatexExtractionConfig) -> list[Any]:
     """Parse a formula that stands alone."""
     return _parse(f"\\boxed{{{latex}}}", (dataclasses.replace(reading, boxed_match_priority=0),))
-
-
-def _find(text: str, reading: math_verify.LatexExtractionConfig) -> list[Any]:
-    """Parse the formula or number that counts in a text without a box."""
-    return _parse(_THIN_SPACES.sub("", text), (dataclasses.replace(reading, boxed_match_priority=-1), _NUMBER))
 
 
 def _clean(latex: str) -> str:

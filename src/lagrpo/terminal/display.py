@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate, zip_longest
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -63,20 +63,15 @@ COLUMNS = (
 )
 
 
-def make_display(mode: Literal["auto", "none"] = "auto", console: Console | None = None) -> Display:
-    """The live display on a terminal and plain lines elsewhere; or none."""
+def make_display(console: Console | None = None) -> Display:
+    """The live display on a terminal and plain lines elsewhere."""
     console = console or Console()
-    if mode == "none":
-        return Display(console)
     live = console.file.isatty() and not console.is_dumb_terminal  # FORCE_COLOR makes a CI log a terminal for rich
     return LiveDisplay(console) if live else PlainDisplay(console)
 
 
 class Display:
-    """Shows nothing."""
-
-    def __init__(self, console: Console) -> None:
-        self.console = console
+    """Shows nothing, on the other ranks."""
 
     def on_start(self, settings: Mapping[str, Any], environment: Mapping[str, Any], batch: int) -> None: ...
     def phase(self, name: str) -> None: ...
@@ -91,6 +86,9 @@ class PlainDisplay(Display):
 
     title, total = "", 0
     rows: tuple[Metrics, ...] = ()  # the last batches; replaced, never changed in place: a thread may be drawing them
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
 
     def on_start(self, settings: Mapping[str, Any], environment: Mapping[str, Any], batch: int) -> None:
         run, schedule = settings["run"], settings["schedule"]

@@ -141,9 +141,4 @@ def show_recipe(name: str, console: Console | None = None) -> None:
         head.add_row(Text(label, "dim"), Text(text, "bold" if label == "recipe" else ""))
     console.print(head)
     console.print(Text("--loss.NAME VALUE replaces one of them.\n"))
-    console.print(Text(source_code(recipe)), soft_wrap=True)
-
-
-def source_code(recipe: Any) -> str:
-    """The source of the functions that a recipe is made of."""
-    return "\n\n".join(inspect.getsource(function) for function in recipe.functions)
+    console.print(Text("\n\n".join(map(inspect.getsource, recipe.functions))), soft_wrap=True)

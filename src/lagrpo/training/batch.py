@@ -38,8 +38,7 @@ class Batch:
 
     def has_logp_alpha(self) -> Tensor:
         """Whether log α of every sampled token of a completion is known, bool [C]."""
-        completions = map(self.completion, range(len(self.member_C)))
-        return torch.tensor([not (c.logp_alpha.isnan() & c.sampled).any() for c in completions], dtype=torch.bool)
+        return torch.tensor([self.completion(c).has_logp for c in range(len(self.member_C))], dtype=torch.bool)
 
     def completion(self, c: int) -> Completion:
         group, index = self.member_C[c]

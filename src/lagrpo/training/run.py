@@ -38,7 +38,7 @@ from lagrpo.runs.rollouts import rollout_rows
 from lagrpo.settings.load import flatten, load_settings, to_toml
 from lagrpo.settings.schema import Settings
 from lagrpo.tasks import NOT_A_TASK, Task
-from lagrpo.terminal.display import make_display
+from lagrpo.terminal.display import Display, make_display
 from lagrpo.terminal.text import count_of, formatted_interval
 from lagrpo.training import checkpoint as checkpoints
 from lagrpo.training import checks
@@ -129,7 +129,7 @@ class Training:
     ) -> None:
         self.parts, self.settings, self.policy, self.ranks = parts, parts.settings, parts.trainer.policy, parts.ranks
         run, self.earlier, self.first = self.settings.run, earlier, parts.ranks.is_first
-        self.display, self.now = make_display("auto" if self.first else "none"), "start"
+        self.display, self.now = make_display() if self.first else Display(), "start"
         self.evaluations = Evaluations(parts)
         self.environment = checkpoints.describe_environment(parts, earlier)
         self.store = earlier.run if earlier else self.ranks.from_first(self.create_run)

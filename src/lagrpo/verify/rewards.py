@@ -107,7 +107,9 @@ def check_episode(run: RecordedRun, environment: Any, prompt: Prompt, row: Row) 
 
 def score_again(run: RecordedRun, task: Task, split: Any, groups: Sequence[Sequence[Row]]) -> None:
     """Score completions again, unless a server scored them, which might answer differently."""
-    if isinstance(task.reward, Rewards) and not all(each.repeats for each in task.reward.parts):
+    if isinstance(task.reward, Rewards) and not all(
+        getattr(each.function, "repeats", True) for each in task.reward.parts
+    ):
         return run.report.skip("rewards: a server gave them and may answer differently", sum(map(len, groups)))
     asked, rows, chat = list[Group](), [row for members in groups for row in members], load_chat(run)
     for members in groups:
