@@ -46,6 +46,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"rollout": {"num_generations": 1}}, "rollout.num_generations = 1: .* 2 or more"),
     ({"task": {"name": "gsm"}}, "task.name: no task 'gsm'.* Did you mean 'gsm8k'"),
     ({"task": {"options": {"numbers": 4}}}, "task.options: the task 'arithmetic' has no option 'numbers'"),
+    ({"task": {"data": "rows.jsonl"}}, "task.data: the task 'arithmetic' has no option 'data'"),
     ({"task": {"options": {"digits": 7}}}, "task.options.digits = 7"),
     ({"task": {"options": {"operations": ["/"]}}}, r"task.options.operations = \['/'\]"),
     ({"task": {"rewards": ["exakt"]}}, "task.rewards, 'exakt': no built-in reward 'exakt'"),

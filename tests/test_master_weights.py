@@ -17,6 +17,7 @@ from lagrpo.training.master_weights import MasterWeights, dither_
 from lagrpo.training.trainer import Optimization, Trainer
 
 ALL = torch.arange(-(2**15), 2**15).to(torch.int16)  # every pattern of 16 bits
+RECIPE: Any = SimpleNamespace(needs_pi_ref=False)
 DRAWS = np.arange(-(2**15), 2**15)
 DRAWS[0] = 0  # what signed16 makes of the 65,536 values of 16 bits
 
@@ -74,7 +75,7 @@ def test_dithering_does_not_change_the_initial_policy(kind):
     policy = tiny_policy(kind, torch.bfloat16)
     before = {name: w.clone() for name, w in policy.weights.items()}
     optimization = Optimization(lr=1e-3, seed=4)
-    masters = Trainer(policy, _recipe(), optimization).masters
+    masters = Trainer(policy, RECIPE, optimization).masters
     masters.write_back()
     for (name, weight), master in zip(policy.weights.items(), masters.parameters, strict=True):
         assert torch.equal(bits(weight), bits(before[name])), name
@@ -157,7 +158,7 @@ class Bandit:
         self.parameters: Any = nn.ParameterDict({"logits": LOGITS.to(dtype).repeat(COPIES, 1)})
         self.model, self.weights = SimpleNamespace(lm=self.parameters), SimpleNamespace(version=0)
         optimization = Optimization(1e-4, weight_decay=weight_decay, max_grad_norm=None, masters=masters, seed=7)
-        self.trainer = Trainer(self, SimpleNamespace(needs_pi_ref=False), optimization)  # type: ignore[arg-type]
+        self.trainer = Trainer(self, RECIPE, optimization)  # type: ignore[arg-type]
 
     @property
     def version(self) -> int:
@@ -200,10 +201,3 @@ def test_bandit_in_bfloat16_learns_as_in_float32_only_with_dithered_masters(weig
     assert (error < way / 50).all()
     assert ((dithered.mean(0) - exact).abs() < 4 * error).all()
     assert torch.equal(bandits["plain"].pi(), start.expand(COPIES, -1))
-
-
-# How much a weight sync changes
-
-
-def _recipe() -> Any:
-    return SimpleNamespace(needs_pi_ref=False)

@@ -69,9 +69,10 @@ def test_bad_rows_are_named(tmp_path):
         ({"prompt": "1+1=", "completion": 2}, "line 1: its completion is 2, not a text"),
         ({"prompt": "1+1=", "completion": "2", "reward": "1"}, "its reward is '1', not a finite number"),
         ({"prompt": "x" * 50, "completion": "2"}, "its prompt has 67 tokens; .*max_prompt_length is 64"),
+        ({"prompt": "1+1=", "completion": "2" * 9}, "its completion has 10 tokens; .*max_completion_length is 8"),
     ]:
         with pytest.raises(ValueError, match=message):
-            loaded(written(tmp_path, [row]), tiny_policy(), G=2, seed=0, max_prompt_tokens=64)
+            loaded(written(tmp_path, [row]), tiny_policy(), G=2, seed=0, max_prompt_tokens=64, max_completion_tokens=8)
 
 
 def test_log_prob_of_null_is_unknown_and_one_that_rounding_left_above_0_is_known(tmp_path):

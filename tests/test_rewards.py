@@ -92,12 +92,8 @@ def test_format_wants_every_tag_once_and_in_order_or_the_pattern():
 
 def test_exact_compares_without_outer_white_space_and_an_empty_answer_is_unscorable():
     assert [exact(text, 7) for text in (" 7\n", "7.0")] == [1.0, 0.0]
-    assert [exact(text, answer) for text, answer in (("7", 7.0), ("7.0", 7.0), ("true", True), ("t", True))] == [
-        1,
-        1,
-        1,
-        0,
-    ]
+    given = (("7", 7.0), ("7.0", 7.0), ("true", True), ("t", True))
+    assert [exact(text, answer) for text, answer in given] == [1.0, 1.0, 1.0, 0.0]
     for empty in (None, "", " \n", {"a": "7"}):
         with pytest.raises(UnscorableError):
             exact("", empty)

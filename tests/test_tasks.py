@@ -12,7 +12,7 @@ import pytest
 
 from lagrpo.rewards.reward import Rewards, load_function
 from lagrpo.settings.load import load_settings
-from lagrpo.tasks import build_messages, check_options, drop_overlong, load_task, order_prompts
+from lagrpo.tasks import build_messages, drop_overlong, load_task, order_prompts
 
 USER_MODULE = """
 from lagrpo.tasks import RowTask
@@ -68,20 +68,6 @@ def test_task_without_overlong_prompts_numbers_the_others_anew(caplog):
     assert answers == [n for n in (task.prompt("train", k).answer for k in range(16)) if n <= 11]
     assert [short.prompt("train", n).key for n in range(len(answers))] == list(range(len(answers)))
     assert f"{16 - len(answers)} of the 16 prompts of the train split are dropped" in caplog.text
-
-
-def test_wrong_settings_are_rejected_before_anything_is_loaded():
-    for name, given, message in [
-        ("arithmetics", {}, r"no task 'arithmetics'.*Did you mean 'arithmetic'\?"),
-        ("gsm8k", {"options": {"digits": 2}}, "the task 'gsm8k' has no option 'digits': it takes data"),
-        ("arithmetic", {"data": "x"}, "no option 'data'"),
-        ("arithmetic", {"options": {"digits": 9}}, r"task.options.digits = 9: .* 1, 2, 3 or 4"),
-        ("arithmetic", {"rewards": ["maths"]}, r"no built-in reward 'maths'.*Did you mean 'math'\?"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            check_options(task_settings(name, **given))
-    check_options(task_settings("arithmetic", options={"digits": 3}, system_prompt="Be brief.", rewards=["exact"]))
-    check_options(task_settings("package.module:function", options={"x": 3}, rewards=["package.module:reward"]))
 
 
 def test_missing_data_is_rejected_with_what_to_set(monkeypatch):
