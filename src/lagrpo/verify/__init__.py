@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lagrpo.errors import refusing, visible
 from lagrpo.tasks import Task
-from lagrpo.verify import rewards, rows, tokens
+from lagrpo.verify import checks, tokens
 from lagrpo.verify.record import Difference, RecordedRun, Report
 
 __all__ = ["Difference", "Report", "print_report", "verify_run"]
@@ -20,10 +20,11 @@ def verify_run(run: Path | str, count: int | None = 128, seed: int = 0, task: Ta
     SettingsError for a broken file or no finished batch."""
     recorded = RecordedRun(run)
     with refusing(f"{recorded.path} cannot be replayed: a value is missing", KeyError, TypeError):
-        rewards.check_rewards(recorded, task)
+        checks.check_rewards(recorded, task)
         tokens.check_tokens(recorded, count, seed)
-        for check in (rows.check_rows, rows.check_syncs, rows.check_versions, rows.check_groups, rows.check_metrics):
+        for check in (checks.check_rows, checks.check_syncs, checks.check_versions, checks.check_groups):
             check(recorded)
+        checks.check_metrics(recorded)
     return recorded.report
 
 
