@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import version
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -47,31 +48,6 @@ TOKENIZER = "tokenizer.json"
 Rows = dict[str, Any]
 
 
-class Arrays:
-    """The arrays of a page, in the order in which they were added: uint8, (u)int16, (u)int32 or floats.
-
-    Layout of the data, before deflating: the length of the header as a little-endian uint32; the header, JSON in UTF-8;
-    zeros up to a multiple of 8; the arrays, each at a multiple of 8. The header's `arrays` has [type, offset from the
-    first, length]."""
-
-    def __init__(self) -> None:
-        self._entries: list[list[Any]] = []
-        self._pieces: list[bytes] = []
-
-    def add(self, array: np.ndarray) -> int:
-        """Its number."""
-        content = np.ascontiguousarray(array.astype(array.dtype.newbyteorder("<"))).tobytes()
-        self._entries.append([array.dtype.name, sum(map(len, self._pieces)), len(array)])
-        self._pieces.append(content + bytes(-len(content) % 8))
-        return len(self._entries) - 1
-
-    def pack(self, header: Mapping[str, Any]) -> bytes:
-        """The header and all arrays, deflated (the zlib format)."""
-        text = re.sub("[\ud800-\udfff]", "\ufffd", to_json({**header, "arrays": self._entries})).encode()
-        start = struct.pack("<I", len(text)) + text
-        return zlib.compress(b"".join([start, bytes(-len(start) % 8), *self._pieces]), 6)
-
-
 class Table(dict[Any, int]):
     """Distinct entries, each with a number."""
 
@@ -83,7 +59,7 @@ class Table(dict[Any, int]):
 def collect(paths: Sequence[Path | str], most: int) -> bytes:
     """What the page shows of these runs, with `most` completions in all, packed. Raises RunNotFoundError for a
     directory that is not a run, SettingsError for damaged files."""
-    runs, arrays = [reading.open_run(path) for path in paths], Arrays()
+    runs, arrays = [reading.open_run(path) for path in paths], list[np.ndarray]()
     share, tokens = most // len(runs), MOST_TOKENS // len(runs)
     stamp, names = take_stamp(paths), [run.path.resolve().name for run in runs]  # first: what follows counts as new
     found = []
@@ -98,7 +74,20 @@ def collect(paths: Sequence[Path | str], most: int) -> bytes:
     metrics = describe_metrics([name for run in found for name in run["metrics"]])
     defaults, fields = flatten(load_settings().model_dump(mode="json")), list_settings(Settings)
     meanings = {name: [fields[name].description or "", defaults.get(name)] for name in fields if "." in name}
-    return arrays.pack(header | {"runs": found, "metrics": metrics, "settings": meanings})
+    return pack(header | {"runs": found, "metrics": metrics, "settings": meanings}, arrays)
+
+
+def pack(header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> bytes:
+    """The header and all arrays (uint8, (u)int16, (u)int32 or floats), deflated (the zlib format). Before that: the
+    length of the header as a little-endian uint32; the header, JSON in UTF-8; zeros up to a multiple of 8; the arrays,
+    each at a multiple of 8. The header's `arrays` has [type, offset from the first, length]."""
+    contents = [array.astype(array.dtype.newbyteorder("<")).tobytes() for array in arrays]
+    pieces = [content + bytes(-len(content) % 8) for content in contents]
+    starts = accumulate(map(len, pieces), initial=0)
+    entries = [[array.dtype.name, start, len(array)] for array, start in zip(arrays, starts, strict=False)]
+    text = re.sub("[\ud800-\udfff]", "\ufffd", to_json({**header, "arrays": entries})).encode()
+    start = struct.pack("<I", len(text)) + text
+    return zlib.compress(b"".join([start, bytes(-len(start) % 8), *pieces]), 6)
 
 
 def take_stamp(paths: Sequence[Path | str]) -> str:
@@ -189,8 +178,11 @@ def choose(batches: Sequence[int], most: int, G: int = 1) -> dict[int, int]:
     return {batches[place]: min(each, most) // G * G or G for place in places}
 
 
-def read_rollouts(run: Run, most: int, most_tokens: int, config: Mapping[str, Any], arrays: Any) -> Rows:
-    """Groups and completions, at most about so many completions and tokens. Raises as `load_rollouts` does."""
+def read_rollouts(
+    run: Run, most: int, most_tokens: int, config: Mapping[str, Any], arrays: list[np.ndarray]
+) -> Rows:  # fmt: skip
+    """Groups and completions, at most about so many completions and tokens; columns are added to the arrays. Raises as
+    `load_rollouts` does."""
     sizes = {batch: _measure(run, batch) for batch in reading.rollout_batches(run)}
     completions, tokens = (sum(size[n] for size in sizes.values()) for n in (0, 1))
     most = min(most, most_tokens * completions // max(tokens, 1))
@@ -203,6 +195,8 @@ def read_rollouts(run: Run, most: int, most_tokens: int, config: Mapping[str, An
     texts, note = texts_of(run.path, str(config.get("model", {}).get("path", "")), ids.tolist())
     several = {name: rows[name].astype(np.float32) for name in rows if name.startswith(REWARD) or name == "correct"}
     columns = groups | coded | _columns(rows, places) | several
+    numbers = range(len(arrays), len(arrays) + len(columns))
+    arrays += columns.values()
     versions = dict(zip(rows["step"], rows["policy_version"].astype(int).tolist(), strict=True))
     return {
         "batches": [[b, version, sizes[b][0], rows["step"].count(b)] for b, version in versions.items()],
@@ -215,7 +209,7 @@ def read_rollouts(run: Run, most: int, most_tokens: int, config: Mapping[str, An
         "ids": ids.tolist(),
         "vocabulary_note": note,
         "rewards": [name.removeprefix(REWARD) for name in several if name.startswith(REWARD)],
-        "columns": {name: arrays.add(values) for name, values in columns.items()},
+        "columns": dict(zip(columns, numbers, strict=True)),
     }
 
 
