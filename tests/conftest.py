@@ -3,6 +3,7 @@
 import signal
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -77,6 +78,12 @@ def quick_runs() -> None:
 @pytest.fixture(autouse=True)
 def processes_of_other_tests_are_known() -> None:
     note_processes()
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a tiny model, which tests leave as it is."""
+    return tiny.save_tiny(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ import pandas as pd
 import pytest
 from running import tiny_settings
 from sample_rewards import correct, short
-from tiny import save_tiny
 
 import lagrpo
 from lagrpo.errors import SettingsError
@@ -21,9 +20,9 @@ ROWS = [{"question": f"{n} + 1?", "answer": str(n + 1)} for n in range(20)]
 
 
 @pytest.fixture
-def given(tmp_path):
+def given(model, tmp_path):
     """The model, and settings of a small run, by their names."""
-    sections = tiny_settings(save_tiny(tmp_path / "model"), tmp_path / "runs", schedule={"batches": 2})
+    sections = tiny_settings(model, tmp_path / "runs", schedule={"batches": 2})
     sections.pop("task")
     path = sections["model"].pop("path")
     return {

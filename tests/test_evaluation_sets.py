@@ -10,7 +10,6 @@ import pytest
 from made_runs import unpack
 from rich.console import Console
 from running import tiny_settings, without_timings
-from tiny import save_tiny
 
 from lagrpo.errors import SettingsError
 from lagrpo.runs import load_evaluations, load_events, load_metrics, load_rollouts
@@ -31,11 +30,6 @@ SETS: list[dict[str, Any]] = [
     },
     {"name": "rare", "num_samples": 2, "every": 0},
 ]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
 
 
 def run(model, root, /, **sections: dict[str, Any]):

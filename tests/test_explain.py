@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from each import each
-from tiny import save_tiny
 
 from lagrpo.errors import SettingsError
 from lagrpo.settings.schema import Settings
@@ -41,13 +41,8 @@ def test_memory_of_a_rank_by_hand():
     assert memory(ranks=4, sharding="fsdp2") == {"weights": 4_500_000, "gradient and optimizer": 4_000_000}
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> str:
-    return str(save_tiny(tmp_path_factory.mktemp("models") / "tiny"))
-
-
-def explained(model: str, **sections: Any) -> str:
-    settings = Settings.model_validate({"model": {"path": model}} | sections)
+def explained(model: Path, **sections: Any) -> str:
+    settings = Settings.model_validate({"model": {"path": str(model)}} | sections)
     return "\n".join(meaning(settings, check_settings(settings)))
 
 
@@ -73,4 +68,4 @@ def test_dry_run_states_memory_per_rank(model, monkeypatch):
 def test_unsupported_model_is_rejected(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "gemma2"}')
     with pytest.raises(SettingsError, match="models of type 'gemma2' have soft-capping"):
-        explained(str(tmp_path))
+        explained(tmp_path)

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from running import tiny_settings
 from scoring import make_completion, score
-from tiny import save_tiny
 
 from lagrpo.rewards.llm_judge import LlmJudge
 from lagrpo.rewards.reward import Reward, Rewards
@@ -102,7 +101,7 @@ def test_busy_judge_is_asked_again_and_an_absent_one_leaves_unscored(server):
     assert "http://127.0.0.1:9/v1/chat/completions: no answer" in found.reason
 
 
-def test_run_with_a_judge_replays_without_asking_it_again(server, tmp_path):
+def test_run_with_a_judge_replays_without_asking_it_again(server, model, tmp_path):
     options = {"url": server.url, "model": "m"}
     rewards = [
         {"name": "right", "reward": "task"},
@@ -110,7 +109,7 @@ def test_run_with_a_judge_replays_without_asking_it_again(server, tmp_path):
     ]
     sections: dict[str, Any] = {"eval": {"at_start": False}, "schedule": {"batches": 1}}
     sections["task"] = {"name": "sample_task:load_letters", "rewards": rewards, "reward_timeout": 20}
-    run = train(tiny_settings(save_tiny(tmp_path / "model"), tmp_path, **sections)).run
+    run = train(tiny_settings(model, tmp_path, **sections)).run
     assert {row["reward_judge"] for row in load_rollouts(run)} == {0.8}
     before = len(server.asked)
     assert verify_run(run).differences == []

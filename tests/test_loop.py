@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from running import tiny_settings
-from tiny import save_tiny
 
 from lagrpo.rollout.local import LocalSampler
 from lagrpo.rollout.prefetch import VersionError
@@ -19,11 +18,6 @@ from lagrpo.training.build import TrainerComponents
 from lagrpo.training.checks import check_settings
 from lagrpo.training.loop import Step, train_loop
 from lagrpo.training.trainer import Trainer
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from running import tiny_settings
 from safetensors.torch import load_file, save_file
 from test_trainer import assembled, generate_groups, judge_groups, make_trainer
 from test_zero1 import five_updates, same
-from tiny import computed_by, save_tiny, tiny_model, tiny_policy
+from tiny import computed_by, tiny_model, tiny_policy
 from torch import Tensor
 
 from lagrpo import train
@@ -131,11 +131,6 @@ def test_start_of_adapters_depends_on_seed_and_name_alone():
 
 
 # ---- PEFT ----
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @torch.no_grad()

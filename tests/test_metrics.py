@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from running import tiny_settings
-from tiny import save_tiny
 
 from lagrpo.rollout.schedule import LoopState
 from lagrpo.runs import load_metrics
@@ -100,10 +99,9 @@ def test_nothing_generated_and_nothing_scored_has_no_means():
         assert metrics[name] is None, name
 
 
-def test_every_line_has_the_metrics_of_the_list_and_holds_numbers(tmp_path):
+def test_every_line_has_the_metrics_of_the_list_and_holds_numbers(model, tmp_path):
     texts = tmp_path / "texts.jsonl"
     texts.write_text("".join(f'{{"prompt": "a", "completion": "b{n}", "reward": {n}}}\n' for n in (0, 1)))
-    model = save_tiny(tmp_path / "tiny")
     listed = {name for metrics in METRICS.values() for name in metrics if "NAME" not in name and "SET" not in name}
     for name, sections in {
         "stale": {"schedule": {"sync_every": 2, "num_iterations": 2}},

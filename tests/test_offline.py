@@ -6,16 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from tiny import save_tiny
 
 import lagrpo
 from lagrpo.errors import SettingsError
 from lagrpo.runs import load_metrics, load_rollouts
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    return save_tiny(tmp_path_factory.mktemp("model"))
 
 
 def trained(tmp_path: Path, model: Path, /, **sections) -> Path:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from running import tiny_settings
 from test_episodes import TURNS
-from tiny import save_tiny, tiny_policy
+from tiny import tiny_policy
 
 from lagrpo.data.prompts import PromptSource
 from lagrpo.errors import SettingsError
@@ -54,9 +54,7 @@ def test_when_all_prompts_were_asked_they_come_again_under_another_address():
 
 
 @pytest.fixture
-def run(tmp_path):
-    model = save_tiny(tmp_path / "model")
-
+def run(model, tmp_path):
     def of(task: str, **sections):
         base = {
             "task": {"name": f"sample_task:{task}"},

@@ -36,11 +36,6 @@ SMALL: dict[str, dict[str, Any]] = {
 SHORT, LONG = {"batches": 3}, {"batches": 6}
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
-
-
 def begin_in(
     root: Path, model: Path, name: str, /, *callbacks: Callback, resume: Any = None, **sections: Any
 ) -> Result:

@@ -10,7 +10,6 @@ import sample_rewards
 from rich.console import Console
 from running import tiny_settings
 from scoring import QUESTION, make_completion, make_group, score
-from tiny import save_tiny
 
 from lagrpo.errors import SettingsError
 from lagrpo.rewards.builtin import exact, format, length
@@ -199,10 +198,10 @@ ENTRIES: list[dict[str, Any]] = [
 
 
 @pytest.fixture(scope="module")
-def settings(tmp_path_factory):
+def settings(model, tmp_path_factory):
     """Settings of a run with several rewards."""
     root, task = tmp_path_factory.mktemp("several"), {"name": "sample_task:load_letters", "rewards": ENTRIES}
-    return tiny_settings(save_tiny(root / "model"), root, task=task, schedule={"batches": 2})
+    return tiny_settings(model, root, task=task, schedule={"batches": 2})
 
 
 def test_each_reward_is_in_the_rollouts_the_metrics_the_evaluations_and_the_replay(settings):

@@ -17,7 +17,6 @@ from ranks import RankEndError, together
 from running import SendSignal, options, tiny_settings, without_timings
 from safetensors.torch import load_file
 from test_resume import cut_to
-from tiny import save_tiny
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -36,11 +35,6 @@ SMALL: dict[str, dict[str, Any]] = {
 MEAN_ROUNDING = 1e-5
 """of weights after twelve steps of .01: AdamW divides a gradient of the size of rounding by its own size, so a few
 weights differ by whole steps"""
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
 
 
 def settings_in(root: Path, model: Path, name: str, /, *more: Sections) -> dict[str, dict[str, Any]]:

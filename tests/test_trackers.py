@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 from running import tiny_settings
-from tiny import save_tiny
 
 from lagrpo import train
 from lagrpo.errors import SettingsError
@@ -21,11 +20,11 @@ from lagrpo.training.callbacks import Trackers, check_installed
 
 
 @pytest.fixture
-def begin(tmp_path):
+def begin(model, tmp_path):
     def begin(tracker: str, **sections: dict[str, Any]) -> Path:
         own = {"name": "run", "report_to": tracker, "log_completions": 4}
         sections = {"checkpoint": {"save_every": 1}} | sections
-        return train(tiny_settings(save_tiny(tmp_path / "tiny"), tmp_path, run=own, **sections)).run
+        return train(tiny_settings(model, tmp_path, run=own, **sections)).run
 
     return begin
 

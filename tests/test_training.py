@@ -13,7 +13,7 @@ from running import leftovers, tiny_settings, without_timings
 from safetensors.torch import load_file
 from sample_task import load
 from test_trainer import assembled, generate_groups, judge_groups
-from tiny import save_tiny, tiny_policy
+from tiny import tiny_policy
 
 import lagrpo
 from lagrpo.core.recipes import RECIPES, resolve
@@ -32,11 +32,6 @@ from lagrpo.training.run import FAILURES, train
 from lagrpo.training.trainer import Optimization, Trainer
 
 BF16: dict[str, dict[str, Any]] = {"model": {"dtype": "bfloat16"}}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture

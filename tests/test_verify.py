@@ -15,7 +15,6 @@ import pytest
 import sample_task
 import torch
 from running import tiny_settings
-from tiny import save_tiny
 
 import lagrpo
 from lagrpo.cli import main
@@ -30,11 +29,6 @@ def file_of(step: int) -> str:
 
 
 FIRST = file_of(1)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tmp_path_factory.mktemp("model"))
 
 
 def trained(model: Path, root: Path, /, **sections: dict[str, Any]) -> Path:

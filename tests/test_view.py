@@ -14,7 +14,6 @@ import pytest
 from made_runs import HOSTILE, fill, group, make_run, metrics, row, save_tokenizer, unpack
 from running import tiny_settings
 from test_cli import lagrpo as command
-from tiny import save_tiny
 
 import lagrpo
 from lagrpo.runs import load_rollouts
@@ -24,10 +23,9 @@ from lagrpo.view.serve import Server, view
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
+def trained(model, tmp_path_factory):
     """A real run of a tiny model, with v = 2."""
     root = tmp_path_factory.mktemp("trained")
-    model = save_tiny(root / "model")
     settings = tiny_settings(model, root / "runs", schedule={"sync_every": 2}, run={"name": "one"})
     return lagrpo.train(settings).run
 
