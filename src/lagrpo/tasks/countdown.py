@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from lagrpo.rewards.reward import UnscorableError
 from lagrpo.tasks import RowTask
-from lagrpo.tasks.numbers import evaluate
+from lagrpo.tasks.numbers import evaluate, find_tagged
 
 WORDING = (
     "Write an expression that equals {target}. Use only the numbers {numbers}, each of them at most once, with + - * / "
@@ -25,7 +25,6 @@ WORDING = (
 )
 _SIZES = {"train": 10_000, "test": 500}
 _LARGEST, _TARGETS = 99, range(10, 1000)
-_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _SPELLINGS = {"×": "*", "·": "*", "÷": "/", "−": "-", "–": "-", r"\times": "*", r"\cdot": "*", r"\div": "/"}
 _SIZE = re.compile(r"\\(?:left|right)(?![a-z])")
 _DELIMITER = re.compile(r"\\[()\[\]]")
@@ -68,9 +67,7 @@ def find_expression(text: str) -> str | None:
     >>> find_expression("First 7 - 3 = 4, so (7 − 3) × 5 = 20.")
     '(7 - 3) * 5'
     """
-    if tagged := _TAG.findall("".join(text.rpartition("</answer>")[:2])):  # what is never closed would be read again
-        text = tagged[-1]
-    text = _DELIMITER.sub(" ; ", _SIZE.sub("", text))
+    text = _DELIMITER.sub(" ; ", _SIZE.sub("", find_tagged(text)))
     for spelling, sign in _SPELLINGS.items():
         text = text.replace(spelling, sign)
     stretches = [found.strip() for found in _STRETCH.findall(text) if _OPERATION.search(found)]

@@ -5,10 +5,8 @@ The reward is 1 if the number is found within task.max_turns guesses. A fifth of
 
 from __future__ import annotations
 
-from typing import Any
-
-from lagrpo.rewards.reward import UnscorableError
 from lagrpo.tasks import Key, Messages, RowTask, StepResult
+from lagrpo.tasks.arithmetic import score
 from lagrpo.tasks.numbers import read_last_number
 from lagrpo.types import Prompt
 
@@ -29,13 +27,6 @@ def read_guess(text: str) -> int | None:
     """The whole number that a text names last; None if it names none."""
     number = read_last_number(text)
     return int(number) if number is not None and number.denominator == 1 else None
-
-
-def score(completion: str, answer: Any) -> float:
-    """Of a completion of one turn."""
-    if not isinstance(answer, int):
-        raise UnscorableError(f"the reference answer {answer!r:.80} is not an integer")
-    return float(read_guess(completion) == answer)
 
 
 class GuessNumber:

@@ -90,6 +90,12 @@ def find_last_box(text: str) -> str | None:
     return best[1] if best else None
 
 
+def find_tagged(text: str) -> str:
+    """The text within the last <answer> ... </answer>; the whole text without one."""
+    closed = "".join(text.rpartition("</answer>")[:2])  # what is never closed would be read again
+    return [text, *re.findall("<answer>(.*?)</answer>", closed, re.DOTALL)][-1]
+
+
 def simplify(text: str) -> str:
     r"""Make LaTeX's spelling of numbers plain: \frac{a}{b} as a/b, \$ and \% without the backslash, no
     thin spaces or {,} within numbers, \times as *, \text{...} as its content, roots as the word "root"."""

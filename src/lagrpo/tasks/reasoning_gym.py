@@ -9,7 +9,6 @@ The answer is the text between the last <answer> and </answer>, or the whole tex
 
 from __future__ import annotations
 
-import re
 import zlib
 from collections.abc import Mapping
 from functools import lru_cache
@@ -18,9 +17,9 @@ from typing import Any
 from lagrpo.errors import suggest
 from lagrpo.rewards.reward import UnscorableError
 from lagrpo.tasks import RowTask
+from lagrpo.tasks.numbers import find_tagged
 
 WORDING = "{question}\n\nPut the final answer between <answer> and </answer>."
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 class GymReward:
@@ -35,11 +34,11 @@ class GymReward:
         return GymReward, self._given
 
     def __call__(self, completion: str, answer: Any) -> float:
-        entry, found = self.entry(answer["index"]), _ANSWER.findall(completion)
+        entry = self.entry(answer["index"])
         if reference(answer["index"], entry) != answer:
             cure = "set the environment variable PYTHONHASHSEED to 0 for the whole run"
             raise UnscorableError(f"{self._given[0]} makes different puzzles in different processes: {cure}")
-        return float(self.dataset.score_answer((found[-1] if found else completion).strip(), entry))
+        return float(self.dataset.score_answer(find_tagged(completion).strip(), entry))
 
 
 def load(seed: int, name: str, *, train_size: int = 10_000, test_size: int = 1_000, **options: Any) -> RowTask:
