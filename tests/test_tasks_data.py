@@ -167,7 +167,7 @@ def test_dates_and_decimals_as_answers_are_their_texts(tmp_path):
 
 def test_wrong_settings_are_rejected(tmp_path):
     for other, message in [
-        ({"prompt_column": "question"}, "line 1: no column 'question'; the columns are q, a, level"),
+        ({"prompt_column": "question"}, "line 1: no column 'question'. The columns are q, a, level"),
         ({"answer_column": "levels"}, r"no column 'levels'.*Did you mean 'level'\?"),
         ({"prompt_column": None}, "set task.prompt_column; the columns are q, a, level"),
         ({"prompt_column": "level"}, "line 1: its prompt is 0: a prompt is a text, or a list of messages"),
@@ -188,7 +188,7 @@ def test_file_loads_or_is_rejected_in_one_line_with_the_place(tmp_path):
         ("a.csv", b"q,a\n1 + 1?\n", r"a.csv, row 1: its number of fields is not the header's"),
         ("a.csv", b"q,a\n ,2\n", r"a.csv, row 1: its prompt is ' '"),
         ("a.jsonl", b"[" + GOOD + b",\n" + GOOD + b"]", 2),
-        ("a.json", b'{"train":\n[]}', r"a.json, item 1: no column 'q'; the columns are train"),
+        ("a.json", b'{"train":\n[]}', r"a.json, item 1: no column 'q'. The columns are train"),
         ("a.jsonl", b"", "has no rows"),
         ("a.jsonl", GOOD + b"\n" + GOOD[:20] + b"\n", r"a.jsonl, line 3: this is not JSON"),
         ("a.jsonl.gz", gzip.compress(GOOD * 99, mtime=0)[:-20], "cannot be read"),

@@ -17,11 +17,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from lagrpo.errors import one_line_errors
 from lagrpo.model.chat import Replies
 from lagrpo.model.model import Policy
 from lagrpo.runs.reading import completion_files
 from lagrpo.tasks import Messages, build_messages, join_parts, order_prompts
-from lagrpo.tasks.data import Row, format_of, naming, parse_messages, plain, read_rows
+from lagrpo.tasks.data import Row, format_of, parse_messages, plain, read_rows
 from lagrpo.types import Completion, Group, Outcome, Prompt
 
 UNKNOWN_VERSION = -1
@@ -60,7 +61,7 @@ class OfflineData:
         self.seed, self.left_out, self.files = seed, Counter[str](), len({row.path for row in records})
         replies, rows = Replies(policy.chat), list[Offline]()
         for record in records:
-            with naming(record):
+            with one_line_errors(record.place):
                 rows.append(row := read_row(record, replies, system_prompt))
                 if (count := len(row.prompt.token_ids)) > max_prompt_tokens:
                     raise ValueError(f"its prompt has {count} tokens; rollout.max_prompt_length is {max_prompt_tokens}")

@@ -13,12 +13,12 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lagrpo.errors import one_line, one_line_errors, suggest
+from lagrpo.errors import one_line_errors, suggest
 from lagrpo.tasks import Ask, build_messages, select
 
 logger = logging.getLogger("lagrpo")
@@ -36,15 +36,6 @@ class Row(dict[str, Any]):
     def __init__(self, values: Mapping[str, Any], path: Path | str, place: str) -> None:
         super().__init__(values)
         self.path, self.place = path, place
-
-
-@contextmanager
-def naming(row: Row) -> Iterator[None]:
-    """Inside, ValueError and TypeError name the place of the row."""
-    try:
-        yield
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{row.place}: {error}") from error
 
 
 def format_of(path: Path) -> str | None:
@@ -130,7 +121,7 @@ def _read_split(found: Any, where: str, ask: Ask, columns: Sequence[str]) -> Any
     if not len(rows):
         raise ValueError(f"{where} has no rows")
     for row in [Row(rows[0], where, f"{where}, row 1")] if is_dataset else rows:
-        with naming(row):
+        with one_line_errors(row.place):
             for column in columns:
                 get_value(row, column)
             build_messages(ask(row)[0])
@@ -207,8 +198,7 @@ def get_value(row: Mapping[str, Any], column: str) -> Any:
     if column not in row and rest and isinstance(row.get(first), Mapping):
         return get_value(row[first], rest)
     if column not in row:
-        names, like = one_line(", ".join(row)), suggest(column, row)
-        raise ValueError(f"no column {column!r}; the columns are {names}.{like}")
+        raise ValueError(f"no column {column!r}.{suggest(column, row)} The columns are {', '.join(row)}")
     return row[column]
 
 

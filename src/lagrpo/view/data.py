@@ -24,7 +24,6 @@ from lagrpo.logs import redact, redact_values
 from lagrpo.machine import cache_directory
 from lagrpo.runs import reading
 from lagrpo.runs.directory import Run, read_holder
-from lagrpo.runs.environment import FILE as ENVIRONMENT
 from lagrpo.runs.environment import read_environment
 from lagrpo.runs.files import to_json
 from lagrpo.runs.metrics import describe_metrics
@@ -102,15 +101,13 @@ def take_stamp(paths: Sequence[Path | str]) -> str:
 
 def _read(run: Run, settings: dict[str, Any]) -> dict[str, Any]:
     metrics, events = reading.load_metrics(run), reading.load_events(run)
-    notes = [] if metrics else ["No metrics yet: the first batch is not finished."]
-    notes += [] if (run.path / ENVIRONMENT).is_file() else [f"There is no {ENVIRONMENT}."]
     names = dict.fromkeys(name for line in metrics for name in line)
     return {
         "path": str(run.path),
         "range": list(reading.load_reward_range(run)),
         "total": settings.get("schedule.batches"),
         "status": _status(run, events),
-        "notes": notes,
+        "notes": [] if metrics else ["No metrics yet: the first batch is not finished."],
         "metrics": {name: [line.get(name) for line in metrics] for name in names},
         "events": redact_values(events),
         "settings": redact_values(settings),
