@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby, pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -27,14 +27,6 @@ from lagrpo.types import Completion, Group, Outcome, Prompt
 
 UNKNOWN_VERSION = -1
 ROUNDING = 1e-3  # nats above 0 at which a log-prob is still taken: some samplers round probabilities up to 1
-
-
-class Offline(NamedTuple):
-    """What a row says; `completion` None for one that failed. Rows of one `group` were sampled for the same prompt."""
-
-    prompt: Prompt
-    completion: Completion | None
-    group: tuple[Any, ...]
 
 
 def read_records(data: str | Path | Sequence[str | Path]) -> list[Row]:
@@ -59,35 +51,37 @@ class OfflineData:
         max_prompt_tokens: int = 10**9, max_completion_tokens: int = 10**9, reads_logp: bool = False,
     ) -> None:  # fmt: skip
         self.seed, self.left_out, self.files = seed, Counter[str](), len({row.path for row in records})
-        replies, rows = Replies(policy.chat), list[Offline]()
+        replies, warned = Replies(policy.chat), False
+        rows = list[tuple[Any, Prompt, Completion]]()  # the first is the same for rows that were sampled together
         for record in records:
             with one_line_errors(record.place):
-                rows.append(row := read_row(record, replies, system_prompt))
-                if (count := len(row.prompt.token_ids)) > max_prompt_tokens:
+                prompt = _read_prompt(record, replies, system_prompt)
+                if (count := len(prompt.token_ids)) > max_prompt_tokens:
                     raise ValueError(f"its prompt has {count} tokens; rollout.max_prompt_length is {max_prompt_tokens}")
-                if row.completion and (count := row.completion.length) > (most := max_completion_tokens):
+                if record.get("outcome") == "failed":
+                    self.left_out["failed"] += 1
+                    continue
+                completion = _read_completion(record, replies)
+                if (count := completion.length) > (most := max_completion_tokens):
                     raise ValueError(f"its completion has {count} tokens; rollout.max_completion_length is {most}")
-        rendered = (pair for pair in zip(rows, records, strict=True) if pair[1].get("prompt_token_ids") is None)
-        any(policy.chat.warn_if_rendered(row.prompt, record.place) for row, record in rendered)
-        rows = self._keep(rows, "failed", lambda row: row.completion is not None)
-        if reads_logp and any(row.completion and row.completion.has_logp for row in rows):
-            rows = self._keep(rows, "without log-probs", lambda row: row.completion and row.completion.has_logp)
-        together: defaultdict[tuple[Any, ...], list[Offline]] = defaultdict(list)
-        for row in rows:
-            together[row.group].append(row)
+            if record.get("prompt_token_ids") is None:
+                warned = warned or policy.chat.warn_if_rendered(prompt, record.place)
+            batch = (record.path, record.get("epoch")) if "prompt_text" in record else ()
+            rows.append(((batch, prompt.token_ids, json.dumps(prompt.answer)), prompt, completion))
+        known = [row for row in rows if row[2].has_logp]
+        if reads_logp and 0 < len(known) < len(rows):
+            self.left_out["without log-probs"], rows = len(rows) - len(known), known
+        together = defaultdict[Any, list[tuple[Prompt, Completion]]](list)
+        for place, prompt, completion in rows:
+            together[place].append((prompt, completion))
         chosen = [members[first : first + G] for members in together.values() for first in range(0, len(members), G)]
         self._groups = [
-            Group(replace(some[0].prompt, key=key), tuple(c for _, c, _ in some if c is not None), source="file")
+            Group(replace(some[0][0], key=key), tuple(completion for _, completion in some), source="file")
             for key, some in enumerate(chosen)
         ]
-        self._completions = [completion for group in self._groups for completion in group.completions]
+        self._completions = [completion for _, _, completion in rows]
         if not self._groups:
             raise ValueError(f"the files have {self}")
-
-    def _keep(self, rows: list[Offline], reason: str, fits: Callable[[Offline], Any]) -> list[Offline]:
-        kept = [row for row in rows if fits(row)]
-        self.left_out += Counter({reason: len(rows) - len(kept)})  # without zeros
-        return kept
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -108,14 +102,6 @@ class OfflineData:
         N = len(self._groups)
         places = (divmod(place, N) for place in range((b - 1) * count, b * count))
         return [replace(self._groups[order_prompts(self.seed, epoch, N)[n]], epoch=epoch) for epoch, n in places]
-
-
-def read_row(row: Row, replies: Replies, system_prompt: str | None) -> Offline:
-    """What a row says. Raises ValueError for a malformed one."""
-    prompt = _read_prompt(row, replies, system_prompt)
-    completion = None if row.get("outcome") == "failed" else _read_completion(row, replies)
-    batch = (row.path, row.get("epoch")) if "prompt_text" in row else ()
-    return Offline(prompt, completion, (*batch, prompt.token_ids, json.dumps(prompt.answer)))
 
 
 def _read_prompt(row: Row, replies: Replies, system_prompt: str | None) -> Prompt:
