@@ -6,7 +6,6 @@ The prompts of a split are visited epoch after epoch, each epoch in another orde
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -28,7 +27,7 @@ class PromptSource:
     ) -> None:
         self.task, self.chat, self.seed, self.N, self.max_prompt_tokens = task, policy.chat, seed, N, max_prompt_tokens
         self.first: list[tuple[int, Prompt]] = []  # of the first batch, with their indices, once they were checked
-        self._episodes, self._opened = episodes, dict[tuple[str, int], tuple[Mapping[str, Any], ...]]()
+        self._episodes, self._opened = episodes, dict[tuple[str, int], Any]()  # the messages of their environments
         self._size, self._warned = task.size("train"), False
         if self._size < 1:
             raise SettingsError(f"task {task.name!r} has no training prompts")
@@ -74,11 +73,16 @@ class PromptSource:
 
     def tokenized(self, split: str, index: int) -> Prompt:
         """A prompt with its token ids. Raises SettingsError if it cannot be asked, or is too long."""
-        where = f"prompt {index} of the {split} split of {self.task.name!r}"
+        where, tools, place = f"prompt {index} of the {split} split of {self.task.name!r}", None, (split, index)
         try:
-            prompt = self._open(split, index)
-            where = f"{where} ({prompt.place})" if prompt.place else where
-            prompt = self.chat.tokenize(prompt, self._episodes.tools if self._episodes is not None else None)
+            prompt = self.task.prompt(split, index)
+            where += f" ({prompt.place})" if prompt.place else ""
+            if self._episodes is not None:  # an environment gives the messages that the policy sees first, once
+                if place not in self._opened:
+                    self._opened[place] = self._episodes.open(prompt, (self.seed, "opening", *place))
+                prompt = replace(prompt, messages=self._opened[place], asked=prompt.messages)
+                tools = self._episodes.tools
+            prompt = self.chat.tokenize(prompt, tools)
         except ValueError as error:
             raise SettingsError(f"{where}: {error}") from error
         if (count := len(prompt.token_ids)) > self.max_prompt_tokens:
@@ -86,12 +90,3 @@ class PromptSource:
             raise SettingsError(f"{where} has {count} tokens; {limit}")
         self._warned = self._warned or self.chat.warn_if_rendered(prompt, where)
         return prompt
-
-    def _open(self, split: str, index: int) -> Prompt:
-        """A prompt with the messages that the policy sees first; its environment gives them once."""
-        prompt, place = self.task.prompt(split, index), (split, index)
-        if self._episodes is None:
-            return prompt
-        if place not in self._opened:
-            self._opened[place] = self._episodes.open(prompt, (self.seed, "opening", *place))
-        return replace(prompt, messages=self._opened[place], asked=prompt.messages)

@@ -31,7 +31,7 @@ from pebble.pool.process import WORKERS_NAME
 from lagrpo.errors import one_line
 from lagrpo.logs import redact
 from lagrpo.machine import usable_cores
-from lagrpo.rewards.reward import TRL, Reward, Rewards, UnscorableError
+from lagrpo.rewards.reward import TRL, Rewards, UnscorableError
 from lagrpo.types import Completion, Group, Outcome
 
 logger = logging.getLogger("lagrpo")
@@ -273,16 +273,14 @@ class RewardPool(WorkerPool):
         for number, reward in enumerate(self._rewards.parts if places else ()):
             together = reward.style == TRL or reward.is_async
             for part in [places] if together else [[n] for n in places]:
-                yield part, self._call(number, reward, group, part)
-
-    def _call(self, number: int, reward: Reward, group: Group, places: Sequence[int]) -> Job:
-        calls = reward.arguments(group.prompt, [group.completions[n] for n in places])
-        given = calls, len(places) if reward.style == TRL else None, self._deadline
-        if reward.importable:
-            return self.submit(score, number, *given, seconds=self._deadline + SPARE * reward.is_async)
-        job = Job(score, (reward.function, *given), self._deadline)
-        job.future.set_result(job.call(*job.arguments))
-        return job
+                calls = reward.arguments(group.prompt, [group.completions[n] for n in part])
+                given = calls, len(part) if reward.style == TRL else None, self._deadline
+                if reward.importable:
+                    job = self.submit(score, number, *given, seconds=self._deadline + SPARE * reward.is_async)
+                else:
+                    job = Job(score, (), self._deadline)
+                    job.future.set_result(score(reward.function, *given))
+                yield part, job
 
     def _collect(self, group: Group, jobs: Sequence[tuple[Sequence[int], Job]], done: list[Completion]) -> Group:
         """Wait for the outcomes of the group, and return it with them."""

@@ -134,22 +134,20 @@ class Reward:
         if self.style == TRL:
             made = [_trl_arguments(prompt, completions)]
         else:
-            made = [(_verl_arguments if self.style == VERL else _our_arguments)(prompt, c) for c in completions]
+            made = [_arguments_of_one(self.style, prompt, completion) for completion in completions]
         if any(parameter.kind == parameter.VAR_KEYWORD for parameter in self._parameters.values()):
             return made
         return [{name: value for name, value in each.items() if name in self._parameters} for each in made]
 
 
-def _our_arguments(prompt: Prompt, completion: Completion) -> dict[str, Any]:
-    asked = [*(prompt.asked or prompt.messages)]
-    values = (completion.text, prompt.answer, asked, prompt.row, completion.finished, completion.length, prompt.prefix)
-    return dict(zip(PASSED[OURS], values, strict=True))
-
-
-def _verl_arguments(prompt: Prompt, completion: Completion) -> dict[str, Any]:
-    row = prompt.row or {}
-    values = (row.get("data_source", ""), completion.text, prompt.answer, row.get("extra_info", dict(row)))
-    return dict(zip(PASSED[VERL], values, strict=True))
+def _arguments_of_one(style: str, prompt: Prompt, c: Completion) -> dict[str, Any]:
+    if style == VERL:
+        row = prompt.row or {}
+        values = row.get("data_source", ""), c.text, prompt.answer, row.get("extra_info", dict(row))
+    else:
+        asked = [*(prompt.asked or prompt.messages)]
+        values = c.text, prompt.answer, asked, prompt.row, c.finished, c.length, prompt.prefix
+    return dict(zip(PASSED[style], values, strict=True))
 
 
 def _trl_arguments(prompt: Prompt, completions: Sequence[Completion]) -> dict[str, Any]:
