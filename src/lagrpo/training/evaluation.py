@@ -78,7 +78,13 @@ def evaluate(of: EvalSet, evaluator: Any, ranks: Ranks | None = None) -> Evaluat
         scored = list(of.reward_pool.score(group for _, group in evaluator.sample(own, of.samples, of.params)))
     groups = sorted(ranks.join(scored), key=lambda group: group.prompt.key)
     records = [_record(group, of.reward_range, of.rewards) for group in groups]
-    summary = _summarize(records, of.samples, of.seed, of.reward_range)
+    unscored = sum(record["samples"] - record["scored"] for record in records)
+    summary: dict[str, Any] = {"prompts": len(records), "samples": of.samples, "unscored": unscored}
+    for name, (values, tries) in _measures(records, of.samples).items():
+        if values:
+            ends = of.reward_range if name == "reward" else (0.0, 1.0)
+            low, high = _interval(list(values.values()), tries, of.seed, ends)
+            summary |= {name: sum(values.values()) / len(values), f"{name}_low": low, f"{name}_high": high}
     for name in of.rewards:
         found = [[value for value in record[f"{REWARD}{name}"] if value is not None] for record in records]
         if means := [sum(values) / len(values) for values in found if values]:
@@ -109,17 +115,6 @@ def _record(group: Group, reward_range: Range, names: Sequence[str]) -> dict[str
         record |= {f"{REWARD}{name}": [o.parts.get(name) for o in outcomes] for name in names}
         record |= {"is_correct": [o.correct for o in outcomes], "tokens": [c.length for c in completions]}
     return record
-
-
-def _summarize(records: list[dict[str, Any]], samples: int, seed: int, reward_range: Range) -> dict[str, Any]:
-    unscored = sum(r["samples"] - r["scored"] for r in records)
-    summary: dict[str, Any] = {"prompts": len(records), "samples": samples, "unscored": unscored}
-    for name, (values, tries) in _measures(records, samples).items():
-        if values:
-            ends = reward_range if name == "reward" else (0.0, 1.0)
-            low, high = _interval(list(values.values()), tries, seed, ends)
-            summary |= {name: sum(values.values()) / len(values), f"{name}_low": low, f"{name}_high": high}
-    return summary
 
 
 def _measures(records: list[dict[str, Any]], samples: int) -> dict[str, tuple[dict[int, float], float]]:
