@@ -68,6 +68,7 @@ class Optimization:
 def deterministic(model: Model) -> Iterator[None]:
     """Inside, a GPU adds up gradients in the same order every time, as a CPU does: then a run that resumes is the run
     that never stopped. PyTorch warns of operations that cannot, which only other families than dense ones have."""
+    before = torch.are_deterministic_algorithms_enabled()
     if model.device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # PyTorch asks for it
         torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore
@@ -76,7 +77,7 @@ def deterministic(model: Model) -> Iterator[None]:
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(False)
+        torch.use_deterministic_algorithms(before)
 
 
 class Trainer:
