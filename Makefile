@@ -48,7 +48,7 @@ help:
 	@echo "Develop"
 	@echo "  make test             run the tests that need no GPU, server or browser"
 	@echo "  make lint             check with ruff and pyright"
-	@echo "  make format           format with ruff"
+	@echo "  make format           format with ruff, and write the tables of settings and metrics in docs"
 	@echo "  make wheel            build the package into dist/"
 	@echo "  make clean            remove everything that make has installed or built"
 	@echo "Test more"
@@ -138,6 +138,7 @@ lint: $(STAMP)
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	$(BIN)/python docs/website/reference.py
 
 install: $(STAMP)
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from processes import Program
 
-from lagrpo.model.backend import pick_dtype
+from lagrpo.model.backend import pick_device, pick_dtype
 from lagrpo.runs.environment import cpu_model, git_state
 
 _SUBREAPER = 36  # an option of prctl(2)
@@ -85,13 +85,15 @@ def machine(threads: int, load: Load, peer: Mapping[str, str] | None = None) -> 
     commit = git_state(Path(__file__).parent)
     own = {name: importlib.metadata.version(name) for name in ("lagrpo", "torch", "transformers")}
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    dtype, why = pick_dtype("auto", torch.device("cpu"))
+    device = pick_device()
+    dtype, why = pick_dtype("auto", device)
     return {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "CPU": f"{cpu_model()}, {os.cpu_count()} cores, {gigabytes(memory)}",
         "system": f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
         "threads of each side": str(threads),
-        "dtype by default on this CPU": f"{dtype} ({why})",
+        **({"GPU": torch.cuda.get_device_name(device)} if device.type == "cuda" else {}),
+        "dtype by default": f"{dtype} ({why})",
         "CPU time taken by others meanwhile": f"{load.others():.1%} (load average at the start: {load.at_start:.2f})",
         "versions": ", ".join(f"{name} {version}" for name, version in own.items()),
         "commit": f"{commit['commit'][:12]}{' and changes' if commit['dirty'] else ''}" if commit else "unknown",

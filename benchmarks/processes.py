@@ -135,14 +135,13 @@ def train(
 
 
 def environment(threads: int) -> dict[str, str]:
-    """What both programs run under: the same number of threads, no device but the CPU, nothing fetched."""
+    """What both programs run under: the same number of threads, nothing fetched."""
     return {
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
         "TOKENIZERS_PARALLELISM": "false",
-        "CUDA_VISIBLE_DEVICES": "",
         "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": str(SOURCES),
+        "PYTHONPATH": os.pathsep.join([str(SOURCES), os.environ.get("PYTHONPATH", "")]),
     }
 
 

@@ -12,17 +12,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import AutoTokenizer
 
-from lagrpo.model.backend import pick_dtype
+from lagrpo.model.backend import pick_device, pick_dtype
 from lagrpo.model.embedded import resolve_model
 from lagrpo.settings.sections import TaskSettings
 from lagrpo.tasks import load_task, order_prompts
 
 RESULTS = Path(__file__).parent / "results"
-DTYPE = pick_dtype("auto", torch.device("cpu"))[0]
-"""What both sides of a comparison compute in: the default of a run on this CPU."""
+DTYPE = pick_dtype("auto", pick_device())[0]
+"""What both sides of a comparison compute in: the default of a run on this machine."""
 SEED = 0
 PROMPTS = 384  # more than any benchmark visits: where one ends, the two sides would go on in different orders
 
@@ -162,7 +161,7 @@ def trl(work: Work, per_device: int, **settings: Any) -> dict[str, Any]:
         "lr_scheduler_type": "constant",
         "max_grad_norm": 1.0,
         "max_steps": 100_000,
-        "use_cpu": True,
+        "use_cpu": pick_device().type == "cpu",
         "bf16": DTYPE == "bfloat16",
         "gradient_checkpointing": False,
         "shuffle_dataset": False,

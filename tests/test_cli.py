@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import json
 import os
@@ -18,7 +19,7 @@ from chaos import start
 from running import leftovers, options, tiny_settings
 from tiny import save_tiny
 
-from lagrpo.cli import COMMANDS, main
+from lagrpo.cli import COMMANDS, SIGNATURES, main
 from lagrpo.core.recipes import RECIPES
 from lagrpo.runs import load_evaluations, load_metrics, load_rollouts
 from lagrpo.runs.reading import rollout_batches
@@ -179,6 +180,13 @@ def test_help_of_a_command(command):
     code, out, err = lagrpo(command, "--help")
     assert (code, err) == (0, "")
     assert f"lagrpo {command}" in out
+
+
+@pytest.mark.parametrize("function", SIGNATURES.values())
+def test_help_lists_the_options_that_a_command_takes(function):
+    listed = re.findall(r"(?m)^--([\w-]+)", inspect.getdoc(function) or "")
+    taken = {name.replace("everything", "all").replace("_", "-") for name in inspect.signature(function).parameters}
+    assert sorted(listed) == sorted(taken - {"run", "runs", "name", "model"})
 
 
 def test_help_names_every_setting_and_shows_the_values_of_the_file():

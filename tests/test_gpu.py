@@ -12,6 +12,8 @@ import lagrpo
 from lagrpo.model.attention import attend_by_segments, attend_varlen, takes_varlen
 from lagrpo.model.layout import PackedLayout
 from lagrpo.model.model import Packed
+from lagrpo.rollout import decoding
+from lagrpo.training.trainer import deterministic
 
 pytestmark = pytest.mark.gpu
 
@@ -36,6 +38,18 @@ def test_sampler_and_trainer_agree_on_cuda(dtype, tolerance):
     assert log_ratio(policy, groups).abs().mean() <= 10 * tolerance  # and the CPU is not far
 
 
+def test_recorded_steps_sample_the_same_tokens(monkeypatch):
+    policy = tiny_policy(dtype=torch.bfloat16, device="cuda", head_dim=32)
+    found = []
+    for often in (decoding.OFTEN, 1000):
+        monkeypatch.setattr(decoding, "OFTEN", often)
+        found.append(sampled(policy, requests_for(policy, 5), max_tokens=100))
+    for key, group in found[0].items():
+        for ours, plain in zip(group.completions, found[1][key].completions, strict=True):
+            assert torch.equal(ours.token_ids, plain.token_ids)
+            assert torch.equal(ours.logp_alpha, plain.logp_alpha)
+
+
 @pytest.mark.parametrize(("heads", "kv_heads", "d"), [(6, 2, 64), (4, 4, 32), (4, 2, 128)])
 def test_varlen_attn_and_its_gradient_equal_attention_by_segments(heads, kv_heads, d):
     layout = PackedLayout.build([(7, (3, 9, 1)), (300, (1, 200, 77)), (1, (4, 4, 30)), (5, ())], "cuda")
@@ -51,6 +65,18 @@ def test_varlen_attn_and_its_gradient_equal_attention_by_segments(heads, kv_head
         found.append([out, *torch.autograd.grad((out * weight).sum(), (q, k, v))])
     for ours, theirs in zip(*found, strict=True):
         assert (ours.float() - theirs.float()).abs().max() <= 0.03 * theirs.float().abs().max()
+
+
+def test_gradients_are_the_same_every_time():
+    policy = tiny_policy(dtype=torch.bfloat16, device="cuda", head_dim=32)
+    packed = Packed.build(random_groups([(300, (150, 200, 250, 90))]), policy.device)
+    found = []
+    for _ in range(3):
+        policy.model.zero_grad()
+        with deterministic(policy.model):
+            policy.logp(packed).sum().backward()
+        found.append([p.grad for p in policy.model.parameters()])
+    assert all(torch.equal(one, other) for other in found[1:] for one, other in zip(found[0], other, strict=True))
 
 
 def test_a_run_on_cuda(tmp_path):

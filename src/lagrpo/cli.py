@@ -17,6 +17,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import shlex
 import sys
@@ -168,15 +169,14 @@ def view(
 ) -> None:
     """Write one HTML page with the metrics, completions, tokens, evaluations and settings of runs.
 
-    Args:
-        runs: Directories of runs; the page draws the curves of several runs over each other.
-        text: Print the completions of one batch instead of writing a page.
-        serve: Serve the page on 127.0.0.1 and update it with new batches, until Ctrl-C.
-        out: File to write; by default view.html in the run, ./view.html for several runs.
-        open: Open the page in the browser.
-        completions: Largest number of completions in the page: whole groups, evenly over the batches.
-        port: Port for --serve; 0 takes a free one.
-        batch: Batch for --text; by default the last.
+    RUN …            directories of runs; the page draws the curves of several runs over each other
+    --text           print the completions of one batch instead of writing a page
+    --batch N        batch for --text; default: the last
+    --serve          serve the page on 127.0.0.1 and update it with new batches, until Ctrl-C
+    --port N         port for --serve; 0 takes a free one [0]
+    --out FILE       file to write; default: view.html in the run, ./view.html for several runs
+    --open           open the page in the browser
+    --completions N  largest number of completions in the page: whole groups, evenly over the batches [10000]
     """
     from lagrpo.terminal.show import show
     from lagrpo.view import serve as pages
@@ -196,11 +196,10 @@ def verify(
 ) -> None:
     """Replay a run from its files with plain transformers, and report what differs.
 
-    Args:
-        run: Directory of the run.
-        rows: Number of completions whose tokens and log-probs are recomputed.
-        everything: Recompute the tokens and log-probs of all completions.
-        seed: Seed that chooses these completions.
+    RUN       directory of the run
+    --rows N  number of completions whose tokens and log-probs are recomputed [128]
+    --all     recompute the tokens and log-probs of all completions
+    --seed N  seed that chooses these completions [0]
     """
     if rows < 1:
         raise SettingsError(f"--rows = {rows}: recompute at least one completion")
@@ -223,18 +222,17 @@ def vllm_serve(
     lora_r: int = 0,
     server_args: tyro.conf.UseAppendAction[tuple[str, ...]] = (),
 ) -> None:
-    """Start a vLLM server for runs to attach to. Options after -- go to vLLM: lagrpo vllm-serve MODEL -- --seed 3
+    """Start a vLLM server for runs to attach to. All users of the machine can read the options after --.
 
-    Args:
-        model: Hub id or directory of a causal language model, or smollm2 (embedded).
-        host: Address to listen on; one that other machines can reach needs $LAGRPO_VLLM_API_KEY.
-        port: Port to listen on.
-        dtype: dtype of weights and arithmetic.
-        max_model_len: Longest sequence in tokens: max_prompt_length + max_completion_length + 1 of the runs.
-        max_num_seqs: Completions decoded at a time.
-        weight_transfer: The run's vllm.weight_transfer.
-        lora_r: The run's model.lora_r; 0 for full training.
-        server_args: The same as options after --. No secrets: all users can read them.
+    MODEL                   hub id or directory of a causal language model, or smollm2 (embedded)
+    --host ADDRESS          address to listen on; others than 127.0.0.1 need $LAGRPO_VLLM_API_KEY [127.0.0.1]
+    --port N                port to listen on [8000]
+    --dtype DTYPE           bfloat16 or float32, of weights and arithmetic [bfloat16]
+    --max-model-len N       longest sequence in tokens: max_prompt_length + max_completion_length + 1 [1281]
+    --max-num-seqs N        completions decoded at a time [128]
+    --weight-transfer HOW   the run's vllm.weight_transfer: directory or nccl [directory]
+    --lora-r N              the run's model.lora_r; 0 for full training [0]
+    --server-args OPTION    an option for vLLM, like those after --; repeatable
     """
     from lagrpo.rollout.vllm.server import serve
 
@@ -243,25 +241,24 @@ def vllm_serve(
 
 
 def recipes(name: tyro.conf.Positional[Annotated[str | None, tyro.conf.arg(metavar="[NAME]")]] = None) -> None:
-    """List the recipes (losses), or print one with the source code of its functions.
-
-    Args:
-        name: Recipe to print; by default all are listed.
-    """
+    """List the recipes (losses), or print one with its source, settings and code."""
     from lagrpo.terminal.show import show_recipe, show_recipes
 
     show_recipes() if name is None else show_recipe(name)
 
 
-def call(name: str, function: Callable[..., None], words: list[str]) -> None:
-    """Call a command by its signature; words after -- become values of --server-args."""
+def call(usage: str, function: Callable[..., None], words: list[str]) -> None:
+    """Call a command by its signature, or print its docstring; words after -- become values of --server-args."""
     own = words[: words.index("--")] if "--" in words else words
+    if HELP & {*own}:
+        return print(f"usage: lagrpo {usage}\n\n{inspect.getdoc(function)}")
     given = [*own, *(f"--server-args={shlex.quote(word)}" for word in words[len(own) + 1 :])]
-    tyro.cli(function, args=given, prog=f"lagrpo {name}", config=(tyro.conf.FlagCreatePairsOff,))
+    tyro.cli(function, args=given, prog=f"lagrpo {usage.split()[0]}", config=(tyro.conf.FlagCreatePairsOff,))
 
 
-SIGNATURES = {"view": view, "recipes": recipes, "vllm-serve": vllm_serve, "env": env, "verify": verify}
+SIGNATURES = {"view RUN … [OPTIONS]": view, "verify RUN [OPTIONS]": verify, "recipes [NAME]": recipes, "env": env}
+SIGNATURES |= {"vllm-serve MODEL [OPTIONS] [-- OPTIONS OF VLLM]": vllm_serve}
 COMMANDS: dict[str, Callable[[list[str]], None]] = {
     **{"train": train, "eval": evaluate},
-    **{name: partial(call, name, function) for name, function in SIGNATURES.items()},
+    **{usage.split()[0]: partial(call, usage, function) for usage, function in SIGNATURES.items()},
 }

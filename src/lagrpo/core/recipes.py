@@ -1,14 +1,11 @@
 """The recipes: one table, whose rows hold the functions of core themselves. From a recipe's name it is one jump to its
 row and one to the formula; `Recipe.loss` in objective.py calls them. `lagrpo recipes NAME` prints their source.
 
-A function's keyword-only arguments are its knobs. A row replaces defaults with `partial`, the section [loss] of
-the settings replaces any knob of the row by its name: a number, or the name of another function.
+A function's keyword-only arguments are its knobs. A row replaces defaults with `partial` and says which numbers its
+source leaves open. Section [loss] replaces any knob of the row by its name: a number, or another function's name.
 
 >>> resolve("dapo", {"epsilon_high": 0.3}).settings["epsilon_high"]
 0.3
-
-If a source leaves a number open the row says so. A = (r - mu)/sigma is written `normalized`, r - mu `centered`; rho is
-pi/alpha of a token, s of a sequence; sg stops the gradient.
 """
 
 from __future__ import annotations
@@ -59,6 +56,14 @@ MROUEH = "Mroueh et al., Revisiting GRPO, arXiv 2505.22257"
 YAO = "Yao et al., Group-relative REINFORCE is secretly off-policy, arXiv 2509.24203"
 TIS = "Yao, Liu et al., Your efficient RL framework secretly brings you off-policy RL training, 2025"
 MIS = "Liu, Li et al., When speed kills stability: demystifying RL collapse from the training-inference mismatch, 2025"
+
+SYMBOLS = """\
+pi: policy; pi_k: pi at the start of the batch; alpha: the policy that sampled
+rho = pi/alpha of a token, s of a completion y; logp = log pi; sg: no gradient
+A: advantage; normalized (r - mu)/sigma, centered r - mu, with a group's rewards
+f_eps(rho, c, A) = min(rho A, clip(rho, c - epsilon_low, c + epsilon_high) A)
+M: 1 if the ratio is in a range, else 0; s0 > 0: the rewards of a group differ
+k3: estimate of KL(pi, pi_ref), pi_ref being the KL reference"""
 
 OF_GSPO: dict[str, Any] = {"ratio": length_normalized, "epsilon_low": 3e-4, "epsilon_high": 4e-4}
 

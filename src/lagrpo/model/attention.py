@@ -10,9 +10,7 @@ segment gathered as [prompt, own]: by `varlen_attn` on GPUs in float16 or bfloat
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from inspect import signature
-from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -82,36 +80,30 @@ def takes_varlen(device: torch.device, dtype: torch.dtype, d: int) -> bool:
     return device.type == "cuda" and fits and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def gather_keys(layout: PackedLayout, key: Tensor) -> Iterator[Tensor]:
-    """The keys (or values) that each segment sees, [prompt, own]: [rows, Hkv, D] -> [P + t, Hkv, D] of each segment.
+def gather_keys(layout: PackedLayout, key: Tensor) -> Tensor:
+    """The keys (or values) that each segment sees, [prompt, own], segment after segment: [rows, Hkv, D] -> [K, Hkv, D].
     Gradients of a prompt's keys add up over its completions in float32."""
-    own = key.to(torch.promote_types(key.dtype, torch.float32)).split(layout.segments[:, 1].tolist())
-    for start, stop in pairwise(layout.groups.tolist()):
-        yield own[start].to(key.dtype)
-        yield from (torch.cat([own[start], own[n]]).to(key.dtype) for n in range(start + 1, stop))
+    own = key.to(torch.promote_types(key.dtype, torch.float32))
+    return own.index_select(0, layout.seen_rows).to(key.dtype)
 
 
 def attend_varlen(layout: PackedLayout, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
     """By one kernel for all segments. Its causal mask is aligned to the end of each segment's keys."""
     from torch.nn.attention.varlen import varlen_attn
 
-    lengths = layout.segments[:, 1].tolist()
-    seen = layout.segments[:, [1, 3]].sum(1).tolist()
-    offsets = (
-        torch.tensor([*accumulate(n, initial=0)], dtype=torch.int32, device=query.device) for n in (lengths, seen)
-    )
-    keys, values = (torch.cat([*gather_keys(layout, t)]) for t in (key, value))
+    most = int(layout.segments[:, 1].max()), int(layout.segments[:, [1, 3]].sum(1).max())
     causal: dict[str, Any] = {"window_size": (-1, 0), "scale": scaling}
     if "enable_gqa" in signature(varlen_attn).parameters:  # PyTorch 2.11 groups queries without being told
         causal["enable_gqa"] = query.shape[1] != key.shape[1]
-    return varlen_attn(query.contiguous(), keys, values, *offsets, max(lengths), max(seen), **causal)  # type: ignore
+    keys, values = gather_keys(layout, key), gather_keys(layout, value)
+    return varlen_attn(query.contiguous(), keys, values, *layout.offsets, *most, **causal)  # type: ignore[return-value]
 
 
 def attend_by_segments(layout: PackedLayout, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
     """Segment by segment."""
-    outs, lengths = [], layout.segments[:, 1].tolist()
-    gathered = zip(query.split(lengths), gather_keys(layout, key), gather_keys(layout, value), strict=True)
-    for segment in gathered:
+    outs, lengths, seen = [], layout.segments[:, 1].tolist(), layout.segments[:, [1, 3]].sum(1).tolist()
+    keys, values = (gather_keys(layout, t).split(seen) for t in (key, value))
+    for segment in zip(query.split(lengths), keys, values, strict=True):
         q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in segment)
         mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(k.shape[2] - q.shape[2])
         out = F.scaled_dot_product_attention(q, k, v, mask, scale=scaling, enable_gqa=q.shape[1] != k.shape[1])

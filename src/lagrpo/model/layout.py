@@ -13,12 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class PackedLayout:
     """Where prompts and completions lie in one packed row."""
 
@@ -31,6 +33,19 @@ class PackedLayout:
     """int64 [S, 4] on the CPU, in the order of the row: first row, length, first row of the prompt that it also sees,
     and that prompt's length (0 for a prompt itself)."""
     groups: Tensor  # int64 [N + 1] on the CPU: the number of segments before each group
+
+    @cached_property
+    def seen_rows(self) -> Tensor:
+        """int64 [K]: the rows that each segment sees, [prompt, own], segment after segment."""
+        spans = [span for own, t, prompt, p in self.segments.tolist() for span in ((prompt, p), (own, t))]
+        return torch.cat([torch.arange(start, start + length) for start, length in spans]).to(self.position_ids.device)
+
+    @cached_property
+    def offsets(self) -> tuple[Tensor, Tensor]:
+        """int32 [S + 1] each: the number of rows before each segment, and of those before it in `seen_rows`."""
+        lengths = self.segments[:, 1].tolist(), self.segments[:, [1, 3]].sum(1).tolist()
+        ends = [torch.tensor([*accumulate(n, initial=0)], dtype=torch.int32) for n in lengths]
+        return ends[0].to(self.position_ids.device), ends[1].to(self.position_ids.device)
 
     @staticmethod
     def build(groups: Sequence[tuple[int, Sequence[int]]], device: torch.device | str = "cpu") -> PackedLayout:

@@ -7,7 +7,8 @@ that waits for an environment takes none; the next step that it is in takes all 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lagrpo.cpu import kernels
-from lagrpo.cpu.decoder import Layout
+from lagrpo.cpu.decoder import Layout, is_reproduced
 from lagrpo.model.attention import Shape
 from lagrpo.model.layout import PackedLayout
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 BLOCK = 64  # the own cache grows by this many tokens, or doubles
 PIECE = 512  # tokens of a step, at most, unless there are more rows: a longer reply takes several
 MIN_ROWS = 2  # PyTorch's product with one row takes another kernel, with another order of summation
+OFTEN = 4  # steps of one size after which a GPU records them
 MIN_KEYS = 16  # numbers in a vector register: caches hold a multiple of it
 
 
@@ -84,6 +86,8 @@ class DecodeState:
     def __init__(self, model: Model, max_rows: int, max_tokens: int) -> None:
         self.model, self._shape = model, Shape.of(model.config.get_text_config())
         self._by_kernels = model.backend.attends_by_kernels(self._shape.d)
+        records = model.device.type == "cuda" and is_reproduced(model.lm, self._shape.d)  # others may wait for the GPU
+        self._recorded = RecordedSteps() if records else None
         self.max_rows = max(max_rows, MIN_ROWS)
         self.own = self._cache(self.max_rows, min(BLOCK, max_tokens))
         self.prefix = self._cache(0, MIN_KEYS)
@@ -141,19 +145,29 @@ class DecodeState:
         if longest > self.own.capacity:
             self.own = self._grow(self.own, self.max_rows, max(longest, 2 * self.own.capacity))
         self.lengths = self.lengths + torch.bincount(inputs.rows, minlength=self.rows)
-        if not self.model.exact:  # a lone row is computed twice
-            inputs = inputs.select(torch.arange(max(count, MIN_ROWS)) % count)
+        if not self.model.exact:  # some rows are computed twice
+            padded = 1 << (count - 1).bit_length() if self._recorded else count
+            inputs = inputs.select(torch.arange(max(padded, MIN_ROWS)) % count)
         group_of_row = self.group_of_row[inputs.rows]
         positions = self.prompt_lengths[group_of_row] + inputs.before
-        layout = self._layout(inputs, group_of_row)
-        return self.model.hidden(inputs.ids.to(device), positions.to(device), layout)[:count]
+        longest = int(positions.max()) + 1
+        if self._by_kernels:
+            layout = self._kernel_layout(inputs, group_of_row, longest)
+            return self.model.hidden(inputs.ids, positions, layout)[:count]
 
-    def _layout(self, inputs: DecodeInputs, group_of_row: Tensor) -> Layout:
+        def compute(ids: Tensor, positions: Tensor, *step: Tensor) -> Tensor:
+            return self.model.hidden(ids, positions, StepLayout(self.own, self.prefix, longest, *step))
+
+        keys = self.own.capacity if self._recorded else max(MIN_KEYS, int(inputs.before.max()) + 1)
+        seen = torch.arange(self.prefix.capacity) < self.prompt_lengths[group_of_row, None]
+        mask = torch.cat([seen, torch.arange(keys) <= inputs.before[:, None]], 1)[:, None, None]
+        given = inputs.ids, positions, mask, inputs.rows, inputs.before, group_of_row
+        step = self._recorded or (lambda compute, *given: compute(*(t.to(device) for t in given)))
+        return step(compute, *given)[:count]
+
+    def _kernel_layout(self, inputs: DecodeInputs, group_of_row: Tensor, longest: int) -> Layout:
         """Who attends to whom in a step, which also puts the new keys and values into the caches."""
         own, prefix = self.own, self.prefix
-        if not self._by_kernels:
-            return StepLayout(own, prefix, self.prompt_lengths, inputs, group_of_row)
-        longest = int((self.prompt_lengths[group_of_row] + inputs.before).max()) + 1
         groups = F.pad(torch.bincount(group_of_row, minlength=prefix.batch).cumsum(0), (1, 0))
         members = torch.argsort(group_of_row, stable=True)
         caches = own.keys, own.values, prefix.keys, prefix.values
@@ -182,6 +196,8 @@ class DecodeState:
         grown = self._cache(batch, tokens)
         grown.keys[:, : cache.batch, :, :, : cache.capacity] = cache.keys
         grown.values[:, : cache.batch, :, : cache.values.shape[3]] = cache.values
+        if self._recorded:
+            self._recorded = RecordedSteps()  # those so far use the old cache
         return grown
 
 
@@ -199,26 +215,49 @@ class _Prefill:
         return self.row.attend(layer, query, key, value, scaling)
 
 
+@dataclass(frozen=True, slots=True)
 class StepLayout:
     """A step by PyTorch's operations: each token's key and value go into its row's own cache, and its query attends to
-    its prompt and its own tokens. Keys are padded to MIN_KEYS."""
+    its prompt and its own tokens."""
 
-    def __init__(
-        self, own: Cache, prefix: Cache, prompt_lengths: Tensor, inputs: DecodeInputs, group_of_row: Tensor
-    ) -> None:
-        self.own, self.prefix = own, prefix
-        self.longest = int((prompt_lengths[group_of_row] + inputs.before).max()) + 1
-        self.keys = max(MIN_KEYS, int(inputs.before.max()) + 1)
-        seen = torch.arange(prefix.capacity) < prompt_lengths[group_of_row, None]
-        mask = torch.cat([seen, torch.arange(self.keys) <= inputs.before[:, None]], 1)[:, None, None]
-        given = mask, inputs.rows, inputs.before, group_of_row
-        self.mask, self.rows, self.slots, self.groups = (t.to(own.keys.device) for t in given)
+    own: Cache
+    prefix: Cache
+    longest: int
+    mask: Tensor  # bool [n, 1, 1, keys]: what each token sees of its prompt's place, then of its row's own cache
+    rows: Tensor  # int64 [n]
+    slots: Tensor  # int64 [n]: where it goes in the row's own cache
+    groups: Tensor  # int64 [n]: the place of its prompt
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         keys, values = self.own.keys[layer], self.own.values[layer]
         keys[self.rows, :, :, self.slots], values[self.rows, :, self.slots] = key, value
-        k = torch.cat([self.prefix.keys[layer][self.groups], keys[self.rows, :, :, : self.keys]], 3).mT
-        v = torch.cat([self.prefix.values[layer][self.groups], values[self.rows, :, : self.keys]], 2)
-        grouped = query.shape[1] != key.shape[1]
-        out = F.scaled_dot_product_attention(query.unsqueeze(2), k, v, self.mask, scale=scaling, enable_gqa=grouped)
-        return out.squeeze(2)
+        own = self.mask.shape[-1] - self.prefix.capacity
+        k = torch.cat([self.prefix.keys[layer][self.groups], keys[self.rows, :, :, :own]], 3).mT.contiguous()
+        v = torch.cat([self.prefix.values[layer][self.groups], values[self.rows, :, :own]], 2)
+        q = query.unflatten(1, (key.shape[1], -1))  # the query heads of a key head, as if they were tokens
+        return F.scaled_dot_product_attention(q, k, v, self.mask, scale=scaling).flatten(1, 2)
+
+
+class RecordedSteps:
+    """CUDA graphs of decoding steps: a replay is one launch, the step itself a thousand. A step of a number of tokens
+    that comes often is recorded; it reads and writes the same caches ever after."""
+
+    def __init__(self) -> None:
+        self.seen, self.made = Counter[int](), dict[int, tuple[torch.cuda.CUDAGraph, list[Tensor], Tensor]]()
+        self.memory = torch.cuda.graph_pool_handle()
+
+    def __call__(self, compute: Callable[..., Tensor], *given: Tensor) -> Tensor:
+        size = len(given[0])
+        self.seen[size] += 1
+        if self.seen[size] < OFTEN:
+            return compute(*(t.cuda() for t in given))
+        if size not in self.made:
+            inputs, graph = [t.cuda() for t in given], torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self.memory, capture_error_mode="thread_local"):
+                out = compute(*inputs)
+            self.made[size] = graph, inputs, out
+        graph, inputs, out = self.made[size]
+        for to, tensor in zip(inputs, given, strict=True):
+            to.copy_(tensor)
+        graph.replay()
+        return out

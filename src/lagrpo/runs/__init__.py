@@ -1,4 +1,4 @@
-"""Write and read the files of a run. docs/metrics.md describes metrics, events and rollouts."""
+"""Write and read the files of a run. docs/inspect.md describes them, docs/metrics.md the metrics."""
 
 from lagrpo.runs.directory import Run
 from lagrpo.runs.reading import RunNotFoundError, load_evaluations, load_events, load_metrics, load_rollouts

@@ -66,7 +66,7 @@ class ModelSettings(Section):
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """bfloat16, float32, or auto: bfloat16 if the hardware multiplies it"""
     chat_template: str | None = None
-    """File with a Jinja chat template that replaces the tokenizer's"""
+    """File with a Jinja chat template; default: the tokenizer's"""
     chat_template_kwargs: dict[str, Any] = Field(default={})
     """Variables for the chat template, such as { enable_thinking = false }"""
     lora_r: int = Field(default=0, ge=0, le=512)
@@ -126,7 +126,7 @@ class TaskSettings(Section):
     options: dict[str, Any] = Field(default={})
     """Options of this task, such as { digits = 2 } (docs/data-and-rewards.md)"""
     rewards: tuple[RewardSettings, ...] = ()
-    """Reward functions: names, or tables with name, reward, weight, range, options"""
+    """Reward functions: names, or tables (name, reward, weight, range, options); default: the task's own"""
     reward_timeout: float = Field(default=5.0, gt=0, le=1e6)
     """Seconds per call of a reward or environment; then the completion is unscored"""
     tools: tuple[str, ...] = ()

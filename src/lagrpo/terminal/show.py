@@ -114,17 +114,15 @@ def _title(run: Run, rows: list[Row], batches: list[int]) -> Text:
 
 
 def show_recipes(console: Console | None = None) -> None:
-    """Every recipe: its name, what it maximizes, and its source."""
-    from lagrpo.core.recipes import RECIPES  # imports torch, which `view --text` need not load
+    """Every recipe: its name, what it maximizes, and its paper; and what the symbols mean."""
+    from lagrpo.core.recipes import RECIPES, SYMBOLS  # imports torch, which `view --text` need not load
 
-    console = console or Console()
-    table = Table("name", "formula", "source", box=SIMPLE, header_style="dim", padding=(0, 1, 1, 0))
+    console, table = console or Console(), Table("name", "formula", "arXiv", box=SIMPLE, header_style="dim")
     table.columns[0].no_wrap = True
     for name, recipe in RECIPES.items():
-        table.add_row(Text(name, "bold"), Text(recipe.formula), Text(recipe.source, "dim"))
-    console.print(table)
-    console.print(Text("rho = pi/alpha of a token, s of a sequence; A normalized = (r - mu)/sigma, centered = r - mu"))
-    console.print(Text("lagrpo recipes NAME: one with its code     lagrpo train --recipe NAME: train with it"))
+        paper = recipe.source.partition("arXiv ")[2][: len("2505.22257")]
+        table.add_row(Text(name, "bold"), Text(recipe.formula), Text(paper, "dim"))
+    console.print(table, Text(f"{SYMBOLS}\n\nlagrpo recipes NAME prints its code; lagrpo train --recipe NAME uses it"))
 
 
 def show_recipe(name: str, console: Console | None = None) -> None:
@@ -141,4 +139,5 @@ def show_recipe(name: str, console: Console | None = None) -> None:
         head.add_row(Text(label, "dim"), Text(text, "bold" if label == "recipe" else ""))
     console.print(head)
     console.print(Text("--loss.NAME VALUE replaces one of them.\n"))
-    console.print(Text("\n\n".join(map(inspect.getsource, recipe.functions))), soft_wrap=True)
+    code = "\n\n".join(inspect.getsource(function) for function in recipe.functions)
+    console.print(Text(code), soft_wrap=True)

@@ -10,8 +10,10 @@ sharded, every pass is collective, so all ranks make as many passes, idle ones i
 from __future__ import annotations
 
 import math
+import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
@@ -20,8 +22,9 @@ import torch
 from torch import Tensor
 
 from lagrpo.core.objective import Recipe
+from lagrpo.cpu.decoder import FAMILIES
 from lagrpo.interrupts import raise_if_asked
-from lagrpo.model.model import Policy, count_differing, sample_weights
+from lagrpo.model.model import Model, Policy, count_differing, sample_weights
 from lagrpo.training.batch import Batch, MicroBatch, micro_batches
 from lagrpo.training.fsdp import free_gathered, idle_row, shard_policy
 from lagrpo.training.master_weights import (
@@ -59,6 +62,22 @@ class Optimization:
         progress = (update - self.warmup) / max(1, self.updates - 1 - self.warmup)
         factor = {"constant": 1.0, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}
         return self.lr * max(0.0, factor[self.schedule])
+
+
+@contextmanager
+def deterministic(model: Model) -> Iterator[None]:
+    """Inside, a GPU adds up gradients in the same order every time, as a CPU does: then a run that resumes is the run
+    that never stopped. PyTorch warns of operations that cannot, which only other families than dense ones have."""
+    before = torch.are_deterministic_algorithms_enabled()
+    if model.device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # PyTorch asks for it
+        torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore
+        dense = model.config.get_text_config().model_type in FAMILIES
+        torch.use_deterministic_algorithms(True, warn_only=not dense)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
 
 
 class Trainer:
@@ -125,7 +144,8 @@ class Trainer:
             for row in self._passes(rows):
                 logp_T, row = self._logprobs(row, sums)
                 loss, diagnostics = self.recipe.loss(row.loss_inputs(logp_T), row.weight_C)
-                loss.backward()
+                with deterministic(self.policy.model):
+                    loss.backward()
                 if row.logp_alpha_T is not None:
                     largest = (logp_T.detach() - row.logp_alpha_T).abs().max().item()
                     sums["max_abs_log_ratio"] = max(sums["max_abs_log_ratio"], largest)
