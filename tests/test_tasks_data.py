@@ -165,6 +165,14 @@ def test_dates_and_decimals_as_answers_are_their_texts(tmp_path):
         assert load(tmp_path / "a.parquet").prompt("train", 0).answer == text
 
 
+def test_class_labels_are_read_as_their_names(tmp_path):
+    features = datasets.Features({"q": datasets.Value("string"), "a": datasets.ClassLabel(names=["bad", "good"])})
+    rows = [{"q": f"{n}?", "a": n % 3 - 1} for n in range(30)]
+    datasets.Dataset.from_list(rows, features).save_to_disk(tmp_path / "saved")
+    task = load(tmp_path / "saved")
+    assert {task.prompt("train", n).answer for n in range(task.size("train"))} == {"bad", "good"}
+
+
 def test_wrong_settings_are_rejected(tmp_path):
     for other, message in [
         ({"prompt_column": "question"}, "line 1: no column 'question'. The columns are q, a, level"),
@@ -186,6 +194,7 @@ def test_file_loads_or_is_rejected_in_one_line_with_the_place(tmp_path):
         ("a.jsonl", json.dumps({"q": "1\u2028?", "a": "2\x85"}, ensure_ascii=False).encode(), 1),
         ("a.csv", b'q,a\r\n"1\n+ 1?",2\r\n', 1),
         ("a.csv", b"q,a\n1 + 1?\n", r"a.csv, row 1: its number of fields is not the header's"),
+        ("a.csv", b"q,a,a\n1 + 1?,2,3\n", r"a.csv cannot be read: its header names a column twice: q, a, a"),
         ("a.csv", b"q,a\n ,2\n", r"a.csv, row 1: its prompt is ' '"),
         ("a.jsonl", b"[" + GOOD + b",\n" + GOOD + b"]", 2),
         ("a.json", b'{"train":\n[]}', r"a.json, item 1: no column 'q'. The columns are train"),

@@ -67,7 +67,9 @@ class LlmJudge:
         return (float(found[-1]) - low) / (high - low)
 
     def _ask(self, asked: str) -> str:
-        headers = {} if self.api_key_env is None else {"Authorization": f"Bearer {os.environ[self.api_key_env]}"}
+        if self.api_key_env and self.api_key_env not in os.environ:
+            raise UnscorableError(f"the environment variable {self.api_key_env} (api_key_env) is not set")
+        headers = {"Authorization": f"Bearer {os.environ[self.api_key_env]}"} if self.api_key_env else {}
         request = {"model": self.model, "messages": [{"role": "user", "content": asked}], **self.body}
         retry = urllib3.Retry(self.retries, status_forcelist=(408, 429, 500, 502, 503, 504), allowed_methods=None,
                               backoff_factor=0.25, backoff_jitter=0.25)  # fmt: skip

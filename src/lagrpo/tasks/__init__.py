@@ -143,6 +143,8 @@ def build_messages(question: str | Messages, system_prompt: str | None = None) -
     if not turns or not isinstance(turns[-1].get("content"), str):
         form = "a prompt is a text, or a list of messages with role and content, the last of which has a text"
         raise ValueError(f"its prompt is {question!r:.80}: {form}")
+    if strange := {turn["role"] for turn in turns} & {"human", "gpt", "bot", "ai"}:
+        raise ValueError(f"its prompt has the role {min(strange)!r}: chat templates know user, assistant and system")
     if system_prompt and turns[0]["role"] == "system":
         raise ValueError("the prompt already has a system message: leave task.system_prompt unset for this data")
     return (*([{"role": "system", "content": system_prompt}] if system_prompt else []), *turns)

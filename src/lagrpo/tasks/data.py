@@ -55,7 +55,9 @@ def read_rows(path: Path) -> list[Row]:
             values = pyarrow.parquet.read_table(path).to_pylist()
         else:
             with opened(path, "rt", encoding="utf-8-sig", newline="" if kind == ".csv" else None) as file:
-                values = list(csv.DictReader(file, strict=True) if kind == ".csv" else file)
+                values = list(reader := csv.DictReader(file, strict=True)) if kind == ".csv" else list(file)
+                if kind == ".csv" and len({*(names := reader.fieldnames or ())}) < len(names):
+                    raise ValueError(f"its header names a column twice: {', '.join(names)}")
     if kind in (".json", ".jsonl"):
         unit = "line"
         if kind == ".json" or "".join(values[:1]).startswith("["):
@@ -114,7 +116,7 @@ def load_rows(
 def _read_split(found: Any, where: str, ask: Ask, columns: Sequence[str]) -> Any:
     """The rows of files or in memory, each checked, or a dataset, whose columns have types, with its first row
     checked."""
-    rows: Any = found if (is_dataset := hasattr(found, "select")) else []
+    rows: Any = name_labels(found) if (is_dataset := hasattr(found, "select")) else []
     for number, each in enumerate(() if is_dataset else found, start=1):
         place = f"{where}, row {number}"
         rows += read_rows(each) if isinstance(each, Path) else [Row(_parse(each, place), where, place)]
@@ -126,6 +128,17 @@ def _read_split(found: Any, where: str, ask: Ask, columns: Sequence[str]) -> Any
                 get_value(row, column)
             build_messages(ask(row)[0])
     return rows
+
+
+def name_labels(rows: Any) -> Any:
+    """A dataset whose class labels are read as their names, not as numbers; -1, "no label", as None."""
+    labels = {name: feature.names for name, feature in rows.features.items() if hasattr(feature, "int2str")}
+
+    def read(columns: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
+        named = {name: [*labels[name], None] for name in labels.keys() & columns.keys()}
+        return {**columns, **{name: [named[name][label] for label in columns[name]] for name in named}}
+
+    return rows.with_transform(read) if labels else rows
 
 
 def find_splits(named: Any, hub: str) -> dict[str, Any]:
