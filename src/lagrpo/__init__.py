@@ -18,6 +18,10 @@ shorten_spin()  # before PyTorch loads OpenMP
 __all__ = ["Callback", "Result", "train"]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def __getattr__(name: str) -> Any:
     """The names of `__all__`, loaded at first use, so that `import lagrpo.core` stays light."""
     if name not in __all__:

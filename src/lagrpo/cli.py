@@ -28,7 +28,7 @@ from functools import partial
 from importlib.metadata import version
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -37,7 +37,7 @@ from lagrpo.env import env
 from lagrpo.errors import SettingsError, suggest
 from lagrpo.interrupts import find_interruption, interruptible
 from lagrpo.logs import redact
-from lagrpo.settings.load import help_text, load_settings, read_words, to_toml
+from lagrpo.settings.load import flatten, help_text, load_settings, read_words, to_toml
 from lagrpo.settings.schema import Settings
 
 HELP = {"-h", "--help"}
@@ -134,6 +134,8 @@ class Eval:
 
       MODEL         directory of a model or an adapter, hub id, or smollm2 (embedded)
 
+    Weights of a run (runs/NAME/weights/…) are evaluated on its task, with its template and limits.
+
     Settings, with their default values in brackets. --task is short for --task.name.
     """
 
@@ -142,10 +144,14 @@ class Eval:
 
 def evaluate(words: list[str]) -> None:
     """Evaluate a model, by default on all test prompts."""
-    base = {"run.output_dir": "evaluations", "eval.num_prompts": 0, "rollout.num_generations": 1}
+    base: dict[str, Any] = {"run.output_dir": "evaluations", "eval.num_prompts": 0, "rollout.num_generations": 1}
     if HELP & {*words}:
         return print(help_text(Eval, load_settings(base), EVALUATED, UNUSED))
+    given, _ = read_words(words, Eval, load_settings(base), EVALUATED)
+    base |= settings_of_run(given.path)
     given, changes = read_words(words, Eval, load_settings(base), EVALUATED)
+    if "task.name" in changes:
+        base = {name: value for name, value in base.items() if not name.startswith("task.")}
     settings = load_settings(base | {"model.path": given.path}, changes)
     from lagrpo.training.checks import check_evaluation
 
@@ -155,6 +161,16 @@ def evaluate(words: list[str]) -> None:
 
     with failing(*FAILURES):
         evaluate_model(settings)
+
+
+def settings_of_run(weights: str) -> dict[str, Any]:
+    """How the run that wrote these weights asked and sampled; nothing for other models."""
+    folder = Path(weights).expanduser().absolute().parent
+    if folder.name != "weights" or not (folder.parent / "config.toml").is_file():
+        return {}
+    kept = "task.", "model.chat_template", "rollout.temperature", "rollout.max_prompt", "rollout.max_completion"
+    settings = load_settings(folder.parent / "config.toml").model_dump(exclude_none=True)
+    return {name: value for name, value in flatten(settings).items() if name.startswith(kept)}
 
 
 def view(

@@ -13,7 +13,7 @@ from lagrpo.machine import read_quota, usable_cores
 from lagrpo.runs.environment import cpu_model, package_version
 
 NEEDED = ("lagrpo", "torch", "transformers", "datasets", "numpy")
-EXTRAS = {"math-verify": "math", "gguf": "demo", "reasoning-gym": "gym"}  # package -> lagrpo's extra
+EXTRAS = {"math-verify": "math", "gguf": "demo", "peft": "demo", "reasoning-gym": "gym"}  # package -> lagrpo's extra
 EXTRAS |= {name: name for name in ("tensorboard", "wandb", "trackio")}
 GET_VLLM = "make vllm-env, or install vllm==0.32.0 into its own environment and set LAGRPO_VLLM_PYTHON"
 INSTRUCTIONS = {"avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16"}

@@ -261,7 +261,7 @@ def resolve(name: str, overrides: Mapping[str, Any] | None = None) -> Recipe:
     knobs = find_knobs(recipe)
     if unread := [knob for knob in given if knob not in knobs]:
         known = ", ".join(f"{knob} = {value}" for knob, value in recipe.settings.items())
-        raise ValueError(f"{unread[0]} has no effect on recipe {name!r}; settings that do: {known}")
+        raise ValueError(f"{unread[0]} has no effect on recipe {name!r}; knobs that do: {known}")
     for knob, minimum in MINIMUM.items():
         if knob in knobs and not knobs[knob] >= minimum:
             raise ValueError(f"{knob} must be at least {minimum:g}, but is {knobs[knob]}")

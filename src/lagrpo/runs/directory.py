@@ -117,7 +117,9 @@ def default_name(settings: Mapping[str, Any], now: datetime.datetime | None = No
     chosen = (settings.get(section, {}).get(key) for section, key in (("task", "name"), ("loss", "recipe")))
     parts = [plain_name((name or "").rpartition(":")[2]) for name in chosen]  # package.module:function: the function
     schedule = settings.get("schedule", {})
-    letters = {"v": "sync_every", "i": "num_iterations"}
+    lagged = schedule.get("constant_lag") is not None
+    letters = {"lag": "constant_lag"} if lagged else {"v": "sync_every"}
+    letters["i"] = "num_iterations"
     parts += [f"{letter}{schedule[key]}" for letter, key in letters.items() if key in schedule]
     parts.append(f"{now or datetime.datetime.now():%Y%m%d-%H%M%S}")
     return "-".join(filter(None, parts))

@@ -97,7 +97,8 @@ def suggest_setting(name: str, kind: type[BaseModel]) -> str:
     same = [each for each in known if each.endswith(f".{name.rpartition('.')[2]}")]
     alike = [each for each in known if each.count(".") == name.count(".")]
     near = same[0] if same else find_nearest(name, alike, likeness=0.5)
-    return f"did you mean {near!r}?" if near else "lagrpo train --help lists all"
+    knobs = " Other knobs of the recipe are loss.overrides.NAME." if name.startswith("loss.") else ""
+    return f"did you mean {near!r}?{knobs}" if near else f"lagrpo train --help lists all.{knobs}"
 
 
 def nest(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -49,7 +49,7 @@ class Section(BaseModel):
 
 class RunSettings(Section):
     name: str | None = None
-    """Name of the run's directory; default: task, recipe, v, i and the time"""
+    """Name of the run's directory; default: from the settings and the time"""
     output_dir: str = "runs"
     """Directory that holds the runs"""
     seed: int = Field(default=0, ge=-(2**63), lt=2**63)

@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, get_origin, runtime_checkable
 
 from lagrpo.errors import suggest
 from lagrpo.rewards.reward import OWN, REWARDS, Rewards, check_rewards, load_function, load_rewards
@@ -205,7 +205,9 @@ def read_options(settings: Any) -> dict[str, Any]:
             where = "options" if name in settings.options else name  # the others are settings, such as task.data
             raise ValueError(f"task.{where}: the task {kind!r} has no option {name!r}: {takes}")
         try:
-            read[name] = TypeAdapter(known.get(name, Any)).validate_python(value)
+            wanted = known.get(name, Any)
+            alone = get_origin(wanted) in (tuple, list) and not isinstance(value, list | tuple)
+            read[name] = TypeAdapter(wanted).validate_python([value] if alone else value)
         except ValidationError as error:
             raise ValueError(f"task.options.{name} = {value!r:.80}: {error.errors()[0]['msg']}") from error
     return read

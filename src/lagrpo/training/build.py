@@ -88,6 +88,8 @@ class TrainerComponents:
                 records = read_records(settings.offline.data) if settings.offline.data else []
                 check_logp(recipe, not records or any(row.get("rollout_logprobs") is not None for row in records))
             replied = max_reply_tokens(settings, *loaded.values())
+            if ranks.is_first:
+                print(f"loading {settings.model.path} …", flush=True)
             servers = start_servers(settings, replied, undo) if ranks.is_first else []
             s, seed = settings.rollout, settings.run.seed
             policy = build_policy(settings.model, s.temperature, settings.longest + replied, seed)
@@ -97,6 +99,8 @@ class TrainerComponents:
             model = check_same_model(ranks, fingerprint(policy.all_weights))
             tasks = set_up_tasks(settings, loaded, policy, undo)
             prompts = tasks[OF_RUN].prompts
+            with refusing("task"):
+                prompts.check(settings.schedule.batches)
             offline = build_offline(settings, recipe, policy, records) if records else None
             sampler = build_sampler(settings, policy, servers, tasks[OF_RUN].episodes, ranks)
             share = ranks.share
@@ -190,8 +194,6 @@ def set_up_tasks(
             prompts = PromptSource(task, policy, settings.run.seed, N, s.max_prompt_length, episodes)
             pool = undo.enter_context(RewardPool(task.reward, deadline=settings.task.reward_timeout))
         found[name] = TaskSetup(task, prompts, pool, episodes)
-    with refusing("task"):
-        found[OF_RUN].prompts.check(settings.schedule.batches)
     return found
 
 

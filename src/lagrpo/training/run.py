@@ -114,8 +114,6 @@ def run_rank(
         locked(directory) if directory and ranks.is_first else nullcontext(),
     ):
         earlier = ranks.from_first(lambda: ResumeState.find(directory, settings)) if directory else None
-        if ranks.is_first:
-            print(f"loading {settings.model.path} …", flush=True)
         started = earlier.environment.get("started") if earlier and earlier.checkpoint else None
         with closing(TrainerComponents.build(settings, recipe, task, ranks, started)) as parts:
             return Training(parts, callbacks, earlier).run()

@@ -8,6 +8,7 @@ the median error of a token's log-odds, which wrong values of up to half the tok
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lagrpo.errors import refusing
-from lagrpo.model.embedded import ALIASES, resolve_model
+from lagrpo.errors import SettingsError, refusing
+from lagrpo.model.embedded import ALIASES, is_adapter, resolve_model
 from lagrpo.rng import permutation, uniforms
 from lagrpo.verify.record import RecordedRun, Row, sampled
 
@@ -46,6 +47,8 @@ def load_model(run: RecordedRun, folder: str) -> Any:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
+    if is_adapter(folder) and importlib.util.find_spec("peft") is None:
+        raise SettingsError(f"{folder}: verifying versions of adapters needs the package peft: pip install peft")
     logging.disable_progress_bar()
     with refusing(folder, SafetensorError, KeyError):
         dtype = getattr(torch, run.environment["dtype"])
