@@ -126,4 +126,4 @@ def test_tables_of_settings_and_metrics_match_the_code():
 
 
 def test_columns_of_rollouts_are_documented():
-    assert set(rollout_schema(["NAME"]).names) <= set(re.findall(r"`(\w+)`", text_of(Path("docs/inspect.md"))))
+    assert set(rollout_schema(["NAME"]).names) <= set(re.findall(r"`(\w+)`", text_of(Path("docs/run-files.md"))))

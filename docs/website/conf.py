@@ -28,7 +28,7 @@ NAVIGATION = {
     "Start": ["quickstart", "data-and-rewards", "off-policy", "algorithms", "multi-turn"],
     "Runs": ["evaluation", "checkpoints", "inspect", "verify"],
     "Hardware": ["vllm", "scaling", "lora", "precision"],
-    "Reference": ["settings", "metrics", "architecture", "papers"],
+    "Reference": ["settings", "metrics", "run-files", "architecture", "papers"],
 }
 
 

@@ -1,4 +1,4 @@
-"""Write and read the files of a run. docs/inspect.md describes them, docs/metrics.md the metrics."""
+"""Write and read the files of a run. docs/run-files.md describes them, docs/metrics.md the metrics."""
 
 from lagrpo.runs.directory import Run
 from lagrpo.runs.reading import RunNotFoundError, load_evaluations, load_events, load_metrics, load_rollouts

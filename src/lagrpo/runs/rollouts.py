@@ -1,4 +1,4 @@
-"""Rollouts as Parquet: one row per completion, without padding. docs/inspect.md says what each column is."""
+"""Rollouts as Parquet: one row per completion, without padding. docs/run-files.md says what each column is."""
 
 from __future__ import annotations
 

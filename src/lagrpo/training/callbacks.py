@@ -31,7 +31,7 @@ class Callback:
         run's directory in settings["run"]["name"]; `environment` is that of environment.json."""
 
     def on_batch(self, metrics: Row, rollouts: Sequence[Row]) -> None:
-        """A batch is finished: its line of metrics.jsonl, and one row per completion (docs/inspect.md)."""
+        """A batch is finished: its line of metrics.jsonl, and one row per completion (docs/run-files.md)."""
 
     def on_evaluation(self, name: str, summary: Row, records: Sequence[Row]) -> None:
         """The policy was evaluated after summary["step"] batches; `records` has one row per prompt."""
