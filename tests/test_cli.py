@@ -125,7 +125,7 @@ def test_weights_of_a_run_evaluate_to_what_the_run_said(model, tmp_path):
     settings = tiny_settings(model, tmp_path / "runs", run={"name": "one"}, model={"dtype": "bfloat16"})
     assert lagrpo("train", *options(settings))[0] == 0
     run = tmp_path / "runs" / "one"
-    same = {"eval": settings["eval"], "run": {"seed": 3}}  # task and limits are the run's
+    same = {"eval": settings["eval"]}  # task, limits and seed are the run's
     assert lagrpo("eval", run / "weights" / "final", *options(same))[0] == 0
     alone = summary_of(tmp_path / "evaluations" / "one-final-spread")
     after = load_evaluations(run)[-1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from test_attention import GROUPS, random_groups, reference_logp
 from test_sampling import log_ratio, requests_for, sampled
 from tiny import save_tiny, tiny_policy
@@ -79,15 +80,17 @@ def test_gradients_are_the_same_every_time():
     assert all(torch.equal(one, other) for other in found[1:] for one, other in zip(found[0], other, strict=True))
 
 
-def test_a_run_on_cuda(tmp_path):
+def test_resumed_run_on_cuda_is_the_run_that_never_stopped(tmp_path):
     settings = {
         "model": {"path": str(save_tiny(tmp_path / "model"))},
         "run": {"output_dir": str(tmp_path / "runs")},
         "rollout": {"num_generations": 4, "max_completion_length": 8, "max_prompt_length": 64},
-        "schedule": {"prompts_per_batch": 4, "batches": 3, "sync_every": 2},
+        "schedule": {"prompts_per_batch": 4, "batches": 2, "sync_every": 2, "num_iterations": 2},
         "eval": {"num_prompts": 4, "num_samples": 2},
     }
-    result = lagrpo.train(settings)
-    assert result.batches == 3
-    assert result.weights is not None
-    assert result.weights.is_dir()
+    whole = lagrpo.train(settings, settings={"schedule.batches": 4, "run.name": "whole"})
+    stopped = lagrpo.train(settings, settings={"run.name": "stopped"})
+    resumed = lagrpo.train(resume=stopped.run, settings={"schedule.batches": 4})
+    assert whole.batches == resumed.batches == 4
+    weights = [load_file(run / "weights/final/model.safetensors") for run in (whole.run, resumed.run)]
+    assert all(torch.equal(weight, weights[1][name]) for name, weight in weights[0].items())

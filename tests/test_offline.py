@@ -1,8 +1,9 @@
-"""Runs on pre-generated (offline) completions, and with dynamic sampling."""
+"""Runs on pre-generated (offline) completions, with dynamic sampling, and the metrics of lag."""
 
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -95,3 +96,19 @@ def test_dynamic_sampling_leaves_offline_groups_alone(tmp_path, model, texts):
     Path(texts).write_text("".join(json.dumps(row | {"reward": 1.0}) + "\n" for row in TEXTS))
     run = trained(tmp_path, model, offline={"data": texts, "fraction": 0.5}, rollout={"dynamic_sampling_rounds": 3})
     assert all(sum(r["source"] == "file" for r in load_rollouts(run, [b])) == 4 for b in (1, 2, 3))
+
+
+@pytest.mark.parametrize("recipe", ["grpo_masked", "red_drop"])
+def test_lag_metrics_are_over_every_scored_completion(tmp_path, model, recipe):
+    """Also of flat groups, which the loss leaves out, and of those that red_drop drops by their rewards."""
+    given = {"task": {"name": "sample_task:load_vowels"}, "loss": {"recipe": recipe}}
+    run = trained(tmp_path, model, **given, schedule={"sync_every": 9, "batches": 4})
+    metrics = load_metrics(run)
+    assert any(m["frac_reward_zero_std"] > 0 for m in metrics[1:])
+    for line in metrics[1:]:
+        rows = load_rollouts(run, [line["step"]])
+        ratios = [[k - a for k, a in zip(r["old_logprobs"], r["rollout_logprobs"], strict=True)] for r in rows]
+        expected = sum(math.expm1(x) - x for of_row in ratios for x in of_row) / len(rows)
+        assert line["rollout/seq_kl"] == pytest.approx(expected, rel=1e-5)
+        assert line["rollout/seq_kl"] > 0
+        assert all(sum(of_row) != 0 for of_row in ratios)

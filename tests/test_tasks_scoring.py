@@ -75,6 +75,28 @@ def test_numerals_have_signs_scales_and_groups_or_no_value():
         assert [numeral.value for numeral in find_numerals(text)] == expected
 
 
+def test_number_is_read_from_each_form_of_answer():
+    for text, *expected in [
+        ("3 + 4 = 7", 7, 7),
+        ("7 = 3 + 4", None, 7),
+        ("6 or 7", None, None),
+        ("7 or 7", 7, 7),
+        ("6\n7", 7, 6),
+        ("2 * 3 * 10 = 60 dollars", 60, 60),
+        ("7, because 3 + 4 = 8", 8, 7),
+        ("3:30", None, None),
+        ("Step 1: 7", 7, 1),
+    ]:
+        found = read_number(text), read_number(text, first=True)
+        assert [each and each.value for each in found] == expected, text
+
+
+@given(st.integers(-(10**9), 10**9), st.text(alphabet="abc =,.\n", max_size=30))
+def test_the_number_after_a_marker_is_right_whatever_stands_before(number, before):
+    for answer in (f"{before}\n#### {number:,}", f"{before} \\boxed{{{number}}}", f"{before}. The answer is {number}."):
+        assert gsm8k.score(answer, f"work\n#### {number:,}") == gsm8k.score(answer, number) == 1.0
+
+
 def test_fractions_are_merged_and_latex_is_spelled_out():
     for text, expected in {"3 / 4": [Fraction(3, 4)], "3/0": [3, 0], "1/2/3": [Fraction(1, 2), 3]}.items():
         assert [numeral.value for numeral in merge_fractions(text, find_numerals(text))] == expected

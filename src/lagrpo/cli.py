@@ -134,7 +134,7 @@ class Eval:
 
       MODEL         directory of a model or an adapter, hub id, or smollm2 (embedded)
 
-    Weights of a run (runs/NAME/weights/…) are evaluated on its task, with its template and limits.
+    Weights of a run (runs/NAME/weights/…) are evaluated on its task, with its template, limits and seed.
 
     Settings, with their default values in brackets. --task is short for --task.name.
     """
@@ -164,11 +164,13 @@ def evaluate(words: list[str]) -> None:
 
 
 def settings_of_run(weights: str) -> dict[str, Any]:
-    """How the run that wrote these weights asked and sampled; nothing for other models."""
+    """How the run that wrote these weights asked and sampled, and the seed that held out its test rows; nothing for
+    other models."""
     folder = Path(weights).expanduser().absolute().parent
     if folder.name != "weights" or not (folder.parent / "config.toml").is_file():
         return {}
-    kept = "task.", "model.chat_template", "rollout.temperature", "rollout.max_prompt", "rollout.max_completion"
+    limits = "rollout.temperature", "rollout.max_prompt", "rollout.max_completion"
+    kept = "run.seed", "task.", "model.chat_template", *limits
     settings = load_settings(folder.parent / "config.toml").model_dump(exclude_none=True)
     return {name: value for name, value in flatten(settings).items() if name.startswith(kept)}
 

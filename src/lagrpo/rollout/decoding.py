@@ -86,7 +86,7 @@ class DecodeState:
     def __init__(self, model: Model, max_rows: int, max_tokens: int) -> None:
         self.model, self._shape = model, Shape.of(model.config.get_text_config())
         self._by_kernels = model.backend.attends_by_kernels(self._shape.d)
-        records = model.device.type == "cuda" and is_reproduced(model.lm, self._shape.d)  # others may wait for the GPU
+        records = model.device.type == "cuda" and is_reproduced(model.lm, self._shape.d)  # others may synchronize
         self._recorded = RecordedSteps() if records else None
         self.max_rows = max(max_rows, MIN_ROWS)
         self.own = self._cache(self.max_rows, min(BLOCK, max_tokens))
@@ -239,8 +239,8 @@ class StepLayout:
 
 
 class RecordedSteps:
-    """CUDA graphs of decoding steps: a replay is one launch, the step itself a thousand. A step of a number of tokens
-    that comes often is recorded; it reads and writes the same caches ever after."""
+    """CUDA graphs of decoding steps, one for each number of tokens that comes often: a replay is one launch, the step
+    itself a thousand. A graph reads and writes the caches that it was recorded with."""
 
     def __init__(self) -> None:
         self.seen, self.made = Counter[int](), dict[int, tuple[torch.cuda.CUDAGraph, list[Tensor], Tensor]]()

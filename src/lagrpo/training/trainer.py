@@ -66,8 +66,8 @@ class Optimization:
 
 @contextmanager
 def deterministic(model: Model) -> Iterator[None]:
-    """Inside, a GPU adds up gradients in the same order every time, as a CPU does: then a run that resumes is the run
-    that never stopped. PyTorch warns of operations that cannot, which only other families than dense ones have."""
+    """Inside, a GPU adds up gradients in a fixed order, as a CPU does, so that a run can be resumed bit for bit. Other
+    families than FAMILIES may have operations without such an order; PyTorch warns of these."""
     before = torch.are_deterministic_algorithms_enabled()
     if model.device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # PyTorch asks for it
