@@ -19,7 +19,9 @@ from processes import Program, Side
 from sides import Measurements, start_ours, values
 from work import SHORT, asked_for, common_options
 
-OPENMPS_OWN = {"GOMP_SPINCOUNT": "300000"}  # what GNU's OpenMP takes where nobody says how often to spin
+OPENMPS_OWN = {
+    "GOMP_SPINCOUNT": "300000"
+}  # what GNU's OpenMP takes where nobody says how often to spin
 HOG = [sys.executable, "-S", "-c", "while True: pass"]
 
 
@@ -43,16 +45,29 @@ class Taken:
 
 def options() -> argparse.Namespace:
     parser = common_options(__doc__)
-    parser.add_argument("--rounds", type=int, default=5, help="of counted updates, each without and with the process")
-    parser.add_argument("--spins", type=int, nargs="*", default=[], help="further numbers of spins to try")
-    parser.add_argument("--only", nargs="*", help='of the ways, such as "as it is" "one thread" (each holds 3 GB)')
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=5,
+        help="of counted updates, each without and with the process",
+    )
+    parser.add_argument(
+        "--spins", type=int, nargs="*", default=[], help="further numbers of spins to try"
+    )
+    parser.add_argument(
+        "--only", nargs="*", help='of the ways, such as "as it is" "one thread" (each holds 3 GB)'
+    )
     return parser.parse_args()
 
 
 def main() -> None:
     asked = options()
     work, load = asked_for(SHORT, asked), Load()
-    chosen = {name: way for name, way in ways(asked.threads, asked.spins).items() if name in (asked.only or [name])}
+    chosen = {
+        name: way
+        for name, way in ways(asked.threads, asked.spins).items()
+        if name in (asked.only or [name])
+    }
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as running:
         auto = {"dtype": "auto"}
         sides = {
@@ -88,7 +103,9 @@ def measured(sides: Mapping[str, Side], rounds: int, scratch: Path, load: Load) 
                     update = sides[name].update()
                     load.add(*([hog] if hog else []))
                 (taken[name].busy if busy else taken[name].idle).append(update)
-                print(f"  {name}, {'busy' if busy else 'idle'}: {update['seconds']:.2f} s", flush=True)
+                print(
+                    f"  {name}, {'busy' if busy else 'idle'}: {update['seconds']:.2f} s", flush=True
+                )
     return taken
 
 

@@ -43,7 +43,9 @@ Curves = dict[str, list[list[dict[str, float]]]]
 
 def options() -> argparse.Namespace:
     parser = common_options(__doc__)
-    parser.add_argument("--peer", type=Path, default=Path(".venv-trl/bin/python"), help="a Python that has TRL")
+    parser.add_argument(
+        "--peer", type=Path, default=Path(".venv-trl/bin/python"), help="a Python that has TRL"
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--updates", type=int, default=16, help="of each side and seed")
     parser.add_argument("--lr", type=float, default=2e-5, help="constant learning rate of both")
@@ -61,7 +63,9 @@ def main() -> None:
     for number, seed in enumerate(asked.seeds, start=1):
         versions = add_seed(asked, work, seed, load, curves)
         report = Report("curve", "What is learned, ours and TRL", asked.results)
-        report.text(f"{work.title}, learning rate {asked.lr:g}, seeds {', '.join(map(str, asked.seeds[:number]))}.")
+        report.text(
+            f"{work.title}, learning rate {asked.lr:g}, seeds {', '.join(map(str, asked.seeds[:number]))}."
+        )
         report.table("By updates and by seconds", found := rows(curves, asked.updates))
         report.raw["seeds"], report.raw["curves"] = asked.seeds[:number], curves
         report.write(machine(asked.threads, load, versions))  # kept, whatever the next seed does
@@ -70,11 +74,20 @@ def main() -> None:
             draw(curves, FIGURE)
 
 
-def add_seed(asked: argparse.Namespace, work: Work, seed: int, load: Load, curves: Curves) -> dict[str, str]:
+def add_seed(
+    asked: argparse.Namespace, work: Work, seed: int, load: Load, curves: Curves
+) -> dict[str, str]:
     """Both sides in turn with this seed; TRL's versions."""
-    config = {"per_device": min(DEFAULT["per_device"], work.completions), "learning_rate": asked.lr, "seed": seed}
+    config = {
+        "per_device": min(DEFAULT["per_device"], work.completions),
+        "learning_rate": asked.lr,
+        "seed": seed,
+    }
     with tempfile.TemporaryDirectory() as scratch:
-        place, own = (work, Path(scratch), asked.threads), {"optimizer": {"learning_rate": asked.lr}}
+        place, own = (
+            (work, Path(scratch), asked.threads),
+            {"optimizer": {"learning_rate": asked.lr}},
+        )
         with (
             start_ours("ours", *place, reward=work.judge, run={"seed": seed}, **own) as ours,
             start_trl("trl", *place, python=asked.peer, config=config, reward=work.judge) as trl,
@@ -83,7 +96,9 @@ def add_seed(asked: argparse.Namespace, work: Work, seed: int, load: Load, curve
             load.add(ours, trl)
     require_same_work(*taken)
     for name, side in zip(SIDES, taken, strict=True):
-        curves[name].append([{part: update[part] for part in ("reward", "seconds")} for update in side])
+        curves[name].append(
+            [{part: update[part] for part in ("reward", "seconds")} for update in side]
+        )
     return trl.facts["versions"]
 
 
@@ -95,7 +110,10 @@ def rows(curves: Curves, updates: int) -> list[dict[str, str]]:
 
 def row(seeds: Sequence[Sequence[dict[str, float]]], at: Sequence[int]) -> dict[str, str]:
     rewards = [smoothed(values(list(of), "reward"), SMOOTH) for of in seeds]
-    runs = [RunResult([{"reward": u["reward"], "updates": 1, "seconds": u["seconds"]} for u in of], {}) for of in seeds]
+    runs = [
+        RunResult([{"reward": u["reward"], "updates": 1, "seconds": u["seconds"]} for u in of], {})
+        for of in seeds
+    ]
     updates, seconds = (
         [cost for run in runs if (cost := measure(f"{name} to {LEVEL:g}", run, SMOOTH)) is not None]
         for name in ("updates", "seconds")
@@ -125,11 +143,22 @@ def draw(curves: Curves, path: Path) -> None:
     for color, style, (name, seeds) in zip(COLORS, ("-", "--"), curves.items(), strict=False):
         rewards = [smoothed(values(list(updates), "reward"), SMOOTH) for updates in seeds]
         seconds = [list(accumulate(values(list(updates), "seconds"))) for updates in seeds]
-        for across, axes in zip(([list(range(1, len(r) + 1)) for r in rewards], seconds), panels, strict=True):
+        for across, axes in zip(
+            ([list(range(1, len(r) + 1)) for r in rewards], seconds), panels, strict=True
+        ):
             x = [fmean(column) for column in zip(*across, strict=True)]
-            low, mean, high = ([of(c) for c in zip(*rewards, strict=True)] for of in (min, fmean, max))
+            low, mean, high = (
+                [of(c) for c in zip(*rewards, strict=True)] for of in (min, fmean, max)
+            )
             axes.fill_between(x, low, high, color=color, alpha=0.15, lw=0)
-            axes.plot(x, mean, color=color, ls=style, lw=2, label=f"{name} ({len(seeds)} seed{'s' * (len(seeds) > 1)})")
+            axes.plot(
+                x,
+                mean,
+                color=color,
+                ls=style,
+                lw=2,
+                label=f"{name} ({len(seeds)} seed{'s' * (len(seeds) > 1)})",
+            )
     for axes, label in zip(panels, ("update", "seconds"), strict=True):
         plain_axes(axes)
         axes.set(xlabel=label, ylim=(0, 1))

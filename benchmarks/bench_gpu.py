@@ -53,7 +53,11 @@ def options() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["135m", "1.5b"])
     parser.add_argument(
-        "--contexts", type=int, nargs="+", default=[1024, 4096], help="prompt and completion, in tokens"
+        "--contexts",
+        type=int,
+        nargs="+",
+        default=[1024, 4096],
+        help="prompt and completion, in tokens",
     )
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--completions", type=int, default=16, help="of each prompt")
@@ -61,7 +65,13 @@ def options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3, help="after one that is not counted")
     asked = parser.parse_args()
     if asked.quick:
-        asked.models, asked.contexts, asked.prompts, asked.completions, asked.rounds = ["tiny"], [64], 2, 4, 1
+        asked.models, asked.contexts, asked.prompts, asked.completions, asked.rounds = (
+            ["tiny"],
+            [64],
+            2,
+            4,
+            1,
+        )
     return asked
 
 
@@ -72,7 +82,9 @@ def main() -> None:
     name = "gpu" if asked.device.startswith("cuda") else "gpu-on-cpu"
     report = Report(name, f"Sampling and learning on {device_name(asked.device)}", asked.results)
     rates = [
-        r for size in (4096, 8192) for r in matrix_product(size // (8 if asked.quick else 1), 5, asked.device)["rates"]
+        r
+        for size in (4096, 8192)
+        for r in matrix_product(size // (8 if asked.quick else 1), 5, asked.device)["rates"]
     ]
     report.text(
         f"{asked.prompts} prompts × {asked.completions} completions; a quarter of the context is the prompt; "
@@ -81,15 +93,21 @@ def main() -> None:
     )
     for name in asked.models:
         for context in asked.contexts:
-            report.table(f"{name}, {context} tokens", [measure(asked, name, context, max(rates), report)])
+            report.table(
+                f"{name}, {context} tokens", [measure(asked, name, context, max(rates), report)]
+            )
             report.write(machine(asked.threads, load))  # kept, whatever the next one does
 
 
-def measure(asked: argparse.Namespace, name: str, context: int, peak: float, report: Report) -> dict[str, str]:
+def measure(
+    asked: argparse.Namespace, name: str, context: int, peak: float, report: Report
+) -> dict[str, str]:
     """The row of a model at a context."""
     policy = make_policy(name, asked.device)
     trainer = Trainer(policy, resolve("grpo", {"beta": 0.0}), Optimization(lr=1e-6))
-    sampler = LocalSampler(copy_policy(policy), SEED, context - context // 4, asked.prompts * asked.completions)
+    sampler = LocalSampler(
+        copy_policy(policy), SEED, context - context // 4, asked.prompts * asked.completions
+    )
     turns = [once(asked, trainer, sampler, context, turn) for turn in range(1 + asked.rounds)][1:]
     column = {key: [turn[key] for turn in turns] for key in turns[0]}
     report.raw[f"{name}, {context}"] = column
@@ -99,7 +117,10 @@ def measure(asked: argparse.Namespace, name: str, context: int, peak: float, rep
         "learning, share of the peak": f"{median(column['flops']) / peak:.0%}",
     }
     if asked.device.startswith("cuda"):
-        row |= {phase: gigabytes(max(column[phase])) for phase in ("memory of sampling", "memory of learning")}
+        row |= {
+            phase: gigabytes(max(column[phase]))
+            for phase in ("memory of sampling", "memory of learning")
+        }
     return row
 
 
@@ -120,7 +141,9 @@ def once(
     groups = [rewarded(group, turn) for _, group in generated]
     batch = assemble(groups, trainer.recipe, context - context // 4, SEED, turn)
     rows = trainer.pack(batch, asked.tokens)
-    _, learning, learning_memory = timed(asked.device, lambda: trainer.step(rows, batch.in_objective))
+    _, learning, learning_memory = timed(
+        asked.device, lambda: trainer.step(rows, batch.in_objective)
+    )
     tokens = sum(len(c.token_ids) for group in groups for c in group.completions)
     return {
         "sampling": tokens / sampling,
@@ -162,7 +185,9 @@ def make_policy(name: str, device: str) -> Policy:
     attention.register()
     torch.manual_seed(SEED)
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(MODELS[name], dtype=torch.bfloat16, attn_implementation=attention.NAME)
+        model = AutoModelForCausalLM.from_config(
+            MODELS[name], dtype=torch.bfloat16, attn_implementation=attention.NAME
+        )
     return Policy.from_model(model, AutoTokenizer.from_pretrained(resolve_model("smollm2")))
 
 

@@ -41,8 +41,14 @@ def options() -> argparse.Namespace:
 
 def main() -> None:
     asked = options()
-    load, report = Load(), Report("lora", f"Adapters (r = {asked.r}) beside full training", asked.results)
-    sides = {"full training": {}, "adapters": {"model.lora_r": asked.r, "optimizer.learning_rate": asked.lr}}
+    load, report = (
+        Load(),
+        Report("lora", f"Adapters (r = {asked.r}) beside full training", asked.results),
+    )
+    sides = {
+        "full training": {},
+        "adapters": {"model.lora_r": asked.r, "optimizer.learning_rate": asked.lr},
+    }
     seconds: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
     peaks: dict[str, list[int]] = {name: [] for name in sides}
     for turn in range(asked.rounds):
@@ -67,7 +73,9 @@ def row(part: str, seconds: Mapping[str, list[dict[str, float]]]) -> dict[str, s
     return {"": part, **shown, "adapters / full": ratio(adapters, full) if min(full) > 0 else "–"}
 
 
-def run(asked: argparse.Namespace, side: Mapping[str, Any], scratch: Path) -> tuple[dict[str, float], int]:
+def run(
+    asked: argparse.Namespace, side: Mapping[str, Any], scratch: Path
+) -> tuple[dict[str, float], int]:
     """The seconds of the median batch by part, and the peak in bytes."""
     settings = {
         "run.output_dir": scratch, "run.name": "run",

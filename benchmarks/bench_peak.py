@@ -15,17 +15,30 @@ from bench_trl import DEFAULT, best_settings, described
 from measuring import Load, Report, gigabytes, machine, median, spread
 from processes import Side
 from sides import require_same_work, start_ours, start_trl, values
-from work import DTYPE, WORKS, Work, asked_for, common_options, read_prompts, require_peer, write_prompts
+from work import (
+    DTYPE,
+    WORKS,
+    Work,
+    asked_for,
+    common_options,
+    read_prompts,
+    require_peer,
+    write_prompts,
+)
 
 SIZES = (1024, 2048, 4096)  # of the square matrices
 
 
 def options() -> argparse.Namespace:
     parser = common_options(__doc__)
-    parser.add_argument("--peer", type=Path, default=Path(".venv-trl/bin/python"), help="a Python that has TRL")
+    parser.add_argument(
+        "--peer", type=Path, default=Path(".venv-trl/bin/python"), help="a Python that has TRL"
+    )
     parser.add_argument("--work", nargs="*", choices=WORKS, default=list(WORKS))
     parser.add_argument("--updates", type=int, default=5, help="for the share of the peak")
-    parser.add_argument("--micro-batches", type=int, nargs="*", default=[8, 32], help="completions, for the memory")
+    parser.add_argument(
+        "--micro-batches", type=int, nargs="*", default=[8, 32], help="completions, for the memory"
+    )
     return parser.parse_args()
 
 
@@ -47,13 +60,19 @@ def share(asked: argparse.Namespace, work: Work, report: Report, load: Load) -> 
     matrix product of the same dtype reaches in the same process between the updates."""
     rates: dict[int, list[float]] = {size: [] for size in SIZES[: 1 if asked.quick else None]}
     updates = []
-    with tempfile.TemporaryDirectory() as scratch, start_ours("ours", work, Path(scratch), asked.threads) as side:
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        start_ours("ours", work, Path(scratch), asked.threads) as side,
+    ):
         side.update()
         for turn in range(asked.updates):
             for size in rates:
                 rates[size] += products(side, size)
             updates.append(side.update())
-            print(f"  {work.name}, update {turn + 1}: learning {updates[-1]['phases']['learning']:.2f} s", flush=True)
+            print(
+                f"  {work.name}, update {turn + 1}: learning {updates[-1]['phases']['learning']:.2f} s",
+                flush=True,
+            )
         load.add(side)
     peak = max(median(rate) for rate in rates.values())
     reached = [update["flops"] / update["phases"]["learning"] for update in updates]
@@ -71,7 +90,9 @@ def share(asked: argparse.Namespace, work: Work, report: Report, load: Load) -> 
 
 
 def products(side: Side, size: int) -> list[float]:
-    return side.ask("question", name="matrix_product", size=size, repetitions=3, dtype=DTYPE)["rates"]
+    return side.ask("question", name="matrix_product", size=size, repetitions=3, dtype=DTYPE)[
+        "rates"
+    ]
 
 
 def memory(asked: argparse.Namespace, work: Work, report: Report, load: Load) -> dict[str, str]:
@@ -81,11 +102,20 @@ def memory(asked: argparse.Namespace, work: Work, report: Report, load: Load) ->
     settings = best_settings(asked.results, work)
     for count in [4] if asked.quick else asked.micro_batches:
         for checkpointing in (False, True):
-            trl = {**DEFAULT, **settings, "per_device": count, "gradient_checkpointing": checkpointing}
+            trl = {
+                **DEFAULT,
+                **settings,
+                "per_device": count,
+                "gradient_checkpointing": checkpointing,
+            }
             with tempfile.TemporaryDirectory() as scratch:
                 place = (work, Path(scratch), asked.threads)
                 tokens = budget(work, count, Path(scratch))
-                own = {"learning_rate": 1e-5, "micro_batch_tokens": tokens, "gradient_checkpointing": checkpointing}
+                own = {
+                    "learning_rate": 1e-5,
+                    "micro_batch_tokens": tokens,
+                    "gradient_checkpointing": checkpointing,
+                }
                 with start_ours("ours", *place, optimizer=own) as side:
                     ours = [side.update() for _ in range(2)]
                     load.add(side)
@@ -95,7 +125,11 @@ def memory(asked: argparse.Namespace, work: Work, report: Report, load: Load) ->
                     versions = side.facts["versions"]
             require_same_work(ours, theirs)
             peaks = [max(values(measurements, "peak_bytes")) for measurements in (ours, theirs)]
-            report.raw[f"memory, {work.name}, {described(trl)}"] = {"ours": ours, "trl": theirs, "tokens": tokens}
+            report.raw[f"memory, {work.name}, {described(trl)}"] = {
+                "ours": ours,
+                "trl": theirs,
+                "tokens": tokens,
+            }
             rows.append({
                 "completions in a micro-batch": count,
                 "activation checkpointing": "both" if checkpointing else "neither",

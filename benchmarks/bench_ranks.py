@@ -46,7 +46,10 @@ def options() -> argparse.Namespace:
 def main() -> None:
     asked = options()
     load, report = Load(), Report("ranks", "Several ranks beside one process", asked.results)
-    sides = {f"one process, {asked.ranks} threads": 1, f"{asked.ranks} ranks of one thread": asked.ranks}
+    sides = {
+        f"one process, {asked.ranks} threads": 1,
+        f"{asked.ranks} ranks of one thread": asked.ranks,
+    }
     found: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
     for number in range(asked.runs):
         for name, ranks in list(sides.items())[:: 1 if number % 2 == 0 else -1]:
@@ -55,9 +58,14 @@ def main() -> None:
             print(name, f"{median(m['time/step'] for m in found[name]):.2f} s a batch", flush=True)
     report.raw |= found
     one, several = found.values()
-    report.text(f"{asked.runs} runs of each side in turn, {asked.batches - 1} batches of each counted; medians.")
+    report.text(
+        f"{asked.runs} runs of each side in turn, {asked.batches - 1} batches of each counted; medians."
+    )
     rows = [
-        {"s a batch": part.removeprefix("time/"), **{n: spread([m[part] for m in of]) for n, of in found.items()}}
+        {
+            "s a batch": part.removeprefix("time/"),
+            **{n: spread([m[part] for m in of]) for n, of in found.items()},
+        }
         for part in PARTS
     ]
     report.table("Seconds", rows)
@@ -89,15 +97,26 @@ def parameters(model: str) -> int:
     total = 0
     for file in Path(resolve_model(model)).glob("*.safetensors"):
         with safe_open(file, "pt") as shard:
-            total += sum(math.prod(shard.get_slice(name).get_shape()) for name in shard.offset_keys())
+            total += sum(
+                math.prod(shard.get_slice(name).get_shape()) for name in shard.offset_keys()
+            )
     return total
 
 
 def exchange(asked: argparse.Namespace, numbers: int) -> list[float]:
     """Seconds of what the ranks exchange in an update, and nothing beside it."""
     words = [str(HERE / "exchange.py"), str(numbers), "2" if asked.quick else "10"]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(asked.ranks), *words]
-    done = subprocess.run(command, env={**os.environ, **environment(1)}, capture_output=True, text=True)
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        str(asked.ranks),
+        *words,
+    ]
+    done = subprocess.run(
+        command, env={**os.environ, **environment(1)}, capture_output=True, text=True
+    )
     if done.returncode:
         raise SystemExit(f"the exchange failed:\n{done.stderr[-2000:]}")
     return json.loads(done.stdout)

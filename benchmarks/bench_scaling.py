@@ -28,7 +28,9 @@ CYCLE = 10  # batches between two weight syncs, the larger v
 
 def options() -> argparse.Namespace:
     parser = common_options(__doc__)
-    parser.add_argument("--completions", type=int, nargs="+", default=[8, 16, 32, 64], help="of each prompt")
+    parser.add_argument(
+        "--completions", type=int, nargs="+", default=[8, 16, 32, 64], help="of each prompt"
+    )
     parser.add_argument("--updates", type=int, default=5, help="of each size")
     parser.add_argument("--cycles", type=int, default=3, help=f"of {CYCLE} batches, of each v")
     return parser.parse_args()
@@ -54,7 +56,14 @@ def doubling(asked: argparse.Namespace, report: Report, load: Load) -> None:
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
         sides = [
             stack.enter_context(
-                start_ours(f"G{G}", sized, Path(scratch), asked.threads, optimizer=BUDGET, rollout=sampled(sized))
+                start_ours(
+                    f"G{G}",
+                    sized,
+                    Path(scratch),
+                    asked.threads,
+                    optimizer=BUDGET,
+                    rollout=sampled(sized),
+                )
             )
             for G in asked.completions
             for sized in [replace(work, G=G)]
@@ -65,7 +74,10 @@ def doubling(asked: argparse.Namespace, report: Report, load: Load) -> None:
     report.table(
         f"Completions of a prompt double: {work.N} prompts × G × ≤ {work.max_tokens} tokens; "
         f"{BUDGET['micro_batch_tokens']} tokens in a micro-batch, {ROWS} completions decoded at a time",
-        [size_row(G, measurements) for G, measurements in zip(asked.completions, taken, strict=True)],
+        [
+            size_row(G, measurements)
+            for G, measurements in zip(asked.completions, taken, strict=True)
+        ],
     )
     steps = [
         {"from … to": f"{few} … {many}", "seconds": ratio(values(after, "seconds"), values(before, "seconds")),
@@ -77,7 +89,11 @@ def doubling(asked: argparse.Namespace, report: Report, load: Load) -> None:
 
 def sampled(work: Work) -> dict[str, int]:
     """Settings of the sampler with a fixed number of rows, so that memory has the same bound at every size."""
-    return {"num_generations": work.G, "max_completion_length": work.max_tokens, "max_num_seqs": max(ROWS, work.G)}
+    return {
+        "num_generations": work.G,
+        "max_completion_length": work.max_tokens,
+        "max_num_seqs": max(ROWS, work.G),
+    }
 
 
 def size_row(G: int, measurements: Measurements) -> dict[str, Any]:
@@ -96,7 +112,14 @@ def prefetch(asked: argparse.Namespace, work: Work, report: Report, load: Load) 
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
         one, ten = (
             stack.enter_context(
-                start_ours(f"v{v}", work, Path(scratch), asked.threads, schedule=schedule(work, v), rollout=wide(work))
+                start_ours(
+                    f"v{v}",
+                    work,
+                    Path(scratch),
+                    asked.threads,
+                    schedule=schedule(work, v),
+                    rollout=wide(work),
+                )
             )
             for v in (1, CYCLE)
         )
@@ -106,11 +129,16 @@ def prefetch(asked: argparse.Namespace, work: Work, report: Report, load: Load) 
         for turn in range(asked.cycles):
             for n in (0, 1) if turn % 2 == 0 else (1, 0):
                 taken[n].append(cycle((one, ten)[n], CYCLE))
-                print(f"  {(one, ten)[n].name}, cycle {turn + 1}: {sampling(taken[n][-1]):.3f} s a batch", flush=True)
+                print(
+                    f"  {(one, ten)[n].name}, cycle {turn + 1}: {sampling(taken[n][-1]):.3f} s a batch",
+                    flush=True,
+                )
         load.add(one, ten)
     report.raw[f"ahead, {work.name}"] = {"v = 1": taken[0], f"v = {CYCLE}": taken[1]}
     seconds = [[sampling(batches) for batches in side] for side in taken]
-    tokens = [[sum(values(batches, "sampled")) / len(batches) for batches in side] for side in taken]
+    tokens = [
+        [sum(values(batches, "sampled")) / len(batches) for batches in side] for side in taken
+    ]
     rows = [
         {"v": v, "seconds of sampling per batch": spread(s), "completion tokens per batch": spread(t, digits=4),
          "milliseconds per token": f"{1000 * median(s) / median(t):.3g}"}

@@ -14,7 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from measuring import Load, Report, gigabytes, machine, median, ratio, spread
-from sides import Measurements, interleaved, per_token, phases, require_same_work, start_ours, start_trl, values
+from sides import (
+    Measurements,
+    interleaved,
+    per_token,
+    phases,
+    require_same_work,
+    start_ours,
+    start_trl,
+    values,
+)
 from work import DTYPE, HASHED, LONG, WORKS, Work, asked_for, common_options, require_peer
 
 DEFAULT: dict[str, Any] = {"per_device": 32}
@@ -25,7 +34,11 @@ DEFAULT_LONG: dict[str, Any] = {"per_device": 8}
 
 SCANNED: dict[str, list[dict[str, Any]]] = {
     "completions in a micro-batch": [{"per_device": count} for count in (8, 16, 32, 64, 128)],
-    "arithmetic": [{}, {"bf16": False}, {"bf16": False, "model_init_kwargs": {"dtype": "bfloat16"}}],
+    "arithmetic": [
+        {},
+        {"bf16": False},
+        {"bf16": False, "model_init_kwargs": {"dtype": "bfloat16"}},
+    ],
     "sampler": [{}, {"use_transformers_continuous_batching": True}],
     "activation checkpointing": [{}, {"gradient_checkpointing": True}],
 }
@@ -38,12 +51,22 @@ most of an update is rounded away. Continuous batching is among them when it goe
 
 def options() -> argparse.Namespace:
     parser = common_options(__doc__)
-    parser.add_argument("--peer", type=Path, default=Path(".venv-trl/bin/python"), help="a Python that has TRL")
+    parser.add_argument(
+        "--peer", type=Path, default=Path(".venv-trl/bin/python"), help="a Python that has TRL"
+    )
     parser.add_argument("--work", nargs="*", choices=WORKS, default=list(WORKS))
-    parser.add_argument("--updates", type=int, default=5, help="of each side, with the reward of the headline")
-    parser.add_argument("--own-updates", type=int, default=3, help="of each side, with the task's own reward")
+    parser.add_argument(
+        "--updates", type=int, default=5, help="of each side, with the reward of the headline"
+    )
+    parser.add_argument(
+        "--own-updates", type=int, default=3, help="of each side, with the task's own reward"
+    )
     parser.add_argument("--warmup", type=int, default=1)
-    parser.add_argument("--trl", type=json.loads, help='settings of TRL, such as {"per_device": 64}; else the scan\'s')
+    parser.add_argument(
+        "--trl",
+        type=json.loads,
+        help='settings of TRL, such as {"per_device": 64}; else the scan\'s',
+    )
     parser.add_argument("--scan", action="store_true", help="look for TRL's best settings first")
     parser.add_argument("--scan-updates", type=int, default=2, help="with each of the settings")
     return parser.parse_args()
@@ -63,21 +86,34 @@ def main() -> None:
     )
     for work in works:
         settings = fitting(work, asked.trl or best_settings(asked.results, work))
-        report.text(f"# {work.title}\n\nTRL: {described(settings)}. Ours: {DTYPE}, micro-batches of 4096 tokens.")
+        report.text(
+            f"# {work.title}\n\nTRL: {described(settings)}. Ours: {DTYPE}, micro-batches of 4096 tokens."
+        )
         for name, reward, updates in (
             ("a reward that leaves no group without a signal", HASHED, asked.updates),
             ("the task's own reward", work.judge, asked.own_updates),
         ):
             if updates:
                 ours, trl, versions = compared(asked, work, settings, reward, updates, load)
-                report.raw[f"{work.name}, {name}"] = {"settings": settings, "ours": ours, "trl": trl}
+                report.raw[f"{work.name}, {name}"] = {
+                    "settings": settings,
+                    "ours": ours,
+                    "trl": trl,
+                }
                 report.table(f"{work.name}, {name}", rows(ours, trl))
                 report.text(f"Ours: {phases(ours)}.\n\nTRL: {phases(trl)}.")
-                report.write(machine(asked.threads, load, versions))  # kept, whatever the next one does
+                report.write(
+                    machine(asked.threads, load, versions)
+                )  # kept, whatever the next one does
 
 
 def compared(
-    asked: argparse.Namespace, work: Work, settings: dict[str, Any], reward: str, updates: int, load: Load
+    asked: argparse.Namespace,
+    work: Work,
+    settings: dict[str, Any],
+    reward: str,
+    updates: int,
+    load: Load,
 ) -> tuple[Measurements, Measurements, dict[str, str]]:
     """Both sides in turn on the same prompts; and TRL's versions."""
     with tempfile.TemporaryDirectory() as scratch:
@@ -173,7 +209,9 @@ def described(settings: dict[str, Any]) -> str:
     words = [
         f"micro-batches of {settings['per_device']} completions",
         "bfloat16 throughout" if throughout else "bfloat16 autocast" if autocast else "float32",
-        "continuous batching" if settings.get("use_transformers_continuous_batching") else "transformers' generate",
+        "continuous batching"
+        if settings.get("use_transformers_continuous_batching")
+        else "transformers' generate",
         f"activation checkpointing {'on' if settings.get('gradient_checkpointing') else 'off'}",
     ]
     return ", ".join(words)

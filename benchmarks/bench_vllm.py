@@ -28,7 +28,9 @@ from work import DTYPE, LONG, WORKS, asked_for, common_options, require_peer, wr
 from lagrpo.model.embedded import resolve_model
 
 PROMPTS, TOKENS = 8, 64
-GREATEST_DIFFERENCE = 0.1  # nats, on average: two implementations, in bfloat16 at the worst, not two models
+GREATEST_DIFFERENCE = (
+    0.1  # nats, on average: two implementations, in bfloat16 at the worst, not two models
+)
 VARIANTS: dict[str, tuple[list[str], bool]] = {
     "compiled": ([], True),
     "eager": (["--enforce-eager"], True),
@@ -40,9 +42,16 @@ cores as ours, or as it chooses itself (VLLM_CPU_OMP_THREADS_BIND=auto leaves a 
 
 def options() -> argparse.Namespace:
     parser = common_options(__doc__)
-    parser.add_argument("--peer", type=Path, default=Path(".venv-vllm/bin/python"), help="a Python that has vllm-cpu")
+    parser.add_argument(
+        "--peer",
+        type=Path,
+        default=Path(".venv-vllm/bin/python"),
+        help="a Python that has vllm-cpu",
+    )
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
-    parser.add_argument("--rows", type=int, nargs="+", default=[64, 128], help="completions at a time")
+    parser.add_argument(
+        "--rows", type=int, nargs="+", default=[64, 128], help="completions at a time"
+    )
     parser.add_argument("--batches", type=int, default=5, help="of each side and number of rows")
     parser.add_argument("--work", choices=WORKS, default=LONG.name, help="whose prompts")
     return parser.parse_args()
@@ -51,14 +60,41 @@ def options() -> argparse.Namespace:
 class Server(Program):
     """A vLLM server on this machine alone."""
 
-    def __init__(self, variant: str, python: Path, model: str, rows: int, threads: int, scratch: Path) -> None:
+    def __init__(
+        self, variant: str, python: Path, model: str, rows: int, threads: int, scratch: Path
+    ) -> None:
         flags, bound = VARIANTS[variant]
         self.model, self.url = model, f"http://127.0.0.1:{(port := free_port())}"
-        command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--host", "127.0.0.1"]
-        command += ["--port", port, "--dtype", DTYPE, "--max-model-len", 2048, "--max-num-seqs", rows, *flags]
-        settings = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": ""}
+        command = [
+            python,
+            "-m",
+            "vllm.entrypoints.openai.api_server",
+            "--model",
+            model,
+            "--host",
+            "127.0.0.1",
+        ]
+        command += [
+            "--port",
+            port,
+            "--dtype",
+            DTYPE,
+            "--max-model-len",
+            2048,
+            "--max-num-seqs",
+            rows,
+            *flags,
+        ]
+        settings = {
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "2",
+            "VLLM_NO_USAGE_STATS": "1",
+            "PYTHONPATH": "",
+        }
         if bound:
-            settings["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, sorted(os.sched_getaffinity(0))[:threads]))
+            settings["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(
+                map(str, sorted(os.sched_getaffinity(0))[:threads])
+            )
         super().__init__(f"vLLM ({variant})", command, scratch, settings)
         try:
             self._wait()
@@ -81,7 +117,9 @@ class Server(Program):
                         raise self.failed(f"did not start within {deadline:g} s") from error
                     time.sleep(1)
 
-    def sample(self, prompts: list[list[int]], G: int, max_tokens: int) -> tuple[float, list[dict[str, Any]]]:
+    def sample(
+        self, prompts: list[list[int]], G: int, max_tokens: int
+    ) -> tuple[float, list[dict[str, Any]]]:
         """Seconds, and the completions with their log-probs, in the order of the prompts."""
         body = {
             "model": self.model,
@@ -94,7 +132,9 @@ class Server(Program):
             "return_token_ids": True,
         }
         request = urllib.request.Request(
-            f"{self.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+            f"{self.url}/v1/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
         )
         with self.running():
             started = time.perf_counter()
@@ -103,7 +143,11 @@ class Server(Program):
             seconds = time.perf_counter() - started
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
         return seconds, [
-            {"prompt": prompts[n // G], "token_ids": c["token_ids"], "logp": c["logprobs"]["token_logprobs"]}
+            {
+                "prompt": prompts[n // G],
+                "token_ids": c["token_ids"],
+                "logp": c["logprobs"]["token_logprobs"],
+            }
             for n, c in enumerate(choices)
         ]
 
@@ -122,12 +166,18 @@ def main() -> None:
     report = Report("vllm", "Samplers: ours and vLLM on the CPU", asked.results)
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         scratch = Path(name)
-        request = {"model": model, "prompts": str(write_prompts(work, scratch / "prompts.jsonl")), "max_tokens": tokens}
+        request = {
+            "model": model,
+            "prompts": str(write_prompts(work, scratch / "prompts.jsonl")),
+            "max_tokens": tokens,
+        }
         (scratch / "request.json").write_text(json.dumps(request))
         command = [sys.executable, HERE / "ours_sampler.py", scratch / "request.json"]
         ours = stack.enter_context(Side("ours", command, scratch, environment(asked.threads)))
         servers = [
-            stack.enter_context(Server(variant, asked.peer, model, max(asked.rows), asked.threads, scratch))
+            stack.enter_context(
+                Server(variant, asked.peer, model, max(asked.rows), asked.threads, scratch)
+            )
             for variant in asked.variants
         ]
         report.text(agreement(ours, servers))
@@ -149,7 +199,9 @@ def agreement(ours: Side, servers: list[Server]) -> str:
         _, completions = server.sample(ours.facts["prompt_ids"][:2], 4, 16)
         scored = ours.ask("score", completions=completions)["logp"]
         differences = [
-            abs(a - b) for c, own in zip(completions, scored, strict=True) for a, b in zip(c["logp"], own, strict=True)
+            abs(a - b)
+            for c, own in zip(completions, scored, strict=True)
+            for a, b in zip(c["logp"], own, strict=True)
         ]
         mean = sum(differences) / len(differences)
         found.append(
@@ -160,7 +212,9 @@ def agreement(ours: Side, servers: list[Server]) -> str:
     return f"Log-probs of the same tokens, |ours - vLLM's|: {'; '.join(found)}."
 
 
-def compared(ours: Side, servers: list[Server], rows: int, tokens: int, batches: int) -> dict[str, list[float]]:
+def compared(
+    ours: Side, servers: list[Server], rows: int, tokens: int, batches: int
+) -> dict[str, list[float]]:
     """Seconds of each side for the same prompts, in turn; every batch has prompts of its own. One before them is not
     counted. Raises RuntimeError where a side generated another number of tokens."""
     G = rows // PROMPTS
@@ -169,7 +223,9 @@ def compared(ours: Side, servers: list[Server], rows: int, tokens: int, batches:
         first = batch * PROMPTS
         for side in (ours, *servers) if batch % 2 == 0 else (*servers, ours):
             if isinstance(side, Server):
-                seconds, completions = side.sample(ours.facts["prompt_ids"][first : first + PROMPTS], G, tokens)
+                seconds, completions = side.sample(
+                    ours.facts["prompt_ids"][first : first + PROMPTS], G, tokens
+                )
                 generated = sum(len(c["token_ids"]) for c in completions)
             else:
                 answer = side.ask("sample", first=first, prompts=PROMPTS, G=G)
@@ -197,7 +253,11 @@ def versions(python: Path) -> dict[str, str]:
     names = ("vllm-cpu", "torch", "transformers")
     code = f"import importlib.metadata as m, json; print(json.dumps({{n: m.version(n) for n in {names!r}}}))"
     environment = os.environ | {"PYTHONPATH": ""}
-    return json.loads(subprocess.run([python, "-c", code], capture_output=True, check=True, env=environment).stdout)
+    return json.loads(
+        subprocess.run(
+            [python, "-c", code], capture_output=True, check=True, env=environment
+        ).stdout
+    )
 
 
 if __name__ == "__main__":

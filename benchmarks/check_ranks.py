@@ -41,7 +41,11 @@ def options() -> argparse.Namespace:
 
 def main() -> None:
     asked = options()
-    load, report, rows = Load(), Report("check_ranks", "Several ranks beside one process", asked.results), []
+    load, report, rows = (
+        Load(),
+        Report("check_ranks", "Several ranks beside one process", asked.results),
+        [],
+    )
     with tempfile.TemporaryDirectory() as scratch:
         for dtype in asked.dtypes:
             runs = {ranks: run(asked, ranks, dtype, Path(scratch)) for ranks in asked.ranks}
@@ -49,7 +53,9 @@ def main() -> None:
                 if ranks != asked.ranks[0]:
                     rows.append(compare(path, runs[asked.ranks[0]], ranks, dtype, asked.batches))
                     print(rows[-1], flush=True)
-    report.table(f"Beside {asked.ranks[0]} rank: {asked.batches} batches of the demo, one update each", rows)
+    report.table(
+        f"Beside {asked.ranks[0]} rank: {asked.batches} batches of the demo, one update each", rows
+    )
     report.raw["rows"] = rows
     load.add_ended()
     report.write(machine(1, load))
@@ -94,8 +100,12 @@ def relative(value: float, other: float) -> float:
 def apart(run: Path, other: Path) -> float:
     """‖W − W'‖ / ‖W'‖ over all saved weights."""
     weights, others = (load_file(newest(path)) for path in (run, other))
-    square = sum(float((weights[name].double() - others[name].double()).square().sum()) for name in others)
-    return (square / sum(float(weight.double().square().sum()) for weight in others.values())) ** 0.5
+    square = sum(
+        float((weights[name].double() - others[name].double()).square().sum()) for name in others
+    )
+    return (
+        square / sum(float(weight.double().square().sum()) for weight in others.values())
+    ) ** 0.5
 
 
 def newest(run: Path) -> Path:

@@ -30,7 +30,9 @@ def main() -> None:
         dist.barrier()
         start = time.perf_counter()
         part = gradients.new_empty(each)
-        (getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor)(part, gradients, group=ranks)
+        (getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor)(
+            part, gradients, group=ranks
+        )
         weights = all_gather(part.bfloat16(), ranks)
         seconds.append(time.perf_counter() - start)
         assert float(weights[0]) == ranks.size()

@@ -51,7 +51,11 @@ class Load:
     def __init__(self) -> None:
         ctypes.CDLL(None).prctl(_SUBREAPER, 1)
         self.at_start = os.getloadavg()[0]
-        self._started, self._busy, self._own = time.monotonic(), _busy_seconds(), sum(os.times()[:2])
+        self._started, self._busy, self._own = (
+            time.monotonic(),
+            _busy_seconds(),
+            sum(os.times()[:2]),
+        )
         self._programs = 0.0
 
     def add(self, *programs: Program) -> None:
@@ -96,15 +100,25 @@ def machine(threads: int, load: Load, peer: Mapping[str, str] | None = None) -> 
         "dtype by default": f"{dtype} ({why})",
         "CPU time taken by others meanwhile": f"{load.others():.1%} (load average at the start: {load.at_start:.2f})",
         "versions": ", ".join(f"{name} {version}" for name, version in own.items()),
-        "commit": f"{commit['commit'][:12]}{' and changes' if commit['dirty'] else ''}" if commit else "unknown",
-        **({"peer": ", ".join(f"{name} {version}" for name, version in peer.items())} if peer else {}),
+        "commit": f"{commit['commit'][:12]}{' and changes' if commit['dirty'] else ''}"
+        if commit
+        else "unknown",
+        **(
+            {"peer": ", ".join(f"{name} {version}" for name, version in peer.items())}
+            if peer
+            else {}
+        ),
     }
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """A Markdown table; the columns are the keys of the first row."""
     head = list(rows[0])
-    lines = [head, ["---"] * len(head), *([str(row.get(column, "")) for column in head] for row in rows)]
+    lines = [
+        head,
+        ["---"] * len(head),
+        *([str(row.get(column, "")) for column in head] for row in rows),
+    ]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 

@@ -61,7 +61,9 @@ def measurements(used: Step, policy: Policy) -> dict[str, Any]:
         "micro_batches": len(used.rows),
         "threads": torch.get_num_threads(),
         "flat": sum(map(has_zero_variance, groups)) / len(groups),
-        "reward": fmean(c.reward for group in groups for c in group.completions if c.reward is not None),
+        "reward": fmean(
+            c.reward for group in groups for c in group.completions if c.reward is not None
+        ),
         "flops": sum(learning_flops(micro, policy) for micro in used.rows),
     }
 
@@ -70,7 +72,9 @@ def learning_flops(micro: MicroBatch, policy: Policy) -> float:
     """Floating-point operations of a forward and a backward pass over a micro-batch that nobody can do without: 6 for
     each weight of a linear layer and row of it (the head: for completion tokens only), and in the attention 12 for each
     pair of a token and one that it sees, layer and channel. What is computed twice to save memory counts once."""
-    decoder = sum(m.weight.numel() for m in policy.model.decoder.modules() if isinstance(m, torch.nn.Linear))
+    decoder = sum(
+        m.weight.numel() for m in policy.model.decoder.modules() if isinstance(m, torch.nn.Linear)
+    )
     text = policy.model.config.get_text_config()
     channels = text.num_attention_heads * (
         getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
@@ -83,7 +87,9 @@ def learning_flops(micro: MicroBatch, policy: Policy) -> float:
     )
 
 
-def matrix_product(size: int, repetitions: int, device: str = "cpu", dtype: str = "bfloat16") -> dict[str, list[float]]:
+def matrix_product(
+    size: int, repetitions: int, device: str = "cpu", dtype: str = "bfloat16"
+) -> dict[str, list[float]]:
     """Operations per second of products of square matrices, one value for each repetition."""
     a, b = (torch.randn(size, size, device=device).to(getattr(torch, dtype)) for _ in range(2))
     wait = torch.cuda.synchronize if device.startswith("cuda") else lambda: None

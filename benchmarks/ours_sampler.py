@@ -39,9 +39,14 @@ def sample(policy: Policy, max_tokens: int, prompts: list[Prompt], G: int) -> di
     """G completions of each prompt, all at a time."""
     sampler = LocalSampler(policy, SEED, max_tokens, len(prompts) * G)
     started = time.perf_counter()
-    groups = [group for _, group in sampler.sample([Request(1, 0, prompt) for prompt in prompts], G)]
+    groups = [
+        group for _, group in sampler.sample([Request(1, 0, prompt) for prompt in prompts], G)
+    ]
     seconds = time.perf_counter() - started
-    return {"seconds": seconds, "sampled": sum(len(c.token_ids) for group in groups for c in group.completions)}
+    return {
+        "seconds": seconds,
+        "sampled": sum(len(c.token_ids) for group in groups for c in group.completions),
+    }
 
 
 @torch.no_grad()
@@ -59,9 +64,14 @@ def main() -> None:
     request = json.loads(Path(sys.argv[1]).read_text())
     policy = build_policy(ModelSettings(path=request["model"]), 1.0, 1)
     rows = read_prompts(Path(request["prompts"]))
-    prompts = [policy.chat.tokenize(Prompt(row["key"], tuple(row["messages"]), row["answer"])) for row in rows]
+    prompts = [
+        policy.chat.tokenize(Prompt(row["key"], tuple(row["messages"]), row["answer"]))
+        for row in rows
+    ]
     sampling = copy_policy(never_ending(policy))
-    wire.reply(threads=torch.get_num_threads(), prompt_ids=[list(prompt.token_ids) for prompt in prompts])
+    wire.reply(
+        threads=torch.get_num_threads(), prompt_ids=[list(prompt.token_ids) for prompt in prompts]
+    )
     while True:
         asked = wire.request()
         if asked["do"] == "score":

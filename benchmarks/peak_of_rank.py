@@ -20,4 +20,6 @@ if __name__ == "__main__":  # not in the worker processes, which import this fil
         main()
     finally:
         kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        (Path(os.environ["PEAK_OF_RANKS"]) / os.environ.get("RANK", "0")).write_text(str(kilobytes * 1024))
+        (Path(os.environ["PEAK_OF_RANKS"]) / os.environ.get("RANK", "0")).write_text(
+            str(kilobytes * 1024)
+        )

@@ -90,7 +90,9 @@ def run(case: Case, scratch: Path, threads: int | None) -> dict[str, Any]:
     """One row of the table, and whether the run ended well."""
     words = [word for name, value in WORK.items() for word in (f"--{name}", value)]
     words += ["--model.dtype", case.dtype, "--run.output_dir", str(scratch)]
-    chosen = {"LAGRPO_KERNELS": case.kernels} | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
+    chosen = {"LAGRPO_KERNELS": case.kernels} | (
+        {"OMP_NUM_THREADS": str(threads)} if threads else {}
+    )
     words += ["--run.name", name := f"{case.level.name}-{case.kernels}-{case.dtype}"]
     command = [sys.executable, "-c", "from lagrpo.cli import main; main()", "train"]
     started = time.monotonic()
@@ -102,8 +104,13 @@ def run(case: Case, scratch: Path, threads: int | None) -> dict[str, Any]:
         error = "" if done.returncode == 0 else said_last(done.stderr)
     except subprocess.TimeoutExpired as late:
         load = ", ".join(f"{mean:.1f}" for mean in os.getloadavg())
-        shown = [(text or b"").decode(errors="replace").strip()[-400:] for text in (late.stdout, late.stderr)]
-        error = f"not done after {DEADLINE:.0f} s (load {load}); it had said: {' | '.join(shown)}".replace("\n", " / ")
+        shown = [
+            (text or b"").decode(errors="replace").strip()[-400:]
+            for text in (late.stdout, late.stderr)
+        ]
+        error = f"not done after {DEADLINE:.0f} s (load {load}); it had said: {' | '.join(shown)}".replace(
+            "\n", " / "
+        )
     row = {"instructions": case.level.name, "kernels": case.kernels, "dtype": case.dtype}
     made = scratch / name
     if error or not (made / "metrics.jsonl").is_file():
@@ -130,11 +137,17 @@ def said_last(errors: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="leave out what another run says nearly as well")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="leave out what another run says nearly as well"
+    )
     parser.add_argument("--threads", type=int, help="CPU threads (default: lagrpo's own choice)")
     parser.add_argument(
-        "--results", type=Path, help="where the report goes (default: benchmarks/results, or its quick/)"
+        "--results",
+        type=Path,
+        help="where the report goes (default: benchmarks/results, or its quick/)",
     )
     asked = parser.parse_args()
     here = [level for level in ALL if level.needs <= cpu_flags()]
@@ -148,11 +161,18 @@ def main() -> None:
     report = Report("portability", "One run at every level of instructions", directory)
     report.raw["rows"] = rows
     heads = dict.fromkeys(key for row in rows for key in row if key != "ok")
-    report.table("SmolLM2-135M, two updates, v = 2", [{key: row.get(key, "") for key in heads} for row in rows])
+    report.table(
+        "SmolLM2-135M, two updates, v = 2",
+        [{key: row.get(key, "") for key in heads} for row in rows],
+    )
     missing = [level.name for level in ALL if level not in here]
-    report.text(f"Not tried, as this processor has no such instructions: {', '.join(missing) or 'nothing'}.")
+    report.text(
+        f"Not tried, as this processor has no such instructions: {', '.join(missing) or 'nothing'}."
+    )
     where = machine(asked.threads or os.cpu_count() or 1, Load())
-    report.write({name: value for name, value in where.items() if not name.startswith("CPU time")})  # no claim of speed
+    report.write(
+        {name: value for name, value in where.items() if not name.startswith("CPU time")}
+    )  # no claim of speed
     if failed := [row for row in rows if not row["ok"]]:
         sys.exit(f"{len(failed)} of {len(rows)} runs failed")
 

@@ -28,7 +28,9 @@ class Program:
 
     piped = False  # whether standard output is kept apart, for replies
 
-    def __init__(self, name: str, command: Sequence[Any], scratch: Path, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, name: str, command: Sequence[Any], scratch: Path, environment: Mapping[str, str]
+    ) -> None:
         self.name, self.log = name, scratch / f"{name}.log"
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
@@ -36,7 +38,8 @@ class Program:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE if self.piped else log,
                 stderr=log,
-                env={name: value for name, value in os.environ.items() if name not in WAITING} | dict(environment),
+                env={name: value for name, value in os.environ.items() if name not in WAITING}
+                | dict(environment),
                 start_new_session=True,
                 preexec_fn=_die_with_parent,
                 text=True,
@@ -83,7 +86,9 @@ class Side(Program):
 
     piped = True
 
-    def __init__(self, name: str, command: Sequence[Any], scratch: Path, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, name: str, command: Sequence[Any], scratch: Path, environment: Mapping[str, str]
+    ) -> None:
         super().__init__(name, command, scratch, environment)
         try:
             with self.running():
@@ -121,15 +126,24 @@ def _die_with_parent() -> None:
 
 
 def train(
-    file: Path, settings: Mapping[str, Any], ranks: int, threads: int, program: Sequence[str] = ("-m", "lagrpo")
+    file: Path,
+    settings: Mapping[str, Any],
+    ranks: int,
+    threads: int,
+    program: Sequence[str] = ("-m", "lagrpo"),
 ) -> None:
     """`lagrpo train FILE` with these settings, by torchrun where there are several ranks, each with so many threads.
     Ends the benchmark with what the program said where that fails."""
-    texts = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in settings.items()}
+    texts = {
+        name: str(value).lower() if isinstance(value, bool) else str(value)
+        for name, value in settings.items()
+    }
     words = [word for name, text in texts.items() for word in (f"--{name}", text)]
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     command = [sys.executable, *torchrun, *program, "train", str(file), *words]
-    done = subprocess.run(command, env={**os.environ, **environment(threads)}, capture_output=True, text=True)
+    done = subprocess.run(
+        command, env={**os.environ, **environment(threads)}, capture_output=True, text=True
+    )
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
 

@@ -22,12 +22,22 @@ def start_ours(
 ) -> Side:  # fmt: skip
     """A run of ours that makes one batch per request, under further environment `variables`."""
     settings = ours(work, scratch / name, **sections)
-    request = {"settings": settings, "prompts": _prompts(work, scratch, settings["run"]["seed"]), "reward": reward}
+    request = {
+        "settings": settings,
+        "prompts": _prompts(work, scratch, settings["run"]["seed"]),
+        "reward": reward,
+    }
     return _start(name, [sys.executable, HERE / "ours.py"], request, scratch, threads, variables)
 
 
 def start_trl(
-    name: str, work: Work, scratch: Path, threads: int, python: Path, config: Mapping[str, Any], reward: str = HASHED
+    name: str,
+    work: Work,
+    scratch: Path,
+    threads: int,
+    python: Path,
+    config: Mapping[str, Any],
+    reward: str = HASHED,
 ) -> Side:
     """A GRPOTrainer that makes one update per request. `config`: see work.trl."""
     full = trl(work, **config)
@@ -65,7 +75,9 @@ def interleaved(sides: Sequence[Side], warmup: int, updates: int) -> list[Measur
         order = range(len(sides)) if turn % 2 == 0 else reversed(range(len(sides)))
         for n in order:
             taken[n].append(sides[n].update())
-            print(f"  {sides[n].name}, update {turn + 1}: {taken[n][-1]['seconds']:.2f} s", flush=True)
+            print(
+                f"  {sides[n].name}, update {turn + 1}: {taken[n][-1]['seconds']:.2f} s", flush=True
+            )
     return [measurements[warmup:] for measurements in taken]
 
 
@@ -91,6 +103,10 @@ def phases(measurements: Measurements) -> str:
     from measuring import median
 
     names = sorted({name for update in measurements for name in update["phases"]})
-    named = {name: median(update["phases"].get(name, 0.0) for update in measurements) for name in names}
+    named = {
+        name: median(update["phases"].get(name, 0.0) for update in measurements) for name in names
+    }
     rest = median(update["seconds"] - sum(update["phases"].values()) for update in measurements)
-    return ", ".join(f"{name} {seconds:.2f} s" for name, seconds in {**named, "the rest": rest}.items())
+    return ", ".join(
+        f"{name} {seconds:.2f} s" for name, seconds in {**named, "the rest": rest}.items()
+    )

@@ -53,7 +53,9 @@ class KeepGradient(TrainerCallback):
     def __init__(self) -> None:
         self.gradient: dict[str, torch.Tensor] = {}
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+    def on_pre_optimizer_step(
+        self, args: Any, state: Any, control: Any, model: Any = None, **_: Any
+    ) -> None:
         self.gradient = {name: p.grad.detach().clone() for name, p in model.named_parameters()}
 
 
@@ -71,7 +73,11 @@ def compute(request: dict[str, Any], scratch: Path) -> tuple[list[float], dict[s
 
     def rollout(prompts: list[Any], trainer: GRPOTrainer) -> dict[str, Any]:
         ids = [completion["token_ids"] for _, completion in rows]
-        return {"prompt_ids": [prompt for prompt, _ in rows], "completion_ids": ids, "logprobs": None}
+        return {
+            "prompt_ids": [prompt for prompt, _ in rows],
+            "completion_ids": ids,
+            "logprobs": None,
+        }
 
     def reward(completions: list[Any], **_: Any) -> list[float]:
         return [completion["reward"] for _, completion in rows]
@@ -81,7 +87,9 @@ def compute(request: dict[str, Any], scratch: Path) -> tuple[list[float], dict[s
         model=request["model"],
         reward_funcs=reward,
         args=GRPOConfig(str(scratch), **request["config"]),
-        train_dataset=Dataset.from_list([{"prompt": str(n)} for n in range(len(request["groups"]))]),
+        train_dataset=Dataset.from_list(
+            [{"prompt": str(n)} for n in range(len(request["groups"]))]
+        ),
         rollout_func=rollout,
         callbacks=[keep],
     )

@@ -68,7 +68,10 @@ def main() -> None:
     wire = Wire()
     request = json.loads(Path(sys.argv[1]).read_text())
     lines = Path(request["prompts"]).read_text().splitlines()
-    rows = [{"prompt": row["messages"], "answer": row["answer"], "key": row["key"]} for row in map(json.loads, lines)]
+    rows = [
+        {"prompt": row["messages"], "answer": row["answer"], "key": row["key"]}
+        for row in map(json.loads, lines)
+    ]
     judge = imported(request["reward"])
 
     def reward(completions: list[Any], answer: list[Any], **_: Any) -> list[float]:
@@ -86,7 +89,10 @@ def main() -> None:
         callbacks=[stepping],
     )
     stepping.trainer = trainer
-    versions = {name: importlib.metadata.version(name) for name in ("trl", "torch", "transformers", "accelerate")}
+    versions = {
+        name: importlib.metadata.version(name)
+        for name in ("trl", "torch", "transformers", "accelerate")
+    }
     wire.reply(threads=torch.get_num_threads(), versions=versions)
     trainer.train()
 

@@ -37,7 +37,9 @@ class Gate:
 
     `others` answers the requests that are not for an update: name -> function(**arguments) -> measurements."""
 
-    def __init__(self, wire: Wire, others: dict[str, Callable[..., dict[str, Any]]] | None = None) -> None:
+    def __init__(
+        self, wire: Wire, others: dict[str, Callable[..., dict[str, Any]]] | None = None
+    ) -> None:
         self._wire, self._others = wire, others or {}
         self._started = 0.0
 

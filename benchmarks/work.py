@@ -74,12 +74,20 @@ class Quick(argparse.Action):
 def common_options(description: str | None) -> argparse.ArgumentParser:
     """The options that every benchmark has. From now on SIGTERM, too, ends it by way of its `with` blocks."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of each side")
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--threads", type=int, default=len(os.sched_getaffinity(0)), help="of each side"
+    )
     parser.add_argument("--model", default="smollm2", help="alias or directory")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument(
-        "--quick", action=Quick, nargs=0, default=False, help="tiny work, to see that everything runs; results/quick"
+        "--quick",
+        action=Quick,
+        nargs=0,
+        default=False,
+        help="tiny work, to see that everything runs; results/quick",
     )
     return parser
 
@@ -87,7 +95,9 @@ def common_options(description: str | None) -> argparse.ArgumentParser:
 def require_peer(asked: argparse.Namespace, target: str) -> None:
     """End with what to do where the other program's Python is not there."""
     if not asked.peer.exists():
-        raise SystemExit(f"{asked.peer}: no such Python. `make {target}` makes it; --peer names another")
+        raise SystemExit(
+            f"{asked.peer}: no such Python. `make {target}` makes it; --peer names another"
+        )
 
 
 def asked_for(work: Work, asked: argparse.Namespace) -> Work:
@@ -102,7 +112,9 @@ def write_prompts(work: Work, path: Path, seed: int = SEED) -> Path:
     lagrpo's own errors where the data is not there."""
     tokenizer = AutoTokenizer.from_pretrained(resolve_model(work.model))
     hub: dict[str, Any] = (
-        {"data": "openai/gsm8k"} if work.task["name"] == "gsm8k" and "LAGRPO_DATA" not in os.environ else {}
+        {"data": "openai/gsm8k"}
+        if work.task["name"] == "gsm8k" and "LAGRPO_DATA" not in os.environ
+        else {}
     )
     task = load_task(TaskSettings(**work.task, **hub), SEED)
     rows: list[dict[str, Any]] = []
@@ -110,7 +122,9 @@ def write_prompts(work: Work, path: Path, seed: int = SEED) -> Path:
     for index in range(task.size("train")):
         prompt = task.prompt("train", index)
         messages = [dict(message) for message in prompt.messages]
-        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)[
+            "input_ids"
+        ]
         if low <= len(ids) <= high:
             rows.append({"messages": messages, "answer": prompt.answer, "tokens": len(ids)})
         if len(rows) == PROMPTS:
@@ -118,7 +132,9 @@ def write_prompts(work: Work, path: Path, seed: int = SEED) -> Path:
     if not rows:
         raise ValueError(f"{work.title}: no prompt is that long")
     order = order_prompts(seed, 0, PROMPTS)
-    path.write_text("".join(json.dumps({"key": key, **rows[key % len(rows)]}) + "\n" for key in order))
+    path.write_text(
+        "".join(json.dumps({"key": key, **rows[key % len(rows)]}) + "\n" for key in order)
+    )
     return path
 
 
@@ -149,7 +165,9 @@ def trl(work: Work, per_device: int, **settings: Any) -> dict[str, Any]:
     (grpo, no KL term), AdamW at the same constant rate, float32 weights that are multiplied in DTYPE, and nothing
     written or logged. What is not named here or in `settings` is TRL's default."""
     if work.completions % per_device:
-        raise ValueError(f"micro-batches of {per_device} do not divide {work.completions} completions")
+        raise ValueError(
+            f"micro-batches of {per_device} do not divide {work.completions} completions"
+        )
     return {
         "num_generations": work.G,
         "max_completion_length": work.max_tokens,

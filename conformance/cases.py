@@ -65,7 +65,9 @@ class Case:
 
     def padded(self, values_T: Tensor) -> Tensor:
         """[T] as [C, LONGEST], 0 where there is no token."""
-        return torch.zeros(self.C, LONGEST, dtype=values_T.dtype).masked_scatter(self.mask.bool(), values_T)
+        return torch.zeros(self.C, LONGEST, dtype=values_T.dtype).masked_scatter(
+            self.mask.bool(), values_T
+        )
 
     def spread(self, values_C: Tensor) -> Tensor:
         """[C] as [C, LONGEST], each at every token of its completion."""

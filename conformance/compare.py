@@ -49,7 +49,9 @@ def compare(pairing: Pairing, cases: int) -> Found:
     values, gradients = [], []
     for seed in range(cases):
         case = Case.draw(seed)
-        (theirs, their_gradient), (ours, our_gradient) = (side(f, case) for f in (pairing.theirs, pairing.ours))
+        (theirs, their_gradient), (ours, our_gradient) = (
+            side(f, case) for f in (pairing.theirs, pairing.ours)
+        )
         values.append(gap(theirs, ours))
         if our_gradient is not None and their_gradient is not None:
             gradients.append(gap(their_gradient, our_gradient))
@@ -73,7 +75,12 @@ def gap(a: Tensor, b: Tensor) -> float:
 
 def surprise(pairing: Pairing, found: Found) -> str:
     """What is not as the table expects; "" where all is."""
-    expected = {"both": (True, True), "gradient": (False, True), "value": (True, False), "neither": (False, False)}
+    expected = {
+        "both": (True, True),
+        "gradient": (False, True),
+        "value": (True, False),
+        "neither": (False, False),
+    }
     for name, number, same in zip(
         ("value", "gradient"), (found.value, found.gradient), expected[pairing.same], strict=True
     ):
@@ -87,16 +94,23 @@ def row(pairing: Pairing, found: Found) -> str:
     gradient = "" if found.gradient is None else f"{found.gradient:.0e}"
     said = pairing.differs or pairing.note
     verdict = {"both": "same", "neither": "**differs**"}.get(pairing.same, "same gradient")
-    cells = (pairing.peer, pairing.function, pairing.ours_is, f"{found.value:.0e}", gradient, verdict, said)
+    cells = (
+        pairing.peer,
+        pairing.function,
+        pairing.ours_is,
+        f"{found.value:.0e}",
+        gradient,
+        verdict,
+        said,
+    )
     return f"| {' | '.join(cells)} |"
 
 
 def table(lines: list[str], cases: int) -> str:
     """What stands between the markers."""
     versions = ", ".join(f"{name} {version(package)}" for name, package in PACKAGES.items())
-    head = (
-        f"{len(lines)} pairings, {cases} random cases each. {versions}; torch {version('torch')}, jax {version('jax')}."
-    )
+    versions += f"; torch {version('torch')}, jax {version('jax')}"
+    head = f"{len(lines)} pairings, {cases} random cases each. {versions}."
     columns = "| peer | function | ours | value | gradient | | where they differ, or what brings them together |"
     return "\n".join([head, "", columns, "|---|---|---|---|---|---|---|", *lines])
 
@@ -118,7 +132,9 @@ def main() -> None:
     if not options.check and not surprises:
         before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
         after = rest.partition(END)[2]
-        PAGE.write_text(f"{before}{BEGIN}\n{table(lines, options.cases)}\n{END}{after}", encoding="utf-8")
+        PAGE.write_text(
+            f"{before}{BEGIN}\n{table(lines, options.cases)}\n{END}{after}", encoding="utf-8"
+        )
     print("\n".join(["", *surprises, f"{len(lines)} pairings, {len(surprises)} not as expected"]))
     sys.exit(bool(surprises))
 

@@ -73,7 +73,9 @@ def recorded(directory: Path) -> Iterator[Item]:
 
 def ours(items: Sequence[Item]) -> list[float | None]:
     """Our scores; None where an answer could not be judged."""
-    groups = [Group(Prompt(n, (), item.gold), (_completion(item.text),)) for n, item in enumerate(items)]
+    groups = [
+        Group(Prompt(n, (), item.gold), (_completion(item.text),)) for n, item in enumerate(items)
+    ]
     with RewardPool(score, max_without_reward=1.0) as pool:
         return [group.completions[0].reward for group in pool.score(groups)]
 
@@ -94,13 +96,26 @@ def theirs(items: Sequence[Item], python: str) -> list[float]:
 
 def table(items: Sequence[Item], own: Sequence[float | None], peer: Sequence[float]) -> str:
     """A row for each set and form."""
-    rows = ["| set | form | texts | both right | both wrong | ours alone | lighteval alone | not judged by ours |"]
+    rows = [
+        "| set | form | texts | both right | both wrong | ours alone | lighteval alone | not judged by ours |"
+    ]
     rows.append("|---" * 8 + "|")
     for key in dict.fromkeys((item.set, item.form) for item in items):
-        pairs = [(a, b) for item, a, b in zip(items, own, peer, strict=True) if (item.set, item.form) == key]
+        pairs = [
+            (a, b)
+            for item, a, b in zip(items, own, peer, strict=True)
+            if (item.set, item.form) == key
+        ]
         found = Counter(pairs)
         unjudged = sum(a is None for a, _ in pairs)
-        counts = [len(pairs), found[1.0, 1.0], found[0.0, 0.0], found[1.0, 0.0], found[0.0, 1.0], unjudged]
+        counts = [
+            len(pairs),
+            found[1.0, 1.0],
+            found[0.0, 0.0],
+            found[1.0, 0.0],
+            found[0.0, 1.0],
+            unjudged,
+        ]
         rows.append(f"| {' | '.join([*key, *map(str, counts)])} |")
     return "\n".join(rows)
 
@@ -113,7 +128,9 @@ def listed(items: Sequence[Item], own: Sequence[float | None], peer: Sequence[fl
     for item, a, b in zip(items, own, peer, strict=True):
         if a != b:
             cells = [item.set, item.form, _code(item.gold), _code(item.text[-SHOWN:])]
-            lines.append(f"| {' | '.join([*cells, 'not judged' if a is None else f'{a:g}', f'{b:g}'])} |")
+            lines.append(
+                f"| {' | '.join([*cells, 'not judged' if a is None else f'{a:g}', f'{b:g}'])} |"
+            )
     return "\n".join(lines) + "\n"
 
 
@@ -123,14 +140,20 @@ def _code(text: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--peer", required=True, help="a Python that has lighteval")
-    parser.add_argument("--evaluation", type=Path, nargs="*", default=[], help="directories of `lagrpo eval`")
+    parser.add_argument(
+        "--evaluation", type=Path, nargs="*", default=[], help="directories of `lagrpo eval`"
+    )
     parser.add_argument("--every", type=int, default=1, help="only every n-th problem's texts")
     asked = parser.parse_args()
     if (data := os.environ.get("LAGRPO_DATA")) is None:
         sys.exit("set LAGRPO_DATA to the directory with math500_test.jsonl and aime24_test.jsonl")
-    items = [*written(Path(data))][:: asked.every] + [item for path in asked.evaluation for item in recorded(path)]
+    items = [*written(Path(data))][:: asked.every] + [
+        item for path in asked.evaluation for item in recorded(path)
+    ]
     own, peer = ours(items), theirs(items, asked.peer)
     print(found := table(items, own, peer))
     before, _, rest = PAGE.read_text().partition(BEGIN)

@@ -22,7 +22,10 @@ from lagrpo.core.recipes import resolve
 Side = Callable[[Case, Tensor], Any]
 
 NO_BETA = {"beta": 0.0}
-WIDE = {"epsilon_low": 0.1, "epsilon_high": 0.15}  # of GSPO, so that completions lie on both sides of the range
+WIDE = {
+    "epsilon_low": 0.1,
+    "epsilon_high": 0.15,
+}  # of GSPO, so that completions lie on both sides of the range
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,9 @@ def ours(case: Case, logp: Tensor, name: str, **overrides: Any) -> Tensor:
     recipe = resolve(name, overrides)
     weight_C = recipe.weights(case.lengths, case.flat, MAX_LENGTH).double()
     advantage_C = advantages(case, name, **overrides)
-    terms = LossInputs(logp, case.alpha, case.pi_k, case.ref, case.completion, advantage_C, case.group)
+    terms = LossInputs(
+        logp, case.alpha, case.pi_k, case.ref, case.completion, advantage_C, case.group
+    )
     return recipe.loss(terms, weight_C)[0]
 
 
@@ -54,7 +59,12 @@ def advantages(case: Case, name: str, **overrides: Any) -> Tensor:
     recipe = resolve(name, overrides)
     uniform = torch.linspace(0, 0.9, G, dtype=torch.float64)
     lengths = torch.ones(G, dtype=torch.long)
-    return torch.cat([recipe.advantages(rewards, lengths, MAX_LENGTH, uniform) for rewards in case.rewards.view(-1, G)])
+    return torch.cat(
+        [
+            recipe.advantages(rewards, lengths, MAX_LENGTH, uniform)
+            for rewards in case.rewards.view(-1, G)
+        ]
+    )
 
 
 def loss(
@@ -74,17 +84,36 @@ def loss(
     said = ", ".join(f"{knob} = {value!r}" for knob, value in overrides.items())
 
     def their_side(case: Case, logp: Tensor) -> Tensor:
-        more = {key: value(case) if callable(value) else value for key, value in (their or {}).items()}
+        more = {
+            key: value(case) if callable(value) else value for key, value in (their or {}).items()
+        }
         return theirs(case, logp, advantages(case, recipe, **overrides), *given, **more)
 
     text = f"`{recipe}`" + (f" with {said}" if said else "")
-    return Pairing(peer, function, text, their_side, partial(ours, name=recipe, **overrides), same, note, differs)
+    return Pairing(
+        peer,
+        function,
+        text,
+        their_side,
+        partial(ours, name=recipe, **overrides),
+        same,
+        note,
+        differs,
+    )
 
 
-def advantage(peer: str, function: str, recipe: str, theirs: Callable[[Case], Tensor], **more: Any) -> Pairing:
+def advantage(
+    peer: str, function: str, recipe: str, theirs: Callable[[Case], Tensor], **more: Any
+) -> Pairing:
     """A peer's advantages beside those of a recipe."""
-    knobs = {knob: more.pop(knob) for knob in ("eps_std", "strength", "advantage", "std_offset") if knob in more}
-    text = f"advantage of `{recipe}`" + "".join(f", {knob} = {value!r}" for knob, value in knobs.items())
+    knobs = {
+        knob: more.pop(knob)
+        for knob in ("eps_std", "strength", "advantage", "std_offset")
+        if knob in more
+    }
+    text = f"advantage of `{recipe}`" + "".join(
+        f", {knob} = {value!r}" for knob, value in knobs.items()
+    )
     return Pairing(
         peer,
         function,
@@ -95,7 +124,9 @@ def advantage(peer: str, function: str, recipe: str, theirs: Callable[[Case], Te
     )
 
 
-def kl(peer: str, function: str, name: str, theirs: Side, bound: float | None = None, **more: Any) -> Pairing:
+def kl(
+    peer: str, function: str, name: str, theirs: Side, bound: float | None = None, **more: Any
+) -> Pairing:
     """A peer's mean KL term beside ours; `name` is the estimator's, with "rho" where it is weighted."""
     estimator = getattr(estimators, name.removeprefix("rho "))
     if bound is not None:
@@ -103,7 +134,9 @@ def kl(peer: str, function: str, name: str, theirs: Side, bound: float | None = 
 
     def own(case: Case, logp: Tensor) -> Tensor:
         zeros = torch.zeros_like(case.flat, dtype=logp.dtype)
-        estimate = estimator(LossInputs(logp, case.alpha, case.pi_k, case.ref, case.completion, zeros, case.group))
+        estimate = estimator(
+            LossInputs(logp, case.alpha, case.pi_k, case.ref, case.completion, zeros, case.group)
+        )
         weight = (logp - case.alpha).exp().detach() if name.startswith("rho ") else 1.0
         return (weight * estimate).mean()
 

@@ -34,10 +34,19 @@ def trl(
     from trl.trainer.grpo_trainer import GRPOTrainer
 
     itself = SimpleNamespace(
-        _get_per_token_logps_and_entropies=lambda *a, **k: (case.padded(logp), torch.zeros_like(case.mask), None),
-        args=SimpleNamespace(delta=delta, use_bias_correction_kl=corrected_kl, steps_per_generation=1),
+        _get_per_token_logps_and_entropies=lambda *a, **k: (
+            case.padded(logp),
+            torch.zeros_like(case.mask),
+            None,
+        ),
+        args=SimpleNamespace(
+            delta=delta, use_bias_correction_kl=corrected_kl, steps_per_generation=1
+        ),
         accelerator=SimpleNamespace(
-            num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x, gather_for_metrics=lambda x: x
+            num_processes=1,
+            gather=lambda x: x,
+            reduce=lambda x, reduction: x,
+            gather_for_metrics=lambda x: x,
         ),
         aux_loss_enabled=False,
         top_entropy_quantile=1.0,
@@ -87,7 +96,9 @@ def verl(
     from verl.trainer.ppo.core_algos import get_policy_loss_fn
     from verl.workers.config import ActorConfig
 
-    config = ActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, use_dynamic_bsz=True)
+    config = ActorConfig(
+        strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, use_dynamic_bsz=True
+    )
     values = {"clip_ratio_low": epsilon[0], "clip_ratio_high": epsilon[1], "clip_ratio_c": dual}
     values |= {"global_batch_info": {"loss_scale_factor": horizon}}
     for key, value in values.items():
@@ -119,7 +130,9 @@ def verl_kl(case: Case, logp: Tensor, name: str) -> Tensor:
     """verl's estimate of KL(pi || pi_ref), a mean over tokens."""
     from verl.trainer.ppo.core_algos import kl_penalty
 
-    return (kl_penalty(case.padded(logp), case.padded(case.ref), name) * case.mask).sum() / case.mask.sum()
+    return (
+        kl_penalty(case.padded(logp), case.padded(case.ref), name) * case.mask
+    ).sum() / case.mask.sum()
 
 
 def verl_advantage(case: Case, name: str, **options: Any) -> Tensor:
@@ -129,13 +142,20 @@ def verl_advantage(case: Case, name: str, **options: Any) -> Tensor:
     first = torch.zeros_like(case.mask)
     first[:, 0] = case.rewards
     index = np.array([str(g) for g in case.group.tolist()])
-    return get_adv_estimator_fn(name)(token_level_rewards=first, response_mask=case.mask, index=index, **options)[0][
-        :, 0
-    ]
+    return get_adv_estimator_fn(name)(
+        token_level_rewards=first, response_mask=case.mask, index=index, **options
+    )[0][:, 0]
 
 
 def trinity(
-    case: Case, logp: Tensor, advantages: Tensor, module: str, name: str, *, old: str = "alpha", **options: Any
+    case: Case,
+    logp: Tensor,
+    advantages: Tensor,
+    module: str,
+    name: str,
+    *,
+    old: str = "alpha",
+    **options: Any,
 ):
     """A policy loss of Trinity-RFT."""
     from importlib import import_module
@@ -143,12 +163,16 @@ def trinity(
     loss = getattr(import_module(f"trinity.algorithm.policy_loss_fn.{module}"), name)(**options)
     tensors = {"logprob": case.padded(logp), "old_logprob": case.padded(getattr(case, old))}
     tensors |= {"action_mask": case.mask, "advantages": case.spread(advantages)}
-    function = type(loss).__call__.__closure__  # the metaclass wraps __call__ to rename arguments for verl's batches
+    function = type(
+        loss
+    ).__call__.__closure__  # the metaclass wraps __call__ to rename arguments for verl's batches
     own = next(cell.cell_contents for cell in function or () if callable(cell.cell_contents))
     return own(loss, **tensors)[0]
 
 
-def trinity_kl(case: Case, logp: Tensor, name: str, aggregation: str = "token-mean", corrected: bool = False) -> Tensor:
+def trinity_kl(
+    case: Case, logp: Tensor, name: str, aggregation: str = "token-mean", corrected: bool = False
+) -> Tensor:
     """A KL term of Trinity-RFT, with a coefficient of 1."""
     from trinity.algorithm.kl_fn import kl_fn
 

@@ -17,7 +17,10 @@ from typing import Any
 from lighteval.models.model_output import ModelResponse
 from lighteval.utils.utils import as_list
 
-TASKS = {"math_500": ("lighteval.tasks.tasks.math_500", "math_500"), "aime24": ("lighteval.tasks.tasks.aime", "aime24")}
+TASKS = {
+    "math_500": ("lighteval.tasks.tasks.math_500", "math_500"),
+    "aime24": ("lighteval.tasks.tasks.aime", "aime24"),
+}
 
 
 def load(name: str) -> Any:

@@ -45,7 +45,9 @@ def rlax_vtrace(case: Case, logp: Tensor) -> tuple[Tensor, Tensor]:
         out = rlax.vtrace_td_error_and_advantage(none, none, A, none, _exp(pi_k - alpha))
         return -(out.pg_advantage * logp).mean()
 
-    return peers.rlax(of, logp.detach(), case.alpha, case.pi_k, advantages(case, "reinforce")[case.completion])
+    return peers.rlax(
+        of, logp.detach(), case.alpha, case.pi_k, advantages(case, "reinforce")[case.completion]
+    )
 
 
 def vtrace_of_ours(case: Case, logp: Tensor) -> Tensor:
@@ -64,7 +66,8 @@ def rlax_kl(case: Case, logp: Tensor) -> tuple[Tensor, Tensor]:
     import rlax
 
     return peers.rlax(
-        lambda p, q: rlax.categorical_kl_divergence(p, q).sum(), *(x.view(1, -1) for x in (logp.detach(), case.ref))
+        lambda p, q: rlax.categorical_kl_divergence(p, q).sum(),
+        *(x.view(1, -1) for x in (logp.detach(), case.ref)),
     )
 
 
@@ -81,7 +84,11 @@ OF_RLAX = [
         partial(ours, name="grpo", beta=0.0, reduction="token_mean"),
     ),
     Pairing(
-        "rlax", "`rlax.policy_gradient_loss`", "`reinforce`", rlax_policy_gradient, partial(ours, name="reinforce")
+        "rlax",
+        "`rlax.policy_gradient_loss`",
+        "`reinforce`",
+        rlax_policy_gradient,
+        partial(ours, name="reinforce"),
     ),
     Pairing(
         "rlax",

@@ -22,24 +22,49 @@ def dropped_by_trinity(case: Case) -> Tensor:
 def dropped_alike(case: Case) -> Tensor:
     """RED-Drop of ours with uniforms that drop what theirs dropped: where its advantage is 0."""
     uniform = torch.where(dropped_by_trinity(case) == 0, 0.1, 0.9).double()
-    recipe, groups = resolve("red_drop", {}), zip(case.rewards.view(-1, G), uniform.view(-1, G), strict=True)
+    recipe, groups = (
+        resolve("red_drop", {}),
+        zip(case.rewards.view(-1, G), uniform.view(-1, G), strict=True),
+    )
     lengths = torch.ones(G, dtype=torch.long)
-    return torch.cat([recipe.advantages(rewards, lengths, MAX_LENGTH, draws) for rewards, draws in groups])
+    return torch.cat(
+        [recipe.advantages(rewards, lengths, MAX_LENGTH, draws) for rewards, draws in groups]
+    )
 
 
 TRINITY = "`trinity.algorithm.policy_loss_fn`"
 
 
-def trinity(recipe: str, module: str, name: str, *, options: str = "", kind: dict[str, Any] | None = None, **more: Any):
+def trinity(
+    recipe: str,
+    module: str,
+    name: str,
+    *,
+    options: str = "",
+    kind: dict[str, Any] | None = None,
+    **more: Any,
+):
     function = f"{TRINITY} `{name}`{options}"
-    return loss("Trinity-RFT", function, recipe, peers.trinity, given=(module, name), their=kind, **more)
+    return loss(
+        "Trinity-RFT", function, recipe, peers.trinity, given=(module, name), their=kind, **more
+    )
 
 
 def rec(recipe: str, clip: str = "none", weight: str = "none", **more: Any) -> Pairing:
-    kind = {"clip_mode": clip, "weight": weight, "epsilon_low_prime": 0.6, "epsilon_high_prime": 2.0}
+    kind = {
+        "clip_mode": clip,
+        "weight": weight,
+        "epsilon_low_prime": 0.6,
+        "epsilon_high_prime": 2.0,
+    }
     options = f", clip_mode {clip!r}, weight {weight!r}" + more.pop("options", "")
     return trinity(
-        recipe, "rec_policy_loss", "RECPolicyLossFn", options=options, kind=kind | more.pop("kind", {}), **more
+        recipe,
+        "rec_policy_loss",
+        "RECPolicyLossFn",
+        options=options,
+        kind=kind | more.pop("kind", {}),
+        **more,
     )
 
 
@@ -60,7 +85,11 @@ OF_TRINITY = [
     rec("rec_gspo_is", "gspo-one-side", "gspo_importance_sampling", kind=GSPO),
     rec("rec_gspo_nois", "gspo-one-side", kind=GSPO),
     rec("red_weight", weight="advantage", kind={"temp": 1.0}),
-    rec("asymre", options=", regularizer 'forward-kl'", kind={"regularizer": "forward-kl", "regularizer_coef": 0.1}),
+    rec(
+        "asymre",
+        options=", regularizer 'forward-kl'",
+        kind={"regularizer": "forward-kl", "regularizer_coef": 0.1},
+    ),
     rec("opmd", options=", regularizer 'k2'", kind={"regularizer": "k2", "regularizer_coef": 0.1}),
     rec("red_drop"),
     trinity(
@@ -81,8 +110,19 @@ OF_TRINITY = [
         differs="Trinity tapers the ratio of each token; TOPR (arXiv 2503.14286) that of the completion, pi(y)/mu(y): "
         "ours follows it",
     ),
-    trinity("cispo", "cispo_policy_loss", "CISPOPolicyLossFn", kind={"clip_range_low": 1.0, "clip_range_high": 4.0}),
-    trinity("gspo", "gspo_policy_loss", "GSPOLossFn", kind={"clip_range_low": 0.1, "clip_range_high": 0.15}, **WIDE),
+    trinity(
+        "cispo",
+        "cispo_policy_loss",
+        "CISPOPolicyLossFn",
+        kind={"clip_range_low": 1.0, "clip_range_high": 4.0},
+    ),
+    trinity(
+        "gspo",
+        "gspo_policy_loss",
+        "GSPOLossFn",
+        kind={"clip_range_low": 0.1, "clip_range_high": 0.15},
+        **WIDE,
+    ),
     trinity(
         "grpo",
         "ppo_policy_loss",
@@ -129,13 +169,22 @@ OF_TRINITY = [
         ),
     ),
     kl(
-        "Trinity-RFT", "`trinity.algorithm.kl_fn` `K1Fn`", "k1", lambda case, logp: peers.trinity_kl(case, logp, "K1Fn")
+        "Trinity-RFT",
+        "`trinity.algorithm.kl_fn` `K1Fn`",
+        "k1",
+        lambda case, logp: peers.trinity_kl(case, logp, "K1Fn"),
     ),
     kl(
-        "Trinity-RFT", "`trinity.algorithm.kl_fn` `K2Fn`", "k2", lambda case, logp: peers.trinity_kl(case, logp, "K2Fn")
+        "Trinity-RFT",
+        "`trinity.algorithm.kl_fn` `K2Fn`",
+        "k2",
+        lambda case, logp: peers.trinity_kl(case, logp, "K2Fn"),
     ),
     kl(
-        "Trinity-RFT", "`trinity.algorithm.kl_fn` `K3Fn`", "k3", lambda case, logp: peers.trinity_kl(case, logp, "K3Fn")
+        "Trinity-RFT",
+        "`trinity.algorithm.kl_fn` `K3Fn`",
+        "k3",
+        lambda case, logp: peers.trinity_kl(case, logp, "K3Fn"),
     ),
     kl(
         "Trinity-RFT",

@@ -27,8 +27,19 @@ OF_TRL = [
         masked_count=True,
         note="TRL counts the tokens of groups with equal rewards",
     ),
-    trl("cispo", "cispo", their={"epsilon": (0.2, 5.0)}, note="TRL caps at epsilon_high, MiniMax-M1 (Eq. 5) at 1 + it"),
-    trl("gspo", "grpo", options=", sequence level", their={"level": "sequence", "epsilon": (0.1, 0.15)}, **WIDE),
+    trl(
+        "cispo",
+        "cispo",
+        their={"epsilon": (0.2, 5.0)},
+        note="TRL caps at epsilon_high, MiniMax-M1 (Eq. 5) at 1 + it",
+    ),
+    trl(
+        "gspo",
+        "grpo",
+        options=", sequence level",
+        their={"level": "sequence", "epsilon": (0.1, 0.15)},
+        **WIDE,
+    ),
     trl(
         "gspo",
         "luspo",
@@ -42,7 +53,10 @@ OF_TRL = [
         "grpo_tis",
         "grpo",
         options=", importance_sampling_ratio",
-        their={"old": "pi_k", "weights": lambda case: case.padded((case.pi_k - case.alpha).exp().clamp(max=2.0))},
+        their={
+            "old": "pi_k",
+            "weights": lambda case: case.padded((case.pi_k - case.alpha).exp().clamp(max=2.0)),
+        },
     ),
     trl(
         "grpo",

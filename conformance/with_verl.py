@@ -11,7 +11,9 @@ from pairing import NO_BETA, WIDE, Pairing, advantage, kl, loss
 VERL = "`verl.trainer.ppo.core_algos`"
 
 
-def verl(recipe: str, name: str, aggregation: str = "token-mean", *, options: str = "", **more: Any) -> Pairing:
+def verl(
+    recipe: str, name: str, aggregation: str = "token-mean", *, options: str = "", **more: Any
+) -> Pairing:
     function = f"{VERL} `compute_policy_loss_{name}`, {aggregation}{options}"
     return loss("verl", function, recipe, peers.verl, given=(name, aggregation), **more)
 
@@ -22,9 +24,28 @@ def weights_of_verl(level: str, threshold: str | float) -> dict[str, Any]:
 
 OF_VERL = [
     verl("grpo", "vanilla", "seq-mean-token-mean", **NO_BETA, note="clip_ratio_c = 1e9"),
-    verl("dapo", "vanilla", their={"epsilon": (0.2, 0.28)}, masked_count=True, note="clip_ratio_c = 1e9"),
-    verl("dr_grpo", "vanilla", "seq-mean-token-sum-norm", their={"horizon": MAX_LENGTH}, note="clip_ratio_c = 1e9"),
-    verl("grpo", "vanilla", "seq-mean-token-sum", reduction="sequence_sum", **NO_BETA, note="clip_ratio_c = 1e9"),
+    verl(
+        "dapo",
+        "vanilla",
+        their={"epsilon": (0.2, 0.28)},
+        masked_count=True,
+        note="clip_ratio_c = 1e9",
+    ),
+    verl(
+        "dr_grpo",
+        "vanilla",
+        "seq-mean-token-sum-norm",
+        their={"horizon": MAX_LENGTH},
+        note="clip_ratio_c = 1e9",
+    ),
+    verl(
+        "grpo",
+        "vanilla",
+        "seq-mean-token-sum",
+        reduction="sequence_sum",
+        **NO_BETA,
+        note="clip_ratio_c = 1e9",
+    ),
     verl(
         "grpo",
         "vanilla",
@@ -97,7 +118,10 @@ OF_VERL += [
         "sqrt(s0² + eps) with s0 over G: ours follows it",
     ),
     advantage(
-        "verl", f"{VERL} `compute_rloo_outcome_advantage`", "rloo", lambda case: peers.verl_advantage(case, "rloo")
+        "verl",
+        f"{VERL} `compute_rloo_outcome_advantage`",
+        "rloo",
+        lambda case: peers.verl_advantage(case, "rloo"),
     ),
     advantage(
         "verl",
@@ -105,8 +129,18 @@ OF_VERL += [
         "rloo",
         lambda case: peers.verl_advantage(case, "rloo_vectorized"),
     ),
-    kl("verl", f"{VERL} `kl_penalty`, 'k1'", "k1", lambda case, logp: peers.verl_kl(case, logp, "k1")),
-    kl("verl", f"{VERL} `kl_penalty`, 'k2'", "k2", lambda case, logp: peers.verl_kl(case, logp, "k2")),
+    kl(
+        "verl",
+        f"{VERL} `kl_penalty`, 'k1'",
+        "k1",
+        lambda case, logp: peers.verl_kl(case, logp, "k1"),
+    ),
+    kl(
+        "verl",
+        f"{VERL} `kl_penalty`, 'k2'",
+        "k2",
+        lambda case, logp: peers.verl_kl(case, logp, "k2"),
+    ),
     kl(
         "verl",
         f"{VERL} `kl_penalty`, 'k3+'",
@@ -131,7 +165,15 @@ OF_VERL += [
         lambda case, logp: peers.verl_kl(case, logp, "k3"),
         bound=10.0,
     ),
-    verl("grpo", "vanilla", "seq-mean-token-mean", options=", defaults", their={"dual": 3.0}, dual_clip=3.0, **NO_BETA),
+    verl(
+        "grpo",
+        "vanilla",
+        "seq-mean-token-mean",
+        options=", defaults",
+        their={"dual": 3.0},
+        dual_clip=3.0,
+        **NO_BETA,
+    ),
     advantage(
         "verl",
         f"{VERL} `compute_grpo_outcome_advantage`",

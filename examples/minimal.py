@@ -53,9 +53,13 @@ def grpo_loss(policy: Policy, groups: Sequence[Group]) -> tuple[Tensor, Tensor]:
     lengths_C = torch.tensor([len(completion.token_ids) for completion in completions])
     rewards = [torch.tensor(group.rewards) for group in groups]
     advantage_C = torch.cat([normalized(r_G, eps_std=EPS_STD) for r_G in rewards])  # A_α, Eq. 2
-    packed = Packed.build([(group.prompt.token_ids, [c.token_ids for c in group.completions]) for group in groups])
+    packed = Packed.build(
+        [(group.prompt.token_ids, [c.token_ids for c in group.completions]) for group in groups]
+    )
     logp_T = policy.logp(packed)  # log π: the only term with a gradient
-    logp_alpha_T = torch.cat([completion.logp_alpha for completion in completions])  # recorded by the sampler
+    logp_alpha_T = torch.cat(
+        [completion.logp_alpha for completion in completions]
+    )  # recorded by the sampler
     completion_T = torch.arange(len(completions)).repeat_interleave(lengths_C)
     inputs = LossInputs(logp_T, logp_alpha_T, None, None, completion_T, advantage_C)
     value_T = clipped(inputs, epsilon_low=EPSILON, epsilon_high=EPSILON)
@@ -76,7 +80,9 @@ class Step:
 def train(policy: Policy, task: Task, v: int, batches: int, lr: float = 2e-5) -> Iterator[Step]:
     """GRPO with α ← π every `v` batches; v = 1 is on-policy. Yields after each update of `policy`."""
     prompts = PromptSource(task, policy, SEED, N, max_prompt_tokens=128)
-    sampler = LocalSampler(copy_policy(policy), SEED, MAX_TOKENS, max_num_seqs=N * G)  # α: a separate copy
+    sampler = LocalSampler(
+        copy_policy(policy), SEED, MAX_TOKENS, max_num_seqs=N * G
+    )  # α: a separate copy
     optimizer = torch.optim.AdamW(policy.model.parameters(), lr, weight_decay=0.0)
     for k in range(1, batches + 1):  # 6
         requests = prompts.batch(k)  # 7   D_b, a function of (seed, k)
@@ -89,7 +95,9 @@ def train(policy: Policy, task: Task, v: int, batches: int, lr: float = 2e-5) ->
         torch.nn.utils.clip_grad_norm_(policy.model.parameters(), 1.0)
         optimizer.step()  # 14, 15
         optimizer.zero_grad()
-        yield Step(k, policy.version - oldest, mean_reward(groups), ratio_T.log().abs().max().item())
+        yield Step(
+            k, policy.version - oldest, mean_reward(groups), ratio_T.log().abs().max().item()
+        )
         policy.weights.version += 1
 
 
@@ -97,7 +105,9 @@ def sample(sampler: LocalSampler, requests: Sequence[Request], task: Task) -> li
     """A scored group for each request. `lagrpo.rewards.pool` scores in processes with deadlines."""
     groups = []
     for _, group in sampler.sample(requests, G):  # each as soon as its last completion ends
-        outcomes = [Outcome.scored(task.reward(c.text, group.prompt.answer)) for c in group.completions]
+        outcomes = [
+            Outcome.scored(task.reward(c.text, group.prompt.answer)) for c in group.completions
+        ]
         scored = [replace(c, outcome=o) for c, o in zip(group.completions, outcomes, strict=True)]
         groups.append(replace(group, completions=tuple(scored)))
     return groups
@@ -110,9 +120,13 @@ def mean_reward(groups: Sequence[Group]) -> float:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="GRPO on one-digit sums, on-policy or off-policy.")
     parser.add_argument("--v", type=int, default=1, help="batches per weight sync; 1 is on-policy")
-    parser.add_argument("--model", default="smollm2", help="smollm2, or a Hugging Face directory or hub id")
+    parser.add_argument(
+        "--model", default="smollm2", help="smollm2, or a Hugging Face directory or hub id"
+    )
     parser.add_argument("--batches", type=int, default=20)
     options = parser.parse_args()
     model = load_policy(resolve_model(options.model), torch.float32)
     for step in train(model, arithmetic.load(SEED), options.v, options.batches):
-        print(f"batch {step.k:3}  lag {step.lag:2}  reward {step.reward:.3f}  max |ln pi/alpha| {step.log_ratio:.4f}")
+        print(
+            f"batch {step.k:3}  lag {step.lag:2}  reward {step.reward:.3f}  max |ln pi/alpha| {step.log_ratio:.4f}"
+        )

@@ -111,7 +111,9 @@ def read(study: Path) -> list[Stage]:
         settings, run = read_toml(config), config.parent
         schedule = settings["schedule"]
         names = {summary["step"]: summary["name"] for summary in load_evaluations(run)}
-        moments = [*range(0, schedule["batches"] + 1, schedule.get("ref_sync_every", schedule["batches"]))]
+        moments = [
+            *range(0, schedule["batches"] + 1, schedule.get("ref_sync_every", schedule["batches"]))
+        ]
         if not all(moment in names for moment in moments):
             continue
         rates = [success(run / "evaluations" / f"{names[moment]}.parquet") for moment in moments]
@@ -124,20 +126,27 @@ def read(study: Path) -> list[Stage]:
                 )
             )  # fmt: skip
     if not found:
-        raise ValueError(f"{study}: no finished run of experiments/papers/amplification.toml; make them first")
+        raise ValueError(
+            f"{study}: no finished run of experiments/papers/amplification.toml; make them first"
+        )
     return found
 
 
 def kept(name: str) -> list[Stage]:
     """The stages in NAME-points.json."""
-    return [Stage(**stage) for stage in json.loads((POINTS / f"{name}-points.json").read_text(encoding="utf-8"))]
+    return [
+        Stage(**stage)
+        for stage in json.loads((POINTS / f"{name}-points.json").read_text(encoding="utf-8"))
+    ]
 
 
 def success(evaluation: Path) -> list[float]:
     """(correct + 1/2) / (samples + 1) of each prompt, in the order of the prompts: inside (0, 1), where logits are."""
     import pyarrow.parquet
 
-    rows = pyarrow.parquet.read_table(evaluation, columns=["prompt_id", "correct", "samples"]).to_pylist()
+    rows = pyarrow.parquet.read_table(
+        evaluation, columns=["prompt_id", "correct", "samples"]
+    ).to_pylist()
     rows.sort(key=lambda row: row["prompt_id"])
     return [round((row["correct"] + 0.5) / (row["samples"] + 1), 5) for row in rows]
 
@@ -156,7 +165,9 @@ def table(stages: Sequence[Stage]) -> str:
         "| β | v | stage | seeds | p before | after, by the curve | groups of G | measured | its distance from that |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    for (beta, v), numbers in sorted(by_cell(stages).items(), key=lambda cell: (-cell[0][1], cell[0][0])):
+    for (beta, v), numbers in sorted(
+        by_cell(stages).items(), key=lambda cell: (-cell[0][1], cell[0][0])
+    ):
         for number, found in sorted(numbers.items()):
             curves = [[fmean(expected(s, G)) for s in found] for G in (None, found[0].G)]
             after = [fmean(s.after) for s in found]
@@ -169,8 +180,12 @@ def table(stages: Sequence[Stage]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("study", type=Path, help="directory of the study, as experiments.study made it, or its name")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "study", type=Path, help="directory of the study, as experiments.study made it, or its name"
+    )
     study = parser.parse_args().study
     try:
         if study.is_dir():

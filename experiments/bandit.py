@@ -12,6 +12,8 @@ from theory.bandit import curves, masks_table, table
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--steps", type=int, default=4000, help="gradient steps (default: %(default)s)")
+    parser.add_argument(
+        "--steps", type=int, default=4000, help="gradient steps (default: %(default)s)"
+    )
     steps = parser.parse_args().steps
     print(table(curves(steps)), masks_table(steps // 2), sep="\n\n")

@@ -31,7 +31,10 @@ METHODS = {
     "RED-Weight": ("RED-Weight", style.GREEN, "-."),
     "REINFORCE": ("REINFORCE (no correction)", style.INK, ":"),
 }
-STUDIES = {"objectives": ("SmolLM2-135M, 25 batches", 3), "objectives-small": ("132k parameters, 100 batches", 5)}
+STUDIES = {
+    "objectives": ("SmolLM2-135M, 25 batches", 3),
+    "objectives-small": ("132k parameters, 100 batches", 5),
+}
 
 # Rooms of the package, with what they hold. A room imports only rooms in rows below it.
 ROWS: Sequence[Sequence[tuple[str, str]]] = (
@@ -53,7 +56,13 @@ ROWS: Sequence[Sequence[tuple[str, str]]] = (
         ("runs", "files of a run"),
     ),
 )
-STEPS = {"cli": "1", "training": "1, 4, 5", "rollout": "2", "rewards": "3", "core": "6"}  # where a batch passes
+STEPS = {
+    "cli": "1",
+    "training": "1, 4, 5",
+    "rollout": "2",
+    "rewards": "3",
+    "core": "6",
+}  # where a batch passes
 LEGEND = "A package imports only packages in rows below it. Numbers: the path of a batch."
 SMALL = "types.py, rng.py, errors.py, logs.py, machine.py: small files that all but core may import"
 WIDTH, BOX, GAP, HEIGHT, STEP, TOP = 920, 218, 12, 44, 54, 34
@@ -80,7 +89,9 @@ def photograph(run: Path, path: Path) -> None:
         page.key("[")
         page.click(".card", 1)
         page.hover(".opened .token", 3)
-        path.write_bytes(base64.b64decode(page.call("Page.captureScreenshot", format="png")["data"]))
+        path.write_bytes(
+            base64.b64decode(page.call("Page.captureScreenshot", format="png")["data"])
+        )
         browser.close()
 
 
@@ -93,14 +104,23 @@ def draw_methods(path: Path) -> None:
         for axes, v in zip(row, ("v = 1", "v = 10"), strict=True):
             style.plain(axes, f"{title}, {v}", "batch" if row is panels[-1] else "", "")
             for method, (label, color, dashes) in METHODS.items():
-                curves = [r["curves"]["reward"] for r in runs if r["cell"] == {"method": method, "v": v}]
+                curves = [
+                    r["curves"]["reward"] for r in runs if r["cell"] == {"method": method, "v": v}
+                ]
                 if len(curves) > 1:
                     columns = [*zip(*(smoothed(curve, smooth) for curve in curves), strict=True)]
                     batches = range(1, len(columns) + 1)
                     axes.fill_between(
-                        batches, [*map(min, columns)], [*map(max, columns)], color=color, alpha=0.12, lw=0
+                        batches,
+                        [*map(min, columns)],
+                        [*map(max, columns)],
+                        color=color,
+                        alpha=0.12,
+                        lw=0,
                     )
-                    axes.plot(batches, [*map(fmean, columns)], dashes, color=color, lw=2, label=label)
+                    axes.plot(
+                        batches, [*map(fmean, columns)], dashes, color=color, lw=2, label=label
+                    )
             axes.set(ylim=(0, 1))
         row[0].set_ylabel(f"reward, mean of {smooth} batches")
     panels[0][1].legend(loc="upper left", fontsize=8.5, frameon=False, handlelength=3)
@@ -110,16 +130,26 @@ def draw_methods(path: Path) -> None:
 def find_imports(room: str, rooms: Sequence[str]) -> set[str]:
     """The other rooms that the modules of a room import."""
     source, found = ROOT / "src" / "lagrpo", set[str]()
-    files = [source / f"{room}.py"] if (source / f"{room}.py").is_file() else sorted((source / room).rglob("*.py"))
+    files = (
+        [source / f"{room}.py"]
+        if (source / f"{room}.py").is_file()
+        else sorted((source / room).rglob("*.py"))
+    )
     for file in files:
         if room == "rollout" and "vllm" in file.parts:
             continue
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             module = (node.module or "") if isinstance(node, ast.ImportFrom) else ""
-            names = [f"{module}.{alias.name}" for alias in node.names] if isinstance(node, ast.ImportFrom) else []
+            names = (
+                [f"{module}.{alias.name}" for alias in node.names]
+                if isinstance(node, ast.ImportFrom)
+                else []
+            )
             for name in names:
                 place = "/".join(name.split(".")[1:]) + "/"
-                found |= {max((r for r in rooms if place.startswith(f"{r}/")), key=len, default=room)}
+                found |= {
+                    max((r for r in rooms if place.startswith(f"{r}/")), key=len, default=room)
+                }
     return found - {room}
 
 
@@ -133,7 +163,11 @@ def draw_rooms() -> str:
     parts = []
     for level, row in enumerate(ROWS):
         left, y = (WIDTH - len(row) * BOX - (len(row) - 1) * GAP) / 2, TOP + level * STEP
-        parts += [line for n, room in enumerate(row) for line in draw_box(left + n * (BOX + GAP), y, *room)]
+        parts += [
+            line
+            for n, room in enumerate(row)
+            for line in draw_box(left + n * (BOX + GAP), y, *room)
+        ]
     height = TOP + len(ROWS) * STEP + 24
     parts.append(f'<text x="{WIDTH / 2:g}" y="{height - 8:g}" font-size="12">{SMALL}</text>')
     parts.append(f'<text x="{WIDTH / 2:g}" y="20" font-size="12">{LEGEND}</text>')

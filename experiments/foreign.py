@@ -24,13 +24,21 @@ DIGITS = 5  # after the point, of a log-prob
 
 def line(row: dict[str, Any]) -> str:
     """A completion as `offline.data` reads it."""
-    kept = {"prompt": row["prompt_text"], "answer": json.loads(row["answer"]), "token_ids": row["token_ids"]}
+    kept = {
+        "prompt": row["prompt_text"],
+        "answer": json.loads(row["answer"]),
+        "token_ids": row["token_ids"],
+    }
     logp = [round(value, DIGITS) for value in row["rollout_logprobs"]]
-    return json.dumps(kept | {"rollout_logprobs": logp, "reward": row["reward"], "finished": row["finished"]})
+    return json.dumps(
+        kept | {"rollout_logprobs": logp, "reward": row["reward"], "finished": row["finished"]}
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("run", type=Path)
     asked = parser.parse_args()
     try:
@@ -39,7 +47,9 @@ def main() -> None:
         parser.exit(2, f"{error}\n")
     text = "".join(f"{line(row)}\n" for row in rows)
     write_atomically(TARGET, gzip.compress(text.encode(), mtime=0))
-    print(f"{TARGET}: {len(rows)} completions, mean reward {fmean(row['reward'] for row in rows):.3f}")
+    print(
+        f"{TARGET}: {len(rows)} completions, mean reward {fmean(row['reward'] for row in rows):.3f}"
+    )
 
 
 if __name__ == "__main__":

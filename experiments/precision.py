@@ -27,7 +27,11 @@ from typing import Any
 from precision_report import figure, table
 
 HERE = Path(__file__).resolve().parent
-UPDATES = {"5e-6": 24, "2e-5": 16, "1e-6": 60}  # by learning rate, in the order in which they are trained
+UPDATES = {
+    "5e-6": 24,
+    "2e-5": 16,
+    "1e-6": 60,
+}  # by learning rate, in the order in which they are trained
 MODES: dict[str, dict[str, str]] = {
     "plain": {"model.dtype": "bfloat16", "optimizer.dither_master_weights": False},
     "dithered": {"model.dtype": "bfloat16", "optimizer.dither_master_weights": True},
@@ -91,7 +95,12 @@ def command(cell: Cell, runs: Path, threads: int) -> list[str]:
         **MODES[mode],
     }
     words = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
-    return [str(Path(sys.executable).parent / "lagrpo"), "train", str(HERE / "addition" / "full.toml"), *words]
+    return [
+        str(Path(sys.executable).parent / "lagrpo"),
+        "train",
+        str(HERE / "addition" / "full.toml"),
+        *words,
+    ]
 
 
 def train(cell: Cell, results: Path, threads: int) -> None:
@@ -104,7 +113,10 @@ def train(cell: Cell, results: Path, threads: int) -> None:
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
     started = time.monotonic()
     subprocess.run(words, check=True, env=environment)
-    before, after = (json.loads((run / "evaluations" / f"{when}.json").read_text()) for when in ("before", "after"))
+    before, after = (
+        json.loads((run / "evaluations" / f"{when}.json").read_text())
+        for when in ("before", "after")
+    )
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     kept = {
         "rewards": "reward", "moved": "weight_sync/changed_fraction", "grad_norm": "grad_norm",
@@ -145,20 +157,33 @@ def train_missing(chosen: Sequence[Cell], results: Path, threads: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "--results", type=Path, default=Path(__file__).with_name("precision"), help="directory of the cells"
+        "--results",
+        type=Path,
+        default=Path(__file__).with_name("precision"),
+        help="directory of the cells",
     )
     parser.add_argument("--seeds", type=int, nargs="*", default=(0, 1, 2))
-    parser.add_argument("--cells", nargs="*", help="only cells whose name has one of these in it: 5e-6/plain float32")
+    parser.add_argument(
+        "--cells",
+        nargs="*",
+        help="only cells whose name has one of these in it: 5e-6/plain float32",
+    )
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--trl", type=Path, metavar="PYTHON", help="a Python that has TRL: train its side instead")
+    parser.add_argument(
+        "--trl", type=Path, metavar="PYTHON", help="a Python that has TRL: train its side instead"
+    )
     parser.add_argument("--report", action="store_true", help="do not train")
     asked = parser.parse_args()
     if asked.trl:
         from precision_trl import train_trl, trl_cells
 
-        train_trl(asked.trl, named(trl_cells(asked.seeds), asked.cells), asked.results, asked.threads)
+        train_trl(
+            asked.trl, named(trl_cells(asked.seeds), asked.cells), asked.results, asked.threads
+        )
     elif not asked.report:
         train_missing(named(cells(asked.seeds), asked.cells), asked.results, asked.threads)
     found = read(asked.results)

@@ -46,7 +46,9 @@ def table(cells: Cells) -> str:
                 interval([statistics.fmean(m) for m in moved if m], percent=True),
                 _reward(found, early),
                 _reward(found, late),
-                interval([c["pass_at_1"] for c in found if c.get("pass_at_1") is not None], percent=True),
+                interval(
+                    [c["pass_at_1"] for c in found if c.get("pass_at_1") is not None], percent=True
+                ),
             )
             rows.append(f"| {lr} | {title} | {seeds} | " + " | ".join(cols) + " |")
     return "\n".join(rows)
@@ -69,7 +71,11 @@ def interval(values: Sequence[float], percent: bool = False) -> str:
     mean, half = found.mean, found.half
     if percent:
         digits = 1 if mean >= 0.05 else 2 if mean >= 1e-3 else 4
-        return f"{100 * mean:.{digits}f}" + (f" ± {100 * half:.{digits}f}" if half is not None else "") + " %"
+        return (
+            f"{100 * mean:.{digits}f}"
+            + (f" ± {100 * half:.{digits}f}" if half is not None else "")
+            + " %"
+        )
     return f"{mean:.2f}" + (f" ± {half:.2f}" if half is not None else "")
 
 
@@ -78,10 +84,19 @@ def figure(cells: Cells, path: Path) -> None:
     drawing, shown = style.canvas(10, 3.8), ("5e-6", "1e-6")
     panels = drawing.subplots(1, len(shown), sharey=True)
     for axes, lr in zip(panels, shown, strict=True):
-        style.plain(axes, f"learning rate {lr}", "update", "reward, mean of 3 updates" if axes is panels[0] else "")
-        for (mode, (title, color)), dashes in zip(MODES.items(), ("--", "-", ":", "-."), strict=True):
+        style.plain(
+            axes,
+            f"learning rate {lr}",
+            "update",
+            "reward, mean of 3 updates" if axes is panels[0] else "",
+        )
+        for (mode, (title, color)), dashes in zip(
+            MODES.items(), ("--", "-", ":", "-."), strict=True
+        ):
             if curves := [smoothed(c["rewards"], 3) for c in of(cells, lr, mode)]:
-                low, mean, high = ([f(x) for x in zip(*curves, strict=False)] for f in (min, statistics.fmean, max))
+                low, mean, high = (
+                    [f(x) for x in zip(*curves, strict=False)] for f in (min, statistics.fmean, max)
+                )
                 count = f"{len(curves)} seed{'s' * (len(curves) > 1)}"
                 updates = range(1, len(mean) + 1)
                 axes.fill_between(updates, low, high, color=color, alpha=0.13, lw=0)

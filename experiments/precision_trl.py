@@ -35,7 +35,9 @@ def prompts(seed: int, updates: int) -> list[dict[str, Any]]:
         epoch, position = divmod(place, size)
         key = order_prompts(seed, epoch, size)[position]
         prompt = task.prompt("train", key)
-        rows.append({"key": key, "messages": [dict(m) for m in prompt.messages], "answer": prompt.answer})
+        rows.append(
+            {"key": key, "messages": [dict(m) for m in prompt.messages], "answer": prompt.answer}
+        )
     return rows
 
 
@@ -62,19 +64,30 @@ def updates_in(path: Path) -> int:
     return json.loads(path.read_text())["updates"] if path.exists() else 0
 
 
-def curve(python: Path, lr: str, seed: int, threads: int, scratch: Path) -> Iterator[dict[str, Any]]:
+def curve(
+    python: Path, lr: str, seed: int, threads: int, scratch: Path
+) -> Iterator[dict[str, Any]]:
     """The metrics of one run of TRL so far, after each update."""
     updates = UPDATES[lr]
     rows, request = scratch / "prompts.jsonl", scratch / "request.json"
-    rows.write_text("".join(json.dumps(row) + "\n" for row in prompts(seed, updates + 1)))  # TRL may look ahead
+    rows.write_text(
+        "".join(json.dumps(row) + "\n" for row in prompts(seed, updates + 1))
+    )  # TRL may look ahead
     config = trl(SHORT, per_device=32, learning_rate=float(lr), seed=seed, bf16=True)
     model = resolve_model(SHORT.model)
-    request.write_text(json.dumps({"model": model, "config": config, "prompts": str(rows), "reward": SHORT.judge}))
+    request.write_text(
+        json.dumps({"model": model, "config": config, "prompts": str(rows), "reward": SHORT.judge})
+    )
     taken = []
-    with Side("trl", [python, HERE / "trl_peer.py", request], scratch, environment(threads)) as side:
+    with Side(
+        "trl", [python, HERE / "trl_peer.py", request], scratch, environment(threads)
+    ) as side:
         for update in range(1, updates + 1):
             taken.append(side.update())
-            print(f"  update {update}: reward {taken[-1]['reward']:.3f}, {taken[-1]['seconds']:.1f} s", flush=True)
+            print(
+                f"  update {update}: reward {taken[-1]['reward']:.3f}, {taken[-1]['seconds']:.1f} s",
+                flush=True,
+            )
             yield {
                 "lr": lr, "mode": "trl", "seed": seed, "updates": update, "threads": threads,
                 "versions": side.facts["policy_versions"], "config": config,

@@ -72,10 +72,14 @@ def line(digits: Sum) -> str:
 
 def tokenizer() -> PreTrainedTokenizerFast:
     """A token for each character; the chat template is the question and nothing else."""
-    characters = Tokenizer(models.WordLevel({c: n for n, c in enumerate(VOCABULARY)}, unk_token="?"))
+    characters = Tokenizer(
+        models.WordLevel({c: n for n, c in enumerate(VOCABULARY)}, unk_token="?")
+    )
     characters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     characters.decoder = decoders.Fuse()
-    fast = PreTrainedTokenizerFast(tokenizer_object=characters, eos_token=".", pad_token="_", unk_token="?")
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=characters, eos_token=".", pad_token="_", unk_token="?"
+    )
     fast.chat_template = "{{ messages[-1].content }}"
     return fast
 
@@ -105,7 +109,9 @@ def train() -> LlamaForCausalLM:
     )  # fmt: skip
     model, draws = LlamaForCausalLM(config), random.Random(1)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LR, total_steps=UPDATES, pct_start=0.05)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, LR, total_steps=UPDATES, pct_start=0.05
+    )
     for update in range(UPDATES):
         loss = loss_of(model, torch.tensor([lesson(draws) for _ in range(BATCH)]))
         optimizer.zero_grad()
@@ -121,7 +127,9 @@ def main() -> None:
     training, testing = split()
     parts = {"sums/train": training, "sums/test": testing, "one-token": one_token(training)}
     for name, sums in parts.items():
-        write_atomically(FOLDER / f"{name}.jsonl", "".join(f"{line(digits)}\n" for digits in sums).encode())
+        write_atomically(
+            FOLDER / f"{name}.jsonl", "".join(f"{line(digits)}\n" for digits in sums).encode()
+        )
     tokenizer().save_pretrained(FOLDER / "model")
     train().save_pretrained(FOLDER / "model")
 

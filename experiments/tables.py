@@ -40,7 +40,9 @@ from lagrpo.terminal.text import count_of
 HERE = Path(__file__).resolve().parent
 REPORTS = HERE.parent / "reports"
 RECORDS = HERE / "papers" / "results"
-TABLE = re.compile(r"(<!-- table: (\w+) ?([^\n]*?)(?:\n(.*?))?\s*-->\n).*?(<!-- end of table -->)", re.DOTALL)
+TABLE = re.compile(
+    r"(<!-- table: (\w+) ?([^\n]*?)(?:\n(.*?))?\s*-->\n).*?(<!-- end of table -->)", re.DOTALL
+)
 MEASURES = {
     "pass@1": "pass@1, points",
     "mean reward": "mean reward over the run",
@@ -66,12 +68,16 @@ def filled(page: str) -> str:
     def table(found: re.Match[str]) -> str:
         begin, kind, what, lines, end = found.groups()
         if kind not in KINDS:
-            raise ValueError(f"<!-- table: {kind} -->: no such kind of table; there are {', '.join(KINDS)}")
+            raise ValueError(
+                f"<!-- table: {kind} -->: no such kind of table; there are {', '.join(KINDS)}"
+            )
         return f"{begin}\n{KINDS[kind](what, (lines or '').splitlines())}\n\n{end}"
 
     asked, ended = page.count("<!-- table: "), page.count("<!-- end of table -->")
     if not asked == ended == len(TABLE.findall(page)):
-        raise ValueError(f"{asked} tables begin and {ended} end: each `<!-- table:` needs its `<!-- end of table -->`")
+        raise ValueError(
+            f"{asked} tables begin and {ended} end: each `<!-- table:` needs its `<!-- end of table -->`"
+        )
     return TABLE.sub(table, page)
 
 
@@ -91,7 +97,9 @@ def claim_of(study: str, start: str) -> dict[str, Any]:
     """The one claim of a study's record that begins with these words. Raises ValueError unless it is one."""
     found = [claim for claim in record(study)["claims"] if claim["says"].startswith(start)]
     if len(found) != 1:
-        raise ValueError(f"study {study}: {count_of(len(found), 'claim')} begin with {start!r}, not one")
+        raise ValueError(
+            f"study {study}: {count_of(len(found), 'claim')} begin with {start!r}, not one"
+        )
     return found[0]
 
 
@@ -121,14 +129,19 @@ def cells(study: str, lines: Sequence[str]) -> str:
     known = {label for run in runs for label in run["cell"].values()}
     for head, measure, labels in columns:
         if measure not in runs[0]["measures"] or not known.issuperset(labels):
-            raise ValueError(f"column {head!r}: the record of {study} has no measure {measure!r}, or no such label")
+            raise ValueError(
+                f"column {head!r}: the record of {study} has no measure {measure!r}, or no such label"
+            )
     rows: list[list[str]] = [[axis, *(head for head, _, _ in columns)]]
     for label in dict.fromkeys(run["cell"][axis] for run in runs):
         row = [label]
         for _, measure, labels in columns:
             chosen = [run for run in runs if {label, *labels} == set(run["cell"].values())]
             values = [value for run in chosen if (value := run["measures"][measure]) is not None]
-            row.append(_mean(values, measure) + (f" ({count_of(len(values), 'seed')})" if len(values) < most else ""))
+            row.append(
+                _mean(values, measure)
+                + (f" ({count_of(len(values), 'seed')})" if len(values) < most else "")
+            )
         rows.append(row)
     return markdown(rows)
 
@@ -165,7 +178,9 @@ KINDS: dict[str, Callable[[str, Sequence[str]], str]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--check", action="store_true", help="write nothing")
     check = parser.parse_args().check
     changed = []

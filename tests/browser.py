@@ -18,7 +18,14 @@ OPTIONS = (
     "--disable-background-networking --disable-component-update --disable-extensions --force-device-scale-factor=1"
 )
 DEADLINE = 60.0  # seconds for one answer, or for something to become true, on a busy machine
-KEYS = {"Escape": 27, "Enter": 13, "ArrowDown": 40, "ArrowUp": 38, "ArrowRight": 39, "ArrowLeft": 37}
+KEYS = {
+    "Escape": 27,
+    "Enter": 13,
+    "ArrowDown": 40,
+    "ArrowUp": 38,
+    "ArrowRight": 39,
+    "ArrowLeft": 37,
+}
 
 
 def find_chromium() -> str:
@@ -26,7 +33,9 @@ def find_chromium() -> str:
     names = [name for name in (os.environ.get("LAGRPO_BROWSER"), *NAMES) if name]
     found = next(filter(None, map(shutil.which, names)), None)
     if found is None:
-        raise FileNotFoundError("these tests need Chromium: apt-get install chromium, or set LAGRPO_BROWSER")
+        raise FileNotFoundError(
+            "these tests need Chromium: apt-get install chromium, or set LAGRPO_BROWSER"
+        )
     return found
 
 
@@ -36,10 +45,18 @@ class Browser:
     def __init__(self, profile: Path) -> None:
         (theirs_in, ours_out), (ours_in, theirs_out) = os.pipe(), os.pipe()
         sandbox = ["--no-sandbox"] if os.geteuid() == 0 else []
-        words = [find_chromium(), *OPTIONS.split(), *sandbox, f"--user-data-dir={profile}", "about:blank"]
+        words = [
+            find_chromium(),
+            *OPTIONS.split(),
+            *sandbox,
+            f"--user-data-dir={profile}",
+            "about:blank",
+        ]
         script = f'exec "$@" 3<&{theirs_in} 4>&{theirs_out}'
         self._process = subprocess.Popen(
-            ["bash", "-c", script, "browser", *words], pass_fds=(theirs_in, theirs_out), stderr=subprocess.DEVNULL
+            ["bash", "-c", script, "browser", *words],
+            pass_fds=(theirs_in, theirs_out),
+            stderr=subprocess.DEVNULL,
         )
         for end in (theirs_in, theirs_out):
             os.close(end)
@@ -56,7 +73,9 @@ class Browser:
     def call(self, method: str, session: str | None = None, **parameters: Any) -> dict[str, Any]:
         """The result of a command. Raises RuntimeError for an error, TimeoutError after DEADLINE."""
         number = next(self._numbers)
-        message = {"id": number, "method": method, "params": parameters} | ({"sessionId": session} if session else {})
+        message = {"id": number, "method": method, "params": parameters} | (
+            {"sessionId": session} if session else {}
+        )
         os.write(self._out, json.dumps(message).encode() + b"\0")
         while True:
             answer = self._read()
@@ -89,7 +108,13 @@ class Browser:
         page = Page(self, target, session)
         for domain in ("Page", "Runtime", "Log", "Network"):
             page.call(f"{domain}.enable")
-        page.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+        page.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
         page.call("Page.navigate", url=url)
         page.wait("document.querySelector('header')")
         return page
@@ -111,7 +136,9 @@ class Page:
 
     def js(self, expression: str) -> Any:
         """The value of an expression in the page. Raises RuntimeError for what it throws."""
-        done = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        done = self.call(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
         if "exceptionDetails" in done:
             raise RuntimeError(f"{expression}: {done['exceptionDetails']}")
         return done["result"].get("value")
@@ -134,7 +161,9 @@ class Page:
         return self.js(f"document.querySelector({json.dumps(selector)})?.innerText ?? ''")
 
     def texts(self, selector: str) -> list[str]:
-        return self.js(f"[...document.querySelectorAll({json.dumps(selector)})].map((node) => node.innerText)")
+        return self.js(
+            f"[...document.querySelectorAll({json.dumps(selector)})].map((node) => node.innerText)"
+        )
 
     def place(self, selector: str, number: int = 0) -> tuple[float, float]:
         """The middle of an element, scrolled into sight."""
@@ -197,7 +226,11 @@ class Page:
     def _note(self, method: str, facts: dict[str, Any]) -> None:
         if method == "Runtime.exceptionThrown":
             self.complaints.append(json.dumps(facts["exceptionDetails"])[:500])
-        elif method == "Runtime.consoleAPICalled" and facts["type"] in ("error", "warning", "assert"):
+        elif method == "Runtime.consoleAPICalled" and facts["type"] in (
+            "error",
+            "warning",
+            "assert",
+        ):
             self.complaints.append(json.dumps(facts["args"])[:500])
         elif method == "Log.entryAdded" and facts["entry"]["level"] in ("error", "warning"):
             self.complaints.append(facts["entry"]["text"])

@@ -61,7 +61,10 @@ REAL: Sections = {
 
 def merged(*layers: Sections) -> dict[str, dict[str, Any]]:
     names = [name for layer in layers for name in layer]
-    return {name: {k: v for layer in layers for k, v in layer.get(name, {}).items()} for name in dict.fromkeys(names)}
+    return {
+        name: {k: v for layer in layers for k, v in layer.get(name, {}).items()}
+        for name in dict.fromkeys(names)
+    }
 
 
 def leaves(run: Path, exact: bool) -> dict[str, Any]:
@@ -79,7 +82,9 @@ def leaves(run: Path, exact: bool) -> dict[str, Any]:
         found[summary.name] = json.loads(summary.read_bytes())
     found["weights"] = (run / "weights/final/model.safetensors").read_bytes()
     (last,) = (run / "checkpoints").glob(f"step-{len(found['batches']):06d}")
-    found["masters and moments"] = [file.read_bytes() for file in sorted(last.glob("trainer*.safetensors"))]
+    found["masters and moments"] = [
+        file.read_bytes() for file in sorted(last.glob("trainer*.safetensors"))
+    ]
     return found
 
 
@@ -112,7 +117,9 @@ class Trials:
 
     def __init__(self, root: Path, base: Sections, exact: bool, seed: int) -> None:
         self.root, self.base, self.exact, self.random = root, base, exact, random.Random(seed)
-        self.undisturbed: dict[str, tuple[dict[str, Any], float]] = {}  # what a run of a kind leaves, and its seconds
+        self.undisturbed: dict[
+            str, tuple[dict[str, Any], float]
+        ] = {}  # what a run of a kind leaves, and its seconds
 
     def trial(self, number: int, kind: str) -> tuple[str, list[str]]:
         """How the run was killed, and what then differs from the undisturbed one."""
@@ -156,12 +163,18 @@ def tiny(root: Path) -> Sections:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=50, help="how many trials")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", help="a model directory or smollm2; by default a tiny one")
-    parser.add_argument("--vllm", type=Path, metavar="PYTHON", help="sample by a vLLM server of this Python")
-    parser.add_argument("--kinds", nargs="*", choices=KINDS, default=list(KINDS), help="which schedules")
+    parser.add_argument(
+        "--vllm", type=Path, metavar="PYTHON", help="sample by a vLLM server of this Python"
+    )
+    parser.add_argument(
+        "--kinds", nargs="*", choices=KINDS, default=list(KINDS), help="which schedules"
+    )
     asked = parser.parse_args()
     if asked.vllm:
         os.environ["LAGRPO_VLLM_PYTHON"] = str(asked.vllm.absolute())

@@ -14,7 +14,9 @@ import torch
 from ranks import run_on_ranks
 from running import note_processes, skip_curves_and_syncs
 
-hypothesis.settings.register_profile("lagrpo", deadline=None)  # a busy machine is no failure; tests have a time limit
+hypothesis.settings.register_profile(
+    "lagrpo", deadline=None
+)  # a busy machine is no failure; tests have a time limit
 hypothesis.settings.load_profile("lagrpo")
 
 NEEDS = {
@@ -39,7 +41,9 @@ def pytest_configure() -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
     for item in items:
-        if any(item.get_closest_marker(name) for name in NEEDS) and not item.get_closest_marker("timeout"):
+        if any(item.get_closest_marker(name) for name in NEEDS) and not item.get_closest_marker(
+            "timeout"
+        ):
             item.add_marker(pytest.mark.timeout(SECONDS_WITH_SERVERS))
 
 
@@ -62,7 +66,9 @@ def pytest_testnodedown(node: Any) -> None:
         _deselected[name].update(tests)
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
     if config.get_verbosity() < 0:
         return
     for name, tests in _deselected.items():

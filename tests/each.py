@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 
-def each(names: str | tuple[str, ...], values: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def each(
+    names: str | tuple[str, ...], values: Iterable[Any]
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """As pytest.mark.parametrize, but the test is one case, with one set of fixtures. A failure says for which
     values."""
     names, values = (names,) if isinstance(names, str) else names, list(values)

@@ -15,10 +15,16 @@ def inputs(logp: Any, rollout: Any = None, old: Any = None, ref: Any = None, A: 
            completion: Any = None, group: Any = None) -> LossInputs:  # fmt: skip
     """LossInputs from lists or tensors of log-probs. Each token is a completion unless `completion` says otherwise; A
     is the advantage of all completions or of each."""
-    logp, rollout, old, ref = (None if x is None else torch.as_tensor(x) for x in (logp, rollout, old, ref))
+    logp, rollout, old, ref = (
+        None if x is None else torch.as_tensor(x) for x in (logp, rollout, old, ref)
+    )
     completion = torch.arange(len(logp)) if completion is None else torch.as_tensor(completion)
     C = int(completion.max()) + 1
-    advantages = torch.as_tensor(A, dtype=logp.dtype).expand(C) if not isinstance(A, Sequence) else torch.tensor(A)
+    advantages = (
+        torch.as_tensor(A, dtype=logp.dtype).expand(C)
+        if not isinstance(A, Sequence)
+        else torch.tensor(A)
+    )
     return LossInputs(
         logp,
         rollout,
@@ -39,7 +45,13 @@ def random_inputs(C: int = 7, seed: int = 0) -> tuple[Tensor, Any]:
     logp, old, ref = (alpha + scale * x for scale, x in zip((0.3, 0.2, 0.4), noise, strict=True))
     completion = torch.arange(C).repeat_interleave(lengths_C)
     return lengths_C, LossInputs(
-        logp.requires_grad_(), alpha, old, ref, completion, advantages, (torch.arange(C) >= 3).long()
+        logp.requires_grad_(),
+        alpha,
+        old,
+        ref,
+        completion,
+        advantages,
+        (torch.arange(C) >= 3).long(),
     )
 
 

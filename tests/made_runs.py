@@ -33,7 +33,11 @@ def make_run(root: Path, name: str = "made", /, **sections: dict[str, Any]) -> R
     settings = load_settings(
         {section: base.get(section, {}) | sections.get(section, {}) for section in base | sections}
     )
-    environment = {"id": "0123456789abcdef", "command": "lagrpo train", "git": {"commit": "abc", "dirty": False}}
+    environment = {
+        "id": "0123456789abcdef",
+        "command": "lagrpo train",
+        "git": {"commit": "abc", "dirty": False},
+    }
     text = to_toml(settings)
     return Run.create(root, name, tomllib.loads(text), text, environment)
 
@@ -64,7 +68,10 @@ def row(text: str, reward: float | None = 1.0, /, **changes: Any) -> dict[str, A
 def group(key: int, rewards: list[float | None], /, **changes: Any) -> list[dict[str, Any]]:
     """The completions of one prompt; the text of each says its number."""
     flat = len({reward for reward in rewards if reward is not None}) == 1
-    rows = [row(f"answer {n} of {key}", reward, prompt_id=key, sample_index=n) for n, reward in enumerate(rewards)]
+    rows = [
+        row(f"answer {n} of {key}", reward, prompt_id=key, sample_index=n)
+        for n, reward in enumerate(rewards)
+    ]
     for made in rows:
         made["prompt_text"] = f"Question {key}: what is {key} + {key}?"
         made["excluded_reason"] = made["excluded_reason"] or ("zero_variance" if flat else "")
@@ -87,17 +94,24 @@ def fill(run: Run, batches: int = 4) -> Run:
     for batch in range(1, batches + 1):
         if batch % 2:
             run.record_event(
-                "weight_sync", batch, policy_version=batch - 1, reason="schedule" if batch > 1 else "start"
+                "weight_sync",
+                batch,
+                policy_version=batch - 1,
+                reason="schedule" if batch > 1 else "start",
             )
         run.record(metrics(batch))
-        rows = group(1, [1.0, 0.0, 0.0, 1.0]) + group(2, [0.0] * 4) + group(3, [1.0, None, 0.0, 1.0])
+        rows = (
+            group(1, [1.0, 0.0, 0.0, 1.0]) + group(2, [0.0] * 4) + group(3, [1.0, None, 0.0, 1.0])
+        )
         rows[9] |= {"reason": "no number in the answer", "finished": False}
         place = {"step": batch, "policy_version": batch - 1}
         run.record_rollouts(batch, [made | place for made in rows])
     run.record_event("warning", 2, text="WARNING: something is odd")
     evaluate(run, "before", 0, {1: [0.0, 0.0], 2: [1.0, 0.0], 3: [1.0, 1.0]})
     evaluate(run, "after", batches, {1: [1.0, 1.0], 2: [0.0, 0.0], 3: [1.0, 1.0]})
-    run.record_event("end", batches, status="finished", detail=f"{batches} of {batches} batches are finished")
+    run.record_event(
+        "end", batches, status="finished", detail=f"{batches} of {batches} batches are finished"
+    )
     return run
 
 
@@ -122,4 +136,6 @@ def unpack(packed: bytes) -> tuple[dict[str, Any], list[np.ndarray]]:
     content = zlib.decompress(packed)
     (length,) = struct.unpack_from("<I", content)
     header, start = json.loads(content[4 : 4 + length]), 4 + length + -(4 + length) % 8
-    return header, [np.frombuffer(content, np.dtype(kind), n, start + at) for kind, at, n in header["arrays"]]
+    return header, [
+        np.frombuffer(content, np.dtype(kind), n, start + at) for kind, at, n in header["arrays"]
+    ]

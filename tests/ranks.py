@@ -35,11 +35,15 @@ def run_on_ranks(function: Callable[..., Any], *given: Any, size: int = 3) -> li
     can be imported; what it gets and returns is pickled. Raises AssertionError with what each said if one fails."""
     found = _call(size, _call_in_group, function, *given)
     if any(map(_has_failed, found)):
-        raise AssertionError("\n\n".join(f"rank {rank}: {one!s:.5000}" for rank, one in enumerate(found)))
+        raise AssertionError(
+            "\n\n".join(f"rank {rank}: {one!s:.5000}" for rank, one in enumerate(found))
+        )
     return found
 
 
-def together(size: int, settings: Mapping[str, Any], prepare: Prepare | None = None, resume: Any = None) -> list[Any]:
+def together(
+    size: int, settings: Mapping[str, Any], prepare: Prepare | None = None, resume: Any = None
+) -> list[Any]:
     """A run of `size` ranks: what each returns, RankEndError if it raises, None if it was killed. On every rank
     `prepare(rank)`, which must be importable, comes first, and gives its callbacks."""
     return _call(size, _train, settings, prepare, resume)
@@ -81,7 +85,11 @@ def _has_failed(found: Any) -> bool:
 
 def _result(end: Connection, deadline: float) -> Any:
     try:
-        return pickle.loads(end.recv_bytes()) if end.poll(deadline) else RankEndError("nothing: it still runs")
+        return (
+            pickle.loads(end.recv_bytes())
+            if end.poll(deadline)
+            else RankEndError("nothing: it still runs")
+        )
     except EOFError:
         return None
 
@@ -101,7 +109,11 @@ def _stay(end: Connection) -> None:
                 os.environ |= place
                 found = work(*given)
             except BaseException as error:  # noqa: BLE001 - the test is told
-                said = [f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ()), traceback.format_exc()]
+                said = [
+                    f"{type(error).__name__}: {error}",
+                    *getattr(error, "__notes__", ()),
+                    traceback.format_exc(),
+                ]
                 found = RankEndError("\n".join(said))
             end.send_bytes(pickle.dumps(found))
 
@@ -118,4 +130,6 @@ def _call_in_group(function: Callable[..., Any], *given: Any) -> Any:
 def _train(settings: Mapping[str, Any], prepare: Prepare | None, resume: Any) -> Any:
     from lagrpo.training.run import train
 
-    return train(settings, callbacks=prepare(int(os.environ["RANK"])) if prepare else (), resume=resume)
+    return train(
+        settings, callbacks=prepare(int(os.environ["RANK"])) if prepare else (), resume=resume
+    )

@@ -18,7 +18,9 @@ from lagrpo.training.callbacks import Callback
 TIMINGS = ("time/", "tokens_per_s/")
 
 
-def tiny_settings(model: Path, root: Path, /, **sections: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def tiny_settings(
+    model: Path, root: Path, /, **sections: dict[str, Any]
+) -> dict[str, dict[str, Any]]:
     """Four completions of at most six tokens for each of two prompts, three batches, two test prompts."""
     base: dict[str, dict[str, Any]] = {
         "run": {"output_dir": str(root), "seed": 3},
@@ -43,8 +45,13 @@ def skip_curves_and_syncs() -> None:
 def options(settings: dict[str, dict[str, Any]]) -> list[str]:
     """The same for the command line."""
     given = flatten(settings)
-    texts = {name: value if isinstance(value, list | tuple) else [value] for name, value in given.items()}
-    shown = {name: [str(one).lower() if isinstance(one, bool) else str(one) for one in texts[name]] for name in texts}
+    texts = {
+        name: value if isinstance(value, list | tuple) else [value] for name, value in given.items()
+    }
+    shown = {
+        name: [str(one).lower() if isinstance(one, bool) else str(one) for one in texts[name]]
+        for name in texts
+    }
     return [word for name, words in shown.items() for word in (f"--{name}", *words)]
 
 

@@ -27,7 +27,9 @@ def act(completion: str, answer: Any) -> Any:
         "fill": lambda: float(len(bytearray(int(rest) << 20))),
         "nan": lambda: math.nan,
         "nothing": lambda: None,
-        "modules": lambda: sum(module in sys.modules for module in ("torch", "transformers", "datasets", "sympy")),
+        "modules": lambda: sum(
+            module in sys.modules for module in ("torch", "transformers", "datasets", "sympy")
+        ),
     }
     return actions[action]() if action in actions else float(completion == answer)
 
@@ -55,16 +57,22 @@ def ranked(completions: Any, **columns: Any) -> list[float]:
     return [order.index(len(text)) / len(texts) for text in texts]
 
 
-def by_level(prompts: list[Any], completions: list[Any], level: list[int], answer: list[Any]) -> list[float | None]:
+def by_level(
+    prompts: list[Any], completions: list[Any], level: list[int], answer: list[Any]
+) -> list[float | None]:
     """In TRL's signature, with a column of the data; easy prompts are not its concern."""
-    return [None if n < 2 else float(c == a) for n, c, a in zip(level, completions, answer, strict=True)]
+    return [
+        None if n < 2 else float(c == a) for n, c, a in zip(level, completions, answer, strict=True)
+    ]
 
 
 def one_short(prompts: Any, completions: Any) -> list[float]:
     return [0.0] * (len(completions) - 1)
 
 
-def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> dict[str, float]:
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None
+) -> dict[str, float]:
     """In verl's signature."""
     return {"score": float(solution_str == ground_truth) + extra_info["level"], "other": 1.0}
 

@@ -18,12 +18,16 @@ def make_completion(text: str, tokens: int = 0, outcome: Outcome | None = None) 
     return Completion(some, some.float(), some, finished=True, text=text, outcome=outcome)
 
 
-def make_group(*texts: str, answer: Any = "7", row: Mapping[str, Any] | None = None, key: int = 0) -> Group:
+def make_group(
+    *texts: str, answer: Any = "7", row: Mapping[str, Any] | None = None, key: int = 0
+) -> Group:
     return Group(Prompt(key, QUESTION, answer, row=row), tuple(map(make_completion, texts)))
 
 
 def outcomes(group: Group) -> list[Outcome]:
-    return [completion.outcome for completion in group.completions if completion.outcome is not None]
+    return [
+        completion.outcome for completion in group.completions if completion.outcome is not None
+    ]
 
 
 def score(rewards: Any, groups: Sequence[Group], **options: Any) -> list[Outcome]:

@@ -27,8 +27,12 @@ class Counting:
         self.seen += 1
         number = int(uniforms(self.seen, *self.key)[-1] * 100)
         if self.seen == self.last:
-            return StepResult(reward=(len(text) % 5) / 5, done=True, reason=f"after {self.seen} turns")
-        return StepResult([{"role": "user", "content": f"{self.seen}/{number}"}], reward=0.1 * self.seen)
+            return StepResult(
+                reward=(len(text) % 5) / 5, done=True, reason=f"after {self.seen} turns"
+            )
+        return StepResult(
+            [{"role": "user", "content": f"{self.seen}/{number}"}], reward=0.1 * self.seen
+        )
 
 
 class Endless(Counting):
@@ -72,7 +76,9 @@ def same(completion: str, answer: str) -> float:
 def load(settings: Any, seed: int) -> Any:
     """The prompts of sample_task with the environment of this name in task.options, Counting by default."""
     make = globals()[settings.options.get("make", "Counting")]
-    return RowTask("talking", sample_task.load().rows, lambda row: (row, row), same, environment=make)
+    return RowTask(
+        "talking", sample_task.load().rows, lambda row: (row, row), same, environment=make
+    )
 
 
 def add(x: int, y: int) -> int:
@@ -149,4 +155,10 @@ class Countdown:
 
     def step(self, text: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         self.left -= 1
-        return "step", 0.5 * ("go" in text), self.left == 0, text == "stop", {"suffix": f"{self.left} to go"}
+        return (
+            "step",
+            0.5 * ("go" in text),
+            self.left == 0,
+            text == "stop",
+            {"suffix": f"{self.left} to go"},
+        )

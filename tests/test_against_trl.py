@@ -51,7 +51,11 @@ AS_TRL = {"advantage": "normalized_unbiased"}
 CASES = [
     Case("grpo_trl", {}),
     Case("grpo", {"loss_type": "grpo"}, AS_TRL | {"beta": 0.0}),
-    Case("grpo_two_sided", {"loss_type": "grpo", "delta": 1.3}, AS_TRL | {"beta": 0.0, "dual_clip": 1.3}),
+    Case(
+        "grpo_two_sided",
+        {"loss_type": "grpo", "delta": 1.3},
+        AS_TRL | {"beta": 0.0, "dual_clip": 1.3},
+    ),
     Case("dr_grpo", {"loss_type": "dr_grpo", "scale_rewards": "none"}),
     Case("dapo", {"loss_type": "dapo", "epsilon_high": 0.28}, AS_TRL | {"masked_count": True}),
     Case(
@@ -59,8 +63,17 @@ CASES = [
     ),  # TRL caps there, MiniMax-M1 at 1 + epsilon_high
     Case(
         "gspo",
-        {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.1, "epsilon_high": 0.15},
-        AS_TRL | {"epsilon_low": 0.1, "epsilon_high": 0.15},  # wider than the paper's: completions lie on both sides
+        {
+            "loss_type": "grpo",
+            "importance_sampling_level": "sequence",
+            "epsilon": 0.1,
+            "epsilon_high": 0.15,
+        },
+        AS_TRL
+        | {
+            "epsilon_low": 0.1,
+            "epsilon_high": 0.15,
+        },  # wider than the paper's: completions lie on both sides
     ),
 ]
 
@@ -87,10 +100,14 @@ def groups(policy: Policy) -> list[Group]:
     ]  # fmt: skip
 
 
-def of_trl(model: Path, groups: list[Group], config: Mapping[str, Any], scratch: Path) -> tuple[float, dict]:
+def of_trl(
+    model: Path, groups: list[Group], config: Mapping[str, Any], scratch: Path
+) -> tuple[float, dict]:
     """TRL's loss and gradient by parameter."""
     if not PEER.exists():
-        pytest.fail(f"TRL has no environment at {PEER}: make check-trl makes it (LAGRPO_TRL names another Python)")
+        pytest.fail(
+            f"TRL has no environment at {PEER}: make check-trl makes it (LAGRPO_TRL names another Python)"
+        )
     request = {
         "model": str(model),
         "config": config,
@@ -98,18 +115,30 @@ def of_trl(model: Path, groups: list[Group], config: Mapping[str, Any], scratch:
             {
                 "prompt": list(group.prompt.token_ids),
                 "completions": [
-                    {"token_ids": c.token_ids.tolist(), "logp_alpha": c.logp_alpha.tolist(), "reward": c.reward}
+                    {
+                        "token_ids": c.token_ids.tolist(),
+                        "logp_alpha": c.logp_alpha.tolist(),
+                        "reward": c.reward,
+                    }
                     for c in group.completions
                 ],
             }
             for group in groups
         ],
     }
-    asked, loss, gradients = scratch / "request.json", scratch / "loss.json", scratch / "gradient.safetensors"
+    asked, loss, gradients = (
+        scratch / "request.json",
+        scratch / "loss.json",
+        scratch / "gradient.safetensors",
+    )
     asked.write_text(json.dumps(request))
     command = [PEER, ROOT / "benchmarks" / "trl_loss.py", asked, loss, gradients]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=300, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+        command,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
     )
     assert done.returncode == 0, done.stderr
     return sum(json.loads(loss.read_text())["losses"]), load_file(gradients)
@@ -160,4 +189,6 @@ def test_loss_and_gradient_are_those_of_trl(case, policy, groups, tmp_path):
     assert loss == pytest.approx(their_loss, rel=1e-4, abs=1e-6)
     assert flat.norm() > 1e-2
     assert (flat - their_flat).norm() <= 1e-4 * their_flat.norm()
-    torch.testing.assert_close(flat, their_flat, rtol=1e-4, atol=1e-4 * float(their_flat.abs().max()))
+    torch.testing.assert_close(
+        flat, their_flat, rtol=1e-4, atol=1e-4 * float(their_flat.abs().max())
+    )

@@ -24,7 +24,9 @@ BETAS = st.floats(0.5, 8.0)
 
 @given(p=PROBABILITIES, beta=BETAS)
 def test_a_stage_with_one_sampling_policy_ends_on_mrouehs_curve(p, beta):
-    assert maximizer(p, beta, None) == pytest.approx(amplified(p, p, beta, amplification.EPS_STD), rel=1e-9)
+    assert maximizer(p, beta, None) == pytest.approx(
+        amplified(p, p, beta, amplification.EPS_STD), rel=1e-9
+    )
 
 
 @given(p=PROBABILITIES, beta=BETAS, G=st.sampled_from([None, 8, 16]))
@@ -37,7 +39,9 @@ def test_fixed_point_satisfies_its_equation(p, beta, G):
 
 @each(("p", "beta"), [(0.05, 1.0), (0.05, 2.0), (0.2, 2.0), (0.5, 2.0)])
 def test_predicted_end_is_the_lowest_fixed_point(p, beta):
-    assert fixed_point(p, beta, None) == pytest.approx(fixed_points(p, beta, amplification.EPS_STD)[0][0], abs=1e-6)
+    assert fixed_point(p, beta, None) == pytest.approx(
+        fixed_points(p, beta, amplification.EPS_STD)[0][0], abs=1e-6
+    )
 
 
 def test_the_stages_of_a_run_join(tmp_path, monkeypatch, capsys):
@@ -49,7 +53,14 @@ def test_the_stages_of_a_run_join(tmp_path, monkeypatch, capsys):
     run = train(settings).run
     assert run is not None
     first, second = read(tmp_path / "study")
-    assert (first.beta, first.v, first.G, first.seed, first.stage, second.stage) == (2.0, 2, 4, 5, 1, 2)
+    assert (first.beta, first.v, first.G, first.seed, first.stage, second.stage) == (
+        2.0,
+        2,
+        4,
+        5,
+        1,
+        2,
+    )
     assert first.after == second.before
     rates = {summary["step"]: summary["pass@1"] for summary in load_evaluations(run)}
     for batch, found in zip((0, 2, 4), (first.before, first.after, second.after), strict=True):

@@ -27,7 +27,9 @@ def given(model, tmp_path):
     path = sections["model"].pop("path")
     return {
         "model": path,
-        "settings": {f"{a}.{b}": value for a, values in sections.items() for b, value in values.items()},
+        "settings": {
+            f"{a}.{b}": value for a, values in sections.items() for b, value in values.items()
+        },
     }
 
 
@@ -40,16 +42,24 @@ def test_data_rewards_and_callbacks_make_a_run(given, tmp_path, kind):
             self.batches += 1
 
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    data: dict[str, Any] = {"list": ROWS, "dataset": datasets.Dataset.from_list(ROWS), "file": tmp_path / "rows.jsonl"}
+    data: dict[str, Any] = {
+        "list": ROWS,
+        "dataset": datasets.Dataset.from_list(ROWS),
+        "file": tmp_path / "rows.jsonl",
+    }
     splits = datasets.DatasetDict({"train": data["dataset"], "test": data["dataset"]})
     data |= {"splits": splits, "frame": pd.DataFrame.from_records(ROWS)}
-    result = lagrpo.train(data=data[kind], rewards=[correct, "exact", short], callbacks=[seen := Seen()], **given)
+    result = lagrpo.train(
+        data=data[kind], rewards=[correct, "exact", short], callbacks=[seen := Seen()], **given
+    )
     assert seen.batches == result.batches == 2
     assert result.weights is not None
     assert result.weights.is_dir()
     assert result.after is not None
     rows = load_rollouts(result.run)
-    assert {row["prompt_text"].split("?")[0][-3:] for row in rows} <= {row["question"][-4:-1] for row in ROWS}
+    assert {row["prompt_text"].split("?")[0][-3:] for row in rows} <= {
+        row["question"][-4:-1] for row in ROWS
+    }
     assert all(row["reward_short"] > 0 and row["reward_exact"] == 0 for row in rows)
 
 
@@ -61,7 +71,12 @@ def test_names_and_functions_can_be_mixed_and_each_has_its_own_name(given):
     rewards = ["exact", _weigh, partial(_weigh, w=0.5), lambda completion, answer: 0.25]
     row = load_rollouts(lagrpo.train(data=ROWS, rewards=rewards, **given).run)[0]
     found = {name: value for name, value in row.items() if name.startswith("reward_")}
-    assert found == {"reward_exact": 0.0, "reward_weigh_2": 0.0, "reward_weigh_3": 0.5, "reward_lambda": 0.25}
+    assert found == {
+        "reward_exact": 0.0,
+        "reward_weigh_2": 0.0,
+        "reward_weigh_3": 0.5,
+        "reward_lambda": 0.25,
+    }
 
 
 def test_named_rewards_and_a_file_with_changed_settings(given, tmp_path):
@@ -73,11 +88,17 @@ def test_named_rewards_and_a_file_with_changed_settings(given, tmp_path):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"data": [{"text": "a"}] * 9, "rewards": [correct]}, "no column 'prompt' .*; the columns are text"),
+        (
+            {"data": [{"text": "a"}] * 9, "rewards": [correct]},
+            "no column 'prompt' .*; the columns are text",
+        ),
         ({"data": ROWS, "rewards": [lambda x: 1.0]}, "name the parameters"),
         ({"data": ROWS, "rewards": ["exakt"]}, "exakt"),
         ({"data": ROWS}, "the task 'custom' needs task.rewards"),
-        ({"data": [*ROWS, {"question": None, "answer": "5"}], "rewards": correct}, "data, row 21: its prompt is None"),
+        (
+            {"data": [*ROWS, {"question": None, "answer": "5"}], "rewards": correct},
+            "data, row 21: its prompt is None",
+        ),
         ({"settings": {"schedule.sync_evry": 3}}, "schedule.sync_every"),
     ],
 )

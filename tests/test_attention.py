@@ -32,7 +32,9 @@ def reference_logp(policy: Policy, groups) -> torch.Tensor:
     for prompt, completions in groups:
         for completion in completions:
             ids = torch.cat([torch.tensor(prompt, dtype=torch.long), completion])
-            logp = (policy.model.lm(input_ids=ids[None], use_cache=False).logits[0] / policy.tau).log_softmax(-1)
+            logp = (
+                policy.model.lm(input_ids=ids[None], use_cache=False).logits[0] / policy.tau
+            ).log_softmax(-1)
             rows.append(logp[len(prompt) - 1 : -1].gather(1, completion[:, None]).squeeze(1))
     policy.model.lm.set_attn_implementation("lagrpo_shared_prefix")
     return torch.cat(rows)
@@ -55,12 +57,20 @@ def test_logp_and_gradients_equal_the_per_sequence_reference(kind):
         torch.testing.assert_close(packed.double(), reference, rtol=0, atol=5e-6 / tau)
         ours, theirs = gradients(policy, packed), gradients(policy, reference)
         for name in theirs:
-            torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=2e-5 / tau, msg=name)
+            torch.testing.assert_close(
+                ours[name], theirs[name], rtol=1e-4, atol=2e-5 / tau, msg=name
+            )
 
 
 @either_computation
 @settings(max_examples=25, deadline=None)
-@given(st.lists(st.tuples(st.integers(1, 12), st.lists(st.integers(1, 20), max_size=4)), min_size=1, max_size=4))
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 12), st.lists(st.integers(1, 20), max_size=4)),
+        min_size=1,
+        max_size=4,
+    )
+)
 def test_any_packing_gives_the_logp_of_whole_sequences(shape):
     if not any(lengths for _, lengths in shape):
         return
@@ -68,9 +78,13 @@ def test_any_packing_gives_the_logp_of_whole_sequences(shape):
     packed = Packed.build(groups)
     logp = policy.logp(packed)
     logp.sum().backward()
-    assert packed.layout.rows == sum(p + sum(c - 1 for c in cs) for p, cs in shape)  # no padding, no last tokens
+    assert packed.layout.rows == sum(
+        p + sum(c - 1 for c in cs) for p, cs in shape
+    )  # no padding, no last tokens
     torch.testing.assert_close(logp, reference_logp(policy, groups), rtol=0, atol=2e-5)
-    assert all(torch.isfinite(p.grad).all() for p in policy.model.parameters() if p.grad is not None)
+    assert all(
+        torch.isfinite(p.grad).all() for p in policy.model.parameters() if p.grad is not None
+    )
 
 
 def assert_attends(way, heads: int, kv_heads: int, d: int, dtype: torch.dtype) -> None:
@@ -85,7 +99,9 @@ def assert_attends(way, heads: int, kv_heads: int, d: int, dtype: torch.dtype) -
     out = way(layout, q, k, v, d**-0.5)
     assert_close(out.detach(), expected.detach(), 6)  # scores of up to 4, probabilities, outputs
     theirs = torch.autograd.grad((expected * grad.detach().double()).sum(), exact)
-    for mine, reference in zip(torch.autograd.grad(out, (q, k, v), grad.detach()), theirs, strict=True):
+    for mine, reference in zip(
+        torch.autograd.grad(out, (q, k, v), grad.detach()), theirs, strict=True
+    ):
         assert_close(mine, reference, 8)
 
 
@@ -118,7 +134,9 @@ def test_gradient_checkpointing_gives_the_same_gradient():
 def test_model_with_another_attention_is_rejected_when_it_is_loaded(monkeypatch):
     policy = tiny_policy(spread=2.0)
     assert check_attention(policy) < 1e-4
-    monkeypatch.setattr(type(policy.model.backend), "attend", lambda backend, layout, q, k, v, scaling: q * 0.5)
+    monkeypatch.setattr(
+        type(policy.model.backend), "attend", lambda backend, layout, q, k, v, scaling: q * 0.5
+    )
     with pytest.raises(ValueError, match="differ from transformers"):
         check_attention(policy)
 
@@ -144,7 +162,9 @@ def test_sequence_longer_than_the_sliding_window_or_the_positions_is_rejected():
     with pytest.raises(ValueError, match="attends to 24 tokens"):
         policy.logp(Packed.build(random_groups([(20, (5,))])))
     inside = random_groups([(16, (5, 8))])
-    torch.testing.assert_close(policy.logp(Packed.build(inside)), reference_logp(policy, inside), rtol=0, atol=2e-5)
+    torch.testing.assert_close(
+        policy.logp(Packed.build(inside)), reference_logp(policy, inside), rtol=0, atol=2e-5
+    )
     with pytest.raises(ValueError, match="longest position"):
         check_context(tiny_policy().model.config, 513)
 

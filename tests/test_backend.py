@@ -28,16 +28,26 @@ def no_limits(monkeypatch):
         (BF16 | {"amx_bf16"}, None, "bfloat16", "the processor has amx_bf16 and avx512_bf16"),
         (BF16, "avx512_bf16", "bfloat16", "the processor has avx512_bf16"),
         (BF16, "avx2", "float32", f"{library.ISA} = avx2 turns off the processor's avx512_bf16"),
-        (frozenset({"avx512f", "avx2"}), None, "float32", "this processor lists neither avx512_bf16 nor amx_bf16"),
+        (
+            frozenset({"avx512f", "avx2"}),
+            None,
+            "float32",
+            "this processor lists neither avx512_bf16 nor amx_bf16",
+        ),
     ],
 )
-def test_auto_dtype_is_bfloat16_if_the_processor_multiplies_it(flags, level, dtype, why, monkeypatch):
+def test_auto_dtype_is_bfloat16_if_the_processor_multiplies_it(
+    flags, level, dtype, why, monkeypatch
+):
     monkeypatch.setattr(backend, "cpu_flags", lambda: flags)
     monkeypatch.setattr(library, "cpu_flags", lambda: flags)
     if level:
         monkeypatch.setenv(library.ISA, level)
     assert pick_dtype("auto", CPU) == (dtype, why)
-    assert pick_dtype("bfloat16", CPU) == ("bfloat16", "as set" if dtype == "bfloat16" else f"as set, although {why}")
+    assert pick_dtype("bfloat16", CPU) == (
+        "bfloat16",
+        "as set" if dtype == "bfloat16" else f"as set, although {why}",
+    )
     assert pick_dtype("float32", CPU) == ("float32", "as set")
 
 
@@ -45,9 +55,14 @@ def test_auto_dtype_on_other_devices(monkeypatch):
     monkeypatch.setattr(backend, "cpu_flags", lambda: frozenset({"bf16", "asimd"}))
     monkeypatch.setattr(backend.platform, "machine", lambda: "aarch64")
     assert pick_dtype("auto", CPU) == ("float32", "bfloat16 has not been tried on aarch64")
-    assert pick_dtype("auto", torch.device("mps")) == ("float32", "bfloat16 has not been tried on mps")
+    assert pick_dtype("auto", torch.device("mps")) == (
+        "float32",
+        "bfloat16 has not been tried on mps",
+    )
     for capability, dtype in (((7, 5), "float32"), ((8, 0), "bfloat16")):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        monkeypatch.setattr(
+            torch.cuda, "get_device_capability", lambda device, found=capability: found
+        )
         assert pick_dtype("auto", torch.device("cuda"))[0] == dtype
 
 
@@ -75,7 +90,10 @@ def test_kernels_are_chosen_by_an_environment_variable(monkeypatch):
 def test_two_policies_in_one_process_keep_their_backends():
     """On the same weights."""
     ours = tiny_policy(dtype=torch.bfloat16, backend="c")
-    theirs, packed = computed_by(ours, "torch"), Packed.build([([5, 6, 7, 8], [torch.tensor([4, 9, 11])])])
+    theirs, packed = (
+        computed_by(ours, "torch"),
+        Packed.build([([5, 6, 7, 8], [torch.tensor([4, 9, 11])])]),
+    )
     with torch.no_grad():
         before = ours.logp(packed)
         assert not torch.equal(theirs.logp(packed), before)
@@ -88,9 +106,13 @@ def test_backend_of_a_device_and_a_dtype(monkeypatch):
     assert str(choose_backend("torch", "cuda", torch.bfloat16)) == "PyTorch (as chosen)"
     assert str(choose_backend("auto", "cpu", torch.float64)) == "PyTorch (no C kernels for float64)"
     assert str(choose_backend("auto", "xpu", torch.bfloat16)) == "PyTorch (on xpu)"
-    with pytest.raises(library.NoKernels, match="the C kernels run on a CPU, but the model is on cuda"):
+    with pytest.raises(
+        library.NoKernels, match="the C kernels run on a CPU, but the model is on cuda"
+    ):
         choose_backend("c", "cuda", torch.bfloat16)
     monkeypatch.setattr(library, "why_not", lambda: "no compiler")
-    assert str(choose_backend("auto", "cpu", torch.float32)) == "PyTorch (no C kernels: no compiler)"
+    assert (
+        str(choose_backend("auto", "cpu", torch.float32)) == "PyTorch (no C kernels: no compiler)"
+    )
     with pytest.raises(library.NoKernels, match="unavailable here: no compiler"):
         choose_backend("c", "cpu", torch.float32)

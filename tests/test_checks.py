@@ -38,21 +38,33 @@ def test_models_that_may_exist_are_accepted(tmp_path, monkeypatch):
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"model": {"path": "./nosuch"}}, r"model.path: model directory './nosuch' does not exist"),
     ({"model": {"path": "smolm2"}}, "model.path: .* did you mean 'smollm2'"),
-    ({"model": {"path": "adapter"}}, "model.path: 'adapter' is not a model directory: it has no config.json"),
-    ({"model": {"path": "model", "chat_template": "nosuch"}}, "model.chat_template: nosuch: No such file"),
+    (
+        {"model": {"path": "adapter"}},
+        "model.path: 'adapter' is not a model directory: it has no config.json",
+    ),
+    (
+        {"model": {"path": "model", "chat_template": "nosuch"}},
+        "model.chat_template: nosuch: No such file",
+    ),
     ({"run": {"name": "../x"}}, "run: run.name = '../x' is not .*run.output_dir"),
     ({"run": {"name": "taken"}}, "run: runs/taken already exists and is not empty: choose another"),
     ({"run": {"output_dir": "file"}}, "run: cannot write to file"),
     ({"rollout": {"num_generations": 1}}, "rollout.num_generations = 1: .* 2 or more"),
     ({"task": {"name": "gsm"}}, "task.name: no task 'gsm'.* Did you mean 'gsm8k'"),
-    ({"task": {"options": {"numbers": 4}}}, "task.options: the task 'arithmetic' has no option 'numbers'"),
+    (
+        {"task": {"options": {"numbers": 4}}},
+        "task.options: the task 'arithmetic' has no option 'numbers'",
+    ),
     ({"task": {"data": "rows.jsonl"}}, "task.data: the task 'arithmetic' has no option 'data'"),
     ({"task": {"options": {"digits": 7}}}, "task.options.digits = 7"),
     ({"task": {"options": {"operations": ["/"]}}}, r"task.options.operations = \['/'\]"),
     ({"task": {"rewards": ["exakt"]}}, "task.rewards, 'exakt': no built-in reward 'exakt'"),
     ({"offline": {"data": "nosuch.jsonl"}}, "offline.data: nosuch.jsonl is neither a file"),
     ({"loss": {"recipe": "grop"}}, "loss: unknown recipe 'grop'; did you mean 'grpo'?"),
-    ({"loss": {"recipe": "dapo", "kl_estimator": "k3"}}, "loss: kl has no effect on recipe.*beta = 0"),
+    (
+        {"loss": {"recipe": "dapo", "kl_estimator": "k3"}},
+        "loss: kl has no effect on recipe.*beta = 0",
+    ),
 ]
 
 
@@ -65,7 +77,9 @@ def test_settings_that_cannot_be_run_are_rejected_by_name():
 def test_lora_with_fsdp2_is_rejected(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(SettingsError, match="'fsdp2' trains all weights"):
-        check_settings(settings(model={"path": "model", "lora_r": 4}, distributed={"strategy": "fsdp2"}))
+        check_settings(
+            settings(model={"path": "model", "lora_r": 4}, distributed={"strategy": "fsdp2"})
+        )
 
 
 def test_task_object_replaces_the_settings_of_the_task(tmp_path):

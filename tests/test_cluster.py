@@ -28,7 +28,9 @@ def slurm_command() -> list[str]:
     return re.sub(r'"[^"]*\$[^"]*"', "2", last).split()
 
 
-@pytest.mark.parametrize("command", [pod()["containers"][0]["command"], slurm_command()], ids=["kubernetes", "slurm"])
+@pytest.mark.parametrize(
+    "command", [pod()["containers"][0]["command"], slurm_command()], ids=["kubernetes", "slurm"]
+)
 def test_commands_are_words_that_torchrun_and_lagrpo_take(command):
     from torch.distributed.run import get_args_parser
 

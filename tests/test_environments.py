@@ -29,7 +29,9 @@ def wordy():
         yield pool
 
 
-def say(pool: WorkerPool, text: str | None, state: bytes | None = None, prompt: Prompt = PROMPT) -> Any:
+def say(
+    pool: WorkerPool, text: str | None, state: bytes | None = None, prompt: Prompt = PROMPT
+) -> Any:
     given = (prompt, KEY) if state is None else (None, None)
     return pool.result(pool.submit(take_turn, state, *given, text, seconds=1.0))
 
@@ -65,9 +67,17 @@ def test_failure_leaves_the_completion_unscored_with_the_reason(wordy):
 def test_guess_number_is_a_task_with_an_environment():
     found = load_task(task_settings("guess_number", options={"largest": 20}), seed=1)
     assert environment_of(found) is GuessNumber
-    answers = [found.prompt(split, n).answer for split in ("train", "test") for n in range(found.size(split))]
+    answers = [
+        found.prompt(split, n).answer
+        for split in ("train", "test")
+        for n in range(found.size(split))
+    ]
     assert (sorted(answers), found.size("test")) == (list(range(1, 21)), 4)
-    assert found.prompt("train", 0).messages[0]["content"].startswith("I think of a whole number from 1 to 20.")
+    assert (
+        found.prompt("train", 0)
+        .messages[0]["content"]
+        .startswith("I think of a whole number from 1 to 20.")
+    )
     assert (found.reward("7", 7), found.reward("8", 7)) == (1.0, 0.0)
 
 
@@ -76,9 +86,17 @@ def test_guess_number_is_solved_by_bisection():
     game.reset(Prompt(0, (QUESTION,), 19), ())
     assert game.step("five?").messages[0]["content"].startswith("That is no number.")
     while not (said := game.step(f"{(tried := (low + high) // 2)}.")).done:
-        low, high = (tried + 1, high) if "higher" in said.messages[0]["content"] else (low, tried - 1)
+        low, high = (
+            (tried + 1, high) if "higher" in said.messages[0]["content"] else (low, tried - 1)
+        )
     assert said == StepResult((), 1.0, True, "found with guess 6")
-    assert [read_guess(text) for text in ("It is 7.", "1/2", "", "-3", "6 or 7")] == [7, None, None, -3, None]
+    assert [read_guess(text) for text in ("It is 7.", "1/2", "", "-3", "6 or 7")] == [
+        7,
+        None,
+        None,
+        -3,
+        None,
+    ]
 
 
 # ---- tools ----
@@ -88,7 +106,10 @@ def test_calls_are_read_in_three_formats():
     two = [("f", {"x": 1}), ("g", {})]
     for text, calls in [
         ('The set {1, 2} has "name" in it', []),
-        ('A<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call><tool_call>{"name": "g"}</tool_call>', two),
+        (
+            'A<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call><tool_call>{"name": "g"}</tool_call>',
+            two,
+        ),
         ('<tool_call>[{"name": "f", "arguments": {"x": 1}}, {"name": "g"}]</tool_call>', two),
         ('{"name": "f", "parameters": {"x": "1"}}', [("f", {"x": "1"})]),
     ]:
@@ -100,7 +121,10 @@ def test_malformed_call_gets_an_error_as_its_reply():
         ('<tool_call>{"name": "f"}', "has no </tool_call>"),
         ("<tool_call>f(1)</tool_call>", "the call is not JSON"),
         ('<tool_call>{"arguments": {}}</tool_call>', 'a call is {"name"'),
-        ('<tool_call>{"name": "f", "arguments": "x"}</tool_call>', "the arguments of 'f' are not a JSON object"),
+        (
+            '<tool_call>{"name": "f", "arguments": "x"}</tool_call>',
+            "the arguments of 'f' are not a JSON object",
+        ),
         ("<tool_call>" + "[" * 100_000 + "</tool_call>", "the call is not JSON"),
     ]:
         said = Tools({"add": talkers.add}, talkers.same)().step(text)
@@ -109,7 +133,9 @@ def test_malformed_call_gets_an_error_as_its_reply():
 
 
 def use(name: str, **arguments: Any) -> str:
-    episode = Tools({f.__name__: f for f in (talkers.add, talkers.divide, talkers.broken)}, talkers.same)()
+    episode = Tools(
+        {f.__name__: f for f in (talkers.add, talkers.divide, talkers.broken)}, talkers.same
+    )()
     episode.reset(PROMPT, KEY)
     call = json.dumps({"name": name, "arguments": arguments})
     (message,) = pickle.loads(pickle.dumps(episode)).step(f"<tool_call>{call}</tool_call>").messages
@@ -128,12 +154,18 @@ def test_calls_are_carried_out_and_mistakes_are_replies():
 def test_answer_without_a_call_is_scored():
     episode = Tools({"add": talkers.add}, talkers.same)()
     episode.reset(PROMPT, KEY)
-    assert (episode.step("2"), episode.step("3")) == (StepResult((), 1.0, True), StepResult((), 0.0, True))
+    assert (episode.step("2"), episode.step("3")) == (
+        StepResult((), 1.0, True),
+        StepResult((), 0.0, True),
+    )
 
 
 def test_system_message_lists_tools_for_a_template_that_does_not():
     schema = describe(talkers.add)
-    assert schema["function"]["parameters"]["properties"]["x"] == {"type": "integer", "description": "The first."}
+    assert schema["function"]["parameters"]["properties"]["x"] == {
+        "type": "integer",
+        "description": "The first.",
+    }
     said = Tools({"add": talkers.add}, talkers.same, system_text([schema]))().reset(PROMPT, KEY)
     assert [message["role"] for message in said] == ["system", "user"]
     assert '{"name": "add", "arguments": {"x": "...", "y": "..."}}' in said[0]["content"]
@@ -147,8 +179,14 @@ def test_tools_need_exactly_one_reward():
     environment: Any = environment_of(found)
     assert environment.reward("7", 7) == 1.0
     for given, message in [
-        ({"name": "arithmetic", "tools": ["calculater"]}, "no tool 'calculater'.*Did you mean 'calculator'"),
-        ({"name": "arithmetic", "tools": ["calculator"], "rewards": ["exact", "number"]}, "one reward function"),
+        (
+            {"name": "arithmetic", "tools": ["calculater"]},
+            "no tool 'calculater'.*Did you mean 'calculator'",
+        ),
+        (
+            {"name": "arithmetic", "tools": ["calculator"], "rewards": ["exact", "number"]},
+            "one reward function",
+        ),
     ]:
         with pytest.raises(ValueError, match=message):
             load_task(task_settings(**given), seed=0)
@@ -158,7 +196,13 @@ def test_tools_need_exactly_one_reward():
 
 
 def test_calculator_computes_exactly_and_rejects_everything_else():
-    results = {"12 * (3 + 4)": "84", "7/2": "3.5", "-7 // 2": "-4", "10 % 4": "2", "0.1 + 0.2": "0.3"}
+    results = {
+        "12 * (3 + 4)": "84",
+        "7/2": "3.5",
+        "-7 // 2": "-4",
+        "10 % 4": "2",
+        "0.1 + 0.2": "0.3",
+    }
     assert {expression: calculate(expression) for expression in results} == results
     for wrong in ("2 ** 9", "a + 1", "1 +", "f(1)", "1" * 201, "'a' * 3", "True + 1"):
         with pytest.raises(ValueError, match="expression"):
@@ -172,7 +216,13 @@ def test_examples_of_the_calculator_are_written_out_for_a_template_without_tools
     prompt, made = found.prompt("train", 0), environment_of(found)
     a, sign, b = prompt.messages[-1]["content"].removeprefix("What is ").removesuffix("?").split()
     assert (sign, prompt.answer) == ("*", str(int(a) * int(b)))
-    assert [message["role"] for message in prompt.messages] == ["user", "assistant", "tool", "assistant", "user"]
+    assert [message["role"] for message in prompt.messages] == [
+        "user",
+        "assistant",
+        "tool",
+        "assistant",
+        "user",
+    ]
     assert isinstance(made, Tools)
     said = replace(made, system="Call.")().reset(prompt, KEY)
     assert find_calls(said[2]["content"]) == [("calculate", {"expression": "27 * 34"})]

@@ -42,11 +42,15 @@ def episodes(policy: Any, make: Any = talkers.Counting, late: int = 0, **limits:
 
 
 def ask(policy: Any, count: int = 4) -> list[Request]:
-    prompts = [Prompt(n, ({"role": "user", "content": "x" * (3 * n + 1)},), "3") for n in range(count)]
+    prompts = [
+        Prompt(n, ({"role": "user", "content": "x" * (3 * n + 1)},), "3") for n in range(count)
+    ]
     return [Request(1, 0, policy.chat.tokenize(prompt)) for prompt in prompts]
 
 
-def sampled(policy: Any, of: Episodes, requests: Any = None, rows: int = 64, G: int = 5) -> dict[int, Group]:
+def sampled(
+    policy: Any, of: Episodes, requests: Any = None, rows: int = 64, G: int = 5
+) -> dict[int, Group]:
     sampler = LocalSampler(copy_policy(policy), 0, of.sampled, rows, episodes=of)
     return {r.prompt.key: group for r, group in sampler.sample(requests or ask(policy), G)}
 
@@ -75,12 +79,17 @@ def test_trainer_and_sampler_agree_on_tokens_of_all_turns(kind, dtype, rounding)
     assert max(len(c.turns) for c in found) >= 3  # a reply between two turns of the policy
     own = torch.cat([c.sampled for c in found])
     packed = Packed.build(
-        [(groups[n].prompt.token_ids, [c.token_ids for c in groups[n].completions]) for n in range(4)]
+        [
+            (groups[n].prompt.token_ids, [c.token_ids for c in groups[n].completions])
+            for n in range(4)
+        ]
     )
     with torch.no_grad():
         logp = policy.logp(packed)[own]
     given = torch.cat([c.logp_alpha for c in found])[own]
-    assert torch.equal(logp, given) if policy.model.exact else (logp - given).abs().max() <= rounding
+    assert (
+        torch.equal(logp, given) if policy.model.exact else (logp - given).abs().max() <= rounding
+    )
 
 
 @pytest.mark.usefixtures("with_kernels")
@@ -102,7 +111,9 @@ def test_completion_is_the_conversation_that_the_template_writes():
     """Tokenized again, as one conversation of the texts, it is the same tokens; and only the policy's own count."""
     policy = talking()
     for request, group in zip(ask(policy), sampled(policy, episodes(policy)).values(), strict=True):
-        for c in (c for c in group.completions if not {0, 2} & {*c.token_ids.tolist()}):  # what a text does not show
+        for c in (
+            c for c in group.completions if not {0, 2} & {*c.token_ids.tolist()}
+        ):  # what a text does not show
             said = [*request.prompt.messages]
             for n, text in enumerate(c.turns):
                 said.append({"role": "user" if n % 2 else "assistant", "content": text})
@@ -110,7 +121,9 @@ def test_completion_is_the_conversation_that_the_template_writes():
             ids = policy.chat.encode(policy.chat.render(said), add_special_tokens=False)
             mine = [*request.prompt.token_ids, *c.token_ids.tolist()]
             assert mine == ids[: len(mine)]
-            assert c.length == sum(len(text) for text in c.turns[::2]) + len(c.turns[::2]) - (not c.finished)
+            assert c.length == sum(len(text) for text in c.turns[::2]) + len(c.turns[::2]) - (
+                not c.finished
+            )
             assert bool(c.logp_alpha[~c.sampled].isnan().all())
             runs = [list(run) for _, run in itertools.groupby(c.sampled.tolist())]
             assert len(runs) == len(c.turns)
@@ -130,13 +143,27 @@ def test_rewards_and_reasons_are_the_environments():
     ("make", "limits", "reason", "reward"),
     [
         (talkers.Endless, {"turns": 2}, "cut after 2 turns (task.max_turns)", 0.2),
-        (talkers.Saying, {"replied": 70}, "cut: the environment replied with more than 70 tokens", 0.0),
-        (talkers.Endless, {"sampled": 9}, "cut after 9 sampled tokens (rollout.max_completion_length)", None),
+        (
+            talkers.Saying,
+            {"replied": 70},
+            "cut: the environment replied with more than 70 tokens",
+            0.0,
+        ),
+        (
+            talkers.Endless,
+            {"sampled": 9},
+            "cut after 9 sampled tokens (rollout.max_completion_length)",
+            None,
+        ),
     ],
 )
 def test_limit_ends_an_episode_with_its_reason(make, limits, reason, reward):
     policy = talking()
-    found = [c for c in completions(sampled(policy, episodes(policy, make, **limits))) if c.outcome.reason == reason]
+    found = [
+        c
+        for c in completions(sampled(policy, episodes(policy, make, **limits)))
+        if c.outcome.reason == reason
+    ]
     assert found
     assert all(c.outcome.kind == "scored" and not c.finished and bool(c.sampled[-1]) for c in found)
     assert {c.outcome.reward for c in found} == {reward} or reward is None
@@ -159,7 +186,10 @@ def test_tokens_decoded_together_equal_tokens_decoded_one_by_one(dtype, monkeypa
             last = torch.tensor([len(tokens) for tokens in fed if tokens]).cumsum(0) - 1
             hidden = state.feed(fed)[last]
         else:
-            each = [[state.feed([[t] if row == r else [] for row in range(5)]) for t in fed[r]] for r in range(5)]
+            each = [
+                [state.feed([[t] if row == r else [] for row in range(5)]) for t in fed[r]]
+                for r in range(5)
+            ]
             hidden = torch.cat([steps[-1] for steps in each if steps])
         hidden = torch.cat([hidden, state.feed([[row + 3] for row in range(5)])])
         found.append((hidden, state.lengths.tolist()))
@@ -167,7 +197,9 @@ def test_tokens_decoded_together_equal_tokens_decoded_one_by_one(dtype, monkeypa
     if policy.model.exact:
         assert torch.equal(found[0][0], found[1][0])
     else:
-        torch.testing.assert_close(found[0][0], found[1][0], rtol=0.05, atol=0.05 if dtype == torch.bfloat16 else 1e-4)
+        torch.testing.assert_close(
+            found[0][0], found[1][0], rtol=0.05, atol=0.05 if dtype == torch.bfloat16 else 1e-4
+        )
 
 
 # ---- chat templates ----
@@ -187,15 +219,23 @@ def test_reply_is_what_the_template_adds():
 
 
 STRIPPED = TURNS.replace("m['content'] }}", "m['content'].split('</think>')[-1] }}")
-NUMBERED = TURNS.replace("{{ m['role'] }}:", "{{ m['role'] }}{{ loop.index if m['role'] == 'user' }}:")
+NUMBERED = TURNS.replace(
+    "{{ m['role'] }}:", "{{ m['role'] }}{{ loop.index if m['role'] == 'user' }}:"
+)
 
 
 @each(
     ("template", "problem"),
     [
         (None, "has no chat template"),
-        (TURNS.replace("<eos>", ""), "the chat template ends an assistant turn with .*, not with '<eos>'"),
-        (STRIPPED, "changes earlier turns when the conversation continues: '<think>.*Set model.chat_template"),
+        (
+            TURNS.replace("<eos>", ""),
+            "the chat template ends an assistant turn with .*, not with '<eos>'",
+        ),
+        (
+            STRIPPED,
+            "changes earlier turns when the conversation continues: '<think>.*Set model.chat_template",
+        ),
         (TURNS + "<think>", "changes earlier turns .* '<think>2' becomes"),
         (NUMBERED, "renders a reply differently"),
     ],

@@ -23,19 +23,28 @@ REWARDS: Rewards = {
 def completion(n: int, reward: float | None) -> Completion:
     outcome = Outcome.unscored("no") if reward is None else Outcome.scored(reward)
     tokens = torch.arange(n + 1)
-    return Completion(tokens, torch.zeros(n + 1), torch.zeros(n + 1).long(), n % 2 == 0, f"text {n}", outcome)
+    return Completion(
+        tokens, torch.zeros(n + 1), torch.zeros(n + 1).long(), n % 2 == 0, f"text {n}", outcome
+    )
 
 
 def evaluated(rewards: Rewards, reward_range: tuple[float, float] = (0.0, 1.0)) -> Any:
     """The evaluation of completions with these rewards by prompt; None could not be scored. Groups end in the opposite
     order."""
-    requests = [Request(0, 0, Prompt(k, ({"role": "user", "content": f"{k}?"},), str(k))) for k in rewards]
-    groups = [Group(r.prompt, tuple(map(completion, range(9), rewards[r.prompt.key]))) for r in requests]
+    requests = [
+        Request(0, 0, Prompt(k, ({"role": "user", "content": f"{k}?"},), str(k))) for k in rewards
+    ]
+    groups = [
+        Group(r.prompt, tuple(map(completion, range(9), rewards[r.prompt.key]))) for r in requests
+    ]
     found = reversed([*zip(requests, groups, strict=True)])
     given: Any = SimpleNamespace(sample=lambda requests, G, params: found, score=iter)
     samples = len(next(iter(rewards.values()), []))
     return evaluate(
-        EvalSet(requests, given, SamplingParams("evaluate", 1.0, 8), samples, reward_range=reward_range), given
+        EvalSet(
+            requests, given, SamplingParams("evaluate", 1.0, 8), samples, reward_range=reward_range
+        ),
+        given,
     )
 
 
@@ -50,7 +59,12 @@ def test_summary_and_records_by_hand():
     assert [first["prompt_id"], second["prompt_id"]] == [4, 9]
     assert (first["prompt"], first["answer"], first["clipped_ratio"]) == ("4?", "4", 0.5)
     assert (first["samples"], first["scored"], first["correct"], first["pass@1"]) == (4, 4, 1, 0.25)
-    assert (second["samples"], second["scored"], second["correct"], second["reward"]) == (4, 2, 0, 0.0)
+    assert (second["samples"], second["scored"], second["correct"], second["reward"]) == (
+        4,
+        2,
+        0,
+        0.0,
+    )
     assert second["rewards"] == [0.0, None, 0.0, None]
     assert first["mean_length"] == (1 + 2 + 3 + 4) / 4
     assert first["completions"] == ["text 0", "text 1", "text 2", "text 3"]
@@ -100,7 +114,9 @@ def test_before_and_after_are_compared_prompt_by_prompt():
     found = compare(before, after)
     assert found["pass@1_change"] == (1 / 2 + 1 / 2) / 2
     assert found["pass@2_change"] == (1 + 0) / 2
-    assert found["pass@1_change_low"] == pytest.approx(1 / 2, abs=1e-6)  # both rose alike: only rounding is left
+    assert found["pass@1_change_low"] == pytest.approx(
+        1 / 2, abs=1e-6
+    )  # both rose alike: only rounding is left
     assert found["pass@1_change_high"] == pytest.approx(1 / 2, abs=1e-6)
 
 

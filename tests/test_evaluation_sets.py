@@ -34,13 +34,19 @@ SETS: list[dict[str, Any]] = [
 
 def run(model, root, /, **sections: dict[str, Any]):
     base = {"eval": {"every": 1}}
-    return train(tiny_settings(model, root, **{n: base.get(n, {}) | sections.get(n, {}) for n in base | sections}))
+    return train(
+        tiny_settings(
+            model, root, **{n: base.get(n, {}) | sections.get(n, {}) for n in base | sections}
+        )
+    )
 
 
 @pytest.fixture(scope="module")
 def sets(model, tmp_path_factory):
     """A run with three sets, one of them evaluated before and after only."""
-    return run(model, tmp_path_factory.mktemp("sets"), eval={"sets": SETS, "best_metric": "vowels.pass@1"})
+    return run(
+        model, tmp_path_factory.mktemp("sets"), eval={"sets": SETS, "best_metric": "vowels.pass@1"}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -61,8 +67,13 @@ def test_each_set_is_evaluated_at_its_own_moments(sets):
 def test_sets_change_nothing_in_training_and_draw_numbers_of_their_own(sets, plain):
     assert load_rollouts(sets.run) == load_rollouts(plain.run)
     lines = [without_timings(load_metrics(result.run)) for result in (sets, plain)]
-    assert [{n: v for n, v in line.items() if not n.startswith("eval/")} for line in lines[0]] == lines[1]
-    own, alone = (load_evaluation_records(r.run, name) for r, name in ((sets, "before.own"), (plain, "before")))
+    assert [
+        {n: v for n, v in line.items() if not n.startswith("eval/")} for line in lines[0]
+    ] == lines[1]
+    own, alone = (
+        load_evaluation_records(r.run, name)
+        for r, name in ((sets, "before.own"), (plain, "before"))
+    )
     assert [record["prompt_id"] for record in own] == [record["prompt_id"] for record in alone]
     assert [record["completions"] for record in own] != [record["completions"] for record in alone]
 
@@ -71,7 +82,9 @@ def test_set_has_its_own_task_samples_and_limits(sets):
     records = load_evaluation_records(sets.run, "before.vowels")
     assert [record["prompt"][:4] for record in records] == ["Say "] * 2
     assert [record["samples"] for record in records] == [2, 2]
-    assert max(record["mean_length"] for record in records) > 6  # rollout.max_completion_length is 6
+    assert (
+        max(record["mean_length"] for record in records) > 6
+    )  # rollout.max_completion_length is 6
     assert sets.evaluations["before.vowels"]["samples"] == 2
     assert sets.evaluations["after.vowels"]["pass@1_change"] is not None
 
@@ -94,7 +107,9 @@ def test_best_policy_is_kept_with_its_evaluation(sets):
     later = {name: value for name, value in found.items() if not name.startswith("before")}
     assert best["value"] == max(later.values())
     first = next(name for name, value in later.items() if value == best["value"])
-    assert best["step"] == {"batch-000001": 1, "batch-000002": 2, "after": 3}[first.partition(".")[0]]
+    assert (
+        best["step"] == {"batch-000001": 1, "batch-000002": 2, "after": 3}[first.partition(".")[0]]
+    )
     assert (sets.run / "weights" / "best" / "model.safetensors").is_file()
     events = [event for event in load_events(sets.run) if event["event"] == "best"]
     assert {name: events[-1][name] for name in best} == best
@@ -109,13 +124,23 @@ def test_run_with_sets_replays(sets):
 def test_resumed_run_with_evaluation_sets_equals_an_uninterrupted_run(model, tmp_path, sets):
     """Made with two batches, and then the third."""
     options = {"sets": SETS, "best_metric": "vowels.pass@1"}
-    first = run(model, tmp_path, eval=options, schedule={"batches": 2}, run={"name": "x"}, checkpoint={"save_every": 1})
+    first = run(
+        model,
+        tmp_path,
+        eval=options,
+        schedule={"batches": 2},
+        run={"name": "x"},
+        checkpoint={"save_every": 1},
+    )
     whole = train({"schedule.batches": 3}, resume=first.run)
     assert load_rollouts(whole.run) == load_rollouts(sets.run)
     assert whole.evaluations == sets.evaluations
     lines = [without_timings(load_metrics(result.run)) for result in (whole, sets)]
     assert lines[0] == lines[1]
-    best = [json.loads((r / "weights" / "best" / "evaluation.json").read_bytes()) for r in (whole.run, sets.run)]
+    best = [
+        json.loads((r / "weights" / "best" / "evaluation.json").read_bytes())
+        for r in (whole.run, sets.run)
+    ]
     assert best[0] == best[1]
 
 
@@ -124,7 +149,11 @@ def test_show_and_view_know_the_sets(sets):
     show(sets.run, console=console)
     assert "evaluation rare: pass@1 " in console.export_text()
     header, _ = unpack(collect([sets.run], 100))
-    assert {one["set"] for one in header["runs"][0]["evaluations"]["summaries"]} == {"own", "vowels", "rare"}
+    assert {one["set"] for one in header["runs"][0]["evaluations"]["summaries"]} == {
+        "own",
+        "vowels",
+        "rare",
+    }
     assert "eval/own/pass@1" in header["metrics"]["Evaluations"]
 
 
@@ -136,7 +165,10 @@ def test_sets_that_cannot_be_evaluated_are_rejected(model, tmp_path):
         ({"sets": [{"name": "a", "smaples": 3}]}, "unknown setting 'eval.sets.0.smaples'"),
         ({"sets": [{"name": "a"}] * 2}, "two sets have the name 'a'"),
         ({"sets": [{"name": "a/b"}]}, "name = 'a/b'"),
-        ({"sets": [{"name": "a", "num_samples": 300}]}, "max_num_seqs = 128 is less than eval.num_samples = 300"),
+        (
+            {"sets": [{"name": "a", "num_samples": 300}]},
+            "max_num_seqs = 128 is less than eval.num_samples = 300",
+        ),
         ({"sets": [{"name": "a"}], "best_metric": "pass@1"}, "write SET.METRIC"),
         ({"sets": [{"name": "a"}], "best_metric": "a.pass@3"}, "write SET.METRIC of reward"),
     ):

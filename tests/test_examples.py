@@ -64,7 +64,9 @@ def test_minimal_example_has_the_loss_and_gradient_of_its_recipe(stale):
     total = 0.0
     for micro in micro_batches(batch, tokens=256):
         logp_T = policy.logp(micro.packed)
-        theirs, _ = recipe.loss(micro.with_logprobs(logp_T.detach()).loss_inputs(logp_T), micro.weight_C)
+        theirs, _ = recipe.loss(
+            micro.with_logprobs(logp_T.detach()).loss_inputs(logp_T), micro.weight_C
+        )
         theirs.backward()
         total += theirs.item()
     assert total == pytest.approx(loss.item(), rel=1e-5)
@@ -88,12 +90,20 @@ def test_minimal_example_learns_the_same_weights_as_a_run(model, tmp_path, v):
     policy = minimal.load_policy(str(model), torch.float32)
     steps = list(minimal.train(policy, TASK, v, BATCHES, LR))
     metrics = load_metrics(tmp_path / "run")
-    assert [step.reward for step in steps] == pytest.approx([m["reward"] for m in metrics], abs=1e-6)
+    assert [step.reward for step in steps] == pytest.approx(
+        [m["reward"] for m in metrics], abs=1e-6
+    )
 
 
 def test_minimal_example_runs_from_the_command_line(model, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["minimal.py", "--v", "2", "--model", str(model), "--batches", "3"])
+    monkeypatch.setattr(
+        sys, "argv", ["minimal.py", "--v", "2", "--model", str(model), "--batches", "3"]
+    )
     runpy.run_path(minimal.__file__, run_name="__main__")
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[1:4] for line in lines] == [["1", "lag", "0"], ["2", "lag", "0"], ["3", "lag", "1"]]
+    assert [line.split()[1:4] for line in lines] == [
+        ["1", "lag", "0"],
+        ["2", "lag", "0"],
+        ["3", "lag", "1"],
+    ]
     assert all(re.search(r"reward \d\.\d{3} ", line) for line in lines)

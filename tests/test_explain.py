@@ -21,7 +21,9 @@ def memory(ranks: int = 1, sharding: str = "zero1", **sections: Any) -> dict[str
         "distributed": {"strategy": sharding},
         "eval": {"at_start": False},
     }
-    settings = Settings.model_validate({name: base.get(name, {}) | sections.get(name, {}) for name in base | sections})
+    settings = Settings.model_validate(
+        {name: base.get(name, {}) | sections.get(name, {}) for name in base | sections}
+    )
     return expected_memory(settings, check_settings(settings), 1_000_000, ranks=ranks)
 
 
@@ -31,14 +33,20 @@ def test_memory_of_one_process_by_hand():
     assert memory() == plain
     assert memory(loss={"beta": 0.1}) == plain | {"weights": 6_000_000}
     assert memory(rollout={"engine": "vllm"}) == plain | {"weights": 2_000_000}
-    assert memory(model={"dtype": "float32"}) == {"weights": 8_000_000, "gradient and optimizer": 12_000_000}
+    assert memory(model={"dtype": "float32"}) == {
+        "weights": 8_000_000,
+        "gradient and optimizer": 12_000_000,
+    }
 
 
 def test_memory_of_a_rank_by_hand():
     """P = 1,000,000 in bfloat16 on 4 ranks: optimizer sharded 2P + 2P (α) + 4P + 12P/4, all sharded (2P + 4P + 12P)/4 +
     2P (α), and 2P to evaluate."""
     assert memory(ranks=4) == {"weights": 4_000_000, "gradient and optimizer": 7_000_000}
-    assert memory(ranks=4, sharding="fsdp2") == {"weights": 4_500_000, "gradient and optimizer": 4_000_000}
+    assert memory(ranks=4, sharding="fsdp2") == {
+        "weights": 4_500_000,
+        "gradient and optimizer": 4_000_000,
+    }
 
 
 def explained(model: Path, **sections: Any) -> str:

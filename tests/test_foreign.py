@@ -38,8 +38,12 @@ def test_a_run_is_learned_from_as_it_was_recorded(tmp_path, monkeypatch, capsys)
     assert "24 completions" in capsys.readouterr().out
     found = OfflineData(read_records(foreign.TARGET), tiny_policy(), 4, 0, reads_logp=True)
     assert found.has_logp
-    then = {(*row["token_ids"], row["reward"]): row["rollout_logprobs"] for row in load_rollouts(run)}
+    then = {
+        (*row["token_ids"], row["reward"]): row["rollout_logprobs"] for row in load_rollouts(run)
+    }
     completions = [each for group in found.batch(1, len(found)) for each in group.completions]
     assert len(completions) == 24
     for each in completions:
-        assert each.logp_alpha.tolist() == pytest.approx(then[*each.token_ids.tolist(), each.reward], abs=1e-5)
+        assert each.logp_alpha.tolist() == pytest.approx(
+            then[*each.token_ids.tolist(), each.reward], abs=1e-5
+        )

@@ -11,7 +11,15 @@ from typing import Any
 
 import torch
 from each import each
-from test_zero1 import DTYPES, check_to_rounding, check_to_the_bit, five_updates, ranks_of, refused, rows_of
+from test_zero1 import (
+    DTYPES,
+    check_to_rounding,
+    check_to_the_bit,
+    five_updates,
+    ranks_of,
+    refused,
+    rows_of,
+)
 from tiny import tiny_policy
 from torch import Tensor
 
@@ -45,7 +53,9 @@ def test_updates_with_sharded_layers_are_those_of_one_process_to_rounding(ranks)
     made = {"dtype": "float64", "max_grad_norm": 0.05}
     metrics, state, weights = five_updates(None, made, False)
     assert min(m["grad_norm"] for m in metrics) > 0.1
-    check_to_rounding(ranks.run(five_updates, made, False, make_layered, size=3), metrics, state, weights)
+    check_to_rounding(
+        ranks.run(five_updates, made, False, make_layered, size=3), metrics, state, weights
+    )
 
 
 @each(
@@ -72,13 +82,24 @@ def memory(group: Any) -> tuple[int, int, int, list[str]]:
     trainer = make_layered(group, "bfloat16")
     trainer.accumulate(rows_of(trainer))
     kept = {name: p._local_tensor for name, p in trainer.policy.model.lm.named_parameters()}
-    gradients = [p.grad._local_tensor for p in trainer.policy.model.lm.parameters() if p.grad is not None]
-    whole = [name for name, p in trainer.policy.model.lm.named_parameters() if kept[name].shape == p.shape]
+    gradients = [
+        p.grad._local_tensor for p in trainer.policy.model.lm.parameters() if p.grad is not None
+    ]
+    whole = [
+        name
+        for name, p in trainer.policy.model.lm.named_parameters()
+        if kept[name].shape == p.shape
+    ]
     trainer.masters.zero_grads()
     return (
         sum(p.numel() for p in trainer.masters.parameters),
         sum(g.numel() for g in gradients),
-        sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() // 4 for t in kept.values()}.values()),
+        sum(
+            {
+                t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() // 4
+                for t in kept.values()
+            }.values()
+        ),
         whole,
     )
 
@@ -126,7 +147,12 @@ def test_the_reference_stays_until_the_stage_ends_and_then_is_the_policy(ranks):
 
 
 def test_gradient_not_finite_on_one_rank_is_rejected_on_all_ranks(ranks):
-    messages, unchanged, as_if_never = zip(*ranks.run(refused, 1, make_layered, size=2), strict=True)
-    assert all(re.match(r"the gradient of update 1 is not finite \(norm (inf|nan)\)", said) for said in messages)
+    messages, unchanged, as_if_never = zip(
+        *ranks.run(refused, 1, make_layered, size=2), strict=True
+    )
+    assert all(
+        re.match(r"the gradient of update 1 is not finite \(norm (inf|nan)\)", said)
+        for said in messages
+    )
     assert all(unchanged)
     assert all(as_if_never)

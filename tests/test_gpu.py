@@ -32,9 +32,13 @@ def test_logp_on_cuda_equals_the_reference_on_the_cpu(kind):
 def test_sampler_and_trainer_agree_on_cuda(dtype, tolerance):
     policy, on_gpu = tiny_policy(dtype=dtype), tiny_policy(dtype=dtype, device="cuda")
     groups = list(sampled(on_gpu, requests_for(policy, 5)).values())
-    packed = Packed.build([(g.prompt.token_ids, [c.token_ids for c in g.completions]) for g in groups], on_gpu.device)
+    packed = Packed.build(
+        [(g.prompt.token_ids, [c.token_ids for c in g.completions]) for g in groups], on_gpu.device
+    )
     with torch.no_grad():
-        difference = on_gpu.logp(packed).cpu() - torch.cat([c.logp_alpha for g in groups for c in g.completions])
+        difference = on_gpu.logp(packed).cpu() - torch.cat(
+            [c.logp_alpha for g in groups for c in g.completions]
+        )
     assert difference.abs().mean() <= tolerance
     assert log_ratio(policy, groups).abs().mean() <= 10 * tolerance  # and the CPU is not far
 
@@ -53,10 +57,20 @@ def test_recorded_steps_sample_the_same_tokens(monkeypatch):
 
 @pytest.mark.parametrize(("heads", "kv_heads", "d"), [(6, 2, 64), (4, 4, 32), (4, 2, 128)])
 def test_varlen_attn_and_its_gradient_equal_attention_by_segments(heads, kv_heads, d):
-    layout = PackedLayout.build([(7, (3, 9, 1)), (300, (1, 200, 77)), (1, (4, 4, 30)), (5, ())], "cuda")
+    layout = PackedLayout.build(
+        [(7, (3, 9, 1)), (300, (1, 200, 77)), (1, (4, 4, 30)), (5, ())], "cuda"
+    )
     rng = torch.Generator("cuda").manual_seed(0)
     q, k, v, weight = (
-        torch.randn(layout.rows, h, d, generator=rng, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        torch.randn(
+            layout.rows,
+            h,
+            d,
+            generator=rng,
+            device="cuda",
+            dtype=torch.bfloat16,
+            requires_grad=True,
+        )
         for h in (heads, kv_heads, kv_heads, heads)
     )
     assert takes_varlen(q.device, q.dtype, d)
@@ -77,7 +91,11 @@ def test_gradients_are_the_same_every_time():
         with deterministic(policy.model):
             policy.logp(packed).sum().backward()
         found.append([p.grad for p in policy.model.parameters()])
-    assert all(torch.equal(one, other) for other in found[1:] for one, other in zip(found[0], other, strict=True))
+    assert all(
+        torch.equal(one, other)
+        for other in found[1:]
+        for one, other in zip(found[0], other, strict=True)
+    )
 
 
 def test_resumed_run_on_cuda_is_the_run_that_never_stopped(tmp_path):
@@ -92,5 +110,7 @@ def test_resumed_run_on_cuda_is_the_run_that_never_stopped(tmp_path):
     stopped = lagrpo.train(settings, settings={"run.name": "stopped"})
     resumed = lagrpo.train(resume=stopped.run, settings={"schedule.batches": 4})
     assert whole.batches == resumed.batches == 4
-    weights = [load_file(run / "weights/final/model.safetensors") for run in (whole.run, resumed.run)]
+    weights = [
+        load_file(run / "weights/final/model.safetensors") for run in (whole.run, resumed.run)
+    ]
     assert all(torch.equal(weight, weights[1][name]) for name, weight in weights[0].items())

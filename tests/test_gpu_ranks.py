@@ -33,15 +33,21 @@ pytestmark = pytest.mark.gpu
 def group() -> Iterator[Any]:
     """This process as the only rank, by NCCL."""
     torch.cuda.set_device(0)
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=60))  # pyright: ignore[reportPrivateImportUsage]
+    dist.init_process_group(
+        "nccl", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=60)
+    )  # pyright: ignore[reportPrivateImportUsage]
     yield dist.group.WORLD
     dist.destroy_process_group()
 
 
-def updates(kind: str, group: Any, **changes: Any) -> tuple[list[dict[str, float]], dict[str, Any], dict[str, Any]]:
+def updates(
+    kind: str, group: Any, **changes: Any
+) -> tuple[list[dict[str, float]], dict[str, Any], dict[str, Any]]:
     """Metrics, state and weights after three updates on one batch: as a process alone, or as a rank."""
     policy = tiny_policy(dtype=torch.bfloat16, device="cuda")
-    optimization = Optimization(lr=1e-3, updates=9, weight_decay=0.1, seed=5, max_grad_norm=0.05, **changes)
+    optimization = Optimization(
+        lr=1e-3, updates=9, weight_decay=0.1, seed=5, max_grad_norm=0.05, **changes
+    )
     mesh = make_mesh(group, "cuda") if kind == "layers" else None
     ranks = None if kind == "alone" else Ranks(0, 1, group, group, mesh)
     trainer = Trainer(policy, resolve("grpo", {"beta": 0.0}), optimization, ranks=ranks)
@@ -68,8 +74,13 @@ def test_moments_on_the_host_make_the_same_updates(group, kind):
     metrics, state, weights = updates(kind, group)
     found = updates(kind, group, offload_moments=True)
     assert found[0] == metrics
-    assert {tensor.device.type for name, tensor in found[1].items() if name.startswith("exp_avg")} == {"cpu"}
-    assert same({name: tensor.cpu() for name, tensor in found[1].items()}, {n: t.cpu() for n, t in state.items()})
+    assert {
+        tensor.device.type for name, tensor in found[1].items() if name.startswith("exp_avg")
+    } == {"cpu"}
+    assert same(
+        {name: tensor.cpu() for name, tensor in found[1].items()},
+        {n: t.cpu() for n, t in state.items()},
+    )
     assert same(found[2], weights)
 
 
@@ -87,6 +98,8 @@ def test_run_of_two_ranks_equals_run_of_one_process(tmp_path, shard):
     sections = {"run": {"name": "ranks"}, "distributed": {"strategy": shard}}
     found = together(2, merged(base, sections))
     assert all(isinstance(one, Result) for one in found), "\n\n".join(map(str, found))
-    of_ranks, of_one = (load_file(run / "weights/final/model.safetensors") for run in (found[0].run, alone))
+    of_ranks, of_one = (
+        load_file(run / "weights/final/model.safetensors") for run in (found[0].run, alone)
+    )
     for name, weight in of_one.items():
         assert float((of_ranks[name] - weight).abs().mean()) < 1e-4, name

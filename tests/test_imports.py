@@ -28,7 +28,14 @@ ALLOWED: dict[str, set[str]] = {
     "data": {*LEAVES, "model", "runs", "rollout", "tasks"},
     "rollout": {*LEAVES, "cpu", "model", "rewards", "settings", "tasks"},
     "terminal": {*SMALL, "core", "runs", "settings", "tasks"},
-    "view": {*SMALL, "core", "model", "runs", "settings", "terminal"},  # model: where embedded models lie
+    "view": {
+        *SMALL,
+        "core",
+        "model",
+        "runs",
+        "settings",
+        "terminal",
+    },  # model: where embedded models lie
     # What replays a run imports none of what made it: neither model, rollout, cpu nor the loop.
     "verify": {*SMALL, "core", "model", "runs", "rewards", "settings", "tasks"},
 }
@@ -52,13 +59,21 @@ def imported(source: str, package: tuple[str, ...]) -> Iterator[tuple[str, ...]]
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else ()
             module = (*base, *(node.module.split(".") if node.module else ()))
-            yield from ((*module, alias.name) for alias in node.names) if module == ("lagrpo",) else (module,)
+            yield from (
+                ((*module, alias.name) for alias in node.names)
+                if module == ("lagrpo",)
+                else (module,)
+            )
 
 
 def violations(part: str, source: str, package: tuple[str, ...] = ("lagrpo",)) -> list[str]:
     """The imports of a module of `part` that its place does not allow."""
     names = set(imported(source, package))
-    wrong = {n for n in names if n[0] == "lagrpo" and (n[1:2] or ("__init__",))[0] not in ALLOWED[part] | {part}}
+    wrong = {
+        n
+        for n in names
+        if n[0] == "lagrpo" and (n[1:2] or ("__init__",))[0] not in ALLOWED[part] | {part}
+    }
     if part == "core":
         wrong |= {name for name in names if name[0] not in CORE_MAY_USE | {"lagrpo"}}
     return sorted(".".join(name) for name in wrong)
@@ -95,8 +110,24 @@ def loaded(code: str) -> list[set[str]]:
     ]
 
 
-HEAVY = {"torch", "transformers", "datasets", "pyarrow", "matplotlib", "math_verify", "sympy", "pandas"}
-LIGHT = ["settings.schema", "tasks", "terminal.display", "model.embedded", "rollout.schedule", "training.callbacks"]
+HEAVY = {
+    "torch",
+    "transformers",
+    "datasets",
+    "pyarrow",
+    "matplotlib",
+    "math_verify",
+    "sympy",
+    "pandas",
+}
+LIGHT = [
+    "settings.schema",
+    "tasks",
+    "terminal.display",
+    "model.embedded",
+    "rollout.schedule",
+    "training.callbacks",
+]
 LIGHT += ["env"]
 
 # How OpenMP's threads wait must be said before PyTorch is loaded, so `import lagrpo` says it.
@@ -107,7 +138,10 @@ def test_core_loads_only_torch():
     files = [path for path in modules() if path.parts[0] == "core" and path.name != "__init__.py"]
     (names,) = loaded("\n".join(f"import lagrpo.core.{path.stem}" for path in files) + "\nloaded()")
     assert "torch" in names
-    assert names & {"transformers", "datasets", "accelerate", "pydantic", "rich", "matplotlib", "vllm"} == set()
+    assert (
+        names & {"transformers", "datasets", "accelerate", "pydantic", "rich", "matplotlib", "vllm"}
+        == set()
+    )
     ours = {name for name in names if name.startswith("lagrpo")}
     assert ours == WITH_LAGRPO | {"lagrpo.core", *(f"lagrpo.core.{path.stem}" for path in files)}
 

@@ -50,7 +50,9 @@ class Press:
 
 
 def test_ctrl_c_while_the_command_line_is_loaded_is_one_line(monkeypatch, capsys):
-    for name in [name for name in sys.modules if name.partition(".")[0] == "tyro" or name == "lagrpo.cli"]:
+    for name in [
+        name for name in sys.modules if name.partition(".")[0] == "tyro" or name == "lagrpo.cli"
+    ]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "meta_path", [Press(), *sys.meta_path])
     with pytest.raises(SystemExit) as end:

@@ -73,10 +73,14 @@ def test_swiglu_and_its_gradient(width, dtype):
     assert_close(kernels.swiglu(gate, up), expected.detach(), 3)
     again, *grads = kernels.swiglu_backward(gate, up, grad)
     assert torch.equal(again, kernels.swiglu(gate, up))
-    for ours, theirs in zip(grads, torch.autograd.grad((expected * grad.double()).sum(), (g, u)), strict=True):
+    for ours, theirs in zip(
+        grads, torch.autograd.grad((expected * grad.double()).sum(), (g, u)), strict=True
+    ):
         assert_close(ours, theirs, 3)
     joined = torch.cat([gate, up], 1)
-    assert torch.equal(kernels.swiglu(joined[:, :width], joined[:, width:]), kernels.swiglu(gate, up))
+    assert torch.equal(
+        kernels.swiglu(joined[:, :width], joined[:, width:]), kernels.swiglu(gate, up)
+    )
 
 
 @DTYPES
@@ -84,7 +88,11 @@ def test_rotary_embedding_and_its_gradient(dtype):
     x, angle = random(6, 3, 64, dtype=dtype), random(6, 32).repeat(1, 2)
     cosine, sine = angle.cos().to(dtype), angle.sin().to(dtype)
     turned = torch.cat([-x[..., 32:], x[..., :32]], -1)
-    assert_close(kernels.rotary(x, cosine, sine), (x * cosine[:, None] + turned * sine[:, None]).double(), 0.1)
+    assert_close(
+        kernels.rotary(x, cosine, sine),
+        (x * cosine[:, None] + turned * sine[:, None]).double(),
+        0.1,
+    )
     # turning back is the transpose: <turn x, y> = <x, turn back y>
     y = random(6, 3, 64, seed=1, dtype=dtype)
     there = kernels.rotary(x, cosine, sine).double() * y.double()
@@ -108,11 +116,15 @@ def test_attention_and_its_gradient(groups, heads, kv_heads, d, dtype):
     assert_close(out, expected.detach(), 2)
     assert_close(lse, lse_expected.detach(), 2)
     ours = kernels.attention_backward(layout, q, k, v, out, lse, grad, d**-0.5)
-    for mine, theirs in zip(ours, torch.autograd.grad((expected * grad.double()).sum(), exact), strict=True):
+    for mine, theirs in zip(
+        ours, torch.autograd.grad((expected * grad.double()).sum(), exact), strict=True
+    ):
         assert_close(mine, theirs, 4)
 
 
-def dense_attention(layout: PackedLayout, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+def dense_attention(
+    layout: PackedLayout, q: Tensor, k: Tensor, v: Tensor, scaling: float
+) -> tuple[Tensor, Tensor]:
     """All rows against all rows, with a mask made from the segments."""
     seen = torch.zeros(layout.rows, layout.rows, dtype=torch.bool)
     for first, length, prefix, prefix_length in layout.segments.tolist():
@@ -122,7 +134,9 @@ def dense_attention(layout: PackedLayout, q: Tensor, k: Tensor, v: Tensor, scali
     repeats = q.shape[1] // k.shape[1]
     s = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(repeats, 1)) * scaling
     s = s.masked_fill(~seen, -torch.inf)
-    return torch.einsum("hqk,khd->qhd", s.softmax(-1), v.repeat_interleave(repeats, 1)), s.logsumexp(-1).T
+    return torch.einsum(
+        "hqk,khd->qhd", s.softmax(-1), v.repeat_interleave(repeats, 1)
+    ), s.logsumexp(-1).T
 
 
 @each("vocabulary", [2, 256, 1001])
@@ -175,9 +189,12 @@ def test_kernels_and_pytorch_sample_the_same_tokens():
         torch.rand(500, dtype=torch.float64, generator=torch.Generator().manual_seed(0)),
     )
     (ours, logp), (theirs, reference) = (
-        choose_backend(choice, "cpu", torch.float32).sample(logits, 0.8, uniform) for choice in ("c", "torch")
+        choose_backend(choice, "cpu", torch.float32).sample(logits, 0.8, uniform)
+        for choice in ("c", "torch")
     )
-    assert (ours != theirs).sum().item() <= 1  # a number within 1e-7 of an interval's end may fall on either side
+    assert (
+        ours != theirs
+    ).sum().item() <= 1  # a number within 1e-7 of an interval's end may fall on either side
     bound = rounding(torch.float32, logits.abs().max().item() / 0.8, 16)
     torch.testing.assert_close(logp[ours == theirs], reference[ours == theirs], rtol=0, atol=bound)
 
@@ -190,10 +207,16 @@ def test_keeping_logits_for_the_backward_pass_changes_nothing(kept, monkeypatch)
     hidden, head = random(9, 8, seed=1).requires_grad_(), linear(random(100, 8, seed=2))
     weight = head.weight
     ids = torch.arange(9)
-    expected = torch.autograd.grad(torch.log_softmax(hidden @ weight.T, -1)[ids, ids].sum(), (hidden, weight))
-    first, second = (logprobs.token_logp(hidden, head, ids, 1.0, by_kernels=True).sum() for _ in range(2))
+    expected = torch.autograd.grad(
+        torch.log_softmax(hidden @ weight.T, -1)[ids, ids].sum(), (hidden, weight)
+    )
+    first, second = (
+        logprobs.token_logp(hidden, head, ids, 1.0, by_kernels=True).sum() for _ in range(2)
+    )
     for loss in (first, second, first):
-        for ours, theirs in zip(torch.autograd.grad(loss, (hidden, weight), retain_graph=True), expected, strict=True):
+        for ours, theirs in zip(
+            torch.autograd.grad(loss, (hidden, weight), retain_graph=True), expected, strict=True
+        ):
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
@@ -201,13 +224,18 @@ def test_row_is_independent_of_other_rows_and_of_threads():
     """To the bit: what makes sampler and trainer agree."""
     policy = tiny_policy(dtype=torch.bfloat16)
     ids = torch.Generator().manual_seed(0)
-    groups = [([5, 6, 7, 8], [torch.randint(103, (n,), generator=ids) for n in (9, 3, 12)]) for _ in range(3)]
+    groups = [
+        ([5, 6, 7, 8], [torch.randint(103, (n,), generator=ids) for n in (9, 3, 12)])
+        for _ in range(3)
+    ]
     with torch.no_grad():
         together = policy.logp(Packed.build(groups))
         threads = torch.get_num_threads()
         torch.set_num_threads(1 if threads > 1 else 2)
         try:
-            alone = [policy.logp(Packed.build([(prompt, [c])])) for prompt, cs in groups for c in cs]
+            alone = [
+                policy.logp(Packed.build([(prompt, [c])])) for prompt, cs in groups for c in cs
+            ]
         finally:
             torch.set_num_threads(threads)
     assert torch.equal(together, torch.cat(alone))
@@ -267,7 +295,11 @@ def test_policy_copy_computes_the_same_bits_as_its_policy(kind, changes):
     for version in (0, 1):
         with torch.no_grad():
             ours, theirs = (
-                p.model.hidden(packed.input_ids, packed.layout.position_ids, p.model.backend.over(packed.layout))
+                p.model.hidden(
+                    packed.input_ids,
+                    packed.layout.position_ids,
+                    p.model.backend.over(packed.layout),
+                )
                 for p in (copy, policy)
             )
             assert torch.equal(ours, theirs)
@@ -276,7 +308,10 @@ def test_policy_copy_computes_the_same_bits_as_its_policy(kind, changes):
                 parameter.mul_(1.1)
         copy.load(policy.weights, version + 1)
         assert copy.version == version + 1
-    assert sum(p.numel() for p in copy.model.parameters()) < sum(p.numel() for p in policy.model.parameters()) / 2
+    assert (
+        sum(p.numel() for p in copy.model.parameters())
+        < sum(p.numel() for p in policy.model.parameters()) / 2
+    )
     assert all(p.numel() for p in policy.model.parameters())
     with pytest.raises(ValueError, match=r"not fit the model: 1 names differ"):
         copy.load({**policy.weights, "odd": torch.zeros(1)}, 3)
@@ -318,11 +353,16 @@ def chosen(monkeypatch, choice: Choice, compiler: str, cache: Path) -> str:
 def test_the_library_is_compiled_once_and_then_loaded(tmp_path, monkeypatch, caplog):
     """By a compiler that writes what was compiled before."""
     compiler, made = tmp_path / "cc", shlex.quote(library._library()[0]._name)
-    say, compile = '[ "$1" = --version ] && exec echo cc', f'while [ "$1" != -o ]; do shift; done; exec cp {made} "$2"'
+    say, compile = (
+        '[ "$1" = --version ] && exec echo cc',
+        f'while [ "$1" != -o ]; do shift; done; exec cp {made} "$2"',
+    )
     compiler.write_text(f"#!/bin/sh\n{say}\n{compile}\n")
     compiler.chmod(0o755)
     with caplog.at_level(logging.INFO):
-        first, second = (chosen(monkeypatch, "auto", str(compiler), tmp_path / "cache") for _ in range(2))
+        first, second = (
+            chosen(monkeypatch, "auto", str(compiler), tmp_path / "cache") for _ in range(2)
+        )
     assert first.startswith("C kernels (")
     assert second == first
     assert ["compiling" in message for message in caplog.messages] == [True]
@@ -331,7 +371,9 @@ def test_the_library_is_compiled_once_and_then_loaded(tmp_path, monkeypatch, cap
 
 @pytest.mark.parametrize("compiler", ["no-such-compiler", "/bin/false"])
 def test_without_a_compiler_pytorch_computes_and_says_why(tmp_path, monkeypatch, compiler):
-    assert chosen(monkeypatch, "auto", compiler, tmp_path).startswith(f"PyTorch (no C kernels: {compiler} ")
+    assert chosen(monkeypatch, "auto", compiler, tmp_path).startswith(
+        f"PyTorch (no C kernels: {compiler} "
+    )
     with pytest.raises(library.NoKernels, match="the C kernels are unavailable here"):
         chosen(monkeypatch, "c", compiler, tmp_path)
     assert not [*tmp_path.rglob("*.so")]

@@ -12,10 +12,18 @@ from each import each
 from lagrpo.core.kl import prefers_bounded, tv_terms
 from lagrpo.core.recipes import resolve
 from lagrpo.training.batch import assemble, left_out, micro_batches
-from lagrpo.training.metrics import by_completion, estimate_improvement, sequence_metrics, sequence_sums
+from lagrpo.training.metrics import (
+    by_completion,
+    estimate_improvement,
+    sequence_metrics,
+    sequence_sums,
+)
 from lagrpo.types import Completion, Group, Outcome, Prompt
 
-HALVES = {0: math.log(1.5) / 2, 1: -math.log(2) / 2}  # of two tokens each: sequence ratios 1.5 and .5
+HALVES = {
+    0: math.log(1.5) / 2,
+    1: -math.log(2) / 2,
+}  # of two tokens each: sequence ratios 1.5 and .5
 
 
 def batch_of(rewards_NG, lengths=2, budget=100, recipe: Any = None):
@@ -24,7 +32,14 @@ def batch_of(rewards_NG, lengths=2, budget=100, recipe: Any = None):
         Group(
             Prompt(n, ({"role": "user", "content": "?"},), "", (5, 6)),
             tuple(
-                Completion(torch.arange(3, 3 + lengths), -torch.ones(lengths), torch.zeros(lengths), True, "", scored)
+                Completion(
+                    torch.arange(3, 3 + lengths),
+                    -torch.ones(lengths),
+                    torch.zeros(lengths),
+                    True,
+                    "",
+                    scored,
+                )
                 for scored in map(Outcome.scored, rewards)
             ),
         )
@@ -36,8 +51,13 @@ def batch_of(rewards_NG, lengths=2, budget=100, recipe: Any = None):
 
 def give(rows, log_ratio_by_member):
     """π_k's log-probs by completion, such that each token of completion c has ln ρ = log_ratio_by_member[c]."""
-    per_token = [torch.tensor([log_ratio_by_member[c] for c in m.members])[m.completion_T] for m in rows]
-    given = [m.with_logprobs(m.logp_alpha_T + ratio_T) for m, ratio_T in zip(rows, per_token, strict=True)]
+    per_token = [
+        torch.tensor([log_ratio_by_member[c] for c in m.members])[m.completion_T] for m in rows
+    ]
+    given = [
+        m.with_logprobs(m.logp_alpha_T + ratio_T)
+        for m, ratio_T in zip(rows, per_token, strict=True)
+    ]
     return by_completion(given, "logp_k_T")
 
 
@@ -49,7 +69,10 @@ def improvement(batch, rows, reward_range=(0.0, 1.0)):
 def test_sequence_metrics_by_hand(budget):
     batch, rows = batch_of([[1.0, 0.0]], budget=budget)
     metrics = sequence_metrics(batch, rows := give(rows, HALVES))
-    per_token = [2 * (math.sqrt(1.5) - 1 - math.log(1.5) / 2), 2 * (math.sqrt(0.5) - 1 + math.log(2) / 2)]
+    per_token = [
+        2 * (math.sqrt(1.5) - 1 - math.log(1.5) / 2),
+        2 * (math.sqrt(0.5) - 1 + math.log(2) / 2),
+    ]
     assert metrics["rollout/seq_kl"] == pytest.approx(sum(per_token) / 2, abs=1e-6)
     assert metrics["rollout/seq_tv"] == pytest.approx((0.5 + 0.5) / 2 / 2, abs=1e-6)
     assert metrics["rollout/seq_ess"] == pytest.approx(4 / 2.5, abs=1e-6)
@@ -60,7 +83,12 @@ def test_sequence_metrics_by_hand(budget):
 def test_staleness_metrics_are_zero_without_staleness():
     batch, rows = batch_of([[1.0, 0.0], [1.0, 0.0]] * 8)
     metrics = sequence_metrics(batch, give(rows, dict.fromkeys(range(32), 0.0)))
-    assert metrics == {"rollout/seq_kl": 0, "rollout/seq_tv": 0, "rollout/seq_ess": 32, "improvement": 0}
+    assert metrics == {
+        "rollout/seq_kl": 0,
+        "rollout/seq_tv": 0,
+        "rollout/seq_ess": 32,
+        "improvement": 0,
+    }
 
 
 @each("advantage", [("grpo", {"beta": 0.0}), ("red_drop", {})])
@@ -70,7 +98,9 @@ def test_metrics_have_the_true_values_though_the_loss_leaves_completions_out(adv
     rewards_NG = (torch.rand(1_500, 4, generator=torch.Generator().manual_seed(1)) < 0.2).double()
     recipe = resolve(*advantage)
     batch, _ = batch_of(rewards_NG.tolist(), lengths=1, recipe=recipe)
-    log_ratio = {c: math.log(1.5) if r else math.log(7 / 8) for c, r in enumerate(rewards_NG.flatten())}
+    log_ratio = {
+        c: math.log(1.5) if r else math.log(7 / 8) for c, r in enumerate(rewards_NG.flatten())
+    }
     rows = micro_batches(batch, 10_000, skip_zero_advantage=recipe.skips_zero_advantage)
     rest = left_out(batch, 10_000, skip_zero_advantage=recipe.skips_zero_advantage)
     metrics = sequence_metrics(batch, give([*rows, *rest], log_ratio))
@@ -98,7 +128,9 @@ def test_groups_of_equal_rewards_count_in_the_improvement_and_in_the_divergences
 
 def test_completions_whose_alpha_is_unknown_have_no_metrics():
     batch, rows = batch_of([[1.0, 0.0]])
-    assert set(sequence_metrics(batch, give(rows, dict.fromkeys(range(2), math.nan))).values()) == {None}
+    assert set(sequence_metrics(batch, give(rows, dict.fromkeys(range(2), math.nan))).values()) == {
+        None
+    }
 
 
 def test_estimate_of_tv_is_chosen_by_the_effective_sample_size():
@@ -108,14 +140,18 @@ def test_estimate_of_tv_is_chosen_by_the_effective_sample_size():
     for s in (0.2, 2.5):
         z = torch.randn(100, 128, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
         log_ratios = s * z - s * s / 2
-        spreads[s] = [float(tv_terms(log_ratios, bounded).mean(dim=1).std()) for bounded in (False, True)]
+        spreads[s] = [
+            float(tv_terms(log_ratios, bounded).mean(dim=1).std()) for bounded in (False, True)
+        ]
         assert {prefers_bounded(log_ratio) for log_ratio in log_ratios} == {s == 2.5}
     assert spreads[0.2][0] < 0.7 * spreads[0.2][1]
     assert spreads[2.5][1] < 0.1 * spreads[2.5][0]
 
 
 @each(("groups", "ratio", "known"), [(10, 1.1, False), (60, 1.1, True), (60, 111.0, False)])
-def test_improvement_is_null_if_the_sample_is_too_small_or_the_estimate_impossible(groups, ratio, known):
+def test_improvement_is_null_if_the_sample_is_too_small_or_the_estimate_impossible(
+    groups, ratio, known
+):
     """Every right completion has the sequence ratio `ratio`: 20 or 120 completions; with 111 an improvement of 55."""
     batch, rows = batch_of([[1.0, 0.0]] * groups)
     rows = give(rows, {c: math.log(ratio) / 2 * (c % 2 == 0) for c in range(2 * groups)})

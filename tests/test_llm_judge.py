@@ -58,7 +58,11 @@ def scored(url: str, *texts: str, deadline: float = 10.0, **options: Any) -> lis
     """The outcomes of these answers to a question in two turns, with the reference answer {completion}."""
     turns = ({"role": "system", "content": "Add."}, {"role": "user", "content": "1 + {low}?"})
     group = Group(Prompt(0, turns, "{completion}"), tuple(map(make_completion, texts)))
-    given: Any = {"url": url, "model": "m", "prompt": "{prompt}|[{completion}]|{answer}|{high}"} | options
+    given: Any = {
+        "url": url,
+        "model": "m",
+        "prompt": "{prompt}|[{completion}]|{answer}|{high}",
+    } | options
     return score(Rewards((Reward("judge", LlmJudge(**given)),)), [group], deadline=deadline)
 
 
@@ -91,7 +95,11 @@ def test_judge_without_a_score_leaves_the_completion_unscored(server):
     for found, reason in zip(bad, reasons.values(), strict=True):
         assert (found.kind, reason in found.reason) == ("unscored", True), found.reason
     hung, good = scored(server.url, "hang", "fine", deadline=1.0)
-    assert (hung.kind, "no reward within 1 s" in hung.reason, good.reward) == ("unscored", True, 0.8)
+    assert (hung.kind, "no reward within 1 s" in hung.reason, good.reward) == (
+        "unscored",
+        True,
+        0.8,
+    )
 
 
 def test_busy_judge_is_asked_again_and_an_absent_one_leaves_unscored(server):
@@ -108,7 +116,11 @@ def test_run_with_a_judge_replays_without_asking_it_again(server, model, tmp_pat
         {"name": "judge", "reward": "llm_judge", "weight": 0.5, "options": options},
     ]
     sections: dict[str, Any] = {"eval": {"at_start": False}, "schedule": {"batches": 1}}
-    sections["task"] = {"name": "sample_task:load_letters", "rewards": rewards, "reward_timeout": 20}
+    sections["task"] = {
+        "name": "sample_task:load_letters",
+        "rewards": rewards,
+        "reward_timeout": 20,
+    }
     run = train(tiny_settings(model, tmp_path, **sections)).run
     assert {row["reward_judge"] for row in load_rollouts(run)} == {0.8}
     before = len(server.asked)

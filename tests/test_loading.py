@@ -34,7 +34,9 @@ def model(sound, tmp_path):
 
 
 def edited(file: str, **changes: Any) -> Damage:
-    return lambda model: (model / file).write_text(json.dumps(json.loads((model / file).read_text()) | changes))
+    return lambda model: (model / file).write_text(
+        json.dumps(json.loads((model / file).read_text()) | changes)
+    )
 
 
 def written(file: str, content: bytes) -> Damage:
@@ -60,19 +62,39 @@ def pickled(model: Path) -> None:
 CASES: list[tuple[str, Damage, str]] = [
     ("config not JSON", written("config.json", b"{"), r"config\.json"),
     ("unknown type", edited("config.json", model_type="evil"), r"config\.json: .*evil"),
-    ("quantized", edited("config.json", quantization_config={"quant_method": "gptq"}), r"have quantized weights"),
+    (
+        "quantized",
+        edited("config.json", quantization_config={"quant_method": "gptq"}),
+        r"have quantized weights",
+    ),
     ("tokenizer not JSON", written("tokenizer.json", b"{"), r"the tokenizer cannot be read"),
-    ("missing", reweighted(lambda w: w.pop(NORM)), r"lack 1 weights of the model: model\.norm\.weight"),
-    ("unexpected", edited("config.json", num_hidden_layers=1), r"have 9 weights that the model does not .*layers\.1"),
-    ("other shape", reweighted(lambda w: w.update({NORM: torch.ones(2)})), r"1 weights have another shape .*norm"),
+    (
+        "missing",
+        reweighted(lambda w: w.pop(NORM)),
+        r"lack 1 weights of the model: model\.norm\.weight",
+    ),
+    (
+        "unexpected",
+        edited("config.json", num_hidden_layers=1),
+        r"have 9 weights that the model does not .*layers\.1",
+    ),
+    (
+        "other shape",
+        reweighted(lambda w: w.update({NORM: torch.ones(2)})),
+        r"1 weights have another shape .*norm",
+    ),
     ("head differs", edited("config.json", tie_word_embeddings=True), r"different output head"),
     ("NaN", reweighted(lambda w: w[NORM].fill_(float("nan"))), r"model\.norm\.weight .*not finite"),
     ("pickled", pickled, r"transformers cannot load it"),
 ]
 
 
-@pytest.mark.parametrize(("damage", "message"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
-def test_damaged_model_is_rejected_in_one_line_before_the_run_is_made(model, tmp_path, damage, message):
+@pytest.mark.parametrize(
+    ("damage", "message"), [case[1:] for case in CASES], ids=[case[0] for case in CASES]
+)
+def test_damaged_model_is_rejected_in_one_line_before_the_run_is_made(
+    model, tmp_path, damage, message
+):
     damage(model)
     with pytest.raises(SettingsError, match=message) as rejected:
         train(tiny_settings(model, tmp_path / "runs"))
@@ -83,7 +105,9 @@ def test_damaged_model_is_rejected_in_one_line_before_the_run_is_made(model, tmp
 def test_code_of_the_model_is_not_run(model, tmp_path):
     (model / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Evil: pass\n")
     for file in ("config.json", "tokenizer_config.json"):
-        edited(file, auto_map=dict.fromkeys(("AutoConfig", "AutoModelForCausalLM"), "evil.Evil"))(model)
+        edited(file, auto_map=dict.fromkeys(("AutoConfig", "AutoModelForCausalLM"), "evil.Evil"))(
+            model
+        )
     load_policy(str(model), torch.float32)
     assert not (tmp_path / "ran").exists()
 
@@ -95,7 +119,9 @@ def test_variable_that_the_chat_template_does_not_read_is_rejected(sound):
 
 def test_odd_but_sound_model_loads(model, sound):
     """With a buffer that transformers does not store, and without a generation config."""
-    reweighted(lambda w: w.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(16)}))(model)
+    reweighted(
+        lambda w: w.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(16)})
+    )(model)
     (model / "generation_config.json").unlink()
     ours, plain = (load_policy(str(path), torch.float32).weights for path in (model, sound))
     assert ours.keys() == plain.keys()

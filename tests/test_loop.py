@@ -51,10 +51,24 @@ def test_loop_calls_follow_the_order_of_algorithm_1(algorithm, monkeypatch):
     schedule = {"sync_every": 2, "num_iterations": 2, "batches": 6, "ref_sync_every": 3}
     a = algorithm(schedule=schedule, loss={"recipe": "grpo"})
     events: list[tuple[Any, ...]] = []
-    watch(monkeypatch, LocalSampler, "sync_weights", events, lambda self, weights, version: ("sync_weights", version))
-    watch(monkeypatch, LocalSampler, "sample", events, lambda self, rs, G: ("generate", *sorted({r.batch for r in rs})))
+    watch(
+        monkeypatch,
+        LocalSampler,
+        "sync_weights",
+        events,
+        lambda self, weights, version: ("sync_weights", version),
+    )
+    watch(
+        monkeypatch,
+        LocalSampler,
+        "sample",
+        events,
+        lambda self, rs, G: ("generate", *sorted({r.batch for r in rs})),
+    )
     watch(monkeypatch, Trainer, "step", events, lambda self, *rest: ("step", self.policy.version))
-    watch(monkeypatch, Trainer, "end_stage", events, lambda self, *rest: ("end", self.policy.version))
+    watch(
+        monkeypatch, Trainer, "end_stage", events, lambda self, *rest: ("end", self.policy.version)
+    )
     phases: list[str] = []
     steps = list(train_loop(a, LoopState(), phases.append))
     assert events == [
@@ -85,7 +99,9 @@ def test_sampler_with_stale_weights_stops_the_run(algorithm, monkeypatch):
     original = LocalSampler.sync_weights
 
     def stale(self, weights, version):
-        original(self, weights, version) if version == 0 else setattr(self.policy.weights, "version", version)
+        original(self, weights, version) if version == 0 else setattr(
+            self.policy.weights, "version", version
+        )
         return {}
 
     monkeypatch.setattr(LocalSampler, "sync_weights", stale)
@@ -107,7 +123,8 @@ def test_token_of_another_version_stops_the_run(algorithm, monkeypatch):
     monkeypatch.setattr(LocalSampler, "_complete", mislabeled)
     steps: list[Step] = []
     with pytest.raises(
-        VersionError, match=r"batch 2, prompt \d: the sampler has other weights: version 0 .* not version 1"
+        VersionError,
+        match=r"batch 2, prompt \d: the sampler has other weights: version 0 .* not version 1",
     ):
         steps.extend(train_loop(a, LoopState()))
     assert [u.b for u in steps] == [1]

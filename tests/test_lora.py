@@ -32,10 +32,15 @@ from lagrpo.training.master_weights import MergedState
 from lagrpo.verify import verify_run
 
 LORA = Lora(r=4, alpha=8.0, seed=3)
-ROW = ((5, 6, 7, 8), [torch.tensor([9, 4, 30]), torch.tensor([11, 12])]), ((20, 21), [torch.tensor([40, 41, 42])])
+ROW = (
+    ((5, 6, 7, 8), [torch.tensor([9, 4, 30]), torch.tensor([11, 12])]),
+    ((20, 21), [torch.tensor([40, 41, 42])]),
+)
 
 
-def adapted_policy(kind: str = "llama", dtype: torch.dtype = torch.bfloat16, lora: Lora = LORA, spread: float = 0.0):
+def adapted_policy(
+    kind: str = "llama", dtype: torch.dtype = torch.bfloat16, lora: Lora = LORA, spread: float = 0.0
+):
     """A tiny policy with adapters, whose B are random numbers of this spread."""
     policy = tiny_policy(kind, dtype, lora=lora)
     move(policy, spread)
@@ -71,7 +76,9 @@ def gradients(policy: Any) -> dict[str, Tensor]:
 
 
 @pytest.mark.usefixtures("with_kernels")
-@pytest.mark.parametrize(("kind", "targets"), [("llama", ("all-linear",)), ("qwen2", ("q_proj", "v_proj", "up_proj"))])
+@pytest.mark.parametrize(
+    ("kind", "targets"), [("llama", ("all-linear",)), ("qwen2", ("q_proj", "v_proj", "up_proj"))]
+)
 def test_gradient_of_adapters_is_that_of_plain_autograd(kind, targets):
     """In float32 by the kernels and by autograd through the modules; in bfloat16 near both. Frozen weights get none."""
     lora = Lora(3, 6.0, targets, seed=1)
@@ -82,7 +89,9 @@ def test_gradient_of_adapters_is_that_of_plain_autograd(kind, targets):
     for name, grad in expected.items():
         torch.testing.assert_close(found[name], grad, rtol=1e-3, atol=1e-4)
     rounded = gradients(adapted_policy(kind, torch.bfloat16, lora, 0.2))
-    both = torch.stack([torch.cat([of[name].float().flatten() for name in expected]) for of in (rounded, expected)])
+    both = torch.stack(
+        [torch.cat([of[name].float().flatten() for name in expected]) for of in (rounded, expected)]
+    )
     assert torch.nn.functional.cosine_similarity(both[0], both[1], dim=0) > 0.99
 
 
@@ -113,7 +122,9 @@ def test_update_moves_the_adapters_and_nothing_else():
     batch = assembled(recipe, judge_groups(generate_groups(policy)))
     for _ in range(2):  # A has no gradient until B has moved
         own.step(own.pack(batch, 4096))
-    moved = {name for name, p in policy.model.lm.named_parameters() if not torch.equal(p, before[name])}
+    moved = {
+        name for name, p in policy.model.lm.named_parameters() if not torch.equal(p, before[name])
+    }
     assert moved == {*policy.weights}
     assert {name.partition("/")[2] for name in own.state()} == {*policy.weights}
 
@@ -156,7 +167,9 @@ def test_peft_computes_what_we_compute_from_a_saved_adapter(model, tmp_path, dty
     """And from the whole model that PEFT merges."""
     from peft import PeftModel
 
-    policy = load_policy(str(model), dtype, lora=Lora(4, 12.0, ("q_proj", "v_proj", "up_proj"), seed=2))
+    policy = load_policy(
+        str(model), dtype, lora=Lora(4, 12.0, ("q_proj", "v_proj", "up_proj"), seed=2)
+    )
     initial = logp_of(policy)
     move(policy, 0.3)
     policy.save(tmp_path / "adapter")
@@ -176,13 +189,18 @@ def test_peft_computes_what_we_compute_from_a_saved_adapter(model, tmp_path, dty
 
 @pytest.mark.parametrize(
     "chosen",
-    [{"target_modules": r".*\.(q|up)_proj"}, {"target_modules": ["self_attn.o_proj"], "layers_to_transform": [1]}],
+    [
+        {"target_modules": r".*\.(q|up)_proj"},
+        {"target_modules": ["self_attn.o_proj"], "layers_to_transform": [1]},
+    ],
     ids=str,
 )
 def test_adapters_that_peft_made_are_those_that_peft_reads(model, tmp_path, chosen):
     from peft import LoraConfig, get_peft_model
 
-    made = get_peft_model(plain_model(model), LoraConfig(r=3, lora_alpha=7, task_type="CAUSAL_LM", **chosen)).eval()
+    made = get_peft_model(
+        plain_model(model), LoraConfig(r=3, lora_alpha=7, task_type="CAUSAL_LM", **chosen)
+    ).eval()
     with torch.no_grad():
         for name, weight in made.named_parameters():
             if "lora_B" in name:
@@ -211,15 +229,23 @@ def test_run_leaves_adapters_and_is_replayed(whole):
     assert {path.name for path in whole.weights.iterdir()} >= {CONFIG, WEIGHTS, "tokenizer.json"}
     assert not (whole.weights / "model.safetensors").exists()
     files = [path for path in whole.run.rglob("*") if path.is_file()]
-    assert {path.stat().st_mode & 0o777 for path in files} == {MODE}  # safetensors alone would make 0600
+    assert {path.stat().st_mode & 0o777 for path in files} == {
+        MODE
+    }  # safetensors alone would make 0600
     metrics = load_metrics(whole.run)
     assert [line["staleness/max"] for line in metrics] == [0, 0, 1, 2, 0, 1]
-    kl_ref = [line["kl"] for line in metrics]  # 0 where pi_k is pi_ref: at the start of either stage
+    kl_ref = [
+        line["kl"] for line in metrics
+    ]  # 0 where pi_k is pi_ref: at the start of either stage
     assert [value == 0 for value in kl_ref] == [True, False, False, True, False, False]
     environment = json.loads((whole.run / "environment.json").read_text())
     assert environment["agreement"]["grade"] == "exact"
-    size = sum(file.stat().st_size for file in (whole.run / "checkpoints" / "step-000006").iterdir())
-    assert size < 20 * sum(t.numel() for t in load_adapter_weights(whole.weights).values()) + 200_000
+    size = sum(
+        file.stat().st_size for file in (whole.run / "checkpoints" / "step-000006").iterdir()
+    )
+    assert (
+        size < 20 * sum(t.numel() for t in load_adapter_weights(whole.weights).values()) + 200_000
+    )
     assert not verify_run(whole.run, 24).differences
 
 
@@ -235,8 +261,12 @@ def test_resumed_run_equals_an_uninterrupted_run(whole, tmp_path):
 
 
 def test_target_that_is_not_in_the_decoder_is_rejected(model, tmp_path):
-    with pytest.raises(SettingsError, match=r"^model.lora_r: targets: .* no linear layer 'lm_head'"):
-        train(tiny_settings(model, tmp_path, model={"lora_r": 4, "lora_target_modules": ["lm_head"]}))
+    with pytest.raises(
+        SettingsError, match=r"^model.lora_r: targets: .* no linear layer 'lm_head'"
+    ):
+        train(
+            tiny_settings(model, tmp_path, model={"lora_r": 4, "lora_target_modules": ["lm_head"]})
+        )
 
 
 def test_training_from_an_adapter_directory_is_rejected(whole, tmp_path):

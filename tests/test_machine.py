@@ -37,7 +37,9 @@ def test_environment_then_record_then_cores_decide(monkeypatch):
 
 
 @each(("usable", "physical", "expected"), [(1, 2, 1), (8, 2, 2), (2, 4, 2)])
-def test_default_is_physical_cores_within_affinity_and_quota(monkeypatch, usable, physical, expected):
+def test_default_is_physical_cores_within_affinity_and_quota(
+    monkeypatch, usable, physical, expected
+):
     monkeypatch.setattr(machine, "usable_cores", lambda: usable)
     torch.set_num_threads(physical)
     assert machine.choose_threads() == expected
@@ -77,18 +79,28 @@ def run(tmp_path):
     model = save_tiny(tmp_path / "model")
 
     def go(batches: int) -> Path:
-        sections = {"run": {"name": "run"}, "schedule": {"batches": batches}, "eval": {"at_start": False}}
+        sections = {
+            "run": {"name": "run"},
+            "schedule": {"batches": batches},
+            "eval": {"at_start": False},
+        }
         return train(tiny_settings(model, tmp_path, **sections), resume="auto").run
 
     return go
 
 
-def test_resume_uses_the_recorded_number_of_threads_and_warns_about_another(tmp_path, monkeypatch, capsys):
+def test_resume_uses_the_recorded_number_of_threads_and_warns_about_another(
+    tmp_path, monkeypatch, capsys
+):
     model = save_tiny(tmp_path / "model")
 
     def run(batches: int) -> Path:
         """A run of two threads, or what resumes it."""
-        sections = {"run": {"name": "run"}, "schedule": {"batches": batches}, "eval": {"at_start": False}}
+        sections = {
+            "run": {"name": "run"},
+            "schedule": {"batches": batches},
+            "eval": {"at_start": False},
+        }
         return train(tiny_settings(model, tmp_path, **sections), resume="auto").run
 
     run(1)

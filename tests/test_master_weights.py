@@ -63,7 +63,10 @@ def test_dither_covers_the_whole_cell_and_is_keyed():
     assert (draws.min(), draws.max()) == (-32767, 32767)
     assert abs(draws.mean()) < 4 * 65535 / 12**0.5 / 1e3
     assert draws.astype(float).var() == pytest.approx(65535**2 / 12, rel=0.01)
-    assert np.abs(np.bincount(draws.astype(int) // 4096 + 8, minlength=16) / len(draws) - 1 / 16).max() < 2e-3
+    assert (
+        np.abs(np.bincount(draws.astype(int) // 4096 + 8, minlength=16) / len(draws) - 1 / 16).max()
+        < 2e-3
+    )
     assert np.array_equal(draws[:7], signed16(7, 5, "masters", "a.weight"))
     for other in ((6, "masters", "a.weight"), (5, "masters", "b.weight")):
         assert (draws[:1000] == signed16(1000, *other)).mean() < 0.01
@@ -80,7 +83,9 @@ def test_dithering_does_not_change_the_initial_policy(kind):
     for (name, weight), master in zip(policy.weights.items(), masters.parameters, strict=True):
         assert torch.equal(bits(weight), bits(before[name])), name
         steps = master.detach().view(torch.int32) - before[name].float().view(torch.int32)
-        assert torch.equal(steps.flatten(), torch.from_numpy(signed16(weight.numel(), 4, "masters", name)).int())
+        assert torch.equal(
+            steps.flatten(), torch.from_numpy(signed16(weight.numel(), 4, "masters", name)).int()
+        )
 
 
 def test_plain_master_weights_equal_the_weights_and_float32_has_none():
@@ -146,7 +151,9 @@ def test_at_a_power_of_two_the_expected_step_holds_up_to_half_a_spacing(step):
 # A bandit with bfloat16 logits: its expected gradient is exact, its dithers are many
 
 REWARDS = torch.tensor([1.0, 0.0, 0.3, 0.6])
-LOGITS = torch.tensor([0.515625, 0.75, -0.625, 0.84375]).bfloat16()  # of the binade [.5, 1), whose spacing is 2^-8
+LOGITS = torch.tensor(
+    [0.515625, 0.75, -0.625, 0.84375]
+).bfloat16()  # of the binade [.5, 1), whose spacing is 2^-8
 COPIES = 2**14
 
 
@@ -157,7 +164,9 @@ class Bandit:
     def __init__(self, dtype: torch.dtype, masters: Any, weight_decay: float) -> None:
         self.parameters: Any = nn.ParameterDict({"logits": LOGITS.to(dtype).repeat(COPIES, 1)})
         self.model, self.weights = SimpleNamespace(lm=self.parameters), SimpleNamespace(version=0)
-        optimization = Optimization(1e-4, weight_decay=weight_decay, max_grad_norm=None, masters=masters, seed=7)
+        optimization = Optimization(
+            1e-4, weight_decay=weight_decay, max_grad_norm=None, masters=masters, seed=7
+        )
         self.trainer = Trainer(self, RECIPE, optimization)  # type: ignore[arg-type]
 
     @property

@@ -21,7 +21,9 @@ from lagrpo.types import Completion, Group, Outcome, Prompt
 
 def completion(versions: list[int], outcome: Outcome, finished: bool = True) -> Completion:
     count = len(versions)
-    return Completion(torch.arange(count), torch.zeros(count), torch.tensor(versions), finished, "", outcome)
+    return Completion(
+        torch.arange(count), torch.zeros(count), torch.tensor(versions), finished, "", outcome
+    )
 
 
 def group(*completions: Completion) -> Group:
@@ -30,11 +32,15 @@ def group(*completions: Completion) -> Group:
 
 def batch(*groups: Group, weights: Any = ()) -> Batch:
     weight_C, empty = torch.tensor(weights, dtype=torch.float32), torch.empty(0)
-    members = tuple((g, n) for g, group in enumerate(groups) for n, _ in enumerate(group.completions))
+    members = tuple(
+        (g, n) for g, group in enumerate(groups) for n, _ in enumerate(group.completions)
+    )
     return Batch(groups, members, empty, torch.full((len(weights),), 4), weight_C)
 
 
-def metrics_of(batch: Batch, updates: Any = (), logp_k: Any = None, reason: str = "", **clock: float) -> dict[str, Any]:
+def metrics_of(
+    batch: Batch, updates: Any = (), logp_k: Any = None, reason: str = "", **clock: float
+) -> dict[str, Any]:
     timer = Clock()
     timer.seconds.update(clock)
     timer.generated = 30  # tokens that came meanwhile, of this batch and later ones
@@ -74,7 +80,13 @@ UPDATE = {"tokens": 4.0, "kl_ref": 2.0, "clipped_positive": 1.0, "clipped_negati
 
 
 def test_token_metrics_are_of_the_first_update_loss_of_the_last_and_clip_ratios_of_all(used):
-    last = UPDATE | {"kl_ref": 100.0, "loss": -0.75, "grad_norm": 7.0, "lr": 2.0, "clipped_positive": 3.0}
+    last = UPDATE | {
+        "kl_ref": 100.0,
+        "loss": -0.75,
+        "grad_norm": 7.0,
+        "lr": 2.0,
+        "clipped_positive": 3.0,
+    }
     metrics = metrics_of(used, [UPDATE, last], learning=4.0)
     expected = {"kl": 0.5, "loss": -0.75, "grad_norm": 7.0, "learning_rate": 2.0, "tokens_per_s/train": 8 / 4,
                 "clip_ratio/high_mean": 4 / 16, "clip_ratio/low_mean": 4 / 16}  # fmt: skip
@@ -101,8 +113,15 @@ def test_nothing_generated_and_nothing_scored_has_no_means():
 
 def test_every_line_has_the_metrics_of_the_list_and_holds_numbers(model, tmp_path):
     texts = tmp_path / "texts.jsonl"
-    texts.write_text("".join(f'{{"prompt": "a", "completion": "b{n}", "reward": {n}}}\n' for n in (0, 1)))
-    listed = {name for metrics in METRICS.values() for name in metrics if "NAME" not in name and "SET" not in name}
+    texts.write_text(
+        "".join(f'{{"prompt": "a", "completion": "b{n}", "reward": {n}}}\n' for n in (0, 1))
+    )
+    listed = {
+        name
+        for metrics in METRICS.values()
+        for name in metrics
+        if "NAME" not in name and "SET" not in name
+    }
     for name, sections in {
         "stale": {"schedule": {"sync_every": 2, "num_iterations": 2}},
         "alpha unknown": {"offline": {"data": str(texts)}, "loss": {"recipe": "reinforce"}},

@@ -15,12 +15,16 @@ from torch import nn
 from lagrpo.model.layout import Packed
 from lagrpo.rollout.local import LocalSampler
 
-BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+BOTH = pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"]
+)
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 
 
 def packed() -> Packed:
-    return Packed.build([([5, 6, 7, 8], [torch.tensor([4, 9, 11]), torch.tensor([8, 30, 31, 6, 7])]), ([9], [])])
+    return Packed.build(
+        [([5, 6, 7, 8], [torch.tensor([4, 9, 11]), torch.tensor([8, 30, 31, 6, 7])]), ([9], [])]
+    )
 
 
 @BOTH
@@ -31,7 +35,9 @@ def test_hooks_on_every_linear_layer_of_the_decoder_fire_in_trainer_and_sampler(
     with torch.no_grad():
         plain = policy.logp(packed())
     called: Counter[str] = Counter()
-    linear = {name: m for name, m in policy.model.decoder.named_modules() if isinstance(m, nn.Linear)}
+    linear = {
+        name: m for name, m in policy.model.decoder.named_modules() if isinstance(m, nn.Linear)
+    }
     for name, module in linear.items():
         module.register_forward_hook(lambda *_, name=name: called.update([name]))
     assert not policy.model.exact
@@ -57,14 +63,26 @@ def test_gradients_flow_through_the_calls_of_hooked_layers(dtype):
         grads.append([p.grad.float() for p in policy.model.parameters()] + [entropy_T])
     for ours, theirs in zip(*grads, strict=True):
         scale = theirs.abs().max()
-        assert ((ours - theirs).abs().max() / scale).item() < {torch.float32: 1e-4, torch.bfloat16: 0.06}[dtype]
+        assert ((ours - theirs).abs().max() / scale).item() < {
+            torch.float32: 1e-4,
+            torch.bfloat16: 0.06,
+        }[dtype]
 
 
-@given(st.lists(st.tuples(st.integers(1, 6), st.lists(st.integers(1, 6), max_size=4)), min_size=1, max_size=4))
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 6), st.lists(st.integers(1, 6), max_size=4)),
+        min_size=1,
+        max_size=4,
+    )
+)
 def test_packed_row_has_every_token_at_its_position_behind_the_row_that_predicts_it(lengths):
     ids = iter(range(10**6))
     groups = [
-        ([next(ids) for _ in range(p)], [torch.tensor([next(ids) for _ in range(c)]) for c in counts])
+        (
+            [next(ids) for _ in range(p)],
+            [torch.tensor([next(ids) for _ in range(c)]) for c in counts],
+        )
         for p, counts in lengths
     ]
     row = Packed.build(groups)
@@ -76,7 +94,9 @@ def test_packed_row_has_every_token_at_its_position_behind_the_row_that_predicts
     assert layout.position_ids.tolist() == [places[token] for token in tokens]
     before = [token for prompt, c in whole for token in [prompt[-1], *c[:-1]]]
     assert [tokens[at] for at in layout.logit_rows.tolist()] == before
-    assert [tokens[at] for at in layout.last_prompt_rows.tolist()] == [prompt[-1] for prompt, _ in groups]
+    assert [tokens[at] for at in layout.last_prompt_rows.tolist()] == [
+        prompt[-1] for prompt, _ in groups
+    ]
     assert layout.rows == len(tokens)
 
 
@@ -87,6 +107,8 @@ def test_loading_copies_into_the_models_own_storage_and_counts_the_version():
     assert policy.version == 7
     assert addresses == {name: w.data_ptr() for name, w in policy.weights.items()}
     assert policy.weights.differing(other.weights) == []
-    with pytest.raises(ValueError, match=r"model\.norm\.weight is \(31,\) in version 8, not \(32,\)"):
+    with pytest.raises(
+        ValueError, match=r"model\.norm\.weight is \(31,\) in version 8, not \(32,\)"
+    ):
         policy.load({**other.weights, "model.norm.weight": torch.ones(31)}, 8)
     assert policy.version == 7

@@ -18,7 +18,12 @@ def trained(tmp_path: Path, model: Path, /, **sections) -> Path:
         "run": {"output_dir": str(tmp_path)},
         "model": {"path": str(model), "dtype": "float32"},
         "task": {"name": "sample_task:load_letters"},
-        "rollout": {"num_generations": 4, "max_completion_length": 8, "max_prompt_length": 64, "max_num_seqs": 32},
+        "rollout": {
+            "num_generations": 4,
+            "max_completion_length": 8,
+            "max_prompt_length": 64,
+            "max_num_seqs": 32,
+        },
         "schedule": {"prompts_per_batch": 4, "batches": 3},
         "loss": {"recipe": "reinforce"},
         "optimizer": {"learning_rate": 1e-2},
@@ -36,7 +41,10 @@ def generated(tmp_path_factory, model) -> Path:
     return run / "rollouts" / "step-000001.parquet"
 
 
-TEXTS = [{"prompt": "Say a", "completion": text, "reward": reward} for text, reward in (("aa", 1.0), ("b9", 0.0))]
+TEXTS = [
+    {"prompt": "Say a", "completion": text, "reward": reward}
+    for text, reward in (("aa", 1.0), ("b9", 0.0))
+]
 
 
 @pytest.fixture
@@ -56,15 +64,21 @@ def test_training_on_a_file_alone_generates_nothing(tmp_path, model, generated):
     assert tokens_of(run) == tokens_of(generated.parent.parent)
     assert len(new) == 3 * 4 * 4
     assert [m["policy_version"] for m in load_metrics(run)] == [0, 1, 2]
-    assert all(m["loss"] is not None and m["staleness/max"] is None for m in load_metrics(run))  # of other versions
-    assert {(r["source"], r["staleness"], r["policy_versions"][0]) for r in new} == {("file", None, -1)}
+    assert all(
+        m["loss"] is not None and m["staleness/max"] is None for m in load_metrics(run)
+    )  # of other versions
+    assert {(r["source"], r["staleness"], r["policy_versions"][0]) for r in new} == {
+        ("file", None, -1)
+    }
 
 
 def test_share_of_each_batch_comes_from_the_file(tmp_path, model, generated):
     run = trained(tmp_path, model, offline={"data": str(generated), "fraction": 0.5})
     for batch in (1, 2, 3):
         rows = load_rollouts(run, [batch])
-        given, fresh = ([r for r in rows if r["source"] == source] for source in ("file", "sampler"))
+        given, fresh = (
+            [r for r in rows if r["source"] == source] for source in ("file", "sampler")
+        )
         assert len(given) == len(fresh) == 8
         assert {tuple(r["token_ids"]) for r in given} <= tokens_of(generated.parent.parent)
         assert {r["policy_versions"][0] for r in fresh} == {batch - 1}
@@ -74,27 +88,48 @@ def test_offline_texts_without_log_probs_train_only_recipes_without_a_ratio(tmp_
     run = trained(tmp_path, model, offline={"data": texts}, schedule={"prompts_per_batch": 1})
     metrics = load_metrics(run)
     assert metrics[-1]["policy_version"] == 2
-    assert all(m["rollout/kl"] is None and m["staleness/max"] is None and m["grad_norm"] > 0 for m in metrics)
+    assert all(
+        m["rollout/kl"] is None and m["staleness/max"] is None and m["grad_norm"] > 0
+        for m in metrics
+    )
     for recipe in ("grpo", "opmd", "unclipped"):
-        with pytest.raises(SettingsError, match=f"rollout_logprobs, which loss.recipe = '{recipe}' needs"):
+        with pytest.raises(
+            SettingsError, match=f"rollout_logprobs, which loss.recipe = '{recipe}' needs"
+        ):
             trained(tmp_path, model, offline={"data": texts}, loss={"recipe": recipe})
 
 
 def test_dynamic_sampling_fills_a_batch_with_groups_that_have_a_signal(tmp_path, model):
     """Greedy sampling makes most groups flat; attempts replace them by other prompts, and stop at the bound."""
-    cold, schedule = {"temperature": 0.1, "num_generations": 3}, {"batches": 1, "prompts_per_batch": 6}
+    cold, schedule = (
+        {"temperature": 0.1, "num_generations": 3},
+        {"batches": 1, "prompts_per_batch": 6},
+    )
     without = load_metrics(trained(tmp_path / "a", model, rollout=cold, schedule=schedule))
-    run = trained(tmp_path / "b", model, rollout=cold | {"dynamic_sampling_rounds": 6}, schedule=schedule)
+    run = trained(
+        tmp_path / "b", model, rollout=cold | {"dynamic_sampling_rounds": 6}, schedule=schedule
+    )
     assert without[0]["frac_reward_zero_std"] > load_metrics(run)[0]["frac_reward_zero_std"]
     assert len(load_rollouts(run)) == 6 * 3
     hopeless = {"name": "sample_task:load_hopeless"}
-    run = trained(tmp_path / "c", model, task=hopeless, rollout={"dynamic_sampling_rounds": 2}, schedule={"batches": 1})
+    run = trained(
+        tmp_path / "c",
+        model,
+        task=hopeless,
+        rollout={"dynamic_sampling_rounds": 2},
+        schedule={"batches": 1},
+    )
     assert load_metrics(run)[0]["frac_reward_zero_std"] == 1
 
 
 def test_dynamic_sampling_leaves_offline_groups_alone(tmp_path, model, texts):
     Path(texts).write_text("".join(json.dumps(row | {"reward": 1.0}) + "\n" for row in TEXTS))
-    run = trained(tmp_path, model, offline={"data": texts, "fraction": 0.5}, rollout={"dynamic_sampling_rounds": 3})
+    run = trained(
+        tmp_path,
+        model,
+        offline={"data": texts, "fraction": 0.5},
+        rollout={"dynamic_sampling_rounds": 3},
+    )
     assert all(sum(r["source"] == "file" for r in load_rollouts(run, [b])) == 4 for b in (1, 2, 3))
 
 
@@ -107,7 +142,10 @@ def test_lag_metrics_are_over_every_scored_completion(tmp_path, model, recipe):
     assert any(m["frac_reward_zero_std"] > 0 for m in metrics[1:])
     for line in metrics[1:]:
         rows = load_rollouts(run, [line["step"]])
-        ratios = [[k - a for k, a in zip(r["old_logprobs"], r["rollout_logprobs"], strict=True)] for r in rows]
+        ratios = [
+            [k - a for k, a in zip(r["old_logprobs"], r["rollout_logprobs"], strict=True)]
+            for r in rows
+        ]
         expected = sum(math.expm1(x) - x for of_row in ratios for x in of_row) / len(rows)
         assert line["rollout/seq_kl"] == pytest.approx(expected, rel=1e-5)
         assert line["rollout/seq_kl"] > 0

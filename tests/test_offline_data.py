@@ -43,7 +43,10 @@ def test_rows_of_one_prompt_form_groups_of_at_most_g(tmp_path):
     by_text = {tuple(c.text for c in g.completions): g for g in offline_data.batch(1, 3)}
     assert by_text.keys() == {("2", "3"), ("two",), ("5",)}
     first, cut = by_text["2", "3"].completions
-    assert first.token_ids.tolist() == [*policy.chat.tokenizer("2")["input_ids"], policy.chat.tokenizer.eos_token_id]
+    assert first.token_ids.tolist() == [
+        *policy.chat.tokenizer("2")["input_ids"],
+        policy.chat.tokenizer.eos_token_id,
+    ]
     assert cut.token_ids.tolist() == policy.chat.tokenizer("3")["input_ids"]
     assert first.reward == 1.0
     assert by_text["two",].completions[0].outcome is None  # for the reward function, against gold
@@ -63,21 +66,51 @@ def test_bad_rows_are_named(tmp_path):
         ({"completion": "2"}, "line 1: it has neither prompt nor prompt_token_ids"),
         ({"prompt": "1+1="}, "line 1: its completion is None, not a text, messages, or token_ids"),
         ({"prompt": "1+1=", "token_ids": [5, 1000]}, "line 1: token 1000 is outside the model's"),
-        ({"prompt": "1+1=", "token_ids": [5, 1], "rollout_logprobs": [-1.0]}, "has 1 entries for 2 tokens"),
-        ({"prompt": "1+1=", "token_ids": [5], "rollout_logprobs": [float("-inf")]}, r"line 1: .*\[0\] is -inf"),
-        ({"prompt": ["1+1="], "completion": "2"}, r"line 1: its prompt is \['1\+1='\]: a prompt is a text"),
+        (
+            {"prompt": "1+1=", "token_ids": [5, 1], "rollout_logprobs": [-1.0]},
+            "has 1 entries for 2 tokens",
+        ),
+        (
+            {"prompt": "1+1=", "token_ids": [5], "rollout_logprobs": [float("-inf")]},
+            r"line 1: .*\[0\] is -inf",
+        ),
+        (
+            {"prompt": ["1+1="], "completion": "2"},
+            r"line 1: its prompt is \['1\+1='\]: a prompt is a text",
+        ),
         ({"prompt": "1+1=", "completion": 2}, "line 1: its completion is 2, not a text"),
-        ({"prompt": "1+1=", "completion": "2", "reward": "1"}, "its reward is '1', not a finite number"),
-        ({"prompt": "x" * 50, "completion": "2"}, "its prompt has 67 tokens; .*max_prompt_length is 64"),
-        ({"prompt": "1+1=", "completion": "2" * 9}, "its completion has 10 tokens; .*max_completion_length is 8"),
+        (
+            {"prompt": "1+1=", "completion": "2", "reward": "1"},
+            "its reward is '1', not a finite number",
+        ),
+        (
+            {"prompt": "x" * 50, "completion": "2"},
+            "its prompt has 67 tokens; .*max_prompt_length is 64",
+        ),
+        (
+            {"prompt": "1+1=", "completion": "2" * 9},
+            "its completion has 10 tokens; .*max_completion_length is 8",
+        ),
     ]:
         with pytest.raises(ValueError, match=message):
-            loaded(written(tmp_path, [row]), tiny_policy(), G=2, seed=0, max_prompt_tokens=64, max_completion_tokens=8)
+            loaded(
+                written(tmp_path, [row]),
+                tiny_policy(),
+                G=2,
+                seed=0,
+                max_prompt_tokens=64,
+                max_completion_tokens=8,
+            )
 
 
 def test_log_prob_of_null_is_unknown_and_one_that_rounding_left_above_0_is_known(tmp_path):
     nan = float("nan")
-    for logp_alpha, known in ((None, []), ([None, -0.5], [-0.5]), ([nan, -0.5], [-0.5]), ([1e-6, 0], [1e-6, 0])):
+    for logp_alpha, known in (
+        (None, []),
+        ([None, -0.5], [-0.5]),
+        ([nan, -0.5], [-0.5]),
+        ([1e-6, 0], [1e-6, 0]),
+    ):
         row = {"prompt": "1+1=", "token_ids": [5, 1], "rollout_logprobs": logp_alpha, "reward": 1.0}
         offline_data = loaded(written(tmp_path, [row]), tiny_policy(), G=2, seed=0)
         assert offline_data.has_logp == (len(known) == 2)
@@ -114,7 +147,9 @@ def rollouts(root, batches, name="run"):
     (root / name / "config.toml").write_text("")
     prompt = tiny_policy().chat.tokenize(Prompt(4, ({"role": "user", "content": "7-2="},), "5"))
     for b, completions in enumerate(batches, start=1):
-        rows = rollout_rows([Group(prompt, tuple(completions))], [[{}] * len(completions)], step=b, policy_version=5)
+        rows = rollout_rows(
+            [Group(prompt, tuple(completions))], [[{}] * len(completions)], step=b, policy_version=5
+        )
         write_table(folder / f"step-{b:06d}.parquet", rows, rollout_schema())
     return root / name
 
@@ -133,26 +168,38 @@ def test_run_glob_list_and_file_give_the_groups_of_the_run(tmp_path):
         (files[1], both[1:]),
     ):
         offline_data = loaded(data, policy, G=4, seed=0)
-        groups = sorted(offline_data.batch(1, len(offline_data)), key=lambda group: group.completions[0].text)
+        groups = sorted(
+            offline_data.batch(1, len(offline_data)), key=lambda group: group.completions[0].text
+        )
         assert [tuple(c.text for c in g.completions) for g in groups] == expected
     groups = loaded(run, policy, G=4, seed=0).batch(1, 2)
     assert {group.prompt.answer for group in groups} == {"5"}
-    for ours, theirs in zip(next(g for g in groups if len(g.completions) > 1).completions, written_ones, strict=True):
+    for ours, theirs in zip(
+        next(g for g in groups if len(g.completions) > 1).completions, written_ones, strict=True
+    ):
         assert torch.equal(ours.token_ids, theirs.token_ids)
         assert torch.equal(ours.logp_alpha, theirs.logp_alpha)
         assert (ours.versions == -1).all()  # version 3 of another run is no version of this one
-        assert (ours.outcome, ours.finished, ours.text) == (theirs.outcome, theirs.finished, theirs.text)
+        assert (ours.outcome, ours.finished, ours.text) == (
+            theirs.outcome,
+            theirs.finished,
+            theirs.text,
+        )
 
 
 def test_completions_that_failed_or_lack_log_probs_are_left_out_and_counted(tmp_path):
     policy, nan = tiny_policy(), float("nan")
     lost = completion(policy, "", outcome=Outcome.failed("the server died"))
-    run = rollouts(tmp_path, [[completion(policy, "1"), lost, completion(policy, "2", logp=(-0.5, nan))]])
+    run = rollouts(
+        tmp_path, [[completion(policy, "1"), lost, completion(policy, "2", logp=(-0.5, nan))]]
+    )
     every = loaded(run, policy, G=4, seed=0)
     assert (every.has_logp, every.left_out) == (False, {"failed": 1})
     known = loaded(run, policy, G=4, seed=0, reads_logp=True)
     assert (known.has_logp, known.left_out) == (True, {"failed": 1, "without log-probs": 1})
-    assert str(known) == "1 completion of 1 group in 1 file; left out: 1 failed, 1 without log-probs"
+    assert (
+        str(known) == "1 completion of 1 group in 1 file; left out: 1 failed, 1 without log-probs"
+    )
     none = loaded(written(tmp_path, ROWS), policy, G=2, seed=0, reads_logp=True)
     assert (none.has_logp, len(none)) == (False, 3)  # for the caller to reject
 
@@ -161,7 +208,11 @@ def test_completion_of_several_turns_is_the_conversation_that_the_template_write
     policy = tiny_policy()
     policy.chat.tokenizer.chat_template = TURNS
     turns = [("assistant", "5"), ("user", "higher"), ("tool", "!"), ("assistant", "7")]
-    row = {"prompt": "guess", "completion": [{"role": role, "content": text} for role, text in turns], "reward": 1.0}
+    row = {
+        "prompt": "guess",
+        "completion": [{"role": role, "content": text} for role, text in turns],
+        "reward": 1.0,
+    }
     data = loaded(written(tmp_path, [row, row | {"finished": False}]), policy, G=2, seed=0)
     whole, cut = data.batch(1, 1)[0].completions
     text = policy.chat.tokenizer.decode(whole.token_ids)
@@ -176,16 +227,25 @@ def test_messages_as_json_or_in_parts_and_the_end_of_a_turn_are_read(tmp_path, c
     policy.chat.tokenizer.chat_template = TURNS
     said = [{"role": "assistant", "content": [{"type": "text", "text": "2"}]}]
     prompt = json.dumps([{"role": "user", "content": "1+1"}])
-    rows = [{"prompt": prompt, "completion": each, "reward": 1.0} for each in ("2<eos>", said, json.dumps(said))]
+    rows = [
+        {"prompt": prompt, "completion": each, "reward": 1.0}
+        for each in ("2<eos>", said, json.dumps(said))
+    ]
     (group,) = loaded(written(tmp_path, rows), policy, G=3, seed=0).batch(1, 1)
     assert policy.chat.tokenizer.decode(group.prompt.token_ids) == "user: 1+1\nassistant: "
-    assert {(policy.chat.tokenizer.decode(c.token_ids), c.text) for c in group.completions} == {("2<eos>", "2")}
+    assert {(policy.chat.tokenizer.decode(c.token_ids), c.text) for c in group.completions} == {
+        ("2<eos>", "2")
+    }
     loaded(written(tmp_path, [rows[0] | {"prompt": "1+1<eos>"}]), policy, G=3, seed=0)
     assert "data.jsonl, line 1 has the special token <eos>" in caplog.text
 
 
 def test_turns_that_cannot_be_a_completion_are_rejected(tmp_path):
     for roles in ([], ["assistant", "user"], ["assistant", "assistant"], ["user", "assistant"]):
-        row = {"prompt": "a", "completion": [{"role": role, "content": "x"} for role in roles], "reward": 1.0}
+        row = {
+            "prompt": "a",
+            "completion": [{"role": role, "content": "x"} for role in roles],
+            "reward": 1.0,
+        }
         with pytest.raises(ValueError, match=r"line 1: its completion is \[.* begin and end"):
             loaded(written(tmp_path, [row]), tiny_policy(), G=2, seed=0)

@@ -16,7 +16,9 @@ ROOT = Path(__file__).parent.parent
 def wheel(tmp_path_factory):
     from hatchling.builders.wheel import WheelBuilder
 
-    (built,) = WheelBuilder(str(ROOT)).build(directory=str(tmp_path_factory.mktemp("wheel")), versions=["standard"])
+    (built,) = WheelBuilder(str(ROOT)).build(
+        directory=str(tmp_path_factory.mktemp("wheel")), versions=["standard"]
+    )
     return zipfile.ZipFile(built)
 
 
@@ -33,7 +35,14 @@ def test_every_source_file_is_in_the_wheel(wheel):
 
 
 def test_programs_outside_the_package_import_names_that_exist():
-    for path in (path for name in ("benchmarks", "conformance", "experiments") for path in (ROOT / name).rglob("*.py")):
+    for path in (
+        path
+        for name in ("benchmarks", "conformance", "experiments")
+        for path in (ROOT / name).rglob("*.py")
+    ):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "lagrpo":
+            if (
+                isinstance(node, ast.ImportFrom)
+                and (node.module or "").partition(".")[0] == "lagrpo"
+            ):
                 exec(ast.unparse(node))  # ImportError: cannot import name 'x' from 'lagrpo.y'

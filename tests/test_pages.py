@@ -21,7 +21,11 @@ DOCS = sorted(path.relative_to(ROOT) for path in (ROOT / "docs").glob("*.md"))
 PAGES = [Path("README.md"), *DOCS]
 LINKED = [
     *PAGES,
-    *sorted(path.relative_to(ROOT) for name in ("reports", "benchmarks") for path in (ROOT / name).rglob("*.md")),
+    *sorted(
+        path.relative_to(ROOT)
+        for name in ("reports", "benchmarks")
+        for path in (ROOT / name).rglob("*.md")
+    ),
 ]
 SECTIONS = "|".join(Settings.model_fields)
 PARSER = MarkdownIt("commonmark").enable("table")
@@ -52,10 +56,14 @@ def anchors(text: str) -> set[str]:
     found: set[str] = set(re.findall(r'<a id="([^"]+)">', text))
     for opening, heading in pairwise(PARSER.parse(text)):
         if opening.type == "heading_open":
-            words = "".join(child.content for child in heading.children or ()).replace("`", "").lower()
+            words = (
+                "".join(child.content for child in heading.children or ()).replace("`", "").lower()
+            )
             slug = re.sub(r"[^\w\- ]", "", words).replace(" ", "-")
             repeated = (f"{slug}-{n}" for n in range(1, len(found) + 1))
-            found.add(slug if slug not in found else next(name for name in repeated if name not in found))
+            found.add(
+                slug if slug not in found else next(name for name in repeated if name not in found)
+            )
     return found
 
 
@@ -67,7 +75,9 @@ def test_links_lead_to_files_and_headings(page):
         assert target.is_relative_to(ROOT), f"{page}: {link} leads out of the repository"
         assert target.exists(), f"{page}: {link} leads to no file"
         if anchor and target.suffix == ".md":
-            assert anchor in anchors(target.read_text(encoding="utf-8")), f"{page}: {link} leads to no heading"
+            assert anchor in anchors(target.read_text(encoding="utf-8")), (
+                f"{page}: {link} leads to no heading"
+            )
 
 
 def test_all_docs_together_have_at_most_1500_lines():
@@ -95,7 +105,9 @@ def test_commands_named_in_a_page_exist(page):
             assert name in COMMANDS or name.startswith("-"), f"{page}: no command lagrpo {name}"
             check_settings(name, rest)
         if words[0] == "make":
-            assert re.search(rf"^[\w -]*\b{words[1]}\b[\w -]*:", (ROOT / "Makefile").read_text(), re.M), words
+            assert re.search(
+                rf"^[\w -]*\b{words[1]}\b[\w -]*:", (ROOT / "Makefile").read_text(), re.M
+            ), words
         for word in words:
             if re.fullmatch(r"(experiments|examples|benchmarks|tests)/\S+", word):
                 assert (ROOT / word).exists(), f"{page}: no file {word}"
@@ -110,20 +122,30 @@ def commands(text: str) -> list[list[str]]:
         for line in block.replace("\\\n", " ").splitlines()
     ]
     lines = [re.sub(r"^([A-Z_]+=\S+\s+)+", "", line) for line in lines]
-    return [shlex.split(line) for line in lines if re.match(r"(lagrpo|torchrun|make|python) \S", line)]
+    return [
+        shlex.split(line) for line in lines if re.match(r"(lagrpo|torchrun|make|python) \S", line)
+    ]
 
 
 def check_settings(name: str, words: list[str]) -> None:
     """Settings given as --section.key exist and take their values; other options belong to the command."""
     if name in ("train", "eval") and not {"…", "VALUE", "--help"} & {*words}:
-        command, sections = (Train, [*Settings.model_fields]) if name == "train" else (Eval, list(EVALUATED))
+        command, sections = (
+            (Train, [*Settings.model_fields]) if name == "train" else (Eval, list(EVALUATED))
+        )
         load_settings({}, read_words(words, command, Settings(), sections)[1])
 
 
 def test_tables_of_settings_and_metrics_match_the_code():
-    for name, text in runpy.run_path(str(ROOT / "docs/website/reference.py"))["fill_pages"]().items():
-        assert text_of(Path(f"docs/{name}.md")) == text, "write it again: python docs/website/reference.py"
+    for name, text in runpy.run_path(str(ROOT / "docs/website/reference.py"))[
+        "fill_pages"
+    ]().items():
+        assert text_of(Path(f"docs/{name}.md")) == text, (
+            "write it again: python docs/website/reference.py"
+        )
 
 
 def test_columns_of_rollouts_are_documented():
-    assert set(rollout_schema(["NAME"]).names) <= set(re.findall(r"`(\w+)`", text_of(Path("docs/run-files.md"))))
+    assert set(rollout_schema(["NAME"]).names) <= set(
+        re.findall(r"`(\w+)`", text_of(Path("docs/run-files.md")))
+    )

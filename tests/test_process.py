@@ -16,10 +16,14 @@ from lagrpo.training.run import train
 @pytest.fixture
 def settings(tmp_path):
     model = save_tiny(tmp_path / "model")
-    return lambda **sections: tiny_settings(model, tmp_path / "runs", **{"eval": {"at_start": False}} | sections)
+    return lambda **sections: tiny_settings(
+        model, tmp_path / "runs", **{"eval": {"at_start": False}} | sections
+    )
 
 
-def test_threads_and_kernels_are_given_back_after_runs_and_evaluations(settings, tmp_path, monkeypatch):
+def test_threads_and_kernels_are_given_back_after_runs_and_evaluations(
+    settings, tmp_path, monkeypatch
+):
     torch.set_num_threads(1)
     monkeypatch.setattr("lagrpo.training.run.choose_threads", lambda *given: 3)
     monkeypatch.setenv("LAGRPO_KERNELS", "torch")

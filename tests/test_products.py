@@ -45,10 +45,25 @@ def test_product_equals_its_layers_and_is_independent_of_other_rows(shape):
     x = random(700, k, seed=2)
     whole = product(x)
     exact = torch.cat(
-        [x.double() @ m.weight.double().mT + (0 if m.bias is None else m.bias.double()) for m in layers], 1
+        [
+            x.double() @ m.weight.double().mT + (0 if m.bias is None else m.bias.double())
+            for m in layers
+        ],
+        1,
     )
     assert ((whole.double() - exact).abs() / exact.abs().amax()).max().item() < 2**-8
-    for first, rows in [(0, 1), (699, 1), (3, 2), (7, 9), (100, 15), (90, 16), (11, 17), (1, 33), (64, 64), (9, 513)]:
+    for first, rows in [
+        (0, 1),
+        (699, 1),
+        (3, 2),
+        (7, 9),
+        (100, 15),
+        (90, 16),
+        (11, 17),
+        (1, 33),
+        (64, 64),
+        (9, 513),
+    ]:
         assert torch.equal(product(x[first : first + rows]), whole[first : first + rows])
     threads = torch.get_num_threads()
     torch.set_num_threads(3 - min(threads, 2))
@@ -103,7 +118,9 @@ def test_at_every_level_of_instructions_products_are_right_and_independent_of_th
     expected = {"emulated_tiles": "AMX emulated in C", "native": own, "avx512_bf16": "AVX512-BF16"}
     assert products == expected.get(level, "vectors")
     if ("AMX" in products) == ("AMX" in own):
-        assert torch.equal(y, own_y)  # vectors add in one order, with or without an instruction for pairs
+        assert torch.equal(
+            y, own_y
+        )  # vectors add in one order, with or without an instruction for pairs
     if level in ("native", "avx512_bf16", "emulated_tiles", "avx512"):
         assert all(map(torch.equal, attention, own_attention))
 
@@ -113,10 +130,17 @@ def test_steps_through_all_layers_by_tiles_sample_what_the_trainer_computes():
         policy = tiny_policy("qwen3", dtype=torch.bfloat16, backend="c")
         assert policy.model.computation.endswith("products by AMX emulated in C")
         sampler = LocalSampler(copy_policy(policy), 0, 9, 64)
-        prompts = [Prompt(n, ({"role": "user", "content": "?"},), None, tuple(range(5, 8 + n))) for n in range(3)]
+        prompts = [
+            Prompt(n, ({"role": "user", "content": "?"},), None, tuple(range(5, 8 + n)))
+            for n in range(3)
+        ]
         for request, group in sampler.sample([Request(1, 0, prompt) for prompt in prompts], 6):
-            packed = Packed.build([(request.prompt.token_ids, [c.token_ids for c in group.completions])])
-            assert torch.equal(policy.logp(packed), torch.cat([c.logp_alpha for c in group.completions]))
+            packed = Packed.build(
+                [(request.prompt.token_ids, [c.token_ids for c in group.completions])]
+            )
+            assert torch.equal(
+                policy.logp(packed), torch.cat([c.logp_alpha for c in group.completions])
+            )
         assert sampler.policy.model.layers._stack is not None
 
 
@@ -172,7 +196,10 @@ def test_one_packed_copy_serves_trainer_and_sampler_of_one_version():
 
 
 def test_lent_panels_keep_their_weights_while_the_trainer_learns():
-    policy, packed = tiny_policy(dtype=torch.bfloat16), Packed.build([([5, 6, 7], [torch.tensor([4, 9, 11])])])
+    policy, packed = (
+        tiny_policy(dtype=torch.bfloat16),
+        Packed.build([([5, 6, 7], [torch.tensor([4, 9, 11])])]),
+    )
     alpha = copy_policy(policy)
     with torch.no_grad():
         before = policy.logp(packed)
@@ -184,11 +211,16 @@ def test_lent_panels_keep_their_weights_while_the_trainer_learns():
         assert torch.equal(alpha.logp(packed), policy.logp(packed))
         changed(policy)
         policy.logp(packed)
-        assert panels_of(policy) is lent  # what the sampler gave back is used again: never more than two
+        assert (
+            panels_of(policy) is lent
+        )  # what the sampler gave back is used again: never more than two
 
 
 def test_a_weight_that_is_changed_in_place_is_packed_again():
-    policy, packed = tiny_policy(dtype=torch.bfloat16), Packed.build([([5, 6, 7], [torch.tensor([4, 9, 11])])])
+    policy, packed = (
+        tiny_policy(dtype=torch.bfloat16),
+        Packed.build([([5, 6, 7], [torch.tensor([4, 9, 11])])]),
+    )
     with torch.no_grad():
         before = policy.logp(packed)
         policy.model.decoder.layers[1].mlp.down_proj.weight.mul_(-3)

@@ -21,7 +21,9 @@ from lagrpo.verify import verify_run
 
 def source(prompts: int, N: int) -> PromptSource:
     rows = [f"{n}?" for n in range(prompts)]
-    task = RowTask("numbers", {"train": rows, "test": rows}, lambda row: (row, row), lambda completion: 0.0)
+    task = RowTask(
+        "numbers", {"train": rows, "test": rows}, lambda row: (row, row), lambda completion: 0.0
+    )
     return PromptSource(task, tiny_policy(), 5, N, 64)
 
 
@@ -69,12 +71,16 @@ def run(model, tmp_path):
 def asked(run) -> list[list[int]]:
     """The keys of the prompts of each batch, in the order of its groups."""
     rows = load_rollouts(run)
-    return [[r["prompt_id"] for r in rows if r["step"] == b and r["sample_index"] == 0] for b in (1, 2)]
+    return [
+        [r["prompt_id"] for r in rows if r["step"] == b and r["sample_index"] == 0] for b in (1, 2)
+    ]
 
 
 def test_dynamic_sampling_asks_no_prompt_twice_and_does_not_depend_on_what_ends_first(run):
     rollout = {"num_generations": 2, "max_completion_length": 40, "dynamic_sampling_rounds": 5}
-    narrow, wide = (run("load_rarely_right", rollout=rollout | {"max_num_seqs": rows}) for rows in (2, 32))
+    narrow, wide = (
+        run("load_rarely_right", rollout=rollout | {"max_num_seqs": rows}) for rows in (2, 32)
+    )
     assert asked(narrow) == asked(wide)
     assert all(len(set(keys)) == len(keys) == 4 for keys in asked(narrow))
     assert min(row["epoch"] for row in load_rollouts(narrow)) == -1
@@ -82,7 +88,9 @@ def test_dynamic_sampling_asks_no_prompt_twice_and_does_not_depend_on_what_ends_
 
 def one_prompt(question: Any, policy: Any = None, place: str = "", **given: Any) -> PromptSource:
     row = Row({"q": question}, "a.jsonl", place)
-    task = RowTask("odd", {"train": [row]}, lambda row: (row["q"], ""), lambda completion: 0.0, **given)
+    task = RowTask(
+        "odd", {"train": [row]}, lambda row: (row["q"], ""), lambda completion: 0.0, **given
+    )
     return PromptSource(task, policy or tiny_policy(), 5, 1, 64)
 
 

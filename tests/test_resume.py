@@ -91,7 +91,9 @@ def cut_to(run: Path, batch: int, root: Path | None = None) -> Path:
     for folder in (copy / "checkpoints").glob("step-*"):
         if int(folder.name.partition("-")[2]) > batch:
             shutil.rmtree(folder)
-    (copy / "events.jsonl").write_bytes(b"".join((copy / "events.jsonl").read_bytes().splitlines(True)[:-1]))
+    (copy / "events.jsonl").write_bytes(
+        b"".join((copy / "events.jsonl").read_bytes().splitlines(True)[:-1])
+    )
     return copy
 
 
@@ -100,7 +102,11 @@ def checkpoints(run: Path) -> list[int]:
 
 
 def contents(run: Path) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and not path.name.startswith(".lock")}
+    return {
+        path: path.read_bytes()
+        for path in run.rglob("*")
+        if path.is_file() and not path.name.startswith(".lock")
+    }
 
 
 def resumed(run: Path) -> list[dict[str, Any]]:
@@ -117,7 +123,11 @@ def test_killed_run_resumes_bit_for_bit(whole, undisturbed, tmp_path, kind, batc
 
 @pytest.mark.parametrize(
     ("kind", "phase"),
-    [("asking ahead", "sampling"), ("asking ahead", "evaluation (batch-000004)"), ("lagged", "weight sync")],
+    [
+        ("asking ahead", "sampling"),
+        ("asking ahead", "evaluation (batch-000004)"),
+        ("lagged", "weight sync"),
+    ],
 )
 def test_signal_in_any_phase_loses_nothing(begin, undisturbed, monkeypatch, kind, phase):
     monkeypatch.setattr(Display, "phase", Display.phase)  # to give it back
@@ -136,13 +146,17 @@ def test_finished_run_gets_more_batches_as_if_it_had_been_longer(begin):
 def test_run_killed_before_its_first_checkpoint_starts_again(whole, undisturbed, tmp_path):
     killed = cut_to(whole("plain"), 0, tmp_path)
     lines = (killed / "events.jsonl").read_text().splitlines(True)
-    (killed / "events.jsonl").write_text("".join(line for line in lines if '"checkpoint"' not in line))
+    (killed / "events.jsonl").write_text(
+        "".join(line for line in lines if '"checkpoint"' not in line)
+    )
     assert differing(go_on(killed).run, undisturbed()) == []
 
 
 def test_resume_auto_begins_a_run_or_resumes_it(begin, tmp_path):
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / ".config.toml.12-0123abcd.tmp").touch()  # a run that was killed while it was made
+    (
+        tmp_path / "run" / ".config.toml.12-0123abcd.tmp"
+    ).touch()  # a run that was killed while it was made
     first = begin("run", resume="auto", schedule=SHORT)
     assert resumed(first.run) == [*first.run.glob("*.tmp")] == []
     again = begin("run", resume="auto", schedule=SHORT)
@@ -167,7 +181,10 @@ def test_error_between_updates_keeps_the_last_batch(begin, undisturbed, monkeypa
 
 
 def test_last_checkpoints_are_kept_and_a_finished_run_without_one_does_not_restart(begin):
-    assert checkpoints(begin("two", checkpoint={"save_total_limit": 2}, schedule=SHORT).run) == [2, 3]
+    assert checkpoints(begin("two", checkpoint={"save_total_limit": 2}, schedule=SHORT).run) == [
+        2,
+        3,
+    ]
     run = begin("none", schedule=SHORT, checkpoint={"save_total_limit": 0}).run
     assert checkpoints(run) == []
     before = contents(run)
@@ -179,7 +196,9 @@ def test_last_checkpoints_are_kept_and_a_finished_run_without_one_does_not_resta
 def test_checkpoint_that_cannot_be_read_is_named_and_the_one_before_is_used_without_it(run):
     file = run / "checkpoints" / "step-000003" / "trainer.safetensors"
     file.write_bytes(file.read_bytes()[:-2])
-    with pytest.raises(CheckpointError, match=r"step-000003: .*Remove it to resume from the one before"):
+    with pytest.raises(
+        CheckpointError, match=r"step-000003: .*Remove it to resume from the one before"
+    ):
         go_on(run, schedule=LONG)
     shutil.rmtree(file.parent)
     assert go_on(run, schedule=LONG).batches == 6
@@ -195,7 +214,9 @@ def test_checkpoint_that_cannot_be_read_is_named_and_the_one_before_is_used_with
 def test_settings_that_could_alter_the_past_are_rejected_by_name(run):
     before = contents(run)
     wrong: dict[str, dict[str, Any]] = {
-        r"optimizer\.learning_rate = 0\.5, but the run has 0\.01": {"optimizer": {"learning_rate": 0.5}},
+        r"optimizer\.learning_rate = 0\.5, but the run has 0\.01": {
+            "optimizer": {"learning_rate": 0.5}
+        },
         r"schedule\.batches = 2, but the run has 3": {"schedule": {"batches": 2}},
         r"task\.system_prompt = \"x\", but the run has null": {"task": {"system_prompt": "x"}},
     }
@@ -206,7 +227,11 @@ def test_settings_that_could_alter_the_past_are_rejected_by_name(run):
 
 
 def test_settings_that_cannot_alter_the_past_may_change(run, undisturbed):
-    change = {"checkpoint": {"save_total_limit": 1}, "eval": {"best_metric": "reward"}, "schedule": LONG}
+    change = {
+        "checkpoint": {"save_total_limit": 1},
+        "eval": {"best_metric": "reward"},
+        "schedule": LONG,
+    }
     assert differing(go_on(run, **change).run, undisturbed()) == []
     assert resumed(run)[0]["changed"]["eval.best_metric"] == [None, "reward"]
     assert load_settings(run / "config.toml").checkpoint.save_total_limit == 1
@@ -232,7 +257,10 @@ def test_resume_with_another_model_at_model_path_is_rejected(begin, tmp_path):
 
 
 def test_data_that_has_changed_is_rejected(begin, tmp_path):
-    file, columns = tmp_path / "sums.jsonl", {"prompt_column": "question", "answer_column": "answer"}
+    file, columns = (
+        tmp_path / "sums.jsonl",
+        {"prompt_column": "question", "answer_column": "answer"},
+    )
     rows = [json.dumps({"question": f"{n}+1?", "answer": str(n + 1)}) for n in range(8)]
     file.write_text("\n".join(rows) + "\n")
     task = {"name": "custom", "data": str(file), "rewards": ["exact"], **columns}
@@ -243,7 +271,10 @@ def test_data_that_has_changed_is_rejected(begin, tmp_path):
 
 
 def test_second_process_is_rejected_while_one_writes(run):
-    with locked(run), pytest.raises(RunLockedError, match=r"another process is writing to .*: process \d+ on"):
+    with (
+        locked(run),
+        pytest.raises(RunLockedError, match=r"another process is writing to .*: process \d+ on"),
+    ):
         go_on(run)
     assert go_on(run).batches == 3  # the lock is free again
 

@@ -19,7 +19,9 @@ from lagrpo.types import Group, Outcome, Prompt
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RewardPool]:
-    with RewardPool(sample_rewards.act, workers=2, deadline=1.0, memory=0.5, max_without_reward=1.0) as shared:
+    with RewardPool(
+        sample_rewards.act, workers=2, deadline=1.0, memory=0.5, max_without_reward=1.0
+    ) as shared:
         yield shared
 
 
@@ -47,7 +49,9 @@ def test_completions_after_hung_and_dead_workers_are_scored(pool):
 def test_groups_come_back_in_order_and_failed_completions_keep_their_outcome(pool):
     failed = make_completion("", outcome=Outcome.failed("the server died"))
     mixed = Group(Prompt(1, (), "7"), (failed, make_completion("7")))
-    scored = list(pool.score(iter([make_group("sleep 0.2", "7"), mixed, make_group("8"), make_group()])))
+    scored = list(
+        pool.score(iter([make_group("sleep 0.2", "7"), mixed, make_group("8"), make_group()]))
+    )
     assert [g.rewards for g in scored] == [(1.0, 1.0), (1.0,), (0.0,), ()]
     assert scored[1].completions[0] is failed
 
@@ -85,10 +89,17 @@ def test_too_many_without_a_reward_stop_the_run():
             yield make_group(*["raise bad"] * 8, key=key)
 
     with RewardPool(sample_rewards.act, max_without_reward=0.5) as strict:
-        assert len(list(strict.score([make_group("7", "raise bad"), make_group("8", "raise bad")]))) == 2
-        iterator = strict.score([make_group("7", "raise bad", "raise worse"), make_group("raise bad")])
+        assert (
+            len(list(strict.score([make_group("7", "raise bad"), make_group("8", "raise bad")])))
+            == 2
+        )
+        iterator = strict.score(
+            [make_group("7", "raise bad", "raise worse"), make_group("raise bad")]
+        )
         assert [next(iterator).rewards, next(iterator).rewards] == [(1.0,), ()]
-        with pytest.raises(RewardError, match=r"3 of 4 completions(.|\n)*2 x unscored: .*ValueError: bad\n  1 x"):
+        with pytest.raises(
+            RewardError, match=r"3 of 4 completions(.|\n)*2 x unscored: .*ValueError: bad\n  1 x"
+        ):
             next(iterator)
         with pytest.raises(RewardError, match="of 64 completions have no reward"):
             list(strict.score(sampled()))

@@ -27,14 +27,18 @@ from lagrpo.verify import verify_run
 
 def arguments(function: Any, row: Any = None) -> list[dict[str, Any]]:
     completions = [make_completion("2", 3), make_completion("x")]
-    return Reward("", function).arguments(Prompt(0, QUESTION, "2", row=row, prefix="<think>"), completions)
+    return Reward("", function).arguments(
+        Prompt(0, QUESTION, "2", row=row, prefix="<think>"), completions
+    )
 
 
 # ---- signatures ----
 
 
 def test_our_signature_gets_what_it_names():
-    def some(completion: str, row: Any, finished: bool, num_tokens: int, prompt: Any, prefix: str) -> float:
+    def some(
+        completion: str, row: Any, finished: bool, num_tokens: int, prompt: Any, prefix: str
+    ) -> float:
         return 0.0
 
     first, second = arguments(some, {"level": 3})
@@ -45,20 +49,35 @@ def test_our_signature_gets_what_it_names():
 
 def test_trl_signature_gets_lists_and_the_columns_in_the_form_of_the_prompt():
     (given,) = arguments(sample_rewards.ranked, {"prompt": "1 + 1?", "level": 3})
-    texts = {"prompts": ["1 + 1?"] * 2, "completions": ["2", "x"], "answer": ["2"] * 2, "level": [3] * 2}
+    texts = {
+        "prompts": ["1 + 1?"] * 2,
+        "completions": ["2", "x"],
+        "answer": ["2"] * 2,
+        "level": [3] * 2,
+    }
     assert given == texts | {"completion_ids": [[0, 1, 2], []]}
     (given,) = arguments(sample_rewards.ranked, {"prompt": [*QUESTION]})
     assert given["completions"] == [[{"role": "assistant", "content": text}] for text in ("2", "x")]
     assert given["prompts"] == [[*QUESTION]] * 2
-    (given,) = arguments(lambda completion_ids, **kwargs: [])  # the first example of TRL's documentation
+    (given,) = arguments(
+        lambda completion_ids, **kwargs: []
+    )  # the first example of TRL's documentation
     assert given["completion_ids"] == [[0, 1, 2], []]
 
 
 def test_function_of_another_signature_is_rejected():
     for function, row, message in [
-        (lambda text, gold: 0.0, None, r"\(text, gold\): name the parameters \(completion, answer\)"),
+        (
+            lambda text, gold: 0.0,
+            None,
+            r"\(text, gold\): name the parameters \(completion, answer\)",
+        ),
         (lambda completion, anwser: 0.0, None, "takes 'anwser'.*Did you mean 'answer'"),
-        (lambda completions, levl, **columns: [], {"level": 1}, "takes 'levl'.*Did you mean 'level'"),
+        (
+            lambda completions, levl, **columns: [],
+            {"level": 1},
+            "takes 'levl'.*Did you mean 'level'",
+        ),
         (lambda completion, /: 0.0, None, "takes 'completion': lagrpo passes .* by name"),
     ]:
         with pytest.raises(ValueError, match=message):
@@ -70,13 +89,21 @@ def test_function_of_another_signature_is_rejected():
 
 def test_length_falls_from_the_target_to_the_limit():
     """cos(pi/3) = 1/2: a third of the way from 4 to 16 the cosine is at (1 + 1/2) / 2."""
-    assert [length("", tokens, limit=16, target=4) for tokens in (4, 7, 16, 99)] == [1.0, 0.75, 0.0, 0.0]
+    assert [length("", tokens, limit=16, target=4) for tokens in (4, 7, 16, 99)] == [
+        1.0,
+        0.75,
+        0.0,
+        0.0,
+    ]
     cosine = [length("", tokens, limit=16, target=4, shape="cosine") for tokens in (0, 8, 10, 16)]
     assert cosine == pytest.approx([1.0, 0.75, 0.5, 0.0])
 
 
 def test_format_wants_every_tag_once_and_in_order_or_the_pattern():
-    right = ["<think>so</think><answer>4</answer>", " <think>a < b\n</think>\n\n<answer> 4 </answer>\n"]
+    right = [
+        "<think>so</think><answer>4</answer>",
+        " <think>a < b\n</think>\n\n<answer> 4 </answer>\n",
+    ]
     wrong = [
         "<think> </think><answer>4</answer>",
         "<think>so</think> it is <answer>4</answer>",
@@ -84,8 +111,15 @@ def test_format_wants_every_tag_once_and_in_order_or_the_pattern():
         "<think>so</think><answer>4</answer><answer>5</answer>",
         "<think>" + " " * 100_000 + "</think><answer>4</answer>",
     ]
-    assert ([format(text) for text in right], [format(text) for text in wrong]) == ([1.0] * 2, [0.0] * 5)
-    assert [format(text, pattern=r"\d+.*!") for text in ("12 a\nb!", "x12!", "12!?")] == [1.0, 0.0, 0.0]
+    assert ([format(text) for text in right], [format(text) for text in wrong]) == (
+        [1.0] * 2,
+        [0.0] * 5,
+    )
+    assert [format(text, pattern=r"\d+.*!") for text in ("12 a\nb!", "x12!", "12!?")] == [
+        1.0,
+        0.0,
+        0.0,
+    ]
     assert format("so</think><answer>4</answer>", "<think>\n") == 1.0
 
 
@@ -100,7 +134,10 @@ def test_exact_compares_without_outer_white_space_and_an_empty_answer_is_unscora
 
 def test_list_as_the_answer_means_any_of_its_entries():
     number = load_function(REWARDS["number"])
-    assert [number(text, ["no number", "7", ["8"]]) for text in ("It is 8.", "It is 9.")] == [1.0, 0.0]
+    assert [number(text, ["no number", "7", ["8"]]) for text in ("It is 8.", "It is 9.")] == [
+        1.0,
+        0.0,
+    ]
     for nothing in ([], ["no number"]):
         with pytest.raises(UnscorableError):
             number("7", nothing)
@@ -110,28 +147,42 @@ def test_list_as_the_answer_means_any_of_its_entries():
 
 
 def several(**given: tuple[Any, dict[str, Any]]) -> Rewards:
-    return Rewards(tuple(Reward(name, function, **other) for name, (function, other) in given.items()))
+    return Rewards(
+        tuple(Reward(name, function, **other) for name, (function, other) in given.items())
+    )
 
 
 def combine(rewards: Rewards, *values: float | None) -> Outcome:
-    return rewards.combine([Outcome("unscored") if value is None else Outcome.scored(value) for value in values])
+    return rewards.combine(
+        [Outcome("unscored") if value is None else Outcome.scored(value) for value in values]
+    )
 
 
 def test_the_weighted_sum_and_what_is_correct():
     """1 * 1 + .5 * .2 - .25 * 2 = .6"""
-    three = several(a=(exact, {}), b=(exact, {"weight": 0.5}), c=(exact, {"weight": -0.25, "range": (0, 4)}))
+    three = several(
+        a=(exact, {}), b=(exact, {"weight": 0.5}), c=(exact, {"weight": -0.25, "range": (0, 4)})
+    )
     found = combine(three, 1.0, 0.2, 2.0)
-    assert (found.kind, found.parts, found.correct) == ("scored", {"a": 1.0, "b": 0.2, "c": 2.0}, True)
+    assert (found.kind, found.parts, found.correct) == (
+        "scored",
+        {"a": 1.0, "b": 0.2, "c": 2.0},
+        True,
+    )
     assert found.reward == pytest.approx(0.6)
     assert combine(three, 0.9, 1.0, 4.0).correct is False
 
 
 def test_none_is_left_out_of_the_sum_and_an_error_leaves_the_completion_unscored():
     both = several(a=(exact, {}), b=(exact, {"weight": 0.5}))
-    assert combine(both, None, 1.0) == Outcome("scored", 0.5, parts={"a": None, "b": 1.0}, correct=True)
+    assert combine(both, None, 1.0) == Outcome(
+        "scored", 0.5, parts={"a": None, "b": 1.0}, correct=True
+    )
     assert combine(both, None, None).reason == "the reward function returned None"
     found = both.combine([Outcome.scored(1.0), Outcome.unscored("no reward within 5 s")])
-    assert found == Outcome("unscored", None, "no reward within 5 s (reward 'b')", {"a": 1.0, "b": None})
+    assert found == Outcome(
+        "unscored", None, "no reward within 5 s (reward 'b')", {"a": 1.0, "b": None}
+    )
 
 
 def test_every_signature_gives_each_completion_its_reward():
@@ -146,7 +197,9 @@ def test_every_signature_gives_each_completion_its_reward():
     )
     found = score(rewards, [make_group("7", "seven", "77", row={"prompt": "1 + 1?", "level": 2})])
     values = [(1, 0, 0, 1, 3, 1, 1), (0, 0.625, 2 / 3, 0, 2, 0, 5), (0, 0, 1 / 3, 0, 2, 0, 2)]
-    assert [o.parts for o in found] == [pytest.approx(dict(zip(rewards.names, v, strict=True))) for v in values]
+    assert [o.parts for o in found] == [
+        pytest.approx(dict(zip(rewards.names, v, strict=True))) for v in values
+    ]
     assert [o.reward for o in found] == pytest.approx([sum(v) + v[1] for v in values])
     assert [o.correct for o in found] == [True, False, False]
 
@@ -178,9 +231,15 @@ def test_contradictory_entries_are_rejected():
     for entry, message in [
         ({"reward": "lenght"}, "no built-in reward 'lenght'.*Did you mean 'length'"),
         ({"reward": "length", "options": {"limt": 8}}, r"'b', options: length: .*limt"),
-        ({"reward": "x:y", "options": {"api_key": "sk-1"}}, "options.api_key would be written to disk"),
+        (
+            {"reward": "x:y", "options": {"api_key": "sk-1"}},
+            "options.api_key would be written to disk",
+        ),
         ({"reward": "task", "name": "right"}, "two entries have the name 'right'"),
-        ({"reward": "llm_judge", "options": {"url": "x", "model": "m"}}, r"write http://host:port/v1"),
+        (
+            {"reward": "llm_judge", "options": {"url": "x", "model": "m"}},
+            r"write http://host:port/v1",
+        ),
     ]:
         rewards = [{"name": "right", "reward": "task"}, {"name": "b", **entry}]
         with pytest.raises(SettingsError, match=message):
@@ -200,7 +259,10 @@ ENTRIES: list[dict[str, Any]] = [
 @pytest.fixture(scope="module")
 def settings(model, tmp_path_factory):
     """Settings of a run with several rewards."""
-    root, task = tmp_path_factory.mktemp("several"), {"name": "sample_task:load_letters", "rewards": ENTRIES}
+    root, task = (
+        tmp_path_factory.mktemp("several"),
+        {"name": "sample_task:load_letters", "rewards": ENTRIES},
+    )
     return tiny_settings(model, root, task=task, schedule={"batches": 2})
 
 
@@ -212,17 +274,24 @@ def test_each_reward_is_in_the_rollouts_the_metrics_the_evaluations_and_the_repl
         assert parts[2] == pytest.approx(1 - len(row["token_ids"]) / 7)
         if parts[3] is None:
             assert (row["outcome"], row["reward"], row["correct"]) == ("unscored", None, None)
-            assert row["reason"] == "the reward function raised RuntimeError: not today (reward 'sometimes')"
+            assert (
+                row["reason"]
+                == "the reward function raised RuntimeError: not today (reward 'sometimes')"
+            )
         else:
             assert row["reward"] == pytest.approx(parts[0] + 0.5 * parts[1] + 0.25 * parts[2])
             assert row["correct"] is (parts[0] >= 0.5)
     first = [row for row in rows if row["step"] == 1]
-    assert line["rewards/letters/mean"] == pytest.approx(sum(row["reward_letters"] for row in first) / 8)
+    assert line["rewards/letters/mean"] == pytest.approx(
+        sum(row["reward_letters"] for row in first) / 8
+    )
     assert line["completions/unscored"] == sum(r["outcome"] == "unscored" for r in first) > 0
     assert result.before
     records = load_evaluation_records(result.run, "before")
     means = [[value for value in record["reward_short"] if value is not None] for record in records]
-    assert result.before["rewards/short/mean"] == pytest.approx(sum(sum(m) / len(m) for m in means) / len(means))
+    assert result.before["rewards/short/mean"] == pytest.approx(
+        sum(sum(m) / len(m) for m in means) / len(means)
+    )
     show(result.run, console=Console(width=200, file=(shown := io.StringIO())))
     assert ", rank 0" in shown.getvalue()
     assert verify_run(result.run, None).differences == []
@@ -232,11 +301,21 @@ def test_one_entry_of_weight_one_or_a_closure_trains_as_a_single_reward(settings
     single = {"name": "sample_task:load_letters"}
     own = load_task(load_settings({"task": single}).task, 0)
     assert isinstance(own, RowTask)
-    here = RowTask(own.name, own.rows, own.ask, lambda completion, answer: own.reward(completion, answer))
+    here = RowTask(
+        own.name, own.rows, own.ask, lambda completion, answer: own.reward(completion, answer)
+    )
     listed = single | {"rewards": [{"name": "only", "reward": "task"}]}
     found = []
-    for name, (task, given) in {"a": (single, None), "b": (listed, None), "c": (single, here)}.items():
+    for name, (task, given) in {
+        "a": (single, None),
+        "b": (listed, None),
+        "c": (single, here),
+    }.items():
         sections: dict[str, Any] = {"eval": {"at_start": False}, "task": task}
-        rows = load_rollouts(train(tiny_settings(settings["model"]["path"], tmp_path / name, **sections), given).run)
-        found.append([{n: v for n, v in row.items() if n not in ("reward_only", "correct")} for row in rows])
+        rows = load_rollouts(
+            train(tiny_settings(settings["model"]["path"], tmp_path / name, **sections), given).run
+        )
+        found.append(
+            [{n: v for n, v in row.items() if n not in ("reward_only", "correct")} for row in rows]
+        )
     assert found[0] == found[1] == found[2]

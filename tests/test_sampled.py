@@ -50,7 +50,10 @@ def groups() -> list[Group]:
         completion([11, 2], [1, 1], 0.0),
     )
     second = (completion([20, 21, 22, 2], [1, 0, 1, 1], 0.5), completion([6, 2], [1, 1], 1.0))
-    return [Group(Prompt(n, (), "", ids), cs) for n, (ids, cs) in enumerate([((10, 11, 12), first), ((13,), second)])]
+    return [
+        Group(Prompt(n, (), "", ids), cs)
+        for n, (ids, cs) in enumerate([((10, 11, 12), first), ((13,), second)])
+    ]
 
 
 def alone(policy: Policy, group: Group, c: Completion) -> Tensor:
@@ -63,7 +66,11 @@ def by_hand(name: str, policy: Policy, reference: Policy) -> tuple[Tensor, Tenso
     losses, lengths = [], []
     for group in groups():
         r = tensor(group.rewards, dtype=torch.float64)
-        advantages = r - r.mean() if name == "dr_grpo" else (r - r.mean()) / (r.var(correction=0) + 1e-4).sqrt()
+        advantages = (
+            r - r.mean()
+            if name == "dr_grpo"
+            else (r - r.mean()) / (r.var(correction=0) + 1e-4).sqrt()
+        )
         for c, A in zip(group.completions, advantages.tolist(), strict=True):
             logp = alone(policy, group, c)
             log_rho = logp - c.logp_alpha[c.sampled]
@@ -82,10 +89,14 @@ def by_hand(name: str, policy: Policy, reference: Policy) -> tuple[Tensor, Tenso
 
 def gradient(policy: Policy) -> Tensor:
     parameters = policy.model.parameters()
-    return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in parameters])
+    return torch.cat(
+        [(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in parameters]
+    )
 
 
-@pytest.mark.parametrize(("name", "tokens"), [("grpo", 8), ("dapo", 1000), ("dr_grpo", 8), ("gspo", 1000)])
+@pytest.mark.parametrize(
+    ("name", "tokens"), [("grpo", 8), ("dapo", 1000), ("dr_grpo", 8), ("gspo", 1000)]
+)
 def test_loss_gradient_and_normalizer_are_those_of_the_sampled_tokens(name, tokens):
     policy, reference = tiny_policy(dtype=torch.float64), tiny_policy(seed=1, dtype=torch.float64)
     expected, lengths_C = by_hand(name, policy, reference)
@@ -100,10 +111,14 @@ def test_loss_gradient_and_normalizer_are_those_of_the_sampled_tokens(name, toke
     total = torch.zeros(())
     for row in rows:
         with torch.no_grad():
-            row = replace(row, logp_ref_T=reference.logp(row.packed) if recipe.needs_pi_ref else None)
+            row = replace(
+                row, logp_ref_T=reference.logp(row.packed) if recipe.needs_pi_ref else None
+            )
         logp_T = policy.logp(row.packed)
         assert len(logp_T) == len(row.completion_T) == int(lengths_C[list(row.members)].sum())
-        loss, sums = recipe.loss(row.with_logprobs(logp_T.detach()).loss_inputs(logp_T), row.weight_C)
+        loss, sums = recipe.loss(
+            row.with_logprobs(logp_T.detach()).loss_inputs(logp_T), row.weight_C
+        )
         assert int(sums["tokens"]) == len(logp_T)
         loss.backward()
         total = total + loss.detach()
@@ -140,7 +155,9 @@ def test_metrics_and_lag_are_those_of_the_sampled_tokens():
     assert (metrics["staleness/mean"], metrics["staleness/max"]) == (2.0, 2)
     assert metrics["rollout/ratio_mean"] == pytest.approx(float(flat.exp().mean()), rel=1e-4)
     assert metrics["rollout/kl"] == pytest.approx(float((flat.exp() - 1 - flat).mean()), rel=1e-4)
-    assert metrics["rollout/logp_difference_max"] == pytest.approx(float(flat.abs().max()), rel=1e-4)
+    assert metrics["rollout/logp_difference_max"] == pytest.approx(
+        float(flat.abs().max()), rel=1e-4
+    )
     assert metrics["grad_norm"] == updates[-1]["grad_norm"]
 
 
@@ -150,7 +167,12 @@ def test_all_tokens_are_sampled_by_default():
 
 
 def written(path: Path, **columns: Any) -> Path:
-    row = {"prompt": "a", "token_ids": [5, 8, 40, 9], "reward": 1.0, "rollout_logprobs": [-1.0, -1.0, None, -1.0]}
+    row = {
+        "prompt": "a",
+        "token_ids": [5, 8, 40, 9],
+        "reward": 1.0,
+        "rollout_logprobs": [-1.0, -1.0, None, -1.0],
+    }
     pq.write_table(pa.Table.from_pylist([row | columns]), path)
     return path
 
@@ -175,7 +197,10 @@ def test_a_run_with_unsampled_tokens_agrees_with_its_replay(tmp_path, monkeypatc
         if row.request.batch < 1:  # of the weight-sync check
             return c
         own = torch.arange(len(c.token_ids)) != (1 if len(c.token_ids) > 2 else -1)
-        logp, versions = torch.where(own, c.logp_alpha, NAN), torch.where(own, c.versions, ENVIRONMENT)
+        logp, versions = (
+            torch.where(own, c.logp_alpha, NAN),
+            torch.where(own, c.versions, ENVIRONMENT),
+        )
         return replace(c, logp_alpha=logp, versions=versions, sampled=own)
 
     monkeypatch.setattr(LocalSampler, "_complete", with_a_reply)

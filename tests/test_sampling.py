@@ -44,9 +44,13 @@ def sampled(policy, requests, G=6, max_tokens=24, rows=64, seed=0) -> dict[int, 
 
 def log_ratio(policy, groups) -> torch.Tensor:
     """ln ρ of every token: the trainer's packed forward against what the sampler recorded."""
-    packed = Packed.build([(g.prompt.token_ids, [c.token_ids for c in g.completions]) for g in groups])
+    packed = Packed.build(
+        [(g.prompt.token_ids, [c.token_ids for c in g.completions]) for g in groups]
+    )
     with torch.no_grad():
-        return policy.logp(packed) - torch.cat([c.logp_alpha for g in groups for c in g.completions])
+        return policy.logp(packed) - torch.cat(
+            [c.logp_alpha for g in groups for c in g.completions]
+        )
 
 
 # Where all products are ours, bits are equal. Where they are PyTorch's, the order of sums may differ between one row
@@ -62,7 +66,9 @@ def test_ratio_is_one_right_after_a_weight_sync(kind):
         policy = tiny_policy(kind, dtype, tau)
         tolerance = 0.0 if policy.model.exact else ROUNDING[dtype]
         groups = list(sampled(policy, requests_for(policy, 5)).values())
-        assert len({len(c.token_ids) for g in groups for c in g.completions}) > 3 or tau < 1  # ragged, some retired
+        assert (
+            len({len(c.token_ids) for g in groups for c in g.completions}) > 3 or tau < 1
+        )  # ragged, some retired
         assert log_ratio(policy, groups).abs().max() <= tolerance / tau
 
 
@@ -79,7 +85,9 @@ def test_completion_is_independent_of_other_completions_in_the_batch():
         for key, group in other.items():
             for ours, theirs in zip(group.completions, wide[key].completions, strict=True):
                 assert torch.equal(ours.token_ids, theirs.token_ids)
-                torch.testing.assert_close(ours.logp_alpha, theirs.logp_alpha, rtol=0, atol=0 if exact else 1e-5)
+                torch.testing.assert_close(
+                    ours.logp_alpha, theirs.logp_alpha, rtol=0, atol=0 if exact else 1e-5
+                )
 
 
 def test_other_rng_keys_give_other_completions():
@@ -89,7 +97,9 @@ def test_other_rng_keys_give_other_completions():
     base = sampled(policy, [request(0, policy=policy)])[0]
     texts = [tuple(c.token_ids.tolist()) for c in base.completions]
     assert len(set(texts)) == len(texts)
-    same, batch, epoch = (request(0, batch=b, epoch=e, policy=policy) for b, e in ((1, 0), (2, 0), (1, 1)))
+    same, batch, epoch = (
+        request(0, batch=b, epoch=e, policy=policy) for b, e in ((1, 0), (2, 0), (1, 1))
+    )
     for changed, seed in ((same, 1), (batch, 0), (epoch, 0)):
         other = sampled(policy, [changed], seed=seed)[0]
         assert tuple(other.completions[0].token_ids.tolist()) != texts[0]
@@ -121,7 +131,12 @@ def test_uniform_number_picks_the_token_whose_interval_holds_it():
     """Literal: equal probabilities over 1,001 tokens, uniform number in the middle of an interval; and its ends. A
     token of probability zero is never sampled."""
     for position in (0, CDF_BLOCK - 1, CDF_BLOCK, 1000):
-        u = torch.tensor([position + 0.5, position + 1e-4, position + 1 - 1e-4], dtype=torch.float64) / 1001
+        u = (
+            torch.tensor(
+                [position + 0.5, position + 1e-4, position + 1 - 1e-4], dtype=torch.float64
+            )
+            / 1001
+        )
         tokens, logp = sample_tokens(torch.zeros(3, 1001), 1.0, u)
         assert tokens.tolist() == [position] * 3
         torch.testing.assert_close(logp, torch.full((3,), -math.log(1001)))
@@ -135,8 +150,14 @@ def test_every_end_of_sequence_id_ends_a_completion_and_the_limit_cuts_it():
     policy = tiny_policy()
     assert policy.chat.eos_ids == {1, 2}
     with torch.no_grad():  # make both ends likely
-        policy.model.head.weight[1] = policy.model.head.weight[2] = policy.model.head.weight[5:40].mean(0)
-    completions = [c for g in sampled(policy, requests_for(policy, 6), max_tokens=40).values() for c in g.completions]
+        policy.model.head.weight[1] = policy.model.head.weight[2] = policy.model.head.weight[
+            5:40
+        ].mean(0)
+    completions = [
+        c
+        for g in sampled(policy, requests_for(policy, 6), max_tokens=40).values()
+        for c in g.completions
+    ]
     assert {int(c.token_ids[-1]) for c in completions if c.finished} == {1, 2}
     for c in completions:
         assert not any(t in (1, 2) for t in c.token_ids[:-1].tolist())
@@ -150,7 +171,10 @@ def test_prefetcher_hands_out_batch_by_batch_what_was_generated_together():
     policy = tiny_policy(dtype=torch.float64)  # rounding by the rows beside one changes no token
     sampler = LocalSampler(copy_policy(policy), 0, 12, 8)
     source = {b: requests_for(policy, 3, batch=b) for b in (1, 2, 3)}
-    together, apart = Prefetcher(sampler, source.__getitem__, 4), Prefetcher(sampler, source.__getitem__, 4)
+    together, apart = (
+        Prefetcher(sampler, source.__getitem__, 4),
+        Prefetcher(sampler, source.__getitem__, 4),
+    )
     together.submit(range(1, 4), 0)
     for b in (1, 2, 3):
         apart.submit(range(b, b + 1), 0)

@@ -28,7 +28,12 @@ def test_k_starts_again_in_every_stage():
 
 
 def test_every_batch_is_generated_once_and_not_after_it_is_needed():
-    for schedule, prefetch in ((every(1), True), (every(4), True), (every(4), False), (lagged(3), True)):
+    for schedule, prefetch in (
+        (every(1), True),
+        (every(4), True),
+        (every(4), False),
+        (lagged(3), True),
+    ):
         asked, state = [], LoopState(alpha=0)
         for batch in range(1, 15):
             decision = schedule.next(state, 14, 7, prefetch)
@@ -39,11 +44,21 @@ def test_every_batch_is_generated_once_and_not_after_it_is_needed():
 
 
 def test_prefetching_submits_all_batches_up_to_the_next_sync():
-    assert every(3).next(LoopState(batch=2, alpha=0), 9, 9) == SyncDecision(3, "schedule", range(3, 6))
-    assert every(3).next(LoopState(batch=2, alpha=0), 9, 9, prefetch=False).to_generate == range(3, 4)
+    assert every(3).next(LoopState(batch=2, alpha=0), 9, 9) == SyncDecision(
+        3, "schedule", range(3, 6)
+    )
+    assert every(3).next(LoopState(batch=2, alpha=0), 9, 9, prefetch=False).to_generate == range(
+        3, 4
+    )
 
 
 def test_budget_syncs_when_it_is_spent_and_at_the_cap():
-    for since_sync, spent, reason in ((0, 0.9, ""), (1, 0.25, ""), (1, 0.26, "budget"), (4, 0.0, "cap"), (3, 0.0, "")):
+    for since_sync, spent, reason in (
+        (0, 0.9, ""),
+        (1, 0.25, ""),
+        (1, 0.26, "budget"),
+        (4, 0.0, "cap"),
+        (3, 0.0, ""),
+    ):
         state = LoopState(batch=6, alpha=0, since_sync=since_sync, spent=spent)
         assert Schedule("budget", 4, 0.25).next(state, 8, 8).reason == reason

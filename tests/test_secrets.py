@@ -22,7 +22,9 @@ def test_command_line_of_a_run_is_recorded_without_secrets(tmp_path, monkeypatch
     assert command == "train.py --openai-key *** '--hub=https://***@host/?api_key=***' --n=3"
 
 
-@pytest.mark.parametrize("words", ["--vllm.server_args=--api-key=planted", "--model https://me:planted@host/x"])
+@pytest.mark.parametrize(
+    "words", ["--vllm.server_args=--api-key=planted", "--model https://me:planted@host/x"]
+)
 def test_rejected_setting_is_named_without_its_secret(tmp_path, words):
     vllm = ["--rollout.engine", "vllm"] if "vllm" in words else []
     code, out, err = lagrpo("train", *words.split(), *vllm, "--run.output_dir", tmp_path / "runs")

@@ -15,7 +15,15 @@ from pydantic import BaseModel
 from lagrpo.core.objective import NUMBERS
 from lagrpo.core.recipes import CHOICES, MINIMUM
 from lagrpo.errors import SettingsError
-from lagrpo.settings.load import PRESETS, SHORT, TABLES, list_settings, load_settings, read_words, to_toml
+from lagrpo.settings.load import (
+    PRESETS,
+    SHORT,
+    TABLES,
+    list_settings,
+    load_settings,
+    read_words,
+    to_toml,
+)
 from lagrpo.settings.schema import Settings
 from lagrpo.settings.sections import KNOBS, LossSettings, RewardSettings
 
@@ -35,20 +43,32 @@ def test_settings_of_the_loss_are_knobs_of_recipes_and_name_every_choice():
     named = set(LossSettings.model_fields) - {"recipe", "overrides"}
     assert {KNOBS.get(name, name) for name in named} <= {*NUMBERS, *CHOICES, *MINIMUM}
     assert LossSettings().knobs == {}
-    assert LossSettings(epsilon=0.1, overrides={"dual_clip": 3.0}).knobs == {"epsilon_low": 0.1, "dual_clip": 3.0}
+    assert LossSettings(epsilon=0.1, overrides={"dual_clip": 3.0}).knobs == {
+        "epsilon_low": 0.1,
+        "dual_clip": 3.0,
+    }
     for name in ("advantage", "kl_estimator", "reduction"):
         text = LossSettings.model_fields[name].description or ""
-        assert [choice for choice in CHOICES[KNOBS.get(name, name)] if choice not in text and choice != "k1"] == []
+        assert [
+            choice
+            for choice in CHOICES[KNOBS.get(name, name)]
+            if choice not in text and choice != "k1"
+        ] == []
 
 
 def test_single_value_is_accepted_for_a_list():
-    settings = load_settings({"run": {"report_to": "wandb"}, "task": {"rewards": "exact", "tools": "calculator"}})
+    settings = load_settings(
+        {"run": {"report_to": "wandb"}, "task": {"rewards": "exact", "tools": "calculator"}}
+    )
     assert (settings.run.report_to, settings.task.tools) == (("wandb",), ("calculator",))
     assert settings.task.rewards == (RewardSettings(name="exact", reward="exact"),)
 
 
 def test_rewards_are_names_or_tables_and_their_ranges_add_up():
-    rewards = ["my.module:score", {"name": "short", "reward": "length", "weight": -0.5, "range": [0, 2]}]
+    rewards = [
+        "my.module:score",
+        {"name": "short", "reward": "length", "weight": -0.5, "range": [0, 2]},
+    ]
     task = load_settings({"task": {"rewards": rewards}}).task
     assert [each.name for each in task.rewards] == ["score", "short"]
     assert task.reward_range == (-1.0, 1.0)
@@ -56,10 +76,16 @@ def test_rewards_are_names_or_tables_and_their_ranges_add_up():
 
 
 def test_schedule_follows_from_its_keys():
-    kinds = {"every": {"sync_every": 3}, "lagged": {"constant_lag": 2}, "budget": {"sync_at_kl": 0.1, "sync_every": 9}}
+    kinds = {
+        "every": {"sync_every": 3},
+        "lagged": {"constant_lag": 2},
+        "budget": {"sync_at_kl": 0.1, "sync_every": 9},
+    }
     for kind, values in kinds.items():
         assert load_settings({"schedule": values}).schedule.kind == kind
-    lengths = [load_settings({"schedule": {"batches": 9, **more}}) for more in ({}, {"ref_sync_every": 4})]
+    lengths = [
+        load_settings({"schedule": {"batches": 9, **more}}) for more in ({}, {"ref_sync_every": 4})
+    ]
     assert [each.schedule.stage_length for each in lengths] == [9, 4]
 
 
@@ -69,11 +95,20 @@ def test_schedule_follows_from_its_keys():
         ({"schedule": {"constant_lag": 2, "sync_at_kl": 0.1}}, ("constant_lag", "sync_at_kl")),
         ({"schedule": {"reset_optimizer": True}}, ("reset_optimizer", "ref_sync_every")),
         ({"vllm": {"urls": ["http://a:1"]}}, ("vllm.urls", "rollout.engine")),
-        ({"rollout": {"num_generations": 129}}, ("rollout.max_num_seqs", "rollout.num_generations")),
-        ({"rollout": {"engine": "vllm", "temperature": 2.5}}, ("rollout.temperature", "rollout.engine")),
+        (
+            {"rollout": {"num_generations": 129}},
+            ("rollout.max_num_seqs", "rollout.num_generations"),
+        ),
+        (
+            {"rollout": {"engine": "vllm", "temperature": 2.5}},
+            ("rollout.temperature", "rollout.engine"),
+        ),
         ({"eval": {"best_metric": "pass@1", "at_start": False}}, ("best_metric", "at_start")),
         ({"offline": {"fraction": 0.5}}, ("offline.fraction", "offline.data")),
-        ({"loss": {"overrides": {"overlong_buffer": 300}}}, ("overlong_buffer", "rollout.max_completion_length")),
+        (
+            {"loss": {"overrides": {"overlong_buffer": 300}}},
+            ("overlong_buffer", "rollout.max_completion_length"),
+        ),
     ],
 )
 def test_contradictory_settings_are_rejected_with_both_keys_in_one_line(values, names):
@@ -107,17 +142,30 @@ def test_secrets_in_arguments_of_a_server_are_not_repeated():
 # Files
 
 
-@given(st.text(st.characters(exclude_categories=["Cs"]), max_size=8), st.integers(1, 9), st.floats(1e-300, 1e300))
+@given(
+    st.text(st.characters(exclude_categories=["Cs"]), max_size=8),
+    st.integers(1, 9),
+    st.floats(1e-300, 1e300),
+)
 def test_settings_written_as_toml_load_unchanged(text, number, rate):
-    values = {"run.output_dir": text, "task.options": {"digits": number}, "optimizer.learning_rate": rate}
+    values = {
+        "run.output_dir": text,
+        "task.options": {"digits": number},
+        "optimizer.learning_rate": rate,
+    }
     settings = load_settings(values)
     assert load_settings(tomllib.loads(to_toml(settings))) == settings
 
 
 def test_overrides_change_a_file(tmp_path):
     (tmp_path / "a.toml").write_text("[schedule]\nsync_every = 3\n[task.options]\ndigits = 2\n")
-    settings = load_settings(tmp_path / "a.toml", {"schedule.sync_every": "10", "task": {"options": {"numbers": 3}}})
-    assert (settings.schedule.sync_every, settings.task.options) == (10, {"digits": 2, "numbers": 3})
+    settings = load_settings(
+        tmp_path / "a.toml", {"schedule.sync_every": "10", "task": {"options": {"numbers": 3}}}
+    )
+    assert (settings.schedule.sync_every, settings.task.options) == (
+        10,
+        {"digits": 2, "numbers": 3},
+    )
 
 
 @pytest.mark.parametrize("name", sorted(file.stem for file in PRESETS.glob("*.toml")))
@@ -153,10 +201,19 @@ def test_a_resumed_run_has_its_own_settings(tmp_path):
         ({"schedul": {"sync_every": 1}}, "unknown setting 'schedul'; did you mean 'schedule'?"),
         ({"schedule": {"sync_evry": 1}}, "did you mean 'schedule.sync_every'?"),
         ({"schedule": {"learning_rate": 1.0}}, "did you mean 'optimizer.learning_rate'?"),
-        ({"eval": {"sets": [{"name": "a", "smaples": 3}]}}, "unknown setting 'eval.sets.0.smaples'"),
+        (
+            {"eval": {"sets": [{"name": "a", "smaples": 3}]}},
+            "unknown setting 'eval.sets.0.smaples'",
+        ),
         ({"schedule": 3}, "schedule = 3: "),
-        ({"optimizer": {"learning_rate": "x"}}, "optimizer.learning_rate = 'x': Input should be a valid number"),
-        ({"model": {"dtype": "bf16"}}, "model.dtype = 'bf16': Input should be 'auto', 'bfloat16' or 'float32'"),
+        (
+            {"optimizer": {"learning_rate": "x"}},
+            "optimizer.learning_rate = 'x': Input should be a valid number",
+        ),
+        (
+            {"model": {"dtype": "bf16"}},
+            "model.dtype = 'bf16': Input should be 'auto', 'bfloat16' or 'float32'",
+        ),
     ],
 )
 def test_complaint_names_the_setting_and_the_nearest(values, message):
@@ -209,7 +266,9 @@ def test_command_line_none_unsets_a_value_of_the_file():
     assert given == {"schedule.batches": 100, "task.data": None}
 
 
-@pytest.mark.parametrize("line", ["--schedule.sync_evry 1", "--schedule.batches", "--rollout.engine vlm", "word"])
+@pytest.mark.parametrize(
+    "line", ["--schedule.sync_evry 1", "--schedule.batches", "--rollout.engine vlm", "word"]
+)
 def test_unknown_command_line_words_exit_with_an_error(line, capsys):
     with pytest.raises(SystemExit) as ended:
         parse(line)

@@ -19,9 +19,15 @@ def rates() -> dict[Sum, float]:
     encode = AutoTokenizer.from_pretrained(FOLDER / "model")
     sums = [*split()[0], *split()[1]]
     with torch.no_grad():
-        found = [loss_of(model, torch.tensor([encode(lesson(digits)).input_ids])).item() for digits in sums]
+        found = [
+            loss_of(model, torch.tensor([encode(lesson(digits)).input_ids])).item()
+            for digits in sums
+        ]
     lengths = [len(str(sum(digits))) + 1 for digits in sums]
-    return {digits: float(torch.tensor(-nats * n).exp()) for digits, nats, n in zip(sums, found, lengths, strict=True)}
+    return {
+        digits: float(torch.tensor(-nats * n).exp())
+        for digits, nats, n in zip(sums, found, lengths, strict=True)
+    }
 
 
 def lesson(digits: Sum) -> str:
@@ -51,4 +57,6 @@ def test_small_model_solves_about_as_many_sums_as_its_training_data(rates):
     assert found == pytest.approx(RIGHT, abs=0.1)
     assert found == sorted(found, reverse=True)
     assert 0.2 < fmean(rates[digits] for digits in split()[1]) < 0.3
-    assert sum(p > 0.02 for p in rates.values()) > 980  # nearly every prompt has the right answer to offer
+    assert (
+        sum(p > 0.02 for p in rates.values()) > 980
+    )  # nearly every prompt has the right answer to offer

@@ -36,7 +36,17 @@ GRID = {"method": {"plain": {}, "masked": {}}, "v": {"v = 1": {}, "v = 10": {}}}
 
 def test_t_quantiles_are_those_of_the_tables():
     """Abramowitz and Stegun, table 26.10, 95 % two-sided."""
-    table = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 9: 2.262, 10: 2.228, 29: 2.045, 30: 2.042, 120: 1.980}
+    table = {
+        1: 12.706,
+        2: 4.303,
+        3: 3.182,
+        4: 2.776,
+        9: 2.262,
+        10: 2.228,
+        29: 2.045,
+        30: 2.042,
+        120: 1.980,
+    }
     assert {n: round(t_quantile(n), 3) for n in table} == table
 
 
@@ -81,7 +91,9 @@ def test_differences_are_paired_by_seed_and_averaged_over_unnamed_axes():
     def differences(text: str) -> dict[int, float]:
         return paired_differences(parse_claim(text, GRID), values, ["method", "v"])
 
-    assert differences("masked > plain") == {0: 2.0}  # (2 + 6) / 2 - (1 + 3) / 2; seed 1 lacks a value
+    assert differences("masked > plain") == {
+        0: 2.0
+    }  # (2 + 6) / 2 - (1 + 3) / 2; seed 1 lacks a value
     assert differences("masked & v = 1 > plain & v = 1") == {0: 1.0, 1: -1.0}
     assert differences("v = 10 <= v = 1") == {0: 3.0}  # (3 + 6) / 2 - (1 + 2) / 2
     assert differences("plain & v = 10 > 0.5") == {0: 2.5, 1: 0.5}
@@ -128,9 +140,18 @@ def test_text_that_is_not_a_claim_is_rejected(text, cause):
 def test_measures_by_hand(text, value):
     """Rewards .1, .5, .8, .7, .4, smoothed over two batches: .1, .3, .65, .75, .55."""
     rewards, tokens = [0.1, 0.5, 0.8, 0.7, 0.4], [1.0, None, 1.0, 1.0, 1.0]
-    lines = [{"reward": reward, "time/step": n + 1.0, "tokens": tokens[n]} for n, reward in enumerate(rewards)]
-    evaluations = {"before": {"pass@1": 0.1}, "after": {"pass@1": 0.9}, "after.hard": {"reward": 0.4}}
-    assert measure(text, RunResult(lines, evaluations), smooth=2) == (value and pytest.approx(value))
+    lines = [
+        {"reward": reward, "time/step": n + 1.0, "tokens": tokens[n]}
+        for n, reward in enumerate(rewards)
+    ]
+    evaluations = {
+        "before": {"pass@1": 0.1},
+        "after": {"pass@1": 0.9},
+        "after.hard": {"reward": 0.4},
+    }
+    assert measure(text, RunResult(lines, evaluations), smooth=2) == (
+        value and pytest.approx(value)
+    )
 
 
 @pytest.mark.parametrize("text", ["reward", "median reward", "pass@1 after", "x to high", "x to ."])
@@ -174,7 +195,9 @@ def test_wrong_study_file_is_rejected(tmp_path, changes, cause):
 
 def test_run_has_the_settings_of_the_base_the_study_and_its_labels(tmp_path):
     _, runs = load_study(study_file(tmp_path), tmp_path / "out")
-    assert [(run.cell, run.seed) for run in runs] == [((v,), seed) for seed in (3, 4) for v in ("v = 1", "v = 3")]
+    assert [(run.cell, run.seed) for run in runs] == [
+        ((v,), seed) for seed in (3, 4) for v in ("v = 1", "v = 3")
+    ]
     settings = runs[3].settings
     assert (settings.schedule.sync_every, settings.schedule.batches, settings.run.seed) == (3, 4, 4)
     assert (settings.run.name, settings.checkpoint.save_total_limit) == ("v-3-seed4", 0)
@@ -186,7 +209,9 @@ def test_studies_of_the_papers_can_run_and_their_records_load(name, tmp_path, mo
     monkeypatch.chdir(TESTS.parent)
     study, runs = load_study(PAPERS / name, tmp_path)
     record = PAPERS / "results" / f"{Path(name).stem}.json"
-    assert not record.is_file() or load_results(record, study).keys() <= {(run.cell, run.seed) for run in runs}
+    assert not record.is_file() or load_results(record, study).keys() <= {
+        (run.cell, run.seed) for run in runs
+    }
 
 
 # A whole study
@@ -232,8 +257,12 @@ def test_study_ended_by_a_signal_resumes_and_reports(tmp_path, monkeypatch, caps
     for run in report["runs"]:
         directory = out / f"{run['cell']['v'].replace(' = ', '-')}-seed{run['seed']}"
         metrics = load_metrics(directory)
-        assert run["measures"]["max staleness/max"] == max(line["staleness/max"] for line in metrics)
-        assert run["measures"]["mean reward"] == pytest.approx(sum(line["reward"] for line in metrics) / 12)
+        assert run["measures"]["max staleness/max"] == max(
+            line["staleness/max"] for line in metrics
+        )
+        assert run["measures"]["mean reward"] == pytest.approx(
+            sum(line["reward"] for line in metrics) / 12
+        )
         assert run["measures"]["pass@1"] == load_evaluations(directory)[-1]["pass@1"]
     page = (out / "report.md").read_text()
     assert "| a sampler lags (Eq. 1) | max staleness/max: v = 3 > v = 1 |" in page

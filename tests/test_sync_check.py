@@ -21,7 +21,9 @@ either_computation = pytest.mark.usefixtures("either_computation")
 def checked(policy) -> tuple[LocalSampler, WeightSyncCheck, Any]:
     """A sampler of the policy, a check that has found their grade, and that grade."""
     sampler = LocalSampler(copy_policy(policy), 0, 16, 64)
-    check = WeightSyncCheck([request(key, f"{key}+{key}=", batch=0, policy=policy) for key in range(8)], policy.dtype)
+    check = WeightSyncCheck(
+        [request(key, f"{key}+{key}=", batch=0, policy=policy) for key in range(8)], policy.dtype
+    )
     return sampler, check, check.start(policy, sampler)
 
 
@@ -50,7 +52,9 @@ def test_grade_is_exact_if_all_products_are_ours():
 
 @either_computation
 @pytest.mark.parametrize(
-    ("dtype", "lora"), [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, LORA)], ids=str
+    ("dtype", "lora"),
+    [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, LORA)],
+    ids=str,
 )
 def test_check_passes_after_a_sync_and_stops_on_stale_weights_of_any_layer(dtype, lora):
     policy = tiny_policy(dtype=dtype, lora=lora)
@@ -110,7 +114,12 @@ class Echo:
     servers = ("the server",)
 
     def __init__(self, policy: Any, shift: float = 0.0, tau: float | None = None) -> None:
-        self.policy, self.shift, self.tau, self.version = policy, shift, tau or policy.tau, policy.version
+        self.policy, self.shift, self.tau, self.version = (
+            policy,
+            shift,
+            tau or policy.tau,
+            policy.version,
+        )
 
     def generate_on_server(self, number, requests, G, max_tokens):
         sampler = LocalSampler(copy_policy(self.policy), 0, max_tokens, 8, tau=self.tau)

@@ -49,7 +49,11 @@ def settings(model: Path, root: Path, /, **sections: dict[str, Any]) -> dict[str
         "rollout": {"max_completion_length": 40},
         "eval": {"at_start": False},
     }
-    return tiny_settings(model, root, **{name: base.get(name, {}) | sections.get(name, {}) for name in base | sections})
+    return tiny_settings(
+        model,
+        root,
+        **{name: base.get(name, {}) | sections.get(name, {}) for name in base | sections},
+    )
 
 
 def test_run_is_recorded_shown_and_replayed(model, tmp_path):
@@ -58,7 +62,9 @@ def test_run_is_recorded_shown_and_replayed(model, tmp_path):
     rows = load_rollouts(result.run)
     assert max(len(row["messages"]) for row in rows) == 5
     for row in rows:
-        assert row["reason"] == "after 3 turns" or row["reason"].startswith(("cut", "after 3 turns; cut"))
+        assert row["reason"] == "after 3 turns" or row["reason"].startswith(
+            ("cut", "after 3 turns; cut")
+        )
         changes = sum(a != b for a, b in zip(row["loss_mask"], row["loss_mask"][1:], strict=False))
         assert len(row["messages"]) == changes + 1
     sampled = sum(line["num_tokens"] for line in load_metrics(result.run))
@@ -73,7 +79,12 @@ def test_run_is_recorded_shown_and_replayed(model, tmp_path):
 
 def test_resumed_run_equals_an_uninterrupted_run(model, tmp_path):
     """Stopped while completions of later batches wait in the checkpoint, rewards and turns with them."""
-    given = settings(model, tmp_path, schedule={"sync_every": 3}, checkpoint={"save_every": 1, "save_total_limit": 5})
+    given = settings(
+        model,
+        tmp_path,
+        schedule={"sync_every": 3},
+        checkpoint={"save_every": 1, "save_total_limit": 5},
+    )
     whole = lagrpo.train(given).run
     stopped = cut_to(whole, 1, tmp_path / "cut")
     assert list((stopped / "checkpoints").glob("*/rollouts.parquet"))
@@ -83,7 +94,9 @@ def test_resumed_run_equals_an_uninterrupted_run(model, tmp_path):
 
 
 def test_tools_are_described_to_the_policy(model, tmp_path):
-    given = settings(model, tmp_path, rollout={"max_prompt_length": 620, "max_completion_length": 10})
+    given = settings(
+        model, tmp_path, rollout={"max_prompt_length": 620, "max_completion_length": 10}
+    )
     given["task"] = {"name": "sample_task:load", "tools": ["calculator"]}
     rows = load_rollouts(lagrpo.train(given).run)
     assert rows[0]["prompt_text"].startswith("system: You can call functions:")
@@ -116,9 +129,18 @@ def test_environment_settings_that_exclude_each_other_are_rejected(model, tmp_pa
     rewards, sample = ["exact"], "sample_task:load"
     for task, message in [
         ({"name": "guess_number", "tools": ["calculator"]}, "has an environment"),
-        ({"name": "talkers:load", "rewards": rewards}, "the environment of 'talkers:load' gives the rewards"),
-        ({"name": sample, "tools": ["talkers:undescribed"]}, "tool 'undescribed' has no usable signature"),
-        ({"name": "talkers:load", "options": {"make": "Broken"}}, "its environment did not start: .*no game today"),
+        (
+            {"name": "talkers:load", "rewards": rewards},
+            "the environment of 'talkers:load' gives the rewards",
+        ),
+        (
+            {"name": sample, "tools": ["talkers:undescribed"]},
+            "tool 'undescribed' has no usable signature",
+        ),
+        (
+            {"name": "talkers:load", "options": {"make": "Broken"}},
+            "its environment did not start: .*no game today",
+        ),
     ]:
         with pytest.raises(SettingsError, match=message):
             lagrpo.train(settings(model, tmp_path) | {"task": task})
@@ -141,9 +163,14 @@ def test_completions_of_two_ranks_equal_those_of_one_process(model, tmp_path):
     first, second = together(2, settings(model, tmp_path / "two", **given))
     assert first == second
     compared = ("token_ids", "loss_mask", "messages", "outcome", "reward", "reason", "finished")
-    of_run, of_one = ([[row[name] for name in compared] for row in load_rollouts(run)] for run in (first.run, alone))
+    of_run, of_one = (
+        [[row[name] for name in compared] for row in load_rollouts(run)]
+        for run in (first.run, alone)
+    )
     assert of_run == of_one
     assert max(len(turns) for _, _, turns, *_ in of_run) > 2
     for name in ("before.own", "before.guess"):
         found, expected = (load_evaluation_records(run, name) for run in (first.run, alone))
-        assert [record["completions"] for record in found] == [record["completions"] for record in expected]
+        assert [record["completions"] for record in found] == [
+            record["completions"] for record in expected
+        ]

@@ -47,7 +47,10 @@ def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_prompt_order_is_the_same_on_every_machine_and_differs_between_epochs_and_seeds():
     assert order_prompts(seed=0, epoch=0, size=8) == [5, 2, 4, 7, 0, 1, 6, 3]
-    assert len({tuple(order_prompts(seed, epoch, 30)) for seed in range(3) for epoch in range(-1, 2)}) == 9
+    assert (
+        len({tuple(order_prompts(seed, epoch, 30)) for seed in range(3) for epoch in range(-1, 2)})
+        == 9
+    )
 
 
 def test_system_prompt_comes_first_and_only_once():
@@ -82,7 +85,11 @@ def test_missing_data_is_rejected_with_what_to_set(monkeypatch):
 
 def test_own_task_and_reward_are_found_in_the_current_directory(user_module):
     task = load_task(task_settings(f"{user_module}:task", options={"digits": 3}), seed=5)
-    assert (task.name, task.prompt("train", 1).answer, task.prompt("test", 0).answer) == ("mine", 6, 3)
+    assert (task.name, task.prompt("train", 1).answer, task.prompt("test", 0).answer) == (
+        "mine",
+        6,
+        3,
+    )
     sums = load_task(task_settings("arithmetic", rewards=[f"{user_module}:length"]), seed=0)
     assert isinstance(sums.reward, Rewards)
     assert sums.reward.parts[0].function("seven", "7") == 5.0
@@ -97,7 +104,10 @@ def test_missing_function_or_module_is_named(user_module, tmp_path):
         (f"{user_module}:number", r"has no function 'number'\.$"),
         (f"{user_module}:a b", "not of the form"),
         ("no_such_module:reward", "no module 'no_such_module'"),
-        (f"{user_module}_broken:reward", "_broken:reward': No module named 'package_that_is_not_installed'"),
+        (
+            f"{user_module}_broken:reward",
+            "_broken:reward': No module named 'package_that_is_not_installed'",
+        ),
     ]:
         with pytest.raises((ValueError, ImportError), match=message):
             load_function(reference)

@@ -20,7 +20,9 @@ from lagrpo.rewards.reward import Rewards
 from lagrpo.tasks import RowTask, load_task
 from lagrpo.tasks.data import read_rows
 
-ROWS: list[dict[str, Any]] = [{"q": f"{n} + 1?", "a": str(n + 1), "level": n % 3} for n in range(30)]
+ROWS: list[dict[str, Any]] = [
+    {"q": f"{n} + 1?", "a": str(n + 1), "level": n % 3} for n in range(30)
+]
 
 
 def write(path: Path, rows: list[dict[str, Any]] = ROWS) -> str:
@@ -33,7 +35,11 @@ def write(path: Path, rows: list[dict[str, Any]] = ROWS) -> str:
             writer.writeheader()
             writer.writerows(rows)
         else:
-            file.write(json.dumps(rows) if ".json" in path.suffixes else "".join(json.dumps(r) + "\n" for r in rows))
+            file.write(
+                json.dumps(rows)
+                if ".json" in path.suffixes
+                else "".join(json.dumps(r) + "\n" for r in rows)
+            )
     if path.suffix == ".parquet":
         pq.write_table(pa.Table.from_pylist(rows), path)
     return str(path)
@@ -56,8 +62,14 @@ def test_file_of_each_format_is_read_and_a_tenth_held_out(tmp_path, ending, capl
     task = load(write(tmp_path / f"rows.{ending}"))
     assert (task.size("train"), task.size("test")) == (27, 3)
     assert "training on 27 of its 30 rows, testing on the other 3 (chosen by seed 4)" in caplog.text
-    prompts = [task.prompt(split, index) for split in ("train", "test") for index in range(task.size(split))]
-    assert {(p.messages[0]["content"], p.answer) for p in prompts} == {(row["q"], row["a"]) for row in ROWS}
+    prompts = [
+        task.prompt(split, index)
+        for split in ("train", "test")
+        for index in range(task.size(split))
+    ]
+    assert {(p.messages[0]["content"], p.answer) for p in prompts} == {
+        (row["q"], row["a"]) for row in ROWS
+    }
     assert prompts[0].row is not None
     assert int(prompts[0].row["level"]) in (0, 1, 2)
     unit = {"json": "item", "csv": "row", "parquet": "row"}.get(ending, "line")
@@ -71,9 +83,14 @@ def test_directory_has_the_splits_that_its_files_are_named_after(tmp_path, monke
     write(tmp_path / "hard.parquet", ROWS[25:])
     assert [load(tmp_path).size(split) for split in ("train", "test")] == [20, 5]
     assert load(tmp_path, options={"train_split": "hard", "test_split": "train"}).size("test") == 20
-    with pytest.raises(ValueError, match=r"task.options.test_split: no 'hart'.*Did you mean 'hard'\?"):
+    with pytest.raises(
+        ValueError, match=r"task.options.test_split: no 'hart'.*Did you mean 'hard'\?"
+    ):
         load(tmp_path, options={"test_split": "hart"})
-    write(tmp_path / "gsm8k_train.jsonl", [{"question": "999 + 1?", "answer": "It is 1000.\n#### 1,000"}])
+    write(
+        tmp_path / "gsm8k_train.jsonl",
+        [{"question": "999 + 1?", "answer": "It is 1000.\n#### 1,000"}],
+    )
     write(tmp_path / "gsm8k_test.jsonl", [{"question": "1 + 1?", "answer": "#### 2"}])
     monkeypatch.setenv("LAGRPO_DATA", str(tmp_path))
     prompt = load_task(task_settings("gsm8k"), seed=0).prompt("train", 0)
@@ -94,7 +111,9 @@ def test_rows_without_an_answer_are_left_out_and_logged(tmp_path, caplog):
 
 
 def test_without_an_answer_column_the_answer_is_the_row(tmp_path, monkeypatch):
-    (tmp_path / "row_rewards.py").write_text("def reward(completion, answer):\n    return answer['level']\n")
+    (tmp_path / "row_rewards.py").write_text(
+        "def reward(completion, answer):\n    return answer['level']\n"
+    )
     monkeypatch.chdir(tmp_path)
     task = load(write(tmp_path / "rows.jsonl"), answer_column=None, rewards=["row_rewards:reward"])
     answer = task.prompt("train", 2).answer
@@ -117,11 +136,15 @@ def test_shards_and_patterns_are_splits_and_a_saved_dataset_loads(tmp_path):
         with pytest.raises(ValueError, match="one for each split, or all its shards"):
             load(tmp_path / "shards")
         (tmp_path / "shards" / name).unlink()
-    write(tmp_path / "old" / "train[1]-00000-of-00001-0123456789abcdef.jsonl")  # as the hub named shards before
+    write(
+        tmp_path / "old" / "train[1]-00000-of-00001-0123456789abcdef.jsonl"
+    )  # as the hub named shards before
     assert load(next((tmp_path / "old").iterdir())).size("train") == 27
     saved = datasets.Dataset.from_list(ROWS)
     saved.save_to_disk(tmp_path / "saved")
-    datasets.DatasetDict({"train": saved, "test": saved.select(range(4))}).save_to_disk(tmp_path / "both")
+    datasets.DatasetDict({"train": saved, "test": saved.select(range(4))}).save_to_disk(
+        tmp_path / "both"
+    )
     assert [load(tmp_path / "saved").size("train"), load(tmp_path / "both").size("test")] == [27, 4]
 
 
@@ -130,9 +153,15 @@ def test_answer_column_can_be_a_path_into_a_struct(tmp_path):
     rows.append({"q": "1?", "reward_model": {"ground_truth": None}})  # type: ignore[dict-item]
     for data in (write(tmp_path / "a.parquet", rows), write(tmp_path / "a.jsonl", rows)):
         task = load(data, answer_column="reward_model.ground_truth")
-        answers = {task.prompt(split, n).answer for split in ("train", "test") for n in range(task.size(split))}
+        answers = {
+            task.prompt(split, n).answer
+            for split in ("train", "test")
+            for n in range(task.size(split))
+        }
         assert answers == {str(n) for n in range(20)}
-        assert isinstance(load(data, answer_column=None).prompt("train", 0).answer, str)  # verl's column
+        assert isinstance(
+            load(data, answer_column=None).prompt("train", 0).answer, str
+        )  # verl's column
     with pytest.raises(ValueError, match=r"no column 'ground_trut'.*Did you mean 'ground_truth'"):
         load(tmp_path / "a.jsonl", answer_column="reward_model.ground_trut")
 
@@ -144,29 +173,43 @@ def test_messages_can_be_json_or_have_parts_of_text(tmp_path):
     asked = (messages, plain, json.dumps(messages), str(messages))  # the last as pandas writes it
     for name, prompt in zip(("a.jsonl", "a.parquet", "b.jsonl", "b.csv"), asked, strict=True):
         task = load(write(tmp_path / name, [{"q": prompt, "a": "2"}] * 4))
-        assert task.prompt("train", 0).messages == (messages[0], {"role": "user", "content": "1 + 1?"})
+        assert task.prompt("train", 0).messages == (
+            messages[0],
+            {"role": "user", "content": "1 + 1?"},
+        )
     with pytest.raises(ValueError, match="line 1: it has messages that are not JSON"):
         load(write(tmp_path / "rows.jsonl", [{"q": str(messages)[:-1], "a": "2"}]))
     for parts[1] in ({"type": "image_url", "image_url": "x"}, {"type": "text"}):
-        with pytest.raises(ValueError, match=r"line 1: a message has the part .*only parts of type text"):
+        with pytest.raises(
+            ValueError, match=r"line 1: a message has the part .*only parts of type text"
+        ):
             load(write(tmp_path / "rows.jsonl", [{"q": messages, "a": "2"}] * 4))
 
 
 def test_arguments_of_tool_calls_lose_the_nulls_of_parquet(tmp_path):
     calls = [{"function": {"name": name, "arguments": {name: 1}}} for name in ("f", "g")]
-    messages = [{"role": "assistant", "tool_calls": calls, "content": None}, {"role": "tool", "content": "1"}]
+    messages = [
+        {"role": "assistant", "tool_calls": calls, "content": None},
+        {"role": "tool", "content": "1"},
+    ]
     task = load(write(tmp_path / "a.parquet", [{"q": messages, "a": "2"}] * 4))
     assert task.prompt("train", 0).messages[0] == {"role": "assistant", "tool_calls": calls}
 
 
 def test_dates_and_decimals_as_answers_are_their_texts(tmp_path):
-    for answer, text in ((date(2020, 1, 2), "2020-01-02"), (Decimal("1.50"), "1.50"), (["a", None], ["a", None])):
+    for answer, text in (
+        (date(2020, 1, 2), "2020-01-02"),
+        (Decimal("1.50"), "1.50"),
+        (["a", None], ["a", None]),
+    ):
         pq.write_table(pa.Table.from_pylist([{"q": "?", "a": answer}] * 4), tmp_path / "a.parquet")
         assert load(tmp_path / "a.parquet").prompt("train", 0).answer == text
 
 
 def test_class_labels_are_read_as_their_names(tmp_path):
-    features = datasets.Features({"q": datasets.Value("string"), "a": datasets.ClassLabel(names=["bad", "good"])})
+    features = datasets.Features(
+        {"q": datasets.Value("string"), "a": datasets.ClassLabel(names=["bad", "good"])}
+    )
     rows = [{"q": f"{n}?", "a": n % 3 - 1} for n in range(30)]
     datasets.Dataset.from_list(rows, features).save_to_disk(tmp_path / "saved")
     task = load(tmp_path / "saved")
@@ -175,10 +218,16 @@ def test_class_labels_are_read_as_their_names(tmp_path):
 
 def test_wrong_settings_are_rejected(tmp_path):
     for other, message in [
-        ({"prompt_column": "question"}, "line 1: no column 'question'. The columns are q, a, level"),
+        (
+            {"prompt_column": "question"},
+            "line 1: no column 'question'. The columns are q, a, level",
+        ),
         ({"answer_column": "levels"}, r"no column 'levels'.*Did you mean 'level'\?"),
         ({"prompt_column": None}, "set task.prompt_column; the columns are q, a, level"),
-        ({"prompt_column": "level"}, "line 1: its prompt is 0: a prompt is a text, or a list of messages"),
+        (
+            {"prompt_column": "level"},
+            "line 1: its prompt is 0: a prompt is a text, or a list of messages",
+        ),
         ({"rewards": []}, "needs task.rewards: exact, length"),
     ]:
         with pytest.raises(ValueError, match=message):
@@ -217,7 +266,9 @@ def test_file_loads_or_is_rejected_in_one_line_with_the_place(tmp_path):
 
 def test_hub_datasets_are_asked_for_their_configuration_and_splits(monkeypatch):
     asked: list[tuple[Any, ...]] = []
-    rows = datasets.Dataset.from_list([{"question": "1 + 1?", "problem": "1 + 1?", "answer": "#### 2"}] * 30)
+    rows = datasets.Dataset.from_list(
+        [{"question": "1 + 1?", "problem": "1 + 1?", "answer": "#### 2"}] * 30
+    )
 
     def load_dataset(name: str, config: str | None) -> Any:
         asked.append((name, config))
@@ -227,7 +278,10 @@ def test_hub_datasets_are_asked_for_their_configuration_and_splits(monkeypatch):
     for data in ("openai/gsm8k", "openai/gsm8k:socratic"):
         load_task(task_settings("gsm8k", data=data, options={"test_split": "hard"}), seed=0)
     assert asked == [("openai/gsm8k", "main"), ("openai/gsm8k", "socratic")]
-    with pytest.raises(ValueError, match=r"task.options.test_split: no 'gsm8k_test' or 'test'; there are train, hard"):
+    with pytest.raises(
+        ValueError,
+        match=r"task.options.test_split: no 'gsm8k_test' or 'test'; there are train, hard",
+    ):
         load_task(task_settings("gsm8k", data="openai/gsm8k"), seed=0)
     task = load("a/b", prompt_column="question", answer_column="answer")
     assert (task.size("train"), task.size("test")) == (27, 3)

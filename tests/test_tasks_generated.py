@@ -16,11 +16,18 @@ def test_single_digit_addition_is_all_of_it_80_to_20():
     assert {(a, b) for _, a, b in train + test} == {(a, b) for a in range(10) for b in range(10)}
 
 
-@each(("operations", "digits", "seed"), [(("+",), 2, 0), (("*", "+", "-"), 1, 7), (("-",), 4, 2**32)])
-def test_arithmetic_train_and_test_are_disjoint_even_with_the_numbers_exchanged(operations, digits, seed):
+@each(
+    ("operations", "digits", "seed"), [(("+",), 2, 0), (("*", "+", "-"), 1, 7), (("-",), 4, 2**32)]
+)
+def test_arithmetic_train_and_test_are_disjoint_even_with_the_numbers_exchanged(
+    operations, digits, seed
+):
     train, test = arithmetic.split(operations, digits, seed)
     total = len(operations) * 10 ** (2 * digits)
-    assert min(1000, total // 5) - len(test) in (0, 1)  # pairs come together: an odd one may not fit
+    assert min(1000, total // 5) - len(test) in (
+        0,
+        1,
+    )  # pairs come together: an odd one may not fit
     assert len(train) == len(set(train)) == min(10_000, total - len(test))
     assert not set(train) & {problem for o, a, b in test for problem in ((o, a, b), (o, b, a))}
     assert all(0 <= number < 10**digits for _, a, b in train + test for number in (a, b))
@@ -28,12 +35,17 @@ def test_arithmetic_train_and_test_are_disjoint_even_with_the_numbers_exchanged(
 
 
 def test_arithmetic_questions_and_answers():
-    task = load_task(task_settings("arithmetic", options={"operations": ["+", "-", "*"], "digits": 2}), seed=0)
+    task = load_task(
+        task_settings("arithmetic", options={"operations": ["+", "-", "*"], "digits": 2}), seed=0
+    )
     for index in range(100):
         prompt = task.prompt("train", index)
         problem = prompt.messages[0]["content"].removeprefix("What is ").partition("?")[0]
         a, operation, b = problem.split()
-        assert int(prompt.answer) == {"+": int(a) + int(b), "-": int(a) - int(b), "*": int(a) * int(b)}[operation]
+        assert (
+            int(prompt.answer)
+            == {"+": int(a) + int(b), "-": int(a) - int(b), "*": int(a) * int(b)}[operation]
+        )
         assert task.reward(f"{problem} = {prompt.answer}", prompt.answer) == 1.0
         assert task.reward(prompt.messages[0]["content"], prompt.answer) == 0.0
 
@@ -51,7 +63,9 @@ def test_countdown_problems_are_in_range_and_their_target_alone_scores_0():
 
 def test_countdown_train_and_test_are_disjoint_whatever_the_seed():
     def keys(split: str) -> set[tuple[tuple[int, ...], int]]:
-        problems = (countdown.make_problem(3, seed, split, index) for seed in (0, 1) for index in range(200))
+        problems = (
+            countdown.make_problem(3, seed, split, index) for seed in (0, 1) for index in range(200)
+        )
         return {(tuple(sorted(problem["numbers"])), problem["target"]) for problem in problems}
 
     assert not keys("train") & keys("test")

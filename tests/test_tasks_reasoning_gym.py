@@ -24,11 +24,17 @@ def load(seed: int = 0, name: str = "chain_sum", **options: Any) -> Any:
 def test_prompts_are_a_function_of_the_seed_and_splits_share_none():
     task, again, other = load(), load(), load(seed=1)
     assert (task.size("train"), task.size("test")) == (40, 10)
-    prompts = [task.prompt(split, n) for split in ("train", "test") for n in range(task.size(split))]
+    prompts = [
+        task.prompt(split, n) for split in ("train", "test") for n in range(task.size(split))
+    ]
     assert prompts[:40] == [again.prompt("train", n) for n in range(40)]
     assert prompts[0] != other.prompt("train", 0)
     assert len({prompt.answer["index"] for prompt in prompts}) == 50
-    assert prompts[0].messages[0]["content"].endswith("Put the final answer between <answer> and </answer>.")
+    assert (
+        prompts[0]
+        .messages[0]["content"]
+        .endswith("Put the final answer between <answer> and </answer>.")
+    )
     assert all(json.loads(json.dumps(prompt.answer)) == prompt.answer for prompt in prompts)
 
 
@@ -36,22 +42,39 @@ def test_answers_are_scored_by_the_package_also_in_a_worker_process():
     task = load()
     answer = task.prompt("train", 3).answer
     right = answer["answer"]
-    texts = [f"so <answer>1</answer> no, <answer> {right} </answer>", right, f"<answer>{right}1</answer>", ""]
-    found = [outcome.reward for outcome in score(task.reward, [make_group(*texts, answer=answer)], deadline=30.0)]
-    assert found == [task.reward(text, answer) for text in texts] == [1.0, 1.0, len(right) / (len(right) + 1), 0.0]
+    texts = [
+        f"so <answer>1</answer> no, <answer> {right} </answer>",
+        right,
+        f"<answer>{right}1</answer>",
+        "",
+    ]
+    found = [
+        outcome.reward
+        for outcome in score(task.reward, [make_group(*texts, answer=answer)], deadline=30.0)
+    ]
+    assert (
+        found
+        == [task.reward(text, answer) for text in texts]
+        == [1.0, 1.0, len(right) / (len(right) + 1), 0.0]
+    )
 
 
 def test_generator_that_is_not_reproducible_leaves_completions_unscored():
     task = load()
     answer = task.prompt("train", 0).answer
-    with pytest.raises(UnscorableError, match=r"chain_sum makes different puzzles.*PYTHONHASHSEED to 0"):
+    with pytest.raises(
+        UnscorableError, match=r"chain_sum makes different puzzles.*PYTHONHASHSEED to 0"
+    ):
         pickle.loads(pickle.dumps(task.reward))("1", answer | {"digest": 0})
 
 
 def test_wrong_names_and_options_are_rejected():
     for changes, message in [
         ({"name": "chain_sun"}, "reasoning_gym has no 'chain_sun'. Did you mean 'chain_sum'"),
-        ({"max_term": 2}, "task.options: reasoning_gym:chain_sum rejects these options: .*max_term'"),
+        (
+            {"max_term": 2},
+            "task.options: reasoning_gym:chain_sum rejects these options: .*max_term'",
+        ),
         ({"min_terms": 9}, "rejects these options: max_terms must be >= min_terms"),
     ]:
         with pytest.raises(ValueError, match=message):

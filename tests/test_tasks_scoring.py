@@ -17,10 +17,18 @@ from test_tasks import task_settings
 
 from lagrpo.rewards.reward import REWARDS, UnscorableError, load_function
 from lagrpo.tasks import countdown, gsm8k, load_task
-from lagrpo.tasks.numbers import find_last_box, find_numerals, merge_fractions, read_number, simplify
+from lagrpo.tasks.numbers import (
+    find_last_box,
+    find_numerals,
+    merge_fractions,
+    read_number,
+    simplify,
+)
 
 CORPORA = Path(__file__).parent / "corpora"
-needs_math = pytest.mark.skipif(importlib.util.find_spec("math_verify") is None, reason="needs math-verify")
+needs_math = pytest.mark.skipif(
+    importlib.util.find_spec("math_verify") is None, reason="needs math-verify"
+)
 
 
 # ---- corpora: answers, reference answers, and the verdict of a careful reader of the reward's rule ----
@@ -38,11 +46,17 @@ def verdict(reward: str, line: dict[str, Any]) -> float | str:
         return "unjudgeable"
 
 
-@pytest.mark.parametrize("reward", ["arithmetic", "countdown", "number", pytest.param("math", marks=needs_math)])
+@pytest.mark.parametrize(
+    "reward", ["arithmetic", "countdown", "number", pytest.param("math", marks=needs_math)]
+)
 def test_reward_gives_the_verdicts_of_its_corpus(reward):
     corpus = lines(reward)
     assert {line["verdict"] for line in corpus} == {1.0, 0.0, "unjudgeable"}
-    assert [line | {"found": found} for line in corpus if (found := verdict(reward, line)) != line["verdict"]] == []
+    assert [
+        line | {"found": found}
+        for line in corpus
+        if (found := verdict(reward, line)) != line["verdict"]
+    ] == []
 
 
 @needs_math
@@ -52,7 +66,9 @@ def test_wrong_answers_that_math_verify_takes_for_right_are_known():
 
     for line in lines("math_verify"):
         boxed = f"\\boxed{{{line['gold']}}}"
-        gold, answer = (math_verify.parse(text, parsing_timeout=0) for text in (boxed, line["answer"]))
+        gold, answer = (
+            math_verify.parse(text, parsing_timeout=0) for text in (boxed, line["answer"])
+        )
         alone = float(math_verify.verify(gold, answer, timeout_seconds=None))
         assert (line["careful"], verdict("math", line), alone) == (0.0, 1.0, 1.0), line
 
@@ -93,12 +109,20 @@ def test_number_is_read_from_each_form_of_answer():
 
 @given(st.integers(-(10**9), 10**9), st.text(alphabet="abc =,.\n", max_size=30))
 def test_the_number_after_a_marker_is_right_whatever_stands_before(number, before):
-    for answer in (f"{before}\n#### {number:,}", f"{before} \\boxed{{{number}}}", f"{before}. The answer is {number}."):
+    for answer in (
+        f"{before}\n#### {number:,}",
+        f"{before} \\boxed{{{number}}}",
+        f"{before}. The answer is {number}.",
+    ):
         assert gsm8k.score(answer, f"work\n#### {number:,}") == gsm8k.score(answer, number) == 1.0
 
 
 def test_fractions_are_merged_and_latex_is_spelled_out():
-    for text, expected in {"3 / 4": [Fraction(3, 4)], "3/0": [3, 0], "1/2/3": [Fraction(1, 2), 3]}.items():
+    for text, expected in {
+        "3 / 4": [Fraction(3, 4)],
+        "3/0": [3, 0],
+        "1/2/3": [Fraction(1, 2), 3],
+    }.items():
         assert [numeral.value for numeral in merge_fractions(text, find_numerals(text))] == expected
     latex = r"\frac{3}{4} \dfrac12 \$1{,}080 10\,000\% 3 \times 4 \cdot 5 \div 6 \sqrt[3]{8}"
     assert " ".join(simplify(latex).split()) == "3/4 1/2 $1,080 10000% 3 * 4 * 5 / 6 root"
@@ -110,7 +134,10 @@ def test_last_box_is_the_one_that_begins_last(text):
     assert find_last_box(r"\boxed{\boxed{\{3\}}} \boxed{5") == r"\{3\}"
 
 
-@given(st.integers(-(10**12), 10**12), st.sampled_from(["", "The answer is ", "3 + 4 = ", "**", "$", "("]))
+@given(
+    st.integers(-(10**12), 10**12),
+    st.sampled_from(["", "The answer is ", "3 + 4 = ", "**", "$", "("]),
+)
 def test_an_integer_is_read_however_it_is_grouped(number, before):
     for written in (str(number), f"{number:,}", f"{number}.0", f"{number} apples."):
         assert (last := read_number(before + written)) is not None
@@ -136,7 +163,11 @@ def test_math_splits_are_files_and_a_box_with_the_reference_answer_is_right(tmp_
         (tmp_path / f"{name}.jsonl").write_text("".join(rows))
     task: Any = load_task(task_settings("math", data=str(tmp_path)), seed=0)
     assert (task.size("train"), task.size("test")) == (1, 2)
-    assert task.prompt("train", 0).messages[0]["content"].endswith("put the final answer in \\boxed{}.")
+    assert (
+        task.prompt("train", 0)
+        .messages[0]["content"]
+        .endswith("put the final answer in \\boxed{}.")
+    )
     for answer in test:
         assert task.reward(f"So it is $\\boxed{{ {answer} }}$.", answer) == 1.0
         assert task.reward("So it is $\\boxed{123456789}$.", answer) == 0.0

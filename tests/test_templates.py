@@ -20,7 +20,12 @@ from lagrpo.types import Prompt
 from lagrpo.verify import verify_run
 
 ASK = ({"role": "user", "content": "2 + 3?"},)
-TALK = ({"role": "system", "content": "Be brief. <ä>"}, *ASK, {"role": "assistant", "content": "5"}, *ASK)
+TALK = (
+    {"role": "system", "content": "Be brief. <ä>"},
+    *ASK,
+    {"role": "assistant", "content": "5"},
+    *ASK,
+)
 
 
 @pytest.fixture
@@ -33,21 +38,33 @@ def test_tokenize_gives_what_apply_chat_template_gives(chat):
     for template in (CHAT, specials, "{{ messages | tojson(indent=2) }}"):
         chat.tokenizer.chat_template = template
         for messages in (ASK, TALK):
-            expected = chat.tokenizer.apply_chat_template([*messages], add_generation_prompt=True, return_dict=True)
+            expected = chat.tokenizer.apply_chat_template(
+                [*messages], add_generation_prompt=True, return_dict=True
+            )
             assert list(chat.tokenize(Prompt(0, messages, "5")).token_ids) == expected["input_ids"]
 
 
 def test_template_gets_the_kwargs_of_the_chat_and_the_special_tokens(chat):
-    chat.tokenizer.chat_template = "{{ eos_token }}{% if enable_thinking is false %}no thinking{% endif %}"
-    assert replace(chat, template_kwargs={"enable_thinking": False}).render(ASK) == "<eos>no thinking"
+    chat.tokenizer.chat_template = (
+        "{{ eos_token }}{% if enable_thinking is false %}no thinking{% endif %}"
+    )
+    assert (
+        replace(chat, template_kwargs={"enable_thinking": False}).render(ASK) == "<eos>no thinking"
+    )
 
 
 def test_template_that_fails_on_one_prompt_ends_the_run_before_it_is_made(tmp_path):
-    failing = "{% if messages[0].content == 'xxx?' %}{{ raise_exception('no x') }}{% endif %}" + CHAT
+    failing = (
+        "{% if messages[0].content == 'xxx?' %}{{ raise_exception('no x') }}{% endif %}" + CHAT
+    )
     (tmp_path / "chat.jinja").write_text(failing)
     model = save_tiny(tmp_path / "model")
-    settings = tiny_settings(model, tmp_path / "runs", model={"chat_template": str(tmp_path / "chat.jinja")})
-    with pytest.raises(SettingsError, match=r"prompt 3 of .*: the chat template cannot render it: no x"):
+    settings = tiny_settings(
+        model, tmp_path / "runs", model={"chat_template": str(tmp_path / "chat.jinja")}
+    )
+    with pytest.raises(
+        SettingsError, match=r"prompt 3 of .*: the chat template cannot render it: no x"
+    ):
         train(settings)
     assert not (tmp_path / "runs").exists()
 
@@ -65,7 +82,9 @@ def test_token_that_ends_a_turn_in_the_template_ends_completions(caplog):
 
 def test_template_that_opens_no_turn_of_the_assistant_gives_a_warning(caplog):
     tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}<eos>\n{% endfor %}"
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}<eos>\n{% endfor %}"
+    )
     Chat.from_model(tiny_model(), tokenizer)
     assert "opens no turn for the assistant: completions begin after <eos>" in caplog.text
 
@@ -77,7 +96,10 @@ def test_prefill_keeps_its_white_space_and_gets_no_empty_thought(chat):
         "{{ m['content'] | trim }}<eos>{% endfor %}"
     )
     for said, text in (("<think>\n", "<think>\n"), ("It is ", "<think>\n\n</think>\n\nIt is ")):
-        assert chat.render([*ASK, {"role": "assistant", "content": said}]) == f"user:2 + 3?<eos>assistant:{text}"
+        assert (
+            chat.render([*ASK, {"role": "assistant", "content": said}])
+            == f"user:2 + 3?<eos>assistant:{text}"
+        )
 
 
 def test_text_is_decoded_as_it_was_sampled(chat):
@@ -102,7 +124,10 @@ def test_prefix_is_what_the_prompt_begins_the_answer_with(chat):
 def test_tag_that_the_template_opens_counts_for_the_format(tmp_path):
     (tmp_path / "chat.jinja").write_text(CHAT + "<think>")
     task = {"rewards": [{"name": "form", "reward": "format", "options": {"pattern": "<think>.*"}}]}
-    sections: dict[str, Any] = {"model": {"chat_template": str(tmp_path / "chat.jinja")}, "task": task}
+    sections: dict[str, Any] = {
+        "model": {"chat_template": str(tmp_path / "chat.jinja")},
+        "task": task,
+    }
     run = train(tiny_settings(save_tiny(tmp_path / "model"), tmp_path, **sections)).run
     assert {row["reward_form"] for row in load_rollouts(run)} == {1.0}
     assert verify_run(run).differences == []
@@ -129,7 +154,9 @@ class Yesterday(datetime):
 def test_run_that_resumes_on_another_day_keeps_its_prompts(tmp_path, monkeypatch):
     (tmp_path / "chat.jinja").write_text(DATED)
     model: dict[str, Any] = {"chat_template": str(tmp_path / "chat.jinja")}
-    given = tiny_settings(save_tiny(tmp_path / "model"), tmp_path, model=model, checkpoint={"save_every": 1})
+    given = tiny_settings(
+        save_tiny(tmp_path / "model"), tmp_path, model=model, checkpoint={"save_every": 1}
+    )
     with monkeypatch.context() as patch:
         patch.setattr("lagrpo.training.build.datetime", Yesterday)
         whole = train(given).run

@@ -20,8 +20,12 @@ def test_bandit_values_to_three_decimals():
     results = curves(1000)
     never, synced = results["never synced"], results["synced every 100"]
     found = {label: (never[label][-1], synced[label][500], synced[label][-1]) for label in never}
-    assert {label: tuple(round(J, 3) for J in values) for label, values in found.items()} == EXPECTED
-    assert min(synced[label][-1] - synced[label][-100] for label in synced if label != "REINFORCE") > 0
+    assert {
+        label: tuple(round(J, 3) for J in values) for label, values in found.items()
+    } == EXPECTED
+    assert (
+        min(synced[label][-1] - synced[label][-100] for label in synced if label != "REINFORCE") > 0
+    )
     # AsymRE's fixed point: w = alpha (r - mu + .3) = (-.084, .312, .072), pi = (w - .042)+ / .3 = (0, .9, .1)
     assert never["AsymRE .3"][-1] == pytest.approx(0.9 * 0.8 + 0.1 * 1.0, abs=1e-4)
     assert "GRPO                             0.713         0.926         0.998" in table(results)
@@ -30,7 +34,10 @@ def test_bandit_values_to_three_decimals():
 def test_slowest_bandit_method_converges_to_known_values():
     """Of the others three decimals stay from 1000 steps on where alpha is fixed, and near 1 where it is synced."""
     name, changes = METHODS["one-side NoIS (.6, 2)"]
-    assert [round(J[-1], 3) for J in run(resolve(name, changes), [None, 100], steps=4000)] == [0.847, 1.000]
+    assert [round(J[-1], 3) for J in run(resolve(name, changes), [None, 100], steps=4000)] == [
+        0.847,
+        1.000,
+    ]
 
 
 def test_masks_give_different_results_if_pi_starts_away_from_alpha():

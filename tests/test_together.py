@@ -37,7 +37,9 @@ MEAN_ROUNDING = 1e-5
 weights differ by whole steps"""
 
 
-def settings_in(root: Path, model: Path, name: str, /, *more: Sections) -> dict[str, dict[str, Any]]:
+def settings_in(
+    root: Path, model: Path, name: str, /, *more: Sections
+) -> dict[str, dict[str, Any]]:
     return merged(tiny_settings(model, root), SMALL, *more, {"run": {"name": name}})
 
 
@@ -51,7 +53,12 @@ def settings(model, tmp_path):
 def kinds(model, tmp_path_factory):
     """More settings by kind of run; offline has completions of an earlier run."""
     root = tmp_path_factory.mktemp("earlier")
-    made = train(merged(tiny_settings(model, root), {"schedule": {"prompts_per_batch": 3}, "run": {"name": "earlier"}}))
+    made = train(
+        merged(
+            tiny_settings(model, root),
+            {"schedule": {"prompts_per_batch": 3}, "run": {"name": "earlier"}},
+        )
+    )
     offline = {"offline": {"data": str(made.run), "fraction": 0.34}}
     return {**KINDS, "offline, dynamic": offline | KINDS["dynamic sampling"]}
 
@@ -87,7 +94,10 @@ def only_result(found: list[Any]) -> Result:
 
 def evaluated(run: Path) -> dict[str, Any]:
     """What was sampled in each evaluation."""
-    tables = {file.stem: pq.read_table(file).to_pylist() for file in (run / "evaluations").glob("*.parquet")}
+    tables = {
+        file.stem: pq.read_table(file).to_pylist()
+        for file in (run / "evaluations").glob("*.parquet")
+    }
     assert len(tables) >= 2
     return {name: [row["completions"] for row in rows] for name, rows in tables.items()}
 
@@ -95,18 +105,24 @@ def evaluated(run: Path) -> dict[str, Any]:
 def check_same_run(run: Path, alone: Path) -> None:
     """The same completions token for token, in evaluations, too; metrics, final weights to float32's rounding of six
     batches of updates."""
-    assert [row["token_ids"] for row in load_rollouts(run)] == [row["token_ids"] for row in load_rollouts(alone)]
+    assert [row["token_ids"] for row in load_rollouts(run)] == [
+        row["token_ids"] for row in load_rollouts(alone)
+    ]
     assert evaluated(run) == evaluated(alone)
     for one, other in zip(*(without_timings(load_metrics(r)) for r in (run, alone)), strict=True):
         assert one.keys() == other.keys()
         for name in one.keys() - {"loss"}:  # a sum near 0
-            close = one[name] is other[name] or one[name] == pytest.approx(other[name], rel=2e-3, abs=1e-4)
+            close = one[name] is other[name] or one[name] == pytest.approx(
+                other[name], rel=2e-3, abs=1e-4
+            )
             assert close, (name, one[name], other[name])
     check_same_weights(run, alone)
 
 
 def check_same_weights(run: Path, alone: Path) -> None:
-    of_run, of_one = (load_file(next((r / "weights/final").glob("*.safetensors"))) for r in (run, alone))
+    of_run, of_one = (
+        load_file(next((r / "weights/final").glob("*.safetensors"))) for r in (run, alone)
+    )
     assert of_run.keys() == of_one.keys()
     for name, weight in of_one.items():
         assert of_run[name].dtype == weight.dtype
@@ -124,14 +140,22 @@ def check_same_weights(run: Path, alone: Path) -> None:
 def test_completions_of_two_ranks_equal_those_of_one_process(whole, alone, kind, shard, size):
     run = whole(kind, shard, size)
     check_same_run(run, alone(kind))
-    configs = [json.loads((r / "weights/final/config.json").read_text()) for r in (run, alone(kind))]
+    configs = [
+        json.loads((r / "weights/final/config.json").read_text()) for r in (run, alone(kind))
+    ]
     assert configs[0] == configs[1]
 
 
-def strike(root: Path, phase: str, number: int, victim: int, rank: int, after: int = 2) -> list[Callback]:
+def strike(
+    root: Path, phase: str, number: int, victim: int, rank: int, after: int = 2
+) -> list[Callback]:
     """On rank 0: send the signal to rank `victim` in that phase."""
     (root / f"pid-{rank}").write_text(str(os.getpid()))
-    return [SendSignal(phase, number, lambda: int((root / f"pid-{victim}").read_text()), after)] if rank == 0 else []
+    return (
+        [SendSignal(phase, number, lambda: int((root / f"pid-{victim}").read_text()), after)]
+        if rank == 0
+        else []
+    )
 
 
 def check_last_checkpoint(root: Path) -> None:
@@ -167,7 +191,8 @@ def train_until_the_sixth_update_fails(*words: str) -> None:
 def handlers():
     """torchrun's functions set these and leave them."""
     kept = {
-        number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+        number: signal.getsignal(number)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
     }
     yield
     for number, handler in kept.items():
@@ -182,30 +207,45 @@ def test_torchrun_resumes_after_a_restart_and_has_the_error_of_each_rank(setting
         monitor_interval=0.1, start_method="forkserver",
     )  # fmt: skip
     with pytest.raises(ChildFailedError) as error:
-        elastic_launch(launch, train_until_the_sixth_update_fails)(*options(settings("run")), "--resume", "auto")
+        elastic_launch(launch, train_until_the_sixth_update_fails)(
+            *options(settings("run")), "--resume", "auto"
+        )
     assert "ZeroDivisionError" in str(error.value.failures[1].message)
     assert [m["step"] for m in load_metrics(tmp_path / "run")] == [1, 2, 3, 4]
     assert [e["step"] for e in load_events(tmp_path / "run") if e["event"] == "resumed"] == [2]
 
 
-@pytest.mark.parametrize(("phase", "shard", "after"), [("sampling", "zero1", 2), ("learning", "fsdp2", 4)])
+@pytest.mark.parametrize(
+    ("phase", "shard", "after"), [("sampling", "zero1", 2), ("learning", "fsdp2", 4)]
+)
 def test_stopped_run_resumes_bit_for_bit(settings, whole, tmp_path, phase, shard, after):
     """The signal of one rank stops all. After four batches π_ref is neither the initial policy nor π."""
     prepare = partial(strike, tmp_path, phase, signal.SIGTERM, 0, after=after)
-    stopped = only_result(together(2, settings("run", KINDS["asking ahead"], sharded(shard)), prepare))
+    stopped = only_result(
+        together(2, settings("run", KINDS["asking ahead"], sharded(shard)), prepare)
+    )
     assert stopped.interrupted == signal.SIGTERM
     assert after <= stopped.batches < 6
     assert after < 4 or [*(stopped.run / "checkpoints").glob("step-*/weights-v*")]
     again = only_result(together(2, {}, resume=stopped.run))
-    found, expected = leaves(again.run, exact=True), leaves(whole("asking ahead", shard, 2), exact=True)
+    found, expected = (
+        leaves(again.run, exact=True),
+        leaves(whole("asking ahead", shard, 2), exact=True),
+    )
     assert [key for key in expected if found.get(key) != expected[key]] == []
 
 
 @pytest.mark.parametrize(("shards", "after"), [(("zero1", "fsdp2"), 3), (("fsdp2", "zero1"), 1)])
 def test_run_resumes_with_another_number_of_ranks(whole, alone, tmp_path, shards, after):
     given, stopped = sharded(shards[1]), cut_to(whole("asking ahead", shards[0], 2), 3, tmp_path)
-    run = (only_result(together(after, given, resume=stopped)) if after > 1 else train(given, resume=stopped)).run
-    found, expected = ([row["token_ids"] for row in load_rollouts(r)] for r in (run, alone("asking ahead")))
+    run = (
+        only_result(together(after, given, resume=stopped))
+        if after > 1
+        else train(given, resume=stopped)
+    ).run
+    found, expected = (
+        [row["token_ids"] for row in load_rollouts(r)] for r in (run, alone("asking ahead"))
+    )
     assert found == expected
     check_same_weights(run, alone("asking ahead"))
     resumed = next(event for event in load_events(run) if event["event"] == "resumed")

@@ -36,7 +36,9 @@ def resume(run: Path) -> None:
 def events(run: Path) -> Any:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    return EventAccumulator(str(run / "tensorboard"), size_guidance={"tensors": 0, "scalars": 0}).Reload()
+    return EventAccumulator(
+        str(run / "tensorboard"), size_guidance={"tensors": 0, "scalars": 0}
+    ).Reload()
 
 
 def scalars(run: Path, tag: str) -> list[tuple[int, float]]:
@@ -48,18 +50,28 @@ def text(run: Path, tag: str) -> dict[int, str]:
     return {event.step: event.tensor_proto.string_val[0].decode() for event in found}
 
 
-def test_tensorboard_shows_metrics_evaluations_settings_and_completions_also_of_a_resumed_run(begin):
+def test_tensorboard_shows_metrics_evaluations_settings_and_completions_also_of_a_resumed_run(
+    begin,
+):
     """The batches that it makes again are there once."""
     run = begin("tensorboard", eval={"sets": [{"name": "own"}]})
     (run / "checkpoints" / "step-000003").rename(run / "removed")
-    (run / "events.jsonl").write_bytes(b"".join((run / "events.jsonl").read_bytes().splitlines(True)[:-1]))
+    (run / "events.jsonl").write_bytes(
+        b"".join((run / "events.jsonl").read_bytes().splitlines(True)[:-1])
+    )
     resume(run)
     for name in ("reward", "num_tokens", "staleness/max"):
-        assert scalars(run, name) == [(m["step"], pytest.approx(m[name])) for m in load_metrics(run)]
-    assert scalars(run, "eval/own/reward") == [(e["step"], pytest.approx(e["reward"])) for e in load_evaluations(run)]
+        assert scalars(run, name) == [
+            (m["step"], pytest.approx(m[name])) for m in load_metrics(run)
+        ]
+    assert scalars(run, "eval/own/reward") == [
+        (e["step"], pytest.approx(e["reward"])) for e in load_evaluations(run)
+    ]
     assert 'name = "sample_task:load"' in text(run, "settings")[0]
     tables = {batch: table.splitlines() for batch, table in text(run, "completion_texts").items()}
-    assert {batch: len(lines) for batch, lines in tables.items()} == dict.fromkeys(range(1, 6), 2 + 4)
+    assert {batch: len(lines) for batch, lines in tables.items()} == dict.fromkeys(
+        range(1, 6), 2 + 4
+    )
     assert tables[2][2].startswith(f"| {load_rollouts(run, [2])[0]['prompt_id']} | 0 | ")
 
 
@@ -102,10 +114,15 @@ def install(monkeypatch):
 def test_packages_get_metrics_evaluations_and_tables_and_resume_their_run(begin, install, tracker):
     package = install(tracker)
     resume(begin(tracker))
-    logged = [(args[0], options.get("step", args[0].get("step"))) for args, options in package.named("log")]
+    logged = [
+        (args[0], options.get("step", args[0].get("step")))
+        for args, options in package.named("log")
+    ]
     assert [batch for values, batch in logged if "reward" in values] == [1, 2, 3, 4, 5]
     assert [batch for values, batch in logged if "eval/pass@1" in values] == [0, 3, 5]
-    tables = [values["completion_texts"]["data"] for values, _ in logged if "completion_texts" in values]
+    tables = [
+        values["completion_texts"]["data"] for values, _ in logged if "completion_texts" in values
+    ]
     assert [len(table) for table in tables] == [4] * 5
     assert len(package.named("finish")) == 2
     first, second = (options for _, options in package.named("init"))
@@ -144,10 +161,15 @@ def test_package_that_raises_is_disabled_with_one_warning(begin, install, caplog
 
 def test_no_secret_reaches_a_tracker(install, tmp_path):
     package, trackers = install("trackio"), Trackers(["trackio"], 8)
-    settings: dict[str, Any] = {"run": {"output_dir": str(tmp_path), "name": "run"}, "paths": [Path("key=planted"), 3]}
+    settings: dict[str, Any] = {
+        "run": {"output_dir": str(tmp_path), "name": "run"},
+        "paths": [Path("key=planted"), 3],
+    }
     settings["task"] = {"data": "https://me:planted@host/?token=planted"}
     trackers.on_start(settings, {"id": "0", "command": "train --key planted"}, 0)
-    trackers.on_batch({"step": 1, "loss": None}, [{"completion": "a key=planted", "reason": "token=planted"}])
+    trackers.on_batch(
+        {"step": 1, "loss": None}, [{"completion": "a key=planted", "reason": "token=planted"}]
+    )
     assert package.named("init")[0][1]["config"]["paths"] == ["key=***", 3]
     assert "a key=***" in str(package.named("log")[-1])
     assert "planted" not in str(package.calls)

@@ -19,16 +19,23 @@ from lagrpo.training.ranks import Ranks
 from lagrpo.training.trainer import Optimization, Trainer
 from lagrpo.types import Group, Outcome
 
-either_computation = pytest.mark.usefixtures("either_computation")  # float64 is PyTorch's in any case
+either_computation = pytest.mark.usefixtures(
+    "either_computation"
+)  # float64 is PyTorch's in any case
 MAX_TOKENS = 12
 
 
-def judge_groups(groups: list[Group], rule=lambda g, j, c: float(len(c.token_ids) % 3 == 0)) -> list[Group]:
+def judge_groups(
+    groups: list[Group], rule=lambda g, j, c: float(len(c.token_ids) % 3 == 0)
+) -> list[Group]:
     """Groups with rewards by a rule of (group, index, completion)."""
     return [
         Group(
             group.prompt,
-            tuple(replace(c, outcome=Outcome.scored(rule(g, j, c))) for j, c in enumerate(group.completions)),
+            tuple(
+                replace(c, outcome=Outcome.scored(rule(g, j, c)))
+                for j, c in enumerate(group.completions)
+            ),
         )
         for g, group in enumerate(groups)
     ]
@@ -49,8 +56,15 @@ def gradient(policy: Policy, recipe, rows) -> torch.Tensor:
     policy.model.zero_grad()
     for micro in rows:
         logp = policy.logp(micro.packed)
-        recipe.loss(micro.with_logprobs(logp.detach()).loss_inputs(logp), micro.weight_C)[0].backward()
-    return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in policy.model.parameters()])
+        recipe.loss(micro.with_logprobs(logp.detach()).loss_inputs(logp), micro.weight_C)[
+            0
+        ].backward()
+    return torch.cat(
+        [
+            (torch.zeros_like(p) if p.grad is None else p.grad).flatten()
+            for p in policy.model.parameters()
+        ]
+    )
 
 
 def make_trainer(policy: Policy, recipe, **changes) -> Trainer:
@@ -76,7 +90,9 @@ def test_ranks_share_all_rows_evenly():
             shares = [micro_batches(batch, tokens, ranks=Ranks(rank, size)) for rank in range(size)]
             assert sorted(c for rows in shares for m in rows for c in m.members) == [*range(36)]
             costs = [sum(m.packed.layout.rows for m in rows) for rows in shares]
-            step = max(len(g.prompt.token_ids) + max(c.length for c in g.completions) for g in batch.groups)
+            step = max(
+                len(g.prompt.token_ids) + max(c.length for c in g.completions) for g in batch.groups
+            )
             assert max(costs) - min(costs) <= 2 * step, (tokens, size, costs)
             assert max(m.packed.layout.rows for rows in shares for m in rows) <= tokens
 
@@ -100,7 +116,9 @@ def test_the_order_of_completions_and_groups_cannot_change_the_gradient():
     policy, recipe = tiny_policy(dtype=torch.float64), resolve("grpo", {"beta": 0.0})
     groups = judge_groups(generate_groups(policy))
     turned = [Group(g.prompt, g.completions[::-1]) for g in groups[::-1]]
-    one, other = (gradient(policy, recipe, micro_batches(assembled(recipe, x), 999)) for x in (groups, turned))
+    one, other = (
+        gradient(policy, recipe, micro_batches(assembled(recipe, x), 999)) for x in (groups, turned)
+    )
     torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-8)
 
 
@@ -109,7 +127,12 @@ def test_masked_groups_leave_gradient_and_normalizer_as_documented(masked_count)
     """Group 0 has equal rewards. Masked, it costs no forward pass; the others' gradient is that of a batch without it,
     times 1 (masked tokens do not count) or times tokens kept / all tokens (they count). Log-probs are float32."""
     policy = tiny_policy(dtype=torch.float64)
-    overrides = {"beta": 0.0, "mask_zero_variance": True, "masked_count": masked_count, "reduction": "token_mean"}
+    overrides = {
+        "beta": 0.0,
+        "mask_zero_variance": True,
+        "masked_count": masked_count,
+        "reduction": "token_mean",
+    }
     recipe = resolve("grpo", overrides)
     groups = judge_groups(generate_groups(policy), lambda g, j, c: 1.0 if g == 0 else float(j % 2))
     batch, without = assembled(recipe, groups), assembled(recipe, groups[1:])
@@ -146,7 +169,9 @@ def test_a_batch_with_every_group_masked_makes_no_update():
         ("opmd_pairwise", {"anchor": "alpha"}, False),
     ],
 )
-def test_groups_without_a_signal_are_computed_only_where_they_have_a_gradient(name, overrides, silent):
+def test_groups_without_a_signal_are_computed_only_where_they_have_a_gradient(
+    name, overrides, silent
+):
     """Where an advantage of 0 is silent, leaving its completions out changes no gradient; elsewhere it would."""
     policy, recipe = tiny_policy(dtype=torch.float64), resolve(name, overrides)
     assert recipe.skips_zero_advantage == silent
@@ -203,13 +228,23 @@ def test_v_batches_from_one_alpha_equal_v_mini_batches_of_one_larger_batch():
         recipe = resolve("off_policy_grpo", {"beta": 0.0, "reduction": "token_mean"})
         stepping = make_trainer(policy, recipe)
         sampler = LocalSampler(copy_policy(policy), 0, MAX_TOKENS, 64)
-        wanted = {b: [request(10 * b + n, "y" * (n + b), b, policy=policy) for n in range(2)] for b in range(1, v + 1)}
+        wanted = {
+            b: [request(10 * b + n, "y" * (n + b), b, policy=policy) for n in range(2)]
+            for b in range(1, v + 1)
+        }
         if together:
             everything = list(sampler.sample([r for b in wanted for r in wanted[b]], 5))
-            parts = {b: sorted((g for r, g in everything if r.batch == b), key=lambda g: g.prompt.key) for b in wanted}
+            parts = {
+                b: sorted((g for r, g in everything if r.batch == b), key=lambda g: g.prompt.key)
+                for b in wanted
+            }
         for b, requests in wanted.items():
             if not together:
-                parts = {b: sorted((g for _, g in sampler.sample(requests, 5)), key=lambda g: g.prompt.key)}
+                parts = {
+                    b: sorted(
+                        (g for _, g in sampler.sample(requests, 5)), key=lambda g: g.prompt.key
+                    )
+                }
             stepping.step(micro_batches(assembled(recipe, judge_groups(parts[b]), b), 999))
         assert policy.version == v
         runs.append(torch.cat([w.flatten() for w in policy.weights.values()]))
@@ -251,9 +286,13 @@ def test_a_sampler_with_other_arithmetic_is_corrected_for_and_not_clipped_for():
     plain = of("grpo_recomputed")
     torch.testing.assert_close(plain, of("stale_reinforce"), rtol=1e-5, atol=1e-8)
     torch.testing.assert_close(of("grpo_tis"), math.exp(0.3) * plain, rtol=1e-4, atol=1e-7)
-    torch.testing.assert_close(of("grpo_tis", correction_cap=1.25), 1.25 * plain, rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(
+        of("grpo_tis", correction_cap=1.25), 1.25 * plain, rtol=1e-4, atol=1e-7
+    )
     assert of("grpo_icepop", correction_cap=1.3).norm() == 0 < plain.norm()
-    torch.testing.assert_close(of("grpo"), math.exp(0.3) * of("grpo_recomputed", most=0.0), rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(
+        of("grpo"), math.exp(0.3) * of("grpo_recomputed", most=0.0), rtol=1e-4, atol=1e-7
+    )
 
 
 @either_computation
@@ -283,7 +322,10 @@ def test_learning_rate_schedules():
 @each("dtype", [torch.float32, torch.bfloat16])
 def test_weight_decay_leaves_norms_and_biases_alone(dtype):
     """On a gradient of 0 AdamW only decays: every matrix by 1 - lr · decay, and nothing else."""
-    policy, recipe = tiny_policy("qwen2", dtype=dtype), resolve("dr_grpo")  # queries, keys and values with a bias
+    policy, recipe = (
+        tiny_policy("qwen2", dtype=dtype),
+        resolve("dr_grpo"),
+    )  # queries, keys and values with a bias
     before = {name: w.float().clone() for name, w in policy.weights.items()}
     stepping = make_trainer(policy, recipe, lr=0.5, weight_decay=0.5)
     flat = assembled(recipe, judge_groups(generate_groups(policy), lambda g, j, c: 1.0))
@@ -292,7 +334,9 @@ def test_weight_decay_leaves_norms_and_biases_alone(dtype):
     assert {"q_proj.bias", "input_layernorm.weight", "norm.weight"} <= kinds
     for name, weight in policy.weights.items():
         expected = before[name] * (0.75 if weight.ndim > 1 else 1)
-        torch.testing.assert_close(weight.float(), expected, rtol=0.01 if dtype == torch.bfloat16 else 1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            weight.float(), expected, rtol=0.01 if dtype == torch.bfloat16 else 1e-5, atol=1e-6
+        )
         assert weight.ndim > 1 or torch.equal(weight.float(), before[name])
 
 
@@ -311,4 +355,6 @@ def test_gradient_that_overflows_in_the_model_is_rejected_and_changes_nothing(dt
     assert torch.equal(policy.model.head.weight, before)
     row.weight_C[c] = weight
     norm = stepping.step(rows)[1]["grad_norm"]
-    assert norm == pytest.approx(make_trainer(tiny_policy(dtype=dtype), recipe).step(rows)[1]["grad_norm"], rel=1e-6)
+    assert norm == pytest.approx(
+        make_trainer(tiny_policy(dtype=dtype), recipe).step(rows)[1]["grad_norm"], rel=1e-6
+    )

@@ -81,7 +81,9 @@ def test_staleness_of_tokens_is_the_schedules(run, kind, v, i, batches):
         measured = {row["policy_version"] - version for version in row["policy_versions"]}
         assert measured == {expected[row["step"] - 1]} == {row["staleness"]}
     metrics = load_metrics(result.run)
-    assert [(m["staleness/mean"], m["staleness/max"]) for m in metrics] == [(lag, lag) for lag in expected]
+    assert [(m["staleness/mean"], m["staleness/max"]) for m in metrics] == [
+        (lag, lag) for lag in expected
+    ]
     assert [m["policy_version"] for m in metrics] == [i * b for b in range(batches)]
     assert result.version == i * batches
 
@@ -104,10 +106,21 @@ def test_stage_ends_with_a_new_reference(run):
 
 
 def test_reset_optimizer_forgets_the_moments_between_stages_and_nothing_else(run):
-    kept, reset = (run(schedule={"batches": 4, "ref_sync_every": 2, "reset_optimizer": r}) for r in (False, True))
+    kept, reset = (
+        run(schedule={"batches": 4, "ref_sync_every": 2, "reset_optimizer": r})
+        for r in (False, True)
+    )
     columns = ["step", "token_ids", "rollout_logprobs"]
-    equal = [load_rollouts(kept.run, [b], columns) == load_rollouts(reset.run, [b], columns) for b in (1, 2, 3, 4)]
-    assert equal == [True, True, True, False]  # batch 3 is sampled before the first update of the second stage
+    equal = [
+        load_rollouts(kept.run, [b], columns) == load_rollouts(reset.run, [b], columns)
+        for b in (1, 2, 3, 4)
+    ]
+    assert equal == [
+        True,
+        True,
+        True,
+        False,
+    ]  # batch 3 is sampled before the first update of the second stage
 
 
 def test_what_a_weight_sync_moves_is_recorded(run):
@@ -123,11 +136,21 @@ def test_what_a_weight_sync_moves_is_recorded(run):
 
 
 def test_evaluations_along_the_way_do_not_touch_training(run, settings):
-    plain, evaluated = run(schedule={"batches": 5}), train(settings(schedule={"batches": 5}, eval={"every": 2}))
+    plain, evaluated = (
+        run(schedule={"batches": 5}),
+        train(settings(schedule={"batches": 5}, eval={"every": 2})),
+    )
     assert load_rollouts(plain.run) == load_rollouts(evaluated.run)
     found = [(e["name"], e["step"], e["policy_version"]) for e in load_evaluations(evaluated.run)]
-    assert found == [("before", 0, 0), ("batch-000002", 2, 2), ("batch-000004", 4, 4), ("after", 5, 5)]
-    assert {len(row["completions"]) for row in load_evaluation_records(evaluated.run, "before")} == {3}
+    assert found == [
+        ("before", 0, 0),
+        ("batch-000002", 2, 2),
+        ("batch-000004", 4, 4),
+        ("after", 5, 5),
+    ]
+    assert {
+        len(row["completions"]) for row in load_evaluation_records(evaluated.run, "before")
+    } == {3}
 
 
 def test_exported_weights_are_those_that_the_run_then_had(run):
@@ -147,7 +170,10 @@ def test_settings_as_object_mapping_or_file_give_the_same_run(settings, tmp_path
     mapping = settings(task={"name": "arithmetic"}, eval={"num_prompts": 4})
     path = tmp_path / "own.toml"
     path.write_text(to_toml(load_settings(mapping)))
-    results = [lagrpo.train(given, task=load()) for given in (mapping, Settings.model_validate(mapping), path)]
+    results = [
+        lagrpo.train(given, task=load())
+        for given in (mapping, Settings.model_validate(mapping), path)
+    ]
     first = results[0]
     assert len({result.run for result in results}) == 3
     assert first.run.name.startswith("spread-grpo-v1-i1-2")
@@ -159,13 +185,17 @@ def test_settings_as_object_mapping_or_file_give_the_same_run(settings, tmp_path
     assert [load_rollouts(r.run) for r in results[1:]] == [load_rollouts(first.run)] * 2
 
 
-def test_tasks_and_templates_that_do_not_fit_are_rejected_before_the_run_is_made(settings, tmp_path):
+def test_tasks_and_templates_that_do_not_fit_are_rejected_before_the_run_is_made(
+    settings, tmp_path
+):
     (tmp_path / "chat.jinja").write_text("{{ raise_exception('no system') }}")
     wrong: dict[str, dict[str, Any]] = {
         "task 'empty' has no training prompts": {"task": {"name": "sample_task:load_empty"}},
         "cannot render it: no system": {"model": {"chat_template": str(tmp_path / "chat.jinja")}},
         r"has \d+ tokens; rollout.max_prompt_length is 20": {"rollout": {"max_prompt_length": 20}},
-        "task 'untested' has no test prompts to evaluate on": {"task": {"name": "sample_task:load_untested"}},
+        "task 'untested' has no test prompts to evaluate on": {
+            "task": {"name": "sample_task:load_untested"}
+        },
     }
     for message, sections in wrong.items():
         with pytest.raises(SettingsError, match=message):
@@ -221,7 +251,9 @@ def test_callback_that_raises_ends_the_run_after_its_batch(settings, tmp_path):
 # Ends
 
 
-def press(monkeypatch, owner, name: str, call: int, signum: int = signal.SIGINT, before: bool = True) -> None:
+def press(
+    monkeypatch, owner, name: str, call: int, signum: int = signal.SIGINT, before: bool = True
+) -> None:
     """Send a signal at the nth call of a method, before it or after."""
     calls, original = [], getattr(owner, name)
 
@@ -240,16 +272,41 @@ def press(monkeypatch, owner, name: str, call: int, signum: int = signal.SIGINT,
 @pytest.mark.parametrize(
     ("signum", "owner", "name", "call", "batches"),
     [
-        (signal.SIGINT, ContinuousBatch, "_sample_tokens", 20, 0),  # in the evaluation before batch 1
+        (
+            signal.SIGINT,
+            ContinuousBatch,
+            "_sample_tokens",
+            20,
+            0,
+        ),  # in the evaluation before batch 1
         (signal.SIGINT, Trainer, "step", 2, 1),  # in the second batch's learning
-        (signal.SIGTERM, MasterWeights, "write_back", 2, 2),  # in the second update; its batch is finished
-        (signal.SIGINT, Run, "record_rollouts", 2, 2),  # in the middle of recording, which is finished
+        (
+            signal.SIGTERM,
+            MasterWeights,
+            "write_back",
+            2,
+            2,
+        ),  # in the second update; its batch is finished
+        (
+            signal.SIGINT,
+            Run,
+            "record_rollouts",
+            2,
+            2,
+        ),  # in the middle of recording, which is finished
     ],
 )
-def test_signal_ends_the_run_with_what_was_learned(settings, monkeypatch, owner, name, call, batches, signum):
+def test_signal_ends_the_run_with_what_was_learned(
+    settings, monkeypatch, owner, name, call, batches, signum
+):
     press(monkeypatch, owner, name, call, signum)
     result = train(settings(eval={"every": 2}, schedule={"batches": 4}))
-    assert (result.interrupted, result.version, result.batches, result.after) == (signum, batches, batches, None)
+    assert (result.interrupted, result.version, result.batches, result.after) == (
+        signum,
+        batches,
+        batches,
+        None,
+    )
     metrics = load_metrics(result.run)
     assert len(metrics) == batches
     assert rollout_batches(result.run) == [m["step"] for m in metrics]
@@ -259,7 +316,9 @@ def test_signal_ends_the_run_with_what_was_learned(settings, monkeypatch, owner,
 
 def test_second_signal_ends_the_run_without_partial_files(settings, monkeypatch, tmp_path):
     press(monkeypatch, Trainer, "step", 2)
-    press(monkeypatch, Policy, "save", 1, before=False)  # the files are there, but not yet under their name
+    press(
+        monkeypatch, Policy, "save", 1, before=False
+    )  # the files are there, but not yet under their name
     with pytest.raises(KeyboardInterrupt):
         train(settings())
     (directory,) = (tmp_path / "runs").iterdir()
@@ -271,10 +330,25 @@ def test_second_signal_ends_the_run_without_partial_files(settings, monkeypatch,
 @each(
     ("owner", "name", "error", "way"),
     [
-        (Trainer, "update", FloatingPointError("the gradient is not finite"), "To resume after batch 2"),
-        (Run, "record", OSError(28, "No space left on device"), "No checkpoint yet; to start again"),
+        (
+            Trainer,
+            "update",
+            FloatingPointError("the gradient is not finite"),
+            "To resume after batch 2",
+        ),
+        (
+            Run,
+            "record",
+            OSError(28, "No space left on device"),
+            "No checkpoint yet; to start again",
+        ),
         (Trainer, "step", MemoryError(), "To resume after batch 2"),
-        (Trainer, "accumulate", torch.OutOfMemoryError("CUDA out of memory"), "To resume after batch 2"),
+        (
+            Trainer,
+            "accumulate",
+            torch.OutOfMemoryError("CUDA out of memory"),
+            "To resume after batch 2",
+        ),
     ],
 )
 def test_error_keeps_what_was_learned_and_says_where(run, tmp_path, owner, name, error, way):
@@ -293,7 +367,9 @@ def test_error_keeps_what_was_learned_and_says_where(run, tmp_path, owner, name,
     directory = tmp_path / "runs" / name
     assert isinstance(error, FAILURES)  # for the command, which says it without a traceback
     note, *cures, way_on = raised.value.__notes__
-    assert ["lower optimizer.micro_batch_tokens" in cure for cure in cures] == [True] * (name in ("step", "accumulate"))
+    assert ["lower optimizer.micro_batch_tokens" in cure for cure in cures] == [True] * (
+        name in ("step", "accumulate")
+    )
     assert note.startswith(f"The run so far: {directory} (2 of 4 batches finished, ")
     assert way_on == f"{way}: lagrpo train --resume {directory}"
     assert weights(directory / "weights" / "final")

@@ -70,7 +70,11 @@ def change_lines(run: Path, change: Callable[[list[dict[str, Any]]], object]) ->
 
 
 def found_in(run: Path, where: str, what: str, count: int | None = 1) -> list[Difference]:
-    return [d for d in verify_run(run, count).differences if d.where.startswith(where) and d.what == what]
+    return [
+        d
+        for d in verify_run(run, count).differences
+        if d.where.startswith(where) and d.what == what
+    ]
 
 
 # Runs that nobody touched
@@ -84,7 +88,9 @@ def test_untouched_run_agrees_with_its_replay(untouched):
     assert done["samples"] == done["rollout_logprobs"] == done["old_logprobs"] == tokens > 100
     assert report.undecided["samples"] == 0  # in float32
     assert done["advantages"] == 3 * len(rows) == 72  # excluded_reason, group_std, advantage
-    assert done["rewards"] == len(rows) + 2 * 2 * 3  # of evaluations before and after: two prompts, three samples
+    assert (
+        done["rewards"] == len(rows) + 2 * 2 * 3
+    )  # of evaluations before and after: two prompts, three samples
     assert not report.skipped
 
 
@@ -141,7 +147,9 @@ def test_missing_weights_are_named_with_the_setting_that_keeps_them(run):
 
 
 def test_verify_without_the_task_object_skips_rewards(model, tmp_path):
-    run = lagrpo.train(tiny_settings(model, tmp_path, run={"name": "run"}), task=sample_task.load()).run
+    run = lagrpo.train(
+        tiny_settings(model, tmp_path, run={"name": "run"}), task=sample_task.load()
+    ).run
     report = verify_run(run, 4)
     assert any("pass it to" in why for why in report.skipped)
     assert "rewards" not in report.compared
@@ -163,7 +171,8 @@ def test_flipped_token_is_found(run):
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "column"), [("untouched", 1e-3, "rollout_logprobs"), ("in_bfloat16", 0.5, "old_logprobs")]
+    ("name", "change", "column"),
+    [("untouched", 1e-3, "rollout_logprobs"), ("in_bfloat16", 0.5, "old_logprobs")],
 )
 def test_changed_log_prob_is_found(request, tmp_path, name, change, column):
     run = shutil.copytree(request.getfixturevalue(name), tmp_path / "run")
@@ -192,9 +201,17 @@ def test_cells_that_do_not_fit_their_rows_are_found(run):
         (2, 4, "prompt_token_ids", [5]), (3, 0, "prompt_id", 99), (3, 7, "staleness", 7),
     ]  # fmt: skip
     for step, row, column, value in cells:
-        rewrite(run, lambda rows, cell=(row, column, value): rows[cell[0]].update({cell[1]: cell[2]}), file_of(step))
+        rewrite(
+            run,
+            lambda rows, cell=(row, column, value): rows[cell[0]].update({cell[1]: cell[2]}),
+            file_of(step),
+        )
     found = [d.where for d in verify_run(run, 1).differences]
-    assert [c for c in cells if not any(where.startswith(f"{file_of(c[0])}, row {c[1]} ") for where in found)] == []
+    assert [
+        c
+        for c in cells
+        if not any(where.startswith(f"{file_of(c[0])}, row {c[1]} ") for where in found)
+    ] == []
 
 
 def test_missing_completions_and_files_are_found(run):
@@ -208,24 +225,41 @@ def test_changed_version_contradicts_schedule_and_log_probs(run):
     rewrite(run, lambda rows: rows[4].update(policy_versions=[1] * len(rows[4]["policy_versions"])))
     (found,) = found_in(run, f"{FIRST}, row 4 ", "policy_versions")
     assert (found.found, found.expected) == (1, 0)
-    assert {d.where.partition(" (")[0] for d in found_in(run, FIRST, "rollout_logprobs", None)} == {f"{FIRST}, row 4"}
+    assert {d.where.partition(" (")[0] for d in found_in(run, FIRST, "rollout_logprobs", None)} == {
+        f"{FIRST}, row 4"
+    }
 
 
 def test_swapped_weights_are_found(run):
     weights = run / "weights"
     for old, new in (("v000001", "away"), ("v000003", "v000001"), ("away", "v000003")):
         (weights / old).rename(weights / new)
-    wrong = [d.where[:28] for d in verify_run(run, None).differences if d.what == "rollout_logprobs"]
-    assert [wrong.count(f"rollouts/step-00000{n}.parquet") > 10 for n in (1, 2, 3)] == [False, True, True]
+    wrong = [
+        d.where[:28] for d in verify_run(run, None).differences if d.what == "rollout_logprobs"
+    ]
+    assert [wrong.count(f"rollouts/step-00000{n}.parquet") > 10 for n in (1, 2, 3)] == [
+        False,
+        True,
+        True,
+    ]
 
 
 # Changed metrics and events
 
 
 def test_changed_metrics_are_found(run):
-    names = {"reward", "frac_reward_zero_std", "completions/clipped_ratio", "rollout/ess", "rollout/seq_kl"}
+    names = {
+        "reward",
+        "frac_reward_zero_std",
+        "completions/clipped_ratio",
+        "rollout/ess",
+        "rollout/seq_kl",
+    }
     names |= {"improvement"}  # of eight completions it is null
-    change_lines(run, lambda lines: lines[1].update({name: (lines[1][name] or 0.0) + 0.125 for name in names}))
+    change_lines(
+        run,
+        lambda lines: lines[1].update({name: (lines[1][name] or 0.0) + 0.125 for name in names}),
+    )
     found = verify_run(run, 1).differences
     assert {d.where for d in found} == {"metrics.jsonl, line 2 (step 2)"}
     assert sorted(d.what for d in found) == sorted(names)
@@ -257,8 +291,13 @@ def test_measured_kl_decides_about_the_next_weight_sync(model, tmp_path, v, delt
     synced = [(e["step"], e["reason"]) for e in load_events(run) if e["event"] == "weight_sync"]
     assert synced == [(1, "start"), (3, reason), (5, reason)]
     assert verify_run(run, 1).differences == []
-    change_lines(run, lambda lines: lines[3].__setitem__("rollout/seq_kl", 0.0 if reason == "budget" else 1e10))
-    assert [d.where for d in found_in(run, "events.jsonl", "weight_sync")] == ["events.jsonl, step 5"]
+    change_lines(
+        run,
+        lambda lines: lines[3].__setitem__("rollout/seq_kl", 0.0 if reason == "budget" else 1e10),
+    )
+    assert [d.where for d in found_in(run, "events.jsonl", "weight_sync")] == [
+        "events.jsonl, step 5"
+    ]
 
 
 # Changed evaluations
@@ -315,7 +354,13 @@ def test_token_interval_of_the_cdf_by_hand():
     logits = torch.tensor([[4.0, 2.0, 2.0]], dtype=torch.float64).log().repeat(3, 1)
     tokens, uniform = torch.tensor([0, 1, 2]), torch.tensor([0.6, 0.6, 0.75], dtype=torch.float64)
     read = read_tokens(logits, tokens, uniform)
-    torch.testing.assert_close(read.logp.exp(), torch.tensor([0.5, 0.25, 0.25], dtype=torch.float64))
-    expected = [log(1.5), -log(1.5), 0.0]  # log-odds from 1/2 to 0.6, outside and inside; at the edge of 3/4
+    torch.testing.assert_close(
+        read.logp.exp(), torch.tensor([0.5, 0.25, 0.25], dtype=torch.float64)
+    )
+    expected = [
+        log(1.5),
+        -log(1.5),
+        0.0,
+    ]  # log-odds from 1/2 to 0.6, outside and inside; at the edge of 3/4
     assert read.outside.tolist() == pytest.approx(expected, abs=1e-12)
     assert read.expected.tolist() == [1, 1, 2]

@@ -51,8 +51,14 @@ def test_page_holds_the_completions_of_a_real_run(trained):
     for c, one in enumerate(rows):
         own = slice(starts[c], starts[c + 1])
         assert [r["ids"][place] for place in found["token"][own]] == one["token_ids"]
-        assert np.abs(found["rollout_logprobs"][own] / 1000 - np.array(one["rollout_logprobs"])).max() <= 0.0005001
-        assert np.abs(found["old_logprobs"][own] / 1000 - np.array(one["old_logprobs"])).max() <= 0.0005001
+        assert (
+            np.abs(found["rollout_logprobs"][own] / 1000 - np.array(one["rollout_logprobs"])).max()
+            <= 0.0005001
+        )
+        assert (
+            np.abs(found["old_logprobs"][own] / 1000 - np.array(one["old_logprobs"])).max()
+            <= 0.0005001
+        )
         unknown = [UNKNOWN] * len(one["token_ids"])
         entropy = [round(1000 * h) for h in one["entropy"]] if one["entropy"] else unknown
         assert np.abs(found["entropy"][own] - np.array(entropy)).max() <= 1
@@ -69,27 +75,48 @@ def test_page_holds_metrics_events_settings_and_evaluations_of_a_real_run(traine
     run = header["runs"][0]
     assert run["metrics"]["step"] == [1, 2, 3]
     assert (run["status"][0], run["total"], run["notes"]) == ("finished", 3, [])
-    assert [event["reason"] for event in run["events"] if event["event"] == "weight_sync"] == ["start", "schedule"]
-    assert (run["settings"]["schedule.sync_every"], header["settings"]["schedule.sync_every"][1]) == (2, 1)
+    assert [event["reason"] for event in run["events"] if event["event"] == "weight_sync"] == [
+        "start",
+        "schedule",
+    ]
+    assert (
+        run["settings"]["schedule.sync_every"],
+        header["settings"]["schedule.sync_every"][1],
+    ) == (2, 1)
     assert [one["name"] for one in run["evaluations"]["summaries"]] == ["before", "after"]
     assert [len(rows) for rows in run["evaluations"]["rows"]] == [2, 2]
-    assert set(run["metrics"]) <= {name for metrics in header["metrics"].values() for name in metrics}
+    assert set(run["metrics"]) <= {
+        name for metrics in header["metrics"].values() for name in metrics
+    }
     assert set(run["settings"]) <= set(header["settings"])
 
 
 def test_unknown_numbers_and_context_stay_unknown(tmp_path):
     run = make_run(tmp_path)
-    odd = row("ab", None, staleness=None, group_std=None, rollout_logprobs=[None, -40.0], loss_mask=[True, False])
+    odd = row(
+        "ab",
+        None,
+        staleness=None,
+        group_std=None,
+        rollout_logprobs=[None, -40.0],
+        loss_mask=[True, False],
+    )
     odd |= {"old_logprobs": [-0.5, None], "entropy": [0.25, None]}
     run.record_rollouts(
-        1, [odd, *(row(text, 0.0, sample_index=n, old_logprobs=None) for n, text in ((1, ""), (2, "c")))]
+        1,
+        [
+            odd,
+            *(row(text, 0.0, sample_index=n, old_logprobs=None) for n, text in ((1, ""), (2, "c"))),
+        ],
     )
     made, found = columns(collect([run.path], 100))
     assert found["rollout_logprobs"].tolist() == [UNKNOWN, -32767, -250]
     assert found["old_logprobs"].tolist() == [-500, UNKNOWN, UNKNOWN]
     assert found["entropy"].tolist() == [250, UNKNOWN, UNKNOWN]
     assert found["sampled"].tolist() == [1, 0, 1]
-    assert np.isnan([found[name][0] for name in ("reward", "staleness", "log_ratio", "group_std", "advantage")]).all()
+    assert np.isnan(
+        [found[name][0] for name in ("reward", "staleness", "log_ratio", "group_std", "advantage")]
+    ).all()
     assert made["rollouts"]["codes"]["outcome"] == ["unscored", "scored"]
 
 
@@ -105,12 +132,20 @@ def test_tokens_are_ids_without_the_right_tokenizer(tmp_path):
 def test_token_texts_keep_spaces_and_name_parts_of_a_character():
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    vocabulary = {letter: n for n, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))} | {"Ġhi": 256}
+    vocabulary = {
+        letter: n for n, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))
+    } | {"Ġhi": 256}
     tokenizer = Tokenizer(models.BPE(vocabulary, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     euro = [vocabulary[letter] for letter in "âĤ¬"]
-    assert token_texts(tokenizer, [256, vocabulary["a"], *euro]) == [" hi", "a", "<â>", "<Ĥ>", "<¬>"]
+    assert token_texts(tokenizer, [256, vocabulary["a"], *euro]) == [
+        " hi",
+        "a",
+        "<â>",
+        "<Ĥ>",
+        "<¬>",
+    ]
 
 
 # How much of a run is in the page
@@ -141,11 +176,22 @@ def hostile_run(root: Path):
     run = make_run(root, "a<b>&'\"<script>", task={"system_prompt": HOSTILE.replace("\x00", "")})
     run.record(metrics(1))
     run.record_event("warning", 1, text=HOSTILE)
-    rows = group(1, [1.0, 0.0, None], prompt_text=HOSTILE, answer=json.dumps(HOSTILE), reason=HOSTILE)
+    rows = group(
+        1, [1.0, 0.0, None], prompt_text=HOSTILE, answer=json.dumps(HOSTILE), reason=HOSTILE
+    )
     rows += [row(HOSTILE, 0.5, prompt_id=9)]
     run.record_rollouts(1, rows)
-    record = {"prompt_id": 1, "prompt": HOSTILE, "answer": HOSTILE, "samples": 1, "scored": 1, "correct": 0}
-    run.record_evaluation("before", {"step": 0}, [record | {"completions": [HOSTILE], "rewards": [0.0]}])
+    record = {
+        "prompt_id": 1,
+        "prompt": HOSTILE,
+        "answer": HOSTILE,
+        "samples": 1,
+        "scored": 1,
+        "correct": 0,
+    }
+    run.record_evaluation(
+        "before", {"step": 0}, [record | {"completions": [HOSTILE], "rewards": [0.0]}]
+    )
     return run
 
 
@@ -192,7 +238,9 @@ def test_command_writes_a_page_and_says_where(tmp_path, monkeypatch):
     assert "<title>one · lagrpo view</title>" in (one.path / "view.html").read_text()
     assert command("view", one.path, two.path)[0] == 0
     assert "<title>one, two · lagrpo view</title>" in (tmp_path / "view.html").read_text()
-    assert command("view", one.path, "--out", tmp_path / "deep" / "x.html", "--completions", 0)[0] == 0
+    assert (
+        command("view", one.path, "--out", tmp_path / "deep" / "x.html", "--completions", 0)[0] == 0
+    )
     assert (tmp_path / "deep" / "x.html").is_file()
 
 
@@ -220,7 +268,11 @@ def ask(server: Server, path: str, host: str | None = None) -> tuple[int, dict[s
 def test_server_answers_with_the_page_and_with_newer_data_only(served):
     run, server = served
     status, headers, page = ask(server, "/")
-    assert (status, headers["Content-Type"], headers["X-Frame-Options"]) == (200, "text/html; charset=utf-8", "DENY")
+    assert (status, headers["Content-Type"], headers["X-Frame-Options"]) == (
+        200,
+        "text/html; charset=utf-8",
+        "DENY",
+    )
     assert b'<main id="page" data-live>' in page
     stamp = unpack(ask(server, "/data")[2])[0]["stamp"]
     assert ask(server, f"/data?stamp={stamp}")[::2] == (204, b"")

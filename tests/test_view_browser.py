@@ -15,7 +15,8 @@ from lagrpo.view.serve import Server, view
 pytestmark = pytest.mark.browser
 
 LISTENING = (
-    "[...document.querySelectorAll('*')].filter((n) => n.getAttributeNames().some((a) => a.startsWith('on'))).length"
+    "[...document.querySelectorAll('*')]"
+    ".filter((n) => n.getAttributeNames().some((a) => a.startsWith('on'))).length"
 )
 
 
@@ -32,7 +33,9 @@ def opened(browser, tmp_path):
     pages = []
 
     def open_page(*runs, address="", **options):
-        file = view([run.path for run in runs], tmp_path / "page.html", options.pop("completions", 10_000))
+        file = view(
+            [run.path for run in runs], tmp_path / "page.html", options.pop("completions", 10_000)
+        )
         pages.append(browser.open(file.as_uri() + address, **options))
         return pages[-1]
 
@@ -139,7 +142,9 @@ def test_completions_are_filtered(opened, run, fields, matches):
     if "q" in fields:
         assert page.js("document.activeElement.name") == "q"
     assert ("No completions match this filter." in page.text(".pane")) == matches.startswith("0")
-    page.js("[...document.querySelectorAll('button')].find((node) => node.innerText === 'clear').click()")
+    page.js(
+        "[...document.querySelectorAll('button')].find((node) => node.innerText === 'clear').click()"
+    )
     assert page.text(".summary").endswith("3 groups")
 
 
@@ -216,7 +221,9 @@ def test_text_of_a_run_is_never_executed(opened, tmp_path):
         ("evaluations", "main"),
         ("settings", "main"),
     ):
-        page = opened(run, address=f"#tab={name}&changes=all&prompt=0&setting=task&group=1:1:0:0&completion=0")
+        page = opened(
+            run, address=f"#tab={name}&changes=all&prompt=0&setting=task&group=1:1:0:0&completion=0"
+        )
         assert "<script>" in page.text(selector), name
         assert "⟨U+202E⟩" in page.text(selector), name
         assert page.js("window.planted") is None

@@ -59,7 +59,9 @@ def engine(fake: FakeServer, policy: Any) -> Iterator[VllmEngine]:
 
 
 def sampled(engine: Any, policy: Any, count: int = 2, G: int = 2) -> list[Any]:
-    return [c for _, group in engine.sample(requests_for(policy, count), G) for c in group.completions]
+    return [
+        c for _, group in engine.sample(requests_for(policy, count), G) for c in group.completions
+    ]
 
 
 def loaded(fake: FakeServer) -> list[str]:
@@ -91,7 +93,10 @@ def test_unusable_completion_fails_and_never_has_a_log_prob_of_zero(fake, engine
         ({"end": "error"}, "('error') after 2 tokens"),
     ]
     for changes, reason in cases:
-        fake.answers[GENERATE] = lambda _, own=changes: (200, {"choices": [choice(fake.label, **own)]})
+        fake.answers[GENERATE] = lambda _, own=changes: (
+            200,
+            {"choices": [choice(fake.label, **own)]},
+        )
         (found,) = sampled(engine, policy, 1, 1)
         assert found.outcome.kind == "failed"
         assert reason in found.outcome.reason
@@ -119,7 +124,11 @@ def test_groups_of_a_dead_server_are_sampled_again_with_the_same_seeds(fake, pol
         assert engine.pop_metrics() == {"recoveries": 1}
         assert loaded(fake) == ["v000007"] * 2
         assert engine.version == 7
-        seeds = [body["sampling_params"]["seed"] for one in (fake, other) for body in one.bodies(GENERATE)]
+        seeds = [
+            body["sampling_params"]["seed"]
+            for one in (fake, other)
+            for body in one.bodies(GENERATE)
+        ]
         assert len({*seeds}) == 8
         engine.close()
 
@@ -157,7 +166,9 @@ def test_sync_loads_the_weights_in_the_servers_dtype_while_paused(fake, engine, 
     (path,) = (Path(body["kwargs"]["weights_path"]) for body in fake.bodies("/collective_rpc"))
     written = load_file(path / weights.FILE)
     assert written.pop("count") == count
-    assert all(torch.equal(written[name], tensor.bfloat16()) for name, tensor in policy.weights.items())
+    assert all(
+        torch.equal(written[name], tensor.bfloat16()) for name, tensor in policy.weights.items()
+    )
     assert [old.name for old in path.parent.iterdir()] == ["v000001"]
     engine.close()
     assert not path.parent.exists()
@@ -194,7 +205,9 @@ def test_completions_in_flight_continue_after_a_sync(fake, policy):
     engine.close()
 
 
-def nccl(monkeypatch: pytest.MonkeyPatch, fakes: list[FakeServer], policy: Any, **calls: Any) -> tuple[Any, list[Any]]:
+def nccl(
+    monkeypatch: pytest.MonkeyPatch, fakes: list[FakeServer], policy: Any, **calls: Any
+) -> tuple[Any, list[Any]]:
     """A transfer by a fake NCCL to some servers, and what was sent."""
     sent: list[Any] = []
     doing = {
@@ -211,7 +224,9 @@ def nccl(monkeypatch: pytest.MonkeyPatch, fakes: list[FakeServer], policy: Any, 
     monkeypatch.setattr(weights.torch, "zeros", lambda *size, **_: zeros(*size))
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     params = SamplingParams("sample", 1.0, 4)
-    return VllmEngine([Ours(fake) for fake in fakes], weights.NcclTransfer(torch.float32), policy.chat, params), sent
+    return VllmEngine(
+        [Ours(fake) for fake in fakes], weights.NcclTransfer(torch.float32), policy.chat, params
+    ), sent
 
 
 def test_nccl_announces_tensors_in_the_order_of_the_broadcast(monkeypatch, fake):
@@ -220,14 +235,25 @@ def test_nccl_announces_tensors_in_the_order_of_the_broadcast(monkeypatch, fake)
         own = {"x": torch.ones(2, 3), "y": torch.zeros(4)}
         for version in (6, 7):
             engine.sync_weights(own, version)
-        met = [body["init_info"] for one in (fake, other) for body in one.bodies("/init_weight_transfer_engine")]
+        met = [
+            body["init_info"]
+            for one in (fake, other)
+            for body in one.bodies("/init_weight_transfer_engine")
+        ]
         assert [info["rank_offset"] for info in met] == [1, 3]  # two workers each
         assert {info["world_size"] for info in met} == {5}
         assert {base64.b64decode(info["nccl_unique_id_b64"]) for info in met} == {b"i" * 128}
         communicator = (5, b"i" * 128, 0)
-        assert sent == [(torch.Size([2, 3]), 0, [communicator]), (torch.Size([4]), 0, [communicator])] * 2
+        assert (
+            sent
+            == [(torch.Size([2, 3]), 0, [communicator]), (torch.Size([4]), 0, [communicator])] * 2
+        )
         info = other.bodies("/update_weights")[0]["update_info"]
-        assert info == {"names": ["x", "y"], "dtype_names": ["float32"] * 2, "shapes": [[2, 3], [4]]}
+        assert info == {
+            "names": ["x", "y"],
+            "dtype_names": ["float32"] * 2,
+            "shapes": [[2, 3], [4]],
+        }
         finished = other.bodies("/finish_weight_update")
         assert [body["weight_version"].partition(":")[2] for body in finished] == ["6", "7"]
         assert torch.equal(engine.current_weights()[1]["x"], own["x"])
@@ -272,7 +298,9 @@ def test_servers_get_their_version_back_after_an_evaluation_that_fails(fake, eng
         evaluate()
     assert loaded(fake) == ["v000000", "v000001", "v000000"]
     assert engine.version == engine.current_weights()[0] == 0
-    assert all(torch.equal(engine.current_weights()[1][name], tensor) for name, tensor in old.items())
+    assert all(
+        torch.equal(engine.current_weights()[1][name], tensor) for name, tensor in old.items()
+    )
     with engine.lent(old, 0, back=True):  # loads nothing that is there
         pass
     with engine.lent(policy.weights, 1, back=False):
@@ -294,7 +322,10 @@ def converse(fake: FakeServer, G: int = 2, end: str = "stop", **limits: int) -> 
     def generate(body: Any) -> Any:
         params, later = body["sampling_params"], next(count) > 0
         tokens = (13, 14, 1)[: params["max_tokens"]]
-        made = [choice(fake.label, g, tokens, (0.0, -0.5, -1.0), end if later else "stop") for g in range(params["n"])]
+        made = [
+            choice(fake.label, g, tokens, (0.0, -0.5, -1.0), end if later else "stop")
+            for g in range(params["n"])
+        ]
         return 200, {"choices": made}
 
     fake.answers[GENERATE] = generate
@@ -310,7 +341,11 @@ def test_each_turn_is_a_request_with_everything_so_far(fake):
     assert [body["sampling_params"]["n"] for body in (first, *later)] == [2, 1, 1, 1, 1]
     assert len({body["sampling_params"]["seed"] for body in (first, *later)}) == 5
     for c in group.completions:
-        assert (c.finished, c.outcome.reason, c.turns[::2]) == (True, "after 3 turns", ("ab", "ab", "ab"))
+        assert (c.finished, c.outcome.reason, c.turns[::2]) == (
+            True,
+            "after 3 turns",
+            ("ab", "ab", "ab"),
+        )
         ids = [*group.prompt.token_ids, *c.token_ids.tolist()]
         assert any(body["token_ids"] == ids[:-3] for body in later)
         assert (chat.decode(c.token_ids.tolist()), c.length) == (c.text, 9)
@@ -322,7 +357,10 @@ def test_token_limit_holds_over_all_turns_and_an_unusable_turn_fails_the_complet
     assert [body["sampling_params"]["max_tokens"] for body in fake.bodies(GENERATE)] == [8, 5, 2]
     assert (c.length, c.finished) == (8, False)
     (c,) = converse(fake, G=1, end="error")[0].completions
-    assert (c.outcome.kind, c.outcome.reason) == ("failed", "the server stopped it ('error') after 3 tokens")
+    assert (c.outcome.kind, c.outcome.reason) == (
+        "failed",
+        "the server stopped it ('error') after 3 tokens",
+    )
 
 
 # ---- attaching, starting, serving ----
@@ -330,24 +368,35 @@ def test_token_limit_holds_over_all_turns_and_an_unusable_turn_fails_the_complet
 
 def settings(root: Path, **sections: Any) -> Settings:
     model = save_tiny(root / "model", tie_word_embeddings=True)
-    return Settings.model_validate(tiny_settings(model, root, **{"rollout": {"engine": "vllm"}} | sections))
+    return Settings.model_validate(
+        tiny_settings(model, root, **{"rollout": {"engine": "vllm"}} | sections)
+    )
 
 
 def test_server_for_shorter_sequences_is_rejected_before_a_model_loads(fake, tmp_path):
     own = settings(tmp_path, vllm={"urls": [fake.url]})
     fake.config["parallel_config"] = {"worker_extension_cls": EXTENSION}
     assert open_servers(own)[0].reload_method == "reload_with_head"
-    fake.answers["/v1/models"] = lambda _: (200, {"data": [{"id": "m", "root": "m", "max_model_len": 60}]})
+    fake.answers["/v1/models"] = lambda _: (
+        200,
+        {"data": [{"id": "m", "root": "m", "max_model_len": 60}]},
+    )
     with pytest.raises(SettingsError, match="at most 60 tokens"):
         open_servers(own)
 
 
 def test_server_launch_sets_the_options_that_a_run_needs(monkeypatch):
-    launch = Launch("python", "model", "float32", 300, 7, "nccl", ("--seed", "3"), lora_rank=20, gpus=(1, 2))
+    launch = Launch(
+        "python", "model", "float32", 300, 7, "nccl", ("--seed", "3"), lora_rank=20, gpus=(1, 2)
+    )
     command, environment = " ".join(launch.command(8000)), launch.environment("s3cret")
     for words in (
         *("--logprobs-mode processed_logprobs", "--generation-config vllm", "--enable-scale-out"),
-        *("--host 127.0.0.1", "--max-model-len 300", '--weight-transfer-config {"backend": "nccl"}'),
+        *(
+            "--host 127.0.0.1",
+            "--max-model-len 300",
+            '--weight-transfer-config {"backend": "nccl"}',
+        ),
         "--max-lora-rank 32",
     ):
         assert words in command
@@ -361,7 +410,9 @@ def test_server_launch_sets_the_options_that_a_run_needs(monkeypatch):
 
 def test_server_ends_if_its_parent_process_ends():
     serving = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
-    guard = Popen([sys.executable, "-c", GUARD, sys.executable, "-c", serving], stdin=PIPE, stdout=PIPE)
+    guard = Popen(
+        [sys.executable, "-c", GUARD, sys.executable, "-c", serving], stdin=PIPE, stdout=PIPE
+    )
     assert guard.stdin is not None
     assert guard.stdout is not None
     assert int(guard.stdout.readline()) != guard.pid

@@ -74,8 +74,18 @@ def attached(server: StartedServer, monkeypatch: pytest.MonkeyPatch) -> VllmClie
     return client
 
 
-def run(model: Path, root: Path, server: VllmClient | None = None, /, resume: Any = None, **sections: Any) -> Result:
-    base = {"rollout": {"engine": "vllm"}, "vllm": {"urls": [server.url]} if server is not None else {}}
+def run(
+    model: Path,
+    root: Path,
+    server: VllmClient | None = None,
+    /,
+    resume: Any = None,
+    **sections: Any,
+) -> Result:
+    base = {
+        "rollout": {"engine": "vllm"},
+        "vllm": {"urls": [server.url]} if server is not None else {},
+    }
     return train(tiny_settings(model, root, **merged(base, sections)), resume=resume)
 
 
@@ -86,14 +96,19 @@ def distance(policy: Any, group: Any) -> float:
     """The largest difference between the trainer's log-probs and those that came with the completions."""
     packed = Packed.build([(group.prompt.token_ids, [c.token_ids for c in group.completions])])
     with torch.no_grad():
-        return float((policy.logp(packed) - torch.cat([c.logp_alpha for c in group.completions])).abs().max())
+        return float(
+            (policy.logp(packed) - torch.cat([c.logp_alpha for c in group.completions])).abs().max()
+        )
 
 
 @pytest.mark.parametrize(("tau", "lora"), [(0.7, None), (1.0, LORA)])
 def test_trainer_and_server_agree_after_each_sync(request, model, tau, lora):
     server = request.getfixturevalue("adapting" if lora else "server")
     policy = policy_of(model, tau, lora=lora)
-    engine, check = engine_of([server], policy), WeightSyncCheck(requests_for(policy, 4), torch.float32)
+    engine, check = (
+        engine_of([server], policy),
+        WeightSyncCheck(requests_for(policy, 4), torch.float32),
+    )
     for version in range(4):
         engine.sync_weights(policy.weights, version)
         metrics = check(policy, engine)
@@ -162,16 +177,32 @@ def test_run_of_several_turns_is_replayed(attached, model, tmp_path):
 
 def test_evaluations_by_the_server_change_no_record_of_training(attached, model, tmp_path):
     sets = [{"name": "own"}, {"name": "long", "max_completion_length": 12}]
-    evaluations: dict[str, dict[str, Any]] = {"none": {"at_start": False}, "many": {"every": 1, "sets": sets}}
+    evaluations: dict[str, dict[str, Any]] = {
+        "none": {"at_start": False},
+        "many": {"every": 1, "sets": sets},
+    }
     made = [
         run(model, tmp_path / name, attached, schedule={"sync_every": 4, "batches": 5}, eval=given)
         for name, given in evaluations.items()
     ]
-    columns = ["step", "prompt_id", "sample_index", "token_ids", "policy_versions", "staleness", "policy_version"]
-    rows = [[{name: row[name] for name in columns} for row in load_rollouts(one.run)] for one in made]
+    columns = [
+        "step",
+        "prompt_id",
+        "sample_index",
+        "token_ids",
+        "policy_versions",
+        "staleness",
+        "policy_version",
+    ]
+    rows = [
+        [{name: row[name] for name in columns} for row in load_rollouts(one.run)] for one in made
+    ]
     assert rows[0] == rows[1]
     names = ("policy_version", "weight_sync/performed", "staleness/max", "reward")
-    lines = [[[line[n] for n in names] for line in without_timings(load_metrics(one.run))] for one in made]
+    lines = [
+        [[line[n] for n in names] for line in without_timings(load_metrics(one.run))]
+        for one in made
+    ]
     assert lines[0] == lines[1]
     assert {one["policy_version"] for one in load_evaluations(made[1].run)} == {0, 1, 2, 3, 4, 5}
 
@@ -187,7 +218,9 @@ def test_ranks_learn_from_what_a_server_samples(tmp_path):
     assert all(isinstance(one, Result) for one in found), "\n\n".join(map(str, found))
     metrics = load_metrics(found[0].run)
     assert [m["staleness/max"] for m in metrics] == [0, 0, 2, 0, 2, 0]
-    assert all(m["weight_sync/logp_difference"] < 1e-3 for m in metrics if m["weight_sync/performed"])
+    assert all(
+        m["weight_sync/logp_difference"] < 1e-3 for m in metrics if m["weight_sync/performed"]
+    )
 
 
 # Runs that start a server, and lose it
@@ -195,9 +228,14 @@ def test_ranks_learn_from_what_a_server_samples(tmp_path):
 
 @pytest.mark.parametrize(
     ("owner", "name", "call", "v"),
-    [(VllmClient, "generate", 12, 2), (VllmClient, "reload", 3, 1)],  # after the weight-sync check's eight
+    [
+        (VllmClient, "generate", 12, 2),
+        (VllmClient, "reload", 3, 1),
+    ],  # after the weight-sync check's eight
 )
-def test_killed_server_loses_no_completion_and_counts_none_twice(model, tmp_path, monkeypatch, owner, name, call, v):
+def test_killed_server_loses_no_completion_and_counts_none_twice(
+    model, tmp_path, monkeypatch, owner, name, call, v
+):
     """The server is killed just before a call."""
     started: list[StartedServer] = []
     start_server, method, calls = StartedServer._start, getattr(owner, name), iter(range(1, 1000))
@@ -207,14 +245,23 @@ def test_killed_server_loses_no_completion_and_counts_none_twice(model, tmp_path
             kill(started[0])
         return method(self, *args, **kwargs)
 
-    monkeypatch.setattr(StartedServer, "_start", lambda self: (started.append(self), start_server(self))[1])
+    monkeypatch.setattr(
+        StartedServer, "_start", lambda self: (started.append(self), start_server(self))[1]
+    )
     monkeypatch.setattr(owner, name, killing)
     result = run(
         model, tmp_path, schedule={"sync_every": v, "batches": 4}, rollout={"max_completion_length": 32},
         eval={"at_start": False},
     )  # fmt: skip
     rows, metrics = load_rollouts(result.run), load_metrics(result.run)
-    assert sum(event.get("recoveries", 0) for event in load_events(result.run) if event["event"] == "recovery") == 1
+    assert (
+        sum(
+            event.get("recoveries", 0)
+            for event in load_events(result.run)
+            if event["event"] == "recovery"
+        )
+        == 1
+    )
     keys = {(row["step"], row["epoch"], row["prompt_id"], row["sample_index"]) for row in rows}
     assert len(keys) == len(rows) == 4 * 2 * 4
     assert {row["outcome"] for row in rows} == {"scored"}
@@ -227,11 +274,15 @@ def test_killed_server_loses_no_completion_and_counts_none_twice(model, tmp_path
 
 
 def test_server_that_cannot_start_shows_its_log(model, tmp_path):
-    with pytest.raises(SettingsError, match=r"(?s)the vLLM server ended\. The end of its log.*no-such-option"):
+    with pytest.raises(
+        SettingsError, match=r"(?s)the vLLM server ended\. The end of its log.*no-such-option"
+    ):
         run(model, tmp_path, vllm={"server_args": ["--no-such-option"]})
 
 
-def test_run_keeps_what_it_has_when_an_attached_server_dies_and_resumes_with_another(model, tmp_path, monkeypatch):
+def test_run_keeps_what_it_has_when_an_attached_server_dies_and_resumes_with_another(
+    model, tmp_path, monkeypatch
+):
     original, recorded, root = training.Training.record, list[Any](), tmp_path / "servers"
     root.mkdir()
     servers = [start(model, root / f"{n}.log") for n in range(2)]
@@ -246,7 +297,9 @@ def test_run_keeps_what_it_has_when_an_attached_server_dies_and_resumes_with_ano
     sections: dict[str, Any] = {"run": {"name": "one"}, "schedule": {"sync_every": 1, "batches": 4}}
     try:
         monkeypatch.setenv(KEY, servers[0].key)
-        with pytest.raises(SamplerError, match="was not started by this run: start it again, then resume the run"):
+        with pytest.raises(
+            SamplerError, match="was not started by this run: start it again, then resume the run"
+        ):
             run(model, tmp_path, VllmClient(servers[0].url), **sections)
         monkeypatch.setenv(KEY, servers[1].key)
         result = run(model, tmp_path, VllmClient(servers[1].url), resume="auto", **sections)

@@ -46,10 +46,17 @@ def share(group: Any, rows: Sequence[Any], first_takes_all: bool) -> list[Any]:
 
 
 def make(
-    group: Any, dtype: str, kind: str = "llama", tie: bool = False, lora: Lora | None = None, **changes: Any
+    group: Any,
+    dtype: str,
+    kind: str = "llama",
+    tie: bool = False,
+    lora: Lora | None = None,
+    **changes: Any,
 ) -> Trainer:
     policy = tiny_policy(kind, DTYPES[dtype], backend="torch", lora=lora, tie_word_embeddings=tie)
-    optimization = Optimization(**({"lr": 1e-3, "updates": 9, "weight_decay": 0.1, "warmup": 2, "seed": 5} | changes))
+    optimization = Optimization(
+        **({"lr": 1e-3, "updates": 9, "weight_decay": 0.1, "warmup": 2, "seed": 5} | changes)
+    )
     return Trainer(policy, resolve("grpo", {"beta": 0.0}), optimization, ranks=ranks_of(group))
 
 
@@ -58,7 +65,10 @@ def sampled(batch: int) -> list[Group]:
     """A batch of a policy that is the same everywhere and at all times."""
     prompts = [Prompt(key, (), "3", tuple(range(3, 8 + 4 * key))) for key in range(3)]
     sampler = LocalSampler(copy_policy(tiny_policy(backend="torch")), 0, MAX_TOKENS, 64)
-    found = {r.prompt.key: group for r, group in sampler.sample([Request(batch, 0, p) for p in prompts], 4)}
+    found = {
+        r.prompt.key: group
+        for r, group in sampler.sample([Request(batch, 0, p) for p in prompts], 4)
+    }
     return judge_groups([found[key] for key in sorted(found)], lambda g, j, c: float(j % 2))
 
 
@@ -66,7 +76,9 @@ def rows_of(trainer: Trainer, batch: int = 1) -> list[MicroBatch]:
     return micro_batches(assembled(trainer.recipe, sampled(batch), batch), 40)
 
 
-def learn(group: Any, trainer: Trainer, batches: Sequence[tuple[int, int]], first_takes_all: bool = True) -> list[dict]:
+def learn(
+    group: Any, trainer: Trainer, batches: Sequence[tuple[int, int]], first_takes_all: bool = True
+) -> list[dict]:
     """(batch, i): the metrics of i updates on each of the batches."""
     metrics = []
     for batch, i in batches:
@@ -84,7 +96,9 @@ def copied(tensors: Any) -> dict[str, Tensor]:
 
 def same(one: Any, other: Any) -> bool:
     """Whether all tensors of two mappings have the same bits, whatever their shapes."""
-    return one.keys() == other.keys() and all(torch.equal(one[n].reshape(-1), other[n].reshape(-1)) for n in one)
+    return one.keys() == other.keys() and all(
+        torch.equal(one[n].reshape(-1), other[n].reshape(-1)) for n in one
+    )
 
 
 # Five updates, i = 3 and then 2
@@ -99,7 +113,9 @@ def five_updates(
 
 
 @each(("R", "first_takes_all"), [(2, True), (3, False)])
-def test_the_updates_of_several_ranks_are_those_of_one_process_to_rounding(ranks, R, first_takes_all):
+def test_the_updates_of_several_ranks_are_those_of_one_process_to_rounding(
+    ranks, R, first_takes_all
+):
     """In float64, where rounding is far below the steps. Clipped: the limit is a third of the norms."""
     made = {"dtype": "float64", "max_grad_norm": 0.05}
     metrics, state, weights = five_updates(None, made, first_takes_all)
@@ -109,7 +125,9 @@ def test_the_updates_of_several_ranks_are_those_of_one_process_to_rounding(ranks
     assert all(own == found[0][0] for own, *_ in found)
 
 
-def check_to_rounding(found: Sequence[Any], metrics: Sequence[dict], state: Any, weights: Any) -> None:
+def check_to_rounding(
+    found: Sequence[Any], metrics: Sequence[dict], state: Any, weights: Any
+) -> None:
     """What the ranks found is what one process did, but for float64's rounding, and all have the same weights."""
     merged = MergedState([rank[1] for rank in found])
     assert merged.keys() == state.keys()
@@ -117,7 +135,9 @@ def check_to_rounding(found: Sequence[Any], metrics: Sequence[dict], state: Any,
         torch.testing.assert_close(merged[name].view_as(expected), expected, rtol=1e-9, atol=1e-9)
     for own, _, own_weights in found:
         assert [m["lr"] for m in own] == [m["lr"] for m in metrics]
-        assert [m["grad_norm"] for m in own] == pytest.approx([m["grad_norm"] for m in metrics], rel=1e-9)
+        assert [m["grad_norm"] for m in own] == pytest.approx(
+            [m["grad_norm"] for m in metrics], rel=1e-9
+        )
         assert same(own_weights, found[0][2])
         for name, expected in weights.items():
             torch.testing.assert_close(own_weights[name], expected, rtol=1e-9, atol=1e-9)
@@ -143,17 +163,23 @@ def test_updates_are_bit_equal_if_the_gradients_are(ranks, R, made, changes):
     check_to_the_bit(found, metrics, state, weights)
 
 
-def check_to_the_bit(found: Sequence[Any], metrics: Sequence[dict], state: Any, weights: Any) -> None:
+def check_to_the_bit(
+    found: Sequence[Any], metrics: Sequence[dict], state: Any, weights: Any
+) -> None:
     """What the ranks found is what one process did."""
     assert same(MergedState([rank[1] for rank in found]), state)
     for own, _, own_weights in found:
         assert same(own_weights, weights)
-        assert [m["grad_norm"] for m in own] == pytest.approx([m["grad_norm"] for m in metrics], rel=1e-6)
+        assert [m["grad_norm"] for m in own] == pytest.approx(
+            [m["grad_norm"] for m in metrics], rel=1e-6
+        )
 
 
 def mixed_updates(group: Any) -> list[dict[str, Tensor]]:
     """Weights of two dtypes in one model, without an optimizer: masters go down by their gradients."""
-    model = module(torch.linspace(1, 2, 50).bfloat16(), torch.linspace(-1, 1, 40), torch.ones(6, 7).bfloat16())
+    model = module(
+        torch.linspace(1, 2, 50).bfloat16(), torch.linspace(-1, 1, 40), torch.ones(6, 7).bfloat16()
+    )
     given = (model, "dithered", 1)
     masters = MasterWeights(*given) if group is None else ZeroMasterWeights(*given, group)  # type: ignore[arg-type]
     found = [copied(dict(model.named_parameters()))]
@@ -186,7 +212,9 @@ def log_probs_after_updates(group: Any) -> list[tuple[bool, bool, bool]]:
     """By the kernels, from panels. After each of two updates: whether the log-probs are others than before, are those
     of a fresh policy with the same weights, and are those of a copy that reads the same panels."""
     policy = tiny_policy(dtype=torch.bfloat16, backend="c")
-    trainer = Trainer(policy, resolve("grpo", {"beta": 0.0}), Optimization(lr=1e-2), ranks=ranks_of(group))
+    trainer = Trainer(
+        policy, resolve("grpo", {"beta": 0.0}), Optimization(lr=1e-2), ranks=ranks_of(group)
+    )
     assert policy.model.exact
     copy, rows, found = copy_policy(policy), rows_of(trainer), []
     for _ in range(2):
@@ -216,7 +244,11 @@ def refused(group: Any, on: int, make: Callable[..., Trainer] = make) -> tuple[s
     refused. On one rank a weight is so large that the gradient overflows inside the model."""
     trainer, untouched = make(group, "bfloat16"), make(group, "bfloat16")
     rows = share(group, rows_of(trainer), False)
-    before, weights, weight_C = copied(trainer.state()), copied(trainer.policy.weights), rows[0].weight_C.clone()
+    before, weights, weight_C = (
+        copied(trainer.state()),
+        copied(trainer.policy.weights),
+        rows[0].weight_C.clone(),
+    )
     if group.rank() == on:
         rows[0].weight_C[0] = 1e37
     trainer.accumulate(rows)
@@ -227,7 +259,11 @@ def refused(group: Any, on: int, make: Callable[..., Trainer] = make) -> tuple[s
     for one in (trainer, untouched):
         one.accumulate(rows)
         one.update()
-    return str(raised.value), unchanged, same(trainer.state(), untouched.state()) and trainer.policy.version == 1
+    return (
+        str(raised.value),
+        unchanged,
+        same(trainer.state(), untouched.state()) and trainer.policy.version == 1,
+    )
 
 
 def test_gradient_not_finite_on_one_rank_is_rejected_on_all_ranks(ranks):
@@ -241,7 +277,9 @@ def test_gradient_not_finite_on_one_rank_is_rejected_on_all_ranks(ranks):
 # States
 
 
-def state_after(group: Any, states: list[dict[str, Tensor]] | None, dtype: str, batch: int) -> tuple:
+def state_after(
+    group: Any, states: list[dict[str, Tensor]] | None, dtype: str, batch: int
+) -> tuple:
     """From `states`, or from the start: one update on a batch. The state that was loaded, and the one after it."""
     trainer = make(group, dtype, max_grad_norm=None)
     if states is not None:

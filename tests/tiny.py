@@ -16,7 +16,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3": {"num_key_value_heads": 1, "head_dim": 64},
     "gemma": {"num_key_value_heads": 1, "head_dim": 16, "hidden_act": "gelu_pytorch_tanh"},
     "mistral": {"num_key_value_heads": 4, "head_dim": 8, "sliding_window": None},
-    "phi3": {"num_key_value_heads": 2, "hidden_size": 64},  # heads of 16, queries that are not contiguous
+    "phi3": {
+        "num_key_value_heads": 2,
+        "hidden_size": 64,
+    },  # heads of 16, queries that are not contiguous
     "gpt2": {"tie_word_embeddings": False},  # names of its own for the sizes
 }
 
@@ -27,7 +30,9 @@ def tiny_tokenizer() -> Any:
     from transformers import PreTrainedTokenizerFast
 
     names = ["<pad>", "<eos>", "<stop>", *string.printable]
-    tokenizer = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<pad>"))
+    tokenizer = Tokenizer(
+        models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<pad>")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")

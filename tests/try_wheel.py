@@ -17,7 +17,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 VERSIONS = ("3.11", "3.12", "3.13")
-SHORT = ("--schedule.batches", "2", "--eval.num_prompts", "2", "--eval.num_samples", "2", "--run.name", "tried")
+SHORT = (
+    "--schedule.batches",
+    "2",
+    "--eval.num_prompts",
+    "2",
+    "--eval.num_samples",
+    "2",
+    "--run.name",
+    "tried",
+)
 DEADLINE = 1800  # seconds for each command
 
 
@@ -42,9 +51,17 @@ def main() -> None:
 def find_python(version: str) -> str | None:
     """A Python of that version that starts: pyenv puts shims of all its versions on the PATH."""
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
-    known = [shutil.which(f"python{version}"), *sorted(map(str, pyenv.glob(f"{version}.*/bin/python{version}")))]
+    known = [
+        shutil.which(f"python{version}"),
+        *sorted(map(str, pyenv.glob(f"{version}.*/bin/python{version}"))),
+    ]
     for python in filter(None, known):
-        if subprocess.run([python, "-c", "import venv"], capture_output=True, timeout=DEADLINE).returncode == 0:
+        if (
+            subprocess.run(
+                [python, "-c", "import venv"], capture_output=True, timeout=DEADLINE
+            ).returncode
+            == 0
+        ):
             return python
     return None
 
@@ -53,18 +70,34 @@ def try_with(python: str, wheel: Path, folder: Path) -> None:
     """Everything with one Python. Raises CalledProcessError or AssertionError for what does not work."""
     bin, empty = folder / "environment" / "bin", folder / "empty"
     empty.mkdir(parents=True)
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("PYTHON")
+    }
 
     def run(*command: object) -> str:
         words = [str(word) for word in command]
         print("$", *words, flush=True)
         done = subprocess.run(
-            words, cwd=empty, env=environment, check=True, timeout=DEADLINE, stdout=subprocess.PIPE, text=True
+            words,
+            cwd=empty,
+            env=environment,
+            check=True,
+            timeout=DEADLINE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         return done.stdout
 
     run(python, "-m", "venv", folder / "environment")
-    run(bin / "pip", "install", "-q", "--no-compile", "-c", ROOT / "constraints.txt", f"{wheel}[demo]")
+    run(
+        bin / "pip",
+        "install",
+        "-q",
+        "--no-compile",
+        "-c",
+        ROOT / "constraints.txt",
+        f"{wheel}[demo]",
+    )
     print(run(bin / "lagrpo", "--version"))
     print(run(bin / "lagrpo", "env"))
     print(run(bin / "lagrpo", "train", "demo", *SHORT))

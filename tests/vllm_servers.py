@@ -25,7 +25,9 @@ from lagrpo.rollout.vllm.server import Launch, StartedServer, find_python
 from lagrpo.rollout.vllm.weights import WeightTransfer
 from lagrpo.types import Completion
 
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB of each server; the tests run two at a time
+os.environ.setdefault(
+    "VLLM_CPU_KVCACHE_SPACE", "1"
+)  # GiB of each server; the tests run two at a time
 SIZES: dict[str, Any] = {
     "head_dim": 32, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1,
     "max_position_embeddings": 1024,
@@ -88,7 +90,10 @@ class FakeServer:
             case "/update_weight_version":
                 self.label = body["new_version"]
             case "/v1/models":
-                cards = [{"id": "m", "root": "m", "max_model_len": 1000}, *({"id": name} for name in self.adapters)]
+                cards = [
+                    {"id": "m", "root": "m", "max_model_len": 1000},
+                    *({"id": name} for name in self.adapters),
+                ]
                 return 200, {"data": cards}
             case "/v1/load_lora_adapter":
                 self.adapters[body["lora_name"]] = body["lora_path"]
@@ -123,9 +128,16 @@ def choice(
     end: str = "stop",
 ) -> dict[str, Any]:  # fmt: skip
     """A completion in vLLM's JSON."""
-    content = [{"token_id": token, "logprob": p} for token, p in zip(tokens, logprobs, strict=False)]
+    content = [
+        {"token_id": token, "logprob": p} for token, p in zip(tokens, logprobs, strict=False)
+    ]
     spans = [{"version": label, "start": 0, "end": len(tokens)}]
-    made = {"index": index, "token_ids": list(tokens), "logprobs": {"content": content}, "weight_versions": spans}
+    made = {
+        "index": index,
+        "token_ids": list(tokens),
+        "logprobs": {"content": content},
+        "weight_versions": spans,
+    }
     return made | {"finish_reason": end}
 
 
@@ -143,7 +155,11 @@ class Ours(VllmClient):
 
 
 def engine_of(
-    servers: Sequence[VllmClient], policy: Policy, spans: bool = False, max_tokens: int = 12, rows: int = 32
+    servers: Sequence[VllmClient],
+    policy: Policy,
+    spans: bool = False,
+    max_tokens: int = 12,
+    rows: int = 32,
 ) -> VllmEngine:
     """An engine of seed 0, in the policy's dtype."""
     weights = WeightTransfer(policy.dtype, policy.model.lm if policy.weights.adapters else None)
@@ -159,12 +175,16 @@ def tiny_directory(root: Path, **changes: Any) -> Path:
 def start(model: Path, log: Path, dtype: str = "float32", lora_rank: int = 0) -> StartedServer:
     """A real server of the model, ready."""
     options = ("--block-size", "32")  # tokens; the cache of prefixes on CPUs has blocks of 128
-    server = StartedServer(Launch(find_python(), str(model), dtype, 768, 64, options=options, lora_rank=lora_rank), log)
+    server = StartedServer(
+        Launch(find_python(), str(model), dtype, 768, 64, options=options, lora_rank=lora_rank), log
+    )
     server.wait_until_ready()
     return server
 
 
-def policy_of(model: Path, tau: float = 1.0, dtype: torch.dtype = torch.float32, lora: Any = None) -> Policy:
+def policy_of(
+    model: Path, tau: float = 1.0, dtype: torch.dtype = torch.float32, lora: Any = None
+) -> Policy:
     return load_policy(str(model), dtype, tau=tau, lora=lora)
 
 

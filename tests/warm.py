@@ -8,6 +8,8 @@ import os
 from pathlib import Path
 
 PATH = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, PATH))  # where the process that forks looks for it
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, PATH)
+)  # where the process that forks looks for it
 forks = multiprocessing.get_context("forkserver")
 forks.set_forkserver_preload(["preloaded"])

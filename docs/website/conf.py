@@ -10,7 +10,14 @@ project = html_title = "lagrpo"
 extensions = ["myst_parser"]
 html_math_renderer = "mathml"  # needs no script and no network
 root_doc = "README"
-include_patterns = ["*.md", "docs/*.md", "reports/*.md", "benchmarks/**.md", "experiments/*.md", "conformance/*.md"]
+include_patterns = [
+    "*.md",
+    "docs/*.md",
+    "reports/*.md",
+    "benchmarks/**.md",
+    "experiments/*.md",
+    "conformance/*.md",
+]
 exclude_patterns = [".*", "build", "runs", "site", "src", "tests"]
 
 # GitHub's Markdown: formulas as $…$ and ```math, anchors of headings; a line that starts with % is text.
@@ -35,14 +42,24 @@ NAVIGATION = {
 def add_navigation(app: Any, page: str, source: list[str]) -> None:
     """Add the table of contents of the sidebar to the start page."""
     for part, names in NAVIGATION.items() if page == root_doc else ():
-        lines = ["", "```{toctree}", ":hidden:", f":caption: {part}", "", *(f"docs/{name}" for name in names), "```"]
+        lines = [
+            "",
+            "```{toctree}",
+            ":hidden:",
+            f":caption: {part}",
+            "",
+            *(f"docs/{name}" for name in names),
+            "```",
+        ]
         source[0] += "\n".join([*lines, ""])
 
 
 def add_formula(page: Any, node: Any) -> None:
     """Write a formula as MathML. latex2mathml wants the letter of \\mathbb in braces."""
     display = "block" if isinstance(node, nodes.math_block) else "inline"
-    page.body.append(convert(re.sub(r"\\mathbb ?(\w)", r"\\mathbb{\1}", node.astext()), display=display))
+    page.body.append(
+        convert(re.sub(r"\\mathbb ?(\w)", r"\\mathbb{\1}", node.astext()), display=display)
+    )
     raise nodes.SkipNode
 
 

@@ -34,14 +34,19 @@ def metric_rows() -> Iterator[str]:
 
 def fill_page(name: str, rows: Iterator[str]) -> str:
     """The page with these rows between the heading "All NAME" and the next blank line."""
-    before, heading, rest = (DOCS / f"{name}.md").read_text(encoding="utf-8").partition(f"\n## All {name}\n\n")
+    before, heading, rest = (
+        (DOCS / f"{name}.md").read_text(encoding="utf-8").partition(f"\n## All {name}\n\n")
+    )
     _, blank, after = rest.partition("\n\n")
     return "".join([before, heading, "\n".join(rows), blank, after])
 
 
 def fill_pages() -> dict[str, str]:
     """The text of each page by its name."""
-    return {"settings": fill_page("settings", setting_rows()), "metrics": fill_page("metrics", metric_rows())}
+    return {
+        "settings": fill_page("settings", setting_rows()),
+        "metrics": fill_page("metrics", metric_rows()),
+    }
 
 
 if __name__ == "__main__":

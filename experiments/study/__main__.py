@@ -32,23 +32,49 @@ from .spec import Run, load_study
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("file", type=Path, metavar="FILE.toml")
     parser.add_argument("--report", action="store_true", help="make no runs")
-    parser.add_argument("--jobs", type=int, help="runs at a time; by default the file's, else one per core")
-    parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="only runs with one of these in the name")
-    parser.add_argument("--results", type=Path, nargs="+", default=[], help="report.json files whose runs count too")
+    parser.add_argument(
+        "--jobs", type=int, help="runs at a time; by default the file's, else one per core"
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=[],
+        metavar="TEXT",
+        help="only runs with one of these in the name",
+    )
+    parser.add_argument(
+        "--results", type=Path, nargs="+", default=[], help="report.json files whose runs count too"
+    )
     asked = parser.parse_args(arguments)
     try:
         directory = Path("runs") / "studies" / asked.file.stem
         study, runs = load_study(asked.file, directory)
-        recorded = {key: result for file in asked.results for key, result in load_results(file, study).items()}
-        chosen = [run for run in runs if not asked.only or any(text in run.path.name for text in asked.only)]
+        recorded = {
+            key: result
+            for file in asked.results
+            for key, result in load_results(file, study).items()
+        }
+        chosen = [
+            run
+            for run in runs
+            if not asked.only or any(text in run.path.name for text in asked.only)
+        ]
         if not chosen:
-            raise SettingsError(f"--only {' '.join(asked.only)}: there is no such run; one is {runs[0].path.name}")
-        missing = [run for run in chosen if (run.cell, run.seed) not in recorded and not run.is_finished()]
+            raise SettingsError(
+                f"--only {' '.join(asked.only)}: there is no such run; one is {runs[0].path.name}"
+            )
+        missing = [
+            run for run in chosen if (run.cell, run.seed) not in recorded and not run.is_finished()
+        ]
         failed = [] if asked.report else run_missing(missing, asked.jobs or study.jobs)
-        results = recorded | {(run.cell, run.seed): RunResult.load(run.path) for run in runs if run.is_finished()}
+        results = recorded | {
+            (run.cell, run.seed): RunResult.load(run.path) for run in runs if run.is_finished()
+        }
         write_report(study, results, directory)
     except (SettingsError, ValueError, OSError) as error:
         print(f"study: {error}", file=sys.stderr)
@@ -76,9 +102,13 @@ def run_missing(missing: Sequence[Run], jobs: int | None) -> list[Run]:
                 run = active.pop(process)
                 failed += [] if run.is_finished() else [run]
                 if run.is_finished():
-                    shutil.rmtree(run.path / "weights" / "final")  # hundreds of runs would fill the disk
+                    shutil.rmtree(
+                        run.path / "weights" / "final"
+                    )  # hundreds of runs would fill the disk
                 outcome = (
-                    "finished" if run.is_finished() else f"failed, see {run.path}.log; the same command tries again"
+                    "finished"
+                    if run.is_finished()
+                    else f"failed, see {run.path}.log; the same command tries again"
                 )
                 print(f"{run.path.name}: {outcome}", flush=True)
     finally:
@@ -96,7 +126,9 @@ def start_run(run: Run, threads: int) -> subprocess.Popen[bytes]:
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
     command = [sys.executable, "-m", "lagrpo", "train", f"{run.path}.toml", "--resume", "auto"]
     with open(f"{run.path}.log", "ab") as log:
-        return subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
+        return subprocess.Popen(
+            command, stdout=log, stderr=log, env=environment, start_new_session=True
+        )
 
 
 if __name__ == "__main__":

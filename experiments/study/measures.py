@@ -33,7 +33,9 @@ REWARD = "reward"
 OPERATIONS: dict[str, Callable[[Sequence[float]], float]] = {
     **{"mean": fmean, "sum": sum, "max": max, "min": min, "peak": max},
     **{"first": itemgetter(0), "last": itemgetter(-1), "end": itemgetter(-1)},
-    "fall": lambda values: max(best - value for best, value in zip(accumulate(values, max), values, strict=True)),
+    "fall": lambda values: max(
+        best - value for best, value in zip(accumulate(values, max), values, strict=True)
+    ),
 }
 BOUNDS = ("bounds/improvement", "bounds/theorem1", "bounds/identity")
 SMOOTHED = ("peak", "end", "fall")
@@ -59,7 +61,9 @@ class RunResult:
         environment = read_environment(run)
         where = {name: environment.get(name) for name in ("cpu", "device_name", "threads", "dtype")}
         where["commit"] = (environment.get("git") or {}).get("commit")
-        return RunResult(load_metrics(run), {each["name"]: each for each in load_evaluations(run)}, where, run)
+        return RunResult(
+            load_metrics(run), {each["name"]: each for each in load_evaluations(run)}, where, run
+        )
 
     def curve(self, name: str) -> list[float | None]:
         """A metric by batch; None if it is null or missing. The bounds are computed from the rollouts."""
@@ -75,13 +79,20 @@ def step_bounds(run: Path, step: int) -> dict[str, float | None]:
     eps_std = resolve(settings.loss.recipe, settings.loss.overrides).eps_std
     groups: dict[tuple[int, int], list[tuple[float, float]]] = {}
     for row in (row for row in rows if row["outcome"] == "scored"):
-        ratio = sum(k - a for k, a in zip(row["old_logprobs"], row["rollout_logprobs"], strict=True))
+        ratio = sum(
+            k - a for k, a in zip(row["old_logprobs"], row["rollout_logprobs"], strict=True)
+        )
         groups.setdefault((row["prompt_id"], row["epoch"]), []).append((row["reward"], ratio))
-    of_groups = [torch.tensor(group, dtype=torch.float64).T for group in groups.values() if len(group) > 1]
+    of_groups = [
+        torch.tensor(group, dtype=torch.float64).T for group in groups.values() if len(group) > 1
+    ]
     bounded = prefers_bounded(torch.cat([log_ratio for _, log_ratio in of_groups]))
     sides = []
     for rewards, log_ratio in of_groups:
-        scaled, same = bounds.scaled(rewards, *settings.task.reward_range), torch.zeros_like(log_ratio)
+        scaled, same = (
+            bounds.scaled(rewards, *settings.task.reward_range),
+            torch.zeros_like(log_ratio),
+        )
         side = bounds.sampled(scaled, log_ratio, same, eps_std, bounded)
         gain = side.gain - bounds.sampled(scaled, same, same, eps_std).gain
         sides.append((float(gain), float(side.theorem1), float(side.identity_bound)))
@@ -101,7 +112,11 @@ def parse_measure(text: str) -> re.Match[str]:
 def metrics_of(text: str) -> list[str]:
     """The metrics that a measure reads."""
     found = parse_measure(text)
-    return [name for name in (found["cost"], found["cost"] and REWARD, found["name"], found["minus"]) if name]
+    return [
+        name
+        for name in (found["cost"], found["cost"] and REWARD, found["name"], found["minus"])
+        if name
+    ]
 
 
 def measure(text: str, run: RunResult, smooth: int) -> float | None:
@@ -113,7 +128,9 @@ def measure(text: str, run: RunResult, smooth: int) -> float | None:
         return summary.get(found["result"] or evaluated) if summary else None
     if found["cost"]:
         rewards = smoothed([value for value in run.curve(REWARD) if value is not None], smooth)
-        reached = next((n for n, reward in enumerate(rewards, start=1) if reward >= float(found["level"])), 0)
+        reached = next(
+            (n for n, reward in enumerate(rewards, start=1) if reward >= float(found["level"])), 0
+        )
         costs = [cost for cost in run.curve(found["cost"])[:reached] if cost is not None]
         return sum(costs) if reached and len(costs) == reached else None
     curve = run.curve(found["name"])

@@ -65,7 +65,9 @@ class Study(Section):
         for name in [*self.curves, *(name for measure in measures for name in metrics_of(measure))]:
             known = [known for metrics in describe_metrics([name]).values() for known in metrics]
             if name not in {*BOUNDS, *known}:
-                raise ValueError(f"there is no metric {name!r}.{suggest(name, known)} docs/metrics.md lists all")
+                raise ValueError(
+                    f"there is no metric {name!r}.{suggest(name, known)} docs/metrics.md lists all"
+                )
         return self
 
     @property
@@ -80,7 +82,11 @@ class Study(Section):
 
     def verdict(self, claim: Claim, values: Values) -> Verdict:
         comparison = parse_claim(claim.claim, self.grid)
-        return judge([*paired_differences(comparison, values, [*self.grid]).values()], comparison[1], claim.margin)
+        return judge(
+            [*paired_differences(comparison, values, [*self.grid]).values()],
+            comparison[1],
+            claim.margin,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +112,9 @@ def load_study(file: Path, directory: Path) -> tuple[Study, list[Run]]:
     cannot run, and for settings that differ from those of a run that exists."""
     study = validate(read_toml(file), {}, str(file), Study)
     base, runs = merged(DEFAULTS, read_toml(file.parent / study.settings)), list[Run]()
-    for seed, (cell, prefix) in product(study.seeds, list(zip(study.cells, study.names, strict=True))):
+    for seed, (cell, prefix) in product(
+        study.seeds, list(zip(study.cells, study.names, strict=True))
+    ):
         name, values = f"{prefix}-seed{seed}".lstrip("-"), base
         labels = (study.grid[axis][label] for axis, label in zip(study.grid, cell, strict=True))
         for sections in (study.set, *labels):

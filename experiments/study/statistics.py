@@ -36,7 +36,9 @@ class Interval:
     def of(values: Sequence[float]) -> Interval:
         """Student's t interval: mean ± t · s / √n, of at least one value."""
         n = len(values)
-        return Interval(fmean(values), t_quantile(n - 1) * stdev(values) / math.sqrt(n) if n > 1 else None, n)
+        return Interval(
+            fmean(values), t_quantile(n - 1) * stdev(values) / math.sqrt(n) if n > 1 else None, n
+        )
 
 
 class Verdict(NamedTuple):
@@ -113,7 +115,11 @@ def paired_differences(claim: Comparison, values: Values, axes: Sequence[str]) -
     """Left − right by seed. Both sides average over the same cells of the axes that they do not name: all that have any
     run. A seed that lacks one of these runs, or its value, is left out."""
     left = _select(claim[0], values, axes)
-    right = _select(claim[2], values, axes) if isinstance(claim[2], Mapping) else dict.fromkeys(left, claim[2])
+    right = (
+        _select(claim[2], values, axes)
+        if isinstance(claim[2], Mapping)
+        else dict.fromkeys(left, claim[2])
+    )
     others, found = {other for _, other in [*left, *right]}, {}
     for seed in sorted({seed for _, seed in values}):
         both = [(left.get((seed, other)), right.get((seed, other))) for other in others]
@@ -123,9 +129,13 @@ def paired_differences(claim: Comparison, values: Values, axes: Sequence[str]) -
     return found
 
 
-def _select(side: Mapping[str, str], values: Values, axes: Sequence[str]) -> dict[tuple[int, Cell], float | None]:
+def _select(
+    side: Mapping[str, str], values: Values, axes: Sequence[str]
+) -> dict[tuple[int, Cell], float | None]:
     """The values of a side by seed and labels of the axes that it does not name."""
-    labeled = [(dict(zip(axes, cell, strict=True)), seed, value) for (cell, seed), value in values.items()]
+    labeled = [
+        (dict(zip(axes, cell, strict=True)), seed, value) for (cell, seed), value in values.items()
+    ]
     return {
         (seed, tuple(label for axis, label in labels.items() if axis not in side)): value
         for labels, seed, value in labeled
@@ -141,8 +151,12 @@ def _parse_side(text: str, grid: Mapping[str, Mapping[str, Any]], claim: str) ->
         axis = next((axis for axis, labels in grid.items() if label in labels), None)
         if axis is None:
             known = [label for labels in grid.values() for label in labels]
-            raise ValueError(f"claim {claim!r}: the grid has no label {label!r}.{suggest(label, known)}")
+            raise ValueError(
+                f"claim {claim!r}: the grid has no label {label!r}.{suggest(label, known)}"
+            )
         if axis in side:
-            raise ValueError(f"claim {claim!r}: {side[axis]!r} and {label!r} are both labels of {axis}")
+            raise ValueError(
+                f"claim {claim!r}: {side[axis]!r} and {label!r} are both labels of {axis}"
+            )
         side[axis] = label
     return side

@@ -34,7 +34,10 @@ def arms(*values: float) -> Tensor:
 
 
 ALPHA, REWARD = arms(0.3, 0.6, 0.1), arms(0.0, 0.8, 1.0)
-STARTS = {"worse": (arms(0.1, 0.3, 0.6), arms(0.4, 0.5, 0.1)), "better": (ALPHA, arms(0.1, 0.1, 0.8))}  # alpha, pi
+STARTS = {
+    "worse": (arms(0.1, 0.3, 0.6), arms(0.4, 0.5, 0.1)),
+    "better": (ALPHA, arms(0.1, 0.1, 0.8)),
+}  # alpha, pi
 
 METHODS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "REINFORCE": ("reinforce", {}),
@@ -96,7 +99,10 @@ def curves(steps: int = 4000) -> Curves:
     recipes = {label: resolve(name, changes) for label, (name, changes) in METHODS.items()}
     schedules = {"never synced": None, "synced every 100": 100}
     runs = {label: run(recipe, [*schedules.values()], steps) for label, recipe in recipes.items()}
-    return {schedule: {label: J[row] for label, J in runs.items()} for row, schedule in enumerate(schedules)}
+    return {
+        schedule: {label: J[row] for label, J in runs.items()}
+        for row, schedule in enumerate(schedules)
+    }
 
 
 def table(results: Curves) -> str:

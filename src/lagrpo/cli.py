@@ -41,8 +41,22 @@ from lagrpo.settings.load import flatten, help_text, load_settings, read_words, 
 from lagrpo.settings.schema import Settings
 
 HELP = {"-h", "--help"}
-EVALUATED = ("run", "model", "task", "rollout", "vllm", "eval")  # sections that `lagrpo eval` reads, without UNUSED
-UNUSED = ("report_to", "log_completions", "lora_r", "lora_alpha", "lora_target_modules", "num_generations")
+EVALUATED = (
+    "run",
+    "model",
+    "task",
+    "rollout",
+    "vllm",
+    "eval",
+)  # sections that `lagrpo eval` reads, without UNUSED
+UNUSED = (
+    "report_to",
+    "log_completions",
+    "lora_r",
+    "lora_alpha",
+    "lora_target_modules",
+    "num_generations",
+)
 UNUSED += ("dynamic_sampling_rounds", "on_weight_sync", "at_start", "every", "best_metric")
 
 
@@ -60,7 +74,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         with interruptible(), failing(SettingsError, FileNotFoundError, code=2):
             if name not in COMMANDS:
-                raise SettingsError(f"no command {name!r}; lagrpo --help lists all.{suggest(name, COMMANDS)}")
+                raise SettingsError(
+                    f"no command {name!r}; lagrpo --help lists all.{suggest(name, COMMANDS)}"
+                )
             COMMANDS[name](rest)
     except BrokenPipeError:  # the reader of our output has gone: `lagrpo … | head`
         sys.stderr.close()
@@ -77,8 +93,13 @@ def failing(*errors: type[Exception], code: int = 1) -> Iterator[None]:
     try:
         yield
     except errors as error:
-        among = f" (rank {os.environ.get('RANK')})" if os.environ.get("WORLD_SIZE", "1") != "1" else ""
-        print(redact("\n".join([f"lagrpo{among}: {error}", *getattr(error, "__notes__", ())])), file=sys.stderr)
+        among = (
+            f" (rank {os.environ.get('RANK')})" if os.environ.get("WORLD_SIZE", "1") != "1" else ""
+        )
+        print(
+            redact("\n".join([f"lagrpo{among}: {error}", *getattr(error, "__notes__", ())])),
+            file=sys.stderr,
+        )
         sys.exit(code)
 
 
@@ -105,7 +126,9 @@ def train(words: list[str]) -> None:
     """Read the settings, train, and exit with the status."""
     sections = [*Settings.model_fields]
     given, _ = read_words([word for word in words if word not in HELP], Train, Settings(), sections)
-    settings = load_settings(given.file, resume=given.resume)  # the values that words change, and the help shows
+    settings = load_settings(
+        given.file, resume=given.resume
+    )  # the values that words change, and the help shows
     if HELP & {*words}:
         return print(help_text(Train, settings, sections))
     given, changes = read_words(words, Train, settings, sections)
@@ -144,7 +167,11 @@ class Eval:
 
 def evaluate(words: list[str]) -> None:
     """Evaluate a model, by default on all test prompts."""
-    base: dict[str, Any] = {"run.output_dir": "evaluations", "eval.num_prompts": 0, "rollout.num_generations": 1}
+    base: dict[str, Any] = {
+        "run.output_dir": "evaluations",
+        "eval.num_prompts": 0,
+        "rollout.num_generations": 1,
+    }
     if HELP & {*words}:
         return print(help_text(Eval, load_settings(base), EVALUATED, UNUSED))
     given, _ = read_words(words, Eval, load_settings(base), EVALUATED)
@@ -258,7 +285,9 @@ def vllm_serve(
     serve(model, host, port, weight_transfer, lora_r, server_args, **sizes)
 
 
-def recipes(name: tyro.conf.Positional[Annotated[str | None, tyro.conf.arg(metavar="[NAME]")]] = None) -> None:
+def recipes(
+    name: tyro.conf.Positional[Annotated[str | None, tyro.conf.arg(metavar="[NAME]")]] = None,
+) -> None:
     """List the recipes (losses), or print one with its source, settings and code."""
     from lagrpo.terminal.show import show_recipe, show_recipes
 
@@ -271,10 +300,20 @@ def call(usage: str, function: Callable[..., None], words: list[str]) -> None:
     if HELP & {*own}:
         return print(f"usage: lagrpo {usage}\n\n{inspect.getdoc(function)}")
     given = [*own, *(f"--server-args={shlex.quote(word)}" for word in words[len(own) + 1 :])]
-    tyro.cli(function, args=given, prog=f"lagrpo {usage.split()[0]}", config=(tyro.conf.FlagCreatePairsOff,))
+    tyro.cli(
+        function,
+        args=given,
+        prog=f"lagrpo {usage.split()[0]}",
+        config=(tyro.conf.FlagCreatePairsOff,),
+    )
 
 
-SIGNATURES = {"view RUN … [OPTIONS]": view, "verify RUN [OPTIONS]": verify, "recipes [NAME]": recipes, "env": env}
+SIGNATURES = {
+    "view RUN … [OPTIONS]": view,
+    "verify RUN [OPTIONS]": verify,
+    "recipes [NAME]": recipes,
+    "env": env,
+}
 SIGNATURES |= {"vllm-serve MODEL [OPTIONS] [-- OPTIONS OF VLLM]": vllm_serve}
 COMMANDS: dict[str, Callable[[list[str]], None]] = {
     **{"train": train, "eval": evaluate},

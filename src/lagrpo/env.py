@@ -13,9 +13,16 @@ from lagrpo.machine import read_quota, usable_cores
 from lagrpo.runs.environment import cpu_model, package_version
 
 NEEDED = ("lagrpo", "torch", "transformers", "datasets", "numpy")
-EXTRAS = {"math-verify": "math", "gguf": "demo", "peft": "demo", "reasoning-gym": "gym"}  # package -> lagrpo's extra
+EXTRAS = {
+    "math-verify": "math",
+    "gguf": "demo",
+    "peft": "demo",
+    "reasoning-gym": "gym",
+}  # package -> lagrpo's extra
 EXTRAS |= {name: name for name in ("tensorboard", "wandb", "trackio")}
-GET_VLLM = "make vllm-env, or install vllm==0.32.0 into its own environment and set LAGRPO_VLLM_PYTHON"
+GET_VLLM = (
+    "make vllm-env, or install vllm==0.32.0 into its own environment and set LAGRPO_VLLM_PYTHON"
+)
 INSTRUCTIONS = {"avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16"}
 
 Lines = Iterator[tuple[str, str]]  # what is looked at, what was found
@@ -34,7 +41,11 @@ def env() -> None:
 def look_at_packages() -> Lines:
     yield "python", f"{platform.python_version()}, {sys.executable}"
     for name in (*NEEDED, *EXTRAS):
-        get = f"pip install 'lagrpo[{EXTRAS[name]}]'" if name in EXTRAS else "pip install --upgrade lagrpo"
+        get = (
+            f"pip install 'lagrpo[{EXTRAS[name]}]'"
+            if name in EXTRAS
+            else "pip install --upgrade lagrpo"
+        )
         yield name, package_version(name) or f"missing: {get}"
 
 
@@ -45,11 +56,18 @@ def look_at_machine() -> Lines:
 
     yield "system", platform.platform()
     yield "cpu", f"{cpu_model()} ({', '.join(sorted(INSTRUCTIONS & cpu_flags()))})"
-    yield "cores", f"{os.cpu_count()} logical, {usable_cores()} usable, container quota {read_quota() or 'none'}"
+    yield (
+        "cores",
+        f"{os.cpu_count()} logical, {usable_cores()} usable, container quota {read_quota() or 'none'}",
+    )
     yield "threads", str(torch.get_num_threads())
     yield "memory", f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 1e9:.1f} GB"
     gpus = [torch.cuda.get_device_properties(n) for n in range(torch.cuda.device_count())]
-    yield "gpu", "; ".join(f"{gpu.name}, {gpu.total_memory / 1e9:.0f} GB" for gpu in gpus) or "none that PyTorch sees"
+    yield (
+        "gpu",
+        "; ".join(f"{gpu.name}, {gpu.total_memory / 1e9:.0f} GB" for gpu in gpus)
+        or "none that PyTorch sees",
+    )
 
 
 def look_at_kernels() -> Lines:
@@ -60,10 +78,19 @@ def look_at_kernels() -> Lines:
     from lagrpo.model.backend import pick_device, pick_dtype
 
     if (reason := library.why_not()) is not None:
-        yield "kernels", f"missing: {reason}" + (": apt-get install gcc" if "no C compiler" in reason else "")
+        yield (
+            "kernels",
+            f"missing: {reason}" + (": apt-get install gcc" if "no C compiler" in reason else ""),
+        )
     else:
-        products = chosen_products() or "PyTorch (the kernels' are wrong on this processor; update the C compiler)"
-        yield "kernels", f"{library.describe()}, instructions {isa_level()}, bfloat16 products by {products}"
+        products = (
+            chosen_products()
+            or "PyTorch (the kernels' are wrong on this processor; update the C compiler)"
+        )
+        yield (
+            "kernels",
+            f"{library.describe()}, instructions {isa_level()}, bfloat16 products by {products}",
+        )
     yield "dtype", " because ".join(pick_dtype("auto", pick_device()))
 
 

@@ -24,7 +24,11 @@ def refusing(what: str = "", *further: type[Exception]) -> Iterator[None]:
     except SettingsError:
         raise
     except (ValueError, OSError, ImportError, *further) as error:
-        why = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else error
+        why = (
+            f"{error.filename}: {error.strerror}"
+            if isinstance(error, OSError) and error.filename
+            else error
+        )
         raise SettingsError(f"{what}: {why}" if what else str(why)) from error
 
 

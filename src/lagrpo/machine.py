@@ -13,7 +13,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-NUMBER = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # variables by which users set the number of threads
+NUMBER = (
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+)  # variables by which users set the number of threads
 WAITING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")  # variables by which users set how threads wait
 SPINS = "1000"  # tens of microseconds; GNU's OpenMP takes 300,000, which is milliseconds
 
@@ -34,7 +37,9 @@ def choose_threads(recorded: int | None = None, ranks: int = 1) -> int:
     named = {os.environ.get(name) for name in NUMBER} - {None, "", "1" if ranks > 1 else None}
     if named:
         return torch.get_num_threads()
-    physical = torch.get_num_threads() if ranks == 1 else sys.maxsize  # of a rank it is torchrun's 1
+    physical = (
+        torch.get_num_threads() if ranks == 1 else sys.maxsize
+    )  # of a rank it is torchrun's 1
     return recorded or max(1, min(physical, usable_cores()) // ranks)
 
 
@@ -56,13 +61,21 @@ def fixed_threads(number: int) -> Iterator[None]:
 def shorten_spin() -> None:
     """Let threads that wait sleep soon, unless the user chose how they wait or PyTorch is loaded. A thread that spins
     takes the core from the one it waits for when another program is busy."""
-    if sys.platform.startswith("linux") and "torch" not in sys.modules and not any(n in os.environ for n in WAITING):
+    if (
+        sys.platform.startswith("linux")
+        and "torch" not in sys.modules
+        and not any(n in os.environ for n in WAITING)
+    ):
         os.environ["GOMP_SPINCOUNT"] = SPINS
 
 
 def drop_own(environment: Mapping[str, str]) -> dict[str, str]:
     """The environment without what `shorten_spin` put there: for programs with another OpenMP."""
-    return {name: value for name, value in environment.items() if (name, value) != ("GOMP_SPINCOUNT", SPINS)}
+    return {
+        name: value
+        for name, value in environment.items()
+        if (name, value) != ("GOMP_SPINCOUNT", SPINS)
+    }
 
 
 def usable_cores() -> int:

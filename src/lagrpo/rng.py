@@ -32,7 +32,9 @@ def signed16(count: int, *address: int | str) -> np.ndarray:
     """`count` int16 of [-32767, 32767] at this address, mean 0: the raw stream cut into 16 bits, where -32768, which
     has no counterpart, becomes 0. All but 0, which is drawn twice as often, are equally likely."""
     # Integers of the full range are the raw stream, drawn four times as fast as random_raw does.
-    raw = np.random.Generator(generator(*address)).integers(0, 2**64, -(-count // 4), dtype=np.uint64)
+    raw = np.random.Generator(generator(*address)).integers(
+        0, 2**64, -(-count // 4), dtype=np.uint64
+    )
     bits = raw.astype("<u8", copy=False).view("<i2")[:count].astype(np.int16, copy=False)
     bits[bits == -32768] = 0
     return bits

@@ -36,7 +36,9 @@ class Prompt:
     answer: Any
     token_ids: tuple[int, ...] = ()
     asked: tuple[Mapping[str, str], ...] = ()
-    row: Mapping[str, Any] | None = None  # of the data, with what was asked as "prompt": a text, or messages
+    row: Mapping[str, Any] | None = (
+        None  # of the data, with what was asked as "prompt": a text, or messages
+    )
     prefix: str = ""
     """how the tokenized prompt begins the answer: a last message of the assistant, or a <think>"""
     place: str = ""  # the row's file and line, such as "data.jsonl, line 3"
@@ -95,7 +97,9 @@ class Completion:
     """texts of the policy and its environment in turn, without special tokens; empty for a single turn"""
 
     def __post_init__(self) -> None:
-        if self.sampled is None:  # written so because importing torch would slow down reward workers
+        if (
+            self.sampled is None
+        ):  # written so because importing torch would slow down reward workers
             object.__setattr__(self, "sampled", self.token_ids == self.token_ids)
 
     @property
@@ -130,12 +134,16 @@ class Group:
 
     @property
     def scored(self) -> tuple[Completion, ...]:
-        return tuple(c for c in self.completions if c.outcome is not None and c.outcome.kind == "scored")
+        return tuple(
+            c for c in self.completions if c.outcome is not None and c.outcome.kind == "scored"
+        )
 
     @property
     def rewards(self) -> tuple[float, ...]:
         """Rewards of the scored completions, in their order."""
-        return tuple(c.outcome.reward for c in self.scored if c.outcome and c.outcome.reward is not None)
+        return tuple(
+            c.outcome.reward for c in self.scored if c.outcome and c.outcome.reward is not None
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,9 @@ from lagrpo.core.advantages import (
 )
 
 ALL = [normalized, normalized_unbiased, centered, leave_one_out, log_mean_exp]
-rewards_of_a_group = st.lists(st.floats(-100, 100, width=32), min_size=2, max_size=9).map(torch.tensor)
+rewards_of_a_group = st.lists(st.floats(-100, 100, width=32), min_size=2, max_size=9).map(
+    torch.tensor
+)
 
 
 def test_one_success_in_four_by_hand():
@@ -27,9 +29,13 @@ def test_one_success_in_four_by_hand():
     assert_close(sigma(rewards_G, 0.0), tensor(3.0).sqrt() / 4)
     assert_close(centered(rewards_G), tensor([0.75, -0.25, -0.25, -0.25]))
     assert_close(normalized(rewards_G, eps_std=1 / 16), tensor([1.5, -0.5, -0.5, -0.5]))
-    assert_close(normalized(rewards_G, eps_std=0.0), tensor([3.0, -1.0, -1.0, -1.0]) / tensor(3.0).sqrt())
+    assert_close(
+        normalized(rewards_G, eps_std=0.0), tensor([3.0, -1.0, -1.0, -1.0]) / tensor(3.0).sqrt()
+    )
     assert_close(leave_one_out(rewards_G), tensor([1.0, -1 / 3, -1 / 3, -1 / 3]))
-    assert_close(log_mean_exp(rewards_G, strength=0.5), rewards_G - 0.5 * tensor((torch.e**2 + 3) / 4).log())
+    assert_close(
+        log_mean_exp(rewards_G, strength=0.5), rewards_G - 0.5 * tensor((torch.e**2 + 3) / 4).log()
+    )
 
 
 def test_normalized_unbiased_is_trls():
@@ -46,7 +52,11 @@ def test_equal_rewards_have_advantages_of_exactly_zero(value, G):
     assert bool(zero_variance(rewards_G))
     assert float(sigma(rewards_G, 0.0)) == 0.0
     found = [f(rewards_G) for f in (normalized, normalized_unbiased, centered, leave_one_out)]
-    for advantage_G in [*found, normalized(rewards_G, eps_std=0.0), red_drop(rewards_G, torch.rand(G))]:
+    for advantage_G in [
+        *found,
+        normalized(rewards_G, eps_std=0.0),
+        red_drop(rewards_G, torch.rand(G)),
+    ]:
         assert advantage_G.tolist() == [0.0] * G
 
 
@@ -69,18 +79,29 @@ def test_advantages_of_a_batch_equal_those_of_each_group_alone(advantage):
 
 @given(rewards_of_a_group)
 def test_leave_one_out_subtracts_the_mean_of_the_others(rewards_G):
-    others = torch.stack([torch.cat([rewards_G[:i], rewards_G[i + 1 :]]).mean() for i in range(len(rewards_G))])
+    others = torch.stack(
+        [torch.cat([rewards_G[:i], rewards_G[i + 1 :]]).mean() for i in range(len(rewards_G))]
+    )
     assert_close(leave_one_out(rewards_G), rewards_G - others, atol=1e-3, rtol=1e-4)
 
 
 def test_red_drop_drops_the_surplus_of_failures_with_the_smallest_random_numbers():
     rewards_G = tensor([0.0, 1.0, 0.0, 0.0, 0.0])
-    assert red_drop(rewards_G, tensor([0.1, 0.0, 0.9, 0.2, 0.3])).tolist() == [0.0, 0.5, -0.5, 0.0, 0.0]
+    assert red_drop(rewards_G, tensor([0.1, 0.0, 0.9, 0.2, 0.3])).tolist() == [
+        0.0,
+        0.5,
+        -0.5,
+        0.0,
+        0.0,
+    ]
     tie = tensor([0.0, 0.5, 1.0])  # a tie with the mean is not below it: none is too many
     assert_close(red_drop(tie, torch.zeros(3)), tie - 0.5)
 
 
 def test_overlong_penalty_falls_over_the_buffer():
-    assert_close(overlong_penalty(tensor([5, 8, 9, 10]), max_length=10, buffer=2), tensor([0.0, 0.0, -0.5, -1.0]))
+    assert_close(
+        overlong_penalty(tensor([5, 8, 9, 10]), max_length=10, buffer=2),
+        tensor([0.0, 0.0, -0.5, -1.0]),
+    )
     with pytest.raises(ValueError, match="overlong_buffer"):
         overlong_penalty(tensor([5]), max_length=10, buffer=11)

@@ -82,9 +82,16 @@ def test_as_published_the_bound_certifies_nothing_at_sigma_up_to_a_half():
 
 def test_penalty_equals_figure_1_of_the_paper():
     p = double(0.5, 0.1, 0.01, 0.0)
-    assert_close(penalty((p * (1 - p)).sqrt())[:3], double(1.0, 7 / 3, 9.050378), atol=1e-6, rtol=0.0)
+    assert_close(
+        penalty((p * (1 - p)).sqrt())[:3], double(1.0, 7 / 3, 9.050378), atol=1e-6, rtol=0.0
+    )
     assert float(penalty((p * (1 - p)).sqrt())[3]) == float("inf")
-    assert_close(penalty((p * (1 - p) + 0.01).sqrt()), double(0.961161, 2.162278, 6.088812, 9.0), atol=1e-6, rtol=0.0)
+    assert_close(
+        penalty((p * (1 - p) + 0.01).sqrt()),
+        double(0.961161, 2.162278, 6.088812, 9.0),
+        atol=1e-6,
+        rtol=0.0,
+    )
 
 
 def test_equation_4_is_a_bound_on_the_mean_and_not_above_the_mean_of_theorem_1():
@@ -94,7 +101,10 @@ def test_equation_4_is_a_bound_on_the_mean_and_not_above_the_mean_of_theorem_1()
         mean_D = improvement(prompts[0], prompts[1], prompts[3]).mean()
         for constant in (1.0, 2.0):
             bound = over_prompts(*prompts, eps_std=0.01, constant=constant)
-            assert float(bound) <= float(theorem1(*prompts, eps_std=0.01, constant=constant).mean()) + ROUNDING
+            assert (
+                float(bound)
+                <= float(theorem1(*prompts, eps_std=0.01, constant=constant).mean()) + ROUNDING
+            )
             assert float(bound) <= float(mean_D) + ROUNDING
     one = [x[:1] for x in (pi, pi_k, alpha, r)]
     assert_close(over_prompts(*one, eps_std=0.01), theorem1(*one, eps_std=0.01)[0])
@@ -109,9 +119,16 @@ def test_without_variance_theorem_1_says_minus_infinity_and_the_identity_claims_
 
 def drawn(prompts: int, G: int, seed: int) -> tuple[torch.Tensor, ...]:
     """Groups of G outcomes of alpha = (.5, .3, .2), with pi = (.3, .3, .4), pi_k = (.45, .3, .25), r = (0, .5, 1)."""
-    alpha, pi, pi_k, r = double(0.5, 0.3, 0.2), double(0.3, 0.3, 0.4), double(0.45, 0.3, 0.25), double(0.0, 0.5, 1.0)
+    alpha, pi, pi_k, r = (
+        double(0.5, 0.3, 0.2),
+        double(0.3, 0.3, 0.4),
+        double(0.45, 0.3, 0.25),
+        double(0.0, 0.5, 1.0),
+    )
     generator = torch.Generator().manual_seed(seed)
-    y = torch.multinomial(alpha, prompts * G, replacement=True, generator=generator).view(prompts, G)
+    y = torch.multinomial(alpha, prompts * G, replacement=True, generator=generator).view(
+        prompts, G
+    )
     return r[y], (pi / alpha).log()[y], (pi_k / alpha).log()[y]
 
 
@@ -141,7 +158,9 @@ def test_a_certificate_worked_by_hand():
     rewards, ratio = double(1, 0, 1, 1).view(2, 2), double(3, 5, 0.5, 1).view(2, 2)
     many = [x.repeat(100, 1) for x in (rewards, ratio.log())]
     # n = 400: variance .296875 * 400/399; .125 - sqrt(2 .297619 2.995732 / 400) - 14 2.995732 / 1197
-    assert float(certified_improvement(*many, cap=2.0, delta=0.1)) == pytest.approx(0.0231944, abs=1e-6)
+    assert float(certified_improvement(*many, cap=2.0, delta=0.1)) == pytest.approx(
+        0.0231944, abs=1e-6
+    )
     # n = 200 means of a group, .5 and -.25: variance .140625 * 200/199
     groups = certified_improvement(*many, cap=2.0, delta=0.1, prompts="drawn")
     assert float(groups) == pytest.approx(-0.0103202, abs=1e-6)

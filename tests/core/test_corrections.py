@@ -19,7 +19,9 @@ RANGES = {"epsilon_low": 0.2, "epsilon_high": 0.28}
 
 def test_truncated_and_masked_by_hand():
     ratio = [0.1, 0.5, 1.0, 2.0, 2.1]
-    x = inputs([0.0] * 5, torch.zeros(5, dtype=torch.float64), tensor(ratio, dtype=torch.float64).log())
+    x = inputs(
+        [0.0] * 5, torch.zeros(5, dtype=torch.float64), tensor(ratio, dtype=torch.float64).log()
+    )
 
     def weights(correction, floor, cap):
         return pytest.approx(correction(x, correction_floor=floor, correction_cap=cap).tolist())
@@ -41,9 +43,19 @@ SURROGATE_T = tensor([1.2, 1.0, -1.6])  # min(1.5, 1.2), 1, -2 max(.5, .8)
     [
         ("grpo_recomputed", {}, [1.0, 1.0, 1.0], [True, False, True]),
         ("grpo_tis", {}, [2.0, 0.5, 0.25], [True, False, True]),
-        ("grpo_tis", {"correction_cap": 10.0, "correction_floor": 0.4}, [4.0, 0.5, 0.4], [True, False, True]),
+        (
+            "grpo_tis",
+            {"correction_cap": 10.0, "correction_floor": 0.4},
+            [4.0, 0.5, 0.4],
+            [True, False, True],
+        ),
         ("grpo_tis_sequence", {"correction_cap": 1.5}, [1.5, 1.5, 0.25], [True, False, True]),
-        ("grpo_tis_sequence", {"correction_level": "length_normalized"}, [2**0.5, 2**0.5, 0.25], [True, False, True]),
+        (
+            "grpo_tis_sequence",
+            {"correction_level": "length_normalized"},
+            [2**0.5, 2**0.5, 0.25],
+            [True, False, True],
+        ),
         ("grpo_mis_sequence", {"correction_cap": 2.1}, [2.0, 2.0, 0.25], [True, False, True]),
         ("grpo_mis_sequence", {"correction_cap": 1.9}, [0.0, 0.0, 0.25], [True, True, True]),
         ("grpo_icepop", {}, [4.0, 0.5, 0.0], [True, False, True]),
@@ -60,7 +72,10 @@ def test_recipes_with_a_correction_by_hand(name, changes, weight, cut):
     assert_close(loss, -(tensor(weight) * SURROGATE_T).sum())
     expected = torch.where(tensor(cut), torch.zeros(3), -tensor(weight) * tensor([1.5, 1.0, -1.0]))
     assert_close(gradient_of(loss, x), expected)
-    assert (int(sums["clipped_positive"]), int(sums["clipped_negative"])) == (sum(cut[:2]), int(cut[2]))
+    assert (int(sums["clipped_positive"]), int(sums["clipped_negative"])) == (
+        sum(cut[:2]),
+        int(cut[2]),
+    )
 
 
 def of_every_token(name, changes, x):
@@ -78,7 +93,9 @@ def test_untruncated_weights_give_the_clip_whose_range_is_proportional(level):
     same, same_T, same_sums = of_every_token("grpo_tis", RANGES | levels, x)
     assert_close(same, loss)
     assert_close(same_T, gradient_T)
-    assert {k: float(v) for k, v in same_sums.items()} == pytest.approx({k: float(v) for k, v in sums.items()})
+    assert {k: float(v) for k, v in same_sums.items()} == pytest.approx(
+        {k: float(v) for k, v in sums.items()}
+    )
     assert min(float(sums["clipped_positive"]), float(sums["clipped_negative"])) > 10
 
 
@@ -87,7 +104,9 @@ def test_exact_clip_is_untruncated_with_a_range_that_shrinks_as_the_weight_grows
     _, x = random_inputs()
     c, r, A = (x.old_logp - x.rollout_logp).exp(), (x.logp - x.old_logp).exp(), x.advantage
     clipped_T = torch.minimum(r * A, r.clamp(1 - 0.2 / c, 1 + 0.2 / c) * A)
-    assert_close(of_every_token("off_policy_grpo_exact", {"beta": 0.0}, x)[0], -(c * clipped_T).sum())
+    assert_close(
+        of_every_token("off_policy_grpo_exact", {"beta": 0.0}, x)[0], -(c * clipped_T).sum()
+    )
 
 
 @each("correction", ["truncated", "masked"])
@@ -107,9 +126,9 @@ def test_without_mismatch_a_correction_changes_nothing(correction, level):
 def test_reinforce_may_have_a_weight_which_has_no_gradient(level):
     _, x = random_inputs()
     x.old_logp.requires_grad_()
-    loss, _ = resolve("reinforce", {"correction": "truncated", "correction_level": level, "correction_cap": inf}).loss(
-        x, torch.ones_like(x.advantages)
-    )
+    loss, _ = resolve(
+        "reinforce", {"correction": "truncated", "correction_level": level, "correction_cap": inf}
+    ).loss(x, torch.ones_like(x.advantages))
     gradient_T, through_T = torch.autograd.grad(loss, (x.logp, x.old_logp), allow_unused=True)
     assert through_T is None
     d_T = (x.old_logp - x.rollout_logp).detach()
@@ -120,6 +139,11 @@ def test_reinforce_may_have_a_weight_which_has_no_gradient(level):
 
 
 def test_correction_leaves_the_kl_term_alone():
-    x = inputs([-1.0, -2.0], [-1.5, -1.0], [-1.1, -2.1], [-1.2, -1.2], A=0.0)  # no advantage: only the KL is left
-    losses = [resolve(name, {"beta": 0.04}).loss(x, torch.ones(2))[0] for name in ("grpo_tis", "grpo_recomputed")]
+    x = inputs(
+        [-1.0, -2.0], [-1.5, -1.0], [-1.1, -2.1], [-1.2, -1.2], A=0.0
+    )  # no advantage: only the KL is left
+    losses = [
+        resolve(name, {"beta": 0.04}).loss(x, torch.ones(2))[0]
+        for name in ("grpo_tis", "grpo_recomputed")
+    ]
     assert float(losses[0]) == float(losses[1]) > 0

@@ -71,7 +71,9 @@ def test_slope_equals_the_numerical_derivative(p, p_ref, beta):
 def test_h_equals_the_success_of_an_exponential_tilt(p, p_ref, beta):
     """Four outcomes, two of them right; the old policy succeeds with p, the reference with p_ref."""
     reward = tensor([1.0, 1.0, 0.0, 0.0], dtype=torch.float64)
-    reference = tensor([0.3 * p_ref, 0.7 * p_ref, 0.4 * (1 - p_ref), 0.6 * (1 - p_ref)], dtype=torch.float64)
+    reference = tensor(
+        [0.3 * p_ref, 0.7 * p_ref, 0.4 * (1 - p_ref), 0.6 * (1 - p_ref)], dtype=torch.float64
+    )
     advantage = (reward - p) / sqrt(p * (1 - p) + EPS)
     success = tilted(reference, advantage, beta)[:2].sum()
     assert float(success) == pytest.approx(amplified(p, p_ref, beta, EPS), rel=1e-9)

@@ -63,7 +63,9 @@ CENTERED = REWARD - mean_reward(ALPHA)
 
 def tokens(theta: Tensor, advantage_C: Tensor, pi_k: Tensor) -> LossInputs:
     """The tokens of the nine completions under pi = theta."""
-    return inputs(*map(token_logp, (theta, ALPHA, pi_k, PI_REF)), A=advantage_C, completion=COMPLETION_T)
+    return inputs(
+        *map(token_logp, (theta, ALPHA, pi_k, PI_REF)), A=advantage_C, completion=COMPLETION_T
+    )
 
 
 def surrogate(name: str, advantage_C: Tensor, pi_k: Tensor = ALPHA, **overrides):
@@ -98,10 +100,16 @@ def test_at_pi_equal_pi_k_equal_alpha_the_gradient_is_that_of_the_mean_reward(na
 def test_off_policy_the_sequence_ratio_is_unbiased_and_nothing_else_is():
     """E_alpha[s A] = (J(pi) - J(alpha)) / sigma in value and gradient; the others: relative error and cosine."""
     exact, advantage = gradient(mean_reward, PI) / SIGMA, CENTERED / SIGMA
-    assert_close(surrogate("unclipped", advantage)(PI) / 2, (mean_reward(PI) - mean_reward(ALPHA)) / SIGMA)
+    assert_close(
+        surrogate("unclipped", advantage)(PI) / 2, (mean_reward(PI) - mean_reward(ALPHA)) / SIGMA
+    )
     assert_close(gradient(surrogate("unclipped", advantage), PI) / 2, exact)
     biased = {
-        "token ratio": (gradient(surrogate("unclipped", advantage, ratio="token"), PI), 0.4824, 0.9202),
+        "token ratio": (
+            gradient(surrogate("unclipped", advantage, ratio="token"), PI),
+            0.4824,
+            0.9202,
+        ),
         "length-normalized ratio": (
             gradient(surrogate("unclipped", advantage, ratio="length_normalized"), PI),
             0.2530,
@@ -142,7 +150,13 @@ def per_completion(name: str, theta: Tensor, **overrides) -> Tensor:
         ("grpo_tis_sequence", INFINITE, 0.0, 1.0, 0.2624),
         ("grpo_tis_sequence", {"correction_cap": 1.5}, 0.0511, 0.9989, 0.2314),
         ("grpo_tis_sequence", {"correction_cap": 1.2}, 0.0935, 0.9964, 0.2069),
-        ("grpo_tis_sequence", INFINITE | {"correction_level": "length_normalized"}, 0.1048, 0.9954, 0.2377),
+        (
+            "grpo_tis_sequence",
+            INFINITE | {"correction_level": "length_normalized"},
+            0.1048,
+            0.9954,
+            0.2377,
+        ),
         ("grpo_mis_sequence", {"correction_cap": 1.5}, 0.2733, 0.9743, 0.1606),
         ("grpo_icepop", {"correction_floor": 2 / 3, "correction_cap": 1.5}, 0.3145, 0.9632, 0.1682),
     ],
@@ -183,7 +197,9 @@ def against_pi(theta: Tensor, advantage_C: Tensor, completions: list[int]) -> Lo
     """The tokens of a group of these completions under theta, as if pi had sampled them."""
     token_T = torch.cat([tensor([2 * c, 2 * c + 1]) for c in completions])
     completion_T = torch.arange(len(completions)).repeat_interleave(2)
-    return inputs(token_logp(theta)[token_T], token_logp(PI)[token_T], A=advantage_C, completion=completion_T)
+    return inputs(
+        token_logp(theta)[token_T], token_logp(PI)[token_T], A=advantage_C, completion=completion_T
+    )
 
 
 def test_pairwise_opmd_at_pi_t_is_reinforce_whoever_sampled_the_group():
@@ -209,9 +225,14 @@ def tilted_theta(strength: float) -> Tensor:
 def test_the_minimizer_of_pairwise_opmd_and_of_kimi_is_the_exponential_tilt():
     theta, all_nine = tilted_theta(0.3), list(range(9))
     assert_close(p(theta), torch.softmax(logp(PI) + REWARD / 0.3, dim=0))
-    assert float(opmd_pairwise(against_pi(theta, REWARD, all_nine), strength=0.3).abs().max()) < 1e-20
+    assert (
+        float(opmd_pairwise(against_pi(theta, REWARD, all_nine), strength=0.3).abs().max()) < 1e-20
+    )
     log_Z = 0.3 * (p(PI) * (REWARD / 0.3).exp()).sum().log()  # the exact tau log E e^(r / tau)
-    assert float(opmd_kimi(against_pi(theta, REWARD - log_Z, all_nine), strength=0.3).abs().max()) < 1e-20
+    assert (
+        float(opmd_kimi(against_pi(theta, REWARD - log_Z, all_nine), strength=0.3).abs().max())
+        < 1e-20
+    )
 
 
 def test_asymre_gradient_is_zero_at_its_fixed_point():
@@ -280,7 +301,9 @@ def test_on_policy_k2_is_the_gradient_of_each_tokens_kl_and_k3_that_of_the_other
         (k3, SEQUENCE_WEIGHTED, 0.3247, 0.9745),
     ],
 )
-def test_distance_of_kl_penalties_from_the_kl_gradient_by_enumeration(estimator, samples, relative, angle):
+def test_distance_of_kl_penalties_from_the_kl_gradient_by_enumeration(
+    estimator, samples, relative, angle
+):
     exact = gradient(lambda theta: kl(theta, PI_REF), PI)
     assert error(kl_gradient(estimator, samples), exact) == pytest.approx(relative, abs=5e-5)
     assert cosine(kl_gradient(estimator, samples), exact) == pytest.approx(angle, abs=5e-5)

@@ -8,10 +8,17 @@ import torch
 from each import each
 from torch import tensor
 
-from lagrpo.core.estimators import bootstrap_interval, clustered_interval, paired_interval, pass_at_k
+from lagrpo.core.estimators import (
+    bootstrap_interval,
+    clustered_interval,
+    paired_interval,
+    pass_at_k,
+)
 
 
-@each(("n", "c", "k"), [(n, c, k) for n in (1, 4, 7) for c in range(n + 1) for k in range(1, n + 1)])
+@each(
+    ("n", "c", "k"), [(n, c, k) for n in (1, 4, 7) for c in range(n + 1) for k in range(1, n + 1)]
+)
 def test_pass_at_k_is_the_share_of_subsets_with_a_success(n, c, k):
     subsets = list(combinations([True] * c + [False] * (n - c), k))
     assert pass_at_k(n, c, k) == pytest.approx(sum(map(any, subsets)) / len(subsets), abs=1e-15)
@@ -19,7 +26,9 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_success(n, c, k):
 
 def test_pass_at_k_is_unbiased_and_exact_for_large_numbers():
     n, k, p = 10, 4, 0.3
-    expected = sum(comb(n, c) * p**c * (1 - p) ** (n - c) * pass_at_k(n, c, k) for c in range(n + 1))
+    expected = sum(
+        comb(n, c) * p**c * (1 - p) ** (n - c) * pass_at_k(n, c, k) for c in range(n + 1)
+    )
     assert expected == pytest.approx(1 - (1 - p) ** k, abs=1e-12)
     assert pass_at_k(100_000, 1, 1) == 1e-5
     assert pass_at_k(10_000, 5_000, 100) == 1.0  # 1 - 4.6e-31
@@ -28,7 +37,9 @@ def test_pass_at_k_is_unbiased_and_exact_for_large_numbers():
 def test_bootstrap_is_a_function_of_its_seed_and_matches_the_normal_interval():
     values_N = torch.rand(400, generator=torch.Generator().manual_seed(1))
     low, high = bootstrap_interval(values_N, seed=3)
-    assert (low, high) == bootstrap_interval(values_N, seed=3) != bootstrap_interval(values_N, seed=4)
+    assert (
+        (low, high) == bootstrap_interval(values_N, seed=3) != bootstrap_interval(values_N, seed=4)
+    )
     half = 1.96 * float(values_N.std()) / 20
     assert low == pytest.approx(float(values_N.mean()) - half, abs=0.1 * half)
     assert high == pytest.approx(float(values_N.mean()) + half, abs=0.1 * half)
@@ -42,21 +53,36 @@ def test_clustered_interval_at_its_ends():
     assert (low, high) == (pytest.approx(1 / (1 + t * t / 20), abs=1e-3), 1.0)
     low, high = clustered_interval(torch.full((20,), 0.5), 16.0)
     assert high - low == pytest.approx(t / (320 + t * t) ** 0.5, abs=1e-4)
-    assert paired_interval(torch.ones(20), torch.ones(20), 16.0)[1] == pytest.approx(t * t / (20 + t * t), abs=1e-3)
+    assert paired_interval(torch.ones(20), torch.ones(20), 16.0)[1] == pytest.approx(
+        t * t / (20 + t * t), abs=1e-3
+    )
 
 
 def covered(intervals: list[tuple[float, float]], truth: float) -> float:
-    return sum(low <= truth + 1e-12 and truth <= high + 1e-12 for low, high in intervals) / len(intervals)
+    return sum(low <= truth + 1e-12 and truth <= high + 1e-12 for low, high in intervals) / len(
+        intervals
+    )
 
 
 @each(("mean", "at_least", "bootstrap"), [(0.18, 0.93, 0.94), (0.97, 0.84, 0.80)])
 def test_interval_of_pass_at_1_covers_at_20_prompts_of_16_samples(mean, at_least, bootstrap):
     """1,000 evaluations; the bootstrap covers at most the last number."""
     torch.manual_seed(0)
-    hardness = torch.distributions.Beta(tensor(1.5 * mean).double(), tensor(1.5 * (1 - mean)).double())
-    evaluations = torch.binomial(tensor(16.0).double().expand(1_000, 20), hardness.sample((1_000, 20))) / 16
-    assert at_least <= covered([clustered_interval(values_N, 16.0) for values_N in evaluations], mean) <= 0.985
-    resampled = [bootstrap_interval(values_N, resamples=200, seed=n) for n, values_N in enumerate(evaluations[:300])]
+    hardness = torch.distributions.Beta(
+        tensor(1.5 * mean).double(), tensor(1.5 * (1 - mean)).double()
+    )
+    evaluations = (
+        torch.binomial(tensor(16.0).double().expand(1_000, 20), hardness.sample((1_000, 20))) / 16
+    )
+    assert (
+        at_least
+        <= covered([clustered_interval(values_N, 16.0) for values_N in evaluations], mean)
+        <= 0.985
+    )
+    resampled = [
+        bootstrap_interval(values_N, resamples=200, seed=n)
+        for n, values_N in enumerate(evaluations[:300])
+    ]
     assert covered(resampled, mean) <= bootstrap
 
 
@@ -71,6 +97,7 @@ def test_interval_of_a_paired_change_covers_and_is_narrower_than_two():
     intervals = [paired_interval(b, a, 16.0) for b, a in zip(first, second, strict=True)]
     assert 0.91 <= covered(intervals, truth) <= 0.985
     separate = [
-        clustered_interval(a, 16.0)[1] - clustered_interval(b, 16.0)[0] for b, a in zip(first, second, strict=True)
+        clustered_interval(a, 16.0)[1] - clustered_interval(b, 16.0)[0]
+        for b, a in zip(first, second, strict=True)
     ]
     assert all(high < apart for (_, high), apart in zip(intervals, separate, strict=True))

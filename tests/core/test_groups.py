@@ -26,7 +26,9 @@ def expected_gradient(advantage, G: int) -> Tensor:
     groups = torch.cartesian_prod(*[torch.arange(4)] * G).view(-1, G)
     weight = torch.softmax(THETA, dim=0)[groups].prod(dim=1)
     theta = THETA.clone().requires_grad_()
-    rewards, which = torch.unique(RIGHT[groups], dim=0, return_inverse=True)  # 2^G different ones among the 4^G
+    rewards, which = torch.unique(
+        RIGHT[groups], dim=0, return_inverse=True
+    )  # 2^G different ones among the 4^G
     A = torch.stack([advantage(rewards_G) for rewards_G in rewards])[which]
     value = (weight[:, None] * A * torch.log_softmax(theta, dim=0)[groups]).sum() / G
     return torch.autograd.grad(value, theta)[0]
@@ -40,9 +42,13 @@ def test_the_gradient_of_a_normalized_group_is_w_times_that_of_the_success_proba
     (grad_p,) = torch.autograd.grad(p, theta)
     found = expected_gradient(resolve("grpo", {"eps_std": eps_std}).advantage, G)
     assert_close(found, group_weight(p.item(), G, eps_std) * grad_p)
-    centered = expected_gradient(resolve("dr_grpo").advantage, G)  # and without normalization, as it has always been
+    centered = expected_gradient(
+        resolve("dr_grpo").advantage, G
+    )  # and without normalization, as it has always been
     assert_close(centered, (1 - 1 / G) * grad_p)
-    of_trl = expected_gradient(resolve("grpo", {"advantage": "normalized_unbiased", "std_offset": 0.0}).advantage, G)
+    of_trl = expected_gradient(
+        resolve("grpo", {"advantage": "normalized_unbiased", "std_offset": 0.0}).advantage, G
+    )
     assert_close(of_trl, sqrt((G - 1) / G) * group_weight(p.item(), G) * grad_p)
 
 
@@ -68,7 +74,9 @@ def test_what_the_recipe_unclipped_estimates_is_w_times_the_gain_and_not_the_sur
         rewards_G = (torch.arange(G) < k).double()
         rho_G = torch.where(rewards_G > 0, 0.3 / 0.2, 0.7 / 0.8)
         chance = comb(G, k) * 0.2**k * 0.8 ** (G - k)
-        expected += chance * float((rho_G * resolve("unclipped", {"eps_std": 0.0}).advantage(rewards_G)).mean())
+        expected += chance * float(
+            (rho_G * resolve("unclipped", {"eps_std": 0.0}).advantage(rewards_G)).mean()
+        )
         unbiased += chance * float((rho_G * of_others.advantage(rewards_G)).mean())
     assert recipe.settings["advantage"] == "normalized"
     assert expected == pytest.approx(group_weight(0.2, G) * 0.1)

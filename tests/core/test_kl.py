@@ -38,7 +38,9 @@ P, Q = tensor([0.5, 0.5]), tensor([0.25, 0.75])
     ],
 )
 def test_estimators_and_their_gradients_by_hand(estimator, values, gradient):
-    x = inputs(tensor([log(0.5), log(0.2)]).requires_grad_(), ref=[log(0.25), log(0.4)])  # d = ln 2, -ln 2
+    x = inputs(
+        tensor([log(0.5), log(0.2)]).requires_grad_(), ref=[log(0.25), log(0.4)]
+    )  # d = ln 2, -ln 2
     assert_close(estimator(x), tensor(values))
     assert_close(gradient_of(estimator(x).sum(), x), tensor(gradient))
 
@@ -50,7 +52,9 @@ def test_k3_keeps_its_digits_near_zero():
 
 def slope(estimator, d: float) -> tuple[float, float]:
     """The value at a gap of d nats, and its derivative by log pi."""
-    x = inputs(tensor([d], dtype=torch.float64).requires_grad_(), ref=torch.zeros(1, dtype=torch.float64))
+    x = inputs(
+        tensor([d], dtype=torch.float64).requires_grad_(), ref=torch.zeros(1, dtype=torch.float64)
+    )
     return estimator(x).item(), gradient_of(estimator(x).sum(), x).item()
 
 
@@ -67,7 +71,9 @@ def test_bounded_k3_does_not_explode_where_pi_has_lost_what_pi_ref_likes():
 
 
 def test_trls_bias_correction_has_the_value_of_k3_and_the_gradient_of_k2_both_weighted():
-    logp, alpha, ref = -torch.rand(3, 50, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    logp, alpha, ref = -torch.rand(
+        3, 50, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
     x = inputs(logp.requires_grad_(), alpha, ref=ref)
     weight = importance(x).detach()
     assert_close(k3_bias_corrected(x), weight * k3(x))
@@ -85,7 +91,9 @@ def test_exact_divergences_by_hand():
 
 
 def test_pinskers_and_the_chi2_bound_hold_for_random_distributions():
-    p, q = torch.softmax(torch.randn(2, 5000, 4, generator=torch.Generator().manual_seed(0)).double() * 2, dim=-1)
+    p, q = torch.softmax(
+        torch.randn(2, 5000, 4, generator=torch.Generator().manual_seed(0)).double() * 2, dim=-1
+    )
     assert bool((tv(p, q) <= (kl(p, q) / 2).sqrt() + 1e-12).all())
     assert bool((kl(p, q) <= chi2(p, q).log1p() + 1e-12).all())
 

@@ -43,7 +43,9 @@ def test_ratios_at_the_three_levels_by_hand():
     log_ratio_T = tensor([0.5, 3.0, 2.0]).log()
     assert_close(token(log_ratio_T, completion_T), tensor([0.5, 3.0, 2.0]))
     assert_close(sequence(log_ratio_T, completion_T), tensor([1.0, 3.0, 1.0]))
-    assert_close(length_normalized(tensor([1.0, 3.0, 4.0]).log(), completion_T), tensor([2.0, 3.0, 2.0]))
+    assert_close(
+        length_normalized(tensor([1.0, 3.0, 4.0]).log(), completion_T), tensor([2.0, 3.0, 2.0])
+    )
 
 
 @each(
@@ -98,7 +100,12 @@ def test_proportional_range_scales_with_pi_k():
 
 @each(
     ("ratio", "A", "value", "cut"),
-    [(3.0, -2.0, -6.0, False), (9.0, -2.0, -8.0, True), (0.5, -2.0, -1.6, True), (9.0, 2.0, 2.6, True)],
+    [
+        (3.0, -2.0, -6.0, False),
+        (9.0, -2.0, -8.0, True),
+        (0.5, -2.0, -1.6, True),
+        (9.0, 2.0, 2.6, True),
+    ],
 )
 def test_dual_clip_limits_how_hard_a_bad_token_is_pushed_down(ratio, A, value, cut):
     x = inputs(tensor([ratio]).log().requires_grad_(), [0.0], A=A)
@@ -153,7 +160,8 @@ def test_one_side_with_the_ratio_has_exactly_the_gradient_of_the_clip():
 
 def test_weights_by_hand():
     assert_close(
-        exp_advantage(inputs([0.0] * 3, A=[0.0, 1.0, -1.0]), weight_temperature=0.5), tensor([1, exp(2), exp(-2)])
+        exp_advantage(inputs([0.0] * 3, A=[0.0, 1.0, -1.0]), weight_temperature=0.5),
+        tensor([1, exp(2), exp(-2)]),
     )
     assert_close(importance(at(1.0)), tensor(RATIOS))
     assert_close(capped_ratio(at(1.0)), tensor([0.3, 0.7, 0.9, 1.0, 1.2, 1.2]))
@@ -165,7 +173,9 @@ def test_weights_by_hand():
 def test_mask_and_weight_have_no_gradient():
     x = inputs(tensor([-1.0, -2.0, -3.0]).requires_grad_(), A=[2.0, -1.0, 1.0])
     weight = (x.logp + 3).exp()
-    value = reinforce(x, mask=lambda x: tensor([True, True, False]), weight=lambda x: (x.logp + 3).exp())
+    value = reinforce(
+        x, mask=lambda x: tensor([True, True, False]), weight=lambda x: (x.logp + 3).exp()
+    )
     assert_close(value, tensor([-2.0, 2.0, 0.0]) * weight)
     assert_close(gradient_of(value.sum(), x), tensor([2.0, -1.0, 0.0]) * weight)
 
@@ -178,7 +188,11 @@ def test_regularizers_by_hand():
 
 # two completions of group 0 (of two tokens and of one) and one of group 1; log-ratios 1, -.5, -1
 OF_GROUPS = inputs(
-    [-1.0, -2.0, -1.0, -4.0], [-2.0, -2.0, -0.5, -3.0], A=[0.5, -0.3, 0.0], completion=[0, 0, 1, 2], group=[0, 0, 1]
+    [-1.0, -2.0, -1.0, -4.0],
+    [-2.0, -2.0, -0.5, -3.0],
+    A=[0.5, -0.3, 0.0],
+    completion=[0, 0, 1, 2],
+    group=[0, 0, 1],
 )
 
 
@@ -190,5 +204,7 @@ def test_opmd_kimi_is_the_squared_residual_of_the_reward():
 def test_pairwise_is_the_sum_over_pairs_and_a_completion_alone_has_none():
     value_T = opmd_pairwise(OF_GROUPS, strength=0.2)
     of_the_pair = ((0.5 - 0.2) - (-0.3 + 0.1)) ** 2 / 2**2  # sum_{i<j} / G^2
-    assert float(value_T[:3].sum()) / 2 == pytest.approx(-of_the_pair)  # the mean over its completions
+    assert float(value_T[:3].sum()) / 2 == pytest.approx(
+        -of_the_pair
+    )  # the mean over its completions
     assert float(value_T[3]) == 0.0

@@ -73,7 +73,11 @@ def test_rows_compute_from_what_they_declare_and_nothing_else(name):
         ("rloo", {"correction": "truncated"}, {"rollout_logp", "old_logp"}),
         ("grpo_tis", {"correction": "none"}, {"old_logp"}),
         ("opmd", {"anchor": "pi_ref"}, {"ref_logp", "zero_advantage"}),
-        ("stale_reinforce", {"beta": 0.1, "kl_importance": True}, {"ref_logp", "rollout_logp", "zero_advantage"}),
+        (
+            "stale_reinforce",
+            {"beta": 0.1, "kl_importance": True},
+            {"ref_logp", "rollout_logp", "zero_advantage"},
+        ),
     ],
 )
 def test_overrides_change_what_a_recipe_reads(name, overrides, reads):
@@ -81,7 +85,10 @@ def test_overrides_change_what_a_recipe_reads(name, overrides, reads):
 
 
 def test_knob_of_a_recipe_accepts_a_user_function():
-    recipe = resolve("grpo", {"surrogate": lambda x, *, power=2.0: x.advantage * x.logp.exp() ** power, "beta": 0.0})
+    recipe = resolve(
+        "grpo",
+        {"surrogate": lambda x, *, power=2.0: x.advantage * x.logp.exp() ** power, "beta": 0.0},
+    )
     assert recipe.settings["power"] == 2.0
     assert_close(recipe.value(inputs([log(0.5)], A=3.0)), tensor([0.75]))
 
@@ -90,7 +97,11 @@ def test_knob_of_a_recipe_accepts_a_user_function():
     ("name", "overrides", "problem"),
     [
         ("grop", {}, "unknown recipe 'grop'; did you mean 'grpo'"),
-        ("grpo", {"epsilon_hihg": 0.3}, "unknown setting 'epsilon_hihg'; did you mean 'epsilon_high'"),
+        (
+            "grpo",
+            {"epsilon_hihg": 0.3},
+            "unknown setting 'epsilon_hihg'; did you mean 'epsilon_high'",
+        ),
         ("grpo", {"beta": -0.1}, "beta must be at least 0"),
         ("dr_grpo", {"eps_std": 0.1}, "eps_std has no effect on recipe"),
         ("grpo", {"mask": "ring"}, "mask has no effect on recipe"),
@@ -115,7 +126,13 @@ def test_loss_and_diagnostics_by_hand():
     # one completion of two tokens (A = 2, ratios 2 and .5), one of one token (A = -1, ratio .5)
     half, quarter = log(0.5), log(0.25)
     ref = [half, half, quarter]  # d = 0, -ln 2, 0: k3 = 0, 2 - ln 2 - 1, 0
-    x = inputs([half, quarter, quarter], [quarter, half, half], ref=ref, A=[2.0, -1.0], completion=[0, 0, 1])
+    x = inputs(
+        [half, quarter, quarter],
+        [quarter, half, half],
+        ref=ref,
+        A=[2.0, -1.0],
+        completion=[0, 0, 1],
+    )
     loss, sums = resolve("grpo", {"beta": 0.1}).loss(x, tensor([0.25, 0.5]))
     # values: 2 min(2, 1.2) = 2.4, 2 * .5 = 1, -max(.5, .8) = -.8
     k3, objective = 1 - log(2), 0.25 * (2.4 + 1.0) + 0.5 * -0.8
@@ -132,9 +149,13 @@ def part(x: Any, completions: list[int]) -> LossInputs:
     """The micro-batch of these completions, in this order, renumbered."""
     order_T = torch.cat([(x.completion == c).nonzero()[:, 0] for c in completions])
     lengths = tensor([int((x.completion == c).sum()) for c in completions])
-    logp, rollout, old, ref = (each[order_T] for each in (x.logp, x.rollout_logp, x.old_logp, x.ref_logp))
+    logp, rollout, old, ref = (
+        each[order_T] for each in (x.logp, x.rollout_logp, x.old_logp, x.ref_logp)
+    )
     renumbered_T = torch.arange(len(completions)).repeat_interleave(lengths)
-    return LossInputs(logp, rollout, old, ref, renumbered_T, x.advantages[completions], x.group[completions])
+    return LossInputs(
+        logp, rollout, old, ref, renumbered_T, x.advantages[completions], x.group[completions]
+    )
 
 
 @ROWS
@@ -169,7 +190,9 @@ AT_PI_EQUAL_ALPHA = {  # the coefficient of weight * grad logp at each token, if
     "red_weight": lambda A_C, length_C: A_C * A_C.exp(),
     "unclipped": lambda A_C, length_C: A_C * length_C,  # every token has the ratio of the sequence
     "opmd_kimi": lambda A_C, length_C: 2 * 0.1 * A_C,
-    "opmd_pairwise": lambda A_C, length_C: 2 * 0.1 * torch.cat([A_C[:3] - A_C[:3].mean(), A_C[3:] - A_C[3:].mean()]),
+    "opmd_pairwise": lambda A_C, length_C: (
+        2 * 0.1 * torch.cat([A_C[:3] - A_C[:3].mean(), A_C[3:] - A_C[3:].mean()])
+    ),
 }
 
 
@@ -183,7 +206,12 @@ def test_gradient_at_pi_equal_alpha_is_that_of_reinforce_unless_stated(name):
     loss, sums = recipe.loss(x, weight_C)
     coefficient_C = AT_PI_EQUAL_ALPHA.get(name, lambda A_C, length_C: A_C)(x.advantages, lengths_C)
     assert_close(gradient_of(loss, x), -(weight_C * coefficient_C)[x.completion])
-    assert float(sums["clipped_positive"] + sums["clipped_negative"] + sums["kl_alpha"] + sums["kl_ref"]) == 0.0
+    assert (
+        float(
+            sums["clipped_positive"] + sums["clipped_negative"] + sums["kl_alpha"] + sums["kl_ref"]
+        )
+        == 0.0
+    )
 
 
 @ROWS
@@ -191,7 +219,10 @@ def test_gradient_at_pi_equal_alpha_is_that_of_reinforce_unless_stated(name):
 def test_gradient_is_finite_whatever_the_log_ratio(name, gap):
     _, x = random_inputs()
     for field in ("rollout_logp", "old_logp", "ref_logp"):
-        x = replace(x, **{field: x.rollout_logp.index_add(0, tensor([2]), tensor([gap], dtype=torch.float64))})
+        x = replace(
+            x,
+            **{field: x.rollout_logp.index_add(0, tensor([2]), tensor([gap], dtype=torch.float64))},
+        )
     x = replace(x, **{f: getattr(x, f).float() for f in ("rollout_logp", "old_logp", "ref_logp", "advantages")},
                 logp=x.logp.detach().float().requires_grad_())  # fmt: skip
     loss, sums = resolve(name).loss(x, torch.ones(7))
@@ -203,7 +234,9 @@ def test_gradient_is_finite_whatever_the_log_ratio(name, gap):
 # of three tokens ends the completion at once, the others are followed by a second: seven completions. The batch is one
 # completion, so that a mean over its tokens is a mean over the completion's.
 
-THETA = tensor([0.1, -1.4, 0.8, 0.1, 1.1, -1.2, -1.7, 0.4, -0.2, 1.0, 0.3, 0.5], dtype=torch.float64)
+THETA = tensor(
+    [0.1, -1.4, 0.8, 0.1, 1.1, -1.2, -1.7, 0.4, -0.2, 1.0, 0.3, 0.5], dtype=torch.float64
+)
 REWARD = tensor([0.8, 0.4, 0.3, 0.9, 1.0, 1.0, 0.8], dtype=torch.float64)
 EXACT_AT_EVERY_LENGTH = {"rloo", "dr_grpo", "topr", "unclipped"}
 
@@ -223,7 +256,14 @@ def cosine(name: str, **overrides) -> float:
     recipe, theta = resolve(name, overrides), THETA.clone().requires_grad_()
     total = torch.zeros((), dtype=torch.float64)
     for logp_T, alpha_T, r in zip(token_logp(theta), token_logp(THETA), REWARD, strict=True):
-        x = inputs(logp_T, alpha_T, alpha_T, alpha_T, A=r - mean_reward(THETA), completion=[0] * len(logp_T))
+        x = inputs(
+            logp_T,
+            alpha_T,
+            alpha_T,
+            alpha_T,
+            A=r - mean_reward(THETA),
+            completion=[0] * len(logp_T),
+        )
         weight = recipe.weights(tensor([len(logp_T)]), tensor([False]), 2).double()
         total = total + alpha_T.sum().exp() * (weight * recipe.value(x)).sum()
     found, exact = (torch.autograd.grad(value, theta)[0] for value in (total, mean_reward(theta)))

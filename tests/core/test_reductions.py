@@ -27,6 +27,12 @@ def test_weights_by_hand(reduction, all_counted, two_counted):
 def test_masked_groups_counted_or_not_differ_by_the_normalizer_only():
     flat_C = ~FIRST_TWO
     assert_close(resolve("dapo").weights(LENGTHS_C, flat_C, 9), tensor([1 / 3, 1 / 3, 0.0]))
-    assert_close(resolve("dapo", {"masked_count": True}).weights(LENGTHS_C, flat_C, 9), tensor([1 / 8, 1 / 8, 0.0]))
-    assert_close(resolve("dapo", {"mask_zero_variance": False}).weights(LENGTHS_C, flat_C, 9), tensor([1 / 8] * 3))
+    assert_close(
+        resolve("dapo", {"masked_count": True}).weights(LENGTHS_C, flat_C, 9),
+        tensor([1 / 8, 1 / 8, 0.0]),
+    )
+    assert_close(
+        resolve("dapo", {"mask_zero_variance": False}).weights(LENGTHS_C, flat_C, 9),
+        tensor([1 / 8] * 3),
+    )
     assert resolve("dapo").weights(LENGTHS_C, ALL, 9).tolist() == [0.0] * 3

@@ -48,7 +48,9 @@ def centered(rewards: Tensor) -> Tensor:
     """r - mu (Dr. GRPO, arXiv 2503.20783)."""
     if rewards.shape[-1] == 1:
         return rewards.clone()
-    return torch.where(zero_variance(rewards)[..., None], 0.0, rewards - rewards.mean(dim=-1, keepdim=True))
+    return torch.where(
+        zero_variance(rewards)[..., None], 0.0, rewards - rewards.mean(dim=-1, keepdim=True)
+    )
 
 
 def leave_one_out(rewards: Tensor) -> Tensor:

@@ -64,11 +64,15 @@ def penalty(s: Tensor) -> Tensor:
     """(1 - s) / s, what TV(pi, alpha) costs in Theorem 1; for a success probability p, s = sqrt(p (1-p) + eps_std) and
     this is Fig. 1. Infinite at s = 0. Raises ValueError for s > 1, where the proof needs it not to be negative."""
     if bool((s > 1).any()):
-        raise ValueError(f"Theorem 1 needs sigma <= 1 (eps_std at most 3/4), but sigma is {float(s.max()):.4g}")
+        raise ValueError(
+            f"Theorem 1 needs sigma <= 1 (eps_std at most 3/4), but sigma is {float(s.max()):.4g}"
+        )
     return (1 - s) / s
 
 
-def theorem1(pi: Tensor, pi_k: Tensor, alpha: Tensor, r: Tensor, eps_std: float, constant: float = 2.0) -> Tensor:
+def theorem1(
+    pi: Tensor, pi_k: Tensor, alpha: Tensor, r: Tensor, eps_std: float, constant: float = 2.0
+) -> Tensor:
     """The right side of Theorem 1, per prompt; `constant` 1 for its sharp form; minus infinity where s = 0 and pi is
     not alpha. Raises ValueError for s > 1 (counter-example: alpha = pi_k = (.5, .5), r = (0, 1), pi = (0, 1),
     eps_std = .9, where D = .5 and this would say .534), and for r outside [0, 1]."""
@@ -76,12 +80,16 @@ def theorem1(pi: Tensor, pi_k: Tensor, alpha: Tensor, r: Tensor, eps_std: float,
     return surrogate(pi, alpha, r, eps_std) - constant * (cost + tv(pi_k, alpha))
 
 
-def corollary1(pi: Tensor, pi_k: Tensor, r: Tensor, eps_std: float, constant: float = 2.0) -> Tensor:
+def corollary1(
+    pi: Tensor, pi_k: Tensor, r: Tensor, eps_std: float, constant: float = 2.0
+) -> Tensor:
     """Theorem 1 with alpha = pi_k: on-policy GRPO. Raises as `theorem1` does."""
     return theorem1(pi, pi_k, pi_k, r, eps_std, constant)
 
 
-def over_prompts(pi: Tensor, pi_k: Tensor, alpha: Tensor, r: Tensor, eps_std: float, constant: float = 2.0) -> Tensor:
+def over_prompts(
+    pi: Tensor, pi_k: Tensor, alpha: Tensor, r: Tensor, eps_std: float, constant: float = 2.0
+) -> Tensor:
     """The right side of Eq. 4, a lower bound on the mean of D over prompts (all leading dimensions, equal weights):
     mean L - c M sqrt(mean TV(pi, alpha)^2) - c mean TV(pi_k, alpha), M = sqrt(mean ((1-s)/s)^2).
     By Cauchy-Schwarz it is at most the mean of Theorem 1. Raises as `theorem1` does."""
@@ -147,7 +155,9 @@ def sampled(
 def capped_gain(pi: Tensor, alpha: Tensor, r: Tensor, cap: float) -> Tensor:
     """E_alpha[min(pi/alpha, C) r] - E_alpha r <= J(pi) - J(alpha) for r >= 0; the gap, E_pi[max(1 - C alpha/pi, 0) r],
     is at most the probability under pi of a ratio above C. Raises ValueError as `mean_reward` does."""
-    return (torch.minimum(pi, cap * alpha) * _in_unit_interval(r)).sum(dim=-1) - mean_reward(alpha, r)
+    return (torch.minimum(pi, cap * alpha) * _in_unit_interval(r)).sum(dim=-1) - mean_reward(
+        alpha, r
+    )
 
 
 def certified_improvement(
@@ -179,7 +189,9 @@ def certified_improvement(
     7 C ln(2/delta) / (3 (C - 1)). Raises ValueError for r outside [0, 1], delta
     outside (0, 1), n < 2."""
     if not 0 < delta < 1:
-        raise ValueError(f"delta must lie between 0 and 1, but is {delta:g}: it is the chance of a false certificate")
+        raise ValueError(
+            f"delta must lie between 0 and 1, but is {delta:g}: it is the chance of a false certificate"
+        )
     ratio = log_ratio.double().clamp(max=log(cap)).exp()
     terms = (ratio - 1) * _in_unit_interval(rewards).double()
     terms = terms.flatten() if prompts == "fixed" else terms.mean(dim=-1)
@@ -209,7 +221,11 @@ def amplified(p: float, p_ref: float, beta: float, eps_std: float) -> float:
 
 def trajectory(p_ref: float, beta: float, eps_std: float, iterations: int) -> list[float]:
     """p_0 = p_ref, p_1 = h(p_0), ... p_iterations."""
-    return list(accumulate(range(iterations), lambda p, _: amplified(p, p_ref, beta, eps_std), initial=p_ref))
+    return list(
+        accumulate(
+            range(iterations), lambda p, _: amplified(p, p_ref, beta, eps_std), initial=p_ref
+        )
+    )
 
 
 def slope(p: float, p_ref: float, beta: float, eps_std: float) -> float:
@@ -218,7 +234,9 @@ def slope(p: float, p_ref: float, beta: float, eps_std: float) -> float:
     return -h * (1 - h) * (1 - 2 * p) / (2 * beta * (p * (1 - p) + eps_std) ** 1.5)
 
 
-def fixed_points(p_ref: float, beta: float, eps_std: float, cells: int = 10_000) -> list[tuple[float, bool]]:
+def fixed_points(
+    p_ref: float, beta: float, eps_std: float, cells: int = 10_000
+) -> list[tuple[float, bool]]:
     """Every p* = h(p*) that a grid of `cells` tells apart, in rising order, each with whether it is stable: |h'(p*)| <
     1, so that iterations that start near it end in it. At least one exists, as h maps [0, 1] into (0, 1); for a small
     eps_std > 0 there are three, the last at nearly 1 (1.0 if it rounds to that): certainty is stable."""
@@ -256,7 +274,11 @@ def group_weight(p: float, G: int, eps_std: float = 0.0) -> float:
     for k in range(1, G):
         log_choices = lgamma(G + 1) - lgamma(k + 1) - lgamma(G - k + 1)
         variance = k * (G - k) / G**2
-        total += exp(log_choices + k * log(p) + (G - k) * log1p(-p)) * variance / sqrt(variance + eps_std)
+        total += (
+            exp(log_choices + k * log(p) + (G - k) * log1p(-p))
+            * variance
+            / sqrt(variance + eps_std)
+        )
     return total / (p * (1 - p))
 
 

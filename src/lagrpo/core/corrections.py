@@ -22,7 +22,11 @@ from lagrpo.core.ratios import token
 
 @reads("rollout_logp", "old_logp")
 def truncated(
-    x: LossInputs, *, correction_level: Callable = token, correction_floor: float = 0.0, correction_cap: float = 2.0
+    x: LossInputs,
+    *,
+    correction_level: Callable = token,
+    correction_floor: float = 0.0,
+    correction_cap: float = 2.0,
 ) -> Tensor:
     """clip(w, correction_floor, correction_cap) with w = pi_k/alpha of the token or completion: truncated importance
     sampling; with a floor of 0 as Yao, Liu et al. ("Your efficient RL framework secretly brings you off-policy RL
@@ -33,7 +37,11 @@ def truncated(
 
 @reads("rollout_logp", "old_logp")
 def masked(
-    x: LossInputs, *, correction_level: Callable = token, correction_floor: float = 0.0, correction_cap: float = 2.0
+    x: LossInputs,
+    *,
+    correction_level: Callable = token,
+    correction_floor: float = 0.0,
+    correction_cap: float = 2.0,
 ) -> Tensor:
     """w if correction_floor <= w <= correction_cap, else 0: drops a token or completion too far from what the trainer
     computes; it still counts in the normalizer. Tokens: IcePop (Ring-1T, arXiv 2510.18855); completions, with a floor

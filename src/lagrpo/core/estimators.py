@@ -14,7 +14,9 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     1 - C(n-c, k) / C(n, k), unbiased for pass@k (Chen et al., arXiv 2107.03374, Eq. 1), in integers with one final
     division. Raises ValueError unless 0 <= c <= n and 1 <= k <= n."""
     if not (0 <= c <= n and 1 <= k <= n):
-        raise ValueError(f"pass_at_k needs 0 <= c <= n and 1 <= k <= n, but n = {n}, c = {c}, k = {k}")
+        raise ValueError(
+            f"pass_at_k needs 0 <= c <= n and 1 <= k <= n, but n = {n}, c = {c}, k = {k}"
+        )
     return (comb(n, k) - comb(n - c, k)) / comb(n, k)
 
 
@@ -27,7 +29,9 @@ def bootstrap_interval(
     outside (0, 1)."""
     if values_N.dim() != 1 or values_N.shape[0] == 0 or resamples < 1:
         found = f"{tuple(values_N.shape)}, {resamples}"
-        raise ValueError(f"bootstrap needs values of shape [N >= 1] and resamples >= 1, but {found}")
+        raise ValueError(
+            f"bootstrap needs values of shape [N >= 1] and resamples >= 1, but {found}"
+        )
     _require_confidence(confidence)
     N = values_N.shape[0]
     drawn = torch.randint(N, (resamples, N), generator=torch.Generator().manual_seed(seed))
@@ -37,7 +41,9 @@ def bootstrap_interval(
     return low, high
 
 
-def clustered_interval(values_N: Tensor, draws: float, confidence: float = 0.95) -> tuple[float, float]:
+def clustered_interval(
+    values_N: Tensor, draws: float, confidence: float = 0.95
+) -> tuple[float, float]:
     """Interval for the mean over all the prompts that these N were drawn from, of values in [0, 1], one per prompt: its
     pass@k, say, from `draws` independent tries (samples / k). Wilson's, at the effective number of tries
 
@@ -53,7 +59,9 @@ def clustered_interval(values_N: Tensor, draws: float, confidence: float = 0.95)
     N = values_N.shape[0] if values_N.dim() == 1 else 0
     if N == 0 or draws < 1 or not bool(((values_N >= 0) & (values_N <= 1)).all()):
         shape = tuple(values_N.shape)
-        raise ValueError(f"values must be [N] in [0, 1] and draws at least 1, but shape = {shape}, draws = {draws:g}")
+        raise ValueError(
+            f"values must be [N] in [0, 1] and draws at least 1, but shape = {shape}, draws = {draws:g}"
+        )
     values_N = values_N.double()
     p, variance = float(values_N.mean()), float(values_N.var()) / N if N > 1 else 0.0
     # Where the values do not vary at 0 or 1, nothing says how many tries they are worth: as few as there can be.
@@ -61,14 +69,20 @@ def clustered_interval(values_N: Tensor, draws: float, confidence: float = 0.95)
     return _wilson(p, float(min(max(trials, N), N * draws)), _student(max(N - 1, 1), confidence))
 
 
-def paired_interval(before_N: Tensor, after_N: Tensor, draws: float, confidence: float = 0.95) -> tuple[float, float]:
+def paired_interval(
+    before_N: Tensor, after_N: Tensor, draws: float, confidence: float = 0.95
+) -> tuple[float, float]:
     """Interval for mean after - mean before over all the prompts that these N were drawn from: the two
     `clustered_interval`s joined with the correlation of the values of the same prompt (Newcombe 1998, method 10; Zou &
     Donner 2008). Narrower than the interval of two separate evaluations where hard prompts stay hard. Raises ValueError
     as `clustered_interval` does, and for unequal shapes."""
     if before_N.shape != after_N.shape:
-        raise ValueError(f"pairs need the same prompts, but have {tuple(before_N.shape)}, {tuple(after_N.shape)}")
-    (low_b, high_b), (low_a, high_a) = (clustered_interval(v, draws, confidence) for v in (before_N, after_N))
+        raise ValueError(
+            f"pairs need the same prompts, but have {tuple(before_N.shape)}, {tuple(after_N.shape)}"
+        )
+    (low_b, high_b), (low_a, high_a) = (
+        clustered_interval(v, draws, confidence) for v in (before_N, after_N)
+    )
     b, a = float(before_N.double().mean()), float(after_N.double().mean())
     both = torch.stack([before_N, after_N]).double()
     varied = before_N.shape[0] > 1 and bool((both.var(dim=1) > 0).all())
@@ -84,7 +98,10 @@ def _wilson(p: float, trials: float, z: float) -> tuple[float, float]:
     spread = z * z / trials
     center = (p + spread / 2) / (1 + spread)
     half = z * sqrt(p * (1 - p) / trials + spread / (4 * trials)) / (1 + spread)
-    return 0.0 if p == 0 else center - half, 1.0 if p == 1 else center + half  # both are exact, up to rounding
+    return (
+        0.0 if p == 0 else center - half,
+        1.0 if p == 1 else center + half,
+    )  # both are exact, up to rounding
 
 
 def _student(freedom: int, confidence: float) -> float:

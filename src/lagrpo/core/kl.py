@@ -60,7 +60,9 @@ def k3_linear(x: LossInputs, *, kl_bound: float = 10.0) -> Tensor:
 
 
 @reads("ref_logp", "zero_advantage")
-def k3_bias_corrected(x: LossInputs, *, ratio: Callable = token, denominator: Callable = alpha) -> Tensor:
+def k3_bias_corrected(
+    x: LossInputs, *, ratio: Callable = token, denominator: Callable = alpha
+) -> Tensor:
     """rho k3, with the gradient of rho: TRL's `use_bias_correction_kl` (DeepSeek-V3.2, arXiv 2512.02556). As
     grad (rho k3) = rho d grad logp it acts as k2 weighted by rho, not as k3."""
     return ratio(x.logp - denominator(x), x.completion) * k3(x)
@@ -94,7 +96,9 @@ def ess(ratio: Tensor) -> Tensor:
     return scaled.sum(dim=-1).square() / scaled.square().sum(dim=-1)
 
 
-CALM = 0.8  # share of the samples that their ESS reaches as long as |rho - 1| / 2 estimates TV better
+CALM = (
+    0.8  # share of the samples that their ESS reaches as long as |rho - 1| / 2 estimates TV better
+)
 
 
 def prefers_bounded(log_ratio: Tensor) -> bool:

@@ -42,7 +42,9 @@ class LossInputs:
     def __post_init__(self) -> None:
         for each in (self.rollout_logp, self.old_logp, self.ref_logp, self.completion):
             if each is not None and (each.dim() != 1 or each.shape != self.logp.shape):
-                raise ValueError(f"log-probs must be flat and aligned: {list(self.logp.shape)}, {list(each.shape)}")
+                raise ValueError(
+                    f"log-probs must be flat and aligned: {list(self.logp.shape)}, {list(each.shape)}"
+                )
 
     @property
     def advantage(self) -> Tensor:
@@ -141,7 +143,11 @@ def limit_push(value: Tensor, A: Tensor, dual_clip: float) -> Tensor:
 
 
 def reinforce(
-    x: LossInputs, *, mask: Callable | None = None, weight: Callable | None = None, regularizer: Callable | None = None
+    x: LossInputs,
+    *,
+    mask: Callable | None = None,
+    weight: Callable | None = None,
+    regularizer: Callable | None = None,
 ) -> Tensor:
     """sg(M W A) log pi - R: the one formula of the REC and RED methods of arXiv 2509.24203. Without mask M, weight W
     and regularizer R it is REINFORCE, whoever sampled."""
@@ -192,16 +198,24 @@ def importance(x: LossInputs, *, ratio: Callable = token, denominator: Callable 
 
 
 def capped_ratio(
-    x: LossInputs, *, ratio: Callable = token, denominator: Callable = alpha, epsilon_high: float = 0.2
+    x: LossInputs,
+    *,
+    ratio: Callable = token,
+    denominator: Callable = alpha,
+    epsilon_high: float = 0.2,
 ) -> Tensor:
     """min(rho, 1 + epsilon_high): CISPO (MiniMax-M1, arXiv 2506.13585, Eq. 4), its upper cap alone. A lower one would
     weigh up what pi has already made unlikely."""
     return ratio(x.logp - denominator(x), x.completion).clamp(max=1 + epsilon_high)
 
 
-def tapered_ratio(x: LossInputs, *, ratio: Callable = token, denominator: Callable = alpha) -> Tensor:
+def tapered_ratio(
+    x: LossInputs, *, ratio: Callable = token, denominator: Callable = alpha
+) -> Tensor:
     """1 if A > 0, else min(rho, 1): TOPR (arXiv 2503.14286) pushes down only what pi still does."""
-    return torch.where(x.advantage > 0, 1.0, ratio(x.logp - denominator(x), x.completion).clamp(max=1.0))
+    return torch.where(
+        x.advantage > 0, 1.0, ratio(x.logp - denominator(x), x.completion).clamp(max=1.0)
+    )
 
 
 def exp_advantage(x: LossInputs, *, weight_temperature: float = 1.0) -> Tensor:
@@ -261,13 +275,17 @@ def find_clipped(x: LossInputs, value: Callable[[LossInputs], Tensor]) -> Tensor
     tokens whose log-ratio is beyond MAX_LOG_RATIO are among them."""
     with torch.enable_grad():
         logp = x.logp.detach().requires_grad_()
-        inputs = LossInputs(logp, x.rollout_logp, x.old_logp, x.ref_logp, x.completion, x.advantages, x.group)
+        inputs = LossInputs(
+            logp, x.rollout_logp, x.old_logp, x.ref_logp, x.completion, x.advantages, x.group
+        )
         (gradient,) = torch.autograd.grad(value(inputs).sum(), logp)
     return gradient == 0
 
 
 @torch.no_grad()
-def diagnostics(x: LossInputs, weighted_value_T: Tensor, kl_T: Tensor, clipped_T: Tensor) -> dict[str, Tensor]:
+def diagnostics(
+    x: LossInputs, weighted_value_T: Tensor, kl_T: Tensor, clipped_T: Tensor
+) -> dict[str, Tensor]:
     """Sums over tokens, to be added over micro-batches and divided by `tokens` (or combined as stated):
 
     tokens            how many

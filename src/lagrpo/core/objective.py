@@ -43,12 +43,18 @@ class Recipe:
     masked_count: bool = False
     name: str = ""
 
-    def advantages(self, rewards_G: Tensor, lengths_G: Tensor, max_length: int, uniform_G: Tensor) -> Tensor:
+    def advantages(
+        self, rewards_G: Tensor, lengths_G: Tensor, max_length: int, uniform_G: Tensor
+    ) -> Tensor:
         """The advantages of a group. `lengths_G` counts sampled tokens, at most `max_length`; `uniform_G` has a random
         number in [0, 1) for each completion."""
         if self.overlong_buffer:
             rewards_G = rewards_G + overlong_penalty(lengths_G, max_length, self.overlong_buffer)
-        return red_drop(rewards_G, uniform_G) if self.advantage is red_drop else self.advantage(rewards_G)
+        return (
+            red_drop(rewards_G, uniform_G)
+            if self.advantage is red_drop
+            else self.advantage(rewards_G)
+        )
 
     def weights(self, lengths_C: Tensor, zero_variance_C: Tensor, max_length: int) -> Tensor:
         """The weight of each completion of the whole batch in the objective; 0 in masked groups."""
@@ -74,13 +80,23 @@ class Recipe:
         weight_T, value_T, kl_T = weight_C[x.completion], self.value(x), self.penalty(x)
         loss = -(weight_T * (value_T - self.beta * kl_T)).sum()
         clips = "zero_advantage" not in _reads(_functions(self.surrogate))
-        clipped_T = find_clipped(x, self.value) if clips else torch.zeros_like(x.completion, dtype=torch.bool)
+        clipped_T = (
+            find_clipped(x, self.value)
+            if clips
+            else torch.zeros_like(x.completion, dtype=torch.bool)
+        )
         return loss, diagnostics(x, weight_T * value_T, kl_T, clipped_T)
 
     @property
     def functions(self) -> list[Callable]:
         """The functions that compute it, each once."""
-        pieces = self.advantage, self.surrogate, self.correction, self.kl if self.beta > 0 else None, self.reduction
+        pieces = (
+            self.advantage,
+            self.surrogate,
+            self.correction,
+            self.kl if self.beta > 0 else None,
+            self.reduction,
+        )
         return list(dict.fromkeys(f for piece in pieces for f in _functions(piece)))
 
     @property
@@ -167,4 +183,6 @@ def build(recipe: Recipe, overrides: Mapping[str, Any]) -> Recipe:
     for name in PIECES:
         knobs |= _knobs_of(name, getattr(recipe, name))
     knobs |= overrides
-    return replace(recipe, **{p: _bind(knobs[p], knobs) for p in PIECES}, **{n: knobs[n] for n in NUMBERS})
+    return replace(
+        recipe, **{p: _bind(knobs[p], knobs) for p in PIECES}, **{n: knobs[n] for n in NUMBERS}
+    )

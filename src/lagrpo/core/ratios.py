@@ -35,5 +35,7 @@ def length_normalized(log_ratio_T: Tensor, completion_T: Tensor) -> Tensor:
 
 def total(value_T: Tensor, completion_T: Tensor) -> Tensor:
     """The sum over the tokens of a completion, at each of them."""
-    sums = torch.zeros_like(value_T).index_add(0, completion_T, value_T)  # there are at most T completions
+    sums = torch.zeros_like(value_T).index_add(
+        0, completion_T, value_T
+    )  # there are at most T completions
     return sums[completion_T]

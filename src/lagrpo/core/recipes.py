@@ -54,7 +54,9 @@ from lagrpo.core.reductions import constant_length, sequence_mean, sequence_sum,
 SHAO = "Shao et al., DeepSeekMath, arXiv 2402.03300"
 MROUEH = "Mroueh et al., Revisiting GRPO, arXiv 2505.22257"
 YAO = "Yao et al., Group-relative REINFORCE is secretly off-policy, arXiv 2509.24203"
-TIS = "Yao, Liu et al., Your efficient RL framework secretly brings you off-policy RL training, 2025"
+TIS = (
+    "Yao, Liu et al., Your efficient RL framework secretly brings you off-policy RL training, 2025"
+)
 MIS = "Liu, Li et al., When speed kills stability: demystifying RL collapse from the training-inference mismatch, 2025"
 
 SYMBOLS = """\
@@ -68,7 +70,9 @@ k3: estimate of KL(pi, pi_ref), pi_ref being the KL reference"""
 OF_GSPO: dict[str, Any] = {"ratio": length_normalized, "epsilon_low": 3e-4, "epsilon_high": 4e-4}
 
 
-def _rec(mask: Callable, weight: Callable | None, ranges: str = "(.2, .2)", **numbers: float) -> Recipe:
+def _rec(
+    mask: Callable, weight: Callable | None, ranges: str = "(.2, .2)", **numbers: float
+) -> Recipe:
     """A member of REC with the ratio of tokens; without weight it leaves out importance sampling (NoIS)."""
     name = "".join(part.capitalize() for part in mask.__name__.split("_"))
     factor, kind = ("sg(rho) ", "IS") if weight else ("", "NoIS")
@@ -227,8 +231,23 @@ LEVELS = token, sequence, length_normalized
 CHOICES: dict[str, dict[str, Callable | None]] = {
     knob: {getattr(function, "__name__", "none"): function for function in functions}
     for knob, functions in {
-        "advantage": (normalized, normalized_unbiased, centered, leave_one_out, red_drop, log_mean_exp),
-        "surrogate": (clipped, clipped_exact, clipped_proportional, unclipped, reinforce, opmd_kimi, opmd_pairwise),
+        "advantage": (
+            normalized,
+            normalized_unbiased,
+            centered,
+            leave_one_out,
+            red_drop,
+            log_mean_exp,
+        ),
+        "surrogate": (
+            clipped,
+            clipped_exact,
+            clipped_proportional,
+            unclipped,
+            reinforce,
+            opmd_kimi,
+            opmd_pairwise,
+        ),
         "ratio": LEVELS,
         "denominator": (alpha, pi_k),
         "mask": (None, one_side, two_side, ring),
@@ -284,19 +303,25 @@ def _read_value(knob: str, value: Any) -> Any:
     if names and isinstance(value, str):
         return _look_up(knob, value, names)
     if isinstance(value, int | float | list if names else str | list):
-        raise ValueError(f"{knob} = {value!r}: write {f'one of {list(names)}' if names else 'a number'}")
+        raise ValueError(
+            f"{knob} = {value!r}: write {f'one of {list(names)}' if names else 'a number'}"
+        )
     return value
 
 
 def _contradictions(knobs: Mapping[str, Any]) -> Iterator[str]:
     """What is wrong with these knobs of a recipe."""
     get, surrogate = knobs.get, knobs["surrogate"]
-    over_alpha = get("denominator") is alpha and (surrogate is not reinforce or _reads_ratio(get("weight")))
+    over_alpha = get("denominator") is alpha and (
+        surrogate is not reinforce or _reads_ratio(get("weight"))
+    )
     if get("dual_clip", 1e9) < 1 + get("epsilon_high", 0.0):
         yield f"dual_clip must be at least 1 + epsilon_high, but is {knobs['dual_clip']}"
     if get("correction_floor", 0.0) > 1:
         yield f"correction_floor must lie in [0, 1], but is {knobs['correction_floor']}"
-    if get("mask") is ring and any(knobs[f"outer_{end}"] < knobs[f"epsilon_{end}"] for end in ("low", "high")):
+    if get("mask") is ring and any(
+        knobs[f"outer_{end}"] < knobs[f"epsilon_{end}"] for end in ("low", "high")
+    ):
         yield "mask 'ring' needs its outer range outside the inner one: outer_* must be at least epsilon_*"
     if surrogate in (clipped_exact, clipped_proportional) and get("denominator") is pi_k:
         yield f"{surrogate.__name__} clips around pi_k/alpha, which is 1 with denominator = 'pi_k': use 'clipped'"

@@ -31,11 +31,15 @@ def rotary(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     """Rotary position embedding: x [n, heads, D], cosine and sine [n, D], the same in both halves of D. Raises
     ValueError for angles of a part of D only."""
     if cosine.shape[-1] != x.shape[-1]:
-        raise ValueError(f"rotary embedding of {cosine.shape[-1]} of {x.shape[-1]} head dimensions is not supported")
+        raise ValueError(
+            f"rotary embedding of {cosine.shape[-1]} of {x.shape[-1]} head dimensions is not supported"
+        )
     return _Rotary.apply(x, cosine, sine)  # type: ignore[return-value]
 
 
-def normed_products(x: Tensor, delta: Tensor | None, norm: Any, linears: Linears) -> tuple[Tensor, ...]:
+def normed_products(
+    x: Tensor, delta: Tensor | None, norm: Any, linears: Linears
+) -> tuple[Tensor, ...]:
     """x + delta, and what linear layers make of its norm."""
     given = x, delta, norm.weight, norm.variance_epsilon
     return _NormedProducts.apply(*given, linears, *linears.parameters)  # type: ignore[return-value]
@@ -85,10 +89,14 @@ class Linears:
     ) -> list[Tensor | None]:
         """The gradients of the `parameters` that are `wanted`, from the inputs and the gradients of the outputs."""
         count = len(self.modules)
-        found: list[Tensor | None] = [torch.mm(grad.mT, x) if wanted[n] else None for n, grad in enumerate(grads)]
+        found: list[Tensor | None] = [
+            torch.mm(grad.mT, x) if wanted[n] else None for n, grad in enumerate(grads)
+        ]
         found += [grad.sum(0) if wanted[count + n] else None for n, grad in enumerate(grads)]
         found += [None] * (2 * count)
-        for n, (m, grad, down, up) in enumerate(zip(self.modules, grads, *self._adapters(parameters), strict=True)):
+        for n, (m, grad, down, up) in enumerate(
+            zip(self.modules, grads, *self._adapters(parameters), strict=True)
+        ):
             if down is not None:
                 found[2 * count + n] = torch.mm(torch.mm(grad, up).mul_(m.scale).mT, x)
                 found[3 * count + n] = torch.mm(grad.mT, torch.mm(x, down.mT)).mul_(m.scale)
@@ -117,7 +125,9 @@ class _Attention(torch.autograd.Function):
 
 class _AddNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
         total, y, rstd = kernels.norm(x, delta, weight, eps)
         ctx.save_for_backward(total, weight, rstd)
         ctx.first = delta is None
@@ -146,7 +156,13 @@ class _Rotary(torch.autograd.Function):
 class _NormedProducts(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, x: Tensor, delta: Tensor | None, scale: Tensor, eps: float, linears: Linears, *parameters: Tensor | None
+        ctx,
+        x: Tensor,
+        delta: Tensor | None,
+        scale: Tensor,
+        eps: float,
+        linears: Linears,
+        *parameters: Tensor | None,
     ):
         total, h, rstd = kernels.norm(x, delta, scale, eps)
         ctx.save_for_backward(total, scale, rstd, *parameters)
@@ -182,7 +198,9 @@ class _Product(torch.autograd.Function):
 
 class _GatedProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, gate: Tensor, up: Tensor, linears: Linears, *parameters: Tensor | None) -> Tensor:
+    def forward(
+        ctx, gate: Tensor, up: Tensor, linears: Linears, *parameters: Tensor | None
+    ) -> Tensor:
         ctx.save_for_backward(gate, up, *parameters)
         ctx.linears = linears
         return linears.forward(kernels.swiglu(gate, up))[0]

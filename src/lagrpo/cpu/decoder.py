@@ -32,14 +32,18 @@ class Layout(Protocol):
 
     @property
     def longest(self) -> int: ...  # tokens of the longest sequence
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor: ...
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
+    ) -> Tensor: ...
 
 
 def check_window(module: nn.Module, layout: Layout, sliding_window: int | None) -> None:
     """Raise ValueError for a sequence that is longer than the window that a layer attends within."""
     if sliding_window is not None and layout.longest > sliding_window:
         what = f"{type(module).__name__} attends to {sliding_window} tokens, but a sequence has {layout.longest}"
-        raise ValueError(f"{what}: lower rollout.max_prompt_length or rollout.max_completion_length")
+        raise ValueError(
+            f"{what}: lower rollout.max_prompt_length or rollout.max_completion_length"
+        )
 
 
 def is_reproduced(lm: Any, d: int) -> bool:
@@ -76,7 +80,9 @@ class FusedDecoder:
 
     def __init__(self, lm: Any, panels: Any = None) -> None:
         self.decoder, self.head, self.panels = lm.get_decoder(), lm.get_output_embeddings(), panels
-        self._stack: tuple[object, kernels.Stack] | None = None  # of which panels, and all layers for one call
+        self._stack: tuple[object, kernels.Stack] | None = (
+            None  # of which panels, and all layers for one call
+        )
         self._plain = True
 
     @property
@@ -105,17 +111,25 @@ class FusedDecoder:
         cosine, sine = (t.squeeze(0) for t in self.decoder.rotary_emb(x, position_ids.unsqueeze(0)))
         for layer in self.decoder.layers:
             attention = layer.self_attn
-            window = getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None))
+            window = getattr(
+                attention, "sliding_window", getattr(attention.config, "sliding_window", None)
+            )
             check_window(attention, layout, window)
         panels, delta = self.panels.current() if self.panels is not None else None, None
         if self.at_once and panels is not None and isinstance(layout, kernels.Active):
             if self._stack is None or self._stack[0] is not panels:
                 self._stack = panels, _stack(self.decoder, panels)
-            return add_norm(*kernels.decode_step(self._stack[1], layout, x, cosine, sine), self.decoder.norm)[1]
+            return add_norm(
+                *kernels.decode_step(self._stack[1], layout, x, cosine, sine), self.decoder.norm
+            )[1]
         for number, layer in enumerate(self.decoder.layers):
             four = panels.layers[number] if panels is not None else [None] * 4
             given = (number, layer, four, x, delta, cosine, sine, layout)
-            if torch.is_grad_enabled() and layer.training and getattr(layer, "gradient_checkpointing", False):
+            if (
+                torch.is_grad_enabled()
+                and layer.training
+                and getattr(layer, "gradient_checkpointing", False)
+            ):
                 x, delta = checkpoint(_compute_layer, *given, use_reentrant=False)  # type: ignore[misc]
             else:
                 x, delta = _compute_layer(*given)
@@ -123,7 +137,14 @@ class FusedDecoder:
 
 
 def _compute_layer(
-    number: int, layer: Any, panels: Any, x: Tensor, delta: Tensor | None, cosine: Tensor, sine: Tensor, layout: Layout
+    number: int,
+    layer: Any,
+    panels: Any,
+    x: Tensor,
+    delta: Tensor | None,
+    cosine: Tensor,
+    sine: Tensor,
+    layout: Layout,
 ) -> tuple[Tensor, Tensor]:
     """The residual stream before the layer's last addition, and what is to be added."""
     attention = layer.self_attn
@@ -134,7 +155,9 @@ def _compute_layer(
         query, key = _head_norm(query, attention.q_norm), _head_norm(key, attention.k_norm)
     query, key = rotary(query, cosine, sine), rotary(key, cosine, sine)
     attended = layout.attend(number, query, key, value, attention.scaling)
-    x, gate, up = normed_products(x, product(attended.flatten(1), output), layer.post_attention_layernorm, gate_up)
+    x, gate, up = normed_products(
+        x, product(attended.flatten(1), output), layer.post_attention_layernorm, gate_up
+    )
     return x, gated_product(gate, up, down)
 
 
@@ -162,7 +185,12 @@ def _stack(decoder: Any, panels: Any) -> kernels.Stack:
 def _norms(layer: Any) -> tuple[Any, ...]:
     """Of a layer's input, of each head of queries and keys (None in most families), of the MLP's input."""
     a = layer.self_attn
-    return layer.input_layernorm, getattr(a, "q_norm", None), getattr(a, "k_norm", None), layer.post_attention_layernorm
+    return (
+        layer.input_layernorm,
+        getattr(a, "q_norm", None),
+        getattr(a, "k_norm", None),
+        layer.post_attention_layernorm,
+    )
 
 
 def _names(module: nn.Module) -> set[str]:

@@ -32,12 +32,27 @@ _Gated = struct("rows width stride", "gate up")
 _Rotary = struct("rows heads d stride", "x cosine sine y", "sign")
 
 
-def norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def norm(
+    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """(x + delta, its RMS norm times weight, 1 / rms): [n, width] twice and float32 [n]."""
     rows, width = x.shape
     x, delta = x.contiguous(), None if delta is None else delta.contiguous()
     total, y, rstd = x if delta is None else torch.empty_like(x), torch.empty_like(x), floats(rows)
-    call("norm", _Norm(rows=rows, width=width, x=x, delta=delta, weight=weight, total=total, y=y, rstd=rstd, eps=eps))
+    call(
+        "norm",
+        _Norm(
+            rows=rows,
+            width=width,
+            x=x,
+            delta=delta,
+            weight=weight,
+            total=total,
+            y=y,
+            rstd=rstd,
+            eps=eps,
+        ),
+    )
     return total, y, rstd
 
 
@@ -48,7 +63,10 @@ def norm_backward(
     rows, width = x.shape
     slices = min(rows, SLICES)
     grad_x, grad_weight = torch.empty_like(x), floats(slices, -(-width // VECTOR) * VECTOR)
-    grad_y, grad_total = grad_y.contiguous(), None if grad_total is None else grad_total.contiguous()
+    grad_y, grad_total = (
+        grad_y.contiguous(),
+        None if grad_total is None else grad_total.contiguous(),
+    )
     call("norm_backward", _NormBackward(
         rows=rows, width=width, slices=slices, x=x, weight=weight, grad_y=grad_y, grad_total=grad_total, rstd=rstd,
         grad_x=grad_x, grad_weight=grad_weight,
@@ -59,7 +77,9 @@ def norm_backward(
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up, both [n, width] with the same distance between their rows."""
     y = gate.new_empty(gate.shape)
-    call("swiglu", _Gated(rows=len(y), width=y.shape[1], stride=gate.stride(0), gate=gate, up=up), y)
+    call(
+        "swiglu", _Gated(rows=len(y), width=y.shape[1], stride=gate.stride(0), gate=gate, up=up), y
+    )
     return y
 
 
@@ -86,7 +106,9 @@ def rotary(x: Tensor, cosine: Tensor, sine: Tensor, back: bool = False) -> Tenso
 
 _Attention = struct("count heads kv_heads d stride", "segments q k_t v out lse", "scaling")
 _AttentionBackward = struct(
-    "n_groups heads kv_heads d stride", "groups segments q k k_t v_t out grad_out lse grad_q grad_k grad_v", "scaling"
+    "n_groups heads kv_heads d stride",
+    "groups segments q k k_t v_t out grad_out lse grad_q grad_k grad_v",
+    "scaling",
 )
 
 
@@ -113,11 +135,18 @@ def paired(x: Tensor) -> Tensor:
     return y
 
 
-def attention(row: Any, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+def attention(
+    row: Any, query: Tensor, key: Tensor, value: Tensor, scaling: float
+) -> tuple[Tensor, Tensor]:
     """Shared-prefix attention of a packed row (model/layout.py): out [rows, Hq, D] and log-sum-exps float32 [rows, Hq].
     D a multiple of VECTOR. All contiguous."""
     rows, heads, d = query.shape
-    out, lse, keys, values = torch.empty_like(query), floats(rows, heads), transposed(key), paired(value)
+    out, lse, keys, values = (
+        torch.empty_like(query),
+        floats(rows, heads),
+        transposed(key),
+        paired(value),
+    )
     call("attention", _Attention(
         count=len(row.segments), heads=heads, kv_heads=key.shape[1], d=d, stride=keys.shape[2],
         segments=row.segments, q=query, k_t=keys, v=values, out=out, lse=lse, scaling=scaling,
@@ -132,7 +161,9 @@ def attention_backward(
     """Gradients of query, key and value of `attention`, from what it was given and returned."""
     (_, heads, d), kv_heads = query.shape, key.shape[1]
     grad_query = torch.empty_like(query)
-    grad_key, grad_value = (torch.zeros(t.shape, dtype=torch.float32, device="cpu") for t in (key, value))
+    grad_key, grad_value = (
+        torch.zeros(t.shape, dtype=torch.float32, device="cpu") for t in (key, value)
+    )
     pairs, keys, values = paired(key), transposed(key), transposed(value)
     call("attention_backward", _AttentionBackward(
         n_groups=len(row.groups) - 1, heads=heads, kv_heads=kv_heads, d=d, stride=keys.shape[2],
@@ -168,7 +199,9 @@ class Active:
     prompt_keys: Tensor  # [layers, N, Hkv, D or half of it, capacity]
     prompt_values: Tensor  # [layers, N, Hkv, capacity or half of it, D]
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
+    ) -> Tensor:
         return decode(self, layer, query, key, value, scaling)
 
     def in_c(self, layer: int = 0) -> Arguments:
@@ -181,7 +214,9 @@ class Active:
         )  # fmt: skip
 
 
-def decode(active: Active, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+def decode(
+    active: Active, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
+) -> Tensor:
     """Attend with one query per row, [rows, Hq, D], to the prompt of its group and to its own tokens. The new key and
     value [rows, Hkv, D] are put in the caches first."""
     query, key = query.contiguous(), key.contiguous()
@@ -202,12 +237,18 @@ class Stack:
         """For each layer the fields of kernels.h's Layer in their order, None for what a family lacks; the numbers of
         its Stack by their names."""
         self._held = layers  # C has only their addresses
-        fields = [field or 0 if not isinstance(field, Tensor) else field.data_ptr() for of in layers for field in of]
+        fields = [
+            field or 0 if not isinstance(field, Tensor) else field.data_ptr()
+            for of in layers
+            for field in of
+        ]
         self._addresses = torch.tensor(fields)
         self.in_c = _Stack(count=len(layers), layers=self._addresses, **numbers)
 
 
-def decode_step(stack: Stack, active: Active, x: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor]:
+def decode_step(
+    stack: Stack, active: Active, x: Tensor, cosine: Tensor, sine: Tensor
+) -> tuple[Tensor, Tensor]:
     """Take one token per row through all layers: its embedding x [rows, H] -> the residual stream before the last
     addition (in x's place), and what is to be added. bfloat16; cosine and sine [rows, D] contiguous."""
     delta = torch.empty_like(x)
@@ -220,11 +261,15 @@ def decode_step(stack: Stack, active: Active, x: Tensor, cosine: Tensor, sine: T
 _Linear = struct("rank", "weights bias down up", half="")
 
 
-def linear(x: Tensor, n: int, fields: Sequence[Tensor | int | None], out: Tensor | None = None) -> Tensor:
+def linear(
+    x: Tensor, n: int, fields: Sequence[Tensor | int | None], out: Tensor | None = None
+) -> Tensor:
     """Linear layers: x [rows, k] -> [rows, n], in `out` if it is given. `fields` are those of kernels.h's Linear."""
     y = x.new_empty(len(x), n) if out is None else out
     layers = _Linear(**dict(zip(("rank", "weights", "bias", "down", "up"), fields, strict=True)))
-    call("linear", len(x), n, x.shape[1], x.contiguous(), layers, x.new_empty(len(x), layers.rank), y)
+    call(
+        "linear", len(x), n, x.shape[1], x.contiguous(), layers, x.new_empty(len(x), layers.rank), y
+    )
     return y
 
 
@@ -238,7 +283,9 @@ def _logits(logits: Tensor, tau: float) -> Arguments:
     return _Logits(rows=rows, width=vocabulary, x=logits, over_tau=1.0 / tau)
 
 
-def token_logp(logits: Tensor, token_ids: Tensor, tau: float, entropy: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def token_logp(
+    logits: Tensor, token_ids: Tensor, tau: float, entropy: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """log softmax(logits / tau)[token] and the log-sum-exp of each row: logits [rows, V] -> float32 [rows] twice.
     `entropy` float32 [rows] is filled with the entropy of each softmax, in nats."""
     lse, logp = floats(len(logits)), floats(len(logits))
@@ -246,7 +293,9 @@ def token_logp(logits: Tensor, token_ids: Tensor, tau: float, entropy: Tensor | 
     return logp, lse
 
 
-def token_logp_backward(logits: Tensor, token_ids: Tensor, tau: float, lse: Tensor, grad: Tensor) -> Tensor:
+def token_logp_backward(
+    logits: Tensor, token_ids: Tensor, tau: float, lse: Tensor, grad: Tensor
+) -> Tensor:
     """Overwrite `logits` by their gradient grad / tau (onehot - softmax), and return them."""
     call("token_logp_backward", _logits(logits, tau), token_ids, lse, grad)
     return logits

@@ -78,7 +78,11 @@ def isa_level() -> str:
 def cpu_flags() -> frozenset[str]:
     """The processor's features by their names in /proc/cpuinfo (x86: flags, ARM: Features); none elsewhere."""
     lines = (line.partition(":") for line in _cpuinfo())
-    return frozenset(next((value.split() for name, _, value in lines if name.strip() in ("flags", "Features")), ()))
+    return frozenset(
+        next(
+            (value.split() for name, _, value in lines if name.strip() in ("flags", "Features")), ()
+        )
+    )
 
 
 def why_not() -> str | None:
@@ -107,7 +111,11 @@ def load_library() -> tuple[ctypes.CDLL, str]:
     if _openmp() is None:
         raise NoKernels("PyTorch's OpenMP is not GNU's, and two OpenMP libraries would conflict")
     # flags without what this processor lacks anyway, so that two levels with the same instructions share a library
-    own = (flag for flag in LEVELS[isa_level()].flags if flag not in NO_AMX or "amx_tile" in cpu_flags())
+    own = (
+        flag
+        for flag in LEVELS[isa_level()].flags
+        if flag not in NO_AMX or "amx_tile" in cpu_flags()
+    )
     flags, compiler = (*FLAGS, *own), _compiler()
     version = _run([*compiler, "--version"]).partition("\n")[0]
     try:
@@ -121,7 +129,9 @@ def load_library() -> tuple[ctypes.CDLL, str]:
     except NoKernels:
         raise
     except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home directory
-        raise NoKernels(f"cannot save or load the library ({error}); set LAGRPO_CACHE to another directory") from error
+        raise NoKernels(
+            f"cannot save or load the library ({error}); set LAGRPO_CACHE to another directory"
+        ) from error
 
 
 def _compiler() -> list[str]:
@@ -134,8 +144,18 @@ def _compiler() -> list[str]:
 
 def _fingerprint(compiler: list[str], version: str, flags: tuple[str, ...]) -> str:
     sources = (path.read_text() for path in (*SOURCES, *HEADERS))
-    processor = [line for line in _cpuinfo() if line.startswith(("flags", "Features", "model name"))][:2]
-    decisive = (*sources, *compiler, version, *flags, str(_openmp()), platform.machine(), *processor)
+    processor = [
+        line for line in _cpuinfo() if line.startswith(("flags", "Features", "model name"))
+    ][:2]
+    decisive = (
+        *sources,
+        *compiler,
+        version,
+        *flags,
+        str(_openmp()),
+        platform.machine(),
+        *processor,
+    )
     return hashlib.sha256("\0".join(decisive).encode()).hexdigest()[:20]
 
 
@@ -155,7 +175,10 @@ def _compile(compiler: list[str], flags: tuple[str, ...], target: Path) -> None:
     with tempfile.TemporaryDirectory(prefix=".", dir=target.parent) as scratch:
         made = Path(scratch) / target.name
         objects = [str(made.with_name(f"{source.stem}.o")) for source in SOURCES]
-        commands = [[*compiler, *flags, "-c", "-o", *pair] for pair in zip(objects, map(str, SOURCES), strict=True)]
+        commands = [
+            [*compiler, *flags, "-c", "-o", *pair]
+            for pair in zip(objects, map(str, SOURCES), strict=True)
+        ]
         with ThreadPoolExecutor() as pool:
             list(pool.map(_run, commands))
         _run([*compiler, *flags, "-o", str(made), *objects, str(_openmp()), "-lm"])
@@ -164,12 +187,19 @@ def _compile(compiler: list[str], flags: tuple[str, ...], target: Path) -> None:
 
 def _run(command: list[str]) -> str:
     try:
-        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=DEADLINE).stdout
+        return subprocess.run(
+            command, check=True, capture_output=True, text=True, timeout=DEADLINE
+        ).stdout
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NoKernels(f"{command[0]} could not be run ({error})") from error
     except subprocess.CalledProcessError as error:
-        reason = next((line for line in error.stderr.splitlines() if "error" in line), error.stderr.strip()[:200])
-        raise NoKernels(f"{command[0]} failed: {reason or f'exit status {error.returncode}, no message'}") from error
+        reason = next(
+            (line for line in error.stderr.splitlines() if "error" in line),
+            error.stderr.strip()[:200],
+        )
+        raise NoKernels(
+            f"{command[0]} failed: {reason or f'exit status {error.returncode}, no message'}"
+        ) from error
 
 
 class Arguments(ctypes.Structure):
@@ -183,8 +213,17 @@ class Arguments(ctypes.Structure):
 
 def struct(counts: str, pointers: str, floats: str = "", half: str = "half") -> type[Arguments]:
     """A struct of kernels.h by the names of its fields: all structs keep this order."""
-    kinds = ((counts, ctypes.c_int64), (pointers, ctypes.c_void_p), (floats, ctypes.c_float), (half, ctypes.c_int))
-    return type("Struct", (Arguments,), {"_fields_": [(name, kind) for names, kind in kinds for name in names.split()]})
+    kinds = (
+        (counts, ctypes.c_int64),
+        (pointers, ctypes.c_void_p),
+        (floats, ctypes.c_float),
+        (half, ctypes.c_int),
+    )
+    return type(
+        "Struct",
+        (Arguments,),
+        {"_fields_": [(name, kind) for names, kind in kinds for name in names.split()]},
+    )
 
 
 def call(name: str, *arguments: Tensor | Arguments | float | int | None) -> int:
@@ -197,4 +236,6 @@ def _as_c(value: Tensor | Arguments | float | int | None) -> Any:
         return ctypes.c_void_p(value.data_ptr())
     if isinstance(value, Arguments):
         return ctypes.byref(value)
-    return ctypes.c_float(value) if isinstance(value, float) else ctypes.c_int64(value or 0)  # None: a null pointer
+    return (
+        ctypes.c_float(value) if isinstance(value, float) else ctypes.c_int64(value or 0)
+    )  # None: a null pointer

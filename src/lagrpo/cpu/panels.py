@@ -30,13 +30,20 @@ RANK = 6  # of the adapters in that comparison
 
 
 def has_adapter(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) and isinstance(getattr(module, "lora_A", None), nn.Parameter)
+    return isinstance(module, nn.Linear) and isinstance(
+        getattr(module, "lora_A", None), nn.Parameter
+    )
 
 
 def joined(layer: Any) -> list[list[Any]]:
     """The linear layers of a decoder layer, those with the same input together."""
     a, mlp = layer.self_attn, layer.mlp
-    return [[a.q_proj, a.k_proj, a.v_proj], [a.o_proj], [mlp.gate_proj, mlp.up_proj], [mlp.down_proj]]
+    return [
+        [a.q_proj, a.k_proj, a.v_proj],
+        [a.o_proj],
+        [mlp.gate_proj, mlp.up_proj],
+        [mlp.down_proj],
+    ]
 
 
 # ---- one product ----
@@ -59,10 +66,16 @@ class Panels:
         self.widths = [m.out_features for m in layers]
         self.n, self.k = sum(self.widths), layers[0].in_features
         if self.k % 2:
-            raise ValueError(f"a layer with {self.k} inputs cannot be packed: bfloat16 pairs need an even number")
+            raise ValueError(
+                f"a layer with {self.k} inputs cannot be packed: bfloat16 pairs need an even number"
+            )
         width, biased = call("panel_width"), any(m.bias is not None for m in layers)
         self.packed = _room(self.n, self.k)
-        self.bias = torch.zeros(-(-self.n // width) * width, device="cpu", dtype=torch.float32) if biased else None
+        self.bias = (
+            torch.zeros(-(-self.n // width) * width, device="cpu", dtype=torch.float32)
+            if biased
+            else None
+        )
         self.fill(layers)
 
     @torch.no_grad()
@@ -70,9 +83,18 @@ class Panels:
         """Replace the weights [out, k] and biases by these layers'."""
         first = 0
         for layer in layers:
-            call("pack", first, layer.out_features, self.k, layer.weight.bfloat16().contiguous(), self.packed)
+            call(
+                "pack",
+                first,
+                layer.out_features,
+                self.k,
+                layer.weight.bfloat16().contiguous(),
+                self.packed,
+            )
             if self.bias is not None:
-                self.bias[first : first + layer.out_features] = 0 if layer.bias is None else layer.bias
+                self.bias[first : first + layer.out_features] = (
+                    0 if layer.bias is None else layer.bias
+                )
             first += layer.out_features
 
     def weights(self) -> list[Tensor]:
@@ -97,7 +119,13 @@ class LowRank(Panels):
     their A are one product [rank, k], all their s B the blocks of another [n, rank]. `rank` is 0 while all B are 0."""
 
     def __init__(self, base: Panels, layers: Sequence[Any]) -> None:
-        self.widths, self.n, self.k, self.packed, self.bias = base.widths, base.n, base.k, base.packed, base.bias
+        self.widths, self.n, self.k, self.packed, self.bias = (
+            base.widths,
+            base.n,
+            base.k,
+            base.packed,
+            base.bias,
+        )
         self._layers = layers
         ranks = sum(m.lora_A.shape[0] for m in layers if has_adapter(m))
         self._even = ranks + ranks % 2  # pairs of bfloat16
@@ -144,7 +172,11 @@ class DecoderPanels:
         start = None if turn is None else 4 * (turn % len(self.layers))
         pairs = islice(self._pairs(decoder, head), start, None if start is None else start + 4)
         found = ((group, panels.weights()) for panels, group in pairs)
-        return {id(m.weight): weight for group, weights in found for m, weight in zip(group, weights, strict=True)}
+        return {
+            id(m.weight): weight
+            for group, weights in found
+            for m, weight in zip(group, weights, strict=True)
+        }
 
     def _pairs(self, decoder: Any, head: nn.Linear) -> Iterator[tuple[Panels, list[nn.Linear]]]:
         groups = chain(*map(joined, decoder.layers), [[head]])
@@ -160,14 +192,19 @@ class OwnPanels:
         self._parameters = [p for m in layers for p in (m.weight, m.bias) if p is not None]
         self._panels: DecoderPanels | None = None
         self._spare: DecoderPanels | None = None  # which no copy reads
-        self._packed: list[tuple[int, int]] | None = None  # the state of the parameters that is in the panels
+        self._packed: list[tuple[int, int]] | None = (
+            None  # the state of the parameters that is in the panels
+        )
 
     def current(self) -> DecoderPanels:
         """The panels of the weights as they are now."""
         now = _state(self._parameters)
         if self._panels is None or now != self._packed:
             if self._panels is None or self._panels.borrowers:
-                self._panels, self._spare = self._spare or DecoderPanels(self._decoder, self._head), None
+                self._panels, self._spare = (
+                    self._spare or DecoderPanels(self._decoder, self._head),
+                    None,
+                )
             self._packed = None
             self._panels.fill(self._decoder, self._head)
             self._packed = now
@@ -240,9 +277,13 @@ class AdaptedPanels:
 
     def __init__(self, base: OwnPanels, decoder: Any) -> None:
         self.base, self._decoder = base, decoder
-        self._parameters = [p for m in decoder.modules() if has_adapter(m) for p in (m.lora_A, m.lora_B)]
+        self._parameters = [
+            p for m in decoder.modules() if has_adapter(m) for p in (m.lora_A, m.lora_B)
+        ]
         self._panels: AdaptedDecoder | None = None
-        self._packed: list[tuple[int, int]] = []  # the state of the parameters that is in the panels
+        self._packed: list[
+            tuple[int, int]
+        ] = []  # the state of the parameters that is in the panels
 
     def current(self) -> AdaptedDecoder:
         """With the adapters as they are now."""
@@ -250,12 +291,17 @@ class AdaptedPanels:
         if self._panels is None:
             base = self.base.current()
             pairs = zip(base.layers, map(joined, self._decoder.layers), strict=True)
-            layers = [[LowRank(*both) for both in zip(four, groups, strict=True)] for four, groups in pairs]
+            layers = [
+                [LowRank(*both) for both in zip(four, groups, strict=True)]
+                for four, groups in pairs
+            ]
             self._panels = AdaptedDecoder(layers, base.head)
         elif now != self._packed:
             for low_rank in chain.from_iterable(self._panels.layers):
                 low_rank.fill_adapters()
-            self._panels = AdaptedDecoder(self._panels.layers, self._panels.head)  # a new one: ranks may have changed
+            self._panels = AdaptedDecoder(
+                self._panels.layers, self._panels.head
+            )  # a new one: ranks may have changed
         self._packed = now
         return self._panels
 
@@ -272,13 +318,18 @@ def chosen_products() -> str | None:
     """Let the library compute products by the first way that this processor has and that is right here: once for this
     process, before any product. Returns the name of that way, or None if there is none."""
     tiles = "AMX emulated in C" if isa_level() == "emulated_tiles" else "AMX"
-    ways = ((BY_TILES, tiles), (BY_VECTORS, "AVX512-BF16" if call("has_dot_products") else "vectors"))
+    ways = (
+        (BY_TILES, tiles),
+        (BY_VECTORS, "AVX512-BF16" if call("has_dot_products") else "vectors"),
+    )
     for way, name in ways:
         if not call("products_by", way):
             continue
         if products_are_right():
             return name
-        logger.warning("matrix products with %s are wrong on this processor, so lagrpo does not use them", name)
+        logger.warning(
+            "matrix products with %s are wrong on this processor, so lagrpo does not use them", name
+        )
     return None
 
 
@@ -293,14 +344,19 @@ def products_are_right() -> bool:
         return torch.randn(*shape, generator=numbers, device="cpu", dtype=torch.float32)
 
     for m, n, k in CHECKED:
-        x, layer = normal(m, k).bfloat16(), nn.Linear(k, n, device="meta").to_empty(device="cpu").bfloat16()
+        x, layer = (
+            normal(m, k).bfloat16(),
+            nn.Linear(k, n, device="meta").to_empty(device="cpu").bfloat16(),
+        )
         for parameter in (layer.weight, layer.bias):
             parameter.copy_(normal(*parameter.shape))
         panels = Panels([layer])
         if not torch.equal(panels(x), _plain(x, layer.weight, layer.bias)):
             return False
         adapter: Any = layer
-        adapter.lora_A, adapter.lora_B = (nn.Parameter(normal(*size).bfloat16()) for size in ((RANK, k), (n, RANK)))
+        adapter.lora_A, adapter.lora_B = (
+            nn.Parameter(normal(*size).bfloat16()) for size in ((RANK, k), (n, RANK))
+        )
         adapter.scale, gap = 2.0, x.new_zeros(1, -k % 32)
         wide = torch.cat([x, gap.expand(m, -1), _plain(x, adapter.lora_A)], 1)
         weights = torch.cat([layer.weight, gap.expand(n, -1), adapter.lora_B * 2], 1)
@@ -312,5 +368,7 @@ def products_are_right() -> bool:
 def _plain(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """[rows, k] times [n, k] -> [rows, n], number after number."""
     y = x.new_empty(len(x), len(weight))
-    call("plain_product", *y.shape, x.shape[1], x, weight, None if bias is None else bias.float(), y)
+    call(
+        "plain_product", *y.shape, x.shape[1], x, weight, None if bias is None else bias.float(), y
+    )
     return y

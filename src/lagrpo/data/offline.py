@@ -50,20 +50,30 @@ class OfflineData:
         self, records: Sequence[Row], policy: Policy, G: int, seed: int, *, system_prompt: str | None = None,
         max_prompt_tokens: int = 10**9, max_completion_tokens: int = 10**9, reads_logp: bool = False,
     ) -> None:  # fmt: skip
-        self.seed, self.left_out, self.files = seed, Counter[str](), len({row.path for row in records})
+        self.seed, self.left_out, self.files = (
+            seed,
+            Counter[str](),
+            len({row.path for row in records}),
+        )
         replies, warned = Replies(policy.chat), False
-        rows = list[tuple[Any, Prompt, Completion]]()  # the first is the same for rows that were sampled together
+        rows = list[
+            tuple[Any, Prompt, Completion]
+        ]()  # the first is the same for rows that were sampled together
         for record in records:
             with one_line_errors(record.place):
                 prompt = _read_prompt(record, replies, system_prompt)
                 if (count := len(prompt.token_ids)) > max_prompt_tokens:
-                    raise ValueError(f"its prompt has {count} tokens; rollout.max_prompt_length is {max_prompt_tokens}")
+                    raise ValueError(
+                        f"its prompt has {count} tokens; rollout.max_prompt_length is {max_prompt_tokens}"
+                    )
                 if record.get("outcome") == "failed":
                     self.left_out["failed"] += 1
                     continue
                 completion = _read_completion(record, replies)
                 if (count := completion.length) > (most := max_completion_tokens):
-                    raise ValueError(f"its completion has {count} tokens; rollout.max_completion_length is {most}")
+                    raise ValueError(
+                        f"its completion has {count} tokens; rollout.max_completion_length is {most}"
+                    )
             if record.get("prompt_token_ids") is None:
                 warned = warned or policy.chat.warn_if_rendered(prompt, record.place)
             batch = (record.path, record.get("epoch")) if "prompt_text" in record else ()
@@ -74,9 +84,17 @@ class OfflineData:
         together = defaultdict[Any, list[tuple[Prompt, Completion]]](list)
         for place, prompt, completion in rows:
             together[place].append((prompt, completion))
-        chosen = [members[first : first + G] for members in together.values() for first in range(0, len(members), G)]
+        chosen = [
+            members[first : first + G]
+            for members in together.values()
+            for first in range(0, len(members), G)
+        ]
         self._groups = [
-            Group(replace(some[0][0], key=key), tuple(completion for _, completion in some), source="file")
+            Group(
+                replace(some[0][0], key=key),
+                tuple(completion for _, completion in some),
+                source="file",
+            )
             for key, some in enumerate(chosen)
         ]
         self._completions = [completion for _, _, completion in rows]
@@ -87,10 +105,18 @@ class OfflineData:
         return len(self._groups)
 
     def __str__(self) -> str:
-        numbers = {"completion": len(self._completions), "group": len(self._groups), "file": self.files}
-        completions, groups, files = (f"{n:,} {what}{'s' * (n != 1)}" for what, n in numbers.items())
+        numbers = {
+            "completion": len(self._completions),
+            "group": len(self._groups),
+            "file": self.files,
+        }
+        completions, groups, files = (
+            f"{n:,} {what}{'s' * (n != 1)}" for what, n in numbers.items()
+        )
         left_out = ", ".join(f"{count} {reason}" for reason, count in self.left_out.items())
-        return f"{completions} of {groups} in {files}" + (f"; left out: {left_out}" if left_out else "")
+        return f"{completions} of {groups} in {files}" + (
+            f"; left out: {left_out}" if left_out else ""
+        )
 
     @property
     def has_logp(self) -> bool:
@@ -101,7 +127,10 @@ class OfflineData:
         """`count` groups for batch b = 1, 2, …"""
         N = len(self._groups)
         places = (divmod(place, N) for place in range((b - 1) * count, b * count))
-        return [replace(self._groups[order_prompts(self.seed, epoch, N)[n]], epoch=epoch) for epoch, n in places]
+        return [
+            replace(self._groups[order_prompts(self.seed, epoch, N)[n]], epoch=epoch)
+            for epoch, n in places
+        ]
 
 
 def _read_prompt(row: Row, replies: Replies, system_prompt: str | None) -> Prompt:
@@ -111,9 +140,13 @@ def _read_prompt(row: Row, replies: Replies, system_prompt: str | None) -> Promp
         question, answer = row["prompt_text"], json.loads(answer or "null")
     if ids := read_list(row, "prompt_token_ids", (int,)):
         replies.chat.check_vocabulary(ids)
-        return Prompt(0, build_messages(question or [{"role": "user", "content": ""}]), answer, tuple(ids))
+        return Prompt(
+            0, build_messages(question or [{"role": "user", "content": ""}]), answer, tuple(ids)
+        )
     if not question:
-        raise ValueError(f"it has neither prompt nor prompt_token_ids; the columns are {', '.join(row)}")
+        raise ValueError(
+            f"it has neither prompt nor prompt_token_ids; the columns are {', '.join(row)}"
+        )
     return replies.chat.tokenize(Prompt(0, build_messages(question, system_prompt), answer))
 
 
@@ -138,23 +171,37 @@ def _read_completion(row: Row, replies: Replies) -> Completion:
     )
 
 
-def _tokenize(row: Row, said: Any, finished: bool, replies: Replies) -> tuple[Any, Any, Sequence[str]]:
+def _tokenize(
+    row: Row, said: Any, finished: bool, replies: Replies
+) -> tuple[Any, Any, Sequence[str]]:
     """The token ids of a completion; which were sampled (None: all); and the text of each of several turns."""
     if (ids := read_list(row, "token_ids", (int,))) is not None:
         sampled = read_list(row, "loss_mask", (bool,), len(ids))
         if sampled is not None and not any(sampled):
-            raise ValueError("loss_mask leaves out all of its tokens: there is nothing to learn from")
+            raise ValueError(
+                "loss_mask leaves out all of its tokens: there is nothing to learn from"
+            )
         return ids, sampled, read_list(row, "messages", (str,)) or []
-    if column := next((name for name in ("rollout_logprobs", "loss_mask") if row.get(name) is not None), None):
-        raise ValueError(f"{column} needs token_ids: tokenizing the text may give other tokens than were sampled")
+    if column := next(
+        (name for name in ("rollout_logprobs", "loss_mask") if row.get(name) is not None), None
+    ):
+        raise ValueError(
+            f"{column} needs token_ids: tokenizing the text may give other tokens than were sampled"
+        )
     if isinstance(said, list):
         return tokenize_turns(said, replies, finished)
     if not isinstance(said, str):
         raise ValueError(f"its completion is {said!r:.80}, not a text, messages, or token_ids")
-    return [*replies.chat.encode(said, add_special_tokens=False), *[replies.chat.end_id] * finished], None, []
+    return (
+        [*replies.chat.encode(said, add_special_tokens=False), *[replies.chat.end_id] * finished],
+        None,
+        [],
+    )
 
 
-def read_list(row: Mapping[str, Any], column: str, kinds: tuple[type, ...], count: int | None = None) -> Any:
+def read_list(
+    row: Mapping[str, Any], column: str, kinds: tuple[type, ...], count: int | None = None
+) -> Any:
     """The list in a column; None without one. Raises ValueError for values of other types, and another length."""
     values = row.get(column)
     if values is None:
@@ -169,10 +216,14 @@ def read_list(row: Mapping[str, Any], column: str, kinds: tuple[type, ...], coun
 def read_logp(row: Mapping[str, Any], count: int) -> torch.Tensor:
     """One log-prob per token, NaN if it is unknown: null in the file."""
     values = read_list(row, "rollout_logprobs", (float, int, type(None)), count) or [None] * count
-    logp = torch.tensor([math.nan if value is None else value for value in values], dtype=torch.float64).float()
+    logp = torch.tensor(
+        [math.nan if value is None else value for value in values], dtype=torch.float64
+    ).float()
     if len(wrong := (logp.isinf() | (logp > ROUNDING)).nonzero()):
         n = int(wrong[0])
-        raise ValueError(f"rollout_logprobs[{n}] is {values[n]:g}: a log-prob is at most 0, or null if it is unknown")
+        raise ValueError(
+            f"rollout_logprobs[{n}] is {values[n]:g}: a log-prob is at most 0, or null if it is unknown"
+        )
     return logp
 
 
@@ -186,7 +237,9 @@ def read_outcome(row: Mapping[str, Any]) -> Outcome | None:
     return None if reward is None else Outcome.scored(float(reward))
 
 
-def tokenize_turns(messages: Messages, replies: Replies, finished: bool) -> tuple[list[int], list[bool], list[str]]:
+def tokenize_turns(
+    messages: Messages, replies: Replies, finished: bool
+) -> tuple[list[int], list[bool], list[str]]:
     """Token ids of a completion of several turns, with what the chat template adds between them; which are the
     assistant's, each turn with the token that ends it (the last only if it is `finished`); and the turns' texts."""
     messages = [join_parts(message) if isinstance(message, Mapping) else {} for message in messages]

@@ -23,11 +23,28 @@ class PromptSource:
     gives the messages with which each begins."""
 
     def __init__(
-        self, task: Task, policy: Policy, seed: int, N: int, max_prompt_tokens: int, episodes: Episodes | None = None
+        self,
+        task: Task,
+        policy: Policy,
+        seed: int,
+        N: int,
+        max_prompt_tokens: int,
+        episodes: Episodes | None = None,
     ) -> None:
-        self.task, self.chat, self.seed, self.N, self.max_prompt_tokens = task, policy.chat, seed, N, max_prompt_tokens
-        self.first: list[tuple[int, Prompt]] = []  # of the first batch, with their indices, once they were checked
-        self._episodes, self._opened = episodes, dict[tuple[str, int], Any]()  # the messages of their environments
+        self.task, self.chat, self.seed, self.N, self.max_prompt_tokens = (
+            task,
+            policy.chat,
+            seed,
+            N,
+            max_prompt_tokens,
+        )
+        self.first: list[
+            tuple[int, Prompt]
+        ] = []  # of the first batch, with their indices, once they were checked
+        self._episodes, self._opened = (
+            episodes,
+            dict[tuple[str, int], Any](),
+        )  # the messages of their environments
         self._size, self._warned = task.size("train"), False
         if self._size < 1:
             raise SettingsError(f"task {task.name!r} has no training prompts")
@@ -36,7 +53,9 @@ class PromptSource:
 
     def _batch(self, b: int) -> list[Request]:
         """The N requests of batch b = 1, 2, …"""
-        return [Request(b, epoch, self.tokenized("train", index)) for epoch, index in self.places(b)]
+        return [
+            Request(b, epoch, self.tokenized("train", index)) for epoch, index in self.places(b)
+        ]
 
     def places(self, b: int) -> list[tuple[int, int]]:
         """Epoch and index of the prompts of batch b."""
@@ -45,14 +64,18 @@ class PromptSource:
 
     def check(self, batches: int) -> None:
         """Tokenize every prompt that batches 1 .. `batches` visit, so that none of them ends the run later on."""
-        for place, index in enumerate(self._order(0)[: batches * self.N]):  # later epochs have no other prompts
+        for place, index in enumerate(
+            self._order(0)[: batches * self.N]
+        ):  # later epochs have no other prompts
             prompt = self.tokenized("train", index)
             if place < self.N:
                 self.first.append((index, prompt))
 
     def check_prompts(self, count: int) -> list[Request]:
         """Up to `count` training prompts for weight-sync checks, with the keys of batch 0, which is not trained on."""
-        return [Request(0, 0, self.tokenized("train", index)) for index in range(min(count, self._size))]
+        return [
+            Request(0, 0, self.tokenized("train", index)) for index in range(min(count, self._size))
+        ]
 
     def extra(self, b: int, taken: int, count: int) -> list[Request]:
         """`count` more prompts for batch b, which had `taken` of them: an endless sequence, a function of (seed, b),
@@ -61,7 +84,10 @@ class PromptSource:
         order = order_prompts(self.seed, -1 - b, self._size)
         order = [index for index in order if index not in own] or order
         places = (divmod(place, len(order)) for place in range(taken, taken + count))
-        return [Request(b, -1 - again, self.tokenized("train", order[position])) for again, position in places]
+        return [
+            Request(b, -1 - again, self.tokenized("train", order[position]))
+            for again, position in places
+        ]
 
     def held_out(self, count: int) -> list[Request]:
         """Up to `count` test prompts (0: all), the first of a fixed random order. Raises SettingsError without any."""
@@ -73,13 +99,21 @@ class PromptSource:
 
     def tokenized(self, split: str, index: int) -> Prompt:
         """A prompt with its token ids. Raises SettingsError if it cannot be asked, or is too long."""
-        where, tools, place = f"prompt {index} of the {split} split of {self.task.name!r}", None, (split, index)
+        where, tools, place = (
+            f"prompt {index} of the {split} split of {self.task.name!r}",
+            None,
+            (split, index),
+        )
         try:
             prompt = self.task.prompt(split, index)
             where += f" ({prompt.place})" if prompt.place else ""
-            if self._episodes is not None:  # an environment gives the messages that the policy sees first, once
+            if (
+                self._episodes is not None
+            ):  # an environment gives the messages that the policy sees first, once
                 if place not in self._opened:
-                    self._opened[place] = self._episodes.open(prompt, (self.seed, "opening", *place))
+                    self._opened[place] = self._episodes.open(
+                        prompt, (self.seed, "opening", *place)
+                    )
                 prompt = replace(prompt, messages=self._opened[place], asked=prompt.messages)
                 tools = self._episodes.tools
             prompt = self.chat.tokenize(prompt, tools)

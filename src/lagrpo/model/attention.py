@@ -35,7 +35,9 @@ class Shape(NamedTuple):
     def of(text: Any) -> Shape:
         heads = text.num_attention_heads
         d = getattr(text, "head_dim", None) or text.hidden_size // heads
-        return Shape(text.num_hidden_layers, heads, getattr(text, "num_key_value_heads", None) or heads, d)
+        return Shape(
+            text.num_hidden_layers, heads, getattr(text, "num_key_value_heads", None) or heads, d
+        )
 
 
 # ---- in transformers ----
@@ -56,7 +58,9 @@ def shared_prefix_attention(
     """The function that transformers calls in each layer: query [1, Hq, rows, D], key and value [1, Hkv, rows, D] ->
     ([1, rows, Hq, D], None). Raises ValueError for a call without a layout, and for what this attention lacks."""
     if layout is None:
-        raise ValueError(f"attention {NAME!r} was called without a layout: call the model through lagrpo.model")
+        raise ValueError(
+            f"attention {NAME!r} was called without a layout: call the model through lagrpo.model"
+        )
     if softcap is not None or s_aux is not None:
         raise ValueError("shared-prefix attention lacks soft-capping and attention sinks")
     check_window(module, layout, sliding_window)
@@ -68,7 +72,9 @@ def shared_prefix_attention(
 # ---- along a packed row ----
 
 
-def attend(layout: PackedLayout, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+def attend(
+    layout: PackedLayout, query: Tensor, key: Tensor, value: Tensor, scaling: float
+) -> Tensor:
     """Attend along a packed row: [rows, Hq, D], [rows, Hkv, D] twice -> [rows, Hq, D]; differentiable."""
     varlen = takes_varlen(query.device, query.dtype, query.shape[-1])
     return (attend_varlen if varlen else attend_by_segments)(layout, query, key, value, scaling)
@@ -87,25 +93,39 @@ def gather_keys(layout: PackedLayout, key: Tensor) -> Tensor:
     return own.index_select(0, layout.seen_rows).to(key.dtype)
 
 
-def attend_varlen(layout: PackedLayout, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+def attend_varlen(
+    layout: PackedLayout, query: Tensor, key: Tensor, value: Tensor, scaling: float
+) -> Tensor:
     """By one kernel for all segments. Its causal mask is aligned to the end of each segment's keys."""
     from torch.nn.attention.varlen import varlen_attn
 
     most = int(layout.segments[:, 1].max()), int(layout.segments[:, [1, 3]].sum(1).max())
     causal: dict[str, Any] = {"window_size": (-1, 0), "scale": scaling}
-    if "enable_gqa" in signature(varlen_attn).parameters:  # PyTorch 2.11 groups queries without being told
+    if (
+        "enable_gqa" in signature(varlen_attn).parameters
+    ):  # PyTorch 2.11 groups queries without being told
         causal["enable_gqa"] = query.shape[1] != key.shape[1]
     keys, values = gather_keys(layout, key), gather_keys(layout, value)
     return varlen_attn(query.contiguous(), keys, values, *layout.offsets, *most, **causal)  # type: ignore[return-value]
 
 
-def attend_by_segments(layout: PackedLayout, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+def attend_by_segments(
+    layout: PackedLayout, query: Tensor, key: Tensor, value: Tensor, scaling: float
+) -> Tensor:
     """Segment by segment."""
-    outs, lengths, seen = [], layout.segments[:, 1].tolist(), layout.segments[:, [1, 3]].sum(1).tolist()
+    outs, lengths, seen = (
+        [],
+        layout.segments[:, 1].tolist(),
+        layout.segments[:, [1, 3]].sum(1).tolist(),
+    )
     keys, values = (gather_keys(layout, t).split(seen) for t in (key, value))
     for segment in zip(query.split(lengths), keys, values, strict=True):
         q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in segment)
-        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(k.shape[2] - q.shape[2])
-        out = F.scaled_dot_product_attention(q, k, v, mask, scale=scaling, enable_gqa=q.shape[1] != k.shape[1])
+        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(
+            k.shape[2] - q.shape[2]
+        )
+        out = F.scaled_dot_product_attention(
+            q, k, v, mask, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
+        )
         outs.append(out.squeeze(0).transpose(0, 1))
     return torch.cat(outs)

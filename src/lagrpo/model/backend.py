@@ -48,7 +48,9 @@ class Backend:
         """The layout of a packed row that a model is called with."""
         return RowLayout(layout, self)
 
-    def attend(self, layout: PackedLayout, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    def attend(
+        self, layout: PackedLayout, query: Tensor, key: Tensor, value: Tensor, scaling: float
+    ) -> Tensor:
         """Attend along a packed row: [rows, Hq, D], [rows, Hkv, D] twice -> [rows, Hq, D]; differentiable."""
         way = autograd.attend if self.attends_by_kernels(query.shape[-1]) else attention.attend
         return way(layout, query, key, value, scaling)
@@ -76,7 +78,9 @@ class Backend:
             return copy_trained(model.lm), None
         if isinstance(model.layers.panels, AdaptedPanels):
             return copy_trained(model.lm), model.layers.panels.base
-        weights = [m.weight for layer in model.decoder.layers for group in joined(layer) for m in group]
+        weights = [
+            m.weight for layer in model.decoder.layers for group in joined(layer) for m in group
+        ]
         empty = {id(p): nn.Parameter(p.new_empty(0), requires_grad=False) for p in weights}
         lm: Any = copy.deepcopy(model.lm, empty).requires_grad_(False)
         return lm, BorrowedPanels(model.layers.panels, lm.get_decoder(), lm.get_output_embeddings())
@@ -93,7 +97,9 @@ class Backend:
         if layers is None or not layers.fits(None):
             said += f"; norms and activations of {text.model_type!r} by transformers"
         if not self.attends_by_kernels(d):
-            said += f"; attention by PyTorch (heads of {d} numbers, not a multiple of {kernels.VECTOR})"
+            said += (
+                f"; attention by PyTorch (heads of {d} numbers, not a multiple of {kernels.VECTOR})"
+            )
         return said
 
     def attends_by_kernels(self, d: int) -> bool:
@@ -111,7 +117,9 @@ class RowLayout:
     def longest(self) -> int:
         return self.row.longest
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
+    ) -> Tensor:
         return self.backend.attend(self.row, query, key, value, scaling)
 
 
@@ -152,11 +160,15 @@ def pick_device() -> torch.device:
         return torch.device("cpu")
     rank, count = os.environ.get("LOCAL_RANK"), torch.cuda.device_count()
     if int(rank or 0) >= count:
-        raise SettingsError(f"rank {rank} of this host has no GPU: PyTorch sees {count} (CUDA_VISIBLE_DEVICES)")
+        raise SettingsError(
+            f"rank {rank} of this host has no GPU: PyTorch sees {count} (CUDA_VISIBLE_DEVICES)"
+        )
     return torch.device("cuda" if rank is None else f"cuda:{rank}")
 
 
-def pick_dtype(dtype: Literal["auto", "bfloat16", "float32"], device: torch.device) -> tuple[Dtype, str]:
+def pick_dtype(
+    dtype: Literal["auto", "bfloat16", "float32"], device: torch.device
+) -> tuple[Dtype, str]:
     """The dtype of a setting on a device, and why: bfloat16 if the device has products of it, else float32."""
     if dtype == "float32":
         return dtype, "as set"
@@ -173,7 +185,10 @@ def multiplies_bfloat16(device: torch.device) -> tuple[bool, str]:
         major, minor = torch.cuda.get_device_capability(device)
         return major >= 8, f"compute capability {major}.{minor}; bfloat16 needs 8.0"
     if device.type != "cpu" or platform.machine() not in ("x86_64", "AMD64"):
-        return False, f"bfloat16 has not been tried on {platform.machine() if device.type == 'cpu' else device.type}"
+        return (
+            False,
+            f"bfloat16 has not been tried on {platform.machine() if device.type == 'cpu' else device.type}",
+        )
     found = sorted({"avx512_bf16", "amx_bf16"} & cpu_flags())
     if not found:
         return False, "this processor lists neither avx512_bf16 nor amx_bf16"

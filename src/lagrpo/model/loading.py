@@ -23,11 +23,21 @@ from lagrpo.model.layout import Packed
 from lagrpo.model.lora import Lora, attach_lora, load_adapter_config, load_adapter_weights
 from lagrpo.model.model import Policy, trained_weights
 
-LOADING = {"use_safetensors": True, "trust_remote_code": False}  # neither pickled weights nor code of the model
-LOADING |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # `check_loaded` names what differs
+LOADING = {
+    "use_safetensors": True,
+    "trust_remote_code": False,
+}  # neither pickled weights nor code of the model
+LOADING |= {
+    "output_loading_info": True,
+    "ignore_mismatched_sizes": True,
+}  # `check_loaded` names what differs
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
-ATTENTION_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}  # mean |Δ log-prob|, nats
+ATTENTION_TOLERANCE = {
+    torch.float32: 1e-3,
+    torch.bfloat16: 0.15,
+    torch.float16: 0.05,
+}  # mean |Δ log-prob|, nats
 
 
 def load_policy(
@@ -48,12 +58,18 @@ def load_policy(
         tokenizer.chat_template = chat_template
     policy = Policy.from_model(lm, tokenizer, tau, backend=backend)
     check_attention(policy)
-    if unread := [name for name in template_kwargs or () if name not in str(tokenizer.chat_template)]:
-        raise ValueError(f"model.chat_template_kwargs: its chat template does not read {unread[0]!r}")
+    if unread := [
+        name for name in template_kwargs or () if name not in str(tokenizer.chat_template)
+    ]:
+        raise ValueError(
+            f"model.chat_template_kwargs: its chat template does not read {unread[0]!r}"
+        )
     return replace(policy, chat=replace(policy.chat, template_kwargs=template_kwargs or {}))
 
 
-def load_model(path: str, dtype: torch.dtype, device: torch.device | str = "cpu") -> tuple[Any, Any]:
+def load_model(
+    path: str, dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> tuple[Any, Any]:
     """The model of transformers, without adapters, and its tokenizer."""
     from transformers import AutoModelForCausalLM
 
@@ -66,13 +82,17 @@ def load_model(path: str, dtype: torch.dtype, device: torch.device | str = "cpu"
     check_loaded(lm, found)
     check_finite(dict(lm.named_parameters()))
     lm.to(device)
-    for module in lm.modules():  # the engine and the trainer compute the same function of the weights
+    for (
+        module
+    ) in lm.modules():  # the engine and the trainer compute the same function of the weights
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     return lm, tokenizer
 
 
-def load_adapted(adapter: Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> tuple[Any, Any]:
+def load_adapted(
+    adapter: Path, dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> tuple[Any, Any]:
     """The model of a directory of adapters, with the adapters, and its tokenizer."""
     weights = load_adapter_weights(adapter)
     check_finite(weights)
@@ -108,7 +128,10 @@ def quiet() -> Iterator[None]:
     """Inside, transformers prints errors only, and shows no bars while it loads or writes weights."""
     from transformers.utils import logging
 
-    verbosity, before = logging.get_verbosity(), logging.set_tqdm_hook(lambda f, a, k: logging.EmptyTqdm(*a, **k))
+    verbosity, before = (
+        logging.get_verbosity(),
+        logging.set_tqdm_hook(lambda f, a, k: logging.EmptyTqdm(*a, **k)),
+    )
     logging.set_verbosity_error()
     try:
         yield
@@ -125,14 +148,18 @@ def check_loaded(lm: Any, found: Mapping[str, Any]) -> None:
     problems = {
         "the files lack {} weights of the model": found["missing_keys"],
         "the files have {} weights that the model does not have": found["unexpected_keys"],
-        "{} weights have another shape than config.json implies": [name for name, *_ in found["mismatched_keys"]],
+        "{} weights have another shape than config.json implies": [
+            name for name, *_ in found["mismatched_keys"]
+        ],
     }
     for problem, names in problems.items():
         if names:
             raise ValueError(f"{problem.format(len(names))}: {one_line(', '.join(sorted(names)))}")
     tied = getattr(lm.config.get_text_config(), "tie_word_embeddings", False)
     if tied and lm.get_output_embeddings().weight is not lm.get_input_embeddings().weight:
-        raise ValueError("config.json sets tie_word_embeddings, but the files have a different output head: untie it")
+        raise ValueError(
+            "config.json sets tie_word_embeddings, but the files have a different output head: untie it"
+        )
 
 
 def check_finite(weights: Mapping[str, Tensor]) -> None:
@@ -140,7 +167,9 @@ def check_finite(weights: Mapping[str, Tensor]) -> None:
     for name, weight in weights.items():
         if count := int((~weight.isfinite()).sum()):
             dtype = str(weight.dtype).removeprefix("torch.")
-            raise ValueError(f"{count} of {weight.numel()} numbers in {name} are not finite in {dtype}")
+            raise ValueError(
+                f"{count} of {weight.numel()} numbers in {name} are not finite in {dtype}"
+            )
 
 
 def check_supported(config: Any) -> None:
@@ -164,8 +193,12 @@ def check_supported(config: Any) -> None:
         and not mapping[type(config)]._can_set_attn_implementation(),
     }
     for reason in filter(reasons.get, reasons):
-        instead = "use a dense text model: Llama, Qwen2, Qwen3, Mistral, Gemma (1) or their relatives"
-        raise ValueError(f"models of type {text.model_type!r} have {reason}, which lagrpo does not support; {instead}")
+        instead = (
+            "use a dense text model: Llama, Qwen2, Qwen3, Mistral, Gemma (1) or their relatives"
+        )
+        raise ValueError(
+            f"models of type {text.model_type!r} have {reason}, which lagrpo does not support; {instead}"
+        )
 
 
 def check_context(config: Any, tokens: int) -> None:
@@ -178,22 +211,35 @@ def check_context(config: Any, tokens: int) -> None:
     for what, limit in limits.items():
         if limit is not None and tokens > limit:
             lower = "lower rollout.max_prompt_length or max_completion_length"
-            raise ValueError(f"sequences may have {tokens} tokens, but the {what} of this model is {limit}: {lower}")
+            raise ValueError(
+                f"sequences may have {tokens} tokens, but the {what} of this model is {limit}: {lower}"
+            )
 
 
 @torch.no_grad()
 def check_attention(policy: Policy) -> float:
     """Mean |Δ| of log-probs on a packed row to transformers' own attention on sequences, nats. Raises ValueError if it
     is beyond the dtype's tolerance."""
-    rng, vocabulary, model = torch.Generator().manual_seed(0), policy.chat.vocabulary, policy.model.lm
+    rng, vocabulary, model = (
+        torch.Generator().manual_seed(0),
+        policy.chat.vocabulary,
+        policy.model.lm,
+    )
     prompt, *completions = (torch.randint(vocabulary, (n,), generator=rng) for n in (9, 5, 12))
-    ours = policy.model(Packed.build([(prompt.tolist(), completions)], policy.device), tau=1.0).cpu()
+    ours = policy.model(
+        Packed.build([(prompt.tolist(), completions)], policy.device), tau=1.0
+    ).cpu()
     model.set_attn_implementation("eager")
     theirs = []
     for completion in completions:
         row = torch.cat([prompt, completion]).to(policy.device)
         logits = model(input_ids=row.unsqueeze(0), use_cache=False).logits[0].float()
-        theirs.append(logits.log_softmax(-1)[len(prompt) - 1 : -1].gather(1, row[len(prompt) :, None]).squeeze(1).cpu())
+        theirs.append(
+            logits.log_softmax(-1)[len(prompt) - 1 : -1]
+            .gather(1, row[len(prompt) :, None])
+            .squeeze(1)
+            .cpu()
+        )
     model.set_attn_implementation(attention.NAME)
     difference = (ours - torch.cat(theirs)).abs().mean().item()
     if not difference <= (tolerance := ATTENTION_TOLERANCE[policy.dtype]):

@@ -21,7 +21,9 @@ from lagrpo.cpu import kernels
 
 CHUNK_LOGITS = 1 << 23  # float32 logits in hand: 32 MiB, about what a processor's cache holds
 KERNEL_LOGITS = 1 << 25  # logits in hand, in the model's dtype: 64 MiB in bfloat16
-KEPT_LOGITS = 1 << 27  # at most so many wait for the backward pass (256 MiB); those beyond are computed again
+KEPT_LOGITS = (
+    1 << 27
+)  # at most so many wait for the backward pass (256 MiB); those beyond are computed again
 CDF_BLOCK = 256  # the cumulative distribution is searched first over blocks of this many tokens
 
 Product = Callable[[Tensor, Tensor], Tensor]  # (rows [n, H], where the result goes [n, V])
@@ -35,8 +37,12 @@ def token_logp(
     parameters. `entropy_T`, float32 [T], is filled with the entropy of each softmax, nats, without a gradient.
     `product` computes the logits instead of PyTorch's product."""
     vocabulary = head.weight.shape[0]
-    if len(strange := token_ids_T[(token_ids_T < 0) | (token_ids_T >= vocabulary)]):  # the kernels do not look
-        raise ValueError(f"token {int(strange[0])} is outside the model's vocabulary of {vocabulary}")
+    if len(
+        strange := token_ids_T[(token_ids_T < 0) | (token_ids_T >= vocabulary)]
+    ):  # the kernels do not look
+        raise ValueError(
+            f"token {int(strange[0])} is outside the model's vocabulary of {vocabulary}"
+        )
     keep = min(len(token_ids_T), KEPT_LOGITS // vocabulary) if torch.is_grad_enabled() else 0
     given = hidden_TH, head.weight, head.bias, token_ids_T
     return _TokenLogp.apply(*given, tau, entropy_T, by_kernels, product, keep)  # type: ignore[return-value]
@@ -57,7 +63,9 @@ def exponentials(scaled: Tensor) -> tuple[Tensor, Tensor]:
     return weights, top + weights.sum(-1).log_()
 
 
-def logp_forward(logits: Tensor, token_ids: Tensor, tau: float, entropy: Tensor | None) -> tuple[Tensor, Tensor]:
+def logp_forward(
+    logits: Tensor, token_ids: Tensor, tau: float, entropy: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """As kernels.token_logp."""
     logp = torch.empty(len(token_ids), dtype=torch.float32, device=logits.device)
     lse = torch.empty_like(logp)
@@ -70,7 +78,9 @@ def logp_forward(logits: Tensor, token_ids: Tensor, tau: float, entropy: Tensor 
     return logp, lse
 
 
-def logp_backward(logits: Tensor, token_ids: Tensor, tau: float, lse: Tensor, grad: Tensor) -> Tensor:
+def logp_backward(
+    logits: Tensor, token_ids: Tensor, tau: float, lse: Tensor, grad: Tensor
+) -> Tensor:
     """As kernels.token_logp_backward: the gradient of a row is g / tau · (onehot - softmax)."""
     for rows in chunks(0, len(logits), logits.shape[1], CHUNK_LOGITS):
         g = (grad[rows] / tau).unsqueeze(1)
@@ -96,7 +106,9 @@ def sample_tokens(logits_RV: Tensor, tau: float, uniform_R: Tensor) -> tuple[Ten
     inside = padded.gather(1, block.unsqueeze(-1).expand(-1, -1, CDF_BLOCK)).squeeze(1)
     ends = inside.double().cumsum(-1)
     offset = torch.searchsorted(ends, target - before, right=True)
-    last = CDF_BLOCK - 1 - inside.flip(-1).gt(0).int().argmax(-1, keepdim=True)  # rounding must not pick a zero
+    last = (
+        CDF_BLOCK - 1 - inside.flip(-1).gt(0).int().argmax(-1, keepdim=True)
+    )  # rounding must not pick a zero
     token = (block * CDF_BLOCK + torch.minimum(offset, last)).squeeze(1)
     return token, scaled_RV.gather(1, token.unsqueeze(1)).squeeze(1) - log_sum
 
@@ -108,18 +120,25 @@ class _TokenLogp(torch.autograd.Function):
     """Keeps the logits of the first `keep` rows for the backward pass, if autograd may ask for one."""
 
     @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, token_ids: Tensor, *asked: Any) -> Tensor:
+    def forward(
+        ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, token_ids: Tensor, *asked: Any
+    ) -> Tensor:
         tau, entropy_T, by_kernels, ctx.product, keep = asked
         forward = kernels.token_logp if by_kernels else logp_forward
         logp = torch.empty(len(token_ids), dtype=torch.float32, device=hidden.device)
         lse = torch.empty_like(logp)
         ctx.kept = _buffer("kept", (keep, weight.shape[0]), weight, taken=True) if keep else None
         for rows in _kept_and_chunks(keep, len(token_ids), weight.shape[0]):
-            logits = _logits(hidden[rows], weight, bias, ctx.product, ctx.kept if rows.stop <= keep else None)
+            logits = _logits(
+                hidden[rows], weight, bias, ctx.product, ctx.kept if rows.stop <= keep else None
+            )
             entropy = None if entropy_T is None else entropy_T[rows]
             logp[rows], lse[rows] = forward(logits, token_ids[rows], tau, entropy)
         ctx.save_for_backward(hidden, weight, bias, token_ids, lse)
-        ctx.tau, ctx.backward_of_softmax = tau, kernels.token_logp_backward if by_kernels else logp_backward
+        ctx.tau, ctx.backward_of_softmax = (
+            tau,
+            kernels.token_logp_backward if by_kernels else logp_backward,
+        )
         return logp
 
     @staticmethod
@@ -127,16 +146,29 @@ class _TokenLogp(torch.autograd.Function):
         hidden, weight, bias, token_ids, lse = ctx.saved_tensors
         grad_hidden, grad_logp = torch.empty_like(hidden), grad_logp.contiguous()
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None else None
-        kept, ctx.kept = ctx.kept, None  # overwritten below: another backward pass computes them again
+        kept, ctx.kept = (
+            ctx.kept,
+            None,
+        )  # overwritten below: another backward pass computes them again
         pieces = _kept_and_chunks(0 if kept is None else len(kept), len(token_ids), weight.shape[0])
         total = share = None
         if ctx.needs_input_grad[1]:  # a single piece needs no sum
-            share = _buffer("share", weight.shape, weight) if len(pieces) > 1 else torch.empty_like(weight)
-            total = _buffer("gradient", weight.shape, weight, torch.float32).zero_() if len(pieces) > 1 else None
+            share = (
+                _buffer("share", weight.shape, weight)
+                if len(pieces) > 1
+                else torch.empty_like(weight)
+            )
+            total = (
+                _buffer("gradient", weight.shape, weight, torch.float32).zero_()
+                if len(pieces) > 1
+                else None
+            )
         for rows in pieces:
             logits = kept if kept is not None and rows.stop <= len(kept) else None
             logits = _logits(hidden[rows], weight, bias, ctx.product) if logits is None else logits
-            dx = ctx.backward_of_softmax(logits, token_ids[rows], ctx.tau, lse[rows], grad_logp[rows])
+            dx = ctx.backward_of_softmax(
+                logits, token_ids[rows], ctx.tau, lse[rows], grad_logp[rows]
+            )
             torch.mm(dx, weight, out=grad_hidden[rows])
             if share is not None:
                 torch.mm(dx.mT, hidden[rows], out=share)
@@ -152,13 +184,21 @@ class _TokenLogp(torch.autograd.Function):
 
 
 def _logits(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, product: Product | None, out: Tensor | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    product: Product | None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """hidden · weightᵀ + bias [rows, V], in `out`; without it, until the next call."""
     out = _buffer("logits", (len(hidden), weight.shape[0]), weight) if out is None else out
     if product is not None:
         return product(hidden, out)
-    return torch.mm(hidden, weight.mT, out=out) if bias is None else torch.addmm(bias, hidden, weight.mT, out=out)
+    return (
+        torch.mm(hidden, weight.mT, out=out)
+        if bias is None
+        else torch.addmm(bias, hidden, weight.mT, out=out)
+    )
 
 
 def _kept_and_chunks(kept: int, rows: int, vocabulary: int) -> list[slice]:
@@ -175,13 +215,22 @@ _buffers = threading.local()
 
 
 def _buffer(
-    use: str, shape: Sequence[int], like: Tensor, dtype: torch.dtype | None = None, taken: bool = False
+    use: str,
+    shape: Sequence[int],
+    like: Tensor,
+    dtype: torch.dtype | None = None,
+    taken: bool = False,
 ) -> Tensor:
     """Memory with anything in it, on a CPU kept for a use: clearing fresh pages takes as long as the products that fill
     them. `taken`: no other call gets it until it is returned (or forgotten)."""
     numbers, dtype = math.prod(shape), dtype or like.dtype
     buffer: Tensor | None = _buffers.__dict__.pop(use, None)
-    if buffer is None or buffer.numel() < numbers or buffer.dtype != dtype or like.device != buffer.device:
+    if (
+        buffer is None
+        or buffer.numel() < numbers
+        or buffer.dtype != dtype
+        or like.device != buffer.device
+    ):
         buffer = torch.empty(numbers, dtype=dtype, device=like.device)
     if not taken and not like.is_cuda:
         _buffers.__dict__[use] = buffer

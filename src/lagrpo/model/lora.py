@@ -28,8 +28,20 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of PEFT's names
 ALL = "all-linear"
 PLAIN: dict[str, tuple[Any, ...]] = {"peft_type": ("LORA",), "bias": ("none",)}
-PLAIN["init_lora_weights"] = (True, False, "gaussian", "orthogonal")  # with others (pissa, olora …) PEFT changes W, too
-NOT_PLAIN = ("use_dora", "use_rslora", "modules_to_save", "rank_pattern", "alpha_pattern", "layer_replication")
+PLAIN["init_lora_weights"] = (
+    True,
+    False,
+    "gaussian",
+    "orthogonal",
+)  # with others (pissa, olora …) PEFT changes W, too
+NOT_PLAIN = (
+    "use_dora",
+    "use_rslora",
+    "modules_to_save",
+    "rank_pattern",
+    "alpha_pattern",
+    "layer_replication",
+)
 NOT_PLAIN += ("alora_invocation_tokens", "use_qalora")
 
 
@@ -47,18 +59,24 @@ class AdaptedLinear(nn.Linear):
     """The linear layer given, with an adapter of rank r that starts at 0; `scale` is s."""
 
     def __init__(self, linear: nn.Linear, r: int, scale: float) -> None:
-        super().__init__(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
+        super().__init__(
+            linear.in_features, linear.out_features, linear.bias is not None, device="meta"
+        )
         self.weight, self.bias, self.scale = linear.weight, linear.bias, scale  # type: ignore[assignment]
         self.lora_A = nn.Parameter(linear.weight.new_zeros(r, linear.in_features))
         self.lora_B = nn.Parameter(linear.weight.new_zeros(linear.out_features, r))
 
     def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input) + F.linear(F.linear(input, self.lora_A), self.lora_B * self.scale)
+        return super().forward(input) + F.linear(
+            F.linear(input, self.lora_A), self.lora_B * self.scale
+        )
 
 
 def adapted(lm: nn.Module) -> dict[str, AdaptedLinear]:
     """The layers of a model that have adapters, by name."""
-    return {name: module for name, module in lm.named_modules() if isinstance(module, AdaptedLinear)}
+    return {
+        name: module for name, module in lm.named_modules() if isinstance(module, AdaptedLinear)
+    }
 
 
 def copy_trained(lm: Any) -> Any:
@@ -70,14 +88,20 @@ def copy_trained(lm: Any) -> Any:
 def find_targets(lm: Any, lora: Lora) -> dict[str, nn.Linear]:
     """The layers that get adapters, by name: a target is the end of a name, as in PEFT. Raises ValueError."""
     layers = getattr(lm.get_decoder(), "layers", None)
-    within = {id(module) for module in layers.modules()} if isinstance(layers, nn.ModuleList) else set()
-    linear = {name: m for name, m in lm.named_modules() if isinstance(m, nn.Linear) and id(m) in within}
+    within = (
+        {id(module) for module in layers.modules()} if isinstance(layers, nn.ModuleList) else set()
+    )
+    linear = {
+        name: m for name, m in lm.named_modules() if isinstance(m, nn.Linear) and id(m) in within
+    }
     chosen = set[str]()
     for target in lora.targets:
         names = {name for name in linear if target == ALL or f".{name}".endswith(f".{target}")}
         if not names:
             known = ", ".join(sorted({name.rpartition(".")[2] for name in linear})) or "none"
-            raise ValueError(f"targets: this model's decoder has no linear layer {target!r}; it has {known}")
+            raise ValueError(
+                f"targets: this model's decoder has no linear layer {target!r}; it has {known}"
+            )
         chosen |= names
     return {name: m for name, m in linear.items() if name in chosen}
 
@@ -118,7 +142,10 @@ def save_adapter(lm: Any, weights: Mapping[str, Tensor], directory: Path) -> Non
     }  # fmt: skip
     directory.mkdir(parents=True, exist_ok=True)
     (directory / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2))
-    given = {f"{PREFIX}{name}.weight": tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
+    given = {
+        f"{PREFIX}{name}.weight": tensor.detach().cpu().contiguous()
+        for name, tensor in weights.items()
+    }
     save_file(given, directory / ADAPTER_WEIGHTS, metadata={"format": "pt"})
 
 
@@ -128,7 +155,9 @@ def load_adapter_weights(directory: Path) -> dict[str, Tensor]:
 
     with one_line_errors(f"{directory / ADAPTER_WEIGHTS} cannot be read"):
         found = load_file(directory / ADAPTER_WEIGHTS)
-    return {name.removeprefix(PREFIX).removesuffix(".weight"): tensor for name, tensor in found.items()}
+    return {
+        name.removeprefix(PREFIX).removesuffix(".weight"): tensor for name, tensor in found.items()
+    }
 
 
 def load_adapter_config(directory: Path) -> tuple[Lora, str]:
@@ -141,5 +170,7 @@ def load_adapter_config(directory: Path) -> tuple[Lora, str]:
     odd = [name for name, plain in PLAIN.items() if config.get(name, plain[0]) not in plain]
     odd += [*filter(config.get, NOT_PLAIN), *([] if targets else ["target_modules"])]
     if odd:
-        raise ValueError(f"{place}: {odd[0]} is {config.get(odd[0])!r}, but lagrpo reads plain LoRA only")
+        raise ValueError(
+            f"{place}: {odd[0]} is {config.get(odd[0])!r}, but lagrpo reads plain LoRA only"
+        )
     return Lora(r, alpha, (targets,) if isinstance(targets, str) else tuple(sorted(targets))), base

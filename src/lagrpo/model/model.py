@@ -67,7 +67,11 @@ class Weights(Mapping[str, Tensor]):
 
     def differing(self, weights: Mapping[str, Tensor]) -> list[str]:
         """The names of weights whose bits differ from `weights`."""
-        return [name for name, tensor in self.items() if count_differing(tensor, weights[name].to(tensor.device))]
+        return [
+            name
+            for name, tensor in self.items()
+            if count_differing(tensor, weights[name].to(tensor.device))
+        ]
 
 
 class PackedWeights(Weights):
@@ -76,15 +80,24 @@ class PackedWeights(Weights):
     def __init__(self, origin: Weights, lm: Any, panels: BorrowedPanels) -> None:
         super().__init__(lm, origin.version)
         self._shapes, self._panels = origin.shapes(), panels
-        self._empty = {name: p for name, p in lm.named_parameters() if self._shapes[name] != p.shape}
+        self._empty = {
+            name: p for name, p in lm.named_parameters() if self._shapes[name] != p.shape
+        }
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._panels.weights()[id(self._empty[name])] if name in self._empty else super().__getitem__(name)
+        return (
+            self._panels.weights()[id(self._empty[name])]
+            if name in self._empty
+            else super().__getitem__(name)
+        )
 
     def items(self) -> Any:
         """As `Weights.items`, unpacked all at once."""
         packed = self._panels.weights()
-        return [(name, packed[id(self._empty[name])] if name in self._empty else self[name]) for name in self]
+        return [
+            (name, packed[id(self._empty[name])] if name in self._empty else self[name])
+            for name in self
+        ]
 
     def shapes(self) -> dict[str, torch.Size]:
         return self._shapes
@@ -114,14 +127,24 @@ def trained_weights(lm: Any, version: int = 0) -> Weights:
     return Weights(lm, version, adapters=bool(adapted(lm)))
 
 
-def check_weights(weights: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], version: int) -> None:
+def check_weights(
+    weights: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], version: int
+) -> None:
     """Raise ValueError for names or shapes of version `version` that differ from `shapes`."""
     if odd := sorted(set(shapes) ^ set(weights)):
-        raise ValueError(f"weights of version {version} do not fit the model: {len(odd)} names differ, e.g. {odd[0]}")
-    given = weights.shapes() if isinstance(weights, Weights) else {n: tensor.shape for n, tensor in weights.items()}
+        raise ValueError(
+            f"weights of version {version} do not fit the model: {len(odd)} names differ, e.g. {odd[0]}"
+        )
+    given = (
+        weights.shapes()
+        if isinstance(weights, Weights)
+        else {n: tensor.shape for n, tensor in weights.items()}
+    )
     for name, shape in shapes.items():
         if shape != given[name]:
-            raise ValueError(f"{name} is {tuple(given[name])} in version {version}, not {tuple(shape)}")
+            raise ValueError(
+                f"{name} is {tuple(given[name])} in version {version}, not {tuple(shape)}"
+            )
 
 
 class Model(nn.Module):
@@ -134,7 +157,9 @@ class Model(nn.Module):
         super().__init__()
         self.lm: Any = lm.eval()
         self.config, self.backend, self.layers = lm.config, backend, backend.layers(lm, panels)
-        self.dtype: torch.dtype = self.head.weight.dtype  # that it computes in; shards of its weights may be wider
+        self.dtype: torch.dtype = (
+            self.head.weight.dtype
+        )  # that it computes in; shards of its weights may be wider
 
     @property
     def decoder(self) -> nn.Module:
@@ -165,7 +190,9 @@ class Model(nn.Module):
         hidden = self.hidden(packed.input_ids, packed.layout.position_ids, layout)
         rows = hidden.index_select(0, packed.layout.logit_rows)
         product = self.layers.product if self.layers is not None else None
-        return token_logp(rows, self.head, packed.token_ids, tau, entropy_T, self.backend.kernels, product)
+        return token_logp(
+            rows, self.head, packed.token_ids, tau, entropy_T, self.backend.kernels, product
+        )
 
     def hidden(self, input_ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
         """Final hidden states of one packed row, or of one token of several sequences: [rows] twice -> [rows, H]."""
@@ -176,7 +203,9 @@ class Model(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, H] -> [rows, V], in the model's dtype, without a gradient."""
-        product = self.layers.product if self.layers is not None and is_plain_linear(self.head) else None
+        product = (
+            self.layers.product if self.layers is not None and is_plain_linear(self.head) else None
+        )
         return product(hidden) if product is not None else self.head(hidden)
 
 
@@ -191,13 +220,19 @@ class Policy:
 
     @staticmethod
     def from_model(
-        lm: Any, tokenizer: Any, tau: float = 1.0, version: int = 0, backend: Backend | Choice = "auto"
+        lm: Any,
+        tokenizer: Any,
+        tau: float = 1.0,
+        version: int = 0,
+        backend: Backend | Choice = "auto",
     ) -> Policy:
         """A policy of a model of transformers with shared-prefix attention; `backend`: what computes, or its choice."""
         if not isinstance(backend, Backend):
             weight = lm.get_output_embeddings().weight
             backend = choose_backend(backend, weight.device, weight.dtype)
-        return Policy(trained_weights(lm, version), Model(lm, backend), Chat.from_model(lm, tokenizer), tau)
+        return Policy(
+            trained_weights(lm, version), Model(lm, backend), Chat.from_model(lm, tokenizer), tau
+        )
 
     @property
     def version(self) -> int:
@@ -216,7 +251,9 @@ class Policy:
     def dtype(self) -> torch.dtype:
         return self.model.dtype
 
-    def logp(self, packed: Packed, entropy_T: Tensor | None = None, tau: float | None = None) -> Tensor:
+    def logp(
+        self, packed: Packed, entropy_T: Tensor | None = None, tau: float | None = None
+    ) -> Tensor:
         """Log-probs, at the policy's tau unless another is given: see Model.forward."""
         return self.model(packed, self.tau if tau is None else tau, entropy_T)
 
@@ -238,7 +275,9 @@ def copy_policy(policy: Policy) -> Policy:
     backend = policy.model.backend
     lm, panels = backend.copy(policy.model)
     packed = isinstance(panels, BorrowedPanels)
-    weights = PackedWeights(policy.weights, lm, panels) if packed else trained_weights(lm, policy.version)
+    weights = (
+        PackedWeights(policy.weights, lm, panels) if packed else trained_weights(lm, policy.version)
+    )
     return Policy(weights, Model(lm, backend, panels), policy.chat, policy.tau)
 
 

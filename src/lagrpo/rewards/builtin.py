@@ -19,11 +19,19 @@ def exact(completion: str, answer: Any) -> float:
     if isinstance(answer, Mapping):
         raise UnscorableError("the reference answer is a whole row: set task.answer_column")
     text = str(answer).strip()
-    same = text.lower() if isinstance(answer, bool) else text.removesuffix(".0") if isinstance(answer, float) else text
+    same = (
+        text.lower()
+        if isinstance(answer, bool)
+        else text.removesuffix(".0")
+        if isinstance(answer, float)
+        else text
+    )
     return float(completion.strip() in (text, same))
 
 
-def length(completion: str, num_tokens: int, *, limit: int, target: int = 0, shape: str = "linear") -> float:
+def length(
+    completion: str, num_tokens: int, *, limit: int, target: int = 0, shape: str = "linear"
+) -> float:
     """The shorter, the better: 1 up to `target` tokens, 0 from `limit` tokens on. Between them, with
     x = (tokens - target) / (limit - target), shape linear gives 1 - x: the soft overlong punishment of DAPO (arXiv
     2503.14476, Eq. 13) plus 1. Shape cosine gives (1 + cos(pi x)) / 2: CosFn of Yeo et al. (arXiv 2502.03373) from 1
@@ -37,7 +45,11 @@ def length(completion: str, num_tokens: int, *, limit: int, target: int = 0, sha
 
 
 def format(
-    completion: str, prefix: str = "", *, pattern: str | None = None, tags: Sequence[str] | None = None
+    completion: str,
+    prefix: str = "",
+    *,
+    pattern: str | None = None,
+    tags: Sequence[str] | None = None,
 ) -> float:
     """1 if the whole answer has the format, else 0. The answer is the completion after `prefix`, what the prompt begins
     it with. The format is a regular expression (`pattern`, in which . is any character), or these tags in this order,

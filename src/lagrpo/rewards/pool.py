@@ -35,7 +35,10 @@ from lagrpo.rewards.reward import TRL, Rewards, UnscorableError
 from lagrpo.types import Completion, Group, Outcome
 
 logger = logging.getLogger("lagrpo")
-BY_MACHINE = ("no reward within ", "the worker process ")  # how reasons begin that depend on the machine
+BY_MACHINE = (
+    "no reward within ",
+    "the worker process ",
+)  # how reasons begin that depend on the machine
 ENOUGH = 64  # completions after which a batch is stopped early
 RESTARTS = 3
 SPARE = 2.0  # seconds for a call of coroutines, which have deadlines themselves
@@ -60,7 +63,9 @@ _called: Any = None
 def start_worker(pickled: bytes, memory: int) -> None:
     """Limit the memory of this process, give way to the policy, load what it is to call, and end with the parent."""
     global _called
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a handler in Python would wait for a function that hangs in C
+    signal.signal(
+        signal.SIGTERM, signal.SIG_DFL
+    )  # a handler in Python would wait for a function that hangs in C
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
     resource.setrlimit(resource.RLIMIT_DATA, (memory if hard < 0 else min(memory, hard), hard))
     os.setsid()  # signals to the parent's process group, such as Ctrl-C, do not reach it
@@ -87,7 +92,10 @@ def called() -> Any:
 
 
 def score(
-    reward: int | Callable[..., Any], calls: Sequence[Mapping[str, Any]], count: int | None, seconds: float
+    reward: int | Callable[..., Any],
+    calls: Sequence[Mapping[str, Any]],
+    count: int | None,
+    seconds: float,
 ) -> list[Outcome]:
     """The outcome of each call of a function (or the one of this number in a worker) with these keyword arguments. With
     `count` the only call gives a list with a value for each of so many completions. Coroutines run concurrently, each
@@ -116,11 +124,17 @@ def _spread(value: Any, count: int) -> list[Any]:
     """The values that a function in TRL's signature returned, or its exception, for each completion."""
     if isinstance(value, BaseException):
         return [value] * count
-    values = [] if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable) else list(value)
+    values = (
+        []
+        if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable)
+        else list(value)
+    )
     if len(values) == count:
         return values
     wrong = f"a {type(value).__name__} of {len(values)}" if values else f"a {type(value).__name__}"
-    return [UnscorableError(f"the reward function returned {wrong}, not a list of {count} numbers")] * count
+    return [
+        UnscorableError(f"the reward function returned {wrong}, not a list of {count} numbers")
+    ] * count
 
 
 def to_outcome(value: Any, who: str = "the reward function") -> Outcome:
@@ -176,7 +190,9 @@ class WorkerPool:
             pickled = pickle.dumps(called)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             cure = "define it at the top level of a module"
-            raise TypeError(f"{called!r} cannot be sent to worker processes ({error}): {cure}") from error
+            raise TypeError(
+                f"{called!r} cannot be sent to worker processes ({error}): {cure}"
+            ) from error
         self._workers = workers or max(1, min(8, usable_cores() // 4))
         self._given = pickled, int(memory * 2**30)
         self._lock, self._closed = threading.Lock(), False
@@ -198,10 +214,14 @@ class WorkerPool:
             except ProcessExpired as error:
                 return Outcome.unscored(f"the worker process ended with exit code {error.exitcode}")
             except LoadError as error:
-                raise RewardError(f"the worker processes cannot load the reward or environment: {error}") from error
+                raise RewardError(
+                    f"the worker processes cannot load the reward or environment: {error}"
+                ) from error
             except (BrokenProcessPool, CancelledError):
                 self._schedule(job)
-        return Outcome.unscored(f"the worker process ended {RESTARTS} times before it began the call")
+        return Outcome.unscored(
+            f"the worker process ended {RESTARTS} times before it began the call"
+        )
 
     def _schedule(self, job: Job) -> None:
         with self._lock:
@@ -228,7 +248,9 @@ class WorkerPool:
     def _start(self) -> ProcessPool:
         spawn.get_preparation_data = _prepare_without_main
         context = get_context("spawn")
-        pool = ProcessPool(self._workers, initializer=start_worker, initargs=self._given, context=context)
+        pool = ProcessPool(
+            self._workers, initializer=start_worker, initargs=self._given, context=context
+        )
         pool.schedule(os.getpid)  # any call starts the processes
         return pool
 
@@ -236,7 +258,11 @@ class WorkerPool:
 def _prepare_without_main(name: str) -> dict[str, Any]:
     """What multiprocessing sends to a new process: workers do not import the main script."""
     given = _prepare(name)
-    return {key: value for key, value in given.items() if name != WORKERS_NAME or not key.startswith("init_main")}
+    return {
+        key: value
+        for key, value in given.items()
+        if name != WORKERS_NAME or not key.startswith("init_main")
+    }
 
 
 class RewardPool(WorkerPool):
@@ -247,12 +273,22 @@ class RewardPool(WorkerPool):
         self, rewards: Callable[..., Any] | Rewards, *, deadline: float = 5.0, workers: int | None = None,
         memory: float = 4.0, max_without_reward: float = 0.5,
     ) -> None:  # fmt: skip
-        self._rewards, self._deadline, self._share = Rewards.from_reward(rewards), deadline, max_without_reward
-        functions = [reward.function if reward.importable else None for reward in self._rewards.parts]
+        self._rewards, self._deadline, self._share = (
+            Rewards.from_reward(rewards),
+            deadline,
+            max_without_reward,
+        )
+        functions = [
+            reward.function if reward.importable else None for reward in self._rewards.parts
+        ]
         super().__init__(functions, workers, memory)
         if here := [reward.title for reward in self._rewards.parts if not reward.importable]:
             cure = "to get a deadline, define it at the top level of a module other than the main script"
-            logger.warning("reward %s runs in the training process, without a deadline; %s", ", ".join(here), cure)
+            logger.warning(
+                "reward %s runs in the training process, without a deadline; %s",
+                ", ".join(here),
+                cure,
+            )
 
     def score(self, groups: Iterable[Group]) -> Iterator[Group]:
         """The groups with the outcome of every completion, in the order given, each as soon as it is done. A completion
@@ -276,18 +312,24 @@ class RewardPool(WorkerPool):
                 calls = reward.arguments(group.prompt, [group.completions[n] for n in part])
                 given = calls, len(part) if reward.style == TRL else None, self._deadline
                 if reward.importable:
-                    job = self.submit(score, number, *given, seconds=self._deadline + SPARE * reward.is_async)
+                    job = self.submit(
+                        score, number, *given, seconds=self._deadline + SPARE * reward.is_async
+                    )
                 else:
                     job = Job(score, (), self._deadline)
                     job.future.set_result(score(reward.function, *given))
                 yield part, job
 
-    def _collect(self, group: Group, jobs: Sequence[tuple[Sequence[int], Job]], done: list[Completion]) -> Group:
+    def _collect(
+        self, group: Group, jobs: Sequence[tuple[Sequence[int], Job]], done: list[Completion]
+    ) -> Group:
         """Wait for the outcomes of the group, and return it with them."""
         found: dict[int, list[Outcome]] = {}
         for places, job in jobs:
             said = self.result(job)  # an outcome for each, or one for all
-            for n, outcome in zip(places, said if isinstance(said, list) else [said] * len(places), strict=True):
+            for n, outcome in zip(
+                places, said if isinstance(said, list) else [said] * len(places), strict=True
+            ):
                 found.setdefault(n, []).append(outcome)
         completions = list(group.completions)
         for n, outcomes in found.items():
@@ -300,9 +342,15 @@ class RewardPool(WorkerPool):
 
 def check_share(completions: Sequence[Completion], share: float) -> None:
     """Raise RewardError if more than this share of the completions have no reward."""
-    missing = [(c, c.outcome) for c in completions if c.outcome is not None and c.outcome.kind != "scored"]
+    missing = [
+        (c, c.outcome) for c in completions if c.outcome is not None and c.outcome.kind != "scored"
+    ]
     if len(missing) > share * len(completions):
-        reasons = Counter(f"{outcome.kind}: {outcome.reason}" for _, outcome in missing).most_common(5)
+        reasons = Counter(
+            f"{outcome.kind}: {outcome.reason}" for _, outcome in missing
+        ).most_common(5)
         counts = "\n".join(f"  {count} x {reason}" for reason, count in reasons)
         said = f"more than the allowed share of {share:g}:\n{counts}\nThe first of them: {missing[0][0].text!r:.200}"
-        raise RewardError(f"{len(missing)} of {len(completions)} completions have no reward, {said}")
+        raise RewardError(
+            f"{len(missing)} of {len(completions)} completions have no reward, {said}"
+        )

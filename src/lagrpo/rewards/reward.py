@@ -41,7 +41,11 @@ REWARDS = {
 WITH_OPTIONS = {"length": ("", 0), "format": ("",), "llm_judge": None}
 """Built-in rewards that take options, and arguments of a call in which a function checks its options."""
 OWN = "task"  # an entry of task.rewards with the task's own reward
-OURS, TRL, VERL = "completion", "completions", "solution_str"  # the parameter that tells a signature from the others
+OURS, TRL, VERL = (
+    "completion",
+    "completions",
+    "solution_str",
+)  # the parameter that tells a signature from the others
 STYLES = {OURS: OURS, TRL: TRL, "completion_ids": TRL, VERL: VERL}
 PASSED = {
     OURS: ("completion", "answer", "prompt", "row", "finished", "num_tokens", "prefix"),
@@ -137,7 +141,10 @@ class Reward:
             made = [_arguments_of_one(self.style, prompt, completion) for completion in completions]
         if any(parameter.kind == parameter.VAR_KEYWORD for parameter in self._parameters.values()):
             return made
-        return [{name: value for name, value in each.items() if name in self._parameters} for each in made]
+        return [
+            {name: value for name, value in each.items() if name in self._parameters}
+            for each in made
+        ]
 
 
 def _arguments_of_one(style: str, prompt: Prompt, c: Completion) -> dict[str, Any]:
@@ -155,7 +162,11 @@ def _trl_arguments(prompt: Prompt, completions: Sequence[Completion]) -> dict[st
     columns = {"answer": prompt.answer} | dict(prompt.row or {})
     asked = columns.pop("prompt", None) or [*(prompt.asked or prompt.messages)]
     texts = [c.text for c in completions]
-    said = texts if isinstance(asked, str) else [[{"role": "assistant", "content": text}] for text in texts]
+    said = (
+        texts
+        if isinstance(asked, str)
+        else [[{"role": "assistant", "content": text}] for text in texts]
+    )
     return {name: [value] * len(texts) for name, value in columns.items()} | {
         "prompts": [asked] * len(texts),
         "completions": said,
@@ -183,17 +194,25 @@ class Rewards:
         without a reason) are left out of the sum; one that failed leaves the completion unscored. The first of the
         others says whether the completion is correct."""
         if not self.names:
-            return outcomes[0] if outcomes[0] != Outcome("unscored") else Outcome.unscored(NOT_SCORED)
+            return (
+                outcomes[0] if outcomes[0] != Outcome("unscored") else Outcome.unscored(NOT_SCORED)
+            )
         found = list(zip(self.parts, outcomes, strict=True))
         parts = {reward.name: outcome.reward for reward, outcome in found}
         for reward, outcome in found:
             if outcome.reward is None and outcome.reason:
-                return Outcome(outcome.kind, reason=f"{outcome.reason} (reward {reward.name!r})", parts=parts)
-        scored = [(reward, outcome.reward) for reward, outcome in found if outcome.reward is not None]
+                return Outcome(
+                    outcome.kind, reason=f"{outcome.reason} (reward {reward.name!r})", parts=parts
+                )
+        scored = [
+            (reward, outcome.reward) for reward, outcome in found if outcome.reward is not None
+        ]
         if not scored:
             return Outcome("unscored", reason=NOT_SCORED, parts=parts)
         total = math.fsum(reward.weight * value for reward, value in scored)
-        return Outcome("scored", total, parts=parts, correct=is_correct(scored[0][1], scored[0][0].range))
+        return Outcome(
+            "scored", total, parts=parts, correct=is_correct(scored[0][1], scored[0][0].range)
+        )
 
 
 def sum_ranges(parts: Sequence[tuple[float, Range]]) -> Range:
@@ -220,7 +239,9 @@ def check_rewards(entries: Sequence[Any]) -> None:
             there = f"there are {', '.join(known)} and 'package.module:function'.{suggest(each.reward, known)}"
             raise ValueError(f"{where}: no built-in reward {each.reward!r}; {there}")
         if secret := next(filter(is_secret, each.options), None):
-            raise ValueError(f"{where}: options.{secret} would be written to disk; use an environment variable")
+            raise ValueError(
+                f"{where}: options.{secret} would be written to disk; use an environment variable"
+            )
         if is_builtin and (each.options or each.reward in WITH_OPTIONS):
             load_reward(each, None)
 
@@ -228,7 +249,9 @@ def check_rewards(entries: Sequence[Any]) -> None:
 def load_rewards(entries: Sequence[Any], own: Any) -> Rewards:
     """The rewards that the entries of task.rewards name; `own` is the task's own reward."""
     if isinstance(own, Rewards) and any(each.reward == OWN for each in entries):
-        raise ValueError(f"task.rewards: {OWN!r} stands for one reward, but this task has several; leave it out")
+        raise ValueError(
+            f"task.rewards: {OWN!r} stands for one reward, but this task has several; leave it out"
+        )
     return Rewards(tuple(load_reward(each, own) for each in entries))
 
 
@@ -245,7 +268,9 @@ def load_reward(entry: Any, own: Any) -> Reward:
         if arguments := WITH_OPTIONS.get(entry.reward):
             function(*arguments)
     except (TypeError, ValueError, re.error) as error:
-        raise ValueError(f"task.rewards, {entry.name!r}, options: {entry.reward}: {error}") from error
+        raise ValueError(
+            f"task.rewards, {entry.name!r}, options: {entry.reward}: {error}"
+        ) from error
     return Reward(entry.name, function, entry.weight, entry.range)
 
 
@@ -260,7 +285,9 @@ def load_function(reference: str) -> Callable[..., Any]:
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):  # something that it imports
+        if error.name is None or not f"{module_name}.".startswith(
+            f"{error.name}."
+        ):  # something that it imports
             raise ImportError(f"{reference!r}: {error}", name=error.name) from error
         place = f"in the current directory ({here}) or among installed packages"
         raise ValueError(f"{reference!r}: no module {error.name!r} {place}") from error

@@ -86,7 +86,9 @@ class DecodeState:
     def __init__(self, model: Model, max_rows: int, max_tokens: int) -> None:
         self.model, self._shape = model, Shape.of(model.config.get_text_config())
         self._by_kernels = model.backend.attends_by_kernels(self._shape.d)
-        records = model.device.type == "cuda" and is_reproduced(model.lm, self._shape.d)  # others may synchronize
+        records = model.device.type == "cuda" and is_reproduced(
+            model.lm, self._shape.d
+        )  # others may synchronize
         self._recorded = RecordedSteps() if records else None
         self.max_rows = max(max_rows, MIN_ROWS)
         self.own = self._cache(self.max_rows, min(BLOCK, max_tokens))
@@ -110,7 +112,9 @@ class DecodeState:
         prefill = _Prefill(self.model.backend.over(layout), self.prefix, places, lengths)
         hidden = self.model.hidden(ids, layout.position_ids, prefill)
         self.prompt_lengths[places] = torch.tensor(lengths)
-        self.group_of_row = torch.cat([self.group_of_row, torch.tensor(places).repeat_interleave(G)])
+        self.group_of_row = torch.cat(
+            [self.group_of_row, torch.tensor(places).repeat_interleave(G)]
+        )
         self.lengths = F.pad(self.lengths, (0, len(places) * G))
         return hidden.index_select(0, layout.last_prompt_rows)
 
@@ -119,7 +123,9 @@ class DecodeState:
         counts = torch.tensor([len(of_row) for of_row in tokens])
         rows = torch.arange(len(counts)).repeat_interleave(counts)
         before = self.lengths[rows] + torch.arange(len(rows)) - (counts.cumsum(0) - counts)[rows]
-        inputs = DecodeInputs(torch.tensor([token for of_row in tokens for token in of_row]), rows, before)
+        inputs = DecodeInputs(
+            torch.tensor([token for of_row in tokens for token in of_row]), rows, before
+        )
         pieces = torch.arange(len(rows)).split(max(PIECE, self.rows))
         return torch.cat([self._feed(inputs.select(piece)) for piece in pieces])
 
@@ -133,7 +139,10 @@ class DecodeState:
         if holes:
             to, source = torch.tensor(holes), torch.tensor(movers)
             self.own.move(source, to, int(self.lengths[source].max()))
-            self.group_of_row[to], self.lengths[to] = self.group_of_row[source], self.lengths[source]
+            self.group_of_row[to], self.lengths[to] = (
+                self.group_of_row[source],
+                self.lengths[source],
+            )
         self.group_of_row, self.lengths = self.group_of_row[:active], self.lengths[:active]
         self.prompt_lengths[torch.bincount(self.group_of_row, minlength=self.prefix.batch) == 0] = 0
         return list(zip(movers, holes, strict=True))
@@ -156,7 +165,9 @@ class DecodeState:
             return self.model.hidden(inputs.ids, positions, layout)[:count]
 
         def compute(ids: Tensor, positions: Tensor, *step: Tensor) -> Tensor:
-            return self.model.hidden(ids, positions, StepLayout(self.own, self.prefix, longest, *step))
+            return self.model.hidden(
+                ids, positions, StepLayout(self.own, self.prefix, longest, *step)
+            )
 
         keys = self.own.capacity if self._recorded else max(MIN_KEYS, int(inputs.before.max()) + 1)
         seen = torch.arange(self.prefix.capacity) < self.prompt_lengths[group_of_row, None]
@@ -171,7 +182,9 @@ class DecodeState:
         groups = F.pad(torch.bincount(group_of_row, minlength=prefix.batch).cumsum(0), (1, 0))
         members = torch.argsort(group_of_row, stable=True)
         caches = own.keys, own.values, prefix.keys, prefix.values
-        return kernels.Active(longest, groups, members, self.prompt_lengths, inputs.before, inputs.rows, *caches)
+        return kernels.Active(
+            longest, groups, members, self.prompt_lengths, inputs.before, inputs.rows, *caches
+        )
 
     def _places(self, lengths: list[int]) -> list[int]:
         """Free places for prompts of these lengths; the cache grows if it has too few, or too small ones."""
@@ -180,7 +193,9 @@ class DecodeState:
         if missing or max(lengths) > self.prefix.capacity:
             batch = self.prefix.batch
             free += range(batch, batch + missing)
-            self.prefix = self._grow(self.prefix, batch + missing, max(self.prefix.capacity, *lengths))
+            self.prefix = self._grow(
+                self.prefix, batch + missing, max(self.prefix.capacity, *lengths)
+            )
             self.prompt_lengths = F.pad(self.prompt_lengths, (0, missing))
         return free[: len(lengths)]
 
@@ -189,7 +204,9 @@ class DecodeState:
         lanes = kernels.numbers_in_a_lane(model.dtype) if self._by_kernels else 1
         made = {"dtype": torch.float32 if lanes > 1 else model.dtype, "device": model.device}
         sizes = ((shape.d // lanes, capacity), (capacity // lanes, shape.d))
-        keys, values = (torch.zeros(shape.layers, batch, shape.kv_heads, *size, **made) for size in sizes)
+        keys, values = (
+            torch.zeros(shape.layers, batch, shape.kv_heads, *size, **made) for size in sizes
+        )
         return Cache(keys, values, lanes)
 
     def _grow(self, cache: Cache, batch: int, tokens: int) -> Cache:
@@ -208,7 +225,9 @@ class _Prefill:
         self.row, self.prefix, self.places, self.lengths = row, prefix, places, lengths
         self.longest = row.longest
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
+    ) -> Tensor:
         split = zip(self.places, key.split(self.lengths), value.split(self.lengths), strict=True)
         for place, keys, values in split:
             self.prefix.put(layer, place, keys, values)
@@ -228,13 +247,19 @@ class StepLayout:
     slots: Tensor  # int64 [n]: where it goes in the row's own cache
     groups: Tensor  # int64 [n]: the place of its prompt
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
+    ) -> Tensor:
         keys, values = self.own.keys[layer], self.own.values[layer]
         keys[self.rows, :, :, self.slots], values[self.rows, :, self.slots] = key, value
         own = self.mask.shape[-1] - self.prefix.capacity
-        k = torch.cat([self.prefix.keys[layer][self.groups], keys[self.rows, :, :, :own]], 3).mT.contiguous()
+        k = torch.cat(
+            [self.prefix.keys[layer][self.groups], keys[self.rows, :, :, :own]], 3
+        ).mT.contiguous()
         v = torch.cat([self.prefix.values[layer][self.groups], values[self.rows, :, :own]], 2)
-        q = query.unflatten(1, (key.shape[1], -1))  # the query heads of a key head, as if they were tokens
+        q = query.unflatten(
+            1, (key.shape[1], -1)
+        )  # the query heads of a key head, as if they were tokens
         return F.scaled_dot_product_attention(q, k, v, self.mask, scale=scaling).flatten(1, 2)
 
 
@@ -243,7 +268,10 @@ class RecordedSteps:
     itself a thousand. A graph reads and writes the caches that it was recorded with."""
 
     def __init__(self) -> None:
-        self.seen, self.made = Counter[int](), dict[int, tuple[torch.cuda.CUDAGraph, list[Tensor], Tensor]]()
+        self.seen, self.made = (
+            Counter[int](),
+            dict[int, tuple[torch.cuda.CUDAGraph, list[Tensor], Tensor]](),
+        )
         self.memory = torch.cuda.graph_pool_handle()
 
     def __call__(self, compute: Callable[..., Tensor], *given: Tensor) -> Tensor:

@@ -37,7 +37,9 @@ class Episodes:
 
     def open(self, prompt: Prompt, key: Key) -> tuple[Mapping[str, Any], ...]:
         """The messages with which an episode begins. Raises ValueError if it cannot begin."""
-        found = self.pool.result(self.pool.submit(take_turn, None, prompt, key, None, seconds=self.deadline))
+        found = self.pool.result(
+            self.pool.submit(take_turn, None, prompt, key, None, seconds=self.deadline)
+        )
         if isinstance(found, Outcome):
             raise ValueError(f"its environment did not start: {found.reason}")
         return tuple(found[0].messages)

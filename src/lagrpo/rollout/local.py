@@ -43,7 +43,9 @@ class _Row:
     sampled: list[bool] = field(default_factory=list)
     num_sampled: int = 0
     turn: int = 0  # where the policy's current turn begins
-    next: Sequence[int] = ()  # what the next step feeds to the model; nothing while it waits for its environment
+    next: Sequence[
+        int
+    ] = ()  # what the next step feeds to the model; nothing while it waits for its environment
     resume_at: int = 0  # the step at which it continues
     ended: bool = False
 
@@ -65,8 +67,15 @@ class LocalSampler:
         self, policy: Policy, seed: int, max_tokens: int, max_num_seqs: int, tau: float | None = None,
         episodes: Episodes | None = None,
     ) -> None:  # fmt: skip
-        self.policy, self.model, self.seed, self.max_num_seqs = policy, policy.model, seed, max_num_seqs
-        self.params = SamplingParams("sample", policy.tau if tau is None else tau, max_tokens, episodes)
+        self.policy, self.model, self.seed, self.max_num_seqs = (
+            policy,
+            policy.model,
+            seed,
+            max_num_seqs,
+        )
+        self.params = SamplingParams(
+            "sample", policy.tau if tau is None else tau, max_tokens, episodes
+        )
 
     @property
     def version(self) -> int:
@@ -91,7 +100,9 @@ class LocalSampler:
         params, rows = params or self.params, max(self.max_num_seqs, G)
         batch = ContinuousBatch(self.policy, self.seed, requests, G, rows, params)
         while batch:
-            if params.purpose != "probe":  # the weight-sync check is short, and ranks make it together
+            if (
+                params.purpose != "probe"
+            ):  # the weight-sync check is short, and ranks make it together
                 raise_if_asked()
             for group in batch.step():
                 request, completions = group[0].request, tuple(map(self._complete, group))
@@ -103,7 +114,9 @@ class LocalSampler:
             token_ids=torch.tensor(row.tokens),
             logp_alpha=torch.tensor(row.logp, dtype=torch.float32),
             versions=torch.where(sampled, self.version, -1),
-            finished=row.tokens[-1] in self.policy.chat.eos_ids if episode is None else episode.finished,
+            finished=row.tokens[-1] in self.policy.chat.eos_ids
+            if episode is None
+            else episode.finished,
             text=self.policy.chat.decode(row.tokens),
             outcome=None if episode is None else episode.outcome,
             sampled=sampled,
@@ -116,9 +129,21 @@ class ContinuousBatch:
     ended rows leave `active`, and the next group takes their place."""
 
     def __init__(
-        self, policy: Policy, seed: int, requests: Sequence[Request], G: int, rows: int, params: SamplingParams
+        self,
+        policy: Policy,
+        seed: int,
+        requests: Sequence[Request],
+        G: int,
+        rows: int,
+        params: SamplingParams,
     ) -> None:
-        self.model, self.eos_ids, self.seed, self.G, self.params = policy.model, policy.chat.eos_ids, seed, G, params
+        self.model, self.eos_ids, self.seed, self.G, self.params = (
+            policy.model,
+            policy.chat.eos_ids,
+            seed,
+            G,
+            params,
+        )
         self.waiting, self.open, self.active = deque(requests), list[list[_Row]](), list[_Row]()
         self.state = DecodeState(self.model, min(rows, G * len(requests)), params.max_tokens)
         self.clock = 0  # steps
@@ -169,8 +194,12 @@ class ContinuousBatch:
 
     @torch.no_grad()
     def _sample_tokens(self, hidden: Tensor, rows: list[_Row]) -> None:
-        uniform = torch.tensor([row.uniform[len(row.tokens)] for row in rows], dtype=torch.float64).to(hidden.device)
-        tokens, logp = self.model.backend.sample(self.model.logits(hidden), self.params.tau, uniform)
+        uniform = torch.tensor(
+            [row.uniform[len(row.tokens)] for row in rows], dtype=torch.float64
+        ).to(hidden.device)
+        tokens, logp = self.model.backend.sample(
+            self.model.logits(hidden), self.params.tau, uniform
+        )
         for row, token, value in zip(rows, tokens.tolist(), logp.tolist(), strict=True):
             row.add([token], [value], sampled=True)
 
@@ -182,7 +211,11 @@ class ContinuousBatch:
             ready = [row for row in waits if row.episode is not None and row.episode.ready()]
             ready = ready or waits[:1] if idle else ready
         else:
-            self.clock = max(self.clock, min(row.resume_at for row in waits)) if waits and idle else self.clock
+            self.clock = (
+                max(self.clock, min(row.resume_at for row in waits))
+                if waits and idle
+                else self.clock
+            )
             ready = [row for row in waits if row.resume_at <= self.clock]
         for row in ready:
             assert row.episode is not None

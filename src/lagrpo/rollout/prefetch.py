@@ -47,7 +47,9 @@ class Prefetcher:
             self.before_sync()
             new = {batch: _Submitted(self._requests(batch), {version}) for batch in batches}
             self._batches |= new
-            self._streams.append(self._sampler.sample([r for s in new.values() for r in s.requests], self._G))
+            self._streams.append(
+                self._sampler.sample([r for s in new.values() for r in s.requests], self._G)
+            )
 
     def finish(self) -> None:
         """Complete everything that was submitted."""
@@ -80,24 +82,32 @@ class Prefetcher:
         for place in range(len(submitted.requests)):
             while len(submitted.groups) <= place:
                 if not self._receive():
-                    raise RuntimeError(f"the sampler stopped before all {len(submitted.requests)} groups of {batch=}")
+                    raise RuntimeError(
+                        f"the sampler stopped before all {len(submitted.requests)} groups of {batch=}"
+                    )
             _check_versions(submitted.groups[place], submitted.versions, batch)
             yield submitted.groups[place]
 
     def waiting(self, batches: range) -> tuple[dict[int, list[Group]], dict[int, list[int]]]:
         """For these submitted batches: the groups that are here, and the versions that may sample the tokens."""
         kept = {b: self._batches[b] for b in batches}
-        return {b: list(s.groups) for b, s in kept.items()}, {b: sorted(s.versions) for b, s in kept.items()}
+        return {b: list(s.groups) for b, s in kept.items()}, {
+            b: sorted(s.versions) for b, s in kept.items()
+        }
 
     def missing(self, batches: range) -> bool:
         """Whether groups of these batches, which were submitted, are not here."""
         return any(len(self._batches[b].groups) < len(self._batches[b].requests) for b in batches)
 
-    def restore(self, here: Mapping[int, Sequence[Group]], announced: Mapping[int, Sequence[int]]) -> None:
+    def restore(
+        self, here: Mapping[int, Sequence[Group]], announced: Mapping[int, Sequence[int]]
+    ) -> None:
         """Resume from what `waiting` gave: groups that are missing are submitted again."""
         again, version = list[Request](), self._sampler.version if announced else -1
         for b, versions in announced.items():
-            self._batches[b] = made = _Submitted(self._requests(b), set(versions), list(here.get(b, ())))
+            self._batches[b] = made = _Submitted(
+                self._requests(b), set(versions), list(here.get(b, ()))
+            )
             there = {(g.epoch, g.prompt.key) for g in made.groups}
             if missing := [r for r in made.requests if (r.epoch, r.prompt.key) not in there]:
                 made.versions.add(version)
@@ -130,7 +140,9 @@ class Prefetcher:
 def in_order(requests: Sequence[Request], groups: Sequence[Group]) -> list[Group]:
     """The groups in the order of their requests, whichever ended first; groups of a file stay in front."""
     places = {("sampler", r.epoch, r.prompt.key): place for place, r in enumerate(requests)}
-    return sorted(groups, key=lambda group: places.get((group.source, group.epoch, group.prompt.key), -1))
+    return sorted(
+        groups, key=lambda group: places.get((group.source, group.epoch, group.prompt.key), -1)
+    )
 
 
 def _check_versions(group: Group, versions: set[int], batch: int) -> None:
@@ -138,4 +150,6 @@ def _check_versions(group: Group, versions: set[int], batch: int) -> None:
         strange = set(completion.versions[completion.sampled].tolist()) - versions
         if strange and (completion.outcome is None or completion.outcome.kind != "failed"):
             what = f"version {min(strange)} sampled a token, not version {' or '.join(map(str, sorted(versions)))}"
-            raise VersionError(f"batch {batch}, prompt {group.prompt.key}: the sampler has other weights: {what}")
+            raise VersionError(
+                f"batch {batch}, prompt {group.prompt.key}: the sampler has other weights: {what}"
+            )

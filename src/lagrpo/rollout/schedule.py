@@ -38,7 +38,9 @@ class LoopState:
     since_sync: int = 0  # batches since the last sync
     spent: float = 0.0  # the estimate of KL(α‖π_k) since the last sync, nats per completion
     prefetched: tuple[int, ...] = ()  # the versions of α that sample batches `batch` + 1, + 2, …
-    sync: Mapping[str, float] = field(default_factory=dict)  # metrics of the last weight sync and its check
+    sync: Mapping[str, float] = field(
+        default_factory=dict
+    )  # metrics of the last weight sync and its check
 
     @property
     def asked_ahead(self) -> range:  # the batches that were prefetched
@@ -55,7 +57,12 @@ class LoopState:
 
     def after_batch(self, spent: float | None) -> LoopState:
         """The next batch is finished; `spent` None if it does not tell."""
-        later = replace(self, batch=self.batch + 1, since_sync=self.since_sync + 1, prefetched=self.prefetched[1:])
+        later = replace(
+            self,
+            batch=self.batch + 1,
+            since_sync=self.since_sync + 1,
+            prefetched=self.prefetched[1:],
+        )
         return later if spent is None else replace(later, spent=spent)
 
 

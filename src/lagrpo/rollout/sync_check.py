@@ -35,14 +35,19 @@ from lagrpo.rollout.prefetch import in_order
 from lagrpo.types import Group
 
 CHECK_PROMPTS = 8
-LOCAL_TOKENS, SERVER_TOKENS = 8, 32  # at most, of each completion: of the local engine, of a vLLM server
+LOCAL_TOKENS, SERVER_TOKENS = (
+    8,
+    32,
+)  # at most, of each completion: of the local engine, of a vLLM server
 LONG_PROMPT = 160  # tokens: longer than any block in which keys are computed or kept
 TOO_FAR = 0.5  # mean nats a token, local engine: what differs by more computes something else
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.1}
 """Largest mean |Δ log-prob| in nats a token at tau = 1, by the coarser of the two dtypes. SmolLM2-135M in bfloat16
 against vLLM 0.32 on a CPU: .04 to .06."""
 RENEW = 0.5  # nats a token by which the tokens may become less likely before others replace them: these are less exact
-ENOUGH = 20  # tokens on which the trainer must have changed before an unchanged server counts as stale
+ENOUGH = (
+    20  # tokens on which the trainer must have changed before an unchanged server counts as stale
+)
 CHANCE = 1e-6
 """A server is stale if a fair coin would show so many tokens nearer to the old log-probs with a smaller chance. They
 are counted, not summed: the noise has heavy tails, and a few unlikely tokens would decide a sum of squares."""
@@ -72,13 +77,17 @@ class WeightSyncCheck:
     """Call it after a weight sync. `requests` are the prompts to compare on; `tolerance` replaces the one for
     `dtype`. For the local engine call `start` first."""
 
-    def __init__(self, requests: Sequence[Request], dtype: torch.dtype, tolerance: float | None = None) -> None:
+    def __init__(
+        self, requests: Sequence[Request], dtype: torch.dtype, tolerance: float | None = None
+    ) -> None:
         self.requests = list(requests)[:CHECK_PROMPTS]
         self.tolerance = TOLERANCE[dtype] if tolerance is None else tolerance
         self.agreement: Agreement | None = None  # of the local engine
         self._items: list[Item] = []
         self._mean = 0.0  # the trainer's mean log-prob of these tokens when they were generated
-        self._before: tuple[Tensor, Tensor] | None = None  # what `_compare` returned at the last sync that passed
+        self._before: tuple[Tensor, Tensor] | None = (
+            None  # what `_compare` returned at the last sync that passed
+        )
 
     def start(self, policy: Policy, sampler: LocalSampler) -> Agreement:
         """Compare the log-probs of trainer and local engine for several prompts, one longer than a block. Raises
@@ -94,7 +103,9 @@ class WeightSyncCheck:
         mean, largest = float(difference_T.mean()), float(difference_T.max())
         if not mean <= TOO_FAR / policy.tau:
             what = f"trainer and local sampler differ by {mean:.3g} nats per token with the same weights"
-            raise WeightSyncError(f"{what}: this model computes other log-probs when it decodes; it is not supported")
+            raise WeightSyncError(
+                f"{what}: this model computes other log-probs when it decodes; it is not supported"
+            )
         grade = "exact" if policy.model.exact and not largest else "close"
         self.agreement = Agreement(grade, mean, largest, len(difference_T))
         return self.agreement
@@ -110,14 +121,23 @@ class WeightSyncCheck:
                 differ = f"{len(names)} weights, such as {names[0]}, differ from the policy's"
                 raise WeightSyncError(f"{where}: the local sampler has stale weights: {differ}")
             firsts = [p.detach().flatten()[:64].float() for p in sampler.policy.model.parameters()]
-            check_finite(torch.cat(firsts), where)  # a gradient that is not finite spoils all of a weight
-            return {"logp_difference_mean": self.agreement.mean, "logp_difference_max": self.agreement.largest}
+            check_finite(
+                torch.cat(firsts), where
+            )  # a gradient that is not finite spoils all of a weight
+            return {
+                "logp_difference_mean": self.agreement.mean,
+                "logp_difference_max": self.agreement.largest,
+            }
         if not self._items:
             self._renew(policy, sampler)
         compared = trainer_T, servers_ST = self._compare(policy, sampler)
         found = []
         for number, server in enumerate(sampler.servers):
-            found.append(check_distance(trainer_T, servers_ST[number], self.tolerance, f"{where} on {server}"))
+            found.append(
+                check_distance(
+                    trainer_T, servers_ST[number], self.tolerance, f"{where} on {server}"
+                )
+            )
             if self._before is not None:
                 before = self._before[0], trainer_T, self._before[1][number], servers_ST[number]
                 found[-1]["telling_tokens"] = check_fresh(*before, f"{where} on {server}")
@@ -131,8 +151,12 @@ class WeightSyncCheck:
         completions must be the trainer's at the sampling temperature."""
         for number, server in reversed([*enumerate(sampler.servers)]):
             groups = sampler.generate_on_server(number, self.requests, 1, SERVER_TOKENS)
-            if failed := [c.outcome.reason for g in groups for c in g.completions if c.outcome is not None]:
-                raise WeightSyncError(f"{server}: a completion for the weight-sync check failed: {failed[0]}")
+            if failed := [
+                c.outcome.reason for g in groups for c in g.completions if c.outcome is not None
+            ]:
+                raise WeightSyncError(
+                    f"{server}: a completion for the weight-sync check failed: {failed[0]}"
+                )
             self._items, where = _items_of(groups), f"the completions of {server}"
             own_T = _logp(policy, self._items, policy.tau)
             check_distance(own_T, _logp_alpha(groups), self.tolerance / policy.tau, where)
@@ -153,14 +177,18 @@ def check_finite(values: Tensor, where: str) -> None:
         raise WeightSyncError(f"{where}: the policy's log-probs are not finite: {cure}")
 
 
-def check_distance(trainer_T: Tensor, server_T: Tensor, tolerance: float, where: str) -> dict[str, float]:
+def check_distance(
+    trainer_T: Tensor, server_T: Tensor, tolerance: float, where: str
+) -> dict[str, float]:
     """Test 2: the mean and the largest difference. Raises WeightSyncError if the mean is beyond the tolerance."""
     check_finite(trainer_T, where)
     difference_T = (trainer_T - server_T).abs()
     mean, largest = float(difference_T.mean()), float(difference_T.max())
     if not mean <= tolerance:
         what = f"log-probs of trainer and sampler differ by {mean:.3g} nats per token (tolerance {tolerance:.3g})"
-        causes = "other weights, a coarser dtype, or log-probs at another temperature (--logprobs-mode)"
+        causes = (
+            "other weights, a coarser dtype, or log-probs at another temperature (--logprobs-mode)"
+        )
         raise WeightSyncError(f"{where}: {what}. The sampler has {causes}")
     return {"logp_difference_mean": mean, "logp_difference_max": largest}
 
@@ -191,6 +219,10 @@ def _logp_alpha(groups: Sequence[Group]) -> Tensor:
 
 @torch.no_grad()
 def _logp(policy: Policy, items: Sequence[Item], tau: float) -> Tensor:
-    groups = groupby(items, key=itemgetter(0))  # completions of one prompt, side by side, share its rows
-    packed = [(prompt_ids, [torch.tensor(tokens) for _, tokens in group]) for prompt_ids, group in groups]
+    groups = groupby(
+        items, key=itemgetter(0)
+    )  # completions of one prompt, side by side, share its rows
+    packed = [
+        (prompt_ids, [torch.tensor(tokens) for _, tokens in group]) for prompt_ids, group in groups
+    ]
     return policy.logp(Packed.build(packed, policy.device), tau=tau).float().cpu()

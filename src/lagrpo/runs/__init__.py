@@ -1,6 +1,19 @@
 """Write and read the files of a run. docs/run-files.md describes them, docs/metrics.md the metrics."""
 
 from lagrpo.runs.directory import Run
-from lagrpo.runs.reading import RunNotFoundError, load_evaluations, load_events, load_metrics, load_rollouts
+from lagrpo.runs.reading import (
+    RunNotFoundError,
+    load_evaluations,
+    load_events,
+    load_metrics,
+    load_rollouts,
+)
 
-__all__ = ["Run", "RunNotFoundError", "load_evaluations", "load_events", "load_metrics", "load_rollouts"]
+__all__ = [
+    "Run",
+    "RunNotFoundError",
+    "load_evaluations",
+    "load_events",
+    "load_metrics",
+    "load_rollouts",
+]

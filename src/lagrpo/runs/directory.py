@@ -28,7 +28,13 @@ from filelock import FileLock, Timeout
 
 from lagrpo.runs import files
 from lagrpo.runs.environment import write_environment
-from lagrpo.runs.files import TEMPORARY, to_json, write_atomically, write_directory_atomically, write_table
+from lagrpo.runs.files import (
+    TEMPORARY,
+    to_json,
+    write_atomically,
+    write_directory_atomically,
+    write_table,
+)
 from lagrpo.runs.rollouts import reward_columns, rollout_schema
 
 BEST = "evaluation.json"  # in weights/best: which result made it the best
@@ -47,7 +53,11 @@ class Run:
 
     @staticmethod
     def create(
-        root: Path, name: str | None, settings: Mapping[str, Any], settings_toml: str, environment: Mapping[str, Any]
+        root: Path,
+        name: str | None,
+        settings: Mapping[str, Any],
+        settings_toml: str,
+        environment: Mapping[str, Any],
     ) -> Run:
         """Make root/name with config.toml (`settings_toml`) and environment.json; without a name, root/`default_name`.
         Raises as `check_new` does."""
@@ -83,7 +93,9 @@ class Run:
         schema = rollout_schema([*reward_columns(rows[0])] if rows else ())
         return write_table(self.path / "rollouts" / f"step-{step:06d}.parquet", rows, schema)
 
-    def record_evaluation(self, name: str, summary: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> Path:
+    def record_evaluation(
+        self, name: str, summary: Mapping[str, Any], records: Sequence[Mapping[str, Any]]
+    ) -> Path:
         """Write evaluations/NAME.parquet, one row per prompt, then evaluations/NAME.json. The reward curve reads
         `step`, `pass@1`, `pass@1_low` and `pass@1_high` from the summary."""
         folder = self.path / "evaluations"
@@ -114,8 +126,13 @@ def _append_line(path: Path, line: Mapping[str, Any]) -> None:
 
 def default_name(settings: Mapping[str, Any], now: datetime.datetime | None = None) -> str:
     """A readable name from what tells runs apart, and the local time to the second."""
-    chosen = (settings.get(section, {}).get(key) for section, key in (("task", "name"), ("loss", "recipe")))
-    parts = [plain_name((name or "").rpartition(":")[2]) for name in chosen]  # package.module:function: the function
+    chosen = (
+        settings.get(section, {}).get(key)
+        for section, key in (("task", "name"), ("loss", "recipe"))
+    )
+    parts = [
+        plain_name((name or "").rpartition(":")[2]) for name in chosen
+    ]  # package.module:function: the function
     schedule = settings.get("schedule", {})
     lagged = schedule.get("constant_lag") is not None
     letters = {"lag": "constant_lag"} if lagged else {"v": "sync_every"}
@@ -135,16 +152,22 @@ def check_new(root: Path, name: str | None) -> None:
     for a name that is not a directory's name, OSError for a root that cannot be written."""
     if name is not None:
         if name in ("", ".", "..") or Path(name).name != name:
-            raise ValueError(f"run.name = {name!r} is not a directory name: put a path into run.output_dir")
+            raise ValueError(
+                f"run.name = {name!r} is not a directory name: put a path into run.output_dir"
+            )
         path = root / name
         if path.exists() and not all(TEMPORARY.fullmatch(file.name) for file in path.iterdir()):
-            raise FileExistsError(f"{path} already exists and is not empty: choose another run.name, or remove it")
+            raise FileExistsError(
+                f"{path} already exists and is not empty: choose another run.name, or remove it"
+            )
     check_writable(root)
 
 
 def check_writable(directory: Path) -> None:
     """Raise OSError for a directory that cannot be written, or be made."""
-    nearest = next(folder for folder in (directory, *directory.absolute().parents) if folder.exists())
+    nearest = next(
+        folder for folder in (directory, *directory.absolute().parents) if folder.exists()
+    )
     if not nearest.is_dir() or not os.access(nearest, os.W_OK):
         raise PermissionError(f"cannot write to {directory}: {nearest} is not a writable directory")
 
@@ -167,10 +190,18 @@ def locked(path: Path) -> Iterator[None]:
         lock.acquire(timeout=0)
     except Timeout as error:
         holder = read_holder(path)
-        who = f": process {holder['pid']} on {holder['host']}, since {holder['since']}" if holder else ""
-        raise RunLockedError(f"another process is writing to {path}{who}; wait until it ends, or stop it") from error
+        who = (
+            f": process {holder['pid']} on {holder['host']}, since {holder['since']}"
+            if holder
+            else ""
+        )
+        raise RunLockedError(
+            f"another process is writing to {path}{who}; wait until it ends, or stop it"
+        ) from error
     now = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%dT%H:%M:%SZ}"
-    write_atomically(path / HOLDER, to_json({"pid": os.getpid(), "host": platform.node(), "since": now}))
+    write_atomically(
+        path / HOLDER, to_json({"pid": os.getpid(), "host": platform.node(), "since": now})
+    )
     try:
         yield
     finally:

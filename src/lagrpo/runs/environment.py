@@ -55,29 +55,45 @@ def read_environment(run: Path) -> dict[str, Any]:
     try:
         return json.loads((run / FILE).read_bytes()) if (run / FILE).exists() else {}
     except ValueError as error:
-        raise ValueError(f"{run / FILE} is damaged ({error}); remove it to resume as on another machine") from error
+        raise ValueError(
+            f"{run / FILE} is damaged ({error}); remove it to resume as on another machine"
+        ) from error
 
 
 def git_state(directory: Path) -> dict[str, Any] | None:
     """`{"commit": …, "dirty": …}` of the repository around `directory`; dirty also counts untracked files."""
 
-    def git(*words: str) -> str:  # by default status locks the index, and a killed run would leave the lock behind
+    def git(
+        *words: str,
+    ) -> str:  # by default status locks the index, and a killed run would leave the lock behind
         command = ["git", "--no-optional-locks", "-C", str(directory), *words]
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+        return subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=10
+        ).stdout.strip()
 
     try:
         return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain"))}
-    except (OSError, subprocess.SubprocessError):  # no git, no repository, or a repository without a commit
+    except (
+        OSError,
+        subprocess.SubprocessError,
+    ):  # no git, no repository, or a repository without a commit
         return None
 
 
 def cpu_model() -> str:
     """The CPU's name as the system gives it. On x86 with family and model: a cloud's "AMD EPYC" names no model."""
     if (information := Path("/proc/cpuinfo")).is_file():
-        lines = (line.partition(":") for line in information.read_text().partition("\n\n")[0].splitlines())
+        lines = (
+            line.partition(":")
+            for line in information.read_text().partition("\n\n")[0].splitlines()
+        )
         first = {field.strip(): value.strip() for field, _, value in lines}
         if name := first.get("model name"):
-            return f"{name} (family {first['cpu family']}, model {first['model']})" if "cpu family" in first else name
+            return (
+                f"{name} (family {first['cpu family']}, model {first['model']})"
+                if "cpu family" in first
+                else name
+            )
     return platform.processor() or platform.machine()
 
 

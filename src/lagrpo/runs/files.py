@@ -100,7 +100,11 @@ def remove_leftovers(directory: Path) -> None:
 def numbered(folder: Path, before: str, after: str = "") -> dict[int, Path]:
     """The files of a folder named `before`, digits, `after`, by number."""
     form = re.compile(f"{re.escape(before)}([0-9]+){re.escape(after)}")
-    return {int(name[1]): path for path in sorted(folder.glob("*")) if (name := form.fullmatch(path.name))}
+    return {
+        int(name[1]): path
+        for path in sorted(folder.glob("*"))
+        if (name := form.fullmatch(path.name))
+    }
 
 
 def write_table(path: Path, rows: Iterable[Mapping[str, Any]], schema: Any = None) -> Path:
@@ -109,7 +113,9 @@ def write_table(path: Path, rows: Iterable[Mapping[str, Any]], schema: Any = Non
     import pyarrow.parquet as pq
 
     table = pa.Table.from_pylist([dict(row) for row in rows], schema=schema)
-    return write_atomically(path, lambda scratch: pq.write_table(table, scratch, compression="zstd"))
+    return write_atomically(
+        path, lambda scratch: pq.write_table(table, scratch, compression="zstd")
+    )
 
 
 def to_json(value: Any, indent: int | None = None) -> str:

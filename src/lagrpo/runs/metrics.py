@@ -7,7 +7,9 @@ import tomllib
 from collections.abc import Iterable
 from importlib.resources import files
 
-METRICS: dict[str, dict[str, str]] = tomllib.loads(files("lagrpo.runs").joinpath("metrics.toml").read_text("utf-8"))
+METRICS: dict[str, dict[str, str]] = tomllib.loads(
+    files("lagrpo.runs").joinpath("metrics.toml").read_text("utf-8")
+)
 
 
 def describe_metrics(names: Iterable[str]) -> dict[str, dict[str, str]]:
@@ -16,6 +18,10 @@ def describe_metrics(names: Iterable[str]) -> dict[str, dict[str, str]]:
     for heading, metrics in METRICS.items():
         for template, meaning in metrics.items():
             pattern = re.sub("NAME|SET", r"\\w+", template)
-            own = [template] if pattern == template else [name for name in names if re.fullmatch(pattern, name)]
+            own = (
+                [template]
+                if pattern == template
+                else [name for name in names if re.fullmatch(pattern, name)]
+            )
             found.setdefault(heading, {}).update(dict.fromkeys(own, meaning))
     return found

@@ -23,7 +23,9 @@ def reward_curve(run_dir: Run | Path | str) -> Path:
     if not (metrics := load_metrics(run)):
         raise RunNotFoundError(f"{run.path} has no metrics yet: its first batch is not finished")
     figure = draw(run.path.name, metrics, load_evaluations(run))
-    return write_atomically(run.path / "reward.png", lambda path: figure.savefig(path, format="png", dpi=150))
+    return write_atomically(
+        run.path / "reward.png", lambda path: figure.savefig(path, format="png", dpi=150)
+    )
 
 
 def draw(title: str, metrics: Rows, evaluations: Rows) -> Any:
@@ -31,17 +33,31 @@ def draw(title: str, metrics: Rows, evaluations: Rows) -> Any:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8.4, 6.6), layout="constrained", facecolor="white")
-    panels = reward, variance, stale = figure.subplots(3, 1, sharex=True, gridspec_kw={"height_ratios": (4, 1, 1)})
+    panels = reward, variance, stale = figure.subplots(
+        3, 1, sharex=True, gridspec_kw={"height_ratios": (4, 1, 1)}
+    )
     steps = [m["step"] for m in metrics]
-    reward.plot(steps, _curve(metrics, "reward"), ".-", color=BLUE, linewidth=1, label="reward of a step")
+    reward.plot(
+        steps, _curve(metrics, "reward"), ".-", color=BLUE, linewidth=1, label="reward of a step"
+    )
     measured = [e for e in evaluations if e.get("pass@1") is not None]
-    if points := [e for e in measured if e.get("set") == measured[0].get("set")]:  # of the first set
+    if points := [
+        e for e in measured if e.get("set") == measured[0].get("set")
+    ]:  # of the first set
         values = [e["pass@1"] for e in points]
-        ends = [[abs(e.get(f"pass@1_{end}", e["pass@1"]) - e["pass@1"]) for e in points] for end in ("low", "high")]
+        ends = [
+            [abs(e.get(f"pass@1_{end}", e["pass@1"]) - e["pass@1"]) for e in points]
+            for end in ("low", "high")
+        ]
         when = [e["step"] or 0 for e in points]
         reward.errorbar(when, values, ends, color=ORANGE, label="pass@1", fmt="o", capsize=3.5)
-    reward.legend(loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=5, frameon=False, fontsize=8.5)
-    for axes, key, color in ((variance, "frac_reward_zero_std", GREEN), (stale, "staleness/max", PURPLE)):
+    reward.legend(
+        loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=5, frameon=False, fontsize=8.5
+    )
+    for axes, key, color in (
+        (variance, "frac_reward_zero_std", GREEN),
+        (stale, "staleness/max", PURPLE),
+    ):
         axes.step(steps, _curve(metrics, key), where="mid", color=color, linewidth=1)
         axes.set_ylim(bottom=0)
     labels = ("reward", "share of groups\nwithout signal", "staleness\n(updates)")

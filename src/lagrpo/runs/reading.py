@@ -26,7 +26,11 @@ def open_run(run: Run | Path | str) -> Run:
     path = run.path if isinstance(run, Run) else Path(run).expanduser()
     if (path / "config.toml").is_file():
         return Run(path)
-    wrong = f"{path} is not a run: it has no config.toml" if path.exists() else f"there is no run at {path}"
+    wrong = (
+        f"{path} is not a run: it has no config.toml"
+        if path.exists()
+        else f"there is no run at {path}"
+    )
     folder = path if path.is_dir() else path.parent
     if runs := sorted(str(config.parent) for config in folder.glob("*/config.toml")):
         wrong += f". Runs in {folder}: {', '.join(runs[-5:])}"
@@ -37,7 +41,10 @@ def load_reward_range(run: Run | Path | str) -> tuple[float, float]:
     """The smallest and the largest reward of the run's task, by its config.toml; by default 0 and 1."""
     config = tomllib.loads((open_run(run).path / "config.toml").read_text("utf-8"))
     rewards = config.get("task", {}).get("rewards") or [{}]
-    ends = [sorted(each.get("weight", 1.0) * end for end in each.get("range", (0.0, 1.0))) for each in rewards]
+    ends = [
+        sorted(each.get("weight", 1.0) * end for end in each.get("range", (0.0, 1.0)))
+        for each in rewards
+    ]
     return math.fsum(low for low, _ in ends), math.fsum(high for _, high in ends)
 
 
@@ -53,7 +60,9 @@ def load_events(run: Run | Path | str) -> list[dict[str, Any]]:
 
 
 def _load_lines(path: Path) -> list[dict[str, Any]]:
-    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []  # the last one is empty, or torn
+    lines = (
+        path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    )  # the last one is empty, or torn
     return [_parse(line, f"{path}, line {number},") for number, line in enumerate(lines, start=1)]
 
 
@@ -106,9 +115,15 @@ def opened_rollouts(run: Run | Path | str, step: int) -> Iterator[Any]:
     """The Parquet file of one step's rollouts, to be read by columns. Raises ValueError as `load_rollouts` does."""
     path = open_run(run).path / "rollouts" / f"step-{step:06d}.parquet"
     with _opened_table(path) as file:
-        schema = (file.schema_arrow.metadata or {}).get(SCHEMA_KEY, b"no schema").decode(errors="replace")
+        schema = (
+            (file.schema_arrow.metadata or {})
+            .get(SCHEMA_KEY, b"no schema")
+            .decode(errors="replace")
+        )
         if schema != SCHEMA_NAME:
-            raise ValueError(f"{path} is written in {one_line(schema)}; this version of lagrpo reads {SCHEMA_NAME}")
+            raise ValueError(
+                f"{path} is written in {one_line(schema)}; this version of lagrpo reads {SCHEMA_NAME}"
+            )
         yield file
 
 
@@ -129,10 +144,18 @@ def completion_files(data: Iterable[str | Path]) -> list[Path]:
     that order. Raises FileNotFoundError for a name without files."""
     files: dict[Path, Path] = {}
     for path in (Path(name).expanduser() for name in data):
-        matches = [path] if path.exists() else map(Path, sorted(glob.glob(str(path), recursive=True)))
-        found = [f for m in matches for f in (sorted(m.glob("rollouts/step-*.parquet")) if m.is_dir() else [m])]
+        matches = (
+            [path] if path.exists() else map(Path, sorted(glob.glob(str(path), recursive=True)))
+        )
+        found = [
+            f
+            for m in matches
+            for f in (sorted(m.glob("rollouts/step-*.parquet")) if m.is_dir() else [m])
+        ]
         if not found:
-            raise FileNotFoundError(f"{path} is neither a file of completions nor a run with rollouts")
+            raise FileNotFoundError(
+                f"{path} is neither a file of completions nor a run with rollouts"
+            )
         for file in found:
             files.setdefault(file.resolve(), file)
     return list(files.values())

@@ -27,7 +27,10 @@ def rollout_schema(rewards: Sequence[str] = ()) -> Any:
     import pyarrow as pa
 
     columns: list[tuple[str, Any]] = []
-    several = [*(f"{REWARD}{name}:double" for name in rewards), *(["correct:bool"] if rewards else [])]
+    several = [
+        *(f"{REWARD}{name}:double" for name in rewards),
+        *(["correct:bool"] if rewards else []),
+    ]
     for name, _, kind in (column.partition(":") for column in [*COLUMNS.split(), *several]):
         value = pa.type_for_alias(kind.removesuffix("[]"))
         columns.append((name, pa.list_(value) if kind.endswith("[]") else value))
@@ -36,7 +39,9 @@ def rollout_schema(rewards: Sequence[str] = ()) -> Any:
 
 def reward_columns(row: Mapping[str, Any]) -> dict[str, Any]:
     """The rewards of a row by their names; none if the task has a single one."""
-    return {name.removeprefix(REWARD): value for name, value in row.items() if name.startswith(REWARD)}
+    return {
+        name.removeprefix(REWARD): value for name, value in row.items() if name.startswith(REWARD)
+    }
 
 
 def rollout_rows(
@@ -63,18 +68,24 @@ def rollout_rows(
             for name in ("old_logprobs", "entropy"):  # of sampled tokens; None for the others
                 values = None if known.get(name) is None else iter(known[name].tolist())
                 row[name] = values and [next(values) if own else None for own in row["loss_mask"]]
-            reason = known.get("excluded_reason", "") if row["outcome"] == "scored" else row["outcome"]
+            reason = (
+                known.get("excluded_reason", "") if row["outcome"] == "scored" else row["outcome"]
+            )
             yield row | {"excluded_reason": reason}
 
 
-def _completion_columns(completion: Completion, policy_version: int, rewards: Sequence[str]) -> dict[str, Any]:
+def _completion_columns(
+    completion: Completion, policy_version: int, rewards: Sequence[str]
+) -> dict[str, Any]:
     outcome = completion.outcome  # None in a checkpoint: the completion was not scored yet
     versions = completion.versions[completion.sampled].tolist()
     return {
         "completion": completion.text,
         "messages": list(completion.turns),
         "token_ids": completion.token_ids.tolist(),
-        "rollout_logprobs": [None if math.isnan(logp) else logp for logp in completion.logp_alpha.tolist()],
+        "rollout_logprobs": [
+            None if math.isnan(logp) else logp for logp in completion.logp_alpha.tolist()
+        ],
         "policy_versions": completion.versions.tolist(),
         "loss_mask": completion.sampled.tolist(),
         "policy_version": policy_version,

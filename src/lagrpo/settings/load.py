@@ -23,7 +23,11 @@ from lagrpo.settings.sections import Section
 Command = TypeVar("Command")
 PRESETS = Path(__file__).with_name("presets")
 SHORT = {"--task": "--task.name", "--model": "--model.path", "--recipe": "--loss.recipe"}
-TABLES = ("task.options", "loss.overrides", "model.chat_template_kwargs")  # with any names: --task.options.NAME VALUE
+TABLES = (
+    "task.options",
+    "loss.overrides",
+    "model.chat_template_kwargs",
+)  # with any names: --task.options.NAME VALUE
 
 
 def load_settings(
@@ -38,7 +42,10 @@ def load_settings(
     if resume not in (None, "auto"):
         if source is not None and not isinstance(source, Mapping):
             raise SettingsError(f"--resume RUN takes the settings of the run: leave out {source}")
-        source, changes = Path(resume).expanduser() / "config.toml", merged(nest(source or {}), changes)
+        source, changes = (
+            Path(resume).expanduser() / "config.toml",
+            merged(nest(source or {}), changes),
+        )
         if not source.is_file():
             raise SettingsError(f"--resume: {resume!r} is not a run: it has no config.toml")
     if source is None or isinstance(source, Mapping):
@@ -58,7 +65,9 @@ def read_toml(path: Path) -> dict[str, Any]:
         known = ", ".join(sorted(file.stem for file in PRESETS.glob("*.toml")))
         raise SettingsError(f"{path}: no such settings file; packaged ones are {known}") from error
     except OSError as error:
-        raise SettingsError(f"{path}: cannot be read as a settings file: {error.strerror}") from error
+        raise SettingsError(
+            f"{path}: cannot be read as a settings file: {error.strerror}"
+        ) from error
     except (ValueError, RecursionError) as error:
         cure = "; write paths with / or in single quotes" if re.search(r'"[^"\n]*\\', text) else ""
         raise SettingsError(f"{path}: not valid TOML: {one_line(str(error))}{cure}") from error
@@ -70,7 +79,10 @@ def to_toml(settings: Settings) -> str:
 
 
 def validate(
-    values: Mapping[str, Any], overrides: Mapping[str, Any], source: str, kind: type[BaseModel] = Settings
+    values: Mapping[str, Any],
+    overrides: Mapping[str, Any],
+    source: str,
+    kind: type[BaseModel] = Settings,
 ) -> Any:
     """The settings of `values`, which come from `source`, with `overrides` on top. Raises SettingsError."""
     try:
@@ -80,7 +92,10 @@ def validate(
         complaint: Any
         for complaint in error.errors():
             name = ".".join(map(str, complaint["loc"]))
-            by_user = any(f"{own}.".startswith(f"{name}.") or f"{name}.".startswith(f"{own}.") for own in given)
+            by_user = any(
+                f"{own}.".startswith(f"{name}.") or f"{name}.".startswith(f"{own}.")
+                for own in given
+            )
             place = "command line" if by_user and source != "settings" else source
             text = f"{name} = {one_line(repr(complaint['input']))}: {complaint['msg']}"
             if complaint["type"] == "extra_forbidden":
@@ -97,7 +112,9 @@ def suggest_setting(name: str, kind: type[BaseModel]) -> str:
     same = [each for each in known if each.endswith(f".{name.rpartition('.')[2]}")]
     alike = [each for each in known if each.count(".") == name.count(".")]
     near = same[0] if same else find_nearest(name, alike, likeness=0.5)
-    knobs = " Other knobs of the recipe are loss.overrides.NAME." if name.startswith("loss.") else ""
+    knobs = (
+        " Other knobs of the recipe are loss.overrides.NAME." if name.startswith("loss.") else ""
+    )
     return f"did you mean {near!r}?{knobs}" if near else f"lagrpo train --help lists all.{knobs}"
 
 
@@ -118,7 +135,11 @@ def merged(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str,
     found = dict(values)
     for name, change in overrides.items():
         below = values.get(name)
-        found[name] = merged(below, change) if isinstance(change, Mapping) and isinstance(below, Mapping) else change
+        found[name] = (
+            merged(below, change)
+            if isinstance(change, Mapping) and isinstance(below, Mapping)
+            else change
+        )
     return found
 
 
@@ -126,7 +147,11 @@ def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """section.name -> value."""
     flat: dict[str, Any] = {}
     for name, value in settings.items():
-        flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
+        flat |= (
+            flatten(value, f"{prefix}{name}.")
+            if isinstance(value, Mapping)
+            else {prefix + name: value}
+        )
     return flat
 
 
@@ -149,14 +174,21 @@ def read_words(
     """The arguments of a command, a dataclass, and the settings of these sections that the words change. Wrong words
     end the program."""
     parts = [word.partition("=") for word in words]
-    rest, tables = split_tables([f"{SHORT.get(name, name)}{equals}{value}" for name, equals, value in parts])
-    rest = [re.sub(r"(?<![^=])(True|False)$", lambda found: found[0].lower(), word) for word in rest]  # as Python says
+    rest, tables = split_tables(
+        [f"{SHORT.get(name, name)}{equals}{value}" for name, equals, value in parts]
+    )
+    rest = [
+        re.sub(r"(?<![^=])(True|False)$", lambda found: found[0].lower(), word) for word in rest
+    ]  # as Python says
     shown = [(name, _options(name, getattr(settings, name))) for name in sections]
     fields = [(name, type(own), own) for name, own in shown]
     made: Any = make_dataclass(command.__name__, fields, bases=(command,), frozen=True)
     own_tables = [name for name in TABLES if name.partition(".")[0] in sections]
     helps = [f"--{name}.NAME VALUE: {list_settings()[name].description}" for name in own_tables]
-    shown_as: dict[str, Any] = {"prog": f"lagrpo {command.__name__.lower()}", "config": (tyro.conf.FlagCreatePairsOff,)}
+    shown_as: dict[str, Any] = {
+        "prog": f"lagrpo {command.__name__.lower()}",
+        "config": (tyro.conf.FlagCreatePairsOff,),
+    }
     text = "\n".join([f"{inspect.getdoc(command)}\n", *helps])
     given = tyro.cli(made, args=rest, description=text, use_underscores=True, **shown_as)
     changed = {
@@ -168,7 +200,9 @@ def read_words(
     return given, changed | tables
 
 
-def help_text(command: type, settings: Settings, sections: Sequence[str], unused: Sequence[str] = ()) -> str:
+def help_text(
+    command: type, settings: Settings, sections: Sequence[str], unused: Sequence[str] = ()
+) -> str:
     """The help of a command: its docstring, and a line with the value for each setting that it uses."""
     lines = [inspect.getdoc(command) or ""]
     for section in sections:
@@ -176,7 +210,10 @@ def help_text(command: type, settings: Settings, sections: Sequence[str], unused
         lines.append("")
         for name, field in type(values).model_fields.items():
             key, value = f"{section}.{name}", getattr(values, name)
-            words = [getattr(each, "name", str(each)) for each in (value if isinstance(value, tuple) else [value])]
+            words = [
+                getattr(each, "name", str(each))
+                for each in (value if isinstance(value, tuple) else [value])
+            ]
             shown = f" [{' '.join(words)}]" if value not in (None, ()) else ""
             if key in TABLES:
                 key, shown = f"{key}.NAME", ""

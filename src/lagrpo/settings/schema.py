@@ -9,7 +9,9 @@ from pydantic import model_validator
 from lagrpo.settings import sections
 from lagrpo.tasks import is_multi_turn
 
-MIN_REPLIES = 512  # tokens that environments may say in a completion, if max_completion_length is less
+MIN_REPLIES = (
+    512  # tokens that environments may say in a completion, if max_completion_length is less
+)
 
 
 class Settings(sections.Section):
@@ -49,12 +51,19 @@ class Settings(sections.Section):
         """Tokens of the longest sequence that the policy samples, in training or in an evaluation."""
         sets = self.eval.sets if self.eval.takes_place else ()
         own = self.rollout.max_completion_length
-        return self.rollout.max_prompt_length + max([own, *(each.max_completion_length or own for each in sets)])
+        return self.rollout.max_prompt_length + max(
+            [own, *(each.max_completion_length or own for each in sets)]
+        )
 
 
 def find_contradictions(settings: Settings) -> Iterator[str]:
     """What settings of different sections exclude, each with its cure."""
-    rollout, evaluation, vllm, offline = settings.rollout, settings.eval, settings.vllm, settings.offline
+    rollout, evaluation, vllm, offline = (
+        settings.rollout,
+        settings.eval,
+        settings.vllm,
+        settings.offline,
+    )
     samples = max([evaluation.num_samples, *(each.num_samples or 0 for each in evaluation.sets)])
     counts = {"rollout.num_generations": rollout.num_generations}
     counts |= {"eval.num_samples": samples} if evaluation.takes_place else {}
@@ -70,6 +79,8 @@ def find_contradictions(settings: Settings) -> Iterator[str]:
         yield "vllm.weight_transfer = 'nccl' cannot send the adapters of model.lora_r: use 'directory'"
     if offline.fraction < 1 and not offline.data:
         yield f"offline.fraction = {offline.fraction:g}, but offline.data is unset: set offline.data"
-    if (buffer := settings.loss.overrides.get("overlong_buffer", 0)) > rollout.max_completion_length:
+    if (
+        buffer := settings.loss.overrides.get("overlong_buffer", 0)
+    ) > rollout.max_completion_length:
         longest = f"rollout.max_completion_length = {rollout.max_completion_length}"
         yield f"loss.overrides.overlong_buffer = {buffer} is more than {longest}: lower the buffer"

@@ -12,7 +12,10 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from lagrpo.logs import is_secret
 from lagrpo.rewards.reward import sum_ranges
 
-KNOBS = {"kl_estimator": "kl", "epsilon": "epsilon_low"}  # knobs of core/recipes.py with other names
+KNOBS = {
+    "kl_estimator": "kl",
+    "epsilon": "epsilon_low",
+}  # knobs of core/recipes.py with other names
 NAME = r"^[A-Za-z][A-Za-z0-9_]{0,39}$"
 
 
@@ -26,7 +29,9 @@ def split_server_args(options: Sequence[str]) -> tuple[str, ...]:
     names = (word.partition("=")[0] for word in words if word.startswith("--"))
     if secret := next(filter(is_secret, names), None):
         cure = "set an environment variable (HF_TOKEN, LAGRPO_VLLM_API_KEY), which servers inherit"
-        raise ValueError(f"server_args: all users of this machine could read the secret in {secret!r}: {cure}")
+        raise ValueError(
+            f"server_args: all users of this machine could read the secret in {secret!r}: {cure}"
+        )
     return words
 
 
@@ -34,7 +39,11 @@ class Section(BaseModel):
     """Frozen settings, without unknown names and infinite numbers. A value stands for a list of one."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=(), allow_inf_nan=False
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
+        allow_inf_nan=False,
     )
 
     @model_validator(mode="before")
@@ -42,8 +51,14 @@ class Section(BaseModel):
     def _wrap_single_values(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             return given
-        lists = {name for name, field in cls.model_fields.items() if get_origin(field.annotation) is tuple}
-        single = {name for name in lists & given.keys() if isinstance(given[name], str | int | dict)}
+        lists = {
+            name
+            for name, field in cls.model_fields.items()
+            if get_origin(field.annotation) is tuple
+        }
+        single = {
+            name for name in lists & given.keys() if isinstance(given[name], str | int | dict)
+        }
         return given | {name: (given[name],) for name in single}
 
 
@@ -80,7 +95,9 @@ class ModelSettings(Section):
     def _check_lora(self) -> ModelSettings:
         for name in ("lora_alpha", "lora_target_modules"):
             if not self.lora_r and getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(f"{name} is set, but lora_r is 0, which trains all weights: set model.lora_r")
+                raise ValueError(
+                    f"{name} is set, but lora_r is 0, which trains all weights: set model.lora_r"
+                )
         return self
 
 
@@ -137,7 +154,11 @@ class TaskSettings(Section):
     @property
     def reward_range(self) -> tuple[float, float]:
         """The smallest and the largest reward: the bounds are in units of this range."""
-        return sum_ranges([(each.weight, each.range) for each in self.rewards]) if self.rewards else (0.0, 1.0)
+        return (
+            sum_ranges([(each.weight, each.range) for each in self.rewards])
+            if self.rewards
+            else (0.0, 1.0)
+        )
 
     @property
     def given_options(self) -> dict[str, Any]:
@@ -148,7 +169,9 @@ class TaskSettings(Section):
     @model_validator(mode="after")
     def _check_weights(self) -> TaskSettings:
         if self.rewards and not any(each.weight for each in self.rewards):
-            raise ValueError("rewards: all weights are 0, so every reward would be 0; give one a weight")
+            raise ValueError(
+                "rewards: all weights are 0, so every reward would be 0; give one a weight"
+            )
         return self
 
 
@@ -187,9 +210,13 @@ class VllmSettings(Section):
     def _check(self) -> VllmSettings:
         split_server_args(self.server_args)
         if not all(re.fullmatch(r"https?://[^/@?#\s]+/?", url) for url in self.urls):
-            raise ValueError("urls: write http://host:port; the API key goes into $LAGRPO_VLLM_API_KEY")
+            raise ValueError(
+                "urls: write http://host:port; the API key goes into $LAGRPO_VLLM_API_KEY"
+            )
         if self.urls and (self.gpus or self.server_args):
-            raise ValueError("gpus and server_args are for a server that the run starts; urls names running servers")
+            raise ValueError(
+                "gpus and server_args are for a server that the run starts; urls names running servers"
+            )
         return self
 
 
@@ -214,15 +241,25 @@ class ScheduleSettings(Section):
     @model_validator(mode="after")
     def _check(self) -> ScheduleSettings:
         if self.constant_lag is not None and (self.sync_at_kl is not None or self.sync_every != 1):
-            raise ValueError("constant_lag cannot be combined with sync_at_kl or sync_every: unset one of them")
+            raise ValueError(
+                "constant_lag cannot be combined with sync_at_kl or sync_every: unset one of them"
+            )
         if self.reset_optimizer and self.ref_sync_every is None:
-            raise ValueError("reset_optimizer needs ref_sync_every: set it, or unset reset_optimizer")
+            raise ValueError(
+                "reset_optimizer needs ref_sync_every: set it, or unset reset_optimizer"
+            )
         return self
 
     @property
     def kind(self) -> Literal["every", "lagged", "budget"]:
         """The schedule by its name in rollout/schedule.py."""
-        return "lagged" if self.constant_lag is not None else "every" if self.sync_at_kl is None else "budget"
+        return (
+            "lagged"
+            if self.constant_lag is not None
+            else "every"
+            if self.sync_at_kl is None
+            else "budget"
+        )
 
     @property
     def v(self) -> int:
@@ -354,12 +391,24 @@ class EvalSettings(Section):
         of_set, _, metric = best.rpartition(".")
         chosen = {each.name: each for each in self.sets}.get(of_set)
         samples = (chosen and chosen.num_samples) or self.num_samples
-        known = ["reward", *(f"pass@{k}" for k in sorted({samples, *(1 << n for n in range(samples.bit_length()))}))]
+        known = [
+            "reward",
+            *(
+                f"pass@{k}"
+                for k in sorted({samples, *(1 << n for n in range(samples.bit_length()))})
+            ),
+        ]
         is_known = metric in known or re.fullmatch(r"rewards/\w+/mean", metric)
         if not is_known or (chosen is None) == bool(of_set or self.sets):
-            raise ValueError(f"best_metric = {best!r}: write {'SET.' * bool(self.sets)}METRIC of {', '.join(known)}")
-        if not self.at_start and not (self.every if chosen is None or chosen.every is None else chosen.every):
-            raise ValueError(f"best_metric = {best!r}, but the run never evaluates: set every, or at_start = true")
+            raise ValueError(
+                f"best_metric = {best!r}: write {'SET.' * bool(self.sets)}METRIC of {', '.join(known)}"
+            )
+        if not self.at_start and not (
+            self.every if chosen is None or chosen.every is None else chosen.every
+        ):
+            raise ValueError(
+                f"best_metric = {best!r}, but the run never evaluates: set every, or at_start = true"
+            )
 
     @property
     def takes_place(self) -> bool:

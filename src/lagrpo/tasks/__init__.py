@@ -20,11 +20,23 @@ from lagrpo.rewards.reward import OWN, REWARDS, Rewards, check_rewards, load_fun
 from lagrpo.types import Prompt
 
 logger = logging.getLogger("lagrpo")
-BUILTIN = ("arithmetic", "countdown", "gsm8k", "math", "custom", "calculator", "guess_number", "gym", "reasoning_gym")
+BUILTIN = (
+    "arithmetic",
+    "countdown",
+    "gsm8k",
+    "math",
+    "custom",
+    "calculator",
+    "guess_number",
+    "gym",
+    "reasoning_gym",
+)
 """The tasks of this package. The last two take a name after a colon: of an environment, of a generator."""
 NOT_A_TASK = "is not a Task: a Task has name, reward, size(split) and prompt(split, index)"
 Messages = Sequence[Mapping[str, Any]]
-Ask = Callable[[Any], tuple[str | Messages, Any]]  # a row -> its question (a text, or messages) and reference answer
+Ask = Callable[
+    [Any], tuple[str | Messages, Any]
+]  # a row -> its question (a text, or messages) and reference answer
 Key = tuple[int | str, ...]  # of random numbers: lagrpo.rng.uniforms(count, *key)
 
 
@@ -53,7 +65,9 @@ class Environment(Protocol):
         ...
 
 
-Make = Callable[[], Environment]  # a class or a function at the top level of a module, or an object; pickled
+Make = Callable[
+    [], Environment
+]  # a class or a function at the top level of a module, or an object; pickled
 
 
 @runtime_checkable
@@ -121,10 +135,16 @@ def drop_overlong(task: Task, rollout: Any, chat: Any) -> Task:
     if rollout.overlong_prompts != "drop" or environment_of(task) is not None:
         return task
     if not isinstance(task, RowTask):
-        raise ValueError(f"rollout.overlong_prompts = 'drop' needs a RowTask, not a {type(task).__name__}")
+        raise ValueError(
+            f"rollout.overlong_prompts = 'drop' needs a RowTask, not a {type(task).__name__}"
+        )
     left, most = dict[str, Any](), rollout.max_prompt_length
     for split, rows in task.rows.items():
-        kept = [n for n in range(len(rows)) if len(chat.tokenize(task.prompt(split, n)).token_ids) <= most]
+        kept = [
+            n
+            for n in range(len(rows))
+            if len(chat.tokenize(task.prompt(split, n)).token_ids) <= most
+        ]
         if dropped := len(rows) - len(kept):
             text = "%d of the %d prompts of the %s split are dropped: they have more than %d tokens"
             logger.warning(text, dropped, len(rows), split, most)
@@ -132,33 +152,50 @@ def drop_overlong(task: Task, rollout: Any, chat: Any) -> Task:
     return replace(task, rows=left)
 
 
-def build_messages(question: str | Messages, system_prompt: str | None = None) -> tuple[Mapping[str, Any], ...]:
+def build_messages(
+    question: str | Messages, system_prompt: str | None = None
+) -> tuple[Mapping[str, Any], ...]:
     """The messages for the chat template: the system prompt, if any, then the question as the user's turn, or the given
     messages, with the text parts of each joined. Raises ValueError for what cannot be asked so."""
     has_text = isinstance(question, str) and question.strip()
     given: Any = [{"role": "user", "content": question}] if has_text else question
     listed = given if isinstance(given, list | tuple) else ()
-    has_roles = all(isinstance(turn, Mapping) and isinstance(turn.get("role"), str) for turn in listed)
+    has_roles = all(
+        isinstance(turn, Mapping) and isinstance(turn.get("role"), str) for turn in listed
+    )
     turns = [join_parts(turn) for turn in listed] if has_roles else []
     if not turns or not isinstance(turns[-1].get("content"), str):
         form = "a prompt is a text, or a list of messages with role and content, the last of which has a text"
         raise ValueError(f"its prompt is {question!r:.80}: {form}")
     if strange := {turn["role"] for turn in turns} & {"human", "gpt", "bot", "ai"}:
-        raise ValueError(f"its prompt has the role {min(strange)!r}: chat templates know user, assistant and system")
+        raise ValueError(
+            f"its prompt has the role {min(strange)!r}: chat templates know user, assistant and system"
+        )
     if system_prompt and turns[0]["role"] == "system":
-        raise ValueError("the prompt already has a system message: leave task.system_prompt unset for this data")
+        raise ValueError(
+            "the prompt already has a system message: leave task.system_prompt unset for this data"
+        )
     return (*([{"role": "system", "content": system_prompt}] if system_prompt else []), *turns)
 
 
 def join_parts(turn: Mapping[str, Any]) -> Mapping[str, Any]:
     """The message without keys that are None, which Parquet adds, and with its text parts as one text."""
-    without_none: Any = lambda found: {key: value for key, value in found.items() if value is not None}  # noqa: E731
+
+    def without_none(table: dict[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in table.items() if value is not None}
+
     turn = json.loads(json.dumps(turn), object_hook=without_none)
     if not isinstance(parts := turn.get("content"), list):
         return turn
     for part in parts:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise ValueError(f"a message has the part {part!r:.80}: only parts of type text are supported")
+        if (
+            not isinstance(part, dict)
+            or part.get("type") != "text"
+            or not isinstance(part.get("text"), str)
+        ):
+            raise ValueError(
+                f"a message has the part {part!r:.80}: only parts of type text are supported"
+            )
     return {**turn, "content": "".join(part["text"] for part in parts)}
 
 
@@ -184,10 +221,16 @@ def check_options(settings: Any) -> None:
     if kind in BUILTIN:
         read_options(settings)
     elif ":" not in settings.name:
-        known = f"there are {', '.join(BUILTIN)} and 'package.module:function'.{suggest(kind, BUILTIN)}"
+        known = (
+            f"there are {', '.join(BUILTIN)} and 'package.module:function'.{suggest(kind, BUILTIN)}"
+        )
         raise ValueError(f"task.name: no task {kind!r}; {known}")
-    if kind == "custom" and (not settings.rewards or any(each.reward == OWN for each in settings.rewards)):
-        raise ValueError(f"the task 'custom' needs task.rewards: {', '.join(REWARDS)}, or 'package.module:function'")
+    if kind == "custom" and (
+        not settings.rewards or any(each.reward == OWN for each in settings.rewards)
+    ):
+        raise ValueError(
+            f"the task 'custom' needs task.rewards: {', '.join(REWARDS)}, or 'package.module:function'"
+        )
 
 
 def read_options(settings: Any) -> dict[str, Any]:
@@ -202,14 +245,18 @@ def read_options(settings: Any) -> dict[str, Any]:
     for name, value in settings.given_options.items():
         if name not in known and not takes_all:
             takes = f"it takes {', '.join(known) or 'none'}.{suggest(name, known)}"
-            where = "options" if name in settings.options else name  # the others are settings, such as task.data
+            where = (
+                "options" if name in settings.options else name
+            )  # the others are settings, such as task.data
             raise ValueError(f"task.{where}: the task {kind!r} has no option {name!r}: {takes}")
         try:
             wanted = known.get(name, Any)
             alone = get_origin(wanted) in (tuple, list) and not isinstance(value, list | tuple)
             read[name] = TypeAdapter(wanted).validate_python([value] if alone else value)
         except ValidationError as error:
-            raise ValueError(f"task.options.{name} = {value!r:.80}: {error.errors()[0]['msg']}") from error
+            raise ValueError(
+                f"task.options.{name} = {value!r:.80}: {error.errors()[0]['msg']}"
+            ) from error
     return read
 
 
@@ -225,10 +272,14 @@ def load_task(settings: Any, seed: int) -> Task:
     else:
         task = load_function(settings.name)(settings, seed)
         if not isinstance(task, Task):
-            raise TypeError(f"task.name: {settings.name!r} returned a {type(task).__name__}, which {NOT_A_TASK}")
+            raise TypeError(
+                f"task.name: {settings.name!r} returned a {type(task).__name__}, which {NOT_A_TASK}"
+            )
     if settings.rewards:
         if environment_of(task) is not None:
-            raise ValueError(f"task.rewards: the environment of {settings.name!r} gives the rewards; unset them")
+            raise ValueError(
+                f"task.rewards: the environment of {settings.name!r} gives the rewards; unset them"
+            )
         task = copy_with(task, reward=load_rewards(settings.rewards, task.reward))
     return complete_task(task, settings.tools)
 

@@ -22,7 +22,10 @@ Problem = tuple[str, int, int]
 
 
 def load(
-    seed: int, *, operations: tuple[Literal["+", "-", "*"], ...] = ("+",), digits: Literal[1, 2, 3, 4] = 1
+    seed: int,
+    *,
+    operations: tuple[Literal["+", "-", "*"], ...] = ("+",),
+    digits: Literal[1, 2, 3, 4] = 1,
 ) -> RowTask:
     """The task with problems of this seed: of these operations, with operands of up to so many digits."""
     train, test = split(operations, digits, seed)
@@ -47,7 +50,9 @@ def score(completion: str, answer: Any) -> float:
     return float(read_last_number(completion) == right)
 
 
-def split(operations: tuple[str, ...], digits: int, seed: int) -> tuple[list[Problem], list[Problem]]:
+def split(
+    operations: tuple[str, ...], digits: int, seed: int
+) -> tuple[list[Problem], list[Problem]]:
     """The training and the test problems, in an order that the seed chooses."""
     from lagrpo.rng import permutation
 
@@ -57,7 +62,10 @@ def split(operations: tuple[str, ...], digits: int, seed: int) -> tuple[list[Pro
     for operation, a, b in _sample_problems(operations, numbers, seed):
         both = [(operation, a, b)] if a == b else [(operation, a, b), (operation, b, a)]
         (test if len(test) + len(both) <= test_size else train).extend(both)
-    orders = [permutation(len(p), seed, "arithmetic", "order", name) for p, name in ((train, "train"), (test, "test"))]
+    orders = [
+        permutation(len(p), seed, "arithmetic", "order", name)
+        for p, name in ((train, "train"), (test, "test"))
+    ]
     return [train[n] for n in orders[0][:_TRAIN]], [test[n] for n in orders[1]]
 
 
@@ -69,6 +77,11 @@ def _sample_problems(operations: tuple[str, ...], numbers: int, seed: int) -> li
     if space <= _FEW:
         codes = permutation(space, seed, "arithmetic", "problems").tolist()
     else:
-        codes = dict.fromkeys((uniforms(_TRAIN + _TEST, seed, "arithmetic", "problems") * space).astype(int).tolist())
-    problems = ((operations[code // numbers**2], code // numbers % numbers, code % numbers) for code in codes)
+        codes = dict.fromkeys(
+            (uniforms(_TRAIN + _TEST, seed, "arithmetic", "problems") * space).astype(int).tolist()
+        )
+    problems = (
+        (operations[code // numbers**2], code // numbers % numbers, code % numbers)
+        for code in codes
+    )
     return list(dict.fromkeys((operation, min(a, b), max(a, b)) for operation, a, b in problems))

@@ -34,15 +34,24 @@ def load(
 def _ask(examples: int, problem: arithmetic.Problem) -> tuple[Messages, str]:
     sign, a, b = problem
     solved = [message for x, y in EXAMPLES[:examples] for message in _solve(f"{x} {sign} {y}")]
-    return [*solved, {"role": "user", "content": f"What is {a} {sign} {b}?"}], calculate(f"{a} {sign} {b}")
+    return [*solved, {"role": "user", "content": f"What is {a} {sign} {b}?"}], calculate(
+        f"{a} {sign} {b}"
+    )
 
 
 def _solve(expression: str) -> Messages:
     """A conversation in which the tool is called."""
-    call, result = {"name": "calculate", "arguments": {"expression": expression}}, calculate(expression)
+    call, result = (
+        {"name": "calculate", "arguments": {"expression": expression}},
+        calculate(expression),
+    )
     return [
         {"role": "user", "content": f"What is {expression}?"},
-        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"type": "function", "function": call}],
+        },
         {"role": "tool", "name": "calculate", "content": result},
         {"role": "assistant", "content": result},
     ]

@@ -25,12 +25,26 @@ WORDING = (
 )
 _SIZES = {"train": 10_000, "test": 500}
 _LARGEST, _TARGETS = 99, range(10, 1000)
-_SPELLINGS = {"×": "*", "·": "*", "÷": "/", "−": "-", "–": "-", r"\times": "*", r"\cdot": "*", r"\div": "/"}
+_SPELLINGS = {
+    "×": "*",
+    "·": "*",
+    "÷": "/",
+    "−": "-",
+    "–": "-",
+    r"\times": "*",
+    r"\cdot": "*",
+    r"\div": "/",
+}
 _SIZE = re.compile(r"\\(?:left|right)(?![a-z])")
 _DELIMITER = re.compile(r"\\[()\[\]]")
 _STRETCH = re.compile(r"[-+*/() 0-9]+")
 _OPERATION = re.compile(r"[0-9)] *[-+*/]+ *[-+( ]*[0-9]")
-_OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+_OPERATIONS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
 
 
 def load(seed: int, *, numbers: Literal[3, 4, 5, 6] = 4) -> RowTask:
@@ -41,16 +55,26 @@ def load(seed: int, *, numbers: Literal[3, 4, 5, 6] = 4) -> RowTask:
 
 def _ask(count: int, seed: int, row: tuple[str, int]) -> tuple[str, dict[str, Any]]:
     problem = make_problem(count, seed, *row)
-    return WORDING.format(target=problem["target"], numbers=", ".join(map(str, problem["numbers"]))), problem
+    return WORDING.format(
+        target=problem["target"], numbers=", ".join(map(str, problem["numbers"]))
+    ), problem
 
 
 def score(completion: str, answer: Any) -> float:
     """1.0 if the completion's expression equals the target and uses each given number at most once, else 0.0. `answer`
     is {"numbers": [...], "target": ...}. The expression, of at most 200 characters, has + - * / (also a sign, as in
     -3 + 10) and given numbers. Raises UnscorableError if `answer` is not of its form."""
-    numbers, target = (answer.get("numbers"), answer.get("target")) if isinstance(answer, Mapping) else (None, None)
-    if not isinstance(numbers, Sequence) or not all(type(number) is int for number in (*numbers, target)):
-        raise UnscorableError(f"the reference answer {answer!r} is not like {{'numbers': [3, 5, 7], 'target': 20}}")
+    numbers, target = (
+        (answer.get("numbers"), answer.get("target"))
+        if isinstance(answer, Mapping)
+        else (None, None)
+    )
+    if not isinstance(numbers, Sequence) or not all(
+        type(number) is int for number in (*numbers, target)
+    ):
+        raise UnscorableError(
+            f"the reference answer {answer!r} is not like {{'numbers': [3, 5, 7], 'target': 20}}"
+        )
     expression = find_expression(completion)
     try:
         if expression is None or evaluate(expression, _OPERATIONS) != target:

@@ -20,16 +20,36 @@ def load(
     train_split: str = "train", test_split: str = "test",
 ) -> RowTask:  # fmt: skip
     """The task. Raises ValueError for missing or unfit settings or data."""
-    ask, columns = partial(ask_row, prompt_column, answer_column), [*filter(None, (prompt_column, answer_column))]
-    rows = load_rows(data, train_split, test_split, "openai/gsm8k:main", ask, columns, answer_column or "answer", seed)
+    ask, columns = (
+        partial(ask_row, prompt_column, answer_column),
+        [*filter(None, (prompt_column, answer_column))],
+    )
+    rows = load_rows(
+        data,
+        train_split,
+        test_split,
+        "openai/gsm8k:main",
+        ask,
+        columns,
+        answer_column or "answer",
+        seed,
+    )
     return RowTask("custom", rows, ask, exact)
 
 
-def ask_row(prompt: str | None, answer: str | None, row: Mapping[str, Any]) -> tuple[str | Messages, Any]:
+def ask_row(
+    prompt: str | None, answer: str | None, row: Mapping[str, Any]
+) -> tuple[str | Messages, Any]:
     """The question and the reference answer in these columns of a row."""
     prompt = prompt or next((name for name in ("prompt", "question") if name in row), None)
     if prompt is None:
-        raise ValueError(f"no column 'prompt' or 'question': set task.prompt_column; the columns are {', '.join(row)}")
+        raise ValueError(
+            f"no column 'prompt' or 'question': set task.prompt_column; the columns are {', '.join(row)}"
+        )
     of_verl = "ground_truth" in (row.get("reward_model") or ())
-    answer = answer or ("answer" if "answer" in row else "reward_model.ground_truth" if of_verl else None)
-    return parse_messages(get_value(row, prompt)), plain(dict(row) if answer is None else get_value(row, answer))
+    answer = answer or (
+        "answer" if "answer" in row else "reward_model.ground_truth" if of_verl else None
+    )
+    return parse_messages(get_value(row, prompt)), plain(
+        dict(row) if answer is None else get_value(row, answer)
+    )

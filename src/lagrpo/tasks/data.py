@@ -40,7 +40,9 @@ class Row(dict[str, Any]):
 
 def format_of(path: Path) -> str | None:
     """The ending of FORMATS that a file's name has, without .gz; None for another one."""
-    return next((ending for ending in FORMATS if path.name.endswith((ending, f"{ending}.gz"))), None)
+    return next(
+        (ending for ending in FORMATS if path.name.endswith((ending, f"{ending}.gz"))), None
+    )
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -54,8 +56,14 @@ def read_rows(path: Path) -> list[Row]:
 
             values = pyarrow.parquet.read_table(path).to_pylist()
         else:
-            with opened(path, "rt", encoding="utf-8-sig", newline="" if kind == ".csv" else None) as file:
-                values = list(reader := csv.DictReader(file, strict=True)) if kind == ".csv" else list(file)
+            with opened(
+                path, "rt", encoding="utf-8-sig", newline="" if kind == ".csv" else None
+            ) as file:
+                values = (
+                    list(reader := csv.DictReader(file, strict=True))
+                    if kind == ".csv"
+                    else list(file)
+                )
                 if kind == ".csv" and len({*(names := reader.fieldnames or ())}) < len(names):
                     raise ValueError(f"its header names a column twice: {', '.join(names)}")
     if kind in (".json", ".jsonl"):
@@ -66,7 +74,11 @@ def read_rows(path: Path) -> list[Row]:
                 items = whole.get("data") if isinstance(whole, dict) else whole
                 values, unit = items if isinstance(items, list) else [whole], "item"
     places = ((f"{path}, {unit} {number}", value) for number, value in enumerate(values, start=1))
-    return [Row(_parse(value, place, kind), path, place) for place, value in places if unit != "line" or value.strip()]
+    return [
+        Row(_parse(value, place, kind), path, place)
+        for place, value in places
+        if unit != "line" or value.strip()
+    ]
 
 
 def _parse(value: Any, place: str, kind: str | None = None) -> dict[str, Any]:
@@ -99,7 +111,9 @@ def load_rows(
         names = split.split("|")
         if (found := next((there[name] for name in names if name in there), None)) is None:
             known = f"there are {', '.join(there)}.{suggest(names[-1], there)}"
-            raise ValueError(f"task.options.{side}_split: no {' or '.join(map(repr, names))}; {known}")
+            raise ValueError(
+                f"task.options.{side}_split: no {' or '.join(map(repr, names))}; {known}"
+            )
         where = f"the {side} split of {source}"
         return _with_answer(_read_split(found, where, ask, columns), answer, where)
 
@@ -119,7 +133,9 @@ def _read_split(found: Any, where: str, ask: Ask, columns: Sequence[str]) -> Any
     rows: Any = name_labels(found) if (is_dataset := hasattr(found, "select")) else []
     for number, each in enumerate(() if is_dataset else found, start=1):
         place = f"{where}, row {number}"
-        rows += read_rows(each) if isinstance(each, Path) else [Row(_parse(each, place), where, place)]
+        rows += (
+            read_rows(each) if isinstance(each, Path) else [Row(_parse(each, place), where, place)]
+        )
     if not len(rows):
         raise ValueError(f"{where} has no rows")
     for row in [Row(rows[0], where, f"{where}, row 1")] if is_dataset else rows:
@@ -132,11 +148,18 @@ def _read_split(found: Any, where: str, ask: Ask, columns: Sequence[str]) -> Any
 
 def name_labels(rows: Any) -> Any:
     """A dataset whose class labels are read as their names, not as numbers; -1, "no label", as None."""
-    labels = {name: feature.names for name, feature in rows.features.items() if hasattr(feature, "int2str")}
+    labels = {
+        name: feature.names
+        for name, feature in rows.features.items()
+        if hasattr(feature, "int2str")
+    }
 
     def read(columns: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
         named = {name: [*labels[name], None] for name in labels.keys() & columns.keys()}
-        return {**columns, **{name: [named[name][label] for label in columns[name]] for name in named}}
+        return {
+            **columns,
+            **{name: [named[name][label] for label in columns[name]] for name in named},
+        }
 
     return rows.with_transform(read) if labels else rows
 
@@ -149,45 +172,73 @@ def find_splits(named: Any, hub: str) -> dict[str, Any]:
     endings, setting = ", ".join(FORMATS), "task.data" if named else "LAGRPO_DATA"
     if not (data := named or os.environ.get("LAGRPO_DATA")):
         files = f"a file ending in {endings}, a directory of such files, or a hub dataset such as {hub!r}"
-        raise ValueError(f"this task needs data: set task.data, or the environment variable LAGRPO_DATA, to {files}")
+        raise ValueError(
+            f"this task needs data: set task.data, or the environment variable LAGRPO_DATA, to {files}"
+        )
     path = Path(data).expanduser()
     saved: Any = None
     if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
         import datasets
 
         saved = datasets.load_from_disk(path)
-    files = sorted(path.iterdir()) if path.is_dir() else sorted(map(Path, glob.glob(str(path)))) or [path]
+    files = (
+        sorted(path.iterdir())
+        if path.is_dir()
+        else sorted(map(Path, glob.glob(str(path)))) or [path]
+    )
     if not path.is_dir() and not files[0].exists():
-        if not (named and _HUB_ID.fullmatch(data)) or format_of(path) is not None or path.parent.is_dir():
-            raise ValueError(f"{setting}: no file or directory {data!r} (current directory: {os.getcwd()})")
+        if (
+            not (named and _HUB_ID.fullmatch(data))
+            or format_of(path) is not None
+            or path.parent.is_dir()
+        ):
+            raise ValueError(
+                f"{setting}: no file or directory {data!r} (current directory: {os.getcwd()})"
+            )
         import datasets
 
         repository, _, config = (hub if data == hub.partition(":")[0] else data).partition(":")
-        with one_line_errors(f"{data!r} is not a file or directory here, and could not be loaded from the hub"):
+        with one_line_errors(
+            f"{data!r} is not a file or directory here, and could not be loaded from the hub"
+        ):
             saved = datasets.load_dataset(repository, config or None)
     if saved is not None:
         return dict(saved) if isinstance(saved, dict) else {"train": saved}
     there: dict[str, list[Path]] = {}
     for file in filter(format_of, files):
         there.setdefault(_ENDING.sub("", file.name), []).append(file)
-    shards = {name: {int(_ENDING.findall(file.name)[0][1] or 1) for file in found} for name, found in there.items()}
+    shards = {
+        name: {int(_ENDING.findall(file.name)[0][1] or 1) for file in found}
+        for name, found in there.items()
+    }
     chosen = lambda counts: not path.is_dir() and len(counts) == 1 and counts != {1}  # noqa: E731 - by a pattern
-    if not there or not all(counts == {len(there[name])} or chosen(counts) for name, counts in shards.items()):
-        raise ValueError(f"{setting}: {path}: name files that end in {endings}: one for each split, or all its shards")
+    if not there or not all(
+        counts == {len(there[name])} or chosen(counts) for name, counts in shards.items()
+    ):
+        raise ValueError(
+            f"{setting}: {path}: name files that end in {endings}: one for each split, or all its shards"
+        )
     return there
 
 
 def _with_answer(rows: Any, column: str | None, where: str) -> Any:
     """The rows that have an answer. Raises ValueError if none has."""
-    if column is None or not (near := [name for name in rows[0] if f"{column}.".startswith(f"{name}.")]):
+    if column is None or not (
+        near := [name for name in rows[0] if f"{column}.".startswith(f"{name}.")]
+    ):
         return rows
     values = rows if isinstance(rows, list) else rows.select_columns(near)
-    found = [plain(get_value(row, column)) if any(name in row for name in near) else None for row in values]
+    found = [
+        plain(get_value(row, column)) if any(name in row for name in near) else None
+        for row in values
+    ]
     kept = [n for n, each in enumerate(found) if each not in (None, []) and str(each).strip()]
     if not kept:
         raise ValueError(f"{where}: none of its {len(rows)} rows has an answer (column {column!r})")
     if left_out := len(rows) - len(kept):
-        logger.warning("%d of the %d rows of %s have no answer and are left out", left_out, len(rows), where)
+        logger.warning(
+            "%d of the %d rows of %s have no answer and are left out", left_out, len(rows), where
+        )
     return select(rows, kept) if left_out else rows
 
 
@@ -196,7 +247,9 @@ def hold_out(count: int, seed: int) -> tuple[list[int], list[int]]:
     from lagrpo.rng import permutation
 
     if count < 2:
-        raise ValueError(f"the data has {count} row{'s' * (count != 1)}: too few to hold any out for testing")
+        raise ValueError(
+            f"the data has {count} row{'s' * (count != 1)}: too few to hold any out for testing"
+        )
     order = permutation(count, seed, "hold-out").tolist()
     test = max(1, min(1000, count // 10))
     return sorted(order[test:]), sorted(order[:test])
@@ -211,20 +264,26 @@ def get_value(row: Mapping[str, Any], column: str) -> Any:
     if column not in row and rest and isinstance(row.get(first), Mapping):
         return get_value(row[first], rest)
     if column not in row:
-        raise ValueError(f"no column {column!r}.{suggest(column, row)} The columns are {', '.join(row)}")
+        raise ValueError(
+            f"no column {column!r}.{suggest(column, row)} The columns are {', '.join(row)}"
+        )
     return row[column]
 
 
 def plain(value: Any) -> Any:
     """A value as JSON has it: dates and decimals as texts, lists and numbers of NumPy as Python's, NaN as None."""
-    found = json.loads(json.dumps(value, default=lambda x: x.tolist() if hasattr(x, "tolist") else str(x)))
+    found = json.loads(
+        json.dumps(value, default=lambda x: x.tolist() if hasattr(x, "tolist") else str(x))
+    )
     return found if found == found else None
 
 
 def parse_messages(text: Any) -> Any:
     """The messages of a text that holds some, as JSON or as Python prints them; anything else as it is. Raises
     ValueError for messages that cannot be read."""
-    if not isinstance(text, str) or not re.match(r"\s*\[\s*\{\s*['\"](role|content|name|from|value)['\"]\s*:", text):
+    if not isinstance(text, str) or not re.match(
+        r"\s*\[\s*\{\s*['\"](role|content|name|from|value)['\"]\s*:", text
+    ):
         return text
     for read in (json.loads, ast.literal_eval):
         with suppress(ValueError, SyntaxError):

@@ -55,7 +55,9 @@ def run_turn(make: Make, state: bytes | None, prompt: Any, key: Any, text: str |
         if text is None:
             return StepResult(opening), b""
         if opening != _to_json(prompt.messages):
-            raise ValueError("reset returned other messages than for the other completions of this prompt")
+            raise ValueError(
+                "reset returned other messages than for the other completions of this prompt"
+            )
     said = environment.step(str(text))
     if not isinstance(said, StepResult):
         raise TypeError(f"step returned a {type(said).__name__}, not a StepResult")
@@ -106,7 +108,12 @@ class Tools:
             return StepResult([{"role": "tool", "content": f"Error: {error}"}])
         if not calls:
             return StepResult(reward=self.reward(text, self.answer), done=True)
-        return StepResult([{"role": "tool", "name": name, "content": self.call(name, given)} for name, given in calls])
+        return StepResult(
+            [
+                {"role": "tool", "name": name, "content": self.call(name, given)}
+                for name, given in calls
+            ]
+        )
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         """The result of a call, as the policy reads it."""
@@ -114,29 +121,44 @@ class Tools:
             return f"Error: no function {name!r}; functions: {', '.join(self.functions)}"
         try:
             result = function(**arguments)
-        except (ValueError, TypeError, ArithmeticError, LookupError) as error:  # others leave the completion unscored
+        except (
+            ValueError,
+            TypeError,
+            ArithmeticError,
+            LookupError,
+        ) as error:  # others leave the completion unscored
             return f"Error: {error}"
-        return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
+        return (
+            result
+            if isinstance(result, str)
+            else json.dumps(result, ensure_ascii=False, default=str)
+        )
 
 
 def make_tools(names: Sequence[str], task: Task) -> Tools:
     """The environment in which the policy may call these functions, and the task's reward function scores the answer.
     Raises ValueError."""
     if environment_of(task) is not None:
-        raise ValueError(f"task.tools: the task {task.name!r} has an environment and takes no tools; unset them")
+        raise ValueError(
+            f"task.tools: the task {task.name!r} has an environment and takes no tools; unset them"
+        )
     reward, *others = Rewards.from_reward(task.reward).parts
     if others or reward.style != OURS:
         raise ValueError("task.tools: tools need exactly one reward function f(completion, answer)")
     found: dict[str, Callable[..., Any]] = {}
     for name in names:
         if ":" not in name and name not in TOOLS:
-            known = f"there are {', '.join(TOOLS)} and 'package.module:function'.{suggest(name, TOOLS)}"
+            known = (
+                f"there are {', '.join(TOOLS)} and 'package.module:function'.{suggest(name, TOOLS)}"
+            )
             raise ValueError(f"task.tools: no tool {name!r}; {known}")
         function = load_function(TOOLS.get(name, name))
         if not inspect.isfunction(function) or inspect.iscoroutinefunction(function):
             raise ValueError(f"task.tools: {name!r} is not a plain function with a name to call")
         if found.setdefault(function.__name__, function) is not function:
-            raise ValueError(f"task.tools: two tools are named {function.__name__!r}: rename one of them")
+            raise ValueError(
+                f"task.tools: two tools are named {function.__name__!r}: rename one of them"
+            )
     return Tools(found, reward.function)
 
 
@@ -159,7 +181,9 @@ def find_calls(text: str) -> list[tuple[str, Mapping[str, Any]]]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"the call is not JSON: {error}") from error
     calls = list[tuple[str, Mapping[str, Any]]]()
-    for call in [each for block in read for each in (block if isinstance(block, list) else [block])]:
+    for call in [
+        each for block in read for each in (block if isinstance(block, list) else [block])
+    ]:
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
             raise ValueError('a call is {"name": ..., "arguments": {...}}')
         calls.append((call["name"], call.get("arguments", call.get("parameters", {}))))
@@ -189,12 +213,17 @@ def describe(function: Callable[..., Any]) -> dict[str, Any]:
         return json.loads(json.dumps(utils.get_json_schema(function)))
     except (utils.DocstringParsingException, utils.TypeHintParsingException, NameError) as error:
         cure = "Give every parameter a type, and a line under 'Args:' in the docstring"
-        raise ValueError(f"tool {function.__name__!r} has no usable signature: {error}. {cure}") from error
+        raise ValueError(
+            f"tool {function.__name__!r} has no usable signature: {error}. {cure}"
+        ) from error
 
 
 def system_text(schemas: Sequence[Mapping[str, Any]]) -> str:
     """What tells a policy of functions whose chat template does not."""
     functions = [schema["function"] for schema in schemas]
     first = functions[0]
-    example = {"name": first["name"], "arguments": dict.fromkeys(first["parameters"]["properties"], "...")}
+    example = {
+        "name": first["name"],
+        "arguments": dict.fromkeys(first["parameters"]["properties"], "..."),
+    }
     return SYSTEM.format(tools=json.dumps(functions), example=json.dumps(example))

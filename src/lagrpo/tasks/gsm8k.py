@@ -17,7 +17,15 @@ from typing import Any
 from lagrpo.rewards.reward import UnscorableError, accept_any
 from lagrpo.tasks import RowTask
 from lagrpo.tasks.data import load_rows, text_of
-from lagrpo.tasks.numbers import Numeral, agree, find_last_box, find_numerals, merge_fractions, read_number, simplify
+from lagrpo.tasks.numbers import (
+    Numeral,
+    agree,
+    find_last_box,
+    find_numerals,
+    merge_fractions,
+    read_number,
+    simplify,
+)
 
 WORDING = "{question}\n\nReason step by step. End with #### and the final number."
 
@@ -28,15 +36,23 @@ _SENTENCE_END = re.compile(r"\n|[.!?](?=\s|$)")
 
 
 def load(
-    seed: int, *, data: str | None = None, train_split: str = "gsm8k_train|train", test_split: str = "gsm8k_test|test"
+    seed: int,
+    *,
+    data: str | None = None,
+    train_split: str = "gsm8k_train|train",
+    test_split: str = "gsm8k_test|test",
 ) -> RowTask:
     """The task. Raises ValueError for missing or unfit data."""
-    rows = load_rows(data, train_split, test_split, "openai/gsm8k:main", _ask, ("question", "answer"), "answer")
+    rows = load_rows(
+        data, train_split, test_split, "openai/gsm8k:main", _ask, ("question", "answer"), "answer"
+    )
     return RowTask("gsm8k", rows, _ask, score)
 
 
 def _ask(row: Mapping[str, Any]) -> tuple[str, str]:
-    return WORDING.format(question=text_of(row, "question")), str(row["answer"]).rpartition("####")[2].strip()
+    return WORDING.format(question=text_of(row, "question")), str(row["answer"]).rpartition("####")[
+        2
+    ].strip()
 
 
 @accept_any
@@ -89,7 +105,9 @@ def _read_answer(answer: Any) -> Numeral:
             return Numeral(Fraction(int(answer)), 0, 0)
         written = Decimal(f"{answer:.15g}")  # a 16th digit may be off: 0.1 + 0.2 is 0.3
         (number,) = find_numerals(format(abs(written), "f"))
-        return replace(number, value=Fraction(written), places=number.places or max(0, 14 - written.adjusted()))
+        return replace(
+            number, value=Fraction(written), places=number.places or max(0, 14 - written.adjusted())
+        )
     if isinstance(answer, str):
         text = simplify(answer.rpartition("####")[2])
         found = merge_fractions(text, find_numerals(text))

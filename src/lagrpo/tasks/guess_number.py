@@ -19,8 +19,13 @@ def load(seed: int, *, largest: int = 31) -> RowTask:
 
     numbers = [n + 1 for n in permutation(largest, seed, "guess_number").tolist()]
     test = min(1_000, len(numbers) // 5)
-    splits, question = {"train": numbers[test:], "test": numbers[:test]}, WORDING.format(largest=largest)
-    return RowTask("guess_number", splits, lambda number: (question, number), score, environment=GuessNumber)
+    splits, question = (
+        {"train": numbers[test:], "test": numbers[:test]},
+        WORDING.format(largest=largest),
+    )
+    return RowTask(
+        "guess_number", splits, lambda number: (question, number), score, environment=GuessNumber
+    )
 
 
 def read_guess(text: str) -> int | None:

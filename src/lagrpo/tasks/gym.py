@@ -21,7 +21,9 @@ def load(seed: int, name: str) -> RowTask:
     """The task of an environment. Raises ValueError or ImportError if it does not exist."""
     build(name)  # an error of the environment comes before the model is loaded
     rows = {"train": range(TRAIN), "test": range(TRAIN, TRAIN + TEST)}
-    return RowTask(f"gym:{name}", rows, lambda n: (f"seed {n}", n), score, environment=partial(Gym, name))
+    return RowTask(
+        f"gym:{name}", rows, lambda n: (f"seed {n}", n), score, environment=partial(Gym, name)
+    )
 
 
 def build(name: str) -> Any:
@@ -55,7 +57,9 @@ class Gym:
         self.steps.append(text)
         self.reward += float(reward)
         if terminated or truncated:
-            return StepResult(reward=self.reward, done=True, reason="truncated" if truncated else "")
+            return StepResult(
+                reward=self.reward, done=True, reason="truncated" if truncated else ""
+            )
         return StepResult([to_message(said, info)], self.reward)
 
 

@@ -31,7 +31,9 @@ from typing import Any
 
 _ODD_DIGITS = r"\d²³¹¼-¾\u2070-\u209f\u2150-\u218b\u2460-\u24ff\u2776-\u2793"
 _WORD = rf"[0-9A-Za-z_{_ODD_DIGITS}]"
-_TOKEN = re.compile(rf"(?:(?<![0-9A-Za-z.])\.(?=[0-9]))?{_WORD}+(?:(?<=[0-9])[.,](?=[0-9]){_WORD}+)*")
+_TOKEN = re.compile(
+    rf"(?:(?<![0-9A-Za-z.])\.(?=[0-9]))?{_WORD}+(?:(?<=[0-9])[.,](?=[0-9]){_WORD}+)*"
+)
 _HAS_DIGIT = re.compile(rf"[{_ODD_DIGITS}]")
 _NUMERAL = re.compile(
     r"_*(?P<digits>(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
@@ -51,12 +53,17 @@ _SCALE_WORD = re.compile(r"[ ]?(hundred|thousand|million|billion|trillion)\b", r
 
 _OPERATOR = re.compile(r"[-+*/×·÷⁄^±–−]|\b(?:plus|minus|times|over|x|divided by)\b", re.IGNORECASE)
 _UNIT_OPERATOR = re.compile(
-    r"[ \t]*[A-Za-z%°]{1,20}[ \t]*(?:[-+*/×·÷−–]|\b(?:plus|minus|times|x)\b)[ \t($€£]*", re.IGNORECASE
+    r"[ \t]*[A-Za-z%°]{1,20}[ \t]*(?:[-+*/×·÷−–]|\b(?:plus|minus|times|x)\b)[ \t($€£]*",
+    re.IGNORECASE,
 )
 _LIST = re.compile(r"(?:[ \t,;|&(){}\[\]$€£]|\b(?:or|and|to)\b)*", re.IGNORECASE)
 
-_FRACTION = re.compile(r"\\[dt]?frac\s*\{\s*([0-9]{1,40})\s*\}\s*\{\s*([0-9]{1,40})\s*\}|\\[dt]?frac\s*([0-9])([0-9])")
-_WRAPPER = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox|left|right|displaystyle)(?![A-Za-z])\s*")
+_FRACTION = re.compile(
+    r"\\[dt]?frac\s*\{\s*([0-9]{1,40})\s*\}\s*\{\s*([0-9]{1,40})\s*\}|\\[dt]?frac\s*([0-9])([0-9])"
+)
+_WRAPPER = re.compile(
+    r"\\(?:text|textbf|textit|mathrm|mathbf|mbox|left|right|displaystyle)(?![A-Za-z])\s*"
+)
 _ROOT = re.compile(r"\\sqrt\s*(?:\[[^\[\]]*\])?\s*(?:\{[^{}]*\}|[0-9])")
 _BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|(?<!\\)[{}]")
 
@@ -110,7 +117,9 @@ def simplify(text: str) -> str:
 
 def find_numerals(text: str) -> list[Numeral]:
     """The numerals of a text in order, with the unreadable ones."""
-    return [_read(text, token) for token in _TOKEN.finditer(text) if _HAS_DIGIT.search(token.group())]
+    return [
+        _read(text, token) for token in _TOKEN.finditer(text) if _HAS_DIGIT.search(token.group())
+    ]
 
 
 def _read(text: str, token: re.Match[str]) -> Numeral:
@@ -124,7 +133,11 @@ def _read(text: str, token: re.Match[str]) -> Numeral:
     digits = parts["digits"].replace(",", "")
     value = Fraction(digits) * 10 ** (int(parts["exponent"] or 0) + scale)
     decimals = digits.partition(".")[2]
-    counted = not scale and not parts["exponent"] and len(digits.replace(".", "").lstrip("0")) >= SIGNIFICANT
+    counted = (
+        not scale
+        and not parts["exponent"]
+        and len(digits.replace(".", "").lstrip("0")) >= SIGNIFICANT
+    )
     negative = _NEGATIVE.search(text[max(0, start - 20) : start])
     return Numeral(-value if negative else value, start, end, len(decimals) if counted else 0)
 

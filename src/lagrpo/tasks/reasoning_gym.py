@@ -37,11 +37,15 @@ class GymReward:
         entry = self.entry(answer["index"])
         if reference(answer["index"], entry) != answer:
             cure = "set the environment variable PYTHONHASHSEED to 0 for the whole run"
-            raise UnscorableError(f"{self._given[0]} makes different puzzles in different processes: {cure}")
+            raise UnscorableError(
+                f"{self._given[0]} makes different puzzles in different processes: {cure}"
+            )
         return float(self.dataset.score_answer(find_tagged(completion).strip(), entry))
 
 
-def load(seed: int, name: str, *, train_size: int = 10_000, test_size: int = 1_000, **options: Any) -> RowTask:
+def load(
+    seed: int, name: str, *, train_size: int = 10_000, test_size: int = 1_000, **options: Any
+) -> RowTask:
     """The task with puzzles of this seed."""
     from lagrpo.rng import uniforms
 
@@ -53,12 +57,21 @@ def load(seed: int, name: str, *, train_size: int = 10_000, test_size: int = 1_0
         entry = reward.entry(index)
         return WORDING.format(question=entry["question"]), reference(index, entry)
 
-    return RowTask(f"reasoning_gym:{name}", {"train": range(train_size), "test": range(train_size, size)}, ask, reward)
+    return RowTask(
+        f"reasoning_gym:{name}",
+        {"train": range(train_size), "test": range(train_size, size)},
+        ask,
+        reward,
+    )
 
 
 def reference(index: int, entry: Mapping[str, Any]) -> dict[str, Any]:
     """The reference answer, which finds its puzzle again and tells it from another one."""
-    return {"index": index, "answer": entry["answer"], "digest": zlib.crc32(entry["question"].encode())}
+    return {
+        "index": index,
+        "answer": entry["answer"],
+        "digest": zlib.crc32(entry["question"].encode()),
+    }
 
 
 def make_dataset(name: str, options: Mapping[str, Any], seed: int, size: int) -> Any:
@@ -66,10 +79,14 @@ def make_dataset(name: str, options: Mapping[str, Any], seed: int, size: int) ->
     try:
         from reasoning_gym.factory import DATASETS, create_dataset  # pyright: ignore[reportMissingImports]
     except ImportError as error:
-        raise ImportError("this task needs the package reasoning-gym: pip install 'lagrpo[gym]'") from error
+        raise ImportError(
+            "this task needs the package reasoning-gym: pip install 'lagrpo[gym]'"
+        ) from error
     if name not in DATASETS:
         raise ValueError(f"task.name: reasoning_gym has no {name!r}.{suggest(name, DATASETS)}")
     try:
         return create_dataset(name, seed=seed, size=size, **options)
     except (AssertionError, TypeError, ValueError) as error:
-        raise ValueError(f"task.options: reasoning_gym:{name} rejects these options: {error}") from error
+        raise ValueError(
+            f"task.options: reasoning_gym:{name} rejects these options: {error}"
+        ) from error

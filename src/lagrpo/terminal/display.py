@@ -21,7 +21,16 @@ from rich.table import Table
 from rich.text import Text
 
 from lagrpo.errors import visible
-from lagrpo.terminal.text import ABSENT, MARKS, clipped, count_of, duration, finite, formatted, formatted_interval
+from lagrpo.terminal.text import (
+    ABSENT,
+    MARKS,
+    clipped,
+    count_of,
+    duration,
+    finite,
+    formatted,
+    formatted_interval,
+)
 from lagrpo.types import is_correct
 
 Metrics = Mapping[str, Any]
@@ -66,14 +75,18 @@ COLUMNS = (
 def make_display(console: Console | None = None) -> Display:
     """The live display on a terminal and plain lines elsewhere."""
     console = console or Console()
-    live = console.file.isatty() and not console.is_dumb_terminal  # FORCE_COLOR makes a CI log a terminal for rich
+    live = (
+        console.file.isatty() and not console.is_dumb_terminal
+    )  # FORCE_COLOR makes a CI log a terminal for rich
     return LiveDisplay(console) if live else PlainDisplay(console)
 
 
 class Display:
     """Shows nothing, on the other ranks."""
 
-    def on_start(self, settings: Mapping[str, Any], environment: Mapping[str, Any], batch: int) -> None: ...
+    def on_start(
+        self, settings: Mapping[str, Any], environment: Mapping[str, Any], batch: int
+    ) -> None: ...
     def phase(self, name: str) -> None: ...
     def on_batch(self, metrics: Metrics, rollouts: Sequence[Metrics]) -> None: ...
     def on_evaluation(self, name: str, summary: Metrics, records: Sequence[Metrics]) -> None: ...
@@ -85,15 +98,22 @@ class PlainDisplay(Display):
     """One line per batch, and a summary at the end."""
 
     title, total = "", 0
-    rows: tuple[Metrics, ...] = ()  # the last batches; replaced, never changed in place: a thread may be drawing them
+    rows: tuple[
+        Metrics, ...
+    ] = ()  # the last batches; replaced, never changed in place: a thread may be drawing them
 
     def __init__(self, console: Console) -> None:
         self.console = console
 
-    def on_start(self, settings: Mapping[str, Any], environment: Mapping[str, Any], batch: int) -> None:
+    def on_start(
+        self, settings: Mapping[str, Any], environment: Mapping[str, Any], batch: int
+    ) -> None:
         run, schedule = settings["run"], settings["schedule"]
         self.title, self.total = run["name"], schedule["batches"]
-        self.path, self.range = Path(run["output_dir"]) / run["name"], settings["task"]["reward_range"]
+        self.path, self.range = (
+            Path(run["output_dir"]) / run["name"],
+            settings["task"]["reward_range"],
+        )
         self.evaluations: dict[str, tuple[Metrics, Sequence[Metrics]]] = {}
         self.show_start()
 
@@ -102,7 +122,9 @@ class PlainDisplay(Display):
 
     def on_batch(self, metrics: Metrics, rollouts: Sequence[Metrics]) -> None:
         if not self.rows:
-            heading = "  ".join([*(column.heading.rjust(column.width) for column in COLUMNS), "    left"])
+            heading = "  ".join(
+                [*(column.heading.rjust(column.width) for column in COLUMNS), "    left"]
+            )
             self.note(f"{LEGEND}\n{heading}")
         self.rows = (*self.rows, dict(metrics))[-ROWS:]
         texts = [column.text(metrics).rjust(column.width) for column in COLUMNS]
@@ -117,7 +139,11 @@ class PlainDisplay(Display):
     def time_left(self) -> str:
         """The time that the remaining batches will take, for example 2:41, at the median pace of the recent ones. The
         first batch warms up, so it counts only if it is the only one."""
-        paces = [pace for row in self.rows[1:] or self.rows if (pace := finite(row.get("time/step"))) is not None]
+        paces = [
+            pace
+            for row in self.rows[1:] or self.rows
+            if (pace := finite(row.get("time/step"))) is not None
+        ]
         return duration((self.total - self.done()) * median(paces)) if paces else ABSENT
 
     def done(self) -> int:
@@ -133,29 +159,42 @@ class PlainDisplay(Display):
         self.console.print(Text(f"\n{detail}", style="bold"))
         for of_set in dict.fromkeys(name.partition(".")[2] for name in self.evaluations):
             self.show_set(of_set)
-        lines = {"run": self.path} | ({"reward curve": reward_curve(self.path)} if self.rows else {})
+        lines = {"run": self.path} | (
+            {"reward curve": reward_curve(self.path)} if self.rows else {}
+        )
         lines |= {"next": f"lagrpo view {self.path}", "as text": f"lagrpo view {self.path} --text"}
         for name, what in lines.items():  # not wrapped: it is there to be copied
             self.console.print(Text.assemble((f"  {name:<14}", "dim"), str(what)), soft_wrap=True)
 
     def show_set(self, of_set: str) -> None:
         """pass@1 before and after, and completions of the same prompts, for one evaluation set or the only one."""
-        moments = {moment: f"{moment}.{of_set}" if of_set else moment for moment in ("before", "after")}
+        moments = {
+            moment: f"{moment}.{of_set}" if of_set else moment for moment in ("before", "after")
+        }
         made = {moment: self.evaluations.get(name, ({}, ())) for moment, name in moments.items()}
         lines = [of_set] if of_set else []
         for moment, (found, _) in made.items():
             if found:
                 of = f"{count_of(found['prompts'], 'held-out prompt')}, {count_of(found['samples'], 'sample')} of each"
-                lines.append(f"pass@1 {moment:<7}{formatted_interval(found, 'pass@1', '.1%')}   ({of})")
+                lines.append(
+                    f"pass@1 {moment:<7}{formatted_interval(found, 'pass@1', '.1%')}   ({of})"
+                )
         (before, old), (after, new) = made.values()
         if after.get("pass@1_change") is not None:
-            value, low, high = (formatted(100 * after[f"pass@1_change{end}"], "+.1f") for end in ("", "_low", "_high"))
+            value, low, high = (
+                formatted(100 * after[f"pass@1_change{end}"], "+.1f")
+                for end in ("", "_low", "_high")
+            )
             which = "(paired by prompt)"
-            lines.append(f"change        {value:>6} points   95 % interval {low} to {high}   {which}")
+            lines.append(
+                f"change        {value:>6} points   95 % interval {low} to {high}   {which}"
+            )
         for line in lines:
             self.console.print(Text(f"  {line}"), soft_wrap=True)
         if old or new:
-            self.console.print(_side_by_side(old, new, tuple((after or before).get("reward_range", self.range))))
+            self.console.print(
+                _side_by_side(old, new, tuple((after or before).get("reward_range", self.range)))
+            )
 
 
 class LiveDisplay(PlainDisplay):
@@ -185,22 +224,39 @@ class LiveDisplay(PlainDisplay):
 
     def render(self) -> Group:
         """What is on the screen right now."""
-        table = Table(box=None, padding=(0, 2, 0, 0), title=Text(self.title, style="bold"), title_justify="left")
+        table = Table(
+            box=None,
+            padding=(0, 2, 0, 0),
+            title=Text(self.title, style="bold"),
+            title_justify="left",
+        )
         done, width = self.done(), self.console.width
         ends = accumulate(column.width + 2 for column in COLUMNS)  # two spaces between them
         columns = [column for column, end in zip(COLUMNS, ends, strict=True) if end - 2 <= width]
         for column in columns:
-            table.add_column(column.heading, justify="right", min_width=column.width, no_wrap=True, header_style="dim")
+            table.add_column(
+                column.heading,
+                justify="right",
+                min_width=column.width,
+                no_wrap=True,
+                header_style="dim",
+            )
         for row in self.rows[-max(1, self.console.height - 7) :]:  # never taller than the terminal
             table.add_row(*(column.text(row) for column in columns))
         progress, activity = Table.grid(padding=(0, 1)), Table.grid(padding=(0, 1))
-        bar = ProgressBar(total=max(self.total, 1), completed=done, width=max(10, min(40, width - 50)))
+        bar = ProgressBar(
+            total=max(self.total, 1), completed=done, width=max(10, min(40, width - 50))
+        )
         percent = f"{done / max(self.total, 1):.0%}"
         progress.add_row(f"batch {done} of {self.total}", bar, percent, f"{self.time_left()} left")
         if name := self._phase[0]:
             elapsed = Text(duration(time.monotonic() - self._phase[1]), style="dim")
-            activity.add_row(self._spinner, Text(visible(name), no_wrap=True, overflow="ellipsis"), elapsed)
-        return Group(table, Text(LEGEND, style="dim", no_wrap=True, overflow="ellipsis"), progress, activity)
+            activity.add_row(
+                self._spinner, Text(visible(name), no_wrap=True, overflow="ellipsis"), elapsed
+            )
+        return Group(
+            table, Text(LEGEND, style="dim", no_wrap=True, overflow="ellipsis"), progress, activity
+        )
 
 
 def _side_by_side(before: Sequence[Metrics], after: Sequence[Metrics], scale: Any) -> Table:
@@ -217,6 +273,10 @@ def _side_by_side(before: Sequence[Metrics], after: Sequence[Metrics], scale: An
 def _sample(record: Metrics, scale: Any) -> Text:
     if not record:
         return Text(ABSENT)
-    reward, text, decided = record["rewards"][0], record["completions"][0], record.get("is_correct", [None])[0]
+    reward, text, decided = (
+        record["rewards"][0],
+        record["completions"][0],
+        record.get("is_correct", [None])[0],
+    )
     mark, style = MARKS[None if reward is None else is_correct(reward, scale, decided)]
     return Text.assemble((f"{mark} ", f"bold {style}"), clipped(visible(text or "(empty)"), 300))

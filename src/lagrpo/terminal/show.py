@@ -27,12 +27,16 @@ from lagrpo.types import Range, is_correct
 Row = dict[str, Any]
 
 
-def show(run_dir: Run | Path | str, batch: int | None = None, console: Console | None = None) -> None:
+def show(
+    run_dir: Run | Path | str, batch: int | None = None, console: Console | None = None
+) -> None:
     """Print the completions of one batch (default: the last). Raises RunNotFoundError if the run, its rollouts or the
     batch are not there, SettingsError for rollouts of another schema or a damaged file."""
     console, run = console or Console(), reading.open_run(run_dir)
     if not (batches := reading.rollout_batches(run)):
-        raise reading.RunNotFoundError(f"{run.path} has no rollouts yet: its first batch is not finished")
+        raise reading.RunNotFoundError(
+            f"{run.path} has no rollouts yet: its first batch is not finished"
+        )
     with refusing():
         rows = reading.load_rollouts(run, [batches[-1] if batch is None else batch])
         scale = reading.load_reward_range(run)
@@ -43,7 +47,9 @@ def show(run_dir: Run | Path | str, batch: int | None = None, console: Console |
         answer = json.loads(coded := completions[0]["answer"])
         console.print(Rule(Text(f"prompt {key}", style="bold"), align="left", style="dim"))
         console.print(Text(visible(completions[0]["prompt_text"])))
-        console.print(Text(f"answer: {visible(answer if isinstance(answer, str) else coded)}\n", style="cyan"))
+        console.print(
+            Text(f"answer: {visible(answer if isinstance(answer, str) else coded)}\n", style="cyan")
+        )
         console.print(*(render_completion(row, scale) for row in completions))
 
 
@@ -56,19 +62,25 @@ def result_lines(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
         pass_at_1 = " → ".join(formatted(summary.get("pass@1"), ".1%") for summary in ends)
         reward = " → ".join(formatted(summary.get("reward"), ".3f") for summary in ends)
         batches = " → ".join(dict.fromkeys(f"{summary.get('step') or 0}" for summary in ends))
-        lines.append(f"evaluation {name}: pass@1 {pass_at_1}, mean reward {reward} (batch {batches})")
+        lines.append(
+            f"evaluation {name}: pass@1 {pass_at_1}, mean reward {reward} (batch {batches})"
+        )
     return lines
 
 
 def render_completion(row: Row, reward_range: Range) -> Group:
     """One completion: a line of facts, and its text or its turns."""
     scored = row["outcome"] == "scored"
-    mark, style = MARKS[is_correct(row["reward"], reward_range, row.get("correct")) if scored else None]
+    mark, style = MARKS[
+        is_correct(row["reward"], reward_range, row.get("correct")) if scored else None
+    ]
     reward = f"{row['reward']:g}" if scored else row["outcome"]
     if parts := reward_columns(row):
         found = [f"{name} {formatted(value, 'g')}" for name, value in parts.items()]
         reward += f" ({', '.join(found)})"
-    head = Text.assemble((f"{mark} {reward}", f"bold {style}"), ("  ·  ".join(["", *_facts(row)]), "dim"))
+    head = Text.assemble(
+        (f"{mark} {reward}", f"bold {style}"), ("  ·  ".join(["", *_facts(row)]), "dim")
+    )
     if row["reason"]:
         head.append(f"  ·  {visible(row['reason'])}", "yellow")
     return Group(head, Padding(_said(row), (0, 0, 1, 2)))
@@ -80,7 +92,11 @@ def _facts(row: Row) -> Iterator[str]:
         yield count_of(len(row["messages"][::2]), "turn")
     elif not row["finished"]:
         yield "cut at the limit"
-    versions = [version for version, own in zip(row["policy_versions"], row["loss_mask"], strict=True) if own]
+    versions = [
+        version
+        for version, own in zip(row["policy_versions"], row["loss_mask"], strict=True)
+        if own
+    ]
     if row["source"] == "file":
         yield "offline data"
     elif versions:
@@ -115,14 +131,25 @@ def _title(run: Run, rows: list[Row], batches: list[int]) -> Text:
 
 def show_recipes(console: Console | None = None) -> None:
     """Every recipe: its name, what it maximizes, and its paper; and what the symbols mean."""
-    from lagrpo.core.recipes import RECIPES, SYMBOLS  # imports torch, which `view --text` need not load
+    from lagrpo.core.recipes import (
+        RECIPES,
+        SYMBOLS,
+    )  # imports torch, which `view --text` need not load
 
-    console, table = console or Console(), Table("name", "formula", "arXiv", box=SIMPLE, header_style="dim")
+    console, table = (
+        console or Console(),
+        Table("name", "formula", "arXiv", box=SIMPLE, header_style="dim"),
+    )
     table.columns[0].no_wrap = True
     for name, recipe in RECIPES.items():
         paper = recipe.source.partition("arXiv ")[2][: len("2505.22257")]
         table.add_row(Text(name, "bold"), Text(recipe.formula), Text(paper, "dim"))
-    console.print(table, Text(f"{SYMBOLS}\n\nlagrpo recipes NAME prints its code; lagrpo train --recipe NAME uses it"))
+    console.print(
+        table,
+        Text(
+            f"{SYMBOLS}\n\nlagrpo recipes NAME prints its code; lagrpo train --recipe NAME uses it"
+        ),
+    )
 
 
 def show_recipe(name: str, console: Console | None = None) -> None:
@@ -132,9 +159,17 @@ def show_recipe(name: str, console: Console | None = None) -> None:
     with refusing():
         recipe = resolve(name)
     console, head = console or Console(), Table.grid(padding=(0, 2, 0, 0))
-    said = {knob: str(v).lower() if isinstance(v, bool) or v is None else v for knob, v in recipe.settings.items()}
+    said = {
+        knob: str(v).lower() if isinstance(v, bool) or v is None else v
+        for knob, v in recipe.settings.items()
+    }
     settings = "\n".join(f"{name_setting(knob)} = {value}" for knob, value in said.items())
-    lines = {"recipe": name, "formula": recipe.formula, "source": recipe.source, "made of": settings}
+    lines = {
+        "recipe": name,
+        "formula": recipe.formula,
+        "source": recipe.source,
+        "made of": settings,
+    }
     for label, text in lines.items():
         head.add_row(Text(label, "dim"), Text(text, "bold" if label == "recipe" else ""))
     console.print(head)

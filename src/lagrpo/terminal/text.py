@@ -8,7 +8,11 @@ from collections.abc import Mapping
 from typing import Any
 
 ABSENT = "–"
-MARKS = {None: ("?", "yellow"), True: ("✓", "green"), False: ("✗", "red")}  # of a completion: whether it is right
+MARKS = {
+    None: ("?", "yellow"),
+    True: ("✓", "green"),
+    False: ("✗", "red"),
+}  # of a completion: whether it is right
 
 
 def clipped(text: str, limit: int) -> str:

@@ -38,7 +38,9 @@ class Batch:
 
     def has_logp_alpha(self) -> Tensor:
         """Whether log α of every sampled token of a completion is known, bool [C]."""
-        return torch.tensor([self.completion(c).has_logp for c in range(len(self.member_C))], dtype=torch.bool)
+        return torch.tensor(
+            [self.completion(c).has_logp for c in range(len(self.member_C))], dtype=torch.bool
+        )
 
     def completion(self, c: int) -> Completion:
         group, index = self.member_C[c]
@@ -56,13 +58,19 @@ def assemble(groups: Sequence[Group], recipe: Recipe, max_tokens: int, seed: int
     member: list[tuple[int, int]] = []
     advantages, flat, lengths = [torch.empty(0)], [torch.empty(0).bool()], [torch.empty(0).long()]
     for g, group in enumerate(groups):
-        scored = [(g, j) for j, c in enumerate(group.completions) if c.outcome and c.outcome.kind == "scored"]
+        scored = [
+            (g, j)
+            for j, c in enumerate(group.completions)
+            if c.outcome and c.outcome.kind == "scored"
+        ]
         if scored:
             rewards_G = torch.tensor(group.rewards, dtype=torch.float64)
             lengths_G = torch.tensor([c.length for c in group.scored])
             uniform_G = torch.from_numpy(uniforms(len(scored), seed, "advantage", b, g))
             member += scored
-            advantages.append(recipe.advantages(rewards_G, lengths_G, max_tokens, uniform_G).float())
+            advantages.append(
+                recipe.advantages(rewards_G, lengths_G, max_tokens, uniform_G).float()
+            )
             flat.append(zero_variance(rewards_G).expand(len(scored)))
             lengths.append(lengths_G)
     lengths_C = torch.cat(lengths)
@@ -85,7 +93,9 @@ class MicroBatch:
     batch: Batch
     logp_ref_T: Tensor | None = None  # None if the objective has no KL term
     logp_k_T: Tensor | None = None  # None before the first update on the batch, at which π is π_k
-    entropy_T: Tensor | None = None  # of the distribution of π_k that each token was sampled from, nats; None: unknown
+    entropy_T: Tensor | None = (
+        None  # of the distribution of π_k that each token was sampled from, nats; None: unknown
+    )
 
     def with_logprobs(self, logp_k_T: Tensor, entropy_T: Tensor | None = None) -> MicroBatch:
         return replace(self, logp_k_T=logp_k_T, entropy_T=entropy_T)
@@ -93,7 +103,14 @@ class MicroBatch:
     def loss_inputs(self, logp_T: Tensor) -> LossInputs:
         """What the objective reads if π gives the tokens these log-probs."""
         logp_k_T = logp_T.detach() if self.logp_k_T is None else self.logp_k_T
-        given = self.logp_alpha_T, logp_k_T, self.logp_ref_T, self.completion_T, self.advantage_C, self.group_C
+        given = (
+            self.logp_alpha_T,
+            logp_k_T,
+            self.logp_ref_T,
+            self.completion_T,
+            self.advantage_C,
+            self.group_C,
+        )
         return LossInputs(logp_T, *given)
 
 
@@ -105,7 +122,9 @@ def micro_batches(
     row to itself. A group that does not fit is cut, or with `whole_groups` has a longer row. `skip_zero_advantage`
     leaves completions without a gradient out; they still count in the weights of the others. Each of several `ranks`
     gets as many rows of about the same cost."""
-    return _pack_rows(batch, _computed(batch, skip_zero_advantage), tokens, device, ranks, whole_groups)
+    return _pack_rows(
+        batch, _computed(batch, skip_zero_advantage), tokens, device, ranks, whole_groups
+    )
 
 
 def left_out(
@@ -113,7 +132,13 @@ def left_out(
     ranks: Ranks | None = None,
 ) -> list[MicroBatch]:  # fmt: skip
     """The scored completions with a known log α that `micro_batches` leaves out, for metrics."""
-    return _pack_rows(batch, batch.has_logp_alpha() & ~_computed(batch, skip_zero_advantage), tokens, device, ranks)
+    return _pack_rows(
+        batch,
+        batch.has_logp_alpha() & ~_computed(batch, skip_zero_advantage),
+        tokens,
+        device,
+        ranks,
+    )
 
 
 def _computed(batch: Batch, skip_zero_advantage: bool) -> Tensor:
@@ -148,7 +173,9 @@ def balanced(costs: Sequence[int], budget: int, ranks: int = 1) -> list[list[int
     order = sorted(range(len(costs)), key=lambda n: -costs[n])
     first_fit: list[list[int]] = []
     for n in order:
-        if (home := next((row for row in first_fit if cost(row) + costs[n] <= budget), None)) is None:
+        if (
+            home := next((row for row in first_fit if cost(row) + costs[n] <= budget), None)
+        ) is None:
             first_fit.append([n])
         else:
             home.append(n)
@@ -170,23 +197,34 @@ def _pieces(batch: Batch, wanted_C: Tensor, tokens: int) -> list[list[int]]:
     pieces: list[list[int]] = []
     for c in wanted_C.nonzero().flatten().tolist():
         last = pieces[-1] if pieces else None
-        if last and batch.member_C[last[0]][0] == batch.member_C[c][0] and _cost(batch, [*last, c]) <= tokens:
+        if (
+            last
+            and batch.member_C[last[0]][0] == batch.member_C[c][0]
+            and _cost(batch, [*last, c]) <= tokens
+        ):
             last.append(c)
         else:
             pieces.append([c])
     return pieces
 
 
-def _pack(batch: Batch, pieces: list[list[int]], known_C: Tensor, device: torch.device | str) -> MicroBatch:
+def _pack(
+    batch: Batch, pieces: list[list[int]], known_C: Tensor, device: torch.device | str
+) -> MicroBatch:
     members = [c for piece in pieces for c in piece]
     completions = [batch.completion(c) for c in members]
     groups = [
-        (batch.groups[batch.member_C[piece[0]][0]].prompt.token_ids, [batch.completion(c).token_ids for c in piece])
+        (
+            batch.groups[batch.member_C[piece[0]][0]].prompt.token_ids,
+            [batch.completion(c).token_ids for c in piece],
+        )
         for piece in pieces
     ]
     sampled, known = torch.cat([c.sampled for c in completions]), bool(known_C[members].all())
     row, kept = Packed.build(groups, device), sampled.to(device)
-    layout = replace(row.layout, logit_rows=row.layout.logit_rows[kept])  # tokens not sampled stay as context
+    layout = replace(
+        row.layout, logit_rows=row.layout.logit_rows[kept]
+    )  # tokens not sampled stay as context
     return MicroBatch(
         packed=replace(row, layout=layout, token_ids=row.token_ids[kept]), members=tuple(members),
         logp_alpha_T=torch.cat([c.logp_alpha for c in completions])[sampled].to(device) if known else None,

@@ -59,13 +59,17 @@ class TrainerComponents:
     """What a run is made of, on this rank."""
 
     settings: Settings
-    tasks: Mapping[str, TaskSetup]  # of the run (OF_RUN), and of evaluation sets with their own, by name
+    tasks: Mapping[
+        str, TaskSetup
+    ]  # of the run (OF_RUN), and of evaluation sets with their own, by name
     own_task: bool  # the caller gave the run's task as an object
     model: str  # the fingerprint of the initial weights
     trainer: Trainer  # with the policy, the recipe and the reference
     sampler: Engine
     evaluator: Engine
-    share: Callable[[Sequence[Request]], list[Request]]  # the requests that this rank samples and scores
+    share: Callable[
+        [Sequence[Request]], list[Request]
+    ]  # the requests that this rank samples and scores
     prefetcher: Prefetcher
     offline: OfflineData | None  # completions of files
     schedule: Schedule
@@ -86,7 +90,10 @@ class TrainerComponents:
             loaded = load_tasks(settings, task)
             with refusing("offline.data"):
                 records = read_records(settings.offline.data) if settings.offline.data else []
-                check_logp(recipe, not records or any(row.get("rollout_logprobs") is not None for row in records))
+                check_logp(
+                    recipe,
+                    not records or any(row.get("rollout_logprobs") is not None for row in records),
+                )
             replied = max_reply_tokens(settings, *loaded.values())
             if ranks.is_first:
                 print(f"loading {settings.model.path} …", flush=True)
@@ -158,7 +165,9 @@ class TrainerComponents:
         own = self.sampler.own if isinstance(self.sampler, FirstRankSampler) else self.sampler
         for server in own.servers if isinstance(own, VllmEngine) else ():
             if isinstance(server, StartedServer) and server.log.is_file():
-                server.log = server.log.rename(run / f"vllm-{1 + len([*run.glob('vllm-*.log')])}.log")
+                server.log = server.log.rename(
+                    run / f"vllm-{1 + len([*run.glob('vllm-*.log')])}.log"
+                )
 
     def close(self) -> None:
         self.processes.close()
@@ -191,8 +200,12 @@ def set_up_tasks(
             undo.enter_context(episodes.pool)
         with refusing("task"):
             task = drop_overlong(task, s, policy.chat)
-            prompts = PromptSource(task, policy, settings.run.seed, N, s.max_prompt_length, episodes)
-            pool = undo.enter_context(RewardPool(task.reward, deadline=settings.task.reward_timeout))
+            prompts = PromptSource(
+                task, policy, settings.run.seed, N, s.max_prompt_length, episodes
+            )
+            pool = undo.enter_context(
+                RewardPool(task.reward, deadline=settings.task.reward_timeout)
+            )
         found[name] = TaskSetup(task, prompts, pool, episodes)
     return found
 
@@ -236,7 +249,11 @@ def build_policy(model: ModelSettings, tau: float, longest: int, seed: int = 0) 
 
 def lora_of(model: ModelSettings, seed: int = 0) -> Lora | None:
     """The adapters that the settings ask for; None for full training."""
-    return Lora(model.lora_r, model.lora_alpha, model.lora_target_modules, seed) if model.lora_r else None
+    return (
+        Lora(model.lora_r, model.lora_alpha, model.lora_target_modules, seed)
+        if model.lora_r
+        else None
+    )
 
 
 @contextmanager
@@ -248,9 +265,15 @@ def loading(model: ModelSettings) -> Iterator[None]:
     except (OSError, ValueError) as error:
         if isinstance(error, SettingsError):
             raise
-        where = "" if Path(model.path).expanduser().is_dir() else " (not a directory here, so from the hub)"
+        where = (
+            ""
+            if Path(model.path).expanduser().is_dir()
+            else " (not a directory here, so from the hub)"
+        )
         reason = str(error).partition("\n")[0]
-        raise SettingsError(f"model.path = {model.path!r}{where}: the model cannot be loaded: {reason}") from error
+        raise SettingsError(
+            f"model.path = {model.path!r}{where}: the model cannot be loaded: {reason}"
+        ) from error
 
 
 def check_same_model(ranks: Ranks, own: str) -> str:
@@ -274,7 +297,11 @@ def start_servers(settings: Settings, replied: int, undo: ExitStack) -> list[Vll
 
 
 def build_sampler(
-    settings: Settings, policy: Policy, servers: list[VllmClient], episodes: Episodes | None, ranks: Ranks
+    settings: Settings,
+    policy: Policy,
+    servers: list[VllmClient],
+    episodes: Episodes | None,
+    ranks: Ranks,
 ) -> Engine:
     """What samples training batches."""
     s = settings.rollout

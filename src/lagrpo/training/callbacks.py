@@ -19,7 +19,12 @@ Status = Literal["finished", "interrupted", "failed"]
 PROJECT = "lagrpo"  # project or experiment of the runs, unless the tracker's environment variable names one
 TABLE = "completion_texts"  # name of the table of completions; `completions` is a metric
 COLUMNS = ("prompt_id", "sample_index", "prompt_text", "completion", "reward", "outcome", "reason")
-COLUMNS += ("advantage", "excluded_reason", "staleness", "finished")  # the columns of the rollouts that trackers get
+COLUMNS += (
+    "advantage",
+    "excluded_reason",
+    "staleness",
+    "finished",
+)  # the columns of the rollouts that trackers get
 
 
 class Callback:
@@ -44,8 +49,12 @@ def check_installed(names: Iterable[str]) -> None:
     """Raise SettingsError for a tracker whose package is missing. Nothing is imported."""
     for name in names:
         spec = importlib.util.find_spec(name)
-        if spec is None or spec.origin is None:  # without an origin: a directory of that name, such as W&B makes
-            raise SettingsError(f"run.report_to names {name}, which is not installed: pip install 'lagrpo[{name}]'")
+        if (
+            spec is None or spec.origin is None
+        ):  # without an origin: a directory of that name, such as W&B makes
+            raise SettingsError(
+                f"run.report_to names {name}, which is not installed: pip install 'lagrpo[{name}]'"
+            )
 
 
 class Trackers(Callback):
@@ -59,7 +68,9 @@ class Trackers(Callback):
         path = Path(settings["run"]["output_dir"], settings["run"]["name"]).absolute()
         config, run_id = redact_values({**settings, "environment": environment}), environment["id"]
         self.active = dict.fromkeys(self.names)
-        self._call(lambda name, _: self.active.update({name: TRACKERS[name](path, run_id, config, batch)}))
+        self._call(
+            lambda name, _: self.active.update({name: TRACKERS[name](path, run_id, config, batch)})
+        )
 
     def on_batch(self, metrics: Row, rollouts: Sequence[Row]) -> None:
         batch, count = metrics["step"], min(self.completions, len(rollouts))
@@ -73,7 +84,10 @@ class Trackers(Callback):
     def on_evaluation(self, name: str, summary: Row, records: Sequence[Row]) -> None:
         """Log the numbers of the summary as eval/NAME, or eval/SET/NAME for a named set."""
         prefix = f"eval/{summary['set']}/" if summary.get("set") else "eval/"
-        self._log(summary["step"], {f"{prefix}{key}": value for key, value in summary.items() if key != "step"})
+        self._log(
+            summary["step"],
+            {f"{prefix}{key}": value for key, value in summary.items() if key != "step"},
+        )
 
     def on_end(self, status: Status, detail: str) -> None:
         self._call(lambda _, tracker: tracker.finish(status))
@@ -99,7 +113,9 @@ class TensorBoard:
     def __init__(self, path: Path, run_id: str, config: Row, batch: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer: Any = SummaryWriter(str(path / "tensorboard"), purge_step=batch + 1 if batch else 0)
+        self._writer: Any = SummaryWriter(
+            str(path / "tensorboard"), purge_step=batch + 1 if batch else 0
+        )
         if not batch:
             settings = redact((path / "config.toml").read_text(encoding="utf-8"))
             self._writer.add_text("settings", f"```toml\n{settings}\n```", 0)
@@ -110,7 +126,9 @@ class TensorBoard:
         self._writer.flush()
 
     def log_table(self, batch: int, rows: Sequence[Row]) -> None:
-        cells = [["" if cell is None else visible(str(cell)) for cell in row.values()] for row in rows]
+        cells = [
+            ["" if cell is None else visible(str(cell)) for cell in row.values()] for row in rows
+        ]
         cells = [[cell.replace("|", "\\|").replace("\n", "<br>") for cell in row] for row in cells]
         lines = [list(rows[0]), ["---"] * len(rows[0]), *cells]
         self._writer.add_text(TABLE, "\n".join(f"| {' | '.join(line)} |" for line in lines), batch)
@@ -128,7 +146,9 @@ class Wandb:
     def __init__(self, path: Path, run_id: str, config: Row, batch: int) -> None:
         import wandb  # pyright: ignore[reportMissingImports]
 
-        hidden = dict.fromkeys(("disable_code", "disable_git", "disable_job_creation", "x_disable_meta"), True)
+        hidden = dict.fromkeys(
+            ("disable_code", "disable_git", "disable_job_creation", "x_disable_meta"), True
+        )
         self.package: Any = wandb
         self.run: Any = wandb.init(
             id=run_id,
@@ -146,7 +166,10 @@ class Wandb:
 
     def log_table(self, batch: int, rows: Sequence[Row]) -> None:
         data = [list(row.values()) for row in rows]
-        self.log(batch, {TABLE: self.package.Table(columns=list(rows[0]), data=data, **self.table_options)})
+        self.log(
+            batch,
+            {TABLE: self.package.Table(columns=list(rows[0]), data=data, **self.table_options)},
+        )
 
     def finish(self, status: Status) -> None:
         self.run.finish(exit_code=0 if status == "finished" else 1)
@@ -161,9 +184,14 @@ class Trackio(Wandb):
     def __init__(self, path: Path, run_id: str, config: Row, batch: int) -> None:
         import trackio  # pyright: ignore[reportMissingImports]
 
-        project, resume = os.environ.get("TRACKIO_PROJECT") or PROJECT, "allow" if batch else "never"
+        project, resume = (
+            os.environ.get("TRACKIO_PROJECT") or PROJECT,
+            "allow" if batch else "never",
+        )
         self.package: Any = trackio
-        self.run: Any = trackio.init(project, name=path.name, config=dict(config), resume=resume, embed=False)
+        self.run: Any = trackio.init(
+            project, name=path.name, config=dict(config), resume=resume, embed=False
+        )
 
     def log(self, batch: int, values: Mapping[str, Any]) -> None:
         self.run.log(dict(values), step=batch)

@@ -69,7 +69,9 @@ def find_checkpoint(folder: Path) -> Checkpoint | None:
     for _, path in sorted(files.numbered(folder, "step-").items(), reverse=True):
         state = json.loads((path / STATE).read_bytes())
         if state["schema"] != SCHEMA:
-            raise ValueError(f"{path} has the format {state['schema']}; this version of lagrpo reads {SCHEMA}")
+            raise ValueError(
+                f"{path} has the format {state['schema']}; this version of lagrpo reads {SCHEMA}"
+            )
         return Checkpoint(path, state)
     return None
 
@@ -83,7 +85,11 @@ def prune_checkpoints(folder: Path, keep: int) -> None:
 
 
 def save_checkpoint(
-    folder: Path, a: TrainerComponents, loop: LoopState, synced: Sequence[Tensor], finish: bool = True
+    folder: Path,
+    a: TrainerComponents,
+    loop: LoopState,
+    synced: Sequence[Tensor],
+    finish: bool = True,
 ) -> None:
     """Write where the run stands after a batch: `loop`, and `trainer.synced` as it was then. With `finish` the local
     engine completes its requests: it would do so before the next weight sync anyway, with the same rows side by side,
@@ -104,13 +110,19 @@ def save_checkpoint(
     state = {
         "schema": SCHEMA,
         "loop": asdict(loop),
-        "versions": {"policy": version, "alpha": alpha, "pi_ref": reference.version if reference is not None else None},
+        "versions": {
+            "policy": version,
+            "alpha": alpha,
+            "pi_ref": reference.version if reference is not None else None,
+        },
         "announced": announced,
         "data": fingerprint_data(a),
         "model": a.model,
     }
     others = {v: a.ranks.gather_whole(of) for v, of in weights.items() if v not in (0, version)}
-    trainer = a.trainer.state() | {f"synced/{n}": tensor for n, tensor in enumerate(synced) if a.ranks.is_first}
+    trainer = a.trainer.state() | {
+        f"synced/{n}": tensor for n, tensor in enumerate(synced) if a.ranks.is_first
+    }
 
     def fill(directory: Path) -> None:
         for version, tensors in others.items():
@@ -122,7 +134,9 @@ def save_checkpoint(
     _write(folder / f"step-{loop.batch:06d}", a.ranks, trainer, fill)
 
 
-def _write(path: Path, ranks: Ranks, trainer: Mapping[str, Tensor], fill: Callable[[Path], None]) -> None:
+def _write(
+    path: Path, ranks: Ranks, trainer: Mapping[str, Tensor], fill: Callable[[Path], None]
+) -> None:
     """Every rank writes its part into a directory beside `path`, and rank 0 makes the checkpoint of it."""
     name = "trainer" if ranks.size == 1 else f"trainer-{ranks.rank + 1:05d}-of-{ranks.size:05d}"
     parts = path.with_name(f".{path.name}.0-00000000.tmp")
@@ -139,7 +153,11 @@ def _write(path: Path, ranks: Ranks, trainer: Mapping[str, Tensor], fill: Callab
 
 
 def _save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()},
+        path,
+        metadata={"format": "pt"},
+    )
 
 
 def _weights_file(version: int) -> str:
@@ -155,7 +173,9 @@ def needs_alpha(a: TrainerComponents, loop: LoopState) -> bool:
 
 def fingerprint_data(a: TrainerComponents) -> str:
     """Tells data apart: the size of the split, the prompts of the first batch, the offline completions."""
-    prompts = [(index, prompt.token_ids, str(prompt.answer)) for index, prompt in a.main.prompts.first]
+    prompts = [
+        (index, prompt.token_ids, str(prompt.answer)) for index, prompt in a.main.prompts.first
+    ]
     seen = repr((a.main.task.size("train"), prompts, str(a.offline)))
     return hashlib.blake2b(seen.encode("utf-8", "replace"), digest_size=8).hexdigest()
 
@@ -180,20 +200,32 @@ class ResumeState:
         run, total = Run(directory), settings.schedule.batches
         with refusing():
             checkpoint = find_checkpoint(directory / "checkpoints")
-            if checkpoint is None and any(e["event"] in ("checkpoint", "resumed") for e in load_events(run)):
-                raise ValueError(f"{directory} lost its checkpoints: start a new run from its weights")
+            if checkpoint is None and any(
+                e["event"] in ("checkpoint", "resumed") for e in load_events(run)
+            ):
+                raise ValueError(
+                    f"{directory} lost its checkpoints: start a new run from its weights"
+                )
             if checkpoint is not None and total < checkpoint.batch:
-                raise ValueError(f"schedule.batches = {total}: {directory} already has {checkpoint.batch}; set more")
-            return ResumeState(run, checkpoint, find_changes(settings, directory), read_environment(directory))
+                raise ValueError(
+                    f"schedule.batches = {total}: {directory} already has {checkpoint.batch}; set more"
+                )
+            return ResumeState(
+                run, checkpoint, find_changes(settings, directory), read_environment(directory)
+            )
 
     def cut_back(self, moved: Mapping[str, list[Any]]) -> None:
         """Remove what the run recorded after its checkpoint (without one: everything), and record that it resumes."""
         run, checkpoint = self.run, self.checkpoint
-        batch, version = (checkpoint.batch, checkpoint.state["versions"]["policy"]) if checkpoint else (-1, -1)
+        batch, version = (
+            (checkpoint.batch, checkpoint.state["versions"]["policy"]) if checkpoint else (-1, -1)
+        )
         ahead = len(checkpoint.state["loop"]["prefetched"]) if checkpoint else 0
         files.remove_leftovers(run.path)
         for file, lines in ((run.metrics, load_metrics(run)), (run.events, load_events(run))):
-            files.write_atomically(file, "".join(f"{files.to_json(line)}\n" for line in lines if line["step"] <= batch))
+            files.write_atomically(
+                file, "".join(f"{files.to_json(line)}\n" for line in lines if line["step"] <= batch)
+            )
         folders = ("rollouts", "step-", ".parquet", batch), ("weights", "v", "", version)
         for folder, prefix, ending, last in folders:
             for number, path in files.numbered(run.path / folder, prefix, ending).items():
@@ -226,26 +258,41 @@ def restore_checkpoint(a: TrainerComponents, checkpoint: Checkpoint) -> LoopStat
     that cannot be read."""
     state = checkpoint.state
     if a.model != state["model"]:
-        raise SettingsError(f"model.path = {a.settings.model.path!r} is not the model that the run started with")
+        raise SettingsError(
+            f"model.path = {a.settings.model.path!r} is not the model that the run started with"
+        )
     if fingerprint_data(a) != state["data"]:
-        raise SettingsError("task: the data has changed since the run started: restore it, or start a new run")
+        raise SettingsError(
+            "task: the data has changed since the run started: restore it, or start a new run"
+        )
     try:
         _load_versions(a, checkpoint)
         groups = _load_groups(a, checkpoint.path / ROLLOUTS)
     except (SafetensorError, FileNotFoundError) as error:
-        raise CheckpointError(f"{checkpoint.path}: {error}. Remove it to resume from the one before") from error
+        raise CheckpointError(
+            f"{checkpoint.path}: {error}. Remove it to resume from the one before"
+        ) from error
     a.prefetcher.restore(groups, {int(b): versions for b, versions in state["announced"].items()})
     return LoopState(**{**state["loop"], "prefetched": tuple(state["loop"]["prefetched"])})
 
 
 def _load_versions(a: TrainerComponents, checkpoint: Checkpoint) -> None:
-    pi, alpha, pi_ref = (checkpoint.state["versions"][name] for name in ("policy", "alpha", "pi_ref"))
-    for version in sorted({alpha, pi_ref, pi} - {None}, key=lambda v: (v == pi, v)):  # π last: it stays
+    pi, alpha, pi_ref = (
+        checkpoint.state["versions"][name] for name in ("policy", "alpha", "pi_ref")
+    )
+    for version in sorted(
+        {alpha, pi_ref, pi} - {None}, key=lambda v: (v == pi, v)
+    ):  # π last: it stays
         if version == pi:
             parts = sorted(checkpoint.path.glob("trainer*.safetensors"))
-            state = MergedState([load_file(file) for file in parts])  # mapped, not read: each rank takes its part
+            state = MergedState(
+                [load_file(file) for file in parts]
+            )  # mapped, not read: each rank takes its part
             a.trainer.load_state(state, pi)
-            names = sorted((name for name in state if name.startswith("synced/")), key=lambda name: int(name[7:]))
+            names = sorted(
+                (name for name in state if name.startswith("synced/")),
+                key=lambda name: int(name[7:]),
+            )
             a.trainer.synced = [state[name] for name in names]
         elif version:  # 0, the initial policy, is there
             a.trainer.policy.load(load_file(checkpoint.path / _weights_file(version)), version)
@@ -274,7 +321,9 @@ def _completion(row: Mapping[str, Any]) -> Completion:
     """The completion of a row. It was not scored yet: an outcome is a failure's, or its environment's."""
     return Completion(
         token_ids=torch.tensor(row["token_ids"], dtype=torch.long),
-        logp_alpha=torch.tensor([math.nan if p is None else p for p in row["rollout_logprobs"]], dtype=torch.float32),
+        logp_alpha=torch.tensor(
+            [math.nan if p is None else p for p in row["rollout_logprobs"]], dtype=torch.float32
+        ),
         versions=torch.tensor(row["policy_versions"], dtype=torch.long),
         finished=row["finished"],
         text=row["completion"],

@@ -32,7 +32,9 @@ FREE = (
 OF_CALL = ("run.name", "run.output_dir")
 
 
-def check_settings(settings: Settings, task: Task | None = None, resume: str | None = None) -> Recipe:
+def check_settings(
+    settings: Settings, task: Task | None = None, resume: str | None = None
+) -> Recipe:
     """The resolved recipe of settings that can be run; `task` replaces settings.task. Raises SettingsError."""
     check_evaluation(settings, task)
     for each in settings.eval.sets:
@@ -43,7 +45,9 @@ def check_settings(settings: Settings, task: Task | None = None, resume: str | N
         completion_files(settings.offline.data)
     offline = bool(settings.offline.data) and settings.offline.fraction == 1
     if settings.rollout.num_generations == 1 and not offline:
-        raise SettingsError("rollout.num_generations = 1: GRPO compares completions of a prompt; set 2 or more")
+        raise SettingsError(
+            "rollout.num_generations = 1: GRPO compares completions of a prompt; set 2 or more"
+        )
     check_model(settings)
     if os.environ.get("RANK", "0") == "0":
         check_run(settings, resume)
@@ -69,12 +73,18 @@ def check_model(settings: Settings) -> None:
     path, lora_r = settings.model.path, settings.model.lora_r
     if is_adapter(Path(path).expanduser()):
         merge = "merge the adapter with PEFT's merge_and_unload first"
-        raise SettingsError(f"model.path = {path!r} is an adapter, but a run needs a whole model: {merge}")
+        raise SettingsError(
+            f"model.path = {path!r} is an adapter, but a run needs a whole model: {merge}"
+        )
     if world_size() > 1 and settings.distributed.strategy == "fsdp2":
         if lora_r:
-            raise SettingsError("distributed.strategy = 'fsdp2' trains all weights; with model.lora_r use 'zero1'")
+            raise SettingsError(
+                "distributed.strategy = 'fsdp2' trains all weights; with model.lora_r use 'zero1'"
+            )
         if settings.rollout.engine == "vllm" and settings.vllm.weight_transfer != "directory":
-            raise SettingsError("distributed.strategy = 'fsdp2' needs vllm.weight_transfer = 'directory'")
+            raise SettingsError(
+                "distributed.strategy = 'fsdp2' needs vllm.weight_transfer = 'directory'"
+            )
 
 
 def check_run(settings: Settings, resume: str | None) -> None:
@@ -90,7 +100,11 @@ def check_run(settings: Settings, resume: str | None) -> None:
 
 def chat_template(model: ModelSettings) -> str | None:
     """The chat template that replaces the tokenizer's."""
-    return Path(model.chat_template).expanduser().read_text(encoding="utf-8") if model.chat_template else None
+    return (
+        Path(model.chat_template).expanduser().read_text(encoding="utf-8")
+        if model.chat_template
+        else None
+    )
 
 
 def offline_prompts(settings: Settings) -> int:
@@ -136,10 +150,17 @@ def find_changes(settings: Settings, run: Path) -> dict[str, tuple[Any, Any]]:
     """Settings that differ from the run's: name -> (before, now). Raises SettingsError if they could alter its past."""
     saved = load_settings(run / "config.toml")
     before, now = flatten(saved.model_dump()), flatten(settings.model_dump())
-    names = [name for name in now | before if name not in OF_CALL and before.get(name) != now.get(name)]
+    names = [
+        name for name in now | before if name not in OF_CALL and before.get(name) != now.get(name)
+    ]
     if wrong := [name for name in names if not _may_change(name, settings, saved)]:
-        lines = [f"{n} = {json.dumps(now.get(n))}, but the run has {json.dumps(before.get(n))}" for n in wrong]
-        more = " (more batches need a run with lr_scheduler_type = 'constant')" * ("schedule.batches" in wrong)
+        lines = [
+            f"{n} = {json.dumps(now.get(n))}, but the run has {json.dumps(before.get(n))}"
+            for n in wrong
+        ]
+        more = " (more batches need a run with lr_scheduler_type = 'constant')" * (
+            "schedule.batches" in wrong
+        )
         raise SettingsError("\n".join(lines) + f": a resumed run cannot change this{more}")
     return {name: (before.get(name), now.get(name)) for name in names}
 
@@ -181,20 +202,31 @@ def build_task(settings: Settings, data: Any, rewards: Sequence[Any] | None) -> 
         return task
     found = list(map(_as_reward, rewards or ()))
     names = [each.name for each in found]
-    found = [replace(r, name=f"{r.name}_{n}") if names.count(r.name) > 1 else r for n, r in enumerate(found, start=1)]
+    found = [
+        replace(r, name=f"{r.name}_{n}") if names.count(r.name) > 1 else r
+        for n, r in enumerate(found, start=1)
+    ]
     return replace(task, reward=Rewards(tuple(found)))
 
 
 def name_rewards(settings: Settings, task: Task | None) -> Settings:
     """The settings with the names, weights and ranges of a task object's rewards: records and metrics need them."""
-    if task is None or environment_of(task) is not None or not Rewards.from_reward(task.reward).names:
+    if (
+        task is None
+        or environment_of(task) is not None
+        or not Rewards.from_reward(task.reward).names
+    ):
         return settings
     entries = []
     for each in Rewards.from_reward(task.reward).parts:
         kind = each.function if hasattr(each.function, "__qualname__") else type(each.function)
         where = f"{kind.__module__}:{kind.__qualname__}"
-        entries.append(RewardSettings(name=each.name, reward=where, weight=each.weight, range=each.range))
-    return settings.model_copy(update={"task": settings.task.model_copy(update={"rewards": tuple(entries)})})
+        entries.append(
+            RewardSettings(name=each.name, reward=where, weight=each.weight, range=each.range)
+        )
+    return settings.model_copy(
+        update={"task": settings.task.model_copy(update={"rewards": tuple(entries)})}
+    )
 
 
 def _as_reward(given: Any) -> Reward:

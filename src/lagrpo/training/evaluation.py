@@ -19,7 +19,12 @@ from typing import Any
 
 import torch
 
-from lagrpo.core.estimators import bootstrap_interval, clustered_interval, paired_interval, pass_at_k
+from lagrpo.core.estimators import (
+    bootstrap_interval,
+    clustered_interval,
+    paired_interval,
+    pass_at_k,
+)
 from lagrpo.cpu.memory import freed_memory_kept
 from lagrpo.errors import SettingsError
 from lagrpo.machine import choose_threads, fixed_threads
@@ -75,7 +80,9 @@ def evaluate(of: EvalSet, evaluator: Any, ranks: Ranks | None = None) -> Evaluat
     ranks = ranks or Ranks()
     own = ranks.share(of.requests) if isinstance(evaluator, LocalSampler) else of.requests
     with ranks.stopping_together():
-        scored = list(of.reward_pool.score(group for _, group in evaluator.sample(own, of.samples, of.params)))
+        scored = list(
+            of.reward_pool.score(group for _, group in evaluator.sample(own, of.samples, of.params))
+        )
     groups = sorted(ranks.join(scored), key=lambda group: group.prompt.key)
     records = [_record(group, of.reward_range, of.rewards) for group in groups]
     unscored = sum(record["samples"] - record["scored"] for record in records)
@@ -84,9 +91,16 @@ def evaluate(of: EvalSet, evaluator: Any, ranks: Ranks | None = None) -> Evaluat
         if values:
             ends = of.reward_range if name == "reward" else (0.0, 1.0)
             low, high = _interval(list(values.values()), tries, of.seed, ends)
-            summary |= {name: sum(values.values()) / len(values), f"{name}_low": low, f"{name}_high": high}
+            summary |= {
+                name: sum(values.values()) / len(values),
+                f"{name}_low": low,
+                f"{name}_high": high,
+            }
     for name in of.rewards:
-        found = [[value for value in record[f"{REWARD}{name}"] if value is not None] for record in records]
+        found = [
+            [value for value in record[f"{REWARD}{name}"] if value is not None]
+            for record in records
+        ]
         if means := [sum(values) / len(values) for values in found if values]:
             summary[f"rewards/{name}/mean"] = sum(means) / len(means)
     return Evaluation(summary, records)
@@ -95,7 +109,9 @@ def evaluate(of: EvalSet, evaluator: Any, ranks: Ranks | None = None) -> Evaluat
 def _record(group: Group, reward_range: Range, names: Sequence[str]) -> dict[str, Any]:
     rewards, completions = group.rewards, group.completions
     outcomes = [c.outcome or Outcome.unscored("") for c in completions]
-    correct = sum(is_correct(o.reward, reward_range, o.correct) for o in outcomes if o.reward is not None)
+    correct = sum(
+        is_correct(o.reward, reward_range, o.correct) for o in outcomes if o.reward is not None
+    )
     record = {
         "prompt_id": group.prompt.key,
         "prompt": group.prompt.messages[-1]["content"],
@@ -113,16 +129,27 @@ def _record(group: Group, reward_range: Range, names: Sequence[str]) -> dict[str
     }
     if names:
         record |= {f"{REWARD}{name}": [o.parts.get(name) for o in outcomes] for name in names}
-        record |= {"is_correct": [o.correct for o in outcomes], "tokens": [c.length for c in completions]}
+        record |= {
+            "is_correct": [o.correct for o in outcomes],
+            "tokens": [c.length for c in completions],
+        }
     return record
 
 
-def _measures(records: list[dict[str, Any]], samples: int) -> dict[str, tuple[dict[int, float], float]]:
+def _measures(
+    records: list[dict[str, Any]], samples: int
+) -> dict[str, tuple[dict[int, float], float]]:
     """Each metric by prompt, without prompts that have too few scored completions; and how many independent tries of it
     a prompt has: one try of pass@k takes k samples."""
-    measures = {"reward": ({r["prompt_id"]: r["reward"] for r in records if r["scored"]}, float(samples))}
+    measures = {
+        "reward": ({r["prompt_id"]: r["reward"] for r in records if r["scored"]}, float(samples))
+    }
     for k in sorted({samples, *(1 << n for n in range(samples.bit_length()))}):
-        by_prompt = {r["prompt_id"]: pass_at_k(r["scored"], r["correct"], k) for r in records if r["scored"] >= k}
+        by_prompt = {
+            r["prompt_id"]: pass_at_k(r["scored"], r["correct"], k)
+            for r in records
+            if r["scored"] >= k
+        }
         measures[f"pass@{k}"] = by_prompt, samples / k
     return measures
 
@@ -144,10 +171,17 @@ def compare(before: Evaluation, after: Evaluation) -> dict[str, float]:
     for name, (values, tries) in new.items():
         both = sorted(old[name][0].keys() & values.keys())
         if both and name != "reward":
-            b_N, a_N = (torch.tensor([m[key] for key in both], dtype=torch.float64) for m in (old[name][0], values))
+            b_N, a_N = (
+                torch.tensor([m[key] for key in both], dtype=torch.float64)
+                for m in (old[name][0], values)
+            )
             low, high = paired_interval(b_N, a_N, tries)
             difference = float(a_N.mean() - b_N.mean())
-            found |= {f"{name}_change": difference, f"{name}_change_low": low, f"{name}_change_high": high}
+            found |= {
+                f"{name}_change": difference,
+                f"{name}_change_low": low,
+                f"{name}_change_high": high,
+            }
     return found
 
 
@@ -174,7 +208,9 @@ class Evaluations:
         made = {}
         for summary in load_evaluations(run):
             name, step = summary.pop("name"), summary["step"]
-            if step > batch or (name.startswith("after") and step < self.parts.settings.schedule.batches):
+            if step > batch or (
+                name.startswith("after") and step < self.parts.settings.schedule.batches
+            ):
                 for ending in ("json", "parquet"):
                     (run.path / "evaluations" / f"{name}.{ending}").unlink(missing_ok=True)
             else:
@@ -223,7 +259,12 @@ class Evaluations:
         so_far = json.loads(file.read_bytes()) if file.exists() else {}
         if so_far.get("best") == best and so_far["value"] >= value and so_far["step"] != batch:
             return None
-        return {"best": best, "value": value, "step": batch, "policy_version": self.parts.trainer.policy.version}
+        return {
+            "best": best,
+            "value": value,
+            "step": batch,
+            "policy_version": self.parts.trainer.policy.version,
+        }
 
 
 def _file_name(batch: int, of_set: str, moment: str) -> str:
@@ -231,7 +272,9 @@ def _file_name(batch: int, of_set: str, moment: str) -> str:
     return f"{name}.{of_set}" if of_set else name
 
 
-def build_eval_set(settings: Settings, setup: TaskSetup, each: EvalSetSettings, name: str = "") -> EvalSet:
+def build_eval_set(
+    settings: Settings, setup: TaskSetup, each: EvalSetSettings, name: str = ""
+) -> EvalSet:
     """The prompts of a set, and how it samples. `name` keys its random numbers."""
     e, s, episodes = settings.eval, settings.rollout, setup.episodes
     max_tokens = each.max_completion_length or s.max_completion_length
@@ -273,24 +316,41 @@ def evaluate_model(settings: Settings) -> Evaluation:
     check_evaluation(settings)
     rollout = settings.rollout
     if rollout.engine == "vllm" and is_adapter(settings.model.path):
-        raise SettingsError("model.path is an adapter: set rollout.engine = 'local', or merge the adapter first")
+        raise SettingsError(
+            "model.path is an adapter: set rollout.engine = 'local', or merge the adapter first"
+        )
     task = build.load_tasks(settings)[OF_RUN]
     output = _choose_output(settings, task.name)
     with freed_memory_kept(), fixed_threads(choose_threads()), ExitStack() as stack:
         replied = max_reply_tokens(settings, task)
-        servers = build.start_servers(settings, replied, stack)  # takes minutes: what is cheap to check came first
+        servers = build.start_servers(
+            settings, replied, stack
+        )  # takes minutes: what is cheap to check came first
         print(f"loading {settings.model.path} …", file=sys.stderr, flush=True)
         policy = build.build_policy(settings.model, rollout.temperature, settings.longest + replied)
         setup = build.set_up_tasks(settings, {OF_RUN: task}, policy, stack)[OF_RUN]
-        evaluator: Any = LocalSampler(policy, settings.run.seed, rollout.max_completion_length, rollout.max_num_seqs)
+        evaluator: Any = LocalSampler(
+            policy, settings.run.seed, rollout.max_completion_length, rollout.max_num_seqs
+        )
         if servers:
             evaluator = stack.enter_context(closing(build_engine(settings, policy, servers)))
             evaluator.sync_weights(policy.weights, policy.version)
             build.build_weight_sync_check(policy, setup.prompts, evaluator)(policy, evaluator)
         sampled = ", ".join(map(str, servers)) or "this process"
-        print(f"computation: {policy.model.computation}; sampling: {sampled}", file=sys.stderr, flush=True)
-        evaluation = evaluate(build_eval_set(settings, setup, EvalSetSettings(name="only")), evaluator)
-    summary = {"model": settings.model.path, "task": task.name, **evaluation.summary, "settings": settings.model_dump()}
+        print(
+            f"computation: {policy.model.computation}; sampling: {sampled}",
+            file=sys.stderr,
+            flush=True,
+        )
+        evaluation = evaluate(
+            build_eval_set(settings, setup, EvalSetSettings(name="only")), evaluator
+        )
+    summary = {
+        "model": settings.model.path,
+        "task": task.name,
+        **evaluation.summary,
+        "settings": settings.model_dump(),
+    }
     write_table(output / "records.parquet", evaluation.records)
     write_atomically(output / "summary.json", to_json(summary) + "\n")
     _print_summary(summary, output)
@@ -307,7 +367,10 @@ def _choose_output(settings: Settings, task: str) -> Path:
 
 
 def _print_summary(summary: dict[str, Any], output: Path) -> None:
-    prompts, samples = count_of(summary["prompts"], "prompt"), count_of(summary["samples"], "sample")
+    prompts, samples = (
+        count_of(summary["prompts"], "prompt"),
+        count_of(summary["samples"], "sample"),
+    )
     print(f"{summary['model']} on {summary['task']}: {prompts} x {samples}")
     for name in summary:
         if f"{name}_low" in summary:

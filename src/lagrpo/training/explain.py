@@ -24,10 +24,15 @@ def meaning(settings: Settings, recipe: Recipe) -> list[str]:
     s, rollout, o = settings.schedule, settings.rollout, settings.optimizer
     per_batch, device = s.prompts_per_batch * rollout.num_generations, pick_device()
     dtype, why = pick_dtype(settings.model.dtype, device)
-    masters = f", {'dithered' if o.dither_master_weights else 'plain'} fp32 master weights" * (dtype == "bfloat16")
+    masters = f", {'dithered' if o.dither_master_weights else 'plain'} fp32 master weights" * (
+        dtype == "bfloat16"
+    )
     changes = ", ".join(f"{name} = {value}" for name, value in settings.loss.knobs.items())
     offline = offline_prompts(settings)
-    of_files = f"; {count_of(offline, 'prompt')} of them from {', '.join(settings.offline.data)}" * bool(offline)
+    of_files = (
+        f"; {count_of(offline, 'prompt')} of them from {', '.join(settings.offline.data)}"
+        * bool(offline)
+    )
     return [
         f"recipe      {recipe.name}: {recipe.formula}" + (f"; with {changes}" if changes else ""),
         f"batch       {s.prompts_per_batch} prompts x {rollout.num_generations} completions = {per_batch:,} samples, "
@@ -43,10 +48,14 @@ def meaning(settings: Settings, recipe: Recipe) -> list[str]:
 def _weight_syncs(settings: Settings) -> str:
     """When the sampler gets new weights, and how stale it can become."""
     s = settings.schedule
-    when = "before every batch" if s.constant_lag is not None or s.v == 1 else f"every {s.v} batches"
+    when = (
+        "before every batch" if s.constant_lag is not None or s.v == 1 else f"every {s.v} batches"
+    )
     if s.sync_at_kl is not None:
         when = f"when KL(alpha||pi_k) of a completion passes {s.sync_at_kl:g} nats, at the latest {when}"
-    largest = max(lags(Schedule(s.kind, s.v, s.sync_at_kl), s.batches, s.stage_length, s.num_iterations))
+    largest = max(
+        lags(Schedule(s.kind, s.v, s.sync_at_kl), s.batches, s.stage_length, s.num_iterations)
+    )
     return f"weight sync {when}; staleness at most {count_of(largest, 'update')}"
 
 
@@ -59,7 +68,9 @@ def _memory(settings: Settings, recipe: Recipe) -> list[str]:
     parts = ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in memory.items())
     lines = [f"memory      {parts}{' per rank' * (ranks > 1)}, plus activations and caches"]
     if lora:
-        lines.append(f"adapters    {adapters:,} trained parameters; the model's {lm.num_parameters():,} stay frozen")
+        lines.append(
+            f"adapters    {adapters:,} trained parameters; the model's {lm.num_parameters():,} stay frozen"
+        )
     return lines
 
 
@@ -82,7 +93,10 @@ def expected_memory(
         numbers += trained * local
     masters = 4 * trained // ranks if size == 2 or ranks > 1 else 0
     gradient = 4 * trained // (ranks if sharded else 1)
-    return {"weights": size * numbers, "gradient and optimizer": gradient + masters + 8 * trained // ranks}
+    return {
+        "weights": size * numbers,
+        "gradient and optimizer": gradient + masters + 8 * trained // ranks,
+    }
 
 
 def empty_model(settings: Settings) -> Any:

@@ -44,7 +44,9 @@ class FsdpMasterWeights(MasterWeights):
 
     passes_are_collective = True
 
-    def __init__(self, policy: Policy, mesh: DeviceMesh, group: dist.ProcessGroup, start: Start, seed: int) -> None:
+    def __init__(
+        self, policy: Policy, mesh: DeviceMesh, group: dist.ProcessGroup, start: Start, seed: int
+    ) -> None:
         self.model, self.group, self.device = policy.model, group, policy.device
         self.spans, self.parameters, self.sharded = [], [], list[nn.Parameter]()
         for unit in units_of(policy.model):
@@ -90,18 +92,28 @@ def units_of(model: Any) -> list[nn.Module]:
     return [*model.decoder.layers, model]
 
 
-def shard_unit(unit: nn.Module, lm: nn.Module, dtype: torch.dtype | None, mesh: DeviceMesh) -> dict[str, Tensor]:
+def shard_unit(
+    unit: nn.Module, lm: nn.Module, dtype: torch.dtype | None, mesh: DeviceMesh
+) -> dict[str, Tensor]:
     """Shard a decoder layer, or the root. With a `dtype` that is not exact the shards are float32, and what is
     gathered is rounded to it. Returns the weights that were sharded by name, as they were."""
     own = {id(p) for p in unit.parameters()}
-    before = {n: p.detach() for n, p in lm.named_parameters() if id(p) in own and not isinstance(p, DTensor)}
+    before = {
+        n: p.detach()
+        for n, p in lm.named_parameters()
+        if id(p) in own and not isinstance(p, DTensor)
+    }
     mixed = MixedPrecisionPolicy(cast_forward_inputs=False)
     if dtype is not None and dtype not in EXACT:
         for name in before:
             weight = attrgetter(name)(lm)
             weight.data = weight.data.float()
-        mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    module = fully_shard(unit, mesh=mesh, mp_policy=mixed, reshard_after_forward=not isinstance(unit, Model))
+        mixed = MixedPrecisionPolicy(
+            param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
+    module = fully_shard(
+        unit, mesh=mesh, mp_policy=mixed, reshard_after_forward=not isinstance(unit, Model)
+    )
     module.set_force_sum_reduction_for_comms(True)
     module.set_gradient_divide_factor(1.0)
     return before
@@ -119,7 +131,11 @@ def local_shard(tensor: Any) -> Tensor:
 
 def local_span(name: str, sharded: Any) -> Span:
     """Which numbers of a weight this rank has: whole rows."""
-    ranks, rank, rows = sharded.device_mesh.size(), sharded.device_mesh.get_local_rank(), sharded.shape[0]
+    ranks, rank, rows = (
+        sharded.device_mesh.size(),
+        sharded.device_mesh.get_local_rank(),
+        sharded.shape[0],
+    )
     each, of_row = -(-rows // ranks), sharded.shape.numel() // rows
     return Span(name, sharded.shape, *(min(r * each, rows) * of_row for r in (rank, rank + 1)))
 
@@ -153,7 +169,10 @@ class ShardedWeights(Weights):
         return super().__getitem__(name)
 
     def shapes(self) -> dict[str, torch.Size]:
-        return {name: self.shards[name].shape if name in self.shards else self[name].shape for name in self}
+        return {
+            name: self.shards[name].shape if name in self.shards else self[name].shape
+            for name in self
+        }
 
     @torch.no_grad()
     def load(self, weights: Mapping[str, Tensor], version: int) -> None:
@@ -183,7 +202,9 @@ def copy_sharded(policy: Policy, mesh: DeviceMesh) -> Policy:
 
 def without_values(lm: Any) -> Any:
     """A copy of a model of transformers whose weights have names and shapes only, to write its directory with."""
-    return copy.deepcopy(lm, {id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in lm.parameters()})
+    return copy.deepcopy(
+        lm, {id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in lm.parameters()}
+    )
 
 
 class EvaluationSampler(LocalSampler):

@@ -37,8 +37,12 @@ class Step:
     batch: Batch
     rows: Sequence[MicroBatch]  # this rank's micro-batches of the objective
     updates: Sequence[dict[str, float]]  # the metrics of each of the i updates
-    logp_k: Mapping[int, Tensor]  # log π_k of the sampled tokens of each scored completion, float32 [t]
-    entropy: Mapping[int, Tensor]  # of the distributions at these tokens, for completions in the objective
+    logp_k: Mapping[
+        int, Tensor
+    ]  # log π_k of the sampled tokens of each scored completion, float32 [t]
+    entropy: Mapping[
+        int, Tensor
+    ]  # of the distributions at these tokens, for completions in the objective
     clock: Clock
     state: LoopState
 
@@ -47,7 +51,9 @@ class Clock:
     """Seconds of a batch by phase (time/… in metrics.py), and in all since `earlier` seconds before it was made.
     `tell` hears what is being done now; `generated` counts the sampled tokens that came meanwhile."""
 
-    def __init__(self, tell: Callable[[str], None] = lambda phase: None, earlier: float = 0.0) -> None:
+    def __init__(
+        self, tell: Callable[[str], None] = lambda phase: None, earlier: float = 0.0
+    ) -> None:
         self.tell, self.generated, self._started = tell, 0, time.perf_counter() - earlier
         self.seconds: defaultdict[str, float] = defaultdict(float)
 
@@ -88,7 +94,9 @@ def train_loop(
         clock.tell("learning")
         version = policy.version
         with clock("learning"):
-            batch = assemble(groups, trainer.recipe, longest, a.settings.run.seed, b)  # 12-13   A_α, weights
+            batch = assemble(
+                groups, trainer.recipe, longest, a.settings.run.seed, b
+            )  # 12-13   A_α, weights
             rows = trainer.pack(batch, a.settings.optimizer.micro_batch_tokens)
         rest = compute_left_out(a, clock, batch)
         updates = []
@@ -96,7 +104,10 @@ def train_loop(
             for _ in range(s.num_iterations):  # 14
                 rows, metrics = trainer.step(rows, batch.in_objective)  # 15   Eq. 7 or 8
                 updates.append(metrics)
-        found = by_completion(rows, "logp_k_T") | by_completion(rest, "logp_k_T"), by_completion(rows, "entropy_T")
+        found = (
+            by_completion(rows, "logp_k_T") | by_completion(rest, "logp_k_T"),
+            by_completion(rows, "entropy_T"),
+        )
         logp_k, entropy = (dict(a.ranks.join([*own.items()])) for own in found)
         clock.seconds["sampling"], generated = a.prefetcher.pop_metrics()
         clock.generated = sum(a.ranks.gather(generated))
@@ -134,17 +145,25 @@ def score_groups(
     return in_order(requests, a.ranks.join(done))
 
 
-def replace_zero_variance(a: TrainerComponents, state: LoopState, clock: Clock, groups: list[Group]) -> list[Group]:
+def replace_zero_variance(
+    a: TrainerComponents, state: LoopState, clock: Clock, groups: list[Group]
+) -> list[Group]:
     """DAPO's dynamic sampling, bounded: groups of other prompts replace groups whose rewards are all equal."""
     taken = 0
     for _ in range(a.settings.rollout.dynamic_sampling_rounds):
-        flat = [n for n, group in enumerate(groups) if group.source == "sampler" and has_zero_variance(group)]
+        flat = [
+            n
+            for n, group in enumerate(groups)
+            if group.source == "sampler" and has_zero_variance(group)
+        ]
         if not flat:
             break
         requests = a.main.prompts.extra(state.batch + 1, taken, len(flat))
         more = score_groups(a, clock, requests, a.prefetcher.more(a.share(requests), state.alpha))
         taken += len(flat)
-        for n, group in zip(flat, (group for group in more if not has_zero_variance(group)), strict=False):
+        for n, group in zip(
+            flat, (group for group in more if not has_zero_variance(group)), strict=False
+        ):
             groups[n] = group
     return groups
 
@@ -154,10 +173,16 @@ def compute_left_out(a: TrainerComponents, clock: Clock, batch: Batch) -> list[M
     sampled all in this process, log α is log π_k up to the rounding that the weight-sync check measures."""
     trainer, version = a.trainer, a.trainer.policy.version
     with clock("scoring"):
-        given = a.settings.optimizer.micro_batch_tokens, trainer.policy.device, trainer.recipe.skips_zero_advantage
+        given = (
+            a.settings.optimizer.micro_batch_tokens,
+            trainer.policy.device,
+            trainer.recipe.skips_zero_advantage,
+        )
         rest = left_out(batch, *given, a.ranks)
         sampled = [c for group in batch.groups for c in group.completions]
-        own = a.samples_here and all(bool((c.versions[c.sampled] == version).all()) for c in sampled)
+        own = a.samples_here and all(
+            bool((c.versions[c.sampled] == version).all()) for c in sampled
+        )
         known = [micro.logp_alpha_T for micro in rest if micro.logp_alpha_T is not None]
         found = known if own else trainer.compute_logprobs(rest)
         return [micro.with_logprobs(logp_T) for micro, logp_T in zip(rest, found, strict=True)]

@@ -64,7 +64,9 @@ class MasterWeights:
 
     def __init__(self, model: nn.Module, start: Start, seed: int) -> None:
         trained = trained_parameters(model)
-        self.spans = [Span(name, weight.shape, 0, weight.numel()) for name, weight in trained.items()]
+        self.spans = [
+            Span(name, weight.shape, 0, weight.numel()) for name, weight in trained.items()
+        ]
         self.parameters = self.weights = list(trained.values())
         if all(weight.dtype in EXACT for weight in self.weights):
             return
@@ -85,7 +87,12 @@ class MasterWeights:
         if self.group is None:
             return own
         norms = all_gather(own.to(self.device, torch.float64).view(1), self.group)
-        return norms.square().sum().sqrt().to(torch.float64 if own.dtype == torch.float64 else torch.float32)
+        return (
+            norms.square()
+            .sum()
+            .sqrt()
+            .to(torch.float64 if own.dtype == torch.float64 else torch.float32)
+        )
 
     def zero_grads(self) -> None:
         for master in self.parameters:
@@ -114,7 +121,9 @@ def add_to_master(master: nn.Parameter, weight: Tensor) -> None:
 
 def start_master(span: Span, weight: Tensor, start: Start, seed: int) -> Tensor:
     """The masters of a span of a weight; what a number starts at does not depend on the span."""
-    value = span.of(weight).to(torch.float64 if weight.dtype == torch.float64 else torch.float32, copy=True)
+    value = span.of(weight).to(
+        torch.float64 if weight.dtype == torch.float64 else torch.float32, copy=True
+    )
     if start == "dithered" and weight.dtype == torch.bfloat16:
         dither_(value, signed16(span.stop, seed, "masters", span.name)[span.start :])
     return value
@@ -153,7 +162,10 @@ class FlatBuffer:
         """What this rank's part has of the weights, in their order."""
         first = self.group.rank() * self.part
         for name, weight in self.weights.items():
-            start, stop = (min(max(n - self.starts[name], 0), weight.numel()) for n in (first, first + self.part))
+            start, stop = (
+                min(max(n - self.starts[name], 0), weight.numel())
+                for n in (first, first + self.part)
+            )
             if start < stop:
                 yield Span(name, weight.shape, start, stop)
 
@@ -166,7 +178,9 @@ class FlatBuffer:
         """This rank's part of the sum of all ranks' gradients, which are dropped. Collective."""
         given, self.gradient = self._zeros() if self.gradient is None else self.gradient, None
         part = given.new_empty(self.part)
-        (getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor)(part, given, group=self.group)
+        (getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor)(
+            part, given, group=self.group
+        )
         return part
 
     def gather(self, part: Tensor) -> None:
@@ -192,7 +206,10 @@ class ZeroMasterWeights(MasterWeights):
     rank has. Masters are the same numbers on any number of ranks."""
 
     def __init__(self, model: nn.Module, start: Start, seed: int, group: dist.ProcessGroup) -> None:
-        trained, by_dtype = trained_parameters(model), defaultdict[torch.dtype, dict[str, nn.Parameter]](dict)
+        trained, by_dtype = (
+            trained_parameters(model),
+            defaultdict[torch.dtype, dict[str, nn.Parameter]](dict),
+        )
         for name, weight in trained.items():
             by_dtype[weight.dtype][name] = weight
         self.group = group
@@ -203,7 +220,9 @@ class ZeroMasterWeights(MasterWeights):
         self.parameters, exact = [], all(weight.dtype in EXACT for weight in trained.values())
         for span in self.spans:
             weight = trained[span.name].detach()
-            self.parameters.append(nn.Parameter(span.of(weight) if exact else start_master(span, weight, start, seed)))
+            self.parameters.append(
+                nn.Parameter(span.of(weight) if exact else start_master(span, weight, start, seed))
+            )
 
     def reduce_grads(self) -> None:
         sums = {buffer: buffer.sum_gradients() for buffer in self.buffers}
@@ -228,7 +247,9 @@ class ZeroMasterWeights(MasterWeights):
 def all_gather(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The parts of all ranks, [n] each, in their order: [ranks · n]. Collective."""
     everything = part.new_empty(len(part) * group.size())
-    (getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor)(everything, part, group=group)
+    (getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor)(
+        everything, part, group=group
+    )
     return everything
 
 
@@ -248,7 +269,11 @@ def step_offloaded(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Par
         optimizer.step()  # passes over parameters without a gradient
         parameter.grad = None
         for name in MOMENTS:
-            state[name] = kept[name].copy_(state[name]) if name in kept else to_host(state[name], parameter.device)
+            state[name] = (
+                kept[name].copy_(state[name])
+                if name in kept
+                else to_host(state[name], parameter.device)
+            )
 
 
 def to_host(tensor: Tensor, of: torch.device) -> Tensor:

@@ -31,10 +31,18 @@ ENOUGH = 25.0
 the range of rewards (standard deviation of a reward, at most 1/2, over √ESS)."""
 RATIO_METRICS = ("rollout/ratio_mean", "rollout/ess", "rollout/kl")
 RATIO_METRICS += ("rollout/logp_difference_mean", "rollout/logp_difference_max")
-PHASES = {"generate": "sampling", "reward": "judging", "score": "scoring", "train": "learning", "sync": "sync"}
+PHASES = {
+    "generate": "sampling",
+    "reward": "judging",
+    "score": "scoring",
+    "train": "learning",
+    "sync": "sync",
+}
 
 
-def batch_metrics(step: Step, rewards: Sequence[str] = (), reward_range: Range = (0.0, 1.0)) -> Metrics:
+def batch_metrics(
+    step: Step, rewards: Sequence[str] = (), reward_range: Range = (0.0, 1.0)
+) -> Metrics:
     """What metrics.jsonl has of a batch, except for evaluations. `rewards` are the names of several rewards. Loss,
     gradient and learning rate are of the last update."""
     updates, groups, sync = step.updates, step.batch.groups, step.state.sync
@@ -64,7 +72,9 @@ def batch_metrics(step: Step, rewards: Sequence[str] = (), reward_range: Range =
 
 def _rewards(completions: Sequence[Completion], names: Sequence[str]) -> Metrics:
     """Mean and standard deviation, and the mean of each of several rewards, unweighted, over what it could score."""
-    rewards = torch.tensor([c.reward for c in completions if c.reward is not None], dtype=torch.float64)
+    rewards = torch.tensor(
+        [c.reward for c in completions if c.reward is not None], dtype=torch.float64
+    )
     found: Metrics = dict.fromkeys(("reward", "reward_std"))
     if len(rewards):
         found = {"reward": float(rewards.mean()), "reward_std": float(rewards.std(correction=0))}
@@ -80,7 +90,9 @@ def _completions(completions: Sequence[Completion]) -> Metrics:
     count = len(completions)
     return {
         "completions/mean_length": sum(c.length for c in completions) / count if count else None,
-        "completions/clipped_ratio": sum(not c.finished for c in completions) / count if count else None,
+        "completions/clipped_ratio": sum(not c.finished for c in completions) / count
+        if count
+        else None,
         "completions/unscored": kinds["unscored"],
         "completions/failed": kinds["failed"],
         "num_turns/mean": sum(c.policy_turns for c in completions) / count if count else None,
@@ -89,7 +101,9 @@ def _completions(completions: Sequence[Completion]) -> Metrics:
 
 def _staleness(completions: Sequence[Completion], version: int) -> Metrics:
     """Over all sampled tokens whose version is known: it is -1 in completions of a file."""
-    versions = torch.cat([torch.empty(0, dtype=torch.long), *(c.versions[c.sampled] for c in completions)])
+    versions = torch.cat(
+        [torch.empty(0, dtype=torch.long), *(c.versions[c.sampled] for c in completions)]
+    )
     stale_T = version - versions[versions >= 0]
     if not len(stale_T):
         return {"staleness/mean": None, "staleness/max": None}
@@ -101,7 +115,9 @@ def _clip_ratios(updates: Sequence[Mapping[str, float]], tokens: int) -> Metrics
     found: Metrics = {}
     for end, name in (("low", "clipped_negative"), ("high", "clipped_positive")):
         clipped = sum(update.get(name, 0.0) for update in updates)
-        found[f"clip_ratio/{end}_mean"] = clipped / (tokens * len(updates)) if tokens and updates else None
+        found[f"clip_ratio/{end}_mean"] = (
+            clipped / (tokens * len(updates)) if tokens and updates else None
+        )
     return found
 
 
@@ -111,13 +127,21 @@ def _token_metrics(step: Step) -> Metrics:
     first, batch = step.updates[0] if step.updates else {}, step.batch
     entropy = first["entropy"] / first["tokens_entropy"] if first.get("tokens_entropy") else None
     kl = first["kl_ref"] / first["tokens"] if first.get("tokens") else None
-    ratios = [log_ratio(batch, c, logp_T) for c, logp_T in step.logp_k.items() if batch.weight_C[c] != 0]
+    ratios = [
+        log_ratio(batch, c, logp_T) for c, logp_T in step.logp_k.items() if batch.weight_C[c] != 0
+    ]
     found: Metrics = {"entropy": entropy, "kl": kl, **dict.fromkeys(RATIO_METRICS)}
     if known := [ratio_T.double() for ratio_T in ratios if not ratio_T.isnan().any()]:
         log_rho_T = torch.cat(known)
         bounded_T, size_T = limit(log_rho_T), log_rho_T.abs()
         ratio_T, kl_T = bounded_T.exp(), torch.expm1(bounded_T) - bounded_T
-        values = ratio_T.mean(), ess(ratio_T) / len(ratio_T), kl_T.mean(), size_T.mean(), size_T.max()
+        values = (
+            ratio_T.mean(),
+            ess(ratio_T) / len(ratio_T),
+            kl_T.mean(),
+            size_T.mean(),
+            size_T.max(),
+        )
         found |= zip(RATIO_METRICS, map(float, values), strict=True)
     return found
 
@@ -127,7 +151,9 @@ def _pace(clock: Clock, trained: float) -> Metrics:
     return {
         "time/step": clock.total,
         **{f"time/{name}": seconds for name, seconds in spent.items()},
-        "tokens_per_s/generate": clock.generated / spent["generate"] if spent["generate"] > AT_ONCE else None,
+        "tokens_per_s/generate": clock.generated / spent["generate"]
+        if spent["generate"] > AT_ONCE
+        else None,
         "tokens_per_s/train": trained / spent["train"] if spent["train"] else None,
     }
 
@@ -135,7 +161,9 @@ def _pace(clock: Clock, trained: float) -> Metrics:
 # Whole completions. ρ = π_k(y|x) / α(y|x); `logp_k` has log π_k of the sampled tokens of each completion.
 
 
-def sequence_metrics(batch: Batch, logp_k: Mapping[int, Tensor], reward_range: Range = (0.0, 1.0)) -> Metrics:
+def sequence_metrics(
+    batch: Batch, logp_k: Mapping[int, Tensor], reward_range: Range = (0.0, 1.0)
+) -> Metrics:
     """Of whole completions; all None unless `logp_k` has every scored completion whose log α is known."""
     log_ratio_C, kl_C = sequence_sums(batch, logp_k)
     known_C = batch.has_logp_alpha()
@@ -148,7 +176,9 @@ def sequence_metrics(batch: Batch, logp_k: Mapping[int, Tensor], reward_range: R
         "rollout/seq_kl": float(kl_C[known_C].mean()),
         "rollout/seq_tv": float(tv_terms(known, prefers_bounded(known)).mean()),
         "rollout/seq_ess": size,
-        "improvement": gain if gain is None or abs(gain) <= 1 else None,  # more than 1 is impossible: too much noise
+        "improvement": gain
+        if gain is None or abs(gain) <= 1
+        else None,  # more than 1 is impossible: too much noise
     }
 
 
@@ -178,7 +208,13 @@ def estimate_improvement(batch: Batch, log_ratio_C: Tensor, reward_range: Range)
             continue
         if bool(((rewards < low) | (rewards > high)).any()):
             return None
-        gains.append(float((log_ratio_C[members].expm1() * leave_one_out((rewards - low) / (high - low))).mean()))
+        gains.append(
+            float(
+                (
+                    log_ratio_C[members].expm1() * leave_one_out((rewards - low) / (high - low))
+                ).mean()
+            )
+        )
     return sum(gains) / len(gains) if gains else None
 
 
@@ -205,7 +241,9 @@ def completion_columns(step: Step, eps_std: float) -> list[list[dict[str, Any]]]
     """What the rollouts say of each completion beyond itself, per group; nothing if it was not scored. old_logprobs and
     entropy are float32 [t], or None if they were not computed."""
     batch, old_logprobs = step.batch, step.logp_k
-    columns: list[list[dict[str, Any]]] = [[{} for _ in group.completions] for group in batch.groups]
+    columns: list[list[dict[str, Any]]] = [
+        [{} for _ in group.completions] for group in batch.groups
+    ]
     for members, rewards in _members_of_groups(batch):
         spread = float(sigma(rewards, eps_std))
         for c in members:
@@ -225,4 +263,7 @@ def _members_of_groups(batch: Batch) -> list[tuple[list[int], Tensor]]:
     members: defaultdict[int, list[int]] = defaultdict(list)
     for c, (g, _) in enumerate(batch.member_C):
         members[g].append(c)
-    return [(cs, torch.tensor(batch.groups[g].rewards, dtype=torch.float64)) for g, cs in members.items()]
+    return [
+        (cs, torch.tensor(batch.groups[g].rewards, dtype=torch.float64))
+        for g, cs in members.items()
+    ]

@@ -80,7 +80,9 @@ class Ranks:
 
     def gather_whole(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Weights in the memory of rank 0's host, nothing on the others. Collective if they are sharded."""
-        return {name: tensor.to("cpu", copy=True) for name, tensor in weights.items() if self.is_first}
+        return {
+            name: tensor.to("cpu", copy=True) for name, tensor in weights.items() if self.is_first
+        }
 
     @contextmanager
     def stopping_together(self) -> Iterator[None]:
@@ -108,7 +110,10 @@ def joined(device: str, shard_layers: bool) -> Iterator[Ranks]:
     store, rank, size = next(rendezvous("env://", timeout=TIMEOUT))
     # torchrun keeps one store across restarts, with addresses of processes that have ended; hosts count differently
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if local_size() == size else "0"
-    backend, store = "nccl" if device == "cuda" else "gloo", PrefixStore(f"attempt {attempt}", store)
+    backend, store = (
+        "nccl" if device == "cuda" else "gloo",
+        PrefixStore(f"attempt {attempt}", store),
+    )
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
     group, objects = dist.group.WORLD, dist.new_group(backend="gloo", timeout=TIMEOUT)
     assert group is not None
@@ -126,7 +131,9 @@ def add_up(of_ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
     total: defaultdict[str, float] = defaultdict(float)
     for sums in of_ranks:
         for name, value in sums.items():
-            total[name] = max(total[name], value) if name == "max_abs_log_ratio" else total[name] + value
+            total[name] = (
+                max(total[name], value) if name == "max_abs_log_ratio" else total[name] + value
+            )
     return dict(total)
 
 
@@ -135,7 +142,9 @@ class FirstRankSampler:
 
     def __init__(self, ranks: Ranks, own: Any) -> None:
         self.ranks, self.own = ranks, own
-        said = ranks.from_first(lambda: (own.spans, tuple(map(str, own.servers)), own.weights.dtype))
+        said = ranks.from_first(
+            lambda: (own.spans, tuple(map(str, own.servers)), own.weights.dtype)
+        )
         self.spans, self.servers, self.dtype = said
 
     @property
@@ -158,11 +167,17 @@ class FirstRankSampler:
         version, weights = self.own.current_weights() if self.ranks.is_first else (-1, {})
         return self.ranks.from_first(lambda: version), weights
 
-    def sample(self, requests: Sequence[Request], G: int, *given: SamplingParams) -> Iterator[tuple[Request, Group]]:
+    def sample(
+        self, requests: Sequence[Request], G: int, *given: SamplingParams
+    ) -> Iterator[tuple[Request, Group]]:
         return self.own.sample(requests, G, *given) if self.ranks.is_first else iter(())
 
-    def generate_on_server(self, number: int, requests: Sequence[Request], G: int, max_tokens: int) -> list[Group]:
-        return self.ranks.from_first(lambda: self.own.generate_on_server(number, requests, G, max_tokens))
+    def generate_on_server(
+        self, number: int, requests: Sequence[Request], G: int, max_tokens: int
+    ) -> list[Group]:
+        return self.ranks.from_first(
+            lambda: self.own.generate_on_server(number, requests, G, max_tokens)
+        )
 
     def scores(self, items: Sequence[Item]) -> list[list[list[float]]]:
         return self.ranks.from_first(lambda: self.own.scores(items))

@@ -86,21 +86,29 @@ def train(
         raise TypeError(f"task: {task!r:.80} {NOT_A_TASK}")
     for callback in callbacks:
         if not isinstance(callback, Callback):
-            raise TypeError(f"callbacks: {callback!r:.80} is not an instance of a class that inherits lagrpo.Callback")
+            raise TypeError(
+                f"callbacks: {callback!r:.80} is not an instance of a class that inherits lagrpo.Callback"
+            )
     resume = None if resume is None else os.fspath(resume)
     rewards = rewards if isinstance(rewards, list | tuple | None) else [rewards]
     if not isinstance(source, Settings):
-        source = load_settings(source, {**checks.as_settings(model, data, rewards), **(settings or {})}, resume)
+        source = load_settings(
+            source, {**checks.as_settings(model, data, rewards), **(settings or {})}, resume
+        )
     with refusing():
         task = task or checks.build_task(source, data, rewards)
     resolved = checks.name_rewards(source, task)
     recipe = checks.check_settings(resolved, task, resume)
-    threads = fixed_threads(choose_threads(checks.recorded_threads(resolved, resume), checks.local_size()))
+    threads = fixed_threads(
+        choose_threads(checks.recorded_threads(resolved, resume), checks.local_size())
+    )
     device, shard_layers = pick_device().type, resolved.distributed.strategy == "fsdp2"
     with interruptible(), freed_memory_kept(), threads, joined(device, shard_layers) as ranks:
         from torch.distributed.elastic.multiprocessing.errors import record
 
-        call: Any = run_rank if ranks.size == 1 else record(run_rank)  # torchrun prints the error of the first rank
+        call: Any = (
+            run_rank if ranks.size == 1 else record(run_rank)
+        )  # torchrun prints the error of the first rank
         return call(resolved, recipe, task, callbacks, ranks, resume)
 
 
@@ -113,7 +121,9 @@ def run_rank(
         nullcontext() if ranks.is_first else logs.shown_by(logs.print_line, logging.WARNING),
         locked(directory) if directory and ranks.is_first else nullcontext(),
     ):
-        earlier = ranks.from_first(lambda: ResumeState.find(directory, settings)) if directory else None
+        earlier = (
+            ranks.from_first(lambda: ResumeState.find(directory, settings)) if directory else None
+        )
         started = earlier.environment.get("started") if earlier and earlier.checkpoint else None
         with closing(TrainerComponents.build(settings, recipe, task, ranks, started)) as parts:
             return Training(parts, callbacks, earlier).run()
@@ -123,22 +133,39 @@ class Training:
     """One run, on this rank; `earlier` is the run that it resumes. Rank 0 shows and records it, and calls callbacks."""
 
     def __init__(
-        self, parts: TrainerComponents, callbacks: Sequence[Callback] = (), earlier: ResumeState | None = None
+        self,
+        parts: TrainerComponents,
+        callbacks: Sequence[Callback] = (),
+        earlier: ResumeState | None = None,
     ) -> None:
-        self.parts, self.settings, self.policy, self.ranks = parts, parts.settings, parts.trainer.policy, parts.ranks
+        self.parts, self.settings, self.policy, self.ranks = (
+            parts,
+            parts.settings,
+            parts.trainer.policy,
+            parts.ranks,
+        )
         run, self.earlier, self.first = self.settings.run, earlier, parts.ranks.is_first
         self.display, self.now = make_display() if self.first else Display(), "start"
         self.evaluations = Evaluations(parts)
         self.environment = checkpoints.describe_environment(parts, earlier)
         self.store = earlier.run if earlier else self.ranks.from_first(self.create_run)
         parts.keep_logs(self.store.path)
-        self.folder, self.saved, self.saved_at = self.store.path / "checkpoints", 0, time.monotonic()
-        self.callbacks = [Trackers(run.report_to, run.log_completions), *callbacks] if self.first else []
+        self.folder, self.saved, self.saved_at = (
+            self.store.path / "checkpoints",
+            0,
+            time.monotonic(),
+        )
+        self.callbacks = (
+            [Trackers(run.report_to, run.log_completions), *callbacks] if self.first else []
+        )
         self.started = self.warned = False  # a run that could not be restored stays as it was
         self.set_state(LoopState(pi_ref=self.policy.version))
 
     def create_run(self) -> Run:
-        run, named = self.settings.run, self.settings.model_dump() | {"task": {"name": self.parts.main.task.name}}
+        run, named = (
+            self.settings.run,
+            self.settings.model_dump() | {"task": {"name": self.parts.main.task.name}},
+        )
         return Run.create(Path(run.output_dir), run.name, named, self.config(), self.environment)
 
     def config(self) -> str:
@@ -171,7 +198,16 @@ class Training:
                 self.end(status, interrupted)
         before, after = map(self.evaluations.summary, ("before", "after"))
         made = {name: found.summary for name, found in self.evaluations.made.items()}
-        return Result(self.store.path, before, after, weights, self.policy.version, self.loop.batch, interrupted, made)
+        return Result(
+            self.store.path,
+            before,
+            after,
+            weights,
+            self.policy.version,
+            self.loop.batch,
+            interrupted,
+            made,
+        )
 
     def begin(self) -> None:
         """Show what the run is, and resume it if it is an earlier one."""
@@ -181,7 +217,11 @@ class Training:
         self.display.on_start(settings, self.environment, 0)
         if self.first:
             computed = f"{self.environment['computation']}, {count_of(self.environment['threads'], 'thread')}"
-            found = {"computation": computed, "agreement": parts.check_weight_sync.agreement, "offline": parts.offline}
+            found = {
+                "computation": computed,
+                "agreement": parts.check_weight_sync.agreement,
+                "offline": parts.offline,
+            }
             lines = [f"{name:<11} {value}" for name, value in found.items() if value is not None]
             self.display.note("\n".join([*meaning(self.settings, parts.trainer.recipe), *lines]))
         if self.earlier is not None:
@@ -192,15 +232,25 @@ class Training:
 
     def resume(self, earlier: ResumeState) -> None:
         """Restore the parts, and cut the run's records back to the checkpoint."""
-        checkpoint, old, new = earlier.checkpoint, flatten(earlier.environment), flatten(self.environment)
-        moved = {n: [old.get(n), new.get(n)] for n in checkpoints.MACHINE if old and old.get(n) != new.get(n)}
+        checkpoint, old, new = (
+            earlier.checkpoint,
+            flatten(earlier.environment),
+            flatten(self.environment),
+        )
+        moved = {
+            n: [old.get(n), new.get(n)]
+            for n in checkpoints.MACHINE
+            if old and old.get(n) != new.get(n)
+        }
         if checkpoint is not None:
             self.phase("restoring the checkpoint")
             self.set_state(checkpoints.restore_checkpoint(self.parts, checkpoint))
             self.saved = checkpoint.batch
         self.ranks.gather(None)  # all have read the checkpoint
         with refusing():
-            load = partial(self.evaluations.load, self.store, checkpoint.batch if checkpoint else -1)
+            load = partial(
+                self.evaluations.load, self.store, checkpoint.batch if checkpoint else -1
+            )
             self.evaluations.made = self.ranks.from_first(load)
         if self.first:
             earlier.cut_back(moved)
@@ -209,8 +259,14 @@ class Training:
                 write_environment(self.store.path, self.environment)
         if moved:
             differ = "; ".join(f"{name} was {old}, now {new}" for name, (old, new) in moved.items())
-            self.display.note(f"results may differ in the last bits from a run that never stopped: {differ}")
-        self.display.note(f"resumed after batch {self.loop.batch}" if checkpoint else "no checkpoint: starting again")
+            self.display.note(
+                f"results may differ in the last bits from a run that never stopped: {differ}"
+            )
+        self.display.note(
+            f"resumed after batch {self.loop.batch}"
+            if checkpoint
+            else "no checkpoint: starting again"
+        )
 
     def learn(self) -> None:
         if self.settings.eval.at_start and not self.loop.batch:
@@ -237,8 +293,12 @@ class Training:
                     self.store.record_evaluation(name, found.summary, found.records)
                 for callback in (self.display, *self.callbacks):
                     callback.on_evaluation(name, found.summary, found.records)
-                self.display.note(f"evaluation ({name}): pass@1 {formatted_interval(found.summary, 'pass@1', '.1%')}")
-        best = self.ranks.from_first(partial(self.evaluations.find_best, self.store, self.loop.batch, moment))
+                self.display.note(
+                    f"evaluation ({name}): pass@1 {formatted_interval(found.summary, 'pass@1', '.1%')}"
+                )
+        best = self.ranks.from_first(
+            partial(self.evaluations.find_best, self.store, self.loop.batch, moment)
+        )
         if self.loop.batch and best:
             self.write_weights(partial(self.store.record_best, found=best))
 
@@ -256,7 +316,9 @@ class Training:
         their line says that the batch is whole."""
         names = Rewards.from_reward(self.parts.main.task.reward).names
         place: Any = {"step": step.b, "policy_version": step.version}
-        metrics = batch_metrics(step, names, self.settings.task.reward_range) | self.evaluations.metrics(step.b - 1)
+        metrics = batch_metrics(
+            step, names, self.settings.task.reward_range
+        ) | self.evaluations.metrics(step.b - 1)
         columns = completion_columns(step, self.parts.trainer.recipe.eps_std)
         rows = list(rollout_rows(step.batch.groups, columns, **place, rewards=names))
         self.store.record_rollouts(step.b, rows)
@@ -269,9 +331,13 @@ class Training:
             self.store.record_event("recovery", step.b, **step.sampling)
         self.store.record(metrics)
         low, high = self.settings.task.reward_range
-        if not self.warned and any(not low <= row["reward"] <= high for row in rows if row["reward"] is not None):
+        if not self.warned and any(
+            not low <= row["reward"] <= high for row in rows if row["reward"] is not None
+        ):
             self.warned = True
-            self.warn(f"rewards lie outside [{low:g}, {high:g}], so pass@1 is wrong: set range in task.rewards")
+            self.warn(
+                f"rewards lie outside [{low:g}, {high:g}], so pass@1 is wrong: set range in task.rewards"
+            )
         return metrics, rows
 
     def checkpoint_is_due(self) -> bool:
@@ -288,7 +354,9 @@ class Training:
         checkpoints.save_checkpoint(self.folder, self.parts, self.loop, self.synced, finish)
         self.saved, self.saved_at = self.loop.batch, time.monotonic()
         if self.first:
-            checkpoints.prune_checkpoints(self.folder, max(1, self.settings.checkpoint.save_total_limit))
+            checkpoints.prune_checkpoints(
+                self.folder, max(1, self.settings.checkpoint.save_total_limit)
+            )
             self.store.record_event("checkpoint", self.loop.batch, seconds=self.saved_at - started)
 
     def write_weights(self, record: Callable[[Callable[[Path], None]], Path]) -> Path:
@@ -303,11 +371,17 @@ class Training:
         After an error several ranks cannot: it may be of one of them."""
         if not self.started:
             return error.add_note(f"The run is unchanged: {self.store.path}")
-        error.add_note(f"The run so far: {self.store.path} ({self.progress()}; stopped during: {self.now})")
-        if isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error):
+        error.add_note(
+            f"The run so far: {self.store.path} ({self.progress()}; stopped during: {self.now})"
+        )
+        if isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(
+            error
+        ):
             error.add_note(MEMORY)
         if was_asked:
-            self.warn(f"{error}: saving the run ({self.progress()}). A second signal exits at once, without saving")
+            self.warn(
+                f"{error}: saving the run ({self.progress()}). A second signal exits at once, without saving"
+            )
         weights = None
         try:
             if was_asked or self.ranks.size == 1:
@@ -357,5 +431,9 @@ class Training:
 
     def resume_command(self) -> str:
         """The command that resumes the run."""
-        place = f"To resume after batch {self.saved}" if self.saved else "No checkpoint yet; to start again"
+        place = (
+            f"To resume after batch {self.saved}"
+            if self.saved
+            else "No checkpoint yet; to start again"
+        )
         return f"{place}: lagrpo train --resume {shlex.quote(str(self.store.path))}"

@@ -60,7 +60,11 @@ class Optimization:
         if update < self.warmup:
             return self.lr * (update + 1) / (self.warmup + 1)
         progress = (update - self.warmup) / max(1, self.updates - 1 - self.warmup)
-        factor = {"constant": 1.0, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}
+        factor = {
+            "constant": 1.0,
+            "linear": 1 - progress,
+            "cosine": (1 + math.cos(math.pi * progress)) / 2,
+        }
         return self.lr * max(0.0, factor[self.schedule])
 
 
@@ -90,13 +94,22 @@ class Trainer:
         activation_checkpointing: bool = False, ranks: Ranks | None = None,
     ) -> None:  # fmt: skip
         if recipe.needs_pi_ref and reference is None:
-            raise ValueError(f"recipe {recipe.name!r} has a KL term (beta > 0): the trainer needs a reference policy")
-        self.policy, self.recipe, self.optimization, self.reference = policy, recipe, optimization, reference
+            raise ValueError(
+                f"recipe {recipe.name!r} has a KL term (beta > 0): the trainer needs a reference policy"
+            )
+        self.policy, self.recipe, self.optimization, self.reference = (
+            policy,
+            recipe,
+            optimization,
+            reference,
+        )
         self.ranks = ranks or Ranks()
         self.masters: MasterWeights
         start = optimization.masters, optimization.seed
         if self.ranks.mesh is not None:
-            self.policy, self.masters = shard_policy(policy, self.ranks.mesh, self.ranks.group, *start)
+            self.policy, self.masters = shard_policy(
+                policy, self.ranks.mesh, self.ranks.group, *start
+            )
         elif self.ranks.group is not None:
             self.masters = ZeroMasterWeights(policy.model.lm, *start, self.ranks.group)
         else:
@@ -109,9 +122,15 @@ class Trainer:
 
     def reset_optimizer(self) -> None:
         """A fresh AdamW, moments at zero. Matrices decay; scales of norms and biases, of one dimension, do not."""
-        o, pairs = self.optimization, list(zip(self.masters.spans, self.masters.parameters, strict=True))
+        o, pairs = (
+            self.optimization,
+            list(zip(self.masters.spans, self.masters.parameters, strict=True)),
+        )
         groups = [
-            {"params": [p for span, p in pairs if len(span.shape) > 1], "weight_decay": o.weight_decay},
+            {
+                "params": [p for span, p in pairs if len(span.shape) > 1],
+                "weight_decay": o.weight_decay,
+            },
             {"params": [p for span, p in pairs if len(span.shape) <= 1], "weight_decay": 0.0},
         ]
         self.optimizer = torch.optim.AdamW(groups, lr=o.lr, fused=True)
@@ -129,7 +148,9 @@ class Trainer:
         logp_ref = self.compute_logprobs(rows, self.reference)
         return [replace(row, logp_ref_T=logp_T) for row, logp_T in zip(rows, logp_ref, strict=True)]
 
-    def step(self, rows: Sequence[MicroBatch], in_objective: bool = True) -> tuple[list[MicroBatch], dict[str, float]]:
+    def step(
+        self, rows: Sequence[MicroBatch], in_objective: bool = True
+    ) -> tuple[list[MicroBatch], dict[str, float]]:
         """An optimizer update on a batch: its micro-batches, with log π_k, and its sums and metrics. Without anything
         `in_objective` (every group masked) there is no update. Collective; raises as `update`."""
         rows, sums = self.accumulate(rows)
@@ -155,7 +176,9 @@ class Trainer:
                 done.append(row)
         return done, add_up(self.ranks.gather(dict(sums)))
 
-    def _logprobs(self, row: MicroBatch, sums: defaultdict[str, float]) -> tuple[Tensor, MicroBatch]:
+    def _logprobs(
+        self, row: MicroBatch, sums: defaultdict[str, float]
+    ) -> tuple[Tensor, MicroBatch]:
         """log π of a row, with a gradient, and the row; it gets them as log π_k, with the entropy, if it has none."""
         if row.logp_k_T is not None:
             return self.policy.logp(row.packed), row
@@ -175,7 +198,9 @@ class Trainer:
             (0 * self.policy.logp(idle_row(self.policy.device))).sum().backward()
 
     def _count_passes(self, rows: Sequence[MicroBatch]) -> int:
-        return max(self.ranks.gather(len(rows))) if self.masters.passes_are_collective else len(rows)
+        return (
+            max(self.ranks.gather(len(rows))) if self.masters.passes_are_collective else len(rows)
+        )
 
     def update(self) -> dict[str, float]:
         """One step of AdamW along the gradient that was accumulated, from all ranks; returns its metrics, the same on
@@ -188,7 +213,9 @@ class Trainer:
         if not math.isfinite(norm):
             self.masters.zero_grads()
             what = f"the gradient of update {self.policy.version + 1} is not finite (norm {norm})"
-            raise FloatingPointError(f"{what}; still version {self.policy.version}. Lower optimizer.learning_rate")
+            raise FloatingPointError(
+                f"{what}; still version {self.policy.version}. Lower optimizer.learning_rate"
+            )
         if norm > limit:
             torch.nn.utils.clip_grads_with_norm_(self.masters.parameters, limit, total)
         rate = self.optimization.rate(self.policy.version)
@@ -206,7 +233,9 @@ class Trainer:
     # Log-probs, weight syncs, stages
 
     @torch.no_grad()
-    def compute_logprobs(self, rows: Sequence[MicroBatch], by: Policy | None = None) -> list[Tensor]:
+    def compute_logprobs(
+        self, rows: Sequence[MicroBatch], by: Policy | None = None
+    ) -> list[Tensor]:
         """log π of the tokens of each of this rank's rows, as the policy is now, or another one: float32 [T], nats.
         Collective."""
         by = self.policy if by is None else by
@@ -224,7 +253,10 @@ class Trainer:
         last, self.synced = self.synced, sample_weights(self.policy.weights)
         if not last:
             return {}
-        moved = sum(count_differing(new, old.to(new.device)) for new, old in zip(self.synced, last, strict=True))
+        moved = sum(
+            count_differing(new, old.to(new.device))
+            for new, old in zip(self.synced, last, strict=True)
+        )
         return {"changed_fraction": int(moved) / sum(map(len, last))}
 
     def end_stage(self, reset_optimizer: bool) -> None:
@@ -256,14 +288,20 @@ class Trainer:
         saved = state if isinstance(state, MergedState) else MergedState([state])
         for span in self.masters.spans:
             if (count := saved.count(f"master/{span.name}")) != (expected := span.shape.numel()):
-                raise ValueError(f"master/{span.name} has {count} numbers in the trainer's state, not {expected}")
+                raise ValueError(
+                    f"master/{span.name} has {count} numbers in the trainer's state, not {expected}"
+                )
         self.reset_optimizer()
         for span, master in zip(self.masters.spans, self.masters.parameters, strict=True):
             master.copy_(saved.part(f"master/{span.name}", span))
             if f"step/{span.name}" in saved:
                 offload, device = self.optimization.offload_moments, master.device
-                to_home = partial(to_host, of=device) if offload else partial(Tensor.to, device=device)
+                to_home = (
+                    partial(to_host, of=device) if offload else partial(Tensor.to, device=device)
+                )
                 kept = {key: to_home(saved.part(f"{key}/{span.name}", span)) for key in MOMENTS}
-                self.optimizer.state[master] = kept | {"step": saved[f"step/{span.name}"].to(device).clone()}
+                self.optimizer.state[master] = kept | {
+                    "step": saved[f"step/{span.name}"].to(device).clone()
+                }
         self.masters.write_back()
         self.policy.weights.version = version

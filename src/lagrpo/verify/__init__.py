@@ -14,7 +14,9 @@ from lagrpo.verify.record import Difference, RecordedRun, Report
 __all__ = ["Difference", "Report", "print_report", "verify_run"]
 
 
-def verify_run(run: Path | str, count: int | None = 128, seed: int = 0, task: Task | None = None) -> Report:
+def verify_run(
+    run: Path | str, count: int | None = 128, seed: int = 0, task: Task | None = None
+) -> Report:
     """Recompute tokens and log-probs of `count` completions (None: all), chosen by `seed`, and check everything else in
     full. `task` replaces the task of the settings if the run was given a Task. Raises RunNotFoundError for no run,
     SettingsError for a broken file or no finished batch."""
@@ -22,7 +24,12 @@ def verify_run(run: Path | str, count: int | None = 128, seed: int = 0, task: Ta
     with refusing(f"{recorded.path} cannot be replayed: a value is missing", KeyError, TypeError):
         checks.check_rewards(recorded, task)
         tokens.check_tokens(recorded, count, seed)
-        for check in (checks.check_rows, checks.check_syncs, checks.check_versions, checks.check_groups):
+        for check in (
+            checks.check_rows,
+            checks.check_syncs,
+            checks.check_versions,
+            checks.check_groups,
+        ):
             check(recorded)
         checks.check_metrics(recorded)
     return recorded.report

@@ -44,7 +44,12 @@ class Report:
     skipped: Counter[str] = field(default_factory=Counter)
 
     def compare(
-        self, check: str, where: str, expected: Mapping[str, Any], found: Mapping[str, Any], near: float = 0.0
+        self,
+        check: str,
+        where: str,
+        expected: Mapping[str, Any],
+        found: Mapping[str, Any],
+        near: float = 0.0,
     ) -> None:
         """Note the values, by their names, that are neither equal nor numbers within `near` of each other."""
         for name, value in expected.items():
@@ -65,20 +70,34 @@ class RecordedRun:
     def __init__(self, run: Path | str) -> None:
         self.path = path = reading.open_run(run).path
         with refusing(f"{path} cannot be replayed", KeyError, TypeError):
-            self.settings, self.environment = load_settings(path / "config.toml"), read_environment(path)
+            self.settings, self.environment = (
+                load_settings(path / "config.toml"),
+                read_environment(path),
+            )
             self.recipe = resolve(self.settings.loss.recipe, self.settings.loss.knobs)
-            self.own_task = "# The task was the caller's own object" in (path / "config.toml").read_text("utf-8")
+            self.own_task = "# The task was the caller's own object" in (
+                path / "config.toml"
+            ).read_text("utf-8")
             self.lines, self.events = reading.load_metrics(path), reading.load_events(path)
             self.metrics = {line["step"]: (n, line) for n, line in enumerate(self.lines, start=1)}
             self.evaluations = reading.load_evaluations(path)
-            self.records = {e["name"]: reading.load_evaluation_records(path, e["name"]) for e in self.evaluations}
-            self.steps = {step: list(_read_rows(path, step)) for step in reading.rollout_batches(path)}
+            self.records = {
+                e["name"]: reading.load_evaluation_records(path, e["name"])
+                for e in self.evaluations
+            }
+            self.steps = {
+                step: list(_read_rows(path, step)) for step in reading.rollout_batches(path)
+            }
             if not self.steps:
                 raise ValueError("it has no rollouts yet: its first batch is not finished")
         self.rows = [row for rows in self.steps.values() for row in rows]
-        self.generated = [row for row in self.rows if row["source"] == "sampler" and row["outcome"] != "failed"]
+        self.generated = [
+            row for row in self.rows if row["source"] == "sampler" and row["outcome"] != "failed"
+        ]
         offline, count = self.settings.offline, self.settings.schedule.prompts_per_batch
-        self.fresh_prompts = count - (max(1, round(offline.fraction * count)) if offline.data else 0)
+        self.fresh_prompts = count - (
+            max(1, round(offline.fraction * count)) if offline.data else 0
+        )
         self.report = Report(str(path))
 
 

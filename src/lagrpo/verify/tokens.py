@@ -22,8 +22,14 @@ from lagrpo.model.embedded import ALIASES, is_adapter, resolve_model
 from lagrpo.rng import permutation, uniforms
 from lagrpo.verify.record import RecordedRun, Row, sampled
 
-EDGE, TOKEN = 8.0, 24.0  # times the noise: of a sample, of a log-prob. Honest runs stay within half of either
-NOISE = {"bfloat16": (1e-3, 0.15), "float32": (1e-6, 1e-2)}  # min and max noise that a dtype explains, log-odds
+EDGE, TOKEN = (
+    8.0,
+    24.0,
+)  # times the noise: of a sample, of a log-prob. Honest runs stay within half of either
+NOISE = {
+    "bfloat16": (1e-3, 0.15),
+    "float32": (1e-6, 1e-2),
+}  # min and max noise that a dtype explains, log-odds
 CHUNK = 1 << 22  # probabilities in memory at once
 
 
@@ -37,7 +43,9 @@ def find_weights(run: RecordedRun) -> dict[int, str]:
     name = run.settings.model.path
     path = find_path(run, name)
     base = resolve_model(name) if name in ALIASES else str(path) if path.is_dir() else name
-    return {0: base} | {int(v.name[1:]): str(v) for v in sorted((run.path / "weights").glob("v[0-9]*"))}
+    return {0: base} | {
+        int(v.name[1:]): str(v) for v in sorted((run.path / "weights").glob("v[0-9]*"))
+    }
 
 
 def load_model(run: RecordedRun, folder: str) -> Any:
@@ -48,11 +56,15 @@ def load_model(run: RecordedRun, folder: str) -> Any:
     from transformers.utils import logging
 
     if is_adapter(folder) and importlib.util.find_spec("peft") is None:
-        raise SettingsError(f"{folder}: verifying versions of adapters needs the package peft: pip install peft")
+        raise SettingsError(
+            f"{folder}: verifying versions of adapters needs the package peft: pip install peft"
+        )
     logging.disable_progress_bar()
     with refusing(folder, SafetensorError, KeyError):
         dtype = getattr(torch, run.environment["dtype"])
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, attn_implementation="eager"
+        )
         return model.float().eval()
 
 
@@ -86,23 +98,41 @@ def read_row(run: RecordedRun, model: Any, row: Row) -> Reading:
     uniform = torch.from_numpy(uniforms(len(ids), run.settings.run.seed, "sample", *key))
     sequence = torch.tensor([[*row["prompt_token_ids"], *row["token_ids"]]])
     logits = model(input_ids=sequence, use_cache=False, logits_to_keep=len(ids) + 1).logits[0, :-1]
-    pieces = zip(*(x.split(max(1, CHUNK // logits.shape[1])) for x in (logits, ids, uniform)), strict=True)
+    pieces = zip(
+        *(x.split(max(1, CHUNK // logits.shape[1])) for x in (logits, ids, uniform)), strict=True
+    )
     read = [read_tokens((x / tau).double(), token, u) for x, token, u in pieces]
     return Reading(*(torch.cat(column) for column in zip(*read, strict=True)))
 
 
 def check_tokens(run: RecordedRun, count: int | None, seed: int) -> None:
     """Check samples, log α and log π_k for `count` completions (None: all), chosen by `seed`."""
-    folders, what, own = find_weights(run), "completions, their samples and log-probs:", run.generated
-    known = [row for row in own if any(row["loss_mask"]) and folders.keys() >= {*sampled(row, "policy_versions")}]
+    folders, what, own = (
+        find_weights(run),
+        "completions, their samples and log-probs:",
+        run.generated,
+    )
+    known = [
+        row
+        for row in own
+        if any(row["loss_mask"]) and folders.keys() >= {*sampled(row, "policy_versions")}
+    ]
     chosen = [known[index] for index in permutation(len(known), seed, "replay")[:count]]
     run.report.skip(f"{what} offline data", sum(row["source"] != "sampler" for row in run.rows))
     keep = "set checkpoint.export_every = 1 to keep the weights of every version"
-    run.report.skip(f"{what} the weights of their version are not on disk; {keep}", len(own) - len(known))
-    run.report.skip(f"{what} not chosen; choose more with --rows N or --all", len(known) - len(chosen))
+    run.report.skip(
+        f"{what} the weights of their version are not on disk; {keep}", len(own) - len(known)
+    )
+    run.report.skip(
+        f"{what} not chosen; choose more with --rows N or --all", len(known) - len(chosen)
+    )
     readings = list[tuple[Row, int, Reading]]()
     for version, folder in sorted(folders.items()):
-        due = [row for row in chosen if version in (row["policy_version"], *sampled(row, "policy_versions"))]
+        due = [
+            row
+            for row in chosen
+            if version in (row["policy_version"], *sampled(row, "policy_versions"))
+        ]
         model = load_model(run, folder) if due else None
         readings += [(row, version, read_row(run, model, row)) for row in due]
     noise = measure_noise(readings, *NOISE[run.environment["dtype"]])
@@ -113,7 +143,9 @@ def check_tokens(run: RecordedRun, count: int | None, seed: int) -> None:
 def column_of(row: Row, name: str) -> Tensor:
     """A column of log-probs [t], NaN for null."""
     values = row[name] or [None] * len(row["token_ids"])
-    return torch.tensor([math.nan if value is None else value for value in values], dtype=torch.float64)
+    return torch.tensor(
+        [math.nan if value is None else value for value in values], dtype=torch.float64
+    )
 
 
 def measure_noise(readings: Sequence[tuple[Row, int, Reading]], least: float, most: float) -> float:
@@ -121,7 +153,10 @@ def measure_noise(readings: Sequence[tuple[Row, int, Reading]], least: float, mo
     token's log-odds is an error e (1 - p) of its log-prob."""
     errors = [torch.tensor([least], dtype=torch.float64)]
     for row, version, read in readings:
-        gap, room = (column_of(row, "rollout_logprobs") - read.logp).abs() - read.grain, -read.logp.expm1()
+        gap, room = (
+            (column_of(row, "rollout_logprobs") - read.logp).abs() - read.grain,
+            -read.logp.expm1(),
+        )
         own = torch.tensor(row["policy_versions"]) == version
         errors.append((gap.clamp(min=0) / room)[own & (room > 1e-3) & ~gap.isnan()])
     return min(max(torch.cat(errors).median().item(), least), most)
@@ -129,14 +164,23 @@ def measure_noise(readings: Sequence[tuple[Row, int, Reading]], least: float, mo
 
 def check_row(run: RecordedRun, row: Row, version: int, read: Reading, noise: float) -> None:
     """Whether every token that a version sampled is the inverse CDF of α at its key, its log α, and log π_k."""
-    allowed, report, mask = TOKEN * noise * -read.logp.expm1() + read.grain, run.report, torch.tensor(row["loss_mask"])
+    allowed, report, mask = (
+        TOKEN * noise * -read.logp.expm1() + read.grain,
+        run.report,
+        torch.tensor(row["loss_mask"]),
+    )
     own = mask & (torch.tensor(row["policy_versions"]) == version)
     for t in own.nonzero().flatten().tolist() if run.settings.rollout.engine == "local" else ():
         token, far = row["token_ids"][t], read.outside[t].item()
         expected = int(read.expected[t]) if far > EDGE * noise else token
-        report.compare("samples", f"{row['where']}, token {t}", {"token_ids": expected}, {"token_ids": token})
+        report.compare(
+            "samples", f"{row['where']}, token {t}", {"token_ids": expected}, {"token_ids": token}
+        )
         report.undecided["samples"] += abs(far) <= EDGE * noise
-    for name, which in (("rollout_logprobs", own), ("old_logprobs", mask & (version == row["policy_version"]))):
+    for name, which in (
+        ("rollout_logprobs", own),
+        ("old_logprobs", mask & (version == row["policy_version"])),
+    ):
         recorded = column_of(row, name)
         for t in (which & ~recorded.isnan()).nonzero().flatten().tolist():
             expected, found = {name: read.logp[t].item()}, {name: recorded[t].item()}

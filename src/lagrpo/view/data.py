@@ -36,7 +36,11 @@ LEAST = 32  # completions of a batch
 PER_NAT = 1000  # log-probs and entropies are rounded to thousandths of a nat
 UNKNOWN = -(1 << 15)  # instead of a log-prob that was not recorded
 MEASURED = ("old_logprobs", "entropy")  # token columns that a completion may lack
-TOKENS: dict[str, Any] = {"token_ids": np.int64, "rollout_logprobs": np.float64, "policy_versions": np.int32}
+TOKENS: dict[str, Any] = {
+    "token_ids": np.int64,
+    "rollout_logprobs": np.float64,
+    "policy_versions": np.int32,
+}
 TOKENS |= {"loss_mask": np.uint8} | dict.fromkeys(MEASURED, np.float64)
 NUMBERS = ("reward", "advantage", "group_std", "staleness")
 PLAIN = ("sample_index", "finished", "policy_version")
@@ -60,19 +64,33 @@ def collect(paths: Sequence[Path | str], most: int) -> bytes:
     directory that is not a run, SettingsError for damaged files."""
     runs, arrays = [reading.open_run(path) for path in paths], list[np.ndarray]()
     share, tokens = most // len(runs), MOST_TOKENS // len(runs)
-    stamp, names = take_stamp(paths), [run.path.resolve().name for run in runs]  # first: what follows counts as new
+    stamp, names = (
+        take_stamp(paths),
+        [run.path.resolve().name for run in runs],
+    )  # first: what follows counts as new
     found = []
     with refusing():
         for run, name in zip(runs, names, strict=True):
             config = read_toml(run.path / "config.toml")
-            facts = {"name": name if names.count(name) == 1 else str(run.path), **_read(run, flatten(config))}
+            facts = {
+                "name": name if names.count(name) == 1 else str(run.path),
+                **_read(run, flatten(config)),
+            }
             facts["rollouts"] = read_rollouts(run, share, tokens, config, arrays)
             found.append(facts | {"evaluations": read_evaluations(run, share)})
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    header = {"format": 1, "stamp": stamp, "created": now, "version": version("lagrpo"), "most": most}
+    header = {
+        "format": 1,
+        "stamp": stamp,
+        "created": now,
+        "version": version("lagrpo"),
+        "most": most,
+    }
     metrics = describe_metrics([name for run in found for name in run["metrics"]])
     defaults, fields = flatten(load_settings().model_dump(mode="json")), list_settings(Settings)
-    meanings = {name: [fields[name].description or "", defaults.get(name)] for name in fields if "." in name}
+    meanings = {
+        name: [fields[name].description or "", defaults.get(name)] for name in fields if "." in name
+    }
     return pack(header | {"runs": found, "metrics": metrics, "settings": meanings}, arrays)
 
 
@@ -83,7 +101,9 @@ def pack(header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> bytes:
     contents = [array.astype(array.dtype.newbyteorder("<")).tobytes() for array in arrays]
     pieces = [content + bytes(-len(content) % 8) for content in contents]
     starts = accumulate(map(len, pieces), initial=0)
-    entries = [[array.dtype.name, start, len(array)] for array, start in zip(arrays, starts, strict=False)]
+    entries = [
+        [array.dtype.name, start, len(array)] for array, start in zip(arrays, starts, strict=False)
+    ]
     text = re.sub("[\ud800-\udfff]", "\ufffd", to_json({**header, "arrays": entries})).encode()
     start = struct.pack("<I", len(text)) + text
     return zlib.compress(b"".join([start, bytes(-len(start) % 8), *pieces]), 6)
@@ -93,7 +113,9 @@ def take_stamp(paths: Sequence[Path | str]) -> str:
     """A digest of names, sizes and times of the files of these runs: another one when any was written."""
     digest = hashlib.sha256()
     for run in (Path(path).expanduser() for path in paths):
-        for file in sorted((*run.glob("[!.]*.[jt]*"), *run.glob("rollouts/[!.]*"), *run.glob("evaluations/[!.]*"))):
+        for file in sorted(
+            (*run.glob("[!.]*.[jt]*"), *run.glob("rollouts/[!.]*"), *run.glob("evaluations/[!.]*"))
+        ):
             about = file.stat()
             digest.update(os.fsencode(f"{file}\0{about.st_size}\0{about.st_mtime_ns}\n"))
     return digest.hexdigest()[:16]
@@ -121,7 +143,11 @@ def _status(run: Run, events: Sequence[Mapping[str, Any]]) -> list[str]:
         writer = f"process {holder['pid']} on {holder['host']}, since {holder['since']}"
         if holder["host"] != platform.node():
             return ["unknown", f"running or killed: {writer}"]
-        return ["running", writer] if Path(f"/proc/{holder['pid']}").exists() else ["killed", f"it was {writer}"]
+        return (
+            ["running", writer]
+            if Path(f"/proc/{holder['pid']}").exists()
+            else ["killed", f"it was {writer}"]
+        )
     marks = [event for event in events if event.get("event") in ("end", "resumed")]
     if marks and marks[-1]["event"] == "end":
         return [str(marks[-1].get("status")), redact(str(marks[-1].get("detail")))]
@@ -135,20 +161,36 @@ def read_evaluations(run: Run, most: int) -> dict[str, Any]:
     records = [reading.load_evaluation_records(run, summary["name"]) for summary in summaries]
     fits = sum(len(record["completions"]) for of_one in records for record in of_one) <= most
     rows = [
-        [_evaluation_row(record, prompts, texts, fits or n in (0, len(records) - 1)) for record in of_one]
+        [
+            _evaluation_row(record, prompts, texts, fits or n in (0, len(records) - 1))
+            for record in of_one
+        ]
         for n, of_one in enumerate(records)
     ]
     kept = (int, float, str, list)
-    facts = [{k: v for k, v in s.items() if isinstance(v, kept)} | {"step": s.get("step") or 0} for s in summaries]
-    return {"summaries": facts, "rows": rows, "prompts": [list(prompt) for prompt in prompts], "texts": list(texts)}
+    facts = [
+        {k: v for k, v in s.items() if isinstance(v, kept)} | {"step": s.get("step") or 0}
+        for s in summaries
+    ]
+    return {
+        "summaries": facts,
+        "rows": rows,
+        "prompts": [list(prompt) for prompt in prompts],
+        "texts": list(texts),
+    }
 
 
-def _evaluation_row(record: Mapping[str, Any], prompts: Table, texts: Table, keeps: bool) -> dict[str, Any]:
+def _evaluation_row(
+    record: Mapping[str, Any], prompts: Table, texts: Table, keeps: bool
+) -> dict[str, Any]:
     prompt = record["prompt_id"], record["prompt"] or "", str(record.get("answer") or "")
     row = {name: record[name] for name in ("samples", "scored", "correct")}
     row |= {"prompt": prompts.number(prompt), "reward": record.get("reward")}
     if keeps:
-        row |= {"texts": [texts.number(text or "") for text in record["completions"]], "rewards": record["rewards"]}
+        row |= {
+            "texts": [texts.number(text or "") for text in record["completions"]],
+            "rewards": record["rewards"],
+        }
         row |= {"parts": reward_columns(record), "decided": record.get("is_correct")}
     return row
 
@@ -184,19 +226,30 @@ def read_rollouts(
     completions, tokens = (sum(size[n] for size in sizes.values()) for n in (0, 1))
     most = min(most, most_tokens * completions // max(tokens, 1))
     chosen = choose([*sizes], most, config.get("rollout", {}).get("num_generations", 1))
-    rows = _read_rows(run, chosen if completions > most else {batch: size[0] for batch, size in sizes.items()})
+    rows = _read_rows(
+        run, chosen if completions > most else {batch: size[0] for batch, size in sizes.items()}
+    )
     prompts, groups = _group(rows)
     codes = {name: Table() for name in TEXTS}
-    coded = {name: shortest_unsigned([codes[name].number(value or "") for value in rows[name]]) for name in TEXTS}
+    coded = {
+        name: shortest_unsigned([codes[name].number(value or "") for value in rows[name]])
+        for name in TEXTS
+    }
     ids, places = np.unique(rows["token_ids"], return_inverse=True)
     texts, note = texts_of(run.path, str(config.get("model", {}).get("path", "")), ids.tolist())
-    several = {name: rows[name].astype(np.float32) for name in rows if name.startswith(REWARD) or name == "correct"}
+    several = {
+        name: rows[name].astype(np.float32)
+        for name in rows
+        if name.startswith(REWARD) or name == "correct"
+    }
     columns = groups | coded | _columns(rows, places) | several
     numbers = range(len(arrays), len(arrays) + len(columns))
     arrays += columns.values()
     versions = dict(zip(rows["step"], rows["policy_version"].astype(int).tolist(), strict=True))
     return {
-        "batches": [[b, version, sizes[b][0], rows["step"].count(b)] for b, version in versions.items()],
+        "batches": [
+            [b, version, sizes[b][0], rows["step"].count(b)] for b, version in versions.items()
+        ],
         "batches_on_disk": len(sizes),
         "completions_on_disk": completions,
         "prompts": prompts,
@@ -234,17 +287,28 @@ def _read_rows(run: Run, chosen: Mapping[int, int]) -> Rows:
     lengths = [len(ids or ()) for ids in found["token_ids"]]
     for name, kind in TOKENS.items():
         lists = [values or [None] * n for values, n in zip(found[name], lengths, strict=True)]
-        rows[name] = np.array([value for values in lists for value in values], dtype=np.float64).astype(kind)
+        rows[name] = np.array(
+            [value for values in lists for value in values], dtype=np.float64
+        ).astype(kind)
     return rows | {"length": np.array(lengths, np.int64)}
 
 
 def _group(rows: Rows) -> tuple[list[list[Any]], dict[str, np.ndarray]]:
     """The distinct prompts, and for each group its batch, its prompt, its epoch and its first completion."""
     count = len(rows["completion"])
-    place = list(zip(rows["step"], rows["prompt_id"], rows["epoch"], rows["sample_index"], strict=True))
-    starts = [c for c in range(count) if not c or place[c][:3] != place[c - 1][:3] or place[c][3] <= place[c - 1][3]]
+    place = list(
+        zip(rows["step"], rows["prompt_id"], rows["epoch"], rows["sample_index"], strict=True)
+    )
+    starts = [
+        c
+        for c in range(count)
+        if not c or place[c][:3] != place[c - 1][:3] or place[c][3] <= place[c - 1][3]
+    ]
     prompts = Table()
-    asked = [prompts.number((rows["prompt_id"][c], rows["prompt_text"][c], _answer(rows["answer"][c]))) for c in starts]
+    asked = [
+        prompts.number((rows["prompt_id"][c], rows["prompt_text"][c], _answer(rows["answer"][c])))
+        for c in starts
+    ]
     groups = {
         "group_batch": shortest_unsigned([rows["step"][c] for c in starts]),
         "group_prompt": shortest_unsigned(asked),
@@ -263,7 +327,9 @@ def _answer(text: str) -> str:
 def _columns(rows: Rows, places: np.ndarray) -> dict[str, np.ndarray]:
     """The arrays of completions and tokens; `places` are the tokens' places in the vocabulary."""
     own_T = np.where(rows["loss_mask"] == 1, rows["old_logprobs"] - rows["rollout_logprobs"], 0.0)
-    log_ratios = [part.sum() for part in np.split(own_T, np.cumsum(rows["length"])[:-1])]  # NaN if one is unknown
+    log_ratios = [
+        part.sum() for part in np.split(own_T, np.cumsum(rows["length"])[:-1])
+    ]  # NaN if one is unknown
     return {name: rows[name].astype(np.float32) for name in NUMBERS} | {
         "reward": rows["reward"],
         "sample_index": shortest_unsigned(rows["sample_index"]),
@@ -291,7 +357,10 @@ def texts_of(run: Path, model: str, ids: Sequence[int]) -> tuple[list[str] | Non
     for path in _places(run, model):
         with suppress(Exception):  # the package raises Exception itself
             return token_texts(Tokenizer.from_str(path.read_text("utf-8")), ids), ""
-    return None, "the tokenizer of the run's model is not on this machine, so tokens are shown by their ids"
+    return (
+        None,
+        "the tokenizer of the run's model is not on this machine, so tokens are shown by their ids",
+    )
 
 
 def _places(run: Path, model: str) -> Iterator[Path]:
@@ -301,7 +370,9 @@ def _places(run: Path, model: str) -> Iterator[Path]:
     from lagrpo.model.embedded import ALIASES, DIRECTORY
 
     yield from sorted((run / "weights").glob(f"*/{TOKENIZER}"))
-    yield (cache_directory() / DIRECTORY if model in ALIASES else Path(model).expanduser()) / TOKENIZER
+    yield (
+        cache_directory() / DIRECTORY if model in ALIASES else Path(model).expanduser()
+    ) / TOKENIZER
     if model.count("/") == 1 and not model.startswith("."):
         yield Path(str(try_to_load_from_cache(model, TOKENIZER)))
 
@@ -316,5 +387,7 @@ def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
         text = tokenizer.decode([*anchor, number], skip_special_tokens=False)
         own = text[len(before) :] if text.startswith(before) else ""
         own = own or tokenizer.decode([number], skip_special_tokens=False)
-        found.append(own if own and "\ufffd" not in own else f"<{tokenizer.id_to_token(number) or number}>")
+        found.append(
+            own if own and "\ufffd" not in own else f"<{tokenizer.id_to_token(number) or number}>"
+        )
     return found

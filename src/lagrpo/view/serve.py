@@ -27,7 +27,11 @@ from lagrpo.view.data import collect, take_stamp
 STYLES = ("uplot.css", "style.css")
 SCRIPTS = ("dom", "data", "trend", "groups", "tokens", "rollouts", "evaluations", "settings", "app")
 HOST, FILE = "127.0.0.1", "view.html"
-HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff", "X-Frame-Options": "DENY"}
+HEADERS = {
+    "Cache-Control": "no-store",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+}
 
 
 def view(
@@ -52,14 +56,19 @@ def view(
 
     collect_and_write()
     if port is None:
-        print(f"{target} ({target.stat().st_size / 1e6:.1f} MB): open it in a browser, or copy it anywhere")
+        print(
+            f"{target} ({target.stat().st_size / 1e6:.1f} MB): open it in a browser, or copy it anywhere"
+        )
         if opens:
             webbrowser.open(target.absolute().as_uri())
         return target
     with refusing(f"port {port}", OverflowError):
         server = Server(paths, collect_and_write, port)
     with server:
-        print(f"{server.url}  shows {', '.join(map(str, paths))} and follows new batches; Ctrl-C stops", flush=True)
+        print(
+            f"{server.url}  shows {', '.join(map(str, paths))} and follows new batches; Ctrl-C stops",
+            flush=True,
+        )
         if opens:
             webbrowser.open(server.url)
         server.serve_forever()
@@ -111,7 +120,9 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         url, paths = urlsplit(self.path), self.server.paths
         if self.headers.get("Host") not in self.server.hosts:
-            return self._answer(HTTPStatus.FORBIDDEN, "text/plain", b"this server answers at 127.0.0.1 only\n")
+            return self._answer(
+                HTTPStatus.FORBIDDEN, "text/plain", b"this server answers at 127.0.0.1 only\n"
+            )
         if url.path not in ("/", "/data"):
             return self._answer(HTTPStatus.NOT_FOUND, "text/plain", b"the only page is /\n")
         if url.path == "/data" and parse_qs(url.query).get("stamp") == [take_stamp(paths)]:

@@ -20,10 +20,14 @@ import urllib3
 
 Json = Mapping[str, Any]
 T = TypeVar("T")
-Free = PriorityQueue[tuple[int, "VllmClient"]]  # a server for each group that fits, the servers in turn
+Free = PriorityQueue[
+    tuple[int, "VllmClient"]
+]  # a server for each group that fits, the servers in turn
 GENERATE = "/inference/v1/generate"
 KEY = "LAGRPO_VLLM_API_KEY"  # environment variable with the API key of servers that run already
-HOW_TO_START = "start it with `lagrpo vllm-serve MODEL`, or with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out"
+HOW_TO_START = (
+    "start it with `lagrpo vllm-serve MODEL`, or with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out"
+)
 GENERATE_TIMEOUT, LOAD_TIMEOUT, CONTROL_TIMEOUT = 3600.0, 600.0, 60.0  # seconds
 RESTARTS = 5  # of a server in a run
 WHOLE_DISTRIBUTION = {
@@ -46,25 +50,37 @@ class VllmClient:
     """The server at `url`; `key` is its API key. Every method raises NoAnswerError if the server does not answer, and
     SamplerError if it rejects the request."""
 
-    adapter: str | None = None  # label of the LoRA adapter that it samples with; None for the model's own weights
+    adapter: str | None = (
+        None  # label of the LoRA adapter that it samples with; None for the model's own weights
+    )
     reload_method = "reload_weights"  # what its workers call to load a directory of weights
 
     def __init__(self, url: str, key: str | None = None) -> None:
         self.url = url.rstrip("/")
-        headers = {"Content-Type": "application/json", "Connection": "close"}  # servers close idle connections
+        headers = {
+            "Content-Type": "application/json",
+            "Connection": "close",
+        }  # servers close idle connections
         headers |= {"Authorization": f"Bearer {key}"} if key else {}
         self._http = urllib3.PoolManager(maxsize=1024, retries=False, headers=headers)
 
     def __str__(self) -> str:
         return self.url
 
-    def call(self, method: str, path: str, body: Json | None = None, timeout: float = CONTROL_TIMEOUT) -> Any:
+    def call(
+        self, method: str, path: str, body: Json | None = None, timeout: float = CONTROL_TIMEOUT
+    ) -> Any:
         """The server's JSON answer; None for another answer."""
-        content, limits = None if body is None else json.dumps(body), urllib3.Timeout(connect=10.0, read=timeout)
+        content, limits = (
+            None if body is None else json.dumps(body),
+            urllib3.Timeout(connect=10.0, read=timeout),
+        )
         try:
             answer = self._http.request(method, self.url + path, body=content, timeout=limits)
         except urllib3.exceptions.HTTPError as error:
-            raise NoAnswerError(f"{self.url}{path} does not answer; is the server up? {error}") from error
+            raise NoAnswerError(
+                f"{self.url}{path} does not answer; is the server up? {error}"
+            ) from error
         if answer.status == 200:
             return json.loads(answer.data) if answer.data[:1] in (b"{", b"[") else None
         text = answer.data.decode(errors="replace").strip()[:500]
@@ -127,16 +143,30 @@ class VllmClient:
         params = {"n": n, "seed": seed, "temperature": temperature, "max_tokens": max_tokens}
         params |= WHOLE_DISTRIBUTION | {"stop_token_ids": list(stop_token_ids)}
         body = {"token_ids": list(token_ids), "cache_salt": label, "sampling_params": params}
-        answer = self.call("POST", GENERATE, body | ({"model": label} if self.adapter else {}), GENERATE_TIMEOUT)
+        answer = self.call(
+            "POST", GENERATE, body | ({"model": label} if self.adapter else {}), GENERATE_TIMEOUT
+        )
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
         if self.adapter is not None:  # vLLM reports the label of the frozen weights
-            spans = [{"version": answer["model"], "start": 0, "end": len(c["token_ids"] or [])} for c in choices]
-            choices = [choice | {"weight_versions": [span]} for choice, span in zip(choices, spans, strict=True)]
+            spans = [
+                {"version": answer["model"], "start": 0, "end": len(c["token_ids"] or [])}
+                for c in choices
+            ]
+            choices = [
+                choice | {"weight_versions": [span]}
+                for choice, span in zip(choices, spans, strict=True)
+            ]
         return choices
 
     def get_logprobs(self, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> list[float]:
         """log-probs of given tokens at temperature 1, nats."""
-        params = {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0, "ignore_eos": True, "detokenize": False}
+        params = {
+            "max_tokens": 1,
+            "prompt_logprobs": 0,
+            "temperature": 1.0,
+            "ignore_eos": True,
+            "detokenize": False,
+        }
         body = {"token_ids": [*prompt_ids, *token_ids], "sampling_params": params}
         body |= {"model": self.adapter} if self.adapter else {}
         answer = self.call("POST", GENERATE, body, GENERATE_TIMEOUT)["prompt_logprobs"]
@@ -145,7 +175,9 @@ class VllmClient:
 
     def restart(self) -> None:
         """Start a dead server again. Raises SamplerError if the run did not start it."""
-        raise SamplerError(f"{self.url} was not started by this run: start it again, then resume the run")
+        raise SamplerError(
+            f"{self.url} was not started by this run: start it again, then resume the run"
+        )
 
     def close(self) -> None:
         """Let the server drop what it generates; it runs on."""
@@ -158,7 +190,9 @@ class GroupQueue:
     dies is started again, `load` gives it the current weights, and its groups are sampled again with the same seeds.
     Any other failure ends the run."""
 
-    def __init__(self, servers: Sequence[VllmClient], load: Callable[[VllmClient], None], rows: int) -> None:
+    def __init__(
+        self, servers: Sequence[VllmClient], load: Callable[[VllmClient], None], rows: int
+    ) -> None:
         self.servers, self._load, self._rows = list(servers), load, rows
         self._pools: dict[int, tuple[ThreadPoolExecutor, Free]] = {}  # by the size of groups
         self._restarting = {server: threading.RLock() for server in self.servers}
@@ -259,5 +293,7 @@ def run_together(actions: Sequence[Callable[[], T]], seconds: float | None = Non
     for future in done:
         future.result()
     if pending:
-        raise SamplerError(f"{len(pending)} of {len(actions)} vLLM servers did not answer within {seconds:g} s")
+        raise SamplerError(
+            f"{len(pending)} of {len(actions)} vLLM servers did not answer within {seconds:g} s"
+        )
     return [future.result() for future in futures]

@@ -32,20 +32,34 @@ NO_LOGPROB = -9000.0  # vLLM writes -9999 for a log-prob of -inf
 
 
 def build_engine(
-    settings: Settings, policy: Policy, servers: Sequence[VllmClient], episodes: Episodes | None = None
+    settings: Settings,
+    policy: Policy,
+    servers: Sequence[VllmClient],
+    episodes: Episodes | None = None,
 ) -> VllmEngine:
     """The engine over the servers, once they are ready. Raises SettingsError for a server that does not get ready."""
     with refusing("vllm", SamplerError):
         for server in servers:
             if isinstance(server, StartedServer):
                 server.wait_until_ready()
-        names = [server.get_config()["model_config"]["dtype"].removeprefix("torch.") for server in servers]
-        dtype = max((getattr(torch, name) for name in names), key=lambda dtype: torch.finfo(dtype).eps)  # the coarsest
+        names = [
+            server.get_config()["model_config"]["dtype"].removeprefix("torch.")
+            for server in servers
+        ]
+        dtype = max(
+            (getattr(torch, name) for name in names), key=lambda dtype: torch.finfo(dtype).eps
+        )  # the coarsest
     s, v, lm = settings.rollout, settings.vllm, policy.model.lm
-    weights = WeightTransfer(dtype, lm) if policy.weights.adapters else TRANSFERS[v.weight_transfer](dtype)
+    weights = (
+        WeightTransfer(dtype, lm)
+        if policy.weights.adapters
+        else TRANSFERS[v.weight_transfer](dtype)
+    )
     params = SamplingParams("sample", s.temperature, s.max_completion_length, episodes)
     spans = v.on_weight_sync == "continue"
-    return VllmEngine(servers, weights, policy.chat, params, settings.run.seed, s.max_num_seqs, spans)
+    return VllmEngine(
+        servers, weights, policy.chat, params, settings.run.seed, s.max_num_seqs, spans
+    )
 
 
 class VllmEngine:
@@ -56,15 +70,25 @@ class VllmEngine:
         self, servers: Sequence[VllmClient], weights: WeightTransfer, chat: Any, params: SamplingParams, seed: int = 0,
         max_num_seqs: int = 256, spans: bool = False,
     ) -> None:  # fmt: skip
-        self.servers, self.weights, self.chat, self.params, self.seed = list(servers), weights, chat, params, seed
+        self.servers, self.weights, self.chat, self.params, self.seed = (
+            list(servers),
+            weights,
+            chat,
+            params,
+            seed,
+        )
         self.spans = spans
         self._groups = GroupQueue(self.servers, weights.load_current, max_num_seqs)
-        self._synced: WeightUpdate | None = None  # what training samples with; an evaluation may load others
+        self._synced: WeightUpdate | None = (
+            None  # what training samples with; an evaluation may load others
+        )
 
     @property
     def version(self) -> int:
         """The version that all servers report; -1 if one reports other weights."""
-        versions = {self.weights.version_of(label) for label in self._groups.ask_all(VllmClient.get_label)}
+        versions = {
+            self.weights.version_of(label) for label in self._groups.ask_all(VllmClient.get_label)
+        }
         return versions.pop() if len(versions) == 1 else -1
 
     def sync_weights(self, weights: Mapping[str, Tensor], version: int) -> dict[str, float]:
@@ -100,11 +124,17 @@ class VllmEngine:
     ) -> Iterator[tuple[Request, Group]]:
         """One group for each request, as they end. The servers start at once. An evaluation has its own `params`."""
         sample = partial(self._sample, G=G, params=params or self.params)
-        return _as_they_end({self._groups.submit(partial(sample, request), G): request for request in requests})
+        return _as_they_end(
+            {self._groups.submit(partial(sample, request), G): request for request in requests}
+        )
 
-    def generate_on_server(self, number: int, requests: Sequence[Request], G: int, max_tokens: int) -> list[Group]:
+    def generate_on_server(
+        self, number: int, requests: Sequence[Request], G: int, max_tokens: int
+    ) -> list[Group]:
         """Groups by one server, for the weight-sync check."""
-        params = replace(self.params, max_tokens=min(max_tokens, self.params.max_tokens), episodes=None)
+        params = replace(
+            self.params, max_tokens=min(max_tokens, self.params.max_tokens), episodes=None
+        )
         ask = partial(self._groups.ask, self.servers[number])
         return [ask(partial(self._sample, request, G=G, params=params)) for request in requests]
 
@@ -125,7 +155,9 @@ class VllmEngine:
             self.weights.send(self._groups, update)
             self.weights.current = update
 
-    def _sample(self, request: Request, server: VllmClient, G: int, params: SamplingParams) -> Group:
+    def _sample(
+        self, request: Request, server: VllmClient, G: int, params: SamplingParams
+    ) -> Group:
         """The group of a request, by one server."""
         completions = self._ask(server, request, (), G, params, params.max_tokens)
         if params.episodes is not None:
@@ -140,7 +172,10 @@ class VllmEngine:
     ) -> Completion:  # fmt: skip
         """A completion of several turns, after its first turn. Each later turn is a request with everything so far as
         its prompt, which the server finds in its cache of prefixes. A turn that cannot be used fails the completion."""
-        episode, turns = Episode(episodes, request.prompt, (self.seed, params.purpose, *request.address, g)), [first]
+        episode, turns = (
+            Episode(episodes, request.prompt, (self.seed, params.purpose, *request.address, g)),
+            [first],
+        )
         while turns[-1].outcome is None:
             episode.end_turn(turns[-1].token_ids.tolist())
             reply = episode.take()
@@ -148,21 +183,31 @@ class VllmEngine:
                 break
             nothing = torch.full((len(reply),), math.nan), torch.full((len(reply),), -1)
             not_sampled = torch.zeros(len(reply), dtype=torch.bool)
-            turns.append(Completion(torch.tensor(reply, dtype=torch.long), *nothing, False, "", sampled=not_sampled))
+            turns.append(
+                Completion(
+                    torch.tensor(reply, dtype=torch.long), *nothing, False, "", sampled=not_sampled
+                )
+            )
             behind = torch.cat([turn.token_ids for turn in turns]).tolist()
             left = params.max_tokens - sum(turn.length for turn in turns)
             turns += self._ask(server, request, behind, 1, params, left, (g, len(turns)))
         names = ("token_ids", "logp_alpha", "versions", "sampled")
-        ids, logp, versions, sampled = (torch.cat([getattr(turn, name) for turn in turns]) for name in names)
+        ids, logp, versions, sampled = (
+            torch.cat([getattr(turn, name) for turn in turns]) for name in names
+        )
         text, outcome = self.chat.decode(ids.tolist()), turns[-1].outcome or episode.outcome
-        return Completion(ids, logp, versions, episode.finished, text, outcome, sampled, tuple(episode.turns))
+        return Completion(
+            ids, logp, versions, episode.finished, text, outcome, sampled, tuple(episode.turns)
+        )
 
     def _ask(
         self, server: VllmClient, request: Request, behind: Sequence[int], n: int, params: SamplingParams,
         max_tokens: int, turn: tuple[int, ...] = (),
     ) -> list[Completion]:  # fmt: skip
         """n completions of a request's prompt and the tokens `behind` it. `turn` keys the seeds of later turns."""
-        seed = int(generator(self.seed, params.purpose, *request.address, *turn).random_raw(1)[0]) >> 2
+        seed = (
+            int(generator(self.seed, params.purpose, *request.address, *turn).random_raw(1)[0]) >> 2
+        )
         ids, stop = [*request.prompt.token_ids, *behind], sorted(self.chat.eos_ids)
         with self.weights.using() as label:
             answers = server.generate(ids, n, seed, max_tokens, params.tau, stop, label)
@@ -170,11 +215,16 @@ class VllmEngine:
 
     def _read(self, answer: Json, server: VllmClient) -> Completion:
         """The completion in a server's answer; it has failed if it cannot be used."""
-        token_ids, entries = answer["token_ids"] or [], (answer["logprobs"] or {}).get("content") or []
+        token_ids, entries = (
+            answer["token_ids"] or [],
+            (answer["logprobs"] or {}).get("content") or [],
+        )
         logp, versions = torch.full((len(token_ids),), math.nan), torch.full((len(token_ids),), -1)
         logp[: len(entries)] = torch.tensor([entry["logprob"] for entry in entries])
         for span in answer["weight_versions"] or []:
-            versions[span["start"] : span["end"]] = version = self.weights.version_of(span["version"])
+            versions[span["start"] : span["end"]] = version = self.weights.version_of(
+                span["version"]
+            )
             if version < 0:
                 what = f"sampled with weights labeled {span['version']}: it was restarted, or another run uses it"
                 raise SamplerError(f"{server} {what}. Resume with a server that only this run uses")
@@ -185,7 +235,10 @@ class VllmEngine:
             fault = "the server did not report the weight version of every token"
         elif not bool((logp > NO_LOGPROB).all()):
             fault = "the server returned a log-prob that is not finite"
-        ids, finished = torch.tensor(token_ids, dtype=torch.long), not self.chat.eos_ids.isdisjoint(token_ids[-1:])
+        ids, finished = (
+            torch.tensor(token_ids, dtype=torch.long),
+            not self.chat.eos_ids.isdisjoint(token_ids[-1:]),
+        )
         outcome = Outcome.failed(fault) if fault else None
         return Completion(ids, logp, versions, finished, self.chat.decode(token_ids), outcome)
 

@@ -35,7 +35,17 @@ START_TIMEOUT = 1200.0  # seconds until a server must be ready
 EXTENSION = "lagrpo_extension.Worker"
 LORA_RANKS = (0, 1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM 0.32 can be started with
 # All layers but the head: vLLM 0.32 dies when it computes log-probs of a prompt with an adapter on the head.
-LORA_LAYERS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj")
+LORA_LAYERS = (
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "qkv_proj",
+    "o_proj",
+    "gate_proj",
+    "up_proj",
+    "gate_up_proj",
+    "down_proj",
+)
 GUARD = """
 import os, select, signal, subprocess, sys
 server = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, start_new_session=True)
@@ -71,12 +81,30 @@ class Launch:
         """Log-probs are those at the sampling temperature. The model's own generation settings might truncate the
         distribution. On CPUs prompts are kept whole: vLLM 0.32 cannot compute a seeded prompt in two steps there."""
         words = [
-            *(self.python, "-m", "vllm.entrypoints.openai.api_server", "--model", self.model, "--dtype", self.dtype),
-            *("--host", self.host, "--port", str(port), "--enable-scale-out", "--generation-config", "vllm"),
+            *(
+                self.python,
+                "-m",
+                "vllm.entrypoints.openai.api_server",
+                "--model",
+                self.model,
+                "--dtype",
+                self.dtype,
+            ),
+            *(
+                "--host",
+                self.host,
+                "--port",
+                str(port),
+                "--enable-scale-out",
+                "--generation-config",
+                "vllm",
+            ),
             *("--logprobs-mode", "processed_logprobs", "--max-model-len", str(self.max_model_len)),
             *("--max-num-seqs", str(self.max_num_seqs), "--worker-extension-cls", EXTENSION),
         ]
-        if not (self.gpus or os.environ.get("CUDA_VISIBLE_DEVICES") or Path("/dev/nvidia0").exists()):
+        if not (
+            self.gpus or os.environ.get("CUDA_VISIBLE_DEVICES") or Path("/dev/nvidia0").exists()
+        ):
             words += ["--enforce-eager", "--no-enable-chunked-prefill"]
             words += ["--max-num-batched-tokens", str(max(8192, self.max_model_len))]
         if self.transfer == "nccl":
@@ -90,12 +118,18 @@ class Launch:
     def environment(self, key: str) -> dict[str, str]:
         """Every user can read a command line, so the key is here. On CPUs a server gets 2 GiB for keys and values and
         all cores, unless our own environment says otherwise: the trainer mostly waits while it samples."""
-        inherited = {n: v for n, v in drop_own(os.environ).items() if n not in ("OMP_NUM_THREADS", "PYTHONPATH")}
+        inherited = {
+            n: v
+            for n, v in drop_own(os.environ).items()
+            if n not in ("OMP_NUM_THREADS", "PYTHONPATH")
+        }
         own = {"VLLM_API_KEY": key, "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
         own |= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if self.lora_rank else {}
         own |= {"CUDA_VISIBLE_DEVICES": ",".join(map(str, self.gpus))} if self.gpus else {}
         own["PYTHONPATH"] = str(Path(__file__).parent / "extension")
-        return {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_NUM_OF_RESERVED_CPU": "0"} | inherited | own
+        return (
+            {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_NUM_OF_RESERVED_CPU": "0"} | inherited | own
+        )
 
 
 class StartedServer(VllmClient):
@@ -116,10 +150,16 @@ class StartedServer(VllmClient):
         end = time.monotonic() + START_TIMEOUT
         while not self.is_healthy():
             if self.guard.poll() is not None or time.monotonic() > end:
-                what = "ended" if self.guard.poll() is not None else f"was not ready within {START_TIMEOUT:g} s"
+                what = (
+                    "ended"
+                    if self.guard.poll() is not None
+                    else f"was not ready within {START_TIMEOUT:g} s"
+                )
                 lines = redact(self.log.read_text(errors="replace")).splitlines()[-30:]
                 shown = "".join(f"\n  {line[:300]}" for line in lines)
-                raise SamplerError(f"the vLLM server {what}. The end of its log, {self.log}:{shown}")
+                raise SamplerError(
+                    f"the vLLM server {what}. The end of its log, {self.log}:{shown}"
+                )
             time.sleep(0.2)
 
     def restart(self) -> None:
@@ -137,7 +177,9 @@ class StartedServer(VllmClient):
         command = [sys.executable, "-c", GUARD, *self.launch.command(self.port)]
         with self.log.open("ab") as out:
             env = self.launch.environment(self.key)
-            self.guard = Popen(command, stdin=PIPE, stdout=out, stderr=out, env=env, start_new_session=True)
+            self.guard = Popen(
+                command, stdin=PIPE, stdout=out, stderr=out, env=env, start_new_session=True
+            )
 
 
 def open_servers(settings: Settings, replied: int = 0) -> list[VllmClient]:
@@ -156,7 +198,9 @@ def attach_server(url: str, settings: Settings, longest: int) -> VllmClient:
     model = server.call("GET", "/v1/models")["data"][0]
     if model["max_model_len"] < longest:
         what = f"{url} takes sequences of at most {model['max_model_len']} tokens, but the settings allow {longest}"
-        raise ValueError(f"{what}: lower rollout.max_completion_length, or raise the server's --max-model-len")
+        raise ValueError(
+            f"{what}: lower rollout.max_completion_length, or raise the server's --max-model-len"
+        )
     if server.get_config()["parallel_config"].get("worker_extension_cls") == EXTENSION:
         server.reload_method = StartedServer.reload_method
     return server
@@ -182,28 +226,55 @@ def find_python() -> str:
     """The Python that has vLLM. Raises ValueError if there is none."""
     path = Path(os.environ.get(PYTHON) or ".venv-vllm/bin/python").expanduser().absolute()
     if not path.is_file():
-        raise ValueError(f"no Python with vLLM at {path}: `make vllm-env` installs it, or set {PYTHON}")
+        raise ValueError(
+            f"no Python with vLLM at {path}: `make vllm-env` installs it, or set {PYTHON}"
+        )
     return str(path)
 
 
 def serve(
-    model: str, host: str, port: int, weight_transfer: str, lora_r: int, server_args: Sequence[str], **sizes: Any
+    model: str,
+    host: str,
+    port: int,
+    weight_transfer: str,
+    lora_r: int,
+    server_args: Sequence[str],
+    **sizes: Any,
 ) -> NoReturn:
     """`lagrpo vllm-serve`: print how a run attaches, then become the server. `sizes` are dtype, max_model_len and
     max_num_seqs of a Launch. Raises SettingsError for no such Python or model, and for an address that other machines
     can reach without a key of the user's."""
     own = os.environ.get(KEY)
     if host not in LOOPBACK and not own:
-        raise SettingsError(f"--host: other machines can reach {host}: set {KEY} to an API key that you choose")
+        raise SettingsError(
+            f"--host: other machines can reach {host}: set {KEY} to an API key that you choose"
+        )
     with refusing():
         check_path(model)
         options = split_server_args(server_args)
-        given: Any = {"transfer": weight_transfer, "options": options, "host": host, "lora_rank": lora_r}
+        given: Any = {
+            "transfer": weight_transfer,
+            "options": options,
+            "host": host,
+            "lora_rank": lora_r,
+        }
         launch = Launch(find_python(), resolve_model(model), **sizes, **given)
-    key, address = own or secrets.token_urlsafe(24), LOOPBACK[0] if host in ("0.0.0.0", "::") else host
-    words = [*("--model", shlex.quote(model)), "--rollout.engine vllm", f"--vllm.urls http://{address}:{port}"]
+    key, address = (
+        own or secrets.token_urlsafe(24),
+        LOOPBACK[0] if host in ("0.0.0.0", "::") else host,
+    )
+    words = [
+        *("--model", shlex.quote(model)),
+        "--rollout.engine vllm",
+        f"--vllm.urls http://{address}:{port}",
+    ]
     words += ["--vllm.weight_transfer nccl"] if weight_transfer == "nccl" else []
     words += [f"--model.lora_r {lora_r}"] if lora_r else []
     print("Starting a vLLM server; Ctrl-C stops it. To attach a run to it:\n")
-    print("" if own else f"  export {KEY}={key}\n", f"  lagrpo train … {' '.join(words)}\n", sep="", flush=True)
+    print(
+        "" if own else f"  export {KEY}={key}\n",
+        f"  lagrpo train … {' '.join(words)}\n",
+        sep="",
+        flush=True,
+    )
     os.execvpe(launch.python, launch.command(port), launch.environment(key))

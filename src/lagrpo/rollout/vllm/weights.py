@@ -29,7 +29,13 @@ from torch import Tensor
 from torch.cuda import nccl
 
 from lagrpo.model.lora import load_adapter_weights, save_adapter
-from lagrpo.rollout.vllm.client import LOAD_TIMEOUT, GroupQueue, SamplerError, VllmClient, run_together
+from lagrpo.rollout.vllm.client import (
+    LOAD_TIMEOUT,
+    GroupQueue,
+    SamplerError,
+    VllmClient,
+    run_together,
+)
 
 FILE = "model.safetensors"
 DIRECTORY = "LAGRPO_TRANSFER_DIR"  # environment variable with the parent of the directory
@@ -65,8 +71,13 @@ class WeightTransfer:
         """A version in the servers' dtype, ready to be sent."""
         label = f"{self.run}:{version}"
         if label not in self._updates:
-            tensors = {name: t.to(self.dtype) if t.is_floating_point() else t for name, t in weights.items()}
-            self._updates[label] = WeightUpdate(version, label, self.root / f"v{version:06d}", tensors)
+            tensors = {
+                name: t.to(self.dtype) if t.is_floating_point() else t
+                for name, t in weights.items()
+            }
+            self._updates[label] = WeightUpdate(
+                version, label, self.root / f"v{version:06d}", tensors
+            )
             if self.writes_first:
                 self.write(self._updates[label])
         return self._updates[label]
@@ -76,7 +87,10 @@ class WeightTransfer:
         with self._writing:
             if update.tensors is not None:
                 update.directory.mkdir(exist_ok=True)
-                tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in update.tensors.items()}
+                tensors = {
+                    name: tensor.detach().cpu().contiguous()
+                    for name, tensor in update.tensors.items()
+                }
                 if self.adapted_lm is not None:
                     save_adapter(self.adapted_lm, tensors, update.directory)
                 else:
@@ -87,7 +101,11 @@ class WeightTransfer:
     def read(self, update: WeightUpdate) -> Mapping[str, Tensor]:
         """The weights of a version, as they were sent."""
         directory = Path(self.write(update))
-        return load_file(directory / FILE) if self.adapted_lm is None else load_adapter_weights(directory)
+        return (
+            load_file(directory / FILE)
+            if self.adapted_lm is None
+            else load_adapter_weights(directory)
+        )
 
     def send(self, groups: GroupQueue, update: WeightUpdate) -> None:
         """Load a version into all servers. Raises SamplerError for a server that cannot load it, and stays paused."""
@@ -126,7 +144,9 @@ class WeightTransfer:
     def drop_others(self, servers: Sequence[VllmClient], update: WeightUpdate | None) -> None:
         """Remove all versions but one, and those that requests in flight use."""
         with self._lock:
-            dropped = [u for u in self._updates.values() if u is not update and not self._used[u.label]]
+            dropped = [
+                u for u in self._updates.values() if u is not update and not self._used[u.label]
+            ]
         for old in dropped:
             del self._updates[old.label]
             for server in servers if not self.pauses else ():
@@ -162,20 +182,32 @@ class NcclTransfer(WeightTransfer):
         shapes = [list(tensor.shape) for tensor in update.tensors.values()]
         info = {"names": list(update.tensors), "dtype_names": dtypes, "shapes": shapes}
         receive = [partial(_receive, server, info, update.label) for server in groups.servers]
-        run_together([*receive, partial(_broadcast, update.tensors, self._communicator)], LOAD_TIMEOUT)
-        update.tensors = {name: tensor.cpu() for name, tensor in update.tensors.items()}  # the trainer's move on
+        run_together(
+            [*receive, partial(_broadcast, update.tensors, self._communicator)], LOAD_TIMEOUT
+        )
+        update.tensors = {
+            name: tensor.cpu() for name, tensor in update.tensors.items()
+        }  # the trainer's move on
 
     def _connect(self, servers: Sequence[VllmClient]) -> None:
         """Members find each other by an id that the servers get over HTTP."""
         workers = [int(server.call("GET", "/get_world_size")["world_size"]) for server in servers]
         identity, world = nccl.unique_id(), 1 + sum(workers)
-        shared = {"world_size": world, "packed": False, "nccl_unique_id_b64": base64.b64encode(identity).decode()}
+        shared = {
+            "world_size": world,
+            "packed": False,
+            "nccl_unique_id_b64": base64.b64encode(identity).decode(),
+        }
         joining: list[Any] = []
         for n, server in enumerate(servers):
             info = {"init_info": shared | {"rank_offset": 1 + sum(workers[:n])}}
-            joining.append(partial(server.call, "POST", "/init_weight_transfer_engine", info, LOAD_TIMEOUT))
+            joining.append(
+                partial(server.call, "POST", "/init_weight_transfer_engine", info, LOAD_TIMEOUT)
+            )
         device = torch.cuda.current_device()
-        *_, self._communicator = run_together([*joining, partial(_join, world, identity, device)], LOAD_TIMEOUT)
+        *_, self._communicator = run_together(
+            [*joining, partial(_join, world, identity, device)], LOAD_TIMEOUT
+        )
 
 
 TRANSFERS = {"directory": WeightTransfer, "nccl": NcclTransfer}
@@ -184,7 +216,9 @@ TRANSFERS = {"directory": WeightTransfer, "nccl": NcclTransfer}
 def _join(world: int, identity: bytes, device: int) -> Any:
     with _own_stream(device):
         communicator = nccl.init_rank(world, identity, 0)
-        nccl.all_reduce([torch.zeros(1, device="cuda")], comms=[communicator])  # vLLM's members begin with this sum
+        nccl.all_reduce(
+            [torch.zeros(1, device="cuda")], comms=[communicator]
+        )  # vLLM's members begin with this sum
     return communicator
 
 
