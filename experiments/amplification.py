@@ -77,22 +77,27 @@ def maximizer(p_ref: float, beta: float, G: int | None) -> float:
 
 def fixed_point(p_ref: float, beta: float, G: int | None) -> float:
     """Where a stage ends whose advantages follow the policy: the lowest p above p_ref with
-    logit p = logit p_ref + w(p)/beta, to 1e-9.
+    logit p = logit p_ref + w(p)/beta, its logit to 1e-9.
 
     >>> p = fixed_point(0.2, 2.0, None)
     >>> round(p, 4), abs(logit(p) - logit(0.2) - weight(p, None) / 2) < 1e-6
     (0.4087, True)
     """
 
-    def missing(p: float) -> float:
-        return logit(p_ref) + weight(p, G) / beta - logit(p)
+    # The search is over logit p, because near p = 1 a step of 1e-9 in p changes the logit a lot.
+    def missing(logit_p: float) -> float:
+        return logit(p_ref) + weight(sigmoid(logit_p), G) / beta - logit_p
 
-    grid = [sigmoid(logit(p_ref) + 0.01 * step) for step in range(1500)]
-    low, high = next(((a, b) for a, b in pairwise(grid) if missing(b) <= 0), (grid[-1], grid[-1]))
+    grid = [logit(p_ref) + 0.01 * step for step in range(1500)]
+    crossings = ((a, b) for a, b in pairwise(grid) if missing(b) <= 0)
+    low, high = next(crossings, (grid[-1], grid[-1]))
     while high - low > 1e-9:
         middle = (low + high) / 2
-        low, high = (middle, high) if missing(middle) > 0 else (low, middle)
-    return high
+        if missing(middle) > 0:
+            low = middle
+        else:
+            high = middle
+    return sigmoid(high)
 
 
 def expected(stage: Stage, G: int | None) -> list[float]:
