@@ -1,7 +1,11 @@
-"""Advantages: from the rewards of a group to one number per completion.
+"""Advantages: from the rewards of a batch to one number per completion.
 
-A group is the last dimension, G; leading dimensions are groups of one size. s0 is the *biased* standard deviation (over
-G) of the group as alpha sampled it, s1 the one over G - 1. Two conventions hold everywhere:
+An advantage is a function of `AdvantageInputs` and gives [C]; its keyword-only arguments are its knobs. Completions
+lie flat, with the index of their group, so a function may use statistics of a group or of the whole batch.
+
+mu is the mean of a group, s0 its *biased* standard deviation (over G) as alpha sampled it, s1 the one over G - 1. Two
+conventions hold for every function here:
+
 - a group of one completion has a baseline of 0, so its advantage is its reward;
 - a group whose rewards are all equal (and G > 1) has advantages of exactly 0, not a rounding error blown up by a tiny
   standard deviation.
@@ -9,78 +13,183 @@ G) of the group as alpha sampled it, s1 the one over G - 1. Two conventions hold
 
 from __future__ import annotations
 
-from math import log, sqrt
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 
-def zero_variance(rewards: Tensor) -> Tensor:
-    """Whether s0 = 0: the groups that Eq. 8 of arXiv 2505.22257 leaves out. Decided by equality of the rewards, as
-    three rewards of 0.1 have a mean that is not 0.1."""
-    return (rewards == rewards[..., :1]).all(dim=-1)
+@dataclass(frozen=True, slots=True)
+class AdvantageInputs:
+    """The scored completions of a batch."""
+
+    rewards: Tensor
+    """[C]"""
+    group: Tensor
+    """[C] index of each completion's group, from 0; an index may be unused"""
+    lengths: Tensor | None = None
+    """[C] sampled tokens"""
+    uniform: Tensor | None = None
+    """[C] a random number in [0, 1) for each completion"""
 
 
-def sigma(rewards: Tensor, eps_std: float) -> Tensor:
-    """sqrt(s0^2 + eps_std), the denominator of Eq. 2 of arXiv 2505.22257; s0 is exactly 0 for equal rewards."""
-    variance = rewards.var(dim=-1, correction=0)
-    return (torch.where(zero_variance(rewards), 0.0, variance) + eps_std).sqrt()
-
-
-def normalized(rewards: Tensor, *, eps_std: float = 1e-4) -> Tensor:
-    """(r - mu) / sqrt(s0^2 + eps_std). Eq. 2 of arXiv 2505.22257."""
-    return _scale(rewards, sigma(rewards, eps_std))
-
-
-def normalized_unbiased(rewards: Tensor, *, std_offset: float = 1e-4) -> Tensor:
-    """(r - mu) / (s1 + std_offset): as TRL."""
-    G = rewards.shape[-1]
-    return _scale(rewards, sigma(rewards, 0.0) * sqrt(G / max(G - 1, 1)) + std_offset)
-
-
-def _scale(rewards: Tensor, scale: Tensor) -> Tensor:
-    if rewards.shape[-1] == 1:
-        return rewards.clone()
-    return torch.where(scale[..., None] > 0, centered(rewards) / scale[..., None], 0.0)
-
-
-def centered(rewards: Tensor) -> Tensor:
-    """r - mu (Dr. GRPO, arXiv 2503.20783)."""
-    if rewards.shape[-1] == 1:
-        return rewards.clone()
-    return torch.where(
-        zero_variance(rewards)[..., None], 0.0, rewards - rewards.mean(dim=-1, keepdim=True)
+def one_group(rewards_G: Tensor, uniform_G: Tensor | None = None) -> AdvantageInputs:
+    """The inputs of a batch that is a single group."""
+    return AdvantageInputs(
+        rewards_G, torch.zeros_like(rewards_G, dtype=torch.long), None, uniform_G
     )
 
 
-def leave_one_out(rewards: Tensor) -> Tensor:
+# Statistics of each completion's group, [C]
+
+
+def group_sum(values_C: Tensor, group_C: Tensor) -> Tensor:
+    """The sum over the completions of the group, at each of them."""
+    sums = values_C.new_zeros(_count_groups(group_C)).index_add(0, group_C, values_C)
+    return sums[group_C]
+
+
+def group_size(group_C: Tensor) -> Tensor:
+    """G of each completion's group."""
+    return group_C.bincount(minlength=_count_groups(group_C))[group_C]
+
+
+def group_mean(values_C: Tensor, group_C: Tensor) -> Tensor:
+    """mu of each completion's group."""
+    return group_sum(values_C, group_C) / group_size(group_C)
+
+
+def group_largest(values_C: Tensor, group_C: Tensor) -> Tensor:
+    """The largest value of each completion's group."""
+    largest = values_C.new_full((_count_groups(group_C),), -torch.inf)
+    return largest.scatter_reduce(0, group_C, values_C, "amax")[group_C]
+
+
+def _count_groups(group_C: Tensor) -> int:
+    return int(group_C.max()) + 1 if len(group_C) else 0
+
+
+def zero_variance(rewards_C: Tensor, group_C: Tensor) -> Tensor:
+    """True where s0 = 0: the groups that Eq. 8 of arXiv 2505.22257 leaves out. Decided by equality of the rewards, as
+    three rewards of 0.1 have a mean that is not 0.1."""
+    smallest_C = -group_largest(-rewards_C, group_C)
+    return smallest_C == group_largest(rewards_C, group_C)
+
+
+def sigma(rewards_C: Tensor, group_C: Tensor, eps_std: float) -> Tensor:
+    """sqrt(s0^2 + eps_std), the denominator of Eq. 2 of arXiv 2505.22257; s0 is exactly 0 for equal rewards."""
+    variance_C = group_mean((rewards_C - group_mean(rewards_C, group_C)).square(), group_C)
+    return (variance_C.masked_fill(zero_variance(rewards_C, group_C), 0.0) + eps_std).sqrt()
+
+
+# Baselines and scales of a group
+
+
+def centered(x: AdvantageInputs) -> Tensor:
+    """r - mu (Dr. GRPO, arXiv 2503.20783)."""
+    advantage_C = x.rewards - group_mean(x.rewards, x.group)
+    advantage_C = advantage_C.masked_fill(zero_variance(x.rewards, x.group), 0.0)
+    return torch.where(group_size(x.group) == 1, x.rewards, advantage_C)
+
+
+def normalized(x: AdvantageInputs, *, eps_std: float = 1e-4) -> Tensor:
+    """(r - mu) / sqrt(s0^2 + eps_std). Eq. 2 of arXiv 2505.22257."""
+    return _scaled(x, sigma(x.rewards, x.group, eps_std))
+
+
+def normalized_unbiased(x: AdvantageInputs, *, std_offset: float = 1e-4) -> Tensor:
+    """(r - mu) / (s1 + std_offset): as TRL."""
+    G = group_size(x.group).to(x.rewards.dtype)
+    s1_C = sigma(x.rewards, x.group, 0.0) * (G / (G - 1).clamp(min=1)).sqrt()
+    return _scaled(x, s1_C + std_offset)
+
+
+def normalized_positive(x: AdvantageInputs, *, eps_std: float = 1e-4) -> Tensor:
+    """max(r - mu, 0) / sqrt(s0^2 + eps_std): learn from the better completions alone, whoever sampled them."""
+    return normalized(x, eps_std=eps_std).clamp(min=0.0)
+
+
+def leave_one_out(x: AdvantageInputs) -> Tensor:
     """r - mean of the others = (r - mu) G / (G - 1) (RLOO, arXiv 2402.14740)."""
-    G = rewards.shape[-1]
-    return centered(rewards) * (G / max(G - 1, 1))
+    G = group_size(x.group).to(x.rewards.dtype)
+    return centered(x) * (G / (G - 1).clamp(min=1))
 
 
-def red_drop(rewards_G: Tensor, uniform_G: Tensor) -> Tensor:
+def maxrl(x: AdvantageInputs) -> Tensor:
+    """(r - mu) / mu, and 0 where mu <= 0: MaxRL (arXiv 2602.02710). Rare successes weigh more than with `centered`."""
+    mu_C = group_mean(x.rewards, x.group)
+    scale_C = torch.where(mu_C > 0, mu_C, torch.inf)
+    return _scaled(x, scale_C)
+
+
+def _scaled(x: AdvantageInputs, scale_C: Tensor) -> Tensor:
+    """(r - mu) / scale, 0 where the scale is 0; the reward of a completion that is alone in its group."""
+    advantage_C = (centered(x) / scale_C).masked_fill(scale_C == 0, 0.0)
+    return torch.where(group_size(x.group) == 1, x.rewards, advantage_C)
+
+
+# Scales of the whole batch
+
+
+def batch_scaled(x: AdvantageInputs, *, std_offset: float = 1e-4) -> Tensor:
+    """(r - mu) / (s + std_offset), s being the standard deviation over all C rewards of the batch (over C - 1): TRL's
+    `scale_rewards = "batch"` (Lite PPO, arXiv 2508.08221)."""
+    if len(x.rewards) < 2:
+        return centered(x)
+    return centered(x) / (x.rewards.std() + std_offset)
+
+
+def batch_whitened(x: AdvantageInputs, *, eps_variance: float = 1e-8) -> Tensor:
+    """(a - m) / sqrt(v + eps_variance) with a = r - mu and m, v its mean and variance (over T - 1) over the T sampled
+    tokens of the batch: the baseline variant of REINFORCE++ (arXiv 2501.03262), as in verl."""
+    a_C = centered(x)
+    lengths_C = torch.ones_like(a_C) if x.lengths is None else x.lengths.to(a_C.dtype)
+    tokens = lengths_C.sum()
+    mean = (lengths_C * a_C).sum() / tokens
+    variance = (lengths_C * (a_C - mean).square()).sum() / (tokens - 1).clamp(min=1)
+    return (a_C - mean) / (variance + eps_variance).sqrt()
+
+
+# Two methods of Yao et al. (arXiv 2509.24203)
+
+
+def red_drop(x: AdvantageInputs) -> Tensor:
     """RED-Drop (arXiv 2509.24203): if the completions below the mean outnumber the others, the surplus, chosen at
     random, gets 0. The rest get r - mean of the rest. [1, 0 x 7] keeps one of each: ±0.5.
 
     The dropped stay in the batch, so in the denominator of a token mean. Of the completions below the mean, those with
-    the smallest random numbers `uniform_G` are dropped."""
-    if bool(zero_variance(rewards_G)):
-        return centered(rewards_G)
-    below_G = rewards_G.double() < rewards_G.double().mean()  # a tie with the mean is not below it
-    surplus = max(int(below_G.sum()) - int((~below_G).sum()), 0)
-    order = torch.where(below_G, uniform_G, 2.0).argsort(stable=True)
-    kept_G = torch.ones_like(below_G).index_fill(0, order[:surplus], False)
-    return torch.where(kept_G, rewards_G - rewards_G[kept_G].mean(), 0.0)
+    the smallest random numbers `uniform` are dropped. A tie with the mean is not below it."""
+    if x.uniform is None:
+        raise ValueError("red_drop needs a random number for each completion")
+    is_below_C = x.rewards < group_mean(x.rewards, x.group)
+    is_below_C &= ~zero_variance(x.rewards, x.group)
+    below_C = group_sum(is_below_C.long(), x.group)
+    surplus_C = (below_C - (group_size(x.group) - below_C)).clamp(min=0)
+    is_dropped_C = is_below_C & (_rank_in_group(x.uniform, is_below_C, x.group) < surplus_C)
+    remaining_C = (~is_dropped_C).to(x.rewards.dtype)
+    sums_C = group_sum(remaining_C * x.rewards, x.group)
+    mean_C = sums_C / group_sum(remaining_C, x.group)
+    advantage_C = (x.rewards - mean_C).masked_fill(is_dropped_C, 0.0)
+    return torch.where(zero_variance(x.rewards, x.group), centered(x), advantage_C)
 
 
-def log_mean_exp(rewards: Tensor, *, strength: float = 0.1) -> Tensor:
-    """r - strength log mean e^(r / strength), the soft baseline of OPMD (Kimi k1.5, arXiv 2501.12599). Between r - max
-    and r - mu: it does not sum to 0."""
-    if rewards.shape[-1] == 1:
-        return rewards.clone()
-    log_sum = (rewards / strength).logsumexp(dim=-1, keepdim=True)
-    return rewards - strength * (log_sum - log(rewards.shape[-1]))
+def _rank_in_group(values_C: Tensor, is_ranked_C: Tensor, group_C: Tensor) -> Tensor:
+    """The place of each ranked completion among those of its group, by its value: 0 for the smallest, [C]."""
+    by_value = torch.where(is_ranked_C, values_C, torch.inf).argsort(stable=True)
+    order = by_value[group_C[by_value].argsort(stable=True)]  # by group, then by value
+    first_of_group = group_C.bincount().cumsum(0) - group_C.bincount()
+    rank_C = torch.empty_like(group_C)
+    rank_C[order] = torch.arange(len(order), device=order.device)
+    return rank_C - first_of_group[group_C]
+
+
+def log_mean_exp(x: AdvantageInputs, *, strength: float = 0.1) -> Tensor:
+    """r - strength log mean e^(r / strength), the soft baseline of OPMD (Kimi k1.5, arXiv 2501.12599) and OAPL (arXiv
+    2602.19362). Between r - max and r - mu: it does not sum to 0."""
+    largest_C = group_largest(x.rewards, x.group)
+    mean_C = group_mean(((x.rewards - largest_C) / strength).exp(), x.group)
+    advantage_C = x.rewards - largest_C - strength * mean_C.log()
+    return torch.where(group_size(x.group) == 1, x.rewards, advantage_C)
 
 
 def overlong_penalty(lengths: Tensor, max_length: int, buffer: int) -> Tensor:

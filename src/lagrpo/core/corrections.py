@@ -6,7 +6,7 @@ is another program (vLLM, say). A surrogate of pi/pi_k ignores both. Multiplied 
 alpha as samples of pi_k. Untruncated weights of whole completions make its gradient unbiased at pi = pi_k, weights of
 tokens do not; floor and cap bound the variance and add a bias. tests/core/test_enumeration.py has the numbers.
 
-A weight has no gradient. 0 <= correction_floor <= 1 <= correction_cap: without a mismatch the weight is 1.
+A weight has no gradient. 0 <= floor <= 1 <= cap: without a mismatch the weight is 1.
 """
 
 from __future__ import annotations
@@ -16,35 +16,33 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lagrpo.core.losses import LossInputs, alpha, pi_k, reads
+from lagrpo.core.inputs import LossInputs, alpha, pi_k
 from lagrpo.core.ratios import token
 
 
-@reads("rollout_logp", "old_logp")
 def truncated(
     x: LossInputs,
     *,
-    correction_level: Callable = token,
-    correction_floor: float = 0.0,
-    correction_cap: float = 2.0,
+    level: Callable = token,
+    floor: float = 0.0,
+    cap: float = 2.0,
 ) -> Tensor:
-    """clip(w, correction_floor, correction_cap) with w = pi_k/alpha of the token or completion: truncated importance
+    """clip(w, floor, cap) with w = pi_k/alpha of the token or completion: truncated importance
     sampling; with a floor of 0 as Yao, Liu et al. ("Your efficient RL framework secretly brings you off-policy RL
     training", 2025)."""
-    w = correction_level(pi_k(x) - alpha(x), x.completion).detach()
-    return w.clamp(correction_floor, correction_cap)
+    w = level(pi_k(x) - alpha(x), x.completion).detach()
+    return w.clamp(floor, cap)
 
 
-@reads("rollout_logp", "old_logp")
 def masked(
     x: LossInputs,
     *,
-    correction_level: Callable = token,
-    correction_floor: float = 0.0,
-    correction_cap: float = 2.0,
+    level: Callable = token,
+    floor: float = 0.0,
+    cap: float = 2.0,
 ) -> Tensor:
-    """w if correction_floor <= w <= correction_cap, else 0: drops a token or completion too far from what the trainer
+    """w if floor <= w <= cap, else 0: drops a token or completion too far from what the trainer
     computes; it still counts in the normalizer. Tokens: IcePop (Ring-1T, arXiv 2510.18855); completions, with a floor
     of 0: masked importance sampling (Liu, Li et al., "When speed kills stability", 2025)."""
-    w = correction_level(pi_k(x) - alpha(x), x.completion).detach()
-    return torch.where((w >= correction_floor) & (w <= correction_cap), w, 0.0)
+    w = level(pi_k(x) - alpha(x), x.completion).detach()
+    return torch.where((w >= floor) & (w <= cap), w, 0.0)

@@ -21,37 +21,32 @@ from math import log1p
 import torch
 from torch import Tensor
 
-from lagrpo.core.losses import LossInputs, alpha, pi_ref, reads
+from lagrpo.core.inputs import LossInputs, alpha, pi_ref
 from lagrpo.core.ratios import limit, token
 
 
-@reads("ref_logp", "zero_advantage")
 def k1(x: LossInputs) -> Tensor:
     """d."""
     return x.logp - pi_ref(x)
 
 
-@reads("ref_logp", "zero_advantage")
 def k2(x: LossInputs) -> Tensor:
     """d^2 / 2."""
     return (x.logp - pi_ref(x)).square() / 2
 
 
-@reads("ref_logp", "zero_advantage")
 def k3(x: LossInputs) -> Tensor:
     """e^-d + d - 1 >= 0: the choice of GRPO (arXiv 2402.03300, Eq. 4)."""
     d = limit(x.logp - pi_ref(x))
     return torch.expm1(-d) + d
 
 
-@reads("ref_logp", "zero_advantage")
 def k3_clamped(x: LossInputs, *, kl_bound: float = 10.0) -> Tensor:
     """min(k3, kl_bound): verl's `low_var_kl` with 10. Beyond, the gradient is 0: the penalty lets go of pi where it has
     lost most."""
     return k3(x).clamp(max=kl_bound)
 
 
-@reads("ref_logp", "zero_advantage")
 def k3_linear(x: LossInputs, *, kl_bound: float = 10.0) -> Tensor:
     """k3 for d >= d0 = -ln(1 + kl_bound), below it the tangent of slope -kl_bound: neither explodes nor lets go."""
     d, d0 = x.logp - pi_ref(x), -log1p(kl_bound)
@@ -59,7 +54,6 @@ def k3_linear(x: LossInputs, *, kl_bound: float = 10.0) -> Tensor:
     return torch.expm1(-near) + near + kl_bound * (near - d)
 
 
-@reads("ref_logp", "zero_advantage")
 def k3_bias_corrected(
     x: LossInputs, *, ratio: Callable = token, denominator: Callable = alpha
 ) -> Tensor:

@@ -1,343 +1,401 @@
-"""The recipes: one table, whose rows hold the functions of core themselves. From a recipe's name it is one jump to its
-row and one to the formula; `Recipe.loss` in objective.py calls them. `lagrpo recipes NAME` prints their source.
+"""Recipes by name, with knobs replaced: the table of core/rows.py, and recipes and functions of your own.
 
-A function's keyword-only arguments are its knobs. A row replaces defaults with `partial` and says which numbers its
-source leaves open. Section [loss] replaces any knob of the row by its name: a number, or another function's name.
+A knob has a path, `surrogate.mask.epsilon_high`. A short path, `mask.epsilon_high` or `epsilon_high`, stands for the
+only knob that ends so. A value is a number, the name of a function in CHOICES, or "package.module:function".
 
->>> resolve("dapo", {"epsilon_high": 0.3}).settings["epsilon_high"]
+>>> resolve("dapo", {"epsilon_high": 0.3}).settings["surrogate.epsilon_high"]
 0.3
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
-from functools import partial
+from inspect import getdoc
 from typing import Any
 
-from lagrpo.core.advantages import (
-    centered,
-    leave_one_out,
-    log_mean_exp,
-    normalized,
-    normalized_unbiased,
-    red_drop,
-)
-from lagrpo.core.corrections import masked, truncated
-from lagrpo.core.kl import k1, k2, k3, k3_bias_corrected, k3_clamped, k3_linear
-from lagrpo.core.losses import (
-    alpha,
-    asymre,
-    capped_ratio,
-    clipped,
-    clipped_exact,
-    clipped_proportional,
-    exp_advantage,
-    importance,
-    one_side,
-    opmd,
-    opmd_kimi,
-    opmd_pairwise,
-    pi_k,
-    pi_ref,
-    reinforce,
-    ring,
-    tapered_ratio,
-    two_side,
-    unclipped,
-)
-from lagrpo.core.objective import NUMBERS, Recipe, build, find_knobs
+import torch
+
+from lagrpo.core import advantages, corrections, filters, inputs, kl, losses, masks, weights
+from lagrpo.core.kl import k1, k3_bias_corrected
+from lagrpo.core.losses import clipped_exact, clipped_proportional, opmd_pairwise
+from lagrpo.core.masks import ring
+from lagrpo.core.objective import NUMBERS, PIECES, Recipe
+from lagrpo.core.pieces import Piece, as_piece, function_name, piece
+from lagrpo.core.probe import RecordedInputs, random_inputs, random_rewards
 from lagrpo.core.ratios import length_normalized, sequence, token
 from lagrpo.core.reductions import constant_length, sequence_mean, sequence_sum, token_mean
+from lagrpo.core.references import is_reference, load_reference
+from lagrpo.core.rows import ROWS
 
-SHAO = "Shao et al., DeepSeekMath, arXiv 2402.03300"
-MROUEH = "Mroueh et al., Revisiting GRPO, arXiv 2505.22257"
-YAO = "Yao et al., Group-relative REINFORCE is secretly off-policy, arXiv 2509.24203"
-TIS = (
-    "Yao, Liu et al., Your efficient RL framework secretly brings you off-policy RL training, 2025"
-)
-MIS = "Liu, Li et al., When speed kills stability: demystifying RL collapse from the training-inference mismatch, 2025"
+RECIPES = ROWS
 
-SYMBOLS = """\
-pi: policy; pi_k: pi at the start of the batch; alpha: the policy that sampled
-rho = pi/alpha of a token, s of a completion y; logp = log pi; sg: no gradient
-A: advantage; normalized (r - mu)/sigma, centered r - mu, with a group's rewards
-f_eps(rho, c, A) = min(rho A, clip(rho, c - epsilon_low, c + epsilon_high) A)
-M: 1 if the ratio is in a range, else 0; s0 > 0: the rewards of a group differ
-k3: estimate of KL(pi, pi_ref), pi_ref being the KL reference"""
-
-OF_GSPO: dict[str, Any] = {"ratio": length_normalized, "epsilon_low": 3e-4, "epsilon_high": 4e-4}
-
-
-def _rec(
-    mask: Callable, weight: Callable | None, ranges: str = "(.2, .2)", **numbers: float
-) -> Recipe:
-    """A member of REC with the ratio of tokens; without weight it leaves out importance sampling (NoIS)."""
-    name = "".join(part.capitalize() for part in mask.__name__.split("_"))
-    factor, kind = ("sg(rho) ", "IS") if weight else ("", "NoIS")
-    return Recipe(
-        f"M {factor}A logp, M = {mask.__name__.replace('_', ' ')} {ranges}, A centered",
-        f"{YAO}: REC-{name}-{kind}",
-        advantage=centered, surrogate=partial(reinforce, mask=partial(mask, **numbers), weight=weight))  # fmt: skip
-
-
-ROWS: dict[str, Recipe] = {
-    "grpo": Recipe(
-        "f_eps(rho, 1, A) - beta k3, A normalized; mean over completions of their token means",
-        f"{SHAO}, Eq. 3 and 4: beta .04, epsilon not stated. With v = 1, i = 1 it is on-policy: rho = 1",
-        reduction=sequence_mean, beta=0.04),
-    "grpo_masked": Recipe(
-        "1[s0 > 0] (f_eps(rho, 1, A) - beta k3), A normalized: equal rewards leave surrogate, KL and normalizer",
-        f"{MROUEH}, Eq. 8, literally with masked_count = true: its normalizer counts masked groups. beta .1 on GSM8K, "
-        ".001 on DeepScaleR; epsilon and reduction not stated",
-        reduction=sequence_mean, beta=0.1, mask_zero_variance=True),
-    "off_policy_grpo": Recipe(
-        "f_eps(rho, 1, A) - beta k3, A normalized by the statistics of alpha's group",
-        f"{MROUEH}, Eq. 7 with pi_k/alpha taken as 1 (end of section 3.2), unmasked as in its run v = 10, i = 1",
-        reduction=sequence_mean, beta=0.1),
-    "off_policy_grpo_exact": Recipe(
-        "f_eps(rho, pi_k/alpha, A) - beta k3, A normalized: the clip range is centered on pi_k",
-        f"{MROUEH}, the clip of Eq. 6 and 7 on the ratio of each token; theirs is on the completion's (ratio = "
-        "'sequence' is the literal one)",
-        surrogate=clipped_exact, reduction=sequence_mean, beta=0.1),
-    "unclipped": Recipe(
-        "s A, A normalized by the group itself; mean over completions: estimates L_alpha, less in small groups",
-        f"{MROUEH}, Eq. 3. Unbiased for J(pi) - J(alpha) = sigma L_alpha with advantage = 'leave_one_out'",
-        surrogate=partial(unclipped, ratio=sequence), reduction=sequence_mean),
-    "stale_reinforce": Recipe(
-        "A logp, A normalized: samples of alpha treated as if pi had sampled them",
-        "what a trainer that takes rho = 1 computes when i = 1 and its samples are stale",
-        surrogate=reinforce, reduction=sequence_mean),
-    "clipped_proportional": Recipe(
-        "min(rho A, clip(rho, c (1 - epsilon_low), c (1 + epsilon_high)) A), c = pi_k/alpha, A normalized",
-        "after Meng et al., Off-policy PPO, AAAI 2023",
-        surrogate=clipped_proportional, reduction=sequence_mean),
-    "geppo": Recipe(
-        "min(rho A, clip(rho, c - epsilon_low, c + epsilon_high) A), c = pi_k/alpha, A normalized: f_eps, as rho >= 0",
-        "Queeney et al., Generalized PPO, arXiv 2111.00072",
-        surrogate=clipped_exact, reduction=sequence_mean),
-    "grpo_recomputed": Recipe(
-        "f_eps(pi/pi_k, 1, A), A normalized: samples of alpha treated as if pi_k had sampled them",
-        "what a trainer computes that recomputes the log-probs of its old policy and ignores the sampler's",
-        surrogate=partial(clipped, denominator=pi_k), reduction=sequence_mean),
-    "grpo_tis": Recipe(
-        "min(pi_k/alpha, C) f_eps(pi/pi_k, 1, A) of each token, C = 2, A normalized",
-        f"{TIS}: C not stated, 2 is the default of verl and slime",
-        surrogate=partial(clipped, denominator=pi_k), correction=partial(truncated, correction_cap=2.0),
-        reduction=sequence_mean),
-    "grpo_tis_sequence": Recipe(
-        "min(pi_k(y)/alpha(y), C) f_eps(pi/pi_k, 1, A), C = 2, A normalized: one weight for each completion",
-        f"{MIS}: C = 2 as for the tokens",
-        surrogate=partial(clipped, denominator=pi_k), reduction=sequence_mean,
-        correction=partial(truncated, correction_level=sequence, correction_cap=2.0)),
-    "grpo_mis_sequence": Recipe(
-        "w 1[w <= C] f_eps(pi/pi_k, 1, A), w = pi_k(y)/alpha(y), C = 2, A normalized: completions beyond C are dropped",
-        f"{MIS}: C = 2 here, 3 is the default of TRL",
-        surrogate=partial(clipped, denominator=pi_k), reduction=sequence_mean,
-        correction=partial(masked, correction_level=sequence, correction_cap=2.0)),
-    "grpo_icepop": Recipe(
-        "w 1[.5 <= w <= 5] f_eps(pi/pi_k, 1, A), w = pi_k/alpha of a token, A normalized: tokens outside are dropped",
-        "IcePop, in Ling Team, Ring-1T, arXiv 2510.18855: its range is a choice, verl and OpenRLHF take (.5, 5)",
-        surrogate=partial(clipped, denominator=pi_k), reduction=sequence_mean,
-        correction=partial(masked, correction_floor=0.5, correction_cap=5.0)),
-    "grpo_trl": Recipe(
-        "f_eps(rho, 1, A), A = (r - mu)/(s1 + 1e-4), s1 the deviation over G - 1; mean over the tokens of the batch",
-        "TRL 1.16, GRPOTrainer's defaults: loss_type 'dapo', scale_rewards 'group', beta 0. Its loss_type 'grpo' is "
-        "reduction sequence_mean; its KL term kl k3_bias_corrected",
-        advantage=normalized_unbiased),
-    "grpo_two_sided": Recipe(
-        "max(f_eps(rho, 1, A), 4 A) where A < 0, f_eps elsewhere, - beta k3, A normalized: a ratio above 4 is cut too",
-        "INTELLECT-2, arXiv 2505.07291, section 4.1: delta 4, epsilon .2, beta .001; dual clip, Ye et al., arXiv "
-        "1912.09729. Reduction here: GRPO's",
-        surrogate=partial(clipped, dual_clip=4.0), reduction=sequence_mean, beta=0.001),
-    "dr_grpo": Recipe(
-        "f_eps(rho, 1, A), A centered; sum over tokens / (completions * tokens allowed)",
-        "Liu et al., Understanding R1-Zero-like training, arXiv 2503.20783 (no KL)",
-        advantage=centered, reduction=constant_length),
-    "dapo": Recipe(
-        "1[s0 > 0] min(rho A, clip(rho, .8, 1.28) A), A normalized; mean over the tokens of the batch",
-        "Yu et al., DAPO, arXiv 2503.14476 (no KL); its penalty for length: overlong_buffer (it took 4096 of 20480)",
-        surrogate=partial(clipped, epsilon_low=0.2, epsilon_high=0.28), mask_zero_variance=True),
-    "rloo": Recipe(
-        "A log pi(y), A = r - mean of the others; mean over completions",
-        "Ahmadian et al., Back to basics, arXiv 2402.14740 (its KL is part of the reward: here none)",
-        advantage=leave_one_out, surrogate=reinforce, reduction=sequence_sum),
-    "gspo": Recipe(
-        "f_eps(s^(1/length), 1, A), A normalized; mean over completions",
-        "Zheng et al., GSPO, arXiv 2507.18071: epsilon 3e-4, 4e-4",
-        surrogate=partial(clipped, **OF_GSPO), reduction=sequence_mean),
-    "cispo": Recipe(
-        "sg(min(rho, 1 + epsilon_high)) A logp, A normalized; mean over the tokens of the batch",
-        "MiniMax-M1, arXiv 2506.13585, Eq. 4 and 5: no lower cap; the upper one is not stated",
-        surrogate=partial(reinforce, weight=partial(capped_ratio, epsilon_high=4.0))),
-    "topr": Recipe(
-        "A logp where A > 0, sg(min(s, 1)) A logp elsewhere, A centered; mean over completions",
-        "Le Roux et al., Tapered off-policy REINFORCE, arXiv 2503.14286 (rewards +-1 there)",
-        advantage=centered, surrogate=partial(reinforce, weight=partial(tapered_ratio, ratio=sequence)),
-        reduction=sequence_sum),
-    "reinforce": Recipe(
-        "A logp, A centered; mean over the tokens of the batch", YAO, advantage=centered, surrogate=reinforce),
-    "rec_grpo": Recipe(
-        "M sg(rho) A logp, M = one side (.2, .2), A normalized: the gradient of f_eps(rho, 1, A)",
-        f"{YAO}: GRPO as a member of the family",
-        surrogate=partial(reinforce, mask=one_side, weight=importance)),
-    "rec_one_side_is": _rec(one_side, importance),
-    "rec_one_side_is_wide": _rec(one_side, importance, "(.6, 2)", epsilon_low=0.6, epsilon_high=2.0),
-    "rec_one_side_nois": _rec(one_side, None),
-    "rec_one_side_nois_wide": _rec(one_side, None, "(.6, 2)", epsilon_low=0.6, epsilon_high=2.0),
-    "rec_two_side_is": _rec(two_side, importance),
-    "rec_two_side_nois": _rec(two_side, None),
-    "rec_ring_is": _rec(ring, importance, "(.2, .2; .6, 2)"),
-    "rec_ring_nois": _rec(ring, None, "(.2, .2; .6, 2)"),
-    "rec_gspo_is": Recipe(
-        "M sg(s^(1/length)) A logp, M = one side (3e-4, 4e-4), A centered: the gradient of gspo, A centered",
-        f"{YAO}, with the ratio of GSPO (arXiv 2507.18071)",
-        advantage=centered, reduction=sequence_mean,
-        surrogate=partial(reinforce, mask=partial(one_side, **OF_GSPO),
-                          weight=partial(importance, ratio=length_normalized))),
-    "rec_gspo_nois": Recipe(
-        "M A logp, M = one side of s^(1/length) (3e-4, 4e-4), A centered",
-        f"{YAO}, with the ratio of GSPO (arXiv 2507.18071)",
-        advantage=centered, surrogate=partial(reinforce, mask=partial(one_side, **OF_GSPO)), reduction=sequence_mean),
-    "asymre": Recipe(
-        "(A + .1) logp, A centered: the baseline is mu - .1",
-        f"Arnal et al., AsymRE, arXiv 2506.20520; {YAO}",
-        advantage=centered, surrogate=partial(reinforce, regularizer=asymre)),
-    "opmd": Recipe(
-        "A logp - .1 (logp - logp_alpha)^2, A centered; mean over the tokens of the batch",
-        f"{YAO}: OPMD in its practical form",
-        advantage=centered, surrogate=partial(reinforce, regularizer=opmd)),
-    "opmd_kimi": Recipe(
-        "- (r - tau log Z - tau log pi(y)/pi_ref(y))^2, tau log Z = tau log mean e^(r/tau), tau = .1",
-        f"Kimi k1.5, arXiv 2501.12599; {YAO}",
-        advantage=log_mean_exp, surrogate=partial(opmd_kimi, anchor=pi_ref), reduction=sequence_sum),
-    "opmd_pairwise": Recipe(
-        "- sum_{i<j} (a_i - a_j)^2 / G^2, a = r - tau log pi(y)/pi_k(y), tau = .1",
-        YAO,
-        advantage=centered, surrogate=partial(opmd_pairwise, anchor=pi_k), reduction=sequence_sum),
-    "red_drop": Recipe(
-        "A logp, A centered; random completions below the mean are dropped until at most half are below it",
-        f"{YAO}: RED-Drop",
-        advantage=red_drop, surrogate=reinforce),
-    "red_weight": Recipe(
-        "exp(A) A logp, A centered", f"{YAO}: RED-Weight",
-        advantage=centered, surrogate=partial(reinforce, weight=exp_advantage)),
-}  # fmt: skip
-
-RECIPES = {name: build(replace(row, name=name), {}) for name, row in ROWS.items()}
-
-LEVELS = token, sequence, length_normalized
-CHOICES: dict[str, dict[str, Callable | None]] = {
-    knob: {getattr(function, "__name__", "none"): function for function in functions}
-    for knob, functions in {
-        "advantage": (
-            normalized,
-            normalized_unbiased,
-            centered,
-            leave_one_out,
-            red_drop,
-            log_mean_exp,
-        ),
-        "surrogate": (
-            clipped,
-            clipped_exact,
-            clipped_proportional,
-            unclipped,
-            reinforce,
-            opmd_kimi,
-            opmd_pairwise,
-        ),
-        "ratio": LEVELS,
-        "denominator": (alpha, pi_k),
-        "mask": (None, one_side, two_side, ring),
-        "weight": (None, importance, capped_ratio, tapered_ratio, exp_advantage),
-        "regularizer": (None, asymre, opmd),
-        "anchor": (alpha, pi_k, pi_ref),
-        "correction": (None, truncated, masked),
-        "correction_level": LEVELS,
-        "kl": (k1, k2, k3, k3_clamped, k3_linear, k3_bias_corrected),
-        "reduction": (token_mean, sequence_mean, sequence_sum, constant_length),
-    }.items()
+CHOICES: dict[str, tuple[Callable, ...]] = {
+    "advantage": (
+        advantages.normalized,
+        advantages.normalized_unbiased,
+        advantages.normalized_positive,
+        advantages.centered,
+        advantages.leave_one_out,
+        advantages.maxrl,
+        advantages.batch_scaled,
+        advantages.batch_whitened,
+        advantages.red_drop,
+        advantages.log_mean_exp,
+    ),
+    "surrogate": (
+        losses.clipped,
+        losses.clipped_exact,
+        losses.clipped_proportional,
+        losses.clipped_by_staleness,
+        losses.clipped_m2po_released,
+        losses.unclipped,
+        losses.reinforce,
+        losses.opmd_kimi,
+        losses.opmd_pairwise,
+        losses.online_dpo,
+        losses.online_ipo,
+    ),
+    "ratio": (token, sequence, length_normalized),
+    "level": (token, sequence, length_normalized),
+    "denominator": (inputs.alpha, inputs.pi_k),
+    "anchor": (inputs.alpha, inputs.pi_k, inputs.pi_ref),
+    "mask": (
+        masks.one_side,
+        masks.two_side,
+        masks.ring,
+        masks.tv,
+        masks.binary_kl,
+        masks.tv_two_side,
+    ),
+    "weight": (
+        weights.importance,
+        weights.capped_ratio,
+        weights.capped_sequence,
+        weights.tapered_ratio,
+        weights.asymmetric_cap,
+        weights.exp_advantage,
+        weights.sapo,
+        weights.vespo,
+    ),
+    "regularizer": (losses.asymre, losses.opmd),
+    "filters": (
+        filters.opsm,
+        filters.seq_max_k3,
+        filters.finished_only,
+        filters.top_entropy,
+        filters.m2po,
+    ),
+    "correction": (corrections.truncated, corrections.masked),
+    "kl": (kl.k1, kl.k2, kl.k3, kl.k3_clamped, kl.k3_linear, kl.k3_bias_corrected),
+    "reduction": (token_mean, sequence_mean, sequence_sum, constant_length),
 }
-"""What a setting may name, for each knob that is a function."""
+"""The functions that a setting may name, for each knob that is a function."""
+
+MAY_BE_NONE = ("mask", "weight", "regularizer", "correction")
 
 MINIMUM = {
-    "beta": 0, "epsilon_low": 0, "epsilon_high": 0, "dual_clip": 1, "outer_low": 0, "outer_high": 0, "eps_std": 0,
-    "std_offset": 0, "kl_bound": 0, "strength": 0, "weight_temperature": 1e-9, "overlong_buffer": 0,
-    "correction_floor": 0, "correction_cap": 1,
-}  # fmt: skip
+    "beta": 0.0,
+    "epsilon_low": 0.0,
+    "epsilon_high": 0.0,
+    "dual_clip": 1.0,
+    "outer_low": 0.0,
+    "outer_high": 0.0,
+    "delta": 0.0,
+    "delta_low": 0.0,
+    "delta_high": 0.0,
+    "tau": 0.0,
+    "share": 0.0,
+    "eps_std": 0.0,
+    "std_offset": 0.0,
+    "kl_bound": 0.0,
+    "strength": 0.0,
+    "weight_temperature": 1e-9,
+    "overlong_buffer": 0.0,
+    "correction.floor": 0.0,
+    "correction.cap": 1.0,
+}
+"""The smallest value of a number, by the last part of its path or by all of it."""
 
 
-def resolve(name: str, overrides: Mapping[str, Any] | None = None) -> Recipe:
-    """The recipe `name` with some knobs replaced: numbers, or functions by their names in CHOICES.
+def resolve(
+    recipe: str | Recipe | Callable, overrides: Mapping[str, Any] | None = None
+) -> Recipe:
+    """A recipe with some knobs replaced.
 
-    Raises ValueError for an unknown name (with the nearest one), a number out of its domain, an override that nothing
-    in the recipe reads, and functions that contradict each other."""
-    row = _look_up("recipe", name, RECIPES)
-    given = {knob: _read_value(knob, value) for knob, value in (overrides or {}).items()}
-    recipe = build(row, given)
-    knobs = find_knobs(recipe)
-    if unread := [knob for knob in given if knob not in knobs]:
-        known = ", ".join(f"{knob} = {value}" for knob, value in recipe.settings.items())
-        raise ValueError(f"{unread[0]} has no effect on recipe {name!r}; knobs that do: {known}")
-    for knob, minimum in MINIMUM.items():
-        if knob in knobs and not knobs[knob] >= minimum:
-            raise ValueError(f"{knob} must be at least {minimum:g}, but is {knobs[knob]}")
-    for problem in _contradictions(knobs):
+    recipe     a name of the table; "package.module:name" or the object itself: a Recipe, or a surrogate, whose recipe
+               has the defaults of `Recipe` otherwise
+    overrides  values by paths of knobs. `epsilon` sets both ends of a clip range, unless `epsilon_high` is given too
+
+    Raises ValueError for an unknown name (with the nearest one), a path that fits no knob or several, a number out of
+    its domain, functions that contradict each other, and a function of your own that does not compute."""
+    resolved = _find_recipe(recipe)
+    given = dict(overrides or {})
+    for path, value in sorted(given.items(), key=_order):
+        resolved = _override(resolved, path, value, given)
+    _check_domains(resolved)
+    for problem in _contradictions(resolved):
         raise ValueError(problem)
-    return recipe
+    _check_own_functions(resolved)
+    return resolved
+
+
+def _find_recipe(recipe: str | Recipe | Callable) -> Recipe:
+    found: Any = recipe
+    if isinstance(recipe, str):
+        found = load_reference(recipe) if is_reference(recipe) else _look_up("recipe", recipe, ROWS)
+    if isinstance(found, Recipe):
+        return found if found.name else replace(found, name=str(recipe))
+    if not callable(found):
+        raise ValueError(f"{recipe!r} is neither a Recipe nor a function of LossInputs")
+    return from_surrogate(found)
+
+
+def from_surrogate(function: Callable) -> Recipe:
+    """The recipe of a surrogate of your own: advantages normalized by group, a mean over the tokens of the batch, no
+    KL term."""
+    summary = (getdoc(function) or "").partition("\n\n")[0].replace("\n", " ")
+    name = function_name(function)
+    return Recipe(summary, name, surrogate=as_piece(function), name=name)
 
 
 def _look_up(kind: str, name: str, table: Mapping[str, Any]) -> Any:
     if name in table:
         return table[name]
-    near = "".join(f"; did you mean {each!r}?" for each in get_close_matches(name, table, n=1))
+    near = "".join(f"; did you mean {other!r}?" for other in get_close_matches(name, table, n=1))
     raise ValueError(f"unknown {kind} {name!r}{near} (all: {', '.join(table)})")
 
 
-def _read_value(knob: str, value: Any) -> Any:
-    """The number of a knob, or its function, which settings name."""
-    _look_up("setting", knob, dict.fromkeys([*NUMBERS, *CHOICES, *MINIMUM]))
-    names = CHOICES.get(knob)
-    if names and isinstance(value, str):
-        return _look_up(knob, value, names)
-    if isinstance(value, int | float | list if names else str | list):
-        raise ValueError(
-            f"{knob} = {value!r}: write {f'one of {list(names)}' if names else 'a number'}"
-        )
+# Overrides
+
+
+def _order(override: tuple[str, Any]) -> tuple[int, int]:
+    """The place of an override: a function goes before the knobs that it has, beta before those of the KL term."""
+    path, value = override
+    name = path.rpartition(".")[2]
+    if name == "beta":
+        rank = 0
+    elif name in PIECES or name == "filters":
+        rank = 1
+    elif name in ("mask", "weight", "regularizer"):
+        rank = 2
+    elif isinstance(value, str) or callable(value):
+        rank = 3
+    else:
+        rank = 4
+    return rank, path.count(".")
+
+
+def _override(recipe: Recipe, path: str, value: Any, given: Mapping[str, Any]) -> Recipe:
+    """The recipe with one knob replaced."""
+    if path == "epsilon":
+        low = _full_path(recipe, "epsilon_low", path)
+        recipe = recipe.with_knob(low, _read_number(path, value))
+        high = low.removesuffix("low") + "high"
+        if not any(name.endswith("epsilon_high") for name in given):
+            recipe = recipe.with_knob(high, _read_number(path, value))
+        return recipe
+    full = _full_path(recipe, path, path)
+    for other in given:
+        if other not in (path, "epsilon") and full in _fitting(recipe, other):
+            raise ValueError(f"{path} and {other} are the same knob, {full}: give one of them")
+    return recipe.with_knob(full, _read_value(full, value, recipe.knobs[full]))
+
+
+def _full_path(recipe: Recipe, path: str, label: str) -> str:
+    """The only knob whose path ends so; `label` is what the user wrote."""
+    fitting = _fitting(recipe, path)
+    if len(fitting) == 1:
+        return fitting[0]
+    if fitting:
+        raise ValueError(f"{label} could be {' or '.join(fitting)}: write one of them")
+    name = path.rpartition(".")[2]
+    known = dict.fromkeys([*NUMBERS, *CHOICES, *(m.rpartition(".")[2] for m in MINIMUM)])
+    known |= dict.fromkeys(knob.rpartition(".")[2] for knob in recipe.knobs)
+    if name not in known:
+        _look_up("knob", name, known)
+    knobs = ", ".join(f"{knob} = {value}" for knob, value in recipe.settings.items())
+    raise ValueError(f"{label} has no effect on recipe {recipe.name!r}; knobs that do: {knobs}")
+
+
+def _fitting(recipe: Recipe, path: str) -> list[str]:
+    """The knobs that a path can mean: the one of that path, else all that end so."""
+    if path in recipe.knobs:
+        return [path]
+    return [knob for knob in recipe.knobs if knob.endswith(f".{path}")]
+
+
+def _read_value(path: str, value: Any, current: Any) -> Any:
+    """The number of a knob, or the piece that a setting names."""
+    name = path.rpartition(".")[2]
+    if path == "filters":
+        named = [value] if isinstance(value, str) or callable(value) else list(value)
+        return tuple(_read_piece(path, keep) for keep in named)
+    is_function = name in CHOICES or isinstance(current, Piece) or path.startswith("filters.")
+    if is_function and not isinstance(current, int | float):
+        return _read_piece(path, value)
+    if isinstance(current, str):
+        return value
+    return _read_number(path, value, is_flag=isinstance(current, bool))
+
+
+def _read_piece(path: str, value: Any) -> Piece | None:
+    name = path.rpartition(".")[2]
+    table: dict[str, Callable | None] = {f.__name__: f for f in CHOICES.get(name, ())}
+    if name in MAY_BE_NONE:
+        table = {"none": None, **table}
+    if isinstance(value, str):
+        function = load_reference(value) if is_reference(value) else _look_up(path, value, table)
+    else:
+        function = value
+    if function is None and name in MAY_BE_NONE:
+        return None
+    if not callable(function):
+        known = f"one of {list(table)}" if table else "a function"
+        raise ValueError(f"{path} = {value!r}: write {known}, or package.module:function")
+    return as_piece(function)
+
+
+def _read_number(path: str, value: Any, is_flag: bool = False) -> Any:
+    if is_flag and isinstance(value, bool):
+        return value
+    if is_flag or isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{path} = {value!r}: write {'true or false' if is_flag else 'a number'}")
     return value
 
 
-def _contradictions(knobs: Mapping[str, Any]) -> Iterator[str]:
-    """What is wrong with these knobs of a recipe."""
-    get, surrogate = knobs.get, knobs["surrogate"]
-    over_alpha = get("denominator") is alpha and (
-        surrogate is not reinforce or _reads_ratio(get("weight"))
-    )
-    if get("dual_clip", 1e9) < 1 + get("epsilon_high", 0.0):
-        yield f"dual_clip must be at least 1 + epsilon_high, but is {knobs['dual_clip']}"
-    if get("correction_floor", 0.0) > 1:
-        yield f"correction_floor must lie in [0, 1], but is {knobs['correction_floor']}"
-    if get("mask") is ring and any(
-        knobs[f"outer_{end}"] < knobs[f"epsilon_{end}"] for end in ("low", "high")
-    ):
-        yield "mask 'ring' needs its outer range outside the inner one: outer_* must be at least epsilon_*"
-    if surrogate in (clipped_exact, clipped_proportional) and get("denominator") is pi_k:
-        yield f"{surrogate.__name__} clips around pi_k/alpha, which is 1 with denominator = 'pi_k': use 'clipped'"
-    if get("correction") and over_alpha:
-        yield "correction weights by pi_k/alpha, which the ratio already contains: set denominator = 'pi_k', or drop it"
-    if get("correction") and surrogate is opmd_pairwise:
-        yield "correction weights single completions, but opmd_pairwise compares the completions of a group: drop it"
-    if knobs["kl_importance"] and get("kl") is k3_bias_corrected:
-        yield "kl_importance would weight k3_bias_corrected by the ratio a second time: use one of them"
-    if knobs["kl_importance"] and knobs["beta"] == 0:
+# Checks
+
+
+def _check_domains(recipe: Recipe) -> None:
+    for path, value in recipe.knobs.items():
+        minimum = MINIMUM.get(path, MINIMUM.get(path.rpartition(".")[2]))
+        if minimum is not None and isinstance(value, int | float) and not value >= minimum:
+            raise ValueError(f"{path} must be at least {minimum:g}, but is {value}")
+
+
+def _contradictions(recipe: Recipe) -> Iterator[str]:
+    """The reasons why these knobs do not go together."""
+    knobs = recipe.knobs
+    surrogate = recipe.surrogate
+    if knobs.get("surrogate.dual_clip", 1e9) < 1 + knobs.get("surrogate.epsilon_high", 0.0):
+        yield f"dual_clip must be at least 1 + epsilon_high, but is {knobs['surrogate.dual_clip']}"
+    if knobs.get("correction.floor", 0.0) > 1:
+        yield f"correction.floor must lie in [0, 1], but is {knobs['correction.floor']}"
+    mask = surrogate.knobs.get("mask")
+    if isinstance(mask, Piece) and mask.function is ring:
+        if any(mask.knobs[f"outer_{end}"] < mask.knobs[f"epsilon_{end}"] for end in ("low", "high")):
+            yield "mask 'ring' needs its outer range outside the inner one: outer_* >= epsilon_*"
+    follows_pi_k = surrogate.function in (clipped_exact, clipped_proportional)
+    if follows_pi_k and surrogate.knobs["denominator"].function is inputs.pi_k:
+        yield (
+            f"{surrogate.name} clips around pi_k/alpha, which is 1 with denominator = 'pi_k': "
+            "use 'clipped'"
+        )
+    if recipe.correction is not None:
+        weight = surrogate.knobs.get("weight")
+        rated = [p for p in (surrogate, weight) if isinstance(p, Piece)]
+        over_alpha = [p for p in rated if _denominator(p) is inputs.alpha]
+        if over_alpha:
+            yield (
+                "correction weights by pi_k/alpha, which the ratio already contains: set "
+                "denominator = 'pi_k', or drop it"
+            )
+        if surrogate.function is opmd_pairwise:
+            yield (
+                "correction weights single completions, but opmd_pairwise compares the "
+                "completions of a group: drop it"
+            )
+    is_corrected_kl = recipe.kl.function is k3_bias_corrected
+    if recipe.kl_importance and recipe.beta > 0 and is_corrected_kl:
+        yield (
+            "kl_importance would weight k3_bias_corrected by the ratio a second time: use one of "
+            "them"
+        )
+    if recipe.kl_importance and recipe.beta == 0:
         yield "kl_importance weights the KL term, but beta is 0, so there is no KL term"
-    if knobs["masked_count"] and not knobs["mask_zero_variance"]:
-        yield "masked_count counts masked groups, but mask_zero_variance is off, so no group is masked"
-    if get("kl") is k1:
-        yield "k1 is not a penalty: its expected gradient is 0 on fresh samples, and wrong on stale ones; use k2 or k3"
+    if recipe.masked_count and not recipe.mask_zero_variance:
+        yield "masked_count counts masked groups, but mask_zero_variance is off: no group is masked"
+    if recipe.beta > 0 and recipe.kl.function is k1:
+        yield (
+            "k1 is not a penalty: its expected gradient is 0 on fresh samples, and wrong on stale "
+            "ones; use k2 or k3"
+        )
 
 
-def _reads_ratio(function: Callable | None) -> bool:
-    return function is not None and "ratio" in (function.__kwdefaults__ or {})
+def _denominator(root: Piece) -> Callable | None:
+    denominator = root.knobs.get("denominator")
+    return denominator.function if isinstance(denominator, Piece) else None
+
+
+def _check_own_functions(recipe: Recipe) -> None:
+    """Raise ValueError for functions from outside lagrpo that do not compute on small random inputs."""
+    own = [f for f in recipe.functions if ":" in function_name(f)]
+    if not own:
+        return
+    names = ", ".join(map(function_name, own))
+    x = random_inputs()
+    rewards = random_rewards()
+    try:
+        advantages_C = recipe.advantages(rewards, max_length=8)
+        weights_C = recipe.weights(rewards.lengths, torch.zeros(len(rewards.group)).bool(), 8)  # type: ignore[arg-type]
+        x = replace(x, step=recipe.collect(inputs.without_gradient(x)))
+        value_T = recipe.value(x)
+        derivative = recipe.differentiate(x, torch.ones_like(x.advantages))
+    except Exception as error:
+        raise ValueError(f"{names}: fails on small random inputs: {error!r}") from error
+    shapes = {
+        "the advantage": (advantages_C, rewards.group),
+        "the reduction": (weights_C, rewards.group),
+        "the value": (value_T, x.logp),
+    }
+    for what, (tensor, like) in shapes.items():
+        if tensor.shape != like.shape:
+            found = f"{list(tensor.shape)}, not {list(like.shape)}"
+            raise ValueError(f"{names}: {what} has the shape {found}")
+        if not bool(tensor.isfinite().all()):
+            raise ValueError(f"{names}: {what} is not finite on small random inputs")
+    if not bool(derivative.gradient_T.isfinite().all()):
+        raise ValueError(f"{names}: the gradient is not finite on small random inputs")
+    if bool((derivative.gradient_T == 0).all()):
+        raise ValueError(f"{names}: no token has a gradient, so the policy would never learn")
+
+
+def inert_over_pi_k(recipe: Recipe) -> list[str]:
+    """The paths of masks, weights, filters and clips that do nothing while pi = pi_k, as at the only update on a batch:
+    they read the policy at the start of the batch, not the one that sampled, and change no token."""
+    x = random_inputs()
+    x = replace(x, old_logp=x.logp.detach())
+    inert = []
+    for path, value in recipe.knobs.items():
+        is_factor = path.endswith((".mask", ".weight")) or path.startswith("filters.")
+        if not isinstance(value, Piece) or not (is_factor or path == "surrogate"):
+            continue
+        if hasattr(value.function, "collect"):
+            continue
+        recorded = RecordedInputs.record(x)
+        output_T = value(recorded)
+        if "old_logp" not in recorded.fields_read or "rollout_logp" in recorded.fields_read:
+            continue
+        if path == "surrogate":
+            (output_T,) = torch.autograd.grad(output_T.sum(), x.logp)
+            changes = not torch.allclose(output_T, x.advantage)
+        else:
+            changes = not torch.allclose(output_T.to(x.logp.dtype), torch.ones_like(x.logp))
+        if not changes:
+            inert.append(path)
+    return inert
+
+
+def bounds_whole_completions(recipe: Recipe) -> list[str]:
+    """The paths of bounds on the ratio of a whole completion, which long completions pass more easily."""
+    bounded: Sequence[Callable] = (weights.capped_sequence, weights.vespo, filters.seq_max_k3)
+    paths = []
+    for path, value in recipe.knobs.items():
+        if not isinstance(value, Piece):
+            continue
+        of_sequence = [k for k in value.knobs.values() if isinstance(k, Piece) and k.function is sequence]
+        if value.function in bounded or (of_sequence and value.function is not losses.unclipped):
+            paths.append(path)
+    return paths

@@ -11,7 +11,6 @@ Each may be a coroutine function. None means that this function does not score t
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import math
 import os
@@ -23,6 +22,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial, wraps
 from typing import Any
 
+from lagrpo.core.references import load_reference
 from lagrpo.errors import suggest
 from lagrpo.logs import is_secret
 from lagrpo.types import Completion, Outcome, Prompt, Range, is_correct
@@ -277,22 +277,7 @@ def load_reward(entry: Any, own: Any) -> Reward:
 def load_function(reference: str) -> Callable[..., Any]:
     """The function that "package.module:function" names, also in a module of the current directory. Raises ValueError
     for another form, a missing module or attribute, and what cannot be called."""
-    module_name, _, attribute = reference.partition(":")
-    if not all(part.isidentifier() for part in (*module_name.split("."), attribute)):
-        raise ValueError(f"{reference!r} is not of the form 'package.module:function'")
-    if (here := os.getcwd()) not in sys.path:
-        sys.path.append(here)  # last, so that no file there can shadow the standard library
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(
-            f"{error.name}."
-        ):  # something that it imports
-            raise ImportError(f"{reference!r}: {error}", name=error.name) from error
-        place = f"in the current directory ({here}) or among installed packages"
-        raise ValueError(f"{reference!r}: no module {error.name!r} {place}") from error
-    if not callable(function := getattr(module, attribute, None)):
-        where, named = getattr(module, "__file__", None) or module_name, vars(module).items()
-        close = suggest(attribute, [name for name, value in named if callable(value)])
-        raise ValueError(f"{reference!r}: {where} has no function {attribute!r}.{close}")
+    function = load_reference(reference)
+    if not callable(function):
+        raise ValueError(f"{reference!r} is not a function")
     return function

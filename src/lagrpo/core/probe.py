@@ -1,0 +1,68 @@
+"""Random inputs, to find out what an objective reads and whether it computes, before a model loads."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import torch
+from torch import Tensor
+
+from lagrpo.core.advantages import AdvantageInputs
+from lagrpo.core.inputs import LossInputs
+
+OPTIONAL = ("rollout_logp", "old_logp", "ref_logp", "group", "staleness", "entropy", "finished")
+LENGTHS = (3, 1, 4, 2, 5, 2)
+ADVANTAGES = (1.2, -0.7, 0.0, -1.1, 0.4, 0.0)
+GROUPS = (0, 0, 0, 1, 1, 1)
+
+
+def random_inputs() -> LossInputs:
+    """Six completions in two groups, in float64: log-ratios of some tenths of a nat, an advantage of 0 in each group,
+    one completion cut at its limit. The same at every call."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = sum(LENGTHS)
+
+    def normal(scale: float) -> Tensor:
+        return scale * torch.randn(tokens, generator=generator, dtype=torch.float64)
+
+    logp = -0.05 - normal(1.0).abs()
+    return LossInputs(
+        logp=logp.clone().requires_grad_(),
+        rollout_logp=logp + normal(0.3),
+        old_logp=logp + normal(0.2),
+        ref_logp=logp + normal(0.4),
+        completion=torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS)),
+        advantages=torch.tensor(ADVANTAGES, dtype=torch.float64),
+        group=torch.tensor(GROUPS),
+        staleness=torch.randint(0, 5, (tokens,), generator=generator),
+        entropy=normal(1.0).abs(),
+        finished=torch.tensor([True, True, False, True, True, True]),
+    )
+
+
+def random_rewards() -> AdvantageInputs:
+    """Rewards of the same six completions, in float64."""
+    return AdvantageInputs(
+        rewards=torch.tensor([1.0, 0.0, 0.25, 0.0, 1.0, 1.0], dtype=torch.float64),
+        group=torch.tensor(GROUPS),
+        lengths=torch.tensor(LENGTHS),
+        uniform=torch.tensor([0.1, 0.9, 0.3, 0.5, 0.7, 0.2], dtype=torch.float64),
+    )
+
+
+class RecordedInputs(LossInputs):
+    """LossInputs that remember which of their optional fields were read, in `fields_read`."""
+
+    fields_read: set[str]
+
+    def __getattribute__(self, name: str) -> object:
+        if name in OPTIONAL:
+            vars(self).setdefault("fields_read", set()).add(name)
+        return super().__getattribute__(name)
+
+    @staticmethod
+    def record(x: LossInputs) -> RecordedInputs:
+        """The same inputs, none of them read yet."""
+        recorded = RecordedInputs(**{f.name: getattr(x, f.name) for f in fields(LossInputs)})
+        vars(recorded)["fields_read"] = set()  # the constructor has read some
+        return recorded

@@ -1,0 +1,43 @@
+"""Objects that settings name by "package.module:name", also in modules of the current directory."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from difflib import get_close_matches
+from typing import Any
+
+
+def is_reference(text: str) -> bool:
+    """True for text of the form "package.module:name"."""
+    module_name, colon, name = text.partition(":")
+    parts = (*module_name.split("."), name)
+    return bool(colon) and all(part.isidentifier() for part in parts)
+
+
+def load_reference(reference: str) -> Any:
+    """The object that "package.module:name" names.
+
+    Raises ValueError for another form, a module that is missing and a name that the module does not have, and
+    ImportError if the module imports something that is missing."""
+    if not is_reference(reference):
+        raise ValueError(f"{reference!r} is not of the form 'package.module:name'")
+    module_name, _, name = reference.partition(":")
+    here = os.getcwd()
+    if here not in sys.path:
+        sys.path.append(here)  # last, so that no file there can shadow the standard library
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        is_itself = error.name is not None and f"{module_name}.".startswith(f"{error.name}.")
+        if not is_itself:  # the module is there, and imports something that is not
+            raise ImportError(f"{reference!r}: {error}", name=error.name) from error
+        where = f"in the current directory ({here}) or among installed packages"
+        raise ValueError(f"{reference!r}: no module {error.name!r} {where}") from error
+    if not hasattr(module, name):
+        file = getattr(module, "__file__", None) or module_name
+        public = [other for other in vars(module) if not other.startswith("_")]
+        near = "".join(f"; did you mean {other!r}?" for other in get_close_matches(name, public, 1))
+        raise ValueError(f"{reference!r}: {file} has no {name!r}{near}")
+    return getattr(module, name)
