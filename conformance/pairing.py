@@ -16,7 +16,7 @@ from cases import MAX_LENGTH, Case, G
 from torch import Tensor
 
 from lagrpo.core import kl as estimators
-from lagrpo.core.losses import LossInputs
+from lagrpo.core.inputs import LossInputs
 from lagrpo.core.recipes import resolve
 
 Side = Callable[[Case, Tensor], Any]

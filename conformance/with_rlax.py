@@ -11,8 +11,8 @@ from pairing import Pairing, advantages, ours
 from torch import Tensor
 
 from lagrpo.core.corrections import truncated
+from lagrpo.core.inputs import LossInputs
 from lagrpo.core.kl import kl
-from lagrpo.core.losses import LossInputs
 
 
 def rlax_clipped(case: Case, logp: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@
 SmolLM2-135M learns to add one-digit numbers in a few minutes on two cores. `train` is Algorithm 1 of Mroueh et al.
 (arXiv 2505.22257) with one update per batch; the numbers in its comments are the paper's lines. `lagrpo train` runs the
 same algorithm with what a real run needs: micro-batches, bfloat16 weights with float32 masters, rewards in worker
-processes, a check of every weight sync, files, and some 40 objectives.
+processes, a check of every weight sync, files, and some 60 objectives.
 
 `policy.version` counts its optimizer updates. The sampler stamps the version of its weights on each token, so `lag` is
 read from the samples, not computed from `v`.
@@ -24,8 +24,9 @@ import lagrpo  # noqa: F401  before torch: it says how OpenMP's threads wait
 import torch
 from torch import Tensor
 
-from lagrpo.core.advantages import normalized
-from lagrpo.core.losses import LossInputs, clipped
+from lagrpo.core.advantages import AdvantageInputs, normalized
+from lagrpo.core.inputs import LossInputs
+from lagrpo.core.losses import clipped
 from lagrpo.data.prompts import PromptSource
 from lagrpo.model.embedded import resolve_model
 from lagrpo.model.loading import load_policy
@@ -51,8 +52,10 @@ def grpo_loss(policy: Policy, groups: Sequence[Group]) -> tuple[Tensor, Tensor]:
     """
     completions = [completion for group in groups for completion in group.completions]
     lengths_C = torch.tensor([len(completion.token_ids) for completion in completions])
-    rewards = [torch.tensor(group.rewards) for group in groups]
-    advantage_C = torch.cat([normalized(r_G, eps_std=EPS_STD) for r_G in rewards])  # A_α, Eq. 2
+    rewards_C = torch.tensor([reward for group in groups for reward in group.rewards])
+    group_C = torch.arange(len(groups)).repeat_interleave(G)
+    scored = AdvantageInputs(rewards_C, group_C)
+    advantage_C = normalized(scored, eps_std=EPS_STD)  # A_α, Eq. 2
     packed = Packed.build(
         [(group.prompt.token_ids, [c.token_ids for c in group.completions]) for group in groups]
     )

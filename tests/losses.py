@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lagrpo.core.losses import LossInputs
+from lagrpo.core.inputs import LossInputs
 
 
 def inputs(logp: Any, rollout: Any = None, old: Any = None, ref: Any = None, A: Any = 1.0,

@@ -124,7 +124,7 @@ def reference(group: Any) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     of_reference = lambda: trainer.compute_logprobs(fresh, by=trainer.reference)  # noqa: E731
     before, own = of_reference(), trainer.compute_logprobs(fresh)
     assert all(map(torch.equal, before, own))
-    trainer.accumulate([replace(row, logp_ref_T=before[n]) for n, row in enumerate(fresh)])
+    trainer.accumulate([replace(row, ref_logp_T=before[n]) for n, row in enumerate(fresh)])
     trainer.update()
     own = trainer.compute_logprobs(fresh)
     after = of_reference()

@@ -55,10 +55,10 @@ def give(rows, log_ratio_by_member):
         torch.tensor([log_ratio_by_member[c] for c in m.members])[m.completion_T] for m in rows
     ]
     given = [
-        m.with_logprobs(m.logp_alpha_T + ratio_T)
+        m.with_logprobs(m.rollout_logp_T + ratio_T)
         for m, ratio_T in zip(rows, per_token, strict=True)
     ]
-    return by_completion(given, "logp_k_T")
+    return by_completion(given, "old_logp_T")
 
 
 def improvement(batch, rows, reward_range=(0.0, 1.0)):

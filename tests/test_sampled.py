@@ -112,7 +112,7 @@ def test_loss_gradient_and_normalizer_are_those_of_the_sampled_tokens(name, toke
     for row in rows:
         with torch.no_grad():
             row = replace(
-                row, logp_ref_T=reference.logp(row.packed) if recipe.needs_pi_ref else None
+                row, ref_logp_T=reference.logp(row.packed) if recipe.needs_pi_ref else None
             )
         logp_T = policy.logp(row.packed)
         assert len(logp_T) == len(row.completion_T) == int(lengths_C[list(row.members)].sum())
@@ -143,7 +143,7 @@ def test_metrics_and_lag_are_those_of_the_sampled_tokens():
     completions = [c for group in groups() for c in group.completions]
     log_rho = [logp - c.logp_alpha[c.sampled] for logp, c in zip(logp_k, completions, strict=True)]
     sums_C = torch.stack([x.double().sum() for x in log_rho])
-    logp_k = by_completion(rows, "logp_k_T")
+    logp_k = by_completion(rows, "old_logp_T")
     torch.testing.assert_close(sequence_sums(batch, logp_k)[0], sums_C, rtol=1e-5, atol=1e-5)
     kl_C = torch.stack([(x.exp() - 1 - x).double().sum() for x in log_rho])
     torch.testing.assert_close(sequence_sums(batch, logp_k)[1], kl_C, rtol=1e-4, atol=1e-4)

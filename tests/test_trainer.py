@@ -259,7 +259,7 @@ def test_the_first_of_i_updates_starts_at_pi_k():
     stepping = make_trainer(policy, recipe, lr=1e-2)
     pi_k = stepping.compute_logprobs(rows)
     scored, first = stepping.step(rows)
-    assert [micro.logp_k_T.tolist() for micro in scored if micro.logp_k_T is not None] == [
+    assert [micro.old_logp_T.tolist() for micro in scored if micro.old_logp_T is not None] == [
         logp_T.tolist() for logp_T in pi_k
     ]
     _, second = stepping.step(scored)

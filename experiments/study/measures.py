@@ -76,7 +76,7 @@ def step_bounds(run: Path, step: int) -> dict[str, float | None]:
     """Both sides of the bounds on J(π_k) - J(α) (arXiv 2505.22257, Corollary 1 with α as π_k; reports/theory.md), as
     means over the groups of a step, in units of the range of rewards. Its rewards must lie in that range."""
     settings, rows = load_settings(run / "config.toml"), load_rollouts(run, [step])
-    eps_std = resolve(settings.loss.recipe, settings.loss.overrides).eps_std
+    eps_std = resolve(settings.loss.recipe, settings.loss.knobs).eps_std
     groups: dict[tuple[int, int], list[tuple[float, float]]] = {}
     for row in (row for row in rows if row["outcome"] == "scored"):
         ratio = sum(

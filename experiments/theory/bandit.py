@@ -21,8 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lagrpo.core.advantages import normalized
 from lagrpo.core.bounds import sigma
-from lagrpo.core.losses import LossInputs
+from lagrpo.core.inputs import LossInputs
 from lagrpo.core.objective import Recipe
 from lagrpo.core.recipes import resolve
 
@@ -58,8 +59,8 @@ MASKS = ["reinforce"] + [
 def advantage(recipe: Recipe, alpha: Tensor) -> Tensor:
     """A of each arm by the exact statistics of alpha: r - J(alpha), over the standard deviation where normalized."""
     centered = REWARD - (alpha * REWARD).sum()
-    normalized = recipe.settings["advantage"] == "normalized"
-    return centered / sigma(alpha, REWARD, recipe.eps_std) if normalized else centered
+    is_normalized = recipe.advantage.function is normalized
+    return centered / sigma(alpha, REWARD, recipe.eps_std) if is_normalized else centered
 
 
 def run(

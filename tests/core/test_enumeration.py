@@ -12,8 +12,9 @@ from losses import inputs
 from torch import Tensor, tensor
 from torch.testing import assert_close
 
+from lagrpo.core.inputs import LossInputs
 from lagrpo.core.kl import k1, k2, k3
-from lagrpo.core.losses import LossInputs, opmd_kimi, opmd_pairwise
+from lagrpo.core.losses import opmd_kimi, opmd_pairwise
 from lagrpo.core.recipes import RECIPES, resolve
 
 

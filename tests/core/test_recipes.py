@@ -11,7 +11,7 @@ from losses import gradient_of, inputs, random_inputs
 from torch import Tensor, tensor
 from torch.testing import assert_close
 
-from lagrpo.core.losses import LossInputs
+from lagrpo.core.inputs import LossInputs
 from lagrpo.core.recipes import RECIPES, resolve
 
 NO_FLAT = tensor([False] * 7)

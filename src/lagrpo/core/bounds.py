@@ -144,12 +144,21 @@ def sampled(
         raise ValueError("the bounds need groups of at least two completions: one has no spread")
     _in_unit_interval(rewards)
     rho = log_ratio.exp()
-    s = advantages.sigma(rewards, eps_std)
-    value = (rho * advantages.normalized(rewards, eps_std=eps_std)).mean(dim=-1)
-    gain = (rho * advantages.leave_one_out(rewards)).mean(dim=-1)
+    groups = _as_groups(rewards)
+    s = advantages.sigma(groups.rewards, groups.group, eps_std).view_as(rewards)[..., 0]
+    A = advantages.normalized(groups, eps_std=eps_std).view_as(rewards)
+    value = (rho * A).mean(dim=-1)
+    gain = (rho * advantages.leave_one_out(groups).view_as(rewards)).mean(dim=-1)
     tv_pi, tv_k = sampled_tv(log_ratio, bounded), sampled_tv(log_ratio_k, bounded_k)
     bound = value - 2 * (_times(penalty(s), tv_pi) + tv_k)
     return Sampled(s, value, gain, tv_pi, tv_k, bound, gain - tv_k)
+
+
+def _as_groups(rewards: Tensor) -> advantages.AdvantageInputs:
+    """The rewards of groups of one size [..., G] as a batch, flat."""
+    G = rewards.shape[-1]
+    group_C = torch.arange(rewards.numel() // G, device=rewards.device).repeat_interleave(G)
+    return advantages.AdvantageInputs(rewards.flatten(), group_C)
 
 
 def capped_gain(pi: Tensor, alpha: Tensor, r: Tensor, cap: float) -> Tensor:

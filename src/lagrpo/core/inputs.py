@@ -79,6 +79,15 @@ def concatenate(micro_batches: Sequence[LossInputs]) -> LossInputs:
     return LossInputs(**columns)  # pyright: ignore[reportArgumentType] - logp and advantages are never None
 
 
+def on_device(x: LossInputs, device: torch.device | str) -> LossInputs:
+    """The same inputs in the memory of another device."""
+    columns = {}
+    for name in (*OF_TOKENS, *OF_COMPLETIONS, "completion"):
+        tensor = getattr(x, name)
+        columns[name] = None if tensor is None else tensor.to(device)
+    return replace(x, **columns)
+
+
 def without_gradient(x: LossInputs) -> LossInputs:
     """The same inputs with log pi as a number."""
     return replace(x, logp=x.logp.detach())
@@ -111,9 +120,9 @@ def _required(tensor: Tensor | None, name: str) -> Tensor:
 def collects(statistic: Callable[..., Tensor]) -> Callable[[Function], Function]:
     """Give a function of `LossInputs` a statistic of the whole optimizer step.
 
-    Before the losses of a step, `statistic(x, **knobs)` is called once: x has the tokens of all micro-batches and ranks,
-    without a gradient, and the knobs are the function's own. The function finds the result in `x.step[NAME]`, NAME being
-    its own name; it should use it elementwise.
+    Before the losses of a step, `statistic(x, **knobs)` is called once: x has the tokens of all
+    micro-batches and ranks, without a gradient, and the knobs are the function's own. The function
+    finds the result in `x.step[NAME]`, NAME being its own name; it should use it elementwise.
     """
 
     def attach(function: Function) -> Function:

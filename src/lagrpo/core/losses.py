@@ -134,9 +134,10 @@ def clipped_m2po_released(
     """min(rho A, clip(rho, 1 - epsilon_low, 1 + epsilon_high) A) with a range that follows the step: the released code
     of M2PO, which is not the algorithm of its paper (`m2po` in core/filters.py).
 
-    v: (log rho)^2 of the step's tokens with (A > 0, rho > 1) or (A < 0, rho < 1), in ascending order. t^2 is the largest
-    v at which cutting all larger ones down to it keeps their mean below tau; the range is e^-t .. e^t, but at least
-    1 - least_low .. 1 + least_high. If the mean of v is at most tau, nothing is clipped."""
+    v: (log rho)^2 of the step's tokens with (A > 0, rho > 1) or (A < 0, rho < 1), ascending. t^2 is
+    the largest v at which cutting all larger ones down to it keeps their mean below tau; the range
+    is e^-t .. e^t, but at least 1 - least_low .. 1 + least_high. If the mean of v is at most tau,
+    nothing is clipped."""
     epsilon_low, epsilon_high = x.step["clipped_m2po_released"]
     rho = token(x.logp - alpha(x), x.completion)
     A = x.advantage

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lagrpo.core.advantages import AdvantageInputs, normalized, overlong_penalty
-from lagrpo.core.inputs import LossInputs, alpha
+from lagrpo.core.inputs import LossInputs, alpha, without_gradient
 from lagrpo.core.kl import k3
 from lagrpo.core.losses import clipped
 from lagrpo.core.pieces import Piece, as_piece, knob_paths, piece, with_knob
@@ -209,7 +209,7 @@ class Recipe:
     def required_inputs(self) -> frozenset[str]:
         """The optional fields of LossInputs that the loss reads, found by computing it once on random inputs."""
         x = random_inputs()
-        step = RecordedInputs.record(x)
+        step = RecordedInputs.record(without_gradient(x))
         statistics = self.collect(step)
         micro_batch = RecordedInputs.record(replace(x, step=statistics))
         self.value(micro_batch)

@@ -59,7 +59,7 @@ def piece(function: Callable[..., Tensor], **knobs: Any) -> Piece:
         value = knobs.get(name, default)
         if value is inspect.Parameter.empty:
             raise ValueError(f"{function_name(function)}: its knob {name!r} needs a default")
-        bound[name] = as_piece(value) if callable(value) else value
+        bound[name] = as_piece(value) if callable(value) else value  # pyright: ignore
     return Piece(function, bound)
 
 

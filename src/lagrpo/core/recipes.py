@@ -22,7 +22,7 @@ from lagrpo.core.kl import k1, k3_bias_corrected
 from lagrpo.core.losses import clipped_exact, clipped_proportional, opmd_pairwise
 from lagrpo.core.masks import ring
 from lagrpo.core.objective import NUMBERS, PIECES, Recipe
-from lagrpo.core.pieces import Piece, as_piece, function_name, piece
+from lagrpo.core.pieces import Piece, as_piece, function_name
 from lagrpo.core.probe import RecordedInputs, random_inputs, random_rewards
 from lagrpo.core.ratios import length_normalized, sequence, token
 from lagrpo.core.reductions import constant_length, sequence_mean, sequence_sum, token_mean
@@ -119,9 +119,7 @@ MINIMUM = {
 """The smallest value of a number, by the last part of its path or by all of it."""
 
 
-def resolve(
-    recipe: str | Recipe | Callable, overrides: Mapping[str, Any] | None = None
-) -> Recipe:
+def resolve(recipe: str | Recipe | Callable, overrides: Mapping[str, Any] | None = None) -> Recipe:
     """A recipe with some knobs replaced.
 
     recipe     a name of the table; "package.module:name" or the object itself: a Recipe, or a surrogate, whose recipe
@@ -254,7 +252,7 @@ def _read_piece(path: str, value: Any) -> Piece | None:
     if not callable(function):
         known = f"one of {list(table)}" if table else "a function"
         raise ValueError(f"{path} = {value!r}: write {known}, or package.module:function")
-    return as_piece(function)
+    return as_piece(function)  # pyright: ignore[reportArgumentType]
 
 
 def _read_number(path: str, value: Any, is_flag: bool = False) -> Any:
@@ -284,9 +282,8 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
     if knobs.get("correction.floor", 0.0) > 1:
         yield f"correction.floor must lie in [0, 1], but is {knobs['correction.floor']}"
     mask = surrogate.knobs.get("mask")
-    if isinstance(mask, Piece) and mask.function is ring:
-        if any(mask.knobs[f"outer_{end}"] < mask.knobs[f"epsilon_{end}"] for end in ("low", "high")):
-            yield "mask 'ring' needs its outer range outside the inner one: outer_* >= epsilon_*"
+    if isinstance(mask, Piece) and mask.function is ring and _overlaps(mask):
+        yield "mask 'ring' needs its outer range outside the inner one: outer_* >= epsilon_*"
     follows_pi_k = surrogate.function in (clipped_exact, clipped_proportional)
     if follows_pi_k and surrogate.knobs["denominator"].function is inputs.pi_k:
         yield (
@@ -322,6 +319,12 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
             "k1 is not a penalty: its expected gradient is 0 on fresh samples, and wrong on stale "
             "ones; use k2 or k3"
         )
+
+
+def _overlaps(mask: Piece) -> bool:
+    """True if the outer range of a ring begins inside its inner one."""
+    ends = ("low", "high")
+    return any(mask.knobs[f"outer_{end}"] < mask.knobs[f"epsilon_{end}"] for end in ends)
 
 
 def _denominator(root: Piece) -> Callable | None:
@@ -395,7 +398,9 @@ def bounds_whole_completions(recipe: Recipe) -> list[str]:
     for path, value in recipe.knobs.items():
         if not isinstance(value, Piece):
             continue
-        of_sequence = [k for k in value.knobs.values() if isinstance(k, Piece) and k.function is sequence]
+        of_sequence = [
+            k for k in value.knobs.values() if isinstance(k, Piece) and k.function is sequence
+        ]
         if value.function in bounded or (of_sequence and value.function is not losses.unclipped):
             paths.append(path)
     return paths

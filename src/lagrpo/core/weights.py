@@ -1,6 +1,7 @@
 """Weights W of `reinforce`: functions of `LossInputs` that give a factor per token [T], used without a gradient.
 
-rho is pi/alpha at the level `ratio` over the policy `denominator`, s the ratio of the whole completion, A the advantage.
+rho is pi/alpha at the level `ratio` over the policy `denominator`, s the ratio of the whole completion, A the
+advantage.
 """
 
 from __future__ import annotations

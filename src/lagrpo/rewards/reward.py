@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import inspect
 import math
-import os
 import pickle
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial, wraps

@@ -119,15 +119,19 @@ def suggest_setting(name: str, kind: type[BaseModel]) -> str:
 
 
 def nest(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Names such as schedule.sync_every as tables."""
-    found: dict[str, Any] = {}
+    """Names such as schedule.sync_every as tables. Paths of knobs stay whole: a mask has a name and knobs, which one
+    table cannot hold under one key."""
+    nested: dict[str, Any] = {}
     for name, value in values.items():
-        *sections, leaf = name.split(".")
+        sections = name.split(".")
+        if name.startswith("loss.overrides."):
+            sections = ["loss", "overrides", name.removeprefix("loss.overrides.")]
+        *sections, leaf = sections
         table = {leaf: nest(value) if isinstance(value, Mapping) else value}
         for section in reversed(sections):
             table = {section: table}
-        found = merged(found, table)
-    return found
+        nested = merged(nested, table)
+    return nested
 
 
 def merged(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -12,10 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from lagrpo.logs import is_secret
 from lagrpo.rewards.reward import sum_ranges
 
-KNOBS = {
-    "kl_estimator": "kl",
-    "epsilon": "epsilon_low",
-}  # knobs of core/recipes.py with other names
+KNOBS = {"kl_estimator": "kl"}
+"""Settings of [loss] whose knob in core/recipes.py has another name."""
 NAME = r"^[A-Za-z][A-Za-z0-9_]{0,39}$"
 
 
@@ -281,34 +279,78 @@ class OfflineSettings(Section):
 
 class LossSettings(Section):
     recipe: str = "grpo"
-    """Loss (lagrpo recipes lists all); the keys below replace parts of it"""
+    """Loss: a name of lagrpo recipes, or package.module:name of your own"""
     beta: float | None = None
     """Weight of KL(policy, reference), 0: no reference; default, as below: the recipe's"""
     kl_estimator: str | None = None
     """Estimator of that KL: k2, k3, k3_clamped, k3_linear or k3_bias_corrected"""
     epsilon: float | None = None
-    """Lower clip range: the ratio is clipped below 1 - epsilon"""
+    """Clip range: the ratio is clipped to 1 - epsilon .. 1 + epsilon"""
     epsilon_high: float | None = None
-    """Upper clip range: the ratio is clipped above 1 + epsilon_high"""
+    """Upper end of the clip range, if it differs: 1 + epsilon_high"""
     advantage: str | None = None
-    """normalized, normalized_unbiased, centered, leave_one_out, red_drop, log_mean_exp"""
+    """normalized, centered, leave_one_out, maxrl, batch_scaled … (docs/algorithms.md)"""
     reduction: str | None = None
     """Mean over tokens: token_mean, sequence_mean, sequence_sum or constant_length"""
     mask_zero_variance: bool | None = None
     """Leave out groups whose rewards are all equal"""
+    filters: tuple[str, ...] = ()
+    """Tokens and completions to leave out: finished_only, opsm, seq_max_k3, top_entropy, m2po"""
     overrides: dict[str, Any] = Field(default={})
-    """The recipe's other knobs, such as { dual_clip = 3.0 } (lagrpo recipes NAME)"""
+    """The recipe's other knobs by path, such as mask.epsilon_high (lagrpo recipes NAME)"""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _flatten_overrides(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or not isinstance(values.get("overrides"), dict):
+            return values
+        return values | {"overrides": flatten_paths(values["overrides"])}
+
+    @model_validator(mode="after")
+    def _check_twice(self) -> LossSettings:
+        for knob in self._own_knobs:
+            if knob in self.overrides:
+                raise ValueError(
+                    f"{name_setting(knob)} and loss.overrides.{knob}: give one of them"
+                )
+        return self
+
+    @property
+    def _own_knobs(self) -> dict[str, Any]:
+        values = self.model_dump(exclude={"recipe", "overrides"}, exclude_none=True)
+        if not self.filters:
+            del values["filters"]
+        return {KNOBS.get(name, name): value for name, value in values.items()}
 
     @property
     def knobs(self) -> dict[str, Any]:
-        """The knobs of the recipe that are replaced, by their names in core/recipes.py."""
-        given = self.model_dump(exclude={"recipe", "overrides"}, exclude_none=True)
-        return {KNOBS.get(name, name): value for name, value in given.items()} | self.overrides
+        """The knobs of the recipe that are replaced, by their paths in core/recipes.py."""
+        return self._own_knobs | self.overrides
+
+
+def flatten_paths(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of nested tables by their paths; `function` names the function whose knobs a table has.
+
+    >>> flatten_paths({"mask": {"function": "one_side", "epsilon_high": 0.3}, "beta": 0.1})
+    {'mask': 'one_side', 'mask.epsilon_high': 0.3, 'beta': 0.1}
+    """
+    flat: dict[str, Any] = {}
+    for name, value in table.items():
+        path = f"{prefix}{name}"
+        if not isinstance(value, Mapping):
+            flat[path] = value
+            continue
+        knobs = dict(value)
+        if "function" in knobs:
+            flat[path] = knobs.pop("function")
+        flat |= flatten_paths(knobs, f"{path}.")
+    return flat
 
 
 def name_setting(knob: str) -> str:
     """The setting that replaces a knob of a recipe: loss.epsilon, say, or loss.overrides.dual_clip."""
-    name = {own: name for name, own in KNOBS.items()}.get(knob, knob)
+    names = {own: name for name, own in KNOBS.items()}
+    name = names.get(knob, knob)
     return f"loss.{name}" if name in LossSettings.model_fields else f"loss.overrides.{name}"
 
 
@@ -329,6 +371,10 @@ class OptimizerSettings(Section):
     """Recompute activations in the backward pass: less memory, a third slower"""
     offload_optimizer: bool = False
     """Keep a GPU's optimizer state in host memory"""
+    scale_lr_by_ess: float = Field(default=0.0, ge=0, le=1)
+    """Lower the learning rate while the effective sample size is below this share (VCPO); 0: off"""
+    log_gradient_cosine: bool = False
+    """Log the cosine of consecutive gradients (a gradient more in memory)"""
     dither_master_weights: bool = True
     """Dither fp32 master weights, so that small updates move bf16 weights"""
 

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE
 from rich.console import Console, Group
@@ -20,9 +20,11 @@ from lagrpo.errors import refusing, visible
 from lagrpo.runs import reading
 from lagrpo.runs.directory import Run
 from lagrpo.runs.rollouts import reward_columns
-from lagrpo.settings.sections import name_setting
 from lagrpo.terminal.text import MARKS, count_of, formatted
 from lagrpo.types import Range, is_correct
+
+if TYPE_CHECKING:
+    from lagrpo.core.objective import Recipe
 
 Row = dict[str, Any]
 
@@ -130,26 +132,44 @@ def _title(run: Run, rows: list[Row], batches: list[int]) -> Text:
 
 
 def show_recipes(console: Console | None = None) -> None:
-    """Every recipe: its name, what it maximizes, and its paper; and what the symbols mean."""
-    from lagrpo.core.recipes import (
-        RECIPES,
-        SYMBOLS,
-    )  # imports torch, which `view --text` need not load
+    """Every recipe by family: its name, what it maximizes, what it needs, and its paper; and what the symbols mean."""
+    # imports torch, which `view --text` need not load
+    from lagrpo.core.rows import FAMILIES, ROWS, SYMBOLS
 
-    console, table = (
-        console or Console(),
-        Table("name", "formula", "arXiv", box=SIMPLE, header_style="dim"),
-    )
+    console = console or Console()
+    table = Table("name", "formula", "needs", "arXiv", box=SIMPLE, header_style="dim")
     table.columns[0].no_wrap = True
-    for name, recipe in RECIPES.items():
-        paper = recipe.source.partition("arXiv ")[2][: len("2505.22257")]
-        table.add_row(Text(name, "bold"), Text(recipe.formula), Text(paper, "dim"))
-    console.print(
-        table,
-        Text(
-            f"{SYMBOLS}\n\nlagrpo recipes NAME prints its code; lagrpo train --recipe NAME uses it"
-        ),
-    )
+    for family, rows in FAMILIES.items():
+        table.add_section()
+        table.add_row("", Text(family, "italic"))
+        for name in rows:
+            recipe = ROWS[name]
+            paper = recipe.source.partition("arXiv ")[2][: len("2505.22257")]
+            needs = " ".join(_needs(recipe))
+            table.add_row(Text(name, "bold"), Text(recipe.formula), needs, Text(paper, "dim"))
+    legend = [
+        SYMBOLS,
+        "needs: log-probs of α, π_k or π_ref; lag: the staleness of each token; step: a second pass",
+        "over the step",
+        "",
+        "lagrpo recipes NAME prints its code; lagrpo train --recipe NAME uses it.",
+        "NAME may also be your own loss: module:function",
+    ]
+    console.print(table, Text("\n".join(legend)))
+
+
+def _needs(recipe: Recipe) -> Iterator[str]:
+    """What a recipe reads beyond the trainer's own log-probs."""
+    if recipe.needs_rollout_logp:
+        yield "α"
+    if recipe.needs_old_logp:
+        yield "π_k"
+    if recipe.needs_pi_ref:
+        yield "π_ref"
+    if recipe.needs_staleness:
+        yield "lag"
+    if recipe.needs_step_statistics:
+        yield "step"
 
 
 def show_recipe(name: str, console: Console | None = None) -> None:
@@ -158,21 +178,26 @@ def show_recipe(name: str, console: Console | None = None) -> None:
 
     with refusing():
         recipe = resolve(name)
-    console, head = console or Console(), Table.grid(padding=(0, 2, 0, 0))
-    said = {
-        knob: str(v).lower() if isinstance(v, bool) or v is None else v
-        for knob, v in recipe.settings.items()
-    }
-    settings = "\n".join(f"{name_setting(knob)} = {value}" for knob, value in said.items())
+    console = console or Console()
+    settings = []
+    for path, value in recipe.settings.items():
+        shown = str(value).lower() if isinstance(value, bool) or value is None else value
+        settings.append(f"{path} = {shown}")
     lines = {
         "recipe": name,
         "formula": recipe.formula,
         "source": recipe.source,
-        "made of": settings,
+        "needs": ", ".join(_needs(recipe)) or "nothing but the trainer's log-probs",
+        "made of": "\n".join(settings),
     }
+    head = Table.grid(padding=(0, 2, 0, 0))
     for label, text in lines.items():
         head.add_row(Text(label, "dim"), Text(text, "bold" if label == "recipe" else ""))
     console.print(head)
-    console.print(Text("--loss.NAME VALUE replaces one of them.\n"))
+    console.print(
+        Text(
+            "--loss.overrides.PATH VALUE replaces one of them; a short path does if it is unique.\n"
+        )
+    )
     code = "\n\n".join(inspect.getsource(function) for function in recipe.functions)
     console.print(Text(code), soft_wrap=True)

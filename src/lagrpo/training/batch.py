@@ -6,14 +6,14 @@ the objective before any forward pass. Weights carry the normalizer of the whole
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from lagrpo.core.advantages import zero_variance
-from lagrpo.core.losses import LossInputs
+from lagrpo.core.advantages import AdvantageInputs, zero_variance
+from lagrpo.core.inputs import LossInputs
 from lagrpo.core.objective import Recipe
 from lagrpo.model.model import Packed
 from lagrpo.rng import uniforms
@@ -48,34 +48,37 @@ class Batch:
 
 
 def has_zero_variance(group: Group) -> bool:
-    """Whether all rewards of a group are equal, or it has none."""
+    """True if all rewards of a group are equal, or it has none."""
     return len(set(group.rewards)) < 2
 
 
 def assemble(groups: Sequence[Group], recipe: Recipe, max_tokens: int, seed: int, b: int) -> Batch:
     """Lines 12-13 of Algorithm 1: A_α (Eq. 2) from the scored completions of each group, then the weights over the
     batch. `max_tokens` is the limit of a completion."""
-    member: list[tuple[int, int]] = []
-    advantages, flat, lengths = [torch.empty(0)], [torch.empty(0).bool()], [torch.empty(0).long()]
+    members: list[tuple[int, int]] = []
+    rewards: list[float] = []
+    lengths: list[int] = []
+    uniform_of_groups: list[Tensor] = []
     for g, group in enumerate(groups):
         scored = [
-            (g, j)
-            for j, c in enumerate(group.completions)
-            if c.outcome and c.outcome.kind == "scored"
+            j for j, c in enumerate(group.completions) if c.outcome and c.outcome.kind == "scored"
         ]
-        if scored:
-            rewards_G = torch.tensor(group.rewards, dtype=torch.float64)
-            lengths_G = torch.tensor([c.length for c in group.scored])
-            uniform_G = torch.from_numpy(uniforms(len(scored), seed, "advantage", b, g))
-            member += scored
-            advantages.append(
-                recipe.advantages(rewards_G, lengths_G, max_tokens, uniform_G).float()
-            )
-            flat.append(zero_variance(rewards_G).expand(len(scored)))
-            lengths.append(lengths_G)
-    lengths_C = torch.cat(lengths)
-    weight_C = recipe.weights(lengths_C, torch.cat(flat), max_tokens) if member else torch.empty(0)
-    return Batch(tuple(groups), tuple(member), torch.cat(advantages), lengths_C, weight_C)
+        members += [(g, j) for j in scored]
+        rewards += group.rewards
+        lengths += [group.completions[j].length for j in scored]
+        uniform_of_groups.append(torch.from_numpy(uniforms(len(scored), seed, "advantage", b, g)))
+    lengths_C = torch.tensor(lengths, dtype=torch.long)
+    if not members:
+        return Batch(tuple(groups), (), torch.empty(0), lengths_C, torch.empty(0))
+    x = AdvantageInputs(
+        rewards=torch.tensor(rewards, dtype=torch.float64),
+        group=torch.tensor([g for g, _ in members]),
+        lengths=lengths_C,
+        uniform=torch.cat(uniform_of_groups),
+    )
+    advantage_C = recipe.advantages(x, max_tokens).float()
+    weight_C = recipe.weights(lengths_C, zero_variance(x.rewards, x.group), max_tokens)
+    return Batch(tuple(groups), tuple(members), advantage_C, lengths_C, weight_C)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,34 +87,48 @@ class MicroBatch:
     sampled tokens [T] and per completion [C]."""
 
     packed: Packed
-    members: tuple[int, ...]  # their places among the completions of the batch
-    logp_alpha_T: Tensor | None  # None if a file brought them without log-probs
+    members: tuple[int, ...]
+    """their places among the completions of the batch"""
+    rollout_logp_T: Tensor | None
+    """log α; None if a file brought the completions without log-probs"""
+    version_T: Tensor
+    """the policy version that sampled the token; -1 in completions of a file"""
     completion_T: Tensor
     advantage_C: Tensor
     weight_C: Tensor
-    group_C: Tensor  # the number of the group
+    group_C: Tensor
+    """the number of the group in the batch"""
+    finished_C: Tensor
     batch: Batch
-    logp_ref_T: Tensor | None = None  # None if the objective has no KL term
-    logp_k_T: Tensor | None = None  # None before the first update on the batch, at which π is π_k
-    entropy_T: Tensor | None = (
-        None  # of the distribution of π_k that each token was sampled from, nats; None: unknown
-    )
+    ref_logp_T: Tensor | None = None
+    """log π_ref; None if the objective does not read it"""
+    old_logp_T: Tensor | None = None
+    """log π_k; None before the first update on the batch, at which π is π_k"""
+    entropy_T: Tensor | None = None
+    """of the distribution of π_k that each token was sampled from, nats; None: unknown"""
 
-    def with_logprobs(self, logp_k_T: Tensor, entropy_T: Tensor | None = None) -> MicroBatch:
-        return replace(self, logp_k_T=logp_k_T, entropy_T=entropy_T)
+    def with_logprobs(self, old_logp_T: Tensor, entropy_T: Tensor | None = None) -> MicroBatch:
+        return replace(self, old_logp_T=old_logp_T, entropy_T=entropy_T)
 
-    def loss_inputs(self, logp_T: Tensor) -> LossInputs:
-        """What the objective reads if π gives the tokens these log-probs."""
-        logp_k_T = logp_T.detach() if self.logp_k_T is None else self.logp_k_T
-        given = (
-            self.logp_alpha_T,
-            logp_k_T,
-            self.logp_ref_T,
-            self.completion_T,
-            self.advantage_C,
-            self.group_C,
+    def loss_inputs(
+        self, logp_T: Tensor, version: int, step: Mapping[str, Tensor] | None = None
+    ) -> LossInputs:
+        """The inputs of the objective if π_version gives the tokens these log-probs. `step` has the statistics of the
+        whole step."""
+        is_version_known = bool((self.version_T >= 0).all())
+        return LossInputs(
+            logp=logp_T,
+            rollout_logp=self.rollout_logp_T,
+            old_logp=logp_T.detach() if self.old_logp_T is None else self.old_logp_T,
+            ref_logp=self.ref_logp_T,
+            completion=self.completion_T,
+            advantages=self.advantage_C,
+            group=self.group_C,
+            staleness=version - self.version_T if is_version_known else None,
+            entropy=self.entropy_T,
+            finished=self.finished_C,
+            step=step or {},
         )
-        return LossInputs(logp_T, *given)
 
 
 def micro_batches(
@@ -213,22 +230,30 @@ def _pack(
 ) -> MicroBatch:
     members = [c for piece in pieces for c in piece]
     completions = [batch.completion(c) for c in members]
-    groups = [
-        (
-            batch.groups[batch.member_C[piece[0]][0]].prompt.token_ids,
-            [batch.completion(c).token_ids for c in piece],
-        )
-        for piece in pieces
-    ]
-    sampled, known = torch.cat([c.sampled for c in completions]), bool(known_C[members].all())
-    row, kept = Packed.build(groups, device), sampled.to(device)
-    layout = replace(
-        row.layout, logit_rows=row.layout.logit_rows[kept]
-    )  # tokens not sampled stay as context
+    groups = []
+    for piece in pieces:
+        prompt = batch.groups[batch.member_C[piece[0]][0]].prompt
+        groups.append((prompt.token_ids, [batch.completion(c).token_ids for c in piece]))
+    row = Packed.build(groups, device)
+    # Tokens that were not sampled stay as context: the model reads them, no number of the objective covers them.
+    is_sampled_T = torch.cat([c.sampled for c in completions])
+    is_kept = is_sampled_T.to(device)
+    layout = replace(row.layout, logit_rows=row.layout.logit_rows[is_kept])
+    rollout_logp_T = None
+    if bool(known_C[members].all()):
+        rollout_logp_T = torch.cat([c.logp_alpha for c in completions])[is_sampled_T].to(device)
+    versions = torch.cat([c.versions for c in completions])
     return MicroBatch(
-        packed=replace(row, layout=layout, token_ids=row.token_ids[kept]), members=tuple(members),
-        logp_alpha_T=torch.cat([c.logp_alpha for c in completions])[sampled].to(device) if known else None,
-        completion_T=torch.arange(len(members)).repeat_interleave(batch.lengths_C[members]).to(device),
-        advantage_C=batch.advantage_C[members].to(device), weight_C=batch.weight_C[members].to(device),
-        group_C=torch.tensor([batch.member_C[c][0] for c in members]).to(device), batch=batch,
-    )  # fmt: skip
+        packed=replace(row, layout=layout, token_ids=row.token_ids[is_kept]),
+        members=tuple(members),
+        rollout_logp_T=rollout_logp_T,
+        version_T=versions[is_sampled_T].to(device),
+        completion_T=torch.arange(len(members))
+        .repeat_interleave(batch.lengths_C[members])
+        .to(device),
+        advantage_C=batch.advantage_C[members].to(device),
+        weight_C=batch.weight_C[members].to(device),
+        group_C=torch.tensor([batch.member_C[c][0] for c in members]).to(device),
+        finished_C=torch.tensor([c.finished for c in completions]).to(device),
+        batch=batch,
+    )

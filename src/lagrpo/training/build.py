@@ -217,7 +217,7 @@ def build_offline(settings: Settings, recipe: Recipe, policy: Policy, records: A
         found = OfflineData(
             records, policy, sampling.num_generations, settings.run.seed, system_prompt=settings.task.system_prompt,
             max_prompt_tokens=sampling.max_prompt_length, max_completion_tokens=sampling.max_completion_length,
-            reads_logp=recipe.needs_logp_alpha,
+            reads_logp=recipe.needs_rollout_logp,
         )  # fmt: skip
         check_logp(recipe, found.has_logp)
     return found
@@ -225,7 +225,7 @@ def build_offline(settings: Settings, recipe: Recipe, policy: Policy, records: A
 
 def check_logp(recipe: Recipe, known: bool) -> None:
     """Raise ValueError for offline completions without log-probs if the recipe reads log α."""
-    if recipe.needs_logp_alpha and not known:
+    if recipe.needs_rollout_logp and not known:
         what = f"it has no rollout_logprobs, which loss.recipe = {recipe.name!r} needs"
         raise ValueError(f"{what}; recipes that do not: reinforce, asymre, red_drop, red_weight")
 
@@ -331,6 +331,8 @@ def build_trainer(settings: Settings, recipe: Recipe, policy: Policy, ranks: Ran
         warmup=o.warmup_steps,
         masters="dithered" if o.dither_master_weights else "plain",
         offload_moments=o.offload_optimizer,
+        full_rate_ess=o.scale_lr_by_ess,
+        log_gradient_cosine=o.log_gradient_cosine,
         updates=s.batches * s.num_iterations,
         seed=settings.run.seed,
     )

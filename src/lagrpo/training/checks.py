@@ -51,10 +51,38 @@ def check_settings(
     check_model(settings)
     if os.environ.get("RANK", "0") == "0":
         check_run(settings, resume)
-    from lagrpo.core.recipes import resolve  # loads torch
+    return check_loss(settings)
+
+
+def check_loss(settings: Settings) -> Recipe:
+    """The resolved recipe of the settings. Raises SettingsError for one that cannot be computed, or
+    of which a part never acts in this run."""
+    from lagrpo.core.recipes import inert_over_pi_k, resolve  # loads torch
 
     with refusing("loss"):
-        return resolve(settings.loss.recipe, settings.loss.knobs)
+        recipe = resolve(settings.loss.recipe, settings.loss.knobs)
+    if settings.schedule.num_iterations == 1 and recipe.correction is None:
+        inert = inert_over_pi_k(recipe)
+        if inert:
+            raise SettingsError(
+                f"loss.recipe = {recipe.name!r}: {inert[0]} compares the policy with pi_k, the policy at the start of "
+                "the batch. With schedule.num_iterations = 1 they are the same, so it never acts: set its denominator "
+                "to 'alpha', or num_iterations to 2 or more"
+            )
+    if settings.offline.data and recipe.needs_staleness:
+        raise SettingsError(
+            f"loss.recipe = {recipe.name!r} reads the staleness of samples, which offline.data does not have: choose "
+            "another recipe"
+        )
+    if (
+        settings.offline.data
+        and settings.optimizer.scale_lr_by_ess
+        and not recipe.needs_rollout_logp
+    ):
+        raise SettingsError(
+            "optimizer.scale_lr_by_ess needs the log-probs of the policy that sampled: choose a recipe that reads them"
+        )
+    return recipe
 
 
 def check_evaluation(settings: Settings, task: Task | None = None) -> None:

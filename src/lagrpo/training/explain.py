@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from lagrpo.core.objective import Recipe
+from lagrpo.core.recipes import bounds_whole_completions, inert_over_pi_k
 from lagrpo.errors import refusing
 from lagrpo.model.backend import pick_device, pick_dtype
 from lagrpo.model.embedded import resolve_model
@@ -35,6 +36,7 @@ def meaning(settings: Settings, recipe: Recipe) -> list[str]:
     )
     return [
         f"recipe      {recipe.name}: {recipe.formula}" + (f"; with {changes}" if changes else ""),
+        *_notes(recipe, settings),
         f"batch       {s.prompts_per_batch} prompts x {rollout.num_generations} completions = {per_batch:,} samples, "
         f"used for {count_of(s.num_iterations, 'update')}{of_files}",
         f"schedule    {_weight_syncs(settings)}",
@@ -43,6 +45,25 @@ def meaning(settings: Settings, recipe: Recipe) -> list[str]:
         *_memory(settings, recipe),
         f"arithmetic  {dtype} ({why}) on {device}{masters}",
     ]
+
+
+def _notes(recipe: Recipe, settings: Settings) -> list[str]:
+    """Lines about what a recipe costs, and what of it does not act."""
+    notes = []
+    if bounded := bounds_whole_completions(recipe):
+        notes.append(
+            f"note        {', '.join(bounded)} bounds the ratio of a whole completion: the longer a "
+            "completion, the more often it is cut"
+        )
+    if recipe.needs_step_statistics:
+        notes.append(
+            "note        the loss reads a statistic of the whole step: every update has a second pass, without gradient"
+        )
+    if settings.schedule.num_iterations == 1 and inert_over_pi_k(recipe):
+        notes.append(
+            "note        with one update per batch pi is pi_k, so the clip never acts, only the correction does"
+        )
+    return notes
 
 
 def _weight_syncs(settings: Settings) -> str:

@@ -105,7 +105,7 @@ def train_loop(
                 rows, metrics = trainer.step(rows, batch.in_objective)  # 15   Eq. 7 or 8
                 updates.append(metrics)
         found = (
-            by_completion(rows, "logp_k_T") | by_completion(rest, "logp_k_T"),
+            by_completion(rows, "old_logp_T") | by_completion(rest, "old_logp_T"),
             by_completion(rows, "entropy_T"),
         )
         logp_k, entropy = (dict(a.ranks.join([*own.items()])) for own in found)
@@ -176,13 +176,13 @@ def compute_left_out(a: TrainerComponents, clock: Clock, batch: Batch) -> list[M
         given = (
             a.settings.optimizer.micro_batch_tokens,
             trainer.policy.device,
-            trainer.recipe.skips_zero_advantage,
+            trainer.skips_zero_advantage,
         )
         rest = left_out(batch, *given, a.ranks)
         sampled = [c for group in batch.groups for c in group.completions]
         own = a.samples_here and all(
             bool((c.versions[c.sampled] == version).all()) for c in sampled
         )
-        known = [micro.logp_alpha_T for micro in rest if micro.logp_alpha_T is not None]
+        known = [micro.rollout_logp_T for micro in rest if micro.rollout_logp_T is not None]
         found = known if own else trainer.compute_logprobs(rest)
         return [micro.with_logprobs(logp_T) for micro, logp_T in zip(rest, found, strict=True)]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lagrpo.core.advantages import leave_one_out, sigma
+from lagrpo.core.advantages import leave_one_out, one_group, sigma
 from lagrpo.core.kl import ess, prefers_bounded, tv_terms
 from lagrpo.core.ratios import limit
 from lagrpo.training.batch import Batch, MicroBatch, has_zero_variance
@@ -30,7 +30,11 @@ ENOUGH = 25.0
 """Effective sample size from which an improvement means something: its standard error is then at most about a tenth of
 the range of rewards (standard deviation of a reward, at most 1/2, over √ESS)."""
 RATIO_METRICS = ("rollout/ratio_mean", "rollout/ess", "rollout/kl")
-RATIO_METRICS += ("rollout/logp_difference_mean", "rollout/logp_difference_max")
+RATIO_METRICS += (
+    "rollout/logp_difference_mean",
+    "rollout/logp_difference_max",
+    "rollout/log_ratio_squared",
+)
 PHASES = {
     "generate": "sampling",
     "reward": "judging",
@@ -59,7 +63,8 @@ def batch_metrics(
         "loss": last.get("loss"),
         "grad_norm": last.get("grad_norm"),
         "learning_rate": last.get("lr"),
-        **_clip_ratios(updates, int(step.batch.lengths_C[step.batch.weight_C != 0].sum())),
+        "gradient_cosine": last.get("gradient_cosine"),
+        **_clip_ratios(updates, step.batch),
         **_staleness(completions, step.version),
         "weight_sync/performed": int(bool(step.reason)),
         "weight_sync/logp_difference": sync.get("logp_difference_max"),
@@ -110,15 +115,21 @@ def _staleness(completions: Sequence[Completion], version: int) -> Metrics:
     return {"staleness/mean": float(stale_T.double().mean()), "staleness/max": int(stale_T.max())}
 
 
-def _clip_ratios(updates: Sequence[Mapping[str, float]], tokens: int) -> Metrics:
-    """Shares of the `tokens` of the objective whose gradient the clip cuts, as means over the updates on the batch."""
-    found: Metrics = {}
-    for end, name in (("low", "clipped_negative"), ("high", "clipped_positive")):
-        clipped = sum(update.get(name, 0.0) for update in updates)
-        found[f"clip_ratio/{end}_mean"] = (
-            clipped / (tokens * len(updates)) if tokens and updates else None
-        )
-    return found
+def _clip_ratios(updates: Sequence[Mapping[str, float]], batch: Batch) -> Metrics:
+    """Shares of the objective's tokens whose gradient the clip cuts, and of its tokens and completions that filters
+    drop, as means over the updates on the batch."""
+    is_in_objective_C = batch.weight_C != 0
+    counts = {
+        "clip_ratio/low_mean": ("clipped_negative", int(batch.lengths_C[is_in_objective_C].sum())),
+        "clip_ratio/high_mean": ("clipped_positive", int(batch.lengths_C[is_in_objective_C].sum())),
+        "filtered/tokens": ("filtered_tokens", int(batch.lengths_C[is_in_objective_C].sum())),
+        "filtered/completions": ("filtered_completions", int(is_in_objective_C.sum())),
+    }
+    shares: Metrics = {}
+    for metric, (name, count) in counts.items():
+        total = sum(update.get(name, 0.0) for update in updates)
+        shares[metric] = total / (count * len(updates)) if count and updates else None
+    return shares
 
 
 def _token_metrics(step: Step) -> Metrics:
@@ -141,6 +152,7 @@ def _token_metrics(step: Step) -> Metrics:
             kl_T.mean(),
             size_T.mean(),
             size_T.max(),
+            log_rho_T.square().mean(),
         )
         found |= zip(RATIO_METRICS, map(float, values), strict=True)
     return found
@@ -211,7 +223,8 @@ def estimate_improvement(batch: Batch, log_ratio_C: Tensor, reward_range: Range)
         gains.append(
             float(
                 (
-                    log_ratio_C[members].expm1() * leave_one_out((rewards - low) / (high - low))
+                    log_ratio_C[members].expm1()
+                    * leave_one_out(one_group((rewards - low) / (high - low)))
                 ).mean()
             )
         )
@@ -245,7 +258,7 @@ def completion_columns(step: Step, eps_std: float) -> list[list[dict[str, Any]]]
         [{} for _ in group.completions] for group in batch.groups
     ]
     for members, rewards in _members_of_groups(batch):
-        spread = float(sigma(rewards, eps_std))
+        spread = float(sigma(rewards, torch.zeros(len(rewards), dtype=torch.long), eps_std)[0])
         for c in members:
             g, j = batch.member_C[c]
             columns[g][j] = {

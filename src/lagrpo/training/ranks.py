@@ -127,13 +127,11 @@ def make_mesh(group: dist.ProcessGroup, device: str) -> DeviceMesh:
 
 
 def add_up(of_ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The sums of all ranks, in their order; of `max_abs_log_ratio` the largest."""
+    """The sums of all ranks, added in their order."""
     total: defaultdict[str, float] = defaultdict(float)
     for sums in of_ranks:
         for name, value in sums.items():
-            total[name] = (
-                max(total[name], value) if name == "max_abs_log_ratio" else total[name] + value
-            )
+            total[name] += value
     return dict(total)
 
 

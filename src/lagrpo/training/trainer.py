@@ -21,7 +21,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lagrpo.core.objective import Recipe
+from lagrpo.core.inputs import LossInputs, concatenate, on_device
+from lagrpo.core.kl import ess
+from lagrpo.core.objective import Derivative, Recipe
 from lagrpo.cpu.decoder import FAMILIES
 from lagrpo.interrupts import raise_if_asked
 from lagrpo.model.model import Model, Policy, count_differing, sample_weights
@@ -38,6 +40,8 @@ from lagrpo.training.master_weights import (
 )
 from lagrpo.training.ranks import Ranks, add_up
 
+PREVIOUS_GRADIENT = "previous_gradient"
+
 
 @dataclass(frozen=True, slots=True)
 class Optimization:
@@ -53,10 +57,25 @@ class Optimization:
     masters: Start = "dithered"
     seed: int = 0
     offload_moments: bool = False
+    full_rate_ess: float = 0.0
+    """Share of the completions that their effective sample size must reach for the full rate
+    (VCPO's e0); 0: off"""
+    log_gradient_cosine: bool = False
 
-    def rate(self, update: int) -> float:
-        """The learning rate of update 0, 1, …: linear warm-up over `warmup` updates, then constant, or from lr down to
-        0 at update `updates` - 1 along a line or half a cosine. Masked batches make no update."""
+    def rate(self, update: int, ess_share: float | None = None) -> float:
+        """The learning rate of update 0, 1, …: linear warm-up over `warmup` updates, then constant,
+        or from lr down to 0 at update `updates` - 1 along a line or half a cosine. Masked batches
+        make no update.
+
+        With `full_rate_ess` the rate is scaled by sqrt(min(1, ess_share / full_rate_ess)),
+        `ess_share` being the effective sample size of the step's completions over their number:
+        VCPO (arXiv 2602.17616)."""
+        rate = self._scheduled(update)
+        if self.full_rate_ess and ess_share is not None:
+            rate *= math.sqrt(min(1.0, ess_share / self.full_rate_ess))
+        return rate
+
+    def _scheduled(self, update: int) -> float:
         if update < self.warmup:
             return self.lr * (update + 1) / (self.warmup + 1)
         progress = (update - self.warmup) / max(1, self.updates - 1 - self.warmup)
@@ -97,12 +116,10 @@ class Trainer:
             raise ValueError(
                 f"recipe {recipe.name!r} has a KL term (beta > 0): the trainer needs a reference policy"
             )
-        self.policy, self.recipe, self.optimization, self.reference = (
-            policy,
-            recipe,
-            optimization,
-            reference,
-        )
+        self.policy = policy
+        self.recipe = recipe
+        self.optimization = optimization
+        self.reference = reference
         self.ranks = ranks or Ranks()
         self.masters: MasterWeights
         start = optimization.masters, optimization.seed
@@ -140,47 +157,89 @@ class Trainer:
     def pack(self, batch: Batch, tokens: int) -> list[MicroBatch]:
         """This rank's micro-batches of a batch, at most `tokens` tokens each, with log π_ref if the objective reads it.
         Collective."""
-        recipe, device = self.recipe, self.policy.device
-        how = recipe.needs_whole_groups, recipe.skips_zero_advantage, self.ranks
-        rows = micro_batches(batch, tokens, device, *how)
+        recipe = self.recipe
+        rows = micro_batches(
+            batch,
+            tokens,
+            self.policy.device,
+            whole_groups=recipe.needs_whole_groups,
+            skip_zero_advantage=self.skips_zero_advantage,
+            ranks=self.ranks,
+        )
         if not recipe.needs_pi_ref:
             return rows
-        logp_ref = self.compute_logprobs(rows, self.reference)
-        return [replace(row, logp_ref_T=logp_T) for row, logp_T in zip(rows, logp_ref, strict=True)]
+        ref_logps = self.compute_logprobs(rows, self.reference)
+        return [replace(row, ref_logp_T=logp) for row, logp in zip(rows, ref_logps, strict=True)]
+
+    @property
+    def skips_zero_advantage(self) -> bool:
+        """True if updates leave out completions with advantage 0: they have no gradient, and no
+        statistic of the step covers them."""
+        return self.recipe.skips_zero_advantage and not self.optimization.full_rate_ess
 
     def step(
         self, rows: Sequence[MicroBatch], in_objective: bool = True
     ) -> tuple[list[MicroBatch], dict[str, float]]:
-        """An optimizer update on a batch: its micro-batches, with log π_k, and its sums and metrics. Without anything
-        `in_objective` (every group masked) there is no update. Collective; raises as `update`."""
+        """An optimizer update on a batch: its micro-batches, with log π_k, and its sums and
+        metrics. Without anything `in_objective` (every group masked) there is no update.
+        Collective; raises as `update`."""
         rows, sums = self.accumulate(rows)
-        return rows, sums | (self.update() if in_objective else {})
+        if not in_objective:
+            return rows, sums
+        return rows, sums | self.update(sums.get("ess_share"))
 
     def accumulate(self, rows: Sequence[MicroBatch]) -> tuple[list[MicroBatch], dict[str, float]]:
-        """The gradient of an update, from this rank's rows, and the sums of all ranks. The first update on a batch
-        starts at π = π_k: the rows come back with its log-probs, for the updates that follow. Collective."""
-        done: list[MicroBatch] = []
+        """The gradient of an update, from this rank's rows, and the sums of all ranks. The first
+        update on a batch starts at π = π_k: the rows come back with its log-probs, for the updates
+        that follow. Collective."""
+        used_rows: list[MicroBatch] = []
+        log_s: list[float] = []
         sums: defaultdict[str, float] = defaultdict(float)
+        version = self.policy.version
         with self.ranks.stopping_together():
-            for row in self._passes(rows):
-                logp_T, row = self._logprobs(row, sums)
-                loss, diagnostics = self.recipe.loss(row.loss_inputs(logp_T), row.weight_C)
+            statistics = self._collect_statistics(rows)
+            for packed_row in self._passes(rows):
+                logp_T, row = self._logprobs(packed_row, sums)
+                x = row.loss_inputs(logp_T.detach(), version, statistics)
+                derivative = self.recipe.differentiate(x, row.weight_C)
                 with deterministic(self.policy.model):
-                    loss.backward()
-                if row.logp_alpha_T is not None:
-                    largest = (logp_T.detach() - row.logp_alpha_T).abs().max().item()
-                    sums["max_abs_log_ratio"] = max(sums["max_abs_log_ratio"], largest)
-                    sums["tokens_alpha"] += len(logp_T)
-                for name, value in {"loss": loss, **diagnostics}.items():
-                    sums[name] += value.item()
-                done.append(row)
-        return done, add_up(self.ranks.gather(dict(sums)))
+                    logp_T.backward(derivative.gradient_T)
+                for name, value in _sums(x, derivative).items():
+                    sums[name] += value
+                if self.optimization.full_rate_ess and x.rollout_logp is not None:
+                    log_s += _completion_log_ratios(x)
+                used_rows.append(row)
+        totals = add_up(self.ranks.gather(dict(sums)))
+        if self.optimization.full_rate_ess:
+            log_s = self.ranks.join(log_s)
+        if log_s:
+            totals["ess_share"] = _ess_share(log_s)
+        return used_rows, totals
+
+    def _collect_statistics(self, rows: Sequence[MicroBatch]) -> dict[str, Tensor]:
+        """The statistics of the whole step that the recipe's pieces read, from a pass without
+        gradient over the rows of all ranks; nothing, and no pass, for a recipe without such a
+        piece. Collective if there is one."""
+        if not self.recipe.needs_step_statistics:
+            return {}
+        entropies: list[Tensor] = []
+        logps = self.compute_logprobs(rows, entropies=entropies)
+        inputs = [
+            replace(row, entropy_T=entropy_T).loss_inputs(logp_T, self.policy.version)
+            for row, logp_T, entropy_T in zip(rows, logps, entropies, strict=True)
+        ]
+        own = on_device(concatenate(inputs), "cpu") if inputs else None
+        parts = [part for part in self.ranks.gather(own) if part is not None]
+        if not parts:
+            return {}
+        statistics = self.recipe.collect(concatenate(parts))
+        return {name: value.to(self.policy.device) for name, value in statistics.items()}
 
     def _logprobs(
         self, row: MicroBatch, sums: defaultdict[str, float]
     ) -> tuple[Tensor, MicroBatch]:
         """log π of a row, with a gradient, and the row; it gets them as log π_k, with the entropy, if it has none."""
-        if row.logp_k_T is not None:
+        if row.old_logp_T is not None:
             return self.policy.logp(row.packed), row
         if not self.masters.passes_are_collective:
             raise_if_asked()  # nothing has moved yet
@@ -202,10 +261,10 @@ class Trainer:
             max(self.ranks.gather(len(rows))) if self.masters.passes_are_collective else len(rows)
         )
 
-    def update(self) -> dict[str, float]:
-        """One step of AdamW along the gradient that was accumulated, from all ranks; returns its metrics, the same on
-        all. Collective. Raises FloatingPointError, on all ranks, if the gradient is not finite: it is dropped, and
-        nothing has changed."""
+    def update(self, ess_share: float | None = None) -> dict[str, float]:
+        """One step of AdamW along the gradient that was accumulated, from all ranks; returns its
+        metrics, the same on all. Collective. Raises FloatingPointError, on all ranks, if the
+        gradient is not finite: it is dropped, and nothing has changed."""
         self.masters.reduce_grads()
         limit = self.optimization.max_grad_norm or math.inf
         total = self.masters.grad_norm()
@@ -216,36 +275,74 @@ class Trainer:
             raise FloatingPointError(
                 f"{what}; still version {self.policy.version}. Lower optimizer.learning_rate"
             )
+        metrics = {"grad_norm": norm}
         if norm > limit:
             torch.nn.utils.clip_grads_with_norm_(self.masters.parameters, limit, total)
-        rate = self.optimization.rate(self.policy.version)
+        if self.optimization.log_gradient_cosine:
+            metrics |= self._gradient_cosine()
+        rate = self.optimization.rate(self.policy.version, ess_share)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         if self.optimization.offload_moments:
             step_offloaded(self.optimizer, self.masters.parameters)
         else:
             self.optimizer.step()
+        if self.optimization.log_gradient_cosine:
+            self._keep_gradient()
         self.masters.zero_grads()
         self.masters.write_back()
         self.policy.weights.version += 1
-        return {"grad_norm": norm, "lr": rate}
+        return metrics | {"lr": rate}
+
+    def _gradient_cosine(self) -> dict[str, float]:
+        """The cosine between this gradient and the one of the update before: near 0 on fresh
+        samples, near 1 where stale samples push the same way again and again (GAC, arXiv
+        2603.01501). Nothing at the first update. Collective."""
+        products = torch.zeros(3, dtype=torch.float64)
+        for master in self.masters.parameters:
+            previous = self.optimizer.state.get(master, {}).get(PREVIOUS_GRADIENT)
+            if previous is not None and master.grad is not None:
+                new = master.grad.double().flatten()
+                old = previous.to(new.device).double().flatten()
+                products += torch.stack([new @ old, new @ new, old @ old]).cpu()
+        of_ranks = torch.tensor(self.ranks.gather(products.tolist()), dtype=torch.float64)
+        dot, new_square, old_square = of_ranks.sum(dim=0)
+        if old_square == 0 or new_square == 0:
+            return {}
+        return {"gradient_cosine": float(dot / (new_square * old_square).sqrt())}
+
+    def _keep_gradient(self) -> None:
+        """Keep the gradient beside AdamW's moments, so that checkpoints have it."""
+        for master in self.masters.parameters:
+            if master.grad is not None:
+                self.optimizer.state[master][PREVIOUS_GRADIENT] = master.grad.clone()
 
     # Log-probs, weight syncs, stages
 
     @torch.no_grad()
     def compute_logprobs(
-        self, rows: Sequence[MicroBatch], by: Policy | None = None
+        self,
+        rows: Sequence[MicroBatch],
+        by: Policy | None = None,
+        entropies: list[Tensor] | None = None,
     ) -> list[Tensor]:
-        """log π of the tokens of each of this rank's rows, as the policy is now, or another one: float32 [T], nats.
+        """log π of the tokens of each of this rank's rows, as the policy is now, or another one:
+        float32 [T], nats. A list for `entropies` gets the entropy at these tokens, too.
         Collective."""
         by = self.policy if by is None else by
         idle = self._count_passes(rows) - len(rows)
-        found = [by.logp(row.packed) for row in rows]
+        logps = []
+        for row in rows:
+            if entropies is None:
+                logps.append(by.logp(row.packed))
+            else:
+                entropies.append(row.weight_C.new_empty(len(row.completion_T), dtype=torch.float32))
+                logps.append(by.logp(row.packed, entropies[-1]))
         for _ in range(idle):
             by.logp(idle_row(self.policy.device))
         if self.masters.passes_are_collective:
             free_gathered(by.model)
-        return found
+        return logps
 
     def on_sync(self) -> dict[str, float]:
         """The share of the policy's weights whose bits changed since the last weight sync, as `changed_fraction`, by a
@@ -299,9 +396,54 @@ class Trainer:
                 to_home = (
                     partial(to_host, of=device) if offload else partial(Tensor.to, device=device)
                 )
-                kept = {key: to_home(saved.part(f"{key}/{span.name}", span)) for key in MOMENTS}
+                keys = [*MOMENTS]
+                if f"{PREVIOUS_GRADIENT}/{span.name}" in saved:
+                    keys.append(PREVIOUS_GRADIENT)
+                kept = {key: to_home(saved.part(f"{key}/{span.name}", span)) for key in keys}
                 self.optimizer.state[master] = kept | {
                     "step": saved[f"step/{span.name}"].to(device).clone()
                 }
         self.masters.write_back()
         self.policy.weights.version = version
+
+
+# Sums over the tokens of a micro-batch
+
+
+def _sums(x: LossInputs, derivative: Derivative) -> dict[str, float]:
+    """Sums over a micro-batch, to be added over micro-batches and ranks."""
+    is_clipped_T = derivative.clipped_T & ~derivative.filtered_T
+    is_dropped_C = _all_of_completion(derivative.filtered_T, x.completion, len(x.advantages))
+    sums = {
+        "loss": derivative.loss,
+        "tokens": torch.tensor(len(x.logp)),
+        "kl_ref": derivative.kl_T.sum(),
+        "clipped_positive": (is_clipped_T & (x.advantage > 0)).sum(),
+        "clipped_negative": (is_clipped_T & (x.advantage < 0)).sum(),
+        "filtered_tokens": derivative.filtered_T.sum(),
+        "filtered_completions": is_dropped_C.sum(),
+    }
+    # One copy from a GPU instead of one for each sum.
+    values = torch.stack([value.to(x.logp.device, torch.float64) for value in sums.values()])
+    return dict(zip(sums, values.tolist(), strict=True))
+
+
+def _all_of_completion(is_true_T: Tensor, completion_T: Tensor, completions: int) -> Tensor:
+    """True for the completions of whose tokens all are true, [C]."""
+    false_C = torch.zeros(completions, device=is_true_T.device)
+    false_C = false_C.index_add(0, completion_T, (~is_true_T).float())
+    return false_C == 0
+
+
+def _completion_log_ratios(x: LossInputs) -> list[float]:
+    """log π(y)/α(y) of each completion, nats."""
+    assert x.rollout_logp is not None
+    log_s_C = x.logp.new_zeros(len(x.advantages), dtype=torch.float64)
+    log_ratio_T = (x.logp - x.rollout_logp).double()
+    return log_s_C.index_add(0, x.completion, log_ratio_T).tolist()
+
+
+def _ess_share(log_s: Sequence[float]) -> float:
+    """(Σ s)² / (B Σ s²) over B completions: the effective sample size over their number, 1/B .. 1."""
+    log_s_C = torch.tensor(log_s, dtype=torch.float64)
+    return float(ess((log_s_C - log_s_C.max()).exp())) / len(log_s)

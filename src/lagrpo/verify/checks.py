@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lagrpo.core import kl
-from lagrpo.core.advantages import leave_one_out, sigma
+from lagrpo.core.advantages import AdvantageInputs, leave_one_out, one_group, sigma
 from lagrpo.core.estimators import pass_at_k
 from lagrpo.core.ratios import limit
 from lagrpo.model.chat import Chat
@@ -340,31 +340,54 @@ def check_versions(run: RecordedRun) -> None:
 
 
 def check_groups(run: RecordedRun) -> None:
-    """Which completions the objective leaves out, the standard deviation of each group and its advantages, in
+    """Compare which completions the objective leaves out, the standard deviation of each group and the advantages, in
     float64."""
-    made, seed, most = run.recipe, run.settings.run.seed, run.settings.rollout.max_completion_length
-    for members in groups_of(run.rows):
+    for rows in run.steps.values():
+        groups = groups_of(rows)
+        for members in groups:
+            _check_left_out(run, members)
+        _check_advantages(run, groups)
+
+
+def _check_left_out(run: RecordedRun, members: Sequence[Row]) -> None:
+    """Compare the reasons why completions of a group are not in the objective."""
+    rewards = {row["reward"] for row in members if row["outcome"] == "scored"}
+    is_masked = len(rewards) == 1 and run.recipe.mask_zero_variance
+    for row in members:
+        reason = row["outcome"]
+        if reason == "scored":
+            reason = "zero_variance" if is_masked else ""
+        run.report.compare("advantages", row["where"], {"excluded_reason": reason}, row)
+
+
+def _check_advantages(run: RecordedRun, groups: Sequence[Sequence[Row]]) -> None:
+    """Compare the deviations and advantages of the scored completions of a batch."""
+    rows: list[Row] = []
+    group_C: list[int] = []
+    uniforms_of_groups = []
+    for g, members in enumerate(groups):
         scored = [row for row in members if row["outcome"] == "scored"]
-        rewards = torch.tensor([row["reward"] for row in scored], dtype=torch.float64)
-        flat = "zero_variance" if len(rewards.unique()) == 1 and made.mask_zero_variance else ""
-        for row in members:
-            reason = flat if row["outcome"] == "scored" else row["outcome"]
-            run.report.compare("advantages", row["where"], {"excluded_reason": reason}, row)
-        if scored:
-            uniform = torch.from_numpy(
-                uniforms(len(scored), seed, "advantage", *members[0]["group"])
-            )
-            lengths, spread = (
-                [sum(row["loss_mask"]) for row in scored],
-                sigma(rewards, made.eps_std).item(),
-            )
-            values = made.advantages(rewards, torch.tensor(lengths), most, uniform).tolist()
-            for row, value in zip(scored, values, strict=True):
-                run.report.compare(
-                    "advantages", row["where"], {"group_std": spread}, row, FLOAT64 * (1 + spread)
-                )
-                near = FLOAT32 * (1 + abs(value) + float(rewards.abs().max()))
-                run.report.compare("advantages", row["where"], {"advantage": value}, row, near)
+        rows += scored
+        group_C += [g] * len(scored)
+        key = (run.settings.run.seed, "advantage", *members[0]["group"])
+        uniforms_of_groups.append(torch.from_numpy(uniforms(len(scored), *key)))
+    if not rows:
+        return
+    x = AdvantageInputs(
+        rewards=torch.tensor([row["reward"] for row in rows], dtype=torch.float64),
+        group=torch.tensor(group_C),
+        lengths=torch.tensor([sum(row["loss_mask"]) for row in rows]),
+        uniform=torch.cat(uniforms_of_groups),
+    )
+    longest = run.settings.rollout.max_completion_length
+    advantages = run.recipe.advantages(x, longest).tolist()
+    deviations = sigma(x.rewards, x.group, run.recipe.eps_std).tolist()
+    largest_reward = float(x.rewards.abs().max())
+    for row, advantage, deviation in zip(rows, advantages, deviations, strict=True):
+        near = FLOAT64 * (1 + deviation)
+        run.report.compare("advantages", row["where"], {"group_std": deviation}, row, near)
+        near = FLOAT32 * (1 + abs(advantage) + largest_reward)
+        run.report.compare("advantages", row["where"], {"advantage": advantage}, row, near)
 
 
 def check_metrics(run: RecordedRun) -> None:
@@ -406,7 +429,7 @@ def step_metrics(run: RecordedRun, step: int, rows: Sequence[Row]) -> dict[str, 
     found = {
         "num_tokens": tokens,
         "reward": mean(rewards),
-        "reward_std": sigma(torch.tensor(rewards, dtype=torch.float64), 0.0).item()
+        "reward_std": torch.tensor(rewards, dtype=torch.float64).std(correction=0).item()
         if rewards
         else None,
         "frac_reward_zero_std": mean(
@@ -483,7 +506,9 @@ def sequence_metrics(
                 [(row["reward"] - low) / (high - low) for row in members], dtype=torch.float64
             )
             gains.append(
-                (torch.stack([x.sum() for x in own]).expm1() * leave_one_out(r)).mean().item()
+                (torch.stack([x.sum() for x in own]).expm1() * leave_one_out(one_group(r)))
+                .mean()
+                .item()
             )
     ess, gain = kl.ess((d - d.max()).exp()).item(), mean(gains)
     usable = (
