@@ -9,7 +9,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.box import SIMPLE
 from rich.console import Console, Group
 from rich.padding import Padding
 from rich.rule import Rule
@@ -132,21 +131,26 @@ def _title(run: Run, rows: list[Row], batches: list[int]) -> Text:
 
 
 def show_recipes(console: Console | None = None) -> None:
-    """Every recipe by family: its name, what it maximizes, what it needs, and its paper; and what the symbols mean."""
+    """Every recipe by family: its name, what it needs, its paper, and what it maximizes; and what the symbols mean."""
     # imports torch, which `view --text` need not load
     from lagrpo.core.rows import FAMILIES, ROWS, SYMBOLS
 
     console = console or Console()
-    table = Table("name", "formula", "needs", "arXiv", box=SIMPLE, header_style="dim")
-    table.columns[0].no_wrap = True
     for family, rows in FAMILIES.items():
-        table.add_section()
-        table.add_row("", Text(family, "italic"))
+        table = Table("", "needs", "arXiv", "formula", box=None, header_style="dim")
+        for column in table.columns[:3]:
+            column.no_wrap = True
+        table.columns[0].min_width = max(map(len, ROWS))
+        table.columns[1].min_width = len("α π_k π_ref")
+        table.columns[2].min_width = len("2505.22257")
         for name in rows:
             recipe = ROWS[name]
             paper = recipe.source.partition("arXiv ")[2][: len("2505.22257")]
             needs = " ".join(_needs(recipe))
-            table.add_row(Text(name, "bold"), Text(recipe.formula), needs, Text(paper, "dim"))
+            table.add_row(Text(name, "bold"), needs, Text(paper, "dim"), Text(recipe.formula))
+        console.print(Text(family[0].upper() + family[1:], "italic"))
+        console.print(table)
+        console.print()
     legend = [
         SYMBOLS,
         "needs: log-probs of α, π_k or π_ref; lag: the staleness of each token; step: a second pass",
@@ -155,7 +159,7 @@ def show_recipes(console: Console | None = None) -> None:
         "lagrpo recipes NAME prints its code; lagrpo train --recipe NAME uses it.",
         "NAME may also be your own loss: module:function",
     ]
-    console.print(table, Text("\n".join(legend)))
+    console.print(Text("\n".join(legend)))
 
 
 def _needs(recipe: Recipe) -> Iterator[str]:
