@@ -19,12 +19,12 @@ LEAVES = {*SMALL, "core"}
 ALLOWED: dict[str, set[str]] = {
     **{leaf: set() for leaf in LEAVES},
     "errors": {"logs"},
-    "rewards": {*SMALL},
+    "rewards": {*SMALL, "core"},
     "tasks": {*SMALL, "rewards"},
     "runs": {*SMALL},
     "cpu": {"machine"},
     "model": {*LEAVES, "cpu"},
-    "settings": {*SMALL, "rewards", "tasks"},
+    "settings": {*SMALL, "core", "rewards", "tasks"},
     "data": {*LEAVES, "model", "runs", "rollout", "tasks"},
     "rollout": {*LEAVES, "cpu", "model", "rewards", "settings", "tasks"},
     "terminal": {*SMALL, "core", "runs", "settings", "tasks"},
@@ -44,7 +44,7 @@ ALLOWED |= {
     "training": BELOW - {"verify", "view"},
     "env": {*LEAVES, "cpu", "model", "runs"},
     "cli": BELOW | {"training", "env"},
-    "__init__": {"machine", "training"},
+    "__init__": {"core", "machine", "training"},
     "__main__": {"cli", "interrupts"},
 }
 CORE_MAY_USE = {"torch"} | set(sys.stdlib_module_names)

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 from lagrpo.machine import shorten_spin
 
 if TYPE_CHECKING:
+    from lagrpo.core.inputs import LossInputs
+    from lagrpo.core.objective import Recipe
     from lagrpo.training.callbacks import Callback
     from lagrpo.training.run import Result, train
 
 shorten_spin()  # before PyTorch loads OpenMP
 
-__all__ = ["Callback", "Result", "train"]
+__all__ = ["Callback", "LossInputs", "Recipe", "Result", "train"]
 
 
 def __dir__() -> list[str]:
@@ -28,4 +30,5 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'lagrpo' has no attribute {name!r}")
     import importlib
 
-    return getattr(importlib.import_module("lagrpo.training.run"), name)
+    modules = {"LossInputs": "lagrpo.core.inputs", "Recipe": "lagrpo.core.objective"}
+    return getattr(importlib.import_module(modules.get(name, "lagrpo.training.run")), name)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import sys
 from difflib import get_close_matches
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 
@@ -35,8 +38,26 @@ def load_reference(reference: str) -> Any:
             raise ImportError(f"{reference!r}: {error}", name=error.name) from error
         where = f"in the current directory ({here}) or among installed packages"
         raise ValueError(f"{reference!r}: no module {error.name!r} {where}") from error
+    return _get(module, name, reference)
+
+
+def load_from_file(reference: str, file: Path) -> Any:
+    """The object that "module:name" names, in this file instead of where Python would look. The module is not kept,
+    so the object that Python finds under the same reference stays another one.
+
+    Raises ValueError for a name that the file does not have."""
+    module_name, _, name = reference.partition(":")
+    spec = importlib.util.spec_from_file_location(module_name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return _get(module, name, reference)
+
+
+def _get(module: ModuleType, name: str, reference: str) -> Any:
     if not hasattr(module, name):
-        file = getattr(module, "__file__", None) or module_name
+        file = getattr(module, "__file__", None) or module.__name__
         public = [other for other in vars(module) if not other.startswith("_")]
         near = "".join(f"; did you mean {other!r}?" for other in get_close_matches(name, public, 1))
         raise ValueError(f"{reference!r}: {file} has no {name!r}{near}")

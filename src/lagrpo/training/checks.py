@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,9 +33,13 @@ OF_CALL = ("run.name", "run.output_dir")
 
 
 def check_settings(
-    settings: Settings, task: Task | None = None, resume: str | None = None
+    settings: Settings,
+    task: Task | None = None,
+    resume: str | None = None,
+    loss: str | Recipe | Callable | None = None,
 ) -> Recipe:
-    """The resolved recipe of settings that can be run; `task` replaces settings.task. Raises SettingsError."""
+    """The resolved recipe of settings that can be run; `task` replaces settings.task, and `loss` settings.loss.recipe.
+    Raises SettingsError."""
     check_evaluation(settings, task)
     for each in settings.eval.sets:
         if each.task is not None:
@@ -51,16 +55,16 @@ def check_settings(
     check_model(settings)
     if os.environ.get("RANK", "0") == "0":
         check_run(settings, resume)
-    return check_loss(settings)
+    return check_loss(settings, loss)
 
 
-def check_loss(settings: Settings) -> Recipe:
+def check_loss(settings: Settings, loss: str | Recipe | Callable | None = None) -> Recipe:
     """The resolved recipe of the settings. Raises SettingsError for one that cannot be computed, or
     of which a part never acts in this run."""
     from lagrpo.core.recipes import inert_over_pi_k, resolve  # loads torch
 
     with refusing("loss"):
-        recipe = resolve(settings.loss.recipe, settings.loss.knobs)
+        recipe = resolve(settings.loss.recipe if loss is None else loss, settings.loss.knobs)
     if settings.schedule.num_iterations == 1 and recipe.correction is None:
         inert = inert_over_pi_k(recipe)
         if inert:
@@ -204,9 +208,18 @@ def _may_change(name: str, settings: Settings, saved: Settings) -> bool:
 # What `lagrpo.train` gets in Python
 
 
-def as_settings(model: Any, data: Any, rewards: Sequence[Any] | None) -> dict[str, Any]:
+def as_settings(
+    model: Any,
+    data: Any,
+    rewards: Sequence[Any] | None,
+    loss: str | Recipe | Callable | None = None,
+) -> dict[str, Any]:
     """The settings of these arguments, as far as they are settings."""
     found: dict[str, Any] = {} if model is None else {"model.path": os.fspath(model)}
+    if loss is not None:
+        from lagrpo.settings.own_loss import name_loss  # loads torch
+
+        found["loss.recipe"] = name_loss(loss)
     if data is not None:
         found["task.name"] = "custom"
     if isinstance(data, str | os.PathLike):

@@ -36,6 +36,7 @@ from lagrpo.runs.directory import Run, locked
 from lagrpo.runs.environment import write_environment
 from lagrpo.runs.rollouts import rollout_rows
 from lagrpo.settings.load import flatten, load_settings, to_toml
+from lagrpo.settings.own_loss import keep_sources
 from lagrpo.settings.schema import Settings
 from lagrpo.tasks import NOT_A_TASK, Task
 from lagrpo.terminal.display import Display, make_display
@@ -66,6 +67,7 @@ def train(
     model: str | os.PathLike[str] | None = None,
     data: Any = None,
     rewards: Sequence[Any] | None = None,
+    loss: str | Recipe | Callable | None = None,
     settings: Mapping[str, Any] | None = None,
     resume: str | os.PathLike[str] | None = None,
 ) -> Result:
@@ -75,6 +77,7 @@ def train(
         defaults. `settings` changes single values: {"schedule.sync_every": 4}; `model` is short for model.path.
     data: path, hub id, datasets.Dataset, or list of dicts, with the columns prompt (or question) and answer.
     rewards: functions f(completion, answer) -> float, or in TRL's or verl's signature, or names of built-in ones.
+    loss: name of a recipe, lagrpo.Recipe, or function of LossInputs that gives the value of each token [T] to maximize.
     task: object that replaces settings.task (lagrpo.tasks.Task). callbacks: called after each batch is on disk.
     resume: directory of a run to resume with its own settings, or "auto": the run called run.name, if it exists.
 
@@ -93,12 +96,12 @@ def train(
     rewards = rewards if isinstance(rewards, list | tuple | None) else [rewards]
     if not isinstance(source, Settings):
         source = load_settings(
-            source, {**checks.as_settings(model, data, rewards), **(settings or {})}, resume
+            source, {**checks.as_settings(model, data, rewards, loss), **(settings or {})}, resume
         )
     with refusing():
         task = task or checks.build_task(source, data, rewards)
     resolved = checks.name_rewards(source, task)
-    recipe = checks.check_settings(resolved, task, resume)
+    recipe = checks.check_settings(resolved, task, resume, loss)
     threads = fixed_threads(
         choose_threads(checks.recorded_threads(resolved, resume), checks.local_size())
     )
@@ -150,6 +153,8 @@ class Training:
         self.environment = checkpoints.describe_environment(parts, earlier)
         self.store = earlier.run if earlier else self.ranks.from_first(self.create_run)
         parts.keep_logs(self.store.path)
+        if self.first:
+            keep_sources(parts.trainer.recipe, self.store.path)
         self.folder, self.saved, self.saved_at = (
             self.store.path / "checkpoints",
             0,

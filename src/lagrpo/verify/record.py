@@ -9,11 +9,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lagrpo.core.recipes import resolve
 from lagrpo.errors import one_line, refusing
 from lagrpo.runs import reading
 from lagrpo.runs.environment import read_environment
 from lagrpo.settings.load import load_settings
+from lagrpo.settings.own_loss import load_recipe_of_run
 
 Row = dict[str, Any]
 """A completion as recorded, with `where` it stands and `group`, its step and the number of its group there."""
@@ -74,7 +74,7 @@ class RecordedRun:
                 load_settings(path / "config.toml"),
                 read_environment(path),
             )
-            self.recipe = resolve(self.settings.loss.recipe, self.settings.loss.knobs)
+            self.recipe = load_recipe_of_run(self.settings, path)
             self.own_task = "# The task was the caller's own object" in (
                 path / "config.toml"
             ).read_text("utf-8")
