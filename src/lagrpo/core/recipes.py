@@ -155,7 +155,7 @@ def from_surrogate(function: Callable) -> Recipe:
     KL term."""
     summary = (getdoc(function) or "").partition("\n\n")[0].replace("\n", " ")
     name = function_name(function)
-    return Recipe(summary, name, surrogate=as_piece(function), name=name)
+    return Recipe(summary.rstrip("."), name, surrogate=as_piece(function), name=name)
 
 
 def _look_up(kind: str, name: str, table: Mapping[str, Any]) -> Any:
