@@ -74,18 +74,17 @@ def _known_entropy(x: LossInputs) -> Tensor:
 
 
 def _m2po_threshold(x: LossInputs, *, tau: float) -> Tensor:
-    """The largest (log rho)^2 that may stay, so that the mean over the step's outward tokens is at most tau."""
+    """The smallest (log rho)^2 that must go, so that the mean over the step's other outward tokens is at most tau;
+    infinite if all may stay. Equal values go together: completions of the same text have the same ratios."""
     log_ratio_T = x.logp - alpha(x)
     is_outward_T = x.advantage * log_ratio_T > 0
     squares = log_ratio_T[is_outward_T].square().sort().values
-    if len(squares) == 0:
-        return x.logp.new_tensor(inf)
     counts = torch.arange(1, len(squares) + 1, device=squares.device)
     mean_of_smallest = squares.double().cumsum(0) / counts
     kept = int((mean_of_smallest <= tau).sum())  # the means of a sorted list do not fall
-    if kept == 0:
-        return x.logp.new_tensor(-1.0)
-    return squares[kept - 1]
+    if kept == len(squares):
+        return x.logp.new_tensor(inf)
+    return squares[kept]
 
 
 @collects(_m2po_threshold)
@@ -95,4 +94,4 @@ def m2po(x: LossInputs, *, tau: float = 0.04) -> Tensor:
     rho < 1)."""
     log_ratio_T = x.logp - alpha(x)
     is_outward_T = x.advantage * log_ratio_T > 0
-    return ~(is_outward_T & (log_ratio_T.square() > x.step["m2po"]))
+    return ~(is_outward_T & (log_ratio_T.square() >= x.step["m2po"]))
