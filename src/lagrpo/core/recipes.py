@@ -394,6 +394,7 @@ def inert_over_pi_k(recipe: Recipe) -> list[str]:
 def bounds_whole_completions(recipe: Recipe) -> list[str]:
     """The paths of bounds on the ratio of a whole completion, which long completions pass more easily."""
     bounded: Sequence[Callable] = (weights.capped_sequence, weights.vespo, filters.seq_max_k3)
+    unbounded: Sequence[Callable] = (losses.unclipped, weights.importance, k3_bias_corrected)
     paths = []
     for path, value in recipe.knobs.items():
         if not isinstance(value, Piece):
@@ -401,6 +402,6 @@ def bounds_whole_completions(recipe: Recipe) -> list[str]:
         of_sequence = [
             k for k in value.knobs.values() if isinstance(k, Piece) and k.function is sequence
         ]
-        if value.function in bounded or (of_sequence and value.function is not losses.unclipped):
+        if value.function in bounded or (of_sequence and value.function not in unbounded):
             paths.append(path)
     return paths
