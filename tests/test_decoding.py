@@ -21,10 +21,10 @@ def torch_policy(**changes):
     return tiny_policy(backend="torch", **changes)
 
 
-def decode(policy, steps: list[list[list[int]]], times: int = 1) -> list[torch.Tensor]:
-    """Hidden states of steps that feed tokens to four rows of one group; `times` groups, one after the other."""
+def decode(policy, *groups: list[list[list[int]]]) -> list[torch.Tensor]:
+    """Hidden states of the steps of groups of four rows, one group after the other; a step feeds tokens to each row."""
     state, hidden = DecodeState(policy.model, 4, 400), []
-    for _ in range(times):
+    for steps in groups:
         state.admit([PROMPT], 4)
         hidden += [state.feed(tokens) for tokens in steps]
         state.retire([0, 1, 2, 3])
@@ -59,10 +59,11 @@ def test_recorded_steps_of_several_pieces_equal_computed_ones(monkeypatch, count
 def test_recorded_steps_follow_a_cache_that_grows(monkeypatch):
     monkeypatch.setattr(decoding, "KEPT_BYTES", 0)
     steps = [[[20 + n % 50]] * 4 for n in range(2 * decoding.BLOCK)]
+    groups = steps, steps[::-1]
     policy = torch_policy()
-    computed = decode(policy, steps, times=2)
+    computed = decode(policy, *groups)
     graphs = record_on_cpu(monkeypatch)
-    recorded = decode(policy, steps, times=2)
+    recorded = decode(policy, *groups)
     assert len(graphs) > 1
     for ours, expected in zip(recorded, computed, strict=True):
         torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5)
