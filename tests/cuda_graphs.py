@@ -17,7 +17,7 @@ from lagrpo.rollout import decoding
 
 
 def record_on_cpu(monkeypatch: Any) -> list[RecordedGraph]:
-    """Let decoding states record their steps as if the CPU were a GPU. Returns the list that graphs will be added to."""
+    """Let decoding states record their steps as on a GPU. Returns the list that graphs will be added to."""
     graphs: list[RecordedGraph] = []
 
     @contextmanager

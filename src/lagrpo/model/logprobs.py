@@ -15,6 +15,7 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -98,7 +99,9 @@ def logp_backward(
     g / tau · (onehot - softmax). A scatter would add g to its token; on a GPU it sorts if sums must be in a fixed
     order, although here no two numbers meet. So the one number of each row is computed apart, and put in its place."""
     vocabulary = logits.shape[1]
-    starts = torch.arange(len(logits), device=logits.device) * vocabulary  # of the rows, in one line
+    starts = (
+        torch.arange(len(logits), device=logits.device) * vocabulary
+    )  # of the rows, in one line
     for rows in chunks(0, len(logits), vocabulary, chunk):
         g = (grad[rows] / tau).unsqueeze(1)  # [rows, 1]
         p = (scaled(logits[rows], tau) - lse[rows].unsqueeze(1)).exp_().mul_(-g)  # [rows, V]
@@ -142,22 +145,19 @@ class _TokenLogp(torch.autograd.Function):
     def forward(
         ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, token_ids: Tensor, *asked: Any
     ) -> Tensor:
-        tau, entropy_T, by_kernels, ctx.product, keep = asked
-        forward = kernels.token_logp if by_kernels else logp_forward
+        tau, entropy_T, by_kernels, ctx.product, keep, sizes = asked
+        forward, ctx.backward_of_softmax = _softmax(by_kernels, sizes)
         logp = torch.empty(len(token_ids), dtype=torch.float32, device=hidden.device)
         lse = torch.empty_like(logp)
         ctx.kept = _buffer("kept", (keep, weight.shape[0]), weight, taken=True) if keep else None
-        for rows in _kept_and_chunks(keep, len(token_ids), weight.shape[0]):
-            logits = _logits(
-                hidden[rows], weight, bias, ctx.product, ctx.kept if rows.stop <= keep else None
-            )
+        for rows in _kept_and_chunks(keep, len(token_ids), weight.shape[0], sizes.product):
+            out = ctx.kept if rows.stop <= keep else None
+            logits = _logits(hidden[rows], weight, bias, ctx.product, out)
             entropy = None if entropy_T is None else entropy_T[rows]
             logp[rows], lse[rows] = forward(logits, token_ids[rows], tau, entropy)
+            del logits  # before there is another chunk
         ctx.save_for_backward(hidden, weight, bias, token_ids, lse)
-        ctx.tau, ctx.backward_of_softmax = (
-            tau,
-            kernels.token_logp_backward if by_kernels else logp_backward,
-        )
+        ctx.tau, ctx.sizes = tau, sizes
         return logp
 
     @staticmethod
@@ -165,26 +165,24 @@ class _TokenLogp(torch.autograd.Function):
         hidden, weight, bias, token_ids, lse = ctx.saved_tensors
         grad_hidden, grad_logp = torch.empty_like(hidden), grad_logp.contiguous()
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None else None
-        kept, ctx.kept = (
-            ctx.kept,
-            None,
-        )  # overwritten below: another backward pass computes them again
-        pieces = _kept_and_chunks(0 if kept is None else len(kept), len(token_ids), weight.shape[0])
+        # overwritten below: another backward pass computes them again
+        kept, ctx.kept = ctx.kept, None
+        keep = 0 if kept is None else len(kept)
+        pieces = _kept_and_chunks(keep, len(token_ids), weight.shape[0], ctx.sizes.product)
+        # The gradient of the weight: the product of a single piece, else the sum of products in float32, to which a
+        # piece adds its own `share` [V, H], or its product directly.
         total = share = None
-        if ctx.needs_input_grad[1]:  # a single piece needs no sum
-            share = (
-                _buffer("share", weight.shape, weight)
-                if len(pieces) > 1
-                else torch.empty_like(weight)
-            )
-            total = (
-                _buffer("gradient", weight.shape, weight, torch.float32).zero_()
-                if len(pieces) > 1
-                else None
-            )
+        if ctx.needs_input_grad[1] and len(pieces) == 1:
+            share = torch.empty_like(weight)
+        elif ctx.needs_input_grad[1]:
+            total = _buffer("gradient", weight.shape, weight, torch.float32).zero_()
+            if not ctx.sizes.sums_in_product:
+                share = _buffer("share", weight.shape, weight)
         for rows in pieces:
-            logits = kept if kept is not None and rows.stop <= len(kept) else None
-            logits = _logits(hidden[rows], weight, bias, ctx.product) if logits is None else logits
+            logits = kept if kept is not None and rows.stop <= keep else None
+            if logits is None:
+                logits = _logits(hidden[rows], weight, bias, ctx.product)
+            # the gradient of the logits, in their place
             dx = ctx.backward_of_softmax(
                 logits, token_ids[rows], ctx.tau, lse[rows], grad_logp[rows]
             )
@@ -193,13 +191,34 @@ class _TokenLogp(torch.autograd.Function):
                 torch.mm(dx.mT, hidden[rows], out=share)
                 if total is not None:
                     total += share
+            elif total is not None:
+                add_product(total, dx.mT, hidden[rows])
             if grad_bias is not None:
                 grad_bias += dx.sum(0, dtype=torch.float32)
+            del logits, dx  # before there is another chunk
         if kept is not None:
             _return_buffer("kept", kept)
         grad_bias = None if bias is None or grad_bias is None else grad_bias.to(bias.dtype)
         grad_weight = share if total is None else total.to(weight.dtype, copy=True)
-        return grad_hidden, grad_weight, grad_bias, *6 * (None,)
+        return grad_hidden, grad_weight, grad_bias, *7 * (None,)
+
+
+def _softmax(by_kernels: bool, sizes: Chunks) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The log-probs of tokens and the gradient of logits, by the C kernels or by PyTorch's operations."""
+    if by_kernels:
+        return kernels.token_logp, kernels.token_logp_backward
+    return (
+        partial(logp_forward, chunk=sizes.softmax),
+        partial(logp_backward, chunk=sizes.softmax),
+    )
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a · b in float32, where the product is not rounded to the dtype of a and b."""
+    if a.is_cuda and a.dtype != torch.float32:
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    else:
+        total.addmm_(a.float(), b.float())
 
 
 def _logits(
@@ -220,8 +239,8 @@ def _logits(
     )
 
 
-def _kept_and_chunks(kept: int, rows: int, vocabulary: int) -> list[slice]:
-    return [slice(0, kept)] * bool(kept) + chunks(kept, rows, vocabulary, KERNEL_LOGITS)
+def _kept_and_chunks(kept: int, rows: int, vocabulary: int, numbers: int) -> list[slice]:
+    return [slice(0, kept)] * bool(kept) + chunks(kept, rows, vocabulary, numbers)
 
 
 def chunks(start: int, stop: int, vocabulary: int, numbers: int) -> list[slice]:

@@ -33,7 +33,9 @@ PIECE = 512  # tokens of a step, at most, unless there are more rows: a longer r
 MIN_ROWS = 2  # PyTorch's product with one row takes another kernel, with another order of summation
 OFTEN = 4  # steps of the same shapes after which a GPU records them
 MIN_KEYS = 16  # numbers in a vector register: caches hold a multiple of it
-KEPT_BYTES = 4 << 30  # keys and values that a GPU may hold from batch to batch, while the policy learns
+KEPT_BYTES = (
+    4 << 30
+)  # keys and values that a GPU may hold from batch to batch, while the policy learns
 
 
 @dataclass(slots=True)
