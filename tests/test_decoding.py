@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from cuda_graphs import record_on_cpu
@@ -10,7 +13,7 @@ from tiny import tiny_policy
 
 from lagrpo.model.model import copy_policy
 from lagrpo.rollout import decoding
-from lagrpo.rollout.decoding import DecodeState, round_up_keys
+from lagrpo.rollout.decoding import DecodeState, records_steps, round_up_keys
 from lagrpo.rollout.local import LocalSampler
 
 PROMPT = [5, 6, 7, 8, 9]
@@ -141,6 +144,25 @@ def test_small_cache_of_recorded_steps_has_room_for_all_tokens_and_stays(
     state = DecodeState(torch_policy().model, 8, 300)
     assert state.own.capacity == capacity
     assert state.may_stay == stays
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "records"),
+    [
+        ("llama", {}, True),
+        ("llama", {"rope_type": "linear", "factor": 2.0}, True),
+        ("llama", {"rope_type": "dynamic", "factor": 2.0}, False),
+        ("phi3", {}, False),
+    ],
+)
+def test_steps_are_recorded_if_they_never_wait_for_the_gpu(kind, changes, records):
+    rope = {"rope_parameters": {"rope_theta": 10000.0} | changes} if changes else {}
+    policy = tiny_policy(kind, backend="torch", **rope)
+    on_gpu: Any = SimpleNamespace(
+        device=torch.device("cuda"), config=policy.model.config, lm=policy.model.lm
+    )
+    assert records_steps(on_gpu) == records
+    assert not records_steps(policy.model)
 
 
 @pytest.mark.parametrize(

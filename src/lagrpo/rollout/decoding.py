@@ -307,10 +307,12 @@ class StepLayout:
 
 
 def records_steps(model: Model) -> bool:
-    """True if decoding steps of a model can be recorded. Families that are not reproduced may wait for the GPU inside
-    a step, which a graph cannot."""
-    d = Shape.of(model.config.get_text_config()).d
-    return model.device.type == "cuda" and is_reproduced(model.lm, d)
+    """True if decoding steps of a model can be recorded. A graph cannot wait for the GPU inside a step, as families
+    may that are not reproduced, and a rotary embedding that grows with the sequence does."""
+    text = model.config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}
+    reproduced = is_reproduced(model.lm, Shape.of(text).d) and rope.get("rope_type") != "dynamic"
+    return model.device.type == "cuda" and reproduced
 
 
 class RecordedSteps:
