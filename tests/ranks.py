@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from running import skip_curves_and_syncs
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from warm import forks
 
 from lagrpo.training.callbacks import Callback
