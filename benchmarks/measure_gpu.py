@@ -1,4 +1,4 @@
-"""Everything that is worth knowing about one GPU, in order of information, for a machine that is lent for a short time.
+"""Measures everything that is worth knowing about one GPU, the most informative first.
 
 make measure-gpu
 make measure-gpu OPTIONS="--only peak tests learn"

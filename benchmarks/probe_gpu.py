@@ -116,7 +116,7 @@ def learn_135m(asked: argparse.Namespace) -> Answers:
 
 
 def free(asked: argparse.Namespace) -> Answers:
-    """Not for training: gradients of two passes differ."""
+    """Profiles an update whose gradient differs from pass to pass."""
     name = "tiny" if asked.quick else "1.5b"
     with nothing_deterministic():
         yield f"learn {name}, not deterministic", profile_update(name, 8192, asked.quick)
@@ -147,7 +147,7 @@ def sample(asked: argparse.Namespace) -> Answers:
 
 
 def rows(asked: argparse.Namespace) -> Answers:
-    """A row whose bits do not depend on its neighbors makes the importance ratio exact."""
+    """Compares products of a few rows with those of many. Equal bits make the importance ratio exactly 1."""
     counts = [2, 4, 16] if asked.quick else [1, 2, 4, 8, 16, 32, 64, 128, 256, 682, 1024, 4096]
     matmul: Any = torch.backends.cuda.matmul
     for way in ["default", "without split-K"] if ON_GPU else ["default"]:
@@ -174,7 +174,8 @@ def rows(asked: argparse.Namespace) -> Answers:
 
 
 def attention(asked: argparse.Namespace) -> Answers:
-    """In decoding, the query heads of a key head are tokens, and each row uses some of a cache of fixed length."""
+    """Compares a decoding step, where the query heads of a key head are tokens and each row uses a part of its cache,
+    with the trainer's attention along the sequence."""
     if not ON_GPU:
         print("attention: FlashAttention needs a GPU")
         return
@@ -280,7 +281,7 @@ def random_micro_batches(
 
 @contextmanager
 def nothing_deterministic() -> Iterator[None]:
-    """Inside, updates may add up gradients in any order."""
+    """Lets updates add up gradients in any order."""
 
     @contextmanager
     def leave_as_it_is(_: Any) -> Iterator[None]:
