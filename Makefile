@@ -37,7 +37,7 @@ PYTEST := $(ONE_THREAD) $(BIN)/python -m pytest
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-gpu test-vllm test-view test-trackers check-wheel wheel test-gym check-trl check-lighteval \
 	chaos conformance portability check-aarch64 bench-trl bench-scaling bench-curve bench-peak bench-vllm bench-gpu bench-busy bench-ranks \
-	bench-memory bench-lora check-ranks docs lint format install vllm-env clean
+	bench-memory bench-lora check-ranks measure-gpu docs lint format install vllm-env clean
 
 help:
 	@echo "Use"
@@ -66,6 +66,7 @@ help:
 	@echo "  make check-lighteval  install lighteval, then compare how it scores answers (LAGRPO_DATA)"
 	@echo "  make conformance      install other trainers' losses and write the table of reports/conformance.md"
 	@echo "  make check-ranks      compare completions, gradients and weights of 1, 2 and 3 ranks"
+	@echo "  make measure-gpu      probe a GPU, run its tests and its benchmark, each with a time limit"
 	@echo "  make bench-NAME       trl, curve, scaling, peak, vllm, gpu, busy, ranks, memory or lora (benchmarks/README.md)"
 	@echo
 	@echo "Variables"
@@ -119,6 +120,9 @@ bench-trl bench-peak bench-curve: check-trl
 
 bench-scaling bench-gpu bench-busy bench-ranks bench-memory bench-lora check-ranks: $(STAMP)
 	$(BIN)/python benchmarks/$(subst -,_,$@).py $(OPTIONS)
+
+measure-gpu: $(STAMP)
+	$(BIN)/python benchmarks/measure_gpu.py $(OPTIONS)
 
 bench-vllm: $(STAMP) $(VLLM_STAMP)
 	$(BIN)/python benchmarks/$(subst -,_,$@).py --peer $(VLLM_ENV)/bin/python $(OPTIONS)

@@ -1,12 +1,12 @@
-"""Several ranks in tests: three processes that stay, with the environment that torchrun gives. `run_on_ranks` calls a
-function on each of them, `together` makes a run. If one fails, all are ended, and the next call starts others."""
+"""Several ranks in tests: three processes that stay, with the environment that torchrun gives and the store that it
+serves. `run_on_ranks` calls a function on each of them, `together` makes a run. If one fails, all are ended, and the
+next call starts others."""
 
 from __future__ import annotations
 
 import atexit
 import os
 import pickle
-import socket
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from running import skip_curves_and_syncs
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from warm import forks
 
 from lagrpo.training.callbacks import Callback
@@ -56,12 +57,9 @@ def _call(size: int, work: Callable[..., Any], *given: Any) -> list[Any]:
         process.start()
         theirs.close()
         _staying.append((process, ours))
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for rank, (_, end) in enumerate(_staying[:size]):
-        place = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
-        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        end.send_bytes(pickle.dumps(({n: str(v) for n, v in place.items()}, work, given)))
+        end.send_bytes(pickle.dumps((torchrun_environment(rank, size, store.port), work, given)))
     found, deadline = list[Any](), DEADLINE
     for _, end in _staying[:size]:
         found.append(_result(end, deadline))
@@ -69,6 +67,28 @@ def _call(size: int, work: Callable[..., Any], *given: Any) -> list[Any]:
     if any(map(_has_failed, found)):
         _end_all()
     return found
+
+
+def torchrun_environment(rank: int, size: int, port: int) -> dict[str, str]:
+    """What torchrun sets for a rank of one host, whose store listens on `port`."""
+    values = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "ROLE_RANK": rank,
+        "GROUP_RANK": 0,
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": size,
+        "ROLE_WORLD_SIZE": size,
+        "GROUP_WORLD_SIZE": 1,
+        "ROLE_NAME": "default",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "TORCHELASTIC_RESTART_COUNT": 0,
+        "TORCHELASTIC_MAX_RESTARTS": 0,
+        "TORCHELASTIC_RUN_ID": "none",
+        "TORCHELASTIC_USE_AGENT_STORE": True,
+    }
+    return {name: str(value) for name, value in values.items()}
 
 
 @atexit.register

@@ -169,6 +169,26 @@ def test_sequence_longer_than_the_sliding_window_or_the_positions_is_rejected():
         check_context(tiny_policy().model.config, 513)
 
 
+@pytest.mark.parametrize(
+    ("long_factor", "longest"),
+    [
+        pytest.param(4.0, 32, id="another factor beyond 32 tokens"),
+        pytest.param(1.0, 512, id="the same factor"),
+    ],
+)
+def test_sequence_beyond_the_switch_of_longrope_is_rejected(long_factor, longest):
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 8,
+        "long_factor": [long_factor] * 8,
+    }
+    config = tiny_model("phi3", rope_parameters=rope, original_max_position_embeddings=32).config
+    check_context(config, longest)
+    with pytest.raises(ValueError, match=f" is {longest}: lower"):
+        check_context(config, longest + 1)
+
+
 def test_model_call_without_a_layout_is_an_error():
     with pytest.raises(ValueError, match="without a layout"):
         tiny_model()(input_ids=torch.tensor([[3, 4, 5]]))

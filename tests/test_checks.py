@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from lagrpo.errors import SettingsError
+from lagrpo.model import backend
 from lagrpo.settings.schema import Settings
 from lagrpo.training.checks import check_settings
 
@@ -33,6 +35,53 @@ def test_models_that_may_exist_are_accepted(tmp_path, monkeypatch):
     (tmp_path / "no-such" / "config.json").write_text("{}")
     for model in ("model", "smollm2", "Qwen/Qwen2.5-0.5B-Instruct", "gpt2", "~/no-such"):
         assert check_settings(settings(model={"path": model})).name == "grpo"
+
+
+VLLM = {"rollout": {"engine": "vllm"}}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "visible", "vllm", "shared"),
+    [
+        pytest.param(2, None, {"gpus": [2, 3]}, None, id="others"),
+        pytest.param(2, None, {"gpus": [1, 2]}, 1, id="that of the second rank"),
+        pytest.param(2, "4,5,6", {"gpus": [5]}, 5, id="ranks see others"),
+        pytest.param(2, "4,5,6", {"gpus": [6, 0]}, None, id="visible, but no rank's"),
+        pytest.param(1, None, {"gpus": [0]}, 0, id="one process"),
+        pytest.param(1, "GPU-8f1a", {"gpus": [0]}, None, id="named by UUID: unknown"),
+        pytest.param(2, None, {}, None, id="not set"),
+        pytest.param(
+            1,
+            None,
+            {"gpus": [0], "server_args": ["--gpu-memory-utilization 0.4"]},
+            None,
+            id="shared on purpose",
+        ),
+        pytest.param(
+            1,
+            None,
+            {
+                "gpus": [0],
+                "server_args": ["--gpu-memory-utilization 0.4"],
+                "weight_transfer": "nccl",
+            },
+            0,
+            id="shared, by NCCL",
+        ),
+    ],
+)
+def test_gpu_of_a_rank_is_not_the_server_s(monkeypatch, ranks, visible, vllm, shared):
+    monkeypatch.setattr(backend, "pick_device", lambda: torch.device("cuda"))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    own = settings(**VLLM, vllm=vllm)
+    if shared is None:
+        check_settings(own)
+    else:
+        with pytest.raises(SettingsError, match=f"vllm.gpus: GPU {shared} is one"):
+            check_settings(own)
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [

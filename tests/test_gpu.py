@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from safetensors.torch import load_file
 from test_attention import GROUPS, random_groups, reference_logp
+from test_decoding import decode
 from test_sampling import log_ratio, requests_for, sampled
 from tiny import save_tiny, tiny_policy
+from torch import nn
 
 import lagrpo
 from lagrpo.model.attention import attend_by_segments, attend_varlen, takes_varlen
 from lagrpo.model.layout import PackedLayout
-from lagrpo.model.model import Packed
+from lagrpo.model.logprobs import ON_GPU, token_logp
+from lagrpo.model.model import Packed, copy_policy
 from lagrpo.rollout import decoding
+from lagrpo.rollout.local import LocalSampler
 from lagrpo.training.trainer import deterministic
 
 pytestmark = pytest.mark.gpu
@@ -53,6 +59,47 @@ def test_recorded_steps_sample_the_same_tokens(monkeypatch):
         for ours, plain in zip(group.completions, found[1][key].completions, strict=True):
             assert torch.equal(ours.token_ids, plain.token_ids)
             assert torch.equal(ours.logp_alpha, plain.logp_alpha)
+
+
+def test_recorded_steps_of_several_pieces_give_each_row_its_own_hidden_state(monkeypatch):
+    monkeypatch.setattr(decoding, "PIECE", 8)
+    policy = tiny_policy(dtype=torch.bfloat16, device="cuda", head_dim=32)
+    steps = [[[20 + n, 30 + n, 40 + n] for _ in range(4)] for n in range(10)]  # pieces of 8 and 4
+    recorded = decode(policy, steps)
+    monkeypatch.setattr(decoding, "OFTEN", 1000)
+    for ours, computed in zip(recorded, decode(policy, steps), strict=True):
+        assert torch.equal(ours, computed)
+
+
+def test_sampler_with_graphs_of_earlier_batches_samples_what_a_new_one_does():
+    policy, other = (
+        tiny_policy(dtype=torch.bfloat16, device="cuda", head_dim=32, seed=seed) for seed in (0, 1)
+    )
+    sampler = LocalSampler(copy_policy(policy), 0, 100, 64)
+    for _ in range(2):
+        list(sampler.sample(requests_for(policy, 9), 6))
+    sampler.sync_weights(other.weights, 1)
+    groups = {r.prompt.key: group for r, group in sampler.sample(requests_for(policy, 5), 6)}
+    for key, group in sampled(other, requests_for(policy, 5), max_tokens=100).items():
+        for ours, new in zip(groups[key].completions, group.completions, strict=True):
+            assert torch.equal(ours.token_ids, new.token_ids)
+            assert torch.equal(ours.logp_alpha, new.logp_alpha)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_gradient_of_log_probs_in_many_chunks_equals_that_in_one(dtype):
+    torch.manual_seed(0)
+    head = nn.Linear(64, 500, bias=False, device="cuda", dtype=dtype)
+    hidden = torch.randn(300, 64, device="cuda", dtype=dtype, requires_grad=True)
+    ids = torch.arange(300, device="cuda")
+    gradients = []
+    with deterministic(tiny_policy(device="cuda").model):
+        for rows in (7, 1000):
+            sizes = replace(ON_GPU, softmax=3 * 500, product=rows * 500)
+            logp = token_logp(hidden, head, ids, 1.0, sizes=sizes)
+            gradients.append(torch.autograd.grad(logp.sum(), (hidden, head.weight)))
+    for many, one in zip(*gradients, strict=True):
+        assert (many.float() - one.float()).abs().max() <= 0.02 * one.float().abs().max()
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "d"), [(6, 2, 64), (4, 4, 32), (4, 2, 128)])

@@ -33,9 +33,10 @@ pytestmark = pytest.mark.gpu
 def group() -> Iterator[Any]:
     """This process as the only rank, by NCCL."""
     torch.cuda.set_device(0)
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     dist.init_process_group(
-        "nccl", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=60)
-    )  # pyright: ignore[reportPrivateImportUsage]
+        "nccl", store=store, rank=0, world_size=1, timeout=timedelta(seconds=60)
+    )
     yield dist.group.WORLD
     dist.destroy_process_group()
 

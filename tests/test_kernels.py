@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import shlex
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -202,7 +203,7 @@ def test_kernels_and_pytorch_sample_the_same_tokens():
 @each("kept", [0, 1, 150, 2000])
 def test_keeping_logits_for_the_backward_pass_changes_nothing(kept, monkeypatch):
     """None, less than a row, some of them, all; two forward passes before their backward passes; one of them twice."""
-    monkeypatch.setattr(logprobs, "KERNEL_LOGITS", 300)
+    sizes = replace(logprobs.ON_CPU, product=300)
     monkeypatch.setattr(logprobs, "KEPT_LOGITS", kept)
     hidden, head = random(9, 8, seed=1).requires_grad_(), linear(random(100, 8, seed=2))
     weight = head.weight
@@ -211,7 +212,8 @@ def test_keeping_logits_for_the_backward_pass_changes_nothing(kept, monkeypatch)
         torch.log_softmax(hidden @ weight.T, -1)[ids, ids].sum(), (hidden, weight)
     )
     first, second = (
-        logprobs.token_logp(hidden, head, ids, 1.0, by_kernels=True).sum() for _ in range(2)
+        logprobs.token_logp(hidden, head, ids, 1.0, by_kernels=True, sizes=sizes).sum()
+        for _ in range(2)
     )
     for loss in (first, second, first):
         for ours, theirs in zip(

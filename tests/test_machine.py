@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from each import each
+from ranks import torchrun_environment
 from running import tiny_settings
 from tiny import save_tiny
 
@@ -43,6 +44,11 @@ def test_default_is_physical_cores_within_affinity_and_quota(
     monkeypatch.setattr(machine, "usable_cores", lambda: usable)
     torch.set_num_threads(physical)
     assert machine.choose_threads() == expected
+
+
+def test_environment_without_torchrun_lacks_what_torchrun_sets_and_keeps_the_rest():
+    kept = {"PATH": "/bin", "CUDA_VISIBLE_DEVICES": "1", "MY_RANK": "3", "MASTER": "x"}
+    assert machine.drop_torchrun(torchrun_environment(1, 2, 29500) | kept) == kept
 
 
 def test_ranks_of_a_host_share_its_cores_whatever_torchrun_sets(monkeypatch):

@@ -80,10 +80,6 @@ def test_links_lead_to_files_and_headings(page):
             )
 
 
-def test_all_docs_together_have_at_most_1500_lines():
-    assert sum(text_of(page).count("\n") for page in DOCS) <= 1500
-
-
 @pytest.mark.parametrize("page", PAGES, ids=str)
 def test_settings_named_in_a_page_exist(page):
     known = list_settings(Settings)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from lagrpo.model.model import Policy, copy_policy
 from lagrpo.rollout.local import LocalSampler
 from lagrpo.training.batch import assemble, micro_batches
 from lagrpo.training.ranks import Ranks
-from lagrpo.training.trainer import Optimization, Trainer
+from lagrpo.training.trainer import Optimization, Trainer, deterministic
 from lagrpo.types import Group, Outcome
 
 either_computation = pytest.mark.usefixtures(
@@ -308,6 +310,29 @@ def test_reference_is_swapped_only_at_the_end_of_a_stage():
     assert stepping.reference is not None
     assert stepping.reference.version == policy.version == 2
     assert stepping.step(stepping.pack(batch, 999))[1]["kl_ref"] == pytest.approx(0, abs=1e-6)
+
+
+@pytest.mark.parametrize("filled", [True, False])
+@pytest.mark.parametrize(("enabled", "warn_only"), [(False, False), (True, False), (True, True)])
+def test_choice_of_deterministic_algorithms_is_the_caller_s_again_after_a_step(
+    enabled, warn_only, filled
+):
+    model: Any = SimpleNamespace(
+        device=torch.device("cuda"), config=tiny_policy().model.config, lm=None
+    )
+    fill: Any = torch.utils.deterministic
+    before = fill.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+    fill.fill_uninitialized_memory = filled
+    try:
+        with deterministic(model):
+            assert torch.are_deterministic_algorithms_enabled()
+        assert torch.are_deterministic_algorithms_enabled() == enabled
+        assert torch.is_deterministic_algorithms_warn_only_enabled() == warn_only
+        assert fill.fill_uninitialized_memory == filled
+    finally:
+        torch.use_deterministic_algorithms(False)
+        fill.fill_uninitialized_memory = before
 
 
 def test_learning_rate_schedules():

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import run_on_ranks
 from running import tiny_settings
 from safetensors.torch import load_file
 from test_episodes import ask, episodes, talking
@@ -406,6 +407,39 @@ def test_server_launch_sets_the_options_that_a_run_needs(monkeypatch):
     monkeypatch.setenv(server.PYTHON, "/nosuch")
     with pytest.raises(ValueError, match="no Python with vLLM at /nosuch: `make vllm-env`"):
         find_python()
+
+
+def started_by_each_rank(group: Any, directory: Path) -> bool:
+    """A server that a rank starts, as the run does, is ready. Raises SamplerError with the server's log if not."""
+    python = directory / f"python-{group.rank()}"
+    program = Path(__file__).parent / "server_program.py"
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{program}" "$@"\n')
+    python.chmod(0o700)
+    launch = Launch(str(python), "model", "float32", 300, 7)
+    started = server.StartedServer(launch, python.with_suffix(".log"))
+    try:
+        started.wait_until_ready()
+        return True
+    finally:
+        started.close()
+
+
+def test_server_that_a_rank_starts_has_a_process_group_of_its_own(tmp_path):
+    assert run_on_ranks(started_by_each_rank, tmp_path, size=2) == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        pytest.param(["nvidia0"], True, id="first GPU"),
+        pytest.param(["nvidia3", "nvidiactl"], True, id="another GPU alone"),
+        pytest.param(["nvidiactl", "nvidia-uvm", "null"], False, id="driver without a GPU"),
+    ],
+)
+def test_any_gpu_of_a_container_is_found(tmp_path, names, expected):
+    for name in names:
+        (tmp_path / name).touch()
+    assert server.has_gpu(tmp_path) == expected
 
 
 def test_server_ends_if_its_parent_process_ends():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,6 +20,11 @@ NUMBER = (
 )  # variables by which users set the number of threads
 WAITING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")  # variables by which users set how threads wait
 SPINS = "1000"  # tens of microseconds; GNU's OpenMP takes 300,000, which is milliseconds
+TORCHRUN = re.compile(
+    r"(LOCAL_|GROUP_|ROLE_)?RANK|(LOCAL_|GROUP_|ROLE_)?WORLD_SIZE|ROLE_NAME|MASTER_(ADDR|PORT)"
+    r"|TORCHELASTIC_.*"
+)
+"""Variables by which torchrun tells a process its place among the others."""
 
 
 def cache_directory() -> Path:
@@ -76,6 +82,12 @@ def drop_own(environment: Mapping[str, str]) -> dict[str, str]:
         for name, value in environment.items()
         if (name, value) != ("GOMP_SPINCOUNT", SPINS)
     }
+
+
+def drop_torchrun(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment without what torchrun put there: for programs that are not ranks. One that starts a process group
+    of its own would look for the store of torchrun's."""
+    return {name: value for name, value in environment.items() if not TORCHRUN.fullmatch(name)}
 
 
 def usable_cores() -> int:

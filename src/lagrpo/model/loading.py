@@ -202,18 +202,30 @@ def check_supported(config: Any) -> None:
 
 
 def check_context(config: Any, tokens: int) -> None:
-    """Raise ValueError if prompts and completions of `tokens` tokens do not fit the model's window or positions."""
+    """Raise ValueError if prompts and completions of `tokens` tokens do not fit the model's window or positions, or
+    would reach the length at which it turns positions by other factors."""
     text = config.get_text_config()
     slides = "sliding_attention" in (getattr(text, "layer_types", None) or ("sliding_attention",))
     slides = slides and getattr(text, "use_sliding_window", True)
-    limits = {"longest position": getattr(text, "max_position_embeddings", None)}
-    limits |= {"sliding window": getattr(text, "sliding_window", None)} if slides else {}
+    limits = {"longest position of this model": getattr(text, "max_position_embeddings", None)}
+    if slides:
+        limits["sliding window of this model"] = getattr(text, "sliding_window", None)
+    limits["length at which this model switches to LongRoPE's long factors"] = longrope_switch(text)
     for what, limit in limits.items():
         if limit is not None and tokens > limit:
             lower = "lower rollout.max_prompt_length or max_completion_length"
             raise ValueError(
-                f"sequences may have {tokens} tokens, but the {what} of this model is {limit}: {lower}"
+                f"sequences may have {tokens} tokens, but the {what} is {limit}: {lower}"
             )
+
+
+def longrope_switch(text: Any) -> int | None:
+    """Tokens beyond which a model with LongRoPE uses its long factors, for all positions of a call: then log-probs
+    depend on what is computed together, and sampler and trainer differ. None if nothing changes there."""
+    rope = getattr(text, "rope_parameters", None) or {}
+    if rope.get("rope_type") != "longrope" or rope["short_factor"] == rope["long_factor"]:
+        return None
+    return rope["original_max_position_embeddings"]
 
 
 @torch.no_grad()

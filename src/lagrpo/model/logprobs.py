@@ -4,6 +4,9 @@ The rollout engine samples from softmax(logits / tau) and the trainer differenti
 exponentials of the same rounded logits, so right after a weight sync the ratio π/α is 1 up to rounding in float32. The
 C kernels do it in one pass over the logits as they are, and put the gradient in their place. PyTorch's operations make
 float32 copies a chunk at a time, so that memory is bounded however many tokens there are.
+
+Chunks of a CPU are about as large as its caches. A GPU needs larger ones: it computes a product of a few hundred rows
+at a third of its speed, and each chunk is a dozen launches.
 """
 
 from __future__ import annotations
@@ -11,6 +14,8 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,11 +24,20 @@ from torch import Tensor, nn
 
 from lagrpo.cpu import kernels
 
-CHUNK_LOGITS = 1 << 23  # float32 logits in hand: 32 MiB, about what a processor's cache holds
-KERNEL_LOGITS = 1 << 25  # logits in hand, in the model's dtype: 64 MiB in bfloat16
-KEPT_LOGITS = (
-    1 << 27
-)  # at most so many wait for the backward pass (256 MiB); those beyond are computed again
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """The most numbers of [rows, V] that are in memory at a time."""
+
+    softmax: int  # float32 copies of logits
+    product: int  # logits in the model's dtype
+    sums_in_product: bool
+    """True if the products of chunks are added up in float32 as they are computed, for the gradient of the weight"""
+
+
+ON_CPU = Chunks(softmax=1 << 23, product=1 << 25, sums_in_product=False)  # 32 and 64 MiB (bfloat16)
+ON_GPU = Chunks(softmax=1 << 27, product=1 << 29, sums_in_product=True)  # 512 MiB and 1 GiB
+KEPT_LOGITS = 1 << 27  # wait for the backward pass (256 MiB); those beyond are computed again
 CDF_BLOCK = 256  # the cumulative distribution is searched first over blocks of this many tokens
 
 Product = Callable[[Tensor, Tensor], Tensor]  # (rows [n, H], where the result goes [n, V])
@@ -31,21 +45,21 @@ Product = Callable[[Tensor, Tensor], Tensor]  # (rows [n, H], where the result g
 
 def token_logp(
     hidden_TH: Tensor, head: nn.Linear, token_ids_T: Tensor, tau: float, entropy_T: Tensor | None = None,
-    by_kernels: bool = False, product: Product | None = None,
+    by_kernels: bool = False, product: Product | None = None, sizes: Chunks | None = None,
 ) -> Tensor:  # fmt: skip
     """log softmax(head(hidden) / tau)[token] for each row: float32 [T], nats, differentiable in hidden and the head's
     parameters. `entropy_T`, float32 [T], is filled with the entropy of each softmax, nats, without a gradient.
-    `product` computes the logits instead of PyTorch's product."""
+    `product` computes the logits instead of PyTorch's product. `sizes`: other chunks than the device's."""
     vocabulary = head.weight.shape[0]
-    if len(
-        strange := token_ids_T[(token_ids_T < 0) | (token_ids_T >= vocabulary)]
-    ):  # the kernels do not look
+    # the kernels do not look
+    if len(strange := token_ids_T[(token_ids_T < 0) | (token_ids_T >= vocabulary)]):
         raise ValueError(
             f"token {int(strange[0])} is outside the model's vocabulary of {vocabulary}"
         )
     keep = min(len(token_ids_T), KEPT_LOGITS // vocabulary) if torch.is_grad_enabled() else 0
-    given = hidden_TH, head.weight, head.bias, token_ids_T
-    return _TokenLogp.apply(*given, tau, entropy_T, by_kernels, product, keep)  # type: ignore[return-value]
+    sizes = sizes or (ON_GPU if hidden_TH.is_cuda else ON_CPU)
+    tensors = hidden_TH, head.weight, head.bias, token_ids_T
+    return _TokenLogp.apply(*tensors, tau, entropy_T, by_kernels, product, keep, sizes)  # type: ignore[return-value]
 
 
 # ---- the softmax by PyTorch's operations, as the kernels offer it ----
@@ -64,12 +78,12 @@ def exponentials(scaled: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def logp_forward(
-    logits: Tensor, token_ids: Tensor, tau: float, entropy: Tensor | None
+    logits: Tensor, token_ids: Tensor, tau: float, entropy: Tensor | None, chunk: int
 ) -> tuple[Tensor, Tensor]:
-    """As kernels.token_logp."""
+    """As kernels.token_logp, with at most `chunk` float32 logits at a time."""
     logp = torch.empty(len(token_ids), dtype=torch.float32, device=logits.device)
     lse = torch.empty_like(logp)
-    for rows in chunks(0, len(logits), logits.shape[1], CHUNK_LOGITS):
+    for rows in chunks(0, len(logits), logits.shape[1], chunk):
         x = scaled(logits[rows], tau)
         lse[rows] = exponentials(x)[1]
         logp[rows] = x.gather(1, token_ids[rows].unsqueeze(1)).squeeze(1) - lse[rows]
@@ -79,13 +93,21 @@ def logp_forward(
 
 
 def logp_backward(
-    logits: Tensor, token_ids: Tensor, tau: float, lse: Tensor, grad: Tensor
+    logits: Tensor, token_ids: Tensor, tau: float, lse: Tensor, grad: Tensor, chunk: int
 ) -> Tensor:
-    """As kernels.token_logp_backward: the gradient of a row is g / tau · (onehot - softmax)."""
-    for rows in chunks(0, len(logits), logits.shape[1], CHUNK_LOGITS):
-        g = (grad[rows] / tau).unsqueeze(1)
-        p = (scaled(logits[rows], tau) - lse[rows].unsqueeze(1)).exp_().mul_(-g)
-        logits[rows] = p.scatter_add_(1, token_ids[rows].unsqueeze(1), g)
+    """As kernels.token_logp_backward, with at most `chunk` float32 logits at a time: the gradient of a row is
+    g / tau · (onehot - softmax). A scatter would add g to its token; on a GPU it sorts if sums must be in a fixed
+    order, although here no two numbers meet. So the one number of each row is computed apart, and put in its place."""
+    vocabulary = logits.shape[1]
+    starts = (
+        torch.arange(len(logits), device=logits.device) * vocabulary
+    )  # of the rows, in one line
+    for rows in chunks(0, len(logits), vocabulary, chunk):
+        g = (grad[rows] / tau).unsqueeze(1)  # [rows, 1]
+        p = (scaled(logits[rows], tau) - lse[rows].unsqueeze(1)).exp_().mul_(-g)  # [rows, V]
+        of_token = p.gather(1, token_ids[rows].unsqueeze(1)) + g
+        logits[rows] = p
+        logits.view(-1)[starts[rows] + token_ids[rows]] = of_token.squeeze(1).to(logits.dtype)
     return logits
 
 
@@ -123,22 +145,19 @@ class _TokenLogp(torch.autograd.Function):
     def forward(
         ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, token_ids: Tensor, *asked: Any
     ) -> Tensor:
-        tau, entropy_T, by_kernels, ctx.product, keep = asked
-        forward = kernels.token_logp if by_kernels else logp_forward
+        tau, entropy_T, by_kernels, ctx.product, keep, sizes = asked
+        forward, ctx.backward_of_softmax = _softmax(by_kernels, sizes)
         logp = torch.empty(len(token_ids), dtype=torch.float32, device=hidden.device)
         lse = torch.empty_like(logp)
         ctx.kept = _buffer("kept", (keep, weight.shape[0]), weight, taken=True) if keep else None
-        for rows in _kept_and_chunks(keep, len(token_ids), weight.shape[0]):
-            logits = _logits(
-                hidden[rows], weight, bias, ctx.product, ctx.kept if rows.stop <= keep else None
-            )
+        for rows in _kept_and_chunks(keep, len(token_ids), weight.shape[0], sizes.product):
+            out = ctx.kept if rows.stop <= keep else None
+            logits = _logits(hidden[rows], weight, bias, ctx.product, out)
             entropy = None if entropy_T is None else entropy_T[rows]
             logp[rows], lse[rows] = forward(logits, token_ids[rows], tau, entropy)
+            del logits  # before there is another chunk
         ctx.save_for_backward(hidden, weight, bias, token_ids, lse)
-        ctx.tau, ctx.backward_of_softmax = (
-            tau,
-            kernels.token_logp_backward if by_kernels else logp_backward,
-        )
+        ctx.tau, ctx.sizes = tau, sizes
         return logp
 
     @staticmethod
@@ -146,26 +165,24 @@ class _TokenLogp(torch.autograd.Function):
         hidden, weight, bias, token_ids, lse = ctx.saved_tensors
         grad_hidden, grad_logp = torch.empty_like(hidden), grad_logp.contiguous()
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None else None
-        kept, ctx.kept = (
-            ctx.kept,
-            None,
-        )  # overwritten below: another backward pass computes them again
-        pieces = _kept_and_chunks(0 if kept is None else len(kept), len(token_ids), weight.shape[0])
+        # overwritten below: another backward pass computes them again
+        kept, ctx.kept = ctx.kept, None
+        keep = 0 if kept is None else len(kept)
+        pieces = _kept_and_chunks(keep, len(token_ids), weight.shape[0], ctx.sizes.product)
+        # The gradient of the weight: the product of a single piece, else the sum of products in float32, to which a
+        # piece adds its own `share` [V, H], or its product directly.
         total = share = None
-        if ctx.needs_input_grad[1]:  # a single piece needs no sum
-            share = (
-                _buffer("share", weight.shape, weight)
-                if len(pieces) > 1
-                else torch.empty_like(weight)
-            )
-            total = (
-                _buffer("gradient", weight.shape, weight, torch.float32).zero_()
-                if len(pieces) > 1
-                else None
-            )
+        if ctx.needs_input_grad[1] and len(pieces) == 1:
+            share = torch.empty_like(weight)
+        elif ctx.needs_input_grad[1]:
+            total = _buffer("gradient", weight.shape, weight, torch.float32).zero_()
+            if not ctx.sizes.sums_in_product:
+                share = _buffer("share", weight.shape, weight)
         for rows in pieces:
-            logits = kept if kept is not None and rows.stop <= len(kept) else None
-            logits = _logits(hidden[rows], weight, bias, ctx.product) if logits is None else logits
+            logits = kept if kept is not None and rows.stop <= keep else None
+            if logits is None:
+                logits = _logits(hidden[rows], weight, bias, ctx.product)
+            # the gradient of the logits, in their place
             dx = ctx.backward_of_softmax(
                 logits, token_ids[rows], ctx.tau, lse[rows], grad_logp[rows]
             )
@@ -174,13 +191,34 @@ class _TokenLogp(torch.autograd.Function):
                 torch.mm(dx.mT, hidden[rows], out=share)
                 if total is not None:
                     total += share
+            elif total is not None:
+                add_product(total, dx.mT, hidden[rows])
             if grad_bias is not None:
                 grad_bias += dx.sum(0, dtype=torch.float32)
+            del logits, dx  # before there is another chunk
         if kept is not None:
             _return_buffer("kept", kept)
         grad_bias = None if bias is None or grad_bias is None else grad_bias.to(bias.dtype)
         grad_weight = share if total is None else total.to(weight.dtype, copy=True)
-        return grad_hidden, grad_weight, grad_bias, *6 * (None,)
+        return grad_hidden, grad_weight, grad_bias, *7 * (None,)
+
+
+def _softmax(by_kernels: bool, sizes: Chunks) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The log-probs of tokens and the gradient of logits, by the C kernels or by PyTorch's operations."""
+    if by_kernels:
+        return kernels.token_logp, kernels.token_logp_backward
+    return (
+        partial(logp_forward, chunk=sizes.softmax),
+        partial(logp_backward, chunk=sizes.softmax),
+    )
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a · b in float32, where the product is not rounded to the dtype of a and b."""
+    if a.is_cuda and a.dtype != torch.float32:
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    else:
+        total.addmm_(a.float(), b.float())
 
 
 def _logits(
@@ -201,8 +239,8 @@ def _logits(
     )
 
 
-def _kept_and_chunks(kept: int, rows: int, vocabulary: int) -> list[slice]:
-    return [slice(0, kept)] * bool(kept) + chunks(kept, rows, vocabulary, KERNEL_LOGITS)
+def _kept_and_chunks(kept: int, rows: int, vocabulary: int, numbers: int) -> list[slice]:
+    return [slice(0, kept)] * bool(kept) + chunks(kept, rows, vocabulary, numbers)
 
 
 def chunks(start: int, stop: int, vocabulary: int, numbers: int) -> list[slice]:

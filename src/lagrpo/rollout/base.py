@@ -41,3 +41,8 @@ class SamplingParams:
     tau: float
     max_tokens: int  # of a completion
     episodes: Episodes | None = None  # what completions talk to; None: one turn
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest completion, with what its environment says."""
+        return self.max_tokens + (self.episodes.replied if self.episodes is not None else 0)

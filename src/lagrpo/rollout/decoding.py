@@ -3,6 +3,10 @@
 `DecodeState` holds what a set of active completions (*rows*) needs. Active rows are always rows 0 .. R-1: when one
 ends, the last one moves into its place. One step takes one token per row and returns the final hidden states. A row
 that waits for an environment takes none; the next step that it is in takes all tokens of the reply.
+
+A GPU records the steps that come often as CUDA graphs. The number of keys in such a step is rounded up, so that few
+graphs are needed. The number depends on the rows of the step alone, and not on the capacity of the caches: these may
+come from an earlier batch, and a resumed run, which has new ones, must round as the run that never stopped.
 """
 
 from __future__ import annotations
@@ -27,8 +31,11 @@ if TYPE_CHECKING:
 BLOCK = 64  # the own cache grows by this many tokens, or doubles
 PIECE = 512  # tokens of a step, at most, unless there are more rows: a longer reply takes several
 MIN_ROWS = 2  # PyTorch's product with one row takes another kernel, with another order of summation
-OFTEN = 4  # steps of one size after which a GPU records them
+OFTEN = 4  # steps of the same shapes after which a GPU records them
 MIN_KEYS = 16  # numbers in a vector register: caches hold a multiple of it
+KEPT_BYTES = (
+    4 << 30
+)  # keys and values that a GPU may hold from batch to batch, while the policy learns
 
 
 @dataclass(slots=True)
@@ -81,17 +88,18 @@ class DecodeInputs:
 class DecodeState:
     """Keys and values of the active rows, `own`, and of the prompts of their groups, `prefix`; which row belongs to
     which group. A group has a place in `prefix` until its last row has ended; the next new group takes that place.
-    Caches grow when rows, prompts or tokens need it."""
+    Caches grow when rows, prompts or tokens need it. If steps are recorded, `own` has room for `max_tokens` from the
+    start, because a graph reads the caches that it was recorded with, and is lost when one of them grows."""
 
     def __init__(self, model: Model, max_rows: int, max_tokens: int) -> None:
         self.model, self._shape = model, Shape.of(model.config.get_text_config())
         self._by_kernels = model.backend.attends_by_kernels(self._shape.d)
-        records = model.device.type == "cuda" and is_reproduced(
-            model.lm, self._shape.d
-        )  # others may synchronize
-        self._recorded = RecordedSteps() if records else None
+        self._recorded = RecordedSteps(model.device) if records_steps(model) else None
         self.max_rows = max(max_rows, MIN_ROWS)
-        self.own = self._cache(self.max_rows, min(BLOCK, max_tokens))
+        capacity = min(BLOCK, max_tokens)
+        if self._recorded and self._bytes(self.max_rows, max_tokens) <= KEPT_BYTES:
+            capacity = max_tokens
+        self.own = self._cache(self.max_rows, capacity)
         self.prefix = self._cache(0, MIN_KEYS)
         self.prompt_lengths = torch.zeros(0, dtype=torch.long)  # in each place; 0: free
         self.group_of_row = torch.empty(0, dtype=torch.long)  # its place
@@ -100,6 +108,14 @@ class DecodeState:
     @property
     def rows(self) -> int:
         return len(self.group_of_row)
+
+    @property
+    def may_stay(self) -> bool:
+        """True if this may serve the next batch: steps are recorded, which saves recording them again, and the caches
+        leave room for learning. The graphs stay right because weights are loaded in place."""
+        size = self._bytes(self.own.batch, self.own.capacity)
+        size += self._bytes(self.prefix.batch, self.prefix.capacity)
+        return self._recorded is not None and size <= KEPT_BYTES
 
     @torch.no_grad()
     def admit(self, prompts: Sequence[Sequence[int]], G: int) -> Tensor:
@@ -120,12 +136,11 @@ class DecodeState:
 
     def feed(self, tokens: Sequence[Sequence[int]]) -> Tensor:
         """The next tokens of each active row, none of a row that waits -> their final hidden states [., H]."""
-        counts = torch.tensor([len(of_row) for of_row in tokens])
+        counts = torch.tensor([len(row_tokens) for row_tokens in tokens])
         rows = torch.arange(len(counts)).repeat_interleave(counts)
         before = self.lengths[rows] + torch.arange(len(rows)) - (counts.cumsum(0) - counts)[rows]
-        inputs = DecodeInputs(
-            torch.tensor([token for of_row in tokens for token in of_row]), rows, before
-        )
+        ids = torch.tensor([token for row_tokens in tokens for token in row_tokens])
+        inputs = DecodeInputs(ids, rows, before)
         pieces = torch.arange(len(rows)).split(max(PIECE, self.rows))
         return torch.cat([self._feed(inputs.select(piece)) for piece in pieces])
 
@@ -164,17 +179,26 @@ class DecodeState:
             layout = self._kernel_layout(inputs, group_of_row, longest)
             return self.model.hidden(inputs.ids, positions, layout)[:count]
 
-        def compute(ids: Tensor, positions: Tensor, *step: Tensor) -> Tensor:
-            return self.model.hidden(
-                ids, positions, StepLayout(self.own, self.prefix, longest, *step)
-            )
+        prompt_keys, own_keys = self._count_keys(inputs)
 
-        keys = self.own.capacity if self._recorded else max(MIN_KEYS, int(inputs.before.max()) + 1)
-        seen = torch.arange(self.prefix.capacity) < self.prompt_lengths[group_of_row, None]
-        mask = torch.cat([seen, torch.arange(keys) <= inputs.before[:, None]], 1)[:, None, None]
-        given = inputs.ids, positions, mask, inputs.rows, inputs.before, group_of_row
-        step = self._recorded or (lambda compute, *given: compute(*(t.to(device) for t in given)))
-        return step(compute, *given)[:count]
+        def compute(ids: Tensor, positions: Tensor, *step: Tensor) -> Tensor:
+            layout = StepLayout(self.own, self.prefix, prompt_keys, longest, *step)
+            return self.model.hidden(ids, positions, layout)
+
+        in_prompt = torch.arange(prompt_keys) < self.prompt_lengths[group_of_row, None]
+        in_own = torch.arange(own_keys) <= inputs.before[:, None]
+        mask = torch.cat([in_prompt, in_own], 1)[:, None, None]
+        tensors = (inputs.ids, positions, mask, inputs.rows, inputs.before, group_of_row)
+        if self._recorded:
+            return self._recorded(compute, (prompt_keys, own_keys), *tensors)[:count]
+        return compute(*(tensor.to(device) for tensor in tensors))[:count]
+
+    def _count_keys(self, inputs: DecodeInputs) -> tuple[int, int]:
+        """The keys that a step looks at: of each prompt, and of each row's own cache."""
+        own = int(inputs.before.max()) + 1
+        if self._recorded:
+            return round_up_keys(int(self.prompt_lengths.max())), round_up_keys(own)
+        return self.prefix.capacity, max(MIN_KEYS, own)
 
     def _kernel_layout(self, inputs: DecodeInputs, group_of_row: Tensor, longest: int) -> Layout:
         """Who attends to whom in a step, which also puts the new keys and values into the caches."""
@@ -200,7 +224,7 @@ class DecodeState:
         return free[: len(lengths)]
 
     def _cache(self, batch: int, tokens: int) -> Cache:
-        shape, model, capacity = self._shape, self.model, -(-tokens // MIN_KEYS) * MIN_KEYS
+        shape, model, capacity = self._shape, self.model, self._capacity(tokens)
         lanes = kernels.numbers_in_a_lane(model.dtype) if self._by_kernels else 1
         made = {"dtype": torch.float32 if lanes > 1 else model.dtype, "device": model.device}
         sizes = ((shape.d // lanes, capacity), (capacity // lanes, shape.d))
@@ -209,13 +233,31 @@ class DecodeState:
         )
         return Cache(keys, values, lanes)
 
+    def _capacity(self, tokens: int) -> int:
+        """Tokens that a cache for at least `tokens` has room for."""
+        if self._recorded:
+            return round_up_keys(tokens)
+        return -(-tokens // MIN_KEYS) * MIN_KEYS
+
+    def _bytes(self, batch: int, tokens: int) -> int:
+        """Bytes of the keys and values of a cache."""
+        shape = self._shape
+        numbers = 2 * shape.layers * batch * shape.kv_heads * self._capacity(tokens) * shape.d
+        return numbers * self.model.dtype.itemsize
+
     def _grow(self, cache: Cache, batch: int, tokens: int) -> Cache:
         grown = self._cache(batch, tokens)
         grown.keys[:, : cache.batch, :, :, : cache.capacity] = cache.keys
         grown.values[:, : cache.batch, :, : cache.values.shape[3]] = cache.values
         if self._recorded:
-            self._recorded = RecordedSteps()  # those so far use the old cache
+            self._recorded = RecordedSteps(self.model.device)  # the old graphs use the old cache
         return grown
+
+
+def round_up_keys(tokens: int) -> int:
+    """The smallest of 64, 96, 128, 192, 256, 384, … that is not less than `tokens`."""
+    power = 1 << max(BLOCK - 1, tokens - 1).bit_length()
+    return power * 3 // 4 if tokens <= power * 3 // 4 and power > BLOCK else power
 
 
 class _Prefill:
@@ -241,6 +283,7 @@ class StepLayout:
 
     own: Cache
     prefix: Cache
+    prompt_keys: int  # how many keys of a prompt the step looks at
     longest: int
     mask: Tensor  # bool [n, 1, 1, keys]: what each token sees of its prompt's place, then of its row's own cache
     rows: Tensor  # int64 [n]
@@ -251,41 +294,54 @@ class StepLayout:
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
     ) -> Tensor:
         keys, values = self.own.keys[layer], self.own.values[layer]
-        keys[self.rows, :, :, self.slots], values[self.rows, :, self.slots] = key, value
-        own = self.mask.shape[-1] - self.prefix.capacity
-        k = torch.cat(
-            [self.prefix.keys[layer][self.groups], keys[self.rows, :, :, :own]], 3
-        ).mT.contiguous()
-        v = torch.cat([self.prefix.values[layer][self.groups], values[self.rows, :, :own]], 2)
-        q = query.unflatten(
-            1, (key.shape[1], -1)
-        )  # the query heads of a key head, as if they were tokens
+        keys[self.rows, :, :, self.slots] = key
+        values[self.rows, :, self.slots] = value
+        own_keys = self.mask.shape[-1] - self.prompt_keys
+        prompt_k = self.prefix.keys[layer][..., : self.prompt_keys][self.groups]
+        prompt_v = self.prefix.values[layer][:, :, : self.prompt_keys][self.groups]
+        k = torch.cat([prompt_k, keys[self.rows, :, :, :own_keys]], 3).mT.contiguous()
+        v = torch.cat([prompt_v, values[self.rows, :, :own_keys]], 2)
+        # the query heads of a key head, as if they were tokens
+        q = query.unflatten(1, (key.shape[1], -1))
         return F.scaled_dot_product_attention(q, k, v, self.mask, scale=scaling).flatten(1, 2)
 
 
-class RecordedSteps:
-    """CUDA graphs of decoding steps, one for each number of tokens that comes often: a replay is one launch, the step
-    itself a thousand. A graph reads and writes the caches that it was recorded with."""
+def records_steps(model: Model) -> bool:
+    """True if decoding steps of a model can be recorded. A graph cannot wait for the GPU inside a step, as families
+    may that are not reproduced, and a rotary embedding that grows with the sequence does."""
+    text = model.config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}
+    reproduced = is_reproduced(model.lm, Shape.of(text).d) and rope.get("rope_type") != "dynamic"
+    return model.device.type == "cuda" and reproduced
 
-    def __init__(self) -> None:
-        self.seen, self.made = (
-            Counter[int](),
-            dict[int, tuple[torch.cuda.CUDAGraph, list[Tensor], Tensor]](),
-        )
+
+class RecordedSteps:
+    """CUDA graphs of decoding steps, one for each shape that comes often: a replay is one launch, the step itself a
+    thousand. A graph reads and writes the caches that it was recorded with, and reads the weights where they lay."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.seen = Counter[tuple[int, ...]]()
+        self.made = dict[tuple[int, ...], tuple[torch.cuda.CUDAGraph, list[Tensor], Tensor]]()
         self.memory = torch.cuda.graph_pool_handle()
 
-    def __call__(self, compute: Callable[..., Tensor], *given: Tensor) -> Tensor:
-        size = len(given[0])
-        self.seen[size] += 1
-        if self.seen[size] < OFTEN:
-            return compute(*(t.cuda() for t in given))
-        if size not in self.made:
-            inputs, graph = [t.cuda() for t in given], torch.cuda.CUDAGraph()
+    def __call__(
+        self, compute: Callable[..., Tensor], keys: tuple[int, int], *tensors: Tensor
+    ) -> Tensor:
+        """compute(*tensors) on the device. The tensors [n, ...] lie on the CPU; `keys` completes their shapes."""
+        shape = (len(tensors[0]), *keys)
+        self.seen[shape] += 1
+        if self.seen[shape] < OFTEN:
+            return compute(*(tensor.to(self.device) for tensor in tensors))
+        if shape not in self.made:
+            inputs = [tensor.to(self.device, copy=True) for tensor in tensors]
+            graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self.memory, capture_error_mode="thread_local"):
                 out = compute(*inputs)
-            self.made[size] = graph, inputs, out
-        graph, inputs, out = self.made[size]
-        for to, tensor in zip(inputs, given, strict=True):
-            to.copy_(tensor)
+            self.made[shape] = graph, inputs, out
+        graph, inputs, out = self.made[shape]
+        for buffer, tensor in zip(inputs, tensors, strict=True):
+            buffer.copy_(tensor)
         graph.replay()
-        return out
+        # All graphs share their memory: the next replay, of this graph or of another one, writes over `out`.
+        return out.clone()

@@ -76,6 +76,7 @@ class LocalSampler:
         self.params = SamplingParams(
             "sample", policy.tau if tau is None else tau, max_tokens, episodes
         )
+        self._idle: DecodeState | None = None  # of an earlier batch, with its graphs
 
     @property
     def version(self) -> int:
@@ -97,16 +98,35 @@ class LocalSampler:
         self, requests: Sequence[Request], G: int, params: SamplingParams | None = None
     ) -> Iterator[tuple[Request, Group]]:
         """Yield each group when its last completion has ended. The next request takes the place of ended rows."""
-        params, rows = params or self.params, max(self.max_num_seqs, G)
-        batch = ContinuousBatch(self.policy, self.seed, requests, G, rows, params)
+        params = params or self.params
+        rows = min(max(self.max_num_seqs, G), G * len(requests))
+        state = self._take_state(rows, params)
+        batch = ContinuousBatch(self.policy, self.seed, requests, G, state, params)
+        del state
         while batch:
-            if (
-                params.purpose != "probe"
-            ):  # the weight-sync check is short, and ranks make it together
+            # the weight-sync check is short, and ranks make it together
+            if params.purpose != "probe":
                 raise_if_asked()
-            for group in batch.step():
+            complete = batch.step()
+            if not batch:  # the caller may never come back after the last group
+                self._give_back(batch.state, params)
+                del batch.state
+            for group in complete:
                 request, completions = group[0].request, tuple(map(self._complete, group))
                 yield request, Group(request.prompt, completions, request.epoch)
+
+    def _take_state(self, rows: int, params: SamplingParams) -> DecodeState:
+        """The decoding state of an earlier batch if it has room for `rows` rows, else a new one."""
+        idle, self._idle = self._idle, None
+        if idle is not None and rows <= idle.max_rows:
+            return idle
+        del idle  # before there are new caches
+        return DecodeState(self.model, rows, params.longest)
+
+    def _give_back(self, state: DecodeState, params: SamplingParams) -> None:
+        """Keep the state for the next batch of training. An evaluation or a check may not come again."""
+        if params is self.params and state.may_stay:
+            self._idle = state
 
     def _complete(self, row: _Row) -> Completion:
         sampled, episode = torch.tensor(row.sampled), row.episode
@@ -134,18 +154,16 @@ class ContinuousBatch:
         seed: int,
         requests: Sequence[Request],
         G: int,
-        rows: int,
+        state: DecodeState,
         params: SamplingParams,
     ) -> None:
-        self.model, self.eos_ids, self.seed, self.G, self.params = (
-            policy.model,
-            policy.chat.eos_ids,
-            seed,
-            G,
-            params,
-        )
+        self.model = policy.model
+        self.eos_ids = policy.chat.eos_ids
+        self.seed = seed
+        self.G = G
+        self.state = state
+        self.params = params
         self.waiting, self.open, self.active = deque(requests), list[list[_Row]](), list[_Row]()
-        self.state = DecodeState(self.model, min(rows, G * len(requests)), params.max_tokens)
         self.clock = 0  # steps
 
     def __bool__(self) -> bool:
@@ -177,13 +195,11 @@ class ContinuousBatch:
 
     def _begin(self, request: Request) -> list[_Row]:
         """The rows of a group."""
-        rows, length, episodes = [], self.params.max_tokens, self.params.episodes
-        if episodes is not None:
-            length += episodes.replied
+        rows, episodes = [], self.params.episodes
         for index in range(self.G):
             address = (self.seed, self.params.purpose, *request.address, index)
             episode = Episode(episodes, request.prompt, address) if episodes is not None else None
-            rows.append(_Row(request, uniforms(length, *address), episode))
+            rows.append(_Row(request, uniforms(self.params.longest, *address), episode))
         return rows
 
     def _feed(self, stepping: list[_Row]) -> Tensor:
@@ -246,6 +262,4 @@ class ContinuousBatch:
         del self.active[self.state.rows :]
         complete = [rows for rows in self.open if all(row.ended for row in rows)]
         self.open = [rows for rows in self.open if not all(row.ended for row in rows)]
-        if not self:
-            del self.state  # the caller may never come back after the last group
         return complete

@@ -55,6 +55,7 @@ def check_settings(
     check_model(settings)
     if os.environ.get("RANK", "0") == "0":
         check_run(settings, resume)
+        check_server_gpus(settings)
     return check_loss(settings, loss)
 
 
@@ -128,6 +129,25 @@ def check_run(settings: Settings, resume: str | None) -> None:
         else:
             check_new(Path(settings.run.output_dir), settings.run.name)
     check_installed(settings.run.report_to)
+
+
+def check_server_gpus(settings: Settings) -> None:
+    """Raise SettingsError if the server that the run starts gets a GPU that a rank of this host has. They may share one
+    if the server's share of the memory is set, but NCCL takes each GPU once."""
+    from lagrpo.model.backend import pick_device
+
+    vllm = settings.vllm
+    has_share = any("--gpu-memory-utilization" in words for words in vllm.server_args)
+    may_share = has_share and vllm.weight_transfer == "directory"
+    if not vllm.gpus or may_share or pick_device().type != "cuda":
+        return
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = visible.split(",") if visible else [str(gpu) for gpu in range(local_size())]
+    of_ranks = [gpu.strip() for gpu in gpus[: local_size()]]
+    for gpu in vllm.gpus:
+        if str(gpu) in of_ranks:
+            cure = "give the server others, or set CUDA_VISIBLE_DEVICES for the ranks"
+            raise SettingsError(f"vllm.gpus: GPU {gpu} is one that this run trains on: {cure}")
 
 
 def chat_template(model: ModelSettings) -> str | None:

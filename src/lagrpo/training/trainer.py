@@ -92,6 +92,8 @@ def deterministic(model: Model) -> Iterator[None]:
     """Inside, a GPU adds up gradients in a fixed order, as a CPU does, so that a run can be resumed bit for bit. Other
     families than FAMILIES may have operations without such an order; PyTorch warns of these."""
     before = torch.are_deterministic_algorithms_enabled()
+    warned_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    filled = torch.utils.deterministic.fill_uninitialized_memory  # pyright: ignore
     if model.device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # PyTorch asks for it
         torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore
@@ -100,7 +102,8 @@ def deterministic(model: Model) -> Iterator[None]:
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before)
+        torch.use_deterministic_algorithms(before, warn_only=warned_only)
+        torch.utils.deterministic.fill_uninitialized_memory = filled  # pyright: ignore
 
 
 class Trainer:

@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 
 from lagrpo.errors import SettingsError, refusing
 from lagrpo.logs import redact
-from lagrpo.machine import drop_own
+from lagrpo.machine import drop_own, drop_torchrun
 from lagrpo.model.embedded import check_path, resolve_model
 from lagrpo.rollout.vllm.client import KEY, SamplerError, VllmClient
 from lagrpo.settings.schema import Settings
@@ -102,9 +102,7 @@ class Launch:
             *("--logprobs-mode", "processed_logprobs", "--max-model-len", str(self.max_model_len)),
             *("--max-num-seqs", str(self.max_num_seqs), "--worker-extension-cls", EXTENSION),
         ]
-        if not (
-            self.gpus or os.environ.get("CUDA_VISIBLE_DEVICES") or Path("/dev/nvidia0").exists()
-        ):
+        if not (self.gpus or os.environ.get("CUDA_VISIBLE_DEVICES") or has_gpu()):
             words += ["--enforce-eager", "--no-enable-chunked-prefill"]
             words += ["--max-num-batched-tokens", str(max(8192, self.max_model_len))]
         if self.transfer == "nccl":
@@ -117,11 +115,12 @@ class Launch:
 
     def environment(self, key: str) -> dict[str, str]:
         """Every user can read a command line, so the key is here. On CPUs a server gets 2 GiB for keys and values and
-        all cores, unless our own environment says otherwise: the trainer mostly waits while it samples."""
+        all cores, unless our own environment says otherwise: the trainer mostly waits while it samples. A server that
+        a rank starts is not a rank itself."""
         inherited = {
-            n: v
-            for n, v in drop_own(os.environ).items()
-            if n not in ("OMP_NUM_THREADS", "PYTHONPATH")
+            name: value
+            for name, value in drop_torchrun(drop_own(os.environ)).items()
+            if name not in ("OMP_NUM_THREADS", "PYTHONPATH")
         }
         own = {"VLLM_API_KEY": key, "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
         own |= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if self.lora_rank else {}
@@ -130,6 +129,11 @@ class Launch:
         return (
             {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_NUM_OF_RESERVED_CPU": "0"} | inherited | own
         )
+
+
+def has_gpu(devices: Path = Path("/dev")) -> bool:
+    """True if this machine has an NVIDIA GPU. A container may have any of them, not just the first."""
+    return any(devices.glob("nvidia[0-9]*"))
 
 
 class StartedServer(VllmClient):

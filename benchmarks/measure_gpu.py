@@ -1,0 +1,147 @@
+"""Measures everything that is worth knowing about one GPU, the most informative first.
+
+make measure-gpu
+make measure-gpu OPTIONS="--only peak tests learn"
+python benchmarks/measure_gpu.py --dry-run         # the steps and their limits
+python benchmarks/measure_gpu.py --quick           # tiny sizes, also on a CPU, which leaves out the tests
+
+Each step is a process of its own with its own time limit. Its output goes to a file as it comes, so that it is there
+even if the step, a later one or the machine ends too early. `summary.md` beside it has a line for each step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "build" / "measure-gpu"
+GRACE = 10.0  # seconds from SIGTERM to SIGKILL
+CPU_STEPS = ("peak", "learn", "sample", "rows", "bench")
+
+
+@dataclass(frozen=True)
+class Step:
+    """A command that is stopped after `limit` seconds."""
+
+    name: str
+    limit: int
+    command: tuple[str, ...]
+
+    @staticmethod
+    def program(name: str, limit: int, file: str, *arguments: str) -> Step:
+        return Step(name, limit, (sys.executable, str(ROOT / "benchmarks" / file), *arguments))
+
+
+def steps(results: Path, quick: bool) -> list[Step]:
+    """All steps, the most informative first. Add new ones here."""
+    common = ("--results", str(results), *(("--quick",) if quick else ()))
+    probe = "probe_gpu.py"
+    return [
+        Step.program("peak", 60, probe, *common, "peak"),
+        Step("tests", 300, (sys.executable, "-m", "pytest", "-m", "gpu", "-v")),
+        Step.program("learn", 120, probe, *common, "learn"),
+        Step.program("sample", 150, probe, *common, "sample"),
+        Step.program("bench", 360, "bench_gpu.py", *common),
+        Step.program("rows", 60, probe, *common, "rows"),
+        Step.program("attention", 60, probe, *common, "attention"),
+        Step.program("free", 120, probe, *common, "free"),
+        Step.program("learn-135m", 90, probe, *common, "learn-135m"),
+    ]
+
+
+def main() -> None:
+    asked = options()
+    chosen = steps(asked.results, asked.quick)
+    if asked.only:
+        chosen = [step for step in chosen if step.name in asked.only]
+    if asked.dry_run:
+        for step in chosen:
+            print(f"{step.name:10} {step.limit:4} s  {shlex.join(step.command)}")
+        print(f"{sum(step.limit for step in chosen)} s at most; output in {asked.results}")
+        return
+    if not has_gpu():
+        if not asked.quick:
+            sys.exit(
+                "PyTorch sees no GPU here (`lagrpo env` says more). "
+                "--dry-run lists the steps; --quick tries what a CPU can compute."
+            )
+        chosen = [step for step in chosen if step.name in CPU_STEPS]
+        print("PyTorch sees no GPU: only the steps that a CPU can compute, without the tests")
+    asked.results.mkdir(parents=True, exist_ok=True)
+    summary = asked.results / "summary.md"
+    summary.write_text("| step | s | end | output |\n|---|---|---|---|\n")
+    outcomes = []
+    for number, step in enumerate(chosen, start=1):
+        log = asked.results / f"{number}-{step.name}.log"
+        print(f"\n== {step.name}: at most {step.limit} s, output in {log}", flush=True)
+        started = time.monotonic()
+        outcomes.append(run(step, log))
+        seconds = time.monotonic() - started
+        print(last_lines(log), f"== {step.name}: {outcomes[-1]}, {seconds:.0f} s", flush=True)
+        with summary.open("a") as file:
+            file.write(f"| {step.name} | {seconds:.0f} | {outcomes[-1]} | {log.name} |\n")
+    print(f"\n{summary.read_text()}")
+    sys.exit(any(outcome != "done" for outcome in outcomes))
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    names = [step.name for step in steps(RESULTS, quick=False)]
+    parser.add_argument("--only", nargs="+", choices=names, metavar="STEP", help=", ".join(names))
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
+    parser.add_argument("--dry-run", action="store_true", help="print the steps and their limits")
+    return parser.parse_args()
+
+
+def has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def run(step: Step, log: Path) -> str:
+    """How a step ended; its output is in `log`."""
+    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            step.command, cwd=ROOT, env=environment, stdout=out, stderr=out, start_new_session=True
+        )
+        try:
+            code = process.wait(step.limit)
+        except subprocess.TimeoutExpired:
+            stop(process)
+            return f"stopped after {step.limit} s"
+        except BaseException:
+            stop(process)
+            raise
+    return "done" if code == 0 else f"failed ({code})"
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """End a step with everything that it started."""
+    os.killpg(process.pid, signal.SIGTERM)
+    try:
+        process.wait(GRACE)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def last_lines(log: Path, count: int = 15) -> str:
+    lines = log.read_text(errors="replace").splitlines()[-count:]
+    return "".join(f"   {line[:200]}\n" for line in lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,349 @@
+"""Questions about one GPU, each answered in about a minute: where the time goes, and which bits depend on what.
+
+python benchmarks/probe_gpu.py STAGE …
+python benchmarks/probe_gpu.py --quick STAGE …     # tiny sizes, also on a CPU
+
+    peak        how fast it copies and multiplies
+    learn       an update of 1.5b: GPU seconds and launches by kind of kernel, memory
+    learn-135m  the same for 135m
+    free        the update of 1.5b without deterministic algorithms: what these cost
+    sample      decoding 128 rows of each model: tokens/s, recorded graphs, GPU seconds by kind of kernel
+    rows        which products give a row other bits if other rows are computed with it
+    attention   whether FlashAttention of a decoding step has the bits of the trainer's (needs a GPU)
+
+A stage adds what it finds to gpu-probes.json in the directory of results, and prints it. `make measure-gpu` runs all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from bench_gpu import device_name, free_memory, learning_flops, make_policy, rewarded
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+from work import SEED, common_options
+
+from lagrpo.core.recipes import resolve
+from lagrpo.model.model import Policy, copy_policy
+from lagrpo.rollout.base import Request
+from lagrpo.rollout.local import LocalSampler
+from lagrpo.training import trainer as trainers
+from lagrpo.training.batch import MicroBatch, assemble
+from lagrpo.training.trainer import Optimization, Trainer
+from lagrpo.types import Completion, Group, Prompt
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+KINDS = {
+    "product": ("gemm", "nvjet", "cutlass", "xmma", "wgmma"),
+    "attention": ("flash", "fmha"),
+    "sort, index": ("sort", "radix", "indexing_backward", "index_put", "scan", "onesweep"),
+    "sum": ("reduce",),
+    "gather, copy": ("gather", "index", "catarray", "copy", "memcpy", "memset", "fill"),
+    "softmax": ("exp", "entr"),
+    "optimizer": ("adam", "multi_tensor"),
+}
+"""Kinds of kernels, and what their names contain; the first kind that fits"""
+MATRICES = {
+    "135m": [(576, 576), (192, 576), (1536, 576), (576, 1536), (49_152, 576)],
+    "1.5b": [(1536, 1536), (256, 1536), (8960, 1536), (1536, 8960), (151_936, 1536)],
+    "tiny": [(64, 64), (128, 64)],
+}
+"""Outputs and inputs of the linear layers of bench_gpu's models, the head last"""
+
+
+def main() -> None:
+    parser = common_options(__doc__)
+    parser.add_argument("stages", nargs="+", choices=STAGES, metavar="STAGE")
+    asked = parser.parse_args()
+    torch.set_num_threads(asked.threads)
+    for stage in asked.stages:
+        started = time.perf_counter()
+        for name, values in STAGES[stage](asked):
+            record(asked, name, values)
+        free_memory(DEVICE)
+        print(f"-- {stage}: {time.perf_counter() - started:.0f} s", flush=True)
+
+
+def record(asked: argparse.Namespace, name: str, values: dict[str, Any]) -> None:
+    """Add values to the file of results, at once: a later stage may end this process."""
+    path = asked.results / "gpu-probes.json"
+    known = json.loads(path.read_text()) if path.exists() else {}
+    known[name] = {"device": device_name(DEVICE), "torch": torch.__version__, **values}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(known, indent=1) + "\n")
+    print(name, json.dumps(values), flush=True)
+
+
+Answers = Iterator[tuple[str, dict[str, Any]]]
+
+
+# ---- stages ----
+
+
+def peak(asked: argparse.Namespace) -> Answers:
+    size = 1 << 20 if asked.quick else 1 << 31  # bytes
+    source, target = (torch.empty(size, dtype=torch.uint8, device=DEVICE) for _ in range(2))
+    width = 256 if asked.quick else 8192
+    a, b = (torch.randn(width, width, device=DEVICE).bfloat16() for _ in range(2))
+    copying = seconds_of(lambda: target.copy_(source))
+    multiplying = seconds_of(lambda: a @ b)
+    yield (
+        "peak",
+        {
+            "copy_TB_s": 2 * size / copying / 1e12,
+            "product_TFLOP_s": 2 * width**3 / multiplying / 1e12,
+        },
+    )
+
+
+def learn(asked: argparse.Namespace, name: str = "1.5b", tokens: int = 8192) -> Answers:
+    name = "tiny" if asked.quick else name
+    yield f"learn {name}", profile_update(name, tokens, asked.quick)
+
+
+def learn_135m(asked: argparse.Namespace) -> Answers:
+    yield from learn(asked, "135m", 32_768)
+
+
+def free(asked: argparse.Namespace) -> Answers:
+    """Profiles an update whose gradient differs from pass to pass."""
+    name = "tiny" if asked.quick else "1.5b"
+    with nothing_deterministic():
+        yield f"learn {name}, not deterministic", profile_update(name, 8192, asked.quick)
+
+
+def sample(asked: argparse.Namespace) -> Answers:
+    rows, tokens, prompt = (8, 24, 8) if asked.quick else (128, 192, 128)
+    for name in ["tiny"] if asked.quick else ["135m", "1.5b"]:
+        free_memory(DEVICE)
+        sampler = LocalSampler(copy_policy(make_policy(name, DEVICE)), SEED, tokens, rows)
+        prompts = [
+            Prompt(key, (), None, tuple(range(100, 100 + prompt))) for key in range(rows // 4)
+        ]
+        requests = [Request(0, 0, each) for each in prompts]
+        decode = lambda s=sampler, r=requests: [group for _, group in s.sample(r, 4)]  # noqa: E731
+        decode()  # records the graphs
+        started = time.perf_counter()
+        groups = decode()
+        synchronize()
+        seconds = time.perf_counter() - started
+        sampled = sum(c.length for group in groups for c in group.completions)
+        values = {
+            "tokens_s": sampled / seconds,
+            "ms_a_step": 1e3 * seconds / tokens,
+            "memory_GB": peak_memory(),
+        }
+        yield f"sample {name}, {rows} rows", values | kernels_of(decode)
+
+
+def rows(asked: argparse.Namespace) -> Answers:
+    """Compares products of a few rows with those of many. Equal bits make the importance ratio exactly 1."""
+    counts = [2, 4, 16] if asked.quick else [1, 2, 4, 8, 16, 32, 64, 128, 256, 682, 1024, 4096]
+    matmul: Any = torch.backends.cuda.matmul
+    for way in ["default", "without split-K"] if ON_GPU else ["default"]:
+        if way == "without split-K":
+            matmul.allow_bf16_reduced_precision_reduction = (False, False)
+            torch.backends.cuda.preferred_blas_library("cublaslt")
+        differing = {}
+        for model in ["tiny"] if asked.quick else ["135m", "1.5b"]:
+            for outputs, inputs in MATRICES[model]:
+                torch.manual_seed(SEED)
+                weight = torch.randn(outputs, inputs, device=DEVICE).bfloat16()
+                x = torch.randn(counts[-1], inputs, device=DEVICE).bfloat16()
+                whole = F.linear(x, weight)
+                differing[f"{model} {outputs} x {inputs}"] = [
+                    count
+                    for count in counts
+                    if not torch.equal(F.linear(x[:count], weight), whole[:count])
+                ]
+        settings = {
+            name: os.environ.get(name)
+            for name in ("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE")
+        }
+        yield f"rows, {way}", {"row_counts_with_other_bits": differing, **settings}
+
+
+def attention(asked: argparse.Namespace) -> Answers:
+    """Compares a decoding step, where the query heads of a key head are tokens and each row uses a part of its cache,
+    with the trainer's attention along the sequence."""
+    if not ON_GPU:
+        print("attention: FlashAttention needs a GPU")
+        return
+    from torch.nn.attention.varlen import varlen_attn
+
+    length, capacity, count = 700, 1024, 37
+    for heads, kv_heads, d in ((12, 2, 128), (9, 3, 64)):
+        torch.manual_seed(SEED)
+        lengths = torch.randint(1, length, (count,)).tolist()
+        q = torch.randn(length, heads, d, device=DEVICE).bfloat16()
+        k, v = (torch.randn(length, kv_heads, d, device=DEVICE).bfloat16() for _ in range(2))
+        ends = torch.tensor([0, length], dtype=torch.int32, device=DEVICE)
+        gqa = {"enable_gqa": True} if "enable_gqa" in varlen_attn.__code__.co_varnames else {}
+        whole = varlen_attn(q, k, v, ends, ends, length, length, window_size=(-1, 0), **gqa)
+        keys, values = (
+            torch.zeros(count, capacity, kv_heads, d, device=DEVICE).bfloat16() for _ in range(2)
+        )
+        for row, used in enumerate(lengths):
+            keys[row, :used], values[row, :used] = k[:used], v[:used]
+        last = torch.stack([q[used - 1] for used in lengths])  # [rows, heads, d]
+        group = heads // kv_heads
+        tokens = last.view(count, kv_heads, group, d).transpose(1, 2).reshape(-1, kv_heads, d)
+        numbers = torch.arange(count + 1, dtype=torch.int32, device=DEVICE)
+        out = torch.ops.aten._flash_attention_forward(
+            tokens, keys.view(-1, kv_heads, d), values.view(-1, kv_heads, d), numbers * group, numbers * capacity,
+            group, capacity, 0.0, False, False, scale=d**-0.5,
+            seqused_k=torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
+        )[0]  # fmt: skip
+        out = out.view(count, group, kv_heads, d).transpose(1, 2).reshape(count, heads, d)
+        expected = torch.stack([whole[used - 1] for used in lengths])
+        yield (
+            f"attention, {heads} and {kv_heads} heads of {d}",
+            {
+                "rows": count,
+                "rows_with_other_bits": int((out != expected).flatten(1).any(1).sum()),
+                "largest_difference": float((out - expected).abs().max()),
+            },
+        )
+
+
+STAGES: dict[str, Callable[[argparse.Namespace], Answers]] = {
+    "peak": peak,
+    "learn": learn,
+    "learn-135m": learn_135m,
+    "free": free,
+    "sample": sample,
+    "rows": rows,
+    "attention": attention,
+}
+
+
+# ---- an update, and what it costs ----
+
+
+def profile_update(name: str, tokens: int, quick: bool) -> dict[str, Any]:
+    """Cost of the second update on a batch with random completions."""
+    policy = make_policy(name, DEVICE)
+    trainer = Trainer(policy, resolve("grpo", {"beta": 0.0}), Optimization(lr=1e-6))
+    micro_batches = random_micro_batches(trainer, policy, tokens, quick)
+    update = lambda: trainer.step(micro_batches, True)  # noqa: E731
+    update()
+    synchronize()
+    if ON_GPU:
+        torch.cuda.reset_peak_memory_stats()
+    started = time.perf_counter()
+    update()
+    synchronize()
+    seconds = time.perf_counter() - started
+    rows = sum(len(micro.packed.token_ids) for micro in micro_batches)
+    flops = sum(learning_flops(micro, policy) for micro in micro_batches)
+    values = {
+        "seconds": seconds,
+        "TFLOP_s": flops / seconds / 1e12,
+        "tokens_s": rows / seconds,
+        "micro_batches": len(micro_batches),
+        "memory_GB": peak_memory(),
+    }
+    return values | kernels_of(update)
+
+
+def random_micro_batches(
+    trainer: Trainer, policy: Policy, tokens: int, quick: bool
+) -> list[MicroBatch]:
+    prompts, completions, length, prompt_length = (2, 4, 24, 8) if quick else (8, 16, 384, 128)
+    vocabulary = min(policy.model.head.weight.shape[0], 40_000)
+    rng = torch.Generator().manual_seed(SEED)
+    groups = []
+    for key in range(prompts):
+        ids = tuple(torch.randint(vocabulary, (prompt_length,), generator=rng).tolist())
+        members = tuple(
+            Completion(
+                token_ids=torch.randint(vocabulary, (length,), generator=rng),
+                logp_alpha=torch.full((length,), -9.0),
+                versions=torch.zeros(length, dtype=torch.long),
+                finished=False,
+                text="",
+            )
+            for _ in range(completions)
+        )
+        groups.append(rewarded(Group(Prompt(key, (), None, ids), members), 0))
+    return trainer.pack(assemble(groups, trainer.recipe, length, SEED, 0), tokens)
+
+
+@contextmanager
+def nothing_deterministic() -> Iterator[None]:
+    """Lets updates add up gradients in any order."""
+
+    @contextmanager
+    def leave_as_it_is(_: Any) -> Iterator[None]:
+        yield
+
+    own = trainers.deterministic
+    trainers.deterministic = leave_as_it_is
+    try:
+        yield
+    finally:
+        trainers.deterministic = own
+
+
+# ---- measuring ----
+
+
+def synchronize() -> None:
+    if ON_GPU:
+        torch.cuda.synchronize()
+
+
+def peak_memory() -> float:
+    """The most memory of the GPU that was allocated, in GB; 0 on a CPU."""
+    return torch.cuda.max_memory_allocated() / 1e9 if ON_GPU else 0.0
+
+
+def seconds_of(compute: Callable[[], Any], repetitions: int = 10) -> float:
+    compute()
+    synchronize()
+    started = time.perf_counter()
+    for _ in range(repetitions):
+        compute()
+    synchronize()
+    return (time.perf_counter() - started) / repetitions
+
+
+def kernels_of(compute: Callable[[], Any]) -> dict[str, Any]:
+    """The GPU's seconds and launches while it computes, by kind of kernel. Prints the longest kernels."""
+    if not ON_GPU:
+        compute()
+        return {}
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        compute()
+        synchronize()
+    averages = profiler.key_averages()
+    print(averages.table(sort_by="self_device_time_total", row_limit=20, max_name_column_width=70))
+    events = [event for event in averages if event.device_type == DeviceType.CUDA]
+    busy = sum(event.self_device_time_total for event in events) / 1e6
+    return {"gpu_seconds": busy, "gpu_seconds_and_launches": by_kind(events)}
+
+
+def by_kind(events: Iterable[Any]) -> dict[str, tuple[float, int]]:
+    seconds, launches = defaultdict[str, float](float), defaultdict[str, int](int)
+    for event in events:
+        name = event.key.lower()
+        kinds = (kind for kind, words in KINDS.items() if any(word in name for word in words))
+        kind = next(kinds, "elementwise")
+        seconds[kind] += event.self_device_time_total / 1e6
+        launches[kind] += event.count
+    longest_first = sorted(seconds, key=seconds.__getitem__, reverse=True)
+    return {kind: (round(seconds[kind], 4), launches[kind]) for kind in longest_first}
+
+
+if __name__ == "__main__":
+    main()
