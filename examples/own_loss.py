@@ -24,7 +24,7 @@ def dppo(x: LossInputs, *, delta: float = 0.15) -> torch.Tensor:
 
 if __name__ == "__main__":
     stale = {"schedule.constant_lag": 16, "run.output_dir": "runs/own_loss"}
-    for loss in ("grpo", dppo):
+    for name, loss in {"grpo": "grpo", "dppo": dppo}.items():
         result = lagrpo.train("experiments/small/base.toml", loss=loss, settings=stale)
         assert result.after is not None
-        print(f"{loss}: pass@1 {result.after['pass@1']:.1%} at a lag of 16 updates, {result.run}")
+        print(f"{name}: pass@1 {result.after['pass@1']:.1%} at a lag of 16 updates, {result.run}")
