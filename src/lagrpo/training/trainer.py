@@ -227,10 +227,11 @@ class Trainer:
             return {}
         entropies: list[Tensor] = []
         logps = self.compute_logprobs(rows, entropies=entropies)
-        inputs = [
-            replace(row, entropy_T=entropy_T).loss_inputs(logp_T, self.policy.version)
-            for row, logp_T, entropy_T in zip(rows, logps, entropies, strict=True)
-        ]
+        inputs = []
+        for row, logp_T, entropy_T in zip(rows, logps, entropies, strict=True):
+            if row.entropy_T is None:  # the first update on the batch: the policy is π_k
+                row = replace(row, entropy_T=entropy_T)
+            inputs.append(row.loss_inputs(logp_T, self.policy.version))
         own = on_device(concatenate(inputs), "cpu") if inputs else None
         parts = [part for part in self.ranks.gather(own) if part is not None]
         if not parts:
@@ -281,8 +282,10 @@ class Trainer:
         metrics = {"grad_norm": norm}
         if norm > limit:
             torch.nn.utils.clip_grads_with_norm_(self.masters.parameters, limit, total)
+        gradients: list[Tensor | None] = []
         if self.optimization.log_gradient_cosine:
             metrics |= self._gradient_cosine()
+            gradients = [master.grad for master in self.masters.parameters]
         rate = self.optimization.rate(self.policy.version, ess_share)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -291,7 +294,7 @@ class Trainer:
         else:
             self.optimizer.step()
         if self.optimization.log_gradient_cosine:
-            self._keep_gradient()
+            self._keep_gradient(gradients)
         self.masters.zero_grads()
         self.masters.write_back()
         self.policy.weights.version += 1
@@ -314,11 +317,15 @@ class Trainer:
             return {}
         return {"gradient_cosine": float(dot / (new_square * old_square).sqrt())}
 
-    def _keep_gradient(self) -> None:
-        """Keep the gradient beside AdamW's moments, so that checkpoints have it."""
-        for master in self.masters.parameters:
-            if master.grad is not None:
-                self.optimizer.state[master][PREVIOUS_GRADIENT] = master.grad.clone()
+    def _keep_gradient(self, gradients: Sequence[Tensor | None]) -> None:
+        """Keep the gradient beside AdamW's moments, so that checkpoints have it. After the step, which takes a state
+        that has something for one that has moments."""
+        offload = self.optimization.offload_moments
+        for master, gradient in zip(self.masters.parameters, gradients, strict=True):
+            if gradient is None:
+                continue
+            kept = to_host(gradient, master.device) if offload else gradient.clone()
+            self.optimizer.state[master][PREVIOUS_GRADIENT] = kept
 
     # Log-probs, weight syncs, stages
 
@@ -417,14 +424,15 @@ def _sums(x: LossInputs, derivative: Derivative) -> dict[str, float]:
     """Sums over a micro-batch, to be added over micro-batches and ranks."""
     is_clipped_T = derivative.clipped_T & ~derivative.filtered_T
     is_dropped_C = _all_of_completion(derivative.filtered_T, x.completion, len(x.advantages))
+    has_signal_C = x.advantages != 0  # updates may leave out the others
     sums = {
         "loss": derivative.loss,
         "tokens": torch.tensor(len(x.logp)),
         "kl_ref": derivative.kl_T.sum(),
         "clipped_positive": (is_clipped_T & (x.advantage > 0)).sum(),
         "clipped_negative": (is_clipped_T & (x.advantage < 0)).sum(),
-        "filtered_tokens": derivative.filtered_T.sum(),
-        "filtered_completions": is_dropped_C.sum(),
+        "filtered_tokens": (derivative.filtered_T & (x.advantage != 0)).sum(),
+        "filtered_completions": (is_dropped_C & has_signal_C).sum(),
     }
     # One copy from a GPU instead of one for each sum.
     values = torch.stack([value.to(x.logp.device, torch.float64) for value in sums.values()])
