@@ -189,7 +189,7 @@ def test_same_rows_have_the_same_digests(rows):
 def test_visited_prompts_are_compared_as_far_as_the_run_went():
     visited = [{"tokens": "1", "answers": "1"}, {"tokens": "2", "answers": "2"}]
     check_visited(digest_visited(visited[:1]), visited)
-    with pytest.raises(ValueError, match=r"other answers \(reward a changed, too\)"):
+    with pytest.raises(ValueError, match=r"other answers .*\(reward a changed, too\)"):
         check_visited(
             digest_visited(visited), [{"tokens": "1", "answers": "3"}, visited[1]], ["reward a"]
         )
@@ -261,7 +261,7 @@ def test_changed_code_is_named_and_the_run_goes_on(start, write, capsys, task, e
 def test_code_that_changes_the_prompts_stops_a_resume(start, write, task, change, name):
     run = start(task=task)
     write(**change)
-    with pytest.raises(SettingsError, match=rf"other tokens \({name} changed"):
+    with pytest.raises(SettingsError, match=rf"other tokens .*\({name} changed"):
         lagrpo.train(settings=LONGER, resume=run)
 
 

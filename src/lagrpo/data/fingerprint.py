@@ -19,9 +19,7 @@ from lagrpo.types import Prompt
 Digests = dict[str, Any]
 ROWS = "rows"  # key of the number of rows, beside the digests of the columns
 CHUNK = 1000  # rows of a dataset that are read at a time
-VISITED = {"tokens": "the prompts have other tokens", "answers": "the prompts have other answers"}
-CHANGED = "the data has changed since the run started"
-CURE = "Restore it, or start a new run"
+VISITED = ("tokens", "answers")  # what counts of a prompt that the run visits
 
 
 def digest_places(
@@ -110,7 +108,10 @@ def check_places(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     for place in before.keys() & now.keys():
         changes += compare_rows(place, before[place], now[place])
     if changes:
-        raise ValueError(f"{CHANGED}: {'; '.join(sorted(changes))}. {CURE}")
+        raise ValueError(
+            f"the data has changed since the run started: {'; '.join(sorted(changes))}. "
+            "Restore it, or start a new run"
+        )
 
 
 def check_visited(
@@ -119,10 +120,13 @@ def check_visited(
     """Raise ValueError if the prompts that a run visits have changed; code that has changed, too, may be the reason. A
     run that got more batches visits more than before."""
     now = digest_visited(visited[: before["prompts"]])
-    changes = [text for name, text in VISITED.items() if now[name] != before[name]]
+    changes = [name for name in VISITED if now[name] != before[name]]
     if changes:
         code = f" ({', '.join(changed_code)} changed, too)" if changed_code else ""
-        raise ValueError(f"{CHANGED}: {'; '.join(changes)}{code}. {CURE}")
+        raise ValueError(
+            f"the prompts of the run have other {' and '.join(changes)} than when it started{code}. "
+            "Restore them, or start a new run"
+        )
 
 
 def compare_rows(place: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

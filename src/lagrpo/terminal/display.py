@@ -158,7 +158,7 @@ class PlainDisplay(Display):
             return
         from lagrpo.runs.plots import reward_curve
 
-        self.console.print(Text(f"\n{detail}", style="bold"))
+        self.console.print(Text(f"\n{detail}", style="bold"), soft_wrap=True)
         for of_set in dict.fromkeys(name.partition(".")[2] for name in self.evaluations):
             self.show_set(of_set)
         lines = {"run": self.path} | (

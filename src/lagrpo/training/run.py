@@ -10,6 +10,7 @@ import os
 import shlex
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, nullcontext, suppress
 from functools import partial
@@ -183,6 +184,7 @@ class Training:
             [Trackers(run.report_to, run.log_completions), *callbacks] if self.first else []
         )
         self.started = self.warned = False  # a run that could not be restored stays as it was
+        self.unscored = Counter[int]()  # completions without a reward, by batch
         self.shown = set[str]()  # outcomes without a reward that a line was shown for
         self.set_state(LoopState(pi_ref=self.policy.version))
 
@@ -284,6 +286,9 @@ class Training:
             self.display.on_evaluation(name, evaluation.summary, evaluation.records)
         if self.first:
             earlier.cut_back(moved=moved, code=code, git=self.environment["git"])
+            for event in load_events(self.store):
+                if event["event"] in ("unscored", "failed") and "evaluation" not in event:
+                    self.unscored[event["step"]] += event["count"]
             self.store.write_config(self.config())
             if checkpoint is None or not earlier.environment:
                 write_environment(self.store.path, self.environment)
@@ -394,6 +399,7 @@ class Training:
                 continue
             facts = {"count": len(reasons), "completions": len(rows), "reason": reasons[0]}
             self.store.record_event(kind, batch, **facts)
+            self.unscored[batch] += len(reasons)
             if kind not in self.shown:
                 self.shown.add(kind)
                 count = f"{len(reasons)} of {len(rows)} completions are {kind}"
@@ -455,12 +461,7 @@ class Training:
 
     def end(self, status: Status, interrupted: signal.Signals | None) -> None:
         """Record, show and call back that the run is over."""
-        detail = "Finished." if status == "finished" else self.progress()
-        detail += self.unscored_so_far() if self.started and self.first else ""
-        if not self.started:
-            detail = f"The run is unchanged: {self.store.path}"
-        elif interrupted:
-            detail = f"Stopped by {interrupted.name}: {detail}. {self.resume_command()}"
+        detail = self.describe_end(status, interrupted)
         with suppress(OSError):  # a full disk has its own error
             if self.started and self.first:
                 self.store.record_event("end", self.loop.batch, status=status, detail=detail)
@@ -470,6 +471,21 @@ class Training:
             for callback in reversed(self.callbacks if self.started else []):
                 last.callback(callback.on_end, status, detail)
             self.display.on_end(status, detail)
+
+    def describe_end(self, status: Status, interrupted: signal.Signals | None) -> str:
+        """How the run ended, how many of its completions had no reward, and how it is resumed."""
+        if not self.started:
+            return f"The run is unchanged: {self.store.path}"
+        sentences = ["Finished" if status == "finished" else self.progress()]
+        if interrupted:
+            sentences = [f"Stopped by {interrupted.name}: {self.progress()}"]
+        if self.unscored:
+            count = count_of(sum(self.unscored.values()), "completion")
+            batches = count_of(len(self.unscored), "batch", "es")
+            sentences.append(f"{count} of {batches} had no reward (events.jsonl says why)")
+        if interrupted:
+            sentences.append(self.resume_command())
+        return ". ".join(sentences) + ("." if status == "finished" else "")
 
     def set_state(self, loop: LoopState) -> None:
         """The run stands after a batch; a checkpoint may be made of it until the next update."""
@@ -488,19 +504,6 @@ class Training:
     def progress(self) -> str:
         updates, total = count_of(self.policy.version, "update"), self.settings.schedule.batches
         return f"{self.loop.batch} of {total} batches finished, {updates} made"
-
-    def unscored_so_far(self) -> str:
-        """The number of training completions without a reward, as the end of a sentence."""
-        events = [
-            event
-            for event in load_events(self.store)
-            if event["event"] in ("unscored", "failed") and "evaluation" not in event
-        ]
-        if not events:
-            return ""
-        count = count_of(sum(event["count"] for event in events), "completion")
-        batches = count_of(len({event["step"] for event in events}), "batch", "es")
-        return f" {count} of {batches} had no reward (events.jsonl says why)."
 
     def resume_command(self) -> str:
         """The command, or the call in Python, that resumes the run."""
