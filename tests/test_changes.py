@@ -21,6 +21,7 @@ from test_resume import contents
 from tiny import save_tiny
 
 import lagrpo
+from lagrpo.core.inputs import LossInputs
 from lagrpo.data.fingerprint import (
     check_places,
     check_visited,
@@ -64,6 +65,10 @@ class Game:
 
     def step(self, text):
         return StepResult(reward=len(text) % 5 / 5, done=True)
+
+
+def own_loss(x):
+    return x.advantage * (x.logp - x.rollout_logp).exp()
 
 
 def load_game(settings, seed):
@@ -230,17 +235,19 @@ def test_changed_offline_completion_stops_a_resume(start, write, tmp_path):
 
 GAME = {"name": "user_code:load_game"}
 TOOLS = {"tools": ["user_code:lookup"]}
+OWN_LOSS = {"recipe": "user_code:own_loss"}
 CHANGED_CODE: dict[str, tuple[dict[str, Any], tuple[str, str], str]] = {
     "a reward": ({}, ("return share(", "return 1 - share("), "reward score"),
     "a helper of a reward": ({}, ("/ 8", "/ 9"), "reward score"),
-    "an environment": (GAME, ("% 5 / 5", "% 4 / 4"), "environment"),
-    "a tool": (TOOLS, ("return word", "return word * 2"), "tool lookup"),
+    "an environment": ({"task": GAME}, ("% 5 / 5", "% 4 / 4"), "environment"),
+    "a tool": ({"task": TOOLS}, ("return word", "return word * 2"), "tool lookup"),
+    "a loss": ({"loss": OWN_LOSS}, ("x.advantage *", "2 * x.advantage *"), "loss own_loss"),
 }
 
 
-@pytest.mark.parametrize(("task", "edit", "name"), CHANGED_CODE.values(), ids=CHANGED_CODE)
-def test_changed_code_is_named_and_the_run_goes_on(start, write, capsys, task, edit, name):
-    run = start(task=task)
+@pytest.mark.parametrize(("sections", "edit", "name"), CHANGED_CODE.values(), ids=CHANGED_CODE)
+def test_changed_code_is_named_and_the_run_goes_on(start, write, capsys, sections, edit, name):
+    run = start(**sections)
     assert set(read_environment(run)["sources"]) >= {name, "chat template"}
     write(CODE.replace(*edit))
     assert lagrpo.train(settings=LONGER, resume=run).batches == 2
@@ -324,11 +331,19 @@ def closure(weight: float) -> Callable[..., float]:
     return weighted
 
 
+def scaled_loss(scale: float) -> Callable[..., Any]:
+    def scaled(x: LossInputs) -> Any:
+        return scale * x.advantage * x.logp
+
+    return scaled
+
+
 FROM_PYTHON: dict[str, tuple[dict[str, Any], str]] = {
     "memory and closure": ({"data": ROWS, "rewards": [closure(0.5)]}, "data=…, rewards=…"),
     "memory": ({"data": ROWS, "rewards": ["exact"]}, "data=…"),
     "lambda": ({"data": "FILE", "rewards": [lambda completion, answer: 1.0]}, "rewards=…"),
     "partial": ({"data": "FILE", "rewards": [partial(correct)]}, "rewards=…"),
+    "loss": ({"data": "FILE", "rewards": ["exact"], "loss": scaled_loss(0.5)}, "loss=…"),
     "task": (
         {"task": RowTask("own", {"train": "abc", "test": "d"}, lambda row: (row, row), correct)},
         "task=…",
@@ -354,14 +369,16 @@ def test_run_from_python_says_how_to_resume_it(model, tmp_path, write, given, ca
 
 
 def test_functions_of_a_script_and_of_its_directory_are_not_loadable(monkeypatch, tmp_path):
-    assert not checks.is_loadable(closure(1.0))
+    assert not checks.is_loadable(closure(1.0), "test_changes:closure")
     (tmp_path / "beside.py").write_text("def score(completion, answer): return 1.0\n")
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     from beside import score  # pyright: ignore[reportMissingImports]
 
-    assert not checks.is_loadable(score), "the directory of the script is first in sys.path"
+    assert not checks.is_loadable(score, "beside:score"), (
+        "the directory of the script is first in sys.path"
+    )
     monkeypatch.chdir(tmp_path)
-    assert checks.is_loadable(score)
+    assert checks.is_loadable(score, "beside:score")
     monkeypatch.delitem(sys.modules, "beside")
 
 

@@ -246,7 +246,7 @@ def describe_environment(parts: TrainerComponents, earlier: ResumeState | None) 
         "id": identity or secrets.token_hex(8),
         **collect_environment(str(policy.device)),
         "started": policy.chat.started.isoformat(),
-        "sources": collect_sources(policy.chat, parts.tasks),
+        "sources": collect_sources(policy.chat, parts.tasks, parts.trainer.recipe),
         "ranks": parts.ranks.size,
         "strategy": parts.settings.distributed.strategy,
         "computation": policy.model.computation,

@@ -252,25 +252,52 @@ def _is_moved(
 # What `lagrpo.train` gets in Python
 
 
-def in_memory_arguments(task: Any, data: Any, rewards: Sequence[Any] | None) -> list[str]:
+def in_memory_arguments(
+    task: Any, data: Any, rewards: Sequence[Any] | None, loss: str | Recipe | Callable | None
+) -> list[str]:
     """The arguments of `lagrpo.train` that settings cannot hold: a run needs them again when it is resumed."""
     in_memory = data is not None and not isinstance(data, str | os.PathLike)
     functions = [each for each in rewards or () if not isinstance(each, str | dict)]
     needed = {
         "task": task is not None,
         "data": in_memory,
-        "rewards": not all(map(is_loadable, functions)),
+        "rewards": not all(is_loadable(each, name_function(each)) for each in functions),
+        "loss": loss is not None and not is_loadable_loss(loss),
     }
     return [name for name, is_needed in needed.items() if is_needed]
 
 
-def is_loadable(function: Any) -> bool:
-    """True if `lagrpo train` finds the function by the name of its module: in the current directory, or installed."""
-    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
-    if module in (None, "__main__") or getattr(sys.modules.get(module), name, None) is not function:
+def name_function(function: Any) -> str:
+    """The name of a function, or of an object's class, as "module:function"."""
+    kind = function if hasattr(function, "__qualname__") else type(function)
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def is_loadable_loss(loss: str | Recipe | Callable) -> bool:
+    """True if `lagrpo train` finds the loss by the name that the settings have. A script is a module there."""
+    if isinstance(loss, str):
+        return True
+    from lagrpo.core.recipes import RECIPES  # loads torch
+    from lagrpo.settings.own_loss import name_loss
+
+    if loss in RECIPES.values():
+        return True
+    reference, script = name_loss(loss), sys.modules.get("__main__")
+    file = Path(getattr(script, "__file__", None) or "")
+    if reference.partition(":")[0] == file.stem:
+        is_there = getattr(script, reference.partition(":")[2], None) is loss
+        return is_there and file.absolute().parent == Path.cwd()
+    return is_loadable(loss, reference)
+
+
+def is_loadable(value: Any, reference: str) -> bool:
+    """True if `lagrpo train` finds the value by the name of its module: in the current directory, or installed."""
+    module_name, _, name = reference.partition(":")
+    module = sys.modules.get(module_name)
+    if module_name == "__main__" or module is None or getattr(module, name, None) is not value:
         return False
-    file = getattr(sys.modules[module.partition(".")[0]], "__file__", None) or ""
-    folder = Path(file).parent.parent if Path(file).name == "__init__.py" else Path(file).parent
+    file = Path(getattr(sys.modules[module_name.partition(".")[0]], "__file__", None) or "")
+    folder = file.parent.parent if file.name == "__init__.py" else file.parent
     return str(folder) in (os.getcwd(), *sys.path[1:])  # the first is the directory of a script
 
 
@@ -344,8 +371,7 @@ def name_rewards(settings: Settings, task: Task | None) -> Settings:
         return settings
     entries = []
     for each in Rewards.from_reward(task.reward).parts:
-        kind = each.function if hasattr(each.function, "__qualname__") else type(each.function)
-        where = f"{kind.__module__}:{kind.__qualname__}"
+        where = name_function(each.function)
         entries.append(
             RewardSettings(name=each.name, reward=where, weight=each.weight, range=each.range)
         )

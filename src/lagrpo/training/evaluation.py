@@ -379,10 +379,11 @@ def _print_summary(summary: dict[str, Any], output: Path) -> None:
     for name in summary:
         if f"{name}_low" in summary:
             form = ".3f" if name == "reward" else ".1%"
-            print(f"  {name:<11} {formatted_interval(summary, name, form)}")
+            unscored = f"   {unscored_text(summary)}" if name == "pass@1" else ""
+            print(f"  {name:<11} {formatted_interval(summary, name, form)}{unscored}".rstrip())
         elif name.startswith("rewards/"):
             print(f"  {name} {summary[name]:.3f}")
     print("  intervals: 95 %, for the mean over all prompts of this kind")
     if summary["unscored"]:
-        print(f"  {unscored_text(summary)}; the first: {summary['unscored_reason']}")
+        print(f"  not scored, the first: {summary['unscored_reason']}")
     print(f"  per-prompt records: {output / 'records.parquet'}")

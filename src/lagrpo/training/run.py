@@ -97,12 +97,12 @@ def train(
             )
     resume = None if resume is None else os.fspath(resume)
     rewards = rewards if isinstance(rewards, list | tuple | None) else [rewards]
-    arguments = checks.in_memory_arguments(task, data, rewards)
+    arguments = checks.in_memory_arguments(task, data, rewards, loss)
     if not isinstance(source, Settings):
         source = load_settings(
             source, {**checks.as_settings(model, data, rewards, loss), **(settings or {})}, resume
         )
-    given = {"task": task, "data": data, "rewards": rewards}
+    given = {"task": task, "data": data, "rewards": rewards, "loss": loss}
     checks.check_arguments(source, resume, [name for name in given if given[name] is not None])
     with refusing():
         task = task or checks.build_task(source, data, rewards)

@@ -1,7 +1,7 @@
 """Digests of the code that decides what a run does, so that a resumed run can say what has changed.
 
-`source_digest` reads one function; `collect_sources` lists the reward functions, environments, tools and chat template
-of a run. environment.json keeps the digests under `sources`.
+`source_digest` reads one function; `collect_sources` lists a run's reward functions, environments, tools, losses of the
+user's own and chat template. environment.json keeps the digests under `sources`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ from typing import TYPE_CHECKING, Any
 from lagrpo.data.fingerprint import digest
 from lagrpo.rewards.reward import Rewards, load_function
 from lagrpo.rollout.episodes import OF_RUN
+from lagrpo.settings.own_loss import own_functions
 from lagrpo.tasks import environment_of
 from lagrpo.tasks.environments import Tools
 
 if TYPE_CHECKING:
+    from lagrpo.core.objective import Recipe
     from lagrpo.model.chat import Chat
     from lagrpo.training.build import TaskSetup
 
@@ -45,10 +47,16 @@ def source_digest(target: Callable[..., Any] | str) -> str | None:
     return digest("\0".join(source.texts)) if source.texts else None
 
 
-def collect_sources(chat: Chat, tasks: Mapping[str, TaskSetup]) -> dict[str, str | None]:
+def collect_sources(
+    chat: Chat, tasks: Mapping[str, TaskSetup], recipe: Recipe
+) -> dict[str, str | None]:
     """The digest of everything that is code of a run's user: name -> digest."""
     template = chat.tokenizer.chat_template
     sources = {"chat template": digest(repr(template)) if template is not None else None}
+    for function in own_functions(recipe):
+        sources[f"loss {getattr(function, '__name__', type(function).__name__)}"] = source_digest(
+            function
+        )
     for set_name, setup in tasks.items():
         where = "" if set_name == OF_RUN else f"evaluation set {set_name}: "
         task, environment = setup.task, environment_of(setup.task)
