@@ -166,6 +166,33 @@ def test_summary_shows_results_and_the_directory():
     assert lines[-1] == f"  as text       lagrpo view {run} --text"
 
 
+def test_completions_without_a_reward_stand_beside_pass_at_1():
+    unscored = AFTER | {"prompts": 2, "samples": 4, "unscored": 3}
+    lines = summary({"before": (BEFORE, []), "after": (unscored, [])}).splitlines()
+    assert "not scored" not in next(line for line in lines if "pass@1 before" in line)
+    assert "3 of 8 not scored" in next(line for line in lines if "pass@1 after" in line)
+
+
+def test_resumed_run_counts_the_batches_before():
+    live = LiveDisplay(console(120, terminal=True))
+    settings = {
+        "run": {"output_dir": "runs", "name": "run"},
+        "schedule": {"batches": 120},
+        "task": {"reward_range": (0.0, 1.0)},
+    }
+    live.on_start(settings, {}, 30)
+    (to := console(120)).print(live.render())
+    live.on_end("failed", "")
+    assert "batch 30 of 120" in written(to)
+
+
+def test_call_that_resumes_a_run_is_never_broken_across_lines():
+    display = started(PlainDisplay(to := console(80)))
+    call = f"lagrpo.train(resume='{'long ' * 30}', data=…)"
+    display.on_end("interrupted", f"Stopped by SIGINT: 1 of 9 batches. To resume: {call}")
+    assert any(line.endswith(call) for line in written(to).splitlines())
+
+
 def test_stopped_run_has_a_summary_and_a_failed_one_has_none():
     evaluations = {"before": (BEFORE, [sample("2+3=", "5", 1.0)])}
     assert "pass@1 before" in summary(evaluations, "interrupted")

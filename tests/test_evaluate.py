@@ -123,4 +123,9 @@ def test_before_and_after_are_compared_prompt_by_prompt():
 def test_prompt_without_any_score_does_not_count():
     summary = evaluated({1: [None, None], 2: [1.0, 0.0]}).summary
     assert (summary["pass@1"], summary["unscored"], summary["prompts"]) == (0.5, 2, 2)
-    assert evaluated({1: [None, None]}).summary == {"prompts": 1, "samples": 2, "unscored": 2}
+    assert evaluated({1: [None, None]}).summary == {
+        "prompts": 1,
+        "samples": 2,
+        "unscored": 2,
+        "unscored_reason": "no",
+    }

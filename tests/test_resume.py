@@ -163,7 +163,7 @@ def test_resume_auto_begins_a_run_or_resumes_it(begin, tmp_path):
     assert (again.batches, len(resumed(again.run))) == (3, 1)
 
 
-def test_error_between_updates_keeps_the_last_batch(begin, undisturbed, monkeypatch):
+def test_error_between_updates_keeps_the_last_batch(begin, undisturbed, monkeypatch, tmp_path):
     class Break(Callback):
         def on_batch(self, metrics, rollouts) -> None:
             if metrics["step"] == 4:
@@ -172,9 +172,10 @@ def test_error_between_updates_keeps_the_last_batch(begin, undisturbed, monkeypa
     with pytest.raises(ZeroDivisionError) as error:
         begin("run", Break(), checkpoint={"save_every": 0})
     monkeypatch.undo()
-    said, _, run = error.value.__notes__[-1].rpartition(" ")
-    assert said == "To resume after batch 4: lagrpo train --resume"
-    assert differing(go_on(Path(run)).run, undisturbed()) == []
+    run = tmp_path / "run"
+    call = f"lagrpo.train(resume={str(run)!r}, callbacks=…)"
+    assert error.value.__notes__[-1] == f"To resume after batch 4: {call}"
+    assert differing(go_on(run).run, undisturbed()) == []
 
 
 # What is on disk

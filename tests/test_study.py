@@ -15,7 +15,7 @@ import tomli_w
 from chaos import start
 from running import tiny_settings
 from study.__main__ import main
-from study.measures import RunResult, measure, parse_measure
+from study.measures import RunResult, commit_text, measure, parse_measure
 from study.report import load_results
 from study.spec import Study, load_study
 from study.statistics import Interval, judge, paired_differences, parse_claim, t_quantile
@@ -152,6 +152,27 @@ def test_measures_by_hand(text, value):
     assert measure(text, RunResult(lines, evaluations), smooth=2) == (
         value and pytest.approx(value)
     )
+
+
+CLEAN, MODIFIED = {"commit": "a1", "dirty": False}, {"commit": "a1", "dirty": True}
+LATER = {"commit": "b2", "dirty": False}
+
+
+@pytest.mark.parametrize(
+    ("start", "resumed", "text"),
+    [
+        (CLEAN, [], "a1"),
+        (MODIFIED, [], "a1 (modified)"),
+        (CLEAN, [CLEAN], "a1"),
+        (CLEAN, [MODIFIED], "a1 and a1 (modified)"),
+        (CLEAN, [CLEAN, LATER], "a1 and b2"),
+        (None, [None], None),
+    ],
+    ids=["clean", "modified", "resumed", "resumed modified", "resumed later", "no repository"],
+)
+def test_commit_of_a_run_says_whether_the_tree_was_modified(start, resumed, text):
+    events = [{"event": "weight_sync"}, *({"event": "resumed", "git": git} for git in resumed)]
+    assert commit_text(start, events) == text
 
 
 @pytest.mark.parametrize("text", ["reward", "median reward", "pass@1 after", "x to high", "x to ."])

@@ -25,7 +25,7 @@ import torch
 from lagrpo.core import bounds
 from lagrpo.core.kl import prefers_bounded
 from lagrpo.core.recipes import resolve
-from lagrpo.runs import load_evaluations, load_metrics, load_rollouts
+from lagrpo.runs import load_evaluations, load_events, load_metrics, load_rollouts
 from lagrpo.runs.environment import read_environment
 from lagrpo.settings.load import load_settings
 
@@ -60,7 +60,7 @@ class RunResult:
         """Raises ValueError for damaged files."""
         environment = read_environment(run)
         where = {name: environment.get(name) for name in ("cpu", "device_name", "threads", "dtype")}
-        where["commit"] = (environment.get("git") or {}).get("commit")
+        where["commit"] = commit_text(environment.get("git"), load_events(run))
         return RunResult(
             load_metrics(run), {each["name"]: each for each in load_evaluations(run)}, where, run
         )
@@ -70,6 +70,14 @@ class RunResult:
         if name in BOUNDS and self.path is not None:
             return [step_bounds(self.path, line["step"])[name] for line in self.metrics]
         return [line.get(name) for line in self.metrics]
+
+
+def commit_text(git: Mapping[str, Any] | None, events: Sequence[Mapping[str, Any]]) -> str | None:
+    """The commit at which a run started, and the others at which it resumed, each with "(modified)" if the tree had
+    changes; None outside of a repository."""
+    states = [git, *(event.get("git") for event in events if event["event"] == "resumed")]
+    commits = [f"{s['commit']}{' (modified)' if s['dirty'] else ''}" for s in states if s]
+    return " and ".join(dict.fromkeys(commits)) or None
 
 
 def step_bounds(run: Path, step: int) -> dict[str, float | None]:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
+from lagrpo.data.fingerprint import digest_prompt
 from lagrpo.errors import SettingsError
 from lagrpo.model.model import Policy
 from lagrpo.rollout.base import Request
@@ -38,9 +39,8 @@ class PromptSource:
             N,
             max_prompt_tokens,
         )
-        self.first: list[
-            tuple[int, Prompt]
-        ] = []  # of the first batch, with their indices, once they were checked
+        self.visited: list[dict[str, str]] = []
+        """digests of the prompts that the run visits, in their order, once they were checked"""
         self._episodes, self._opened = (
             episodes,
             dict[tuple[str, int], Any](),
@@ -64,12 +64,8 @@ class PromptSource:
 
     def check(self, batches: int) -> None:
         """Tokenize every prompt that batches 1 .. `batches` visit, so that none of them ends the run later on."""
-        for place, index in enumerate(
-            self._order(0)[: batches * self.N]
-        ):  # later epochs have no other prompts
-            prompt = self.tokenized("train", index)
-            if place < self.N:
-                self.first.append((index, prompt))
+        for index in self._order(0)[: batches * self.N]:  # later epochs have no other prompts
+            self.visited.append(digest_prompt(self.tokenized("train", index)))
 
     def check_prompts(self, count: int) -> list[Request]:
         """Up to `count` training prompts for weight-sync checks, with the keys of batch 0, which is not trained on."""

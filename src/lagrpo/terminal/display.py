@@ -30,6 +30,7 @@ from lagrpo.terminal.text import (
     finite,
     formatted,
     formatted_interval,
+    unscored_text,
 )
 from lagrpo.types import is_correct
 
@@ -98,6 +99,7 @@ class PlainDisplay(Display):
     """One line per batch, and a summary at the end."""
 
     title, total = "", 0
+    resumed = 0  # batches that were finished when the run was resumed
     rows: tuple[
         Metrics, ...
     ] = ()  # the last batches; replaced, never changed in place: a thread may be drawing them
@@ -109,7 +111,7 @@ class PlainDisplay(Display):
         self, settings: Mapping[str, Any], environment: Mapping[str, Any], batch: int
     ) -> None:
         run, schedule = settings["run"], settings["schedule"]
-        self.title, self.total = run["name"], schedule["batches"]
+        self.title, self.total, self.resumed = run["name"], schedule["batches"], batch
         self.path, self.range = (
             Path(run["output_dir"]) / run["name"],
             settings["task"]["reward_range"],
@@ -148,7 +150,7 @@ class PlainDisplay(Display):
 
     def done(self) -> int:
         """How many batches are finished."""
-        return int(finite(self.rows[-1].get("step")) or 0) if self.rows else 0
+        return int(finite(self.rows[-1].get("step")) or 0) if self.rows else self.resumed
 
     def on_end(self, status: str, detail: str) -> None:
         """Unless the run failed, print pass@1 before and after, completions side by side, and the next commands."""
@@ -156,11 +158,11 @@ class PlainDisplay(Display):
             return
         from lagrpo.runs.plots import reward_curve
 
-        self.console.print(Text(f"\n{detail}", style="bold"))
+        self.console.print(Text(f"\n{detail}", style="bold"), soft_wrap=True)
         for of_set in dict.fromkeys(name.partition(".")[2] for name in self.evaluations):
             self.show_set(of_set)
         lines = {"run": self.path} | (
-            {"reward curve": reward_curve(self.path)} if self.rows else {}
+            {"reward curve": reward_curve(self.path)} if self.done() else {}
         )
         lines |= {"next": f"lagrpo view {self.path}", "as text": f"lagrpo view {self.path} --text"}
         for name, what in lines.items():  # not wrapped: it is there to be copied
@@ -175,10 +177,11 @@ class PlainDisplay(Display):
         lines = [of_set] if of_set else []
         for moment, (found, _) in made.items():
             if found:
-                of = f"{count_of(found['prompts'], 'held-out prompt')}, {count_of(found['samples'], 'sample')} of each"
-                lines.append(
-                    f"pass@1 {moment:<7}{formatted_interval(found, 'pass@1', '.1%')}   ({of})"
-                )
+                prompts = count_of(found["prompts"], "held-out prompt")
+                samples = f"{count_of(found['samples'], 'sample')} of each"
+                counts = ", ".join(filter(None, [prompts, samples, unscored_text(found)]))
+                result = formatted_interval(found, "pass@1", ".1%")
+                lines.append(f"pass@1 {moment:<7}{result}   ({counts})")
         (before, old), (after, new) = made.values()
         if after.get("pass@1_change") is not None:
             value, low, high = (

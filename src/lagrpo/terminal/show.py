@@ -19,7 +19,7 @@ from lagrpo.errors import refusing, visible
 from lagrpo.runs import reading
 from lagrpo.runs.directory import Run
 from lagrpo.runs.rollouts import reward_columns
-from lagrpo.terminal.text import MARKS, count_of, formatted
+from lagrpo.terminal.text import MARKS, count_of, formatted, unscored_text
 from lagrpo.types import Range, is_correct
 
 if TYPE_CHECKING:
@@ -63,8 +63,11 @@ def result_lines(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
         pass_at_1 = " → ".join(formatted(summary.get("pass@1"), ".1%") for summary in ends)
         reward = " → ".join(formatted(summary.get("reward"), ".3f") for summary in ends)
         batches = " → ".join(dict.fromkeys(f"{summary.get('step') or 0}" for summary in ends))
+        unscored = " → ".join(unscored_text(summary) or "all scored" for summary in ends)
+        scored = not any(summary.get("unscored") for summary in ends)
         lines.append(
             f"evaluation {name}: pass@1 {pass_at_1}, mean reward {reward} (batch {batches})"
+            + ("" if scored else f", {unscored}")
         )
     return lines
 
@@ -126,6 +129,8 @@ def _title(run: Run, rows: list[Row], batches: list[int]) -> Text:
     facts.append(f"{len(rows)} completions")
     if scored := [row["reward"] for row in rows if row["outcome"] == "scored"]:
         facts.append(f"mean reward {sum(scored) / len(scored):.3f}")
+    if len(scored) < len(rows):
+        facts.append(f"{len(rows) - len(scored)} of {len(rows)} not scored")
     facts.append(f"rollouts of batches {batches[0]} to {batches[-1]} are on disk")
     return Text.assemble((str(run.path), "bold"), "\n" + "  ·  ".join(facts))
 

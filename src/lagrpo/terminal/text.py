@@ -46,6 +46,12 @@ def formatted_interval(metrics: Mapping[str, Any], name: str, form: str) -> str:
     return f"{value:>6}   95 % interval {low} to {high}"
 
 
+def unscored_text(summary: Mapping[str, Any]) -> str:
+    """The completions of an evaluation that have no reward: "3 of 8 not scored", or nothing."""
+    count = summary.get("unscored") or 0
+    return f"{count:,} of {summary['prompts'] * summary['samples']:,} not scored" if count else ""
+
+
 def count_of(number: int, what: str, plural: str = "s") -> str:
     """A number with its noun: 1 batch, 1,200 batches."""
     return f"{number:,} {what}{plural if number != 1 else ''}"

@@ -14,6 +14,7 @@ import torch
 
 from lagrpo.core.objective import Recipe
 from lagrpo.cpu.library import NoKernels
+from lagrpo.data.fingerprint import Digests, check_places, digest_places, digest_visited
 from lagrpo.data.offline import OfflineData, read_records
 from lagrpo.data.prompts import PromptSource
 from lagrpo.errors import SettingsError, refusing
@@ -64,6 +65,8 @@ class TrainerComponents:
     ]  # of the run (OF_RUN), and of evaluation sets with their own, by name
     own_task: bool  # the caller gave the run's task as an object
     model: str  # the fingerprint of the initial weights
+    data: Digests
+    """the digests of all rows (`places`) and of the prompts that the run visits (`visited`)"""
     trainer: Trainer  # with the policy, the recipe and the reference
     sampler: Engine
     evaluator: Engine
@@ -80,11 +83,16 @@ class TrainerComponents:
 
     @staticmethod
     def build(
-        settings: Settings, recipe: Recipe, task: Task | None = None, ranks: Ranks | None = None,
+        settings: Settings,
+        recipe: Recipe,
+        task: Task | None = None,
+        ranks: Ranks | None = None,
         started: str | None = None,
-    ) -> TrainerComponents:  # fmt: skip
+        recorded: Mapping[str, Any] | None = None,
+    ) -> TrainerComponents:
         """`task` replaces settings.task. `started`: when the run began, if it resumes; chat templates show that date.
-        Raises SettingsError for data or a model that is missing, or does not fit."""
+        `recorded`: the digests of the rows that it began with, by place. Raises SettingsError for data or a model that
+        is missing, does not fit, or has changed."""
         ranks = ranks or Ranks()
         with ExitStack() as undo:
             loaded = load_tasks(settings, task)
@@ -94,6 +102,9 @@ class TrainerComponents:
                     recipe,
                     not records or any(row.get("rollout_logprobs") is not None for row in records),
                 )
+            places = digest_places(loaded, records, settings.eval.takes_place)
+            with refusing():
+                check_places(recorded or {}, places)
             replied = max_reply_tokens(settings, *loaded.values())
             if ranks.is_first:
                 print(f"loading {settings.model.path} …", flush=True)
@@ -108,6 +119,7 @@ class TrainerComponents:
             prompts = tasks[OF_RUN].prompts
             with refusing("task"):
                 prompts.check(settings.schedule.batches)
+            data = {"places": places, "visited": digest_visited(prompts.visited)}
             offline = build_offline(settings, recipe, policy, records) if records else None
             sampler = build_sampler(settings, policy, servers, tasks[OF_RUN].episodes, ranks)
             share = ranks.share
@@ -120,7 +132,7 @@ class TrainerComponents:
             if isinstance(evaluator, fsdp.EvaluationSampler):
                 evaluator.source = trainer.policy
             return TrainerComponents(
-                settings=settings, tasks=tasks, own_task=task is not None, model=model, trainer=trainer,
+                settings=settings, tasks=tasks, own_task=task is not None, model=model, data=data, trainer=trainer,
                 sampler=sampler, evaluator=evaluator, share=share, offline=offline, ranks=ranks, skeleton=skeleton,
                 prefetcher=Prefetcher(sampler, lambda b: share(prompts.batch(b)), s.num_generations),
                 schedule=Schedule(settings.schedule.kind, settings.schedule.v, settings.schedule.sync_at_kl),

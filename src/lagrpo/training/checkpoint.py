@@ -11,7 +11,6 @@ unfinished completions are sampled again, token for token.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import secrets
@@ -27,6 +26,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from lagrpo.data.fingerprint import check_visited
 from lagrpo.errors import SettingsError, refusing
 from lagrpo.rollout.schedule import LoopState
 from lagrpo.runs import files
@@ -39,9 +39,10 @@ from lagrpo.training.build import TrainerComponents
 from lagrpo.training.checks import find_changes
 from lagrpo.training.master_weights import MergedState
 from lagrpo.training.ranks import Ranks
+from lagrpo.training.sources import collect_sources
 from lagrpo.types import Completion, Group, Outcome
 
-SCHEMA = "lagrpo.checkpoint/3"
+SCHEMA = "lagrpo.checkpoint/4"
 STATE, ROLLOUTS = "state.json", "rollouts.parquet"
 MACHINE = (
     *("cpu", "ranks", "strategy", "threads", "device_name", "dtype", "computation"),
@@ -116,7 +117,7 @@ def save_checkpoint(
             "pi_ref": reference.version if reference is not None else None,
         },
         "announced": announced,
-        "data": fingerprint_data(a),
+        "data": a.data,
         "model": a.model,
     }
     others = {v: a.ranks.gather_whole(of) for v, of in weights.items() if v not in (0, version)}
@@ -171,15 +172,6 @@ def needs_alpha(a: TrainerComponents, loop: LoopState) -> bool:
     return loop.alpha >= 0 and (missing or (not due.reason and bool(due.to_generate)))
 
 
-def fingerprint_data(a: TrainerComponents) -> str:
-    """Tells data apart: the size of the split, the prompts of the first batch, the offline completions."""
-    prompts = [
-        (index, prompt.token_ids, str(prompt.answer)) for index, prompt in a.main.prompts.first
-    ]
-    seen = repr((a.main.task.size("train"), prompts, str(a.offline)))
-    return hashlib.blake2b(seen.encode("utf-8", "replace"), digest_size=8).hexdigest()
-
-
 # Reading
 
 
@@ -214,8 +206,19 @@ class ResumeState:
                 run, checkpoint, find_changes(settings, directory), read_environment(directory)
             )
 
-    def cut_back(self, moved: Mapping[str, list[Any]]) -> None:
-        """Remove what the run recorded after its checkpoint (without one: everything), and record that it resumes."""
+    @property
+    def started(self) -> str | None:
+        """When the run began; None if it begins again."""
+        return self.environment.get("started") if self.checkpoint is not None else None
+
+    @property
+    def places(self) -> Mapping[str, Any]:
+        """The digests of the rows with which it began; empty if it begins again."""
+        return self.checkpoint.state["data"]["places"] if self.checkpoint is not None else {}
+
+    def cut_back(self, **differences: Any) -> None:
+        """Remove what the run recorded after its checkpoint (without one: everything), and record that it resumes, with
+        what is different."""
         run, checkpoint = self.run, self.checkpoint
         batch, version = (
             (checkpoint.batch, checkpoint.state["versions"]["policy"]) if checkpoint else (-1, -1)
@@ -232,7 +235,7 @@ class ResumeState:
                 if number > last:
                     files.remove_directory(path)
         if checkpoint is not None:
-            run.record_event("resumed", batch, changed=self.changed, moved=moved, ahead=ahead)
+            run.record_event("resumed", batch, changed=self.changed, ahead=ahead, **differences)
 
 
 def describe_environment(parts: TrainerComponents, earlier: ResumeState | None) -> dict[str, Any]:
@@ -243,6 +246,7 @@ def describe_environment(parts: TrainerComponents, earlier: ResumeState | None) 
         "id": identity or secrets.token_hex(8),
         **collect_environment(str(policy.device)),
         "started": policy.chat.started.isoformat(),
+        "sources": collect_sources(policy.chat, parts.tasks, parts.trainer.recipe),
         "ranks": parts.ranks.size,
         "strategy": parts.settings.distributed.strategy,
         "computation": policy.model.computation,
@@ -252,19 +256,19 @@ def describe_environment(parts: TrainerComponents, earlier: ResumeState | None) 
     }
 
 
-def restore_checkpoint(a: TrainerComponents, checkpoint: Checkpoint) -> LoopState:
+def restore_checkpoint(
+    a: TrainerComponents, checkpoint: Checkpoint, changed_sources: Sequence[str] = ()
+) -> LoopState:
     """Restore newly built parts from a checkpoint. Each version goes where it was, and what the engine gets is checked
-    as after a weight sync. Raises SettingsError if the model or the data is not the run's, CheckpointError for files
-    that cannot be read."""
+    as after a weight sync. Raises SettingsError if the model or the data is not the run's (its message names code that
+    has changed, `changed_sources`), CheckpointError for files that cannot be read."""
     state = checkpoint.state
     if a.model != state["model"]:
         raise SettingsError(
             f"model.path = {a.settings.model.path!r} is not the model that the run started with"
         )
-    if fingerprint_data(a) != state["data"]:
-        raise SettingsError(
-            "task: the data has changed since the run started: restore it, or start a new run"
-        )
+    with refusing():
+        check_visited(state["data"]["visited"], a.main.prompts.visited, changed_sources)
     try:
         _load_versions(a, checkpoint)
         groups = _load_groups(a, checkpoint.path / ROLLOUTS)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -205,7 +208,7 @@ def find_changes(settings: Settings, run: Path) -> dict[str, tuple[Any, Any]]:
     names = [
         name for name in now | before if name not in OF_CALL and before.get(name) != now.get(name)
     ]
-    if wrong := [name for name in names if not _may_change(name, settings, saved)]:
+    if wrong := [name for name in names if not _may_change(name, settings, saved, run)]:
         lines = [
             f"{n} = {json.dumps(now.get(n))}, but the run has {json.dumps(before.get(n))}"
             for n in wrong
@@ -217,15 +220,103 @@ def find_changes(settings: Settings, run: Path) -> dict[str, tuple[Any, Any]]:
     return {name: (before.get(name), now.get(name)) for name in names}
 
 
-def _may_change(name: str, settings: Settings, saved: Settings) -> bool:
-    """More batches change nothing if the learning rate does not depend on their number."""
+def _may_change(name: str, settings: Settings, saved: Settings, run: Path) -> bool:
+    """More batches change nothing if the learning rate does not depend on their number, and neither does a reward
+    function that was moved to another module."""
     if name == "schedule.batches":
         more = settings.schedule.batches >= saved.schedule.batches
         return more and settings.optimizer.lr_scheduler_type == "constant"
+    if name == "task.rewards":
+        sources = read_environment(run).get("sources", {})
+        pairs = zip_longest(settings.task.rewards, saved.task.rewards)
+        return all(now and before and _is_moved(now, before, sources) for now, before in pairs)
     return name in FREE or (f"{name.partition('.')[0]}." in FREE and name != "vllm.on_weight_sync")
 
 
+def _is_moved(
+    now: RewardSettings, before: RewardSettings, sources: Mapping[str, str | None]
+) -> bool:
+    """True if two entries differ at most in the module of a function that has the recorded source."""
+    if now == before:
+        return True
+    same = now.model_copy(update={"reward": before.reward}) == before
+    if not same or ":" not in now.reward:
+        return False
+    with suppress(ValueError, ImportError):
+        from lagrpo.training.sources import source_digest  # loads torch
+
+        return source_digest(load_reward(now, None).function) == sources.get(f"reward {now.name}")
+    return False
+
+
 # What `lagrpo.train` gets in Python
+
+
+def in_memory_arguments(
+    task: Any, data: Any, rewards: Sequence[Any] | None, loss: str | Recipe | Callable | None
+) -> list[str]:
+    """The arguments of `lagrpo.train` that settings cannot hold: a run needs them again when it is resumed."""
+    in_memory = data is not None and not isinstance(data, str | os.PathLike)
+    functions = [each for each in rewards or () if not isinstance(each, str | dict)]
+    needed = {
+        "task": task is not None,
+        "data": in_memory,
+        "rewards": not all(is_loadable(each, name_function(each)) for each in functions),
+        "loss": loss is not None and not is_loadable_loss(loss),
+    }
+    return [name for name, is_needed in needed.items() if is_needed]
+
+
+def name_function(function: Any) -> str:
+    """The name of a function, or of an object's class, as "module:function"."""
+    kind = function if hasattr(function, "__qualname__") else type(function)
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def is_loadable_loss(loss: str | Recipe | Callable) -> bool:
+    """True if `lagrpo train` finds the loss by the name that the settings have. A script is a module there."""
+    if isinstance(loss, str):
+        return True
+    from lagrpo.core.recipes import RECIPES  # loads torch
+    from lagrpo.settings.own_loss import name_loss
+
+    if loss in RECIPES.values():
+        return True
+    reference, script = name_loss(loss), sys.modules.get("__main__")
+    file = Path(getattr(script, "__file__", None) or "")
+    if reference.partition(":")[0] == file.stem:
+        is_there = getattr(script, reference.partition(":")[2], None) is loss
+        return is_there and file.absolute().parent == Path.cwd()
+    return is_loadable(loss, reference)
+
+
+def is_loadable(value: Any, reference: str) -> bool:
+    """True if `lagrpo train` finds the value by the name of its module: in the current directory, or installed."""
+    module_name, _, name = reference.partition(":")
+    module = sys.modules.get(module_name)
+    if module_name == "__main__" or module is None or getattr(module, name, None) is not value:
+        return False
+    file = Path(getattr(sys.modules[module_name.partition(".")[0]], "__file__", None) or "")
+    folder = file.parent.parent if file.name == "__init__.py" else file.parent
+    return str(folder) in (os.getcwd(), *sys.path[1:])  # the first is the directory of a script
+
+
+def resume_call(run: Path, arguments: Sequence[str]) -> str:
+    """The call in Python that resumes a run."""
+    needed = "".join(f", {name}=…" for name in arguments)
+    return f"lagrpo.train(resume={str(run)!r}{needed})"
+
+
+def check_arguments(settings: Settings, resume: str | None, given: Sequence[str]) -> None:
+    """Raise SettingsError if a resumed run lacks arguments that it was started with in Python."""
+    with refusing("--resume"):
+        run = find_run(settings, resume)
+        needed = read_environment(run).get("arguments", []) if run is not None else []
+    if run is not None and (missing := [name for name in needed if name not in given]):
+        raise SettingsError(
+            f"{run} was started from Python with {' and '.join(missing)} that its settings cannot hold: "
+            f"resume it by {resume_call(run, needed)}"
+        )
 
 
 def as_settings(
@@ -280,8 +371,7 @@ def name_rewards(settings: Settings, task: Task | None) -> Settings:
         return settings
     entries = []
     for each in Rewards.from_reward(task.reward).parts:
-        kind = each.function if hasattr(each.function, "__qualname__") else type(each.function)
-        where = f"{kind.__module__}:{kind.__qualname__}"
+        where = name_function(each.function)
         entries.append(
             RewardSettings(name=each.name, reward=where, weight=each.weight, range=each.range)
         )

@@ -42,7 +42,7 @@ from lagrpo.runs.reading import load_evaluation_records, load_evaluations
 from lagrpo.runs.rollouts import REWARD
 from lagrpo.settings.schema import Settings
 from lagrpo.settings.sections import EvalSetSettings
-from lagrpo.terminal.text import count_of, formatted_interval
+from lagrpo.terminal.text import count_of, formatted_interval, unscored_text
 from lagrpo.training import build
 from lagrpo.training.build import TaskSetup, TrainerComponents
 from lagrpo.training.checkpoint import needs_alpha
@@ -87,6 +87,9 @@ def evaluate(of: EvalSet, evaluator: Any, ranks: Ranks | None = None) -> Evaluat
     records = [_record(group, of.reward_range, of.rewards) for group in groups]
     unscored = sum(record["samples"] - record["scored"] for record in records)
     summary: dict[str, Any] = {"prompts": len(records), "samples": of.samples, "unscored": unscored}
+    if unscored:
+        reasons = (reason for record in records for reason in record["reasons"] if reason)
+        summary["unscored_reason"] = next(reasons, "")
     for name, (values, tries) in _measures(records, of.samples).items():
         if values:
             ends = of.reward_range if name == "reward" else (0.0, 1.0)
@@ -126,6 +129,7 @@ def _record(group: Group, reward_range: Range, names: Sequence[str]) -> dict[str
         "num_turns": sum(c.policy_turns for c in completions) / len(completions),
         "completions": [c.text for c in completions],
         "rewards": [c.reward for c in completions],
+        "reasons": [o.reason if o.reward is None else "" for o in outcomes],
     }
     if names:
         record |= {f"{REWARD}{name}": [o.parts.get(name) for o in outcomes] for name in names}
@@ -375,10 +379,11 @@ def _print_summary(summary: dict[str, Any], output: Path) -> None:
     for name in summary:
         if f"{name}_low" in summary:
             form = ".3f" if name == "reward" else ".1%"
-            print(f"  {name:<11} {formatted_interval(summary, name, form)}")
+            unscored = f"   {unscored_text(summary)}" if name == "pass@1" else ""
+            print(f"  {name:<11} {formatted_interval(summary, name, form)}{unscored}".rstrip())
         elif name.startswith("rewards/"):
             print(f"  {name} {summary[name]:.3f}")
     print("  intervals: 95 %, for the mean over all prompts of this kind")
     if summary["unscored"]:
-        print(f"  {summary['unscored']} completions could not be scored and do not count")
+        print(f"  not scored, the first: {summary['unscored_reason']}")
     print(f"  per-prompt records: {output / 'records.parquet'}")

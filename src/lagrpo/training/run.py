@@ -10,6 +10,7 @@ import os
 import shlex
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, nullcontext, suppress
 from functools import partial
@@ -34,13 +35,14 @@ from lagrpo.rollout.sync_check import WeightSyncError
 from lagrpo.rollout.vllm.client import SamplerError
 from lagrpo.runs.directory import Run, locked
 from lagrpo.runs.environment import write_environment
+from lagrpo.runs.reading import load_events
 from lagrpo.runs.rollouts import rollout_rows
 from lagrpo.settings.load import flatten, load_settings, to_toml
 from lagrpo.settings.own_loss import keep_sources
 from lagrpo.settings.schema import Settings
 from lagrpo.tasks import NOT_A_TASK, Task
 from lagrpo.terminal.display import Display, make_display
-from lagrpo.terminal.text import count_of, formatted_interval
+from lagrpo.terminal.text import count_of, formatted_interval, unscored_text
 from lagrpo.training import checkpoint as checkpoints
 from lagrpo.training import checks
 from lagrpo.training.build import TrainerComponents
@@ -51,6 +53,7 @@ from lagrpo.training.explain import meaning
 from lagrpo.training.loop import Step, train_loop
 from lagrpo.training.metrics import batch_metrics, completion_columns
 from lagrpo.training.ranks import Ranks, joined
+from lagrpo.training.sources import find_changed_sources
 from lagrpo.types import Result
 
 FAILURES = (RewardError, WeightSyncError, VersionError, SamplerError, FloatingPointError, OSError)
@@ -94,10 +97,13 @@ def train(
             )
     resume = None if resume is None else os.fspath(resume)
     rewards = rewards if isinstance(rewards, list | tuple | None) else [rewards]
+    arguments = checks.in_memory_arguments(task, data, rewards, loss)
     if not isinstance(source, Settings):
         source = load_settings(
             source, {**checks.as_settings(model, data, rewards, loss), **(settings or {})}, resume
         )
+    given = {"task": task, "data": data, "rewards": rewards, "loss": loss}
+    checks.check_arguments(source, resume, [name for name in given if given[name] is not None])
     with refusing():
         task = task or checks.build_task(source, data, rewards)
     resolved = checks.name_rewards(source, task)
@@ -112,13 +118,19 @@ def train(
         call: Any = (
             run_rank if ranks.size == 1 else record(run_rank)
         )  # torchrun prints the error of the first rank
-        return call(resolved, recipe, task, callbacks, ranks, resume)
+        return call(resolved, recipe, task, callbacks, ranks, resume, arguments)
 
 
 def run_rank(
-    settings: Settings, recipe: Recipe, task: Task | None, callbacks: Sequence[Callback], ranks: Ranks,
+    settings: Settings,
+    recipe: Recipe,
+    task: Task | None,
+    callbacks: Sequence[Callback],
+    ranks: Ranks,
     resume: str | None,
-) -> Result:  # fmt: skip
+    arguments: Sequence[str],
+) -> Result:
+    """The run on this rank; `arguments` are the ones of `train` that its settings cannot hold."""
     directory = ranks.from_first(lambda: checks.find_run(settings, resume))
     with (
         nullcontext() if ranks.is_first else logs.shown_by(logs.print_line, logging.WARNING),
@@ -127,19 +139,25 @@ def run_rank(
         earlier = (
             ranks.from_first(lambda: ResumeState.find(directory, settings)) if directory else None
         )
-        started = earlier.environment.get("started") if earlier and earlier.checkpoint else None
-        with closing(TrainerComponents.build(settings, recipe, task, ranks, started)) as parts:
-            return Training(parts, callbacks, earlier).run()
+        started = earlier.started if earlier else None
+        recorded = earlier.places if earlier else {}
+        parts = TrainerComponents.build(settings, recipe, task, ranks, started, recorded)
+        with closing(parts):
+            return Training(parts, callbacks, earlier, arguments).run()
 
 
 class Training:
-    """One run, on this rank; `earlier` is the run that it resumes. Rank 0 shows and records it, and calls callbacks."""
+    """One run, on this rank. Rank 0 shows and records it, and calls callbacks.
+
+    earlier: the run that it resumes. arguments: the ones of `train` that its settings cannot hold.
+    """
 
     def __init__(
         self,
         parts: TrainerComponents,
         callbacks: Sequence[Callback] = (),
         earlier: ResumeState | None = None,
+        arguments: Sequence[str] = (),
     ) -> None:
         self.parts, self.settings, self.policy, self.ranks = (
             parts,
@@ -151,6 +169,8 @@ class Training:
         self.display, self.now = make_display() if self.first else Display(), "start"
         self.evaluations = Evaluations(parts)
         self.environment = checkpoints.describe_environment(parts, earlier)
+        self.environment["arguments"] = [*arguments]
+        self.resume_arguments = [*arguments, *(["callbacks"] if callbacks else [])]
         self.store = earlier.run if earlier else self.ranks.from_first(self.create_run)
         parts.keep_logs(self.store.path)
         if self.first:
@@ -164,6 +184,8 @@ class Training:
             [Trackers(run.report_to, run.log_completions), *callbacks] if self.first else []
         )
         self.started = self.warned = False  # a run that could not be restored stays as it was
+        self.unscored = Counter[int]()  # completions without a reward, by batch
+        self.shown = set[str]()  # outcomes without a reward that a line was shown for
         self.set_state(LoopState(pi_ref=self.policy.version))
 
     def create_run(self) -> Run:
@@ -219,7 +241,8 @@ class Training:
         settings, parts = self.settings.model_dump(), self.parts
         settings["run"] |= {"name": self.store.path.name, "output_dir": str(self.store.path.parent)}
         settings["task"]["reward_range"] = self.settings.task.reward_range
-        self.display.on_start(settings, self.environment, 0)
+        checkpoint = self.earlier.checkpoint if self.earlier else None
+        self.display.on_start(settings, self.environment, checkpoint.batch if checkpoint else 0)
         if self.first:
             computed = f"{self.environment['computation']}, {count_of(self.environment['threads'], 'thread')}"
             found = {
@@ -247,9 +270,11 @@ class Training:
             for n in checkpoints.MACHINE
             if old and old.get(n) != new.get(n)
         }
+        recorded = earlier.environment.get("sources", {}) if checkpoint else {}
+        code = find_changed_sources(recorded, self.environment["sources"])
         if checkpoint is not None:
             self.phase("restoring the checkpoint")
-            self.set_state(checkpoints.restore_checkpoint(self.parts, checkpoint))
+            self.set_state(checkpoints.restore_checkpoint(self.parts, checkpoint, code))
             self.saved = checkpoint.batch
         self.ranks.gather(None)  # all have read the checkpoint
         with refusing():
@@ -257,8 +282,13 @@ class Training:
                 self.evaluations.load, self.store, checkpoint.batch if checkpoint else -1
             )
             self.evaluations.made = self.ranks.from_first(load)
+        for name, evaluation in self.evaluations.made.items():
+            self.display.on_evaluation(name, evaluation.summary, evaluation.records)
         if self.first:
-            earlier.cut_back(moved)
+            earlier.cut_back(moved=moved, code=code, git=self.environment["git"])
+            for event in load_events(self.store):
+                if event["event"] in ("unscored", "failed") and "evaluation" not in event:
+                    self.unscored[event["step"]] += event["count"]
             self.store.write_config(self.config())
             if checkpoint is None or not earlier.environment:
                 write_environment(self.store.path, self.environment)
@@ -266,6 +296,10 @@ class Training:
             differ = "; ".join(f"{name} was {old}, now {new}" for name, (old, new) in moved.items())
             self.display.note(
                 f"results may differ in the last bits from a run that never stopped: {differ}"
+            )
+        if code:
+            self.warn(
+                f"changed since the run started: {', '.join(code)}; batches from now on use the new code"
             )
         self.display.note(
             f"resumed after batch {self.loop.batch}"
@@ -298,14 +332,24 @@ class Training:
                     self.store.record_evaluation(name, found.summary, found.records)
                 for callback in (self.display, *self.callbacks):
                     callback.on_evaluation(name, found.summary, found.records)
-                self.display.note(
-                    f"evaluation ({name}): pass@1 {formatted_interval(found.summary, 'pass@1', '.1%')}"
-                )
+                self.note_evaluation(name, found.summary)
         best = self.ranks.from_first(
             partial(self.evaluations.find_best, self.store, self.loop.batch, moment)
         )
         if self.loop.batch and best:
             self.write_weights(partial(self.store.record_best, found=best))
+
+    def note_evaluation(self, name: str, summary: Mapping[str, Any]) -> None:
+        """Show pass@1 and how many completions could not be scored; these are an event, too."""
+        line = f"evaluation ({name}): pass@1 {formatted_interval(summary, 'pass@1', '.1%')}"
+        if summary["unscored"]:
+            reason = summary["unscored_reason"]
+            line += f"   {unscored_text(summary)}; the first: {reason}"
+            count, completions = summary["unscored"], summary["prompts"] * summary["samples"]
+            facts = {"count": count, "completions": completions, "reason": reason}
+            if self.first:
+                self.store.record_event("unscored", self.loop.batch, evaluation=name, **facts)
+        self.display.note(line)
 
     def record(self, step: Step) -> None:
         """Record a batch, then show it, call the callbacks, and write weights if they are due."""
@@ -335,6 +379,7 @@ class Training:
         if step.sampling.get("recoveries"):
             self.store.record_event("recovery", step.b, **step.sampling)
         self.store.record(metrics)
+        self.record_unscored(rows, step.b)
         low, high = self.settings.task.reward_range
         if not self.warned and any(
             not low <= row["reward"] <= high for row in rows if row["reward"] is not None
@@ -344,6 +389,21 @@ class Training:
                 f"rewards lie outside [{low:g}, {high:g}], so pass@1 is wrong: set range in task.rewards"
             )
         return metrics, rows
+
+    def record_unscored(self, rows: Sequence[Mapping[str, Any]], batch: int) -> None:
+        """Record how many completions of a batch have no reward, and why the first has none. Show the first such batch
+        only: later ones may say the same a thousand times."""
+        for kind in ("unscored", "failed"):
+            reasons = [row["reason"] for row in rows if row["outcome"] == kind]
+            if not reasons:
+                continue
+            facts = {"count": len(reasons), "completions": len(rows), "reason": reasons[0]}
+            self.store.record_event(kind, batch, **facts)
+            self.unscored[batch] += len(reasons)
+            if kind not in self.shown:
+                self.shown.add(kind)
+                count = f"{len(reasons)} of {len(rows)} completions are {kind}"
+                self.display.note(f"batch {batch}: {count}; the first: {reasons[0]}")
 
     def checkpoint_is_due(self) -> bool:
         c, waited = self.settings.checkpoint, time.monotonic() - self.saved_at
@@ -401,11 +461,7 @@ class Training:
 
     def end(self, status: Status, interrupted: signal.Signals | None) -> None:
         """Record, show and call back that the run is over."""
-        detail = "Finished." if status == "finished" else self.progress()
-        if not self.started:
-            detail = f"The run is unchanged: {self.store.path}"
-        elif interrupted:
-            detail = f"Stopped by {interrupted.name}: {detail}. {self.resume_command()}"
+        detail = self.describe_end(status, interrupted)
         with suppress(OSError):  # a full disk has its own error
             if self.started and self.first:
                 self.store.record_event("end", self.loop.batch, status=status, detail=detail)
@@ -415,6 +471,21 @@ class Training:
             for callback in reversed(self.callbacks if self.started else []):
                 last.callback(callback.on_end, status, detail)
             self.display.on_end(status, detail)
+
+    def describe_end(self, status: Status, interrupted: signal.Signals | None) -> str:
+        """How the run ended, how many of its completions had no reward, and how it is resumed."""
+        if not self.started:
+            return f"The run is unchanged: {self.store.path}"
+        sentences = ["Finished" if status == "finished" else self.progress()]
+        if interrupted:
+            sentences = [f"Stopped by {interrupted.name}: {self.progress()}"]
+        if self.unscored:
+            count = count_of(sum(self.unscored.values()), "completion")
+            batches = count_of(len(self.unscored), "batch", "es")
+            sentences.append(f"{count} of {batches} had no reward (events.jsonl says why)")
+        if interrupted:
+            sentences.append(self.resume_command())
+        return ". ".join(sentences) + ("." if status == "finished" else "")
 
     def set_state(self, loop: LoopState) -> None:
         """The run stands after a batch; a checkpoint may be made of it until the next update."""
@@ -435,10 +506,18 @@ class Training:
         return f"{self.loop.batch} of {total} batches finished, {updates} made"
 
     def resume_command(self) -> str:
-        """The command that resumes the run."""
+        """The command, or the call in Python, that resumes the run."""
         place = (
             f"To resume after batch {self.saved}"
             if self.saved
             else "No checkpoint yet; to start again"
         )
-        return f"{place}: lagrpo train --resume {shlex.quote(str(self.store.path))}"
+        if self.resume_arguments:
+            return f"{place}: {checks.resume_call(self.store.path, self.resume_arguments)}"
+        lagrpo = "lagrpo"
+        if self.ranks.size > 1:
+            one_host = checks.local_size() == self.ranks.size
+            lagrpo = (
+                f"torchrun {f'--nproc-per-node {self.ranks.size}' if one_host else '…'} -m lagrpo"
+            )
+        return f"{place}: {lagrpo} train --resume {shlex.quote(str(self.store.path))}"

@@ -17,6 +17,12 @@ function intervalBar(summary, color) {
   return bar;
 }
 
+/** The completions without a reward, beside pass@1, which leaves them out. */
+function unscoredText(summary) {
+  if (!summary.unscored) return "";
+  return ` ${summary.unscored} of ${summary.prompts * summary.samples} not scored`;
+}
+
 function changeText(summary) {
   if (missing(summary["pass@1_change"])) return "–";
   const [low, high] = ["_low", "_high"].map((end) => signed(100 * summary[`pass@1_change${end}`], 1));
@@ -44,7 +50,6 @@ function evaluationTable(run) {
     "mean reward",
     "prompts",
     "samples",
-    "unscored",
     ...(further ? ["further"] : []),
   ];
   const rows = run.evaluations.summaries.map((one) =>
@@ -53,11 +58,16 @@ function evaluationTable(run) {
       {},
       el("td", { text: visible(one.name) }),
       el("td", { text: show(one.step) }),
-      el("td", { text: percent(one["pass@1"]) }),
+      el(
+        "td",
+        { title: one.unscored_reason && visible(one.unscored_reason) },
+        percent(one["pass@1"]),
+        el("span", { class: "warn", text: unscoredText(one) }),
+      ),
       el("td", {}, intervalBar(one, runColor(run.index))),
       el("td", { text: changeText(one) }),
       passes.map((name) => el("td", { text: percent(one[name]) })),
-      ["reward", "prompts", "samples", "unscored"].map((name) => el("td", { text: show(one[name]) })),
+      ["reward", "prompts", "samples"].map((name) => el("td", { text: show(one[name]) })),
       further ? el("td", { class: "dim", text: furtherResults(one) }) : null,
     ),
   );

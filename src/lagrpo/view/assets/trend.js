@@ -135,7 +135,7 @@ function markRun(chart, run, state, row) {
   for (const event of run.events) {
     if (event.event === "weight_sync")
       line(at(event.step), bottom - (10 + 12 * row) * ratio, bottom - 12 * row * ratio);
-    if (event.event === "warning") ctx.fillText("▲", at(event.step) - 5 * ratio, bottom - (13 + 12 * row) * ratio);
+    if (MARKED.has(event.event)) ctx.fillText("▲", at(event.step) - 5 * ratio, bottom - (13 + 12 * row) * ratio);
   }
   markIntervals(chart, run, state, at, line);
 }
@@ -258,14 +258,24 @@ function differences(kind, event) {
   return names.length ? [`${kind}: ${JSON.stringify(event[kind])}`] : [];
 }
 
+/** Completions of a batch, or of an evaluation, that have no reward. */
+function withoutReward(event) {
+  const what = event.evaluation ? ` of the evaluation ${event.evaluation}` : "";
+  return `${event.count} of ${event.completions} completions${what} ${event.event}; the first: ${event.reason}`;
+}
+
 const EVENT_TEXT = {
   weight_sync: (event) => `weight sync: version ${event.policy_version} (${event.reason})`,
   warning: (event) => event.text,
   reference_sync: (event) => `stage ${event.stage} begins: the reference becomes the policy`,
   checkpoint: (event) => `checkpoint written in ${show(event.seconds)} s`,
-  resumed: (event) => ["resumed", ...differences("changed", event), ...differences("moved", event)].join("; "),
+  unscored: withoutReward,
+  failed: withoutReward,
+  resumed: (event) =>
+    ["resumed", ...["changed", "moved", "code"].flatMap((kind) => differences(kind, event))].join("; "),
   end: (event) => (event.status === "finished" ? "finished" : `${event.status}: ${event.detail}`),
 };
+const MARKED = new Set(["warning", "unscored", "failed"]);
 const QUIET = new Set(["weight_sync", "reference_sync", "checkpoint"]);
 
 /** What happened, the newest first; weight syncs and checkpoints only where they are asked for. */

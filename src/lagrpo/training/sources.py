@@ -1,0 +1,290 @@
+"""Digests of the code that decides what a run does, so that a resumed run can say what has changed.
+
+`source_digest` reads one function; `collect_sources` lists a run's reward functions, environments, tools, losses of the
+user's own and chat template. environment.json keeps the digests under `sources`.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from functools import lru_cache, partial
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import TYPE_CHECKING, Any
+
+from lagrpo.data.fingerprint import digest
+from lagrpo.rewards.reward import Rewards, load_function
+from lagrpo.rollout.episodes import OF_RUN
+from lagrpo.settings.own_loss import own_functions
+from lagrpo.tasks import environment_of
+from lagrpo.tasks.environments import Tools
+
+if TYPE_CHECKING:
+    from lagrpo.core.objective import Recipe
+    from lagrpo.model.chat import Chat
+    from lagrpo.training.build import TaskSetup
+
+PLAIN = (str, bytes, int, float, complex, bool, type(None))
+BLOCKS = (ast.If, ast.For, ast.With, ast.Try, ast.ExceptHandler)
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+
+
+def source_digest(target: Callable[..., Any] | str) -> str | None:
+    """The digest of the source of a function, class or callable object, or of what "package.module:function" names.
+
+    It covers the functions, classes and constants that the source uses, as far as they are not installed packages, and
+    the values that a closure, a partial or an object holds. Comments, white space, other code of the module, and the
+    module's name do not count. Code without a source counts by its bytecode, which other versions of Python may compile
+    differently. None for functions that are written in C. Raises ValueError for a name that cannot be loaded.
+    """
+    function = load_function(target) if isinstance(target, str) else target
+    source = _Source()
+    source.add(function)
+    return digest("\0".join(source.texts)) if source.texts else None
+
+
+def collect_sources(
+    chat: Chat, tasks: Mapping[str, TaskSetup], recipe: Recipe
+) -> dict[str, str | None]:
+    """The digest of everything that is code of a run's user: name -> digest."""
+    template = chat.tokenizer.chat_template
+    sources = {"chat template": digest(repr(template)) if template is not None else None}
+    for function in own_functions(recipe):
+        sources[f"loss {getattr(function, '__name__', type(function).__name__)}"] = source_digest(
+            function
+        )
+    for set_name, setup in tasks.items():
+        where = "" if set_name == OF_RUN else f"evaluation set {set_name}: "
+        task, environment = setup.task, environment_of(setup.task)
+        tools = environment.functions if isinstance(environment, Tools) else {}
+        for name, function in tools.items():
+            sources[f"{where}tool {name}"] = source_digest(function)
+        if environment is None or tools:
+            for reward in Rewards.from_reward(task.reward).parts:
+                sources[f"{where}reward {reward.title}"] = source_digest(reward.function)
+        else:
+            sources[f"{where}environment"] = source_digest(environment)
+    return sources
+
+
+def find_changed_sources(
+    before: Mapping[str, str | None], now: Mapping[str, str | None]
+) -> list[str]:
+    """The names of what both have, with another digest."""
+    return [name for name in now if name in before and before[name] != now[name]]
+
+
+class _Source:
+    """Collects the source of a callable and of what it uses, each once: `texts`, in the order of their use."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self._seen = set[int | tuple[int, str]]()
+        self._package: str | None = None  # the top-level package of the first function
+
+    def add(self, value: Any) -> None:
+        """Add a callable, or a value that one holds."""
+        if isinstance(value, PLAIN):
+            self.texts.append(repr(value))
+        elif isinstance(value, list | tuple):
+            for item in value:
+                self.add(item)
+        elif isinstance(value, Mapping):
+            for key in sorted(value, key=repr):
+                self.add((key, value[key]))
+        elif isinstance(value, set | frozenset):
+            self.texts += sorted(map(repr, value))
+        elif id(value) not in self._seen:
+            self._seen.add(id(value))
+            self._add_object(value)
+
+    def _add_object(self, value: Any) -> None:
+        if isinstance(value, partial):
+            self.add([value.func, value.args, value.keywords])
+        elif isinstance(value, MethodType):
+            self.add([value.__func__, value.__self__])
+        elif isinstance(value, FunctionType):
+            self._add_function(value)
+        elif hasattr(value, "__wrapped__"):  # such as what functools.lru_cache returns
+            self.add(value.__wrapped__)
+        elif inspect.isclass(value):
+            self._add_class(value)
+        elif self._is_ours(type(value).__module__):
+            self._add_class(type(value))
+            self.add(getattr(value, "__dict__", {}))
+
+    def _add_function(self, function: FunctionType) -> None:
+        if not self._is_ours(function.__module__):
+            return
+        code = function.__code__
+        nodes = find_function(code)
+        self.texts += [ast.unparse(node) for node in nodes] or [describe_code(code)]
+        cells = dict[str, Any]()
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            with suppress(ValueError):  # it has no value yet
+                cells[name] = cell.cell_contents
+        self.add([cells, function.__defaults__, function.__kwdefaults__])
+        for node in nodes:
+            self._add_names(node, function.__globals__)
+
+    def _add_class(self, kind: type) -> None:
+        if not self._is_ours(kind.__module__):
+            return
+        if node := find_class(kind):
+            self.texts.append(ast.unparse(node))
+            self._add_names(node, vars(sys.modules[kind.__module__]))
+        else:
+            self.add([member for member in vars(kind).values() if inspect.isfunction(member)])
+
+    def _add_names(self, node: ast.AST, namespace: dict[str, Any]) -> None:
+        """Add the global names that a piece of source uses."""
+        own = find_local_names(node)
+        for used in ast.walk(node):
+            if isinstance(used, ast.Name) and used.id in namespace.keys() - own:
+                self._add_global(used.id, namespace)
+            elif isinstance(used, ast.Attribute) and isinstance(used.value, ast.Name):
+                module = namespace.get(used.value.id)
+                if isinstance(module, ModuleType) and self._is_ours(module.__name__):
+                    self._add_global(used.attr, vars(module))
+
+    def _add_global(self, name: str, namespace: dict[str, Any]) -> None:
+        """Add a function or class, or the statements that give another name its value: a value that each process
+        computes, such as the time, is no change."""
+        value = namespace.get(name)
+        if isinstance(value, FunctionType) or inspect.isclass(value):
+            return self.add(value)
+        if isinstance(value, ModuleType) or (id(namespace), name) in self._seen:
+            return
+        self._seen.add((id(namespace), name))
+        for statement in find_assignments(str(namespace.get("__name__")), name):
+            if isinstance(statement, ast.ImportFrom):
+                imported = {alias.asname or alias.name: alias.name for alias in statement.names}
+                module = import_source(statement, namespace)
+                if module is not None and self._is_ours(module.__name__):
+                    self._add_global(imported[name], vars(module))
+            else:
+                self.texts.append(ast.unparse(statement))
+                self._add_names(statement, namespace)
+
+    def _is_ours(self, module: str | None) -> bool:
+        """True if the code of a module counts: it is the first function's package, or not installed. lagrpo is
+        installed, also where it is a checkout."""
+        package = str(module).partition(".")[0]
+        self._package = self._package or package
+        if package == self._package:
+            return True
+        if package in sys.stdlib_module_names or package == "lagrpo":
+            return False
+        file = str(getattr(sys.modules.get(str(module)), "__file__", None) or "")
+        return "site-packages" not in file and "dist-packages" not in file
+
+
+# ---- in the text of a module ----
+
+
+@lru_cache(maxsize=64)
+def parse(text: str) -> ast.Module | None:
+    try:
+        return ast.parse(text)
+    except (SyntaxError, ValueError):
+        return None
+
+
+def read_tree(target: Any) -> tuple[ast.Module | None, int]:
+    """The parsed text of the file with a code object, class or module, and the line where it begins."""
+    try:
+        lines, line = inspect.findsource(target)
+    except (OSError, TypeError, IndexError):
+        return None, 0
+    return parse("".join(lines)), line + 1
+
+
+def find_function(code: CodeType) -> list[ast.AST]:
+    """The definition of a function; several lambdas of one line cannot be told apart."""
+    tree, _ = read_tree(code)
+    found = list[ast.AST]()
+    for node in ast.walk(tree) if tree else ():
+        name = getattr(node, "name", "<lambda>")
+        is_called_so = isinstance(node, FUNCTIONS) and name == code.co_name
+        if is_called_so and first_line(node) == code.co_firstlineno:
+            found.append(node)
+    return found
+
+
+def find_class(kind: type) -> ast.AST | None:
+    """The definition of a class."""
+    tree, line = read_tree(kind)
+    for node in ast.walk(tree) if tree else ():
+        is_called_so = isinstance(node, ast.ClassDef) and node.name == kind.__name__
+        if is_called_so and first_line(node) == line:
+            return node
+    return None
+
+
+def find_local_names(node: ast.AST) -> set[str]:
+    """Parameters and variables of the functions in a piece of source."""
+    found, declared = set[str](), set[str]()
+    for part in ast.walk(node):
+        if isinstance(part, ast.arg):
+            found.add(part.arg)
+        elif isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):
+            found.add(part.id)
+        elif isinstance(part, ast.Global):
+            declared.update(part.names)
+    return found - declared
+
+
+def first_line(node: Any) -> int:
+    """The line on which a definition begins, with its decorators."""
+    return min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", ()))])
+
+
+def find_assignments(module: str, name: str) -> Iterator[ast.stmt]:
+    """The statements outside of functions and classes that give a global name its value."""
+    tree, _ = read_tree(sys.modules[module]) if module in sys.modules else (None, 0)
+    blocks: list[ast.AST] = [tree] if tree else []
+    while blocks:
+        for node in ast.iter_child_nodes(blocks.pop()):
+            if isinstance(node, ast.ImportFrom):
+                if name in [alias.asname or alias.name for alias in node.names]:
+                    yield node
+            elif isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                names = [
+                    n.id for each in targets for n in ast.walk(each) if isinstance(n, ast.Name)
+                ]
+                if name in names:
+                    yield node
+            elif isinstance(node, BLOCKS):
+                blocks.append(node)
+
+
+def import_source(statement: ast.ImportFrom, namespace: Mapping[str, Any]) -> ModuleType | None:
+    """The loaded module that `from module import name` reads."""
+    relative = "." * statement.level + (statement.module or "")
+    package = namespace.get("__package__") or None
+    try:
+        return sys.modules.get(importlib.util.resolve_name(relative, package))
+    except ImportError:
+        return None
+
+
+# ---- without a text ----
+
+
+def describe_code(code: CodeType) -> str:
+    """The bytecode of a function and its constants, without names of files and lines."""
+    constants = [
+        describe_code(constant) if isinstance(constant, CodeType) else describe_constant(constant)
+        for constant in code.co_consts
+    ]
+    return repr((code.co_code, code.co_names, code.co_varnames, constants))
+
+
+def describe_constant(constant: Any) -> str:
+    """A constant of a code object; sets are sorted, because their order differs between processes."""
+    return repr(sorted(map(repr, constant)) if isinstance(constant, frozenset) else constant)

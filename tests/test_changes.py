@@ -1,0 +1,415 @@
+"""What changed since a run started: changed data stops a resume, changed code is named, everything else is restored."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import linecache
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from chaos import merged
+from running import tiny_settings
+from sample_rewards import correct
+from test_episodes import TURNS
+from test_resume import contents
+from tiny import save_tiny
+
+import lagrpo
+from lagrpo.core.inputs import LossInputs
+from lagrpo.data.fingerprint import (
+    check_places,
+    check_visited,
+    digest_places,
+    digest_rows,
+    digest_visited,
+)
+from lagrpo.errors import SettingsError
+from lagrpo.rollout.episodes import OF_RUN
+from lagrpo.runs import load_events
+from lagrpo.runs.environment import read_environment
+from lagrpo.tasks import RowTask
+from lagrpo.training import checks
+
+CODE = '''
+from lagrpo.tasks import RowTask, StepResult
+
+
+def share(text):
+    return len(set(text)) / 8
+
+
+def score(completion, answer):
+    return share(completion)
+
+
+def lookup(word: str) -> str:
+    """Look a word up.
+
+    Args:
+        word: The word.
+    """
+    return word
+
+
+class Game:
+    first = "go"
+
+    def reset(self, prompt, key):
+        return [{"role": "user", "content": self.first}]
+
+    def step(self, text):
+        return StepResult(reward=len(text) % 5 / 5, done=True)
+
+
+def own_loss(x):
+    return x.advantage * (x.logp - x.rollout_logp).exp()
+
+
+def load_game(settings, seed):
+    rows = {split: [f"{n}?" for n in range(4)] for split in ("train", "test")}
+    return RowTask("game", rows, lambda row: (row, row), score, environment=Game)
+'''
+ROWS = [{"question": f"{n}+1?", "answer": str(n + 1), "level": n % 3} for n in range(20)]
+SMALL: dict[str, dict[str, Any]] = {
+    "run": {"name": "run"},
+    "checkpoint": {"save_every": 1, "save_minutes": 0},
+    "schedule": {"batches": 1},
+    "rollout": {"max_prompt_length": 600},
+    "eval": {"at_start": False},
+}
+LONGER = {"schedule.batches": 2}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model for long sequences, because environments may say much."""
+    return save_tiny(tmp_path_factory.mktemp("model"), max_position_embeddings=2048)
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch) -> Callable[..., None]:
+    """Writes the files of a user: code, rows, a chat template. What was imported is forgotten, as by a new process."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+
+    def write(
+        code: str = CODE,
+        rows: Sequence[Any] = ROWS,
+        template: str = TURNS,
+        module: str = "user_code",
+    ) -> None:
+        (tmp_path / f"{module}.py").write_text(code)
+        (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        (tmp_path / "chat.jinja").write_text(template)
+        monkeypatch.delitem(sys.modules, module, raising=False)
+        importlib.invalidate_caches()
+        linecache.clearcache()
+
+    return write
+
+
+@pytest.fixture
+def start(model, tmp_path, write):
+    """Makes a run of one batch from the user's files."""
+
+    def start(task: dict[str, Any] | None = None, **sections: Any) -> Path:
+        write()
+        rows = {
+            "name": "custom",
+            "data": str(tmp_path / "rows.jsonl"),
+            "rewards": ["user_code:score"],
+        }
+        own_task = task is not None and "name" in task
+        own = {
+            "model": {"chat_template": str(tmp_path / "chat.jinja")},
+            "task": task if own_task else rows | (task or {}),
+        }
+        return lagrpo.train(merged(tiny_settings(model, tmp_path), SMALL, own, sections)).run
+
+    return start
+
+
+def resumed_code(run: Path) -> list[str]:
+    """The changed code that the last resume recorded."""
+    return [event for event in load_events(run) if event["event"] == "resumed"][-1]["code"]
+
+
+# Data
+
+
+def with_answer(n: int, answer: str) -> list[dict[str, Any]]:
+    return [row | {"answer": answer} if k == n else row for k, row in enumerate(ROWS)]
+
+
+CHANGED_ROWS: dict[str, tuple[list[dict[str, Any]], str]] = {
+    "one answer": (with_answer(11, "99"), "train split has other values of answer"),
+    "a test answer": (with_answer(1, "99"), "test split has other values of answer"),
+    "a prompt": ([{**ROWS[0], "question": "0+1"}, *ROWS[1:]], "other values of question"),
+    "another column": ([{**ROWS[0], "level": 9}, *ROWS[1:]], "other values of level"),
+    "a new column": ([{**row, "id": 1} for row in ROWS], "other values of id"),
+    "a row more": ([*ROWS, ROWS[0]], "train split has 19 rows, not 18"),
+    "the order": (ROWS[::-1], "other values of answer, level, question"),
+}
+
+
+def places(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The digests of a task with two test rows."""
+    splits = {"train": rows[2:], "test": rows[:2]}
+    return digest_places({OF_RUN: RowTask("rows", splits, lambda row: ("", ""), len)})
+
+
+@pytest.mark.parametrize(("rows", "change"), CHANGED_ROWS.values(), ids=CHANGED_ROWS)
+def test_changed_rows_are_named(rows, change):
+    check_places(places(ROWS), places(ROWS))
+    with pytest.raises(ValueError, match=change):
+        check_places(places(ROWS), places(rows))
+
+
+def test_test_split_does_not_count_without_evaluations():
+    task = {OF_RUN: RowTask("rows", {"train": ROWS, "test": ROWS}, lambda row: ("", ""), len)}
+    assert [*digest_places(task, evaluates=False)] == ["train split"]
+    assert [*digest_places(task)] == ["train split", "test split"]
+    check_places(digest_places(task), digest_places(task, evaluates=False))
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [dict(reversed(row.items())) for row in ROWS],
+        datasets.Dataset.from_list(ROWS),
+        datasets.Dataset.from_list([*ROWS, *ROWS]).select(range(20)),
+    ],
+    ids=["other order of keys", "dataset", "part of a dataset"],
+)
+def test_same_rows_have_the_same_digests(rows):
+    assert digest_rows(rows) == digest_rows(ROWS)
+
+
+def test_visited_prompts_are_compared_as_far_as_the_run_went():
+    visited = [{"tokens": "1", "answers": "1"}, {"tokens": "2", "answers": "2"}]
+    check_visited(digest_visited(visited[:1]), visited)
+    with pytest.raises(ValueError, match=r"other answers .*\(reward a changed, too\)"):
+        check_visited(
+            digest_visited(visited), [{"tokens": "1", "answers": "3"}, visited[1]], ["reward a"]
+        )
+
+
+def test_objects_in_rows_have_no_address_in_their_digest():
+    assert digest_rows([object()]) == digest_rows([object()])
+
+
+def test_resume_stops_for_a_changed_answer_and_leaves_the_run_as_it_is(start, write, capsys):
+    run = start()
+    before = contents(run)
+    write(rows=with_answer(11, "99"))
+    capsys.readouterr()
+    with pytest.raises(SettingsError, match="other values of answer"):
+        lagrpo.train(settings=LONGER, resume=run)
+    assert contents(run) == before
+    assert "loading" not in capsys.readouterr().out, "it stops before the model is loaded"
+    write(rows=[dict(reversed(row.items())) for row in ROWS])
+    assert lagrpo.train(settings=LONGER, resume=run).batches == 2
+
+
+def test_changed_offline_completion_stops_a_resume(start, write, tmp_path):
+    rows = [
+        {"prompt": f"{n}?", "completion": str(m), "reward": m} for n in range(3) for m in range(4)
+    ]
+    file = tmp_path / "offline.jsonl"
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    run = start(offline={"data": str(file)}, loss={"recipe": "asymre"})
+    rows[7]["reward"] = 9
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    with pytest.raises(SettingsError, match="offline data has other values of reward"):
+        lagrpo.train(settings=LONGER, resume=run)
+
+
+# Code
+
+
+GAME = {"name": "user_code:load_game"}
+TOOLS = {"tools": ["user_code:lookup"]}
+OWN_LOSS = {"recipe": "user_code:own_loss"}
+CHANGED_CODE: dict[str, tuple[dict[str, Any], tuple[str, str], str]] = {
+    "a reward": ({}, ("return share(", "return 1 - share("), "reward score"),
+    "a helper of a reward": ({}, ("/ 8", "/ 9"), "reward score"),
+    "an environment": ({"task": GAME}, ("% 5 / 5", "% 4 / 4"), "environment"),
+    "a tool": ({"task": TOOLS}, ("return word", "return word * 2"), "tool lookup"),
+    "a loss": ({"loss": OWN_LOSS}, ("x.advantage *", "2 * x.advantage *"), "loss own_loss"),
+}
+
+
+@pytest.mark.parametrize(("sections", "edit", "name"), CHANGED_CODE.values(), ids=CHANGED_CODE)
+def test_changed_code_is_named_and_the_run_goes_on(start, write, capsys, sections, edit, name):
+    run = start(**sections)
+    assert set(read_environment(run)["sources"]) >= {name, "chat template"}
+    write(CODE.replace(*edit))
+    assert lagrpo.train(settings=LONGER, resume=run).batches == 2
+    assert f"changed since the run started: {name};" in capsys.readouterr().out
+    assert resumed_code(run) == [name]
+    assert any(name in event["text"] for event in load_events(run) if event["event"] == "warning")
+
+
+@pytest.mark.parametrize(
+    ("task", "change", "name"),
+    [
+        ({}, {"template": TURNS.replace("assistant", "Assistant")}, "chat template"),
+        (GAME, {"code": CODE.replace('"go"', '"run"')}, "environment"),
+        (TOOLS, {"code": CODE.replace("Look a word up", "Find a word")}, "tool lookup"),
+    ],
+    ids=["template", "opening of an environment", "docstring of a tool"],
+)
+def test_code_that_changes_the_prompts_stops_a_resume(start, write, task, change, name):
+    run = start(task=task)
+    write(**change)
+    with pytest.raises(SettingsError, match=rf"other tokens .*\({name} changed"):
+        lagrpo.train(settings=LONGER, resume=run)
+
+
+def test_template_that_renders_the_same_is_named(start, write):
+    run = start()
+    write(template="{# a comment #}" + TURNS)
+    lagrpo.train(settings=LONGER, resume=run)
+    assert resumed_code(run) == ["chat template"]
+
+
+def test_unchanged_code_is_not_named(start, write, capsys):
+    run = start()
+    write(CODE.replace("return len(set(text)) / 8", "return len( set(text) ) / 8  # distinct"))
+    lagrpo.train(settings=LONGER, resume=run)
+    assert "changed since" not in capsys.readouterr().out
+    assert resumed_code(run) == []
+
+
+def test_reward_may_move_to_another_module_but_not_change_there(start, write):
+    run = start()
+    write(CODE.replace("/ 8", "/ 9"), module="moved")
+    changed = {"task.rewards": ["moved:score"], **LONGER}
+    with pytest.raises(SettingsError, match=r"task\.rewards = .*moved:score"):
+        lagrpo.train(settings=changed, resume=run)
+    write(module="moved")
+    assert lagrpo.train(settings=changed, resume=run).batches == 2
+    assert resumed_code(run) == []
+
+
+def test_renamed_reward_is_rejected(start, write):
+    run = start()
+    write(CODE.replace("def score", "def points"))
+    with pytest.raises(SettingsError, match=r"task\.rewards = .*points"):
+        lagrpo.train(settings={"task.rewards": ["user_code:points"], **LONGER}, resume=run)
+
+
+# What a resumed run shows, and how it is resumed
+
+
+def test_last_table_of_a_resumed_run_has_the_evaluation_before(start, capsys):
+    run = start(eval={"at_start": True})
+    capsys.readouterr()
+    lagrpo.train(resume=run)
+    shown = capsys.readouterr().out
+    assert all(text in shown for text in ("pass@1 before", "pass@1 after", "paired by prompt"))
+    assert "reward curve" in shown
+
+
+class Stop(lagrpo.Callback):
+    """Ends a run after its first batch."""
+
+    def on_batch(self, metrics, rollouts) -> None:
+        raise RuntimeError("stop")
+
+
+def closure(weight: float) -> Callable[..., float]:
+    def weighted(completion: str, answer: str) -> float:
+        return weight * len(completion)
+
+    return weighted
+
+
+def scaled_loss(scale: float) -> Callable[..., Any]:
+    def scaled(x: LossInputs) -> Any:
+        return scale * x.advantage * x.logp
+
+    return scaled
+
+
+FROM_PYTHON: dict[str, tuple[dict[str, Any], str]] = {
+    "memory and closure": ({"data": ROWS, "rewards": [closure(0.5)]}, "data=…, rewards=…"),
+    "memory": ({"data": ROWS, "rewards": ["exact"]}, "data=…"),
+    "lambda": ({"data": "FILE", "rewards": [lambda completion, answer: 1.0]}, "rewards=…"),
+    "partial": ({"data": "FILE", "rewards": [partial(correct)]}, "rewards=…"),
+    "loss": ({"data": "FILE", "rewards": ["exact"], "loss": scaled_loss(0.5)}, "loss=…"),
+    "task": (
+        {"task": RowTask("own", {"train": "abc", "test": "d"}, lambda row: (row, row), correct)},
+        "task=…",
+    ),
+}
+
+
+@pytest.mark.parametrize(("given", "call"), FROM_PYTHON.values(), ids=FROM_PYTHON)
+def test_run_from_python_says_how_to_resume_it(model, tmp_path, write, given, call):
+    write()
+    if given.get("data") == "FILE":
+        given = given | {"data": tmp_path / "rows.jsonl"}
+    settings = merged(tiny_settings(model, tmp_path), SMALL, {"schedule": {"batches": 2}})
+    settings.pop("task")
+    with pytest.raises(RuntimeError, match="stop") as error:
+        lagrpo.train(settings, **given, callbacks=[Stop()])
+    run = tmp_path / "run"
+    assert f"lagrpo.train(resume={str(run)!r}, {call}, callbacks=…)" in error.value.__notes__[-1]
+    with pytest.raises(SettingsError) as refused:
+        lagrpo.train(resume=run)
+    assert f"lagrpo.train(resume={str(run)!r}, {call})" in str(refused.value)
+    assert lagrpo.train(resume=run, **given).batches == 2
+
+
+def test_functions_of_a_script_and_of_its_directory_are_not_loadable(monkeypatch, tmp_path):
+    assert not checks.is_loadable(closure(1.0), "test_changes:closure")
+    (tmp_path / "beside.py").write_text("def score(completion, answer): return 1.0\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    from beside import score  # pyright: ignore[reportMissingImports]
+
+    assert not checks.is_loadable(score, "beside:score"), (
+        "the directory of the script is first in sys.path"
+    )
+    monkeypatch.chdir(tmp_path)
+    assert checks.is_loadable(score, "beside:score")
+    monkeypatch.delitem(sys.modules, "beside")
+
+
+# Completions without a reward
+
+
+def test_completions_without_a_reward_are_counted_with_their_reason(model, tmp_path, capsys):
+    task = {
+        "name": "custom",
+        "data": str(tmp_path / "rows.jsonl"),
+        "rewards": ["sample_task:sometimes"],
+    }
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in ROWS))
+    result = lagrpo.train(
+        tiny_settings(model, tmp_path, task=task, eval={"num_prompts": 2, "num_samples": 4})
+    )
+    shown = capsys.readouterr().out
+    events = [event for event in load_events(result.run) if event["event"] == "unscored"]
+    batches = [event for event in events if "evaluation" not in event]
+    lines = lagrpo.runs.load_metrics(result.run)
+    assert [e["count"] for e in batches] == [
+        n for line in lines if (n := line["completions/unscored"])
+    ]
+    assert batches[0]["completions"] == 8
+    assert "RuntimeError: not today" in batches[0]["reason"]
+    assert shown.count("completions are unscored") == 1
+    for moment, summary in result.evaluations.items():
+        count = summary["unscored"]
+        assert count > 0, "the seed makes some of each evaluation unscored"
+        assert f"{count} of 8 not scored" in shown
+        assert [e["count"] for e in events if e.get("evaluation") == moment] == [count]
+        records = lagrpo.runs.reading.load_evaluation_records(result.run, moment)
+        reasons = [reason for record in records for reason in record["reasons"] if reason]
+        assert (len(reasons), reasons[0]) == (count, summary["unscored_reason"])
