@@ -194,12 +194,13 @@ def trained(tmp_path: Path, **changes: Any) -> tuple[Path, dict[str, Any]]:
     """The final weights of a run, and what lagrpo computes with them for TEXT."""
     made = source(tmp_path / "source", **changes)
     result = train(tiny_settings(made, tmp_path / "runs", schedule={"batches": 1}))
+    assert result.weights is not None
     policy = load_policy(str(result.weights), torch.float32)
     messages = ({"role": "user", "content": TEXT},)
     ids = list(policy.chat.tokenize(Prompt(0, messages, "")).token_ids)
     row = Packed.build([(ids[:1], [torch.tensor(ids[1:])])], policy.device)
     with torch.no_grad():
-        return Path(result.weights), {"ids": ids, "logprobs": policy.logp(row).tolist()}
+        return result.weights, {"ids": ids, "logprobs": policy.logp(row).tolist()}
 
 
 @pytest.mark.parametrize("changes", SOURCES)

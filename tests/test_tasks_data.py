@@ -211,7 +211,7 @@ def test_arguments_as_json_text_become_an_object_and_keep_their_nulls(tmp_path):
     expected = [read, {}, "2 +", read, read]
     for name in ("a.jsonl", "a.parquet"):
         rows = [{"q": json.dumps(messages), "a": "5"}] * 4
-        message = load(write(tmp_path / name, rows)).prompt("train", 0).messages[0]
+        message: Any = load(write(tmp_path / name, rows)).prompt("train", 0).messages[0]
         if name == "a.parquet":  # the object of a Parquet column may have nulls of other rows
             expected[3] = {"x": "2+3", "z": {}}
         assert [call["function"]["arguments"] for call in message["tool_calls"]] == expected
