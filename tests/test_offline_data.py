@@ -248,6 +248,7 @@ def test_messages_as_json_or_in_parts_and_the_end_of_a_turn_are_read(tmp_path, c
         pytest.param("4<stop>", id="end"),
         pytest.param("4<stop><eos>", id="two ends"),
         pytest.param("4<stop>\n<stop> \n", id="the same end twice"),
+        pytest.param("4<stop>\n<pad><pad>", id="padded"),
         pytest.param("4", id="no end"),
         pytest.param([{"role": "assistant", "content": "4<stop>\n"}], id="in a message"),
     ],

@@ -330,13 +330,17 @@ class Chat:
         return self.decode(ids[: ends[0]] if ends else ids)
 
     def without_end(self, text: str) -> str:
-        """A completion's text without the end tokens, and the white space after them, that it was rendered with.
+        """A completion's text without the tokens that end or pad it, and the white space between and after them.
         Raises ValueError for a text that goes on after an end token."""
-        ends = [token for token, number in self.special_tokens.items() if number in self.eos_ids]
-        while (end := next((e for e in ends if text.rstrip().endswith(e)), None)) is not None:
-            text = text.rstrip().removesuffix(end)
-        if inner := next((end for end in ends if end in text), None):
-            raise ValueError(f"its completion goes on after {inner!r}, which ends a completion")
+        silent = [
+            token for token, number in self.special_tokens.items() if number in self.silent_ids
+        ]
+        while text.rstrip().endswith(tuple(silent)):
+            last = max((token for token in silent if text.rstrip().endswith(token)), key=len)
+            text = text.rstrip().removesuffix(last)
+        for token in silent:
+            if self.special_tokens[token] in self.eos_ids and token in text:
+                raise ValueError(f"its completion goes on after {token!r}, which ends a completion")
         return text
 
     def check_vocabulary(self, ids: Sequence[int]) -> None:
