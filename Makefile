@@ -19,6 +19,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
 unexport PYTHONDONTWRITEBYTECODE
 TRL := .venv-trl
+OLDER := .venv-older
 CONFORMANCE := .venv-conformance
 LIGHTEVAL := .venv-lighteval
 TRACKERS := .venv-trackers
@@ -35,7 +36,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 PYTEST := $(ONE_THREAD) $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu test-vllm test-view test-trackers check-wheel wheel test-gym check-trl check-lighteval \
+.PHONY: help demo test test-gpu test-vllm test-view test-trackers check-wheel wheel test-gym check-older check-trl check-lighteval \
 	chaos conformance portability check-aarch64 bench-trl bench-scaling bench-curve bench-peak bench-vllm bench-gpu bench-busy bench-ranks \
 	bench-memory bench-lora check-ranks measure-gpu docs lint format install vllm-env clean
 
@@ -62,6 +63,7 @@ help:
 	@echo "  make check-aarch64    run the kernels on an emulated ARM processor (gcc-aarch64-linux-gnu, qemu-user)"
 	@echo "  make check-wheel      install the wheel with each of Python 3.11 to 3.13 found here, and train"
 	@echo "Compare"
+	@echo "  make check-older      install transformers 4.57.3, then read final weights with it"
 	@echo "  make check-trl        install TRL, then compare its losses and gradients with lagrpo's"
 	@echo "  make check-lighteval  install lighteval, then compare how it scores answers (LAGRPO_DATA)"
 	@echo "  make conformance      install other trainers' losses and write the table of reports/conformance.md"
@@ -96,6 +98,9 @@ test-trackers: $(STAMP) $(TRACKERS)/installed
 test-gym: $(STAMP)
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[gym]'
 	$(PYTEST) -m gym
+
+check-older: $(STAMP) $(OLDER)/installed
+	LAGRPO_OLDER=$(OLDER)/bin/python $(PYTEST) -m older
 
 check-trl: $(STAMP) $(TRL)/installed
 	LAGRPO_TRL=$(TRL)/bin/python $(PYTEST) -m peer
@@ -156,7 +161,7 @@ vllm-env: $(VLLM_STAMP)
 	@echo "vLLM $(VLLM_VERSION) is in $(VLLM_ENV)$(if $(filter-out .venv-vllm,$(VLLM_ENV)),; use it with: LAGRPO_VLLM_PYTHON=$(VLLM_ENV)/bin/python)"
 
 clean:
-	rm -rf .venv .venv-trl .venv-conformance .venv-lighteval .venv-trackers .venv-docs .venv-vllm build dist site
+	rm -rf .venv .venv-older .venv-trl .venv-conformance .venv-lighteval .venv-trackers .venv-docs .venv-vllm build dist site
 
 define need_python
 @$(if $(PYTHON),,echo "lagrpo needs Python 3.11 or newer; none is on the PATH ($$(python3 -V 2>&1))." >&2; \
@@ -185,6 +190,13 @@ $(TRL)/installed: benchmarks/trl-requirements.txt
 	"$(PYTHON)" -m venv $(TRL)
 	$(TRL)/bin/python -m pip install -q --upgrade 'pip>=25.1'
 	$(TRL)/bin/python -m pip install $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -r benchmarks/trl-requirements.txt
+	@touch $@
+
+$(OLDER)/installed: tests/older-requirements.txt
+	$(need_python)
+	"$(PYTHON)" -m venv $(OLDER)
+	$(OLDER)/bin/python -m pip install -q --upgrade 'pip>=25.1'
+	$(OLDER)/bin/python -m pip install -q $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -r tests/older-requirements.txt
 	@touch $@
 
 $(LIGHTEVAL)/installed: conformance/lighteval-requirements.txt

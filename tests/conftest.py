@@ -26,6 +26,7 @@ NEEDS = {
     "browser": "Chromium (make test-view)",
     "trackers": "wandb and trackio (make test-trackers)",
     "gym": "reasoning-gym (make test-gym)",
+    "older": "transformers 4.57.3 (make check-older)",
 }
 SECONDS_WITH_SERVERS = 900  # for these: they start servers, download or compile
 

@@ -64,6 +64,14 @@ class Wordy(Counting):
         return StepResult(reward=float("nan")) if text == "nan" else super().step(text)
 
 
+class Parts(Counting):
+    """Replies in parts, as MCP servers do."""
+
+    def step(self, text: str) -> StepResult:
+        parts = [{"type": "text", "text": "5"}, {"type": "text", "text": "!"}]
+        return StepResult([{"role": "tool", "content": parts, "name": None}])
+
+
 class Broken(Counting):
     def reset(self, prompt: Any, key: Any) -> Messages:
         raise RuntimeError("no game today")

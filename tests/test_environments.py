@@ -14,7 +14,7 @@ from test_tasks import task_settings
 from lagrpo.rewards.pool import WorkerPool
 from lagrpo.tasks import StepResult, environment_of, load_task
 from lagrpo.tasks.calculator import calculate
-from lagrpo.tasks.environments import Tools, describe, find_calls, system_text, take_turn
+from lagrpo.tasks.environments import Tools, describe, find_calls, run_turn, system_text, take_turn
 from lagrpo.tasks.guess_number import GuessNumber, read_guess
 from lagrpo.types import Outcome, Prompt
 
@@ -158,6 +158,35 @@ def test_answer_without_a_call_is_scored():
         StepResult((), 1.0, True),
         StepResult((), 0.0, True),
     )
+
+
+DRAFT = '<tool_call>{"name": "add", "arguments": {"x": 1, "y": 1}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        pytest.param(f"<think>Maybe {DRAFT} …</think>The answer is 2", 0, id="draft, then answer"),
+        pytest.param(f"Maybe {DRAFT} …</think>The answer is 2", 0, id="template opened it"),
+        pytest.param(f"<think>Maybe {DRAFT}</think>{DRAFT}", 1, id="draft, then call"),
+        pytest.param(f"<think>I add.</think>\n{DRAFT}", 1, id="call after thinking"),
+        pytest.param("<think>A <tool_call> is …</think>2", 0, id="tag alone"),
+        pytest.param(f"<think>Maybe {DRAFT}", 0, id="thinking without an end"),
+        pytest.param(f"[THINK]Maybe {DRAFT}[/THINK]2", 0, id="Magistral's tags"),
+        pytest.param('<think>hm</think>\n{"name": "add", "parameters": {}}', 1, id="Llama's form"),
+        pytest.param(DRAFT, 1, id="no thinking"),
+    ],
+)
+def test_calls_count_after_the_thinking_ends(text, calls):
+    assert len(find_calls(text)) == calls
+    episode = Tools({"add": talkers.add}, lambda completion, answer: 1.0)()
+    episode.reset(PROMPT, KEY)
+    assert episode.step(text).done == (calls == 0)
+
+
+def test_messages_of_an_environment_are_read_as_those_of_the_data():
+    said, _ = run_turn(talkers.Parts, None, PROMPT, KEY, "a")
+    assert said.messages == ({"role": "tool", "content": "5!"},)
 
 
 def test_system_message_lists_tools_for_a_template_that_does_not():

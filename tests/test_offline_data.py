@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 
 import pytest
 import torch
 from test_episodes import TURNS
-from tiny import tiny_policy
+from tiny import CHAT, tiny_policy
 
 from lagrpo.data.offline import OfflineData, read_records
 from lagrpo.runs.files import write_table
@@ -238,6 +239,66 @@ def test_messages_as_json_or_in_parts_and_the_end_of_a_turn_are_read(tmp_path, c
     }
     loaded(written(tmp_path, [rows[0] | {"prompt": "1+1<eos>"}]), policy, G=3, seed=0)
     assert "data.jsonl, line 1 has the special token <eos>" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        pytest.param("4<stop>\n", id="end and new line"),
+        pytest.param("4<stop>", id="end"),
+        pytest.param("4<stop><eos>", id="two ends"),
+        pytest.param("4<stop>\n<stop> \n", id="the same end twice"),
+        pytest.param("4<stop>\n<pad><pad>", id="padded"),
+        pytest.param("4", id="no end"),
+        pytest.param([{"role": "assistant", "content": "4<stop>\n"}], id="in a message"),
+    ],
+)
+def test_completion_is_trained_with_one_end(tmp_path, said):
+    policy = tiny_policy()
+    policy.chat.tokenizer.chat_template = TURNS.replace("<eos>", "<stop>")
+    row = {"prompt": "1+1", "completion": said, "reward": 1.0}
+    ((completion,),) = [
+        group.completions
+        for group in loaded(written(tmp_path, [row]), policy, G=1, seed=0).batch(1, 1)
+    ]
+    assert completion.token_ids.tolist() == [7, 2]  # "4", <stop>
+    assert completion.text == "4"
+
+
+def test_completion_that_goes_on_after_its_end_is_rejected(tmp_path):
+    row = {"prompt": "1+1", "completion": "4<stop>\nuser: 5", "reward": 1.0}
+    with pytest.raises(ValueError, match=r"line 1: its completion goes on after '<stop>'"):
+        loaded(written(tmp_path, [row]), tiny_policy(), G=1, seed=0)
+
+
+def test_completion_ends_with_what_the_template_the_tokenizer_or_the_model_ends_with(tmp_path):
+    policy = tiny_policy()
+    tokenizer = policy.chat.tokenizer
+    path = written(tmp_path, [{"prompt": "1+1", "completion": "4", "reward": 1.0}])
+
+    def last_token(template, eos_token, eos_ids):
+        tokenizer.chat_template = template
+        tokenizer.eos_token = eos_token
+        own = replace(policy, chat=replace(policy.chat, eos_ids=frozenset(eos_ids)))
+        return loaded(path, own, G=1, seed=0).batch(1, 1)[0].completions[0].token_ids[-1]
+
+    assert last_token(TURNS.replace("<eos>", "<stop>"), None, {1}) == 2
+    assert last_token(CHAT, "<eos>", {1, 2}) == 1
+    assert last_token(CHAT, None, {2}) == 2
+    with pytest.raises(ValueError, match=r"line 1: no token ends a completion: set eos_token"):
+        last_token(CHAT, None, set())
+
+
+def test_call_in_a_completion_that_the_template_drops_is_rejected(tmp_path):
+    policy = tiny_policy()
+    policy.chat.tokenizer.chat_template = TURNS.replace(
+        "m in messages", "m in messages if m.role != 'tool'"
+    )
+    turns = [("assistant", "5"), ("tool", "higher"), ("assistant", "7")]
+    said = [{"role": role, "content": text} for role, text in turns]
+    row = {"prompt": "guess", "completion": said, "reward": 1.0}
+    with pytest.raises(ValueError, match=r"line 1: the rendered prompt lacks 'higher'"):
+        loaded(written(tmp_path, [row]), policy, G=1, seed=0)
 
 
 def test_turns_that_cannot_be_a_completion_are_rejected(tmp_path):

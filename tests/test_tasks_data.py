@@ -196,6 +196,32 @@ def test_arguments_of_tool_calls_lose_the_nulls_of_parquet(tmp_path):
     assert task.prompt("train", 0).messages[0] == {"role": "assistant", "tool_calls": calls}
 
 
+def test_arguments_as_json_text_become_an_object_and_keep_their_nulls(tmp_path):
+    """OpenAI's API writes text; Hermes' data have name and arguments alone. The third text is no object."""
+    read = {"x": "2+3", "y": None, "z": {"w": None}}
+    arguments = [json.dumps(read), "", "2 +", read]
+    calls = [
+        *({"id": None, "function": {"name": "f", "arguments": each}} for each in arguments),
+        {"name": "f", "arguments": json.dumps(read)},
+    ]
+    messages: list[Any] = [
+        {"role": "assistant", "tool_calls": calls, "content": None},
+        {"role": "tool", "content": "5"},
+    ]
+    expected = [read, {}, "2 +", read, read]
+    for name in ("a.jsonl", "a.parquet"):
+        rows = [{"q": json.dumps(messages), "a": "5"}] * 4
+        message: Any = load(write(tmp_path / name, rows)).prompt("train", 0).messages[0]
+        if name == "a.parquet":  # the object of a Parquet column may have nulls of other rows
+            expected[3] = {"x": "2+3", "z": {}}
+        assert [call["function"]["arguments"] for call in message["tool_calls"]] == expected
+        assert all("id" not in call for call in message["tool_calls"])
+    messages[0]["tool_calls"] = [{"function": "f"}]
+    path = write(tmp_path / "rows.jsonl", [{"q": messages, "a": "2"}] * 4)
+    with pytest.raises(ValueError, match=r"line 1: a message has the call \{'function': 'f'\}"):
+        load(path)
+
+
 def test_dates_and_decimals_as_answers_are_their_texts(tmp_path):
     for answer, text in (
         (date(2020, 1, 2), "2020-01-02"),

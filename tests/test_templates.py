@@ -1,9 +1,12 @@
-"""Chat templates: what transformers renders, what lagrpo reads from them, and what becomes of a template that fails."""
+"""Chat templates: what transformers renders, what lagrpo reads from them, and what becomes of a template that fails or
+leaves a message out."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,8 +16,11 @@ from test_resume import cut_to, go_on
 from tiny import CHAT, save_tiny, tiny_model, tiny_policy, tiny_tokenizer
 
 from lagrpo.errors import SettingsError
-from lagrpo.model.chat import Chat, pin_date
+from lagrpo.model.chat import Chat, Replies
+from lagrpo.rewards import builtin
+from lagrpo.rewards.reward import Reward, Rewards
 from lagrpo.runs import load_rollouts
+from lagrpo.training.build import warn_of_formats
 from lagrpo.training.run import train
 from lagrpo.types import Prompt
 from lagrpo.verify import verify_run
@@ -121,6 +127,43 @@ def test_prefix_is_what_the_prompt_begins_the_answer_with(chat):
         assert chat.tokenize(Prompt(0, messages, "5")).prefix == prefix
 
 
+def test_special_tokens_are_in_texts_except_those_that_end_or_pad(chat):
+    tokenizer = chat.tokenizer
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>", "<bot>"]})
+    ids = tokenizer("<think>2</think>3<stop><pad><eos>", add_special_tokens=False)["input_ids"]
+    assert len(ids) == 7
+    assert chat.decode(ids) == "<think>2</think>3"
+    for tag, prefix in (("<think>", "<think>"), ("<bot>", "")):  # <bot> is the header of a turn
+        tokenizer.chat_template = CHAT + tag
+        assert replace(chat, vocabulary=200).tokenize(Prompt(0, ASK, "5")).prefix == prefix
+
+
+@pytest.mark.parametrize(
+    ("reward", "end", "ending", "warned"),
+    [
+        pytest.param({}, "<eos>", "", False, id="attainable"),
+        pytest.param({}, "<eos>", "<think>\n", False, id="opened by the template"),
+        pytest.param({}, "</answer>", "", True, id="tag that ends completions"),
+        pytest.param({"tags": ["answer"]}, "<eos>", "<think>\n", True, id="thinking without a tag"),
+        pytest.param({"pattern": r"\d+<eos>"}, "<eos>", "", True, id="pattern with the end"),
+        pytest.param({"pattern": r"\d+"}, "<eos>", "", False, id="pattern"),
+    ],
+)
+def test_format_that_no_completion_can_have_gives_a_warning(
+    chat, caplog, reward, end, ending, warned
+):
+    tokenizer = chat.tokenizer
+    tags = ["<think>", "</think>", "<answer>", "</answer>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": tags})
+    tokenizer.chat_template = CHAT + ending
+    end_id = tokenizer.convert_tokens_to_ids(end)
+    chat = replace(chat, vocabulary=200, eos_ids=frozenset({end_id}))
+    prompt = chat.tokenize(Prompt(0, ASK, "5"))
+    rewards = Rewards((Reward("form", partial(builtin.format, **reward)),))
+    warn_of_formats(rewards, prompt, chat)
+    assert ("the reward 'form'" in caplog.text) == warned
+
+
 def test_tag_that_the_template_opens_counts_for_the_format(tmp_path):
     (tmp_path / "chat.jinja").write_text(CHAT + "<think>")
     task = {"rewards": [{"name": "form", "reward": "format", "options": {"pattern": "<think>.*"}}]}
@@ -133,16 +176,167 @@ def test_tag_that_the_template_opens_counts_for_the_format(tmp_path):
     assert verify_run(run).differences == []
 
 
+# ---- messages that a template leaves out, and those that it may change ----
+
+CHATML = (  # as Qwen2.5's: other roles are left out, arguments are written as JSON
+    "{% for m in messages %}{% if m.role in ['system', 'user', 'assistant'] %}"
+    "{{ '<|im_start|>' + m.role + '\n' + (m.content or '') }}"
+    "{% for call in m.tool_calls or [] %}{{ call.function.name }} {{ call.function.arguments | tojson }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% elif m.role == 'tool' %}{{ '<tool_response>' + m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+TRIMS = CHATML.replace("(m.content or '')", "(m.content or '') | trim")
+FORGETS = CHATML.replace("(m.content or '')", "(m.content or '').split('</think>')[-1].lstrip()")
+AS_JSON = CHATML.replace("'<tool_response>' + m.content", "'<tool_response>' + m.content | tojson")
+MERGES = (  # as Gemma's and Mistral's: the system prompt stands in the last turn of the user
+    "{% if messages[0].role == 'system' %}{% set system = messages[0].content + '\n' %}"
+    "{% set rest = messages[1:] %}{% else %}{% set rest = messages %}{% endif %}"
+    "{% for m in rest %}[{{ m.role }}]{{ system if loop.last else '' }}{{ m.content }}{% endfor %}"
+)
+ANSWERS = CHATML.replace(  # as Hunyuan's: the answer without its tags
+    "(m.content or '')", "(m.content or '').replace('<answer>', '').replace('</answer>', '')"
+)
+SWITCHED = CHATML.replace("(m.content or '')", "(m.content or '').replace('/no_think', '')")
+
+SYSTEM = {"role": "system", "content": "Be brief. /no_think"}
+CALL = {"function": {"name": "add", "arguments": {"x": 2}}}
+CALLED = (
+    *ASK,
+    {"role": "assistant", "tool_calls": [CALL]},
+    {"role": "tool", "content": '{"sum":\n5}'},
+    *ASK,
+)
+
+
+def told(text: str) -> tuple[dict[str, Any], ...]:
+    return (*ASK, {"role": "assistant", "content": text}, *ASK)
+
+
+@pytest.mark.parametrize(
+    ("template", "messages"),
+    [
+        pytest.param(TRIMS, ({"role": "user", "content": " 2 + 3?\n"},), id="trimmed, as Llama 3"),
+        pytest.param(FORGETS, told("<think>\nhm\n</think>\n\n5 "), id="thinking dropped, as Qwen3"),
+        pytest.param(MERGES, (SYSTEM, *told("5")), id="system merged into a later turn"),
+        pytest.param(AS_JSON, CALLED, id="tool result as JSON, as Llama 3.2"),
+        pytest.param(ANSWERS, told("<answer>5</answer>"), id="answer without its tags"),
+        pytest.param(SWITCHED, (SYSTEM, *ASK), id="switch of thinking removed, as SmolLM3"),
+        pytest.param(CHATML, told("2 + 3?"), id="three equal texts"),
+        pytest.param(CHATML, told(""), id="empty answer"),
+    ],
+)
+def test_message_that_a_template_may_change_so_is_asked(chat, template, messages):
+    chat.tokenizer.chat_template = template
+    prompt = Prompt(0, messages, "5")
+    assert chat.decode(chat.tokenize(prompt).token_ids) == chat.render(messages)
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "lost"),
+    [
+        pytest.param(
+            CHATML,
+            ({"role": "developer", "content": "In French."}, *ASK),
+            r"'In French\.' of its message 1 \(role 'developer'\)",
+            id="developer",
+        ),
+        pytest.param(
+            CHATML,
+            ({"role": "human_user", "content": "2 + 3?"},),
+            r"'2 \+ 3\?' of its message 1 \(role 'human_user'\)",
+            id="only question",
+        ),
+        pytest.param(
+            CHATML,
+            (*ASK, {"role": "function", "content": "5"}, *ASK),
+            r"'5' of its message 2 \(role 'function'\)",
+            id="result of a function",
+        ),
+        pytest.param(
+            CHAT, CALLED, r"'add' of its message 2 \(role 'assistant'\)", id="call without words"
+        ),
+        pytest.param(
+            MERGES.replace("system if", "'' if"),
+            (SYSTEM, *ASK),
+            r"'Be brief\.' of its message 1 \(role 'system'\)",
+            id="system prompt",
+        ),
+        pytest.param(
+            "{{ messages[-1].content }}",
+            told("5"),
+            r"'5' of its message 2 \(role 'assistant'\)",
+            id="history",
+        ),
+        pytest.param(
+            "{{ messages[-1].content[:3] }}",
+            ASK,
+            r"'2 \+ 3\?' of its message 1 \(role 'user'\)",
+            id="end of a text",
+        ),
+        pytest.param(
+            None, CALLED, r"'add' of its message 2 \(role 'assistant'\)", id="no chat template"
+        ),
+    ],
+)
+def test_message_that_is_not_in_the_prompt_is_rejected_with_its_role(
+    chat, template, messages, lost
+):
+    chat.tokenizer.chat_template = template
+    with pytest.raises(ValueError, match=f"lacks {lost}"):
+        chat.tokenize(Prompt(0, messages, "5"))
+
+
+def test_run_with_a_role_that_the_template_drops_ends_before_it_is_made(tmp_path):
+    developer = {"role": "developer", "content": "Answer in French."}
+    rows = [{"prompt": [*ASK], "answer": "5"}, {"prompt": [developer, *ASK], "answer": "5"}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "chat.jinja").write_text(CHATML)
+    task = {"name": "custom", "data": str(tmp_path / "rows.jsonl"), "rewards": ["exact"]}
+    for rollout in ({}, {"overlong_prompts": "drop"}):
+        settings = tiny_settings(
+            save_tiny(tmp_path / "model"),
+            tmp_path / "runs",
+            model={"chat_template": str(tmp_path / "chat.jinja")},
+            task={**task, "options": {"test_split": "rows", "train_split": "rows"}},
+            rollout=rollout,
+        )
+        with pytest.raises(SettingsError, match=r"rows\.jsonl, line 2.*role 'developer'"):
+            train(settings)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_reply_of_an_environment_that_the_template_drops_is_an_error(chat):
+    chat.tokenizer.chat_template = TURNS.replace(
+        "{{ m['content'] }}", "{{ m['content'] if m['role'] != 'judge' }}"
+    )
+    with pytest.raises(ValueError, match=r"lacks 'wrong' of its message 1 \(role 'judge'\)"):
+        Replies(chat).tokens([{"role": "judge", "content": "wrong"}])
+
+
+def test_arguments_are_written_as_the_template_wants_them(chat):
+    """Qwen's template writes an object as JSON; DeepSeek's appends a text."""
+    joining = CHATML.replace(
+        "{{ call.function.arguments | tojson }}", "{{ 'f ' + call.function.arguments }}"
+    )
+    for template in (CHATML, joining):
+        chat.tokenizer.chat_template = template
+        assert 'add f {"x": 2}<' in chat.render(CALLED).replace("add {", "add f {")
+
+
 # ---- a template with the date ----
 
-DATED = "{{ strftime_now('%d %b %Y') }} " + CHAT
+DATED = "{% set format = '%d %b %Y' %}{{ strftime_now(format) }} " + CHAT
 
 
 def test_date_of_a_template_is_that_of_the_start(chat):
-    chat.tokenizer.chat_template = DATED
+    chat.tokenizer.chat_template = "{{ strftime_now('%d %b %Y') }} " + CHAT
     late = replace(chat, started=datetime(2026, 11, 25, 23, 59, tzinfo=UTC))
     assert late.render(ASK).startswith("25 Nov 2026 user:")
-    assert pin_date('{{ strftime_now("%Y") }}', late.started) == "{{ '2026' }}"
+    in_variable = "{% set format = '%d %b' %}{{ strftime_now(format) }} " + CHAT
+    late.tokenizer.chat_template = in_variable
+    assert late.render(ASK).startswith("25 Nov user:")
+    early = replace(chat, started=datetime(2025, 1, 2, tzinfo=UTC))
+    assert early.render(ASK).startswith("02 Jan user:")
 
 
 class Yesterday(datetime):

@@ -14,6 +14,7 @@ Shape suffixes, used everywhere:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -23,6 +24,10 @@ if TYPE_CHECKING:  # annotations only: reward workers import this module and mus
     from pathlib import Path
 
     import torch
+
+
+THOUGHT_END = re.compile(r"</[\w:]*(?:think|thought|reason)\w*>|\[/THINK\]")
+"""The end of an assistant's thinking: </think>, </thought>, </seed:think>, [/THINK] and the like."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from lagrpo.errors import one_line_errors
 from lagrpo.model.chat import Replies
 from lagrpo.model.model import Policy
 from lagrpo.runs.reading import completion_files
-from lagrpo.tasks import Messages, build_messages, join_parts, order_prompts
+from lagrpo.tasks import Messages, build_messages, is_padded, order_prompts, plain_message
 from lagrpo.tasks.data import Row, format_of, parse_messages, plain, read_rows
 from lagrpo.types import Completion, Group, Outcome, Prompt
 
@@ -147,14 +147,17 @@ def _read_prompt(row: Row, replies: Replies, system_prompt: str | None) -> Promp
         raise ValueError(
             f"it has neither prompt nor prompt_token_ids; the columns are {', '.join(row)}"
         )
-    return replies.chat.tokenize(Prompt(0, build_messages(question, system_prompt), answer))
+    return replies.chat.tokenize(
+        Prompt(0, build_messages(question, system_prompt, is_padded(row)), answer)
+    )
 
 
 def _read_completion(row: Row, replies: Replies) -> Completion:
     """The completion, with NaN for log-probs that are unknown."""
-    said, finished = parse_messages(row.get("completion")), row.get("finished", True)
-    for end, number in replies.chat.special_tokens.items() if isinstance(said, str) else ():
-        said = said.removesuffix(end) if number in replies.chat.eos_ids else said
+    said = parse_messages(row.get("completion"))
+    finished = row.get("finished", True)
+    if isinstance(said, str) and row.get("token_ids") is None:
+        said = replies.chat.without_end(said)
     ids, sampled, turns = _tokenize(row, said, finished is not False, replies)
     if not ids:
         raise ValueError("its completion has no tokens")
@@ -192,11 +195,10 @@ def _tokenize(
         return tokenize_turns(said, replies, finished)
     if not isinstance(said, str):
         raise ValueError(f"its completion is {said!r:.80}, not a text, messages, or token_ids")
-    return (
-        [*replies.chat.encode(said, add_special_tokens=False), *[replies.chat.end_id] * finished],
-        None,
-        [],
-    )
+    ids = replies.chat.encode(said, add_special_tokens=False)
+    if finished:
+        ids.append(replies.end_id)
+    return ids, None, []
 
 
 def read_list(
@@ -242,7 +244,9 @@ def tokenize_turns(
 ) -> tuple[list[int], list[bool], list[str]]:
     """Token ids of a completion of several turns, with what the chat template adds between them; which are the
     assistant's, each turn with the token that ends it (the last only if it is `finished`); and the turns' texts."""
-    messages = [join_parts(message) if isinstance(message, Mapping) else {} for message in messages]
+    messages = [
+        plain_message(message) if isinstance(message, Mapping) else {} for message in messages
+    ]
     whole = all(isinstance(message.get("content"), str) for message in messages)
     own = [message.get("role") == "assistant" for message in messages] if whole else []
     if not own or not own[0] or not own[-1] or any(a and b for a, b in pairwise(own)):
@@ -251,7 +255,8 @@ def tokenize_turns(
     ids, sampled, texts = list[int](), list[bool](), list[str]()
     for is_own, turn in groupby(messages, lambda message: message["role"] == "assistant"):
         given = list(turn)
-        texts.append("\n".join(message["content"] for message in given))
+        text = "\n".join(message["content"] for message in given)
+        texts.append(replies.chat.without_end(text) if is_own else text)
         own_ids = replies.chat.encode(texts[-1], add_special_tokens=False) if is_own else []
         added = [*own_ids, replies.end_id] if is_own else replies.tokens(given)
         ids += added

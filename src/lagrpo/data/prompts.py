@@ -15,7 +15,7 @@ from lagrpo.errors import SettingsError
 from lagrpo.model.model import Policy
 from lagrpo.rollout.base import Request
 from lagrpo.rollout.episodes import Episodes
-from lagrpo.tasks import Task, order_prompts
+from lagrpo.tasks import Task, name_prompt, order_prompts
 from lagrpo.types import Prompt
 
 
@@ -95,14 +95,12 @@ class PromptSource:
 
     def tokenized(self, split: str, index: int) -> Prompt:
         """A prompt with its token ids. Raises SettingsError if it cannot be asked, or is too long."""
-        where, tools, place = (
-            f"prompt {index} of the {split} split of {self.task.name!r}",
-            None,
-            (split, index),
-        )
+        where = name_prompt(self.task, split, index)
+        place = (split, index)
+        tools = None
         try:
             prompt = self.task.prompt(split, index)
-            where += f" ({prompt.place})" if prompt.place else ""
+            where = name_prompt(self.task, split, index, prompt)
             if (
                 self._episodes is not None
             ):  # an environment gives the messages that the policy sees first, once

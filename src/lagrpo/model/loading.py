@@ -19,6 +19,7 @@ from lagrpo.errors import one_line, one_line_errors, refusing
 from lagrpo.model import attention
 from lagrpo.model.backend import Backend, Choice
 from lagrpo.model.embedded import is_adapter, resolve_model
+from lagrpo.model.files import load_tokenizer
 from lagrpo.model.layout import Packed
 from lagrpo.model.lora import Lora, attach_lora, load_adapter_config, load_adapter_weights
 from lagrpo.model.model import Policy, trained_weights
@@ -108,11 +109,8 @@ def load_adapted(
 
 def check_files(path: str) -> Any:
     """The tokenizer of a supported model. Loads no weights."""
-    from transformers import AutoTokenizer
-
     check_supported(load_config(path))
-    with one_line_errors("the tokenizer cannot be read"):
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    return load_tokenizer(path)
 
 
 def load_config(path: str) -> Any:

@@ -22,6 +22,7 @@ from lagrpo.cpu.decoder import Layout, is_plain_linear
 from lagrpo.cpu.panels import BorrowedPanels
 from lagrpo.model.backend import Backend, Choice, choose_backend
 from lagrpo.model.chat import Chat
+from lagrpo.model.files import save_model
 from lagrpo.model.layout import Packed
 from lagrpo.model.logprobs import token_logp
 from lagrpo.model.lora import A, B, adapted, save_adapter
@@ -266,7 +267,7 @@ class Policy:
         if self.weights.adapters:
             save_adapter(self.model.lm, self.weights, directory)
         else:
-            self.model.lm.save_pretrained(directory)
+            save_model(self.model.lm, directory)
         self.chat.save(directory)
 
 

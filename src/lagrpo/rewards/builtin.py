@@ -9,6 +9,9 @@ from typing import Any
 
 from lagrpo.rewards.reward import UnscorableError, accept_any
 
+TAGS = ("think", "answer")
+"""The tags of the reward `format` without options."""
+
 
 @accept_any
 def exact(completion: str, answer: Any) -> float:
@@ -60,10 +63,19 @@ def format(
         raise ValueError("pattern and tags both define the format: set one of them")
     if pattern is not None:
         return float(re.fullmatch(pattern, text, re.DOTALL) is not None)
-    names = ("think", "answer") if tags is None else tags
+    names = TAGS if tags is None else tags
     if not names or "" in names or len(set(names)) < len(names):
         raise ValueError(f"tags = {list(names)}: name at least one tag, each once")
     if any(text.count(tag) != 1 for name in names for tag in (f"<{name}>", f"</{name}>")):
         return 0.0
     blocks = [rf"<{re.escape(name)}>\s*+\S.*?</{re.escape(name)}>" for name in names]
     return float(re.fullmatch(r"\s*".join(["", *blocks, ""]), text, re.DOTALL) is not None)
+
+
+def format_example(tags: Sequence[str] | None) -> str:
+    """A text with the format of these tags.
+
+    >>> format_example(None)
+    '<think>1</think> <answer>1</answer>'
+    """
+    return " ".join(f"<{tag}>1</{tag}>" for tag in (TAGS if tags is None else tags))

@@ -11,11 +11,12 @@ import inspect
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, get_origin, runtime_checkable
 
-from lagrpo.errors import suggest
+from lagrpo.errors import refusing, suggest
 from lagrpo.rewards.reward import OWN, REWARDS, Rewards, check_rewards, load_function, load_rewards
 from lagrpo.types import Prompt
 
@@ -120,13 +121,19 @@ class RowTask:
         row = self.rows[split][index]
         question, answer = self.ask(row)
         columns = dict(row) | {"prompt": question} if isinstance(row, Mapping) else None
-        messages = build_messages(question, self.system_prompt)
+        messages = build_messages(question, self.system_prompt, is_padded(row))
         return Prompt(index, messages, answer, row=columns, place=getattr(row, "place", ""))
 
 
 def select(rows: Any, chosen: Sequence[int]) -> Any:
     """These rows of a sequence, or of a hub dataset, which stays on the disk."""
     return rows.select(chosen) if hasattr(rows, "select") else [rows[n] for n in chosen]
+
+
+def name_prompt(task: Task, split: str, index: int, prompt: Prompt | None = None) -> str:
+    """A prompt in messages: its number, and file and line if it has them."""
+    name = f"prompt {index} of the {split} split of {task.name!r}"
+    return f"{name} ({prompt.place})" if prompt is not None and prompt.place else name
 
 
 def drop_overlong(task: Task, rollout: Any, chat: Any) -> Task:
@@ -138,32 +145,41 @@ def drop_overlong(task: Task, rollout: Any, chat: Any) -> Task:
         raise ValueError(
             f"rollout.overlong_prompts = 'drop' needs a RowTask, not a {type(task).__name__}"
         )
-    left, most = dict[str, Any](), rollout.max_prompt_length
+    left = dict[str, Any]()
+    limit = rollout.max_prompt_length
     for split, rows in task.rows.items():
-        kept = [
-            n
-            for n in range(len(rows))
-            if len(chat.tokenize(task.prompt(split, n)).token_ids) <= most
-        ]
+        kept = []
+        for index in range(len(rows)):
+            prompt = task.prompt(split, index)
+            with refusing(name_prompt(task, split, index, prompt)):
+                if len(chat.tokenize(prompt).token_ids) <= limit:
+                    kept.append(index)
         if dropped := len(rows) - len(kept):
             text = "%d of the %d prompts of the %s split are dropped: they have more than %d tokens"
-            logger.warning(text, dropped, len(rows), split, most)
+            logger.warning(text, dropped, len(rows), split, limit)
         left[split] = select(rows, kept)
     return replace(task, rows=left)
 
 
+def is_padded(row: Any) -> bool:
+    """True for a row of Parquet or of a dataset: there all objects of a column have the same keys, with None for those
+    that an object lacks."""
+    path = getattr(row, "path", None)  # rows of datasets have none
+    return path is None or str(path).endswith((".parquet", ".parquet.gz"))
+
+
 def build_messages(
-    question: str | Messages, system_prompt: str | None = None
+    question: str | Messages, system_prompt: str | None = None, padded: bool = False
 ) -> tuple[Mapping[str, Any], ...]:
     """The messages for the chat template: the system prompt, if any, then the question as the user's turn, or the given
-    messages, with the text parts of each joined. Raises ValueError for what cannot be asked so."""
+    messages, as `plain_message` gives them. Raises ValueError for what cannot be asked so."""
     has_text = isinstance(question, str) and question.strip()
     given: Any = [{"role": "user", "content": question}] if has_text else question
     listed = given if isinstance(given, list | tuple) else ()
     has_roles = all(
         isinstance(turn, Mapping) and isinstance(turn.get("role"), str) for turn in listed
     )
-    turns = [join_parts(turn) for turn in listed] if has_roles else []
+    turns = [plain_message(turn, padded) for turn in listed] if has_roles else []
     if not turns or not isinstance(turns[-1].get("content"), str):
         form = "a prompt is a text, or a list of messages with role and content, the last of which has a text"
         raise ValueError(f"its prompt is {question!r:.80}: {form}")
@@ -178,25 +194,53 @@ def build_messages(
     return (*([{"role": "system", "content": system_prompt}] if system_prompt else []), *turns)
 
 
-def join_parts(turn: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The message without keys that are None, which Parquet adds, and with its text parts as one text."""
-
-    def without_none(table: dict[str, Any]) -> dict[str, Any]:
-        return {key: value for key, value in table.items() if value is not None}
-
-    turn = json.loads(json.dumps(turn), object_hook=without_none)
-    if not isinstance(parts := turn.get("content"), list):
-        return turn
+def plain_message(message: Mapping[str, Any], padded: bool = False) -> dict[str, Any]:
+    """The message as chat templates take it: without keys that are None, with its text parts as one text, and with the
+    arguments of its calls as objects, in which None stays unless they are `padded` (see `is_padded`). Raises ValueError
+    for a part that is not a text."""
+    message = without_none(json.loads(json.dumps(message)))
+    if calls := message.get("tool_calls"):
+        message["tool_calls"] = [plain_call(call, padded) for call in calls]
+    parts = message.get("content")
+    if not isinstance(parts, list):
+        return message
     for part in parts:
-        if (
-            not isinstance(part, dict)
-            or part.get("type") != "text"
-            or not isinstance(part.get("text"), str)
-        ):
+        is_text = isinstance(part, dict) and part.get("type") == "text"
+        if not is_text or not isinstance(part.get("text"), str):
             raise ValueError(
                 f"a message has the part {part!r:.80}: only parts of type text are supported"
             )
-    return {**turn, "content": "".join(part["text"] for part in parts)}
+    return {**message, "content": "".join(part["text"] for part in parts)}
+
+
+def plain_call(call: Any, padded: bool) -> dict[str, Any]:
+    """The call of a function in a message. Arguments as JSON text, as OpenAI's API has them, become an object; a text
+    that is no object stays as it is. Raises ValueError for a call without a name."""
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        form = '{"function": {"name": ..., "arguments": {...}}}'
+        raise ValueError(f"a message has the call {call!r:.80}: a call is {form}")
+    function = without_none(function)
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        with suppress(ValueError):
+            read = json.loads(arguments or "{}")
+            function["arguments"] = read if isinstance(read, dict) else arguments
+    elif padded and arguments is not None:
+        function["arguments"] = without_none_anywhere(arguments)
+    if "function" not in call:  # name and arguments alone, as Hermes has them
+        return {"type": "function", "function": function}
+    return without_none({**call, "function": function})
+
+
+def without_none(table: Mapping[str, Any]) -> dict[str, Any]:
+    """The table without keys that are None."""
+    return {key: value for key, value in table.items() if value is not None}
+
+
+def without_none_anywhere(value: Any) -> Any:
+    """The value without keys that are None in its objects."""
+    return json.loads(json.dumps(value), object_hook=without_none)
 
 
 def order_prompts(seed: int, epoch: int, size: int) -> list[int]:

@@ -8,7 +8,8 @@ function and its arguments, in the formats of three families:
     {"name": …, "parameters": {…}}                             Llama 3: the whole turn is the call
 
 The environment answers a turn with calls by their results, or by what is wrong with them, each in a message of the role
-"tool". A turn without calls is the answer, which the task's reward function scores.
+"tool". A turn without calls is the answer, which the task's reward function scores. Calls that a policy drafts while it
+thinks do not count.
 """
 
 from __future__ import annotations
@@ -24,10 +25,20 @@ from typing import Any
 from lagrpo.errors import suggest
 from lagrpo.rewards import pool
 from lagrpo.rewards.reward import OURS, Rewards, load_function
-from lagrpo.tasks import Key, Make, Messages, StepResult, Task, build_messages, environment_of
-from lagrpo.types import Outcome, Prompt
+from lagrpo.tasks import (
+    Key,
+    Make,
+    Messages,
+    StepResult,
+    Task,
+    build_messages,
+    environment_of,
+    plain_message,
+)
+from lagrpo.types import THOUGHT_END, Outcome, Prompt
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
+THOUGHT_BEGIN = re.compile(r"\s*(?:<[\w:]*(?:think|thought|reason)\w*>|\[THINK\])")
 SYSTEM = (
     "You can call functions:\n<tools>{tools}</tools>\nTo call one, answer with nothing but a call, such as\n"
     "<tool_call>[{example}]</tool_call>\nand you get its result."
@@ -69,9 +80,9 @@ def run_turn(make: Make, state: bytes | None, prompt: Any, key: Any, text: str |
     return StepResult(_to_json(said.messages), reward), pickle.dumps(environment)
 
 
-def _to_json(messages: Any) -> tuple[dict[str, Any], ...]:
+def _to_json(messages: Any) -> tuple[Mapping[str, Any], ...]:
     """Messages as JSON has them. Raises TypeError or ValueError for what cannot be one."""
-    plain = json.loads(json.dumps([dict(message) for message in messages]))
+    plain = [plain_message(dict(message)) for message in messages]
     if not plain or not all(isinstance(message.get("role"), str) for message in plain):
         raise ValueError(f"its messages are {plain!r:.80}: it needs at least one, each with a role")
     return tuple(plain)
@@ -168,9 +179,10 @@ def find_calls(text: str) -> list[tuple[str, Mapping[str, Any]]]:
 
     >>> find_calls('<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>')
     [('f', {'x': 1})]
-    >>> find_calls("The answer is 4.")
+    >>> find_calls("<think>I could write <tool_call>...</tool_call></think>The answer is 4.")
     []
     """
+    text = text_after_thinking(text)
     blocks = re.findall(f"{OPEN}(.*?){CLOSE}", text, re.DOTALL)
     if len(blocks) != text.count(OPEN):
         raise ValueError(f"a {OPEN} has no {CLOSE}")
@@ -190,6 +202,13 @@ def find_calls(text: str) -> list[tuple[str, Mapping[str, Any]]]:
         if not isinstance(calls[-1][1], dict):
             raise ValueError(f"the arguments of {call['name']!r} are not a JSON object")
     return calls
+
+
+def text_after_thinking(text: str) -> str:
+    """A turn without the thinking that it begins with; empty if the thinking has no end."""
+    if end := THOUGHT_END.search(text):
+        return text[end.end() :]
+    return "" if THOUGHT_BEGIN.match(text) else text
 
 
 def add_system(messages: Messages, system: str) -> Messages:

@@ -3,6 +3,7 @@ first."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
@@ -19,11 +20,15 @@ from lagrpo.data.offline import OfflineData, read_records
 from lagrpo.data.prompts import PromptSource
 from lagrpo.errors import SettingsError, refusing
 from lagrpo.model.backend import choose_backend, chosen_kernels, pick_device, pick_dtype
+from lagrpo.model.chat import Chat
 from lagrpo.model.embedded import is_adapter, resolve_model
+from lagrpo.model.files import save_model
 from lagrpo.model.loading import check_context, check_files, load_config, load_policy, quiet
 from lagrpo.model.lora import Lora, load_adapter_config
 from lagrpo.model.model import Policy, copy_policy, fingerprint
+from lagrpo.rewards import builtin
 from lagrpo.rewards.pool import RewardPool
+from lagrpo.rewards.reward import Rewards
 from lagrpo.rollout.base import Request
 from lagrpo.rollout.episodes import OF_RUN, Episodes, build_episodes, max_reply_tokens
 from lagrpo.rollout.local import LocalSampler
@@ -40,8 +45,9 @@ from lagrpo.training import fsdp
 from lagrpo.training.checks import chat_template, offline_prompts
 from lagrpo.training.ranks import FirstRankSampler, Ranks
 from lagrpo.training.trainer import Optimization, Trainer
-from lagrpo.types import Group
+from lagrpo.types import Group, Prompt
 
+logger = logging.getLogger("lagrpo")
 Engine = LocalSampler | VllmEngine | FirstRankSampler
 
 
@@ -119,6 +125,9 @@ class TrainerComponents:
             prompts = tasks[OF_RUN].prompts
             with refusing("task"):
                 prompts.check(settings.schedule.batches)
+                if prompts.first and ranks.is_first:
+                    first_prompt = prompts.first[0][1]
+                    warn_of_formats(tasks[OF_RUN].task.reward, first_prompt, policy.chat)
             data = {"places": places, "visited": digest_visited(prompts.visited)}
             offline = build_offline(settings, recipe, policy, records) if records else None
             sampler = build_sampler(settings, policy, servers, tasks[OF_RUN].episodes, ranks)
@@ -168,7 +177,7 @@ class TrainerComponents:
         whole = self.ranks.gather_whole(policy.weights)
 
         def save(directory: Path) -> None:
-            skeleton.save_pretrained(directory, state_dict=whole)
+            save_model(skeleton, directory, whole)
             policy.chat.save(directory)
 
         return save
@@ -220,6 +229,31 @@ def set_up_tasks(
             )
         found[name] = TaskSetup(task, prompts, pool, episodes)
     return found
+
+
+def warn_of_formats(reward: Any, prompt: Prompt, chat: Chat) -> None:
+    """Warn of a built-in reward `format` that no completion can get: tokens that end completions are not in their text,
+    and what the chat template begins an answer with may not fit."""
+    for part in Rewards.from_reward(reward).parts:
+        function = getattr(part.function, "func", part.function)
+        if function is not builtin.format:
+            continue
+        options = getattr(part.function, "keywords", {})
+        name = part.name or "format"
+        if (pattern := options.get("pattern")) is not None:
+            plain_pattern = pattern.replace("\\", "")
+            silent = [token for token, n in chat.special_tokens.items() if n in chat.silent_ids]
+            if inner := [token for token in silent if token in plain_pattern]:
+                text = (
+                    "the reward %r has %s in its pattern, which is not in the text of completions"
+                )
+                logger.warning(text, name, inner[0])
+            continue
+        example = builtin.format_example(options.get("tags"))
+        text = prompt.prefix + chat.as_completion(example.removeprefix(prompt.prefix.strip()))
+        if not part.function(completion=text):
+            message = "no completion can get the reward %r: %r would be read as %r"
+            logger.warning(message, name, example, text)
 
 
 def build_offline(settings: Settings, recipe: Recipe, policy: Policy, records: Any) -> OfflineData:

@@ -19,6 +19,7 @@ from lagrpo.core.advantages import AdvantageInputs, leave_one_out, one_group, si
 from lagrpo.core.estimators import pass_at_k
 from lagrpo.core.ratios import limit
 from lagrpo.model.chat import Chat
+from lagrpo.model.files import load_tokenizer
 from lagrpo.rewards.pool import BY_MACHINE, RewardPool
 from lagrpo.rewards.reward import Rewards
 from lagrpo.rng import permutation, uniforms
@@ -67,10 +68,10 @@ def check_rewards(run: RecordedRun, task: Task | None) -> None:
 
 def load_chat(run: RecordedRun) -> Chat:
     """The tokenizer of the model, with its chat template as of the run's start."""
-    from transformers import AutoTokenizer, GenerationConfig
+    from transformers import GenerationConfig
 
     folder = find_weights(run)[0]
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    tokenizer = load_tokenizer(folder)
     if template := run.settings.model.chat_template:
         tokenizer.chat_template = find_path(run, template).read_text("utf-8")
     ends = GenerationConfig.from_pretrained(folder).eos_token_id
