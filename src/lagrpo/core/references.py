@@ -81,5 +81,6 @@ def describe_raised(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     own_frames = [frame for frame in frames if not frame.filename.startswith(libraries)]
     last = (own_frames or frames)[-1]
-    message = f"{kind}: {' '.join(str(error).split())}" if str(error) else kind
+    text = " ".join(str(error).split())[:300]
+    message = f"{kind}: {text}" if text else kind
     return f"{message} ({last.filename}, line {last.lineno})"
