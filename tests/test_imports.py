@@ -20,7 +20,7 @@ ALLOWED: dict[str, set[str]] = {
     **{leaf: set() for leaf in LEAVES},
     "errors": {"logs"},
     "rewards": {*SMALL, "core"},
-    "tasks": {*SMALL, "rewards"},
+    "tasks": {*SMALL, "core", "rewards"},
     "runs": {*SMALL},
     "cpu": {"machine"},
     "model": {*LEAVES, "cpu"},

@@ -6,6 +6,8 @@ import json
 import os
 from dataclasses import replace
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from test_episodes import TURNS
@@ -310,3 +312,17 @@ def test_turns_that_cannot_be_a_completion_are_rejected(tmp_path):
         }
         with pytest.raises(ValueError, match=r"line 1: its completion is \[.* begin and end"):
             loaded(written(tmp_path, [row]), tiny_policy(), G=2, seed=0)
+
+
+def test_texts_that_parquet_stores_as_binary_are_texts(tmp_path):
+    rows = [
+        {"prompt": b"1+1=", "completion": b"2", "answer": b"2", "reward": 1.0, "outcome": outcome}
+        for outcome in (b"scored", b"failed")
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "binary.parquet")
+    offline_data = loaded(tmp_path / "binary.parquet", tiny_policy(), G=2, seed=0)
+    (group,) = offline_data.batch(1, 1)
+    assert group.prompt.messages == ({"role": "user", "content": "1+1="},)
+    assert group.prompt.answer == "2"
+    assert [completion.text for completion in group.completions] == ["2"]
+    assert offline_data.left_out == {"failed": 1}

@@ -180,7 +180,7 @@ def test_missing_and_broken_files_are_named(tmp_path):
     (tmp_path / "a.toml").write_text("[schedule")
     assert "a.toml: not valid TOML" in complain(tmp_path / "a.toml")
     (tmp_path / "latin.toml").write_bytes(b'name = "\xe9"')
-    assert "latin.toml: not valid TOML" in complain(tmp_path / "latin.toml")
+    assert "latin.toml: not UTF-8" in complain(tmp_path / "latin.toml")
     (tmp_path / "path.toml").write_text(r'path = "C:\Users\me"')
     assert "in single quotes" in complain(tmp_path / "path.toml")
     assert "cannot be read" in complain(tmp_path)

@@ -111,3 +111,37 @@ def test_missing_function_or_module_is_named(user_module, tmp_path):
     ]:
         with pytest.raises((ValueError, ImportError), match=message):
             load_function(reference)
+
+
+RAISING = {
+    "syntax": ("def reward(completion, answer)\n", r"SyntaxError: expected ':' \(.*raising.py, line 1\)"),
+    "error": ("\nraise RuntimeError('no\\nlicense')\n", r"RuntimeError: no license \(.*raising.py, line 2\)"),
+    "error of a library": ("import json\njson.loads('')\n", r"JSONDecodeError: .* \(.*raising.py, line 2\)"),
+    "exit": ("import sys\nsys.exit(3)\n", r"SystemExit: 3 \(.*raising.py, line 2\)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("source", "message"), RAISING.values(), ids=RAISING)
+def test_module_that_raises_is_named_with_the_line(tmp_path, monkeypatch, source, message):
+    (tmp_path / "raising.py").write_text(source)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.delitem(sys.modules, "raising", raising=False)
+    with pytest.raises(ValueError, match=message) as error:
+        load_function("raising:reward")
+    assert "\n" not in str(error.value)
+
+
+def test_function_of_a_task_and_class_of_a_reward_that_raise_are_named_with_the_line(
+    tmp_path, monkeypatch
+):
+    (tmp_path / "raising_parts.py").write_text(
+        "def task(settings, seed):\n    return {}['a']\n"
+        "class Reward:\n    def __init__(self, k):\n        1 / k\n"
+        "    def __call__(self, completion, answer):\n        return 1.0\n"
+    )
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    with pytest.raises(ValueError, match=r"task.name: .*KeyError: 'a' \(.*parts.py, line 2\)"):
+        load_task(task_settings("raising_parts:task"), seed=0)
+    reward = {"name": "r", "reward": "raising_parts:Reward", "options": {"k": 0}}
+    with pytest.raises(ValueError, match=r"'r': .*ZeroDivisionError: .*parts.py, line 5\)"):
+        load_task(task_settings("arithmetic", rewards=[reward]), seed=0)

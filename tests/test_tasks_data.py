@@ -104,7 +104,7 @@ def test_rows_without_an_answer_are_left_out_and_logged(tmp_path, caplog):
     without = [{"q": "?", "a": nothing} for nothing in (None, float("nan"), " ", [])]
     assert load(write(tmp_path / "rows.jsonl", [*ROWS, *without])).size("train") == 27
     assert "4 of the 34 rows of" in caplog.text
-    rows = [{"q": "?", "answer": answer} for answer in ("1", None) * 5]
+    rows = [{"q": f"{n}?", "answer": ("1", None)[n % 2]} for n in range(10)]
     assert load(write(tmp_path / "rows.jsonl", rows), answer_column=None).size("train") == 4
     with pytest.raises(ValueError, match="none of its 1 rows has an answer"):
         load(write(tmp_path / "rows.jsonl", [{"q": "?", "a": ""}]))
@@ -149,7 +149,7 @@ def test_shards_and_patterns_are_splits_and_a_saved_dataset_loads(tmp_path):
 
 
 def test_answer_column_can_be_a_path_into_a_struct(tmp_path):
-    rows = [{"q": "1?", "reward_model": {"ground_truth": str(n)}} for n in range(20)]
+    rows = [{"q": f"{n}?", "reward_model": {"ground_truth": str(n)}} for n in range(20)]
     rows.append({"q": "1?", "reward_model": {"ground_truth": None}})  # type: ignore[dict-item]
     for data in (write(tmp_path / "a.parquet", rows), write(tmp_path / "a.jsonl", rows)):
         task = load(data, answer_column="reward_model.ground_truth")
@@ -172,7 +172,8 @@ def test_messages_can_be_json_or_have_parts_of_text(tmp_path):
     plain = [messages[0], {"role": "user", "content": "1 + 1?", "name": None}]
     asked = (messages, plain, json.dumps(messages), str(messages))  # the last as pandas writes it
     for name, prompt in zip(("a.jsonl", "a.parquet", "b.jsonl", "b.csv"), asked, strict=True):
-        task = load(write(tmp_path / name, [{"q": prompt, "a": "2"}] * 4))
+        data = write(tmp_path / name, [{"q": prompt, "a": "2"}])
+        task = load(data, options={"test_split": name[0]})
         assert task.prompt("train", 0).messages == (
             messages[0],
             {"role": "user", "content": "1 + 1?"},
@@ -192,7 +193,8 @@ def test_arguments_of_tool_calls_lose_the_nulls_of_parquet(tmp_path):
         {"role": "assistant", "tool_calls": calls, "content": None},
         {"role": "tool", "content": "1"},
     ]
-    task = load(write(tmp_path / "a.parquet", [{"q": messages, "a": "2"}] * 4))
+    data = write(tmp_path / "a.parquet", [{"q": messages, "a": "2"}])
+    task = load(data, options={"test_split": "a"})
     assert task.prompt("train", 0).messages[0] == {"role": "assistant", "tool_calls": calls}
 
 
@@ -228,8 +230,9 @@ def test_dates_and_decimals_as_answers_are_their_texts(tmp_path):
         (Decimal("1.50"), "1.50"),
         (["a", None], ["a", None]),
     ):
-        pq.write_table(pa.Table.from_pylist([{"q": "?", "a": answer}] * 4), tmp_path / "a.parquet")
-        assert load(tmp_path / "a.parquet").prompt("train", 0).answer == text
+        pq.write_table(pa.Table.from_pylist([{"q": "?", "a": answer}]), tmp_path / "a.parquet")
+        task = load(tmp_path / "a.parquet", options={"test_split": "a"})
+        assert task.prompt("train", 0).answer == text
 
 
 def test_class_labels_are_read_as_their_names(tmp_path):
@@ -272,7 +275,7 @@ def test_file_loads_or_is_rejected_in_one_line_with_the_place(tmp_path):
         ("a.csv", b"q,a,a\n1 + 1?,2,3\n", r"a.csv cannot be read: its header names a column twice: q, a, a"),
         ("a.csv", b"q,a\n ,2\n", r"a.csv, row 1: its prompt is ' '"),
         ("a.jsonl", b"[" + GOOD + b",\n" + GOOD + b"]", 2),
-        ("a.json", b'{"train":\n[]}', r"a.json, item 1: no column 'q'. The columns are train"),
+        ("a.json", b'{"train":\n[]}', r"a.json, item 1: no column 'a'. The columns are train"),
         ("a.jsonl", b"", "has no rows"),
         ("a.jsonl", GOOD + b"\n" + GOOD[:20] + b"\n", r"a.jsonl, line 3: this is not JSON"),
         ("a.jsonl.gz", gzip.compress(GOOD * 99, mtime=0)[:-20], "cannot be read"),
@@ -293,7 +296,7 @@ def test_file_loads_or_is_rejected_in_one_line_with_the_place(tmp_path):
 def test_hub_datasets_are_asked_for_their_configuration_and_splits(monkeypatch):
     asked: list[tuple[Any, ...]] = []
     rows = datasets.Dataset.from_list(
-        [{"question": "1 + 1?", "problem": "1 + 1?", "answer": "#### 2"}] * 30
+        [{"question": f"{n} + 1?", "answer": f"#### {n + 1}"} for n in range(30)]
     )
 
     def load_dataset(name: str, config: str | None) -> Any:

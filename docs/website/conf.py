@@ -32,7 +32,14 @@ html_copy_source = html_show_sourcelink = html_show_sphinx = html_show_copyright
 highlight_language = "text"
 
 NAVIGATION = {
-    "Start": ["quickstart", "data-and-rewards", "off-policy", "algorithms", "own-loss", "multi-turn"],
+    "Start": [
+        "quickstart",
+        "data-and-rewards",
+        "off-policy",
+        "algorithms",
+        "own-loss",
+        "multi-turn",
+    ],
     "Runs": ["evaluation", "checkpoints", "inspect", "verify"],
     "Hardware": ["vllm", "scaling", "lora", "precision"],
     "Reference": ["settings", "metrics", "run-files", "architecture", "papers"],

@@ -196,7 +196,12 @@ def settings_of_run(weights: str) -> dict[str, Any]:
     folder = Path(weights).expanduser().absolute().parent
     if folder.name != "weights" or not (folder.parent / "config.toml").is_file():
         return {}
-    limits = "rollout.temperature", "rollout.max_prompt", "rollout.max_completion"
+    limits = (
+        "rollout.temperature",
+        "rollout.max_prompt",
+        "rollout.max_completion",
+        "rollout.overlong_prompts",
+    )
     kept = "run.seed", "task.", "model.chat_template", *limits
     settings = load_settings(folder.parent / "config.toml").model_dump(exclude_none=True)
     return {name: value for name, value in flatten(settings).items() if name.startswith(kept)}

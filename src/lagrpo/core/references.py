@@ -6,6 +6,8 @@ import importlib
 import importlib.util
 import os
 import sys
+import sysconfig
+import traceback
 from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
@@ -22,8 +24,8 @@ def is_reference(text: str) -> bool:
 def load_reference(reference: str) -> Any:
     """The object that "package.module:name" names.
 
-    Raises ValueError for another form, a module that is missing and a name that the module does not have, and
-    ImportError if the module imports something that is missing."""
+    Raises ValueError for another form, a module that is missing or raises an error, and a name that the module does not
+    have, and ImportError if the module imports something that is missing."""
     if not is_reference(reference):
         raise ValueError(f"{reference!r} is not of the form 'package.module:name'")
     module_name, _, name = reference.partition(":")
@@ -35,9 +37,15 @@ def load_reference(reference: str) -> Any:
     except ModuleNotFoundError as error:
         is_itself = error.name is not None and f"{module_name}.".startswith(f"{error.name}.")
         if not is_itself:  # the module is there, and imports something that is not
-            raise ImportError(f"{reference!r}: {error}", name=error.name) from error
+            problem = f"{error}, which {module_name} imports: install it"
+            raise ImportError(f"{reference!r}: {problem}", name=error.name) from error
         where = f"in the current directory ({here}) or among installed packages"
         raise ValueError(f"{reference!r}: no module {error.name!r} {where}") from error
+    except ImportError:  # its message says what to install
+        raise
+    except (Exception, SystemExit) as error:
+        problem = f"importing {module_name} raised {describe_raised(error)}"
+        raise ValueError(f"{reference!r}: {problem}") from error
     return _get(module, name, reference)
 
 
@@ -62,3 +70,17 @@ def _get(module: ModuleType, name: str, reference: str) -> Any:
         near = "".join(f"; did you mean {other!r}?" for other in get_close_matches(name, public, 1))
         raise ValueError(f"{reference!r}: {file} has no {name!r}{near}")
     return getattr(module, name)
+
+
+def describe_raised(error: BaseException) -> str:
+    """An exception of a user's module or function on one line: its type, its message, and where it was raised."""
+    kind = type(error).__name__
+    if isinstance(error, SyntaxError):
+        return f"{kind}: {error.msg} ({error.filename}, line {error.lineno})"
+    libraries = (*(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), "<")
+    frames = traceback.extract_tb(error.__traceback__)
+    own_frames = [frame for frame in frames if not frame.filename.startswith(libraries)]
+    last = (own_frames or frames)[-1]
+    text = " ".join(str(error).split())[:300]
+    message = f"{kind}: {text}" if text else kind
+    return f"{message} ({last.filename}, line {last.lineno})"

@@ -137,7 +137,9 @@ def _read_prompt(row: Row, replies: Replies, system_prompt: str | None) -> Promp
     """The prompt with its token ids."""
     question, answer = parse_messages(row.get("prompt")), plain(row.get("answer"))
     if "prompt_text" in row:
-        question, answer = row["prompt_text"], json.loads(answer or "null")
+        question = row["prompt_text"]
+        with one_line_errors(f"its answer {answer!r:.40} is not JSON"):
+            answer = json.loads(answer or "null")
     if ids := read_list(row, "prompt_token_ids", (int,)):
         replies.chat.check_vocabulary(ids)
         return Prompt(

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial, wraps
 from typing import Any
 
-from lagrpo.core.references import load_reference
+from lagrpo.core.references import describe_raised, load_reference
 from lagrpo.errors import suggest
 from lagrpo.logs import is_secret
 from lagrpo.types import Completion, Outcome, Prompt, Range, is_correct
@@ -268,6 +268,10 @@ def load_reward(entry: Any, own: Any) -> Reward:
     except (TypeError, ValueError, re.error) as error:
         raise ValueError(
             f"task.rewards, {entry.name!r}, options: {entry.reward}: {error}"
+        ) from error
+    except Exception as error:
+        raise ValueError(
+            f"task.rewards, {entry.name!r}: {entry.reward} raised {describe_raised(error)}"
         ) from error
     return Reward(entry.name, function, entry.weight, entry.range)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import json
 import math
+import os
 import tomllib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -144,9 +145,10 @@ def completion_files(data: Iterable[str | Path]) -> list[Path]:
     that order. Raises FileNotFoundError for a name without files."""
     files: dict[Path, Path] = {}
     for path in (Path(name).expanduser() for name in data):
-        matches = (
-            [path] if path.exists() else map(Path, sorted(glob.glob(str(path), recursive=True)))
-        )
+        # The name of an existing directory is no pattern, even if it has brackets.
+        folder = glob.escape(str(path.parent)) if path.parent.is_dir() else str(path.parent)
+        pattern = os.path.join(folder, path.name)
+        matches = [path] if path.exists() else map(Path, sorted(glob.glob(pattern, recursive=True)))
         found = [
             f
             for m in matches

@@ -69,6 +69,8 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise SettingsError(
             f"{path}: cannot be read as a settings file: {error.strerror}"
         ) from error
+    except UnicodeDecodeError as error:
+        raise SettingsError(f"{path}: not UTF-8 text: save the file as UTF-8") from error
     except (ValueError, RecursionError) as error:
         cure = "; write paths with / or in single quotes" if re.search(r'"[^"\n]*\\', text) else ""
         raise SettingsError(f"{path}: not valid TOML: {one_line(str(error))}{cure}") from error
@@ -101,6 +103,9 @@ def validate(
             text = f"{name} = {one_line(repr(complaint['input']))}: {complaint['msg']}"
             if complaint["type"] == "extra_forbidden":
                 text = f"unknown setting {name!r}; {suggest_setting(name, kind)}"
+            elif complaint["type"] in ("model_type", "dict_type"):
+                value = one_line(repr(complaint["input"]))
+                text = f"{name} = {value}: {name} is a table of settings, not a single value"
             elif complaint["type"] == "value_error":
                 text = f"{name + ': ' if name else ''}{complaint['ctx']['error']}"
             lines.append(f"{place}: {text}")

@@ -16,6 +16,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, get_origin, runtime_checkable
 
+from lagrpo.core.references import describe_raised
 from lagrpo.errors import refusing, suggest
 from lagrpo.rewards.reward import OWN, REWARDS, Rewards, check_rewards, load_function, load_rewards
 from lagrpo.types import Prompt
@@ -314,7 +315,15 @@ def load_task(settings: Any, seed: int) -> Task:
         task = load(seed, *[variant] if variant else [], **read_options(settings))
         task = copy_with(task, name=settings.name, system_prompt=settings.system_prompt)
     else:
-        task = load_function(settings.name)(settings, seed)
+        make_task = load_function(settings.name)
+        try:
+            task = make_task(settings, seed)
+        except (ValueError, ImportError):  # their messages are for the user
+            raise
+        except Exception as error:
+            raise ValueError(
+                f"task.name: {settings.name!r} raised {describe_raised(error)}"
+            ) from error
         if not isinstance(task, Task):
             raise TypeError(
                 f"task.name: {settings.name!r} returned a {type(task).__name__}, which {NOT_A_TASK}"

@@ -16,12 +16,15 @@ from typing import Any
 
 from lagrpo.rewards.reward import UnscorableError, accept_any
 from lagrpo.tasks import RowTask
-from lagrpo.tasks.data import load_rows, text_of
+from lagrpo.tasks.data import load_rows, plain, text_of
 from lagrpo.tasks.numbers import (
     Numeral,
     agree,
     find_last_box,
     find_numerals,
+    find_reference,
+    find_tagged,
+    first_question,
     merge_fractions,
     read_number,
     simplify,
@@ -43,38 +46,37 @@ def load(
     test_split: str = "gsm8k_test|test",
 ) -> RowTask:
     """The task. Raises ValueError for missing or unfit data."""
-    rows = load_rows(
-        data, train_split, test_split, "openai/gsm8k:main", _ask, ("question", "answer"), "answer"
-    )
+    rows = load_rows(data, train_split, test_split, hub="openai/gsm8k:main", ask=_ask)
     return RowTask("gsm8k", rows, _ask, score)
 
 
 def _ask(row: Mapping[str, Any]) -> tuple[str, str]:
-    return WORDING.format(question=text_of(row, "question")), str(row["answer"]).rpartition("####")[
-        2
-    ].strip()
+    answer = str(plain(row["answer"])).rpartition("####")[2].strip()
+    return WORDING.format(question=text_of(row, "question")), answer
 
 
 @accept_any
 def score(completion: str, answer: Any) -> float:
     r"""1.0 if the number that counts in the completion equals the reference number, else 0.0.
 
-    The first of these that the completion has is the number that counts:
+    What the completion says to further questions that it makes up is left out (`lagrpo.tasks.numbers.first_question`).
+    If it has <answer> ... </answer>, only the text within the last such tags counts. The first of these that the rest
+    has is the number that counts:
 
     1. the last closed \boxed{} (the inner one of nested boxes): the first number in it;
     2. the last "####" that a numeral follows directly (except for spaces, signs and * ( [ { \ :): the number there;
     3. the last "answer is", "answer:" or "answer =" that a numeral follows so: the number there;
-    4. else the last number of the completion.
+    4. else the last number.
 
     `lagrpo.tasks.numbers` says what a number is. An expression counts by what stands after its "=" ("3 * 20 = 60").
     Integers are compared exactly. If the reference number is not an integer, "a/b" and \frac{a}{b} are numbers, and a
     decimal of at least 4 significant digits stands for the numbers that round to it: 0.8889, but not 0.889, is 8/9.
 
-    `answer` is a number, or a text with exactly one (after its last "####", if it has one). Raises UnscorableError for
-    any other answer."""
+    `answer` is a number, or a text with exactly one (after its last "####", or within its last tags or box, if it has
+    any). Raises UnscorableError for any other answer."""
     right = _read_answer(answer)
     is_integer = right.value is not None and right.value.denominator == 1
-    part, first = _find_counting_part(completion)
+    part, first = _find_counting_part(find_tagged(first_question(completion)))
     found = read_number(part, first, fractions=not is_integer)
     if is_integer:
         return float(found is not None and found.value == right.value)
@@ -109,7 +111,7 @@ def _read_answer(answer: Any) -> Numeral:
             number, value=Fraction(written), places=number.places or max(0, 14 - written.adjusted())
         )
     if isinstance(answer, str):
-        text = simplify(answer.rpartition("####")[2])
+        text = simplify(find_reference(answer))
         found = merge_fractions(text, find_numerals(text))
         if len(found) == 1 and found[0].value is not None:
             return found[0]

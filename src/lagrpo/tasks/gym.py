@@ -29,7 +29,10 @@ def load(seed: int, name: str) -> RowTask:
 def build(name: str) -> Any:
     if "-v" not in name:
         return load_function(name)()
-    import gem  # pyright: ignore[reportMissingImports]
+    try:
+        import gem  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise ImportError(f"gym:{name} needs the package gem-llm: pip install gem-llm") from error
 
     return gem.make(name)
 

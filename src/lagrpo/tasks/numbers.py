@@ -67,6 +67,14 @@ _WRAPPER = re.compile(
 _ROOT = re.compile(r"\\sqrt\s*(?:\[[^\[\]]*\])?\s*(?:\{[^{}]*\}|[0-9])")
 _BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|(?<!\\)[{}]")
 
+_NEW_QUESTION = re.compile(
+    r"^[ \t>*#]*(?:question|q|problem|exercise|instruction|human|user)\b[ \t]*(?P<number>[0-9]*)[ \t*]*:",
+    re.IGNORECASE | re.MULTILINE,
+)
+_FINAL_ANSWER = re.compile(r"####[\s*(\[{:–−-]*[$€£₹\\]*[.0-9A-Za-z]*[0-9}]|</answer>")
+_STATED_ANSWER = re.compile(r"\banswer\b[ *_]*(?:is|:|=)[\s*(\[{:–−-]*[$€£₹\\.0-9]", re.IGNORECASE)
+_NUMBER_ALONE = re.compile(r"\s*[$€£₹–−-]*[0-9][0-9.,]*[ *.%]*\s*")
+
 
 @dataclass(frozen=True, slots=True)
 class Numeral:
@@ -101,6 +109,42 @@ def find_tagged(text: str) -> str:
     """The text within the last <answer> ... </answer>; the whole text without one."""
     closed = "".join(text.rpartition("</answer>")[:2])  # what is never closed would be read again
     return [text, *re.findall("<answer>(.*?)</answer>", closed, re.DOTALL)][-1]
+
+
+def first_question(text: str) -> str:
+    r"""The part of a completion that answers the question it was asked: without further questions that a model makes up
+    after its answer. A line begins one that starts with "Question:", "Q:", "Problem:", "User:" and the like (also with
+    a number: "Problem 2:"), and before which the completion has
+
+    - a \boxed{}, "#### 18", or </answer>,
+    - or, if the line has no number, "the answer is 18" or nothing but a number.
+
+    The text before the first </think> neither answers nor asks.
+
+    >>> first_question("#### 18\n\nQuestion: Tom has 9 apples.\n#### 9")
+    '#### 18\n\n'
+    """
+    start = text.find("</think>") + 1
+    for question in _NEW_QUESTION.finditer(text, start):
+        before = text[start : question.start()]
+        if find_last_box(before) is not None or _FINAL_ANSWER.search(before):
+            return text[: question.start()]
+        has_answer = _STATED_ANSWER.search(before) or _NUMBER_ALONE.fullmatch(before)
+        if has_answer and not question["number"]:
+            return text[: question.start()]
+    return text
+
+
+def find_reference(answer: str) -> str:
+    """The part of a reference answer that counts: after the last "####", within the last <answer> tags, and within the
+    last box, as far as the answer has them.
+
+    >>> find_reference("2 + 3 = 5\\n#### 5")
+    '5'
+    """
+    part = find_tagged(answer.rpartition("####")[2])
+    box = find_last_box(part)
+    return (part if box is None else box).strip()
 
 
 def simplify(text: str) -> str:
