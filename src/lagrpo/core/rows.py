@@ -492,9 +492,11 @@ ADVANTAGE_ROWS: dict[str, Recipe] = {
     ),
     "grpo_finished": Recipe(
         "F f_eps(rho, 1, A), F drops completions that were cut at their limit, A normalized; "
-        "mean over the tokens of the batch",
-        "TRL's mask_truncated_completions",
+        "mean over completions of their token means",
+        "TRL's mask_truncated_completions with loss_type 'grpo'. Its mean over tokens leaves out "
+        "what it drops, ours does not",
         filters=(piece(finished_only),),
+        reduction=piece(sequence_mean),
     ),
     "grpo_top_entropy": Recipe(
         "F f_eps(rho, 1, A), F keeps the fifth of the step's tokens with the highest entropy, A "
