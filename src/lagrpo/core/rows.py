@@ -370,12 +370,17 @@ PROBABILITY_ROWS: dict[str, Recipe] = {
         ),
     ),
     "ipo_mask": Recipe(
-        "M sg(rho) A logp, M: |pi - alpha| <= .1 whatever the sign of A, A centered; mean over "
-        "the tokens of the batch",
-        "prime-rl's loss `ipo` of spring 2026; not the preference optimization of that name "
-        "(online_ipo)",
+        "M sg(rho) A logp - .001 (logp - logp_alpha)^2, M: |pi - alpha| <= .1 whatever the sign of "
+        "A, A centered; mean over the tokens of the batch",
+        "prime-rl's loss `ipo`, its default in March 2026; not the preference optimization of that "
+        "name (online_ipo)",
         advantage=piece(centered),
-        surrogate=piece(reinforce, mask=piece(tv_two_side), weight=importance),
+        surrogate=piece(
+            reinforce,
+            mask=piece(tv_two_side),
+            weight=importance,
+            regularizer=piece(opmd, strength=1e-3),
+        ),
     ),
 }
 
