@@ -218,7 +218,7 @@ $(CONFORMANCE)/installed: conformance/requirements.txt conformance/requirements-
 	"$(PYTHON)" -m venv $(CONFORMANCE)
 	$(CONFORMANCE)/bin/python -m pip install -q --upgrade 'pip>=25.1'
 	$(CONFORMANCE)/bin/python -m pip install $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -r conformance/requirements.txt
-	$(CONFORMANCE)/bin/python -m pip install --no-deps -r conformance/requirements-without-dependencies.txt
+	$(CONFORMANCE)/bin/python -m pip install --no-deps --ignore-requires-python -r conformance/requirements-without-dependencies.txt
 	@touch $@
 
 $(DOCS)/installed: docs/website/requirements.txt

@@ -15,7 +15,8 @@ VALUES = 3  # rewards are 0, 1/2 or 1, so that some groups have equal ones
 @dataclass(frozen=True)
 class Case:
     """C = 16 completions of 1 .. 9 tokens. `lengths` [C], `completion` [T], `rewards` [C], `group` [C]; log-probs [T]
-    under pi, alpha, pi_k and pi_ref, with log-ratios of a standard deviation of .4 (one in ten: of 1.6)."""
+    under pi, alpha, pi_k and pi_ref, with log-ratios of a standard deviation of .4 (one in ten: of 1.6). `staleness`
+    [T] is 0 .. 4 updates, `entropy` [T] is exact in float32, `finished` [C] is False for one completion in four."""
 
     lengths: Tensor
     rewards: Tensor
@@ -23,6 +24,9 @@ class Case:
     alpha: Tensor
     pi_k: Tensor
     ref: Tensor
+    staleness: Tensor
+    entropy: Tensor
+    finished: Tensor
 
     @staticmethod
     def draw(seed: int) -> Case:
@@ -37,8 +41,18 @@ class Case:
 
         logp = -normal().abs() * 2 - 0.01
         wide = torch.where(torch.rand(T, generator=rng) < 0.1, 1.6, 0.4).double()
-        near = [logp + wide * normal() for _ in range(3)]
-        return Case(lengths, rewards, logp, *near)
+        alpha, pi_k, ref = (_as_logp(logp + wide * normal()) for _ in range(3))
+        return Case(
+            lengths=lengths,
+            rewards=rewards,
+            logp=logp,
+            alpha=alpha,
+            pi_k=pi_k,
+            ref=ref,
+            staleness=torch.randint(0, 5, (T,), generator=rng),
+            entropy=normal().abs().float().double(),
+            finished=torch.rand(G * GROUPS, generator=rng) < 0.75,
+        )
 
     @property
     def C(self) -> int:  # noqa: N802
@@ -54,7 +68,7 @@ class Case:
 
     @property
     def flat(self) -> Tensor:
-        """Whether a completion's group has equal rewards [C]."""
+        """True for a completion whose group has equal rewards [C]."""
         by_group = self.rewards.view(GROUPS, G)
         return (by_group == by_group[:, :1]).all(1).repeat_interleave(G)
 
@@ -72,3 +86,8 @@ class Case:
     def spread(self, values_C: Tensor) -> Tensor:
         """[C] as [C, LONGEST], each at every token of its completion."""
         return values_C.unsqueeze(1) * self.mask
+
+
+def _as_logp(values: Tensor) -> Tensor:
+    """The values as log-probs: of a probability below 1."""
+    return values.clamp(max=-1e-3)

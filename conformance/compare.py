@@ -32,11 +32,18 @@ PAGE = ROOT / "reports" / "conformance.md"
 BEGIN, END = "<!-- conformance: begin -->", "<!-- conformance: end -->"
 AGREE = 1e-5  # our weights of completions are float32, and the peers add up to 1e-8 to their denominators
 LEAST = 1e-2  # values smaller than this are differences of larger terms
-PACKAGES = {"TRL": "trl", "verl": "verl", "Trinity-RFT": "trinity-rft", "rlax": "rlax"}
+PACKAGES = {
+    "TRL": "trl",
+    "verl": "verl",
+    "Trinity-RFT": "trinity-rft",
+    "SkyRL": "skyrl",
+    "AReaL": "areal",
+    "rlax": "rlax",
+}
 
 
 @dataclass(frozen=True)
-class Found:
+class Difference:
     """The greatest difference of value and of gradient over the cases, each relative to the largest number of its case;
     None where there is no gradient."""
 
@@ -44,27 +51,29 @@ class Found:
     gradient: float | None
 
 
-def compare(pairing: Pairing, cases: int) -> Found:
+def compare(pairing: Pairing, cases: int) -> Difference:
     """Both sides on the cases of seeds 0, 1, …"""
     values, gradients = [], []
     for seed in range(cases):
         case = Case.draw(seed)
-        (theirs, their_gradient), (ours, our_gradient) = (
-            side(f, case) for f in (pairing.theirs, pairing.ours)
-        )
+        theirs, their_gradient = side(pairing.theirs, case)
+        ours, our_gradient = side(pairing.ours, case)
         values.append(gap(theirs, ours))
         if our_gradient is not None and their_gradient is not None:
             gradients.append(gap(their_gradient, our_gradient))
-    return Found(max(values), max(gradients) if gradients else None)
+    return Difference(max(values), max(gradients) if gradients else None)
 
 
 def side(function: Side, case: Case) -> tuple[Tensor, Tensor | None]:
     """Value and gradient in the log-probs under pi."""
     logp = case.logp.clone().requires_grad_()
-    made = function(case, logp)
-    if isinstance(made, tuple):
-        return made[0], made[1].flatten()
-    return made.detach(), torch.autograd.grad(made.sum(), logp)[0] if made.requires_grad else None
+    result = function(case, logp)
+    if isinstance(result, tuple):
+        value, gradient = result
+        return value, gradient.flatten()
+    if not result.requires_grad:
+        return result, None
+    return result.detach(), torch.autograd.grad(result.sum(), logp)[0]
 
 
 def gap(a: Tensor, b: Tensor) -> float:
@@ -73,8 +82,8 @@ def gap(a: Tensor, b: Tensor) -> float:
     return float((a.double() - b.double()).abs().max()) / largest
 
 
-def surprise(pairing: Pairing, found: Found) -> str:
-    """What is not as the table expects; "" where all is."""
+def surprise(pairing: Pairing, difference: Difference) -> str:
+    """The part that is not as the table expects; "" where all is."""
     expected = {
         "both": (True, True),
         "gradient": (False, True),
@@ -82,32 +91,35 @@ def surprise(pairing: Pairing, found: Found) -> str:
         "neither": (False, False),
     }
     for name, number, same in zip(
-        ("value", "gradient"), (found.value, found.gradient), expected[pairing.same], strict=True
+        ("value", "gradient"),
+        (difference.value, difference.gradient),
+        expected[pairing.same],
+        strict=True,
     ):
         if number is not None and (number <= AGREE) != same:
             return f"the {name} {'differs by' if same else 'agrees, within'} {number:.2g}"
     return ""
 
 
-def row(pairing: Pairing, found: Found) -> str:
+def row(pairing: Pairing, difference: Difference) -> str:
     """A line of the table."""
-    gradient = "" if found.gradient is None else f"{found.gradient:.0e}"
-    said = pairing.differs or pairing.note
+    gradient = "" if difference.gradient is None else f"{difference.gradient:.0e}"
+    remark = pairing.differs or pairing.note
     verdict = {"both": "same", "neither": "**differs**"}.get(pairing.same, "same gradient")
     cells = (
         pairing.peer,
         pairing.function,
         pairing.ours_is,
-        f"{found.value:.0e}",
+        f"{difference.value:.0e}",
         gradient,
         verdict,
-        said,
+        remark,
     )
     return f"| {' | '.join(cells)} |"
 
 
 def table(lines: list[str], cases: int) -> str:
-    """What stands between the markers."""
+    """The text between the markers."""
     versions = ", ".join(f"{name} {version(package)}" for name, package in PACKAGES.items())
     versions += f"; torch {version('torch')}, jax {version('jax')}"
     head = f"{len(lines)} pairings, {cases} random cases each. {versions}."
@@ -124,10 +136,10 @@ def main() -> None:
     torch.set_num_threads(1)
     lines, surprises = [], []
     for pairing in PAIRINGS:
-        found = compare(pairing, options.cases)
-        lines.append(row(pairing, found))
+        difference = compare(pairing, options.cases)
+        lines.append(row(pairing, difference))
         print(lines[-1], flush=True)
-        if text := surprise(pairing, found):
+        if text := surprise(pairing, difference):
             surprises.append(f"{pairing.peer} {pairing.function} and {pairing.ours_is}: {text}")
     if not options.check and not surprises:
         before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)

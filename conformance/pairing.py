@@ -1,4 +1,4 @@
-"""What a row of the table is: a peer's function, and what of ours it is compared with.
+"""A row of the table: a peer's function, and the function of ours it is compared with.
 
 `theirs` and `ours` get a case and the log-probs under pi [T], differentiable, and give a tensor; what is compared is
 that tensor and its gradient. Both get the same advantages, unless advantages are compared.
@@ -7,7 +7,7 @@ that tensor and its gradient. Both get the same advantages, unless advantages ar
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,8 @@ from cases import MAX_LENGTH, Case, G
 from torch import Tensor
 
 from lagrpo.core import kl as estimators
-from lagrpo.core.inputs import LossInputs
+from lagrpo.core.advantages import AdvantageInputs
+from lagrpo.core.inputs import LossInputs, without_gradient
 from lagrpo.core.recipes import resolve
 
 Side = Callable[[Case, Tensor], Any]
@@ -44,27 +45,37 @@ class Pairing:
 
 
 def ours(case: Case, logp: Tensor, name: str, **overrides: Any) -> Tensor:
-    """The loss of a recipe, whole: its own advantages and weights."""
+    """The loss of a recipe, whole: its own advantages, weights and statistics of the step."""
     recipe = resolve(name, overrides)
     weight_C = recipe.weights(case.lengths, case.flat, MAX_LENGTH).double()
-    advantage_C = advantages(case, name, **overrides)
-    terms = LossInputs(
-        logp, case.alpha, case.pi_k, case.ref, case.completion, advantage_C, case.group
+    x = loss_inputs(case, logp, advantages(case, name, **overrides))
+    x = replace(x, step=recipe.collect(without_gradient(x)))
+    return recipe.loss(x, weight_C)
+
+
+def loss_inputs(case: Case, logp: Tensor, advantages_C: Tensor) -> LossInputs:
+    """All that a loss may read."""
+    return LossInputs(
+        logp=logp,
+        rollout_logp=case.alpha,
+        old_logp=case.pi_k,
+        ref_logp=case.ref,
+        completion=case.completion,
+        advantages=advantages_C,
+        group=case.group,
+        staleness=case.staleness,
+        entropy=case.entropy,
+        finished=case.finished,
     )
-    return recipe.loss(terms, weight_C)[0]
 
 
-def advantages(case: Case, name: str, **overrides: Any) -> Tensor:
-    """The advantages of a recipe [C]; RED-Drop's draws are those of `red_uniform`."""
+def advantages(case: Case, name: str, uniform: Tensor | None = None, **overrides: Any) -> Tensor:
+    """The advantages of a recipe [C]; `uniform` [C] are RED-Drop's random numbers."""
     recipe = resolve(name, overrides)
-    uniform = torch.linspace(0, 0.9, G, dtype=torch.float64)
-    lengths = torch.ones(G, dtype=torch.long)
-    return torch.cat(
-        [
-            recipe.advantages(rewards, lengths, MAX_LENGTH, uniform)
-            for rewards in case.rewards.view(-1, G)
-        ]
-    )
+    if uniform is None:
+        uniform = torch.linspace(0, 0.9, G, dtype=torch.float64).repeat(case.C // G)
+    rewards = AdvantageInputs(case.rewards, case.group, case.lengths, uniform)
+    return recipe.advantages(rewards, MAX_LENGTH)
 
 
 def loss(
@@ -81,7 +92,7 @@ def loss(
     **overrides: Any,
 ) -> Pairing:
     """A peer's loss on the advantages of our recipe, beside that recipe."""
-    said = ", ".join(f"{knob} = {value!r}" for knob, value in overrides.items())
+    knobs = ", ".join(f"{knob} = {value!r}" for knob, value in overrides.items())
 
     def their_side(case: Case, logp: Tensor) -> Tensor:
         more = {
@@ -89,7 +100,7 @@ def loss(
         }
         return theirs(case, logp, advantages(case, recipe, **overrides), *given, **more)
 
-    text = f"`{recipe}`" + (f" with {said}" if said else "")
+    text = f"`{recipe}`" + (f" with {knobs}" if knobs else "")
     return Pairing(
         peer,
         function,
@@ -133,10 +144,7 @@ def kl(
         estimator = partial(estimator, kl_bound=bound)
 
     def own(case: Case, logp: Tensor) -> Tensor:
-        zeros = torch.zeros_like(case.flat, dtype=logp.dtype)
-        estimate = estimator(
-            LossInputs(logp, case.alpha, case.pi_k, case.ref, case.completion, zeros, case.group)
-        )
+        estimate = estimator(loss_inputs(case, logp, torch.zeros_like(case.rewards)))
         weight = (logp - case.alpha).exp().detach() if name.startswith("rho ") else 1.0
         return (weight * estimate).mean()
 

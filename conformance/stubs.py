@@ -1,8 +1,10 @@
-"""Empty modules in the place of packages that are not installed, so that a peer's loss functions can be imported alone.
+"""Empty modules in the place of packages that are not installed, so that a peer's losses can be imported alone.
 
-verl and Trinity-RFT import ray, tensordict, hydra … when any of their modules is imported; none of it takes part in a
-loss. A stub has every attribute: a class that takes any arguments, can be a base class and, as a decorator, gives back
-what it is given. Nothing that computes is stubbed: a name that a loss used would raise or show in the comparison.
+verl, Trinity-RFT, SkyRL and AReaL import ray, tensordict, hydra … when any of their modules is
+imported; none of it takes part in a loss. A stub has every attribute: a class that takes any
+arguments, can be a base class or a context manager and, as a decorator, gives back what it
+decorates. Nothing that computes is stubbed: a name that a loss used would raise or show in the
+comparison.
 """
 
 from __future__ import annotations
@@ -14,7 +16,38 @@ import types
 from collections.abc import Sequence
 from typing import Any
 
-STUBBED = ("ray", "tensordict", "hydra", "omegaconf", "codetiming", "orjson", "flash_attn")
+PACKAGES = (
+    "codetiming",
+    "einops",
+    "flash_attn",
+    "hydra",
+    "loguru",
+    "omegaconf",
+    "orjson",
+    "ray",
+    "skyrl_gym",
+    "tensordict",
+    "torchdata",
+    "uvloop",
+)
+"""Packages that are not installed."""
+
+PARTS = (
+    "skyrl.backends.backend",
+    "areal.api.alloc_mode",
+    "areal.api.io_struct",
+    "areal.experimental",
+    "areal.infra",
+    "areal.trainer.dpo_trainer",
+    "areal.trainer.rl_trainer",
+    "areal.trainer.rw_trainer",
+    "areal.trainer.sft_trainer",
+    "areal.utils.logging",
+    "areal.utils.seqpack",
+    "areal.utils.stats_tracker",
+)
+"""Parts of installed peers: servers and launchers, which import dozens of packages, and metrics,
+which take float32 alone."""
 
 
 class _Kind(type):
@@ -27,7 +60,9 @@ class _Kind(type):
 def _anything(name: str) -> Any:
     members = {
         "__init__": lambda self, *arguments, **options: None,
-        "__call__": lambda self, given=None, *arguments, **options: given,
+        "__call__": lambda self, argument=None, *arguments, **options: argument,
+        "__enter__": lambda self: self,
+        "__exit__": lambda self, *error: None,
         "__getattr__": lambda self, attribute: _anything(attribute),
     }
     return _Kind(name, (), members)
@@ -43,13 +78,13 @@ class _Stub(types.ModuleType):
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Comes last, so that a package that is installed is never replaced."""
+    """Finds the modules of these names, and the modules below them."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = names
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
-        if fullname.partition(".")[0] not in self.names:
+        if not any(f"{fullname}.".startswith(f"{name}.") for name in self.names):
             return None
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
 
@@ -61,5 +96,6 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def install() -> None:
-    """From now on the names in STUBBED can be imported."""
-    sys.meta_path.append(_Finder(STUBBED))
+    """From now on the names in PACKAGES and PARTS can be imported."""
+    sys.meta_path.append(_Finder(PACKAGES))  # last: a package that is installed is not replaced
+    sys.meta_path.insert(0, _Finder(PARTS))

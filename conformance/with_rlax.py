@@ -7,11 +7,10 @@ from typing import Any
 
 import peers
 from cases import Case
-from pairing import Pairing, advantages, ours
+from pairing import Pairing, advantages, loss_inputs, ours
 from torch import Tensor
 
 from lagrpo.core.corrections import truncated
-from lagrpo.core.inputs import LossInputs
 from lagrpo.core.kl import kl
 
 
@@ -51,9 +50,8 @@ def rlax_vtrace(case: Case, logp: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def vtrace_of_ours(case: Case, logp: Tensor) -> Tensor:
-    A = advantages(case, "reinforce")
-    inputs = LossInputs(logp, case.alpha, case.pi_k, case.ref, case.completion, A)
-    return -(truncated(inputs, correction_cap=1.0) * A[case.completion] * logp).mean()
+    x = loss_inputs(case, logp, advantages(case, "reinforce"))
+    return -(truncated(x, cap=1.0) * x.advantage * logp).mean()
 
 
 def _exp(x: Any) -> Any:

@@ -6,11 +6,9 @@ from typing import Any
 
 import peers
 import torch
-from cases import MAX_LENGTH, Case, G
-from pairing import NO_BETA, WIDE, Pairing, advantage, kl, loss
+from cases import Case
+from pairing import NO_BETA, WIDE, Pairing, advantage, advantages, kl, loss
 from torch import Tensor
-
-from lagrpo.core.recipes import resolve
 
 
 def dropped_by_trinity(case: Case) -> Tensor:
@@ -22,14 +20,7 @@ def dropped_by_trinity(case: Case) -> Tensor:
 def dropped_alike(case: Case) -> Tensor:
     """RED-Drop of ours with uniforms that drop what theirs dropped: where its advantage is 0."""
     uniform = torch.where(dropped_by_trinity(case) == 0, 0.1, 0.9).double()
-    recipe, groups = (
-        resolve("red_drop", {}),
-        zip(case.rewards.view(-1, G), uniform.view(-1, G), strict=True),
-    )
-    lengths = torch.ones(G, dtype=torch.long)
-    return torch.cat(
-        [recipe.advantages(rewards, lengths, MAX_LENGTH, draws) for rewards, draws in groups]
-    )
+    return advantages(case, "red_drop", uniform)
 
 
 TRINITY = "`trinity.algorithm.policy_loss_fn`"
@@ -210,5 +201,16 @@ OF_TRINITY = [
         "grpo_trl",
         lambda case: peers.trinity_advantage(case, "grpo_advantage", "GRPOGroupedAdvantage"),
         std_offset=1e-6,
+    ),
+    trinity(
+        "sapo",
+        "sapo_policy_loss",
+        "SAPOPolicyLossFn",
+        options=", seq-mean-token-mean",
+        kind={"loss_agg_mode": "seq-mean-token-mean"},
+        same="neither",
+        differs="Trinity weights log pi by the gate f(rho) itself, which is 2 at rho = 1 and only "
+        "rises; the gradient of SAPO (arXiv 2511.20347) has its derivative, 1 at rho = 1: ours "
+        "follows it, as do TRL, verl, SkyRL and AReaL",
     ),
 ]

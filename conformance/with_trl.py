@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+from math import inf
 from typing import Any
 
 import peers
-from pairing import NO_BETA, WIDE, Pairing, loss
+import torch
+from cases import Case
+from pairing import NO_BETA, WIDE, Pairing, advantage, loss
+from torch import Tensor
 
 TRL = "`trl.trainer.grpo_trainer` `GRPOTrainer._compute_loss`"
 
@@ -13,6 +18,27 @@ TRL = "`trl.trainer.grpo_trainer` `GRPOTrainer._compute_loss`"
 def trl(recipe: str, loss_type: str, *, options: str = "", **more: Any) -> Pairing:
     function = f"{TRL}, {loss_type!r}{options}"
     return loss("TRL", function, recipe, peers.trl, given=(loss_type,), **more)
+
+
+def scaled(recipe: str, scale_rewards: str, **more: Any) -> Pairing:
+    function = f"{TRL.replace('_compute_loss', '_generate_and_score_completions')}"
+    return advantage(
+        "TRL",
+        f"{function}, scale_rewards {scale_rewards!r}",
+        recipe,
+        lambda case: peers.trl_scored(case, scale_rewards=scale_rewards)["advantages"],
+        **more,
+    )
+
+
+def finished_in_trl(case: Case) -> Tensor:
+    """TRL's mask of tokens under `mask_truncated_completions`, which nothing else of its trainer reads."""
+    return peers.trl_scored(case, mask_truncated_completions=True)["completion_mask"].double()
+
+
+def weights_of_trl(case: Case, cap: float = inf) -> Tensor:
+    """pi_k/alpha as TRL has it with vLLM, 1 where there is no token: exp(0)."""
+    return torch.exp(case.padded(case.pi_k - case.alpha)).clamp(max=cap)
 
 
 OF_TRL = [
@@ -66,7 +92,6 @@ OF_TRL = [
         kl="k2",
         kl_importance=True,
         same="gradient",
-        note="value rho k3, gradient rho (log pi/pi_ref) grad log pi: that of rho k2",
         differs="by value alone: theirs is that of rho k3, ours of rho k2; the gradient of KL(pi ‖ pi_ref) in both",
     ),
     trl("grpo", "grpo", options=", delta 3", their={"delta": 3.0}, dual_clip=3.0, **NO_BETA),
@@ -77,4 +102,70 @@ OF_TRL = [
         their={"beta": 0.04, "corrected_kl": True},
         kl="k3_bias_corrected",
     ),
+    trl(
+        "grpo_two_sided",
+        "grpo",
+        options=", delta 4, beta .001",
+        their={"delta": 4.0, "beta": 0.001},
+    ),
+    trl(
+        "sapo",
+        "sapo",
+        options=", defaults",
+        same="gradient",
+        differs="by value alone: theirs is f(rho) A with f = (4/t) sigmoid(t (rho - 1)), ours has "
+        "the derivative of f as a weight",
+    ),
+    trl("vespo", "vespo", options=", defaults"),
+    trl(
+        "vespo",
+        "vespo",
+        options=", importance_sampling_ratio not truncated",
+        their={"old": "pi_k", "weights": weights_of_trl},
+        note="pi/pi_k times pi_k/alpha is pi/alpha",
+    ),
+    trl(
+        "vespo",
+        "vespo",
+        options=", importance_sampling_ratio at most 2",
+        their={"old": "pi_k", "weights": partial(weights_of_trl, cap=2.0)},
+        same="neither",
+        differs="with vLLM, TRL multiplies pi/pi_k of the completion by truncated pi_k/alpha of its "
+        "tokens; VESPO (arXiv 2602.10693) takes pi/alpha of the completion: ours follows it",
+    ),
+    trl("opsm", "grpo", options=", off_policy_mask_threshold .5", their={"opsm_delta": 0.5}),
+    trl(
+        "opsm",
+        "grpo",
+        options=", off_policy_mask_threshold .1",
+        their={"opsm_delta": 0.1},
+        delta=0.1,
+    ),
+    trl(
+        "grpo_top_entropy",
+        "dapo",
+        options=", top_entropy_quantile .2",
+        their={"top_entropy": 0.2},
+        note="one micro-batch: TRL takes the quantile of each micro-batch, ours that of the step",
+    ),
+    trl(
+        "grpo_finished",
+        "grpo",
+        options=", mask_truncated_completions",
+        their={"mask": finished_in_trl},
+    ),
+    trl(
+        "grpo_finished",
+        "dapo",
+        options=", mask_truncated_completions",
+        their={"mask": finished_in_trl},
+        reduction="token_mean",
+        same="neither",
+        differs="TRL's mean over tokens leaves out truncated completions, its mean over completions "
+        "counts them; what a filter of ours drops stays in every normalizer. The losses differ by "
+        "that factor alone",
+    ),
+    scaled("grpo_trl", "group"),
+    scaled("dr_grpo", "none"),
+    scaled("grpo_batch_scaled", "batch"),
 ]

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import peers
-from cases import MAX_LENGTH
+from cases import GROUPS, MAX_LENGTH, Case, G
 from pairing import NO_BETA, WIDE, Pairing, advantage, kl, loss
+from torch import Tensor
 
 VERL = "`verl.trainer.ppo.core_algos`"
+C = G * GROUPS
 
 
 def verl(
@@ -20,6 +22,25 @@ def verl(
 
 def weights_of_verl(level: str, threshold: str | float) -> dict[str, Any]:
     return {"old": "pi_k", "weights": lambda case: peers.verl_weights(case, level, threshold)}
+
+
+def weights_of_kept(metric: str, threshold: str) -> dict[str, Any]:
+    """pi_k/alpha of completions, of those alone that verl does not reject."""
+
+    def weights(case: Case) -> Tensor:
+        return peers.verl_weights(case, "sequence", 1e9) * peers.verl_rejected(
+            case, metric, threshold
+        )
+
+    return {"old": "pi_k", "weights": weights}
+
+
+def bypass(recipe: str, rejection: str, threshold: str, **more: Any) -> Pairing:
+    """Bypass mode: the ratio is pi/alpha, and completions are rejected by it in the loss."""
+    correction = {"rollout_rs": rejection, "rollout_rs_threshold": threshold}
+    their = {"dual": 1e9, "completions": C, "rollout_correction": correction}
+    options = f", {rejection} at most {threshold}"
+    return verl(recipe, "bypass_mode", "seq-mean-token-mean", options=options, their=their, **more)
 
 
 OF_VERL = [
@@ -180,5 +201,90 @@ OF_VERL += [
         "grpo_trl",
         lambda case: peers.verl_advantage(case, "grpo"),
         std_offset=1e-6,
+    ),
+    verl(
+        "dppo_tv",
+        "dppo_tv",
+        "seq-mean-token-sum-norm",
+        their={"epsilon": (0.15, 0.15), "horizon": MAX_LENGTH},
+        note="clip_ratio_c = 1e9, old = alpha",
+    ),
+    verl(
+        "dppo_kl",
+        "dppo_kl",
+        "seq-mean-token-sum-norm",
+        their={"epsilon": (0.05, 0.05), "horizon": MAX_LENGTH},
+        note="clip_ratio_c = 1e9, old = alpha",
+    ),
+    verl(
+        "dppo_tv",
+        "dppo_tv",
+        "seq-mean-token-sum-norm",
+        options=", defaults",
+        their={"epsilon": (0.15, 0.15), "horizon": MAX_LENGTH, "dual": 3.0},
+        same="neither",
+        differs="verl's default clip_ratio_c = 3 cuts the weight at 3; its own script for DPPO sets "
+        "10000, SkyRL and prime-rl have no bound: ours has none",
+    ),
+    verl(
+        "dppo_tv",
+        "dppo_tv",
+        "seq-mean-token-sum-norm",
+        options=", old = pi_k",
+        their={"epsilon": (0.15, 0.15), "horizon": MAX_LENGTH, "old": "pi_k"},
+        same="neither",
+        differs="verl compares with pi_k unless in bypass mode; DPPO (arXiv 2602.04879, section 5.2) "
+        "with the policy that sampled: ours follows it",
+    ),
+    verl(
+        "dppo_tv",
+        "dppo_tv",
+        "seq-mean-token-sum-norm",
+        options=", old = pi_k",
+        their={"epsilon": (0.15, 0.15), "horizon": MAX_LENGTH, "old": "pi_k"},
+        **{"mask.denominator": "pi_k", "weight.denominator": "pi_k"},
+    ),
+    verl(
+        "sapo",
+        "sapo",
+        "seq-mean-token-mean",
+        options=", defaults",
+        same="gradient",
+        differs="by value alone: theirs is f(rho) A, ours has the derivative of f as a weight",
+    ),
+    bypass("trm", "seq_max_k3", "0.05"),
+    bypass("trm", "seq_max_k3", "0.5", delta=0.5),
+    loss(
+        "verl",
+        f"{VERL} `compute_policy_loss_reinforce`, seq-mean-token-mean x rollout_corr_helper, sequence",
+        "seq_tis",
+        peers.verl_reinforce,
+        given=("seq-mean-token-mean",),
+        their={"cap": 8.0},
+    ),
+    verl(
+        "grpo_mis_sequence",
+        "vanilla",
+        "seq-mean-token-mean",
+        options=" x rollout_corr_helper, seq_sum_k1 '0.5_1e9'",
+        their=weights_of_kept("seq_sum_k1", "0.5_1e9"),
+        note="the bounds of verl's k1 are those of alpha/pi_k",
+    ),
+    verl(
+        "grpo_mis_sequence",
+        "vanilla",
+        "seq-mean-token-mean",
+        options=" x rollout_corr_helper, seq_sum_k1 '1e-9_2'",
+        their=weights_of_kept("seq_sum_k1", "1e-9_2"),
+        same="neither",
+        differs="verl documents lower_upper as bounds of the ratio, but compares them with "
+        "alpha/pi_k: this keeps completions with pi_k/alpha >= 1/2. Masked importance sampling "
+        "drops those above 2: ours follows it",
+    ),
+    advantage(
+        "verl",
+        f"{VERL} `compute_reinforce_plus_plus_baseline_outcome_advantage`",
+        "reinforce_pp_baseline",
+        lambda case: peers.verl_advantage(case, "reinforce_plus_plus_baseline"),
     ),
 ]

@@ -1,0 +1,150 @@
+"""AReaL: its losses with a proximal policy, and its masks."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from cases import GROUPS, Case, G
+from pairing import Pairing, loss, ours
+from torch import Tensor
+
+AREAL = "`areal.trainer.ppo.actor` `grpo_loss_fn`"
+VERSION = 4  # of the policy that learns: the staleness of a case is at most 4
+
+
+def actor_loss(
+    case: Case,
+    logp: Tensor,
+    advantages: Tensor,
+    *,
+    old: str = "alpha",
+    proximal: str | None = None,
+    correction: dict[str, Any] | None = None,
+    **options: Any,
+) -> Tensor:
+    """The actor's loss on flat tokens. `proximal` is the policy to clip around, None for its approximation from the
+    versions of the tokens; `correction` the settings of its weight proximal/old."""
+    from areal.api.cli_args import RejectionSamplingConfig
+    from areal.trainer.ppo import actor
+
+    data = {
+        "logprobs": getattr(case, old),
+        "advantages": advantages[case.completion],
+        "loss_mask": torch.ones_like(case.completion),
+        "prox_logp": getattr(case, proximal) if proximal else None,
+        "versions": VERSION - case.staleness,
+    }
+    return actor.grpo_loss_fn(
+        logp,
+        case.entropy,
+        data,
+        eps_clip=0.2,
+        eps_clip_higher=None,
+        c_clip=None,
+        rejection_sampling=RejectionSamplingConfig(**correction) if correction else None,
+        current_version=VERSION,
+        prox_logp_method="recompute" if proximal else "loglinear",
+        **options,
+    )
+
+
+def preference(case: Case, logp: Tensor, kind: str, strength: float) -> Tensor:
+    """AReaL's loss of preferences at the log-ratios of each group's best and worst completion, 0 for groups without a
+    difference."""
+    from areal.utils.functional import dpo_preference_loss
+
+    log_ratio_C = torch.zeros_like(case.rewards).index_add(0, case.completion, logp - case.ref)
+    rewards = case.rewards.view(GROUPS, G)
+    log_ratio = log_ratio_C.view(GROUPS, G)
+    best, worst = rewards.argmax(1, keepdim=True), rewards.argmin(1, keepdim=True)
+    margin = (log_ratio.gather(1, best) - log_ratio.gather(1, worst)).squeeze(1)
+    differs = rewards.max(1).values > rewards.min(1).values
+    return (dpo_preference_loss(margin, beta=strength, loss_type=kind) * differs).mean()
+
+
+def areal(recipe: str, options: str, **more: Any) -> Pairing:
+    return loss("AReaL", f"{AREAL}{options}", recipe, actor_loss, **more)
+
+
+def preferred(recipe: str, kind: str, **more: Any) -> Pairing:
+    return Pairing(
+        "AReaL",
+        f"`areal.utils.functional` `dpo_preference_loss`, {kind!r}",
+        f"`{recipe}`",
+        lambda case, logp: preference(case, logp, kind, strength=0.1),
+        partial(ours, name=recipe),
+        **more,
+    )
+
+
+ALL_OF_IT = {"level": "token", "action": "clamp", "metric": "ratio", "upper": 1e9}
+NOT_ABOVE_5 = {"level": "token", "action": "mask", "metric": "ratio", "upper": 5.0}
+
+OF_AREAL = [
+    areal(
+        "decoupled_ppo",
+        ", prox = pi_k, weight pi_k/alpha",
+        their={"proximal": "pi_k", "correction": ALL_OF_IT},
+    ),
+    areal(
+        "decoupled_ppo",
+        ", prox = pi_k, rejection_sampling None",
+        their={"proximal": "pi_k"},
+        same="neither",
+        differs="AReaL's default leaves out the factor pi_k/alpha of decoupled PPO (arXiv "
+        "2505.24298): ours follows it",
+    ),
+    areal(
+        "grpo_recomputed",
+        ", prox = pi_k, rejection_sampling None",
+        their={"proximal": "pi_k"},
+        reduction="token_mean",
+    ),
+    areal(
+        "grpo_icepop",
+        ", prox = pi_k, weight pi_k/alpha, masked above 5",
+        their={"proximal": "pi_k", "correction": NOT_ABOVE_5},
+        **{"correction.floor": 0.0},
+        reduction="token_mean",
+    ),
+    areal(
+        "a3po",
+        ", prox_logp_method loglinear, weight prox/alpha",
+        their={"correction": ALL_OF_IT},
+        same="gradient",
+        differs="by value alone, where a token is clipped: its weight contains pi",
+    ),
+    areal(
+        "a3po",
+        ", prox_logp_method loglinear",
+        their={},
+        same="neither",
+        differs="AReaL's default leaves out the factor prox/alpha: ours has it",
+    ),
+    areal(
+        "m2po",
+        ", prox = pi, m2_threshold .04",
+        their={"proximal": "logp", "m2_threshold": 0.04, "correction": ALL_OF_IT},
+        reduction="token_mean",
+        same="neither",
+        differs="AReaL takes the moment over all tokens, whatever the sign of A, and what it drops "
+        "leaves the normalizer; M2PO (arXiv 2510.01161, Algorithm 1) takes outward tokens alone: "
+        "ours follows it",
+    ),
+    areal(
+        "sapo",
+        ", use_sapo_loss, defaults",
+        their={"use_sapo_loss": True, "proximal": "alpha"},
+        reduction="token_mean",
+        same="gradient",
+        differs="by value alone: theirs is f(rho) A, ours has the derivative of f as a weight",
+    ),
+    preferred("online_dpo", "sigmoid"),
+    preferred(
+        "online_ipo",
+        "ipo",
+        note="on log-ratios of whole completions, as Eq. 17; AReaL's trainer divides them by the length, as TRL",
+    ),
+]
