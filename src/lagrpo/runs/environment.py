@@ -52,11 +52,13 @@ def write_environment(run: Path, environment: Mapping[str, Any]) -> None:
 
 def read_environment(run: Path) -> dict[str, Any]:
     """environment.json of a run; empty if there is none. Raises ValueError for a damaged one."""
+    if not (run / FILE).exists():
+        return {}
     try:
-        return json.loads((run / FILE).read_bytes()) if (run / FILE).exists() else {}
-    except ValueError as error:
+        return dict(json.loads((run / FILE).read_bytes()))
+    except (ValueError, TypeError) as error:
         raise ValueError(
-            f"{run / FILE} is damaged ({error}); remove it to resume as on another machine"
+            f"{run / FILE} is damaged ({error}): remove it to resume as on another machine"
         ) from error
 
 
