@@ -279,6 +279,8 @@ def test_file_loads_or_is_rejected_in_one_line_with_the_place(tmp_path):
         ("a.jsonl", b"", "has no rows"),
         ("a.jsonl", GOOD + b"\n" + GOOD[:20] + b"\n", r"a.jsonl, line 3: this is not JSON"),
         ("a.jsonl.gz", gzip.compress(GOOD * 99, mtime=0)[:-20], "cannot be read"),
+        ("a.jsonl", b"version https://git-lfs.github.com/spec/v1\nsize 9", "a.jsonl is a Git LFS pointer"),
+        ("a.parquet", b"version https://git-lfs.github.com/spec/v1\n", "a.parquet is a Git LFS pointer"),
         ("a.parquet", b"PAR1", "a.parquet cannot be read"),
         ("a.txt", GOOD, "name files that end in .jsonl, .json, .csv, .parquet"),
     ]:  # fmt: skip
