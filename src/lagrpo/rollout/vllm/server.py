@@ -160,7 +160,8 @@ class StartedServer(VllmClient):
                     if self.guard.poll() is not None
                     else f"was not ready within {START_TIMEOUT:g} s"
                 )
-                lines = redact(self.log.read_text(errors="replace")).splitlines()[-30:]
+                log = self.log.read_text(encoding="utf-8", errors="replace")
+                lines = redact(log).splitlines()[-30:]
                 shown = "".join(f"\n  {line[:300]}" for line in lines)
                 if "No module named 'vllm'" in shown:
                     raise SamplerError(f"{self.launch.python} has no vLLM: {GET_PYTHON}")
