@@ -87,7 +87,7 @@ def run(
     train(DEMO, settings, 1, asked.threads, program=[str(HERE / "peak_of_rank.py")])
     metrics = load_metrics(scratch / "run")[WARM:]
     found = {part: median(line[f"time/{part}"] for line in metrics) for part in PARTS}
-    return found, int((scratch / "peaks" / "0").read_text())
+    return found, int((scratch / "peaks" / "0").read_text(encoding="utf-8"))
 
 
 if __name__ == "__main__":

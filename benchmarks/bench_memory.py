@@ -68,7 +68,9 @@ def run(asked: argparse.Namespace, ranks: int, shard: str, beta: float, scratch:
     (scratch / "peaks").mkdir()
     os.environ["PEAK_OF_RANKS"] = str(scratch / "peaks")
     train(DEMO, settings, ranks, threads=1, program=[str(HERE / "peak_of_rank.py")])
-    return [int((scratch / "peaks" / str(rank)).read_text()) for rank in range(ranks)]
+    return [
+        int((scratch / "peaks" / str(rank)).read_text(encoding="utf-8")) for rank in range(ranks)
+    ]
 
 
 def row(ranks: int, shard: str, beta: float, peaks: list[int]) -> dict[str, str]:

@@ -115,7 +115,7 @@ def exchange(asked: argparse.Namespace, numbers: int) -> list[float]:
         *words,
     ]
     done = subprocess.run(
-        command, env={**os.environ, **environment(1)}, capture_output=True, text=True
+        command, env={**os.environ, **environment(1)}, capture_output=True, encoding="utf-8"
     )
     if done.returncode:
         raise SystemExit(f"the exchange failed:\n{done.stderr[-2000:]}")

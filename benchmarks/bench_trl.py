@@ -198,7 +198,7 @@ def best_settings(results: Path, work: Work) -> dict[str, Any]:
     """Those that the last scan on this work found, else the default."""
     path = results / f"trl-scan-{work.name}.json"
     if path.exists():
-        return json.loads(path.read_text())["best"]
+        return json.loads(path.read_text(encoding="utf-8"))["best"]
     return DEFAULT_LONG if work.name == LONG.name else DEFAULT
 
 

@@ -171,7 +171,7 @@ def main() -> None:
             "prompts": str(write_prompts(work, scratch / "prompts.jsonl")),
             "max_tokens": tokens,
         }
-        (scratch / "request.json").write_text(json.dumps(request))
+        (scratch / "request.json").write_text(json.dumps(request), encoding="utf-8")
         command = [sys.executable, HERE / "ours_sampler.py", scratch / "request.json"]
         ours = stack.enter_context(Side("ours", command, scratch, environment(asked.threads)))
         servers = [

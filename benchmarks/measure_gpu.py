@@ -77,7 +77,7 @@ def main() -> None:
         print("PyTorch sees no GPU: only the steps that a CPU can compute, without the tests")
     asked.results.mkdir(parents=True, exist_ok=True)
     summary = asked.results / "summary.md"
-    summary.write_text("| step | s | end | output |\n|---|---|---|---|\n")
+    summary.write_text("| step | s | end | output |\n|---|---|---|---|\n", encoding="utf-8")
     outcomes = []
     for number, step in enumerate(chosen, start=1):
         log = asked.results / f"{number}-{step.name}.log"
@@ -86,9 +86,9 @@ def main() -> None:
         outcomes.append(run(step, log))
         seconds = time.monotonic() - started
         print(last_lines(log), f"== {step.name}: {outcomes[-1]}, {seconds:.0f} s", flush=True)
-        with summary.open("a") as file:
+        with summary.open("a", encoding="utf-8") as file:
             file.write(f"| {step.name} | {seconds:.0f} | {outcomes[-1]} | {log.name} |\n")
-    print(f"\n{summary.read_text()}")
+    print(f"\n{summary.read_text(encoding='utf-8')}")
     sys.exit(any(outcome != "done" for outcome in outcomes))
 
 
@@ -139,7 +139,7 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def last_lines(log: Path, count: int = 15) -> str:
-    lines = log.read_text(errors="replace").splitlines()[-count:]
+    lines = log.read_text(errors="replace", encoding="utf-8").splitlines()[-count:]
     return "".join(f"   {line[:200]}\n" for line in lines)
 
 

@@ -79,7 +79,7 @@ class Load:
 def _busy_seconds() -> float:
     """CPU time of all processes, and time that a hypervisor took, since the machine started."""
     user, nice, system, _idle, _wait, irq, softirq, steal, *_ = map(
-        int, Path("/proc/stat").read_text().splitlines()[0].split()[1:]
+        int, Path("/proc/stat").read_text(encoding="utf-8").splitlines()[0].split()[1:]
     )
     return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
 
@@ -151,7 +151,11 @@ class Report:
     def write(self, machine: Mapping[str, str]) -> None:
         own = "## Machine\n\n" + table([{"": name, " ": value} for name, value in machine.items()])
         self.directory.mkdir(parents=True, exist_ok=True)
-        (self.directory / f"{self.name}.md").write_text("\n\n".join([*self.parts, own]) + "\n")
+        (self.directory / f"{self.name}.md").write_text(
+            "\n\n".join([*self.parts, own]) + "\n", encoding="utf-8"
+        )
         raw = {"machine": dict(machine), **self.raw}
-        (self.directory / f"{self.name}.json").write_text(json.dumps(raw, indent=1) + "\n")
+        (self.directory / f"{self.name}.json").write_text(
+            json.dumps(raw, indent=1) + "\n", encoding="utf-8"
+        )
         print(f"\n{own}\n\nWritten to {self.directory / self.name}.md and .json", flush=True)

@@ -116,7 +116,7 @@ def task(request: dict[str, Any], seed: int) -> RowTask:
 
 def main() -> None:
     wire = Wire()
-    request = json.loads(Path(sys.argv[1]).read_text())
+    request = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     settings = load_settings(request["settings"])
     own = task(request, settings.run.seed)
     parts = TrainerComponents.build(settings, check_settings(settings, own), own)

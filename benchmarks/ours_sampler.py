@@ -61,7 +61,7 @@ def score(policy: Policy, completions: list[dict[str, Any]]) -> dict[str, Any]:
 
 def main() -> None:
     wire = Wire()
-    request = json.loads(Path(sys.argv[1]).read_text())
+    request = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     policy = build_policy(ModelSettings(path=request["model"]), 1.0, 1)
     rows = read_prompts(Path(request["prompts"]))
     prompts = [

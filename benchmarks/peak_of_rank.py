@@ -21,5 +21,5 @@ if __name__ == "__main__":  # not in the worker processes, which import this fil
     finally:
         kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         (Path(os.environ["PEAK_OF_RANKS"]) / os.environ.get("RANK", "0")).write_text(
-            str(kilobytes * 1024)
+            str(kilobytes * 1024), encoding="utf-8"
         )

@@ -99,7 +99,8 @@ def run(case: Case, scratch: Path, threads: int | None) -> dict[str, Any]:
     try:
         done = subprocess.run(
             [*command, str(FULL), *words],
-            env={**os.environ, **case.level.environment, **chosen}, capture_output=True, text=True, timeout=DEADLINE,
+            env={**os.environ, **case.level.environment, **chosen}, capture_output=True, encoding="utf-8",
+            timeout=DEADLINE,
         )  # fmt: skip
         error = "" if done.returncode == 0 else said_last(done.stderr)
     except subprocess.TimeoutExpired as late:
@@ -115,8 +116,11 @@ def run(case: Case, scratch: Path, threads: int | None) -> dict[str, Any]:
     made = scratch / name
     if error or not (made / "metrics.jsonl").is_file():
         return {**row, "result": f"FAILED: {error or 'nothing was recorded'}", "ok": False}
-    environment = json.loads((made / "environment.json").read_text())
-    metrics = [json.loads(line) for line in (made / "metrics.jsonl").read_text().splitlines()]
+    environment = json.loads((made / "environment.json").read_text(encoding="utf-8"))
+    metrics = [
+        json.loads(line)
+        for line in (made / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     agreement = environment["agreement"]
     return {
         **row,

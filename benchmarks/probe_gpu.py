@@ -77,10 +77,10 @@ def main() -> None:
 def record(asked: argparse.Namespace, name: str, values: dict[str, Any]) -> None:
     """Add values to the file of results, at once: a later stage may end this process."""
     path = asked.results / "gpu-probes.json"
-    known = json.loads(path.read_text()) if path.exists() else {}
+    known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     known[name] = {"device": device_name(DEVICE), "torch": torch.__version__, **values}
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(known, indent=1) + "\n")
+    path.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
     print(name, json.dumps(values), flush=True)
 
 

@@ -42,7 +42,7 @@ class Program:
                 | dict(environment),
                 start_new_session=True,
                 preexec_fn=_die_with_parent,
-                text=True,
+                encoding="utf-8",
             )
 
     def __enter__(self) -> Self:
@@ -142,7 +142,7 @@ def train(
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     command = [sys.executable, *torchrun, *program, "train", str(file), *words]
     done = subprocess.run(
-        command, env={**os.environ, **environment(threads)}, capture_output=True, text=True
+        command, env={**os.environ, **environment(threads)}, capture_output=True, encoding="utf-8"
     )
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
@@ -160,13 +160,13 @@ def environment(threads: int) -> dict[str, str]:
 
 
 def tail(path: Path, lines: int = 25) -> str:
-    return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])
+    return "\n".join(path.read_text(errors="replace", encoding="utf-8").splitlines()[-lines:])
 
 
 def _stat(process: Path) -> list[str]:
     """The fields of /proc/PID/stat from the third on; none for a process that has gone."""
     try:
-        return (process / "stat").read_text().rpartition(")")[2].split()
+        return (process / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return ["0"] * 40
 
@@ -177,7 +177,7 @@ def _session(process: Path) -> int:
 
 def _kilobytes(status: Path, name: str) -> int:
     try:
-        lines = status.read_text().splitlines()
+        lines = status.read_text(encoding="utf-8").splitlines()
     except (FileNotFoundError, ProcessLookupError):
         return 0
     return sum(int(line.split()[1]) for line in lines if line.startswith(name + ":"))

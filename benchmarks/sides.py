@@ -63,7 +63,7 @@ def _start(
     place = scratch / name
     place.mkdir()
     path = place / "request.json"
-    path.write_text(json.dumps(request))
+    path.write_text(json.dumps(request), encoding="utf-8")
     return Side(name, [*command, path], place, environment(threads) | dict(variables or {}))
 
 

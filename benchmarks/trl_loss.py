@@ -99,8 +99,10 @@ def compute(request: dict[str, Any], scratch: Path) -> tuple[list[float], dict[s
 
 def main() -> None:
     request, loss, gradient = map(Path, sys.argv[1:])
-    losses, grads = compute(json.loads(request.read_text()), loss.parent / "trainer")
-    loss.write_text(json.dumps({"losses": losses}))
+    losses, grads = compute(
+        json.loads(request.read_text(encoding="utf-8")), loss.parent / "trainer"
+    )
+    loss.write_text(json.dumps({"losses": losses}), encoding="utf-8")
     save_file(grads, gradient)
 
 

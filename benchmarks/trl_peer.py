@@ -66,8 +66,8 @@ class Stepping(TrainerCallback):
 
 def main() -> None:
     wire = Wire()
-    request = json.loads(Path(sys.argv[1]).read_text())
-    lines = Path(request["prompts"]).read_text().splitlines()
+    request = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    lines = Path(request["prompts"]).read_text(encoding="utf-8").splitlines()
     rows = [
         {"prompt": row["messages"], "answer": row["answer"], "key": row["key"]}
         for row in map(json.loads, lines)

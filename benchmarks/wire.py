@@ -18,7 +18,7 @@ class Wire:
     """Replies go to what was standard output; whatever else prints there goes to standard error instead."""
 
     def __init__(self) -> None:
-        self._replies = os.fdopen(os.dup(1), "w")
+        self._replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
         os.dup2(2, 1)
 
     def reply(self, **measurements: Any) -> None:

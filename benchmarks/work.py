@@ -133,13 +133,14 @@ def write_prompts(work: Work, path: Path, seed: int = SEED) -> Path:
         raise ValueError(f"{work.title}: no prompt is that long")
     order = order_prompts(seed, 0, PROMPTS)
     path.write_text(
-        "".join(json.dumps({"key": key, **rows[key % len(rows)]}) + "\n" for key in order)
+        "".join(json.dumps({"key": key, **rows[key % len(rows)]}) + "\n" for key in order),
+        encoding="utf-8",
     )
     return path
 
 
 def read_prompts(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def ours(work: Work, scratch: Path, **sections: Mapping[str, Any]) -> dict[str, Any]:

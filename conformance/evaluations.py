@@ -56,7 +56,10 @@ class Item:
 def written(data: Path) -> Iterator[Item]:
     """The answers of both sets in every form: the gold answer, that of the next problem, and the gold answer + 1."""
     for name, file in FILES.items():
-        golds = [str(json.loads(line)["answer"]) for line in (data / file).read_text().splitlines()]
+        golds = [
+            str(json.loads(line)["answer"])
+            for line in (data / file).read_text(encoding="utf-8").splitlines()
+        ]
         for gold, other in zip(golds, [*golds[1:], golds[0]], strict=True):
             for form, template in FORMS.items():
                 yield Item(name, form, gold, template.format(answer=gold))
@@ -88,7 +91,7 @@ def _completion(text: str) -> Completion:
 def theirs(items: Sequence[Item], python: str) -> list[float]:
     lines = "".join(json.dumps(asdict(item)) + "\n" for item in items)
     command = [python, str(HERE / "score_with_lighteval.py")]
-    done = subprocess.run(command, input=lines, capture_output=True, text=True)
+    done = subprocess.run(command, input=lines, capture_output=True, encoding="utf-8")
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
     return [float(line) for line in done.stdout.split()]
@@ -156,7 +159,7 @@ def main() -> None:
     ]
     own, peer = ours(items), theirs(items, asked.peer)
     print(found := table(items, own, peer))
-    before, _, rest = PAGE.read_text().partition(BEGIN)
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     write_atomically(PAGE, f"{before}{BEGIN}\n{found}\n{END}{rest.partition(END)[2]}")
     write_atomically(LISTED, listed(items, own, peer))
 

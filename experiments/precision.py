@@ -71,14 +71,17 @@ def result_path(results: Path, cell: Cell) -> Path:
 
 def read(results: Path) -> list[dict[str, Any]]:
     """The metrics of every cell that is there."""
-    return [json.loads(path.read_text()) for path in sorted((results / "cells").glob("*.json"))]
+    return [
+        json.loads(path.read_text(encoding="utf-8"))
+        for path in sorted((results / "cells").glob("*.json"))
+    ]
 
 
 def write(path: Path, metrics: dict[str, Any]) -> None:
     """Under a temporary name, then renamed: a file that is there is whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(without_paths(json.dumps(metrics, indent=1)) + "\n")
+    temporary.write_text(without_paths(json.dumps(metrics, indent=1)) + "\n", encoding="utf-8")
     os.replace(temporary, path)
 
 
@@ -114,10 +117,13 @@ def train(cell: Cell, results: Path, threads: int) -> None:
     started = time.monotonic()
     subprocess.run(words, check=True, env=environment)
     before, after = (
-        json.loads((run / "evaluations" / f"{when}.json").read_text())
+        json.loads((run / "evaluations" / f"{when}.json").read_text(encoding="utf-8"))
         for when in ("before", "after")
     )
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     kept = {
         "rewards": "reward", "moved": "weight_sync/changed_fraction", "grad_norm": "grad_norm",
         "kl_alpha": "rollout/kl", "seconds": "time/step",
@@ -127,7 +133,7 @@ def train(cell: Cell, results: Path, threads: int) -> None:
         "pass_at_1_before": before["pass@1"], "pass_at_1": after["pass@1"],
         "seconds_in_all": time.monotonic() - started,
         **{name: [line[key] for line in lines] for name, key in kept.items()},
-        "command": words[1:], "environment": json.loads((run / "environment.json").read_text()),
+        "command": words[1:], "environment": json.loads((run / "environment.json").read_text(encoding="utf-8")),
     })  # fmt: skip
 
 

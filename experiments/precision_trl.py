@@ -61,7 +61,7 @@ def train_trl(python: Path, chosen: Sequence[Cell], results: Path, threads: int)
 
 def updates_in(path: Path) -> int:
     """How many updates a curve has; 0 where there is none."""
-    return json.loads(path.read_text())["updates"] if path.exists() else 0
+    return json.loads(path.read_text(encoding="utf-8"))["updates"] if path.exists() else 0
 
 
 def curve(
@@ -71,12 +71,13 @@ def curve(
     updates = UPDATES[lr]
     rows, request = scratch / "prompts.jsonl", scratch / "request.json"
     rows.write_text(
-        "".join(json.dumps(row) + "\n" for row in prompts(seed, updates + 1))
+        "".join(json.dumps(row) + "\n" for row in prompts(seed, updates + 1)), encoding="utf-8"
     )  # TRL may look ahead
     config = trl(SHORT, per_device=32, learning_rate=float(lr), seed=seed, bf16=True)
     model = resolve_model(SHORT.model)
     request.write_text(
-        json.dumps({"model": model, "config": config, "prompts": str(rows), "reward": SHORT.judge})
+        json.dumps({"model": model, "config": config, "prompts": str(rows), "reward": SHORT.judge}),
+        encoding="utf-8",
     )
     taken = []
     with Side(

@@ -109,7 +109,9 @@ def _be_the_command(words: Sequence[str], log: Path, directory: str) -> None:
 def finish(process: Any, log: Path) -> None:
     process.join(1800)
     if process.exitcode != 0:
-        raise SystemExit(f"ended with {process.exitcode}:\n{log.read_text()[-3000:]}")
+        raise SystemExit(
+            f"ended with {process.exitcode}:\n{log.read_text(encoding='utf-8')[-3000:]}"
+        )
 
 
 class Trials:

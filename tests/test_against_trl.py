@@ -131,17 +131,17 @@ def of_trl(
         scratch / "loss.json",
         scratch / "gradient.safetensors",
     )
-    asked.write_text(json.dumps(request))
+    asked.write_text(json.dumps(request), encoding="utf-8")
     command = [PEER, ROOT / "benchmarks" / "trl_loss.py", asked, loss, gradients]
     done = subprocess.run(
         command,
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         timeout=300,
         env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
     )
     assert done.returncode == 0, done.stderr
-    return sum(json.loads(loss.read_text())["losses"]), load_file(gradients)
+    return sum(json.loads(loss.read_text(encoding="utf-8"))["losses"]), load_file(gradients)
 
 
 def of_ours(policy: Policy, groups: list[Group], case: Case) -> tuple[float, torch.Tensor, list]:

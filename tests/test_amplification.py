@@ -70,5 +70,5 @@ def test_the_stages_of_a_run_join(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["amplification.py", str(tmp_path / "study")])
     amplification.main()
     assert capsys.readouterr().out.count("| 2 | 2 |") == 2
-    kept = json.loads((tmp_path / "kept" / "study-points.json").read_text())
+    kept = json.loads((tmp_path / "kept" / "study-points.json").read_text(encoding="utf-8"))
     assert [Stage(**stage) for stage in kept] == [first, second]

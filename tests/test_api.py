@@ -41,7 +41,9 @@ def test_data_rewards_and_callbacks_make_a_run(given, tmp_path, kind):
         def on_batch(self, metrics, rollouts) -> None:
             self.batches += 1
 
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in ROWS), encoding="utf-8"
+    )
     data: dict[str, Any] = {
         "list": ROWS,
         "dataset": datasets.Dataset.from_list(ROWS),
@@ -80,7 +82,7 @@ def test_names_and_functions_can_be_mixed_and_each_has_its_own_name(given):
 
 
 def test_named_rewards_and_a_file_with_changed_settings(given, tmp_path):
-    (tmp_path / "a.toml").write_text("[schedule]\nbatches = 9\n")
+    (tmp_path / "a.toml").write_text("[schedule]\nbatches = 9\n", encoding="utf-8")
     result = lagrpo.train(tmp_path / "a.toml", data=ROWS, rewards="exact", **given)
     assert result.batches == 2
 

@@ -104,9 +104,11 @@ def write(tmp_path, monkeypatch) -> Callable[..., None]:
         template: str = TURNS,
         module: str = "user_code",
     ) -> None:
-        (tmp_path / f"{module}.py").write_text(code)
-        (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-        (tmp_path / "chat.jinja").write_text(template)
+        (tmp_path / f"{module}.py").write_text(code, encoding="utf-8")
+        (tmp_path / "rows.jsonl").write_text(
+            "".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8"
+        )
+        (tmp_path / "chat.jinja").write_text(template, encoding="utf-8")
         monkeypatch.delitem(sys.modules, module, raising=False)
         importlib.invalidate_caches()
         linecache.clearcache()
@@ -222,10 +224,10 @@ def test_changed_offline_completion_stops_a_resume(start, write, tmp_path):
         {"prompt": f"{n}?", "completion": str(m), "reward": m} for n in range(3) for m in range(4)
     ]
     file = tmp_path / "offline.jsonl"
-    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
     run = start(offline={"data": str(file)}, loss={"recipe": "asymre"})
     rows[7]["reward"] = 9
-    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
     with pytest.raises(SettingsError, match="offline data has other values of reward"):
         lagrpo.train(settings=LONGER, resume=run)
 
@@ -370,7 +372,9 @@ def test_run_from_python_says_how_to_resume_it(model, tmp_path, write, given, ca
 
 def test_functions_of_a_script_and_of_its_directory_are_not_loadable(monkeypatch, tmp_path):
     assert not checks.is_loadable(closure(1.0), "test_changes:closure")
-    (tmp_path / "beside.py").write_text("def score(completion, answer): return 1.0\n")
+    (tmp_path / "beside.py").write_text(
+        "def score(completion, answer): return 1.0\n", encoding="utf-8"
+    )
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     from beside import score  # pyright: ignore[reportMissingImports]
 
@@ -391,7 +395,9 @@ def test_completions_without_a_reward_are_counted_with_their_reason(model, tmp_p
         "data": str(tmp_path / "rows.jsonl"),
         "rewards": ["sample_task:sometimes"],
     }
-    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in ROWS))
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(f"{json.dumps(row)}\n" for row in ROWS), encoding="utf-8"
+    )
     result = lagrpo.train(
         tiny_settings(model, tmp_path, task=task, eval={"num_prompts": 2, "num_samples": 4})
     )

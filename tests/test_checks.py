@@ -17,11 +17,11 @@ from lagrpo.training.checks import check_settings
 def here(tmp_path, monkeypatch):
     """In an empty directory with a model that has only its config, a file, and a run."""
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "model" / "config.json").write_text("{}", encoding="utf-8")
     (tmp_path / "adapter").mkdir()
-    (tmp_path / "file").write_text("")
+    (tmp_path / "file").write_text("", encoding="utf-8")
     (tmp_path / "runs" / "taken").mkdir(parents=True)
-    (tmp_path / "runs" / "taken" / "config.toml").write_text("")
+    (tmp_path / "runs" / "taken" / "config.toml").write_text("", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
 
 
@@ -32,7 +32,7 @@ def settings(**sections) -> Settings:
 def test_models_that_may_exist_are_accepted(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "no-such").mkdir()
-    (tmp_path / "no-such" / "config.json").write_text("{}")
+    (tmp_path / "no-such" / "config.json").write_text("{}", encoding="utf-8")
     for model in ("model", "smollm2", "Qwen/Qwen2.5-0.5B-Instruct", "gpt2", "~/no-such"):
         assert check_settings(settings(model={"path": model})).name == "grpo"
 

@@ -82,7 +82,9 @@ def test_recipe_trains_and_leaves_a_complete_run(model, tmp_path, recipe):
 
 
 def test_settings_file_with_changes_trains_and_is_shown(model, tmp_path):
-    (tmp_path / "a.toml").write_text(lagrpo("train", "--model", model, "--dry-run")[1])
+    (tmp_path / "a.toml").write_text(
+        lagrpo("train", "--model", model, "--dry-run")[1], encoding="utf-8"
+    )
     words = options(tiny_settings(model, tmp_path / "runs", run={"name": "one"}))
     code, out, err = lagrpo(
         "train", "--schedule.sync_every", 9, "a.toml", *words, "--schedule.batches=2"
@@ -102,11 +104,12 @@ def test_settings_file_with_changes_trains_and_is_shown(model, tmp_path):
 def test_dry_run_prints_a_settings_file_and_makes_no_run(model, tmp_path):
     path = tmp_path / "a.toml"
     path.write_text(
-        f'[model]\npath = "{model}"\n[schedule]\nsync_every = 10\nnum_iterations = 3\nref_sync_every = 15\n'
+        f'[model]\npath = "{model}"\n[schedule]\nsync_every = 10\nnum_iterations = 3\nref_sync_every = 15\n',
+        encoding="utf-8",
     )
     code, out, err = lagrpo("train", "--dry-run", path, "--schedule.prompts_per_batch", 4)
     assert (code, err) == (0, "")
-    (tmp_path / "resolved.toml").write_text(out)
+    (tmp_path / "resolved.toml").write_text(out, encoding="utf-8")
     assert load_settings(tmp_path / "resolved.toml") == load_settings(
         path, {"schedule": {"prompts_per_batch": 4}}
     )
@@ -126,7 +129,7 @@ EVAL += ["--model.dtype", "float32"]
 
 
 def summary_of(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "summary.json").read_text())
+    return json.loads((folder / "summary.json").read_text(encoding="utf-8"))
 
 
 def test_evaluation_writes_a_summary_and_records(model, tmp_path):
@@ -262,7 +265,11 @@ def end_with(signum: int, words: list[str], log: Path, metrics: Path) -> int:
     process = start(words, log)
     try:
         wait_for(lambda: metrics.exists() and metrics.read_bytes().count(b"\n") >= 2)
-        workers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        workers = (
+            Path(f"/proc/{process.pid}/task/{process.pid}/children")
+            .read_text(encoding="utf-8")
+            .split()
+        )
         assert workers
         os.killpg(process.pid, signum)
         process.join(30)
@@ -282,7 +289,10 @@ def wait_for(condition: Callable[[], bool]) -> None:
 def is_running(pid: str) -> bool:
     """Whether it has not ended; one that waits for init to notice has."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return (
+            Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
+            != "Z"
+        )
     except OSError:
         return False
 
@@ -309,4 +319,4 @@ def test_signal_leaves_whole_files_and_no_processes(model, tmp_path, signum, cod
     assert (run / "weights" / "final" / "model.safetensors").is_file()
     assert (run / "reward.png").is_file()
     assert leftovers(run) == []
-    assert "Traceback" not in log.read_text()
+    assert "Traceback" not in log.read_text(encoding="utf-8")

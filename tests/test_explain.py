@@ -74,6 +74,6 @@ def test_dry_run_states_memory_per_rank(model, monkeypatch):
 
 
 def test_unsupported_model_is_rejected(tmp_path):
-    (tmp_path / "config.json").write_text('{"model_type": "gemma2"}')
+    (tmp_path / "config.json").write_text('{"model_type": "gemma2"}', encoding="utf-8")
     with pytest.raises(SettingsError, match="models of type 'gemma2' have soft-capping"):
         explained(tmp_path)

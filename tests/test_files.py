@@ -46,19 +46,21 @@ def save_digits_tokenizer(directory: Path, **config: Any) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(names)
     tokenizer.save(str(directory / "tokenizer.json"))
-    (directory / "tokenizer_config.json").write_text(json.dumps(DIGITS_CONFIG | config))
+    (directory / "tokenizer_config.json").write_text(
+        json.dumps(DIGITS_CONFIG | config), encoding="utf-8"
+    )
 
 
 def as_transformers_4(directory: Path) -> None:
     """Edit a config that transformers 5 wrote into what version 4 would have written."""
     path = directory / "config.json"
-    config = json.loads(path.read_text())
+    config = json.loads(path.read_text(encoding="utf-8"))
     rope = config.pop("rope_parameters")
     config["rope_theta"] = rope.pop("rope_theta")
     config["rope_scaling"] = None if rope == {"rope_type": "default"} else rope
     config["torch_dtype"] = config.pop("dtype")
     config["transformers_version"] = "4.45.0"
-    path.write_text(json.dumps(config))
+    path.write_text(json.dumps(config), encoding="utf-8")
 
 
 ROPE = {"rope_theta": 1_000_000.0, "rope_type": "default"}
@@ -116,7 +118,9 @@ def test_lengths_in_a_tokenizer_file_do_not_cut_prompts(tmp_path):
 def test_saved_tokenizer_is_the_source_byte_by_byte(tmp_path):
     (tmp_path / "source").mkdir()
     save_digits_tokenizer(tmp_path / "source", chat_template=CHAT)
-    (tmp_path / "source" / "special_tokens_map.json").write_text('{"eos_token": "<eos>"}')
+    (tmp_path / "source" / "special_tokens_map.json").write_text(
+        '{"eos_token": "<eos>"}', encoding="utf-8"
+    )
     save_tokenizer(load_tokenizer(str(tmp_path / "source")), tmp_path / "saved")
     files = {p.name: p.read_bytes() for p in (tmp_path / "source").iterdir()}
     assert {p.name: p.read_bytes() for p in (tmp_path / "saved").iterdir()} == files
@@ -128,30 +132,30 @@ def test_chat_template_of_the_settings_replaces_the_one_of_the_source(tmp_path, 
     in_config = place == "tokenizer_config.json"
     save_digits_tokenizer(tmp_path / "source", **({"chat_template": CHAT} if in_config else {}))
     if not in_config:
-        (tmp_path / "source" / place).write_text(CHAT)
+        (tmp_path / "source" / place).write_text(CHAT, encoding="utf-8")
     tokenizer = load_tokenizer(str(tmp_path / "source"))
     assert tokenizer.chat_template == CHAT
     tokenizer.chat_template = "{{ messages[0].content }}"
     save_tokenizer(tokenizer, tmp_path / "saved")
     assert load_tokenizer(str(tmp_path / "saved")).chat_template == "{{ messages[0].content }}"
-    assert CHAT not in (tmp_path / "saved" / "tokenizer_config.json").read_text()
+    assert CHAT not in (tmp_path / "saved" / "tokenizer_config.json").read_text(encoding="utf-8")
 
 
 # ---- models ----
 
 
 def test_saved_config_is_the_source_with_the_dtype_of_the_weights(tmp_path):
-    before = json.loads((source(tmp_path / "source") / "config.json").read_text())
+    before = json.loads((source(tmp_path / "source") / "config.json").read_text(encoding="utf-8"))
     policy = load_policy(str(tmp_path / "source"), torch.bfloat16)
     policy.save(tmp_path / "saved")
-    after = json.loads((tmp_path / "saved" / "config.json").read_text())
+    after = json.loads((tmp_path / "saved" / "config.json").read_text(encoding="utf-8"))
     assert after == before | {"torch_dtype": "bfloat16"}
     assert (before["torch_dtype"], before["rope_theta"]) == ("float32", 1_000_000.0)
     assert "rope_parameters" not in before
     generation = "generation_config.json"
-    assert (tmp_path / "saved" / generation).read_text() == (
+    assert (tmp_path / "saved" / generation).read_text(encoding="utf-8") == (
         tmp_path / "source" / generation
-    ).read_text()
+    ).read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
@@ -168,7 +172,7 @@ def test_saved_config_is_the_source_with_the_dtype_of_the_weights(tmp_path):
 def test_config_of_transformers_5_gets_the_older_names_of_rope(tmp_path, rope, older):
     model = tiny_model("qwen2", rope_parameters=rope)  # made in memory, without a source
     save_model(model, tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
+    config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
     assert config["rope_parameters"] == rope
     assert {name: config[name] for name in older} == older
     load_policy(str(save_tiny(tmp_path, "qwen2", rope_parameters=rope)), torch.float32)
@@ -217,7 +221,9 @@ def test_transformers_4_computes_what_lagrpo_does_from_final_weights(tmp_path, c
     script = Path(__file__).parent / "older.py"
     command = [str(OLDER), str(script), str(directory), TEXT, json.dumps(ours["ids"])]
     environment = os.environ | {"PYTHONPATH": ""}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    done = subprocess.run(
+        command, capture_output=True, encoding="utf-8", env=environment, check=False
+    )
     assert done.returncode == 0, done.stderr
     theirs = json.loads(done.stdout)
     assert theirs["version"].startswith("4.")

@@ -18,7 +18,9 @@ ROWS = [json.loads(line) for line in gzip.decompress(foreign.TARGET.read_bytes()
 
 
 def prompts_of(name: str) -> set[str]:
-    lines = (foreign.TARGET.parent / "sums" / f"{name}.jsonl").read_text().splitlines()
+    lines = (
+        (foreign.TARGET.parent / "sums" / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+    )
     return {json.loads(line)["prompt"] for line in lines}
 
 

@@ -102,7 +102,7 @@ def test_allowed_imports_have_no_cycle():
 def loaded(code: str) -> list[set[str]]:
     """The top-level modules, and ours in full, that are loaded at each `loaded()` of `code` in a fresh interpreter."""
     script = f"import sys\ndef loaded(): print(*sys.modules, file=sys.stderr)\n{code}"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, encoding="utf-8")
     assert done.returncode == 0, done.stderr
     return [
         {name if name.startswith("lagrpo") else name.partition(".")[0] for name in line.split()}

@@ -359,7 +359,7 @@ def test_the_library_is_compiled_once_and_then_loaded(tmp_path, monkeypatch, cap
         '[ "$1" = --version ] && exec echo cc',
         f'while [ "$1" != -o ]; do shift; done; exec cp {made} "$2"',
     )
-    compiler.write_text(f"#!/bin/sh\n{say}\n{compile}\n")
+    compiler.write_text(f"#!/bin/sh\n{say}\n{compile}\n", encoding="utf-8")
     compiler.chmod(0o755)
     with caplog.at_level(logging.INFO):
         first, second = (

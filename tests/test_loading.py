@@ -20,6 +20,7 @@ from lagrpo.training.run import train
 
 Damage = Callable[[Path], object]
 NORM = "model.norm.weight"
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
 
 
 @pytest.fixture(scope="module")
@@ -35,12 +36,27 @@ def model(sound, tmp_path):
 
 def edited(file: str, **changes: Any) -> Damage:
     return lambda model: (model / file).write_text(
-        json.dumps(json.loads((model / file).read_text()) | changes)
+        json.dumps(json.loads((model / file).read_text(encoding="utf-8")) | changes),
+        encoding="utf-8",
     )
 
 
 def written(file: str, content: bytes) -> Damage:
     return lambda model: (model / file).write_bytes(content)
+
+
+def removed(file: str) -> Damage:
+    return lambda model: (model / file).unlink()
+
+
+def split_without_second_part(model: Path) -> None:
+    """Weights in two files by an index, of which only the first is there."""
+    weights = load_file(model / "model.safetensors")
+    (model / "model.safetensors").unlink()
+    save_file({NORM: weights[NORM]}, model / "model-1.safetensors", {"format": "pt"})
+    files = {name: f"model-{1 if name == NORM else 2}.safetensors" for name in weights}
+    index = {"metadata": {}, "weight_map": files}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
 
 
 def reweighted(change: Callable[[dict[str, torch.Tensor]], object]) -> Damage:
@@ -67,7 +83,28 @@ CASES: list[tuple[str, Damage, str]] = [
         edited("config.json", quantization_config={"quant_method": "gptq"}),
         r"have quantized weights",
     ),
-    ("tokenizer not JSON", written("tokenizer.json", b"{"), r"the tokenizer cannot be read"),
+    ("tokenizer not JSON", written("tokenizer.json", b"{"), r"tokenizer\.json is damaged"),
+    ("tokenizer missing", removed("tokenizer.json"), r"has no tokenizer\.json: copy"),
+    (
+        "generation config not JSON",
+        written("generation_config.json", b"{"),
+        r"generation_config\.json is damaged",
+    ),
+    ("weights cut", written("model.safetensors", b"x" * 99), r"model\.safetensors is damaged"),
+    (
+        "shard missing",
+        split_without_second_part,
+        r"model-2\.safetensors, which .*index.* is missing",
+    ),
+    ("Git LFS: weights", written("model.safetensors", POINTER), r"model\.safetensors is a Git LFS"),
+    ("Git LFS: tokenizer", written("tokenizer.json", POINTER), r"tokenizer\.json is a Git LFS"),
+    ("Git LFS: config", written("config.json", POINTER), r"/config\.json is a Git LFS pointer"),
+    ("Git LFS: template", written("chat_template.jinja", POINTER), r"template\.jinja is a Git LFS"),
+    (
+        "padding",
+        edited("config.json", pad_token_id=103),
+        r"pad_token_id = 103 .* vocabulary of 103",
+    ),
     (
         "missing",
         reweighted(lambda w: w.pop(NORM)),
@@ -85,7 +122,7 @@ CASES: list[tuple[str, Damage, str]] = [
     ),
     ("head differs", edited("config.json", tie_word_embeddings=True), r"different output head"),
     ("NaN", reweighted(lambda w: w[NORM].fill_(float("nan"))), r"model\.norm\.weight .*not finite"),
-    ("pickled", pickled, r"transformers cannot load it"),
+    ("pickled", pickled, r"pytorch_model\.bin has pickled weights"),
 ]
 
 
@@ -103,7 +140,9 @@ def test_damaged_model_is_rejected_in_one_line_before_the_run_is_made(
 
 
 def test_code_of_the_model_is_not_run(model, tmp_path):
-    (model / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Evil: pass\n")
+    (model / "evil.py").write_text(
+        f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Evil: pass\n", encoding="utf-8"
+    )
     for file in ("config.json", "tokenizer_config.json"):
         edited(file, auto_map=dict.fromkeys(("AutoConfig", "AutoModelForCausalLM"), "evil.Evil"))(
             model
@@ -115,6 +154,18 @@ def test_code_of_the_model_is_not_run(model, tmp_path):
 def test_variable_that_the_chat_template_does_not_read_is_rejected(sound):
     with pytest.raises(ValueError, match=r"model\.chat_template_kwargs: .* read 'enable_thinkng'"):
         load_policy(str(sound), torch.float32, template_kwargs={"enable_thinkng": False})
+
+
+@pytest.mark.parametrize("pad", [None, -1, 102], ids=["none", "last, from the end", "last"])
+def test_padding_token_of_the_vocabulary_is_accepted(model, pad):
+    edited("config.json", pad_token_id=pad)(model)
+    assert load_policy(str(model), torch.float32).chat.vocabulary == 103
+
+
+def test_pointers_in_place_of_files_that_are_not_read_are_accepted(model):
+    for file in ("pytorch_model.bin", "tokenizer.model", "README.md"):
+        (model / file).write_bytes(POINTER)
+    load_policy(str(model), torch.float32)
 
 
 def test_odd_but_sound_model_loads(model, sound):

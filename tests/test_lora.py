@@ -173,7 +173,7 @@ def test_peft_computes_what_we_compute_from_a_saved_adapter(model, tmp_path, dty
     initial = logp_of(policy)
     move(policy, 0.3)
     policy.save(tmp_path / "adapter")
-    said = json.loads((tmp_path / "adapter" / CONFIG).read_text())
+    said = json.loads((tmp_path / "adapter" / CONFIG).read_text(encoding="utf-8"))
     assert (said["r"], said["lora_alpha"], said["base_model_name_or_path"]) == (4, 12, str(model))
     ours = logp_of(policy)
     assert (ours - initial).abs().mean() > 0.1
@@ -238,7 +238,7 @@ def test_run_leaves_adapters_and_is_replayed(whole):
         line["kl"] for line in metrics
     ]  # 0 where pi_k is pi_ref: at the start of either stage
     assert [value == 0 for value in kl_ref] == [True, False, False, True, False, False]
-    environment = json.loads((whole.run / "environment.json").read_text())
+    environment = json.loads((whole.run / "environment.json").read_text(encoding="utf-8"))
     assert environment["agreement"]["grade"] == "exact"
     size = sum(
         file.stat().st_size for file in (whole.run / "checkpoints" / "step-000006").iterdir()
@@ -283,7 +283,7 @@ def test_damaged_adapter_is_rejected(whole, tmp_path):
     ]):  # fmt: skip
         folder = shutil.copytree(whole.weights, tmp_path / str(n))
         file, weights = folder / CONFIG, load_file(folder / WEIGHTS)
-        file.write_text(json.dumps(json.loads(file.read_bytes()) | config))
+        file.write_text(json.dumps(json.loads(file.read_bytes()) | config), encoding="utf-8")
         next(tensor for name, tensor in weights.items() if "lora_A" in name).view(-1)[0] = number
         save_file(weights, folder / WEIGHTS)
         with pytest.raises(ValueError, match=said):

@@ -72,7 +72,7 @@ def test_quota_of_either_version_is_read_in_cpus(tmp_path, files, expected):
     root = tmp_path / str(len([*tmp_path.iterdir()]))
     for name, content in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(content + "\n")
+        (root / name).write_text(content + "\n", encoding="utf-8")
     assert machine.read_quota(root) == expected
 
 

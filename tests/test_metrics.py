@@ -145,7 +145,8 @@ def test_nothing_generated_and_nothing_scored_has_no_means():
 def test_every_line_has_the_metrics_of_the_list_and_holds_numbers(model, tmp_path):
     texts = tmp_path / "texts.jsonl"
     texts.write_text(
-        "".join(f'{{"prompt": "a", "completion": "b{n}", "reward": {n}}}\n' for n in (0, 1))
+        "".join(f'{{"prompt": "a", "completion": "b{n}", "reward": {n}}}\n' for n in (0, 1)),
+        encoding="utf-8",
     )
     listed = {
         name

@@ -50,7 +50,9 @@ TEXTS = [
 @pytest.fixture
 def texts(tmp_path: Path) -> str:
     """A file of completions without log-probs."""
-    (tmp_path / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in TEXTS))
+    (tmp_path / "texts.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in TEXTS), encoding="utf-8"
+    )
     return str(tmp_path / "texts.jsonl")
 
 
@@ -123,7 +125,9 @@ def test_dynamic_sampling_fills_a_batch_with_groups_that_have_a_signal(tmp_path,
 
 
 def test_dynamic_sampling_leaves_offline_groups_alone(tmp_path, model, texts):
-    Path(texts).write_text("".join(json.dumps(row | {"reward": 1.0}) + "\n" for row in TEXTS))
+    Path(texts).write_text(
+        "".join(json.dumps(row | {"reward": 1.0}) + "\n" for row in TEXTS), encoding="utf-8"
+    )
     run = trained(
         tmp_path,
         model,

@@ -25,7 +25,7 @@ def loaded(data, policy, **options):
 
 def written(tmp_path, rows, name="data.jsonl"):
     path = tmp_path / name
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
 
 
@@ -122,7 +122,7 @@ def test_log_prob_of_null_is_unknown_and_one_that_rounding_left_above_0_is_known
 
 
 def test_bad_files_are_named(tmp_path):
-    (tmp_path / "x.csv").write_text("a,b\n")
+    (tmp_path / "x.csv").write_text("a,b\n", encoding="utf-8")
     (tmp_path / "empty").mkdir()
     failed = completion(tiny_policy(), "", outcome=Outcome.failed("the server died"))
     for data, message in [
@@ -147,7 +147,7 @@ def rollouts(root, batches, name="run"):
     """A run's directory with the rollouts of these batches: groups of completions of one prompt."""
     folder = root / name / "rollouts"
     folder.mkdir(parents=True)
-    (root / name / "config.toml").write_text("")
+    (root / name / "config.toml").write_text("", encoding="utf-8")
     prompt = tiny_policy().chat.tokenize(Prompt(4, ({"role": "user", "content": "7-2="},), "5"))
     for b, completions in enumerate(batches, start=1):
         rows = rollout_rows(

@@ -25,7 +25,7 @@ def wheel(tmp_path_factory):
 def test_every_source_file_is_in_the_wheel(wheel):
     tracked = subprocess.run(
         ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard", "src/lagrpo"],
-        capture_output=True, text=True, check=True, timeout=60,
+        capture_output=True, encoding="utf-8", check=True, timeout=60,
     ).stdout.split()  # fmt: skip
     sources = {name.removeprefix("src/") for name in tracked if (ROOT / name).is_file()}
     inside = {name for name in wheel.namelist() if ".dist-info/" not in name}

@@ -102,7 +102,9 @@ def test_commands_named_in_a_page_exist(page):
             check_settings(name, rest)
         if words[0] == "make":
             assert re.search(
-                rf"^[\w -]*\b{words[1]}\b[\w -]*:", (ROOT / "Makefile").read_text(), re.M
+                rf"^[\w -]*\b{words[1]}\b[\w -]*:",
+                (ROOT / "Makefile").read_text(encoding="utf-8"),
+                re.M,
             ), words
         for word in words:
             if re.fullmatch(r"(experiments|examples|benchmarks|tests)/\S+", word):

@@ -145,9 +145,9 @@ def test_finished_run_gets_more_batches_as_if_it_had_been_longer(begin):
 
 def test_run_killed_before_its_first_checkpoint_starts_again(whole, undisturbed, tmp_path):
     killed = cut_to(whole("plain"), 0, tmp_path)
-    lines = (killed / "events.jsonl").read_text().splitlines(True)
+    lines = (killed / "events.jsonl").read_text(encoding="utf-8").splitlines(True)
     (killed / "events.jsonl").write_text(
-        "".join(line for line in lines if '"checkpoint"' not in line)
+        "".join(line for line in lines if '"checkpoint"' not in line), encoding="utf-8"
     )
     assert differing(go_on(killed).run, undisturbed()) == []
 
@@ -204,7 +204,10 @@ def test_checkpoint_that_cannot_be_read_is_named_and_the_one_before_is_used_with
     shutil.rmtree(file.parent)
     assert go_on(run, schedule=LONG).batches == 6
     state = run / "checkpoints" / "step-000006" / "state.json"
-    state.write_text(state.read_text().replace(checkpoint.SCHEMA, "lagrpo.checkpoint/0"))
+    state.write_text(
+        state.read_text(encoding="utf-8").replace(checkpoint.SCHEMA, "lagrpo.checkpoint/0"),
+        encoding="utf-8",
+    )
     with pytest.raises(SettingsError, match=r"has the format lagrpo.checkpoint/0"):
         go_on(run)
 
@@ -263,10 +266,10 @@ def test_data_that_has_changed_is_rejected(begin, tmp_path):
         {"prompt_column": "question", "answer_column": "answer"},
     )
     rows = [json.dumps({"question": f"{n}+1?", "answer": str(n + 1)}) for n in range(8)]
-    file.write_text("\n".join(rows) + "\n")
+    file.write_text("\n".join(rows) + "\n", encoding="utf-8")
     task = {"name": "custom", "data": str(file), "rewards": ["exact"], **columns}
     run = begin("run", schedule={"batches": 1}, task=task, eval={"at_start": False}).run
-    file.write_text("\n".join(rows[:-1]) + "\n")
+    file.write_text("\n".join(rows[:-1]) + "\n", encoding="utf-8")
     with pytest.raises(SettingsError, match="the data has changed since the run started"):
         go_on(run)
 
@@ -284,6 +287,6 @@ def test_run_with_missing_or_damaged_files_is_rejected_by_name(run, tmp_path):
     with pytest.raises(SettingsError, match=r"--resume: .*nothing' is not a run"):
         go_on(tmp_path / "nothing")
     evaluation = run / "evaluations" / "before.json"
-    evaluation.write_text("")
+    evaluation.write_text("", encoding="utf-8")
     with pytest.raises(SettingsError, match=r"before.json.*JSON"):
         go_on(run)

@@ -71,7 +71,7 @@ def test_function_that_workers_cannot_import_runs_here_and_is_named(caplog):
 
 def test_workers_import_neither_the_main_script_nor_anything_heavy(tmp_path, monkeypatch):
     script = tmp_path / "script.py"
-    script.write_text("import torch\n")
+    script.write_text("import torch\n", encoding="utf-8")
     monkeypatch.setattr(sys.modules["__main__"], "__file__", str(script), raising=False)
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", None, raising=False)
     with RewardPool(sample_rewards.act) as pool:

@@ -373,7 +373,8 @@ def test_rows_with_one_prompt_are_rejected_unless_the_test_split_is_named(tmp_pa
 
 def test_evaluation_of_weights_drops_the_prompts_that_the_run_dropped(tmp_path):
     (tmp_path / "config.toml").write_text(
-        '[run]\nseed = 3\n[rollout]\noverlong_prompts = "drop"\nmax_prompt_length = 20\n'
+        '[run]\nseed = 3\n[rollout]\noverlong_prompts = "drop"\nmax_prompt_length = 20\n',
+        encoding="utf-8",
     )
     settings = settings_of_run(str(tmp_path / "weights" / "final"))
     assert settings["rollout.overlong_prompts"] == "drop"

@@ -110,7 +110,7 @@ def test_default_run_names_are_descriptive_and_unique(tmp_path):
 def test_directory_with_content_or_outside_of_the_root_is_rejected(run, tmp_path):
     with pytest.raises(FileExistsError, match="already exists"):
         Run.create(run.path.parent, "one", SETTINGS, "other", {})
-    assert (run.path / "config.toml").read_text() == "[schedule]\nsync_every = 10\n"
+    assert (run.path / "config.toml").read_text(encoding="utf-8") == "[schedule]\nsync_every = 10\n"
     (tmp_path / "empty").mkdir()
     assert Run.create(tmp_path, "empty", SETTINGS, "", {}).path == tmp_path / "empty"
     for name in ("", "..", "a/b"):
@@ -146,7 +146,7 @@ def test_torn_last_line_is_skipped(run):
 
 
 def test_broken_line_is_an_error_with_its_number(run):
-    run.metrics.write_text('{"step": 1}\n{"bat\n{"step": 3}\n')
+    run.metrics.write_text('{"step": 1}\n{"bat\n{"step": 3}\n', encoding="utf-8")
     with pytest.raises(ValueError, match=r"metrics.jsonl, line 2"):
         load_metrics(run)
 
@@ -156,7 +156,7 @@ def test_broken_line_is_an_error_with_its_number(run):
 
 def test_weights_are_replaced_as_a_whole_or_not_at_all(run):
     def write(*names: str):
-        return lambda folder: [(folder / name).write_text(name) for name in names]
+        return lambda folder: [(folder / name).write_text(name, encoding="utf-8") for name in names]
 
     def fail(folder: Path) -> None:
         (folder / "half").touch()

@@ -18,7 +18,9 @@ def test_command_line_of_a_run_is_recorded_without_secrets(tmp_path, monkeypatch
     monkeypatch.setattr(sys, "argv", ["/home/me/train.py", *words])
     settings = tiny_settings(save_tiny(tmp_path / "model"), tmp_path / "runs", run={"name": "run"})
     assert lagrpo("train", *options(settings))[0] == 0
-    command = json.loads((tmp_path / "runs" / "run" / "environment.json").read_text())["command"]
+    command = json.loads(
+        (tmp_path / "runs" / "run" / "environment.json").read_text(encoding="utf-8")
+    )["command"]
     assert command == "train.py --openai-key *** '--hub=https://***@host/?api_key=***' --n=3"
 
 

@@ -160,7 +160,9 @@ def test_settings_written_as_toml_load_unchanged(text, number, rate):
 
 
 def test_overrides_change_a_file(tmp_path):
-    (tmp_path / "a.toml").write_text("[schedule]\nsync_every = 3\n[task.options]\ndigits = 2\n")
+    (tmp_path / "a.toml").write_text(
+        "[schedule]\nsync_every = 3\n[task.options]\ndigits = 2\n", encoding="utf-8"
+    )
     settings = load_settings(
         tmp_path / "a.toml", {"schedule.sync_every": "10", "task": {"options": {"numbers": 3}}}
     )
@@ -177,17 +179,17 @@ def test_packaged_settings_load_by_their_name(name):
 
 def test_missing_and_broken_files_are_named(tmp_path):
     assert re.search(r"nosuch: no such settings file; packaged ones are .*demo", complain("nosuch"))
-    (tmp_path / "a.toml").write_text("[schedule")
+    (tmp_path / "a.toml").write_text("[schedule", encoding="utf-8")
     assert "a.toml: not valid TOML" in complain(tmp_path / "a.toml")
     (tmp_path / "latin.toml").write_bytes(b'name = "\xe9"')
     assert "latin.toml: not UTF-8" in complain(tmp_path / "latin.toml")
-    (tmp_path / "path.toml").write_text(r'path = "C:\Users\me"')
+    (tmp_path / "path.toml").write_text(r'path = "C:\Users\me"', encoding="utf-8")
     assert "in single quotes" in complain(tmp_path / "path.toml")
     assert "cannot be read" in complain(tmp_path)
 
 
 def test_a_resumed_run_has_its_own_settings(tmp_path):
-    (tmp_path / "config.toml").write_text(to_toml(load_settings({"run.seed": 5})))
+    (tmp_path / "config.toml").write_text(to_toml(load_settings({"run.seed": 5})), encoding="utf-8")
     assert load_settings(None, {"schedule.batches": 7}, str(tmp_path)).run.seed == 5
     for source, resume in (("demo", tmp_path), (None, tmp_path / "nosuch")):
         with pytest.raises(SettingsError, match="--resume"):
@@ -273,7 +275,7 @@ FLAT_WITH_TABLE = {
 
 
 def write(directory: Path, text: str) -> Path:
-    (directory / "settings.toml").write_text(text)
+    (directory / "settings.toml").write_text(text, encoding="utf-8")
     return directory / "settings.toml"
 
 
@@ -392,7 +394,7 @@ def test_complaint_names_the_setting_and_the_nearest(values, message):
 
 
 def test_every_complaint_has_a_line_with_its_source(tmp_path):
-    (tmp_path / "a.toml").write_text("[schedule]\nnum_iterations = 0\n")
+    (tmp_path / "a.toml").write_text("[schedule]\nnum_iterations = 0\n", encoding="utf-8")
     lines = complain(tmp_path / "a.toml", {"optimizer.learning_rate": "0"}).splitlines()
     assert [line.split(": ")[0] for line in lines] == [str(tmp_path / "a.toml"), "command line"]
 

@@ -83,7 +83,7 @@ def load(tmp_path, monkeypatch) -> Iterator[Callable[..., Any]]:
 
     def load(text: str = MODULE, helpers: str = HELPERS, name: str = "user_rewards") -> Any:
         for module, content in {"user_helpers": helpers, name: text}.items():
-            (tmp_path / f"{module}.py").write_text(content)
+            (tmp_path / f"{module}.py").write_text(content, encoding="utf-8")
             sys.modules.pop(module, None)
             importlib.invalidate_caches()
         linecache.clearcache()

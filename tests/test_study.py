@@ -186,7 +186,9 @@ def test_text_that_is_not_a_measure_is_rejected(text):
 
 def study_file(root: Path, **changes: Any) -> Path:
     """Two schedules of a tiny run, two seeds."""
-    (root / "base.toml").write_text(tomli_w.dumps(tiny_settings(save_tiny(root / "model"), root)))
+    (root / "base.toml").write_text(
+        tomli_w.dumps(tiny_settings(save_tiny(root / "model"), root)), encoding="utf-8"
+    )
     content: dict[str, Any] = {
         "title": "What v costs", "settings": "base.toml", "seeds": [3, 4], "smooth": 2,
         "measures": ["pass@1", "mean reward", "max staleness/max"], "set": {"schedule": {"batches": 4}},
@@ -196,7 +198,7 @@ def study_file(root: Path, **changes: Any) -> Path:
             {"says": "v = 1 is on-policy", "claim": "v = 1 <= 0", "measure": "max staleness/max"},
         ],
     }  # fmt: skip
-    (root / "study.toml").write_text(tomli_w.dumps(content | changes))
+    (root / "study.toml").write_text(tomli_w.dumps(content | changes), encoding="utf-8")
     return root / "study.toml"
 
 
@@ -262,18 +264,18 @@ def test_study_ended_by_a_signal_resumes_and_reports(tmp_path, monkeypatch, caps
         patch.setattr(study.__main__, "time", SimpleNamespace(sleep=wait))
         with pytest.raises(SystemExit, match="143"):
             main([str(file), "--jobs", "1"])
-    made = lines.read_text()
+    made = lines.read_text(encoding="utf-8")
     assert 2 <= made.count("\n") < 12
 
     assert main([str(file), "--only", "seed3", "--jobs", "2"]) == 0
     assert capsys.readouterr().out.count("inconclusive: ") == 2  # with one seed
-    assert lines.read_text().startswith(made)
+    assert lines.read_text(encoding="utf-8").startswith(made)
     assert main([str(file), "--jobs", "2"]) == 0
     before = {path: path.stat().st_mtime_ns for path in out.glob("*/*")}
     assert main([str(file)]) == 0  # nothing is missing
     assert {path: path.stat().st_mtime_ns for path in out.glob("*/*")} == before
 
-    report = json.loads((out / "report.json").read_text())
+    report = json.loads((out / "report.json").read_text(encoding="utf-8"))
     assert len(report["runs"]) == 4
     for run in report["runs"]:
         directory = out / f"{run['cell']['v'].replace(' = ', '-')}-seed{run['seed']}"
@@ -285,6 +287,6 @@ def test_study_ended_by_a_signal_resumes_and_reports(tmp_path, monkeypatch, caps
             sum(line["reward"] for line in metrics) / 12
         )
         assert run["measures"]["pass@1"] == load_evaluations(directory)[-1]["pass@1"]
-    page = (out / "report.md").read_text()
+    page = (out / "report.md").read_text(encoding="utf-8")
     assert "| a sampler lags (Eq. 1) | max staleness/max: v = 3 > v = 1 |" in page
     assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")

@@ -39,7 +39,7 @@ def task_settings(name: str, **given: Any) -> Any:
 def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A module in the current directory, which is not on the path, under another name for each test."""
     name = f"rewards_{abs(hash(str(tmp_path)))}"
-    (tmp_path / f"{name}.py").write_text(USER_MODULE)
+    (tmp_path / f"{name}.py").write_text(USER_MODULE, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     return name
@@ -98,7 +98,9 @@ def test_own_task_and_reward_are_found_in_the_current_directory(user_module):
 
 
 def test_missing_function_or_module_is_named(user_module, tmp_path):
-    (tmp_path / f"{user_module}_broken.py").write_text("import package_that_is_not_installed")
+    (tmp_path / f"{user_module}_broken.py").write_text(
+        "import package_that_is_not_installed", encoding="utf-8"
+    )
     for reference, message in [
         (f"{user_module}:lenght", r"has no function 'lenght'. Did you mean 'length'\?"),
         (f"{user_module}:number", r"has no function 'number'\.$"),
@@ -123,7 +125,7 @@ RAISING = {
 
 @pytest.mark.parametrize(("source", "message"), RAISING.values(), ids=RAISING)
 def test_module_that_raises_is_named_with_the_line(tmp_path, monkeypatch, source, message):
-    (tmp_path / "raising.py").write_text(source)
+    (tmp_path / "raising.py").write_text(source, encoding="utf-8")
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     monkeypatch.delitem(sys.modules, "raising", raising=False)
     with pytest.raises(ValueError, match=message) as error:
@@ -137,7 +139,8 @@ def test_function_of_a_task_and_class_of_a_reward_that_raise_are_named_with_the_
     (tmp_path / "raising_parts.py").write_text(
         "def task(settings, seed):\n    return {}['a']\n"
         "class Reward:\n    def __init__(self, k):\n        1 / k\n"
-        "    def __call__(self, completion, answer):\n        return 1.0\n"
+        "    def __call__(self, completion, answer):\n        return 1.0\n",
+        encoding="utf-8",
     )
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     with pytest.raises(ValueError, match=r"task.name: .*KeyError: 'a' \(.*parts.py, line 2\)"):

@@ -53,7 +53,9 @@ def load(data: Path | str, **other: Any) -> RowTask:
 
 
 def test_json_object_with_data_is_its_rows(tmp_path):
-    (tmp_path / "rows.json").write_text(json.dumps({"version": "1.1", "data": ROWS}))
+    (tmp_path / "rows.json").write_text(
+        json.dumps({"version": "1.1", "data": ROWS}), encoding="utf-8"
+    )
     assert load(tmp_path / "rows.json").size("train") == 27
 
 
@@ -112,7 +114,7 @@ def test_rows_without_an_answer_are_left_out_and_logged(tmp_path, caplog):
 
 def test_without_an_answer_column_the_answer_is_the_row(tmp_path, monkeypatch):
     (tmp_path / "row_rewards.py").write_text(
-        "def reward(completion, answer):\n    return answer['level']\n"
+        "def reward(completion, answer):\n    return answer['level']\n", encoding="utf-8"
     )
     monkeypatch.chdir(tmp_path)
     task = load(write(tmp_path / "rows.jsonl"), answer_column=None, rewards=["row_rewards:reward"])
@@ -279,6 +281,8 @@ def test_file_loads_or_is_rejected_in_one_line_with_the_place(tmp_path):
         ("a.jsonl", b"", "has no rows"),
         ("a.jsonl", GOOD + b"\n" + GOOD[:20] + b"\n", r"a.jsonl, line 3: this is not JSON"),
         ("a.jsonl.gz", gzip.compress(GOOD * 99, mtime=0)[:-20], "cannot be read"),
+        ("a.jsonl", b"version https://git-lfs.github.com/spec/v1\nsize 9", "a.jsonl is a Git LFS pointer"),
+        ("a.parquet", b"version https://git-lfs.github.com/spec/v1\n", "a.parquet is a Git LFS pointer"),
         ("a.parquet", b"PAR1", "a.parquet cannot be read"),
         ("a.txt", GOOD, "name files that end in .jsonl, .json, .csv, .parquet"),
     ]:  # fmt: skip

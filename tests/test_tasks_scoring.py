@@ -160,7 +160,7 @@ def test_math_splits_are_files_and_a_box_with_the_reference_answer_is_right(tmp_
     test = [r"\left( 3, \frac{\pi}{2} \right)", "025"]
     for name, answers in {"deepscaler_part_math_train": ["5", None], "math500_test": test}.items():
         rows = [json.dumps({"problem": "?", "answer": answer}) + "\n" for answer in answers]
-        (tmp_path / f"{name}.jsonl").write_text("".join(rows))
+        (tmp_path / f"{name}.jsonl").write_text("".join(rows), encoding="utf-8")
     task: Any = load_task(task_settings("math", data=str(tmp_path)), seed=0)
     assert (task.size("train"), task.size("test")) == (1, 2)
     assert (

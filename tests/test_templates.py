@@ -63,7 +63,7 @@ def test_template_that_fails_on_one_prompt_ends_the_run_before_it_is_made(tmp_pa
     failing = (
         "{% if messages[0].content == 'xxx?' %}{{ raise_exception('no x') }}{% endif %}" + CHAT
     )
-    (tmp_path / "chat.jinja").write_text(failing)
+    (tmp_path / "chat.jinja").write_text(failing, encoding="utf-8")
     model = save_tiny(tmp_path / "model")
     settings = tiny_settings(
         model, tmp_path / "runs", model={"chat_template": str(tmp_path / "chat.jinja")}
@@ -165,7 +165,7 @@ def test_format_that_no_completion_can_have_gives_a_warning(
 
 
 def test_tag_that_the_template_opens_counts_for_the_format(tmp_path):
-    (tmp_path / "chat.jinja").write_text(CHAT + "<think>")
+    (tmp_path / "chat.jinja").write_text(CHAT + "<think>", encoding="utf-8")
     task = {"rewards": [{"name": "form", "reward": "format", "options": {"pattern": "<think>.*"}}]}
     sections: dict[str, Any] = {
         "model": {"chat_template": str(tmp_path / "chat.jinja")},
@@ -289,8 +289,10 @@ def test_message_that_is_not_in_the_prompt_is_rejected_with_its_role(
 def test_run_with_a_role_that_the_template_drops_ends_before_it_is_made(tmp_path):
     developer = {"role": "developer", "content": "Answer in French."}
     rows = [{"prompt": [*ASK], "answer": "5"}, {"prompt": [developer, *ASK], "answer": "5"}]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "chat.jinja").write_text(CHATML)
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
+    )
+    (tmp_path / "chat.jinja").write_text(CHATML, encoding="utf-8")
     task = {"name": "custom", "data": str(tmp_path / "rows.jsonl"), "rewards": ["exact"]}
     for rollout in ({}, {"overlong_prompts": "drop"}):
         settings = tiny_settings(
@@ -346,7 +348,7 @@ class Yesterday(datetime):
 
 
 def test_run_that_resumes_on_another_day_keeps_its_prompts(tmp_path, monkeypatch):
-    (tmp_path / "chat.jinja").write_text(DATED)
+    (tmp_path / "chat.jinja").write_text(DATED, encoding="utf-8")
     model: dict[str, Any] = {"chat_template": str(tmp_path / "chat.jinja")}
     given = tiny_settings(
         save_tiny(tmp_path / "model"), tmp_path, model=model, checkpoint={"save_every": 1}

@@ -141,7 +141,8 @@ def test_completions_of_two_ranks_equal_those_of_one_process(whole, alone, kind,
     run = whole(kind, shard, size)
     check_same_run(run, alone(kind))
     configs = [
-        json.loads((r / "weights/final/config.json").read_text()) for r in (run, alone(kind))
+        json.loads((r / "weights/final/config.json").read_text(encoding="utf-8"))
+        for r in (run, alone(kind))
     ]
     assert configs[0] == configs[1]
 
@@ -150,9 +151,16 @@ def strike(
     root: Path, phase: str, number: int, victim: int, rank: int, after: int = 2
 ) -> list[Callback]:
     """On rank 0: send the signal to rank `victim` in that phase."""
-    (root / f"pid-{rank}").write_text(str(os.getpid()))
+    (root / f"pid-{rank}").write_text(str(os.getpid()), encoding="utf-8")
     return (
-        [SendSignal(phase, number, lambda: int((root / f"pid-{victim}").read_text()), after)]
+        [
+            SendSignal(
+                phase,
+                number,
+                lambda: int((root / f"pid-{victim}").read_text(encoding="utf-8")),
+                after,
+            )
+        ]
         if rank == 0
         else []
     )

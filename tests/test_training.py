@@ -169,7 +169,7 @@ def test_exported_weights_are_those_that_the_run_then_had(run):
 def test_settings_as_object_mapping_or_file_give_the_same_run(settings, tmp_path):
     mapping = settings(task={"name": "arithmetic"}, eval={"num_prompts": 4})
     path = tmp_path / "own.toml"
-    path.write_text(to_toml(load_settings(mapping)))
+    path.write_text(to_toml(load_settings(mapping)), encoding="utf-8")
     results = [
         lagrpo.train(given, task=load())
         for given in (mapping, Settings.model_validate(mapping), path)
@@ -188,7 +188,7 @@ def test_settings_as_object_mapping_or_file_give_the_same_run(settings, tmp_path
 def test_tasks_and_templates_that_do_not_fit_are_rejected_before_the_run_is_made(
     settings, tmp_path
 ):
-    (tmp_path / "chat.jinja").write_text("{{ raise_exception('no system') }}")
+    (tmp_path / "chat.jinja").write_text("{{ raise_exception('no system') }}", encoding="utf-8")
     wrong: dict[str, dict[str, Any]] = {
         "task 'empty' has no training prompts": {"task": {"name": "sample_task:load_empty"}},
         "cannot render it: no system": {"model": {"chat_template": str(tmp_path / "chat.jinja")}},

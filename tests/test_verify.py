@@ -64,9 +64,14 @@ def rewrite(run: Path, change: Callable[[list[dict[str, Any]]], object], file: s
 
 
 def change_lines(run: Path, change: Callable[[list[dict[str, Any]]], object]) -> None:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     change(lines)
-    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (run / "metrics.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8"
+    )
 
 
 def found_in(run: Path, where: str, what: str, count: int | None = 1) -> list[Difference]:
@@ -279,7 +284,7 @@ def test_lines_that_are_missing_doubled_or_swapped_are_found(run, order, what):
 
 
 def test_missing_event_of_a_weight_sync_is_found(run):
-    (run / "events.jsonl").write_text("")
+    (run / "events.jsonl").write_text("", encoding="utf-8")
     found = found_in(run, "events.jsonl", "weight_sync")
     assert [d.where for d in found] == ["events.jsonl, step 1", "events.jsonl, step 2"]
     assert found[1].expected == ("schedule", 1)
@@ -311,9 +316,11 @@ def test_changed_reward_of_an_evaluation_is_found(run):
 
 def test_changed_metric_of_an_evaluation_is_found(run):
     file = run / "evaluations/before.json"
-    summary = json.loads(file.read_text())
+    summary = json.loads(file.read_text(encoding="utf-8"))
     names = ("policy_version", "samples", "unscored", "pass@2")
-    file.write_text(json.dumps(summary | {name: summary[name] + 1 for name in names}))
+    file.write_text(
+        json.dumps(summary | {name: summary[name] + 1 for name in names}), encoding="utf-8"
+    )
     found = verify_run(run, 1).differences
     assert {d.what for d in found if d.where == "evaluations/before.json"} == set(names)
 
@@ -323,7 +330,7 @@ def test_changed_metric_of_an_evaluation_is_found(run):
 
 def test_run_without_rollouts_or_with_a_broken_line_is_rejected(run):
     metrics = run / "metrics.jsonl"
-    metrics.write_text("{" + metrics.read_text())
+    metrics.write_text("{" + metrics.read_text(encoding="utf-8"), encoding="utf-8")
     with pytest.raises(SettingsError, match="line 1"):
         verify_run(run)
     with pytest.raises(RunNotFoundError):

@@ -125,7 +125,7 @@ def test_tokens_are_ids_without_the_right_tokenizer(tmp_path):
     assert columns(collect([run.path], 100))[0]["rollouts"]["vocabulary"] is None
     save_tokenizer(run)
     assert "a" in columns(collect([run.path], 100))[0]["rollouts"]["vocabulary"]
-    (run.path / "weights" / "final" / "tokenizer.json").write_text('{"model": 3}')
+    (run.path / "weights" / "final" / "tokenizer.json").write_text('{"model": 3}', encoding="utf-8")
     assert columns(collect([run.path], 100))[0]["rollouts"]["vocabulary"] is None
 
 
@@ -215,9 +215,11 @@ def test_status_of_a_run_that_goes_on_was_killed_or_resumed(tmp_path):
     run = fill(make_run(tmp_path))
     with locked(run.path):
         assert columns(collect([run.path], 1))[0]["status"][0] == "running"
-        holder = json.loads((run.path / ".lock-holder.json").read_text())
+        holder = json.loads((run.path / ".lock-holder.json").read_text(encoding="utf-8"))
         for change, status in (({"pid": 2**22 + 1}, "killed"), ({"host": "elsewhere"}, "unknown")):
-            (run.path / ".lock-holder.json").write_text(json.dumps(holder | change))
+            (run.path / ".lock-holder.json").write_text(
+                json.dumps(holder | change), encoding="utf-8"
+            )
             assert columns(collect([run.path], 1))[0]["status"][0] == status
     assert columns(collect([run.path], 1))[0]["status"][0] == "finished"
     run.record_event("resumed", 4, changed={}, moved={})
@@ -235,9 +237,13 @@ def test_command_writes_a_page_and_says_where(tmp_path, monkeypatch):
     assert (code, err) == (0, "")
     assert out.startswith(f"{one.path}/view.html (")
     assert shown == [(one.path / "view.html").as_uri()]
-    assert "<title>one · lagrpo view</title>" in (one.path / "view.html").read_text()
+    assert "<title>one · lagrpo view</title>" in (one.path / "view.html").read_text(
+        encoding="utf-8"
+    )
     assert command("view", one.path, two.path)[0] == 0
-    assert "<title>one, two · lagrpo view</title>" in (tmp_path / "view.html").read_text()
+    assert "<title>one, two · lagrpo view</title>" in (tmp_path / "view.html").read_text(
+        encoding="utf-8"
+    )
     assert (
         command("view", one.path, "--out", tmp_path / "deep" / "x.html", "--completions", 0)[0] == 0
     )

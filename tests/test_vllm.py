@@ -413,7 +413,7 @@ def started_by_each_rank(group: Any, directory: Path) -> bool:
     """A server that a rank starts, as the run does, is ready. Raises SamplerError with the server's log if not."""
     python = directory / f"python-{group.rank()}"
     program = Path(__file__).parent / "server_program.py"
-    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{program}" "$@"\n')
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{program}" "$@"\n', encoding="utf-8")
     python.chmod(0o700)
     launch = Launch(str(python), "model", "float32", 300, 7)
     started = server.StartedServer(launch, python.with_suffix(".log"))

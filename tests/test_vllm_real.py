@@ -137,7 +137,9 @@ def test_tied_head_is_updated_by_a_weight_sync(tmp_path, monkeypatch):
             update(policy, 0.3)
         monkeypatch.setattr(server, "reload_method", VllmClient.reload_method)
         engine.sync_weights(policy.weights, 3)
-        packed = "fallback to torch linear" not in (tmp_path / "vllm.log").read_text()
+        packed = "fallback to torch linear" not in (tmp_path / "vllm.log").read_text(
+            encoding="utf-8"
+        )
         with pytest.raises(WeightSyncError) if packed else nullcontext():
             check(policy, engine)
         engine.close()

@@ -84,7 +84,7 @@ def try_with(python: str, wheel: Path, folder: Path) -> None:
             check=True,
             timeout=DEADLINE,
             stdout=subprocess.PIPE,
-            text=True,
+            encoding="utf-8",
         )
         return done.stdout
 

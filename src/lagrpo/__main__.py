@@ -19,6 +19,9 @@ def main() -> None:
     except BaseException as error:
         if (stop := find_interruption(error)) is None:
             raise
+        from lagrpo.logs import print_traceback
+
+        print_traceback(error)
         print("\nlagrpo: interrupted", file=sys.stderr)
         sys.exit(128 + getattr(stop, "signal", 2))
 

@@ -11,8 +11,9 @@
     lagrpo env                     print versions and hardware, for bug reports
     lagrpo --version
 
-`lagrpo COMMAND --help` lists the options. Exit codes: 0 done, 1 the run failed or verify found a difference,
-2 wrong input, 130 stopped by Ctrl-C, 143 stopped by SIGTERM.
+`lagrpo COMMAND --help` lists the options. With --debug, or LAGRPO_DEBUG=1, every command shows the traceback of an
+error. Exit codes: 0 done, 1 the run failed or verify found a difference, 2 wrong input, 130 stopped by Ctrl-C, 143 by
+SIGTERM, 138 by SIGUSR1, 140 by SIGUSR2.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):  # an encoding without ✓ prints its number
             stream.reconfigure(errors="backslashreplace")
-    name, *rest = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    name, *rest = take_debug(words) or ["--help"]
     if name in HELP:
         return print((__doc__ or "").strip())
     if name == "--version":
@@ -83,23 +85,32 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except BaseException as error:
         if (stop := find_interruption(error)) is None:
             raise
+        logs.print_traceback(error)
         print("\nlagrpo: interrupted", file=sys.stderr)
         sys.exit(128 + getattr(stop, "signal", 2))
 
 
+def take_debug(words: list[str]) -> list[str]:
+    """The words without --debug, which is noted for this process and its workers. Words after -- are not ours."""
+    end = words.index("--") if "--" in words else len(words)
+    own = [word for word in words[:end] if word != "--debug"]
+    if len(own) < end:
+        os.environ[logs.DEBUG] = "1"
+    return own + words[end:]
+
+
 @contextmanager
 def failing(*errors: type[Exception], code: int = 1) -> Iterator[None]:
-    """Inside, one of these errors prints its message, without a traceback, and exits."""
+    """One of these errors inside prints its message, with --debug also its traceback, and exits."""
     try:
         yield
     except errors as error:
-        among = (
-            f" (rank {os.environ.get('RANK')})" if os.environ.get("WORLD_SIZE", "1") != "1" else ""
-        )
-        print(
-            redact("\n".join([f"lagrpo{among}: {error}", *getattr(error, "__notes__", ())])),
-            file=sys.stderr,
-        )
+        logs.print_traceback(error)
+        rank = os.environ.get("RANK")
+        has_ranks = os.environ.get("WORLD_SIZE", "1") != "1" and rank is not None
+        who = f"lagrpo (rank {rank})" if has_ranks else "lagrpo"
+        message = "\n".join([f"{who}: {error}", *getattr(error, "__notes__", ())])
+        print(redact(message), file=sys.stderr)
         sys.exit(code)
 
 

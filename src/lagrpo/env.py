@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from lagrpo import logs
 from lagrpo.errors import one_line
 from lagrpo.machine import read_quota, usable_cores
 from lagrpo.runs.environment import cpu_model, package_version
@@ -35,6 +36,7 @@ def env() -> None:
             for name, found in look():
                 print(f"{name:<14} {found}")
         except Exception as error:  # noqa: BLE001 - a broken package can raise anything
+            logs.print_traceback(error)
             print(f"{look.__name__:<14} failed: {type(error).__name__}: {one_line(str(error))}")
 
 

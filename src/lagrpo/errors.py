@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from lagrpo.logs import redact
 
@@ -38,7 +39,31 @@ def one_line_errors(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise ValueError(f"{what}: {one_line(str(error)) or type(error).__name__}") from error
+        raise ValueError(f"{what}: {describe_error(error)}") from error
+
+
+def describe_error(error: BaseException) -> str:
+    """An error of a library on one line, with its type if the message says little without it.
+
+    >>> describe_error(KeyError("x")), describe_error(ValueError("no x"))
+    ("KeyError: 'x'", 'no x')
+    """
+    name, message = type(error).__name__, one_line(str(error))
+    if not message:
+        return name
+    says_little = isinstance(error, LookupError | AttributeError | AssertionError)
+    return f"{name}: {message}" if says_little else message
+
+
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+
+
+def check_is_pulled(path: Path) -> None:
+    """Raise ValueError for the pointer that a clone without Git LFS has in place of a large file."""
+    with path.open("rb") as file:
+        beginning = file.read(len(LFS_POINTER))
+    if beginning == LFS_POINTER:
+        raise ValueError(f"{path} is a Git LFS pointer: run `git lfs pull` in {path.parent}")
 
 
 def find_nearest(name: str, known: Iterable[str], likeness: float) -> str | None:

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM.
+"""Ctrl-C, SIGTERM, and the signals by which schedulers warn before they end a job.
 
 Inside `interruptible()` a signal raises Interrupted in the main thread. Inside `deferring()` the first signal only sets
 a flag, which a run reads between batches and between decoding steps; the second one raises EndedAtOnce.
@@ -28,6 +28,9 @@ class EndedAtOnce(Interrupted):
     """A second signal: it cuts whatever is being done, also an update."""
 
 
+WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
+"""Slurm's `--signal=USR1@120` and similar: without a handler they end the process at once."""
+
 _deferring = False
 _asked: int | None = None  # the first signal inside `deferring`
 
@@ -43,13 +46,17 @@ def _on_signal(signum: int, frame: Any) -> None:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Handle SIGINT and SIGTERM inside, in the main thread. An ignored signal, such as SIGINT in a script's background
-    jobs, stays ignored."""
-    in_main_thread, before = threading.current_thread() is threading.main_thread(), dict[int, Any]()
+    """Handle SIGINT, SIGTERM and WARNINGS inside, in the main thread. An ignored signal, such as SIGINT in a script's
+    background jobs, stays ignored; a program's own handler of a warning stays, too."""
+    before = dict[int, Any]()
     try:
-        for number in (signal.SIGINT, signal.SIGTERM) if in_main_thread else ():
-            if signal.getsignal(number) not in (signal.SIG_IGN, None):
-                before[number] = signal.signal(number, _on_signal)
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                if signal.getsignal(number) not in (signal.SIG_IGN, None):
+                    before[number] = signal.signal(number, _on_signal)
+            for number in WARNINGS:
+                if signal.getsignal(number) == signal.SIG_DFL:
+                    before[number] = signal.signal(number, _on_signal)
         yield
     finally:
         for number, handler in before.items():

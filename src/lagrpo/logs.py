@@ -7,8 +7,10 @@ own handlers.
 from __future__ import annotations
 
 import logging
+import os
 import re
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -41,6 +43,22 @@ def redact_values(value: Any, name: str = "") -> Any:
     if value is None or isinstance(value, bool | int | float):
         return value
     return HIDDEN if value and is_secret(name) else redact(str(value))
+
+
+DEBUG = "LAGRPO_DEBUG"  # environment variable that `--debug` sets; worker processes inherit it
+
+
+def is_debugging() -> bool:
+    """True if errors show their tracebacks, not only their messages."""
+    return os.environ.get(DEBUG, "") not in ("", "0")
+
+
+def print_traceback(error: BaseException) -> None:
+    """Print the traceback of an error, with its causes, to standard error if the user wants to see it."""
+    if is_debugging():
+        print(
+            redact("".join(traceback.format_exception(error))), file=sys.stderr, end="", flush=True
+        )
 
 
 def print_line(text: str) -> None:

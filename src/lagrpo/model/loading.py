@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lagrpo.errors import one_line, one_line_errors, refusing
 from lagrpo.model import attention
 from lagrpo.model.backend import Backend, Choice
+from lagrpo.model.directory import naming_damage
 from lagrpo.model.embedded import is_adapter, resolve_model
 from lagrpo.model.files import load_tokenizer
 from lagrpo.model.layout import Packed
@@ -72,11 +73,15 @@ def load_model(
     path: str, dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> tuple[Any, Any]:
     """The model of transformers, without adapters, and its tokenizer."""
+    import transformers
     from transformers import AutoModelForCausalLM
 
     attention.register()
     tokenizer = check_files(path)
-    with one_line_errors("transformers cannot load it"):
+    with naming_damage(
+        path,
+        f"transformers {transformers.__version__} cannot load it; check config.json, or update transformers",
+    ):
         given: Any = LOADING | {"dtype": dtype, "attn_implementation": attention.NAME}
         loaded: Any = AutoModelForCausalLM.from_pretrained(path, **given)
     lm, found = loaded
@@ -109,7 +114,9 @@ def load_adapted(
 
 def check_files(path: str) -> Any:
     """The tokenizer of a supported model. Loads no weights."""
-    check_supported(load_config(path))
+    config = load_config(path)
+    check_supported(config)
+    check_pad_token(config)
     return load_tokenizer(path)
 
 
@@ -117,7 +124,7 @@ def load_config(path: str) -> Any:
     """transformers' config of a model."""
     from transformers import AutoConfig
 
-    with one_line_errors("config.json"):
+    with naming_damage(path, "config.json"):
         return AutoConfig.from_pretrained(path, trust_remote_code=False)
 
 
@@ -196,6 +203,18 @@ def check_supported(config: Any) -> None:
         )
         raise ValueError(
             f"models of type {text.model_type!r} have {reason}, which lagrpo does not support; {instead}"
+        )
+
+
+def check_pad_token(config: Any) -> None:
+    """Raise ValueError for a padding token that the embedding does not have. PyTorch counts negative ones from the
+    end."""
+    text = config.get_text_config()
+    pad, vocabulary = getattr(text, "pad_token_id", None), text.vocab_size
+    if pad is not None and not -vocabulary <= pad < vocabulary:
+        raise ValueError(
+            f"config.json: pad_token_id = {pad} is outside the vocabulary of {vocabulary}: "
+            "set a token's id, or null"
         )
 
 

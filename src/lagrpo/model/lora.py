@@ -141,7 +141,7 @@ def save_adapter(lm: Any, weights: Mapping[str, Tensor], directory: Path) -> Non
         "target_modules": sorted({layer.rpartition(".")[2] for layer in layers}),
     }  # fmt: skip
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2))
+    (directory / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
     given = {
         f"{PREFIX}{name}.weight": tensor.detach().cpu().contiguous()
         for name, tensor in weights.items()

@@ -8,6 +8,7 @@ nothing here imports PyTorch.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import math
 import multiprocessing
@@ -18,10 +19,11 @@ import signal
 import threading
 import traceback
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
+from functools import cache
 from multiprocessing import get_context, spawn
 from typing import Any, Self
 
@@ -106,29 +108,55 @@ def score(
             values.append(function(**arguments))
         except (Exception, SystemExit) as error:  # noqa: BLE001 - it concerns this completion only
             values.append(error)
-    if asyncio.iscoroutine(values[0]):
-        late = UnscorableError(f"no reward within {seconds:g} s")
-        found = asyncio.run(_wait_for_all(values, seconds))
-        values = [late if isinstance(value, TimeoutError) else value for value in found]
+    if any(map(inspect.isawaitable, values)):
+        waiting = _wait_for_all(values, seconds)
+        values = asyncio.run_coroutine_threadsafe(waiting, event_loop()).result()
     if count is not None:
         values = _spread(values[0], count)
     return [to_outcome(value) for value in values]
 
 
-async def _wait_for_all(coroutines: Sequence[Any], seconds: float) -> list[Any]:
-    limited = (asyncio.wait_for(coroutine, seconds) for coroutine in coroutines)
-    return await asyncio.gather(*limited, return_exceptions=True)
+@cache
+def event_loop() -> asyncio.AbstractEventLoop:
+    """The event loop of all coroutines of this process, in a thread of its own: in a notebook the main thread already
+    runs a loop, and clients of servers fail in another loop than their first one."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="lagrpo rewards", daemon=True).start()
+    return loop
+
+
+async def _wait_for_all(values: Sequence[Any], seconds: float) -> list[Any]:
+    """The values, with the result or the exception of each that is awaitable. All are awaited at the same time."""
+    waiting = (_wait_for(value, seconds) for value in values)
+    return await asyncio.gather(*waiting, return_exceptions=True)
+
+
+async def _wait_for(value: Any, seconds: float) -> Any:
+    if not inspect.isawaitable(value):
+        return value
+    try:
+        return await asyncio.wait_for(_result_or_error(value), seconds)
+    except TimeoutError:  # of wait_for: the function's own TimeoutError is a value here
+        return UnscorableError(f"no reward within {seconds:g} s")
+
+
+async def _result_or_error(awaitable: Awaitable[Any]) -> Any:
+    try:
+        return await awaitable
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - SystemExit would end the event loop
+        return error
 
 
 def _spread(value: Any, count: int) -> list[Any]:
     """The values that a function in TRL's signature returned, or its exception, for each completion."""
     if isinstance(value, BaseException):
         return [value] * count
-    values = (
-        []
-        if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable)
-        else list(value)
-    )
+    values = []
+    if isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping):
+        try:
+            values = list(value)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - a generator runs only here
+            return [error] * count
     if len(values) == count:
         return values
     wrong = f"a {type(value).__name__} of {len(values)}" if values else f"a {type(value).__name__}"

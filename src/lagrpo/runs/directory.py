@@ -112,7 +112,7 @@ class Run:
 
         def fill(folder: Path) -> None:
             write(folder)
-            (folder / BEST).write_text(to_json(found) + "\n")
+            (folder / BEST).write_text(to_json(found) + "\n", encoding="utf-8")
 
         path = write_directory_atomically(self.path / "weights" / "best", fill)
         self.record_event("best", **found)

@@ -52,11 +52,13 @@ def write_environment(run: Path, environment: Mapping[str, Any]) -> None:
 
 def read_environment(run: Path) -> dict[str, Any]:
     """environment.json of a run; empty if there is none. Raises ValueError for a damaged one."""
+    if not (run / FILE).exists():
+        return {}
     try:
-        return json.loads((run / FILE).read_bytes()) if (run / FILE).exists() else {}
-    except ValueError as error:
+        return dict(json.loads((run / FILE).read_bytes()))
+    except (ValueError, TypeError) as error:
         raise ValueError(
-            f"{run / FILE} is damaged ({error}); remove it to resume as on another machine"
+            f"{run / FILE} is damaged ({error}): remove it to resume as on another machine"
         ) from error
 
 
@@ -68,7 +70,7 @@ def git_state(directory: Path) -> dict[str, Any] | None:
     ) -> str:  # by default status locks the index, and a killed run would leave the lock behind
         command = ["git", "--no-optional-locks", "-C", str(directory), *words]
         return subprocess.run(
-            command, capture_output=True, text=True, check=True, timeout=10
+            command, capture_output=True, encoding="utf-8", errors="replace", check=True, timeout=10
         ).stdout.strip()
 
     try:
@@ -85,7 +87,7 @@ def cpu_model() -> str:
     if (information := Path("/proc/cpuinfo")).is_file():
         lines = (
             line.partition(":")
-            for line in information.read_text().partition("\n\n")[0].splitlines()
+            for line in information.read_text(encoding="utf-8").partition("\n\n")[0].splitlines()
         )
         first = {field.strip(): value.strip() for field, _, value in lines}
         if name := first.get("model name"):

@@ -40,7 +40,11 @@ def open_run(run: Run | Path | str) -> Run:
 
 def load_reward_range(run: Run | Path | str) -> tuple[float, float]:
     """The smallest and the largest reward of the run's task, by its config.toml; by default 0 and 1."""
-    config = tomllib.loads((open_run(run).path / "config.toml").read_text("utf-8"))
+    path = open_run(run).path / "config.toml"
+    try:
+        config = tomllib.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid TOML: {error}") from error
     rewards = config.get("task", {}).get("rewards") or [{}]
     ends = [
         sorted(each.get("weight", 1.0) * end for end in each.get("range", (0.0, 1.0)))
@@ -64,20 +68,27 @@ def _load_lines(path: Path) -> list[dict[str, Any]]:
     lines = (
         path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     )  # the last one is empty, or torn
-    return [_parse(line, f"{path}, line {number},") for number, line in enumerate(lines, start=1)]
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        where = f"{path}, line {number},"
+        rows.append(_parse(line, where, "remove the line"))
+        if "step" not in rows[-1]:
+            raise ValueError(f"{where} has no step: remove the line")
+    return rows
 
 
-def _parse(text: bytes, where: str) -> dict[str, Any]:
+def _parse(text: bytes, where: str, cure: str) -> dict[str, Any]:
     try:
         return dict(json.loads(text))
     except (ValueError, TypeError) as error:
-        raise ValueError(f"{where} is not a JSON object: {error}") from error
+        raise ValueError(f"{where} is not a JSON object ({error}): {cure}") from error
 
 
 def load_evaluations(run: Run | Path | str) -> list[dict[str, Any]]:
     """The summaries of the run's evaluations, in the order of their steps. Raises ValueError for a damaged file."""
     paths = (open_run(run).path / "evaluations").glob("*.json")
-    found = [_parse(path.read_bytes(), str(path)) | {"name": path.stem} for path in paths]
+    cure = "remove the evaluation's files"
+    found = [_parse(path.read_bytes(), str(path), cure) | {"name": path.stem} for path in paths]
     return sorted(found, key=lambda summary: (summary.get("step") or 0, summary["name"]))
 
 
@@ -137,7 +148,9 @@ def _opened_table(path: Path) -> Iterator[Any]:
         with pq.ParquetFile(path) as file:
             yield file
     except (pa.ArrowException, OSError) as error:
-        raise ValueError(f"{path} is not a whole Parquet file: {one_line(str(error))}") from error
+        raise ValueError(
+            f"{path} is not a whole Parquet file ({one_line(str(error))}): restore or remove it"
+        ) from error
 
 
 def completion_files(data: Iterable[str | Path]) -> list[Path]:

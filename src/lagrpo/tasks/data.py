@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from lagrpo.errors import one_line, one_line_errors, suggest
+from lagrpo.errors import check_is_pulled, one_line, one_line_errors, suggest
 from lagrpo.tasks import Ask, build_messages, select
 
 logger = logging.getLogger("lagrpo")
@@ -51,6 +51,7 @@ def format_of(path: Path) -> str | None:
 
 def read_rows(path: Path) -> list[Row]:
     """The rows of a file by its ending; the values of CSV are texts. Raises ValueError, with the place."""
+    check_is_pulled(path)
     ending = format_of(path)
     values: list[Any]
     if ending == ".parquet":

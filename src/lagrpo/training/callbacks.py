@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lagrpo.errors import SettingsError, one_line, visible
-from lagrpo.logs import redact, redact_values
+from lagrpo.logs import is_debugging, redact, redact_values
 
 logger = logging.getLogger("lagrpo")
 
@@ -101,10 +101,11 @@ class Trackers(Callback):
         for name, tracker in list(self.active.items()):
             try:
                 call(name, tracker)
-            except (Exception, SystemExit) as error:  # noqa: BLE001 - a package can raise anything
+            except (Exception, SystemExit) as error:
                 del self.active[name]
                 problem = one_line(redact(f"{type(error).__name__}: {error}"))
-                logger.warning("tracker %s is disabled, training continues: %s", name, problem)
+                text = "tracker %s is disabled, training continues: %s"
+                logger.warning(text, name, problem, exc_info=is_debugging())
 
 
 class TensorBoard:

@@ -16,7 +16,8 @@ import math
 import secrets
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lagrpo.data.fingerprint import check_visited
-from lagrpo.errors import SettingsError, refusing
+from lagrpo.errors import SettingsError, describe_error, refusing
 from lagrpo.rollout.schedule import LoopState
 from lagrpo.runs import files
 from lagrpo.runs.directory import Run
@@ -66,13 +67,18 @@ class Checkpoint:
 
 
 def find_checkpoint(folder: Path) -> Checkpoint | None:
-    """The newest checkpoint in a folder. Raises ValueError for one that this version of lagrpo does not read."""
+    """The newest checkpoint in a folder. Raises ValueError for one that this version of lagrpo does not read, and
+    CheckpointError for one that is damaged."""
     for _, path in sorted(files.numbered(folder, "step-").items(), reverse=True):
-        state = json.loads((path / STATE).read_bytes())
-        if state["schema"] != SCHEMA:
+        with reading(path / STATE):
+            state = json.loads((path / STATE).read_bytes())
+            schema = state["schema"]
+        if schema != SCHEMA:
             raise ValueError(
-                f"{path} has the format {state['schema']}; this version of lagrpo reads {SCHEMA}"
+                f"{path} has the format {schema}; this version of lagrpo reads {SCHEMA}"
             )
+        with reading(path / STATE):
+            LoopState(**state["loop"])
         return Checkpoint(path, state)
     return None
 
@@ -130,7 +136,7 @@ def save_checkpoint(
             _save_tensors(tensors, directory / _weights_file(version))
         if rows:
             files.write_table(directory / ROLLOUTS, rows, rollout_schema())
-        (directory / STATE).write_text(files.to_json(state) + "\n")
+        (directory / STATE).write_text(files.to_json(state) + "\n", encoding="utf-8")
 
     _write(folder / f"step-{loop.batch:06d}", a.ranks, trainer, fill)
 
@@ -191,10 +197,10 @@ class ResumeState:
         """Raises SettingsError for a run that cannot resume: files are lost, or it has made all batches."""
         run, total = Run(directory), settings.schedule.batches
         with refusing():
+            load_metrics(run)  # a damaged line is found here, before the model loads
             checkpoint = find_checkpoint(directory / "checkpoints")
-            if checkpoint is None and any(
-                e["event"] in ("checkpoint", "resumed") for e in load_events(run)
-            ):
+            events = load_events(run)
+            if checkpoint is None and any(e["event"] in ("checkpoint", "resumed") for e in events):
                 raise ValueError(
                     f"{directory} lost its checkpoints: start a new run from its weights"
                 )
@@ -269,15 +275,26 @@ def restore_checkpoint(
         )
     with refusing():
         check_visited(state["data"]["visited"], a.main.prompts.visited, changed_sources)
-    try:
-        _load_versions(a, checkpoint)
+    _load_versions(a, checkpoint)
+    with reading(checkpoint.path / ROLLOUTS):
         groups = _load_groups(a, checkpoint.path / ROLLOUTS)
-    except (SafetensorError, FileNotFoundError) as error:
-        raise CheckpointError(
-            f"{checkpoint.path}: {error}. Remove it to resume from the one before"
-        ) from error
     a.prefetcher.restore(groups, {int(b): versions for b, versions in state["announced"].items()})
     return LoopState(**{**state["loop"], "prefetched": tuple(state["loop"]["prefetched"])})
+
+
+@contextmanager
+def reading(file: Path) -> Iterator[None]:
+    """Turn what libraries raise for a missing or damaged file of a checkpoint into a CheckpointError."""
+    from pyarrow import ArrowException
+
+    problems = (SafetensorError, ArrowException, OSError, ValueError, LookupError, TypeError)
+    try:
+        yield
+    except problems as error:
+        raise CheckpointError(
+            f"{file} cannot be read ({describe_error(error)}): "
+            f"remove {file.parent} to resume from the checkpoint before it"
+        ) from error
 
 
 def _load_versions(a: TrainerComponents, checkpoint: Checkpoint) -> None:
@@ -288,18 +305,20 @@ def _load_versions(a: TrainerComponents, checkpoint: Checkpoint) -> None:
         {alpha, pi_ref, pi} - {None}, key=lambda v: (v == pi, v)
     ):  # π last: it stays
         if version == pi:
-            parts = sorted(checkpoint.path.glob("trainer*.safetensors"))
-            state = MergedState(
-                [load_file(file) for file in parts]
-            )  # mapped, not read: each rank takes its part
-            a.trainer.load_state(state, pi)
+            with reading(checkpoint.path / "trainer.safetensors"):
+                parts = sorted(checkpoint.path.glob("trainer*.safetensors"))
+                # The files are mapped, not read: each rank takes its part.
+                state = MergedState([load_file(file) for file in parts])
+                a.trainer.load_state(state, pi)
             names = sorted(
                 (name for name in state if name.startswith("synced/")),
                 key=lambda name: int(name[7:]),
             )
             a.trainer.synced = [state[name] for name in names]
         elif version:  # 0, the initial policy, is there
-            a.trainer.policy.load(load_file(checkpoint.path / _weights_file(version)), version)
+            file = checkpoint.path / _weights_file(version)
+            with reading(file):
+                a.trainer.policy.load(load_file(file), version)
         if version == pi_ref:
             a.trainer.load_reference()
         if version == alpha:

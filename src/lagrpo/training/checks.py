@@ -12,7 +12,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lagrpo.errors import SettingsError, refusing
+from lagrpo.errors import SettingsError, check_is_pulled, refusing
 from lagrpo.model.embedded import check_path, is_adapter
 from lagrpo.rewards.reward import Reward, Rewards, load_reward
 from lagrpo.runs.directory import check_new, check_writable
@@ -56,7 +56,7 @@ def check_settings(
             "rollout.num_generations = 1: GRPO compares completions of a prompt; set 2 or more"
         )
     check_model(settings)
-    if os.environ.get("RANK", "0") == "0":
+    if world_size() == 1 or os.environ.get("RANK", "0") == "0":
         check_run(settings, resume)
         check_server_gpus(settings)
     return check_loss(settings, loss)
@@ -155,11 +155,11 @@ def check_server_gpus(settings: Settings) -> None:
 
 def chat_template(model: ModelSettings) -> str | None:
     """The chat template that replaces the tokenizer's."""
-    return (
-        Path(model.chat_template).expanduser().read_text(encoding="utf-8")
-        if model.chat_template
-        else None
-    )
+    if not model.chat_template:
+        return None
+    path = Path(model.chat_template).expanduser()
+    check_is_pulled(path)
+    return path.read_text(encoding="utf-8")
 
 
 def offline_prompts(settings: Settings) -> int:
@@ -169,13 +169,45 @@ def offline_prompts(settings: Settings) -> int:
 
 
 def world_size() -> int:
-    """How many processes torchrun started; 1 without it."""
-    return int(os.environ.get("WORLD_SIZE", 1))
+    """The number of processes that torchrun started; 1 without it."""
+    return read_count("WORLD_SIZE", default=1, least=1)
 
 
 def local_size() -> int:
-    """How many of them run on this host."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    """The number of these processes that run on this host."""
+    return read_count("LOCAL_WORLD_SIZE", default=1, least=1)
+
+
+def read_count(name: str, default: int, least: int = 0) -> int:
+    """The whole number in one of torchrun's environment variables. Raises SettingsError for something else."""
+    text = os.environ.get(name) or str(default)
+    if not text.isdecimal() or int(text) < least:
+        raise SettingsError(
+            f"{name} = {text!r} is not a number of at least {least}: "
+            "torchrun sets it, so unset it for one process"
+        )
+    return int(text)
+
+
+def check_ranks(device: str) -> None:
+    """Raise SettingsError if the environment says that this is one of several processes, but not which."""
+    size = world_size()
+    if size == 1:
+        return
+    needed = ["RANK", "MASTER_ADDR", "MASTER_PORT"]
+    if device == "cuda":
+        needed.append("LOCAL_RANK")
+    missing = [name for name in needed if not os.environ.get(name)]
+    if missing:
+        raise SettingsError(
+            f"WORLD_SIZE = {size}, but {missing[0]} is not set: "
+            "start lagrpo with torchrun, or unset WORLD_SIZE for one process"
+        )
+    rank, port = read_count("RANK", default=0), read_count("MASTER_PORT", default=0)
+    if rank >= size:
+        raise SettingsError(f"RANK = {rank}, but WORLD_SIZE = {size}: ranks are 0 to {size - 1}")
+    if not 0 < port < 2**16:
+        raise SettingsError(f"MASTER_PORT = {port} is not a port: set 1 to 65535")
 
 
 # A run that resumes

@@ -7,20 +7,25 @@ vLLM, rank 0 talks to the servers and scores. A rank that raises ends, and torch
 
 from __future__ import annotations
 
+import logging
 import os
-from collections import defaultdict
+import socket
+import threading
+import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import PrefixStore
-from torch.distributed.rendezvous import rendezvous
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from lagrpo.interrupts import EndedAtOnce, Interrupted
 from lagrpo.rollout.base import Item, Request, SamplingParams
@@ -29,6 +34,11 @@ from lagrpo.types import Group
 
 TIMEOUT = timedelta(hours=1)
 """Of collectives: longer than a rank may be busy alone, as rank 0 is while servers start or sample a batch."""
+JOIN_TIMEOUT = 600.0  # seconds in which all ranks must have started
+PATIENCE = 5.0  # seconds after which a rank says for whom it waits
+POLL = 0.1  # seconds between two looks
+_joined = Counter[str]()  # how often this process has joined others, by the address of their store
+logger = logging.getLogger("lagrpo")
 T = TypeVar("T")
 
 
@@ -107,18 +117,106 @@ def joined(device: str, shard_layers: bool) -> Iterator[Ranks]:
         return
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    store, rank, size = next(rendezvous("env://", timeout=TIMEOUT))
+    rank, size = int(os.environ["RANK"]), world_size()
     # torchrun keeps one store across restarts, with addresses of processes that have ended; hosts count differently
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if local_size() == size else "0"
-    backend, store = (
-        "nccl" if device == "cuda" else "gloo",
-        PrefixStore(f"attempt {attempt}", store),
-    )
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    # A second run of one process must not find the addresses of the first.
+    address = f"{host}:{port}"
+    place = f"attempt {attempt}, run {_joined[address]}"
+    _joined[address] += 1
+    store = PrefixStore(place, open_store(host, port, rank, size))
+    wait_for_ranks(store, address, rank, size)
+    backend = "nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
     group, objects = dist.group.WORLD, dist.new_group(backend="gloo", timeout=TIMEOUT)
     assert group is not None
     yield Ranks(rank, size, group, objects, make_mesh(group, device) if shard_layers else None)
     dist.destroy_process_group()  # not after an error: the others would fail before it is reported
+
+
+def open_store(host: str, port: int, rank: int, size: int) -> Store:
+    """The store in which ranks find each other: torchrun serves it, without torchrun rank 0. Raises ConnectionError if
+    this rank cannot serve or use it, TimeoutError if nothing answers in time."""
+    by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    serves = rank == 0 and not by_torchrun
+    if not serves:
+        server = "torchrun" if by_torchrun else "rank 0"
+        wait_until(lambda: answers(host, port), lambda: f"{server} at {host}:{port}")
+    open_it = partial(
+        dist.TCPStore,  # pyright: ignore[reportPrivateImportUsage]
+        host,
+        port,
+        size,
+        is_master=serves,
+        timeout=TIMEOUT,
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
+    store = call_in_thread(open_it)  # PyTorch handles no signal while it waits for an answer
+    wait_until(store.done, lambda: f"an answer of {host}:{port}")
+    try:
+        return store.result()
+    except dist.DistError as error:
+        cure = "set MASTER_PORT to a free port, and start each rank once"
+        raise ConnectionError(
+            f"{host}:{port} (MASTER_ADDR, MASTER_PORT) cannot be used: {cure}"
+        ) from error
+
+
+def call_in_thread(call: Callable[[], T]) -> Future[T]:
+    """What the call returns or raises, in a thread that ends with the process."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:  # noqa: BLE001 - raised by the one who reads the result
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+def answers(host: str, port: int) -> bool:
+    """True if something listens at the address."""
+    try:
+        socket.create_connection((host, port), timeout=1).close()
+    except OSError:
+        return False
+    return True
+
+
+def wait_for_ranks(store: Store, address: str, rank: int, size: int) -> None:
+    """Return when all ranks have come to this point. Raises TimeoutError if some do not come in time."""
+    keys = [f"rank {number}" for number in range(size)]
+    store.set(keys[rank], "here")
+
+    def describe() -> str:
+        missing = [key for key in keys if not store.check([key])]
+        shown = ", ".join(missing[:8])
+        more = " and others" if len(missing) > 8 else ""
+        return f"{shown}{more} (WORLD_SIZE = {size}) at {address}"
+
+    try:
+        wait_until(lambda: store.check(keys), describe)
+    except dist.DistError as error:
+        raise ConnectionError(f"the process that serves {address} has ended") from error
+
+
+def wait_until(condition: Callable[[], bool], describe: Callable[[], str]) -> None:
+    """Return when the condition holds; after a few seconds say for whom it waits. Signals are handled. Raises
+    TimeoutError after JOIN_TIMEOUT."""
+    started, said = time.monotonic(), ""
+    while not condition():
+        waited = time.monotonic() - started
+        if waited > PATIENCE and describe() != said:
+            said = describe()
+            logger.warning("waiting for %s", said)
+        if waited > JOIN_TIMEOUT:
+            cure = "start every rank with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE, or use torchrun"
+            raise TimeoutError(f"{describe()} did not come within {JOIN_TIMEOUT:g} s: {cure}")
+        time.sleep(POLL)
 
 
 def make_mesh(group: dist.ProcessGroup, device: str) -> DeviceMesh:

@@ -84,9 +84,9 @@ def train(
     task: object that replaces settings.task (lagrpo.tasks.Task). callbacks: called after each batch is on disk.
     resume: directory of a run to resume with its own settings, or "auto": the run called run.name, if it exists.
 
-    Ctrl-C or SIGTERM stops the run after the current update and writes a checkpoint. Under torchrun every process calls
-    this and gets the same Result; only rank 0 calls `callbacks`. Raises SettingsError for input that cannot be run,
-    TypeError for arguments of a wrong type, and an error of FAILURES if the run fails.
+    Ctrl-C, SIGTERM, SIGUSR1 or SIGUSR2 stops the run after the current update and writes a checkpoint. Under torchrun
+    every process calls this and gets the same Result; only rank 0 calls `callbacks`. Raises SettingsError for input
+    that cannot be run, TypeError for arguments of a wrong type, and an error of FAILURES if the run fails.
     """
     if task is not None and not isinstance(task, Task):
         raise TypeError(f"task: {task!r:.80} {NOT_A_TASK}")
@@ -95,6 +95,8 @@ def train(
             raise TypeError(
                 f"callbacks: {callback!r:.80} is not an instance of a class that inherits lagrpo.Callback"
             )
+    device = pick_device().type
+    checks.check_ranks(device)
     resume = None if resume is None else os.fspath(resume)
     rewards = rewards if isinstance(rewards, list | tuple | None) else [rewards]
     arguments = checks.in_memory_arguments(task, data, rewards, loss)
@@ -111,7 +113,7 @@ def train(
     threads = fixed_threads(
         choose_threads(checks.recorded_threads(resolved, resume), checks.local_size())
     )
-    device, shard_layers = pick_device().type, resolved.distributed.strategy == "fsdp2"
+    shard_layers = resolved.distributed.strategy == "fsdp2"
     with interruptible(), freed_memory_kept(), threads, joined(device, shard_layers) as ranks:
         from torch.distributed.elastic.multiprocessing.errors import record
 

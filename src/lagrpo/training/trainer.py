@@ -135,8 +135,12 @@ class Trainer:
         else:
             self.masters = MasterWeights(policy.model.lm, *start)
         if activation_checkpointing:
-            self.policy.model.lm.gradient_checkpointing_enable({"use_reentrant": False})
-            self.policy.model.lm.train()  # transformers checkpoints in training mode only; dropout is off
+            lm = self.policy.model.lm
+            # transformers 5.23 renamed it, and warns of the old name.
+            new_name = getattr(lm, "activation_checkpointing_enable", None)
+            enable = new_name or lm.gradient_checkpointing_enable
+            enable({"use_reentrant": False})
+            lm.train()  # transformers checkpoints in training mode only; dropout is off
         self.synced: list[Tensor] = []  # a sample of the weights of the last weight sync
         self.reset_optimizer()
 

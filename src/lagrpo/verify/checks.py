@@ -73,7 +73,7 @@ def load_chat(run: RecordedRun) -> Chat:
     folder = find_weights(run)[0]
     tokenizer = load_tokenizer(folder)
     if template := run.settings.model.chat_template:
-        tokenizer.chat_template = find_path(run, template).read_text("utf-8")
+        tokenizer.chat_template = find_path(run, template).read_text(encoding="utf-8")
     ends = GenerationConfig.from_pretrained(folder).eos_token_id
     known = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
     started, given = (

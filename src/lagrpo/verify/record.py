@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 from lagrpo.errors import one_line, refusing
 from lagrpo.runs import reading
-from lagrpo.runs.environment import read_environment
+from lagrpo.runs.environment import FILE, read_environment
+from lagrpo.runs.rollouts import rollout_schema
 from lagrpo.settings.load import load_settings
 from lagrpo.settings.own_loss import load_recipe_of_run
 
@@ -75,9 +76,12 @@ class RecordedRun:
                 read_environment(path),
             )
             self.recipe = load_recipe_of_run(self.settings, path)
+            for name in ("started", "dtype"):
+                if name not in self.environment:
+                    raise ValueError(f"{path / FILE} is missing or has no {name!r}: restore it")
             self.own_task = "# The task was the caller's own object" in (
                 path / "config.toml"
-            ).read_text("utf-8")
+            ).read_text(encoding="utf-8")
             self.lines, self.events = reading.load_metrics(path), reading.load_events(path)
             self.metrics = {line["step"]: (n, line) for n, line in enumerate(self.lines, start=1)}
             self.evaluations = reading.load_evaluations(path)
@@ -104,9 +108,13 @@ class RecordedRun:
 def _read_rows(path: Path, step: int) -> Iterator[Row]:
     """The rows of a step. A group begins where completions start at 0 again, or another prompt comes."""
     group, before = -1, None
+    columns = rollout_schema().names
     for number, row in enumerate(reading.load_rollouts(path, [step])):
         prompt = row["source"], row["epoch"], row["prompt_id"]
         group += prompt != before or row["sample_index"] == 0
+        if missing := [name for name in columns if name not in row]:
+            file = path / "rollouts" / f"step-{step:06d}.parquet"
+            raise ValueError(f"{file} has no column {missing[0]!r}: restore the file")
         where = f"row {number} (prompt {row['prompt_id']}, completion {row['sample_index']})"
         yield row | {"where": f"rollouts/step-{step:06d}.parquet, {where}", "group": (step, group)}
         before = prompt

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from lagrpo.errors import SettingsError, refusing
+from lagrpo.model.directory import naming_damage
 from lagrpo.model.embedded import ALIASES, is_adapter, resolve_model
 from lagrpo.rng import permutation, uniforms
 from lagrpo.verify.record import RecordedRun, Row, sampled
@@ -42,7 +43,9 @@ def find_weights(run: RecordedRun) -> dict[int, str]:
     """The directory of the weights of each version on disk. Version 0 is the model of the settings."""
     name = run.settings.model.path
     path = find_path(run, name)
-    base = resolve_model(name) if name in ALIASES else str(path) if path.is_dir() else name
+    with refusing("model.path"):
+        is_here = name not in ALIASES and path.is_dir()
+        base = resolve_model(str(path) if is_here else name)
     return {0: base} | {
         int(v.name[1:]): str(v) for v in sorted((run.path / "weights").glob("v[0-9]*"))
     }
@@ -51,7 +54,6 @@ def find_weights(run: RecordedRun) -> dict[int, str]:
 def load_model(run: RecordedRun, folder: str) -> Any:
     """A model, rounded to the run's dtype as the run had it, computing in float32: if only one of two sides rounds,
     they lie closer together. Raises SettingsError for a broken directory."""
-    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -60,7 +62,7 @@ def load_model(run: RecordedRun, folder: str) -> Any:
             f"{folder}: verifying versions of adapters needs the package peft: pip install peft"
         )
     logging.disable_progress_bar()
-    with refusing(folder, SafetensorError, KeyError):
+    with refusing(), naming_damage(folder, f"{folder} cannot be loaded"):
         dtype = getattr(torch, run.environment["dtype"])
         model: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, attn_implementation="eager"

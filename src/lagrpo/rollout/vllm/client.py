@@ -18,6 +18,8 @@ from typing import Any, TypeVar
 
 import urllib3
 
+from lagrpo.errors import one_line
+
 Json = Mapping[str, Any]
 T = TypeVar("T")
 Free = PriorityQueue[
@@ -82,7 +84,7 @@ class VllmClient:
                 f"{self.url}{path} does not answer; is the server up? {error}"
             ) from error
         if answer.status == 200:
-            return json.loads(answer.data) if answer.data[:1] in (b"{", b"[") else None
+            return self._read(path, answer.data)
         text = answer.data.decode(errors="replace").strip()[:500]
         if answer.status == 401:
             raise SamplerError(f"{self.url} does not accept the API key; set {KEY} to the server's")
@@ -91,6 +93,15 @@ class VllmClient:
         if answer.status >= 500:
             raise NoAnswerError(f"{self.url}{path} failed with status {answer.status}: {text}")
         raise SamplerError(f"{self.url}{path} rejected the request ({answer.status}): {text}")
+
+    def _read(self, path: str, data: bytes) -> Any:
+        if data[:1] not in (b"{", b"["):
+            return None
+        try:
+            return json.loads(data)
+        except ValueError as error:
+            text = one_line(data[:200].decode(errors="replace"))
+            raise SamplerError(f"{self.url}{path} answers with broken JSON: {text}") from error
 
     def is_healthy(self) -> bool:
         with suppress(NoAnswerError):

@@ -25,11 +25,12 @@ from lagrpo.errors import SettingsError, refusing
 from lagrpo.logs import redact
 from lagrpo.machine import drop_own, drop_torchrun
 from lagrpo.model.embedded import check_path, resolve_model
-from lagrpo.rollout.vllm.client import KEY, SamplerError, VllmClient
+from lagrpo.rollout.vllm.client import HOW_TO_START, KEY, SamplerError, VllmClient
 from lagrpo.settings.schema import Settings
 from lagrpo.settings.sections import split_server_args
 
 PYTHON = "LAGRPO_VLLM_PYTHON"  # environment variable with the Python that has vLLM
+GET_PYTHON = f"`make vllm-env` installs it, or set {PYTHON} to a Python that has it"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 START_TIMEOUT = 1200.0  # seconds until a server must be ready
 EXTENSION = "lagrpo_extension.Worker"
@@ -159,8 +160,11 @@ class StartedServer(VllmClient):
                     if self.guard.poll() is not None
                     else f"was not ready within {START_TIMEOUT:g} s"
                 )
-                lines = redact(self.log.read_text(errors="replace")).splitlines()[-30:]
+                log = self.log.read_text(encoding="utf-8", errors="replace")
+                lines = redact(log).splitlines()[-30:]
                 shown = "".join(f"\n  {line[:300]}" for line in lines)
+                if "No module named 'vllm'" in shown:
+                    raise SamplerError(f"{self.launch.python} has no vLLM: {GET_PYTHON}")
                 raise SamplerError(
                     f"the vLLM server {what}. The end of its log, {self.log}:{shown}"
                 )
@@ -199,9 +203,12 @@ def open_servers(settings: Settings, replied: int = 0) -> list[VllmClient]:
 def attach_server(url: str, settings: Settings, longest: int) -> VllmClient:
     """A server that runs already. Raises SamplerError or ValueError for one that cannot be used."""
     server = VllmClient(url, os.environ.get(KEY))
-    model = server.call("GET", "/v1/models")["data"][0]
-    if model["max_model_len"] < longest:
-        what = f"{url} takes sequences of at most {model['max_model_len']} tokens, but the settings allow {longest}"
+    try:
+        limit = server.call("GET", "/v1/models")["data"][0]["max_model_len"]
+    except (TypeError, LookupError) as error:
+        raise ValueError(f"{url} is not a vLLM server: {HOW_TO_START}") from error
+    if limit < longest:
+        what = f"{url} takes sequences of at most {limit} tokens, but the settings allow {longest}"
         raise ValueError(
             f"{what}: lower rollout.max_completion_length, or raise the server's --max-model-len"
         )
@@ -230,9 +237,9 @@ def find_python() -> str:
     """The Python that has vLLM. Raises ValueError if there is none."""
     path = Path(os.environ.get(PYTHON) or ".venv-vllm/bin/python").expanduser().absolute()
     if not path.is_file():
-        raise ValueError(
-            f"no Python with vLLM at {path}: `make vllm-env` installs it, or set {PYTHON}"
-        )
+        raise ValueError(f"no Python with vLLM at {path}: {GET_PYTHON}")
+    if not os.access(path, os.X_OK):
+        raise ValueError(f"{path} ({PYTHON}) is not a program: {GET_PYTHON}")
     return str(path)
 
 
