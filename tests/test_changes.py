@@ -173,6 +173,13 @@ def test_changed_rows_are_named(rows, change):
         check_places(places(ROWS), places(rows))
 
 
+def test_rows_of_evaluation_sets_are_named():
+    before = RowTask("set", {"train": ROWS, "test": ROWS}, lambda row: ("", ""), len)
+    now = RowTask("set", {"train": ROWS[1:], "test": with_answer(3, "99")}, before.ask, len)
+    with pytest.raises(ValueError, match="the test split of evaluation set hard has other values"):
+        check_places(digest_places({"hard": before}), digest_places({"hard": now}))
+
+
 def test_test_split_does_not_count_without_evaluations():
     task = {OF_RUN: RowTask("rows", {"train": ROWS, "test": ROWS}, lambda row: ("", ""), len)}
     assert [*digest_places(task, evaluates=False)] == ["train split"]

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from lagrpo.rewards.builtin import exact
-from lagrpo.training.sources import find_changed_sources, source_digest
+from lagrpo.tasks.gym import Gym
+from lagrpo.training.sources import find_changed_sources, find_own_environment, source_digest
 
 MODULE = """
 import re
@@ -179,6 +180,12 @@ def test_lambdas_of_one_call_do_not_count_the_rest_of_the_call(load):
     text = "given = dict(rewards=[lambda completion, answer: 1.0], resume={})\n"
     digests = [source_digest(load(text.format(n)).given["rewards"][0]) for n in (None, "'runs/a'")]
     assert digests[0] == digests[1]
+
+
+def test_environment_of_gym_counts_by_the_users_function():
+    assert find_own_environment(partial(Gym, "user_rewards:Maze")) == "user_rewards:Maze"
+    of_a_package = partial(Gym, "game:Wordle-v0")
+    assert find_own_environment(of_a_package) is of_a_package
 
 
 def test_changes_are_those_of_what_both_have():

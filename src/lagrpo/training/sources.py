@@ -22,6 +22,7 @@ from lagrpo.rollout.episodes import OF_RUN
 from lagrpo.settings.own_loss import own_functions
 from lagrpo.tasks import environment_of
 from lagrpo.tasks.environments import Tools
+from lagrpo.tasks.gym import Gym
 
 if TYPE_CHECKING:
     from lagrpo.core.objective import Recipe
@@ -67,8 +68,15 @@ def collect_sources(
             for reward in Rewards.from_reward(task.reward).parts:
                 sources[f"{where}reward {reward.title}"] = source_digest(reward.function)
         else:
-            sources[f"{where}environment"] = source_digest(environment)
+            sources[f"{where}environment"] = source_digest(find_own_environment(environment))
     return sources
+
+
+def find_own_environment(make: Any) -> Any:
+    """What makes environments; for the task gym:package.module:function that function's name."""
+    if isinstance(make, partial) and make.func is Gym and "-v" not in make.args[0]:
+        return make.args[0]
+    return make
 
 
 def find_changed_sources(
