@@ -125,8 +125,8 @@ class TrainerComponents:
             prompts = tasks[OF_RUN].prompts
             with refusing("task"):
                 prompts.check(settings.schedule.batches)
-                if prompts.first and ranks.is_first:
-                    first_prompt = prompts.first[0][1]
+                if ranks.is_first:
+                    first_prompt = prompts.check_prompts(1)[0].prompt
                     warn_of_formats(tasks[OF_RUN].task.reward, first_prompt, policy.chat)
             data = {"places": places, "visited": digest_visited(prompts.visited)}
             offline = build_offline(settings, recipe, policy, records) if records else None
