@@ -1,6 +1,5 @@
 import pytest
 import torch
-from each import each
 from torch import tensor
 from torch.testing import assert_close
 
@@ -40,8 +39,8 @@ def improvement(pi, pi_k, r):
     return mean_reward(pi, r) - mean_reward(pi_k, r)
 
 
-@each("eps_std", [0.0, 1e-4, 0.75])
-@each(("outcomes", "binary"), [(2, True), (3, True), (4, False)])
+@pytest.mark.parametrize("eps_std", [0.0, 1e-4, 0.75])
+@pytest.mark.parametrize(("outcomes", "binary"), [(2, True), (3, True), (4, False)])
 def test_no_bound_is_violated_and_the_identity_bound_dominates(eps_std, outcomes, binary):
     pi, pi_k, alpha, r = cases(5_000, outcomes, seed=outcomes, binary=binary)
     D = improvement(pi, pi_k, r)
@@ -132,7 +131,7 @@ def drawn(prompts: int, G: int, seed: int) -> tuple[torch.Tensor, ...]:
     return r[y], (pi / alpha).log()[y], (pi_k / alpha).log()[y]
 
 
-@each("G", [2, 4, 16])
+@pytest.mark.parametrize("G", [2, 4, 16])
 def test_gain_and_distances_from_samples_are_unbiased_at_every_group_size(G):
     estimates = sampled(*drawn(60_000, G, seed=G), eps_std=0.25)
     # J(pi) - J(alpha) = .55 - .35 = .2, TV(pi, alpha) = .2, TV(pi_k, alpha) = .05
@@ -143,7 +142,7 @@ def test_gain_and_distances_from_samples_are_unbiased_at_every_group_size(G):
     assert float(estimates.sigma.max()) <= 1.0
 
 
-@each("cap", [1.0, 1.5, 4.0])
+@pytest.mark.parametrize("cap", [1.0, 1.5, 4.0])
 def test_the_capped_gain_is_a_bound_and_lacks_at_most_the_probability_beyond_the_cap(cap):
     pi, _, alpha, r = cases(20_000, 4, seed=4, binary=False)
     missing = improvement(pi, alpha, r) - capped_gain(pi, alpha, r, cap)

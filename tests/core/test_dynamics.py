@@ -2,7 +2,6 @@ from math import sqrt
 
 import pytest
 import torch
-from each import each
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import tensor
@@ -19,7 +18,7 @@ def test_the_first_iterations_at_beta_one():
     assert p[1] > p[2] > p[3] < p[4]  # not monotone
 
 
-@each(
+@pytest.mark.parametrize(
     ("beta", "p_ref", "expected"),
     [
         (1.0, 0.05, 0.3126),

@@ -7,8 +7,7 @@ What is biased is asserted as biased, with its number.
 
 import pytest
 import torch
-from each import each
-from losses import inputs
+from losses import inputs, with_statistics
 from torch import Tensor, tensor
 from torch.testing import assert_close
 
@@ -63,18 +62,25 @@ CENTERED = REWARD - mean_reward(ALPHA)
 
 
 def tokens(theta: Tensor, advantage_C: Tensor, pi_k: Tensor) -> LossInputs:
-    """The tokens of the nine completions under pi = theta."""
+    """The tokens of the nine completions under pi = theta, one group. Their entropy, and their staleness of 3, are
+    numbers that no policy here has."""
     return inputs(
-        *map(token_logp, (theta, ALPHA, pi_k, PI_REF)), A=advantage_C, completion=COMPLETION_T
+        *map(token_logp, (theta, ALPHA, pi_k, PI_REF)),
+        A=advantage_C,
+        completion=COMPLETION_T,
+        staleness=torch.full((18,), 3),
+        entropy=double(*range(18)),
+        finished=torch.ones(9, dtype=torch.bool),
     )
 
 
 def surrogate(name: str, advantage_C: Tensor, pi_k: Tensor = ALPHA, **overrides):
-    """theta -> E_alpha of the sum over tokens of the recipe's surrogate."""
+    """theta -> E_alpha of the sum over tokens of the recipe's surrogate. The nine completions are a whole step."""
     recipe = resolve(name, overrides)
 
     def expectation(theta: Tensor) -> Tensor:
-        return (p(ALPHA)[COMPLETION_T] * recipe.value(tokens(theta, advantage_C, pi_k))).sum()
+        x = with_statistics(recipe, tokens(theta, advantage_C, pi_k))
+        return (p(ALPHA)[COMPLETION_T] * recipe.value(x)).sum()
 
     return expectation
 
@@ -87,11 +93,18 @@ def cosine(found: Tensor, exact: Tensor) -> float:
     return float(found @ exact / found.norm() / exact.norm())
 
 
-TIMES_GRAD_J = {"unclipped": 2.0}  # the sequence ratio stands at each of two tokens
-OTHERWISE = {"red_weight", "opmd_kimi", "opmd_pairwise"}
+TIMES_GRAD_J = {  # the first: the sequence ratio stands at each of two tokens
+    "unclipped": 2.0,
+    "oapl": 2e-3,
+}
+OTHERWISE = {
+    *("red_weight", "opmd_kimi"),
+    *("opmd_pairwise", "tba", "online_dpo", "online_ipo"),  # compare completions of a group
+    "grpo_top_entropy",  # keeps some tokens only
+}
 
 
-@each("name", sorted(set(RECIPES) - OTHERWISE))
+@pytest.mark.parametrize("name", sorted(set(RECIPES) - OTHERWISE))
 def test_at_pi_equal_pi_k_equal_alpha_the_gradient_is_that_of_the_mean_reward(name):
     """With any constant baseline, AsymRE's among them: E_alpha[(A + c) grad log pi] = grad J."""
     found = gradient(surrogate(name, CENTERED), ALPHA)
@@ -125,7 +138,128 @@ def test_off_policy_the_sequence_ratio_is_unbiased_and_nothing_else_is():
         assert cosine(found, exact) == pytest.approx(angle, abs=5e-5), label
 
 
-INFINITE = {"correction_cap": float("inf")}
+RHO = (token_logp(PI) - token_logp(ALPHA)).exp()
+S = (p(PI) / p(ALPHA))[COMPLETION_T]
+A_T = (CENTERED / SIGMA)[COMPLETION_T]
+CHANGE = token_logp(PI).exp() - token_logp(ALPHA).exp()
+
+
+def two_symbol_kl() -> Tensor:
+    a, q = token_logp(ALPHA).exp(), token_logp(PI).exp()
+    return a * (a / q).log() + (1 - a) * ((1 - a) / (1 - q)).log()
+
+
+def soft(t: Tensor) -> Tensor:
+    """1 / cosh^2(t (rho - 1) / 2) = 4 p (1 - p), p the sigmoid of t (rho - 1)."""
+    return 1 / torch.cosh(t * (RHO - 1) / 2).square()
+
+
+def largest_k3() -> Tensor:
+    return (RHO - 1 - RHO.log()).view(9, 2).amax(dim=1)[COMPLETION_T]
+
+
+def of_m2po(tau: float) -> Tensor:
+    """rho, but 0 at the outward tokens with the largest (log rho)^2: taken away one by one, as in the paper."""
+    squares, outward = RHO.log().square(), (A_T > 0) == (RHO > 1)
+    kept = torch.ones(18, dtype=torch.bool)
+    while float(squares[outward & kept].mean()) > tau:
+        kept[torch.where(outward & kept, squares, -1.0).argmax()] = False
+    return RHO * kept
+
+
+UP, DOWN = A_T > 0, A_T < 0
+COEFFICIENTS = {  # of A grad log pi at each token, for pi_k = alpha
+    "dppo_tv": RHO * ~((UP & (CHANGE > 0.15)) | (DOWN & (-CHANGE > 0.15))),
+    "dppo_kl": RHO * ~(((RHO > 1) == UP) & (two_symbol_kl() > 0.05)),
+    "ipo_mask": RHO * (CHANGE.abs() <= 0.1),
+    "prime_rl": RHO * ~((UP & (CHANGE > 0.2)) | (DOWN & (-CHANGE > 0.2))) - 2e-3 * RHO.log() / A_T,
+    "rollout_is": RHO * ((RHO - 1).abs() <= 0.2),
+    "decoupled_ppo": RHO * ~((UP & (RHO > 1.2)) | (DOWN & (RHO < 0.8))),
+    "a3po": RHO * ~((UP & (RHO > 1.2**3)) | (DOWN & (RHO < 0.8**3))),
+    "m2po": of_m2po(0.04),
+    "sapo": RHO * soft(torch.where(UP, 1.0, 1.05)),
+    "vespo": torch.where(UP, S**2 * (3 - 3 * S).exp(), S**3 * (2 - 2 * S).exp()),
+    "seq_tis": S.clamp(max=8.0),
+    "opsm": RHO * ~((UP & (RHO > 1.2)) | (DOWN & (RHO < 0.8))) * ~(DOWN & (S.log() / 2 < -0.1)),
+    "trm": RHO * ~((UP & (RHO > 1.2)) | (DOWN & (RHO < 0.8))) * (largest_k3() <= 0.05),
+    "positive_only": torch.ones(18, dtype=torch.float64),
+    "topr_token": torch.where(UP, 1.0, RHO.clamp(max=1.0)),
+    "asymmetric_cap": torch.where(UP, RHO, RHO.clamp(max=1.0)),
+    "grpo_finished": RHO * ~((UP & (RHO > 1.2)) | (DOWN & (RHO < 0.8))),
+    "grpo_top_entropy": RHO * ~((UP & (RHO > 1.2)) | (DOWN & (RHO < 0.8)))
+    * (torch.arange(18) >= 0.8 * 17),
+    "oapl": 2e-3 * (1 - 1e-3 * S.log() / A_T),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "relative", "angle"),
+    [
+        ("dppo_tv", 0.4638, 0.9278),
+        ("dppo_kl", 0.4638, 0.9278),
+        ("ipo_mask", 0.6595, 0.7540),
+        ("prime_rl", 0.4812, 0.9206),
+        ("rollout_is", 0.6458, 0.8117),
+        ("decoupled_ppo", 0.5418, 0.8803),
+        ("a3po", 0.4638, 0.9278),
+        ("m2po", 0.3877, 0.9245),
+        ("sapo", 0.5338, 0.8997),
+        ("vespo", 0.5637, 0.9180),
+        ("seq_tis", 0.0000, 1.0000),
+        ("opsm", 0.5418, 0.8803),
+        ("trm", 0.6067, 0.8092),
+        ("positive_only", 0.4724, 0.9300),
+        ("topr_token", 0.3814, 0.9525),
+        ("asymmetric_cap", 0.6001, 0.8841),
+        ("grpo_finished", 0.5418, 0.8803),
+        ("grpo_top_entropy", 1.0169, 0.1847),
+        ("oapl", 0.9977, 0.9301),
+    ],
+)
+def test_off_policy_gradients_of_the_methods_for_stale_rollouts(name, relative, angle):
+    """Each is E_alpha of coefficient A grad log pi; relative error and cosine to grad J / sigma at pi."""
+    overrides = {"delta": 0.1} if name == "opsm" else {}  # with .5 nothing here is dropped
+    found = gradient(surrogate(name, CENTERED / SIGMA, **overrides), PI)
+    factor_T = (p(ALPHA)[COMPLETION_T] * COEFFICIENTS[name] * A_T).detach()
+    assert_close(found, gradient(lambda theta: (factor_T * token_logp(theta)).sum(), PI))
+    exact = gradient(mean_reward, PI) / SIGMA
+    assert error(found, exact) == pytest.approx(relative, abs=5e-5)
+    assert cosine(found, exact) == pytest.approx(angle, abs=5e-5)
+
+
+def test_m2po_released_clips_to_the_range_of_the_step_by_enumeration():
+    """The mean of the outward (log rho)^2 is above .04; cut down to the largest value at which it is not, t^2."""
+    found = gradient(surrogate("m2po_released", CENTERED / SIGMA), PI)
+    v = RHO.log().square()[(RHO > 1) == UP].sort().values
+    t = max(float(cut) ** 0.5 for cut in v if float(v.clamp(max=cut).mean()) < 0.04)
+    low, high = min(torch.e**-t, 0.7), max(torch.e**t, 1.5)
+    coefficient_T = RHO * ~((UP & (high < RHO)) | (DOWN & (low > RHO)))
+    factor_T = p(ALPHA)[COMPLETION_T] * coefficient_T * A_T
+    assert_close(found, gradient(lambda theta: (factor_T * token_logp(theta)).sum(), PI))
+    assert not bool((coefficient_T == RHO).all())
+
+
+@pytest.mark.parametrize("strength", [0.1, 2.0])
+def test_preferences_by_enumeration(strength):
+    """Of the nine completions the best is the third (the eighth is as good), the worst the first."""
+    best, worst = 2, 0
+    advantage = CENTERED
+
+    def margin(theta: Tensor) -> Tensor:
+        log_ratio = logp(theta) - logp(PI_REF)
+        return log_ratio[best] - log_ratio[worst]
+
+    def mean_over_completions(name: str):
+        recipe = resolve(name, {"strength": strength})
+        return lambda theta: recipe.value(tokens(theta, advantage, ALPHA)).sum() / 9
+
+    dpo = gradient(lambda theta: torch.sigmoid(strength * margin(theta)).log(), PI)
+    assert_close(gradient(mean_over_completions("online_dpo"), PI), dpo)
+    ipo = gradient(lambda theta: -(margin(theta) - 1 / (2 * strength)).square(), PI)
+    assert_close(gradient(mean_over_completions("online_ipo"), PI), ipo)
+
+
+INFINITE = {"cap": float("inf")}
 
 
 def per_completion(name: str, theta: Tensor, **overrides) -> Tensor:
@@ -139,7 +273,7 @@ def per_completion(name: str, theta: Tensor, **overrides) -> Tensor:
     return torch.func.jacrev(values)(theta)
 
 
-@each(
+@pytest.mark.parametrize(
     ("name", "changes", "relative", "angle", "variance"),
     [
         ("grpo_recomputed", {}, 0.2133, 0.9812, 0.2585),
@@ -147,19 +281,19 @@ def per_completion(name: str, theta: Tensor, **overrides) -> Tensor:
         ("grpo", {}, 0.1667, 0.9916, 0.2112),
         ("grpo_tis", INFINITE, 0.2158, 0.9803, 0.2384),
         ("grpo_tis", {}, 0.2158, 0.9803, 0.2384),  # no token reaches 2
-        ("grpo_tis", {"correction_cap": 1.2}, 0.2467, 0.9748, 0.2199),
+        ("grpo_tis", {"cap": 1.2}, 0.2467, 0.9748, 0.2199),
         ("grpo_tis_sequence", INFINITE, 0.0, 1.0, 0.2624),
-        ("grpo_tis_sequence", {"correction_cap": 1.5}, 0.0511, 0.9989, 0.2314),
-        ("grpo_tis_sequence", {"correction_cap": 1.2}, 0.0935, 0.9964, 0.2069),
+        ("grpo_tis_sequence", {"cap": 1.5}, 0.0511, 0.9989, 0.2314),
+        ("grpo_tis_sequence", {"cap": 1.2}, 0.0935, 0.9964, 0.2069),
         (
             "grpo_tis_sequence",
-            INFINITE | {"correction_level": "length_normalized"},
+            INFINITE | {"level": "length_normalized"},
             0.1048,
             0.9954,
             0.2377,
         ),
-        ("grpo_mis_sequence", {"correction_cap": 1.5}, 0.2733, 0.9743, 0.1606),
-        ("grpo_icepop", {"correction_floor": 2 / 3, "correction_cap": 1.5}, 0.3145, 0.9632, 0.1682),
+        ("grpo_mis_sequence", {"cap": 1.5}, 0.2733, 0.9743, 0.1606),
+        ("grpo_icepop", {"floor": 2 / 3, "cap": 1.5}, 0.3145, 0.9632, 0.1682),
     ],
 )
 def test_at_pi_k_untruncated_weights_of_completions_are_unbiased_and_nothing_else_is(
@@ -178,7 +312,7 @@ def test_at_pi_k_untruncated_weights_of_completions_are_unbiased_and_nothing_els
 
 def test_weights_and_ratios_of_completions_together_are_unbiased_wherever_pi_is():
     """(pi_k/alpha)(pi/pi_k) = pi/alpha: with tokens' ratios the first factor corrects alpha, not what pi did since."""
-    exact, of_completions = gradient(mean_reward, PI), INFINITE | {"correction_level": "sequence"}
+    exact, of_completions = gradient(mean_reward, PI), INFINITE | {"level": "sequence"}
     parts = {"denominator": "pi_k", "correction": "truncated"} | of_completions
     found = gradient(surrogate("unclipped", CENTERED, pi_k=PI_K, **parts), PI)
     assert_close(found, 2 * exact)  # the ratio stands at each of two tokens
@@ -254,7 +388,7 @@ TOKEN_WEIGHTED = OFF_POLICY * (token_logp(PI) - token_logp(ALPHA)).exp()
 SEQUENCE_WEIGHTED = OFF_POLICY * (p(PI) / p(ALPHA))[COMPLETION_T]
 
 
-@each(
+@pytest.mark.parametrize(
     ("estimator", "on_policy", "off_policy", "token_weighted"),
     [(k1, 0.1428, -0.1257, 0.1567), (k2, 0.1310, 0.2126, 0.1371), (k3, 0.1428, 0.2946, 0.1567)],
 )
@@ -273,7 +407,7 @@ def kl_gradient(estimator, weight_T: Tensor) -> Tensor:
     return gradient(lambda theta: (weight_T * estimator(tokens(theta, CENTERED, PI_K))).sum(), PI)
 
 
-@each("reverse", [False, True])
+@pytest.mark.parametrize("reverse", [False, True])
 def test_on_policy_k2_is_the_gradient_of_each_tokens_kl_and_k3_that_of_the_other_kl(reverse):
     """The probability of what precedes the second token is held: what the first does to it is in neither."""
     p_first = p(PI).view(3, 3).sum(dim=1)
@@ -289,7 +423,7 @@ def test_on_policy_k2_is_the_gradient_of_each_tokens_kl_and_k3_that_of_the_other
     assert_close(kl_gradient(k3 if reverse else k2, ON_POLICY), gradient(of_tokens, PI))
 
 
-@each(
+@pytest.mark.parametrize(
     ("estimator", "samples", "relative", "angle"),
     [
         (k2, ON_POLICY, 0.0619, 0.9990),

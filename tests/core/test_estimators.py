@@ -5,7 +5,6 @@ from math import comb
 
 import pytest
 import torch
-from each import each
 from torch import tensor
 
 from lagrpo.core.estimators import (
@@ -16,7 +15,7 @@ from lagrpo.core.estimators import (
 )
 
 
-@each(
+@pytest.mark.parametrize(
     ("n", "c", "k"), [(n, c, k) for n in (1, 4, 7) for c in range(n + 1) for k in range(1, n + 1)]
 )
 def test_pass_at_k_is_the_share_of_subsets_with_a_success(n, c, k):
@@ -64,7 +63,9 @@ def covered(intervals: list[tuple[float, float]], truth: float) -> float:
     )
 
 
-@each(("mean", "at_least", "bootstrap"), [(0.18, 0.93, 0.94), (0.97, 0.84, 0.80)])
+@pytest.mark.parametrize(
+    ("mean", "at_least", "bootstrap"), [(0.18, 0.93, 0.94), (0.97, 0.84, 0.80)]
+)
 def test_interval_of_pass_at_1_covers_at_20_prompts_of_16_samples(mean, at_least, bootstrap):
     """1,000 evaluations; the bootstrap covers at most the last number."""
     torch.manual_seed(0)

@@ -47,9 +47,7 @@ def test_opsm_keeps_failures_that_the_policy_likes_better_than_before():
 def test_seq_max_k3_takes_the_largest_token_of_a_completion(delta, stays):
     """rho - log rho - 1 = .30685… at rho = 2, less at the other tokens, whatever the sign of A."""
     log_ratio_T = tensor([0.0, log(2.0), log(0.9), 0.0], dtype=torch.float64)
-    x = inputs(
-        log_ratio_T, torch.zeros(4).double(), A=[-1.0, 1.0], completion=[0, 0, 0, 1]
-    )
+    x = inputs(log_ratio_T, torch.zeros(4).double(), A=[-1.0, 1.0], completion=[0, 0, 0, 1])
     assert seq_max_k3(x, delta=delta).tolist() == [stays] * 3 + [True]
 
 

@@ -5,7 +5,6 @@ from math import inf, log
 
 import pytest
 import torch
-from each import each
 from losses import gradient_of, inputs
 from torch import tensor
 from torch.testing import assert_close
@@ -24,12 +23,12 @@ from lagrpo.core.kl import (
     sampled_tv,
     tv,
 )
-from lagrpo.core.losses import importance
+from lagrpo.core.weights import importance
 
 P, Q = tensor([0.5, 0.5]), tensor([0.25, 0.75])
 
 
-@each(
+@pytest.mark.parametrize(
     ("estimator", "values", "gradient"),
     [
         (k1, [log(2), -log(2)], [1.0, 1.0]),

@@ -6,65 +6,164 @@ from typing import Any
 
 import pytest
 import torch
-from each import each
-from losses import gradient_of, inputs, random_inputs
+from losses import gradient_of, inputs, random_inputs, with_statistics
 from torch import Tensor, tensor
 from torch.testing import assert_close
 
-from lagrpo.core.inputs import LossInputs
-from lagrpo.core.recipes import RECIPES, resolve
+from lagrpo.core.inputs import LossInputs, without_gradient
+from lagrpo.core.probe import OPTIONAL
+from lagrpo.core.recipes import RECIPES, bounds_whole_completions, inert_over_pi_k, resolve
+from lagrpo.core.rows import FAMILIES
 
 NO_FLAT = tensor([False] * 7)
-ROWS = each("name", sorted(RECIPES))
+ROWS = pytest.mark.parametrize("name", sorted(RECIPES))
 
 
-@each(
+@pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("grpo", {"advantage": "normalized", "eps_std": 1e-4, "surrogate": "clipped", "epsilon_low": 0.2,
-                  "epsilon_high": 0.2, "beta": 0.04, "kl": "k3", "reduction": "sequence_mean", "ratio": "token"}),
+        ("grpo", {"advantage": "normalized", "advantage.eps_std": 1e-4, "surrogate": "clipped",
+                  "surrogate.epsilon_low": 0.2, "surrogate.epsilon_high": 0.2, "beta": 0.04, "kl": "k3",
+                  "reduction": "sequence_mean", "surrogate.ratio": "token"}),
         ("grpo_masked", {"beta": 0.1, "reduction": "sequence_mean", "mask_zero_variance": True}),
         ("off_policy_grpo_exact", {"surrogate": "clipped_exact", "beta": 0.1, "reduction": "sequence_mean"}),
         ("dr_grpo", {"advantage": "centered", "reduction": "constant_length", "beta": 0.0}),
-        ("dapo", {"epsilon_low": 0.2, "epsilon_high": 0.28, "mask_zero_variance": True, "reduction": "token_mean"}),
-        ("gspo", {"ratio": "length_normalized", "epsilon_low": 3e-4, "epsilon_high": 4e-4}),
-        ("cispo", {"surrogate": "reinforce", "weight": "capped_ratio", "epsilon_high": 4.0, "mask": None}),
-        ("grpo_tis", {"denominator": "pi_k", "correction": "truncated", "correction_cap": 2.0}),
-        ("grpo_icepop", {"correction": "masked", "correction_floor": 0.5, "correction_cap": 5.0}),
-        ("rec_ring_is", {"mask": "ring", "weight": "importance", "epsilon_high": 0.2, "outer_high": 2.0}),
+        ("dapo", {"surrogate.epsilon_low": 0.2, "surrogate.epsilon_high": 0.28, "mask_zero_variance": True,
+                  "reduction": "token_mean"}),
+        ("gspo", {"surrogate.ratio": "length_normalized", "surrogate.epsilon_low": 3e-4,
+                  "surrogate.epsilon_high": 4e-4}),
+        ("cispo", {"surrogate": "reinforce", "surrogate.weight": "capped_ratio",
+                   "surrogate.weight.epsilon_high": 4.0, "surrogate.mask": None}),
+        ("grpo_tis", {"surrogate.denominator": "pi_k", "correction": "truncated", "correction.cap": 2.0}),
+        ("grpo_icepop", {"correction": "masked", "correction.floor": 0.5, "correction.cap": 5.0}),
+        ("rec_ring_is", {"surrogate.mask": "ring", "surrogate.weight": "importance",
+                         "surrogate.mask.epsilon_high": 0.2, "surrogate.mask.outer_high": 2.0}),
+        ("dppo_tv", {"surrogate.mask": "tv", "surrogate.mask.delta_low": 0.15, "surrogate.mask.delta_high": 0.15,
+                     "surrogate.weight": "importance", "advantage": "normalized", "reduction": "constant_length"}),
+        ("dppo_kl", {"surrogate.mask": "binary_kl", "surrogate.mask.delta_low": 0.05,
+                     "surrogate.mask.delta_high": 0.05, "reduction": "constant_length"}),
+        ("prime_rl", {"surrogate.mask": "tv", "surrogate.mask.delta_high": 0.2, "surrogate.regularizer": "opmd",
+                      "surrogate.regularizer.anchor": "alpha", "surrogate.regularizer.strength": 1e-3,
+                      "advantage": "centered", "reduction": "token_mean"}),
+        ("ipo_mask", {"surrogate.mask": "tv_two_side", "surrogate.mask.delta": 0.1}),
+        ("rollout_is", {"surrogate.mask": "two_side", "surrogate.weight": "importance", "advantage": "normalized"}),
+        ("decoupled_ppo", {"surrogate": "clipped_proportional", "reduction": "token_mean"}),
+        ("a3po", {"surrogate": "clipped_by_staleness", "surrogate.epsilon_low": 0.2}),
+        ("m2po", {"surrogate": "unclipped", "filters": ["m2po"], "filters.m2po.tau": 0.04,
+                  "reduction": "sequence_mean", "advantage": "normalized"}),
+        ("m2po_released", {"surrogate.tau": 0.04, "surrogate.least_low": 0.3, "surrogate.least_high": 0.5,
+                           "reduction": "token_mean"}),
+        ("sapo", {"surrogate.weight.temperature_positive": 1.0, "surrogate.weight.temperature_negative": 1.05,
+                  "reduction": "sequence_mean"}),
+        ("vespo", {"surrogate.weight.power_positive": 2.0, "surrogate.weight.decay_positive": 3.0,
+                   "surrogate.weight.power_negative": 3.0, "surrogate.weight.decay_negative": 2.0,
+                   "reduction": "token_mean"}),
+        ("seq_tis", {"surrogate.weight": "capped_sequence", "surrogate.weight.cap": 8.0,
+                     "reduction": "sequence_mean"}),
+        ("opsm", {"filters": ["opsm"], "filters.opsm.denominator": "alpha", "beta": 0.0}),
+        ("trm", {"filters": ["seq_max_k3"], "filters.seq_max_k3.denominator": "alpha"}),
+        ("oapl", {"advantage": "log_mean_exp", "advantage.strength": 1.0, "surrogate": "opmd_kimi",
+                  "surrogate.anchor": "alpha", "surrogate.strength": 1e-3}),
+        ("tba", {"surrogate": "opmd_pairwise", "surrogate.anchor": "pi_ref"}),
+        ("grpo_top_entropy", {"filters.top_entropy.share": 0.2}),
+        ("online_dpo", {"surrogate.anchor": "pi_ref", "surrogate.strength": 0.1}),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip
 def test_rows_have_the_published_numbers(name, expected):
     settings = resolve(name).settings
     assert {knob: settings[knob] for knob in expected} == expected
 
 
-def test_rows_read_what_their_formulas_need():
-    rows = {name: resolve(name) for name in RECIPES}
-    old = {"off_policy_grpo_exact", "clipped_proportional", "geppo", "grpo_recomputed", "grpo_tis", "grpo_tis_sequence",
-           "grpo_mis_sequence", "grpo_icepop", "opmd_pairwise"}  # fmt: skip
-    assert {name for name, row in rows.items() if "old_logp" in row.reads} == old
-    with_kl = {"grpo", "grpo_masked", "off_policy_grpo", "off_policy_grpo_exact", "grpo_two_sided"}
-    assert {name for name, row in rows.items() if row.needs_pi_ref} == with_kl | {"opmd_kimi"}
-    assert {name for name, row in rows.items() if row.needs_whole_groups} == {"opmd_pairwise"}
-    any_data = {"reinforce", "stale_reinforce", "grpo_recomputed", "rloo", "asymre", "red_drop", "red_weight",
-                "opmd_kimi", "opmd_pairwise"}  # fmt: skip
-    assert {name for name, row in rows.items() if not row.needs_logp_alpha} == any_data
-    loud = with_kl | {"asymre", "opmd", "opmd_kimi", "opmd_pairwise"}
-    assert {name for name, row in rows.items() if not row.skips_zero_advantage} == loud
+def test_every_row_has_a_formula_a_source_and_a_family():
+    assert {name for rows in FAMILIES.values() for name in rows} == set(RECIPES)
+    for name, row in RECIPES.items():
+        assert row.formula, name
+        assert row.source, name
+        assert row.name == name
+        assert name in FAMILIES[row.family]
+
+
+WITH_KL = {"grpo", "grpo_masked", "off_policy_grpo", "off_policy_grpo_exact", "grpo_two_sided"}
+PREFERENCES = {"online_dpo", "online_ipo"}
+STEP_STATISTICS = {"m2po", "m2po_released", "grpo_top_entropy"}
+
+
+@pytest.mark.parametrize(
+    ("is_needed", "rows"),
+    [
+        pytest.param(
+            lambda row: row.needs_old_logp,
+            {"off_policy_grpo_exact", "clipped_proportional", "geppo", "decoupled_ppo", "grpo_recomputed", "grpo_tis",
+             "grpo_tis_sequence", "grpo_mis_sequence", "grpo_icepop", "opmd_pairwise"},
+            id="pi_k",
+        ),
+        pytest.param(
+            lambda row: row.needs_pi_ref, WITH_KL | {"opmd_kimi", "tba"} | PREFERENCES, id="pi_ref"
+        ),
+        pytest.param(
+            lambda row: not row.needs_rollout_logp,
+            {"reinforce", "stale_reinforce", "grpo_recomputed", "rloo", "asymre", "red_drop", "red_weight", "opmd_kimi",
+             "opmd_pairwise", "positive_only", "tba"} | PREFERENCES,
+            id="not alpha",
+        ),
+        pytest.param(
+            lambda row: row.needs_whole_groups, {"opmd_pairwise", "tba"} | PREFERENCES, id="groups"
+        ),
+        pytest.param(lambda row: row.needs_staleness, {"a3po"}, id="staleness"),
+        pytest.param(lambda row: row.needs_step_statistics, STEP_STATISTICS, id="statistics"),
+        pytest.param(
+            lambda row: "finished" in row.required_inputs, {"grpo_finished"}, id="finished"
+        ),
+        pytest.param(
+            lambda row: "entropy" in row.required_inputs, {"grpo_top_entropy"}, id="entropy"
+        ),
+        pytest.param(
+            lambda row: not row.skips_zero_advantage,
+            WITH_KL | STEP_STATISTICS | PREFERENCES
+            | {"asymre", "opmd", "prime_rl", "opmd_kimi", "opmd_pairwise", "oapl", "tba"},
+            id="completions of advantage 0",
+        ),
+    ],
+)  # fmt: skip
+def test_rows_read_what_their_formulas_need(is_needed, rows):
+    assert {name for name in RECIPES if is_needed(resolve(name))} == rows
 
 
 @ROWS
 def test_rows_compute_from_what_they_declare_and_nothing_else(name):
     lengths_C, x = random_inputs()
     recipe = resolve(name)
-    optional = {"rollout_logp", "old_logp", "ref_logp", "group"}
-    blind = replace(x, **dict.fromkeys(optional - recipe.reads))
+    x = with_statistics(recipe, x)
+    blind = replace(x, **dict.fromkeys(set(OPTIONAL) - recipe.required_inputs))
     weight_C = recipe.weights(lengths_C, NO_FLAT, 9)
-    assert_close(recipe.loss(blind, weight_C)[0], recipe.loss(x, weight_C)[0])
+    assert_close(recipe.loss(blind, weight_C), recipe.loss(x, weight_C))
+    assert_close(recipe.collect(without_gradient(blind)), dict(x.step))
 
 
-@each(
+@ROWS
+def test_rows_fail_without_what_they_declare(name):
+    _, x = random_inputs()
+    recipe = resolve(name)
+    for field in recipe.required_inputs:
+        with pytest.raises(ValueError, match="this objective needs"):
+            recipe.loss(with_statistics(recipe, replace(x, **{field: None})), torch.ones(7))
+
+
+@ROWS
+def test_completions_of_advantage_zero_have_a_gradient_unless_the_row_skips_them(name):
+    lengths_C, x = random_inputs()
+    x = replace(x, advantages=x.advantages.index_fill(0, tensor([1, 4]), 0.0))
+    recipe = resolve(name)
+    derivative = recipe.differentiate(with_statistics(recipe, x), torch.ones(7).double())
+    of_zero = derivative.gradient_T[x.advantage == 0]
+    if recipe.skips_zero_advantage:
+        assert of_zero.tolist() == [0.0] * len(of_zero)
+    elif name not in STEP_STATISTICS | PREFERENCES:  # these read such completions, and push none
+        assert bool((of_zero != 0).any())
+
+
+@pytest.mark.parametrize(
     ("name", "overrides", "reads"),
     [
         ("off_policy_grpo", {"beta": 0.0}, {"rollout_logp"}),
@@ -72,57 +171,27 @@ def test_rows_compute_from_what_they_declare_and_nothing_else(name):
         ("reinforce", {"weight": "importance", "denominator": "pi_k"}, {"old_logp"}),
         ("rloo", {"correction": "truncated"}, {"rollout_logp", "old_logp"}),
         ("grpo_tis", {"correction": "none"}, {"old_logp"}),
-        ("opmd", {"anchor": "pi_ref"}, {"ref_logp", "zero_advantage"}),
+        ("opmd", {"anchor": "pi_ref"}, {"ref_logp"}),
+        ("stale_reinforce", {"beta": 0.1, "kl_importance": True}, {"ref_logp", "rollout_logp"}),
+        ("reinforce", {"filters": ["finished_only"]}, {"finished"}),
+        ("reinforce", {"filters": ["top_entropy"]}, {"entropy"}),
         (
-            "stale_reinforce",
-            {"beta": 0.1, "kl_importance": True},
-            {"ref_logp", "rollout_logp", "zero_advantage"},
+            "reinforce",
+            {"filters": ["opsm"], "filters.opsm.denominator": "pi_k"},
+            {"old_logp"},
+        ),
+        (
+            "rec_one_side_is",
+            {"mask.denominator": "pi_k"},
+            {"old_logp", "rollout_logp"},
         ),
     ],
 )
 def test_overrides_change_what_a_recipe_reads(name, overrides, reads):
-    assert resolve(name, overrides).reads == reads
+    assert resolve(name, overrides).required_inputs == reads
 
 
-def test_knob_of_a_recipe_accepts_a_user_function():
-    recipe = resolve(
-        "grpo",
-        {"surrogate": lambda x, *, power=2.0: x.advantage * x.logp.exp() ** power, "beta": 0.0},
-    )
-    assert recipe.settings["power"] == 2.0
-    assert_close(recipe.value(inputs([log(0.5)], A=3.0)), tensor([0.75]))
-
-
-@each(
-    ("name", "overrides", "problem"),
-    [
-        ("grop", {}, "unknown recipe 'grop'; did you mean 'grpo'"),
-        (
-            "grpo",
-            {"epsilon_hihg": 0.3},
-            "unknown setting 'epsilon_hihg'; did you mean 'epsilon_high'",
-        ),
-        ("grpo", {"beta": -0.1}, "beta must be at least 0"),
-        ("dr_grpo", {"eps_std": 0.1}, "eps_std has no effect on recipe"),
-        ("grpo", {"mask": "ring"}, "mask has no effect on recipe"),
-        ("grpo", {"correction": "truncated"}, "ratio already contains"),
-        ("geppo", {"denominator": "pi_k"}, "clipped_exact clips around pi_k/alpha"),
-        ("opmd_pairwise", {"correction": "truncated"}, "opmd_pairwise compares the completions"),
-        ("grpo_tis", {"correction_cap": 0.9}, "correction_cap must be at least 1"),
-        ("grpo", {"masked_count": True}, "mask_zero_variance is off"),
-        ("grpo", {"kl": "k1"}, "k1 is not a penalty"),
-        ("grpo", {"kl": "k3_bias_corrected", "kl_importance": True}, "a second time"),
-        ("grpo", {"dual_clip": "3"}, "dual_clip = '3': write a number"),
-        ("grpo", {"ratio": 3}, r"ratio = 3: write one of \['token'"),
-        ("grpo", {"dual_clip": 1.1}, "dual_clip must be at least 1 . epsilon_high"),
-    ],
-)
-def test_contradictory_overrides_of_a_recipe_are_rejected(name, overrides, problem):
-    with pytest.raises(ValueError, match=problem):
-        resolve(name, overrides)
-
-
-def test_loss_and_diagnostics_by_hand():
+def test_loss_and_its_derivative_by_hand():
     # one completion of two tokens (A = 2, ratios 2 and .5), one of one token (A = -1, ratio .5)
     half, quarter = log(0.5), log(0.25)
     ref = [half, half, quarter]  # d = 0, -ln 2, 0: k3 = 0, 2 - ln 2 - 1, 0
@@ -133,101 +202,241 @@ def test_loss_and_diagnostics_by_hand():
         A=[2.0, -1.0],
         completion=[0, 0, 1],
     )
-    loss, sums = resolve("grpo", {"beta": 0.1}).loss(x, tensor([0.25, 0.5]))
+    recipe = resolve("grpo", {"beta": 0.1})
     # values: 2 min(2, 1.2) = 2.4, 2 * .5 = 1, -max(.5, .8) = -.8
     k3, objective = 1 - log(2), 0.25 * (2.4 + 1.0) + 0.5 * -0.8
-    assert_close(loss, tensor(-(objective - 0.1 * 0.25 * k3)))
-    expected = {
-        "tokens": 3.0, "ratio": 3.0, "ratio_squared": 4.5, "abs_log_ratio": 3 * log(2),
-        "kl_alpha": (1 - log(2)) + 2 * (-0.5 + log(2)), "kl_ref": k3, "clipped_positive": 1.0, "clipped_negative": 1.0,
-        "objective": objective,
-    }  # fmt: skip
-    assert {name: float(value) for name, value in sums.items()} == pytest.approx(expected)
+    assert_close(recipe.loss(x, tensor([0.25, 0.5])), tensor(-(objective - 0.1 * 0.25 * k3)))
+    found = recipe.differentiate(x, tensor([0.25, 0.5]))
+    assert_close(found.loss, tensor(-(objective - 0.1 * 0.25 * k3)))
+    # the first and the last are clipped; of k3: beta (1 - e^-d) = .1 (1 - 2)
+    assert_close(found.gradient_T, tensor([0.0, -0.25 * (1.0 - 0.1 * (1 - 2)), 0.0]))
+    assert found.clipped_T.tolist() == [True, False, True]
+    assert found.filtered_T.tolist() == [False] * 3
+    assert_close(found.kl_T, tensor([0.0, k3, 0.0]))
 
 
-def part(x: Any, completions: list[int]) -> LossInputs:
+@ROWS
+def test_derivative_is_the_gradient_of_the_loss(name):
+    lengths_C, x = random_inputs()
+    recipe = resolve(name)
+    x = with_statistics(recipe, x)
+    weight_C = recipe.weights(lengths_C, NO_FLAT, 9).double()
+    loss = recipe.loss(x, weight_C)
+    found = recipe.differentiate(x, weight_C)
+    assert_close(found.loss, loss.detach())
+    assert_close(found.gradient_T, gradient_of(loss, x))
+    assert not found.loss.requires_grad
+    assert not found.kl_T.requires_grad
+
+
+def part(x: LossInputs, completions: list[int]) -> LossInputs:
     """The micro-batch of these completions, in this order, renumbered."""
     order_T = torch.cat([(x.completion == c).nonzero()[:, 0] for c in completions])
     lengths = tensor([int((x.completion == c).sum()) for c in completions])
-    logp, rollout, old, ref = (
-        each[order_T] for each in (x.logp, x.rollout_logp, x.old_logp, x.ref_logp)
-    )
-    renumbered_T = torch.arange(len(completions)).repeat_interleave(lengths)
+    of_tokens = ("logp", "rollout_logp", "old_logp", "ref_logp", "staleness", "entropy")
+    of_completions = ("advantages", "group", "finished")
     return LossInputs(
-        logp, rollout, old, ref, renumbered_T, x.advantages[completions], x.group[completions]
+        **{name: getattr(x, name)[order_T] for name in of_tokens},
+        **{name: getattr(x, name)[completions] for name in of_completions},
+        completion=torch.arange(len(completions)).repeat_interleave(lengths),
+        step=x.step,
     )
 
 
 @ROWS
-@each("parts", [[[0, 1, 2], [3, 4, 5, 6]], [[6], [2, 0], [5, 1, 4, 3]]])
-def test_split_into_micro_batches_and_order_change_neither_gradient_nor_diagnostics(name, parts):
+@pytest.mark.parametrize(
+    "parts", [[[0, 1, 2], [3, 4, 5, 6]], [[6], [2, 0], [5, 1, 4, 3]]], ids=["two", "three"]
+)
+def test_split_into_micro_batches_and_order_do_not_change_loss_gradient_and_diagnostics(
+    name, parts
+):
     recipe = resolve(name)
     if recipe.needs_whole_groups:
         parts = [[2, 0, 1], [6, 4, 3, 5]]
     lengths_C, x = random_inputs()
+    x = with_statistics(recipe, x)
     weight_C = recipe.weights(lengths_C, tensor([False, True] + [False] * 5), max_length=9)
-    loss, sums = recipe.loss(x, weight_C)
-    results = [recipe.loss(part(x, completions), weight_C[completions]) for completions in parts]
-    split_T = gradient_of(torch.stack([loss for loss, _ in results]).sum(), x)
-    assert_close(split_T, gradient_of(loss, x), atol=1e-12, rtol=1e-12)
-    for key, value in sums.items():
-        added = torch.stack([part_sums[key] for _, part_sums in results]).sum()
-        assert_close(added, value, check_dtype=False)
+    whole = recipe.differentiate(x, weight_C)
+    results = [recipe.differentiate(part(x, cs), weight_C[cs]) for cs in parts]
+    order = torch.cat(
+        [(x.completion == c).nonzero()[:, 0] for completions in parts for c in completions]
+    )
+    assert_close(torch.stack([result.loss for result in results]).sum(), whole.loss)
+    for field in ("gradient_T", "kl_T"):
+        split = torch.cat([getattr(result, field) for result in results])
+        assert_close(split, getattr(whole, field)[order], atol=1e-12, rtol=1e-12)
+    for field in ("clipped_T", "filtered_T"):
+        split = torch.cat([getattr(result, field) for result in results])
+        assert torch.equal(split, getattr(whole, field)[order])
 
 
 def test_weight_of_zero_takes_surrogate_and_kl_of_a_completion_out():
     lengths_C, x = random_inputs()
     masked_C = tensor([False, True, False, False, True, False, False])
     recipe, kept = resolve("grpo_masked"), [0, 2, 3, 5, 6]
-    loss, _ = recipe.loss(x, recipe.weights(lengths_C, masked_C, 9))
+    loss = recipe.loss(x, recipe.weights(lengths_C, masked_C, 9))
     assert torch.equal(gradient_of(loss, x) == 0, masked_C[x.completion])
-    alone, _ = recipe.loss(part(x, kept), recipe.weights(lengths_C[kept], NO_FLAT[:5], 9))
+    alone = recipe.loss(part(x, kept), recipe.weights(lengths_C[kept], NO_FLAT[:5], 9))
     assert_close(alone, loss)  # dropping them before the forward pass is the same objective
 
 
-AT_PI_EQUAL_ALPHA = {  # the coefficient of weight * grad logp at each token, if it is not A itself
-    "asymre": lambda A_C, length_C: A_C + 0.1,
-    "red_weight": lambda A_C, length_C: A_C * A_C.exp(),
-    "unclipped": lambda A_C, length_C: A_C * length_C,  # every token has the ratio of the sequence
-    "opmd_kimi": lambda A_C, length_C: 2 * 0.1 * A_C,
-    "opmd_pairwise": lambda A_C, length_C: (
-        2 * 0.1 * torch.cat([A_C[:3] - A_C[:3].mean(), A_C[3:] - A_C[3:].mean()])
-    ),
-}
+# At lag 0
+
+
+def of_tokens(function):
+    """The coefficient of weight * grad logp at each token, from the advantages and lengths of completions."""
+    return lambda x, lengths_C: function(x.advantages, lengths_C)[x.completion]
+
+
+def of_group_mean(A_C: Tensor) -> Tensor:
+    return torch.cat([A_C[:3] - A_C[:3].mean(), A_C[3:] - A_C[3:].mean()])
+
+
+def of_pairs(A_C: Tensor) -> Tensor:
+    """G for the best completion of a group and -G for the worst, 0 for the others: a mean over the completions is then
+    one over groups."""
+    signs = torch.zeros(7, dtype=torch.float64)
+    for first, last in ((0, 3), (3, 7)):
+        signs[first + int(A_C[first:last].argmax())] = last - first
+        signs[first + int(A_C[first:last].argmin())] = first - last
+    return signs
+
+
+def of_high_entropy(x: LossInputs, lengths_C: Tensor) -> Tensor:
+    assert x.entropy is not None
+    return x.advantage * (x.entropy >= x.entropy.quantile(0.8))
+
+
+AT_PI_EQUAL_ALPHA = {  # if it is not A itself
+    "asymre": of_tokens(lambda A_C, length_C: A_C + 0.1),
+    "red_weight": of_tokens(lambda A_C, length_C: A_C * A_C.exp()),
+    "unclipped": of_tokens(lambda A_C, length_C: A_C * length_C),  # every token has the ratio of the sequence
+    "opmd_kimi": of_tokens(lambda A_C, length_C: 2 * 0.1 * A_C),
+    "oapl": of_tokens(lambda A_C, length_C: 2 * 1e-3 * A_C),
+    "opmd_pairwise": of_tokens(lambda A_C, length_C: 2 * 0.1 * of_group_mean(A_C)),
+    "tba": of_tokens(lambda A_C, length_C: 2 * 0.05 * of_group_mean(A_C)),
+    "online_dpo": of_tokens(lambda A_C, length_C: 0.1 / 2 * of_pairs(A_C)),
+    "online_ipo": of_tokens(lambda A_C, length_C: 2 / (2 * 0.1) * of_pairs(A_C)),
+    "grpo_top_entropy": of_high_entropy,
+    "grpo_finished": lambda x, lengths_C: x.advantage * x.finished[x.completion],
+}  # fmt: skip
 
 
 @ROWS
 def test_gradient_at_pi_equal_alpha_is_that_of_reinforce_unless_stated(name):
     lengths_C, x = random_inputs()
     alpha = x.rollout_logp
+    assert alpha is not None
     x = replace(x, logp=alpha.clone().requires_grad_(), old_logp=alpha, ref_logp=alpha)
     recipe = resolve(name)
+    x = with_statistics(recipe, x)
     weight_C = recipe.weights(lengths_C, NO_FLAT, 9).double()
-    loss, sums = recipe.loss(x, weight_C)
-    coefficient_C = AT_PI_EQUAL_ALPHA.get(name, lambda A_C, length_C: A_C)(x.advantages, lengths_C)
-    assert_close(gradient_of(loss, x), -(weight_C * coefficient_C)[x.completion])
-    assert (
-        float(
-            sums["clipped_positive"] + sums["clipped_negative"] + sums["kl_alpha"] + sums["kl_ref"]
-        )
-        == 0.0
-    )
+    found = recipe.differentiate(x, weight_C)
+    coefficient = AT_PI_EQUAL_ALPHA.get(name, lambda x, lengths_C: x.advantage)
+    coefficient_T = coefficient(x, lengths_C)
+    assert_close(found.gradient_T, -weight_C[x.completion] * coefficient_T)
+    assert torch.equal(found.clipped_T, coefficient_T == 0)
+    assert float(found.kl_T.abs().sum()) == 0.0
+
+
+# Far away
 
 
 @ROWS
-@each("gap", [-300.0, -30.0, 30.0, 300.0])
-def test_gradient_is_finite_whatever_the_log_ratio(name, gap):
+@pytest.mark.parametrize("gap", [-300.0, -30.0, 30.0, 300.0])
+def test_loss_and_gradient_are_finite_whatever_the_log_ratio(name, gap):
     _, x = random_inputs()
+    moved: dict[str, Any] = {"logp": x.logp.detach().float().requires_grad_()}
     for field in ("rollout_logp", "old_logp", "ref_logp"):
-        x = replace(
-            x,
-            **{field: x.rollout_logp.index_add(0, tensor([2]), tensor([gap], dtype=torch.float64))},
-        )
-    x = replace(x, **{f: getattr(x, f).float() for f in ("rollout_logp", "old_logp", "ref_logp", "advantages")},
-                logp=x.logp.detach().float().requires_grad_())  # fmt: skip
-    loss, sums = resolve(name).loss(x, torch.ones(7))
-    assert bool(gradient_of(loss, x).isfinite().all())
-    assert all(bool(value.isfinite()) for value in sums.values())
+        shift = tensor([gap], dtype=torch.float64)
+        moved[field] = getattr(x, field).index_add(0, tensor([2]), shift).float()
+    x = replace(x, advantages=x.advantages.float(), entropy=x.entropy.float(), **moved)
+    recipe = resolve(name)
+    found = recipe.differentiate(with_statistics(recipe, x), torch.ones(7))
+    assert bool(found.gradient_T.isfinite().all())
+    assert bool(found.loss.isfinite())
+    assert bool(found.kl_T.isfinite().all())
+
+
+# What never acts with one update per batch, and what is a bound on length
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "inert"),
+    [
+        ("grpo", {}, []),
+        ("grpo_recomputed", {}, ["surrogate"]),
+        ("grpo", {"denominator": "pi_k", "beta": 0.0}, ["surrogate"]),
+        ("gspo", {"denominator": "pi_k"}, ["surrogate"]),
+        ("off_policy_grpo_exact", {}, []),  # it reads alpha, too
+        ("decoupled_ppo", {}, []),
+        ("opmd_pairwise", {}, []),  # its anchor is no bound
+        ("dppo_tv", {"mask.denominator": "pi_k"}, ["surrogate.mask"]),
+        ("dppo_kl", {"mask.denominator": "pi_k"}, ["surrogate.mask"]),
+        ("ipo_mask", {"mask.denominator": "pi_k"}, ["surrogate.mask"]),
+        ("rec_ring_nois", {"mask.denominator": "pi_k"}, ["surrogate.mask"]),
+        (
+            "rec_one_side_is",
+            {"mask.denominator": "pi_k", "weight.denominator": "pi_k"},
+            ["surrogate.mask", "surrogate.weight"],
+        ),
+        ("rec_one_side_is", {"mask.denominator": "pi_k"}, ["surrogate.mask"]),
+        ("sapo", {"denominator": "pi_k"}, ["surrogate.weight"]),
+        ("vespo", {"denominator": "pi_k"}, ["surrogate.weight"]),
+        ("seq_tis", {"denominator": "pi_k"}, ["surrogate.weight"]),
+        ("cispo", {"denominator": "pi_k"}, ["surrogate.weight"]),
+        ("opsm", {"filters.opsm.denominator": "pi_k"}, ["filters.opsm"]),
+        ("trm", {"filters.seq_max_k3.denominator": "pi_k"}, ["filters.seq_max_k3"]),
+        ("red_weight", {}, []),
+        ("grpo_finished", {}, []),
+    ],
+)
+def test_pieces_that_compare_pi_with_pi_k_alone_are_inert_while_they_are_equal(
+    name, overrides, inert
+):
+    paths = inert_over_pi_k(resolve(name, overrides))
+    assert [path for path in paths if path != "surrogate" or inert == ["surrogate"]] == inert
+    assert bool(paths) == bool(inert)
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "paths"),
+    [
+        ("grpo", {}, []),
+        ("grpo", {"surrogate.ratio": "sequence"}, ["surrogate"]),
+        ("gspo", {}, []),  # of the mean over tokens
+        ("rec_two_side_nois", {"mask.ratio": "sequence"}, ["surrogate.mask"]),
+        ("topr", {}, ["surrogate.weight"]),
+        ("topr_token", {}, []),
+        ("seq_tis", {}, ["surrogate.weight"]),
+        ("vespo", {}, ["surrogate.weight"]),
+        ("trm", {}, ["filters.seq_max_k3"]),
+        ("opsm", {}, []),
+        ("grpo_tis_sequence", {}, ["correction"]),
+        ("grpo_tis", {}, []),
+        ("unclipped", {}, []),  # no bound
+        ("reinforce", {"weight": "importance", "weight.ratio": "sequence"}, []),
+        ("grpo", {"kl": "k3_bias_corrected", "kl.ratio": "sequence"}, []),
+    ],
+)
+def test_bounds_on_the_ratio_of_whole_completions_are_named(name, overrides, paths):
+    assert bounds_whole_completions(resolve(name, overrides)) == paths
+
+
+def test_fixed_bound_on_the_ratio_of_a_completion_is_a_filter_by_length():
+    """Log-ratios of tokens of .031 nats, normal: a bound of 2 keeps nearly all completions of 100 tokens, and a fifth
+    of those of 6332."""
+    generator = torch.Generator().manual_seed(0)
+    kept = {}
+    for length in (100, 6332):
+        log_ratio_T = 0.031 * torch.randn(400 * length, generator=generator, dtype=torch.float64)
+        completion_T = torch.arange(400).repeat_interleave(length)
+        x = inputs(log_ratio_T, torch.zeros_like(log_ratio_T), completion=completion_T)
+        recipe = resolve("rec_two_side_nois", {"mask.ratio": "sequence", "epsilon_low": 0.5,
+                                               "epsilon_high": 1.0})  # fmt: skip
+        kept[length] = float((recipe.value(x) != 0).double().mean())
+    assert kept[100] > 0.95
+    assert kept[6332] == pytest.approx(0.22, abs=0.05)
 
 
 # At pi = pi_k = alpha, with completions of one and two tokens: whose expected gradient is still along grad J? The first
@@ -238,7 +447,9 @@ THETA = tensor(
     [0.1, -1.4, 0.8, 0.1, 1.1, -1.2, -1.7, 0.4, -0.2, 1.0, 0.3, 0.5], dtype=torch.float64
 )
 REWARD = tensor([0.8, 0.4, 0.3, 0.9, 1.0, 1.0, 0.8], dtype=torch.float64)
-EXACT_AT_EVERY_LENGTH = {"rloo", "dr_grpo", "topr", "unclipped"}
+EXACT_AT_EVERY_LENGTH = {
+    *("rloo", "dr_grpo", "topr", "topr_token", "dppo_tv", "dppo_kl", "unclipped", "oapl"),
+}
 
 
 def token_logp(theta: Tensor) -> list[Tensor]:
@@ -263,14 +474,23 @@ def cosine(name: str, **overrides) -> float:
             alpha_T,
             A=r - mean_reward(THETA),
             completion=[0] * len(logp_T),
+            staleness=torch.zeros(len(logp_T)),
+            entropy=torch.ones(len(logp_T)),
+            finished=tensor([True]),
         )
+        x = with_statistics(recipe, x)
         weight = recipe.weights(tensor([len(logp_T)]), tensor([False]), 2).double()
         total = total + alpha_T.sum().exp() * (weight * recipe.value(x)).sum()
     found, exact = (torch.autograd.grad(value, theta)[0] for value in (total, mean_reward(theta)))
     return float(found @ exact / found.norm() / exact.norm())
 
 
-@each("name", sorted(set(RECIPES) - {"red_weight", "opmd_kimi", "opmd_pairwise"}))
+COMPARES_COMPLETIONS = {"opmd_pairwise", "tba", "online_dpo", "online_ipo"}
+
+
+@pytest.mark.parametrize(
+    "name", sorted(set(RECIPES) - {"red_weight", "opmd_kimi"} - COMPARES_COMPLETIONS)
+)
 def test_lengths_bias_only_the_gradient_of_token_means(name):
     assert (cosine(name) > 1 - 1e-12) == (name in EXACT_AT_EVERY_LENGTH), name
 

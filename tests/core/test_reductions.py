@@ -1,4 +1,4 @@
-from each import each
+import pytest
 from torch import tensor
 from torch.testing import assert_close
 
@@ -9,7 +9,7 @@ LENGTHS_C = tensor([1, 2, 5])
 ALL, NONE, FIRST_TWO = tensor([True] * 3), tensor([False] * 3), tensor([True, True, False])
 
 
-@each(
+@pytest.mark.parametrize(
     ("reduction", "all_counted", "two_counted"),
     [
         (token_mean, [1 / 8, 1 / 8, 1 / 8], [1 / 3, 1 / 3, 1 / 3]),
