@@ -30,17 +30,16 @@ def inputs(
     )
     completion = torch.arange(len(logp)) if completion is None else torch.as_tensor(completion)
     C = int(completion.max()) + 1
-    if isinstance(A, Sequence):
-        advantages = torch.tensor(A)
-    else:
-        advantages = torch.as_tensor(A, dtype=logp.dtype).expand(C)
+    advantages = torch.as_tensor(A, dtype=logp.dtype)
+    if advantages.dim() == 0:
+        advantages = advantages.expand(C)
     return LossInputs(
         logp=logp,
         rollout_logp=rollout,
         old_logp=old,
         ref_logp=ref,
         completion=completion,
-        advantages=advantages.to(logp.dtype),
+        advantages=advantages,
         group=torch.as_tensor(group if group is not None else [0] * C),
         **others,
     )

@@ -152,7 +152,7 @@ def test_rows_fail_without_what_they_declare(name):
 
 @ROWS
 def test_completions_of_advantage_zero_have_a_gradient_unless_the_row_skips_them(name):
-    lengths_C, x = random_inputs()
+    _, x = random_inputs()
     x = replace(x, advantages=x.advantages.index_fill(0, tensor([1, 4]), 0.0))
     recipe = resolve(name)
     derivative = recipe.differentiate(with_statistics(recipe, x), torch.ones(7).double())
