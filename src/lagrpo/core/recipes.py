@@ -189,16 +189,22 @@ def _override(recipe: Recipe, path: str, value: Any, given: Mapping[str, Any]) -
     """The recipe with one knob replaced."""
     if path == "epsilon":
         low = _full_path(recipe, "epsilon_low", path)
-        recipe = recipe.with_knob(low, _read_number(path, value))
         high = low.removesuffix("low") + "high"
-        if not any(name.endswith("epsilon_high") for name in given):
-            recipe = recipe.with_knob(high, _read_number(path, value))
+        _check_given_once(recipe, low, path, given)
+        recipe = recipe.with_knob(low, _read_number(path, value))
+        if not any(high in _fitting(recipe, other) for other in given):
+            recipe = recipe.with_knob(high, value)
         return recipe
     full = _full_path(recipe, path, path)
-    for other in given:
-        if other not in (path, "epsilon") and full in _fitting(recipe, other):
-            raise ValueError(f"{path} and {other} are the same knob, {full}: give one of them")
+    _check_given_once(recipe, full, path, given)
     return recipe.with_knob(full, _read_value(full, value, recipe.knobs[full]))
+
+
+def _check_given_once(recipe: Recipe, full: str, path: str, given: Mapping[str, Any]) -> None:
+    """Raise ValueError if another path than this one was given for the same knob."""
+    for other in given:
+        if other != path and full in _fitting(recipe, other):
+            raise ValueError(f"{path} and {other} are the same knob, {full}: give one of them")
 
 
 def _full_path(recipe: Recipe, path: str, label: str) -> str:
