@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -178,10 +178,10 @@ class Recipe:
 
     def with_knob(self, path: str, value: Any) -> Recipe:
         """The recipe with another value at a path of `knobs`."""
-        root, *below = path.split(".")
-        if root == "filters" and below:
-            changed = [_change_filter(keep, below, value) for keep in self.filters]
+        if path.startswith("filters."):
+            changed = [_change_filter(keep, path, value) for keep in self.filters]
             return replace(self, filters=tuple(changed))
+        root, *below = path.split(".")
         if below:
             value = with_knob(getattr(self, root), below, value)
         return replace(self, **{root: value})
@@ -270,10 +270,15 @@ def _derivative(value: Tensor, logp_T: Tensor) -> Tensor:
     return torch.zeros_like(logp_T) if gradient_T is None else gradient_T
 
 
-def _change_filter(keep: Piece, path: Sequence[str], value: Any) -> Piece:
-    """The filter with a knob replaced, if the path begins with its name."""
-    name, *below = path
-    return with_knob(keep, below, value) if keep.name == name else keep
+def _change_filter(keep: Piece, path: str, value: Any) -> Piece:
+    """The filter with a knob replaced, or another one in its place, if the path is one of its paths. Its name may have
+    dots: `filters.my_package.losses:keep.share`."""
+    own_path = f"filters.{keep.name}"
+    if path == own_path:
+        return as_piece(value)
+    if path.startswith(f"{own_path}."):
+        return with_knob(keep, path.removeprefix(f"{own_path}.").split("."), value)
+    return keep
 
 
 def _pieces_below(root: Piece) -> Iterator[Piece]:
