@@ -111,6 +111,8 @@ MINIMUM = {
     "std_offset": 0.0,
     "kl_bound": 0.0,
     "strength": 0.0,
+    "advantage.strength": 1e-9,
+    "surrogate.strength": 1e-9,
     "weight_temperature": 1e-9,
     "overlong_buffer": 0.0,
     "correction.floor": 0.0,
@@ -287,6 +289,8 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
         yield f"dual_clip must be at least 1 + epsilon_high, but is {knobs['surrogate.dual_clip']}"
     if knobs.get("correction.floor", 0.0) > 1:
         yield f"correction.floor must lie in [0, 1], but is {knobs['correction.floor']}"
+    if knobs.get("filters.top_entropy.share", 0.0) > 1:
+        yield f"share must lie in [0, 1], but is {knobs['filters.top_entropy.share']}"
     mask = surrogate.knobs.get("mask")
     if isinstance(mask, Piece) and mask.function is ring and _overlaps(mask):
         yield "mask 'ring' needs its outer range outside the inner one: outer_* >= epsilon_*"
