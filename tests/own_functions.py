@@ -49,7 +49,7 @@ def _largest_logp(x: LossInputs, *, share: float) -> Tensor:
 
 
 @collects(_largest_logp)
-def near_the_most_probable(x: LossInputs, *, share: float = 2.0) -> Tensor:
+def near_the_most_probable(x: LossInputs, *, share: float = 30.0) -> Tensor:
     """A filter with a statistic of the step."""
     return x.logp >= x.step["near_the_most_probable"]
 

@@ -10,12 +10,14 @@ only knob that ends so. A value is a number, the name of a function in CHOICES, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from difflib import get_close_matches
 from inspect import getdoc
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lagrpo.core import advantages, corrections, filters, inputs, kl, losses, masks, weights
 from lagrpo.core.kl import k1, k3_bias_corrected
@@ -349,30 +351,63 @@ def _check_own_functions(recipe: Recipe) -> None:
         return
     names = ", ".join(map(function_name, own))
     x = random_inputs()
-    rewards = random_rewards()
-    try:
-        advantages_C = recipe.advantages(rewards, max_length=8)
-        weights_C = recipe.weights(rewards.lengths, torch.zeros(len(rewards.group)).bool(), 8)  # type: ignore[arg-type]
+    with _naming(names):
         x = replace(x, step=recipe.collect(inputs.without_gradient(x)))
-        value_T = recipe.value(x)
-        derivative = recipe.differentiate(x, torch.ones_like(x.advantages))
+    for path, value in recipe.knobs.items():
+        if isinstance(value, Piece) and value.function in own:
+            _check_own_piece(path, value, x)
+    with _naming(names):
+        gradients_T = [_gradient(recipe, x), _gradient(recipe, _at_alpha(x))]
+    if not all(bool(gradient_T.isfinite().all()) for gradient_T in gradients_T):
+        raise ValueError(f"{names}: the gradient is not finite on small random inputs")
+    if all(bool((gradient_T == 0).all()) for gradient_T in gradients_T):
+        raise ValueError(f"{names}: no token has a gradient, so the policy would never learn")
+
+
+@contextmanager
+def _naming(names: str) -> Iterator[None]:
+    """Inside, functions of your own are computed: an error names them."""
+    try:
+        yield
     except Exception as error:
         raise ValueError(f"{names}: fails on small random inputs: {error!r}") from error
-    shapes = {
-        "the advantage": (advantages_C, rewards.group),
-        "the reduction": (weights_C, rewards.group),
-        "the value": (value_T, x.logp),
-    }
-    for what, (tensor, like) in shapes.items():
-        if tensor.shape != like.shape:
-            found = f"{list(tensor.shape)}, not {list(like.shape)}"
-            raise ValueError(f"{names}: {what} has the shape {found}")
-        if not bool(tensor.isfinite().all()):
-            raise ValueError(f"{names}: {what} is not finite on small random inputs")
-    if not bool(derivative.gradient_T.isfinite().all()):
-        raise ValueError(f"{names}: the gradient is not finite on small random inputs")
-    if bool((derivative.gradient_T == 0).all()):
-        raise ValueError(f"{names}: no token has a gradient, so the policy would never learn")
+
+
+def _check_own_piece(path: str, own: Piece, x: inputs.LossInputs) -> None:
+    """Raise ValueError unless a piece gives finite numbers of the shape that its place asks for."""
+    rewards = random_rewards()
+    arguments: tuple[Any, ...] = (x,)
+    like = x.logp
+    place = path.rpartition(".")[2]
+    if place == "advantage":
+        arguments = (rewards,)
+        like = rewards.rewards
+    elif place == "reduction":
+        arguments = (rewards.lengths, torch.ones(len(rewards.group)).bool(), 8)
+        like = rewards.rewards
+    elif place in ("ratio", "level"):
+        arguments = (x.logp - inputs.alpha(x), x.completion)
+    elif place not in CHOICES and not path.startswith("filters."):
+        return  # a knob of a function of your own, whose arguments lagrpo does not know
+    with _naming(own.name):
+        output = own(*arguments)
+    if output.shape != like.shape:
+        shapes = f"{list(output.shape)}, not {list(like.shape)}"
+        raise ValueError(f"{path} = {own.name!r} gives the shape {shapes}, on small random inputs")
+    if not bool(output.isfinite().all()):
+        raise ValueError(f"{path} = {own.name!r} is not finite on small random inputs")
+
+
+def _at_alpha(x: inputs.LossInputs) -> inputs.LossInputs:
+    """The same inputs with all policies equal: a narrow mask may drop every token of others."""
+    logp = x.logp.detach()
+    return replace(x, rollout_logp=logp, old_logp=logp, ref_logp=logp)
+
+
+def _gradient(recipe: Recipe, x: inputs.LossInputs) -> Tensor:
+    """d loss / d log pi of each token [T]."""
+    x = replace(x, step=recipe.collect(inputs.without_gradient(x)))
+    return recipe.differentiate(x, torch.ones_like(x.advantages)).gradient_T
 
 
 def inert_over_pi_k(recipe: Recipe) -> list[str]:
