@@ -433,6 +433,8 @@ def inert_over_pi_k(recipe: Recipe) -> list[str]:
             changes = not torch.allclose(output_T.to(x.logp.dtype), torch.ones_like(x.logp))
         if not changes:
             inert.append(path)
+    if "surrogate" in inert and len(inert) > 1:
+        inert.remove("surrogate")  # the mask or weight in it is what does not act
     return inert
 
 
