@@ -66,7 +66,9 @@ def test_advantage_and_reduction_of_a_user_act():
 
 
 def test_own_filter_may_collect_a_statistic_of_the_step():
-    recipe = resolve("reinforce", {"filters": "own_functions:near_the_most_probable", "share": 28.0})
+    recipe = resolve(
+        "reinforce", {"filters": "own_functions:near_the_most_probable", "share": 28.0}
+    )
     assert recipe.needs_step_statistics
     x = inputs(tensor([-0.05, -1.3, -1.5]).requires_grad_())
     assert recipe.kept(with_statistics(recipe, x)).tolist() == [1.0, 1.0, 0.0]
