@@ -52,10 +52,11 @@ def grpo_loss(policy: Policy, groups: Sequence[Group]) -> tuple[Tensor, Tensor]:
     """
     completions = [completion for group in groups for completion in group.completions]
     lengths_C = torch.tensor([len(completion.token_ids) for completion in completions])
-    rewards_C = torch.tensor([reward for group in groups for reward in group.rewards])
+    rewards = [reward for group in groups for reward in group.rewards]
+    rewards_C = torch.tensor(rewards, dtype=torch.float64)
     group_C = torch.arange(len(groups)).repeat_interleave(G)
     scored = AdvantageInputs(rewards_C, group_C)
-    advantage_C = normalized(scored, eps_std=EPS_STD)  # A_α, Eq. 2
+    advantage_C = normalized(scored, eps_std=EPS_STD).float()  # A_α, Eq. 2
     packed = Packed.build(
         [(group.prompt.token_ids, [c.token_ids for c in group.completions]) for group in groups]
     )
