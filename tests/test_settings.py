@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import tomllib
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from lagrpo.core.objective import NUMBERS
-from lagrpo.core.recipes import CHOICES, MINIMUM
+from lagrpo.core.recipes import CHOICES, MINIMUM, resolve
 from lagrpo.errors import SettingsError
 from lagrpo.settings.load import (
     PRESETS,
@@ -39,21 +40,22 @@ def complain(values: Any, overrides: Any = None) -> str:
 # The schema
 
 
-def test_settings_of_the_loss_are_knobs_of_recipes_and_name_every_choice():
+def test_settings_of_the_loss_are_knobs_of_recipes():
     named = set(LossSettings.model_fields) - {"recipe", "overrides"}
-    assert {KNOBS.get(name, name) for name in named} <= {*NUMBERS, *CHOICES, *MINIMUM}
+    known = {*NUMBERS, *CHOICES, *MINIMUM, "epsilon"}
+    assert {KNOBS.get(name, name) for name in named} <= known
     assert LossSettings().knobs == {}
     assert LossSettings(epsilon=0.1, overrides={"dual_clip": 3.0}).knobs == {
-        "epsilon_low": 0.1,
+        "epsilon": 0.1,
         "dual_clip": 3.0,
     }
-    for name in ("advantage", "kl_estimator", "reduction"):
-        text = LossSettings.model_fields[name].description or ""
-        assert [
-            choice
-            for choice in CHOICES[KNOBS.get(name, name)]
-            if choice not in text and choice != "k1"
-        ] == []
+
+
+@pytest.mark.parametrize("name", ["kl_estimator", "reduction", "filters"])
+def test_help_of_a_setting_of_the_loss_names_every_choice(name):
+    text = LossSettings.model_fields[name].description or ""
+    choices = [function.__name__ for function in CHOICES[KNOBS.get(name, name)]]
+    assert [choice for choice in choices if choice not in text and choice != "k1"] == []
 
 
 def test_single_value_is_accepted_for_a_list():
@@ -190,6 +192,175 @@ def test_a_resumed_run_has_its_own_settings(tmp_path):
     for source, resume in (("demo", tmp_path), (None, tmp_path / "nosuch")):
         with pytest.raises(SettingsError, match="--resume"):
             load_settings(source, resume=str(resume))
+
+
+# Knobs of recipes, by path, in every place where settings are written
+
+NESTED = """
+[loss]
+recipe = "reinforce"
+filters = ["opsm"]
+
+[loss.overrides.mask]
+function = "one_side"
+epsilon_high = 0.5
+
+[loss.overrides.weight]
+function = "importance"
+ratio = "sequence"
+
+[loss.overrides.filters.opsm]
+delta = 0.25
+"""
+PATHS = """
+[loss]
+recipe = "reinforce"
+filters = ["opsm"]
+overrides.mask.epsilon_high = 0.5
+overrides.surrogate = { mask.function = "one_side", weight.function = "importance" }
+overrides.weight.ratio = "sequence"
+overrides.delta = 0.25
+"""
+QUOTED = """
+[loss]
+recipe = "reinforce"
+filters = "opsm"
+
+[loss.overrides]
+mask = "one_side"
+"surrogate.mask.epsilon_high" = 0.5
+weight = "importance"
+"weight.ratio" = "sequence"
+"opsm.delta" = 0.25
+"""
+WORDS = (
+    "--recipe reinforce --loss.filters opsm --loss.overrides.mask one_side "
+    "--loss.overrides.mask.epsilon_high 0.5 --loss.overrides.weight=importance "
+    "--loss.overrides.weight.ratio sequence --loss.overrides.opsm.delta .25"
+)
+FLAT = {
+    "loss.recipe": "reinforce",
+    "loss.filters": ["opsm"],
+    "loss.overrides.mask": "one_side",
+    "loss.overrides.mask.epsilon_high": 0.5,
+    "loss.overrides.weight": "importance",
+    "loss.overrides.weight.ratio": "sequence",
+    "loss.overrides.opsm.delta": 0.25,
+}
+TABLES_OF_PATHS = {
+    "loss": {
+        "recipe": "reinforce",
+        "filters": ["opsm"],
+        "overrides": {
+            "mask": "one_side",
+            "mask.epsilon_high": 0.5,
+            "weight": "importance",
+            "weight.ratio": "sequence",
+            "filters.opsm.delta": 0.25,
+        },
+    }
+}
+FLAT_WITH_TABLE = {
+    "loss.recipe": "reinforce",
+    "loss.filters": ["opsm"],
+    "loss.overrides": {
+        "mask": {"function": "one_side", "epsilon_high": 0.5},
+        "weight": "importance",
+        "weight.ratio": "sequence",
+        "delta": 0.25,
+    },
+}
+
+
+def write(directory: Path, text: str) -> Path:
+    (directory / "settings.toml").write_text(text)
+    return directory / "settings.toml"
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        pytest.param(lambda d: load_settings(write(d, NESTED)), id="TOML tables"),
+        pytest.param(lambda d: load_settings(write(d, PATHS)), id="TOML dotted keys"),
+        pytest.param(lambda d: load_settings(write(d, QUOTED)), id="TOML quoted paths"),
+        pytest.param(lambda d: load_settings(None, parse(WORDS)), id="command line"),
+        pytest.param(lambda d: load_settings(FLAT), id="Python names"),
+        pytest.param(lambda d: load_settings(None, FLAT), id="Python names over a file"),
+        pytest.param(lambda d: load_settings(TABLES_OF_PATHS), id="Python tables of paths"),
+        pytest.param(lambda d: load_settings(tomllib.loads(NESTED)), id="Python tables"),
+        pytest.param(lambda d: load_settings(FLAT_WITH_TABLE), id="Python name of the table"),
+    ],
+)
+def test_knobs_give_the_same_recipe_however_they_are_written(load, tmp_path):
+    settings = load(tmp_path)
+    recipe = resolve(settings.loss.recipe, settings.loss.knobs)
+    expected = {
+        "surrogate.mask": "one_side",
+        "surrogate.mask.epsilon_low": 0.2,
+        "surrogate.mask.epsilon_high": 0.5,
+        "surrogate.mask.ratio": "token",
+        "surrogate.weight": "importance",
+        "surrogate.weight.ratio": "sequence",
+        "filters": ["opsm"],
+        "filters.opsm.delta": 0.25,
+    }
+    assert {path: recipe.settings[path] for path in expected} == expected
+    copy = load_settings(write(tmp_path, to_toml(settings)))
+    assert copy == settings
+    assert resolve(copy.loss.recipe, copy.loss.knobs) == recipe
+
+
+def test_command_line_changes_a_knob_in_a_table_of_the_file(tmp_path):
+    file = write(tmp_path, NESTED)
+    words = parse("--loss.overrides.mask.epsilon_high 0.75 --loss.overrides.weight.ratio token")
+    settings = load_settings(file, words)
+    recipe = resolve(settings.loss.recipe, settings.loss.knobs).settings
+    assert (recipe["surrogate.mask"], recipe["surrogate.mask.epsilon_high"]) == ("one_side", 0.75)
+    assert recipe["surrogate.weight.ratio"] == "token"
+
+
+def test_own_functions_are_named_in_settings(tmp_path):
+    settings = load_settings({
+        "loss.recipe": "reinforce",
+        "loss.advantage": "own_functions:above_the_mean",
+        "loss.reduction": "own_functions:square_root",
+        "loss.filters": ["own_functions:probable", "finished_only"],
+        "loss.overrides": {"mask": {"function": "own_functions:narrow", "width": 0.5}},
+    })  # fmt: skip
+    recipe = resolve(settings.loss.recipe, settings.loss.knobs)
+    assert recipe.settings["filters"] == ["own_functions:probable", "finished_only"]
+    assert recipe.settings["surrogate.mask.width"] == 0.5
+    copy = load_settings(write(tmp_path, to_toml(settings)))
+    assert resolve(copy.loss.recipe, copy.loss.knobs) == recipe
+
+
+@pytest.mark.parametrize(
+    ("loss", "ends"),
+    [
+        ({"epsilon": 0.1}, (0.1, 0.1)),
+        ({"epsilon": 0.1, "epsilon_high": 0.3}, (0.1, 0.3)),
+        ({"epsilon_high": 0.3}, (0.2, 0.3)),
+        ({"epsilon": 0.1, "overrides": {"epsilon_high": 0.3}}, (0.1, 0.3)),
+        ({"epsilon": 0.1, "overrides": {"surrogate": {"epsilon_high": 0.3}}}, (0.1, 0.3)),
+    ],
+)
+def test_epsilon_sets_both_ends_unless_epsilon_high_is_given(loss, ends):
+    settings = load_settings({"loss": loss})
+    recipe = resolve(settings.loss.recipe, settings.loss.knobs).settings
+    assert (recipe["surrogate.epsilon_low"], recipe["surrogate.epsilon_high"]) == ends
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        {"beta": 0.1, "overrides": {"beta": 0.2}},
+        {"epsilon_high": 0.1, "overrides": {"epsilon_high": 0.2}},
+        {"kl_estimator": "k2", "overrides": {"kl": "k3"}},
+    ],
+    ids=str,
+)
+def test_knob_given_by_its_setting_and_as_override_is_rejected(loss):
+    assert "give one of them" in complain({"loss": loss})
 
 
 # Complaints

@@ -28,6 +28,7 @@ TABLES = (
     "loss.overrides",
     "model.chat_template_kwargs",
 )  # with any names: --task.options.NAME VALUE
+OVERRIDES = "loss.overrides."  # before the paths of knobs
 
 
 def load_settings(
@@ -118,16 +119,24 @@ def suggest_setting(name: str, kind: type[BaseModel]) -> str:
     return f"did you mean {near!r}?{knobs}" if near else f"lagrpo train --help lists all.{knobs}"
 
 
-def nest(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Names such as schedule.sync_every as tables. Paths of knobs stay whole: a mask has a name and knobs, which one
-    table cannot hold under one key."""
+def nest(values: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """Names such as schedule.sync_every as tables; `path` is that of the table itself. Paths of knobs stay whole: a
+    mask has a name and knobs, which one table cannot hold under one key.
+
+    >>> nest({"loss": {"overrides": {"mask": "ring", "mask.outer_high": 3.0}}, "run.seed": 1})
+    {'loss': {'overrides': {'mask': 'ring', 'mask.outer_high': 3.0}}, 'run': {'seed': 1}}
+    """
     nested: dict[str, Any] = {}
     for name, value in values.items():
+        full = f"{path}{name}"
         sections = name.split(".")
-        if name.startswith("loss.overrides."):
-            sections = ["loss", "overrides", name.removeprefix("loss.overrides.")]
+        if path.startswith(OVERRIDES):
+            sections = [name]
+        elif full.startswith(OVERRIDES):
+            tables = OVERRIDES.removeprefix(path).rstrip(".")
+            sections = [*tables.split("."), full.removeprefix(OVERRIDES)]
         *sections, leaf = sections
-        table = {leaf: nest(value) if isinstance(value, Mapping) else value}
+        table = {leaf: nest(value, f"{full}.") if isinstance(value, Mapping) else value}
         for section in reversed(sections):
             table = {section: table}
         nested = merged(nested, table)
