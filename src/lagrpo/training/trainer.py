@@ -281,8 +281,10 @@ class Trainer:
         metrics = {"grad_norm": norm}
         if norm > limit:
             torch.nn.utils.clip_grads_with_norm_(self.masters.parameters, limit, total)
+        gradients: list[Tensor | None] = []
         if self.optimization.log_gradient_cosine:
             metrics |= self._gradient_cosine()
+            gradients = [master.grad for master in self.masters.parameters]
         rate = self.optimization.rate(self.policy.version, ess_share)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -291,7 +293,7 @@ class Trainer:
         else:
             self.optimizer.step()
         if self.optimization.log_gradient_cosine:
-            self._keep_gradient()
+            self._keep_gradient(gradients)
         self.masters.zero_grads()
         self.masters.write_back()
         self.policy.weights.version += 1
@@ -314,11 +316,17 @@ class Trainer:
             return {}
         return {"gradient_cosine": float(dot / (new_square * old_square).sqrt())}
 
-    def _keep_gradient(self) -> None:
-        """Keep the gradient beside AdamW's moments, so that checkpoints have it."""
-        for master in self.masters.parameters:
-            if master.grad is not None:
-                self.optimizer.state[master][PREVIOUS_GRADIENT] = master.grad.clone()
+    def _keep_gradient(self, gradients: Sequence[Tensor | None]) -> None:
+        """Keep the gradient beside AdamW's moments, so that checkpoints have it. After the step, which takes a state
+        that has something for one that has moments."""
+        for master, gradient in zip(self.masters.parameters, gradients, strict=True):
+            if gradient is None:
+                continue
+            if self.optimization.offload_moments:
+                gradient = to_host(gradient, master.device)
+            else:
+                gradient = gradient.clone()
+            self.optimizer.state[master][PREVIOUS_GRADIENT] = gradient
 
     # Log-probs, weight syncs, stages
 
