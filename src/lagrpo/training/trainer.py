@@ -227,10 +227,11 @@ class Trainer:
             return {}
         entropies: list[Tensor] = []
         logps = self.compute_logprobs(rows, entropies=entropies)
-        inputs = [
-            replace(row, entropy_T=entropy_T).loss_inputs(logp_T, self.policy.version)
-            for row, logp_T, entropy_T in zip(rows, logps, entropies, strict=True)
-        ]
+        inputs = []
+        for row, logp_T, entropy_T in zip(rows, logps, entropies, strict=True):
+            if row.entropy_T is None:  # the first update on the batch: the policy is π_k
+                row = replace(row, entropy_T=entropy_T)
+            inputs.append(row.loss_inputs(logp_T, self.policy.version))
         own = on_device(concatenate(inputs), "cpu") if inputs else None
         parts = [part for part in self.ranks.gather(own) if part is not None]
         if not parts:

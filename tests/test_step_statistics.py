@@ -1,0 +1,411 @@
+"""Numbers of a whole optimizer step: statistics that a loss reads, the learning rate by ESS, and the cosine of
+gradients. None depends on micro-batches, on ranks, or on what the loss leaves out.
+
+Functions without `test_` run on the ranks (ranks.py), or with None as their group in this process.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from running import tiny_settings
+from test_trainer import assembled, generate_groups, judge_groups
+from test_zero1 import copied, ranks_of, sampled, same, share
+from tiny import tiny_policy
+from torch import Tensor
+from torch.testing import assert_close
+
+from lagrpo.core.objective import Recipe
+from lagrpo.core.recipes import resolve
+from lagrpo.runs import load_metrics
+from lagrpo.training.batch import MicroBatch, micro_batches
+from lagrpo.training.run import train
+from lagrpo.training.trainer import Optimization, Trainer
+from lagrpo.types import Group
+
+WITH_STATISTICS = [
+    pytest.param("m2po", {"tau": 0.02}, id="m2po"),
+    pytest.param("m2po_released", {"tau": 0.02, "least_low": 0.05, "least_high": 0.05}, id="m2po_released"),
+    pytest.param("grpo_top_entropy", {"share": 0.3}, id="top_entropy"),
+    pytest.param(
+        "dr_grpo",
+        {"filters": ["m2po", "top_entropy"], "tau": 0.02, "share": 0.6},
+        id="two statistics",
+    ),
+    pytest.param("grpo", {"advantage": "batch_whitened", "beta": 0.0}, id="batch_whitened"),
+]  # fmt: skip
+
+
+def stale(groups: Sequence[Group], spread: float = 0.3) -> list[Group]:
+    """As if another policy had sampled them: log-probs differ by normal numbers of this deviation."""
+    generator = torch.Generator().manual_seed(5)
+
+    def shifted(c: Any) -> Any:
+        noise = spread * torch.randn(len(c.logp_alpha), generator=generator)
+        return replace(c, logp_alpha=c.logp_alpha + noise)
+
+    return [
+        replace(group, completions=tuple(shifted(c) for c in group.completions)) for group in groups
+    ]
+
+
+def with_flat_groups(groups: list[Group]) -> list[Group]:
+    """The first has equal rewards, so advantages of 0."""
+    return judge_groups(groups, lambda g, j, c: 1.0 if g == 0 else float(j % 2))
+
+
+def make_trainer(group: Any, name: str, overrides: dict[str, Any], **changes: Any) -> Trainer:
+    """With PyTorch's operations in float64, where rounding is far below what is compared."""
+    policy = tiny_policy(dtype=torch.float64, backend="torch")
+    optimization = Optimization(**({"lr": 1e-3, "updates": 9, "max_grad_norm": None} | changes))
+    return Trainer(policy, resolve(name, overrides), optimization, ranks=ranks_of(group))
+
+
+def rows_of(trainer: Trainer, tokens: int) -> list[MicroBatch]:
+    batch = assembled(trainer.recipe, stale(with_flat_groups(sampled(1))))
+    return micro_batches(
+        batch,
+        tokens,
+        whole_groups=trainer.recipe.needs_whole_groups,
+        skip_zero_advantage=trainer.skips_zero_advantage,
+    )
+
+
+def updates(
+    group: Any, name: str, overrides: dict[str, Any], changes: dict[str, Any], tokens: int = 40,
+    first_takes_all: bool = False, count: int = 2,
+) -> tuple[list[dict[str, float]], dict[str, Tensor]]:  # fmt: skip
+    """Some updates on a batch: their sums and metrics, and the weights after them."""
+    trainer = make_trainer(group, name, overrides, **changes)
+    rows: Sequence[MicroBatch] = share(group, rows_of(trainer, tokens), first_takes_all)
+    metrics = []
+    for _ in range(count):
+        rows, found = trainer.step(rows)
+        metrics.append(found)
+    return metrics, copied(trainer.policy.weights)
+
+
+def check_same(found: tuple[list[dict], dict], expected: tuple[list[dict], dict]) -> None:
+    for one, other in zip(found[0], expected[0], strict=True):
+        assert one == pytest.approx(other, rel=1e-9, abs=1e-12)
+    for name, weight in expected[1].items():
+        assert_close(found[1][name], weight, rtol=1e-9, atol=1e-9)
+
+
+# Statistics that a loss reads
+
+
+def gradient_of_step(name: str, overrides: dict[str, Any], tokens: int) -> tuple[int, dict, Tensor]:
+    """The number of rows, the sums and the gradient of an update."""
+    trainer = make_trainer(None, name, overrides)
+    rows = rows_of(trainer, tokens)
+    _, sums = trainer.accumulate(rows)
+    gradients = [p.grad for p in trainer.policy.model.parameters() if p.grad is not None]
+    return len(rows), sums, torch.cat([gradient.flatten() for gradient in gradients])
+
+
+@pytest.mark.parametrize(("name", "overrides"), WITH_STATISTICS)
+def test_gradient_with_statistics_does_not_depend_on_micro_batches(name, overrides):
+    """Log-probs are float32."""
+    count, sums, gradient = gradient_of_step(name, overrides, 10_000)
+    assert count == 1
+    assert gradient.norm() > 1e-3
+    for tokens, rows in ((60, 3), (1, 7)):
+        many, other_sums, other = gradient_of_step(name, overrides, tokens)
+        assert many >= rows
+        assert other_sums == pytest.approx(sums, rel=1e-5, abs=1e-6)
+        assert_close(other, gradient, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(("name", "overrides"), WITH_STATISTICS)
+def test_update_with_statistics_does_not_depend_on_ranks(ranks, name, overrides):
+    alone = updates(None, name, overrides, {})
+    for first_takes_all in (False, True):
+        given = (name, overrides, {}, 40, first_takes_all)
+        for found in ranks.run(updates, *given, size=2):
+            check_same(found, alone)
+
+
+@pytest.mark.parametrize(("name", "overrides"), WITH_STATISTICS[:-1])
+def test_statistics_drop_or_clip_some_tokens_and_not_others(name, overrides):
+    """Else the tests above would compare nothing."""
+    first = updates(None, name, overrides, {}, count=1)[0][0]
+    cut = first["filtered_tokens"] + first["clipped_positive"] + first["clipped_negative"]
+    assert 0 < cut < 0.9 * first["tokens"]
+
+
+def test_statistics_cover_completions_without_an_advantage():
+    """Their entropies count in the quantile, though they have no gradient."""
+    trainer = make_trainer(None, "grpo_top_entropy", {"share": 0.3})
+    assert not trainer.skips_zero_advantage
+    rows = rows_of(trainer, 40)
+    members = sorted(c for row in rows for c in row.members)
+    assert members == list(range(len(rows[0].batch.member_C)))
+    _, sums = trainer.step(rows)
+    assert sums["filtered_tokens"] / sums["tokens"] == pytest.approx(0.7, abs=1 / sums["tokens"])
+
+
+def test_top_entropy_keeps_its_share_at_every_update_on_a_batch():
+    """The quantile and the tokens are of the same entropies, though the policy moves."""
+    metrics, _ = updates(None, "grpo_top_entropy", {"share": 0.3}, {"lr": 0.1}, count=3)
+    for found in metrics:
+        share_kept = 1 - found["filtered_tokens"] / found["tokens"]
+        assert share_kept == pytest.approx(0.3, abs=1 / found["tokens"])
+
+
+def test_m2po_keeps_the_second_moment_of_a_step_below_tau():
+    """By the policy's own log-probs, whatever the rows."""
+    trainer = make_trainer(None, "m2po", {"tau": 0.02})
+    rows = rows_of(trainer, 40)
+    squares, is_kept = [], []
+    statistics = trainer._collect_statistics(rows)
+    for row, logp_T in zip(rows, trainer.compute_logprobs(rows), strict=True):
+        x = row.loss_inputs(logp_T, 0, statistics)
+        assert x.rollout_logp is not None
+        log_ratio_T = x.logp - x.rollout_logp
+        is_outward = x.advantage * log_ratio_T > 0
+        squares.append(log_ratio_T[is_outward].square())
+        is_kept.append(trainer.recipe.kept(x)[is_outward].bool())
+    squares_T, is_kept_T = torch.cat(squares), torch.cat(is_kept)
+    assert float(squares_T.mean()) > 0.02 >= float(squares_T[is_kept_T].mean())
+    next_square = squares_T[~is_kept_T].min()
+    sum_with_next = squares_T[is_kept_T].sum() + next_square
+    assert float(sum_with_next / (int(is_kept_T.sum()) + 1)) > 0.02
+
+
+@pytest.mark.parametrize("name", ["grpo", "dapo", "opsm", "a3po", "reinforce_pp_baseline"])
+def test_recipe_without_statistics_makes_no_second_pass(name, monkeypatch):
+    trainer = make_trainer(None, name, {"beta": 0.0})
+    rows = rows_of(trainer, 40)
+    passes = []
+    logp = type(trainer.policy).logp
+
+    def count(*given: Any) -> Tensor:
+        passes.append(given)
+        return logp(*given)
+
+    monkeypatch.setattr(type(trainer.policy), "logp", count)
+    trainer.step(rows)
+    assert len(passes) == len(rows)
+
+
+def test_statistic_of_a_step_makes_a_second_pass(monkeypatch):
+    trainer = make_trainer(None, "m2po", {})
+    rows = rows_of(trainer, 40)
+    passes = []
+    logp = type(trainer.policy).logp
+
+    def count(*given: Any) -> Tensor:
+        passes.append(torch.is_grad_enabled())
+        return logp(*given)
+
+    monkeypatch.setattr(type(trainer.policy), "logp", count)
+    trainer.step(rows)
+    assert passes == [False] * len(rows) + [True] * len(rows)
+
+
+# The learning rate by the effective sample size (VCPO, arXiv 2602.17616)
+
+
+@pytest.mark.parametrize(
+    ("ess_share", "full", "factor"),
+    [
+        (1.0, 1.0, 1.0),
+        (0.727273, 1.0, 0.852803),
+        (0.25, 1.0, 0.5),  # one of four completions carries all: 1 / sqrt(4)
+        (0.25, 0.55, (0.25 / 0.55) ** 0.5),
+        (0.6, 0.55, 1.0),
+        (0.5, 0.0, 1.0),  # off
+        (None, 1.0, 1.0),  # no completion has log-probs of its policy
+    ],
+)
+def test_learning_rate_has_the_worked_factor(ess_share, full, factor):
+    optimization = Optimization(lr=2.0, full_rate_ess=full)
+    assert optimization.rate(5, ess_share) == pytest.approx(2.0 * factor, rel=1e-6)
+
+
+def test_factor_of_the_learning_rate_multiplies_its_schedule():
+    optimization = Optimization(lr=1.0, full_rate_ess=1.0, schedule="linear", updates=5)
+    assert optimization.rate(2, 0.25) == pytest.approx(0.5 * 0.5)
+
+
+def with_weights(trainer: Trainer, rows: Sequence[MicroBatch], weights: list[float]) -> list[MicroBatch]:
+    """The rows, as if completion c had the ratio weights[c] under the policy."""
+    changed = []
+    for row, logp_T in zip(rows, trainer.compute_logprobs(rows), strict=True):
+        lengths_C = row.completion_T.bincount(minlength=len(row.members))
+        s_C = torch.tensor([weights[c % len(weights)] for c in row.members], dtype=torch.float64)
+        per_token_T = (s_C.log() / lengths_C)[row.completion_T]
+        changed.append(replace(row, rollout_logp_T=logp_T.double() - per_token_T))
+    return changed  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("weights", "share_of_all", "factor"),
+    [
+        ([1.0, 1.0, 1.0, 1.0], 1.0, 1.0),
+        ([2.0, 1.0, 0.5, 0.5], 0.727273, 0.852803),
+        ([1e9, 1.0, 1.0, 1.0], 0.25, 0.5),
+        ([1e300, 1e299, 1e299, 1e299], 1.3**2 / 1.03 / 4, (1.3**2 / 1.03 / 4) ** 0.5),
+    ],
+    ids=["equal", "worked", "one carries all", "beyond the limit of ratios"],
+)
+@pytest.mark.parametrize("tokens", [10_000, 1])
+def test_step_scales_its_learning_rate_by_the_ess_of_its_completions(
+    weights, share_of_all, factor, tokens
+):
+    """Not truncated, and with completions whose advantage is 0, whatever the micro-batches."""
+    trainer = make_trainer(None, "seq_tis", {}, full_rate_ess=1.0, lr=1e-3)
+    assert trainer.recipe.skips_zero_advantage
+    assert not trainer.skips_zero_advantage
+    rows = with_weights(trainer, rows_of(trainer, tokens), weights)
+    assert sorted(c for row in rows for c in row.members) == list(range(12))
+    _, sums = trainer.step(rows)
+    assert sums["ess_share"] == pytest.approx(share_of_all, rel=1e-6)
+    assert sums["lr"] == pytest.approx(1e-3 * factor, rel=1e-6)
+
+
+def test_learning_rate_by_ess_does_not_depend_on_ranks(ranks):
+    given = ("seq_tis", {}, {"full_rate_ess": 1.0, "log_gradient_cosine": True})
+    alone = updates(None, *given)
+    assert alone[0][0]["ess_share"] < 0.99
+    assert alone[0][0]["lr"] == pytest.approx(1e-3 * alone[0][0]["ess_share"] ** 0.5)
+    for first_takes_all in (False, True):
+        for found in ranks.run(updates, *given, 40, first_takes_all, size=2):
+            check_same(found, alone)
+
+
+# The cosine of consecutive gradients
+
+
+def gradients_of(trainer: Trainer, count: int, monkeypatch: Any) -> tuple[list[Tensor], list[dict]]:
+    """The gradients of some updates, before they are clipped, and the metrics."""
+    gradients, metrics = [], []
+    rows: Sequence[MicroBatch] = rows_of(trainer, 60)
+    for _ in range(count):
+        rows, _ = trainer.accumulate(rows)
+        gradients.append(
+            torch.cat([p.grad.flatten().double() for p in trainer.policy.model.parameters() if p.grad is not None])
+        )
+        metrics.append(trainer.update())
+    return gradients, metrics  # fmt: skip
+
+
+@pytest.mark.parametrize("max_grad_norm", [None, 1e-3], ids=["whole", "clipped"])
+def test_gradient_cosine_is_that_of_consecutive_gradients(max_grad_norm, monkeypatch):
+    trainer = make_trainer(
+        None, "grpo", {"beta": 0.0}, log_gradient_cosine=True, lr=0.02, max_grad_norm=max_grad_norm
+    )
+    gradients, metrics = gradients_of(trainer, 3, monkeypatch)
+    assert "gradient_cosine" not in metrics[0]
+    for before, after, found in zip(gradients, gradients[1:], metrics[1:], strict=False):
+        expected = float(before @ after / before.norm() / after.norm())
+        assert found["gradient_cosine"] == pytest.approx(expected, rel=1e-6)
+        assert abs(expected) < 0.999
+
+
+def test_gradient_cosine_is_off_unless_asked_for(monkeypatch):
+    trainer = make_trainer(None, "grpo", {"beta": 0.0})
+    _, metrics = gradients_of(trainer, 2, monkeypatch)
+    assert all("gradient_cosine" not in found for found in metrics)
+    assert not [name for name in trainer.state() if name.startswith("previous_gradient")]
+
+
+def test_gradient_cosine_does_not_change_the_update(monkeypatch):
+    weights = []
+    for log in (True, False):
+        trainer = make_trainer(None, "grpo", {"beta": 0.0}, log_gradient_cosine=log)
+        gradients_of(trainer, 3, monkeypatch)
+        weights.append(copied(trainer.policy.weights))
+    assert same(*weights)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_gradient_cosine_goes_on_from_a_state(offload, monkeypatch):
+    changes = {"log_gradient_cosine": True, "offload_moments": offload}
+    trainer, other = (make_trainer(None, "grpo", {"beta": 0.0}, **changes) for _ in range(2))
+    rows, _ = trainer.accumulate(rows_of(trainer, 60))
+    trainer.update()
+    other.load_state(copied(trainer.state()), 1)
+    found = []
+    for one in (trainer, other):
+        one.accumulate(rows)
+        found.append(one.update())
+    assert found[0] == found[1]
+    assert "gradient_cosine" in found[0]
+
+
+def settings(model: Any, root: Any, **sections: Any) -> dict[str, Any]:
+    base = {"eval": {"at_start": False}, "checkpoint": {"save_every": 2}}
+    return tiny_settings(model, root, **(base | sections))
+
+
+def test_gradient_cosine_and_rate_of_a_resumed_run_are_those_of_an_uninterrupted_one(model, tmp_path):
+    changes = {
+        "optimizer": {"learning_rate": 1e-2, "log_gradient_cosine": True, "scale_lr_by_ess": 1.0},
+        "loss": {"recipe": "seq_tis"},
+    }
+    lines = {}
+    for name, batches in (("long", 4), ("short", 2)):
+        schedule = {"batches": batches, "prompts_per_batch": 2, "sync_every": 4}
+        run = {"name": name}
+        lines[name] = train(settings(model, tmp_path, run=run, schedule=schedule, **changes)).run
+    train({"schedule": {"batches": 4}}, resume=lines["short"])
+    long, short = (load_metrics(lines[name]) for name in ("long", "short"))
+    for metric in ("gradient_cosine", "learning_rate", "loss"):
+        assert [line[metric] for line in short] == [line[metric] for line in long], metric
+    assert long[0]["gradient_cosine"] is None
+    assert -1 <= long[2]["gradient_cosine"] <= 1
+    assert all(line["learning_rate"] <= 1e-2 for line in long)
+    assert long[2]["learning_rate"] < 0.999e-2  # two updates after the weight sync
+
+
+# Metrics of the tokens of the objective
+
+
+def metrics_with(model: Any, root: Any, loss: dict[str, Any]) -> list[dict[str, Any]]:
+    found = settings(
+        model, root, loss=loss, task={"name": "sample_task:load_vowels"},
+        rollout={"num_generations": 3, "max_completion_length": 6, "max_prompt_length": 64},
+        schedule={"prompts_per_batch": 4, "batches": 4, "sync_every": 4, "num_iterations": 2},
+    )  # fmt: skip
+    return load_metrics(train(found).run)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        {"recipe": "grpo"},
+        {"recipe": "grpo", "filters": ["finished_only"]},
+        {"recipe": "grpo", "filters": ["opsm"], "overrides": {"opsm.delta": 0.0}},
+    ],
+    ids=["grpo", "finished_only", "opsm"],
+)
+def test_token_metrics_cover_the_objective_whether_or_not_there_is_a_kl_term(model, tmp_path, loss):
+    """A KL term of 1e-30 moves nothing, but has a gradient at completions without an advantage."""
+    without = metrics_with(model, tmp_path / "0", loss | {"beta": 0.0})
+    with_kl = metrics_with(model, tmp_path / "1", loss | {"beta": 1e-30})
+    assert max(line["frac_reward_zero_std"] for line in without) > 0
+    assert max(line["clip_ratio/low_mean"] + line["clip_ratio/high_mean"] for line in without) > 0
+    names = [
+        name
+        for name in without[0]
+        if name.startswith(("clip_ratio/", "filtered/", "rollout/")) or name == "entropy"
+    ]
+    for one, other in zip(without, with_kl, strict=True):
+        assert {n: one[n] for n in names} == pytest.approx({n: other[n] for n in names}, rel=1e-5)
+    assert all(line["kl"] == 0.0 for line in without)
+    assert math.isfinite(with_kl[-1]["kl"])
+    assert isinstance(resolve(loss["recipe"]), Recipe)
+
+
+def test_generated_groups_of_this_module_are_stale():
+    policy = tiny_policy()
+    fresh = generate_groups(policy, count=1)
+    moved = stale(fresh)
+    assert not torch.equal(fresh[0].completions[0].logp_alpha, moved[0].completions[0].logp_alpha)
