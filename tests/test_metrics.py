@@ -30,12 +30,13 @@ def group(*completions: Completion) -> Group:
     return Group(Prompt(0, ({"role": "user", "content": "?"},), ""), completions)
 
 
-def batch(*groups: Group, weights: Any = ()) -> Batch:
-    weight_C, empty = torch.tensor(weights, dtype=torch.float32), torch.empty(0)
+def batch(*groups: Group, weights: Any = (), advantages: Any = None) -> Batch:
+    weight_C = torch.tensor(weights, dtype=torch.float32)
+    advantage_C = torch.ones_like(weight_C) if advantages is None else torch.tensor(advantages)
     members = tuple(
         (g, n) for g, group in enumerate(groups) for n, _ in enumerate(group.completions)
     )
-    return Batch(groups, members, empty, torch.full((len(weights),), 4), weight_C)
+    return Batch(groups, members, advantage_C, torch.full((len(weights),), 4), weight_C)
 
 
 def metrics_of(
@@ -117,6 +118,16 @@ def test_filtered_shares_are_of_the_objectives_tokens_and_completions(used):
     assert metrics["filtered/completions"] == 1 / 4
     assert metrics_of(used, [UPDATE])["filtered/tokens"] == 0.0
     assert metrics_of(used)["filtered/tokens"] is None
+
+
+def test_filtered_shares_leave_out_completions_without_an_advantage():
+    """Whether an update computes them depends on the KL term, and a filter takes nothing from them."""
+    scored = Outcome.scored(1.0)
+    group_of_3 = group(*(completion([3], scored) for _ in range(3)))
+    given = batch(group_of_3, weights=[1.0, 1.0, 0.0], advantages=[0.0, 2.0, 1.0])
+    metrics = metrics_of(given, [UPDATE | {"filtered_tokens": 1.0, "filtered_completions": 1.0}])
+    assert metrics["filtered/tokens"] == 1 / 4
+    assert metrics["filtered/completions"] == 1.0
 
 
 def test_gradient_cosine_is_that_of_the_last_update(used):

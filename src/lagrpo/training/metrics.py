@@ -116,14 +116,16 @@ def _staleness(completions: Sequence[Completion], version: int) -> Metrics:
 
 
 def _clip_ratios(updates: Sequence[Mapping[str, float]], batch: Batch) -> Metrics:
-    """Shares of the objective's tokens whose gradient the clip cuts, and of its tokens and completions that filters
-    drop, as means over the updates on the batch."""
+    """Shares of the objective's tokens whose gradient the clip cuts, and of its tokens and completions with an advantage
+    that filters drop, as means over the updates on the batch."""
     is_in_objective_C = batch.weight_C != 0
+    has_signal_C = is_in_objective_C & (batch.advantage_C != 0)
+    tokens = int(batch.lengths_C[is_in_objective_C].sum())
     counts = {
-        "clip_ratio/low_mean": ("clipped_negative", int(batch.lengths_C[is_in_objective_C].sum())),
-        "clip_ratio/high_mean": ("clipped_positive", int(batch.lengths_C[is_in_objective_C].sum())),
-        "filtered/tokens": ("filtered_tokens", int(batch.lengths_C[is_in_objective_C].sum())),
-        "filtered/completions": ("filtered_completions", int(is_in_objective_C.sum())),
+        "clip_ratio/low_mean": ("clipped_negative", tokens),
+        "clip_ratio/high_mean": ("clipped_positive", tokens),
+        "filtered/tokens": ("filtered_tokens", int(batch.lengths_C[has_signal_C].sum())),
+        "filtered/completions": ("filtered_completions", int(has_signal_C.sum())),
     }
     shares: Metrics = {}
     for metric, (name, count) in counts.items():

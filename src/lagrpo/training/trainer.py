@@ -426,14 +426,15 @@ def _sums(x: LossInputs, derivative: Derivative) -> dict[str, float]:
     """Sums over a micro-batch, to be added over micro-batches and ranks."""
     is_clipped_T = derivative.clipped_T & ~derivative.filtered_T
     is_dropped_C = _all_of_completion(derivative.filtered_T, x.completion, len(x.advantages))
+    has_signal_C = x.advantages != 0  # updates may leave out the others
     sums = {
         "loss": derivative.loss,
         "tokens": torch.tensor(len(x.logp)),
         "kl_ref": derivative.kl_T.sum(),
         "clipped_positive": (is_clipped_T & (x.advantage > 0)).sum(),
         "clipped_negative": (is_clipped_T & (x.advantage < 0)).sum(),
-        "filtered_tokens": derivative.filtered_T.sum(),
-        "filtered_completions": is_dropped_C.sum(),
+        "filtered_tokens": (derivative.filtered_T & (x.advantage != 0)).sum(),
+        "filtered_completions": (is_dropped_C & has_signal_C).sum(),
     }
     # One copy from a GPU instead of one for each sum.
     values = torch.stack([value.to(x.logp.device, torch.float64) for value in sums.values()])
