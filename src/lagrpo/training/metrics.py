@@ -116,8 +116,8 @@ def _staleness(completions: Sequence[Completion], version: int) -> Metrics:
 
 
 def _clip_ratios(updates: Sequence[Mapping[str, float]], batch: Batch) -> Metrics:
-    """Shares of the objective's tokens whose gradient the clip cuts, and of its tokens and completions with an advantage
-    that filters drop, as means over the updates on the batch."""
+    """Shares of the objective's tokens whose gradient the clip cuts, and of its tokens and completions with an
+    advantage that filters drop, as means over the updates on the batch."""
     is_in_objective_C = batch.weight_C != 0
     has_signal_C = is_in_objective_C & (batch.advantage_C != 0)
     tokens = int(batch.lengths_C[is_in_objective_C].sum())

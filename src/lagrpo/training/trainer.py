@@ -320,14 +320,12 @@ class Trainer:
     def _keep_gradient(self, gradients: Sequence[Tensor | None]) -> None:
         """Keep the gradient beside AdamW's moments, so that checkpoints have it. After the step, which takes a state
         that has something for one that has moments."""
+        offload = self.optimization.offload_moments
         for master, gradient in zip(self.masters.parameters, gradients, strict=True):
             if gradient is None:
                 continue
-            if self.optimization.offload_moments:
-                gradient = to_host(gradient, master.device)
-            else:
-                gradient = gradient.clone()
-            self.optimizer.state[master][PREVIOUS_GRADIENT] = gradient
+            kept = to_host(gradient, master.device) if offload else gradient.clone()
+            self.optimizer.state[master][PREVIOUS_GRADIENT] = kept
 
     # Log-probs, weight syncs, stages
 
