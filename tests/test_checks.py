@@ -136,3 +136,65 @@ def test_task_object_replaces_the_settings_of_the_task(tmp_path):
 
     check_settings(settings(task={"name": "gsm"}, run={"output_dir": "new/runs"}), load())
     assert not (tmp_path / "new").exists()
+
+
+# Losses that cannot act in this run
+
+
+@pytest.mark.parametrize(
+    ("loss", "path"),
+    [
+        ({"recipe": "grpo_recomputed"}, "surrogate"),
+        ({"recipe": "dapo", "overrides": {"denominator": "pi_k"}}, "surrogate"),
+        ({"recipe": "dppo_tv", "overrides": {"mask": {"denominator": "pi_k"}}}, "surrogate.mask"),
+        ({"recipe": "sapo", "overrides": {"denominator": "pi_k"}}, "surrogate.weight"),
+        (
+            {"recipe": "opsm", "overrides": {"filters": {"opsm": {"denominator": "pi_k"}}}},
+            "filters.opsm",
+        ),
+        (
+            {"recipe": "reinforce", "overrides": {"mask": "own_functions:since_pi_k"}},
+            "surrogate.mask",
+        ),
+    ],
+    ids=["row", "clip", "mask", "weight", "filter", "own mask"],
+)
+def test_bound_over_pi_k_is_rejected_if_each_batch_gets_one_update(loss, path):
+    """At the only update on a batch the policy is pi_k, so the bound would never act."""
+    with pytest.raises(SettingsError, match=rf"{path} compares .*num_iterations = 1"):
+        check_settings(settings(loss=loss))
+    check_settings(settings(loss=loss, schedule={"num_iterations": 2}))
+
+
+@pytest.mark.parametrize("recipe", ["grpo_tis", "grpo_icepop", "decoupled_ppo", "grpo", "geppo"])
+def test_loss_over_pi_k_that_corrects_for_alpha_is_accepted_with_one_update(recipe):
+    assert check_settings(settings(loss={"recipe": recipe})).name == recipe
+
+
+def test_offline_completions_without_what_a_loss_needs_are_rejected(tmp_path):
+    (tmp_path / "data.jsonl").write_text('{"prompt": "a", "completion": "b", "reward": 1}\n')
+    offline = {"data": "data.jsonl", "fraction": 1.0}
+    with pytest.raises(SettingsError, match=r"'a3po' reads the staleness.*offline\.data"):
+        check_settings(settings(loss={"recipe": "a3po"}, offline=offline))
+    by_ess = {"scale_lr_by_ess": 1.0}
+    with pytest.raises(SettingsError, match=r"scale_lr_by_ess needs the log-probs"):
+        check_settings(settings(loss={"recipe": "rloo"}, offline=offline, optimizer=by_ess))
+    check_settings(settings(loss={"recipe": "seq_tis"}, offline=offline, optimizer=by_ess))
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        ({"recipe": "own_functions:nosuch"}, "own_functions.py has no 'nosuch'"),
+        ({"recipe": "own_functions:fails"}, "own_functions:fails: fails on small random inputs"),
+        ({"filters": ["opms"]}, "did you mean 'opsm'"),
+        ({"recipe": "cispo", "overrides": {"mask": "one_side", "epsilon_high": 3.0}},
+         r"surrogate\.mask\.epsilon_high or surrogate\.weight\.epsilon_high"),
+        ({"epsilon": 0.1, "overrides": {"epsilon_low": 0.2}}, "the same knob"),
+        ({"recipe": "rloo", "epsilon": 0.1}, "epsilon has no effect on recipe 'rloo'"),
+    ],
+    ids=["no such function", "fails", "no such filter", "two knobs", "twice", "no range"],
+)  # fmt: skip
+def test_loss_that_cannot_be_computed_is_rejected_before_a_model_loads(loss, message):
+    with pytest.raises(SettingsError, match=f"^loss: .*{message}"):
+        check_settings(settings(loss=loss))

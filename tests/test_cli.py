@@ -252,7 +252,7 @@ def test_recipes_lists_all():
     assert [name for name in RECIPES if f" {name} " not in listed] == []
     one = lagrpo("recipes", "dapo")[1]
     assert "arXiv 2503.14476" in one
-    assert "loss.epsilon_high = 0.28" in one
+    assert "surrogate.epsilon_high = 0.28" in one
     assert "rho.clamp(1 - epsilon_low, 1 + epsilon_high)" in one
 
 

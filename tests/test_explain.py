@@ -77,3 +77,23 @@ def test_unsupported_model_is_rejected(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "gemma2"}', encoding="utf-8")
     with pytest.raises(SettingsError, match="models of type 'gemma2' have soft-capping"):
         explained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        ({"recipe": "seq_tis"}, ["surrogate.weight bounds the ratio of a whole completion"]),
+        ({"recipe": "trm"}, ["filters.seq_max_k3 bounds the ratio of a whole completion"]),
+        ({"recipe": "m2po"}, ["statistic of the whole step", "second pass"]),
+        ({"recipe": "grpo_tis"}, ["only the correction does"]),
+        ({"recipe": "grpo", "epsilon_high": 0.3}, ["with epsilon_high = 0.3"]),
+    ],
+    ids=["seq_tis", "trm", "m2po", "grpo_tis", "override"],
+)
+def test_dry_run_says_what_a_loss_costs_and_what_of_it_does_not_act(model, loss, words):
+    text = explained(model, loss=loss)
+    assert [word for word in words if word not in text] == []
+
+
+def test_dry_run_of_a_plain_loss_has_no_note(model):
+    assert "note " not in explained(model, loss={"recipe": "grpo"})

@@ -45,7 +45,7 @@ ALLOWED |= {
     "env": {*LEAVES, "cpu", "model", "runs"},
     "cli": BELOW | {"training", "env"},
     "__init__": {"core", "machine", "training"},
-    "__main__": {"cli", "interrupts"},
+    "__main__": {"cli", "interrupts", "logs"},
 }
 CORE_MAY_USE = {"torch"} | set(sys.stdlib_module_names)
 

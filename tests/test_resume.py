@@ -17,6 +17,8 @@ from tiny import save_tiny
 
 from lagrpo import Callback, train
 from lagrpo.errors import SettingsError
+from lagrpo.rollout.local import LocalSampler
+from lagrpo.rollout.sync_check import WeightSyncError
 from lagrpo.runs import load_events
 from lagrpo.runs.directory import RunLockedError, locked
 from lagrpo.settings.load import load_settings
@@ -143,6 +145,15 @@ def test_finished_run_gets_more_batches_as_if_it_had_been_longer(begin):
     assert differing(go_on(short, schedule=LONG).run, leaves(whole, exact=True)) == []
 
 
+def test_killed_run_gets_more_batches_as_if_it_had_been_longer(begin):
+    """A weight sync before batch 3, so that version samples batches 3 to 5. After batch 3 the fourth and last batch is
+    sampled already: the run itself will not need that version again, the longer one will."""
+    stale = {"ref_sync_every": None, "sync_every": 3}
+    short, whole = (begin(str(n), schedule=stale | {"batches": n}).run for n in (4, 5))
+    found = go_on(cut_to(short, 3), schedule={"batches": 5}).run
+    assert differing(found, leaves(whole, exact=True)) == []
+
+
 def test_run_killed_before_its_first_checkpoint_starts_again(whole, undisturbed, tmp_path):
     killed = cut_to(whole("plain"), 0, tmp_path)
     lines = (killed / "events.jsonl").read_text(encoding="utf-8").splitlines(True)
@@ -198,7 +209,7 @@ def test_checkpoint_that_cannot_be_read_is_named_and_the_one_before_is_used_with
     file = run / "checkpoints" / "step-000003" / "trainer.safetensors"
     file.write_bytes(file.read_bytes()[:-2])
     with pytest.raises(
-        CheckpointError, match=r"step-000003: .*Remove it to resume from the one before"
+        CheckpointError, match=r"step-000003 to resume from the checkpoint before it"
     ):
         go_on(run, schedule=LONG)
     shutil.rmtree(file.parent)
@@ -272,6 +283,48 @@ def test_data_that_has_changed_is_rejected(begin, tmp_path):
     file.write_text("\n".join(rows[:-1]) + "\n", encoding="utf-8")
     with pytest.raises(SettingsError, match="the data has changed since the run started"):
         go_on(run)
+
+
+def test_answers_that_have_changed_are_rejected(begin, tmp_path):
+    """Under the same questions, so that no token of a prompt tells."""
+    file = tmp_path / "sums.jsonl"
+    columns = {"prompt_column": "question", "answer_column": "answer"}
+
+    def write(first_answer: int) -> None:
+        answers = [first_answer, *range(2, 9)]
+        rows = [{"question": f"{n}+1?", "answer": str(a)} for n, a in enumerate(answers)]
+        file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+    write(1)
+    task = {"name": "custom", "data": str(file), "rewards": ["exact"], **columns}
+    schedule = {"batches": 1, "prompts_per_batch": 7}  # nearly all, whatever the order
+    run = begin("run", schedule=schedule, task=task, eval={"at_start": False}).run
+    assert go_on(run).batches == 1
+    write(7)
+    with pytest.raises(SettingsError, match="the data has changed since the run started"):
+        go_on(run)
+
+
+def test_engine_that_has_other_weights_than_those_it_was_given_stops_the_resumed_run(
+    whole, tmp_path, monkeypatch
+):
+    """The check after every weight sync is made when the checkpoint's weights go into the engine, too. The engine will
+    sample the next batch with them."""
+    killed = cut_to(whole("dynamic sampling"), 4, tmp_path)
+    sync_weights = LocalSampler.sync_weights
+    syncs: list[int] = []
+
+    def lose_the_first(sampler: LocalSampler, weights: Any, version: int) -> Any:
+        syncs.append(version)
+        if len(syncs) > 1:
+            return sync_weights(sampler, weights, version)
+        changed = {name: weight * 1.5 for name, weight in weights.items()}
+        return sync_weights(sampler, changed, version)
+
+    monkeypatch.setattr(LocalSampler, "sync_weights", lose_the_first)
+    with pytest.raises(WeightSyncError, match=r"stale weights|diverged"):
+        go_on(killed)
+    assert len(syncs) == 1
 
 
 def test_second_process_is_rejected_while_one_writes(run):

@@ -62,3 +62,14 @@ def test_budget_syncs_when_it_is_spent_and_at_the_cap():
     ):
         state = LoopState(batch=6, alpha=0, since_sync=since_sync, spent=spent)
         assert Schedule("budget", 4, 0.25).next(state, 8, 8).reason == reason
+
+
+def test_budget_that_was_spent_stays_spent_after_a_batch_that_tells_nothing():
+    """Of offline completions without log-probs, say, no KL can be estimated."""
+    schedule = Schedule("budget", 9, 0.25)
+    state = LoopState(alpha=0).after_batch(0.1).after_batch(None)
+    assert schedule.next(state, 20, 20).reason == ""
+    state = state.after_batch(0.3).after_batch(None)
+    assert state.spent == 0.3
+    assert schedule.next(state, 20, 20).reason == "budget"
+    assert schedule.next(state.after_sync(4, {}).after_batch(None), 20, 20).reason == ""

@@ -102,8 +102,8 @@ def test_missing_function_or_module_is_named(user_module, tmp_path):
         "import package_that_is_not_installed", encoding="utf-8"
     )
     for reference, message in [
-        (f"{user_module}:lenght", r"has no function 'lenght'. Did you mean 'length'\?"),
-        (f"{user_module}:number", r"has no function 'number'\.$"),
+        (f"{user_module}:lenght", r"has no 'lenght'; did you mean 'length'\?"),
+        (f"{user_module}:number", "number' is not a function"),
         (f"{user_module}:a b", "not of the form"),
         ("no_such_module:reward", "no module 'no_such_module'"),
         (

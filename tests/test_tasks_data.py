@@ -214,14 +214,15 @@ def test_arguments_as_json_text_become_an_object_and_keep_their_nulls(tmp_path):
     ]
     expected = [read, {}, "2 +", read, read]
     for name in ("a.jsonl", "a.parquet"):
-        rows = [{"q": json.dumps(messages), "a": "5"}] * 4
+        rows = [{"q": json.dumps(messages), "a": "5"}] * 4 + [{"q": "another", "a": "5"}] * 4
         message: Any = load(write(tmp_path / name, rows)).prompt("train", 0).messages[0]
         if name == "a.parquet":  # the object of a Parquet column may have nulls of other rows
             expected[3] = {"x": "2+3", "z": {}}
         assert [call["function"]["arguments"] for call in message["tool_calls"]] == expected
         assert all("id" not in call for call in message["tool_calls"])
     messages[0]["tool_calls"] = [{"function": "f"}]
-    path = write(tmp_path / "rows.jsonl", [{"q": messages, "a": "2"}] * 4)
+    rows = [{"q": messages, "a": "2"}] * 4 + [{"q": "another", "a": "2"}]
+    path = write(tmp_path / "rows.jsonl", rows)
     with pytest.raises(ValueError, match=r"line 1: a message has the call \{'function': 'f'\}"):
         load(path)
 

@@ -97,10 +97,21 @@ def test_pinskers_and_the_chi2_bound_hold_for_random_distributions():
     assert bool((kl(p, q) <= chi2(p, q).log1p() + 1e-12).all())
 
 
+def test_second_moment_of_the_log_ratio_bounds_chi2_while_ratios_are_bounded():
+    """chi2(pi || alpha) <= R^2 E_alpha[(log rho)^2] if 1/R <= rho <= R: Theorem 5.1 of M2PO (arXiv 2510.01161)."""
+    noise = torch.randn(2, 5000, 4, generator=torch.Generator().manual_seed(0)).double()
+    p, alpha = torch.softmax(noise, dim=-1)
+    log_rho = (p / alpha).log()
+    R = log_rho.abs().amax(dim=-1).exp()
+    second_moment = (alpha * log_rho.square()).sum(dim=-1)
+    assert bool((chi2(p, alpha) <= R.square() * second_moment + 1e-12).all())
+
+
 def test_effective_sample_size_by_hand():
     assert_close(ess(tensor([1.0, 1.0, 1.0, 1.0])), tensor(4.0))
     assert_close(ess(tensor([5.0, 0.0, 0.0])), tensor(1.0))
     assert_close(ess(tensor([3e30, 1e30])), tensor(1.6))  # no overflow of the squares
+    assert float(ess(tensor([2.0, 1.0, 0.5, 0.5])) / 4) == pytest.approx(0.727273, abs=5e-7)
 
 
 def test_divergences_of_samples_by_hand():
