@@ -75,6 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     logs.print_records()
     try:
         with interruptible(), failing(SettingsError, FileNotFoundError, code=2):
+            check_locale(rest)
             if name not in COMMANDS:
                 raise SettingsError(
                     f"no command {name!r}; lagrpo --help lists all.{suggest(name, COMMANDS)}"
@@ -97,6 +98,17 @@ def take_debug(words: list[str]) -> list[str]:
     if len(own) < end:
         os.environ[logs.DEBUG] = "1"
     return own + words[end:]
+
+
+def check_locale(words: list[str]) -> None:
+    """Raise SettingsError for a word that Python could not read in this locale; no file takes such a text."""
+    for word in words:
+        try:
+            word.encode()
+        except UnicodeEncodeError as error:
+            raise SettingsError(
+                f"{word!r} cannot be read in this locale: set PYTHONUTF8=1"
+            ) from error
 
 
 @contextmanager
