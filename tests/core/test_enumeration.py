@@ -171,7 +171,7 @@ UP, DOWN = A_T > 0, A_T < 0
 COEFFICIENTS = {  # of A grad log pi at each token, for pi_k = alpha
     "dppo_tv": RHO * ~((UP & (CHANGE > 0.15)) | (DOWN & (-CHANGE > 0.15))),
     "dppo_kl": RHO * ~(((RHO > 1) == UP) & (two_symbol_kl() > 0.05)),
-    "ipo_mask": RHO * (CHANGE.abs() <= 0.1),
+    "ipo_mask": RHO * (CHANGE.abs() <= 0.1) - 2e-3 * RHO.log() / A_T,
     "prime_rl": RHO * ~((UP & (CHANGE > 0.2)) | (DOWN & (-CHANGE > 0.2))) - 2e-3 * RHO.log() / A_T,
     "rollout_is": RHO * ((RHO - 1).abs() <= 0.2),
     "decoupled_ppo": RHO * ~((UP & (RHO > 1.2)) | (DOWN & (RHO < 0.8))),
@@ -197,7 +197,7 @@ COEFFICIENTS = {  # of A grad log pi at each token, for pi_k = alpha
     [
         ("dppo_tv", 0.4638, 0.9278),
         ("dppo_kl", 0.4638, 0.9278),
-        ("ipo_mask", 0.6595, 0.7540),
+        ("ipo_mask", 0.6586, 0.7550),
         ("prime_rl", 0.4812, 0.9206),
         ("rollout_is", 0.6458, 0.8117),
         ("decoupled_ppo", 0.5418, 0.8803),

@@ -121,7 +121,7 @@ STEP_STATISTICS = {"m2po", "m2po_released", "grpo_top_entropy"}
         pytest.param(
             lambda row: not row.skips_zero_advantage,
             WITH_KL | STEP_STATISTICS | PREFERENCES
-            | {"asymre", "opmd", "prime_rl", "opmd_kimi", "opmd_pairwise", "oapl", "tba"},
+            | {"asymre", "opmd", "prime_rl", "ipo_mask", "opmd_kimi", "opmd_pairwise", "oapl", "tba"},
             id="completions of advantage 0",
         ),
     ],
