@@ -52,7 +52,7 @@ def at_ratios(ratios: Sequence[float], A: Any = 1.0, **others: Any) -> LossInput
     return inputs((alpha + log_ratio_T).requires_grad_(), alpha, A=A, **others)
 
 
-def random_inputs(C: int = 7, seed: int = 0) -> tuple[Tensor, LossInputs]:
+def random_inputs(C: int = 7, seed: int = 0) -> tuple[Tensor, Any]:
     """Lengths of 1 to 9 tokens, and completions with random log-probs below 0, in float64, in two groups, the first of
     three."""
     generator = torch.Generator().manual_seed(seed)

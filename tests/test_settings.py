@@ -54,7 +54,8 @@ def test_settings_of_the_loss_are_knobs_of_recipes():
 @pytest.mark.parametrize("name", ["kl_estimator", "reduction", "filters"])
 def test_help_of_a_setting_of_the_loss_names_every_choice(name):
     text = LossSettings.model_fields[name].description or ""
-    choices = [function.__name__ for function in CHOICES[KNOBS.get(name, name)]]
+    knob: Any = KNOBS.get(name, name)
+    choices = [function.__name__ for function in CHOICES[knob]]
     assert [choice for choice in choices if choice not in text and choice != "k1"] == []
 
 
@@ -240,7 +241,7 @@ WORDS = (
     "--loss.overrides.mask.epsilon_high 0.5 --loss.overrides.weight=importance "
     "--loss.overrides.weight.ratio sequence --loss.overrides.opsm.delta .25"
 )
-FLAT = {
+FLAT: dict[str, Any] = {
     "loss.recipe": "reinforce",
     "loss.filters": ["opsm"],
     "loss.overrides.mask": "one_side",

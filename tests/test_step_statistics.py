@@ -303,7 +303,7 @@ def test_learning_rate_by_ess_does_not_depend_on_ranks(ranks):
 # The cosine of consecutive gradients
 
 
-def gradients_of(trainer: Trainer, count: int, monkeypatch: Any) -> tuple[list[Tensor], list[dict]]:
+def gradients_of(trainer: Trainer, count: int) -> tuple[list[Tensor], list[dict]]:
     """The gradients of some updates, before they are clipped, and the metrics."""
     gradients, metrics = [], []
     rows: Sequence[MicroBatch] = rows_of(trainer, 60)
@@ -323,11 +323,11 @@ def gradients_of(trainer: Trainer, count: int, monkeypatch: Any) -> tuple[list[T
 
 
 @pytest.mark.parametrize("max_grad_norm", [None, 1e-3], ids=["whole", "clipped"])
-def test_gradient_cosine_is_that_of_consecutive_gradients(max_grad_norm, monkeypatch):
+def test_gradient_cosine_is_that_of_consecutive_gradients(max_grad_norm):
     trainer = make_trainer(
         None, "grpo", {"beta": 0.0}, log_gradient_cosine=True, lr=0.02, max_grad_norm=max_grad_norm
     )
-    gradients, metrics = gradients_of(trainer, 3, monkeypatch)
+    gradients, metrics = gradients_of(trainer, 3)
     assert "gradient_cosine" not in metrics[0]
     for before, after, found in zip(gradients, gradients[1:], metrics[1:], strict=False):
         expected = float(before @ after / before.norm() / after.norm())
@@ -335,24 +335,24 @@ def test_gradient_cosine_is_that_of_consecutive_gradients(max_grad_norm, monkeyp
         assert abs(expected) < 0.999
 
 
-def test_gradient_cosine_is_off_unless_asked_for(monkeypatch):
+def test_gradient_cosine_is_off_unless_asked_for():
     trainer = make_trainer(None, "grpo", {"beta": 0.0})
-    _, metrics = gradients_of(trainer, 2, monkeypatch)
+    _, metrics = gradients_of(trainer, 2)
     assert all("gradient_cosine" not in found for found in metrics)
     assert not [name for name in trainer.state() if name.startswith("previous_gradient")]
 
 
-def test_gradient_cosine_does_not_change_the_update(monkeypatch):
+def test_gradient_cosine_does_not_change_the_update():
     weights = []
     for log in (True, False):
         trainer = make_trainer(None, "grpo", {"beta": 0.0}, log_gradient_cosine=log)
-        gradients_of(trainer, 3, monkeypatch)
+        gradients_of(trainer, 3)
         weights.append(copied(trainer.policy.weights))
     assert same(*weights)
 
 
 @pytest.mark.parametrize("offload", [False, True])
-def test_gradient_cosine_goes_on_from_a_state(offload, monkeypatch):
+def test_gradient_cosine_goes_on_from_a_state(offload):
     changes = {"log_gradient_cosine": True, "offload_moments": offload}
     trainer, other = (make_trainer(None, "grpo", {"beta": 0.0}, **changes) for _ in range(2))
     rows, _ = trainer.accumulate(rows_of(trainer, 60))

@@ -7,7 +7,7 @@ The script speaks the interface of that commit; the names of knobs that have cha
 in the file, so no later change of random numbers matters.
 """
 
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportArgumentType=false
 
 import json
 

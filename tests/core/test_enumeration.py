@@ -5,6 +5,8 @@ Expectations under alpha weigh each completion by its probability; gradients are
 What is biased is asserted as biased, with its number.
 """
 
+from typing import Any
+
 import pytest
 import torch
 from losses import inputs, with_statistics
@@ -218,7 +220,7 @@ COEFFICIENTS = {  # of A grad log pi at each token, for pi_k = alpha
 )
 def test_off_policy_gradients_of_the_methods_for_stale_rollouts(name, relative, angle):
     """Each is E_alpha of coefficient A grad log pi; relative error and cosine to grad J / sigma at pi."""
-    overrides = {"delta": 0.0} if name == "opsm" else {}  # with .5 nothing here is dropped
+    overrides: Any = {"delta": 0.0} if name == "opsm" else {}  # with .5 nothing here is dropped
     found = gradient(surrogate(name, CENTERED / SIGMA, **overrides), PI)
     factor_T = (p(ALPHA)[COMPLETION_T] * COEFFICIENTS[name] * A_T).detach()
     assert_close(found, gradient(lambda theta: (factor_T * token_logp(theta)).sum(), PI))

@@ -169,7 +169,6 @@ def decoupled(x: LossInputs, log_middle_T: Tensor) -> Tensor:
 
 def test_decoupled_ppo_is_the_clip_whose_range_is_proportional():
     _, x = random_inputs(500)
-    assert x.old_logp is not None
     expected = decoupled(x, x.old_logp)
     assert_close(resolve("decoupled_ppo").value(x), expected)
     assert_close(
@@ -207,12 +206,11 @@ def test_a3po_widens_the_clip_to_the_power_of_the_staleness(staleness, low, high
 def test_a3po_has_the_gradient_of_a_clip_around_a_policy_between_pi_and_alpha():
     """log m = log alpha + ((d - 1)/d) (log pi - log alpha), without a gradient, for tokens of staleness d >= 1."""
     _, x = random_inputs(500)
-    assert x.staleness is not None
-    assert x.rollout_logp is not None
     d = x.staleness.clamp(min=1).double()
     log_ratio_T = 3 * (x.logp - x.rollout_logp)  # so that wide ranges cut too
     logp = (x.rollout_logp + log_ratio_T).detach().requires_grad_()
     x = LossInputs(**{**fields_of(x), "logp": logp})
+    assert x.staleness is not None
     middle = (x.rollout_logp + (d - 1) / d * (logp - x.rollout_logp)).detach()
     found = gradient_of(clipped_by_staleness(x).sum(), x)
     assert_close(found, gradient_of(decoupled(x, middle).sum(), x))
@@ -343,7 +341,6 @@ def test_oapl_at_pi_equal_alpha_is_reinforce_with_a_higher_baseline():
 def test_tba_at_pi_equal_alpha_is_dr_grpo_with_the_kl_in_the_advantage():
     """The gradient is 2 tau times that of (a - mean a) log pi(y), a = r - tau log pi(y)/pi_ref(y): VarGrad."""
     _, x = random_inputs()
-    assert x.ref_logp is not None
     tau = 0.05
     kl_C = torch.stack([(x.logp - x.ref_logp)[x.completion == c].sum() for c in range(7)]).detach()
     a_C = x.advantages - tau * kl_C

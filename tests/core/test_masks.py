@@ -2,6 +2,7 @@
 
 from functools import partial
 from math import log
+from typing import Any
 
 import pytest
 import torch
@@ -129,10 +130,16 @@ def test_changes_of_the_sampled_token_are_lower_bounds_of_the_tokens_divergence(
             for mask, largest in ((tv, total_variation), (binary_kl, divergence)):
                 slack = 1e-4  # beyond what the 1e-8 in the logarithm of D changes
                 for x in (up, down):
-                    within = {"delta_low": largest + slack, "delta_high": largest + slack}
+                    within: dict[str, Any] = {
+                        "delta_low": largest + slack,
+                        "delta_high": largest + slack,
+                    }
                     assert bool(mask(x, **within).all())
                 if symbols == 2:
-                    below = {"delta_low": largest - slack, "delta_high": largest - slack}
+                    below: dict[str, Any] = {
+                        "delta_low": largest - slack,
+                        "delta_high": largest - slack,
+                    }
                     kept = mask(up, **below) & mask(down, **below)
                     assert not bool(kept[largest > 2 * slack].any())
 

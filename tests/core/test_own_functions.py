@@ -120,7 +120,7 @@ def test_recipe_object_is_resolved_like_a_row():
         assert recipe.name
 
 
-def test_lambda_and_partial_knobs_are_accepted_as_objects():
+def test_lambda_is_accepted_as_an_object():
     recipe = resolve(
         "grpo",
         {"surrogate": lambda x, *, power=2.0: x.advantage * x.logp.exp() ** power, "beta": 0.0},
@@ -217,7 +217,6 @@ def test_rows_of_the_table_are_not_probed(monkeypatch):
 def test_probe_and_a_real_batch_agree():
     """The derivative of an own loss, on inputs that are not the probe's."""
     _, x = random_inputs()
-    assert x.rollout_logp is not None
     found = resolve("own_functions:dppo").differentiate(x, torch.ones(7).double())
     rho = (x.logp - x.rollout_logp).exp().detach()
     change = (x.logp.exp() - x.rollout_logp.exp()).abs()

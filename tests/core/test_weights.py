@@ -89,7 +89,6 @@ def test_sapo_has_the_worked_weights(A, values):
 def test_sapo_has_the_gradient_of_its_soft_clip():
     """(4/t) sigmoid(t (rho - 1)) A, t = 1 if A > 0, else 1.05."""
     _, x = random_inputs(200)
-    assert x.rollout_logp is not None
     rho = (x.logp - x.rollout_logp).exp()
     t = torch.where(x.advantage > 0, 1.0, 1.05)
     soft_clip = 4 / t * torch.sigmoid(t * (rho - 1)) * x.advantage
