@@ -75,6 +75,14 @@ CASES = [
             "epsilon_high": 0.15,
         },  # wider than the paper's: completions lie on both sides
     ),
+    Case("vespo", {"loss_type": "vespo"}, AS_TRL),
+    Case(
+        "opsm",
+        {"loss_type": "grpo", "off_policy_mask_threshold": 0.05},
+        AS_TRL | {"delta": 0.05},
+    ),
+    Case("grpo_batch_scaled", {"scale_rewards": "batch"}),
+    Case("grpo_finished", {"loss_type": "grpo", "mask_truncated_completions": True}, AS_TRL),
 ]
 
 

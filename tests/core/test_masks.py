@@ -144,9 +144,10 @@ def test_changes_of_the_sampled_token_are_lower_bounds_of_the_tokens_divergence(
                     assert not bool(kept[largest > 2 * slack].any())
 
 
-def test_prime_rl_keeps_the_squared_log_ratio_of_tokens_that_its_mask_drops():
+@pytest.mark.parametrize("name", ["prime_rl", "ipo_mask"])
+def test_prime_rl_keeps_the_squared_log_ratio_of_tokens_that_its_mask_drops(name):
     x = at_probabilities(0.3, 0.6, 1.0)  # a change of .3 > .2
-    found = gradient_of(resolve("prime_rl").value(x).sum(), x)
+    found = gradient_of(resolve(name).value(x).sum(), x)
     assert_close(found, tensor([-2e-3 * log(2)]).double())
 
 
