@@ -1,0 +1,1 @@
+"""A benchmark of losses against staleness: many small runs with the losses that lagrpo ships."""

@@ -1,0 +1,117 @@
+"""Make the missing runs of the benchmark of methods against staleness, then its report. From the checkout's root:
+
+    python -m experiments.lag             all runs, the most informative first; the same command goes on after a stop
+    python -m experiments.lag --quick     a small table of short runs, in two minutes
+    python -m experiments.lag --report    only the report, of the runs made so far
+
+It uses one core. Records land in experiments/lag/results, those of --quick in runs/lag/quick. A run that has a record
+is not made again; a stop loses the runs that are being trained, at most some minutes of work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterable, Sequence
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from lagrpo.runs.environment import cpu_model, git_state
+
+from .methods import Method, load_methods
+from .plan import Methods, Pass, full_plan, passes_where_some_die, quick_plan
+from .records import RESULTS, Record, append_records, load_records
+from .report import write_report
+from .starts import load_start, mean_score
+from .tasks import TASKS
+from .train import Run, train
+
+QUICK_RESULTS = Path("runs") / "lag" / "quick"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.lag",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--quick", action="store_true", help="a small table in two minutes")
+    parser.add_argument("--report", action="store_true", help="make no runs")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    methods: Methods = {"published": load_methods("published"), "equal": load_methods("equal")}
+    directory = QUICK_RESULTS if options.quick else RESULTS
+    plan = quick_plan(methods) if options.quick else full_plan(methods)
+    if not options.report:
+        make_missing(plan, methods, directory)
+    if not options.report and not options.quick:
+        more = passes_where_some_die(load_records(directory, methods))
+        make_missing(more, methods, directory)
+    write_report(directory, load_records(directory, methods), plan)
+
+
+def make_missing(plan: Iterable[Pass], methods: Methods, directory: Path) -> None:
+    """Make the runs of a plan that have no record, pass by pass, and append their records."""
+    done = load_records(directory, methods)
+    began = time.monotonic()
+    for item in plan:
+        missing = [key for key in item.keys if key not in done]
+        if not missing:
+            continue
+        method = methods[item.table][item.method]
+        runs = [Run(key.learning_rate, key.seed) for key in missing]
+        records = make_pass(item, method, runs)
+        append_records(directory, records)
+        seconds = sum(record.seconds for record in records)
+        print(
+            f"{(time.monotonic() - began) / 3600:6.2f} h  {item.table:9} {item.task:12} "
+            f"{item.schedule.kind:8} {item.schedule.lag:3}  {item.method:16} {len(runs):2} runs, "
+            f"{1000 * seconds / len(runs) / item.updates:.1f} ms per update",
+            flush=True,
+        )
+
+
+def make_pass(item: Pass, method: Method, runs: Sequence[Run]) -> list[Record]:
+    """Train runs of a pass; returns their records."""
+    architecture, start = load_start(item.task)
+    outcomes = train(
+        TASKS[item.task](), architecture, start, method, item.schedule, runs, item.updates
+    )
+    state = git_state(Path(__file__).parent) or {"commit": "unknown"}
+    return [
+        Record(
+            table=item.table,
+            task=item.task,
+            method=item.method,
+            recipe=method.recipe_name,
+            overrides=method.overrides,
+            max_grad_norm=method.max_grad_norm,
+            scale_lr_by_ess=method.scale_lr_by_ess,
+            schedule=item.schedule.kind,
+            lag=item.schedule.lag,
+            learning_rate=outcome.run.learning_rate,
+            seed=outcome.run.seed,
+            updates=item.updates,
+            start=round(start_score(item.task), 4),
+            curve=[round(score, 4) for score in outcome.curve],
+            diagnostics={name: round(mean, 4) for name, mean in outcome.diagnostics.items()},
+            seconds=round(outcome.seconds, 2),
+            commit=state["commit"][:12],
+            cpu=cpu_model(),
+            torch=torch.__version__,
+        )
+        for outcome in outcomes
+    ]
+
+
+@cache
+def start_score(task: str) -> float:
+    """The mean score of a task's starting point."""
+    architecture, start = load_start(task)
+    return mean_score(TASKS[task](), architecture, start)
+
+
+if __name__ == "__main__":
+    main()

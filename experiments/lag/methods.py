@@ -1,0 +1,62 @@
+"""Methods: the rows of methods.toml, as recipes of lagrpo with settings of the optimizer."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from lagrpo.core.objective import Recipe
+from lagrpo.core.recipes import resolve
+
+FILE = Path(__file__).parent / "methods.toml"
+Table = Literal["published", "equal"]
+EQUAL: dict[str, str] = {"advantage": "normalized", "reduction": "token_mean"}
+"""What all methods have in the table `equal`, where no gradient is clipped."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """A row of a table of results."""
+
+    name: str
+    recipe: Recipe
+    recipe_name: str
+    overrides: dict[str, Any] = field(default_factory=dict)
+    """knobs of the recipe"""
+    max_grad_norm: float | None = 1.0
+    scale_lr_by_ess: bool = False
+    """multiply the learning rate by the root of the effective sample size of a step"""
+    same_as: str | None = None
+    """the method that has the same gradient at one update per batch"""
+    note: str = ""
+
+
+def load_methods(table: Table, file: Path = FILE) -> dict[str, Method]:
+    """The methods of a table by name, in the order of the file.
+
+    `published` has each method with its own advantage and reduction. `equal` gives all the same, so that the loss alone
+    differs; rows whose advantage is the method keep theirs, or are left out."""
+    rows = tomllib.loads(file.read_text(encoding="utf-8"))
+    methods = {}
+    for name, row in rows.items():
+        overrides = dict(row.get("overrides", {}))
+        max_grad_norm = row.get("max_grad_norm", 1.0)
+        if table == "equal":
+            kept = row.get("equal", {})
+            if kept is False:
+                continue
+            overrides |= EQUAL | kept
+            max_grad_norm = None
+        methods[name] = Method(
+            name=name,
+            recipe=resolve(row["recipe"], overrides),
+            recipe_name=row["recipe"],
+            overrides=overrides,
+            max_grad_norm=max_grad_norm,
+            scale_lr_by_ess=row.get("scale_lr_by_ess", False),
+            same_as=row.get("same_as"),
+            note=row.get("note", ""),
+        )
+    return methods

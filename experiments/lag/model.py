@@ -1,0 +1,258 @@
+"""A small Llama, as many times as there are runs: S runs are stacked, and each product is one of S pairs of matrices.
+
+A run's numbers do not depend on the other runs of its stack, to the bit: each operation is on one run, or on elements
+whose place does not matter (sizes are multiples of 32, so that no vector instruction has a remainder).
+
+Shapes: S runs, B prompts of P tokens each, G completions per prompt of L tokens each, V tokens in the vocabulary, d
+numbers per position, H heads of h numbers each. The last token of a completion has no successor, so a pass through the
+model computes K = L - 1 tokens of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Weights = dict[str, Tensor]
+"""The weights of S runs by name, each [S, ...], matrices as [S, inputs, outputs]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """The sizes of a model, which ties its output to its embedding."""
+
+    vocabulary: int
+    width: int = 32
+    inner: int = 128
+    layers: int = 1
+    heads: int = 2
+    norm_epsilon: float = 1e-6
+    rope_theta: float = 10000.0
+
+    @property
+    def head_width(self) -> int:
+        return self.width // self.heads
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each weight of a run, by name, in the order in which `unpack` finds them."""
+        d = self.width
+        shapes: dict[str, tuple[int, ...]] = {"embedding": (self.vocabulary, d), "norm": (d,)}
+        for layer in range(self.layers):
+            shapes[f"{layer}.attention_norm"] = (d,)
+            shapes[f"{layer}.qkv"] = (d, 3 * d)
+            shapes[f"{layer}.attention_output"] = (d, d)
+            shapes[f"{layer}.mlp_norm"] = (d,)
+            shapes[f"{layer}.gate_up"] = (d, 2 * self.inner)
+            shapes[f"{layer}.down"] = (self.inner, d)
+        return shapes
+
+    @property
+    def parameters(self) -> int:
+        return sum(prod(shape) for shape in self.shapes.values())
+
+
+def initial_weights(architecture: Architecture, seed: int) -> Tensor:
+    """Random weights of one run, [1, parameters]: matrices with a deviation of .02, norms of 1."""
+    random = np.random.default_rng(seed)
+    flat = []
+    for shape in architecture.shapes.values():
+        is_norm = len(shape) == 1
+        values = np.ones(shape) if is_norm else 0.02 * random.standard_normal(shape)
+        flat.append(torch.from_numpy(values).float().flatten())
+    return torch.cat(flat)[None]
+
+
+def unpack(architecture: Architecture, flat: Tensor) -> Weights:
+    """The weights in [S, parameters], as views."""
+    shapes = architecture.shapes
+    columns = flat.split([prod(shape) for shape in shapes.values()], dim=1)
+    return {
+        name: column.view(-1, *shape)
+        for (name, shape), column in zip(shapes.items(), columns, strict=True)
+    }
+
+
+class Samples(NamedTuple):
+    """Completions that a policy sampled, each [S, B, G, L]; after a completion's end: padding, 0, 0."""
+
+    tokens: Tensor
+    logp: Tensor
+    entropy: Tensor
+
+
+class StackedLlama:
+    """Log-probs and samples of stacked runs, for prompts of one length and completions of at most another."""
+
+    def __init__(self, architecture: Architecture, prompt_length: int, completion_length: int):
+        self.architecture = architecture
+        self.P = prompt_length
+        self.L = completion_length
+        self._cosine, self._sine = _rotations(architecture, prompt_length + completion_length)
+        K = completion_length - 1
+        self._mask_own = torch.cat([torch.zeros(K, prompt_length), _causal_mask(K)], dim=1)
+
+    def log_probs(self, weights: Weights, prompts: Tensor, completions: Tensor) -> Tensor:
+        """The log-prob of each token [S, B, G, L], nats, for prompts [S, B, P] and completions [S, B, G, L].
+
+        Each prompt is computed once, and its completions attend to it."""
+        S, B, G, L = completions.shape
+        P, K = self.P, L - 1
+        M = P + G * K  # positions per prompt: its own, then the completions one after the other
+        tokens = torch.cat([prompts, completions[..., :-1].reshape(S, B, -1)], dim=-1)
+        positions = torch.cat([torch.arange(P), (P + torch.arange(K)).repeat(G)])
+        x = _embed(weights["embedding"], tokens.view(S, B * M))
+        for layer in range(self.architecture.layers):
+            q, k, v = self._project(weights, layer, x, S * B, positions)  # each [S B, M, H, h]
+            of_prompt = F.scaled_dot_product_attention(
+                q[:, :P].transpose(1, 2),
+                k[:, :P].transpose(1, 2),
+                v[:, :P].transpose(1, 2),
+                is_causal=True,
+            ).transpose(1, 2)  # [S B, P, H, h]
+            q_own = q[:, P:].reshape(S * B * G, K, *q.shape[2:]).transpose(1, 2)
+            of_completions = F.scaled_dot_product_attention(
+                q_own, self._with_prompt(k, G), self._with_prompt(v, G), self._mask_own
+            )  # [S B G, H, K, h]
+            of_completions = of_completions.transpose(1, 2).reshape(S * B, G * K, *q.shape[2:])
+            attended = torch.cat([of_prompt, of_completions], dim=1)
+            x = self._finish_layer(weights, layer, x, attended.reshape(S, B * M, -1))
+        log_p = self._log_softmax(weights, x).view(S, B, M, -1)
+        first = log_p[:, :, P - 1, None].expand(-1, -1, G, -1)[:, :, :, None]
+        log_p = torch.cat([first, log_p[:, :, P:].reshape(S, B, G, K, -1)], dim=3)
+        return log_p.gather(-1, completions[..., None])[..., 0]
+
+    @torch.no_grad()
+    def sample(
+        self, weights: Weights, prompts: Tensor, uniform: Tensor, end: int, padding: int
+    ) -> Samples:
+        """Completions of prompts [S, B, P], drawn by inversion with `uniform` [S, B, G, L], numbers in [0, 1)."""
+        S, B, P = prompts.shape
+        G, L = uniform.shape[2:]
+        H, h = self.architecture.heads, self.architecture.head_width
+        x = _embed(weights["embedding"], prompts.view(S, B * P))
+        prompt_keys, prompt_values, own_keys, own_values = [], [], [], []
+        for layer in range(self.architecture.layers):
+            q, k, v = self._project(weights, layer, x, S * B, torch.arange(P))
+            q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))  # each [S B, H, P, h]
+            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+            x = self._finish_layer(weights, layer, x, attended.reshape(S, B * P, -1))
+            prompt_keys.append(k.reshape(S * B * H, P, h).transpose(1, 2))
+            prompt_values.append(v.reshape(S * B * H, P, h))
+            own_keys.append(torch.zeros(S * B * H * G, L, h))
+            own_values.append(torch.zeros(S * B * H * G, L, h))
+        x = x.view(S, B, P, -1)[:, :, -1]
+        log_p = self._log_softmax(weights, x).view(S, B, 1, -1).expand(-1, -1, G, -1)
+
+        samples = Samples(
+            torch.full(uniform.shape, padding), torch.zeros_like(uniform), torch.zeros_like(uniform)
+        )
+        is_done = torch.zeros(S, B, G, dtype=torch.bool)
+        for t in range(L):
+            p = log_p.exp()
+            token = (p.cumsum(dim=-1) <= uniform[..., t, None]).sum(dim=-1)
+            token = token.clamp(max=self.architecture.vocabulary - 1)  # rounding: the sum is not 1
+            token = torch.where(is_done, padding, token)
+            logp = log_p.gather(-1, token[..., None])[..., 0]
+            samples.tokens[..., t] = token
+            samples.logp[..., t] = logp.masked_fill(is_done, 0.0)
+            samples.entropy[..., t] = -(p * log_p).sum(dim=-1).masked_fill(is_done, 0.0)
+            is_done = is_done | (token == end)
+            if t == L - 1 or bool(is_done.all()):
+                break
+            x = _embed(weights["embedding"], token.view(S, B * G))
+            for layer in range(self.architecture.layers):
+                q, k, v = self._project(weights, layer, x, S * B, torch.tensor([P + t]))
+                q, k, v = (heads.transpose(1, 2).reshape(-1, h) for heads in (q, k, v))
+                own_keys[layer][:, t] = k  # [S B H G, h]
+                own_values[layer][:, t] = v
+                attended = _attend_to_prompt_and_own(
+                    q * h**-0.5,
+                    prompt_keys[layer],
+                    prompt_values[layer],
+                    own_keys[layer][:, : t + 1],
+                    own_values[layer][:, : t + 1],
+                )
+                attended = attended.view(S, B, H, G, h).transpose(2, 3).reshape(S, B * G, -1)
+                x = self._finish_layer(weights, layer, x, attended)
+            log_p = self._log_softmax(weights, x).view(S, B, G, -1)
+        return samples
+
+    def _project(
+        self, weights: Weights, layer: int, x: Tensor, sequences: int, positions: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, each [sequences, positions, H, h]; queries and keys are rotated."""
+        a = self.architecture
+        normed = self._norm(x, weights[f"{layer}.attention_norm"])
+        qkv = torch.bmm(normed, weights[f"{layer}.qkv"])
+        qkv = qkv.view(sequences, -1, 3 * a.heads, a.head_width)
+        qk, v = qkv[:, :, : 2 * a.heads], qkv[:, :, 2 * a.heads :]
+        half = a.head_width // 2
+        swapped = torch.cat([qk[..., half:], qk[..., :half]], dim=-1)
+        qk = qk * self._cosine[positions] + swapped * self._sine[positions]
+        return qk[:, :, : a.heads], qk[:, :, a.heads :], v
+
+    def _with_prompt(self, heads: Tensor, G: int) -> Tensor:
+        """Keys or values [S B, M, H, h] as each completion sees them: [S B G, H, P + K, h]."""
+        sequences, _, H, h = heads.shape
+        of_prompt = heads[:, None, : self.P].expand(-1, G, -1, -1, -1)
+        own = heads[:, self.P :].reshape(sequences, G, -1, H, h)
+        return torch.cat([of_prompt, own], dim=2).flatten(0, 1).transpose(1, 2)
+
+    def _finish_layer(self, weights: Weights, layer: int, x: Tensor, attended: Tensor) -> Tensor:
+        x = x + torch.bmm(attended, weights[f"{layer}.attention_output"])
+        normed = self._norm(x, weights[f"{layer}.mlp_norm"])
+        gate, up = torch.bmm(normed, weights[f"{layer}.gate_up"]).chunk(2, dim=-1)
+        return x + torch.bmm(F.silu(gate) * up, weights[f"{layer}.down"])
+
+    def _log_softmax(self, weights: Weights, x: Tensor) -> Tensor:
+        x = self._norm(x, weights["norm"])
+        return torch.bmm(x, weights["embedding"].transpose(1, 2)).log_softmax(dim=-1)
+
+    def _norm(self, x: Tensor, scale: Tensor) -> Tensor:
+        """RMSNorm of x [S, positions, d] with scale [S, d]."""
+        mean_square = x.square().mean(dim=-1, keepdim=True)
+        return x * torch.rsqrt(mean_square + self.architecture.norm_epsilon) * scale[:, None]
+
+
+def _embed(embedding: Tensor, tokens: Tensor) -> Tensor:
+    """The rows [S, positions, d] of tokens [S, positions] in the embeddings [S, V, d]."""
+    return torch.bmm(F.one_hot(tokens, embedding.shape[1]).to(embedding.dtype), embedding)
+
+
+def _attend_to_prompt_and_own(
+    q: Tensor, prompt_keys: Tensor, prompt_values: Tensor, own_keys: Tensor, own_values: Tensor
+) -> Tensor:
+    """Attention of one new token per completion, [S B H G, h].
+
+    q [S B H G, h], scaled; prompt_keys [S B H, h, P], prompt_values [S B H, P, h]; own_keys and own_values [S B H G,
+    tokens so far, h]."""
+    sequences, h, P = prompt_keys.shape
+    to_prompt = torch.bmm(q.view(sequences, -1, h), prompt_keys).view(-1, P)
+    to_own = torch.bmm(own_keys, q[:, :, None])[..., 0]
+    share = torch.cat([to_prompt, to_own], dim=-1).softmax(dim=-1)
+    from_prompt = torch.bmm(share[:, :P].view(sequences, -1, P), prompt_values).view(-1, h)
+    from_own = torch.bmm(share[:, None, P:], own_values)[:, 0]
+    return from_prompt + from_own
+
+
+def _causal_mask(length: int) -> Tensor:
+    """0 on and below the diagonal, -inf above, [length, length]."""
+    return torch.full((length, length), float("-inf")).triu(1)
+
+
+def _rotations(architecture: Architecture, length: int) -> tuple[Tensor, Tensor]:
+    """Cosines and signed sines of rotary embedding, each [length, 1, h], as in transformers: element i of a head is
+    rotated with element i + h / 2."""
+    h = architecture.head_width
+    frequency = architecture.rope_theta ** (-torch.arange(0, h, 2).float() / h)
+    angle = torch.arange(length).float()[:, None] * frequency
+    cosine = torch.cat([angle.cos(), angle.cos()], dim=-1)
+    sine = torch.cat([-angle.sin(), angle.sin()], dim=-1)
+    return cosine[:, None], sine[:, None]

@@ -1,0 +1,143 @@
+"""The queue: which runs there are, and in which order they are made.
+
+Runs that share table, task, method and schedule are a pass: they are stacked (train.py) and land together.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from .ages import Kind, Schedule
+from .methods import Method, Table
+from .records import Record, RunKey
+from .tasks import TASKS
+
+Methods = Mapping[Table, Mapping[str, Method]]
+LEARNING_RATES = (1e-4, 3e-4, 1e-3, 3e-3)
+MAIN_TASKS = ("chain", "gamble")
+VARIANTS = tuple(name for name in TASKS if name not in MAIN_TASKS)
+FIRST_SEEDS = (0, 1, 2)
+MORE_SEEDS = (3, 4)
+SEEDS_WHERE_SOME_DIE = (5, 6, 7, 8, 9)
+SAME_AT_LAG_0 = ("stale_reinforce", "asymre", "positive_only")
+"""With equal advantage and reduction all other methods are REINFORCE at lag 0."""
+QUICK_METHODS = ("stale_reinforce", "grpo", "positive_only", "topr", "dppo_tv", "vespo", "m2po")
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """Runs that are trained together: every learning rate with every seed."""
+
+    table: Table
+    task: str
+    method: str
+    schedule: Schedule
+    learning_rates: tuple[float, ...]
+    seeds: tuple[int, ...]
+    updates: int
+
+    @property
+    def keys(self) -> list[RunKey]:
+        schedule = self.schedule
+        return [
+            RunKey(self.table, self.task, self.method, schedule.kind, schedule.lag, rate, seed)
+            for rate in self.learning_rates
+            for seed in self.seeds
+        ]
+
+
+@cache
+def updates_of(task: str, schedule: Schedule) -> int:
+    """The length of a run. At lag 256 it is doubled, and at lag 0, with which longer runs are compared."""
+    return TASKS[task]().updates * (2 if schedule.lag in (0, 256) else 1)
+
+
+def full_plan(methods: Methods) -> list[Pass]:
+    """The passes of the benchmark, most informative first; those with more seeds where some die come from
+    `passes_where_some_die`."""
+    plan = _Plan(methods)
+    for seeds in FIRST_SEEDS, MORE_SEEDS:
+        plan.add("published", MAIN_TASKS, "constant", (16, 64, 0, 256), seeds)
+        plan.add("equal", MAIN_TASKS, "constant", (16, 64), seeds)
+        plan.add("equal", MAIN_TASKS, "constant", (0,), seeds, only=SAME_AT_LAG_0)
+        plan.add("published", MAIN_TASKS, "mixed", (64,), seeds)
+        plan.add("published", MAIN_TASKS, "sawtooth", (64,), seeds)
+        if seeds == FIRST_SEEDS:
+            plan.add("published", VARIANTS, "constant", (64,), seeds, rates=(3e-4, 1e-3))
+            plan.add("published", VARIANTS, "constant", (0,), seeds, (3e-4, 1e-3), SAME_AT_LAG_0)
+        plan.add("equal", MAIN_TASKS, "constant", (256,), seeds)
+        plan.add("published", MAIN_TASKS, "constant", (4, 1), seeds)
+    return plan.passes
+
+
+def quick_plan(methods: Methods) -> list[Pass]:
+    """A small table of short runs."""
+    plan = _Plan(methods)
+    for task in MAIN_TASKS:
+        updates = TASKS[task]().updates // 4
+        plan.add(
+            "published",
+            (task,),
+            "constant",
+            (16, 64, 0),
+            (0,),
+            (3e-4, 1e-3),
+            QUICK_METHODS,
+            updates,
+        )
+    return plan.passes
+
+
+class _Plan:
+    """A list of passes that grows."""
+
+    def __init__(self, methods: Methods):
+        self._methods = methods
+        self.passes: list[Pass] = []
+
+    def add(
+        self,
+        table: Table,
+        tasks: Sequence[str],
+        kind: Kind,
+        lags: Sequence[int],
+        seeds: tuple[int, ...],
+        rates: tuple[float, ...] = LEARNING_RATES,
+        only: Sequence[str] = (),
+        updates: int | None = None,
+    ) -> None:
+        """Append a pass for each lag, task and method of the table (or those named)."""
+        for lag in lags:
+            for task in tasks:
+                for method in self._methods[table].values():
+                    if method.same_as or (only and method.name not in only):
+                        continue
+                    schedule = Schedule(kind, lag)
+                    length = updates or updates_of(task, schedule)
+                    self.passes.append(
+                        Pass(table, task, method.name, schedule, rates, seeds, length)
+                    )
+
+
+def passes_where_some_die(records: Mapping[RunKey, Record]) -> Iterator[Pass]:
+    """More seeds for each method, schedule and learning rate of the main tasks at which some of the seeds die, but not
+    all."""
+    fates = defaultdict(list)
+    for key, record in records.items():
+        if key.task in MAIN_TASKS and key.seed in FIRST_SEEDS + MORE_SEEDS:
+            fates[key._replace(seed=0)].append(record.dies)
+    for key, dies in fates.items():
+        if any(dies) and not all(dies):
+            schedule = Schedule(key.schedule, key.lag)  # type: ignore[arg-type]
+            yield Pass(
+                table=key.table,
+                task=key.task,
+                method=key.method,
+                schedule=schedule,
+                learning_rates=(key.learning_rate,),
+                seeds=SEEDS_WHERE_SOME_DIE,
+                updates=updates_of(key.task, schedule),
+            )

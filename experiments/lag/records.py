@@ -1,0 +1,124 @@
+"""Records of finished runs: a line of JSON each, in a file per table and task, in the order in which they finished."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from .methods import Method, Table
+
+RESULTS = Path(__file__).parent / "results"
+LAST_POINTS = 6
+"""points of a curve that make its end: a tenth of the 64"""
+
+
+class RunKey(NamedTuple):
+    """What tells runs of the benchmark apart."""
+
+    table: Table
+    task: str
+    method: str
+    schedule: str
+    lag: int
+    learning_rate: float
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A finished run."""
+
+    table: Table
+    task: str
+    method: str
+    recipe: str
+    overrides: dict[str, Any]
+    max_grad_norm: float | None
+    scale_lr_by_ess: bool
+    schedule: str
+    lag: int
+    learning_rate: float
+    seed: int
+    updates: int
+    start: float
+    """score of the starting point"""
+    curve: list[float]
+    """mean scores of the policy's own samples in equal parts of the run"""
+    diagnostics: dict[str, float]
+    """see train.Diagnostics"""
+    seconds: float
+    """time of a core"""
+    commit: str
+    cpu: str
+    torch: str
+
+    @property
+    def key(self) -> RunKey:
+        return RunKey(
+            self.table,
+            self.task,
+            self.method,
+            self.schedule,
+            self.lag,
+            self.learning_rate,
+            self.seed,
+        )
+
+    def gain(self, updates: int) -> float:
+        """Mean score over the first updates, above that of the starting point: the area under the curve."""
+        points = round(len(self.curve) * updates / self.updates)
+        return fmean(self.curve[:points]) - self.start
+
+    @property
+    def final(self) -> float:
+        """Mean score over the last tenth of the run."""
+        return fmean(self.curve[-LAST_POINTS:])
+
+    @property
+    def dies(self) -> bool:
+        """True if the run ends below its start, or below 80 % of its own peak."""
+        ends = range(LAST_POINTS, len(self.curve) + 1)
+        peak = max((fmean(self.curve[end - LAST_POINTS : end]) for end in ends), default=0.0)
+        return self.final < self.start or self.final < 0.8 * peak
+
+    def was_made_by(self, method: Method) -> bool:
+        """True if the method still is what it was when the run was made."""
+        return (self.recipe, self.overrides, self.max_grad_norm, self.scale_lr_by_ess) == (
+            method.recipe_name,
+            method.overrides,
+            method.max_grad_norm,
+            method.scale_lr_by_ess,
+        )
+
+
+def append_records(directory: Path, records: Iterable[Record]) -> None:
+    """Append each record to the file of its table and task, after a line that a killed process left unfinished."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for record in records:
+        path = directory / f"{record.table}-{record.task}.jsonl"
+        is_unfinished = path.exists() and not path.read_bytes().endswith(b"\n")
+        with open(path, "a", encoding="utf-8") as file:
+            if is_unfinished:
+                file.write("\n")
+            file.write(json.dumps(asdict(record)) + "\n")
+
+
+def load_records(
+    directory: Path, methods: Mapping[Table, Mapping[str, Method]]
+) -> dict[RunKey, Record]:
+    """The records in a directory, without runs of methods that have changed since and without unfinished lines."""
+    records = {}
+    for file in sorted(directory.glob("*.jsonl")):
+        for line in file.read_text(encoding="utf-8").splitlines():
+            try:
+                record = Record(**json.loads(line))
+            except json.JSONDecodeError:
+                continue
+            method = methods[record.table].get(record.method)
+            if method is not None and record.was_made_by(method):
+                records[record.key] = record
+    return records

@@ -1,0 +1,366 @@
+"""The report: report.md with tables, area.png with the area that methods keep against the lag.
+
+Area kept: the mean score of a run over its updates, above the score of the starting point, in percent of the same for
+the best method at lag 0 with its best learning rate (of the same table, task and number of updates). A cell has the
+method's best learning rate, by the mean over its seeds.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import correlation, fmean
+
+from experiments.study.statistics import Interval, judge
+from experiments.theory.style import (
+    BLUE,
+    FAINT,
+    GREEN,
+    INK,
+    ORANGE,
+    PURPLE,
+    VERMILLION,
+    canvas,
+    plain,
+)
+from lagrpo.runs.files import write_atomically
+
+from .methods import Table
+from .plan import Pass
+from .records import Record, RunKey
+from .tasks import TASKS
+
+MARGIN = 0.02
+"""of the area at lag 0: a method is among the best unless it is shown to be that much below the leader"""
+BASELINE = "grpo"
+FIGURE_METHODS = ("stale_reinforce", "grpo", "positive_only", "topr", "dppo_tv", "m2po")
+TITLES: dict[Table, str] = {
+    "published": "As published: each method with its own advantage and reduction",
+    "equal": "Equal: the same advantage and reduction, no clip of the gradient's norm",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """Runs of a method at one schedule, on one task: every learning rate and seed."""
+
+    by_rate: dict[float, dict[int, Record]]
+    """learning rate -> seed -> record"""
+    reference: float
+    """area of the best method at lag 0"""
+    updates: int
+
+    def kept(self, rate: float) -> dict[int, float]:
+        """The area kept at a learning rate by seed, 1 for that of the best method at lag 0."""
+        return {
+            seed: record.gain(self.updates) / self.reference
+            for seed, record in self.by_rate[rate].items()
+        }
+
+    @property
+    def best_rate(self) -> float:
+        """The learning rate with the largest mean area."""
+        return max(self.by_rate, key=lambda rate: fmean(self.kept(rate).values()))
+
+    @property
+    def best(self) -> dict[int, float]:
+        """The area kept at the best learning rate by seed."""
+        return self.kept(self.best_rate)
+
+    @property
+    def living_rates(self) -> list[float]:
+        """The learning rates at which no seed dies."""
+        return [
+            rate
+            for rate, runs in sorted(self.by_rate.items())
+            if not any(record.dies for record in runs.values())
+        ]
+
+
+Column = tuple[str, int]
+"""kind of schedule, lag"""
+Cells = Mapping[tuple[str, Column], Cell]
+"""by method and column, of one table and task"""
+
+
+def write_report(directory: Path, records: Mapping[RunKey, Record], plan: Sequence[Pass]) -> None:
+    """Write report.md and area.png into the directory of the records, and print the report."""
+    text = "\n\n".join(_sections(records, plan)) + "\n"
+    write_atomically(directory / "report.md", text)
+    panels = {
+        task: cells
+        for task in ("chain", "gamble")
+        if (cells := find_cells(records, "published", task))
+    }
+    if panels:
+        figure = draw_area(panels)
+        write_atomically(
+            directory / "area.png", lambda path: figure.savefig(path, format="png", dpi=150)
+        )
+    print(text)
+
+
+def find_cells(records: Mapping[RunKey, Record], table: Table, task: str) -> Cells:
+    """The cells of a table and task. Empty until there are runs at lag 0, with which others are compared."""
+    chosen = [r for r in records.values() if (r.table, r.task) == (table, task)]
+    at_lag_0: dict[tuple[str, float], list[Record]] = defaultdict(list)
+    by_cell: dict[tuple[str, Column], dict[float, dict[int, Record]]] = {}
+    for record in chosen:
+        rates = by_cell.setdefault((record.method, (record.schedule, record.lag)), {})
+        rates.setdefault(record.learning_rate, {})[record.seed] = record
+        if record.lag == 0:
+            at_lag_0[record.method, record.learning_rate].append(record)
+    if not at_lag_0:
+        return {}
+    shortest = min(record.updates for record in chosen)
+    cells = {}
+    for key, rates in by_cell.items():
+        kind_and_lag = key[1]
+        length = next(iter(next(iter(rates.values())).values())).updates
+        updates = shortest if kind_and_lag[1] == 0 else length
+        reference = max(fmean(r.gain(updates) for r in runs) for runs in at_lag_0.values())
+        cells[key] = Cell(rates, reference, updates)
+    return cells
+
+
+def leaders(cells: Cells, column: Column) -> set[str]:
+    """The methods of a column that are among the best: not shown to be MARGIN below the leader, by paired differences
+    over the seeds (experiments/study/statistics.py). None with a single seed, which shows nothing."""
+    best = {method: cell.best for (method, at), cell in cells.items() if at == column}
+    leader = max(best, key=lambda method: fmean(best[method].values()))
+    if len(best[leader]) < 2:
+        return set()
+    return {
+        method
+        for method in best
+        if method == leader
+        or judge(_paired(best[method], best[leader]), ">=", MARGIN).outcome != "refuted"
+    }
+
+
+def _paired(left: Mapping[int, float], right: Mapping[int, float]) -> list[float]:
+    """Left - right of the seeds that both have."""
+    return [left[seed] - right[seed] for seed in sorted(left.keys() & right.keys())]
+
+
+def rank_agreement(left: Mapping[str, float], right: Mapping[str, float]) -> float | None:
+    """Spearman's correlation of the ranks of the names that both have; None for fewer than three."""
+    names = sorted(left.keys() & right.keys())
+    if len(names) < 3:
+        return None
+    left_ranks = _ranks([left[name] for name in names])
+    right_ranks = _ranks([right[name] for name in names])
+    return correlation(left_ranks, right_ranks)
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    """The rank of each value from 0; equal values share the mean of their ranks."""
+    return [
+        sum(other < value for other in values) + (sum(other == value for other in values) - 1) / 2
+        for value in values
+    ]
+
+
+# report.md
+
+
+def _sections(records: Mapping[RunKey, Record], plan: Sequence[Pass]) -> Iterable[str]:
+    planned = [key for item in plan for key in item.keys]
+    done = sum(key in records for key in planned)
+    hours = sum(record.seconds for record in records.values()) / 3600
+    yield "# Methods against staleness"
+    yield (
+        f"{done} of {len(planned)} planned runs, {len(records)} with those that have more seeds; {hours:.1f} "
+        "core-hours. Area kept in percent of that of the best method at lag 0, at the method's best learning rate: "
+        "mean over seeds ± half its 95 % interval (Student's t). Bold: among the best, that is, not shown to be "
+        f"{100 * MARGIN:.0f} points below the leader. A run dies if it ends below its start, or below 80 % of its own "
+        "peak. `python -m experiments.lag` makes the missing runs."
+    )
+    for table, title in TITLES.items():
+        for task in TASKS:
+            if cells := find_cells(records, table, task):
+                yield f"## {task}. {title}"
+                yield _area_table(cells)
+                yield _rates_table(cells)
+                if any(len(cell.best) > 1 for cell in cells.values()):
+                    yield _verdict_table(cells)
+    yield from _summary(records)
+    yield from _agreement(records)
+    yield from _clipped(records)
+    where = Counter(f"{r.cpu}, torch {r.torch}, commit {r.commit}" for r in records.values())
+    yield "\n".join(f"- {n} runs: {what}" for what, n in where.most_common())
+
+
+def _methods(cells: Cells) -> list[str]:
+    return list(dict.fromkeys(method for method, _ in cells))
+
+
+def _columns(cells: Cells) -> list[Column]:
+    return sorted({column for _, column in cells})
+
+
+def _column_name(column: Column) -> str:
+    kind, lag = column
+    return f"lag {lag}" if kind == "constant" else f"{kind} {lag}"
+
+
+def _cell_table(cells: Cells, show: Callable[[str, Column, Cell], str]) -> str:
+    """A row per method, a column per schedule."""
+    columns = _columns(cells)
+    rows = [["method", *map(_column_name, columns)]]
+    for method in _methods(cells):
+        row = [
+            show(method, column, cells[method, column]) if (method, column) in cells else "–"
+            for column in columns
+        ]
+        rows.append([method, *row])
+    return _markdown_table(rows)
+
+
+def _area_table(cells: Cells) -> str:
+    best = {column: leaders(cells, column) for column in _columns(cells)}
+
+    def show(method: str, column: Column, cell: Cell) -> str:
+        interval = Interval.of(list(cell.best.values()))
+        half = "" if interval.half is None else f" ± {100 * interval.half:.0f}"
+        text = f"{100 * interval.mean:.0f}{half}"
+        return f"**{text}**" if method in best[column] else text
+
+    return "Area kept (%):\n\n" + _cell_table(cells, show)
+
+
+def _rates_table(cells: Cells) -> str:
+    def show(method: str, column: Column, cell: Cell) -> str:
+        living = ", ".join(map(_rate_name, cell.living_rates))
+        return f"{living or 'none'} ({_rate_name(cell.best_rate)})"
+
+    head = "Learning rates at which every seed lives (in brackets the one with the largest area):"
+    return f"{head}\n\n{_cell_table(cells, show)}"
+
+
+def _rate_name(rate: float) -> str:
+    """A learning rate as people write it: 3e-4."""
+    return f"{rate:.0e}".replace("e-0", "e-")
+
+
+def _verdict_table(cells: Cells) -> str:
+    """The paired difference from plain GRPO, both at their best learning rates."""
+
+    def show(method: str, column: Column, cell: Cell) -> str:
+        if (BASELINE, column) not in cells or method == BASELINE:
+            return "–"
+        verdict = judge(_paired(cell.best, cells[BASELINE, column].best), ">")
+        if verdict.difference is None:
+            return "–"
+        words = {"supported": "better", "refuted": "worse", "inconclusive": "inconclusive"}
+        return f"{words[verdict.outcome]}, {100 * verdict.difference.mean:+.0f}"
+
+    return f"Against {BASELINE}, in points, by paired differences:\n\n" + _cell_table(cells, show)
+
+
+def _summary(records: Mapping[RunKey, Record]) -> Iterable[str]:
+    """Where each method is among the best, and where it dies at every learning rate, by task."""
+    for table in TITLES:
+        best: dict[str, list[str]] = {}
+        dead: dict[str, list[str]] = {}
+        for task in TASKS:
+            cells = find_cells(records, table, task)
+            for column in _columns(cells):
+                among_best = leaders(cells, column)
+                place = f"{task} {_column_name(column).removeprefix('lag ')}"
+                for method in _methods(cells):
+                    if method in among_best:
+                        best.setdefault(method, []).append(place)
+                    if (method, column) in cells and not cells[method, column].living_rates:
+                        dead.setdefault(method, []).append(place)
+        if not best:
+            continue
+        rows = [["method", "among the best", "some seed dies at every learning rate"]]
+        for method in {**best, **dead}:
+            rows.append([method, ", ".join(best.get(method, [])), ", ".join(dead.get(method, []))])
+        yield f"## Where each method is among the best, and where it dies ({table})"
+        yield "Task and constant lag, or task and schedule."
+        yield _markdown_table(rows)
+
+
+def _agreement(records: Mapping[RunKey, Record]) -> Iterable[str]:
+    """Rank correlations between tasks, for constant lag 64."""
+    column = ("constant", 64)
+    areas = {}
+    for task in TASKS:
+        cells = find_cells(records, "published", task)
+        areas[task] = {
+            method: fmean(cell.best.values())
+            for (method, at), cell in cells.items()
+            if at == column
+        }
+    with_runs = [task for task in TASKS if areas[task]]
+    if len(with_runs) < 2:
+        return
+    rows = [["", *with_runs]]
+    for task in with_runs:
+        row = [rank_agreement(areas[task], areas[other]) for other in with_runs]
+        rows.append([task, *("–" if value is None else f"{value:.2f}" for value in row)])
+    yield "## Agreement between tasks"
+    yield (
+        "Spearman's correlation of the methods' order by area at lag 64, as published, at the best learning rate of "
+        "those that were run:"
+    )
+    yield _markdown_table(rows)
+
+
+def _clipped(records: Mapping[RunKey, Record]) -> Iterable[str]:
+    """The share of tokens whose gradient a threshold removes: 0 or 1 means that it never or always acts."""
+    shares: dict[str, list[Record]] = defaultdict(list)
+    for record in records.values():
+        key = (record.table, record.schedule, record.lag, record.learning_rate)
+        if key == ("published", "constant", 16, 3e-4) and record.task in ("chain", "gamble"):
+            shares[record.method].append(record)
+    if not shares:
+        return
+    rows = [["method", "chain A > 0", "chain A < 0", "gamble A > 0", "gamble A < 0"]]
+    for method, runs in shares.items():
+        row = []
+        for task in ("chain", "gamble"):
+            for sign in ("positive", "negative"):
+                values = [r.diagnostics[f"clipped_{sign}"] for r in runs if r.task == task]
+                values = [value for value in values if value >= 0]  # -1: there is no such token
+                row.append(f"{100 * fmean(values):.1f}" if values else "–")
+        rows.append([method, *row])
+    yield "## Tokens without a gradient"
+    yield "In percent, at lag 16 and learning rate 3e-4, as published:"
+    yield _markdown_table(rows)
+
+
+def _markdown_table(rows: Sequence[Sequence[str]]) -> str:
+    head, *body = ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join([head, "|---" * len(rows[0]) + "|", *body])
+
+
+# area.png
+
+
+def draw_area(panels: Mapping[str, Cells]):
+    """Area kept against constant lag, a panel per task and a line per method of FIGURE_METHODS."""
+    figure = canvas(4.6 * len(panels), 3.8)
+    colors = (FAINT, BLUE, ORANGE, GREEN, VERMILLION, PURPLE)
+    styles = (":", "-", "--", "-", "-.", "--")
+    markers = ("x", "o", "s", "^", "D", "v")
+    axes_of_task = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    for axes, (task, cells) in zip(axes_of_task, panels.items(), strict=True):
+        plain(axes, task, "constant lag (updates)", "area kept (%)")
+        lags = sorted({lag for _, (kind, lag) in cells if kind == "constant"})
+        for method, color, style, marker in zip(
+            FIGURE_METHODS, colors, styles, markers, strict=True
+        ):
+            known = [lag for lag in lags if (method, ("constant", lag)) in cells]
+            kept = [100 * fmean(cells[method, ("constant", lag)].best.values()) for lag in known]
+            places = [lags.index(lag) for lag in known]
+            axes.plot(places, kept, color=color, linestyle=style, marker=marker, label=method)
+        axes.set_xticks(range(len(lags)), [str(lag) for lag in lags])
+        axes.axhline(0, color=INK, linewidth=0.8)
+    lines, names = axes_of_task[0].get_legend_handles_labels()
+    figure.legend(lines, names, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+    return figure

@@ -1,0 +1,92 @@
+"""Starting points: models that imitate a task's teacher.
+
+    python -m experiments.lag.starts chain gamble    # makes them anew and prints how good they are
+
+`load_start` makes one where it is missing, in a minute or less, and keeps it in runs/lag/starts. The same machine
+makes the same weights; another one may round differently.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from .model import Architecture, StackedLlama, initial_weights, unpack
+from .tasks import TASKS, Task
+
+DIRECTORY = Path("runs") / "lag" / "starts"
+UPDATES, PROMPTS, LEARNING_RATE = 2000, 64, 3e-3
+MORE_UPDATES = {"chain-many": 4000}  # two right answers per digit take longer to learn
+SEED = 0
+
+
+def load_start(name: str, directory: Path = DIRECTORY) -> tuple[Architecture, Tensor]:
+    """The architecture and the weights [1, parameters] of a task's starting point."""
+    task = TASKS[name]()
+    architecture = Architecture(task.vocabulary)
+    file = directory / f"{name}.safetensors"
+    if not file.is_file():
+        directory.mkdir(parents=True, exist_ok=True)
+        updates = MORE_UPDATES.get(name, UPDATES)
+        save_file({"weights": imitate_teacher(task, architecture, updates)}, file)
+    return architecture, load_file(file)["weights"]
+
+
+def imitate_teacher(
+    task: Task, architecture: Architecture, updates: int, seed: int = SEED
+) -> Tensor:
+    """The weights [1, parameters] of a model that has learned to write as the teacher does."""
+    random = np.random.default_rng(seed)
+    model = StackedLlama(architecture, task.prompt_length, task.completion_length)
+    flat = initial_weights(architecture, seed).requires_grad_()
+    optimizer = torch.optim.AdamW([flat], betas=(0.9, 0.98), weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, LEARNING_RATE, total_steps=updates, pct_start=0.05
+    )
+    for _ in range(updates):
+        prompts = task.prompts(random, PROMPTS)
+        completions = task.teach(random, prompts)
+        is_token = completions != task.padding
+        logp = model.log_probs(
+            unpack(architecture, flat), prompts[None], completions[None, :, None]
+        )
+        loss = -(logp[0, :, 0] * is_token).sum() / is_token.sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+    return flat.detach()
+
+
+def mean_score(task: Task, architecture: Architecture, flat: Tensor, prompts: int = 512) -> float:
+    """The mean score of 8 completions of each of some random prompts."""
+    random = np.random.default_rng(SEED + 1)
+    questions = task.prompts(random, prompts)[None]
+    uniform = random.random((1, prompts, 8, task.completion_length), dtype=np.float32)
+    model = StackedLlama(architecture, task.prompt_length, task.completion_length)
+    weights = unpack(architecture, flat)
+    samples = model.sample(weights, questions, torch.from_numpy(uniform), task.end, task.padding)
+    _, scores = task.grade(questions, samples.tokens, torch.ones(1, prompts, 8))
+    return float(scores.mean())
+
+
+def main(names: Sequence[str]) -> None:
+    torch.set_num_threads(1)
+    for name in names or TASKS:
+        (DIRECTORY / f"{name}.safetensors").unlink(missing_ok=True)
+        began = time.perf_counter()
+        architecture, flat = load_start(name)
+        seconds = time.perf_counter() - began
+        score = mean_score(TASKS[name](), architecture, flat)
+        print(f"{name:14} {architecture.parameters} parameters, score {score:.3f}, {seconds:.0f} s")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

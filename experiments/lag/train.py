@@ -1,0 +1,393 @@
+"""The trainer: runs of one method on one task and schedule, stacked and stepped together.
+
+Runs of a stack differ in learning rate and seed. Prompts and random numbers depend on the seed, the update and their
+purpose alone, so all methods, schedules and learning rates see the same prompts. A run's numbers do not depend on its
+stack (see model.py).
+
+Shapes: S runs, B prompts (groups), G completions each, C = B G completions of L tokens; D parameters.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lagrpo.core.advantages import AdvantageInputs, zero_variance
+from lagrpo.core.inputs import LossInputs
+from lagrpo.core.objective import Recipe
+
+from .ages import Schedule
+from .methods import Method
+from .model import Architecture, StackedLlama, unpack
+from .tasks import Task
+
+G = 8
+"""completions per prompt"""
+POINTS = 64
+"""points of a learning curve"""
+DIAGNOSED_EVERY = 8
+"""updates"""
+
+
+class Run(NamedTuple):
+    learning_rate: float
+    seed: int
+
+
+class Purpose(IntEnum):
+    """What random numbers are for: a part of their key."""
+
+    ROLLOUT = 0
+    WARM_UP = 1
+    STALE_ROLLOUT = 2
+    AGES = 3
+
+
+class Batch(NamedTuple):
+    """Groups of each run, and what sampled and graded them."""
+
+    prompts: Tensor
+    """[S, B, P]"""
+    tokens: Tensor
+    """[S, B, G, L]"""
+    logp: Tensor
+    """[S, B, G, L] under the policy that sampled; 0 after the end"""
+    rewards: Tensor
+    """[S, B, G]"""
+    uniform: Tensor
+    """[S, B, G] a random number in [0, 1) for each completion, for advantages that draw"""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a run leaves behind."""
+
+    run: Run
+    curve: list[float]
+    """mean score of the policy's own samples, in POINTS parts of the run or one per update"""
+    diagnostics: dict[str, float]
+    """means over the run, see `Diagnostics`"""
+    seconds: float
+    """time of a core"""
+    weights: Tensor
+    """[D] at the end"""
+
+
+def train(
+    task: Task,
+    architecture: Architecture,
+    start: Tensor,
+    method: Method,
+    schedule: Schedule,
+    runs: Sequence[Run],
+    updates: int,
+) -> list[Outcome]:
+    """Train each run from the weights `start` [1, D]."""
+    began = time.process_time()
+    S = len(runs)
+    model = StackedLlama(architecture, task.prompt_length, task.completion_length)
+    sampler = Sampler(task, architecture, model, [run.seed for run in runs])
+    weights = start.repeat(S, 1)
+    optimizer = Adam(weights, [run.learning_rate for run in runs], method.max_grad_norm)
+    history = History(schedule.keeps_batches)
+    for age in range(schedule.keeps_batches - 1, 0, -1):
+        history.append(sampler.sample_initial(start, age))
+
+    scores = torch.zeros(updates, S)
+    diagnostics = Diagnostics()
+    stale_weights = weights.clone()
+    for update in range(updates):
+        fresh, score, entropy = sampler.sample(weights, Purpose.ROLLOUT, update)
+        scores[update] = score
+        age = sampler.ages(schedule, update)
+        if schedule.keeps_batches:
+            history.append(fresh)
+            batch = history.take(age)
+        else:
+            if schedule.syncs_at(update):
+                stale_weights.copy_(weights)
+            batch, _, _ = sampler.sample(stale_weights, Purpose.STALE_ROLLOUT, update)
+        staleness = age.clamp(max=update)
+
+        leaf = weights.clone().requires_grad_()
+        logp = model.log_probs(unpack(architecture, leaf), batch.prompts, batch.tokens)
+        ref_logp = None
+        if method.recipe.needs_pi_ref:
+            reference = unpack(architecture, start.expand(S, -1))
+            ref_logp = model.log_probs(reference, batch.prompts, batch.tokens)
+        step = Step(task, method.recipe, batch, staleness, logp.detach(), ref_logp)
+        (gradient,) = torch.autograd.grad(logp, leaf, step.gradient)
+        norm = optimizer.step(gradient, step.ess if method.scale_lr_by_ess else None)
+        if update % DIAGNOSED_EVERY == 0:
+            diagnostics.add(step, norm, entropy)
+
+    seconds = (time.process_time() - began) / S
+    curves = _mean_of_parts(scores)
+    return [
+        Outcome(run, curves[:, s].tolist(), diagnostics.of_run(s), seconds, weights[s])
+        for s, run in enumerate(runs)
+    ]
+
+
+def _mean_of_parts(values: Tensor) -> Tensor:
+    """The means over POINTS parts of the rows of [updates, S]; all rows if they are fewer."""
+    parts = torch.tensor_split(values, min(POINTS, len(values)))
+    return torch.stack([part.mean(dim=0) for part in parts])
+
+
+class Sampler:
+    """Samples and grades batches. Runs with the same seed get the same prompts and random numbers."""
+
+    def __init__(
+        self, task: Task, architecture: Architecture, model: StackedLlama, seeds: Sequence[int]
+    ):
+        self._task = task
+        self._architecture = architecture
+        self._model = model
+        self._seeds = sorted(set(seeds))
+        self._seed_of_run = torch.tensor([self._seeds.index(seed) for seed in seeds])
+
+    def sample(self, weights: Tensor, purpose: Purpose, index: int) -> tuple[Batch, Tensor, Tensor]:
+        """A batch of the policies `weights` [S, D], the mean score of each run [S] and its mean entropy [S]."""
+        return self._sample(weights, self._seed_of_run, purpose, index)
+
+    def sample_initial(self, start: Tensor, index: int) -> Batch:
+        """A batch of the initial policy [1, D], sampled once for all runs with the same seed."""
+        seeds = torch.arange(len(self._seeds))
+        batch, _, _ = self._sample(start.repeat(len(seeds), 1), seeds, Purpose.WARM_UP, index)
+        return Batch(*(value[self._seed_of_run] for value in batch))
+
+    def _sample(
+        self, weights: Tensor, seed_of_row: Tensor, purpose: Purpose, index: int
+    ) -> tuple[Batch, Tensor, Tensor]:
+        task, B, L = self._task, self._task.prompts_per_batch, self._task.completion_length
+        prompts, numbers = [], []
+        for seed in self._seeds:
+            random = np.random.default_rng((seed, purpose, index))
+            prompts.append(task.prompts(random, B))
+            numbers.append(torch.from_numpy(random.random((B, G, L + 2), dtype=np.float32)))
+        prompts = torch.stack(prompts)[seed_of_row]
+        numbers = torch.stack(numbers)[seed_of_row]
+        of_tokens, luck, uniform = numbers[..., :L], numbers[..., L], numbers[..., L + 1]
+        samples = self._model.sample(
+            unpack(self._architecture, weights), prompts, of_tokens, task.end, task.padding
+        )
+        rewards, scores = task.grade(prompts, samples.tokens, luck)
+        batch = Batch(prompts, samples.tokens, samples.logp, rewards, uniform)
+        lengths = is_before_end(samples.tokens, task.end).sum(dim=(1, 2, 3))
+        entropy = samples.entropy.sum(dim=(1, 2, 3)) / lengths
+        return batch, scores.mean(dim=(1, 2)), entropy
+
+    def ages(self, schedule: Schedule, update: int) -> Tensor:
+        """The age of each group of an update, [S, B]."""
+        ages = []
+        for seed in self._seeds:
+            random = np.random.default_rng((seed, Purpose.AGES, update))
+            ages.append(schedule.ages(update, self._task.prompts_per_batch, random))
+        return torch.stack(ages)[self._seed_of_run]
+
+
+def is_before_end(tokens: Tensor, end: int) -> Tensor:
+    """True for the tokens of a completion, its end included, False for padding, [..., L]."""
+    is_end = tokens == end
+    return is_end.cumsum(dim=-1) - is_end.long() == 0
+
+
+class History:
+    """The latest batches, as many as fit; an older one is overwritten."""
+
+    def __init__(self, size: int):
+        self._size = size
+        self._count = 0
+        self._fields: list[Tensor] = []
+        """of Batch, each [size, S, B, ...]"""
+
+    def append(self, batch: Batch) -> None:
+        if not self._fields:
+            self._fields = [value.new_zeros(self._size, *value.shape) for value in batch]
+        for field, value in zip(self._fields, batch, strict=True):
+            field[self._count % self._size] = value
+        self._count += 1
+
+    def take(self, age: Tensor) -> Batch:
+        """The groups of which `age` [S, B] says how many batches ago they were appended, 0 for the last one."""
+        S, B = age.shape
+        position = (self._count - 1 - age) % self._size
+        run, group = torch.arange(S)[:, None], torch.arange(B)
+        return Batch(*(field[position, run, group] for field in self._fields))
+
+
+class Step:
+    """The gradient of an update by the log-probs, of all runs of a stack, with the recipe's own functions.
+
+    For advantages and the loss, the runs are one batch of more groups: neither compares completions of different
+    groups. Weights and statistics of the step are computed run by run. Positions after the end of a completion belong
+    to one more completion, with weight 0, so that a run always has the same number of tokens."""
+
+    def __init__(
+        self,
+        task: Task,
+        recipe: Recipe,
+        batch: Batch,
+        staleness: Tensor,
+        logp: Tensor,
+        ref_logp: Tensor | None,
+    ):
+        S, B, _, L = batch.tokens.shape
+        C = B * G
+        self.is_token = is_before_end(batch.tokens, task.end).view(S, C, L)
+        is_token = self.is_token.flatten()
+        lengths = self.is_token.sum(dim=-1)  # [S, C]
+        group = torch.arange(S * B).repeat_interleave(G)
+        rewards = batch.rewards.flatten().double()
+        advantages = recipe.advantages(
+            AdvantageInputs(rewards, group, lengths.flatten(), batch.uniform.flatten()), L
+        ).float()
+        has_zero_variance = zero_variance(rewards, group).view(S, C)
+        weights = [recipe.weights(lengths[s], has_zero_variance[s], L) for s in range(S)]
+        completion = torch.arange(S * C).repeat_interleave(L)
+        logp_T = torch.where(is_token, logp.flatten(), 0.0)
+        x = LossInputs(
+            logp=logp_T,
+            rollout_logp=batch.logp.flatten(),
+            old_logp=logp_T,
+            ref_logp=None if ref_logp is None else torch.where(is_token, ref_logp.flatten(), 0.0),
+            completion=torch.where(is_token, completion, S * C),
+            advantages=_append(advantages, 0.0),
+            group=_append(group, S * B),
+            staleness=staleness.repeat_interleave(G * L, dim=1).flatten(),
+            finished=_append((batch.tokens == task.end).any(dim=-1).flatten(), True),
+        )
+        if recipe.needs_step_statistics:
+            x = replace(x, step=_statistics_by_run(recipe, x, S, C * L, is_token))
+        derivative = recipe.differentiate(x, _append(torch.cat(weights), 0.0))
+        self.advantages = advantages.view(S, C)
+        self.gradient = torch.where(is_token, derivative.gradient_T, 0.0).view(batch.tokens.shape)
+        """[S, B, G, L] of the loss by the log-prob of each token"""
+        self.is_clipped = derivative.clipped_T.view(S, C, L)
+        self.log_ratio = (x.logp - x.rollout_logp).view(S, C, L)  # pyright: ignore
+
+    @property
+    def ess(self) -> Tensor:
+        """Effective sample size of the completions' ratios over their number, (sum s)^2 / (C sum s^2), [S]."""
+        log_s = self.log_ratio.sum(dim=-1)
+        s = (log_s - log_s.amax(dim=-1, keepdim=True)).exp()
+        return s.sum(dim=-1).square() / (s.shape[-1] * s.square().sum(dim=-1))
+
+
+def _append(values: Tensor, last: float) -> Tensor:
+    return torch.cat([values, values.new_tensor([last])])
+
+
+def _statistics_by_run(
+    recipe: Recipe, x: LossInputs, S: int, tokens: int, is_token: Tensor
+) -> dict[str, Tensor]:
+    """The recipe's statistics of the step, each [..., S tokens]: each token has those of its own run."""
+    C = (len(x.advantages) - 1) // S
+    columns: dict[str, list[Tensor]] = defaultdict(list)
+    for s in range(S):
+        of_run = torch.arange(s * tokens, (s + 1) * tokens)
+        of_run = of_run[is_token[of_run]]
+        completions = slice(s * C, (s + 1) * C)
+        x_of_run = replace(
+            x,
+            **{
+                name: value[of_run]
+                for name in ("logp", "rollout_logp", "old_logp", "ref_logp", "staleness")
+                if (value := getattr(x, name)) is not None
+            },
+            completion=x.completion[of_run] - s * C,
+            advantages=x.advantages[completions],
+            group=x.group[completions] - s * (C // G),  # pyright: ignore
+            finished=x.finished[completions],  # pyright: ignore
+        )
+        for name, value in recipe.collect(x_of_run).items():
+            columns[name].append(value)
+    return {
+        name: torch.stack(values, dim=-1).repeat_interleave(tokens, dim=-1)
+        for name, values in columns.items()
+    }
+
+
+class Adam:
+    """Adam without weight decay, for stacked runs with a learning rate each. It changes `weights` [S, D] in place."""
+
+    def __init__(
+        self, weights: Tensor, learning_rates: Sequence[float], max_grad_norm: float | None
+    ):
+        self._weights = weights
+        self._learning_rate = torch.tensor(learning_rates)[:, None]
+        self._max_grad_norm = max_grad_norm
+        self._mean = torch.zeros_like(weights)
+        self._square = torch.zeros_like(weights)
+        self._updates = 0
+
+    def step(self, gradient: Tensor, ess: Tensor | None) -> Tensor:
+        """Make an update and return the norm of each gradient before it is clipped, [S].
+
+        With `ess` [S] the learning rates are multiplied by its root (arXiv 2602.17616). A gradient that is not finite
+        counts as 0."""
+        norm = torch.linalg.vector_norm(gradient, dim=1)
+        if self._max_grad_norm is not None:
+            scale = (self._max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+            gradient = gradient * scale[:, None]
+        gradient = torch.where(norm.isfinite()[:, None], gradient, 0.0)
+        self._updates += 1
+        self._mean.lerp_(gradient, 0.1)
+        self._square.mul_(0.999).addcmul_(gradient, gradient, value=0.001)
+        unbiased_mean = self._mean / (1 - 0.9**self._updates)
+        unbiased_square = self._square / (1 - 0.999**self._updates)
+        learning_rate = self._learning_rate
+        if ess is not None:
+            learning_rate = learning_rate * ess.sqrt()[:, None]
+        self._weights -= learning_rate * unbiased_mean / (unbiased_square.sqrt() + 1e-8)
+        return norm
+
+
+class Diagnostics:
+    """Numbers of each run, from every DIAGNOSED_EVERY-th update, as means over the run:
+
+    entropy             of the policy at the tokens that it samples, nats
+    gradient_norm       before it is clipped
+    not_finite          share of updates whose gradient is not finite
+    clipped_positive    share of tokens without a gradient among those with A > 0
+    clipped_negative    the same for A < 0
+    ess                 effective sample size of the ratios of completions, over their number
+    log_ratio_squared   mean (log rho)^2, nats^2
+    kl                  rho - 1 - log rho: estimates KL(alpha || pi) per token, nats
+    """
+
+    def __init__(self) -> None:
+        self._columns: dict[str, list[Tensor]] = defaultdict(list)
+
+    def add(self, step: Step, norm: Tensor, entropy: Tensor) -> None:
+        tokens = step.is_token.sum(dim=(1, 2))
+        advantages = step.advantages[..., None] * step.is_token
+        log_ratio = step.log_ratio
+        k3 = torch.expm1(log_ratio.clamp(max=20)) - log_ratio
+        self._columns["entropy"].append(entropy)
+        self._columns["gradient_norm"].append(norm)
+        self._columns["not_finite"].append((~norm.isfinite()).float())
+        for name, is_chosen in ("positive", advantages > 0), ("negative", advantages < 0):
+            clipped = (is_chosen & step.is_clipped).sum(dim=(1, 2))
+            self._columns[f"clipped_{name}"].append(clipped / is_chosen.sum(dim=(1, 2)))
+        self._columns["ess"].append(step.ess)
+        self._columns["log_ratio_squared"].append(log_ratio.square().sum(dim=(1, 2)) / tokens)
+        self._columns["kl"].append(k3.sum(dim=(1, 2)) / tokens)
+
+    def of_run(self, s: int) -> dict[str, float]:
+        """The mean of each number that is finite, leaving out updates without one; -1 if there is none."""
+        means = {}
+        for name, rows in self._columns.items():
+            values = torch.stack(rows)[:, s]
+            values = values[values.isfinite()]
+            means[name] = float(values.mean()) if len(values) else -1.0
+        return means

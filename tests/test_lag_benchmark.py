@@ -1,0 +1,566 @@
+"""The benchmark of methods against staleness, experiments/lag: its model, tasks, trainer, queue and report."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from experiments.lag import __main__ as queue
+from experiments.lag.ages import Schedule
+from experiments.lag.exact import TOYS, run
+from experiments.lag.methods import load_methods
+from experiments.lag.model import Architecture, StackedLlama, initial_weights, unpack
+from experiments.lag.plan import SAME_AT_LAG_0, Methods, Pass, full_plan, passes_where_some_die
+from experiments.lag.records import Record, append_records, load_records
+from experiments.lag.report import find_cells, leaders, rank_agreement
+from experiments.lag.starts import imitate_teacher, mean_score
+from experiments.lag.tasks import TASKS, Chain, Gamble, Task
+from experiments.lag.train import Batch, History, Run, Step, train
+from lagrpo.core.recipes import resolve
+
+PUBLISHED = load_methods("published")
+EQUAL = load_methods("equal")
+METHODS: Methods = {"published": PUBLISHED, "equal": EQUAL}
+
+
+class FirstDigitIsEven(Chain):
+    """A task whose rewards differ also with random weights."""
+
+    def grade(self, prompts: Tensor, completions: Tensor, luck: Tensor) -> tuple[Tensor, Tensor]:
+        reward = (completions[..., 0] % 2 == 0).float()
+        return reward, reward
+
+
+SMALL_TASK = FirstDigitIsEven(digits=3, prompts_per_batch=4)
+
+
+def start_of(task: Task) -> tuple[Architecture, Tensor]:
+    """Random weights, large enough that the policy has preferences."""
+    architecture = Architecture(task.vocabulary)
+    return architecture, 4 * initial_weights(architecture, seed=0)
+
+
+# The model
+
+
+def to_transformers(architecture: Architecture, flat: Tensor) -> LlamaForCausalLM:
+    """The first of the stacked models as one of transformers."""
+    a = architecture
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=a.vocabulary,
+            hidden_size=a.width,
+            intermediate_size=a.inner,
+            num_hidden_layers=a.layers,
+            num_attention_heads=a.heads,
+            rms_norm_eps=a.norm_epsilon,
+            tie_word_embeddings=True,
+        )
+    )
+    weights = {name: value[0] for name, value in unpack(a, flat).items()}
+    state = {
+        "model.embed_tokens.weight": weights["embedding"],
+        "lm_head.weight": weights["embedding"],
+        "model.norm.weight": weights["norm"],
+    }
+    for layer in range(a.layers):
+        ours, theirs = f"{layer}.", f"model.layers.{layer}."
+        q, k, v = weights[ours + "qkv"].T.chunk(3)
+        gate, up = weights[ours + "gate_up"].T.chunk(2)
+        state |= {
+            theirs + "input_layernorm.weight": weights[ours + "attention_norm"],
+            theirs + "self_attn.q_proj.weight": q,
+            theirs + "self_attn.k_proj.weight": k,
+            theirs + "self_attn.v_proj.weight": v,
+            theirs + "self_attn.o_proj.weight": weights[ours + "attention_output"].T,
+            theirs + "post_attention_layernorm.weight": weights[ours + "mlp_norm"],
+            theirs + "mlp.gate_proj.weight": gate,
+            theirs + "mlp.up_proj.weight": up,
+            theirs + "mlp.down_proj.weight": weights[ours + "down"].T,
+        }
+    model.load_state_dict(state)
+    return model.eval()
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        pytest.param(Architecture(16), id="one layer"),
+        pytest.param(Architecture(44, width=64, inner=96, layers=2, heads=4), id="two layers"),
+    ],
+)
+def test_log_probs_of_sampler_and_tree_pass_are_those_of_transformers(architecture):
+    generator = torch.Generator().manual_seed(0)
+    B, G, P, L, V = 3, 4, 5, 6, architecture.vocabulary
+    flat = 2 * initial_weights(architecture, seed=1)
+    prompts = torch.randint(0, V, (1, B, P), generator=generator)
+    uniform = torch.rand(1, B, G, L, generator=generator)
+    model = StackedLlama(architecture, P, L)
+    samples = model.sample(unpack(architecture, flat), prompts, uniform, end=3, padding=4)
+    in_tree = model.log_probs(unpack(architecture, flat), prompts, samples.tokens)
+
+    sequences = torch.cat([prompts[0, :, None].expand(-1, G, -1), samples.tokens[0]], dim=-1)
+    with torch.no_grad():
+        logits = to_transformers(architecture, flat)(sequences.view(B * G, P + L)).logits
+    log_p = logits[:, P - 1 : -1].log_softmax(-1)
+    expected = log_p.gather(-1, samples.tokens.view(B * G, L, 1)).view(1, B, G, L)
+    is_token = samples.logp != 0
+    assert bool(is_token.all(dim=-1).any())  # some completion goes on to the last token
+    torch.testing.assert_close(in_tree, expected, rtol=0, atol=2e-6)
+    torch.testing.assert_close(samples.logp[is_token], expected[is_token], rtol=0, atol=2e-6)
+
+
+def test_sampler_draws_in_proportion_to_probabilities():
+    """4,096 first tokens: shares are within 5 standard errors of the probabilities."""
+    architecture = Architecture(16)
+    weights = unpack(architecture, 4 * initial_weights(architecture, seed=2))
+    model = StackedLlama(architecture, 1, 2)
+    prompts = torch.zeros(1, 1, 1, dtype=torch.long)
+    uniform = torch.rand(1, 1, 4096, 2, generator=torch.Generator().manual_seed(0))
+    samples = model.sample(weights, prompts, uniform, end=14, padding=15)
+    shares = samples.tokens[0, 0, :, 0].bincount(minlength=16) / 4096
+    every_token = torch.arange(16).view(1, 1, 16, 1).expand(-1, -1, -1, 2)
+    p = model.log_probs(weights, prompts, every_token)[0, 0, :, 0].exp()
+    assert float(p.sum()) == pytest.approx(1.0, abs=1e-5)
+    assert bool(((shares - p).abs() <= 5 * (p * (1 - p) / 4096).sqrt()).all())
+
+
+# Tasks
+
+
+def tokens(text: str) -> Tensor:
+    return torch.tensor(["0123456789.=_#".index(character) for character in text])
+
+
+@pytest.mark.parametrize(
+    ("task", "completion", "reward"),
+    [
+        pytest.param(Chain(), "31685.", 1.0, id="right"),
+        pytest.param(Chain(), "31585.", 0.0, id="one wrong step and a wrong step after it"),
+        pytest.param(Chain(), "3168._", 0.0, id="too short"),
+        pytest.param(Chain(is_many=True), "31685.", 1.0, id="many: right"),
+        pytest.param(Chain(is_many=True), "86130.", 1.0, id="many: each right plus 5"),
+        pytest.param(Chain(is_many=True), "31684.", 0.0, id="many: last one wrong"),
+        pytest.param(Chain(is_graded=True), "31685.", 1.0, id="graded: right"),
+        pytest.param(Chain(is_graded=True), "31574.", 0.75, id="graded: one wrong step"),
+        pytest.param(Chain(is_graded=True), "31585.", 0.75**2, id="graded: two wrong steps"),
+        pytest.param(Chain(is_graded=True), "3168._", 0.0, id="graded: too short"),
+    ],
+)
+def test_chain_grades_running_sums(task, completion, reward):
+    prompts, completions = tokens("38527=")[None], tokens(completion)[None, None]
+    rewards, scores = task.grade(prompts, completions, torch.zeros(1, 1))
+    assert rewards.item() == scores.item() == pytest.approx(reward)
+
+
+def test_chain_with_luck_swaps_rewards_but_not_scores():
+    prompts, completions = tokens("38527=")[None], tokens("31685.")[None, None].expand(1, 2, -1)
+    rewards, scores = Chain(luck=0.1).grade(prompts, completions, torch.tensor([[0.05, 0.5]]))
+    assert rewards.tolist() == [[0.0, 1.0]]
+    assert scores.tolist() == [[1.0, 1.0]]
+
+
+def walk(task: Gamble, prompt: Tensor, kinds: list[int]) -> Tensor:
+    """The completion that takes a jump of these kinds where there is one, from the first node on, else the first."""
+    node, written = 0, []
+    while node < task.goal:
+        terrain = int(task._terrain_at(prompt[None], torch.tensor([[node]])))
+        wanted = kinds[len(written)] if len(written) < len(kinds) else 0
+        jumps = [j for j in (1, 2, 3) if node + j <= task.goal]
+        fitting = [j for j in jumps if task._kind[terrain, node, j] == wanted]
+        node += (fitting or jumps)[0]
+        written.append(node)
+    padding = [task.padding] * (task.completion_length - len(written) - 1)
+    return torch.tensor([*written, task.end, *padding])
+
+
+@pytest.mark.parametrize(
+    ("kinds", "prize", "chance"),
+    [
+        pytest.param([0], 0.5, 1.0, id="plain jumps"),
+        pytest.param([1], 0.6, 0.7, id="one reckless jump"),
+        pytest.param([2], 0.375, 1.0, id="one bad jump"),
+    ],
+)
+def test_gamble_grades_jumps_by_their_kind(kinds, prize, chance):
+    task = Gamble(
+        goal=6, sections=2, longest_walk=6
+    )  # few nodes: the rest of the walk can be plain
+    prompts = task.prompts(np.random.default_rng(1), 64)
+    for prompt in prompts:
+        completion = walk(task, prompt, kinds)
+        if _kinds_of(task, prompt, completion) == kinds + [0] * (
+            int((completion <= task.goal).sum()) - len(kinds)
+        ):
+            luck = torch.tensor([[chance - 0.01, min(chance + 0.01, 0.999)]])
+            both = completion[None, None].expand(1, 2, -1)
+            rewards, scores = task.grade(prompt[None], both, luck)
+            assert rewards[0, 0].item() == pytest.approx(prize)
+            assert rewards[0, 1].item() == pytest.approx(prize if chance == 1 else 0.0)
+            assert scores[0].tolist() == pytest.approx([prize * chance] * 2)
+            return
+    pytest.fail("no prompt has such a walk")
+
+
+def _kinds_of(task: Gamble, prompt: Tensor, completion: Tensor) -> list[int]:
+    nodes = [0, *(int(token) for token in completion if token <= task.goal)]
+    terrain = [int(task._terrain_at(prompt[None], torch.tensor([[node]]))) for node in nodes]
+    return [
+        int(task._kind[terrain[k], nodes[k], nodes[k + 1] - nodes[k]])
+        for k in range(len(nodes) - 1)
+    ]
+
+
+def test_gamble_gives_nothing_for_walks_that_break_the_rules():
+    task = Gamble(goal=6, sections=2, longest_walk=6)
+    prompt = task.prompts(np.random.default_rng(0), 1)
+    walks = {
+        "jump of 4": [4, 6, task.end],
+        "backwards": [3, 2, 5, 6, task.end],
+        "short of the goal": [3, 5, task.end],
+        "no end": [1, 2, 3, 4, 5, 6, 6],
+        "not a node": [3, task.padding, 6, task.end],
+    }
+    for name, written in walks.items():
+        row = written + [task.padding] * (task.completion_length - len(written))
+        rewards, scores = task.grade(prompt, torch.tensor(row)[None, None], torch.zeros(1, 1))
+        assert (rewards.item(), scores.item()) == (0.0, 0.0), name
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_teacher_writes_what_the_task_can_grade_and_errs(name):
+    task = TASKS[name]()
+    random = np.random.default_rng(0)
+    prompts = task.prompts(random, 512)
+    completions = task.teach(random, prompts)
+    assert completions.shape == (512, task.completion_length)
+    assert int(completions.min()) >= 0
+    assert int(completions.max()) < task.vocabulary
+    _, scores = task.grade(prompts, completions[:, None], torch.ones(512, 1))
+    assert 0.02 < float(scores.mean()) < 0.9
+
+
+def test_imitation_raises_the_score_of_a_start():
+    task = Chain(digits=2, prompts_per_batch=4)
+    architecture = Architecture(task.vocabulary)
+    first = mean_score(task, architecture, initial_weights(architecture, 0), prompts=64)
+    taught = imitate_teacher(task, architecture, updates=150)
+    assert first < 0.05 < 0.1 < mean_score(task, architecture, taught, prompts=64)
+
+
+# Ages
+
+
+def test_ages_of_the_schedules():
+    random = np.random.default_rng(0)
+    assert Schedule("constant", 3).ages(10, 2, random).tolist() == [3, 3]
+    sawtooth = [int(Schedule("sawtooth", 2).ages(update, 1, random)) for update in range(5)]
+    assert sawtooth == [0, 1, 2, 0, 1]
+    mixed = Schedule("mixed", 2).ages(10, 300, random)
+    assert sorted(set(mixed.tolist())) == [0, 1, 2]
+    assert int(mixed.bincount().min()) > 60
+
+
+def test_history_returns_each_group_at_its_age():
+    history = History(size=3)
+    for number in range(7):
+        history.append(Batch(*(torch.full((2, 2, 1), number) for _ in range(5))))
+    batch = history.take(torch.tensor([[0, 1], [2, 2]]))
+    assert batch.tokens[..., 0].tolist() == [[6, 5], [4, 4]]
+
+
+# The trainer
+
+
+@pytest.mark.parametrize("method", PUBLISHED.values(), ids=PUBLISHED)
+def test_twenty_updates_of_a_method_are_the_same_stacked_and_alone(method):
+    architecture, start = start_of(SMALL_TASK)
+    runs = [Run(1e-3, 0), Run(3e-3, 1), Run(3e-4, 1)]
+    schedule = Schedule("constant", 3)
+    stacked = train(SMALL_TASK, architecture, start, method, schedule, runs, updates=20)
+    (alone,) = train(SMALL_TASK, architecture, start, method, schedule, runs[1:2], updates=20)
+    assert bool(alone.weights.isfinite().all())
+    assert not torch.equal(alone.weights, start[0])
+    assert torch.equal(stacked[1].weights, alone.weights)
+    assert (stacked[1].curve, stacked[1].diagnostics) == (alone.curve, alone.diagnostics)
+
+
+@pytest.mark.parametrize("kind", ["constant", "sawtooth", "mixed"])
+@pytest.mark.parametrize("name", ["chain", "gamble"])
+def test_runs_of_the_main_tasks_are_the_same_stacked_and_alone(name, kind):
+    task = TASKS[name]()
+    architecture, start = start_of(task)
+    runs = [Run(1e-3, seed) for seed in range(4)]
+    m2po, schedule = EQUAL["m2po"], Schedule(kind, 2)
+    stacked = train(task, architecture, start, m2po, schedule, runs, updates=4)
+    (alone,) = train(task, architecture, start, m2po, schedule, runs[3:], updates=4)
+    assert torch.equal(stacked[3].weights, alone.weights)
+
+
+def test_sawtooth_with_lag_0_is_the_same_as_constant_lag_0_but_for_its_samples():
+    """Both learn from fresh samples, so their ratios are 1."""
+    architecture, start = start_of(SMALL_TASK)
+    for kind in ("constant", "sawtooth"):
+        (outcome,) = train(
+            SMALL_TASK, architecture, start, EQUAL["grpo"], Schedule(kind, 0), [Run(1e-3, 0)], 8
+        )
+        assert outcome.diagnostics["ess"] == pytest.approx(1.0, abs=1e-4), kind
+
+
+def stale_batch(task: Task, log_ratio: float) -> tuple[Batch, Tensor]:
+    """A batch of 4 groups with rewards that differ, and log-probs of a policy that is this far from the sampler's."""
+    generator = torch.Generator().manual_seed(0)
+    B, L = task.prompts_per_batch, task.completion_length
+    completions = torch.randint(0, 10, (1, B, 8, L), generator=generator)
+    completions[..., 2] = torch.where(torch.arange(8) % 2 == 0, task.end, completions[..., 2])
+    is_after_end = (completions == task.end).cumsum(-1) - (completions == task.end).long() > 0
+    completions[is_after_end] = task.padding
+    logp = -torch.rand(1, B, 8, L, generator=generator) - 0.1
+    logp[is_after_end] = 0.0
+    noise = log_ratio * torch.randn(1, B, 8, L, generator=generator)
+    rollout_logp = torch.where(is_after_end, 0.0, logp - noise)
+    rewards = torch.rand(1, B, 8, generator=generator).round()
+    uniform = torch.rand(1, B, 8, generator=generator)
+    prompts = task.prompts(np.random.default_rng(0), B)[None]
+    return Batch(prompts, completions, rollout_logp, rewards, uniform), logp
+
+
+def gradient_of(method, log_ratio: float) -> Tensor:
+    batch, logp = stale_batch(SMALL_TASK, log_ratio)
+    return Step(SMALL_TASK, method.recipe, batch, torch.zeros(1, 4).long(), logp, logp).gradient
+
+
+@pytest.mark.parametrize(
+    "method",
+    [pytest.param(m, id=m.name) for m in EQUAL.values() if m.name not in SAME_AT_LAG_0],
+)
+def test_gradient_at_lag_0_is_that_of_reinforce(method):
+    expected = gradient_of(EQUAL["stale_reinforce"], 0.0)
+    torch.testing.assert_close(gradient_of(method, 0.0), expected, rtol=1e-5, atol=1e-8)
+    assert not torch.allclose(gradient_of(method, 0.5), expected, rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "method", [pytest.param(m, id=m.name) for m in PUBLISHED.values() if m.same_as]
+)
+def test_method_said_to_be_the_same_as_another_has_its_gradient(method):
+    expected = gradient_of(PUBLISHED[method.same_as], 0.5)
+    torch.testing.assert_close(gradient_of(method, 0.5), expected, rtol=1e-5, atol=1e-8)
+
+
+def test_learning_rate_by_ess_scales_the_step():
+    """Four steps of Adam move a weight by about the learning rate each, here times the root of an ESS below 1."""
+    architecture, start = start_of(SMALL_TASK)
+    moved = {}
+    for name in "seq_tis", "seq_tis_ess":
+        (outcome,) = train(
+            SMALL_TASK,
+            architecture,
+            start,
+            PUBLISHED[name],
+            Schedule("constant", 2),
+            [Run(1e-3, 0)],
+            4,
+        )
+        moved[name] = outcome.weights - start[0]
+    assert 0 < float(moved["seq_tis_ess"].norm()) < float(moved["seq_tis"].norm())
+
+
+# The queue
+
+
+@pytest.fixture
+def quick_start(monkeypatch):
+    """Starting points without training."""
+    monkeypatch.setattr(queue, "load_start", lambda name: start_of(TASKS[name]()))
+    monkeypatch.setattr(queue, "start_score", lambda name: 0.01)
+
+
+def small_plan() -> list[Pass]:
+    schedule = Schedule("constant", 1)
+    return [
+        Pass("published", "chain", name, schedule, (1e-3,), (0, 1), updates=2)
+        for name in ("grpo", "topr")
+    ]
+
+
+def without_time(records: dict) -> dict:
+    return {key: replace(record, seconds=0.0) for key, record in records.items()}
+
+
+def test_stopped_queue_makes_only_what_is_missing(tmp_path, quick_start, monkeypatch):
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    queue.make_missing(small_plan(), METHODS, whole)
+    queue.make_missing(small_plan()[:1], METHODS, stopped)
+    file = stopped / "published-chain.jsonl"
+    first, second = file.read_text().splitlines()
+    file.write_text(first + "\n" + second[: len(second) // 2])  # killed while it wrote
+
+    made = []
+    train_runs = queue.train
+    monkeypatch.setattr(queue, "train", lambda *a: made.append(a[5]) or train_runs(*a))
+    queue.make_missing(small_plan(), METHODS, stopped)
+    assert made == [[Run(1e-3, 1)], [Run(1e-3, 0), Run(1e-3, 1)]]
+    assert without_time(load_records(stopped, METHODS)) == without_time(
+        load_records(whole, METHODS)
+    )
+
+
+def test_records_of_a_method_that_has_changed_are_not_counted(tmp_path):
+    record = a_record("grpo", 1e-3, 0, [0.1] * 64)
+    append_records(tmp_path, [record])
+    append_records(tmp_path, [replace(record, seed=1, overrides={"beta": 0.5})])
+    found = load_records(tmp_path, METHODS)
+    assert [key.seed for key in found] == [0]
+    assert json.loads((tmp_path / "published-chain.jsonl").read_text().splitlines()[0])["lag"] == 16
+
+
+def test_plan_has_every_method_once_per_cell_and_begins_with_the_main_tasks():
+    plan = full_plan(METHODS)
+    keys = [key for item in plan for key in item.keys]
+    assert len(set(keys)) == len(keys)
+    assert {key.lag for key in keys if key.schedule == "constant"} == {0, 1, 4, 16, 64, 256}
+    assert {item.task for item in plan[:100]} == {"chain", "gamble"}
+    assert {item.task for item in plan} == set(TASKS)
+    assert not {m.name for m in PUBLISHED.values() if m.same_as} & {item.method for item in plan}
+
+
+# Records and the report
+
+
+def a_record(method: str, rate: float, seed: int, curve: list[float], lag: int = 16) -> Record:
+    return Record(
+        table="published",
+        task="chain",
+        method=method,
+        recipe=PUBLISHED[method].recipe_name,
+        overrides=PUBLISHED[method].overrides,
+        max_grad_norm=1.0,
+        scale_lr_by_ess=False,
+        schedule="constant",
+        lag=lag,
+        learning_rate=rate,
+        seed=seed,
+        updates=64,
+        start=0.1,
+        curve=curve,
+        diagnostics={"clipped_positive": 0.1, "clipped_negative": 0.2},
+        seconds=1.0,
+        commit="0",
+        cpu="a CPU",
+        torch="2",
+    )
+
+
+@pytest.mark.parametrize(
+    ("curve", "dies"),
+    [
+        pytest.param([0.5] * 64, False, id="above the start"),
+        pytest.param([0.05] * 64, True, id="below the start"),
+        pytest.param([0.9] * 32 + [0.6] * 32, True, id="far below its peak"),
+        pytest.param([0.9] * 32 + [0.8] * 32, False, id="a little below its peak"),
+        pytest.param([0.9] + [0.6] * 63, False, id="below a single high point"),
+    ],
+)
+def test_run_dies_if_it_ends_below_its_start_or_far_below_its_peak(curve, dies):
+    assert a_record("grpo", 1e-3, 0, curve).dies == dies
+
+
+def records_by_key(*records: Record) -> dict:
+    return {record.key: record for record in records}
+
+
+def test_area_kept_is_relative_to_the_best_method_at_lag_0():
+    """Gains of .8 (lag 0), and .4 or .2 (lag 16): half of it at the better learning rate."""
+    records = records_by_key(
+        *(a_record("topr", 1e-3, seed, [0.9] * 64, lag=0) for seed in range(3)),
+        *(a_record("grpo", 1e-3, seed, [0.5] * 64) for seed in range(3)),
+        *(a_record("grpo", 3e-4, seed, [0.3] * 64) for seed in range(3)),
+    )
+    cell = find_cells(records, "published", "chain")["grpo", ("constant", 16)]
+    assert cell.best_rate == 1e-3
+    assert list(cell.best.values()) == pytest.approx([0.5] * 3)
+    assert cell.living_rates == [3e-4, 1e-3]
+
+
+def test_leaders_are_methods_not_shown_to_be_below_the_first():
+    scores = {"topr": (0.9, 0.8, 0.7), "vespo": (0.91, 0.74, 0.72), "grpo": (0.5, 0.4, 0.3)}
+    records = records_by_key(
+        *(a_record("topr", 1e-3, seed, [0.9] * 64, lag=0) for seed in range(3)),
+        *(
+            a_record(method, 1e-3, seed, [score] * 64)
+            for method, by_seed in scores.items()
+            for seed, score in enumerate(by_seed)
+        ),
+    )
+    cells = find_cells(records, "published", "chain")
+    assert leaders(cells, ("constant", 16)) == {"topr", "vespo"}
+
+
+def test_more_seeds_are_planned_where_some_but_not_all_die():
+    alive, dead = [0.5] * 64, [0.05] * 64
+    records = records_by_key(
+        a_record("grpo", 1e-3, 0, alive),
+        a_record("grpo", 1e-3, 1, dead),
+        a_record("topr", 1e-3, 0, alive),
+        a_record("topr", 1e-3, 1, alive),
+        a_record("m2po", 1e-3, 0, dead),
+    )
+    (more,) = passes_where_some_die(records)
+    assert (more.method, more.learning_rates, len(more.seeds)) == ("grpo", (1e-3,), 5)
+
+
+def test_rank_agreement_by_hand():
+    order = {"a": 1.0, "b": 2.0, "c": 3.0}
+    assert rank_agreement(order, {"a": 10.0, "b": 20.0, "c": 90.0}) == pytest.approx(1.0)
+    assert rank_agreement(order, {"a": 3.0, "b": 2.0, "c": 1.0}) == pytest.approx(-1.0)
+    assert rank_agreement(order, {"a": 2.0, "b": 1.0, "c": 3.0}) == pytest.approx(0.5)
+    assert rank_agreement({"a": 1.0}, order) is None
+
+
+def test_quick_run_writes_a_report(tmp_path, quick_start, monkeypatch):
+    monkeypatch.setattr(queue, "QUICK_RESULTS", tmp_path)
+    plan = [replace(item, schedule=Schedule("constant", 0)) for item in small_plan()] + small_plan()
+    monkeypatch.setattr(queue, "quick_plan", lambda methods: plan)
+    queue.main(["--quick"])
+    report = Path(tmp_path / "report.md").read_text()
+    assert "8 of 8 planned runs" in report
+    assert (tmp_path / "area.png").is_file()
+
+
+# The exact tier
+
+ARMS, TWO_TOKENS = TOYS
+
+
+def test_reinforce_without_lag_follows_the_gradient_of_the_return():
+    """One step of the toy against autograd through J itself."""
+    logits = TWO_TOKENS.first_logits[None].requires_grad_()
+    (gradient,) = torch.autograd.grad(TWO_TOKENS.mean_reward(logits), logits)
+    expected = TWO_TOKENS.mean_reward(logits.detach() + gradient)
+    found = run(resolve("reinforce"), TWO_TOKENS, lags=[0], steps=1)
+    torch.testing.assert_close(found[1], expected)
+
+
+@pytest.mark.parametrize(
+    ("method", "toy", "expected"),
+    [
+        pytest.param("stale_reinforce", ARMS, [1.000, 1.000, 0.800], id="REINFORCE, arms"),
+        pytest.param("grpo", ARMS, [1.000, 1.000, 0.900], id="GRPO, arms"),
+        pytest.param("topr", ARMS, [1.000, 1.000, 1.000], id="TOPR, arms"),
+        pytest.param("stale_reinforce", TWO_TOKENS, [1.000, 1.000, 0.900], id="REINFORCE, two"),
+        pytest.param("grpo", TWO_TOKENS, [1.000, 1.000, 0.875], id="GRPO, two"),
+        pytest.param("topr", TWO_TOKENS, [1.000, 1.000, 1.000], id="TOPR, two"),
+    ],
+)
+def test_exact_returns_at_lags_0_16_and_256(method, toy, expected):
+    """After 1,024 steps. With old samples REINFORCE ends on the second-best symbol (.8, and .9 for one of two)."""
+    returns = run(EQUAL[method].recipe, toy, lags=[0, 16, 256], steps=1024)
+    assert [round(value, 3) for value in returns[-1].tolist()] == expected
