@@ -38,7 +38,7 @@ PYTEST := $(ONE_THREAD) $(BIN)/python -m pytest
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-gpu test-vllm test-view test-trackers check-wheel wheel test-gym check-older check-trl check-lighteval \
 	chaos conformance portability check-aarch64 bench-trl bench-scaling bench-curve bench-peak bench-vllm bench-gpu bench-busy bench-ranks \
-	bench-memory bench-lora check-ranks measure-gpu docs lint format install vllm-env clean
+	bench-memory bench-lora bench-loss check-ranks measure-gpu docs lint format install vllm-env clean
 
 help:
 	@echo "Use"
@@ -69,7 +69,7 @@ help:
 	@echo "  make conformance      install other trainers' losses and write the table of reports/conformance.md"
 	@echo "  make check-ranks      compare completions, gradients and weights of 1, 2 and 3 ranks"
 	@echo "  make measure-gpu      probe a GPU, run its tests and its benchmark, each with a time limit"
-	@echo "  make bench-NAME       trl, curve, scaling, peak, vllm, gpu, busy, ranks, memory or lora (benchmarks/README.md)"
+	@echo "  make bench-NAME       trl, curve, scaling, peak, vllm, gpu, busy, ranks, memory, lora or loss (benchmarks/README.md)"
 	@echo
 	@echo "Variables"
 	@echo "  PYTHON=/path/to/python3.12   the Python to use (now: $(if $(PYTHON),$(PYTHON),none; 3.11 or newer is needed))"
@@ -123,7 +123,7 @@ check-aarch64:
 bench-trl bench-peak bench-curve: check-trl
 	$(BIN)/python benchmarks/$(subst -,_,$@).py --peer $(TRL)/bin/python $(OPTIONS)
 
-bench-scaling bench-gpu bench-busy bench-ranks bench-memory bench-lora check-ranks: $(STAMP)
+bench-scaling bench-gpu bench-busy bench-ranks bench-memory bench-lora bench-loss check-ranks: $(STAMP)
 	$(BIN)/python benchmarks/$(subst -,_,$@).py $(OPTIONS)
 
 measure-gpu: $(STAMP)
