@@ -19,8 +19,9 @@ from chaos import start
 from running import leftovers, options, tiny_settings
 from tiny import save_tiny
 
-from lagrpo.cli import COMMANDS, SIGNATURES, main
+from lagrpo.cli import COMMANDS, SIGNATURES, main, take_debug
 from lagrpo.core.recipes import RECIPES
+from lagrpo.logs import is_debugging
 from lagrpo.runs import load_evaluations, load_metrics, load_rollouts
 from lagrpo.runs.reading import rollout_batches
 from lagrpo.settings.load import list_settings, load_settings
@@ -196,6 +197,40 @@ def test_wrong_input_is_one_line_and_exit_code_2(words):
     assert len(err.splitlines()) == 1
 
 
+DEBUGGED = {
+    "train": "train nosuch.toml",
+    "eval": "eval ./nosuch",
+    "view": "view nowhere",
+    "verify": "verify nowhere",
+    "recipes": "recipes nosuch",
+    "vllm-serve": "vllm-serve ./nosuch",
+    "no command": "trian",
+}
+
+
+@pytest.mark.parametrize("words", DEBUGGED.values(), ids=DEBUGGED)
+@pytest.mark.parametrize("asked", ["by option", "by variable", "not"])
+def test_traceback_of_an_error_is_shown_if_asked_for(monkeypatch, words, asked):
+    monkeypatch.setenv("LAGRPO_DEBUG", "1" if asked == "by variable" else "0")
+    options = ["--debug"] if asked == "by option" else []
+    code, _, err = lagrpo(*words.split(), *options)
+    assert code == 2
+    assert ("Traceback" in err) is (asked != "not")
+    assert err.splitlines()[-1].startswith("lagrpo: ")
+
+
+def test_debug_behind_two_dashes_is_an_option_of_vllm(monkeypatch):
+    monkeypatch.setenv("LAGRPO_DEBUG", "")
+    assert take_debug(["vllm-serve", "m", "--", "--debug"]) == ["vllm-serve", "m", "--", "--debug"]
+    assert not is_debugging()
+
+
+def test_word_that_the_locale_cannot_read_is_rejected():
+    code, _, err = lagrpo("view", "mod\udcc3le")
+    assert code == 2
+    assert "PYTHONUTF8=1" in err
+
+
 def test_failing_run_says_why_without_a_traceback(model, tmp_path):
     impossible = {"run": {"name": "one"}, "task": {"name": "sample_task:load_impossible"}}
     code, _, err = lagrpo("train", *options(tiny_settings(model, tmp_path / "runs", **impossible)))
@@ -299,7 +334,8 @@ def is_running(pid: str) -> bool:
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
 @pytest.mark.parametrize(
-    ("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)]
+    ("signum", "code"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 138), (signal.SIGKILL, -9)],
 )
 def test_signal_leaves_whole_files_and_no_processes(model, tmp_path, signum, code):
     own = {"run": {"name": "one"}, "schedule": {"batches": 2000}}

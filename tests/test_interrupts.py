@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: raised at once, or kept until a run looks."""
+"""Ctrl-C, SIGTERM and the warnings of schedulers: raised at once, or kept until a run looks."""
 
 from __future__ import annotations
 
@@ -11,19 +11,34 @@ import pytest
 from lagrpo.__main__ import main
 from lagrpo.interrupts import EndedAtOnce, Interrupted, deferring, interruptible, raise_if_asked
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+
 
 @pytest.fixture(autouse=True)
 def handlers_are_given_back():
-    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    before = [signal.getsignal(number) for number in SIGNALS]
     yield
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+    assert [signal.getsignal(number) for number in SIGNALS] == before
 
 
-def test_signal_raises_interrupted_with_its_number():
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        with pytest.raises(Interrupted) as stop, interruptible():
-            signal.raise_signal(signum)
-        assert stop.value.signal == signum
+@pytest.mark.parametrize("signum", SIGNALS)
+def test_signal_raises_interrupted_with_its_number(signum):
+    with pytest.raises(Interrupted) as stop, interruptible():
+        signal.raise_signal(signum)
+    assert stop.value.signal == signum
+
+
+@pytest.mark.parametrize("handler", ["ignored", "the program's own"])
+def test_warning_that_the_program_handles_does_not_interrupt(handler):
+    seen = list[int]()
+    own = signal.SIG_IGN if handler == "ignored" else lambda number, frame: seen.append(number)
+    before = signal.signal(signal.SIGUSR1, own)
+    try:
+        with interruptible():
+            signal.raise_signal(signal.SIGUSR1)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert seen == ([] if handler == "ignored" else [signal.SIGUSR1])
 
 
 def test_deferred_signal_waits_until_a_run_looks_and_the_second_one_ends_at_once():

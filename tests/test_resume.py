@@ -10,6 +10,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 from chaos import KINDS, leaves, merged
 from running import SendSignal, tiny_settings
@@ -208,9 +209,7 @@ def test_last_checkpoints_are_kept_and_a_finished_run_without_one_does_not_resta
 def test_checkpoint_that_cannot_be_read_is_named_and_the_one_before_is_used_without_it(run):
     file = run / "checkpoints" / "step-000003" / "trainer.safetensors"
     file.write_bytes(file.read_bytes()[:-2])
-    with pytest.raises(
-        CheckpointError, match=r"step-000003 to resume from the checkpoint before it"
-    ):
+    with pytest.raises(CheckpointError, match=r"step-000003/trainer.safetensors cannot be read"):
         go_on(run, schedule=LONG)
     shutil.rmtree(file.parent)
     assert go_on(run, schedule=LONG).batches == 6
@@ -334,6 +333,63 @@ def test_second_process_is_rejected_while_one_writes(run):
     ):
         go_on(run)
     assert go_on(run).batches == 3  # the lock is free again
+
+
+def cut(file: str) -> Any:
+    """Cuts a file of the newest checkpoint in half."""
+
+    def damage(newest: Path) -> None:
+        content = (newest / file).read_bytes()
+        (newest / file).write_bytes(content[: len(content) // 2])
+
+    return damage
+
+
+def drop_token_ids(newest: Path) -> None:
+    table = pq.read_table(newest / "rollouts.parquet")
+    pq.write_table(table.drop_columns(["token_ids"]), newest / "rollouts.parquet")
+
+
+@pytest.mark.parametrize(
+    ("damage", "file"),
+    [
+        pytest.param(cut("state.json"), "state.json", id="state"),
+        pytest.param(cut("trainer.safetensors"), "trainer.safetensors", id="trainer"),
+        pytest.param(
+            lambda newest: (newest / "trainer.safetensors").unlink(),
+            "trainer.safetensors",
+            id="no trainer",
+        ),
+        pytest.param(cut("weights-v000006.safetensors"), "weights-v000006.safetensors", id="alpha"),
+        pytest.param(cut("rollouts.parquet"), "rollouts.parquet", id="rollouts"),
+        pytest.param(drop_token_ids, "rollouts.parquet", id="rollouts without tokens"),
+    ],
+)
+def test_damaged_checkpoint_is_rejected_by_its_file(whole, tmp_path, damage, file):
+    """With v = 3 and two updates per batch, α after batch 4 is version 6, and batch 5 is sampled already."""
+    run = cut_to(whole("asking ahead"), 4, tmp_path)
+    newest = run / "checkpoints" / "step-000004"
+    damage(newest)
+    with pytest.raises((SettingsError, CheckpointError), match=f"{file} cannot be read") as error:
+        go_on(run)
+    assert f"remove {newest}" in str(error.value)
+
+
+DAMAGED_RECORDS = {
+    "metrics": ("metrics.jsonl", b'{"step": 1\n', "metrics.jsonl, line 1"),
+    "metrics without a step": ("metrics.jsonl", b'{"reward": 1}\n', "metrics.jsonl, line 1"),
+    "events": ("events.jsonl", b"[]\n", "events.jsonl, line 1"),
+    "environment": ("environment.json", b"[1]", "environment.json is damaged"),
+}
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"), DAMAGED_RECORDS.values(), ids=DAMAGED_RECORDS
+)
+def test_damaged_record_is_rejected_with_its_place(run, file, content, message):
+    (run / file).write_bytes(content)
+    with pytest.raises(SettingsError, match=message):
+        go_on(run)
 
 
 def test_run_with_missing_or_damaged_files_is_rejected_by_name(run, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 from typing import Any
 
@@ -211,6 +212,74 @@ def test_coroutines_run_concurrently_and_each_within_its_deadline():
     assert [o.reward for o in found] == [1.0] * 12 + [None] * 2
     refused = "the reward function raised ConnectionError: refused (reward 'waits')"
     assert [o.reason for o in found[12:]] == ["no reward within 1.5 s (reward 'waits')", refused]
+
+
+def in_a_notebook(work: Any) -> Any:
+    """What work() returns while this thread runs an event loop."""
+
+    async def cell() -> Any:
+        return work()
+
+    return asyncio.run(cell())
+
+
+def test_coroutines_of_this_process_are_awaited_while_it_runs_an_event_loop():
+    """Each group is another call. A lock, as a client of a server, belongs to the loop that it was first used in."""
+    lock = asyncio.Lock()
+
+    async def locked(completion: str) -> float:
+        async with lock:
+            await asyncio.sleep(0.001)
+        return float(completion)
+
+    groups = [make_group("7", "8"), make_group("9")]
+    found = in_a_notebook(lambda: score(several(here=(locked, {})), groups))
+    assert [o.reward for o in found] == [7.0, 8.0, 9.0]
+
+
+def test_coroutine_that_raises_costs_its_completion_only():
+    async def strict(completion: str) -> float:
+        errors = {"late": TimeoutError("mine"), "exit": SystemExit(3)}
+        if completion in errors:
+            raise errors[completion]
+        return 1.0
+
+    def maybe(completion: str) -> Any:
+        if completion == "before":
+            raise ValueError("no")
+        return strict(completion)
+
+    found = score(several(here=(maybe, {})), [make_group("before", "late", "exit", "7")])
+    assert [o.reward for o in found] == [None, None, None, 1.0]
+    errors = ["ValueError: no", "TimeoutError: mine", "SystemExit: 3"]
+    for outcome, error in zip(found[:3], errors, strict=True):
+        assert f"raised {error}" in outcome.reason
+
+
+def test_generator_in_trls_signature_gives_each_completion_its_value():
+    def yields(completions: Any) -> Any:
+        for completion in completions:
+            if completion == [{"role": "assistant", "content": "fail"}]:
+                raise ValueError("no")
+            yield 0.5
+
+    both = score(several(here=(yields, {})), [make_group("7", "8"), make_group("7", "fail")])
+    assert [o.reward for o in both] == [0.5, 0.5, None, None]
+    assert "raised ValueError: no" in both[2].reason
+
+
+@pytest.mark.parametrize("kind", ["in our signature", "asynchronous"])
+def test_generator_that_cannot_be_a_reward_is_named(kind):
+    def ours(completion: str) -> Any:
+        yield 1.0
+
+    async def asynchronous(completions: Any) -> Any:
+        yield 1.0
+
+    function = ours if kind == "in our signature" else asynchronous
+    (outcome,) = score(several(here=(function, {})), [make_group("7")])
+    assert outcome.reward is None
+    assert "generator" in outcome.reason
 
 
 def test_failures_cost_their_completions_and_no_other_reward():

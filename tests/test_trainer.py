@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -395,3 +396,11 @@ def test_gradient_that_overflows_in_the_model_is_rejected_and_changes_nothing(dt
     assert norm == pytest.approx(
         make_trainer(tiny_policy(dtype=dtype), recipe).step(rows)[1]["grad_norm"], rel=1e-6
     )
+
+
+def test_activation_checkpointing_is_switched_on_without_a_warning():
+    policy = tiny_policy()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Trainer(policy, resolve("reinforce"), Optimization(lr=1e-3), activation_checkpointing=True)
+    assert all(layer.gradient_checkpointing for layer in policy.model.decoder.layers)

@@ -386,6 +386,36 @@ def test_server_for_shorter_sequences_is_rejected_before_a_model_loads(fake, tmp
         open_servers(own)
 
 
+@pytest.mark.parametrize(
+    "models",
+    [
+        pytest.param("<html>", id="another program"),
+        pytest.param({"data": []}, id="no model"),
+        pytest.param({"data": [{"id": "m"}]}, id="another server with OpenAI's endpoints"),
+    ],
+)
+def test_server_that_is_not_vllm_is_rejected_with_what_starts_one(fake, tmp_path, models):
+    fake.answers["/v1/models"] = lambda _: (200, models)
+    with pytest.raises(SettingsError, match=r"is not a vLLM server.*lagrpo vllm-serve"):
+        open_servers(settings(tmp_path, vllm={"urls": [fake.url]}))
+
+
+def test_answer_that_is_broken_json_names_the_server(fake):
+    client = VllmClient(fake.url)
+    with pytest.raises(SamplerError, match=f"{fake.url}/v1/models answers with broken JSON"):
+        client._read("/v1/models", b'{"data":')
+
+
+def test_python_without_vllm_is_named_with_the_cure(tmp_path):
+    launch = Launch(sys.executable, "model", "float32", 300, 7)
+    started = server.StartedServer(launch, tmp_path / "log")
+    try:
+        with pytest.raises(SamplerError, match=f"{sys.executable} has no vLLM: `make vllm-env`"):
+            started.wait_until_ready()
+    finally:
+        started.close()
+
+
 def test_server_launch_sets_the_options_that_a_run_needs(monkeypatch):
     launch = Launch(
         "python", "model", "float32", 300, 7, "nccl", ("--seed", "3"), lora_rank=20, gpus=(1, 2)
@@ -406,6 +436,9 @@ def test_server_launch_sets_the_options_that_a_run_needs(monkeypatch):
     assert (environment["VLLM_API_KEY"], environment["CUDA_VISIBLE_DEVICES"]) == ("s3cret", "1,2")
     monkeypatch.setenv(server.PYTHON, "/nosuch")
     with pytest.raises(ValueError, match="no Python with vLLM at /nosuch: `make vllm-env`"):
+        find_python()
+    monkeypatch.setenv(server.PYTHON, __file__)
+    with pytest.raises(ValueError, match="is not a program"):
         find_python()
 
 

@@ -68,19 +68,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             stream.reconfigure(errors="backslashreplace")
     words = list(sys.argv[1:] if arguments is None else arguments)
     name, *rest = take_debug(words) or ["--help"]
-    if name in HELP:
-        return print((__doc__ or "").strip())
-    if name == "--version":
-        return print(f"lagrpo {version('lagrpo')}")
     logs.print_records()
     try:
         with interruptible(), failing(SettingsError, FileNotFoundError, code=2):
-            check_locale(rest)
-            if name not in COMMANDS:
-                raise SettingsError(
-                    f"no command {name!r}; lagrpo --help lists all.{suggest(name, COMMANDS)}"
-                )
-            COMMANDS[name](rest)
+            run_command(name, rest)
     except BrokenPipeError:  # the reader of our output has gone: `lagrpo … | head`
         sys.stderr.close()
     except BaseException as error:
@@ -89,6 +80,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
         logs.print_traceback(error)
         print("\nlagrpo: interrupted", file=sys.stderr)
         sys.exit(128 + getattr(stop, "signal", 2))
+
+
+def run_command(name: str, words: list[str]) -> None:
+    """Run the command of this name. Raises SettingsError if there is none."""
+    if name in HELP:
+        print((__doc__ or "").strip())
+    elif name == "--version":
+        print(f"lagrpo {version('lagrpo')}")
+    elif name in COMMANDS:
+        check_locale(words)
+        COMMANDS[name](words)
+    else:
+        raise SettingsError(
+            f"no command {name!r}; lagrpo --help lists all.{suggest(name, COMMANDS)}"
+        )
 
 
 def take_debug(words: list[str]) -> list[str]:

@@ -31,7 +31,7 @@ from pebble import ProcessExpired, ProcessPool
 from pebble.pool.process import WORKERS_NAME
 
 from lagrpo.errors import one_line
-from lagrpo.logs import redact
+from lagrpo.logs import print_traceback, redact
 from lagrpo.machine import usable_cores
 from lagrpo.rewards.reward import TRL, Rewards, UnscorableError
 from lagrpo.types import Completion, Group, Outcome
@@ -77,6 +77,7 @@ def start_worker(pickled: bytes, memory: int) -> None:
     try:
         _called = pickle.loads(pickled)
     except BaseException as error:  # noqa: BLE001 - importing a user's module can raise anything
+        print_traceback(error)
         _called = LoadError(_describe(error))
 
 
@@ -171,6 +172,7 @@ def to_outcome(value: Any, who: str = "the reward function") -> Outcome:
     if isinstance(value, UnscorableError):
         return Outcome.unscored(clean(str(value)) or f"{who} cannot score it")
     if isinstance(value, BaseException):
+        print_traceback(value)
         return Outcome.unscored(f"{who} raised {_describe(value)}")
     if isinstance(value, Mapping):
         value = value.get("score", value)
