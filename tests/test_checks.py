@@ -172,7 +172,9 @@ def test_loss_over_pi_k_that_corrects_for_alpha_is_accepted_with_one_update(reci
 
 
 def test_offline_completions_without_what_a_loss_needs_are_rejected(tmp_path):
-    (tmp_path / "data.jsonl").write_text('{"prompt": "a", "completion": "b", "reward": 1}\n')
+    (tmp_path / "data.jsonl").write_text(
+        '{"prompt": "a", "completion": "b", "reward": 1}\n', encoding="utf-8"
+    )
     offline = {"data": "data.jsonl", "fraction": 1.0}
     with pytest.raises(SettingsError, match=r"'a3po' reads the staleness.*offline\.data"):
         check_settings(settings(loss={"recipe": "a3po"}, offline=offline))

@@ -400,8 +400,10 @@ def test_stopped_queue_makes_only_what_is_missing(tmp_path, quick_start, monkeyp
     queue.make_missing(small_plan(), METHODS, whole)
     queue.make_missing(small_plan()[:1], METHODS, stopped)
     file = stopped / "published-chain.jsonl"
-    first, second = file.read_text().splitlines()
-    file.write_text(first + "\n" + second[: len(second) // 2])  # killed while it wrote
+    first, second = file.read_text(encoding="utf-8").splitlines()
+    file.write_text(
+        first + "\n" + second[: len(second) // 2], encoding="utf-8"
+    )  # killed while it wrote
 
     made = []
     train_runs = queue.train
@@ -419,7 +421,12 @@ def test_records_of_a_method_that_has_changed_are_not_counted(tmp_path):
     append_records(tmp_path, [replace(record, seed=1, overrides={"beta": 0.5})])
     found = load_records(tmp_path, METHODS)
     assert [key.seed for key in found] == [0]
-    assert json.loads((tmp_path / "published-chain.jsonl").read_text().splitlines()[0])["lag"] == 16
+    assert (
+        json.loads(
+            (tmp_path / "published-chain.jsonl").read_text(encoding="utf-8").splitlines()[0]
+        )["lag"]
+        == 16
+    )
 
 
 def test_plan_has_every_method_once_per_cell_and_begins_with_the_main_tasks():
@@ -530,7 +537,7 @@ def test_quick_run_writes_a_report(tmp_path, quick_start, monkeypatch):
     plan = [replace(item, schedule=Schedule("constant", 0)) for item in small_plan()] + small_plan()
     monkeypatch.setattr(queue, "quick_plan", lambda methods: plan)
     queue.main(["--quick"])
-    report = Path(tmp_path / "report.md").read_text()
+    report = Path(tmp_path / "report.md").read_text(encoding="utf-8")
     assert "8 of 8 planned runs" in report
     assert (tmp_path / "area.png").is_file()
 

@@ -292,7 +292,7 @@ def test_answers_that_have_changed_are_rejected(begin, tmp_path):
     def write(first_answer: int) -> None:
         answers = [first_answer, *range(2, 9)]
         rows = [{"question": f"{n}+1?", "answer": str(a)} for n, a in enumerate(answers)]
-        file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        file.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
 
     write(1)
     task = {"name": "custom", "data": str(file), "rewards": ["exact"], **columns}

@@ -12,7 +12,7 @@ from lagrpo.core.advantages import AdvantageInputs, zero_variance
 from lagrpo.core.inputs import LossInputs
 from lagrpo.core.recipes import resolve
 
-GOLDEN = json.loads((Path(__file__).parent / "golden.json").read_text())
+GOLDEN = json.loads((Path(__file__).parent / "golden.json").read_text(encoding="utf-8"))
 LENGTHS_C = tensor(GOLDEN["lengths"])
 GROUP_C = tensor(GOLDEN["groups"])
 

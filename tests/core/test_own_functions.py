@@ -79,8 +79,8 @@ def test_knob_of_an_own_filter_is_reached_wherever_its_module_lies(package, tmp_
     """Paths of knobs have dots, and so have names of modules."""
     (tmp_path / "pkg_of_user").mkdir()
     text = "def keep(x, *, least=0.3):\n    return x.logp.exp() >= least\n"
-    (tmp_path / "pkg_of_user" / "filters_of_user.py").write_text(text)
-    (tmp_path / "filters_of_user.py").write_text(text)
+    (tmp_path / "pkg_of_user" / "filters_of_user.py").write_text(text, encoding="utf-8")
+    (tmp_path / "filters_of_user.py").write_text(text, encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
     reference = f"{package}filters_of_user:keep"
     for path in ("least", f"filters.{reference}.least"):
