@@ -149,13 +149,15 @@ def open_store(host: str, port: int, rank: int, size: int) -> Store:
         port,
         size,
         is_master=serves,
-        timeout=TIMEOUT,
+        timeout=timedelta(seconds=JOIN_TIMEOUT),
         wait_for_workers=False,
         multi_tenant=True,
     )
-    store = call_in_thread(open_it)  # PyTorch handles no signal while it waits for an answer
+    # PyTorch handles no signal while it waits for an answer.
+    store = call_in_thread(open_it)
     wait_until(store.done, lambda: f"an answer of {host}:{port}")
     try:
+        store.result().set_timeout(TIMEOUT)
         return store.result()
     except dist.DistError as error:
         cure = "set MASTER_PORT to a free port, and start each rank once"
