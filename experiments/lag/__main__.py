@@ -45,11 +45,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     directory = QUICK_RESULTS if options.quick else RESULTS
     plan = quick_plan(methods) if options.quick else full_plan(methods)
     if not options.report:
-        make_missing(plan, methods, directory)
-    if not options.report and not options.quick:
+        try:
+            make_runs(plan, methods, directory, is_whole=not options.quick)
+        except KeyboardInterrupt:
+            print("stopped: the same command makes the rest")
+    write_report(directory, load_records(directory, methods), plan)
+
+
+def make_runs(plan: Iterable[Pass], methods: Methods, directory: Path, is_whole: bool) -> None:
+    """Make the missing runs of a plan; in the whole benchmark, then also more seeds where some die."""
+    make_missing(plan, methods, directory)
+    if is_whole:
         more = passes_where_some_die(load_records(directory, methods))
         make_missing(more, methods, directory)
-    write_report(directory, load_records(directory, methods), plan)
 
 
 def make_missing(plan: Iterable[Pass], methods: Methods, directory: Path) -> None:

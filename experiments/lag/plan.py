@@ -23,7 +23,8 @@ FIRST_SEEDS = (0, 1, 2)
 MORE_SEEDS = (3, 4)
 SEEDS_WHERE_SOME_DIE = (5, 6, 7, 8, 9)
 SAME_AT_LAG_0 = ("stale_reinforce", "asymre", "positive_only")
-"""With equal advantage and reduction all other methods are REINFORCE at lag 0."""
+"""With equal advantage and reduction all methods but the last two are REINFORCE at lag 0. These make the area with
+which others are compared, so they come first."""
 QUICK_METHODS = ("stale_reinforce", "grpo", "positive_only", "topr", "dppo_tv", "vespo", "m2po")
 
 
@@ -60,14 +61,15 @@ def full_plan(methods: Methods) -> list[Pass]:
     `passes_where_some_die`."""
     plan = _Plan(methods)
     for seeds in FIRST_SEEDS, MORE_SEEDS:
+        plan.add("published", MAIN_TASKS, "constant", (0,), seeds, only=SAME_AT_LAG_0)
         plan.add("published", MAIN_TASKS, "constant", (16, 64, 0, 256), seeds)
-        plan.add("equal", MAIN_TASKS, "constant", (16, 64), seeds)
         plan.add("equal", MAIN_TASKS, "constant", (0,), seeds, only=SAME_AT_LAG_0)
+        plan.add("equal", MAIN_TASKS, "constant", (16, 64), seeds)
         plan.add("published", MAIN_TASKS, "mixed", (64,), seeds)
         plan.add("published", MAIN_TASKS, "sawtooth", (64,), seeds)
         if seeds == FIRST_SEEDS:
-            plan.add("published", VARIANTS, "constant", (64,), seeds, rates=(3e-4, 1e-3))
             plan.add("published", VARIANTS, "constant", (0,), seeds, (3e-4, 1e-3), SAME_AT_LAG_0)
+            plan.add("published", VARIANTS, "constant", (64,), seeds, (3e-4, 1e-3))
         plan.add("equal", MAIN_TASKS, "constant", (256,), seeds)
         plan.add("published", MAIN_TASKS, "constant", (4, 1), seeds)
     return plan.passes
@@ -96,7 +98,11 @@ class _Plan:
 
     def __init__(self, methods: Methods):
         self._methods = methods
-        self.passes: list[Pass] = []
+        self._passes: dict[Pass, None] = {}  # a set that keeps the order
+
+    @property
+    def passes(self) -> list[Pass]:
+        return list(self._passes)
 
     def add(
         self,
@@ -109,7 +115,7 @@ class _Plan:
         only: Sequence[str] = (),
         updates: int | None = None,
     ) -> None:
-        """Append a pass for each lag, task and method of the table (or those named)."""
+        """Append a pass for each lag, task and method of the table (or those named), unless it is there already."""
         for lag in lags:
             for task in tasks:
                 for method in self._methods[table].values():
@@ -117,9 +123,8 @@ class _Plan:
                         continue
                     schedule = Schedule(kind, lag)
                     length = updates or updates_of(task, schedule)
-                    self.passes.append(
-                        Pass(table, task, method.name, schedule, rates, seeds, length)
-                    )
+                    item = Pass(table, task, method.name, schedule, rates, seeds, length)
+                    self._passes[item] = None
 
 
 def passes_where_some_die(records: Mapping[RunKey, Record]) -> Iterator[Pass]:
