@@ -415,6 +415,7 @@ def inert_over_pi_k(recipe: Recipe) -> list[str]:
     they read the policy at the start of the batch, not the one that sampled, and change no token."""
     x = random_inputs()
     x = replace(x, old_logp=x.logp.detach())
+    x = replace(x, step=recipe.collect(inputs.without_gradient(x)))
     inert = []
     for path, value in recipe.knobs.items():
         is_factor = path.endswith((".mask", ".weight")) or path.startswith("filters.")

@@ -65,8 +65,19 @@ def keep_sources(recipe: Recipe, run: Path) -> None:
             continue
         if source.is_file():
             kept = _kept_file(run, _importable(function_name(function)))
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(source, kept)
+            _keep(source, kept)
+
+
+def _keep(source: Path, kept: Path) -> None:
+    """Copy a file. A later version of it, with which a run was resumed, gets a number, so none is lost."""
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    versions = [kept, *(kept.with_suffix(f".{number}.py") for number in range(2, 1000))]
+    for version in versions:
+        if not version.exists():
+            shutil.copyfile(source, version)
+            return
+        if version.read_bytes() == source.read_bytes():
+            return
 
 
 def load_recipe_of_run(settings: Settings, run: Path) -> Recipe:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -52,7 +52,7 @@ class Section(BaseModel):
         lists = {
             name
             for name, field in cls.model_fields.items()
-            if get_origin(field.annotation) is tuple
+            if tuple in map(get_origin, (field.annotation, *get_args(field.annotation)))
         }
         single = {
             name for name in lists & given.keys() if isinstance(given[name], str | int | dict)
@@ -294,7 +294,7 @@ class LossSettings(Section):
     """Mean over tokens: token_mean, sequence_mean, sequence_sum or constant_length"""
     mask_zero_variance: bool | None = None
     """Leave out groups whose rewards are all equal"""
-    filters: tuple[str, ...] = ()
+    filters: tuple[str, ...] | None = None
     """Tokens and completions to leave out: finished_only, opsm, seq_max_k3, top_entropy, m2po"""
     overrides: dict[str, Any] = Field(default={})
     """The recipe's other knobs by path, such as mask.epsilon_high (lagrpo recipes NAME)"""
@@ -318,8 +318,6 @@ class LossSettings(Section):
     @property
     def _own_knobs(self) -> dict[str, Any]:
         values = self.model_dump(exclude={"recipe", "overrides"}, exclude_none=True)
-        if not self.filters:
-            del values["filters"]
         return {KNOBS.get(name, name): value for name, value in values.items()}
 
     @property

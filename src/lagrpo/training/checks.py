@@ -18,7 +18,7 @@ from lagrpo.rewards.reward import Reward, Rewards, load_reward
 from lagrpo.runs.directory import check_new, check_writable
 from lagrpo.runs.environment import read_environment
 from lagrpo.runs.reading import completion_files, open_run
-from lagrpo.settings.load import flatten, load_settings
+from lagrpo.settings.load import flatten, load_settings, nest
 from lagrpo.settings.schema import Settings
 from lagrpo.settings.sections import ModelSettings, RewardSettings
 from lagrpo.tasks import Task, check_options, environment_of, load_task
@@ -349,6 +349,12 @@ def check_arguments(settings: Settings, resume: str | None, given: Sequence[str]
             f"{run} was started from Python with {' and '.join(missing)} that its settings cannot hold: "
             f"resume it by {resume_call(run, needed)}"
         )
+
+
+def check_one_loss(loss: Any, settings: Mapping[str, Any] | None) -> None:
+    """Raise SettingsError if a loss is given both as an argument and among the settings."""
+    if loss is not None and "recipe" in nest(settings or {}).get("loss", {}):
+        raise SettingsError("loss and settings['loss.recipe'] both name a loss: give one of them")
 
 
 def as_settings(

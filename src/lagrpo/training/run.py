@@ -99,6 +99,7 @@ def train(
     checks.check_ranks(device)
     resume = None if resume is None else os.fspath(resume)
     rewards = rewards if isinstance(rewards, list | tuple | None) else [rewards]
+    checks.check_one_loss(loss, settings)
     arguments = checks.in_memory_arguments(task, data, rewards, loss)
     if not isinstance(source, Settings):
         source = load_settings(
