@@ -13,6 +13,8 @@ from tiny import save_tiny
 import lagrpo
 from lagrpo.core.recipes import resolve
 from lagrpo.errors import SettingsError
+from lagrpo.settings.own_loss import keep_sources
+from lagrpo.settings.sections import LossSettings
 from lagrpo.verify import verify_run
 
 PAGE = Path(__file__).parents[1] / "docs" / "own-loss.md"
@@ -94,3 +96,67 @@ def test_loss_that_does_not_compute_is_rejected_before_the_model_loads(tmp_path)
     with pytest.raises(SettingsError, match="no token has a gradient"):
         lagrpo.train(settings(tmp_path, "grpo"), loss=lambda x: x.advantage)
     assert not (tmp_path / "runs").exists()
+
+
+def test_mask_of_the_page_that_reads_a_step_statistic_trains(module, tmp_path):
+    trained = lagrpo.train(settings(tmp_path, "reinforce", overrides={"mask": f"{module}:calm"}))
+    assert trained.batches == 3
+
+
+def test_loss_given_twice_is_rejected(module, tmp_path):
+    function = resolve(f"{module}:dppo").surrogate.function
+    with pytest.raises(SettingsError, match="give one of them"):
+        lagrpo.train("demo", loss=function, settings={"loss.recipe": "grpo"})
+
+
+def test_empty_list_of_filters_leaves_none():
+    assert resolve("m2po", LossSettings(filters=()).knobs).filters == ()
+    assert len(resolve("m2po", LossSettings().knobs).filters) == 1
+    assert LossSettings.model_validate({"filters": "opsm"}).filters == ("opsm",)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        pytest.param({"overrides": {"mask": print}}, id="mask"),
+        pytest.param({"filters": [print]}, id="filter"),
+    ],
+)
+def test_function_among_settings_is_rejected_with_the_cure(values):
+    with pytest.raises(ValueError, match="is a function: write 'module:function'"):
+        LossSettings.model_validate(values)
+
+
+def test_true_is_no_number():
+    with pytest.raises(ValueError, match="epsilon = true: write a number"):
+        LossSettings.model_validate({"epsilon": True})
+
+
+def test_filter_that_gives_other_values_than_0_and_1_is_rejected(tmp_path):
+    def strange(x):
+        return x.logp
+
+    with pytest.raises(ValueError, match="gives other values than 0 and 1"):
+        resolve("grpo", {"filters": [strange]})
+
+
+def test_run_with_a_loss_of_no_module_says_how_it_resumes_and_verifies(tmp_path):
+    run = lagrpo.train(settings(tmp_path, "grpo"), loss=lambda x: x.logp * x.advantage).run
+    with pytest.raises(SettingsError, match=r"lagrpo.train\(resume=.*loss="):
+        lagrpo.train(resume=run)
+    report = verify_run(run)
+    assert not report.differences
+    assert any("loss" in reason for reason in report.skipped)
+
+
+def test_kept_file_stays_beside_a_changed_one(module, tmp_path):
+    recipe = resolve(f"{module}:dppo")
+    keep_sources(recipe, tmp_path)
+    file = Path(f"{module}.py")
+    before = file.read_text("utf-8")
+    file.write_text(before + "\n# changed\n", encoding="utf-8")
+    for _ in range(2):  # the second time nothing is new
+        keep_sources(recipe, tmp_path)
+    kept = sorted(path.name for path in (tmp_path / "loss").iterdir())
+    assert kept == [f"{module}.2.py", f"{module}.py"]
+    assert (tmp_path / "loss" / f"{module}.py").read_text("utf-8") == before

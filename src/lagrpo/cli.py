@@ -162,7 +162,9 @@ def train(words: list[str]) -> None:
         return print(help_text(Train, settings, sections))
     given, changes = read_words(words, Train, settings, sections)
     settings = load_settings(given.file, changes, given.resume)
-    from lagrpo.training.checks import check_settings
+    from lagrpo.training.checks import check_arguments, check_settings
+
+    check_arguments(settings, given.resume, given=[])
 
     recipe = check_settings(settings, resume=given.resume)
     if given.dry_run:

@@ -179,7 +179,7 @@ def test_own_mask_over_pi_k_is_found_to_be_inert():
         ("own_functions:infinite", {}, "is not finite"),
         ("own_functions:infinite_gradient", {}, "the gradient is not finite"),
         ("own_functions:knob_without_default", {}, "its knob 'width' needs a default"),
-        ("own_functions:dppo", {"delat": 0.1}, "unknown knob 'delat'; did you mean 'delta'"),
+        ("own_functions:dppo", {"delat": 0.1}, "delat is no knob of recipe .*; did you mean 'delta'"),
         ("own_functions:dppo", {"delta": "x"}, "delta = 'x': write a number"),
         ("grpo", {"surrogate": "own_functions:NUMBER"}, "write one of .*, or package.module:function"),
         ("grpo", {"advantage": "own_functions:advantage_of_groups"},

@@ -72,8 +72,11 @@ class Recipe:
         for name in PIECES:
             value = getattr(self, name)
             if value is not None:
-                object.__setattr__(self, name, as_piece(value))
-        object.__setattr__(self, "filters", tuple(as_piece(keep) for keep in self.filters))
+                object.__setattr__(self, name, _as_piece_of(name, value))
+        filters = self.filters
+        if callable(filters) or isinstance(filters, str):
+            filters = (filters,)
+        object.__setattr__(self, "filters", tuple(_as_piece_of("filters", f) for f in filters))
 
     # What it computes
 
@@ -195,7 +198,11 @@ class Recipe:
     def functions(self) -> list[Callable]:
         """The functions that compute it, each once."""
         functions = [f for root in self.pieces.values() for f in root.functions()]
-        return list(dict.fromkeys(functions))
+        with_statistics = []
+        for function in functions:
+            statistic = getattr(function, "collect", None)
+            with_statistics += [function] if statistic is None else [statistic, function]
+        return list(dict.fromkeys(with_statistics))
 
     @property
     def _collectors(self) -> list[Piece]:
@@ -260,6 +267,13 @@ class Recipe:
     def eps_std(self) -> float:
         """The variance floor of sigma, also for metrics of recipes that do not divide by it."""
         return self.advantage.knobs.get("eps_std", 1e-4)
+
+
+def _as_piece_of(name: str, value: Any) -> Piece:
+    """The piece of a function. Raises TypeError for a name: only settings name functions."""
+    if not callable(value):
+        raise TypeError(f"Recipe: {name} = {value!r} is not a function; names are for settings")
+    return as_piece(value)  # pyright: ignore[reportArgumentType]
 
 
 def _derivative(value: Tensor, logp_T: Tensor) -> Tensor:

@@ -221,10 +221,16 @@ def _full_path(recipe: Recipe, path: str, label: str) -> str:
     name = path.rpartition(".")[2]
     known = dict.fromkeys([*NUMBERS, *CHOICES, *(m.rpartition(".")[2] for m in MINIMUM)])
     known |= dict.fromkeys(knob.rpartition(".")[2] for knob in recipe.knobs)
-    if name not in known:
-        _look_up("knob", name, known)
-    knobs = ", ".join(f"{knob} = {value}" for knob, value in recipe.settings.items())
-    raise ValueError(f"{label} has no effect on recipe {recipe.name!r}; knobs that do: {knobs}")
+    own_names = list(dict.fromkeys(knob.rpartition(".")[2] for knob in recipe.knobs))
+    near = "".join(f"; did you mean {own!r}?" for own in get_close_matches(name, own_names, n=1))
+    problem = "has no effect on" if name in known else "is no knob of"
+    if recipe.beta == 0 and path.partition(".")[0] in ("kl", "kl_bound"):
+        raise ValueError(
+            f"{label} has no effect on recipe {recipe.name!r}: beta = 0, so it has no KL term"
+        )
+    raise ValueError(
+        f"{label} {problem} recipe {recipe.name!r}{near} (its knobs: {', '.join(recipe.knobs)})"
+    )
 
 
 def _fitting(recipe: Recipe, path: str) -> list[str]:
@@ -239,13 +245,19 @@ def _read_value(path: str, value: Any, current: Any) -> Any:
     name = path.rpartition(".")[2]
     if path == "filters":
         named = [value] if isinstance(value, str) or callable(value) else list(value)
-        return tuple(_read_piece(path, keep) for keep in named)
+        pieces = tuple(_read_piece(path, keep) for keep in named)
+        names = [keep.name for keep in pieces if keep is not None]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"filters: {name} stands there twice")
+        return pieces
     is_function = name in CHOICES or isinstance(current, Piece) or path.startswith("filters.")
     if is_function and not isinstance(current, int | float):
         return _read_piece(path, value)
     if isinstance(current, str):
         return value
-    return _read_number(path, value, is_flag=isinstance(current, bool))
+    is_count = path == "overlong_buffer"
+    return _read_number(path, value, is_flag=isinstance(current, bool), is_count=is_count)
 
 
 def _read_piece(path: str, value: Any) -> Piece | None:
@@ -265,9 +277,11 @@ def _read_piece(path: str, value: Any) -> Piece | None:
     return as_piece(function)  # pyright: ignore[reportArgumentType]
 
 
-def _read_number(path: str, value: Any, is_flag: bool = False) -> Any:
+def _read_number(path: str, value: Any, is_flag: bool = False, is_count: bool = False) -> Any:
     if is_flag and isinstance(value, bool):
         return value
+    if is_count and isinstance(value, float) and not value.is_integer():
+        raise ValueError(f"{path} = {value!r}: write a whole number")
     if is_flag or isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"{path} = {value!r}: write {'true or false' if is_flag else 'a number'}")
     return value
@@ -355,7 +369,8 @@ def _check_own_functions(recipe: Recipe) -> None:
         x = replace(x, step=recipe.collect(inputs.without_gradient(x)))
     for path, value in recipe.knobs.items():
         if isinstance(value, Piece) and value.function in own:
-            _check_own_piece(path, value, x)
+            is_filter = any(value is keep for keep in recipe.filters)
+            _check_own_piece(path, value, x, is_filter)
     with _naming(names):
         gradients_T = [_gradient(recipe, x), _gradient(recipe, _at_alpha(x))]
     if not all(bool(gradient_T.isfinite().all()) for gradient_T in gradients_T):
@@ -373,7 +388,7 @@ def _naming(names: str) -> Iterator[None]:
         raise ValueError(f"{names}: fails on small random inputs: {error!r}") from error
 
 
-def _check_own_piece(path: str, own: Piece, x: inputs.LossInputs) -> None:
+def _check_own_piece(path: str, own: Piece, x: inputs.LossInputs, is_filter: bool) -> None:
     """Raise ValueError unless a piece gives finite numbers of the shape that its place asks for."""
     rewards = random_rewards()
     arguments: tuple[Any, ...] = (x,)
@@ -391,11 +406,17 @@ def _check_own_piece(path: str, own: Piece, x: inputs.LossInputs) -> None:
         return  # a knob of a function of your own, whose arguments lagrpo does not know
     with _naming(own.name):
         output = own(*arguments)
+    if not isinstance(output, Tensor):
+        raise ValueError(f"{path} = {own.name!r} gives a {type(output).__name__}, not a tensor")
     if output.shape != like.shape:
         shapes = f"{list(output.shape)}, not {list(like.shape)}"
         raise ValueError(f"{path} = {own.name!r} gives the shape {shapes}, on small random inputs")
     if not bool(output.isfinite().all()):
         raise ValueError(f"{path} = {own.name!r} is not finite on small random inputs")
+    if is_filter and not bool(((output == 0) | (output == 1)).all()):
+        raise ValueError(
+            f"{path} = {own.name!r} gives other values than 0 and 1 (or False and True)"
+        )
 
 
 def _at_alpha(x: inputs.LossInputs) -> inputs.LossInputs:
@@ -437,6 +458,11 @@ def inert_over_pi_k(recipe: Recipe) -> list[str]:
     if "surrogate" in inert and len(inert) > 1:
         inert.remove("surrogate")  # the mask or weight in it is what does not act
     return inert
+
+
+def clips_around_pi_k(recipe: Recipe) -> bool:
+    """True if the surrogate clips pi to a range around pi_k. At the only update on a batch pi is the center."""
+    return recipe.surrogate.function in (clipped_exact, clipped_proportional)
 
 
 def bounds_whole_completions(recipe: Recipe) -> list[str]:

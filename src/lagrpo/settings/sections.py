@@ -57,6 +57,11 @@ class Section(BaseModel):
         single = {
             name for name in lists & given.keys() if isinstance(given[name], str | int | dict)
         }
+        for name, field in cls.model_fields.items():
+            kinds = (field.annotation, *get_args(field.annotation))
+            is_number = (float in kinds or int in kinds) and bool not in kinds
+            if is_number and isinstance(given.get(name), bool):
+                raise ValueError(f"{name} = {str(given[name]).lower()}: write a number")
         return given | {name: (given[name],) for name in single}
 
 
@@ -302,7 +307,10 @@ class LossSettings(Section):
     @model_validator(mode="before")
     @classmethod
     def _flatten_overrides(cls, values: Any) -> Any:
-        if not isinstance(values, dict) or not isinstance(values.get("overrides"), dict):
+        if not isinstance(values, dict):
+            return values
+        _check_names(values)
+        if not isinstance(values.get("overrides"), dict):
             return values
         return values | {"overrides": flatten_paths(values["overrides"])}
 
@@ -324,6 +332,21 @@ class LossSettings(Section):
     def knobs(self) -> dict[str, Any]:
         """The knobs of the recipe that are replaced, by their paths in core/recipes.py."""
         return self._own_knobs | self.overrides
+
+
+def _check_names(values: Mapping[str, Any]) -> None:
+    """Raise ValueError for a function where settings have the name of one: a run's settings are text."""
+    overrides = values.get("overrides")
+    table = flatten_paths(overrides) if isinstance(overrides, Mapping) else {}
+    filters = values.get("filters")
+    entries = [*table.items(), ("filters", filters)]
+    if isinstance(filters, list | tuple):
+        entries += [("filters", entry) for entry in filters]
+    for path, value in entries:
+        if callable(value):
+            raise ValueError(
+                f"{path} is a function: write 'module:function', or give a lagrpo.Recipe as loss"
+            )
 
 
 def flatten_paths(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

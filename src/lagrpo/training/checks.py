@@ -72,10 +72,16 @@ def check_loss(settings: Settings, loss: str | Recipe | Callable | None = None) 
     if settings.schedule.num_iterations == 1 and recipe.correction is None:
         inert = inert_over_pi_k(recipe)
         if inert:
+            has_knob = f"{inert[0]}.denominator" in recipe.knobs
+            cure = (
+                f"set {inert[0]}.denominator to 'alpha'"
+                if has_knob
+                else "compare with x.rollout_logp"
+            )
             raise SettingsError(
-                f"loss.recipe = {recipe.name!r}: {inert[0]} compares the policy with pi_k, the policy at the start of "
-                "the batch. With schedule.num_iterations = 1 they are the same, so it never acts: set its denominator "
-                "to 'alpha', or num_iterations to 2 or more"
+                f"loss.recipe = {recipe.name!r}: {inert[0]} compares the policy with pi_k, the policy "
+                "at the start of the batch. With schedule.num_iterations = 1 they are the same, so it "
+                f"never acts: {cure}, or set num_iterations to 2 or more"
             )
     if settings.offline.data and recipe.needs_staleness:
         raise SettingsError(

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from lagrpo.core.objective import Recipe
-from lagrpo.core.recipes import bounds_whole_completions, inert_over_pi_k
+from lagrpo.core.recipes import bounds_whole_completions, clips_around_pi_k, inert_over_pi_k
 from lagrpo.errors import refusing
 from lagrpo.model.backend import pick_device, pick_dtype
 from lagrpo.model.embedded import resolve_model
@@ -59,9 +59,12 @@ def _notes(recipe: Recipe, settings: Settings) -> list[str]:
         notes.append(
             "note        the loss reads a statistic of the whole step: every update has a second pass, without gradient"
         )
-    if settings.schedule.num_iterations == 1 and inert_over_pi_k(recipe):
+    if settings.schedule.num_iterations == 1 and (
+        clips_around_pi_k(recipe) or inert_over_pi_k(recipe)
+    ):
         notes.append(
-            "note        with one update per batch pi is pi_k, so the clip never acts, only the correction does"
+            "note        with one update per batch pi is pi_k, so the clip never acts, only the weight "
+            "pi_k/alpha does"
         )
     return notes
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from lagrpo.core import kl
 from lagrpo.core.advantages import AdvantageInputs, leave_one_out, one_group, sigma
 from lagrpo.core.estimators import pass_at_k
+from lagrpo.core.objective import Recipe
 from lagrpo.core.ratios import limit
 from lagrpo.model.chat import Chat
 from lagrpo.model.files import load_tokenizer
@@ -343,17 +344,20 @@ def check_versions(run: RecordedRun) -> None:
 def check_groups(run: RecordedRun) -> None:
     """Compare which completions the objective leaves out, the standard deviation of each group and the advantages, in
     float64."""
+    if run.recipe is None:
+        run.report.skip("advantages: the loss was given in Python, and no module has it")
+        return
     for rows in run.steps.values():
         groups = groups_of(rows)
         for members in groups:
-            _check_left_out(run, members)
-        _check_advantages(run, groups)
+            _check_left_out(run, run.recipe, members)
+        _check_advantages(run, run.recipe, groups)
 
 
-def _check_left_out(run: RecordedRun, members: Sequence[Row]) -> None:
+def _check_left_out(run: RecordedRun, recipe: Recipe, members: Sequence[Row]) -> None:
     """Compare the reasons why completions of a group are not in the objective."""
     rewards = {row["reward"] for row in members if row["outcome"] == "scored"}
-    is_masked = len(rewards) == 1 and run.recipe.mask_zero_variance
+    is_masked = len(rewards) == 1 and recipe.mask_zero_variance
     for row in members:
         reason = row["outcome"]
         if reason == "scored":
@@ -361,7 +365,7 @@ def _check_left_out(run: RecordedRun, members: Sequence[Row]) -> None:
         run.report.compare("advantages", row["where"], {"excluded_reason": reason}, row)
 
 
-def _check_advantages(run: RecordedRun, groups: Sequence[Sequence[Row]]) -> None:
+def _check_advantages(run: RecordedRun, recipe: Recipe, groups: Sequence[Sequence[Row]]) -> None:
     """Compare the deviations and advantages of the scored completions of a batch."""
     rows: list[Row] = []
     group_C: list[int] = []
@@ -381,8 +385,8 @@ def _check_advantages(run: RecordedRun, groups: Sequence[Sequence[Row]]) -> None
         uniform=torch.cat(uniforms_of_groups),
     )
     longest = run.settings.rollout.max_completion_length
-    advantages = run.recipe.advantages(x, longest).tolist()
-    deviations = sigma(x.rewards, x.group, run.recipe.eps_std).tolist()
+    advantages = recipe.advantages(x, longest).tolist()
+    deviations = sigma(x.rewards, x.group, recipe.eps_std).tolist()
     largest_reward = float(x.rewards.abs().max())
     for row, advantage, deviation in zip(rows, advantages, deviations, strict=True):
         near = FLOAT64 * (1 + deviation)

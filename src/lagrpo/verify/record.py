@@ -75,7 +75,9 @@ class RecordedRun:
                 load_settings(path / "config.toml"),
                 read_environment(path),
             )
-            self.recipe = load_recipe_of_run(self.settings, path)
+            self.recipe = None  # a loss from Python that no module has
+            if "loss" not in self.environment.get("arguments", []):
+                self.recipe = load_recipe_of_run(self.settings, path)
             for name in ("started", "dtype"):
                 if name not in self.environment:
                     raise ValueError(f"{path / FILE} is missing or has no {name!r}: restore it")
