@@ -89,7 +89,7 @@ def test_unsupported_model_is_rejected(tmp_path):
         ({"recipe": "decoupled_ppo"}, ["only the weight pi_k/alpha does"]),
         ({"recipe": "grpo", "epsilon_high": 0.3}, ["with epsilon_high = 0.3"]),
     ],
-    ids=["seq_tis", "trm", "m2po", "grpo_tis", "override"],
+    ids=["seq_tis", "trm", "m2po", "grpo_tis", "decoupled_ppo", "override"],
 )
 def test_dry_run_says_what_a_loss_costs_and_what_of_it_does_not_act(model, loss, words):
     text = explained(model, loss=loss)
