@@ -34,21 +34,46 @@ from lagrpo.training.trainer import Optimization, Trainer
 from lagrpo.types import Group, Outcome, Prompt
 
 QWEN = Qwen2Config(
-    vocab_size=151_936, hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12,
-    num_key_value_heads=2, max_position_embeddings=32_768, tie_word_embeddings=True,
-)  # fmt: skip
+    vocab_size=151_936,
+    hidden_size=1536,
+    intermediate_size=8960,
+    num_hidden_layers=28,
+    num_attention_heads=12,
+    num_key_value_heads=2,
+    max_position_embeddings=32_768,
+    tie_word_embeddings=True,
+)
 SMOLLM2 = Qwen2Config(
-    vocab_size=49_152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
-    num_key_value_heads=3, max_position_embeddings=8192, tie_word_embeddings=True,
-)  # fmt: skip
+    vocab_size=49_152,
+    hidden_size=576,
+    intermediate_size=1536,
+    num_hidden_layers=30,
+    num_attention_heads=9,
+    num_key_value_heads=3,
+    max_position_embeddings=8192,
+    tie_word_embeddings=True,
+)
 TINY = Qwen2Config(
-    vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
-    num_key_value_heads=1, max_position_embeddings=4096, tie_word_embeddings=True,
-)  # fmt: skip
+    vocab_size=512,
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    max_position_embeddings=4096,
+    tie_word_embeddings=True,
+)
 MODELS = {"135m": SMOLLM2, "1.5b": QWEN, "tiny": TINY}
 DATA_SHEET = {
-    "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H200": 989, "GH200": 989, "A100": 312, "L40S": 362, "B200": 2250,
-}  # fmt: skip
+    "H100 PCIe": 756,
+    "H100 NVL": 835,
+    "H100": 989,
+    "H200": 989,
+    "GH200": 989,
+    "A100": 312,
+    "L40S": 362,
+    "B200": 2250,
+}
 """TFLOP/s of dense bfloat16 products by NVIDIA's data sheets; the first name that is part of the GPU's"""
 
 

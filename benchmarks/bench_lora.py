@@ -78,10 +78,15 @@ def run(
 ) -> tuple[dict[str, float], int]:
     """The seconds of the median batch by part, and the peak in bytes."""
     settings = {
-        "run.output_dir": scratch, "run.name": "run",
-        "checkpoint.save-total-limit": 0, "checkpoint.save-minutes": 0, "eval.at-start": False,
-        "model.path": asked.model, "schedule.batches": asked.batches, **side,
-    }  # fmt: skip
+        "run.output_dir": scratch,
+        "run.name": "run",
+        "checkpoint.save-total-limit": 0,
+        "checkpoint.save-minutes": 0,
+        "eval.at-start": False,
+        "model.path": asked.model,
+        "schedule.batches": asked.batches,
+        **side,
+    }
     (scratch / "peaks").mkdir()
     os.environ["PEAK_OF_RANKS"] = str(scratch / "peaks")
     train(DEMO, settings, 1, asked.threads, program=[str(HERE / "peak_of_rank.py")])

@@ -60,11 +60,17 @@ def main() -> None:
 def run(asked: argparse.Namespace, ranks: int, shard: str, beta: float, scratch: Path) -> list[int]:
     """The peak of each rank, in bytes."""
     settings = {
-        "run.output_dir": scratch, "run.name": "run",
-        "checkpoint.save-total-limit": 0, "checkpoint.save-minutes": 0, "eval.at-start": False,
-        "model.path": asked.model, "schedule.batches": 2, "schedule.sync_every": 2,
-        "loss.beta": beta, "distributed.strategy": shard,
-    }  # fmt: skip
+        "run.output_dir": scratch,
+        "run.name": "run",
+        "checkpoint.save-total-limit": 0,
+        "checkpoint.save-minutes": 0,
+        "eval.at-start": False,
+        "model.path": asked.model,
+        "schedule.batches": 2,
+        "schedule.sync_every": 2,
+        "loss.beta": beta,
+        "distributed.strategy": shard,
+    }
     (scratch / "peaks").mkdir()
     os.environ["PEAK_OF_RANKS"] = str(scratch / "peaks")
     train(DEMO, settings, ranks, threads=1, program=[str(HERE / "peak_of_rank.py")])

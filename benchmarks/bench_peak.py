@@ -77,16 +77,36 @@ def share(asked: argparse.Namespace, work: Work, report: Report, load: Load) -> 
     peak = max(median(rate) for rate in rates.values())
     reached = [update["flops"] / update["phases"]["learning"] for update in updates]
     report.raw[f"share, {work.name}"] = {"rates": rates, "updates": updates}
-    report.table(f"Learning, {work.title}", [
-        {"": f"{DTYPE} product of square matrices", " ": ", ".join(
-            f"{size}: {spread([r / 1e9 for r in rate])} GFLOP/s" for size, rate in rates.items())},
-        {"": "peak: the largest of these medians", " ": f"{peak / 1e9:.0f} GFLOP/s"},
-        {"": "learning, operations", " ": f"{median(values(updates, 'flops')) / 1e9:.0f} GFLOP"},
-        {"": "learning, seconds", " ": spread([update["phases"]["learning"] for update in updates])},
-        {"": "learning, operations per second", " ": spread([r / 1e9 for r in reached], " GFLOP/s")},
-        {"": "share of the peak", " ": f"**{median(reached) / peak:.0%}** ({min(reached) / peak:.0%} … "
-                                       f"{max(reached) / peak:.0%})"},
-    ])  # fmt: skip
+    report.table(
+        f"Learning, {work.title}",
+        [
+            {
+                "": f"{DTYPE} product of square matrices",
+                " ": ", ".join(
+                    f"{size}: {spread([r / 1e9 for r in rate])} GFLOP/s"
+                    for size, rate in rates.items()
+                ),
+            },
+            {"": "peak: the largest of these medians", " ": f"{peak / 1e9:.0f} GFLOP/s"},
+            {
+                "": "learning, operations",
+                " ": f"{median(values(updates, 'flops')) / 1e9:.0f} GFLOP",
+            },
+            {
+                "": "learning, seconds",
+                " ": spread([update["phases"]["learning"] for update in updates]),
+            },
+            {
+                "": "learning, operations per second",
+                " ": spread([r / 1e9 for r in reached], " GFLOP/s"),
+            },
+            {
+                "": "share of the peak",
+                " ": f"**{median(reached) / peak:.0%}** ({min(reached) / peak:.0%} … "
+                f"{max(reached) / peak:.0%})",
+            },
+        ],
+    )
 
 
 def products(side: Side, size: int) -> list[float]:
@@ -130,13 +150,15 @@ def memory(asked: argparse.Namespace, work: Work, report: Report, load: Load) ->
                 "trl": theirs,
                 "tokens": tokens,
             }
-            rows.append({
-                "completions in a micro-batch": count,
-                "activation checkpointing": "both" if checkpointing else "neither",
-                "ours": f"{gigabytes(peaks[0])} ({tokens} tokens)",
-                "TRL": gigabytes(peaks[1]),
-                "ours / TRL": f"**{peaks[0] / peaks[1]:.2f}**",
-            })  # fmt: skip
+            rows.append(
+                {
+                    "completions in a micro-batch": count,
+                    "activation checkpointing": "both" if checkpointing else "neither",
+                    "ours": f"{gigabytes(peaks[0])} ({tokens} tokens)",
+                    "TRL": gigabytes(peaks[1]),
+                    "ours / TRL": f"**{peaks[0] / peaks[1]:.2f}**",
+                }
+            )
     report.table(f"Most memory resident, {work.title}", rows)
     report.text(f"TRL, but for what the table varies: {described({**DEFAULT, **settings})}.")
     return versions

@@ -84,10 +84,14 @@ def main() -> None:
 def run(asked: argparse.Namespace, ranks: int, scratch: Path) -> list[dict[str, Any]]:
     """The metrics of a run."""
     settings = {
-        "run.output_dir": scratch, "run.name": "run",
-        "checkpoint.save-total-limit": 0, "checkpoint.save-minutes": 0, "eval.at-start": False,
-        "model.path": asked.model, "schedule.batches": asked.batches,
-    }  # fmt: skip
+        "run.output_dir": scratch,
+        "run.name": "run",
+        "checkpoint.save-total-limit": 0,
+        "checkpoint.save-minutes": 0,
+        "eval.at-start": False,
+        "model.path": asked.model,
+        "schedule.batches": asked.batches,
+    }
     train(DEMO, settings, ranks, asked.ranks // ranks)
     return load_metrics(scratch / "run")
 

@@ -80,10 +80,13 @@ def doubling(asked: argparse.Namespace, report: Report, load: Load) -> None:
         ],
     )
     steps = [
-        {"from … to": f"{few} … {many}", "seconds": ratio(values(after, "seconds"), values(before, "seconds")),
-         "completion tokens": ratio(values(after, "sampled"), values(before, "sampled"))}
+        {
+            "from … to": f"{few} … {many}",
+            "seconds": ratio(values(after, "seconds"), values(before, "seconds")),
+            "completion tokens": ratio(values(after, "sampled"), values(before, "sampled")),
+        }
         for (few, before), (many, after) in pairwise(zip(asked.completions, taken, strict=True))
-    ]  # fmt: skip
+    ]
     report.table("For each doubling, times", steps)
 
 
@@ -140,10 +143,14 @@ def prefetch(asked: argparse.Namespace, work: Work, report: Report, load: Load) 
         [sum(values(batches, "sampled")) / len(batches) for batches in side] for side in taken
     ]
     rows = [
-        {"v": v, "seconds of sampling per batch": spread(s), "completion tokens per batch": spread(t, digits=4),
-         "milliseconds per token": f"{1000 * median(s) / median(t):.3g}"}
+        {
+            "v": v,
+            "seconds of sampling per batch": spread(s),
+            "completion tokens per batch": spread(t, digits=4),
+            "milliseconds per token": f"{1000 * median(s) / median(t):.3g}",
+        }
         for v, s, t in zip((1, CYCLE), seconds, tokens, strict=True)
-    ]  # fmt: skip
+    ]
     report.table(f"Sampling ahead, {work.title}", rows)
     report.text(f"v = {CYCLE} / v = 1: {ratio(seconds[1], seconds[0])}.")
 

@@ -132,22 +132,38 @@ def rows(ours: Measurements, trl: Measurements) -> list[dict[str, Any]]:
     """The lines of a comparison."""
     lines: list[tuple[str, ...]] = [
         (
-            "seconds per update", spread(values(ours, "seconds")), spread(values(trl, "seconds")),
+            "seconds per update",
+            spread(values(ours, "seconds")),
+            spread(values(trl, "seconds")),
             ratio(values(trl, "seconds"), values(ours, "seconds")),
         ),
         (
-            "milliseconds per completion token", *(spread([1000 * x for x in per_token(side)]) for side in (ours, trl)),
+            "milliseconds per completion token",
+            *(spread([1000 * x for x in per_token(side)]) for side in (ours, trl)),
             ratio(per_token(trl), per_token(ours)),
         ),
-        ("completion tokens sampled", *(spread(values(side, "sampled"), digits=4) for side in (ours, trl)), ""),
-        ("completion tokens learned from", *(spread(values(side, "learned"), digits=4) for side in (ours, trl)), ""),
-        ("groups with equal rewards", *(f"{sum(values(s, 'flat')) / len(s):.0%}" for s in (ours, trl)), ""),
         (
-            "most memory resident", *(gigabytes(max(values(side, "peak_bytes"))) for side in (ours, trl)),
+            "completion tokens sampled",
+            *(spread(values(side, "sampled"), digits=4) for side in (ours, trl)),
+            "",
+        ),
+        (
+            "completion tokens learned from",
+            *(spread(values(side, "learned"), digits=4) for side in (ours, trl)),
+            "",
+        ),
+        (
+            "groups with equal rewards",
+            *(f"{sum(values(s, 'flat')) / len(s):.0%}" for s in (ours, trl)),
+            "",
+        ),
+        (
+            "most memory resident",
+            *(gigabytes(max(values(side, "peak_bytes"))) for side in (ours, trl)),
             f"{max(values(trl, 'peak_bytes')) / max(values(ours, 'peak_bytes')):.2f}",
         ),
         ("updates measured", str(len(ours)), str(len(trl)), ""),
-    ]  # fmt: skip
+    ]
     return [dict(zip(("", "ours", "TRL", "TRL / ours"), line, strict=True)) for line in lines]
 
 
@@ -165,12 +181,18 @@ def scan(asked: argparse.Namespace, work: Work) -> None:
         best, _ = min(masters, key=lambda t: median(values(t[1], "seconds")))
     report.raw["best"] = best
     report.raw["tried"] = list(tried.values())
-    report.table(work.title, [
-        {"TRL's settings": name, "seconds per update": spread(values(measurements, "seconds")),
-         "weights": measurements[-1]["weights"].removeprefix("torch."),
-         "most memory resident": gigabytes(max(values(measurements, "peak_bytes")))}
-        for name, (_, measurements) in tried.items()
-    ])  # fmt: skip
+    report.table(
+        work.title,
+        [
+            {
+                "TRL's settings": name,
+                "seconds per update": spread(values(measurements, "seconds")),
+                "weights": measurements[-1]["weights"].removeprefix("torch."),
+                "most memory resident": gigabytes(max(values(measurements, "peak_bytes"))),
+            }
+            for name, (_, measurements) in tried.items()
+        ],
+    )
     report.text(f"Taken: {described(best)}.")
     report.write(machine(asked.threads, load, versions))
 

@@ -66,10 +66,14 @@ def main() -> None:
 def run(asked: argparse.Namespace, ranks: int, dtype: str, scratch: Path) -> Path:
     """The directory of a run."""
     settings = {
-        "run.output_dir": scratch, "run.name": f"{dtype}-{ranks}", "checkpoint.save-minutes": 0,
-        "eval.at-start": False, "model.path": asked.model, "model.dtype": dtype,
+        "run.output_dir": scratch,
+        "run.name": f"{dtype}-{ranks}",
+        "checkpoint.save-minutes": 0,
+        "eval.at-start": False,
+        "model.path": asked.model,
+        "model.dtype": dtype,
         "schedule.batches": asked.batches,
-    }  # fmt: skip
+    }
     train(DEMO, settings, ranks, threads=1)
     return scratch / f"{dtype}-{ranks}"
 

@@ -34,8 +34,8 @@ from lagrpo.training.run import Training
 class Stepped(Training):
     """Waits for a request before each batch, which goes from the weight sync to the line in its metrics."""
 
-    def __init__(self, parts: TrainerComponents, gate: Gate) -> None:
-        super().__init__(parts)
+    def __init__(self, components: TrainerComponents, gate: Gate) -> None:
+        super().__init__(components)
         self.gate = gate
 
     def begin(self) -> None:

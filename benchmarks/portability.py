@@ -99,9 +99,11 @@ def run(case: Case, scratch: Path, threads: int | None) -> dict[str, Any]:
     try:
         done = subprocess.run(
             [*command, str(FULL), *words],
-            env={**os.environ, **case.level.environment, **chosen}, capture_output=True, encoding="utf-8",
+            env={**os.environ, **case.level.environment, **chosen},
+            capture_output=True,
+            encoding="utf-8",
             timeout=DEADLINE,
-        )  # fmt: skip
+        )
         error = "" if done.returncode == 0 else said_last(done.stderr)
     except subprocess.TimeoutExpired as late:
         load = ", ".join(f"{mean:.1f}" for mean in os.getloadavg())

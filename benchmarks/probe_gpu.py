@@ -200,10 +200,19 @@ def attention(asked: argparse.Namespace) -> Answers:
         tokens = last.view(count, kv_heads, group, d).transpose(1, 2).reshape(-1, kv_heads, d)
         numbers = torch.arange(count + 1, dtype=torch.int32, device=DEVICE)
         out = torch.ops.aten._flash_attention_forward(
-            tokens, keys.view(-1, kv_heads, d), values.view(-1, kv_heads, d), numbers * group, numbers * capacity,
-            group, capacity, 0.0, False, False, scale=d**-0.5,
+            tokens,
+            keys.view(-1, kv_heads, d),
+            values.view(-1, kv_heads, d),
+            numbers * group,
+            numbers * capacity,
+            group,
+            capacity,
+            0.0,
+            False,
+            False,
+            scale=d**-0.5,
             seqused_k=torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
-        )[0]  # fmt: skip
+        )[0]
         out = out.view(count, group, kv_heads, d).transpose(1, 2).reshape(count, heads, d)
         expected = torch.stack([whole[used - 1] for used in lengths])
         yield (

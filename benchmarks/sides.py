@@ -17,9 +17,14 @@ Measurements = list[dict[str, Any]]
 
 
 def start_ours(
-    name: str, work: Work, scratch: Path, threads: int, reward: str = HASHED,
-    variables: Mapping[str, str] | None = None, **sections: Mapping[str, Any],
-) -> Side:  # fmt: skip
+    name: str,
+    work: Work,
+    scratch: Path,
+    threads: int,
+    reward: str = HASHED,
+    variables: Mapping[str, str] | None = None,
+    **sections: Mapping[str, Any],
+) -> Side:
     """A run of ours that makes one batch per request, under further environment `variables`."""
     settings = ours(work, scratch / name, **sections)
     request = {
@@ -57,9 +62,13 @@ def _prompts(work: Work, scratch: Path, seed: int) -> str:
 
 
 def _start(
-    name: str, command: Sequence[Any], request: Mapping[str, Any], scratch: Path, threads: int,
+    name: str,
+    command: Sequence[Any],
+    request: Mapping[str, Any],
+    scratch: Path,
+    threads: int,
     variables: Mapping[str, str] | None = None,
-) -> Side:  # fmt: skip
+) -> Side:
     place = scratch / name
     place.mkdir()
     path = place / "request.json"

@@ -54,9 +54,14 @@ class Work:
 
 
 SHORT = Work(
-    "short", 8, 16, 16, {"name": "arithmetic", "options": {"operations": ["+"], "digits": 1}},
-    "lagrpo.tasks.arithmetic:score", (1, 100),
-)  # fmt: skip
+    "short",
+    8,
+    16,
+    16,
+    {"name": "arithmetic", "options": {"operations": ["+"], "digits": 1}},
+    "lagrpo.tasks.arithmetic:score",
+    (1, 100),
+)
 LONG = Work("long", 4, 8, 128, {"name": "gsm8k"}, "lagrpo.tasks.gsm8k:score", (100, 200))
 WORKS = {work.name: work for work in (SHORT, LONG)}
 HASHED = "rewards:hashed"

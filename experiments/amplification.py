@@ -125,11 +125,16 @@ def read(study: Path) -> list[Stage]:
         for number, (before, after) in enumerate(pairwise(rates), start=1):
             found.append(
                 Stage(
-                    settings["loss"]["beta"], schedule["sync_every"],
-                    settings["rollout"]["num_generations"], settings["run"]["seed"],
-                    number, settings["eval"]["num_samples"], before, after,
+                    settings["loss"]["beta"],
+                    schedule["sync_every"],
+                    settings["rollout"]["num_generations"],
+                    settings["run"]["seed"],
+                    number,
+                    settings["eval"]["num_samples"],
+                    before,
+                    after,
                 )
-            )  # fmt: skip
+            )
     if not found:
         raise ValueError(
             f"{study}: no finished run of experiments/papers/amplification.toml; make them first"
@@ -177,9 +182,11 @@ def table(stages: Sequence[Stage]) -> str:
             curves = [[fmean(expected(s, G)) for s in found] for G in (None, found[0].G)]
             after = [fmean(s.after) for s in found]
             columns = (
-                interval([fmean(s.before) for s in found]), *map(interval, curves), interval(after),
+                interval([fmean(s.before) for s in found]),
+                *map(interval, curves),
+                interval(after),
                 interval([now - said for now, said in zip(after, curves[1], strict=True)]),
-            )  # fmt: skip
+            )
             rows.append(f"| {beta:g} | {v} | {number} | {len(found)} | {' | '.join(columns)} |")
     return "\n".join(rows)
 

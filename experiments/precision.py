@@ -125,16 +125,28 @@ def train(cell: Cell, results: Path, threads: int) -> None:
         for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     ]
     kept = {
-        "rewards": "reward", "moved": "weight_sync/changed_fraction", "grad_norm": "grad_norm",
-        "kl_alpha": "rollout/kl", "seconds": "time/step",
-    }  # fmt: skip
-    write(result_path(results, cell), {
-        "lr": lr, "mode": mode, "seed": seed, "updates": len(lines), "threads": threads,
-        "pass_at_1_before": before["pass@1"], "pass_at_1": after["pass@1"],
-        "seconds_in_all": time.monotonic() - started,
-        **{name: [line[key] for line in lines] for name, key in kept.items()},
-        "command": words[1:], "environment": json.loads((run / "environment.json").read_text(encoding="utf-8")),
-    })  # fmt: skip
+        "rewards": "reward",
+        "moved": "weight_sync/changed_fraction",
+        "grad_norm": "grad_norm",
+        "kl_alpha": "rollout/kl",
+        "seconds": "time/step",
+    }
+    write(
+        result_path(results, cell),
+        {
+            "lr": lr,
+            "mode": mode,
+            "seed": seed,
+            "updates": len(lines),
+            "threads": threads,
+            "pass_at_1_before": before["pass@1"],
+            "pass_at_1": after["pass@1"],
+            "seconds_in_all": time.monotonic() - started,
+            **{name: [line[key] for line in lines] for name, key in kept.items()},
+            "command": words[1:],
+            "environment": json.loads((run / "environment.json").read_text(encoding="utf-8")),
+        },
+    )
 
 
 def without_paths(text: str) -> str:

@@ -90,7 +90,13 @@ def curve(
                 flush=True,
             )
             yield {
-                "lr": lr, "mode": "trl", "seed": seed, "updates": update, "threads": threads,
-                "versions": side.facts["policy_versions"], "config": config,
-                "rewards": [u["reward"] for u in taken], "seconds": [u["seconds"] for u in taken],
-            }  # fmt: skip
+                "lr": lr,
+                "mode": "trl",
+                "seed": seed,
+                "updates": update,
+                "threads": threads,
+                "versions": side.facts["policy_versions"],
+                "config": config,
+                "rewards": [u["reward"] for u in taken],
+                "seconds": [u["seconds"] for u in taken],
+            }

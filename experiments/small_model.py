@@ -103,10 +103,18 @@ def train() -> LlamaForCausalLM:
     """The model that imitates the teacher."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=len(VOCABULARY), hidden_size=64, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=4, max_position_embeddings=64, tie_word_embeddings=True, bos_token_id=None,
-        eos_token_id=END, pad_token_id=PADDING,
-    )  # fmt: skip
+        vocab_size=len(VOCABULARY),
+        hidden_size=64,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=END,
+        pad_token_id=PADDING,
+    )
     model, draws = LlamaForCausalLM(config), random.Random(1)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(

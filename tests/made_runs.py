@@ -54,14 +54,30 @@ def row(text: str, reward: float | None = 1.0, /, **changes: Any) -> dict[str, A
     ids = [3 + printable.index(letter) if letter in printable else 0 for letter in text]
     outcome = "scored" if reward is not None else "unscored"
     base = {
-        "step": 1, "source": "sampler", "epoch": 0, "prompt_id": 7, "prompt_text": "What is 2 + 2?",
-        "prompt_token_ids": [3, 4], "answer": '"4"', "sample_index": 0, "completion": text, "token_ids": ids,
-        "rollout_logprobs": [-0.25 * (n + 1) for n in range(len(ids))], "policy_versions": [0] * len(ids),
-        "old_logprobs": [-0.25 * (n + 1) + 0.3 for n in range(len(ids))], "loss_mask": [True] * len(ids),
-        "policy_version": 1, "staleness": 1, "finished": True, "outcome": outcome, "reward": reward, "reason": "",
-        "advantage": 0.5 if reward is not None else None, "group_std": 0.5,
+        "step": 1,
+        "source": "sampler",
+        "epoch": 0,
+        "prompt_id": 7,
+        "prompt_text": "What is 2 + 2?",
+        "prompt_token_ids": [3, 4],
+        "answer": '"4"',
+        "sample_index": 0,
+        "completion": text,
+        "token_ids": ids,
+        "rollout_logprobs": [-0.25 * (n + 1) for n in range(len(ids))],
+        "policy_versions": [0] * len(ids),
+        "old_logprobs": [-0.25 * (n + 1) + 0.3 for n in range(len(ids))],
+        "loss_mask": [True] * len(ids),
+        "policy_version": 1,
+        "staleness": 1,
+        "finished": True,
+        "outcome": outcome,
+        "reward": reward,
+        "reason": "",
+        "advantage": 0.5 if reward is not None else None,
+        "group_std": 0.5,
         "excluded_reason": "" if reward is not None else "unscored",
-    }  # fmt: skip
+    }
     return base | changes
 
 
@@ -81,11 +97,23 @@ def group(key: int, rewards: list[float | None], /, **changes: Any) -> list[dict
 def metrics(batch: int, **changes: Any) -> dict[str, float | None]:
     """Some of the numbers of a batch."""
     base = {
-        "step": batch, "policy_version": batch - 1, "weight_sync/performed": batch % 2, "staleness/max": 1 - batch % 2,
-        "completions/unscored": 0, "completions/failed": 0, "reward": 0.1 * batch, "frac_reward_zero_std": 0.9,
-        "completions/mean_length": 5.0 + batch, "completions/clipped_ratio": 0.75, "rollout/kl": 0.001 * batch,
-        "rollout/ess": 0.9, "entropy": None, "grad_norm": 1.0 + 1 / batch, "time/step": 2.0, "num_tokens": 60,
-    }  # fmt: skip
+        "step": batch,
+        "policy_version": batch - 1,
+        "weight_sync/performed": batch % 2,
+        "staleness/max": 1 - batch % 2,
+        "completions/unscored": 0,
+        "completions/failed": 0,
+        "reward": 0.1 * batch,
+        "frac_reward_zero_std": 0.9,
+        "completions/mean_length": 5.0 + batch,
+        "completions/clipped_ratio": 0.75,
+        "rollout/kl": 0.001 * batch,
+        "rollout/ess": 0.9,
+        "entropy": None,
+        "grad_norm": 1.0 + 1 / batch,
+        "time/step": 2.0,
+        "num_tokens": 60,
+    }
     return base | changes
 
 
@@ -119,12 +147,18 @@ def evaluate(run: Run, name: str, batch: int, rewards: dict[int, list[float]]) -
     """An evaluation whose completions say what they got."""
     records = [
         {
-            "prompt_id": key, "prompt": f"Held-out question {key}", "answer": str(key), "samples": len(own),
-            "scored": len(own), "correct": sum(reward >= 1 for reward in own), "reward": sum(own) / len(own),
-            "completions": [f"{name} {key}: {reward}" for reward in own], "rewards": own,
+            "prompt_id": key,
+            "prompt": f"Held-out question {key}",
+            "answer": str(key),
+            "samples": len(own),
+            "scored": len(own),
+            "correct": sum(reward >= 1 for reward in own),
+            "reward": sum(own) / len(own),
+            "completions": [f"{name} {key}: {reward}" for reward in own],
+            "rewards": own,
         }
         for key, own in rewards.items()
-    ]  # fmt: skip
+    ]
     mean = sum(made["correct"] for made in records) / sum(made["scored"] for made in records)
     summary = {"step": batch, "prompts": len(records), "samples": 2, "reward": mean, "unscored": 0}
     summary |= {"pass@1": mean, "pass@1_low": max(0, mean - 0.2), "pass@1_high": min(1, mean + 0.2)}

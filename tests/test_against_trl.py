@@ -100,12 +100,17 @@ def groups(policy: Policy) -> list[Group]:
     rewards[1] = 0.5
     groups = judge_groups(generate_groups(policy, 4, G=G), lambda g, j, c: rewards[g, j].item())
     return [
-        replace(group, completions=tuple(
-            replace(c, logp_alpha=c.logp_alpha + 0.3 * torch.randn(len(c.token_ids), generator=rng))
-            for c in group.completions
-        ))
+        replace(
+            group,
+            completions=tuple(
+                replace(
+                    c, logp_alpha=c.logp_alpha + 0.3 * torch.randn(len(c.token_ids), generator=rng)
+                )
+                for c in group.completions
+            ),
+        )
         for group in groups
-    ]  # fmt: skip
+    ]
 
 
 def of_trl(

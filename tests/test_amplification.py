@@ -46,10 +46,13 @@ def test_predicted_end_is_the_lowest_fixed_point(p, beta):
 
 def test_the_stages_of_a_run_join(tmp_path, monkeypatch, capsys):
     settings = tiny_settings(
-        save_tiny(tmp_path / "model"), tmp_path / "study", run={"seed": 5, "name": "one"},
-        schedule={"batches": 4, "sync_every": 2, "ref_sync_every": 2}, loss={"recipe": "off_policy_grpo", "beta": 2.0},
+        save_tiny(tmp_path / "model"),
+        tmp_path / "study",
+        run={"seed": 5, "name": "one"},
+        schedule={"batches": 4, "sync_every": 2, "ref_sync_every": 2},
+        loss={"recipe": "off_policy_grpo", "beta": 2.0},
         eval={"every": 2},
-    )  # fmt: skip
+    )
     run = train(settings).run
     assert run is not None
     first, second = read(tmp_path / "study")

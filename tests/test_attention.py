@@ -145,9 +145,16 @@ def test_unsupported_architecture_is_rejected_by_name():
     from transformers import AutoConfig
 
     for kind, reason in {
-        "gemma2": "soft-capping", "cohere": "a scale on the logits", "gpt_oss": "sinks", "deepseek_v3": "latent",
-        "t5": "encoder", "mixtral": "experts", "qwen3_moe": "experts", "qwen2_5_vl": "image", "bloom": "outside",
-    }.items():  # fmt: skip
+        "gemma2": "soft-capping",
+        "cohere": "a scale on the logits",
+        "gpt_oss": "sinks",
+        "deepseek_v3": "latent",
+        "t5": "encoder",
+        "mixtral": "experts",
+        "qwen3_moe": "experts",
+        "qwen2_5_vl": "image",
+        "bloom": "outside",
+    }.items():
         changes = {"logit_scale": 0.06} if kind == "cohere" else {}
         with pytest.raises(ValueError, match=rf"'{kind}.*{reason}"):
             check_supported(AutoConfig.for_model(kind, **changes))

@@ -30,7 +30,7 @@ from lagrpo.data.fingerprint import (
     digest_visited,
 )
 from lagrpo.errors import SettingsError
-from lagrpo.rollout.episodes import OF_RUN
+from lagrpo.rollout.episodes import MAIN_TASK
 from lagrpo.runs import load_events
 from lagrpo.runs.environment import read_environment
 from lagrpo.tasks import RowTask
@@ -163,7 +163,7 @@ CHANGED_ROWS: dict[str, tuple[list[dict[str, Any]], str]] = {
 def places(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """The digests of a task with two test rows."""
     splits = {"train": rows[2:], "test": rows[:2]}
-    return digest_places({OF_RUN: RowTask("rows", splits, lambda row: ("", ""), len)})
+    return digest_places({MAIN_TASK: RowTask("rows", splits, lambda row: ("", ""), len)})
 
 
 @pytest.mark.parametrize(("rows", "change"), CHANGED_ROWS.values(), ids=CHANGED_ROWS)
@@ -181,7 +181,7 @@ def test_rows_of_evaluation_sets_are_named():
 
 
 def test_test_split_does_not_count_without_evaluations():
-    task = {OF_RUN: RowTask("rows", {"train": ROWS, "test": ROWS}, lambda row: ("", ""), len)}
+    task = {MAIN_TASK: RowTask("rows", {"train": ROWS, "test": ROWS}, lambda row: ("", ""), len)}
     assert [*digest_places(task, evaluates=False)] == ["train split"]
     assert [*digest_places(task)] == ["train split", "test split"]
     check_places(digest_places(task), digest_places(task, evaluates=False))

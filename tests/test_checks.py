@@ -190,13 +190,15 @@ def test_offline_completions_without_what_a_loss_needs_are_rejected(tmp_path):
         ({"recipe": "own_functions:nosuch"}, "own_functions.py has no 'nosuch'"),
         ({"recipe": "own_functions:fails"}, "own_functions:fails: fails on small random inputs"),
         ({"filters": ["opms"]}, "did you mean 'opsm'"),
-        ({"recipe": "cispo", "overrides": {"mask": "one_side", "epsilon_high": 3.0}},
-         r"surrogate\.mask\.epsilon_high or surrogate\.weight\.epsilon_high"),
+        (
+            {"recipe": "cispo", "overrides": {"mask": "one_side", "epsilon_high": 3.0}},
+            r"surrogate\.mask\.epsilon_high or surrogate\.weight\.epsilon_high",
+        ),
         ({"epsilon": 0.1, "overrides": {"epsilon_low": 0.2}}, "the same knob"),
         ({"recipe": "rloo", "epsilon": 0.1}, "epsilon has no effect on recipe 'rloo'"),
     ],
     ids=["no such function", "fails", "no such filter", "two knobs", "twice", "no range"],
-)  # fmt: skip
+)
 def test_loss_that_cannot_be_computed_is_rejected_before_a_model_loads(loss, message):
     with pytest.raises(SettingsError, match=f"^loss: .*{message}"):
         check_settings(settings(loss=loss))

@@ -12,10 +12,17 @@ from rich.console import Console
 from lagrpo.terminal.display import COLUMNS, Display, LiveDisplay, PlainDisplay, make_display
 
 METRICS = {
-    "step": 12, "staleness/max": 9, "reward": 0.25, "frac_reward_zero_std": 0.375, "rollout/kl": 0.00123,
-    "clip_ratio/low_mean": 0.01, "clip_ratio/high_mean": 0.025, "tokens_per_s/generate": 1340.4,
-    "tokens_per_s/train": 2750.0, "time/step": 5.04,
-}  # fmt: skip
+    "step": 12,
+    "staleness/max": 9,
+    "reward": 0.25,
+    "frac_reward_zero_std": 0.375,
+    "rollout/kl": 0.00123,
+    "clip_ratio/low_mean": 0.01,
+    "clip_ratio/high_mean": 0.025,
+    "tokens_per_s/generate": 1340.4,
+    "tokens_per_s/train": 2750.0,
+    "time/step": 5.04,
+}
 BEFORE = {"pass@1": 0.1525, "pass@1_low": 0.12, "pass@1_high": 0.19, "prompts": 1000, "samples": 4}
 CHANGE = {"pass@1_change": 0.8275, "pass@1_change_low": 0.78, "pass@1_change_high": 0.871}
 AFTER = {
@@ -86,9 +93,17 @@ def test_plain_line_has_every_metric_under_its_heading():
         "weights [final] written",
     )
     assert dict(zip(cells(header), cells(line), strict=True)) == {
-        "step": "12", "reward": "0.250", "no signal": "38%", "staleness": "9", "KL to α": "1.2e-03", "clipped": "3.5%",
-        "sampled/s": "1,340", "learned/s": "2,750", "seconds": "5.0", "left": "9:04",
-    }  # fmt: skip
+        "step": "12",
+        "reward": "0.250",
+        "no signal": "38%",
+        "staleness": "9",
+        "KL to α": "1.2e-03",
+        "clipped": "3.5%",
+        "sampled/s": "1,340",
+        "learned/s": "2,750",
+        "seconds": "5.0",
+        "left": "9:04",
+    }
     assert len(header) < 120
 
 

@@ -78,13 +78,18 @@ def test_minimal_example_has_the_loss_and_gradient_of_its_recipe(stale):
 @pytest.mark.parametrize("v", [1, 3])
 def test_minimal_example_learns_the_same_weights_as_a_run(model, tmp_path, v):
     settings = tiny_settings(
-        model, tmp_path,
+        model,
+        tmp_path,
         run={"seed": minimal.SEED, "name": "run"},
-        rollout={"num_generations": minimal.G, "max_completion_length": minimal.MAX_TOKENS, "max_prompt_length": 128},
+        rollout={
+            "num_generations": minimal.G,
+            "max_completion_length": minimal.MAX_TOKENS,
+            "max_prompt_length": 128,
+        },
         schedule={"prompts_per_batch": minimal.N, "batches": BATCHES, "sync_every": v},
         loss={"recipe": "grpo", "beta": 0.0},
         optimizer={"learning_rate": LR},
-    )  # fmt: skip
+    )
     lagrpo.train(settings)
     policy = minimal.load_policy(str(model), torch.float32)
     steps = list(minimal.train(policy, TASK, v, BATCHES, LR))

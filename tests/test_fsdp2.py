@@ -31,9 +31,14 @@ from lagrpo.training.trainer import Optimization, Trainer
 
 
 def make_layered(
-    group: Any, dtype: str, kind: str = "llama", tie: bool = False, checkpointing: bool = False,
-    beta: float = 0.0, **changes: Any,
-) -> Trainer:  # fmt: skip
+    group: Any,
+    dtype: str,
+    kind: str = "llama",
+    tie: bool = False,
+    checkpointing: bool = False,
+    beta: float = 0.0,
+    **changes: Any,
+) -> Trainer:
     """As `make` of test_zero1, in shards."""
     policy = tiny_policy(kind, DTYPES[dtype], backend="torch", tie_word_embeddings=tie)
     numbers = {"lr": 1e-3, "updates": 9, "weight_decay": 0.1, "warmup": 2, "seed": 5} | changes
@@ -42,9 +47,13 @@ def make_layered(
     if beta:
         reference = copy_sharded(policy, mesh) if mesh is not None else copy_policy(policy)
     return Trainer(
-        policy, resolve("grpo", {"beta": beta}), Optimization(**numbers), reference, checkpointing,
+        policy,
+        resolve("grpo", {"beta": beta}),
+        Optimization(**numbers),
+        reference,
+        checkpointing,
         ranks=ranks_of(group, mesh),
-    )  # fmt: skip
+    )
 
 
 def test_updates_with_sharded_layers_are_those_of_one_process_to_rounding(ranks):

@@ -218,10 +218,14 @@ def test_adapters_that_peft_made_are_those_that_peft_reads(model, tmp_path, chos
 def whole(model, tmp_path_factory):
     """A run of adapters in two stages with a KL term and a lag, and a checkpoint of each of its six batches."""
     settings = tiny_settings(
-        model, tmp_path_factory.mktemp("whole"), model={"lora_r": 4, "lora_alpha": 8.0, "dtype": "bfloat16"},
-        schedule={"batches": 6, "sync_every": 2, "ref_sync_every": 3}, loss={"recipe": "grpo", "beta": 0.1},
-        run={"name": "whole"}, checkpoint={"save_every": 1, "save_minutes": 0, "save_total_limit": 9},
-    )  # fmt: skip
+        model,
+        tmp_path_factory.mktemp("whole"),
+        model={"lora_r": 4, "lora_alpha": 8.0, "dtype": "bfloat16"},
+        schedule={"batches": 6, "sync_every": 2, "ref_sync_every": 3},
+        loss={"recipe": "grpo", "beta": 0.1},
+        run={"name": "whole"},
+        checkpoint={"save_every": 1, "save_minutes": 0, "save_total_limit": 9},
+    )
     return train(settings)
 
 
@@ -275,12 +279,22 @@ def test_training_from_an_adapter_directory_is_rejected(whole, tmp_path):
 
 
 def test_damaged_adapter_is_rejected(whole, tmp_path):
-    for n, (config, number, said) in enumerate([
-        ({}, math.nan, "1 of .* numbers in .*lora_A are not finite in bfloat16"),
-        ({"base_model_name_or_path": "/nowhere"}, 0.0, "/nowhere, the model of the adapter .*, cannot be loaded"),
-        ({"target_modules": None}, 0.0, "target_modules is None, but lagrpo reads plain LoRA"),
-        ({"init_lora_weights": "pissa"}, 0.0, "init_lora_weights is 'pissa', but lagrpo reads plain LoRA"),
-    ]):  # fmt: skip
+    for n, (config, number, said) in enumerate(
+        [
+            ({}, math.nan, "1 of .* numbers in .*lora_A are not finite in bfloat16"),
+            (
+                {"base_model_name_or_path": "/nowhere"},
+                0.0,
+                "/nowhere, the model of the adapter .*, cannot be loaded",
+            ),
+            ({"target_modules": None}, 0.0, "target_modules is None, but lagrpo reads plain LoRA"),
+            (
+                {"init_lora_weights": "pissa"},
+                0.0,
+                "init_lora_weights is 'pissa', but lagrpo reads plain LoRA",
+            ),
+        ]
+    ):
         folder = shutil.copytree(whole.weights, tmp_path / str(n))
         file, weights = folder / CONFIG, load_file(folder / WEIGHTS)
         file.write_text(json.dumps(json.loads(file.read_bytes()) | config), encoding="utf-8")

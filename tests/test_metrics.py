@@ -65,19 +65,40 @@ def used() -> Batch:
 def test_counts_rewards_and_staleness(used):
     metrics = metrics_of(used, reason="schedule", sampling=2.0)
     expected = {
-        "step": 7, "policy_version": 6, "num_tokens": 9, "reward": 1 / 4, "reward_std": pytest.approx((3 / 16) ** 0.5),
+        "step": 7,
+        "policy_version": 6,
+        "num_tokens": 9,
+        "reward": 1 / 4,
+        "reward_std": pytest.approx((3 / 16) ** 0.5),
         "frac_reward_zero_std": 1 / 2,  # of the groups that have scores
-        "completions/mean_length": 9 / 6, "completions/clipped_ratio": pytest.approx(1 / 6), "completions/unscored": 1,
-        "completions/failed": 1, "staleness/mean": pytest.approx(6 - (3 + 3 + 4 + 5 + 4 * 5) / 9), "staleness/max": 3,
-        "weight_sync/performed": 1, "weight_sync/logp_difference": 0.25, "weight_sync/changed_fraction": 0.5,
-        "time/generate": 2.0, "tokens_per_s/generate": 30 / 2, "tokens_per_s/train": None, "grad_norm": None,
-        "rollout/ratio_mean": None, "clip_ratio/low_mean": None,
-    }  # fmt: skip
+        "completions/mean_length": 9 / 6,
+        "completions/clipped_ratio": pytest.approx(1 / 6),
+        "completions/unscored": 1,
+        "completions/failed": 1,
+        "staleness/mean": pytest.approx(6 - (3 + 3 + 4 + 5 + 4 * 5) / 9),
+        "staleness/max": 3,
+        "weight_sync/performed": 1,
+        "weight_sync/logp_difference": 0.25,
+        "weight_sync/changed_fraction": 0.5,
+        "time/generate": 2.0,
+        "tokens_per_s/generate": 30 / 2,
+        "tokens_per_s/train": None,
+        "grad_norm": None,
+        "rollout/ratio_mean": None,
+        "clip_ratio/low_mean": None,
+    }
     assert {name: metrics[name] for name in expected} == expected
 
 
-UPDATE = {"tokens": 4.0, "kl_ref": 2.0, "clipped_positive": 1.0, "clipped_negative": 2.0,
-          "loss": -0.5, "grad_norm": 9.0, "lr": 1.0}  # fmt: skip
+UPDATE = {
+    "tokens": 4.0,
+    "kl_ref": 2.0,
+    "clipped_positive": 1.0,
+    "clipped_negative": 2.0,
+    "loss": -0.5,
+    "grad_norm": 9.0,
+    "lr": 1.0,
+}
 
 
 def test_token_metrics_are_of_the_first_update_loss_of_the_last_and_clip_ratios_of_all(used):
@@ -89,8 +110,15 @@ def test_token_metrics_are_of_the_first_update_loss_of_the_last_and_clip_ratios_
         "clipped_positive": 3.0,
     }
     metrics = metrics_of(used, [UPDATE, last], learning=4.0)
-    expected = {"kl": 0.5, "loss": -0.75, "grad_norm": 7.0, "learning_rate": 2.0, "tokens_per_s/train": 8 / 4,
-                "clip_ratio/high_mean": 4 / 16, "clip_ratio/low_mean": 4 / 16}  # fmt: skip
+    expected = {
+        "kl": 0.5,
+        "loss": -0.75,
+        "grad_norm": 7.0,
+        "learning_rate": 2.0,
+        "tokens_per_s/train": 8 / 4,
+        "clip_ratio/high_mean": 4 / 16,
+        "clip_ratio/low_mean": 4 / 16,
+    }
     assert {name: metrics[name] for name in expected} == expected
 
 
@@ -100,10 +128,14 @@ def test_ratios_cover_the_tokens_of_the_objective_also_those_that_no_update_comp
     given = batch(group(*(completion([3, 3], scored) for _ in range(3))), weights=[1.0, 1.0, 0.0])
     log_2 = torch.tensor([math.log(2), -math.log(2)])
     metrics = metrics_of(given, logp_k={0: log_2, 1: torch.zeros(2), 2: torch.full((2,), 50.0)})
-    expected = {"rollout/ratio_mean": 4.5 / 4, "rollout/ess": 4.5**2 / (4 * 6.25), "rollout/kl": 0.5 / 4,
-                "rollout/logp_difference_mean": math.log(2) / 2,
-                "rollout/logp_difference_max": math.log(2),
-                "rollout/log_ratio_squared": math.log(2) ** 2 / 2}  # fmt: skip
+    expected = {
+        "rollout/ratio_mean": 4.5 / 4,
+        "rollout/ess": 4.5**2 / (4 * 6.25),
+        "rollout/kl": 0.5 / 4,
+        "rollout/logp_difference_mean": math.log(2) / 2,
+        "rollout/logp_difference_max": math.log(2),
+        "rollout/log_ratio_squared": math.log(2) ** 2 / 2,
+    }
     assert {name: metrics[name] for name in expected} == pytest.approx(expected)
 
 

@@ -139,8 +139,14 @@ def test_bad_files_are_named(tmp_path):
 
 def completion(policy, text="5", logp=(-0.5, -1.0), outcome=None, version=3):
     ids = [*policy.chat.tokenizer(text)["input_ids"], 1] if text else []
-    return Completion(torch.tensor(ids, dtype=torch.long), torch.tensor(logp[: len(ids)]),
-                      torch.full((len(ids),), version), bool(text), text, outcome or Outcome.scored(1.0))  # fmt: skip
+    return Completion(
+        torch.tensor(ids, dtype=torch.long),
+        torch.tensor(logp[: len(ids)]),
+        torch.full((len(ids),), version),
+        bool(text),
+        text,
+        outcome or Outcome.scored(1.0),
+    )
 
 
 def rollouts(root, batches, name="run"):

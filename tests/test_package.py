@@ -24,9 +24,21 @@ def wheel(tmp_path_factory):
 
 def test_every_source_file_is_in_the_wheel(wheel):
     tracked = subprocess.run(
-        ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard", "src/lagrpo"],
-        capture_output=True, encoding="utf-8", check=True, timeout=60,
-    ).stdout.split()  # fmt: skip
+        [
+            "git",
+            "-C",
+            str(ROOT),
+            "ls-files",
+            "--cached",
+            "--others",
+            "--exclude-standard",
+            "src/lagrpo",
+        ],
+        capture_output=True,
+        encoding="utf-8",
+        check=True,
+        timeout=60,
+    ).stdout.split()
     sources = {name.removeprefix("src/") for name in tracked if (ROOT / name).is_file()}
     inside = {name for name in wheel.namelist() if ".dist-info/" not in name}
     assert inside == sources

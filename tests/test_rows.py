@@ -221,7 +221,10 @@ def test_row_without_an_answer_in_verls_column_is_left_out(tmp_path, without):
 
 
 def test_answer_of_verl_counts_where_the_column_answer_is_null(tmp_path):
-    rows = [{"prompt": f"{n}?", "answer": None, "reward_model": {"ground_truth": "5"}} for n in range(10)]  # fmt: skip
+    rows = [
+        {"prompt": f"{n}?", "answer": None, "reward_model": {"ground_truth": "5"}}
+        for n in range(10)
+    ]
     assert answers(load(write_parquet(tmp_path / "rows.parquet", rows))) == {'"5"'}
 
 
@@ -292,16 +295,28 @@ def test_csv_field_of_any_length_is_read(tmp_path, column):
 
 
 DAMAGED: dict[str, tuple[str, bytes, str]] = {
-    "quote is not closed": ("a.csv", b'prompt,answer\n1?,1\n2?,"2\n', "a.csv, row 2: this is not CSV"),
+    "quote is not closed": (
+        "a.csv",
+        b'prompt,answer\n1?,1\n2?,"2\n',
+        "a.csv, row 2: this is not CSV",
+    ),
     "text after a quote": ("a.csv", b'prompt,answer\n"1"?,1\n', "a.csv, row 1: this is not CSV"),
     "Latin-1": ("a.csv", "prompt,answer\nZoë?,1\n".encode("latin-1"), "a.csv: line 2 is not UTF-8"),
     "UTF-16": ("a.jsonl", '{"prompt": 1}'.encode("utf-16"), "a.jsonl: line 1 is not UTF-8"),
     "not gzip": ("a.jsonl.gz", b"{}", "a.jsonl.gz cannot be read: .* download it again"),
     "not Parquet": ("a.parquet", b"{}", "a.parquet cannot be read: .* download it again"),
-    "list that ends early": ("a.json", b'[{"prompt": "1?"},\n', "a.json: this is not JSON: .*line 2"),
-    "single quotes": ("a.jsonl", b"{'prompt': '1?'}\n", "a.jsonl, line 1: this is not JSON: .* near"),
+    "list that ends early": (
+        "a.json",
+        b'[{"prompt": "1?"},\n',
+        "a.json: this is not JSON: .*line 2",
+    ),
+    "single quotes": (
+        "a.jsonl",
+        b"{'prompt': '1?'}\n",
+        "a.jsonl, line 1: this is not JSON: .* near",
+    ),
     "several lines": ("a.jsonl", b'{\n"prompt": "1?"}\n', "a.jsonl, line 1: .* one line of JSON"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("name", "content", "message"), DAMAGED.values(), ids=DAMAGED)
@@ -324,7 +339,12 @@ def test_hold_out_keeps_rows_with_equal_prompts_together():
 
 
 def test_hold_out_of_different_prompts_chooses_a_tenth_of_the_rows_at_most_1000():
-    assert [len(hold_out(range(count), seed=0)[1]) for count in (2, 19, 20, 20_000)] == [1, 1, 2, 1000]  # fmt: skip
+    assert [len(hold_out(range(count), seed=0)[1]) for count in (2, 19, 20, 20_000)] == [
+        1,
+        1,
+        2,
+        1000,
+    ]
 
 
 def test_hold_out_depends_on_the_seed_and_on_the_order_of_first_occurrence_alone():

@@ -203,9 +203,12 @@ def test_a_run_with_unsampled_tokens_agrees_with_its_replay(tmp_path, monkeypatc
 
     monkeypatch.setattr(LocalSampler, "_complete", with_a_reply)
     settings = tiny_settings(
-        save_tiny(tmp_path / "model"), tmp_path / "runs", checkpoint={"export_every": 1}, schedule={"sync_every": 2},
+        save_tiny(tmp_path / "model"),
+        tmp_path / "runs",
+        checkpoint={"export_every": 1},
+        schedule={"sync_every": 2},
         eval={"at_start": False},
-    )  # fmt: skip
+    )
     run = lagrpo.train(settings).run
     rows = load_rollouts(run)
     sampled = [sum(row["loss_mask"]) for row in rows]

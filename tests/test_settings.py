@@ -323,13 +323,15 @@ def test_command_line_changes_a_knob_in_a_table_of_the_file(tmp_path):
 
 
 def test_own_functions_are_named_in_settings(tmp_path):
-    settings = load_settings({
-        "loss.recipe": "reinforce",
-        "loss.advantage": "own_functions:above_the_mean",
-        "loss.reduction": "own_functions:square_root",
-        "loss.filters": ["own_functions:probable", "finished_only"],
-        "loss.overrides": {"mask": {"function": "own_functions:narrow", "width": 0.5}},
-    })  # fmt: skip
+    settings = load_settings(
+        {
+            "loss.recipe": "reinforce",
+            "loss.advantage": "own_functions:above_the_mean",
+            "loss.reduction": "own_functions:square_root",
+            "loss.filters": ["own_functions:probable", "finished_only"],
+            "loss.overrides": {"mask": {"function": "own_functions:narrow", "width": 0.5}},
+        }
+    )
     recipe = resolve(settings.loss.recipe, settings.loss.knobs)
     assert recipe.settings["filters"] == ["own_functions:probable", "finished_only"]
     assert recipe.settings["surrogate.mask.width"] == 0.5
@@ -426,10 +428,12 @@ def parse(line: str, settings: Settings | None = None) -> dict[str, Any]:
         ("--eval.at_start false", {"eval.at_start": "false"}),
         ("--eval.at_start=False", {"eval.at_start": "false"}),
         ("--model.chat_template_kwargs.think False", {"model.chat_template_kwargs.think": False}),
-        ("--task.options.operations + - --task.options.digits 2",
-         {"task.options.operations": ["+", "-"], "task.options.digits": 2}),
+        (
+            "--task.options.operations + - --task.options.digits 2",
+            {"task.options.operations": ["+", "-"], "task.options.digits": 2},
+        ),
     ],
-)  # fmt: skip
+)
 def test_command_line_words_change_settings(line, values):
     assert parse(line) == values
 

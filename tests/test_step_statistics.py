@@ -31,7 +31,9 @@ from lagrpo.types import Group
 
 WITH_STATISTICS = [
     pytest.param("m2po", {"tau": 0.02}, id="m2po"),
-    pytest.param("m2po_released", {"tau": 0.02, "least_low": 0.05, "least_high": 0.05}, id="m2po_released"),
+    pytest.param(
+        "m2po_released", {"tau": 0.02, "least_low": 0.05, "least_high": 0.05}, id="m2po_released"
+    ),
     pytest.param("grpo_top_entropy", {"share": 0.3}, id="top_entropy"),
     pytest.param(
         "dr_grpo",
@@ -39,7 +41,7 @@ WITH_STATISTICS = [
         id="two statistics",
     ),
     pytest.param("grpo", {"advantage": "batch_whitened", "beta": 0.0}, id="batch_whitened"),
-]  # fmt: skip
+]
 
 
 def stale(groups: Sequence[Group], spread: float = 0.3) -> list[Group]:
@@ -78,9 +80,14 @@ def rows_of(trainer: Trainer, tokens: int) -> list[MicroBatch]:
 
 
 def updates(
-    group: Any, name: str, overrides: dict[str, Any], changes: dict[str, Any], tokens: int = 40,
-    first_takes_all: bool = False, count: int = 2,
-) -> tuple[list[dict[str, float]], dict[str, Tensor]]:  # fmt: skip
+    group: Any,
+    name: str,
+    overrides: dict[str, Any],
+    changes: dict[str, Any],
+    tokens: int = 40,
+    first_takes_all: bool = False,
+    count: int = 2,
+) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
     """Some updates on a batch: their sums and metrics, and the weights after them."""
     trainer = make_trainer(group, name, overrides, **changes)
     rows: Sequence[MicroBatch] = share(group, rows_of(trainer, tokens), first_takes_all)
@@ -262,7 +269,7 @@ def with_weights(
         s_C = torch.tensor([weights[c % len(weights)] for c in row.members], dtype=torch.float64)
         per_token_T = (s_C.log() / lengths_C)[row.completion_T]
         changed.append(replace(row, rollout_logp_T=logp_T.double() - per_token_T))
-    return changed  # fmt: skip
+    return changed
 
 
 @pytest.mark.parametrize(
@@ -319,7 +326,7 @@ def gradients_of(trainer: Trainer, count: int) -> tuple[list[Tensor], list[dict]
             )
         )
         metrics.append(trainer.update())
-    return gradients, metrics  # fmt: skip
+    return gradients, metrics
 
 
 @pytest.mark.parametrize("max_grad_norm", [None, 1e-3], ids=["whole", "clipped"])
@@ -398,10 +405,13 @@ def test_gradient_cosine_and_rate_of_a_resumed_run_are_those_of_an_uninterrupted
 
 def metrics_with(model: Any, root: Any, loss: dict[str, Any]) -> list[dict[str, Any]]:
     found = settings(
-        model, root, loss=loss, task={"name": "sample_task:load_vowels"},
+        model,
+        root,
+        loss=loss,
+        task={"name": "sample_task:load_vowels"},
         rollout={"num_generations": 3, "max_completion_length": 6, "max_prompt_length": 64},
         schedule={"prompts_per_batch": 4, "batches": 4, "sync_every": 4, "num_iterations": 2},
-    )  # fmt: skip
+    )
     return load_metrics(train(found).run)
 
 

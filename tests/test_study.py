@@ -83,10 +83,15 @@ def test_verdicts_by_hand(differences, relation, margin, outcome):
 
 def test_differences_are_paired_by_seed_and_averaged_over_unnamed_axes():
     values = {
-        (("plain", "v = 1"), 0): 1.0, (("plain", "v = 10"), 0): 3.0, (("masked", "v = 1"), 0): 2.0,
-        (("masked", "v = 10"), 0): 6.0, (("plain", "v = 1"), 1): 1.0, (("plain", "v = 10"), 1): 1.0,
-        (("masked", "v = 1"), 1): 0.0, (("masked", "v = 10"), 1): None,
-    }  # fmt: skip
+        (("plain", "v = 1"), 0): 1.0,
+        (("plain", "v = 10"), 0): 3.0,
+        (("masked", "v = 1"), 0): 2.0,
+        (("masked", "v = 10"), 0): 6.0,
+        (("plain", "v = 1"), 1): 1.0,
+        (("plain", "v = 10"), 1): 1.0,
+        (("masked", "v = 1"), 1): 0.0,
+        (("masked", "v = 10"), 1): None,
+    }
 
     def differences(text: str) -> dict[int, float]:
         return paired_differences(parse_claim(text, GRID), values, ["method", "v"])
@@ -190,14 +195,28 @@ def study_file(root: Path, **changes: Any) -> Path:
         tomli_w.dumps(tiny_settings(save_tiny(root / "model"), root)), encoding="utf-8"
     )
     content: dict[str, Any] = {
-        "title": "What v costs", "settings": "base.toml", "seeds": [3, 4], "smooth": 2,
-        "measures": ["pass@1", "mean reward", "max staleness/max"], "set": {"schedule": {"batches": 4}},
-        "grid": {"v": {"v = 1": {"schedule": {"sync_every": 1}}, "v = 3": {"schedule": {"sync_every": 3}}}},
+        "title": "What v costs",
+        "settings": "base.toml",
+        "seeds": [3, 4],
+        "smooth": 2,
+        "measures": ["pass@1", "mean reward", "max staleness/max"],
+        "set": {"schedule": {"batches": 4}},
+        "grid": {
+            "v": {
+                "v = 1": {"schedule": {"sync_every": 1}},
+                "v = 3": {"schedule": {"sync_every": 3}},
+            }
+        },
         "claims": [
-            {"says": "a sampler lags", "claim": "v = 3 > v = 1", "measure": "max staleness/max", "source": "Eq. 1"},
+            {
+                "says": "a sampler lags",
+                "claim": "v = 3 > v = 1",
+                "measure": "max staleness/max",
+                "source": "Eq. 1",
+            },
             {"says": "v = 1 is on-policy", "claim": "v = 1 <= 0", "measure": "max staleness/max"},
         ],
-    }  # fmt: skip
+    }
     (root / "study.toml").write_text(tomli_w.dumps(content | changes), encoding="utf-8")
     return root / "study.toml"
 

@@ -116,11 +116,20 @@ def test_missing_function_or_module_is_named(user_module, tmp_path):
 
 
 RAISING = {
-    "syntax": ("def reward(completion, answer)\n", r"SyntaxError: expected ':' \(.*raising.py, line 1\)"),
-    "error": ("\nraise RuntimeError('no\\nlicense')\n", r"RuntimeError: no license \(.*raising.py, line 2\)"),
-    "error of a library": ("import json\njson.loads('')\n", r"JSONDecodeError: .* \(.*raising.py, line 2\)"),
+    "syntax": (
+        "def reward(completion, answer)\n",
+        r"SyntaxError: expected ':' \(.*raising.py, line 1\)",
+    ),
+    "error": (
+        "\nraise RuntimeError('no\\nlicense')\n",
+        r"RuntimeError: no license \(.*raising.py, line 2\)",
+    ),
+    "error of a library": (
+        "import json\njson.loads('')\n",
+        r"JSONDecodeError: .* \(.*raising.py, line 2\)",
+    ),
     "exit": ("import sys\nsys.exit(3)\n", r"SystemExit: 3 \(.*raising.py, line 2\)"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("source", "message"), RAISING.values(), ids=RAISING)

@@ -275,18 +275,30 @@ def test_file_loads_or_is_rejected_in_one_line_with_the_place(tmp_path):
         ("a.jsonl", json.dumps({"q": "1\u2028?", "a": "2\x85"}, ensure_ascii=False).encode(), 1),
         ("a.csv", b'q,a\r\n"1\n+ 1?",2\r\n', 1),
         ("a.csv", b"q,a\n1 + 1?\n", r"a.csv, row 1: its number of fields is not the header's"),
-        ("a.csv", b"q,a,a\n1 + 1?,2,3\n", r"a.csv cannot be read: its header names a column twice: q, a, a"),
+        (
+            "a.csv",
+            b"q,a,a\n1 + 1?,2,3\n",
+            r"a.csv cannot be read: its header names a column twice: q, a, a",
+        ),
         ("a.csv", b"q,a\n ,2\n", r"a.csv, row 1: its prompt is ' '"),
         ("a.jsonl", b"[" + GOOD + b",\n" + GOOD + b"]", 2),
         ("a.json", b'{"train":\n[]}', r"a.json, item 1: no column 'a'. The columns are train"),
         ("a.jsonl", b"", "has no rows"),
         ("a.jsonl", GOOD + b"\n" + GOOD[:20] + b"\n", r"a.jsonl, line 3: this is not JSON"),
         ("a.jsonl.gz", gzip.compress(GOOD * 99, mtime=0)[:-20], "cannot be read"),
-        ("a.jsonl", b"version https://git-lfs.github.com/spec/v1\nsize 9", "a.jsonl is a Git LFS pointer"),
-        ("a.parquet", b"version https://git-lfs.github.com/spec/v1\n", "a.parquet is a Git LFS pointer"),
+        (
+            "a.jsonl",
+            b"version https://git-lfs.github.com/spec/v1\nsize 9",
+            "a.jsonl is a Git LFS pointer",
+        ),
+        (
+            "a.parquet",
+            b"version https://git-lfs.github.com/spec/v1\n",
+            "a.parquet is a Git LFS pointer",
+        ),
         ("a.parquet", b"PAR1", "a.parquet cannot be read"),
         ("a.txt", GOOD, "name files that end in .jsonl, .json, .csv, .parquet"),
-    ]:  # fmt: skip
+    ]:
         (path := tmp_path / file).write_bytes(content)
         if isinstance(rows, int):
             assert len(read_rows(path)) == rows

@@ -211,9 +211,16 @@ def handlers():
 def test_torchrun_resumes_after_a_restart_and_has_the_error_of_each_rank(settings, tmp_path):
     """What torchrun does, with functions in place of a script. The error comes again, in batch 5."""
     launch = LaunchConfig(
-        1, 1, 2, run_id="test", rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=1,
-        monitor_interval=0.1, start_method="forkserver",
-    )  # fmt: skip
+        1,
+        1,
+        2,
+        run_id="test",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=1,
+        monitor_interval=0.1,
+        start_method="forkserver",
+    )
     with pytest.raises(ChildFailedError) as error:
         elastic_launch(launch, train_until_the_sixth_update_fails)(
             *options(settings("run")), "--resume", "auto"

@@ -202,9 +202,13 @@ def test_changed_reward_contradicts_task_advantages_and_metrics(run):
 def test_cells_that_do_not_fit_their_rows_are_found(run):
     """One in each group of four completions."""
     cells: list[tuple[int, int, str, Any]] = [
-        (1, 3, "answer", "{"), (1, 7, "excluded_reason", "failed"), (2, 3, "completion", "other"),
-        (2, 4, "prompt_token_ids", [5]), (3, 0, "prompt_id", 99), (3, 7, "staleness", 7),
-    ]  # fmt: skip
+        (1, 3, "answer", "{"),
+        (1, 7, "excluded_reason", "failed"),
+        (2, 3, "completion", "other"),
+        (2, 4, "prompt_token_ids", [5]),
+        (3, 0, "prompt_id", 99),
+        (3, 7, "staleness", 7),
+    ]
     for step, row, column, value in cells:
         rewrite(
             run,

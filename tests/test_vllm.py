@@ -187,7 +187,7 @@ def test_rejected_weights_leave_the_version_before_for_the_checkpoint(fake, engi
 
 
 def test_completions_in_flight_continue_after_a_sync(fake, policy):
-    engine = engine_of([Ours(fake)], policy, spans=True, rows=2)
+    engine = engine_of([Ours(fake)], policy, syncs_in_flight=True, rows=2)
     engine.sync_weights(policy.weights, 0)
     started, ended = threading.Event(), threading.Event()
 
@@ -263,7 +263,7 @@ def test_nccl_announces_tensors_in_the_order_of_the_broadcast(monkeypatch, fake)
 
 def test_version_of_adapters_is_loaded_by_name_and_nothing_pauses(fake):
     lora = tiny_policy(lora=LORA)
-    engine = engine_of([Ours(fake)], lora, spans=True)
+    engine = engine_of([Ours(fake)], lora, syncs_in_flight=True)
     engine.sync_weights(lora.weights, 0)
     with engine.weights.using() as label:  # a request in flight keeps its adapter
         update(lora)
@@ -291,7 +291,7 @@ def test_servers_get_their_version_back_after_an_evaluation_that_fails(fake, eng
     update(policy)
 
     def evaluate() -> None:
-        with engine.lent(policy.weights, 1, back=True):
+        with engine.temporary_weights(policy.weights, 1, back=True):
             assert (engine.version, engine.current_weights()[0]) == (1, 0)
             raise KeyboardInterrupt
 
@@ -302,9 +302,9 @@ def test_servers_get_their_version_back_after_an_evaluation_that_fails(fake, eng
     assert all(
         torch.equal(engine.current_weights()[1][name], tensor) for name, tensor in old.items()
     )
-    with engine.lent(old, 0, back=True):  # loads nothing that is there
+    with engine.temporary_weights(old, 0, back=True):  # loads nothing that is there
         pass
-    with engine.lent(policy.weights, 1, back=False):
+    with engine.temporary_weights(policy.weights, 1, back=False):
         pass
     assert (loaded(fake)[3:], engine.version) == (["v000001"], 1)
 

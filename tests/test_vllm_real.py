@@ -154,9 +154,13 @@ def test_tied_head_is_updated_by_a_weight_sync(tmp_path, monkeypatch):
 def test_completions_in_flight_at_a_sync(attached, model, tmp_path, in_flight):
     """A pipeline of one batch ahead: completions may span two versions, or are sampled again; the lag is 0 or 1."""
     directory = run(
-        model, tmp_path, attached, schedule={"constant_lag": 1, "batches": 6},
-        rollout={"max_completion_length": 48}, vllm={"on_weight_sync": in_flight},
-    ).run  # fmt: skip
+        model,
+        tmp_path,
+        attached,
+        schedule={"constant_lag": 1, "batches": 6},
+        rollout={"max_completion_length": 48},
+        vllm={"on_weight_sync": in_flight},
+    ).run
     rows = load_rollouts(directory)
     assert len(rows) == 6 * 2 * 4
     assert {row["outcome"] for row in rows} == {"scored"}
@@ -168,10 +172,15 @@ def test_completions_in_flight_at_a_sync(attached, model, tmp_path, in_flight):
 
 def test_run_of_several_turns_is_replayed(attached, model, tmp_path):
     directory = run(
-        model, tmp_path, attached, task={"name": "guess_number", "options": {"largest": 9}, "max_turns": 4},
-        vllm={"on_weight_sync": "continue"}, schedule={"constant_lag": 1, "batches": 4},
-        rollout={"max_completion_length": 40, "max_prompt_length": 100}, eval={"at_start": False},
-    ).run  # fmt: skip
+        model,
+        tmp_path,
+        attached,
+        task={"name": "guess_number", "options": {"largest": 9}, "max_turns": 4},
+        vllm={"on_weight_sync": "continue"},
+        schedule={"constant_lag": 1, "batches": 4},
+        rollout={"max_completion_length": 40, "max_prompt_length": 100},
+        eval={"at_start": False},
+    ).run
     assert max(len(row["messages"]) for row in load_rollouts(directory)) > 1
     assert [line["staleness/max"] for line in load_metrics(directory)][1:] == [1, 1, 1]
     assert verify_run(directory, None).differences == []
@@ -212,10 +221,13 @@ def test_evaluations_by_the_server_change_no_record_of_training(attached, model,
 @pytest.mark.long
 def test_ranks_learn_from_what_a_server_samples(tmp_path):
     settings = tiny_settings(
-        tiny_directory(tmp_path), tmp_path, rollout={"engine": "vllm"}, distributed={"strategy": "fsdp2"},
+        tiny_directory(tmp_path),
+        tmp_path,
+        rollout={"engine": "vllm"},
+        distributed={"strategy": "fsdp2"},
         schedule={"sync_every": 2, "num_iterations": 2, "batches": 6, "prompts_per_batch": 3},
         loss={"recipe": "grpo", "beta": 0.05},
-    )  # fmt: skip
+    )
     found = together(2, settings)
     assert all(isinstance(one, Result) for one in found), "\n\n".join(map(str, found))
     metrics = load_metrics(found[0].run)
@@ -252,9 +264,12 @@ def test_killed_server_loses_no_completion_and_counts_none_twice(
     )
     monkeypatch.setattr(owner, name, killing)
     result = run(
-        model, tmp_path, schedule={"sync_every": v, "batches": 4}, rollout={"max_completion_length": 32},
+        model,
+        tmp_path,
+        schedule={"sync_every": v, "batches": 4},
+        rollout={"max_completion_length": 32},
         eval={"at_start": False},
-    )  # fmt: skip
+    )
     rows, metrics = load_rollouts(result.run), load_metrics(result.run)
     assert (
         sum(

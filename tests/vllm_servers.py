@@ -29,9 +29,12 @@ os.environ.setdefault(
     "VLLM_CPU_KVCACHE_SPACE", "1"
 )  # GiB of each server; the tests run two at a time
 SIZES: dict[str, Any] = {
-    "head_dim": 32, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "head_dim": 32,
+    "hidden_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
     "max_position_embeddings": 1024,
-}  # fmt: skip
+}
 Answer = tuple[int, Any] | None
 
 
@@ -124,9 +127,12 @@ class FakeServer:
 
 
 def choice(
-    label: str, index: int = 0, tokens: Sequence[int] = (7, 1), logprobs: Sequence[float] = (-0.5, -0.25),
+    label: str,
+    index: int = 0,
+    tokens: Sequence[int] = (7, 1),
+    logprobs: Sequence[float] = (-0.5, -0.25),
     end: str = "stop",
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """A completion in vLLM's JSON."""
     content = [
         {"token_id": token, "logprob": p} for token, p in zip(tokens, logprobs, strict=False)
@@ -157,14 +163,14 @@ class Ours(VllmClient):
 def engine_of(
     servers: Sequence[VllmClient],
     policy: Policy,
-    spans: bool = False,
+    syncs_in_flight: bool = False,
     max_tokens: int = 12,
     rows: int = 32,
 ) -> VllmEngine:
     """An engine of seed 0, in the policy's dtype."""
     weights = WeightTransfer(policy.dtype, policy.model.lm if policy.weights.adapters else None)
     params = SamplingParams("sample", policy.tau, max_tokens)
-    return VllmEngine(servers, weights, policy.chat, params, 0, rows, spans)
+    return VllmEngine(servers, weights, policy.chat, params, 0, rows, syncs_in_flight)
 
 
 def tiny_directory(root: Path, **changes: Any) -> Path:

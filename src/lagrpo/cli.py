@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     name, *rest = take_debug(words) or ["--help"]
     logs.print_records()
     try:
-        with interruptible(), failing(SettingsError, FileNotFoundError, code=2):
+        with interruptible(), exit_on(SettingsError, FileNotFoundError, code=2):
             run_command(name, rest)
     except BrokenPipeError:  # the reader of our output has gone: `lagrpo … | head`
         sys.stderr.close()
@@ -118,7 +118,7 @@ def check_locale(words: list[str]) -> None:
 
 
 @contextmanager
-def failing(*errors: type[Exception], code: int = 1) -> Iterator[None]:
+def exit_on(*errors: type[Exception], code: int = 1) -> Iterator[None]:
     """One of these errors inside prints its message, with --debug also its traceback, and exits."""
     try:
         yield
@@ -174,7 +174,7 @@ def train(words: list[str]) -> None:
         return print(redact(to_toml(settings)), *(f"# {line}" for line in lines), sep="\n")
     from lagrpo.training import run
 
-    with failing(*run.FAILURES):
+    with exit_on(*run.FAILURES):
         stopped = run.train(settings, resume=given.resume).interrupted
     if stopped:
         sys.exit(128 + stopped)
@@ -217,7 +217,7 @@ def evaluate(words: list[str]) -> None:
     from lagrpo.training.evaluation import evaluate_model
     from lagrpo.training.run import FAILURES
 
-    with failing(*FAILURES):
+    with exit_on(*FAILURES):
         evaluate_model(settings)
 
 

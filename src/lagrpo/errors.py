@@ -18,7 +18,7 @@ class SettingsError(ValueError):
 
 
 @contextmanager
-def refusing(what: str = "", *further: type[Exception]) -> Iterator[None]:
+def as_settings_error(what: str = "", *further: type[Exception]) -> Iterator[None]:
     """Turn ValueError, OSError, ImportError and `further` ones inside into a SettingsError that begins with `what`."""
     try:
         yield

@@ -38,24 +38,43 @@ CASES = [  # recipe, knobs then, knobs now
     ("off_policy_grpo_exact", {"ratio": "sequence", "dual_clip": 4.0}, None),
     ("dapo", {"overlong_buffer": 2}, None),
     ("dr_grpo", {"mask_zero_variance": True}, None),
-    ("rloo", {"correction": "truncated", "correction_level": "sequence"},
-     {"correction": "truncated", "level": "sequence"}),
+    (
+        "rloo",
+        {"correction": "truncated", "correction_level": "sequence"},
+        {"correction": "truncated", "level": "sequence"},
+    ),
     ("grpo_tis", {"correction_cap": 1.5, "correction_floor": 0.5}, {"cap": 1.5, "floor": 0.5}),
     ("grpo_tis", {"correction": "none"}, None),
-    ("grpo_mis_sequence", {"correction_level": "length_normalized"}, {"level": "length_normalized"}),
+    (
+        "grpo_mis_sequence",
+        {"correction_level": "length_normalized"},
+        {"level": "length_normalized"},
+    ),
     ("cispo", {"epsilon_high": 1.0, "ratio": "sequence"}, None),
     ("topr", {"ratio": "token"}, None),
-    ("reinforce", {"mask": "ring", "weight": "importance", "ratio": "sequence"},
-     {"mask": "ring", "weight": "importance", "mask.ratio": "sequence", "weight.ratio": "sequence"}),
+    (
+        "reinforce",
+        {"mask": "ring", "weight": "importance", "ratio": "sequence"},
+        {
+            "mask": "ring",
+            "weight": "importance",
+            "mask.ratio": "sequence",
+            "weight.ratio": "sequence",
+        },
+    ),
     ("reinforce", {"mask": "two_side", "epsilon_low": 0.5, "epsilon_high": 1.0}, None),
-    ("rec_one_side_is", {"denominator": "pi_k"}, {"mask.denominator": "pi_k", "weight.denominator": "pi_k"}),
+    (
+        "rec_one_side_is",
+        {"denominator": "pi_k"},
+        {"mask.denominator": "pi_k", "weight.denominator": "pi_k"},
+    ),
     ("rec_ring_is", {"outer_low": 0.7, "outer_high": 1.5}, None),
     ("red_weight", {"weight_temperature": 0.5}, None),
     ("asymre", {"strength": 0.3}, None),
     ("opmd", {"anchor": "pi_ref", "strength": 0.2}, None),
     ("opmd_kimi", {"strength": 0.3}, {"advantage.strength": 0.3, "surrogate.strength": 0.3}),
     ("opmd_pairwise", {"anchor": "alpha", "strength": 0.3}, None),
-]  # fmt: skip
+]
 
 
 def make_inputs() -> dict[str, list[float]]:

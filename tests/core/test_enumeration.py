@@ -188,10 +188,11 @@ COEFFICIENTS = {  # of A grad log pi at each token, for pi_k = alpha
     "topr_token": torch.where(UP, 1.0, RHO.clamp(max=1.0)),
     "asymmetric_cap": torch.where(UP, RHO, RHO.clamp(max=1.0)),
     "grpo_finished": RHO * ~((UP & (RHO > 1.2)) | (DOWN & (RHO < 0.8))),
-    "grpo_top_entropy": RHO * ~((UP & (RHO > 1.2)) | (DOWN & (RHO < 0.8)))
+    "grpo_top_entropy": RHO
+    * ~((UP & (RHO > 1.2)) | (DOWN & (RHO < 0.8)))
     * (torch.arange(18) >= 0.8 * 17),
     "oapl": 2e-3 * (1 - 1e-3 * S.log() / A_T),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(

@@ -232,7 +232,11 @@ def test_knob_of_a_filter_acts():
     ("name", "overrides", "problem"),
     [
         ("grop", {}, "unknown recipe 'grop'; did you mean 'grpo'"),
-        ("grpo", {"epsilon_hihg": 0.3}, "epsilon_hihg is no knob of .*; did you mean 'epsilon_high'"),
+        (
+            "grpo",
+            {"epsilon_hihg": 0.3},
+            "epsilon_hihg is no knob of .*; did you mean 'epsilon_high'",
+        ),
         ("grpo", {"surrogate.epsilon_hihg": 0.3}, "surrogate.epsilon_hihg is no knob"),
         ("grpo", {"kl.epsilon_high": 0.3}, "kl.epsilon_high has no effect on recipe 'grpo'"),
         ("grpo", {"beta": -0.1}, "beta must be at least 0"),
@@ -241,8 +245,11 @@ def test_knob_of_a_filter_acts():
         ("dapo", {"kl": "k2"}, "kl has no effect on recipe 'dapo'"),
         ("dapo", {"kl_bound": 3.0}, "kl_bound has no effect on recipe 'dapo'"),
         ("grpo", {"correction": "truncated"}, "ratio already contains"),
-        ("rec_one_side_is", {"correction": "truncated", "mask.denominator": "pi_k"},
-         "ratio already contains"),
+        (
+            "rec_one_side_is",
+            {"correction": "truncated", "mask.denominator": "pi_k"},
+            "ratio already contains",
+        ),
         ("geppo", {"denominator": "pi_k"}, "clipped_exact clips around pi_k/alpha"),
         ("decoupled_ppo", {"denominator": "pi_k"}, "clipped_proportional clips around pi_k/alpha"),
         ("opmd_pairwise", {"correction": "truncated"}, "opmd_pairwise compares the completions"),
@@ -257,7 +264,11 @@ def test_knob_of_a_filter_acts():
         ("grpo", {"dual_clip": True}, "dual_clip = True: write a number"),
         ("grpo_masked", {"masked_count": 1}, "masked_count = 1: write true or false"),
         ("grpo", {"surrogate.ratio": 3}, r"ratio = 3: write one of \['token'"),
-        ("grpo", {"surrogate.ratio": "tokn"}, "unknown surrogate.ratio 'tokn'; did you mean 'token'"),
+        (
+            "grpo",
+            {"surrogate.ratio": "tokn"},
+            "unknown surrogate.ratio 'tokn'; did you mean 'token'",
+        ),
         ("grpo", {"surrogate": "none"}, "unknown surrogate 'none'"),
         ("grpo", {"filters": ["opms"]}, "unknown filters 'opms'; did you mean 'opsm'"),
         ("grpo", {"dual_clip": 1.1}, "dual_clip must be at least 1 . epsilon_high"),
@@ -269,7 +280,7 @@ def test_knob_of_a_filter_acts():
         ("grpo", {"epsilon_low": float("nan")}, "epsilon_low must be at least 0"),
     ],
     ids=lambda value: value if isinstance(value, str) and len(value) < 20 else "",
-)  # fmt: skip
+)
 def test_contradictory_overrides_of_a_recipe_are_rejected(name, overrides, problem):
     with pytest.raises(ValueError, match=problem):
         resolve(name, overrides)

@@ -145,11 +145,14 @@ def test_lambda_is_accepted_as_an_object():
             {"group"},
             False,  # a group is whole with all of its completions
         ),
-        (lambda x: x.logp * x.advantage * x.entropy * x.finished[x.completion],
-         {"entropy", "finished"}, True),
+        (
+            lambda x: x.logp * x.advantage * x.entropy * x.finished[x.completion],
+            {"entropy", "finished"},
+            True,
+        ),
     ],
     ids=["dppo", "nothing", "every completion", "pi_ref", "staleness", "groups", "entropy"],
-)  # fmt: skip
+)
 def test_inputs_of_an_own_loss_are_found_by_computing_it(recipe, reads, skips):
     resolved = resolve(recipe)
     assert resolved.required_inputs == reads
@@ -179,21 +182,27 @@ def test_own_mask_over_pi_k_is_found_to_be_inert():
         ("own_functions:infinite", {}, "is not finite"),
         ("own_functions:infinite_gradient", {}, "the gradient is not finite"),
         ("own_functions:knob_without_default", {}, "its knob 'width' needs a default"),
-        ("own_functions:dppo", {"delat": 0.1}, "delat is no knob of recipe .*; did you mean 'delta'"),
+        (
+            "own_functions:dppo",
+            {"delat": 0.1},
+            "delat is no knob of recipe .*; did you mean 'delta'",
+        ),
         ("own_functions:dppo", {"delta": "x"}, "delta = 'x': write a number"),
-        ("grpo", {"surrogate": "own_functions:NUMBER"}, "write one of .*, or package.module:function"),
-        ("grpo", {"advantage": "own_functions:advantage_of_groups"},
-         r"shape \[2\], not \[6\]"),
+        (
+            "grpo",
+            {"surrogate": "own_functions:NUMBER"},
+            "write one of .*, or package.module:function",
+        ),
+        ("grpo", {"advantage": "own_functions:advantage_of_groups"}, r"shape \[2\], not \[6\]"),
         ("grpo", {"advantage": "own_functions:infinite_advantage"}, "is not finite"),
-        ("grpo", {"reduction": "own_functions:scalar_reduction"},
-         r"shape \[\], not \[6\]"),
+        ("grpo", {"reduction": "own_functions:scalar_reduction"}, r"shape \[\], not \[6\]"),
         ("reinforce", {"mask": "own_functions:fails"}, "own_functions:fails: fails on small"),
         ("reinforce", {"filters": ["own_functions:fails"]}, "own_functions:fails: fails on small"),
         ("reinforce", {"filters": ["own_functions:summed"]}, r"own_functions:summed.*shape \[\]"),
         ("reinforce", {"mask": "own_functions:summed"}, r"own_functions:summed.*shape \[\]"),
     ],
     ids=lambda value: value if isinstance(value, str) and ":" in value and " " not in value else "",
-)  # fmt: skip
+)
 def test_own_function_that_does_not_compute_is_rejected(name, overrides, problem):
     with pytest.raises(ValueError, match=problem):
         resolve(name, overrides)

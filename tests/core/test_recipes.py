@@ -22,54 +22,172 @@ ROWS = pytest.mark.parametrize("name", sorted(RECIPES))
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("grpo", {"advantage": "normalized", "advantage.eps_std": 1e-4, "surrogate": "clipped",
-                  "surrogate.epsilon_low": 0.2, "surrogate.epsilon_high": 0.2, "beta": 0.04, "kl": "k3",
-                  "reduction": "sequence_mean", "surrogate.ratio": "token"}),
+        (
+            "grpo",
+            {
+                "advantage": "normalized",
+                "advantage.eps_std": 1e-4,
+                "surrogate": "clipped",
+                "surrogate.epsilon_low": 0.2,
+                "surrogate.epsilon_high": 0.2,
+                "beta": 0.04,
+                "kl": "k3",
+                "reduction": "sequence_mean",
+                "surrogate.ratio": "token",
+            },
+        ),
         ("grpo_masked", {"beta": 0.1, "reduction": "sequence_mean", "mask_zero_variance": True}),
-        ("off_policy_grpo_exact", {"surrogate": "clipped_exact", "beta": 0.1, "reduction": "sequence_mean"}),
+        (
+            "off_policy_grpo_exact",
+            {"surrogate": "clipped_exact", "beta": 0.1, "reduction": "sequence_mean"},
+        ),
         ("dr_grpo", {"advantage": "centered", "reduction": "constant_length", "beta": 0.0}),
-        ("dapo", {"surrogate.epsilon_low": 0.2, "surrogate.epsilon_high": 0.28, "mask_zero_variance": True,
-                  "reduction": "token_mean"}),
-        ("gspo", {"surrogate.ratio": "length_normalized", "surrogate.epsilon_low": 3e-4,
-                  "surrogate.epsilon_high": 4e-4}),
-        ("cispo", {"surrogate": "reinforce", "surrogate.weight": "capped_ratio",
-                   "surrogate.weight.epsilon_high": 4.0, "surrogate.mask": None}),
-        ("grpo_tis", {"surrogate.denominator": "pi_k", "correction": "truncated", "correction.cap": 2.0}),
+        (
+            "dapo",
+            {
+                "surrogate.epsilon_low": 0.2,
+                "surrogate.epsilon_high": 0.28,
+                "mask_zero_variance": True,
+                "reduction": "token_mean",
+            },
+        ),
+        (
+            "gspo",
+            {
+                "surrogate.ratio": "length_normalized",
+                "surrogate.epsilon_low": 3e-4,
+                "surrogate.epsilon_high": 4e-4,
+            },
+        ),
+        (
+            "cispo",
+            {
+                "surrogate": "reinforce",
+                "surrogate.weight": "capped_ratio",
+                "surrogate.weight.epsilon_high": 4.0,
+                "surrogate.mask": None,
+            },
+        ),
+        (
+            "grpo_tis",
+            {"surrogate.denominator": "pi_k", "correction": "truncated", "correction.cap": 2.0},
+        ),
         ("grpo_icepop", {"correction": "masked", "correction.floor": 0.5, "correction.cap": 5.0}),
-        ("rec_ring_is", {"surrogate.mask": "ring", "surrogate.weight": "importance",
-                         "surrogate.mask.epsilon_high": 0.2, "surrogate.mask.outer_high": 2.0}),
-        ("dppo_tv", {"surrogate.mask": "tv", "surrogate.mask.delta_low": 0.15, "surrogate.mask.delta_high": 0.15,
-                     "surrogate.weight": "importance", "advantage": "normalized", "reduction": "constant_length"}),
-        ("dppo_kl", {"surrogate.mask": "binary_kl", "surrogate.mask.delta_low": 0.05,
-                     "surrogate.mask.delta_high": 0.05, "reduction": "constant_length"}),
-        ("prime_rl", {"surrogate.mask": "tv", "surrogate.mask.delta_high": 0.2, "surrogate.regularizer": "opmd",
-                      "surrogate.regularizer.anchor": "alpha", "surrogate.regularizer.strength": 1e-3,
-                      "advantage": "centered", "reduction": "token_mean"}),
+        (
+            "rec_ring_is",
+            {
+                "surrogate.mask": "ring",
+                "surrogate.weight": "importance",
+                "surrogate.mask.epsilon_high": 0.2,
+                "surrogate.mask.outer_high": 2.0,
+            },
+        ),
+        (
+            "dppo_tv",
+            {
+                "surrogate.mask": "tv",
+                "surrogate.mask.delta_low": 0.15,
+                "surrogate.mask.delta_high": 0.15,
+                "surrogate.weight": "importance",
+                "advantage": "normalized",
+                "reduction": "constant_length",
+            },
+        ),
+        (
+            "dppo_kl",
+            {
+                "surrogate.mask": "binary_kl",
+                "surrogate.mask.delta_low": 0.05,
+                "surrogate.mask.delta_high": 0.05,
+                "reduction": "constant_length",
+            },
+        ),
+        (
+            "prime_rl",
+            {
+                "surrogate.mask": "tv",
+                "surrogate.mask.delta_high": 0.2,
+                "surrogate.regularizer": "opmd",
+                "surrogate.regularizer.anchor": "alpha",
+                "surrogate.regularizer.strength": 1e-3,
+                "advantage": "centered",
+                "reduction": "token_mean",
+            },
+        ),
         ("ipo_mask", {"surrogate.mask": "tv_two_side", "surrogate.mask.delta": 0.1}),
-        ("rollout_is", {"surrogate.mask": "two_side", "surrogate.weight": "importance", "advantage": "normalized"}),
+        (
+            "rollout_is",
+            {
+                "surrogate.mask": "two_side",
+                "surrogate.weight": "importance",
+                "advantage": "normalized",
+            },
+        ),
         ("decoupled_ppo", {"surrogate": "clipped_proportional", "reduction": "token_mean"}),
         ("a3po", {"surrogate": "clipped_by_staleness", "surrogate.epsilon_low": 0.2}),
-        ("m2po", {"surrogate": "unclipped", "filters": ["m2po"], "filters.m2po.tau": 0.04,
-                  "reduction": "sequence_mean", "advantage": "normalized"}),
-        ("m2po_released", {"surrogate.tau": 0.04, "surrogate.least_low": 0.3, "surrogate.least_high": 0.5,
-                           "reduction": "token_mean"}),
-        ("sapo", {"surrogate.weight.temperature_positive": 1.0, "surrogate.weight.temperature_negative": 1.05,
-                  "reduction": "sequence_mean"}),
-        ("vespo", {"surrogate.weight.power_positive": 2.0, "surrogate.weight.decay_positive": 3.0,
-                   "surrogate.weight.power_negative": 3.0, "surrogate.weight.decay_negative": 2.0,
-                   "reduction": "token_mean"}),
-        ("seq_tis", {"surrogate.weight": "capped_sequence", "surrogate.weight.cap": 8.0,
-                     "reduction": "sequence_mean"}),
+        (
+            "m2po",
+            {
+                "surrogate": "unclipped",
+                "filters": ["m2po"],
+                "filters.m2po.tau": 0.04,
+                "reduction": "sequence_mean",
+                "advantage": "normalized",
+            },
+        ),
+        (
+            "m2po_released",
+            {
+                "surrogate.tau": 0.04,
+                "surrogate.least_low": 0.3,
+                "surrogate.least_high": 0.5,
+                "reduction": "token_mean",
+            },
+        ),
+        (
+            "sapo",
+            {
+                "surrogate.weight.temperature_positive": 1.0,
+                "surrogate.weight.temperature_negative": 1.05,
+                "reduction": "sequence_mean",
+            },
+        ),
+        (
+            "vespo",
+            {
+                "surrogate.weight.power_positive": 2.0,
+                "surrogate.weight.decay_positive": 3.0,
+                "surrogate.weight.power_negative": 3.0,
+                "surrogate.weight.decay_negative": 2.0,
+                "reduction": "token_mean",
+            },
+        ),
+        (
+            "seq_tis",
+            {
+                "surrogate.weight": "capped_sequence",
+                "surrogate.weight.cap": 8.0,
+                "reduction": "sequence_mean",
+            },
+        ),
         ("opsm", {"filters": ["opsm"], "filters.opsm.denominator": "alpha", "beta": 0.0}),
         ("trm", {"filters": ["seq_max_k3"], "filters.seq_max_k3.denominator": "alpha"}),
-        ("oapl", {"advantage": "log_mean_exp", "advantage.strength": 1.0, "surrogate": "opmd_kimi",
-                  "surrogate.anchor": "alpha", "surrogate.strength": 1e-3}),
+        (
+            "oapl",
+            {
+                "advantage": "log_mean_exp",
+                "advantage.strength": 1.0,
+                "surrogate": "opmd_kimi",
+                "surrogate.anchor": "alpha",
+                "surrogate.strength": 1e-3,
+            },
+        ),
         ("tba", {"surrogate": "opmd_pairwise", "surrogate.anchor": "pi_ref"}),
         ("grpo_top_entropy", {"filters.top_entropy.share": 0.2}),
         ("online_dpo", {"surrogate.anchor": "pi_ref", "surrogate.strength": 0.1}),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
-)  # fmt: skip
+)
 def test_rows_have_the_published_numbers(name, expected):
     settings = resolve(name).settings
     assert {knob: settings[knob] for knob in expected} == expected
@@ -94,8 +212,18 @@ STEP_STATISTICS = {"m2po", "m2po_released", "grpo_top_entropy"}
     [
         pytest.param(
             lambda row: row.needs_old_logp,
-            {"off_policy_grpo_exact", "clipped_proportional", "geppo", "decoupled_ppo", "grpo_recomputed", "grpo_tis",
-             "grpo_tis_sequence", "grpo_mis_sequence", "grpo_icepop", "opmd_pairwise"},
+            {
+                "off_policy_grpo_exact",
+                "clipped_proportional",
+                "geppo",
+                "decoupled_ppo",
+                "grpo_recomputed",
+                "grpo_tis",
+                "grpo_tis_sequence",
+                "grpo_mis_sequence",
+                "grpo_icepop",
+                "opmd_pairwise",
+            },
             id="pi_k",
         ),
         pytest.param(
@@ -103,8 +231,20 @@ STEP_STATISTICS = {"m2po", "m2po_released", "grpo_top_entropy"}
         ),
         pytest.param(
             lambda row: not row.needs_rollout_logp,
-            {"reinforce", "stale_reinforce", "grpo_recomputed", "rloo", "asymre", "red_drop", "red_weight", "opmd_kimi",
-             "opmd_pairwise", "positive_only", "tba"} | PREFERENCES,
+            {
+                "reinforce",
+                "stale_reinforce",
+                "grpo_recomputed",
+                "rloo",
+                "asymre",
+                "red_drop",
+                "red_weight",
+                "opmd_kimi",
+                "opmd_pairwise",
+                "positive_only",
+                "tba",
+            }
+            | PREFERENCES,
             id="not alpha",
         ),
         pytest.param(
@@ -120,12 +260,23 @@ STEP_STATISTICS = {"m2po", "m2po_released", "grpo_top_entropy"}
         ),
         pytest.param(
             lambda row: not row.skips_zero_advantage,
-            WITH_KL | STEP_STATISTICS | PREFERENCES
-            | {"asymre", "opmd", "prime_rl", "ipo_mask", "opmd_kimi", "opmd_pairwise", "oapl", "tba"},
+            WITH_KL
+            | STEP_STATISTICS
+            | PREFERENCES
+            | {
+                "asymre",
+                "opmd",
+                "prime_rl",
+                "ipo_mask",
+                "opmd_kimi",
+                "opmd_pairwise",
+                "oapl",
+                "tba",
+            },
             id="completions of advantage 0",
         ),
     ],
-)  # fmt: skip
+)
 def test_rows_read_what_their_formulas_need(is_needed, rows):
     assert {name for name in RECIPES if is_needed(resolve(name))} == rows
 
@@ -310,7 +461,9 @@ def of_high_entropy(x: LossInputs, lengths_C: Tensor) -> Tensor:
 AT_PI_EQUAL_ALPHA = {  # if it is not A itself
     "asymre": of_tokens(lambda A_C, length_C: A_C + 0.1),
     "red_weight": of_tokens(lambda A_C, length_C: A_C * A_C.exp()),
-    "unclipped": of_tokens(lambda A_C, length_C: A_C * length_C),  # every token has the ratio of the sequence
+    "unclipped": of_tokens(
+        lambda A_C, length_C: A_C * length_C
+    ),  # every token has the ratio of the sequence
     "opmd_kimi": of_tokens(lambda A_C, length_C: 2 * 0.1 * A_C),
     "oapl": of_tokens(lambda A_C, length_C: 2 * 1e-3 * A_C),
     "opmd_pairwise": of_tokens(lambda A_C, length_C: 2 * 0.1 * of_group_mean(A_C)),
@@ -319,7 +472,7 @@ AT_PI_EQUAL_ALPHA = {  # if it is not A itself
     "online_ipo": of_tokens(lambda A_C, length_C: 2 / (2 * 0.1) * of_pairs(A_C)),
     "grpo_top_entropy": of_high_entropy,
     "grpo_finished": lambda x, lengths_C: x.advantage * x.finished[x.completion],
-}  # fmt: skip
+}
 
 
 @ROWS
@@ -430,8 +583,9 @@ def test_fixed_bound_on_the_ratio_of_a_completion_is_a_filter_by_length():
         log_ratio_T = 0.031 * torch.randn(400 * length, generator=generator, dtype=torch.float64)
         completion_T = torch.arange(400).repeat_interleave(length)
         x = inputs(log_ratio_T, torch.zeros_like(log_ratio_T), completion=completion_T)
-        recipe = resolve("rec_two_side_nois", {"mask.ratio": "sequence", "epsilon_low": 0.5,
-                                               "epsilon_high": 1.0})  # fmt: skip
+        recipe = resolve(
+            "rec_two_side_nois", {"mask.ratio": "sequence", "epsilon_low": 0.5, "epsilon_high": 1.0}
+        )
         kept[length] = float((recipe.value(x) != 0).double().mean())
     assert kept[100] > 0.95
     assert kept[6332] == pytest.approx(0.22, abs=0.05)

@@ -134,9 +134,11 @@ def test_vespo_weighs_whole_completions_and_limits_their_log_ratio():
 def test_topr_with_the_ratio_of_tokens_differs_from_topr_inside_a_completion_alone():
     log_ratio_T = tensor([0.5, 4.0, 0.5]).log().double()
     x = inputs(
-        (log_ratio_T - 3).requires_grad_(), torch.full((3,), -3.0).double(), A=[-1.0, -1.0],
+        (log_ratio_T - 3).requires_grad_(),
+        torch.full((3,), -3.0).double(),
+        A=[-1.0, -1.0],
         completion=[0, 0, 1],
-    )  # fmt: skip
+    )
     of_tokens = gradient_of(resolve("topr_token").value(x).sum(), x)
     of_completions = gradient_of(resolve("topr").value(x).sum(), x)
     assert_close(of_tokens, tensor([-0.5, -1.0, -0.5]).double())

@@ -176,10 +176,16 @@ def _stack(decoder: Any, panels: Any) -> kernels.Stack:
     qkv, output, _, down = panels.layers[0]
     d = layers[0].self_attn.head_dim
     return kernels.Stack(
-        fields, width=qkv.k, inner=down.k, heads=output.k // d, kv_heads=(qkv.n - output.k) // (2 * d), d=d,
-        rank=max(p.rank for four in panels.layers for p in four), scaling=layers[0].self_attn.scaling,
+        fields,
+        width=qkv.k,
+        inner=down.k,
+        heads=output.k // d,
+        kv_heads=(qkv.n - output.k) // (2 * d),
+        d=d,
+        rank=max(p.rank for four in panels.layers for p in four),
+        scaling=layers[0].self_attn.scaling,
         eps=layers[0].input_layernorm.variance_epsilon,
-    )  # fmt: skip
+    )
 
 
 def _norms(layer: Any) -> tuple[Any, ...]:

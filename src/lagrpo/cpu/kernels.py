@@ -67,10 +67,21 @@ def norm_backward(
         grad_y.contiguous(),
         None if grad_total is None else grad_total.contiguous(),
     )
-    call("norm_backward", _NormBackward(
-        rows=rows, width=width, slices=slices, x=x, weight=weight, grad_y=grad_y, grad_total=grad_total, rstd=rstd,
-        grad_x=grad_x, grad_weight=grad_weight,
-    ))  # fmt: skip
+    call(
+        "norm_backward",
+        _NormBackward(
+            rows=rows,
+            width=width,
+            slices=slices,
+            x=x,
+            weight=weight,
+            grad_y=grad_y,
+            grad_total=grad_total,
+            rstd=rstd,
+            grad_x=grad_x,
+            grad_weight=grad_weight,
+        ),
+    )
     return grad_x, grad_weight[:, :width].sum(0).to(weight.dtype)
 
 
@@ -95,9 +106,20 @@ def rotary(x: Tensor, cosine: Tensor, sine: Tensor, back: bool = False) -> Tenso
     """x [n, heads, d] turned by the angles of [n, d], or turned `back`; d a multiple of 2 VECTOR."""
     rows, heads, d = x.shape
     y, sign = x.new_empty(x.shape), -1.0 if back else 1.0
-    call("rotary", _Rotary(
-        rows=rows, heads=heads, d=d, stride=x.stride(0), x=x, cosine=cosine, sine=sine, y=y, sign=sign,
-    ))  # fmt: skip
+    call(
+        "rotary",
+        _Rotary(
+            rows=rows,
+            heads=heads,
+            d=d,
+            stride=x.stride(0),
+            x=x,
+            cosine=cosine,
+            sine=sine,
+            y=y,
+            sign=sign,
+        ),
+    )
     return y
 
 
@@ -147,17 +169,36 @@ def attention(
         transposed(key),
         paired(value),
     )
-    call("attention", _Attention(
-        count=len(row.segments), heads=heads, kv_heads=key.shape[1], d=d, stride=keys.shape[2],
-        segments=row.segments, q=query, k_t=keys, v=values, out=out, lse=lse, scaling=scaling,
-    ))  # fmt: skip
+    call(
+        "attention",
+        _Attention(
+            count=len(row.segments),
+            heads=heads,
+            kv_heads=key.shape[1],
+            d=d,
+            stride=keys.shape[2],
+            segments=row.segments,
+            q=query,
+            k_t=keys,
+            v=values,
+            out=out,
+            lse=lse,
+            scaling=scaling,
+        ),
+    )
     return out, lse
 
 
 def attention_backward(
-    row: Any, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor,
+    row: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    grad_out: Tensor,
     scaling: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value of `attention`, from what it was given and returned."""
     (_, heads, d), kv_heads = query.shape, key.shape[1]
     grad_query = torch.empty_like(query)
@@ -165,11 +206,29 @@ def attention_backward(
         torch.zeros(t.shape, dtype=torch.float32, device="cpu") for t in (key, value)
     )
     pairs, keys, values = paired(key), transposed(key), transposed(value)
-    call("attention_backward", _AttentionBackward(
-        n_groups=len(row.groups) - 1, heads=heads, kv_heads=kv_heads, d=d, stride=keys.shape[2],
-        groups=row.groups, segments=row.segments, q=query, k=pairs, k_t=keys, v_t=values, out=out,
-        grad_out=grad_out, lse=lse, grad_q=grad_query, grad_k=grad_key, grad_v=grad_value, scaling=scaling,
-    ))  # fmt: skip
+    call(
+        "attention_backward",
+        _AttentionBackward(
+            n_groups=len(row.groups) - 1,
+            heads=heads,
+            kv_heads=kv_heads,
+            d=d,
+            stride=keys.shape[2],
+            groups=row.groups,
+            segments=row.segments,
+            q=query,
+            k=pairs,
+            k_t=keys,
+            v_t=values,
+            out=out,
+            grad_out=grad_out,
+            lse=lse,
+            grad_q=grad_query,
+            grad_k=grad_key,
+            grad_v=grad_value,
+            scaling=scaling,
+        ),
+    )
     return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype)
 
 
@@ -177,8 +236,9 @@ def attention_backward(
 
 _Active = struct(
     "n_groups own_batch own_capacity prompt_capacity",
-    "groups members prompts lengths caches own_keys own_values prompt_keys prompt_values", half="",
-)  # fmt: skip
+    "groups members prompts lengths caches own_keys own_values prompt_keys prompt_values",
+    half="",
+)
 _NewTokens = struct("heads kv_heads d v_stride", "q k v out", "scaling")
 _Stack = struct("count width inner heads kv_heads d rank", "layers", "scaling eps", half="")
 
@@ -207,11 +267,20 @@ class Active:
     def in_c(self, layer: int = 0) -> Arguments:
         """With the caches from `layer` on."""
         return _Active(
-            n_groups=len(self.prompts), own_batch=self.own_keys.shape[1], own_capacity=self.own_keys.shape[4],
-            prompt_capacity=self.prompt_keys.shape[4], groups=self.groups, members=self.members, prompts=self.prompts,
-            lengths=self.lengths, caches=self.caches, own_keys=self.own_keys[layer], own_values=self.own_values[layer],
-            prompt_keys=self.prompt_keys[layer], prompt_values=self.prompt_values[layer],
-        )  # fmt: skip
+            n_groups=len(self.prompts),
+            own_batch=self.own_keys.shape[1],
+            own_capacity=self.own_keys.shape[4],
+            prompt_capacity=self.prompt_keys.shape[4],
+            groups=self.groups,
+            members=self.members,
+            prompts=self.prompts,
+            lengths=self.lengths,
+            caches=self.caches,
+            own_keys=self.own_keys[layer],
+            own_values=self.own_values[layer],
+            prompt_keys=self.prompt_keys[layer],
+            prompt_values=self.prompt_values[layer],
+        )
 
 
 def decode(
@@ -223,10 +292,21 @@ def decode(
     heads, d = query.shape[1:]
     value = value if value.stride()[1:] == (d, 1) else value.contiguous()
     out = torch.empty_like(query)
-    call("decode", active.in_c(layer), _NewTokens(
-        heads=heads, kv_heads=key.shape[1], d=d, v_stride=value.stride(0), q=query, k=key, v=value, out=out,
-        scaling=scaling,
-    ))  # fmt: skip
+    call(
+        "decode",
+        active.in_c(layer),
+        _NewTokens(
+            heads=heads,
+            kv_heads=key.shape[1],
+            d=d,
+            v_stride=value.stride(0),
+            q=query,
+            k=key,
+            v=value,
+            out=out,
+            scaling=scaling,
+        ),
+    )
     return out
 
 

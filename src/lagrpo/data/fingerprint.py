@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from lagrpo.rollout.episodes import OF_RUN
+from lagrpo.rollout.episodes import MAIN_TASK
 from lagrpo.tasks import RowTask, Task
 from lagrpo.types import Prompt
 
@@ -29,15 +29,15 @@ def digest_places(
 ) -> Digests:
     """The digests of all rows of a run, by place: "train split", say.
 
-    tasks: the run's task (OF_RUN), and those of evaluation sets, by name; their test splits count if the run
+    tasks: the run's task (MAIN_TASK), and those of evaluation sets, by name; their test splits count if the run
     `evaluates`. A task that is not made of rows has none: only its prompts count. records: the rows of offline data.
     """
     places = {"offline data": digest_rows(records)} if records else {}
     for name, task in tasks.items():
         if not isinstance(task, RowTask):
             continue
-        of_set = "" if name == OF_RUN else f" of evaluation set {name}"
-        splits = ["train"] if name == OF_RUN else []
+        of_set = "" if name == MAIN_TASK else f" of evaluation set {name}"
+        splits = ["train"] if name == MAIN_TASK else []
         splits += ["test"] if evaluates else []
         places |= {f"{split} split{of_set}": digest_rows(task.rows[split]) for split in splits}
     return places

@@ -47,9 +47,17 @@ class OfflineData:
     line, for a row that cannot be used, and if no completions are left."""
 
     def __init__(
-        self, records: Sequence[Row], policy: Policy, G: int, seed: int, *, system_prompt: str | None = None,
-        max_prompt_tokens: int = 10**9, max_completion_tokens: int = 10**9, reads_logp: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        records: Sequence[Row],
+        policy: Policy,
+        G: int,
+        seed: int,
+        *,
+        system_prompt: str | None = None,
+        max_prompt_tokens: int = 10**9,
+        max_completion_tokens: int = 10**9,
+        reads_logp: bool = False,
+    ) -> None:
         self.seed, self.left_out, self.files = (
             seed,
             Counter[str](),

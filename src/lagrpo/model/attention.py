@@ -51,10 +51,18 @@ def register() -> None:
 
 
 def shared_prefix_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-    scaling: float | None = None, layout: Layout | None = None, sliding_window: int | None = None,
-    softcap: float | None = None, s_aux: Tensor | None = None, **_: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    layout: Layout | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
     """The function that transformers calls in each layer: query [1, Hq, rows, D], key and value [1, Hkv, rows, D] ->
     ([1, rows, Hq, D], None). Raises ValueError for a call without a layout, and for what this attention lacks."""
     if layout is None:

@@ -20,7 +20,7 @@ from lagrpo.cpu import autograd, kernels, library
 from lagrpo.cpu.decoder import FusedDecoder, is_reproduced
 from lagrpo.cpu.library import ISA, LEVELS, NoKernels, cpu_flags, isa_level
 from lagrpo.cpu.panels import AdaptedPanels, BorrowedPanels, OwnPanels, chosen_products, joined
-from lagrpo.errors import SettingsError, refusing
+from lagrpo.errors import SettingsError, as_settings_error
 from lagrpo.model import attention, logprobs
 from lagrpo.model.attention import Shape, takes_varlen
 from lagrpo.model.layout import PackedLayout
@@ -172,7 +172,7 @@ def pick_dtype(
     """The dtype of a setting on a device, and why: bfloat16 if the device has products of it, else float32."""
     if dtype == "float32":
         return dtype, "as set"
-    with refusing("", NoKernels):
+    with as_settings_error("", NoKernels):
         multiplies, why = multiplies_bfloat16(device)
     if dtype == "bfloat16":
         return dtype, "as set" if multiplies else f"as set, although {why}"

@@ -78,11 +78,14 @@ class PackedLayout:
             bounds.append(len(segments))
             longest = max(longest, prompt_length + max(lengths, default=0))
         return PackedLayout(
-            rows=row, longest=longest, position_ids=torch.cat(positions).to(device),
+            rows=row,
+            longest=longest,
+            position_ids=torch.cat(positions).to(device),
             logit_rows=torch.cat(logit_rows).to(device),
             last_prompt_rows=torch.tensor(last_prompt_rows, dtype=torch.long).to(device),
-            segments=torch.tensor(segments, dtype=torch.long).view(-1, 4), groups=torch.tensor(bounds),
-        )  # fmt: skip
+            segments=torch.tensor(segments, dtype=torch.long).view(-1, 4),
+            groups=torch.tensor(bounds),
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from lagrpo.errors import one_line, one_line_errors, refusing
+from lagrpo.errors import as_settings_error, one_line, one_line_errors
 from lagrpo.model import attention
 from lagrpo.model.backend import Backend, Choice
 from lagrpo.model.directory import naming_damage
@@ -43,10 +43,15 @@ ATTENTION_TOLERANCE = {
 
 
 def load_policy(
-    path: str, dtype: torch.dtype, device: torch.device | str = "cpu", tau: float = 1.0,
-    chat_template: str | None = None, backend: Backend | Choice = "auto", lora: Lora | None = None,
+    path: str,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    tau: float = 1.0,
+    chat_template: str | None = None,
+    backend: Backend | Choice = "auto",
+    lora: Lora | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
-) -> Policy:  # fmt: skip
+) -> Policy:
     """Load a policy from a hub id or a directory. `lora`: the adapters that the model gets; a directory of adapters has
     its own. Raises ValueError or OSError."""
     if is_adapter(path):
@@ -54,7 +59,7 @@ def load_policy(
     else:
         lm, tokenizer = load_model(path, dtype, device)
         if lora is not None:
-            with refusing("model.lora_r"):
+            with as_settings_error("model.lora_r"):
                 attach_lora(lm, lora)
     if chat_template is not None:
         tokenizer.chat_template = chat_template
@@ -106,7 +111,7 @@ def load_adapted(
     with one_line_errors(f"{base}, the model of the adapter {adapter}, cannot be loaded"):
         lm, tokenizer = load_model(resolve_model(base), dtype, device)
     layers = tuple(sorted({name.rpartition(".lora_")[0] for name in weights}))
-    with refusing(f"the adapter {adapter}"):
+    with as_settings_error(f"the adapter {adapter}"):
         attach_lora(lm, replace(lora, targets=layers))
     trained_weights(lm).load(weights, 0)
     return lm, tokenizer

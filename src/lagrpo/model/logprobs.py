@@ -44,9 +44,15 @@ Product = Callable[[Tensor, Tensor], Tensor]  # (rows [n, H], where the result g
 
 
 def token_logp(
-    hidden_TH: Tensor, head: nn.Linear, token_ids_T: Tensor, tau: float, entropy_T: Tensor | None = None,
-    by_kernels: bool = False, product: Product | None = None, sizes: Chunks | None = None,
-) -> Tensor:  # fmt: skip
+    hidden_TH: Tensor,
+    head: nn.Linear,
+    token_ids_T: Tensor,
+    tau: float,
+    entropy_T: Tensor | None = None,
+    by_kernels: bool = False,
+    product: Product | None = None,
+    sizes: Chunks | None = None,
+) -> Tensor:
     """log softmax(head(hidden) / tau)[token] for each row: float32 [T], nats, differentiable in hidden and the head's
     parameters. `entropy_T`, float32 [T], is filled with the entropy of each softmax, nats, without a gradient.
     `product` computes the logits instead of PyTorch's product. `sizes`: other chunks than the device's."""

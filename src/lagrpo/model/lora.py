@@ -135,11 +135,16 @@ def save_adapter(lm: Any, weights: Mapping[str, Tensor], directory: Path) -> Non
     first = next(iter(layers.values()))
     r = first.lora_A.shape[0]
     config = {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "inference_mode": True, "bias": "none", "lora_dropout": 0.0,
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "inference_mode": True,
+        "bias": "none",
+        "lora_dropout": 0.0,
         "base_model_name_or_path": str(base.absolute()) if base.is_dir() else lm.name_or_path,
-        "r": r, "lora_alpha": first.scale * r,
+        "r": r,
+        "lora_alpha": first.scale * r,
         "target_modules": sorted({layer.rpartition(".")[2] for layer in layers}),
-    }  # fmt: skip
+    }
     directory.mkdir(parents=True, exist_ok=True)
     (directory / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
     given = {

@@ -92,8 +92,13 @@ class LlmJudge:
             "messages": [{"role": "user", "content": asked}],
             **self.body,
         }
-        retry = urllib3.Retry(self.retries, status_forcelist=(408, 429, 500, 502, 503, 504), allowed_methods=None,
-                              backoff_factor=0.25, backoff_jitter=0.25)  # fmt: skip
+        retry = urllib3.Retry(
+            self.retries,
+            status_forcelist=(408, 429, 500, 502, 503, 504),
+            allowed_methods=None,
+            backoff_factor=0.25,
+            backoff_jitter=0.25,
+        )
         url, said = f"{self.url.rstrip('/')}/chat/completions", ""
         try:
             reply = _http.request(

@@ -300,9 +300,14 @@ class RewardPool(WorkerPool):
     most this share of a batch's completions without a reward."""
 
     def __init__(
-        self, rewards: Callable[..., Any] | Rewards, *, deadline: float = 5.0, workers: int | None = None,
-        memory: float = 4.0, max_without_reward: float = 0.5,
-    ) -> None:  # fmt: skip
+        self,
+        rewards: Callable[..., Any] | Rewards,
+        *,
+        deadline: float = 5.0,
+        workers: int | None = None,
+        memory: float = 4.0,
+        max_without_reward: float = 0.5,
+    ) -> None:
         self._rewards, self._deadline, self._share = (
             Rewards.from_reward(rewards),
             deadline,

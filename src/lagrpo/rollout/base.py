@@ -4,7 +4,7 @@ last sync and stamps their version on every token:
     sync_weights(weights, version)   load π_version; returns the cost as metrics
     sample(requests, G, params)      one group for each request, as they end; evaluations have their own params
     version, current_weights()       of the last sync
-    spans                            whether weights may be synced while completions are in flight
+    syncs_in_flight                            whether weights may be synced while completions are in flight
     pop_metrics(), close()
 """
 

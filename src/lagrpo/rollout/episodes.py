@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lagrpo.errors import refusing
+from lagrpo.errors import as_settings_error
 from lagrpo.model.chat import OPENING, Chat, Replies, RewritingError, TemplateError
 from lagrpo.rewards.pool import Job, WorkerPool
 from lagrpo.settings.schema import Settings
@@ -18,7 +18,7 @@ from lagrpo.tasks import Key, Task, environment_of
 from lagrpo.tasks.environments import Tools, system_text, take_turn
 from lagrpo.types import Outcome, Prompt
 
-OF_RUN = ""
+MAIN_TASK = ""
 """Name of the environment of the run's task; an evaluation set's environment has the set's name."""
 
 
@@ -51,7 +51,7 @@ def build_episodes(settings: Settings, task: Task, chat: Chat) -> Episodes | Non
     make, tools = environment_of(task), None
     if make is None:
         return None
-    with refusing("task", TypeError, TemplateError):
+    with as_settings_error("task", TypeError, TemplateError):
         if isinstance(make, Tools):
             tools = make.schemas()
             opening = chat.render(OPENING, tools)

@@ -61,12 +61,17 @@ class LocalSampler:
     """Samples with its own policy (a copy of the one that learns): at most `max_num_seqs` completions at a time, each
     of at most `max_tokens` tokens, at temperature `tau` (the policy's unless given)."""
 
-    spans = False
+    syncs_in_flight = False
 
     def __init__(
-        self, policy: Policy, seed: int, max_tokens: int, max_num_seqs: int, tau: float | None = None,
+        self,
+        policy: Policy,
+        seed: int,
+        max_tokens: int,
+        max_num_seqs: int,
+        tau: float | None = None,
         episodes: Episodes | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.policy, self.model, self.seed, self.max_num_seqs = (
             policy,
             policy.model,

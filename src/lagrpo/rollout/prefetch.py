@@ -58,7 +58,7 @@ class Prefetcher:
 
     def before_sync(self) -> None:
         """Complete everything that was submitted, unless the sampler allows a weight sync in the middle of it."""
-        if not self._sampler.spans:
+        if not self._sampler.syncs_in_flight:
             self.finish()
 
     def on_sync(self, version: int) -> None:

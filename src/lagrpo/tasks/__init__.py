@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol, get_origin, runtime_checkable
 
 from lagrpo.core.references import describe_raised
-from lagrpo.errors import refusing, suggest
+from lagrpo.errors import as_settings_error, suggest
 from lagrpo.rewards.reward import OWN, REWARDS, Rewards, check_rewards, load_function, load_rewards
 from lagrpo.types import Prompt
 
@@ -152,7 +152,7 @@ def drop_overlong(task: Task, rollout: Any, chat: Any) -> Task:
         kept = []
         for index in range(len(rows)):
             prompt = task.prompt(split, index)
-            with refusing(name_prompt(task, split, index, prompt)):
+            with as_settings_error(name_prompt(task, split, index, prompt)):
                 if len(chat.tokenize(prompt).token_ids) <= limit:
                     kept.append(index)
         if dropped := len(rows) - len(kept):

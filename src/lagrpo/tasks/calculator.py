@@ -16,15 +16,22 @@ from lagrpo.tasks.numbers import evaluate
 
 EXAMPLES = (27, 34), (615, 8), (90, 471)
 OPERATIONS: dict[type, Any] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
-    ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
-}  # fmt: skip
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
 
 
 def load(
-    seed: int, *, operations: tuple[Literal["+", "-", "*"], ...] = ("*",), digits: Literal[1, 2, 3, 4] = 3,
+    seed: int,
+    *,
+    operations: tuple[Literal["+", "-", "*"], ...] = ("*",),
+    digits: Literal[1, 2, 3, 4] = 3,
     examples: Literal[0, 1, 2, 3] = 2,
-) -> RowTask:  # fmt: skip
+) -> RowTask:
     """The task with problems of this seed, as in arithmetic, and so many solved examples before each."""
     rows = arithmetic.load(seed, operations=operations, digits=digits).rows
     tools = Tools({"calculate": calculate}, arithmetic.score)

@@ -15,7 +15,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from lagrpo.errors import refusing, visible
+from lagrpo.errors import as_settings_error, visible
 from lagrpo.runs import reading
 from lagrpo.runs.directory import Run
 from lagrpo.runs.rollouts import reward_columns
@@ -38,7 +38,7 @@ def show(
         raise reading.RunNotFoundError(
             f"{run.path} has no rollouts yet: its first batch is not finished"
         )
-    with refusing():
+    with as_settings_error():
         rows = reading.load_rollouts(run, [batches[-1] if batch is None else batch])
         scale = reading.load_reward_range(run)
         results = [Text(line, style="dim") for line in result_lines(reading.load_evaluations(run))]
@@ -185,7 +185,7 @@ def show_recipe(name: str, console: Console | None = None) -> None:
     """One recipe: formula, source, settings, code. Raises SettingsError for an unknown one."""
     from lagrpo.core.recipes import resolve
 
-    with refusing():
+    with as_settings_error():
         recipe = resolve(name)
     console = console or Console()
     settings = []

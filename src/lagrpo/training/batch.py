@@ -132,9 +132,13 @@ class MicroBatch:
 
 
 def micro_batches(
-    batch: Batch, tokens: int, device: torch.device | str = "cpu", whole_groups: bool = False,
-    skip_zero_advantage: bool = False, ranks: Ranks | None = None,
-) -> list[MicroBatch]:  # fmt: skip
+    batch: Batch,
+    tokens: int,
+    device: torch.device | str = "cpu",
+    whole_groups: bool = False,
+    skip_zero_advantage: bool = False,
+    ranks: Ranks | None = None,
+) -> list[MicroBatch]:
     """Completions with a weight, packed group by group into rows of at most `tokens` tokens; a longer completion has a
     row to itself. A group that does not fit is cut, or with `whole_groups` has a longer row. `skip_zero_advantage`
     leaves completions without a gradient out; they still count in the weights of the others. Each of several `ranks`
@@ -145,9 +149,12 @@ def micro_batches(
 
 
 def left_out(
-    batch: Batch, tokens: int, device: torch.device | str = "cpu", skip_zero_advantage: bool = False,
+    batch: Batch,
+    tokens: int,
+    device: torch.device | str = "cpu",
+    skip_zero_advantage: bool = False,
     ranks: Ranks | None = None,
-) -> list[MicroBatch]:  # fmt: skip
+) -> list[MicroBatch]:
     """The scored completions with a known log α that `micro_batches` leaves out, for metrics."""
     return _pack_rows(
         batch,
@@ -164,9 +171,13 @@ def _computed(batch: Batch, skip_zero_advantage: bool) -> Tensor:
 
 
 def _pack_rows(
-    batch: Batch, wanted_C: Tensor, tokens: int, device: torch.device | str, ranks: Ranks | None,
+    batch: Batch,
+    wanted_C: Tensor,
+    tokens: int,
+    device: torch.device | str,
+    ranks: Ranks | None,
     whole_groups: bool = False,
-) -> list[MicroBatch]:  # fmt: skip
+) -> list[MicroBatch]:
     rows, known_C, ranks = list[list[list[int]]](), batch.has_logp_alpha(), ranks or Ranks()
     if ranks.size > 1:  # no piece is larger than a rank's even share
         total = sum(_cost(batch, piece) for piece in _pieces(batch, wanted_C, sys.maxsize))

@@ -18,7 +18,7 @@ from lagrpo.cpu.library import NoKernels
 from lagrpo.data.fingerprint import Digests, check_places, digest_places, digest_visited
 from lagrpo.data.offline import OfflineData, read_records
 from lagrpo.data.prompts import PromptSource
-from lagrpo.errors import SettingsError, refusing
+from lagrpo.errors import SettingsError, as_settings_error
 from lagrpo.model.backend import choose_backend, chosen_kernels, pick_device, pick_dtype
 from lagrpo.model.chat import Chat
 from lagrpo.model.embedded import is_adapter, resolve_model
@@ -30,7 +30,7 @@ from lagrpo.rewards import builtin
 from lagrpo.rewards.pool import RewardPool
 from lagrpo.rewards.reward import Rewards
 from lagrpo.rollout.base import Request
-from lagrpo.rollout.episodes import OF_RUN, Episodes, build_episodes, max_reply_tokens
+from lagrpo.rollout.episodes import MAIN_TASK, Episodes, build_episodes, max_reply_tokens
 from lagrpo.rollout.local import LocalSampler
 from lagrpo.rollout.prefetch import Prefetcher
 from lagrpo.rollout.schedule import LoopState, Schedule, SyncDecision
@@ -68,7 +68,7 @@ class TrainerComponents:
     settings: Settings
     tasks: Mapping[
         str, TaskSetup
-    ]  # of the run (OF_RUN), and of evaluation sets with their own, by name
+    ]  # of the run (MAIN_TASK), and of evaluation sets with their own, by name
     own_task: bool  # the caller gave the run's task as an object
     model: str  # the fingerprint of the initial weights
     data: Digests
@@ -102,14 +102,14 @@ class TrainerComponents:
         ranks = ranks or Ranks()
         with ExitStack() as undo:
             loaded = load_tasks(settings, task)
-            with refusing("offline.data"):
+            with as_settings_error("offline.data"):
                 records = read_records(settings.offline.data) if settings.offline.data else []
                 check_logp(
                     recipe,
                     not records or any(row.get("rollout_logprobs") is not None for row in records),
                 )
             places = digest_places(loaded, records, settings.eval.takes_place)
-            with refusing():
+            with as_settings_error():
                 check_places(recorded or {}, places)
             replied = max_reply_tokens(settings, *loaded.values())
             if ranks.is_first:
@@ -118,19 +118,19 @@ class TrainerComponents:
             s, seed = settings.rollout, settings.run.seed
             policy = build_policy(settings.model, s.temperature, settings.longest + replied, seed)
             now = datetime.now(UTC).isoformat(timespec="seconds")
-            moment = datetime.fromisoformat(ranks.from_first(lambda: started or now))
+            moment = datetime.fromisoformat(ranks.on_rank0(lambda: started or now))
             policy = replace(policy, chat=replace(policy.chat, started=moment))
             model = check_same_model(ranks, fingerprint(policy.all_weights))
             tasks = set_up_tasks(settings, loaded, policy, undo)
-            prompts = tasks[OF_RUN].prompts
-            with refusing("task"):
+            prompts = tasks[MAIN_TASK].prompts
+            with as_settings_error("task"):
                 prompts.check(settings.schedule.batches)
                 if ranks.is_first:
                     first_prompt = prompts.check_prompts(1)[0].prompt
-                    warn_of_formats(tasks[OF_RUN].task.reward, first_prompt, policy.chat)
+                    warn_of_formats(tasks[MAIN_TASK].task.reward, first_prompt, policy.chat)
             data = {"places": places, "visited": digest_visited(prompts.visited)}
             offline = build_offline(settings, recipe, policy, records) if records else None
-            sampler = build_sampler(settings, policy, servers, tasks[OF_RUN].episodes, ranks)
+            sampler = build_sampler(settings, policy, servers, tasks[MAIN_TASK].episodes, ranks)
             share = ranks.share
             if s.engine == "vllm":
                 share = lambda requests: list(requests) if ranks.is_first else []  # noqa: E731
@@ -141,17 +141,32 @@ class TrainerComponents:
             if isinstance(evaluator, fsdp.EvaluationSampler):
                 evaluator.source = trainer.policy
             return TrainerComponents(
-                settings=settings, tasks=tasks, own_task=task is not None, model=model, data=data, trainer=trainer,
-                sampler=sampler, evaluator=evaluator, share=share, offline=offline, ranks=ranks, skeleton=skeleton,
-                prefetcher=Prefetcher(sampler, lambda b: share(prompts.batch(b)), s.num_generations),
-                schedule=Schedule(settings.schedule.kind, settings.schedule.v, settings.schedule.sync_at_kl),
-                check_weight_sync=build_weight_sync_check(trainer.policy, prompts, sampler), processes=undo.pop_all(),
-            )  # fmt: skip
+                settings=settings,
+                tasks=tasks,
+                own_task=task is not None,
+                model=model,
+                data=data,
+                trainer=trainer,
+                sampler=sampler,
+                evaluator=evaluator,
+                share=share,
+                offline=offline,
+                ranks=ranks,
+                skeleton=skeleton,
+                prefetcher=Prefetcher(
+                    sampler, lambda b: share(prompts.batch(b)), s.num_generations
+                ),
+                schedule=Schedule(
+                    settings.schedule.kind, settings.schedule.v, settings.schedule.sync_at_kl
+                ),
+                check_weight_sync=build_weight_sync_check(trainer.policy, prompts, sampler),
+                processes=undo.pop_all(),
+            )
 
     @property
     def main(self) -> TaskSetup:
         """The task that the run trains on; evaluation sets may have others."""
-        return self.tasks[OF_RUN]
+        return self.tasks[MAIN_TASK]
 
     @property
     def samples_here(self) -> bool:
@@ -198,14 +213,17 @@ class TrainerComponents:
 
 
 def load_tasks(settings: Settings, task: Task | None = None) -> dict[str, Task]:
-    """The run's task (OF_RUN), and those of evaluation sets with their own, by name; `task` replaces settings.task."""
+    """The run's task, as MAIN_TASK, and those of evaluation sets with their own, by the set's name.
+
+    A `task` replaces settings.task.
+    """
     own = settings.task
-    with refusing():
+    with as_settings_error():
         main = load_task(own, settings.run.seed) if task is None else complete_task(task, own.tools)
-    tasks = {OF_RUN: main}
+    tasks = {MAIN_TASK: main}
     for each in settings.eval.sets:
         if each.task is not None:
-            with refusing(f"eval.sets, {each.name!r}"):
+            with as_settings_error(f"eval.sets, {each.name!r}"):
                 tasks[each.name] = load_task(each.task, settings.run.seed)
     return tasks
 
@@ -219,7 +237,7 @@ def set_up_tasks(
     for name, task in tasks.items():
         if (episodes := build_episodes(settings, task, policy.chat)) is not None:
             undo.enter_context(episodes.pool)
-        with refusing("task"):
+        with as_settings_error("task"):
             task = drop_overlong(task, s, policy.chat)
             prompts = PromptSource(
                 task, policy, settings.run.seed, N, s.max_prompt_length, episodes
@@ -259,12 +277,17 @@ def warn_of_formats(reward: Any, prompt: Prompt, chat: Chat) -> None:
 def build_offline(settings: Settings, recipe: Recipe, policy: Policy, records: Any) -> OfflineData:
     """The completions of these records. Raises SettingsError for those that model or recipe cannot use."""
     sampling = settings.rollout
-    with refusing("offline.data"):
+    with as_settings_error("offline.data"):
         found = OfflineData(
-            records, policy, sampling.num_generations, settings.run.seed, system_prompt=settings.task.system_prompt,
-            max_prompt_tokens=sampling.max_prompt_length, max_completion_tokens=sampling.max_completion_length,
+            records,
+            policy,
+            sampling.num_generations,
+            settings.run.seed,
+            system_prompt=settings.task.system_prompt,
+            max_prompt_tokens=sampling.max_prompt_length,
+            max_completion_tokens=sampling.max_completion_length,
             reads_logp=recipe.needs_rollout_logp,
-        )  # fmt: skip
+        )
         check_logp(recipe, found.has_logp)
     return found
 
@@ -283,7 +306,7 @@ def build_policy(model: ModelSettings, tau: float, longest: int, seed: int = 0) 
     """The policy at temperature tau, for sequences of `longest` tokens; `seed` keys the start of adapters."""
     device = pick_device()
     dtype = getattr(torch, pick_dtype(model.dtype, device)[0])
-    with refusing("LAGRPO_KERNELS", NoKernels):
+    with as_settings_error("LAGRPO_KERNELS", NoKernels):
         backend = choose_backend(chosen_kernels(), device, dtype)
     given = chat_template(model), backend, lora_of(model, seed), model.chat_template_kwargs
     with loading(model):
@@ -398,6 +421,6 @@ def build_weight_sync_check(policy: Policy, source: PromptSource, sampler: Any) 
         dtype = sampler.dtype if isinstance(sampler, FirstRankSampler) else sampler.weights.dtype
         return WeightSyncCheck(prompts, dtype)
     check = WeightSyncCheck(prompts, policy.dtype)
-    with refusing("model.path", WeightSyncError):
+    with as_settings_error("model.path", WeightSyncError):
         check.start(policy, sampler)
     return check

@@ -28,7 +28,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lagrpo.data.fingerprint import check_visited
-from lagrpo.errors import SettingsError, describe_error, refusing
+from lagrpo.errors import SettingsError, as_settings_error, describe_error
 from lagrpo.rollout.schedule import LoopState
 from lagrpo.runs import files
 from lagrpo.runs.directory import Run
@@ -93,7 +93,7 @@ def prune_checkpoints(folder: Path, keep: int) -> None:
 
 def save_checkpoint(
     folder: Path,
-    a: TrainerComponents,
+    components: TrainerComponents,
     loop: LoopState,
     synced: Sequence[Tensor],
     finish: bool = True,
@@ -101,17 +101,19 @@ def save_checkpoint(
     """Write where the run stands after a batch: `loop`, and `trainer.synced` as it was then. With `finish` the local
     engine completes its requests: it would do so before the next weight sync anyway, with the same rows side by side,
     so that even inexact arithmetic repeats it. Collective. Raises CheckpointError."""
-    if finish and a.samples_here:
-        with a.ranks.stopping_together():
-            a.prefetcher.finish()
-    version, reference = a.trainer.policy.version, a.trainer.reference
-    waiting, announced = a.prefetcher.waiting(loop.asked_ahead)
+    if finish and components.samples_here:
+        with components.ranks.sync_interrupts():
+            components.prefetcher.finish()
+    version, reference = components.trainer.policy.version, components.trainer.reference
+    waiting, announced = components.prefetcher.waiting(loop.asked_ahead)
     rows = list[dict[str, Any]]()
     for b, groups in waiting.items():
         columns = [[{}] * len(group.completions) for group in groups]
         rows += rollout_rows(groups, columns, step=b, policy_version=version)
-    rows = a.ranks.join(rows)
-    alpha, of_alpha = a.sampler.current_weights() if needs_alpha(a, loop) else (None, {})
+    rows = components.ranks.join(rows)
+    alpha, of_alpha = (
+        components.sampler.current_weights() if needs_alpha(components, loop) else (None, {})
+    )
     weights = {} if reference is None else {reference.version: reference.weights}
     weights |= {} if alpha is None else {alpha: of_alpha}
     state = {
@@ -123,12 +125,14 @@ def save_checkpoint(
             "pi_ref": reference.version if reference is not None else None,
         },
         "announced": announced,
-        "data": a.data,
-        "model": a.model,
+        "data": components.data,
+        "model": components.model,
     }
-    others = {v: a.ranks.gather_whole(of) for v, of in weights.items() if v not in (0, version)}
-    trainer = a.trainer.state() | {
-        f"synced/{n}": tensor for n, tensor in enumerate(synced) if a.ranks.is_first
+    others = {
+        v: components.ranks.gather_whole(of) for v, of in weights.items() if v not in (0, version)
+    }
+    trainer = components.trainer.state() | {
+        f"synced/{n}": tensor for n, tensor in enumerate(synced) if components.ranks.is_first
     }
 
     def fill(directory: Path) -> None:
@@ -138,7 +142,7 @@ def save_checkpoint(
             files.write_table(directory / ROLLOUTS, rows, rollout_schema())
         (directory / STATE).write_text(files.to_json(state) + "\n", encoding="utf-8")
 
-    _write(folder / f"step-{loop.batch:06d}", a.ranks, trainer, fill)
+    _write(folder / f"step-{loop.batch:06d}", components.ranks, trainer, fill)
 
 
 def _write(
@@ -171,10 +175,12 @@ def _weights_file(version: int) -> str:
     return f"weights-v{version:06d}.safetensors"
 
 
-def needs_alpha(a: TrainerComponents, loop: LoopState) -> bool:
+def needs_alpha(components: TrainerComponents, loop: LoopState) -> bool:
     """Whether the engine will sample from its present weights once more."""
-    due = a.next_sync(loop, further=a.settings.schedule.stage_length)  # as if the run went on
-    missing = any(a.ranks.gather(a.prefetcher.missing(loop.asked_ahead)))
+    due = components.next_sync(
+        loop, further=components.settings.schedule.stage_length
+    )  # as if the run went on
+    missing = any(components.ranks.gather(components.prefetcher.missing(loop.asked_ahead)))
     return loop.alpha >= 0 and (missing or (not due.reason and bool(due.to_generate)))
 
 
@@ -196,7 +202,7 @@ class ResumeState:
     def find(directory: Path, settings: Settings) -> ResumeState:
         """Raises SettingsError for a run that cannot resume: files are lost, or it has made all batches."""
         run, total = Run(directory), settings.schedule.batches
-        with refusing():
+        with as_settings_error():
             load_metrics(run)  # a damaged line is found here, before the model loads
             checkpoint = find_checkpoint(directory / "checkpoints")
             events = load_events(run)
@@ -244,41 +250,45 @@ class ResumeState:
             run.record_event("resumed", batch, changed=self.changed, ahead=ahead, **differences)
 
 
-def describe_environment(parts: TrainerComponents, earlier: ResumeState | None) -> dict[str, Any]:
+def describe_environment(
+    components: TrainerComponents, earlier: ResumeState | None
+) -> dict[str, Any]:
     """What environment.json says: the run's identity, versions, machine, and what computes."""
-    policy, agreement = parts.trainer.policy, parts.check_weight_sync.agreement
+    policy, agreement = components.trainer.policy, components.check_weight_sync.agreement
     identity = earlier.environment.get("id") if earlier and earlier.checkpoint else None
     return {
         "id": identity or secrets.token_hex(8),
         **collect_environment(str(policy.device)),
         "started": policy.chat.started.isoformat(),
-        "sources": collect_sources(policy.chat, parts.tasks, parts.trainer.recipe),
-        "ranks": parts.ranks.size,
-        "strategy": parts.settings.distributed.strategy,
+        "sources": collect_sources(policy.chat, components.tasks, components.trainer.recipe),
+        "ranks": components.ranks.size,
+        "strategy": components.settings.distributed.strategy,
         "computation": policy.model.computation,
         "dtype": str(policy.dtype).removeprefix("torch."),
         "agreement": asdict(agreement) if agreement else None,
-        "offline": str(parts.offline) if parts.offline is not None else None,
+        "offline": str(components.offline) if components.offline is not None else None,
     }
 
 
 def restore_checkpoint(
-    a: TrainerComponents, checkpoint: Checkpoint, changed_sources: Sequence[str] = ()
+    components: TrainerComponents, checkpoint: Checkpoint, changed_sources: Sequence[str] = ()
 ) -> LoopState:
     """Restore newly built parts from a checkpoint. Each version goes where it was, and what the engine gets is checked
     as after a weight sync. Raises SettingsError if the model or the data is not the run's (its message names code that
     has changed, `changed_sources`), CheckpointError for files that cannot be read."""
     state = checkpoint.state
-    if a.model != state["model"]:
+    if components.model != state["model"]:
         raise SettingsError(
-            f"model.path = {a.settings.model.path!r} is not the model that the run started with"
+            f"model.path = {components.settings.model.path!r} is not the model that the run started with"
         )
-    with refusing():
-        check_visited(state["data"]["visited"], a.main.prompts.visited, changed_sources)
-    _load_versions(a, checkpoint)
+    with as_settings_error():
+        check_visited(state["data"]["visited"], components.main.prompts.visited, changed_sources)
+    _load_versions(components, checkpoint)
     with reading(checkpoint.path / ROLLOUTS):
-        groups = _load_groups(a, checkpoint.path / ROLLOUTS)
-    a.prefetcher.restore(groups, {int(b): versions for b, versions in state["announced"].items()})
+        groups = _load_groups(components, checkpoint.path / ROLLOUTS)
+    components.prefetcher.restore(
+        groups, {int(b): versions for b, versions in state["announced"].items()}
+    )
     return LoopState(**{**state["loop"], "prefetched": tuple(state["loop"]["prefetched"])})
 
 
@@ -297,7 +307,7 @@ def reading(file: Path) -> Iterator[None]:
         ) from error
 
 
-def _load_versions(a: TrainerComponents, checkpoint: Checkpoint) -> None:
+def _load_versions(components: TrainerComponents, checkpoint: Checkpoint) -> None:
     pi, alpha, pi_ref = (
         checkpoint.state["versions"][name] for name in ("policy", "alpha", "pi_ref")
     )
@@ -309,24 +319,24 @@ def _load_versions(a: TrainerComponents, checkpoint: Checkpoint) -> None:
                 parts = sorted(checkpoint.path.glob("trainer*.safetensors"))
                 # The files are mapped, not read: each rank takes its part.
                 state = MergedState([load_file(file) for file in parts])
-                a.trainer.load_state(state, pi)
+                components.trainer.load_state(state, pi)
             names = sorted(
                 (name for name in state if name.startswith("synced/")),
                 key=lambda name: int(name[7:]),
             )
-            a.trainer.synced = [state[name] for name in names]
+            components.trainer.synced = [state[name] for name in names]
         elif version:  # 0, the initial policy, is there
             file = checkpoint.path / _weights_file(version)
             with reading(file):
-                a.trainer.policy.load(load_file(file), version)
+                components.trainer.policy.load(load_file(file), version)
         if version == pi_ref:
-            a.trainer.load_reference()
+            components.trainer.load_reference()
         if version == alpha:
-            a.sampler.sync_weights(a.trainer.policy.weights, version)
-            a.check_weight_sync(a.trainer.policy, a.sampler)
+            components.sampler.sync_weights(components.trainer.policy.weights, version)
+            components.check_weight_sync(components.trainer.policy, components.sampler)
 
 
-def _load_groups(a: TrainerComponents, file: Path) -> dict[int, list[Group]]:
+def _load_groups(components: TrainerComponents, file: Path) -> dict[int, list[Group]]:
     """By batch, the finished groups that wait for it."""
     import pyarrow.parquet as pq
 
@@ -335,7 +345,9 @@ def _load_groups(a: TrainerComponents, file: Path) -> dict[int, list[Group]]:
         found[row["step"], row["epoch"], row["prompt_id"]].append(_completion(row))
     groups: dict[int, list[Group]] = {}
     for batch in sorted({batch for batch, *_ in found}):
-        requests = [r for r in a.share(a.main.prompts.batch(batch)) if r.address in found]
+        requests = [
+            r for r in components.share(components.main.prompts.batch(batch)) if r.address in found
+        ]
         groups[batch] = [Group(r.prompt, tuple(found[r.address]), r.epoch) for r in requests]
     return groups
 

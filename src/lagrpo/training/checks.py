@@ -12,7 +12,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lagrpo.errors import SettingsError, check_is_pulled, refusing
+from lagrpo.errors import SettingsError, as_settings_error, check_is_pulled
 from lagrpo.model.embedded import check_path, is_adapter
 from lagrpo.rewards.reward import Reward, Rewards, load_reward
 from lagrpo.runs.directory import check_new, check_writable
@@ -46,9 +46,9 @@ def check_settings(
     check_evaluation(settings, task)
     for each in settings.eval.sets:
         if each.task is not None:
-            with refusing(f"eval.sets, {each.name!r}"):
+            with as_settings_error(f"eval.sets, {each.name!r}"):
                 check_options(each.task)
-    with refusing("offline.data"):
+    with as_settings_error("offline.data"):
         completion_files(settings.offline.data)
     offline = bool(settings.offline.data) and settings.offline.fraction == 1
     if settings.rollout.num_generations == 1 and not offline:
@@ -67,7 +67,7 @@ def check_loss(settings: Settings, loss: str | Recipe | Callable | None = None) 
     of which a part never acts in this run."""
     from lagrpo.core.recipes import inert_over_pi_k, resolve  # loads torch
 
-    with refusing("loss"):
+    with as_settings_error("loss"):
         recipe = resolve(settings.loss.recipe if loss is None else loss, settings.loss.knobs)
     if settings.schedule.num_iterations == 1 and recipe.correction is None:
         inert = inert_over_pi_k(recipe)
@@ -102,11 +102,11 @@ def check_loss(settings: Settings, loss: str | Recipe | Callable | None = None) 
 def check_evaluation(settings: Settings, task: Task | None = None) -> None:
     """Raise SettingsError for options that the task does not take, and a missing model or chat template."""
     if task is None:
-        with refusing():
+        with as_settings_error():
             check_options(settings.task)
-    with refusing("model.path"):
+    with as_settings_error("model.path"):
         check_path(settings.model.path)
-    with refusing("model.chat_template"):
+    with as_settings_error("model.chat_template"):
         chat_template(settings.model)
 
 
@@ -131,7 +131,7 @@ def check_model(settings: Settings) -> None:
 
 def check_run(settings: Settings, resume: str | None) -> None:
     """Raise SettingsError for a run that exists, or cannot resume so, or be written, and for missing trackers."""
-    with refusing("--resume" if resume else "run"):
+    with as_settings_error("--resume" if resume else "run"):
         if (run := find_run(settings, resume)) is not None:
             find_changes(settings, run)
             check_writable(run)
@@ -233,7 +233,7 @@ def find_run(settings: Settings, resume: str | None) -> Path | None:
 
 def recorded_threads(settings: Settings, resume: str | None) -> int | None:
     """The number of threads that the run to resume began with; None for a new run or another number of ranks."""
-    with refusing():
+    with as_settings_error():
         run = find_run(settings, resume)
         before = read_environment(run) if run is not None else {}
     return before.get("threads") if before.get("ranks") == world_size() else None
@@ -347,7 +347,7 @@ def resume_call(run: Path, arguments: Sequence[str]) -> str:
 
 def check_arguments(settings: Settings, resume: str | None, given: Sequence[str]) -> None:
     """Raise SettingsError if a resumed run lacks arguments that it was started with in Python."""
-    with refusing("--resume"):
+    with as_settings_error("--resume"):
         run = find_run(settings, resume)
         needed = read_environment(run).get("arguments", []) if run is not None else []
     if run is not None and (missing := [name for name in needed if name not in given]):

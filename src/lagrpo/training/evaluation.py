@@ -32,7 +32,7 @@ from lagrpo.model.embedded import is_adapter
 from lagrpo.rewards.pool import RewardPool
 from lagrpo.rewards.reward import Rewards
 from lagrpo.rollout.base import Request, SamplingParams
-from lagrpo.rollout.episodes import OF_RUN, max_reply_tokens
+from lagrpo.rollout.episodes import MAIN_TASK, max_reply_tokens
 from lagrpo.rollout.local import LocalSampler
 from lagrpo.rollout.schedule import LoopState
 from lagrpo.rollout.vllm.engine import build_engine
@@ -79,7 +79,7 @@ def evaluate(of: EvalSet, evaluator: Any, ranks: Ranks | None = None) -> Evaluat
     does so for its share, unless servers sample for rank 0."""
     ranks = ranks or Ranks()
     own = ranks.share(of.requests) if isinstance(evaluator, LocalSampler) else of.requests
-    with ranks.stopping_together():
+    with ranks.sync_interrupts():
         scored = list(
             of.reward_pool.score(group for _, group in evaluator.sample(own, of.samples, of.params))
         )
@@ -197,11 +197,17 @@ class Evaluations:
     of their files: before, batch-000010, after, each followed by .SET. Raises SettingsError for a set whose prompts do
     not fit."""
 
-    def __init__(self, parts: TrainerComponents) -> None:
-        self.parts, self.made, e = parts, dict[str, Evaluation](), parts.settings.eval
+    def __init__(self, components: TrainerComponents) -> None:
+        self.components, self.made, e = (
+            components,
+            dict[str, Evaluation](),
+            components.settings.eval,
+        )
         sets = {each.name: each for each in e.sets} or {"": EvalSetSettings(name="only")}
         self.sets = [
-            build_eval_set(parts.settings, parts.tasks.get(name, parts.main), each, name)
+            build_eval_set(
+                components.settings, components.tasks.get(name, components.main), each, name
+            )
             for name, each in sets.items()
             if e.takes_place
         ]
@@ -213,7 +219,7 @@ class Evaluations:
         for summary in load_evaluations(run):
             name, step = summary.pop("name"), summary["step"]
             if step > batch or (
-                name.startswith("after") and step < self.parts.settings.schedule.batches
+                name.startswith("after") and step < self.components.settings.schedule.batches
             ):
                 for ending in ("json", "parquet"):
                     (run.path / "evaluations" / f"{name}.{ending}").unlink(missing_ok=True)
@@ -223,15 +229,18 @@ class Evaluations:
 
     def find_due(self, batch: int, moment: str = "") -> dict[str, EvalSet]:
         """The sets that are due after a batch or at a moment, by the names of their files."""
-        along = 0 < batch < self.parts.settings.schedule.batches
+        along = 0 < batch < self.components.settings.schedule.batches
         due = [s for s in self.sets if moment or (along and s.every and batch % s.every == 0)]
         named = {_file_name(batch, each.name, moment): each for each in due}
         return {name: each for name, each in named.items() if name not in self.made}
 
     def make(self, name: str, each: EvalSet, batch: int) -> Evaluation:
         """Evaluate the policy that the evaluator samples from, and compare it with the initial policy."""
-        found = evaluate(each, self.parts.evaluator, self.parts.ranks)
-        place: dict[str, Any] = {"step": batch, "policy_version": self.parts.trainer.policy.version}
+        found = evaluate(each, self.components.evaluator, self.components.ranks)
+        place: dict[str, Any] = {
+            "step": batch,
+            "policy_version": self.components.trainer.policy.version,
+        }
         place |= {"set": each.name, "reward_range": list(each.reward_range)} if each.name else {}
         before = self.made.get(_file_name(0, each.name, "before"))
         change = compare(before, found) if before is not None else {}
@@ -254,7 +263,7 @@ class Evaluations:
 
     def find_best(self, run: Run, batch: int, moment: str) -> dict[str, Any] | None:
         """What weights/best is to say if the policy is the best so far by `eval.best_metric`; else None."""
-        best = self.parts.settings.eval.best_metric
+        best = self.components.settings.eval.best_metric
         of_set, _, metric = (best or "").rpartition(".")
         made = self.made.get(_file_name(batch, of_set, moment))
         if best is None or made is None or (value := made.summary.get(metric)) is None:
@@ -267,7 +276,7 @@ class Evaluations:
             "best": best,
             "value": value,
             "step": batch,
-            "policy_version": self.parts.trainer.policy.version,
+            "policy_version": self.components.trainer.policy.version,
         }
 
 
@@ -298,15 +307,21 @@ def build_eval_set(
 
 
 @contextmanager
-def sampling_from_policy(a: TrainerComponents, state: LoopState) -> Iterator[None]:
+def sampling_from_policy(components: TrainerComponents, state: LoopState) -> Iterator[None]:
     """Inside, the evaluator samples from π. vLLM servers have α: they get π, checked as after any weight sync, and then
     get α back if it is to sample more."""
-    evaluator, policy, check = a.evaluator, a.trainer.policy, a.check_weight_sync
+    evaluator, policy, check = (
+        components.evaluator,
+        components.trainer.policy,
+        components.check_weight_sync,
+    )
     if isinstance(evaluator, LocalSampler):
         yield
         return
-    a.prefetcher.finish()
-    with evaluator.lent(policy.weights, policy.version, back=needs_alpha(a, state)):
+    components.prefetcher.finish()
+    with evaluator.temporary_weights(
+        policy.weights, policy.version, back=needs_alpha(components, state)
+    ):
         copy(check)(policy, evaluator)  # the next weight sync is compared with the last one
         yield
 
@@ -323,7 +338,7 @@ def evaluate_model(settings: Settings) -> Evaluation:
         raise SettingsError(
             "model.path is an adapter: set rollout.engine = 'local', or merge the adapter first"
         )
-    task = build.load_tasks(settings)[OF_RUN]
+    task = build.load_tasks(settings)[MAIN_TASK]
     output = _choose_output(settings, task.name)
     with freed_memory_kept(), fixed_threads(choose_threads()), ExitStack() as stack:
         replied = max_reply_tokens(settings, task)
@@ -332,7 +347,7 @@ def evaluate_model(settings: Settings) -> Evaluation:
         )  # takes minutes: what is cheap to check came first
         print(f"loading {settings.model.path} …", file=sys.stderr, flush=True)
         policy = build.build_policy(settings.model, rollout.temperature, settings.longest + replied)
-        setup = build.set_up_tasks(settings, {OF_RUN: task}, policy, stack)[OF_RUN]
+        setup = build.set_up_tasks(settings, {MAIN_TASK: task}, policy, stack)[MAIN_TASK]
         evaluator: Any = LocalSampler(
             policy, settings.run.seed, rollout.max_completion_length, rollout.max_num_seqs
         )

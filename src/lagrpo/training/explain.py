@@ -8,7 +8,7 @@ import torch
 
 from lagrpo.core.objective import Recipe
 from lagrpo.core.recipes import bounds_whole_completions, clips_around_pi_k, inert_over_pi_k
-from lagrpo.errors import refusing
+from lagrpo.errors import as_settings_error
 from lagrpo.model.backend import pick_device, pick_dtype
 from lagrpo.model.embedded import resolve_model
 from lagrpo.model.loading import check_supported, load_config
@@ -86,7 +86,7 @@ def _weight_syncs(settings: Settings) -> str:
 def _memory(settings: Settings, recipe: Recipe) -> list[str]:
     """What a rank needs at the least, and what LoRA trains."""
     lm, lora, ranks = empty_model(settings), lora_of(settings.model), world_size()
-    with refusing("model.lora_r"):
+    with as_settings_error("model.lora_r"):
         adapters = count_parameters(lm, lora) if lora else 0
     memory = expected_memory(settings, recipe, lm.num_parameters(), adapters, ranks)
     parts = ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in memory.items())

@@ -69,36 +69,48 @@ class Clock:
 
 
 def train_loop(
-    a: TrainerComponents, state: LoopState, tell: Callable[[str], None] = lambda phase: None
+    components: TrainerComponents,
+    state: LoopState,
+    tell: Callable[[str], None] = lambda phase: None,
 ) -> Iterator[Step]:
     """Yield every batch after `state`. The first batch syncs the initial policy: the paper leaves α undefined for k <
     v. Raises Interrupted before a batch or while it is sampled."""
-    trainer, policy, s = a.trainer, a.trainer.policy, a.settings.schedule
-    longest, M = a.settings.rollout.max_completion_length, s.stage_length
+    trainer, policy, s = components.trainer, components.trainer.policy, components.settings.schedule
+    longest, M = components.settings.rollout.max_completion_length, s.stage_length
     while state.batch < s.batches:  # 5, 6   stage s, k = 1 .. M
-        with a.ranks.stopping_together():
+        with components.ranks.sync_interrupts():
             raise_if_asked()
-        stage, b, clock = state.batch // M + 1, state.batch + 1, Clock(tell, a.prefetcher.seconds)
+        stage, b, clock = (
+            state.batch // M + 1,
+            state.batch + 1,
+            Clock(tell, components.prefetcher.seconds),
+        )
         if stage > 1 and state.batch % M == 0:
             trainer.end_stage(s.reset_optimizer)  # 16   π_ref <- π_θ
             state = state.after_stage(policy.version)
-        due = a.next_sync(state)
+        due = components.next_sync(state)
         if reason := "start" if state.alpha < 0 else due.reason:  # 8
-            state = state.after_sync(policy.version, sync_weights(a, clock))  # 9   α <- π_θ
+            state = state.after_sync(
+                policy.version, sync_weights(components, clock)
+            )  # 9   α <- π_θ
         state = state.after_request(due.to_generate)
-        with a.ranks.stopping_together():
-            a.prefetcher.submit(due.to_generate, state.alpha)  # 7, 10   prompts of D_b, y ~ α
-        coming = chain(a.read_offline(b), a.prefetcher.get(b))
-        groups = score_groups(a, clock, a.main.prompts.batch(b), coming)  # 11   r(x, y)
-        groups = replace_zero_variance(a, state, clock, groups)
+        with components.ranks.sync_interrupts():
+            components.prefetcher.submit(
+                due.to_generate, state.alpha
+            )  # 7, 10   prompts of D_b, y ~ α
+        coming = chain(components.read_offline(b), components.prefetcher.get(b))
+        groups = score_groups(
+            components, clock, components.main.prompts.batch(b), coming
+        )  # 11   r(x, y)
+        groups = replace_zero_variance(components, state, clock, groups)
         clock.tell("learning")
         version = policy.version
         with clock("learning"):
             batch = assemble(
-                groups, trainer.recipe, longest, a.settings.run.seed, b
+                groups, trainer.recipe, longest, components.settings.run.seed, b
             )  # 12-13   A_α, weights
-            rows = trainer.pack(batch, a.settings.optimizer.micro_batch_tokens)
-        rest = compute_left_out(a, clock, batch)
+            rows = trainer.pack(batch, components.settings.optimizer.micro_batch_tokens)
+        rest = compute_left_out(components, clock, batch)
         updates = []
         with clock("learning"):
             for _ in range(s.num_iterations):  # 14
@@ -108,49 +120,66 @@ def train_loop(
             by_completion(rows, "old_logp_T") | by_completion(rest, "old_logp_T"),
             by_completion(rows, "entropy_T"),
         )
-        logp_k, entropy = (dict(a.ranks.join([*own.items()])) for own in found)
-        clock.seconds["sampling"], generated = a.prefetcher.pop_metrics()
-        clock.generated = sum(a.ranks.gather(generated))
+        logp_k, entropy = (dict(components.ranks.join([*own.items()])) for own in found)
+        clock.seconds["sampling"], generated = components.prefetcher.pop_metrics()
+        clock.generated = sum(components.ranks.gather(generated))
         state = state.after_batch(measure_kl_spent(batch, logp_k))
         yield Step(
-            stage=stage, b=b, version=version, reason=reason, sampling=a.sampler.pop_metrics(), batch=batch, rows=rows,
-            updates=updates, logp_k=logp_k, entropy=entropy, clock=clock, state=state,
-        )  # fmt: skip
+            stage=stage,
+            b=b,
+            version=version,
+            reason=reason,
+            sampling=components.sampler.pop_metrics(),
+            batch=batch,
+            rows=rows,
+            updates=updates,
+            logp_k=logp_k,
+            entropy=entropy,
+            clock=clock,
+            state=state,
+        )
 
 
-def sync_weights(a: TrainerComponents, clock: Clock) -> Mapping[str, float]:
+def sync_weights(components: TrainerComponents, clock: Clock) -> Mapping[str, float]:
     """α <- π_θ, checked; returns the metrics of the sync and of the weight-sync check."""
-    policy = a.trainer.policy
+    policy = components.trainer.policy
     clock.tell("weight sync")
-    with a.ranks.stopping_together():
-        a.prefetcher.before_sync()
+    with components.ranks.sync_interrupts():
+        components.prefetcher.before_sync()
     with clock("sync"):
-        cost = a.sampler.sync_weights(policy.weights, policy.version)
-        a.prefetcher.on_sync(policy.version)
-        return {**cost, **a.trainer.on_sync(), **a.check_weight_sync(policy, a.sampler)}
+        cost = components.sampler.sync_weights(policy.weights, policy.version)
+        components.prefetcher.on_sync(policy.version)
+        return {
+            **cost,
+            **components.trainer.on_sync(),
+            **components.check_weight_sync(policy, components.sampler),
+        }
 
 
 def score_groups(
-    a: TrainerComponents, clock: Clock, requests: Sequence[Request], groups: Iterable[Group]
+    components: TrainerComponents,
+    clock: Clock,
+    requests: Sequence[Request],
+    groups: Iterable[Group],
 ) -> list[Group]:
     """This rank's groups get their outcomes while others are still being sampled. Returns the groups of all ranks, in
     the order of the requests."""
     clock.tell("sampling")
-    done, waited = [], a.prefetcher.seconds
-    with clock("judging"), a.ranks.stopping_together():
-        for group in a.main.reward_pool.score(groups):
+    done, waited = [], components.prefetcher.seconds
+    with clock("judging"), components.ranks.sync_interrupts():
+        for group in components.main.reward_pool.score(groups):
             done.append(group)
             raise_if_asked()
-    clock.seconds["judging"] -= a.prefetcher.seconds - waited
-    return in_order(requests, a.ranks.join(done))
+    clock.seconds["judging"] -= components.prefetcher.seconds - waited
+    return in_order(requests, components.ranks.join(done))
 
 
 def replace_zero_variance(
-    a: TrainerComponents, state: LoopState, clock: Clock, groups: list[Group]
+    components: TrainerComponents, state: LoopState, clock: Clock, groups: list[Group]
 ) -> list[Group]:
     """DAPO's dynamic sampling, bounded: groups of other prompts replace groups whose rewards are all equal."""
     taken = 0
-    for _ in range(a.settings.rollout.dynamic_sampling_rounds):
+    for _ in range(components.settings.rollout.dynamic_sampling_rounds):
         flat = [
             n
             for n, group in enumerate(groups)
@@ -158,8 +187,13 @@ def replace_zero_variance(
         ]
         if not flat:
             break
-        requests = a.main.prompts.extra(state.batch + 1, taken, len(flat))
-        more = score_groups(a, clock, requests, a.prefetcher.more(a.share(requests), state.alpha))
+        requests = components.main.prompts.extra(state.batch + 1, taken, len(flat))
+        more = score_groups(
+            components,
+            clock,
+            requests,
+            components.prefetcher.more(components.share(requests), state.alpha),
+        )
         taken += len(flat)
         for n, group in zip(
             flat, (group for group in more if not has_zero_variance(group)), strict=False
@@ -168,19 +202,19 @@ def replace_zero_variance(
     return groups
 
 
-def compute_left_out(a: TrainerComponents, clock: Clock, batch: Batch) -> list[MicroBatch]:
+def compute_left_out(components: TrainerComponents, clock: Clock, batch: Batch) -> list[MicroBatch]:
     """The completions that the objective leaves out, with log π_k: metrics of staleness cover them too. If π_k itself
     sampled all in this process, log α is log π_k up to the rounding that the weight-sync check measures."""
-    trainer, version = a.trainer, a.trainer.policy.version
+    trainer, version = components.trainer, components.trainer.policy.version
     with clock("scoring"):
         given = (
-            a.settings.optimizer.micro_batch_tokens,
+            components.settings.optimizer.micro_batch_tokens,
             trainer.policy.device,
             trainer.skips_zero_advantage,
         )
-        rest = left_out(batch, *given, a.ranks)
+        rest = left_out(batch, *given, components.ranks)
         sampled = [c for group in batch.groups for c in group.completions]
-        own = a.samples_here and all(
+        own = components.samples_here and all(
             bool((c.versions[c.sampled] == version).all()) for c in sampled
         )
         known = [micro.rollout_logp_T for micro in rest if micro.rollout_logp_T is not None]

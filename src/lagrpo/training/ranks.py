@@ -73,7 +73,7 @@ class Ranks:
         """The items of all ranks, rank after rank, on every rank. Collective."""
         return [item for own in self.gather(list(items)) for item in own]
 
-    def from_first(self, call: Callable[[], T]) -> T:
+    def on_rank0(self, call: Callable[[], T]) -> T:
         """What the call returns, or raises, on rank 0, on every rank. Collective."""
         if self.size == 1:
             return call()
@@ -95,7 +95,7 @@ class Ranks:
         }
 
     @contextmanager
-    def stopping_together(self) -> Iterator[None]:
+    def sync_interrupts(self) -> Iterator[None]:
         """Raise Interrupted on all ranks after the body if a signal has interrupted it on one of them. Collective."""
         stop = None
         try:
@@ -240,30 +240,34 @@ class FirstRankSampler:
 
     def __init__(self, ranks: Ranks, own: Any) -> None:
         self.ranks, self.own = ranks, own
-        said = ranks.from_first(
-            lambda: (own.spans, tuple(map(str, own.servers)), own.weights.dtype)
+        said = ranks.on_rank0(
+            lambda: (own.syncs_in_flight, tuple(map(str, own.servers)), own.weights.dtype)
         )
-        self.spans, self.servers, self.dtype = said
+        self.syncs_in_flight, self.servers, self.dtype = said
 
     @property
     def version(self) -> int:
-        return self.ranks.from_first(lambda: self.own.version)
+        return self.ranks.on_rank0(lambda: self.own.version)
 
     def sync_weights(self, weights: Mapping[str, Tensor], version: int) -> Mapping[str, float]:
         whole = self._whole(weights)
-        return self.ranks.from_first(lambda: self.own.sync_weights(whole, version))
+        return self.ranks.on_rank0(lambda: self.own.sync_weights(whole, version))
 
     @contextmanager
-    def lent(self, weights: Mapping[str, Tensor], version: int, back: bool) -> Iterator[None]:
+    def temporary_weights(
+        self, weights: Mapping[str, Tensor], version: int, back: bool
+    ) -> Iterator[None]:
         whole = self._whole(weights)
         with ExitStack() as stack:
-            self.ranks.from_first(lambda: stack.enter_context(self.own.lent(whole, version, back)))
+            self.ranks.on_rank0(
+                lambda: stack.enter_context(self.own.temporary_weights(whole, version, back))
+            )
             yield
 
     def current_weights(self) -> tuple[int, Mapping[str, Tensor]]:
         """On rank 0; the others get the version alone."""
         version, weights = self.own.current_weights() if self.ranks.is_first else (-1, {})
-        return self.ranks.from_first(lambda: version), weights
+        return self.ranks.on_rank0(lambda: version), weights
 
     def sample(
         self, requests: Sequence[Request], G: int, *given: SamplingParams
@@ -273,12 +277,12 @@ class FirstRankSampler:
     def generate_on_server(
         self, number: int, requests: Sequence[Request], G: int, max_tokens: int
     ) -> list[Group]:
-        return self.ranks.from_first(
+        return self.ranks.on_rank0(
             lambda: self.own.generate_on_server(number, requests, G, max_tokens)
         )
 
     def scores(self, items: Sequence[Item]) -> list[list[list[float]]]:
-        return self.ranks.from_first(lambda: self.own.scores(items))
+        return self.ranks.on_rank0(lambda: self.own.scores(items))
 
     def pop_metrics(self) -> Mapping[str, float]:
         return self.own.pop_metrics() if self.ranks.is_first else {}

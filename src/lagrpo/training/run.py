@@ -22,7 +22,7 @@ import torch
 from lagrpo import logs
 from lagrpo.core.objective import Recipe
 from lagrpo.cpu.memory import freed_memory_kept
-from lagrpo.errors import refusing
+from lagrpo.errors import as_settings_error
 from lagrpo.interrupts import EndedAtOnce, Interrupted, deferring, interruptible
 from lagrpo.machine import choose_threads, fixed_threads
 from lagrpo.model.backend import pick_device
@@ -107,7 +107,7 @@ def train(
         )
     given = {"task": task, "data": data, "rewards": rewards, "loss": loss}
     checks.check_arguments(source, resume, [name for name in given if given[name] is not None])
-    with refusing():
+    with as_settings_error():
         task = task or checks.build_task(source, data, rewards)
     resolved = checks.name_rewards(source, task)
     recipe = checks.check_settings(resolved, task, resume, loss)
@@ -134,13 +134,13 @@ def run_rank(
     arguments: Sequence[str],
 ) -> Result:
     """The run on this rank; `arguments` are the ones of `train` that its settings cannot hold."""
-    directory = ranks.from_first(lambda: checks.find_run(settings, resume))
+    directory = ranks.on_rank0(lambda: checks.find_run(settings, resume))
     with (
         nullcontext() if ranks.is_first else logs.shown_by(logs.print_line, logging.WARNING),
         locked(directory) if directory and ranks.is_first else nullcontext(),
     ):
         earlier = (
-            ranks.from_first(lambda: ResumeState.find(directory, settings)) if directory else None
+            ranks.on_rank0(lambda: ResumeState.find(directory, settings)) if directory else None
         )
         started = earlier.started if earlier else None
         recorded = earlier.places if earlier else {}
@@ -157,27 +157,27 @@ class Training:
 
     def __init__(
         self,
-        parts: TrainerComponents,
+        components: TrainerComponents,
         callbacks: Sequence[Callback] = (),
         earlier: ResumeState | None = None,
         arguments: Sequence[str] = (),
     ) -> None:
-        self.parts, self.settings, self.policy, self.ranks = (
-            parts,
-            parts.settings,
-            parts.trainer.policy,
-            parts.ranks,
+        self.components, self.settings, self.policy, self.ranks = (
+            components,
+            components.settings,
+            components.trainer.policy,
+            components.ranks,
         )
-        run, self.earlier, self.first = self.settings.run, earlier, parts.ranks.is_first
+        run, self.earlier, self.first = self.settings.run, earlier, components.ranks.is_first
         self.display, self.now = make_display() if self.first else Display(), "start"
-        self.evaluations = Evaluations(parts)
-        self.environment = checkpoints.describe_environment(parts, earlier)
+        self.evaluations = Evaluations(components)
+        self.environment = checkpoints.describe_environment(components, earlier)
         self.environment["arguments"] = [*arguments]
         self.resume_arguments = [*arguments, *(["callbacks"] if callbacks else [])]
-        self.store = earlier.run if earlier else self.ranks.from_first(self.create_run)
-        parts.keep_logs(self.store.path)
+        self.store = earlier.run if earlier else self.ranks.on_rank0(self.create_run)
+        components.keep_logs(self.store.path)
         if self.first:
-            keep_sources(parts.trainer.recipe, self.store.path)
+            keep_sources(components.trainer.recipe, self.store.path)
         self.folder, self.saved, self.saved_at = (
             self.store.path / "checkpoints",
             0,
@@ -194,13 +194,13 @@ class Training:
     def create_run(self) -> Run:
         run, named = (
             self.settings.run,
-            self.settings.model_dump() | {"task": {"name": self.parts.main.task.name}},
+            self.settings.model_dump() | {"task": {"name": self.components.main.task.name}},
         )
         return Run.create(Path(run.output_dir), run.name, named, self.config(), self.environment)
 
     def config(self) -> str:
         own = "# The task was the caller's own object; of [task] only system_prompt was read.\n"
-        return own * self.parts.own_task + to_toml(self.settings)
+        return own * self.components.own_task + to_toml(self.settings)
 
     def run(self) -> Result:
         """Evaluate, train, evaluate; after an interruption or an error, write what was learned."""
@@ -241,7 +241,7 @@ class Training:
 
     def begin(self) -> None:
         """Show what the run is, and resume it if it is an earlier one."""
-        settings, parts = self.settings.model_dump(), self.parts
+        settings, parts = self.settings.model_dump(), self.components
         settings["run"] |= {"name": self.store.path.name, "output_dir": str(self.store.path.parent)}
         settings["task"]["reward_range"] = self.settings.task.reward_range
         checkpoint = self.earlier.checkpoint if self.earlier else None
@@ -277,14 +277,14 @@ class Training:
         code = find_changed_sources(recorded, self.environment["sources"])
         if checkpoint is not None:
             self.phase("restoring the checkpoint")
-            self.set_state(checkpoints.restore_checkpoint(self.parts, checkpoint, code))
+            self.set_state(checkpoints.restore_checkpoint(self.components, checkpoint, code))
             self.saved = checkpoint.batch
         self.ranks.gather(None)  # all have read the checkpoint
-        with refusing():
+        with as_settings_error():
             load = partial(
                 self.evaluations.load, self.store, checkpoint.batch if checkpoint else -1
             )
-            self.evaluations.made = self.ranks.from_first(load)
+            self.evaluations.made = self.ranks.on_rank0(load)
         for name, evaluation in self.evaluations.made.items():
             self.display.on_evaluation(name, evaluation.summary, evaluation.records)
         if self.first:
@@ -314,10 +314,10 @@ class Training:
         if self.settings.eval.at_start and not self.loop.batch:
             self.evaluate("before")
         self.evaluate()
-        for step in train_loop(self.parts, self.loop, self.phase):
+        for step in train_loop(self.components, self.loop, self.phase):
             self.record(step)
             self.evaluate()
-            if self.ranks.from_first(self.checkpoint_is_due):
+            if self.ranks.on_rank0(self.checkpoint_is_due):
                 self.write_checkpoint()
         self.write_checkpoint()
         if self.settings.eval.at_start:
@@ -327,7 +327,7 @@ class Training:
         """Evaluate π on the sets whose turn it is after this batch, or on all before and after training. Keep it if it
         is the best so far."""
         due = self.evaluations.find_due(self.loop.batch, moment)
-        with sampling_from_policy(self.parts, self.loop) if due else nullcontext():
+        with sampling_from_policy(self.components, self.loop) if due else nullcontext():
             for name, each in due.items():
                 self.phase(f"evaluation ({name})")
                 found = self.evaluations.make(name, each, self.loop.batch)
@@ -336,7 +336,7 @@ class Training:
                 for callback in (self.display, *self.callbacks):
                     callback.on_evaluation(name, found.summary, found.records)
                 self.note_evaluation(name, found.summary)
-        best = self.ranks.from_first(
+        best = self.ranks.on_rank0(
             partial(self.evaluations.find_best, self.store, self.loop.batch, moment)
         )
         if self.loop.batch and best:
@@ -366,12 +366,12 @@ class Training:
     def record_files(self, step: Step) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """Write the metrics and the rollouts of a batch, which are returned, and its events. The metrics come last:
         their line says that the batch is whole."""
-        names = Rewards.from_reward(self.parts.main.task.reward).names
+        names = Rewards.from_reward(self.components.main.task.reward).names
         place: Any = {"step": step.b, "policy_version": step.version}
         metrics = batch_metrics(
             step, names, self.settings.task.reward_range
         ) | self.evaluations.metrics(step.b - 1)
-        columns = completion_columns(step, self.parts.trainer.recipe.eps_std)
+        columns = completion_columns(step, self.components.trainer.recipe.eps_std)
         rows = list(rollout_rows(step.batch.groups, columns, **place, rewards=names))
         self.store.record_rollouts(step.b, rows)
         if step.stage > 1 and (step.b - 1) % self.settings.schedule.stage_length == 0:
@@ -419,7 +419,7 @@ class Training:
             return
         self.phase("checkpoint")
         started = time.monotonic()
-        checkpoints.save_checkpoint(self.folder, self.parts, self.loop, self.synced, finish)
+        checkpoints.save_checkpoint(self.folder, self.components, self.loop, self.synced, finish)
         self.saved, self.saved_at = self.loop.batch, time.monotonic()
         if self.first:
             checkpoints.prune_checkpoints(
@@ -430,9 +430,9 @@ class Training:
     def write_weights(self, record: Callable[[Callable[[Path], None]], Path]) -> Path:
         """`record` π as it is now: it gets a function that fills a directory. Collective."""
         self.phase("writing weights")
-        save = self.parts.gather_policy()
+        save = self.components.gather_policy()
         with quiet():
-            return self.ranks.from_first(lambda: record(save))
+            return self.ranks.on_rank0(lambda: record(save))
 
     def rescue(self, error: BaseException, was_asked: bool) -> Path | None:
         """After a signal or an error, write the policy, and a checkpoint if no update was made since the last batch.
@@ -492,7 +492,11 @@ class Training:
 
     def set_state(self, loop: LoopState) -> None:
         """The run stands after a batch; a checkpoint may be made of it until the next update."""
-        self.loop, self.version, self.synced = loop, self.policy.version, self.parts.trainer.synced
+        self.loop, self.version, self.synced = (
+            loop,
+            self.policy.version,
+            self.components.trainer.synced,
+        )
 
     def phase(self, name: str) -> None:
         self.now = name

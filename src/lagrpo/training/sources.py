@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from lagrpo.data.fingerprint import digest
 from lagrpo.rewards.reward import Rewards, load_function
-from lagrpo.rollout.episodes import OF_RUN
+from lagrpo.rollout.episodes import MAIN_TASK
 from lagrpo.settings.own_loss import own_functions
 from lagrpo.tasks import environment_of
 from lagrpo.tasks.environments import Tools
@@ -59,7 +59,7 @@ def collect_sources(
             function
         )
     for set_name, setup in tasks.items():
-        where = "" if set_name == OF_RUN else f"evaluation set {set_name}: "
+        where = "" if set_name == MAIN_TASK else f"evaluation set {set_name}: "
         task, environment = setup.task, environment_of(setup.task)
         tools = environment.functions if isinstance(environment, Tools) else {}
         for name, function in tools.items():

@@ -112,9 +112,14 @@ class Trainer:
     trainer's own is `policy`, and `reference` is one of `copy_sharded`."""
 
     def __init__(
-        self, policy: Policy, recipe: Recipe, optimization: Optimization, reference: Policy | None = None,
-        activation_checkpointing: bool = False, ranks: Ranks | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        policy: Policy,
+        recipe: Recipe,
+        optimization: Optimization,
+        reference: Policy | None = None,
+        activation_checkpointing: bool = False,
+        ranks: Ranks | None = None,
+    ) -> None:
         if recipe.needs_pi_ref and reference is None:
             raise ValueError(
                 f"recipe {recipe.name!r} has a KL term (beta > 0): the trainer needs a reference policy"
@@ -203,7 +208,7 @@ class Trainer:
         log_s: list[float] = []
         sums: defaultdict[str, float] = defaultdict(float)
         version = self.policy.version
-        with self.ranks.stopping_together():
+        with self.ranks.sync_interrupts():
             statistics = self._collect_statistics(rows)
             for packed_row in self._passes(rows):
                 logp_T, row = self._logprobs(packed_row, sums)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lagrpo.errors import refusing, visible
+from lagrpo.errors import as_settings_error, visible
 from lagrpo.tasks import Task
 from lagrpo.verify import checks, tokens
 from lagrpo.verify.record import Difference, RecordedRun, Report
@@ -21,7 +21,9 @@ def verify_run(
     full. `task` replaces the task of the settings if the run was given a Task. Raises RunNotFoundError for no run,
     SettingsError for a broken file or no finished batch."""
     recorded = RecordedRun(run)
-    with refusing(f"{recorded.path} cannot be replayed: a value is missing", KeyError, TypeError):
+    with as_settings_error(
+        f"{recorded.path} cannot be replayed: a value is missing", KeyError, TypeError
+    ):
         checks.check_rewards(recorded, task)
         tokens.check_tokens(recorded, count, seed)
         for check in (

@@ -9,7 +9,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lagrpo.errors import one_line, refusing
+from lagrpo.errors import as_settings_error, one_line
 from lagrpo.runs import reading
 from lagrpo.runs.environment import FILE, read_environment
 from lagrpo.runs.rollouts import rollout_schema
@@ -70,7 +70,7 @@ class RecordedRun:
 
     def __init__(self, run: Path | str) -> None:
         self.path = path = reading.open_run(run).path
-        with refusing(f"{path} cannot be replayed", KeyError, TypeError):
+        with as_settings_error(f"{path} cannot be replayed", KeyError, TypeError):
             self.settings, self.environment = (
                 load_settings(path / "config.toml"),
                 read_environment(path),

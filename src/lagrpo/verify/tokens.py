@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lagrpo.errors import SettingsError, refusing
+from lagrpo.errors import SettingsError, as_settings_error
 from lagrpo.model.directory import naming_damage
 from lagrpo.model.embedded import ALIASES, is_adapter, resolve_model
 from lagrpo.rng import permutation, uniforms
@@ -43,7 +43,7 @@ def find_weights(run: RecordedRun) -> dict[int, str]:
     """The directory of the weights of each version on disk. Version 0 is the model of the settings."""
     name = run.settings.model.path
     path = find_path(run, name)
-    with refusing("model.path"):
+    with as_settings_error("model.path"):
         is_here = name not in ALIASES and path.is_dir()
         base = resolve_model(str(path) if is_here else name)
     return {0: base} | {
@@ -62,7 +62,7 @@ def load_model(run: RecordedRun, folder: str) -> Any:
             f"{folder}: verifying versions of adapters needs the package peft: pip install peft"
         )
     logging.disable_progress_bar()
-    with refusing(), naming_damage(folder, f"{folder} cannot be loaded"):
+    with as_settings_error(), naming_damage(folder, f"{folder} cannot be loaded"):
         dtype = getattr(torch, run.environment["dtype"])
         model: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, attn_implementation="eager"

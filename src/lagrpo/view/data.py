@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from lagrpo.errors import refusing
+from lagrpo.errors import as_settings_error
 from lagrpo.logs import redact, redact_values
 from lagrpo.machine import cache_directory
 from lagrpo.runs import reading
@@ -69,7 +69,7 @@ def collect(paths: Sequence[Path | str], most: int) -> bytes:
         [run.path.resolve().name for run in runs],
     )  # first: what follows counts as new
     found = []
-    with refusing():
+    with as_settings_error():
         for run, name in zip(runs, names, strict=True):
             config = read_toml(run.path / "config.toml")
             facts = {
@@ -219,7 +219,7 @@ def choose(batches: Sequence[int], most: int, G: int = 1) -> dict[int, int]:
 
 def read_rollouts(
     run: Run, most: int, most_tokens: int, config: Mapping[str, Any], arrays: list[np.ndarray]
-) -> Rows:  # fmt: skip
+) -> Rows:
     """Groups and completions, at most about so many completions and tokens; columns are added to the arrays. Raises as
     `load_rollouts` does."""
     sizes = {batch: _measure(run, batch) for batch in reading.rollout_batches(run)}

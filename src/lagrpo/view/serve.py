@@ -19,7 +19,7 @@ from importlib.resources import files
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
-from lagrpo.errors import SettingsError, one_line, refusing
+from lagrpo.errors import SettingsError, as_settings_error, one_line
 from lagrpo.runs.files import write_atomically
 from lagrpo.runs.reading import open_run
 from lagrpo.view.data import collect, take_stamp
@@ -35,9 +35,12 @@ HEADERS = {
 
 
 def view(
-    runs: Sequence[Path], out: Path | None = None, completions: int = 10_000, opens: bool = False,
+    runs: Sequence[Path],
+    out: Path | None = None,
+    completions: int = 10_000,
+    opens: bool = False,
     port: int | None = None,
-) -> Path:  # fmt: skip
+) -> Path:
     """Write the page of these runs to `out` (default: view.html of the run, or of the working directory for several),
     and open it in the browser if asked to. With a port (0: a free one) serve it until Ctrl-C, and write it again when
     the runs have changed and a browser asks. Raises RunNotFoundError, or SettingsError for damaged files, a port and an
@@ -50,7 +53,7 @@ def view(
 
     def collect_and_write() -> bytes:
         packed = collect(paths, completions)
-        with refusing():
+        with as_settings_error():
             write_atomically(target, make_page([path.name for path in paths], packed))
         return packed
 
@@ -62,7 +65,7 @@ def view(
         if opens:
             webbrowser.open(target.absolute().as_uri())
         return target
-    with refusing(f"port {port}", OverflowError):
+    with as_settings_error(f"port {port}", OverflowError):
         server = Server(paths, collect_and_write, port)
     with server:
         print(

@@ -145,9 +145,15 @@ class VllmClient:
         self.call("POST", "/v1/unload_lora_adapter", {"lora_name": label})
 
     def generate(
-        self, token_ids: Sequence[int], n: int, seed: int, max_tokens: int, temperature: float,
-        stop_token_ids: Sequence[int], label: str,
-    ) -> list[dict[str, Any]]:  # fmt: skip
+        self,
+        token_ids: Sequence[int],
+        n: int,
+        seed: int,
+        max_tokens: int,
+        temperature: float,
+        stop_token_ids: Sequence[int],
+        label: str,
+    ) -> list[dict[str, Any]]:
         """n completions of a prompt from the whole distribution, number g with the seed `seed + g`, in vLLM's JSON.
         `label` names the weights: it salts the cache of prefixes, so that keys and values never mix versions, or names
         the adapter."""

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lagrpo.errors import refusing
+from lagrpo.errors import as_settings_error
 from lagrpo.model.model import Policy
 from lagrpo.rng import generator
 from lagrpo.rollout.base import Item, Request, SamplingParams
@@ -38,7 +38,7 @@ def build_engine(
     episodes: Episodes | None = None,
 ) -> VllmEngine:
     """The engine over the servers, once they are ready. Raises SettingsError for a server that does not get ready."""
-    with refusing("vllm", SamplerError):
+    with as_settings_error("vllm", SamplerError):
         for server in servers:
             if isinstance(server, StartedServer):
                 server.wait_until_ready()
@@ -56,20 +56,29 @@ def build_engine(
         else TRANSFERS[v.weight_transfer](dtype)
     )
     params = SamplingParams("sample", s.temperature, s.max_completion_length, episodes)
-    spans = v.on_weight_sync == "continue"
+    syncs_in_flight = v.on_weight_sync == "continue"
     return VllmEngine(
-        servers, weights, policy.chat, params, settings.run.seed, s.max_num_seqs, spans
+        servers, weights, policy.chat, params, settings.run.seed, s.max_num_seqs, syncs_in_flight
     )
 
 
 class VllmEngine:
-    """Samples from vLLM servers. If it `spans`, weights are synced while completions are in flight, which then continue
-    with the new weights (adapters: with their own)."""
+    """Samples from vLLM servers.
+
+    With `syncs_in_flight`, weights are synced while completions are in flight. These continue with the new weights;
+    with adapters each continues with its own.
+    """
 
     def __init__(
-        self, servers: Sequence[VllmClient], weights: WeightTransfer, chat: Any, params: SamplingParams, seed: int = 0,
-        max_num_seqs: int = 256, spans: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        servers: Sequence[VllmClient],
+        weights: WeightTransfer,
+        chat: Any,
+        params: SamplingParams,
+        seed: int = 0,
+        max_num_seqs: int = 256,
+        syncs_in_flight: bool = False,
+    ) -> None:
         self.servers, self.weights, self.chat, self.params, self.seed = (
             list(servers),
             weights,
@@ -77,7 +86,7 @@ class VllmEngine:
             params,
             seed,
         )
-        self.spans = spans
+        self.syncs_in_flight = syncs_in_flight
         self._groups = GroupQueue(self.servers, weights.load_current, max_num_seqs)
         self._synced: WeightUpdate | None = (
             None  # what training samples with; an evaluation may load others
@@ -100,7 +109,9 @@ class VllmEngine:
         return {}
 
     @contextmanager
-    def lent(self, weights: Mapping[str, Tensor], version: int, back: bool) -> Iterator[None]:
+    def temporary_weights(
+        self, weights: Mapping[str, Tensor], version: int, back: bool
+    ) -> Iterator[None]:
         """Inside, the servers have π_version, for an evaluation. Afterwards they have the weights of the last sync
         again if `back` says so."""
         update = self.weights.pack(weights, version)
@@ -167,9 +178,14 @@ class VllmEngine:
         return Group(request.prompt, tuple(completions), request.epoch)
 
     def _converse(
-        self, server: VllmClient, request: Request, params: SamplingParams, episodes: Episodes, g: int,
+        self,
+        server: VllmClient,
+        request: Request,
+        params: SamplingParams,
+        episodes: Episodes,
+        g: int,
         first: Completion,
-    ) -> Completion:  # fmt: skip
+    ) -> Completion:
         """A completion of several turns, after its first turn. Each later turn is a request with everything so far as
         its prompt, which the server finds in its cache of prefixes. A turn that cannot be used fails the completion."""
         episode, turns = (
@@ -201,9 +217,15 @@ class VllmEngine:
         )
 
     def _ask(
-        self, server: VllmClient, request: Request, behind: Sequence[int], n: int, params: SamplingParams,
-        max_tokens: int, turn: tuple[int, ...] = (),
-    ) -> list[Completion]:  # fmt: skip
+        self,
+        server: VllmClient,
+        request: Request,
+        behind: Sequence[int],
+        n: int,
+        params: SamplingParams,
+        max_tokens: int,
+        turn: tuple[int, ...] = (),
+    ) -> list[Completion]:
         """n completions of a request's prompt and the tokens `behind` it. `turn` keys the seeds of later turns."""
         seed = (
             int(generator(self.seed, params.purpose, *request.address, *turn).random_raw(1)[0]) >> 2

@@ -21,7 +21,7 @@ from pathlib import Path
 from subprocess import PIPE, Popen
 from typing import Any, NoReturn
 
-from lagrpo.errors import SettingsError, refusing
+from lagrpo.errors import SettingsError, as_settings_error
 from lagrpo.logs import redact
 from lagrpo.machine import drop_own, drop_torchrun
 from lagrpo.model.embedded import check_path, resolve_model
@@ -194,7 +194,7 @@ def open_servers(settings: Settings, replied: int = 0) -> list[VllmClient]:
     """The servers that the settings name, or one that is on its way up, for completions with up to `replied` tokens of
     an environment. Raises SettingsError for a server that cannot be used, or started."""
     longest = settings.longest + replied + 1
-    with refusing("vllm", SamplerError):
+    with as_settings_error("vllm", SamplerError):
         if settings.vllm.urls:
             return [attach_server(url, settings, longest) for url in settings.vllm.urls]
         return [start_server(settings, longest)]
@@ -224,9 +224,16 @@ def start_server(settings: Settings, longest: int) -> StartedServer:
     vllm, folder = settings.vllm, Path(settings.run.output_dir)
     dtype, _ = pick_dtype(settings.model.dtype, pick_device())
     launch = Launch(
-        find_python(), resolve_model(settings.model.path), dtype, longest, settings.rollout.max_num_seqs,
-        vllm.weight_transfer, split_server_args(vllm.server_args), lora_rank=settings.model.lora_r, gpus=vllm.gpus,
-    )  # fmt: skip
+        find_python(),
+        resolve_model(settings.model.path),
+        dtype,
+        longest,
+        settings.rollout.max_num_seqs,
+        vllm.weight_transfer,
+        split_server_args(vllm.server_args),
+        lora_rank=settings.model.lora_r,
+        gpus=vllm.gpus,
+    )
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / f".vllm-{os.getpid()}-{secrets.token_hex(4)}.log"
     logger.info("starting a vLLM server (log: %s)", log)
@@ -260,7 +267,7 @@ def serve(
         raise SettingsError(
             f"--host: other machines can reach {host}: set {KEY} to an API key that you choose"
         )
-    with refusing():
+    with as_settings_error():
         check_path(model)
         options = split_server_args(server_args)
         given: Any = {
