@@ -22,6 +22,7 @@ from lagrpo.runs.environment import cpu_model, git_state
 
 from .methods import Method, load_methods
 from .plan import Methods, Pass, full_plan, passes_where_some_die, quick_plan
+from .publish import publish
 from .records import RESULTS, Record, append_records, load_records
 from .report import write_report
 from .starts import load_start, mean_score
@@ -49,7 +50,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             make_runs(plan, methods, directory, is_whole=not options.quick)
         except KeyboardInterrupt:
             print("stopped: the same command makes the rest")
-    write_report(directory, load_records(directory, methods), plan)
+    records = load_records(directory, methods)
+    write_report(directory, records, plan)
+    if not options.quick:
+        publish(records, methods["published"])
 
 
 def make_runs(plan: Iterable[Pass], methods: Methods, directory: Path, is_whole: bool) -> None:

@@ -30,6 +30,8 @@ class Method:
     """multiply the learning rate by the root of the effective sample size of a step"""
     same_as: str | None = None
     """the method that has the same gradient at one update per batch"""
+    shipped_by: str = ""
+    """programs whose code computes this loss (reports/conformance.md has those that were compared)"""
     note: str = ""
 
 
@@ -57,6 +59,7 @@ def load_methods(table: Table, file: Path = FILE) -> dict[str, Method]:
             max_grad_norm=max_grad_norm,
             scale_lr_by_ess=row.get("scale_lr_by_ess", False),
             same_as=row.get("same_as"),
+            shipped_by=row.get("shipped_by", ""),
             note=row.get("note", ""),
         )
     return methods

@@ -216,7 +216,7 @@ def _cell_table(cells: Cells, show: Callable[[str, Column, Cell], str]) -> str:
             for column in columns
         ]
         rows.append([method, *row])
-    return _markdown_table(rows)
+    return markdown_table(rows)
 
 
 def _area_table(cells: Cells) -> str:
@@ -233,14 +233,14 @@ def _area_table(cells: Cells) -> str:
 
 def _rates_table(cells: Cells) -> str:
     def show(method: str, column: Column, cell: Cell) -> str:
-        living = ", ".join(map(_rate_name, cell.living_rates))
-        return f"{living or 'none'} ({_rate_name(cell.best_rate)})"
+        living = ", ".join(map(rate_name, cell.living_rates))
+        return f"{living or 'none'} ({rate_name(cell.best_rate)})"
 
     head = "Learning rates at which every seed lives (in brackets the one with the largest area):"
     return f"{head}\n\n{_cell_table(cells, show)}"
 
 
-def _rate_name(rate: float) -> str:
+def rate_name(rate: float) -> str:
     """A learning rate as people write it: 3e-4."""
     return f"{rate:.0e}".replace("e-0", "e-")
 
@@ -282,7 +282,7 @@ def _summary(records: Mapping[RunKey, Record]) -> Iterable[str]:
             rows.append([method, ", ".join(best.get(method, [])), ", ".join(dead.get(method, []))])
         yield f"## Where each method is among the best, and where it dies ({table})"
         yield "Task and constant lag, or task and schedule."
-        yield _markdown_table(rows)
+        yield markdown_table(rows)
 
 
 def _agreement(records: Mapping[RunKey, Record]) -> Iterable[str]:
@@ -308,7 +308,7 @@ def _agreement(records: Mapping[RunKey, Record]) -> Iterable[str]:
         "Spearman's correlation of the methods' order by area at lag 64, as published, at the best learning rate of "
         "those that were run:"
     )
-    yield _markdown_table(rows)
+    yield markdown_table(rows)
 
 
 def _clipped(records: Mapping[RunKey, Record]) -> Iterable[str]:
@@ -331,10 +331,10 @@ def _clipped(records: Mapping[RunKey, Record]) -> Iterable[str]:
         rows.append([method, *row])
     yield "## Tokens without a gradient"
     yield "In percent, at lag 16 and learning rate 3e-4, as published:"
-    yield _markdown_table(rows)
+    yield markdown_table(rows)
 
 
-def _markdown_table(rows: Sequence[Sequence[str]]) -> str:
+def markdown_table(rows: Sequence[Sequence[str]]) -> str:
     head, *body = ["| " + " | ".join(row) + " |" for row in rows]
     return "\n".join([head, "|---" * len(rows[0]) + "|", *body])
 

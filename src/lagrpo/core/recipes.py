@@ -479,3 +479,18 @@ def bounds_whole_completions(recipe: Recipe) -> list[str]:
         if value.function in bounded or (of_sequence and value.function not in unbounded):
             paths.append(path)
     return paths
+
+
+def needs_of(recipe: Recipe) -> list[str]:
+    """What a recipe needs beyond the trainer's own log-probs, in the words of `lagrpo recipes`.
+
+    α, π_k, π_ref: the log-probs of these policies; lag: the staleness of each token; step: a second pass over the step.
+    """
+    needs = {
+        "α": recipe.needs_rollout_logp,
+        "π_k": recipe.needs_old_logp,
+        "π_ref": recipe.needs_pi_ref,
+        "lag": recipe.needs_staleness,
+        "step": recipe.needs_step_statistics,
+    }
+    return [name for name, is_needed in needs.items() if is_needed]

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console, Group
 from rich.padding import Padding
@@ -21,9 +21,6 @@ from lagrpo.runs.directory import Run
 from lagrpo.runs.rollouts import reward_columns
 from lagrpo.terminal.text import MARKS, count_of, formatted, unscored_text
 from lagrpo.types import Range, is_correct
-
-if TYPE_CHECKING:
-    from lagrpo.core.objective import Recipe
 
 Row = dict[str, Any]
 
@@ -138,26 +135,36 @@ def _title(run: Run, rows: list[Row], batches: list[int]) -> Text:
 def show_recipes(console: Console | None = None) -> None:
     """Every recipe by family: its name, what it needs, its paper, and what it maximizes; and what the symbols mean."""
     # imports torch, which `view --text` need not load
+    from lagrpo.core.recipes import needs_of
     from lagrpo.core.rows import FAMILIES, ROWS, SYMBOLS
 
     console = console or Console()
     for family, rows in FAMILIES.items():
-        table = Table("", "needs", "arXiv", "formula", box=None, header_style="dim")
-        for column in table.columns[:3]:
+        table = Table("", "held", "needs", "arXiv", "formula", box=None, header_style="dim")
+        for column in table.columns[:4]:
             column.no_wrap = True
         table.columns[0].min_width = max(map(len, ROWS))
-        table.columns[1].min_width = len("α π_k π_ref")
-        table.columns[2].min_width = len("2505.22257")
+        table.columns[1].min_width = len("held")
+        table.columns[2].min_width = len("α π_k π_ref")
+        table.columns[3].min_width = len("2505.22257")
         for name in rows:
             recipe = ROWS[name]
             paper = recipe.source.partition("arXiv ")[2][: len("2505.22257")]
-            needs = " ".join(_needs(recipe))
-            table.add_row(Text(name, "bold"), needs, Text(paper, "dim"), Text(recipe.formula))
+            needs = " ".join(needs_of(recipe))
+            table.add_row(
+                Text(name, "bold"),
+                _held(name),
+                needs,
+                Text(paper, "dim"),
+                Text(recipe.formula),
+            )
         console.print(Text(family[0].upper() + family[1:], "italic"))
         console.print(table)
         console.print()
     legend = [
         SYMBOLS,
+        "held: the largest constant lag, in updates, at which it was measured to hold on both",
+        "tasks of docs/off-policy.md; empty: not measured",
         "needs: log-probs of α, π_k or π_ref; lag: the staleness of each token; step: a second pass",
         "over the step",
         "",
@@ -167,23 +174,34 @@ def show_recipes(console: Console | None = None) -> None:
     console.print(Text("\n".join(legend)))
 
 
-def _needs(recipe: Recipe) -> Iterator[str]:
-    """What a recipe reads beyond the trainer's own log-probs."""
-    if recipe.needs_rollout_logp:
-        yield "α"
-    if recipe.needs_old_logp:
-        yield "π_k"
-    if recipe.needs_pi_ref:
-        yield "π_ref"
-    if recipe.needs_staleness:
-        yield "lag"
-    if recipe.needs_step_statistics:
-        yield "step"
+def _held(name: str) -> str:
+    """The largest lag at which a recipe was measured to hold, or the smallest at which it did not."""
+    from lagrpo.core.lag_table import held_lag, measured_lags
+
+    held = held_lag(name)
+    if held is None:
+        return ""
+    return str(held) if held > 0 else f"<{measured_lags(name)[0]}"
+
+
+def _measured_staleness(name: str) -> list[str]:
+    """A line for each constant lag at which a recipe was measured: area kept on each task, and whether it holds."""
+    from lagrpo.core.lag_table import holds_at, load_table, measured_lags
+
+    lines = []
+    for lag in measured_lags(name):
+        kept = ", ".join(
+            f"{task} {100 * measured.kept:.0f} %"
+            for task, measured in load_table()[name][lag].items()
+        )
+        verdict = "holds" if holds_at(name, lag) else "does not hold"
+        lines.append(f"lag {lag}: {verdict} (area kept: {kept})")
+    return lines or ["not measured"]
 
 
 def show_recipe(name: str, console: Console | None = None) -> None:
     """One recipe: formula, source, settings, code. Raises SettingsError for an unknown one."""
-    from lagrpo.core.recipes import resolve
+    from lagrpo.core.recipes import needs_of, resolve
 
     with as_settings_error():
         recipe = resolve(name)
@@ -196,7 +214,8 @@ def show_recipe(name: str, console: Console | None = None) -> None:
         "recipe": name,
         "formula": recipe.formula,
         "source": recipe.source,
-        "needs": ", ".join(_needs(recipe)) or "nothing but the trainer's log-probs",
+        "needs": ", ".join(needs_of(recipe)) or "nothing but the trainer's log-probs",
+        "staleness": "\n".join(_measured_staleness(name)),
         "made of": "\n".join(settings),
     }
     head = Table.grid(padding=(0, 2, 0, 0))

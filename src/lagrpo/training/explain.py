@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from lagrpo.core.lag_table import held_lag, measured_lags, recipes_that_hold
 from lagrpo.core.objective import Recipe
 from lagrpo.core.recipes import bounds_whole_completions, clips_around_pi_k, inert_over_pi_k
 from lagrpo.errors import as_settings_error
@@ -37,6 +38,7 @@ def meaning(settings: Settings, recipe: Recipe) -> list[str]:
     return [
         f"recipe      {recipe.name}: {recipe.formula}" + (f"; with {changes}" if changes else ""),
         *_notes(recipe, settings),
+        *_staleness_note(recipe, settings),
         f"batch       {s.prompts_per_batch} prompts x {rollout.num_generations} completions = {per_batch:,} samples, "
         f"used for {count_of(s.num_iterations, 'update')}{of_files}",
         f"schedule    {_weight_syncs(settings)}",
@@ -77,10 +79,34 @@ def _weight_syncs(settings: Settings) -> str:
     )
     if s.sync_at_kl is not None:
         when = f"when KL(alpha||pi_k) of a completion passes {s.sync_at_kl:g} nats, at the latest {when}"
-    largest = max(
-        lags(Schedule(s.kind, s.v, s.sync_at_kl), s.batches, s.stage_length, s.num_iterations)
-    )
-    return f"weight sync {when}; staleness at most {count_of(largest, 'update')}"
+    largest = count_of(largest_staleness(settings), "update")
+    return f"weight sync {when}; staleness at most {largest}"
+
+
+def largest_staleness(settings: Settings) -> int:
+    """The largest staleness that the schedule allows, in updates."""
+    s = settings.schedule
+    schedule = Schedule(s.kind, s.v, s.sync_at_kl)
+    return max(lags(schedule, s.batches, s.stage_length, s.num_iterations))
+
+
+def _staleness_note(recipe: Recipe, settings: Settings) -> list[str]:
+    """A line if the samples become staler than the recipe was measured to hold, with two recipes that do."""
+    largest = largest_staleness(settings)
+    held = held_lag(recipe.name)
+    if held is None or largest <= held or set(settings.loss.knobs) - {"beta"}:
+        return []
+    lag, others = recipes_that_hold(largest)
+    if held > 0:
+        limit = f"but {recipe.name} was measured to hold only up to {held}"
+    else:
+        smallest = measured_lags(recipe.name)[0]
+        limit = f"and {recipe.name} did not hold at {smallest}, the smallest lag that was measured"
+    cure = f"; {' and '.join(others)} held at {lag}" if others else ""
+    return [
+        f"note        staleness reaches {count_of(largest, 'update')}, {limit}{cure} "
+        "(docs/off-policy.md)"
+    ]
 
 
 def _memory(settings: Settings, recipe: Recipe) -> list[str]:

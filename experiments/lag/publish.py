@@ -1,0 +1,193 @@
+"""What users see of the benchmark: the table of docs/off-policy.md, its figure, and the package's lag_table.json.
+
+`python -m experiments.lag` writes them with its report (report.py), from the records of constant lags, as published.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import lagrpo.core
+from experiments.study.statistics import Interval
+from lagrpo.core.lag_table import FILE, TASKS
+from lagrpo.core.recipes import needs_of
+from lagrpo.runs.files import write_atomically
+
+from .methods import Method
+from .records import Record, RunKey
+from .report import (
+    Cell,
+    Cells,
+    draw_area,
+    find_cells,
+    leaders,
+    markdown_table,
+    rate_name,
+)
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "off-policy.md"
+FIGURE = ROOT / "docs" / "images" / "lag.png"
+PACKAGE_TABLE = Path(lagrpo.core.__file__).parent / FILE
+BEGIN = "<!-- table of experiments/lag -->"
+END = "<!-- end of the table -->"
+LAGS = (16, 64, 256)
+MUST_NOT_DIFFER = {"beta"}
+"""A method whose overrides are only these counts as its recipe: these runs have no KL term."""
+
+Records = Mapping[RunKey, Record]
+
+
+def publish(records: Records, methods: Mapping[str, Method]) -> None:
+    """Write lag_table.json, the figure and the table of the page."""
+    cells = {task: find_cells(records, "published", task) for task in TASKS}
+    write_atomically(PACKAGE_TABLE, package_table(cells, methods))
+    figure = draw_area({task: found for task, found in cells.items() if found})
+    write_atomically(FIGURE, lambda path: figure.savefig(path, format="png", dpi=150))
+    page = PAGE.read_text(encoding="utf-8")
+    write_atomically(PAGE, with_table(page, page_table(cells, methods)))
+
+
+# lag_table.json
+
+
+def package_table(cells: Mapping[str, Cells], methods: Mapping[str, Method]) -> str:
+    """The JSON of lag_table.json: recipe -> constant lag -> task -> what was measured. A line for each lag."""
+    recipes = []
+    for method in methods.values():
+        if not is_plain_recipe(method):
+            continue
+        by_lag: dict[int, dict[str, Any]] = {}
+        for task in TASKS:
+            for lag, cell in constant_lags(cells[task], method.same_as or method.name):
+                by_lag.setdefault(lag, {})[task] = _measured(cell)
+        lines = [f'  "{lag}": {json.dumps(by_lag[lag])}' for lag in sorted(by_lag)]
+        if lines:
+            recipes.append(f' "{method.recipe_name}": {{\n' + ",\n".join(lines) + "\n }")
+    return "{\n" + ",\n".join(recipes) + "\n}\n"
+
+
+def is_plain_recipe(method: Method) -> bool:
+    """True if a method is its recipe without other knobs and without settings of the optimizer."""
+    as_trained = (method.max_grad_norm, method.scale_lr_by_ess) == (1.0, False)
+    return set(method.overrides) <= MUST_NOT_DIFFER and as_trained
+
+
+def constant_lags(cells: Cells, method: str) -> list[tuple[int, Cell]]:
+    """The cells of a method at constant lags, by ascending lag."""
+    found = []
+    for (name, (kind, lag)), cell in cells.items():
+        if name == method and kind == "constant":
+            found.append((lag, cell))
+    return sorted(found, key=lambda pair: pair[0])
+
+
+def _measured(cell: Cell) -> dict[str, Any]:
+    interval = Interval.of(list(cell.best.values()))
+    return {
+        "kept": round(interval.mean, 3),
+        "half_interval": None if interval.half is None else round(interval.half, 3),
+        "seeds": len(cell.best),
+        "best_learning_rate": cell.best_rate,
+        "living_learning_rates": cell.living_rates,
+    }
+
+
+# docs/off-policy.md
+
+
+def with_table(page: str, table: str) -> str:
+    """The page with another table between its two marks."""
+    head, _, rest = page.partition(BEGIN)
+    _, _, tail = rest.partition(END)
+    return f"{head}{BEGIN}\n\n{table}\n\n{END}{tail}"
+
+
+def page_table(cells: Mapping[str, Cells], methods: Mapping[str, Method]) -> str:
+    """A row per method: area kept, learning rates at which every seed lives, needs, who ships it, and its source."""
+    bold = {
+        (task, lag): leaders(cells[task], ("constant", lag))
+        for task in TASKS
+        for lag in LAGS
+        if any(column == ("constant", lag) for _, column in cells[task])
+    }
+    head = ["loss"]
+    head += [f"{task} {lag}" for task in TASKS for lag in LAGS]
+    head += ["learning rates", "needs", "shipped by", "source"]
+    rows = [head]
+    for method in sorted(methods.values(), key=lambda item: -kept_at_worst(cells, item)):
+        if method.same_as is not None or kept_at_worst(cells, method) == float("-inf"):
+            continue
+        row = [method_label(method)]
+        for task in TASKS:
+            for lag in LAGS:
+                cell = cells[task].get((method.name, ("constant", lag)))
+                is_best = method.name in bold.get((task, lag), ())
+                row.append("–" if cell is None else area_text(cell, is_best))
+        row.append(living_rates_text(cells, method))
+        row.append(", ".join(needs_of(method.recipe)) or "–")
+        row.append(method.shipped_by or "–")
+        row.append(method.recipe.source.partition("arXiv ")[2][: len("2505.22257")] or "–")
+        rows.append(row)
+    return markdown_table(rows)
+
+
+def kept_at_worst(cells: Mapping[str, Cells], method: Method) -> float:
+    """What a method keeps on the task that is worse for it, at the largest lag that was run for it on both tasks.
+
+    Minus infinity if there is none. Methods of the same largest lag are compared; a larger one comes first."""
+    for lag in reversed(LAGS):
+        found = [cells[task].get((method.name, ("constant", lag))) for task in TASKS]
+        both = [cell for cell in found if cell is not None]
+        if len(both) == len(TASKS):
+            return lag + min(fmean(cell.best.values()) for cell in both)
+    return float("-inf")
+
+
+def method_label(method: Method) -> str:
+    """The recipe's name in code, and what differs from it."""
+    changes = [
+        f"{path} = {value:g}"
+        for path, value in method.overrides.items()
+        if path not in MUST_NOT_DIFFER and not isinstance(value, str)
+    ]
+    changes += [
+        f"{path} = {value}" for path, value in method.overrides.items() if isinstance(value, str)
+    ]
+    if method.scale_lr_by_ess:
+        changes.append("learning rate scaled by ESS")
+    if method.max_grad_norm not in (1.0, None):
+        changes.append(f"max_grad_norm = {method.max_grad_norm:g}")
+    label = f"`{method.recipe_name}`"
+    return f"{label} with {', '.join(changes)}" if changes else label
+
+
+def area_text(cell: Cell, is_best: bool) -> str:
+    """Area kept in percent with half its interval, bold if among the best; a cross if a seed dies there."""
+    interval = Interval.of(list(cell.best.values()))
+    half = "" if interval.half is None else f" ± {100 * interval.half:.0f}"
+    text = f"{100 * interval.mean:.0f}{half}"
+    if cell.best_rate not in cell.living_rates:
+        text += " †"
+    return f"**{text}**" if is_best else text
+
+
+def living_rates_text(cells: Mapping[str, Cells], method: Method) -> str:
+    """The learning rates at which every seed lives on both tasks, at the largest lag of LAGS that was run on both."""
+    for lag in reversed(LAGS):
+        found = [cells[task].get((method.name, ("constant", lag))) for task in TASKS]
+        both = [cell for cell in found if cell is not None]
+        if len(both) < len(TASKS):
+            continue
+        living = set(both[0].living_rates).intersection(*(cell.living_rates for cell in both[1:]))
+        if not living:
+            return f"none (lag {lag})"
+        lowest, highest = min(living), max(living)
+        if lowest == highest:
+            return f"{rate_name(lowest)} (lag {lag})"
+        return f"{rate_name(lowest)} to {rate_name(highest)} (lag {lag})"
+    return "–"

@@ -1,0 +1,137 @@
+"""What users see of the benchmark of losses against staleness: held lags, the dry run's note, the page's table."""
+
+from __future__ import annotations
+
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+from rich.console import Console
+
+from experiments.lag.methods import load_methods
+from experiments.lag.publish import BEGIN, END, PAGE, package_table, page_table, with_table
+from experiments.lag.records import RESULTS, load_records
+from experiments.lag.report import find_cells
+from lagrpo.core import lag_table
+from lagrpo.core.lag_table import TASKS, Measured, held_lag, recipes_that_hold
+from lagrpo.settings.schema import Settings
+from lagrpo.terminal.show import show_recipe, show_recipes
+from lagrpo.training.checks import check_settings
+from lagrpo.training.explain import meaning
+
+RATE = 3e-4
+
+
+def measured(chain: float, gamble: float, lives: bool = True) -> dict[str, Measured]:
+    living = (RATE,) if lives else ()
+    return {
+        "chain": Measured(chain, None, 3, RATE, living),
+        "gamble": Measured(gamble, None, 3, RATE, living),
+    }
+
+
+BY_HAND = {
+    "grpo": {0: measured(1, 1), 16: measured(0.9, 0.8), 64: measured(0.9, 0.4)},
+    "topr": {16: measured(0.9, 0.9), 64: measured(0.9, 0.8)},
+    "dppo_tv": {16: measured(0.9, 0.75), 64: measured(0.9, 0.9)},
+    "vespo": {16: measured(0.95, 0.95), 64: measured(0.8, 0.75)},
+    "reinforce": {16: measured(0.6, 0.9), 64: measured(0.9, 0.9)},
+    "cispo": {16: measured(0.9, 0.9, lives=False), 64: measured(0.9, 0.9)},
+}
+
+
+@pytest.fixture
+def table(monkeypatch):
+    monkeypatch.setattr(lag_table, "load_table", lambda: BY_HAND)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return tiny.save_tiny(tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.usefixtures("table")
+@pytest.mark.parametrize(
+    ("recipe", "lag"),
+    [("grpo", 16), ("topr", 64), ("reinforce", 0), ("cispo", 0), ("dapo", None)],
+    ids=["area lost", "holds", "area lost at first", "a seed dies", "not measured"],
+)
+def test_recipe_holds_up_to_the_last_lag_before_one_at_which_it_does_not(recipe, lag):
+    assert held_lag(recipe) == lag
+
+
+@pytest.mark.usefixtures("table")
+@pytest.mark.parametrize(
+    ("staleness", "lag", "recipes"),
+    [(9, 16, ["vespo", "topr"]), (17, 64, ["dppo_tv", "topr"]), (100, 64, ["dppo_tv", "topr"])],
+    ids=["below all", "between two", "beyond all"],
+)
+def test_recipes_that_hold_are_ordered_by_the_task_that_is_worse_for_them(staleness, lag, recipes):
+    assert recipes_that_hold(staleness) == (lag, recipes)
+
+
+def dry_run(model: Path, loss: dict[str, Any], constant_lag: int) -> str:
+    settings = Settings.model_validate(
+        {"model": {"path": str(model)}, "loss": loss, "schedule": {"constant_lag": constant_lag}}
+    )
+    return "\n".join(meaning(settings, check_settings(settings)))
+
+
+@pytest.mark.usefixtures("table")
+@pytest.mark.parametrize(
+    ("loss", "constant_lag", "note"),
+    [
+        (
+            {"recipe": "grpo"},
+            20,
+            "but grpo was measured to hold only up to 16; dppo_tv and topr held at 64",
+        ),
+        ({"recipe": "reinforce"}, 9, "and reinforce did not hold at 16, the smallest lag"),
+    ],
+    ids=["beyond", "never held"],
+)
+def test_dry_run_says_that_samples_become_staler_than_the_recipe_holds(
+    model, loss, constant_lag, note
+):
+    text = dry_run(model, loss, constant_lag)
+    assert f"staleness reaches {constant_lag} updates, {note}" in text
+
+
+@pytest.mark.usefixtures("table")
+@pytest.mark.parametrize(
+    ("loss", "constant_lag"),
+    [
+        ({"recipe": "grpo"}, 16),
+        ({"recipe": "grpo", "epsilon_high": 0.3}, 20),
+        ({"recipe": "dapo"}, 20),
+    ],
+    ids=["as stale as it holds", "another loss", "not measured"],
+)
+def test_dry_run_says_nothing_where_nothing_was_measured_to_fail(model, loss, constant_lag):
+    assert "staleness reaches" not in dry_run(model, loss, constant_lag)
+
+
+@pytest.mark.usefixtures("table")
+def test_recipes_show_the_lag_that_they_held():
+    text = StringIO()
+    console = Console(file=text, width=200)
+    show_recipes(console)
+    lines = text.getvalue().splitlines()
+    columns = {line.split()[0]: line.split()[1] for line in lines if len(line.split()) > 2}
+    assert (columns["grpo"], columns["topr"], columns["reinforce"]) == ("16", "64", "<16")
+    show_recipe("grpo", console)
+    assert "lag 64: does not hold (area kept: chain 90 %, gamble 40 %)" in text.getvalue()
+
+
+def test_table_of_the_package_and_the_page_are_those_of_the_records():
+    methods = load_methods("published")
+    records = load_records(RESULTS, {"published": methods, "equal": load_methods("equal")})
+    cells = {task: find_cells(records, "published", task) for task in TASKS}
+    file = Path(lag_table.__file__).parent / lag_table.FILE
+    assert file.read_text(encoding="utf-8") == package_table(cells, methods)
+    page = PAGE.read_text(encoding="utf-8")
+    assert BEGIN in page
+    assert END in page
+    assert page == with_table(page, page_table(cells, methods))
