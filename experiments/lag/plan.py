@@ -117,10 +117,11 @@ class _Plan:
     ) -> None:
         """Append a pass for each lag, task and method of the table (or those named), unless it is there already."""
         for lag in lags:
-            for task in tasks:
-                for method in self._methods[table].values():
-                    if method.same_as or (only and method.name not in only):
-                        continue
+            # A method's tasks follow each other, so that a table of both fills up row by row.
+            for method in self._methods[table].values():
+                if method.same_as or (only and method.name not in only):
+                    continue
+                for task in tasks:
                     schedule = Schedule(kind, lag)
                     length = updates or updates_of(task, schedule)
                     item = Pass(table, task, method.name, schedule, rates, seeds, length)

@@ -2,7 +2,7 @@
 
 Area kept: the mean score of a run over its updates, above the score of the starting point, in percent of the same for
 the best method at lag 0 with its best learning rate (of the same table, task and number of updates). A cell has the
-method's best learning rate, by the mean over its seeds.
+method's best learning rate, by the mean over its seeds, among those at which no seed dies.
 """
 
 from __future__ import annotations
@@ -61,8 +61,9 @@ class Cell:
 
     @property
     def best_rate(self) -> float:
-        """The learning rate with the largest mean area."""
-        return max(self.by_rate, key=lambda rate: fmean(self.kept(rate).values()))
+        """The learning rate with the largest mean area where no seed dies; among all if there is no such."""
+        candidates = self.living_rates or list(self.by_rate)
+        return max(candidates, key=lambda rate: fmean(self.kept(rate).values()))
 
     @property
     def best(self) -> dict[int, float]:
@@ -173,10 +174,10 @@ def _sections(records: Mapping[RunKey, Record], plan: Sequence[Pass]) -> Iterabl
     yield "# Methods against staleness"
     yield (
         f"{done} of {len(planned)} planned runs, {len(records)} with those that have more seeds; {hours:.1f} "
-        "core-hours. Area kept in percent of that of the best method at lag 0, at the method's best learning rate: "
-        "mean over seeds ± half its 95 % interval (Student's t). Bold: among the best, that is, not shown to be "
-        f"{100 * MARGIN:.0f} points below the leader. A run dies if it ends below its start, or below 80 % of its own "
-        "peak. `python -m experiments.lag` makes the missing runs."
+        "core-hours. Area kept in percent of that of the best method at lag 0, at the method's best learning rate "
+        "at which no seed dies: mean over seeds ± half its 95 % interval (Student's t). Bold: among the best, that is, "
+        f"not shown to be {100 * MARGIN:.0f} points below the leader. A run dies if it ends below its start, or below "
+        "80 % of its own peak. `python -m experiments.lag` makes the missing runs."
     )
     for table, title in TITLES.items():
         for task in TASKS:
