@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from each import each
 
 from lagrpo.errors import SettingsError
 from lagrpo.settings.schema import Settings
@@ -54,17 +53,33 @@ def explained(model: Path, **sections: Any) -> str:
     return "\n".join(meaning(settings, check_settings(settings)))
 
 
-@each(
-    ("schedule", "said"),
+@pytest.mark.parametrize(
+    ("schedule", "explanation"),
     [
-        ({"sync_every": 10}, "weight sync every 10 batches; staleness at most 9 updates"),
-        ({"sync_every": 3, "num_iterations": 2}, "every 3 batches; staleness at most 4 updates"),
-        ({"sync_every": 10, "batches": 4}, "staleness at most 3 updates"),
-        ({"batches": 6, "num_iterations": 2}, "6 batches = 12 updates, 768 samples"),
+        pytest.param(
+            {"sync_every": 10},
+            "weight sync every 10 batches; staleness at most 9 updates",
+            id="sync every 10 batches",
+        ),
+        pytest.param(
+            {"sync_every": 3, "num_iterations": 2},
+            "every 3 batches; staleness at most 4 updates",
+            id="two updates per batch",
+        ),
+        pytest.param(
+            {"sync_every": 10, "batches": 4},
+            "staleness at most 3 updates",
+            id="run shorter than a sync",
+        ),
+        pytest.param(
+            {"batches": 6, "num_iterations": 2},
+            "6 batches = 12 updates, 768 samples",
+            id="length of the run",
+        ),
     ],
 )
-def test_dry_run_explains_the_schedule_in_batches_and_updates(model, schedule, said):
-    assert said in explained(model, schedule=schedule)
+def test_dry_run_explains_the_schedule_in_batches_and_updates(model, schedule, explanation):
+    assert explanation in explained(model, schedule=schedule)
 
 
 def test_dry_run_states_memory_per_rank(model, monkeypatch):

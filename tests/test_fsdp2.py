@@ -9,8 +9,8 @@ import re
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
-from each import each
 from test_zero1 import (
     DTYPES,
     check_to_rounding,
@@ -67,12 +67,20 @@ def test_updates_with_sharded_layers_are_those_of_one_process_to_rounding(ranks)
     )
 
 
-@each(
+@pytest.mark.parametrize(
     ("made", "changes"),
     [
-        ({"dtype": "bfloat16", "masters": "plain", "tie": True}, {}),
-        ({"dtype": "bfloat16"}, {"checkpointing": True, "offload_moments": True}),
-        ({"dtype": "float32", "kind": "qwen2", "weight_decay": 0.0}, {}),
+        pytest.param(
+            {"dtype": "bfloat16", "masters": "plain", "tie": True}, {}, id="plain masters"
+        ),
+        pytest.param(
+            {"dtype": "bfloat16"},
+            {"checkpointing": True, "offload_moments": True},
+            id="checkpointing and moments on the host",
+        ),
+        pytest.param(
+            {"dtype": "float32", "kind": "qwen2", "weight_decay": 0.0}, {}, id="float32 qwen2"
+        ),
     ],
 )
 def test_updates_are_bit_equal_if_the_gradients_are(ranks, made, changes):

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from each import each
+import pytest
 
 SOURCES = Path(__file__).parent.parent / "src" / "lagrpo"
 
@@ -83,7 +83,7 @@ def modules() -> list[Path]:
     return sorted(path.relative_to(SOURCES) for path in SOURCES.rglob("*.py"))
 
 
-@each("path", modules())
+@pytest.mark.parametrize("path", modules(), ids=str)
 def test_every_module_imports_only_allowed_packages(path):
     part = path.parts[0].removesuffix(".py")
     assert part in ALLOWED, f"{part} has no place in ALLOWED yet: say there what it may import"

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from each import each
 
 from lagrpo.core.kl import prefers_bounded, tv_terms
 from lagrpo.core.recipes import resolve
@@ -65,7 +64,13 @@ def improvement(batch, rows, reward_range=(0.0, 1.0)):
     return estimate_improvement(batch, sequence_sums(batch, rows)[0], reward_range)
 
 
-@each("budget", [100, 4])
+@pytest.mark.parametrize(
+    "budget",
+    [
+        pytest.param(100, id="one micro-batch"),
+        pytest.param(4, id="a completion per micro-batch"),
+    ],
+)
 def test_sequence_metrics_by_hand(budget):
     batch, rows = batch_of([[1.0, 0.0]], budget=budget)
     metrics = sequence_metrics(batch, rows := give(rows, HALVES))
@@ -91,12 +96,18 @@ def test_staleness_metrics_are_zero_without_staleness():
     }
 
 
-@each("advantage", [("grpo", {"beta": 0.0}), ("red_drop", {})])
-def test_metrics_have_the_true_values_though_the_loss_leaves_completions_out(advantage):
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        pytest.param("grpo", {"beta": 0.0}, id="grpo leaves out flat groups"),
+        pytest.param("red_drop", {}, id="red_drop leaves out completions"),
+    ],
+)
+def test_metrics_have_the_true_values_though_the_loss_leaves_completions_out(name, overrides):
     """A coin that is right with .2 under α and .3 under π_k, in 1,500 groups of 4: J(π_k) - J(α) = .1, TV = .1, and
     KL(α‖π_k) = .2 ln(.2/.3) + .8 ln(.8/.7) = .0257. Over what the loss computes alone none of them comes out."""
     rewards_NG = (torch.rand(1_500, 4, generator=torch.Generator().manual_seed(1)) < 0.2).double()
-    recipe = resolve(*advantage)
+    recipe = resolve(name, overrides)
     batch, _ = batch_of(rewards_NG.tolist(), lengths=1, recipe=recipe)
     log_ratio = {
         c: math.log(1.5) if r else math.log(7 / 8) for c, r in enumerate(rewards_NG.flatten())
@@ -105,7 +116,7 @@ def test_metrics_have_the_true_values_though_the_loss_leaves_completions_out(adv
     rest = left_out(batch, 10_000, skip_zero_advantage=recipe.skips_zero_advantage)
     metrics = sequence_metrics(batch, give([*rows, *rest], log_ratio))
     truth = {"improvement": 0.1, "rollout/seq_tv": 0.1, "rollout/seq_kl": 0.02568}
-    assert {name: metrics[name] for name in truth} == pytest.approx(truth, abs=0.006)
+    assert {metric: metrics[metric] for metric in truth} == pytest.approx(truth, abs=0.006)
     assert sequence_metrics(batch, give(rows, log_ratio))["rollout/seq_kl"] is None
 
 
@@ -148,7 +159,14 @@ def test_estimate_of_tv_is_chosen_by_the_effective_sample_size():
     assert spreads[2.5][1] < 0.1 * spreads[2.5][0]
 
 
-@each(("groups", "ratio", "known"), [(10, 1.1, False), (60, 1.1, True), (60, 111.0, False)])
+@pytest.mark.parametrize(
+    ("groups", "ratio", "known"),
+    [
+        pytest.param(10, 1.1, False, id="too few completions"),
+        pytest.param(60, 1.1, True, id="enough completions"),
+        pytest.param(60, 111.0, False, id="larger than possible"),
+    ],
+)
 def test_improvement_is_null_if_the_sample_is_too_small_or_the_estimate_impossible(
     groups, ratio, known
 ):

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from each import each
 from tiny import tiny_policy
 from torch import nn
 
@@ -42,7 +41,9 @@ def rounded(masters: torch.Tensor) -> torch.Tensor:
 # A dithered master rounds to its weight
 
 
-@each("draw", [-32767, -32766, -1, 0, 1, 12345, 32766, 32767])
+@pytest.mark.parametrize(
+    "draw", [-32767, -32766, -1, 0, 1, 12345, 32766, 32767], ids="draw {}".format
+)
 def test_every_bfloat16_number_survives_the_round_trip(draw):
     """All 65,536 patterns: normal, subnormal, the largest, both zeros, infinities and NaN; odd ones round away from
     the ends of their cells, even ones to them."""
@@ -72,7 +73,7 @@ def test_dither_covers_the_whole_cell_and_is_keyed():
         assert (draws[:1000] == signed16(1000, *other)).mean() < 0.01
 
 
-@each("kind", ["llama", "qwen2"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
 def test_dithering_does_not_change_the_initial_policy(kind):
     """The weights to the bit, of every name and whatever the order of the parameters; masters alone differ."""
     policy = tiny_policy(kind, torch.bfloat16)
@@ -118,29 +119,31 @@ POWER = 0x3C80  # 2^-6
 HALF, WHOLE = 2**15, 2**16  # of a bfloat16 spacing
 
 
-@each("step", [1, 7, 549, 16384, HALF - 1])
-@each("sign", [1, -1])
+@pytest.mark.parametrize("step", [1, 7, 549, 16384, HALF - 1], ids="step {}".format)
+@pytest.mark.parametrize("sign", [1, -1], ids=["up", "down"])
 def test_expected_step_of_an_odd_weight_equals_the_step_of_its_master_weight(step, sign):
     for pattern in (ODD, ODD - 2**15):  # the weight and its negative
         assert expected_step(pattern, sign * step) == sign * step
 
 
-@each("step", [1, 7, 549, 16384, HALF - 1])
-@each("sign", [1, -1])
+@pytest.mark.parametrize("step", [1, 7, 549, 16384, HALF - 1], ids="step {}".format)
+@pytest.mark.parametrize("sign", [1, -1], ids=["up", "down"])
 def test_expected_step_of_an_even_weight_is_one_float32_spacing_smaller(step, sign):
     """Its cell has both ends, one number more than there are draws on either side."""
     for pattern in (EVEN, EVEN - 2**15):
         assert expected_step(pattern, sign * step) == sign * (step - 1)
 
 
-@each("step", [HALF, HALF + 1, WHOLE, 100_000, 5 * WHOLE + 12345, 9 * WHOLE - 1])
-@each("sign", [1, -1])
+@pytest.mark.parametrize(
+    "step", [HALF, HALF + 1, WHOLE, 100_000, 5 * WHOLE + 12345, 9 * WHOLE - 1], ids="step {}".format
+)
+@pytest.mark.parametrize("sign", [1, -1], ids=["up", "down"])
 def test_steps_over_several_cells_are_expected_within_one_float32_spacing(step, sign):
     for pattern in (ODD, EVEN):
         assert abs(expected_step(pattern, sign * step) - sign * step) <= 1
 
 
-@each("step", [2, 8, 548, 8192, HALF // 2])
+@pytest.mark.parametrize("step", [2, 8, 548, 8192, HALF // 2], ids="step {}".format)
 def test_at_a_power_of_two_the_expected_step_holds_up_to_half_a_spacing(step):
     """Numbers below it lie twice as densely. Half of the draws are there, in half the width: as much leaves the cell on
     either side."""
@@ -183,8 +186,8 @@ class Bandit:
         return self.parameters["logits"].detach().double().softmax(1)
 
 
-@each("weight_decay", [0.0, 0.2])
-@each("stages", [1, 2])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.2], ids="weight decay {}".format)
+@pytest.mark.parametrize("stages", [1, 2], ids=["one stage", "two stages"])
 def test_bandit_in_bfloat16_learns_as_in_float32_only_with_dithered_masters(weight_decay, stages):
     """16 updates of 1e-4 are less than half a spacing (2e-3), weight decay included: plain, no weight moves. Dithered,
     E π_t is float32's within four standard errors of the 16,384 draws; one is at most a fiftieth of the way of π."""

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from each import each
 from running import leftovers, tiny_settings, without_timings
 from safetensors.torch import load_file
 from sample_task import load
@@ -74,7 +73,14 @@ def test_recipe_is_accepted_and_moves_the_policy_from_stale_completions(name):
         assert all(bool(weight.isfinite().all()) for weight in policy.weights.values())
 
 
-@each(("kind", "v", "i", "batches"), [("every", 1, 10, 4), ("every", 3, 2, 8), ("lagged", 2, 1, 6)])
+@pytest.mark.parametrize(
+    ("kind", "v", "i", "batches"),
+    [
+        pytest.param("every", 1, 10, 4, id="sync every batch, ten updates each"),
+        pytest.param("every", 3, 2, 8, id="sync every 3 batches, two updates each"),
+        pytest.param("lagged", 2, 1, 6, id="constant lag of 2 batches"),
+    ],
+)
 def test_staleness_of_tokens_is_the_schedules(run, kind, v, i, batches):
     v_by = "constant_lag" if kind == "lagged" else "sync_every"
     result = run(schedule={v_by: v, "num_iterations": i, "batches": batches})
@@ -329,27 +335,36 @@ def test_second_signal_ends_the_run_without_partial_files(settings, monkeypatch,
     assert len(load_metrics(directory)) == 1
 
 
-@each(
+@pytest.mark.parametrize(
     ("owner", "name", "error", "way"),
     [
-        (
+        pytest.param(
             Trainer,
             "update",
             FloatingPointError("the gradient is not finite"),
             "To resume after batch 2",
+            id="gradient not finite",
         ),
-        (
+        pytest.param(
             Run,
             "record",
             OSError(28, "No space left on device"),
             "No checkpoint yet; to start again",
+            id="disk full",
         ),
-        (Trainer, "step", MemoryError(), "To resume after batch 2"),
-        (
+        pytest.param(
+            Trainer,
+            "step",
+            MemoryError(),
+            "To resume after batch 2",
+            id="out of memory",
+        ),
+        pytest.param(
             Trainer,
             "accumulate",
             torch.OutOfMemoryError("CUDA out of memory"),
             "To resume after batch 2",
+            id="out of GPU memory",
         ),
     ],
 )

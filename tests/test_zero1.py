@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from each import each
 from test_master_weights import module
 from test_trainer import MAX_TOKENS, assembled, judge_groups
 from tiny import tiny_policy
@@ -112,7 +111,13 @@ def five_updates(
     return metrics, copied(trainer.state()), copied(trainer.policy.weights)
 
 
-@each(("R", "first_takes_all"), [(2, True), (3, False)])
+@pytest.mark.parametrize(
+    ("R", "first_takes_all"),
+    [
+        pytest.param(2, True, id="2 ranks, the first takes all rows"),
+        pytest.param(3, False, id="3 ranks share the rows"),
+    ],
+)
 def test_the_updates_of_several_ranks_are_those_of_one_process_to_rounding(
     ranks, R, first_takes_all
 ):
@@ -143,14 +148,34 @@ def check_to_rounding(
             torch.testing.assert_close(own_weights[name], expected, rtol=1e-9, atol=1e-9)
 
 
-@each(
+@pytest.mark.parametrize(
     ("R", "made", "changes"),
     [
-        (1, {"dtype": "bfloat16"}, {}),
-        (3, {"dtype": "bfloat16", "masters": "plain", "tie": True}, {}),
-        (2, {"dtype": "float32", "kind": "qwen2", "weight_decay": 0.0}, {}),
-        (2, {"dtype": "bfloat16"}, {"offload_moments": True}),
-        (None, {"dtype": "bfloat16"}, {"offload_moments": True}),
+        pytest.param(1, {"dtype": "bfloat16"}, {}, id="1 rank"),
+        pytest.param(
+            3,
+            {"dtype": "bfloat16", "masters": "plain", "tie": True},
+            {},
+            id="3 ranks, plain masters",
+        ),
+        pytest.param(
+            2,
+            {"dtype": "float32", "kind": "qwen2", "weight_decay": 0.0},
+            {},
+            id="2 ranks, float32 qwen2",
+        ),
+        pytest.param(
+            2,
+            {"dtype": "bfloat16"},
+            {"offload_moments": True},
+            id="2 ranks, moments on the host",
+        ),
+        pytest.param(
+            None,
+            {"dtype": "bfloat16"},
+            {"offload_moments": True},
+            id="no ranks, moments on the host",
+        ),
     ],
 )
 def test_updates_are_bit_equal_if_the_gradients_are(ranks, R, made, changes):
