@@ -1,13 +1,15 @@
-"""Kills training runs at random instants, resumes them, and compares what they leave with runs that were not disturbed.
+"""Kills training runs at random instants, resumes them, and compares them with undisturbed runs.
 
     python tests/chaos.py                            50 kills of a tiny model's runs: `make chaos`
     python tests/chaos.py --kills 5 --model smollm2  the embedded model
-    python tests/chaos.py --kills 5 --model smollm2 --vllm .venv-vllm/bin/python    with a vLLM server, too
+    python tests/chaos.py --kills 5 --model smollm2 --vllm .venv-vllm/bin/python
+                                                     with a vLLM server, too
 
-A trial is one run: its process group gets SIGKILL at a random instant keyed by the seed, and it resumes; every third
-trial is killed again while it resumes. With the in-process sampler every number must be equal to the bit: the final
-weights, float32 masters and moments, metrics but for times, rollouts, evaluations. With vLLM every batch must be there
-once, sampled by the versions that the schedule announced. Prints a line per trial; exits with 1 if one differs.
+A trial is one run. Its process group gets SIGKILL at a random instant, keyed by the seed, and the
+run resumes; every third trial is killed again while it resumes. With the in-process sampler every
+number must be equal to the bit: the final weights, float32 masters and moments, metrics except
+times, rollouts, evaluations. With vLLM every batch must be there once, sampled by the versions that
+the schedule announced. Prints a line per trial; exits with 1 if a trial differs.
 """
 
 from __future__ import annotations
@@ -68,7 +70,7 @@ def merged(*layers: Sections) -> dict[str, dict[str, Any]]:
 
 
 def leaves(run: Path, exact: bool) -> dict[str, Any]:
-    """What must be the same however often the run was killed."""
+    """Returns everything that must be the same however often the run was killed."""
     events = [event for event in load_events(run) if event["event"] == "weight_sync"]
     found: dict[str, Any] = {"batches": [m["step"] for m in load_metrics(run)], "syncs": events}
     found["rollouts"] = sorted(path.name for path in (run / "rollouts").iterdir())
@@ -124,7 +126,7 @@ class Trials:
         ] = {}  # what a run of a kind leaves, and its seconds
 
     def trial(self, number: int, kind: str) -> tuple[str, list[str]]:
-        """How the run was killed, and what then differs from the undisturbed one."""
+        """Kills a run; returns how it was killed and the differences from the undisturbed run."""
         if kind not in self.undisturbed:
             started = time.monotonic()
             found = self.run(f"undisturbed {kind}", kind)
@@ -146,7 +148,7 @@ class Trials:
         return "; ".join(said), [key for key in expected if found.get(key) != expected[key]]
 
     def run(self, name: str, kind: str) -> dict[str, Any]:
-        """What a run leaves that is begun, or resumed, and not killed."""
+        """Starts or resumes a run, lets it end, and returns what it leaves."""
         log = self.root / f"{name}.log"
         finish(start(self.words(name, kind), log), log)
         return leaves(self.root / name, self.exact)
@@ -157,7 +159,8 @@ class Trials:
 
 
 def tiny(root: Path) -> Sections:
-    """Settings of a tiny model, with a third of each batch from the rollouts of a run that is made here."""
+    """Settings of a tiny model, with a third of each batch from the rollouts of a run that is made
+    here."""
     settings = merged(tiny_settings(save_tiny(root / "model"), root), COMMON)
     words = options(merged(settings, {"run": {"name": "earlier"}, "schedule": {"batches": 2}}))
     finish(start(words, root / "earlier.log"), root / "earlier.log")

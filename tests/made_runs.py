@@ -1,4 +1,4 @@
-"""Runs that nobody trained: their files hold what a test of `lagrpo view` needs, in milliseconds."""
+"""Writes the files of runs, without training, in milliseconds, for tests of `lagrpo view`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from lagrpo.runs import Run
 from lagrpo.settings.load import load_settings, to_toml
 
 HOSTILE = (
-    "<script>window.planted = 1</script></script><img src=x onerror='window.planted = 2'> & &lt;b&gt; "
-    "\u2028\u2029 \u202eright to left\u202c \u2066isolate\u2069 <!-- ]]> '\"` ${window.planted = 3} \x1b[31m \x00"
+    "<script>window.planted = 1</script></script><img src=x onerror='window.planted = 2'> & "
+    "&lt;b&gt; \u2028\u2029 \u202eright to left\u202c \u2066isolate\u2069 <!-- ]]> '\"` "
+    "${window.planted = 3} \x1b[31m \x00"
 )
 
 

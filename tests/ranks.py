@@ -1,6 +1,6 @@
-"""Several ranks in tests: three processes that stay, with the environment that torchrun gives and the store that it
-serves. `run_on_ranks` calls a function on each of them, `together` makes a run. If one fails, all are ended, and the
-next call starts others."""
+"""Several ranks in tests: three processes that stay, with the environment that torchrun gives and
+the store that it serves. `run_on_ranks` calls a function on each of them, `together` makes a run.
+If one fails, all are ended, and the next call starts others."""
 
 from __future__ import annotations
 
@@ -32,8 +32,11 @@ class RankEndError(Exception):
 
 
 def run_on_ranks(function: Callable[..., Any], *given: Any, size: int = 3) -> list[Any]:
-    """What function(group, *given) returns on each rank of a group (gloo) of at most three. The function is one that
-    can be imported; what it gets and returns is pickled. Raises AssertionError with what each said if one fails."""
+    """Returns the results of function(group, *given) on each rank of a gloo group of at most three.
+
+    The function must be importable; its arguments and results are pickled. If a rank fails, raises
+    AssertionError with the errors of all ranks.
+    """
     found = _call(size, _call_in_group, function, *given)
     if any(map(_has_failed, found)):
         raise AssertionError(
@@ -45,8 +48,9 @@ def run_on_ranks(function: Callable[..., Any], *given: Any, size: int = 3) -> li
 def together(
     size: int, settings: Mapping[str, Any], prepare: Prepare | None = None, resume: Any = None
 ) -> list[Any]:
-    """A run of `size` ranks: what each returns, RankEndError if it raises, None if it was killed. On every rank
-    `prepare(rank)`, which must be importable, comes first, and gives its callbacks."""
+    """A run of `size` ranks: what each returns, RankEndError if it raises, None if it was killed.
+    On every rank `prepare(rank)`, which must be importable, comes first, and gives its callbacks.
+    """
     return _call(size, _train, settings, prepare, resume)
 
 
@@ -70,7 +74,7 @@ def _call(size: int, work: Callable[..., Any], *given: Any) -> list[Any]:
 
 
 def torchrun_environment(rank: int, size: int, port: int) -> dict[str, str]:
-    """What torchrun sets for a rank of one host, whose store listens on `port`."""
+    """The variables that torchrun sets for a rank of one host, whose store listens on `port`."""
     values = {
         "RANK": rank,
         "LOCAL_RANK": rank,

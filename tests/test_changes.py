@@ -1,4 +1,5 @@
-"""What changed since a run started: changed data stops a resume, changed code is named, everything else is restored."""
+"""Changes since a run started: changed data stops a resume, changed code is named, the rest is
+restored."""
 
 from __future__ import annotations
 
@@ -94,7 +95,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def write(tmp_path, monkeypatch) -> Callable[..., None]:
-    """Writes the files of a user: code, rows, a chat template. What was imported is forgotten, as by a new process."""
+    """Writes the files of a user: code, rows, a chat template. What was imported is forgotten, as
+    by a new process."""
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
 

@@ -1,4 +1,5 @@
-"""Text files are UTF-8 on every machine: no file of the tree is read or written in the encoding of the locale."""
+"""Text files are UTF-8 on every machine: no file of the tree is read or written in the encoding of
+the locale."""
 
 from __future__ import annotations
 

@@ -107,7 +107,8 @@ def test_calls_are_read_in_three_formats():
     for text, calls in [
         ('The set {1, 2} has "name" in it', []),
         (
-            'A<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call><tool_call>{"name": "g"}</tool_call>',
+            'A<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
+            '<tool_call>{"name": "g"}</tool_call>',
             two,
         ),
         ('<tool_call>[{"name": "f", "arguments": {"x": 1}}, {"name": "g"}]</tool_call>', two),

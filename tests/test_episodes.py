@@ -1,4 +1,5 @@
-"""Completions of several turns: tokens in, tokens out, exact in sampler and trainer, and what ends an episode."""
+"""Completions of several turns: tokens in, tokens out, exact in sampler and trainer, and what ends
+an episode."""
 
 from __future__ import annotations
 
@@ -107,7 +108,8 @@ def test_inexact_models_take_replies_at_fixed_steps():
 
 
 def test_completion_is_the_conversation_that_the_template_writes():
-    """Tokenized again, as one conversation of the texts, it is the same tokens; and only the policy's own count."""
+    """Tokenized again, as one conversation of the texts, it is the same tokens; and only the
+    policy's own count."""
     policy = talking()
     for request, group in zip(ask(policy), sampled(policy, episodes(policy)).values(), strict=True):
         for c in (

@@ -1,4 +1,5 @@
-"""pass@k of a policy, by hand: what is sampled and its rewards are given, the numbers are worked out."""
+"""pass@k of a policy, by hand: what is sampled and its rewards are given, the numbers are worked
+out."""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ def completion(n: int, reward: float | None) -> Completion:
 
 
 def evaluated(rewards: Rewards, reward_range: tuple[float, float] = (0.0, 1.0)) -> Any:
-    """The evaluation of completions with these rewards by prompt; None could not be scored. Groups end in the opposite
-    order."""
+    """The evaluation of completions with these rewards by prompt; None could not be scored. Groups
+    end in the opposite order."""
     requests = [
         Request(0, 0, Prompt(k, ({"role": "user", "content": f"{k}?"},), str(k))) for k in rewards
     ]
@@ -71,7 +72,7 @@ def test_summary_and_records_by_hand():
 
 
 def test_largest_k_is_the_number_of_samples():
-    """Of 6: 1, 2, 4 and 6; with 2 of 6 correct pass@6 is 1, pass@4 is 1 - C(4,4)/C(6,4) = 14/15."""
+    """k is 1, 2, 4, 6. With 2 of 6 correct, pass@6 = 1 and pass@4 = 1 - C(4,4)/C(6,4) = 14/15."""
     summary = evaluated({1: [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]}).summary
     names = [name for name in summary if name.startswith("pass") and name[-1].isdigit()]
     assert names == ["pass@1", "pass@2", "pass@4", "pass@6"]
@@ -84,7 +85,8 @@ def test_every_metric_has_an_interval_around_it():
     summary = evaluated(rewards).summary
     for name in ("reward", "pass@1", "pass@2"):
         assert 0 < summary[f"{name}_low"] < summary[name] < summary[f"{name}_high"] < 1
-    values_N = torch.tensor([sum(given) / 2 for given in rewards.values()], dtype=torch.float64)  # type: ignore[arg-type]
+    sums: list[float] = [sum(samples) for samples in rewards.values()]  # type: ignore[arg-type]
+    values_N = torch.tensor(sums, dtype=torch.float64) / 2
     assert (summary["pass@1_low"], summary["pass@1_high"]) == clustered_interval(values_N, 2.0)
     certain = evaluated({k: [1.0, 1.0] for k in range(20)}).summary
     assert certain["pass@1"] == certain["pass@1_high"] == 1

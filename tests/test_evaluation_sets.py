@@ -1,4 +1,5 @@
-"""Several evaluations of one run: their names, their draws, their records, and the best policy by one of them."""
+"""Several evaluations of one run: their names, their draws, their records, and the best policy by
+one of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""examples/minimal.py is what it says: GRPO with a lag that is read from the samples, and the library's own numbers."""
+"""examples/minimal.py is what it says: GRPO with a lag that is read from the samples, and the
+library's own numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What settings mean, in numbers."""
+"""The meaning of settings in numbers, as a dry run prints it."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def test_memory_of_one_process_by_hand():
 
 
 def test_memory_of_a_rank_by_hand():
-    """P = 1,000,000 in bfloat16 on 4 ranks: optimizer sharded 2P + 2P (α) + 4P + 12P/4, all sharded (2P + 4P + 12P)/4 +
-    2P (α), and 2P to evaluate."""
+    """P = 1,000,000 in bfloat16 on 4 ranks: optimizer sharded 2P + 2P (α) + 4P + 12P/4, all sharded
+    (2P + 4P + 12P)/4 + 2P (α), and 2P to evaluate."""
     assert memory(ranks=4) == {"weights": 4_000_000, "gradient and optimizer": 7_000_000}
     assert memory(ranks=4, sharding="fsdp2") == {
         "weights": 4_500_000,

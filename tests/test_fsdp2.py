@@ -1,6 +1,7 @@
 """Sharded layers (FSDP2): R processes make the updates of one.
 
-Functions without `test_` run on the ranks (ranks.py), or with None as their group in this process, whole.
+Functions without `test_` run on the ranks (ranks.py), or with None as their group in this process,
+whole.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ def make_layered(
 
 
 def test_updates_with_sharded_layers_are_those_of_one_process_to_rounding(ranks):
-    """In float64, where rounding is far below the steps. Clipped: the limit is a third of the norms. Three ranks divide
-    no weight evenly."""
+    """In float64, where rounding is far below the steps. Clipped: the limit is a third of the
+    norms. Three ranks divide no weight evenly."""
     made = {"dtype": "float64", "max_grad_norm": 0.05}
     metrics, state, weights = five_updates(None, made, False)
     assert min(m["grad_norm"] for m in metrics) > 0.1
@@ -84,8 +85,9 @@ def test_updates_with_sharded_layers_are_those_of_one_process_to_rounding(ranks)
     ],
 )
 def test_updates_are_bit_equal_if_the_gradients_are(ranks, made, changes):
-    """One rank has all rows, the other idles beside it: nothing is added but zeros. So the masters are dithered alike,
-    and what is gathered is rounded as in one process. Without clipping, since norms are rounded in another order."""
+    """One rank has all rows, the other idles beside it: nothing is added but zeros. So the masters
+    are dithered alike, and what is gathered is rounded as in one process. Without clipping, since
+    norms are rounded in another order."""
     made = {"max_grad_norm": None, **made}
     found = ranks.run(five_updates, made | changes, True, make_layered, size=2)
     check_to_the_bit(found, *five_updates(None, made, True))
@@ -95,7 +97,8 @@ def test_updates_are_bit_equal_if_the_gradients_are(ranks, made, changes):
 
 
 def memory(group: Any) -> tuple[int, int, int, list[str]]:
-    """Numbers in the masters, in the gradients, and in the weights that a rank keeps; which of these are whole."""
+    """Numbers in the masters, in the gradients, and in the weights that a rank keeps; which of
+    these are whole."""
     trainer = make_layered(group, "bfloat16")
     trainer.accumulate(rows_of(trainer))
     kept = {name: p._local_tensor for name, p in trainer.policy.model.lm.named_parameters()}
@@ -122,7 +125,8 @@ def memory(group: Any) -> tuple[int, int, int, list[str]]:
 
 
 def test_a_rank_keeps_its_part_of_masters_gradients_and_weights(ranks):
-    """The rest is gathered for as long as it computes. What does not divide is filled up to whole rows."""
+    """The rest is gathered for as long as it computes. What does not divide is filled up to whole
+    rows."""
     numbers = sum(p.numel() for p in tiny_policy(dtype=torch.bfloat16).model.lm.parameters())
     for R in (2, 3):
         found = ranks.run(memory, size=R)
@@ -135,7 +139,8 @@ def test_a_rank_keeps_its_part_of_masters_gradients_and_weights(ranks):
 
 
 def reference(group: Any) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """log π_ref at the start, after updates, and after the end of a stage, with what the policy gives then."""
+    """log π_ref at the start, after updates, and after the end of a stage, with what the policy
+    gives then."""
     trainer = make_layered(group, "bfloat16", beta=0.1)
     fresh = rows_of(trainer)
     of_reference = lambda: trainer.compute_logprobs(fresh, by=trainer.reference)  # noqa: E731

@@ -1,5 +1,5 @@
-"""The trainer over ranks on CUDA devices, by NCCL: pytest -m gpu. One GPU shows that one rank is one process; two GPUs
-show that two ranks are."""
+"""The trainer over ranks on CUDA devices, by NCCL: pytest -m gpu. One GPU shows that one rank is
+one process; two GPUs show that two ranks are."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def group() -> Iterator[Any]:
 def updates(
     kind: str, group: Any, **changes: Any
 ) -> tuple[list[dict[str, float]], dict[str, Any], dict[str, Any]]:
-    """Metrics, state and weights after three updates on one batch: as a process alone, or as a rank."""
+    """Metrics, state and weights after three updates on one batch: as a process alone, or as a
+    rank."""
     policy = tiny_policy(dtype=torch.bfloat16, device="cuda")
     optimization = Optimization(
         lr=1e-3, updates=9, weight_decay=0.1, seed=5, max_grad_norm=0.05, **changes

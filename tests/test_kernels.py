@@ -180,7 +180,7 @@ def test_log_probs_of_tokens_and_their_gradient(vocabulary, tau, dtype):
 @BACKENDS
 @TEMPERATURES
 def test_entropy_on_request(choice, tau):
-    """Of a fair coin, of certainty and of any logits; asking for it does not change the log-probs."""
+    """Compares a fair coin, certainty and random logits; log-probs stay the same."""
     token_logp = partial(logprobs.token_logp, by_kernels=choice == "c")
     hidden, weight = random(20, 8, seed=1), random(300, 8, seed=2)
     ids, entropy, head = torch.arange(20), torch.empty(20), linear(weight)
@@ -357,8 +357,8 @@ def test_policy_copy_computes_the_same_bits_as_its_policy(kind, changes):
 
 @FUSED_MODELS
 def test_decoding_step_equals_layer_by_layer_decoding(kind, changes):
-    """Two groups of unlike size, an odd and an even prompt, rows of unlike length; hidden states and caches, to the
-    bit."""
+    """Two groups of unlike size, an odd and an even prompt, rows of unlike length; hidden states
+    and caches, to the bit."""
     copy = copy_policy(tiny_policy(kind, dtype=torch.bfloat16, **changes))
     layers = copy.model.layers
     assert layers is not None
@@ -389,7 +389,7 @@ def chosen(monkeypatch, choice: Choice, compiler: str, cache: Path) -> str:
 
 
 def test_the_library_is_compiled_once_and_then_loaded(tmp_path, monkeypatch, caplog):
-    """By a compiler that writes what was compiled before."""
+    """The compiler of this test copies a library that was compiled before."""
     compiler, made = tmp_path / "cc", shlex.quote(library._library()[0]._name)
     say, compile = (
         '[ "$1" = --version ] && exec echo cc',

@@ -26,7 +26,8 @@ HALVES = {
 
 
 def batch_of(rewards_NG, lengths=2, budget=100, recipe: Any = None):
-    """Groups of completions of two tokens under α with log-prob -1 each, all in the objective unless a recipe says."""
+    """Groups of completions of two tokens under α with log-prob -1 each, all in the objective
+    unless a recipe says."""
     groups = [
         Group(
             Prompt(n, ({"role": "user", "content": "?"},), "", (5, 6)),
@@ -49,7 +50,8 @@ def batch_of(rewards_NG, lengths=2, budget=100, recipe: Any = None):
 
 
 def give(rows, log_ratio_by_member):
-    """π_k's log-probs by completion, such that each token of completion c has ln ρ = log_ratio_by_member[c]."""
+    """π_k's log-probs by completion, such that each token of completion c has ln ρ =
+    log_ratio_by_member[c]."""
     per_token = [
         torch.tensor([log_ratio_by_member[c] for c in m.members])[m.completion_T] for m in rows
     ]
@@ -104,8 +106,9 @@ def test_staleness_metrics_are_zero_without_staleness():
     ],
 )
 def test_metrics_have_the_true_values_though_the_loss_leaves_completions_out(name, overrides):
-    """A coin that is right with .2 under α and .3 under π_k, in 1,500 groups of 4: J(π_k) - J(α) = .1, TV = .1, and
-    KL(α‖π_k) = .2 ln(.2/.3) + .8 ln(.8/.7) = .0257. Over what the loss computes alone none of them comes out."""
+    """A coin that is right with .2 under α and .3 under π_k, in 1,500 groups of 4: J(π_k) - J(α) =
+    .1, TV = .1, and KL(α‖π_k) = .2 ln(.2/.3) + .8 ln(.8/.7) = .0257. Over what the loss computes
+    alone none of them comes out."""
     rewards_NG = (torch.rand(1_500, 4, generator=torch.Generator().manual_seed(1)) < 0.2).double()
     recipe = resolve(name, overrides)
     batch, _ = batch_of(rewards_NG.tolist(), lengths=1, recipe=recipe)
@@ -128,7 +131,8 @@ def test_rewards_outside_their_range_have_no_improvement_and_a_stated_range_scal
 
 
 def test_groups_of_equal_rewards_count_in_the_improvement_and_in_the_divergences():
-    """One mixed group with .5 (as above) and one flat group: the mean gain is .25, and TV that of all four."""
+    """One mixed group with .5 (as above) and one flat group: the mean gain is .25, and TV that of
+    all four."""
     batch, _ = batch_of([[1.0, 0.0], [1.0, 1.0]])
     rows = [f(batch, 100, skip_zero_advantage=True) for f in (micro_batches, left_out)]
     both = give([*rows[0], *rows[1]], HALVES | {2: 0.1, 3: 0})
@@ -145,8 +149,8 @@ def test_completions_whose_alpha_is_unknown_have_no_metrics():
 
 
 def test_estimate_of_tv_is_chosen_by_the_effective_sample_size():
-    """log π_k - log α normal with standard deviation s under α. |ρ - 1|/2 has less spread at small staleness,
-    max(0, 1 - ρ) where few completions are left in effect, by a factor of 10."""
+    """log π_k - log α normal with standard deviation s under α. |ρ - 1|/2 has less spread at small
+    staleness, max(0, 1 - ρ) where few completions are left in effect, by a factor of 10."""
     spreads = {}
     for s in (0.2, 2.5):
         z = torch.randn(100, 128, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -170,7 +174,8 @@ def test_estimate_of_tv_is_chosen_by_the_effective_sample_size():
 def test_improvement_is_null_if_the_sample_is_too_small_or_the_estimate_impossible(
     groups, ratio, known
 ):
-    """Every right completion has the sequence ratio `ratio`: 20 or 120 completions; with 111 an improvement of 55."""
+    """Every right completion has the sequence ratio `ratio`: 20 or 120 completions; with 111 an
+    improvement of 55."""
     batch, rows = batch_of([[1.0, 0.0]] * groups)
     rows = give(rows, {c: math.log(ratio) / 2 * (c % 2 == 0) for c in range(2 * groups)})
     assert improvement(batch, rows) == pytest.approx((ratio - 1) / 2, rel=1e-3)

@@ -1,4 +1,5 @@
-"""Adapters beside frozen weights: their gradients, versions of them, what PEFT makes of them, runs that train them."""
+"""Adapters beside frozen weights: their gradients, versions of them, what PEFT makes of them, runs
+that train them."""
 
 from __future__ import annotations
 
@@ -80,7 +81,8 @@ def gradients(policy: Any) -> dict[str, Tensor]:
     ("kind", "targets"), [("llama", ("all-linear",)), ("qwen2", ("q_proj", "v_proj", "up_proj"))]
 )
 def test_gradient_of_adapters_is_that_of_plain_autograd(kind, targets):
-    """In float32 by the kernels and by autograd through the modules; in bfloat16 near both. Frozen weights get none."""
+    """In float32 by the kernels and by autograd through the modules; in bfloat16 near both. Frozen
+    weights get none."""
     lora = Lora(3, 6.0, targets, seed=1)
     expected = gradients(computed_by(adapted_policy(kind, torch.float32, lora, 0.2), "torch"))
     assert expected.keys() == {*adapted_policy(kind, torch.float32, lora).weights}
@@ -216,7 +218,8 @@ def test_adapters_that_peft_made_are_those_that_peft_reads(model, tmp_path, chos
 
 @pytest.fixture(scope="module")
 def whole(model, tmp_path_factory):
-    """A run of adapters in two stages with a KL term and a lag, and a checkpoint of each of its six batches."""
+    """A run of adapters in two stages with a KL term and a lag, and a checkpoint of each of its six
+    batches."""
     settings = tiny_settings(
         model,
         tmp_path_factory.mktemp("whole"),

@@ -1,4 +1,4 @@
-"""How many threads compute, and how they wait for each other."""
+"""The number of threads that compute."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from lagrpo.training.run import train
 
 @pytest.fixture(autouse=True)
 def two_threads(monkeypatch):
-    """PyTorch has two threads on a machine of two cores, and the user's environment does not say so."""
+    """PyTorch has two threads on a machine of two cores, and the user's environment does not say
+    so."""
     before = torch.get_num_threads()
     for name in machine.NUMBER:
         monkeypatch.delenv(name, raising=False)
@@ -93,29 +94,13 @@ def test_quota_of_either_version_is_read_in_cpus(tmp_path, files, expected):
 # Runs
 
 
-@pytest.fixture
-def run(tmp_path):
-    """A run of two threads, and what resumes it."""
-    model = save_tiny(tmp_path / "model")
-
-    def go(batches: int) -> Path:
-        sections = {
-            "run": {"name": "run"},
-            "schedule": {"batches": batches},
-            "eval": {"at_start": False},
-        }
-        return train(tiny_settings(model, tmp_path, **sections), resume="auto").run
-
-    return go
-
-
 def test_resume_uses_the_recorded_number_of_threads_and_warns_about_another(
     tmp_path, monkeypatch, capsys
 ):
     model = save_tiny(tmp_path / "model")
 
     def run(batches: int) -> Path:
-        """A run of two threads, or what resumes it."""
+        """Starts a run of two threads, or resumes it."""
         sections = {
             "run": {"name": "run"},
             "schedule": {"batches": batches},
@@ -152,6 +137,3 @@ def test_kernels_sum_a_norms_gradient_over_the_same_slices_with_any_number(dtype
             found.append(kernels.norm_backward(x, weight, rstd, grad_y, grad_total)[:2])
     assert found[0][1].abs().max() > 0
     assert all(map(torch.equal, found[0] * 2, found[1] + found[2]))
-
-
-# How threads wait

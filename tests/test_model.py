@@ -1,4 +1,4 @@
-"""Weights, model and packed rows: what each of them can do, and that hooks on linear layers fire."""
+"""Weights, models and packed rows; hooks on linear layers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def packed() -> Packed:
 
 @BOTH
 def test_hooks_on_every_linear_layer_of_the_decoder_fire_in_trainer_and_sampler(dtype):
-    """Where the kernels would compute whole layers, too: a hooked model is called module by module."""
+    """A hooked model runs module by module, although the kernels could compute whole layers."""
     policy = tiny_policy(dtype=dtype, backend="c")
     assert policy.model.layers is not None
     with torch.no_grad():

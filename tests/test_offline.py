@@ -102,7 +102,8 @@ def test_offline_texts_without_log_probs_train_only_recipes_without_a_ratio(tmp_
 
 
 def test_dynamic_sampling_fills_a_batch_with_groups_that_have_a_signal(tmp_path, model):
-    """Greedy sampling makes most groups flat; attempts replace them by other prompts, and stop at the bound."""
+    """Greedy sampling makes most groups flat; attempts replace them by other prompts, and stop at
+    the bound."""
     cold, schedule = (
         {"temperature": 0.1, "num_generations": 3},
         {"batches": 1, "prompts_per_batch": 6},
@@ -139,7 +140,8 @@ def test_dynamic_sampling_leaves_offline_groups_alone(tmp_path, model, texts):
 
 @pytest.mark.parametrize("recipe", ["grpo_masked", "red_drop"])
 def test_lag_metrics_are_over_every_scored_completion(tmp_path, model, recipe):
-    """Also of flat groups, which the loss leaves out, and of those that red_drop drops by their rewards."""
+    """Also of flat groups, which the loss leaves out, and of those that red_drop drops by their
+    rewards."""
     given = {"task": {"name": "sample_task:load_vowels"}, "loss": {"recipe": recipe}}
     run = trained(tmp_path, model, **given, schedule={"sync_every": 9, "batches": 4})
     metrics = load_metrics(run)

@@ -164,7 +164,7 @@ def rollouts(root, batches, name="run"):
 
 
 def test_run_glob_list_and_file_give_the_groups_of_the_run(tmp_path):
-    """What batch 2 asked again is another group."""
+    """A prompt that batch 2 repeats has another group."""
     policy = tiny_policy()
     written_ones = [completion(policy, "1"), completion(policy, "2", outcome=Outcome.unscored("?"))]
     run = rollouts(tmp_path, [written_ones, [completion(policy, "3")]])

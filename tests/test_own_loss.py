@@ -1,4 +1,5 @@
-"""Losses of a user's own: the examples of docs/own-loss.md, and runs that train, resume and verify with one."""
+"""Losses of a user's own: the examples of docs/own-loss.md, and runs that train, resume and verify
+with one."""
 
 import re
 import shutil

@@ -1,4 +1,5 @@
-"""The wheel has everything that the code reads, and nothing else; programs outside of it use names that it has."""
+"""The wheel has everything that the code reads, and nothing else; programs outside of it use names
+that it has."""
 
 from __future__ import annotations
 

@@ -126,7 +126,8 @@ def commands(text: str) -> list[list[str]]:
 
 
 def check_settings(name: str, words: list[str]) -> None:
-    """Settings given as --section.key exist and take their values; other options belong to the command."""
+    """Settings given as --section.key exist and take their values; other options belong to the
+    command."""
     if name in ("train", "eval") and not {"…", "VALUE", "--help"} & {*words}:
         command, sections = (
             (Train, [*Settings.model_fields]) if name == "train" else (Eval, list(EVALUATED))

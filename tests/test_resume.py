@@ -1,4 +1,5 @@
-"""A run resumes from any of its checkpoints as if nothing had happened; what keeps it from resuming is named."""
+"""A run resumes from any of its checkpoints as if nothing had happened; what keeps it from resuming
+is named."""
 
 from __future__ import annotations
 
@@ -54,14 +55,15 @@ def begin(model, tmp_path):
 
 @pytest.fixture(scope="module")
 def whole(model, tmp_path_factory):
-    """A run of a kind that was never stopped, with a checkpoint of each of its 6 batches. Tests leave it as it is."""
+    """A run of a kind that was never stopped, with a checkpoint of each of its 6 batches. Tests
+    leave it as it is."""
     root = tmp_path_factory.mktemp("whole")
     return cache(lambda kind: begin_in(root, model, kind, **KINDS.get(kind, {})).run)
 
 
 @pytest.fixture(scope="module")
 def undisturbed(whole):
-    """What it leaves."""
+    """A function of the kind of run that returns what the whole run leaves."""
     return cache(lambda kind="plain": leaves(whole(kind), exact=True))
 
 
@@ -82,13 +84,14 @@ def go_on(run: Path, /, **sections: dict[str, Any]) -> Result:
 
 
 def differing(run: Path, expected: dict[str, Any]) -> list[str]:
-    """What a run leaves that differs from what another one left."""
+    """Names of the outputs of a run that differ from the expected ones."""
     found = leaves(run, exact=True)
     return [key for key in expected if found.get(key) != expected[key]]
 
 
 def cut_to(run: Path, batch: int, root: Path | None = None) -> Path:
-    """A copy of a run, as one that was killed after this batch and its checkpoint; in `root`, or beside the run."""
+    """A copy of a run, as one that was killed after this batch and its checkpoint; in `root`, or
+    beside the run."""
     copy = (root or run.parent) / f"{run.name}-{batch}"
     shutil.copytree(run, copy)
     for folder in (copy / "checkpoints").glob("step-*"):
@@ -147,8 +150,9 @@ def test_finished_run_gets_more_batches_as_if_it_had_been_longer(begin):
 
 
 def test_killed_run_gets_more_batches_as_if_it_had_been_longer(begin):
-    """A weight sync before batch 3, so that version samples batches 3 to 5. After batch 3 the fourth and last batch is
-    sampled already: the run itself will not need that version again, the longer one will."""
+    """A weight sync before batch 3, so that version samples batches 3 to 5. After batch 3 the
+    fourth and last batch is sampled already: the run itself will not need that version again, the
+    longer one will."""
     stale = {"ref_sync_every": None, "sync_every": 3}
     short, whole = (begin(str(n), schedule=stale | {"batches": n}).run for n in (4, 5))
     found = go_on(cut_to(short, 3), schedule={"batches": 5}).run
@@ -307,8 +311,8 @@ def test_answers_that_have_changed_are_rejected(begin, tmp_path):
 def test_engine_that_has_other_weights_than_those_it_was_given_stops_the_resumed_run(
     whole, tmp_path, monkeypatch
 ):
-    """The check after every weight sync is made when the checkpoint's weights go into the engine, too. The engine will
-    sample the next batch with them."""
+    """The check after every weight sync is made when the checkpoint's weights go into the engine,
+    too. The engine will sample the next batch with them."""
     killed = cut_to(whole("dynamic sampling"), 4, tmp_path)
     sync_weights = LocalSampler.sync_weights
     syncs: list[int] = []
@@ -366,7 +370,8 @@ def drop_token_ids(newest: Path) -> None:
     ],
 )
 def test_damaged_checkpoint_is_rejected_by_its_file(whole, tmp_path, damage, file):
-    """With v = 3 and two updates per batch, α after batch 4 is version 6, and batch 5 is sampled already."""
+    """With v = 3 and two updates per batch, α after batch 4 is version 6, and batch 5 is sampled
+    already."""
     run = cut_to(whole("asking ahead"), 4, tmp_path)
     newest = run / "checkpoints" / "step-000004"
     damage(newest)

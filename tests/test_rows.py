@@ -1,4 +1,4 @@
-"""What a row means, whatever it comes from: its texts, its answer, its file, and whether it is held out."""
+"""The meaning of a row of any source: texts, answer, file, and the choice of held-out rows."""
 
 from __future__ import annotations
 

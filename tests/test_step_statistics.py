@@ -1,5 +1,5 @@
-"""Numbers of a whole optimizer step: statistics that a loss reads, the learning rate by ESS, and the cosine of
-gradients. None depends on micro-batches, on ranks, or on what the loss leaves out.
+"""Numbers of a whole optimizer step: statistics that a loss reads, the learning rate by ESS, and
+the cosine of gradients. None depends on micro-batches, on ranks, or on what the loss leaves out.
 
 Functions without `test_` run on the ranks (ranks.py), or with None as their group in this process.
 """
@@ -45,7 +45,8 @@ WITH_STATISTICS = [
 
 
 def stale(groups: Sequence[Group], spread: float = 0.3) -> list[Group]:
-    """As if another policy had sampled them: log-probs differ by normal numbers of this deviation."""
+    """The groups with normal noise of this deviation on log α, as if another policy had sampled
+    them."""
     generator = torch.Generator().manual_seed(5)
 
     def shifted(c: Any) -> Any:
@@ -184,7 +185,7 @@ def test_top_entropy_keeps_its_share_at_every_update_on_a_batch(shares_kept):
 
 
 def test_m2po_keeps_the_second_moment_of_a_step_below_tau():
-    """By the policy's own log-probs, whatever the rows."""
+    """The moment is computed from the policy's own log-probs, for any split into rows."""
     trainer = make_trainer(None, "m2po", {"tau": 0.02})
     rows = rows_of(trainer, 40)
     squares, is_kept = [], []

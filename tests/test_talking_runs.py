@@ -1,4 +1,5 @@
-"""Runs whose completions talk to an environment: records, replay, resume, ranks, evaluations, and what a user sees."""
+"""Runs whose completions talk to an environment: records, replay, resume, ranks, evaluations, and
+what a user sees."""
 
 from __future__ import annotations
 
@@ -78,7 +79,8 @@ def test_run_is_recorded_shown_and_replayed(model, tmp_path):
 
 
 def test_resumed_run_equals_an_uninterrupted_run(model, tmp_path):
-    """Stopped while completions of later batches wait in the checkpoint, rewards and turns with them."""
+    """Stopped while completions of later batches wait in the checkpoint, rewards and turns with
+    them."""
     given = settings(
         model,
         tmp_path,

@@ -201,7 +201,8 @@ def test_arguments_of_tool_calls_lose_the_nulls_of_parquet(tmp_path):
 
 
 def test_arguments_as_json_text_become_an_object_and_keep_their_nulls(tmp_path):
-    """OpenAI's API writes text; Hermes' data have name and arguments alone. The third text is no object."""
+    """OpenAI's API writes text; Hermes' data have name and arguments alone. The third text is no
+    object."""
     read = {"x": "2+3", "y": None, "z": {"w": None}}
     arguments = [json.dumps(read), "", "2 +", read]
     calls = [

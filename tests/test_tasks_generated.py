@@ -1,4 +1,5 @@
-"""The problems of tasks that generate them, arithmetic and countdown: which, how many, and disjoint splits."""
+"""The problems of tasks that generate them, arithmetic and countdown: which, how many, and disjoint
+splits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""How answers are read and scored: corpora of verdicts, numerals and boxes, and the tasks gsm8k and math."""
+"""Reading and scoring of answers: corpora of verdicts, numerals and boxes; the tasks gsm8k and
+math."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ needs_math = pytest.mark.skipif(
 )
 
 
-# ---- corpora: answers, reference answers, and the verdict of a careful reader of the reward's rule ----
+# ---- corpora: answers, reference answers, and the verdict of a careful reader of the reward's rule
+# ----
 
 
 def lines(reward: str) -> list[dict[str, Any]]:
@@ -61,7 +63,8 @@ def test_reward_gives_the_verdicts_of_its_corpus(reward):
 
 @needs_math
 def test_wrong_answers_that_math_verify_takes_for_right_are_known():
-    """Should a version of it score one of them as a careful reader does, the line moves to the corpus of `math`."""
+    """Should a version of it score one of them as a careful reader does, the line moves to the
+    corpus of `math`."""
     import math_verify
 
     for line in lines("math_verify"):

@@ -1,4 +1,5 @@
-"""Several ranks make the run that one process makes; and what becomes of a run when one of them fails."""
+"""Several ranks make the run that one process makes; and what becomes of a run when one of them
+fails."""
 
 from __future__ import annotations
 
@@ -33,8 +34,8 @@ SMALL: dict[str, dict[str, Any]] = {
     "eval": {"every": 2},
 }
 MEAN_ROUNDING = 1e-5
-"""of weights after twelve steps of .01: AdamW divides a gradient of the size of rounding by its own size, so a few
-weights differ by whole steps"""
+"""of weights after twelve steps of .01: AdamW divides a gradient of the size of rounding by its own
+size, so a few weights differ by whole steps"""
 
 
 def settings_in(
@@ -86,14 +87,14 @@ def sharded(shard: str) -> Sections:
 
 
 def only_result(found: list[Any]) -> Result:
-    """What all ranks return, which is the same."""
+    """Returns the result of all ranks, which must be the same."""
     assert all(isinstance(one, Result) for one in found), "\n\n".join(map(str, found))
     assert len({str(one) for one in found}) == 1
     return found[0]
 
 
 def evaluated(run: Path) -> dict[str, Any]:
-    """What was sampled in each evaluation."""
+    """The samples of each evaluation."""
     tables = {
         file.stem: pq.read_table(file).to_pylist()
         for file in (run / "evaluations").glob("*.parquet")
@@ -103,8 +104,8 @@ def evaluated(run: Path) -> dict[str, Any]:
 
 
 def check_same_run(run: Path, alone: Path) -> None:
-    """The same completions token for token, in evaluations, too; metrics, final weights to float32's rounding of six
-    batches of updates."""
+    """The same completions token for token, in evaluations, too; metrics, final weights to
+    float32's rounding of six batches of updates."""
     assert [row["token_ids"] for row in load_rollouts(run)] == [
         row["token_ids"] for row in load_rollouts(alone)
     ]
@@ -209,7 +210,7 @@ def handlers():
 
 @pytest.mark.usefixtures("handlers")
 def test_torchrun_resumes_after_a_restart_and_has_the_error_of_each_rank(settings, tmp_path):
-    """What torchrun does, with functions in place of a script. The error comes again, in batch 5."""
+    """Does what torchrun does, with functions instead of a script. The error returns in batch 5."""
     launch = LaunchConfig(
         1,
         1,
@@ -234,7 +235,8 @@ def test_torchrun_resumes_after_a_restart_and_has_the_error_of_each_rank(setting
     ("phase", "shard", "after"), [("sampling", "zero1", 2), ("learning", "fsdp2", 4)]
 )
 def test_stopped_run_resumes_bit_for_bit(settings, whole, tmp_path, phase, shard, after):
-    """The signal of one rank stops all. After four batches π_ref is neither the initial policy nor π."""
+    """The signal of one rank stops all. After four batches π_ref is neither the initial policy nor
+    π."""
     prepare = partial(strike, tmp_path, phase, signal.SIGTERM, 0, after=after)
     stopped = only_result(
         together(2, settings("run", KINDS["asking ahead"], sharded(shard)), prepare)

@@ -1,4 +1,5 @@
-"""Trackers: TensorBoard, read back; modules that stand in for packages, and the packages; one that raises; secrets."""
+"""Trackers: TensorBoard, read back; modules that stand in for packages, and the packages; one that
+raises; secrets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A run as a whole: what it records is what was sampled and learned, however it is scheduled and however it ends."""
+"""A run as a whole: what it records is what was sampled and learned, however it is scheduled and
+however it ends."""
 
 from __future__ import annotations
 
@@ -106,7 +107,8 @@ def test_same_seed_gives_the_same_run_and_another_seed_another(run):
 
 
 def test_stage_ends_with_a_new_reference(run):
-    """KL(π‖π_ref) starts at 0, grows within a stage, and is 0 again at the first batch of the next one."""
+    """KL(π‖π_ref) starts at 0, grows within a stage, and is 0 again at the first batch of the next
+    one."""
     result = run(schedule={"batches": 6, "ref_sync_every": 3}, loss={"recipe": "grpo", "beta": 0.1})
     kl = [m["kl"] for m in load_metrics(result.run)]
     assert kl[0] == kl[3] == 0
@@ -132,8 +134,8 @@ def test_reset_optimizer_forgets_the_moments_between_stages_and_nothing_else(run
 
 
 def test_what_a_weight_sync_moves_is_recorded(run):
-    """every(2), i = 2: weight syncs before batches 1, 2 and 4, the second one after two updates, the third after
-    four."""
+    """every(2), i = 2: weight syncs before batches 1, 2 and 4, the second one after two updates,
+    the third after four."""
     schedule = {"sync_every": 2, "num_iterations": 2, "batches": 4}
     metrics = load_metrics(run(**BF16, schedule=schedule, optimizer={"learning_rate": 1e-5}).run)
     assert [m["weight_sync/performed"] for m in metrics] == [True, True, False, True]
@@ -212,7 +214,7 @@ def test_tasks_and_templates_that_do_not_fit_are_rejected_before_the_run_is_made
 
 
 class Log(Callback):
-    """What a callback is told, in order."""
+    """Records the calls of a callback, in order."""
 
     def __init__(self, fails_at: int = 0) -> None:
         self.told: list[Any] = []

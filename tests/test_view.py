@@ -1,4 +1,5 @@
-"""`lagrpo view`: what the page of a run holds, that no text of a run gets out of its place, and what is rejected."""
+"""`lagrpo view`: what the page of a run holds, that no text of a run gets out of its place, and
+what is rejected."""
 
 from __future__ import annotations
 

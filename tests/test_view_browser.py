@@ -1,4 +1,5 @@
-"""The page of `lagrpo view` in a real browser: what each click and key shows, and that nothing of a run runs."""
+"""The page of `lagrpo view` in a real browser: what each click and key shows, and that nothing of a
+run runs."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ def browser(tmp_path_factory):
 
 @pytest.fixture
 def opened(browser, tmp_path):
-    """A function that opens the page of runs; at the end every page must have been content and asked for nothing."""
+    """A function that opens the page of runs; at the end every page must have been content and
+    asked for nothing."""
     pages = []
 
     def open_page(*runs, address="", **options):
@@ -91,7 +93,8 @@ def test_group_shows_its_completions_side_by_side(opened, run):
     assert "no number in the answer" in cards[1]
     assert "cut at the limit" in cards[1]
     tops = page.js(
-        "[...document.querySelectorAll('.card')].slice(0, 2).map((card) => card.getBoundingClientRect().top)"
+        "[...document.querySelectorAll('.card')].slice(0, 2)"
+        ".map((card) => card.getBoundingClientRect().top)"
     )
     assert tops[0] == tops[1]
     page.click(".card", 1)
@@ -143,7 +146,8 @@ def test_completions_are_filtered(opened, run, fields, matches):
         assert page.js("document.activeElement.name") == "q"
     assert ("No completions match this filter." in page.text(".pane")) == matches.startswith("0")
     page.js(
-        "[...document.querySelectorAll('button')].find((node) => node.innerText === 'clear').click()"
+        "[...document.querySelectorAll('button')]"
+        ".find((node) => node.innerText === 'clear').click()"
     )
     assert page.text(".summary").endswith("3 groups")
 

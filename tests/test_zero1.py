@@ -1,6 +1,7 @@
 """MasterWeights over ranks: R processes make the updates of one.
 
-Functions without `test_` run on the ranks (ranks.py), or with None as their group in this process, by MasterWeights.
+Functions without `test_` run on the ranks (ranks.py), or with None as their group in this process,
+by MasterWeights.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ def copied(tensors: Any) -> dict[str, Tensor]:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether all tensors of two mappings have the same bits, whatever their shapes."""
+    """True if all tensors of two mappings have the same bits, whatever their shapes."""
     return one.keys() == other.keys() and all(
         torch.equal(one[n].reshape(-1), other[n].reshape(-1)) for n in one
     )
@@ -121,7 +122,8 @@ def five_updates(
 def test_the_updates_of_several_ranks_are_those_of_one_process_to_rounding(
     ranks, R, first_takes_all
 ):
-    """In float64, where rounding is far below the steps. Clipped: the limit is a third of the norms."""
+    """In float64, where rounding is far below the steps. Clipped: the limit is a third of the
+    norms."""
     made = {"dtype": "float64", "max_grad_norm": 0.05}
     metrics, state, weights = five_updates(None, made, first_takes_all)
     assert min(m["grad_norm"] for m in metrics) > 0.1
@@ -133,7 +135,8 @@ def test_the_updates_of_several_ranks_are_those_of_one_process_to_rounding(
 def check_to_rounding(
     found: Sequence[Any], metrics: Sequence[dict], state: Any, weights: Any
 ) -> None:
-    """What the ranks found is what one process did, but for float64's rounding, and all have the same weights."""
+    """Checks that ranks and one process agree to float64's rounding, and ranks have the same
+    weights."""
     merged = MergedState([rank[1] for rank in found])
     assert merged.keys() == state.keys()
     for name, expected in state.items():
@@ -179,8 +182,8 @@ def check_to_rounding(
     ],
 )
 def test_updates_are_bit_equal_if_the_gradients_are(ranks, R, made, changes):
-    """One rank has all rows, the others none: nothing is added but zeros. Without clipping, since norms are rounded in
-    another order. Moments may stay on the host."""
+    """One rank has all rows, the others none: nothing is added but zeros. Without clipping, since
+    norms are rounded in another order. Moments may stay on the host."""
     made = {"max_grad_norm": None, **made}
     metrics, state, weights = five_updates(None, made, True)
     given = made | changes, True
@@ -191,7 +194,7 @@ def test_updates_are_bit_equal_if_the_gradients_are(ranks, R, made, changes):
 def check_to_the_bit(
     found: Sequence[Any], metrics: Sequence[dict], state: Any, weights: Any
 ) -> None:
-    """What the ranks found is what one process did."""
+    """Checks that the ranks and one process have the same bits."""
     assert same(MergedState([rank[1] for rank in found]), state)
     for own, _, own_weights in found:
         assert same(own_weights, weights)
@@ -201,16 +204,19 @@ def check_to_the_bit(
 
 
 def mixed_updates(group: Any) -> list[dict[str, Tensor]]:
-    """Weights of two dtypes in one model, without an optimizer: masters go down by their gradients."""
+    """One model with weights of two dtypes, no optimizer: masters go down by their gradients."""
     model = module(
         torch.linspace(1, 2, 50).bfloat16(), torch.linspace(-1, 1, 40), torch.ones(6, 7).bfloat16()
     )
-    given = (model, "dithered", 1)
-    masters = MasterWeights(*given) if group is None else ZeroMasterWeights(*given, group)  # type: ignore[arg-type]
+    if group is None:
+        masters = MasterWeights(model, "dithered", 1)
+    else:
+        masters = ZeroMasterWeights(model, "dithered", 1, group)
     found = [copied(dict(model.named_parameters()))]
     for scale in (0.001, 0.0):
         if group is None or group.rank() == 0:
-            sum((p.float() * p.float() * scale).sum() for p in model.parameters()).backward()  # type: ignore[union-attr]
+            squares = [(p.float() * p.float() * scale).sum() for p in model.parameters()]
+            torch.stack(squares).sum().backward()
         masters.reduce_grads()
         with torch.no_grad():
             for master in masters.parameters:
@@ -234,8 +240,11 @@ def test_weights_of_two_dtypes_have_masters_too(ranks):
 
 
 def log_probs_after_updates(group: Any) -> list[tuple[bool, bool, bool]]:
-    """By the kernels, from panels. After each of two updates: whether the log-probs are others than before, are those
-    of a fresh policy with the same weights, and are those of a copy that reads the same panels."""
+    """Three booleans for each of two updates with the kernels, which read weights from panels.
+
+    The log-probs differ from those before the update; equal those of a fresh policy with the same
+    weights; equal those of a copy that reads the same panels.
+    """
     policy = tiny_policy(dtype=torch.bfloat16, backend="c")
     trainer = Trainer(
         policy, resolve("grpo", {"beta": 0.0}), Optimization(lr=1e-2), ranks=ranks_of(group)
@@ -265,8 +274,9 @@ def test_kernels_use_the_new_weights_after_an_update(ranks, with_kernels):
 
 
 def refused(group: Any, on: int, make: Callable[..., Trainer] = make) -> tuple[str, bool, bool]:
-    """The message; whether nothing changed, and whether the next update is the one of a trainer that was never
-    refused. On one rank a weight is so large that the gradient overflows inside the model."""
+    """The message; whether nothing changed, and whether the next update is the one of a trainer
+    that was never refused. On one rank a weight is so large that the gradient overflows inside the
+    model."""
     trainer, untouched = make(group, "bfloat16"), make(group, "bfloat16")
     rows = share(group, rows_of(trainer), False)
     before, weights, weight_C = (
@@ -305,7 +315,8 @@ def test_gradient_not_finite_on_one_rank_is_rejected_on_all_ranks(ranks):
 def state_after(
     group: Any, states: list[dict[str, Tensor]] | None, dtype: str, batch: int
 ) -> tuple:
-    """From `states`, or from the start: one update on a batch. The state that was loaded, and the one after it."""
+    """From `states`, or from the start: one update on a batch. The state that was loaded, and the
+    one after it."""
     trainer = make(group, dtype, max_grad_norm=None)
     if states is not None:
         trainer.load_state(MergedState([copied(state) for state in states]), 1)

@@ -1,8 +1,10 @@
-"""Installs the wheel as a stranger would, and uses it: python tests/try_wheel.py (make check-wheel).
+"""Installs the wheel as a stranger would, and uses it: python tests/try_wheel.py (make
+check-wheel).
 
-For each Python of 3.11 to 3.13 on the PATH or among the versions of pyenv, a fresh environment outside of the
-checkout, the wheel with extra [demo], and from an empty directory `lagrpo --version`, `env`, and a demo of two
-batches. Pythons that are not here are named. With an argument, such as 3.12, that version alone.
+For each Python of 3.11 to 3.13 on the PATH or among the versions of pyenv, a fresh environment
+outside of the checkout, the wheel with extra [demo], and from an empty directory `lagrpo
+--version`, `env`, and a demo of two batches. Pythons that are not here are named. With an argument,
+such as 3.12, that version alone.
 """
 
 from __future__ import annotations
@@ -67,7 +69,8 @@ def find_python(version: str) -> str | None:
 
 
 def try_with(python: str, wheel: Path, folder: Path) -> None:
-    """Everything with one Python. Raises CalledProcessError or AssertionError for what does not work."""
+    """Everything with one Python. Raises CalledProcessError or AssertionError for what does not
+    work."""
     bin, empty = folder / "environment" / "bin", folder / "empty"
     empty.mkdir(parents=True)
     environment = {

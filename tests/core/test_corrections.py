@@ -1,4 +1,5 @@
-"""Weights pi_k/alpha for a rollout engine whose arithmetic differs, by hand and by what they amount to."""
+"""Weights pi_k/alpha for a rollout engine whose arithmetic differs, by hand and by what they amount
+to."""
 
 from dataclasses import replace
 from math import inf
@@ -32,7 +33,8 @@ def test_truncated_and_masked_by_hand():
     assert weights(masked, 0.0, inf) == ratio
 
 
-# two completions, of two tokens and of one. pi_k/alpha: 4, .5 (of the completion 2) and .25; pi/pi_k: 1.5, 1, .5
+# two completions, of two tokens and of one. pi_k/alpha: 4, .5 (of the completion 2) and .25;
+# pi/pi_k: 1.5, 1, .5
 ALPHA, PI_K, PI = (tensor(p).log() for p in ([0.1, 0.8, 0.8], [0.4, 0.4, 0.2], [0.6, 0.4, 0.1]))
 SURROGATE_T = tensor([1.2, 1.0, -1.6])  # min(1.5, 1.2), 1, -2 max(.5, .8)
 
@@ -62,7 +64,8 @@ SURROGATE_T = tensor([1.2, 1.0, -1.6])  # min(1.5, 1.2), 1, -2 max(.5, .8)
     ],
 )
 def test_recipes_with_a_correction_by_hand(name, changes, weight, cut):
-    """The clip is of pi/pi_k, whatever alpha; the weight multiplies what it leaves; what it drops counts as clipped."""
+    """The clip is of pi/pi_k, whatever alpha; the weight multiplies what it leaves; what it drops
+    counts as clipped."""
     if name == "grpo_icepop" and not changes:
         changes = {"floor": 0.45}  # .5 itself is at the end of its range
     recipe = resolve(name, changes)
@@ -81,7 +84,8 @@ def of_every_token(name, changes, x):
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_untruncated_weights_give_the_clip_whose_range_is_proportional(level):
-    """min(rho A, clip(rho, c (1 - low), c (1 + high)) A) = c f_eps(rho / c, 1, A) with c = pi_k/alpha."""
+    """min(rho A, clip(rho, c (1 - low), c (1 + high)) A) = c f_eps(rho / c, 1, A) with c =
+    pi_k/alpha."""
     _, x = random_inputs(200)
     levels = {"ratio": level, "level": level, "cap": inf}
     expected = of_every_token("clipped_proportional", RANGES | {"ratio": level}, x)

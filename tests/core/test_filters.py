@@ -108,7 +108,8 @@ A = [1.0, 1.0, -1.0, 1.0, -1.0, 1.0]
 
 
 def test_m2po_drops_the_largest_outward_tokens_until_their_mean_is_small():
-    """Outward: the first four, squares .01, .04, .09, .36, mean .125. Without .36 and .09 the mean is .025 <= .04."""
+    """Outward: the first four, squares .01, .04, .09, .36, mean .125. Without .36 and .09 the mean
+    is .025 <= .04."""
     recipe = resolve("m2po")
     x = with_statistics(recipe, at_ratios([exp(d) for d in LOG_RATIOS], A))
     assert recipe.kept(x).tolist() == [1.0, 1.0, 0.0, 0.0, 1.0, 1.0]
@@ -138,7 +139,8 @@ def test_m2po_without_outward_tokens_drops_nothing():
 
 
 def test_m2po_keeps_the_mean_below_tau_though_values_are_equal():
-    """Completions of the same text have the same log-ratios: of two tokens at the border none may stay."""
+    """Completions of the same text have the same log-ratios: of two tokens at the border none may
+    stay."""
     recipe = resolve("m2po")
     log_ratios = (0.1, 0.25, 0.25)  # squares .01, .0625, .0625: means .036 of two, .045 of three
     x = with_statistics(recipe, at_ratios([exp(d) for d in log_ratios]))

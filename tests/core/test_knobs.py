@@ -126,7 +126,8 @@ def test_kl_term_of_gspo_keeps_the_ratio_of_tokens():
 
 
 def test_mask_and_weight_have_different_ratios():
-    """One completion of ratios 1.5 and .5: their product is in the range, the weight is of each token."""
+    """One completion of ratios 1.5 and .5: their product is in the range, the weight is of each
+    token."""
     changes = {"mask.ratio": "sequence", "mask.epsilon_low": 0.3}
     recipe = resolve("rec_two_side_is", changes)
     x = at_ratios([1.5, 0.5], A=[2.0], completion=[0, 0])
@@ -136,7 +137,8 @@ def test_mask_and_weight_have_different_ratios():
 
 
 def test_knobs_of_a_function_that_is_replaced_do_not_reach_the_new_one():
-    """The row `gspo` has another ratio than `clipped_exact` by itself, and `cispo` another cap than `capped_ratio`."""
+    """The row `gspo` has another ratio than `clipped_exact` by itself, and `cispo` another cap than
+    `capped_ratio`."""
     assert resolve("gspo", {"surrogate": "clipped_exact"}).settings["surrogate.ratio"] == "token"
     again = resolve("cispo", {"weight": "capped_ratio"})
     assert again.settings["surrogate.weight.epsilon_high"] == 0.2

@@ -204,7 +204,8 @@ def test_a3po_widens_the_clip_to_the_power_of_the_staleness(staleness, low, high
 
 
 def test_a3po_has_the_gradient_of_a_clip_around_a_policy_between_pi_and_alpha():
-    """log m = log alpha + ((d - 1)/d) (log pi - log alpha), without a gradient, for tokens of staleness d >= 1."""
+    """log m = log alpha + ((d - 1)/d) (log pi - log alpha), without a gradient, for tokens of
+    staleness d >= 1."""
     _, x = random_inputs(500)
     d = x.staleness.clamp(min=1).double()
     log_ratio_T = 3 * (x.logp - x.rollout_logp)  # so that wide ranges cut too
@@ -286,7 +287,8 @@ def test_regularizers_by_hand():
     assert_close(opmd(x), tensor([0.025, 0.4]))
 
 
-# Regressions: two completions of group 0 (of two tokens and of one) and one of group 1; log-ratios 1, -.5, -1
+# Regressions: two completions of group 0 (of two tokens and of one) and one of group 1; log-ratios
+# 1, -.5, -1
 
 OF_GROUPS = inputs(
     [-1.0, -2.0, -1.0, -4.0],
@@ -312,7 +314,8 @@ def test_pairwise_is_the_sum_over_pairs_and_a_completion_alone_has_none():
 
 
 def test_oapl_has_no_gradient_at_the_worked_optimum_whoever_sampled():
-    """alpha = (.3, .6, .1), r = (0, .8, 1), b1 = b2 = 1: V = .645611, pi* = alpha e^r / Z with J = .702664."""
+    """alpha = (.3, .6, .1), r = (0, .8, 1), b1 = b2 = 1: V = .645611, pi* = alpha e^r / Z with J =
+    .702664."""
     alpha, r = double([0.3, 0.6, 0.1]), double([0.0, 0.8, 1.0])
     optimum = double([0.157303, 0.700167, 0.142531])
     V = (alpha * r.exp()).sum().log()
@@ -339,7 +342,8 @@ def test_oapl_at_pi_equal_alpha_is_reinforce_with_a_higher_baseline():
 
 
 def test_tba_at_pi_equal_alpha_is_dr_grpo_with_the_kl_in_the_advantage():
-    """The gradient is 2 tau times that of (a - mean a) log pi(y), a = r - tau log pi(y)/pi_ref(y): VarGrad."""
+    """The gradient is 2 tau times that of (a - mean a) log pi(y), a = r - tau log pi(y)/pi_ref(y):
+    VarGrad."""
     _, x = random_inputs()
     tau = 0.05
     kl_C = torch.stack([(x.logp - x.ref_logp)[x.completion == c].sum() for c in range(7)]).detach()
@@ -351,8 +355,8 @@ def test_tba_at_pi_equal_alpha_is_dr_grpo_with_the_kl_in_the_advantage():
     assert_close(gradient_of(loss, x), -(2 * tau * centered_C / 7)[x.completion])
 
 
-# Preferences. Group 0: completions of two tokens, one, one and one; group 1: a tie. h = log-ratio of the best less
-# that of the worst.
+# Preferences. Group 0: completions of two tokens, one, one and one; group 1: a tie. h = log-ratio
+# of the best less that of the worst.
 
 PAIRS = inputs(
     [-1.0, -1.0, -2.0, -1.5, -0.5, -1.0, -1.0],
@@ -373,7 +377,8 @@ MARGIN = 0.5 - 0.0  # completion 0 (the first of the best) and completion 3
     ids=["dpo", "ipo"],
 )
 def test_preference_compares_the_first_best_with_the_first_worst_of_a_group(loss, of_pair):
-    """Each of the two has G/2 = 2 of it, over its tokens, so the mean over the group's completions is the pair's."""
+    """Each of the two has G/2 = 2 of it, over its tokens, so the mean over the group's completions
+    is the pair's."""
     value_T = loss(PAIRS, strength=0.3)
     assert_close(value_T, of_pair * tensor([1.0, 1.0, 0.0, 0.0, 2.0, 0.0, 0.0]))
     assert float(value_T[:5].sum()) / 4 == pytest.approx(of_pair)

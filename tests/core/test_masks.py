@@ -169,7 +169,7 @@ def test_rollout_is_of_glm_5_is_rec_two_side_with_normalized_advantages():
 
 
 def test_rollout_is_is_icepop_at_its_first_update():
-    """With pi_k = pi the clip of pi/pi_k does nothing, and the weight is pi/alpha inside the range."""
+    """If pi_k = pi, the clip of pi/pi_k does nothing; the weight is pi/alpha inside the range."""
     x = at_ratios(RATIOS, -0.5)
     icepop = resolve("grpo_icepop", {"correction.floor": 0.8, "correction.cap": 1.2})
     y = inputs(x.logp, x.rollout_logp, x.logp.detach(), A=-0.5)

@@ -1,4 +1,5 @@
-"""The rows of the table, whole: what they are made of, what they read, and identities that hold for all of them."""
+"""The rows of the table, whole: what they are made of, what they read, and identities that hold for
+all of them."""
 
 from dataclasses import replace
 from math import log
@@ -435,7 +436,8 @@ def test_weight_of_zero_takes_surrogate_and_kl_of_a_completion_out():
 
 
 def of_tokens(function):
-    """The coefficient of weight * grad logp at each token, from the advantages and lengths of completions."""
+    """The coefficient of weight * grad logp at each token, from the advantages and lengths of
+    completions."""
     return lambda x, lengths_C: function(x.advantages, lengths_C)[x.completion]
 
 
@@ -444,8 +446,8 @@ def of_group_mean(A_C: Tensor) -> Tensor:
 
 
 def of_pairs(A_C: Tensor) -> Tensor:
-    """G for the best completion of a group and -G for the worst, 0 for the others: a mean over the completions is then
-    one over groups."""
+    """G for the best completion of a group and -G for the worst, 0 for the others: a mean over the
+    completions is then one over groups."""
     signs = torch.zeros(7, dtype=torch.float64)
     for first, last in ((0, 3), (3, 7)):
         signs[first + int(A_C[first:last].argmax())] = last - first
@@ -575,8 +577,8 @@ def test_bounds_on_the_ratio_of_whole_completions_are_named(name, overrides, pat
 
 
 def test_fixed_bound_on_the_ratio_of_a_completion_is_a_filter_by_length():
-    """Log-ratios of tokens of .031 nats, normal: a bound of 2 keeps nearly all completions of 100 tokens, and a fifth
-    of those of 6332."""
+    """Log-ratios of tokens of .031 nats, normal: a bound of 2 keeps nearly all completions of 100
+    tokens, and a fifth of those of 6332."""
     generator = torch.Generator().manual_seed(0)
     kept = {}
     for length in (100, 6332):
@@ -591,9 +593,10 @@ def test_fixed_bound_on_the_ratio_of_a_completion_is_a_filter_by_length():
     assert kept[6332] == pytest.approx(0.22, abs=0.05)
 
 
-# At pi = pi_k = alpha, with completions of one and two tokens: whose expected gradient is still along grad J? The first
-# of three tokens ends the completion at once, the others are followed by a second: seven completions. The batch is one
-# completion, so that a mean over its tokens is a mean over the completion's.
+# At pi = pi_k = alpha, with completions of one and two tokens: whose expected gradient is still
+# along grad J? The first of three tokens ends the completion at once, the others are followed by a
+# second: seven completions. The batch is one completion, so that a mean over its tokens is a mean
+# over the completion's.
 
 THETA = tensor(
     [0.1, -1.4, 0.8, 0.1, 1.1, -1.2, -1.7, 0.4, -0.2, 1.0, 0.3, 0.5], dtype=torch.float64
@@ -615,7 +618,7 @@ def mean_reward(theta: Tensor) -> Tensor:
 
 
 def cosine(name: str, **overrides) -> float:
-    """Of the recipe's expected gradient at alpha, its reduction included, to grad J."""
+    """Cosine between grad J and the recipe's expected gradient at alpha, its reduction included."""
     recipe, theta = resolve(name, overrides), THETA.clone().requires_grad_()
     total = torch.zeros((), dtype=torch.float64)
     for logp_T, alpha_T, r in zip(token_logp(theta), token_logp(THETA), REWARD, strict=True):
