@@ -7,8 +7,8 @@ The script speaks the interface of that commit; the names of knobs that have cha
 CASES. The inputs are in the file, so no later change of random numbers matters.
 """
 
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportCallIssue=false,
-# reportArgumentType=false
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportArgumentType=false
 
 import json
 
