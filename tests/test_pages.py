@@ -18,7 +18,7 @@ from lagrpo.settings.schema import Settings
 
 ROOT = Path(__file__).parent.parent
 DOCS = sorted(path.relative_to(ROOT) for path in (ROOT / "docs").glob("*.md"))
-PAGES = [Path("README.md"), *DOCS]
+PAGES = [Path("README.md"), Path("CONTRIBUTING.md"), Path("SECURITY.md"), *DOCS]
 LINKED = [
     *PAGES,
     *sorted(
