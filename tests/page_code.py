@@ -20,7 +20,7 @@ def python_blocks(page: str) -> list[str]:
 
 
 def named_files(page: str) -> dict[str, str]:
-    """The blocks of a page that begin with the name of their file (`# my_rewards.py`), by module."""
+    """The blocks of a page that begin with the name of their file (`# my_rewards.py`), by name."""
     files = {}
     for block in python_blocks(page):
         first_line = block.partition("\n")[0]

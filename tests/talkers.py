@@ -128,10 +128,10 @@ class Here:
     late: int = 0
     jobs: list[Job] = field(default_factory=list)
 
-    def submit(self, call: Any, *given: Any, seconds: float) -> Job:
+    def submit(self, call: Any, *arguments: Any, seconds: float) -> Job:
         from lagrpo.tasks.environments import run_turn
 
-        self.jobs.append(Job(run_turn(self.make, *given), self.late))
+        self.jobs.append(Job(run_turn(self.make, *arguments), self.late))
         return self.jobs[-1]
 
     def result(self, job: Job) -> Any:

@@ -339,11 +339,14 @@ def is_running(pid: str) -> bool:
     [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 138), (signal.SIGKILL, -9)],
 )
 def test_signal_leaves_whole_files_and_no_processes(model, tmp_path, signum, code):
-    own = {"run": {"name": "one"}, "schedule": {"batches": 2000}}
+    sections = {"run": {"name": "one"}, "schedule": {"batches": 2000}}
     run, log = tmp_path / "runs" / "one", tmp_path / "log"
     assert (
         end_with(
-            signum, options(tiny_settings(model, run.parent, **own)), log, run / "metrics.jsonl"
+            signum,
+            options(tiny_settings(model, run.parent, **sections)),
+            log,
+            run / "metrics.jsonl",
         )
         == code
     )

@@ -38,20 +38,20 @@ def evaluated(rewards: Rewards, reward_range: tuple[float, float] = (0.0, 1.0)) 
     groups = [
         Group(r.prompt, tuple(map(completion, range(9), rewards[r.prompt.key]))) for r in requests
     ]
-    found = reversed([*zip(requests, groups, strict=True)])
-    given: Any = SimpleNamespace(sample=lambda requests, G, params: found, score=iter)
+    answers = reversed([*zip(requests, groups, strict=True)])
+    setup: Any = SimpleNamespace(sample=lambda requests, G, params: answers, score=iter)
     samples = len(next(iter(rewards.values()), []))
     return evaluate(
         EvalSet(
-            requests, given, SamplingParams("evaluate", 1.0, 8), samples, reward_range=reward_range
+            requests, setup, SamplingParams("evaluate", 1.0, 8), samples, reward_range=reward_range
         ),
-        given,
+        setup,
     )
 
 
 def test_summary_and_records_by_hand():
-    found = evaluated(REWARDS)
-    summary, (first, second) = found.summary, found.records
+    evaluation = evaluated(REWARDS)
+    summary, (first, second) = evaluation.summary, evaluation.records
     assert (summary["prompts"], summary["samples"], summary["unscored"]) == (2, 4, 2)
     assert summary["pass@1"] == summary["reward"] == (1 / 4 + 0) / 2
     assert summary["pass@2"] == (1 / 2 + 0) / 2
@@ -94,10 +94,10 @@ def test_every_metric_has_an_interval_around_it():
 
 
 def test_correct_is_the_maximum_of_the_reward_range():
-    of_ten = evaluated({1: [1.0, 10.0], 2: [5.0, 0.0]}, reward_range=(0.0, 10.0))
-    assert of_ten.summary["pass@1"] == 1 / 4
-    assert [r["correct"] for r in of_ten.records] == [1, 0]
-    assert 0 < of_ten.summary["reward_low"] < 4 < of_ten.summary["reward_high"] < 10
+    up_to_ten = evaluated({1: [1.0, 10.0], 2: [5.0, 0.0]}, reward_range=(0.0, 10.0))
+    assert up_to_ten.summary["pass@1"] == 1 / 4
+    assert [r["correct"] for r in up_to_ten.records] == [1, 0]
+    assert 0 < up_to_ten.summary["reward_low"] < 4 < up_to_ten.summary["reward_high"] < 10
     assert evaluated({1: [-1.0, 0.0]}, reward_range=(-1.0, 0.0)).summary["pass@1"] == 1 / 2
 
 
@@ -113,13 +113,13 @@ def test_before_and_after_are_compared_prompt_by_prompt():
     """Prompt 3 has no score before, and takes no part."""
     before = evaluated({1: [0.0, 0.0], 2: [1.0, 0.0], 3: [None, None]})
     after = evaluated({1: [1.0, 0.0], 2: [1.0, 1.0], 3: [0.0, 0.0]})
-    found = compare(before, after)
-    assert found["pass@1_change"] == (1 / 2 + 1 / 2) / 2
-    assert found["pass@2_change"] == (1 + 0) / 2
-    assert found["pass@1_change_low"] == pytest.approx(
+    comparison = compare(before, after)
+    assert comparison["pass@1_change"] == (1 / 2 + 1 / 2) / 2
+    assert comparison["pass@2_change"] == (1 + 0) / 2
+    assert comparison["pass@1_change_low"] == pytest.approx(
         1 / 2, abs=1e-6
     )  # both rose alike: only rounding is left
-    assert found["pass@1_change_high"] == pytest.approx(1 / 2, abs=1e-6)
+    assert comparison["pass@1_change_high"] == pytest.approx(1 / 2, abs=1e-6)
 
 
 def test_prompt_without_any_score_does_not_count():

@@ -60,16 +60,16 @@ def make_layered(
 def test_updates_with_sharded_layers_are_those_of_one_process_to_rounding(ranks):
     """In float64, where rounding is far below the steps. Clipped: the limit is a third of the
     norms. Three ranks divide no weight evenly."""
-    made = {"dtype": "float64", "max_grad_norm": 0.05}
-    metrics, state, weights = five_updates(None, made, False)
+    options = {"dtype": "float64", "max_grad_norm": 0.05}
+    metrics, state, weights = five_updates(None, options, False)
     assert min(m["grad_norm"] for m in metrics) > 0.1
     check_to_rounding(
-        ranks.run(five_updates, made, False, make_layered, size=3), metrics, state, weights
+        ranks.run(five_updates, options, False, make_layered, size=3), metrics, state, weights
     )
 
 
 @pytest.mark.parametrize(
-    ("made", "changes"),
+    ("options", "changes"),
     [
         pytest.param(
             {"dtype": "bfloat16", "masters": "plain", "tie": True}, {}, id="plain masters"
@@ -84,13 +84,13 @@ def test_updates_with_sharded_layers_are_those_of_one_process_to_rounding(ranks)
         ),
     ],
 )
-def test_updates_are_bit_equal_if_the_gradients_are(ranks, made, changes):
+def test_updates_are_bit_equal_if_the_gradients_are(ranks, options, changes):
     """One rank has all rows, the other idles beside it: nothing is added but zeros. So the masters
     are dithered alike, and what is gathered is rounded as in one process. Without clipping, since
     norms are rounded in another order."""
-    made = {"max_grad_norm": None, **made}
-    found = ranks.run(five_updates, made | changes, True, make_layered, size=2)
-    check_to_the_bit(found, *five_updates(None, made, True))
+    options = {"max_grad_norm": None, **options}
+    results = ranks.run(five_updates, options | changes, True, make_layered, size=2)
+    check_to_the_bit(results, *five_updates(None, options, True))
 
 
 # What a rank has
@@ -101,14 +101,16 @@ def memory(group: Any) -> tuple[int, int, int, list[str]]:
     these are whole."""
     trainer = make_layered(group, "bfloat16")
     trainer.accumulate(rows_of(trainer))
-    kept = {name: p._local_tensor for name, p in trainer.policy.model.lm.named_parameters()}
+    local_weights = {
+        name: p._local_tensor for name, p in trainer.policy.model.lm.named_parameters()
+    }
     gradients = [
         p.grad._local_tensor for p in trainer.policy.model.lm.parameters() if p.grad is not None
     ]
-    whole = [
+    unsharded = [
         name
         for name, p in trainer.policy.model.lm.named_parameters()
-        if kept[name].shape == p.shape
+        if local_weights[name].shape == p.shape
     ]
     trainer.masters.zero_grads()
     return (
@@ -117,10 +119,10 @@ def memory(group: Any) -> tuple[int, int, int, list[str]]:
         sum(
             {
                 t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() // 4
-                for t in kept.values()
+                for t in local_weights.values()
             }.values()
         ),
-        whole,
+        unsharded,
     )
 
 
@@ -129,13 +131,13 @@ def test_a_rank_keeps_its_part_of_masters_gradients_and_weights(ranks):
     rows."""
     numbers = sum(p.numel() for p in tiny_policy(dtype=torch.bfloat16).model.lm.parameters())
     for R in (2, 3):
-        found = ranks.run(memory, size=R)
-        assert sum(masters for masters, *_ in found) == numbers
-        assert sum(gradients for _, gradients, *_ in found) == numbers
-        for masters, _, kept, whole in found:
+        results = ranks.run(memory, size=R)
+        assert sum(masters for masters, *_ in results) == numbers
+        assert sum(gradients for _, gradients, *_ in results) == numbers
+        for masters, _, weights, unsharded in results:
             assert masters <= numbers / R * 1.05
-            assert kept <= numbers / R * 1.05
-            assert whole == []
+            assert weights <= numbers / R * 1.05
+            assert unsharded == []
 
 
 def reference(group: Any) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
@@ -143,19 +145,19 @@ def reference(group: Any) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     gives then."""
     trainer = make_layered(group, "bfloat16", beta=0.1)
     fresh = rows_of(trainer)
-    of_reference = lambda: trainer.compute_logprobs(fresh, by=trainer.reference)  # noqa: E731
-    before, own = of_reference(), trainer.compute_logprobs(fresh)
-    assert all(map(torch.equal, before, own))
+    reference_logprobs = lambda: trainer.compute_logprobs(fresh, by=trainer.reference)  # noqa: E731
+    before, policy_logprobs = reference_logprobs(), trainer.compute_logprobs(fresh)
+    assert all(map(torch.equal, before, policy_logprobs))
     trainer.accumulate([replace(row, ref_logp_T=before[n]) for n, row in enumerate(fresh)])
     trainer.update()
-    own = trainer.compute_logprobs(fresh)
-    after = of_reference()
-    assert all(map(torch.equal, own, trainer.compute_logprobs(fresh)))
+    policy_logprobs = trainer.compute_logprobs(fresh)
+    after = reference_logprobs()
+    assert all(map(torch.equal, policy_logprobs, trainer.compute_logprobs(fresh)))
     trainer.end_stage(reset_optimizer=False)
     assert trainer.reference is not None
     assert trainer.reference.version == 1
-    swapped, own = of_reference(), trainer.compute_logprobs(fresh)
-    assert all(map(torch.equal, swapped, own))
+    swapped, policy_logprobs = reference_logprobs(), trainer.compute_logprobs(fresh)
+    assert all(map(torch.equal, swapped, policy_logprobs))
     return before, after, swapped
 
 
@@ -173,8 +175,8 @@ def test_gradient_not_finite_on_one_rank_is_rejected_on_all_ranks(ranks):
         *ranks.run(refused, 1, make_layered, size=2), strict=True
     )
     assert all(
-        re.match(r"the gradient of update 1 is not finite \(norm (inf|nan)\)", said)
-        for said in messages
+        re.match(r"the gradient of update 1 is not finite \(norm (inf|nan)\)", message)
+        for message in messages
     )
     assert all(unchanged)
     assert all(as_if_never)

@@ -150,7 +150,7 @@ def test_core_loads_only_torch():
 def test_package_settings_display_and_help_load_nothing_heavy():
     """One after the other, in one process. The package itself loads what must come before PyTorch
     and nothing else."""
-    of_package, of_modules, of_help = loaded(f"""
+    by_package, by_modules, by_help = loaded(f"""
 import lagrpo
 loaded()
 import {", ".join(f"lagrpo.{name}" for name in LIGHT)}
@@ -163,5 +163,5 @@ for command in ("train", "eval", "view", "vllm-serve"):
         assert not end.code, end.code
 loaded()
 """)
-    assert {name for name in of_package if name.startswith("lagrpo")} == WITH_LAGRPO
-    assert [names & HEAVY for names in (of_package, of_modules, of_help)] == [set()] * 3
+    assert {name for name in by_package if name.startswith("lagrpo")} == WITH_LAGRPO
+    assert [names & HEAVY for names in (by_package, by_modules, by_help)] == [set()] * 3

@@ -101,9 +101,9 @@ def test_rotary_embedding_and_its_gradient(dtype):
     )
     # turning back is the transpose: <turn x, y> = <x, turn back y>
     y = random(6, 3, 64, seed=1, dtype=dtype)
-    there = kernels.rotary(x, cosine, sine).double() * y.double()
-    back = x.double() * kernels.rotary(y, cosine, sine, back=True).double()
-    assert (there - back).sum().abs() <= ROUNDING[dtype] * there.abs().sum()
+    forward = kernels.rotary(x, cosine, sine).double() * y.double()
+    backward = x.double() * kernels.rotary(y, cosine, sine, back=True).double()
+    assert (forward - backward).sum().abs() <= ROUNDING[dtype] * forward.abs().sum()
 
 
 @pytest.mark.parametrize(
@@ -147,8 +147,8 @@ def dense_attention(
     """All rows against all rows, with a mask made from the segments."""
     seen = torch.zeros(layout.rows, layout.rows, dtype=torch.bool)
     for first, length, prefix, prefix_length in layout.segments.tolist():
-        own = torch.arange(first, first + length)
-        seen[own[:, None], own[None, :]] = own[:, None] >= own[None, :]
+        positions = torch.arange(first, first + length)
+        seen[positions[:, None], positions[None, :]] = positions[:, None] >= positions[None, :]
         seen[first : first + length, prefix : prefix + prefix_length] = True
     repeats = q.shape[1] // k.shape[1]
     s = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(repeats, 1)) * scaling
@@ -186,8 +186,8 @@ def test_entropy_on_request(choice, tau):
     ids, entropy, head = torch.arange(20), torch.empty(20), linear(weight)
     expected = torch.distributions.Categorical(logits=(hidden @ weight.T).double() / tau).entropy()
     plain = token_logp(hidden, head, ids, tau, None)
-    asked = token_logp(hidden, head, ids, tau, entropy)
-    assert torch.equal(plain, asked)
+    with_entropy = token_logp(hidden, head, ids, tau, entropy)
+    assert torch.equal(plain, with_entropy)
     torch.testing.assert_close(entropy.double(), expected, rtol=0, atol=1e-5)
     coin = torch.full((2, 40), -torch.inf)
     coin[0, [3, 30]], coin[1, 7] = 5.0, 2.0
@@ -362,7 +362,7 @@ def test_decoding_step_equals_layer_by_layer_decoding(kind, changes):
     copy = copy_policy(tiny_policy(kind, dtype=torch.bfloat16, **changes))
     layers = copy.model.layers
     assert layers is not None
-    states, found = [DecodeState(copy.model, 7, 80) for _ in range(2)], []
+    states, outputs = [DecodeState(copy.model, 7, 80) for _ in range(2)], []
     for state in states:
         state.admit([[5, 6, 7]], 4)
         state.feed([[4], [9], [8], [30]])
@@ -370,10 +370,10 @@ def test_decoding_step_equals_layer_by_layer_decoding(kind, changes):
         hidden = [state.feed([[row + t] for row in range(7)]) for t in range(70)]
         state.retire([1, 5])
         hidden.append(state.feed([[row] for row in range(5)]))
-        found.append([*hidden, state.own.keys[:, :5], state.own.values[:, :5]])
+        outputs.append([*hidden, state.own.keys[:, :5], state.own.values[:, :5]])
         assert (layers._stack is None) == (not layers.at_once)
         layers.at_once, layers._stack = False, None
-    for one, other in zip(*found, strict=True):
+    for one, other in zip(*outputs, strict=True):
         assert torch.equal(one.view(torch.int16), other.view(torch.int16))
 
 
@@ -390,12 +390,12 @@ def chosen(monkeypatch, choice: Choice, compiler: str, cache: Path) -> str:
 
 def test_the_library_is_compiled_once_and_then_loaded(tmp_path, monkeypatch, caplog):
     """The compiler of this test copies a library that was compiled before."""
-    compiler, made = tmp_path / "cc", shlex.quote(library._library()[0]._name)
-    say, compile = (
+    compiler, compiled = tmp_path / "cc", shlex.quote(library._library()[0]._name)
+    version_line, copy_line = (
         '[ "$1" = --version ] && exec echo cc',
-        f'while [ "$1" != -o ]; do shift; done; exec cp {made} "$2"',
+        f'while [ "$1" != -o ]; do shift; done; exec cp {compiled} "$2"',
     )
-    compiler.write_text(f"#!/bin/sh\n{say}\n{compile}\n", encoding="utf-8")
+    compiler.write_text(f"#!/bin/sh\n{version_line}\n{copy_line}\n", encoding="utf-8")
     compiler.chmod(0o755)
     with caplog.at_level(logging.INFO):
         first, second = (

@@ -116,8 +116,8 @@ def test_metrics_have_the_true_values_though_the_loss_leaves_completions_out(nam
         c: math.log(1.5) if r else math.log(7 / 8) for c, r in enumerate(rewards_NG.flatten())
     }
     rows = micro_batches(batch, 10_000, skip_zero_advantage=recipe.skips_zero_advantage)
-    rest = left_out(batch, 10_000, skip_zero_advantage=recipe.skips_zero_advantage)
-    metrics = sequence_metrics(batch, give([*rows, *rest], log_ratio))
+    silent_rows = left_out(batch, 10_000, skip_zero_advantage=recipe.skips_zero_advantage)
+    metrics = sequence_metrics(batch, give([*rows, *silent_rows], log_ratio))
     truth = {"improvement": 0.1, "rollout/seq_tv": 0.1, "rollout/seq_kl": 0.02568}
     assert {metric: metrics[metric] for metric in truth} == pytest.approx(truth, abs=0.006)
     assert sequence_metrics(batch, give(rows, log_ratio))["rollout/seq_kl"] is None

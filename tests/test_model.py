@@ -87,12 +87,12 @@ def test_packed_row_has_every_token_at_its_position_behind_the_row_that_predicts
     ]
     row = Packed.build(groups)
     layout, tokens = row.layout, row.input_ids.tolist()
-    whole = [(prompt, c.tolist()) for prompt, completions in groups for c in completions]
-    places = {token: at for prompt, _ in groups for at, token in enumerate(prompt)}
-    places |= {token: len(prompt) + at for prompt, c in whole for at, token in enumerate(c)}
-    assert row.token_ids.tolist() == [token for _, c in whole for token in c]
-    assert layout.position_ids.tolist() == [places[token] for token in tokens]
-    before = [token for prompt, c in whole for token in [prompt[-1], *c[:-1]]]
+    pairs = [(prompt, c.tolist()) for prompt, completions in groups for c in completions]
+    positions = {token: at for prompt, _ in groups for at, token in enumerate(prompt)}
+    positions |= {token: len(prompt) + at for prompt, c in pairs for at, token in enumerate(c)}
+    assert row.token_ids.tolist() == [token for _, c in pairs for token in c]
+    assert layout.position_ids.tolist() == [positions[token] for token in tokens]
+    before = [token for prompt, c in pairs for token in [prompt[-1], *c[:-1]]]
     assert [tokens[at] for at in layout.logit_rows.tolist()] == before
     assert [tokens[at] for at in layout.last_prompt_rows.tolist()] == [
         prompt[-1] for prompt, _ in groups

@@ -88,9 +88,9 @@ def test_settings_named_in_a_page_exist(page):
             entry = any(block.startswith(f"{name}.") for name in (*TABLES, "eval.sets"))
             assert entry or block in known, f"{page}: no setting {block}"
         if language == "toml":
-            given = tomllib.loads(block)
-            if given.keys() <= Settings.model_fields.keys():
-                load_settings(given)
+            sections = tomllib.loads(block)
+            if sections.keys() <= Settings.model_fields.keys():
+                load_settings(sections)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=str)

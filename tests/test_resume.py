@@ -85,8 +85,8 @@ def go_on(run: Path, /, **sections: dict[str, Any]) -> Result:
 
 def differing(run: Path, expected: dict[str, Any]) -> list[str]:
     """Names of the outputs of a run that differ from the expected ones."""
-    found = leaves(run, exact=True)
-    return [key for key in expected if found.get(key) != expected[key]]
+    outputs = leaves(run, exact=True)
+    return [key for key in expected if outputs.get(key) != expected[key]]
 
 
 def cut_to(run: Path, batch: int, root: Path | None = None) -> Path:
@@ -145,8 +145,8 @@ def test_signal_in_any_phase_loses_nothing(begin, undisturbed, monkeypatch, kind
 
 def test_finished_run_gets_more_batches_as_if_it_had_been_longer(begin):
     one_stage = {"ref_sync_every": None}
-    short, whole = (begin(str(n), schedule=one_stage | {"batches": n}).run for n in (3, 6))
-    assert differing(go_on(short, schedule=LONG).run, leaves(whole, exact=True)) == []
+    short, longer = (begin(str(n), schedule=one_stage | {"batches": n}).run for n in (3, 6))
+    assert differing(go_on(short, schedule=LONG).run, leaves(longer, exact=True)) == []
 
 
 def test_killed_run_gets_more_batches_as_if_it_had_been_longer(begin):
@@ -154,9 +154,9 @@ def test_killed_run_gets_more_batches_as_if_it_had_been_longer(begin):
     fourth and last batch is sampled already: the run itself will not need that version again, the
     longer one will."""
     stale = {"ref_sync_every": None, "sync_every": 3}
-    short, whole = (begin(str(n), schedule=stale | {"batches": n}).run for n in (4, 5))
-    found = go_on(cut_to(short, 3), schedule={"batches": 5}).run
-    assert differing(found, leaves(whole, exact=True)) == []
+    short, longer = (begin(str(n), schedule=stale | {"batches": n}).run for n in (4, 5))
+    extended = go_on(cut_to(short, 3), schedule={"batches": 5}).run
+    assert differing(extended, leaves(longer, exact=True)) == []
 
 
 def test_run_killed_before_its_first_checkpoint_starts_again(whole, undisturbed, tmp_path):
@@ -183,7 +183,9 @@ def test_error_between_updates_keeps_the_last_batch(begin, undisturbed, monkeypa
     class Break(Callback):
         def on_batch(self, metrics, rollouts) -> None:
             if metrics["step"] == 4:
-                monkeypatch.setattr(one_run.TrainerComponents, "read_offline", lambda *given: 1 / 0)
+                monkeypatch.setattr(
+                    one_run.TrainerComponents, "read_offline", lambda *arguments: 1 / 0
+                )
 
     with pytest.raises(ZeroDivisionError) as error:
         begin("run", Break(), checkpoint={"save_every": 0})

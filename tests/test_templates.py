@@ -103,9 +103,9 @@ def test_prefill_keeps_its_white_space_and_gets_no_empty_thought(chat):
         "{% if m['role'] == 'assistant' %}<think>\n\n</think>\n\n{% endif %}"
         "{{ m['content'] | trim }}<eos>{% endfor %}"
     )
-    for said, text in (("<think>\n", "<think>\n"), ("It is ", "<think>\n\n</think>\n\nIt is ")):
+    for prefill, text in (("<think>\n", "<think>\n"), ("It is ", "<think>\n\n</think>\n\nIt is ")):
         assert (
-            chat.render([*ASK, {"role": "assistant", "content": said}])
+            chat.render([*ASK, {"role": "assistant", "content": prefill}])
             == f"user:2 + 3?<eos>assistant:{text}"
         )
 
@@ -354,13 +354,13 @@ class Yesterday(datetime):
 def test_run_that_resumes_on_another_day_keeps_its_prompts(tmp_path, monkeypatch):
     (tmp_path / "chat.jinja").write_text(DATED, encoding="utf-8")
     model: dict[str, Any] = {"chat_template": str(tmp_path / "chat.jinja")}
-    given = tiny_settings(
+    run_settings = tiny_settings(
         save_tiny(tmp_path / "model"), tmp_path, model=model, checkpoint={"save_every": 1}
     )
     with monkeypatch.context() as patch:
         patch.setattr("lagrpo.training.build.datetime", Yesterday)
-        whole = train(given).run
-    stopped = cut_to(whole, 2, tmp_path / "cut")
+        uninterrupted = train(run_settings).run
+    stopped = cut_to(uninterrupted, 2, tmp_path / "cut")
     go_on(stopped)
-    assert load_rollouts(stopped) == load_rollouts(whole)
+    assert load_rollouts(stopped) == load_rollouts(uninterrupted)
     assert verify_run(stopped).differences == []

@@ -23,9 +23,9 @@ LISTENING = (
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory):
-    made = Browser(tmp_path_factory.mktemp("profile"))
-    yield made
-    made.close()
+    started = Browser(tmp_path_factory.mktemp("profile"))
+    yield started
+    started.close()
 
 
 @pytest.fixture
@@ -49,9 +49,9 @@ def opened(browser, tmp_path):
 
 @pytest.fixture
 def run(tmp_path):
-    made = fill(make_run(tmp_path))
-    save_tokenizer(made)
-    return made
+    filled = fill(make_run(tmp_path))
+    save_tokenizer(filled)
+    return filled
 
 
 def tab(page, name: str) -> None:
@@ -249,7 +249,7 @@ def test_served_page_follows_its_run_and_keeps_its_place(browser, run):
         page.type("input[name=q]", "answer")
         before = page.text(".group-head")
         run.record(metrics(5))
-        run.record_rollouts(5, [made | {"step": 5} for made in group(1, [1.0, 0.0])])
+        run.record_rollouts(5, [row | {"step": 5} for row in group(1, [1.0, 0.0])])
         page.wait("document.querySelector('header').innerText.includes('batch 5 of')")
         assert page.text(".group-head") == before
         assert page.js("document.querySelector('input[name=q]').value") == "answer"

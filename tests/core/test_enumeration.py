@@ -89,12 +89,12 @@ def surrogate(name: str, advantage_C: Tensor, pi_k: Tensor = ALPHA, **overrides)
     return expectation
 
 
-def error(found: Tensor, exact: Tensor) -> float:
-    return float((found - exact).norm() / exact.norm())
+def error(gradient_12: Tensor, exact: Tensor) -> float:
+    return float((gradient_12 - exact).norm() / exact.norm())
 
 
-def cosine(found: Tensor, exact: Tensor) -> float:
-    return float(found @ exact / found.norm() / exact.norm())
+def cosine(gradient_12: Tensor, exact: Tensor) -> float:
+    return float(gradient_12 @ exact / gradient_12.norm() / exact.norm())
 
 
 TIMES_GRAD_J = {  # the first: the sequence ratio stands at each of two tokens
@@ -111,8 +111,8 @@ OTHERWISE = {
 @pytest.mark.parametrize("name", sorted(set(RECIPES) - OTHERWISE))
 def test_at_pi_equal_pi_k_equal_alpha_the_gradient_is_that_of_the_mean_reward(name):
     """With any constant baseline, AsymRE's among them: E_alpha[(A + c) grad log pi] = grad J."""
-    found = gradient(surrogate(name, CENTERED), ALPHA)
-    assert_close(found, TIMES_GRAD_J.get(name, 1.0) * gradient(mean_reward, ALPHA))
+    computed = gradient(surrogate(name, CENTERED), ALPHA)
+    assert_close(computed, TIMES_GRAD_J.get(name, 1.0) * gradient(mean_reward, ALPHA))
 
 
 def test_off_policy_the_sequence_ratio_is_unbiased_and_nothing_else_is():
@@ -138,9 +138,9 @@ def test_off_policy_the_sequence_ratio_is_unbiased_and_nothing_else_is():
         "clipped token ratio": (gradient(surrogate("grpo", advantage), PI), 0.5418, 0.8803),
         "two-side": (gradient(surrogate("rec_two_side_is", advantage), PI), 0.6458, 0.8117),
     }
-    for label, (found, relative, angle) in biased.items():
-        assert error(found, exact) == pytest.approx(relative, abs=5e-5), label
-        assert cosine(found, exact) == pytest.approx(angle, abs=5e-5), label
+    for label, (computed, relative, angle) in biased.items():
+        assert error(computed, exact) == pytest.approx(relative, abs=5e-5), label
+        assert cosine(computed, exact) == pytest.approx(angle, abs=5e-5), label
 
 
 RHO = (token_logp(PI) - token_logp(ALPHA)).exp()
@@ -227,24 +227,24 @@ def test_off_policy_gradients_of_the_methods_for_stale_rollouts(name, relative, 
     """Each is E_alpha of coefficient A grad log pi; relative error and cosine to grad J / sigma at
     pi."""
     overrides: Any = {"delta": 0.0} if name == "opsm" else {}  # with .5 nothing here is dropped
-    found = gradient(surrogate(name, CENTERED / SIGMA, **overrides), PI)
+    computed = gradient(surrogate(name, CENTERED / SIGMA, **overrides), PI)
     factor_T = (p(ALPHA)[COMPLETION_T] * COEFFICIENTS[name] * A_T).detach()
-    assert_close(found, gradient(lambda theta: (factor_T * token_logp(theta)).sum(), PI))
+    assert_close(computed, gradient(lambda theta: (factor_T * token_logp(theta)).sum(), PI))
     exact = gradient(mean_reward, PI) / SIGMA
-    assert error(found, exact) == pytest.approx(relative, abs=5e-5)
-    assert cosine(found, exact) == pytest.approx(angle, abs=5e-5)
+    assert error(computed, exact) == pytest.approx(relative, abs=5e-5)
+    assert cosine(computed, exact) == pytest.approx(angle, abs=5e-5)
 
 
 def test_m2po_released_clips_to_the_range_of_the_step_by_enumeration():
     """The mean of the outward (log rho)^2 is above .04; cut down to the largest value at which it
     is not, t^2."""
-    found = gradient(surrogate("m2po_released", CENTERED / SIGMA), PI)
+    computed = gradient(surrogate("m2po_released", CENTERED / SIGMA), PI)
     v = RHO.log().square()[(RHO > 1) == UP].sort().values
     t = max(float(cut) ** 0.5 for cut in v if float(v.clamp(max=cut).mean()) < 0.04)
     low, high = min(torch.e**-t, 0.7), max(torch.e**t, 1.5)
     coefficient_T = RHO * ~((UP & (high < RHO)) | (DOWN & (low > RHO)))
     factor_T = p(ALPHA)[COMPLETION_T] * coefficient_T * A_T
-    assert_close(found, gradient(lambda theta: (factor_T * token_logp(theta)).sum(), PI))
+    assert_close(computed, gradient(lambda theta: (factor_T * token_logp(theta)).sum(), PI))
     assert not bool((coefficient_T == RHO).all())
 
 
@@ -313,31 +313,31 @@ def test_at_pi_k_untruncated_weights_of_completions_are_unbiased_and_nothing_els
     completion of alpha (the trace of its covariance; of grad log pi_k A on completions of pi_k
     itself it is .2427)."""
     exact, samples = gradient(mean_reward, PI_K), per_completion(name, PI_K, **changes)
-    found = (p(ALPHA)[:, None] * samples).sum(dim=0)
-    assert_close(found, gradient(surrogate(name, CENTERED, pi_k=PI_K, **changes), PI_K))
-    assert error(found, exact) == pytest.approx(relative, abs=5e-5)
-    assert cosine(found, exact) == pytest.approx(angle, abs=5e-5)
-    trace = (p(ALPHA)[:, None] * (samples - found).square()).sum()
+    expected_gradient = (p(ALPHA)[:, None] * samples).sum(dim=0)
+    assert_close(expected_gradient, gradient(surrogate(name, CENTERED, pi_k=PI_K, **changes), PI_K))
+    assert error(expected_gradient, exact) == pytest.approx(relative, abs=5e-5)
+    assert cosine(expected_gradient, exact) == pytest.approx(angle, abs=5e-5)
+    trace = (p(ALPHA)[:, None] * (samples - expected_gradient).square()).sum()
     assert float(trace) == pytest.approx(variance, abs=5e-5)
 
 
 def test_weights_and_ratios_of_completions_together_are_unbiased_wherever_pi_is():
     """(pi_k/alpha)(pi/pi_k) = pi/alpha: with tokens' ratios the first factor corrects alpha, not
     what pi did since."""
-    exact, of_completions = gradient(mean_reward, PI), INFINITE | {"level": "sequence"}
-    parts = {"denominator": "pi_k", "correction": "truncated"} | of_completions
-    found = gradient(surrogate("unclipped", CENTERED, pi_k=PI_K, **parts), PI)
-    assert_close(found, 2 * exact)  # the ratio stands at each of two tokens
-    of_tokens = gradient(surrogate("unclipped", CENTERED, pi_k=PI_K, ratio="token", **parts), PI)
-    assert error(of_tokens, exact) == pytest.approx(0.2459, abs=5e-5)
+    exact, weight_of_completions = gradient(mean_reward, PI), INFINITE | {"level": "sequence"}
+    parts = {"denominator": "pi_k", "correction": "truncated"} | weight_of_completions
+    by_completions = gradient(surrogate("unclipped", CENTERED, pi_k=PI_K, **parts), PI)
+    assert_close(by_completions, 2 * exact)  # the ratio stands at each of two tokens
+    by_tokens = gradient(surrogate("unclipped", CENTERED, pi_k=PI_K, ratio="token", **parts), PI)
+    assert error(by_tokens, exact) == pytest.approx(0.2459, abs=5e-5)
 
 
 def test_the_exact_clip_in_expectation_is_the_case_distinction_under_equation_6():
-    found = surrogate("off_policy_grpo_exact", CENTERED, pi_k=PI_K, ratio="sequence")(PI) / 2
+    computed = surrogate("off_policy_grpo_exact", CENTERED, pi_k=PI_K, ratio="sequence")(PI) / 2
     s, c = p(PI) / p(ALPHA), p(PI_K) / p(ALPHA)
     good = CENTERED * torch.minimum(s, c + 0.2)
     bad = CENTERED * torch.maximum(s, (c - 0.2).clamp(min=0))
-    assert_close(found, (p(ALPHA) * torch.where(CENTERED >= 0, good, bad)).sum())
+    assert_close(computed, (p(ALPHA) * torch.where(CENTERED >= 0, good, bad)).sum())
 
 
 def against_pi(theta: Tensor, advantage_C: Tensor, completions: list[int]) -> LossInputs:

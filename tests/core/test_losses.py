@@ -136,9 +136,9 @@ def test_proportional_range_scales_with_pi_k():
 )
 def test_dual_clip_limits_how_hard_a_bad_token_is_pushed_down(ratio, A, value, cut):
     x = inputs(tensor([ratio]).log().requires_grad_(), [0.0], A=A)
-    found = clipped(x, **RANGE, dual_clip=4.0)
-    assert_close(found, tensor([value]))
-    assert_close(gradient_of(found.sum(), x), tensor([0.0 if cut else ratio * A]))
+    value_T = clipped(x, **RANGE, dual_clip=4.0)
+    assert_close(value_T, tensor([value]))
+    assert_close(gradient_of(value_T.sum(), x), tensor([0.0 if cut else ratio * A]))
 
 
 def test_center_of_the_clip_has_no_gradient():
@@ -179,8 +179,8 @@ def test_decoupled_ppo_is_the_clip_whose_range_is_proportional():
 def test_decoupled_ppo_at_the_first_update_is_plain_importance_weighting():
     _, x = random_inputs(200)
     x = LossInputs(**{**fields_of(x), "old_logp": x.logp.detach()})
-    found = gradient_of(resolve("decoupled_ppo").value(x).sum(), x)
-    assert_close(found, gradient_of(unclipped(x).sum(), x))
+    gradient_T = gradient_of(resolve("decoupled_ppo").value(x).sum(), x)
+    assert_close(gradient_T, gradient_of(unclipped(x).sum(), x))
 
 
 @pytest.mark.parametrize(
@@ -213,10 +213,10 @@ def test_a3po_has_the_gradient_of_a_clip_around_a_policy_between_pi_and_alpha():
     x = LossInputs(**{**fields_of(x), "logp": logp})
     assert x.staleness is not None
     middle = (x.rollout_logp + (d - 1) / d * (logp - x.rollout_logp)).detach()
-    found = gradient_of(clipped_by_staleness(x).sum(), x)
-    assert_close(found, gradient_of(decoupled(x, middle).sum(), x))
-    assert bool((found == 0).any())
-    assert bool((found[x.staleness >= 3] == 0).any())
+    gradient_T = gradient_of(clipped_by_staleness(x).sum(), x)
+    assert_close(gradient_T, gradient_of(decoupled(x, middle).sum(), x))
+    assert bool((gradient_T == 0).any())
+    assert bool((gradient_T[x.staleness >= 3] == 0).any())
 
 
 def test_a3po_without_staleness_is_rejected():
@@ -306,10 +306,8 @@ def test_opmd_kimi_is_the_squared_residual_of_the_reward():
 
 def test_pairwise_is_the_sum_over_pairs_and_a_completion_alone_has_none():
     value_T = opmd_pairwise(OF_GROUPS, strength=0.2)
-    of_the_pair = ((0.5 - 0.2) - (-0.3 + 0.1)) ** 2 / 2**2  # sum_{i<j} / G^2
-    assert float(value_T[:3].sum()) / 2 == pytest.approx(
-        -of_the_pair
-    )  # the mean over its completions
+    expected = ((0.5 - 0.2) - (-0.3 + 0.1)) ** 2 / 2**2  # sum_{i<j} / G^2
+    assert float(value_T[:3].sum()) / 2 == pytest.approx(-expected)  # the mean over its completions
     assert float(value_T[3]) == 0.0
 
 
