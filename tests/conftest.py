@@ -49,6 +49,13 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(SECONDS_WITH_SERVERS))
 
 
+def pytest_make_parametrize_id(val: object) -> str | None:
+    """The id of a dtype, such as bfloat16. None leaves other values to pytest."""
+    if isinstance(val, torch.dtype):
+        return str(val).removeprefix("torch.")
+    return None
+
+
 def pytest_deselected(items: Sequence[pytest.Item]) -> None:
     for item in items:
         for name in NEEDS:

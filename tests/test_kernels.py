@@ -25,10 +25,7 @@ from lagrpo.rollout.decoding import DecodeState
 
 # below, at and beyond one vector
 WIDTHS = pytest.mark.parametrize("width", [1, 33, 576], ids="width {}".format)
-DTYPES = pytest.mark.parametrize(
-    "dtype",
-    [pytest.param(torch.float32, id="float32"), pytest.param(torch.bfloat16, id="bfloat16")],
-)
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 TEMPERATURES = pytest.mark.parametrize("tau", [1.0, 0.7], ids="temperature {}".format)
 BACKENDS = pytest.mark.parametrize("choice", ["c", "torch"])
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-8}

@@ -122,10 +122,7 @@ def test_resume_uses_the_recorded_number_of_threads_and_warns_about_another(
 
 
 @pytest.mark.usefixtures("with_kernels")
-@pytest.mark.parametrize(
-    "dtype",
-    [pytest.param(torch.float32, id="float32"), pytest.param(torch.bfloat16, id="bfloat16")],
-)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_kernels_sum_a_norms_gradient_over_the_same_slices_with_any_number(dtype):
     noise = torch.Generator().manual_seed(0)
     x, grad_y, grad_total = (torch.randn(300, 48, generator=noise).to(dtype) for _ in range(3))
