@@ -386,9 +386,10 @@ def test_error_keeps_what_was_learned_and_says_where(run, tmp_path, owner, name,
     directory = tmp_path / "runs" / name
     assert isinstance(error, FAILURES)  # for the command, which says it without a traceback
     note, *cures, way_on = raised.value.__notes__
-    assert ["lower optimizer.micro_batch_tokens" in cure for cure in cures] == [True] * (
-        name in ("step", "accumulate")
-    )
+    advice = [cure for cure in cures if "lower optimizer.micro_batch_tokens" in cure]
+    is_out_of_memory = name in ("step", "accumulate")
+    assert cures == advice
+    assert len(advice) == (1 if is_out_of_memory else 0)
     assert note.startswith(f"The run so far: {directory} (2 of 4 batches finished, ")
     assert way_on == f"{way}: lagrpo train --resume {directory}"
     assert weights(directory / "weights" / "final")
