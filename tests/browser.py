@@ -1,4 +1,5 @@
-"""A headless Chromium, driven by the DevTools protocol over a pair of pipes: no package and no port is needed."""
+"""A headless Chromium, driven by the DevTools protocol over a pair of pipes: no package and no port
+is needed."""
 
 from __future__ import annotations
 
@@ -14,8 +15,9 @@ from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 OPTIONS = (
-    "--headless --remote-debugging-pipe --disable-gpu --disable-quic --no-first-run --disable-sync --hide-scrollbars "
-    "--disable-background-networking --disable-component-update --disable-extensions --force-device-scale-factor=1"
+    "--headless --remote-debugging-pipe --disable-gpu --disable-quic --no-first-run "
+    "--disable-sync --hide-scrollbars --disable-background-networking "
+    "--disable-component-update --disable-extensions --force-device-scale-factor=1"
 )
 DEADLINE = 60.0  # seconds for one answer, or for something to become true, on a busy machine
 KEYS = {
@@ -29,7 +31,8 @@ KEYS = {
 
 
 def find_chromium() -> str:
-    """The program $LAGRPO_BROWSER names, or the first on the PATH. Raises FileNotFoundError where there is none."""
+    """The program $LAGRPO_BROWSER names, or the first on the PATH. Raises FileNotFoundError where
+    there is none."""
     names = [name for name in (os.environ.get("LAGRPO_BROWSER"), *NAMES) if name]
     found = next(filter(None, map(shutil.which, names)), None)
     if found is None:
@@ -71,7 +74,7 @@ class Browser:
             os.close(end)
 
     def call(self, method: str, session: str | None = None, **parameters: Any) -> dict[str, Any]:
-        """The result of a command. Raises RuntimeError for an error, TimeoutError after DEADLINE."""
+        """Returns the result of a command. Raises RuntimeError, or TimeoutError after DEADLINE."""
         number = next(self._numbers)
         message = {"id": number, "method": method, "params": parameters} | (
             {"sessionId": session} if session else {}
@@ -87,7 +90,7 @@ class Browser:
                 return answer["result"]
 
     def take_events(self) -> list[dict[str, Any]]:
-        """What the browser has said by itself since the last call."""
+        """Returns the events that the browser has sent since the last call."""
         events, self._events = self._events, []
         return events
 
@@ -149,7 +152,8 @@ class Page:
         while not self.js(f"Boolean({expression})"):
             if time.monotonic() > end:
                 raise TimeoutError(
-                    f"{expression} is not true; the page shows: {self.js('document.body.innerText')[:500]}"
+                    f"{expression} is not true; the page shows: "
+                    f"{self.js('document.body.innerText')[:500]}"
                 )
             time.sleep(0.02)
 
@@ -169,7 +173,8 @@ class Page:
         """The middle of an element, scrolled into sight."""
         found = f"document.querySelectorAll({json.dumps(selector)})[{number}]"
         box = self.js(
-            f"(() => {{ const node = {found}; if (!node) return null; node.scrollIntoView({{block: 'nearest'}});"
+            f"(() => {{ const node = {found}; if (!node) return null;"
+            " node.scrollIntoView({block: 'nearest'});"
             "const box = node.getBoundingClientRect();"
             "return [box.left + box.width / 2, box.top + box.height / 2]; })()"
         )
@@ -197,9 +202,11 @@ class Page:
         self.settle()
 
     def type(self, selector: str, text: str) -> None:
-        """Put text into a field in place of what is there, and wait until the page has drawn what follows."""
+        """Put text into a field in place of what is there, and wait until the page has drawn what
+        follows."""
         self.js(
-            f"(() => {{ const field = document.querySelector({json.dumps(selector)}); field.focus();"
+            f"(() => {{ const field = document.querySelector({json.dumps(selector)});"
+            " field.focus();"
             f"field.value = {json.dumps(text)}; field.dispatchEvent(new Event('input')); }})()"
         )
         time.sleep(0.2)
@@ -208,13 +215,15 @@ class Page:
     def choose(self, label: str, value: str) -> None:
         """Take an option of the select with this label."""
         self.js(
-            f"(() => {{ const select = document.querySelector('select[aria-label={json.dumps(label)}]');"
+            "(() => { const select = "
+            f"document.querySelector('select[aria-label={json.dumps(label)}]');"
             f"select.value = {json.dumps(value)}; select.dispatchEvent(new Event('change')); }})()"
         )
         self.settle()
 
     def check(self, *allowed: str) -> None:
-        """Assert that nothing was complained of, and that nothing was asked for but URLs that begin so."""
+        """Assert that nothing was complained of, and that nothing was asked for but URLs that begin
+        so."""
         self.call("Page.bringToFront")  # pages behind others draw no frames
         self.settle()
         for event in self._browser.take_events():

@@ -1,13 +1,15 @@
-"""Kills training runs at random instants, resumes them, and compares what they leave with runs that were not disturbed.
+"""Kills training runs at random instants, resumes them, and compares them with undisturbed runs.
 
     python tests/chaos.py                            50 kills of a tiny model's runs: `make chaos`
     python tests/chaos.py --kills 5 --model smollm2  the embedded model
-    python tests/chaos.py --kills 5 --model smollm2 --vllm .venv-vllm/bin/python    with a vLLM server, too
+    python tests/chaos.py --kills 5 --model smollm2 --vllm .venv-vllm/bin/python
+                                                     with a vLLM server, too
 
-A trial is one run: its process group gets SIGKILL at a random instant keyed by the seed, and it resumes; every third
-trial is killed again while it resumes. With the in-process sampler every number must be equal to the bit: the final
-weights, float32 masters and moments, metrics but for times, rollouts, evaluations. With vLLM every batch must be there
-once, sampled by the versions that the schedule announced. Prints a line per trial; exits with 1 if one differs.
+A trial is one run. Its process group gets SIGKILL at a random instant, keyed by the seed, and the
+run resumes; every third trial is killed again while it resumes. With the in-process sampler every
+number must be equal to the bit: the final weights, float32 masters and moments, metrics except
+times, rollouts, evaluations. With vLLM every batch must be there once, sampled by the versions that
+the schedule announced. Prints a line per trial; exits with 1 if a trial differs.
 """
 
 from __future__ import annotations
@@ -68,24 +70,24 @@ def merged(*layers: Sections) -> dict[str, dict[str, Any]]:
 
 
 def leaves(run: Path, exact: bool) -> dict[str, Any]:
-    """What must be the same however often the run was killed."""
+    """Returns everything that must be the same however often the run was killed."""
     events = [event for event in load_events(run) if event["event"] == "weight_sync"]
-    found: dict[str, Any] = {"batches": [m["step"] for m in load_metrics(run)], "syncs": events}
-    found["rollouts"] = sorted(path.name for path in (run / "rollouts").iterdir())
-    found["leftovers"] = [str(path) for path in run.rglob("*.tmp")]
+    outputs: dict[str, Any] = {"batches": [m["step"] for m in load_metrics(run)], "syncs": events}
+    outputs["rollouts"] = sorted(path.name for path in (run / "rollouts").iterdir())
+    outputs["leftovers"] = [str(path) for path in run.rglob("*.tmp")]
     if not exact:
-        return found
-    found["metrics"] = without_timings(load_metrics(run))
+        return outputs
+    outputs["metrics"] = without_timings(load_metrics(run))
     for table in sorted([*(run / "rollouts").iterdir(), *(run / "evaluations").glob("*.parquet")]):
-        found[table.name] = pq.read_table(table).to_pylist()
+        outputs[table.name] = pq.read_table(table).to_pylist()
     for summary in sorted((run / "evaluations").glob("*.json")):
-        found[summary.name] = json.loads(summary.read_bytes())
-    found["weights"] = (run / "weights/final/model.safetensors").read_bytes()
-    (last,) = (run / "checkpoints").glob(f"step-{len(found['batches']):06d}")
-    found["masters and moments"] = [
+        outputs[summary.name] = json.loads(summary.read_bytes())
+    outputs["weights"] = (run / "weights/final/model.safetensors").read_bytes()
+    (last,) = (run / "checkpoints").glob(f"step-{len(outputs['batches']):06d}")
+    outputs["masters and moments"] = [
         file.read_bytes() for file in sorted(last.glob("trainer*.safetensors"))
     ]
-    return found
+    return outputs
 
 
 def start(words: Sequence[str], log: Path) -> Any:
@@ -124,12 +126,12 @@ class Trials:
         ] = {}  # what a run of a kind leaves, and its seconds
 
     def trial(self, number: int, kind: str) -> tuple[str, list[str]]:
-        """How the run was killed, and what then differs from the undisturbed one."""
+        """Kills a run; returns how it was killed and the differences from the undisturbed run."""
         if kind not in self.undisturbed:
             started = time.monotonic()
-            found = self.run(f"undisturbed {kind}", kind)
-            self.undisturbed[kind] = found, time.monotonic() - started
-        (expected, seconds), name, said = self.undisturbed[kind], f"trial {number}", []
+            outputs = self.run(f"undisturbed {kind}", kind)
+            self.undisturbed[kind] = outputs, time.monotonic() - started
+        (expected, seconds), name, lines = self.undisturbed[kind], f"trial {number}", []
         for _ in range(2 if number % 3 == 2 else 1):
             after = self.random.uniform(0, seconds)
             process = start(self.words(name, kind), self.root / f"{name}.log")
@@ -139,25 +141,26 @@ class Trials:
                     os.killpg(process.pid, signal.SIGKILL)
                 process.kill()
                 process.join()
-                said.append(f"{after:.2f} s")
+                lines.append(f"{after:.2f} s")
             else:
-                said.append("had ended")
-        found = self.run(name, kind)
-        return "; ".join(said), [key for key in expected if found.get(key) != expected[key]]
+                lines.append("had ended")
+        outputs = self.run(name, kind)
+        return "; ".join(lines), [key for key in expected if outputs.get(key) != expected[key]]
 
     def run(self, name: str, kind: str) -> dict[str, Any]:
-        """What a run leaves that is begun, or resumed, and not killed."""
+        """Starts or resumes a run, lets it end, and returns what it leaves."""
         log = self.root / f"{name}.log"
         finish(start(self.words(name, kind), log), log)
         return leaves(self.root / name, self.exact)
 
     def words(self, name: str, kind: str) -> list[str]:
-        own = {"run": {"name": name, "output_dir": str(self.root)}}
-        return [*options(merged(self.base, KINDS[kind], own)), "--resume", "auto"]
+        sections = {"run": {"name": name, "output_dir": str(self.root)}}
+        return [*options(merged(self.base, KINDS[kind], sections)), "--resume", "auto"]
 
 
 def tiny(root: Path) -> Sections:
-    """Settings of a tiny model, with a third of each batch from the rollouts of a run that is made here."""
+    """Settings of a tiny model, with a third of each batch from the rollouts of a run that is made
+    here."""
     settings = merged(tiny_settings(save_tiny(root / "model"), root), COMMON)
     words = options(merged(settings, {"run": {"name": "earlier"}, "schedule": {"batches": 2}}))
     finish(start(words, root / "earlier.log"), root / "earlier.log")
@@ -177,22 +180,22 @@ def main() -> None:
     parser.add_argument(
         "--kinds", nargs="*", choices=KINDS, default=list(KINDS), help="which schedules"
     )
-    asked = parser.parse_args()
-    if asked.vllm:
-        os.environ["LAGRPO_VLLM_PYTHON"] = str(asked.vllm.absolute())
+    options = parser.parse_args()
+    if options.vllm:
+        os.environ["LAGRPO_VLLM_PYTHON"] = str(options.vllm.absolute())
     os.chdir(Path(__file__).parent)  # where the tiny model's task is
     with tempfile.TemporaryDirectory() as scratch:
         root = Path(scratch)
-        base = merged(REAL, {"model": {"path": asked.model}}) if asked.model else tiny(root)
-        base = merged(base, {"rollout": {"engine": "vllm"}}) if asked.vllm else base
-        trials, failed = Trials(root, base, not asked.vllm, asked.seed), 0
-        for number in range(asked.kills):
-            kind = asked.kinds[number % len(asked.kinds)]
+        base = merged(REAL, {"model": {"path": options.model}}) if options.model else tiny(root)
+        base = merged(base, {"rollout": {"engine": "vllm"}}) if options.vllm else base
+        trials, failed = Trials(root, base, not options.vllm, options.seed), 0
+        for number in range(options.kills):
+            kind = options.kinds[number % len(options.kinds)]
             killed, differing = trials.trial(number, kind)
             failed += bool(differing)
             outcome = f"DIFFERS: {', '.join(differing)}" if differing else "equal"
             print(f"{number + 1:3} {kind:16} killed after {killed:40} {outcome}", flush=True)
-        print(f"{asked.kills - failed} of {asked.kills} equal", flush=True)
+        print(f"{options.kills - failed} of {options.kills} equal", flush=True)
         sys.exit(1 if failed else 0)
 
 

@@ -1,4 +1,4 @@
-"""What holds for all tests: a time limit, signals as in a terminal, and a word about what was left out."""
+"""Settings of all tests: a time limit, signals as in a terminal, and a list of deselected tests."""
 
 import signal
 from collections import defaultdict
@@ -34,7 +34,8 @@ _deselected: defaultdict[str, set[str]] = defaultdict(set)
 
 
 def pytest_configure() -> None:
-    """A shell starts what stands before `&` with SIGINT ignored. Tests of Ctrl-C must not depend on that."""
+    """A shell starts what stands before `&` with SIGINT ignored. Tests of Ctrl-C must not depend on
+    that."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -46,6 +47,13 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
             "timeout"
         ):
             item.add_marker(pytest.mark.timeout(SECONDS_WITH_SERVERS))
+
+
+def pytest_make_parametrize_id(val: object) -> str | None:
+    """The id of a dtype, such as bfloat16. None leaves other values to pytest."""
+    if isinstance(val, torch.dtype):
+        return str(val).removeprefix("torch.")
+    return None
 
 
 def pytest_deselected(items: Sequence[pytest.Item]) -> None:
@@ -95,8 +103,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def ranks() -> Iterator[Any]:
-    """`ranks.run(function, *given, size=3)`: see ranks.py. They compute with one thread, and what they are compared
-    with, in this process, does too."""
+    """`ranks.run(function, *given, size=3)`: see ranks.py. They compute with one thread, and what
+    they are compared with, in this process, does too."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield SimpleNamespace(run=run_on_ranks)
@@ -105,8 +113,8 @@ def ranks() -> Iterator[Any]:
 
 @pytest.fixture(params=["c", "torch"])
 def either_computation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The test runs twice: its tiny policies compute with lagrpo's kernels, and with PyTorch's operations in their
-    place."""
+    """The test runs twice: its tiny policies compute with lagrpo's kernels, and with PyTorch's
+    operations in their place."""
     monkeypatch.setattr(tiny, "BACKEND", request.param)
     return request.param
 

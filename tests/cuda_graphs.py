@@ -1,5 +1,6 @@
-"""CUDA graphs on a CPU: what is computed inside `torch.cuda.graph` is written down operation by operation, and a replay
-does it again on the same tensors. As on a GPU, graphs share their memory: a replay destroys what others have computed.
+"""CUDA graphs on a CPU: what is computed inside `torch.cuda.graph` is written down operation by
+operation, and a replay does it again on the same tensors. As on a GPU, graphs share their memory: a
+replay destroys what others have computed.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from lagrpo.rollout import decoding
 
 
 def record_on_cpu(monkeypatch: Any) -> list[RecordedGraph]:
-    """Let decoding states record their steps as on a GPU. Returns the list that graphs will be added to."""
+    """Let decoding states record their steps as on a GPU. Returns the list that graphs will be
+    added to."""
     graphs: list[RecordedGraph] = []
 
     @contextmanager

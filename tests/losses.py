@@ -23,8 +23,8 @@ def inputs(
     group: Any = None,
     **others: Any,
 ) -> LossInputs:
-    """LossInputs from lists or tensors of log-probs. Each token is a completion unless `completion` says otherwise; A
-    is the advantage of all completions or of each."""
+    """LossInputs from lists or tensors of log-probs. Each token is a completion unless `completion`
+    says otherwise; A is the advantage of all completions or of each."""
     logp, rollout, old, ref = (
         None if x is None else torch.as_tensor(x) for x in (logp, rollout, old, ref)
     )
@@ -53,8 +53,8 @@ def at_ratios(ratios: Sequence[float], A: Any = 1.0, **others: Any) -> LossInput
 
 
 def random_inputs(C: int = 7, seed: int = 0) -> tuple[Tensor, Any]:
-    """Lengths of 1 to 9 tokens, and completions with random log-probs below 0, in float64, in two groups, the first of
-    three."""
+    """Lengths of 1 to 9 tokens, and completions with random log-probs below 0, in float64, in two
+    groups, the first of three."""
     generator = torch.Generator().manual_seed(seed)
     lengths_C = torch.randint(1, 10, (C,), generator=generator)
     T = int(lengths_C.sum())

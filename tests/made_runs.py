@@ -1,4 +1,4 @@
-"""Runs that nobody trained: their files hold what a test of `lagrpo view` needs, in milliseconds."""
+"""Writes the files of runs, without training, in milliseconds, for tests of `lagrpo view`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from lagrpo.runs import Run
 from lagrpo.settings.load import load_settings, to_toml
 
 HOSTILE = (
-    "<script>window.planted = 1</script></script><img src=x onerror='window.planted = 2'> & &lt;b&gt; "
-    "\u2028\u2029 \u202eright to left\u202c \u2066isolate\u2069 <!-- ]]> '\"` ${window.planted = 3} \x1b[31m \x00"
+    "<script>window.planted = 1</script></script><img src=x onerror='window.planted = 2'> & "
+    "&lt;b&gt; \u2028\u2029 \u202eright to left\u202c \u2066isolate\u2069 <!-- ]]> '\"` "
+    "${window.planted = 3} \x1b[31m \x00"
 )
 
 
@@ -132,8 +133,8 @@ def fill(run: Run, batches: int = 4) -> Run:
             group(1, [1.0, 0.0, 0.0, 1.0]) + group(2, [0.0] * 4) + group(3, [1.0, None, 0.0, 1.0])
         )
         rows[9] |= {"reason": "no number in the answer", "finished": False}
-        place = {"step": batch, "policy_version": batch - 1}
-        run.record_rollouts(batch, [made | place for made in rows])
+        batch_columns = {"step": batch, "policy_version": batch - 1}
+        run.record_rollouts(batch, [row | batch_columns for row in rows])
     run.record_event("warning", 2, text="WARNING: something is odd")
     evaluate(run, "before", 0, {1: [0.0, 0.0], 2: [1.0, 0.0], 3: [1.0, 1.0]})
     evaluate(run, "after", batches, {1: [1.0, 1.0], 2: [0.0, 0.0], 3: [1.0, 1.0]})
@@ -150,16 +151,18 @@ def evaluate(run: Run, name: str, batch: int, rewards: dict[int, list[float]]) -
             "prompt_id": key,
             "prompt": f"Held-out question {key}",
             "answer": str(key),
-            "samples": len(own),
-            "scored": len(own),
-            "correct": sum(reward >= 1 for reward in own),
-            "reward": sum(own) / len(own),
-            "completions": [f"{name} {key}: {reward}" for reward in own],
-            "rewards": own,
+            "samples": len(rewards_of_prompt),
+            "scored": len(rewards_of_prompt),
+            "correct": sum(reward >= 1 for reward in rewards_of_prompt),
+            "reward": sum(rewards_of_prompt) / len(rewards_of_prompt),
+            "completions": [f"{name} {key}: {reward}" for reward in rewards_of_prompt],
+            "rewards": rewards_of_prompt,
         }
-        for key, own in rewards.items()
+        for key, rewards_of_prompt in rewards.items()
     ]
-    mean = sum(made["correct"] for made in records) / sum(made["scored"] for made in records)
+    mean = sum(record["correct"] for record in records) / sum(
+        record["scored"] for record in records
+    )
     summary = {"step": batch, "prompts": len(records), "samples": 2, "reward": mean, "unscored": 0}
     summary |= {"pass@1": mean, "pass@1_low": max(0, mean - 0.2), "pass@1_high": min(1, mean + 0.2)}
     run.record_evaluation(name, summary | {"pass@2": 1.0}, records)

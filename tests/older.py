@@ -1,7 +1,9 @@
-"""What a program with another transformers reads in a model directory: `python older.py DIRECTORY TEXT IDS`.
+"""Reads a model directory with another version of transformers: `python older.py DIRECTORY TEXT
+IDS`.
 
-It prints JSON: the version, the token ids of the text as a chat prompt, the log-probs of the token ids IDS (a JSON
-list) in float32, and the dtype of the config. It runs in an environment without lagrpo.
+It prints JSON: the version, the token ids of the text as a chat prompt, the log-probs of the token
+ids IDS (a JSON list) in float32, and the dtype of the config. It runs in an environment without
+lagrpo.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What the process has loaded that others are forked from: modules that a run imports on its way, and what transformers
-makes once in each process."""
+"""Loads, in the process that test processes are forked from, the modules that a run imports on its
+way and what transformers makes once in each process."""
 
 import importlib
 

@@ -1,6 +1,6 @@
-"""Several ranks in tests: three processes that stay, with the environment that torchrun gives and the store that it
-serves. `run_on_ranks` calls a function on each of them, `together` makes a run. If one fails, all are ended, and the
-next call starts others."""
+"""Several ranks in tests: three processes that stay, with the environment that torchrun gives and
+the store that it serves. `run_on_ranks` calls a function on each of them, `together` makes a run.
+If one fails, all are ended, and the next call starts others."""
 
 from __future__ import annotations
 
@@ -31,26 +31,30 @@ class RankEndError(Exception):
     """A rank ended with an error; the text names its type first."""
 
 
-def run_on_ranks(function: Callable[..., Any], *given: Any, size: int = 3) -> list[Any]:
-    """What function(group, *given) returns on each rank of a group (gloo) of at most three. The function is one that
-    can be imported; what it gets and returns is pickled. Raises AssertionError with what each said if one fails."""
-    found = _call(size, _call_in_group, function, *given)
-    if any(map(_has_failed, found)):
+def run_on_ranks(function: Callable[..., Any], *arguments: Any, size: int = 3) -> list[Any]:
+    """Returns the result of function(group, *arguments) on each rank of a gloo group, at most 3.
+
+    The function must be importable; its arguments and results are pickled. If a rank fails, raises
+    AssertionError with the errors of all ranks.
+    """
+    results = _call(size, _call_in_group, function, *arguments)
+    if any(map(_has_failed, results)):
         raise AssertionError(
-            "\n\n".join(f"rank {rank}: {one!s:.5000}" for rank, one in enumerate(found))
+            "\n\n".join(f"rank {rank}: {result!s:.5000}" for rank, result in enumerate(results))
         )
-    return found
+    return results
 
 
 def together(
     size: int, settings: Mapping[str, Any], prepare: Prepare | None = None, resume: Any = None
 ) -> list[Any]:
-    """A run of `size` ranks: what each returns, RankEndError if it raises, None if it was killed. On every rank
-    `prepare(rank)`, which must be importable, comes first, and gives its callbacks."""
+    """A run of `size` ranks: what each returns, RankEndError if it raises, None if it was killed.
+    On every rank `prepare(rank)`, which must be importable, comes first, and gives its callbacks.
+    """
     return _call(size, _train, settings, prepare, resume)
 
 
-def _call(size: int, work: Callable[..., Any], *given: Any) -> list[Any]:
+def _call(size: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
     while len(_staying) < 3:
         ours, theirs = forks.Pipe()
         process = forks.Process(target=_stay, args=(theirs,))
@@ -59,18 +63,20 @@ def _call(size: int, work: Callable[..., Any], *given: Any) -> list[Any]:
         _staying.append((process, ours))
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for rank, (_, end) in enumerate(_staying[:size]):
-        end.send_bytes(pickle.dumps((torchrun_environment(rank, size, store.port), work, given)))
-    found, deadline = list[Any](), DEADLINE
+        end.send_bytes(
+            pickle.dumps((torchrun_environment(rank, size, store.port), work, arguments))
+        )
+    results, deadline = list[Any](), DEADLINE
     for _, end in _staying[:size]:
-        found.append(_result(end, deadline))
-        deadline = GRACE if _has_failed(found[-1]) else deadline
-    if any(map(_has_failed, found)):
+        results.append(_result(end, deadline))
+        deadline = GRACE if _has_failed(results[-1]) else deadline
+    if any(map(_has_failed, results)):
         _end_all()
-    return found
+    return results
 
 
 def torchrun_environment(rank: int, size: int, port: int) -> dict[str, str]:
-    """What torchrun sets for a rank of one host, whose store listens on `port`."""
+    """The variables that torchrun sets for a rank of one host, whose store listens on `port`."""
     values = {
         "RANK": rank,
         "LOCAL_RANK": rank,
@@ -99,8 +105,8 @@ def _end_all() -> None:
     _staying.clear()
 
 
-def _has_failed(found: Any) -> bool:
-    return found is None or isinstance(found, RankEndError)
+def _has_failed(result: Any) -> bool:
+    return result is None or isinstance(result, RankEndError)
 
 
 def _result(end: Connection, deadline: float) -> Any:
@@ -123,28 +129,28 @@ def _stay(end: Connection) -> None:
     ranks.TIMEOUT = TIMEOUT
     skip_curves_and_syncs()
     with suppress(EOFError):  # the tests have ended
-        while asked := end.recv_bytes():
+        while request := end.recv_bytes():
             try:
-                place, work, given = pickle.loads(asked)
-                os.environ |= place
-                found = work(*given)
+                variables, work, arguments = pickle.loads(request)
+                os.environ |= variables
+                result = work(*arguments)
             except BaseException as error:  # noqa: BLE001 - the test is told
-                said = [
+                lines = [
                     f"{type(error).__name__}: {error}",
                     *getattr(error, "__notes__", ()),
                     traceback.format_exc(),
                 ]
-                found = RankEndError("\n".join(said))
-            end.send_bytes(pickle.dumps(found))
+                result = RankEndError("\n".join(lines))
+            end.send_bytes(pickle.dumps(result))
 
 
-def _call_in_group(function: Callable[..., Any], *given: Any) -> Any:
+def _call_in_group(function: Callable[..., Any], *arguments: Any) -> Any:
     import torch.distributed as dist
 
     dist.init_process_group("gloo", timeout=TIMEOUT)
-    found = function(dist.group.WORLD, *given)
+    result = function(dist.group.WORLD, *arguments)
     dist.destroy_process_group()
-    return found
+    return result
 
 
 def _train(settings: Mapping[str, Any], prepare: Prepare | None, resume: Any) -> Any:

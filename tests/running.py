@@ -1,4 +1,5 @@
-"""Runs of a tiny model, for the tests of what runs do: settings that make one in a fraction of a second."""
+"""Runs of a tiny model, for the tests of what runs do: settings that make one in a fraction of a
+second."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ TIMINGS = ("time/", "tokens_per_s/")
 def tiny_settings(
     model: Path, root: Path, /, **sections: dict[str, Any]
 ) -> dict[str, dict[str, Any]]:
-    """Four completions of at most six tokens for each of two prompts, three batches, two test prompts."""
+    """Four completions of at most six tokens for each of two prompts, three batches, two test
+    prompts."""
     base: dict[str, dict[str, Any]] = {
         "run": {"output_dir": str(root), "seed": 3},
         "model": {"path": str(model), "dtype": "float32"},
@@ -35,8 +37,8 @@ def tiny_settings(
 
 
 def skip_curves_and_syncs() -> None:
-    """Runs of this process draw no reward.png, do not wait for the disk, and ask git once: half of the time of a tiny
-    run."""
+    """Runs of this process draw no reward.png, do not wait for the disk, and ask git once: half of
+    the time of a tiny run."""
     files.sync_to_disk = lambda path: None
     environment.git_state = cache(environment.git_state)
     plots.reward_curve = lambda run_dir: Path(str(run_dir)) / "reward.png"
@@ -63,7 +65,8 @@ _known: set[BaseProcess] = set()
 
 
 def note_processes() -> None:
-    """From now on `children` leaves out the processes that are there now: policies of earlier tests may hold some."""
+    """From now on `children` leaves out the processes that are there now: policies of earlier tests
+    may hold some."""
     _known.clear()
     _known.update(multiprocessing.active_children())
 

@@ -51,7 +51,7 @@ def letters(completion: str, answer: Any) -> float:
 
 
 def ranked(completions: Any, **columns: Any) -> list[float]:
-    """Where each text stands among those of its group, by length: what no text says alone."""
+    """Rank of each text in its group by length, which no text determines alone."""
     texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
     order = sorted(len(text) for text in texts)
     return [order.index(len(text)) / len(texts) for text in texts]

@@ -1,4 +1,5 @@
-"""Tasks of a user's own, in a light module: worker processes import it, and need no PyTorch to judge."""
+"""Tasks of a user's own, in a light module: worker processes import it, and need no PyTorch to
+judge."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Stands in for a Python with vLLM: a program that starts a process group of its own, as vLLM does, then says over HTTP
-that it is healthy. Its last arguments are those of `vllm.entrypoints.openai.api_server`."""
+"""Stands in for a Python with vLLM: a program that starts a process group of its own, as vLLM does,
+then says over HTTP that it is healthy. Its last arguments are those of
+`vllm.entrypoints.openai.api_server`."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class Saying(Counting):
 
 
 class Wordy(Counting):
-    """What a policy says decides what happens."""
+    """Raises, hangs, exits or gives a bad reward, as the policy's turn says."""
 
     def step(self, text: str) -> Any:
         if text == "raise":
@@ -82,7 +82,8 @@ def same(completion: str, answer: str) -> float:
 
 
 def load(settings: Any, seed: int) -> Any:
-    """The prompts of sample_task with the environment of this name in task.options, Counting by default."""
+    """The prompts of sample_task with the environment of this name in task.options, Counting by
+    default."""
     make = globals()[settings.options.get("make", "Counting")]
     return RowTask(
         "talking", sample_task.load().rows, lambda row: (row, row), same, environment=make
@@ -120,16 +121,17 @@ def broken(x: int) -> int:
 
 @dataclass
 class Here:
-    """Replaces worker processes: environments in this process, whose replies come `late` looks later."""
+    """Replaces worker processes: environments in this process, whose replies come `late` looks
+    later."""
 
     make: Any
     late: int = 0
     jobs: list[Job] = field(default_factory=list)
 
-    def submit(self, call: Any, *given: Any, seconds: float) -> Job:
+    def submit(self, call: Any, *arguments: Any, seconds: float) -> Job:
         from lagrpo.tasks.environments import run_turn
 
-        self.jobs.append(Job(run_turn(self.make, *given), self.late))
+        self.jobs.append(Job(run_turn(self.make, *arguments), self.late))
         return self.jobs[-1]
 
     def result(self, job: Job) -> Any:
@@ -155,7 +157,8 @@ class Job:
 
 
 class Countdown:
-    """In the style of Gymnasium: counts down from 3 or 4 by its seed, and pays half for each step that says so."""
+    """In the style of Gymnasium: counts down from 3 or 4 by its seed, and pays half for each step
+    that says so."""
 
     def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
         self.left = 3 + (seed or 0) % 2

@@ -1,13 +1,14 @@
-"""The same rollouts give the same loss and the same gradient in TRL: make check-trl (pytest -m peer).
+"""The same rollouts give the same loss and the same gradient in TRL: make check-trl (pytest -m
+peer).
 
-The other side is one update of TRL's own `GRPOTrainer.train` in an environment of its own, see benchmarks/trl_loss.py.
-Here the rollouts become a batch, micro-batches and a loss as they do in a run. Token ids, log-probs of the policy that
-drew and rewards are the same; the model is a random Llama in float32, and neither micro-batches nor groups are aligned
-with each other.
+The other side is one update of TRL's own `GRPOTrainer.train` in an environment of its own, see
+benchmarks/trl_loss.py. Here the rollouts become a batch, micro-batches and a loss as they do in a
+run. Token ids, log-probs of the policy that drew and rewards are the same; the model is a random
+Llama in float32, and neither micro-batches nor groups are aligned with each other.
 
-Three settings say the same as TRL's: the advantage `normalized_unbiased` divides by the sample deviation (of G - 1)
-plus 1e-4; `masked_count` counts the tokens of groups with equal rewards; and TRL's `dr_grpo` centers when
-`scale_rewards = "none"`.
+Three settings say the same as TRL's: the advantage `normalized_unbiased` divides by the sample
+deviation (of G - 1) plus 1e-4; `masked_count` counts the tokens of groups with equal rewards; and
+TRL's `dr_grpo` centers when `scale_rewards = "none"`.
 """
 
 from __future__ import annotations
@@ -93,8 +94,8 @@ def policy() -> Policy:
 
 @pytest.fixture(scope="module")
 def groups(policy: Policy) -> list[Group]:
-    """Four groups with rewards of four values, but for the second, whose rewards are equal; α is another policy than π,
-    so that ratios lie on both sides of the clip range."""
+    """Four groups with rewards of four values, but for the second, whose rewards are equal; α is
+    another policy than π, so that ratios lie on both sides of the clip range."""
     rng = torch.Generator().manual_seed(7)
     rewards = torch.randint(4, (4, G), generator=rng) / 3.0
     rewards[1] = 0.5
@@ -119,7 +120,7 @@ def of_trl(
     """TRL's loss and gradient by parameter."""
     if not PEER.exists():
         pytest.fail(
-            f"TRL has no environment at {PEER}: make check-trl makes it (LAGRPO_TRL names another Python)"
+            f"no environment of TRL at {PEER}: run make check-trl (LAGRPO_TRL names another Python)"
         )
     request = {
         "model": str(model),

@@ -8,7 +8,6 @@ from statistics import fmean
 import amplification
 import pytest
 from amplification import Stage, fixed_point, logit, maximizer, read, weight
-from each import each
 from hypothesis import given
 from hypothesis import strategies as st
 from running import tiny_settings
@@ -37,7 +36,15 @@ def test_fixed_point_satisfies_its_equation(p, beta, G):
         assert logit(end) == pytest.approx(logit(p) + weight(end, G) / beta, abs=1e-3)
 
 
-@each(("p", "beta"), [(0.05, 1.0), (0.05, 2.0), (0.2, 2.0), (0.5, 2.0)])
+@pytest.mark.parametrize(
+    ("p", "beta"),
+    [
+        pytest.param(0.05, 1.0, id="p 0.05, beta 1"),
+        pytest.param(0.05, 2.0, id="p 0.05, beta 2"),
+        pytest.param(0.2, 2.0, id="p 0.2, beta 2"),
+        pytest.param(0.5, 2.0, id="p 0.5, beta 2"),
+    ],
+)
 def test_predicted_end_is_the_lowest_fixed_point(p, beta):
     assert fixed_point(p, beta, None) == pytest.approx(
         fixed_points(p, beta, amplification.EPS_STD)[0][0], abs=1e-6

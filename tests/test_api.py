@@ -72,8 +72,8 @@ def _weigh(completion: str, answer: str, w: float = 0.0) -> float:
 def test_names_and_functions_can_be_mixed_and_each_has_its_own_name(given):
     rewards = ["exact", _weigh, partial(_weigh, w=0.5), lambda completion, answer: 0.25]
     row = load_rollouts(lagrpo.train(data=ROWS, rewards=rewards, **given).run)[0]
-    found = {name: value for name, value in row.items() if name.startswith("reward_")}
-    assert found == {
+    rewards_by_name = {name: value for name, value in row.items() if name.startswith("reward_")}
+    assert rewards_by_name == {
         "reward_exact": 0.0,
         "reward_weigh_2": 0.0,
         "reward_weigh_3": 0.5,

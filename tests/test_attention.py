@@ -1,4 +1,5 @@
-"""Shared-prefix attention on one packed row computes what transformers computes on whole sequences, one by one."""
+"""Shared-prefix attention on one packed row computes what transformers computes on whole sequences,
+one by one."""
 
 from __future__ import annotations
 
@@ -88,7 +89,8 @@ def test_any_packing_gives_the_logp_of_whole_sequences(shape):
 
 
 def assert_attends(way, heads: int, kv_heads: int, d: int, dtype: torch.dtype) -> None:
-    """Against all rows with all rows in float64; gradients of a prompt that several segments see add up in float32."""
+    """Against all rows with all rows in float64; gradients of a prompt that several segments see
+    add up in float32."""
     layout = PackedLayout.build(GROUPS)
     q, k, v, grad = (
         random(layout.rows, h, d, seed=s, dtype=dtype).requires_grad_()

@@ -1,4 +1,5 @@
-"""From scored groups to advantages and weights, and what each token of a micro-batch brings with it."""
+"""From scored groups to advantages and weights, and what each token of a micro-batch brings with
+it."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ ONE_IN_EIGHT = [1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]
 
 
 def kept_failures(batch: Batch) -> list[int]:
-    """Of each group of eight with one success, which failure RED-Drop keeps."""
+    """The index of the failure that RED-Drop keeps, for each group of eight with one success."""
     return (batch.advantage_C.view(-1, 8) < 0).int().argmax(dim=1).tolist()
 
 

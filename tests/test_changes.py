@@ -1,4 +1,5 @@
-"""What changed since a run started: changed data stops a resume, changed code is named, everything else is restored."""
+"""Changes since a run started: changed data stops a resume, changed code is named, the rest is
+restored."""
 
 from __future__ import annotations
 
@@ -94,7 +95,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def write(tmp_path, monkeypatch) -> Callable[..., None]:
-    """Writes the files of a user: code, rows, a chat template. What was imported is forgotten, as by a new process."""
+    """Writes the files of a user: code, rows, a chat template. What was imported is forgotten, as
+    by a new process."""
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
 
@@ -321,9 +323,9 @@ def test_last_table_of_a_resumed_run_has_the_evaluation_before(start, capsys):
     run = start(eval={"at_start": True})
     capsys.readouterr()
     lagrpo.train(resume=run)
-    shown = capsys.readouterr().out
-    assert all(text in shown for text in ("pass@1 before", "pass@1 after", "paired by prompt"))
-    assert "reward curve" in shown
+    output = capsys.readouterr().out
+    assert all(text in output for text in ("pass@1 before", "pass@1 after", "paired by prompt"))
+    assert "reward curve" in output
 
 
 class Stop(lagrpo.Callback):
@@ -408,7 +410,7 @@ def test_completions_without_a_reward_are_counted_with_their_reason(model, tmp_p
     result = lagrpo.train(
         tiny_settings(model, tmp_path, task=task, eval={"num_prompts": 2, "num_samples": 4})
     )
-    shown = capsys.readouterr().out
+    output = capsys.readouterr().out
     events = [event for event in load_events(result.run) if event["event"] == "unscored"]
     batches = [event for event in events if "evaluation" not in event]
     lines = lagrpo.runs.load_metrics(result.run)
@@ -417,11 +419,11 @@ def test_completions_without_a_reward_are_counted_with_their_reason(model, tmp_p
     ]
     assert batches[0]["completions"] == 8
     assert "RuntimeError: not today" in batches[0]["reason"]
-    assert shown.count("completions are unscored") == 1
+    assert output.count("completions are unscored") == 1
     for moment, summary in result.evaluations.items():
         count = summary["unscored"]
         assert count > 0, "the seed makes some of each evaluation unscored"
-        assert f"{count} of 8 not scored" in shown
+        assert f"{count} of 8 not scored" in output
         assert [e["count"] for e in events if e.get("evaluation") == moment] == [count]
         records = lagrpo.runs.reading.load_evaluation_records(result.run, moment)
         reasons = [reason for record in records for reason in record["reasons"] if reason]

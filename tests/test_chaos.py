@@ -1,4 +1,5 @@
-"""Runs killed with SIGKILL at random instants and resumed leave what undisturbed runs leave: a few of `make chaos`."""
+"""Runs killed with SIGKILL at random instants and resumed leave what undisturbed runs leave: a few
+of `make chaos`."""
 
 from __future__ import annotations
 

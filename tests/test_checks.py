@@ -1,4 +1,4 @@
-"""What is refused before anything heavy is loaded."""
+"""Settings that are rejected before a model or data is loaded."""
 
 from __future__ import annotations
 

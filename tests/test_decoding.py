@@ -1,4 +1,5 @@
-"""Decoding steps that are recorded as CUDA graphs give what the same steps give when they are computed."""
+"""Decoding steps that are recorded as CUDA graphs give what the same steps give when they are
+computed."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ def torch_policy(**changes):
 
 
 def decode(policy, *groups: list[list[list[int]]]) -> list[torch.Tensor]:
-    """Hidden states of the steps of groups of four rows, one group after the other; a step feeds tokens to each row."""
+    """Hidden states of the steps of groups of four rows, one group after the other; a step feeds
+    tokens to each row."""
     state, hidden = DecodeState(policy.model, 4, 400), []
     for steps in groups:
         state.admit([PROMPT], 4)
@@ -107,7 +109,8 @@ def test_recorded_steps_compute_by_the_weights_of_the_last_sync(monkeypatch):
 
 
 def test_steps_of_a_kept_state_have_the_shapes_of_a_new_one(monkeypatch):
-    """A resumed run has a new state. It rounds as the run that never stopped, whose state has held longer prompts."""
+    """A resumed run has a new state. It rounds as the run that never stopped, whose state has held
+    longer prompts."""
     record_on_cpu(monkeypatch)
     shapes, attend = [], decoding.StepLayout.attend
 

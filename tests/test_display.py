@@ -1,4 +1,4 @@
-"""What a run shows while it goes on, on a terminal and elsewhere, and at its end."""
+"""The output of a run, on a terminal and elsewhere, while it goes on and at its end."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def sample(prompt: str, text: str, reward: float | None = 0.0) -> dict[str, Any]
 
 
 def summary(evaluations: dict[str, Any], status: str = "finished", name: str = "run") -> str:
-    """What the end of a run without batches prints."""
+    """The text that a run without batches prints at its end."""
     display = started(PlainDisplay(to := console(80)), name)
     for key, (found, records) in evaluations.items():
         display.on_evaluation(key, found, records)
@@ -161,8 +161,8 @@ def test_summary_shows_results_and_the_directory():
         {"before": (BEFORE, old), "after": (AFTER, [sample("2+3=", "5", 1.0)])}, name=name
     ).splitlines()
     assert (
-        "  pass@1 before  15.2%   95 % interval 12.0% to 19.0%   (1,000 held-out prompts, 4 samples of each)"
-        in lines
+        "  pass@1 before  15.2%   95 % interval 12.0% to 19.0%   "
+        "(1,000 held-out prompts, 4 samples of each)" in lines
     )
     text = "\n".join(lines)
     for part in (

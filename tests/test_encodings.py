@@ -1,4 +1,5 @@
-"""Text files are UTF-8 on every machine: no file of the tree is read or written in the encoding of the locale."""
+"""Text files are UTF-8 on every machine: no file of the tree is read or written in the encoding of
+the locale."""
 
 from __future__ import annotations
 
@@ -22,22 +23,22 @@ def by_locale(source: str) -> Iterator[int]:
             continue
         match node.func:
             case ast.Attribute(attr="read_text"):
-                found = not node.args
+                depends = not node.args
             case ast.Attribute(attr="write_text"):
-                found = len(node.args) == 1
+                depends = len(node.args) == 1
             case ast.Name(id="open"):
-                found = is_text(node.args[1:2], options)
+                depends = is_text(node.args[1:2], options)
             case ast.Attribute(attr="open"):  # of a path; other objects have methods of that name
-                found = bool(node.args[:1]) and is_mode(node.args[0]) and is_text(node.args, {})
+                depends = bool(node.args[:1]) and is_mode(node.args[0]) and is_text(node.args, {})
             case _:
-                found = any(is_true(options.get(name)) for name in ("text", "universal_newlines"))
-        if found:
+                depends = any(is_true(options.get(name)) for name in ("text", "universal_newlines"))
+        if depends:
             yield node.lineno
 
 
 def is_text(mode: list[ast.expr], options: dict[str | None, ast.expr]) -> bool:
-    chosen = mode[0] if mode else options.get("mode")
-    return not (isinstance(chosen, ast.Constant) and "b" in str(chosen.value))
+    mode_of_call = mode[0] if mode else options.get("mode")
+    return not (isinstance(mode_of_call, ast.Constant) and "b" in str(mode_of_call.value))
 
 
 def is_mode(argument: ast.expr) -> bool:
@@ -50,12 +51,12 @@ def is_true(argument: ast.expr | None) -> bool:
 
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_text_is_read_and_written_with_an_encoding(folder):
-    found = [
+    places = [
         f"{path.relative_to(ROOT)}:{line}"
         for path in sorted((ROOT / folder).rglob("*.py"))
         for line in by_locale(path.read_text(encoding="utf-8"))
     ]
-    assert found == []
+    assert places == []
 
 
 @pytest.mark.parametrize(

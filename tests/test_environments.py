@@ -32,8 +32,8 @@ def wordy():
 def say(
     pool: WorkerPool, text: str | None, state: bytes | None = None, prompt: Prompt = PROMPT
 ) -> Any:
-    given = (prompt, KEY) if state is None else (None, None)
-    return pool.result(pool.submit(take_turn, state, *given, text, seconds=1.0))
+    opening = (prompt, KEY) if state is None else (None, None)
+    return pool.result(pool.submit(take_turn, state, *opening, text, seconds=1.0))
 
 
 def test_episode_goes_through_the_workers(wordy):
@@ -55,9 +55,9 @@ def test_failure_leaves_the_completion_unscored_with_the_reason(wordy):
         ("nan", "the environment raised ValueError: its reward is nan"),
         ("open", "the environment raised TypeError: cannot pickle"),
     ]:
-        found = say(wordy, text, state)
-        assert isinstance(found, Outcome)
-        assert (found.kind, found.reason[: len(reason)]) == ("unscored", reason)
+        outcome = say(wordy, text, state)
+        assert isinstance(outcome, Outcome)
+        assert (outcome.kind, outcome.reason[: len(reason)]) == ("unscored", reason)
         assert isinstance(say(wordy, "b", state), tuple)  # the others continue
 
 
@@ -65,31 +65,29 @@ def test_failure_leaves_the_completion_unscored_with_the_reason(wordy):
 
 
 def test_guess_number_is_a_task_with_an_environment():
-    found = load_task(task_settings("guess_number", options={"largest": 20}), seed=1)
-    assert environment_of(found) is GuessNumber
+    task = load_task(task_settings("guess_number", options={"largest": 20}), seed=1)
+    assert environment_of(task) is GuessNumber
     answers = [
-        found.prompt(split, n).answer
-        for split in ("train", "test")
-        for n in range(found.size(split))
+        task.prompt(split, n).answer for split in ("train", "test") for n in range(task.size(split))
     ]
-    assert (sorted(answers), found.size("test")) == (list(range(1, 21)), 4)
+    assert (sorted(answers), task.size("test")) == (list(range(1, 21)), 4)
     assert (
-        found.prompt("train", 0)
+        task.prompt("train", 0)
         .messages[0]["content"]
         .startswith("I think of a whole number from 1 to 20.")
     )
-    assert (found.reward("7", 7), found.reward("8", 7)) == (1.0, 0.0)
+    assert (task.reward("7", 7), task.reward("8", 7)) == (1.0, 0.0)
 
 
 def test_guess_number_is_solved_by_bisection():
     game, low, high = GuessNumber(), 1, 31
     game.reset(Prompt(0, (QUESTION,), 19), ())
     assert game.step("five?").messages[0]["content"].startswith("That is no number.")
-    while not (said := game.step(f"{(tried := (low + high) // 2)}.")).done:
+    while not (reply := game.step(f"{(guess := (low + high) // 2)}.")).done:
         low, high = (
-            (tried + 1, high) if "higher" in said.messages[0]["content"] else (low, tried - 1)
+            (guess + 1, high) if "higher" in reply.messages[0]["content"] else (low, guess - 1)
         )
-    assert said == StepResult((), 1.0, True, "found with guess 6")
+    assert reply == StepResult((), 1.0, True, "found with guess 6")
     assert [read_guess(text) for text in ("It is 7.", "1/2", "", "-3", "6 or 7")] == [
         7,
         None,
@@ -107,7 +105,8 @@ def test_calls_are_read_in_three_formats():
     for text, calls in [
         ('The set {1, 2} has "name" in it', []),
         (
-            'A<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call><tool_call>{"name": "g"}</tool_call>',
+            'A<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
+            '<tool_call>{"name": "g"}</tool_call>',
             two,
         ),
         ('<tool_call>[{"name": "f", "arguments": {"x": 1}}, {"name": "g"}]</tool_call>', two),
@@ -127,9 +126,9 @@ def test_malformed_call_gets_an_error_as_its_reply():
         ),
         ("<tool_call>" + "[" * 100_000 + "</tool_call>", "the call is not JSON"),
     ]:
-        said = Tools({"add": talkers.add}, talkers.same)().step(text)
-        assert (said.done, said.messages[0]["role"]) == (False, "tool")
-        assert problem in said.messages[0]["content"]
+        reply = Tools({"add": talkers.add}, talkers.same)().step(text)
+        assert (reply.done, reply.messages[0]["role"]) == (False, "tool")
+        assert problem in reply.messages[0]["content"]
 
 
 def use(name: str, **arguments: Any) -> str:
@@ -185,8 +184,8 @@ def test_calls_count_after_the_thinking_ends(text, calls):
 
 
 def test_messages_of_an_environment_are_read_as_those_of_the_data():
-    said, _ = run_turn(talkers.Parts, None, PROMPT, KEY, "a")
-    assert said.messages == ({"role": "tool", "content": "5!"},)
+    reply, _ = run_turn(talkers.Parts, None, PROMPT, KEY, "a")
+    assert reply.messages == ({"role": "tool", "content": "5!"},)
 
 
 def test_system_message_lists_tools_for_a_template_that_does_not():
@@ -195,19 +194,19 @@ def test_system_message_lists_tools_for_a_template_that_does_not():
         "type": "integer",
         "description": "The first.",
     }
-    said = Tools({"add": talkers.add}, talkers.same, system_text([schema]))().reset(PROMPT, KEY)
-    assert [message["role"] for message in said] == ["system", "user"]
-    assert '{"name": "add", "arguments": {"x": "...", "y": "..."}}' in said[0]["content"]
-    own = Prompt(3, ({"role": "system", "content": "Be brief."}, QUESTION), "2")
-    said = Tools({"add": talkers.add}, talkers.same, "You can add.")().reset(own, KEY)
-    assert said[0] == {"role": "system", "content": "Be brief.\n\nYou can add."}
+    messages = Tools({"add": talkers.add}, talkers.same, system_text([schema]))().reset(PROMPT, KEY)
+    assert [message["role"] for message in messages] == ["system", "user"]
+    assert '{"name": "add", "arguments": {"x": "...", "y": "..."}}' in messages[0]["content"]
+    prompt = Prompt(3, ({"role": "system", "content": "Be brief."}, QUESTION), "2")
+    messages = Tools({"add": talkers.add}, talkers.same, "You can add.")().reset(prompt, KEY)
+    assert messages[0] == {"role": "system", "content": "Be brief.\n\nYou can add."}
 
 
 def test_tools_need_exactly_one_reward():
-    found = load_task(task_settings("arithmetic", tools=["calculator"], rewards=["exact"]), seed=0)
-    environment: Any = environment_of(found)
+    task = load_task(task_settings("arithmetic", tools=["calculator"], rewards=["exact"]), seed=0)
+    environment: Any = environment_of(task)
     assert environment.reward("7", 7) == 1.0
-    for given, message in [
+    for options, message in [
         (
             {"name": "arithmetic", "tools": ["calculater"]},
             "no tool 'calculater'.*Did you mean 'calculator'",
@@ -218,7 +217,7 @@ def test_tools_need_exactly_one_reward():
         ),
     ]:
         with pytest.raises(ValueError, match=message):
-            load_task(task_settings(**given), seed=0)
+            load_task(task_settings(**options), seed=0)
 
 
 # ---- the task calculator and its tool ----
@@ -241,8 +240,8 @@ def test_calculator_computes_exactly_and_rejects_everything_else():
 
 
 def test_examples_of_the_calculator_are_written_out_for_a_template_without_tools():
-    found = load_task(task_settings("calculator", options={"examples": 1}), seed=0)
-    prompt, made = found.prompt("train", 0), environment_of(found)
+    task = load_task(task_settings("calculator", options={"examples": 1}), seed=0)
+    prompt, tools = task.prompt("train", 0), environment_of(task)
     a, sign, b = prompt.messages[-1]["content"].removeprefix("What is ").removesuffix("?").split()
     assert (sign, prompt.answer) == ("*", str(int(a) * int(b)))
     assert [message["role"] for message in prompt.messages] == [
@@ -252,24 +251,24 @@ def test_examples_of_the_calculator_are_written_out_for_a_template_without_tools
         "assistant",
         "user",
     ]
-    assert isinstance(made, Tools)
-    said = replace(made, system="Call.")().reset(prompt, KEY)
-    assert find_calls(said[2]["content"]) == [("calculate", {"expression": "27 * 34"})]
-    assert made().reset(prompt, KEY) == prompt.messages
+    assert isinstance(tools, Tools)
+    first_messages = replace(tools, system="Call.")().reset(prompt, KEY)
+    assert find_calls(first_messages[2]["content"]) == [("calculate", {"expression": "27 * 34"})]
+    assert tools().reset(prompt, KEY) == prompt.messages
 
 
 # ---- gym:NAME ----
 
 
 def test_gymnasium_environment_is_a_task():
-    found = load_task(task_settings("gym:talkers:Countdown"), seed=0)
-    prompt, make = found.prompt("test", 1), environment_of(found)
+    task = load_task(task_settings("gym:talkers:Countdown"), seed=0)
+    prompt, make = task.prompt("test", 1), environment_of(task)
     assert (prompt.answer, make is not None) == (10_001, True)
     with WorkerPool(make) as pool:
         opened = Prompt(1, say(pool, None, prompt=prompt)[0].messages, prompt.answer)
         assert opened.messages == ({"role": "user", "content": "4 to go"},)
-        said, state = say(pool, "go", prompt=opened)
-        assert (said.messages[0]["content"], said.reward) == ("step\n3 to go", 0.5)
+        reply, state = say(pool, "go", prompt=opened)
+        assert (reply.messages[0]["content"], reply.reward) == ("step\n3 to go", 0.5)
         stopped, going = (say(pool, text, state)[0] for text in ("stop", "go"))
     assert stopped == StepResult((), 0.5, True, "truncated")
     assert (going.messages[0]["content"], going.reward) == ("step\n2 to go", 1.0)

@@ -1,4 +1,5 @@
-"""Completions of several turns: tokens in, tokens out, exact in sampler and trainer, and what ends an episode."""
+"""Completions of several turns: tokens in, tokens out, exact in sampler and trainer, and what ends
+an episode."""
 
 from __future__ import annotations
 
@@ -8,7 +9,6 @@ from typing import Any
 import pytest
 import talkers
 import torch
-from each import each
 from tiny import tiny_policy, tiny_tokenizer
 
 from lagrpo.model.chat import Chat, Replies, RewritingError
@@ -108,7 +108,8 @@ def test_inexact_models_take_replies_at_fixed_steps():
 
 
 def test_completion_is_the_conversation_that_the_template_writes():
-    """Tokenized again, as one conversation of the texts, it is the same tokens; and only the policy's own count."""
+    """Tokenized again, as one conversation of the texts, it is the same tokens; and only the
+    policy's own count."""
     policy = talking()
     for request, group in zip(ask(policy), sampled(policy, episodes(policy)).values(), strict=True):
         for c in (
@@ -139,21 +140,29 @@ def test_rewards_and_reasons_are_the_environments():
     assert all(c.outcome.reason.startswith(reasons) for c in found if not c.finished)
 
 
-@each(
+@pytest.mark.parametrize(
     ("make", "limits", "reason", "reward"),
     [
-        (talkers.Endless, {"turns": 2}, "cut after 2 turns (task.max_turns)", 0.2),
-        (
+        pytest.param(
+            talkers.Endless,
+            {"turns": 2},
+            "cut after 2 turns (task.max_turns)",
+            0.2,
+            id="turns",
+        ),
+        pytest.param(
             talkers.Saying,
             {"replied": 70},
             "cut: the environment replied with more than 70 tokens",
             0.0,
+            id="reply tokens",
         ),
-        (
+        pytest.param(
             talkers.Endless,
             {"sampled": 9},
             "cut after 9 sampled tokens (rollout.max_completion_length)",
             None,
+            id="sampled tokens",
         ),
     ],
 )
@@ -224,20 +233,27 @@ NUMBERED = TURNS.replace(
 )
 
 
-@each(
+@pytest.mark.parametrize(
     ("template", "problem"),
     [
-        (None, "has no chat template"),
-        (
+        pytest.param(None, "has no chat template", id="no template"),
+        pytest.param(
             TURNS.replace("<eos>", ""),
             "the chat template ends an assistant turn with .*, not with '<eos>'",
+            id="turns without an end",
         ),
-        (
+        pytest.param(
             STRIPPED,
-            "changes earlier turns when the conversation continues: '<think>.*Set model.chat_template",
+            "changes earlier turns when the conversation continues: "
+            "'<think>.*Set model.chat_template",
+            id="thinking removed",
         ),
-        (TURNS + "<think>", "changes earlier turns .* '<think>2' becomes"),
-        (NUMBERED, "renders a reply differently"),
+        pytest.param(
+            TURNS + "<think>",
+            "changes earlier turns .* '<think>2' becomes",
+            id="thinking opened",
+        ),
+        pytest.param(NUMBERED, "renders a reply differently", id="turns numbered"),
     ],
 )
 def test_template_that_rewrites_earlier_turns_is_rejected(template, problem):

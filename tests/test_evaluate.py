@@ -1,4 +1,5 @@
-"""pass@k of a policy, by hand: what is sampled and its rewards are given, the numbers are worked out."""
+"""pass@k of a policy, by hand: what is sampled and its rewards are given, the numbers are worked
+out."""
 
 from __future__ import annotations
 
@@ -29,28 +30,28 @@ def completion(n: int, reward: float | None) -> Completion:
 
 
 def evaluated(rewards: Rewards, reward_range: tuple[float, float] = (0.0, 1.0)) -> Any:
-    """The evaluation of completions with these rewards by prompt; None could not be scored. Groups end in the opposite
-    order."""
+    """The evaluation of completions with these rewards by prompt; None could not be scored. Groups
+    end in the opposite order."""
     requests = [
         Request(0, 0, Prompt(k, ({"role": "user", "content": f"{k}?"},), str(k))) for k in rewards
     ]
     groups = [
         Group(r.prompt, tuple(map(completion, range(9), rewards[r.prompt.key]))) for r in requests
     ]
-    found = reversed([*zip(requests, groups, strict=True)])
-    given: Any = SimpleNamespace(sample=lambda requests, G, params: found, score=iter)
+    answers = reversed([*zip(requests, groups, strict=True)])
+    setup: Any = SimpleNamespace(sample=lambda requests, G, params: answers, score=iter)
     samples = len(next(iter(rewards.values()), []))
     return evaluate(
         EvalSet(
-            requests, given, SamplingParams("evaluate", 1.0, 8), samples, reward_range=reward_range
+            requests, setup, SamplingParams("evaluate", 1.0, 8), samples, reward_range=reward_range
         ),
-        given,
+        setup,
     )
 
 
 def test_summary_and_records_by_hand():
-    found = evaluated(REWARDS)
-    summary, (first, second) = found.summary, found.records
+    evaluation = evaluated(REWARDS)
+    summary, (first, second) = evaluation.summary, evaluation.records
     assert (summary["prompts"], summary["samples"], summary["unscored"]) == (2, 4, 2)
     assert summary["pass@1"] == summary["reward"] == (1 / 4 + 0) / 2
     assert summary["pass@2"] == (1 / 2 + 0) / 2
@@ -71,7 +72,7 @@ def test_summary_and_records_by_hand():
 
 
 def test_largest_k_is_the_number_of_samples():
-    """Of 6: 1, 2, 4 and 6; with 2 of 6 correct pass@6 is 1, pass@4 is 1 - C(4,4)/C(6,4) = 14/15."""
+    """k is 1, 2, 4, 6. With 2 of 6 correct, pass@6 = 1 and pass@4 = 1 - C(4,4)/C(6,4) = 14/15."""
     summary = evaluated({1: [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]}).summary
     names = [name for name in summary if name.startswith("pass") and name[-1].isdigit()]
     assert names == ["pass@1", "pass@2", "pass@4", "pass@6"]
@@ -84,7 +85,8 @@ def test_every_metric_has_an_interval_around_it():
     summary = evaluated(rewards).summary
     for name in ("reward", "pass@1", "pass@2"):
         assert 0 < summary[f"{name}_low"] < summary[name] < summary[f"{name}_high"] < 1
-    values_N = torch.tensor([sum(given) / 2 for given in rewards.values()], dtype=torch.float64)  # type: ignore[arg-type]
+    sums: list[float] = [sum(samples) for samples in rewards.values()]  # type: ignore[arg-type]
+    values_N = torch.tensor(sums, dtype=torch.float64) / 2
     assert (summary["pass@1_low"], summary["pass@1_high"]) == clustered_interval(values_N, 2.0)
     certain = evaluated({k: [1.0, 1.0] for k in range(20)}).summary
     assert certain["pass@1"] == certain["pass@1_high"] == 1
@@ -92,10 +94,10 @@ def test_every_metric_has_an_interval_around_it():
 
 
 def test_correct_is_the_maximum_of_the_reward_range():
-    of_ten = evaluated({1: [1.0, 10.0], 2: [5.0, 0.0]}, reward_range=(0.0, 10.0))
-    assert of_ten.summary["pass@1"] == 1 / 4
-    assert [r["correct"] for r in of_ten.records] == [1, 0]
-    assert 0 < of_ten.summary["reward_low"] < 4 < of_ten.summary["reward_high"] < 10
+    up_to_ten = evaluated({1: [1.0, 10.0], 2: [5.0, 0.0]}, reward_range=(0.0, 10.0))
+    assert up_to_ten.summary["pass@1"] == 1 / 4
+    assert [r["correct"] for r in up_to_ten.records] == [1, 0]
+    assert 0 < up_to_ten.summary["reward_low"] < 4 < up_to_ten.summary["reward_high"] < 10
     assert evaluated({1: [-1.0, 0.0]}, reward_range=(-1.0, 0.0)).summary["pass@1"] == 1 / 2
 
 
@@ -111,13 +113,13 @@ def test_before_and_after_are_compared_prompt_by_prompt():
     """Prompt 3 has no score before, and takes no part."""
     before = evaluated({1: [0.0, 0.0], 2: [1.0, 0.0], 3: [None, None]})
     after = evaluated({1: [1.0, 0.0], 2: [1.0, 1.0], 3: [0.0, 0.0]})
-    found = compare(before, after)
-    assert found["pass@1_change"] == (1 / 2 + 1 / 2) / 2
-    assert found["pass@2_change"] == (1 + 0) / 2
-    assert found["pass@1_change_low"] == pytest.approx(
+    comparison = compare(before, after)
+    assert comparison["pass@1_change"] == (1 / 2 + 1 / 2) / 2
+    assert comparison["pass@2_change"] == (1 + 0) / 2
+    assert comparison["pass@1_change_low"] == pytest.approx(
         1 / 2, abs=1e-6
     )  # both rose alike: only rounding is left
-    assert found["pass@1_change_high"] == pytest.approx(1 / 2, abs=1e-6)
+    assert comparison["pass@1_change_high"] == pytest.approx(1 / 2, abs=1e-6)
 
 
 def test_prompt_without_any_score_does_not_count():

@@ -1,4 +1,5 @@
-"""Several evaluations of one run: their names, their draws, their records, and the best policy by one of them."""
+"""Several evaluations of one run: their names, their draws, their records, and the best policy by
+one of them."""
 
 from __future__ import annotations
 
@@ -70,12 +71,16 @@ def test_sets_change_nothing_in_training_and_draw_numbers_of_their_own(sets, pla
     assert [
         {n: v for n, v in line.items() if not n.startswith("eval/")} for line in lines[0]
     ] == lines[1]
-    own, alone = (
+    with_sets, alone = (
         load_evaluation_records(r.run, name)
         for r, name in ((sets, "before.own"), (plain, "before"))
     )
-    assert [record["prompt_id"] for record in own] == [record["prompt_id"] for record in alone]
-    assert [record["completions"] for record in own] != [record["completions"] for record in alone]
+    assert [record["prompt_id"] for record in with_sets] == [
+        record["prompt_id"] for record in alone
+    ]
+    assert [record["completions"] for record in with_sets] != [
+        record["completions"] for record in alone
+    ]
 
 
 def test_set_has_its_own_task_samples_and_limits(sets):
@@ -93,18 +98,18 @@ def test_line_of_a_batch_has_the_evaluation_of_the_policy_at_its_start(sets, pla
     lines = load_metrics(sets.run)
     for line, moment in zip(lines, ("before", "batch-000001", "batch-000002"), strict=True):
         for name in ("own", "vowels"):
-            found = sets.evaluations[f"{moment}.{name}"]
-            assert line[f"eval/{name}/pass@1"] == found["pass@1"]
-            assert line[f"eval/{name}/reward"] == found["reward"]
+            evaluation = sets.evaluations[f"{moment}.{name}"]
+            assert line[f"eval/{name}/pass@1"] == evaluation["pass@1"]
+            assert line[f"eval/{name}/reward"] == evaluation["reward"]
     rare = [line["eval/rare/pass@1"] for line in lines]
     assert rare == [sets.evaluations["before.rare"]["pass@1"], None, None]
     assert not any(name.startswith("eval/") for name in load_metrics(plain.run)[0])
 
 
 def test_best_policy_is_kept_with_its_evaluation(sets):
-    found = {name: s["pass@1"] for name, s in sets.evaluations.items() if name.endswith(".vowels")}
+    rates = {name: s["pass@1"] for name, s in sets.evaluations.items() if name.endswith(".vowels")}
     best = json.loads((sets.run / "weights" / "best" / "evaluation.json").read_bytes())
-    later = {name: value for name, value in found.items() if not name.startswith("before")}
+    later = {name: value for name, value in rates.items() if not name.startswith("before")}
     assert best["value"] == max(later.values())
     first = next(name for name, value in later.items() if value == best["value"])
     assert (
@@ -132,14 +137,14 @@ def test_resumed_run_with_evaluation_sets_equals_an_uninterrupted_run(model, tmp
         run={"name": "x"},
         checkpoint={"save_every": 1},
     )
-    whole = train({"schedule.batches": 3}, resume=first.run)
-    assert load_rollouts(whole.run) == load_rollouts(sets.run)
-    assert whole.evaluations == sets.evaluations
-    lines = [without_timings(load_metrics(result.run)) for result in (whole, sets)]
+    resumed_result = train({"schedule.batches": 3}, resume=first.run)
+    assert load_rollouts(resumed_result.run) == load_rollouts(sets.run)
+    assert resumed_result.evaluations == sets.evaluations
+    lines = [without_timings(load_metrics(result.run)) for result in (resumed_result, sets)]
     assert lines[0] == lines[1]
     best = [
         json.loads((r / "weights" / "best" / "evaluation.json").read_bytes())
-        for r in (whole.run, sets.run)
+        for r in (resumed_result.run, sets.run)
     ]
     assert best[0] == best[1]
 

@@ -1,4 +1,7 @@
-"""examples/minimal.py is what it says: GRPO with a lag that is read from the samples, and the library's own numbers."""
+"""Tests of the programs in examples/.
+
+minimal.py is GRPO with a lag that is read from the samples, and has the library's own numbers.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,10 @@ import re
 import runpy
 import sys
 
+import callback
 import minimal
+import own_loss
+import own_task
 import pytest
 import sample_task
 import torch
@@ -15,12 +21,13 @@ from tiny import save_tiny, tiny_policy
 from torch.testing import assert_close
 
 import lagrpo
+from lagrpo.core.probe import random_inputs
 from lagrpo.core.recipes import resolve
 from lagrpo.model.model import copy_policy
 from lagrpo.rollout.base import Request
 from lagrpo.rollout.local import LocalSampler
 from lagrpo.rollout.schedule import every, lags
-from lagrpo.runs import load_metrics
+from lagrpo.runs import load_metrics, load_rollouts
 from lagrpo.training.batch import assemble, micro_batches
 
 BATCHES = 5
@@ -111,3 +118,45 @@ def test_minimal_example_runs_from_the_command_line(model, monkeypatch, capsys):
         ["3", "lag", "1"],
     ]
     assert all(re.search(r"reward \d\.\d{3} ", line) for line in lines)
+
+
+# The other examples
+
+
+def test_own_loss_example_has_the_gradient_of_the_built_in_dppo():
+    inputs = random_inputs()
+    gradients = [
+        torch.autograd.grad(surrogate(inputs).sum(), inputs.logp)[0]
+        for surrogate in (own_loss.dppo, resolve("dppo_tv").surrogate)
+    ]
+    assert_close(gradients[0], gradients[1])
+    assert (gradients[0] == 0).any(), "some token must be masked"
+
+
+def test_own_task_example_trains_on_the_share_of_capitals(model, tmp_path):
+    assert own_task.share_of_capitals("An OAK.", "") == 4 / 5
+    assert own_task.share_of_capitals("42", "") == 0.0
+    settings = tiny_settings(model, tmp_path, schedule={"batches": 1}, eval={"at_start": False})
+    result = lagrpo.train(settings, task=own_task.TASK)
+    rollouts = load_rollouts(result.run)
+    assert {row["outcome"] for row in rollouts} == {"scored"}
+    for row in rollouts:
+        assert row["reward"] == own_task.share_of_capitals(row["completion"], "")
+
+
+def test_callback_example_names_the_prompt_with_the_lowest_mean_reward(capsys):
+    watch = callback.HardestPrompt()
+    rows = [("easy", 1.0), ("hard", 0.0), ("hard", 0.5), ("unscored", None)]
+    watch.on_batch({"step": 1}, [{"prompt_text": p, "reward": reward} for p, reward in rows])
+    watch.on_batch({"step": 2}, [{"prompt_text": "easy", "reward": -1.0}] * 2)
+    assert capsys.readouterr().out.splitlines() == [
+        "batch 1: mean reward 0.25 for 'hard'",
+        "batch 2: mean reward -0.33 for 'easy'",
+    ]
+
+
+def test_callback_example_is_called_after_each_batch(model, tmp_path, capsys):
+    settings = tiny_settings(model, tmp_path, eval={"at_start": False})
+    lagrpo.train(settings, callbacks=[callback.HardestPrompt()])
+    lines = re.findall(r"batch \d: mean reward", capsys.readouterr().out)
+    assert lines == [f"batch {batch}: mean reward" for batch in (1, 2, 3)]

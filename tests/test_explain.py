@@ -1,4 +1,4 @@
-"""What settings mean, in numbers."""
+"""The meaning of settings in numbers, as a dry run prints it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from each import each
 
 from lagrpo.errors import SettingsError
 from lagrpo.settings.schema import Settings
@@ -40,8 +39,8 @@ def test_memory_of_one_process_by_hand():
 
 
 def test_memory_of_a_rank_by_hand():
-    """P = 1,000,000 in bfloat16 on 4 ranks: optimizer sharded 2P + 2P (α) + 4P + 12P/4, all sharded (2P + 4P + 12P)/4 +
-    2P (α), and 2P to evaluate."""
+    """P = 1,000,000 in bfloat16 on 4 ranks: optimizer sharded 2P + 2P (α) + 4P + 12P/4, all sharded
+    (2P + 4P + 12P)/4 + 2P (α), and 2P to evaluate."""
     assert memory(ranks=4) == {"weights": 4_000_000, "gradient and optimizer": 7_000_000}
     assert memory(ranks=4, sharding="fsdp2") == {
         "weights": 4_500_000,
@@ -54,17 +53,33 @@ def explained(model: Path, **sections: Any) -> str:
     return "\n".join(meaning(settings, check_settings(settings)))
 
 
-@each(
-    ("schedule", "said"),
+@pytest.mark.parametrize(
+    ("schedule", "explanation"),
     [
-        ({"sync_every": 10}, "weight sync every 10 batches; staleness at most 9 updates"),
-        ({"sync_every": 3, "num_iterations": 2}, "every 3 batches; staleness at most 4 updates"),
-        ({"sync_every": 10, "batches": 4}, "staleness at most 3 updates"),
-        ({"batches": 6, "num_iterations": 2}, "6 batches = 12 updates, 768 samples"),
+        pytest.param(
+            {"sync_every": 10},
+            "weight sync every 10 batches; staleness at most 9 updates",
+            id="sync every 10 batches",
+        ),
+        pytest.param(
+            {"sync_every": 3, "num_iterations": 2},
+            "every 3 batches; staleness at most 4 updates",
+            id="two updates per batch",
+        ),
+        pytest.param(
+            {"sync_every": 10, "batches": 4},
+            "staleness at most 3 updates",
+            id="run shorter than a sync",
+        ),
+        pytest.param(
+            {"batches": 6, "num_iterations": 2},
+            "6 batches = 12 updates, 768 samples",
+            id="length of the run",
+        ),
     ],
 )
-def test_dry_run_explains_the_schedule_in_batches_and_updates(model, schedule, said):
-    assert said in explained(model, schedule=schedule)
+def test_dry_run_explains_the_schedule_in_batches_and_updates(model, schedule, explanation):
+    assert explanation in explained(model, schedule=schedule)
 
 
 def test_dry_run_states_memory_per_rank(model, monkeypatch):

@@ -1,6 +1,8 @@
-"""Model directories that lagrpo writes: what the source has stays, and any version of transformers reads the same.
+"""Model directories that lagrpo writes: what the source has stays, and any version of transformers
+reads the same.
 
-The tests marked `older` read them with transformers 4.57.3 in an environment of its own: make check-older.
+The tests marked `older` read them with transformers 4.57.3 in an environment of its own: make
+check-older.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ DIGITS_CONFIG = {"tokenizer_class": "GPT2TokenizerFast", "eos_token": "<eos>", "
 
 
 def save_digits_tokenizer(directory: Path, **config: Any) -> None:
-    """Merges of digits that the pre-tokenizer Digits keeps from being used. GPT2Tokenizer rebuilds it without."""
+    """Merges of digits that the pre-tokenizer Digits keeps from being used. GPT2Tokenizer rebuilds
+    it without."""
     names = ["<pad>", "<eos>", "<think>", "</think>"]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = [("1", "2"), ("12", "3"), ("4", "5")]
@@ -68,7 +71,8 @@ SCALED = {"rope_theta": 500_000.0, "rope_type": "linear", "factor": 4.0}
 
 
 def source(directory: Path, kind: str = "qwen2", rope: Any = None, version: int = 4) -> Path:
-    """A model directory as transformers 4 or 5 writes it, with a rope_theta that is not the default."""
+    """A model directory as transformers 4 or 5 writes it, with a rope_theta that is not the
+    default."""
     tiny_model(kind, vocab_size=263, rope_parameters=rope or ROPE).save_pretrained(directory)
     if version == 4:
         as_transformers_4(directory)

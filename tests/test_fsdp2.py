@@ -1,6 +1,7 @@
 """Sharded layers (FSDP2): R processes make the updates of one.
 
-Functions without `test_` run on the ranks (ranks.py), or with None as their group in this process, whole.
+Functions without `test_` run on the ranks (ranks.py), or with None as their group in this process,
+whole.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ import re
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
-from each import each
 from test_zero1 import (
     DTYPES,
     check_to_rounding,
@@ -57,47 +58,59 @@ def make_layered(
 
 
 def test_updates_with_sharded_layers_are_those_of_one_process_to_rounding(ranks):
-    """In float64, where rounding is far below the steps. Clipped: the limit is a third of the norms. Three ranks divide
-    no weight evenly."""
-    made = {"dtype": "float64", "max_grad_norm": 0.05}
-    metrics, state, weights = five_updates(None, made, False)
+    """In float64, where rounding is far below the steps. Clipped: the limit is a third of the
+    norms. Three ranks divide no weight evenly."""
+    options = {"dtype": "float64", "max_grad_norm": 0.05}
+    metrics, state, weights = five_updates(None, options, False)
     assert min(m["grad_norm"] for m in metrics) > 0.1
     check_to_rounding(
-        ranks.run(five_updates, made, False, make_layered, size=3), metrics, state, weights
+        ranks.run(five_updates, options, False, make_layered, size=3), metrics, state, weights
     )
 
 
-@each(
-    ("made", "changes"),
+@pytest.mark.parametrize(
+    ("options", "changes"),
     [
-        ({"dtype": "bfloat16", "masters": "plain", "tie": True}, {}),
-        ({"dtype": "bfloat16"}, {"checkpointing": True, "offload_moments": True}),
-        ({"dtype": "float32", "kind": "qwen2", "weight_decay": 0.0}, {}),
+        pytest.param(
+            {"dtype": "bfloat16", "masters": "plain", "tie": True}, {}, id="plain masters"
+        ),
+        pytest.param(
+            {"dtype": "bfloat16"},
+            {"checkpointing": True, "offload_moments": True},
+            id="checkpointing and moments on the host",
+        ),
+        pytest.param(
+            {"dtype": "float32", "kind": "qwen2", "weight_decay": 0.0}, {}, id="float32 qwen2"
+        ),
     ],
 )
-def test_updates_are_bit_equal_if_the_gradients_are(ranks, made, changes):
-    """One rank has all rows, the other idles beside it: nothing is added but zeros. So the masters are dithered alike,
-    and what is gathered is rounded as in one process. Without clipping, since norms are rounded in another order."""
-    made = {"max_grad_norm": None, **made}
-    found = ranks.run(five_updates, made | changes, True, make_layered, size=2)
-    check_to_the_bit(found, *five_updates(None, made, True))
+def test_updates_are_bit_equal_if_the_gradients_are(ranks, options, changes):
+    """One rank has all rows, the other idles beside it: nothing is added but zeros. So the masters
+    are dithered alike, and what is gathered is rounded as in one process. Without clipping, since
+    norms are rounded in another order."""
+    options = {"max_grad_norm": None, **options}
+    results = ranks.run(five_updates, options | changes, True, make_layered, size=2)
+    check_to_the_bit(results, *five_updates(None, options, True))
 
 
 # What a rank has
 
 
 def memory(group: Any) -> tuple[int, int, int, list[str]]:
-    """Numbers in the masters, in the gradients, and in the weights that a rank keeps; which of these are whole."""
+    """Numbers in the masters, in the gradients, and in the weights that a rank keeps; which of
+    these are whole."""
     trainer = make_layered(group, "bfloat16")
     trainer.accumulate(rows_of(trainer))
-    kept = {name: p._local_tensor for name, p in trainer.policy.model.lm.named_parameters()}
+    local_weights = {
+        name: p._local_tensor for name, p in trainer.policy.model.lm.named_parameters()
+    }
     gradients = [
         p.grad._local_tensor for p in trainer.policy.model.lm.parameters() if p.grad is not None
     ]
-    whole = [
+    unsharded = [
         name
         for name, p in trainer.policy.model.lm.named_parameters()
-        if kept[name].shape == p.shape
+        if local_weights[name].shape == p.shape
     ]
     trainer.masters.zero_grads()
     return (
@@ -106,43 +119,45 @@ def memory(group: Any) -> tuple[int, int, int, list[str]]:
         sum(
             {
                 t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() // 4
-                for t in kept.values()
+                for t in local_weights.values()
             }.values()
         ),
-        whole,
+        unsharded,
     )
 
 
 def test_a_rank_keeps_its_part_of_masters_gradients_and_weights(ranks):
-    """The rest is gathered for as long as it computes. What does not divide is filled up to whole rows."""
+    """The rest is gathered for as long as it computes. What does not divide is filled up to whole
+    rows."""
     numbers = sum(p.numel() for p in tiny_policy(dtype=torch.bfloat16).model.lm.parameters())
     for R in (2, 3):
-        found = ranks.run(memory, size=R)
-        assert sum(masters for masters, *_ in found) == numbers
-        assert sum(gradients for _, gradients, *_ in found) == numbers
-        for masters, _, kept, whole in found:
+        results = ranks.run(memory, size=R)
+        assert sum(masters for masters, *_ in results) == numbers
+        assert sum(gradients for _, gradients, *_ in results) == numbers
+        for masters, _, weights, unsharded in results:
             assert masters <= numbers / R * 1.05
-            assert kept <= numbers / R * 1.05
-            assert whole == []
+            assert weights <= numbers / R * 1.05
+            assert unsharded == []
 
 
 def reference(group: Any) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """log π_ref at the start, after updates, and after the end of a stage, with what the policy gives then."""
+    """log π_ref at the start, after updates, and after the end of a stage, with what the policy
+    gives then."""
     trainer = make_layered(group, "bfloat16", beta=0.1)
     fresh = rows_of(trainer)
-    of_reference = lambda: trainer.compute_logprobs(fresh, by=trainer.reference)  # noqa: E731
-    before, own = of_reference(), trainer.compute_logprobs(fresh)
-    assert all(map(torch.equal, before, own))
+    reference_logprobs = lambda: trainer.compute_logprobs(fresh, by=trainer.reference)  # noqa: E731
+    before, policy_logprobs = reference_logprobs(), trainer.compute_logprobs(fresh)
+    assert all(map(torch.equal, before, policy_logprobs))
     trainer.accumulate([replace(row, ref_logp_T=before[n]) for n, row in enumerate(fresh)])
     trainer.update()
-    own = trainer.compute_logprobs(fresh)
-    after = of_reference()
-    assert all(map(torch.equal, own, trainer.compute_logprobs(fresh)))
+    policy_logprobs = trainer.compute_logprobs(fresh)
+    after = reference_logprobs()
+    assert all(map(torch.equal, policy_logprobs, trainer.compute_logprobs(fresh)))
     trainer.end_stage(reset_optimizer=False)
     assert trainer.reference is not None
     assert trainer.reference.version == 1
-    swapped, own = of_reference(), trainer.compute_logprobs(fresh)
-    assert all(map(torch.equal, swapped, own))
+    swapped, policy_logprobs = reference_logprobs(), trainer.compute_logprobs(fresh)
+    assert all(map(torch.equal, swapped, policy_logprobs))
     return before, after, swapped
 
 
@@ -160,8 +175,8 @@ def test_gradient_not_finite_on_one_rank_is_rejected_on_all_ranks(ranks):
         *ranks.run(refused, 1, make_layered, size=2), strict=True
     )
     assert all(
-        re.match(r"the gradient of update 1 is not finite \(norm (inf|nan)\)", said)
-        for said in messages
+        re.match(r"the gradient of update 1 is not finite \(norm (inf|nan)\)", message)
+        for message in messages
     )
     assert all(unchanged)
     assert all(as_if_never)

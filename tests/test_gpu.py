@@ -51,12 +51,12 @@ def test_sampler_and_trainer_agree_on_cuda(dtype, tolerance):
 
 def test_recorded_steps_sample_the_same_tokens(monkeypatch):
     policy = tiny_policy(dtype=torch.bfloat16, device="cuda", head_dim=32)
-    found = []
+    samples = []
     for often in (decoding.OFTEN, 1000):
         monkeypatch.setattr(decoding, "OFTEN", often)
-        found.append(sampled(policy, requests_for(policy, 5), max_tokens=100))
-    for key, group in found[0].items():
-        for ours, plain in zip(group.completions, found[1][key].completions, strict=True):
+        samples.append(sampled(policy, requests_for(policy, 5), max_tokens=100))
+    for key, group in samples[0].items():
+        for ours, plain in zip(group.completions, samples[1][key].completions, strict=True):
             assert torch.equal(ours.token_ids, plain.token_ids)
             assert torch.equal(ours.logp_alpha, plain.logp_alpha)
 
@@ -121,27 +121,27 @@ def test_varlen_attn_and_its_gradient_equal_attention_by_segments(heads, kv_head
         for h in (heads, kv_heads, kv_heads, heads)
     )
     assert takes_varlen(q.device, q.dtype, d)
-    found = []
+    outputs = []
     for attend in (attend_varlen, attend_by_segments):
         out = attend(layout, q, k, v, d**-0.5)
-        found.append([out, *torch.autograd.grad((out * weight).sum(), (q, k, v))])
-    for ours, theirs in zip(*found, strict=True):
+        outputs.append([out, *torch.autograd.grad((out * weight).sum(), (q, k, v))])
+    for ours, theirs in zip(*outputs, strict=True):
         assert (ours.float() - theirs.float()).abs().max() <= 0.03 * theirs.float().abs().max()
 
 
 def test_gradients_are_the_same_every_time():
     policy = tiny_policy(dtype=torch.bfloat16, device="cuda", head_dim=32)
     packed = Packed.build(random_groups([(300, (150, 200, 250, 90))]), policy.device)
-    found = []
+    gradients = []
     for _ in range(3):
         policy.model.zero_grad()
         with deterministic(policy.model):
             policy.logp(packed).sum().backward()
-        found.append([p.grad for p in policy.model.parameters()])
+        gradients.append([p.grad for p in policy.model.parameters()])
     assert all(
         torch.equal(one, other)
-        for other in found[1:]
-        for one, other in zip(found[0], other, strict=True)
+        for other in gradients[1:]
+        for one, other in zip(gradients[0], other, strict=True)
     )
 
 
@@ -153,11 +153,12 @@ def test_resumed_run_on_cuda_is_the_run_that_never_stopped(tmp_path):
         "schedule": {"prompts_per_batch": 4, "batches": 2, "sync_every": 2, "num_iterations": 2},
         "eval": {"num_prompts": 4, "num_samples": 2},
     }
-    whole = lagrpo.train(settings, settings={"schedule.batches": 4, "run.name": "whole"})
+    uninterrupted = lagrpo.train(settings, settings={"schedule.batches": 4, "run.name": "whole"})
     stopped = lagrpo.train(settings, settings={"run.name": "stopped"})
     resumed = lagrpo.train(resume=stopped.run, settings={"schedule.batches": 4})
-    assert whole.batches == resumed.batches == 4
+    assert uninterrupted.batches == resumed.batches == 4
     weights = [
-        load_file(run / "weights/final/model.safetensors") for run in (whole.run, resumed.run)
+        load_file(run / "weights/final/model.safetensors")
+        for run in (uninterrupted.run, resumed.run)
     ]
     assert all(torch.equal(weight, weights[1][name]) for name, weight in weights[0].items())

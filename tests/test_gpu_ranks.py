@@ -1,5 +1,5 @@
-"""The trainer over ranks on CUDA devices, by NCCL: pytest -m gpu. One GPU shows that one rank is one process; two GPUs
-show that two ranks are."""
+"""The trainer over ranks on CUDA devices, by NCCL: pytest -m gpu. One GPU shows that one rank is
+one process; two GPUs show that two ranks are."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def group() -> Iterator[Any]:
 def updates(
     kind: str, group: Any, **changes: Any
 ) -> tuple[list[dict[str, float]], dict[str, Any], dict[str, Any]]:
-    """Metrics, state and weights after three updates on one batch: as a process alone, or as a rank."""
+    """Metrics, state and weights after three updates on one batch: as a process alone, or as a
+    rank."""
     policy = tiny_policy(dtype=torch.bfloat16, device="cuda")
     optimization = Optimization(
         lr=1e-3, updates=9, weight_decay=0.1, seed=5, max_grad_norm=0.05, **changes
@@ -64,25 +65,25 @@ def updates(
 @pytest.mark.parametrize("kind", ["optimizer", "layers"])
 def test_updates_of_one_rank_equal_those_of_a_process_bit_for_bit(group, kind):
     metrics, state, weights = updates("alone", group)
-    found = updates(kind, group)
-    assert found[0] == metrics
-    assert same(MergedState([found[1]]), state)
-    assert same(found[2], weights)
+    results = updates(kind, group)
+    assert results[0] == metrics
+    assert same(MergedState([results[1]]), state)
+    assert same(results[2], weights)
 
 
 @pytest.mark.parametrize("kind", ["alone", "optimizer", "layers"])
 def test_moments_on_the_host_make_the_same_updates(group, kind):
     metrics, state, weights = updates(kind, group)
-    found = updates(kind, group, offload_moments=True)
-    assert found[0] == metrics
+    results = updates(kind, group, offload_moments=True)
+    assert results[0] == metrics
     assert {
-        tensor.device.type for name, tensor in found[1].items() if name.startswith("exp_avg")
+        tensor.device.type for name, tensor in results[1].items() if name.startswith("exp_avg")
     } == {"cpu"}
     assert same(
-        {name: tensor.cpu() for name, tensor in found[1].items()},
+        {name: tensor.cpu() for name, tensor in results[1].items()},
         {n: t.cpu() for n, t in state.items()},
     )
-    assert same(found[2], weights)
+    assert same(results[2], weights)
 
 
 @pytest.mark.parametrize("shard", ["optimizer", "layers"])
@@ -90,17 +91,17 @@ def test_run_of_two_ranks_equals_run_of_one_process(tmp_path, shard):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     model = save_tiny(tmp_path / "model")
-    further = {
+    more_sections = {
         "model": {"dtype": "float32"},
         "schedule": {"sync_every": 2, "num_iterations": 2, "batches": 3},
     }
-    base = merged(tiny_settings(model, tmp_path), further)
+    base = merged(tiny_settings(model, tmp_path), more_sections)
     alone = train(merged(base, {"run": {"name": "alone"}})).run
     sections = {"run": {"name": "ranks"}, "distributed": {"strategy": shard}}
-    found = together(2, merged(base, sections))
-    assert all(isinstance(one, Result) for one in found), "\n\n".join(map(str, found))
-    of_ranks, of_one = (
-        load_file(run / "weights/final/model.safetensors") for run in (found[0].run, alone)
+    results = together(2, merged(base, sections))
+    assert all(isinstance(one, Result) for one in results), "\n\n".join(map(str, results))
+    weights_of_ranks, weights_of_process = (
+        load_file(run / "weights/final/model.safetensors") for run in (results[0].run, alone)
     )
-    for name, weight in of_one.items():
-        assert float((of_ranks[name] - weight).abs().mean()) < 1e-4, name
+    for name, weight in weights_of_process.items():
+        assert float((weights_of_ranks[name] - weight).abs().mean()) < 1e-4, name

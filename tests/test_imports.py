@@ -8,12 +8,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from each import each
+import pytest
 
 SOURCES = Path(__file__).parent.parent / "src" / "lagrpo"
 
-# What each room of the package may import of ours: the first names below lagrpo. The small ones are a page each, of
-# numpy and the standard library.
+# What each room of the package may import of ours: the first names below lagrpo. The small ones are
+# a page each, of numpy and the standard library.
 SMALL = {"errors", "interrupts", "logs", "machine", "rng", "types"}
 LEAVES = {*SMALL, "core"}
 ALLOWED: dict[str, set[str]] = {
@@ -51,8 +51,8 @@ CORE_MAY_USE = {"torch"} | set(sys.stdlib_module_names)
 
 
 def imported(source: str, package: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    """The dotted names that a module imports, wherever in it the import stands; `package` is what relative imports
-    start from. `from lagrpo import x` counts as lagrpo.x."""
+    """The dotted names that a module imports, wherever in it the import stands; `package` is what
+    relative imports start from. `from lagrpo import x` counts as lagrpo.x."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (tuple(alias.name.split(".")) for alias in node.names)
@@ -83,7 +83,7 @@ def modules() -> list[Path]:
     return sorted(path.relative_to(SOURCES) for path in SOURCES.rglob("*.py"))
 
 
-@each("path", modules())
+@pytest.mark.parametrize("path", modules(), ids=str)
 def test_every_module_imports_only_allowed_packages(path):
     part = path.parts[0].removesuffix(".py")
     assert part in ALLOWED, f"{part} has no place in ALLOWED yet: say there what it may import"
@@ -100,7 +100,8 @@ def test_allowed_imports_have_no_cycle():
 
 
 def loaded(code: str) -> list[set[str]]:
-    """The top-level modules, and ours in full, that are loaded at each `loaded()` of `code` in a fresh interpreter."""
+    """The top-level modules, and ours in full, that are loaded at each `loaded()` of `code` in a
+    fresh interpreter."""
     script = f"import sys\ndef loaded(): print(*sys.modules, file=sys.stderr)\n{code}"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, encoding="utf-8")
     assert done.returncode == 0, done.stderr
@@ -147,8 +148,9 @@ def test_core_loads_only_torch():
 
 
 def test_package_settings_display_and_help_load_nothing_heavy():
-    """One after the other, in one process. The package itself loads what must come before PyTorch and nothing else."""
-    of_package, of_modules, of_help = loaded(f"""
+    """One after the other, in one process. The package itself loads what must come before PyTorch
+    and nothing else."""
+    by_package, by_modules, by_help = loaded(f"""
 import lagrpo
 loaded()
 import {", ".join(f"lagrpo.{name}" for name in LIGHT)}
@@ -161,5 +163,5 @@ for command in ("train", "eval", "view", "vllm-serve"):
         assert not end.code, end.code
 loaded()
 """)
-    assert {name for name in of_package if name.startswith("lagrpo")} == WITH_LAGRPO
-    assert [names & HEAVY for names in (of_package, of_modules, of_help)] == [set()] * 3
+    assert {name for name in by_package if name.startswith("lagrpo")} == WITH_LAGRPO
+    assert [names & HEAVY for names in (by_package, by_modules, by_help)] == [set()] * 3

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from each import each
 from rounding import rounding
 from tiny import tiny_policy
 from torch import Tensor, nn
@@ -24,8 +23,11 @@ from lagrpo.model.layout import PackedLayout
 from lagrpo.model.model import Packed, PackedWeights, copy_policy
 from lagrpo.rollout.decoding import DecodeState
 
-WIDTHS = [1, 33, 576]  # below, at and beyond one vector
-DTYPES = each("dtype", [torch.float32, torch.bfloat16])
+# below, at and beyond one vector
+WIDTHS = pytest.mark.parametrize("width", [1, 33, 576], ids="width {}".format)
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+TEMPERATURES = pytest.mark.parametrize("tau", [1.0, 0.7], ids="temperature {}".format)
+BACKENDS = pytest.mark.parametrize("choice", ["c", "torch"])
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-8}
 
 
@@ -49,7 +51,7 @@ def assert_close(ours: Tensor, theirs: Tensor, roundings: float = 1.0) -> None:
     assert ((ours.double() - theirs).abs().max() / scale).item() <= roundings * ROUNDING[ours.dtype]
 
 
-@each("width", WIDTHS)
+@WIDTHS
 @DTYPES
 def test_norm_and_its_gradient(width, dtype):
     x, delta, grad_y, grad_total = (random(7, width, seed=s, dtype=dtype) for s in range(4))
@@ -65,7 +67,7 @@ def test_norm_and_its_gradient(width, dtype):
     assert_close(grad_w, theirs[1], 3)
 
 
-@each("width", WIDTHS)
+@WIDTHS
 @DTYPES
 def test_swiglu_and_its_gradient(width, dtype):
     gate, up, grad = (random(5, width, seed=s, dtype=dtype) * 3 for s in range(3))
@@ -96,16 +98,29 @@ def test_rotary_embedding_and_its_gradient(dtype):
     )
     # turning back is the transpose: <turn x, y> = <x, turn back y>
     y = random(6, 3, 64, seed=1, dtype=dtype)
-    there = kernels.rotary(x, cosine, sine).double() * y.double()
-    back = x.double() * kernels.rotary(y, cosine, sine, back=True).double()
-    assert (there - back).sum().abs() <= ROUNDING[dtype] * there.abs().sum()
+    forward = kernels.rotary(x, cosine, sine).double() * y.double()
+    backward = x.double() * kernels.rotary(y, cosine, sine, back=True).double()
+    assert (forward - backward).sum().abs() <= ROUNDING[dtype] * forward.abs().sum()
 
 
-LAYOUTS = [((7, (3, 9, 2)), (20, (1,)), (1, (5, 5, 30)), (5, ())), ((130, (70, 3)),)]
-
-
-@each("groups", LAYOUTS)
-@each(("heads", "kv_heads", "d"), [(9, 3, 64), (4, 4, 16), (8, 1, 80), (5, 1, 32)])
+@pytest.mark.parametrize(
+    "groups",
+    [
+        pytest.param(
+            ((7, (3, 9, 2)), (20, (1,)), (1, (5, 5, 30)), (5, ())), id="four short groups"
+        ),
+        pytest.param(((130, (70, 3)),), id="one long group"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "d"),
+    [
+        pytest.param(9, 3, 64, id="9 heads on 3 of 64"),
+        pytest.param(4, 4, 16, id="4 heads on 4 of 16"),
+        pytest.param(8, 1, 80, id="8 heads on 1 of 80"),
+        pytest.param(5, 1, 32, id="5 heads on 1 of 32"),
+    ],
+)
 @DTYPES
 def test_attention_and_its_gradient(groups, heads, kv_heads, d, dtype):
     layout = PackedLayout.build(groups)
@@ -129,8 +144,8 @@ def dense_attention(
     """All rows against all rows, with a mask made from the segments."""
     seen = torch.zeros(layout.rows, layout.rows, dtype=torch.bool)
     for first, length, prefix, prefix_length in layout.segments.tolist():
-        own = torch.arange(first, first + length)
-        seen[own[:, None], own[None, :]] = own[:, None] >= own[None, :]
+        positions = torch.arange(first, first + length)
+        seen[positions[:, None], positions[None, :]] = positions[:, None] >= positions[None, :]
         seen[first : first + length, prefix : prefix + prefix_length] = True
     repeats = q.shape[1] // k.shape[1]
     s = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(repeats, 1)) * scaling
@@ -140,8 +155,8 @@ def dense_attention(
     ), s.logsumexp(-1).T
 
 
-@each("vocabulary", [2, 256, 1001])
-@each("tau", [1.0, 0.7])
+@pytest.mark.parametrize("vocabulary", [2, 256, 1001], ids="{} tokens".format)
+@TEMPERATURES
 @DTYPES
 def test_log_probs_of_tokens_and_their_gradient(vocabulary, tau, dtype):
     logits = (random(9, vocabulary, dtype=dtype) * 4).requires_grad_()
@@ -159,17 +174,17 @@ def test_log_probs_of_tokens_and_their_gradient(vocabulary, tau, dtype):
     assert_close(ours, logits.grad.double(), 2)
 
 
-@each("choice", ["c", "torch"])
-@each("tau", [1.0, 0.7])
+@BACKENDS
+@TEMPERATURES
 def test_entropy_on_request(choice, tau):
-    """Of a fair coin, of certainty and of any logits; asking for it does not change the log-probs."""
+    """Compares a fair coin, certainty and random logits; log-probs stay the same."""
     token_logp = partial(logprobs.token_logp, by_kernels=choice == "c")
     hidden, weight = random(20, 8, seed=1), random(300, 8, seed=2)
     ids, entropy, head = torch.arange(20), torch.empty(20), linear(weight)
     expected = torch.distributions.Categorical(logits=(hidden @ weight.T).double() / tau).entropy()
     plain = token_logp(hidden, head, ids, tau, None)
-    asked = token_logp(hidden, head, ids, tau, entropy)
-    assert torch.equal(plain, asked)
+    with_entropy = token_logp(hidden, head, ids, tau, entropy)
+    assert torch.equal(plain, with_entropy)
     torch.testing.assert_close(entropy.double(), expected, rtol=0, atol=1e-5)
     coin = torch.full((2, 40), -torch.inf)
     coin[0, [3, 30]], coin[1, 7] = 5.0, 2.0
@@ -200,9 +215,17 @@ def test_kernels_and_pytorch_sample_the_same_tokens():
     torch.testing.assert_close(logp[ours == theirs], reference[ours == theirs], rtol=0, atol=bound)
 
 
-@each("kept", [0, 1, 150, 2000])
+@pytest.mark.parametrize(
+    "kept",
+    [
+        pytest.param(0, id="none"),
+        pytest.param(1, id="less than a row"),
+        pytest.param(150, id="some rows"),
+        pytest.param(2000, id="all rows"),
+    ],
+)
 def test_keeping_logits_for_the_backward_pass_changes_nothing(kept, monkeypatch):
-    """None, less than a row, some of them, all; two forward passes before their backward passes; one of them twice."""
+    """Two forward passes come before their backward passes; one of these runs twice."""
     sizes = replace(logprobs.ON_CPU, product=300)
     monkeypatch.setattr(logprobs, "KEPT_LOGITS", kept)
     hidden, head = random(9, 8, seed=1).requires_grad_(), linear(random(100, 8, seed=2))
@@ -243,18 +266,28 @@ def test_row_is_independent_of_other_rows_and_of_threads():
     assert torch.equal(together, torch.cat(alone))
 
 
-FUSED = [
-    ("llama", {}),
-    ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
-    ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}),
-    ("mistral", {"head_dim": 32}),
-    ("qwen2", {}),
-    ("qwen3", {}),
-]
+LINEAR_ROPE = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
+FUSED_MODELS = pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        pytest.param("llama", {}, id="llama"),
+        pytest.param(
+            "llama",
+            {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+            id="llama with biases and tied embeddings",
+        ),
+        pytest.param("llama", {"rope_parameters": LINEAR_ROPE}, id="llama with linear RoPE"),
+        pytest.param("mistral", {"head_dim": 32}, id="mistral with wide heads"),
+        pytest.param("qwen2", {}, id="qwen2"),
+        pytest.param("qwen3", {}, id="qwen3"),
+    ],
+)
 
 
-@each("checkpointing", [False, True])
-@each(("kind", "changes"), FUSED)
+@pytest.mark.parametrize(
+    "checkpointing", [False, True], ids=["activations kept", "activations recomputed"]
+)
+@FUSED_MODELS
 def test_the_fused_decoder_gives_the_gradient_of_transformers_modules(kind, changes, checkpointing):
     groups = [([5, 6, 7, 8, 9], [torch.tensor([4, 9, 11, 30]), torch.tensor([8, 1])])]
     gradients = {}
@@ -279,14 +312,14 @@ def test_the_fused_decoder_keeps_to_the_window_and_to_whole_heads():
         rotary(random(3, 2, 64), random(3, 32), random(3, 32))
 
 
-@each("choice", ["c", "torch"])
-@each("token", [-1, 103, 10**9])
+@BACKENDS
+@pytest.mark.parametrize("token", [-1, 103, 10**9], ids="token {}".format)
 def test_a_token_outside_the_vocabulary_is_rejected(token, choice):
     with pytest.raises(ValueError, match=f"token {token} is outside the model's vocabulary of 103"):
         tiny_policy(backend=choice).logp(Packed.build([([5, 6], [torch.tensor([7, token])])]))
 
 
-@each(("kind", "changes"), FUSED)
+@FUSED_MODELS
 def test_policy_copy_computes_the_same_bits_as_its_policy(kind, changes):
     """Also after a weight sync; and it keeps no second copy of what it has packed."""
     policy = tiny_policy(kind, dtype=torch.bfloat16, **changes)
@@ -319,14 +352,14 @@ def test_policy_copy_computes_the_same_bits_as_its_policy(kind, changes):
         copy.load({**policy.weights, "odd": torch.zeros(1)}, 3)
 
 
-@each(("kind", "changes"), FUSED)
+@FUSED_MODELS
 def test_decoding_step_equals_layer_by_layer_decoding(kind, changes):
-    """Two groups of unlike size, an odd and an even prompt, rows of unlike length; hidden states and caches, to the
-    bit."""
+    """Two groups of unlike size, an odd and an even prompt, rows of unlike length; hidden states
+    and caches, to the bit."""
     copy = copy_policy(tiny_policy(kind, dtype=torch.bfloat16, **changes))
     layers = copy.model.layers
     assert layers is not None
-    states, found = [DecodeState(copy.model, 7, 80) for _ in range(2)], []
+    states, outputs = [DecodeState(copy.model, 7, 80) for _ in range(2)], []
     for state in states:
         state.admit([[5, 6, 7]], 4)
         state.feed([[4], [9], [8], [30]])
@@ -334,10 +367,10 @@ def test_decoding_step_equals_layer_by_layer_decoding(kind, changes):
         hidden = [state.feed([[row + t] for row in range(7)]) for t in range(70)]
         state.retire([1, 5])
         hidden.append(state.feed([[row] for row in range(5)]))
-        found.append([*hidden, state.own.keys[:, :5], state.own.values[:, :5]])
+        outputs.append([*hidden, state.own.keys[:, :5], state.own.values[:, :5]])
         assert (layers._stack is None) == (not layers.at_once)
         layers.at_once, layers._stack = False, None
-    for one, other in zip(*found, strict=True):
+    for one, other in zip(*outputs, strict=True):
         assert torch.equal(one.view(torch.int16), other.view(torch.int16))
 
 
@@ -353,13 +386,13 @@ def chosen(monkeypatch, choice: Choice, compiler: str, cache: Path) -> str:
 
 
 def test_the_library_is_compiled_once_and_then_loaded(tmp_path, monkeypatch, caplog):
-    """By a compiler that writes what was compiled before."""
-    compiler, made = tmp_path / "cc", shlex.quote(library._library()[0]._name)
-    say, compile = (
+    """The compiler of this test copies a library that was compiled before."""
+    compiler, compiled = tmp_path / "cc", shlex.quote(library._library()[0]._name)
+    version_line, copy_line = (
         '[ "$1" = --version ] && exec echo cc',
-        f'while [ "$1" != -o ]; do shift; done; exec cp {made} "$2"',
+        f'while [ "$1" != -o ]; do shift; done; exec cp {compiled} "$2"',
     )
-    compiler.write_text(f"#!/bin/sh\n{say}\n{compile}\n", encoding="utf-8")
+    compiler.write_text(f"#!/bin/sh\n{version_line}\n{copy_line}\n", encoding="utf-8")
     compiler.chmod(0o755)
     with caplog.at_level(logging.INFO):
         first, second = (

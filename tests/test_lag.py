@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from each import each
 
 from lagrpo.core.kl import prefers_bounded, tv_terms
 from lagrpo.core.recipes import resolve
@@ -27,7 +26,8 @@ HALVES = {
 
 
 def batch_of(rewards_NG, lengths=2, budget=100, recipe: Any = None):
-    """Groups of completions of two tokens under α with log-prob -1 each, all in the objective unless a recipe says."""
+    """Groups of completions of two tokens under α with log-prob -1 each, all in the objective
+    unless a recipe says."""
     groups = [
         Group(
             Prompt(n, ({"role": "user", "content": "?"},), "", (5, 6)),
@@ -50,7 +50,8 @@ def batch_of(rewards_NG, lengths=2, budget=100, recipe: Any = None):
 
 
 def give(rows, log_ratio_by_member):
-    """π_k's log-probs by completion, such that each token of completion c has ln ρ = log_ratio_by_member[c]."""
+    """π_k's log-probs by completion, such that each token of completion c has ln ρ =
+    log_ratio_by_member[c]."""
     per_token = [
         torch.tensor([log_ratio_by_member[c] for c in m.members])[m.completion_T] for m in rows
     ]
@@ -65,7 +66,13 @@ def improvement(batch, rows, reward_range=(0.0, 1.0)):
     return estimate_improvement(batch, sequence_sums(batch, rows)[0], reward_range)
 
 
-@each("budget", [100, 4])
+@pytest.mark.parametrize(
+    "budget",
+    [
+        pytest.param(100, id="one micro-batch"),
+        pytest.param(4, id="a completion per micro-batch"),
+    ],
+)
 def test_sequence_metrics_by_hand(budget):
     batch, rows = batch_of([[1.0, 0.0]], budget=budget)
     metrics = sequence_metrics(batch, rows := give(rows, HALVES))
@@ -91,21 +98,28 @@ def test_staleness_metrics_are_zero_without_staleness():
     }
 
 
-@each("advantage", [("grpo", {"beta": 0.0}), ("red_drop", {})])
-def test_metrics_have_the_true_values_though_the_loss_leaves_completions_out(advantage):
-    """A coin that is right with .2 under α and .3 under π_k, in 1,500 groups of 4: J(π_k) - J(α) = .1, TV = .1, and
-    KL(α‖π_k) = .2 ln(.2/.3) + .8 ln(.8/.7) = .0257. Over what the loss computes alone none of them comes out."""
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        pytest.param("grpo", {"beta": 0.0}, id="grpo leaves out flat groups"),
+        pytest.param("red_drop", {}, id="red_drop leaves out completions"),
+    ],
+)
+def test_metrics_have_the_true_values_though_the_loss_leaves_completions_out(name, overrides):
+    """A coin that is right with .2 under α and .3 under π_k, in 1,500 groups of 4: J(π_k) - J(α) =
+    .1, TV = .1, and KL(α‖π_k) = .2 ln(.2/.3) + .8 ln(.8/.7) = .0257. Over what the loss computes
+    alone none of them comes out."""
     rewards_NG = (torch.rand(1_500, 4, generator=torch.Generator().manual_seed(1)) < 0.2).double()
-    recipe = resolve(*advantage)
+    recipe = resolve(name, overrides)
     batch, _ = batch_of(rewards_NG.tolist(), lengths=1, recipe=recipe)
     log_ratio = {
         c: math.log(1.5) if r else math.log(7 / 8) for c, r in enumerate(rewards_NG.flatten())
     }
     rows = micro_batches(batch, 10_000, skip_zero_advantage=recipe.skips_zero_advantage)
-    rest = left_out(batch, 10_000, skip_zero_advantage=recipe.skips_zero_advantage)
-    metrics = sequence_metrics(batch, give([*rows, *rest], log_ratio))
+    silent_rows = left_out(batch, 10_000, skip_zero_advantage=recipe.skips_zero_advantage)
+    metrics = sequence_metrics(batch, give([*rows, *silent_rows], log_ratio))
     truth = {"improvement": 0.1, "rollout/seq_tv": 0.1, "rollout/seq_kl": 0.02568}
-    assert {name: metrics[name] for name in truth} == pytest.approx(truth, abs=0.006)
+    assert {metric: metrics[metric] for metric in truth} == pytest.approx(truth, abs=0.006)
     assert sequence_metrics(batch, give(rows, log_ratio))["rollout/seq_kl"] is None
 
 
@@ -117,7 +131,8 @@ def test_rewards_outside_their_range_have_no_improvement_and_a_stated_range_scal
 
 
 def test_groups_of_equal_rewards_count_in_the_improvement_and_in_the_divergences():
-    """One mixed group with .5 (as above) and one flat group: the mean gain is .25, and TV that of all four."""
+    """One mixed group with .5 (as above) and one flat group: the mean gain is .25, and TV that of
+    all four."""
     batch, _ = batch_of([[1.0, 0.0], [1.0, 1.0]])
     rows = [f(batch, 100, skip_zero_advantage=True) for f in (micro_batches, left_out)]
     both = give([*rows[0], *rows[1]], HALVES | {2: 0.1, 3: 0})
@@ -134,8 +149,8 @@ def test_completions_whose_alpha_is_unknown_have_no_metrics():
 
 
 def test_estimate_of_tv_is_chosen_by_the_effective_sample_size():
-    """log π_k - log α normal with standard deviation s under α. |ρ - 1|/2 has less spread at small staleness,
-    max(0, 1 - ρ) where few completions are left in effect, by a factor of 10."""
+    """log π_k - log α normal with standard deviation s under α. |ρ - 1|/2 has less spread at small
+    staleness, max(0, 1 - ρ) where few completions are left in effect, by a factor of 10."""
     spreads = {}
     for s in (0.2, 2.5):
         z = torch.randn(100, 128, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -148,11 +163,19 @@ def test_estimate_of_tv_is_chosen_by_the_effective_sample_size():
     assert spreads[2.5][1] < 0.1 * spreads[2.5][0]
 
 
-@each(("groups", "ratio", "known"), [(10, 1.1, False), (60, 1.1, True), (60, 111.0, False)])
+@pytest.mark.parametrize(
+    ("groups", "ratio", "known"),
+    [
+        pytest.param(10, 1.1, False, id="too few completions"),
+        pytest.param(60, 1.1, True, id="enough completions"),
+        pytest.param(60, 111.0, False, id="larger than possible"),
+    ],
+)
 def test_improvement_is_null_if_the_sample_is_too_small_or_the_estimate_impossible(
     groups, ratio, known
 ):
-    """Every right completion has the sequence ratio `ratio`: 20 or 120 completions; with 111 an improvement of 55."""
+    """Every right completion has the sequence ratio `ratio`: 20 or 120 completions; with 111 an
+    improvement of 55."""
     batch, rows = batch_of([[1.0, 0.0]] * groups)
     rows = give(rows, {c: math.log(ratio) / 2 * (c % 2 == 0) for c in range(2 * groups)})
     assert improvement(batch, rows) == pytest.approx((ratio - 1) / 2, rel=1e-3)

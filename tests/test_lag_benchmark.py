@@ -1,4 +1,5 @@
-"""The benchmark of methods against staleness, experiments/lag: its model, tasks, trainer, queue and report."""
+"""The benchmark of methods against staleness, experiments/lag: its model, tasks, trainer, queue and
+report."""
 
 from __future__ import annotations
 
@@ -168,7 +169,8 @@ def test_chain_with_luck_swaps_rewards_but_not_scores():
 
 
 def walk(task: Gamble, prompt: Tensor, kinds: list[int]) -> Tensor:
-    """The completion that takes a jump of these kinds where there is one, from the first node on, else the first."""
+    """The completion that takes a jump of these kinds where there is one, from the first node on,
+    else the first."""
     node, written = 0, []
     while node < task.goal:
         terrain = int(task._terrain_at(prompt[None], torch.tensor([[node]])))
@@ -315,7 +317,8 @@ def test_sawtooth_with_lag_0_is_the_same_as_constant_lag_0_but_for_its_samples()
 
 
 def stale_batch(task: Task, log_ratio: float) -> tuple[Batch, Tensor]:
-    """A batch of 4 groups with rewards that differ, and log-probs of a policy that is this far from the sampler's."""
+    """A batch of 4 groups with rewards that differ, and log-probs of a policy that is this far from
+    the sampler's."""
     generator = torch.Generator().manual_seed(0)
     B, L = task.prompts_per_batch, task.completion_length
     completions = torch.randint(0, 10, (1, B, 8, L), generator=generator)
@@ -356,7 +359,8 @@ def test_method_said_to_be_the_same_as_another_has_its_gradient(method):
 
 
 def test_learning_rate_by_ess_scales_the_step():
-    """Four steps of Adam move a weight by about the learning rate each, here times the root of an ESS below 1."""
+    """Four steps of Adam move a weight by about the learning rate each, here times the root of an
+    ESS below 1."""
     architecture, start = start_of(SMALL_TASK)
     moved = {}
     for name in "seq_tis", "seq_tis_ess":
@@ -568,6 +572,7 @@ def test_reinforce_without_lag_follows_the_gradient_of_the_return():
     ],
 )
 def test_exact_returns_at_lags_0_16_and_256(method, toy, expected):
-    """After 1,024 steps. With old samples REINFORCE ends on the second-best symbol (.8, and .9 for one of two)."""
+    """After 1,024 steps. With old samples REINFORCE ends on the second-best symbol (.8, and .9 for
+    one of two)."""
     returns = run(EQUAL[method].recipe, toy, lags=[0, 16, 256], steps=1024)
     assert [round(value, 3) for value in returns[-1].tolist()] == expected

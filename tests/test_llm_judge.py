@@ -55,7 +55,8 @@ def server() -> Iterator[Any]:
 
 
 def scored(url: str, *texts: str, deadline: float = 10.0, **options: Any) -> list[Outcome]:
-    """The outcomes of these answers to a question in two turns, with the reference answer {completion}."""
+    """The outcomes of these answers to a question in two turns, with the reference answer
+    {completion}."""
     turns = ({"role": "system", "content": "Add."}, {"role": "user", "content": "1 + {low}?"})
     group = Group(Prompt(0, turns, "{completion}"), tuple(map(make_completion, texts)))
     given: Any = {

@@ -1,4 +1,5 @@
-"""Model directories that are not what they say are rejected in one line before a run is made; sound ones load."""
+"""Model directories that are not what they say are rejected in one line before a run is made; sound
+ones load."""
 
 from __future__ import annotations
 

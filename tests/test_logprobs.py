@@ -15,7 +15,8 @@ VOCABULARY, WIDTH, ROWS, TAU = 103, 32, 41, 0.7
 
 
 def gradients(dtype, sizes: Chunks | None, bias=False):
-    """Log-probs, and the gradients of a weighted sum of them: of the hidden states, the weight and the bias."""
+    """Log-probs, and the gradients of a weighted sum of them: of the hidden states, the weight and
+    the bias."""
     torch.manual_seed(0)
     head = nn.Linear(WIDTH, VOCABULARY, bias=bias).to(dtype)
     hidden = torch.randn(ROWS, WIDTH).to(dtype).requires_grad_()

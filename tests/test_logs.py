@@ -1,4 +1,4 @@
-"""Where log records go: to standard error for the command line, to a run's display, to the program's own handlers."""
+"""The targets of log records: standard error, a run's display, or the program's own handlers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ logger = logging.getLogger("lagrpo")
 
 @pytest.fixture(autouse=True)
 def _no_handler():
-    """As in a program that has not called the command line."""
+    """Removes the handlers, as in a program that has not called the command line."""
     handlers, level = list(logger.handlers), logger.level
     logger.handlers, logger.level = [], logging.NOTSET
     logger.manager._clear_cache()  # type: ignore[attr-defined]

@@ -46,8 +46,8 @@ def watch(monkeypatch, owner: type, name: str, events: list, note: Callable[...,
 
 
 def test_loop_calls_follow_the_order_of_algorithm_1(algorithm, monkeypatch):
-    """every(2), i = 2, M = 3, S = 2: k = 2 of each stage syncs weights; what lies between weight syncs is generated at
-    once."""
+    """every(2), i = 2, M = 3, S = 2: k = 2 of each stage syncs weights; what lies between weight
+    syncs is generated at once."""
     schedule = {"sync_every": 2, "num_iterations": 2, "batches": 6, "ref_sync_every": 3}
     a = algorithm(schedule=schedule, loss={"recipe": "grpo"})
     events: list[tuple[Any, ...]] = []

@@ -1,4 +1,5 @@
-"""Adapters beside frozen weights: their gradients, versions of them, what PEFT makes of them, runs that train them."""
+"""Adapters beside frozen weights: their gradients, versions of them, what PEFT makes of them, runs
+that train them."""
 
 from __future__ import annotations
 
@@ -80,17 +81,21 @@ def gradients(policy: Any) -> dict[str, Tensor]:
     ("kind", "targets"), [("llama", ("all-linear",)), ("qwen2", ("q_proj", "v_proj", "up_proj"))]
 )
 def test_gradient_of_adapters_is_that_of_plain_autograd(kind, targets):
-    """In float32 by the kernels and by autograd through the modules; in bfloat16 near both. Frozen weights get none."""
+    """In float32 by the kernels and by autograd through the modules; in bfloat16 near both. Frozen
+    weights get none."""
     lora = Lora(3, 6.0, targets, seed=1)
     expected = gradients(computed_by(adapted_policy(kind, torch.float32, lora, 0.2), "torch"))
     assert expected.keys() == {*adapted_policy(kind, torch.float32, lora).weights}
-    found = gradients(adapted_policy(kind, torch.float32, lora, 0.2))
-    assert found.keys() == expected.keys()
+    by_kernels = gradients(adapted_policy(kind, torch.float32, lora, 0.2))
+    assert by_kernels.keys() == expected.keys()
     for name, grad in expected.items():
-        torch.testing.assert_close(found[name], grad, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(by_kernels[name], grad, rtol=1e-3, atol=1e-4)
     rounded = gradients(adapted_policy(kind, torch.bfloat16, lora, 0.2))
     both = torch.stack(
-        [torch.cat([of[name].float().flatten() for name in expected]) for of in (rounded, expected)]
+        [
+            torch.cat([gradients_by_name[name].float().flatten() for name in expected])
+            for gradients_by_name in (rounded, expected)
+        ]
     )
     assert torch.nn.functional.cosine_similarity(both[0], both[1], dim=0) > 0.99
 
@@ -101,9 +106,11 @@ def test_versions_share_all_but_their_adapters():
     alpha, ref = copy_policy(policy), copy_policy(policy)
     frozen = [p for p in policy.model.lm.parameters() if not p.requires_grad]
     for copy in (alpha, ref):
-        own = {p.data_ptr() for p in copy.model.lm.parameters()}
-        assert all(p.data_ptr() in own for p in frozen)
-        assert not own & {p.data_ptr() for p in policy.model.lm.parameters() if p.requires_grad}
+        addresses = {p.data_ptr() for p in copy.model.lm.parameters()}
+        assert all(p.data_ptr() in addresses for p in frozen)
+        assert not addresses & {
+            p.data_ptr() for p in policy.model.lm.parameters() if p.requires_grad
+        }
     before = logp_of(policy)
     move(policy, 0.2, seed=2)
     assert torch.equal(logp_of(alpha), before)
@@ -118,15 +125,15 @@ def test_update_moves_the_adapters_and_nothing_else():
     policy = adapted_policy(dtype=torch.bfloat16)
     before = {name: p.detach().clone() for name, p in policy.model.lm.named_parameters()}
     recipe = resolve("grpo", {"beta": 0.0})
-    own = make_trainer(policy, recipe, lr=1e-2)
+    trainer = make_trainer(policy, recipe, lr=1e-2)
     batch = assembled(recipe, judge_groups(generate_groups(policy)))
     for _ in range(2):  # A has no gradient until B has moved
-        own.step(own.pack(batch, 4096))
+        trainer.step(trainer.pack(batch, 4096))
     moved = {
         name for name, p in policy.model.lm.named_parameters() if not torch.equal(p, before[name])
     }
     assert moved == {*policy.weights}
-    assert {name.partition("/")[2] for name in own.state()} == {*policy.weights}
+    assert {name.partition("/")[2] for name in trainer.state()} == {*policy.weights}
 
 
 def test_start_of_adapters_depends_on_seed_and_name_alone():
@@ -147,13 +154,15 @@ def test_start_of_adapters_depends_on_seed_and_name_alone():
 @torch.no_grad()
 def by_transformers(lm: Any) -> Tensor:
     """log-probs of completion tokens, one sequence at a time."""
-    found = []
+    logp_of_completions = []
     for prompt_ids, completions in ROW:
         for tokens in completions:
             row = torch.cat([torch.tensor(prompt_ids), tokens])
             logp = lm(input_ids=row[None], use_cache=False).logits[0].float().log_softmax(-1)
-            found.append(logp[len(prompt_ids) - 1 : -1].gather(1, tokens[:, None]).squeeze(1))
-    return torch.cat(found)
+            logp_of_completions.append(
+                logp[len(prompt_ids) - 1 : -1].gather(1, tokens[:, None]).squeeze(1)
+            )
+    return torch.cat(logp_of_completions)
 
 
 def plain_model(path: Path, dtype: torch.dtype = torch.float32) -> Any:
@@ -173,8 +182,12 @@ def test_peft_computes_what_we_compute_from_a_saved_adapter(model, tmp_path, dty
     initial = logp_of(policy)
     move(policy, 0.3)
     policy.save(tmp_path / "adapter")
-    said = json.loads((tmp_path / "adapter" / CONFIG).read_text(encoding="utf-8"))
-    assert (said["r"], said["lora_alpha"], said["base_model_name_or_path"]) == (4, 12, str(model))
+    config = json.loads((tmp_path / "adapter" / CONFIG).read_text(encoding="utf-8"))
+    assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (
+        4,
+        12,
+        str(model),
+    )
     ours = logp_of(policy)
     assert (ours - initial).abs().mean() > 0.1
     assert torch.equal(logp_of(load_policy(str(tmp_path / "adapter"), dtype)), ours)
@@ -188,26 +201,26 @@ def test_peft_computes_what_we_compute_from_a_saved_adapter(model, tmp_path, dty
 
 
 @pytest.mark.parametrize(
-    "chosen",
+    "peft_options",
     [
         {"target_modules": r".*\.(q|up)_proj"},
         {"target_modules": ["self_attn.o_proj"], "layers_to_transform": [1]},
     ],
     ids=str,
 )
-def test_adapters_that_peft_made_are_those_that_peft_reads(model, tmp_path, chosen):
+def test_adapters_that_peft_made_are_those_that_peft_reads(model, tmp_path, peft_options):
     from peft import LoraConfig, get_peft_model
 
-    made = get_peft_model(
-        plain_model(model), LoraConfig(r=3, lora_alpha=7, task_type="CAUSAL_LM", **chosen)
+    peft_model = get_peft_model(
+        plain_model(model), LoraConfig(r=3, lora_alpha=7, task_type="CAUSAL_LM", **peft_options)
     ).eval()
     with torch.no_grad():
-        for name, weight in made.named_parameters():
+        for name, weight in peft_model.named_parameters():
             if "lora_B" in name:
                 weight.normal_(0, 0.3, generator=torch.Generator().manual_seed(len(name)))
-    made.save_pretrained(str(tmp_path / "adapter"))
+    peft_model.save_pretrained(str(tmp_path / "adapter"))
     policy = load_policy(str(tmp_path / "adapter"), torch.float32)
-    assert (logp_of(policy) - by_transformers(made)).abs().mean() < 1e-5
+    assert (logp_of(policy) - by_transformers(peft_model)).abs().mean() < 1e-5
     assert (logp_of(policy) - logp_of(load_policy(str(model), torch.float32))).abs().mean() > 0.01
 
 
@@ -216,7 +229,8 @@ def test_adapters_that_peft_made_are_those_that_peft_reads(model, tmp_path, chos
 
 @pytest.fixture(scope="module")
 def whole(model, tmp_path_factory):
-    """A run of adapters in two stages with a KL term and a lag, and a checkpoint of each of its six batches."""
+    """A run of adapters in two stages with a KL term and a lag, and a checkpoint of each of its six
+    batches."""
     settings = tiny_settings(
         model,
         tmp_path_factory.mktemp("whole"),
@@ -279,7 +293,7 @@ def test_training_from_an_adapter_directory_is_rejected(whole, tmp_path):
 
 
 def test_damaged_adapter_is_rejected(whole, tmp_path):
-    for n, (config, number, said) in enumerate(
+    for n, (config, number, problem) in enumerate(
         [
             ({}, math.nan, "1 of .* numbers in .*lora_A are not finite in bfloat16"),
             (
@@ -300,13 +314,13 @@ def test_damaged_adapter_is_rejected(whole, tmp_path):
         file.write_text(json.dumps(json.loads(file.read_bytes()) | config), encoding="utf-8")
         next(tensor for name, tensor in weights.items() if "lora_A" in name).view(-1)[0] = number
         save_file(weights, folder / WEIGHTS)
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=problem):
             load_policy(str(folder), torch.bfloat16)
 
 
 def test_updates_on_three_ranks_are_the_same_bits_as_on_one(ranks):
-    made = {"dtype": "bfloat16", "max_grad_norm": None, "lora": LORA}
-    _, state, weights = five_updates(None, made, True)
-    found = ranks.run(five_updates, made, True, size=3)
-    assert same(MergedState([rank[1] for rank in found]), state)
-    assert all(same(rank[2], weights) for rank in found)
+    options = {"dtype": "bfloat16", "max_grad_norm": None, "lora": LORA}
+    _, state, weights = five_updates(None, options, True)
+    results = ranks.run(five_updates, options, True, size=3)
+    assert same(MergedState([rank[1] for rank in results]), state)
+    assert all(same(rank[2], weights) for rank in results)

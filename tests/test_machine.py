@@ -1,4 +1,4 @@
-"""How many threads compute, and how they wait for each other."""
+"""The number of threads that compute."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from each import each
 from ranks import torchrun_environment
 from running import tiny_settings
 from tiny import save_tiny
@@ -20,7 +19,8 @@ from lagrpo.training.run import train
 
 @pytest.fixture(autouse=True)
 def two_threads(monkeypatch):
-    """PyTorch has two threads on a machine of two cores, and the user's environment does not say so."""
+    """PyTorch has two threads on a machine of two cores, and the user's environment does not say
+    so."""
     before = torch.get_num_threads()
     for name in machine.NUMBER:
         monkeypatch.delenv(name, raising=False)
@@ -37,7 +37,14 @@ def test_environment_then_record_then_cores_decide(monkeypatch):
     assert machine.choose_threads(recorded=5) == 2
 
 
-@each(("usable", "physical", "expected"), [(1, 2, 1), (8, 2, 2), (2, 4, 2)])
+@pytest.mark.parametrize(
+    ("usable", "physical", "expected"),
+    [
+        pytest.param(1, 2, 1, id="1 of 2 cores usable"),
+        pytest.param(8, 2, 2, id="8 logical cores on 2"),
+        pytest.param(2, 4, 2, id="2 of 4 cores usable"),
+    ],
+)
 def test_default_is_physical_cores_within_affinity_and_quota(
     monkeypatch, usable, physical, expected
 ):
@@ -58,41 +65,33 @@ def test_ranks_of_a_host_share_its_cores_whatever_torchrun_sets(monkeypatch):
     assert [machine.choose_threads(ranks=ranks) for ranks in (1, 2, 3, 8)] == [1, 3, 2, 1]
 
 
-@each(
+@pytest.mark.parametrize(
     ("files", "expected"),
     [
-        ({"cpu.max": "150000 100000"}, 1.5),
-        ({"cpu.max": "max 100000"}, None),
-        ({"cpu/cpu.cfs_quota_us": "200000", "cpu/cpu.cfs_period_us": "100000"}, 2.0),
-        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None),
-        ({}, None),
+        pytest.param({"cpu.max": "150000 100000"}, 1.5, id="version 2"),
+        pytest.param({"cpu.max": "max 100000"}, None, id="version 2 without a quota"),
+        pytest.param(
+            {"cpu/cpu.cfs_quota_us": "200000", "cpu/cpu.cfs_period_us": "100000"},
+            2.0,
+            id="version 1",
+        ),
+        pytest.param(
+            {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"},
+            None,
+            id="version 1 without a quota",
+        ),
+        pytest.param({}, None, id="no control groups"),
     ],
 )
 def test_quota_of_either_version_is_read_in_cpus(tmp_path, files, expected):
-    root = tmp_path / str(len([*tmp_path.iterdir()]))
     for name, content in files.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(content + "\n", encoding="utf-8")
-    assert machine.read_quota(root) == expected
+        file = tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(content + "\n", encoding="utf-8")
+    assert machine.read_quota(tmp_path) == expected
 
 
 # Runs
-
-
-@pytest.fixture
-def run(tmp_path):
-    """A run of two threads, and what resumes it."""
-    model = save_tiny(tmp_path / "model")
-
-    def go(batches: int) -> Path:
-        sections = {
-            "run": {"name": "run"},
-            "schedule": {"batches": batches},
-            "eval": {"at_start": False},
-        }
-        return train(tiny_settings(model, tmp_path, **sections), resume="auto").run
-
-    return go
 
 
 def test_resume_uses_the_recorded_number_of_threads_and_warns_about_another(
@@ -101,7 +100,7 @@ def test_resume_uses_the_recorded_number_of_threads_and_warns_about_another(
     model = save_tiny(tmp_path / "model")
 
     def run(batches: int) -> Path:
-        """A run of two threads, or what resumes it."""
+        """Starts a run of two threads, or resumes it."""
         sections = {
             "run": {"name": "run"},
             "schedule": {"batches": batches},
@@ -123,7 +122,7 @@ def test_resume_uses_the_recorded_number_of_threads_and_warns_about_another(
 
 
 @pytest.mark.usefixtures("with_kernels")
-@each("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_kernels_sum_a_norms_gradient_over_the_same_slices_with_any_number(dtype):
     noise = torch.Generator().manual_seed(0)
     x, grad_y, grad_total = (torch.randn(300, 48, generator=noise).to(dtype) for _ in range(3))
@@ -135,6 +134,3 @@ def test_kernels_sum_a_norms_gradient_over_the_same_slices_with_any_number(dtype
             found.append(kernels.norm_backward(x, weight, rstd, grad_y, grad_total)[:2])
     assert found[0][1].abs().max() > 0
     assert all(map(torch.equal, found[0] * 2, found[1] + found[2]))
-
-
-# How threads wait

@@ -1,4 +1,5 @@
-"""MasterWeights: they start inside the rounding cells of their weights, and the weights follow them on average."""
+"""MasterWeights: they start inside the rounding cells of their weights, and the weights follow them
+on average."""
 
 from __future__ import annotations
 
@@ -8,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from each import each
 from tiny import tiny_policy
 from torch import nn
 
@@ -32,7 +32,7 @@ def module(*tensors: torch.Tensor) -> nn.Module:
 
 
 def rounded(masters: torch.Tensor) -> torch.Tensor:
-    """What MasterWeights.write_back makes of float32 numbers, as float64."""
+    """The weights that MasterWeights.write_back makes of float32 numbers, as float64."""
     held = MasterWeights(module(torch.zeros(len(masters), dtype=torch.bfloat16)), "plain", 0)
     held.parameters[0].data.copy_(masters)
     held.write_back()
@@ -42,10 +42,12 @@ def rounded(masters: torch.Tensor) -> torch.Tensor:
 # A dithered master rounds to its weight
 
 
-@each("draw", [-32767, -32766, -1, 0, 1, 12345, 32766, 32767])
+@pytest.mark.parametrize(
+    "draw", [-32767, -32766, -1, 0, 1, 12345, 32766, 32767], ids="draw {}".format
+)
 def test_every_bfloat16_number_survives_the_round_trip(draw):
-    """All 65,536 patterns: normal, subnormal, the largest, both zeros, infinities and NaN; odd ones round away from
-    the ends of their cells, even ones to them."""
+    """All 65,536 patterns: normal, subnormal, the largest, both zeros, infinities and NaN; odd ones
+    round away from the ends of their cells, even ones to them."""
     weights = ALL.view(torch.bfloat16)
     value = weights.float()
     moves = (weights != 0) & weights.isfinite()
@@ -72,9 +74,10 @@ def test_dither_covers_the_whole_cell_and_is_keyed():
         assert (draws[:1000] == signed16(1000, *other)).mean() < 0.01
 
 
-@each("kind", ["llama", "qwen2"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
 def test_dithering_does_not_change_the_initial_policy(kind):
-    """The weights to the bit, of every name and whatever the order of the parameters; masters alone differ."""
+    """The weights to the bit, of every name and whatever the order of the parameters; masters alone
+    differ."""
     policy = tiny_policy(kind, torch.bfloat16)
     before = {name: w.clone() for name, w in policy.weights.items()}
     optimization = Optimization(lr=1e-3, seed=4)
@@ -103,8 +106,8 @@ def test_plain_master_weights_equal_the_weights_and_float32_has_none():
 
 
 def expected_step(pattern: int, step: float) -> float:
-    """The mean step of a bfloat16 weight over all draws when its master makes `step`; both in spacings of float32 at
-    the weight (above it), of which a spacing of bfloat16 has 65,536."""
+    """The mean step of a bfloat16 weight over all draws when its master makes `step`; both in
+    spacings of float32 at the weight (above it), of which a spacing of bfloat16 has 65,536."""
     weight = torch.tensor([pattern], dtype=torch.int16).view(torch.bfloat16).float()
     spacing = float(np.spacing(weight.abs().numpy()[0]))
     masters = weight.repeat(len(DRAWS))
@@ -118,32 +121,34 @@ POWER = 0x3C80  # 2^-6
 HALF, WHOLE = 2**15, 2**16  # of a bfloat16 spacing
 
 
-@each("step", [1, 7, 549, 16384, HALF - 1])
-@each("sign", [1, -1])
+@pytest.mark.parametrize("step", [1, 7, 549, 16384, HALF - 1], ids="step {}".format)
+@pytest.mark.parametrize("sign", [1, -1], ids=["up", "down"])
 def test_expected_step_of_an_odd_weight_equals_the_step_of_its_master_weight(step, sign):
     for pattern in (ODD, ODD - 2**15):  # the weight and its negative
         assert expected_step(pattern, sign * step) == sign * step
 
 
-@each("step", [1, 7, 549, 16384, HALF - 1])
-@each("sign", [1, -1])
+@pytest.mark.parametrize("step", [1, 7, 549, 16384, HALF - 1], ids="step {}".format)
+@pytest.mark.parametrize("sign", [1, -1], ids=["up", "down"])
 def test_expected_step_of_an_even_weight_is_one_float32_spacing_smaller(step, sign):
     """Its cell has both ends, one number more than there are draws on either side."""
     for pattern in (EVEN, EVEN - 2**15):
         assert expected_step(pattern, sign * step) == sign * (step - 1)
 
 
-@each("step", [HALF, HALF + 1, WHOLE, 100_000, 5 * WHOLE + 12345, 9 * WHOLE - 1])
-@each("sign", [1, -1])
+@pytest.mark.parametrize(
+    "step", [HALF, HALF + 1, WHOLE, 100_000, 5 * WHOLE + 12345, 9 * WHOLE - 1], ids="step {}".format
+)
+@pytest.mark.parametrize("sign", [1, -1], ids=["up", "down"])
 def test_steps_over_several_cells_are_expected_within_one_float32_spacing(step, sign):
     for pattern in (ODD, EVEN):
         assert abs(expected_step(pattern, sign * step) - sign * step) <= 1
 
 
-@each("step", [2, 8, 548, 8192, HALF // 2])
+@pytest.mark.parametrize("step", [2, 8, 548, 8192, HALF // 2], ids="step {}".format)
 def test_at_a_power_of_two_the_expected_step_holds_up_to_half_a_spacing(step):
-    """Numbers below it lie twice as densely. Half of the draws are there, in half the width: as much leaves the cell on
-    either side."""
+    """Numbers below it lie twice as densely. Half of the draws are there, in half the width: as
+    much leaves the cell on either side."""
     assert abs(expected_step(POWER, 2 * step) - 2 * step) <= 1
     assert abs(expected_step(POWER, -step) + step) <= 1
 
@@ -158,8 +163,9 @@ COPIES = 2**14
 
 
 class Bandit:
-    """`COPIES` bandits that learn side by side, each with its draw: rows of one parameter, which AdamW steps number by
-    number. π of an arm is its softmax; each step follows the exact gradient of the expected reward."""
+    """`COPIES` bandits that learn side by side, each with its draw: rows of one parameter, which
+    AdamW steps number by number. π of an arm is its softmax; each step follows the exact gradient
+    of the expected reward."""
 
     def __init__(self, dtype: torch.dtype, masters: Any, weight_decay: float) -> None:
         self.parameters: Any = nn.ParameterDict({"logits": LOGITS.to(dtype).repeat(COPIES, 1)})
@@ -183,11 +189,12 @@ class Bandit:
         return self.parameters["logits"].detach().double().softmax(1)
 
 
-@each("weight_decay", [0.0, 0.2])
-@each("stages", [1, 2])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.2], ids="weight decay {}".format)
+@pytest.mark.parametrize("stages", [1, 2], ids=["one stage", "two stages"])
 def test_bandit_in_bfloat16_learns_as_in_float32_only_with_dithered_masters(weight_decay, stages):
-    """16 updates of 1e-4 are less than half a spacing (2e-3), weight decay included: plain, no weight moves. Dithered,
-    E π_t is float32's within four standard errors of the 16,384 draws; one is at most a fiftieth of the way of π."""
+    """16 updates of 1e-4 are less than half a spacing (2e-3), weight decay included: plain, no
+    weight moves. Dithered, E π_t is float32's within four standard errors of the 16,384 draws; one
+    is at most a fiftieth of the way of π."""
     bandits = {
         name: Bandit(dtype, masters, weight_decay)
         for name, dtype, masters in (

@@ -1,4 +1,4 @@
-"""Weights, model and packed rows: what each of them can do, and that hooks on linear layers fire."""
+"""Weights, models and packed rows; hooks on linear layers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def packed() -> Packed:
 
 @BOTH
 def test_hooks_on_every_linear_layer_of_the_decoder_fire_in_trainer_and_sampler(dtype):
-    """Where the kernels would compute whole layers, too: a hooked model is called module by module."""
+    """A hooked model runs module by module, although the kernels could compute whole layers."""
     policy = tiny_policy(dtype=dtype, backend="c")
     assert policy.model.layers is not None
     with torch.no_grad():
@@ -87,12 +87,12 @@ def test_packed_row_has_every_token_at_its_position_behind_the_row_that_predicts
     ]
     row = Packed.build(groups)
     layout, tokens = row.layout, row.input_ids.tolist()
-    whole = [(prompt, c.tolist()) for prompt, completions in groups for c in completions]
-    places = {token: at for prompt, _ in groups for at, token in enumerate(prompt)}
-    places |= {token: len(prompt) + at for prompt, c in whole for at, token in enumerate(c)}
-    assert row.token_ids.tolist() == [token for _, c in whole for token in c]
-    assert layout.position_ids.tolist() == [places[token] for token in tokens]
-    before = [token for prompt, c in whole for token in [prompt[-1], *c[:-1]]]
+    pairs = [(prompt, c.tolist()) for prompt, completions in groups for c in completions]
+    positions = {token: at for prompt, _ in groups for at, token in enumerate(prompt)}
+    positions |= {token: len(prompt) + at for prompt, c in pairs for at, token in enumerate(c)}
+    assert row.token_ids.tolist() == [token for _, c in pairs for token in c]
+    assert layout.position_ids.tolist() == [positions[token] for token in tokens]
+    before = [token for prompt, c in pairs for token in [prompt[-1], *c[:-1]]]
     assert [tokens[at] for at in layout.logit_rows.tolist()] == before
     assert [tokens[at] for at in layout.last_prompt_rows.tolist()] == [
         prompt[-1] for prompt, _ in groups

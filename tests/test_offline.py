@@ -78,12 +78,12 @@ def test_share_of_each_batch_comes_from_the_file(tmp_path, model, generated):
     run = trained(tmp_path, model, offline={"data": str(generated), "fraction": 0.5})
     for batch in (1, 2, 3):
         rows = load_rollouts(run, [batch])
-        given, fresh = (
+        from_file, sampled = (
             [r for r in rows if r["source"] == source] for source in ("file", "sampler")
         )
-        assert len(given) == len(fresh) == 8
-        assert {tuple(r["token_ids"]) for r in given} <= tokens_of(generated.parent.parent)
-        assert {r["policy_versions"][0] for r in fresh} == {batch - 1}
+        assert len(from_file) == len(sampled) == 8
+        assert {tuple(r["token_ids"]) for r in from_file} <= tokens_of(generated.parent.parent)
+        assert {r["policy_versions"][0] for r in sampled} == {batch - 1}
 
 
 def test_offline_texts_without_log_probs_train_only_recipes_without_a_ratio(tmp_path, model, texts):
@@ -102,7 +102,8 @@ def test_offline_texts_without_log_probs_train_only_recipes_without_a_ratio(tmp_
 
 
 def test_dynamic_sampling_fills_a_batch_with_groups_that_have_a_signal(tmp_path, model):
-    """Greedy sampling makes most groups flat; attempts replace them by other prompts, and stop at the bound."""
+    """Greedy sampling makes most groups flat; attempts replace them by other prompts, and stop at
+    the bound."""
     cold, schedule = (
         {"temperature": 0.1, "num_generations": 3},
         {"batches": 1, "prompts_per_batch": 6},
@@ -139,9 +140,10 @@ def test_dynamic_sampling_leaves_offline_groups_alone(tmp_path, model, texts):
 
 @pytest.mark.parametrize("recipe", ["grpo_masked", "red_drop"])
 def test_lag_metrics_are_over_every_scored_completion(tmp_path, model, recipe):
-    """Also of flat groups, which the loss leaves out, and of those that red_drop drops by their rewards."""
-    given = {"task": {"name": "sample_task:load_vowels"}, "loss": {"recipe": recipe}}
-    run = trained(tmp_path, model, **given, schedule={"sync_every": 9, "batches": 4})
+    """Also of flat groups, which the loss leaves out, and of those that red_drop drops by their
+    rewards."""
+    sections = {"task": {"name": "sample_task:load_vowels"}, "loss": {"recipe": recipe}}
+    run = trained(tmp_path, model, **sections, schedule={"sync_every": 9, "batches": 4})
     metrics = load_metrics(run)
     assert any(m["frac_reward_zero_std"] > 0 for m in metrics[1:])
     for line in metrics[1:]:
@@ -150,7 +152,9 @@ def test_lag_metrics_are_over_every_scored_completion(tmp_path, model, recipe):
             [k - a for k, a in zip(r["old_logprobs"], r["rollout_logprobs"], strict=True)]
             for r in rows
         ]
-        expected = sum(math.expm1(x) - x for of_row in ratios for x in of_row) / len(rows)
+        expected = sum(math.expm1(x) - x for ratios_of_row in ratios for x in ratios_of_row) / len(
+            rows
+        )
         assert line["rollout/seq_kl"] == pytest.approx(expected, rel=1e-5)
         assert line["rollout/seq_kl"] > 0
-        assert all(sum(of_row) != 0 for of_row in ratios)
+        assert all(sum(ratios_of_row) != 0 for ratios_of_row in ratios)

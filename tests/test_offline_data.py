@@ -108,7 +108,7 @@ def test_bad_rows_are_named(tmp_path):
 
 def test_log_prob_of_null_is_unknown_and_one_that_rounding_left_above_0_is_known(tmp_path):
     nan = float("nan")
-    for logp_alpha, known in (
+    for logp_alpha, expected in (
         (None, []),
         ([None, -0.5], [-0.5]),
         ([nan, -0.5], [-0.5]),
@@ -116,9 +116,9 @@ def test_log_prob_of_null_is_unknown_and_one_that_rounding_left_above_0_is_known
     ):
         row = {"prompt": "1+1=", "token_ids": [5, 1], "rollout_logprobs": logp_alpha, "reward": 1.0}
         offline_data = loaded(written(tmp_path, [row]), tiny_policy(), G=2, seed=0)
-        assert offline_data.has_logp == (len(known) == 2)
-        found = offline_data.batch(1, 1)[0].completions[0].logp_alpha
-        assert found[~found.isnan()].tolist() == pytest.approx(known)
+        assert offline_data.has_logp == (len(expected) == 2)
+        read = offline_data.batch(1, 1)[0].completions[0].logp_alpha
+        assert read[~read.isnan()].tolist() == pytest.approx(expected)
 
 
 def test_bad_files_are_named(tmp_path):
@@ -164,7 +164,7 @@ def rollouts(root, batches, name="run"):
 
 
 def test_run_glob_list_and_file_give_the_groups_of_the_run(tmp_path):
-    """What batch 2 asked again is another group."""
+    """A prompt that batch 2 repeats has another group."""
     policy = tiny_policy()
     written_ones = [completion(policy, "1"), completion(policy, "2", outcome=Outcome.unscored("?"))]
     run = rollouts(tmp_path, [written_ones, [completion(policy, "3")]])
@@ -204,10 +204,11 @@ def test_completions_that_failed_or_lack_log_probs_are_left_out_and_counted(tmp_
     )
     every = loaded(run, policy, G=4, seed=0)
     assert (every.has_logp, every.left_out) == (False, {"failed": 1})
-    known = loaded(run, policy, G=4, seed=0, reads_logp=True)
-    assert (known.has_logp, known.left_out) == (True, {"failed": 1, "without log-probs": 1})
+    with_logp = loaded(run, policy, G=4, seed=0, reads_logp=True)
+    assert (with_logp.has_logp, with_logp.left_out) == (True, {"failed": 1, "without log-probs": 1})
     assert (
-        str(known) == "1 completion of 1 group in 1 file; left out: 1 failed, 1 without log-probs"
+        str(with_logp)
+        == "1 completion of 1 group in 1 file; left out: 1 failed, 1 without log-probs"
     )
     none = loaded(written(tmp_path, ROWS), policy, G=2, seed=0, reads_logp=True)
     assert (none.has_logp, len(none)) == (False, 3)  # for the caller to reject
@@ -223,22 +224,22 @@ def test_completion_of_several_turns_is_the_conversation_that_the_template_write
         "reward": 1.0,
     }
     data = loaded(written(tmp_path, [row, row | {"finished": False}]), policy, G=2, seed=0)
-    whole, cut = data.batch(1, 1)[0].completions
-    text = policy.chat.tokenizer.decode(whole.token_ids)
+    uncut, cut = data.batch(1, 1)[0].completions
+    text = policy.chat.tokenizer.decode(uncut.token_ids)
     assert text == "5<eos>\nuser: higher\ntool: !\nassistant: 7<eos>"
-    assert policy.chat.tokenizer.decode(whole.token_ids[whole.sampled]) == "5<eos>7<eos>"
-    assert whole.token_ids.tolist()[:-1] == cut.token_ids.tolist()
-    assert (whole.turns, cut.length) == (("5", "higher\n!", "7"), 3)
+    assert policy.chat.tokenizer.decode(uncut.token_ids[uncut.sampled]) == "5<eos>7<eos>"
+    assert uncut.token_ids.tolist()[:-1] == cut.token_ids.tolist()
+    assert (uncut.turns, cut.length) == (("5", "higher\n!", "7"), 3)
 
 
 def test_messages_as_json_or_in_parts_and_the_end_of_a_turn_are_read(tmp_path, caplog):
     policy = tiny_policy()
     policy.chat.tokenizer.chat_template = TURNS
-    said = [{"role": "assistant", "content": [{"type": "text", "text": "2"}]}]
+    messages = [{"role": "assistant", "content": [{"type": "text", "text": "2"}]}]
     prompt = json.dumps([{"role": "user", "content": "1+1"}])
     rows = [
-        {"prompt": prompt, "completion": each, "reward": 1.0}
-        for each in ("2<eos>", said, json.dumps(said))
+        {"prompt": prompt, "completion": completion, "reward": 1.0}
+        for completion in ("2<eos>", messages, json.dumps(messages))
     ]
     (group,) = loaded(written(tmp_path, rows), policy, G=3, seed=0).batch(1, 1)
     assert policy.chat.tokenizer.decode(group.prompt.token_ids) == "user: 1+1\nassistant: "
@@ -303,8 +304,8 @@ def test_call_in_a_completion_that_the_template_drops_is_rejected(tmp_path):
         "m in messages", "m in messages if m.role != 'tool'"
     )
     turns = [("assistant", "5"), ("tool", "higher"), ("assistant", "7")]
-    said = [{"role": role, "content": text} for role, text in turns]
-    row = {"prompt": "guess", "completion": said, "reward": 1.0}
+    messages = [{"role": role, "content": text} for role, text in turns]
+    row = {"prompt": "guess", "completion": messages, "reward": 1.0}
     with pytest.raises(ValueError, match=r"line 1: the rendered prompt lacks 'higher'"):
         loaded(written(tmp_path, [row]), policy, G=1, seed=0)
 

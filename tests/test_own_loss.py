@@ -1,12 +1,13 @@
-"""Losses of a user's own: the examples of docs/own-loss.md, and runs that train, resume and verify with one."""
+"""Losses of a user's own: the examples of docs/own-loss.md, and runs that train, resume and verify
+with one."""
 
-import re
 import shutil
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from page_code import current_directory_with, python_blocks
 from running import tiny_settings
 from tiny import save_tiny
 
@@ -17,20 +18,16 @@ from lagrpo.settings.own_loss import keep_sources
 from lagrpo.settings.sections import LossSettings
 from lagrpo.verify import verify_run
 
-PAGE = Path(__file__).parents[1] / "docs" / "own-loss.md"
 MODULE = "losses_of_the_page"
 
 
 @pytest.fixture
 def module(tmp_path, monkeypatch):
     """The functions of the page, as a module in the current directory."""
-    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
-    functions = [block for block in blocks if "import lagrpo" not in block]
-    (tmp_path / f"{MODULE}.py").write_text("\n\n".join(functions), encoding="utf-8")
-    monkeypatch.chdir(tmp_path)
-    yield MODULE
-    sys.modules.pop(MODULE, None)
-    sys.path[:] = [entry for entry in sys.path if entry != str(tmp_path)]
+    functions = [block for block in python_blocks("own-loss.md") if "import lagrpo" not in block]
+    text = "\n\n".join(functions)
+    with current_directory_with({MODULE: text}, tmp_path, monkeypatch):
+        yield MODULE
 
 
 def settings(tmp_path, recipe, **loss):

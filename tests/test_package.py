@@ -1,13 +1,17 @@
-"""The wheel has everything that the code reads, and nothing else; programs outside of it use names that it has."""
+"""The wheel has everything that the code reads; files beside the package agree with it."""
 
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
+import tomllib
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parent.parent
 
@@ -58,3 +62,33 @@ def test_programs_outside_the_package_import_names_that_exist():
                 and (node.module or "").partition(".")[0] == "lagrpo"
             ):
                 exec(ast.unparse(node))  # ImportError: cannot import name 'x' from 'lagrpo.y'
+
+
+def read_yaml(name: str) -> Any:
+    return yaml.safe_load((ROOT / name).read_text(encoding="utf-8"))
+
+
+def test_continuous_integration_tests_every_python_version_of_the_package():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    versions = re.findall(r"Python :: (3\.\d+)", " ".join(project["classifiers"]))
+    matrix = read_yaml(".github/workflows/ci.yml")["jobs"]["test"]["strategy"]["matrix"]
+    assert matrix["python-version"] == versions
+
+
+def test_pre_commit_has_the_ruff_of_the_constraints():
+    constraints = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    (ruff,) = [line for line in constraints if line.startswith("ruff==")]
+    hooks = [
+        hook for repo in read_yaml(".pre-commit-config.yaml")["repos"] for hook in repo["hooks"]
+    ]
+    assert {hook["id"] for hook in hooks} == {"ruff-check", "ruff-format"}
+    assert all(hook["additional_dependencies"] == [ruff] for hook in hooks)
+
+
+@pytest.mark.parametrize("form", ["bug", "feature"])
+def test_issue_form_has_what_github_needs(form):
+    template = read_yaml(f".github/ISSUE_TEMPLATE/{form}.yml")
+    assert {"name", "description", "body"} <= template.keys()
+    identifiers = [field["id"] for field in template["body"]]
+    assert len(set(identifiers)) == len(identifiers)
+    assert all(field["attributes"]["label"] for field in template["body"])

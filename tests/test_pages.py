@@ -18,7 +18,7 @@ from lagrpo.settings.schema import Settings
 
 ROOT = Path(__file__).parent.parent
 DOCS = sorted(path.relative_to(ROOT) for path in (ROOT / "docs").glob("*.md"))
-PAGES = [Path("README.md"), *DOCS]
+PAGES = [Path("README.md"), Path("CONTRIBUTING.md"), Path("SECURITY.md"), *DOCS]
 LINKED = [
     *PAGES,
     *sorted(
@@ -88,9 +88,9 @@ def test_settings_named_in_a_page_exist(page):
             entry = any(block.startswith(f"{name}.") for name in (*TABLES, "eval.sets"))
             assert entry or block in known, f"{page}: no setting {block}"
         if language == "toml":
-            given = tomllib.loads(block)
-            if given.keys() <= Settings.model_fields.keys():
-                load_settings(given)
+            sections = tomllib.loads(block)
+            if sections.keys() <= Settings.model_fields.keys():
+                load_settings(sections)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=str)
@@ -126,7 +126,8 @@ def commands(text: str) -> list[list[str]]:
 
 
 def check_settings(name: str, words: list[str]) -> None:
-    """Settings given as --section.key exist and take their values; other options belong to the command."""
+    """Settings given as --section.key exist and take their values; other options belong to the
+    command."""
     if name in ("train", "eval") and not {"…", "VALUE", "--help"} & {*words}:
         command, sections = (
             (Train, [*Settings.model_fields]) if name == "train" else (Eval, list(EVALUATED))

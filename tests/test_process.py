@@ -1,4 +1,4 @@
-"""What a run sets for the process, others find as it was."""
+"""A run restores what it sets for the whole process."""
 
 from __future__ import annotations
 

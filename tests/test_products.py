@@ -8,7 +8,6 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from each import each
 from tiny import computed_by, tiny_policy
 from torch import Tensor, nn
 
@@ -32,10 +31,17 @@ def linear(out: int, k: int, bias: bool = True, seed: int = 0) -> nn.Linear:
     return layer
 
 
-@each("shape", [(1, 2), (101, 576), (200, 2500)])
-def test_product_equals_its_layers_and_is_independent_of_other_rows(shape):
-    """Two layers as one, refilled; any number of rows; outputs that fill no panel; every slice has the same bits."""
-    out, k = shape
+@pytest.mark.parametrize(
+    ("out", "k"),
+    [
+        pytest.param(1, 2, id="2 to 1"),
+        pytest.param(101, 576, id="576 to 101"),
+        pytest.param(200, 2500, id="2500 to 200"),
+    ],
+)
+def test_product_equals_its_layers_and_is_independent_of_other_rows(out, k):
+    """Two layers as one, refilled; any number of rows; outputs that fill no panel; every slice has
+    the same bits."""
     layers = [linear(out, k), linear(5, k, bias=False, seed=1)]
     product = panels.Panels(layers)
     for layer in layers:
@@ -73,8 +79,10 @@ def test_product_equals_its_layers_and_is_independent_of_other_rows(shape):
 
 @contextmanager
 def at_level(level: str) -> Iterator[None]:
-    """Inside, this process computes with the instructions of one level, and with two threads: with one, a store into
-    the next panel is overwritten later and goes unnoticed."""
+    """Makes this process compute with the instructions of one level, and with two threads.
+
+    With one thread, a store into the next panel is overwritten later and goes unnoticed.
+    """
     threads = torch.get_num_threads()
     try:
         with pytest.MonkeyPatch.context() as patch:
@@ -91,7 +99,7 @@ def at_level(level: str) -> Iterator[None]:
 
 @functools.cache
 def computed_at(level: str) -> tuple[str, Tensor, list[Tensor]]:
-    """How products are computed at a level, a product, and attention with its gradients."""
+    """The way of computing products at a level, a product, and attention with its gradients."""
     with at_level(level):
         way = str(panels.chosen_products())
         x, layer = random(200, 576, seed=200), linear(77, 576, bias=False, seed=77)
@@ -108,7 +116,8 @@ def computed_at(level: str) -> tuple[str, Tensor, list[Tensor]]:
 
 @pytest.mark.parametrize("level", sorted(library.LEVELS))
 def test_at_every_level_of_instructions_products_are_right_and_independent_of_their_rows(level):
-    """AMX by its instructions in plain C where there are none; attention has the bits of this processor's own level."""
+    """AMX by its instructions in plain C where there are none; attention has the bits of this
+    processor's own level."""
     if library.LEVELS[level].needs - library.cpu_flags():
         with pytest.raises(library.NoKernels, match="this processor lacks"), at_level(level):
             pass
@@ -145,7 +154,8 @@ def test_steps_through_all_layers_by_tiles_sample_what_the_trainer_computes():
 
 
 def test_products_that_are_wrong_by_one_bit_are_not_used(monkeypatch, caplog):
-    """Every way of this processor is compared with plain sums, and PyTorch computes if all are wrong."""
+    """Every way of this processor is compared with plain sums, and PyTorch computes if all are
+    wrong."""
     linear = panels.linear
 
     def wrong(x, n, fields, out=None):
@@ -174,7 +184,7 @@ def test_an_odd_number_of_inputs_takes_pytorchs_products():
 
 
 def panels_of(policy):
-    """What it computes with."""
+    """The panels that the policy computes with."""
     return policy.model.layers.panels.current()
 
 

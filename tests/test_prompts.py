@@ -32,7 +32,8 @@ def keys(requests) -> list[int]:
 
 
 def test_later_rounds_ask_prompts_that_the_batch_has_not_had():
-    """However many are missing in each round: 3, then 2, then 2, then 1. They are a function of batch and number."""
+    """However many are missing in each round: 3, then 2, then 2, then 1. They are a function of
+    batch and number."""
     for batch in (1, 2, 7):
         prompts = source(prompts=30, N=4)
         asked, taken = keys(prompts.batch(batch)), 0

@@ -1,4 +1,5 @@
-"""Several processes find each other: what torchrun's variables must say, and how a rank waits for the others."""
+"""Several processes find each other: what torchrun's variables must say, and how a rank waits for
+the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A run resumes from any of its checkpoints as if nothing had happened; what keeps it from resuming is named."""
+"""A run resumes from any of its checkpoints as if nothing had happened; what keeps it from resuming
+is named."""
 
 from __future__ import annotations
 
@@ -54,14 +55,15 @@ def begin(model, tmp_path):
 
 @pytest.fixture(scope="module")
 def whole(model, tmp_path_factory):
-    """A run of a kind that was never stopped, with a checkpoint of each of its 6 batches. Tests leave it as it is."""
+    """A run of a kind that was never stopped, with a checkpoint of each of its 6 batches. Tests
+    leave it as it is."""
     root = tmp_path_factory.mktemp("whole")
     return cache(lambda kind: begin_in(root, model, kind, **KINDS.get(kind, {})).run)
 
 
 @pytest.fixture(scope="module")
 def undisturbed(whole):
-    """What it leaves."""
+    """A function of the kind of run that returns what the whole run leaves."""
     return cache(lambda kind="plain": leaves(whole(kind), exact=True))
 
 
@@ -82,13 +84,14 @@ def go_on(run: Path, /, **sections: dict[str, Any]) -> Result:
 
 
 def differing(run: Path, expected: dict[str, Any]) -> list[str]:
-    """What a run leaves that differs from what another one left."""
-    found = leaves(run, exact=True)
-    return [key for key in expected if found.get(key) != expected[key]]
+    """Names of the outputs of a run that differ from the expected ones."""
+    outputs = leaves(run, exact=True)
+    return [key for key in expected if outputs.get(key) != expected[key]]
 
 
 def cut_to(run: Path, batch: int, root: Path | None = None) -> Path:
-    """A copy of a run, as one that was killed after this batch and its checkpoint; in `root`, or beside the run."""
+    """A copy of a run, as one that was killed after this batch and its checkpoint; in `root`, or
+    beside the run."""
     copy = (root or run.parent) / f"{run.name}-{batch}"
     shutil.copytree(run, copy)
     for folder in (copy / "checkpoints").glob("step-*"):
@@ -142,17 +145,18 @@ def test_signal_in_any_phase_loses_nothing(begin, undisturbed, monkeypatch, kind
 
 def test_finished_run_gets_more_batches_as_if_it_had_been_longer(begin):
     one_stage = {"ref_sync_every": None}
-    short, whole = (begin(str(n), schedule=one_stage | {"batches": n}).run for n in (3, 6))
-    assert differing(go_on(short, schedule=LONG).run, leaves(whole, exact=True)) == []
+    short, longer = (begin(str(n), schedule=one_stage | {"batches": n}).run for n in (3, 6))
+    assert differing(go_on(short, schedule=LONG).run, leaves(longer, exact=True)) == []
 
 
 def test_killed_run_gets_more_batches_as_if_it_had_been_longer(begin):
-    """A weight sync before batch 3, so that version samples batches 3 to 5. After batch 3 the fourth and last batch is
-    sampled already: the run itself will not need that version again, the longer one will."""
+    """A weight sync before batch 3, so that version samples batches 3 to 5. After batch 3 the
+    fourth and last batch is sampled already: the run itself will not need that version again, the
+    longer one will."""
     stale = {"ref_sync_every": None, "sync_every": 3}
-    short, whole = (begin(str(n), schedule=stale | {"batches": n}).run for n in (4, 5))
-    found = go_on(cut_to(short, 3), schedule={"batches": 5}).run
-    assert differing(found, leaves(whole, exact=True)) == []
+    short, longer = (begin(str(n), schedule=stale | {"batches": n}).run for n in (4, 5))
+    extended = go_on(cut_to(short, 3), schedule={"batches": 5}).run
+    assert differing(extended, leaves(longer, exact=True)) == []
 
 
 def test_run_killed_before_its_first_checkpoint_starts_again(whole, undisturbed, tmp_path):
@@ -179,7 +183,9 @@ def test_error_between_updates_keeps_the_last_batch(begin, undisturbed, monkeypa
     class Break(Callback):
         def on_batch(self, metrics, rollouts) -> None:
             if metrics["step"] == 4:
-                monkeypatch.setattr(one_run.TrainerComponents, "read_offline", lambda *given: 1 / 0)
+                monkeypatch.setattr(
+                    one_run.TrainerComponents, "read_offline", lambda *arguments: 1 / 0
+                )
 
     with pytest.raises(ZeroDivisionError) as error:
         begin("run", Break(), checkpoint={"save_every": 0})
@@ -307,8 +313,8 @@ def test_answers_that_have_changed_are_rejected(begin, tmp_path):
 def test_engine_that_has_other_weights_than_those_it_was_given_stops_the_resumed_run(
     whole, tmp_path, monkeypatch
 ):
-    """The check after every weight sync is made when the checkpoint's weights go into the engine, too. The engine will
-    sample the next batch with them."""
+    """The check after every weight sync is made when the checkpoint's weights go into the engine,
+    too. The engine will sample the next batch with them."""
     killed = cut_to(whole("dynamic sampling"), 4, tmp_path)
     sync_weights = LocalSampler.sync_weights
     syncs: list[int] = []
@@ -366,7 +372,8 @@ def drop_token_ids(newest: Path) -> None:
     ],
 )
 def test_damaged_checkpoint_is_rejected_by_its_file(whole, tmp_path, damage, file):
-    """With v = 3 and two updates per batch, α after batch 4 is version 6, and batch 5 is sampled already."""
+    """With v = 3 and two updates per batch, α after batch 4 is version 6, and batch 5 is sampled
+    already."""
     run = cut_to(whole("asking ahead"), 4, tmp_path)
     newest = run / "checkpoints" / "step-000004"
     damage(newest)

@@ -1,4 +1,5 @@
-"""The pool of worker processes: three outcomes, order, overlap, and that an error concerns one completion only."""
+"""The pool of worker processes: three outcomes, order, overlap, and that an error concerns one
+completion only."""
 
 from __future__ import annotations
 

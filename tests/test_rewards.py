@@ -1,4 +1,5 @@
-"""Rewards: three signatures, built-in rewards, several rewards of a completion, and what a run records of each."""
+"""Rewards: three signatures, built-in rewards, several rewards of a completion, and what a run
+records of each."""
 
 from __future__ import annotations
 
@@ -206,7 +207,8 @@ def test_every_signature_gives_each_completion_its_reward():
 
 
 def test_coroutines_run_concurrently_and_each_within_its_deadline():
-    """Twelve of half a second fit into one call of at most 3.5 seconds; the one of an hour does not hold them up."""
+    """Twelve of half a second fit into one call of at most 3.5 seconds; the one of an hour does not
+    hold them up."""
     waits = several(waits=(sample_rewards.awaited, {}))
     found = score(waits, [make_group(*["5"] * 12, "36000", "fail")], deadline=1.5)
     assert [o.reward for o in found] == [1.0] * 12 + [None] * 2
@@ -215,7 +217,7 @@ def test_coroutines_run_concurrently_and_each_within_its_deadline():
 
 
 def in_a_notebook(work: Any) -> Any:
-    """What work() returns while this thread runs an event loop."""
+    """Returns the result of work(), called while this thread runs an event loop."""
 
     async def cell() -> Any:
         return work()
@@ -224,7 +226,8 @@ def in_a_notebook(work: Any) -> Any:
 
 
 def test_coroutines_of_this_process_are_awaited_while_it_runs_an_event_loop():
-    """Each group is another call. A lock, as a client of a server, belongs to the loop that it was first used in."""
+    """Each group is another call. A lock, as a client of a server, belongs to the loop that it was
+    first used in."""
     lock = asyncio.Lock()
 
     async def locked(completion: str) -> float:

@@ -1,4 +1,4 @@
-"""What a row means, whatever it comes from: its texts, its answer, its file, and whether it is held out."""
+"""The meaning of a row of any source: texts, answer, file, and the choice of held-out rows."""
 
 from __future__ import annotations
 
@@ -332,10 +332,10 @@ def test_damaged_file_is_rejected_with_its_place(tmp_path, name, content, messag
 
 def test_hold_out_keeps_rows_with_equal_prompts_together():
     prompts = [n % 30 for n in range(90)]
-    kept, held_out = hold_out(prompts, seed=5)
-    assert sorted(kept + held_out) == list(range(90))
+    training, held_out = hold_out(prompts, seed=5)
+    assert sorted(training + held_out) == list(range(90))
     assert len(held_out) == 9  # 3 of 30 prompts, 3 rows each
-    assert not {prompts[row] for row in kept} & {prompts[row] for row in held_out}
+    assert not {prompts[row] for row in training} & {prompts[row] for row in held_out}
 
 
 def test_hold_out_of_different_prompts_chooses_a_tenth_of_the_rows_at_most_1000():
@@ -349,9 +349,9 @@ def test_hold_out_of_different_prompts_chooses_a_tenth_of_the_rows_at_most_1000(
 
 def test_hold_out_depends_on_the_seed_and_on_the_order_of_first_occurrence_alone():
     once, repeated = list("abcdefghijklmnopqrst"), list("abcdefghijklmnopqrstsrqa")
-    chosen = {seed: {once[row] for row in hold_out(once, seed)[1]} for seed in range(5)}
-    assert len({frozenset(prompts) for prompts in chosen.values()}) > 1
-    for seed, prompts in chosen.items():
+    held_out_prompts = {seed: {once[row] for row in hold_out(once, seed)[1]} for seed in range(5)}
+    assert len({frozenset(prompts) for prompts in held_out_prompts.values()}) > 1
+    for seed, prompts in held_out_prompts.items():
         assert {repeated[row] for row in hold_out(repeated, seed)[1]} == prompts
 
 

@@ -1,4 +1,4 @@
-"""Tokens that no policy sampled are context: the model reads them, and no count, sum or loss does."""
+"""Tokens that no policy sampled are context: the model reads them; counts and losses skip them."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def completion(ids: list[int], sampled: list[int], reward: float) -> Completion:
 
 
 def groups() -> list[Group]:
-    """Two prompts; of the three completions of the first, one has two unsampled tokens in its middle and one ends with
-    such a token."""
+    """Two prompts; of the three completions of the first, one has two unsampled tokens in its
+    middle and one ends with such a token."""
     first = (
         completion([5, 8, 40, 41, 9, 2], [1, 1, 0, 0, 1, 1], 1.0),
         completion([7, 30, 12], [1, 1, 0], 0.0),
@@ -57,7 +57,8 @@ def groups() -> list[Group]:
 
 
 def alone(policy: Policy, group: Group, c: Completion) -> Tensor:
-    """log-probs of the sampled tokens of one completion, computed in a row of its own, with all tokens as context."""
+    """log-probs of the sampled tokens of one completion, computed in a row of its own, with all
+    tokens as context."""
     return policy.logp(Packed.build([(group.prompt.token_ids, [c.token_ids])]))[c.sampled]
 
 
@@ -187,7 +188,8 @@ def test_offline_data_may_say_which_tokens_were_sampled(tmp_path):
 
 
 def test_a_run_with_unsampled_tokens_agrees_with_its_replay(tmp_path, monkeypatch):
-    """As if the second token of every longer completion were an environment's reply: it stays in the context."""
+    """The second token of every longer completion counts as an environment's reply: it stays in
+    context."""
     original = LocalSampler._complete
 
     def with_a_reply(self, row):

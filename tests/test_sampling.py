@@ -24,7 +24,7 @@ either_computation = pytest.mark.usefixtures("either_computation")
 
 
 def sample_tokens(logits, tau: float, uniform):
-    """By the backend of this run of the test."""
+    """Samples with the backend of this run of the test."""
     return choose_backend(tiny.BACKEND, "cpu", torch.float32).sample(logits, tau, uniform)
 
 
@@ -53,9 +53,9 @@ def log_ratio(policy, groups) -> torch.Tensor:
         )
 
 
-# Where all products are ours, bits are equal. Where they are PyTorch's, the order of sums may differ between one row
-# and many: 1e-4 nats in float32, and in bfloat16, which rounds every sum to 3 digits, .1 at the most. At τ = 1; both
-# scale with 1/τ.
+# Where all products are ours, bits are equal. Where they are PyTorch's, the order of sums may
+# differ between one row and many: 1e-4 nats in float32, and in bfloat16, which rounds every sum to
+# 3 digits, .1 at the most. At τ = 1; both scale with 1/τ.
 ROUNDING = {torch.bfloat16: 0.1, torch.float32: 1e-4}
 
 
@@ -74,8 +74,8 @@ def test_ratio_is_one_right_after_a_weight_sync(kind):
 
 @either_computation
 def test_completion_is_independent_of_other_completions_in_the_batch():
-    """The same groups in narrow waves, in one wide batch, in another order and alone: to the bit by our products, and
-    by PyTorch's in float64, whose rounding changes no token."""
+    """The same groups in narrow waves, in one wide batch, in another order and alone: to the bit by
+    our products, and by PyTorch's in float64, whose rounding changes no token."""
     exact = tiny.BACKEND == "c"
     policy = tiny_policy(dtype=torch.bfloat16 if exact else torch.float64)
     requests = requests_for(policy, 5)
@@ -91,8 +91,8 @@ def test_completion_is_independent_of_other_completions_in_the_batch():
 
 
 def test_other_rng_keys_give_other_completions():
-    """Completions of a group, the same prompt in two batches, in two epochs, under two seeds: never the same random
-    numbers."""
+    """Completions of a group, the same prompt in two batches, in two epochs, under two seeds: never
+    the same random numbers."""
     policy = tiny_policy()
     base = sampled(policy, [request(0, policy=policy)])[0]
     texts = [tuple(c.token_ids.tolist()) for c in base.completions]
@@ -107,7 +107,8 @@ def test_other_rng_keys_give_other_completions():
 
 @either_computation
 def test_frequencies_match_the_softmax():
-    """Chi-square of the first token over 20,000 samples; 0.001 of correct samplers would fail, this seed does not."""
+    """Chi-square of the first token over 20,000 samples; 0.001 of correct samplers would fail, this
+    seed does not."""
     logits, count = torch.randn(103, generator=torch.Generator().manual_seed(3)) * 2, 20_000
     uniform = torch.from_numpy(uniforms(count, "chi-square"))
     tokens, logp = sample_tokens(logits.expand(count, -1).contiguous(), 1.0, uniform)
@@ -128,8 +129,8 @@ def test_frequencies_match_the_softmax():
 
 @either_computation
 def test_uniform_number_picks_the_token_whose_interval_holds_it():
-    """Literal: equal probabilities over 1,001 tokens, uniform number in the middle of an interval; and its ends. A
-    token of probability zero is never sampled."""
+    """Literal: equal probabilities over 1,001 tokens, uniform number in the middle of an interval;
+    and its ends. A token of probability zero is never sampled."""
     for position in (0, CDF_BLOCK - 1, CDF_BLOCK, 1000):
         u = (
             torch.tensor(

@@ -40,7 +40,7 @@ def test_text_is_masked_behind_names_of_secrets():
     for text, shown in {
         "--api-key 'two words' --n 3": "--api-key *** --n 3",
         'DB_PASSWORD="two words" make': "DB_PASSWORD=*** make",
-        "get http://me@host:80/a?access_token=x#top": "get http://***@host:80/a?access_token=***#top",
+        "http://me@host:80/a?access_token=x#top": "http://***@host:80/a?access_token=***#top",
         "a=token=planted --n 3 --token planted": "a=token=*** --n 3 --token ***",
     }.items():
         assert redact(text) == shown

@@ -73,7 +73,7 @@ def test_rewards_are_names_or_tables_and_their_ranges_add_up():
         {"name": "short", "reward": "length", "weight": -0.5, "range": [0, 2]},
     ]
     task = load_settings({"task": {"rewards": rewards}}).task
-    assert [each.name for each in task.rewards] == ["score", "short"]
+    assert [reward.name for reward in task.rewards] == ["score", "short"]
     assert task.reward_range == (-1.0, 1.0)
     assert load_settings().task.reward_range == (0.0, 1.0)
 
@@ -87,9 +87,9 @@ def test_schedule_follows_from_its_keys():
     for kind, values in kinds.items():
         assert load_settings({"schedule": values}).schedule.kind == kind
     lengths = [
-        load_settings({"schedule": {"batches": 9, **more}}) for more in ({}, {"ref_sync_every": 4})
+        load_settings({"schedule": {"batches": 9, **keys}}) for keys in ({}, {"ref_sync_every": 4})
     ]
-    assert [each.schedule.stage_length for each in lengths] == [9, 4]
+    assert [loaded.schedule.stage_length for loaded in lengths] == [9, 4]
 
 
 @pytest.mark.parametrize(
@@ -440,8 +440,8 @@ def test_command_line_words_change_settings(line, values):
 
 def test_command_line_none_unsets_a_value_of_the_file():
     settings = load_settings({"schedule.batches": 7, "task.data": "a.jsonl"})
-    given = parse("--schedule.batches 100 --task.data None", settings)
-    assert given == {"schedule.batches": 100, "task.data": None}
+    parsed = parse("--schedule.batches 100 --task.data None", settings)
+    assert parsed == {"schedule.batches": 100, "task.data": None}
 
 
 @pytest.mark.parametrize(

@@ -19,14 +19,14 @@ def rates() -> dict[Sum, float]:
     encode = AutoTokenizer.from_pretrained(FOLDER / "model")
     sums = [*split()[0], *split()[1]]
     with torch.no_grad():
-        found = [
+        probabilities = [
             loss_of(model, torch.tensor([encode(lesson(digits)).input_ids])).item()
             for digits in sums
         ]
     lengths = [len(str(sum(digits))) + 1 for digits in sums]
     return {
         digits: float(torch.tensor(-nats * n).exp())
-        for digits, nats, n in zip(sums, found, lengths, strict=True)
+        for digits, nats, n in zip(sums, probabilities, lengths, strict=True)
     }
 
 
@@ -45,17 +45,17 @@ def test_recorded_data_equals_the_output_of_its_program():
     assert len({*training, *testing}) == 1000
     assert lines_of(FOLDER / "sums" / "train.jsonl") == [*map(line, training)]
     assert lines_of(FOLDER / "sums" / "test.jsonl") == [*map(line, testing)]
-    chosen = one_token(training)
-    assert lines_of(FOLDER / "one-token.jsonl") == [*map(line, chosen)]
-    assert len({*chosen}) == 16
-    assert all(sum(digits) < 10 for digits in chosen)
-    assert sum(rate(digits) == RIGHT[0] for digits in chosen) == 8
+    one_token_rows = one_token(training)
+    assert lines_of(FOLDER / "one-token.jsonl") == [*map(line, one_token_rows)]
+    assert len({*one_token_rows}) == 16
+    assert all(sum(digits) < 10 for digits in one_token_rows)
+    assert sum(rate(digits) == RIGHT[0] for digits in one_token_rows) == 8
 
 
 def test_small_model_solves_about_as_many_sums_as_its_training_data(rates):
-    found = [fmean(p for digits, p in rates.items() if rate(digits) == right) for right in RIGHT]
-    assert found == pytest.approx(RIGHT, abs=0.1)
-    assert found == sorted(found, reverse=True)
+    means = [fmean(p for digits, p in rates.items() if rate(digits) == right) for right in RIGHT]
+    assert means == pytest.approx(RIGHT, abs=0.1)
+    assert means == sorted(means, reverse=True)
     assert 0.2 < fmean(rates[digits] for digits in split()[1]) < 0.3
     assert (
         sum(p > 0.02 for p in rates.values()) > 980

@@ -1,5 +1,5 @@
-"""Numbers of a whole optimizer step: statistics that a loss reads, the learning rate by ESS, and the cosine of
-gradients. None depends on micro-batches, on ranks, or on what the loss leaves out.
+"""Numbers of a whole optimizer step: statistics that a loss reads, the learning rate by ESS, and
+the cosine of gradients. None depends on micro-batches, on ranks, or on what the loss leaves out.
 
 Functions without `test_` run on the ranks (ranks.py), or with None as their group in this process.
 """
@@ -45,7 +45,8 @@ WITH_STATISTICS = [
 
 
 def stale(groups: Sequence[Group], spread: float = 0.3) -> list[Group]:
-    """As if another policy had sampled them: log-probs differ by normal numbers of this deviation."""
+    """The groups with normal noise of this deviation on log α, as if another policy had sampled
+    them."""
     generator = torch.Generator().manual_seed(5)
 
     def shifted(c: Any) -> Any:
@@ -93,16 +94,16 @@ def updates(
     rows: Sequence[MicroBatch] = share(group, rows_of(trainer, tokens), first_takes_all)
     metrics = []
     for _ in range(count):
-        rows, found = trainer.step(rows)
-        metrics.append(found)
+        rows, step_metrics = trainer.step(rows)
+        metrics.append(step_metrics)
     return metrics, copied(trainer.policy.weights)
 
 
-def check_same(found: tuple[list[dict], dict], expected: tuple[list[dict], dict]) -> None:
-    for one, other in zip(found[0], expected[0], strict=True):
+def check_same(measured: tuple[list[dict], dict], expected: tuple[list[dict], dict]) -> None:
+    for one, other in zip(measured[0], expected[0], strict=True):
         assert one == pytest.approx(other, rel=1e-9, abs=1e-12)
     for name, weight in expected[1].items():
-        assert_close(found[1][name], weight, rtol=1e-9, atol=1e-9)
+        assert_close(measured[1][name], weight, rtol=1e-9, atol=1e-9)
 
 
 # Statistics that a loss reads
@@ -134,9 +135,9 @@ def test_gradient_with_statistics_does_not_depend_on_micro_batches(name, overrid
 def test_update_with_statistics_does_not_depend_on_ranks(ranks, name, overrides):
     alone = updates(None, name, overrides, {})
     for first_takes_all in (False, True):
-        given = (name, overrides, {}, 40, first_takes_all)
-        for found in ranks.run(updates, *given, size=2):
-            check_same(found, alone)
+        arguments = (name, overrides, {}, 40, first_takes_all)
+        for rank_result in ranks.run(updates, *arguments, size=2):
+            check_same(rank_result, alone)
 
 
 @pytest.mark.parametrize(("name", "overrides"), WITH_STATISTICS[:-1])
@@ -184,7 +185,7 @@ def test_top_entropy_keeps_its_share_at_every_update_on_a_batch(shares_kept):
 
 
 def test_m2po_keeps_the_second_moment_of_a_step_below_tau():
-    """By the policy's own log-probs, whatever the rows."""
+    """The moment is computed from the policy's own log-probs, for any split into rows."""
     trainer = make_trainer(None, "m2po", {"tau": 0.02})
     rows = rows_of(trainer, 40)
     squares, is_kept = [], []
@@ -298,13 +299,13 @@ def test_step_scales_its_learning_rate_by_the_ess_of_its_completions(
 
 
 def test_learning_rate_by_ess_does_not_depend_on_ranks(ranks):
-    given = ("seq_tis", {}, {"full_rate_ess": 1.0, "log_gradient_cosine": True})
-    alone = updates(None, *given)
+    arguments = ("seq_tis", {}, {"full_rate_ess": 1.0, "log_gradient_cosine": True})
+    alone = updates(None, *arguments)
     assert alone[0][0]["ess_share"] < 0.99
     assert alone[0][0]["lr"] == pytest.approx(1e-3 * alone[0][0]["ess_share"] ** 0.5)
     for first_takes_all in (False, True):
-        for found in ranks.run(updates, *given, 40, first_takes_all, size=2):
-            check_same(found, alone)
+        for rank_result in ranks.run(updates, *arguments, 40, first_takes_all, size=2):
+            check_same(rank_result, alone)
 
 
 # The cosine of consecutive gradients
@@ -336,16 +337,16 @@ def test_gradient_cosine_is_that_of_consecutive_gradients(max_grad_norm):
     )
     gradients, metrics = gradients_of(trainer, 3)
     assert "gradient_cosine" not in metrics[0]
-    for before, after, found in zip(gradients, gradients[1:], metrics[1:], strict=False):
+    for before, after, line in zip(gradients, gradients[1:], metrics[1:], strict=False):
         expected = float(before @ after / before.norm() / after.norm())
-        assert found["gradient_cosine"] == pytest.approx(expected, rel=1e-6)
+        assert line["gradient_cosine"] == pytest.approx(expected, rel=1e-6)
         assert abs(expected) < 0.999
 
 
 def test_gradient_cosine_is_off_unless_asked_for():
     trainer = make_trainer(None, "grpo", {"beta": 0.0})
     _, metrics = gradients_of(trainer, 2)
-    assert all("gradient_cosine" not in found for found in metrics)
+    assert all("gradient_cosine" not in line for line in metrics)
     assert not [name for name in trainer.state() if name.startswith("previous_gradient")]
 
 
@@ -365,12 +366,12 @@ def test_gradient_cosine_goes_on_from_a_state(offload):
     rows, _ = trainer.accumulate(rows_of(trainer, 60))
     trainer.update()
     other.load_state(copied(trainer.state()), 1)
-    found = []
+    cosines = []
     for one in (trainer, other):
         one.accumulate(rows)
-        found.append(one.update())
-    assert found[0] == found[1]
-    assert "gradient_cosine" in found[0]
+        cosines.append(one.update())
+    assert cosines[0] == cosines[1]
+    assert "gradient_cosine" in cosines[0]
 
 
 def settings(model: Any, root: Any, **sections: Any) -> dict[str, Any]:
@@ -404,7 +405,7 @@ def test_gradient_cosine_and_rate_of_a_resumed_run_are_those_of_an_uninterrupted
 
 
 def metrics_with(model: Any, root: Any, loss: dict[str, Any]) -> list[dict[str, Any]]:
-    found = settings(
+    run_settings = settings(
         model,
         root,
         loss=loss,
@@ -412,7 +413,7 @@ def metrics_with(model: Any, root: Any, loss: dict[str, Any]) -> list[dict[str, 
         rollout={"num_generations": 3, "max_completion_length": 6, "max_prompt_length": 64},
         schedule={"prompts_per_batch": 4, "batches": 4, "sync_every": 4, "num_iterations": 2},
     )
-    return load_metrics(train(found).run)
+    return load_metrics(train(run_settings).run)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""The weight-sync check: it passes with the policy's weights, however they are rounded, and stops with any other."""
+"""The weight-sync check: it passes with the policy's weights, however they are rounded, and stops
+with any other."""
 
 from __future__ import annotations
 
@@ -102,14 +103,16 @@ def test_stale_server_is_found_by_its_log_probs():
 
 
 def test_small_update_or_few_tokens_are_inconclusive():
-    """A move of .001 a token cannot be told from noise of .03: nearer to the old by chance is no error."""
+    """A move of .001 a token cannot be told from noise of .03: nearer to the old by chance is no
+    error."""
     assert check_fresh(OLD, OLD + 0.001, OLD + NOISE, OLD - NOISE, "v") == 0
     old, noise = OLD[:19], NOISE[:19]
     assert check_fresh(old, old + 0.2, old + noise, old - noise, "v") == 19
 
 
 class Echo:
-    """A server that computes as the trainer does, shifted by `shift` nats, at the temperature `tau`."""
+    """A server that computes as the trainer does, shifted by `shift` nats, at the temperature
+    `tau`."""
 
     servers = ("the server",)
 

@@ -1,4 +1,5 @@
-"""Runs whose completions talk to an environment: records, replay, resume, ranks, evaluations, and what a user sees."""
+"""Runs whose completions talk to an environment: records, replay, resume, ranks, evaluations, and
+what a user sees."""
 
 from __future__ import annotations
 
@@ -34,9 +35,9 @@ SETS: list[dict[str, Any]] = [
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model that ends about every tenth token, with a chat template for several turns."""
     directory = tmp_path_factory.mktemp("model")
-    made = tiny_model(max_position_embeddings=2048)
-    made.get_output_embeddings().weight.data[1] *= 3
-    made.save_pretrained(directory)
+    random_model = tiny_model(max_position_embeddings=2048)
+    random_model.get_output_embeddings().weight.data[1] *= 3
+    random_model.save_pretrained(directory)
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = TURNS
     tokenizer.save_pretrained(directory)
@@ -57,8 +58,8 @@ def settings(model: Path, root: Path, /, **sections: dict[str, Any]) -> dict[str
 
 
 def test_run_is_recorded_shown_and_replayed(model, tmp_path):
-    more = {"schedule": {"sync_every": 2}, "eval": {"at_start": True}}
-    result = lagrpo.train(settings(model, tmp_path, checkpoint={"export_every": 1}, **more))
+    sections = {"schedule": {"sync_every": 2}, "eval": {"at_start": True}}
+    result = lagrpo.train(settings(model, tmp_path, checkpoint={"export_every": 1}, **sections))
     rows = load_rollouts(result.run)
     assert max(len(row["messages"]) for row in rows) == 5
     for row in rows:
@@ -78,27 +79,28 @@ def test_run_is_recorded_shown_and_replayed(model, tmp_path):
 
 
 def test_resumed_run_equals_an_uninterrupted_run(model, tmp_path):
-    """Stopped while completions of later batches wait in the checkpoint, rewards and turns with them."""
-    given = settings(
+    """Stopped while completions of later batches wait in the checkpoint, rewards and turns with
+    them."""
+    run_settings = settings(
         model,
         tmp_path,
         schedule={"sync_every": 3},
         checkpoint={"save_every": 1, "save_total_limit": 5},
     )
-    whole = lagrpo.train(given).run
-    stopped = cut_to(whole, 1, tmp_path / "cut")
+    uninterrupted = lagrpo.train(run_settings).run
+    stopped = cut_to(uninterrupted, 1, tmp_path / "cut")
     assert list((stopped / "checkpoints").glob("*/rollouts.parquet"))
     assert go_on(stopped).batches == 3
-    assert load_rollouts(stopped) == load_rollouts(whole)
-    assert without_timings(load_metrics(stopped)) == without_timings(load_metrics(whole))
+    assert load_rollouts(stopped) == load_rollouts(uninterrupted)
+    assert without_timings(load_metrics(stopped)) == without_timings(load_metrics(uninterrupted))
 
 
 def test_tools_are_described_to_the_policy(model, tmp_path):
-    given = settings(
+    run_settings = settings(
         model, tmp_path, rollout={"max_prompt_length": 620, "max_completion_length": 10}
     )
-    given["task"] = {"name": "sample_task:load", "tools": ["calculator"]}
-    rows = load_rollouts(lagrpo.train(given).run)
+    run_settings["task"] = {"name": "sample_task:load", "tools": ["calculator"]}
+    rows = load_rollouts(lagrpo.train(run_settings).run)
     assert rows[0]["prompt_text"].startswith("system: You can call functions:")
     assert {len(row["messages"]) for row in rows} == {1}  # a random model calls nothing
     assert {row["outcome"] for row in rows} == {"scored"}
@@ -110,16 +112,21 @@ def turns_of(run: Path, name: str) -> float:
 
 def test_sets_have_the_turns_of_the_run_their_own_or_one(model, tmp_path):
     wide = {"max_completion_length": 40, "max_prompt_length": 100}
-    given = {"rollout": wide, "eval": {"at_start": True}}
-    plain = lagrpo.train(settings(model, tmp_path / "plain", **given)).run
-    given["eval"] = {"at_start": True, "sets": SETS}
-    run = lagrpo.train(settings(model, tmp_path / "sets", **given)).run
+    sections = {"rollout": wide, "eval": {"at_start": True}}
+    plain = lagrpo.train(settings(model, tmp_path / "plain", **sections)).run
+    sections["eval"] = {"at_start": True, "sets": SETS}
+    run = lagrpo.train(settings(model, tmp_path / "sets", **sections)).run
     assert load_rollouts(run) == load_rollouts(plain)
     assert turns_of(run, "before.own") > 1
     assert turns_of(run, "before.guess") > 1
     assert turns_of(run, "before.vowels") == 1
-    records = [load_evaluation_records(*of) for of in ((run, "before.own"), (plain, "before"))]
-    longest = [max(record["mean_length"] for record in each) for each in records]
+    records = [
+        load_evaluation_records(*evaluation)
+        for evaluation in ((run, "before.own"), (plain, "before"))
+    ]
+    longest = [
+        max(record["mean_length"] for record in records_of_set) for records_of_set in records
+    ]
     assert longest[0] <= 20 < longest[1]
     assert verify_run(run).differences == []
     assert leftovers(tmp_path) == []
@@ -158,19 +165,19 @@ def test_environment_settings_that_exclude_each_other_are_rejected(model, tmp_pa
 def test_completions_of_two_ranks_equal_those_of_one_process(model, tmp_path):
     """Each rank has its own environments; evaluations talk to them, too, and sets to theirs."""
     sets = {"at_start": True, "sets": [{"name": "own"}, SETS[2]]}
-    given = {"eval": sets, "rollout": {"max_completion_length": 40, "max_prompt_length": 100}}
-    alone = lagrpo.train(settings(model, tmp_path / "one", **given)).run
-    first, second = together(2, settings(model, tmp_path / "two", **given))
+    sections = {"eval": sets, "rollout": {"max_completion_length": 40, "max_prompt_length": 100}}
+    alone = lagrpo.train(settings(model, tmp_path / "one", **sections)).run
+    first, second = together(2, settings(model, tmp_path / "two", **sections))
     assert first == second
     compared = ("token_ids", "loss_mask", "messages", "outcome", "reward", "reason", "finished")
-    of_run, of_one = (
+    turns_of_ranks, turns_of_process = (
         [[row[name] for name in compared] for row in load_rollouts(run)]
         for run in (first.run, alone)
     )
-    assert of_run == of_one
-    assert max(len(turns) for _, _, turns, *_ in of_run) > 2
+    assert turns_of_ranks == turns_of_process
+    assert max(len(turns) for _, _, turns, *_ in turns_of_ranks) > 2
     for name in ("before.own", "before.guess"):
-        found, expected = (load_evaluation_records(run, name) for run in (first.run, alone))
-        assert [record["completions"] for record in found] == [
+        records, expected = (load_evaluation_records(run, name) for run in (first.run, alone))
+        assert [record["completions"] for record in records] == [
             record["completions"] for record in expected
         ]

@@ -37,7 +37,8 @@ def task_settings(name: str, **given: Any) -> Any:
 
 @pytest.fixture
 def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A module in the current directory, which is not on the path, under another name for each test."""
+    """A module in the current directory, which is not on the path, under another name for each
+    test."""
     name = f"rewards_{abs(hash(str(tmp_path)))}"
     (tmp_path / f"{name}.py").write_text(USER_MODULE, encoding="utf-8")
     monkeypatch.chdir(tmp_path)

@@ -172,8 +172,8 @@ def test_messages_can_be_json_or_have_parts_of_text(tmp_path):
     parts: Any = [{"type": "text", "text": "1 + "}, {"type": "text", "text": "1?"}]
     messages: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": parts}]
     plain = [messages[0], {"role": "user", "content": "1 + 1?", "name": None}]
-    asked = (messages, plain, json.dumps(messages), str(messages))  # the last as pandas writes it
-    for name, prompt in zip(("a.jsonl", "a.parquet", "b.jsonl", "b.csv"), asked, strict=True):
+    forms = (messages, plain, json.dumps(messages), str(messages))  # the last as pandas writes it
+    for name, prompt in zip(("a.jsonl", "a.parquet", "b.jsonl", "b.csv"), forms, strict=True):
         data = write(tmp_path / name, [{"q": prompt, "a": "2"}])
         task = load(data, options={"test_split": name[0]})
         assert task.prompt("train", 0).messages == (
@@ -201,11 +201,12 @@ def test_arguments_of_tool_calls_lose_the_nulls_of_parquet(tmp_path):
 
 
 def test_arguments_as_json_text_become_an_object_and_keep_their_nulls(tmp_path):
-    """OpenAI's API writes text; Hermes' data have name and arguments alone. The third text is no object."""
+    """OpenAI's API writes text; Hermes' data have name and arguments alone. The third text is no
+    object."""
     read = {"x": "2+3", "y": None, "z": {"w": None}}
     arguments = [json.dumps(read), "", "2 +", read]
     calls = [
-        *({"id": None, "function": {"name": "f", "arguments": each}} for each in arguments),
+        *({"id": None, "function": {"name": "f", "arguments": text}} for text in arguments),
         {"name": "f", "arguments": json.dumps(read)},
     ]
     messages: list[Any] = [
@@ -311,19 +312,19 @@ def test_file_loads_or_is_rejected_in_one_line_with_the_place(tmp_path):
 
 
 def test_hub_datasets_are_asked_for_their_configuration_and_splits(monkeypatch):
-    asked: list[tuple[Any, ...]] = []
+    requests: list[tuple[Any, ...]] = []
     rows = datasets.Dataset.from_list(
         [{"question": f"{n} + 1?", "answer": f"#### {n + 1}"} for n in range(30)]
     )
 
     def load_dataset(name: str, config: str | None) -> Any:
-        asked.append((name, config))
+        requests.append((name, config))
         return {"train": rows, "hard": rows}
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     for data in ("openai/gsm8k", "openai/gsm8k:socratic"):
         load_task(task_settings("gsm8k", data=data, options={"test_split": "hard"}), seed=0)
-    assert asked == [("openai/gsm8k", "main"), ("openai/gsm8k", "socratic")]
+    assert requests == [("openai/gsm8k", "main"), ("openai/gsm8k", "socratic")]
     with pytest.raises(
         ValueError,
         match=r"task.options.test_split: no 'gsm8k_test' or 'test'; there are train, hard",

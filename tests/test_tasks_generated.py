@@ -1,8 +1,9 @@
-"""The problems of tasks that generate them, arithmetic and countdown: which, how many, and disjoint splits."""
+"""The problems of tasks that generate them, arithmetic and countdown: which, how many, and disjoint
+splits."""
 
 from __future__ import annotations
 
-from each import each
+import pytest
 from test_tasks import task_settings
 
 from lagrpo.tasks import arithmetic, countdown, load_task
@@ -16,8 +17,13 @@ def test_single_digit_addition_is_all_of_it_80_to_20():
     assert {(a, b) for _, a, b in train + test} == {(a, b) for a in range(10) for b in range(10)}
 
 
-@each(
-    ("operations", "digits", "seed"), [(("+",), 2, 0), (("*", "+", "-"), 1, 7), (("-",), 4, 2**32)]
+@pytest.mark.parametrize(
+    ("operations", "digits", "seed"),
+    [
+        pytest.param(("+",), 2, 0, id="sums of two digits"),
+        pytest.param(("*", "+", "-"), 1, 7, id="three operations on one digit"),
+        pytest.param(("-",), 4, 2**32, id="differences of four digits, seed of 33 bits"),
+    ],
 )
 def test_arithmetic_train_and_test_are_disjoint_even_with_the_numbers_exchanged(
     operations, digits, seed

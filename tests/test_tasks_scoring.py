@@ -1,4 +1,5 @@
-"""How answers are read and scored: corpora of verdicts, numerals and boxes, and the tasks gsm8k and math."""
+"""Reading and scoring of answers: corpora of verdicts, numerals and boxes; the tasks gsm8k and
+math."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ needs_math = pytest.mark.skipif(
 )
 
 
-# ---- corpora: answers, reference answers, and the verdict of a careful reader of the reward's rule ----
+# ---- corpora: answers, reference answers, and the verdict of a careful reader of the reward's rule
+# ----
 
 
 def lines(reward: str) -> list[dict[str, Any]]:
@@ -53,15 +55,16 @@ def test_reward_gives_the_verdicts_of_its_corpus(reward):
     corpus = lines(reward)
     assert {line["verdict"] for line in corpus} == {1.0, 0.0, "unjudgeable"}
     assert [
-        line | {"found": found}
+        line | {"found": judged}
         for line in corpus
-        if (found := verdict(reward, line)) != line["verdict"]
+        if (judged := verdict(reward, line)) != line["verdict"]
     ] == []
 
 
 @needs_math
 def test_wrong_answers_that_math_verify_takes_for_right_are_known():
-    """Should a version of it score one of them as a careful reader does, the line moves to the corpus of `math`."""
+    """Should a version of it score one of them as a careful reader does, the line moves to the
+    corpus of `math`."""
     import math_verify
 
     for line in lines("math_verify"):
@@ -103,8 +106,8 @@ def test_number_is_read_from_each_form_of_answer():
         ("3:30", None, None),
         ("Step 1: 7", 7, 1),
     ]:
-        found = read_number(text), read_number(text, first=True)
-        assert [each and each.value for each in found] == expected, text
+        numbers = read_number(text), read_number(text, first=True)
+        assert [number and number.value for number in numbers] == expected, text
 
 
 @given(st.integers(-(10**9), 10**9), st.text(alphabet="abc =,.\n", max_size=30))
@@ -146,8 +149,8 @@ def test_an_integer_is_read_however_it_is_grouped(number, before):
 
 @given(st.text(max_size=80))
 def test_any_text_can_be_read_and_scored(text):
-    found = find_numerals(simplify(text))
-    assert all(0 <= a.start < a.end <= b.start for a, b in pairwise(found))
+    numerals = find_numerals(simplify(text))
+    assert all(0 <= a.start < a.end <= b.start for a, b in pairwise(numerals))
     assert gsm8k.score(text, "72") in (0.0, 1.0)
     assert countdown.score(text, {"numbers": [3, 7, 5], "target": 20}) in (0.0, 1.0)
 
@@ -176,6 +179,8 @@ def test_math_splits_are_files_and_a_box_with_the_reference_answer_is_right(tmp_
 @needs_math
 def test_answers_that_take_forever_are_unscored():
     answers = {"\\boxed{72}": 1.0, "\\boxed{9^{9^{9^{9}}}}": None, "\\boxed{71}": 0.0}
-    found = score(load_function(REWARDS["math"]), [make_group(*answers, answer="72")], deadline=2.0)
-    assert [outcome.reward for outcome in found] == list(answers.values())
-    assert {outcome.reason for outcome in found} == {"", "no reward within 2 s"}
+    outcomes = score(
+        load_function(REWARDS["math"]), [make_group(*answers, answer="72")], deadline=2.0
+    )
+    assert [outcome.reward for outcome in outcomes] == list(answers.values())
+    assert {outcome.reason for outcome in outcomes} == {"", "no reward within 2 s"}

@@ -1,5 +1,5 @@
-"""Chat templates: what transformers renders, what lagrpo reads from them, and what becomes of a template that fails or
-leaves a message out."""
+"""Chat templates: what transformers renders, what lagrpo reads from them, and what becomes of a
+template that fails or leaves a message out."""
 
 from __future__ import annotations
 
@@ -76,7 +76,8 @@ def test_template_that_fails_on_one_prompt_ends_the_run_before_it_is_made(tmp_pa
 
 
 def test_token_that_ends_a_turn_in_the_template_ends_completions(caplog):
-    """A base model with the template of a chat model: neither its tokenizer nor its settings know <stop>."""
+    """A base model with the template of a chat model: neither its tokenizer nor its settings know
+    <stop>."""
     model, tokenizer = tiny_model(eos_token_id=1), tiny_tokenizer()
     tokenizer.chat_template = TURNS.replace("<eos>", "<stop>")
     chat = Chat.from_model(model, tokenizer)
@@ -98,12 +99,13 @@ def test_template_that_opens_no_turn_of_the_assistant_gives_a_warning(caplog):
 def test_prefill_keeps_its_white_space_and_gets_no_empty_thought(chat):
     """The template trims, and writes a thought before every answer, as Qwen3's does."""
     chat.tokenizer.chat_template = (
-        "{% for m in messages %}{{ m['role'] }}:{% if m['role'] == 'assistant' %}<think>\n\n</think>\n\n{% endif %}"
+        "{% for m in messages %}{{ m['role'] }}:"
+        "{% if m['role'] == 'assistant' %}<think>\n\n</think>\n\n{% endif %}"
         "{{ m['content'] | trim }}<eos>{% endfor %}"
     )
-    for said, text in (("<think>\n", "<think>\n"), ("It is ", "<think>\n\n</think>\n\nIt is ")):
+    for prefill, text in (("<think>\n", "<think>\n"), ("It is ", "<think>\n\n</think>\n\nIt is ")):
         assert (
-            chat.render([*ASK, {"role": "assistant", "content": said}])
+            chat.render([*ASK, {"role": "assistant", "content": prefill}])
             == f"user:2 + 3?<eos>assistant:{text}"
         )
 
@@ -181,8 +183,10 @@ def test_tag_that_the_template_opens_counts_for_the_format(tmp_path):
 CHATML = (  # as Qwen2.5's: other roles are left out, arguments are written as JSON
     "{% for m in messages %}{% if m.role in ['system', 'user', 'assistant'] %}"
     "{{ '<|im_start|>' + m.role + '\n' + (m.content or '') }}"
-    "{% for call in m.tool_calls or [] %}{{ call.function.name }} {{ call.function.arguments | tojson }}{% endfor %}"
-    "{{ '<|im_end|>\n' }}{% elif m.role == 'tool' %}{{ '<tool_response>' + m.content }}{% endif %}{% endfor %}"
+    "{% for call in m.tool_calls or [] %}"
+    "{{ call.function.name }} {{ call.function.arguments | tojson }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% elif m.role == 'tool' %}{{ '<tool_response>' + m.content }}"
+    "{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 TRIMS = CHATML.replace("(m.content or '')", "(m.content or '') | trim")
@@ -350,13 +354,13 @@ class Yesterday(datetime):
 def test_run_that_resumes_on_another_day_keeps_its_prompts(tmp_path, monkeypatch):
     (tmp_path / "chat.jinja").write_text(DATED, encoding="utf-8")
     model: dict[str, Any] = {"chat_template": str(tmp_path / "chat.jinja")}
-    given = tiny_settings(
+    run_settings = tiny_settings(
         save_tiny(tmp_path / "model"), tmp_path, model=model, checkpoint={"save_every": 1}
     )
     with monkeypatch.context() as patch:
         patch.setattr("lagrpo.training.build.datetime", Yesterday)
-        whole = train(given).run
-    stopped = cut_to(whole, 2, tmp_path / "cut")
+        uninterrupted = train(run_settings).run
+    stopped = cut_to(uninterrupted, 2, tmp_path / "cut")
     go_on(stopped)
-    assert load_rollouts(stopped) == load_rollouts(whole)
+    assert load_rollouts(stopped) == load_rollouts(uninterrupted)
     assert verify_run(stopped).differences == []

@@ -3,7 +3,8 @@ from theory.bandit import METHODS, curves, masks_table, run, table
 
 from lagrpo.core.recipes import resolve
 
-EXPECTED = {  # J after 1000 steps without syncs; at step 500 and after 1000 with a sync every 100 steps
+# J after 1000 steps without syncs; at step 500 and after 1000 with a sync every 100 steps
+EXPECTED = {
     "REINFORCE": (0.800, 0.800, 0.800),
     "one-side NoIS .2": (0.701, 0.865, 0.986),
     "one-side NoIS (.6, 2)": (0.845, 0.998, 0.999),
@@ -26,13 +27,15 @@ def test_bandit_values_to_three_decimals():
     assert (
         min(synced[label][-1] - synced[label][-100] for label in synced if label != "REINFORCE") > 0
     )
-    # AsymRE's fixed point: w = alpha (r - mu + .3) = (-.084, .312, .072), pi = (w - .042)+ / .3 = (0, .9, .1)
+    # AsymRE's fixed point: w = alpha (r - mu + .3) = (-.084, .312, .072), pi = (w - .042)+ / .3 =
+    # (0, .9, .1)
     assert never["AsymRE .3"][-1] == pytest.approx(0.9 * 0.8 + 0.1 * 1.0, abs=1e-4)
     assert "GRPO                             0.713         0.926         0.998" in table(results)
 
 
 def test_slowest_bandit_method_converges_to_known_values():
-    """Of the others three decimals stay from 1000 steps on where alpha is fixed, and near 1 where it is synced."""
+    """Three decimals of the other methods stay from 1000 steps on where alpha is fixed, and near 1
+    where it is synced."""
     name, changes = METHODS["one-side NoIS (.6, 2)"]
     assert [round(J[-1], 3) for J in run(resolve(name, changes), [None, 100], steps=4000)] == [
         0.847,

@@ -1,4 +1,5 @@
-"""Several ranks make the run that one process makes; and what becomes of a run when one of them fails."""
+"""Several ranks make the run that one process makes; and what becomes of a run when one of them
+fails."""
 
 from __future__ import annotations
 
@@ -33,8 +34,8 @@ SMALL: dict[str, dict[str, Any]] = {
     "eval": {"every": 2},
 }
 MEAN_ROUNDING = 1e-5
-"""of weights after twelve steps of .01: AdamW divides a gradient of the size of rounding by its own size, so a few
-weights differ by whole steps"""
+"""of weights after twelve steps of .01: AdamW divides a gradient of the size of rounding by its own
+size, so a few weights differ by whole steps"""
 
 
 def settings_in(
@@ -53,23 +54,25 @@ def settings(model, tmp_path):
 def kinds(model, tmp_path_factory):
     """More settings by kind of run; offline has completions of an earlier run."""
     root = tmp_path_factory.mktemp("earlier")
-    made = train(
+    earlier = train(
         merged(
             tiny_settings(model, root),
             {"schedule": {"prompts_per_batch": 3}, "run": {"name": "earlier"}},
         )
     )
-    offline = {"offline": {"data": str(made.run), "fraction": 0.34}}
+    offline = {"offline": {"data": str(earlier.run), "fraction": 0.34}}
     return {**KINDS, "offline, dynamic": offline | KINDS["dynamic sampling"]}
 
 
 @pytest.fixture(scope="module")
 def whole(model, kinds, tmp_path_factory):
     """An undisturbed run of some ranks, of a kind and a sharding."""
-    of = partial(settings_in, tmp_path_factory.mktemp("whole"), model)
+    settings_of = partial(settings_in, tmp_path_factory.mktemp("whole"), model)
 
     def make(kind: str, shard: str, size: int) -> Path:
-        return only_result(together(size, of(f"{kind} {shard}", kinds[kind], sharded(shard)))).run
+        return only_result(
+            together(size, settings_of(f"{kind} {shard}", kinds[kind], sharded(shard)))
+        ).run
 
     return cache(make)
 
@@ -77,23 +80,23 @@ def whole(model, kinds, tmp_path_factory):
 @pytest.fixture(scope="module")
 def alone(model, kinds, tmp_path_factory):
     """The run that one process makes, of a kind."""
-    of = partial(settings_in, tmp_path_factory.mktemp("alone"), model)
-    return cache(lambda kind: train(of(kind, kinds[kind])).run)
+    settings_of = partial(settings_in, tmp_path_factory.mktemp("alone"), model)
+    return cache(lambda kind: train(settings_of(kind, kinds[kind])).run)
 
 
 def sharded(shard: str) -> Sections:
     return {"distributed": {"strategy": shard}}
 
 
-def only_result(found: list[Any]) -> Result:
-    """What all ranks return, which is the same."""
-    assert all(isinstance(one, Result) for one in found), "\n\n".join(map(str, found))
-    assert len({str(one) for one in found}) == 1
-    return found[0]
+def only_result(results: list[Any]) -> Result:
+    """Returns the result of all ranks, which must be the same."""
+    assert all(isinstance(result, Result) for result in results), "\n\n".join(map(str, results))
+    assert len({str(result) for result in results}) == 1
+    return results[0]
 
 
 def evaluated(run: Path) -> dict[str, Any]:
-    """What was sampled in each evaluation."""
+    """The samples of each evaluation."""
     tables = {
         file.stem: pq.read_table(file).to_pylist()
         for file in (run / "evaluations").glob("*.parquet")
@@ -103,8 +106,8 @@ def evaluated(run: Path) -> dict[str, Any]:
 
 
 def check_same_run(run: Path, alone: Path) -> None:
-    """The same completions token for token, in evaluations, too; metrics, final weights to float32's rounding of six
-    batches of updates."""
+    """The same completions token for token, in evaluations, too; metrics, final weights to
+    float32's rounding of six batches of updates."""
     assert [row["token_ids"] for row in load_rollouts(run)] == [
         row["token_ids"] for row in load_rollouts(alone)
     ]
@@ -120,13 +123,13 @@ def check_same_run(run: Path, alone: Path) -> None:
 
 
 def check_same_weights(run: Path, alone: Path) -> None:
-    of_run, of_one = (
+    weights_of_run, weights_alone = (
         load_file(next((r / "weights/final").glob("*.safetensors"))) for r in (run, alone)
     )
-    assert of_run.keys() == of_one.keys()
-    for name, weight in of_one.items():
-        assert of_run[name].dtype == weight.dtype
-        assert float((of_run[name] - weight).abs().mean()) < MEAN_ROUNDING, name
+    assert weights_of_run.keys() == weights_alone.keys()
+    for name, weight in weights_alone.items():
+        assert weights_of_run[name].dtype == weight.dtype
+        assert float((weights_of_run[name] - weight).abs().mean()) < MEAN_ROUNDING, name
 
 
 @pytest.mark.parametrize(
@@ -184,9 +187,9 @@ def train_until_the_sixth_update_fails(*words: str) -> None:
     if os.environ["RANK"] == "1":
         step, calls = torch.optim.AdamW.step, []
 
-        def fail(*given: Any) -> Any:
-            calls.append(given)
-            return step(*given) if len(calls) < 6 else 1 / 0
+        def fail(*arguments: Any) -> Any:
+            calls.append(arguments)
+            return step(*arguments) if len(calls) < 6 else 1 / 0
 
         torch.optim.AdamW.step = fail  # type: ignore[method-assign]
     try:
@@ -198,18 +201,18 @@ def train_until_the_sixth_update_fails(*words: str) -> None:
 @pytest.fixture
 def handlers():
     """torchrun's functions set these and leave them."""
-    kept = {
+    handlers_before = {
         number: signal.getsignal(number)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
     }
     yield
-    for number, handler in kept.items():
+    for number, handler in handlers_before.items():
         signal.signal(number, handler)
 
 
 @pytest.mark.usefixtures("handlers")
 def test_torchrun_resumes_after_a_restart_and_has_the_error_of_each_rank(settings, tmp_path):
-    """What torchrun does, with functions in place of a script. The error comes again, in batch 5."""
+    """Does what torchrun does, with functions instead of a script. The error returns in batch 5."""
     launch = LaunchConfig(
         1,
         1,
@@ -234,7 +237,8 @@ def test_torchrun_resumes_after_a_restart_and_has_the_error_of_each_rank(setting
     ("phase", "shard", "after"), [("sampling", "zero1", 2), ("learning", "fsdp2", 4)]
 )
 def test_stopped_run_resumes_bit_for_bit(settings, whole, tmp_path, phase, shard, after):
-    """The signal of one rank stops all. After four batches π_ref is neither the initial policy nor π."""
+    """The signal of one rank stops all. After four batches π_ref is neither the initial policy nor
+    π."""
     prepare = partial(strike, tmp_path, phase, signal.SIGTERM, 0, after=after)
     stopped = only_result(
         together(2, settings("run", KINDS["asking ahead"], sharded(shard)), prepare)
@@ -243,25 +247,28 @@ def test_stopped_run_resumes_bit_for_bit(settings, whole, tmp_path, phase, shard
     assert after <= stopped.batches < 6
     assert after < 4 or [*(stopped.run / "checkpoints").glob("step-*/weights-v*")]
     again = only_result(together(2, {}, resume=stopped.run))
-    found, expected = (
+    outputs, expected = (
         leaves(again.run, exact=True),
         leaves(whole("asking ahead", shard, 2), exact=True),
     )
-    assert [key for key in expected if found.get(key) != expected[key]] == []
+    assert [key for key in expected if outputs.get(key) != expected[key]] == []
 
 
 @pytest.mark.parametrize(("shards", "after"), [(("zero1", "fsdp2"), 3), (("fsdp2", "zero1"), 1)])
 def test_run_resumes_with_another_number_of_ranks(whole, alone, tmp_path, shards, after):
-    given, stopped = sharded(shards[1]), cut_to(whole("asking ahead", shards[0], 2), 3, tmp_path)
+    other_sharding, stopped = (
+        sharded(shards[1]),
+        cut_to(whole("asking ahead", shards[0], 2), 3, tmp_path),
+    )
     run = (
-        only_result(together(after, given, resume=stopped))
+        only_result(together(after, other_sharding, resume=stopped))
         if after > 1
-        else train(given, resume=stopped)
+        else train(other_sharding, resume=stopped)
     ).run
-    found, expected = (
+    token_ids, expected = (
         [row["token_ids"] for row in load_rollouts(r)] for r in (run, alone("asking ahead"))
     )
-    assert found == expected
+    assert token_ids == expected
     check_same_weights(run, alone("asking ahead"))
     resumed = next(event for event in load_events(run) if event["event"] == "resumed")
     assert resumed["moved"]["ranks"] == [2, after]
@@ -272,8 +279,8 @@ def load_another_model(rank: int) -> tuple[()]:
     if rank == 1:
         load = build.load_policy
 
-        def other(*given: Any) -> Any:
-            policy = load(*given)
+        def other(*arguments: Any, **options: Any) -> Any:
+            policy = load(*arguments, **options)
             with torch.no_grad():
                 next(policy.model.parameters()).add_(1)
             return policy
@@ -283,5 +290,5 @@ def load_another_model(rank: int) -> tuple[()]:
 
 
 def test_ranks_with_different_models_are_rejected(settings):
-    for found in together(2, settings("run"), load_another_model):
-        assert "SettingsError: model.path: model weights differ between ranks 0 and 1" in str(found)
+    for error in together(2, settings("run"), load_another_model):
+        assert "SettingsError: model.path: model weights differ between ranks 0 and 1" in str(error)

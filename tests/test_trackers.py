@@ -1,4 +1,5 @@
-"""Trackers: TensorBoard, read back; modules that stand in for packages, and the packages; one that raises; secrets."""
+"""Trackers: TensorBoard, read back; modules that stand in for packages, and the packages; one that
+raises; secrets."""
 
 from __future__ import annotations
 
@@ -46,8 +47,8 @@ def scalars(run: Path, tag: str) -> list[tuple[int, float]]:
 
 
 def text(run: Path, tag: str) -> dict[int, str]:
-    found = events(run).Tensors(f"{tag}/text_summary")
-    return {event.step: event.tensor_proto.string_val[0].decode() for event in found}
+    tensors = events(run).Tensors(f"{tag}/text_summary")
+    return {event.step: event.tensor_proto.string_val[0].decode() for event in tensors}
 
 
 def test_tensorboard_shows_metrics_evaluations_settings_and_completions_also_of_a_resumed_run(
@@ -154,9 +155,9 @@ def test_package_that_raises_is_disabled_with_one_warning(begin, install, caplog
     run = begin("wandb")
     assert len(load_metrics(run)) == 3
     assert len(package.named(fails)) == 1
-    (said,) = [message for message in caplog.messages if "tracker" in message]
-    assert "wandb is disabled" in said
-    assert "SystemExit: no answer from https://***@host" in said
+    (warning,) = [message for message in caplog.messages if "tracker" in message]
+    assert "wandb is disabled" in warning
+    assert "SystemExit: no answer from https://***@host" in warning
 
 
 def test_no_secret_reaches_a_tracker(install, tmp_path):

@@ -1,4 +1,5 @@
-"""The trainer's step: one gradient whatever the micro-batches, one batch or v mini-batches, masked or not."""
+"""The trainer's step: one gradient whatever the micro-batches, one batch or v mini-batches, masked
+or not."""
 
 from __future__ import annotations
 
@@ -129,8 +130,9 @@ def test_the_order_of_completions_and_groups_cannot_change_the_gradient():
 
 @pytest.mark.parametrize("masked_count", [False, True])
 def test_masked_groups_leave_gradient_and_normalizer_as_documented(masked_count):
-    """Group 0 has equal rewards. Masked, it costs no forward pass; the others' gradient is that of a batch without it,
-    times 1 (masked tokens do not count) or times tokens kept / all tokens (they count). Log-probs are float32."""
+    """Group 0 has equal rewards. Masked, it costs no forward pass; the others' gradient is that of
+    a batch without it, times 1 (masked tokens do not count) or times tokens kept / all tokens (they
+    count). Log-probs are float32."""
     policy = tiny_policy(dtype=torch.float64)
     overrides = {
         "beta": 0.0,
@@ -177,7 +179,8 @@ def test_a_batch_with_every_group_masked_makes_no_update():
 def test_groups_without_a_signal_are_computed_only_where_they_have_a_gradient(
     name, overrides, silent
 ):
-    """Where an advantage of 0 is silent, leaving its completions out changes no gradient; elsewhere it would."""
+    """If an advantage of 0 is silent, leaving its completions out changes no gradient; elsewhere it
+    would."""
     policy, recipe = tiny_policy(dtype=torch.float64), resolve(name, overrides)
     assert recipe.skips_zero_advantage == silent
     if recipe.needs_pi_ref:
@@ -196,7 +199,8 @@ def test_groups_without_a_signal_are_computed_only_where_they_have_a_gradient(
 
 @either_computation
 def test_a_gradient_known_to_be_zero_is_still_an_update():
-    """Unmasked groups without signal: nothing is computed, and AdamW moves on by its moments, as on a zero gradient."""
+    """Unmasked groups without signal: nothing is computed, and AdamW moves on by its moments, as on
+    a zero gradient."""
     moved = []
     for silent in (True, False):
         policy, recipe = tiny_policy(), resolve("dr_grpo")
@@ -225,7 +229,8 @@ def test_only_scored_completions_enter_statistics_and_loss():
 
 
 def test_v_batches_from_one_alpha_equal_v_mini_batches_of_one_larger_batch():
-    """(v, i = 1) against one batch of v times the prompts, generated at once by the same α and stepped in v parts."""
+    """(v, i = 1) against one batch of v times the prompts, generated at once by the same α and
+    stepped in v parts."""
     v = 3
     runs = []
     for together in (False, True):
@@ -258,7 +263,8 @@ def test_v_batches_from_one_alpha_equal_v_mini_batches_of_one_larger_batch():
 
 @either_computation
 def test_the_first_of_i_updates_starts_at_pi_k(monkeypatch):
-    """With clipped_exact the center is π_k/α: at the first update π_k is π, and the second one is given it."""
+    """With clipped_exact the center is π_k/α: at the first update π_k is π, and the second one is
+    given it."""
     seen: list[LossInputs] = []
     differentiate = Recipe.differentiate
 
@@ -285,8 +291,9 @@ def test_the_first_of_i_updates_starts_at_pi_k(monkeypatch):
 
 
 def test_a_sampler_with_other_arithmetic_is_corrected_for_and_not_clipped_for():
-    """As if another program had reported every log-prob .3 nats too low: pi_k/alpha = e^.3 = 1.35 at each token, beyond
-    the clip range of .2. Over alpha the clip then cuts what has A > 0 before any update; over pi_k it cuts nothing."""
+    """The sampler reports every log-prob .3 nats too low: pi_k/alpha = e^.3 = 1.35 at each token,
+    beyond the clip range of .2. Over alpha the clip then cuts what has A > 0 before any update;
+    over pi_k it cuts nothing."""
     policy = tiny_policy(dtype=torch.float64)
     groups = judge_groups(generate_groups(policy))
     for group in groups:

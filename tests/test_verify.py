@@ -1,4 +1,5 @@
-"""`lagrpo verify`: an untouched run agrees with its replay; every kind of change to its files is found and located."""
+"""`lagrpo verify`: an untouched run agrees with its replay; every kind of change to its files is
+found and located."""
 
 from __future__ import annotations
 

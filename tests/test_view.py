@@ -1,4 +1,5 @@
-"""`lagrpo view`: what the page of a run holds, that no text of a run gets out of its place, and what is rejected."""
+"""`lagrpo view`: what the page of a run holds, that no text of a run gets out of its place, and
+what is rejected."""
 
 from __future__ import annotations
 
@@ -34,39 +35,46 @@ def columns(packed: bytes, number: int = 0):
     """A run in the page, and its arrays by name."""
     header, arrays = unpack(packed)
     run = header["runs"][number]
-    return run, {name: arrays[place] for name, place in run["rollouts"]["columns"].items()}
+    return run, {name: arrays[index] for name, index in run["rollouts"]["columns"].items()}
 
 
 # What the page holds
 
 
 def test_page_holds_the_completions_of_a_real_run(trained):
-    run, found = columns(collect([trained], 10_000))
+    run, arrays = columns(collect([trained], 10_000))
     rows, r = load_rollouts(trained), run["rollouts"]
     assert r["texts"] == [one["completion"] for one in rows]
     assert len(rows) == 3 * 2 * 4
     for name in ("reward", "staleness", "advantage"):
-        assert np.allclose(found[name], [one[name] for one in rows])
-    starts = found["first_token"]
+        assert np.allclose(arrays[name], [one[name] for one in rows])
+    starts = arrays["first_token"]
     for c, one in enumerate(rows):
-        own = slice(starts[c], starts[c + 1])
-        assert [r["ids"][place] for place in found["token"][own]] == one["token_ids"]
+        tokens_of_completion = slice(starts[c], starts[c + 1])
+        assert [r["ids"][place] for place in arrays["token"][tokens_of_completion]] == one[
+            "token_ids"
+        ]
         assert (
-            np.abs(found["rollout_logprobs"][own] / 1000 - np.array(one["rollout_logprobs"])).max()
+            np.abs(
+                arrays["rollout_logprobs"][tokens_of_completion] / 1000
+                - np.array(one["rollout_logprobs"])
+            ).max()
             <= 0.0005001
         )
         assert (
-            np.abs(found["old_logprobs"][own] / 1000 - np.array(one["old_logprobs"])).max()
+            np.abs(
+                arrays["old_logprobs"][tokens_of_completion] / 1000 - np.array(one["old_logprobs"])
+            ).max()
             <= 0.0005001
         )
         unknown = [UNKNOWN] * len(one["token_ids"])
         entropy = [round(1000 * h) for h in one["entropy"]] if one["entropy"] else unknown
-        assert np.abs(found["entropy"][own] - np.array(entropy)).max() <= 1
-        assert found["version"][own].tolist() == one["policy_versions"]
-        tokens = "".join(r["vocabulary"][place] for place in found["token"][own])
+        assert np.abs(arrays["entropy"][tokens_of_completion] - np.array(entropy)).max() <= 1
+        assert arrays["version"][tokens_of_completion].tolist() == one["policy_versions"]
+        tokens = "".join(r["vocabulary"][place] for place in arrays["token"][tokens_of_completion])
         assert re.sub("<pad>|<eos>|<stop>", "", tokens) == one["completion"]
-    assert found["group_batch"].tolist() == [1, 1, 2, 2, 3, 3]
-    assert found["group_first"].tolist() == list(range(0, 25, 4))
+    assert arrays["group_batch"].tolist() == [1, 1, 2, 2, 3, 3]
+    assert arrays["group_first"].tolist() == list(range(0, 25, 4))
     assert r["batches"] == [[1, 0, 8, 8], [2, 1, 8, 8], [3, 2, 8, 8]]
 
 
@@ -109,15 +117,15 @@ def test_unknown_numbers_and_context_stay_unknown(tmp_path):
             *(row(text, 0.0, sample_index=n, old_logprobs=None) for n, text in ((1, ""), (2, "c"))),
         ],
     )
-    made, found = columns(collect([run.path], 100))
-    assert found["rollout_logprobs"].tolist() == [UNKNOWN, -32767, -250]
-    assert found["old_logprobs"].tolist() == [-500, UNKNOWN, UNKNOWN]
-    assert found["entropy"].tolist() == [250, UNKNOWN, UNKNOWN]
-    assert found["sampled"].tolist() == [1, 0, 1]
+    run_data, arrays = columns(collect([run.path], 100))
+    assert arrays["rollout_logprobs"].tolist() == [UNKNOWN, -32767, -250]
+    assert arrays["old_logprobs"].tolist() == [-500, UNKNOWN, UNKNOWN]
+    assert arrays["entropy"].tolist() == [250, UNKNOWN, UNKNOWN]
+    assert arrays["sampled"].tolist() == [1, 0, 1]
     assert np.isnan(
-        [found[name][0] for name in ("reward", "staleness", "log_ratio", "group_std", "advantage")]
+        [arrays[name][0] for name in ("reward", "staleness", "log_ratio", "group_std", "advantage")]
     ).all()
-    assert made["rollouts"]["codes"]["outcome"] == ["unscored", "scored"]
+    assert run_data["rollouts"]["codes"]["outcome"] == ["unscored", "scored"]
 
 
 def test_tokens_are_ids_without_the_right_tokenizer(tmp_path):
@@ -154,8 +162,13 @@ def test_token_texts_keep_spaces_and_name_parts_of_a_character():
 def test_page_of_a_large_run_samples_all_its_batches():
     batches = range(1, 101)
     assert choose(batches, 6400) == dict.fromkeys(batches, 64)
-    chosen = choose(batches, 640)
-    assert (min(chosen), max(chosen), len(chosen), sum(chosen.values())) == (1, 100, 20, 640)
+    rows_by_batch = choose(batches, 640)
+    assert (
+        min(rows_by_batch),
+        max(rows_by_batch),
+        len(rows_by_batch),
+        sum(rows_by_batch.values()),
+    ) == (1, 100, 20, 640)
     assert choose(batches, 5) == {100: 5}
     assert choose(batches, 0) == choose([], 5) == {}
 
@@ -163,10 +176,10 @@ def test_page_of_a_large_run_samples_all_its_batches():
 def test_groups_are_never_cut_and_what_is_left_out_is_counted(tmp_path):
     run = make_run(tmp_path)
     run.record_rollouts(1, group(1, [0.0, 1.0, 0.0, 1.0]) + group(2, [0.0, 1.0, 0.0, 1.0]))
-    for most, kept in ((8, 8), (7, 4), (4, 4), (1, 4)):
-        made, found = columns(collect([run.path], most))
-        assert len(found["reward"]) == kept
-        assert made["rollouts"]["completions_on_disk"] == 8
+    for most, rows_kept in ((8, 8), (7, 4), (4, 4), (1, 4)):
+        run_data, arrays = columns(collect([run.path], most))
+        assert len(arrays["reward"]) == rows_kept
+        assert run_data["rollouts"]["completions_on_disk"] == 8
 
 
 # Untrusted text
@@ -203,9 +216,9 @@ def test_text_of_a_run_is_escaped_in_the_page(tmp_path):
     assert "a&lt;b&gt;&amp;&#x27;&quot;&lt;script&gt; · lagrpo view</title>" in page
     assert re.search("default-src 'none'; script-src 'sha256-.*connect-src 'none'", page)
     (data,) = re.findall(r'id="data">([^<]*)<', page)
-    made, _ = columns(base64.b64decode(data))
-    assert made["rollouts"]["texts"][-1] == made["events"][0]["text"] == HOSTILE
-    assert made["rollouts"]["prompts"][0][1:] == [HOSTILE, HOSTILE]
+    run_data, _ = columns(base64.b64decode(data))
+    assert run_data["rollouts"]["texts"][-1] == run_data["events"][0]["text"] == HOSTILE
+    assert run_data["rollouts"]["prompts"][0][1:] == [HOSTILE, HOSTILE]
 
 
 # Runs that are not whole
@@ -231,12 +244,12 @@ def test_status_of_a_run_that_goes_on_was_killed_or_resumed(tmp_path):
 
 def test_command_writes_a_page_and_says_where(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("webbrowser.open", (shown := []).append)
+    monkeypatch.setattr("webbrowser.open", (opened_pages := []).append)
     one, two = fill(make_run(tmp_path, "one")), fill(make_run(tmp_path, "two"))
     code, out, err = command("view", one.path / ".." / "one", one.path, "--open")
     assert (code, err) == (0, "")
     assert out.startswith(f"{one.path}/view.html (")
-    assert shown == [(one.path / "view.html").as_uri()]
+    assert opened_pages == [(one.path / "view.html").as_uri()]
     assert "<title>one · lagrpo view</title>" in (one.path / "view.html").read_text(
         encoding="utf-8"
     )
@@ -266,9 +279,9 @@ def ask(server: Server, path: str, host: str | None = None) -> tuple[int, dict[s
     connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=30)
     connection.request("GET", path, headers={"Host": host} if host else {})
     answer = connection.getresponse()
-    found = answer.status, dict(answer.getheaders()), answer.read()
+    response = answer.status, dict(answer.getheaders()), answer.read()
     connection.close()
-    return found
+    return response
 
 
 def test_server_answers_with_the_page_and_with_newer_data_only(served):

@@ -1,4 +1,5 @@
-"""The page of `lagrpo view` in a real browser: what each click and key shows, and that nothing of a run runs."""
+"""The page of `lagrpo view` in a real browser: what each click and key shows, and that nothing of a
+run runs."""
 
 from __future__ import annotations
 
@@ -22,14 +23,15 @@ LISTENING = (
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory):
-    made = Browser(tmp_path_factory.mktemp("profile"))
-    yield made
-    made.close()
+    started = Browser(tmp_path_factory.mktemp("profile"))
+    yield started
+    started.close()
 
 
 @pytest.fixture
 def opened(browser, tmp_path):
-    """A function that opens the page of runs; at the end every page must have been content and asked for nothing."""
+    """A function that opens the page of runs; at the end every page must have been content and
+    asked for nothing."""
     pages = []
 
     def open_page(*runs, address="", **options):
@@ -47,9 +49,9 @@ def opened(browser, tmp_path):
 
 @pytest.fixture
 def run(tmp_path):
-    made = fill(make_run(tmp_path))
-    save_tokenizer(made)
-    return made
+    filled = fill(make_run(tmp_path))
+    save_tokenizer(filled)
+    return filled
 
 
 def tab(page, name: str) -> None:
@@ -91,7 +93,8 @@ def test_group_shows_its_completions_side_by_side(opened, run):
     assert "no number in the answer" in cards[1]
     assert "cut at the limit" in cards[1]
     tops = page.js(
-        "[...document.querySelectorAll('.card')].slice(0, 2).map((card) => card.getBoundingClientRect().top)"
+        "[...document.querySelectorAll('.card')].slice(0, 2)"
+        ".map((card) => card.getBoundingClientRect().top)"
     )
     assert tops[0] == tops[1]
     page.click(".card", 1)
@@ -143,7 +146,8 @@ def test_completions_are_filtered(opened, run, fields, matches):
         assert page.js("document.activeElement.name") == "q"
     assert ("No completions match this filter." in page.text(".pane")) == matches.startswith("0")
     page.js(
-        "[...document.querySelectorAll('button')].find((node) => node.innerText === 'clear').click()"
+        "[...document.querySelectorAll('button')]"
+        ".find((node) => node.innerText === 'clear').click()"
     )
     assert page.text(".summary").endswith("3 groups")
 
@@ -245,7 +249,7 @@ def test_served_page_follows_its_run_and_keeps_its_place(browser, run):
         page.type("input[name=q]", "answer")
         before = page.text(".group-head")
         run.record(metrics(5))
-        run.record_rollouts(5, [made | {"step": 5} for made in group(1, [1.0, 0.0])])
+        run.record_rollouts(5, [row | {"step": 5} for row in group(1, [1.0, 0.0])])
         page.wait("document.querySelector('header').innerText.includes('batch 5 of')")
         assert page.text(".group-head") == before
         assert page.js("document.querySelector('input[name=q]').value") == "answer"

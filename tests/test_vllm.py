@@ -1,4 +1,5 @@
-"""The vLLM engine against a fake server: requests, versions, servers that die, weight syncs, evaluations."""
+"""The vLLM engine against a fake server: requests, versions, servers that die, weight syncs,
+evaluations."""
 
 from __future__ import annotations
 
@@ -313,7 +314,8 @@ def test_servers_get_their_version_back_after_an_evaluation_that_fails(fake, eng
 
 
 def converse(fake: FakeServer, G: int = 2, end: str = "stop", **limits: int) -> Any:
-    """A group by a server that says "ab" and ends its turn, and the policy. `end` is how later turns end."""
+    """A group by a server that says "ab" and ends its turn, and the policy. `end` is how later
+    turns end."""
     policy = talking(torch.float32)
     of, count = episodes(policy, **limits), iter(range(100))
     engine = engine_of([Ours(fake)], policy, True, of.sampled)
@@ -443,7 +445,8 @@ def test_server_launch_sets_the_options_that_a_run_needs(monkeypatch):
 
 
 def started_by_each_rank(group: Any, directory: Path) -> bool:
-    """A server that a rank starts, as the run does, is ready. Raises SamplerError with the server's log if not."""
+    """A server that a rank starts, as the run does, is ready. Raises SamplerError with the server's
+    log if not."""
     python = directory / f"python-{group.rank()}"
     program = Path(__file__).parent / "server_program.py"
     python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{program}" "$@"\n', encoding="utf-8")
@@ -497,7 +500,10 @@ def test_serve_prints_how_to_attach_and_becomes_the_server(monkeypatch, capsys):
     sizes = {"dtype": "bfloat16", "max_model_len": 99, "max_num_seqs": 8}
     server.serve("smollm2", "127.0.0.1", 8123, "nccl", 8, ("--seed 3",), **sizes)
     ((python, command, environment),), said = became, capsys.readouterr().out
-    given = "--model smollm2 --rollout.engine vllm --vllm.urls http://127.0.0.1:8123 --vllm.weight_transfer nccl"
+    given = (
+        "--model smollm2 --rollout.engine vllm --vllm.urls http://127.0.0.1:8123 "
+        "--vllm.weight_transfer nccl"
+    )
     assert f"  lagrpo train … {given} --model.lora_r 8\n" in said
     assert (python, command[0], command[-2:]) == (sys.executable, sys.executable, ["--seed", "3"])
     assert f"  export {KEY}={environment['VLLM_API_KEY']}\n" in said

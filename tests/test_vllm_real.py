@@ -1,4 +1,5 @@
-"""Real vLLM servers with a tiny model, which runs start, attach to and lose. `make test-vllm` runs these."""
+"""Real vLLM servers with a tiny model, which runs start, attach to and lose. `make test-vllm` runs
+these."""
 
 from __future__ import annotations
 
@@ -93,7 +94,8 @@ def run(
 
 
 def distance(policy: Any, group: Any) -> float:
-    """The largest difference between the trainer's log-probs and those that came with the completions."""
+    """The largest difference between the trainer's log-probs and those that came with the
+    completions."""
     packed = Packed.build([(group.prompt.token_ids, [c.token_ids for c in group.completions])])
     with torch.no_grad():
         return float(
@@ -123,8 +125,8 @@ def test_trainer_and_server_agree_after_each_sync(request, model, tau, lora):
 
 
 def test_tied_head_is_updated_by_a_weight_sync(tmp_path, monkeypatch):
-    """vLLM's own reload keeps the first head if oneDNN has packed it; on processors where it cannot, PyTorch multiplies
-    by the embedding, which is renewed."""
+    """vLLM's own reload keeps the first head if oneDNN has packed it; on processors where it
+    cannot, PyTorch multiplies by the embedding, which is renewed."""
     model = tiny_directory(tmp_path, tie_word_embeddings=True)
     server = start(model, tmp_path / "vllm.log", "bfloat16")
     try:
@@ -152,7 +154,8 @@ def test_tied_head_is_updated_by_a_weight_sync(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("in_flight", ["finish", "continue"])
 def test_completions_in_flight_at_a_sync(attached, model, tmp_path, in_flight):
-    """A pipeline of one batch ahead: completions may span two versions, or are sampled again; the lag is 0 or 1."""
+    """A pipeline of one batch ahead: completions may span two versions, or are sampled again; the
+    lag is 0 or 1."""
     directory = run(
         model,
         tmp_path,

@@ -1,6 +1,7 @@
 """MasterWeights over ranks: R processes make the updates of one.
 
-Functions without `test_` run on the ranks (ranks.py), or with None as their group in this process, by MasterWeights.
+Functions without `test_` run on the ranks (ranks.py), or with None as their group in this process,
+by MasterWeights.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from each import each
 from test_master_weights import module
 from test_trainer import MAX_TOKENS, assembled, judge_groups
 from tiny import tiny_policy
@@ -65,11 +65,13 @@ def sampled(batch: int) -> list[Group]:
     """A batch of a policy that is the same everywhere and at all times."""
     prompts = [Prompt(key, (), "3", tuple(range(3, 8 + 4 * key))) for key in range(3)]
     sampler = LocalSampler(copy_policy(tiny_policy(backend="torch")), 0, MAX_TOKENS, 64)
-    found = {
+    groups_by_key = {
         r.prompt.key: group
         for r, group in sampler.sample([Request(batch, 0, p) for p in prompts], 4)
     }
-    return judge_groups([found[key] for key in sorted(found)], lambda g, j, c: float(j % 2))
+    return judge_groups(
+        [groups_by_key[key] for key in sorted(groups_by_key)], lambda g, j, c: float(j % 2)
+    )
 
 
 def rows_of(trainer: Trainer, batch: int = 1) -> list[MicroBatch]:
@@ -95,7 +97,7 @@ def copied(tensors: Any) -> dict[str, Tensor]:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether all tensors of two mappings have the same bits, whatever their shapes."""
+    """True if all tensors of two mappings have the same bits, whatever their shapes."""
     return one.keys() == other.keys() and all(
         torch.equal(one[n].reshape(-1), other[n].reshape(-1)) for n in one
     )
@@ -105,87 +107,122 @@ def same(one: Any, other: Any) -> bool:
 
 
 def five_updates(
-    group: Any, made: dict[str, Any], first_takes_all: bool, make: Callable[..., Trainer] = make
+    group: Any, options: dict[str, Any], first_takes_all: bool, make: Callable[..., Trainer] = make
 ) -> tuple[list[dict], dict, dict]:
-    trainer = make(group, **made)
+    trainer = make(group, **options)
     metrics = learn(group, trainer, [(1, 3), (2, 2)], first_takes_all)
     return metrics, copied(trainer.state()), copied(trainer.policy.weights)
 
 
-@each(("R", "first_takes_all"), [(2, True), (3, False)])
+@pytest.mark.parametrize(
+    ("R", "first_takes_all"),
+    [
+        pytest.param(2, True, id="2 ranks, the first takes all rows"),
+        pytest.param(3, False, id="3 ranks share the rows"),
+    ],
+)
 def test_the_updates_of_several_ranks_are_those_of_one_process_to_rounding(
     ranks, R, first_takes_all
 ):
-    """In float64, where rounding is far below the steps. Clipped: the limit is a third of the norms."""
-    made = {"dtype": "float64", "max_grad_norm": 0.05}
-    metrics, state, weights = five_updates(None, made, first_takes_all)
+    """In float64, where rounding is far below the steps. Clipped: the limit is a third of the
+    norms."""
+    options = {"dtype": "float64", "max_grad_norm": 0.05}
+    metrics, state, weights = five_updates(None, options, first_takes_all)
     assert min(m["grad_norm"] for m in metrics) > 0.1
-    found = ranks.run(five_updates, made, first_takes_all, size=R)
-    check_to_rounding(found, metrics, state, weights)
-    assert all(own == found[0][0] for own, *_ in found)
+    results = ranks.run(five_updates, options, first_takes_all, size=R)
+    check_to_rounding(results, metrics, state, weights)
+    assert all(rank_metrics == results[0][0] for rank_metrics, *_ in results)
 
 
 def check_to_rounding(
-    found: Sequence[Any], metrics: Sequence[dict], state: Any, weights: Any
+    results: Sequence[Any], metrics: Sequence[dict], state: Any, weights: Any
 ) -> None:
-    """What the ranks found is what one process did, but for float64's rounding, and all have the same weights."""
-    merged = MergedState([rank[1] for rank in found])
+    """Checks that ranks and one process agree to float64's rounding, and ranks have the same
+    weights."""
+    merged = MergedState([rank[1] for rank in results])
     assert merged.keys() == state.keys()
     for name, expected in state.items():
         torch.testing.assert_close(merged[name].view_as(expected), expected, rtol=1e-9, atol=1e-9)
-    for own, _, own_weights in found:
-        assert [m["lr"] for m in own] == [m["lr"] for m in metrics]
-        assert [m["grad_norm"] for m in own] == pytest.approx(
+    for rank_metrics, _, rank_weights in results:
+        assert [m["lr"] for m in rank_metrics] == [m["lr"] for m in metrics]
+        assert [m["grad_norm"] for m in rank_metrics] == pytest.approx(
             [m["grad_norm"] for m in metrics], rel=1e-9
         )
-        assert same(own_weights, found[0][2])
+        assert same(rank_weights, results[0][2])
         for name, expected in weights.items():
-            torch.testing.assert_close(own_weights[name], expected, rtol=1e-9, atol=1e-9)
+            torch.testing.assert_close(rank_weights[name], expected, rtol=1e-9, atol=1e-9)
 
 
-@each(
-    ("R", "made", "changes"),
+@pytest.mark.parametrize(
+    ("R", "options", "changes"),
     [
-        (1, {"dtype": "bfloat16"}, {}),
-        (3, {"dtype": "bfloat16", "masters": "plain", "tie": True}, {}),
-        (2, {"dtype": "float32", "kind": "qwen2", "weight_decay": 0.0}, {}),
-        (2, {"dtype": "bfloat16"}, {"offload_moments": True}),
-        (None, {"dtype": "bfloat16"}, {"offload_moments": True}),
+        pytest.param(1, {"dtype": "bfloat16"}, {}, id="1 rank"),
+        pytest.param(
+            3,
+            {"dtype": "bfloat16", "masters": "plain", "tie": True},
+            {},
+            id="3 ranks, plain masters",
+        ),
+        pytest.param(
+            2,
+            {"dtype": "float32", "kind": "qwen2", "weight_decay": 0.0},
+            {},
+            id="2 ranks, float32 qwen2",
+        ),
+        pytest.param(
+            2,
+            {"dtype": "bfloat16"},
+            {"offload_moments": True},
+            id="2 ranks, moments on the host",
+        ),
+        pytest.param(
+            None,
+            {"dtype": "bfloat16"},
+            {"offload_moments": True},
+            id="no ranks, moments on the host",
+        ),
     ],
 )
-def test_updates_are_bit_equal_if_the_gradients_are(ranks, R, made, changes):
-    """One rank has all rows, the others none: nothing is added but zeros. Without clipping, since norms are rounded in
-    another order. Moments may stay on the host."""
-    made = {"max_grad_norm": None, **made}
-    metrics, state, weights = five_updates(None, made, True)
-    given = made | changes, True
-    found = [five_updates(None, *given)] if R is None else ranks.run(five_updates, *given, size=R)
-    check_to_the_bit(found, metrics, state, weights)
+def test_updates_are_bit_equal_if_the_gradients_are(ranks, R, options, changes):
+    """One rank has all rows, the others none: nothing is added but zeros. Without clipping, since
+    norms are rounded in another order. Moments may stay on the host."""
+    options = {"max_grad_norm": None, **options}
+    metrics, state, weights = five_updates(None, options, True)
+    arguments = options | changes, True
+    results = (
+        [five_updates(None, *arguments)]
+        if R is None
+        else ranks.run(five_updates, *arguments, size=R)
+    )
+    check_to_the_bit(results, metrics, state, weights)
 
 
 def check_to_the_bit(
-    found: Sequence[Any], metrics: Sequence[dict], state: Any, weights: Any
+    results: Sequence[Any], metrics: Sequence[dict], state: Any, weights: Any
 ) -> None:
-    """What the ranks found is what one process did."""
-    assert same(MergedState([rank[1] for rank in found]), state)
-    for own, _, own_weights in found:
-        assert same(own_weights, weights)
-        assert [m["grad_norm"] for m in own] == pytest.approx(
+    """Checks that the ranks and one process have the same bits."""
+    assert same(MergedState([rank[1] for rank in results]), state)
+    for rank_metrics, _, rank_weights in results:
+        assert same(rank_weights, weights)
+        assert [m["grad_norm"] for m in rank_metrics] == pytest.approx(
             [m["grad_norm"] for m in metrics], rel=1e-6
         )
 
 
 def mixed_updates(group: Any) -> list[dict[str, Tensor]]:
-    """Weights of two dtypes in one model, without an optimizer: masters go down by their gradients."""
+    """One model with weights of two dtypes, no optimizer: masters go down by their gradients."""
     model = module(
         torch.linspace(1, 2, 50).bfloat16(), torch.linspace(-1, 1, 40), torch.ones(6, 7).bfloat16()
     )
-    given = (model, "dithered", 1)
-    masters = MasterWeights(*given) if group is None else ZeroMasterWeights(*given, group)  # type: ignore[arg-type]
-    found = [copied(dict(model.named_parameters()))]
+    if group is None:
+        masters = MasterWeights(model, "dithered", 1)
+    else:
+        masters = ZeroMasterWeights(model, "dithered", 1, group)
+    states = [copied(dict(model.named_parameters()))]
     for scale in (0.001, 0.0):
         if group is None or group.rank() == 0:
-            sum((p.float() * p.float() * scale).sum() for p in model.parameters()).backward()  # type: ignore[union-attr]
+            squares = [(p.float() * p.float() * scale).sum() for p in model.parameters()]
+            torch.stack(squares).sum().backward()
         masters.reduce_grads()
         with torch.no_grad():
             for master in masters.parameters:
@@ -193,30 +230,33 @@ def mixed_updates(group: Any) -> list[dict[str, Tensor]]:
                 master -= master.grad
         masters.zero_grads()
         masters.write_back()
-        found.append(copied(dict(model.named_parameters())))
-    return found
+        states.append(copied(dict(model.named_parameters())))
+    return states
 
 
 def test_weights_of_two_dtypes_have_masters_too(ranks):
     start, moved, still = mixed_updates(None)
     assert not same(moved, start)
     assert same(still, moved)
-    for found in ranks.run(mixed_updates, size=2):
-        assert all(map(same, found, (start, moved, still)))
+    for states in ranks.run(mixed_updates, size=2):
+        assert all(map(same, states, (start, moved, still)))
 
 
 # What computes by the weights
 
 
 def log_probs_after_updates(group: Any) -> list[tuple[bool, bool, bool]]:
-    """By the kernels, from panels. After each of two updates: whether the log-probs are others than before, are those
-    of a fresh policy with the same weights, and are those of a copy that reads the same panels."""
+    """Three booleans for each of two updates with the kernels, which read weights from panels.
+
+    The log-probs differ from those before the update; equal those of a fresh policy with the same
+    weights; equal those of a copy that reads the same panels.
+    """
     policy = tiny_policy(dtype=torch.bfloat16, backend="c")
     trainer = Trainer(
         policy, resolve("grpo", {"beta": 0.0}), Optimization(lr=1e-2), ranks=ranks_of(group)
     )
     assert policy.model.exact
-    copy, rows, found = copy_policy(policy), rows_of(trainer), []
+    copy, rows, comparisons = copy_policy(policy), rows_of(trainer), []
     for _ in range(2):
         before = trainer.compute_logprobs(rows)
         trainer.accumulate(share(group, rows, False))
@@ -228,8 +268,8 @@ def log_probs_after_updates(group: Any) -> list[tuple[bool, bool, bool]]:
             expected, copied_T = ([p.logp(row.packed) for row in rows] for p in (fresh, copy))
         after = trainer.compute_logprobs(rows)
         equal = [all(map(torch.equal, after, other)) for other in (before, expected, copied_T)]
-        found.append((not equal[0], equal[1], equal[2]))
-    return found
+        comparisons.append((not equal[0], equal[1], equal[2]))
+    return comparisons
 
 
 def test_kernels_use_the_new_weights_after_an_update(ranks, with_kernels):
@@ -240,8 +280,9 @@ def test_kernels_use_the_new_weights_after_an_update(ranks, with_kernels):
 
 
 def refused(group: Any, on: int, make: Callable[..., Trainer] = make) -> tuple[str, bool, bool]:
-    """The message; whether nothing changed, and whether the next update is the one of a trainer that was never
-    refused. On one rank a weight is so large that the gradient overflows inside the model."""
+    """The message; whether nothing changed, and whether the next update is the one of a trainer
+    that was never refused. On one rank a weight is so large that the gradient overflows inside the
+    model."""
     trainer, untouched = make(group, "bfloat16"), make(group, "bfloat16")
     rows = share(group, rows_of(trainer), False)
     before, weights, weight_C = (
@@ -280,7 +321,8 @@ def test_gradient_not_finite_on_one_rank_is_rejected_on_all_ranks(ranks):
 def state_after(
     group: Any, states: list[dict[str, Tensor]] | None, dtype: str, batch: int
 ) -> tuple:
-    """From `states`, or from the start: one update on a batch. The state that was loaded, and the one after it."""
+    """From `states`, or from the start: one update on a batch. The state that was loaded, and the
+    one after it."""
     trainer = make(group, dtype, max_grad_norm=None)
     if states is not None:
         trainer.load_state(MergedState([copied(state) for state in states]), 1)
@@ -293,8 +335,12 @@ def state_after(
 def test_optimizer_state_loads_with_any_number_of_ranks(ranks):
     """To the bit, and so is the update after it. None is one process without ranks."""
 
-    def run(R: int | None, *given: Any) -> list[tuple]:
-        return [state_after(None, *given)] if R is None else ranks.run(state_after, *given, size=R)
+    def run(R: int | None, *arguments: Any) -> list[tuple]:
+        return (
+            [state_after(None, *arguments)]
+            if R is None
+            else ranks.run(state_after, *arguments, size=R)
+        )
 
     first = state_after(None, None, "bfloat16", 1)
     expected = state_after(None, [first[3]], "bfloat16", 2)
@@ -302,10 +348,10 @@ def test_optimizer_state_loads_with_any_number_of_ranks(ranks):
         saved = [rank[3] for rank in run(R, None, "bfloat16", 1)]
         assert same(MergedState(saved), first[3])
         for other in (None, 2, 3):
-            found = run(other, saved, "bfloat16", 2)
-            assert same(MergedState([rank[1] for rank in found]), first[3])
-            assert same(MergedState([rank[3] for rank in found]), expected[3])
-            for version, _, weights, _, after in found:
+            results = run(other, saved, "bfloat16", 2)
+            assert same(MergedState([rank[1] for rank in results]), first[3])
+            assert same(MergedState([rank[3] for rank in results]), expected[3])
+            for version, _, weights, _, after in results:
                 assert version == 1
                 assert same(weights, first[4])
                 assert same(after, expected[4])

@@ -42,7 +42,8 @@ def tiny_tokenizer() -> Any:
 
 
 def tiny_model(kind: str = "llama", seed: int = 0, spread: float = 0.6, **changes: Any) -> Any:
-    """A random model of two layers with weights large enough that its distribution is far from uniform."""
+    """A random model of two layers with weights large enough that its distribution is far from
+    uniform."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from lagrpo.model import attention
@@ -80,7 +81,8 @@ def tiny_policy(
     lora: Any = None,
     **changes: Any,
 ) -> Any:
-    """`backend`: as Policy.from_model takes it; BACKEND unless given. `lora`: the adapters that it gets."""
+    """`backend`: as Policy.from_model takes it; BACKEND unless given. `lora`: the adapters that it
+    gets."""
     from lagrpo.model.lora import attach_lora
     from lagrpo.model.model import Policy
 

@@ -1,8 +1,10 @@
-"""Installs the wheel as a stranger would, and uses it: python tests/try_wheel.py (make check-wheel).
+"""Installs the wheel as a stranger would, and uses it: python tests/try_wheel.py (make
+check-wheel).
 
-For each Python of 3.11 to 3.13 on the PATH or among the versions of pyenv, a fresh environment outside of the
-checkout, the wheel with extra [demo], and from an empty directory `lagrpo --version`, `env`, and a demo of two
-batches. Pythons that are not here are named. With an argument, such as 3.12, that version alone.
+For each Python of 3.11 to 3.13 on the PATH or among the versions of pyenv, a fresh environment
+outside of the checkout, the wheel with extra [demo], and from an empty directory `lagrpo
+--version`, `env`, and a demo of two batches. Pythons that are not here are named. With an argument,
+such as 3.12, that version alone.
 """
 
 from __future__ import annotations
@@ -35,13 +37,13 @@ def main() -> None:
         build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", scratch]
         subprocess.run(build, cwd=ROOT, check=True, timeout=DEADLINE)
         (wheel,) = Path(scratch).glob("*.whl")
-        here = {version: find_python(version) for version in sys.argv[1:] or VERSIONS}
-        for version in (version for version, python in here.items() if python is None):
+        pythons = {version: find_python(version) for version in sys.argv[1:] or VERSIONS}
+        for version in (version for version, python in pythons.items() if python is None):
             print(f"Not tried: Python {version} (it is not here)")
         with ThreadPoolExecutor(max_workers=2) as side_by_side:  # pip computes with one thread
             tried = [
                 side_by_side.submit(try_with, python, wheel, Path(scratch) / version)
-                for version, python in here.items()
+                for version, python in pythons.items()
                 if python is not None
             ]
         for each in tried:
@@ -51,11 +53,11 @@ def main() -> None:
 def find_python(version: str) -> str | None:
     """A Python of that version that starts: pyenv puts shims of all its versions on the PATH."""
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
-    known = [
+    candidates = [
         shutil.which(f"python{version}"),
         *sorted(map(str, pyenv.glob(f"{version}.*/bin/python{version}"))),
     ]
-    for python in filter(None, known):
+    for python in filter(None, candidates):
         if (
             subprocess.run(
                 [python, "-c", "import venv"], capture_output=True, timeout=DEADLINE
@@ -67,7 +69,8 @@ def find_python(version: str) -> str | None:
 
 
 def try_with(python: str, wheel: Path, folder: Path) -> None:
-    """Everything with one Python. Raises CalledProcessError or AssertionError for what does not work."""
+    """Everything with one Python. Raises CalledProcessError or AssertionError for what does not
+    work."""
     bin, empty = folder / "environment" / "bin", folder / "empty"
     empty.mkdir(parents=True)
     environment = {

@@ -1,5 +1,5 @@
-"""vLLM servers for tests: a fake one over HTTP, and real ones with a tiny model ($LAGRPO_VLLM_PYTHON names their
-Python)."""
+"""vLLM servers for tests: a fake one over HTTP, and real ones with a tiny model
+($LAGRPO_VLLM_PYTHON names their Python)."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ Answer = tuple[int, Any] | None
 
 
 class FakeServer:
-    """Does what vLLM's endpoints do, and generates two tokens. `answers` replaces the answer of a path: a function of
-    the body, which returns status and JSON, or None to break the connection."""
+    """Does what vLLM's endpoints do, and generates two tokens. `answers` replaces the answer of a
+    path: a function of the body, which returns status and JSON, or None to break the connection."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, Any]] = []
@@ -200,7 +200,7 @@ def versions(completions: Sequence[Completion]) -> set[int]:
 
 
 def update(policy: Policy, scale: float = 0.02) -> None:
-    """What an update does: other weights, the next version."""
+    """Changes the weights and counts the version up, as an update does."""
     generator = torch.Generator().manual_seed(policy.version)
     with torch.no_grad():
         for tensor in policy.weights.values():

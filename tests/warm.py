@@ -1,5 +1,5 @@
-"""Processes for tests, forked from one that has `preloaded`: a run imports most of it only on its way, which takes five
-seconds of each process."""
+"""Processes for tests, forked from one that has `preloaded`: a run imports most of it only on its
+way, which takes five seconds of each process."""
 
 from __future__ import annotations
 

@@ -38,6 +38,7 @@ NAVIGATION = {
         "off-policy",
         "algorithms",
         "own-loss",
+        "extending",
         "multi-turn",
     ],
     "Runs": ["evaluation", "checkpoints", "inspect", "verify"],

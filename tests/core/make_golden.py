@@ -3,11 +3,12 @@
     git worktree add /tmp/f16e863 f16e863
     PYTHONPATH=/tmp/f16e863/src python tests/core/make_golden.py > tests/core/golden.json
 
-The script speaks the interface of that commit; the names of knobs that have changed since are in CASES. The inputs are
-in the file, so no later change of random numbers matters.
+The script speaks the interface of that commit; the names of knobs that have changed since are in
+CASES. The inputs are in the file, so no later change of random numbers matters.
 """
 
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportArgumentType=false
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportArgumentType=false
 
 import json
 

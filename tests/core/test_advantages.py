@@ -134,7 +134,8 @@ def test_single_completion_keeps_its_reward(advantage):
 
 @pytest.mark.parametrize("advantage", OF_GROUPS, ids=name)
 def test_advantages_of_a_batch_equal_those_of_each_group_alone(advantage):
-    """Groups of different sizes, one of them flat and one alone; the index 2 is unused, and the order is mixed."""
+    """Groups of different sizes, one of them flat and one alone; the index 2 is unused, and the
+    order is mixed."""
     rewards_C = tensor([1.0, 0.0, 2.0, 0.0, 0.0, 2.0, 5.0, 1.0, 0.25, 2.0])
     group_C = tensor([0, 3, 1, 0, 0, 1, 3, 3, 4, 3])
     uniform_C = tensor([0.1, 0.2, 0.3, 0.4, 0.05, 0.6, 0.7, 0.15, 0.9, 0.5])
@@ -165,15 +166,16 @@ TWO_GROUPS = AdvantageInputs(  # means 1/2 and 2
 
 
 def test_batch_scaled_divides_by_the_deviation_of_all_rewards():
-    """r - mu = (.5, -.5, 2, -1, -1); all rewards: mean 1.4, variance (.16 + 1.96 + 6.76 + .16 + .16)/4 = 2.3."""
+    """r - mu = (.5, -.5, 2, -1, -1); all rewards: mean 1.4, variance (.16 + 1.96 + 6.76 + .16 +
+    .16)/4 = 2.3."""
     expected = tensor([0.5, -0.5, 2.0, -1.0, -1.0], dtype=torch.float64) / (2.3**0.5 + 1e-4)
     assert_close(batch_scaled(TWO_GROUPS), expected)
     assert_close(batch_scaled(TWO_GROUPS, std_offset=0.0), expected * (2.3**0.5 + 1e-4) / 2.3**0.5)
 
 
 def test_batch_whitened_centers_and_scales_over_the_tokens_of_the_batch():
-    """a = r - mu = (.5, -.5, 2, -1, -1) on 1, 2, 1, 3, 1 tokens: sum .5 - 1 + 2 - 3 - 1 = -2.5, mean -2.5/8; squares
-    .25 + .5 + 4 + 3 + 1 = 8.75, less 2.5^2/8: 7.96875, over 7."""
+    """a = r - mu = (.5, -.5, 2, -1, -1) on 1, 2, 1, 3, 1 tokens: sum .5 - 1 + 2 - 3 - 1 = -2.5,
+    mean -2.5/8; squares .25 + .5 + 4 + 3 + 1 = 8.75, less 2.5^2/8: 7.96875, over 7."""
     a_C = tensor([0.5, -0.5, 2.0, -1.0, -1.0], dtype=torch.float64)
     expected = (a_C + 2.5 / 8) / (7.96875 / 7 + 1e-8) ** 0.5
     assert_close(batch_whitened(TWO_GROUPS), expected)

@@ -117,7 +117,8 @@ def test_without_variance_theorem_1_says_minus_infinity_and_the_identity_claims_
 
 
 def drawn(prompts: int, G: int, seed: int) -> tuple[torch.Tensor, ...]:
-    """Groups of G outcomes of alpha = (.5, .3, .2), with pi = (.3, .3, .4), pi_k = (.45, .3, .25), r = (0, .5, 1)."""
+    """Groups of G outcomes of alpha = (.5, .3, .2), with pi = (.3, .3, .4), pi_k = (.45, .3, .25),
+    r = (0, .5, 1)."""
     alpha, pi, pi_k, r = (
         double(0.5, 0.3, 0.2),
         double(0.3, 0.3, 0.4),
@@ -156,7 +157,8 @@ def test_a_certificate_worked_by_hand():
     """z = (min(rho, 2) - 1) r = 1, 0, -.5, 0: mean .125, variance .296875, ln(2/.1) = 2.995732."""
     rewards, ratio = double(1, 0, 1, 1).view(2, 2), double(3, 5, 0.5, 1).view(2, 2)
     many = [x.repeat(100, 1) for x in (rewards, ratio.log())]
-    # n = 400: variance .296875 * 400/399; .125 - sqrt(2 .297619 2.995732 / 400) - 14 2.995732 / 1197
+    # n = 400: variance .296875 * 400/399; .125 - sqrt(2 .297619 2.995732 / 400) - 14 2.995732 /
+    # 1197
     assert float(certified_improvement(*many, cap=2.0, delta=0.1)) == pytest.approx(
         0.0231944, abs=1e-6
     )

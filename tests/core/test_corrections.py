@@ -1,4 +1,5 @@
-"""Weights pi_k/alpha for a rollout engine whose arithmetic differs, by hand and by what they amount to."""
+"""Weights pi_k/alpha for a rollout engine whose arithmetic differs, by hand and by what they amount
+to."""
 
 from dataclasses import replace
 from math import inf
@@ -32,7 +33,8 @@ def test_truncated_and_masked_by_hand():
     assert weights(masked, 0.0, inf) == ratio
 
 
-# two completions, of two tokens and of one. pi_k/alpha: 4, .5 (of the completion 2) and .25; pi/pi_k: 1.5, 1, .5
+# two completions, of two tokens and of one. pi_k/alpha: 4, .5 (of the completion 2) and .25;
+# pi/pi_k: 1.5, 1, .5
 ALPHA, PI_K, PI = (tensor(p).log() for p in ([0.1, 0.8, 0.8], [0.4, 0.4, 0.2], [0.6, 0.4, 0.1]))
 SURROGATE_T = tensor([1.2, 1.0, -1.6])  # min(1.5, 1.2), 1, -2 max(.5, .8)
 
@@ -62,16 +64,17 @@ SURROGATE_T = tensor([1.2, 1.0, -1.6])  # min(1.5, 1.2), 1, -2 max(.5, .8)
     ],
 )
 def test_recipes_with_a_correction_by_hand(name, changes, weight, cut):
-    """The clip is of pi/pi_k, whatever alpha; the weight multiplies what it leaves; what it drops counts as clipped."""
+    """The clip is of pi/pi_k, whatever alpha; the weight multiplies what it leaves; what it drops
+    counts as clipped."""
     if name == "grpo_icepop" and not changes:
         changes = {"floor": 0.45}  # .5 itself is at the end of its range
     recipe = resolve(name, changes)
     x = inputs(PI.clone().requires_grad_(), ALPHA, PI_K, A=[1.0, -2.0], completion=[0, 0, 1])
-    found = recipe.differentiate(x, torch.ones(2))
-    assert_close(found.loss, -(tensor(weight) * SURROGATE_T).sum())
+    derivative = recipe.differentiate(x, torch.ones(2))
+    assert_close(derivative.loss, -(tensor(weight) * SURROGATE_T).sum())
     expected = torch.where(tensor(cut), torch.zeros(3), -tensor(weight) * tensor([1.5, 1.0, -1.0]))
-    assert_close(found.gradient_T, expected)
-    assert found.clipped_T.tolist() == cut
+    assert_close(derivative.gradient_T, expected)
+    assert derivative.clipped_T.tolist() == cut
 
 
 def of_every_token(name, changes, x):
@@ -81,16 +84,17 @@ def of_every_token(name, changes, x):
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_untruncated_weights_give_the_clip_whose_range_is_proportional(level):
-    """min(rho A, clip(rho, c (1 - low), c (1 + high)) A) = c f_eps(rho / c, 1, A) with c = pi_k/alpha."""
+    """min(rho A, clip(rho, c (1 - low), c (1 + high)) A) = c f_eps(rho / c, 1, A) with c =
+    pi_k/alpha."""
     _, x = random_inputs(200)
     levels = {"ratio": level, "level": level, "cap": inf}
     expected = of_every_token("clipped_proportional", RANGES | {"ratio": level}, x)
-    found = of_every_token("grpo_tis", RANGES | levels, x)
-    assert_close(found.loss, expected.loss)
-    assert_close(found.gradient_T, expected.gradient_T)
-    assert torch.equal(found.clipped_T, expected.clipped_T)
+    computed = of_every_token("grpo_tis", RANGES | levels, x)
+    assert_close(computed.loss, expected.loss)
+    assert_close(computed.gradient_T, expected.gradient_T)
+    assert torch.equal(computed.clipped_T, expected.clipped_T)
     for sign in (1, -1):
-        assert int((found.clipped_T & (sign * x.advantage > 0)).sum()) > 10
+        assert int((computed.clipped_T & (sign * x.advantage > 0)).sum()) > 10
 
 
 def test_exact_clip_is_untruncated_with_a_range_that_shrinks_as_the_weight_grows():
@@ -98,8 +102,8 @@ def test_exact_clip_is_untruncated_with_a_range_that_shrinks_as_the_weight_grows
     _, x = random_inputs()
     c, r, A = (x.old_logp - x.rollout_logp).exp(), (x.logp - x.old_logp).exp(), x.advantage
     clipped_T = torch.minimum(r * A, r.clamp(1 - 0.2 / c, 1 + 0.2 / c) * A)
-    found = of_every_token("off_policy_grpo_exact", {"beta": 0.0}, x)
-    assert_close(found.loss, -(c * clipped_T).sum().detach())
+    computed = of_every_token("off_policy_grpo_exact", {"beta": 0.0}, x)
+    assert_close(computed.loss, -(c * clipped_T).sum().detach())
 
 
 @pytest.mark.parametrize("correction", ["truncated", "masked"])
@@ -108,11 +112,11 @@ def test_without_mismatch_a_correction_changes_nothing(correction, level):
     _, x = random_inputs()
     x = replace(x, old_logp=x.rollout_logp)
     changes = RANGES | {"correction": correction, "level": level}
-    found = of_every_token("grpo_tis", changes, x)
+    computed = of_every_token("grpo_tis", changes, x)
     for name, knobs in (("grpo_recomputed", RANGES), ("grpo", RANGES | {"beta": 0.0})):
         other = of_every_token(name, knobs, x)
-        assert torch.equal(found.loss, other.loss)
-        assert torch.equal(found.gradient_T, other.gradient_T)
+        assert torch.equal(computed.loss, other.loss)
+        assert torch.equal(computed.gradient_T, other.gradient_T)
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -68,7 +68,7 @@ def test_slope_equals_the_numerical_derivative(p, p_ref, beta):
 
 @given(probabilities, probabilities, st.floats(0.3, 20))
 def test_h_equals_the_success_of_an_exponential_tilt(p, p_ref, beta):
-    """Four outcomes, two of them right; the old policy succeeds with p, the reference with p_ref."""
+    """Four outcomes, two of them right; pi_old succeeds with p, the reference with p_ref."""
     reward = tensor([1.0, 1.0, 0.0, 0.0], dtype=torch.float64)
     reference = tensor(
         [0.3 * p_ref, 0.7 * p_ref, 0.4 * (1 - p_ref), 0.6 * (1 - p_ref)], dtype=torch.float64

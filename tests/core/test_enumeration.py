@@ -1,8 +1,9 @@
-"""A policy small enough to enumerate: three tokens, two positions, nine completions, every expectation a finite sum.
+"""A policy small enough to enumerate: three tokens, two positions, nine completions, every
+expectation a finite sum.
 
-The logits of the first token are b, those of the second b + U[first token]: b is shared by both positions.
-Expectations under alpha weigh each completion by its probability; gradients are with respect to all twelve parameters.
-What is biased is asserted as biased, with its number.
+The logits of the first token are b, those of the second b + U[first token]: b is shared by both
+positions. Expectations under alpha weigh each completion by its probability; gradients are with
+respect to all twelve parameters. What is biased is asserted as biased, with its number.
 """
 
 from typing import Any
@@ -64,8 +65,8 @@ CENTERED = REWARD - mean_reward(ALPHA)
 
 
 def tokens(theta: Tensor, advantage_C: Tensor, pi_k: Tensor) -> LossInputs:
-    """The tokens of the nine completions under pi = theta, one group. Their entropy, and their staleness of 3, are
-    numbers that no policy here has."""
+    """The tokens of the nine completions under pi = theta, one group. Their entropy, and their
+    staleness of 3, are numbers that no policy here has."""
     return inputs(
         *map(token_logp, (theta, ALPHA, pi_k, PI_REF)),
         A=advantage_C,
@@ -77,7 +78,8 @@ def tokens(theta: Tensor, advantage_C: Tensor, pi_k: Tensor) -> LossInputs:
 
 
 def surrogate(name: str, advantage_C: Tensor, pi_k: Tensor = ALPHA, **overrides):
-    """theta -> E_alpha of the sum over tokens of the recipe's surrogate. The nine completions are a whole step."""
+    """theta -> E_alpha of the sum over tokens of the recipe's surrogate. The nine completions are a
+    whole step."""
     recipe = resolve(name, overrides)
 
     def expectation(theta: Tensor) -> Tensor:
@@ -87,12 +89,12 @@ def surrogate(name: str, advantage_C: Tensor, pi_k: Tensor = ALPHA, **overrides)
     return expectation
 
 
-def error(found: Tensor, exact: Tensor) -> float:
-    return float((found - exact).norm() / exact.norm())
+def error(gradient_12: Tensor, exact: Tensor) -> float:
+    return float((gradient_12 - exact).norm() / exact.norm())
 
 
-def cosine(found: Tensor, exact: Tensor) -> float:
-    return float(found @ exact / found.norm() / exact.norm())
+def cosine(gradient_12: Tensor, exact: Tensor) -> float:
+    return float(gradient_12 @ exact / gradient_12.norm() / exact.norm())
 
 
 TIMES_GRAD_J = {  # the first: the sequence ratio stands at each of two tokens
@@ -109,12 +111,13 @@ OTHERWISE = {
 @pytest.mark.parametrize("name", sorted(set(RECIPES) - OTHERWISE))
 def test_at_pi_equal_pi_k_equal_alpha_the_gradient_is_that_of_the_mean_reward(name):
     """With any constant baseline, AsymRE's among them: E_alpha[(A + c) grad log pi] = grad J."""
-    found = gradient(surrogate(name, CENTERED), ALPHA)
-    assert_close(found, TIMES_GRAD_J.get(name, 1.0) * gradient(mean_reward, ALPHA))
+    computed = gradient(surrogate(name, CENTERED), ALPHA)
+    assert_close(computed, TIMES_GRAD_J.get(name, 1.0) * gradient(mean_reward, ALPHA))
 
 
 def test_off_policy_the_sequence_ratio_is_unbiased_and_nothing_else_is():
-    """E_alpha[s A] = (J(pi) - J(alpha)) / sigma in value and gradient; the others: relative error and cosine."""
+    """E_alpha[s A] = (J(pi) - J(alpha)) / sigma in value and gradient; the others: relative error
+    and cosine."""
     exact, advantage = gradient(mean_reward, PI) / SIGMA, CENTERED / SIGMA
     assert_close(
         surrogate("unclipped", advantage)(PI) / 2, (mean_reward(PI) - mean_reward(ALPHA)) / SIGMA
@@ -135,9 +138,9 @@ def test_off_policy_the_sequence_ratio_is_unbiased_and_nothing_else_is():
         "clipped token ratio": (gradient(surrogate("grpo", advantage), PI), 0.5418, 0.8803),
         "two-side": (gradient(surrogate("rec_two_side_is", advantage), PI), 0.6458, 0.8117),
     }
-    for label, (found, relative, angle) in biased.items():
-        assert error(found, exact) == pytest.approx(relative, abs=5e-5), label
-        assert cosine(found, exact) == pytest.approx(angle, abs=5e-5), label
+    for label, (computed, relative, angle) in biased.items():
+        assert error(computed, exact) == pytest.approx(relative, abs=5e-5), label
+        assert cosine(computed, exact) == pytest.approx(angle, abs=5e-5), label
 
 
 RHO = (token_logp(PI) - token_logp(ALPHA)).exp()
@@ -161,7 +164,8 @@ def largest_k3() -> Tensor:
 
 
 def of_m2po(tau: float) -> Tensor:
-    """rho, but 0 at the outward tokens with the largest (log rho)^2: taken away one by one, as in the paper."""
+    """rho, but 0 at the outward tokens with the largest (log rho)^2: taken away one by one, as in
+    the paper."""
     squares, outward = RHO.log().square(), (A_T > 0) == (RHO > 1)
     kept = torch.ones(18, dtype=torch.bool)
     while float(squares[outward & kept].mean()) > tau:
@@ -220,31 +224,33 @@ COEFFICIENTS = {  # of A grad log pi at each token, for pi_k = alpha
     ],
 )
 def test_off_policy_gradients_of_the_methods_for_stale_rollouts(name, relative, angle):
-    """Each is E_alpha of coefficient A grad log pi; relative error and cosine to grad J / sigma at pi."""
+    """Each is E_alpha of coefficient A grad log pi; relative error and cosine to grad J / sigma at
+    pi."""
     overrides: Any = {"delta": 0.0} if name == "opsm" else {}  # with .5 nothing here is dropped
-    found = gradient(surrogate(name, CENTERED / SIGMA, **overrides), PI)
+    computed = gradient(surrogate(name, CENTERED / SIGMA, **overrides), PI)
     factor_T = (p(ALPHA)[COMPLETION_T] * COEFFICIENTS[name] * A_T).detach()
-    assert_close(found, gradient(lambda theta: (factor_T * token_logp(theta)).sum(), PI))
+    assert_close(computed, gradient(lambda theta: (factor_T * token_logp(theta)).sum(), PI))
     exact = gradient(mean_reward, PI) / SIGMA
-    assert error(found, exact) == pytest.approx(relative, abs=5e-5)
-    assert cosine(found, exact) == pytest.approx(angle, abs=5e-5)
+    assert error(computed, exact) == pytest.approx(relative, abs=5e-5)
+    assert cosine(computed, exact) == pytest.approx(angle, abs=5e-5)
 
 
 def test_m2po_released_clips_to_the_range_of_the_step_by_enumeration():
-    """The mean of the outward (log rho)^2 is above .04; cut down to the largest value at which it is not, t^2."""
-    found = gradient(surrogate("m2po_released", CENTERED / SIGMA), PI)
+    """The mean of the outward (log rho)^2 is above .04; cut down to the largest value at which it
+    is not, t^2."""
+    computed = gradient(surrogate("m2po_released", CENTERED / SIGMA), PI)
     v = RHO.log().square()[(RHO > 1) == UP].sort().values
     t = max(float(cut) ** 0.5 for cut in v if float(v.clamp(max=cut).mean()) < 0.04)
     low, high = min(torch.e**-t, 0.7), max(torch.e**t, 1.5)
     coefficient_T = RHO * ~((UP & (high < RHO)) | (DOWN & (low > RHO)))
     factor_T = p(ALPHA)[COMPLETION_T] * coefficient_T * A_T
-    assert_close(found, gradient(lambda theta: (factor_T * token_logp(theta)).sum(), PI))
+    assert_close(computed, gradient(lambda theta: (factor_T * token_logp(theta)).sum(), PI))
     assert not bool((coefficient_T == RHO).all())
 
 
 @pytest.mark.parametrize("strength", [0.1, 2.0])
 def test_preferences_by_enumeration(strength):
-    """Of the nine completions the best is the third (the eighth is as good), the worst the first."""
+    """The third of the nine completions is the best (so is the eighth), the first the worst."""
     best, worst = 2, 0
     advantage = CENTERED
 
@@ -266,7 +272,8 @@ INFINITE = {"cap": float("inf")}
 
 
 def per_completion(name: str, theta: Tensor, **overrides) -> Tensor:
-    """The gradient of the recipe's surrogate on each of the nine completions, pi_k half-way from alpha: [9, 12]."""
+    """The gradient of the recipe's surrogate on each of the nine completions, pi_k half-way from
+    alpha: [9, 12]."""
     recipe = resolve(name, overrides)
 
     def values(theta: Tensor) -> Tensor:
@@ -302,33 +309,35 @@ def per_completion(name: str, theta: Tensor, **overrides) -> Tensor:
 def test_at_pi_k_untruncated_weights_of_completions_are_unbiased_and_nothing_else_is(
     name, changes, relative, angle, variance
 ):
-    """Relative error and cosine of the expected gradient to grad J(pi_k), and the variance on one completion of alpha
-    (the trace of its covariance; of grad log pi_k A on completions of pi_k itself it is .2427)."""
+    """Relative error and cosine of the expected gradient to grad J(pi_k), and the variance on one
+    completion of alpha (the trace of its covariance; of grad log pi_k A on completions of pi_k
+    itself it is .2427)."""
     exact, samples = gradient(mean_reward, PI_K), per_completion(name, PI_K, **changes)
-    found = (p(ALPHA)[:, None] * samples).sum(dim=0)
-    assert_close(found, gradient(surrogate(name, CENTERED, pi_k=PI_K, **changes), PI_K))
-    assert error(found, exact) == pytest.approx(relative, abs=5e-5)
-    assert cosine(found, exact) == pytest.approx(angle, abs=5e-5)
-    trace = (p(ALPHA)[:, None] * (samples - found).square()).sum()
+    expected_gradient = (p(ALPHA)[:, None] * samples).sum(dim=0)
+    assert_close(expected_gradient, gradient(surrogate(name, CENTERED, pi_k=PI_K, **changes), PI_K))
+    assert error(expected_gradient, exact) == pytest.approx(relative, abs=5e-5)
+    assert cosine(expected_gradient, exact) == pytest.approx(angle, abs=5e-5)
+    trace = (p(ALPHA)[:, None] * (samples - expected_gradient).square()).sum()
     assert float(trace) == pytest.approx(variance, abs=5e-5)
 
 
 def test_weights_and_ratios_of_completions_together_are_unbiased_wherever_pi_is():
-    """(pi_k/alpha)(pi/pi_k) = pi/alpha: with tokens' ratios the first factor corrects alpha, not what pi did since."""
-    exact, of_completions = gradient(mean_reward, PI), INFINITE | {"level": "sequence"}
-    parts = {"denominator": "pi_k", "correction": "truncated"} | of_completions
-    found = gradient(surrogate("unclipped", CENTERED, pi_k=PI_K, **parts), PI)
-    assert_close(found, 2 * exact)  # the ratio stands at each of two tokens
-    of_tokens = gradient(surrogate("unclipped", CENTERED, pi_k=PI_K, ratio="token", **parts), PI)
-    assert error(of_tokens, exact) == pytest.approx(0.2459, abs=5e-5)
+    """(pi_k/alpha)(pi/pi_k) = pi/alpha: with tokens' ratios the first factor corrects alpha, not
+    what pi did since."""
+    exact, weight_of_completions = gradient(mean_reward, PI), INFINITE | {"level": "sequence"}
+    parts = {"denominator": "pi_k", "correction": "truncated"} | weight_of_completions
+    by_completions = gradient(surrogate("unclipped", CENTERED, pi_k=PI_K, **parts), PI)
+    assert_close(by_completions, 2 * exact)  # the ratio stands at each of two tokens
+    by_tokens = gradient(surrogate("unclipped", CENTERED, pi_k=PI_K, ratio="token", **parts), PI)
+    assert error(by_tokens, exact) == pytest.approx(0.2459, abs=5e-5)
 
 
 def test_the_exact_clip_in_expectation_is_the_case_distinction_under_equation_6():
-    found = surrogate("off_policy_grpo_exact", CENTERED, pi_k=PI_K, ratio="sequence")(PI) / 2
+    computed = surrogate("off_policy_grpo_exact", CENTERED, pi_k=PI_K, ratio="sequence")(PI) / 2
     s, c = p(PI) / p(ALPHA), p(PI_K) / p(ALPHA)
     good = CENTERED * torch.minimum(s, c + 0.2)
     bad = CENTERED * torch.maximum(s, (c - 0.2).clamp(min=0))
-    assert_close(found, (p(ALPHA) * torch.where(CENTERED >= 0, good, bad)).sum())
+    assert_close(computed, (p(ALPHA) * torch.where(CENTERED >= 0, good, bad)).sum())
 
 
 def against_pi(theta: Tensor, advantage_C: Tensor, completions: list[int]) -> LossInputs:
@@ -354,7 +363,8 @@ def test_pairwise_opmd_at_pi_t_is_reinforce_whoever_sampled_the_group():
 
 
 def tilted_theta(strength: float) -> Tensor:
-    """The parameters of pi_t e^(r / strength) / Z: with b and U free, every distribution of the nine can be had."""
+    """The parameters of pi_t e^(r / strength) / Z: with b and U free, every distribution of the
+    nine can be had."""
     p = torch.softmax(logp(PI) + REWARD / strength, dim=0).view(3, 3)
     b = p.sum(dim=1).log()
     return torch.cat([b, (p.log() - b[None, :]).reshape(9)])
@@ -374,7 +384,8 @@ def test_the_minimizer_of_pairwise_opmd_and_of_kimi_is_the_exponential_tilt():
 
 
 def test_asymre_gradient_is_zero_at_its_fixed_point():
-    """Where w = alpha (r - mu + strength) is positive throughout, pi = w / strength."""
+    """If w = alpha (r - mu + strength) is positive throughout, the fixed point is pi = w /
+    strength."""
     strength = 0.6
     w = p(ALPHA) * (CENTERED + strength)
     assert bool((w > 0).all())
@@ -396,8 +407,8 @@ SEQUENCE_WEIGHTED = OFF_POLICY * (p(PI) / p(ALPHA))[COMPLETION_T]
     [(k1, 0.1428, -0.1257, 0.1567), (k2, 0.1310, 0.2126, 0.1371), (k3, 0.1428, 0.2946, 0.1567)],
 )
 def test_values_of_the_kl_estimators(estimator, on_policy, off_policy, token_weighted):
-    """KL(pi || pi_ref) is .1428: k1 and k3 hit it on their own samples only; the token's ratio mends part of the rest,
-    that of the sequence all."""
+    """KL(pi || pi_ref) is .1428: k1 and k3 hit it on their own samples only; the token's ratio
+    mends part of the rest, that of the sequence all."""
     estimate_T = estimator(tokens(PI, CENTERED, PI_K))
     assert float(kl(PI, PI_REF)) == pytest.approx(0.1428, abs=5e-5)
     assert float((ON_POLICY * estimate_T).sum()) == pytest.approx(on_policy, abs=5e-5)
@@ -412,7 +423,8 @@ def kl_gradient(estimator, weight_T: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("reverse", [False, True])
 def test_on_policy_k2_is_the_gradient_of_each_tokens_kl_and_k3_that_of_the_other_kl(reverse):
-    """The probability of what precedes the second token is held: what the first does to it is in neither."""
+    """The probability of what precedes the second token is held: what the first does to it is in
+    neither."""
     p_first = p(PI).view(3, 3).sum(dim=1)
 
     def of_tokens(theta: Tensor) -> Tensor:

@@ -46,7 +46,8 @@ def test_bootstrap_is_a_function_of_its_seed_and_matches_the_normal_interval():
 
 
 def test_clustered_interval_at_its_ends():
-    """All right: as wide as if every prompt were one try. Prompts equally hard: as narrow as if all tries were free."""
+    """All right: as wide as if every prompt were one try. Prompts equally hard: as narrow as if all
+    tries were free."""
     t = 2.0933  # Student's t with 19 degrees of freedom, 95 %
     low, high = clustered_interval(torch.ones(20), 16.0)
     assert (low, high) == (pytest.approx(1 / (1 + t * t / 20), abs=1e-3), 1.0)
@@ -88,7 +89,8 @@ def test_interval_of_pass_at_1_covers_at_20_prompts_of_16_samples(mean, at_least
 
 
 def test_interval_of_a_paired_change_covers_and_is_narrower_than_two():
-    """50 prompts with 16 samples, 1,000 pairs of evaluations; the log-odds of a prompt are correlated .8."""
+    """50 prompts with 16 samples, 1,000 pairs of evaluations; the log-odds of a prompt are
+    correlated .8."""
     torch.manual_seed(1)
     latent, other = torch.randn(2, 1_000, 50, dtype=torch.float64)
     odds = torch.stack([-2 + 2 * latent, -1.5 + 2 * (0.8 * latent + 0.6 * other)])

@@ -92,8 +92,8 @@ def test_top_entropy_keeps_the_share_with_the_highest_entropy(share, kept):
 def test_top_entropy_has_the_quantile_of_torch(share):
     _, x = random_inputs(50)
     recipe = resolve("grpo_top_entropy", {"share": share})
-    found = with_statistics(recipe, x).step["top_entropy"]
-    assert_close(found, torch.quantile(x.entropy, 1 - share))
+    threshold = with_statistics(recipe, x).step["top_entropy"]
+    assert_close(threshold, torch.quantile(x.entropy, 1 - share))
 
 
 def test_top_entropy_without_entropies_is_rejected():
@@ -108,7 +108,8 @@ A = [1.0, 1.0, -1.0, 1.0, -1.0, 1.0]
 
 
 def test_m2po_drops_the_largest_outward_tokens_until_their_mean_is_small():
-    """Outward: the first four, squares .01, .04, .09, .36, mean .125. Without .36 and .09 the mean is .025 <= .04."""
+    """Outward: the first four, squares .01, .04, .09, .36, mean .125. Without .36 and .09 the mean
+    is .025 <= .04."""
     recipe = resolve("m2po")
     x = with_statistics(recipe, at_ratios([exp(d) for d in LOG_RATIOS], A))
     assert recipe.kept(x).tolist() == [1.0, 1.0, 0.0, 0.0, 1.0, 1.0]
@@ -138,15 +139,16 @@ def test_m2po_without_outward_tokens_drops_nothing():
 
 
 def test_m2po_keeps_the_mean_below_tau_though_values_are_equal():
-    """Completions of the same text have the same log-ratios: of two tokens at the border none may stay."""
+    """Completions of the same text have the same log-ratios: of two tokens at the border none may
+    stay."""
     recipe = resolve("m2po")
     log_ratios = (0.1, 0.25, 0.25)  # squares .01, .0625, .0625: means .036 of two, .045 of three
     x = with_statistics(recipe, at_ratios([exp(d) for d in log_ratios]))
-    kept = recipe.kept(x).bool()
+    kept_T = recipe.kept(x).bool()
     assert x.rollout_logp is not None
     squares = (x.logp - x.rollout_logp).detach().square()
-    assert float(squares[kept].mean()) <= 0.04
-    assert kept.tolist() == [True, False, False]
+    assert float(squares[kept_T].mean()) <= 0.04
+    assert kept_T.tolist() == [True, False, False]
 
 
 # What a filter does to an objective
@@ -165,24 +167,24 @@ def test_filter_multiplies_any_surrogate_and_has_no_gradient_of_its_own(keep):
     for name in ("dr_grpo", "rec_ring_nois", "sapo", "opmd"):
         recipe, plain = resolve(name, {"filters": [keep]}), resolve(name)
         y = with_statistics(recipe, x)
-        kept = recipe.kept(y)
-        assert set(kept.tolist()) <= {0.0, 1.0}
-        assert_close(recipe.value(y), kept * plain.value(x))
-        found = gradient_of(recipe.value(y).sum(), y)
-        assert_close(found, kept * gradient_of(plain.value(x).sum(), x))
+        kept_T = recipe.kept(y)
+        assert set(kept_T.tolist()) <= {0.0, 1.0}
+        assert_close(recipe.value(y), kept_T * plain.value(x))
+        gradient_T = gradient_of(recipe.value(y).sum(), y)
+        assert_close(gradient_T, kept_T * gradient_of(plain.value(x).sum(), x))
 
 
 def test_filtered_tokens_keep_their_kl_term():
     _, x = random_inputs()
     recipe, without = resolve("grpo", {"filters": ["finished_only"]}), resolve("grpo")
     weight_C = torch.ones(7).double()
-    found, plain = recipe.differentiate(x, weight_C), without.differentiate(x, weight_C)
-    dropped = found.filtered_T
+    filtered, plain = recipe.differentiate(x, weight_C), without.differentiate(x, weight_C)
+    dropped = filtered.filtered_T
     assert dropped.tolist() == (~x.finished[x.completion]).tolist()
-    assert_close(found.gradient_T[~dropped], plain.gradient_T[~dropped])
-    assert bool((found.gradient_T[dropped] != 0).all())
+    assert_close(filtered.gradient_T[~dropped], plain.gradient_T[~dropped])
+    assert bool((filtered.gradient_T[dropped] != 0).all())
     beta_kl = gradient_of(0.04 * without.penalty(x).sum(), x)
-    assert_close(found.gradient_T[dropped], beta_kl[dropped])
+    assert_close(filtered.gradient_T[dropped], beta_kl[dropped])
 
 
 def test_two_filters_drop_what_either_drops():
@@ -199,9 +201,9 @@ def test_two_filters_drop_what_either_drops():
 def test_differentiate_tells_filtered_tokens_from_clipped_ones():
     """Four completions of one token: inside, clipped, filtered, and both."""
     x = at_ratios([1.0, 3.0, 1.0, 3.0], finished=tensor([True, True, False, False]))
-    found = resolve("grpo_finished").differentiate(x, torch.ones(4))
-    assert found.filtered_T.tolist() == [False, False, True, True]
-    assert found.clipped_T.tolist() == [False, True, True, True]
+    derivative = resolve("grpo_finished").differentiate(x, torch.ones(4))
+    assert derivative.filtered_T.tolist() == [False, False, True, True]
+    assert derivative.clipped_T.tolist() == [False, True, True, True]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""Losses and gradients of the rows of commit f16e863 are still what they were: golden.json, made by make_golden.py."""
+"""Losses and gradients of the rows of commit f16e863 are still what they were: golden.json, made by
+make_golden.py."""
 
 import json
 from pathlib import Path
@@ -53,7 +54,8 @@ def test_loss_and_gradient_of_a_row_are_as_before_knobs_had_paths(case, rewards)
 
 
 def test_golden_numbers_have_every_kind_of_token():
-    """Of dr_grpo some are clipped and some are not, and the second group has a signal in one of the two batches."""
+    """dr_grpo clips some tokens and not others; the second group has a signal in one of two
+    batches."""
     first = next(case for case in GOLDEN["cases"] if case["recipe"] == "dr_grpo")
     gradient_T = tensor(first["without"]["gradient"])
     assert 0 < int((gradient_T == 0).sum()) < len(gradient_T)

@@ -1,4 +1,4 @@
-"""What a finite group of binary rewards does to the gradient and to the surrogate: every group is enumerated."""
+"""The effect of a finite group of binary rewards on gradient and surrogate, by enumeration."""
 
 from math import comb, sqrt
 
@@ -73,7 +73,8 @@ def test_the_two_bounds_of_w_and_its_limits(G):
 
 @pytest.mark.parametrize(("G", "share"), [(2, 0.40), (8, 0.84), (16, 0.94), (64, 0.99)])
 def test_what_the_recipe_unclipped_estimates_is_w_times_the_gain_and_not_the_surrogate(G, share):
-    """From p = .2 under alpha to .3 under pi: E of the mean of rho A over the group, against L_alpha = .1/.4."""
+    """From p = .2 under alpha to .3 under pi: E of the mean of rho A over the group, against
+    L_alpha = .1/.4."""
     normalized = resolve("unclipped", {"eps_std": 0.0}).advantage
     leave_one_out = resolve("unclipped", {"advantage": "leave_one_out"}).advantage
     expected = 0.0

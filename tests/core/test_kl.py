@@ -98,7 +98,8 @@ def test_pinskers_and_the_chi2_bound_hold_for_random_distributions():
 
 
 def test_second_moment_of_the_log_ratio_bounds_chi2_while_ratios_are_bounded():
-    """chi2(pi || alpha) <= R^2 E_alpha[(log rho)^2] if 1/R <= rho <= R: Theorem 5.1 of M2PO (arXiv 2510.01161)."""
+    """chi2(pi || alpha) <= R^2 E_alpha[(log rho)^2] if 1/R <= rho <= R: Theorem 5.1 of M2PO (arXiv
+    2510.01161)."""
     noise = torch.randn(2, 5000, 4, generator=torch.Generator().manual_seed(0)).double()
     p, alpha = torch.softmax(noise, dim=-1)
     log_rho = (p / alpha).log()

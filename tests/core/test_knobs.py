@@ -94,12 +94,12 @@ def test_same_knob_by_two_paths_is_rejected(overrides):
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_order_of_overrides_does_not_matter(name, overrides):
-    found = [resolve(name, dict(order)) for order in permutations(overrides.items())]
-    assert all(recipe == found[0] for recipe in found)
+    recipes = [resolve(name, dict(order)) for order in permutations(overrides.items())]
+    assert all(recipe == recipes[0] for recipe in recipes)
     assert all(
-        found[0].settings[path] == value
+        recipes[0].settings[path] == value
         for path, value in overrides.items()
-        if path in found[0].settings
+        if path in recipes[0].settings
     )
 
 
@@ -112,8 +112,8 @@ def test_mask_and_weight_of_cispo_keep_two_ranges():
     assert recipe.settings["surrogate.mask.epsilon_high"] == 0.2
     assert recipe.settings["surrogate.weight.epsilon_high"] == 4.0
     x = at_ratios([1.1, 1.3, 6.0, 1.3, 6.0], A=[1.0, 1.0, 1.0, -1.0, -1.0])
-    found = gradient_of(recipe.value(x).sum(), x)
-    assert_close(found, tensor([1.1, 0.0, 0.0, -1.3, -5.0]).double())
+    gradient_T = gradient_of(recipe.value(x).sum(), x)
+    assert_close(gradient_T, tensor([1.1, 0.0, 0.0, -1.3, -5.0]).double())
 
 
 def test_kl_term_of_gspo_keeps_the_ratio_of_tokens():
@@ -126,7 +126,8 @@ def test_kl_term_of_gspo_keeps_the_ratio_of_tokens():
 
 
 def test_mask_and_weight_have_different_ratios():
-    """One completion of ratios 1.5 and .5: their product is in the range, the weight is of each token."""
+    """One completion of ratios 1.5 and .5: their product is in the range, the weight is of each
+    token."""
     changes = {"mask.ratio": "sequence", "mask.epsilon_low": 0.3}
     recipe = resolve("rec_two_side_is", changes)
     x = at_ratios([1.5, 0.5], A=[2.0], completion=[0, 0])
@@ -136,7 +137,8 @@ def test_mask_and_weight_have_different_ratios():
 
 
 def test_knobs_of_a_function_that_is_replaced_do_not_reach_the_new_one():
-    """The row `gspo` has another ratio than `clipped_exact` by itself, and `cispo` another cap than `capped_ratio`."""
+    """The row `gspo` has another ratio than `clipped_exact` by itself, and `cispo` another cap than
+    `capped_ratio`."""
     assert resolve("gspo", {"surrogate": "clipped_exact"}).settings["surrogate.ratio"] == "token"
     again = resolve("cispo", {"weight": "capped_ratio"})
     assert again.settings["surrogate.weight.epsilon_high"] == 0.2
@@ -179,11 +181,11 @@ def test_knobs_of_a_function_that_is_replaced_do_not_reach_the_new_one():
 )
 def test_epsilon_sets_both_ends_of_a_range_unless_its_upper_end_is_given(name, overrides, ranges):
     settings = resolve(name, overrides).settings
-    found = {
+    ends = {
         path: (settings.get(f"{path}.epsilon_low"), settings.get(f"{path}.epsilon_high"))
         for path in ranges
     }
-    assert found == ranges
+    assert ends == ranges
 
 
 def test_epsilon_of_a_recipe_without_a_range_is_rejected():
@@ -313,8 +315,8 @@ def test_every_choice_can_be_set_by_its_name():
                 continue
             value = [function.__name__] if knob == "filters" else function.__name__
             recipe = resolve(name, changes | {knob: value})
-            found = recipe.differentiate(with_statistics(recipe, x), torch.ones(7).double())
-            assert bool(found.gradient_T.isfinite().all()), (knob, function.__name__)
+            derivative = recipe.differentiate(with_statistics(recipe, x), torch.ones(7).double())
+            assert bool(derivative.gradient_T.isfinite().all()), (knob, function.__name__)
 
 
 def test_piece_without_such_a_knob_is_rejected():

@@ -136,9 +136,9 @@ def test_proportional_range_scales_with_pi_k():
 )
 def test_dual_clip_limits_how_hard_a_bad_token_is_pushed_down(ratio, A, value, cut):
     x = inputs(tensor([ratio]).log().requires_grad_(), [0.0], A=A)
-    found = clipped(x, **RANGE, dual_clip=4.0)
-    assert_close(found, tensor([value]))
-    assert_close(gradient_of(found.sum(), x), tensor([0.0 if cut else ratio * A]))
+    value_T = clipped(x, **RANGE, dual_clip=4.0)
+    assert_close(value_T, tensor([value]))
+    assert_close(gradient_of(value_T.sum(), x), tensor([0.0 if cut else ratio * A]))
 
 
 def test_center_of_the_clip_has_no_gradient():
@@ -179,8 +179,8 @@ def test_decoupled_ppo_is_the_clip_whose_range_is_proportional():
 def test_decoupled_ppo_at_the_first_update_is_plain_importance_weighting():
     _, x = random_inputs(200)
     x = LossInputs(**{**fields_of(x), "old_logp": x.logp.detach()})
-    found = gradient_of(resolve("decoupled_ppo").value(x).sum(), x)
-    assert_close(found, gradient_of(unclipped(x).sum(), x))
+    gradient_T = gradient_of(resolve("decoupled_ppo").value(x).sum(), x)
+    assert_close(gradient_T, gradient_of(unclipped(x).sum(), x))
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,8 @@ def test_a3po_widens_the_clip_to_the_power_of_the_staleness(staleness, low, high
 
 
 def test_a3po_has_the_gradient_of_a_clip_around_a_policy_between_pi_and_alpha():
-    """log m = log alpha + ((d - 1)/d) (log pi - log alpha), without a gradient, for tokens of staleness d >= 1."""
+    """log m = log alpha + ((d - 1)/d) (log pi - log alpha), without a gradient, for tokens of
+    staleness d >= 1."""
     _, x = random_inputs(500)
     d = x.staleness.clamp(min=1).double()
     log_ratio_T = 3 * (x.logp - x.rollout_logp)  # so that wide ranges cut too
@@ -212,10 +213,10 @@ def test_a3po_has_the_gradient_of_a_clip_around_a_policy_between_pi_and_alpha():
     x = LossInputs(**{**fields_of(x), "logp": logp})
     assert x.staleness is not None
     middle = (x.rollout_logp + (d - 1) / d * (logp - x.rollout_logp)).detach()
-    found = gradient_of(clipped_by_staleness(x).sum(), x)
-    assert_close(found, gradient_of(decoupled(x, middle).sum(), x))
-    assert bool((found == 0).any())
-    assert bool((found[x.staleness >= 3] == 0).any())
+    gradient_T = gradient_of(clipped_by_staleness(x).sum(), x)
+    assert_close(gradient_T, gradient_of(decoupled(x, middle).sum(), x))
+    assert bool((gradient_T == 0).any())
+    assert bool((gradient_T[x.staleness >= 3] == 0).any())
 
 
 def test_a3po_without_staleness_is_rejected():
@@ -286,7 +287,8 @@ def test_regularizers_by_hand():
     assert_close(opmd(x), tensor([0.025, 0.4]))
 
 
-# Regressions: two completions of group 0 (of two tokens and of one) and one of group 1; log-ratios 1, -.5, -1
+# Regressions: two completions of group 0 (of two tokens and of one) and one of group 1; log-ratios
+# 1, -.5, -1
 
 OF_GROUPS = inputs(
     [-1.0, -2.0, -1.0, -4.0],
@@ -304,15 +306,14 @@ def test_opmd_kimi_is_the_squared_residual_of_the_reward():
 
 def test_pairwise_is_the_sum_over_pairs_and_a_completion_alone_has_none():
     value_T = opmd_pairwise(OF_GROUPS, strength=0.2)
-    of_the_pair = ((0.5 - 0.2) - (-0.3 + 0.1)) ** 2 / 2**2  # sum_{i<j} / G^2
-    assert float(value_T[:3].sum()) / 2 == pytest.approx(
-        -of_the_pair
-    )  # the mean over its completions
+    expected = ((0.5 - 0.2) - (-0.3 + 0.1)) ** 2 / 2**2  # sum_{i<j} / G^2
+    assert float(value_T[:3].sum()) / 2 == pytest.approx(-expected)  # the mean over its completions
     assert float(value_T[3]) == 0.0
 
 
 def test_oapl_has_no_gradient_at_the_worked_optimum_whoever_sampled():
-    """alpha = (.3, .6, .1), r = (0, .8, 1), b1 = b2 = 1: V = .645611, pi* = alpha e^r / Z with J = .702664."""
+    """alpha = (.3, .6, .1), r = (0, .8, 1), b1 = b2 = 1: V = .645611, pi* = alpha e^r / Z with J =
+    .702664."""
     alpha, r = double([0.3, 0.6, 0.1]), double([0.0, 0.8, 1.0])
     optimum = double([0.157303, 0.700167, 0.142531])
     V = (alpha * r.exp()).sum().log()
@@ -339,7 +340,8 @@ def test_oapl_at_pi_equal_alpha_is_reinforce_with_a_higher_baseline():
 
 
 def test_tba_at_pi_equal_alpha_is_dr_grpo_with_the_kl_in_the_advantage():
-    """The gradient is 2 tau times that of (a - mean a) log pi(y), a = r - tau log pi(y)/pi_ref(y): VarGrad."""
+    """The gradient is 2 tau times that of (a - mean a) log pi(y), a = r - tau log pi(y)/pi_ref(y):
+    VarGrad."""
     _, x = random_inputs()
     tau = 0.05
     kl_C = torch.stack([(x.logp - x.ref_logp)[x.completion == c].sum() for c in range(7)]).detach()
@@ -351,8 +353,8 @@ def test_tba_at_pi_equal_alpha_is_dr_grpo_with_the_kl_in_the_advantage():
     assert_close(gradient_of(loss, x), -(2 * tau * centered_C / 7)[x.completion])
 
 
-# Preferences. Group 0: completions of two tokens, one, one and one; group 1: a tie. h = log-ratio of the best less
-# that of the worst.
+# Preferences. Group 0: completions of two tokens, one, one and one; group 1: a tie. h = log-ratio
+# of the best less that of the worst.
 
 PAIRS = inputs(
     [-1.0, -1.0, -2.0, -1.5, -0.5, -1.0, -1.0],
@@ -373,7 +375,8 @@ MARGIN = 0.5 - 0.0  # completion 0 (the first of the best) and completion 3
     ids=["dpo", "ipo"],
 )
 def test_preference_compares_the_first_best_with_the_first_worst_of_a_group(loss, of_pair):
-    """Each of the two has G/2 = 2 of it, over its tokens, so the mean over the group's completions is the pair's."""
+    """Each of the two has G/2 = 2 of it, over its tokens, so the mean over the group's completions
+    is the pair's."""
     value_T = loss(PAIRS, strength=0.3)
     assert_close(value_T, of_pair * tensor([1.0, 1.0, 0.0, 0.0, 2.0, 0.0, 0.0]))
     assert float(value_T[:5].sum()) / 4 == pytest.approx(of_pair)

@@ -106,8 +106,8 @@ def test_bounds_on_probabilities_drop_exactly_beyond_the_worked_change(a, p, A, 
 def test_dppo_keeps_tokens_by_the_change_that_the_advantage_pushes_to(a, p, A, tv_keeps, kl_keeps):
     x = at_probabilities(a, p, A)
     for name, keeps in (("dppo_tv", tv_keeps), ("dppo_kl", kl_keeps)):
-        found = gradient_of(resolve(name).value(x).sum(), x)
-        assert_close(found, tensor([p / a * A if keeps else 0.0]).double())
+        gradient_T = gradient_of(resolve(name).value(x).sum(), x)
+        assert_close(gradient_T, tensor([p / a * A if keeps else 0.0]).double())
 
 
 def test_binary_kl_is_finite_at_probabilities_of_zero_and_one():
@@ -147,8 +147,8 @@ def test_changes_of_the_sampled_token_are_lower_bounds_of_the_tokens_divergence(
 @pytest.mark.parametrize("name", ["prime_rl", "ipo_mask"])
 def test_prime_rl_keeps_the_squared_log_ratio_of_tokens_that_its_mask_drops(name):
     x = at_probabilities(0.3, 0.6, 1.0)  # a change of .3 > .2
-    found = gradient_of(resolve(name).value(x).sum(), x)
-    assert_close(found, tensor([-2e-3 * log(2)]).double())
+    gradient_T = gradient_of(resolve(name).value(x).sum(), x)
+    assert_close(gradient_T, tensor([-2e-3 * log(2)]).double())
 
 
 def test_dppo_compares_with_the_policy_that_sampled_not_with_pi_k():
@@ -161,15 +161,15 @@ def test_dppo_compares_with_the_policy_that_sampled_not_with_pi_k():
 
 def test_rollout_is_of_glm_5_is_rec_two_side_with_normalized_advantages():
     x = at_ratios(RATIOS, 1.5)
-    found = resolve("rollout_is").differentiate(x, torch.ones(7))
+    derivative = resolve("rollout_is").differentiate(x, torch.ones(7))
     same = resolve("rec_two_side_is").differentiate(x, torch.ones(7))
-    assert_close(found.gradient_T, same.gradient_T)
+    assert_close(derivative.gradient_T, same.gradient_T)
     assert resolve("rollout_is").settings["advantage"] == "normalized"
     assert resolve("rec_two_side_is").settings["advantage"] == "centered"
 
 
 def test_rollout_is_is_icepop_at_its_first_update():
-    """With pi_k = pi the clip of pi/pi_k does nothing, and the weight is pi/alpha inside the range."""
+    """If pi_k = pi, the clip of pi/pi_k does nothing; the weight is pi/alpha inside the range."""
     x = at_ratios(RATIOS, -0.5)
     icepop = resolve("grpo_icepop", {"correction.floor": 0.8, "correction.cap": 1.2})
     y = inputs(x.logp, x.rollout_logp, x.logp.detach(), A=-0.5)

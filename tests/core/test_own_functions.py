@@ -1,4 +1,5 @@
-"""Functions of a user: named by module:function, or given as objects, wherever a recipe has a function."""
+"""Functions of a user: named by module:function, or given as objects, wherever a recipe has a
+function."""
 
 from math import log
 
@@ -31,8 +32,8 @@ PLACES = {
 def test_own_function_takes_the_place_of_any_function(path, by):
     name, function = PLACES[path]
     reference = f"own_functions:{function.__name__}"
-    given = reference if by == "reference" else function
-    recipe = resolve(name, {path: [given] if path == "filters" else given})
+    value = reference if by == "reference" else function
+    recipe = resolve(name, {path: [value] if path == "filters" else value})
     assert recipe.settings[path] == ([reference] if path == "filters" else reference)
     assert function in recipe.functions
 
@@ -53,8 +54,8 @@ def test_mask_weight_and_filter_of_a_user_act():
         ({"filters": ["own_functions:probable", "finished_only"], "least": 0.6}, [0.0, 0.0, 0.0]),
     ):
         y = inputs(x.logp, x.rollout_logp, A=2.0, finished=torch.ones(3, dtype=torch.bool))
-        found = gradient_of(resolve("reinforce", overrides).value(y).sum(), y)
-        assert_close(found, tensor(expected).double())
+        gradient_T = gradient_of(resolve("reinforce", overrides).value(y).sum(), y)
+        assert_close(gradient_T, tensor(expected).double())
 
 
 def test_advantage_and_reduction_of_a_user_act():
@@ -93,8 +94,8 @@ def test_knob_of_an_own_filter_is_reached_wherever_its_module_lies(package, tmp_
 
 
 def test_surrogate_alone_is_a_recipe_with_the_usual_rest():
-    for given in ("own_functions:dppo", dppo):
-        recipe = resolve(given, {"delta": 0.1})
+    for loss in ("own_functions:dppo", dppo):
+        recipe = resolve(loss, {"delta": 0.1})
         assert recipe.name == "own_functions:dppo"
         summary = "rho A of tokens whose probability has changed by at most delta"
         assert recipe.formula.rstrip(".") == summary
@@ -107,12 +108,12 @@ def test_surrogate_alone_is_a_recipe_with_the_usual_rest():
         assert settings["surrogate.delta"] == 0.1
         x = inputs([log(0.5)], [log(0.25)], A=3.0)
         assert recipe.value(x).tolist() == [0.0]
-        assert_close(resolve(given, {"delta": 0.3}).value(x), tensor([6.0]))
+        assert_close(resolve(loss, {"delta": 0.3}).value(x), tensor([6.0]))
 
 
 def test_recipe_object_is_resolved_like_a_row():
-    for given in ("own_functions:RECIPE", own_functions.RECIPE):
-        recipe = resolve(given, {"width": 0.2, "beta": 0.1, "kl": "k2"})
+    for loss in ("own_functions:RECIPE", own_functions.RECIPE):
+        recipe = resolve(loss, {"width": 0.2, "beta": 0.1, "kl": "k2"})
         assert isinstance(recipe, Recipe)
         assert recipe.settings["surrogate.mask.width"] == 0.2
         assert recipe.settings["kl"] == "k2"
@@ -216,7 +217,8 @@ def test_own_mask_that_drops_all_tokens_of_the_probe_is_accepted():
 
 
 def test_rows_of_the_table_are_not_probed(monkeypatch):
-    """Their functions are known to compute; only a function from outside is run before a model loads."""
+    """Their functions are known to compute; only a function from outside is run before a model
+    loads."""
     monkeypatch.setattr("lagrpo.core.recipes.random_inputs", lambda: 1 / 0)
     resolve("grpo")
     with pytest.raises(ZeroDivisionError):
@@ -226,7 +228,9 @@ def test_rows_of_the_table_are_not_probed(monkeypatch):
 def test_probe_and_a_real_batch_agree():
     """The derivative of an own loss, on inputs that are not the probe's."""
     _, x = random_inputs()
-    found = resolve("own_functions:dppo").differentiate(x, torch.ones(7).double())
+    derivative = resolve("own_functions:dppo").differentiate(x, torch.ones(7).double())
     rho = (x.logp - x.rollout_logp).exp().detach()
     change = (x.logp.exp() - x.rollout_logp.exp()).abs()
-    assert_close(found.gradient_T, -torch.where(change <= 0.2, rho * x.advantage, 0.0).detach())
+    assert_close(
+        derivative.gradient_T, -torch.where(change <= 0.2, rho * x.advantage, 0.0).detach()
+    )

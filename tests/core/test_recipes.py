@@ -1,4 +1,5 @@
-"""The rows of the table, whole: what they are made of, what they read, and identities that hold for all of them."""
+"""The rows of the table, whole: what they are made of, what they read, and identities that hold for
+all of them."""
 
 from dataclasses import replace
 from math import log
@@ -307,11 +308,11 @@ def test_completions_of_advantage_zero_have_a_gradient_unless_the_row_skips_them
     x = replace(x, advantages=x.advantages.index_fill(0, tensor([1, 4]), 0.0))
     recipe = resolve(name)
     derivative = recipe.differentiate(with_statistics(recipe, x), torch.ones(7).double())
-    of_zero = derivative.gradient_T[x.advantage == 0]
+    gradient_of_zeros = derivative.gradient_T[x.advantage == 0]
     if recipe.skips_zero_advantage:
-        assert of_zero.tolist() == [0.0] * len(of_zero)
+        assert gradient_of_zeros.tolist() == [0.0] * len(gradient_of_zeros)
     elif name not in STEP_STATISTICS | PREFERENCES:  # these read such completions, and push none
-        assert bool((of_zero != 0).any())
+        assert bool((gradient_of_zeros != 0).any())
 
 
 @pytest.mark.parametrize(
@@ -357,13 +358,13 @@ def test_loss_and_its_derivative_by_hand():
     # values: 2 min(2, 1.2) = 2.4, 2 * .5 = 1, -max(.5, .8) = -.8
     k3, objective = 1 - log(2), 0.25 * (2.4 + 1.0) + 0.5 * -0.8
     assert_close(recipe.loss(x, tensor([0.25, 0.5])), tensor(-(objective - 0.1 * 0.25 * k3)))
-    found = recipe.differentiate(x, tensor([0.25, 0.5]))
-    assert_close(found.loss, tensor(-(objective - 0.1 * 0.25 * k3)))
+    derivative = recipe.differentiate(x, tensor([0.25, 0.5]))
+    assert_close(derivative.loss, tensor(-(objective - 0.1 * 0.25 * k3)))
     # the first and the last are clipped; of k3: beta (1 - e^-d) = .1 (1 - 2)
-    assert_close(found.gradient_T, tensor([0.0, -0.25 * (1.0 - 0.1 * (1 - 2)), 0.0]))
-    assert found.clipped_T.tolist() == [True, False, True]
-    assert found.filtered_T.tolist() == [False] * 3
-    assert_close(found.kl_T, tensor([0.0, k3, 0.0]))
+    assert_close(derivative.gradient_T, tensor([0.0, -0.25 * (1.0 - 0.1 * (1 - 2)), 0.0]))
+    assert derivative.clipped_T.tolist() == [True, False, True]
+    assert derivative.filtered_T.tolist() == [False] * 3
+    assert_close(derivative.kl_T, tensor([0.0, k3, 0.0]))
 
 
 @ROWS
@@ -373,22 +374,22 @@ def test_derivative_is_the_gradient_of_the_loss(name):
     x = with_statistics(recipe, x)
     weight_C = recipe.weights(lengths_C, NO_FLAT, 9).double()
     loss = recipe.loss(x, weight_C)
-    found = recipe.differentiate(x, weight_C)
-    assert_close(found.loss, loss.detach())
-    assert_close(found.gradient_T, gradient_of(loss, x))
-    assert not found.loss.requires_grad
-    assert not found.kl_T.requires_grad
+    derivative = recipe.differentiate(x, weight_C)
+    assert_close(derivative.loss, loss.detach())
+    assert_close(derivative.gradient_T, gradient_of(loss, x))
+    assert not derivative.loss.requires_grad
+    assert not derivative.kl_T.requires_grad
 
 
 def part(x: LossInputs, completions: list[int]) -> LossInputs:
     """The micro-batch of these completions, in this order, renumbered."""
     order_T = torch.cat([(x.completion == c).nonzero()[:, 0] for c in completions])
     lengths = tensor([int((x.completion == c).sum()) for c in completions])
-    of_tokens = ("logp", "rollout_logp", "old_logp", "ref_logp", "staleness", "entropy")
-    of_completions = ("advantages", "group", "finished")
+    token_fields = ("logp", "rollout_logp", "old_logp", "ref_logp", "staleness", "entropy")
+    completion_fields = ("advantages", "group", "finished")
     return LossInputs(
-        **{name: getattr(x, name)[order_T] for name in of_tokens},
-        **{name: getattr(x, name)[completions] for name in of_completions},
+        **{name: getattr(x, name)[order_T] for name in token_fields},
+        **{name: getattr(x, name)[completions] for name in completion_fields},
         completion=torch.arange(len(completions)).repeat_interleave(lengths),
         step=x.step,
     )
@@ -407,27 +408,29 @@ def test_split_into_micro_batches_and_order_do_not_change_loss_gradient_and_diag
     lengths_C, x = random_inputs()
     x = with_statistics(recipe, x)
     weight_C = recipe.weights(lengths_C, tensor([False, True] + [False] * 5), max_length=9)
-    whole = recipe.differentiate(x, weight_C)
+    unsplit = recipe.differentiate(x, weight_C)
     results = [recipe.differentiate(part(x, cs), weight_C[cs]) for cs in parts]
     order = torch.cat(
         [(x.completion == c).nonzero()[:, 0] for completions in parts for c in completions]
     )
-    assert_close(torch.stack([result.loss for result in results]).sum(), whole.loss)
+    assert_close(torch.stack([result.loss for result in results]).sum(), unsplit.loss)
     for field in ("gradient_T", "kl_T"):
         split = torch.cat([getattr(result, field) for result in results])
-        assert_close(split, getattr(whole, field)[order], atol=1e-12, rtol=1e-12)
+        assert_close(split, getattr(unsplit, field)[order], atol=1e-12, rtol=1e-12)
     for field in ("clipped_T", "filtered_T"):
         split = torch.cat([getattr(result, field) for result in results])
-        assert torch.equal(split, getattr(whole, field)[order])
+        assert torch.equal(split, getattr(unsplit, field)[order])
 
 
 def test_weight_of_zero_takes_surrogate_and_kl_of_a_completion_out():
     lengths_C, x = random_inputs()
     masked_C = tensor([False, True, False, False, True, False, False])
-    recipe, kept = resolve("grpo_masked"), [0, 2, 3, 5, 6]
+    recipe, completions_kept = resolve("grpo_masked"), [0, 2, 3, 5, 6]
     loss = recipe.loss(x, recipe.weights(lengths_C, masked_C, 9))
     assert torch.equal(gradient_of(loss, x) == 0, masked_C[x.completion])
-    alone = recipe.loss(part(x, kept), recipe.weights(lengths_C[kept], NO_FLAT[:5], 9))
+    alone = recipe.loss(
+        part(x, completions_kept), recipe.weights(lengths_C[completions_kept], NO_FLAT[:5], 9)
+    )
     assert_close(alone, loss)  # dropping them before the forward pass is the same objective
 
 
@@ -435,7 +438,8 @@ def test_weight_of_zero_takes_surrogate_and_kl_of_a_completion_out():
 
 
 def of_tokens(function):
-    """The coefficient of weight * grad logp at each token, from the advantages and lengths of completions."""
+    """The coefficient of weight * grad logp at each token, from the advantages and lengths of
+    completions."""
     return lambda x, lengths_C: function(x.advantages, lengths_C)[x.completion]
 
 
@@ -444,8 +448,8 @@ def of_group_mean(A_C: Tensor) -> Tensor:
 
 
 def of_pairs(A_C: Tensor) -> Tensor:
-    """G for the best completion of a group and -G for the worst, 0 for the others: a mean over the completions is then
-    one over groups."""
+    """G for the best completion of a group and -G for the worst, 0 for the others: a mean over the
+    completions is then one over groups."""
     signs = torch.zeros(7, dtype=torch.float64)
     for first, last in ((0, 3), (3, 7)):
         signs[first + int(A_C[first:last].argmax())] = last - first
@@ -484,12 +488,12 @@ def test_gradient_at_pi_equal_alpha_is_that_of_reinforce_unless_stated(name):
     recipe = resolve(name)
     x = with_statistics(recipe, x)
     weight_C = recipe.weights(lengths_C, NO_FLAT, 9).double()
-    found = recipe.differentiate(x, weight_C)
+    derivative = recipe.differentiate(x, weight_C)
     coefficient = AT_PI_EQUAL_ALPHA.get(name, lambda x, lengths_C: x.advantage)
     coefficient_T = coefficient(x, lengths_C)
-    assert_close(found.gradient_T, -weight_C[x.completion] * coefficient_T)
-    assert torch.equal(found.clipped_T, coefficient_T == 0)
-    assert float(found.kl_T.abs().sum()) == 0.0
+    assert_close(derivative.gradient_T, -weight_C[x.completion] * coefficient_T)
+    assert torch.equal(derivative.clipped_T, coefficient_T == 0)
+    assert float(derivative.kl_T.abs().sum()) == 0.0
 
 
 # Far away
@@ -505,10 +509,10 @@ def test_loss_and_gradient_are_finite_whatever_the_log_ratio(name, gap):
         moved[field] = getattr(x, field).index_add(0, tensor([2]), shift).float()
     x = replace(x, advantages=x.advantages.float(), entropy=x.entropy.float(), **moved)
     recipe = resolve(name)
-    found = recipe.differentiate(with_statistics(recipe, x), torch.ones(7))
-    assert bool(found.gradient_T.isfinite().all())
-    assert bool(found.loss.isfinite())
-    assert bool(found.kl_T.isfinite().all())
+    derivative = recipe.differentiate(with_statistics(recipe, x), torch.ones(7))
+    assert bool(derivative.gradient_T.isfinite().all())
+    assert bool(derivative.loss.isfinite())
+    assert bool(derivative.kl_T.isfinite().all())
 
 
 # What never acts with one update per batch, and what is a bound on length
@@ -575,10 +579,10 @@ def test_bounds_on_the_ratio_of_whole_completions_are_named(name, overrides, pat
 
 
 def test_fixed_bound_on_the_ratio_of_a_completion_is_a_filter_by_length():
-    """Log-ratios of tokens of .031 nats, normal: a bound of 2 keeps nearly all completions of 100 tokens, and a fifth
-    of those of 6332."""
+    """Log-ratios of tokens of .031 nats, normal: a bound of 2 keeps nearly all completions of 100
+    tokens, and a fifth of those of 6332."""
     generator = torch.Generator().manual_seed(0)
-    kept = {}
+    share_kept = {}
     for length in (100, 6332):
         log_ratio_T = 0.031 * torch.randn(400 * length, generator=generator, dtype=torch.float64)
         completion_T = torch.arange(400).repeat_interleave(length)
@@ -586,14 +590,15 @@ def test_fixed_bound_on_the_ratio_of_a_completion_is_a_filter_by_length():
         recipe = resolve(
             "rec_two_side_nois", {"mask.ratio": "sequence", "epsilon_low": 0.5, "epsilon_high": 1.0}
         )
-        kept[length] = float((recipe.value(x) != 0).double().mean())
-    assert kept[100] > 0.95
-    assert kept[6332] == pytest.approx(0.22, abs=0.05)
+        share_kept[length] = float((recipe.value(x) != 0).double().mean())
+    assert share_kept[100] > 0.95
+    assert share_kept[6332] == pytest.approx(0.22, abs=0.05)
 
 
-# At pi = pi_k = alpha, with completions of one and two tokens: whose expected gradient is still along grad J? The first
-# of three tokens ends the completion at once, the others are followed by a second: seven completions. The batch is one
-# completion, so that a mean over its tokens is a mean over the completion's.
+# At pi = pi_k = alpha, with completions of one and two tokens: whose expected gradient is still
+# along grad J? The first of three tokens ends the completion at once, the others are followed by a
+# second: seven completions. The batch is one completion, so that a mean over its tokens is a mean
+# over the completion's.
 
 THETA = tensor(
     [0.1, -1.4, 0.8, 0.1, 1.1, -1.2, -1.7, 0.4, -0.2, 1.0, 0.3, 0.5], dtype=torch.float64
@@ -615,7 +620,7 @@ def mean_reward(theta: Tensor) -> Tensor:
 
 
 def cosine(name: str, **overrides) -> float:
-    """Of the recipe's expected gradient at alpha, its reduction included, to grad J."""
+    """Cosine between grad J and the recipe's expected gradient at alpha, its reduction included."""
     recipe, theta = resolve(name, overrides), THETA.clone().requires_grad_()
     total = torch.zeros((), dtype=torch.float64)
     for logp_T, alpha_T, r in zip(token_logp(theta), token_logp(THETA), REWARD, strict=True):
@@ -633,8 +638,10 @@ def cosine(name: str, **overrides) -> float:
         x = with_statistics(recipe, x)
         weight = recipe.weights(tensor([len(logp_T)]), tensor([False]), 2).double()
         total = total + alpha_T.sum().exp() * (weight * recipe.value(x)).sum()
-    found, exact = (torch.autograd.grad(value, theta)[0] for value in (total, mean_reward(theta)))
-    return float(found @ exact / found.norm() / exact.norm())
+    gradient, exact = (
+        torch.autograd.grad(value, theta)[0] for value in (total, mean_reward(theta))
+    )
+    return float(gradient @ exact / gradient.norm() / exact.norm())
 
 
 COMPARES_COMPLETIONS = {"opmd_pairwise", "tba", "online_dpo", "online_ipo"}

@@ -82,8 +82,8 @@ def test_weight_of_a_whole_completion_is_the_product_of_its_tokens_ratios():
     ids=["temperature 1", "temperature 1.05"],
 )
 def test_sapo_has_the_worked_weights(A, values):
-    found = sapo(at_ratios(list(values), A))
-    assert_close(found, tensor([*values.values()]).double(), atol=5e-7, rtol=0.0)
+    weights = sapo(at_ratios(list(values), A))
+    assert_close(weights, tensor([*values.values()]).double(), atol=5e-7, rtol=0.0)
 
 
 def test_sapo_has_the_gradient_of_its_soft_clip():
@@ -92,8 +92,8 @@ def test_sapo_has_the_gradient_of_its_soft_clip():
     rho = (x.logp - x.rollout_logp).exp()
     t = torch.where(x.advantage > 0, 1.0, 1.05)
     soft_clip = 4 / t * torch.sigmoid(t * (rho - 1)) * x.advantage
-    found = gradient_of(resolve("sapo").value(x).sum(), x)
-    assert_close(found, gradient_of(soft_clip.sum(), x))
+    gradient_T = gradient_of(resolve("sapo").value(x).sum(), x)
+    assert_close(gradient_T, gradient_of(soft_clip.sum(), x))
 
 
 # VESPO (arXiv 2602.10693)
@@ -109,8 +109,8 @@ def test_sapo_has_the_gradient_of_its_soft_clip():
     ids=["positive", "zero", "negative"],
 )
 def test_vespo_has_the_worked_weights(A, values):
-    found = vespo(at_ratios(list(values), A))
-    assert_close(found, tensor([*values.values()]).double(), atol=5e-7, rtol=0.0)
+    weights = vespo(at_ratios(list(values), A))
+    assert_close(weights, tensor([*values.values()]).double(), atol=5e-7, rtol=0.0)
 
 
 @pytest.mark.parametrize(("A", "peak"), [(1.0, 2 / 3), (-1.0, 1.5)])
@@ -122,10 +122,10 @@ def test_vespo_is_largest_where_the_ratio_is_power_over_decay(A, peak):
 def test_vespo_weighs_whole_completions_and_limits_their_log_ratio():
     log_ratio_T = tensor([log(2.0), log(0.25), -300.0, 300.0]).double()
     x = inputs(log_ratio_T, torch.zeros(4).double(), A=[1.0, 1.0, 1.0], completion=[0, 0, 1, 2])
-    found = vespo(x)
-    assert found[:2].tolist() == pytest.approx([1.120422] * 2, abs=5e-7)  # s = 1/2
-    assert float(found[2]) == pytest.approx(exp(2 * -18.42 + 3), rel=1e-6)
-    assert float(found[3]) == 0.0
+    weight_T = vespo(x)
+    assert weight_T[:2].tolist() == pytest.approx([1.120422] * 2, abs=5e-7)  # s = 1/2
+    assert float(weight_T[2]) == pytest.approx(exp(2 * -18.42 + 3), rel=1e-6)
+    assert float(weight_T[3]) == 0.0
 
 
 # Positives and negatives
@@ -139,13 +139,13 @@ def test_topr_with_the_ratio_of_tokens_differs_from_topr_inside_a_completion_alo
         A=[-1.0, -1.0],
         completion=[0, 0, 1],
     )
-    of_tokens = gradient_of(resolve("topr_token").value(x).sum(), x)
-    of_completions = gradient_of(resolve("topr").value(x).sum(), x)
-    assert_close(of_tokens, tensor([-0.5, -1.0, -0.5]).double())
-    assert_close(of_completions, tensor([-1.0, -1.0, -0.5]).double())
+    by_tokens = gradient_of(resolve("topr_token").value(x).sum(), x)
+    by_completions = gradient_of(resolve("topr").value(x).sum(), x)
+    assert_close(by_tokens, tensor([-0.5, -1.0, -0.5]).double())
+    assert_close(by_completions, tensor([-1.0, -1.0, -0.5]).double())
 
 
 def test_asymmetric_cap_pushes_down_no_harder_than_reinforce():
     x = at_ratios([0.5, 3.0, 0.5, 3.0], A=[1.0, 1.0, -1.0, -1.0])
-    found = gradient_of(resolve("asymmetric_cap").value(x).sum(), x)
-    assert_close(found, tensor([0.5, 3.0, -0.5, -1.0]).double())
+    gradient_T = gradient_of(resolve("asymmetric_cap").value(x).sum(), x)
+    assert_close(gradient_T, tensor([0.5, 3.0, -0.5, -1.0]).double())
