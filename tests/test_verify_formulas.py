@@ -11,6 +11,7 @@ import torch
 from lagrpo.core import advantages, estimators, kl
 from lagrpo.core.advantages import AdvantageInputs
 from lagrpo.core.objective import Recipe
+from lagrpo.core.pieces import piece
 from lagrpo.core.recipes import CHOICES
 from lagrpo.verify import formulas
 from lagrpo.verify.formulas import ScoredGroup, compute_advantages
@@ -57,7 +58,7 @@ def as_inputs(groups: list[ScoredGroup]) -> AdvantageInputs:
 @pytest.mark.parametrize("overlong_buffer", [0, 16])
 @pytest.mark.parametrize("function", CHOICES["advantage"], ids=lambda function: function.__name__)
 def test_every_advantage_has_a_second_formula_with_the_same_values(function, overlong_buffer):
-    recipe = Recipe(advantage=function, overlong_buffer=overlong_buffer)
+    recipe = Recipe(advantage=piece(function), overlong_buffer=overlong_buffer)
     assert recipe.advantage.name in formulas.GROUP_FORMULAS | formulas.BATCH_FORMULAS
     generator = random.Random(0)
     for _ in range(100):
@@ -71,7 +72,7 @@ def test_advantage_of_the_user_is_called_with_the_whole_batch():
     def rewards_by_token(x):
         return x.rewards / x.lengths.sum()
 
-    recipe = Recipe(advantage=rewards_by_token)
+    recipe = Recipe(advantage=piece(rewards_by_token))
     first, second = compute_advantages(recipe, [group_of(1.0, 2.0), group_of(6.0)], MAX_LENGTH)
     assert first.tolist() == pytest.approx([1 / 3, 2 / 3])
     assert second.tolist() == [2.0]
@@ -91,7 +92,7 @@ def test_red_drop_keeps_one_of_each_by_hand():
 def test_overlong_penalty_by_hand():
     """10 tokens, of which the last 4 are the buffer: 8 tokens cost 1/2."""
     group = ScoredGroup(torch.ones(4).double(), [6, 8, 10, 12], torch.zeros(4).double())
-    recipe = Recipe(advantage=advantages.centered, overlong_buffer=4)
+    recipe = Recipe(advantage=piece(advantages.centered), overlong_buffer=4)
     (advantage_G,) = compute_advantages(recipe, [group], max_length=10)
     assert advantage_G.tolist() == [0.625, 0.125, -0.375, -0.375]
 
