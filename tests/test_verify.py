@@ -19,6 +19,7 @@ from running import tiny_settings
 
 import lagrpo
 from lagrpo.cli import main
+from lagrpo.core.advantages import group_mean
 from lagrpo.errors import SettingsError
 from lagrpo.runs import RunNotFoundError, load_events, load_metrics, load_rollouts
 from lagrpo.verify import Difference, verify_run
@@ -308,6 +309,54 @@ def test_measured_kl_decides_about_the_next_weight_sync(model, tmp_path, v, delt
     assert [d.where for d in found_in(run, "events.jsonl", "weight_sync")] == [
         "events.jsonl, step 5"
     ]
+
+
+# Wrong formulas
+
+
+def sigma_of_unbiased(rewards_C, group_C, eps_std):
+    """The formula of s1 in the place of s0; groups have four completions."""
+    distance_C = rewards_C - group_mean(rewards_C, group_C)
+    return (group_mean(distance_C.square(), group_C) * 4 / 3 + eps_std).sqrt()
+
+
+@pytest.mark.parametrize(
+    ("functions", "wrong", "columns"),
+    [
+        pytest.param(
+            ["lagrpo.core.advantages.sigma", "lagrpo.training.metrics.sigma"],
+            sigma_of_unbiased,
+            {"advantage", "group_std"},
+            id="deviation",
+        ),
+        pytest.param(
+            ["lagrpo.training.metrics.ess", "lagrpo.core.kl.ess"],
+            lambda ratio: ratio.sum() / 2,
+            {"rollout/ess", "rollout/seq_ess"},
+            id="sample size",
+        ),
+        pytest.param(
+            ["lagrpo.training.metrics.limit", "lagrpo.core.ratios.limit"],
+            lambda log_ratio: 2 * log_ratio,
+            {"rollout/kl", "rollout/ratio_mean", "rollout/ess"},
+            id="ratio",
+        ),
+        pytest.param(
+            ["lagrpo.training.metrics.tv_terms", "lagrpo.core.kl.tv_terms"],
+            lambda log_ratio, bounded: log_ratio.abs() / 4,
+            {"rollout/seq_tv"},
+            id="total variation",
+        ),
+    ],
+)
+def test_wrong_formula_in_training_is_found(
+    model, tmp_path, monkeypatch, functions, wrong, columns
+):
+    """The formula is still wrong while the run is verified, so verify does not call it."""
+    for function in functions:
+        monkeypatch.setattr(function, wrong)
+    run = trained(model, tmp_path)
+    assert columns <= {difference.what for difference in verify_run(run, 1).differences}
 
 
 # Changed evaluations

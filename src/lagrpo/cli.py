@@ -42,14 +42,10 @@ from lagrpo.settings.load import flatten, help_text, load_settings, read_words, 
 from lagrpo.settings.schema import Settings
 
 HELP = {"-h", "--help"}
-EVALUATED = (
-    "run",
-    "model",
-    "task",
-    "rollout",
-    "vllm",
-    "eval",
-)  # sections that `lagrpo eval` reads, without UNUSED
+
+EVALUATED = ("run", "model", "task", "rollout", "vllm", "eval")
+"""Sections that `lagrpo eval` reads."""
+
 UNUSED = (
     "report_to",
     "log_completions",
@@ -57,14 +53,31 @@ UNUSED = (
     "lora_alpha",
     "lora_target_modules",
     "num_generations",
+    "dynamic_sampling_rounds",
+    "on_weight_sync",
+    "at_start",
+    "every",
+    "best_metric",
 )
-UNUSED += ("dynamic_sampling_rounds", "on_weight_sync", "at_start", "every", "best_metric")
+"""Settings of these sections that `lagrpo eval` does not read."""
+
+KEPT_FOR_EVAL = (
+    "run.seed",
+    "task.",
+    "model.chat_template",
+    "rollout.temperature",
+    "rollout.max_prompt",
+    "rollout.max_completion",
+    "rollout.overlong_prompts",
+)
+"""Beginnings of the settings that `lagrpo eval` takes from the run that wrote the weights."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The `lagrpo` command."""
+    """Runs the `lagrpo` command. Exits with the codes of the module's docstring."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):  # an encoding without ✓ prints its number
+        # In an encoding without ✓, its number is printed.
+        if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     words = list(sys.argv[1:] if arguments is None else arguments)
     name, *rest = take_debug(words) or ["--help"]
@@ -72,18 +85,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         with interruptible(), exit_on(SettingsError, FileNotFoundError, code=2):
             run_command(name, rest)
-    except BrokenPipeError:  # the reader of our output has gone: `lagrpo … | head`
+    except BrokenPipeError:
+        # The reader of our output has gone: `lagrpo … | head`.
         sys.stderr.close()
     except BaseException as error:
-        if (stop := find_interruption(error)) is None:
+        interruption = find_interruption(error)
+        if interruption is None:
             raise
         logs.print_traceback(error)
         print("\nlagrpo: interrupted", file=sys.stderr)
-        sys.exit(128 + getattr(stop, "signal", 2))
+        # A KeyboardInterrupt has no signal: it is SIGINT, 2.
+        sys.exit(128 + getattr(interruption, "signal", 2))
 
 
 def run_command(name: str, words: list[str]) -> None:
-    """Run the command of this name. Raises SettingsError if there is none."""
+    """Runs the command of this name. Raises SettingsError if there is none."""
     if name in HELP:
         print((__doc__ or "").strip())
     elif name == "--version":
@@ -92,42 +108,49 @@ def run_command(name: str, words: list[str]) -> None:
         check_locale(words)
         COMMANDS[name](words)
     else:
-        raise SettingsError(
-            f"no command {name!r}; lagrpo --help lists all.{suggest(name, COMMANDS)}"
-        )
+        problem = f"no command {name!r}; lagrpo --help lists all."
+        raise SettingsError(problem + suggest(name, COMMANDS))
 
 
 def take_debug(words: list[str]) -> list[str]:
-    """The words without --debug, which is noted for this process and its workers. Words after -- are not ours."""
-    end = words.index("--") if "--" in words else len(words)
-    own = [word for word in words[:end] if word != "--debug"]
-    if len(own) < end:
+    """Returns the words without --debug, which is noted for this process and its workers."""
+    own_words, foreign_words = split_words(words)
+    if "--debug" in own_words:
         os.environ[logs.DEBUG] = "1"
-    return own + words[end:]
+    return [word for word in own_words if word != "--debug"] + foreign_words
+
+
+def split_words(words: list[str]) -> tuple[list[str], list[str]]:
+    """Returns the words of lagrpo, and those from "--" on, which are for another program."""
+    end = words.index("--") if "--" in words else len(words)
+    return words[:end], words[end:]
 
 
 def check_locale(words: list[str]) -> None:
-    """Raise SettingsError for a word that Python could not read in this locale; no file takes such a text."""
+    """Raises SettingsError for a word that Python could not read in this locale.
+
+    Such a text cannot be written to a file.
+    """
     for word in words:
         try:
             word.encode()
         except UnicodeEncodeError as error:
-            raise SettingsError(
-                f"{word!r} cannot be read in this locale: set PYTHONUTF8=1"
-            ) from error
+            problem = f"{word!r} cannot be read in this locale: set PYTHONUTF8=1"
+            raise SettingsError(problem) from error
 
 
 @contextmanager
 def exit_on(*errors: type[Exception], code: int = 1) -> Iterator[None]:
-    """One of these errors inside prints its message, with --debug also its traceback, and exits."""
+    """Prints the message of one of these errors inside, with --debug also its traceback, and exits."""
     try:
         yield
     except errors as error:
         logs.print_traceback(error)
         rank = os.environ.get("RANK")
         has_ranks = os.environ.get("WORLD_SIZE", "1") != "1" and rank is not None
-        who = f"lagrpo (rank {rank})" if has_ranks else "lagrpo"
-        message = "\n".join([f"{who}: {error}", *getattr(error, "__notes__", ())])
+        program = f"lagrpo (rank {rank})" if has_ranks else "lagrpo"
+        notes = getattr(error, "__notes__", ())
+        message = "\n".join([f"{program}: {error}", *notes])
         print(redact(message), file=sys.stderr)
         sys.exit(code)
 
@@ -152,32 +175,39 @@ class Train:
 
 
 def train(words: list[str]) -> None:
-    """Read the settings, train, and exit with the status."""
-    sections = [*Settings.model_fields]
-    given, _ = read_words([word for word in words if word not in HELP], Train, Settings(), sections)
-    settings = load_settings(
-        given.file, resume=given.resume
-    )  # the values that words change, and the help shows
-    if HELP & {*words}:
-        return print(help_text(Train, settings, sections))
-    given, changes = read_words(words, Train, settings, sections)
-    settings = load_settings(given.file, changes, given.resume)
+    """Reads the settings, trains, and exits with the status."""
+    sections = list(Settings.model_fields)
+    # The first reading finds the file and the run, whose values the words change and the help shows.
+    words_without_help = [word for word in words if word not in HELP]
+    arguments, _ = read_words(words_without_help, Train, Settings(), sections)
+    settings = load_settings(arguments.file, resume=arguments.resume)
+    if asks_for_help(words):
+        print(help_text(Train, settings, sections))
+        return
+    arguments, changes = read_words(words, Train, settings, sections)
+    settings = load_settings(arguments.file, changes, arguments.resume)
     from lagrpo.training.checks import check_arguments, check_settings
 
-    check_arguments(settings, given.resume, given=[])
-
-    recipe = check_settings(settings, resume=given.resume)
-    if given.dry_run:
+    check_arguments(settings, arguments.resume, given=[])
+    recipe = check_settings(settings, resume=arguments.resume)
+    if arguments.dry_run:
         from lagrpo.training.explain import meaning
 
-        lines = meaning(settings, recipe)
-        return print(redact(to_toml(settings)), *(f"# {line}" for line in lines), sep="\n")
+        print(redact(to_toml(settings)))
+        for line in meaning(settings, recipe):
+            print(f"# {line}")
+        return
     from lagrpo.training import run
 
     with exit_on(*run.FAILURES):
-        stopped = run.train(settings, resume=given.resume).interrupted
-    if stopped:
-        sys.exit(128 + stopped)
+        interrupted_by = run.train(settings, resume=arguments.resume).interrupted
+    if interrupted_by:
+        sys.exit(128 + interrupted_by)
+
+
+def asks_for_help(words: Sequence[str]) -> bool:
+    """Returns True if -h or --help is among the words."""
+    return not HELP.isdisjoint(words)
 
 
 @dataclass(frozen=True)
@@ -197,20 +227,23 @@ class Eval:
 
 
 def evaluate(words: list[str]) -> None:
-    """Evaluate a model, by default on all test prompts."""
+    """Evaluates a model, by default on all test prompts."""
     base: dict[str, Any] = {
         "run.output_dir": "evaluations",
         "eval.num_prompts": 0,
         "rollout.num_generations": 1,
     }
-    if HELP & {*words}:
-        return print(help_text(Eval, load_settings(base), EVALUATED, UNUSED))
-    given, _ = read_words(words, Eval, load_settings(base), EVALUATED)
-    base |= settings_of_run(given.path)
-    given, changes = read_words(words, Eval, load_settings(base), EVALUATED)
+    if asks_for_help(words):
+        print(help_text(Eval, load_settings(base), EVALUATED, UNUSED))
+        return
+    # The first reading finds the weights, the second reads changes of the settings of their run.
+    arguments, _ = read_words(words, Eval, load_settings(base), EVALUATED)
+    base |= settings_of_run(arguments.path)
+    arguments, changes = read_words(words, Eval, load_settings(base), EVALUATED)
     if "task.name" in changes:
+        # Settings of the run's task do not fit another task.
         base = {name: value for name, value in base.items() if not name.startswith("task.")}
-    settings = load_settings(base | {"model.path": given.path}, changes)
+    settings = load_settings(base | {"model.path": arguments.path}, changes)
     from lagrpo.training.checks import check_evaluation
 
     check_evaluation(settings)
@@ -222,20 +255,18 @@ def evaluate(words: list[str]) -> None:
 
 
 def settings_of_run(weights: str) -> dict[str, Any]:
-    """How the run that wrote these weights asked and sampled, and the seed that held out its test rows; nothing for
-    other models."""
+    """Returns the task, template, limits and seed of the run that wrote these weights.
+
+    The seed decides which rows of the data are test rows. Empty for other models.
+    """
     folder = Path(weights).expanduser().absolute().parent
-    if folder.name != "weights" or not (folder.parent / "config.toml").is_file():
+    config = folder.parent / "config.toml"
+    if folder.name != "weights" or not config.is_file():
         return {}
-    limits = (
-        "rollout.temperature",
-        "rollout.max_prompt",
-        "rollout.max_completion",
-        "rollout.overlong_prompts",
-    )
-    kept = "run.seed", "task.", "model.chat_template", *limits
-    settings = load_settings(folder.parent / "config.toml").model_dump(exclude_none=True)
-    return {name: value for name, value in flatten(settings).items() if name.startswith(kept)}
+    settings = load_settings(config).model_dump(exclude_none=True)
+    return {
+        name: value for name, value in flatten(settings).items() if name.startswith(KEPT_FOR_EVAL)
+    }
 
 
 def view(
@@ -317,8 +348,17 @@ def vllm_serve(
     """
     from lagrpo.rollout.vllm.server import serve
 
-    sizes = {"dtype": dtype, "max_model_len": max_model_len, "max_num_seqs": max_num_seqs}
-    serve(model, host, port, weight_transfer, lora_r, server_args, **sizes)
+    serve(
+        model,
+        host,
+        port,
+        weight_transfer,
+        lora_r,
+        server_args,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+    )
 
 
 def recipes(
@@ -327,31 +367,42 @@ def recipes(
     """List the recipes (losses), or print one with its source, settings and code."""
     from lagrpo.terminal.show import show_recipe, show_recipes
 
-    show_recipes() if name is None else show_recipe(name)
+    if name is None:
+        show_recipes()
+    else:
+        show_recipe(name)
 
 
 def call(usage: str, function: Callable[..., None], words: list[str]) -> None:
-    """Call a command by its signature, or print its docstring; words after -- become values of --server-args."""
-    own = words[: words.index("--")] if "--" in words else words
-    if HELP & {*own}:
-        return print(f"usage: lagrpo {usage}\n\n{inspect.getdoc(function)}")
-    given = [*own, *(f"--server-args={shlex.quote(word)}" for word in words[len(own) + 1 :])]
+    """Calls a command by its signature, or prints its docstring.
+
+    Words after -- become values of --server-args.
+    """
+    own_words, foreign_words = split_words(words)
+    if asks_for_help(own_words):
+        print(f"usage: lagrpo {usage}\n\n{inspect.getdoc(function)}")
+        return
+    arguments = list(own_words)
+    for word in foreign_words[1:]:
+        arguments.append(f"--server-args={shlex.quote(word)}")
+    name = usage.split()[0]
     tyro.cli(
         function,
-        args=given,
-        prog=f"lagrpo {usage.split()[0]}",
+        args=arguments,
+        prog=f"lagrpo {name}",
         config=(tyro.conf.FlagCreatePairsOff,),
     )
 
 
-SIGNATURES = {
+SIGNATURES: dict[str, Callable[..., None]] = {
     "view RUN … [OPTIONS]": view,
     "verify RUN [OPTIONS]": verify,
     "recipes [NAME]": recipes,
     "env": env,
+    "vllm-serve MODEL [OPTIONS] [-- OPTIONS OF VLLM]": vllm_serve,
 }
-SIGNATURES |= {"vllm-serve MODEL [OPTIONS] [-- OPTIONS OF VLLM]": vllm_serve}
-COMMANDS: dict[str, Callable[[list[str]], None]] = {
-    **{"train": train, "eval": evaluate},
-    **{usage.split()[0]: partial(call, usage, function) for usage, function in SIGNATURES.items()},
-}
+"""Commands that are called by their signatures, by their usage."""
+
+COMMANDS: dict[str, Callable[[list[str]], None]] = {"train": train, "eval": evaluate}
+for _usage, _function in SIGNATURES.items():
+    COMMANDS[_usage.split()[0]] = partial(call, _usage, _function)

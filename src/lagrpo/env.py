@@ -1,4 +1,4 @@
-"""`lagrpo env`: what a bug report needs to say about a machine, and how to get what is missing."""
+"""`lagrpo env`: facts about a machine for bug reports, and how to get what is missing."""
 
 from __future__ import annotations
 
@@ -19,22 +19,28 @@ EXTRAS = {
     "gguf": "demo",
     "peft": "demo",
     "reasoning-gym": "gym",
-}  # package -> lagrpo's extra
-EXTRAS |= {name: name for name in ("tensorboard", "wandb", "trackio")}
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+    "trackio": "trackio",
+}
+"""Optional packages, with the extra of lagrpo that installs each."""
+
 GET_VLLM = (
     "make vllm-env, or install vllm==0.32.0 into its own environment and set LAGRPO_VLLM_PYTHON"
 )
 INSTRUCTIONS = {"avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16"}
+"""Instruction sets that the kernels can use."""
 
-Lines = Iterator[tuple[str, str]]  # what is looked at, what was found
+Lines = Iterator[tuple[str, str]]
+"""Lines of the output: the name of a thing, and the facts about it."""
 
 
 def env() -> None:
     """Print versions, hardware, kernels and vLLM for a bug report, and the command that gets what is missing."""
     for look in (look_at_packages, look_at_machine, look_at_kernels, look_at_vllm):
         try:
-            for name, found in look():
-                print(f"{name:<14} {found}")
+            for name, facts in look():
+                print(f"{name:<14} {facts}")
         except Exception as error:  # noqa: BLE001 - a broken package can raise anything
             logs.print_traceback(error)
             print(f"{look.__name__:<14} failed: {type(error).__name__}: {one_line(str(error))}")
@@ -43,12 +49,10 @@ def env() -> None:
 def look_at_packages() -> Lines:
     yield "python", f"{platform.python_version()}, {sys.executable}"
     for name in (*NEEDED, *EXTRAS):
-        get = (
-            f"pip install 'lagrpo[{EXTRAS[name]}]'"
-            if name in EXTRAS
-            else "pip install --upgrade lagrpo"
-        )
-        yield name, package_version(name) or f"missing: {get}"
+        command = "pip install --upgrade lagrpo"
+        if name in EXTRAS:
+            command = f"pip install 'lagrpo[{EXTRAS[name]}]'"
+        yield name, package_version(name) or f"missing: {command}"
 
 
 def look_at_machine() -> Lines:
@@ -57,19 +61,19 @@ def look_at_machine() -> Lines:
     from lagrpo.cpu.library import cpu_flags
 
     yield "system", platform.platform()
-    yield "cpu", f"{cpu_model()} ({', '.join(sorted(INSTRUCTIONS & cpu_flags()))})"
-    yield (
-        "cores",
-        f"{os.cpu_count()} logical, {usable_cores()} usable, container quota {read_quota() or 'none'}",
-    )
+    instructions = sorted(INSTRUCTIONS & cpu_flags())
+    yield "cpu", f"{cpu_model()} ({', '.join(instructions)})"
+    quota = read_quota() or "none"
+    cores = f"{os.cpu_count()} logical, {usable_cores()} usable, container quota {quota}"
+    yield "cores", cores
     yield "threads", str(torch.get_num_threads())
-    yield "memory", f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 1e9:.1f} GB"
-    gpus = [torch.cuda.get_device_properties(n) for n in range(torch.cuda.device_count())]
-    yield (
-        "gpu",
-        "; ".join(f"{gpu.name}, {gpu.total_memory / 1e9:.0f} GB" for gpu in gpus)
-        or "none that PyTorch sees",
-    )
+    memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    yield "memory", f"{memory_bytes / 1e9:.1f} GB"
+    gpus = []
+    for index in range(torch.cuda.device_count()):
+        gpu = torch.cuda.get_device_properties(index)
+        gpus.append(f"{gpu.name}, {gpu.total_memory / 1e9:.0f} GB")
+    yield "gpu", "; ".join(gpus) or "none that PyTorch sees"
 
 
 def look_at_kernels() -> Lines:
@@ -79,27 +83,31 @@ def look_at_kernels() -> Lines:
     from lagrpo.cpu.panels import chosen_products
     from lagrpo.model.backend import pick_device, pick_dtype
 
-    if (reason := library.why_not()) is not None:
-        yield (
-            "kernels",
-            f"missing: {reason}" + (": apt-get install gcc" if "no C compiler" in reason else ""),
-        )
+    reason = library.why_not()
+    if reason is None:
+        products = chosen_products()
+        if not products:
+            problem = "the kernels' are wrong on this processor; update the C compiler"
+            products = f"PyTorch ({problem})"
+        instructions = f"instructions {isa_level()}"
+        yield "kernels", f"{library.describe()}, {instructions}, bfloat16 products by {products}"
+    elif "no C compiler" in reason:
+        yield "kernels", f"missing: {reason}: apt-get install gcc"
     else:
-        products = (
-            chosen_products()
-            or "PyTorch (the kernels' are wrong on this processor; update the C compiler)"
-        )
-        yield (
-            "kernels",
-            f"{library.describe()}, instructions {isa_level()}, bfloat16 products by {products}",
-        )
+        yield "kernels", f"missing: {reason}"
     yield "dtype", " because ".join(pick_dtype("auto", pick_device()))
 
 
 def look_at_vllm() -> Lines:
-    pythons = (os.environ.get("LAGRPO_VLLM_PYTHON"), ".venv-vllm/bin/python", sys.executable)
-    for python in (Path(name).expanduser().absolute() for name in pythons if name):
-        for found in python.parent.parent.glob("lib/python3*/site-packages/vllm*.dist-info"):
-            yield "vllm", f"{found.name.removesuffix('.dist-info')}: LAGRPO_VLLM_PYTHON={python}"
+    """Looks for vLLM in the environment of $LAGRPO_VLLM_PYTHON, in .venv-vllm and in this one."""
+    pythons = [os.environ.get("LAGRPO_VLLM_PYTHON"), ".venv-vllm/bin/python", sys.executable]
+    for name in pythons:
+        if not name:
+            continue
+        python = Path(name).expanduser().absolute()
+        environment = python.parent.parent
+        for info in environment.glob("lib/python3*/site-packages/vllm*.dist-info"):
+            package = info.name.removesuffix(".dist-info")
+            yield "vllm", f"{package}: LAGRPO_VLLM_PYTHON={python}"
             return
     yield "vllm", f"missing: {GET_VLLM}"

@@ -1,4 +1,4 @@
-"""What error messages need: SettingsError, the nearest valid name, and text that is safe to print."""
+"""Parts of error messages: SettingsError, the nearest valid name, and text that is safe to print."""
 
 from __future__ import annotations
 
@@ -19,23 +19,27 @@ class SettingsError(ValueError):
 
 @contextmanager
 def as_settings_error(what: str = "", *further: type[Exception]) -> Iterator[None]:
-    """Turn ValueError, OSError, ImportError and `further` ones inside into a SettingsError that begins with `what`."""
+    """Turns ValueError, OSError, ImportError and `further` ones inside into a SettingsError.
+
+    Its message begins with `what`.
+    """
     try:
         yield
     except SettingsError:
         raise
     except (ValueError, OSError, ImportError, *further) as error:
-        why = (
-            f"{error.filename}: {error.strerror}"
-            if isinstance(error, OSError) and error.filename
-            else error
-        )
-        raise SettingsError(f"{what}: {why}" if what else str(why)) from error
+        reason = str(error)
+        if isinstance(error, OSError) and error.filename:
+            reason = f"{error.filename}: {error.strerror}"
+        raise SettingsError(f"{what}: {reason}" if what else reason) from error
 
 
 @contextmanager
 def one_line_errors(what: str) -> Iterator[None]:
-    """Turn any exception inside into a ValueError of one line: some libraries raise errors of any type."""
+    """Turns any exception inside into a ValueError of one line.
+
+    Some libraries raise errors of any type.
+    """
     try:
         yield
     except Exception as error:
@@ -43,12 +47,13 @@ def one_line_errors(what: str) -> Iterator[None]:
 
 
 def describe_error(error: BaseException) -> str:
-    """An error of a library on one line, with its type if the message says little without it.
+    """Returns an error of a library on one line, with its type if the message says little without it.
 
     >>> describe_error(KeyError("x")), describe_error(ValueError("no x"))
     ("KeyError: 'x'", 'no x')
     """
-    name, message = type(error).__name__, one_line(str(error))
+    name = type(error).__name__
+    message = one_line(str(error))
     if not message:
         return name
     says_little = isinstance(error, LookupError | AttributeError | AssertionError)
@@ -59,7 +64,7 @@ LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 def check_is_pulled(path: Path) -> None:
-    """Raise ValueError for the pointer that a clone without Git LFS has in place of a large file."""
+    """Raises ValueError for the pointer that a clone without Git LFS has in place of a large file."""
     with path.open("rb") as file:
         beginning = file.read(len(LFS_POINTER))
     if beginning == LFS_POINTER:
@@ -67,18 +72,22 @@ def check_is_pulled(path: Path) -> None:
 
 
 def find_nearest(name: str, known: Iterable[str], likeness: float) -> str | None:
-    """The known name most like `name`; None if none reaches the likeness (0: any name does, 1: only the same)."""
-    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=likeness)), None)
+    """Returns the known name most like `name`; None if none reaches the likeness.
+
+    Any name reaches a likeness of 0, only the same name a likeness of 1.
+    """
+    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=likeness)
+    return matches[0] if matches else None
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """The end of an error message: " Did you mean 'x'?" for the known name most like `name`, "" without one."""
-    close = find_nearest(name, known, likeness=0.6)
-    return f" Did you mean {close!r}?" if close else ""
+    """Returns the end of an error message: " Did you mean 'x'?", or "" if no known name is like `name`."""
+    nearest = find_nearest(name, known, likeness=0.6)
+    return f" Did you mean {nearest!r}?" if nearest else ""
 
 
 def one_line(text: str, most: int = 300) -> str:
-    """Untrusted text as part of a message: on one line, safe to print, and of at most `most` characters.
+    """Returns untrusted text for a message: on one line, safe to print, of at most `most` characters.
 
     >>> one_line("a\\n\\x1b[31mb")
     'a ␛[31mb'
@@ -92,8 +101,10 @@ _PICTURES |= {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 
 
 def visible(text: str) -> str:
-    """A model's text, safe to print: control characters other than newline and tab, which could move the cursor or
-    recolor the terminal, become their pictures (ESC is ␛).
+    """Returns a model's text, safe to print.
+
+    Control characters other than newline and tab could move the cursor or recolor the terminal. They
+    become their pictures (ESC is ␛).
 
     >>> visible("a\\x1b[31mb")
     'a␛[31mb'

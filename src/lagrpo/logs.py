@@ -1,7 +1,7 @@
-"""Where records of the logger "lagrpo" go, and what is masked in all that lagrpo prints and records.
+"""Handlers of the logger "lagrpo", and the masking of secrets in all that lagrpo prints and records.
 
-The command line prints records; a run shows them in its display. A program that uses lagrpo as a library decides by its
-own handlers.
+The command line prints log records; a run shows them in its display. A program that uses lagrpo as a
+library decides by its own handlers.
 """
 
 from __future__ import annotations
@@ -25,27 +25,40 @@ _USER = re.compile(r"""(?<!\w)(\w++:/{1,2})[^\s/@'"]++@""")
 
 
 def is_secret(name: str) -> bool:
-    """Whether a setting, option or variable of that name holds a secret: HF_TOKEN, --api-key; not max_tokens."""
+    """Returns True if a setting, option or variable of that name holds a secret.
+
+    HF_TOKEN and --api-key do, max_tokens does not.
+    """
     return re.fullmatch(_NAME, name, re.IGNORECASE) is not None
 
 
 def redact(text: str) -> str:
-    """The text with *** for the values of --token X, token=X and Bearer X, and for the user of a URL."""
-    return _OPTION.sub(rf"\1{HIDDEN}", _USER.sub(rf"\1{HIDDEN}@", text))
+    """Returns the text with *** for secrets.
+
+    They are the values of --token X, token=X and Bearer X, and the user of a URL.
+    """
+    without_users = _USER.sub(rf"\1{HIDDEN}@", text)
+    return _OPTION.sub(rf"\1{HIDDEN}", without_users)
 
 
 def redact_values(value: Any, name: str = "") -> Any:
-    """The value as JSON has it, a date or a path as text, without the secrets in texts and under names of secrets."""
+    """Returns the value in types of JSON, with *** for secrets in texts and under names of secrets.
+
+    A date or a path becomes a text.
+    """
     if isinstance(value, Mapping):
         return {str(key): redact_values(item, str(key)) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [redact_values(item, name) for item in value]
     if value is None or isinstance(value, bool | int | float):
         return value
-    return HIDDEN if value and is_secret(name) else redact(str(value))
+    if value and is_secret(name):
+        return HIDDEN
+    return redact(str(value))
 
 
-DEBUG = "LAGRPO_DEBUG"  # environment variable that `--debug` sets; worker processes inherit it
+DEBUG = "LAGRPO_DEBUG"
+"""The environment variable that `--debug` sets. Worker processes inherit it."""
 
 
 def is_debugging() -> bool:
@@ -54,20 +67,19 @@ def is_debugging() -> bool:
 
 
 def print_traceback(error: BaseException) -> None:
-    """Print the traceback of an error, with its causes, to standard error if the user wants to see it."""
+    """Prints the traceback of an error, with its causes, to standard error, if debugging is on."""
     if is_debugging():
-        print(
-            redact("".join(traceback.format_exception(error))), file=sys.stderr, end="", flush=True
-        )
+        text = "".join(traceback.format_exception(error))
+        print(redact(text), file=sys.stderr, end="", flush=True)
 
 
 def print_line(text: str) -> None:
-    """Print to standard error."""
+    """Prints to standard error."""
     print(f"lagrpo: {text}", file=sys.stderr, flush=True)
 
 
 class Lines(logging.Handler):
-    """Hands each record from a level upwards to `show`, as a line of text."""
+    """A handler that passes each record from a level upwards to `show`, as a line of text."""
 
     def __init__(self, show: Callable[[str], None], level: int) -> None:
         super().__init__(level)
@@ -78,22 +90,26 @@ class Lines(logging.Handler):
 
 
 def print_records() -> None:
-    """From now on, print every record from INFO upwards to standard error."""
+    """Prints every record from INFO upwards to standard error from now on."""
     logger.handlers = [*_handlers_of_others(), Lines(print_line, logging.INFO)]
     logger.setLevel(logging.INFO)
 
 
 @contextmanager
 def shown_by(show: Callable[[str], None], level: int = logging.INFO) -> Iterator[None]:
-    """Inside, `show` gets every record from a level upwards as a line; standard error gets none."""
-    before = logger.handlers, logger.level
+    """Passes every record from a level upwards to `show` inside, as a line.
+
+    Standard error gets none.
+    """
+    handlers_before = logger.handlers
+    level_before = logger.level
     logger.handlers = [*_handlers_of_others(), Lines(show, level)]
     logger.setLevel(logging.INFO)
     try:
         yield
     finally:
-        logger.handlers = before[0]
-        logger.setLevel(before[1])
+        logger.handlers = handlers_before
+        logger.setLevel(level_before)
 
 
 def _handlers_of_others() -> list[logging.Handler]:

@@ -19,7 +19,7 @@ import os
 import platform
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,8 +37,11 @@ from lagrpo.runs.files import (
 )
 from lagrpo.runs.rollouts import reward_columns, rollout_schema
 
-BEST = "evaluation.json"  # in weights/best: which result made it the best
-LOCK, HOLDER = ".lock", ".lock-holder.json"
+BEST = "evaluation.json"
+"""In weights/best: the result that made these weights the best."""
+
+LOCK = ".lock"
+HOLDER = ".lock-holder.json"
 
 
 class RunLockedError(OSError):
@@ -47,7 +50,7 @@ class RunLockedError(OSError):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run on disk; it holds only the path."""
+    """A run on disk, by its directory."""
 
     path: Path
 
@@ -59,17 +62,24 @@ class Run:
         settings_toml: str,
         environment: Mapping[str, Any],
     ) -> Run:
-        """Make root/name with config.toml (`settings_toml`) and environment.json; without a name, root/`default_name`.
-        Raises as `check_new` does."""
+        """Makes root/name with config.toml (`settings_toml`) and environment.json.
+
+        Without a name, the name is `default_name`. Raises as `check_new` does.
+        """
         check_new(root, name)
-        run = Run(root / name if name is not None else _new_directory(root, default_name(settings)))
-        files.remove_leftovers(run.path)  # of a process that was killed at this point
-        run.write_config(settings_toml)  # first: with it the directory is a run
+        if name is None:
+            run = Run(_new_directory(root, default_name(settings)))
+        else:
+            run = Run(root / name)
+        # A process may have been killed at this point of an earlier start.
+        files.remove_leftovers(run.path)
+        # The first file is config.toml: with it, the directory is a run.
+        run.write_config(settings_toml)
         write_environment(run.path, environment)
         return run
 
     def write_config(self, settings_toml: str) -> None:
-        """Write config.toml."""
+        """Writes config.toml."""
         write_atomically(self.path / "config.toml", settings_toml)
 
     @property
@@ -81,34 +91,40 @@ class Run:
         return self.path / "events.jsonl"
 
     def record(self, metrics: Mapping[str, float | None]) -> None:
-        """Append the metrics of one step to metrics.jsonl. NaN and infinities become null."""
+        """Appends the metrics of one step to metrics.jsonl. NaN and infinities become null."""
         _append_line(self.metrics, metrics)
 
     def record_event(self, event: str, step: int, **facts: Any) -> None:
-        """Append an event to events.jsonl: its name, its step, and facts about it."""
+        """Appends an event to events.jsonl: its name, its step, and facts about it."""
         _append_line(self.events, {"event": event, "step": step, **facts})
 
     def record_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> Path:
-        """Write rollouts/step-STEP.parquet, with the rows of `rollouts.rollout_rows`."""
-        schema = rollout_schema([*reward_columns(rows[0])] if rows else ())
-        return write_table(self.path / "rollouts" / f"step-{step:06d}.parquet", rows, schema)
+        """Writes rollouts/step-STEP.parquet, with the rows of `rollouts.rollout_rows`."""
+        reward_names = list(reward_columns(rows[0])) if rows else []
+        file = self.path / "rollouts" / f"step-{step:06d}.parquet"
+        return write_table(file, rows, rollout_schema(reward_names))
 
     def record_evaluation(
         self, name: str, summary: Mapping[str, Any], records: Sequence[Mapping[str, Any]]
     ) -> Path:
-        """Write evaluations/NAME.parquet, one row per prompt, then evaluations/NAME.json. The reward curve reads
-        `step`, `pass@1`, `pass@1_low` and `pass@1_high` from the summary."""
+        """Writes evaluations/NAME.parquet, one row per prompt, then evaluations/NAME.json.
+
+        The reward curve reads `step`, `pass@1`, `pass@1_low` and `pass@1_high` from the summary.
+        """
         folder = self.path / "evaluations"
         write_table(folder / f"{name}.parquet", records)
         return write_atomically(folder / f"{name}.json", to_json({"name": name, **summary}) + "\n")
 
     def record_weights(self, write: Callable[[Path], None], version: int | None = None) -> Path:
-        """Have `write` fill weights/final with a Hugging Face model, or weights/v000120 for a version."""
+        """Lets `write` fill weights/final with a Hugging Face model, or weights/v000120 of a version."""
         name = "final" if version is None else f"v{version:06d}"
         return write_directory_atomically(self.path / "weights" / name, write)
 
     def record_best(self, write: Callable[[Path], None], found: Mapping[str, Any]) -> Path:
-        """Likewise weights/best, with evaluation.json, which says why; and an event."""
+        """Lets `write` fill weights/best, and adds evaluation.json and an event.
+
+        Both have the result that made these weights the best.
+        """
 
         def fill(folder: Path) -> None:
             write(folder)
@@ -125,83 +141,88 @@ def _append_line(path: Path, line: Mapping[str, Any]) -> None:
 
 
 def default_name(settings: Mapping[str, Any], now: datetime.datetime | None = None) -> str:
-    """A readable name from what tells runs apart, and the local time to the second."""
-    chosen = (
-        settings.get(section, {}).get(key)
-        for section, key in (("task", "name"), ("loss", "recipe"))
-    )
-    parts = [
-        plain_name((name or "").rpartition(":")[2]) for name in chosen
-    ]  # package.module:function: the function
+    """Returns a readable name from what tells runs apart, and the local time to the second."""
+    task = settings.get("task", {}).get("name")
+    recipe = settings.get("loss", {}).get("recipe")
+    parts = []
+    for name in (task, recipe):
+        # Of package.module:function, the function.
+        short_name = (name or "").rpartition(":")[2]
+        parts.append(plain_name(short_name))
     schedule = settings.get("schedule", {})
-    lagged = schedule.get("constant_lag") is not None
-    letters = {"lag": "constant_lag"} if lagged else {"v": "sync_every"}
-    letters["i"] = "num_iterations"
-    parts += [f"{letter}{schedule[key]}" for letter, key in letters.items() if key in schedule]
+    has_constant_lag = schedule.get("constant_lag") is not None
+    if has_constant_lag:
+        parts.append(f"lag{schedule['constant_lag']}")
+    elif "sync_every" in schedule:
+        parts.append(f"v{schedule['sync_every']}")
+    if "num_iterations" in schedule:
+        parts.append(f"i{schedule['num_iterations']}")
     parts.append(f"{now or datetime.datetime.now():%Y%m%d-%H%M%S}")
-    return "-".join(filter(None, parts))
+    return "-".join(part for part in parts if part)
 
 
 def plain_name(name: str) -> str:
-    """A part of a file's name, at most 60 characters, made of any text."""
+    """Returns a part of a file's name, of at most 60 characters, made of any text."""
     return re.sub(r"[^\w.]", "-", name)[:60]
 
 
 def check_new(root: Path, name: str | None) -> None:
-    """Raise what `Run.create` would, before anything heavy is loaded: FileExistsError for a run that exists, ValueError
-    for a name that is not a directory's name, OSError for a root that cannot be written."""
+    """Raises the errors of `Run.create`, before anything heavy is loaded.
+
+    Raises FileExistsError for a run that exists, ValueError for a name that is not a directory's
+    name, OSError for a root that cannot be written.
+    """
     if name is not None:
         if name in ("", ".", "..") or Path(name).name != name:
-            raise ValueError(
-                f"run.name = {name!r} is not a directory name: put a path into run.output_dir"
-            )
+            problem = f"run.name = {name!r} is not a directory name"
+            raise ValueError(f"{problem}: put a path into run.output_dir")
         path = root / name
         if path.exists() and not all(TEMPORARY.fullmatch(file.name) for file in path.iterdir()):
-            raise FileExistsError(
-                f"{path} already exists and is not empty: choose another run.name, or remove it"
-            )
+            problem = f"{path} already exists and is not empty"
+            raise FileExistsError(f"{problem}: choose another run.name, or remove it")
     check_writable(root)
 
 
 def check_writable(directory: Path) -> None:
-    """Raise OSError for a directory that cannot be written, or be made."""
-    nearest = next(
-        folder for folder in (directory, *directory.absolute().parents) if folder.exists()
-    )
+    """Raises OSError for a directory that cannot be written, or cannot be made."""
+    folders = (directory, *directory.absolute().parents)
+    nearest = next(folder for folder in folders if folder.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK):
         raise PermissionError(f"cannot write to {directory}: {nearest} is not a writable directory")
 
 
-def _new_directory(root: Path, name: str, number: int = 1) -> Path:
-    """Runs that start within one second are numbered."""
-    path = root / (name if number == 1 else f"{name}-{number}")
-    with suppress(FileExistsError):
-        path.mkdir(parents=True)
-        return path
-    return _new_directory(root, name, number + 1)
+def _new_directory(root: Path, name: str) -> Path:
+    """Makes a directory. Runs that start within one second are numbered: NAME, NAME-2, NAME-3."""
+    path = root / name
+    number = 1
+    while True:
+        try:
+            path.mkdir(parents=True)
+            return path
+        except FileExistsError:
+            number += 1
+            path = root / f"{name}-{number}"
 
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold the lock of the run at `path`: one process writes into it at a time, and the system gives the lock back when
-    its process ends. Raises RunLockedError, which names the holder, at once if another process has it."""
+    """Holds the lock of the run at `path`, so that one process writes into it at a time.
+
+    The system gives the lock back when its process ends. Raises RunLockedError, which names the
+    holder, at once if another process has the lock.
+    """
     lock = FileLock(path / LOCK)
     try:
         lock.acquire(timeout=0)
     except Timeout as error:
+        problem = f"another process is writing to {path}"
         holder = read_holder(path)
-        who = (
-            f": process {holder['pid']} on {holder['host']}, since {holder['since']}"
-            if holder
-            else ""
-        )
-        raise RunLockedError(
-            f"another process is writing to {path}{who}; wait until it ends, or stop it"
-        ) from error
+        if holder:
+            problem += f": process {holder['pid']} on {holder['host']}, since {holder['since']}"
+        raise RunLockedError(f"{problem}; wait until it ends, or stop it") from error
     now = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%dT%H:%M:%SZ}"
-    write_atomically(
-        path / HOLDER, to_json({"pid": os.getpid(), "host": platform.node(), "since": now})
-    )
+    holder = {"pid": os.getpid(), "host": platform.node(), "since": now}
+    write_atomically(path / HOLDER, to_json(holder))
     try:
         yield
     finally:
@@ -210,7 +231,11 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def read_holder(path: Path) -> dict[str, Any]:
-    """The `pid` and the `host` of the process that writes into the run at `path`, or was killed while it did, and
-    `since` when; empty if there is none."""
+    """Returns the process that writes into the run at `path`, or was killed while it did.
+
+    The keys are `pid`, `host`, and `since` (when it began). Empty if there is none.
+    """
     file = path / HOLDER
-    return json.loads(file.read_bytes()) if file.exists() else {}
+    if not file.exists():
+        return {}
+    return json.loads(file.read_bytes())

@@ -1,4 +1,4 @@
-"""Where a run ran: what one needs to repeat it, or to explain why a repetition differs."""
+"""The environment of a run: what is needed to repeat it, or to explain why a repetition differs."""
 
 from __future__ import annotations
 
@@ -23,8 +23,11 @@ PACKAGES = ("lagrpo", "torch", "transformers", "numpy", "datasets", "math-verify
 
 
 def collect_environment(device: str = "cpu") -> dict[str, Any]:
-    """Versions, machine, cores (all, and those that this process can use), threads, device, git commit of the working
-    directory (None outside a repository), command line without secrets, and the time of the start (UTC)."""
+    """Returns versions, machine, device, command line without secrets, and the time of the start.
+
+    `cores` counts all cores, `cores_at_hand` those that this process can use. `git` describes the
+    working directory. The time is in UTC.
+    """
     import torch
 
     return {
@@ -46,61 +49,67 @@ def collect_environment(device: str = "cpu") -> dict[str, Any]:
 
 
 def write_environment(run: Path, environment: Mapping[str, Any]) -> None:
-    """Write environment.json of a run."""
+    """Writes environment.json of a run."""
     write_atomically(run / FILE, to_json(environment, indent=2) + "\n")
 
 
 def read_environment(run: Path) -> dict[str, Any]:
-    """environment.json of a run; empty if there is none. Raises ValueError for a damaged one."""
-    if not (run / FILE).exists():
+    """Returns environment.json of a run; empty if there is none. Raises ValueError for a damaged one."""
+    file = run / FILE
+    if not file.exists():
         return {}
     try:
-        return dict(json.loads((run / FILE).read_bytes()))
+        return dict(json.loads(file.read_bytes()))
     except (ValueError, TypeError) as error:
-        raise ValueError(
-            f"{run / FILE} is damaged ({error}): remove it to resume as on another machine"
-        ) from error
+        cure = "remove it to resume as on another machine"
+        raise ValueError(f"{file} is damaged ({error}): {cure}") from error
 
 
 def git_state(directory: Path) -> dict[str, Any] | None:
-    """`{"commit": …, "dirty": …}` of the repository around `directory`; dirty also counts untracked files."""
+    """Returns {"commit": …, "dirty": …} of the repository around `directory`.
 
-    def git(
-        *words: str,
-    ) -> str:  # by default status locks the index, and a killed run would leave the lock behind
-        command = ["git", "--no-optional-locks", "-C", str(directory), *words]
-        return subprocess.run(
-            command, capture_output=True, encoding="utf-8", errors="replace", check=True, timeout=10
-        ).stdout.strip()
-
+    Untracked files count as dirty, too. None without git, outside a repository, and before its
+    first commit.
+    """
     try:
-        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain"))}
-    except (
-        OSError,
-        subprocess.SubprocessError,
-    ):  # no git, no repository, or a repository without a commit
+        commit = _run_git(directory, "rev-parse", "HEAD")
+        changes = _run_git(directory, "status", "--porcelain")
+    except (OSError, subprocess.SubprocessError):
         return None
+    return {"commit": commit, "dirty": bool(changes)}
+
+
+def _run_git(directory: Path, *words: str) -> str:
+    # By default, status locks the index, and a killed run would leave the lock behind.
+    command = ["git", "--no-optional-locks", "-C", str(directory), *words]
+    completed = subprocess.run(
+        command, capture_output=True, encoding="utf-8", errors="replace", check=True, timeout=10
+    )
+    return completed.stdout.strip()
 
 
 def cpu_model() -> str:
-    """The CPU's name as the system gives it. On x86 with family and model: a cloud's "AMD EPYC" names no model."""
-    if (information := Path("/proc/cpuinfo")).is_file():
-        lines = (
-            line.partition(":")
-            for line in information.read_text(encoding="utf-8").partition("\n\n")[0].splitlines()
-        )
-        first = {field.strip(): value.strip() for field, _, value in lines}
-        if name := first.get("model name"):
-            return (
-                f"{name} (family {first['cpu family']}, model {first['model']})"
-                if "cpu family" in first
-                else name
-            )
-    return platform.processor() or platform.machine()
+    """Returns the name of the CPU as the system gives it.
+
+    On x86 it has family and model: "AMD EPYC", which clouds show, names no model.
+    """
+    information = Path("/proc/cpuinfo")
+    fields = {}
+    if information.is_file():
+        first_core = information.read_text(encoding="utf-8").partition("\n\n")[0]
+        for line in first_core.splitlines():
+            name, _, value = line.partition(":")
+            fields[name.strip()] = value.strip()
+    model_name = fields.get("model name")
+    if not model_name:
+        return platform.processor() or platform.machine()
+    if "cpu family" in fields:
+        return f"{model_name} (family {fields['cpu family']}, model {fields['model']})"
+    return model_name
 
 
 def package_version(package: str) -> str | None:
-    """The version of an installed package; None without it."""
+    """Returns the version of an installed package; None without it."""
     try:
         return version(package)
     except PackageNotFoundError:

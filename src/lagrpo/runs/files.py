@@ -1,4 +1,7 @@
-"""Files that are whole or absent: written under a temporary name, synced to the disk and renamed; and strict JSON."""
+"""Writes files that are whole or absent, and strict JSON.
+
+A file is written under a temporary name, synced to the disk, and renamed.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,19 @@ from typing import Any
 
 UMASK = os.umask(0o077)
 os.umask(UMASK)
-MODE = 0o666 & ~UMASK  # of files: safetensors gives its own 0600
+MODE = 0o666 & ~UMASK
+"""The mode of files. safetensors gives files 0600."""
+
 TEMPORARY = re.compile(r"\..+\.[0-9]+-[0-9a-f]{8}\.tmp")
+"""Temporary names: .NAME.PROCESS-RANDOM.tmp."""
 
 
 @contextmanager
 def _temporary_name(path: Path) -> Iterator[Path]:
-    """A name next to `path`, removed at the end. Errors in between, such as a full disk, name `path`."""
+    """Yields a name next to `path`, and removes it at the end.
+
+    Errors in between, such as a full disk, name `path`.
+    """
     from safetensors import SafetensorError
 
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -42,13 +51,17 @@ def _remove(path: Path) -> None:
 
 
 def write_atomically(path: Path, content: bytes | str | Callable[[Path], None]) -> Path:
-    """Write `path`, and its parent directories: a reader sees the old file or the new one, whole. `content` may be a
-    function that writes the file that it is given."""
+    """Writes `path`, and its parent directories. A reader sees the old file or the new one, whole.
+
+    `content` may be a function that writes the file at the path that it is given.
+    """
     with _temporary_name(path) as scratch:
         if callable(content):
             content(scratch)
+        elif isinstance(content, str):
+            scratch.write_bytes(content.encode())
         else:
-            scratch.write_bytes(content.encode() if isinstance(content, str) else content)
+            scratch.write_bytes(content)
         finish_file(scratch)
         scratch.replace(path)
     sync_to_disk(path.parent)
@@ -56,12 +69,15 @@ def write_atomically(path: Path, content: bytes | str | Callable[[Path], None]) 
 
 
 def write_directory_atomically(path: Path, write: Callable[[Path], object]) -> Path:
-    """Likewise a directory: `write` fills a new one, which then replaces `path`."""
+    """Writes the directory `path`: `write` fills a new one, which then replaces it."""
     with _temporary_name(path) as scratch, _temporary_name(path) as old:
         scratch.mkdir()
         write(scratch)
         for part in (*scratch.rglob("*"), scratch):
-            sync_to_disk(part) if part.is_dir() else finish_file(part)
+            if part.is_dir():
+                sync_to_disk(part)
+            else:
+                finish_file(part)
         if path.exists():
             path.rename(old)
         scratch.rename(path)
@@ -70,13 +86,16 @@ def write_directory_atomically(path: Path, write: Callable[[Path], object]) -> P
 
 
 def finish_file(path: Path) -> None:
-    """A new file has the mode that the umask says, and is on the disk."""
+    """Gives a new file the mode that the umask says, and syncs it to the disk."""
     path.chmod(MODE)
     sync_to_disk(path)
 
 
 def sync_to_disk(path: Path) -> None:
-    """Return when a file, or the names in a directory, are on the disk: a power cut leaves them whole."""
+    """Returns when a file, or the names in a directory, are on the disk.
+
+    A power cut then leaves them whole.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -85,30 +104,31 @@ def sync_to_disk(path: Path) -> None:
 
 
 def remove_directory(path: Path) -> None:
-    """Remove a directory, or a file: it is whole until it is gone."""
+    """Removes a directory or a file, which is whole until it is gone."""
     with _temporary_name(path) as old, suppress(FileNotFoundError):
         path.rename(old)
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Remove what killed writers left under temporary names."""
-    for path in [*directory.rglob(".*.tmp")]:
+    """Removes what killed writers left under temporary names."""
+    for path in list(directory.rglob(".*.tmp")):
         if TEMPORARY.fullmatch(path.name):
             _remove(path)
 
 
 def numbered(folder: Path, before: str, after: str = "") -> dict[int, Path]:
-    """The files of a folder named `before`, digits, `after`, by number."""
-    form = re.compile(f"{re.escape(before)}([0-9]+){re.escape(after)}")
-    return {
-        int(name[1]): path
-        for path in sorted(folder.glob("*"))
-        if (name := form.fullmatch(path.name))
-    }
+    """Returns the files of a folder named `before`, digits, `after`, by number."""
+    pattern = re.compile(f"{re.escape(before)}([0-9]+){re.escape(after)}")
+    files = {}
+    for path in sorted(folder.glob("*")):
+        match = pattern.fullmatch(path.name)
+        if match:
+            files[int(match[1])] = path
+    return files
 
 
 def write_table(path: Path, rows: Iterable[Mapping[str, Any]], schema: Any = None) -> Path:
-    """Write rows as a Parquet file. Without a schema their values decide the types of the columns."""
+    """Writes rows as a Parquet file. Without a schema, values decide the types of the columns."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -119,12 +139,15 @@ def write_table(path: Path, rows: Iterable[Mapping[str, Any]], schema: Any = Non
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
-    """Strict JSON: NaN and infinities become null, NumPy scalars numbers, paths text. Raises TypeError for what JSON
-    does not take, for example a tensor."""
+    """Returns strict JSON: NaN and infinities become null, NumPy scalars numbers, paths text.
+
+    Raises TypeError for values that JSON does not have, for example a tensor.
+    """
     return json.dumps(_plain(value), ensure_ascii=False, allow_nan=False, indent=indent)
 
 
 def _plain(value: Any) -> Any:
+    """Returns the value in types of JSON; values of other types stay as they are."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -133,4 +156,6 @@ def _plain(value: Any) -> Any:
         return int(value)
     if isinstance(value, numbers.Real) and not isinstance(value, bool):
         return float(value) if math.isfinite(value) else None
-    return str(value) if isinstance(value, Path) else value
+    if isinstance(value, Path):
+        return str(value)
+    return value

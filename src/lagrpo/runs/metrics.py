@@ -1,4 +1,4 @@
-"""Every metric of metrics.jsonl with its meaning: for docs/metrics.md, the page of `lagrpo view` and studies."""
+"""The meaning of every metric of metrics.jsonl: for docs/metrics.md and the page of `lagrpo view`."""
 
 from __future__ import annotations
 
@@ -13,15 +13,21 @@ METRICS: dict[str, dict[str, str]] = tomllib.loads(
 
 
 def describe_metrics(names: Iterable[str]) -> dict[str, dict[str, str]]:
-    """The metrics under their headings, with the rewards and evaluation sets among `names` instead of templates."""
-    names, found = list(dict.fromkeys(names)), dict[str, dict[str, str]]()
+    """Returns the metrics under their headings, each with its meaning.
+
+    The metrics of rewards and evaluation sets are those among `names`, instead of their templates
+    such as `rewards/NAME/mean`.
+    """
+    names = list(dict.fromkeys(names))
+    descriptions: dict[str, dict[str, str]] = {}
     for heading, metrics in METRICS.items():
+        below_heading = descriptions.setdefault(heading, {})
         for template, meaning in metrics.items():
             pattern = re.sub("NAME|SET", r"\\w+", template)
-            own = (
-                [template]
-                if pattern == template
-                else [name for name in names if re.fullmatch(pattern, name)]
-            )
-            found.setdefault(heading, {}).update(dict.fromkeys(own, meaning))
-    return found
+            if pattern == template:
+                below_heading[template] = meaning
+                continue
+            for name in names:
+                if re.fullmatch(pattern, name):
+                    below_heading[name] = meaning
+    return descriptions

@@ -1,4 +1,4 @@
-"""The reward curve of a run as a PNG: reward and pass@1, the share of groups without a signal, and the staleness."""
+"""The reward curve of a run as a PNG: reward and pass@1, groups without a signal, and staleness."""
 
 from __future__ import annotations
 
@@ -12,15 +12,25 @@ from lagrpo.runs.files import write_atomically
 from lagrpo.runs.reading import RunNotFoundError, load_evaluations, load_metrics, open_run
 
 # Okabe and Ito's colors: distinct with any color vision, and in gray.
-BLUE, ORANGE, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#8E4585"
-INK, FAINT, GRID = "#222222", "#9a9a9a", "#ececec"
+BLUE = "#0072B2"
+ORANGE = "#D55E00"
+GREEN = "#009E73"
+PURPLE = "#8E4585"
+INK = "#222222"
+FAINT = "#9a9a9a"
+GRID = "#ececec"
+
 Rows = Sequence[dict[str, Any]]
 
 
 def reward_curve(run_dir: Run | Path | str) -> Path:
-    """Draw the run's reward.png and return its path. Raises RunNotFoundError before the first step is finished."""
+    """Draws the run's reward.png and returns its path.
+
+    Raises RunNotFoundError before the first step is finished.
+    """
     run = open_run(run_dir)
-    if not (metrics := load_metrics(run)):
+    metrics = load_metrics(run)
+    if not metrics:
         raise RunNotFoundError(f"{run.path} has no metrics yet: its first batch is not finished")
     figure = draw(run.path.name, metrics, load_evaluations(run))
     return write_atomically(
@@ -29,52 +39,69 @@ def reward_curve(run_dir: Run | Path | str) -> Path:
 
 
 def draw(title: str, metrics: Rows, evaluations: Rows) -> Any:
-    """The figure, made of matplotlib's objects: no global state, no window."""
+    """Returns the figure, made of matplotlib's objects: no global state, no window."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8.4, 6.6), layout="constrained", facecolor="white")
-    panels = reward, variance, stale = figure.subplots(
+    reward, variance, staleness = figure.subplots(
         3, 1, sharex=True, gridspec_kw={"height_ratios": (4, 1, 1)}
     )
-    steps = [m["step"] for m in metrics]
-    reward.plot(
-        steps, _curve(metrics, "reward"), ".-", color=BLUE, linewidth=1, label="reward of a step"
-    )
-    measured = [e for e in evaluations if e.get("pass@1") is not None]
-    if points := [
-        e for e in measured if e.get("set") == measured[0].get("set")
-    ]:  # of the first set
-        values = [e["pass@1"] for e in points]
-        ends = [
-            [abs(e.get(f"pass@1_{end}", e["pass@1"]) - e["pass@1"]) for e in points]
-            for end in ("low", "high")
-        ]
-        when = [e["step"] or 0 for e in points]
-        reward.errorbar(when, values, ends, color=ORANGE, label="pass@1", fmt="o", capsize=3.5)
+    steps = [line["step"] for line in metrics]
+    rewards = _curve(metrics, "reward")
+    reward.plot(steps, rewards, ".-", color=BLUE, linewidth=1, label="reward of a step")
+    _draw_pass_at_1(reward, evaluations)
     reward.legend(
         loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=5, frameon=False, fontsize=8.5
     )
-    for axes, key, color in (
-        (variance, "frac_reward_zero_std", GREEN),
-        (stale, "staleness/max", PURPLE),
-    ):
-        axes.step(steps, _curve(metrics, key), where="mid", color=color, linewidth=1)
-        axes.set_ylim(bottom=0)
-    labels = ("reward", "share of groups\nwithout signal", "staleness\n(updates)")
-    for axes, label in zip(panels, labels, strict=True):
+    _draw_steps(variance, steps, _curve(metrics, "frac_reward_zero_std"), GREEN)
+    _draw_steps(staleness, steps, _curve(metrics, "staleness/max"), PURPLE)
+    labels = {
+        "reward": reward,
+        "share of groups\nwithout signal": variance,
+        "staleness\n(updates)": staleness,
+    }
+    for label, axes in labels.items():
         plain_axes(axes)
         axes.set_ylabel(label, color=INK, fontsize=9)
-    stale.set_xlabel("step", color=INK)
+    staleness.set_xlabel("step", color=INK)
     figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold", color=INK)
     return figure
 
 
+def _draw_pass_at_1(axes: Any, evaluations: Rows) -> None:
+    """Draws the results of the first evaluation set, with their intervals."""
+    results = [summary for summary in evaluations if summary.get("pass@1") is not None]
+    if not results:
+        return
+    first_set = results[0].get("set")
+    steps = []
+    values = []
+    below = []
+    above = []
+    for summary in results:
+        if summary.get("set") != first_set:
+            continue
+        value = summary["pass@1"]
+        steps.append(summary["step"] or 0)
+        values.append(value)
+        below.append(abs(summary.get("pass@1_low", value) - value))
+        above.append(abs(summary.get("pass@1_high", value) - value))
+    axes.errorbar(steps, values, [below, above], color=ORANGE, label="pass@1", fmt="o", capsize=3.5)
+
+
+def _draw_steps(axes: Any, steps: Sequence[int], values: Sequence[float], color: str) -> None:
+    axes.step(steps, values, where="mid", color=color, linewidth=1)
+    axes.set_ylim(bottom=0)
+
+
 def _curve(metrics: Rows, key: str) -> list[float]:
-    return [math.nan if m.get(key) is None else float(m[key]) for m in metrics]
+    """Returns a metric of each step, NaN without one."""
+    values = [line.get(key) for line in metrics]
+    return [math.nan if value is None else float(value) for value in values]
 
 
 def plain_axes(axes: Any) -> None:
-    """Two spines and light horizontal lines."""
+    """Leaves two spines and light horizontal lines."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(FAINT)
     axes.tick_params(colors=INK, labelsize=9, color=FAINT)

@@ -1,4 +1,4 @@
-"""A run read back: metrics, evaluations and rollouts, whether the run is finished, killed or still running."""
+"""Reads the files of a run: metrics, evaluations and rollouts. The run may still be running."""
 
 from __future__ import annotations
 
@@ -19,65 +19,82 @@ from lagrpo.runs.rollouts import SCHEMA_KEY, SCHEMA_NAME
 
 
 class RunNotFoundError(FileNotFoundError):
-    """The directory is not a run, or has not yet what was asked for."""
+    """The directory is not a run, or does not have the wanted files yet."""
 
 
 def open_run(run: Run | Path | str) -> Run:
-    """The run in a directory. Raises RunNotFoundError, which names the runs nearby, if it is not one."""
+    """Returns the run in a directory.
+
+    Raises RunNotFoundError, which names the runs nearby, if the directory is not a run.
+    """
     path = run.path if isinstance(run, Run) else Path(run).expanduser()
     if (path / "config.toml").is_file():
         return Run(path)
-    wrong = (
-        f"{path} is not a run: it has no config.toml"
-        if path.exists()
-        else f"there is no run at {path}"
-    )
+    problem = f"there is no run at {path}"
+    if path.exists():
+        problem = f"{path} is not a run: it has no config.toml"
     folder = path if path.is_dir() else path.parent
-    if runs := sorted(str(config.parent) for config in folder.glob("*/config.toml")):
-        wrong += f". Runs in {folder}: {', '.join(runs[-5:])}"
-    raise RunNotFoundError(wrong)
+    nearby = sorted(str(config.parent) for config in folder.glob("*/config.toml"))
+    if nearby:
+        problem += f". Runs in {folder}: {', '.join(nearby[-5:])}"
+    raise RunNotFoundError(problem)
 
 
 def load_reward_range(run: Run | Path | str) -> tuple[float, float]:
-    """The smallest and the largest reward of the run's task, by its config.toml; by default 0 and 1."""
+    """Returns the smallest and the largest reward of the run's task, by its config.toml.
+
+    The default is 0 and 1. Raises ValueError for a file that is not TOML.
+    """
     path = open_run(run).path / "config.toml"
     try:
         config = tomllib.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is not valid TOML: {error}") from error
-    rewards = config.get("task", {}).get("rewards") or [{}]
-    ends = [
-        sorted(each.get("weight", 1.0) * end for end in each.get("range", (0.0, 1.0)))
-        for each in rewards
-    ]
-    return math.fsum(low for low, _ in ends), math.fsum(high for _, high in ends)
+    lows = []
+    highs = []
+    for reward in config.get("task", {}).get("rewards") or [{}]:
+        weight = reward.get("weight", 1.0)
+        # A negative weight swaps the ends.
+        low, high = sorted(weight * end for end in reward.get("range", (0.0, 1.0)))
+        lows.append(low)
+        highs.append(high)
+    return math.fsum(lows), math.fsum(highs)
 
 
 def load_metrics(run: Run | Path | str) -> list[dict[str, Any]]:
-    """The metrics of the steps so far, in order. A torn last line (the run was killed while it wrote, or is writing) is
-    left out; a broken line anywhere else raises ValueError with its number."""
+    """Returns the metrics of the steps so far, in order.
+
+    A torn last line is left out: the run is writing it, or was killed while it did. Raises
+    ValueError for any other broken line, with its number.
+    """
     return _load_lines(open_run(run).metrics)
 
 
 def load_events(run: Run | Path | str) -> list[dict[str, Any]]:
-    """The events of the run so far, in order: weight syncs with their reasons, warnings. Read as metrics are."""
+    """Returns the events of the run so far, in order: weight syncs with their reasons, warnings.
+
+    Broken lines are treated as by `load_metrics`.
+    """
     return _load_lines(open_run(run).events)
 
 
 def _load_lines(path: Path) -> list[dict[str, Any]]:
-    lines = (
-        path.read_bytes().split(b"\n")[:-1] if path.exists() else []
-    )  # the last one is empty, or torn
+    if not path.exists():
+        return []
+    # What follows the last newline is empty or torn.
+    lines = path.read_bytes().split(b"\n")[:-1]
     rows = []
     for number, line in enumerate(lines, start=1):
         where = f"{path}, line {number},"
-        rows.append(_parse(line, where, "remove the line"))
-        if "step" not in rows[-1]:
+        row = _parse(line, where, "remove the line")
+        if "step" not in row:
             raise ValueError(f"{where} has no step: remove the line")
+        rows.append(row)
     return rows
 
 
 def _parse(text: bytes, where: str, cure: str) -> dict[str, Any]:
+    """Reads a JSON object. Raises ValueError, which says where it is and what to do."""
     try:
         return dict(json.loads(text))
     except (ValueError, TypeError) as error:
@@ -85,15 +102,23 @@ def _parse(text: bytes, where: str, cure: str) -> dict[str, Any]:
 
 
 def load_evaluations(run: Run | Path | str) -> list[dict[str, Any]]:
-    """The summaries of the run's evaluations, in the order of their steps. Raises ValueError for a damaged file."""
-    paths = (open_run(run).path / "evaluations").glob("*.json")
-    cure = "remove the evaluation's files"
-    found = [_parse(path.read_bytes(), str(path), cure) | {"name": path.stem} for path in paths]
-    return sorted(found, key=lambda summary: (summary.get("step") or 0, summary["name"]))
+    """Returns the summaries of the run's evaluations, in the order of their steps.
+
+    Each has the `name` of its file. Raises ValueError for a damaged file.
+    """
+    summaries = []
+    for path in (open_run(run).path / "evaluations").glob("*.json"):
+        summary = _parse(path.read_bytes(), str(path), "remove the evaluation's files")
+        summary["name"] = path.stem
+        summaries.append(summary)
+    return sorted(summaries, key=lambda summary: (summary.get("step") or 0, summary["name"]))
 
 
 def load_evaluation_records(run: Run | Path | str, name: str) -> list[dict[str, Any]]:
-    """One dict per prompt of an evaluation; empty if it has no Parquet file. Raises ValueError for a damaged one."""
+    """Returns one dict per prompt of an evaluation; empty if it has no Parquet file.
+
+    Raises ValueError for a damaged file.
+    """
     path = open_run(run).path / "evaluations" / f"{name}.parquet"
     if not path.exists():
         return []
@@ -102,21 +127,27 @@ def load_evaluation_records(run: Run | Path | str, name: str) -> list[dict[str, 
 
 
 def rollout_batches(run: Run | Path | str) -> list[int]:
-    """The steps whose rollouts are on disk, in order."""
+    """Returns the steps whose rollouts are on disk, in order."""
     return sorted(numbered(open_run(run).path / "rollouts", "step-", ".parquet"))
 
 
 def load_rollouts(
     run: Run | Path | str, steps: Iterable[int] | None = None, columns: list[str] | None = None
 ) -> list[dict[str, Any]]:
-    """One dict per completion of these steps (default: all), in their order; `answer` is still JSON text. Raises
-    RunNotFoundError for a step that is not on disk, ValueError for a damaged file or one of another schema."""
-    run, rows = open_run(run), list[dict[str, Any]]()
-    there = rollout_batches(run)
-    for step in there if steps is None else steps:
-        if step not in there:
-            span = f"steps {there[0]} to {there[-1]}" if there else "none"
-            raise RunNotFoundError(f"{run.path} has no rollouts of step {step}; it has {span}")
+    """Returns one dict per completion of these steps (default: all), in their order.
+
+    `answer` is still JSON text. Raises RunNotFoundError for a step that is not on disk, ValueError
+    for a damaged file or one of another schema.
+    """
+    run = open_run(run)
+    steps_on_disk = rollout_batches(run)
+    rows: list[dict[str, Any]] = []
+    for step in steps_on_disk if steps is None else steps:
+        if step not in steps_on_disk:
+            available = "none"
+            if steps_on_disk:
+                available = f"steps {steps_on_disk[0]} to {steps_on_disk[-1]}"
+            raise RunNotFoundError(f"{run.path} has no rollouts of step {step}; it has {available}")
         with opened_rollouts(run, step) as file:
             rows += file.read(columns).to_pylist()
     return rows
@@ -124,18 +155,17 @@ def load_rollouts(
 
 @contextmanager
 def opened_rollouts(run: Run | Path | str, step: int) -> Iterator[Any]:
-    """The Parquet file of one step's rollouts, to be read by columns. Raises ValueError as `load_rollouts` does."""
+    """Opens the Parquet file of one step's rollouts, whose columns can be read one by one.
+
+    Raises ValueError as `load_rollouts` does.
+    """
     path = open_run(run).path / "rollouts" / f"step-{step:06d}.parquet"
     with _opened_table(path) as file:
-        schema = (
-            (file.schema_arrow.metadata or {})
-            .get(SCHEMA_KEY, b"no schema")
-            .decode(errors="replace")
-        )
+        metadata = file.schema_arrow.metadata or {}
+        schema = metadata.get(SCHEMA_KEY, b"no schema").decode(errors="replace")
         if schema != SCHEMA_NAME:
-            raise ValueError(
-                f"{path} is written in {one_line(schema)}; this version of lagrpo reads {SCHEMA_NAME}"
-            )
+            problem = f"{path} is written in {one_line(schema)}"
+            raise ValueError(f"{problem}; this version of lagrpo reads {SCHEMA_NAME}")
         yield file
 
 
@@ -148,29 +178,38 @@ def _opened_table(path: Path) -> Iterator[Any]:
         with pq.ParquetFile(path) as file:
             yield file
     except (pa.ArrowException, OSError) as error:
-        raise ValueError(
-            f"{path} is not a whole Parquet file ({one_line(str(error))}): restore or remove it"
-        ) from error
+        problem = f"{path} is not a whole Parquet file ({one_line(str(error))})"
+        raise ValueError(f"{problem}: restore or remove it") from error
 
 
 def completion_files(data: Iterable[str | Path]) -> list[Path]:
-    """The files of completions that are named one by one, by directories of runs, or by globs of both, each once, in
-    that order. Raises FileNotFoundError for a name without files."""
-    files: dict[Path, Path] = {}
-    for path in (Path(name).expanduser() for name in data):
-        # The name of an existing directory is no pattern, even if it has brackets.
-        folder = glob.escape(str(path.parent)) if path.parent.is_dir() else str(path.parent)
-        pattern = os.path.join(folder, path.name)
-        matches = [path] if path.exists() else map(Path, sorted(glob.glob(pattern, recursive=True)))
-        found = [
-            f
-            for m in matches
-            for f in (sorted(m.glob("rollouts/step-*.parquet")) if m.is_dir() else [m])
-        ]
-        if not found:
-            raise FileNotFoundError(
-                f"{path} is neither a file of completions nor a run with rollouts"
-            )
-        for file in found:
+    """Returns the files of completions that `data` names, each once, in that order.
+
+    An entry is a file, the directory of a run, or a glob of either. Raises FileNotFoundError for an
+    entry without files.
+    """
+    files: dict[Path, Path] = {}  # by their real locations
+    for entry in data:
+        path = Path(entry).expanduser()
+        files_of_entry: list[Path] = []
+        for match in _matches(path):
+            if match.is_dir():
+                files_of_entry += sorted(match.glob("rollouts/step-*.parquet"))
+            else:
+                files_of_entry.append(match)
+        if not files_of_entry:
+            problem = "is neither a file of completions nor a run with rollouts"
+            raise FileNotFoundError(f"{path} {problem}")
+        for file in files_of_entry:
             files.setdefault(file.resolve(), file)
     return list(files.values())
+
+
+def _matches(path: Path) -> list[Path]:
+    """Returns the path itself if it exists, else what it matches as a glob, sorted."""
+    if path.exists():
+        return [path]
+    # The name of an existing directory is no pattern, even if it has brackets.
+    folder = glob.escape(str(path.parent)) if path.parent.is_dir() else str(path.parent)
+    pattern = os.path.join(folder, path.name)
+    return [Path(match) for match in sorted(glob.glob(pattern, recursive=True))]

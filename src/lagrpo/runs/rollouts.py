@@ -1,13 +1,16 @@
-"""Rollouts as Parquet: one row per completion, without padding. docs/run-files.md says what each column is."""
+"""Rollouts as Parquet: one row per completion, without padding. docs/run-files.md has the columns."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lagrpo.types import Completion, Group
+
+if TYPE_CHECKING:
+    import torch
 
 SCHEMA_NAME = "lagrpo.rollouts/4"
 SCHEMA_KEY = b"lagrpo.schema"
@@ -19,29 +22,36 @@ COLUMNS = """
     policy_version:int32  staleness:int32  finished:bool  outcome:string  reward:double  reason:string
     advantage:double  excluded_reason:string  group_std:double  old_logprobs:float[]  entropy:float[]
 """
-REWARD = "reward_"  # how the columns of several rewards begin
+REWARD = "reward_"
+"""The beginning of the columns of several rewards."""
 
 
 def rollout_schema(rewards: Sequence[str] = ()) -> Any:
-    """The Arrow schema. Several `rewards` have a column each, and `correct` says what they decide."""
+    """Returns the Arrow schema.
+
+    Several `rewards` have a column each, and `correct` says what they decide.
+    """
     import pyarrow as pa
 
+    entries = COLUMNS.split()
+    entries += [f"{REWARD}{name}:double" for name in rewards]
+    if rewards:
+        entries.append("correct:bool")
     columns: list[tuple[str, Any]] = []
-    several = [
-        *(f"{REWARD}{name}:double" for name in rewards),
-        *(["correct:bool"] if rewards else []),
-    ]
-    for name, _, kind in (column.partition(":") for column in [*COLUMNS.split(), *several]):
-        value = pa.type_for_alias(kind.removesuffix("[]"))
-        columns.append((name, pa.list_(value) if kind.endswith("[]") else value))
+    for entry in entries:
+        name, _, kind = entry.partition(":")
+        value_type = pa.type_for_alias(kind.removesuffix("[]"))
+        columns.append((name, pa.list_(value_type) if kind.endswith("[]") else value_type))
     return pa.schema(columns, metadata={SCHEMA_KEY: SCHEMA_NAME.encode()})
 
 
 def reward_columns(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The rewards of a row by their names; none if the task has a single one."""
-    return {
-        name.removeprefix(REWARD): value for name, value in row.items() if name.startswith(REWARD)
-    }
+    """Returns the rewards of a row by their names; none if the task has a single one."""
+    rewards = {}
+    for column, value in row.items():
+        if column.startswith(REWARD):
+            rewards[column.removeprefix(REWARD)] = value
+    return rewards
 
 
 def rollout_rows(
@@ -52,34 +62,65 @@ def rollout_rows(
     policy_version: int,
     rewards: Sequence[str] = (),
 ) -> Iterator[dict[str, Any]]:
-    """The rows of one batch. `columns` has more columns for each completion of each group (`completion_columns`), of
-    which any may be absent; `rewards` are the names of several rewards."""
-    for group, of_group in zip(groups, columns, strict=True):
-        turns = [(m["role"], m.get("content") or "") for m in group.prompt.messages]
-        texts = [content if len(turns) == 1 else f"{role}: {content}" for role, content in turns]
-        place: dict[str, Any] = {"step": step, "source": group.source, "epoch": group.epoch}
-        place |= {"prompt_id": group.prompt.key, "prompt_text": "\n".join(texts)}
-        place |= {"prompt_token_ids": list(group.prompt.token_ids)}
-        place |= {"answer": json.dumps(group.prompt.answer, ensure_ascii=False)}
-        for index, (completion, known) in enumerate(zip(group.completions, of_group, strict=True)):
-            row: dict[str, Any] = place | {"sample_index": index}
+    """Yields the rows of one batch.
+
+    `columns` has more columns for each completion of each group (`completion_columns`), of which
+    any may be absent. `rewards` are the names of several rewards.
+    """
+    for group, columns_of_group in zip(groups, columns, strict=True):
+        prompt = _prompt_columns(group, step)
+        members = zip(group.completions, columns_of_group, strict=True)
+        for index, (completion, more) in enumerate(members):
+            row: dict[str, Any] = prompt | {"sample_index": index}
             row |= _completion_columns(completion, policy_version, rewards)
-            row |= {name: known.get(name) for name in ("advantage", "group_std")}
-            for name in ("old_logprobs", "entropy"):  # of sampled tokens; None for the others
-                values = None if known.get(name) is None else iter(known[name].tolist())
-                row[name] = values and [next(values) if own else None for own in row["loss_mask"]]
-            reason = (
-                known.get("excluded_reason", "") if row["outcome"] == "scored" else row["outcome"]
-            )
-            yield row | {"excluded_reason": reason}
+            row["advantage"] = more.get("advantage")
+            row["group_std"] = more.get("group_std")
+            for name in ("old_logprobs", "entropy"):
+                row[name] = _spread(more.get(name), row["loss_mask"])
+            reason = row["outcome"]
+            if reason == "scored":
+                reason = more.get("excluded_reason", "")
+            row["excluded_reason"] = reason
+            yield row
+
+
+def _prompt_columns(group: Group, step: int) -> dict[str, Any]:
+    """Returns the columns that the completions of a group share."""
+    messages = group.prompt.messages
+    texts = []
+    for message in messages:
+        content = message.get("content") or ""
+        texts.append(content if len(messages) == 1 else f"{message['role']}: {content}")
+    return {
+        "step": step,
+        "source": group.source,
+        "epoch": group.epoch,
+        "prompt_id": group.prompt.key,
+        "prompt_text": "\n".join(texts),
+        "prompt_token_ids": list(group.prompt.token_ids),
+        "answer": json.dumps(group.prompt.answer, ensure_ascii=False),
+    }
+
+
+def _spread(values: torch.Tensor | None, loss_mask: Sequence[bool]) -> list[float | None] | None:
+    """Returns values of the sampled tokens as a column of all tokens; the others have None.
+
+    None stays None.
+    """
+    if values is None:
+        return None
+    remaining = iter(values.tolist())
+    return [next(remaining) if is_sampled else None for is_sampled in loss_mask]
 
 
 def _completion_columns(
     completion: Completion, policy_version: int, rewards: Sequence[str]
 ) -> dict[str, Any]:
-    outcome = completion.outcome  # None in a checkpoint: the completion was not scored yet
+    # In a checkpoint, completions that are not scored yet have no outcome.
+    outcome = completion.outcome
     versions = completion.versions[completion.sampled].tolist()
-    return {
+    is_version_known = bool(versions) and min(versions) >= 0
+    columns = {
         "completion": completion.text,
         "messages": list(completion.turns),
         "token_ids": completion.token_ids.tolist(),
@@ -89,11 +130,14 @@ def _completion_columns(
         "policy_versions": completion.versions.tolist(),
         "loss_mask": completion.sampled.tolist(),
         "policy_version": policy_version,
-        "staleness": policy_version - min(versions) if versions and min(versions) >= 0 else None,
+        "staleness": policy_version - min(versions) if is_version_known else None,
         "finished": completion.finished,
         "outcome": outcome.kind if outcome else None,
         "reward": completion.reward,
         "reason": outcome.reason if outcome else None,
-        **{f"{REWARD}{name}": outcome.parts.get(name) for name in rewards if outcome},
-        **({"correct": outcome.correct} if rewards and outcome else {}),
     }
+    if outcome and rewards:
+        for name in rewards:
+            columns[f"{REWARD}{name}"] = outcome.parts.get(name)
+        columns["correct"] = outcome.correct
+    return columns

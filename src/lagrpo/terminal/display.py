@@ -1,17 +1,19 @@
-"""What a run shows while it trains, and at its end. It has the methods of a callback (training/callbacks.py).
+"""The display of a run while it trains, and its summary at the end.
 
-On a terminal: a table of the last batches, a progress bar and what is being done right now. Elsewhere (a file, a pipe,
-a CI log): one line per batch under a header. A metric without a value is "–".
+A display has the methods of a callback (training/callbacks.py). On a terminal it shows a table of
+the last batches, a progress bar and the present phase. Elsewhere (a file, a pipe, a CI log) it
+prints one line per batch under a header. A metric without a value is "–".
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, zip_longest
+from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -32,12 +34,24 @@ from lagrpo.terminal.text import (
     formatted_interval,
     unscored_text,
 )
-from lagrpo.types import is_correct
+from lagrpo.types import Range, is_correct
 
 Metrics = Mapping[str, Any]
-ROWS = 10  # batches in the live table
-SHOWN = 3  # completions shown before and after
 
+MAX_ROWS = 10
+"""Batches in the live table."""
+
+MAX_SAMPLES = 3
+"""Prompts whose completions are shown before and after training."""
+
+MAX_CHARACTERS = 300
+"""Characters of a prompt or a completion."""
+
+LINES_AROUND_TABLE = 7
+"""Lines of the live display besides the batches: title, headings, legend, progress and phase."""
+
+COLUMN_GAP = 2
+"""Spaces between two columns."""
 
 LEGEND = (
     "no signal: groups whose rewards are all equal · staleness: max, in updates\n"
@@ -45,17 +59,23 @@ LEGEND = (
 )
 
 
-class Column(NamedTuple):
-    """One column of the table: its heading, its width, the metrics whose sum it shows, and their format."""
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of the table. It shows the sum of some metrics."""
 
     heading: str
     width: int
     keys: Sequence[str]
     form: str
+    """of the number, in Python's format mini-language"""
 
     def text(self, metrics: Metrics) -> str:
-        """What a batch has in this column."""
-        values = [value for key in self.keys if (value := finite(metrics.get(key))) is not None]
+        """Returns the text of a batch in this column."""
+        values = []
+        for key in self.keys:
+            value = finite(metrics.get(key))
+            if value is not None:
+                values.append(value)
         return formatted(sum(values) if values else None, self.form)
 
 
@@ -74,16 +94,16 @@ COLUMNS = (
 
 
 def make_display(console: Console | None = None) -> Display:
-    """The live display on a terminal and plain lines elsewhere."""
+    """Returns the live display on a terminal, and one that prints plain lines elsewhere."""
     console = console or Console()
-    live = (
-        console.file.isatty() and not console.is_dumb_terminal
-    )  # FORCE_COLOR makes a CI log a terminal for rich
-    return LiveDisplay(console) if live else PlainDisplay(console)
+    # console.is_terminal is also true for a CI log with FORCE_COLOR.
+    if console.file.isatty() and not console.is_dumb_terminal:
+        return LiveDisplay(console)
+    return PlainDisplay(console)
 
 
 class Display:
-    """Shows nothing, on the other ranks."""
+    """The display of the other ranks, which shows nothing."""
 
     def on_start(
         self, settings: Mapping[str, Any], environment: Mapping[str, Any], batch: int
@@ -95,147 +115,212 @@ class Display:
     def on_end(self, status: str, detail: str) -> None: ...
 
 
-class PlainDisplay(Display):
-    """One line per batch, and a summary at the end."""
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """The summary of an evaluation, and its first records."""
 
-    title, total = "", 0
-    resumed = 0  # batches that were finished when the run was resumed
-    rows: tuple[
-        Metrics, ...
-    ] = ()  # the last batches; replaced, never changed in place: a thread may be drawing them
+    summary: Metrics
+    records: Sequence[Metrics]
+
+
+NO_EVALUATION = Evaluation({}, ())
+
+
+class PlainDisplay(Display):
+    """The display of a log: one line per batch, and a summary at the end."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
+        self.title = ""
+        self.path = Path()
+        self.reward_range: Range = (0.0, 1.0)
+        self.total = 0
+        self.resumed = 0  # batches that were finished when the run was resumed
+        self.evaluations: dict[str, Evaluation] = {}
+        # The last batches. The tuple is replaced, never changed: a thread may be drawing it.
+        self.rows: tuple[Metrics, ...] = ()
 
     def on_start(
         self, settings: Mapping[str, Any], environment: Mapping[str, Any], batch: int
     ) -> None:
-        run, schedule = settings["run"], settings["schedule"]
-        self.title, self.total, self.resumed = run["name"], schedule["batches"], batch
-        self.path, self.range = (
-            Path(run["output_dir"]) / run["name"],
-            settings["task"]["reward_range"],
-        )
-        self.evaluations: dict[str, tuple[Metrics, Sequence[Metrics]]] = {}
+        self.title = settings["run"]["name"]
+        self.path = Path(settings["run"]["output_dir"]) / self.title
+        self.reward_range = settings["task"]["reward_range"]
+        self.total = settings["schedule"]["batches"]
+        self.resumed = batch
+        self.evaluations = {}
         self.show_start()
 
     def show_start(self) -> None:
         self.note(f"directory   {self.path}")
 
     def on_batch(self, metrics: Metrics, rollouts: Sequence[Metrics]) -> None:
-        if not self.rows:
-            heading = "  ".join(
-                [*(column.heading.rjust(column.width) for column in COLUMNS), "    left"]
-            )
-            self.note(f"{LEGEND}\n{heading}")
-        self.rows = (*self.rows, dict(metrics))[-ROWS:]
-        texts = [column.text(metrics).rjust(column.width) for column in COLUMNS]
-        self.note("  ".join([*texts, self.time_left().rjust(8)]))
+        is_first = not self.rows
+        self.add_row(metrics)
+        headings = []
+        texts = []
+        for column in COLUMNS:
+            headings.append(column.heading.rjust(column.width))
+            texts.append(column.text(metrics).rjust(column.width))
+        headings.append("left".rjust(8))
+        texts.append(self.time_left().rjust(8))
+        gap = " " * COLUMN_GAP
+        if is_first:
+            self.note(f"{LEGEND}\n{gap.join(headings)}")
+        self.note(gap.join(texts))
+
+    def add_row(self, metrics: Metrics) -> None:
+        """Keeps the metrics of a batch, and forgets the oldest ones."""
+        self.rows = (*self.rows, dict(metrics))[-MAX_ROWS:]
 
     def on_evaluation(self, name: str, summary: Metrics, records: Sequence[Metrics]) -> None:
-        self.evaluations[name] = summary, records[:SHOWN]
+        self.evaluations[name] = Evaluation(summary, records[:MAX_SAMPLES])
 
     def note(self, text: str) -> None:
         print(visible(text), file=self.console.file, flush=True)
 
     def time_left(self) -> str:
-        """The time that the remaining batches will take, for example 2:41, at the median pace of the recent ones. The
-        first batch warms up, so it counts only if it is the only one."""
-        paces = [
-            pace
-            for row in self.rows[1:] or self.rows
-            if (pace := finite(row.get("time/step"))) is not None
-        ]
-        return duration((self.total - self.done()) * median(paces)) if paces else ABSENT
+        """Returns the time of the remaining batches, for example 2:41; "–" without a batch.
+
+        The pace is the median of the recent batches. The first batch warms up, so it counts only if
+        it is the only one.
+        """
+        paces = []
+        for row in self.rows[1:] or self.rows:
+            pace = finite(row.get("time/step"))
+            if pace is not None:
+                paces.append(pace)
+        if not paces:
+            return ABSENT
+        remaining = self.total - self.done()
+        return duration(remaining * median(paces))
 
     def done(self) -> int:
-        """How many batches are finished."""
-        return int(finite(self.rows[-1].get("step")) or 0) if self.rows else self.resumed
+        """Returns the number of finished batches."""
+        if not self.rows:
+            return self.resumed
+        return int(finite(self.rows[-1].get("step")) or 0)
 
     def on_end(self, status: str, detail: str) -> None:
-        """Unless the run failed, print pass@1 before and after, completions side by side, and the next commands."""
+        """Prints results before and after, completions side by side, and the next commands.
+
+        A failed run prints nothing.
+        """
         if status == "failed":
             return
         from lagrpo.runs.plots import reward_curve
 
         self.console.print(Text(f"\n{detail}", style="bold"), soft_wrap=True)
-        for of_set in dict.fromkeys(name.partition(".")[2] for name in self.evaluations):
-            self.show_set(of_set)
-        lines = {"run": self.path} | (
-            {"reward curve": reward_curve(self.path)} if self.done() else {}
-        )
-        lines |= {"next": f"lagrpo view {self.path}", "as text": f"lagrpo view {self.path} --text"}
-        for name, what in lines.items():  # not wrapped: it is there to be copied
-            self.console.print(Text.assemble((f"  {name:<14}", "dim"), str(what)), soft_wrap=True)
+        set_names = [name.partition(".")[2] for name in self.evaluations]
+        for set_name in dict.fromkeys(set_names):
+            self.show_set(set_name)
+        lines = {"run": str(self.path)}
+        if self.done():
+            lines["reward curve"] = str(reward_curve(self.path))
+        lines["next"] = f"lagrpo view {self.path}"
+        lines["as text"] = f"lagrpo view {self.path} --text"
+        for label, text in lines.items():
+            # Lines are not wrapped, so that they can be copied.
+            self.console.print(Text.assemble((f"  {label:<14}", "dim"), text), soft_wrap=True)
 
-    def show_set(self, of_set: str) -> None:
-        """pass@1 before and after, and completions of the same prompts, for one evaluation set or the only one."""
-        moments = {
-            moment: f"{moment}.{of_set}" if of_set else moment for moment in ("before", "after")
-        }
-        made = {moment: self.evaluations.get(name, ({}, ())) for moment, name in moments.items()}
-        lines = [of_set] if of_set else []
-        for moment, (found, _) in made.items():
-            if found:
-                prompts = count_of(found["prompts"], "held-out prompt")
-                samples = f"{count_of(found['samples'], 'sample')} of each"
-                counts = ", ".join(filter(None, [prompts, samples, unscored_text(found)]))
-                result = formatted_interval(found, "pass@1", ".1%")
-                lines.append(f"pass@1 {moment:<7}{result}   ({counts})")
-        (before, old), (after, new) = made.values()
-        if after.get("pass@1_change") is not None:
-            value, low, high = (
-                formatted(100 * after[f"pass@1_change{end}"], "+.1f")
-                for end in ("", "_low", "_high")
-            )
-            which = "(paired by prompt)"
-            lines.append(
-                f"change        {value:>6} points   95 % interval {low} to {high}   {which}"
-            )
+    def show_set(self, set_name: str) -> None:
+        """Prints pass@1 before and after, and completions of the same prompts.
+
+        `set_name` is "" if the run has no named evaluation sets.
+        """
+        suffix = f".{set_name}" if set_name else ""
+        before = self.evaluations.get(f"before{suffix}", NO_EVALUATION)
+        after = self.evaluations.get(f"after{suffix}", NO_EVALUATION)
+        lines = []
+        if set_name:
+            lines.append(set_name)
+        if before.summary:
+            lines.append(_result_line("before", before.summary))
+        if after.summary:
+            lines.append(_result_line("after", after.summary))
+        if after.summary.get("pass@1_change") is not None:
+            lines.append(_change_line(after.summary))
         for line in lines:
             self.console.print(Text(f"  {line}"), soft_wrap=True)
-        if old or new:
-            self.console.print(
-                _side_by_side(old, new, tuple((after or before).get("reward_range", self.range)))
-            )
+        if before.records or after.records:
+            summary = after.summary or before.summary
+            low, high = summary.get("reward_range", self.reward_range)
+            self.console.print(_side_by_side(before.records, after.records, (low, high)))
+
+
+def _result_line(moment: str, summary: Metrics) -> str:
+    """Returns the line with pass@1 and its interval; `moment` is "before" or "after"."""
+    counts = [
+        count_of(summary["prompts"], "held-out prompt"),
+        f"{count_of(summary['samples'], 'sample')} of each",
+    ]
+    unscored = unscored_text(summary)
+    if unscored:
+        counts.append(unscored)
+    result = formatted_interval(summary, "pass@1", ".1%")
+    return f"pass@1 {moment:<7}{result}   ({', '.join(counts)})"
+
+
+def _change_line(summary: Metrics) -> str:
+    """Returns the line with the change of pass@1 in percentage points, and its interval."""
+    change = formatted(100 * summary["pass@1_change"], "+.1f")
+    low = formatted(100 * summary["pass@1_change_low"], "+.1f")
+    high = formatted(100 * summary["pass@1_change_high"], "+.1f")
+    interval = f"95 % interval {low} to {high}"
+    return f"change        {change:>6} points   {interval}   (paired by prompt)"
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """The present activity of a run; "" after its end. It is replaced: a thread may be drawing it."""
+
+    name: str
+    started: float
+    """by time.monotonic"""
 
 
 class LiveDisplay(PlainDisplay):
-    """A table of the last batches, a progress bar and the present phase; the same summary."""
+    """The display of a terminal: a table of the last batches, a progress bar and the present phase.
+
+    At the end it prints the summary of `PlainDisplay`.
+    """
 
     def __init__(self, console: Console) -> None:
         super().__init__(console)
-        self._phase, self._spinner = ("starting", time.monotonic()), Spinner("dots")
+        self._phase = Phase("starting", time.monotonic())
+        self._spinner = Spinner("dots")
         self._live = Live(get_renderable=self.render, console=console, refresh_per_second=5)
 
     def show_start(self) -> None:
         self._live.start(refresh=True)
 
     def phase(self, name: str) -> None:
-        self._phase = (name, time.monotonic())
+        self._phase = Phase(name, time.monotonic())
 
     def on_batch(self, metrics: Metrics, rollouts: Sequence[Metrics]) -> None:
-        self.rows = (*self.rows, dict(metrics))[-ROWS:]
+        self.add_row(metrics)
 
     def note(self, text: str) -> None:
         self.console.print(Text(visible(text), style="dim"))
 
     def on_end(self, status: str, detail: str) -> None:
-        self._phase = ("", time.monotonic())
+        self.phase("")
         self._live.stop()
         super().on_end(status, detail)
 
     def render(self) -> Group:
-        """What is on the screen right now."""
+        """Returns the screen as it is now. A thread of rich calls it."""
+        legend = Text(LEGEND, style="dim", no_wrap=True, overflow="ellipsis")
+        return Group(self._render_table(), legend, self._render_progress(), self._render_phase())
+
+    def _render_table(self) -> Table:
         table = Table(
             box=None,
-            padding=(0, 2, 0, 0),
+            padding=(0, COLUMN_GAP, 0, 0),
             title=Text(self.title, style="bold"),
             title_justify="left",
         )
-        done, width = self.done(), self.console.width
-        ends = accumulate(column.width + 2 for column in COLUMNS)  # two spaces between them
-        columns = [column for column, end in zip(COLUMNS, ends, strict=True) if end - 2 <= width]
+        columns = _fitting_columns(self.console.width)
         for column in columns:
             table.add_column(
                 column.heading,
@@ -244,42 +329,74 @@ class LiveDisplay(PlainDisplay):
                 no_wrap=True,
                 header_style="dim",
             )
-        for row in self.rows[-max(1, self.console.height - 7) :]:  # never taller than the terminal
+        # The display must never be taller than the terminal.
+        max_rows = max(1, self.console.height - LINES_AROUND_TABLE)
+        for row in self.rows[-max_rows:]:
             table.add_row(*(column.text(row) for column in columns))
-        progress, activity = Table.grid(padding=(0, 1)), Table.grid(padding=(0, 1))
-        bar = ProgressBar(
-            total=max(self.total, 1), completed=done, width=max(10, min(40, width - 50))
+        return table
+
+    def _render_progress(self) -> Table:
+        done = self.done()
+        total = max(self.total, 1)
+        bar_width = max(10, min(40, self.console.width - 50))
+        progress = Table.grid(padding=(0, 1))
+        progress.add_row(
+            f"batch {done} of {self.total}",
+            ProgressBar(total=total, completed=done, width=bar_width),
+            f"{done / total:.0%}",
+            f"{self.time_left()} left",
         )
-        percent = f"{done / max(self.total, 1):.0%}"
-        progress.add_row(f"batch {done} of {self.total}", bar, percent, f"{self.time_left()} left")
-        if name := self._phase[0]:
-            elapsed = Text(duration(time.monotonic() - self._phase[1]), style="dim")
-            activity.add_row(
-                self._spinner, Text(visible(name), no_wrap=True, overflow="ellipsis"), elapsed
-            )
-        return Group(
-            table, Text(LEGEND, style="dim", no_wrap=True, overflow="ellipsis"), progress, activity
-        )
+        return progress
+
+    def _render_phase(self) -> Table:
+        """Returns the line of the present phase; an empty one after the end."""
+        activity = Table.grid(padding=(0, 1))
+        phase = self._phase
+        if phase.name:
+            name = Text(visible(phase.name), no_wrap=True, overflow="ellipsis")
+            elapsed = Text(duration(time.monotonic() - phase.started), style="dim")
+            activity.add_row(self._spinner, name, elapsed)
+        return activity
 
 
-def _side_by_side(before: Sequence[Metrics], after: Sequence[Metrics], scale: Any) -> Table:
-    """The first completion of each of these records, whose rewards lie in the range `scale`."""
+def _fitting_columns(width: int) -> list[Column]:
+    """Returns the first columns, as many as fit into a line of this width."""
+    columns = []
+    end = 0
+    for column in COLUMNS:
+        end += column.width
+        if end > width:
+            break
+        columns.append(column)
+        end += COLUMN_GAP
+    return columns
+
+
+def _side_by_side(
+    before: Sequence[Metrics], after: Sequence[Metrics], reward_range: Range
+) -> Table:
+    """Returns a table with the first completion of each record, before and after."""
     table = Table(show_lines=True, header_style="dim", border_style="dim")
     for heading in ("prompt", "before", "after"):
         table.add_column(heading, overflow="fold")
     for old, new in zip_longest(before, after, fillvalue={}):
         prompt = old.get("prompt") or new.get("prompt") or ""
-        table.add_row(Text(clipped(visible(prompt), 300)), _sample(old, scale), _sample(new, scale))
+        table.add_row(
+            Text(clipped(visible(prompt), MAX_CHARACTERS)),
+            _sample(old, reward_range),
+            _sample(new, reward_range),
+        )
     return table
 
 
-def _sample(record: Metrics, scale: Any) -> Text:
+def _sample(record: Metrics, reward_range: Range) -> Text:
+    """Returns the first completion of a record, with a mark that says if it is correct."""
     if not record:
         return Text(ABSENT)
-    reward, text, decided = (
-        record["rewards"][0],
-        record["completions"][0],
-        record.get("is_correct", [None])[0],
-    )
-    mark, style = MARKS[None if reward is None else is_correct(reward, scale, decided)]
-    return Text.assemble((f"{mark} ", f"bold {style}"), clipped(visible(text or "(empty)"), 300))
+    reward = record["rewards"][0]
+    completion = record["completions"][0] or "(empty)"
+    decision = record.get("is_correct", [None])[0]
+    verdict = None if reward is None else is_correct(reward, reward_range, decision)
+    mark, style = MARKS[verdict]
+    text = clipped(visible(completion), MAX_CHARACTERS)
+    return Text.assemble((f"{mark} ", f"bold {style}"), text)

@@ -1,4 +1,4 @@
-"""What `lagrpo view RUN --text` and `lagrpo recipes` print."""
+"""Prints rollouts for `lagrpo view RUN --text`, and recipes for `lagrpo recipes`."""
 
 from __future__ import annotations
 
@@ -24,85 +24,122 @@ from lagrpo.types import Range, is_correct
 
 Row = dict[str, Any]
 
+SEPARATOR = "  ·  "
+ARROW = " → "
+
 
 def show(
     run_dir: Run | Path | str, batch: int | None = None, console: Console | None = None
 ) -> None:
-    """Print the completions of one batch (default: the last). Raises RunNotFoundError if the run, its rollouts or the
-    batch are not there, SettingsError for rollouts of another schema or a damaged file."""
-    console, run = console or Console(), reading.open_run(run_dir)
-    if not (batches := reading.rollout_batches(run)):
-        raise reading.RunNotFoundError(
-            f"{run.path} has no rollouts yet: its first batch is not finished"
-        )
+    """Prints the completions of one batch (default: the last) and the results of evaluation sets.
+
+    Raises RunNotFoundError if the run, its rollouts or the batch are not there, and SettingsError
+    for rollouts of another schema or a damaged file.
+    """
+    console = console or Console()
+    run = reading.open_run(run_dir)
+    batches = reading.rollout_batches(run)
+    if not batches:
+        problem = "has no rollouts yet: its first batch is not finished"
+        raise reading.RunNotFoundError(f"{run.path} {problem}")
     with as_settings_error():
         rows = reading.load_rollouts(run, [batches[-1] if batch is None else batch])
-        scale = reading.load_reward_range(run)
-        results = [Text(line, style="dim") for line in result_lines(reading.load_evaluations(run))]
+        reward_range = reading.load_reward_range(run)
+        summaries = reading.load_evaluations(run)
+        results = [Text(line, style="dim") for line in result_lines(summaries)]
     console.print(_title(run, rows, batches), *results, "", sep="\n")
-    for key, group in groupby(rows, key=lambda row: row["prompt_id"]):
-        completions = list(group)
-        answer = json.loads(coded := completions[0]["answer"])
-        console.print(Rule(Text(f"prompt {key}", style="bold"), align="left", style="dim"))
-        console.print(Text(visible(completions[0]["prompt_text"])))
-        console.print(
-            Text(f"answer: {visible(answer if isinstance(answer, str) else coded)}\n", style="cyan")
-        )
-        console.print(*(render_completion(row, scale) for row in completions))
+    for prompt_id, members in groupby(rows, key=lambda row: row["prompt_id"]):
+        completions = list(members)
+        _print_prompt(console, prompt_id, completions[0])
+        console.print(*(render_completion(row, reward_range) for row in completions))
+
+
+def _print_prompt(console: Console, prompt_id: int, row: Row) -> None:
+    """Prints the prompt of a completion, and its reference answer."""
+    answer = json.loads(row["answer"])
+    if not isinstance(answer, str):
+        answer = row["answer"]  # as JSON
+    heading = Text(f"prompt {prompt_id}", style="bold")
+    console.print(Rule(heading, align="left", style="dim"))
+    console.print(Text(visible(row["prompt_text"])))
+    console.print(Text(f"answer: {visible(answer)}\n", style="cyan"))
 
 
 def result_lines(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A line for each evaluation set: its first and its last result, and after which batches; none without sets."""
-    lines = []
-    for name in dict.fromkeys(summary["set"] for summary in summaries if summary.get("set")):
-        made = [summary for summary in summaries if summary.get("set") == name]
-        ends = [made[0], made[-1]] if len(made) > 1 else made
-        pass_at_1 = " → ".join(formatted(summary.get("pass@1"), ".1%") for summary in ends)
-        reward = " → ".join(formatted(summary.get("reward"), ".3f") for summary in ends)
-        batches = " → ".join(dict.fromkeys(f"{summary.get('step') or 0}" for summary in ends))
-        unscored = " → ".join(unscored_text(summary) or "all scored" for summary in ends)
-        scored = not any(summary.get("unscored") for summary in ends)
-        lines.append(
-            f"evaluation {name}: pass@1 {pass_at_1}, mean reward {reward} (batch {batches})"
-            + ("" if scored else f", {unscored}")
-        )
-    return lines
+    """Returns a line for each evaluation set: its first and last result, and after which batches.
+
+    The list is empty if the run has no sets.
+    """
+    summaries_by_set: dict[str, list[Mapping[str, Any]]] = {}
+    for summary in summaries:
+        if summary.get("set"):
+            summaries_by_set.setdefault(summary["set"], []).append(summary)
+    return [_result_line(name, of_set) for name, of_set in summaries_by_set.items()]
+
+
+def _result_line(set_name: str, summaries: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the line of a set with these evaluations, in the order of their steps."""
+    first_and_last = [summaries[0]]
+    if len(summaries) > 1:
+        first_and_last.append(summaries[-1])
+    passes = []
+    rewards = []
+    batches = []
+    unscored = []
+    for summary in first_and_last:
+        passes.append(formatted(summary.get("pass@1"), ".1%"))
+        rewards.append(formatted(summary.get("reward"), ".3f"))
+        batches.append(str(summary.get("step") or 0))
+        unscored.append(unscored_text(summary) or "all scored")
+    # A set that was evaluated before and after 0 batches has one number.
+    batches = list(dict.fromkeys(batches))
+    results = f"pass@1 {ARROW.join(passes)}, mean reward {ARROW.join(rewards)}"
+    line = f"evaluation {set_name}: {results} (batch {ARROW.join(batches)})"
+    if any(summary.get("unscored") for summary in first_and_last):
+        line += f", {ARROW.join(unscored)}"
+    return line
 
 
 def render_completion(row: Row, reward_range: Range) -> Group:
-    """One completion: a line of facts, and its text or its turns."""
-    scored = row["outcome"] == "scored"
-    mark, style = MARKS[
-        is_correct(row["reward"], reward_range, row.get("correct")) if scored else None
-    ]
-    reward = f"{row['reward']:g}" if scored else row["outcome"]
-    if parts := reward_columns(row):
-        found = [f"{name} {formatted(value, 'g')}" for name, value in parts.items()]
-        reward += f" ({', '.join(found)})"
-    head = Text.assemble(
-        (f"{mark} {reward}", f"bold {style}"), ("  ·  ".join(["", *_facts(row)]), "dim")
-    )
+    """Returns one completion: a line of facts, and its text or its turns."""
+    verdict = None
+    reward = row["outcome"]
+    if row["outcome"] == "scored":
+        verdict = is_correct(row["reward"], reward_range, row.get("correct"))
+        reward = f"{row['reward']:g}"
+    parts = [f"{name} {formatted(value, 'g')}" for name, value in reward_columns(row).items()]
+    if parts:
+        reward += f" ({', '.join(parts)})"
+    mark, style = MARKS[verdict]
+    facts = "".join(f"{SEPARATOR}{fact}" for fact in _facts(row))
+    head = Text.assemble((f"{mark} {reward}", f"bold {style}"), (facts, "dim"))
     if row["reason"]:
-        head.append(f"  ·  {visible(row['reason'])}", "yellow")
-    return Group(head, Padding(_said(row), (0, 0, 1, 2)))
+        head.append(f"{SEPARATOR}{visible(row['reason'])}", "yellow")
+    return Group(head, Padding(_render_text(row), (0, 0, 1, 2)))
 
 
 def _facts(row: Row) -> Iterator[str]:
+    """Yields what there is to say about a completion besides its reward."""
     yield count_of(sum(row["loss_mask"]), "token")
     if row["messages"]:
-        yield count_of(len(row["messages"][::2]), "turn")
+        policy_turns = row["messages"][::2]
+        yield count_of(len(policy_turns), "turn")
     elif not row["finished"]:
         yield "cut at the limit"
     versions = [
         version
-        for version, own in zip(row["policy_versions"], row["loss_mask"], strict=True)
-        if own
+        for version, is_sampled in zip(row["policy_versions"], row["loss_mask"], strict=True)
+        if is_sampled
     ]
     if row["source"] == "file":
         yield "offline data"
     elif versions:
-        first, last = min(versions), max(versions)
-        yield f"generated by {f'version {first}' if first == last else f'versions {first} to {last}'}"
+        first = min(versions)
+        last = max(versions)
+        if first == last:
+            yield f"generated by version {first}"
+        else:
+            yield f"generated by versions {first} to {last}"
         yield f"staleness {row['staleness']}"
     if row["advantage"] is not None:
         yield f"advantage {row['advantage']:+.3f}"
@@ -110,26 +147,32 @@ def _facts(row: Row) -> Iterator[str]:
         yield "no signal: all rewards of its group are equal"
 
 
-def _said(row: Row) -> Text:
-    """The text of a completion; for an episode, what the policy and its environment said, one after the other."""
+def _render_text(row: Row) -> Text:
+    """Returns the text of a completion; of an episode, the turns of policy and environment."""
     if not row["messages"]:
         return Text(visible(row["completion"]) or "(empty)")
     lines = []
     for number, text in enumerate(row["messages"]):
-        who = ("environment: ", "cyan") if number % 2 else ("policy: ", "bold")
-        lines.append(Text.assemble(who, visible(text) or "(empty)"))
+        is_policy = number % 2 == 0
+        speaker = ("policy: ", "bold") if is_policy else ("environment: ", "cyan")
+        lines.append(Text.assemble(speaker, visible(text) or "(empty)"))
     return Text("\n").join(lines)
 
 
 def _title(run: Run, rows: list[Row], batches: list[int]) -> Text:
-    facts = [f"batch {rows[0]['step']}, π_k is version {rows[0]['policy_version']}"] if rows else []
+    """Returns the heading: the run, and facts about the batch and the batches on disk."""
+    facts = []
+    if rows:
+        first = rows[0]
+        facts.append(f"batch {first['step']}, π_k is version {first['policy_version']}")
     facts.append(f"{len(rows)} completions")
-    if scored := [row["reward"] for row in rows if row["outcome"] == "scored"]:
-        facts.append(f"mean reward {sum(scored) / len(scored):.3f}")
-    if len(scored) < len(rows):
-        facts.append(f"{len(rows) - len(scored)} of {len(rows)} not scored")
+    rewards = [row["reward"] for row in rows if row["outcome"] == "scored"]
+    if rewards:
+        facts.append(f"mean reward {sum(rewards) / len(rewards):.3f}")
+    if len(rewards) < len(rows):
+        facts.append(f"{len(rows) - len(rewards)} of {len(rows)} not scored")
     facts.append(f"rollouts of batches {batches[0]} to {batches[-1]} are on disk")
-    return Text.assemble((str(run.path), "bold"), "\n" + "  ·  ".join(facts))
+    return Text.assemble((str(run.path), "bold"), "\n" + SEPARATOR.join(facts))
 
 
 def show_recipes(console: Console | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Numbers and texts as people read them on a terminal."""
+"""Numbers and texts, formatted for people who read them on a terminal."""
 
 from __future__ import annotations
 
@@ -12,46 +12,61 @@ MARKS = {
     None: ("?", "yellow"),
     True: ("✓", "green"),
     False: ("✗", "red"),
-}  # of a completion: whether it is right
+}
+"""The mark and the color of a completion, by whether it is correct; None: it has no reward."""
 
 
 def clipped(text: str, limit: int) -> str:
-    """The text, or its beginning with a sign that more was there."""
-    return text if len(text) <= limit else text[: limit - 1] + "…"
+    """Returns the text, or its beginning and "…", in at most `limit` characters."""
+    if len(text) <= limit:
+        return text
+    return text[: limit - 1] + "…"
 
 
 def duration(seconds: float) -> str:
-    """Minutes and seconds, with hours if there are any: 2:41, 1:02:03."""
+    """Returns minutes and seconds, with hours if there are any: 2:41, 1:02:03."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
-    return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
+    if hours:
+        return f"{hours}:{minute:02d}:{second:02d}"
+    return f"{minute}:{second:02d}"
 
 
 def finite(value: Any) -> float | None:
-    """The number; None for a missing metric, NaN or an infinity."""
-    return float(value) if isinstance(value, numbers.Real) and math.isfinite(value) else None
+    """Returns the number; None for a missing metric, NaN or an infinity."""
+    if isinstance(value, numbers.Real) and math.isfinite(value):
+        return float(value)
+    return None
 
 
 def formatted(value: Any, form: str) -> str:
-    """A metric in a format of Python's mini-language ("d" for counts), "–" if there is none."""
-    known = finite(value)
-    if known is None:
+    """Returns a metric in a format of Python's mini-language ("d" for counts), "–" without one."""
+    number = finite(value)
+    if number is None:
         return ABSENT
-    return format(int(known) if form == "d" else known, form)
+    if form == "d":
+        return format(int(number), form)
+    return format(number, form)
 
 
 def formatted_interval(metrics: Mapping[str, Any], name: str, form: str) -> str:
-    """A metric with its interval: `NAME`, `NAME_low` and `NAME_high`."""
-    value, low, high = (formatted(metrics.get(name + end), form) for end in ("", "_low", "_high"))
+    """Returns a metric with its interval: `NAME`, `NAME_low` and `NAME_high`."""
+    value = formatted(metrics.get(name), form)
+    low = formatted(metrics.get(f"{name}_low"), form)
+    high = formatted(metrics.get(f"{name}_high"), form)
     return f"{value:>6}   95 % interval {low} to {high}"
 
 
 def unscored_text(summary: Mapping[str, Any]) -> str:
-    """The completions of an evaluation that have no reward: "3 of 8 not scored", or nothing."""
-    count = summary.get("unscored") or 0
-    return f"{count:,} of {summary['prompts'] * summary['samples']:,} not scored" if count else ""
+    """Returns how many completions of an evaluation have no reward: "3 of 8 not scored", or ""."""
+    unscored = summary.get("unscored") or 0
+    if not unscored:
+        return ""
+    completions = summary["prompts"] * summary["samples"]
+    return f"{unscored:,} of {completions:,} not scored"
 
 
 def count_of(number: int, what: str, plural: str = "s") -> str:
-    """A number with its noun: 1 batch, 1,200 batches."""
-    return f"{number:,} {what}{plural if number != 1 else ''}"
+    """Returns a number with its noun, `what`: 1 batch, 1,200 batches. `plural` is the ending."""
+    ending = "" if number == 1 else plural
+    return f"{number:,} {what}{ending}"

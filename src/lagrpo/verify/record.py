@@ -1,4 +1,4 @@
-"""A run's files in memory, and the report: differences, how much was compared, and what could not be checked."""
+"""The files of a run in memory, and the report: differences, counts, and what was not checked."""
 
 from __future__ import annotations
 
@@ -9,15 +9,24 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lagrpo.core.objective import Recipe
 from lagrpo.errors import as_settings_error, one_line
 from lagrpo.runs import reading
 from lagrpo.runs.environment import FILE, read_environment
 from lagrpo.runs.rollouts import rollout_schema
 from lagrpo.settings.load import load_settings
 from lagrpo.settings.own_loss import load_recipe_of_run
+from lagrpo.settings.schema import Settings
+
+TASK_OBJECT_NOTE = "# The task was the caller's own object"
+"""A line of config.toml in runs that were given a Task."""
 
 Row = dict[str, Any]
-"""A completion as recorded, with `where` it stands and `group`, its step and the number of its group there."""
+"""A completion as recorded, with two more keys.
+
+    where    its file and row, for messages
+    group    its step, and the number of its group in the step
+"""
 
 
 class Difference(NamedTuple):
@@ -30,69 +39,109 @@ class Difference(NamedTuple):
     found: Any
 
     def __str__(self) -> str:
-        found, expected = (one_line(repr(value), 120) for value in (self.found, self.expected))
+        found = one_line(repr(self.found), 120)
+        expected = one_line(repr(self.expected), 120)
         return f"{self.where}: {self.what} is {found}, the replay gives {expected}"
 
 
 @dataclass(slots=True)
 class Report:
-    """`compared` and `undecided` count values by check, `skipped` what could not be checked by reason."""
+    """The differences of a run, and how much was compared."""
 
     run: str
     differences: list[Difference] = field(default_factory=list)
     compared: Counter[str] = field(default_factory=Counter)
+    """values compared, by check"""
     undecided: Counter[str] = field(default_factory=Counter)
+    """compared values that noise leaves undecided, by check"""
     skipped: Counter[str] = field(default_factory=Counter)
+    """how much could not be checked, by reason"""
 
     def compare(
         self,
         check: str,
         where: str,
         expected: Mapping[str, Any],
-        found: Mapping[str, Any],
-        near: float = 0.0,
+        recorded: Mapping[str, Any],
+        tolerance: float = 0.0,
     ) -> None:
-        """Note the values, by their names, that are neither equal nor numbers within `near` of each other."""
-        for name, value in expected.items():
-            self.compared[check] += 1
-            numbers = isinstance(value, int | float) and isinstance(found.get(name), int | float)
-            if value != found.get(name) and not (numbers and abs(value - found[name]) <= near):
-                self.differences.append(Difference(check, name, where, value, found.get(name)))
+        """Compares the expected values with the recorded ones of the same names.
 
-    def skip(self, what: str, count: int = 1) -> None:
-        """Note what could not be checked, and why."""
-        self.skipped += Counter({what: count})
+        Numbers may differ by `tolerance`; everything else must be equal.
+        """
+        for name, expected_value in expected.items():
+            recorded_value = recorded.get(name)
+            self.compared[check] += 1
+            if not _agree(expected_value, recorded_value, tolerance):
+                difference = Difference(check, name, where, expected_value, recorded_value)
+                self.differences.append(difference)
+
+    def skip(self, reason: str, count: int = 1) -> None:
+        """Notes what could not be checked, and why; a count of 0 leaves no note."""
+        self.skipped += Counter({reason: count})
+
+
+def _agree(expected: Any, recorded: Any, tolerance: float) -> bool:
+    if expected == recorded:
+        return True
+    are_numbers = isinstance(expected, int | float) and isinstance(recorded, int | float)
+    return are_numbers and abs(expected - recorded) <= tolerance
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsLine:
+    """A line of metrics.jsonl, with its number in the file from 1."""
+
+    number: int
+    values: dict[str, Any]
 
 
 class RecordedRun:
-    """A run on disk: rows by step (`steps`), the `lines` of metrics.jsonl and by step with their numbers (`metrics`),
-    events, evaluations and their `records`. Raises RunNotFoundError for no run, SettingsError for a broken file."""
+    """A finished or interrupted run, read from its directory.
+
+    Raises RunNotFoundError if the directory is not a run, SettingsError for a broken file.
+    """
+
+    recipe: Recipe | None
+    """None if the loss was passed in Python, so that no setting names it"""
+    lines: list[MetricsLine]
+    """all lines of metrics.jsonl, in their order in the file"""
+    metrics: dict[int, MetricsLine]
+    """by step; of several lines of a step, the last"""
+    evaluations: list[dict[str, Any]]
+    """the summaries"""
+    records: dict[str, list[dict[str, Any]]]
+    """the prompts of each evaluation, by its name"""
+    steps: dict[int, list[Row]]
+    """the rows of each step"""
+    generated: list[Row]
+    """the rows that the run's own engine sampled, without failed ones"""
+    fresh_prompts: int
+    """prompts of a batch that the run's own engine samples for; the others are offline data"""
 
     def __init__(self, run: Path | str) -> None:
-        self.path = path = reading.open_run(run).path
-        with as_settings_error(f"{path} cannot be replayed", KeyError, TypeError):
-            self.settings, self.environment = (
-                load_settings(path / "config.toml"),
-                read_environment(path),
-            )
-            self.recipe = None  # a loss from Python that no module has
-            if "loss" not in self.environment.get("arguments", []):
-                self.recipe = load_recipe_of_run(self.settings, path)
-            for name in ("started", "dtype"):
-                if name not in self.environment:
-                    raise ValueError(f"{path / FILE} is missing or has no {name!r}: restore it")
-            self.own_task = "# The task was the caller's own object" in (
-                path / "config.toml"
-            ).read_text(encoding="utf-8")
-            self.lines, self.events = reading.load_metrics(path), reading.load_events(path)
-            self.metrics = {line["step"]: (n, line) for n, line in enumerate(self.lines, start=1)}
-            self.evaluations = reading.load_evaluations(path)
+        self.path = reading.open_run(run).path
+        with as_settings_error(f"{self.path} cannot be replayed", KeyError, TypeError):
+            self.settings = load_settings(self.path / "config.toml")
+            self.environment = read_environment(self.path)
+            self.recipe = self._load_recipe()
+            self._check_environment()
+            config = (self.path / "config.toml").read_text(encoding="utf-8")
+            self.used_task_object = TASK_OBJECT_NOTE in config
+            self.lines = [
+                MetricsLine(number, values)
+                for number, values in enumerate(reading.load_metrics(self.path), start=1)
+            ]
+            self.metrics = {line.values["step"]: line for line in self.lines}
+            self.events = reading.load_events(self.path)
+            self.evaluations = reading.load_evaluations(self.path)
             self.records = {
-                e["name"]: reading.load_evaluation_records(path, e["name"])
-                for e in self.evaluations
+                summary["name"]: reading.load_evaluation_records(self.path, summary["name"])
+                for summary in self.evaluations
             }
             self.steps = {
-                step: list(_read_rows(path, step)) for step in reading.rollout_batches(path)
+                step: list(_read_rows(self.path, step))
+                for step in reading.rollout_batches(self.path)
             }
             if not self.steps:
                 raise ValueError("it has no rollouts yet: its first batch is not finished")
@@ -100,33 +149,60 @@ class RecordedRun:
         self.generated = [
             row for row in self.rows if row["source"] == "sampler" and row["outcome"] != "failed"
         ]
-        offline, count = self.settings.offline, self.settings.schedule.prompts_per_batch
-        self.fresh_prompts = count - (
-            max(1, round(offline.fraction * count)) if offline.data else 0
-        )
-        self.report = Report(str(path))
+        self.fresh_prompts = _count_fresh_prompts(self.settings)
+        self.report = Report(str(self.path))
+
+    def _load_recipe(self) -> Recipe | None:
+        if "loss" in self.environment.get("arguments", []):
+            return None
+        return load_recipe_of_run(self.settings, self.path)
+
+    def _check_environment(self) -> None:
+        for name in ("started", "dtype"):
+            if name not in self.environment:
+                file = self.path / FILE
+                raise ValueError(f"{file} is missing or has no {name!r}: restore it")
+
+
+def _count_fresh_prompts(settings: Settings) -> int:
+    prompts = settings.schedule.prompts_per_batch
+    if not settings.offline.data:
+        return prompts
+    return prompts - max(1, round(settings.offline.fraction * prompts))
 
 
 def _read_rows(path: Path, step: int) -> Iterator[Row]:
-    """The rows of a step. A group begins where completions start at 0 again, or another prompt comes."""
-    group, before = -1, None
+    """Yields the rows of a step.
+
+    A group begins where completions start at 0 again, or where the prompt changes.
+    """
+    file_name = f"rollouts/step-{step:06d}.parquet"
     columns = rollout_schema().names
+    group = -1
+    prompt_before = None
     for number, row in enumerate(reading.load_rollouts(path, [step])):
-        prompt = row["source"], row["epoch"], row["prompt_id"]
-        group += prompt != before or row["sample_index"] == 0
-        if missing := [name for name in columns if name not in row]:
-            file = path / "rollouts" / f"step-{step:06d}.parquet"
-            raise ValueError(f"{file} has no column {missing[0]!r}: restore the file")
-        where = f"row {number} (prompt {row['prompt_id']}, completion {row['sample_index']})"
-        yield row | {"where": f"rollouts/step-{step:06d}.parquet, {where}", "group": (step, group)}
-        before = prompt
+        prompt = (row["source"], row["epoch"], row["prompt_id"])
+        if prompt != prompt_before or row["sample_index"] == 0:
+            group += 1
+        for column in columns:
+            if column not in row:
+                file = path / file_name
+                raise ValueError(f"{file} has no column {column!r}: restore the file")
+        completion = f"prompt {row['prompt_id']}, completion {row['sample_index']}"
+        where = f"{file_name}, row {number} ({completion})"
+        yield {**row, "where": where, "group": (step, group)}
+        prompt_before = prompt
 
 
 def groups_of(rows: Iterable[Row]) -> list[list[Row]]:
-    """The rows of each group."""
+    """Returns the rows of each group. Rows of a group stand next to each other."""
     return [list(members) for _, members in groupby(rows, key=lambda row: row["group"])]
 
 
 def sampled(row: Row, column: str) -> list[Any]:
-    """The values of a token column for the tokens that a policy sampled."""
-    return [value for value, own in zip(row[column], row["loss_mask"], strict=True) if own]
+    """Returns the values of a token column at the tokens that a policy sampled."""
+    values = []
+    for value, is_sampled in zip(row[column], row["loss_mask"], strict=True):
+        if is_sampled:
+            values.append(value)
+    return values

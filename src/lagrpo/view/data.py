@@ -1,4 +1,4 @@
-"""From the directories of runs to the bytes that the page unpacks."""
+"""Reads the directories of runs into the bytes that the page unpacks."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import struct
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from importlib.metadata import version
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -31,17 +31,31 @@ from lagrpo.runs.rollouts import REWARD, reward_columns, rollout_schema
 from lagrpo.settings.load import flatten, list_settings, load_settings, read_toml
 from lagrpo.settings.schema import Settings
 
-MOST_TOKENS = 4_000_000  # of all completions of a page
-LEAST = 32  # completions of a batch
-PER_NAT = 1000  # log-probs and entropies are rounded to thousandths of a nat
-UNKNOWN = -(1 << 15)  # instead of a log-prob that was not recorded
-MEASURED = ("old_logprobs", "entropy")  # token columns that a completion may lack
+MOST_TOKENS = 4_000_000
+"""Tokens of all completions of a page."""
+
+LEAST = 32
+"""Completions that a batch has at least, if it is on the page."""
+
+PER_NAT = 1000
+"""Log-probs and entropies are rounded to thousandths of a nat."""
+
+UNKNOWN = -(1 << 15)
+"""Stands for a log-prob that was not recorded."""
+
+MEASURED = ("old_logprobs", "entropy")
+"""Token columns that a completion may lack."""
+
 TOKENS: dict[str, Any] = {
     "token_ids": np.int64,
     "rollout_logprobs": np.float64,
     "policy_versions": np.int32,
+    "loss_mask": np.uint8,
+    "old_logprobs": np.float64,
+    "entropy": np.float64,
 }
-TOKENS |= {"loss_mask": np.uint8} | dict.fromkeys(MEASURED, np.float64)
+"""Token columns, with the types of their arrays."""
+
 NUMBERS = ("reward", "advantage", "group_std", "staleness")
 PLAIN = ("sample_index", "finished", "policy_version")
 TEXTS = ("outcome", "excluded_reason", "reason", "source")
@@ -52,84 +66,124 @@ Rows = dict[str, Any]
 
 
 class Table(dict[Any, int]):
-    """Distinct entries, each with a number."""
+    """Distinct entries, each with a number from 0."""
 
     def number(self, entry: Any) -> int:
-        """The number of the entry, which is added if it is new."""
+        """Returns the number of the entry, which is added if it is new."""
         return self.setdefault(entry, len(self))
 
 
 def collect(paths: Sequence[Path | str], most: int) -> bytes:
-    """What the page shows of these runs, with `most` completions in all, packed. Raises RunNotFoundError for a
-    directory that is not a run, SettingsError for damaged files."""
-    runs, arrays = [reading.open_run(path) for path in paths], list[np.ndarray]()
-    share, tokens = most // len(runs), MOST_TOKENS // len(runs)
-    stamp, names = (
-        take_stamp(paths),
-        [run.path.resolve().name for run in runs],
-    )  # first: what follows counts as new
-    found = []
+    """Returns the packed data of the page of these runs, with `most` completions in all.
+
+    Raises RunNotFoundError for a directory that is not a run, SettingsError for damaged files.
+    """
+    runs = [reading.open_run(path) for path in paths]
+    # The stamp comes first: files that are written while the runs are read count as newer data.
+    stamp = take_stamp(paths)
+    most_of_run = most // len(runs)
+    most_tokens = MOST_TOKENS // len(runs)
+    names = [run.path.resolve().name for run in runs]
+    arrays: list[np.ndarray] = []
+    entries = []
     with as_settings_error():
         for run, name in zip(runs, names, strict=True):
             config = read_toml(run.path / "config.toml")
-            facts = {
-                "name": name if names.count(name) == 1 else str(run.path),
-                **_read(run, flatten(config)),
-            }
-            facts["rollouts"] = read_rollouts(run, share, tokens, config, arrays)
-            found.append(facts | {"evaluations": read_evaluations(run, share)})
-    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+            is_unique = names.count(name) == 1
+            entry: dict[str, Any] = {"name": name if is_unique else str(run.path)}
+            entry |= _read(run, flatten(config))
+            entry["rollouts"] = read_rollouts(run, most_of_run, most_tokens, config, arrays)
+            entry["evaluations"] = read_evaluations(run, most_of_run)
+            entries.append(entry)
+    metric_names = [name for entry in entries for name in entry["metrics"]]
     header = {
         "format": 1,
         "stamp": stamp,
-        "created": now,
+        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "version": version("lagrpo"),
         "most": most,
+        "runs": entries,
+        "metrics": describe_metrics(metric_names),
+        "settings": _describe_settings(),
     }
-    metrics = describe_metrics([name for run in found for name in run["metrics"]])
-    defaults, fields = flatten(load_settings().model_dump(mode="json")), list_settings(Settings)
-    meanings = {
-        name: [fields[name].description or "", defaults.get(name)] for name in fields if "." in name
-    }
-    return pack(header | {"runs": found, "metrics": metrics, "settings": meanings}, arrays)
+    return pack(header, arrays)
+
+
+def _describe_settings() -> dict[str, list[Any]]:
+    """Returns the meaning and the default of each setting, by its path."""
+    defaults = flatten(load_settings().model_dump(mode="json"))
+    descriptions = {}
+    for name, field in list_settings(Settings).items():
+        # Names without a dot are sections.
+        if "." in name:
+            descriptions[name] = [field.description or "", defaults.get(name)]
+    return descriptions
 
 
 def pack(header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> bytes:
-    """The header and all arrays (uint8, (u)int16, (u)int32 or floats), deflated (the zlib format). Before that: the
-    length of the header as a little-endian uint32; the header, JSON in UTF-8; zeros up to a multiple of 8; the arrays,
-    each at a multiple of 8. The header's `arrays` has [type, offset from the first, length]."""
-    contents = [array.astype(array.dtype.newbyteorder("<")).tobytes() for array in arrays]
-    pieces = [content + bytes(-len(content) % 8) for content in contents]
-    starts = accumulate(map(len, pieces), initial=0)
-    entries = [
-        [array.dtype.name, start, len(array)] for array, start in zip(arrays, starts, strict=False)
-    ]
-    text = re.sub("[\ud800-\udfff]", "\ufffd", to_json({**header, "arrays": entries})).encode()
-    start = struct.pack("<I", len(text)) + text
-    return zlib.compress(b"".join([start, bytes(-len(start) % 8), *pieces]), 6)
+    """Packs a header and arrays (uint8, (u)int16, (u)int32 or floats) in the zlib format.
+
+    Before the compression it is, in this order:
+
+        the length of the header, a little-endian uint32
+        the header, JSON in UTF-8; its "arrays" has [type, offset from the first, length] of each
+        zeros up to a multiple of 8
+        the arrays, little-endian, each at a multiple of 8
+    """
+    array_entries = []
+    array_bytes = []
+    offset = 0
+    for array in arrays:
+        content = _pad(array.astype(array.dtype.newbyteorder("<")).tobytes())
+        array_entries.append([array.dtype.name, offset, len(array)])
+        array_bytes.append(content)
+        offset += len(content)
+    text = to_json({**header, "arrays": array_entries})
+    # Lone surrogates have no UTF-8.
+    encoded = re.sub("[\ud800-\udfff]", "\ufffd", text).encode()
+    start = _pad(struct.pack("<I", len(encoded)) + encoded)
+    return zlib.compress(b"".join([start, *array_bytes]), 6)
+
+
+def _pad(content: bytes) -> bytes:
+    """Appends zeros up to a multiple of 8 bytes."""
+    return content + bytes(-len(content) % 8)
 
 
 def take_stamp(paths: Sequence[Path | str]) -> str:
-    """A digest of names, sizes and times of the files of these runs: another one when any was written."""
+    """Returns a digest of the names, sizes and times of the runs' files.
+
+    The digest is another one when any of them was written.
+    """
     digest = hashlib.sha256()
-    for run in (Path(path).expanduser() for path in paths):
-        for file in sorted(
-            (*run.glob("[!.]*.[jt]*"), *run.glob("rollouts/[!.]*"), *run.glob("evaluations/[!.]*"))
-        ):
-            about = file.stat()
-            digest.update(os.fsencode(f"{file}\0{about.st_size}\0{about.st_mtime_ns}\n"))
+    for path in paths:
+        run = Path(path).expanduser()
+        files = [
+            *run.glob("[!.]*.[jt]*"),  # config.toml, metrics.jsonl, events.jsonl, …
+            *run.glob("rollouts/[!.]*"),
+            *run.glob("evaluations/[!.]*"),
+        ]
+        for file in sorted(files):
+            status = file.stat()
+            line = f"{file}\0{status.st_size}\0{status.st_mtime_ns}\n"
+            digest.update(os.fsencode(line))
     return digest.hexdigest()[:16]
 
 
 def _read(run: Run, settings: dict[str, Any]) -> dict[str, Any]:
-    metrics, events = reading.load_metrics(run), reading.load_events(run)
+    """Returns the facts and metrics of a run. Secrets are redacted."""
+    metrics = reading.load_metrics(run)
+    events = reading.load_events(run)
     names = dict.fromkeys(name for line in metrics for name in line)
+    notes = []
+    if not metrics:
+        notes.append("No metrics yet: the first batch is not finished.")
     return {
         "path": str(run.path),
         "range": list(reading.load_reward_range(run)),
         "total": settings.get("schedule.batches"),
         "status": _status(run, events),
-        "notes": [] if metrics else ["No metrics yet: the first batch is not finished."],
+        "notes": notes,
         "metrics": {name: [line.get(name) for line in metrics] for name in names},
         "events": redact_values(events),
         "settings": redact_values(settings),
@@ -138,256 +192,333 @@ def _read(run: Run, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _status(run: Run, events: Sequence[Mapping[str, Any]]) -> list[str]:
-    """One word, and what else is known: finished, interrupted, failed, killed, running or unknown."""
-    if holder := read_holder(run.path):
+    """Returns one word (finished, interrupted, failed, killed, running, unknown) and a detail."""
+    holder = read_holder(run.path)
+    if holder:
         writer = f"process {holder['pid']} on {holder['host']}, since {holder['since']}"
         if holder["host"] != platform.node():
             return ["unknown", f"running or killed: {writer}"]
-        return (
-            ["running", writer]
-            if Path(f"/proc/{holder['pid']}").exists()
-            else ["killed", f"it was {writer}"]
-        )
+        if Path(f"/proc/{holder['pid']}").exists():
+            return ["running", writer]
+        return ["killed", f"it was {writer}"]
     marks = [event for event in events if event.get("event") in ("end", "resumed")]
     if marks and marks[-1]["event"] == "end":
-        return [str(marks[-1].get("status")), redact(str(marks[-1].get("detail")))]
+        end = marks[-1]
+        return [str(end.get("status")), redact(str(end.get("detail")))]
     return ["unknown", "no end recorded: the run was killed, or is just starting"]
 
 
+# ---- Evaluations ----
+
+
 def read_evaluations(run: Run, most: int) -> dict[str, Any]:
-    """Summaries, prompts and completions of a run's evaluations. If they have more than `most` completions, only the
-    first and the last evaluation keep their texts; the counts of all are there."""
-    summaries, prompts, texts = reading.load_evaluations(run), Table(), Table()
-    records = [reading.load_evaluation_records(run, summary["name"]) for summary in summaries]
-    fits = sum(len(record["completions"]) for of_one in records for record in of_one) <= most
-    rows = [
-        [
-            _evaluation_row(record, prompts, texts, fits or n in (0, len(records) - 1))
-            for record in of_one
-        ]
-        for n, of_one in enumerate(records)
+    """Returns the summaries, prompts and completions of a run's evaluations.
+
+    If they have more than `most` completions, only the first and the last evaluation keep their
+    texts; the counts of all are there.
+    """
+    summaries = reading.load_evaluations(run)
+    records_of_evaluations = [
+        reading.load_evaluation_records(run, summary["name"]) for summary in summaries
     ]
-    kept = (int, float, str, list)
-    facts = [
-        {k: v for k, v in s.items() if isinstance(v, kept)} | {"step": s.get("step") or 0}
-        for s in summaries
-    ]
+    completions = 0
+    for records in records_of_evaluations:
+        completions += sum(len(record["completions"]) for record in records)
+    prompts = Table()
+    texts = Table()
+    rows = []
+    for number, records in enumerate(records_of_evaluations):
+        is_first_or_last = number in (0, len(records_of_evaluations) - 1)
+        has_texts = completions <= most or is_first_or_last
+        rows.append([_evaluation_row(record, prompts, texts, has_texts) for record in records])
     return {
-        "summaries": facts,
+        "summaries": [_summary_for_page(summary) for summary in summaries],
         "rows": rows,
         "prompts": [list(prompt) for prompt in prompts],
         "texts": list(texts),
     }
 
 
+def _summary_for_page(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the values that the page can show, and always a step."""
+    values = {}
+    for name, value in summary.items():
+        if isinstance(value, int | float | str | list):
+            values[name] = value
+    values["step"] = summary.get("step") or 0
+    return values
+
+
 def _evaluation_row(
-    record: Mapping[str, Any], prompts: Table, texts: Table, keeps: bool
+    record: Mapping[str, Any], prompts: Table, texts: Table, has_texts: bool
 ) -> dict[str, Any]:
-    prompt = record["prompt_id"], record["prompt"] or "", str(record.get("answer") or "")
-    row = {name: record[name] for name in ("samples", "scored", "correct")}
-    row |= {"prompt": prompts.number(prompt), "reward": record.get("reward")}
-    if keeps:
-        row |= {
-            "texts": [texts.number(text or "") for text in record["completions"]],
-            "rewards": record["rewards"],
-        }
-        row |= {"parts": reward_columns(record), "decided": record.get("is_correct")}
+    prompt = (record["prompt_id"], record["prompt"] or "", str(record.get("answer") or ""))
+    row = {
+        "samples": record["samples"],
+        "scored": record["scored"],
+        "correct": record["correct"],
+        "prompt": prompts.number(prompt),
+        "reward": record.get("reward"),
+    }
+    if has_texts:
+        row["texts"] = [texts.number(text or "") for text in record["completions"]]
+        row["rewards"] = record["rewards"]
+        row["parts"] = reward_columns(record)
+        row["decided"] = record.get("is_correct")
     return row
 
 
-# Rollouts: columns of batches, groups and completions, and all tokens, end to end. A run may have more completions than
-# fit in. Then whole groups are taken, evenly over the batches: the prompts of a batch are in random order, so its first
-# groups are a random sample of it.
+# ---- Rollouts ----
+# Columns of batches, groups and completions, and all tokens, end to end. If a run has more
+# completions than fit in, whole groups are taken, evenly over the batches. The prompts of a batch
+# are in random order, so its first groups are a random sample of it.
 
 
 def shortest_unsigned(values: Any) -> np.ndarray:
-    """The same counts, in two bytes each if these hold them, else in four."""
+    """Returns counts in two bytes each if all of them fit, else in four."""
     array = np.array(values, dtype=np.int64)
-    return array.astype(np.uint16 if not len(array) or array.max() < 1 << 16 else np.uint32)
+    fits = len(array) == 0 or array.max() < 1 << 16
+    return array.astype(np.uint16 if fits else np.uint32)
 
 
 def choose(batches: Sequence[int], most: int, G: int = 1) -> dict[int, int]:
-    """How many completions to take of each batch, in whole groups of G, `most` in all. If the share of a batch would be
-    less than LEAST completions, fewer batches are taken, evenly spaced, the first and the last among them."""
+    """Returns how many completions to take of each batch, in whole groups of G, `most` in all.
+
+    If the share of a batch would be less than LEAST completions, fewer batches are taken, evenly
+    spaced, the first and the last among them.
+    """
     if not batches or most < 1:
         return {}
-    each = max(LEAST, G, most // len(batches))
-    kept = min(len(batches), max(1, most // each))
-    places = np.linspace(0, len(batches) - 1, kept).round().astype(int) if kept > 1 else [-1]
-    return {batches[place]: min(each, most) // G * G or G for place in places}
+    completions = max(LEAST, G, most // len(batches))
+    num_batches = min(len(batches), max(1, most // completions))
+    # A single batch is the last one.
+    indices = [len(batches) - 1]
+    if num_batches > 1:
+        spaced = np.linspace(0, len(batches) - 1, num_batches)
+        indices = spaced.round().astype(int).tolist()
+    whole_groups = min(completions, most) // G * G
+    return {batches[index]: whole_groups or G for index in indices}
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSize:
+    """The size of a batch on disk."""
+
+    completions: int
+    tokens: int
 
 
 def read_rollouts(
     run: Run, most: int, most_tokens: int, config: Mapping[str, Any], arrays: list[np.ndarray]
 ) -> Rows:
-    """Groups and completions, at most about so many completions and tokens; columns are added to the arrays. Raises as
-    `load_rollouts` does."""
+    """Returns groups and completions, at most about `most` with `most_tokens`.
+
+    Columns are appended to `arrays`, and the result has their indices there. Raises as
+    `load_rollouts` does.
+    """
     sizes = {batch: _measure(run, batch) for batch in reading.rollout_batches(run)}
-    completions, tokens = (sum(size[n] for size in sizes.values()) for n in (0, 1))
+    completions = sum(size.completions for size in sizes.values())
+    tokens = sum(size.tokens for size in sizes.values())
     most = min(most, most_tokens * completions // max(tokens, 1))
-    chosen = choose([*sizes], most, config.get("rollout", {}).get("num_generations", 1))
-    rows = _read_rows(
-        run, chosen if completions > most else {batch: size[0] for batch, size in sizes.items()}
-    )
+    chosen = {batch: size.completions for batch, size in sizes.items()}
+    if completions > most:
+        G = config.get("rollout", {}).get("num_generations", 1)
+        chosen = choose(list(sizes), most, G)
+    rows = _read_rows(run, chosen)
+
     prompts, groups = _group(rows)
     codes = {name: Table() for name in TEXTS}
-    coded = {
-        name: shortest_unsigned([codes[name].number(value or "") for value in rows[name]])
-        for name in TEXTS
-    }
-    ids, places = np.unique(rows["token_ids"], return_inverse=True)
-    texts, note = texts_of(run.path, str(config.get("model", {}).get("path", "")), ids.tolist())
-    several = {
+    coded_texts = {}
+    for name, table in codes.items():
+        numbers = [table.number(value or "") for value in rows[name]]
+        coded_texts[name] = shortest_unsigned(numbers)
+    ids, token_index_T = np.unique(rows["token_ids"], return_inverse=True)
+    model = str(config.get("model", {}).get("path", ""))
+    vocabulary, note = texts_of(run.path, model, ids.tolist())
+    reward_names = [name for name in rows if name.startswith(REWARD)]
+    rewards = {
         name: rows[name].astype(np.float32)
         for name in rows
-        if name.startswith(REWARD) or name == "correct"
+        if name in reward_names or name == "correct"
     }
-    columns = groups | coded | _columns(rows, places) | several
-    numbers = range(len(arrays), len(arrays) + len(columns))
+
+    columns = groups | coded_texts | _columns(rows, token_index_T) | rewards
+    first_index = len(arrays)
     arrays += columns.values()
     versions = dict(zip(rows["step"], rows["policy_version"].astype(int).tolist(), strict=True))
+    batches = [
+        [batch, policy_version, sizes[batch].completions, rows["step"].count(batch)]
+        for batch, policy_version in versions.items()
+    ]
     return {
-        "batches": [
-            [b, version, sizes[b][0], rows["step"].count(b)] for b, version in versions.items()
-        ],
+        "batches": batches,
         "batches_on_disk": len(sizes),
         "completions_on_disk": completions,
         "prompts": prompts,
         "codes": {name: list(table) for name, table in codes.items()},
         "texts": rows["completion"],
-        "vocabulary": texts,
+        "vocabulary": vocabulary,
         "ids": ids.tolist(),
         "vocabulary_note": note,
-        "rewards": [name.removeprefix(REWARD) for name in several if name.startswith(REWARD)],
-        "columns": dict(zip(columns, numbers, strict=True)),
+        "rewards": [name.removeprefix(REWARD) for name in reward_names],
+        "columns": {name: index for index, name in enumerate(columns, start=first_index)},
     }
 
 
-def _measure(run: Run, batch: int) -> tuple[int, int]:
-    """Completions and tokens of a batch, from the footer of its file."""
+def _measure(run: Run, batch: int) -> BatchSize:
+    """Returns the size of a batch, from the footer of its file."""
     with reading.opened_rollouts(run, batch) as file:
-        groups = [file.metadata.row_group(n) for n in range(file.metadata.num_row_groups)]
-        columns = [group.column(n) for group in groups for n in range(group.num_columns)]
-        tokens = sum(c.num_values for c in columns if c.path_in_schema.startswith("token_ids."))
-        return file.metadata.num_rows, tokens
+        tokens = 0
+        for group_number in range(file.metadata.num_row_groups):
+            group = file.metadata.row_group(group_number)
+            for column_number in range(group.num_columns):
+                column = group.column(column_number)
+                if column.path_in_schema.startswith("token_ids."):
+                    tokens += column.num_values
+        return BatchSize(file.metadata.num_rows, tokens)
 
 
 def _read_rows(run: Run, chosen: Mapping[int, int]) -> Rows:
-    """Columns of the first completions of each of these batches, so many of each."""
+    """Returns the columns of the first completions of each batch; `chosen` has how many."""
     import pyarrow as pa
 
     tables = [rollout_schema().empty_table()]
-    for batch, most in chosen.items():
+    for batch, completions in chosen.items():
         with reading.opened_rollouts(run, batch) as file:
-            tables.append(file.read().slice(0, most))
-    found = pa.concat_tables(tables, promote_options="default").to_pydict()
-    several = [name for name in found if name.startswith(REWARD) or name == "correct"]
-    rows: Rows = {name: found[name] for name in (*TEXTS, *IDENTITY)}
-    rows |= {name: np.array(found[name], dtype=np.float64) for name in (*NUMBERS, *PLAIN, *several)}
-    lengths = [len(ids or ()) for ids in found["token_ids"]]
-    for name, kind in TOKENS.items():
-        lists = [values or [None] * n for values, n in zip(found[name], lengths, strict=True)]
-        rows[name] = np.array(
-            [value for values in lists for value in values], dtype=np.float64
-        ).astype(kind)
-    return rows | {"length": np.array(lengths, np.int64)}
+            tables.append(file.read().slice(0, completions))
+    columns = pa.concat_tables(tables, promote_options="default").to_pydict()
+    reward_names = [name for name in columns if name.startswith(REWARD) or name == "correct"]
+    rows: Rows = {name: columns[name] for name in (*TEXTS, *IDENTITY)}
+    for name in (*NUMBERS, *PLAIN, *reward_names):
+        rows[name] = np.array(columns[name], dtype=np.float64)
+    lengths = [len(token_ids or ()) for token_ids in columns["token_ids"]]
+    for name, dtype in TOKENS.items():
+        values_T: list[Any] = []
+        for values, length in zip(columns[name], lengths, strict=True):
+            values_T += values or [None] * length
+        # None becomes NaN in float64.
+        rows[name] = np.array(values_T, dtype=np.float64).astype(dtype)
+    rows["length"] = np.array(lengths, np.int64)
+    return rows
 
 
 def _group(rows: Rows) -> tuple[list[list[Any]], dict[str, np.ndarray]]:
-    """The distinct prompts, and for each group its batch, its prompt, its epoch and its first completion."""
+    """Returns the distinct prompts, and columns of the groups.
+
+    A group has its batch, its prompt, its epoch and its first completion.
+    """
     count = len(rows["completion"])
-    place = list(
-        zip(rows["step"], rows["prompt_id"], rows["epoch"], rows["sample_index"], strict=True)
-    )
-    starts = [
-        c
-        for c in range(count)
-        if not c or place[c][:3] != place[c - 1][:3] or place[c][3] <= place[c - 1][3]
-    ]
+    starts = [c for c in range(count) if c == 0 or _starts_group(rows, c)]
     prompts = Table()
-    asked = [
-        prompts.number((rows["prompt_id"][c], rows["prompt_text"][c], _answer(rows["answer"][c])))
-        for c in starts
-    ]
+    prompt_numbers = []
+    for c in starts:
+        answer = _answer(rows["answer"][c])
+        prompt = (rows["prompt_id"][c], rows["prompt_text"][c], answer)
+        prompt_numbers.append(prompts.number(prompt))
     groups = {
         "group_batch": shortest_unsigned([rows["step"][c] for c in starts]),
-        "group_prompt": shortest_unsigned(asked),
+        "group_prompt": shortest_unsigned(prompt_numbers),
         "group_epoch": np.array([rows["epoch"][c] for c in starts], dtype=np.int32),
         "group_first": np.array([*starts, count], dtype=np.uint32),
     }
     return [list(prompt) for prompt in prompts], groups
 
 
+def _starts_group(rows: Rows, c: int) -> bool:
+    """Returns True if completion c is of another group than completion c - 1."""
+    for name in ("step", "prompt_id", "epoch"):
+        if rows[name][c] != rows[name][c - 1]:
+            return True
+    return bool(rows["sample_index"][c] <= rows["sample_index"][c - 1])
+
+
 def _answer(text: str) -> str:
-    """The reference answer as it is read: JSON text, unless that is only a text in quotation marks."""
+    """Returns the reference answer for readers: its JSON text, or the text that this quotes."""
     answer = json.loads(text)
     return answer if isinstance(answer, str) else text
 
 
-def _columns(rows: Rows, places: np.ndarray) -> dict[str, np.ndarray]:
-    """The arrays of completions and tokens; `places` are the tokens' places in the vocabulary."""
-    own_T = np.where(rows["loss_mask"] == 1, rows["old_logprobs"] - rows["rollout_logprobs"], 0.0)
-    log_ratios = [
-        part.sum() for part in np.split(own_T, np.cumsum(rows["length"])[:-1])
-    ]  # NaN if one is unknown
-    return {name: rows[name].astype(np.float32) for name in NUMBERS} | {
+def _columns(rows: Rows, token_index_T: np.ndarray) -> dict[str, np.ndarray]:
+    """Returns the arrays of completions and tokens; `token_index_T` are indices of the vocabulary."""
+    ends = np.cumsum(rows["length"])
+    log_ratio_T = rows["old_logprobs"] - rows["rollout_logprobs"]
+    log_ratio_T = np.where(rows["loss_mask"] == 1, log_ratio_T, 0.0)
+    # The sum of a completion is NaN if one of its log-probs is unknown.
+    log_ratios = [part.sum() for part in np.split(log_ratio_T, ends[:-1])]
+    columns = {name: rows[name].astype(np.float32) for name in NUMBERS}
+    columns |= {
         "reward": rows["reward"],
         "sample_index": shortest_unsigned(rows["sample_index"]),
         "finished": rows["finished"].astype(np.uint8),
-        "first_token": np.concatenate([[0], np.cumsum(rows["length"])]).astype(np.uint32),
-        "token": shortest_unsigned(places),
+        "first_token": np.concatenate([[0], ends]).astype(np.uint32),
+        "token": shortest_unsigned(token_index_T),
         "rollout_logprobs": _thousandths(rows["rollout_logprobs"]),
         "log_ratio": np.array(log_ratios, dtype=np.float32),
         "version": rows["policy_versions"],
         "sampled": rows["loss_mask"],
-        **{name: _thousandths(rows[name]) for name in MEASURED if not np.isnan(rows[name]).all()},
     }
+    for name in MEASURED:
+        if not np.isnan(rows[name]).all():
+            columns[name] = _thousandths(rows[name])
+    return columns
 
 
 def _thousandths(logp: np.ndarray) -> np.ndarray:
-    """Log-probs in thousandths of a nat, those below -32.767 as -32.767, unknown ones as UNKNOWN."""
-    known = np.clip(np.rint(logp * PER_NAT), UNKNOWN + 1, -UNKNOWN - 1)
-    return np.where(np.isnan(known), UNKNOWN, known).astype(np.int16)
+    """Returns log-probs in thousandths of a nat: at least -32.767, unknown ones as UNKNOWN."""
+    rounded = np.clip(np.rint(logp * PER_NAT), UNKNOWN + 1, -UNKNOWN - 1)
+    return np.where(np.isnan(rounded), UNKNOWN, rounded).astype(np.int16)
+
+
+# ---- Texts of tokens ----
 
 
 def texts_of(run: Path, model: str, ids: Sequence[int]) -> tuple[list[str] | None, str]:
-    """The text of each token id and "", or None and why there are none."""
+    """Returns the text of each token id and ""; None and the reason if there is no tokenizer."""
     from tokenizers import Tokenizer
 
-    for path in _places(run, model):
-        with suppress(Exception):  # the package raises Exception itself
-            return token_texts(Tokenizer.from_str(path.read_text("utf-8")), ids), ""
-    return (
-        None,
-        "the tokenizer of the run's model is not on this machine, so tokens are shown by their ids",
-    )
+    for path in _tokenizer_paths(run, model):
+        # The package raises Exception itself.
+        with suppress(Exception):
+            tokenizer = Tokenizer.from_str(path.read_text("utf-8"))
+            return token_texts(tokenizer, ids), ""
+    problem = "the tokenizer of the run's model is not on this machine"
+    return None, f"{problem}, so tokens are shown by their ids"
 
 
-def _places(run: Path, model: str) -> Iterator[Path]:
-    """Beside weights that the run wrote, in the model's directory or among the models of lagrpo, in the hub's cache."""
+def _tokenizer_paths(run: Path, model: str) -> Iterator[Path]:
+    """Yields where the tokenizer may be: with the run's weights, with the model, in the hub's cache."""
     from huggingface_hub import try_to_load_from_cache
 
     from lagrpo.model.embedded import ALIASES, DIRECTORY
 
     yield from sorted((run / "weights").glob(f"*/{TOKENIZER}"))
-    yield (
-        cache_directory() / DIRECTORY if model in ALIASES else Path(model).expanduser()
-    ) / TOKENIZER
-    if model.count("/") == 1 and not model.startswith("."):
+    if model in ALIASES:
+        yield cache_directory() / DIRECTORY / TOKENIZER
+    else:
+        yield Path(model).expanduser() / TOKENIZER
+    is_hub_name = model.count("/") == 1 and not model.startswith(".")
+    if is_hub_name:
         yield Path(str(try_to_load_from_cache(model, TOKENIZER)))
 
 
 def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
-    """The text of each id inside of a text, decoded behind another token, since decoders drop the space before the
-    first. A part of a character is shown as its name in the vocabulary."""
+    """Returns the text that each token has inside of a text.
+
+    It is decoded behind another token, since decoders drop the space before the first. A part of a
+    character is shown as its name in the vocabulary.
+    """
     anchor = tokenizer.encode("a", add_special_tokens=False).ids[-1:]
-    before = tokenizer.decode(anchor, skip_special_tokens=False)
-    found = []
-    for number in ids:
-        text = tokenizer.decode([*anchor, number], skip_special_tokens=False)
-        own = text[len(before) :] if text.startswith(before) else ""
-        own = own or tokenizer.decode([number], skip_special_tokens=False)
-        found.append(
-            own if own and "\ufffd" not in own else f"<{tokenizer.id_to_token(number) or number}>"
-        )
-    return found
+    anchor_text = tokenizer.decode(anchor, skip_special_tokens=False)
+    texts = []
+    for token_id in ids:
+        text = ""
+        with_anchor = tokenizer.decode([*anchor, token_id], skip_special_tokens=False)
+        if with_anchor.startswith(anchor_text):
+            text = with_anchor[len(anchor_text) :]
+        if not text:
+            text = tokenizer.decode([token_id], skip_special_tokens=False)
+        is_part_of_character = "\ufffd" in text
+        if not text or is_part_of_character:
+            text = f"<{tokenizer.id_to_token(token_id) or token_id}>"
+        texts.append(text)
+    return texts

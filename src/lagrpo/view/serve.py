@@ -1,10 +1,12 @@
-"""`lagrpo view`: write the page, or serve it on 127.0.0.1 with newer data when files of its runs change.
+"""`lagrpo view`: writes the page, or serves it on 127.0.0.1 and follows the files of its runs.
 
-The page is one HTML file without links, which asks no network. Scripts and styles are allowed by their hashes alone.
-The data is base64, and names in the title are escaped; the script puts every other text into the page as text.
+The page is one HTML file without links, which asks no network. Scripts and styles are allowed by
+their hashes alone. The data is base64, and names in the title are escaped; the script puts every
+other text into the page as text.
 
-Only this machine is answered, and only by the names of this machine: another web page cannot read the server through a
-name that it points to 127.0.0.1."""
+Only this machine is answered, and only by the names of this machine. Another web page cannot read
+the server through a name that it points to 127.0.0.1.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ from lagrpo.view.data import collect, take_stamp
 
 STYLES = ("uplot.css", "style.css")
 SCRIPTS = ("dom", "data", "trend", "groups", "tokens", "rollouts", "evaluations", "settings", "app")
-HOST, FILE = "127.0.0.1", "view.html"
+HOST = "127.0.0.1"
+FILE = "view.html"
 HEADERS = {
     "Cache-Control": "no-store",
     "X-Content-Type-Options": "nosniff",
@@ -41,102 +44,144 @@ def view(
     opens: bool = False,
     port: int | None = None,
 ) -> Path:
-    """Write the page of these runs to `out` (default: view.html of the run, or of the working directory for several),
-    and open it in the browser if asked to. With a port (0: a free one) serve it until Ctrl-C, and write it again when
-    the runs have changed and a browser asks. Raises RunNotFoundError, or SettingsError for damaged files, a port and an
-    `out` that cannot be used."""
+    """Writes the page of these runs, and returns its file.
+
+    runs           directories of runs
+    out            the file; default: view.html in the run, or in the working directory for several
+    completions    most completions on the page
+    opens          opens the page in the browser
+    port           serves the page until Ctrl-C (0: at a free port), and writes it again when the
+                   runs have changed and a browser asks
+
+    Raises RunNotFoundError, or SettingsError for damaged files, a port and an `out` that cannot be
+    used.
+    """
     if not runs:
         raise SettingsError("view needs a run: lagrpo view runs/NAME")
-    found = [open_run(run).path for run in runs]
-    paths = list({path.resolve(): path for path in found}.values())
-    target = out or (paths[0] / FILE if len(paths) == 1 else Path(FILE))
+    paths = _distinct_paths(runs)
+    if out is None:
+        out = paths[0] / FILE if len(paths) == 1 else Path(FILE)
 
     def collect_and_write() -> bytes:
         packed = collect(paths, completions)
         with as_settings_error():
-            write_atomically(target, make_page([path.name for path in paths], packed))
+            page = make_page([path.name for path in paths], packed)
+            write_atomically(out, page)
         return packed
 
     collect_and_write()
     if port is None:
-        print(
-            f"{target} ({target.stat().st_size / 1e6:.1f} MB): open it in a browser, or copy it anywhere"
-        )
+        megabytes = out.stat().st_size / 1e6
+        print(f"{out} ({megabytes:.1f} MB): open it in a browser, or copy it anywhere")
         if opens:
-            webbrowser.open(target.absolute().as_uri())
-        return target
+            webbrowser.open(out.absolute().as_uri())
+        return out
     with as_settings_error(f"port {port}", OverflowError):
         server = Server(paths, collect_and_write, port)
     with server:
-        print(
-            f"{server.url}  shows {', '.join(map(str, paths))} and follows new batches; Ctrl-C stops",
-            flush=True,
-        )
+        names = ", ".join(str(path) for path in paths)
+        print(f"{server.url}  shows {names} and follows new batches; Ctrl-C stops", flush=True)
         if opens:
             webbrowser.open(server.url)
         server.serve_forever()
-    return target
+    return out
+
+
+def _distinct_paths(runs: Sequence[Path]) -> list[Path]:
+    """Returns the directories of the runs, each once. Raises RunNotFoundError."""
+    paths_by_location = {}
+    for run in runs:
+        path = open_run(run).path
+        paths_by_location[path.resolve()] = path
+    return list(paths_by_location.values())
 
 
 def make_page(names: Sequence[str], packed: bytes, live: bool = False) -> str:
-    """The page of runs with these names; `live` lets it ask the server that it comes from for newer data."""
+    """Returns the page of runs with these names.
+
+    `live` lets the page ask the server that it comes from for newer data.
+    """
     scripts = "\n".join(_asset(f"{name}.js") for name in SCRIPTS)
-    style, library = "\n".join(map(_asset, STYLES)), _asset("uplot.js")
-    program = f'(() => {{\n"use strict";\n{scripts}\n}})();'  # one function: its names are its own
+    style = "\n".join(_asset(name) for name in STYLES)
+    library = _asset("uplot.js")
+    # One function around all scripts keeps their names apart from those of the library.
+    program = f'(() => {{\n"use strict";\n{scripts}\n}})();'
     connect = "'self'" if live else "'none'"
     policy = (
         f"default-src 'none'; script-src {_hash(library)} {_hash(program)}; style-src {_hash(style)}; "
         f"connect-src {connect}; base-uri 'none'; form-action 'none'"
     )
-    title = html.escape(f"{', '.join(names)} · lagrpo view".encode(errors="replace").decode())
-    data, marks = base64.b64encode(packed).decode(), " data-live" if live else ""
-    parts = {"title": title, "style": style, "data": data, "library": library, "program": program}
-    return _asset("page.html").format(live=marks, policy=policy, **parts)
+    # Names of directories that are not UTF-8 have lone surrogates.
+    title = f"{', '.join(names)} · lagrpo view".encode(errors="replace").decode()
+    return _asset("page.html").format(
+        live=" data-live" if live else "",
+        policy=policy,
+        title=html.escape(title),
+        style=style,
+        data=base64.b64encode(packed).decode(),
+        library=library,
+        program=program,
+    )
 
 
 def _asset(name: str) -> str:
-    return files("lagrpo.view").joinpath("assets", name).read_text(encoding="utf-8")
+    asset = files("lagrpo.view").joinpath("assets", name)
+    return asset.read_text(encoding="utf-8")
 
 
 def _hash(text: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+    """Returns the source expression of a script or style in a Content-Security-Policy."""
+    digest = hashlib.sha256(text.encode()).digest()
+    return f"'sha256-{base64.b64encode(digest).decode()}'"
 
 
 class Server(ThreadingHTTPServer):
-    """Answers / with the page of these runs and /data?stamp=S with data newer than stamp S, or 204 without any."""
+    """The server of a page.
+
+    It answers / with the page, and /data?stamp=S with data newer than stamp S, or 204 without any.
+    `collect` returns the packed data.
+    """
 
     daemon_threads = True
 
     def __init__(self, paths: Sequence[Path], collect: Callable[[], bytes], port: int = 0) -> None:
-        self.paths, self.collect = paths, collect
+        self.paths = paths
+        self.collect = collect
         super().__init__((HOST, port), Handler)
         self.url = f"http://{HOST}:{self.server_port}/"
         self.hosts = {f"{name}:{self.server_port}" for name in (HOST, "localhost")}
 
 
 class Handler(BaseHTTPRequestHandler):
-    """One request."""
+    """The answer to one request."""
 
     server: Server
-    timeout = 30  # seconds for a request to arrive
+    timeout = 30
+    """seconds for a request to arrive"""
 
     def do_GET(self) -> None:
-        url, paths = urlsplit(self.path), self.server.paths
+        url = urlsplit(self.path)
+        paths = self.server.paths
         if self.headers.get("Host") not in self.server.hosts:
-            return self._answer(
-                HTTPStatus.FORBIDDEN, "text/plain", b"this server answers at 127.0.0.1 only\n"
-            )
+            message = b"this server answers at 127.0.0.1 only\n"
+            self._answer(HTTPStatus.FORBIDDEN, "text/plain", message)
+            return
         if url.path not in ("/", "/data"):
-            return self._answer(HTTPStatus.NOT_FOUND, "text/plain", b"the only page is /\n")
-        if url.path == "/data" and parse_qs(url.query).get("stamp") == [take_stamp(paths)]:
-            return self._answer(HTTPStatus.NO_CONTENT)
+            self._answer(HTTPStatus.NOT_FOUND, "text/plain", b"the only page is /\n")
+            return
+        is_data = url.path == "/data"
+        if is_data and parse_qs(url.query).get("stamp") == [take_stamp(paths)]:
+            self._answer(HTTPStatus.NO_CONTENT)
+            return
         try:
             packed = self.server.collect()
         except (OSError, ValueError) as error:
-            text = one_line(str(error)).encode(errors="replace")
-            return self._answer(HTTPStatus.SERVICE_UNAVAILABLE, "text/plain; charset=utf-8", text)
-        if url.path == "/data":
-            return self._answer(HTTPStatus.OK, "application/octet-stream", packed)
+            message = one_line(str(error)).encode(errors="replace")
+            self._answer(HTTPStatus.SERVICE_UNAVAILABLE, "text/plain; charset=utf-8", message)
+            return
+        if is_data:
+            self._answer(HTTPStatus.OK, "application/octet-stream", packed)
+            return
         page = make_page([path.name for path in paths], packed, live=True)
         self._answer(HTTPStatus.OK, "text/html; charset=utf-8", page.encode())
 
@@ -151,4 +196,4 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Requests are not printed."""
+        """Prints nothing for a request."""

@@ -1,0 +1,224 @@
+"""Checks of metrics.jsonl: its lines, and the metrics that follow from the rows of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lagrpo.runs.rollouts import reward_columns
+from lagrpo.types import Range
+from lagrpo.verify import formulas
+from lagrpo.verify.formulas import mean
+from lagrpo.verify.record import RecordedRun, Row, groups_of, sampled
+
+FILE = "metrics.jsonl"
+Metrics = dict[str, float | None]
+
+FLOAT64_TOLERANCE = 1e-9
+"""Relative: sums of float64 in another order."""
+
+LOGP_TOLERANCE = 1e-4
+"""Relative: metrics of log-probs, which are float32; their distance from 1 for the mean ratio."""
+
+MIN_ESS_OF_IMPROVEMENT = 25.0
+"""Below this ESS, the improvement is too noisy to be recorded."""
+
+
+def check_metrics(run: RecordedRun) -> None:
+    """Checks that every step has a line, in order, with the keys of the first, and the metrics.
+
+    The last batch on disk may have no line yet.
+    """
+    _check_lines(run)
+    for step, line in sorted(run.metrics.items()):
+        rows = run.steps.get(step)
+        if not rows:
+            continue
+        where = f"{FILE}, line {line.number} (step {step})"
+        for name, value in step_metrics(run, step, rows).items():
+            tolerance = _tolerance_of(name, value)
+            run.report.compare(FILE, where, {name: value}, line.values, tolerance)
+
+
+def _check_lines(run: RecordedRun) -> None:
+    column = "step and keys"
+    for line in run.lines:
+        expected = {column: (line.number, list(run.lines[0].values))}
+        recorded = {column: (line.values["step"], list(line.values))}
+        run.report.compare(FILE, f"{FILE}, line {line.number}", expected, recorded)
+    steps_without_line = sorted(run.steps.keys() - run.metrics.keys())
+    for step in steps_without_line[:-1]:
+        run.report.compare(FILE, FILE, {f"the line of step {step}": "there"}, {})
+
+
+def _tolerance_of(name: str, value: float | None) -> float:
+    if name.startswith("rollout/") and value is not None:
+        center = 1.0 if name == "rollout/ratio_mean" else 0.0
+        return 1e-6 + LOGP_TOLERANCE * abs(value - center)
+    return FLOAT64_TOLERANCE * (1 + abs(value or 0))
+
+
+def step_metrics(run: RecordedRun, step: int, rows: Sequence[Row]) -> Metrics:
+    """Returns the metrics of a step that follow from its rows; docs/metrics.md defines each."""
+    scored_groups = groups_of(row for row in rows if row["outcome"] == "scored")
+    return {
+        **_reward_metrics(rows, scored_groups),
+        **_completion_metrics(rows),
+        **_staleness_metrics(rows),
+        **token_metrics(rows),
+        **sequence_metrics(scored_groups, run.settings.task.reward_range),
+        **_evaluation_metrics(run, step),
+    }
+
+
+def _reward_metrics(rows: Sequence[Row], scored_groups: Sequence[Sequence[Row]]) -> Metrics:
+    rewards = [row["reward"] for members in scored_groups for row in members]
+    have_equal_rewards = [len({row["reward"] for row in members}) == 1 for members in scored_groups]
+    metrics: Metrics = {
+        "reward": mean(rewards),
+        "reward_std": None,
+        "frac_reward_zero_std": mean(have_equal_rewards),
+    }
+    if rewards:
+        rewards_C = torch.tensor(rewards, dtype=torch.float64)
+        metrics["reward_std"] = rewards_C.std(correction=0).item()
+    for name in reward_columns(rows[0]):
+        values = [row[f"reward_{name}"] for row in rows]
+        metrics[f"rewards/{name}/mean"] = mean(value for value in values if value is not None)
+    return metrics
+
+
+def _completion_metrics(rows: Sequence[Row]) -> Metrics:
+    tokens = sum(sum(row["loss_mask"]) for row in rows)
+    outcomes = [row["outcome"] for row in rows]
+    return {
+        "num_tokens": tokens,
+        "completions/mean_length": tokens / len(rows),
+        "completions/clipped_ratio": mean(not row["finished"] for row in rows),
+        "completions/unscored": outcomes.count("unscored"),
+        "completions/failed": outcomes.count("failed"),
+        # A completion of one turn has no messages.
+        "num_turns/mean": mean(len(row["messages"][::2]) or 1 for row in rows),
+    }
+
+
+def _staleness_metrics(rows: Sequence[Row]) -> Metrics:
+    staleness_T = []
+    for row in rows:
+        for version in sampled(row, "policy_versions"):
+            # -1: the version of offline data is unknown.
+            if version >= 0:
+                staleness_T.append(row["policy_version"] - version)
+    return {
+        "staleness/mean": mean(staleness_T),
+        "staleness/max": max(staleness_T, default=None),
+    }
+
+
+def _evaluation_metrics(run: RecordedRun, step: int) -> Metrics:
+    """Returns the values of each evaluation set, if it was evaluated before this step."""
+    metrics: Metrics = {}
+    for evaluation_set in run.settings.eval.sets:
+        name = evaluation_set.name
+        summary = _find_evaluation(run, name, step - 1)
+        metrics[f"eval/{name}/pass@1"] = summary.get("pass@1")
+        metrics[f"eval/{name}/reward"] = summary.get("reward")
+    return metrics
+
+
+def _find_evaluation(run: RecordedRun, name: str, step: int) -> dict[str, Any]:
+    """Returns the summary of a set's evaluation after a step; empty if there is none."""
+    for summary in run.evaluations:
+        if summary.get("set") == name and (summary.get("step") or 0) == step:
+            return summary
+    return {}
+
+
+# ---- Rollout policy α against π_k ----
+
+
+def log_ratios(rows: Iterable[Row]) -> list[Tensor]:
+    """Returns log π_k - log α of the sampled tokens of each row, float64 [t].
+
+    Returns an empty list if one of the log-probs is unknown.
+    """
+    log_ratio_of_rows = []
+    for row in rows:
+        if row["old_logprobs"] is None or None in sampled(row, "rollout_logprobs"):
+            return []
+        logp_k = torch.tensor(sampled(row, "old_logprobs"), dtype=torch.float32)
+        logp_alpha = torch.tensor(sampled(row, "rollout_logprobs"), dtype=torch.float32)
+        # The difference is rounded to float32 as in training.
+        log_ratio_of_rows.append((logp_k - logp_alpha).double())
+    return log_ratio_of_rows
+
+
+def token_metrics(rows: Sequence[Row]) -> Metrics:
+    """Compares π_k with α over the tokens of the objective; empty if a log-prob is unknown."""
+    log_ratio_of_rows = log_ratios(row for row in rows if not row["excluded_reason"])
+    if not log_ratio_of_rows:
+        return {}
+    log_ratio_T = torch.cat(log_ratio_of_rows)
+    limited_T = formulas.limit(log_ratio_T)
+    difference_T = log_ratio_T.abs()
+    return {
+        "rollout/kl": formulas.kl_terms(limited_T).mean().item(),
+        "rollout/ratio_mean": limited_T.exp().mean().item(),
+        "rollout/ess": formulas.effective_sample_size(limited_T) / len(limited_T),
+        "rollout/logp_difference_mean": difference_T.mean().item(),
+        "rollout/logp_difference_max": difference_T.max().item(),
+    }
+
+
+def sequence_metrics(groups: Sequence[Sequence[Row]], reward_range: Range) -> Metrics:
+    """Compares π_k with α over whole completions whose log α is known.
+
+    Returns nothing if log π_k of one of them is unknown.
+    """
+    rows = []
+    for members in groups:
+        rows += [row for row in members if None not in sampled(row, "rollout_logprobs")]
+    log_ratio_of_rows = log_ratios(rows)
+    if not log_ratio_of_rows:
+        return {}
+    log_ratio_C = torch.stack([log_ratio_T.sum() for log_ratio_T in log_ratio_of_rows])
+    # The estimate of a completion is a sum over its tokens, in which ratios have no limit.
+    kl_of_rows = [formulas.kl_terms(log_ratio_T).sum().item() for log_ratio_T in log_ratio_of_rows]
+    ess = formulas.effective_sample_size(log_ratio_C)
+
+    low, high = reward_range
+    is_in_range = all(low <= row["reward"] <= high for row in rows)
+    improvement = None
+    if ess >= MIN_ESS_OF_IMPROVEMENT and is_in_range:
+        improvement = estimate_improvement(groups, reward_range)
+    # The improvement cannot be larger than the range of rewards: such an estimate is noise.
+    if improvement is not None and not abs(improvement) <= 1:
+        improvement = None
+    return {
+        "improvement": improvement,
+        "rollout/seq_kl": mean(kl_of_rows),
+        "rollout/seq_tv": formulas.total_variation(log_ratio_C),
+        "rollout/seq_ess": ess,
+    }
+
+
+def estimate_improvement(groups: Sequence[Sequence[Row]], reward_range: Range) -> float | None:
+    """Returns the mean over the groups of (rho - 1) (r - mean of the others), rho = π_k/α.
+
+    r is in units of the range of rewards. Groups of one completion, or with an unknown log-prob, are
+    left out. None without a group.
+    """
+    low, high = reward_range
+    gains = []
+    for members in groups:
+        log_ratio_of_rows = log_ratios(members)
+        if len(members) < 2 or not log_ratio_of_rows:
+            continue
+        log_ratio_G = torch.stack([log_ratio_T.sum() for log_ratio_T in log_ratio_of_rows])
+        rewards_G = torch.tensor([row["reward"] for row in members], dtype=torch.float64)
+        advantages_G = formulas.leave_one_out_of((rewards_G - low) / (high - low))
+        gains.append((log_ratio_G.expm1() * advantages_G).mean().item())
+    return mean(gains)

@@ -1,0 +1,338 @@
+"""Checks against the task and the tokenizer: prompts, texts, rewards, and evaluations."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any, Literal
+
+import torch
+
+from lagrpo.model.chat import Chat
+from lagrpo.model.files import load_tokenizer
+from lagrpo.rewards.pool import BY_MACHINE, RewardPool
+from lagrpo.rewards.reward import Rewards
+from lagrpo.rng import permutation
+from lagrpo.runs.rollouts import reward_columns
+from lagrpo.tasks import (
+    Environment,
+    StepResult,
+    Task,
+    complete_task,
+    drop_overlong,
+    environment_of,
+    load_task,
+)
+from lagrpo.types import Completion, Group, Outcome, Prompt
+from lagrpo.verify.formulas import mean, pass_at_k
+from lagrpo.verify.record import RecordedRun, Row, groups_of
+from lagrpo.verify.tokens import find_path, find_weights
+
+Split = Literal["train", "test"]
+SUM_TOLERANCE = 1e-9
+"""Sums of float64 in another order."""
+
+
+def check_rewards(run: RecordedRun, task: Task | None) -> None:
+    """Checks prompts, ends and texts of the rollouts, then the rewards of rollouts and evaluations.
+
+    `task` replaces the task of the settings.
+    """
+    left_out = len(run.rows) - len(run.generated)
+    run.report.skip("texts and rewards of failed or offline completions", left_out)
+    chat = load_chat(run)
+    check_texts(run, chat)
+    if task is None and run.used_task_object:
+        cure = "pass it to lagrpo.verify.verify_run"
+        run.report.skip(f"prompts and rewards: the run used a Task object; {cure}")
+        return
+    settings = run.settings
+    if task is None:
+        task = load_task(settings.task, settings.run.seed)
+    else:
+        task = complete_task(task, settings.task.tools)
+    make_environment = environment_of(task)
+    if make_environment is None:
+        task = drop_overlong(task, settings.rollout, chat)
+        check_prompts(run, task, chat)
+        score_again(run, task, chat, "train", groups_of(run.generated))
+    else:
+        check_prompts(run, task, None)
+        for row in run.generated:
+            if row["outcome"] == "scored":
+                prompt = task.prompt("train", row["prompt_id"])
+                check_episode(run, make_environment(), prompt, row)
+    check_evaluations(run, task, chat)
+
+
+def load_chat(run: RecordedRun) -> Chat:
+    """Loads the model's tokenizer, with its chat template as of the start of the run."""
+    from transformers import GenerationConfig
+
+    folder = find_weights(run)[0]
+    tokenizer = load_tokenizer(folder)
+    template = run.settings.model.chat_template
+    if template:
+        tokenizer.chat_template = find_path(run, template).read_text(encoding="utf-8")
+    generation_eos = GenerationConfig.from_pretrained(folder).eos_token_id
+    if not isinstance(generation_eos, list):
+        generation_eos = [generation_eos]
+    eos_ids = {tokenizer.eos_token_id, *generation_eos} - {None}
+    chat = Chat(
+        tokenizer,
+        vocabulary=sys.maxsize,
+        eos_ids=frozenset(eos_ids),
+        template_kwargs=run.settings.model.chat_template_kwargs,
+        started=datetime.fromisoformat(run.environment["started"]),
+    )
+    return chat.with_turn_end()
+
+
+def check_texts(run: RecordedRun, chat: Chat) -> None:
+    """Checks that texts are the decoded tokens, and where completions of one turn end.
+
+    They end at their first end-of-sequence token, or at the limit of tokens.
+    """
+    for row in run.generated:
+        tokens = row["token_ids"]
+        expected: dict[str, Any] = {"completion": chat.decode(tokens)}
+        is_one_turn = not row["messages"]
+        if is_one_turn:
+            tokens_until_eos = _count_until_eos(tokens, chat.eos_ids)
+            limit = run.settings.rollout.max_completion_length
+            expected["tokens"] = limit if tokens_until_eos is None else tokens_until_eos
+            expected["finished"] = tokens_until_eos is not None
+        run.report.compare("texts", row["where"], expected, {**row, "tokens": len(tokens)})
+
+
+def _count_until_eos(tokens: Sequence[int], eos_ids: frozenset[int]) -> int | None:
+    """Counts the tokens up to and including the first end-of-sequence token; None without one."""
+    for count, token in enumerate(tokens, start=1):
+        if token in eos_ids:
+            return count
+    return None
+
+
+def check_prompts(run: RecordedRun, task: Task, chat: Chat | None) -> None:
+    """Checks which prompts a step has, by seed and step, and their answers; with `chat`, their tokens."""
+    size = task.size("train")
+    seed = run.settings.run.seed
+    groups_so_far: Counter[int] = Counter()  # by step
+    for members in groups_of(run.rows):
+        first = members[0]
+        if first["source"] != "sampler":
+            continue
+        step = first["step"]
+        position = (step - 1) * run.fresh_prompts + groups_so_far[step]
+        groups_so_far[step] += 1
+        prompt = task.prompt("train", first["prompt_id"] % size)
+        expected: dict[str, Any] = {"answer": json.dumps(prompt.answer, ensure_ascii=False)}
+        # In a negative epoch, dynamic sampling has replaced the prompt of this position.
+        if first["epoch"] >= 0:
+            epoch, index = divmod(position, size)
+            order = permutation(size, seed, "prompt order", epoch)
+            expected["epoch"] = epoch
+            expected["prompt_id"] = int(order[index])
+        if chat is not None:
+            expected["prompt_token_ids"] = list(chat.tokenize(prompt).token_ids)
+        for row in members:
+            run.report.compare("prompts", row["where"], expected, row)
+
+
+def check_episode(run: RecordedRun, environment: Environment, prompt: Prompt, row: Row) -> None:
+    """Checks an environment's replies and the reward, by sending it the policy's turns again."""
+    completion_key = (row["step"], row["epoch"], row["prompt_id"], row["sample_index"])
+    environment.reset(prompt, (run.settings.run.seed, "sample", *completion_key))
+    policy_turns = row["messages"][::2]
+    recorded_replies = row["messages"][1::2]
+    replies: list[str] = []
+    result = StepResult()
+    for text in policy_turns:
+        result = environment.step(text)
+        if result.done:
+            break
+        contents = [str(message.get("content") or "") for message in result.messages]
+        replies.append("\n".join(contents))
+    # The run may have reached a limit of tokens or turns before the last reply was appended.
+    expected = {"replies": replies[: len(recorded_replies)], "reward": result.reward}
+    run.report.compare("episodes", row["where"], expected, {**row, "replies": recorded_replies})
+
+
+def score_again(
+    run: RecordedRun, task: Task, chat: Chat, split: Split, groups: Sequence[Sequence[Row]]
+) -> None:
+    """Scores completions again. Rewards of a server are left out: it may answer differently."""
+    rows = [row for members in groups for row in members]
+    for reward in Rewards.from_reward(task.reward).parts:
+        if not getattr(reward.function, "repeats", True):
+            reason = "rewards: a server gave them and may answer differently"
+            run.report.skip(reason, len(rows))
+            return
+    unscored = []
+    for members in groups:
+        prompt = task.prompt(split, members[0]["prompt_id"] % task.size(split))
+        completions = tuple(_to_completion(row) for row in members)
+        # Rewards may read how the tokenized prompt begins the answer.
+        unscored.append(Group(chat.tokenize(prompt), completions))
+    deadline = run.settings.task.reward_timeout
+    with RewardPool(task.reward, deadline=deadline, max_without_reward=1.0) as pool:
+        outcomes = [
+            completion.outcome or Outcome.failed("")
+            for group in pool.score(unscored)
+            for completion in group.completions
+        ]
+    for row, outcome in zip(rows, outcomes, strict=True):
+        _compare_outcome(run, row, outcome)
+
+
+def _to_completion(row: Row) -> Completion:
+    """Returns what a reward may read of a recorded completion: its text, and how long it is."""
+    zeros_T = torch.zeros(sum(row["loss_mask"]))
+    return Completion(
+        token_ids=zeros_T,
+        logp_alpha=zeros_T,
+        versions=zeros_T,
+        finished=row["finished"],
+        text=row["completion"],
+    )
+
+
+def _compare_outcome(run: RecordedRun, row: Row, outcome: Outcome) -> None:
+    reasons = (row["reason"], outcome.reason)
+    depends_on_machine = any(reason.startswith(BY_MACHINE) for reason in reasons)
+    only_one_scored = (row["reward"] is None) != (outcome.reward is None)
+    # A deadline or a crash decided in one of the two runs.
+    if depends_on_machine and only_one_scored:
+        run.report.undecided["rewards"] += 1
+        return
+    expected = {"reward": outcome.reward}
+    for name, value in outcome.parts.items():
+        expected[f"reward_{name}"] = value
+    run.report.compare("rewards", row["where"], expected, row)
+
+
+# ---- Evaluations ----
+
+
+def check_evaluations(run: RecordedRun, task: Task, chat: Chat) -> None:
+    """Checks all evaluations. `task` is that of the training; evaluation sets may have others."""
+    settings = run.settings
+    task_settings_of_sets = {
+        evaluation_set.name: evaluation_set.task for evaluation_set in settings.eval.sets
+    }
+    for summary in run.evaluations:
+        task_settings = task_settings_of_sets.get(summary.get("set", ""))
+        if task_settings is None:
+            set_task = task
+            task_settings = settings.task
+        else:
+            set_task = load_task(task_settings, settings.run.seed)
+            set_task = drop_overlong(set_task, settings.rollout, chat)
+        if environment_of(set_task) is not None:
+            run.report.skip("evaluations with several turns, which are recorded as one text")
+        else:
+            largest_reward = task_settings.reward_range[1]
+            check_evaluation(run, set_task, chat, largest_reward, summary)
+
+
+def check_evaluation(
+    run: RecordedRun, task: Task, chat: Chat, largest_reward: float, summary: dict[str, Any]
+) -> None:
+    """Checks an evaluation's prompts, its rewards, and the summary that follows from them.
+
+    A reward of `largest_reward` is correct, unless the record says which completions are.
+    """
+    name = summary["name"]
+    records = run.records[name]
+    file = f"evaluations/{name}.parquet"
+    order = permutation(task.size("test"), run.settings.run.seed, "prompt order", -1)
+    prompt_ids = sorted(order[: len(records)].tolist())
+    for number, (record, prompt_id) in enumerate(zip(records, prompt_ids, strict=True)):
+        prompt = task.prompt("test", prompt_id)
+        check_record(run, prompt, largest_reward, record, f"{file}, row {number}")
+    groups = [to_rows(record, file) for record in records]
+    score_again(run, task, chat, "test", groups)
+    expected = _summarize(run, name, records)
+    where = f"evaluations/{name}.json"
+    run.report.compare(f"evaluation {name}", where, expected, summary, SUM_TOLERANCE)
+
+
+def _summarize(run: RecordedRun, name: str, records: Sequence[Row]) -> dict[str, Any]:
+    """Returns the summary that follows from an evaluation's name and its records."""
+    samples = max((record["samples"] for record in records), default=0)
+    step = _step_of_evaluation(run, name)
+    summary: dict[str, Any] = {"step": step, "prompts": len(records), "samples": samples}
+    if step + 1 in run.metrics:
+        next_line = run.metrics[step + 1].values
+        summary["policy_version"] = next_line["policy_version"]
+    summary["unscored"] = sum(record["samples"] - record["scored"] for record in records)
+    summary["reward"] = mean(record["reward"] for record in records if record["scored"])
+    powers_of_two = {1 << exponent for exponent in range(samples.bit_length())}
+    for k in {samples, *powers_of_two}:
+        summary[f"pass@{k}"] = mean(
+            pass_at_k(record["scored"], record["correct"], k)
+            for record in records
+            if record["scored"] >= k
+        )
+    return summary
+
+
+def _step_of_evaluation(run: RecordedRun, name: str) -> int:
+    """Returns the step after which an evaluation ran.
+
+    Names are "before", "after" and "batch-000012", each alone or followed by ".SET".
+    """
+    moment = name.partition(".")[0]
+    if moment.startswith("batch"):
+        return int(moment.removeprefix("batch-"))
+    if moment == "before":
+        return 0
+    if moment == "after":
+        return max(run.metrics, default=0)
+    raise ValueError(f"the evaluation {name!r} names no step")
+
+
+def check_record(
+    run: RecordedRun, prompt: Prompt, largest_reward: float, record: Row, where: str
+) -> None:
+    """Checks a prompt of an evaluation, and its counts and mean."""
+    rewards = record["rewards"]
+    decisions = record.get("is_correct") or [None] * len(rewards)
+    scored_rewards: list[float] = []
+    correct = 0
+    for reward, decision in zip(rewards, decisions, strict=True):
+        if reward is None:
+            continue
+        scored_rewards.append(reward)
+        correct += reward >= largest_reward if decision is None else decision
+    expected = {
+        "prompt_id": prompt.key,
+        "answer": str(prompt.answer),
+        "prompt": prompt.messages[-1]["content"],
+        "samples": len(rewards),
+        "scored": len(scored_rewards),
+        "correct": correct,
+        "reward": mean(scored_rewards),
+    }
+    run.report.compare("evaluations", where, expected, record, SUM_TOLERANCE)
+
+
+def to_rows(record: Row, where: str) -> list[Row]:
+    """Returns the completions of a prompt of an evaluation as rows."""
+    token_counts = record.get("tokens") or [0] * len(record["rewards"])
+    columns = {
+        "completion": record["completions"],
+        "reward": record["rewards"],
+        "loss_mask": [[True] * tokens for tokens in token_counts],
+    }
+    for name, values in reward_columns(record).items():
+        columns[f"reward_{name}"] = values
+    rows = []
+    for values in zip(*columns.values(), strict=True):
+        row = dict(zip(columns, values, strict=True))
+        row |= {"where": where, "prompt_id": record["prompt_id"], "finished": True, "reason": ""}
+        rows.append(row)
+    return rows
