@@ -6,14 +6,8 @@ stages: b = (s - 1)·M + k. training/run.py does what surrounds the algorithm.
 
 from __future__ import annotations
 
-import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import chain
-
-from torch import Tensor
 
 from lagrpo.interrupts import raise_if_asked
 from lagrpo.rollout.base import Request
@@ -22,56 +16,14 @@ from lagrpo.rollout.schedule import LoopState
 from lagrpo.training.batch import Batch, MicroBatch, assemble, has_zero_variance, left_out
 from lagrpo.training.build import TrainerComponents
 from lagrpo.training.metrics import by_completion, measure_kl_spent
+from lagrpo.training.step import Clock, Step, ignore_activity
 from lagrpo.types import Group
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """A batch that has been used, and where the loop stands after it."""
-
-    stage: int
-    b: int
-    version: int  # of π_k
-    reason: str  # why the sampler's weights were synced just before this batch; "" if they were not
-    sampling: Mapping[str, float]  # metrics of the sampler since the batch before
-    batch: Batch
-    rows: Sequence[MicroBatch]  # this rank's micro-batches of the objective
-    updates: Sequence[dict[str, float]]  # the metrics of each of the i updates
-    logp_k: Mapping[
-        int, Tensor
-    ]  # log π_k of the sampled tokens of each scored completion, float32 [t]
-    entropy: Mapping[
-        int, Tensor
-    ]  # of the distributions at these tokens, for completions in the objective
-    clock: Clock
-    state: LoopState
-
-
-class Clock:
-    """Seconds of a batch by phase (time/… in metrics.py), and in all since `earlier` seconds before it was made.
-    `tell` hears what is being done now; `generated` counts the sampled tokens that came meanwhile."""
-
-    def __init__(
-        self, tell: Callable[[str], None] = lambda phase: None, earlier: float = 0.0
-    ) -> None:
-        self.tell, self.generated, self._started = tell, 0, time.perf_counter() - earlier
-        self.seconds: defaultdict[str, float] = defaultdict(float)
-
-    @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        started = time.perf_counter()
-        yield
-        self.seconds[phase] += time.perf_counter() - started
-
-    @property
-    def total(self) -> float:
-        return time.perf_counter() - self._started
 
 
 def train_loop(
     components: TrainerComponents,
     state: LoopState,
-    tell: Callable[[str], None] = lambda phase: None,
+    announce: Callable[[str], None] = ignore_activity,
 ) -> Iterator[Step]:
     """Yield every batch after `state`. The first batch syncs the initial policy: the paper leaves α undefined for k <
     v. Raises Interrupted before a batch or while it is sampled."""
@@ -83,7 +35,7 @@ def train_loop(
         stage, b, clock = (
             state.batch // M + 1,
             state.batch + 1,
-            Clock(tell, components.prefetcher.seconds),
+            Clock(announce, components.prefetcher.seconds),
         )
         if stage > 1 and state.batch % M == 0:
             trainer.end_stage(s.reset_optimizer)  # 16   π_ref <- π_θ
@@ -103,16 +55,16 @@ def train_loop(
             components, clock, components.main.prompts.batch(b), coming
         )  # 11   r(x, y)
         groups = replace_zero_variance(components, state, clock, groups)
-        clock.tell("learning")
+        clock.announce("learning")
         version = policy.version
-        with clock("learning"):
+        with clock.measure("learning"):
             batch = assemble(
                 groups, trainer.recipe, longest, components.settings.run.seed, b
             )  # 12-13   A_α, weights
             rows = trainer.pack(batch, components.settings.optimizer.micro_batch_tokens)
         rest = compute_left_out(components, clock, batch)
         updates = []
-        with clock("learning"):
+        with clock.measure("learning"):
             for _ in range(s.num_iterations):  # 14
                 rows, metrics = trainer.step(rows, batch.in_objective)  # 15   Eq. 7 or 8
                 updates.append(metrics)
@@ -143,10 +95,10 @@ def train_loop(
 def sync_weights(components: TrainerComponents, clock: Clock) -> Mapping[str, float]:
     """α <- π_θ, checked; returns the metrics of the sync and of the weight-sync check."""
     policy = components.trainer.policy
-    clock.tell("weight sync")
+    clock.announce("weight sync")
     with components.ranks.sync_interrupts():
         components.prefetcher.before_sync()
-    with clock("sync"):
+    with clock.measure("sync"):
         cost = components.sampler.sync_weights(policy.weights, policy.version)
         components.prefetcher.on_sync(policy.version)
         return {
@@ -164,9 +116,9 @@ def score_groups(
 ) -> list[Group]:
     """This rank's groups get their outcomes while others are still being sampled. Returns the groups of all ranks, in
     the order of the requests."""
-    clock.tell("sampling")
+    clock.announce("sampling")
     done, waited = [], components.prefetcher.seconds
-    with clock("judging"), components.ranks.sync_interrupts():
+    with clock.measure("judging"), components.ranks.sync_interrupts():
         for group in components.main.reward_pool.score(groups):
             done.append(group)
             raise_if_asked()
@@ -206,7 +158,7 @@ def compute_left_out(components: TrainerComponents, clock: Clock, batch: Batch) 
     """The completions that the objective leaves out, with log π_k: metrics of staleness cover them too. If π_k itself
     sampled all in this process, log α is log π_k up to the rounding that the weight-sync check measures."""
     trainer, version = components.trainer, components.trainer.policy.version
-    with clock("scoring"):
+    with clock.measure("scoring"):
         given = (
             components.settings.optimizer.micro_batch_tokens,
             trainer.policy.device,

@@ -50,10 +50,11 @@ from lagrpo.training.callbacks import Callback, Status, Trackers
 from lagrpo.training.checkpoint import ResumeState
 from lagrpo.training.evaluation import Evaluations, sampling_from_policy
 from lagrpo.training.explain import meaning
-from lagrpo.training.loop import Step, train_loop
+from lagrpo.training.loop import train_loop
 from lagrpo.training.metrics import batch_metrics, completion_columns
 from lagrpo.training.ranks import Ranks, joined
 from lagrpo.training.sources import find_changed_sources
+from lagrpo.training.step import Step
 from lagrpo.types import Result
 
 FAILURES = (RewardError, WeightSyncError, VersionError, SamplerError, FloatingPointError, OSError)
