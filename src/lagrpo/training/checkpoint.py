@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import math
-import secrets
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,25 +30,14 @@ from lagrpo.data.fingerprint import check_visited
 from lagrpo.errors import SettingsError, as_settings_error, describe_error
 from lagrpo.rollout.schedule import LoopState
 from lagrpo.runs import files
-from lagrpo.runs.directory import Run
-from lagrpo.runs.environment import collect_environment, read_environment
-from lagrpo.runs.reading import load_events, load_metrics
 from lagrpo.runs.rollouts import rollout_rows, rollout_schema
-from lagrpo.settings.schema import Settings
 from lagrpo.training.build import TrainerComponents
-from lagrpo.training.checks import find_changes
 from lagrpo.training.master_weights import MergedState
 from lagrpo.training.ranks import Ranks
-from lagrpo.training.sources import collect_sources
 from lagrpo.types import Completion, Group, Outcome
 
 SCHEMA = "lagrpo.checkpoint/4"
 STATE, ROLLOUTS = "state.json", "rollouts.parquet"
-MACHINE = (
-    *("cpu", "ranks", "strategy", "threads", "device_name", "dtype", "computation"),
-    *("packages.lagrpo", "packages.torch", "packages.transformers"),
-)
-"""What in environment.json decides the bits of a run."""
 
 
 class CheckpointError(OSError):
@@ -185,89 +173,6 @@ def needs_alpha(components: TrainerComponents, loop: LoopState) -> bool:
 
 
 # Reading
-
-
-@dataclass(frozen=True, slots=True)
-class ResumeState:
-    """A run to resume: from its newest checkpoint, or from its beginning without one."""
-
-    run: Run
-    checkpoint: Checkpoint | None
-    changed: Mapping[str, tuple[Any, Any]]
-    """settings that the command line changes: name -> (before, now)"""
-    environment: Mapping[str, Any]
-    """where it began; empty if that is lost"""
-
-    @staticmethod
-    def find(directory: Path, settings: Settings) -> ResumeState:
-        """Raises SettingsError for a run that cannot resume: files are lost, or it has made all batches."""
-        run, total = Run(directory), settings.schedule.batches
-        with as_settings_error():
-            load_metrics(run)  # a damaged line is found here, before the model loads
-            checkpoint = find_checkpoint(directory / "checkpoints")
-            events = load_events(run)
-            if checkpoint is None and any(e["event"] in ("checkpoint", "resumed") for e in events):
-                raise ValueError(
-                    f"{directory} lost its checkpoints: start a new run from its weights"
-                )
-            if checkpoint is not None and total < checkpoint.batch:
-                raise ValueError(
-                    f"schedule.batches = {total}: {directory} already has {checkpoint.batch}; set more"
-                )
-            return ResumeState(
-                run, checkpoint, find_changes(settings, directory), read_environment(directory)
-            )
-
-    @property
-    def started(self) -> str | None:
-        """When the run began; None if it begins again."""
-        return self.environment.get("started") if self.checkpoint is not None else None
-
-    @property
-    def places(self) -> Mapping[str, Any]:
-        """The digests of the rows with which it began; empty if it begins again."""
-        return self.checkpoint.state["data"]["places"] if self.checkpoint is not None else {}
-
-    def cut_back(self, **differences: Any) -> None:
-        """Remove what the run recorded after its checkpoint (without one: everything), and record that it resumes, with
-        what is different."""
-        run, checkpoint = self.run, self.checkpoint
-        batch, version = (
-            (checkpoint.batch, checkpoint.state["versions"]["policy"]) if checkpoint else (-1, -1)
-        )
-        ahead = len(checkpoint.state["loop"]["prefetched"]) if checkpoint else 0
-        files.remove_leftovers(run.path)
-        for file, lines in ((run.metrics, load_metrics(run)), (run.events, load_events(run))):
-            files.write_atomically(
-                file, "".join(f"{files.to_json(line)}\n" for line in lines if line["step"] <= batch)
-            )
-        folders = ("rollouts", "step-", ".parquet", batch), ("weights", "v", "", version)
-        for folder, prefix, ending, last in folders:
-            for number, path in files.numbered(run.path / folder, prefix, ending).items():
-                if number > last:
-                    files.remove_directory(path)
-        if checkpoint is not None:
-            run.record_event("resumed", batch, changed=self.changed, ahead=ahead, **differences)
-
-
-def describe_environment(
-    components: TrainerComponents, earlier: ResumeState | None
-) -> dict[str, Any]:
-    """What environment.json says: the run's identity, versions, machine, and what computes."""
-    policy, agreement = components.trainer.policy, components.check_weight_sync.agreement
-    identity = earlier.environment.get("id") if earlier and earlier.checkpoint else None
-    return {
-        "id": identity or secrets.token_hex(8),
-        **collect_environment(str(policy.device)),
-        "started": policy.chat.started.isoformat(),
-        "sources": collect_sources(policy.chat, components.tasks, components.trainer.recipe),
-        "ranks": components.ranks.size,
-        "strategy": components.settings.distributed.strategy,
-        "computation": policy.model.computation,
-        "dtype": str(policy.dtype).removeprefix("torch."),
-        "agreement": asdict(agreement) if agreement else None,
-        "offline": str(components.offline) if components.offline is not None else None,
-    }
 
 
 def restore_checkpoint(
