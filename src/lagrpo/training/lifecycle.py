@@ -158,7 +158,7 @@ class Training:
             batches=self.loop.batch,
             interrupted=interrupted,
             evaluations={
-                name: evaluation.summary for name, evaluation in self.evaluations.made.items()
+                name: evaluation.summary for name, evaluation in self.evaluations.finished.items()
             },
         )
 

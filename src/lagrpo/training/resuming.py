@@ -196,8 +196,8 @@ def resume_run(
 
     with as_settings_error():
         load = partial(evaluations.load, earlier.run, last_batch)
-        evaluations.made = components.ranks.on_rank0(load)
-    recorder.restore_evaluations(evaluations.made)
+        evaluations.finished = components.ranks.on_rank0(load)
+    recorder.restore_evaluations(evaluations.finished)
 
     if components.ranks.is_first:
         earlier.cut_back(moved=moved, code=code, git=environment["git"])
