@@ -272,8 +272,8 @@ def load_another_model(rank: int) -> tuple[()]:
     if rank == 1:
         load = build.load_policy
 
-        def other(*given: Any) -> Any:
-            policy = load(*given)
+        def other(*arguments: Any, **options: Any) -> Any:
+            policy = load(*arguments, **options)
             with torch.no_grad():
                 next(policy.model.parameters()).add_(1)
             return policy
