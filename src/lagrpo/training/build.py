@@ -209,7 +209,9 @@ class TrainerComponents:
 
     def keep_logs(self, run: Path) -> None:
         """Moves the logs of servers that this run started into its directory."""
-        engine = self.sampler.own if isinstance(self.sampler, FirstRankSampler) else self.sampler
+        engine = self.sampler
+        if isinstance(engine, FirstRankSampler):
+            engine = engine.engine
         if not isinstance(engine, VllmEngine):
             return
         for server in engine.servers:
