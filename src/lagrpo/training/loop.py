@@ -1,8 +1,8 @@
 """Algorithm 1 of Mroueh et al. (arXiv 2505.22257). The numbers in comments are the paper's lines.
 
 Every rank runs this loop. Each rank samples and scores its share of the prompts; then all ranks
-hold the same batch. Batches are counted through all stages: b = (s - 1)·M + k. training/run.py adds
-what surrounds the algorithm: files, evaluations, checkpoints.
+hold the same batch. Batches are counted through all stages: b = (s - 1)·M + k. lifecycle.py does
+what surrounds the algorithm: evaluations, checkpoints, weights; recording.py writes the files.
 """
 
 from __future__ import annotations
