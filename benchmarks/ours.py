@@ -27,8 +27,8 @@ from lagrpo.tasks import RowTask, order_prompts
 from lagrpo.training.batch import MicroBatch, has_zero_variance
 from lagrpo.training.build import TrainerComponents
 from lagrpo.training.checks import check_settings
-from lagrpo.training.loop import Step
-from lagrpo.training.run import Training
+from lagrpo.training.lifecycle import Training
+from lagrpo.training.step import Step
 
 
 class Stepped(Training):

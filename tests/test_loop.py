@@ -16,7 +16,8 @@ from lagrpo.rollout.sync_check import WeightSyncError
 from lagrpo.settings.load import load_settings
 from lagrpo.training.build import TrainerComponents
 from lagrpo.training.checks import check_settings
-from lagrpo.training.loop import Step, train_loop
+from lagrpo.training.loop import train_loop
+from lagrpo.training.step import Step
 from lagrpo.training.trainer import Trainer
 
 

@@ -13,9 +13,9 @@ from lagrpo.rollout.schedule import LoopState
 from lagrpo.runs import load_metrics
 from lagrpo.runs.metrics import METRICS
 from lagrpo.training.batch import Batch
-from lagrpo.training.loop import Clock, Step
 from lagrpo.training.metrics import batch_metrics
 from lagrpo.training.run import train
+from lagrpo.training.step import Clock, Step
 from lagrpo.types import Completion, Group, Outcome, Prompt
 
 

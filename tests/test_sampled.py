@@ -23,8 +23,8 @@ from lagrpo.rollout.local import LocalSampler
 from lagrpo.rollout.schedule import LoopState
 from lagrpo.runs import load_metrics, load_rollouts
 from lagrpo.training.batch import Batch, assemble, left_out, micro_batches
-from lagrpo.training.loop import Clock, Step
 from lagrpo.training.metrics import batch_metrics, by_completion, sequence_sums
+from lagrpo.training.step import Clock, Step
 from lagrpo.training.trainer import Optimization, Trainer
 from lagrpo.types import Completion, Group, Outcome, Prompt
 from lagrpo.verify import verify_run

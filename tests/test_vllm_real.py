@@ -26,7 +26,7 @@ from lagrpo.rollout.vllm.client import KEY, SamplerError, VllmClient
 from lagrpo.rollout.vllm.server import StartedServer
 from lagrpo.rollout.vllm.weights import DIRECTORY
 from lagrpo.runs import load_evaluations, load_events, load_metrics, load_rollouts
-from lagrpo.training import run as training
+from lagrpo.training.lifecycle import Training
 from lagrpo.training.run import Result, train
 from lagrpo.verify import verify_run
 
@@ -303,7 +303,7 @@ def test_server_that_cannot_start_shows_its_log(model, tmp_path):
 def test_run_keeps_what_it_has_when_an_attached_server_dies_and_resumes_with_another(
     model, tmp_path, monkeypatch
 ):
-    original, recorded, root = training.Training.record, list[Any](), tmp_path / "servers"
+    original, recorded, root = Training.record, list[Any](), tmp_path / "servers"
     root.mkdir()
     servers = [start(model, root / f"{n}.log") for n in range(2)]
 
@@ -313,7 +313,7 @@ def test_run_keeps_what_it_has_when_an_attached_server_dies_and_resumes_with_ano
         if len(recorded) == 2:
             kill(servers[0])
 
-    monkeypatch.setattr(training.Training, "record", record)
+    monkeypatch.setattr(Training, "record", record)
     sections: dict[str, Any] = {"run": {"name": "one"}, "schedule": {"sync_every": 1, "batches": 4}}
     try:
         monkeypatch.setenv(KEY, servers[0].key)

@@ -1,7 +1,9 @@
-"""From scored groups to what the trainer steps on: advantages, weights, packed rows.
+"""From scored groups to the rows that the trainer steps on: advantages, weights, packed rows.
 
-Only scored completions take part, and of them only sampled tokens. A masked group (its rewards are all equal) leaves
-the objective before any forward pass. Weights carry the normalizer of the whole batch."""
+Only scored completions take part, and of them only sampled tokens. A masked group (its rewards are
+all equal) leaves the objective before any forward pass. Weights carry the normalizer of the whole
+batch.
+"""
 
 from __future__ import annotations
 
@@ -33,16 +35,17 @@ class Batch:
 
     @property
     def in_objective(self) -> bool:
-        """Whether any completion is in the objective; without one there is nothing to update for."""
+        """True if any completion is in the objective; without one there is no update."""
         return bool((self.weight_C != 0).any())
 
     def has_logp_alpha(self) -> Tensor:
-        """Whether log α of every sampled token of a completion is known, bool [C]."""
+        """Returns True for completions with log α of every sampled token, bool [C]."""
         return torch.tensor(
             [self.completion(c).has_logp for c in range(len(self.member_C))], dtype=torch.bool
         )
 
     def completion(self, c: int) -> Completion:
+        """Returns the completion with the index c in C."""
         group, index = self.member_C[c]
         return self.groups[group].completions[index]
 
@@ -53,8 +56,11 @@ def has_zero_variance(group: Group) -> bool:
 
 
 def assemble(groups: Sequence[Group], recipe: Recipe, max_tokens: int, seed: int, b: int) -> Batch:
-    """Lines 12-13 of Algorithm 1: A_α (Eq. 2) from the scored completions of each group, then the weights over the
-    batch. `max_tokens` is the limit of a completion."""
+    """Returns the batch of these groups: lines 12-13 of Algorithm 1.
+
+    First A_α (Eq. 2) from the scored completions of each group, then the weights over the batch.
+    `max_tokens` is the limit of a completion.
+    """
     members: list[tuple[int, int]] = []
     rewards: list[float] = []
     lengths: list[int] = []
@@ -83,12 +89,12 @@ def assemble(groups: Sequence[Group], recipe: Recipe, max_tokens: int, seed: int
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Whole completions packed into one row, with what the objective reads of them besides log π: flat over their
-    sampled tokens [T] and per completion [C]."""
+    """Whole completions packed into one row, with everything that the objective reads besides log π:
+    flat over their sampled tokens [T] and per completion [C]."""
 
     packed: Packed
     members: tuple[int, ...]
-    """their places among the completions of the batch"""
+    """their indices among the completions of the batch"""
     rollout_logp_T: Tensor | None
     """log α; None if a file brought the completions without log-probs"""
     version_T: Tensor
@@ -108,13 +114,16 @@ class MicroBatch:
     """of the distribution of π_k that each token was sampled from, nats; None: unknown"""
 
     def with_logprobs(self, old_logp_T: Tensor, entropy_T: Tensor | None = None) -> MicroBatch:
+        """Returns the row with log π_k and the entropy of π_k."""
         return replace(self, old_logp_T=old_logp_T, entropy_T=entropy_T)
 
     def loss_inputs(
         self, logp_T: Tensor, version: int, step: Mapping[str, Tensor] | None = None
     ) -> LossInputs:
-        """The inputs of the objective if π_version gives the tokens these log-probs. `step` has the statistics of the
-        whole step."""
+        """Returns the inputs of the objective if π_version gives the tokens these log-probs.
+
+        `step` has the statistics of the whole step.
+        """
         is_version_known = bool((self.version_T >= 0).all())
         return LossInputs(
             logp=logp_T,
@@ -139,10 +148,13 @@ def micro_batches(
     skip_zero_advantage: bool = False,
     ranks: Ranks | None = None,
 ) -> list[MicroBatch]:
-    """Completions with a weight, packed group by group into rows of at most `tokens` tokens; a longer completion has a
-    row to itself. A group that does not fit is cut, or with `whole_groups` has a longer row. `skip_zero_advantage`
-    leaves completions without a gradient out; they still count in the weights of the others. Each of several `ranks`
-    gets as many rows of about the same cost."""
+    """Returns completions with a weight, packed group by group into rows of at most `tokens` tokens.
+
+    A longer completion has a row to itself. A group that does not fit is cut, or with
+    `whole_groups` has a longer row. `skip_zero_advantage` leaves completions without a gradient
+    out; they still count in the weights of the others. Several `ranks` get about the same number of
+    rows, of about the same cost.
+    """
     return _pack_rows(
         batch, _computed(batch, skip_zero_advantage), tokens, device, ranks, whole_groups
     )
@@ -155,7 +167,8 @@ def left_out(
     skip_zero_advantage: bool = False,
     ranks: Ranks | None = None,
 ) -> list[MicroBatch]:
-    """The scored completions with a known log α that `micro_batches` leaves out, for metrics."""
+    """Returns the scored completions with a known log α that `micro_batches` leaves out, packed, for
+    metrics."""
     return _pack_rows(
         batch,
         batch.has_logp_alpha() & ~_computed(batch, skip_zero_advantage),
@@ -166,7 +179,7 @@ def left_out(
 
 
 def _computed(batch: Batch, skip_zero_advantage: bool) -> Tensor:
-    """Whether an update computes a completion [C]."""
+    """Returns True for completions that an update computes, bool [C]."""
     return (batch.weight_C != 0) & ~(skip_zero_advantage & (batch.advantage_C == 0))
 
 
@@ -178,58 +191,72 @@ def _pack_rows(
     ranks: Ranks | None,
     whole_groups: bool = False,
 ) -> list[MicroBatch]:
-    rows, known_C, ranks = list[list[list[int]]](), batch.has_logp_alpha(), ranks or Ranks()
+    """Packs the wanted completions into this rank's rows."""
+    ranks = ranks or Ranks()
+    known_C = batch.has_logp_alpha()
     if ranks.size > 1:  # no piece is larger than a rank's even share
         total = sum(_cost(batch, piece) for piece in _pieces(batch, wanted_C, sys.maxsize))
-        tokens = min(tokens, -(-total // ranks.size))
+        tokens_per_rank = -(-total // ranks.size)  # rounded up
+        tokens = min(tokens, tokens_per_rank)
     pieces = _pieces(batch, wanted_C, sys.maxsize if whole_groups else tokens)
-    for known in (True, False):  # a row's completions all have log α, or some lack it
-        alike = [piece for piece in pieces if bool(known_C[piece].all()) == known]
+    rows: list[list[list[int]]] = []
+    # Either all completions of a row have log α, or the row has no log α at all.
+    for is_known in (True, False):
+        alike = [piece for piece in pieces if bool(known_C[piece].all()) == is_known]
         costs = [_cost(batch, piece) for piece in alike]
-        rows += [[alike[n] for n in row] for row in balanced(costs, tokens, ranks.size)]
+        for indices in balanced(costs, tokens, ranks.size):
+            rows.append([alike[index] for index in indices])
     return [_pack(batch, row, known_C, device) for row in ranks.share(rows)]
 
 
 def balanced(costs: Sequence[int], budget: int, ranks: int = 1) -> list[list[int]]:
-    """Items, by their numbers, in few rows of at most `budget` and about the same cost; an item beyond the budget has a
-    row to itself. First fit decides the number of rows, rounded up to as many for each of the `ranks`; then, if
-    the budget allows it, each item goes into the row that has least, largest first."""
+    """Distributes items over few rows of at most `budget` and about the same cost. Returns the rows
+    as lists of indices.
+
+    An item beyond the budget has a row to itself. First fit decides the number of rows, rounded up
+    to a multiple of `ranks`. Then each item goes, largest first, into the row that has least; if
+    that exceeds the budget, the rows of first fit stay.
+    """
 
     def cost(row: list[int]) -> int:
-        return sum(costs[n] for n in row)
+        return sum(costs[index] for index in row)
 
-    order = sorted(range(len(costs)), key=lambda n: -costs[n])
+    largest_first = sorted(range(len(costs)), key=lambda index: -costs[index])
     first_fit: list[list[int]] = []
-    for n in order:
-        if (
-            home := next((row for row in first_fit if cost(row) + costs[n] <= budget), None)
-        ) is None:
-            first_fit.append([n])
+    for index in largest_first:
+        for row in first_fit:
+            if cost(row) + costs[index] <= budget:
+                row.append(index)
+                break
         else:
-            home.append(n)
-    least: list[list[int]] = [[] for _ in range(len(first_fit) + -len(first_fit) % ranks)]
-    for n in order:
-        min(least, key=cost).append(n)
-    fits = all(len(row) <= 1 or cost(row) <= budget for row in least)
-    return [row for row in (least if fits else first_fit) if row]
+            first_fit.append([index])
+
+    row_count = len(first_fit) + -len(first_fit) % ranks  # up to a multiple of `ranks`
+    even: list[list[int]] = [[] for _ in range(row_count)]
+    for index in largest_first:
+        min(even, key=cost).append(index)
+    even_fits = all(len(row) <= 1 or cost(row) <= budget for row in even)
+    rows = even if even_fits else first_fit
+    return [row for row in rows if row]
 
 
 def _cost(batch: Batch, piece: list[int]) -> int:
-    """Tokens that a piece puts through the model: its prompt once, its completions without their last token."""
+    """Returns the tokens of a piece that go through the model: its prompt once, and its completions
+    without their last token."""
     prompt = batch.groups[batch.member_C[piece[0]][0]].prompt
     return len(prompt.token_ids) + sum(len(batch.completion(c).token_ids) - 1 for c in piece)
 
 
 def _pieces(batch: Batch, wanted_C: Tensor, tokens: int) -> list[list[int]]:
-    """Runs of completions of one group, each within the budget if that is possible."""
+    """Returns runs of completions of one group, each within the budget if that is possible."""
     pieces: list[list[int]] = []
     for c in wanted_C.nonzero().flatten().tolist():
         last = pieces[-1] if pieces else None
-        if (
-            last
-            and batch.member_C[last[0]][0] == batch.member_C[c][0]
-            and _cost(batch, [*last, c]) <= tokens
-        ):
+        if last is None:
+            pieces.append([c])
+            continue
+        is_same_group = batch.member_C[last[0]][0] == batch.member_C[c][0]
+        if is_same_group and _cost(batch, [*last, c]) <= tokens:
             last.append(c)
         else:
             pieces.append([c])
@@ -246,7 +273,8 @@ def _pack(
         prompt = batch.groups[batch.member_C[piece[0]][0]].prompt
         groups.append((prompt.token_ids, [batch.completion(c).token_ids for c in piece]))
     row = Packed.build(groups, device)
-    # Tokens that were not sampled stay as context: the model reads them, no number of the objective covers them.
+    # Tokens that were not sampled stay as context: the model reads them, and no number of the
+    # objective covers them.
     is_sampled_T = torch.cat([c.sampled for c in completions])
     is_kept = is_sampled_T.to(device)
     layout = replace(row.layout, logit_rows=row.layout.logit_rows[is_kept])

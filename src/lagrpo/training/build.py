@@ -1,5 +1,7 @@
-"""From settings to the parts of Algorithm 1. The data comes first, then the model: errors that are cheap to find come
-first."""
+"""From settings to the components of Algorithm 1.
+
+The data comes first, then the model: errors that are cheap to find come first.
+"""
 
 from __future__ import annotations
 
@@ -41,6 +43,7 @@ from lagrpo.rollout.vllm.server import StartedServer, open_servers
 from lagrpo.settings.schema import Settings
 from lagrpo.settings.sections import ModelSettings
 from lagrpo.tasks import Task, complete_task, drop_overlong, load_task
+from lagrpo.tasks.data import Row
 from lagrpo.training import fsdp
 from lagrpo.training.checks import chat_template, offline_prompts
 from lagrpo.training.ranks import FirstRankSampler, Ranks
@@ -53,7 +56,8 @@ Engine = LocalSampler | VllmEngine | FirstRankSampler
 
 @dataclass(frozen=True, slots=True)
 class TaskSetup:
-    """A task as a run uses it: its prompts, what scores its completions, and what they talk to, if anything."""
+    """A task as a run uses it: its prompts, the workers that score its completions, and its
+    environments, if it has any."""
 
     task: Task
     prompts: PromptSource
@@ -63,12 +67,11 @@ class TaskSetup:
 
 @dataclass(frozen=True, slots=True)
 class TrainerComponents:
-    """What a run is made of, on this rank."""
+    """The components of a run, on this rank."""
 
     settings: Settings
-    tasks: Mapping[
-        str, TaskSetup
-    ]  # of the run (MAIN_TASK), and of evaluation sets with their own, by name
+    tasks: Mapping[str, TaskSetup]
+    """by name: the run's task (MAIN_TASK), and the tasks of evaluation sets that have another one"""
     own_task: bool  # the caller gave the run's task as an object
     model: str  # the fingerprint of the initial weights
     data: Digests
@@ -76,9 +79,8 @@ class TrainerComponents:
     trainer: Trainer  # with the policy, the recipe and the reference
     sampler: Engine
     evaluator: Engine
-    share: Callable[
-        [Sequence[Request]], list[Request]
-    ]  # the requests that this rank samples and scores
+    share: Callable[[Sequence[Request]], list[Request]]
+    """returns the requests that this rank samples and scores"""
     prefetcher: Prefetcher
     offline: OfflineData | None  # completions of files
     schedule: Schedule
@@ -96,50 +98,56 @@ class TrainerComponents:
         started: str | None = None,
         recorded: Mapping[str, Any] | None = None,
     ) -> TrainerComponents:
-        """`task` replaces settings.task. `started`: when the run began, if it resumes; chat templates show that date.
-        `recorded`: the digests of the rows that it began with, by place. Raises SettingsError for data or a model that
-        is missing, does not fit, or has changed."""
+        """Builds the components.
+
+        `task` replaces settings.task. `started`: the time at which the run began, if it resumes;
+        chat templates show that date. `recorded`: the digests of the rows that it began with, by
+        place. Collective. Raises SettingsError for data or a model that is missing, does not fit,
+        or has changed.
+        """
         ranks = ranks or Ranks()
+        seed = settings.run.seed
+        sampling = settings.rollout
         with ExitStack() as undo:
             loaded = load_tasks(settings, task)
-            with as_settings_error("offline.data"):
-                records = read_records(settings.offline.data) if settings.offline.data else []
-                check_logp(
-                    recipe,
-                    not records or any(row.get("rollout_logprobs") is not None for row in records),
-                )
+            records = read_offline_records(settings, recipe)
             places = digest_places(loaded, records, settings.eval.takes_place)
             with as_settings_error():
                 check_places(recorded or {}, places)
-            replied = max_reply_tokens(settings, *loaded.values())
+
+            reply_tokens = max_reply_tokens(settings, *loaded.values())
             if ranks.is_first:
                 print(f"loading {settings.model.path} …", flush=True)
-            servers = start_servers(settings, replied, undo) if ranks.is_first else []
-            s, seed = settings.rollout, settings.run.seed
-            policy = build_policy(settings.model, s.temperature, settings.longest + replied, seed)
-            now = datetime.now(UTC).isoformat(timespec="seconds")
-            moment = datetime.fromisoformat(ranks.on_rank0(lambda: started or now))
-            policy = replace(policy, chat=replace(policy.chat, started=moment))
+            servers = start_servers(settings, reply_tokens, undo) if ranks.is_first else []
+            longest = settings.longest + reply_tokens
+            policy = build_policy(settings.model, sampling.temperature, longest, seed)
+            policy = with_start(policy, started, ranks)
             model = check_same_model(ranks, fingerprint(policy.all_weights))
+
             tasks = set_up_tasks(settings, loaded, policy, undo)
-            prompts = tasks[MAIN_TASK].prompts
+            main = tasks[MAIN_TASK]
             with as_settings_error("task"):
-                prompts.check(settings.schedule.batches)
+                main.prompts.check(settings.schedule.batches)
                 if ranks.is_first:
-                    first_prompt = prompts.check_prompts(1)[0].prompt
-                    warn_of_formats(tasks[MAIN_TASK].task.reward, first_prompt, policy.chat)
-            data = {"places": places, "visited": digest_visited(prompts.visited)}
+                    first_prompt = main.prompts.check_prompts(1)[0].prompt
+                    warn_of_formats(main.task.reward, first_prompt, policy.chat)
+            data = {"places": places, "visited": digest_visited(main.prompts.visited)}
             offline = build_offline(settings, recipe, policy, records) if records else None
-            sampler = build_sampler(settings, policy, servers, tasks[MAIN_TASK].episodes, ranks)
-            share = ranks.share
-            if s.engine == "vllm":
-                share = lambda requests: list(requests) if ranks.is_first else []  # noqa: E731
+
+            sampler = build_sampler(settings, policy, servers, main.episodes, ranks)
+            share = choose_share(settings, ranks)
             undo.callback(sampler.close)
             skeleton = fsdp.without_values(policy.model.lm) if ranks.mesh is not None else None
+            # The evaluator comes before the trainer, which shards the policy.
             evaluator = build_evaluator(settings, policy, sampler, ranks)
             trainer = build_trainer(settings, recipe, policy, ranks)
             if isinstance(evaluator, fsdp.EvaluationSampler):
                 evaluator.source = trainer.policy
+
+            def requests_of_batch(b: int) -> list[Request]:
+                return share(main.prompts.batch(b))
+
+            schedule = settings.schedule
             return TrainerComponents(
                 settings=settings,
                 tasks=tasks,
@@ -153,13 +161,9 @@ class TrainerComponents:
                 offline=offline,
                 ranks=ranks,
                 skeleton=skeleton,
-                prefetcher=Prefetcher(
-                    sampler, lambda b: share(prompts.batch(b)), s.num_generations
-                ),
-                schedule=Schedule(
-                    settings.schedule.kind, settings.schedule.v, settings.schedule.sync_at_kl
-                ),
-                check_weight_sync=build_weight_sync_check(trainer.policy, prompts, sampler),
+                prefetcher=Prefetcher(sampler, requests_of_batch, sampling.num_generations),
+                schedule=Schedule(schedule.kind, schedule.v, schedule.sync_at_kl),
+                check_weight_sync=build_weight_sync_check(trainer.policy, main.prompts, sampler),
                 processes=undo.pop_all(),
             )
 
@@ -170,42 +174,53 @@ class TrainerComponents:
 
     @property
     def samples_here(self) -> bool:
-        """Whether this process samples, computing as the trainer does, up to rounding."""
+        """True if this process samples, computing as the trainer does, up to rounding."""
         return isinstance(self.sampler, LocalSampler)
 
     def next_sync(self, state: LoopState, further: int = 0) -> SyncDecision:
-        """What the schedule says of the batch after `state`, if the run has `further` batches."""
-        s, ahead = self.settings.schedule, not self.settings.rollout.dynamic_sampling_rounds
-        return self.schedule.next(state, s.batches + further, s.stage_length, ahead)
+        """Returns the decision of the schedule for the batch after `state`, if the run has
+        `further` batches."""
+        settings = self.settings.schedule
+        # With dynamic sampling `every(v)` submits batches one by one.
+        prefetch = not self.settings.rollout.dynamic_sampling_rounds
+        total = settings.batches + further
+        return self.schedule.next(state, total, settings.stage_length, prefetch)
 
     def read_offline(self, b: int) -> Sequence[Group]:
-        """The groups of batch b that come from a file, on rank 0."""
+        """Returns the groups of batch b that come from a file, on rank 0."""
         if self.offline is None or not self.ranks.is_first:
             return ()
         return self.offline.batch(b, offline_prompts(self.settings))
 
     def gather_policy(self) -> Callable[[Path], None]:
-        """What writes π as it is now into a directory, on rank 0: a model, or its adapter. Collective."""
-        policy, skeleton = self.trainer.policy, self.skeleton
+        """Returns a function that writes π as it is now into a directory: a model, or its adapter.
+        Rank 0 calls it. Collective."""
+        policy = self.trainer.policy
+        skeleton = self.skeleton
         if skeleton is None:
             return policy.save
-        whole = self.ranks.gather_whole(policy.weights)
+        whole_weights = self.ranks.gather_whole(policy.weights)
 
         def save(directory: Path) -> None:
-            save_model(skeleton, directory, whole)
+            save_model(skeleton, directory, whole_weights)
             policy.chat.save(directory)
 
         return save
 
     def keep_logs(self, run: Path) -> None:
-        own = self.sampler.own if isinstance(self.sampler, FirstRankSampler) else self.sampler
-        for server in own.servers if isinstance(own, VllmEngine) else ():
+        """Moves the logs of servers that this run started into its directory."""
+        engine = self.sampler
+        if isinstance(engine, FirstRankSampler):
+            engine = engine.engine
+        if not isinstance(engine, VllmEngine):
+            return
+        for server in engine.servers:
             if isinstance(server, StartedServer) and server.log.is_file():
-                server.log = server.log.rename(
-                    run / f"vllm-{1 + len([*run.glob('vllm-*.log')])}.log"
-                )
+                number = 1 + len(list(run.glob("vllm-*.log")))  # a resumed run has older ones
+                server.log = server.log.rename(run / f"vllm-{number}.log")
 
     def close(self) -> None:
+        """Ends the workers, and the servers that were started."""
         self.processes.close()
 
 
@@ -213,72 +228,117 @@ class TrainerComponents:
 
 
 def load_tasks(settings: Settings, task: Task | None = None) -> dict[str, Task]:
-    """The run's task, as MAIN_TASK, and those of evaluation sets with their own, by the set's name.
+    """Returns the run's task, as MAIN_TASK, and the tasks of evaluation sets that have another one,
+    by the set's name.
 
-    A `task` replaces settings.task.
+    A `task` replaces settings.task. Raises SettingsError.
     """
-    own = settings.task
+    task_settings = settings.task
     with as_settings_error():
-        main = load_task(own, settings.run.seed) if task is None else complete_task(task, own.tools)
+        if task is None:
+            main = load_task(task_settings, settings.run.seed)
+        else:
+            main = complete_task(task, task_settings.tools)
     tasks = {MAIN_TASK: main}
-    for each in settings.eval.sets:
-        if each.task is not None:
-            with as_settings_error(f"eval.sets, {each.name!r}"):
-                tasks[each.name] = load_task(each.task, settings.run.seed)
+    for eval_set in settings.eval.sets:
+        if eval_set.task is not None:
+            with as_settings_error(f"eval.sets, {eval_set.name!r}"):
+                tasks[eval_set.name] = load_task(eval_set.task, settings.run.seed)
     return tasks
 
 
 def set_up_tasks(
     settings: Settings, tasks: Mapping[str, Task], policy: Policy, undo: ExitStack
 ) -> dict[str, TaskSetup]:
-    """Tasks with their prompts, tokenized once, reward workers and environments. Raises SettingsError."""
-    found = {}
-    N, s = settings.schedule.prompts_per_batch - offline_prompts(settings), settings.rollout
+    """Returns tasks with their prompts, tokenized once, reward workers and environments.
+
+    `undo` ends the workers and environments. Raises SettingsError.
+    """
+    setups = {}
+    sampling = settings.rollout
+    sampled_prompts = settings.schedule.prompts_per_batch - offline_prompts(settings)
     for name, task in tasks.items():
-        if (episodes := build_episodes(settings, task, policy.chat)) is not None:
+        episodes = build_episodes(settings, task, policy.chat)
+        if episodes is not None:
             undo.enter_context(episodes.pool)
         with as_settings_error("task"):
-            task = drop_overlong(task, s, policy.chat)
+            fitting_task = drop_overlong(task, sampling, policy.chat)
             prompts = PromptSource(
-                task, policy, settings.run.seed, N, s.max_prompt_length, episodes
+                fitting_task,
+                policy,
+                settings.run.seed,
+                sampled_prompts,
+                sampling.max_prompt_length,
+                episodes,
             )
-            pool = undo.enter_context(
-                RewardPool(task.reward, deadline=settings.task.reward_timeout)
-            )
-        found[name] = TaskSetup(task, prompts, pool, episodes)
-    return found
+            reward_pool = RewardPool(fitting_task.reward, deadline=settings.task.reward_timeout)
+            undo.enter_context(reward_pool)
+        setups[name] = TaskSetup(fitting_task, prompts, reward_pool, episodes)
+    return setups
 
 
 def warn_of_formats(reward: Any, prompt: Prompt, chat: Chat) -> None:
-    """Warn of a built-in reward `format` that no completion can get: tokens that end completions are not in their text,
-    and what the chat template begins an answer with may not fit."""
+    """Warns of a built-in reward `format` that no completion can get.
+
+    Tokens that end completions are not in their text, and what the chat template begins an answer
+    with may not fit.
+    """
     for part in Rewards.from_reward(reward).parts:
         function = getattr(part.function, "func", part.function)
         if function is not builtin.format:
             continue
         options = getattr(part.function, "keywords", {})
         name = part.name or "format"
-        if (pattern := options.get("pattern")) is not None:
-            plain_pattern = pattern.replace("\\", "")
-            silent = [token for token, n in chat.special_tokens.items() if n in chat.silent_ids]
-            if inner := [token for token in silent if token in plain_pattern]:
-                text = (
-                    "the reward %r has %s in its pattern, which is not in the text of completions"
-                )
-                logger.warning(text, name, inner[0])
-            continue
-        example = builtin.format_example(options.get("tags"))
-        text = prompt.prefix + chat.as_completion(example.removeprefix(prompt.prefix.strip()))
-        if not part.function(completion=text):
-            message = "no completion can get the reward %r: %r would be read as %r"
-            logger.warning(message, name, example, text)
+        pattern = options.get("pattern")
+        if pattern is None:
+            _warn_of_example(part.function, name, options.get("tags"), prompt, chat)
+        else:
+            _warn_of_pattern(name, pattern, chat)
 
 
-def build_offline(settings: Settings, recipe: Recipe, policy: Policy, records: Any) -> OfflineData:
-    """The completions of these records. Raises SettingsError for those that model or recipe cannot use."""
+def _warn_of_pattern(name: str, pattern: str, chat: Chat) -> None:
+    """Warns of a pattern with a token that completions never have in their text."""
+    plain_pattern = pattern.replace("\\", "")
+    for token, token_id in chat.special_tokens.items():
+        if token_id in chat.silent_ids and token in plain_pattern:
+            logger.warning(
+                "the reward %r has %s in its pattern, which is not in the text of completions",
+                name,
+                token,
+            )
+            return
+
+
+def _warn_of_example(
+    function: Callable[..., Any], name: str, tags: Any, prompt: Prompt, chat: Chat
+) -> None:
+    """Warns if an example of the format, read as a completion of the prompt, gets no reward."""
+    example = builtin.format_example(tags)
+    text = prompt.prefix + chat.as_completion(example.removeprefix(prompt.prefix.strip()))
+    if not function(completion=text):
+        message = "no completion can get the reward %r: %r would be read as %r"
+        logger.warning(message, name, example, text)
+
+
+def read_offline_records(settings: Settings, recipe: Recipe) -> list[Row]:
+    """Returns the rows of the files of completions. Raises SettingsError."""
+    with as_settings_error("offline.data"):
+        records = read_records(settings.offline.data) if settings.offline.data else []
+        has_logp = any(row.get("rollout_logprobs") is not None for row in records)
+        check_logp(recipe, has_logp or not records)
+    return records
+
+
+def build_offline(
+    settings: Settings, recipe: Recipe, policy: Policy, records: Sequence[Row]
+) -> OfflineData:
+    """Returns the completions of these records.
+
+    Raises SettingsError for completions that model or recipe cannot use.
+    """
     sampling = settings.rollout
     with as_settings_error("offline.data"):
-        found = OfflineData(
+        offline = OfflineData(
             records,
             policy,
             sampling.num_generations,
@@ -288,81 +348,122 @@ def build_offline(settings: Settings, recipe: Recipe, policy: Policy, records: A
             max_completion_tokens=sampling.max_completion_length,
             reads_logp=recipe.needs_rollout_logp,
         )
-        check_logp(recipe, found.has_logp)
-    return found
+        check_logp(recipe, offline.has_logp)
+    return offline
 
 
 def check_logp(recipe: Recipe, known: bool) -> None:
-    """Raise ValueError for offline completions without log-probs if the recipe reads log α."""
+    """Raises ValueError for offline completions without log-probs if the recipe reads log α."""
     if recipe.needs_rollout_logp and not known:
-        what = f"it has no rollout_logprobs, which loss.recipe = {recipe.name!r} needs"
-        raise ValueError(f"{what}; recipes that do not: reinforce, asymre, red_drop, red_weight")
+        raise ValueError(
+            f"it has no rollout_logprobs, which loss.recipe = {recipe.name!r} needs; "
+            "recipes that do not: reinforce, asymre, red_drop, red_weight"
+        )
 
 
 # The model
 
 
 def build_policy(model: ModelSettings, tau: float, longest: int, seed: int = 0) -> Policy:
-    """The policy at temperature tau, for sequences of `longest` tokens; `seed` keys the start of adapters."""
+    """Returns the policy at temperature tau, for sequences of `longest` tokens; `seed` keys the
+    start of adapters. Raises SettingsError."""
     device = pick_device()
     dtype = getattr(torch, pick_dtype(model.dtype, device)[0])
     with as_settings_error("LAGRPO_KERNELS", NoKernels):
         backend = choose_backend(chosen_kernels(), device, dtype)
-    given = chat_template(model), backend, lora_of(model, seed), model.chat_template_kwargs
+    template = chat_template(model)
+    lora = lora_of(model, seed)
     with loading(model):
         path = resolve_model(model.path)
-        base = resolve_model(load_adapter_config(Path(path))[1]) if is_adapter(path) else path
-        check_context(load_config(base), longest)
-        return load_policy(path, dtype, device, tau, *given)
+        base_path = path
+        if is_adapter(path):
+            base_path = resolve_model(load_adapter_config(Path(path))[1])
+        check_context(load_config(base_path), longest)
+        return load_policy(
+            path,
+            dtype,
+            device,
+            tau,
+            chat_template=template,
+            backend=backend,
+            lora=lora,
+            template_kwargs=model.chat_template_kwargs,
+        )
+
+
+def with_start(policy: Policy, started: str | None, ranks: Ranks) -> Policy:
+    """Returns the policy with the time at which the run began, for its chat template.
+
+    The time is `started`, or now, as rank 0 has it. Collective.
+    """
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    start = datetime.fromisoformat(ranks.on_rank0(lambda: started or now))
+    return replace(policy, chat=replace(policy.chat, started=start))
 
 
 def lora_of(model: ModelSettings, seed: int = 0) -> Lora | None:
-    """The adapters that the settings ask for; None for full training."""
-    return (
-        Lora(model.lora_r, model.lora_alpha, model.lora_target_modules, seed)
-        if model.lora_r
-        else None
-    )
+    """Returns the adapters that the settings ask for; None for full training."""
+    if not model.lora_r:
+        return None
+    return Lora(model.lora_r, model.lora_alpha, model.lora_target_modules, seed)
 
 
 @contextmanager
 def loading(model: ModelSettings) -> Iterator[None]:
-    """Inside, a model is read: errors become a SettingsError, and transformers prints only errors."""
+    """Turns errors in the body, which reads a model, into a SettingsError, and lets transformers
+    print only errors."""
     try:
         with quiet():
             yield
     except (OSError, ValueError) as error:
         if isinstance(error, SettingsError):
             raise
-        where = (
-            ""
-            if Path(model.path).expanduser().is_dir()
-            else " (not a directory here, so from the hub)"
-        )
+        origin = ""
+        if not Path(model.path).expanduser().is_dir():
+            origin = " (not a directory here, so from the hub)"
         reason = str(error).partition("\n")[0]
         raise SettingsError(
-            f"model.path = {model.path!r}{where}: the model cannot be loaded: {reason}"
+            f"model.path = {model.path!r}{origin}: the model cannot be loaded: {reason}"
         ) from error
 
 
-def check_same_model(ranks: Ranks, own: str) -> str:
-    """The fingerprint `own`. Raises SettingsError if another rank has another model. Collective."""
-    found = ranks.gather(own)
-    if strange := [rank for rank, other in enumerate(found) if other != found[0]]:
-        raise SettingsError(f"model.path: model weights differ between ranks 0 and {strange[0]}")
-    return own
+def check_same_model(ranks: Ranks, model: str) -> str:
+    """Returns `model`, the fingerprint of this rank's model.
+
+    Raises SettingsError if another rank has another model. Collective.
+    """
+    fingerprints = ranks.gather(model)
+    for rank, other in enumerate(fingerprints):
+        if other != fingerprints[0]:
+            raise SettingsError(f"model.path: model weights differ between ranks 0 and {rank}")
+    return model
 
 
-# What samples and what learns
+# Rollout engines and the trainer
 
 
-def start_servers(settings: Settings, replied: int, undo: ExitStack) -> list[VllmClient]:
-    """The vLLM servers of a run, on their way up; none if this process samples."""
+def start_servers(settings: Settings, reply_tokens: int, undo: ExitStack) -> list[VllmClient]:
+    """Returns the vLLM servers of a run while they start; none if this process samples.
+
+    `reply_tokens` is the largest number of tokens that environments reply. `undo` closes the
+    servers.
+    """
     if settings.rollout.engine != "vllm":
         return []
     with loading(settings.model):
         check_files(resolve_model(settings.model.path))
-    return [undo.enter_context(closing(server)) for server in open_servers(settings, replied)]
+    return [undo.enter_context(closing(server)) for server in open_servers(settings, reply_tokens)]
+
+
+def choose_share(settings: Settings, ranks: Ranks) -> Callable[[Sequence[Request]], list[Request]]:
+    """Returns the function that picks this rank's requests: with vLLM rank 0 has all of them."""
+    if settings.rollout.engine != "vllm":
+        return ranks.share
+
+    def share_on_rank0(requests: Sequence[Request]) -> list[Request]:
+        return list(requests) if ranks.is_first else []
+
+    return share_on_rank0
 
 
 def build_sampler(
@@ -372,50 +473,74 @@ def build_sampler(
     episodes: Episodes | None,
     ranks: Ranks,
 ) -> Engine:
-    """What samples training batches."""
-    s = settings.rollout
-    if s.engine != "vllm":
-        given = settings.run.seed, s.max_completion_length, s.max_num_seqs
-        return LocalSampler(copy_policy(policy), *given, episodes=episodes)
+    """Returns the engine that samples training batches."""
+    sampling = settings.rollout
+    if sampling.engine != "vllm":
+        return LocalSampler(
+            copy_policy(policy),
+            settings.run.seed,
+            sampling.max_completion_length,
+            sampling.max_num_seqs,
+            episodes=episodes,
+        )
     engine = build_engine(settings, policy, servers, episodes) if ranks.is_first else None
-    return FirstRankSampler(ranks, engine) if engine is None or ranks.size > 1 else engine
+    if engine is None or ranks.size > 1:
+        return FirstRankSampler(ranks, engine)
+    return engine
 
 
 def build_evaluator(settings: Settings, policy: Policy, sampler: Engine, ranks: Ranks) -> Engine:
-    """What samples evaluations: the policy itself in this process, or the servers. Before the trainer shards it."""
+    """Returns the engine that samples evaluations: the policy itself in this process, or the
+    servers. Call it before the trainer shards the policy."""
     if not isinstance(sampler, LocalSampler):
         return sampler
-    s, sharded = settings.rollout, ranks.mesh is not None
-    kind, by = (fsdp.EvaluationSampler, copy_policy(policy)) if sharded else (LocalSampler, policy)
-    return kind(by, settings.run.seed, s.max_completion_length, s.max_num_seqs)
+    seed = settings.run.seed
+    max_tokens = settings.rollout.max_completion_length
+    max_num_seqs = settings.rollout.max_num_seqs
+    if ranks.mesh is not None:
+        return fsdp.EvaluationSampler(copy_policy(policy), seed, max_tokens, max_num_seqs)
+    return LocalSampler(policy, seed, max_tokens, max_num_seqs)
 
 
 def build_trainer(settings: Settings, recipe: Recipe, policy: Policy, ranks: Ranks) -> Trainer:
-    o, s = settings.optimizer, settings.schedule
+    """Returns the trainer, with a reference if the recipe has a KL term."""
+    optimizer = settings.optimizer
+    schedule = settings.schedule
     optimization = Optimization(
-        lr=o.learning_rate,
-        weight_decay=o.weight_decay,
-        max_grad_norm=o.max_grad_norm or None,
-        schedule=o.lr_scheduler_type,
-        warmup=o.warmup_steps,
-        masters="dithered" if o.dither_master_weights else "plain",
-        offload_moments=o.offload_optimizer,
-        full_rate_ess=o.scale_lr_by_ess,
-        log_gradient_cosine=o.log_gradient_cosine,
-        updates=s.batches * s.num_iterations,
+        lr=optimizer.learning_rate,
+        weight_decay=optimizer.weight_decay,
+        max_grad_norm=optimizer.max_grad_norm or None,
+        schedule=optimizer.lr_scheduler_type,
+        warmup=optimizer.warmup_steps,
+        masters="dithered" if optimizer.dither_master_weights else "plain",
+        offload_moments=optimizer.offload_optimizer,
+        full_rate_ess=optimizer.scale_lr_by_ess,
+        log_gradient_cosine=optimizer.log_gradient_cosine,
+        updates=schedule.batches * schedule.num_iterations,
         seed=settings.run.seed,
     )
-    if ranks.mesh is None:
-        reference = copy_policy(policy) if recipe.needs_pi_ref else None
-    else:
+    reference = None
+    if ranks.mesh is not None:
         policy = fsdp.with_modules(policy)
-        reference = fsdp.copy_sharded(policy, ranks.mesh) if recipe.needs_pi_ref else None
-    return Trainer(policy, recipe, optimization, reference, o.gradient_checkpointing, ranks)
+        if recipe.needs_pi_ref:
+            reference = fsdp.copy_sharded(policy, ranks.mesh)
+    elif recipe.needs_pi_ref:
+        reference = copy_policy(policy)
+    return Trainer(
+        policy,
+        recipe,
+        optimization,
+        reference,
+        activation_checkpointing=optimizer.gradient_checkpointing,
+        ranks=ranks,
+    )
 
 
 def build_weight_sync_check(policy: Policy, source: PromptSource, sampler: Any) -> WeightSyncCheck:
-    """The check after every weight sync. Raises SettingsError if the in-process sampler computes something else than
-    the trainer."""
+    """Returns the check after every weight sync.
+
+    Raises SettingsError if the in-process sampler computes something else than the trainer.
+    """
     prompts = source.check_prompts(CHECK_PROMPTS)
     if not isinstance(sampler, LocalSampler):
         dtype = sampler.dtype if isinstance(sampler, FirstRankSampler) else sampler.weights.dtype

@@ -1,19 +1,19 @@
-"""Checkpoints: what a run needs to resume after a batch, to the bit.
+"""Checkpoints: everything that a run needs to resume after a batch, to the bit.
 
-    checkpoints/step-000120/trainer.safetensors          float32 master weights and AdamW's moments, one file per rank
-                            weights-v000110.safetensors  weights of α or π_ref, if they are other versions than π
-                            rollouts.parquet             finished rollouts that wait for their batch
-                            state.json                   the loop's state
+    checkpoints/step-000120/
+        trainer.safetensors          fp32 master weights and AdamW's moments, one file per rank
+        weights-v000110.safetensors  weights of α or π_ref, if they are other versions than π
+        rollouts.parquet             finished rollouts that wait for their batch
+        state.json                   the loop's state
 
-A directory is written under a temporary name and renamed, so a checkpoint is whole or absent. Random numbers are keyed:
-unfinished completions are sampled again, token for token.
+A directory is written under a temporary name and renamed, so a checkpoint is whole or absent.
+Random numbers are keyed: unfinished completions are sampled again, token for token.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import secrets
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,25 +31,18 @@ from lagrpo.data.fingerprint import check_visited
 from lagrpo.errors import SettingsError, as_settings_error, describe_error
 from lagrpo.rollout.schedule import LoopState
 from lagrpo.runs import files
-from lagrpo.runs.directory import Run
-from lagrpo.runs.environment import collect_environment, read_environment
-from lagrpo.runs.reading import load_events, load_metrics
 from lagrpo.runs.rollouts import rollout_rows, rollout_schema
-from lagrpo.settings.schema import Settings
 from lagrpo.training.build import TrainerComponents
-from lagrpo.training.checks import find_changes
 from lagrpo.training.master_weights import MergedState
 from lagrpo.training.ranks import Ranks
-from lagrpo.training.sources import collect_sources
+from lagrpo.training.trainer import Trainer
 from lagrpo.types import Completion, Group, Outcome
 
 SCHEMA = "lagrpo.checkpoint/4"
-STATE, ROLLOUTS = "state.json", "rollouts.parquet"
-MACHINE = (
-    *("cpu", "ranks", "strategy", "threads", "device_name", "dtype", "computation"),
-    *("packages.lagrpo", "packages.torch", "packages.transformers"),
-)
-"""What in environment.json decides the bits of a run."""
+STATE = "state.json"
+ROLLOUTS = "rollouts.parquet"
+SYNCED = "synced/"
+"""Prefix of the names of `trainer.synced` in trainer.safetensors; the rest is the index."""
 
 
 class CheckpointError(OSError):
@@ -58,33 +51,41 @@ class CheckpointError(OSError):
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
+    """A checkpoint on disk, with its state.json."""
+
     path: Path
     state: Mapping[str, Any]
 
     @property
     def batch(self) -> int:
+        """The number of batches that were finished."""
         return self.state["loop"]["batch"]
 
 
 def find_checkpoint(folder: Path) -> Checkpoint | None:
-    """The newest checkpoint in a folder. Raises ValueError for one that this version of lagrpo does not read, and
-    CheckpointError for one that is damaged."""
-    for _, path in sorted(files.numbered(folder, "step-").items(), reverse=True):
-        with reading(path / STATE):
-            state = json.loads((path / STATE).read_bytes())
-            schema = state["schema"]
-        if schema != SCHEMA:
-            raise ValueError(
-                f"{path} has the format {schema}; this version of lagrpo reads {SCHEMA}"
-            )
-        with reading(path / STATE):
-            LoopState(**state["loop"])
-        return Checkpoint(path, state)
-    return None
+    """Returns the newest checkpoint in a folder, or None if it has none.
+
+    Raises ValueError for one that this version of lagrpo does not read, and CheckpointError for one
+    that is damaged.
+    """
+    checkpoints = files.numbered(folder, "step-")
+    if not checkpoints:
+        return None
+    path = checkpoints[max(checkpoints)]
+    with reading(path / STATE):
+        state = json.loads((path / STATE).read_bytes())
+        schema = state["schema"]
+    if schema != SCHEMA:
+        raise ValueError(f"{path} has the format {schema}; this version of lagrpo reads {SCHEMA}")
+    with reading(path / STATE):
+        LoopState(**state["loop"])
+    return Checkpoint(path, state)
 
 
 def prune_checkpoints(folder: Path, keep: int) -> None:
-    for _, path in sorted(files.numbered(folder, "step-").items(), reverse=True)[keep:]:
+    """Removes all but the newest `keep` checkpoints."""
+    newest_first = sorted(files.numbered(folder, "step-").items(), reverse=True)
+    for _, path in newest_first[keep:]:
         files.remove_directory(path)
 
 
@@ -98,203 +99,156 @@ def save_checkpoint(
     synced: Sequence[Tensor],
     finish: bool = True,
 ) -> None:
-    """Write where the run stands after a batch: `loop`, and `trainer.synced` as it was then. With `finish` the local
-    engine completes its requests: it would do so before the next weight sync anyway, with the same rows side by side,
-    so that even inexact arithmetic repeats it. Collective. Raises CheckpointError."""
+    """Writes a checkpoint of the run after a batch.
+
+    `loop` and `synced` are the loop's state and `trainer.synced` after that batch. With `finish`
+    the local engine completes its requests first. It would do so before the next weight sync
+    anyway, with the same rows side by side, so a resumed run samples the same tokens even if the
+    arithmetic depends on which rows are together. Collective. Raises CheckpointError.
+    """
+    trainer = components.trainer
+    ranks = components.ranks
+    policy_version = trainer.policy.version
+
     if finish and components.samples_here:
-        with components.ranks.sync_interrupts():
+        with ranks.sync_interrupts():
             components.prefetcher.finish()
-    version, reference = components.trainer.policy.version, components.trainer.reference
-    waiting, announced = components.prefetcher.waiting(loop.asked_ahead)
-    rows = list[dict[str, Any]]()
-    for b, groups in waiting.items():
-        columns = [[{}] * len(group.completions) for group in groups]
-        rows += rollout_rows(groups, columns, step=b, policy_version=version)
-    rows = components.ranks.join(rows)
-    alpha, of_alpha = (
-        components.sampler.current_weights() if needs_alpha(components, loop) else (None, {})
-    )
-    weights = {} if reference is None else {reference.version: reference.weights}
-    weights |= {} if alpha is None else {alpha: of_alpha}
-    state = {
+    waiting, announced_versions = components.prefetcher.waiting(loop.asked_ahead)
+    rows = ranks.join(_rows_of_groups(waiting, policy_version))
+
+    weights_by_version: dict[int, Mapping[str, Tensor]] = {}
+    reference_version = None
+    if trainer.reference is not None:
+        reference_version = trainer.reference.version
+        weights_by_version[reference_version] = trainer.reference.weights
+    alpha_version = None
+    if needs_alpha(components, loop):
+        alpha_version, alpha_weights = components.sampler.current_weights()
+        weights_by_version[alpha_version] = alpha_weights
+    # Version 0 is built from the model of the settings, the policy's version from the masters.
+    whole_weights = {
+        version: ranks.gather_whole(weights)
+        for version, weights in weights_by_version.items()
+        if version not in (0, policy_version)
+    }
+
+    trainer_state = dict(trainer.state())
+    if ranks.is_first:
+        trainer_state |= {f"{SYNCED}{index}": tensor for index, tensor in enumerate(synced)}
+
+    run_state = {
         "schema": SCHEMA,
         "loop": asdict(loop),
         "versions": {
-            "policy": version,
-            "alpha": alpha,
-            "pi_ref": reference.version if reference is not None else None,
+            "policy": policy_version,
+            "alpha": alpha_version,
+            "pi_ref": reference_version,
         },
-        "announced": announced,
+        "announced": announced_versions,
         "data": components.data,
         "model": components.model,
     }
-    others = {
-        v: components.ranks.gather_whole(of) for v, of in weights.items() if v not in (0, version)
-    }
-    trainer = components.trainer.state() | {
-        f"synced/{n}": tensor for n, tensor in enumerate(synced) if components.ranks.is_first
-    }
 
     def fill(directory: Path) -> None:
-        for version, tensors in others.items():
+        """Writes everything but the trainer's state."""
+        for version, tensors in whole_weights.items():
             _save_tensors(tensors, directory / _weights_file(version))
         if rows:
             files.write_table(directory / ROLLOUTS, rows, rollout_schema())
-        (directory / STATE).write_text(files.to_json(state) + "\n", encoding="utf-8")
+        (directory / STATE).write_text(files.to_json(run_state) + "\n", encoding="utf-8")
 
-    _write(folder / f"step-{loop.batch:06d}", components.ranks, trainer, fill)
+    _write(folder / f"step-{loop.batch:06d}", ranks, trainer_state, fill)
+
+
+def _rows_of_groups(
+    groups_by_batch: Mapping[int, Sequence[Group]], policy_version: int
+) -> list[dict[str, Any]]:
+    """Returns a row for each completion of this rank's groups, as in the files of rollouts."""
+    rows: list[dict[str, Any]] = []
+    for batch, groups in groups_by_batch.items():
+        no_columns = [[{} for _ in group.completions] for group in groups]
+        rows += rollout_rows(groups, no_columns, step=batch, policy_version=policy_version)
+    return rows
+
+
+def needs_alpha(components: TrainerComponents, loop: LoopState) -> bool:
+    """True if the engine will sample from its present weights once more. Collective."""
+    # As if the run went on after its last batch: it may be resumed with more batches.
+    one_stage_more = components.settings.schedule.stage_length
+    decision = components.next_sync(loop, further=one_stage_more)
+    is_missing_here = components.prefetcher.missing(loop.asked_ahead)
+    is_missing = any(components.ranks.gather(is_missing_here))
+    if loop.alpha < 0:  # no weights have been synced yet
+        return False
+    samples_before_next_sync = not decision.reason and len(decision.to_generate) > 0
+    return is_missing or samples_before_next_sync
 
 
 def _write(
-    path: Path, ranks: Ranks, trainer: Mapping[str, Tensor], fill: Callable[[Path], None]
+    path: Path, ranks: Ranks, trainer_state: Mapping[str, Tensor], fill: Callable[[Path], None]
 ) -> None:
-    """Every rank writes its part into a directory beside `path`, and rank 0 makes the checkpoint of it."""
-    name = "trainer" if ranks.size == 1 else f"trainer-{ranks.rank + 1:05d}-of-{ranks.size:05d}"
-    parts = path.with_name(f".{path.name}.0-00000000.tmp")
+    """Writes the checkpoint `path`: every rank its part of the trainer's state, rank 0 the rest.
+
+    All write into one temporary directory beside `path`, which rank 0 fills and then renames.
+    """
+    name = "trainer"
+    if ranks.size > 1:
+        name = f"trainer-{ranks.rank + 1:05d}-of-{ranks.size:05d}"
+    scratch = path.with_name(f".{path.name}.0-00000000.tmp")
     try:
-        parts.mkdir(parents=True, exist_ok=True)
-        _save_tensors(trainer, parts / f"{name}.safetensors")
+        scratch.mkdir(parents=True, exist_ok=True)
+        _save_tensors(trainer_state, scratch / f"{name}.safetensors")
         ranks.gather(None)  # all have written
         if ranks.is_first:
-            fill(parts)
-            files.write_directory_atomically(path, lambda directory: parts.replace(directory))
+            fill(scratch)
+            files.write_directory_atomically(path, scratch.replace)
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(parts, ignore_errors=True)
+        shutil.rmtree(scratch, ignore_errors=True)
         raise CheckpointError(f"the checkpoint {path} could not be written: {error}") from error
 
 
 def _save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    save_file(
-        {name: tensor.contiguous() for name, tensor in tensors.items()},
-        path,
-        metadata={"format": "pt"},
-    )
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(contiguous, path, metadata={"format": "pt"})
 
 
 def _weights_file(version: int) -> str:
     return f"weights-v{version:06d}.safetensors"
 
 
-def needs_alpha(components: TrainerComponents, loop: LoopState) -> bool:
-    """Whether the engine will sample from its present weights once more."""
-    due = components.next_sync(
-        loop, further=components.settings.schedule.stage_length
-    )  # as if the run went on
-    missing = any(components.ranks.gather(components.prefetcher.missing(loop.asked_ahead)))
-    return loop.alpha >= 0 and (missing or (not due.reason and bool(due.to_generate)))
-
-
 # Reading
-
-
-@dataclass(frozen=True, slots=True)
-class ResumeState:
-    """A run to resume: from its newest checkpoint, or from its beginning without one."""
-
-    run: Run
-    checkpoint: Checkpoint | None
-    changed: Mapping[str, tuple[Any, Any]]
-    """settings that the command line changes: name -> (before, now)"""
-    environment: Mapping[str, Any]
-    """where it began; empty if that is lost"""
-
-    @staticmethod
-    def find(directory: Path, settings: Settings) -> ResumeState:
-        """Raises SettingsError for a run that cannot resume: files are lost, or it has made all batches."""
-        run, total = Run(directory), settings.schedule.batches
-        with as_settings_error():
-            load_metrics(run)  # a damaged line is found here, before the model loads
-            checkpoint = find_checkpoint(directory / "checkpoints")
-            events = load_events(run)
-            if checkpoint is None and any(e["event"] in ("checkpoint", "resumed") for e in events):
-                raise ValueError(
-                    f"{directory} lost its checkpoints: start a new run from its weights"
-                )
-            if checkpoint is not None and total < checkpoint.batch:
-                raise ValueError(
-                    f"schedule.batches = {total}: {directory} already has {checkpoint.batch}; set more"
-                )
-            return ResumeState(
-                run, checkpoint, find_changes(settings, directory), read_environment(directory)
-            )
-
-    @property
-    def started(self) -> str | None:
-        """When the run began; None if it begins again."""
-        return self.environment.get("started") if self.checkpoint is not None else None
-
-    @property
-    def places(self) -> Mapping[str, Any]:
-        """The digests of the rows with which it began; empty if it begins again."""
-        return self.checkpoint.state["data"]["places"] if self.checkpoint is not None else {}
-
-    def cut_back(self, **differences: Any) -> None:
-        """Remove what the run recorded after its checkpoint (without one: everything), and record that it resumes, with
-        what is different."""
-        run, checkpoint = self.run, self.checkpoint
-        batch, version = (
-            (checkpoint.batch, checkpoint.state["versions"]["policy"]) if checkpoint else (-1, -1)
-        )
-        ahead = len(checkpoint.state["loop"]["prefetched"]) if checkpoint else 0
-        files.remove_leftovers(run.path)
-        for file, lines in ((run.metrics, load_metrics(run)), (run.events, load_events(run))):
-            files.write_atomically(
-                file, "".join(f"{files.to_json(line)}\n" for line in lines if line["step"] <= batch)
-            )
-        folders = ("rollouts", "step-", ".parquet", batch), ("weights", "v", "", version)
-        for folder, prefix, ending, last in folders:
-            for number, path in files.numbered(run.path / folder, prefix, ending).items():
-                if number > last:
-                    files.remove_directory(path)
-        if checkpoint is not None:
-            run.record_event("resumed", batch, changed=self.changed, ahead=ahead, **differences)
-
-
-def describe_environment(
-    components: TrainerComponents, earlier: ResumeState | None
-) -> dict[str, Any]:
-    """What environment.json says: the run's identity, versions, machine, and what computes."""
-    policy, agreement = components.trainer.policy, components.check_weight_sync.agreement
-    identity = earlier.environment.get("id") if earlier and earlier.checkpoint else None
-    return {
-        "id": identity or secrets.token_hex(8),
-        **collect_environment(str(policy.device)),
-        "started": policy.chat.started.isoformat(),
-        "sources": collect_sources(policy.chat, components.tasks, components.trainer.recipe),
-        "ranks": components.ranks.size,
-        "strategy": components.settings.distributed.strategy,
-        "computation": policy.model.computation,
-        "dtype": str(policy.dtype).removeprefix("torch."),
-        "agreement": asdict(agreement) if agreement else None,
-        "offline": str(components.offline) if components.offline is not None else None,
-    }
 
 
 def restore_checkpoint(
     components: TrainerComponents, checkpoint: Checkpoint, changed_sources: Sequence[str] = ()
 ) -> LoopState:
-    """Restore newly built parts from a checkpoint. Each version goes where it was, and what the engine gets is checked
-    as after a weight sync. Raises SettingsError if the model or the data is not the run's (its message names code that
-    has changed, `changed_sources`), CheckpointError for files that cannot be read."""
+    """Restores newly built components from a checkpoint. Returns the state of the loop.
+
+    Each version of the weights goes where it was. The weights that the engine gets are checked as
+    after a weight sync. Raises SettingsError if the model or the data is not the run's (its message
+    names the code in `changed_sources`), and CheckpointError for files that cannot be read.
+    """
     state = checkpoint.state
     if components.model != state["model"]:
         raise SettingsError(
-            f"model.path = {components.settings.model.path!r} is not the model that the run started with"
+            f"model.path = {components.settings.model.path!r} is not the model "
+            "that the run started with"
         )
     with as_settings_error():
         check_visited(state["data"]["visited"], components.main.prompts.visited, changed_sources)
     _load_versions(components, checkpoint)
-    with reading(checkpoint.path / ROLLOUTS):
-        groups = _load_groups(components, checkpoint.path / ROLLOUTS)
-    components.prefetcher.restore(
-        groups, {int(b): versions for b, versions in state["announced"].items()}
-    )
-    return LoopState(**{**state["loop"], "prefetched": tuple(state["loop"]["prefetched"])})
+    rollouts = checkpoint.path / ROLLOUTS
+    with reading(rollouts):
+        groups = _load_groups(components, rollouts)
+    announced_versions = {int(batch): versions for batch, versions in state["announced"].items()}
+    components.prefetcher.restore(groups, announced_versions)
+    prefetched = tuple(state["loop"]["prefetched"])  # JSON has lists
+    return LoopState(**{**state["loop"], "prefetched": prefetched})
 
 
 @contextmanager
 def reading(file: Path) -> Iterator[None]:
-    """Turn what libraries raise for a missing or damaged file of a checkpoint into a CheckpointError."""
+    """Turns errors of libraries about a file that is missing or damaged into a CheckpointError."""
     from pyarrow import ArrowException
 
     problems = (SafetensorError, ArrowException, OSError, ValueError, LookupError, TypeError)
@@ -308,61 +262,76 @@ def reading(file: Path) -> Iterator[None]:
 
 
 def _load_versions(components: TrainerComponents, checkpoint: Checkpoint) -> None:
-    pi, alpha, pi_ref = (
-        checkpoint.state["versions"][name] for name in ("policy", "alpha", "pi_ref")
-    )
-    for version in sorted(
-        {alpha, pi_ref, pi} - {None}, key=lambda v: (v == pi, v)
-    ):  # π last: it stays
-        if version == pi:
-            with reading(checkpoint.path / "trainer.safetensors"):
-                parts = sorted(checkpoint.path.glob("trainer*.safetensors"))
-                # The files are mapped, not read: each rank takes its part.
-                state = MergedState([load_file(file) for file in parts])
-                components.trainer.load_state(state, pi)
-            names = sorted(
-                (name for name in state if name.startswith("synced/")),
-                key=lambda name: int(name[7:]),
-            )
-            components.trainer.synced = [state[name] for name in names]
-        elif version:  # 0, the initial policy, is there
+    """Loads the weights of π, α and π_ref, each through the trainer's policy."""
+    policy = components.trainer.policy
+    versions = checkpoint.state["versions"]
+    policy_version = versions["policy"]
+    alpha_version = versions["alpha"]
+    reference_version = versions["pi_ref"]
+    other_versions = {alpha_version, reference_version} - {None, policy_version}
+    # π comes last: it stays in the trainer.
+    for version in [*sorted(other_versions), policy_version]:
+        if version == policy_version:
+            _load_trainer(components.trainer, checkpoint)
+        elif version > 0:  # the new policy has version 0 already
             file = checkpoint.path / _weights_file(version)
             with reading(file):
-                components.trainer.policy.load(load_file(file), version)
-        if version == pi_ref:
+                policy.load(load_file(file), version)
+        if version == reference_version:
             components.trainer.load_reference()
-        if version == alpha:
-            components.sampler.sync_weights(components.trainer.policy.weights, version)
-            components.check_weight_sync(components.trainer.policy, components.sampler)
+        if version == alpha_version:
+            components.sampler.sync_weights(policy.weights, version)
+            components.check_weight_sync(policy, components.sampler)
+
+
+def _load_trainer(trainer: Trainer, checkpoint: Checkpoint) -> None:
+    """Loads master weights, optimizer state and the sample of the last weight sync."""
+    with reading(checkpoint.path / "trainer.safetensors"):
+        parts = sorted(checkpoint.path.glob("trainer*.safetensors"))
+        # The files are mapped, not read: each rank takes its part.
+        state = MergedState([load_file(part) for part in parts])
+        trainer.load_state(state, checkpoint.state["versions"]["policy"])
+    indices = [int(name.removeprefix(SYNCED)) for name in state if name.startswith(SYNCED)]
+    trainer.synced = [state[f"{SYNCED}{index}"] for index in sorted(indices)]
 
 
 def _load_groups(components: TrainerComponents, file: Path) -> dict[int, list[Group]]:
-    """By batch, the finished groups that wait for it."""
+    """Returns this rank's finished groups that wait for their batch, by batch."""
     import pyarrow.parquet as pq
 
-    found: defaultdict[tuple[int, ...], list[Completion]] = defaultdict(list)
-    for row in pq.read_table(file).to_pylist() if file.exists() else ():
-        found[row["step"], row["epoch"], row["prompt_id"]].append(_completion(row))
+    if not file.exists():
+        return {}
+    # Keys are (batch, epoch, prompt), as Request.address.
+    completions: defaultdict[tuple[int, ...], list[Completion]] = defaultdict(list)
+    for row in pq.read_table(file).to_pylist():
+        completions[row["step"], row["epoch"], row["prompt_id"]].append(_completion(row))
     groups: dict[int, list[Group]] = {}
-    for batch in sorted({batch for batch, *_ in found}):
-        requests = [
-            r for r in components.share(components.main.prompts.batch(batch)) if r.address in found
+    for batch in sorted({batch for batch, _, _ in completions}):
+        requests = components.share(components.main.prompts.batch(batch))
+        groups[batch] = [
+            Group(request.prompt, tuple(completions[request.address]), request.epoch)
+            for request in requests
+            if request.address in completions
         ]
-        groups[batch] = [Group(r.prompt, tuple(found[r.address]), r.epoch) for r in requests]
     return groups
 
 
 def _completion(row: Mapping[str, Any]) -> Completion:
-    """The completion of a row. It was not scored yet: an outcome is a failure's, or its environment's."""
+    """Returns the completion of a row.
+
+    It was not scored yet. If it has an outcome, it failed, or its environment scored it.
+    """
+    outcome = None
+    if row["outcome"]:
+        outcome = Outcome(row["outcome"], row["reward"], row["reason"])
+    logprobs = [math.nan if logp is None else logp for logp in row["rollout_logprobs"]]
     return Completion(
         token_ids=torch.tensor(row["token_ids"], dtype=torch.long),
-        logp_alpha=torch.tensor(
-            [math.nan if p is None else p for p in row["rollout_logprobs"]], dtype=torch.float32
-        ),
+        logp_alpha=torch.tensor(logprobs, dtype=torch.float32),
         versions=torch.tensor(row["policy_versions"], dtype=torch.long),
         finished=row["finished"],
         text=row["completion"],
-        outcome=Outcome(row["outcome"], row["reward"], row["reason"]) if row["outcome"] else None,
+        outcome=outcome,
         turns=tuple(row["messages"] or ()),
         sampled=torch.tensor(row["loss_mask"], dtype=torch.bool),
     )

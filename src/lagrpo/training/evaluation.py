@@ -1,8 +1,9 @@
-"""Evaluations: pass@k of a policy on held-out prompts, with intervals for the mean over all prompts like them.
+"""Evaluations: pass@k of a policy on held-out prompts, with intervals for the mean over all prompts
+of their kind.
 
-A completion is correct if it reaches the maximum of the range of rewards. Random numbers have the same keys every time,
-so "before" and "after" differ in the policy only. `evaluate` makes one evaluation, `Evaluations` those of a run,
-`evaluate_model` the one of `lagrpo eval`.
+A completion is correct if it reaches the maximum of the range of rewards. Random numbers have the
+same keys every time, so "before" and "after" differ in the policy only. `evaluate` makes one
+evaluation, `Evaluations` the evaluations of a run, `evaluate_model` the one of `lagrpo eval`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -74,94 +74,127 @@ class EvalSet:
     every: int = 0  # batches between evaluations; 0: before and after training only
 
 
-def evaluate(of: EvalSet, evaluator: Any, ranks: Ranks | None = None) -> Evaluation:
-    """Sample completions of the policy that the evaluator samples from, score and count them. Each of several ranks
-    does so for its share, unless servers sample for rank 0."""
+@dataclass(frozen=True, slots=True)
+class _Measure:
+    """A metric of an evaluation before it is averaged."""
+
+    by_prompt: dict[int, float]
+    """values by prompt id, without prompts that have too few scored completions"""
+    tries: float
+    """independent tries of the metric that a prompt has: one try of pass@k takes k samples"""
+
+
+def evaluate(eval_set: EvalSet, evaluator: Any, ranks: Ranks | None = None) -> Evaluation:
+    """Samples completions of the policy that the evaluator samples from, scores and counts them.
+
+    Each of several ranks does so for its share, unless servers sample for rank 0. Collective.
+    """
     ranks = ranks or Ranks()
-    own = ranks.share(of.requests) if isinstance(evaluator, LocalSampler) else of.requests
+    requests = eval_set.requests
+    if isinstance(evaluator, LocalSampler):
+        requests = ranks.share(requests)
     with ranks.sync_interrupts():
-        scored = list(
-            of.reward_pool.score(group for _, group in evaluator.sample(own, of.samples, of.params))
-        )
+        sampled = evaluator.sample(requests, eval_set.samples, eval_set.params)
+        scored = list(eval_set.reward_pool.score(group for _, group in sampled))
     groups = sorted(ranks.join(scored), key=lambda group: group.prompt.key)
-    records = [_record(group, of.reward_range, of.rewards) for group in groups]
+    records = [_record(group, eval_set.reward_range, eval_set.rewards) for group in groups]
+    return Evaluation(_summarize(records, eval_set), records)
+
+
+def _summarize(records: list[dict[str, Any]], eval_set: EvalSet) -> dict[str, Any]:
+    """Returns the summary of an evaluation from its records, one per prompt."""
     unscored = sum(record["samples"] - record["scored"] for record in records)
-    summary: dict[str, Any] = {"prompts": len(records), "samples": of.samples, "unscored": unscored}
+    summary: dict[str, Any] = {
+        "prompts": len(records),
+        "samples": eval_set.samples,
+        "unscored": unscored,
+    }
     if unscored:
         reasons = (reason for record in records for reason in record["reasons"] if reason)
         summary["unscored_reason"] = next(reasons, "")
-    for name, (values, tries) in _measures(records, of.samples).items():
+    for name, measure in _measures(records, eval_set.samples).items():
+        values = list(measure.by_prompt.values())
         if values:
-            ends = of.reward_range if name == "reward" else (0.0, 1.0)
-            low, high = _interval(list(values.values()), tries, of.seed, ends)
-            summary |= {
-                name: sum(values.values()) / len(values),
-                f"{name}_low": low,
-                f"{name}_high": high,
-            }
-    for name in of.rewards:
-        found = [
-            [value for value in record[f"{REWARD}{name}"] if value is not None]
-            for record in records
-        ]
-        if means := [sum(values) / len(values) for values in found if values]:
-            summary[f"rewards/{name}/mean"] = sum(means) / len(means)
-    return Evaluation(summary, records)
+            ends = eval_set.reward_range if name == "reward" else (0.0, 1.0)
+            low, high = _interval(values, measure.tries, eval_set.seed, ends)
+            summary[name] = sum(values) / len(values)
+            summary[f"{name}_low"] = low
+            summary[f"{name}_high"] = high
+    for name in eval_set.rewards:
+        mean = _mean_over_prompts([record[f"{REWARD}{name}"] for record in records])
+        if mean is not None:
+            summary[f"rewards/{name}/mean"] = mean
+    return summary
+
+
+def _mean_over_prompts(rewards: Sequence[Sequence[float | None]]) -> float | None:
+    """Returns the mean over prompts of the mean over each prompt's rewards, leaving out None."""
+    means = []
+    for rewards_of_prompt in rewards:
+        known = [reward for reward in rewards_of_prompt if reward is not None]
+        if known:
+            means.append(sum(known) / len(known))
+    return sum(means) / len(means) if means else None
 
 
 def _record(group: Group, reward_range: Range, names: Sequence[str]) -> dict[str, Any]:
-    rewards, completions = group.rewards, group.completions
-    outcomes = [c.outcome or Outcome.unscored("") for c in completions]
+    """Returns the record of a prompt. `names` are the names of several rewards."""
+    rewards = group.rewards
+    completions = group.completions
+    outcomes = [completion.outcome or Outcome.unscored("") for completion in completions]
     correct = sum(
-        is_correct(o.reward, reward_range, o.correct) for o in outcomes if o.reward is not None
+        is_correct(outcome.reward, reward_range, outcome.correct)
+        for outcome in outcomes
+        if outcome.reward is not None
     )
+    count = len(completions)
     record = {
         "prompt_id": group.prompt.key,
         "prompt": group.prompt.messages[-1]["content"],
         "answer": str(group.prompt.answer),
-        "samples": len(completions),
+        "samples": count,
         "scored": len(rewards),
         "correct": correct,
         "reward": sum(rewards) / len(rewards) if rewards else None,
         "pass@1": correct / len(rewards) if rewards else None,
-        "mean_length": sum(c.length for c in completions) / len(completions),
-        "clipped_ratio": sum(not c.finished for c in completions) / len(completions),
-        "num_turns": sum(c.policy_turns for c in completions) / len(completions),
+        "mean_length": sum(c.length for c in completions) / count,
+        "clipped_ratio": sum(not c.finished for c in completions) / count,
+        "num_turns": sum(c.policy_turns for c in completions) / count,
         "completions": [c.text for c in completions],
         "rewards": [c.reward for c in completions],
-        "reasons": [o.reason if o.reward is None else "" for o in outcomes],
+        "reasons": [outcome.reason if outcome.reward is None else "" for outcome in outcomes],
     }
     if names:
-        record |= {f"{REWARD}{name}": [o.parts.get(name) for o in outcomes] for name in names}
-        record |= {
-            "is_correct": [o.correct for o in outcomes],
-            "tokens": [c.length for c in completions],
-        }
+        for name in names:
+            record[f"{REWARD}{name}"] = [outcome.parts.get(name) for outcome in outcomes]
+        record["is_correct"] = [outcome.correct for outcome in outcomes]
+        record["tokens"] = [c.length for c in completions]
     return record
 
 
-def _measures(
-    records: list[dict[str, Any]], samples: int
-) -> dict[str, tuple[dict[int, float], float]]:
-    """Each metric by prompt, without prompts that have too few scored completions; and how many independent tries of it
-    a prompt has: one try of pass@k takes k samples."""
-    measures = {
-        "reward": ({r["prompt_id"]: r["reward"] for r in records if r["scored"]}, float(samples))
-    }
-    for k in sorted({samples, *(1 << n for n in range(samples.bit_length()))}):
+def _measures(records: list[dict[str, Any]], samples: int) -> dict[str, _Measure]:
+    """Returns the reward and pass@k, for k = 1, 2, 4, … and `samples`."""
+    rewards = {record["prompt_id"]: record["reward"] for record in records if record["scored"]}
+    measures = {"reward": _Measure(rewards, float(samples))}
+    powers_of_two = {1 << n for n in range(samples.bit_length())}
+    for k in sorted({samples, *powers_of_two}):
         by_prompt = {
-            r["prompt_id"]: pass_at_k(r["scored"], r["correct"], k)
-            for r in records
-            if r["scored"] >= k
+            record["prompt_id"]: pass_at_k(record["scored"], record["correct"], k)
+            for record in records
+            if record["scored"] >= k
         }
-        measures[f"pass@{k}"] = by_prompt, samples / k
+        measures[f"pass@{k}"] = _Measure(by_prompt, samples / k)
     return measures
 
 
 def _interval(values: list[float], tries: float, seed: int, ends: Range) -> tuple[float, float]:
-    """The 95 % interval of a metric in [ends]: `clustered_interval` of the values scaled to [0, 1]; a bootstrap over
-    prompts if a value lies outside."""
-    values_N, (low, high) = torch.tensor(values, dtype=torch.float64), ends
+    """Returns the 95 % interval of the mean of a metric in [ends].
+
+    It is the `clustered_interval` of the values scaled to [0, 1], or a bootstrap over prompts if a
+    value lies outside.
+    """
+    low, high = ends
+    values_N = torch.tensor(values, dtype=torch.float64)
     if not all(low <= value <= high for value in values):
         return bootstrap_interval(values_N, seed=seed)
     below, above = clustered_interval((values_N - low) / (high - low), tries)
@@ -169,160 +202,199 @@ def _interval(values: list[float], tries: float, seed: int, ends: Range) -> tupl
 
 
 def compare(before: Evaluation, after: Evaluation) -> dict[str, float]:
-    """How each pass@k changed, over the prompts that have scores in both: the mean difference and its 95 % interval."""
-    found: dict[str, float] = {}
-    old, new = (_measures(e.records, after.summary["samples"]) for e in (before, after))
-    for name, (values, tries) in new.items():
-        both = sorted(old[name][0].keys() & values.keys())
-        if both and name != "reward":
-            b_N, a_N = (
-                torch.tensor([m[key] for key in both], dtype=torch.float64)
-                for m in (old[name][0], values)
-            )
-            low, high = paired_interval(b_N, a_N, tries)
-            difference = float(a_N.mean() - b_N.mean())
-            found |= {
-                f"{name}_change": difference,
-                f"{name}_change_low": low,
-                f"{name}_change_high": high,
-            }
-    return found
+    """Returns the change of each pass@k: its mean over prompts, and its 95 % interval.
+
+    Only prompts with scores in both evaluations count.
+    """
+    changes: dict[str, float] = {}
+    samples = after.summary["samples"]
+    old_measures = _measures(before.records, samples)
+    for name, new in _measures(after.records, samples).items():
+        old = old_measures[name]
+        prompts = sorted(old.by_prompt.keys() & new.by_prompt.keys())
+        if not prompts or name == "reward":
+            continue
+        old_N = torch.tensor([old.by_prompt[key] for key in prompts], dtype=torch.float64)
+        new_N = torch.tensor([new.by_prompt[key] for key in prompts], dtype=torch.float64)
+        low, high = paired_interval(old_N, new_N, new.tries)
+        changes[f"{name}_change"] = float(new_N.mean() - old_N.mean())
+        changes[f"{name}_change_low"] = low
+        changes[f"{name}_change_high"] = high
+    return changes
 
 
-# Of a run
+# The evaluations of a run
 
 
 class Evaluations:
-    """The evaluation sets of a run, or a single one without a name, and the evaluations that were `made`, by the names
-    of their files: before, batch-000010, after, each followed by .SET. Raises SettingsError for a set whose prompts do
-    not fit."""
+    """The evaluation sets of a run, or a single one without a name, and the finished evaluations.
+
+    `finished` has them by the names of their files: before, batch-000010, after, each followed by
+    .SET. Raises SettingsError for a set whose prompts do not fit.
+    """
 
     def __init__(self, components: TrainerComponents) -> None:
-        self.components, self.made, e = (
-            components,
-            dict[str, Evaluation](),
-            components.settings.eval,
-        )
-        sets = {each.name: each for each in e.sets} or {"": EvalSetSettings(name="only")}
-        self.sets = [
-            build_eval_set(
-                components.settings, components.tasks.get(name, components.main), each, name
-            )
-            for name, each in sets.items()
-            if e.takes_place
-        ]
+        self.components = components
+        self.finished: dict[str, Evaluation] = {}
+        self.sets: list[EvalSet] = []
+        settings = components.settings
+        if not settings.eval.takes_place:
+            return
+        named_sets = {set_settings.name: set_settings for set_settings in settings.eval.sets}
+        for name, set_settings in (named_sets or {"": EvalSetSettings(name="only")}).items():
+            setup = components.tasks.get(name, components.main)
+            self.sets.append(build_eval_set(settings, setup, set_settings, name))
 
     def load(self, run: Run, batch: int) -> dict[str, Evaluation]:
-        """What a run evaluated until a batch, as `made` has it. What it evaluated later is removed, and what it
-        evaluated at its end if it is to have more batches. Raises ValueError for damaged files, by name."""
-        made = {}
+        """Returns the evaluations that a run finished until a batch, by the names of their files.
+
+        Later evaluations are removed, and so are the ones at the end of the run if it is to have
+        more batches. Raises ValueError for damaged files, by name.
+        """
+        total = self.components.settings.schedule.batches
+        finished = {}
         for summary in load_evaluations(run):
-            name, step = summary.pop("name"), summary["step"]
-            if step > batch or (
-                name.startswith("after") and step < self.components.settings.schedule.batches
-            ):
+            name = summary.pop("name")
+            step = summary["step"]
+            is_at_old_end = name.startswith("after") and step < total
+            if step > batch or is_at_old_end:
                 for ending in ("json", "parquet"):
                     (run.path / "evaluations" / f"{name}.{ending}").unlink(missing_ok=True)
             else:
-                made[name] = Evaluation(summary, load_evaluation_records(run, name))
-        return made
+                finished[name] = Evaluation(summary, load_evaluation_records(run, name))
+        return finished
 
     def find_due(self, batch: int, moment: str = "") -> dict[str, EvalSet]:
-        """The sets that are due after a batch or at a moment, by the names of their files."""
-        along = 0 < batch < self.components.settings.schedule.batches
-        due = [s for s in self.sets if moment or (along and s.every and batch % s.every == 0)]
-        named = {_file_name(batch, each.name, moment): each for each in due}
-        return {name: each for name, each in named.items() if name not in self.made}
+        """Returns the sets that are due after a batch, or at a moment ("before" or "after"
+        training), by the names of their files."""
+        is_between = 0 < batch < self.components.settings.schedule.batches
+        due = {}
+        for eval_set in self.sets:
+            is_its_batch = is_between and eval_set.every and batch % eval_set.every == 0
+            name = _file_name(batch, eval_set.name, moment)
+            if (moment or is_its_batch) and name not in self.finished:
+                due[name] = eval_set
+        return due
 
-    def make(self, name: str, each: EvalSet, batch: int) -> Evaluation:
-        """Evaluate the policy that the evaluator samples from, and compare it with the initial policy."""
-        found = evaluate(each, self.components.evaluator, self.components.ranks)
-        place: dict[str, Any] = {
+    def make(self, name: str, eval_set: EvalSet, batch: int) -> Evaluation:
+        """Evaluates the policy that the evaluator samples from, and compares it with the initial
+        policy. Collective."""
+        evaluation = evaluate(eval_set, self.components.evaluator, self.components.ranks)
+        summary: dict[str, Any] = {
             "step": batch,
             "policy_version": self.components.trainer.policy.version,
         }
-        place |= {"set": each.name, "reward_range": list(each.reward_range)} if each.name else {}
-        before = self.made.get(_file_name(0, each.name, "before"))
-        change = compare(before, found) if before is not None else {}
-        self.made[name] = found = replace(found, summary=place | found.summary | change)
-        return found
+        if eval_set.name:
+            summary["set"] = eval_set.name
+            summary["reward_range"] = list(eval_set.reward_range)
+        summary |= evaluation.summary
+        before = self.finished.get(_file_name(0, eval_set.name, "before"))
+        if before is not None:
+            summary |= compare(before, evaluation)
+        self.finished[name] = Evaluation(summary, evaluation.records)
+        return self.finished[name]
 
     def metrics(self, batch: int) -> dict[str, float | None]:
-        """The metrics of each named set after `batch` batches, for the line of the next batch; None without them."""
+        """Returns the metrics of each named set after `batch` batches, for the line of the next
+        batch. They are None if the set was not evaluated then."""
+        moment = "before" if batch == 0 else ""
         metrics: dict[str, float | None] = {}
-        for each in (each for each in self.sets if each.name):
-            made = self.made.get(_file_name(batch, each.name, "" if batch else "before"))
+        for eval_set in self.sets:
+            if not eval_set.name:
+                continue
+            evaluation = self.finished.get(_file_name(batch, eval_set.name, moment))
+            summary = {} if evaluation is None else evaluation.summary
             for name in ("pass@1", "reward"):
-                metrics[f"eval/{each.name}/{name}"] = made.summary.get(name) if made else None
+                metrics[f"eval/{eval_set.name}/{name}"] = summary.get(name)
         return metrics
 
     def summary(self, moment: str) -> dict[str, Any] | None:
-        """The summary of the first set before or after training."""
-        made = [self.made.get(_file_name(0, each.name, moment)) for each in self.sets]
-        return next((found.summary for found in made if found is not None), None)
+        """Returns the summary of the first set that was evaluated before or after training."""
+        for eval_set in self.sets:
+            evaluation = self.finished.get(_file_name(0, eval_set.name, moment))
+            if evaluation is not None:
+                return evaluation.summary
+        return None
 
     def find_best(self, run: Run, batch: int, moment: str) -> dict[str, Any] | None:
-        """What weights/best is to say if the policy is the best so far by `eval.best_metric`; else None."""
-        best = self.components.settings.eval.best_metric
-        of_set, _, metric = (best or "").rpartition(".")
-        made = self.made.get(_file_name(batch, of_set, moment))
-        if best is None or made is None or (value := made.summary.get(metric)) is None:
+        """Returns the facts for weights/best if the policy is the best so far by
+        `eval.best_metric`, or None."""
+        best_metric = self.components.settings.eval.best_metric
+        if best_metric is None:
+            return None
+        set_name, _, metric = best_metric.rpartition(".")
+        evaluation = self.finished.get(_file_name(batch, set_name, moment))
+        value = None if evaluation is None else evaluation.summary.get(metric)
+        if value is None:
             return None
         file = run.path / "weights" / "best" / BEST
-        so_far = json.loads(file.read_bytes()) if file.exists() else {}
-        if so_far.get("best") == best and so_far["value"] >= value and so_far["step"] != batch:
+        earlier = json.loads(file.read_bytes()) if file.exists() else {}
+        # A resumed run evaluates some batches again: their weights are written again.
+        is_earlier_better = (
+            earlier.get("best") == best_metric
+            and earlier["value"] >= value
+            and earlier["step"] != batch
+        )
+        if is_earlier_better:
             return None
         return {
-            "best": best,
+            "best": best_metric,
             "value": value,
             "step": batch,
             "policy_version": self.components.trainer.policy.version,
         }
 
 
-def _file_name(batch: int, of_set: str, moment: str) -> str:
+def _file_name(batch: int, set_name: str, moment: str) -> str:
+    """Returns the name of an evaluation's files, without their endings."""
     name = moment or f"batch-{batch:06d}"
-    return f"{name}.{of_set}" if of_set else name
+    return f"{name}.{set_name}" if set_name else name
 
 
 def build_eval_set(
-    settings: Settings, setup: TaskSetup, each: EvalSetSettings, name: str = ""
+    settings: Settings, setup: TaskSetup, set_settings: EvalSetSettings, name: str = ""
 ) -> EvalSet:
-    """The prompts of a set, and how it samples. `name` keys its random numbers."""
-    e, s, episodes = settings.eval, settings.rollout, setup.episodes
-    max_tokens = each.max_completion_length or s.max_completion_length
+    """Returns the prompts of a set, and how completions are sampled. `name` keys its random
+    numbers."""
+    defaults = settings.eval
+    sampling = settings.rollout
+    max_tokens = set_settings.max_completion_length or sampling.max_completion_length
+    episodes = setup.episodes
     if episodes is not None:
         episodes = replace(episodes, sampled=max_tokens)
+    purpose = f"evaluate {name}".rstrip()
     return EvalSet(
-        requests=setup.prompts.held_out(each.num_prompts or e.num_prompts),
+        requests=setup.prompts.held_out(set_settings.num_prompts or defaults.num_prompts),
         reward_pool=setup.reward_pool,
-        params=SamplingParams(f"evaluate {name}".rstrip(), s.temperature, max_tokens, episodes),
-        samples=each.num_samples or e.num_samples,
+        params=SamplingParams(purpose, sampling.temperature, max_tokens, episodes),
+        samples=set_settings.num_samples or defaults.num_samples,
         seed=settings.run.seed,
-        reward_range=(each.task or settings.task).reward_range,
+        reward_range=(set_settings.task or settings.task).reward_range,
         rewards=Rewards.from_reward(setup.task.reward).names,
         name=name,
-        every=e.every if each.every is None else each.every,
+        every=defaults.every if set_settings.every is None else set_settings.every,
     )
 
 
 @contextmanager
 def sampling_from_policy(components: TrainerComponents, state: LoopState) -> Iterator[None]:
-    """Inside, the evaluator samples from π. vLLM servers have α: they get π, checked as after any weight sync, and then
-    get α back if it is to sample more."""
-    evaluator, policy, check = (
-        components.evaluator,
-        components.trainer.policy,
-        components.check_weight_sync,
-    )
+    """Lets the evaluator sample from π while the body runs. Collective.
+
+    vLLM servers have α. They get π, checked as after any weight sync, and then get α back if α is
+    to sample more.
+    """
+    evaluator = components.evaluator
+    policy = components.trainer.policy
     if isinstance(evaluator, LocalSampler):
         yield
         return
     components.prefetcher.finish()
-    with evaluator.temporary_weights(
-        policy.weights, policy.version, back=needs_alpha(components, state)
-    ):
-        copy(check)(policy, evaluator)  # the next weight sync is compared with the last one
+    give_back = needs_alpha(components, state)
+    with evaluator.temporary_weights(policy.weights, policy.version, back=give_back):
+        # The check remembers the weights that it saw. A copy of it does so here, so that the next
+        # weight sync is compared with the last one.
+        check_weight_sync = copy(components.check_weight_sync)
+        check_weight_sync(policy, evaluator)
         yield
 
 
@@ -330,8 +402,11 @@ def sampling_from_policy(components: TrainerComponents, state: LoopState) -> Ite
 
 
 def evaluate_model(settings: Settings) -> Evaluation:
-    """Evaluate a model on the test prompts of a task; print the summary, and write it with one record per prompt to
-    run.output_dir. Raises SettingsError, and RewardError if too many completions could not be scored."""
+    """Evaluates a model on the test prompts of a task, and prints the summary.
+
+    Writes the summary and one record per prompt to run.output_dir. Raises SettingsError, and
+    RewardError if too many completions could not be scored.
+    """
     check_evaluation(settings)
     rollout = settings.rollout
     if rollout.engine == "vllm" and is_adapter(settings.model.path):
@@ -341,29 +416,26 @@ def evaluate_model(settings: Settings) -> Evaluation:
     task = build.load_tasks(settings)[MAIN_TASK]
     output = _choose_output(settings, task.name)
     with freed_memory_kept(), fixed_threads(choose_threads()), ExitStack() as stack:
-        replied = max_reply_tokens(settings, task)
-        servers = build.start_servers(
-            settings, replied, stack
-        )  # takes minutes: what is cheap to check came first
-        print(f"loading {settings.model.path} …", file=sys.stderr, flush=True)
-        policy = build.build_policy(settings.model, rollout.temperature, settings.longest + replied)
+        reply_tokens = max_reply_tokens(settings, task)
+        # Servers take minutes to start: everything that is cheap to check came first.
+        servers = build.start_servers(settings, reply_tokens, stack)
+        _print_progress(f"loading {settings.model.path} …")
+        longest = settings.longest + reply_tokens
+        policy = build.build_policy(settings.model, rollout.temperature, longest)
         setup = build.set_up_tasks(settings, {MAIN_TASK: task}, policy, stack)[MAIN_TASK]
-        evaluator: Any = LocalSampler(
-            policy, settings.run.seed, rollout.max_completion_length, rollout.max_num_seqs
-        )
         if servers:
             evaluator = stack.enter_context(closing(build_engine(settings, policy, servers)))
             evaluator.sync_weights(policy.weights, policy.version)
-            build.build_weight_sync_check(policy, setup.prompts, evaluator)(policy, evaluator)
-        sampled = ", ".join(map(str, servers)) or "this process"
-        print(
-            f"computation: {policy.model.computation}; sampling: {sampled}",
-            file=sys.stderr,
-            flush=True,
-        )
-        evaluation = evaluate(
-            build_eval_set(settings, setup, EvalSetSettings(name="only")), evaluator
-        )
+            check_weight_sync = build.build_weight_sync_check(policy, setup.prompts, evaluator)
+            check_weight_sync(policy, evaluator)
+        else:
+            evaluator = LocalSampler(
+                policy, settings.run.seed, rollout.max_completion_length, rollout.max_num_seqs
+            )
+        sampled_by = ", ".join(map(str, servers)) or "this process"
+        _print_progress(f"computation: {policy.model.computation}; sampling: {sampled_by}")
+        eval_set = build_eval_set(settings, setup, EvalSetSettings(name="only"))
+        evaluation = evaluate(eval_set, evaluator)
     summary = {
         "model": settings.model.path,
         "task": task.name,
@@ -376,26 +448,41 @@ def evaluate_model(settings: Settings) -> Evaluation:
     return evaluation
 
 
-def _choose_output(settings: Settings, task: str) -> Path:
-    """run.name in run.output_dir, by default MODEL-TASK; with a number if that has an evaluation."""
+def _print_progress(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _choose_output(settings: Settings, task_name: str) -> Path:
+    """Returns the directory run.name, by default MODEL-TASK, in run.output_dir.
+
+    It gets a number if the directory has an evaluation.
+    """
     path = Path(settings.model.path)
-    model = f"{path.parent.parent.name}-{path.name}" if path.parent.name == "weights" else path.name
-    root, name = Path(settings.run.output_dir), settings.run.name or f"{model}-{plain_name(task)}"
-    places = (root / (name if n == 1 else f"{name}-{n}") for n in count(1))
-    return next(place for place in places if not (place / "summary.json").exists())
+    model = path.name
+    if path.parent.name == "weights":
+        run_name = path.parent.parent.name
+        model = f"{run_name}-{path.name}"
+    root = Path(settings.run.output_dir)
+    name = settings.run.name or f"{model}-{plain_name(task_name)}"
+    output = root / name
+    number = 1
+    while (output / "summary.json").exists():
+        number += 1
+        output = root / f"{name}-{number}"
+    return output
 
 
 def _print_summary(summary: dict[str, Any], output: Path) -> None:
-    prompts, samples = (
-        count_of(summary["prompts"], "prompt"),
-        count_of(summary["samples"], "sample"),
-    )
+    prompts = count_of(summary["prompts"], "prompt")
+    samples = count_of(summary["samples"], "sample")
     print(f"{summary['model']} on {summary['task']}: {prompts} x {samples}")
     for name in summary:
         if f"{name}_low" in summary:
             form = ".3f" if name == "reward" else ".1%"
-            unscored = f"   {unscored_text(summary)}" if name == "pass@1" else ""
-            print(f"  {name:<11} {formatted_interval(summary, name, form)}{unscored}".rstrip())
+            line = f"  {name:<11} {formatted_interval(summary, name, form)}"
+            if name == "pass@1":
+                line += f"   {unscored_text(summary)}"
+            print(line.rstrip())
         elif name.startswith("rewards/"):
             print(f"  {name} {summary[name]:.3f}")
     print("  intervals: 95 %, for the mean over all prompts of this kind")

@@ -1,8 +1,9 @@
-"""The metrics of a batch: one flat dict, for metrics.jsonl, the display and every tracker. Every line of a run has the
-same keys, and its values are numbers or None. runs/metrics.py says what each one means.
+"""The metrics of a batch: one flat dict, for metrics.jsonl, the display and every tracker.
 
-Metrics of whole completions compare π_k, the policy at the start of the batch, with α, which sampled it. They cover
-every scored completion whose log α is known, also in groups that the loss leaves out because of their rewards.
+Every line of a run has the same keys, and its values are numbers or None. runs/metrics.py says what
+each one means. Metrics of whole completions compare π_k, the policy at the start of the batch, with
+α, which sampled it. They cover every scored completion whose log α is known, also in groups that
+the loss leaves out because of their rewards.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,18 +20,18 @@ from lagrpo.core.advantages import leave_one_out, one_group, sigma
 from lagrpo.core.kl import ess, prefers_bounded, tv_terms
 from lagrpo.core.ratios import limit
 from lagrpo.training.batch import Batch, MicroBatch, has_zero_variance
+from lagrpo.training.step import Clock, Step
 from lagrpo.types import Completion, Range
-
-if TYPE_CHECKING:
-    from lagrpo.training.loop import Clock, Step
 
 Metrics = dict[str, float | None]
 AT_ONCE = 1e-3  # seconds: completions that took less were sampled before
 ENOUGH = 25.0
-"""Effective sample size from which an improvement means something: its standard error is then at most about a tenth of
-the range of rewards (standard deviation of a reward, at most 1/2, over √ESS)."""
-RATIO_METRICS = ("rollout/ratio_mean", "rollout/ess", "rollout/kl")
-RATIO_METRICS += (
+"""Effective sample size from which an improvement means something: its standard error is then at
+most about a tenth of the range of rewards (standard deviation of a reward, at most 1/2, over √ESS)."""
+RATIO_METRICS = (
+    "rollout/ratio_mean",
+    "rollout/ess",
+    "rollout/kl",
     "rollout/logp_difference_mean",
     "rollout/logp_difference_max",
     "rollout/log_ratio_squared",
@@ -47,18 +48,23 @@ PHASES = {
 def batch_metrics(
     step: Step, rewards: Sequence[str] = (), reward_range: Range = (0.0, 1.0)
 ) -> Metrics:
-    """What metrics.jsonl has of a batch, except for evaluations. `rewards` are the names of several rewards. Loss,
-    gradient and learning rate are of the last update."""
-    updates, groups, sync = step.updates, step.batch.groups, step.state.sync
+    """Returns the line of metrics.jsonl for a batch, without the metrics of evaluations.
+
+    `rewards` are the names of several rewards. Loss, gradient and learning rate are of the last
+    update.
+    """
+    groups = step.batch.groups
+    updates = step.updates
     last = updates[-1] if updates else {}
+    sync = step.state.sync
     completions = [c for group in groups for c in group.completions]
-    flat = [has_zero_variance(group) for group in groups if group.rewards]
+    is_zero_variance = [has_zero_variance(group) for group in groups if group.rewards]
     return {
         "step": step.b,
         "policy_version": step.version,
         "num_tokens": sum(c.length for c in completions),
         **_rewards(completions, rewards),
-        "frac_reward_zero_std": sum(flat) / len(flat) if flat else None,
+        "frac_reward_zero_std": _mean(is_zero_variance),
         **_completions(completions),
         "loss": last.get("loss"),
         "grad_norm": last.get("grad_norm"),
@@ -75,37 +81,42 @@ def batch_metrics(
     }
 
 
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
 def _rewards(completions: Sequence[Completion], names: Sequence[str]) -> Metrics:
-    """Mean and standard deviation, and the mean of each of several rewards, unweighted, over what it could score."""
+    """Returns mean and standard deviation of the reward, and the mean of each of several rewards,
+    unweighted, over the completions that it could score."""
     rewards = torch.tensor(
         [c.reward for c in completions if c.reward is not None], dtype=torch.float64
     )
-    found: Metrics = dict.fromkeys(("reward", "reward_std"))
+    metrics: Metrics = {"reward": None, "reward_std": None}
     if len(rewards):
-        found = {"reward": float(rewards.mean()), "reward_std": float(rewards.std(correction=0))}
+        metrics["reward"] = float(rewards.mean())
+        metrics["reward_std"] = float(rewards.std(correction=0))
     parts = [c.outcome.parts for c in completions if c.outcome and c.outcome.parts]
     for name in names:
-        own = [value for part in parts if (value := part[name]) is not None]
-        found[f"rewards/{name}/mean"] = sum(own) / len(own) if own else None
-    return found
+        values = [part[name] for part in parts]
+        metrics[f"rewards/{name}/mean"] = _mean([value for value in values if value is not None])
+    return metrics
 
 
 def _completions(completions: Sequence[Completion]) -> Metrics:
+    """Returns metrics of lengths, ends, outcomes and turns."""
     kinds = Counter(c.outcome.kind for c in completions if c.outcome is not None)
-    count = len(completions)
     return {
-        "completions/mean_length": sum(c.length for c in completions) / count if count else None,
-        "completions/clipped_ratio": sum(not c.finished for c in completions) / count
-        if count
-        else None,
+        "completions/mean_length": _mean([c.length for c in completions]),
+        "completions/clipped_ratio": _mean([not c.finished for c in completions]),
         "completions/unscored": kinds["unscored"],
         "completions/failed": kinds["failed"],
-        "num_turns/mean": sum(c.policy_turns for c in completions) / count if count else None,
+        "num_turns/mean": _mean([c.policy_turns for c in completions]),
     }
 
 
 def _staleness(completions: Sequence[Completion], version: int) -> Metrics:
-    """Over all sampled tokens whose version is known: it is -1 in completions of a file."""
+    """Returns metrics over all sampled tokens whose version is known: it is -1 in completions of a
+    file."""
     versions = torch.cat(
         [torch.empty(0, dtype=torch.long), *(c.versions[c.sampled] for c in completions)]
     )
@@ -116,8 +127,11 @@ def _staleness(completions: Sequence[Completion], version: int) -> Metrics:
 
 
 def _clip_ratios(updates: Sequence[Mapping[str, float]], batch: Batch) -> Metrics:
-    """Shares of the objective's tokens whose gradient the clip cuts, and of its tokens and completions with an
-    advantage that filters drop, as means over the updates on the batch."""
+    """Returns the shares of the objective's tokens whose gradient the clip cuts, and the shares of
+    its tokens and completions with an advantage that filters drop.
+
+    They are means over the updates on the batch.
+    """
     is_in_objective_C = batch.weight_C != 0
     has_signal_C = is_in_objective_C & (batch.advantage_C != 0)
     tokens = int(batch.lengths_C[is_in_objective_C].sum())
@@ -135,41 +149,59 @@ def _clip_ratios(updates: Sequence[Mapping[str, float]], batch: Batch) -> Metric
 
 
 def _token_metrics(step: Step) -> Metrics:
-    """Means over the tokens of the objective, whatever their advantage, at the first update, where π = π_k. Those of ρ
-    leave out completions whose log α is unknown, and limit a ratio as the losses do."""
-    first, batch = step.updates[0] if step.updates else {}, step.batch
-    entropy = first["entropy"] / first["tokens_entropy"] if first.get("tokens_entropy") else None
-    kl = first["kl_ref"] / first["tokens"] if first.get("tokens") else None
-    ratios = [
-        log_ratio(batch, c, logp_T) for c, logp_T in step.logp_k.items() if batch.weight_C[c] != 0
-    ]
-    found: Metrics = {"entropy": entropy, "kl": kl, **dict.fromkeys(RATIO_METRICS)}
-    if known := [ratio_T.double() for ratio_T in ratios if not ratio_T.isnan().any()]:
-        log_rho_T = torch.cat(known)
-        bounded_T, size_T = limit(log_rho_T), log_rho_T.abs()
-        ratio_T, kl_T = bounded_T.exp(), torch.expm1(bounded_T) - bounded_T
-        values = (
-            ratio_T.mean(),
-            ess(ratio_T) / len(ratio_T),
-            kl_T.mean(),
-            size_T.mean(),
-            size_T.max(),
-            log_rho_T.square().mean(),
-        )
-        found |= zip(RATIO_METRICS, map(float, values), strict=True)
-    return found
+    """Returns means over the tokens of the objective at the first update, where π = π_k.
+
+    They cover tokens with any advantage. Means of ρ leave out completions whose log α is unknown,
+    and limit a ratio as the losses do.
+    """
+    first = step.updates[0] if step.updates else {}
+    metrics: Metrics = {"entropy": None, "kl": None, **dict.fromkeys(RATIO_METRICS)}
+    if first.get("tokens_entropy"):
+        metrics["entropy"] = first["entropy"] / first["tokens_entropy"]
+    if first.get("tokens"):
+        metrics["kl"] = first["kl_ref"] / first["tokens"]
+    known = []  # log ρ of each completion with a known log α, float64 [t]
+    for c, logp_k_T in step.logp_k.items():
+        if step.batch.weight_C[c] != 0:
+            log_rho_T = log_ratio(step.batch, c, logp_k_T)
+            if not log_rho_T.isnan().any():
+                known.append(log_rho_T.double())
+    if known:
+        metrics |= _ratio_metrics(torch.cat(known))
+    return metrics
 
 
-def _pace(clock: Clock, trained: float) -> Metrics:
-    spent = {name: clock.seconds[phase] for name, phase in PHASES.items()}
+def _ratio_metrics(log_rho_T: Tensor) -> Metrics:
+    """Returns RATIO_METRICS of tokens, from log ρ = log π_k - log α, nats."""
+    limited_T = limit(log_rho_T)
+    rho_T = limited_T.exp()
+    kl_T = torch.expm1(limited_T) - limited_T
+    size_T = log_rho_T.abs()
     return {
-        "time/step": clock.total,
-        **{f"time/{name}": seconds for name, seconds in spent.items()},
-        "tokens_per_s/generate": clock.generated / spent["generate"]
-        if spent["generate"] > AT_ONCE
-        else None,
-        "tokens_per_s/train": trained / spent["train"] if spent["train"] else None,
+        "rollout/ratio_mean": float(rho_T.mean()),
+        "rollout/ess": float(ess(rho_T) / len(rho_T)),
+        "rollout/kl": float(kl_T.mean()),
+        "rollout/logp_difference_mean": float(size_T.mean()),
+        "rollout/logp_difference_max": float(size_T.max()),
+        "rollout/log_ratio_squared": float(log_rho_T.square().mean()),
     }
+
+
+def _pace(clock: Clock, trained_tokens: float) -> Metrics:
+    """Returns the seconds of each phase, and tokens per second."""
+    seconds = {name: clock.seconds[phase] for name, phase in PHASES.items()}
+    metrics: Metrics = {"time/step": clock.total}
+    for name in PHASES:
+        metrics[f"time/{name}"] = seconds[name]
+    sampled_per_second = None
+    if seconds["generate"] > AT_ONCE:
+        sampled_per_second = clock.generated / seconds["generate"]
+    trained_per_second = None
+    if seconds["train"]:
+        trained_per_second = trained_tokens / seconds["train"]
+    metrics["tokens_per_s/generate"] = sampled_per_second
+    metrics["tokens_per_s/train"] = trained_per_second
+    return metrics
 
 
 # Whole completions. ρ = π_k(y|x) / α(y|x); `logp_k` has log π_k of the sampled tokens of each completion.
@@ -178,64 +210,73 @@ def _pace(clock: Clock, trained: float) -> Metrics:
 def sequence_metrics(
     batch: Batch, logp_k: Mapping[int, Tensor], reward_range: Range = (0.0, 1.0)
 ) -> Metrics:
-    """Of whole completions; all None unless `logp_k` has every scored completion whose log α is known."""
+    """Returns metrics of whole completions; all None unless `logp_k` has every scored completion
+    whose log α is known."""
     log_ratio_C, kl_C = sequence_sums(batch, logp_k)
     known_C = batch.has_logp_alpha()
     known = log_ratio_C[known_C]
     if not len(known) or bool(known.isnan().any()):
         return dict.fromkeys(("rollout/seq_kl", "rollout/seq_tv", "rollout/seq_ess", "improvement"))
     size = float(ess((known - known.max()).exp()))
-    gain = estimate_improvement(batch, log_ratio_C, reward_range) if size >= ENOUGH else None
+    improvement = None
+    if size >= ENOUGH:
+        improvement = estimate_improvement(batch, log_ratio_C, reward_range)
+    # More than the range of rewards is impossible: the estimate has too much noise.
+    if improvement is not None and not abs(improvement) <= 1:
+        improvement = None
     return {
         "rollout/seq_kl": float(kl_C[known_C].mean()),
         "rollout/seq_tv": float(tv_terms(known, prefers_bounded(known)).mean()),
         "rollout/seq_ess": size,
-        "improvement": gain
-        if gain is None or abs(gain) <= 1
-        else None,  # more than 1 is impossible: too much noise
+        "improvement": improvement,
     }
 
 
 def sequence_sums(batch: Batch, logp_k: Mapping[int, Tensor]) -> tuple[Tensor, Tensor]:
-    """Of each completion, float64 [C]: ln ρ, nats; and Σ_t (ρ_t - 1 - ln ρ_t) over its tokens, which
-    estimates KL(α‖π_k) with a variance that grows only linearly with the length. NaN if log π_k or log α is unknown."""
+    """Returns ln ρ of each completion, nats, and its estimate of KL(α‖π_k), both float64 [C].
+
+    The estimate is Σ_t (ρ_t - 1 - ln ρ_t) over the tokens; its variance grows only linearly with
+    the length. NaN if log π_k or log α is unknown.
+    """
     log_ratio_C, kl_C = torch.full((2, len(batch.member_C)), math.nan, dtype=torch.float64)
     for c, logp_T in logp_k.items():
         log_ratio_T = log_ratio(batch, c, logp_T).double()
-        log_ratio_C[c], kl_C[c] = log_ratio_T.sum(), (torch.expm1(log_ratio_T) - log_ratio_T).sum()
+        log_ratio_C[c] = log_ratio_T.sum()
+        kl_C[c] = (torch.expm1(log_ratio_T) - log_ratio_T).sum()
     return log_ratio_C, kl_C
 
 
 def log_ratio(batch: Batch, c: int, logp_k_T: Tensor) -> Tensor:
-    """log π_k - log α of the sampled tokens of a completion, float32 [t]."""
+    """Returns log π_k - log α of the sampled tokens of a completion, float32 [t]."""
     completion = batch.completion(c)
     return logp_k_T - completion.logp_alpha[completion.sampled]
 
 
 def estimate_improvement(batch: Batch, log_ratio_C: Tensor, reward_range: Range) -> float | None:
-    """Mean over the groups of two or more of (ρ - 1)(r - mean of the others): unbiased for J(π_k) - J(α), in units of
-    the range of rewards. None if a reward is outside the range, or no group is known."""
+    """Returns the mean over the groups of two or more of (ρ - 1)(r - mean of the others).
+
+    It is unbiased for J(π_k) - J(α), in units of the range of rewards. None if a reward is outside
+    the range, or no group is known.
+    """
     low, high = reward_range
     gains = []
     for members, rewards in _members_of_groups(batch):
-        if len(members) < 2 or bool(log_ratio_C[members].isnan().any()):
+        log_ratios = log_ratio_C[members]
+        if len(members) < 2 or bool(log_ratios.isnan().any()):
             continue
         if bool(((rewards < low) | (rewards > high)).any()):
             return None
-        gains.append(
-            float(
-                (
-                    log_ratio_C[members].expm1()
-                    * leave_one_out(one_group((rewards - low) / (high - low)))
-                ).mean()
-            )
-        )
-    return sum(gains) / len(gains) if gains else None
+        scaled = one_group((rewards - low) / (high - low))
+        gain_per_completion = log_ratios.expm1() * leave_one_out(scaled)
+        gains.append(float(gain_per_completion.mean()))
+    return _mean(gains)
 
 
 def measure_kl_spent(batch: Batch, logp_k: Mapping[int, Tensor]) -> float | None:
-    """What the schedule decides by: the mean KL(α‖π_k), nats per completion; None if no log α is known."""
-    mean = sequence_sums(batch, logp_k)[1].nanmean().item()
+    """Returns the mean KL(α‖π_k), nats per completion, by which the schedule `budget` decides; None
+    if no log α is known."""
+    _, kl_C = sequence_sums(batch, logp_k)
+    mean = kl_C.nanmean().item()
     return None if math.isnan(mean) else mean
 
 
@@ -243,19 +284,26 @@ def measure_kl_spent(batch: Batch, logp_k: Mapping[int, Tensor]) -> float | None
 
 
 def by_completion(rows: Sequence[MicroBatch], name: str) -> dict[int, Tensor]:
-    """A quantity of the rows' tokens, float32 on the host, for each completion that they have."""
-    found = {}
+    """Returns a quantity of the rows' tokens, float32 on the host, for each completion that they
+    have. Rows without the quantity (None) are left out."""
+    values: dict[int, Tensor] = {}
     for micro in rows:
-        if (values_T := getattr(micro, name)) is not None:
-            counts = micro.completion_T.bincount(minlength=len(micro.members)).tolist()
-            found |= dict(zip(micro.members, values_T.float().cpu().split(counts), strict=True))
-    return found
+        values_T = getattr(micro, name)
+        if values_T is None:
+            continue
+        lengths = micro.completion_T.bincount(minlength=len(micro.members)).tolist()
+        values_by_member = values_T.float().cpu().split(lengths)
+        values |= dict(zip(micro.members, values_by_member, strict=True))
+    return values
 
 
 def completion_columns(step: Step, eps_std: float) -> list[list[dict[str, Any]]]:
-    """What the rollouts say of each completion beyond itself, per group; nothing if it was not scored. old_logprobs and
-    entropy are float32 [t], or None if they were not computed."""
-    batch, old_logprobs = step.batch, step.logp_k
+    """Returns the columns of the rollouts that a completion itself does not have, per group.
+
+    A completion that was not scored has none. old_logprobs and entropy are float32 [t], or None if
+    they were not computed.
+    """
+    batch = step.batch
     columns: list[list[dict[str, Any]]] = [
         [{} for _ in group.completions] for group in batch.groups
     ]
@@ -267,18 +315,19 @@ def completion_columns(step: Step, eps_std: float) -> list[list[dict[str, Any]]]
                 "advantage": float(batch.advantage_C[c]),
                 "excluded_reason": "zero_variance" if batch.weight_C[c] == 0 else "",
                 "group_std": spread,
-                "old_logprobs": old_logprobs.get(c),
+                "old_logprobs": step.logp_k.get(c),
                 "entropy": step.entropy.get(c),
             }
     return columns
 
 
 def _members_of_groups(batch: Batch) -> list[tuple[list[int], Tensor]]:
-    """Of each group with a scored completion: their places among the C, and their rewards."""
+    """Returns, for each group with a scored completion, the indices of these completions in C, and
+    their rewards, float64."""
     members: defaultdict[int, list[int]] = defaultdict(list)
     for c, (g, _) in enumerate(batch.member_C):
         members[g].append(c)
     return [
-        (cs, torch.tensor(batch.groups[g].rewards, dtype=torch.float64))
-        for g, cs in members.items()
+        (indices, torch.tensor(batch.groups[g].rewards, dtype=torch.float64))
+        for g, indices in members.items()
     ]

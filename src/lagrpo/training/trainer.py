@@ -1,11 +1,13 @@
 """The trainer: packed rows -> gradient -> optimizer step, on one policy, π.
 
-In bfloat16 gradients of the micro-batches are added up in float32, AdamW steps on float32 master weights, and the
-weights that the model computes with are their rounding. There is no autocast.
+In bfloat16 gradients of the micro-batches are added up in float32, AdamW steps on float32 master
+weights, and the weights that the model computes with are their rounding. There is no autocast.
 
-Ranks train together: each computes the gradient of its own rows and steps on its part of the masters. If layers are
-sharded, every pass is collective, so all ranks make as many passes, idle ones if they have no row. Methods that say
-"Collective" have to be called on all ranks, in the same order."""
+Ranks train together: each computes the gradient of its own rows and steps on its part of the
+masters. If layers are sharded, every pass is collective, so all ranks make the same number of
+passes: a rank with fewer rows makes idle passes. Methods that say "Collective" have to be called on
+all ranks, in the same order.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Literal
 
 import torch
@@ -33,6 +34,7 @@ from lagrpo.training.master_weights import (
     MOMENTS,
     MasterWeights,
     MergedState,
+    Span,
     Start,
     ZeroMasterWeights,
     step_offloaded,
@@ -45,8 +47,11 @@ PREVIOUS_GRADIENT = "previous_gradient"
 
 @dataclass(frozen=True, slots=True)
 class Optimization:
-    """AdamW and its learning-rate schedule over `updates` updates. `masters` says where float32 masters start, keyed by
-    `seed`; `offload_moments` keeps the moments in the host's memory."""
+    """AdamW and its learning-rate schedule over `updates` updates.
+
+    `masters` says where float32 masters start, keyed by `seed`; `offload_moments` keeps the moments
+    in the host's memory.
+    """
 
     lr: float
     weight_decay: float = 0.0
@@ -63,13 +68,15 @@ class Optimization:
     log_gradient_cosine: bool = False
 
     def rate(self, update: int, ess_share: float | None = None) -> float:
-        """The learning rate of update 0, 1, …: linear warm-up over `warmup` updates, then constant,
-        or from lr down to 0 at update `updates` - 1 along a line or half a cosine. Masked batches
-        make no update.
+        """Returns the learning rate of update 0, 1, ….
+
+        Linear warm-up over `warmup` updates, then constant, or from lr down to 0 at update
+        `updates` - 1 along a line or half a cosine. Masked batches make no update.
 
         With `full_rate_ess` the rate is scaled by sqrt(min(1, ess_share / full_rate_ess)),
         `ess_share` being the effective sample size of the step's completions over their number:
-        VCPO (arXiv 2602.17616)."""
+        VCPO (arXiv 2602.17616).
+        """
         rate = self._scheduled(update)
         if self.full_rate_ess and ess_share is not None:
             rate *= math.sqrt(min(1.0, ess_share / self.full_rate_ess))
@@ -89,27 +96,33 @@ class Optimization:
 
 @contextmanager
 def deterministic(model: Model) -> Iterator[None]:
-    """Inside, a GPU adds up gradients in a fixed order, as a CPU does, so that a run can be resumed bit for bit. Other
-    families than FAMILIES may have operations without such an order; PyTorch warns of these."""
+    """Makes a GPU add up gradients in a fixed order, as a CPU does, so that a run can be resumed
+    bit for bit.
+
+    Other families than FAMILIES may have operations without such an order; PyTorch warns of these.
+    """
     before = torch.are_deterministic_algorithms_enabled()
     warned_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    filled = torch.utils.deterministic.fill_uninitialized_memory  # pyright: ignore
+    filled_before = torch.utils.deterministic.fill_uninitialized_memory  # pyright: ignore
     if model.device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # PyTorch asks for it
         torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore
-        dense = model.config.get_text_config().model_type in FAMILIES
-        torch.use_deterministic_algorithms(True, warn_only=not dense)
+        is_known = model.config.get_text_config().model_type in FAMILIES
+        torch.use_deterministic_algorithms(True, warn_only=not is_known)
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before, warn_only=warned_only)
-        torch.utils.deterministic.fill_uninitialized_memory = filled  # pyright: ignore
+        torch.utils.deterministic.fill_uninitialized_memory = filled_before  # pyright: ignore
 
 
 class Trainer:
-    """Steps `policy` along the objective of `recipe`, with `reference` = π_ref if it has a KL term. `policy.version`
-    counts the updates. All `ranks` have the same weights. If they shard layers, the policy given is used up: the
-    trainer's own is `policy`, and `reference` is one of `copy_sharded`."""
+    """Steps `policy` along the objective of `recipe`, with `reference` = π_ref if it has a KL term.
+
+    `policy.version` counts the updates. All `ranks` have the same weights. If they shard layers,
+    the given policy is used up: the trainer's is `trainer.policy`, and `reference` is made by
+    `copy_sharded`.
+    """
 
     def __init__(
         self,
@@ -122,7 +135,8 @@ class Trainer:
     ) -> None:
         if recipe.needs_pi_ref and reference is None:
             raise ValueError(
-                f"recipe {recipe.name!r} has a KL term (beta > 0): the trainer needs a reference policy"
+                f"recipe {recipe.name!r} has a KL term (beta > 0): "
+                "the trainer needs a reference policy"
             )
         self.policy = policy
         self.recipe = recipe
@@ -130,15 +144,16 @@ class Trainer:
         self.reference = reference
         self.ranks = ranks or Ranks()
         self.masters: MasterWeights
-        start = optimization.masters, optimization.seed
+        start = optimization.masters
+        seed = optimization.seed
         if self.ranks.mesh is not None:
             self.policy, self.masters = shard_policy(
-                policy, self.ranks.mesh, self.ranks.group, *start
+                policy, self.ranks.mesh, self.ranks.group, start, seed
             )
         elif self.ranks.group is not None:
-            self.masters = ZeroMasterWeights(policy.model.lm, *start, self.ranks.group)
+            self.masters = ZeroMasterWeights(policy.model.lm, start, seed, self.ranks.group)
         else:
-            self.masters = MasterWeights(policy.model.lm, *start)
+            self.masters = MasterWeights(policy.model.lm, start, seed)
         if activation_checkpointing:
             lm = self.policy.model.lm
             # transformers 5.23 renamed it, and warns of the old name.
@@ -150,25 +165,30 @@ class Trainer:
         self.reset_optimizer()
 
     def reset_optimizer(self) -> None:
-        """A fresh AdamW, moments at zero. Matrices decay; scales of norms and biases, of one dimension, do not."""
-        o, pairs = (
-            self.optimization,
-            list(zip(self.masters.spans, self.masters.parameters, strict=True)),
-        )
+        """Replaces AdamW by a new one, with moments at zero.
+
+        Matrices decay. Scales of norms and biases, which have one dimension, do not.
+        """
+        matrices: list[Tensor] = []
+        vectors: list[Tensor] = []
+        for span, parameter in zip(self.masters.spans, self.masters.parameters, strict=True):
+            if len(span.shape) > 1:
+                matrices.append(parameter)
+            else:
+                vectors.append(parameter)
         groups = [
-            {
-                "params": [p for span, p in pairs if len(span.shape) > 1],
-                "weight_decay": o.weight_decay,
-            },
-            {"params": [p for span, p in pairs if len(span.shape) <= 1], "weight_decay": 0.0},
+            {"params": matrices, "weight_decay": self.optimization.weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
         ]
-        self.optimizer = torch.optim.AdamW(groups, lr=o.lr, fused=True)
+        self.optimizer = torch.optim.AdamW(groups, lr=self.optimization.lr, fused=True)
 
     # A batch: lines 14-15 of Algorithm 1
 
     def pack(self, batch: Batch, tokens: int) -> list[MicroBatch]:
-        """This rank's micro-batches of a batch, at most `tokens` tokens each, with log π_ref if the objective reads it.
-        Collective."""
+        """Returns this rank's micro-batches of a batch, at most `tokens` tokens each.
+
+        They have log π_ref if the objective reads it. Collective.
+        """
         recipe = self.recipe
         rows = micro_batches(
             batch,
@@ -181,7 +201,9 @@ class Trainer:
         if not recipe.needs_pi_ref:
             return rows
         ref_logps = self.compute_logprobs(rows, self.reference)
-        return [replace(row, ref_logp_T=logp) for row, logp in zip(rows, ref_logps, strict=True)]
+        return [
+            replace(row, ref_logp_T=logp_T) for row, logp_T in zip(rows, ref_logps, strict=True)
+        ]
 
     @property
     def skips_zero_advantage(self) -> bool:
@@ -192,26 +214,40 @@ class Trainer:
     def step(
         self, rows: Sequence[MicroBatch], in_objective: bool = True
     ) -> tuple[list[MicroBatch], dict[str, float]]:
-        """An optimizer update on a batch: its micro-batches, with log π_k, and its sums and
-        metrics. Without anything `in_objective` (every group masked) there is no update.
-        Collective; raises as `update`."""
+        """Makes an optimizer update on a batch. Returns its micro-batches, with log π_k, and its
+        sums and metrics.
+
+        Without anything `in_objective` (every group masked) there is no update. Collective; raises
+        as `update`.
+        """
         rows, sums = self.accumulate(rows)
         if not in_objective:
             return rows, sums
         return rows, sums | self.update(sums.get("ess_share"))
 
     def accumulate(self, rows: Sequence[MicroBatch]) -> tuple[list[MicroBatch], dict[str, float]]:
-        """The gradient of an update, from this rank's rows, and the sums of all ranks. The first
-        update on a batch starts at π = π_k: the rows come back with its log-probs, for the updates
-        that follow. Collective."""
+        """Computes the gradient of an update from this rank's rows. Returns the rows, and the sums
+        of all ranks.
+
+        The first update on a batch starts at π = π_k: the rows come back with its log-probs, for
+        the updates that follow. Collective.
+        """
         used_rows: list[MicroBatch] = []
-        log_s: list[float] = []
+        log_ratios: list[float] = []  # log π(y)/α(y) of this rank's completions, nats
         sums: defaultdict[str, float] = defaultdict(float)
         version = self.policy.version
         with self.ranks.sync_interrupts():
             statistics = self._collect_statistics(rows)
-            for packed_row in self._passes(rows):
-                logp_T, row = self._logprobs(packed_row, sums)
+            passes = self._count_passes(rows)
+            for packed_row in rows:
+                row = packed_row
+                if row.old_logp_T is None:
+                    logp_T, entropy_T = self._first_logprobs(row)
+                    sums["entropy"] += entropy_T.sum().item()
+                    sums["tokens_entropy"] += len(entropy_T)
+                    row = row.with_logprobs(logp_T.detach(), entropy_T)
+                else:
+                    logp_T = self.policy.logp(row.packed)
                 x = row.loss_inputs(logp_T.detach(), version, statistics)
                 derivative = self.recipe.differentiate(x, row.weight_C)
                 with deterministic(self.policy.model):
@@ -219,19 +255,23 @@ class Trainer:
                 for name, value in _sums(x, derivative).items():
                     sums[name] += value
                 if self.optimization.full_rate_ess and x.rollout_logp is not None:
-                    log_s += _completion_log_ratios(x)
+                    log_ratios += _completion_log_ratios(x)
                 used_rows.append(row)
+            for _ in range(passes - len(rows)):
+                self._pass_idle_row()
         totals = add_up(self.ranks.gather(dict(sums)))
         if self.optimization.full_rate_ess:
-            log_s = self.ranks.join(log_s)
-        if log_s:
-            totals["ess_share"] = _ess_share(log_s)
+            log_ratios = self.ranks.join(log_ratios)
+        if log_ratios:
+            totals["ess_share"] = _ess_share(log_ratios)
         return used_rows, totals
 
     def _collect_statistics(self, rows: Sequence[MicroBatch]) -> dict[str, Tensor]:
-        """The statistics of the whole step that the recipe's pieces read, from a pass without
-        gradient over the rows of all ranks; nothing, and no pass, for a recipe without such a
-        piece. Collective if there is one."""
+        """Returns the statistics of the whole step that the recipe's pieces read.
+
+        They come from a pass without gradient over the rows of all ranks. A recipe without such a
+        piece has no statistics, and needs no pass. Collective if there is one.
+        """
         if not self.recipe.needs_step_statistics:
             return {}
         entropies: list[Tensor] = []
@@ -241,61 +281,61 @@ class Trainer:
             if row.entropy_T is None:  # the first update on the batch: the policy is π_k
                 row = replace(row, entropy_T=entropy_T)
             inputs.append(row.loss_inputs(logp_T, self.policy.version))
-        own = on_device(concatenate(inputs), "cpu") if inputs else None
-        parts = [part for part in self.ranks.gather(own) if part is not None]
+        own_inputs = on_device(concatenate(inputs), "cpu") if inputs else None
+        parts = [part for part in self.ranks.gather(own_inputs) if part is not None]
         if not parts:
             return {}
         statistics = self.recipe.collect(concatenate(parts))
         return {name: value.to(self.policy.device) for name, value in statistics.items()}
 
-    def _logprobs(
-        self, row: MicroBatch, sums: defaultdict[str, float]
-    ) -> tuple[Tensor, MicroBatch]:
-        """log π of a row, with a gradient, and the row; it gets them as log π_k, with the entropy, if it has none."""
-        if row.old_logp_T is not None:
-            return self.policy.logp(row.packed), row
+    def _first_logprobs(self, row: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Returns log π of a row at the first update, with a gradient, and the entropy: float32 [T],
+        nats. Raises Interrupted."""
         if not self.masters.passes_are_collective:
-            raise_if_asked()  # nothing has moved yet
+            raise_if_asked()  # no weight has changed yet
         entropy_T = row.weight_C.new_empty(len(row.completion_T), dtype=torch.float32)
         logp_T = self.policy.logp(row.packed, entropy_T)
-        sums["entropy"] += entropy_T.sum().item()
-        sums["tokens_entropy"] += len(entropy_T)
-        return logp_T, row.with_logprobs(logp_T.detach(), entropy_T)
+        return logp_T, entropy_T
 
-    def _passes(self, rows: Sequence[MicroBatch]) -> Iterator[MicroBatch]:
-        """The rows; then idle passes until all ranks are done. A pass is what the caller does with a row."""
-        idle = self._count_passes(rows) - len(rows)
-        yield from rows
-        for _ in range(idle):
-            (0 * self.policy.logp(idle_row(self.policy.device))).sum().backward()
+    def _pass_idle_row(self) -> None:
+        """Passes a row without a gradient forward and backward, for a rank that has no row left
+        while others have."""
+        logp_T = self.policy.logp(idle_row(self.policy.device))
+        (0 * logp_T).sum().backward()
 
     def _count_passes(self, rows: Sequence[MicroBatch]) -> int:
-        return (
-            max(self.ranks.gather(len(rows))) if self.masters.passes_are_collective else len(rows)
-        )
+        """Returns the number of passes that this rank has to make. Collective if passes are."""
+        if self.masters.passes_are_collective:
+            return max(self.ranks.gather(len(rows)))
+        return len(rows)
 
     def update(self, ess_share: float | None = None) -> dict[str, float]:
-        """One step of AdamW along the gradient that was accumulated, from all ranks; returns its
-        metrics, the same on all. Collective. Raises FloatingPointError, on all ranks, if the
-        gradient is not finite: it is dropped, and nothing has changed."""
+        """Makes one step of AdamW along the gradient that was accumulated, from all ranks. Returns
+        its metrics, the same on all.
+
+        Collective. Raises FloatingPointError, on all ranks, if the gradient is not finite: it is
+        dropped, and nothing has changed.
+        """
         self.masters.reduce_grads()
-        limit = self.optimization.max_grad_norm or math.inf
-        total = self.masters.grad_norm()
-        norm = total.item()
+        norm_tensor = self.masters.grad_norm()
+        norm = norm_tensor.item()
+        version = self.policy.version
         if not math.isfinite(norm):
             self.masters.zero_grads()
-            what = f"the gradient of update {self.policy.version + 1} is not finite (norm {norm})"
             raise FloatingPointError(
-                f"{what}; still version {self.policy.version}. Lower optimizer.learning_rate"
+                f"the gradient of update {version + 1} is not finite (norm {norm}); "
+                f"still version {version}. Lower optimizer.learning_rate"
             )
         metrics = {"grad_norm": norm}
-        if norm > limit:
-            torch.nn.utils.clip_grads_with_norm_(self.masters.parameters, limit, total)
+        max_norm = self.optimization.max_grad_norm or math.inf
+        if norm > max_norm:
+            torch.nn.utils.clip_grads_with_norm_(self.masters.parameters, max_norm, norm_tensor)
         gradients: list[Tensor | None] = []
         if self.optimization.log_gradient_cosine:
             metrics |= self._gradient_cosine()
             gradients = [master.grad for master in self.masters.parameters]
-        rate = self.optimization.rate(self.policy.version, ess_share)
+
+        rate = self.optimization.rate(version, ess_share)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         if self.optimization.offload_moments:
@@ -310,9 +350,12 @@ class Trainer:
         return metrics | {"lr": rate}
 
     def _gradient_cosine(self) -> dict[str, float]:
-        """The cosine between this gradient and the one of the update before: near 0 on fresh
-        samples, near 1 where stale samples push the same way again and again (GAC, arXiv
-        2603.01501). Nothing at the first update. Collective."""
+        """Returns the cosine between this gradient and the gradient of the update before.
+
+        It is near 0 on fresh samples, near 1 where stale samples push the same way again and again
+        (GAC, arXiv 2603.01501). The first update has none. Collective.
+        """
+        # new·old, new·new, old·old over this rank's masters
         products = torch.zeros(3, dtype=torch.float64)
         for master in self.masters.parameters:
             previous = self.optimizer.state.get(master, {}).get(PREVIOUS_GRADIENT)
@@ -320,21 +363,24 @@ class Trainer:
                 new = master.grad.double().flatten()
                 old = previous.to(new.device).double().flatten()
                 products += torch.stack([new @ old, new @ new, old @ old]).cpu()
-        of_ranks = torch.tensor(self.ranks.gather(products.tolist()), dtype=torch.float64)
-        dot, new_square, old_square = of_ranks.sum(dim=0)
+        products_by_rank = torch.tensor(self.ranks.gather(products.tolist()), dtype=torch.float64)
+        dot, new_square, old_square = products_by_rank.sum(dim=0)
         if old_square == 0 or new_square == 0:
             return {}
         return {"gradient_cosine": float(dot / (new_square * old_square).sqrt())}
 
     def _keep_gradient(self, gradients: Sequence[Tensor | None]) -> None:
-        """Keep the gradient beside AdamW's moments, so that checkpoints have it. After the step, which takes a state
-        that has something for one that has moments."""
+        """Keeps the gradient beside AdamW's moments, so that checkpoints have it.
+
+        Call it after the optimizer's step: AdamW takes a parameter whose state has something for
+        one whose state has moments.
+        """
         offload = self.optimization.offload_moments
         for master, gradient in zip(self.masters.parameters, gradients, strict=True):
             if gradient is None:
                 continue
-            kept = to_host(gradient, master.device) if offload else gradient.clone()
-            self.optimizer.state[master][PREVIOUS_GRADIENT] = kept
+            copied = to_host(gradient, master.device) if offload else gradient.clone()
+            self.optimizer.state[master][PREVIOUS_GRADIENT] = copied
 
     # Log-probs, weight syncs, stages
 
@@ -345,65 +391,81 @@ class Trainer:
         by: Policy | None = None,
         entropies: list[Tensor] | None = None,
     ) -> list[Tensor]:
-        """log π of the tokens of each of this rank's rows, as the policy is now, or another one:
-        float32 [T], nats. A list for `entropies` gets the entropy at these tokens, too.
-        Collective."""
-        by = self.policy if by is None else by
-        idle = self._count_passes(rows) - len(rows)
+        """Returns log π of the tokens of each of this rank's rows: float32 [T], nats.
+
+        π is the policy as it is now, or `by`. A list for `entropies` gets the entropy at these
+        tokens, too. Collective.
+        """
+        policy = self.policy if by is None else by
+        passes = self._count_passes(rows)
         logps = []
         for row in rows:
             if entropies is None:
-                logps.append(by.logp(row.packed))
+                logps.append(policy.logp(row.packed))
             else:
-                entropies.append(row.weight_C.new_empty(len(row.completion_T), dtype=torch.float32))
-                logps.append(by.logp(row.packed, entropies[-1]))
-        for _ in range(idle):
-            by.logp(idle_row(self.policy.device))
+                entropy_T = row.weight_C.new_empty(len(row.completion_T), dtype=torch.float32)
+                logps.append(policy.logp(row.packed, entropy_T))
+                entropies.append(entropy_T)
+        for _ in range(passes - len(rows)):
+            policy.logp(idle_row(self.policy.device))
         if self.masters.passes_are_collective:
-            free_gathered(by.model)
+            free_gathered(policy.model)
         return logps
 
     def on_sync(self) -> dict[str, float]:
-        """The share of the policy's weights whose bits changed since the last weight sync, as `changed_fraction`, by a
-        sample of about a million; nothing at the first one."""
-        last, self.synced = self.synced, sample_weights(self.policy.weights)
+        """Returns the share of the policy's weights whose bits changed since the last weight sync,
+        as `changed_fraction`; nothing at the first weight sync.
+
+        The share is that of a sample of about a million weights.
+        """
+        last = self.synced
+        self.synced = sample_weights(self.policy.weights)
         if not last:
             return {}
-        moved = sum(
+        changed = sum(
             count_differing(new, old.to(new.device))
             for new, old in zip(self.synced, last, strict=True)
         )
-        return {"changed_fraction": int(moved) / sum(map(len, last))}
+        return {"changed_fraction": int(changed) / sum(map(len, last))}
 
     def end_stage(self, reset_optimizer: bool) -> None:
-        """Line 16 of Algorithm 1: π_ref <- π. With `reset_optimizer` the next stage starts with moments at zero."""
+        """Sets π_ref <- π: line 16 of Algorithm 1. With `reset_optimizer` the next stage starts with
+        moments at zero."""
         self.load_reference()
         if reset_optimizer:
             self.reset_optimizer()
 
     def load_reference(self) -> None:
+        """Sets π_ref <- π, if there is a reference."""
         if self.reference is not None:
             self.reference.load(self.policy.weights, self.policy.version)
 
     # Checkpoints
 
     def state(self) -> dict[str, Tensor]:
-        """What decides the next updates, by name, in the trainer's own memory: masters, AdamW's moments and its step
-        count. With ranks, this rank's part; `MergedState` of the states of all has everything."""
+        """Returns everything that decides the next updates, by name, in the trainer's own memory:
+        masters, AdamW's moments and its step count.
+
+        With ranks this is one rank's part; `MergedState` of the states of all has everything.
+        """
         state: dict[str, Tensor] = {}
         for span, master in zip(self.masters.spans, self.masters.parameters, strict=True):
             state[f"master/{span.label}"] = master.detach()
             for key, value in self.optimizer.state.get(master, {}).items():
-                state[f"{key}/{span.name if key == 'step' else span.label}"] = value
+                # A step count is one number: it has no part per rank.
+                label = span.name if key == "step" else span.label
+                state[f"{key}/{label}"] = value
         return state
 
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Tensor], version: int) -> None:
-        """Load what `state` gave, for π_version, or `MergedState` of the states of any number of ranks. Collective.
-        Raises ValueError for another model's state."""
+        """Loads what `state` returned, for π_version, or `MergedState` of the states of any number
+        of ranks. Collective. Raises ValueError for another model's state."""
         saved = state if isinstance(state, MergedState) else MergedState([state])
         for span in self.masters.spans:
-            if (count := saved.count(f"master/{span.name}")) != (expected := span.shape.numel()):
+            count = saved.count(f"master/{span.name}")
+            expected = span.shape.numel()
+            if count != expected:
                 raise ValueError(
                     f"master/{span.name} has {count} numbers in the trainer's state, not {expected}"
                 )
@@ -411,26 +473,31 @@ class Trainer:
         for span, master in zip(self.masters.spans, self.masters.parameters, strict=True):
             master.copy_(saved.part(f"master/{span.name}", span))
             if f"step/{span.name}" in saved:
-                offload, device = self.optimization.offload_moments, master.device
-                to_home = (
-                    partial(to_host, of=device) if offload else partial(Tensor.to, device=device)
-                )
-                keys = [*MOMENTS]
-                if f"{PREVIOUS_GRADIENT}/{span.name}" in saved:
-                    keys.append(PREVIOUS_GRADIENT)
-                kept = {key: to_home(saved.part(f"{key}/{span.name}", span)) for key in keys}
-                self.optimizer.state[master] = kept | {
-                    "step": saved[f"step/{span.name}"].to(device).clone()
-                }
+                self.optimizer.state[master] = self._load_moments(saved, span, master)
         self.masters.write_back()
         self.policy.weights.version = version
+
+    def _load_moments(self, saved: MergedState, span: Span, master: Tensor) -> dict[str, Tensor]:
+        """Returns AdamW's state of a master, and its previous gradient if `saved` has one."""
+        keys: list[str] = [*MOMENTS]
+        if f"{PREVIOUS_GRADIENT}/{span.name}" in saved:
+            keys.append(PREVIOUS_GRADIENT)
+        state: dict[str, Tensor] = {}
+        for key in keys:
+            moment = saved.part(f"{key}/{span.name}", span)
+            if self.optimization.offload_moments:
+                state[key] = to_host(moment, master.device)
+            else:
+                state[key] = moment.to(device=master.device)
+        state["step"] = saved[f"step/{span.name}"].to(master.device).clone()
+        return state
 
 
 # Sums over the tokens of a micro-batch
 
 
 def _sums(x: LossInputs, derivative: Derivative) -> dict[str, float]:
-    """Sums over a micro-batch, to be added over micro-batches and ranks."""
+    """Returns sums over a micro-batch, to be added over micro-batches and ranks."""
     is_clipped_T = derivative.clipped_T & ~derivative.filtered_T
     is_dropped_C = _all_of_completion(derivative.filtered_T, x.completion, len(x.advantages))
     has_signal_C = x.advantages != 0  # updates may leave out the others
@@ -449,21 +516,23 @@ def _sums(x: LossInputs, derivative: Derivative) -> dict[str, float]:
 
 
 def _all_of_completion(is_true_T: Tensor, completion_T: Tensor, completions: int) -> Tensor:
-    """True for the completions of whose tokens all are true, [C]."""
+    """Returns True for the completions all of whose tokens are true, [C]."""
     false_C = torch.zeros(completions, device=is_true_T.device)
     false_C = false_C.index_add(0, completion_T, (~is_true_T).float())
     return false_C == 0
 
 
 def _completion_log_ratios(x: LossInputs) -> list[float]:
-    """log π(y)/α(y) of each completion, nats."""
+    """Returns log π(y)/α(y) of each completion, nats."""
     assert x.rollout_logp is not None
-    log_s_C = x.logp.new_zeros(len(x.advantages), dtype=torch.float64)
+    zeros_C = x.logp.new_zeros(len(x.advantages), dtype=torch.float64)
     log_ratio_T = (x.logp - x.rollout_logp).double()
-    return log_s_C.index_add(0, x.completion, log_ratio_T).tolist()
+    return zeros_C.index_add(0, x.completion, log_ratio_T).tolist()
 
 
-def _ess_share(log_s: Sequence[float]) -> float:
-    """(Σ s)² / (B Σ s²) over B completions: the effective sample size over their number, 1/B .. 1."""
-    log_s_C = torch.tensor(log_s, dtype=torch.float64)
-    return float(ess((log_s_C - log_s_C.max()).exp())) / len(log_s)
+def _ess_share(log_ratios: Sequence[float]) -> float:
+    """Returns (Σ s)² / (B Σ s²) over B completions: the effective sample size over their number,
+    1/B .. 1. s is the ratio π(y)/α(y) of a completion."""
+    log_s_C = torch.tensor(log_ratios, dtype=torch.float64)
+    s_C = (log_s_C - log_s_C.max()).exp()  # a common factor cancels
+    return float(ess(s_C)) / len(log_ratios)

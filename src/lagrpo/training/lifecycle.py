@@ -1,0 +1,367 @@
+"""One run from its start to its end: evaluate, train (loop.py), evaluate, and save when it stops.
+
+recording.py shows and writes what happens; resuming.py restores an earlier run.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from lagrpo import logs
+from lagrpo.interrupts import EndedAtOnce, Interrupted, deferring
+from lagrpo.model.loading import quiet
+from lagrpo.rollout.schedule import LoopState
+from lagrpo.runs.directory import Run, locked
+from lagrpo.settings.load import to_toml
+from lagrpo.settings.own_loss import keep_sources
+from lagrpo.terminal.display import Display, make_display
+from lagrpo.terminal.text import count_of
+from lagrpo.training.build import TrainerComponents
+from lagrpo.training.callbacks import Callback, Status, Trackers
+from lagrpo.training.checkpoint import prune_checkpoints, save_checkpoint
+from lagrpo.training.evaluation import Evaluations, sampling_from_policy
+from lagrpo.training.explain import meaning
+from lagrpo.training.loop import train_loop
+from lagrpo.training.recording import Recorder
+from lagrpo.training.resuming import ResumeState, describe_environment, resume_command, resume_run
+from lagrpo.training.step import Step
+from lagrpo.types import Result
+
+OWN_TASK_COMMENT = (
+    "# The task was the caller's own object; of [task] only system_prompt was read.\n"
+)
+MEMORY_ADVICE = (
+    "To save memory, lower optimizer.micro_batch_tokens or rollout.max_num_seqs, "
+    "or set gradient_checkpointing."
+)
+
+
+class Training:
+    """One run, on this rank. Rank 0 shows and records it, and calls callbacks.
+
+    `earlier` is the run that it resumes. `arguments` are names of the arguments of `lagrpo.train`
+    that its settings cannot hold.
+    """
+
+    def __init__(
+        self,
+        components: TrainerComponents,
+        callbacks: Sequence[Callback] = (),
+        earlier: ResumeState | None = None,
+        arguments: Sequence[str] = (),
+    ) -> None:
+        self.components = components
+        self.settings = components.settings
+        self.policy = components.trainer.policy
+        self.ranks = components.ranks
+        self.earlier = earlier
+        display = make_display() if self.ranks.is_first else Display()
+        self.evaluations = Evaluations(components)
+        self.environment = describe_environment(components, earlier)
+        self.environment["arguments"] = list(arguments)
+        self.resume_arguments = list(arguments)
+        if callbacks:
+            self.resume_arguments.append("callbacks")
+        if earlier is None:
+            self.store = self.ranks.on_rank0(self.create_run)
+        else:
+            self.store = earlier.run
+        components.keep_logs(self.store.path)
+
+        all_callbacks: list[Callback] = []
+        if self.ranks.is_first:
+            keep_sources(components.trainer.recipe, self.store.path)
+            run_settings = self.settings.run
+            trackers = Trackers(run_settings.report_to, run_settings.log_completions)
+            all_callbacks = [trackers, *callbacks]
+        self.recorder = Recorder(components, self.store, display, all_callbacks)
+
+        self.checkpoints = self.store.path / "checkpoints"
+        self.saved_batch = 0  # of the newest checkpoint
+        self.saved_at = time.monotonic()
+        # False until a resumed run is restored: a run that cannot be restored stays as it was.
+        self.is_started = False
+        self.set_state(LoopState(pi_ref=self.policy.version))
+
+    def create_run(self) -> Run:
+        """Makes the directory of a new run."""
+        run_settings = self.settings.run
+        task_name = self.components.main.task.name
+        settings = self.settings.model_dump() | {"task": {"name": task_name}}
+        return Run.create(
+            root=Path(run_settings.output_dir),
+            name=run_settings.name,
+            settings=settings,
+            settings_toml=self.config(),
+            environment=self.environment,
+        )
+
+    def config(self) -> str:
+        """Returns the text of config.toml."""
+        text = to_toml(self.settings)
+        return OWN_TASK_COMMENT + text if self.components.own_task else text
+
+    def set_state(self, loop: LoopState) -> None:
+        """Remembers where the run stands after a batch.
+
+        A checkpoint of this state can be written until the next update.
+        """
+        self.loop = loop
+        self.version = self.policy.version
+        self.synced = self.components.trainer.synced
+
+    # From the start to the end
+
+    def run(self) -> Result:
+        """Evaluates, trains, evaluates; after an interruption or an error, saves what was learned."""
+        weights: Path | None = None
+        interrupted: signal.Signals | None = None
+        status: Status = "failed"
+        is_first = self.ranks.is_first
+        # run_rank holds the lock of a resumed run already.
+        holds_lock = is_first and self.earlier is None
+        with (
+            logs.shown_by(self.recorder.note) if is_first else nullcontext(),
+            locked(self.store.path) if holds_lock else nullcontext(),
+            deferring(),
+        ):
+            try:
+                self.begin()
+                self.learn()
+                weights = self.write_weights(self.store.record_weights)
+                status = "finished"
+            except EndedAtOnce:
+                status = "interrupted"
+                raise
+            except Interrupted as stop:
+                interrupted = stop.signal
+                status = "interrupted"
+                weights = self.rescue(stop, was_asked=True)
+            except BaseException as error:
+                self.rescue(error, was_asked=False)
+                raise
+            finally:
+                self.end(status, interrupted)
+        return Result(
+            run=self.store.path,
+            before=self.evaluations.summary("before"),
+            after=self.evaluations.summary("after"),
+            weights=weights,
+            version=self.policy.version,
+            batches=self.loop.batch,
+            interrupted=interrupted,
+            evaluations={
+                name: evaluation.summary for name, evaluation in self.evaluations.finished.items()
+            },
+        )
+
+    def begin(self) -> None:
+        """Shows what the run is, and resumes it if it is an earlier one."""
+        settings = self.settings.model_dump()
+        settings["run"]["name"] = self.store.path.name
+        settings["run"]["output_dir"] = str(self.store.path.parent)
+        settings["task"]["reward_range"] = self.settings.task.reward_range
+        first_batch = 0
+        if self.earlier is not None and self.earlier.checkpoint is not None:
+            first_batch = self.earlier.checkpoint.batch
+        self.recorder.display.on_start(settings, self.environment, first_batch)
+        if self.ranks.is_first:
+            self.recorder.note("\n".join(self.describe()))
+        if self.earlier is not None:
+            self.resume(self.earlier)
+        self.is_started = True
+        self.recorder.start(settings, self.environment, self.loop.batch)
+
+    def describe(self) -> list[str]:
+        """Returns lines that say what the run computes, and how."""
+        threads = count_of(self.environment["threads"], "thread")
+        facts = {
+            "computation": f"{self.environment['computation']}, {threads}",
+            "agreement": self.components.check_weight_sync.agreement,
+            "offline": self.components.offline,
+        }
+        return [
+            *meaning(self.settings, self.components.trainer.recipe),
+            *(f"{name:<11} {fact}" for name, fact in facts.items() if fact is not None),
+        ]
+
+    def resume(self, earlier: ResumeState) -> None:
+        """Restores the run at its newest checkpoint, if it has one."""
+        loop = resume_run(
+            earlier,
+            self.components,
+            self.evaluations,
+            self.recorder,
+            self.environment,
+            self.config(),
+        )
+        if loop is not None:
+            self.set_state(loop)
+            self.saved_batch = loop.batch
+
+    def learn(self) -> None:
+        """Trains to the last batch, with the evaluations and checkpoints on the way."""
+        if self.settings.eval.at_start and self.loop.batch == 0:
+            self.evaluate("before")
+        self.evaluate()
+        for step in train_loop(self.components, self.loop, self.recorder.announce):
+            self.record(step)
+            self.evaluate()
+            if self.ranks.on_rank0(self.checkpoint_is_due):
+                self.write_checkpoint()
+        self.write_checkpoint()
+        if self.settings.eval.at_start:
+            self.evaluate("after")
+
+    def record(self, step: Step) -> None:
+        """Records a batch, then shows it, calls the callbacks, and writes weights if they are due."""
+        evaluation_metrics = self.evaluations.metrics(step.b - 1)
+        metrics, rows = self.recorder.record_batch(step, evaluation_metrics)
+        self.set_state(step.state)
+        self.recorder.show_batch(metrics, rows)
+        export_every = self.settings.checkpoint.export_every
+        if export_every and step.b % export_every == 0:
+            self.write_weights(partial(self.store.record_weights, version=self.policy.version))
+
+    def evaluate(self, moment: str = "") -> None:
+        """Evaluates π on the sets that are due, and keeps its weights if it is the best so far.
+
+        Sets are due after certain batches, and all of them at the moments "before" and "after".
+        """
+        batch = self.loop.batch
+        due = self.evaluations.find_due(batch, moment)
+        if due:
+            with sampling_from_policy(self.components, self.loop):
+                for name, eval_set in due.items():
+                    self.recorder.announce(f"evaluation ({name})")
+                    evaluation = self.evaluations.make(name, eval_set, batch)
+                    self.recorder.record_evaluation(name, evaluation, batch)
+        find_best = partial(self.evaluations.find_best, self.store, batch, moment)
+        best = self.ranks.on_rank0(find_best)
+        if batch and best:
+            self.write_weights(partial(self.store.record_best, found=best))
+
+    # Checkpoints and weights
+
+    def checkpoint_is_due(self) -> bool:
+        """True if a checkpoint is due after this batch, by the number of batches or by time."""
+        settings = self.settings.checkpoint
+        waited = time.monotonic() - self.saved_at
+        if settings.save_minutes > 0 and waited >= 60 * settings.save_minutes:
+            return True
+        return settings.save_every > 0 and self.loop.batch % settings.save_every == 0
+
+    def write_checkpoint(self, finish: bool = True) -> None:
+        """Writes a checkpoint of this batch, unless there is one, and removes older ones.
+
+        `finish` as for `save_checkpoint`. Collective.
+        """
+        batch = self.loop.batch
+        if batch == self.saved_batch:
+            return
+        self.recorder.announce("checkpoint")
+        started = time.monotonic()
+        save_checkpoint(self.checkpoints, self.components, self.loop, self.synced, finish)
+        self.saved_batch = batch
+        self.saved_at = time.monotonic()
+        if self.ranks.is_first:
+            # The newest one stays until the run ends, whatever the limit: it may have to resume.
+            limit = max(1, self.settings.checkpoint.save_total_limit)
+            prune_checkpoints(self.checkpoints, limit)
+        self.recorder.record_event("checkpoint", batch, seconds=self.saved_at - started)
+
+    def write_weights(self, record: Callable[[Callable[[Path], None]], Path]) -> Path:
+        """Writes π as it is now. `record` gets a function that fills a directory. Collective."""
+        self.recorder.announce("writing weights")
+        save = self.components.gather_policy()
+        with quiet():
+            return self.ranks.on_rank0(lambda: record(save))
+
+    # The end
+
+    def rescue(self, error: BaseException, was_asked: bool) -> Path | None:
+        """Saves what it can after a signal (`was_asked`) or an error, and notes on the error where.
+
+        Writes a checkpoint if no update was made since the last batch, and weights, whose path it
+        returns. After an error several ranks save nothing: the error may be on one of them only,
+        and saving is collective.
+        """
+        if not self.is_started:
+            error.add_note(f"The run is unchanged: {self.store.path}")
+            return None
+        stopped_during = self.recorder.activity
+        error.add_note(
+            f"The run so far: {self.store.path} "
+            f"({self.progress()}; stopped during: {stopped_during})"
+        )
+        if is_out_of_memory(error):
+            error.add_note(MEMORY_ADVICE)
+        if was_asked:
+            self.recorder.warn(
+                f"{error}: saving the run ({self.progress()}). "
+                "A second signal exits at once, without saving",
+                self.loop.batch,
+            )
+        weights = None
+        try:
+            if was_asked or self.ranks.size == 1:
+                if self.loop.batch and self.policy.version == self.version:
+                    self.write_checkpoint(finish=False)
+                if was_asked or self.policy.version:
+                    weights = self.write_weights(self.store.record_weights)
+        except (OSError, ArithmeticError, MemoryError, RuntimeError) as second_error:
+            error.add_note(f"Saving partial results also failed: {second_error}")
+        error.add_note(self.resume_command())
+        return weights
+
+    def end(self, status: Status, interrupted: signal.Signals | None) -> None:
+        """Records, shows and passes on to the callbacks that the run is over."""
+        detail = self.describe_end(status, interrupted)
+        with suppress(OSError):  # a full disk has its own error
+            if self.is_started and self.ranks.is_first:
+                self.recorder.record_event("end", self.loop.batch, status=status, detail=detail)
+                if status == "finished" and self.settings.checkpoint.save_total_limit == 0:
+                    prune_checkpoints(self.checkpoints, 0)
+        self.recorder.end(status, detail, was_started=self.is_started)
+
+    def describe_end(self, status: Status, interrupted: signal.Signals | None) -> str:
+        """Says how the run ended, how many completions had no reward, and how the run resumes."""
+        if not self.is_started:
+            return f"The run is unchanged: {self.store.path}"
+        if interrupted is not None:
+            sentences = [f"Stopped by {interrupted.name}: {self.progress()}"]
+        elif status == "finished":
+            sentences = ["Finished"]
+        else:
+            sentences = [self.progress()]
+        unscored = self.recorder.unscored_sentence()
+        if unscored:
+            sentences.append(unscored)
+        if interrupted is not None:
+            sentences.append(self.resume_command())
+        text = ". ".join(sentences)
+        return f"{text}." if status == "finished" else text
+
+    def progress(self) -> str:
+        """Says how many batches are finished and how many updates were made."""
+        updates = count_of(self.policy.version, "update")
+        total = self.settings.schedule.batches
+        return f"{self.loop.batch} of {total} batches finished, {updates} made"
+
+    def resume_command(self) -> str:
+        """Returns the sentence that says how the run resumes."""
+        return resume_command(self.store.path, self.saved_batch, self.resume_arguments, self.ranks)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """True if an error says that memory of the host or of the accelerator ran out."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return "allocate memory" in str(error)

@@ -1,0 +1,256 @@
+"""How a run resumes: its files are checked, its components restored, and its records cut back.
+
+A run resumes from its newest checkpoint, or begins again if it ended before the first one.
+"""
+
+from __future__ import annotations
+
+import secrets
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lagrpo.errors import as_settings_error
+from lagrpo.rollout.schedule import LoopState
+from lagrpo.runs import files
+from lagrpo.runs.directory import Run
+from lagrpo.runs.environment import collect_environment, read_environment, write_environment
+from lagrpo.runs.reading import load_events, load_metrics
+from lagrpo.settings.load import flatten
+from lagrpo.settings.schema import Settings
+from lagrpo.training.build import TrainerComponents
+from lagrpo.training.checkpoint import Checkpoint, find_checkpoint, restore_checkpoint
+from lagrpo.training.checks import find_changes, local_size, resume_call
+from lagrpo.training.evaluation import Evaluations
+from lagrpo.training.ranks import Ranks
+from lagrpo.training.recording import Recorder
+from lagrpo.training.sources import collect_sources, find_changed_sources
+
+MACHINE = (
+    *("cpu", "ranks", "strategy", "threads", "device_name", "dtype", "computation"),
+    *("packages.lagrpo", "packages.torch", "packages.transformers"),
+)
+"""Entries of environment.json that decide the bits of a run."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeState:
+    """A run to resume: from its newest checkpoint, or from its beginning without one."""
+
+    run: Run
+    checkpoint: Checkpoint | None
+    changed: Mapping[str, tuple[Any, Any]]
+    """settings that the command line changes: name -> (before, now)"""
+    environment: Mapping[str, Any]
+    """environment.json as it was when the run began; empty if the file is lost"""
+
+    @staticmethod
+    def find(directory: Path, settings: Settings) -> ResumeState:
+        """Returns the state of the run in a directory.
+
+        Raises SettingsError for a run that cannot resume: files are lost or damaged, or it has more
+        batches than the settings ask for.
+        """
+        run = Run(directory)
+        with as_settings_error():
+            load_metrics(run)  # a damaged line is found here, before the model loads
+            checkpoint = find_checkpoint(directory / "checkpoints")
+            events = load_events(run)
+            had_checkpoint = any(event["event"] in ("checkpoint", "resumed") for event in events)
+            if checkpoint is None and had_checkpoint:
+                raise ValueError(
+                    f"{directory} lost its checkpoints: start a new run from its weights"
+                )
+            total = settings.schedule.batches
+            if checkpoint is not None and total < checkpoint.batch:
+                raise ValueError(
+                    f"schedule.batches = {total}: {directory} already has {checkpoint.batch}; "
+                    "set more"
+                )
+            return ResumeState(
+                run=run,
+                checkpoint=checkpoint,
+                changed=find_changes(settings, directory),
+                environment=read_environment(directory),
+            )
+
+    @property
+    def started(self) -> str | None:
+        """The time at which the run began; None if it begins again."""
+        if self.checkpoint is None:
+            return None
+        return self.environment.get("started")
+
+    @property
+    def places(self) -> Mapping[str, Any]:
+        """The digests of the rows with which the run began, by place; empty if it begins again."""
+        if self.checkpoint is None:
+            return {}
+        return self.checkpoint.state["data"]["places"]
+
+    def cut_back(
+        self, moved: Mapping[str, list[Any]], code: Sequence[str], git: Mapping[str, Any] | None
+    ) -> None:
+        """Removes what the run recorded after its checkpoint, and records that the run resumes.
+
+        Without a checkpoint everything is removed. The event has what is different now: `moved`,
+        the entries of MACHINE as [before, now]; `code`, names of changed sources; `git`, the commit
+        of now.
+        """
+        run = self.run
+        if self.checkpoint is None:
+            last_batch = -1
+            last_version = -1
+        else:
+            last_batch = self.checkpoint.batch
+            last_version = self.checkpoint.state["versions"]["policy"]
+
+        files.remove_leftovers(run.path)
+        _keep_lines(run.metrics, load_metrics(run), last_batch)
+        _keep_lines(run.events, load_events(run), last_batch)
+        rollouts = files.numbered(run.path / "rollouts", "step-", ".parquet")
+        _remove_after(rollouts, last_batch)
+        weights = files.numbered(run.path / "weights", "v", "")
+        _remove_after(weights, last_version)
+
+        if self.checkpoint is not None:
+            run.record_event(
+                "resumed",
+                last_batch,
+                changed=self.changed,
+                ahead=len(self.checkpoint.state["loop"]["prefetched"]),
+                moved=moved,
+                code=code,
+                git=git,
+            )
+
+
+def _keep_lines(file: Path, lines: Sequence[Mapping[str, Any]], last_batch: int) -> None:
+    """Writes a file of JSON lines again, without the lines of later batches."""
+    texts = [f"{files.to_json(line)}\n" for line in lines if line["step"] <= last_batch]
+    files.write_atomically(file, "".join(texts))
+
+
+def _remove_after(paths: Mapping[int, Path], last: int) -> None:
+    """Removes the files or directories whose number is larger than `last`."""
+    for number, path in paths.items():
+        if number > last:
+            files.remove_directory(path)
+
+
+def describe_environment(
+    components: TrainerComponents, earlier: ResumeState | None
+) -> dict[str, Any]:
+    """Returns environment.json: the run's identity, versions, the machine, and what computes."""
+    policy = components.trainer.policy
+    agreement = components.check_weight_sync.agreement
+    offline = components.offline
+    identity = None
+    if earlier is not None and earlier.checkpoint is not None:
+        identity = earlier.environment.get("id")
+    return {
+        "id": identity or secrets.token_hex(8),
+        **collect_environment(str(policy.device)),
+        "started": policy.chat.started.isoformat(),
+        "sources": collect_sources(policy.chat, components.tasks, components.trainer.recipe),
+        "ranks": components.ranks.size,
+        "strategy": components.settings.distributed.strategy,
+        "computation": policy.model.computation,
+        "dtype": str(policy.dtype).removeprefix("torch."),
+        "agreement": asdict(agreement) if agreement else None,
+        "offline": None if offline is None else str(offline),
+    }
+
+
+def resume_run(
+    earlier: ResumeState,
+    components: TrainerComponents,
+    evaluations: Evaluations,
+    recorder: Recorder,
+    environment: Mapping[str, Any],
+    config: str,
+) -> LoopState | None:
+    """Restores components and evaluations, and cuts the run's records back to the checkpoint.
+
+    `environment` and `config` are environment.json and config.toml as they would be now. Returns
+    the state of the loop at the checkpoint, or None if the run begins again. Collective. Raises
+    SettingsError and CheckpointError.
+    """
+    checkpoint = earlier.checkpoint
+    moved = _find_moved(earlier.environment, environment)
+    sources = earlier.environment.get("sources", {}) if checkpoint is not None else {}
+    code = find_changed_sources(sources, environment["sources"])
+
+    loop = None
+    batch = 0
+    last_batch = -1  # evaluations of later batches are removed
+    if checkpoint is not None:
+        recorder.announce("restoring the checkpoint")
+        loop = restore_checkpoint(components, checkpoint, code)
+        batch = loop.batch
+        last_batch = checkpoint.batch
+    components.ranks.gather(None)  # all have read the checkpoint
+
+    with as_settings_error():
+        load = partial(evaluations.load, earlier.run, last_batch)
+        evaluations.finished = components.ranks.on_rank0(load)
+    recorder.restore_evaluations(evaluations.finished)
+
+    if components.ranks.is_first:
+        earlier.cut_back(moved=moved, code=code, git=environment["git"])
+        recorder.restore_unscored(load_events(earlier.run))
+        earlier.run.write_config(config)
+        if checkpoint is None or not earlier.environment:
+            write_environment(earlier.run.path, environment)
+
+    if moved:
+        changes = [f"{name} was {before}, now {now}" for name, (before, now) in moved.items()]
+        recorder.note(
+            "results may differ in the last bits from a run that never stopped: "
+            + "; ".join(changes)
+        )
+    if code:
+        recorder.warn(
+            f"changed since the run started: {', '.join(code)}; "
+            "batches from now on use the new code",
+            batch,
+        )
+    if checkpoint is None:
+        recorder.note("no checkpoint: starting again")
+    else:
+        recorder.note(f"resumed after batch {batch}")
+    return loop
+
+
+def _find_moved(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Returns the entries of MACHINE that differ, as [before, now]; empty if `before` is lost."""
+    if not before:
+        return {}
+    old = flatten(before)
+    new = flatten(now)
+    return {
+        name: [old.get(name), new.get(name)] for name in MACHINE if old.get(name) != new.get(name)
+    }
+
+
+def resume_command(run: Path, saved_batch: int, arguments: Sequence[str], ranks: Ranks) -> str:
+    """Returns the sentence with the command, or the call in Python, that resumes a run.
+
+    `saved_batch` is the batch of the newest checkpoint, 0 without one. `arguments` are the names of
+    the arguments that the call needs because settings cannot hold them.
+    """
+    if saved_batch:
+        purpose = f"To resume after batch {saved_batch}"
+    else:
+        purpose = "No checkpoint yet; to start again"
+    if arguments:
+        return f"{purpose}: {resume_call(run, arguments)}"
+    program = "lagrpo"
+    if ranks.size > 1:
+        has_one_host = local_size() == ranks.size
+        processes = f"--nproc-per-node {ranks.size}" if has_one_host else "…"
+        program = f"torchrun {processes} -m lagrpo"
+    return f"{purpose}: {program} train --resume {shlex.quote(str(run))}"
