@@ -1,11 +1,13 @@
 """Shared-prefix attention: a prompt appears once; its G completions attend to it and to themselves.
 
-The model is called on one packed row of tokens with an extra keyword, `layout`, which says who attends to whom and
-attends: along a packed row in the trainer and the prefill, or from new tokens to caches in a decoding step.
+The model is called on one packed row of tokens with an extra keyword, `layout`, which says who
+attends to whom and attends: along a packed row in the trainer and the prefill, or from new tokens
+to caches in a decoding step.
 
-Along a packed row the C kernels attend on a CPU (cpu/). Elsewhere PyTorch does, with the keys and values of each
-segment gathered as [prompt, own]: by `varlen_attn` on GPUs in float16 or bfloat16, else segment by segment by
-`scaled_dot_product_attention`. A segment's last query sees all of its gathered keys, the query before it all but one.
+Along a packed row the C kernels attend on a CPU (cpu/). Elsewhere PyTorch does, with the keys and
+values of each segment gathered as [prompt, own]: by `varlen_attn` on GPUs in float16 or bfloat16,
+else segment by segment by `scaled_dot_product_attention`. A segment's last query sees all of its
+gathered keys, the query before it all but one.
 """
 
 from __future__ import annotations
@@ -33,10 +35,13 @@ class Shape(NamedTuple):
 
     @staticmethod
     def of(text: Any) -> Shape:
+        """Returns the sizes in the text config of a model of transformers."""
         heads = text.num_attention_heads
-        d = getattr(text, "head_dim", None) or text.hidden_size // heads
         return Shape(
-            text.num_hidden_layers, heads, getattr(text, "num_key_value_heads", None) or heads, d
+            layers=text.num_hidden_layers,
+            heads=heads,
+            kv_heads=getattr(text, "num_key_value_heads", None) or heads,
+            d=getattr(text, "head_dim", None) or text.hidden_size // heads,
         )
 
 
@@ -44,7 +49,10 @@ class Shape(NamedTuple):
 
 
 def register() -> None:
-    """Make `attn_implementation="lagrpo_shared_prefix"` known to transformers, without masks: the layout is one."""
+    """Makes `attn_implementation="lagrpo_shared_prefix"` known to transformers.
+
+    It gets no mask, because the layout takes its place.
+    """
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, shared_prefix_attention)
@@ -63,8 +71,12 @@ def shared_prefix_attention(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """The function that transformers calls in each layer: query [1, Hq, rows, D], key and value [1, Hkv, rows, D] ->
-    ([1, rows, Hq, D], None). Raises ValueError for a call without a layout, and for what this attention lacks."""
+    """Attends in one layer; transformers calls this function.
+
+    For a query [1, Hq, rows, D], a key and a value [1, Hkv, rows, D] it returns
+    ([1, rows, Hq, D], None). Raises ValueError for a call without a layout, and for options that
+    this attention lacks.
+    """
     if layout is None:
         raise ValueError(
             f"attention {NAME!r} was called without a layout: call the model through lagrpo.model"
@@ -72,9 +84,17 @@ def shared_prefix_attention(
     if softcap is not None or s_aux is not None:
         raise ValueError("shared-prefix attention lacks soft-capping and attention sinks")
     check_window(module, layout, sliding_window)
-    rows = [t.squeeze(0).transpose(0, 1) for t in (query, key, value)]
-    scaling = scaling if scaling is not None else query.shape[-1] ** -0.5
-    return layout.attend(module.layer_idx, *rows, scaling).unsqueeze(0), None  # type: ignore[arg-type]
+    if scaling is None:
+        scaling = float(query.shape[-1] ** -0.5)
+    layer: Any = module.layer_idx
+    attended = layout.attend(
+        layer,
+        query.squeeze(0).transpose(0, 1),  # [rows, Hq, D]
+        key.squeeze(0).transpose(0, 1),  # [rows, Hkv, D]
+        value.squeeze(0).transpose(0, 1),
+        scaling,
+    )
+    return attended.unsqueeze(0), None
 
 
 # ---- along a packed row ----
@@ -83,57 +103,79 @@ def shared_prefix_attention(
 def attend(
     layout: PackedLayout, query: Tensor, key: Tensor, value: Tensor, scaling: float
 ) -> Tensor:
-    """Attend along a packed row: [rows, Hq, D], [rows, Hkv, D] twice -> [rows, Hq, D]; differentiable."""
-    varlen = takes_varlen(query.device, query.dtype, query.shape[-1])
-    return (attend_varlen if varlen else attend_by_segments)(layout, query, key, value, scaling)
+    """Attends along a packed row; differentiable.
+
+    The query is [rows, Hq, D], key and value are [rows, Hkv, D]; the result is [rows, Hq, D].
+    """
+    if takes_varlen(query.device, query.dtype, query.shape[-1]):
+        return attend_varlen(layout, query, key, value, scaling)
+    return attend_by_segments(layout, query, key, value, scaling)
 
 
 def takes_varlen(device: torch.device, dtype: torch.dtype, d: int) -> bool:
-    """Whether FlashAttention computes on a device, in a dtype, with heads of d numbers."""
+    """True if FlashAttention computes on a device, in a dtype, with heads of d numbers."""
     fits = dtype in (torch.float16, torch.bfloat16) and d % 8 == 0 and d <= 256
     return device.type == "cuda" and fits and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def gather_keys(layout: PackedLayout, key: Tensor) -> Tensor:
-    """The keys (or values) that each segment sees, [prompt, own], segment after segment: [rows, Hkv, D] -> [K, Hkv, D].
-    Gradients of a prompt's keys add up over its completions in float32."""
-    own = key.to(torch.promote_types(key.dtype, torch.float32))
-    return own.index_select(0, layout.seen_rows).to(key.dtype)
+    """Returns the keys (or values) that each segment sees, [prompt, own], segment after segment.
+
+    From [rows, Hkv, D] it gathers [K, Hkv, D]. Gradients of a prompt's keys add up over its
+    completions in float32.
+    """
+    wide_key = key.to(torch.promote_types(key.dtype, torch.float32))
+    return wide_key.index_select(0, layout.seen_rows).to(key.dtype)
 
 
 def attend_varlen(
     layout: PackedLayout, query: Tensor, key: Tensor, value: Tensor, scaling: float
 ) -> Tensor:
-    """By one kernel for all segments. Its causal mask is aligned to the end of each segment's keys."""
+    """Attends by one kernel for all segments.
+
+    Its causal mask is aligned to the end of each segment's keys.
+    """
     from torch.nn.attention.varlen import varlen_attn
 
-    most = int(layout.segments[:, 1].max()), int(layout.segments[:, [1, 3]].sum(1).max())
-    causal: dict[str, Any] = {"window_size": (-1, 0), "scale": scaling}
-    if (
-        "enable_gqa" in signature(varlen_attn).parameters
-    ):  # PyTorch 2.11 groups queries without being told
-        causal["enable_gqa"] = query.shape[1] != key.shape[1]
-    keys, values = gather_keys(layout, key), gather_keys(layout, value)
-    return varlen_attn(query.contiguous(), keys, values, *layout.offsets, *most, **causal)  # type: ignore[return-value]
+    most_queries = int(layout.segments[:, 1].max())
+    most_keys = int(layout.segments[:, [1, 3]].sum(1).max())
+    options: dict[str, Any] = {"window_size": (-1, 0), "scale": scaling}
+    # PyTorch 2.11 groups queries without this option.
+    if "enable_gqa" in signature(varlen_attn).parameters:
+        options["enable_gqa"] = query.shape[1] != key.shape[1]
+    query_offsets, key_offsets = layout.offsets
+    attended = varlen_attn(
+        query.contiguous(),
+        gather_keys(layout, key),
+        gather_keys(layout, value),
+        query_offsets,
+        key_offsets,
+        most_queries,
+        most_keys,
+        **options,
+    )
+    return attended  # type: ignore[return-value]
 
 
 def attend_by_segments(
     layout: PackedLayout, query: Tensor, key: Tensor, value: Tensor, scaling: float
 ) -> Tensor:
-    """Segment by segment."""
-    outs, lengths, seen = (
-        [],
-        layout.segments[:, 1].tolist(),
-        layout.segments[:, [1, 3]].sum(1).tolist(),
-    )
-    keys, values = (gather_keys(layout, t).split(seen) for t in (key, value))
-    for segment in zip(query.split(lengths), keys, values, strict=True):
-        q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in segment)
-        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(
-            k.shape[2] - q.shape[2]
-        )
-        out = F.scaled_dot_product_attention(
-            q, k, v, mask, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
-        )
-        outs.append(out.squeeze(0).transpose(0, 1))
-    return torch.cat(outs)
+    """Attends segment by segment. Shapes as in `attend`."""
+    num_queries = layout.segments[:, 1].tolist()
+    num_keys = layout.segments[:, [1, 3]].sum(1).tolist()
+    queries = query.split(num_queries)  # each [t, Hq, D]
+    keys = gather_keys(layout, key).split(num_keys)  # each [P + t, Hkv, D]
+    values = gather_keys(layout, value).split(num_keys)
+    grouped = query.shape[1] != key.shape[1]
+    attended: list[Tensor] = []
+    for segment_query, segment_key, segment_value in zip(queries, keys, values, strict=True):
+        q = segment_query.transpose(0, 1).unsqueeze(0)  # [1, Hq, t, D]
+        k = segment_key.transpose(0, 1).unsqueeze(0)  # [1, Hkv, P + t, D]
+        v = segment_value.transpose(0, 1).unsqueeze(0)
+        t = q.shape[2]
+        seen = k.shape[2]
+        # The last query sees all keys, the query before it all but one.
+        mask = torch.ones(t, seen, dtype=torch.bool, device=q.device).tril(seen - t)
+        out = F.scaled_dot_product_attention(q, k, v, mask, scale=scaling, enable_gqa=grouped)
+        attended.append(out.squeeze(0).transpose(0, 1))
+    return torch.cat(attended)

@@ -1,13 +1,14 @@
-"""Chat: from messages to token ids and back, by a model's tokenizer and chat template, for one turn and for several.
+"""Chat: from messages to token ids and back, by a model's tokenizer and chat template.
 
-What an environment replies is in tokens what the template adds between the end of an assistant's turn and the next one.
-It is tokenized once and appended; what the policy sampled is never tokenized again. The text of a reply is found with a
+A conversation may have several turns. The tokens of an environment's reply are what the template
+adds between the end of an assistant's turn and the next one. A reply is tokenized once and
+appended; what the policy sampled is never tokenized again. The text of a reply is found with a
 short conversation in which only the reply is real:
 
     render(user "1", assistant "2", reply)  =  render(user "1") + "2" + END + reply's text
 
-This holds for the real conversation if the template only appends to what it has rendered. lagrpo rejects others: the
-policy would have sampled after other tokens than the template shows.
+This holds for the real conversation if the template only appends to what it has rendered. lagrpo
+rejects other templates: the policy would have sampled after other tokens than the template shows.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from lagrpo.types import THOUGHT_END, Prompt
 logger = logging.getLogger("lagrpo")
 Tools = Sequence[Mapping[str, Any]]
 Messages = Sequence[Mapping[str, Any]]
+# A short conversation, in which a reply is rendered: a user's message, and an assistant's turn
+# without and with a thought.
 OPENING = ({"role": "user", "content": "1"},)
 SAID = "2"
 THOUGHT = "<think>\n3\n</think>\n\n4"
@@ -37,10 +40,12 @@ ANSWER = "This is an answer"
 WHAT_TO_DO = (
     "Set model.chat_template to a copy that keeps earlier turns unchanged, thinking included"
 )
+# Messages of these roles may stand anywhere in a prompt: templates move them to the front or into a
+# user's turn.
 ROLES_IN_FRONT = ("system", "developer")
-"""Messages of these roles may stand anywhere in a prompt: templates move them to the front or into a user's turn."""
+# Switches of thinking in a message, which some templates act on and remove.
 SWITCHES = re.compile(r"/(?:no_?think|think|system_override)\b")
-"""Switches of thinking in a message, which some templates act on and remove."""
+EMPTY_THOUGHT_AT_END = re.compile(r"<think>\s*</think>\s*$")
 TAG = re.compile(r"</?[\w:]{1,30}>")
 
 
@@ -53,21 +58,26 @@ class RewritingError(ValueError):
 
 
 def end_with(text: str, said: str) -> str:
-    """The rendered `text` that ends with what the assistant has `said`, with the white space after it that the template
-    may have trimmed, and without the empty thought that Qwen3's template puts before a thought."""
-    head, own = text.rstrip().removesuffix(said.strip()), said.lstrip()
-    if head == text.rstrip():
+    """Returns the rendered `text` so that it ends with exactly what the assistant has `said`.
+
+    The template may have trimmed the white space after it, and Qwen3's template puts an empty
+    thought before a thought. The white space comes back, and the empty thought is removed.
+    """
+    trimmed_text = text.rstrip()
+    head = trimmed_text.removesuffix(said.strip())
+    if head == trimmed_text:
         return text
-    return (
-        re.sub(r"<think>\s*</think>\s*$", "", head) if own.startswith("<think>") else head
-    ) + own
+    answer = said.lstrip()
+    if answer.startswith("<think>"):
+        head = EMPTY_THOUGHT_AT_END.sub("", head)
+    return head + answer
 
 
 # ---- what a rendered prompt must have ----
 
 
 def check_rendered(messages: Messages, text: str) -> None:
-    """Raise ValueError unless a rendered prompt has the texts of all messages, in their order."""
+    """Raises ValueError unless a rendered prompt has the texts of all messages, in their order."""
     end_of_previous = 0
     for number, message in enumerate(messages, start=1):
         is_in_front = message["role"] in ROLES_IN_FRONT
@@ -75,20 +85,22 @@ def check_rendered(messages: Messages, text: str) -> None:
         for piece in required_pieces(message):
             end = find_end(piece, text, end)
             if end < 0:
-                message_name = f"message {number} (role {message['role']!r})"
-                cure = "Change the message, or set model.chat_template to a template that shows it"
                 raise ValueError(
-                    f"the rendered prompt lacks {one_line(piece, 80)!r} of its {message_name}. {cure}"
+                    f"the rendered prompt lacks {one_line(piece, 80)!r} of its message {number} "
+                    f"(role {message['role']!r}). "
+                    "Change the message, or set model.chat_template to a template that shows it"
                 )
         if not is_in_front:
             end_of_previous = end
 
 
 def required_pieces(message: Mapping[str, Any]) -> Iterator[str]:
-    """The texts of a message that no chat template may drop, in order: its content without the white space around it,
-    and the names of the functions that it calls.
+    """Yields the texts of a message that no chat template may drop, in order.
 
-    Templates drop the thinking of earlier turns, and some drop the tags of an answer and the switches of thinking."""
+    They are its content without the white space around it, and the names of the functions that it
+    calls. Templates drop the thinking of earlier turns, and some drop the tags of an answer and the
+    switches of thinking.
+    """
     content = message.get("content")
     text = content if isinstance(content, str) else ""
     separator = SWITCHES
@@ -101,18 +113,25 @@ def required_pieces(message: Mapping[str, Any]) -> Iterator[str]:
 
 
 def find_end(piece: str, text: str, start: int) -> int:
-    """The end of the first place from `start` on where a text has a piece, as it is or as JSON; -1 without one."""
+    """Returns where a piece ends in a text, at its first place from `start` on; -1 if it is missing.
+
+    The text may have the piece as it is or as JSON.
+    """
     forms = {
         piece,
         json.dumps(piece)[1:-1],
         json.dumps(piece, ensure_ascii=False)[1:-1],
     }
-    ends = [text.find(form, start) + len(form) for form in forms if text.find(form, start) >= 0]
+    ends: list[int] = []
+    for form in forms:
+        position = text.find(form, start)
+        if position >= 0:
+            ends.append(position + len(form))
     return min(ends, default=-1)
 
 
 def write_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The message with the arguments of its calls as JSON text."""
+    """Returns the message with the arguments of its calls as JSON text."""
     if not message.get("tool_calls"):
         return message
     calls = []
@@ -121,14 +140,22 @@ def write_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
         if not isinstance(function.get("arguments"), str):
             arguments = json.dumps(function.get("arguments", {}), ensure_ascii=False)
             function = {**function, "arguments": arguments}
-        calls.append({**call, "function": function} if "function" in call else function)
+        if "function" in call:
+            calls.append({**call, "function": function})
+        else:
+            calls.append(function)
     return {**message, "tool_calls": calls}
 
 
 @dataclass(frozen=True, eq=False)
 class Chat:
-    """A tokenizer, the model's `vocabulary` in tokens, every id that ends a completion, `template_kwargs` for the chat
-    template, and the time that templates with a date show: the start of the run."""
+    """A tokenizer and its chat template, for one model and one run.
+
+    - `vocabulary`: the number of tokens that the model has
+    - `eos_ids`: every id that ends a completion
+    - `template_kwargs`: arguments for the chat template
+    - `started`: the start of the run, the time that templates with a date show
+    """
 
     tokenizer: Any
     vocabulary: int
@@ -138,46 +165,60 @@ class Chat:
 
     @staticmethod
     def from_model(lm: Any, tokenizer: Any) -> Chat:
-        """The chat of a model: its generation config, tokenizer and chat template say what ends a completion."""
-        ends = lm.generation_config.eos_token_id
-        ids = {
-            *(ends if isinstance(ends, list | tuple) else [ends]),
-            getattr(tokenizer, "eos_token_id", None),
-        }
-        chat = Chat(
-            tokenizer, lm.get_output_embeddings().weight.shape[0], frozenset(ids - {None})
-        ).with_turn_end()
-        if added := chat.eos_ids - ids:
-            text = "completions also end at %s, which ends turns in the chat template but not in the generation config"
-            logger.warning(text, tokenizer.convert_ids_to_tokens([*added])[0])
+        """Returns the chat of a model.
+
+        Completions end with a token that the generation config, the tokenizer or the chat template
+        names. Warns about differences between them, and about a template that is unusual.
+        """
+        ids_of_config = lm.generation_config.eos_token_id
+        if not isinstance(ids_of_config, list | tuple):
+            ids_of_config = [ids_of_config]
+        end_ids = {*ids_of_config, getattr(tokenizer, "eos_token_id", None)}
+        vocabulary = lm.get_output_embeddings().weight.shape[0]
+        chat = Chat(tokenizer, vocabulary, frozenset(end_ids - {None})).with_turn_end()
+
+        added_ids = chat.eos_ids - end_ids
+        if added_ids:
+            logger.warning(
+                "completions also end at %s, which ends turns in the chat template "
+                "but not in the generation config",
+                tokenizer.convert_ids_to_tokens([*added_ids])[0],
+            )
         if not chat.eos_ids:
             logger.warning(
                 "no token ends a completion: every one gets as long as it may. "
                 "Set eos_token in the model's tokenizer_config.json"
             )
-        end = chat.find_turn_end()
-        if end is not None and chat.render(OPENING).rstrip().endswith(
-            token := tokenizer.convert_ids_to_tokens(end)
-        ):
-            logger.warning(
-                "the chat template opens no turn for the assistant: completions begin after %s",
-                token,
-            )
+        turn_end = chat.find_turn_end()
+        if turn_end is not None:
+            turn_end_token = tokenizer.convert_ids_to_tokens(turn_end)
+            if chat.render(OPENING).rstrip().endswith(turn_end_token):
+                logger.warning(
+                    "the chat template opens no turn for the assistant: completions begin after %s",
+                    turn_end_token,
+                )
         return chat
 
     def with_turn_end(self) -> Chat:
-        """The chat in which the token that ends a turn in the chat template ends completions, too."""
-        return replace(self, eos_ids=self.eos_ids | ({self.find_turn_end()} - {None}))
+        """Returns a chat in which the template's end of a turn also ends completions."""
+        turn_end = self.find_turn_end()
+        if turn_end is None:
+            return replace(self)
+        return replace(self, eos_ids=self.eos_ids | {turn_end})
 
     def save(self, directory: Path) -> None:
-        """Write the tokenizer's files."""
+        """Writes the tokenizer's files."""
         if self.tokenizer is not None:
             save_tokenizer(self.tokenizer, directory)
 
     def tokenize(self, prompt: Prompt, tools: Tools | None = None) -> Prompt:
-        """The prompt with its token ids, through the chat template, which gets `tools` as JSON schemas, or its plain
-        text without a template. Raises TemplateError, and ValueError for a message that the template leaves out, for
-        no token, one that the model does not have, and others than the model's tokenizer.json gives."""
+        """Returns the prompt with its token ids.
+
+        The chat template renders it, and gets `tools` as JSON schemas. Without a template, the
+        prompt is its plain text. Raises TemplateError. Raises ValueError for a message that the
+        template leaves out, for a prompt without tokens, for a token that the model does not have,
+        and if the model's tokenizer.json gives other tokens.
+        """
         is_chat = self.tokenizer.chat_template is not None
         if is_chat:
             text = self.render(prompt.messages, tools)
@@ -191,47 +232,62 @@ class Chat:
         self._check_file(text, ids, add_special_tokens=not is_chat)
         return replace(
             prompt,
-            token_ids=tuple(int(i) for i in ids),
+            token_ids=tuple(int(token_id) for token_id in ids),
             prefix=self._find_prefix(prompt.messages, text),
         )
 
     def render(self, messages: Messages, tools: Tools | None = None) -> str:
-        """What the chat template makes of messages, with the header of the coming answer. Raises TemplateError."""
+        """Returns the text that the chat template makes of messages.
+
+        It ends with the header of the coming answer, or with the last message if that is the
+        assistant's. Raises TemplateError.
+        """
         try:
             return self._render(messages, tools)
         except TemplateError:
+            # DeepSeek's template takes the arguments of calls as JSON text.
             with_text = [write_arguments(message) for message in messages]
             if with_text != list(messages):
-                with suppress(TemplateError):  # DeepSeek's template takes arguments as JSON text
+                with suppress(TemplateError):
                     return self._render(with_text, tools)
             raise
 
     def _render(self, messages: Messages, tools: Tools | None) -> str:
-        given = [{k: v for k, v in message.items() if v is not None} for message in messages]
-        for message in given:
-            if message.get("tool_calls"):  # OpenAI's API has null for the text of a call
+        plain_messages = [
+            {key: value for key, value in message.items() if value is not None}
+            for message in messages
+        ]
+        for message in plain_messages:
+            # OpenAI's API has null for the text of a call.
+            if message.get("tool_calls"):
                 message.setdefault("content", "")
-        end = (
-            "continue_final_message"
-            if given and given[-1]["role"] == "assistant"
-            else "add_generation_prompt"
-        )
-        options: dict[str, Any] = {end: True, "tokenize": False, "tools": list(tools or ()) or None}
+        begins_answer = bool(plain_messages) and plain_messages[-1]["role"] == "assistant"
+        end_option = "continue_final_message" if begins_answer else "add_generation_prompt"
+        tool_list = list(tools or ()) or None
         try:
-            options["chat_template"] = self._template_of_run(options["tools"])
-            text = self.tokenizer.apply_chat_template(given, **options, **self.template_kwargs)
-        except Exception as error:  # a template can raise anything
-            kind = (
-                "" if type(error).__name__.startswith("Template") else f"{type(error).__name__}: "
+            text = self.tokenizer.apply_chat_template(
+                plain_messages,
+                chat_template=self._template_of_run(tool_list),
+                tokenize=False,
+                tools=tool_list,
+                **{end_option: True},
+                **self.template_kwargs,
             )
-            raise TemplateError(
-                f"the chat template cannot render it: {one_line(f'{kind}{error}')}"
-            ) from error
-        return text if end == "add_generation_prompt" else end_with(text, given[-1]["content"])
+        except Exception as error:  # a template can raise anything
+            # The names of Jinja's own errors say nothing that their texts do not say.
+            kind = type(error).__name__
+            text = str(error) if kind.startswith("Template") else f"{kind}: {error}"
+            raise TemplateError(f"the chat template cannot render it: {one_line(text)}") from error
+        if begins_answer:
+            return end_with(text, plain_messages[-1]["content"])
+        return text
 
     def _template_of_run(self, tools: Tools | None) -> str:
-        """The chat template, whose `strftime_now` gives the start of the run: a run that resumes on another day keeps
-        its prompts. A comment makes it another template than the tokenizer's in the cache of transformers."""
+        """Returns the chat template, in which `strftime_now` gives the start of the run.
+
+        So a run that resumes on another day keeps its prompts. A comment in the template makes it
+        another one than the tokenizer's in the cache of transformers.
+        """
         from transformers.utils import chat_template_utils
 
         template = self.tokenizer.get_chat_template(tools=tools)
@@ -241,74 +297,97 @@ class Chat:
         return template
 
     def _check_file(self, text: str, ids: Sequence[int], add_special_tokens: bool) -> None:
-        """Raise ValueError if the model's tokenizer.json gives other ids for a text."""
+        """Raises ValueError if the model's tokenizer.json gives other ids for a text."""
         if self._file_tokenizer is None:
             return
         encoding = self._file_tokenizer.encode(text, add_special_tokens=add_special_tokens)
         if encoding.ids != list(ids):
-            counts = f"{len(ids)} tokens, not to the {len(encoding.ids)}"
-            cure = "Make tokenizer_config.json agree with it"
-            raise ValueError(f"transformers reads it as {counts} of tokenizer.json. {cure}")
+            raise ValueError(
+                f"transformers reads it as {len(ids)} tokens, not to the {len(encoding.ids)} of "
+                "tokenizer.json. Make tokenizer_config.json agree with it"
+            )
 
     @cached_property
     def _file_tokenizer(self) -> Any:
-        """The tokenizer that tokenizer.json describes, without transformers; None for a model without this file."""
+        """The tokenizer that tokenizer.json describes, without transformers; None without this file."""
         from tokenizers import Tokenizer
 
         path = find_source(self.tokenizer.name_or_path, TOKENIZER)
         if path is None:
             return None
         tokenizer = Tokenizer.from_file(str(path))
-        tokenizer.no_truncation()  # some files have the lengths of their training
+        # Some files have the lengths of their training.
+        tokenizer.no_truncation()
         tokenizer.no_padding()
         return tokenizer
 
     def warn_if_rendered(self, prompt: Prompt, where: str) -> bool:
-        """Whether the messages have a special token: then they may have been rendered before, and a warning says so."""
+        """Warns if the messages have a special token: they may have been rendered before.
+
+        Returns True if they have one.
+        """
         text = "\n".join(str(message.get("content") or "") for message in prompt.messages)
         token = next((token for token in self.special_tokens if token in text), None)
-        if token is not None and (asked := self.tokenizer.decode(prompt.token_ids)) != text:
-            cure = "If it was rendered before, set model.chat_template to a file with {{ messages[-1].content }} to ask"
-            given = where, token, asked, cure, text
-            logger.warning("%s has the special token %s, and is asked as %.300r. %s %.300r", *given)
-        return token is not None
+        if token is None:
+            return False
+        rendered_text = self.tokenizer.decode(prompt.token_ids)
+        if rendered_text != text:
+            logger.warning(
+                "%s has the special token %s, and is asked as %.300r. If it was rendered before, "
+                "set model.chat_template to a file with {{ messages[-1].content }} to ask %.300r",
+                where,
+                token,
+                rendered_text,
+                text,
+            )
+        return True
 
     def _find_prefix(self, messages: Messages, text: str) -> str:
-        """What the prompt begins the answer with: the last message of the assistant, or a tag of the template."""
+        """Returns the beginning of the answer that the prompt has; "" without one.
+
+        It is the assistant's last message, or a tag of the template, such as <think>.
+        """
         if messages[-1]["role"] == "assistant":
             return str(messages[-1]["content"])
         tag = re.search(r"<(\w+)>\s*$", text)
         if tag is None:
             return ""
-        is_header = (  # such as <assistant>: a special token without a closing one
-            f"<{tag[1]}>" in self.special_tokens and f"</{tag[1]}>" not in self.special_tokens
-        )
+        name = tag[1]
+        # A header, such as <assistant>, is a special token without a closing one.
+        is_header = f"<{name}>" in self.special_tokens and f"</{name}>" not in self.special_tokens
         return "" if is_header else tag[0]
 
     @cached_property
     def special_tokens(self) -> Mapping[str, int]:
         """The texts of special tokens, and their ids."""
         added = getattr(self.tokenizer, "added_tokens_decoder", {})
-        return {str(token): number for number, token in added.items() if token.special}
+        return {str(token): token_id for token_id, token in added.items() if token.special}
 
     def find_turn_end(self) -> int | None:
-        """The special token with which the chat template ends an assistant's turn; None if it has none."""
+        """Returns the special token that ends an assistant's turn in the chat template.
+
+        Returns None if there is none.
+        """
         if self.tokenizer is None or self.tokenizer.chat_template is None:
             return None
         try:
             text = self.render([*OPENING, {"role": "assistant", "content": ANSWER}, *OPENING])
         except TemplateError:
             return None
-        rest = text.rpartition(ANSWER)[2].lstrip(" ")
-        return next(
-            (number for token, number in self.special_tokens.items() if rest.startswith(token)),
-            None,
-        )
+        _, _, text_behind = text.rpartition(ANSWER)
+        text_behind = text_behind.lstrip(" ")
+        for token, token_id in self.special_tokens.items():
+            if text_behind.startswith(token):
+                return token_id
+        return None
 
     @property
     def end_id(self) -> int:
-        """The token that ends a turn of the assistant: the chat template's, else the tokenizer's, else the generation
-        config's. Raises ValueError if none of them has one."""
+        """The token that ends a turn of the assistant.
+
+        It is the chat template's, else the tokenizer's, else the generation config's. Raises
+        ValueError if none of them has one.
+        """
         candidates = [self.find_turn_end(), self.tokenizer.eos_token_id, *sorted(self.eos_ids)]
         for candidate in candidates:
             if candidate is not None:
@@ -319,45 +398,64 @@ class Chat:
 
     @cached_property
     def silent_ids(self) -> frozenset[int]:
-        """The tokens that are not in texts: those that end completions, and the one that pads."""
+        """The tokens that are not in texts: the end tokens of completions, and the padding token."""
         padding = getattr(self.tokenizer, "pad_token_id", None)
         return self.eos_ids if padding is None else self.eos_ids | {padding}
 
     def as_completion(self, text: str) -> str:
-        """What is left of a text if a policy samples it: a completion ends at its first end token."""
-        ids = self.encode(text, add_special_tokens=False)
-        ends = [place for place, number in enumerate(ids) if number in self.eos_ids]
-        return self.decode(ids[: ends[0]] if ends else ids)
+        """Returns what is left of a text if a policy samples it.
+
+        A completion ends at its first end token.
+        """
+        token_ids = self.encode(text, add_special_tokens=False)
+        for index, token_id in enumerate(token_ids):
+            if token_id in self.eos_ids:
+                return self.decode(token_ids[:index])
+        return self.decode(token_ids)
 
     def without_end(self, text: str) -> str:
-        """A completion's text without the tokens that end or pad it, and the white space between and after them.
-        Raises ValueError for a text that goes on after an end token."""
-        silent = [
-            token for token, number in self.special_tokens.items() if number in self.silent_ids
+        """Returns a completion's text without the tokens that end or pad it.
+
+        The white space between and after these tokens goes, too. Raises ValueError for a text that
+        goes on after an end token.
+        """
+        silent_tokens = [
+            token for token, token_id in self.special_tokens.items() if token_id in self.silent_ids
         ]
-        while text.rstrip().endswith(tuple(silent)):
-            last = max((token for token in silent if text.rstrip().endswith(token)), key=len)
-            text = text.rstrip().removesuffix(last)
-        for token in silent:
+        while text.rstrip().endswith(tuple(silent_tokens)):
+            text = text.rstrip()
+            # The longest, because one token may end with another.
+            last_token = max(filter(text.endswith, silent_tokens), key=len)
+            text = text.removesuffix(last_token)
+        for token in silent_tokens:
             if self.special_tokens[token] in self.eos_ids and token in text:
                 raise ValueError(f"its completion goes on after {token!r}, which ends a completion")
         return text
 
     def check_vocabulary(self, ids: Sequence[int]) -> None:
-        """Raise ValueError for a token that the model does not have."""
-        if strange := [i for i in ids if not 0 <= i < self.vocabulary]:
-            raise ValueError(
-                f"token {strange[0]!s:.40} is outside the model's vocabulary of {self.vocabulary}"
-            )
+        """Raises ValueError for a token that the model does not have."""
+        for token_id in ids:
+            if not 0 <= token_id < self.vocabulary:
+                raise ValueError(
+                    f"token {token_id!s:.40} is outside the model's vocabulary of {self.vocabulary}"
+                )
 
     def encode(self, text: str, **options: Any) -> list[int]:
-        """The token ids of a text. Raises ValueError for half of a surrogate pair, which no tokenizer takes."""
+        """Returns the token ids of a text.
+
+        Raises ValueError for half of a surrogate pair, which no tokenizer takes.
+        """
         text.encode()
         return self.tokenizer(text, **options)["input_ids"]
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of tokens as they are, special ones such as <think> included, without those that end or pad."""
-        spoken_ids = [int(number) for number in token_ids if int(number) not in self.silent_ids]
+        """Returns the text of tokens, without the tokens that end or pad a completion.
+
+        Other special tokens, such as <think>, are in the text.
+        """
+        spoken_ids = [
+            int(token_id) for token_id in token_ids if int(token_id) not in self.silent_ids
+        ]
         return self.tokenizer.decode(
             spoken_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
@@ -376,18 +474,28 @@ class Replies:
         return self.chat.end_id
 
     def check(self, messages: Messages) -> None:
-        """Raise RewritingError if the template changes earlier turns when messages of these roles follow, and
-        TemplateError."""
+        """Raises RewritingError if messages of these roles make the template change earlier turns.
+
+        Also raises TemplateError.
+        """
         thoughtful = [*OPENING, {"role": "assistant", "content": THOUGHT}, *messages]
-        asked = ((OPENING, SAID), (OPENING, THOUGHT), (thoughtful, SAID))
-        if len({self._render_reply(before, said, messages) for before, said in asked}) > 1:
+        texts = {
+            self._render_reply(OPENING, SAID, messages),
+            self._render_reply(OPENING, THOUGHT, messages),
+            self._render_reply(thoughtful, SAID, messages),
+        }
+        if len(texts) > 1:
             raise RewritingError(
                 f"the chat template renders a reply differently after other turns. {WHAT_TO_DO}"
             )
 
     def tokens(self, messages: Messages) -> tuple[int, ...]:
-        """The tokens that follow the end of a turn of the policy. Raises as `check`, and ValueError."""
-        if (roles := tuple(message["role"] for message in messages)) not in self._checked:
+        """Returns the tokens that follow the end of a turn of the policy.
+
+        Raises as `check`, and ValueError.
+        """
+        roles = tuple(message["role"] for message in messages)
+        if roles not in self._checked:
             self.check(messages)
             self._checked.add(roles)
         text = self._render_reply(OPENING, SAID, messages)
@@ -397,7 +505,10 @@ class Replies:
         return tuple(ids)
 
     def _render_reply(self, before: Messages, said: str, messages: Messages) -> str:
-        """The text that follows the end of what was `said` when `messages` do."""
+        """Returns the text of `messages` behind the end of an assistant's turn.
+
+        The conversation is `before`, then the turn, whose text is `said`, then `messages`.
+        """
         if self.chat.tokenizer.chat_template is None:
             raise RewritingError(
                 "the tokenizer has no chat template to separate turns: set model.chat_template"
@@ -405,18 +516,20 @@ class Replies:
         so_far = self.chat.render(before) + said
         longer = self.chat.render([*before, {"role": "assistant", "content": said}, *messages])
         if not longer.startswith(so_far):
-            at = next(
-                n for n, (a, b) in enumerate(zip(so_far, f"{longer}\0", strict=False)) if a != b
-            )
-            change = f"{so_far[at:][:40]!r} becomes {longer[at:][:40]!r}. {WHAT_TO_DO}"
+            start = 0
+            while so_far[start : start + 1] == longer[start : start + 1]:
+                start += 1
+            before_change = so_far[start:][:40]
+            after_change = longer[start:][:40]
             raise RewritingError(
-                f"the chat template changes earlier turns when the conversation continues: {change}"
+                "the chat template changes earlier turns when the conversation continues: "
+                f"{before_change!r} becomes {after_change!r}. {WHAT_TO_DO}"
             )
-        rest, end = (
-            longer[len(so_far) :],
-            str(self.chat.tokenizer.convert_ids_to_tokens(self.end_id)),
-        )
-        if not rest.startswith(end):
-            wrong = f"the chat template ends an assistant turn with {rest[:20]!r}, not with {end!r}"
-            raise RewritingError(f"{wrong}. {WHAT_TO_DO}")
-        return rest[len(end) :]
+        text_behind = longer[len(so_far) :]
+        turn_end = str(self.chat.tokenizer.convert_ids_to_tokens(self.end_id))
+        if not text_behind.startswith(turn_end):
+            raise RewritingError(
+                f"the chat template ends an assistant turn with {text_behind[:20]!r}, "
+                f"not with {turn_end!r}. {WHAT_TO_DO}"
+            )
+        return text_behind[len(turn_end) :]

@@ -1,8 +1,9 @@
 """Policy: weights that have a version, a model that computes by them, and the chat that talks to it.
 
-`copy_policy` makes a copy for sampling (α) or for the KL term (π_ref). If the C kernels compute all matrix products
-(`Model.exact`), the copy has panels instead of the weights of linear layers, and while it holds the version of the
-policy that learns, both read the same ones (cpu/panels.py). With adapters only these are copied.
+`copy_policy` makes a copy for sampling (α) or for the KL term (π_ref). If the C kernels compute all
+matrix products (`Model.exact`), the copy has panels instead of the weights of linear layers. While
+the copy holds the version of the policy that learns, both read the same panels (cpu/panels.py). With
+adapters only the adapters are copied.
 """
 
 from __future__ import annotations
@@ -27,24 +28,35 @@ from lagrpo.model.layout import Packed
 from lagrpo.model.logprobs import token_logp
 from lagrpo.model.lora import A, B, adapted, save_adapter
 
-SAMPLE = 2**20  # a weight sync counts changes in about so many weights
+# A weight sync counts changes in about this many weights.
+SAMPLE = 2**20
 
 
 class Weights(Mapping[str, Tensor]):
-    """The weights of a model of transformers by their names, without a gradient, read from the model as it is: every
-    parameter, tied ones once, and the buffers that a checkpoint has. With `adapters` those of its adapters alone.
-    `version` is how many optimizer updates they have had."""
+    """The weights of a model of transformers by their names, without a gradient.
+
+    They are read from the model as it is: every parameter, tied ones once, and the buffers that a
+    checkpoint has. With `adapters` they are the weights of its adapters alone. `version` is the
+    number of optimizer updates that they have had.
+    """
 
     def __init__(self, lm: Any, version: int = 0, adapters: bool = False) -> None:
-        self._lm, self.version, self.adapters = lm, version, adapters
+        self.version = version
+        self.adapters = adapters
+        self._lm = lm
 
     def __iter__(self) -> Iterator[str]:
         if self.adapters:
-            yield from (f"{layer}.{part}" for layer in adapted(self._lm) for part in (A, B))
+            for layer in adapted(self._lm):
+                yield f"{layer}.{A}"
+                yield f"{layer}.{B}"
             return
-        yield from (name for name, _ in self._lm.named_parameters())
-        stored = self._lm.state_dict().keys()
-        yield from (name for name, _ in self._lm.named_buffers() if name in stored)
+        for name, _ in self._lm.named_parameters():
+            yield name
+        stored_names = self._lm.state_dict().keys()
+        for name, _ in self._lm.named_buffers():
+            if name in stored_names:
+                yield name
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -60,14 +72,14 @@ class Weights(Mapping[str, Tensor]):
 
     @torch.no_grad()
     def load(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Copy π_version into this model. Raises ValueError for other names or shapes."""
+        """Copies π_version into this model. Raises ValueError for other names or shapes."""
         check_weights(weights, self.shapes(), version)
         for name, tensor in self.items():
             tensor.copy_(weights[name])
         self.version = version
 
     def differing(self, weights: Mapping[str, Tensor]) -> list[str]:
-        """The names of weights whose bits differ from `weights`."""
+        """Returns the names of weights whose bits differ from `weights`."""
         return [
             name
             for name, tensor in self.items()
@@ -76,91 +88,122 @@ class Weights(Mapping[str, Tensor]):
 
 
 class PackedWeights(Weights):
-    """A version whose linear layers lie in `panels`, the others (embeddings, head, norms, biases, buffers) in `lm`."""
+    """A version whose linear layers are in `panels`.
+
+    The other weights (embeddings, head, norms, biases, buffers) are in `lm`.
+    """
 
     def __init__(self, origin: Weights, lm: Any, panels: BorrowedPanels) -> None:
         super().__init__(lm, origin.version)
-        self._shapes, self._panels = origin.shapes(), panels
-        self._empty = {
-            name: p for name, p in lm.named_parameters() if self._shapes[name] != p.shape
-        }
+        self._shapes = origin.shapes()
+        self._panels = panels
+        # The parameters of linear layers: empty in `lm`, and keys of their weights in the panels.
+        self._empty_parameters: dict[str, nn.Parameter] = {}
+        for name, parameter in lm.named_parameters():
+            if self._shapes[name] != parameter.shape:
+                self._empty_parameters[name] = parameter
 
     def __getitem__(self, name: str) -> Tensor:
-        return (
-            self._panels.weights()[id(self._empty[name])]
-            if name in self._empty
-            else super().__getitem__(name)
-        )
+        if name in self._empty_parameters:
+            return self._panels.weights()[id(self._empty_parameters[name])]
+        return super().__getitem__(name)
 
     def items(self) -> Any:
-        """As `Weights.items`, unpacked all at once."""
-        packed = self._panels.weights()
-        return [
-            (name, packed[id(self._empty[name])] if name in self._empty else self[name])
-            for name in self
-        ]
+        """Returns what `Weights.items` returns, unpacked all at once."""
+        unpacked = self._panels.weights()
+        names_and_weights: list[tuple[str, Tensor]] = []
+        for name in self:
+            if name in self._empty_parameters:
+                weight = unpacked[id(self._empty_parameters[name])]
+            else:
+                weight = self[name]
+            names_and_weights.append((name, weight))
+        return names_and_weights
 
     def shapes(self) -> dict[str, torch.Size]:
         return self._shapes
 
     @torch.no_grad()
     def load(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Copy what lies in the model, and pack the rest, or borrow it if it is the lender's own."""
+        """Copies the weights that are in the model, and packs the others.
+
+        Panels are borrowed instead if the weights are the lender's own.
+        """
         check_weights(weights, self._shapes, version)
         for name in self:
-            if name not in self._empty:
+            if name not in self._empty_parameters:
                 self[name].copy_(weights[name])
-        self._panels.load({parameter: weights[name] for name, parameter in self._empty.items()})
+        self._panels.load(
+            {parameter: weights[name] for name, parameter in self._empty_parameters.items()}
+        )
         self.version = version
 
     def differing(self, weights: Mapping[str, Tensor]) -> list[str]:
-        """Of panels that are the trainer's present ones one layer is compared, another one at each version."""
+        """Returns the names of weights whose bits differ from `weights`.
+
+        If the panels are shared with the trainer, only one layer of them is compared, another one
+        at each version.
+        """
         if not self._panels.are_current():
             return super().differing(weights)
-        packed = self._panels.weights(self.version)
-        names = {name: packed[id(p)] for name, p in self._empty.items() if id(p) in packed}
-        names |= {name: self[name] for name in self if name not in self._empty}
-        return [name for name, tensor in names.items() if count_differing(tensor, weights[name])]
+        unpacked = self._panels.weights(self.version)
+        compared: dict[str, Tensor] = {}
+        for name, parameter in self._empty_parameters.items():
+            if id(parameter) in unpacked:
+                compared[name] = unpacked[id(parameter)]
+        for name in self:
+            if name not in self._empty_parameters:
+                compared[name] = self[name]
+        return [name for name, tensor in compared.items() if count_differing(tensor, weights[name])]
 
 
 def trained_weights(lm: Any, version: int = 0) -> Weights:
-    """The weights that differ between versions of a model: its adapters if it has any, else all weights."""
+    """Returns the weights that differ between versions of a model.
+
+    They are its adapters if it has any, else all weights.
+    """
     return Weights(lm, version, adapters=bool(adapted(lm)))
 
 
 def check_weights(
     weights: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], version: int
 ) -> None:
-    """Raise ValueError for names or shapes of version `version` that differ from `shapes`."""
-    if odd := sorted(set(shapes) ^ set(weights)):
+    """Raises ValueError for names or shapes of version `version` that differ from `shapes`."""
+    differing_names = sorted(set(shapes) ^ set(weights))
+    if differing_names:
         raise ValueError(
-            f"weights of version {version} do not fit the model: {len(odd)} names differ, e.g. {odd[0]}"
+            f"weights of version {version} do not fit the model: "
+            f"{len(differing_names)} names differ, e.g. {differing_names[0]}"
         )
-    given = (
-        weights.shapes()
-        if isinstance(weights, Weights)
-        else {n: tensor.shape for n, tensor in weights.items()}
-    )
+    if isinstance(weights, Weights):
+        shapes_of_version = weights.shapes()
+    else:
+        shapes_of_version = {name: tensor.shape for name, tensor in weights.items()}
     for name, shape in shapes.items():
-        if shape != given[name]:
+        shape_of_version = shapes_of_version[name]
+        if shape != shape_of_version:
             raise ValueError(
-                f"{name} is {tuple(given[name])} in version {version}, not {tuple(shape)}"
+                f"{name} is {tuple(shape_of_version)} in version {version}, not {tuple(shape)}"
             )
 
 
 class Model(nn.Module):
     """A model of transformers with shared-prefix attention, `lm`, which is called on packed rows.
 
-    Its modules compute, so that hooks (sharding) fire. If all linear layers are plain nn.Linear without hooks, the
-    CPU's backend computes whole layers instead, from `panels` if they are given, else from the weights of `lm`."""
+    The modules of `lm` compute, so that hooks (sharding) fire. If all linear layers are plain
+    nn.Linear without hooks, the CPU's backend computes whole layers instead, from `panels` if they
+    are given, else from the weights of `lm`.
+
+    `dtype` is the dtype that the model computes in. Shards of its weights may be wider.
+    """
 
     def __init__(self, lm: Any, backend: Backend, panels: Any = None) -> None:
         super().__init__()
         self.lm: Any = lm.eval()
-        self.config, self.backend, self.layers = lm.config, backend, backend.layers(lm, panels)
-        self.dtype: torch.dtype = (
-            self.head.weight.dtype
-        )  # that it computes in; shards of its weights may be wider
+        self.config = lm.config
+        self.backend = backend
+        self.layers = backend.layers(lm, panels)
+        self.dtype: torch.dtype = self.head.weight.dtype
 
     @property
     def decoder(self) -> nn.Module:
@@ -176,38 +219,60 @@ class Model(nn.Module):
 
     @property
     def exact(self) -> bool:
-        """Whether all products of the forward pass are the kernels': then π/α is exactly 1 after a weight sync."""
+        """True if the kernels compute all products of the forward pass.
+
+        Then π/α is exactly 1 after a weight sync.
+        """
         return self.layers is not None and self.layers.exact
 
     @property
     def computation(self) -> str:
-        """What computes the forward pass, in words."""
+        """A description of the code that computes the forward pass."""
         return self.backend.computation(self.config.get_text_config(), self.layers)
 
     def forward(self, packed: Packed, tau: float, entropy_T: Tensor | None = None) -> Tensor:
-        """log π(token | prompt, tokens before it) at temperature tau, of every completion token: float32 [T], nats.
-        `entropy_T` float32 [T] is filled with the entropy of the distribution that each token comes from, nats."""
+        """Returns log π(token | prompt, tokens before it) at temperature tau: float32 [T], nats.
+
+        There is one value for every completion token. `entropy_T`, float32 [T], is filled with the
+        entropy of the distribution that each token comes from, nats.
+        """
         layout = self.backend.over(packed.layout)
-        hidden = self.hidden(packed.input_ids, packed.layout.position_ids, layout)
-        rows = hidden.index_select(0, packed.layout.logit_rows)
-        product = self.layers.product if self.layers is not None else None
+        hidden = self.hidden(packed.input_ids, packed.layout.position_ids, layout)  # [rows, H]
         return token_logp(
-            rows, self.head, packed.token_ids, tau, entropy_T, self.backend.kernels, product
+            hidden_TH=hidden.index_select(0, packed.layout.logit_rows),
+            head=self.head,
+            token_ids_T=packed.token_ids,
+            tau=tau,
+            entropy_T=entropy_T,
+            by_kernels=self.backend.kernels,
+            product=self.layers.product if self.layers is not None else None,
         )
 
     def hidden(self, input_ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
-        """Final hidden states of one packed row, or of one token of several sequences: [rows] twice -> [rows, H]."""
+        """Returns the final hidden states [rows, H].
+
+        The tokens, int64 [rows], are one packed row, or one token of each of several sequences.
+        """
         if self.layers is not None and self.layers.fits(layout):
             return self.layers(input_ids, position_ids, layout)
-        ids = {"input_ids": input_ids.unsqueeze(0), "position_ids": position_ids.unsqueeze(0)}
-        return self.decoder(**ids, use_cache=False, layout=layout).last_hidden_state.squeeze(0)
+        output = self.decoder(
+            input_ids=input_ids.unsqueeze(0),  # [1, rows]
+            position_ids=position_ids.unsqueeze(0),
+            use_cache=False,
+            layout=layout,
+        )
+        return output.last_hidden_state.squeeze(0)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[rows, H] -> [rows, V], in the model's dtype, without a gradient."""
-        product = (
-            self.layers.product if self.layers is not None and is_plain_linear(self.head) else None
-        )
-        return product(hidden) if product is not None else self.head(hidden)
+        """Returns the logits [rows, V] of hidden states [rows, H].
+
+        They are in the model's dtype, without a gradient.
+        """
+        if self.layers is not None and is_plain_linear(self.head):
+            product = self.layers.product
+            if product is not None:
+                return product(hidden)
+        return self.head(hidden)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -227,12 +292,18 @@ class Policy:
         version: int = 0,
         backend: Backend | Choice = "auto",
     ) -> Policy:
-        """A policy of a model of transformers with shared-prefix attention; `backend`: what computes, or its choice."""
+        """Returns a policy of a model of transformers with shared-prefix attention.
+
+        `backend` is a backend, or the setting by which one is chosen.
+        """
         if not isinstance(backend, Backend):
             weight = lm.get_output_embeddings().weight
             backend = choose_backend(backend, weight.device, weight.dtype)
         return Policy(
-            trained_weights(lm, version), Model(lm, backend), Chat.from_model(lm, tokenizer), tau
+            weights=trained_weights(lm, version),
+            model=Model(lm, backend),
+            chat=Chat.from_model(lm, tokenizer),
+            tau=tau,
         )
 
     @property
@@ -242,7 +313,9 @@ class Policy:
     @property
     def all_weights(self) -> Weights:
         """All weights that the policy computes by, frozen ones included."""
-        return Weights(self.model.lm, self.version) if self.weights.adapters else self.weights
+        if self.weights.adapters:
+            return Weights(self.model.lm, self.version)
+        return self.weights
 
     @property
     def device(self) -> torch.device:
@@ -255,15 +328,17 @@ class Policy:
     def logp(
         self, packed: Packed, entropy_T: Tensor | None = None, tau: float | None = None
     ) -> Tensor:
-        """Log-probs, at the policy's tau unless another is given: see Model.forward."""
-        return self.model(packed, self.tau if tau is None else tau, entropy_T)
+        """Returns log-probs, at the policy's tau unless another is given: see Model.forward."""
+        if tau is None:
+            tau = self.tau
+        return self.model(packed, tau, entropy_T)
 
     def load(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Load π_version. Raises ValueError for other names or shapes."""
+        """Loads π_version. Raises ValueError for other names or shapes."""
         self.weights.load(weights, version)
 
     def save(self, directory: Path) -> None:
-        """Write a Hugging Face model directory, for a model with adapters these alone, as PEFT does."""
+        """Writes a Hugging Face model directory; with adapters these alone, as PEFT does."""
         if self.weights.adapters:
             save_adapter(self.model.lm, self.weights, directory)
         else:
@@ -272,13 +347,13 @@ class Policy:
 
 
 def copy_policy(policy: Policy) -> Policy:
-    """A copy of the policy with the same weights, for its backend and at its tau, that does not learn."""
+    """Returns a copy of the policy with the same weights, backend and tau, that does not learn."""
     backend = policy.model.backend
     lm, panels = backend.copy(policy.model)
-    packed = isinstance(panels, BorrowedPanels)
-    weights = (
-        PackedWeights(policy.weights, lm, panels) if packed else trained_weights(lm, policy.version)
-    )
+    if isinstance(panels, BorrowedPanels):
+        weights = PackedWeights(policy.weights, lm, panels)
+    else:
+        weights = trained_weights(lm, policy.version)
     return Policy(weights, Model(lm, backend, panels), policy.chat, policy.tau)
 
 
@@ -286,22 +361,30 @@ def copy_policy(policy: Policy) -> Policy:
 
 
 def count_differing(one: Tensor, other: Tensor) -> int | Tensor:
-    """How many numbers of two tensors differ in their bits; on a GPU as a tensor, which nothing waits for."""
-    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[one.element_size()]
-    unequal = one.view(bits) != other.view(bits)
-    # NumPy counts bytes several times as fast as PyTorch does on a CPU.
-    return int(np.count_nonzero(unequal.numpy())) if unequal.device.type == "cpu" else unequal.sum()
+    """Returns how many numbers of two tensors differ in their bits.
+
+    On a GPU the result is a tensor, for which nothing waits.
+    """
+    integer_dtypes = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    integer_dtype = integer_dtypes[one.element_size()]
+    differs = one.view(integer_dtype) != other.view(integer_dtype)
+    if differs.device.type == "cpu":
+        # NumPy counts bytes several times as fast as PyTorch does on a CPU.
+        return int(np.count_nonzero(differs.numpy()))
+    return differs.sum()
 
 
 @torch.no_grad()
 def sample_weights(weights: Mapping[str, Tensor]) -> list[Tensor]:
-    """A copy of every n-th weight of each parameter, about SAMPLE in all."""
-    every = max(1, sum(w.numel() for w in weights.values()) // SAMPLE) | 1
-    return [w.reshape(-1)[::every].clone() for w in weights.values()]
+    """Returns a copy of every n-th weight of each parameter, about SAMPLE in all."""
+    num_weights = sum(weight.numel() for weight in weights.values())
+    # An odd stride visits every column of a matrix whose width is a power of two.
+    stride = max(1, num_weights // SAMPLE) | 1
+    return [weight.reshape(-1)[::stride].clone() for weight in weights.values()]
 
 
 def fingerprint(weights: Mapping[str, Tensor]) -> str:
-    """Tells versions of a model's weights apart, by a sample of them."""
+    """Returns a digest that tells versions of a model's weights apart, by a sample of them."""
     digest = hashlib.blake2b(digest_size=8)
     for name, tensor in zip(weights, sample_weights(weights), strict=True):
         digest.update(name.encode())

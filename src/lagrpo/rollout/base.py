@@ -1,30 +1,33 @@
-"""What a rollout engine gets. An engine (local.py in this process, or vllm/engine.py) generates with the weights of the
-last sync and stamps their version on every token:
+"""The interface of rollout engines, and the requests that they get.
 
-    sync_weights(weights, version)   load π_version; returns the cost as metrics
-    sample(requests, G, params)      one group for each request, as they end; evaluations have their own params
-    version, current_weights()       of the last sync
-    syncs_in_flight                            whether weights may be synced while completions are in flight
-    pop_metrics(), close()
+An engine is in this process (local.py), or samples from servers (vllm/engine.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
 
 from lagrpo.rollout.episodes import Episodes
-from lagrpo.types import Prompt
+from lagrpo.types import Group, Prompt
 
-Item = tuple[Sequence[int], Sequence[int]]  # token ids of a prompt, and of a completion
+# The token ids of a prompt, and those of a completion.
+Item = tuple[Sequence[int], Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """G completions of a prompt for a batch."""
+    """G completions of a prompt for a batch.
+
+    `epoch` is the pass over the split that the prompt comes from. Where two passes meet, a batch
+    can hold a prompt twice.
+    """
 
     batch: int
-    epoch: int  # pass over the split that the prompt comes from: when two meet, a batch can hold a prompt twice
+    epoch: int
     prompt: Prompt  # tokenized
 
     @property
@@ -35,14 +38,62 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How training or an evaluation samples."""
+    """The parameters with which training or an evaluation samples.
 
-    purpose: str  # "sample", "evaluate" …: part of the key of every random number
+    - `purpose`: "sample", "evaluate" …; a part of the key of every random number
+    - `tau`: the temperature
+    - `max_tokens`: the most tokens that the policy samples for a completion
+    - `episodes`: the environment that completions talk to; None for completions of one turn
+    """
+
+    purpose: str
     tau: float
-    max_tokens: int  # of a completion
-    episodes: Episodes | None = None  # what completions talk to; None: one turn
+    max_tokens: int
+    episodes: Episodes | None = None
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest completion, with what its environment says."""
-        return self.max_tokens + (self.episodes.replied if self.episodes is not None else 0)
+        """Tokens of the longest completion, with the environment's replies."""
+        if self.episodes is None:
+            return self.max_tokens
+        return self.max_tokens + self.episodes.replied
+
+
+class RolloutEngine(Protocol):
+    """A rollout engine: it generates with the weights of the last weight sync.
+
+    The version of these weights is stamped on every token.
+    """
+
+    @property
+    def syncs_in_flight(self) -> bool:
+        """True if weights may be synced while completions are in flight."""
+        ...
+
+    @property
+    def version(self) -> int:
+        """The version of the weights that the engine samples with."""
+        ...
+
+    def sync_weights(self, weights: Mapping[str, Tensor], version: int) -> Mapping[str, float]:
+        """Loads π_version. Returns the cost as metrics."""
+        ...
+
+    def current_weights(self) -> tuple[int, Mapping[str, Tensor]]:
+        """Returns the version of the last sync and its weights."""
+        ...
+
+    def sample(
+        self, requests: Sequence[Request], G: int, params: SamplingParams = ..., /
+    ) -> Iterator[tuple[Request, Group]]:
+        """Yields one group for each request, in the order in which groups end.
+
+        Training samples without `params`. Evaluations pass their own.
+        """
+        ...
+
+    def pop_metrics(self) -> Mapping[str, float]:
+        """Returns the metrics since the last call."""
+        ...
+
+    def close(self) -> None: ...

@@ -1,12 +1,14 @@
-"""Decoding with shared prefixes: prompt keys and values once per group, completions' in one growing block.
+"""Decoding with shared prefixes: a group's prompt is computed and cached once.
 
-`DecodeState` holds what a set of active completions (*rows*) needs. Active rows are always rows 0 .. R-1: when one
-ends, the last one moves into its place. One step takes one token per row and returns the final hidden states. A row
-that waits for an environment takes none; the next step that it is in takes all tokens of the reply.
+`DecodeState` holds what a set of active completions (*rows*) needs. Active rows are always rows
+0 .. R-1: when one ends, the last one moves into its place. One step takes one token per row and
+returns the final hidden states. A row that waits for an environment takes no token; its next step
+takes all tokens of the reply.
 
-A GPU records the steps that come often as CUDA graphs. The number of keys in such a step is rounded up, so that few
-graphs are needed. The number depends on the rows of the step alone, and not on the capacity of the caches: these may
-come from an earlier batch, and a resumed run, which has new ones, must round as the run that never stopped.
+A GPU records the steps that come often as CUDA graphs. The number of keys in such a step is rounded
+up, so that few graphs are needed. The rounding depends on the rows of the step alone, and not on
+the capacity of the caches. The caches may come from an earlier batch; a resumed run has new caches,
+and must round like the run that never stopped.
 """
 
 from __future__ import annotations
@@ -28,21 +30,30 @@ from lagrpo.model.layout import PackedLayout
 if TYPE_CHECKING:
     from lagrpo.model.model import Model
 
-BLOCK = 64  # the own cache grows by this many tokens, or doubles
-PIECE = 512  # tokens of a step, at most, unless there are more rows: a longer reply takes several
-MIN_ROWS = 2  # PyTorch's product with one row takes another kernel, with another order of summation
-OFTEN = 4  # steps of the same shapes after which a GPU records them
-MIN_KEYS = 16  # numbers in a vector register: caches hold a multiple of it
-KEPT_BYTES = (
-    4 << 30
-)  # keys and values that a GPU may hold from batch to batch, while the policy learns
+# The cache of completions grows by this many tokens, or doubles.
+BLOCK = 64
+# Most tokens in a step, unless there are more rows. A longer reply takes several steps.
+PIECE = 512
+# PyTorch's product with one row takes another kernel, which sums in another order.
+MIN_ROWS = 2
+# After this many steps of the same shapes a GPU records the step.
+OFTEN = 4
+# Numbers in a vector register: the capacity of a cache is a multiple of it.
+MIN_KEYS = 16
+# Most bytes of keys and values that a GPU may hold from batch to batch, while the policy learns.
+KEPT_BYTES = 4 << 30
 
 
 @dataclass(slots=True)
 class Cache:
-    """Keys [layers, batch, Hkv, D, tokens], their tokens side by side, and values [layers, batch, Hkv, tokens, D]; the
-    batch is rows, or groups. `lanes` is how many numbers one element holds: with 2 (two bfloat16 in a float32)
-    neighbors along D of a key, and along the tokens of a value, are one element, and these dimensions half as long."""
+    """Keys and values of a batch: of rows, or of the prompts of groups.
+
+    - `keys`: [layers, batch, Hkv, D, tokens], the tokens of a key side by side
+    - `values`: [layers, batch, Hkv, tokens, D]
+    - `lanes`: how many numbers one element holds. With 2 (two bfloat16 in one float32), an element
+      of `keys` holds neighbors along D, an element of `values` neighbors along the tokens, and that
+      dimension is half as long.
+    """
 
     keys: Tensor
     values: Tensor
@@ -50,60 +61,84 @@ class Cache:
 
     @property
     def capacity(self) -> int:
-        """Tokens of each in the batch."""
+        """The number of tokens that each entry of the batch has room for."""
         return self.keys.shape[4]
 
     @property
     def batch(self) -> int:
         return self.keys.shape[1]
 
-    def put(self, layer: int, at: int, key: Tensor, value: Tensor) -> None:
-        """The first tokens of one in the batch: key and value [tokens, Hkv, D]."""
+    def put(self, layer: int, index: int, key: Tensor, value: Tensor) -> None:
+        """Writes the first tokens of entry `index`: key and value [tokens, Hkv, D]."""
         if self.lanes == 2:
-            key = key.contiguous().view(torch.float32)
-            value = F.pad(value, (0, 0, 0, 0, 0, len(value) % 2)).unflatten(0, (-1, 2))
-            value = value.permute(0, 2, 3, 1).contiguous().view(torch.float32).squeeze(-1)
-        self.keys[layer, at, :, :, : len(key)] = key.permute(1, 2, 0)
-        self.values[layer, at, :, : len(value)] = value.transpose(0, 1)
+            key = key.contiguous().view(torch.float32)  # [tokens, Hkv, D / 2]
+            # An odd number of tokens gets a zero behind it, so that tokens pair up.
+            value = F.pad(value, (0, 0, 0, 0, 0, len(value) % 2))
+            value = value.unflatten(0, (-1, 2))  # [pairs, 2, Hkv, D]
+            value = value.permute(0, 2, 3, 1).contiguous()  # [pairs, Hkv, D, 2]
+            value = value.view(torch.float32).squeeze(-1)  # [pairs, Hkv, D]
+        self.keys[layer, index, :, :, : len(key)] = key.permute(1, 2, 0)
+        self.values[layer, index, :, : len(value)] = value.transpose(0, 1)
 
-    def move(self, source: Tensor, to: Tensor, tokens: int) -> None:
-        """Copy the first tokens of some in the batch over others."""
-        self.keys[:, to, :, :, :tokens] = self.keys[:, source, :, :, :tokens]
-        used = -(-tokens // self.lanes)
-        self.values[:, to, :, :used] = self.values[:, source, :, :used]
+    def move(self, source: Tensor, target: Tensor, tokens: int) -> None:
+        """Copies the first tokens of the entries `source` over those of the entries `target`."""
+        self.keys[:, target, :, :, :tokens] = self.keys[:, source, :, :, :tokens]
+        elements = -(-tokens // self.lanes)
+        self.values[:, target, :, :elements] = self.values[:, source, :, :elements]
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeInputs:
-    """The n tokens of a step, row after row. All int64 [n] on the CPU."""
+    """The n tokens of a step, row after row. All tensors are int64 [n] on the CPU."""
 
     ids: Tensor
-    rows: Tensor  # the row of each
-    before: Tensor  # how many tokens the row's own cache has before it
+    rows: Tensor  # the row of each token
+    before: Tensor  # the number of tokens before each one in its row's own cache
 
-    def select(self, chosen: Tensor) -> DecodeInputs:
-        return DecodeInputs(self.ids[chosen], self.rows[chosen], self.before[chosen])
+    def select(self, indices: Tensor) -> DecodeInputs:
+        return DecodeInputs(
+            ids=self.ids[indices], rows=self.rows[indices], before=self.before[indices]
+        )
 
 
 class DecodeState:
-    """Keys and values of the active rows, `own`, and of the prompts of their groups, `prefix`; which row belongs to
-    which group. A group has a place in `prefix` until its last row has ended; the next new group takes that place.
-    Caches grow when rows, prompts or tokens need it. If steps are recorded, `own` has room for `max_tokens` from the
-    start, because a graph reads the caches that it was recorded with, and is lost when one of them grows."""
+    """Keys and values of the active rows, `own`, and of the prompts of their groups, `prefix`.
+
+    A group has a place in `prefix` until its last row has ended; then the next new group may take
+    that place. Caches grow when rows, prompts or tokens need it.
+
+    If steps are recorded, `own` has room for `max_tokens` from the start, as far as memory allows:
+    a graph reads the caches that it was recorded with, and is lost when one of them grows.
+    """
+
+    # Shapes in the comments below:
+    #   R  active rows
+    #   n  tokens of a step; m >= n tokens with copies (see _pad)
+    #   N  places for prompts, one per group
+    #   P  keys of each prompt that a step looks at
+    #   K  keys of each row's own cache that a step looks at
+    #   H  hidden size
 
     def __init__(self, model: Model, max_rows: int, max_tokens: int) -> None:
-        self.model, self._shape = model, Shape.of(model.config.get_text_config())
+        self.model = model
+        self.max_rows = max(max_rows, MIN_ROWS)
+        self._shape = Shape.of(model.config.get_text_config())
         self._by_kernels = model.backend.attends_by_kernels(self._shape.d)
         self._recorded = RecordedSteps(model.device) if records_steps(model) else None
-        self.max_rows = max(max_rows, MIN_ROWS)
-        capacity = min(BLOCK, max_tokens)
-        if self._recorded and self._bytes(self.max_rows, max_tokens) <= KEPT_BYTES:
-            capacity = max_tokens
-        self.own = self._cache(self.max_rows, capacity)
-        self.prefix = self._cache(0, MIN_KEYS)
-        self.prompt_lengths = torch.zeros(0, dtype=torch.long)  # in each place; 0: free
-        self.group_of_row = torch.empty(0, dtype=torch.long)  # its place
-        self.lengths = torch.empty(0, dtype=torch.long)  # tokens in each row's own cache
+
+        own_tokens = min(BLOCK, max_tokens)
+        is_recorded = self._recorded is not None
+        if is_recorded and self._bytes(self.max_rows, max_tokens) <= KEPT_BYTES:
+            own_tokens = max_tokens
+        self.own = self._allocate(self.max_rows, own_tokens)
+        self.prefix = self._allocate(0, MIN_KEYS)
+
+        # int64 [N]: the length of the prompt in each place; 0 if the place is free
+        self.prompt_lengths = torch.zeros(0, dtype=torch.long)
+        # int64 [R]: the place of the prompt of each row
+        self.group_of_row = torch.empty(0, dtype=torch.long)
+        # int64 [R]: the number of tokens in each row's own cache
+        self.lengths = torch.empty(0, dtype=torch.long)
 
     @property
     def rows(self) -> int:
@@ -111,237 +146,372 @@ class DecodeState:
 
     @property
     def may_stay(self) -> bool:
-        """True if this may serve the next batch: steps are recorded, which saves recording them again, and the caches
-        leave room for learning. The graphs stay right because weights are loaded in place."""
+        """True if this state may serve the next batch.
+
+        That saves recording its steps again, and the caches leave room for learning. The graphs
+        stay right because weights are loaded in place.
+        """
         size = self._bytes(self.own.batch, self.own.capacity)
         size += self._bytes(self.prefix.batch, self.prefix.capacity)
         return self._recorded is not None and size <= KEPT_BYTES
 
     @torch.no_grad()
     def admit(self, prompts: Sequence[Sequence[int]], G: int) -> Tensor:
-        """Prefill new groups of G rows each, behind the active ones; returns hidden [prompts, H] of the last prompt
-        tokens, from which the first token of every row is sampled."""
-        lengths = [*map(len, prompts)]
+        """Prefills new groups of G rows each, behind the active rows.
+
+        Returns the hidden states [prompts, H] of the last prompt tokens, from which the first token
+        of every row is sampled.
+        """
+        device = self.model.device
+        lengths = [len(prompt) for prompt in prompts]
         places = self._places(lengths)
-        layout = PackedLayout.build([(length, ()) for length in lengths], self.model.device)
-        ids = torch.cat([torch.tensor(p, dtype=torch.long) for p in prompts]).to(self.model.device)
+        layout = PackedLayout.build([(length, ()) for length in lengths], device)
+        prompt_ids = [torch.tensor(prompt, dtype=torch.long) for prompt in prompts]
+        ids = torch.cat(prompt_ids).to(device)  # int64 [tokens of all prompts]
         prefill = _Prefill(self.model.backend.over(layout), self.prefix, places, lengths)
-        hidden = self.model.hidden(ids, layout.position_ids, prefill)
+        hidden = self.model.hidden(ids, layout.position_ids, prefill)  # [tokens, H]
+
         self.prompt_lengths[places] = torch.tensor(lengths)
-        self.group_of_row = torch.cat(
-            [self.group_of_row, torch.tensor(places).repeat_interleave(G)]
-        )
-        self.lengths = F.pad(self.lengths, (0, len(places) * G))
+        group_of_new_row = torch.tensor(places).repeat_interleave(G)  # int64 [prompts * G]
+        self.group_of_row = torch.cat([self.group_of_row, group_of_new_row])
+        self.lengths = F.pad(self.lengths, (0, len(group_of_new_row)))
         return hidden.index_select(0, layout.last_prompt_rows)
 
     def feed(self, tokens: Sequence[Sequence[int]]) -> Tensor:
-        """The next tokens of each active row, none of a row that waits -> their final hidden states [., H]."""
-        counts = torch.tensor([len(row_tokens) for row_tokens in tokens])
-        rows = torch.arange(len(counts)).repeat_interleave(counts)
-        before = self.lengths[rows] + torch.arange(len(rows)) - (counts.cumsum(0) - counts)[rows]
+        """Computes the next tokens of each active row; a row that waits has none.
+
+        Returns their final hidden states [n, H], row after row.
+        """
+        counts = torch.tensor([len(row_tokens) for row_tokens in tokens])  # int64 [R]
+        rows = torch.arange(len(counts)).repeat_interleave(counts)  # int64 [n]
+        first_of_row = counts.cumsum(0) - counts  # int64 [R]: index of a row's first token
+        offset_in_row = torch.arange(len(rows)) - first_of_row[rows]  # int64 [n]
+        before = self.lengths[rows] + offset_in_row  # int64 [n]
         ids = torch.tensor([token for row_tokens in tokens for token in row_tokens])
         inputs = DecodeInputs(ids, rows, before)
+
         pieces = torch.arange(len(rows)).split(max(PIECE, self.rows))
         return torch.cat([self._feed(inputs.select(piece)) for piece in pieces])
 
     def retire(self, rows: Sequence[int]) -> list[tuple[int, int]]:
-        """Drop ended rows; returns the moves (from row, to row) that keep the active ones at 0 .. R-1. A group whose
-        last row has ended gives its prompt's place back."""
+        """Drops ended rows. A group whose last row has ended gives its prompt's place back.
+
+        Returns the moves (from row, to row) that keep the active rows at 0 .. R-1.
+        """
         ended = set(rows)
-        active = self.rows - len(ended)
-        holes = sorted(r for r in ended if r < active)
-        movers = [r for r in range(active, self.rows) if r not in ended]
+        num_active = self.rows - len(ended)
+        holes = sorted(row for row in ended if row < num_active)
+        movers = [row for row in range(num_active, self.rows) if row not in ended]
         if holes:
-            to, source = torch.tensor(holes), torch.tensor(movers)
-            self.own.move(source, to, int(self.lengths[source].max()))
-            self.group_of_row[to], self.lengths[to] = (
-                self.group_of_row[source],
-                self.lengths[source],
-            )
-        self.group_of_row, self.lengths = self.group_of_row[:active], self.lengths[:active]
-        self.prompt_lengths[torch.bincount(self.group_of_row, minlength=self.prefix.batch) == 0] = 0
+            target = torch.tensor(holes)
+            source = torch.tensor(movers)
+            self.own.move(source, target, int(self.lengths[source].max()))
+            self.group_of_row[target] = self.group_of_row[source]
+            self.lengths[target] = self.lengths[source]
+        self.group_of_row = self.group_of_row[:num_active]
+        self.lengths = self.lengths[:num_active]
+
+        rows_of_group = torch.bincount(self.group_of_row, minlength=self.prefix.batch)  # int64 [N]
+        self.prompt_lengths[rows_of_group == 0] = 0
         return list(zip(movers, holes, strict=True))
 
     @torch.no_grad()
     def _feed(self, inputs: DecodeInputs) -> Tensor:
-        count, device = len(inputs.rows), self.model.device
-        longest = max(int(self.lengths.max()), int(inputs.before.max())) + 1
-        if longest > self.own.capacity:
-            self.own = self._grow(self.own, self.max_rows, max(longest, 2 * self.own.capacity))
+        """Computes a step of n tokens. Returns their final hidden states [n, H]."""
+        num_tokens = len(inputs.ids)
+        self._make_room(inputs)
+        # Counted before padding: a copy of a token must not make its row longer.
         self.lengths = self.lengths + torch.bincount(inputs.rows, minlength=self.rows)
-        if not self.model.exact:  # some rows are computed twice
-            padded = 1 << (count - 1).bit_length() if self._recorded else count
-            inputs = inputs.select(torch.arange(max(padded, MIN_ROWS)) % count)
-        group_of_row = self.group_of_row[inputs.rows]
-        positions = self.prompt_lengths[group_of_row] + inputs.before
-        longest = int(positions.max()) + 1
+        inputs = self._pad(inputs)  # m tokens
+        group_of_token = self.group_of_row[inputs.rows]  # int64 [m]
+        positions = self.prompt_lengths[group_of_token] + inputs.before  # int64 [m]
+        longest_sequence = int(positions.max()) + 1  # tokens: a prompt and a row's own
         if self._by_kernels:
-            layout = self._kernel_layout(inputs, group_of_row, longest)
-            return self.model.hidden(inputs.ids, positions, layout)[:count]
+            layout = self._kernel_layout(inputs, group_of_token, longest_sequence)
+            hidden = self.model.hidden(inputs.ids, positions, layout)  # [m, H]
+        else:
+            hidden = self._feed_by_torch(inputs, positions, group_of_token, longest_sequence)
+        return hidden[:num_tokens]
 
-        prompt_keys, own_keys = self._count_keys(inputs)
+    def _make_room(self, inputs: DecodeInputs) -> None:
+        """Grows the rows' own caches if the new tokens do not fit."""
+        longest_row = max(int(self.lengths.max()), int(inputs.before.max())) + 1
+        if longest_row > self.own.capacity:
+            # Doubling keeps the number of copies logarithmic in the length of a completion.
+            tokens = max(longest_row, 2 * self.own.capacity)
+            self.own = self._grow(self.own, self.max_rows, tokens)
 
-        def compute(ids: Tensor, positions: Tensor, *step: Tensor) -> Tensor:
-            layout = StepLayout(self.own, self.prefix, prompt_keys, longest, *step)
+    def _pad(self, inputs: DecodeInputs) -> DecodeInputs:
+        """Adds copies of the first tokens: m >= n tokens. The caller drops the results of copies.
+
+        A copy is safe: it computes the same key and value as its original, for the same slot.
+        """
+        if self.model.exact:
+            # The kernels compute each row in the same way, however many there are.
+            return inputs
+        num_tokens = len(inputs.ids)
+        padded = num_tokens
+        if self._recorded is not None:
+            # A graph serves one m. With powers of two there are few graphs, and each comes often.
+            padded = 1 << (num_tokens - 1).bit_length()
+        padded = max(padded, MIN_ROWS)
+        return inputs.select(torch.arange(padded) % num_tokens)
+
+    def _feed_by_torch(
+        self, inputs: DecodeInputs, positions: Tensor, group_of_token: Tensor, longest_sequence: int
+    ) -> Tensor:
+        """Computes the hidden states [m, H] with PyTorch's operations, on a GPU by recorded graphs.
+
+        A replay repeats the launches of a recording, at the same addresses. So for the same graph:
+
+        - Every input has the shape it had in the recording: m, P and K are its key.
+        - The caches are the ones of the recording: `_grow`, which replaces them, drops all graphs.
+        - Whatever changes from step to step is a tensor argument of `compute`. A replay runs none
+          of its Python code, so `longest_sequence` is only checked in a recording.
+        """
+        prompt_keys, own_keys = self._count_keys(inputs)  # P, K
+        prompt_lengths = self.prompt_lengths[group_of_token, None]  # int64 [m, 1]
+        sees_prompt = torch.arange(prompt_keys) < prompt_lengths  # bool [m, P]
+        sees_own = torch.arange(own_keys) <= inputs.before[:, None]  # bool [m, K]: itself too
+        mask = torch.cat([sees_prompt, sees_own], dim=1)[:, None, None]  # bool [m, 1, 1, P + K]
+
+        def compute(
+            ids: Tensor,
+            positions: Tensor,
+            mask: Tensor,
+            rows: Tensor,
+            slots: Tensor,
+            groups: Tensor,
+        ) -> Tensor:
+            layout = StepLayout(
+                own=self.own,
+                prefix=self.prefix,
+                prompt_keys=prompt_keys,
+                longest=longest_sequence,
+                mask=mask,
+                rows=rows,
+                slots=slots,
+                groups=groups,
+            )
             return self.model.hidden(ids, positions, layout)
 
-        in_prompt = torch.arange(prompt_keys) < self.prompt_lengths[group_of_row, None]
-        in_own = torch.arange(own_keys) <= inputs.before[:, None]
-        mask = torch.cat([in_prompt, in_own], 1)[:, None, None]
-        tensors = (inputs.ids, positions, mask, inputs.rows, inputs.before, group_of_row)
-        if self._recorded:
-            return self._recorded(compute, (prompt_keys, own_keys), *tensors)[:count]
-        return compute(*(tensor.to(device) for tensor in tensors))[:count]
+        # Built on the CPU, because `int(….max())` of a tensor on a GPU would wait for its queue.
+        arguments = [inputs.ids, positions, mask, inputs.rows, inputs.before, group_of_token]
+        if self._recorded is not None:
+            return self._recorded(compute, (prompt_keys, own_keys), *arguments)
+        return compute(*(tensor.to(self.model.device) for tensor in arguments))
 
     def _count_keys(self, inputs: DecodeInputs) -> tuple[int, int]:
-        """The keys that a step looks at: of each prompt, and of each row's own cache."""
-        own = int(inputs.before.max()) + 1
-        if self._recorded:
-            return round_up_keys(int(self.prompt_lengths.max())), round_up_keys(own)
-        return self.prefix.capacity, max(MIN_KEYS, own)
+        """Returns P and K, the keys that a step looks at: of each prompt, of each row's own cache."""
+        own_keys = int(inputs.before.max()) + 1
+        if self._recorded is not None:
+            longest_prompt = int(self.prompt_lengths.max())
+            return round_up_keys(longest_prompt), round_up_keys(own_keys)
+        return self.prefix.capacity, max(MIN_KEYS, own_keys)
 
-    def _kernel_layout(self, inputs: DecodeInputs, group_of_row: Tensor, longest: int) -> Layout:
-        """Who attends to whom in a step, which also puts the new keys and values into the caches."""
-        own, prefix = self.own, self.prefix
-        groups = F.pad(torch.bincount(group_of_row, minlength=prefix.batch).cumsum(0), (1, 0))
-        members = torch.argsort(group_of_row, stable=True)
-        caches = own.keys, own.values, prefix.keys, prefix.values
+    def _kernel_layout(
+        self, inputs: DecodeInputs, group_of_token: Tensor, longest_sequence: int
+    ) -> Layout:
+        """Returns the layout by which the kernels fill the caches and attend."""
+        tokens_of_group = torch.bincount(group_of_token, minlength=self.prefix.batch)  # int64 [N]
         return kernels.Active(
-            longest, groups, members, self.prompt_lengths, inputs.before, inputs.rows, *caches
+            longest=longest_sequence,
+            groups=F.pad(tokens_of_group.cumsum(0), (1, 0)),  # int64 [N + 1]
+            members=torch.argsort(group_of_token, stable=True),  # int64 [m]
+            prompts=self.prompt_lengths,  # int64 [N]
+            lengths=inputs.before,  # int64 [m]
+            caches=inputs.rows,  # int64 [m]
+            own_keys=self.own.keys,
+            own_values=self.own.values,
+            prompt_keys=self.prefix.keys,
+            prompt_values=self.prefix.values,
         )
 
     def _places(self, lengths: list[int]) -> list[int]:
-        """Free places for prompts of these lengths; the cache grows if it has too few, or too small ones."""
+        """Returns free places for prompts of these lengths.
+
+        The cache grows if it has too few places, or if they are too small.
+        """
         free = (self.prompt_lengths == 0).nonzero().flatten().tolist()
-        missing = max(0, len(lengths) - len(free))
-        if missing or max(lengths) > self.prefix.capacity:
-            batch = self.prefix.batch
-            free += range(batch, batch + missing)
-            self.prefix = self._grow(
-                self.prefix, batch + missing, max(self.prefix.capacity, *lengths)
-            )
-            self.prompt_lengths = F.pad(self.prompt_lengths, (0, missing))
+        num_missing = max(0, len(lengths) - len(free))
+        if num_missing or max(lengths) > self.prefix.capacity:
+            old_batch = self.prefix.batch
+            new_batch = old_batch + num_missing
+            free += range(old_batch, new_batch)
+            tokens = max(self.prefix.capacity, *lengths)
+            self.prefix = self._grow(self.prefix, new_batch, tokens)
+            self.prompt_lengths = F.pad(self.prompt_lengths, (0, num_missing))
         return free[: len(lengths)]
 
-    def _cache(self, batch: int, tokens: int) -> Cache:
-        shape, model, capacity = self._shape, self.model, self._capacity(tokens)
-        lanes = kernels.numbers_in_a_lane(model.dtype) if self._by_kernels else 1
-        made = {"dtype": torch.float32 if lanes > 1 else model.dtype, "device": model.device}
-        sizes = ((shape.d // lanes, capacity), (capacity // lanes, shape.d))
-        keys, values = (
-            torch.zeros(shape.layers, batch, shape.kv_heads, *size, **made) for size in sizes
+    def _allocate(self, batch: int, tokens: int) -> Cache:
+        """Returns a cache of zeros with room for at least `tokens` tokens in each entry."""
+        shape = self._shape
+        capacity = self._capacity(tokens)
+        lanes = kernels.numbers_in_a_lane(self.model.dtype) if self._by_kernels else 1
+        dtype = torch.float32 if lanes > 1 else self.model.dtype
+        heads = (shape.layers, batch, shape.kv_heads)
+        keys_shape = (*heads, shape.d // lanes, capacity)
+        values_shape = (*heads, capacity // lanes, shape.d)
+        return Cache(
+            keys=torch.zeros(keys_shape, dtype=dtype, device=self.model.device),
+            values=torch.zeros(values_shape, dtype=dtype, device=self.model.device),
+            lanes=lanes,
         )
-        return Cache(keys, values, lanes)
 
     def _capacity(self, tokens: int) -> int:
-        """Tokens that a cache for at least `tokens` has room for."""
-        if self._recorded:
+        """Returns the capacity of a cache for at least `tokens` tokens."""
+        if self._recorded is not None:
             return round_up_keys(tokens)
         return -(-tokens // MIN_KEYS) * MIN_KEYS
 
     def _bytes(self, batch: int, tokens: int) -> int:
-        """Bytes of the keys and values of a cache."""
+        """Returns the bytes of the keys and values of a cache."""
         shape = self._shape
         numbers = 2 * shape.layers * batch * shape.kv_heads * self._capacity(tokens) * shape.d
         return numbers * self.model.dtype.itemsize
 
     def _grow(self, cache: Cache, batch: int, tokens: int) -> Cache:
-        grown = self._cache(batch, tokens)
+        """Returns a larger cache with the contents of `cache`. Drops all graphs."""
+        grown = self._allocate(batch, tokens)
         grown.keys[:, : cache.batch, :, :, : cache.capacity] = cache.keys
         grown.values[:, : cache.batch, :, : cache.values.shape[3]] = cache.values
-        if self._recorded:
-            self._recorded = RecordedSteps(self.model.device)  # the old graphs use the old cache
+        if self._recorded is not None:
+            # The old graphs use the old cache.
+            self._recorded = RecordedSteps(self.model.device)
         return grown
 
 
 def round_up_keys(tokens: int) -> int:
-    """The smallest of 64, 96, 128, 192, 256, 384, … that is not less than `tokens`."""
+    """Returns the smallest of 64, 96, 128, 192, 256, 384, … that is not less than `tokens`."""
     power = 1 << max(BLOCK - 1, tokens - 1).bit_length()
-    return power * 3 // 4 if tokens <= power * 3 // 4 and power > BLOCK else power
+    three_quarters = power * 3 // 4
+    if power > BLOCK and tokens <= three_quarters:
+        return three_quarters
+    return power
 
 
 class _Prefill:
-    """Packed prompts whose keys and values are kept."""
+    """A layout of packed prompts that also keeps their keys and values in `prefix`."""
 
-    def __init__(self, row: Layout, prefix: Cache, places: list[int], lengths: list[int]) -> None:
-        self.row, self.prefix, self.places, self.lengths = row, prefix, places, lengths
-        self.longest = row.longest
+    def __init__(
+        self, layout: Layout, prefix: Cache, places: list[int], lengths: list[int]
+    ) -> None:
+        self.longest = layout.longest
+        self._layout = layout
+        self._prefix = prefix
+        self._places = places
+        self._lengths = lengths
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
     ) -> Tensor:
-        split = zip(self.places, key.split(self.lengths), value.split(self.lengths), strict=True)
-        for place, keys, values in split:
-            self.prefix.put(layer, place, keys, values)
-        return self.row.attend(layer, query, key, value, scaling)
+        keys_of_prompts = key.split(self._lengths)  # each [prompt tokens, Hkv, D]
+        values_of_prompts = value.split(self._lengths)
+        for place, prompt_keys, prompt_values in zip(
+            self._places, keys_of_prompts, values_of_prompts, strict=True
+        ):
+            self._prefix.put(layer, place, prompt_keys, prompt_values)
+        return self._layout.attend(layer, query, key, value, scaling)
 
 
 @dataclass(frozen=True, slots=True)
 class StepLayout:
-    """A step by PyTorch's operations: each token's key and value go into its row's own cache, and its query attends to
-    its prompt and its own tokens."""
+    """A layout of a step of n tokens, computed by PyTorch's operations.
+
+    Each token's key and value go into its row's own cache. Its query attends to its prompt and to
+    its row's own tokens.
+    """
 
     own: Cache
     prefix: Cache
-    prompt_keys: int  # how many keys of a prompt the step looks at
-    longest: int
-    mask: Tensor  # bool [n, 1, 1, keys]: what each token sees of its prompt's place, then of its row's own cache
+    prompt_keys: int  # P: the number of keys of each prompt that the step looks at
+    longest: int  # tokens of the longest sequence
+    mask: Tensor  # bool [n, 1, 1, P + K]: what each token sees of its prompt, then of its own row
     rows: Tensor  # int64 [n]
-    slots: Tensor  # int64 [n]: where it goes in the row's own cache
-    groups: Tensor  # int64 [n]: the place of its prompt
+    slots: Tensor  # int64 [n]: where each token goes in its row's own cache
+    groups: Tensor  # int64 [n]: the place of each token's prompt
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
     ) -> Tensor:
-        keys, values = self.own.keys[layer], self.own.values[layer]
-        keys[self.rows, :, :, self.slots] = key
-        values[self.rows, :, self.slots] = value
-        own_keys = self.mask.shape[-1] - self.prompt_keys
-        prompt_k = self.prefix.keys[layer][..., : self.prompt_keys][self.groups]
+        """Returns [n, Hq, D] for a query [n, Hq, D], and a key and a value [n, Hkv, D]."""
+        own_keys = self.own.keys[layer]  # [rows, Hkv, D, capacity]
+        own_values = self.own.values[layer]  # [rows, Hkv, capacity, D]
+        own_keys[self.rows, :, :, self.slots] = key
+        own_values[self.rows, :, self.slots] = value
+
+        num_own = self.mask.shape[-1] - self.prompt_keys  # K
+        prompt_k = self.prefix.keys[layer][..., : self.prompt_keys][self.groups]  # [n, Hkv, D, P]
         prompt_v = self.prefix.values[layer][:, :, : self.prompt_keys][self.groups]
-        k = torch.cat([prompt_k, keys[self.rows, :, :, :own_keys]], 3).mT.contiguous()
-        v = torch.cat([prompt_v, values[self.rows, :, :own_keys]], 2)
-        # the query heads of a key head, as if they were tokens
+        own_k = own_keys[self.rows, :, :, :num_own]  # [n, Hkv, D, K]
+        own_v = own_values[self.rows, :, :num_own]  # [n, Hkv, K, D]
+        k = torch.cat([prompt_k, own_k], 3).mT.contiguous()  # [n, Hkv, P + K, D]
+        v = torch.cat([prompt_v, own_v], 2)  # [n, Hkv, P + K, D]
+        # The query heads of a key head stand where tokens would: [n, Hkv, Hq / Hkv, D].
         q = query.unflatten(1, (key.shape[1], -1))
-        return F.scaled_dot_product_attention(q, k, v, self.mask, scale=scaling).flatten(1, 2)
+        attended = F.scaled_dot_product_attention(q, k, v, self.mask, scale=scaling)
+        return attended.flatten(1, 2)
 
 
 def records_steps(model: Model) -> bool:
-    """True if decoding steps of a model can be recorded. A graph cannot wait for the GPU inside a step, as families
-    may that are not reproduced, and a rotary embedding that grows with the sequence does."""
-    text = model.config.get_text_config()
-    rope = getattr(text, "rope_parameters", None) or {}
-    reproduced = is_reproduced(model.lm, Shape.of(text).d) and rope.get("rope_type") != "dynamic"
-    return model.device.type == "cuda" and reproduced
+    """True if decoding steps of a model can be recorded.
+
+    A graph cannot wait for the GPU inside a step. Families that are not reproduced may do that, and
+    a rotary embedding that grows with the sequence does.
+    """
+    text_config = model.config.get_text_config()
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    grows = rope.get("rope_type") == "dynamic"
+    reproduced = is_reproduced(model.lm, Shape.of(text_config).d)
+    return model.device.type == "cuda" and reproduced and not grows
+
+
+@dataclass(frozen=True, slots=True)
+class _Recording:
+    """A CUDA graph, the tensors that it reads, and the tensor that it writes."""
+
+    graph: torch.cuda.CUDAGraph
+    inputs: list[Tensor]
+    output: Tensor
 
 
 class RecordedSteps:
-    """CUDA graphs of decoding steps, one for each shape that comes often: a replay is one launch, the step itself a
-    thousand. A graph reads and writes the caches that it was recorded with, and reads the weights where they lay."""
+    """CUDA graphs of decoding steps, one for each shape that comes often.
+
+    A replay is one launch, the step itself a thousand. A graph reads and writes the caches that it
+    was recorded with, and reads the weights at the addresses that they had.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.seen = Counter[tuple[int, ...]]()
-        self.made = dict[tuple[int, ...], tuple[torch.cuda.CUDAGraph, list[Tensor], Tensor]]()
-        self.memory = torch.cuda.graph_pool_handle()
+        self._device = device
+        self._num_seen = Counter[tuple[int, ...]]()  # by shape
+        self._recordings: dict[tuple[int, ...], _Recording] = {}  # by shape
+        self._memory = torch.cuda.graph_pool_handle()
 
     def __call__(
         self, compute: Callable[..., Tensor], keys: tuple[int, int], *tensors: Tensor
     ) -> Tensor:
-        """compute(*tensors) on the device. The tensors [n, ...] lie on the CPU; `keys` completes their shapes."""
+        """Returns compute(*tensors), on the device.
+
+        The tensors [m, …] are on the CPU. Their other sizes follow from `keys`.
+        """
         shape = (len(tensors[0]), *keys)
-        self.seen[shape] += 1
-        if self.seen[shape] < OFTEN:
-            return compute(*(tensor.to(self.device) for tensor in tensors))
-        if shape not in self.made:
-            inputs = [tensor.to(self.device, copy=True) for tensor in tensors]
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self.memory, capture_error_mode="thread_local"):
-                out = compute(*inputs)
-            self.made[shape] = graph, inputs, out
-        graph, inputs, out = self.made[shape]
-        for buffer, tensor in zip(inputs, tensors, strict=True):
-            buffer.copy_(tensor)
-        graph.replay()
-        # All graphs share their memory: the next replay, of this graph or of another one, writes over `out`.
-        return out.clone()
+        self._num_seen[shape] += 1
+        if self._num_seen[shape] < OFTEN:
+            return compute(*(tensor.to(self._device) for tensor in tensors))
+        if shape not in self._recordings:
+            self._recordings[shape] = self._record(compute, tensors)
+        recording = self._recordings[shape]
+        for graph_input, tensor in zip(recording.inputs, tensors, strict=True):
+            graph_input.copy_(tensor)
+        recording.graph.replay()
+        # All graphs share their memory: the next replay, of this graph or of another one, writes
+        # over the output.
+        return recording.output.clone()
+
+    def _record(self, compute: Callable[..., Tensor], tensors: Sequence[Tensor]) -> _Recording:
+        inputs = [tensor.to(self._device, copy=True) for tensor in tensors]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
+            output = compute(*inputs)
+        return _Recording(graph, inputs, output)

@@ -1,7 +1,8 @@
 """Multi-turn rollouts: after each turn of the policy an environment replies or ends the episode.
 
-A reply is appended as tokens that were not sampled (`model/chat.py`). If a limit ends an episode, the episode is
-scored with what it was worth by then, and its reason says which limit: an outcome, not a failure.
+A reply is appended as tokens that were not sampled (`model/chat.py`). If a limit ends an episode,
+the episode gets the reward that it had by then, and the reason of its outcome names the limit. That
+is not a failure.
 """
 
 from __future__ import annotations
@@ -24,112 +25,179 @@ MAIN_TASK = ""
 
 @dataclass(frozen=True, slots=True)
 class Episodes:
-    """Makes completions episodes. `pool` has loaded what makes environments, and `deadline` is in seconds for a turn;
-    `tools` are JSON schemas for the chat template, None without tools or if it does not take them."""
+    """The environment of a task and the limits of its episodes.
+
+    - `pool`: worker processes that have loaded the function that makes environments
+    - `turns`: the most turns of the policy
+    - `sampled`: the most tokens that the policy samples
+    - `replied`: the most tokens of all replies
+    - `tools`: JSON schemas for the chat template; None without tools, or if the template ignores them
+    - `deadline`: seconds for a turn of the environment
+    """
 
     pool: WorkerPool
     replies: Replies
-    turns: int  # of the policy, at most
-    sampled: int  # tokens that the policy samples, at most
-    replied: int  # tokens that the environment says, at most
+    turns: int
+    sampled: int
+    replied: int
     tools: list[dict[str, Any]] | None = None
     deadline: float = 5.0
 
     def open(self, prompt: Prompt, key: Key) -> tuple[Mapping[str, Any], ...]:
-        """The messages with which an episode begins. Raises ValueError if it cannot begin."""
-        found = self.pool.result(
-            self.pool.submit(take_turn, None, prompt, key, None, seconds=self.deadline)
-        )
-        if isinstance(found, Outcome):
-            raise ValueError(f"its environment did not start: {found.reason}")
-        return tuple(found[0].messages)
+        """Returns the messages with which an episode begins. Raises ValueError if it cannot begin."""
+        job = self.pool.submit(take_turn, None, prompt, key, None, seconds=self.deadline)
+        turn = self.pool.result(job)
+        if isinstance(turn, Outcome):
+            raise ValueError(f"its environment did not start: {turn.reason}")
+        opening, _ = turn
+        return tuple(opening.messages)
 
 
 def build_episodes(settings: Settings, task: Task, chat: Chat) -> Episodes | None:
-    """The task's environment in processes; None for completions of one turn. Raises SettingsError for tools that do
-    not say how they are called, what cannot be sent to processes, and a chat template that changes earlier turns."""
-    make, tools = environment_of(task), None
+    """Starts the task's environment in worker processes. Returns None for completions of one turn.
+
+    Raises SettingsError for tools that do not say how they are called, for an environment that
+    cannot be sent to processes, and for a chat template that changes earlier turns.
+    """
+    make = environment_of(task)
     if make is None:
         return None
     with as_settings_error("task", TypeError, TemplateError):
+        tools = None
+        reply_role = "user"
         if isinstance(make, Tools):
+            reply_role = "tool"
             tools = make.schemas()
             opening = chat.render(OPENING, tools)
             if not all(f'"{name}"' in opening for name in make.functions):
-                make, tools = replace(make, system=system_text(tools)), None
-        replies, sampled = Replies(chat), settings.rollout.max_completion_length
-        replies.check([{"role": "tool" if isinstance(make, Tools) else "user", "content": "5"}])
-        limits = settings.task.max_turns, sampled, settings.reply_limit
-        return Episodes(WorkerPool(make), replies, *limits, tools, settings.task.reward_timeout)
+                # The template ignores tools: describe them in a system message instead.
+                make = replace(make, system=system_text(tools))
+                tools = None
+        replies = Replies(chat)
+        replies.check([{"role": reply_role, "content": "5"}])
+        return Episodes(
+            pool=WorkerPool(make),
+            replies=replies,
+            turns=settings.task.max_turns,
+            sampled=settings.rollout.max_completion_length,
+            replied=settings.reply_limit,
+            tools=tools,
+            deadline=settings.task.reward_timeout,
+        )
 
 
 def max_reply_tokens(settings: Settings, *tasks: Task) -> int:
-    """The most tokens that an environment says in a completion of these tasks; 0 without one."""
+    """Returns the most tokens of all replies in a completion of these tasks; 0 without environments."""
     has_environment = any(environment_of(task) is not None for task in tasks)
     return settings.reply_limit if has_environment else settings.replied
 
 
 class Episode:
-    """One completion's conversation. `turns` are the texts so far, the policy's and the environment's in turn. Nothing
-    is computed before the first turn has ended. `outcome` says how it ended, `finished` that no limit ended it."""
+    """One completion's conversation.
+
+    - `turns`: the texts so far, of the policy and the environment in turn
+    - `outcome`: how the episode ended; None before
+    - `finished`: True if no limit ended it
+
+    Nothing is computed before the first turn has ended.
+    """
 
     def __init__(self, episodes: Episodes, prompt: Prompt, key: Key) -> None:
-        self._episodes, self._begin = episodes, (replace(prompt, token_ids=()), key)
-        self._state: bytes | None = None
-        self._job: Job | None = None
-        self._cut = ""
-        self._sampled = self._replied = 0
         self.turns: list[str] = []
         self.outcome: Outcome | None = None
         self.finished = False
+        self._episodes = episodes
+        # The environment needs no tokens, and arguments travel to another process.
+        self._prompt = replace(prompt, token_ids=())
+        self._key = key
+        self._environment: bytes | None = None  # pickled; None before its first turn
+        self._job: Job | None = None  # the environment's turn, while it is under way
+        self._num_sampled = 0
+        self._num_replied = 0
+        self._limit_reason = ""  # why the episode ends with this turn, if a limit ends it
+        self._turn_finished = False  # True if the last turn of the policy has an end token
 
     def end_turn(self, token_ids: Sequence[int]) -> None:
-        """Hand over the tokens that the policy has sampled since the last reply; its turn has ended."""
-        limits, replies = self._episodes, self._episodes.replies
-        self._sampled += len(token_ids)
-        if self._sampled >= limits.sampled:
-            self._cut = f"cut after {limits.sampled} sampled tokens (rollout.max_completion_length)"
-        elif token_ids[-1] != replies.end_id:
-            self._cut = "cut: the turn ended with an unexpected end token"
-        elif len(self.turns) // 2 + 1 >= limits.turns:
-            self._cut = f"cut after {limits.turns} turns (task.max_turns)"
-        self._ended = token_ids[-1] in replies.chat.eos_ids
-        self.turns.append(replies.chat.decode(token_ids))
-        given = self._state, *(self._begin if self._state is None else (None, None)), self.turns[-1]
-        self._job = self._episodes.pool.submit(take_turn, *given, seconds=self._episodes.deadline)
+        """Passes the policy's turn on to the environment.
+
+        `token_ids` are the tokens that the policy has sampled since the last reply.
+        """
+        chat = self._episodes.replies.chat
+        self._num_sampled += len(token_ids)
+        limit_reason = self._limit_of_turn(last_token=token_ids[-1])
+        if limit_reason:
+            self._limit_reason = limit_reason
+        self._turn_finished = token_ids[-1] in chat.eos_ids
+        text = chat.decode(token_ids)
+        self.turns.append(text)
+        # A new environment begins with the prompt and the key.
+        is_first = self._environment is None
+        self._job = self._episodes.pool.submit(
+            take_turn,
+            self._environment,
+            self._prompt if is_first else None,
+            self._key if is_first else None,
+            text,
+            seconds=self._episodes.deadline,
+        )
 
     def ready(self) -> bool:
-        """Whether `take` need not wait."""
+        """True if `take` need not wait."""
         return self._job is None or self._job.future.done()
 
     def take(self) -> tuple[int, ...]:
-        """Wait for the environment's reply; returns its tokens, none if the episode has ended, be it because a limit
-        ends it here or the reply cannot be tokenized. Raises RewritingError if the chat template cannot render it."""
+        """Waits for the environment's reply. Returns its tokens, none if the episode has ended.
+
+        The environment ends an episode, or a limit does, or a reply that cannot be tokenized.
+        Raises RewritingError if the chat template cannot render the reply.
+        """
         assert self._job is not None
-        job, self._job = self._job, None
-        found = self._episodes.pool.result(job)
-        if isinstance(found, Outcome):
-            self.outcome = found
+        job = self._job
+        self._job = None
+        turn = self._episodes.pool.result(job)
+        if isinstance(turn, Outcome):
+            self.outcome = turn
             return ()
-        said, self._state = found
-        if said.done:
-            reason = "; ".join(filter(None, (said.reason, "" if self._ended else self._cut)))
-            self.outcome, self.finished = Outcome("scored", said.reward, reason), self._ended
+        reply, self._environment = turn
+        if reply.done:
+            reasons = [reply.reason]
+            if not self._turn_finished:
+                reasons.append(self._limit_reason)
+            reason = "; ".join(filter(None, reasons))
+            self.outcome = Outcome("scored", reply.reward, reason)
+            self.finished = self._turn_finished
             return ()
-        tokens, limit = (), self._episodes.replied
-        try:
-            if not self._cut:
-                tokens = self._episodes.replies.tokens(said.messages)
-        except RewritingError:
-            raise
-        except ValueError as error:
-            self.outcome = Outcome.unscored(f"the environment's reply cannot be tokenized: {error}")
+
+        tokens = ()
+        if not self._limit_reason:
+            try:
+                tokens = self._episodes.replies.tokens(reply.messages)
+            except RewritingError:
+                # It is a ValueError, but it concerns the chat template, not this reply.
+                raise
+            except ValueError as error:
+                reason = f"the environment's reply cannot be tokenized: {error}"
+                self.outcome = Outcome.unscored(reason)
+                return ()
+        limit = self._episodes.replied
+        if self._num_replied + len(tokens) > limit:
+            self._limit_reason = f"cut: the environment replied with more than {limit} tokens"
+        if self._limit_reason:
+            self.outcome = Outcome("scored", reply.reward, self._limit_reason)
             return ()
-        if self._replied + len(tokens) > limit:
-            self._cut = f"cut: the environment replied with more than {limit} tokens"
-        if self._cut:
-            self.outcome = Outcome("scored", said.reward, self._cut)
-            return ()
-        self._replied += len(tokens)
-        self.turns.append("\n".join(str(message.get("content") or "") for message in said.messages))
+        self._num_replied += len(tokens)
+        contents = [str(message.get("content") or "") for message in reply.messages]
+        self.turns.append("\n".join(contents))
         return tokens
+
+    def _limit_of_turn(self, last_token: int) -> str:
+        """Returns why the episode ends with the policy's turn; "" if no limit ends it."""
+        limits = self._episodes
+        if self._num_sampled >= limits.sampled:
+            return f"cut after {limits.sampled} sampled tokens (rollout.max_completion_length)"
+        if last_token != limits.replies.end_id:
+            return "cut: the turn ended with an unexpected end token"
+        turn_number = len(self.turns) // 2 + 1
+        if turn_number >= limits.turns:
+            return f"cut after {limits.turns} turns (task.max_turns)"
+        return ""

@@ -1,12 +1,14 @@
-"""The local rollout engine: α's own copy of the weights, exact samples, exact log-probs, continuous batching.
+"""The local rollout engine: exact samples and exact log-probs, by continuous batching.
 
-A token is sampled by inverting the cumulative distribution at a uniform number, keyed by (seed, "sample", batch, epoch,
-prompt, completion, position), so a completion is the same whatever is sampled with it. There is no top-k and no top-p:
-the trainer differentiates the distribution that is sampled. `logp_alpha` is float32 at the sampling temperature.
+The engine has a copy of its own of the weights of α. A token is sampled by inverting the cumulative
+distribution at a uniform number, keyed by (seed, "sample", batch, epoch, prompt, completion,
+position), so a completion is the same whatever is sampled with it. There is no top-k and no top-p:
+the trainer differentiates the distribution that is sampled. `logp_alpha` is float32, at the
+sampling temperature.
 
-With an environment, a row whose turn has ended waits while the others continue. When it continues cannot change its
-bits if the arithmetic is exact; otherwise rounding depends on what is computed with it, so there it continues after a
-fixed number of steps.
+With an environment, a row whose turn has ended waits while the others continue. If the arithmetic
+is exact, the step at which the row continues cannot change its bits. Otherwise rounding depends on
+what is computed with the row, so the row continues after a fixed number of steps.
 """
 
 from __future__ import annotations
@@ -28,38 +30,56 @@ from lagrpo.rollout.decoding import DecodeState
 from lagrpo.rollout.episodes import Episode, Episodes
 from lagrpo.types import Completion, Group
 
-PAUSE = 4  # steps that a row waits for its environment at least, if rounding depends on what is computed with it
+# Steps that a row waits for its environment, if rounding depends on what is computed with the row.
+PAUSE = 4
 
 
 @dataclass(slots=True)
 class _Row:
-    """One completion in flight."""
+    """One completion in flight.
+
+    - `uniform`: float64 [longest completion], a random number for each token
+    - `tokens`, `logp`, `sampled`: what the completion has so far. Tokens of an environment's reply
+      are not sampled, and their log-prob is NaN.
+    - `next_tokens`: the tokens that the next step feeds to the model; none while the row waits for
+      its environment
+    """
 
     request: Request
-    uniform: np.ndarray  # a random number for each token
+    uniform: np.ndarray
     episode: Episode | None
     tokens: list[int] = field(default_factory=list)
     logp: list[float] = field(default_factory=list)
     sampled: list[bool] = field(default_factory=list)
     num_sampled: int = 0
-    turn: int = 0  # where the policy's current turn begins
-    next: Sequence[
-        int
-    ] = ()  # what the next step feeds to the model; nothing while it waits for its environment
-    resume_at: int = 0  # the step at which it continues
+    turn_start: int = 0  # where the policy's current turn begins in `tokens`
+    next_tokens: Sequence[int] = ()
+    resume_at: int = 0  # the step at which a row that waits continues, unless arithmetic is exact
     ended: bool = False
 
-    def add(self, tokens: Sequence[int], logp: Sequence[float], sampled: bool) -> None:
-        self.tokens += tokens
-        self.logp += logp
-        self.sampled += [sampled] * len(tokens)
-        self.num_sampled += len(tokens) if sampled else 0
-        self.next = tokens
+    def add_sampled(self, token: int, logp: float) -> None:
+        self.tokens.append(token)
+        self.logp.append(logp)
+        self.sampled.append(True)
+        self.num_sampled += 1
+        self.next_tokens = [token]
+
+    def add_reply(self, reply: Sequence[int]) -> None:
+        """Appends an environment's reply. The policy's next turn begins behind it."""
+        # The last token of the turn has not been fed yet: the row was waiting.
+        self.next_tokens = [self.tokens[-1], *reply]
+        self.tokens += reply
+        self.logp += [math.nan] * len(reply)
+        self.sampled += [False] * len(reply)
+        self.turn_start = len(self.tokens)
 
 
 class LocalSampler:
-    """Samples with its own policy (a copy of the one that learns): at most `max_num_seqs` completions at a time, each
-    of at most `max_tokens` tokens, at temperature `tau` (the policy's unless given)."""
+    """A rollout engine in this process. It samples with `policy`, a copy of the one that learns.
+
+    At most `max_num_seqs` completions are in flight. Each has at most `max_tokens` sampled tokens,
+    at temperature `tau` (by default the policy's).
+    """
 
     syncs_in_flight = False
 
@@ -72,16 +92,15 @@ class LocalSampler:
         tau: float | None = None,
         episodes: Episodes | None = None,
     ) -> None:
-        self.policy, self.model, self.seed, self.max_num_seqs = (
-            policy,
-            policy.model,
-            seed,
-            max_num_seqs,
-        )
-        self.params = SamplingParams(
-            "sample", policy.tau if tau is None else tau, max_tokens, episodes
-        )
-        self._idle: DecodeState | None = None  # of an earlier batch, with its graphs
+        self.policy = policy
+        self.model = policy.model
+        self.seed = seed
+        self.max_num_seqs = max_num_seqs
+        if tau is None:
+            tau = policy.tau
+        self.params = SamplingParams("sample", tau, max_tokens, episodes)
+        # The state of an earlier batch, with its graphs.
+        self._idle_state: DecodeState | None = None
 
     @property
     def version(self) -> int:
@@ -102,56 +121,79 @@ class LocalSampler:
     def sample(
         self, requests: Sequence[Request], G: int, params: SamplingParams | None = None
     ) -> Iterator[tuple[Request, Group]]:
-        """Yield each group when its last completion has ended. The next request takes the place of ended rows."""
+        """Yields each group when its last completion has ended.
+
+        The next request takes the place of ended rows.
+        """
         params = params or self.params
-        rows = min(max(self.max_num_seqs, G), G * len(requests))
-        state = self._take_state(rows, params)
+        max_rows = min(max(self.max_num_seqs, G), G * len(requests))
+        state = self._take_state(max_rows, params)
         batch = ContinuousBatch(self.policy, self.seed, requests, G, state, params)
+        # The batch alone holds the state, so that memory is free as soon as the batch drops it.
         del state
         while batch:
-            # the weight-sync check is short, and ranks make it together
+            # The weight-sync check is short, and ranks make it together.
             if params.purpose != "probe":
                 raise_if_asked()
-            complete = batch.step()
-            if not batch:  # the caller may never come back after the last group
+            complete_groups = batch.step()
+            if not batch:
+                # Before the last yield: the caller may never come back after the last group.
                 self._give_back(batch.state, params)
                 del batch.state
-            for group in complete:
-                request, completions = group[0].request, tuple(map(self._complete, group))
+            for rows in complete_groups:
+                request = rows[0].request
+                completions = tuple(self._complete(row) for row in rows)
                 yield request, Group(request.prompt, completions, request.epoch)
 
-    def _take_state(self, rows: int, params: SamplingParams) -> DecodeState:
-        """The decoding state of an earlier batch if it has room for `rows` rows, else a new one."""
-        idle, self._idle = self._idle, None
-        if idle is not None and rows <= idle.max_rows:
-            return idle
-        del idle  # before there are new caches
-        return DecodeState(self.model, rows, params.longest)
+    def _take_state(self, max_rows: int, params: SamplingParams) -> DecodeState:
+        """Returns the state of an earlier batch if it has room for `max_rows`, else a new one."""
+        idle_state = self._idle_state
+        self._idle_state = None
+        if idle_state is not None and max_rows <= idle_state.max_rows:
+            return idle_state
+        # Frees the old caches before there are new ones.
+        del idle_state
+        return DecodeState(self.model, max_rows, params.longest)
 
     def _give_back(self, state: DecodeState, params: SamplingParams) -> None:
-        """Keep the state for the next batch of training. An evaluation or a check may not come again."""
+        """Keeps the state for the next batch of training.
+
+        An evaluation or a check may not come again, so their states are dropped.
+        """
         if params is self.params and state.may_stay:
-            self._idle = state
+            self._idle_state = state
 
     def _complete(self, row: _Row) -> Completion:
-        sampled, episode = torch.tensor(row.sampled), row.episode
+        """Returns the completion of an ended row."""
+        episode = row.episode
+        if episode is None:
+            finished = row.tokens[-1] in self.policy.chat.eos_ids
+            outcome = None
+            turns = ()
+        else:
+            finished = episode.finished
+            outcome = episode.outcome
+            turns = tuple(episode.turns)
+        sampled = torch.tensor(row.sampled)  # bool [tokens]
         return Completion(
             token_ids=torch.tensor(row.tokens),
             logp_alpha=torch.tensor(row.logp, dtype=torch.float32),
             versions=torch.where(sampled, self.version, -1),
-            finished=row.tokens[-1] in self.policy.chat.eos_ids
-            if episode is None
-            else episode.finished,
+            finished=finished,
             text=self.policy.chat.decode(row.tokens),
-            outcome=None if episode is None else episode.outcome,
+            outcome=outcome,
             sampled=sampled,
-            turns=() if episode is None else tuple(episode.turns),
+            turns=turns,
         )
 
 
 class ContinuousBatch:
-    """Groups that are being sampled: `waiting` for room, or `open`, with G rows each. A step gives every row a token;
-    ended rows leave `active`, and the next group takes their place."""
+    """Groups that are being sampled, with G rows each. True until all groups have ended.
+
+    Requests that wait for room are in `waiting`, groups that have begun and not ended in `open`,
+    and their rows that have not ended in `active`. A step gives every row a token; ended rows leave
+    `active`, and the next group takes their place.
+    """
 
     def __init__(
         self,
@@ -168,103 +210,142 @@ class ContinuousBatch:
         self.G = G
         self.state = state
         self.params = params
-        self.waiting, self.open, self.active = deque(requests), list[list[_Row]](), list[_Row]()
+        self.waiting = deque(requests)
+        self.open: list[list[_Row]] = []
+        self.active: list[_Row] = []  # in the order of the rows of `state`
         self.clock = 0  # steps
 
     def __bool__(self) -> bool:
         return bool(self.waiting or self.active)
 
     def step(self) -> list[list[_Row]]:
-        """One more token for every row that does not wait for its environment, and the first ones of groups that there
-        is room for. Returns the groups that are complete."""
+        """Adds a token to every row that does not wait, and begins the groups that there is room for.
+
+        Returns the groups that are complete.
+        """
         self.clock += 1
         self._take_replies()
-        stepping = [row for row in self.active if row.next]
-        hidden = [self._feed(stepping)] if stepping else []
-        if opened := [self._begin(self.waiting.popleft()) for _ in range(self._room())]:
-            prompts = [rows[0].request.prompt.token_ids for rows in opened]
-            hidden.append(self.state.admit(prompts, self.G).repeat_interleave(self.G, 0))
-            self.open += opened
-            for rows in opened:
-                self.active += rows
-                stepping += rows
-        if stepping:
-            self._sample_tokens(torch.cat(hidden), stepping)
-        for row in stepping:
+
+        stepping_rows = [row for row in self.active if row.next_tokens]
+        hidden_of_rows: list[Tensor] = []  # each [rows, H]
+        if stepping_rows:
+            hidden_of_rows.append(self._feed(stepping_rows))
+
+        new_groups = [self._begin(self.waiting.popleft()) for _ in range(self._room())]
+        if new_groups:
+            hidden_of_rows.append(self._admit(new_groups))
+            for rows in new_groups:
+                stepping_rows += rows
+
+        if stepping_rows:
+            self._sample_tokens(torch.cat(hidden_of_rows), stepping_rows)
+        for row in stepping_rows:
             self._end_turn(row)
         return self._retire()
 
     def _room(self) -> int:
-        """How many waiting groups there is room for."""
-        return min(len(self.waiting), (self.state.max_rows - len(self.active)) // self.G)
+        """Returns the number of waiting groups that there is room for."""
+        free_rows = self.state.max_rows - len(self.active)
+        return min(len(self.waiting), free_rows // self.G)
 
     def _begin(self, request: Request) -> list[_Row]:
-        """The rows of a group."""
-        rows, episodes = [], self.params.episodes
+        """Returns the rows of a new group."""
+        rows: list[_Row] = []
         for index in range(self.G):
             address = (self.seed, self.params.purpose, *request.address, index)
-            episode = Episode(episodes, request.prompt, address) if episodes is not None else None
+            episode = None
+            if self.params.episodes is not None:
+                episode = Episode(self.params.episodes, request.prompt, address)
             rows.append(_Row(request, uniforms(self.params.longest, *address), episode))
         return rows
 
-    def _feed(self, stepping: list[_Row]) -> Tensor:
-        """The next tokens into the rows that continue; hidden [rows, H] of the last one of each."""
-        hidden = self.state.feed([row.next for row in self.active])
-        last = torch.tensor([len(row.next) for row in stepping]).cumsum(0) - 1
-        return hidden.index_select(0, last.to(hidden.device))
+    def _admit(self, groups: list[list[_Row]]) -> Tensor:
+        """Prefills new groups behind the active rows.
+
+        Returns the hidden states [groups * G, H] from which their first tokens are sampled.
+        """
+        prompts = [rows[0].request.prompt.token_ids for rows in groups]
+        hidden = self.state.admit(prompts, self.G)  # [groups, H]
+        self.open += groups
+        for rows in groups:
+            self.active += rows
+        return hidden.repeat_interleave(self.G, 0)
+
+    def _feed(self, stepping_rows: list[_Row]) -> Tensor:
+        """Feeds the next tokens of the rows that continue.
+
+        Returns the hidden states [rows, H] of the last token of each.
+        """
+        hidden = self.state.feed([row.next_tokens for row in self.active])  # [tokens, H]
+        num_tokens = torch.tensor([len(row.next_tokens) for row in stepping_rows])  # int64 [rows]
+        last_of_row = num_tokens.cumsum(0) - 1  # int64 [rows]: index of a row's last token
+        return hidden.index_select(0, last_of_row.to(hidden.device))
 
     @torch.no_grad()
     def _sample_tokens(self, hidden: Tensor, rows: list[_Row]) -> None:
-        uniform = torch.tensor(
-            [row.uniform[len(row.tokens)] for row in rows], dtype=torch.float64
-        ).to(hidden.device)
-        tokens, logp = self.model.backend.sample(
-            self.model.logits(hidden), self.params.tau, uniform
-        )
-        for row, token, value in zip(rows, tokens.tolist(), logp.tolist(), strict=True):
-            row.add([token], [value], sampled=True)
+        """Samples a token for each row from its hidden state: hidden [rows, H]."""
+        numbers = [row.uniform[len(row.tokens)] for row in rows]
+        uniform = torch.tensor(numbers, dtype=torch.float64).to(hidden.device)  # [rows]
+        logits = self.model.logits(hidden)  # [rows, V]
+        tokens, logp = self.model.backend.sample(logits, self.params.tau, uniform)
+        for row, token, token_logp in zip(rows, tokens.tolist(), logp.tolist(), strict=True):
+            row.add_sampled(token, token_logp)
 
     def _take_replies(self) -> None:
-        """Continue or end rows whose environment has replied. Wait for a reply if nothing else can be done."""
-        waits = [row for row in self.active if not row.next]
-        idle = len(waits) == len(self.active) and not self._room()
-        if self.model.exact:
-            ready = [row for row in waits if row.episode is not None and row.episode.ready()]
-            ready = ready or waits[:1] if idle else ready
-        else:
-            self.clock = (
-                max(self.clock, min(row.resume_at for row in waits))
-                if waits and idle
-                else self.clock
-            )
-            ready = [row for row in waits if row.resume_at <= self.clock]
-        for row in ready:
+        """Continues or ends rows whose environment has replied.
+
+        Waits for a reply if nothing else can be done.
+        """
+        for row in self._rows_to_continue():
             assert row.episode is not None
             reply = row.episode.take()
-            row.ended = row.episode.outcome is not None
-            if not row.ended:
-                last, row.turn = row.tokens[-1], len(row.tokens) + len(reply)
-                row.add(reply, [math.nan] * len(reply), sampled=False)
-                row.next = [last, *reply]
+            if row.episode.outcome is not None:
+                row.ended = True
+            else:
+                row.add_reply(reply)
+
+    def _rows_to_continue(self) -> list[_Row]:
+        """Returns the waiting rows whose replies are taken at this step."""
+        waiting_rows = [row for row in self.active if not row.next_tokens]
+        is_idle = len(waiting_rows) == len(self.active) and not self._room()
+        if self.model.exact:
+            ready = [row for row in waiting_rows if row.episode is not None and row.episode.ready()]
+            if is_idle and not ready:
+                return waiting_rows[:1]
+            return ready
+        if is_idle and waiting_rows:
+            # Nothing happens before the first row continues: go to that step.
+            first_step = min(row.resume_at for row in waiting_rows)
+            self.clock = max(self.clock, first_step)
+        return [row for row in waiting_rows if row.resume_at <= self.clock]
 
     def _end_turn(self, row: _Row) -> None:
-        """After a token: if the policy's turn has ended, ask the environment, or end the row if there is none."""
-        if row.num_sampled < self.params.max_tokens and row.tokens[-1] not in self.eos_ids:
+        """Asks the environment if the policy's turn has ended; ends the row if there is none."""
+        at_limit = row.num_sampled >= self.params.max_tokens
+        if not at_limit and row.tokens[-1] not in self.eos_ids:
             return
-        row.next = ()
+        row.next_tokens = ()
         if row.episode is None:
             row.ended = True
         else:
-            row.episode.end_turn(row.tokens[row.turn :])
+            row.episode.end_turn(row.tokens[row.turn_start :])
             row.resume_at = self.clock + PAUSE
 
     def _retire(self) -> list[list[_Row]]:
-        """Take ended rows out; returns the groups that are then complete."""
-        if not (ended := [r for r, row in enumerate(self.active) if row.ended]):
+        """Takes ended rows out. Returns the groups that are then complete."""
+        ended = [index for index, row in enumerate(self.active) if row.ended]
+        if not ended:
             return []
-        for source, to in self.state.retire(ended):
-            self.active[to] = self.active[source]
+        for source, target in self.state.retire(ended):
+            self.active[target] = self.active[source]
         del self.active[self.state.rows :]
-        complete = [rows for rows in self.open if all(row.ended for row in rows)]
-        self.open = [rows for rows in self.open if not all(row.ended for row in rows)]
-        return complete
+
+        complete_groups: list[list[_Row]] = []
+        open_groups: list[list[_Row]] = []
+        for rows in self.open:
+            if all(row.ended for row in rows):
+                complete_groups.append(rows)
+            else:
+                open_groups.append(rows)
+        self.open = open_groups
+        return complete_groups

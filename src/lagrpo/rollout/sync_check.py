@@ -1,18 +1,21 @@
-"""The weight-sync check: after every weight sync the sampler must have the policy's weights. Rounding never stops a
-run; other weights always do.
+"""The weight-sync check: after every weight sync the sampler must have the policy's weights.
 
-The local engine is compared weight by weight, to the bit, and at the start of a run by log-probs: *exact* if trainer
-and engine compute by our own kernels (cpu/), else *close*, hundredths of a nat a token in bfloat16.
+Rounding never stops a run; other weights always do.
 
-vLLM servers are compared by log-probs of tokens that the first server generated for a few prompts of the task. A weight
-sync has to pass four tests; the last two compare it with the sync before:
+The local engine is compared weight by weight, to the bit, and at the start of a run by log-probs:
+*exact* if trainer and engine compute by our own kernels (cpu/), else *close*, hundredths of a nat
+per token in bfloat16.
+
+vLLM servers are compared by log-probs of tokens that the first server generated for a few prompts
+of the task. A weight sync has to pass four tests; the last two compare it with the sync before:
 
 1. every server reports the version that was synced;
-2. the mean |Δ log-prob| is within the tolerance of the dtype; also for the log-probs of what the servers generated,
-   which finds a server whose log-probs are of another temperature;
-3. the log-probs have changed at all, if the trainer's have on ENOUGH tokens; otherwise nothing was loaded;
-4. of the tokens that the update moved by more than twice the noise, no more are nearer to the trainer's old log-probs
-   than chance allows.
+2. the mean |Δ log-prob| is within the tolerance of the dtype. The same holds for the log-probs of
+   what the servers generated: this finds a server whose log-probs are of another temperature;
+3. the log-probs have changed at all, if the trainer's have on ENOUGH tokens; otherwise nothing was
+   loaded;
+4. of the tokens that the update moved by more than twice the noise, no more are nearer to the
+   trainer's old log-probs than chance allows.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import itemgetter
-from typing import Any, Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -35,194 +38,323 @@ from lagrpo.rollout.prefetch import in_order
 from lagrpo.types import Group
 
 CHECK_PROMPTS = 8
-LOCAL_TOKENS, SERVER_TOKENS = (
-    8,
-    32,
-)  # at most, of each completion: of the local engine, of a vLLM server
-LONG_PROMPT = 160  # tokens: longer than any block in which keys are computed or kept
-TOO_FAR = 0.5  # mean nats a token, local engine: what differs by more computes something else
+# Most tokens of each completion that is compared.
+LOCAL_TOKENS = 8
+SERVER_TOKENS = 32
+# Completions of each prompt that the local engine is compared on.
+LOCAL_COMPLETIONS = 4
+# Tokens of a long prompt: more than any block in which keys are computed or kept.
+LONG_PROMPT = 160
+# Mean nats per token, local engine: with a larger difference it computes something else.
+TOO_FAR = 0.5
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.1}
-"""Largest mean |Δ log-prob| in nats a token at tau = 1, by the coarser of the two dtypes. SmolLM2-135M in bfloat16
-against vLLM 0.32 on a CPU: .04 to .06."""
-RENEW = 0.5  # nats a token by which the tokens may become less likely before others replace them: these are less exact
-ENOUGH = (
-    20  # tokens on which the trainer must have changed before an unchanged server counts as stale
-)
+"""Largest mean |Δ log-prob| in nats per token at tau = 1, by the coarser of the two dtypes.
+
+SmolLM2-135M in bfloat16 against vLLM 0.32 on a CPU: .04 to .06.
+"""
+# Nats per token by which the compared tokens may become less likely before others replace them:
+# the log-probs of unlikely tokens are less exact.
+RENEW = 0.5
+# Tokens on which the trainer must have changed before an unchanged server counts as stale.
+ENOUGH = 20
 CHANCE = 1e-6
-"""A server is stale if a fair coin would show so many tokens nearer to the old log-probs with a smaller chance. They
-are counted, not summed: the noise has heavy tails, and a few unlikely tokens would decide a sum of squares."""
+"""A server is stale if a fair coin would show as many tokens nearer to the old log-probs with a
+smaller chance than this.
+
+Tokens are counted, not summed: the noise has heavy tails, and a few unlikely tokens would decide a
+sum of squares.
+"""
 
 
 class WeightSyncError(RuntimeError):
     """The sampler does not have the weights of the policy."""
 
 
+class ServedEngine(Protocol):
+    """The part of an engine over servers that the check uses."""
+
+    @property
+    def version(self) -> int: ...
+    @property
+    def servers(self) -> Sequence[object]: ...  # as text, the URL of each
+
+    def generate_on_server(
+        self, number: int, requests: Sequence[Request], G: int, max_tokens: int
+    ) -> list[Group]: ...
+
+    def scores(self, items: Sequence[Item]) -> list[list[list[float]]]: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """How far trainer and local engine agreed at the start of a run."""
+    """The agreement of trainer and local engine at the start of a run.
+
+    `mean` and `largest` are |Δ log-prob| per token, in nats at the sampling temperature; `tokens` is
+    the number of tokens that were compared.
+    """
 
     grade: Literal["exact", "close"]
-    mean: float  # |Δ log-prob| a token, nats, at the sampling temperature
+    mean: float
     largest: float
-    tokens: int  # how many were compared
+    tokens: int
 
     def __str__(self) -> str:
         if self.grade == "exact":
             return f"exact: sampler and trainer log-probs of {self.tokens} tokens match bit for bit"
-        differ = f"differ by {self.mean:.2g} nats per token (max {self.largest:.2g})"
-        return f"close: sampler and trainer log-probs of {self.tokens} tokens {differ}"
+        return (
+            f"close: sampler and trainer log-probs of {self.tokens} tokens "
+            f"differ by {self.mean:.2g} nats per token (max {self.largest:.2g})"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Comparison:
+    """Log-probs of the compared tokens at temperature 1: float32, nats."""
+
+    trainer_T: Tensor  # [T]
+    servers_ST: Tensor  # [S, T]: by each server
 
 
 class WeightSyncCheck:
-    """Call it after a weight sync. `requests` are the prompts to compare on; `tolerance` replaces the one for
-    `dtype`. For the local engine call `start` first."""
+    """The check of one run. Call it after each weight sync; for the local engine call `start` first.
+
+    `requests` are the prompts to compare on. `tolerance` replaces the tolerance for `dtype`.
+    `agreement` is what `start` found.
+    """
 
     def __init__(
         self, requests: Sequence[Request], dtype: torch.dtype, tolerance: float | None = None
     ) -> None:
         self.requests = list(requests)[:CHECK_PROMPTS]
         self.tolerance = TOLERANCE[dtype] if tolerance is None else tolerance
-        self.agreement: Agreement | None = None  # of the local engine
+        self.agreement: Agreement | None = None
+        # The compared tokens, and the trainer's mean log-prob of them when they were generated.
         self._items: list[Item] = []
-        self._mean = 0.0  # the trainer's mean log-prob of these tokens when they were generated
-        self._before: tuple[Tensor, Tensor] | None = (
-            None  # what `_compare` returned at the last sync that passed
-        )
+        self._mean_logp = 0.0
+        # The comparison at the last sync that passed.
+        self._before: _Comparison | None = None
 
     def start(self, policy: Policy, sampler: LocalSampler) -> Agreement:
-        """Compare the log-probs of trainer and local engine for several prompts, one longer than a block. Raises
-        WeightSyncError if they differ by more than TOO_FAR on average, or a log-prob is not a number."""
-        joined = sum((request.prompt.token_ids for request in self.requests), ()) * LONG_PROMPT
-        long = replace(self.requests[0].prompt, key=-1, token_ids=joined[:LONG_PROMPT])
-        requests = [*self.requests, replace(self.requests[0], prompt=long)]
+        """Compares trainer and local engine on several prompts, one longer than a block.
+
+        Raises WeightSyncError if the log-probs differ by more than TOO_FAR on average, or if a
+        log-prob is not a number.
+        """
+        requests = [*self.requests, self._long_request()]
         params = replace(sampler.params, purpose="probe", max_tokens=LOCAL_TOKENS, episodes=None)
-        groups = in_order(requests, [group for _, group in sampler.sample(requests, 4, params)])
-        sampled_T, trainer_T = _logp_alpha(groups), _logp(policy, _items_of(groups), policy.tau)
+        groups = [group for _, group in sampler.sample(requests, LOCAL_COMPLETIONS, params)]
+        groups = in_order(requests, groups)
+
+        sampled_T = _logp_alpha(groups)
+        trainer_T = _logp(policy, _items_of(groups), policy.tau)
         check_finite(trainer_T, "the initial policy")
         difference_T = (trainer_T - sampled_T).abs()
-        mean, largest = float(difference_T.mean()), float(difference_T.max())
+        mean = float(difference_T.mean())
+        largest = float(difference_T.max())
+        # Not `mean > …`, which is False for NaN.
         if not mean <= TOO_FAR / policy.tau:
-            what = f"trainer and local sampler differ by {mean:.3g} nats per token with the same weights"
             raise WeightSyncError(
-                f"{what}: this model computes other log-probs when it decodes; it is not supported"
+                f"trainer and local sampler differ by {mean:.3g} nats per token with the same "
+                "weights: this model computes other log-probs when it decodes; it is not supported"
             )
-        grade = "exact" if policy.model.exact and not largest else "close"
-        self.agreement = Agreement(grade, mean, largest, len(difference_T))
+        is_exact = policy.model.exact and largest == 0.0
+        self.agreement = Agreement(
+            grade="exact" if is_exact else "close",
+            mean=mean,
+            largest=largest,
+            tokens=len(difference_T),
+        )
         return self.agreement
 
-    def __call__(self, policy: Policy, sampler: Any) -> Mapping[str, float]:
-        """logp_difference_mean, logp_difference_max: |Δ log-prob| a token, nats, of the worst server; of the local
-        engine at the start. Raises WeightSyncError if a test fails, SamplerError if a server is gone for good."""
+    def __call__(self, policy: Policy, sampler: LocalSampler | ServedEngine) -> Mapping[str, float]:
+        """Returns logp_difference_mean and logp_difference_max: |Δ log-prob| per token, nats.
+
+        They are those of the worst server, or of the local engine at the start. Raises
+        WeightSyncError if a test fails, SamplerError if a server is gone for good.
+        """
         where = f"version {policy.version}"
         if sampler.version != policy.version:
             raise WeightSyncError(f"{where} was synced, but the sampler reports {sampler.version}")
         if self.agreement is not None:
-            if names := sampler.policy.weights.differing(policy.weights):
-                differ = f"{len(names)} weights, such as {names[0]}, differ from the policy's"
-                raise WeightSyncError(f"{where}: the local sampler has stale weights: {differ}")
-            firsts = [p.detach().flatten()[:64].float() for p in sampler.policy.model.parameters()]
-            check_finite(
-                torch.cat(firsts), where
-            )  # a gradient that is not finite spoils all of a weight
+            assert isinstance(sampler, LocalSampler)
+            _check_weights(policy, sampler, where)
             return {
                 "logp_difference_mean": self.agreement.mean,
                 "logp_difference_max": self.agreement.largest,
             }
+        assert not isinstance(sampler, LocalSampler), "call `start` first"
+        return self._check_servers(policy, sampler, where)
+
+    def _long_request(self) -> Request:
+        """Returns a request whose prompt repeats all prompts up to LONG_PROMPT tokens."""
+        token_ids: list[int] = []
+        for request in self.requests:
+            token_ids += request.prompt.token_ids
+        repeated = (token_ids * LONG_PROMPT)[:LONG_PROMPT]
+        first = self.requests[0]
+        prompt = replace(first.prompt, key=-1, token_ids=tuple(repeated))
+        return replace(first, prompt=prompt)
+
+    def _check_servers(
+        self, policy: Policy, sampler: ServedEngine, where: str
+    ) -> Mapping[str, float]:
+        """Makes tests 2 to 4. Returns the metrics of the server that differs most."""
         if not self._items:
             self._renew(policy, sampler)
-        compared = trainer_T, servers_ST = self._compare(policy, sampler)
-        found = []
+        now = self._compare(policy, sampler)
+        metrics_of_servers: list[dict[str, float]] = []
         for number, server in enumerate(sampler.servers):
-            found.append(
-                check_distance(
-                    trainer_T, servers_ST[number], self.tolerance, f"{where} on {server}"
-                )
-            )
+            where_on_server = f"{where} on {server}"
+            server_T = now.servers_ST[number]
+            metrics = check_distance(now.trainer_T, server_T, self.tolerance, where_on_server)
             if self._before is not None:
-                before = self._before[0], trainer_T, self._before[1][number], servers_ST[number]
-                found[-1]["telling_tokens"] = check_fresh(*before, f"{where} on {server}")
-        if self._mean - float(trainer_T.mean()) > RENEW:
-            compared = self._renew(policy, sampler)
-        self._before = compared
-        return max(found, key=lambda metrics: metrics["logp_difference_mean"])
-
-    def _renew(self, policy: Policy, sampler: Any) -> tuple[Tensor, Tensor]:
-        """Compare on what the first server generates now. The log-probs that every server reports with its own
-        completions must be the trainer's at the sampling temperature."""
-        for number, server in reversed([*enumerate(sampler.servers)]):
-            groups = sampler.generate_on_server(number, self.requests, 1, SERVER_TOKENS)
-            if failed := [
-                c.outcome.reason for g in groups for c in g.completions if c.outcome is not None
-            ]:
-                raise WeightSyncError(
-                    f"{server}: a completion for the weight-sync check failed: {failed[0]}"
+                metrics["telling_tokens"] = check_fresh(
+                    self._before.trainer_T,
+                    now.trainer_T,
+                    self._before.servers_ST[number],
+                    server_T,
+                    where_on_server,
                 )
-            self._items, where = _items_of(groups), f"the completions of {server}"
-            own_T = _logp(policy, self._items, policy.tau)
-            check_distance(own_T, _logp_alpha(groups), self.tolerance / policy.tau, where)
-        compared = self._compare(policy, sampler)
-        self._mean = float(compared[0].mean())
-        return compared
+            metrics_of_servers.append(metrics)
+        if self._mean_logp - float(now.trainer_T.mean()) > RENEW:
+            now = self._renew(policy, sampler)
+        self._before = now
+        return max(metrics_of_servers, key=lambda metrics: metrics["logp_difference_mean"])
 
-    def _compare(self, policy: Policy, sampler: Any) -> tuple[Tensor, Tensor]:
-        """log-probs of the tokens at temperature 1 by the trainer [T] and by each server [S, T]: float32, nats."""
-        flat = [[p for item in logp for p in item] for logp in sampler.scores(self._items)]
-        return _logp(policy, self._items, 1.0), torch.tensor(flat)
+    def _renew(self, policy: Policy, sampler: ServedEngine) -> _Comparison:
+        """Replaces the compared tokens by what the first server generates now.
+
+        The log-probs that every server reports with its own completions must be the trainer's at
+        the sampling temperature.
+        """
+        # The first server comes last: its completions stay in `_items`.
+        for number in reversed(range(len(sampler.servers))):
+            server = sampler.servers[number]
+            groups = sampler.generate_on_server(number, self.requests, 1, SERVER_TOKENS)
+            for group in groups:
+                for completion in group.completions:
+                    if completion.outcome is not None:
+                        raise WeightSyncError(
+                            f"{server}: a completion for the weight-sync check failed: "
+                            f"{completion.outcome.reason}"
+                        )
+            self._items = _items_of(groups)
+            check_distance(
+                _logp(policy, self._items, policy.tau),
+                _logp_alpha(groups),
+                self.tolerance / policy.tau,
+                f"the completions of {server}",
+            )
+        comparison = self._compare(policy, sampler)
+        self._mean_logp = float(comparison.trainer_T.mean())
+        return comparison
+
+    def _compare(self, policy: Policy, sampler: ServedEngine) -> _Comparison:
+        """Returns the log-probs of the compared tokens by the trainer and by each server."""
+        logp_of_servers: list[list[float]] = []
+        for logp_of_items in sampler.scores(self._items):
+            logp_of_servers.append([logp for item in logp_of_items for logp in item])
+        return _Comparison(
+            trainer_T=_logp(policy, self._items, 1.0), servers_ST=torch.tensor(logp_of_servers)
+        )
 
 
 def check_finite(values: Tensor, where: str) -> None:
-    """Raise WeightSyncError for log-probs or weights of the trainer that are not numbers."""
+    """Raises WeightSyncError for log-probs or weights of the trainer that are not numbers."""
     if not bool(values.isfinite().all()):
-        cure = "training diverged; lower optimizer.learning_rate"
-        raise WeightSyncError(f"{where}: the policy's log-probs are not finite: {cure}")
+        raise WeightSyncError(
+            f"{where}: the policy's log-probs are not finite: "
+            "training diverged; lower optimizer.learning_rate"
+        )
 
 
 def check_distance(
     trainer_T: Tensor, server_T: Tensor, tolerance: float, where: str
 ) -> dict[str, float]:
-    """Test 2: the mean and the largest difference. Raises WeightSyncError if the mean is beyond the tolerance."""
+    """Makes test 2. Returns the mean and the largest difference.
+
+    Raises WeightSyncError if the mean is beyond the tolerance.
+    """
     check_finite(trainer_T, where)
     difference_T = (trainer_T - server_T).abs()
-    mean, largest = float(difference_T.mean()), float(difference_T.max())
+    mean = float(difference_T.mean())
+    largest = float(difference_T.max())
+    # Not `mean > tolerance`, which is False for NaN.
     if not mean <= tolerance:
-        what = f"log-probs of trainer and sampler differ by {mean:.3g} nats per token (tolerance {tolerance:.3g})"
-        causes = (
-            "other weights, a coarser dtype, or log-probs at another temperature (--logprobs-mode)"
+        raise WeightSyncError(
+            f"{where}: log-probs of trainer and sampler differ by {mean:.3g} nats per token "
+            f"(tolerance {tolerance:.3g}). The sampler has other weights, a coarser dtype, or "
+            "log-probs at another temperature (--logprobs-mode)"
         )
-        raise WeightSyncError(f"{where}: {what}. The sampler has {causes}")
     return {"logp_difference_mean": mean, "logp_difference_max": largest}
 
 
 def check_fresh(old_T: Tensor, new_T: Tensor, before_T: Tensor, now_T: Tensor, where: str) -> int:
-    """Tests 3 and 4: `old_T`, `new_T` are the trainer's log-probs before and after, `before_T`, `now_T` the server's.
-    Returns how many tokens tell old from new. Raises WeightSyncError for stale weights."""
-    if int((new_T != old_T).sum()) >= ENOUGH and torch.equal(before_T, now_T):
-        what = "the sync changed the policy's log-probs, but not the sampler's"
-        raise WeightSyncError(f"{where}: the sampler did not load the new weights: {what}")
-    to_new_T, to_old_T = (now_T - new_T).abs(), (now_T - old_T).abs()
+    """Makes tests 3 and 4. Returns the number of tokens that tell old from new.
+
+    `old_T` and `new_T` are the trainer's log-probs before and after the sync, `before_T` and
+    `now_T` the server's. Raises WeightSyncError for stale weights.
+    """
+    num_changed = int((new_T != old_T).sum())
+    if num_changed >= ENOUGH and torch.equal(before_T, now_T):
+        raise WeightSyncError(
+            f"{where}: the sampler did not load the new weights: "
+            "the sync changed the policy's log-probs, but not the sampler's"
+        )
+    to_new_T = (now_T - new_T).abs()
+    to_old_T = (now_T - old_T).abs()
     noise = torch.minimum(to_new_T, to_old_T).median()
     telling_T = (new_T - old_T).abs() > 2 * noise
-    telling, older = int(telling_T.sum()), int((telling_T & (to_old_T < to_new_T)).sum())
-    if sum(math.comb(telling, k) for k in range(older, telling + 1)) < CHANCE * 2**telling:
-        what = f"{older} of {telling} tokens whose log-probs changed are closer to the previous version"
-        raise WeightSyncError(f"{where}: the sampler still has stale weights: {what}")
-    return telling
+    num_telling = int(telling_T.sum())
+    num_older = int((telling_T & (to_old_T < to_new_T)).sum())
+    # A fair coin shows at least `num_older` heads in `num_telling` tosses in this many of the
+    # 2^num_telling cases.
+    num_cases = sum(math.comb(num_telling, heads) for heads in range(num_older, num_telling + 1))
+    if num_cases < CHANCE * 2**num_telling:
+        raise WeightSyncError(
+            f"{where}: the sampler still has stale weights: {num_older} of {num_telling} tokens "
+            "whose log-probs changed are closer to the previous version"
+        )
+    return num_telling
+
+
+def _check_weights(policy: Policy, sampler: LocalSampler, where: str) -> None:
+    """Raises WeightSyncError if a weight of the local engine differs from the policy's."""
+    stale_names = sampler.policy.weights.differing(policy.weights)
+    if stale_names:
+        raise WeightSyncError(
+            f"{where}: the local sampler has stale weights: {len(stale_names)} weights, "
+            f"such as {stale_names[0]}, differ from the policy's"
+        )
+    # A few numbers of each weight suffice: a gradient that is not finite spoils all of a weight.
+    first_numbers = [
+        parameter.detach().flatten()[:64].float() for parameter in sampler.policy.model.parameters()
+    ]
+    check_finite(torch.cat(first_numbers), where)
 
 
 def _items_of(groups: Sequence[Group]) -> list[Item]:
-    return [(g.prompt.token_ids, c.token_ids.tolist()) for g in groups for c in g.completions]
+    return [
+        (group.prompt.token_ids, completion.token_ids.tolist())
+        for group in groups
+        for completion in group.completions
+    ]
 
 
 def _logp_alpha(groups: Sequence[Group]) -> Tensor:
-    return torch.cat([c.logp_alpha for g in groups for c in g.completions])
+    """Returns the log-probs [T] with which the groups were sampled."""
+    return torch.cat(
+        [completion.logp_alpha for group in groups for completion in group.completions]
+    )
 
 
 @torch.no_grad()
 def _logp(policy: Policy, items: Sequence[Item], tau: float) -> Tensor:
-    groups = groupby(
-        items, key=itemgetter(0)
-    )  # completions of one prompt, side by side, share its rows
-    packed = [
-        (prompt_ids, [torch.tensor(tokens) for _, tokens in group]) for prompt_ids, group in groups
-    ]
-    return policy.logp(Packed.build(packed, policy.device), tau=tau).float().cpu()
+    """Returns the trainer's log-probs of the items' tokens: float32 [T] on the CPU, nats."""
+    prompts_with_completions: list[tuple[Sequence[int], list[Tensor]]] = []
+    # Completions of one prompt are side by side in `items`; they share its rows.
+    for prompt_ids, items_of_prompt in groupby(items, key=itemgetter(0)):
+        completions = [torch.tensor(token_ids) for _, token_ids in items_of_prompt]
+        prompts_with_completions.append((prompt_ids, completions))
+    packed = Packed.build(prompts_with_completions, policy.device)
+    return policy.logp(packed, tau=tau).float().cpu()

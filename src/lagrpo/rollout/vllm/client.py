@@ -1,7 +1,8 @@
 """A client for each vLLM server, and the queue from which all servers take groups.
 
-Written for vLLM 0.32, started with VLLM_SERVER_DEV_MODE=1 (to pause a server and load weights) and --enable-scale-out
-(for /inference/v1/generate: token ids in, token ids out, and the label of the weights that sampled each token).
+Written for vLLM 0.32, started with VLLM_SERVER_DEV_MODE=1 (to pause a server and load weights) and
+--enable-scale-out (for /inference/v1/generate: token ids in, token ids out, and the label of the
+weights that sampled each token).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from queue import PriorityQueue
 from typing import Any, TypeVar
@@ -22,20 +24,33 @@ from lagrpo.errors import one_line
 
 Json = Mapping[str, Any]
 T = TypeVar("T")
-Free = PriorityQueue[
-    tuple[int, "VllmClient"]
-]  # a server for each group that fits, the servers in turn
+# Room for a group at a server. The number orders the queue, so that servers take turns.
+Turn = tuple[int, "VllmClient"]
+
 GENERATE = "/inference/v1/generate"
-KEY = "LAGRPO_VLLM_API_KEY"  # environment variable with the API key of servers that run already
+# Environment variable with the API key of servers that run already.
+KEY = "LAGRPO_VLLM_API_KEY"
 HOW_TO_START = (
     "start it with `lagrpo vllm-serve MODEL`, or with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out"
 )
-GENERATE_TIMEOUT, LOAD_TIMEOUT, CONTROL_TIMEOUT = 3600.0, 600.0, 60.0  # seconds
-RESTARTS = 5  # of a server in a run
+# Seconds until a server must have answered.
+GENERATE_TIMEOUT = 3600.0
+LOAD_TIMEOUT = 600.0
+CONTROL_TIMEOUT = 60.0
+# A run restarts a server this many times.
+RESTARTS = 5
+# Sampling parameters that leave the distribution whole. End tokens are ignored because
+# `stop_token_ids` end a completion.
 WHOLE_DISTRIBUTION = {
-    **{"top_p": 1.0, "top_k": 0, "min_p": 0.0},
-    **{"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0},
-    **{"ignore_eos": True, "logprobs": 0, "detokenize": False},  # stop_token_ids end a completion
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "ignore_eos": True,
+    "logprobs": 0,
+    "detokenize": False,
 }
 logger = logging.getLogger("lagrpo")
 
@@ -49,21 +64,25 @@ class NoAnswerError(SamplerError):
 
 
 class VllmClient:
-    """The server at `url`; `key` is its API key. Every method raises NoAnswerError if the server does not answer, and
-    SamplerError if it rejects the request."""
+    """A client for the server at `url`; `key` is its API key.
 
-    adapter: str | None = (
-        None  # label of the LoRA adapter that it samples with; None for the model's own weights
-    )
-    reload_method = "reload_weights"  # what its workers call to load a directory of weights
+    Every method raises NoAnswerError if the server does not answer, and SamplerError if the server
+    rejects the request.
+
+    - `adapter`: the label of the LoRA adapter that the server samples with; None for the model's
+      own weights
+    - `reload_method`: the method of vLLM's workers that loads a directory of weights
+    """
+
+    adapter: str | None = None
+    reload_method = "reload_weights"
 
     def __init__(self, url: str, key: str | None = None) -> None:
         self.url = url.rstrip("/")
-        headers = {
-            "Content-Type": "application/json",
-            "Connection": "close",
-        }  # servers close idle connections
-        headers |= {"Authorization": f"Bearer {key}"} if key else {}
+        # Servers close idle connections, so each request opens a new one.
+        headers = {"Content-Type": "application/json", "Connection": "close"}
+        if key:
+            headers["Authorization"] = f"Bearer {key}"
         self._http = urllib3.PoolManager(maxsize=1024, retries=False, headers=headers)
 
     def __str__(self) -> str:
@@ -72,13 +91,11 @@ class VllmClient:
     def call(
         self, method: str, path: str, body: Json | None = None, timeout: float = CONTROL_TIMEOUT
     ) -> Any:
-        """The server's JSON answer; None for another answer."""
-        content, limits = (
-            None if body is None else json.dumps(body),
-            urllib3.Timeout(connect=10.0, read=timeout),
-        )
+        """Returns the server's JSON answer; None if the answer is not JSON."""
+        content = None if body is None else json.dumps(body)
+        timeouts = urllib3.Timeout(connect=10.0, read=timeout)
         try:
-            answer = self._http.request(method, self.url + path, body=content, timeout=limits)
+            answer = self._http.request(method, self.url + path, body=content, timeout=timeouts)
         except urllib3.exceptions.HTTPError as error:
             raise NoAnswerError(
                 f"{self.url}{path} does not answer; is the server up? {error}"
@@ -88,6 +105,7 @@ class VllmClient:
         text = answer.data.decode(errors="replace").strip()[:500]
         if answer.status == 401:
             raise SamplerError(f"{self.url} does not accept the API key; set {KEY} to the server's")
+        # vLLM's own errors have JSON with "error"; the web framework's answer has not.
         if answer.status in (404, 405) and "error" not in text:
             raise SamplerError(f"{self.url} has no {path}: {HOW_TO_START}")
         if answer.status >= 500:
@@ -95,6 +113,7 @@ class VllmClient:
         raise SamplerError(f"{self.url}{path} rejected the request ({answer.status}): {text}")
 
     def _read(self, path: str, data: bytes) -> Any:
+        """Returns the JSON in an answer; None if it is something else."""
         if data[:1] not in (b"{", b"["):
             return None
         try:
@@ -110,30 +129,39 @@ class VllmClient:
         return False
 
     def get_config(self) -> dict[str, Any]:
-        """vLLM's configuration: model_config, parallel_config, lora_config …"""
+        """Returns vLLM's configuration: model_config, parallel_config, lora_config …"""
         return self.call("GET", "/server_info?config_format=json")["vllm_config"]
 
     def get_label(self) -> str:
-        """The label of the weights that it samples with; "" if the adapter is gone."""
-        if self.adapter is not None:
-            return self.adapter if self.adapter in self.list_adapters() else ""
-        return self.call("GET", "/weight_info")["weight_version"]
+        """Returns the label of the weights that it samples with; "" if the adapter is gone."""
+        if self.adapter is None:
+            return self.call("GET", "/weight_info")["weight_version"]
+        return self.adapter if self.adapter in self.list_adapters() else ""
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Inside, nothing is sampled; completions in flight continue afterwards. After an error it stays paused."""
+        """Pauses sampling for the block. Completions in flight continue afterwards.
+
+        After an error in the block the server stays paused.
+        """
         self.call("POST", "/pause?mode=keep", {})
         yield
         self.call("POST", "/resume", {})
 
     def reload(self, directory: str, label: str) -> None:
-        """Load the safetensors of a directory that the server can read, while paused, and name them."""
+        """Loads the safetensors of a directory that the server can read, and labels them.
+
+        The server must be paused.
+        """
         body = {"method": self.reload_method, "kwargs": {"weights_path": directory}}
         self.call("POST", "/collective_rpc", body, LOAD_TIMEOUT)
         self.call("POST", "/update_weight_version", {"new_version": label})
 
     def list_adapters(self) -> list[str]:
-        return [card["id"] for card in self.call("GET", "/v1/models")["data"][1:]]
+        """Returns the labels of the adapters that are loaded."""
+        cards = self.call("GET", "/v1/models")["data"]
+        # The first card is the model's own.
+        return [card["id"] for card in cards[1:]]
 
     def load_adapter(self, label: str, directory: str) -> None:
         if label not in self.list_adapters():
@@ -154,29 +182,31 @@ class VllmClient:
         stop_token_ids: Sequence[int],
         label: str,
     ) -> list[dict[str, Any]]:
-        """n completions of a prompt from the whole distribution, number g with the seed `seed + g`, in vLLM's JSON.
-        `label` names the weights: it salts the cache of prefixes, so that keys and values never mix versions, or names
-        the adapter."""
+        """Returns n completions of a prompt from the whole distribution, in vLLM's JSON.
+
+        Completion number g has the seed `seed + g`. `label` names the weights: it salts the cache
+        of prefixes, so that keys and values never mix versions, or names the adapter.
+        """
         params = {"n": n, "seed": seed, "temperature": temperature, "max_tokens": max_tokens}
-        params |= WHOLE_DISTRIBUTION | {"stop_token_ids": list(stop_token_ids)}
+        params |= WHOLE_DISTRIBUTION
+        params["stop_token_ids"] = list(stop_token_ids)
         body = {"token_ids": list(token_ids), "cache_salt": label, "sampling_params": params}
-        answer = self.call(
-            "POST", GENERATE, body | ({"model": label} if self.adapter else {}), GENERATE_TIMEOUT
-        )
+        if self.adapter:
+            body["model"] = label
+        answer = self.call("POST", GENERATE, body, GENERATE_TIMEOUT)
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
-        if self.adapter is not None:  # vLLM reports the label of the frozen weights
-            spans = [
-                {"version": answer["model"], "start": 0, "end": len(c["token_ids"] or [])}
-                for c in choices
-            ]
-            choices = [
-                choice | {"weight_versions": [span]}
-                for choice, span in zip(choices, spans, strict=True)
-            ]
-        return choices
+        if self.adapter is None:
+            return choices
+        # vLLM reports the label of the frozen weights: put the adapter's in its place.
+        labeled_choices: list[dict[str, Any]] = []
+        for choice in choices:
+            num_tokens = len(choice["token_ids"] or [])
+            span = {"version": answer["model"], "start": 0, "end": num_tokens}
+            labeled_choices.append(choice | {"weight_versions": [span]})
+        return labeled_choices
 
     def get_logprobs(self, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> list[float]:
-        """log-probs of given tokens at temperature 1, nats."""
+        """Returns the log-probs of given tokens at temperature 1, in nats."""
         params = {
             "max_tokens": 1,
             "prompt_logprobs": 0,
@@ -184,53 +214,82 @@ class VllmClient:
             "ignore_eos": True,
             "detokenize": False,
         }
-        body = {"token_ids": [*prompt_ids, *token_ids], "sampling_params": params}
-        body |= {"model": self.adapter} if self.adapter else {}
-        answer = self.call("POST", GENERATE, body, GENERATE_TIMEOUT)["prompt_logprobs"]
-        given = zip(token_ids, answer[len(prompt_ids) :], strict=True)
-        return [float(entries[str(token)]["logprob"]) for token, entries in given]
+        body: dict[str, Any] = {
+            "token_ids": [*prompt_ids, *token_ids],
+            "sampling_params": params,
+        }
+        if self.adapter:
+            body["model"] = self.adapter
+        answer = self.call("POST", GENERATE, body, GENERATE_TIMEOUT)
+        # One entry for each token: log-probs by token id.
+        entries = answer["prompt_logprobs"][len(prompt_ids) :]
+        return [
+            float(entry[str(token)]["logprob"])
+            for token, entry in zip(token_ids, entries, strict=True)
+        ]
 
     def restart(self) -> None:
-        """Start a dead server again. Raises SamplerError if the run did not start it."""
+        """Starts a dead server again. Raises SamplerError if the run did not start it."""
         raise SamplerError(
             f"{self.url} was not started by this run: start it again, then resume the run"
         )
 
     def close(self) -> None:
-        """Let the server drop what it generates; it runs on."""
+        """Lets the server drop what it generates. The server runs on."""
         with suppress(SamplerError):
             self.call("POST", "/abort_requests", {})
 
 
+@dataclass(frozen=True, slots=True)
+class _Pool:
+    """Threads that sample groups of one size, and the turns of the servers that are free.
+
+    There are as many turns, and threads, as groups fit into all servers.
+    """
+
+    threads: ThreadPoolExecutor
+    free_turns: PriorityQueue[Turn]
+
+
 class GroupQueue:
-    """Groups from one queue to whichever server is free, at most `rows` completions at a time at each. A server that
-    dies is started again, `load` gives it the current weights, and its groups are sampled again with the same seeds.
-    Any other failure ends the run."""
+    """A queue of groups for whichever server is free, at most `rows` completions at a time at each.
+
+    A server that dies is started again, `load` gives it the current weights, and its groups are
+    sampled again with the same seeds. Any other failure ends the run.
+
+    `starts` counts how often each server was started again.
+    """
 
     def __init__(
         self, servers: Sequence[VllmClient], load: Callable[[VllmClient], None], rows: int
     ) -> None:
-        self.servers, self._load, self._rows = list(servers), load, rows
-        self._pools: dict[int, tuple[ThreadPoolExecutor, Free]] = {}  # by the size of groups
+        self.servers = list(servers)
+        self.starts = dict.fromkeys(self.servers, 0)
+        self._load = load
+        self._rows = rows
+        self._pools: dict[int, _Pool] = {}  # by the size of groups
         self._restarting = {server: threading.RLock() for server in self.servers}
-        self.starts = dict.fromkeys(self.servers, 0)  # how often each server was started again
-        self._counted = 0  # of them
-        self._may_start, self._is_closed = threading.Event(), False
+        self._num_reported = 0  # restarts that `pop_metrics` has returned
+        self._is_closed = False
+        self._may_start = threading.Event()
         self._may_start.set()
 
     def submit(self, sample: Callable[[VllmClient], T], G: int) -> Future[T]:
-        """What `sample`, of a group of G, returns for some server."""
+        """Submits a group of G to some server. The result is what `sample` returns for it."""
         if G not in self._pools:
-            free: Free = PriorityQueue()
-            for place in enumerate(self.servers * max(1, self._rows // G)):
-                free.put(place)
-            self._pools[G] = ThreadPoolExecutor(free.qsize()), free
-        pool, free = self._pools[G]
-        return pool.submit(self._sample, sample, free)
+            free_turns: PriorityQueue[Turn] = PriorityQueue()
+            groups_per_server = max(1, self._rows // G)
+            for turn in enumerate(self.servers * groups_per_server):
+                free_turns.put(turn)
+            threads = ThreadPoolExecutor(free_turns.qsize())
+            self._pools[G] = _Pool(threads, free_turns)
+        pool = self._pools[G]
+        return pool.threads.submit(self._sample, sample, pool.free_turns)
 
     def ask(self, server: VllmClient, action: Callable[[VllmClient], T]) -> T:
-        """What `action` returns for a server, repeated if the server died and was started again."""
-        with self._restarting[server]:  # no other thread loads older weights meanwhile
+        """Returns what `action` returns for a server. Repeats it if the server had to be restarted."""
+        # The lock keeps other threads from loading older weights meanwhile.
+        with self._restarting[server]:
             return self._repeat(server, action)
 
     def ask_all(self, action: Callable[[VllmClient], T]) -> list[T]:
@@ -238,7 +297,7 @@ class GroupQueue:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Inside, no group starts."""
+        """Lets no group start during the block."""
         self._may_start.clear()
         try:
             yield
@@ -246,28 +305,32 @@ class GroupQueue:
             self._may_start.set()
 
     def pop_metrics(self) -> dict[str, float]:
-        """How many servers were started again since the last call."""
-        before, self._counted = self._counted, sum(self.starts.values())
-        return {"recoveries": self._counted - before}
+        """Returns how many servers were started again since the last call."""
+        num_restarts = sum(self.starts.values())
+        num_new = num_restarts - self._num_reported
+        self._num_reported = num_restarts
+        return {"recoveries": num_new}
 
     def close(self) -> None:
-        """End the threads, and the servers that the run started."""
+        """Ends the threads, and the servers that the run started."""
         self._is_closed = True
         self._may_start.set()
-        for pool, _ in self._pools.values():
-            pool.shutdown(wait=False, cancel_futures=True)
+        for pool in self._pools.values():
+            pool.threads.shutdown(wait=False, cancel_futures=True)
         for server in self.servers:
             server.close()
 
-    def _sample(self, sample: Callable[[VllmClient], T], free: Free) -> T:
+    def _sample(self, sample: Callable[[VllmClient], T], free_turns: PriorityQueue[Turn]) -> T:
         self._may_start.wait()
-        place = free.get()
+        turn = free_turns.get()
+        _, server = turn
         try:
-            return self._repeat(place[1], sample)
+            return self._repeat(server, sample)
         finally:
-            free.put(place)
+            free_turns.put(turn)
 
     def _repeat(self, server: VllmClient, action: Callable[[VllmClient], T]) -> T:
+        """Returns what `action` returns for a server, after as many restarts as it needs."""
         while not self._is_closed:
             start = self.starts[server]
             try:
@@ -277,14 +340,19 @@ class GroupQueue:
         raise SamplerError("the run has ended")
 
     def _recover(self, server: VllmClient, start: int, error: SamplerError) -> None:
-        """Start a server again that died after start number `start`, unless another thread has done it. Until
-        it has the current weights, it may sample with others."""
+        """Starts a server again that died after start number `start`.
+
+        Does nothing if another thread has done it. Raises the error if the server is not dead, or
+        has died too often. Until the server has the current weights, it may sample with others.
+        """
         with self._restarting[server]:
             if self.starts[server] != start:
                 return
             is_dead = isinstance(error, NoAnswerError) and not server.is_healthy()
             if self._is_closed or not is_dead or self.starts[server] == RESTARTS:
-                if log := getattr(server, "log", None):  # this run started it
+                # A server that this run started has a log.
+                log = getattr(server, "log", None)
+                if log:
                     error.add_note(f"The server's log: {log}")
                 raise error
             logger.info("%s. Restarting the server", error)
@@ -294,8 +362,11 @@ class GroupQueue:
 
 
 def run_together(actions: Sequence[Callable[[], T]], seconds: float | None = None) -> list[T]:
-    """The results of actions that run in threads, as soon as all have ended. Raises the first exception at once, and
-    SamplerError after `seconds`; actions that have not ended by then stay behind."""
+    """Returns the results of actions that run in threads, as soon as all have ended.
+
+    Raises the first exception at once, and SamplerError after `seconds`. Actions that have not
+    ended by then stay behind: their threads are daemons.
+    """
 
     def run(action: Callable[[], T], future: Future[T]) -> None:
         try:
@@ -303,11 +374,14 @@ def run_together(actions: Sequence[Callable[[], T]], seconds: float | None = Non
         except BaseException as error:  # noqa: BLE001  (the thread that waits for the future raises it)
             future.set_exception(error)
 
-    futures: list[Future[T]] = [Future() for _ in actions]
-    for given in zip(actions, futures, strict=True):
-        threading.Thread(target=run, args=given, daemon=True).start()
+    futures: list[Future[T]] = []
+    for action in actions:
+        future: Future[T] = Future()
+        futures.append(future)
+        threading.Thread(target=run, args=(action, future), daemon=True).start()
     done, pending = wait(futures, seconds, FIRST_EXCEPTION)
     for future in done:
+        # Raises what the action raised.
         future.result()
     if pending:
         raise SamplerError(

@@ -1,7 +1,7 @@
-"""The rollout engine that the loop sees: groups from vLLM servers, in training, in evaluations and over several turns.
+"""The rollout engine over vLLM servers, for training and evaluations, of one turn or several.
 
-One group is one request to whichever server is free. The seed of a completion is a function of its address, so the
-server does not matter, up to the rounding of other batch shapes.
+One group is one request to whichever server is free. The seed of a completion is a function of its
+address, so the server does not matter, up to the rounding of other batch shapes.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from lagrpo.errors import as_settings_error
+from lagrpo.model.chat import Chat
 from lagrpo.model.model import Policy
 from lagrpo.rng import generator
 from lagrpo.rollout.base import Item, Request, SamplingParams
@@ -28,7 +28,8 @@ from lagrpo.rollout.vllm.weights import TRANSFERS, WeightTransfer, WeightUpdate
 from lagrpo.settings.schema import Settings
 from lagrpo.types import Completion, Group, Outcome
 
-NO_LOGPROB = -9000.0  # vLLM writes -9999 for a log-prob of -inf
+# vLLM writes -9999 for a log-prob of -inf.
+NO_LOGPROB = -9000.0
 
 
 def build_engine(
@@ -37,71 +38,90 @@ def build_engine(
     servers: Sequence[VllmClient],
     episodes: Episodes | None = None,
 ) -> VllmEngine:
-    """The engine over the servers, once they are ready. Raises SettingsError for a server that does not get ready."""
+    """Waits until the servers are ready, and returns the engine over them.
+
+    Raises SettingsError for a server that does not get ready.
+    """
     with as_settings_error("vllm", SamplerError):
         for server in servers:
             if isinstance(server, StartedServer):
                 server.wait_until_ready()
-        names = [
-            server.get_config()["model_config"]["dtype"].removeprefix("torch.")
-            for server in servers
-        ]
-        dtype = max(
-            (getattr(torch, name) for name in names), key=lambda dtype: torch.finfo(dtype).eps
-        )  # the coarsest
-    s, v, lm = settings.rollout, settings.vllm, policy.model.lm
-    weights = (
-        WeightTransfer(dtype, lm)
-        if policy.weights.adapters
-        else TRANSFERS[v.weight_transfer](dtype)
-    )
-    params = SamplingParams("sample", s.temperature, s.max_completion_length, episodes)
-    syncs_in_flight = v.on_weight_sync == "continue"
+        dtype = _coarsest_dtype(servers)
+    if policy.weights.adapters:
+        weights = WeightTransfer(dtype, policy.model.lm)
+    else:
+        weights = TRANSFERS[settings.vllm.weight_transfer](dtype)
+    rollout = settings.rollout
+    params = SamplingParams("sample", rollout.temperature, rollout.max_completion_length, episodes)
     return VllmEngine(
-        servers, weights, policy.chat, params, settings.run.seed, s.max_num_seqs, syncs_in_flight
+        servers,
+        weights,
+        policy.chat,
+        params,
+        seed=settings.run.seed,
+        max_num_seqs=rollout.max_num_seqs,
+        syncs_in_flight=settings.vllm.on_weight_sync == "continue",
     )
+
+
+def _coarsest_dtype(servers: Sequence[VllmClient]) -> torch.dtype:
+    dtypes: list[torch.dtype] = []
+    for server in servers:
+        name = server.get_config()["model_config"]["dtype"]
+        dtypes.append(getattr(torch, name.removeprefix("torch.")))
+    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """A turn of the policy in a conversation.
+
+    - `history`: the tokens of the completion before the turn
+    - `max_tokens`: the most tokens to sample
+    - `seed_key`: the key of the turn's seed, behind the address of the group
+    """
+
+    history: Sequence[int]
+    max_tokens: int
+    seed_key: tuple[int, ...] = ()
 
 
 class VllmEngine:
-    """Samples from vLLM servers.
+    """A rollout engine that samples from vLLM servers.
 
-    With `syncs_in_flight`, weights are synced while completions are in flight. These continue with the new weights;
-    with adapters each continues with its own.
+    With `syncs_in_flight`, weights are synced while completions are in flight. These continue with
+    the new weights; with adapters each continues with its own.
     """
 
     def __init__(
         self,
         servers: Sequence[VllmClient],
         weights: WeightTransfer,
-        chat: Any,
+        chat: Chat,
         params: SamplingParams,
         seed: int = 0,
         max_num_seqs: int = 256,
         syncs_in_flight: bool = False,
     ) -> None:
-        self.servers, self.weights, self.chat, self.params, self.seed = (
-            list(servers),
-            weights,
-            chat,
-            params,
-            seed,
-        )
+        self.servers = list(servers)
+        self.weights = weights
+        self.chat = chat
+        self.params = params
+        self.seed = seed
         self.syncs_in_flight = syncs_in_flight
         self._groups = GroupQueue(self.servers, weights.load_current, max_num_seqs)
-        self._synced: WeightUpdate | None = (
-            None  # what training samples with; an evaluation may load others
-        )
+        # What training samples with. An evaluation may load other weights.
+        self._synced: WeightUpdate | None = None
 
     @property
     def version(self) -> int:
         """The version that all servers report; -1 if one reports other weights."""
-        versions = {
-            self.weights.version_of(label) for label in self._groups.ask_all(VllmClient.get_label)
-        }
+        labels = self._groups.ask_all(VllmClient.get_label)
+        versions = {self.weights.version_of(label) for label in labels}
         return versions.pop() if len(versions) == 1 else -1
 
     def sync_weights(self, weights: Mapping[str, Tensor], version: int) -> dict[str, float]:
-        """Load π_version into all servers. Raises SamplerError if a server cannot load it."""
+        """Loads π_version into all servers. Raises SamplerError if a server cannot load it."""
         update = self.weights.pack(weights, version)
         self._load(update)
         self._synced = update
@@ -112,45 +132,57 @@ class VllmEngine:
     def temporary_weights(
         self, weights: Mapping[str, Tensor], version: int, back: bool
     ) -> Iterator[None]:
-        """Inside, the servers have π_version, for an evaluation. Afterwards they have the weights of the last sync
-        again if `back` says so."""
+        """Gives the servers π_version for the block, for an evaluation.
+
+        With `back`, they have the weights of the last sync again afterwards. Without it π_version
+        counts as synced.
+        """
         update = self.weights.pack(weights, version)
-        self._synced = self._synced if back else update
+        if not back:
+            self._synced = update
         if update is not self.weights.current:
             self._load(update)
         try:
             yield
         finally:
-            if self._synced not in (None, self.weights.current):
+            if self._synced is not None and self._synced is not self.weights.current:
                 self._load(self._synced)
         self.weights.drop_others(self.servers, self.weights.current)
 
     def current_weights(self) -> tuple[int, Mapping[str, Tensor]]:
-        """The version of the last sync and its weights, in the servers' dtype."""
+        """Returns the version of the last sync and its weights, in the servers' dtype."""
         assert self._synced is not None, "no weights have been synced yet"
         return self._synced.version, self.weights.read(self._synced)
 
     def sample(
         self, requests: Sequence[Request], G: int, params: SamplingParams | None = None
     ) -> Iterator[tuple[Request, Group]]:
-        """One group for each request, as they end. The servers start at once. An evaluation has its own `params`."""
-        sample = partial(self._sample, G=G, params=params or self.params)
-        return _as_they_end(
-            {self._groups.submit(partial(sample, request), G): request for request in requests}
-        )
+        """Submits a group for each request at once, and returns an iterator of groups as they end.
+
+        An evaluation has its own `params`.
+        """
+        params = params or self.params
+        requests_of_groups: dict[Future[Group], Request] = {}
+        for request in requests:
+            sample_request = partial(self._sample, request, G=G, params=params)
+            requests_of_groups[self._groups.submit(sample_request, G)] = request
+        # Not a generator itself: the requests are submitted before the first group is asked for.
+        return _as_they_end(requests_of_groups)
 
     def generate_on_server(
         self, number: int, requests: Sequence[Request], G: int, max_tokens: int
     ) -> list[Group]:
-        """Groups by one server, for the weight-sync check."""
-        params = replace(
-            self.params, max_tokens=min(max_tokens, self.params.max_tokens), episodes=None
-        )
-        ask = partial(self._groups.ask, self.servers[number])
-        return [ask(partial(self._sample, request, G=G, params=params)) for request in requests]
+        """Returns groups by one server, for the weight-sync check."""
+        server = self.servers[number]
+        max_tokens = min(max_tokens, self.params.max_tokens)
+        params = replace(self.params, max_tokens=max_tokens, episodes=None)
+        return [
+            self._groups.ask(server, partial(self._sample, request, G=G, params=params))
+            for request in requests
+        ]
 
     def scores(self, items: Sequence[Item]) -> list[list[list[float]]]:
-        """log-probs at temperature 1 by every server: [server][item][token], nats."""
+        """Returns log-probs at temperature 1 by every server: [server][item][token], nats."""
         return self._groups.ask_all(lambda server: [server.get_logprobs(*item) for item in items])
 
     def pop_metrics(self) -> dict[str, float]:
@@ -161,7 +193,7 @@ class VllmEngine:
         self.weights.close(self.servers)
 
     def _load(self, update: WeightUpdate) -> None:
-        """Load a version into all servers."""
+        """Loads a version into all servers. If they pause for it, no group starts meanwhile."""
         with self._groups.held() if self.weights.pauses else nullcontext():
             self.weights.send(self._groups, update)
             self.weights.current = update
@@ -169,8 +201,9 @@ class VllmEngine:
     def _sample(
         self, request: Request, server: VllmClient, G: int, params: SamplingParams
     ) -> Group:
-        """The group of a request, by one server."""
-        completions = self._ask(server, request, (), G, params, params.max_tokens)
+        """Returns the group of a request, by one server."""
+        first_turn = _Turn(history=(), max_tokens=params.max_tokens)
+        completions = self._generate(server, request, first_turn, G, params)
         if params.episodes is not None:
             with ThreadPoolExecutor(G) as pool:
                 converse = partial(self._converse, server, request, params, params.episodes)
@@ -183,89 +216,119 @@ class VllmEngine:
         request: Request,
         params: SamplingParams,
         episodes: Episodes,
-        g: int,
+        index: int,
         first: Completion,
     ) -> Completion:
-        """A completion of several turns, after its first turn. Each later turn is a request with everything so far as
-        its prompt, which the server finds in its cache of prefixes. A turn that cannot be used fails the completion."""
-        episode, turns = (
-            Episode(episodes, request.prompt, (self.seed, params.purpose, *request.address, g)),
-            [first],
-        )
-        while turns[-1].outcome is None:
-            episode.end_turn(turns[-1].token_ids.tolist())
+        """Returns completion number `index` of a group, which has several turns, after its first.
+
+        Each later turn is a request with everything so far as its prompt, which the server finds in
+        its cache of prefixes. A turn that cannot be used fails the completion.
+        """
+        key = (self.seed, params.purpose, *request.address, index)
+        episode = Episode(episodes, request.prompt, key)
+        # The turns of the policy and the environment's replies.
+        parts = [first]
+        while parts[-1].outcome is None:
+            episode.end_turn(parts[-1].token_ids.tolist())
             reply = episode.take()
             if episode.outcome is not None:
                 break
-            nothing = torch.full((len(reply),), math.nan), torch.full((len(reply),), -1)
-            not_sampled = torch.zeros(len(reply), dtype=torch.bool)
-            turns.append(
-                Completion(
-                    torch.tensor(reply, dtype=torch.long), *nothing, False, "", sampled=not_sampled
-                )
+            parts.append(_reply_part(reply))
+            turn = _Turn(
+                history=torch.cat([part.token_ids for part in parts]).tolist(),
+                max_tokens=params.max_tokens - sum(part.length for part in parts),
+                seed_key=(index, len(parts)),
             )
-            behind = torch.cat([turn.token_ids for turn in turns]).tolist()
-            left = params.max_tokens - sum(turn.length for turn in turns)
-            turns += self._ask(server, request, behind, 1, params, left, (g, len(turns)))
-        names = ("token_ids", "logp_alpha", "versions", "sampled")
-        ids, logp, versions, sampled = (
-            torch.cat([getattr(turn, name) for turn in turns]) for name in names
-        )
-        text, outcome = self.chat.decode(ids.tolist()), turns[-1].outcome or episode.outcome
+            parts += self._generate(server, request, turn, 1, params)
+        token_ids = torch.cat([part.token_ids for part in parts])
         return Completion(
-            ids, logp, versions, episode.finished, text, outcome, sampled, tuple(episode.turns)
+            token_ids=token_ids,
+            logp_alpha=torch.cat([part.logp_alpha for part in parts]),
+            versions=torch.cat([part.versions for part in parts]),
+            finished=episode.finished,
+            text=self.chat.decode(token_ids.tolist()),
+            outcome=parts[-1].outcome or episode.outcome,
+            sampled=torch.cat([part.sampled for part in parts]),
+            turns=tuple(episode.turns),
         )
 
-    def _ask(
-        self,
-        server: VllmClient,
-        request: Request,
-        behind: Sequence[int],
-        n: int,
-        params: SamplingParams,
-        max_tokens: int,
-        turn: tuple[int, ...] = (),
+    def _generate(
+        self, server: VllmClient, request: Request, turn: _Turn, n: int, params: SamplingParams
     ) -> list[Completion]:
-        """n completions of a request's prompt and the tokens `behind` it. `turn` keys the seeds of later turns."""
-        seed = (
-            int(generator(self.seed, params.purpose, *request.address, *turn).random_raw(1)[0]) >> 2
-        )
-        ids, stop = [*request.prompt.token_ids, *behind], sorted(self.chat.eos_ids)
+        """Returns n samples of a turn by one server."""
+        seed_key = (self.seed, params.purpose, *request.address, *turn.seed_key)
+        # Shifted to leave room: completion number g gets the seed `seed + g`.
+        seed = int(generator(*seed_key).random_raw(1)[0]) >> 2
         with self.weights.using() as label:
-            answers = server.generate(ids, n, seed, max_tokens, params.tau, stop, label)
+            answers = server.generate(
+                token_ids=[*request.prompt.token_ids, *turn.history],
+                n=n,
+                seed=seed,
+                max_tokens=turn.max_tokens,
+                temperature=params.tau,
+                stop_token_ids=sorted(self.chat.eos_ids),
+                label=label,
+            )
         return [self._read(answer, server) for answer in answers]
 
     def _read(self, answer: Json, server: VllmClient) -> Completion:
-        """The completion in a server's answer; it has failed if it cannot be used."""
-        token_ids, entries = (
-            answer["token_ids"] or [],
-            (answer["logprobs"] or {}).get("content") or [],
-        )
-        logp, versions = torch.full((len(token_ids),), math.nan), torch.full((len(token_ids),), -1)
+        """Returns the completion in a server's answer. It has failed if it cannot be used."""
+        token_ids: list[int] = answer["token_ids"] or []
+        num_tokens = len(token_ids)
+        logp = torch.full((num_tokens,), math.nan)
+        entries = (answer["logprobs"] or {}).get("content") or []
         logp[: len(entries)] = torch.tensor([entry["logprob"] for entry in entries])
-        for span in answer["weight_versions"] or []:
-            versions[span["start"] : span["end"]] = version = self.weights.version_of(
-                span["version"]
-            )
-            if version < 0:
-                what = f"sampled with weights labeled {span['version']}: it was restarted, or another run uses it"
-                raise SamplerError(f"{server} {what}. Resume with a server that only this run uses")
-        fault, end = None, answer["finish_reason"]
+        versions = self._read_versions(answer["weight_versions"] or [], num_tokens, server)
+
+        end = answer["finish_reason"]
+        outcome = None
         if not token_ids or end not in ("stop", "length"):
-            fault = f"the server stopped it ({end!r}) after {len(token_ids)} tokens"
+            outcome = Outcome.failed(f"the server stopped it ({end!r}) after {num_tokens} tokens")
         elif bool((versions < 0).any()):
-            fault = "the server did not report the weight version of every token"
+            outcome = Outcome.failed("the server did not report the weight version of every token")
         elif not bool((logp > NO_LOGPROB).all()):
-            fault = "the server returned a log-prob that is not finite"
-        ids, finished = (
-            torch.tensor(token_ids, dtype=torch.long),
-            not self.chat.eos_ids.isdisjoint(token_ids[-1:]),
+            outcome = Outcome.failed("the server returned a log-prob that is not finite")
+        return Completion(
+            token_ids=torch.tensor(token_ids, dtype=torch.long),
+            logp_alpha=logp,
+            versions=versions,
+            finished=bool(token_ids) and token_ids[-1] in self.chat.eos_ids,
+            text=self.chat.decode(token_ids),
+            outcome=outcome,
         )
-        outcome = Outcome.failed(fault) if fault else None
-        return Completion(ids, logp, versions, finished, self.chat.decode(token_ids), outcome)
+
+    def _read_versions(self, spans: Sequence[Json], num_tokens: int, server: VllmClient) -> Tensor:
+        """Returns the version that sampled each token: int64 [num_tokens], -1 where none is known.
+
+        Raises SamplerError for weights that are not of this run.
+        """
+        versions = torch.full((num_tokens,), -1)
+        for span in spans:
+            version = self.weights.version_of(span["version"])
+            if version < 0:
+                raise SamplerError(
+                    f"{server} sampled with weights labeled {span['version']}: it was restarted, "
+                    "or another run uses it. Resume with a server that only this run uses"
+                )
+            versions[span["start"] : span["end"]] = version
+        return versions
+
+
+def _reply_part(reply: Sequence[int]) -> Completion:
+    """Returns an environment's reply as a part of a completion: tokens that were not sampled."""
+    num_tokens = len(reply)
+    return Completion(
+        token_ids=torch.tensor(reply, dtype=torch.long),
+        logp_alpha=torch.full((num_tokens,), math.nan),
+        versions=torch.full((num_tokens,), -1),
+        finished=False,
+        text="",
+        sampled=torch.zeros(num_tokens, dtype=torch.bool),
+    )
 
 
 def _as_they_end(futures: Mapping[Future[Group], Request]) -> Iterator[tuple[Request, Group]]:
+    """Yields groups as they end. If the caller stops early, groups that have not begun never do."""
     try:
         for future in as_completed(futures):
             yield futures[future], future.result()

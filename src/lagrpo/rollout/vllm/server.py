@@ -1,8 +1,8 @@
-"""vLLM servers: the one that a run starts, those that it attaches to, and `lagrpo vllm-serve`.
+"""vLLM servers: a server that a run starts, servers that it attaches to, and `lagrpo vllm-serve`.
 
-vLLM has an environment of its own (`make vllm-env`); $LAGRPO_VLLM_PYTHON names its Python. Started servers listen on
-127.0.0.1 and want an API key. A guard, a small process between a run and its server, ends the server with everything
-that the server started as soon as the run is gone.
+vLLM has an environment of its own (`make vllm-env`); $LAGRPO_VLLM_PYTHON names its Python. Started
+servers listen on 127.0.0.1 and want an API key. A guard, a small process between a run and its
+server, ends the server with everything that the server started as soon as the run is gone.
 """
 
 from __future__ import annotations
@@ -29,13 +29,22 @@ from lagrpo.rollout.vllm.client import HOW_TO_START, KEY, SamplerError, VllmClie
 from lagrpo.settings.schema import Settings
 from lagrpo.settings.sections import split_server_args
 
-PYTHON = "LAGRPO_VLLM_PYTHON"  # environment variable with the Python that has vLLM
+# Environment variable with the Python that has vLLM.
+PYTHON = "LAGRPO_VLLM_PYTHON"
 GET_PYTHON = f"`make vllm-env` installs it, or set {PYTHON} to a Python that has it"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-START_TIMEOUT = 1200.0  # seconds until a server must be ready
+# Addresses by which a server listens on all interfaces.
+ALL_INTERFACES = ("0.0.0.0", "::")
+# Seconds until a server must be ready.
+START_TIMEOUT = 1200.0
+# Lines of a server's log that an error shows, and characters of each.
+SHOWN_LINES = 30
+SHOWN_CHARACTERS = 300
 EXTENSION = "lagrpo_extension.Worker"
-LORA_RANKS = (0, 1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM 0.32 can be started with
-# All layers but the head: vLLM 0.32 dies when it computes log-probs of a prompt with an adapter on the head.
+# The largest ranks of adapters that vLLM 0.32 can be started with.
+LORA_RANKS = (0, 1, 8, 16, 32, 64, 128, 256, 320, 512)
+# All layers but the head: vLLM 0.32 dies when it computes log-probs of a prompt with an adapter on
+# the head.
 LORA_LAYERS = (
     "q_proj",
     "k_proj",
@@ -47,6 +56,8 @@ LORA_LAYERS = (
     "gate_up_proj",
     "down_proj",
 )
+# The program of the guard. Its standard input is a pipe from the run: when the run closes it or is
+# gone, the pipe is readable, and the guard ends the server's process group.
 GUARD = """
 import os, select, signal, subprocess, sys
 server = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, start_new_session=True)
@@ -64,7 +75,13 @@ logger = logging.getLogger("lagrpo")
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How a server is started."""
+    """The command line and environment variables with which a server is started.
+
+    - `python`: the Python that has vLLM
+    - `options`: more options of vLLM, behind ours
+    - `lora_rank`: the largest rank of adapters; 0 for none
+    - `gpus`: the numbers of the GPUs that the server may use; empty for no restriction
+    """
 
     python: str
     model: str
@@ -75,65 +92,68 @@ class Launch:
     options: tuple[str, ...] = ()
     host: str = LOOPBACK[0]
     lora_rank: int = 0
-    """largest rank of adapters; 0 for none"""
     gpus: tuple[int, ...] = ()
 
     def command(self, port: int) -> list[str]:
-        """Log-probs are those at the sampling temperature. The model's own generation settings might truncate the
-        distribution. On CPUs prompts are kept whole: vLLM 0.32 cannot compute a seeded prompt in two steps there."""
-        words = [
-            *(
-                self.python,
-                "-m",
-                "vllm.entrypoints.openai.api_server",
-                "--model",
-                self.model,
-                "--dtype",
-                self.dtype,
-            ),
-            *(
-                "--host",
-                self.host,
-                "--port",
-                str(port),
-                "--enable-scale-out",
-                "--generation-config",
-                "vllm",
-            ),
-            *("--logprobs-mode", "processed_logprobs", "--max-model-len", str(self.max_model_len)),
-            *("--max-num-seqs", str(self.max_num_seqs), "--worker-extension-cls", EXTENSION),
-        ]
-        if not (self.gpus or os.environ.get("CUDA_VISIBLE_DEVICES") or has_gpu()):
-            words += ["--enforce-eager", "--no-enable-chunked-prefill"]
+        """Returns the command line."""
+        words = [self.python, "-m", "vllm.entrypoints.openai.api_server"]
+        words += ["--model", self.model]
+        words += ["--dtype", self.dtype]
+        words += ["--host", self.host]
+        words += ["--port", str(port)]
+        words += ["--enable-scale-out"]
+        # The model's own generation settings might truncate the distribution.
+        words += ["--generation-config", "vllm"]
+        # Log-probs at the sampling temperature.
+        words += ["--logprobs-mode", "processed_logprobs"]
+        words += ["--max-model-len", str(self.max_model_len)]
+        words += ["--max-num-seqs", str(self.max_num_seqs)]
+        words += ["--worker-extension-cls", EXTENSION]
+        uses_gpu = self.gpus or os.environ.get("CUDA_VISIBLE_DEVICES") or has_gpu()
+        if not uses_gpu:
+            words += ["--enforce-eager"]
+            # Prompts are kept whole: on a CPU vLLM 0.32 cannot compute a seeded prompt in two steps.
+            words += ["--no-enable-chunked-prefill"]
             words += ["--max-num-batched-tokens", str(max(8192, self.max_model_len))]
         if self.transfer == "nccl":
             words += ["--weight-transfer-config", json.dumps({"backend": "nccl"})]
         if self.lora_rank:
+            # A rank above the largest one is passed on as it is.
             rank = next((rank for rank in LORA_RANKS if rank >= self.lora_rank), self.lora_rank)
-            words += ["--enable-lora", "--max-lora-rank", str(rank), "--max-loras", "4"]
+            words += ["--enable-lora"]
+            words += ["--max-lora-rank", str(rank)]
+            words += ["--max-loras", "4"]
             words += ["--lora-target-modules", *LORA_LAYERS]
         return [*words, *self.options]
 
     def environment(self, key: str) -> dict[str, str]:
-        """Every user can read a command line, so the key is here. On CPUs a server gets 2 GiB for keys and values and
-        all cores, unless our own environment says otherwise: the trainer mostly waits while it samples. A server that
-        a rank starts is not a rank itself."""
-        inherited = {
-            name: value
-            for name, value in drop_torchrun(drop_own(os.environ)).items()
-            if name not in ("OMP_NUM_THREADS", "PYTHONPATH")
+        """Returns the environment variables.
+
+        Every user can read a command line, so the API key is here. A server that a rank starts is
+        not a rank itself.
+        """
+        variables = {
+            # On a CPU: GiB for keys and values, and no core is kept free, because the trainer
+            # mostly waits while the server samples. The user's own environment may change both.
+            "VLLM_CPU_KVCACHE_SPACE": "2",
+            "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
         }
-        own = {"VLLM_API_KEY": key, "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
-        own |= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if self.lora_rank else {}
-        own |= {"CUDA_VISIBLE_DEVICES": ",".join(map(str, self.gpus))} if self.gpus else {}
-        own["PYTHONPATH"] = str(Path(__file__).parent / "extension")
-        return (
-            {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_NUM_OF_RESERVED_CPU": "0"} | inherited | own
-        )
+        variables |= drop_torchrun(drop_own(os.environ))
+        variables.pop("OMP_NUM_THREADS", None)
+        variables["VLLM_API_KEY"] = key
+        variables["VLLM_SERVER_DEV_MODE"] = "1"
+        variables["VLLM_NO_USAGE_STATS"] = "1"
+        if self.lora_rank:
+            variables["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+        if self.gpus:
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self.gpus))
+        variables["PYTHONPATH"] = str(Path(__file__).parent / "extension")
+        return variables
 
 
 def has_gpu(devices: Path = Path("/dev")) -> bool:
-    """True if this machine has an NVIDIA GPU. A container may have any of them, not just the first."""
+    """True if this machine has an NVIDIA GPU."""
+    # A container may have any of them, not just the first.
     return any(devices.glob("nvidia[0-9]*"))
 
 
@@ -143,32 +163,35 @@ class StartedServer(VllmClient):
     reload_method = "reload_with_head"
 
     def __init__(self, launch: Launch, log: Path) -> None:
-        with socket.socket() as probe:
-            probe.bind((LOOPBACK[0], 0))
-            self.port = probe.getsockname()[1]
-        self.launch, self.log, self.key = launch, log, secrets.token_urlsafe(24)
+        self.launch = launch
+        self.log = log
+        self.key = secrets.token_urlsafe(24)
+        self.port = _free_port()
         super().__init__(f"http://{LOOPBACK[0]}:{self.port}", self.key)
         self._start()
 
     def wait_until_ready(self) -> None:
-        """Raises SamplerError, with the end of the log, if the server ends or is not ready in time."""
+        """Waits until the server answers.
+
+        Raises SamplerError, with the end of the log, if the server ends or is not ready in time.
+        """
         end = time.monotonic() + START_TIMEOUT
         while not self.is_healthy():
-            if self.guard.poll() is not None or time.monotonic() > end:
-                what = (
-                    "ended"
-                    if self.guard.poll() is not None
-                    else f"was not ready within {START_TIMEOUT:g} s"
-                )
-                log = self.log.read_text(encoding="utf-8", errors="replace")
-                lines = redact(log).splitlines()[-30:]
-                shown = "".join(f"\n  {line[:300]}" for line in lines)
-                if "No module named 'vllm'" in shown:
-                    raise SamplerError(f"{self.launch.python} has no vLLM: {GET_PYTHON}")
-                raise SamplerError(
-                    f"the vLLM server {what}. The end of its log, {self.log}:{shown}"
-                )
+            if self.guard.poll() is not None:
+                raise self._start_error("ended")
+            if time.monotonic() > end:
+                raise self._start_error(f"was not ready within {START_TIMEOUT:g} s")
             time.sleep(0.2)
+
+    def _start_error(self, what_happened: str) -> SamplerError:
+        log = self.log.read_text(encoding="utf-8", errors="replace")
+        lines = redact(log).splitlines()[-SHOWN_LINES:]
+        shown = "".join(f"\n  {line[:SHOWN_CHARACTERS]}" for line in lines)
+        if "No module named 'vllm'" in shown:
+            return SamplerError(f"{self.launch.python} has no vLLM: {GET_PYTHON}")
+        return SamplerError(
+            f"the vLLM server {what_happened}. The end of its log, {self.log}:{shown}"
+        )
 
     def restart(self) -> None:
         self.close()
@@ -176,7 +199,7 @@ class StartedServer(VllmClient):
         self.wait_until_ready()
 
     def close(self) -> None:
-        """The guard ends the server as soon as its input is closed."""
+        """Ends the server: the guard ends it as soon as the guard's input is closed."""
         assert self.guard.stdin is not None
         self.guard.stdin.close()
         self.guard.wait(30)
@@ -190,9 +213,18 @@ class StartedServer(VllmClient):
             )
 
 
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK[0], 0))
+        return probe.getsockname()[1]
+
+
 def open_servers(settings: Settings, replied: int = 0) -> list[VllmClient]:
-    """The servers that the settings name, or one that is on its way up, for completions with up to `replied` tokens of
-    an environment. Raises SettingsError for a server that cannot be used, or started."""
+    """Attaches to the servers that the settings name, or starts one, which is then on its way up.
+
+    Completions have up to `replied` tokens of an environment. Raises SettingsError for a server
+    that cannot be used, or started.
+    """
     longest = settings.longest + replied + 1
     with as_settings_error("vllm", SamplerError):
         if settings.vllm.urls:
@@ -201,47 +233,51 @@ def open_servers(settings: Settings, replied: int = 0) -> list[VllmClient]:
 
 
 def attach_server(url: str, settings: Settings, longest: int) -> VllmClient:
-    """A server that runs already. Raises SamplerError or ValueError for one that cannot be used."""
+    """Returns a client of a server that runs already, for sequences of `longest` tokens.
+
+    Raises SamplerError or ValueError for a server that cannot be used.
+    """
     server = VllmClient(url, os.environ.get(KEY))
     try:
         limit = server.call("GET", "/v1/models")["data"][0]["max_model_len"]
     except (TypeError, LookupError) as error:
         raise ValueError(f"{url} is not a vLLM server: {HOW_TO_START}") from error
     if limit < longest:
-        what = f"{url} takes sequences of at most {limit} tokens, but the settings allow {longest}"
         raise ValueError(
-            f"{what}: lower rollout.max_completion_length, or raise the server's --max-model-len"
+            f"{url} takes sequences of at most {limit} tokens, but the settings allow {longest}: "
+            "lower rollout.max_completion_length, or raise the server's --max-model-len"
         )
-    if server.get_config()["parallel_config"].get("worker_extension_cls") == EXTENSION:
+    parallel_config = server.get_config()["parallel_config"]
+    if parallel_config.get("worker_extension_cls") == EXTENSION:
         server.reload_method = StartedServer.reload_method
     return server
 
 
 def start_server(settings: Settings, longest: int) -> StartedServer:
-    """A server on its way up."""
+    """Starts a server for sequences of `longest` tokens. It is then on its way up."""
     from lagrpo.model.backend import pick_device, pick_dtype
 
-    vllm, folder = settings.vllm, Path(settings.run.output_dir)
     dtype, _ = pick_dtype(settings.model.dtype, pick_device())
     launch = Launch(
-        find_python(),
-        resolve_model(settings.model.path),
-        dtype,
-        longest,
-        settings.rollout.max_num_seqs,
-        vllm.weight_transfer,
-        split_server_args(vllm.server_args),
+        python=find_python(),
+        model=resolve_model(settings.model.path),
+        dtype=dtype,
+        max_model_len=longest,
+        max_num_seqs=settings.rollout.max_num_seqs,
+        transfer=settings.vllm.weight_transfer,
+        options=split_server_args(settings.vllm.server_args),
         lora_rank=settings.model.lora_r,
-        gpus=vllm.gpus,
+        gpus=settings.vllm.gpus,
     )
-    folder.mkdir(parents=True, exist_ok=True)
-    log = folder / f".vllm-{os.getpid()}-{secrets.token_hex(4)}.log"
+    directory = Path(settings.run.output_dir)
+    directory.mkdir(parents=True, exist_ok=True)
+    log = directory / f".vllm-{os.getpid()}-{secrets.token_hex(4)}.log"
     logger.info("starting a vLLM server (log: %s)", log)
     return StartedServer(launch, log)
 
 
 def find_python() -> str:
-    """The Python that has vLLM. Raises ValueError if there is none."""
+    """Returns the path of the Python that has vLLM. Raises ValueError if there is none."""
     path = Path(os.environ.get(PYTHON) or ".venv-vllm/bin/python").expanduser().absolute()
     if not path.is_file():
         raise ValueError(f"no Python with vLLM at {path}: {GET_PYTHON}")
@@ -259,40 +295,42 @@ def serve(
     server_args: Sequence[str],
     **sizes: Any,
 ) -> NoReturn:
-    """`lagrpo vllm-serve`: print how a run attaches, then become the server. `sizes` are dtype, max_model_len and
-    max_num_seqs of a Launch. Raises SettingsError for no such Python or model, and for an address that other machines
-    can reach without a key of the user's."""
-    own = os.environ.get(KEY)
-    if host not in LOOPBACK and not own:
+    """Runs `lagrpo vllm-serve`: prints how a run attaches, then becomes the server.
+
+    `sizes` are dtype, max_model_len and max_num_seqs of a Launch. Raises SettingsError if there is
+    no such Python or model, and for an address that other machines can reach if the user has not
+    chosen an API key.
+    """
+    key_of_user = os.environ.get(KEY)
+    if host not in LOOPBACK and not key_of_user:
         raise SettingsError(
             f"--host: other machines can reach {host}: set {KEY} to an API key that you choose"
         )
     with as_settings_error():
         check_path(model)
         options = split_server_args(server_args)
-        given: Any = {
-            "transfer": weight_transfer,
-            "options": options,
-            "host": host,
-            "lora_rank": lora_r,
-        }
-        launch = Launch(find_python(), resolve_model(model), **sizes, **given)
-    key, address = (
-        own or secrets.token_urlsafe(24),
-        LOOPBACK[0] if host in ("0.0.0.0", "::") else host,
-    )
-    words = [
-        *("--model", shlex.quote(model)),
-        "--rollout.engine vllm",
-        f"--vllm.urls http://{address}:{port}",
-    ]
-    words += ["--vllm.weight_transfer nccl"] if weight_transfer == "nccl" else []
-    words += [f"--model.lora_r {lora_r}"] if lora_r else []
+        launch = Launch(
+            python=find_python(),
+            model=resolve_model(model),
+            transfer=weight_transfer,
+            options=options,
+            host=host,
+            lora_rank=lora_r,
+            **sizes,
+        )
+    address = LOOPBACK[0] if host in ALL_INTERFACES else host
+    words = ["lagrpo train …"]
+    words += ["--model", shlex.quote(model)]
+    words += ["--rollout.engine vllm"]
+    words += [f"--vllm.urls http://{address}:{port}"]
+    if weight_transfer == "nccl":
+        words += ["--vllm.weight_transfer nccl"]
+    if lora_r:
+        words += [f"--model.lora_r {lora_r}"]
     print("Starting a vLLM server; Ctrl-C stops it. To attach a run to it:\n")
-    print(
-        "" if own else f"  export {KEY}={key}\n",
-        f"  lagrpo train … {' '.join(words)}\n",
-        sep="",
-        flush=True,
-    )
+    key = key_of_user
+    if not key:
+        key = secrets.token_urlsafe(24)
+        print(f"  export {KEY}={key}")
+    print(f"  {' '.join(words)}\n", flush=True)
     os.execvpe(launch.python, launch.command(port), launch.environment(key))

@@ -1,10 +1,11 @@
-"""Weight sync: a version of the weights into all servers.
+"""Weight sync: ways to load a version of the weights into all servers.
 
     directory   safetensors in a directory that trainer and servers see: /dev/shm, or $LAGRPO_TRANSFER_DIR
     nccl        broadcast from the trainer's GPU to the GPUs of the servers
 
-A version is labeled RUN:VERSION; the servers report the label of every token that they sample. LoRA adapters go through
-the directory. Versions that may be needed again stay there: for servers that are started again, and after evaluations.
+A version is labeled RUN:VERSION; the servers report the label of every token that they sample. LoRA
+adapters go through the directory. Versions that may be needed again stay there: for servers that
+are started again, and after evaluations.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import shutil
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -38,52 +39,67 @@ from lagrpo.rollout.vllm.client import (
 )
 
 FILE = "model.safetensors"
-DIRECTORY = "LAGRPO_TRANSFER_DIR"  # environment variable with the parent of the directory
+# Environment variable with the parent of the directory.
+DIRECTORY = "LAGRPO_TRANSFER_DIR"
 
 
 @dataclass(eq=False, slots=True)
 class WeightUpdate:
-    """A version of the weights, in the servers' dtype."""
+    """A version of the weights, in the servers' dtype.
+
+    `tensors` is None once they are in the directory.
+    """
 
     version: int
     label: str
     directory: Path
-    tensors: Mapping[str, Tensor] | None  # None once they are in the directory
+    tensors: Mapping[str, Tensor] | None
 
 
 class WeightTransfer:
-    """Weights to servers through a directory, in `dtype`; adapters if `adapted_lm` is a model with adapters. For those
-    nothing pauses: completions in flight continue with the adapter that they began with."""
+    """Weight sync through a directory, in `dtype`.
 
-    writes_first = True  # a version is in the directory before the servers pause
+    If `adapted_lm` is a model with adapters, only they are sent. For adapters nothing pauses:
+    completions in flight continue with the adapter that they began with.
+
+    - `current`: the version that all servers should have
+    - `run`: a random name, which tells our version 3 from another run's
+    - `pauses`: True if the servers pause while they load weights
+    - `writes_first`: True if a version is in the directory before the servers pause
+    """
+
+    writes_first = True
 
     def __init__(self, dtype: torch.dtype = torch.bfloat16, adapted_lm: Any = None) -> None:
-        self.dtype, self.adapted_lm, self.pauses = dtype, adapted_lm, adapted_lm is None
-        self.current: WeightUpdate | None = None  # what all servers should have
-        self.run = secrets.token_hex(4)  # tells our version 3 from another run's
+        self.dtype = dtype
+        self.adapted_lm = adapted_lm
+        self.pauses = adapted_lm is None
+        self.current: WeightUpdate | None = None
+        self.run = secrets.token_hex(4)
         self.root = _make_directory()
-        self._updates: dict[str, WeightUpdate] = {}
-        self._used: Counter[str] = Counter()  # requests in flight by label
-        self._lock = threading.Lock()  # of these
+        self._updates: dict[str, WeightUpdate] = {}  # by label
+        self._requests_in_flight: Counter[str] = Counter()  # by label
+        # For `_updates` and `_requests_in_flight`.
+        self._lock = threading.Lock()
+        # For the files.
         self._writing = threading.Lock()
 
     def pack(self, weights: Mapping[str, Tensor], version: int) -> WeightUpdate:
-        """A version in the servers' dtype, ready to be sent."""
+        """Returns a version in the servers' dtype, ready to be sent."""
         label = f"{self.run}:{version}"
-        if label not in self._updates:
-            tensors = {
-                name: t.to(self.dtype) if t.is_floating_point() else t
-                for name, t in weights.items()
-            }
-            self._updates[label] = WeightUpdate(
-                version, label, self.root / f"v{version:06d}", tensors
-            )
-            if self.writes_first:
-                self.write(self._updates[label])
-        return self._updates[label]
+        if label in self._updates:
+            return self._updates[label]
+        tensors: dict[str, Tensor] = {}
+        for name, tensor in weights.items():
+            tensors[name] = tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+        update = WeightUpdate(version, label, self.root / f"v{version:06d}", tensors)
+        self._updates[label] = update
+        if self.writes_first:
+            self.write(update)
+        return update
 
     def write(self, update: WeightUpdate) -> str:
-        """The directory of a version, written if it was not."""
+        """Writes a version to its directory if that was not done. Returns the directory."""
         with self._writing:
             if update.tensors is not None:
                 update.directory.mkdir(exist_ok=True)
@@ -99,60 +115,68 @@ class WeightTransfer:
         return str(update.directory)
 
     def read(self, update: WeightUpdate) -> Mapping[str, Tensor]:
-        """The weights of a version, as they were sent."""
+        """Returns the weights of a version, as they were sent."""
         directory = Path(self.write(update))
-        return (
-            load_file(directory / FILE)
-            if self.adapted_lm is None
-            else load_adapter_weights(directory)
-        )
+        if self.adapted_lm is not None:
+            return load_adapter_weights(directory)
+        return load_file(directory / FILE)
 
     def send(self, groups: GroupQueue, update: WeightUpdate) -> None:
-        """Load a version into all servers. Raises SamplerError for a server that cannot load it, and stays paused."""
+        """Loads a version into all servers.
+
+        Raises SamplerError for a server that cannot load it; that server stays paused.
+        """
         groups.ask_all(partial(self.load, update=update))
 
     def load(self, server: VllmClient, update: WeightUpdate) -> None:
-        """Load a version into a server, from the directory."""
+        """Loads a version into a server, from the directory."""
         if self.adapted_lm is not None:
-            return server.load_adapter(update.label, self.write(update))
+            server.load_adapter(update.label, self.write(update))
+            return
         with server.paused():
             server.reload(self.write(update), update.label)
 
     def load_current(self, server: VllmClient) -> None:
-        """Load the current version into a server that was started again."""
+        """Loads the current version into a server that was started again."""
         if self.current is not None:
             self.load(server, self.current)
 
     def version_of(self, label: str) -> int:
-        """The version that a label stands for; -1 for weights that are not of this run."""
+        """Returns the version that a label stands for; -1 for weights that are not of this run."""
         run, _, number = label.partition(":")
-        return int(number) if run == self.run and number.isdigit() else -1
+        if run == self.run and number.isdigit():
+            return int(number)
+        return -1
 
     @contextmanager
     def using(self) -> Iterator[str]:
-        """The label of the current version, which stays until the block ends."""
+        """Keeps the current version until the block ends. Yields its label."""
         with self._lock:
             assert self.current is not None, "weights are synced before anything is sampled"
             label = self.current.label
-            self._used[label] += 1
+            self._requests_in_flight[label] += 1
         try:
             yield label
         finally:
             with self._lock:
-                self._used[label] -= 1
+                self._requests_in_flight[label] -= 1
 
     def drop_others(self, servers: Sequence[VllmClient], update: WeightUpdate | None) -> None:
-        """Remove all versions but one, and those that requests in flight use."""
+        """Removes all versions but `update` and those that requests in flight use."""
         with self._lock:
-            dropped = [
-                u for u in self._updates.values() if u is not update and not self._used[u.label]
+            old_updates = [
+                old_update
+                for old_update in self._updates.values()
+                if old_update is not update and not self._requests_in_flight[old_update.label]
             ]
-        for old in dropped:
-            del self._updates[old.label]
-            for server in servers if not self.pauses else ():
-                with suppress(SamplerError):  # a server that does not answer has nothing to unload
-                    server.unload_adapter(old.label)
-            shutil.rmtree(old.directory, ignore_errors=True)
+        for old_update in old_updates:
+            del self._updates[old_update.label]
+            if self.adapted_lm is not None:
+                for server in servers:
+                    # A server that does not answer has nothing to unload.
+                    with suppress(SamplerError):
+                        server.unload_adapter(old_update.label)
+            shutil.rmtree(old_update.directory, ignore_errors=True)
 
     def close(self, servers: Sequence[VllmClient]) -> None:
         self.drop_others(servers, None)
@@ -160,84 +184,101 @@ class WeightTransfer:
 
 
 class NcclTransfer(WeightTransfer):
-    """Broadcast from rank 0, the trainer, to the workers of all servers, by the communicator that PyTorch ships.
+    """Broadcasts from rank 0, the trainer, to the workers of all servers.
 
-    A missing member makes all others wait forever, and PyTorch cannot stop them. So these calls run in threads that may
-    stay behind, on CUDA streams of their own: the weights can still be read and saved while a broadcast hangs."""
+    The communicator is the one that PyTorch ships. A missing member makes all others wait forever,
+    and PyTorch cannot stop them. So these calls run in threads that may stay behind, on CUDA
+    streams of their own: the weights can still be read and saved while a broadcast hangs.
+    """
 
     writes_first = False
 
     def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
         super().__init__(dtype)
         self._communicator: Any = None
+        # How often each server had been started when the communicator was made.
         self._starts: dict[VllmClient, int] = {}
 
     def send(self, groups: GroupQueue, update: WeightUpdate) -> None:
-        if update.tensors is None or not all(tensor.is_cuda for tensor in update.tensors.values()):
-            return super().send(groups, update)
-        if groups.starts != self._starts:  # a server that was started again is a new member
+        tensors = update.tensors
+        if tensors is None or not all(tensor.is_cuda for tensor in tensors.values()):
+            super().send(groups, update)
+            return
+        # A server that was started again is a new member.
+        if groups.starts != self._starts:
             self._connect(groups.servers)
             self._starts = dict(groups.starts)
-        dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in update.tensors.values()]
-        shapes = [list(tensor.shape) for tensor in update.tensors.values()]
-        info = {"names": list(update.tensors), "dtype_names": dtypes, "shapes": shapes}
-        receive = [partial(_receive, server, info, update.label) for server in groups.servers]
-        run_together(
-            [*receive, partial(_broadcast, update.tensors, self._communicator)], LOAD_TIMEOUT
-        )
-        update.tensors = {
-            name: tensor.cpu() for name, tensor in update.tensors.items()
-        }  # the trainer's move on
+        announcement = {
+            "names": list(tensors),
+            "dtype_names": [
+                str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()
+            ],
+            "shapes": [list(tensor.shape) for tensor in tensors.values()],
+        }
+        actions = [
+            partial(_receive, server, announcement, update.label) for server in groups.servers
+        ]
+        actions.append(partial(_broadcast, tensors, self._communicator))
+        run_together(actions, LOAD_TIMEOUT)
+        # A copy, because the trainer's tensors change with the next update.
+        update.tensors = {name: tensor.cpu() for name, tensor in tensors.items()}
 
     def _connect(self, servers: Sequence[VllmClient]) -> None:
-        """Members find each other by an id that the servers get over HTTP."""
-        workers = [int(server.call("GET", "/get_world_size")["world_size"]) for server in servers]
-        identity, world = nccl.unique_id(), 1 + sum(workers)
-        shared = {
-            "world_size": world,
-            "packed": False,
-            "nccl_unique_id_b64": base64.b64encode(identity).decode(),
-        }
-        joining: list[Any] = []
-        for n, server in enumerate(servers):
-            info = {"init_info": shared | {"rank_offset": 1 + sum(workers[:n])}}
-            joining.append(
-                partial(server.call, "POST", "/init_weight_transfer_engine", info, LOAD_TIMEOUT)
-            )
-        device = torch.cuda.current_device()
-        *_, self._communicator = run_together(
-            [*joining, partial(_join, world, identity, device)], LOAD_TIMEOUT
-        )
+        """Makes a communicator of the trainer and all workers. Its id goes to servers over HTTP."""
+        num_workers = [
+            int(server.call("GET", "/get_world_size")["world_size"]) for server in servers
+        ]
+        identity = nccl.unique_id()
+        world_size = 1 + sum(num_workers)
+        actions: list[Callable[[], Any]] = []
+        # Rank 0 is the trainer; the workers of each server follow those of the server before.
+        rank_offset = 1
+        for server, num_workers_of_server in zip(servers, num_workers, strict=True):
+            init_info = {
+                "world_size": world_size,
+                "packed": False,
+                "nccl_unique_id_b64": base64.b64encode(identity).decode(),
+                "rank_offset": rank_offset,
+            }
+            body = {"init_info": init_info}
+            path = "/init_weight_transfer_engine"
+            actions.append(partial(server.call, "POST", path, body, LOAD_TIMEOUT))
+            rank_offset += num_workers_of_server
+        actions.append(partial(_join, world_size, identity, torch.cuda.current_device()))
+        results = run_together(actions, LOAD_TIMEOUT)
+        self._communicator = results[-1]
 
 
 TRANSFERS = {"directory": WeightTransfer, "nccl": NcclTransfer}
 
 
-def _join(world: int, identity: bytes, device: int) -> Any:
+def _join(world_size: int, identity: bytes, device: int) -> Any:
+    """Joins a new communicator as rank 0. Waits for all members. Returns it."""
     with _own_stream(device):
-        communicator = nccl.init_rank(world, identity, 0)
-        nccl.all_reduce(
-            [torch.zeros(1, device="cuda")], comms=[communicator]
-        )  # vLLM's members begin with this sum
+        communicator = nccl.init_rank(world_size, identity, 0)
+        # vLLM's members begin with this sum.
+        nccl.all_reduce([torch.zeros(1, device="cuda")], comms=[communicator])
     return communicator
 
 
-def _receive(server: VllmClient, info: Mapping[str, Any], label: str) -> None:
+def _receive(server: VllmClient, announcement: Mapping[str, Any], label: str) -> None:
+    """Lets a server take part in a broadcast. `announcement` lists the tensors in their order."""
     with server.paused():
         server.call("POST", "/start_weight_update", {})
-        server.call("POST", "/update_weights", {"update_info": info}, LOAD_TIMEOUT)
+        server.call("POST", "/update_weights", {"update_info": announcement}, LOAD_TIMEOUT)
         server.call("POST", "/finish_weight_update", {"weight_version": label}, LOAD_TIMEOUT)
 
 
 def _broadcast(tensors: Mapping[str, Tensor], communicator: Any) -> None:
-    with _own_stream(next(iter(tensors.values())).device):
+    device = next(iter(tensors.values())).device
+    with _own_stream(device):
         for tensor in tensors.values():
             nccl.broadcast([tensor.contiguous()], 0, comms=[communicator])
 
 
 @contextmanager
 def _own_stream(device: torch.device | int) -> Iterator[None]:
-    """Inside, work goes to a new stream, after the work of the current one; the end waits for it."""
+    """Runs the block on a new stream, after the work of the current stream, and waits for its end."""
     with torch.cuda.device(device):
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -247,12 +288,17 @@ def _own_stream(device: torch.device | int) -> Iterator[None]:
 
 
 def _make_directory() -> Path:
-    """A directory of this process. Directories of runs that were killed are removed from /dev/shm."""
+    """Makes a directory for this process, and removes those of runs that were killed.
+
+    They are only removed from the default parent: another one may be shared by machines, whose
+    processes we cannot see.
+    """
     shared = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
     base = Path(os.environ.get(DIRECTORY) or shared).expanduser()
     if str(base) == shared:
         for path in base.glob("lagrpo-*-*"):
-            if not Path(f"/proc/{path.name.split('-')[1]}").exists():
+            process_id = path.name.split("-")[1]
+            if not Path(f"/proc/{process_id}").exists():
                 shutil.rmtree(path, ignore_errors=True)
     root = base / f"lagrpo-{os.getpid()}-{secrets.token_hex(4)}"
     root.mkdir(parents=True)

@@ -1,12 +1,15 @@
-"""What our servers add to vLLM's worker. vLLM's Python imports this file, which imports nothing of lagrpo."""
+"""An extension of vLLM's worker. vLLM's Python imports this file, which imports nothing of lagrpo."""
 
 
 class Worker:
-    """Mixed into vLLM's worker by --worker-extension-cls; collective_rpc calls its methods."""
+    """A class mixed into vLLM's worker by --worker-extension-cls; collective_rpc calls its methods."""
 
     def reload_with_head(self, weights_path: str) -> None:
-        """Load a directory of weights. On a CPU vLLM 0.32 keeps a packed copy of the output head, and does not renew
-        it if the head shares its weights with the embedding; this does."""
+        """Loads a directory of weights.
+
+        On a CPU vLLM 0.32 keeps a packed copy of the output head. It does not renew the copy if the
+        head shares its weights with the embedding; this method does.
+        """
         self.reload_weights(weights_path=weights_path)  # type: ignore[attr-defined]
         head = getattr(self.get_model(), "lm_head", None)  # type: ignore[attr-defined]
         if head is not None and hasattr(head, "cpu_linear"):
