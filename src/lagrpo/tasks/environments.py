@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lagrpo.errors import suggest
-from lagrpo.rewards import pool
+from lagrpo.rewards import worker
 from lagrpo.rewards.reward import OURS, Rewards, load_function
 from lagrpo.tasks import (
     Key,
@@ -49,11 +49,11 @@ Turn = tuple[StepResult, bytes]  # what an environment says, and its pickled sta
 
 def take_turn(state: bytes | None, prompt: Any, key: Any, text: str | None) -> Turn | Outcome:
     """`run_turn` in a worker process; an unscored Outcome if it failed."""
-    make = pool.called()
+    make = worker.called()
     try:
         return run_turn(make, state, prompt, key, text)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - it concerns this completion only
-        return pool.to_outcome(error, "the environment")
+        return worker.to_outcome(error, "the environment")
 
 
 def run_turn(make: Make, state: bytes | None, prompt: Any, key: Any, text: str | None) -> Turn:
@@ -72,11 +72,11 @@ def run_turn(make: Make, state: bytes | None, prompt: Any, key: Any, text: str |
     said = environment.step(str(text))
     if not isinstance(said, StepResult):
         raise TypeError(f"step returned a {type(said).__name__}, not a StepResult")
-    reward = pool.to_outcome(said.reward).reward
+    reward = worker.to_outcome(said.reward).reward
     if reward is None:
         raise ValueError(f"its reward is {said.reward!r:.40}, not a finite number")
     if said.done:
-        return StepResult((), reward, True, pool.clean(said.reason)), b""
+        return StepResult((), reward, True, worker.clean(said.reason)), b""
     return StepResult(_to_json(said.messages), reward), pickle.dumps(environment)
 
 
