@@ -49,7 +49,7 @@ Turn = tuple[StepResult, bytes]  # what an environment says, and its pickled sta
 
 def take_turn(state: bytes | None, prompt: Any, key: Any, text: str | None) -> Turn | Outcome:
     """`run_turn` in a worker process; an unscored Outcome if it failed."""
-    make = worker.called()
+    make = worker.get_loaded()
     try:
         return run_turn(make, state, prompt, key, text)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - it concerns this completion only
