@@ -94,7 +94,7 @@ def digest_prompt(prompt: Prompt) -> dict[str, str]:
 
 
 def digest_visited(visited: Sequence[Mapping[str, str]]) -> Digests:
-    """Returns the number of visited prompts, with one digest for all tokens and one for all answers.
+    """Returns the number of visited prompts, a digest of all tokens, and one of all answers.
 
     visited: the digests of each prompt, from `digest_prompt`.
     """
@@ -158,8 +158,8 @@ def check_visited(
     if changes:
         code = f" ({', '.join(changed_code)} changed, too)" if changed_code else ""
         raise ValueError(
-            f"the prompts of the run have other {' and '.join(changes)} than when it started{code}. "
-            "Restore them, or start a new run"
+            f"the prompts of the run have other {' and '.join(changes)} than when it "
+            f"started{code}. Restore them, or start a new run"
         )
 
 

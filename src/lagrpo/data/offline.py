@@ -1,4 +1,4 @@
-"""Pre-generated (offline) completions: JSONL or Parquet files as groups, for recipes that allow them.
+"""Pre-generated (offline) completions: files as groups, for recipes that allow them.
 
 docs/off-policy.md says what the columns mean. A completion without log-probs carries NaN: for
 recipes that read log α it is left out if others have them. Its version is -1, of no policy of this
@@ -222,7 +222,7 @@ class CompletionTokens:
 
 
 def _read_completion(row: Row, replies: Replies) -> Completion:
-    """Returns the completion of a row, with NaN for log-probs that are unknown. Raises ValueError."""
+    """Returns the completion of a row, with NaN for unknown log-probs. Raises ValueError."""
     content = parse_messages(row.get("completion"))
     finished = row.get("finished", True) is not False
     if isinstance(content, str) and row.get("token_ids") is None:
@@ -247,7 +247,7 @@ def _read_completion(row: Row, replies: Replies) -> Completion:
 
 
 def _read_tokens(row: Row, content: Any, finished: bool, replies: Replies) -> CompletionTokens:
-    """Returns the recorded tokens of a row, or tokenizes its text or messages. Raises ValueError."""
+    """Returns a row's recorded tokens, or tokenizes its text or messages. Raises ValueError."""
     token_ids = _read_list(row, "token_ids", (int,))
     if token_ids is not None:
         sampled = _read_list(row, "loss_mask", (bool,), len(token_ids))

@@ -21,8 +21,8 @@ from lagrpo.tasks import RowTask
 from lagrpo.tasks.numbers import evaluate, find_tagged
 
 WORDING = (
-    "Write an expression that equals {target}. Use only the numbers {numbers}, each of them at most "
-    "once, with + - * / and parentheses. Answer with just the expression."
+    "Write an expression that equals {target}. Use only the numbers {numbers}, each of them at "
+    "most once, with + - * / and parentheses. Answer with just the expression."
 )
 _SIZES = {"train": 10_000, "test": 500}
 _LARGEST = 99

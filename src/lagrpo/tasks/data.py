@@ -287,7 +287,7 @@ def _read_split(data: Any, split_place: str) -> Any:
     Raises ValueError if there are none.
     """
     is_dataset = hasattr(data, "with_transform")
-    # In the format "custom" a function of the user makes the rows, and with_transform would drop it.
+    # In the format "custom" a function of the user makes the rows. with_transform would drop it.
     if is_dataset and data.format["type"] != "custom":
         rows: Any = read_dataset(data)
     else:

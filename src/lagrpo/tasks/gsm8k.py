@@ -59,7 +59,7 @@ def _ask(row: Mapping[str, Any]) -> tuple[str, str]:
 
 @accept_any
 def score(completion: str, answer: Any) -> float:
-    r"""Returns 1.0 if the number that counts in the completion equals the reference number, else 0.0.
+    r"""Returns 1.0 if the number that counts in the completion is the reference number, else 0.0.
 
     Further questions that the completion makes up, and their answers, are left out
     (`lagrpo.tasks.numbers.first_question`). If it has <answer> ... </answer>, only the text within

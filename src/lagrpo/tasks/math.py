@@ -1,7 +1,7 @@
 r"""Task `math`: competition problems, scored by mathematical equality (math-verify).
 
 The data is a directory of .jsonl files with columns problem and answer, as DeepScaleR, MATH-500 and
-AIME have them, or datasets of the hub; see `lagrpo.tasks.data`. The task needs math-verify, which is
+AIME have them, or datasets of the hub; see `lagrpo.tasks.data`. The task needs math-verify. It is
 imported at the top, so that worker processes have it before the first deadline begins.
 """
 
@@ -69,13 +69,13 @@ def score(completion: str, answer: Any) -> float:
 
     1. the content of the last closed \boxed{} (the inner one of nested boxes);
     2. a formula that fills the tags;
-    3. the formula in LaTeX delimiters, or the number, that math-verify finds: the last one after the
-       word "answer", else the last of all.
+    3. the formula in LaTeX delimiters, or the number, that math-verify finds: the last one after
+       the word "answer", else the last of all.
 
-    Equal means spelled the same except for spaces, or equal by math-verify: in value, numbers to six
-    decimals, in any form that it can evaluate ("3^2" is 9), units and "%" left aside; sets without
+    Equal means spelled the same except for spaces, or equal by math-verify: in value, numbers to
+    six decimals, in any form that it can evaluate ("3^2" is 9), units and "%" left aside; sets without
     order, intervals with their ends. If the reference answer is no equation, an equation counts by
-    its last side: "x = 5", "2 + 3 = 5" and "5 = 5" are 5. Whether the equation holds is not checked,
+    its last side: "x = 5", "2 + 3 = 5" and "5 = 5" are 5. The equation itself is not checked,
     because many write "10/3 = 3.33". tests/corpora/math_verify.jsonl has known weaknesses.
 
     The reference answer is the part after its last "####", within its last tags or box, if it has

@@ -1,4 +1,4 @@
-"""Tasks `reasoning_gym:NAME`: puzzles that a generator of the package reasoning-gym makes and scores.
+"""Tasks `reasoning_gym:NAME`: puzzles that generators of reasoning-gym make and score.
 
 A puzzle is a function of the run's seed and its number. The training prompts have the first
 numbers, the test prompts the next ones. A few generators (knight_swap, say) depend on the order of
