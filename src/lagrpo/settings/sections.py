@@ -18,23 +18,29 @@ NAME = r"^[A-Za-z][A-Za-z0-9_]{0,39}$"
 
 
 def split_server_args(options: Sequence[str]) -> tuple[str, ...]:
-    """Options of vLLM as a shell would split them. Raises ValueError, without the value, for one that holds a secret.
+    """Returns options of vLLM as a shell would split them.
+
+    Raises ValueError, without the value, for an option that holds a secret.
 
     >>> split_server_args(["--seed 3", "--dtype=float16"])
     ('--seed', '3', '--dtype=float16')
     """
     words = tuple(word for option in options for word in shlex.split(option))
-    names = (word.partition("=")[0] for word in words if word.startswith("--"))
-    if secret := next(filter(is_secret, names), None):
-        cure = "set an environment variable (HF_TOKEN, LAGRPO_VLLM_API_KEY), which servers inherit"
-        raise ValueError(
-            f"server_args: all users of this machine could read the secret in {secret!r}: {cure}"
-        )
+    for word in words:
+        name = word.partition("=")[0]
+        if word.startswith("--") and is_secret(name):
+            raise ValueError(
+                f"server_args: all users of this machine could read the secret in {name!r}: set an "
+                "environment variable (HF_TOKEN, LAGRPO_VLLM_API_KEY), which servers inherit"
+            )
     return words
 
 
 class Section(BaseModel):
-    """Frozen settings, without unknown names and infinite numbers. A value stands for a list of one."""
+    """Frozen settings, without unknown names and infinite numbers.
+
+    A single value stands for a list of one.
+    """
 
     model_config = ConfigDict(
         frozen=True,
@@ -46,23 +52,23 @@ class Section(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _wrap_single_values(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
-        lists = {
-            name
-            for name, field in cls.model_fields.items()
-            if tuple in map(get_origin, (field.annotation, *get_args(field.annotation)))
-        }
-        single = {
-            name for name in lists & given.keys() if isinstance(given[name], str | int | dict)
-        }
+    def _wrap_single_values(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        wrapped = dict(values)
         for name, field in cls.model_fields.items():
-            kinds = (field.annotation, *get_args(field.annotation))
-            is_number = (float in kinds or int in kinds) and bool not in kinds
-            if is_number and isinstance(given.get(name), bool):
-                raise ValueError(f"{name} = {str(given[name]).lower()}: write a number")
-        return given | {name: (given[name],) for name in single}
+            if name not in values:
+                continue
+            value = values[name]
+            types = (field.annotation, *get_args(field.annotation))
+            # pydantic would take true as the number 1.
+            is_number = (float in types or int in types) and bool not in types
+            if is_number and isinstance(value, bool):
+                raise ValueError(f"{name} = {str(value).lower()}: write a number")
+            is_list = any(get_origin(field_type) is tuple for field_type in types)
+            if is_list and isinstance(value, str | int | dict):
+                wrapped[name] = (value,)
+        return wrapped
 
 
 class RunSettings(Section):
