@@ -453,37 +453,42 @@ class EvalSettings(Section):
 
     @model_validator(mode="after")
     def _check_sets(self) -> EvalSettings:
-        names = [each.name for each in self.sets]
-        if twice := [name for name in names if names.count(name) > 1]:
-            raise ValueError(f"sets: two sets have the name {twice[0]!r}")
+        names = [evaluation_set.name for evaluation_set in self.sets]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"sets: two sets have the name {name!r}")
         if self.best_metric is not None:
             self._check_best(self.best_metric)
         return self
 
     def _check_best(self, best: str) -> None:
-        of_set, _, metric = best.rpartition(".")
-        chosen = {each.name: each for each in self.sets}.get(of_set)
-        samples = (chosen and chosen.num_samples) or self.num_samples
-        known = [
-            "reward",
-            *(
-                f"pass@{k}"
-                for k in sorted({samples, *(1 << n for n in range(samples.bit_length()))})
-            ),
-        ]
-        is_known = metric in known or re.fullmatch(r"rewards/\w+/mean", metric)
-        if not is_known or (chosen is None) == bool(of_set or self.sets):
+        """Raises ValueError for a best_metric that the run does not compute."""
+        set_name, _, metric = best.rpartition(".")
+        sets_by_name = {evaluation_set.name: evaluation_set for evaluation_set in self.sets}
+        chosen_set = sets_by_name.get(set_name)
+        num_samples = self.num_samples
+        every = self.every
+        if chosen_set is not None:
+            num_samples = chosen_set.num_samples or num_samples
+            every = chosen_set.every if chosen_set.every is not None else every
+
+        # pass@k for k = 1, 2, 4, …, and for all samples.
+        powers_of_two = [1 << exponent for exponent in range(num_samples.bit_length())]
+        known = ["reward"]
+        known += [f"pass@{k}" for k in sorted({num_samples, *powers_of_two})]
+        is_known_metric = metric in known or re.fullmatch(r"rewards/\w+/mean", metric)
+        needs_set = bool(set_name or self.sets)
+        if not is_known_metric or needs_set != (chosen_set is not None):
+            form = "SET.METRIC" if self.sets else "METRIC"
+            raise ValueError(f"best_metric = {best!r}: write {form} of {', '.join(known)}")
+        if not self.at_start and not every:
             raise ValueError(
-                f"best_metric = {best!r}: write {'SET.' * bool(self.sets)}METRIC of {', '.join(known)}"
-            )
-        if not self.at_start and not (
-            self.every if chosen is None or chosen.every is None else chosen.every
-        ):
-            raise ValueError(
-                f"best_metric = {best!r}, but the run never evaluates: set every, or at_start = true"
+                f"best_metric = {best!r}, but the run never evaluates: set every, or "
+                "at_start = true"
             )
 
     @property
     def takes_place(self) -> bool:
-        """Whether anything is ever evaluated."""
-        return self.at_start or bool(self.every or any(each.every for each in self.sets))
+        """True if anything is ever evaluated."""
+        sets_have_times = any(evaluation_set.every for evaluation_set in self.sets)
+        return self.at_start or bool(self.every or sets_have_times)
