@@ -15,7 +15,17 @@ from scoring import QUESTION, make_completion, make_group, score
 
 from lagrpo.errors import SettingsError
 from lagrpo.rewards.builtin import exact, format, length
-from lagrpo.rewards.reward import REWARDS, Reward, Rewards, UnscorableError, load_function
+from lagrpo.rewards.reward import (
+    OURS,
+    PASSED,
+    REWARDS,
+    TRL,
+    VERL,
+    Reward,
+    Rewards,
+    UnscorableError,
+    load_function,
+)
 from lagrpo.runs import load_metrics, load_rollouts
 from lagrpo.runs.reading import load_evaluation_records
 from lagrpo.settings.load import load_settings
@@ -65,6 +75,18 @@ def test_trl_signature_gets_lists_and_the_columns_in_the_form_of_the_prompt():
         lambda completion_ids, **kwargs: []
     )  # the first example of TRL's documentation
     assert given["completion_ids"] == [[0, 1, 2], []]
+
+
+def test_every_signature_gets_the_arguments_that_it_promises():
+    functions = {
+        OURS: lambda completion, **kwargs: 0.0,
+        TRL: lambda completions, **kwargs: [],
+        VERL: lambda solution_str, **kwargs: 0.0,
+    }
+    for style, function in functions.items():
+        group = make_group("2")
+        kwargs = Reward("", function).arguments(group.prompt, group.completions)[0]
+        assert set(kwargs) == set(PASSED[style])
 
 
 def test_function_of_another_signature_is_rejected():

@@ -1,1 +1,1 @@
-"""What a batch is made of: prompts, and pre-generated (offline) completions."""
+"""The data of batches: prompts, and pre-generated (offline) completions."""

@@ -1,7 +1,8 @@
-"""Digests of the data of a run, so that a run whose data has changed does not resume as if nothing had happened.
+"""Digests of the data of a run, which checkpoints hold: a run whose data has changed cannot resume.
 
-Every row counts with every column: answers, and what only a reward function reads. The order of columns does not. The
-prompts that the run visits count as the model sees them, in tokens. Checkpoints hold these digests.
+Every row counts with every column: answers, and columns that only a reward function reads. The
+order of columns does not count. The prompts that the run visits count as the model sees them, in
+tokens.
 """
 
 from __future__ import annotations
@@ -17,9 +18,15 @@ from lagrpo.tasks import RowTask, Task
 from lagrpo.types import Prompt
 
 Digests = dict[str, Any]
-ROWS = "rows"  # key of the number of rows, beside the digests of the columns
-CHUNK = 1000  # rows of a dataset that are read at a time
-VISITED = ("tokens", "answers")  # what counts of a prompt that the run visits
+
+ROWS = "rows"
+"""Key of the number of rows, beside the digests of the columns."""
+
+CHUNK = 1000
+"""Rows of a dataset that are read at a time."""
+
+VISITED = ("tokens", "answers")
+"""Keys of the digests of a prompt that the run visits."""
 
 
 def digest_places(
@@ -27,65 +34,83 @@ def digest_places(
     records: Sequence[Mapping[str, Any]] = (),
     evaluates: bool = True,
 ) -> Digests:
-    """The digests of all rows of a run, by place: "train split", say.
+    """Returns the digests of all rows of a run, by place, such as "train split".
 
-    tasks: the run's task (MAIN_TASK), and those of evaluation sets, by name; their test splits count if the run
-    `evaluates`. A task that is not made of rows has none: only its prompts count. records: the rows of offline data.
+    tasks: the run's task (MAIN_TASK) and the tasks of evaluation sets, by name. Test splits count
+        if the run `evaluates`. A task that is not made of rows has no digests here.
+    records: the rows of offline data.
     """
-    places = {"offline data": digest_rows(records)} if records else {}
+    places: Digests = {}
+    if records:
+        places["offline data"] = digest_rows(records)
     for name, task in tasks.items():
         if not isinstance(task, RowTask):
             continue
-        of_set = "" if name == MAIN_TASK else f" of evaluation set {name}"
-        splits = ["train"] if name == MAIN_TASK else []
-        splits += ["test"] if evaluates else []
-        places |= {f"{split} split{of_set}": digest_rows(task.rows[split]) for split in splits}
+        is_main_task = name == MAIN_TASK
+        suffix = "" if is_main_task else f" of evaluation set {name}"
+        if is_main_task:
+            places[f"train split{suffix}"] = digest_rows(task.rows["train"])
+        if evaluates:
+            places[f"test split{suffix}"] = digest_rows(task.rows["test"])
     return places
 
 
 def digest_rows(rows: Any) -> Digests:
-    """The number of rows, and a digest for each column; for rows without columns a single one."""
-    columns: dict[str, Any] = {}
+    """Returns the number of rows and a digest of each column.
+
+    Rows without columns have a single digest, as of a column "values".
+    """
+    column_hashes: dict[str, Any] = {}
     for number, row in enumerate(iterate_rows(rows)):
-        values = row if isinstance(row, Mapping) else {"values": row}
-        for name, value in values.items():
-            column = columns.setdefault(str(name), hashlib.blake2b(digest_size=8))
-            column.update(f"{number} {value_text(value)}\n".encode())
+        columns = row if isinstance(row, Mapping) else {"values": row}
+        for name, value in columns.items():
+            column_hash = column_hashes.setdefault(str(name), hashlib.blake2b(digest_size=8))
+            # The number tells which rows have the column: some rows may lack it.
+            column_hash.update(f"{number} {value_text(value)}\n".encode())
     return {
         ROWS: len(rows),
-        "columns": {name: columns[name].hexdigest() for name in sorted(columns)},
+        "columns": {name: column_hashes[name].hexdigest() for name in sorted(column_hashes)},
     }
 
 
 def iterate_rows(rows: Any) -> Iterator[Any]:
-    """The rows of a sequence, or of a dataset, by chunks: row by row, a dataset takes ten times as long."""
-    if not hasattr(rows, "select"):
+    """Yields the rows of a sequence, or of a dataset.
+
+    A dataset is read by chunks: row by row, it takes ten times as long.
+    """
+    is_dataset = hasattr(rows, "select")
+    if not is_dataset:
         yield from rows
         return
-    for first in range(0, len(rows), CHUNK):
-        chunk = rows[first : first + CHUNK]  # a list for each column
-        for values in zip(*chunk.values(), strict=True):
-            yield dict(zip(chunk, values, strict=True))
+    for start in range(0, len(rows), CHUNK):
+        columns = rows[start : start + CHUNK]  # a list for each column
+        for values in zip(*columns.values(), strict=True):
+            yield dict(zip(columns, values, strict=True))
 
 
 def digest_prompt(prompt: Prompt) -> dict[str, str]:
-    """The digests of a prompt's tokens and of its reference answer."""
+    """Returns the digests of a prompt's tokens and of its reference answer."""
     return {"tokens": digest(repr(prompt.token_ids)), "answers": digest(value_text(prompt.answer))}
 
 
 def digest_visited(visited: Sequence[Mapping[str, str]]) -> Digests:
-    """The digests of several prompts as one."""
-    together = {name: digest(" ".join(each[name] for each in visited)) for name in VISITED}
-    return {"prompts": len(visited), **together}
+    """Returns the number of visited prompts, a digest of all tokens, and one of all answers.
+
+    visited: the digests of each prompt, from `digest_prompt`.
+    """
+    digests: Digests = {"prompts": len(visited)}
+    for name in VISITED:
+        digests[name] = digest(" ".join(prompt_digests[name] for prompt_digests in visited))
+    return digests
 
 
 def digest(text: str) -> str:
-    """16 hex digits that tell texts apart."""
+    """Returns 16 hex digits that tell texts apart."""
     return hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).hexdigest()
 
 
 def value_text(value: Any) -> str:
-    """A value as JSON with the keys of tables in order, the same in every process."""
+    """Returns a value as JSON with the keys of tables in order, the same in every process."""
     try:
         return json.dumps(value, sort_keys=True, default=object_text)
     except (TypeError, ValueError):  # keys that JSON does not have
@@ -93,18 +118,24 @@ def value_text(value: Any) -> str:
 
 
 def object_text(value: Any) -> Any:
-    """A value that JSON does not have: lists for NumPy, else its text without the address of the object."""
+    """Returns a value that JSON does not have: as a list for NumPy, else as a text.
+
+    The text is without the object's address, which differs between processes.
+    """
     if hasattr(value, "tolist"):
         return value.tolist()
     return re.sub(r" at 0x[0-9a-f]+", "", str(value))
 
 
-# ---- what has changed ----
+# ---- Changes ----
 
 
 def check_places(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise ValueError if the rows of a place have changed; a place that only one of them has does not count."""
-    changes = list[str]()
+    """Raises ValueError if the rows of a place have changed.
+
+    A place that is in only one of `before` and `now` does not count.
+    """
+    changes: list[str] = []
     for place in before.keys() & now.keys():
         changes += compare_rows(place, before[place], now[place])
     if changes:
@@ -117,22 +148,29 @@ def check_places(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
 def check_visited(
     before: Digests, visited: Sequence[Mapping[str, str]], changed_code: Sequence[str] = ()
 ) -> None:
-    """Raise ValueError if the prompts that a run visits have changed; code that has changed, too, may be the reason. A
-    run that got more batches visits more than before."""
+    """Raises ValueError if the prompts that a run visits have changed.
+
+    The message names `changed_code`, which may be the reason. A run that got more batches visits
+    more prompts than `before`: these do not count.
+    """
     now = digest_visited(visited[: before["prompts"]])
     changes = [name for name in VISITED if now[name] != before[name]]
     if changes:
         code = f" ({', '.join(changed_code)} changed, too)" if changed_code else ""
         raise ValueError(
-            f"the prompts of the run have other {' and '.join(changes)} than when it started{code}. "
-            "Restore them, or start a new run"
+            f"the prompts of the run have other {' and '.join(changes)} than when it "
+            f"started{code}. Restore them, or start a new run"
         )
 
 
 def compare_rows(place: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What differs between the digests of the rows of one place."""
+    """Returns what differs between the digests of one place's rows; nothing if they are equal."""
     if before[ROWS] != now[ROWS]:
         return [f"the {place} has {now[ROWS]:,} rows, not {before[ROWS]:,}"]
-    old, new = before["columns"], now["columns"]
-    names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
-    return [f"the {place} has other values of {', '.join(names)}"] if names else []
+    old_columns = before["columns"]
+    new_columns = now["columns"]
+    all_names = {**old_columns, **new_columns}  # a dict, which keeps their order
+    changed = [name for name in all_names if old_columns.get(name) != new_columns.get(name)]
+    if not changed:
+        return []
+    return [f"the {place} has other values of {', '.join(changed)}"]

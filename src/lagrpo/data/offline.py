@@ -1,7 +1,8 @@
-"""Pre-generated (offline) completions: JSONL or Parquet files as groups, for recipes that allow them.
+"""Pre-generated (offline) completions: files as groups, for recipes that allow them.
 
-docs/off-policy.md says what the columns mean. A completion without log-probs carries NaN: for recipes that
-read log α it is left out if others have them. Its version is -1, of no policy of this run.
+docs/off-policy.md says what the columns mean. A completion without log-probs carries NaN: for
+recipes that read log α it is left out if others have them. Its version is -1, of no policy of this
+run.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
@@ -26,13 +27,21 @@ from lagrpo.tasks.data import Row, format_of, parse_messages, plain, read_rows
 from lagrpo.types import Completion, Group, Outcome, Prompt
 
 UNKNOWN_VERSION = -1
-ROUNDING = 1e-3  # nats above 0 at which a log-prob is still taken: some samplers round probabilities up to 1
+
+MAX_LOGP = 1e-3
+"""Nats above 0 that a log-prob may be: some samplers round probabilities up to 1."""
+
+WITHOUT_LOGP = "without log-probs"  # a reason for leaving a row out
 
 
 def read_records(data: str | Path | Sequence[str | Path]) -> list[Row]:
-    """The rows of the files that `data` names. Raises FileNotFoundError, and ValueError with file and line."""
-    rows = list[Row]()
-    for file in completion_files([data] if isinstance(data, str | Path) else data):
+    """Reads the rows of the files that `data` names.
+
+    Raises FileNotFoundError, and ValueError with file and line.
+    """
+    paths = [data] if isinstance(data, str | Path) else data
+    rows: list[Row] = []
+    for file in completion_files(paths):
         if format_of(file) not in (".jsonl", ".json", ".parquet"):
             raise ValueError(f"{file}: files of completions end in .jsonl or .parquet")
         rows += read_rows(file)
@@ -41,10 +50,24 @@ def read_records(data: str | Path | Sequence[str | Path]) -> list[Row]:
     return rows
 
 
+@dataclass(frozen=True, slots=True)
+class OfflineRow:
+    """A row of a file. Rows with the same `group_key` were sampled together."""
+
+    group_key: Hashable
+    prompt: Prompt
+    completion: Completion
+
+
 class OfflineData:
-    """The groups of files, visited epoch after epoch in an order that is a function of (seed, epoch). `reads_logp`: the
-    recipe reads log α. `left_out` counts rows that are not in the groups, by reason. Raises ValueError, with file and
-    line, for a row that cannot be used, and if no completions are left."""
+    """The groups of files, visited epoch after epoch.
+
+    The order is a function of (seed, epoch). A group has at most G completions. `left_out` counts
+    the rows that are in no group, by reason. `reads_logp`: the recipe reads log α.
+
+    Raises ValueError, with file and line, for a row that cannot be used, and if no completions are
+    left.
+    """
 
     def __init__(
         self,
@@ -58,218 +81,284 @@ class OfflineData:
         max_completion_tokens: int = 10**9,
         reads_logp: bool = False,
     ) -> None:
-        self.seed, self.left_out, self.files = (
-            seed,
-            Counter[str](),
-            len({row.path for row in records}),
-        )
-        replies, warned = Replies(policy.chat), False
-        rows = list[
-            tuple[Any, Prompt, Completion]
-        ]()  # the first is the same for rows that were sampled together
+        self.seed = seed
+        self.files = len({record.path for record in records})
+        self.left_out: Counter[str] = Counter()
+        replies = Replies(policy.chat)
+        has_warned = False
+        rows: list[OfflineRow] = []
         for record in records:
             with one_line_errors(record.place):
                 prompt = _read_prompt(record, replies, system_prompt)
-                if (count := len(prompt.token_ids)) > max_prompt_tokens:
+                num_tokens = len(prompt.token_ids)
+                if num_tokens > max_prompt_tokens:
                     raise ValueError(
-                        f"its prompt has {count} tokens; rollout.max_prompt_length is {max_prompt_tokens}"
+                        f"its prompt has {num_tokens} tokens; rollout.max_prompt_length is "
+                        f"{max_prompt_tokens}"
                     )
                 if record.get("outcome") == "failed":
                     self.left_out["failed"] += 1
                     continue
                 completion = _read_completion(record, replies)
-                if (count := completion.length) > (most := max_completion_tokens):
+                num_tokens = completion.length
+                if num_tokens > max_completion_tokens:
                     raise ValueError(
-                        f"its completion has {count} tokens; rollout.max_completion_length is {most}"
+                        f"its completion has {num_tokens} tokens; rollout.max_completion_length is "
+                        f"{max_completion_tokens}"
                     )
-            if record.get("prompt_token_ids") is None:
-                warned = warned or policy.chat.warn_if_rendered(prompt, record.place)
-            batch = (record.path, record.get("epoch")) if "prompt_text" in record else ()
-            rows.append(((batch, prompt.token_ids, json.dumps(prompt.answer)), prompt, completion))
-        known = [row for row in rows if row[2].has_logp]
-        if reads_logp and 0 < len(known) < len(rows):
-            self.left_out["without log-probs"], rows = len(rows) - len(known), known
-        together = defaultdict[Any, list[tuple[Prompt, Completion]]](list)
-        for place, prompt, completion in rows:
-            together[place].append((prompt, completion))
-        chosen = [
-            members[first : first + G]
-            for members in together.values()
-            for first in range(0, len(members), G)
-        ]
-        self._groups = [
-            Group(
-                replace(some[0][0], key=key),
-                tuple(completion for _, completion in some),
-                source="file",
-            )
-            for key, some in enumerate(chosen)
-        ]
-        self._completions = [completion for _, _, completion in rows]
+            # One warning is enough. Recorded token ids are used as they are, rendered or not.
+            if record.get("prompt_token_ids") is None and not has_warned:
+                has_warned = policy.chat.warn_if_rendered(prompt, record.place)
+            rows.append(OfflineRow(_group_key(record, prompt), prompt, completion))
+        if reads_logp:
+            rows = self._leave_out_unknown_logp(rows)
+        self._completions = [row.completion for row in rows]
+        self._groups = _make_groups(rows, G)
         if not self._groups:
             raise ValueError(f"the files have {self}")
+
+    def _leave_out_unknown_logp(self, rows: list[OfflineRow]) -> list[OfflineRow]:
+        """Returns the rows with log-probs. If none has them, all rows stay."""
+        known = [row for row in rows if row.completion.has_logp]
+        if not known or len(known) == len(rows):
+            return rows
+        self.left_out[WITHOUT_LOGP] = len(rows) - len(known)
+        return known
 
     def __len__(self) -> int:
         return len(self._groups)
 
     def __str__(self) -> str:
-        numbers = {
-            "completion": len(self._completions),
-            "group": len(self._groups),
-            "file": self.files,
-        }
-        completions, groups, files = (
-            f"{n:,} {what}{'s' * (n != 1)}" for what, n in numbers.items()
+        description = (
+            f"{_count_text(len(self._completions), 'completion')} of "
+            f"{_count_text(len(self._groups), 'group')} in {_count_text(self.files, 'file')}"
         )
-        left_out = ", ".join(f"{count} {reason}" for reason, count in self.left_out.items())
-        return f"{completions} of {groups} in {files}" + (
-            f"; left out: {left_out}" if left_out else ""
-        )
+        if self.left_out:
+            reasons = ", ".join(f"{count} {reason}" for reason, count in self.left_out.items())
+            description += f"; left out: {reasons}"
+        return description
 
     @property
     def has_logp(self) -> bool:
-        """Whether every completion carries the log-probs of the policy that sampled it."""
+        """True if every completion has the log-probs of the policy that sampled it."""
         return all(completion.has_logp for completion in self._completions)
 
     def batch(self, b: int, count: int) -> list[Group]:
-        """`count` groups for batch b = 1, 2, …"""
-        N = len(self._groups)
-        places = (divmod(place, N) for place in range((b - 1) * count, b * count))
-        return [
-            replace(self._groups[order_prompts(self.seed, epoch, N)[n]], epoch=epoch)
-            for epoch, n in places
-        ]
+        """Returns the `count` groups of batch b = 1, 2, …"""
+        num_groups = len(self._groups)
+        groups = []
+        for position in range((b - 1) * count, b * count):
+            epoch, position_in_epoch = divmod(position, num_groups)
+            index = order_prompts(self.seed, epoch, num_groups)[position_in_epoch]
+            groups.append(replace(self._groups[index], epoch=epoch))
+        return groups
+
+
+def _count_text(count: int, noun: str) -> str:
+    """Returns a count with its noun, such as "1 file" or "1,000 files"."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+# ---- Groups ----
+
+
+def _group_key(record: Row, prompt: Prompt) -> Hashable:
+    """Returns a key that is equal for rows that were sampled together.
+
+    These have the same prompt and reference answer. In records of a run, where a prompt may come
+    again, they are also of the same file and epoch.
+    """
+    is_of_run = "prompt_text" in record
+    epoch_of_file = (record.path, record.get("epoch")) if is_of_run else ()
+    return epoch_of_file, prompt.token_ids, json.dumps(prompt.answer)
+
+
+def _make_groups(rows: Sequence[OfflineRow], G: int) -> list[Group]:
+    """Returns groups of at most G completions. The keys of their prompts are 0, 1, …"""
+    rows_by_group: defaultdict[Hashable, list[OfflineRow]] = defaultdict(list)
+    for row in rows:
+        rows_by_group[row.group_key].append(row)
+    groups: list[Group] = []
+    for members in rows_by_group.values():
+        for start in range(0, len(members), G):
+            chunk = members[start : start + G]
+            prompt = replace(chunk[0].prompt, key=len(groups))
+            completions = tuple(row.completion for row in chunk)
+            groups.append(Group(prompt, completions, source="file"))
+    return groups
+
+
+# ---- One row ----
 
 
 def _read_prompt(row: Row, replies: Replies, system_prompt: str | None) -> Prompt:
-    """The prompt with its token ids."""
-    question, answer = parse_messages(row.get("prompt")), plain(row.get("answer"))
-    if "prompt_text" in row:
+    """Returns the prompt of a row, with its token ids. Raises ValueError."""
+    question = parse_messages(row.get("prompt"))
+    answer = plain(row.get("answer"))
+    if "prompt_text" in row:  # a record of a run, which has its answer as JSON
         question = row["prompt_text"]
         with one_line_errors(f"its answer {answer!r:.40} is not JSON"):
             answer = json.loads(answer or "null")
-    if ids := read_list(row, "prompt_token_ids", (int,)):
-        replies.chat.check_vocabulary(ids)
-        return Prompt(
-            0, build_messages(question or [{"role": "user", "content": ""}]), answer, tuple(ids)
-        )
+    token_ids = _read_list(row, "prompt_token_ids", (int,))
+    if token_ids:
+        replies.chat.check_vocabulary(token_ids)
+        messages = build_messages(question or [{"role": "user", "content": ""}])
+        return Prompt(0, messages, answer, tuple(token_ids))
     if not question:
         raise ValueError(
             f"it has neither prompt nor prompt_token_ids; the columns are {', '.join(row)}"
         )
-    return replies.chat.tokenize(
-        Prompt(0, build_messages(question, system_prompt, is_padded(row)), answer)
-    )
+    messages = build_messages(question, system_prompt, is_padded(row))
+    return replies.chat.tokenize(Prompt(0, messages, answer))
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionTokens:
+    """The tokens of a completion, and the text of each turn if it has several."""
+
+    token_ids: list[int]
+    sampled: list[bool] | None = None  # per token; None: the policy sampled all of them
+    turns: Sequence[str] = ()
 
 
 def _read_completion(row: Row, replies: Replies) -> Completion:
-    """The completion, with NaN for log-probs that are unknown."""
-    said = parse_messages(row.get("completion"))
-    finished = row.get("finished", True)
-    if isinstance(said, str) and row.get("token_ids") is None:
-        said = replies.chat.without_end(said)
-    ids, sampled, turns = _tokenize(row, said, finished is not False, replies)
-    if not ids:
+    """Returns the completion of a row, with NaN for unknown log-probs. Raises ValueError."""
+    content = parse_messages(row.get("completion"))
+    finished = row.get("finished", True) is not False
+    if isinstance(content, str) and row.get("token_ids") is None:
+        content = replies.chat.without_end(content)
+    tokens = _read_tokens(row, content, finished, replies)
+    token_ids = tokens.token_ids
+    if not token_ids:
         raise ValueError("its completion has no tokens")
-    replies.chat.check_vocabulary(ids)
+    replies.chat.check_vocabulary(token_ids)
+    num_tokens = len(token_ids)
+    # Tensors of shape [t], one entry per token.
     return Completion(
-        token_ids=torch.tensor(ids, dtype=torch.long),
-        logp_alpha=read_logp(row, len(ids)),
-        versions=torch.full((len(ids),), UNKNOWN_VERSION),
-        finished=finished is not False,
-        text=said if isinstance(said, str) else replies.chat.decode(ids),
-        outcome=read_outcome(row),
-        sampled=torch.tensor(sampled or [True] * len(ids)),
-        turns=tuple(turns),
+        token_ids=torch.tensor(token_ids, dtype=torch.long),
+        logp_alpha=_read_logp(row, num_tokens),
+        versions=torch.full((num_tokens,), UNKNOWN_VERSION),
+        finished=finished,
+        text=content if isinstance(content, str) else replies.chat.decode(token_ids),
+        outcome=_read_outcome(row),
+        sampled=torch.tensor(tokens.sampled or [True] * num_tokens),
+        turns=tuple(tokens.turns),
     )
 
 
-def _tokenize(
-    row: Row, said: Any, finished: bool, replies: Replies
-) -> tuple[Any, Any, Sequence[str]]:
-    """The token ids of a completion; which were sampled (None: all); and the text of each of several turns."""
-    if (ids := read_list(row, "token_ids", (int,))) is not None:
-        sampled = read_list(row, "loss_mask", (bool,), len(ids))
+def _read_tokens(row: Row, content: Any, finished: bool, replies: Replies) -> CompletionTokens:
+    """Returns a row's recorded tokens, or tokenizes its text or messages. Raises ValueError."""
+    token_ids = _read_list(row, "token_ids", (int,))
+    if token_ids is not None:
+        sampled = _read_list(row, "loss_mask", (bool,), len(token_ids))
         if sampled is not None and not any(sampled):
             raise ValueError(
                 "loss_mask leaves out all of its tokens: there is nothing to learn from"
             )
-        return ids, sampled, read_list(row, "messages", (str,)) or []
-    if column := next(
-        (name for name in ("rollout_logprobs", "loss_mask") if row.get(name) is not None), None
-    ):
-        raise ValueError(
-            f"{column} needs token_ids: tokenizing the text may give other tokens than were sampled"
-        )
-    if isinstance(said, list):
-        return tokenize_turns(said, replies, finished)
-    if not isinstance(said, str):
-        raise ValueError(f"its completion is {said!r:.80}, not a text, messages, or token_ids")
-    ids = replies.chat.encode(said, add_special_tokens=False)
+        turns = _read_list(row, "messages", (str,)) or []
+        return CompletionTokens(token_ids, sampled, turns)
+    for column in ("rollout_logprobs", "loss_mask"):
+        if row.get(column) is not None:
+            raise ValueError(
+                f"{column} needs token_ids: tokenizing the text may give other tokens than were "
+                "sampled"
+            )
+    if isinstance(content, list):
+        return _tokenize_turns(content, replies, finished)
+    if not isinstance(content, str):
+        raise ValueError(f"its completion is {content!r:.80}, not a text, messages, or token_ids")
+    token_ids = replies.chat.encode(content, add_special_tokens=False)
     if finished:
-        ids.append(replies.end_id)
-    return ids, None, []
+        token_ids.append(replies.end_id)
+    return CompletionTokens(token_ids)
 
 
-def read_list(
-    row: Mapping[str, Any], column: str, kinds: tuple[type, ...], count: int | None = None
+def _read_list(
+    row: Mapping[str, Any], column: str, types: tuple[type, ...], count: int | None = None
 ) -> Any:
-    """The list in a column; None without one. Raises ValueError for values of other types, and another length."""
+    """Returns the list in a column; None without one.
+
+    Raises ValueError for values of other types, and for a length other than `count`.
+    """
     values = row.get(column)
     if values is None:
         return None
-    if not isinstance(values, list) or not {*map(type, values)} <= {*kinds}:
-        raise ValueError(f"{column} is {values!r:.80}, not a list of {kinds[0].__name__}")
-    if count not in (None, len(values)):
+    # A bool is no int here, so the types are compared exactly.
+    if not isinstance(values, list) or not {type(value) for value in values} <= set(types):
+        raise ValueError(f"{column} is {values!r:.80}, not a list of {types[0].__name__}")
+    if count is not None and len(values) != count:
         raise ValueError(f"{column} has {len(values)} entries for {count} tokens")
     return values
 
 
-def read_logp(row: Mapping[str, Any], count: int) -> torch.Tensor:
-    """One log-prob per token, NaN if it is unknown: null in the file."""
-    values = read_list(row, "rollout_logprobs", (float, int, type(None)), count) or [None] * count
-    logp = torch.tensor(
-        [math.nan if value is None else value for value in values], dtype=torch.float64
-    ).float()
-    if len(wrong := (logp.isinf() | (logp > ROUNDING)).nonzero()):
-        n = int(wrong[0])
+def _read_logp(row: Mapping[str, Any], count: int) -> torch.Tensor:
+    """Returns one log-prob per token, float32 [count]: NaN if it is unknown, which is null."""
+    recorded = _read_list(row, "rollout_logprobs", (float, int, type(None)), count)
+    values = recorded or [None] * count
+    numbers = [math.nan if value is None else value for value in values]
+    logp = torch.tensor(numbers, dtype=torch.float64).float()  # [count]
+    wrong = (logp.isinf() | (logp > MAX_LOGP)).nonzero()  # [number of wrong log-probs, 1]
+    if len(wrong):
+        index = int(wrong[0])
         raise ValueError(
-            f"rollout_logprobs[{n}] is {values[n]:g}: a log-prob is at most 0, or null if it is unknown"
+            f"rollout_logprobs[{index}] is {values[index]:g}: a log-prob is at most 0, or null if "
+            "it is unknown"
         )
     return logp
 
 
-def read_outcome(row: Mapping[str, Any]) -> Outcome | None:
-    """The recorded outcome; None if the task's reward function is still to decide."""
+def _read_outcome(row: Mapping[str, Any]) -> Outcome | None:
+    """Returns the recorded outcome; None if the task's reward function is still to decide."""
     reward = row.get("reward")
     if row.get("outcome") == "unscored":
         return Outcome.unscored(str(row.get("reason") or "recorded so"))
-    if reward is not None and (not isinstance(reward, int | float) or not math.isfinite(reward)):
+    if reward is None:
+        return None
+    if not isinstance(reward, int | float) or not math.isfinite(reward):
         raise ValueError(f"its reward is {reward!r:.80}, not a finite number")
-    return None if reward is None else Outcome.scored(float(reward))
+    return Outcome.scored(float(reward))
 
 
-def tokenize_turns(
-    messages: Messages, replies: Replies, finished: bool
-) -> tuple[list[int], list[bool], list[str]]:
-    """Token ids of a completion of several turns, with what the chat template adds between them; which are the
-    assistant's, each turn with the token that ends it (the last only if it is `finished`); and the turns' texts."""
-    messages = [
-        plain_message(message) if isinstance(message, Mapping) else {} for message in messages
-    ]
-    whole = all(isinstance(message.get("content"), str) for message in messages)
-    own = [message.get("role") == "assistant" for message in messages] if whole else []
-    if not own or not own[0] or not own[-1] or any(a and b for a, b in pairwise(own)):
-        form = "messages that begin and end with the assistant, without two assistant messages in a row"
-        raise ValueError(f"its completion is {messages!r:.80}, not a text, or {form}")
-    ids, sampled, texts = list[int](), list[bool](), list[str]()
-    for is_own, turn in groupby(messages, lambda message: message["role"] == "assistant"):
-        given = list(turn)
-        text = "\n".join(message["content"] for message in given)
-        texts.append(replies.chat.without_end(text) if is_own else text)
-        own_ids = replies.chat.encode(texts[-1], add_special_tokens=False) if is_own else []
-        added = [*own_ids, replies.end_id] if is_own else replies.tokens(given)
-        ids += added
-        sampled += [is_own] * len(added)
-    end = len(ids) if finished else -1
-    return ids[:end], sampled[:end], texts
+# ---- Several turns ----
+
+
+def _tokenize_turns(messages: Messages, replies: Replies, finished: bool) -> CompletionTokens:
+    """Tokenizes a completion of several turns.
+
+    The assistant's turns are sampled, each with the token that ends it: the last one only if the
+    completion is `finished`. Other turns are what the chat template adds between them.
+    """
+    turns = [plain_message(message) if isinstance(message, Mapping) else {} for message in messages]
+    if not _is_conversation(turns):
+        raise ValueError(
+            f"its completion is {turns!r:.80}, not a text, or messages that begin and end with the "
+            "assistant, without two assistant messages in a row"
+        )
+    token_ids: list[int] = []
+    sampled: list[bool] = []
+    texts: list[str] = []
+    for is_assistant, group in groupby(turns, lambda message: message["role"] == "assistant"):
+        group_messages = list(group)
+        text = "\n".join(message["content"] for message in group_messages)
+        if is_assistant:
+            text = replies.chat.without_end(text)
+            added_ids = replies.chat.encode(text, add_special_tokens=False)
+            added_ids.append(replies.end_id)
+        else:
+            added_ids = replies.tokens(group_messages)
+        texts.append(text)
+        token_ids += added_ids
+        sampled += [is_assistant] * len(added_ids)
+    if not finished:  # the end token of the last turn was not sampled
+        token_ids.pop()
+        sampled.pop()
+    return CompletionTokens(token_ids, sampled, texts)
+
+
+def _is_conversation(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """True if the assistant begins and ends, and never speaks twice in a row."""
+    if not messages or not all(isinstance(message.get("content"), str) for message in messages):
+        return False
+    is_assistant = [message.get("role") == "assistant" for message in messages]
+    speaks_twice = any(first and second for first, second in pairwise(is_assistant))
+    return is_assistant[0] and is_assistant[-1] and not speaks_twice

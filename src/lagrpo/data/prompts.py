@@ -1,11 +1,12 @@
-"""Which prompts a batch has: a function of the seed and the batch, nothing else.
+"""The prompts of each batch: a function of the seed and the number of the batch, nothing else.
 
-The prompts of a split are visited epoch after epoch, each epoch in another order; batch b takes the places
-(b - 1)·N .. b·N - 1 of that endless sequence.
+The prompts of the training split are visited epoch after epoch, each epoch in another order. Batch
+b gets the positions (b - 1)·N .. b·N - 1 of that endless sequence.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -20,8 +21,12 @@ from lagrpo.types import Prompt
 
 
 class PromptSource:
-    """The requests of training batches (N prompts each) and of evaluations, tokenized. With `episodes` an environment
-    gives the messages with which each begins."""
+    """A task's prompts, tokenized, as requests of training batches and of evaluations.
+
+    A training batch has N prompts. If the task has an environment, `episodes` opens it: the policy
+    then sees the environment's first messages instead of the task's. Raises SettingsError for a
+    task without training prompts.
+    """
 
     def __init__(
         self,
@@ -32,89 +37,136 @@ class PromptSource:
         max_prompt_tokens: int,
         episodes: Episodes | None = None,
     ) -> None:
-        self.task, self.chat, self.seed, self.N, self.max_prompt_tokens = (
-            task,
-            policy.chat,
-            seed,
-            N,
-            max_prompt_tokens,
-        )
+        self.task = task
+        self.chat = policy.chat
+        self.seed = seed
+        self.N = N
+        self.max_prompt_tokens = max_prompt_tokens
+        # Digests of the prompts that the run visits, in their order; `check` fills the list.
         self.visited: list[dict[str, str]] = []
-        """digests of the prompts that the run visits, in their order, once they were checked"""
-        self._episodes, self._opened = (
-            episodes,
-            dict[tuple[str, int], Any](),
-        )  # the messages of their environments
-        self._size, self._warned = task.size("train"), False
+        self._episodes = episodes
+        # The environment's first messages for prompt (split, index).
+        self._openings: dict[tuple[str, int], tuple[Mapping[str, Any], ...]] = {}
+        self._has_warned = False
+        self._size = task.size("train")
         if self._size < 1:
             raise SettingsError(f"task {task.name!r} has no training prompts")
-        self._order = lru_cache(maxsize=2)(lambda epoch: order_prompts(seed, epoch, self._size))
-        self.batch = lru_cache(maxsize=32)(self._batch)  # sampling asks for a batch, then scoring
+        self._epoch_order = lru_cache(maxsize=2)(self._make_epoch_order)
+        # Sampling reads a batch, and later scoring reads it again. The cache holds the batches in
+        # between: many may be prefetched.
+        self.batch = lru_cache(maxsize=32)(self._make_batch)
 
-    def _batch(self, b: int) -> list[Request]:
-        """The N requests of batch b = 1, 2, …"""
-        return [
-            Request(b, epoch, self.tokenized("train", index)) for epoch, index in self.places(b)
-        ]
-
-    def places(self, b: int) -> list[tuple[int, int]]:
-        """Epoch and index of the prompts of batch b."""
-        places = (divmod(place, self._size) for place in range((b - 1) * self.N, b * self.N))
-        return [(epoch, self._order(epoch)[position]) for epoch, position in places]
+    # ---- Training ----
 
     def check(self, batches: int) -> None:
-        """Tokenize every prompt that batches 1 .. `batches` visit, so that none of them ends the run later on."""
-        for index in self._order(0)[: batches * self.N]:  # later epochs have no other prompts
+        """Tokenizes every prompt that batches 1 .. `batches` visit. Raises SettingsError.
+
+        Without this, a prompt that is too long would end the run hours later.
+        """
+        # One epoch is enough: later epochs have the same prompts in another order.
+        for index in self._epoch_order(0)[: batches * self.N]:
             self.visited.append(digest_prompt(self.tokenized("train", index)))
 
-    def check_prompts(self, count: int) -> list[Request]:
-        """Up to `count` training prompts for weight-sync checks, with the keys of batch 0, which is not trained on."""
-        return [
-            Request(0, 0, self.tokenized("train", index)) for index in range(min(count, self._size))
-        ]
+    def places(self, b: int) -> list[tuple[int, int]]:
+        """Returns the epoch, and the index in the split, of each prompt of batch b = 1, 2, …"""
+        visits = []
+        for position in range((b - 1) * self.N, b * self.N):
+            epoch, position_in_epoch = divmod(position, self._size)
+            index = self._epoch_order(epoch)[position_in_epoch]
+            visits.append((epoch, index))
+        return visits
 
     def extra(self, b: int, taken: int, count: int) -> list[Request]:
-        """`count` more prompts for batch b, which had `taken` of them: an endless sequence, a function of (seed, b),
-        over the prompts that are not in the batch (or all). Its passes count as epochs -1, -2, …"""
-        own = {index for _, index in self.places(b)}
-        order = order_prompts(self.seed, -1 - b, self._size)
-        order = [index for index in order if index not in own] or order
-        places = (divmod(place, len(order)) for place in range(taken, taken + count))
+        """Returns `count` extra prompts for batch b, which has had `taken` extra prompts before.
+
+        Extra prompts are an endless sequence, a function of the seed and b. It visits the prompts
+        that are not in the batch, or all prompts if the batch has them all. Its passes count as
+        epochs -1, -2, …, so a prompt that comes again gets other random numbers.
+        """
+        indices_in_batch = {index for _, index in self.places(b)}
+        # Negative numbers belong to no epoch: -1 - b is for batch b, -1 for evaluations.
+        all_indices = order_prompts(self.seed, -1 - b, self._size)
+        unused_indices = [index for index in all_indices if index not in indices_in_batch]
+        order = unused_indices or all_indices
+        requests = []
+        for position in range(taken, taken + count):
+            finished_passes, position_in_pass = divmod(position, len(order))
+            prompt = self.tokenized("train", order[position_in_pass])
+            requests.append(Request(batch=b, epoch=-1 - finished_passes, prompt=prompt))
+        return requests
+
+    def _make_batch(self, b: int) -> list[Request]:
+        """Returns the N requests of batch b = 1, 2, …"""
         return [
-            Request(b, -1 - again, self.tokenized("train", order[position]))
-            for again, position in places
+            Request(batch=b, epoch=epoch, prompt=self.tokenized("train", index))
+            for epoch, index in self.places(b)
+        ]
+
+    def _make_epoch_order(self, epoch: int) -> list[int]:
+        return order_prompts(self.seed, epoch, self._size)
+
+    # ---- Weight-sync checks and evaluations ----
+
+    def check_prompts(self, count: int) -> list[Request]:
+        """Returns up to `count` training prompts for weight-sync checks.
+
+        Their RNG keys are the ones of batch 0, which is not trained on.
+        """
+        indices = range(min(count, self._size))
+        return [
+            Request(batch=0, epoch=0, prompt=self.tokenized("train", index)) for index in indices
         ]
 
     def held_out(self, count: int) -> list[Request]:
-        """Up to `count` test prompts (0: all), the first of a fixed random order. Raises SettingsError without any."""
+        """Returns the first `count` test prompts of a fixed random order, or all for 0.
+
+        Raises SettingsError if the task has no test prompts.
+        """
         size = self.task.size("test")
         if size < 1:
             raise SettingsError(f"task {self.task.name!r} has no test prompts to evaluate on")
-        order = order_prompts(self.seed, -1, size)
-        return [Request(0, 0, self.tokenized("test", index)) for index in order[: count or None]]
+        indices = order_prompts(self.seed, -1, size)[: count or None]
+        return [
+            Request(batch=0, epoch=0, prompt=self.tokenized("test", index)) for index in indices
+        ]
+
+    # ---- One prompt ----
 
     def tokenized(self, split: str, index: int) -> Prompt:
-        """A prompt with its token ids. Raises SettingsError if it cannot be asked, or is too long."""
-        where = name_prompt(self.task, split, index)
-        place = (split, index)
+        """Returns a prompt with its token ids.
+
+        Raises SettingsError if the prompt cannot be rendered or is too long.
+        """
+        label = name_prompt(self.task, split, index)
         tools = None
         try:
             prompt = self.task.prompt(split, index)
-            where = name_prompt(self.task, split, index, prompt)
-            if (
-                self._episodes is not None
-            ):  # an environment gives the messages that the policy sees first, once
-                if place not in self._opened:
-                    self._opened[place] = self._episodes.open(
-                        prompt, (self.seed, "opening", *place)
-                    )
-                prompt = replace(prompt, messages=self._opened[place], asked=prompt.messages)
+            label = name_prompt(self.task, split, index, prompt)
+            if self._episodes is not None:
+                prompt = self._open(self._episodes, prompt, split, index)
                 tools = self._episodes.tools
             prompt = self.chat.tokenize(prompt, tools)
         except ValueError as error:
-            raise SettingsError(f"{where}: {error}") from error
-        if (count := len(prompt.token_ids)) > self.max_prompt_tokens:
-            limit = f"rollout.max_prompt_length is {self.max_prompt_tokens}; rollout.overlong_prompts = 'drop' drops it"
-            raise SettingsError(f"{where} has {count} tokens; {limit}")
-        self._warned = self._warned or self.chat.warn_if_rendered(prompt, where)
+            raise SettingsError(f"{label}: {error}") from error
+
+        num_tokens = len(prompt.token_ids)
+        if num_tokens > self.max_prompt_tokens:
+            raise SettingsError(
+                f"{label} has {num_tokens} tokens; rollout.max_prompt_length is "
+                f"{self.max_prompt_tokens}; rollout.overlong_prompts = 'drop' drops it"
+            )
+        if not self._has_warned:  # one warning per task is enough
+            self._has_warned = self.chat.warn_if_rendered(prompt, label)
         return prompt
+
+    def _open(self, episodes: Episodes, prompt: Prompt, split: str, index: int) -> Prompt:
+        """Returns the prompt with the messages with which its environment begins.
+
+        The environment begins once per prompt. All completions of a prompt must begin with the
+        same tokens, because they share the keys and values of the prompt.
+        """
+        prompt_place = (split, index)
+        if prompt_place not in self._openings:
+            random_key = (self.seed, "opening", split, index)
+            self._openings[prompt_place] = episodes.open(prompt, random_key)
+        return replace(prompt, messages=self._openings[prompt_place], asked=prompt.messages)

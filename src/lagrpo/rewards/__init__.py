@@ -1,1 +1,1 @@
-"""Reward functions: the signatures that users know, built-in rewards, and the worker processes that call them."""
+"""Reward functions: their signatures, built-in rewards, and the workers that call them."""

@@ -15,36 +15,42 @@ TAGS = ("think", "answer")
 
 @accept_any
 def exact(completion: str, answer: Any) -> float:
-    """1.0 if the completion is the answer letter by letter, except for white space around either; else 0.0. The answer
-    5.0 is also 5, and True is also true."""
+    """Returns 1.0 if the completion is the answer letter by letter, else 0.0.
+
+    White space around either does not count. The answer 5.0 may be written 5, and True may be
+    written true. Raises UnscorableError for an answer that is empty or a whole row.
+    """
     if answer is None or not str(answer).strip():
         raise UnscorableError("the reference answer is empty")
     if isinstance(answer, Mapping):
         raise UnscorableError("the reference answer is a whole row: set task.answer_column")
-    text = str(answer).strip()
-    same = (
-        text.lower()
-        if isinstance(answer, bool)
-        else text.removesuffix(".0")
-        if isinstance(answer, float)
-        else text
-    )
-    return float(completion.strip() in (text, same))
+    answer_text = str(answer).strip()
+    accepted_texts = [answer_text]
+    if isinstance(answer, bool):
+        accepted_texts.append(answer_text.lower())
+    elif isinstance(answer, float):
+        accepted_texts.append(answer_text.removesuffix(".0"))
+    return float(completion.strip() in accepted_texts)
 
 
 def length(
     completion: str, num_tokens: int, *, limit: int, target: int = 0, shape: str = "linear"
 ) -> float:
-    """The shorter, the better: 1 up to `target` tokens, 0 from `limit` tokens on. Between them, with
-    x = (tokens - target) / (limit - target), shape linear gives 1 - x: the soft overlong punishment of DAPO (arXiv
-    2503.14476, Eq. 13) plus 1. Shape cosine gives (1 + cos(pi x)) / 2: CosFn of Yeo et al. (arXiv 2502.03373) from 1
-    to 0."""
+    """Returns a reward for short completions: 1 up to `target` tokens, 0 from `limit` tokens on.
+
+    Between them, with x = (tokens - target) / (limit - target):
+
+        shape linear   1 - x, the soft overlong punishment of DAPO (arXiv 2503.14476, Eq. 13) plus 1
+        shape cosine   (1 + cos(pi x)) / 2, CosFn of Yeo et al. (arXiv 2502.03373) from 1 to 0
+    """
     if not 0 <= target < limit:
         raise ValueError(f"target = {target}, limit = {limit}: set 0 <= target < limit")
     if shape not in ("linear", "cosine"):
         raise ValueError(f"shape = {shape!r}: use 'linear' or 'cosine'")
     x = min(1.0, max(0.0, (num_tokens - target) / (limit - target)))
-    return 1 - x if shape == "linear" else (1 + math.cos(math.pi * x)) / 2
+    if shape == "linear":
+        return 1 - x
+    return (1 + math.cos(math.pi * x)) / 2
 
 
 def format(
@@ -54,10 +60,13 @@ def format(
     pattern: str | None = None,
     tags: Sequence[str] | None = None,
 ) -> float:
-    """1 if the whole answer has the format, else 0. The answer is the completion after `prefix`, what the prompt begins
-    it with. The format is a regular expression (`pattern`, in which . is any character), or these tags in this order,
-    each once, with something between them and only white space around them: by default <think>...</think>
-    <answer>...</answer>, as in DeepSeek-R1 (arXiv 2501.12948)."""
+    """Returns 1 if the whole answer has the format, else 0.
+
+    The answer is the completion after `prefix`, the text with which the prompt begins it. The
+    format is a regular expression (`pattern`, in which . is any character), or `tags`: each once
+    and in this order, with text inside and only white space around them. The default is
+    <think>...</think> <answer>...</answer>, as in DeepSeek-R1 (arXiv 2501.12948).
+    """
     text = prefix + completion
     if pattern is not None and tags is not None:
         raise ValueError("pattern and tags both define the format: set one of them")
@@ -66,16 +75,20 @@ def format(
     names = TAGS if tags is None else tags
     if not names or "" in names or len(set(names)) < len(names):
         raise ValueError(f"tags = {list(names)}: name at least one tag, each once")
-    if any(text.count(tag) != 1 for name in names for tag in (f"<{name}>", f"</{name}>")):
-        return 0.0
+    for name in names:
+        if text.count(f"<{name}>") != 1 or text.count(f"</{name}>") != 1:
+            return 0.0
+    # *+ does not backtrack: a block of nothing but white space fails in linear time.
     blocks = [rf"<{re.escape(name)}>\s*+\S.*?</{re.escape(name)}>" for name in names]
-    return float(re.fullmatch(r"\s*".join(["", *blocks, ""]), text, re.DOTALL) is not None)
+    spaced_blocks = r"\s*".join(["", *blocks, ""])
+    return float(re.fullmatch(spaced_blocks, text, re.DOTALL) is not None)
 
 
 def format_example(tags: Sequence[str] | None) -> str:
-    """A text with the format of these tags.
+    """Returns a text that has the format of these tags, or of the default tags for None.
 
     >>> format_example(None)
     '<think>1</think> <answer>1</answer>'
     """
-    return " ".join(f"<{tag}>1</{tag}>" for tag in (TAGS if tags is None else tags))
+    names = TAGS if tags is None else tags
+    return " ".join(f"<{name}>1</{name}>" for name in names)

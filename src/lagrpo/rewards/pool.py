@@ -1,273 +1,128 @@
-"""Scores completions in worker processes (pebble's), each call with a deadline and a limit of memory.
+"""Worker processes with deadlines, and the pool of them that scores completions.
 
-An exception, a crash, a hang or a value that is not a finite number makes that one completion *unscored*. Functions
-that worker processes cannot import run in the training process, without a deadline. Workers import this module, so
-nothing here imports PyTorch.
+`WorkerPool` runs calls in pebble's processes; environments use it too. `RewardPool` scores groups
+with it. This is the side of the training process; worker.py is the side of the workers.
+
+A call that hangs, or whose process dies, leaves that one completion *unscored*. Only two errors
+stop the run, as RewardError: the workers cannot load the reward, or too many completions have no
+reward.
 """
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 import logging
-import math
-import multiprocessing
 import os
 import pickle
-import resource
-import signal
 import threading
-import traceback
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import partial
 from multiprocessing import get_context, spawn
 from typing import Any, Self
 
 from pebble import ProcessExpired, ProcessPool
 from pebble.pool.process import WORKERS_NAME
 
-from lagrpo.errors import one_line
-from lagrpo.logs import print_traceback, redact
 from lagrpo.machine import usable_cores
-from lagrpo.rewards.reward import TRL, Rewards, UnscorableError
+from lagrpo.rewards.reward import TRL, Reward, RewardFunction, Rewards
+from lagrpo.rewards.worker import LoadError, call_loaded_reward, call_reward, start_worker
 from lagrpo.types import Completion, Group, Outcome
 
 logger = logging.getLogger("lagrpo")
-BY_MACHINE = (
-    "no reward within ",
-    "the worker process ",
-)  # how reasons begin that depend on the machine
-ENOUGH = 64  # completions after which a batch is stopped early
-RESTARTS = 3
-SPARE = 2.0  # seconds for a call of coroutines, which have deadlines themselves
-NICENESS = 5  # of a core that both want, the policy gets three quarters and a worker one
-_prepare = spawn.get_preparation_data
+
+BY_MACHINE = ("no reward within ", "the worker process ")
+"""Beginnings of reasons that depend on the machine: another run may have another outcome."""
+
+MIN_FOR_EARLY_STOP = 64
+"""Completions with an outcome from which `RewardPool.score` may stop before a batch is complete."""
+
+MAX_ATTEMPTS = 3
+"""Times that a call is scheduled if the pool breaks before the call has begun."""
+
+ASYNC_GRACE = 2.0
+"""Seconds that a call of coroutines has beyond their deadline.
+
+Each coroutine has the deadline itself. If the worker were killed at the same moment, coroutines
+that are done would lose their values.
+"""
 
 
 class RewardError(RuntimeError):
-    """The run cannot continue: too many completions have no reward, or the worker processes do not work."""
+    """The run cannot continue: the workers do not work, or too many completions have no reward."""
 
 
-# ---- in a worker process ----
-
-
-class LoadError(Exception):
-    """The process could not load what it is to call."""
-
-
-_called: Any = None
-
-
-def start_worker(pickled: bytes, memory: int) -> None:
-    """Limit the memory of this process, give way to the policy, load what it is to call, and end with the parent."""
-    global _called
-    signal.signal(
-        signal.SIGTERM, signal.SIG_DFL
-    )  # a handler in Python would wait for a function that hangs in C
-    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
-    resource.setrlimit(resource.RLIMIT_DATA, (memory if hard < 0 else min(memory, hard), hard))
-    os.setsid()  # signals to the parent's process group, such as Ctrl-C, do not reach it
-    os.nice(NICENESS)
-    os.environ["OMP_NUM_THREADS"] = "1"
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    try:
-        _called = pickle.loads(pickled)
-    except BaseException as error:  # noqa: BLE001 - importing a user's module can raise anything
-        print_traceback(error)
-        _called = LoadError(_describe(error))
-
-
-def _end_with_parent() -> None:
-    if (parent := multiprocessing.parent_process()) is not None:
-        parent.join()
-        os._exit(1)
-
-
-def called() -> Any:
-    """What this process is to call. Raises LoadError if it could not be loaded."""
-    if isinstance(_called, LoadError):
-        raise _called
-    return _called
-
-
-def score(
-    reward: int | Callable[..., Any],
-    calls: Sequence[Mapping[str, Any]],
-    count: int | None,
-    seconds: float,
-) -> list[Outcome]:
-    """The outcome of each call of a function (or the one of this number in a worker) with these keyword arguments. With
-    `count` the only call gives a list with a value for each of so many completions. Coroutines run concurrently, each
-    for at most so many seconds."""
-    values, function = list[Any](), called()[reward] if isinstance(reward, int) else reward
-    for arguments in calls:
-        try:
-            values.append(function(**arguments))
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - it concerns this completion only
-            values.append(error)
-    if any(map(inspect.isawaitable, values)):
-        waiting = _wait_for_all(values, seconds)
-        values = asyncio.run_coroutine_threadsafe(waiting, event_loop()).result()
-    if count is not None:
-        values = _spread(values[0], count)
-    return [to_outcome(value) for value in values]
-
-
-@cache
-def event_loop() -> asyncio.AbstractEventLoop:
-    """The event loop of all coroutines of this process, in a thread of its own: in a notebook the main thread already
-    runs a loop, and clients of servers fail in another loop than their first one."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="lagrpo rewards", daemon=True).start()
-    return loop
-
-
-async def _wait_for_all(values: Sequence[Any], seconds: float) -> list[Any]:
-    """The values, with the result or the exception of each that is awaitable. All are awaited at the same time."""
-    waiting = (_wait_for(value, seconds) for value in values)
-    return await asyncio.gather(*waiting, return_exceptions=True)
-
-
-async def _wait_for(value: Any, seconds: float) -> Any:
-    if not inspect.isawaitable(value):
-        return value
-    try:
-        return await asyncio.wait_for(_result_or_error(value), seconds)
-    except TimeoutError:  # of wait_for: the function's own TimeoutError is a value here
-        return UnscorableError(f"no reward within {seconds:g} s")
-
-
-async def _result_or_error(awaitable: Awaitable[Any]) -> Any:
-    try:
-        return await awaitable
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - SystemExit would end the event loop
-        return error
-
-
-def _spread(value: Any, count: int) -> list[Any]:
-    """The values that a function in TRL's signature returned, or its exception, for each completion."""
-    if isinstance(value, BaseException):
-        return [value] * count
-    values = []
-    if isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping):
-        try:
-            values = list(value)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - a generator runs only here
-            return [error] * count
-    if len(values) == count:
-        return values
-    wrong = f"a {type(value).__name__} of {len(values)}" if values else f"a {type(value).__name__}"
-    return [
-        UnscorableError(f"the reward function returned {wrong}, not a list of {count} numbers")
-    ] * count
-
-
-def to_outcome(value: Any, who: str = "the reward function") -> Outcome:
-    """The outcome that a value returned or raised by `who` stands for: any finite number scores, but not its text. None
-    gives an unscored outcome without a reason."""
-    if isinstance(value, UnscorableError):
-        return Outcome.unscored(clean(str(value)) or f"{who} cannot score it")
-    if isinstance(value, BaseException):
-        print_traceback(value)
-        return Outcome.unscored(f"{who} raised {_describe(value)}")
-    if isinstance(value, Mapping):
-        value = value.get("score", value)
-    if value is None:
-        return Outcome("unscored")
-    try:
-        reward = math.nan if isinstance(value, str | bytes) else float(value)
-    except Exception:  # noqa: BLE001 - whatever float raises for a user's object
-        reward = math.nan
-    if math.isfinite(reward):
-        return Outcome.scored(reward)
-    what = f"{value}" if isinstance(value, float) else f"a {type(value).__name__}"
-    return Outcome.unscored(f"{who} returned {what}, not a finite number")
-
-
-def _describe(error: BaseException) -> str:
-    """The exception as in the last line of a traceback."""
-    return clean(traceback.format_exception_only(error)[-1])
-
-
-def clean(text: str) -> str:
-    """A user's text as part of a reason: one line, without secrets and half surrogate pairs, which no file takes."""
-    return one_line(redact(text[:4096])).encode(errors="backslashreplace").decode()
-
-
-# ---- in the training process ----
+# ---- Calls with a deadline in worker processes ----
 
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """A call under way in a pool."""
+    """A call in a worker process. `future` is replaced if the call has to be scheduled again."""
 
     call: Callable[..., Any]
     arguments: tuple[Any, ...]
-    seconds: float
+    seconds: float  # from when a worker begins the call
     future: Future[Any] = field(default_factory=Future)
 
 
 class WorkerPool:
-    """`workers` processes that have loaded `called` and run functions of modules with a deadline: by default a quarter
-    of the cores, at most 8. A process may take `memory` GiB. Raises TypeError for what cannot be sent to a process."""
+    """Processes that have loaded the object `called`, and run functions of modules with a deadline.
+
+    By default there is one worker per four cores, at most 8. A worker may use `memory` GiB. Raises
+    TypeError if the object cannot be sent to a process.
+    """
 
     def __init__(self, called: Any, workers: int | None = None, memory: float = 4.0) -> None:
         try:
-            pickled = pickle.dumps(called)
+            self._pickled = pickle.dumps(called)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
-            cure = "define it at the top level of a module"
             raise TypeError(
-                f"{called!r} cannot be sent to worker processes ({error}): {cure}"
+                f"{called!r} cannot be sent to worker processes ({error}): "
+                "define it at the top level of a module"
             ) from error
-        self._workers = workers or max(1, min(8, usable_cores() // 4))
-        self._given = pickled, int(memory * 2**30)
-        self._lock, self._closed = threading.Lock(), False
-        self._pool = self._start()
+        self._num_workers = workers or max(1, min(8, usable_cores() // 4))
+        self._memory_bytes = int(memory * 2**30)
+        self._lock = threading.Lock()  # several threads submit: only one may replace a broken pool
+        self._is_closed = False
+        self._pool = self._start_processes()
 
     def submit(self, call: Callable[..., Any], *arguments: Any, seconds: float) -> Job:
-        """Have a process call `call(*arguments)`."""
+        """Schedules `call(*arguments)` in a worker, with a deadline in seconds."""
         job = Job(call, arguments, seconds)
         self._schedule(job)
         return job
 
     def result(self, job: Job) -> Any:
-        """What the call returned, or an unscored Outcome if it did not return. Raises RewardError."""
-        for _ in range(RESTARTS):
+        """Waits for a call. Returns its result, or an unscored Outcome if it did not return.
+
+        Raises RewardError if the workers cannot load their object.
+        """
+        for _ in range(MAX_ATTEMPTS):
             try:
                 return job.future.result()
             except TimeoutError:
+                # pebble has killed the worker: nothing else stops a function that hangs.
                 return Outcome.unscored(f"no reward within {job.seconds:g} s")
             except ProcessExpired as error:
+                # The call ended its own worker. A second try would end the next worker too.
                 return Outcome.unscored(f"the worker process ended with exit code {error.exitcode}")
             except LoadError as error:
                 raise RewardError(
                     f"the worker processes cannot load the reward or environment: {error}"
                 ) from error
             except (BrokenProcessPool, CancelledError):
+                # The call had not begun when the pool broke, or was replaced by another thread.
                 self._schedule(job)
         return Outcome.unscored(
-            f"the worker process ended {RESTARTS} times before it began the call"
+            f"the worker process ended {MAX_ATTEMPTS} times before it began the call"
         )
 
-    def _schedule(self, job: Job) -> None:
-        with self._lock:
-            if self._closed:
-                raise RewardError("the worker processes are closed")
-            if not self._pool.active:  # pebble's pool breaks if a process dies between two calls
-                self._pool.stop()
-                self._pool.join()
-                self._pool = self._start()
-            job.future = self._pool.schedule(job.call, job.arguments, timeout=job.seconds)
-
     def close(self) -> None:
-        """End the processes, whatever they are doing."""
-        self._closed = True
-        self._pool.stop()
-        self._pool.join()
+        """Ends the processes, whatever they are doing."""
+        self._is_closed = True
+        self._stop_processes()
 
     def __enter__(self) -> Self:
         return self
@@ -275,117 +130,216 @@ class WorkerPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _start(self) -> ProcessPool:
-        spawn.get_preparation_data = _prepare_without_main
-        context = get_context("spawn")
+    def _schedule(self, job: Job) -> None:
+        with self._lock:
+            if self._is_closed:
+                raise RewardError("the worker processes are closed")
+            # A worker that dies between two calls breaks pebble's whole pool. A new pool takes
+            # over, and `result` repeats calls that were lost.
+            if not self._pool.active:
+                self._stop_processes()
+                self._pool = self._start_processes()
+            job.future = self._pool.schedule(job.call, job.arguments, timeout=job.seconds)
+
+    def _start_processes(self) -> ProcessPool:
+        # This patches the standard library: multiprocessing has no option for it.
+        spawn.get_preparation_data = _get_preparation_data_without_main
         pool = ProcessPool(
-            self._workers, initializer=start_worker, initargs=self._given, context=context
+            self._num_workers,
+            initializer=start_worker,
+            initargs=(self._pickled, self._memory_bytes),
+            context=get_context("spawn"),
         )
-        pool.schedule(os.getpid)  # any call starts the processes
+        # pebble starts the processes at the first call, whatever it is. So the workers load the
+        # reward functions while this process loads the model.
+        pool.schedule(os.getpid)
         return pool
 
+    def _stop_processes(self) -> None:
+        self._pool.stop()
+        self._pool.join()
 
-def _prepare_without_main(name: str) -> dict[str, Any]:
-    """What multiprocessing sends to a new process: workers do not import the main script."""
-    given = _prepare(name)
-    return {
-        key: value
-        for key, value in given.items()
-        if name != WORKERS_NAME or not key.startswith("init_main")
-    }
+
+_get_preparation_data = spawn.get_preparation_data
+
+
+def _get_preparation_data_without_main(process_name: str) -> dict[str, Any]:
+    """Replaces multiprocessing.spawn.get_preparation_data: workers do not import the main script.
+
+    A spawned process imports the main script first. For a script that trains, this takes seconds
+    and memory for PyTorch, and without an `if __name__ == "__main__"` it would train again. Workers
+    need nothing from the script (see Reward.importable). Other processes still import it.
+    """
+    data = _get_preparation_data(process_name)
+    if process_name != WORKERS_NAME:
+        return data
+    return {key: value for key, value in data.items() if not key.startswith("init_main")}
+
+
+# ---- Scoring ----
+
+
+@dataclass(frozen=True, slots=True)
+class RewardJob:
+    """A call of one reward function for some completions of a group."""
+
+    completion_indices: Sequence[int]
+    job: Job  # its result: an outcome for each of these completions
+
+
+@dataclass(frozen=True, slots=True)
+class PendingGroup:
+    """A group whose completions are being scored."""
+
+    group: Group
+    reward_jobs: Sequence[RewardJob]
+
+    def is_done(self) -> bool:
+        return all(reward_job.job.future.done() for reward_job in self.reward_jobs)
 
 
 class RewardPool(WorkerPool):
-    """Scores completions by a reward function, or by several `Rewards`, with `deadline` seconds for one call, and at
-    most this share of a batch's completions without a reward."""
+    """Scores completions by a reward function, or by several `Rewards`.
+
+    A call has `deadline` seconds. At most the share `max_without_reward` of the completions of one
+    `score` may stay without a reward. Functions that a worker cannot import run in this process,
+    without a deadline.
+    """
 
     def __init__(
         self,
-        rewards: Callable[..., Any] | Rewards,
+        rewards: RewardFunction | Rewards,
         *,
         deadline: float = 5.0,
         workers: int | None = None,
         memory: float = 4.0,
         max_without_reward: float = 0.5,
     ) -> None:
-        self._rewards, self._deadline, self._share = (
-            Rewards.from_reward(rewards),
-            deadline,
-            max_without_reward,
-        )
+        self._rewards = Rewards.from_reward(rewards)
+        self._deadline = deadline
+        self._max_without_reward = max_without_reward
+        # Workers find a function by its index, so a function that runs here leaves a None.
         functions = [
             reward.function if reward.importable else None for reward in self._rewards.parts
         ]
         super().__init__(functions, workers, memory)
-        if here := [reward.title for reward in self._rewards.parts if not reward.importable]:
-            cure = "to get a deadline, define it at the top level of a module other than the main script"
+        local_titles = [reward.title for reward in self._rewards.parts if not reward.importable]
+        if local_titles:
             logger.warning(
-                "reward %s runs in the training process, without a deadline; %s",
-                ", ".join(here),
-                cure,
+                "reward %s runs in the training process, without a deadline; to get a deadline, "
+                "define it at the top level of a module other than the main script",
+                ", ".join(local_titles),
             )
 
     def score(self, groups: Iterable[Group]) -> Iterator[Group]:
-        """The groups with the outcome of every completion, in the order given, each as soon as it is done. A completion
-        that failed keeps its outcome. Raises RewardError if the processes do not work, or too many completions have no
-        reward (after every group was yielded, or earlier, once 64 have an outcome)."""
-        pending, done = deque[tuple[Group, list[tuple[Sequence[int], Job]]]](), list[Completion]()
+        """Yields the groups, in their order, with the outcomes of their completions.
+
+        A group is submitted as soon as `groups` yields it, so scoring overlaps with sampling. A
+        group is yielded when it and all groups before it are done. A completion that already has
+        an outcome keeps it: its sampler failed.
+
+        Raises RewardError if the workers do not work, or if too many completions have no reward:
+        after the last group, or earlier, once MIN_FOR_EARLY_STOP completions have an outcome.
+        """
+        pending: deque[PendingGroup] = deque()
+        finished: list[Completion] = []  # of all groups so far
         for group in groups:
-            pending.append((group, list(self._call_rewards(group))))
-            while pending and all(job.future.done() for _, job in pending[0][1]):
-                yield self._collect(*pending.popleft(), done)
+            pending.append(self._submit_group(group))
+            while pending and pending[0].is_done():
+                yield self._collect(pending.popleft(), finished)
         while pending:
-            yield self._collect(*pending.popleft(), done)
-        check_share(done, self._share)
+            yield self._collect(pending.popleft(), finished)
+        check_share(finished, self._max_without_reward)
 
-    def _call_rewards(self, group: Group) -> Iterator[tuple[Sequence[int], Job]]:
-        """Call every reward for the completions without an outcome: places in the group, and the call for them."""
-        places = [n for n, completion in enumerate(group.completions) if completion.outcome is None]
-        for number, reward in enumerate(self._rewards.parts if places else ()):
-            together = reward.style == TRL or reward.is_async
-            for part in [places] if together else [[n] for n in places]:
-                calls = reward.arguments(group.prompt, [group.completions[n] for n in part])
-                given = calls, len(part) if reward.style == TRL else None, self._deadline
-                if reward.importable:
-                    job = self.submit(
-                        score, number, *given, seconds=self._deadline + SPARE * reward.is_async
-                    )
-                else:
-                    job = Job(score, (), self._deadline)
-                    job.future.set_result(score(reward.function, *given))
-                yield part, job
+    def _submit_group(self, group: Group) -> PendingGroup:
+        """Calls every reward function for the completions that have no outcome."""
+        unscored = [
+            index
+            for index, completion in enumerate(group.completions)
+            if completion.outcome is None
+        ]
+        reward_jobs: list[RewardJob] = []
+        for reward_index, reward in enumerate(self._rewards.parts):
+            for completion_indices in _split_calls(reward, unscored):
+                job = self._call_reward(reward_index, group, completion_indices)
+                reward_jobs.append(RewardJob(completion_indices, job))
+        return PendingGroup(group, reward_jobs)
 
-    def _collect(
-        self, group: Group, jobs: Sequence[tuple[Sequence[int], Job]], done: list[Completion]
-    ) -> Group:
-        """Wait for the outcomes of the group, and return it with them."""
-        found: dict[int, list[Outcome]] = {}
-        for places, job in jobs:
-            said = self.result(job)  # an outcome for each, or one for all
-            for n, outcome in zip(
-                places, said if isinstance(said, list) else [said] * len(places), strict=True
-            ):
-                found.setdefault(n, []).append(outcome)
-        completions = list(group.completions)
-        for n, outcomes in found.items():
-            completions[n] = replace(completions[n], outcome=self._rewards.combine(outcomes))
-        done += completions
-        if len(done) >= ENOUGH:
-            check_share(done, self._share)
-        return replace(group, completions=tuple(completions))
-
-
-def check_share(completions: Sequence[Completion], share: float) -> None:
-    """Raise RewardError if more than this share of the completions have no reward."""
-    missing = [
-        (c, c.outcome) for c in completions if c.outcome is not None and c.outcome.kind != "scored"
-    ]
-    if len(missing) > share * len(completions):
-        reasons = Counter(
-            f"{outcome.kind}: {outcome.reason}" for _, outcome in missing
-        ).most_common(5)
-        counts = "\n".join(f"  {count} x {reason}" for reason, count in reasons)
-        said = f"more than the allowed share of {share:g}:\n{counts}\nThe first of them: {missing[0][0].text!r:.200}"
-        raise RewardError(
-            f"{len(missing)} of {len(completions)} completions have no reward, {said}"
+    def _call_reward(
+        self, reward_index: int, group: Group, completion_indices: Sequence[int]
+    ) -> Job:
+        """Calls one reward function for some completions of a group."""
+        reward = self._rewards.parts[reward_index]
+        completions = [group.completions[index] for index in completion_indices]
+        calls = reward.arguments(group.prompt, completions)
+        list_length = len(completions) if reward.style == TRL else None
+        if not reward.importable:
+            outcomes = call_reward(reward.function, calls, list_length, self._deadline)
+            # The call is over. The job only carries its outcomes to `_collect`.
+            finished_job = Job(call_reward, (), self._deadline)
+            finished_job.future.set_result(outcomes)
+            return finished_job
+        call = partial(
+            call_loaded_reward,
+            reward_index=reward_index,
+            calls=calls,
+            list_length=list_length,
+            deadline=self._deadline,
         )
+        grace = ASYNC_GRACE if reward.is_async else 0.0
+        return self.submit(call, seconds=self._deadline + grace)
+
+    def _collect(self, pending: PendingGroup, finished: list[Completion]) -> Group:
+        """Waits for a group's outcomes, and returns the group with them.
+
+        Adds the completions to `finished`. Raises RewardError if too many of these have no reward.
+        """
+        outcomes: dict[int, list[Outcome]] = {}  # of each completion, one per reward function
+        for reward_job in pending.reward_jobs:
+            job_outcomes = self.result(reward_job.job)
+            if isinstance(job_outcomes, Outcome):  # the call did not return: one for all
+                job_outcomes = [job_outcomes] * len(reward_job.completion_indices)
+            for index, outcome in zip(reward_job.completion_indices, job_outcomes, strict=True):
+                outcomes.setdefault(index, []).append(outcome)
+
+        completions = list(pending.group.completions)
+        for index, outcomes_of_rewards in outcomes.items():
+            outcome = self._rewards.combine(outcomes_of_rewards)
+            completions[index] = replace(completions[index], outcome=outcome)
+
+        finished += completions
+        if len(finished) >= MIN_FOR_EARLY_STOP:
+            check_share(finished, self._max_without_reward)
+        return replace(pending.group, completions=tuple(completions))
+
+
+def _split_calls(reward: Reward, completion_indices: Sequence[int]) -> list[Sequence[int]]:
+    """Splits the completions of a group over calls to a worker.
+
+    TRL's signature takes all completions of a prompt in one call. Coroutines run concurrently in
+    one call. All others go one by one, so that a hang or a crash costs one completion.
+    """
+    if not completion_indices:
+        return []
+    if reward.style == TRL or reward.is_async:
+        return [completion_indices]
+    return [[index] for index in completion_indices]
+
+
+def check_share(completions: Sequence[Completion], max_share: float) -> None:
+    """Raises RewardError if more than the share `max_share` of the completions have no reward."""
+    without_reward: list[Completion] = []
+    reasons: Counter[str] = Counter()
+    for completion in completions:
+        outcome = completion.outcome
+        if outcome is not None and outcome.kind != "scored":
+            without_reward.append(completion)
+            reasons[f"{outcome.kind}: {outcome.reason}"] += 1
+    if len(without_reward) <= max_share * len(completions):
+        return
+    counts = "\n".join(f"  {count} x {reason}" for reason, count in reasons.most_common(5))
+    raise RewardError(
+        f"{len(without_reward)} of {len(completions)} completions have no reward, "
+        f"more than the allowed share of {max_share:g}:\n{counts}\n"
+        f"The first of them: {without_reward[0].text!r:.200}"
+    )

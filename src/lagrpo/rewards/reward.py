@@ -2,9 +2,12 @@
 
 The names of its parameters tell which signature a function has:
 
-    ours   f(completion, answer) -> float, optionally also prompt, row, finished, num_tokens, prefix
-    TRL    f(prompts, completions, **columns) -> list[float | None], one call for the completions of a prompt
-    verl   f(data_source, solution_str, ground_truth, extra_info=None) -> float or {"score": float, ...}
+    ours   f(completion, answer) -> float
+           optionally also prompt, row, finished, num_tokens, prefix
+    TRL    f(prompts, completions, **columns) -> list[float | None]
+           one call for all completions of a prompt
+    verl   f(data_source, solution_str, ground_truth, extra_info=None)
+           -> float or {"score": float, ...}
 
 Each may be a coroutine function. None means that this function does not score the completion.
 """
@@ -18,7 +21,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial, wraps
-from typing import Any
+from typing import Any, Protocol
 
 from lagrpo.core.references import describe_raised, load_reference
 from lagrpo.errors import suggest
@@ -37,68 +40,109 @@ REWARDS = {
     "guess_number": "lagrpo.tasks.guess_number:score",
 }
 WITH_OPTIONS = {"length": ("", 0), "format": ("",), "llm_judge": None}
-"""Built-in rewards that take options, and arguments of a call in which a function checks its options."""
-OWN = "task"  # an entry of task.rewards with the task's own reward
-OURS, TRL, VERL = (
-    "completion",
-    "completions",
-    "solution_str",
-)  # the parameter that tells a signature from the others
+"""Built-in rewards that take options, with the arguments of a call that checks the options.
+
+None: the class checks its options when it is created.
+"""
+
+OWN = "task"
+"""The task's own reward, as an entry of task.rewards."""
+
+# A signature is named after the parameter that tells it from the others.
+OURS = "completion"
+TRL = "completions"
+VERL = "solution_str"
 STYLES = {OURS: OURS, TRL: TRL, "completion_ids": TRL, VERL: VERL}
+"""The signature that a function with this parameter has."""
+
 PASSED = {
     OURS: ("completion", "answer", "prompt", "row", "finished", "num_tokens", "prefix"),
     TRL: ("prompts", "completions", "completion_ids", "answer"),
     VERL: ("data_source", "solution_str", "ground_truth", "extra_info"),
 }
+"""Names of the arguments that lagrpo passes in each signature, without the columns of the data."""
+
 NOT_SCORED = "the reward function returned None"
+
+RewardFunction = Callable[..., Any]
+RewardKwargs = dict[str, Any]  # the keyword arguments of one call of a reward function
+
+
+class RewardEntry(Protocol):
+    """An entry of task.rewards, as `lagrpo.settings.sections.RewardSettings` has it."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def reward(self) -> str: ...
+
+    @property
+    def weight(self) -> float: ...
+
+    @property
+    def range(self) -> Range: ...
+
+    @property
+    def options(self) -> Mapping[str, Any]: ...
 
 
 class UnscorableError(Exception):
-    """The answer cannot be scored, for example because the reference answer cannot be read: it has no reward."""
+    """The answer cannot be scored, so it has no reward: its reference answer is empty, say."""
 
 
 def accept_any(score: Callable[[str, Any], float]) -> Callable[[str, Any], float]:
-    """The reward function `score`, for which a list as the answer means any of its entries."""
+    """Returns a reward function that scores a list as the answer by its best entry.
+
+    The function raises UnscorableError if no entry can be scored.
+    """
 
     @wraps(score)
     def score_any(completion: str, answer: Any) -> float:
         if not isinstance(answer, list):
             return score(completion, answer)
-        found, problem = list[float](), UnscorableError("the reference answer is an empty list")
-        for each in answer:
+        rewards: list[float] = []
+        problem = UnscorableError("the reference answer is an empty list")
+        for accepted_answer in answer:
             try:
-                found.append(score_any(completion, each))
+                rewards.append(score_any(completion, accepted_answer))
             except UnscorableError as error:
                 problem = error
-        if not found:
+        if not rewards:
             raise problem
-        return max(found)
+        return max(rewards)
 
     return score_any
 
 
 @dataclass(frozen=True)
 class Reward:
-    """One reward of a completion. Raises ValueError for a function whose signature is none of the three."""
+    """One reward of a completion.
+
+    Raises ValueError for a function whose signature is none of the three.
+    """
 
     name: str
-    function: Callable[..., Any]
+    function: RewardFunction
     weight: float = 1.0
     range: Range = (0.0, 1.0)  # its minimum and maximum
 
     def __post_init__(self) -> None:
-        if self.style is None:
-            others = "as in TRL (prompts, completions, **columns) or verl (data_source, solution_str, ground_truth)"
-            named = f"{self.title}({', '.join(self._parameters)})"
-            raise ValueError(f"{named}: name the parameters (completion, answer), or {others}")
+        if not any(name in STYLES for name in self._parameters):
+            raise ValueError(
+                f"{self.title}({', '.join(self._parameters)}): name the parameters "
+                "(completion, answer), or as in TRL (prompts, completions, **columns) or verl "
+                "(data_source, solution_str, ground_truth)"
+            )
 
     @cached_property
-    def style(self) -> Any:
-        """OURS, TRL or VERL."""
-        return next((STYLES[name] for name in self._parameters if name in STYLES), None)
+    def style(self) -> str:
+        """The signature of the function: OURS, TRL or VERL."""
+        return next(STYLES[name] for name in self._parameters if name in STYLES)
 
     @property
     def title(self) -> str:
+        """The name of the reward in messages."""
         return self.name or getattr(self.function, "__name__", type(self.function).__name__)
 
     @cached_property
@@ -110,161 +154,250 @@ class Reward:
 
     @property
     def is_async(self) -> bool:
-        call = getattr(type(self.function), "__call__", None)  # noqa: B004 - the method, not whether it exists
+        """True if a call returns a coroutine."""
+        # The method of an object that is called, not the question whether it can be called.
+        call = getattr(type(self.function), "__call__", None)  # noqa: B004
         return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(call)
 
     @cached_property
     def importable(self) -> bool:
-        """Whether a worker process can load the function: not a lambda, a closure, or defined in the main script."""
+        """True if a worker process can load the function.
+
+        Workers can load neither lambdas and closures nor functions of the main script.
+        """
         try:
             return b"__main__" not in pickle.dumps(self.function)
         except (pickle.PicklingError, AttributeError, TypeError):
             return False
 
     def check(self, row: Mapping[str, Any] | None) -> None:
-        """Raise ValueError if the function needs a parameter that neither lagrpo nor the columns of the data have."""
-        known = {*PASSED[self.style], *(row or () if self.style == TRL else ())}
+        """Raises ValueError if the function needs an argument that it will not get.
+
+        lagrpo passes the arguments in PASSED, and in TRL's signature the columns of `row` too.
+        """
+        passed_names = set(PASSED[self.style])
+        if self.style == TRL and row is not None:
+            passed_names.update(row)
         for name, parameter in self._parameters.items():
-            is_needed = parameter.default is parameter.empty
-            is_needed &= parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-            if is_needed and (name not in known or parameter.kind == parameter.POSITIONAL_ONLY):
-                passed = f"lagrpo passes {', '.join(sorted(known))} by name.{suggest(name, known)}"
-                raise ValueError(f"reward function {self.title!r} takes {name!r}: {passed}")
+            if not _is_required(parameter):
+                continue
+            if name not in passed_names or parameter.kind == parameter.POSITIONAL_ONLY:
+                raise ValueError(
+                    f"reward function {self.title!r} takes {name!r}: lagrpo passes "
+                    f"{', '.join(sorted(passed_names))} by name.{suggest(name, passed_names)}"
+                )
 
-    def arguments(self, prompt: Prompt, completions: Sequence[Completion]) -> list[dict[str, Any]]:
-        """The keyword arguments of each call: one call for each completion, in TRL's signature one for all of them."""
+    def arguments(self, prompt: Prompt, completions: Sequence[Completion]) -> list[RewardKwargs]:
+        """Returns the keyword arguments of each call that scores these completions of a prompt.
+
+        There is one call per completion. TRL's signature has one call for all of them.
+        """
         if self.style == TRL:
-            made = [_trl_arguments(prompt, completions)]
+            calls = [_trl_kwargs(prompt, completions)]
+        elif self.style == VERL:
+            calls = [_verl_kwargs(prompt, completion) for completion in completions]
         else:
-            made = [_arguments_of_one(self.style, prompt, completion) for completion in completions]
-        if any(parameter.kind == parameter.VAR_KEYWORD for parameter in self._parameters.values()):
-            return made
-        return [
-            {name: value for name, value in each.items() if name in self._parameters}
-            for each in made
-        ]
+            calls = [_lagrpo_kwargs(prompt, completion) for completion in completions]
+        return [self._select_accepted(kwargs) for kwargs in calls]
+
+    def _select_accepted(self, kwargs: RewardKwargs) -> RewardKwargs:
+        """Returns the arguments that the function names, or all if it takes **kwargs."""
+        kinds = [parameter.kind for parameter in self._parameters.values()]
+        if inspect.Parameter.VAR_KEYWORD in kinds:
+            return kwargs
+        return {name: value for name, value in kwargs.items() if name in self._parameters}
 
 
-def _arguments_of_one(style: str, prompt: Prompt, c: Completion) -> dict[str, Any]:
-    if style == VERL:
-        row = prompt.row or {}
-        values = row.get("data_source", ""), c.text, prompt.answer, row.get("extra_info", dict(row))
-    else:
-        asked = [*(prompt.asked or prompt.messages)]
-        values = c.text, prompt.answer, asked, prompt.row, c.finished, c.length, prompt.prefix
-    return dict(zip(PASSED[style], values, strict=True))
+def _is_required(parameter: inspect.Parameter) -> bool:
+    if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+        return False
+    return parameter.default is parameter.empty
 
 
-def _trl_arguments(prompt: Prompt, completions: Sequence[Completion]) -> dict[str, Any]:
-    """Lists with an entry for each completion. Completions are message lists if the prompt of the row is one."""
-    columns = {"answer": prompt.answer} | dict(prompt.row or {})
-    asked = columns.pop("prompt", None) or [*(prompt.asked or prompt.messages)]
-    texts = [c.text for c in completions]
-    said = (
-        texts
-        if isinstance(asked, str)
-        else [[{"role": "assistant", "content": text}] for text in texts]
-    )
-    return {name: [value] * len(texts) for name, value in columns.items()} | {
-        "prompts": [asked] * len(texts),
-        "completions": said,
-        "completion_ids": [c.token_ids.tolist() for c in completions],
+# PASSED repeats the keys of these dictionaries: before a run starts, `Reward.check` compares them
+# with the parameters of the function.
+
+
+def _lagrpo_kwargs(prompt: Prompt, completion: Completion) -> RewardKwargs:
+    return {
+        "completion": completion.text,
+        "answer": prompt.answer,
+        "prompt": _task_messages(prompt),
+        "row": prompt.row,
+        "finished": completion.finished,
+        "num_tokens": completion.length,
+        "prefix": prompt.prefix,
     }
+
+
+def _verl_kwargs(prompt: Prompt, completion: Completion) -> RewardKwargs:
+    row = prompt.row or {}
+    return {
+        "data_source": row.get("data_source", ""),
+        "solution_str": completion.text,
+        "ground_truth": prompt.answer,
+        # verl's data has a column of this name. Other data passes its whole row.
+        "extra_info": row.get("extra_info", dict(row)),
+    }
+
+
+def _trl_kwargs(prompt: Prompt, completions: Sequence[Completion]) -> RewardKwargs:
+    """Returns lists with one entry per completion; columns of the data are repeated.
+
+    Completions have the form of the prompt in the data: texts, or lists of messages.
+    """
+    columns: RewardKwargs = {"answer": prompt.answer}
+    columns.update(prompt.row or {})
+    prompt_column = columns.pop("prompt", None)  # TRL passes this column as `prompts`
+    trl_prompt = prompt_column or _task_messages(prompt)
+    trl_completions: list[Any] = [completion.text for completion in completions]
+    if not isinstance(trl_prompt, str):
+        trl_completions = [[{"role": "assistant", "content": text}] for text in trl_completions]
+    kwargs: RewardKwargs = {name: [value] * len(completions) for name, value in columns.items()}
+    # These come last: a column of the data must not replace what was sampled.
+    kwargs["prompts"] = [trl_prompt] * len(completions)
+    kwargs["completions"] = trl_completions
+    kwargs["completion_ids"] = [completion.token_ids.tolist() for completion in completions]
+    return kwargs
+
+
+def _task_messages(prompt: Prompt) -> list[Mapping[str, str]]:
+    """Returns the task's messages, even if an environment has opened with other messages."""
+    return list(prompt.asked or prompt.messages)
 
 
 @dataclass(frozen=True)
 class Rewards:
-    """The rewards of a task. A single one without a name has no columns in metrics and records."""
+    """The rewards of a task. A single reward without a name has no columns in metrics and records.
+
+    `parts` are in the order of task.rewards.
+    """
 
     parts: tuple[Reward, ...]
 
     @staticmethod
-    def from_reward(given: Callable[..., Any] | Rewards) -> Rewards:
-        """The rewards of a task, which may have a single function."""
-        return given if isinstance(given, Rewards) else Rewards((Reward("", given),))
+    def from_reward(reward: RewardFunction | Rewards) -> Rewards:
+        """Returns the rewards of a task, whose `reward` may be a single function."""
+        if isinstance(reward, Rewards):
+            return reward
+        return Rewards((Reward("", reward),))
 
     @property
     def names(self) -> tuple[str, ...]:
+        """The names of the rewards; empty for a single reward without a name."""
         return tuple(reward.name for reward in self.parts if reward.name)
 
     def combine(self, outcomes: Sequence[Outcome]) -> Outcome:
-        """The outcome of a completion from the outcomes of its rewards, in order. Rewards that returned None (unscored
-        without a reason) are left out of the sum; one that failed leaves the completion unscored. The first of the
-        others says whether the completion is correct."""
+        """Combines a completion's outcomes of the rewards, one per reward in order.
+
+        The reward is the weighted sum. A reward that returned None (unscored without a reason) is
+        left out of the sum. A reward that failed leaves the completion unscored. The first reward
+        in the sum decides whether the completion is correct.
+        """
         if not self.names:
-            return (
-                outcomes[0] if outcomes[0] != Outcome("unscored") else Outcome.unscored(NOT_SCORED)
-            )
-        found = list(zip(self.parts, outcomes, strict=True))
-        parts = {reward.name: outcome.reward for reward, outcome in found}
-        for reward, outcome in found:
+            return _give_reason(outcomes[0])
+        outcomes_of_rewards = list(zip(self.parts, outcomes, strict=True))
+        values = {reward.name: outcome.reward for reward, outcome in outcomes_of_rewards}
+        for reward, outcome in outcomes_of_rewards:
             if outcome.reward is None and outcome.reason:
-                return Outcome(
-                    outcome.kind, reason=f"{outcome.reason} (reward {reward.name!r})", parts=parts
-                )
+                reason = f"{outcome.reason} (reward {reward.name!r})"
+                return Outcome(outcome.kind, reason=reason, parts=values)
         scored = [
-            (reward, outcome.reward) for reward, outcome in found if outcome.reward is not None
+            (reward, outcome.reward)
+            for reward, outcome in outcomes_of_rewards
+            if outcome.reward is not None
         ]
         if not scored:
-            return Outcome("unscored", reason=NOT_SCORED, parts=parts)
+            return Outcome("unscored", reason=NOT_SCORED, parts=values)
         total = math.fsum(reward.weight * value for reward, value in scored)
-        return Outcome(
-            "scored", total, parts=parts, correct=is_correct(scored[0][1], scored[0][0].range)
-        )
+        first_reward, first_value = scored[0]
+        correct = is_correct(first_value, first_reward.range)
+        return Outcome("scored", total, parts=values, correct=correct)
+
+
+def _give_reason(outcome: Outcome) -> Outcome:
+    """Returns the outcome, with a reason if the function returned None."""
+    if outcome == Outcome("unscored"):
+        return Outcome.unscored(NOT_SCORED)
+    return outcome
 
 
 def sum_ranges(parts: Sequence[tuple[float, Range]]) -> Range:
-    """The minimum and maximum of the sum of weight * value with each value in its range.
+    """Returns the minimum and maximum of the sum of weight * value with each value in its range.
 
     >>> sum_ranges([(1.0, (0.0, 1.0)), (-0.5, (0.0, 2.0))])
     (-1.0, 1.0)
     """
-    ends = [sorted((weight * low, weight * high)) for weight, (low, high) in parts]
-    return math.fsum(low for low, _ in ends), math.fsum(high for _, high in ends)
+    # A negative weight swaps the ends of a range.
+    weighted_ranges = [sorted((weight * low, weight * high)) for weight, (low, high) in parts]
+    minimum = math.fsum(low for low, _ in weighted_ranges)
+    maximum = math.fsum(high for _, high in weighted_ranges)
+    return minimum, maximum
 
 
-# ---- from the settings ----
+# ---- From the settings ----
 
 
-def check_rewards(entries: Sequence[Any]) -> None:
-    """Raise ValueError for contradictory entries of task.rewards, without loading the user's functions."""
-    names, known = [each.name for each in entries], (OWN, *REWARDS)
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise ValueError(f"task.rewards: two entries have the name {twice[0]!r}")
-    for each in entries:
-        where, is_builtin = f"task.rewards, {each.name!r}", ":" not in each.reward
-        if is_builtin and each.reward not in known:
-            there = f"there are {', '.join(known)} and 'package.module:function'.{suggest(each.reward, known)}"
-            raise ValueError(f"{where}: no built-in reward {each.reward!r}; {there}")
-        if secret := next(filter(is_secret, each.options), None):
+def check_rewards(entries: Sequence[RewardEntry]) -> None:
+    """Raises ValueError for contradictory entries of task.rewards.
+
+    Functions of users are not loaded.
+    """
+    names = [entry.name for entry in entries]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"task.rewards: two entries have the name {name!r}")
+    for entry in entries:
+        _check_entry(entry)
+
+
+def _check_entry(entry: RewardEntry) -> None:
+    label = f"task.rewards, {entry.name!r}"
+    is_builtin = ":" not in entry.reward
+    builtin_names = (OWN, *REWARDS)
+    if is_builtin and entry.reward not in builtin_names:
+        raise ValueError(
+            f"{label}: no built-in reward {entry.reward!r}; there are {', '.join(builtin_names)} "
+            f"and 'package.module:function'.{suggest(entry.reward, builtin_names)}"
+        )
+    for option in entry.options:
+        if is_secret(option):
             raise ValueError(
-                f"{where}: options.{secret} would be written to disk; use an environment variable"
+                f"{label}: options.{option} would be written to disk; use an environment variable"
             )
-        if is_builtin and (each.options or each.reward in WITH_OPTIONS):
-            load_reward(each, None)
+    if is_builtin and (entry.options or entry.reward in WITH_OPTIONS):
+        load_reward(entry, None)
 
 
-def load_rewards(entries: Sequence[Any], own: Any) -> Rewards:
-    """The rewards that the entries of task.rewards name; `own` is the task's own reward."""
-    if isinstance(own, Rewards) and any(each.reward == OWN for each in entries):
+def load_rewards(entries: Sequence[RewardEntry], own: Any) -> Rewards:
+    """Loads the rewards that the entries of task.rewards name; `own` is the task's own reward.
+
+    Raises ValueError.
+    """
+    if isinstance(own, Rewards) and any(entry.reward == OWN for entry in entries):
         raise ValueError(
             f"task.rewards: {OWN!r} stands for one reward, but this task has several; leave it out"
         )
-    return Rewards(tuple(load_reward(each, own) for each in entries))
+    return Rewards(tuple(load_reward(entry, own) for entry in entries))
 
 
-def load_reward(entry: Any, own: Any) -> Reward:
-    """One entry. Raises ValueError for options that its function does not take."""
-    reference: str = entry.reward
-    function: Any = own if reference == OWN else load_function(REWARDS.get(reference) or reference)
+def load_reward(entry: RewardEntry, own: Any) -> Reward:
+    """Loads the reward of one entry; `own` is the task's own reward function.
+
+    Raises ValueError, also for options that the function does not take.
+    """
+    function: Any = own
+    if entry.reward != OWN:
+        function = load_function(REWARDS.get(entry.reward, entry.reward))
     try:
         if inspect.isclass(function):
             function = function(**entry.options)
         elif entry.options:
             inspect.signature(function).bind_partial(**entry.options)
             function = partial(function, **entry.options)
-        if arguments := WITH_OPTIONS.get(entry.reward):
-            function(*arguments)
+        check_arguments = WITH_OPTIONS.get(entry.reward)
+        if check_arguments is not None:
+            function(*check_arguments)
     except (TypeError, ValueError, re.error) as error:
         raise ValueError(
             f"task.rewards, {entry.name!r}, options: {entry.reward}: {error}"
@@ -277,8 +410,11 @@ def load_reward(entry: Any, own: Any) -> Reward:
 
 
 def load_function(reference: str) -> Callable[..., Any]:
-    """The function that "package.module:function" names, also in a module of the current directory. Raises ValueError
-    for another form, a missing module or attribute, and what cannot be called."""
+    """Loads the function that "package.module:function" names.
+
+    The module may be in the current directory. Raises ValueError for another form, a missing
+    module or attribute, and an object that cannot be called.
+    """
     function = load_reference(reference)
     if not callable(function):
         raise ValueError(f"{reference!r} is not a function")

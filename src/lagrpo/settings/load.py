@@ -1,4 +1,7 @@
-"""Settings from TOML files, mappings and the command line, with errors that say where and what; and back to TOML."""
+"""Settings from TOML files, mappings and the command line, and back to TOML.
+
+Errors say where the wrong setting is, and what is wrong with it.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +26,12 @@ from lagrpo.settings.sections import Section
 Command = TypeVar("Command")
 PRESETS = Path(__file__).with_name("presets")
 SHORT = {"--task": "--task.name", "--model": "--model.path", "--recipe": "--loss.recipe"}
-TABLES = (
-    "task.options",
-    "loss.overrides",
-    "model.chat_template_kwargs",
-)  # with any names: --task.options.NAME VALUE
-OVERRIDES = "loss.overrides."  # before the paths of knobs
+
+TABLES = ("task.options", "loss.overrides", "model.chat_template_kwargs")
+"""Settings that are tables with any names: --task.options.NAME VALUE."""
+
+OVERRIDES = "loss.overrides."
+"""The beginning of the names of knobs."""
 
 
 def load_settings(
@@ -36,28 +39,31 @@ def load_settings(
     overrides: Mapping[str, Any] | None = None,
     resume: str | None = None,
 ) -> Settings:
-    """Settings from a TOML file, the name of a packaged one, or a mapping; `overrides` take precedence. The keys of
-    mappings are sections or names such as schedule.sync_every. A run that is resumed by its directory has its own
-    settings, which mappings change. Raises SettingsError."""
+    """Loads settings from a TOML file, a packaged file of this name, or a mapping.
+
+    `overrides` take precedence. The keys of mappings are sections, or names such as
+    schedule.sync_every. `resume`: the directory of a run, whose settings are loaded; `source` may
+    then only be a mapping, which changes them. Raises SettingsError.
+    """
     changes = nest(overrides or {})
     if resume not in (None, "auto"):
         if source is not None and not isinstance(source, Mapping):
             raise SettingsError(f"--resume RUN takes the settings of the run: leave out {source}")
-        source, changes = (
-            Path(resume).expanduser() / "config.toml",
-            merged(nest(source or {}), changes),
-        )
+        changes = merged(nest(source or {}), changes)
+        source = Path(resume).expanduser() / "config.toml"
         if not source.is_file():
             raise SettingsError(f"--resume: {resume!r} is not a run: it has no config.toml")
     if source is None or isinstance(source, Mapping):
         return validate(nest(source or {}), changes, "settings")
-    path, packaged = Path(source).expanduser(), PRESETS / f"{source}.toml"
-    file = packaged if not path.exists() and packaged.is_file() else path
+    file = Path(source).expanduser()
+    packaged_file = PRESETS / f"{source}.toml"
+    if not file.exists() and packaged_file.is_file():
+        file = packaged_file
     return validate(read_toml(file), changes, str(source))
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """What a settings file says. Raises SettingsError if there is none or it is not TOML."""
+    """Reads a settings file. Raises SettingsError if there is none or it is not TOML."""
     text = ""
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -72,12 +78,18 @@ def read_toml(path: Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise SettingsError(f"{path}: not UTF-8 text: save the file as UTF-8") from error
     except (ValueError, RecursionError) as error:
-        cure = "; write paths with / or in single quotes" if re.search(r'"[^"\n]*\\', text) else ""
-        raise SettingsError(f"{path}: not valid TOML: {one_line(str(error))}{cure}") from error
+        message = f"{path}: not valid TOML: {one_line(str(error))}"
+        has_backslash_in_quotes = re.search(r'"[^"\n]*\\', text) is not None
+        if has_backslash_in_quotes:
+            message += "; write paths with / or in single quotes"
+        raise SettingsError(message) from error
 
 
 def to_toml(settings: Settings) -> str:
-    """The settings as a TOML file that `load_settings` reads back to the same settings; what is unset is left out."""
+    """Returns the settings as TOML, which `load_settings` reads back to the same settings.
+
+    Settings that are unset are left out.
+    """
     return tomli_w.dumps(settings.model_dump(exclude_none=True))
 
 
@@ -87,61 +99,81 @@ def validate(
     source: str,
     kind: type[BaseModel] = Settings,
 ) -> Any:
-    """The settings of `values`, which come from `source`, with `overrides` on top. Raises SettingsError."""
+    """Returns the settings of `values`, which come from `source`, with `overrides` on top.
+
+    Raises SettingsError with a line for each problem.
+    """
     try:
         return kind.model_validate(merged(values, overrides))
     except ValidationError as error:
-        given, lines = flatten(overrides), list[str]()
-        complaint: Any
-        for complaint in error.errors():
-            name = ".".join(map(str, complaint["loc"]))
-            by_user = any(
-                f"{own}.".startswith(f"{name}.") or f"{name}.".startswith(f"{own}.")
-                for own in given
-            )
-            place = "command line" if by_user and source != "settings" else source
-            text = f"{name} = {one_line(repr(complaint['input']))}: {complaint['msg']}"
-            if complaint["type"] == "extra_forbidden":
-                text = f"unknown setting {name!r}; {suggest_setting(name, kind)}"
-            elif complaint["type"] in ("model_type", "dict_type"):
-                value = one_line(repr(complaint["input"]))
-                text = f"{name} = {value}: {name} is a table of settings, not a single value"
-            elif complaint["type"] == "value_error":
-                text = f"{name + ': ' if name else ''}{complaint['ctx']['error']}"
-            lines.append(f"{place}: {text}")
+        overridden_names = list(flatten(overrides))
+        lines: list[str] = []
+        for problem in error.errors():
+            name = ".".join(str(part) for part in problem["loc"])
+            is_overridden = any(_overlap(name, overridden) for overridden in overridden_names)
+            # Without a file, everything is called settings.
+            place = "command line" if is_overridden and source != "settings" else source
+            lines.append(f"{place}: {_describe_problem(name, problem, kind)}")
         raise SettingsError("\n".join(lines)) from error
 
 
+def _overlap(name: str, other: str) -> bool:
+    """True if one name is the other one, or a section of it."""
+    return f"{other}.".startswith(f"{name}.") or f"{name}.".startswith(f"{other}.")
+
+
+def _describe_problem(name: str, problem: Any, kind: type[BaseModel]) -> str:
+    """Returns pydantic's problem with the setting `name` as a line for the user."""
+    if problem["type"] == "extra_forbidden":
+        return f"unknown setting {name!r}; {suggest_setting(name, kind)}"
+    if problem["type"] == "value_error":
+        message = problem["ctx"]["error"]
+        return f"{name}: {message}" if name else f"{message}"
+    value = one_line(repr(problem["input"]))
+    if problem["type"] in ("model_type", "dict_type"):
+        return f"{name} = {value}: {name} is a table of settings, not a single value"
+    return f"{name} = {value}: {problem['msg']}"
+
+
 def suggest_setting(name: str, kind: type[BaseModel]) -> str:
-    """ "did you mean 'x'?": the setting of that name in another section, else the nearest."""
-    known = list(list_settings(kind))
-    same = [each for each in known if each.endswith(f".{name.rpartition('.')[2]}")]
-    alike = [each for each in known if each.count(".") == name.count(".")]
-    near = same[0] if same else find_nearest(name, alike, likeness=0.5)
-    knobs = (
-        " Other knobs of the recipe are loss.overrides.NAME." if name.startswith("loss.") else ""
-    )
-    return f"did you mean {near!r}?{knobs}" if near else f"lagrpo train --help lists all.{knobs}"
+    """Returns advice for an unknown setting, such as "did you mean 'x'?".
+
+    It names the setting of that name in another section, else the nearest one.
+    """
+    known_names = list(list_settings(kind))
+    last_part = name.rpartition(".")[2]
+    same_names = [known for known in known_names if known.endswith(f".{last_part}")]
+    if same_names:
+        nearest = same_names[0]
+    else:
+        same_depth = [known for known in known_names if known.count(".") == name.count(".")]
+        nearest = find_nearest(name, same_depth, likeness=0.5)
+    advice = f"did you mean {nearest!r}?" if nearest else "lagrpo train --help lists all."
+    if name.startswith("loss."):
+        advice += " Other knobs of the recipe are loss.overrides.NAME."
+    return advice
 
 
 def nest(values: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """Names such as schedule.sync_every as tables; `path` is that of the table itself. Paths of knobs stay whole: a
-    mask has a name and knobs, which one table cannot hold under one key.
+    """Returns names such as schedule.sync_every as tables. `path` is the path of the table itself.
+
+    Paths of knobs stay whole: a mask has a name and knobs, which one table cannot hold under one
+    key.
 
     >>> nest({"loss": {"overrides": {"mask": "ring", "mask.outer_high": 3.0}}, "run.seed": 1})
     {'loss': {'overrides': {'mask': 'ring', 'mask.outer_high': 3.0}}, 'run': {'seed': 1}}
     """
     nested: dict[str, Any] = {}
     for name, value in values.items():
-        full = f"{path}{name}"
-        sections = name.split(".")
+        full_name = f"{path}{name}"
+        parts = name.split(".")
         if path.startswith(OVERRIDES):
-            sections = [name]
-        elif full.startswith(OVERRIDES):
-            tables = OVERRIDES.removeprefix(path).rstrip(".")
-            sections = [*tables.split("."), full.removeprefix(OVERRIDES)]
-        *sections, leaf = sections
-        table = {leaf: nest(value, f"{full}.") if isinstance(value, Mapping) else value}
+            parts = [name]
+        elif full_name.startswith(OVERRIDES):
+            tables_to_overrides = OVERRIDES.removeprefix(path).rstrip(".").split(".")
+            parts = [*tables_to_overrides, full_name.removeprefix(OVERRIDES)]
+        *sections, leaf = parts
+        table = {leaf: nest(value, f"{full_name}.") if isinstance(value, Mapping) else value}
         for section in reversed(sections):
             table = {section: table}
         nested = merged(nested, table)
@@ -149,133 +181,166 @@ def nest(values: Mapping[str, Any], path: str = "") -> dict[str, Any]:
 
 
 def merged(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Both, table by table; `overrides` win."""
-    found = dict(values)
+    """Returns both mappings as one, table by table; `overrides` win."""
+    result = dict(values)
     for name, change in overrides.items():
-        below = values.get(name)
-        found[name] = (
-            merged(below, change)
-            if isinstance(change, Mapping) and isinstance(below, Mapping)
-            else change
-        )
-    return found
+        value = values.get(name)
+        if isinstance(change, Mapping) and isinstance(value, Mapping):
+            result[name] = merged(value, change)
+        else:
+            result[name] = change
+    return result
 
 
 def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """section.name -> value."""
+    """Returns the values of nested tables by their full names, section.name."""
     flat: dict[str, Any] = {}
     for name, value in settings.items():
-        flat |= (
-            flatten(value, f"{prefix}{name}.")
-            if isinstance(value, Mapping)
-            else {prefix + name: value}
-        )
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = value
     return flat
 
 
 def list_settings(kind: type[BaseModel] = Settings, prefix: str = "") -> dict[str, FieldInfo]:
-    """Every section and setting by its name, section.name."""
-    found = {}
+    """Returns every section and setting by its full name, section.name."""
+    fields: dict[str, FieldInfo] = {}
     for name, field in kind.model_fields.items():
-        found[prefix + name] = field
+        fields[prefix + name] = field
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            found |= list_settings(field.annotation, f"{prefix}{name}.")
-    return found
+            fields |= list_settings(field.annotation, f"{prefix}{name}.")
+    return fields
 
 
-# The command line
+# ---- The command line ----
 
 
 def read_words(
     words: Sequence[str], command: type[Command], settings: Settings, sections: Sequence[str]
 ) -> tuple[Command, dict[str, Any]]:
-    """The arguments of a command, a dataclass, and the settings of these sections that the words change. Wrong words
-    end the program."""
-    parts = [word.partition("=") for word in words]
-    rest, tables = split_tables(
-        [f"{SHORT.get(name, name)}{equals}{value}" for name, equals, value in parts]
-    )
-    rest = [
-        re.sub(r"(?<![^=])(True|False)$", lambda found: found[0].lower(), word) for word in rest
-    ]  # as Python says
-    shown = [(name, _options(name, getattr(settings, name))) for name in sections]
-    fields = [(name, type(own), own) for name, own in shown]
-    made: Any = make_dataclass(command.__name__, fields, bases=(command,), frozen=True)
-    own_tables = [name for name in TABLES if name.partition(".")[0] in sections]
-    helps = [f"--{name}.NAME VALUE: {list_settings()[name].description}" for name in own_tables]
-    shown_as: dict[str, Any] = {
+    """Returns a command's arguments, and the settings of these sections that the words change.
+
+    `command` is the dataclass of the arguments. Wrong words end the program.
+    """
+    words, tables = split_tables([_spell_out(word) for word in words])
+    # As Python says True, tyro says true.
+    words = [
+        re.sub(r"(?<![^=])(True|False)$", lambda match: match[0].lower(), word) for word in words
+    ]
+    options = {name: _options(name, getattr(settings, name)) for name in sections}
+    fields = [(name, type(values), values) for name, values in options.items()]
+    arguments_type: Any = make_dataclass(command.__name__, fields, bases=(command,), frozen=True)
+    table_help = [
+        f"--{name}.NAME VALUE: {list_settings()[name].description}"
+        for name in TABLES
+        if name.partition(".")[0] in sections
+    ]
+    presentation: dict[str, Any] = {
         "prog": f"lagrpo {command.__name__.lower()}",
         "config": (tyro.conf.FlagCreatePairsOff,),
     }
-    text = "\n".join([f"{inspect.getdoc(command)}\n", *helps])
-    given = tyro.cli(made, args=rest, description=text, use_underscores=True, **shown_as)
-    changed = {
-        f"{section}.{name}": value
-        for section, own in shown
-        for name, value in vars(getattr(given, section)).items()
-        if value != getattr(own, name)
-    }
-    return given, changed | tables
+    description = "\n".join([f"{inspect.getdoc(command)}\n", *table_help])
+    arguments = tyro.cli(
+        arguments_type, args=words, description=description, use_underscores=True, **presentation
+    )
+    changed: dict[str, Any] = {}
+    for section, defaults in options.items():
+        for name, value in vars(getattr(arguments, section)).items():
+            if value != getattr(defaults, name):
+                changed[f"{section}.{name}"] = value
+    return arguments, changed | tables
+
+
+def _spell_out(word: str) -> str:
+    """Returns a word with the full name of an option that has a short one."""
+    name, equals, value = word.partition("=")
+    return f"{SHORT.get(name, name)}{equals}{value}"
 
 
 def help_text(
     command: type, settings: Settings, sections: Sequence[str], unused: Sequence[str] = ()
 ) -> str:
-    """The help of a command: its docstring, and a line with the value for each setting that it uses."""
+    """Returns the help of a command: its docstring, and a line with the value of each setting.
+
+    Settings in `unused` are left out.
+    """
     lines = [inspect.getdoc(command) or ""]
     for section in sections:
         values = getattr(settings, section)
         lines.append("")
         for name, field in type(values).model_fields.items():
-            key, value = f"{section}.{name}", getattr(values, name)
-            words = [
-                getattr(each, "name", str(each))
-                for each in (value if isinstance(value, tuple) else [value])
-            ]
-            shown = f" [{' '.join(words)}]" if value not in (None, ()) else ""
-            if key in TABLES:
-                key, shown = f"{key}.NAME", ""
-            if name not in ("sets", *unused):  # evaluation sets are a list of tables, for files
-                lines.append(f"  --{key:<32} {field.description}{shown}")
+            if name in ("sets", *unused):  # evaluation sets are a list of tables, for files
+                continue
+            full_name = f"{section}.{name}"
+            if full_name in TABLES:
+                lines.append(f"  --{full_name + '.NAME':<32} {field.description}")
+            else:
+                value_text = _help_value(getattr(values, name))
+                lines.append(f"  --{full_name:<32} {field.description}{value_text}")
     return "\n".join(lines)
 
 
+def _help_value(value: Any) -> str:
+    """Returns a value as it stands in the help, such as " [4]"; nothing if it is unset."""
+    if value in (None, ()):
+        return ""
+    entries = value if isinstance(value, tuple) else [value]
+    words = [getattr(entry, "name", str(entry)) for entry in entries]  # rewards have names
+    return f" [{' '.join(words)}]"
+
+
 def _options(section: str, values: Section) -> Any:
-    """The settings of a section as a dataclass for tyro, which only turns words into values."""
+    """Returns a section's settings as a dataclass for tyro, which only turns words into values."""
     fields = []
     for name, field in type(values).model_fields.items():
-        kind, value = field.annotation, getattr(values, name)
-        if f"{section}.{name}" in (*TABLES, "eval.sets"):  # lists of tables are for files
+        full_name = f"{section}.{name}"
+        if full_name in (*TABLES, "eval.sets"):  # lists of tables are for files
             continue
+        kind = field.annotation
+        value = getattr(values, name)
         if isinstance(value, bool):
-            kind, value = Literal["true", "false"], str(value).lower()
-        elif f"{section}.{name}" == "task.rewards":
-            kind, value = tuple[str, ...], tuple(each.name for each in value)
+            kind = Literal["true", "false"]
+            value = str(value).lower()
+        elif full_name == "task.rewards":
+            kind = tuple[str, ...]
+            value = tuple(reward.name for reward in value)
         fields.append((name, kind, value))
     return make_dataclass(type(values).__name__, fields, frozen=True)()
 
 
 def split_tables(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-    """The words without the entries of TABLES, and these entries, with values as TOML has them.
+    """Returns the words without the entries of TABLES, and these entries, with values as in TOML.
 
-    >>> split_tables(["demo", "--task.options.digits", "2", "--loss.overrides.surrogate=clipped", "--run.seed", "1"])
-    (['demo', '--run.seed', '1'], {'task.options.digits': 2, 'loss.overrides.surrogate': 'clipped'})
+    >>> split_tables(["demo", "--task.options.digits", "2", "--loss.overrides.surrogate=clipped"])
+    (['demo'], {'task.options.digits': 2, 'loss.overrides.surrogate': 'clipped'})
     """
-    rest, found, entry = list[str](), dict[str, list[Any]](), ""
+    table_prefixes = tuple(f"{table}." for table in TABLES)
+    other_words: list[str] = []
+    entries: dict[str, list[Any]] = {}
+    entry = ""  # the entry that the next words are values of, if any
     for word in words:
-        name, equals, value = word.removeprefix("--").partition("=")
         if word.startswith("--"):
+            name, equals, value = word.removeprefix("--").partition("=")
             name = name.replace("-", "_")
-            if entry := name if name.startswith(tuple(f"{table}." for table in TABLES)) else "":
-                found[entry] = [_read_value(value)] if equals else []
+            entry = name if name.startswith(table_prefixes) else ""
+            if entry:
+                entries[entry] = [_read_value(value)] if equals else []
                 continue
-        found[entry].append(_read_value(word)) if entry else rest.append(word)
-    return rest, {name: values[0] if len(values) == 1 else values for name, values in found.items()}
+        if entry:
+            entries[entry].append(_read_value(word))
+        else:
+            other_words.append(word)
+    tables = {name: values[0] if len(values) == 1 else values for name, values in entries.items()}
+    return other_words, tables
 
 
 def _read_value(word: str) -> Any:
-    """A word as TOML or Python has it (True, .5), or as it stands."""
-    text = word.lower() if word in ("True", "False") else re.sub(r"^-?(?=\.\d)", r"\g<0>0", word)
+    """Returns the value of a word in TOML, or in Python (True, .5), else the word."""
+    if word in ("True", "False"):
+        text = word.lower()
+    else:
+        text = re.sub(r"^-?(?=\.\d)", r"\g<0>0", word)  # TOML writes .5 as 0.5
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except (ValueError, KeyError):

@@ -1,4 +1,6 @@
-"""Losses of a user's own: their names in the settings, and their source files, which a run keeps in `loss/`.
+"""Losses of a user's own: their names in the settings, and their source files.
+
+A run keeps the files in `loss/`.
 
 `lagrpo verify` reads the kept files, so a run can be verified after its loss has changed.
 """
@@ -22,8 +24,11 @@ FOLDER = "loss"
 
 
 def name_loss(loss: str | Recipe | Callable) -> str:
-    """The name under which settings refer to a loss that was given in Python: "module:name", where a script is a module
-    by the name of its file. A function that no module has, such as a lambda, keeps a name that cannot be loaded."""
+    """Returns the name of a loss in the settings: "module:name" for a loss that is given in Python.
+
+    A script is a module by the name of its file. A function that no module has, such as a lambda,
+    gets a name that cannot be loaded.
+    """
     if isinstance(loss, str):
         return loss
     if isinstance(loss, Recipe):
@@ -32,18 +37,22 @@ def name_loss(loss: str | Recipe | Callable) -> str:
 
 
 def _name_recipe(recipe: Recipe) -> str:
-    """The recipe's own name if it is one of the table, else the module of one of its functions and the variable there
-    that holds it."""
+    """Returns the recipe's own name if it is one of the table.
+
+    Else it is the module of one of its functions, and the variable there that holds the recipe.
+    """
     for function in own_functions(recipe):
         module = sys.modules.get(function.__module__)
-        for name, value in vars(module).items() if module else ():
+        if not module:
+            continue
+        for name, value in vars(module).items():
             if value is recipe:
                 return _importable(f"{function.__module__}:{name}")
     return recipe.name or "recipe"
 
 
 def _importable(reference: str) -> str:
-    """`__main__:dppo` by the name of the script's file, with which other programs can import it."""
+    """Returns a reference that other programs can import: `script:dppo` for `__main__:dppo`."""
     module_name, _, name = reference.partition(":")
     file = getattr(sys.modules.get("__main__"), "__file__", None)
     if module_name == "__main__" and file:
@@ -52,27 +61,33 @@ def _importable(reference: str) -> str:
 
 
 def own_functions(recipe: Recipe) -> list[Callable]:
-    """The functions of a recipe from outside lagrpo."""
+    """Returns the functions of a recipe from outside lagrpo."""
     return [function for function in recipe.functions if ":" in function_name(function)]
 
 
 def keep_sources(recipe: Recipe, run: Path) -> None:
-    """Copy the files of a recipe's own functions into the run. A function typed into a prompt has no file."""
+    """Copies the files of a recipe's own functions into the run.
+
+    A function that was typed into a prompt has no file.
+    """
     for function in own_functions(recipe):
         try:
             source = Path(inspect.getsourcefile(inspect.unwrap(function)) or "")
         except TypeError:  # an object that can be called
             continue
         if source.is_file():
-            kept = _kept_file(run, _importable(function_name(function)))
-            _keep(source, kept)
+            copy = _copy_of_module(run, _importable(function_name(function)))
+            _copy_version(source, copy)
 
 
-def _keep(source: Path, kept: Path) -> None:
-    """Copy a file. A later version of it, with which a run was resumed, gets a number, so none is lost."""
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    versions = [kept, *(kept.with_suffix(f".{number}.py") for number in range(2, 1000))]
-    for version in versions:
+def _copy_version(source: Path, copy: Path) -> None:
+    """Copies a file, unless the run has this version of it.
+
+    A later version, with which a run was resumed, gets a number, so none is lost.
+    """
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    numbered_copies = [copy.with_suffix(f".{number}.py") for number in range(2, 1000)]
+    for version in [copy, *numbered_copies]:
         if not version.exists():
             shutil.copyfile(source, version)
             return
@@ -81,23 +96,25 @@ def _keep(source: Path, kept: Path) -> None:
 
 
 def load_recipe_of_run(settings: Settings, run: Path) -> Recipe:
-    """The recipe of a run's settings, with functions of the user from the files that the run kept. Raises as
-    `resolve`."""
-    overrides = {path: _load_kept(value, run) for path, value in settings.loss.knobs.items()}
-    return resolve(_load_kept(settings.loss.recipe, run), overrides)
+    """Returns the recipe of a run's settings, with the user's functions as the run has copied them.
+
+    Raises as `resolve`.
+    """
+    overrides = {path: _load_copy(value, run) for path, value in settings.loss.knobs.items()}
+    return resolve(_load_copy(settings.loss.recipe, run), overrides)
 
 
-def _load_kept(value: Any, run: Path) -> Any:
-    """The object that a setting names, if the run kept its file; else the setting itself."""
+def _load_copy(value: Any, run: Path) -> Any:
+    """Returns the object that a setting names, if the run copied its file; else the setting."""
     if isinstance(value, list | tuple):
-        return [_load_kept(entry, run) for entry in value]
+        return [_load_copy(entry, run) for entry in value]
     if not isinstance(value, str) or not is_reference(value):
         return value
-    kept = _kept_file(run, value)
-    return load_from_file(value, kept) if kept.is_file() else value
+    copy = _copy_of_module(run, value)
+    return load_from_file(value, copy) if copy.is_file() else value
 
 
-def _kept_file(run: Path, reference: str) -> Path:
-    """The place of a module's file in the run."""
+def _copy_of_module(run: Path, reference: str) -> Path:
+    """Returns the path of the copy of a module's file in the run."""
     module_name = reference.partition(":")[0]
     return Path(run, FOLDER, *module_name.split(".")).with_suffix(".py")

@@ -1,4 +1,7 @@
-"""All settings of a run, and what settings of different sections exclude. Loads neither torch nor transformers."""
+"""All settings of a run, and contradictions between settings of different sections.
+
+Loads neither torch nor transformers.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,8 @@ from pydantic import model_validator
 from lagrpo.settings import sections
 from lagrpo.tasks import is_multi_turn
 
-MIN_REPLIES = (
-    512  # tokens that environments may say in a completion, if max_completion_length is less
-)
+MIN_REPLIES = 512
+"""Tokens that environments may say in a completion, if max_completion_length is less."""
 
 
 class Settings(sections.Section):
@@ -38,8 +40,12 @@ class Settings(sections.Section):
 
     @property
     def replied(self) -> int:
-        """The most tokens that tools, or the environment of a built-in task, say in a completion; 0 without."""
-        return self.reply_limit if self.task.tools or is_multi_turn(self.task.name) else 0
+        """The most tokens that tools, or the environment of a built-in task, say in a completion.
+
+        0 without tools and environment.
+        """
+        has_replies = self.task.tools or is_multi_turn(self.task.name)
+        return self.reply_limit if has_replies else 0
 
     @property
     def reply_limit(self) -> int:
@@ -49,38 +55,61 @@ class Settings(sections.Section):
     @property
     def longest(self) -> int:
         """Tokens of the longest sequence that the policy samples, in training or in an evaluation."""
-        sets = self.eval.sets if self.eval.takes_place else ()
-        own = self.rollout.max_completion_length
-        return self.rollout.max_prompt_length + max(
-            [own, *(each.max_completion_length or own for each in sets)]
-        )
+        max_completion = self.rollout.max_completion_length
+        if self.eval.takes_place:
+            for evaluation_set in self.eval.sets:
+                max_completion = max(max_completion, evaluation_set.max_completion_length or 0)
+        return self.rollout.max_prompt_length + max_completion
 
 
 def find_contradictions(settings: Settings) -> Iterator[str]:
-    """What settings of different sections exclude, each with its cure."""
-    rollout, evaluation, vllm, offline = (
-        settings.rollout,
-        settings.eval,
-        settings.vllm,
-        settings.offline,
-    )
-    samples = max([evaluation.num_samples, *(each.num_samples or 0 for each in evaluation.sets)])
-    counts = {"rollout.num_generations": rollout.num_generations}
-    counts |= {"eval.num_samples": samples} if evaluation.takes_place else {}
-    for name, count in counts.items():
-        if count > rollout.max_num_seqs:
-            yield f"rollout.max_num_seqs = {rollout.max_num_seqs} is less than {name} = {count}: raise max_num_seqs"
-    if rollout.engine != "vllm" and vllm != (default := sections.VllmSettings()):
-        given = next(name for name, value in vllm if value != getattr(default, name))
-        yield f"vllm.{given} is set, but rollout.engine is 'local': set rollout.engine = 'vllm'"
+    """Yields what settings of different sections exclude, each with what to change."""
+    rollout = settings.rollout
+    vllm = settings.vllm
+    offline = settings.offline
+    yield from _find_too_many_samples(settings)
+    if rollout.engine != "vllm":
+        default = sections.VllmSettings()
+        for name, value in vllm:
+            if value != getattr(default, name):
+                yield (
+                    f"vllm.{name} is set, but rollout.engine is 'local': "
+                    "set rollout.engine = 'vllm'"
+                )
+                break  # one is enough
     if rollout.engine == "vllm" and rollout.temperature > 2:
-        yield f"rollout.temperature = {rollout.temperature:g}: rollout.engine = 'vllm' allows at most 2; lower it"
+        yield (
+            f"rollout.temperature = {rollout.temperature:g}: rollout.engine = 'vllm' allows at "
+            "most 2; lower it"
+        )
     if settings.model.lora_r and vllm.weight_transfer == "nccl":
-        yield "vllm.weight_transfer = 'nccl' cannot send the adapters of model.lora_r: use 'directory'"
+        yield (
+            "vllm.weight_transfer = 'nccl' cannot send the adapters of model.lora_r: "
+            "use 'directory'"
+        )
     if offline.fraction < 1 and not offline.data:
-        yield f"offline.fraction = {offline.fraction:g}, but offline.data is unset: set offline.data"
-    if (
-        buffer := settings.loss.overrides.get("overlong_buffer", 0)
-    ) > rollout.max_completion_length:
-        longest = f"rollout.max_completion_length = {rollout.max_completion_length}"
-        yield f"loss.overrides.overlong_buffer = {buffer} is more than {longest}: lower the buffer"
+        yield (
+            f"offline.fraction = {offline.fraction:g}, but offline.data is unset: set offline.data"
+        )
+    buffer = settings.loss.overrides.get("overlong_buffer", 0)
+    if buffer > rollout.max_completion_length:
+        yield (
+            f"loss.overrides.overlong_buffer = {buffer} is more than "
+            f"rollout.max_completion_length = {rollout.max_completion_length}: lower the buffer"
+        )
+
+
+def _find_too_many_samples(settings: Settings) -> Iterator[str]:
+    """Yields settings that ask for more completions of a prompt than the engine holds at a time."""
+    evaluation = settings.eval
+    max_num_seqs = settings.rollout.max_num_seqs
+    counts = {"rollout.num_generations": settings.rollout.num_generations}
+    if evaluation.takes_place:
+        sample_counts = [evaluation_set.num_samples or 0 for evaluation_set in evaluation.sets]
+        counts["eval.num_samples"] = max([evaluation.num_samples, *sample_counts])
+    for name, count in counts.items():
+        if count > max_num_seqs:
+            yield (
+                f"rollout.max_num_seqs = {max_num_seqs} is less than {name} = {count}: "
+                "raise max_num_seqs"
+            )

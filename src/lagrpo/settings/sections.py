@@ -18,23 +18,29 @@ NAME = r"^[A-Za-z][A-Za-z0-9_]{0,39}$"
 
 
 def split_server_args(options: Sequence[str]) -> tuple[str, ...]:
-    """Options of vLLM as a shell would split them. Raises ValueError, without the value, for one that holds a secret.
+    """Returns options of vLLM as a shell would split them.
+
+    Raises ValueError, without the value, for an option that holds a secret.
 
     >>> split_server_args(["--seed 3", "--dtype=float16"])
     ('--seed', '3', '--dtype=float16')
     """
     words = tuple(word for option in options for word in shlex.split(option))
-    names = (word.partition("=")[0] for word in words if word.startswith("--"))
-    if secret := next(filter(is_secret, names), None):
-        cure = "set an environment variable (HF_TOKEN, LAGRPO_VLLM_API_KEY), which servers inherit"
-        raise ValueError(
-            f"server_args: all users of this machine could read the secret in {secret!r}: {cure}"
-        )
+    for word in words:
+        name = word.partition("=")[0]
+        if word.startswith("--") and is_secret(name):
+            raise ValueError(
+                f"server_args: all users of this machine could read the secret in {name!r}: set an "
+                "environment variable (HF_TOKEN, LAGRPO_VLLM_API_KEY), which servers inherit"
+            )
     return words
 
 
 class Section(BaseModel):
-    """Frozen settings, without unknown names and infinite numbers. A value stands for a list of one."""
+    """Frozen settings, without unknown names and infinite numbers.
+
+    A single value stands for a list of one.
+    """
 
     model_config = ConfigDict(
         frozen=True,
@@ -46,23 +52,23 @@ class Section(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _wrap_single_values(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
-        lists = {
-            name
-            for name, field in cls.model_fields.items()
-            if tuple in map(get_origin, (field.annotation, *get_args(field.annotation)))
-        }
-        single = {
-            name for name in lists & given.keys() if isinstance(given[name], str | int | dict)
-        }
+    def _wrap_single_values(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        wrapped = dict(values)
         for name, field in cls.model_fields.items():
-            kinds = (field.annotation, *get_args(field.annotation))
-            is_number = (float in kinds or int in kinds) and bool not in kinds
-            if is_number and isinstance(given.get(name), bool):
-                raise ValueError(f"{name} = {str(given[name]).lower()}: write a number")
-        return given | {name: (given[name],) for name in single}
+            if name not in values:
+                continue
+            value = values[name]
+            types = (field.annotation, *get_args(field.annotation))
+            # pydantic would take true as the number 1.
+            is_number = (float in types or int in types) and bool not in types
+            if is_number and isinstance(value, bool):
+                raise ValueError(f"{name} = {str(value).lower()}: write a number")
+            is_list = any(get_origin(field_type) is tuple for field_type in types)
+            if is_list and isinstance(value, str | int | dict):
+                wrapped[name] = (value,)
+        return wrapped
 
 
 class RunSettings(Section):
@@ -447,37 +453,42 @@ class EvalSettings(Section):
 
     @model_validator(mode="after")
     def _check_sets(self) -> EvalSettings:
-        names = [each.name for each in self.sets]
-        if twice := [name for name in names if names.count(name) > 1]:
-            raise ValueError(f"sets: two sets have the name {twice[0]!r}")
+        names = [evaluation_set.name for evaluation_set in self.sets]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"sets: two sets have the name {name!r}")
         if self.best_metric is not None:
             self._check_best(self.best_metric)
         return self
 
     def _check_best(self, best: str) -> None:
-        of_set, _, metric = best.rpartition(".")
-        chosen = {each.name: each for each in self.sets}.get(of_set)
-        samples = (chosen and chosen.num_samples) or self.num_samples
-        known = [
-            "reward",
-            *(
-                f"pass@{k}"
-                for k in sorted({samples, *(1 << n for n in range(samples.bit_length()))})
-            ),
-        ]
-        is_known = metric in known or re.fullmatch(r"rewards/\w+/mean", metric)
-        if not is_known or (chosen is None) == bool(of_set or self.sets):
+        """Raises ValueError for a best_metric that the run does not compute."""
+        set_name, _, metric = best.rpartition(".")
+        sets_by_name = {evaluation_set.name: evaluation_set for evaluation_set in self.sets}
+        chosen_set = sets_by_name.get(set_name)
+        num_samples = self.num_samples
+        every = self.every
+        if chosen_set is not None:
+            num_samples = chosen_set.num_samples or num_samples
+            every = chosen_set.every if chosen_set.every is not None else every
+
+        # pass@k for k = 1, 2, 4, …, and for all samples.
+        powers_of_two = [1 << exponent for exponent in range(num_samples.bit_length())]
+        known = ["reward"]
+        known += [f"pass@{k}" for k in sorted({num_samples, *powers_of_two})]
+        is_known_metric = metric in known or re.fullmatch(r"rewards/\w+/mean", metric)
+        needs_set = bool(set_name or self.sets)
+        if not is_known_metric or needs_set != (chosen_set is not None):
+            form = "SET.METRIC" if self.sets else "METRIC"
+            raise ValueError(f"best_metric = {best!r}: write {form} of {', '.join(known)}")
+        if not self.at_start and not every:
             raise ValueError(
-                f"best_metric = {best!r}: write {'SET.' * bool(self.sets)}METRIC of {', '.join(known)}"
-            )
-        if not self.at_start and not (
-            self.every if chosen is None or chosen.every is None else chosen.every
-        ):
-            raise ValueError(
-                f"best_metric = {best!r}, but the run never evaluates: set every, or at_start = true"
+                f"best_metric = {best!r}, but the run never evaluates: set every, or "
+                "at_start = true"
             )
 
     @property
     def takes_place(self) -> bool:
-        """Whether anything is ever evaluated."""
-        return self.at_start or bool(self.every or any(each.every for each in self.sets))
+        """True if anything is ever evaluated."""
+        sets_have_times = any(evaluation_set.every for evaluation_set in self.sets)
+        return self.at_start or bool(self.every or sets_have_times)

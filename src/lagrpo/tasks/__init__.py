@@ -1,7 +1,9 @@
-"""Tasks: prompts, and a reward for their completions or an environment that they talk to. Each has one file; the
-keyword arguments of its function `load` are the task's options.
+"""Tasks: prompts, and a reward for their completions or an environment that they talk to.
 
-Worker processes import this module and the tasks, so nothing here imports torch, numpy or pydantic at the top.
+Each task has one file. The keyword arguments of its function `load` are the task's options.
+
+Worker processes import this module and the tasks, so nothing here imports torch, numpy or pydantic
+at the top.
 """
 
 from __future__ import annotations
@@ -33,49 +35,62 @@ BUILTIN = (
     "gym",
     "reasoning_gym",
 )
-"""The tasks of this package. The last two take a name after a colon: of an environment, of a generator."""
+"""The tasks of this package.
+
+`gym` takes the name of an environment after a colon, `reasoning_gym` the name of a generator.
+"""
+
 NOT_A_TASK = "is not a Task: a Task has name, reward, size(split) and prompt(split, index)"
+
 Messages = Sequence[Mapping[str, Any]]
-Ask = Callable[
-    [Any], tuple[str | Messages, Any]
-]  # a row -> its question (a text, or messages) and reference answer
-Key = tuple[int | str, ...]  # of random numbers: lagrpo.rng.uniforms(count, *key)
+
+Ask = Callable[[Any], tuple[str | Messages, Any]]
+"""Takes a row. Returns its question (a text, or messages) and its reference answer."""
+
+Key = tuple[int | str, ...]
+"""The key of random numbers: lagrpo.rng.uniforms(count, *key)."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """An environment's reply: chat messages ({"role": "user", "content": …}, or a tool's), the reward so far, which
-    counts if the episode ends here, and why it is done."""
+    """An environment's reply to a turn of the policy."""
 
-    messages: Messages = ()
-    reward: float = 0.0
+    messages: Messages = ()  # {"role": "user", "content": …}, or a tool's
+    reward: float = 0.0  # so far; counts if the episode ends here
     done: bool = False
-    reason: str = ""
+    reason: str = ""  # why it is done
 
 
 class Environment(Protocol):
-    """One episode: a completion of several turns. It is pickled between turns, because another worker process may take
-    the next one. If it raises or exceeds the deadline of a turn, the completion is *unscored*."""
+    """One episode: a completion of several turns.
+
+    It is pickled between turns, because another worker process may take the next one. If it raises
+    or exceeds the deadline of a turn, the completion is *unscored*.
+    """
 
     def reset(self, prompt: Prompt, key: Key) -> Messages:
-        """The messages that the policy sees first, such as `prompt.messages`. They may depend on the prompt alone,
-        because the completions of a group share them; later messages may use random numbers of `key`."""
+        """Returns the messages that the policy sees first, such as `prompt.messages`.
+
+        They may depend on the prompt alone, because the completions of a group share them. Later
+        messages may use random numbers of `key`.
+        """
         ...
 
     def step(self, text: str) -> StepResult:
-        """Answer to the policy's turn, which is given without special tokens."""
+        """Replies to the policy's turn: its text without special tokens."""
         ...
 
 
-Make = Callable[
-    [], Environment
-]  # a class or a function at the top level of a module, or an object; pickled
+Make = Callable[[], Environment]
+"""Makes an environment: a class or function at the top level of a module, or an object; pickled."""
 
 
 @runtime_checkable
 class Task(Protocol):
-    """Prompts in two splits, "train" and "test", and their reward. With an attribute `environment` (what makes one, or
-    None) completions are episodes."""
+    """Prompts in two splits, "train" and "test", and their reward.
+
+    A task may have an attribute `environment` (a `Make`, or None): then completions are episodes.
+    """
 
     @property
     def name(self) -> str: ...
@@ -86,16 +101,19 @@ class Task(Protocol):
         ...
 
     def size(self, split: str) -> int:
-        """Count the prompts of the split."""
+        """Returns the number of prompts of the split."""
         ...
 
     def prompt(self, split: str, index: int) -> Prompt:
-        """Prompt `index` (0 .. size - 1) of a split: its key is the index, its token_ids are empty."""
+        """Returns prompt `index` (0 .. size - 1) of a split.
+
+        Its key is the index, and its token_ids are empty.
+        """
         ...
 
 
 def environment_of(task: Task) -> Make | None:
-    """What makes the environments of a task's completions; None if they have one turn."""
+    """Returns the factory of environments for a task's completions; None if they have one turn."""
     return getattr(task, "environment", None)
 
 
@@ -103,7 +121,8 @@ def environment_of(task: Task) -> Make | None:
 class RowTask:
     """A task made of rows, by split.
 
-    >>> task = RowTask("sums", {"train": [(2, 3)], "test": []}, lambda row: (f"{row[0]} + {row[1]}?", "5"), print)
+    >>> rows = {"train": [(2, 3)], "test": []}
+    >>> task = RowTask("sums", rows, lambda row: (f"{row[0]} + {row[1]}?", "5"), print)
     >>> task.prompt("train", 0).messages
     ({'role': 'user', 'content': '2 + 3?'},)
     """
@@ -121,50 +140,70 @@ class RowTask:
     def prompt(self, split: str, index: int) -> Prompt:
         row = self.rows[split][index]
         question, answer = self.ask(row)
-        columns = dict(row) | {"prompt": question} if isinstance(row, Mapping) else None
+        columns = None
+        if isinstance(row, Mapping):
+            columns = {**row, "prompt": question}
         messages = build_messages(question, self.system_prompt, is_padded(row))
         return Prompt(index, messages, answer, row=columns, place=getattr(row, "place", ""))
 
 
-def select(rows: Any, chosen: Sequence[int]) -> Any:
-    """These rows of a sequence, or of a hub dataset, which stays on the disk."""
-    return rows.select(chosen) if hasattr(rows, "select") else [rows[n] for n in chosen]
+def select(rows: Any, indices: Sequence[int]) -> Any:
+    """Returns these rows of a sequence, or of a hub dataset, which stays on the disk."""
+    if hasattr(rows, "select"):
+        return rows.select(indices)
+    return [rows[index] for index in indices]
 
 
 def name_prompt(task: Task, split: str, index: int, prompt: Prompt | None = None) -> str:
-    """A prompt in messages: its number, and file and line if it has them."""
+    """Returns the name of a prompt in messages: its number, and file and line if it has them."""
     name = f"prompt {index} of the {split} split of {task.name!r}"
-    return f"{name} ({prompt.place})" if prompt is not None and prompt.place else name
+    if prompt is not None and prompt.place:
+        return f"{name} ({prompt.place})"
+    return name
 
 
 def drop_overlong(task: Task, rollout: Any, chat: Any) -> Task:
-    """The task without rows whose prompt is too long, if the settings (section rollout) say so. Raises ValueError for a
-    task without rows."""
+    """Returns the task without rows whose prompt is too long, if the settings say so.
+
+    rollout: the settings of the section rollout. A task with an environment is returned as it is:
+    the environment decides how its prompts begin. Raises ValueError for a task without rows.
+    """
     if rollout.overlong_prompts != "drop" or environment_of(task) is not None:
         return task
     if not isinstance(task, RowTask):
         raise ValueError(
             f"rollout.overlong_prompts = 'drop' needs a RowTask, not a {type(task).__name__}"
         )
-    left = dict[str, Any]()
-    limit = rollout.max_prompt_length
+    max_tokens = rollout.max_prompt_length
+    rows_left: dict[str, Any] = {}
     for split, rows in task.rows.items():
-        kept = []
+        kept_indices = []
         for index in range(len(rows)):
             prompt = task.prompt(split, index)
             with as_settings_error(name_prompt(task, split, index, prompt)):
-                if len(chat.tokenize(prompt).token_ids) <= limit:
-                    kept.append(index)
-        if dropped := len(rows) - len(kept):
-            text = "%d of the %d prompts of the %s split are dropped: they have more than %d tokens"
-            logger.warning(text, dropped, len(rows), split, limit)
-        left[split] = select(rows, kept)
-    return replace(task, rows=left)
+                if len(chat.tokenize(prompt).token_ids) <= max_tokens:
+                    kept_indices.append(index)
+        num_dropped = len(rows) - len(kept_indices)
+        if num_dropped:
+            logger.warning(
+                "%d of the %d prompts of the %s split are dropped: they have more than %d tokens",
+                num_dropped,
+                len(rows),
+                split,
+                max_tokens,
+            )
+        rows_left[split] = select(rows, kept_indices)
+    return replace(task, rows=rows_left)
+
+
+# ---- Messages ----
 
 
 def is_padded(row: Any) -> bool:
-    """True for a row of Parquet or of a dataset: there all objects of a column have the same keys, with None for those
-    that an object lacks."""
+    """True for a row of Parquet or of a dataset.
+
+    There, all objects of a column have the same keys. A key that an object lacks is None.
+    """
     path = getattr(row, "path", None)  # rows of datasets have none
     return path is None or str(path).endswith((".parquet", ".parquet.gz"))
 
@@ -172,35 +211,54 @@ def is_padded(row: Any) -> bool:
 def build_messages(
     question: str | Messages, system_prompt: str | None = None, padded: bool = False
 ) -> tuple[Mapping[str, Any], ...]:
-    """The messages for the chat template: the system prompt, if any, then the question as the user's turn, or the given
-    messages, as `plain_message` gives them. Raises ValueError for what cannot be asked so."""
-    has_text = isinstance(question, str) and question.strip()
-    given: Any = [{"role": "user", "content": question}] if has_text else question
-    listed = given if isinstance(given, list | tuple) else ()
-    has_roles = all(
-        isinstance(turn, Mapping) and isinstance(turn.get("role"), str) for turn in listed
-    )
-    turns = [plain_message(turn, padded) for turn in listed] if has_roles else []
+    """Returns the messages for the chat template, each as `plain_message` gives it.
+
+    The system prompt comes first, if there is one. A text is a turn of the user. Raises ValueError
+    for a question that is neither a text nor messages.
+    """
+    turns = _to_turns(question, padded)
     if not turns or not isinstance(turns[-1].get("content"), str):
-        form = "a prompt is a text, or a list of messages with role and content, the last of which has a text"
-        raise ValueError(f"its prompt is {question!r:.80}: {form}")
-    if strange := {turn["role"] for turn in turns} & {"human", "gpt", "bot", "ai"}:
         raise ValueError(
-            f"its prompt has the role {min(strange)!r}: chat templates know user, assistant and system"
+            f"its prompt is {question!r:.80}: a prompt is a text, or a list of messages with role "
+            "and content, the last of which has a text"
         )
-    if system_prompt and turns[0]["role"] == "system":
+    unknown_roles = {turn["role"] for turn in turns} & {"human", "gpt", "bot", "ai"}
+    if unknown_roles:
+        raise ValueError(
+            f"its prompt has the role {min(unknown_roles)!r}: chat templates know user, assistant "
+            "and system"
+        )
+    if not system_prompt:
+        return tuple(turns)
+    if turns[0]["role"] == "system":
         raise ValueError(
             "the prompt already has a system message: leave task.system_prompt unset for this data"
         )
-    return (*([{"role": "system", "content": system_prompt}] if system_prompt else []), *turns)
+    return ({"role": "system", "content": system_prompt}, *turns)
+
+
+def _to_turns(question: Any, padded: bool) -> list[dict[str, Any]]:
+    """Returns the question as messages; nothing if it is neither a text nor messages with roles."""
+    if isinstance(question, str) and question.strip():
+        question = [{"role": "user", "content": question}]
+    if not isinstance(question, list | tuple):
+        return []
+    for message in question:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            return []
+    return [plain_message(message, padded) for message in question]
 
 
 def plain_message(message: Mapping[str, Any], padded: bool = False) -> dict[str, Any]:
-    """The message as chat templates take it: without keys that are None, with its text parts as one text, and with the
-    arguments of its calls as objects, in which None stays unless they are `padded` (see `is_padded`). Raises ValueError
-    for a part that is not a text."""
+    """Returns the message as chat templates take it.
+
+    Keys that are None are left out, text parts are joined to one text, and the arguments of calls
+    are objects. Arguments that are None stay, unless they are `padded` (see `is_padded`). Raises
+    ValueError for a part that is not a text.
+    """
     message = without_none(json.loads(json.dumps(message)))
-    if calls := message.get("tool_calls"):
+    calls = message.get("tool_calls")
+    if calls:
         message["tool_calls"] = [plain_call(call, padded) for call in calls]
     parts = message.get("content")
     if not isinstance(parts, list):
@@ -215,119 +273,140 @@ def plain_message(message: Mapping[str, Any], padded: bool = False) -> dict[str,
 
 
 def plain_call(call: Any, padded: bool) -> dict[str, Any]:
-    """The call of a function in a message. Arguments as JSON text, as OpenAI's API has them, become an object; a text
-    that is no object stays as it is. Raises ValueError for a call without a name."""
+    """Returns the call of a function in a message, as chat templates take it.
+
+    Arguments as JSON text, as OpenAI's API has them, become an object. A text that is no object
+    stays as it is. Raises ValueError for a call without a name.
+    """
+    # Hermes has calls with name and arguments alone, without a key "function".
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        form = '{"function": {"name": ..., "arguments": {...}}}'
-        raise ValueError(f"a message has the call {call!r:.80}: a call is {form}")
+        raise ValueError(
+            f"a message has the call {call!r:.80}: a call is "
+            '{"function": {"name": ..., "arguments": {...}}}'
+        )
     function = without_none(function)
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         with suppress(ValueError):
-            read = json.loads(arguments or "{}")
-            function["arguments"] = read if isinstance(read, dict) else arguments
+            parsed = json.loads(arguments or "{}")
+            if isinstance(parsed, dict):
+                function["arguments"] = parsed
     elif padded and arguments is not None:
         function["arguments"] = without_none_anywhere(arguments)
-    if "function" not in call:  # name and arguments alone, as Hermes has them
+    if "function" not in call:
         return {"type": "function", "function": function}
     return without_none({**call, "function": function})
 
 
 def without_none(table: Mapping[str, Any]) -> dict[str, Any]:
-    """The table without keys that are None."""
+    """Returns the table without keys that are None."""
     return {key: value for key, value in table.items() if value is not None}
 
 
 def without_none_anywhere(value: Any) -> Any:
-    """The value without keys that are None in its objects."""
+    """Returns the value without keys that are None in its objects, at any depth."""
     return json.loads(json.dumps(value), object_hook=without_none)
 
 
+# ---- Order ----
+
+
 def order_prompts(seed: int, epoch: int, size: int) -> list[int]:
-    """The order in which an epoch visits the `size` prompts of a split: a permutation, a function of its arguments."""
+    """Returns the order in which an epoch visits the `size` prompts of a split.
+
+    It is a permutation of 0 .. size - 1, a function of the arguments alone.
+    """
     from lagrpo.rng import permutation
 
     return permutation(size, seed, "prompt order", epoch).tolist()
 
 
-# ---- from the settings ----
+# ---- From the settings ----
 
 
 def is_multi_turn(name: str) -> bool:
-    """Whether the completions of the task of this name talk to an environment of the task."""
+    """True if completions of the task of this name talk to an environment of the task."""
     return name in ("calculator", "guess_number") or name.startswith("gym:")
 
 
 def check_options(settings: Any) -> None:
-    """Raise ValueError for an unknown task or reward, and options that the task does not take. Loads no data."""
+    """Raises ValueError for an unknown task or reward, and for options that the task does not take.
+
+    Loads no data.
+    """
     check_rewards(settings.rewards)
     kind = settings.name.partition(":")[0]
     if kind in BUILTIN:
         read_options(settings)
     elif ":" not in settings.name:
-        known = (
-            f"there are {', '.join(BUILTIN)} and 'package.module:function'.{suggest(kind, BUILTIN)}"
-        )
-        raise ValueError(f"task.name: no task {kind!r}; {known}")
-    if kind == "custom" and (
-        not settings.rewards or any(each.reward == OWN for each in settings.rewards)
-    ):
         raise ValueError(
-            f"the task 'custom' needs task.rewards: {', '.join(REWARDS)}, or 'package.module:function'"
+            f"task.name: no task {kind!r}; there are {', '.join(BUILTIN)} and "
+            f"'package.module:function'.{suggest(kind, BUILTIN)}"
+        )
+    # The task `custom` has no reward of its own.
+    has_own_rewards = settings.rewards and all(entry.reward != OWN for entry in settings.rewards)
+    if kind == "custom" and not has_own_rewards:
+        raise ValueError(
+            f"the task 'custom' needs task.rewards: {', '.join(REWARDS)}, or "
+            "'package.module:function'"
         )
 
 
 def read_options(settings: Any) -> dict[str, Any]:
-    """The options of a built-in task, keyword arguments of its `load`. Raises ValueError for wrong ones."""
-    from pydantic import TypeAdapter, ValidationError
+    """Returns the options of a built-in task: keyword arguments of its `load`.
 
-    kind, read = settings.name.partition(":")[0], dict[str, Any]()
+    Raises ValueError for wrong options.
+    """
+    kind = settings.name.partition(":")[0]
     load = importlib.import_module(f"lagrpo.tasks.{kind}").load
     parameters = inspect.signature(load, eval_str=True).parameters.values()
-    known = {each.name: each.annotation for each in parameters if each.kind == each.KEYWORD_ONLY}
-    takes_all = any(each.kind == each.VAR_KEYWORD for each in parameters)
+    types = {
+        parameter.name: parameter.annotation
+        for parameter in parameters
+        if parameter.kind == parameter.KEYWORD_ONLY
+    }
+    takes_all = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters)
+    options: dict[str, Any] = {}
     for name, value in settings.given_options.items():
-        if name not in known and not takes_all:
-            takes = f"it takes {', '.join(known) or 'none'}.{suggest(name, known)}"
-            where = (
-                "options" if name in settings.options else name
-            )  # the others are settings, such as task.data
-            raise ValueError(f"task.{where}: the task {kind!r} has no option {name!r}: {takes}")
-        try:
-            wanted = known.get(name, Any)
-            alone = get_origin(wanted) in (tuple, list) and not isinstance(value, list | tuple)
-            read[name] = TypeAdapter(wanted).validate_python([value] if alone else value)
-        except ValidationError as error:
+        if name not in types and not takes_all:
+            # The others are settings of their own, such as task.data.
+            setting = "options" if name in settings.options else name
             raise ValueError(
-                f"task.options.{name} = {value!r:.80}: {error.errors()[0]['msg']}"
-            ) from error
-    return read
+                f"task.{setting}: the task {kind!r} has no option {name!r}: "
+                f"it takes {', '.join(types) or 'none'}.{suggest(name, types)}"
+            )
+        options[name] = _convert_option(name, value, types.get(name, Any))
+    return options
+
+
+def _convert_option(name: str, value: Any, option_type: Any) -> Any:
+    """Returns the value as this type, in which a single value stands for a list of one."""
+    from pydantic import TypeAdapter, ValidationError
+
+    try:
+        is_sequence_type = get_origin(option_type) in (tuple, list)
+        adapter = TypeAdapter(option_type)
+        if is_sequence_type and not isinstance(value, list | tuple):
+            return adapter.validate_python([value])
+        return adapter.validate_python(value)
+    except ValidationError as error:
+        raise ValueError(
+            f"task.options.{name} = {value!r:.80}: {error.errors()[0]['msg']}"
+        ) from error
 
 
 def load_task(settings: Any, seed: int) -> Task:
-    """The task that the settings name; what it generates is a function of the seed. For "package.module:function" it is
-    what function(settings, seed) returns. Raises ValueError, TypeError if that is not a Task, and ImportError."""
+    """Loads the task that the settings name. Problems that it generates are a function of the seed.
+
+    "package.module:function" names a function(settings, seed) that returns the task. Raises
+    ValueError, ImportError, and TypeError if the function's result is not a Task.
+    """
     check_options(settings)
-    kind, _, variant = settings.name.partition(":")
-    if kind in BUILTIN:
-        load = importlib.import_module(f"lagrpo.tasks.{kind}").load
-        task = load(seed, *[variant] if variant else [], **read_options(settings))
-        task = copy_with(task, name=settings.name, system_prompt=settings.system_prompt)
+    if settings.name.partition(":")[0] in BUILTIN:
+        task = _load_builtin_task(settings, seed)
     else:
-        make_task = load_function(settings.name)
-        try:
-            task = make_task(settings, seed)
-        except (ValueError, ImportError):  # their messages are for the user
-            raise
-        except Exception as error:
-            raise ValueError(
-                f"task.name: {settings.name!r} raised {describe_raised(error)}"
-            ) from error
-        if not isinstance(task, Task):
-            raise TypeError(
-                f"task.name: {settings.name!r} returned a {type(task).__name__}, which {NOT_A_TASK}"
-            )
+        task = _load_users_task(settings, seed)
     if settings.rewards:
         if environment_of(task) is not None:
             raise ValueError(
@@ -337,9 +416,35 @@ def load_task(settings: Any, seed: int) -> Task:
     return complete_task(task, settings.tools)
 
 
+def _load_builtin_task(settings: Any, seed: int) -> Task:
+    kind, _, variant = settings.name.partition(":")
+    load = importlib.import_module(f"lagrpo.tasks.{kind}").load
+    options = read_options(settings)
+    task = load(seed, variant, **options) if variant else load(seed, **options)
+    return copy_with(task, name=settings.name, system_prompt=settings.system_prompt)
+
+
+def _load_users_task(settings: Any, seed: int) -> Task:
+    make_task = load_function(settings.name)
+    try:
+        task = make_task(settings, seed)
+    except (ValueError, ImportError):  # their messages are for the user
+        raise
+    except Exception as error:
+        raise ValueError(f"task.name: {settings.name!r} raised {describe_raised(error)}") from error
+    if not isinstance(task, Task):
+        raise TypeError(
+            f"task.name: {settings.name!r} returned a {type(task).__name__}, which {NOT_A_TASK}"
+        )
+    return task
+
+
 def complete_task(task: Task, tools: Sequence[str]) -> Task:
-    """The task, with an environment in which the policy may call these functions. Raises ValueError for unfit tools,
-    and reward functions that need what neither lagrpo nor the data passes."""
+    """Returns the task, with an environment in which the policy may call these functions.
+
+    Raises ValueError for unfit tools, and for reward functions that need an argument that neither
+    lagrpo nor the data passes.
+    """
     if task.size("train"):
         row = task.prompt("train", 0).row
         for reward in Rewards.from_reward(task.reward).parts:
@@ -353,7 +458,7 @@ def complete_task(task: Task, tools: Sequence[str]) -> Task:
 
 
 def copy_with(task: Any, **attributes: Any) -> Any:
-    """A copy of the task with other attributes, also if it is a frozen dataclass."""
+    """Returns a copy of the task with other attributes, even if it is a frozen dataclass."""
     task = copy(task)
     for name, value in attributes.items():
         object.__setattr__(task, name, value)

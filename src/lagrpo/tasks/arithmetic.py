@@ -1,7 +1,8 @@
 """Task `arithmetic`: "What is 3 + 4?", generated from the seed.
 
-Both numbers are 0 .. 10^digits - 1. Train and test are disjoint, also if the two numbers are exchanged. A fifth of all
-problems is for testing, at most 1,000, and at most 10,000 of the others are for training.
+Both numbers are 0 .. 10^digits - 1. Train and test are disjoint, even if the two numbers are
+exchanged. A fifth of all problems is for testing, at most 1,000, and at most 10,000 of the others
+are for training.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ from lagrpo.tasks.numbers import read_last_number
 
 WORDING = "What is {problem}? Answer with just the number."
 OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
-_TRAIN, _TEST = 10_000, 1_000
-_FEW = 2**17  # problems that are shuffled; of more of them as many as needed are sampled
+_MAX_TRAIN = 10_000
+_MAX_TEST = 1_000
+_MAX_SHUFFLED = 2**17  # of more problems than this, as many as needed are sampled
 
 Problem = tuple[str, int, int]
+"""The sign of the operation, and its two operands."""
 
 
 def load(
@@ -27,7 +30,7 @@ def load(
     operations: tuple[Literal["+", "-", "*"], ...] = ("+",),
     digits: Literal[1, 2, 3, 4] = 1,
 ) -> RowTask:
-    """The task with problems of this seed: of these operations, with operands of up to so many digits."""
+    """Returns the task with problems of this seed. Operands have up to `digits` digits."""
     train, test = split(operations, digits, seed)
     return RowTask("arithmetic", {"train": train, "test": test}, _ask, score)
 
@@ -39,49 +42,64 @@ def _ask(problem: Problem) -> tuple[str, str]:
 
 @accept_any
 def score(completion: str, answer: Any) -> float:
-    """1.0 if the completion's last numeral (see `lagrpo.tasks.numbers`) names the reference number, else 0.0.
+    """Returns 1.0 if the completion's last numeral names the reference number, else 0.0.
 
-    Right for answer 7: "7", "7.0", "07", "7 apples", "3 + 4 = 7.". Wrong: "-7", "seven", "７", "3 + 4", "5 6 7",
-    "6 or 7", "7, not 8". Raises UnscorableError if the answer is not an integer."""
+    `lagrpo.tasks.numbers` says what a numeral is. For the answer 7, these are right: "7", "7.0",
+    "07", "7 apples", "3 + 4 = 7.". These are wrong: "-7", "seven", "７", "3 + 4", "5 6 7",
+    "6 or 7", "7, not 8". Raises UnscorableError if the answer is not an integer.
+    """
     try:
-        right = int(answer)
+        reference_number = int(answer)
     except (TypeError, ValueError, OverflowError) as error:
         raise UnscorableError(f"the reference answer {answer!r:.80} is not an integer") from error
-    return float(read_last_number(completion) == right)
+    return float(read_last_number(completion) == reference_number)
 
 
 def split(
     operations: tuple[str, ...], digits: int, seed: int
 ) -> tuple[list[Problem], list[Problem]]:
-    """The training and the test problems, in an order that the seed chooses."""
+    """Returns the training and the test problems, in an order that the seed chooses."""
     from lagrpo.rng import permutation
 
-    operations, numbers = tuple(dict.fromkeys(operations)), 10**digits
-    test_size = min(_TEST, len(operations) * numbers**2 // 5)
-    train, test = list[Problem](), list[Problem]()
-    for operation, a, b in _sample_problems(operations, numbers, seed):
-        both = [(operation, a, b)] if a == b else [(operation, a, b), (operation, b, a)]
-        (test if len(test) + len(both) <= test_size else train).extend(both)
-    orders = [
-        permutation(len(p), seed, "arithmetic", "order", name)
-        for p, name in ((train, "train"), (test, "test"))
-    ]
-    return [train[n] for n in orders[0][:_TRAIN]], [test[n] for n in orders[1]]
+    operations = tuple(dict.fromkeys(operations))  # each once
+    num_operands = 10**digits
+    max_test = min(_MAX_TEST, len(operations) * num_operands**2 // 5)
+    train: list[Problem] = []
+    test: list[Problem] = []
+    for operation, a, b in _sample_problems(operations, num_operands, seed):
+        # Both orders of the operands go into the same split.
+        problems = [(operation, a, b)]
+        if a != b:
+            problems.append((operation, b, a))
+        if len(test) + len(problems) <= max_test:
+            test += problems
+        else:
+            train += problems
+    train_order = permutation(len(train), seed, "arithmetic", "order", "train")
+    test_order = permutation(len(test), seed, "arithmetic", "order", "test")
+    train_problems = [train[index] for index in train_order[:_MAX_TRAIN]]
+    test_problems = [test[index] for index in test_order]
+    return train_problems, test_problems
 
 
-def _sample_problems(operations: tuple[str, ...], numbers: int, seed: int) -> list[Problem]:
-    """Distinct problems with a <= b in random order: all if they are few, else as many as needed."""
+def _sample_problems(operations: tuple[str, ...], num_operands: int, seed: int) -> list[Problem]:
+    """Returns distinct problems with a <= b in random order.
+
+    These are all problems if they are few, else as many as the splits need.
+    """
     from lagrpo.rng import permutation, uniforms
 
-    space = len(operations) * numbers**2
-    if space <= _FEW:
-        codes = permutation(space, seed, "arithmetic", "problems").tolist()
+    # A problem's code is (operation * num_operands + a) * num_operands + b.
+    num_codes = len(operations) * num_operands**2
+    if num_codes <= _MAX_SHUFFLED:
+        codes = permutation(num_codes, seed, "arithmetic", "problems").tolist()
     else:
-        codes = dict.fromkeys(
-            (uniforms(_TRAIN + _TEST, seed, "arithmetic", "problems") * space).astype(int).tolist()
-        )
-    problems = (
-        (operations[code // numbers**2], code // numbers % numbers, code % numbers)
-        for code in codes
-    )
-    return list(dict.fromkeys((operation, min(a, b), max(a, b)) for operation, a, b in problems))
+        randoms = uniforms(_MAX_TRAIN + _MAX_TEST, seed, "arithmetic", "problems")
+        codes = (randoms * num_codes).astype(int).tolist()
+    problems: dict[Problem, None] = {}  # a dict keeps the order, and each problem once
+    for code in codes:
+        operation = operations[code // num_operands**2]
+        a = code // num_operands % num_operands
+        b = code % num_operands
+        problems[(operation, min(a, b), max(a, b))] = None
+    return list(problems)

@@ -1,12 +1,14 @@
-"""Task `calculator`: arithmetic that takes a tool, and the tool (task.tools = ["calculator"] for other tasks).
+"""Task `calculator`: arithmetic that takes a tool, and the tool.
 
-The task has the problems of `arithmetic`, by default products of numbers of three digits, after solved examples.
+The task has the problems of `arithmetic`, by default products of numbers of three digits, after
+solved examples. Other tasks get the tool by task.tools = ["calculator"].
 """
 
 from __future__ import annotations
 
 import ast
 import operator
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, Literal
 
@@ -14,7 +16,9 @@ from lagrpo.tasks import Messages, RowTask, arithmetic
 from lagrpo.tasks.environments import Tools
 from lagrpo.tasks.numbers import evaluate
 
-EXAMPLES = (27, 34), (615, 8), (90, 471)
+EXAMPLES = ((27, 34), (615, 8), (90, 471))
+"""The operands of the solved examples."""
+
 OPERATIONS: dict[type, Any] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -32,7 +36,7 @@ def load(
     digits: Literal[1, 2, 3, 4] = 3,
     examples: Literal[0, 1, 2, 3] = 2,
 ) -> RowTask:
-    """The task with problems of this seed, as in arithmetic, and so many solved examples before each."""
+    """Returns the task with problems of this seed, and so many solved `examples` before each."""
     rows = arithmetic.load(seed, operations=operations, digits=digits).rows
     tools = Tools({"calculate": calculate}, arithmetic.score)
     return RowTask("calculator", rows, partial(_ask, examples), arithmetic.score, environment=tools)
@@ -40,18 +44,17 @@ def load(
 
 def _ask(examples: int, problem: arithmetic.Problem) -> tuple[Messages, str]:
     sign, a, b = problem
-    solved = [message for x, y in EXAMPLES[:examples] for message in _solve(f"{x} {sign} {y}")]
-    return [*solved, {"role": "user", "content": f"What is {a} {sign} {b}?"}], calculate(
-        f"{a} {sign} {b}"
-    )
+    messages: list[Mapping[str, Any]] = []
+    for x, y in EXAMPLES[:examples]:
+        messages += _solve(f"{x} {sign} {y}")
+    messages.append({"role": "user", "content": f"What is {a} {sign} {b}?"})
+    return messages, calculate(f"{a} {sign} {b}")
 
 
 def _solve(expression: str) -> Messages:
-    """A conversation in which the tool is called."""
-    call, result = (
-        {"name": "calculate", "arguments": {"expression": expression}},
-        calculate(expression),
-    )
+    """Returns a conversation in which the tool is called."""
+    call = {"name": "calculate", "arguments": {"expression": expression}}
+    result = calculate(expression)
     return [
         {"role": "user", "content": f"What is {expression}?"},
         {

@@ -1,7 +1,8 @@
 r"""Task `countdown`: reach a target from some numbers, generated from the seed.
 
-The numbers are sampled from 1 to 99. The target, 10 to 999 and none of the numbers, is the value of some expression in
-all of them. Train (10,000 problems) and test (500) are disjoint: a digest of the problem says which split it is in.
+The numbers are sampled from 1 to 99. The target, 10 to 999 and none of the numbers, is the value of
+some expression in all of them. Train (10,000 problems) and test (500) are disjoint: a digest of the
+problem says which split it is in.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ from lagrpo.tasks import RowTask
 from lagrpo.tasks.numbers import evaluate, find_tagged
 
 WORDING = (
-    "Write an expression that equals {target}. Use only the numbers {numbers}, each of them at most once, with + - * / "
-    "and parentheses. Answer with just the expression."
+    "Write an expression that equals {target}. Use only the numbers {numbers}, each of them at "
+    "most once, with + - * / and parentheses. Answer with just the expression."
 )
 _SIZES = {"train": 10_000, "test": 500}
-_LARGEST, _TARGETS = 99, range(10, 1000)
+_LARGEST = 99
+_TARGETS = range(10, 1000)
+_ONE_TEST_PROBLEM_IN = 20
 _SPELLINGS = {
     "×": "*",
     "·": "*",
@@ -35,9 +38,10 @@ _SPELLINGS = {
     r"\cdot": "*",
     r"\div": "/",
 }
-_SIZE = re.compile(r"\\(?:left|right)(?![a-z])")
-_DELIMITER = re.compile(r"\\[()\[\]]")
-_STRETCH = re.compile(r"[-+*/() 0-9]+")
+_BRACKET_SIZE = re.compile(r"\\(?:left|right)(?![a-z])")
+_FORMULA_DELIMITER = re.compile(r"\\[()\[\]]")
+_STRETCH = re.compile(r"[-+*/() 0-9]+")  # characters that an expression may have
+# Two numbers with an operation between them.
 _OPERATION = re.compile(r"[0-9)] *[-+*/]+ *[-+( ]*[0-9]")
 _OPERATIONS = {
     ast.Add: operator.add,
@@ -48,27 +52,33 @@ _OPERATIONS = {
 
 
 def load(seed: int, *, numbers: Literal[3, 4, 5, 6] = 4) -> RowTask:
-    """The task with problems of this seed and so many given numbers, each made when it is asked."""
+    """Returns the task with problems of this seed, in so many `numbers`.
+
+    A problem is made when it is asked.
+    """
     rows = {split: [(split, index) for index in range(size)] for split, size in _SIZES.items()}
     return RowTask("countdown", rows, partial(_ask, numbers, seed), score)
 
 
 def _ask(count: int, seed: int, row: tuple[str, int]) -> tuple[str, dict[str, Any]]:
-    problem = make_problem(count, seed, *row)
-    return WORDING.format(
-        target=problem["target"], numbers=", ".join(map(str, problem["numbers"]))
-    ), problem
+    split, index = row
+    problem = make_problem(count, seed, split, index)
+    number_list = ", ".join(str(number) for number in problem["numbers"])
+    return WORDING.format(target=problem["target"], numbers=number_list), problem
 
 
 def score(completion: str, answer: Any) -> float:
-    """1.0 if the completion's expression equals the target and uses each given number at most once, else 0.0. `answer`
-    is {"numbers": [...], "target": ...}. The expression, of at most 200 characters, has + - * / (also a sign, as in
-    -3 + 10) and given numbers. Raises UnscorableError if `answer` is not of its form."""
-    numbers, target = (
-        (answer.get("numbers"), answer.get("target"))
-        if isinstance(answer, Mapping)
-        else (None, None)
-    )
+    """Returns 1.0 if the completion's expression solves the problem, else 0.0.
+
+    The expression must equal the target and use each given number at most once. It has at most 200
+    characters: + - * / (also a sign, as in -3 + 10), parentheses and given numbers. `answer` is
+    {"numbers": [...], "target": ...}. Raises UnscorableError if `answer` is not of its form.
+    """
+    numbers = None
+    target = None
+    if isinstance(answer, Mapping):
+        numbers = answer.get("numbers")
+        target = answer.get("target")
     if not isinstance(numbers, Sequence) or not all(
         type(number) is int for number in (*numbers, target)
     ):
@@ -81,47 +91,73 @@ def score(completion: str, answer: Any) -> float:
             return 0.0
     except (ValueError, ZeroDivisionError):
         return 0.0
-    return float(Counter(map(int, re.findall("[0-9]+", expression))) <= Counter(numbers))
+    used_numbers = Counter(int(digits) for digits in re.findall("[0-9]+", expression))
+    return float(used_numbers <= Counter(numbers))
 
 
 def find_expression(text: str) -> str | None:
-    """The expression in a completion (within its last <answer> ... </answer>, if any): the last stretch of digits,
-    + - * / ( ), × · ÷, LaTeX's times, cdot and div, and spaces that has an operation between two numbers.
+    """Returns the expression in a completion, within its last <answer> ... </answer> if it has any.
+
+    It is the last stretch of digits, + - * / ( ), × · ÷, LaTeX's times, cdot and div, and spaces
+    that has an operation between two numbers. Returns None if there is no such stretch.
 
     >>> find_expression("First 7 - 3 = 4, so (7 − 3) × 5 = 20.")
     '(7 - 3) * 5'
     """
-    text = _DELIMITER.sub(" ; ", _SIZE.sub("", find_tagged(text)))
+    text = _BRACKET_SIZE.sub("", find_tagged(text))
+    text = _FORMULA_DELIMITER.sub(" ; ", text)
     for spelling, sign in _SPELLINGS.items():
         text = text.replace(spelling, sign)
-    stretches = [found.strip() for found in _STRETCH.findall(text) if _OPERATION.search(found)]
-    if not stretches:
+    expressions = [
+        stretch.strip() for stretch in _STRETCH.findall(text) if _OPERATION.search(stretch)
+    ]
+    if not expressions:
         return None
-    bold = stretches[-1].startswith("**") and stretches[-1].endswith("**")
-    return stretches[-1][2:-2] if bold else stretches[-1]
+    expression = expressions[-1]
+    if expression.startswith("**") and expression.endswith("**"):  # bold in Markdown
+        return expression[2:-2]
+    return expression
 
 
 def make_problem(count: int, seed: int, split: str, index: int) -> dict[str, Any]:
-    """A problem of a split: the first attempt that belongs to it. One problem in twenty is for testing."""
-    attempt = -1
+    """Returns a problem of a split with so many (`count`) numbers.
+
+    It is the first attempt that belongs to the split. One problem in twenty is for testing.
+    """
+    attempt = 0
     while True:
-        attempt += 1
         numbers, target = _combine_numbers(count, seed, split, index, attempt)
-        digest = hashlib.blake2b(repr((sorted(numbers), target)).encode(), digest_size=8).digest()
-        is_test = int.from_bytes(digest, "little") % 20 == 0
+        is_test = _digest(numbers, target) % _ONE_TEST_PROBLEM_IN == 0
         if target in _TARGETS and target not in numbers and is_test == (split == "test"):
             return {"numbers": numbers, "target": target}
+        attempt += 1
+
+
+def _digest(numbers: Sequence[int], target: int) -> int:
+    """Returns a number that is the same for the same problem, in whatever order its numbers are."""
+    text = repr((sorted(numbers), target))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def _combine_numbers(count: int, *key: int | str) -> tuple[list[int], int]:
-    """Random numbers and a target: until one is left, two are combined by an operation with a positive integer."""
+    """Returns random numbers and a target that an expression in all of them reaches.
+
+    Two numbers are combined by a random operation with a positive integer as its result, until one
+    number is left: the target.
+    """
     from lagrpo.rng import uniforms
 
-    random = iter(uniforms(4 * count, "countdown", *key).tolist())
-    numbers = [1 + int(next(random) * _LARGEST) for _ in range(count)]
-    left = list(numbers)
-    while len(left) > 1:
-        b, a = sorted(left.pop(int(next(random) * len(left))) for _ in range(2))
-        results = [a + b, a * b, *([a - b] if a != b else []), *([] if a % b else [a // b])]
-        left.append(results[int(next(random) * len(results))])
-    return numbers, left[0]
+    randoms = iter(uniforms(4 * count, "countdown", *key).tolist())
+    numbers = [1 + int(next(randoms) * _LARGEST) for _ in range(count)]
+    remaining = list(numbers)
+    while len(remaining) > 1:
+        first = remaining.pop(int(next(randoms) * len(remaining)))
+        second = remaining.pop(int(next(randoms) * len(remaining)))
+        smaller, larger = sorted((first, second))
+        results = [larger + smaller, larger * smaller]
+        if larger != smaller:
+            results.append(larger - smaller)
+        if larger % smaller == 0:
+            results.append(larger // smaller)
+        remaining.append(results[int(next(randoms) * len(results))])
+    return numbers, remaining[0]

@@ -1,7 +1,8 @@
 """Task `custom`: a dataset and rewards of the user's own.
 
-Without a column for the reference answer, it is the whole row, as a dict. docs/data-and-rewards.md says how rows are
-read. Of an only split a tenth of the prompts (at most 1,000) is for testing.
+If the data has no column for the reference answer, the answer is the whole row, as a dict.
+docs/data-and-rewards.md says how rows are read. If there is only one split, a tenth of its prompts
+(at most 1,000) is for testing.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ def load(
     train_split: str = "train",
     test_split: str = "test",
 ) -> RowTask:
-    """The task. Raises ValueError for missing or unfit settings or data."""
-    answers = ANSWERS if answer_column is None else (answer_column,)
-    ask = partial(ask_row, prompt_column, answers)
+    """Returns the task. Raises ValueError for missing or unfit settings or data."""
+    answer_columns = ANSWERS if answer_column is None else (answer_column,)
+    ask = partial(ask_row, prompt_column, answer_columns)
     rows = load_rows(
         data,
         train_split,
         test_split,
         hub="openai/gsm8k:main",
         ask=ask,
-        answers=answers,
+        answers=answer_columns,
         answer_may_be_row=answer_column is None,
         seed=seed,
     )
@@ -43,15 +44,19 @@ def load(
 
 
 def ask_row(
-    prompt_column: str | None, answers: Sequence[str], row: Mapping[str, Any]
+    prompt_column: str | None, answer_columns: Sequence[str], row: Mapping[str, Any]
 ) -> tuple[str | Messages, Any]:
-    """The question and the reference answer of a row. Without a column for the answer, it is the row."""
+    """Returns the question and the reference answer of a row.
+
+    If the row has none of the answer columns, the answer is the row. Raises ValueError.
+    """
     prompt_column = prompt_column or find_column(row, ("prompt", "question"))
     if prompt_column is None:
         raise ValueError(
-            f"no column 'prompt' or 'question': set task.prompt_column; the columns are {', '.join(row)}"
+            "no column 'prompt' or 'question': set task.prompt_column; "
+            f"the columns are {', '.join(row)}"
         )
     question = parse_messages(get_value(row, prompt_column))
-    answer_column = find_column(row, answers)
+    answer_column = find_column(row, answer_columns)
     answer = row if answer_column is None else get_value(row, answer_column)
     return question, plain(answer)

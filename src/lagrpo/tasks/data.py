@@ -1,6 +1,7 @@
 """The train and test rows of a task, from files, datasets of the Hugging Face hub, or memory.
 
-docs/data-and-rewards.md says how they are read. If task.data is unset, LAGRPO_DATA names the file or the directory.
+docs/data-and-rewards.md says how they are read. If task.data is unset, LAGRPO_DATA names the file
+or the directory.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,42 +27,60 @@ from lagrpo.errors import check_is_pulled, one_line, one_line_errors, suggest
 from lagrpo.tasks import Ask, build_messages, select
 
 logger = logging.getLogger("lagrpo")
+
 FORMATS = (".jsonl", ".json", ".csv", ".parquet")
+MAX_HELD_OUT_PROMPTS = 1000
+
+# "owner/name" or "owner/name:configuration".
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(?::[\w.-]+)?")
+
+# The end of a file's name after the name of its split, as the hub's shards have it:
+# "-00000-of-00002.parquet". Group 2 is the number of shards.
 _ENDING = re.compile(r"(-\d{5}-of-(\d{5})(-[0-9a-f]{16})?)?\.(jsonl|json|csv|parquet)(\.gz)?$")
+
+# The beginning of a text that holds messages, as JSON or as Python prints them.
+_MESSAGES_TEXT = re.compile(r"\s*\[\s*\{\s*['\"](role|content|name|from|value)['\"]\s*:")
+
 _NO_COLUMN = object()  # stands for the answer of a row without a column for it
 
 
-# ---- files ----
+# ---- Files ----
 
 
 class Row(dict[str, Any]):
-    """A row of a file, and where it stands: "data.jsonl, line 3"."""
+    """A row of a file. `place` is where it stands: "data.jsonl, line 3"."""
 
     def __init__(self, values: Mapping[str, Any], path: Path | str, place: str) -> None:
         super().__init__(values)
-        self.path, self.place = path, place
+        self.path = path
+        self.place = place
 
 
 def format_of(path: Path) -> str | None:
-    """The ending of FORMATS that a file's name has, without .gz; None for another one."""
-    return next(
-        (ending for ending in FORMATS if path.name.endswith((ending, f"{ending}.gz"))), None
-    )
+    """Returns the ending of FORMATS that a file's name has, without .gz; None for another one."""
+    for ending in FORMATS:
+        if path.name.endswith((ending, f"{ending}.gz")):
+            return ending
+    return None
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a file by its ending; the values of CSV are texts. Raises ValueError, with the place."""
+    """Reads the rows of a file, in the format that its ending says. The values of CSV are texts.
+
+    Raises ValueError, with the place.
+    """
     check_is_pulled(path)
     ending = format_of(path)
-    values: list[Any]
     if ending == ".parquet":
-        values, unit = _read_parquet(path), "row"
-    elif ending == ".csv":
-        values, unit = _read_csv(path), "row"
-    else:
-        values, unit = _read_json(path)
-    rows = list[Row]()
+        return _to_rows(_read_parquet(path), path, "row")
+    if ending == ".csv":
+        return _to_rows(_read_csv(path), path, "row")
+    return _read_json_rows(path)
+
+
+def _to_rows(values: Iterable[Any], path: Path, unit: str) -> list[Row]:
+    """Returns the values as rows that know their place, such as "data.csv, row 3"."""
+    rows: list[Row] = []
     for number, value in enumerate(values, start=1):
         if unit == "line" and not value.strip():
             continue
@@ -70,7 +90,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def _read_parquet(path: Path) -> list[dict[str, Any]]:
-    """The rows of a Parquet file. Texts that are stored as binary are texts."""
+    """Reads a Parquet file. Texts that are stored as binary become texts."""
     import pyarrow.parquet
 
     with _naming_damage(path):
@@ -78,22 +98,24 @@ def _read_parquet(path: Path) -> list[dict[str, Any]]:
         rows = table.to_pylist()
     binary_columns = [field.name for field in table.schema if "binary" in str(field.type)]
     for row in rows:
-        row |= {name: decode(row[name]) for name in binary_columns}
+        for name in binary_columns:
+            row[name] = decode(row[name])
     return rows
 
 
 def _read_csv(path: Path) -> list[dict[str, str]]:
-    """The rows of a CSV file with a header."""
+    """Reads a CSV file with a header."""
     reader = csv.DictReader(io.StringIO(_read_text(path), newline=""), strict=True)
-    rows = list[dict[str, str]]()
-    longest = csv.field_size_limit(sys.maxsize)  # the limit of the csv module is 131,072 characters
+    rows: list[dict[str, str]] = []
+    # The csv module takes fields of at most 131,072 characters by default.
+    default_limit = csv.field_size_limit(sys.maxsize)
     try:
         for row in reader:
             rows.append(row)
     except csv.Error as error:
         raise ValueError(f"{path}, row {len(rows) + 1}: this is not CSV: {error}") from error
     finally:
-        csv.field_size_limit(longest)
+        csv.field_size_limit(default_limit)
     names = reader.fieldnames or ()
     if len(set(names)) < len(names):
         raise ValueError(
@@ -106,25 +128,28 @@ def _read_csv(path: Path) -> list[dict[str, str]]:
     return rows
 
 
-def _read_json(path: Path) -> tuple[list[Any], str]:
-    """The values of a JSON file and their unit: the items of one list or of {"data": [...]}, else lines of JSON."""
+def _read_json_rows(path: Path) -> list[Row]:
+    """Reads one list, one {"data": [...]}, or lines of JSON, whatever the file's ending says."""
     text = _read_text(path)
-    lines = list(io.StringIO(text, newline=None))  # ends at \n, \r\n and \r alone, as files do
-    first_line = "".join(lines[:1]).strip()
+    # Lines end at \n, \r\n and \r alone, as in files that are opened as text.
+    lines = list(io.StringIO(text, newline=None))
+    first_line = lines[0].strip() if lines else ""
     if format_of(path) != ".json" and not first_line.startswith("["):
-        return lines, "line"
+        return _to_rows(lines, path, "line")
     try:
-        whole = json.loads(text)
+        content = json.loads(text)
     except (ValueError, RecursionError) as error:
         if _is_json(first_line):
-            return lines, "line"
+            return _to_rows(lines, path, "line")
         raise ValueError(f"{path}: {_describe_json_error(error)}") from error
-    items = whole.get("data") if isinstance(whole, dict) else whole
-    return (items if isinstance(items, list) else [whole]), "item"
+    items = content.get("data") if isinstance(content, dict) else content
+    if not isinstance(items, list):
+        items = [content]
+    return _to_rows(items, path, "item")
 
 
 def _read_text(path: Path) -> str:
-    """The text of a file, which may be compressed. Raises ValueError if it is not UTF-8."""
+    """Reads the text of a file, which may be compressed. Raises ValueError if it is not UTF-8."""
     with _naming_damage(path):
         content = path.read_bytes()
         if path.suffix == ".gz":
@@ -133,25 +158,27 @@ def _read_text(path: Path) -> str:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        problem = f"line {line} is not UTF-8 (byte 0x{content[error.start]:02x})"
-        raise ValueError(f"{path}: {problem}: save the file as UTF-8") from error
+        raise ValueError(
+            f"{path}: line {line} is not UTF-8 (byte 0x{content[error.start]:02x}): "
+            "save the file as UTF-8"
+        ) from error
 
 
 @contextmanager
 def _naming_damage(path: Path) -> Iterator[None]:
-    """Turn an error of the library that reads a file into a ValueError with the file and what to do."""
+    """Turns any error of a library that reads a file into a ValueError with the file's name."""
     try:
         yield
     except Exception as error:
-        system_error = error.strerror if isinstance(error, OSError) else None
-        if system_error is not None:  # the content may be fine
-            raise ValueError(f"{path} cannot be read: {system_error}") from error
+        # An error of the system, such as a missing permission: the content may be fine.
+        if isinstance(error, OSError) and error.strerror is not None:
+            raise ValueError(f"{path} cannot be read: {error.strerror}") from error
         problem = one_line(str(error)).rstrip(".") or type(error).__name__
         raise ValueError(f"{path} cannot be read: {problem}. Write or download it again") from error
 
 
 def _parse(value: Any, place: str) -> dict[str, Any]:
-    """A row, which may be a line of JSON."""
+    """Returns the columns of a row, which may be a line of JSON. Raises ValueError."""
     if isinstance(value, str):
         try:
             value = json.loads(value.strip())
@@ -179,7 +206,7 @@ def _describe_json_error(error: Exception) -> str:
     return f"this is not JSON: {error.msg} ({line}character {error.colno}) near {near!r}"
 
 
-# ---- splits ----
+# ---- Splits ----
 
 
 def load_rows(
@@ -193,78 +220,103 @@ def load_rows(
     answer_may_be_row: bool = False,
     seed: int | None = None,
 ) -> dict[str, Any]:
-    """The rows for training and testing, each with a question that can be asked. Raises ValueError for unfit data.
+    """Loads the rows for training and testing, each with a question that can be asked.
 
-    named: task.data or the data; hub: the dataset to suggest without it.
+    named: task.data, or the data itself.
     train_split, test_split: "a|b" names the split a, or b if there is no a.
-    answers: columns; the first in which a row has a value holds its answer. Rows without an answer are left out.
+    hub: the dataset that is suggested if no data is named.
+    answers: columns; the first in which a row has a value holds its answer. Rows without an answer
+        are left out.
     answer_may_be_row: if no row has any of these columns, no row is left out.
-    seed: if set, a tenth of the prompts of an only split is held out for testing."""
+    seed: if it is set and there is no test split, it chooses a tenth of the prompts for testing.
+
+    Raises ValueError for unfit data.
+    """
     splits = find_splits(named, hub)
-    source = named or os.environ.get("LAGRPO_DATA") if isinstance(named, str | None) else "data"
+    source = "data"
+    if isinstance(named, str | None):
+        source = named or os.environ.get("LAGRPO_DATA")
+    has_test_split = seed is None or test_split != "test" or "test" in splits
+
+    # The only split is for training, whatever its name is.
     if seed is not None and train_split == "train" and len(splits) == 1:
         train_split = next(iter(splits))
-    chosen = {"train": _choose_split(splits, "train", train_split)}
-    if seed is None or test_split != "test" or "test" in splits:
-        chosen["test"] = _choose_split(splits, "test", test_split)
-    places = {side: f"the {side} split of {source}" for side in chosen}
-    rows = {side: _read_split(splits[name], places[side]) for side, name in chosen.items()}
+    split_names = {"train": _choose_split(splits, "train", train_split)}
+    if has_test_split:
+        split_names["test"] = _choose_split(splits, "test", test_split)
+
+    places = {side: f"the {side} split of {source}" for side in split_names}
+    rows = {side: _read_split(splits[name], places[side]) for side, name in split_names.items()}
     rows = _leave_out_unanswered(rows, places, answers, answer_may_be_row)
-    if seed is None or "test" in chosen:
-        for side, where in places.items():
-            # The columns of a dataset have types, so its first row stands for all of them.
-            checked = rows[side] if isinstance(rows[side], list) else rows[side].select([0])
-            _identify_prompts(checked, where, ask)
+
+    if seed is None or has_test_split:
+        for side, place in places.items():
+            _check_prompts(rows[side], place, ask)
         return rows
-    prompts = _identify_prompts(rows["train"], places["train"], ask)
+
+    prompts = _digest_prompts(rows["train"], places["train"], ask)
     if len(set(prompts)) < 2:
         raise ValueError(
-            f"{source} has no test split, and none of its rows can be held out because all have the same prompt."
-            f" Add a test split, or set task.options.test_split = {chosen['train']!r} to test on the training rows"
+            f"{source} has no test split, and none of its rows can be held out because all have "
+            "the same prompt. Add a test split, or set "
+            f"task.options.test_split = {split_names['train']!r} to test on the training rows"
         )
-    kept, held_out = hold_out(prompts, seed)
-    _log_hold_out(source, prompts, held_out, seed)
-    return {"train": select(rows["train"], kept), "test": select(rows["train"], held_out)}
+    train_indices, test_indices = hold_out(prompts, seed)
+    _log_hold_out(source, prompts, test_indices, seed)
+    return {
+        "train": select(rows["train"], train_indices),
+        "test": select(rows["train"], test_indices),
+    }
 
 
 def _choose_split(splits: Mapping[str, Any], side: str, names: str) -> str:
-    """The first of the names "a|b" that is a split."""
+    """Returns the first of the names "a|b" that is a split. Raises ValueError if none is."""
     wanted = names.split("|")
     for name in wanted:
         if name in splits:
             return name
-    known = f"there are {', '.join(splits)}.{suggest(wanted[-1], splits)}"
-    raise ValueError(f"task.options.{side}_split: no {' or '.join(map(repr, wanted))}; {known}")
+    raise ValueError(
+        f"task.options.{side}_split: no {' or '.join(map(repr, wanted))}; "
+        f"there are {', '.join(splits)}.{suggest(wanted[-1], splits)}"
+    )
 
 
-def _read_split(data: Any, where: str) -> Any:
-    """The rows of files or in memory, as a list; a dataset stays a dataset."""
+def _read_split(data: Any, split_place: str) -> Any:
+    """Returns a split's rows: a list for files and data in memory, a dataset for a dataset.
+
+    Raises ValueError if there are none.
+    """
     is_dataset = hasattr(data, "with_transform")
-    if is_dataset and data.format["type"] != "custom":  # else its user's function makes the rows
+    # In the format "custom" a function of the user makes the rows. with_transform would drop it.
+    if is_dataset and data.format["type"] != "custom":
         rows: Any = read_dataset(data)
     else:
-        rows = list[Row]()
+        rows = []
         for number, value in enumerate(_to_records(data), start=1):
             if isinstance(value, Path):
                 rows += read_rows(value)
             else:
-                place = f"{where}, row {number}"
-                rows.append(Row(decode(_parse(value, place)), where, place))
+                place = f"{split_place}, row {number}"
+                rows.append(Row(decode(_parse(value, place)), split_place, place))
     if not len(rows):
-        raise ValueError(f"{where} has no rows")
+        raise ValueError(f"{split_place} has no rows")
     return rows
 
 
 def _to_records(data: Any) -> Any:
-    """The rows of a data frame, with None for missing values; other data as they are."""
+    """Returns the rows of a data frame, with None for missing values; other data as it is."""
     if not hasattr(data, "iloc"):
         return data
     return data.astype(object).where(data.notna(), None).to_dict("records")
 
 
 def read_dataset(rows: Any) -> Any:
-    """A dataset with the values that a file has: class labels are their names; -1, "no label", is None."""
-    labels = {
+    """Returns a dataset with the values that a file would have.
+
+    Class labels become their names; the label -1, which means no label, becomes None.
+    """
+    # Label -1 is the last entry of its list.
+    label_names = {
         name: [*feature.names, None]
         for name, feature in rows.features.items()
         if hasattr(feature, "int2str")
@@ -272,8 +324,8 @@ def read_dataset(rows: Any) -> Any:
 
     def read(columns: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
         values = {name: decode(column) for name, column in columns.items()}
-        for name in labels.keys() & columns.keys():
-            values[name] = [labels[name][label] for label in columns[name]]
+        for name in label_names.keys() & columns.keys():
+            values[name] = [label_names[name][label] for label in columns[name]]
         return values
 
     return rows.with_transform(read)
@@ -282,49 +334,64 @@ def read_dataset(rows: Any) -> Any:
 def _leave_out_unanswered(
     splits: Mapping[str, Any],
     places: Mapping[str, str],
-    answers: Sequence[str],
+    columns: Sequence[str],
     answer_may_be_row: bool,
 ) -> dict[str, Any]:
-    """The rows that have an answer. Raises ValueError for a split in which none has."""
-    found = {side: _find_answers(rows, places[side], answers) for side, rows in splits.items()}
-    if answer_may_be_row and all(
-        answer is _NO_COLUMN for answers_of_split in found.values() for answer in answers_of_split
-    ):
+    """Returns the rows that have an answer in one of the columns.
+
+    Raises ValueError for a split in which none has. If answers may be rows and no row has any of
+    the columns, all rows are returned.
+    """
+    answers = {side: _find_answers(rows, places[side], columns) for side, rows in splits.items()}
+    has_column = any(answer is not _NO_COLUMN for answer in chain.from_iterable(answers.values()))
+    if answer_may_be_row and not has_column:
         return dict(splits)
-    answered = dict[str, Any]()
-    for side, rows in splits.items():
-        kept = [n for n, answer in enumerate(found[side]) if not _is_missing(answer)]
-        left_out = len(rows) - len(kept)
-        if not kept:
-            with one_line_errors(_place_of(rows[0], places[side], 1)):
-                get_value(rows[0], answers[0])
-            raise ValueError(
-                f"{places[side]}: none of its {len(rows)} rows has an answer (column {answers[0]!r})"
-            )
-        if left_out:
-            text = "%d of the %d rows of %s have no answer and are left out"
-            logger.warning(text, left_out, len(rows), places[side])
-        answered[side] = select(rows, kept) if left_out else rows
-    return answered
+    return {
+        side: _select_answered(rows, places[side], answers[side], columns[0])
+        for side, rows in splits.items()
+    }
 
 
-def _find_answers(rows: Any, where: str, columns: Sequence[str]) -> list[Any]:
-    """The answer of each row, _NO_COLUMN for a row that has none of the columns."""
+def _select_answered(rows: Any, split_place: str, answers: Sequence[Any], column: str) -> Any:
+    """Returns the rows of a split that have an answer. Raises ValueError if none has."""
+    answered = [index for index, answer in enumerate(answers) if not _is_missing(answer)]
+    if not answered:
+        # If the column does not exist, this error names the columns that do.
+        with one_line_errors(_place_of(rows[0], split_place, 1)):
+            get_value(rows[0], column)
+        raise ValueError(
+            f"{split_place}: none of its {len(rows)} rows has an answer (column {column!r})"
+        )
+    if len(answered) == len(rows):
+        return rows
+    logger.warning(
+        "%d of the %d rows of %s have no answer and are left out",
+        len(rows) - len(answered),
+        len(rows),
+        split_place,
+    )
+    return select(rows, answered)
+
+
+def _find_answers(rows: Any, split_place: str, columns: Sequence[str]) -> list[Any]:
+    """Returns the answer of each row, _NO_COLUMN for a row that has none of the columns."""
     if not isinstance(rows, list):
-        near = [
-            name
-            for name in rows.column_names
-            if any(f"{column}.".startswith(f"{name}.") for column in columns)
-        ]
-        if not near:
+        # Only the columns of a dataset that may hold an answer are read: others may hold images.
+        answer_columns = [name for name in rows.column_names if _may_hold(name, columns)]
+        if not answer_columns:
             return [_NO_COLUMN] * len(rows)
-        rows = rows.select_columns(near)
-    answers = list[Any]()
+        rows = rows.select_columns(answer_columns)
+    answers: list[Any] = []
     for number, row in enumerate(rows, start=1):
         column = find_column(row, columns)
-        with one_line_errors(_place_of(row, where, number)):
+        with one_line_errors(_place_of(row, split_place, number)):
             answers.append(_NO_COLUMN if column is None else plain(get_value(row, column)))
     return answers
+
+
+def _may_hold(name: str, columns: Sequence[str]) -> bool:
+    """True if a column of this name is one of `columns`, or has a field that is one of them."""
+    return any(f"{column}.".startswith(f"{name}.") for column in columns)
 
 
 def _is_missing(answer: Any) -> bool:
@@ -334,98 +401,138 @@ def _is_missing(answer: Any) -> bool:
     return answer is None or answer is _NO_COLUMN or not str(answer).strip()
 
 
-def _identify_prompts(rows: Any, where: str, ask: Ask) -> list[bytes]:
-    """Bytes for the prompt of each row, equal if the messages are. Raises ValueError for what cannot be asked."""
-    digests = list[bytes]()
+def _check_prompts(rows: Any, split_place: str, ask: Ask) -> None:
+    """Raises ValueError if the prompts of a split cannot be asked."""
+    # The columns of a dataset have types, so its first row stands for all of them.
+    checked_rows = rows if isinstance(rows, list) else rows.select([0])
+    _digest_prompts(checked_rows, split_place, ask)
+
+
+def _digest_prompts(rows: Any, split_place: str, ask: Ask) -> list[bytes]:
+    """Returns a digest of each row's prompt: equal for equal messages.
+
+    Raises ValueError for a prompt that cannot be asked.
+    """
+    digests: list[bytes] = []
     for number, row in enumerate(rows, start=1):
-        with one_line_errors(_place_of(row, where, number)):
-            messages = build_messages(ask(row)[0])
+        with one_line_errors(_place_of(row, split_place, number)):
+            question, _ = ask(row)
+            messages = build_messages(question)
         text = json.dumps(messages, sort_keys=True)
         digests.append(hashlib.blake2b(text.encode(), digest_size=16).digest())
     return digests
 
 
-def _place_of(row: Any, where: str, number: int) -> str:
-    return getattr(row, "place", f"{where}, row {number}")
+def _place_of(row: Any, split_place: str, number: int) -> str:
+    return getattr(row, "place", f"{split_place}, row {number}")
 
 
 def _log_hold_out(
-    source: Any, prompts: Sequence[bytes], held_out: Sequence[int], seed: int
+    source: Any, prompts: Sequence[bytes], test_indices: Sequence[int], seed: int
 ) -> None:
-    total, different = len(prompts), len(set(prompts))
-    chosen = f"chosen by seed {seed}"
-    if different < total:
-        chosen = (
-            f"{len({prompts[row] for row in held_out})} of {different} different prompts, {chosen}"
-        )
-    message = "%s has no test split: training on %d of its %d rows, testing on the other %d (%s)"
-    logger.warning(message, source, total - len(held_out), total, len(held_out), chosen)
+    num_rows = len(prompts)
+    num_prompts = len(set(prompts))
+    choice = f"chosen by seed {seed}"
+    if num_prompts < num_rows:
+        num_test_prompts = len({prompts[index] for index in test_indices})
+        choice = f"{num_test_prompts} of {num_prompts} different prompts, {choice}"
+    logger.warning(
+        "%s has no test split: training on %d of its %d rows, testing on the other %d (%s)",
+        source,
+        num_rows - len(test_indices),
+        num_rows,
+        len(test_indices),
+        choice,
+    )
 
 
 def hold_out(prompts: Sequence[Hashable], seed: int) -> tuple[list[int], list[int]]:
-    """Places of rows for training and for testing, in order, from the prompt of each row.
+    """Chooses rows for testing. Returns the indices of the training and the test rows, in order.
 
-    The seed chooses a tenth of the different prompts (1 to 1,000), in the order in which they first occur. All rows
-    with such a prompt are for testing.
+    prompts: the prompt of each row. The seed chooses a tenth of the different prompts (1 to 1,000)
+    in the order in which they first occur. All rows with such a prompt are for testing.
 
     >>> hold_out(["a", "b", "a", "b"], seed=0)
     ([0, 2], [1, 3])
     """
     from lagrpo.rng import permutation
 
-    rows_with = dict[Hashable, list[int]]()
-    for row, prompt in enumerate(prompts):
-        rows_with.setdefault(prompt, []).append(row)
-    groups = list(rows_with.values())
-    order = permutation(len(groups), seed, "hold-out").tolist()
-    count = max(1, min(1000, len(groups) // 10))
-    held_out = sorted(row for group in order[:count] for row in groups[group])
-    kept = sorted(row for group in order[count:] for row in groups[group])
-    return kept, held_out
+    rows_by_prompt: dict[Hashable, list[int]] = {}
+    for index, prompt in enumerate(prompts):
+        rows_by_prompt.setdefault(prompt, []).append(index)
+    row_groups = list(rows_by_prompt.values())
+    order = permutation(len(row_groups), seed, "hold-out").tolist()
+    num_test_prompts = max(1, min(MAX_HELD_OUT_PROMPTS, len(row_groups) // 10))
+    test_indices = sorted(chain.from_iterable(row_groups[n] for n in order[:num_test_prompts]))
+    train_indices = sorted(chain.from_iterable(row_groups[n] for n in order[num_test_prompts:]))
+    return train_indices, test_indices
 
 
 def find_splits(named: Any, hub: str) -> dict[str, Any]:
-    """The existing splits by name: files, a `datasets.Dataset`, or rows. Raises ValueError for missing data."""
+    """Returns the existing splits by name: files, a `datasets.Dataset`, or rows in memory.
+
+    named: task.data, or the data itself; hub: the dataset that is suggested if no data is named.
+    Raises ValueError for missing data.
+    """
+    if isinstance(named, Mapping):
+        return dict(named)
     if not isinstance(named, str | None):
-        is_split = isinstance(named, Mapping)
-        return dict(named) if is_split else {"train": named}
-    endings = ", ".join(FORMATS)
+        return {"train": named}
+
     setting = "task.data" if named else "LAGRPO_DATA"
     data = named or os.environ.get("LAGRPO_DATA")
     if not data:
-        files = f"a file ending in {endings}, a directory of such files, or a hub dataset such as {hub!r}"
         raise ValueError(
-            f"this task needs data: set task.data, or the environment variable LAGRPO_DATA, to {files}"
+            "this task needs data: set task.data, or the environment variable LAGRPO_DATA, to a "
+            f"file ending in {', '.join(FORMATS)}, a directory of such files, "
+            f"or a hub dataset such as {hub!r}"
         )
+
     path = Path(data).expanduser()
     if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
         import datasets
 
         with one_line_errors(f"{setting}: {path}, which save_to_disk wrote, cannot be read"):
             return _as_splits(datasets.load_from_disk(path))
+
     files = _match_files(path)
     if files or path.is_dir():
         return _group_by_split(files, path, setting)
+
+    # A name whose directory exists is meant as a file. LAGRPO_DATA never names a hub dataset.
     is_hub_id = bool(named and _HUB_ID.fullmatch(data))
     if not is_hub_id or format_of(path) is not None or path.parent.is_dir():
         raise ValueError(
             f"{setting}: no file or directory {data!r} (current directory: {os.getcwd()})"
         )
+    return _load_from_hub(data, hub)
+
+
+def _load_from_hub(name: str, suggested: str) -> dict[str, Any]:
+    """Loads a dataset "owner/name" or "owner/name:configuration" of the hub.
+
+    The name of the `suggested` dataset alone stands for its suggested configuration.
+    """
     import datasets
 
-    repository, _, config = (hub if data == hub.partition(":")[0] else data).partition(":")
+    suggested_repository, _, _ = suggested.partition(":")
+    full_name = suggested if name == suggested_repository else name
+    repository, _, configuration = full_name.partition(":")
     with one_line_errors(
-        f"{data!r} is not a file or directory here, and could not be loaded from the hub"
+        f"{name!r} is not a file or directory here, and could not be loaded from the hub"
     ):
-        return _as_splits(datasets.load_dataset(repository, config or None))
+        return _as_splits(datasets.load_dataset(repository, configuration or None))
 
 
-def _as_splits(saved: Any) -> dict[str, Any]:
-    return dict(saved) if isinstance(saved, dict) else {"train": saved}
+def _as_splits(dataset: Any) -> dict[str, Any]:
+    """Returns a `DatasetDict` as a dict, and a single dataset as the split "train"."""
+    if isinstance(dataset, dict):
+        return dict(dataset)
+    return {"train": dataset}
 
 
 def _match_files(path: Path) -> list[Path]:
-    """The files of a directory, the file of this name, or else the files that match the pattern."""
+    """Returns the files of a directory, the file of this name, or the files of this pattern."""
     if path.is_dir():
         return sorted(path.iterdir())
     if path.exists():
@@ -433,45 +540,61 @@ def _match_files(path: Path) -> list[Path]:
     folder = str(path.parent)
     if path.parent.is_dir():
         folder = glob.escape(folder)
-    return sorted(map(Path, glob.glob(os.path.join(folder, path.name))))
+    return sorted(Path(name) for name in glob.glob(os.path.join(folder, path.name)))
 
 
 def _group_by_split(files: Sequence[Path], path: Path, setting: str) -> dict[str, list[Path]]:
-    """The files, or all shards, of each split. Raises ValueError for files that are neither."""
-    splits = dict[str, list[Path]]()
-    for file in filter(format_of, files):
-        splits.setdefault(_ENDING.sub("", file.name), []).append(file)
-    # What the names say: the number of shards of their split, 1 for a file that is no shard.
-    shards = {
-        name: {int(_ENDING.findall(file.name)[0][1] or 1) for file in members}
-        for name, members in splits.items()
-    }
+    """Groups files by the split that they are named after: one file, or all shards of a split.
 
-    def is_complete(name: str) -> bool:
-        chosen_by_pattern = not path.is_dir() and len(shards[name]) == 1 and shards[name] != {1}
-        return chosen_by_pattern or shards[name] == {len(splits[name])}
-
-    if not splits or not all(map(is_complete, splits)):
-        endings = ", ".join(FORMATS)
+    A pattern may choose some of the shards. Raises ValueError for other files.
+    """
+    splits: dict[str, list[Path]] = {}
+    for file in files:
+        if format_of(file) is not None:
+            splits.setdefault(_ENDING.sub("", file.name), []).append(file)
+    is_pattern = not path.is_dir()
+    if not splits or not all(_is_complete(members, is_pattern) for members in splits.values()):
         raise ValueError(
-            f"{setting}: {path}: name files that end in {endings}: one for each split, or all its shards"
+            f"{setting}: {path}: name files that end in {', '.join(FORMATS)}: "
+            "one for each split, or all its shards"
         )
     return splits
 
 
-# ---- columns ----
+def _is_complete(files: Sequence[Path], is_pattern: bool) -> bool:
+    """True for one file, for all shards of a split, and for any shards that a pattern chooses."""
+    shard_counts = {_num_shards(file) for file in files}
+    if len(shard_counts) > 1:
+        return False
+    (shard_count,) = shard_counts
+    if is_pattern and shard_count != 1:
+        return True
+    return shard_count == len(files)
+
+
+def _num_shards(file: Path) -> int:
+    """Returns the number of shards that the name of a file says; 1 for a file that is no shard."""
+    match = _ENDING.search(file.name)
+    assert match is not None  # the file has one of FORMATS
+    return int(match[2] or 1)
+
+
+# ---- Columns ----
 
 
 def has_column(row: Mapping[str, Any], column: str) -> bool:
     """True if the row has the column, or the field in a column."""
-    first, _, rest = column.partition(".")
     if column in row:
         return True
-    return bool(rest) and isinstance(row.get(first), Mapping) and has_column(row[first], rest)
+    outer, _, field = column.partition(".")
+    return bool(field) and isinstance(row.get(outer), Mapping) and has_column(row[outer], field)
 
 
 def find_column(row: Mapping[str, Any], columns: Sequence[str]) -> str | None:
-    """The first of these columns with a value in the row, or else the first that the row has; None without any."""
+    """Returns the first of these columns with a value in the row.
+
+    Returns the first that the row has if none has a value, and None if it has none.
+    """
     present = [column for column in columns if has_column(row, column)]
     for column in present:
         if get_value(row, column) is not None:
@@ -480,20 +603,25 @@ def find_column(row: Mapping[str, Any], columns: Sequence[str]) -> str | None:
 
 
 def get_value(row: Mapping[str, Any], column: str) -> Any:
-    """The value of a column, or of a field in a column ("reward_model.answer"). Raises ValueError if there is none."""
-    first, _, rest = column.partition(".")
-    if column not in row and rest and isinstance(row.get(first), Mapping):
-        return get_value(row[first], rest)
-    if column not in row:
-        raise ValueError(
-            f"no column {column!r}.{suggest(column, row)} The columns are {', '.join(row)}"
-        )
-    return row[column]
+    """Returns the value of a column, or of a field in a column ("reward_model.answer").
+
+    Raises ValueError if the row has no such column.
+    """
+    if column in row:
+        return row[column]
+    outer, _, field = column.partition(".")
+    if field and isinstance(row.get(outer), Mapping):
+        return get_value(row[outer], field)
+    raise ValueError(
+        f"no column {column!r}.{suggest(column, row)} The columns are {', '.join(row)}"
+    )
 
 
 def decode(value: Any) -> Any:
-    """A value with texts for bytes in UTF-8, and with Python's lists and numbers for those of NumPy, also within lists
-    and tables. Other bytes, such as images, stay bytes."""
+    """Returns a value with texts for bytes in UTF-8, and Python's lists and numbers for NumPy's.
+
+    Values within lists and tables are decoded too. Other bytes, such as images, stay bytes.
+    """
     if isinstance(value, bytes | bytearray):
         try:
             return value.decode()
@@ -505,31 +633,42 @@ def decode(value: Any) -> Any:
         return [decode(entry) for entry in value]
     if isinstance(value, tuple):
         return tuple(decode(entry) for entry in value)
-    return decode(value.tolist()) if hasattr(value, "tolist") else value
+    if hasattr(value, "tolist"):
+        return decode(value.tolist())
+    return value
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON has it: dates and decimals as texts, sets as lists, NaN as None. Raises ValueError for bytes that
-    are not text."""
+    """Returns a value as JSON has it: dates and decimals as texts, sets as lists, NaN as None.
 
-    def convert(other: Any) -> Any:
-        if isinstance(other, bytes | bytearray):
-            bytes_shown = f"{bytes(other)!r:.40}"
-            raise ValueError(
-                f"its answer has bytes that are not text ({bytes_shown}): set task.answer_column to a column of texts"
-            )
-        return sorted(other, key=str) if isinstance(other, set | frozenset) else str(other)
+    Raises ValueError for bytes that are not text.
+    """
+    text = json.dumps(decode(value), default=_to_json_type)
+    return json.loads(text, parse_constant=_parse_constant)
 
-    text = json.dumps(decode(value), default=convert)
-    return json.loads(text, parse_constant=lambda name: None if name == "NaN" else float(name))
+
+def _to_json_type(value: Any) -> Any:
+    if isinstance(value, bytes | bytearray):
+        raise ValueError(
+            f"its answer has bytes that are not text ({bytes(value)!r:.40}): "
+            "set task.answer_column to a column of texts"
+        )
+    if isinstance(value, set | frozenset):
+        return sorted(value, key=str)
+    return str(value)
+
+
+def _parse_constant(name: str) -> float | None:
+    """Returns the value of a constant that Python's JSON has: NaN, Infinity or -Infinity."""
+    return None if name == "NaN" else float(name)
 
 
 def parse_messages(text: Any) -> Any:
-    """The messages of a text that holds some, as JSON or as Python prints them; anything else as it is. Raises
-    ValueError for messages that cannot be read."""
-    if not isinstance(text, str) or not re.match(
-        r"\s*\[\s*\{\s*['\"](role|content|name|from|value)['\"]\s*:", text
-    ):
+    """Returns the messages of a text that holds some, as JSON or as Python prints them.
+
+    Anything else is returned as it is. Raises ValueError for messages that cannot be read.
+    """
+    if not isinstance(text, str) or not _MESSAGES_TEXT.match(text):
         return text
     for read in (json.loads, ast.literal_eval):
         with suppress(ValueError, SyntaxError):
@@ -538,7 +677,7 @@ def parse_messages(text: Any) -> Any:
 
 
 def text_of(row: Mapping[str, Any], column: str) -> str:
-    """The text in a column. Raises ValueError for something else, and for white space."""
+    """Returns the text in a column. Raises ValueError for something else, and for white space."""
     value = get_value(row, column)
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"its {column} is {value!r:.80}, not a text")

@@ -1,8 +1,9 @@
-"""Tasks `reasoning_gym:NAME`: puzzles that a generator of the package reasoning-gym makes and scores.
+"""Tasks `reasoning_gym:NAME`: puzzles that generators of reasoning-gym make and score.
 
-A puzzle is a function of the run's seed and its number. The training prompts have the first numbers, the test prompts
-the next ones. A few generators (knight_swap, say) depend on the order of Python's sets: they need PYTHONHASHSEED=0.
-task.options also holds the generator's own options (its config without seed and size).
+A puzzle is a function of the run's seed and its number. The training prompts have the first
+numbers, the test prompts the next ones. A few generators (knight_swap, say) depend on the order of
+Python's sets: they need PYTHONHASHSEED=0. task.options also holds the generator's own options (its
+config without seed and size).
 
 The answer is the text between the last <answer> and </answer>, or the whole text without them.
 """
@@ -26,19 +27,23 @@ class GymReward:
     """Scores answers as the generator `name` does: a dataset of `size` puzzles from `seed` on."""
 
     def __init__(self, name: str, options: Mapping[str, Any], seed: int, size: int) -> None:
-        self._given = name, dict(options), seed, size
-        self.dataset = make_dataset(*self._given)
+        self.name = name
+        self.options = dict(options)
+        self.seed = seed
+        self.size = size
+        self.dataset = make_dataset(name, self.options, seed, size)
         self.entry = lru_cache(4096)(lambda index: self.dataset[index])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return GymReward, self._given
+        # The cache cannot be pickled, so a worker makes the dataset again.
+        return GymReward, (self.name, self.options, self.seed, self.size)
 
     def __call__(self, completion: str, answer: Any) -> float:
         entry = self.entry(answer["index"])
         if reference(answer["index"], entry) != answer:
-            cure = "set the environment variable PYTHONHASHSEED to 0 for the whole run"
             raise UnscorableError(
-                f"{self._given[0]} makes different puzzles in different processes: {cure}"
+                f"{self.name} makes different puzzles in different processes: set the environment "
+                "variable PYTHONHASHSEED to 0 for the whole run"
             )
         return float(self.dataset.score_answer(find_tagged(completion).strip(), entry))
 
@@ -46,27 +51,23 @@ class GymReward:
 def load(
     seed: int, name: str, *, train_size: int = 10_000, test_size: int = 1_000, **options: Any
 ) -> RowTask:
-    """The task with puzzles of this seed."""
+    """Returns the task with puzzles of this seed."""
     from lagrpo.rng import uniforms
 
-    first = int(uniforms(1, seed, "reasoning_gym", name)[0] * 2**31)
+    dataset_seed = int(uniforms(1, seed, "reasoning_gym", name)[0] * 2**31)
     size = train_size + test_size
-    reward = GymReward(name, options, first, size)
+    reward = GymReward(name, options, dataset_seed, size)
 
     def ask(index: int) -> tuple[str, Any]:
         entry = reward.entry(index)
         return WORDING.format(question=entry["question"]), reference(index, entry)
 
-    return RowTask(
-        f"reasoning_gym:{name}",
-        {"train": range(train_size), "test": range(train_size, size)},
-        ask,
-        reward,
-    )
+    rows = {"train": range(train_size), "test": range(train_size, size)}
+    return RowTask(f"reasoning_gym:{name}", rows, ask, reward)
 
 
 def reference(index: int, entry: Mapping[str, Any]) -> dict[str, Any]:
-    """The reference answer, which finds its puzzle again and tells it from another one."""
+    """Returns the reference answer, which finds its puzzle again and tells it from another one."""
     return {
         "index": index,
         "answer": entry["answer"],
@@ -75,17 +76,23 @@ def reference(index: int, entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def make_dataset(name: str, options: Mapping[str, Any], seed: int, size: int) -> Any:
-    """The generator with its options. Raises ValueError for an unknown one and for options that it does not take."""
+    """Returns the dataset of a generator.
+
+    Raises ValueError for an unknown generator and for options that it does not take, and
+    ImportError without the package.
+    """
     try:
-        from reasoning_gym.factory import DATASETS, create_dataset  # pyright: ignore[reportMissingImports]
+        import reasoning_gym.factory as factory  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ImportError(
             "this task needs the package reasoning-gym: pip install 'lagrpo[gym]'"
         ) from error
-    if name not in DATASETS:
-        raise ValueError(f"task.name: reasoning_gym has no {name!r}.{suggest(name, DATASETS)}")
+    if name not in factory.DATASETS:
+        raise ValueError(
+            f"task.name: reasoning_gym has no {name!r}.{suggest(name, factory.DATASETS)}"
+        )
     try:
-        return create_dataset(name, seed=seed, size=size, **options)
+        return factory.create_dataset(name, seed=seed, size=size, **options)
     except (AssertionError, TypeError, ValueError) as error:
         raise ValueError(
             f"task.options: reasoning_gym:{name} rejects these options: {error}"
