@@ -88,9 +88,10 @@ def dry_run(model: Path, loss: dict[str, Any], constant_lag: int) -> str:
             20,
             "but grpo was measured to hold only up to 16; dppo_tv and topr held at 64",
         ),
+        ({"recipe": "topr"}, 80, "but topr was measured only up to 64, where it holds (docs"),
         ({"recipe": "reinforce"}, 9, "and reinforce did not hold at 16, the smallest lag"),
     ],
-    ids=["beyond", "never held"],
+    ids=["beyond", "beyond what was measured", "never held"],
 )
 def test_dry_run_says_that_samples_become_staler_than_the_recipe_holds(
     model, loss, constant_lag, note

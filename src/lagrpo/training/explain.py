@@ -96,13 +96,16 @@ def _staleness_note(recipe: Recipe, settings: Settings) -> list[str]:
     held = held_lag(recipe.name)
     if held is None or largest <= held or set(settings.loss.knobs) - {"beta"}:
         return []
-    lag, others = recipes_that_hold(largest)
-    if held > 0:
+    tried = measured_lags(recipe.name)
+    if held == tried[-1]:
+        limit = f"but {recipe.name} was measured only up to {held}, where it holds"
+    elif held > 0:
         limit = f"but {recipe.name} was measured to hold only up to {held}"
     else:
-        smallest = measured_lags(recipe.name)[0]
-        limit = f"and {recipe.name} did not hold at {smallest}, the smallest lag that was measured"
-    cure = f"; {' and '.join(others)} held at {lag}" if others else ""
+        limit = f"and {recipe.name} did not hold at {tried[0]}, the smallest lag that was measured"
+    lag, others = recipes_that_hold(largest)
+    is_help = bool(others) and lag > held
+    cure = f"; {' and '.join(others)} held at {lag}" if is_help else ""
     return [
         f"note        staleness reaches {count_of(largest, 'update')}, {limit}{cure} "
         "(docs/off-policy.md)"
