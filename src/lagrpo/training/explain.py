@@ -74,9 +74,12 @@ def _notes(recipe: Recipe, settings: Settings) -> list[str]:
 def _weight_syncs(settings: Settings) -> str:
     """When the sampler gets new weights, and how stale it can become."""
     s = settings.schedule
-    when = (
-        "before every batch" if s.constant_lag is not None or s.v == 1 else f"every {s.v} batches"
-    )
+    if s.constant_lag is not None:
+        when = f"before every batch, {count_of(s.constant_lag, 'batch', 'es')} late"
+    elif s.v == 1:
+        when = "before every batch"
+    else:
+        when = f"every {s.v} batches"
     if s.sync_at_kl is not None:
         when = f"when KL(alpha||pi_k) of a completion passes {s.sync_at_kl:g} nats, at the latest {when}"
     largest = count_of(largest_staleness(settings), "update")
