@@ -24,11 +24,13 @@ from lagrpo.training.explain import meaning
 RATE = 3e-4
 
 
-def measured(chain: float, gamble: float, lives: bool = True) -> dict[str, Measured]:
+def measured(
+    chain: float, gamble: float, lives: bool = True, half_interval: float | None = None
+) -> dict[str, Measured]:
     living = (RATE,) if lives else ()
     return {
-        "chain": Measured(chain, None, 3, RATE, living),
-        "gamble": Measured(gamble, None, 3, RATE, living),
+        "chain": Measured(chain, half_interval, 3, RATE, living),
+        "gamble": Measured(gamble, half_interval, 3, RATE, living),
     }
 
 
@@ -37,6 +39,7 @@ BY_HAND = {
     "topr": {16: measured(0.9, 0.9), 64: measured(0.9, 0.8)},
     "dppo_tv": {16: measured(0.9, 0.75), 64: measured(0.9, 0.9)},
     "vespo": {16: measured(0.95, 0.95), 64: measured(0.8, 0.75)},
+    "sapo": {16: measured(0.96, 0.96, half_interval=0.2), 64: measured(0.6, 0.6)},
     "reinforce": {16: measured(0.6, 0.9), 64: measured(0.9, 0.9)},
     "cispo": {16: measured(0.9, 0.9, lives=False), 64: measured(0.9, 0.9)},
 }
@@ -68,7 +71,9 @@ def test_recipe_holds_up_to_the_last_lag_before_one_at_which_it_does_not(recipe,
     [(9, 16, ["vespo", "topr"]), (17, 64, ["dppo_tv", "topr"]), (100, 64, ["dppo_tv", "topr"])],
     ids=["below all", "between two", "beyond all"],
 )
-def test_recipes_that_hold_are_ordered_by_the_task_that_is_worse_for_them(staleness, lag, recipes):
+def test_recipes_that_hold_are_ordered_by_what_they_keep_for_certain_on_the_worse_task(
+    staleness, lag, recipes
+):
     assert recipes_that_hold(staleness) == (lag, recipes)
 
 

@@ -36,8 +36,8 @@ PACKAGE_TABLE = Path(lagrpo.core.__file__).parent / FILE
 BEGIN = "<!-- table of experiments/lag -->"
 END = "<!-- end of the table -->"
 LAGS = (16, 64, 256)
-MUST_NOT_DIFFER = {"beta"}
-"""A method whose overrides are only these counts as its recipe: these runs have no KL term."""
+MAY_DIFFER = {"beta"}
+"""A method whose overrides are only these counts as its recipe: runs of the benchmark have no KL term."""
 
 Records = Mapping[RunKey, Record]
 
@@ -74,7 +74,7 @@ def package_table(cells: Mapping[str, Cells], methods: Mapping[str, Method]) -> 
 def is_plain_recipe(method: Method) -> bool:
     """True if a method is its recipe without other knobs and without settings of the optimizer."""
     as_trained = (method.max_grad_norm, method.scale_lr_by_ess) == (1.0, False)
-    return set(method.overrides) <= MUST_NOT_DIFFER and as_trained
+    return set(method.overrides) <= MAY_DIFFER and as_trained
 
 
 def constant_lags(cells: Cells, method: str) -> list[tuple[int, Cell]]:
@@ -119,16 +119,20 @@ def page_table(cells: Mapping[str, Cells], methods: Mapping[str, Method]) -> str
     head += [f"{task} {lag}" for task in TASKS for lag in LAGS]
     head += ["learning rates", "needs", "shipped by", "source"]
     rows = [head]
-    for method in sorted(methods.values(), key=lambda item: -kept_at_worst(cells, item)):
-        if method.same_as is not None or kept_at_worst(cells, method) == float("-inf"):
-            continue
+    placed = []
+    for method in methods.values():
+        place = largest_common_lag(cells, method)
+        if place is not None:
+            placed.append((place, method))
+    placed.sort(key=lambda pair: pair[0], reverse=True)
+    for (largest_lag, _), method in placed:
         row = [method_label(method)]
         for task in TASKS:
             for lag in LAGS:
                 cell = cells[task].get((method.name, ("constant", lag)))
                 is_best = method.name in bold.get((task, lag), ())
                 row.append("–" if cell is None else area_text(cell, is_best))
-        row.append(living_rates_text(cells, method))
+        row.append(living_rates_text(cells, method, largest_lag))
         row.append(", ".join(needs_of(method.recipe)) or "–")
         row.append(method.shipped_by or "–")
         row.append(method.recipe.source.partition("arXiv ")[2][: len("2505.22257")] or "–")
@@ -136,16 +140,14 @@ def page_table(cells: Mapping[str, Cells], methods: Mapping[str, Method]) -> str
     return markdown_table(rows)
 
 
-def kept_at_worst(cells: Mapping[str, Cells], method: Method) -> float:
-    """What a method keeps on the task that is worse for it, at the largest lag that was run for it on both tasks.
-
-    Minus infinity if there is none. Methods of the same largest lag are compared; a larger one comes first."""
+def largest_common_lag(cells: Mapping[str, Cells], method: Method) -> tuple[int, float] | None:
+    """The largest lag of LAGS that was run on both tasks, and what the method keeps there on the worse task."""
     for lag in reversed(LAGS):
         found = [cells[task].get((method.name, ("constant", lag))) for task in TASKS]
         both = [cell for cell in found if cell is not None]
         if len(both) == len(TASKS):
-            return lag + min(fmean(cell.best.values()) for cell in both)
-    return float("-inf")
+            return lag, min(fmean(cell.best.values()) for cell in both)
+    return None
 
 
 def method_label(method: Method) -> str:
@@ -153,7 +155,7 @@ def method_label(method: Method) -> str:
     changes = [
         f"{path} = {value:g}"
         for path, value in method.overrides.items()
-        if path not in MUST_NOT_DIFFER and not isinstance(value, str)
+        if path not in MAY_DIFFER and not isinstance(value, str)
     ]
     changes += [
         f"{path} = {value}" for path, value in method.overrides.items() if isinstance(value, str)
@@ -176,18 +178,13 @@ def area_text(cell: Cell, is_best: bool) -> str:
     return f"**{text}**" if is_best else text
 
 
-def living_rates_text(cells: Mapping[str, Cells], method: Method) -> str:
-    """The learning rates at which every seed lives on both tasks, at the largest lag of LAGS that was run on both."""
-    for lag in reversed(LAGS):
-        found = [cells[task].get((method.name, ("constant", lag))) for task in TASKS]
-        both = [cell for cell in found if cell is not None]
-        if len(both) < len(TASKS):
-            continue
-        living = set(both[0].living_rates).intersection(*(cell.living_rates for cell in both[1:]))
-        if not living:
-            return f"none (lag {lag})"
-        lowest, highest = min(living), max(living)
-        if lowest == highest:
-            return f"{rate_name(lowest)} (lag {lag})"
-        return f"{rate_name(lowest)} to {rate_name(highest)} (lag {lag})"
-    return "–"
+def living_rates_text(cells: Mapping[str, Cells], method: Method, lag: int) -> str:
+    """The learning rates at which every seed lives at a lag, on both tasks."""
+    by_task = [set(cells[task][method.name, ("constant", lag)].living_rates) for task in TASKS]
+    living = set.intersection(*by_task)
+    if not living:
+        return f"none (lag {lag})"
+    lowest = rate_name(min(living))
+    highest = rate_name(max(living))
+    rates = lowest if lowest == highest else f"{lowest} to {highest}"
+    return f"{rates} (lag {lag})"

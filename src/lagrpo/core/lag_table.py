@@ -33,6 +33,11 @@ class Measured:
     """those at which no seed died"""
 
     @property
+    def lower_end(self) -> float:
+        """Lower end of the interval of `kept`; `kept` itself for a single seed."""
+        return self.kept - (self.half_interval or 0.0)
+
+    @property
     def holds(self) -> bool:
         """True if enough of the area is kept, at a learning rate at which no seed died."""
         return self.kept >= HOLDS and self.best_learning_rate in self.living_learning_rates
@@ -91,8 +96,9 @@ def holds_at(recipe: str, lag: int) -> bool:
 def recipes_that_hold(staleness: int, count: int = 2) -> tuple[int, list[str]]:
     """The smallest measured lag that is not below `staleness`, and the recipes that keep most there.
 
-    Returns the largest measured lag if all are below. The recipes, at most `count`, hold up to that lag; they are in
-    descending order of what they keep on the task that is worse for them. The list is empty if none holds.
+    Returns the largest measured lag if all are below. The recipes, at most `count`, hold up to that
+    lag. First come those that keep most for certain: by the lower end of the interval, on the task
+    that is worse for them. The list is empty if none holds.
     """
     all_lags = sorted({lag for recipe in load_table() for lag in measured_lags(recipe)})
     if not all_lags:
@@ -100,7 +106,7 @@ def recipes_that_hold(staleness: int, count: int = 2) -> tuple[int, list[str]]:
     lag = next((lag for lag in all_lags if lag >= staleness), all_lags[-1])
     holding = [recipe for recipe in load_table() if (held_lag(recipe) or 0) >= lag]
 
-    def kept_on_the_worse_task(recipe: str) -> float:
-        return min(measured.kept for measured in load_table()[recipe][lag].values())
+    def kept_for_certain(recipe: str) -> float:
+        return min(measured.lower_end for measured in load_table()[recipe][lag].values())
 
-    return lag, sorted(holding, key=kept_on_the_worse_task, reverse=True)[:count]
+    return lag, sorted(holding, key=kept_for_certain, reverse=True)[:count]
