@@ -242,19 +242,21 @@ def recorded_threads(settings: Settings, resume: str | None) -> int | None:
 def find_changes(settings: Settings, run: Path) -> dict[str, tuple[Any, Any]]:
     """Settings that differ from the run's: name -> (before, now). Raises SettingsError if they could alter its past."""
     saved = load_settings(run / "config.toml")
-    before, now = flatten(saved.model_dump()), flatten(settings.model_dump())
+    before = flatten(saved.model_dump())
+    now = flatten(settings.model_dump())
     names = [
         name for name in now | before if name not in OF_CALL and before.get(name) != now.get(name)
     ]
-    if wrong := [name for name in names if not _may_change(name, settings, saved, run)]:
+    wrong = [name for name in names if not _may_change(name, settings, saved, run)]
+    if wrong:
         lines = [
-            f"{n} = {json.dumps(now.get(n))}, but the run has {json.dumps(before.get(n))}"
-            for n in wrong
+            f"{name} = {json.dumps(now.get(name))}, but the run has {json.dumps(before.get(name))}"
+            for name in wrong
         ]
-        more = " (more batches need a run with lr_scheduler_type = 'constant')" * (
-            "schedule.batches" in wrong
-        )
-        raise SettingsError("\n".join(lines) + f": a resumed run cannot change this{more}")
+        message = "\n".join(lines) + ": a resumed run cannot change this"
+        if "schedule.batches" in wrong:
+            message += " (more batches need a run with lr_scheduler_type = 'constant')"
+        raise SettingsError(message)
     return {name: (before.get(name), now.get(name)) for name in names}
 
 

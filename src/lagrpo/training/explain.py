@@ -22,37 +22,76 @@ from lagrpo.training.checks import offline_prompts, world_size
 
 
 def meaning(settings: Settings, recipe: Recipe) -> list[str]:
-    """One line for each thing that people get wrong about a run. The model's sizes are read from its config."""
-    s, rollout, o = settings.schedule, settings.rollout, settings.optimizer
-    per_batch, device = s.prompts_per_batch * rollout.num_generations, pick_device()
-    dtype, why = pick_dtype(settings.model.dtype, device)
-    masters = f", {'dithered' if o.dither_master_weights else 'plain'} fp32 master weights" * (
-        dtype == "bfloat16"
-    )
-    changes = ", ".join(f"{name} = {value}" for name, value in settings.loss.knobs.items())
-    offline = offline_prompts(settings)
-    of_files = (
-        f"; {count_of(offline, 'prompt')} of them from {', '.join(settings.offline.data)}"
-        * bool(offline)
-    )
+    """One line for each thing that people get wrong about a run.
+
+    The model's sizes are read from its config.
+    """
     return [
-        f"recipe      {recipe.name}: {recipe.formula}" + (f"; with {changes}" if changes else ""),
+        f"recipe      {_recipe(settings, recipe)}",
         *_notes(recipe, settings),
         *_staleness_note(recipe, settings),
-        f"batch       {s.prompts_per_batch} prompts x {rollout.num_generations} completions = {per_batch:,} samples, "
-        f"used for {count_of(s.num_iterations, 'update')}{of_files}",
+        f"batch       {_batch(settings)}",
         f"schedule    {_weight_syncs(settings)}",
-        f"run         {count_of(s.batches, 'batch', 'es')} = {count_of(s.batches * s.num_iterations, 'update')}, "
-        f"{s.batches * per_batch:,} samples, at most {per_batch * rollout.max_completion_length:,} tokens per batch",
+        f"run         {_length(settings)}",
         *_memory(settings, recipe),
-        f"arithmetic  {dtype} ({why}) on {device}{masters}",
+        f"arithmetic  {_arithmetic(settings)}",
     ]
+
+
+def _recipe(settings: Settings, recipe: Recipe) -> str:
+    """Name and formula of the recipe, and the knobs that the settings change."""
+    text = f"{recipe.name}: {recipe.formula}"
+    changes = [f"{name} = {value}" for name, value in settings.loss.knobs.items()]
+    if changes:
+        text += f"; with {', '.join(changes)}"
+    return text
+
+
+def _batch(settings: Settings) -> str:
+    """The samples of a batch, where they come from, and the updates that use them."""
+    prompts = settings.schedule.prompts_per_batch
+    completions = settings.rollout.num_generations
+    updates = count_of(settings.schedule.num_iterations, "update")
+    text = (
+        f"{prompts} prompts x {completions} completions = {prompts * completions:,} samples, "
+        f"used for {updates}"
+    )
+    from_files = offline_prompts(settings)
+    if from_files > 0:
+        files = ", ".join(settings.offline.data)
+        text += f"; {count_of(from_files, 'prompt')} of them from {files}"
+    return text
+
+
+def _length(settings: Settings) -> str:
+    """The batches, updates, samples and tokens of a run."""
+    schedule = settings.schedule
+    samples = schedule.prompts_per_batch * settings.rollout.num_generations
+    batches = count_of(schedule.batches, "batch", "es")
+    updates = count_of(schedule.batches * schedule.num_iterations, "update")
+    tokens = samples * settings.rollout.max_completion_length
+    return (
+        f"{batches} = {updates}, {schedule.batches * samples:,} samples, "
+        f"at most {tokens:,} tokens per batch"
+    )
+
+
+def _arithmetic(settings: Settings) -> str:
+    """The dtype of the model and why, the device, and the master weights that a bfloat16 model has."""
+    device = pick_device()
+    dtype, reason = pick_dtype(settings.model.dtype, device)
+    text = f"{dtype} ({reason}) on {device}"
+    if dtype == "bfloat16":
+        kind = "dithered" if settings.optimizer.dither_master_weights else "plain"
+        text += f", {kind} fp32 master weights"
+    return text
 
 
 def _notes(recipe: Recipe, settings: Settings) -> list[str]:
     """Lines about what a recipe costs, and what of it does not act."""
     notes = []
-    if bounded := bounds_whole_completions(recipe):
+    bounded = bounds_whole_completions(recipe)
+    if bounded:
         notes.append(
             f"note        {', '.join(bounded)} bounds the ratio of a whole completion: the longer a "
             "completion, the more often it is cut"
@@ -116,13 +155,16 @@ def _staleness_note(recipe: Recipe, settings: Settings) -> list[str]:
 
 
 def _memory(settings: Settings, recipe: Recipe) -> list[str]:
-    """What a rank needs at the least, and what LoRA trains."""
-    lm, lora, ranks = empty_model(settings), lora_of(settings.model), world_size()
+    """The least memory that a rank needs, and the parameters that LoRA trains."""
+    lm = empty_model(settings)
+    lora = lora_of(settings.model)
+    ranks = world_size()
     with as_settings_error("model.lora_r"):
         adapters = count_parameters(lm, lora) if lora else 0
     memory = expected_memory(settings, recipe, lm.num_parameters(), adapters, ranks)
     parts = ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in memory.items())
-    lines = [f"memory      {parts}{' per rank' * (ranks > 1)}, plus activations and caches"]
+    per_rank = " per rank" if ranks > 1 else ""
+    lines = [f"memory      {parts}{per_rank}, plus activations and caches"]
     if lora:
         lines.append(
             f"adapters    {adapters:,} trained parameters; the model's {lm.num_parameters():,} stay frozen"
@@ -133,22 +175,36 @@ def _memory(settings: Settings, recipe: Recipe) -> list[str]:
 def expected_memory(
     settings: Settings, recipe: Recipe, parameters: int, adapters: int = 0, ranks: int = 1
 ) -> dict[str, int]:
-    """Bytes of a rank by purpose. With P trained parameters in bfloat16 on R ranks:
+    """Bytes of a rank by purpose.
+
+    With P trained parameters in bfloat16 on R ranks:
 
         strategy   π    π_ref   α    gradient   masters and moments
         zero1      2P   2P      2P   4P         12P/R
         fsdp2      2P/R 2P/R    2P   4P/R       12P/R                 and 2P to evaluate
 
-    α has no copy if vLLM samples. With `adapters`, their numbers are trained, and the model is frozen."""
+    α has no copy if vLLM samples. With `adapters`, their numbers are trained, and the model is frozen.
+    """
     size = getattr(torch, pick_dtype(settings.model.dtype, pick_device())[0]).itemsize
-    local, trained = settings.rollout.engine == "local", adapters or parameters
-    numbers = trained * (1 + recipe.needs_pi_ref) + parameters * bool(adapters)
-    if sharded := ranks > 1 and settings.distributed.strategy == "fsdp2":
-        numbers = numbers // ranks + 2 * parameters * local
-    else:
-        numbers += trained * local
+    is_local = settings.rollout.engine == "local"
+    is_sharded = ranks > 1 and settings.distributed.strategy == "fsdp2"
+    trained = adapters or parameters
+
+    numbers = trained
+    if recipe.needs_pi_ref:
+        numbers += trained
+    if adapters:
+        numbers += parameters
+    gradient = 4 * trained
+    if is_sharded:
+        numbers //= ranks
+        gradient //= ranks
+    if is_local and is_sharded:
+        # α, and whole weights to evaluate
+        numbers += 2 * parameters
+    elif is_local:
+        numbers += trained
     masters = 4 * trained // ranks if size == 2 or ranks > 1 else 0
-    gradient = 4 * trained // (ranks if sharded else 1)
     return {
         "weights": size * numbers,
         "gradient and optimizer": gradient + masters + 8 * trained // ranks,
