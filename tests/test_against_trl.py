@@ -29,6 +29,7 @@ from tiny import save_tiny, tiny_policy
 
 from lagrpo.core.recipes import resolve
 from lagrpo.model.model import Policy
+from lagrpo.settings.other_trainers import NAMES_OF_TRAINERS
 from lagrpo.training.batch import assemble, micro_batches
 from lagrpo.types import Group
 
@@ -171,6 +172,17 @@ def of_ours(policy: Policy, groups: list[Group], case: Case) -> tuple[float, tor
             for m, logp_T in zip(rows, logps, strict=True)
         )
     return float(loss), flat, rows
+
+
+def test_every_setting_of_trl_has_a_name_here_or_a_reason():
+    program = (
+        "import dataclasses, json, transformers, trl\n"
+        "base = {f.name for f in dataclasses.fields(transformers.TrainingArguments)}\n"
+        "print(json.dumps([f.name for f in dataclasses.fields(trl.GRPOConfig) if f.name not in base]))"
+    )
+    done = subprocess.run([PEER, "-c", program], capture_output=True, encoding="utf-8", check=True)
+    known = {name for entries in NAMES_OF_TRAINERS["trl"].values() for name in entries}
+    assert set(json.loads(done.stdout.splitlines()[-1])) <= known
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.recipe)

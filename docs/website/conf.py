@@ -34,6 +34,7 @@ highlight_language = "text"
 NAVIGATION = {
     "Start": [
         "quickstart",
+        "from-trl",
         "data-and-rewards",
         "off-policy",
         "algorithms",

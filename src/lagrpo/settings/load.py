@@ -20,6 +20,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from lagrpo.errors import SettingsError, find_nearest, one_line
+from lagrpo.settings.other_trainers import translate
 from lagrpo.settings.schema import Settings
 from lagrpo.settings.sections import Section
 
@@ -113,13 +114,25 @@ def validate(
             is_overridden = any(_overlap(name, overridden) for overridden in overridden_names)
             # Without a file, everything is called settings.
             place = "command line" if is_overridden and source != "settings" else source
-            lines.append(f"{place}: {_describe_problem(name, problem, kind)}")
+            for described_name in _names_to_describe(name, problem):
+                lines.append(f"{place}: {_describe_problem(described_name, problem, kind)}")
         raise SettingsError("\n".join(lines)) from error
 
 
 def _overlap(name: str, other: str) -> bool:
     """True if one name is the other one, or a section of it."""
     return f"{other}.".startswith(f"{name}.") or f"{name}.".startswith(f"{other}.")
+
+
+def _names_to_describe(name: str, problem: Any) -> list[str]:
+    """Returns the settings that a problem is about.
+
+    They are those of an unknown section that another trainer has, else `name` alone.
+    """
+    if problem["type"] != "extra_forbidden" or not isinstance(problem["input"], Mapping):
+        return [name]
+    settings = flatten(problem["input"], f"{name}.")
+    return [setting for setting in settings if translate(setting) is not None] or [name]
 
 
 def _describe_problem(name: str, problem: Any, kind: type[BaseModel]) -> str:
@@ -138,11 +151,15 @@ def _describe_problem(name: str, problem: Any, kind: type[BaseModel]) -> str:
 def suggest_setting(name: str, kind: type[BaseModel]) -> str:
     """Returns advice for an unknown setting, such as "did you mean 'x'?".
 
-    It names the setting of that name in another section, else the nearest one.
+    It explains a setting of another trainer, names the setting of that name in another section, or
+    else names the nearest one.
     """
     known_names = list(list_settings(kind))
     last_part = name.rpartition(".")[2]
     same_names = [known for known in known_names if known.endswith(f".{last_part}")]
+    translation = translate(name)
+    if translation is not None and not any(known in translation for known in same_names):
+        return translation
     if same_names:
         nearest = same_names[0]
     else:
