@@ -107,3 +107,21 @@ def test_named_rewards_and_a_file_with_changed_settings(given, tmp_path):
 def test_wrong_input_is_a_settings_error(wrong, message):
     with pytest.raises(SettingsError, match=message):
         lagrpo.train(**wrong)
+
+
+def test_settings_error_shows_the_callers_line_and_no_call_inside_lagrpo(monkeypatch):
+    with pytest.raises(SettingsError) as raised:
+        lagrpo.train(settings={"optimizer.lr": 1})
+    functions = [entry.name for entry in raised.traceback]
+    assert functions == [
+        "test_settings_error_shows_the_callers_line_and_no_call_inside_lagrpo",
+        "call",
+    ]
+    assert raised.value.__cause__ is None
+    assert raised.value._render_traceback_() == [f"SettingsError: {raised.value}"]
+
+    monkeypatch.setenv("LAGRPO_DEBUG", "1")
+    with pytest.raises(SettingsError) as raised:
+        lagrpo.train(settings={"optimizer.lr": 1})
+    assert "validate" in [entry.name for entry in raised.traceback]
+    assert "ValidationError" in "".join(raised.value._render_traceback_())

@@ -15,7 +15,14 @@ ENTRIES = [
     for entries in headings.values()
     for name, text in entries.items()
 ]
-NOT_SETTINGS = ("not available: ", "the argument ", "--resume", "torchrun ", "lagrpo ", "`callbacks`")
+NOT_SETTINGS = (
+    "not available: ",
+    "the argument ",
+    "--resume",
+    "torchrun ",
+    "lagrpo ",
+    "`callbacks`",
+)
 
 
 @pytest.mark.parametrize(("name", "text"), ENTRIES, ids=[name for name, _ in ENTRIES])

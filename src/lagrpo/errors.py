@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator
+import traceback
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
-from lagrpo.logs import redact
+from lagrpo.logs import is_debugging, redact
+
+Parameters = ParamSpec("Parameters")
+Returned = TypeVar("Returned")
 
 
 class SettingsError(ValueError):
@@ -15,6 +21,30 @@ class SettingsError(ValueError):
 
     def __init__(self, message: str) -> None:
         super().__init__(redact(message))
+
+    def _render_traceback_(self) -> list[str]:
+        """Returns the lines that IPython and Jupyter show in place of a traceback."""
+        if is_debugging():
+            return traceback.format_exception(self)
+        return [f"SettingsError: {self}"]
+
+
+def without_own_frames(function: Callable[Parameters, Returned]) -> Callable[Parameters, Returned]:
+    """Lets a function raise SettingsError without the calls inside lagrpo in its traceback.
+
+    The user sees the line of the script and the message; with LAGRPO_DEBUG=1 everything.
+    """
+
+    @wraps(function)
+    def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Returned:
+        try:
+            return function(*args, **kwargs)
+        except SettingsError as error:
+            if is_debugging():
+                raise
+            raise error.with_traceback(None) from None
+
+    return call
 
 
 @contextmanager

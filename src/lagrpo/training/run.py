@@ -19,7 +19,7 @@ import torch
 from lagrpo import logs
 from lagrpo.core.objective import Recipe
 from lagrpo.cpu.memory import freed_memory_kept
-from lagrpo.errors import as_settings_error
+from lagrpo.errors import as_settings_error, without_own_frames
 from lagrpo.interrupts import interruptible
 from lagrpo.machine import choose_threads, fixed_threads
 from lagrpo.model.backend import pick_device
@@ -53,6 +53,7 @@ FAILURES = (
 without a traceback."""
 
 
+@without_own_frames
 def train(
     source: Settings | Mapping[str, Any] | str | os.PathLike[str] | None = None,
     task: Task | None = None,
