@@ -19,7 +19,7 @@ from chaos import start
 from running import leftovers, options, tiny_settings
 from tiny import save_tiny
 
-from lagrpo.cli import COMMANDS, SIGNATURES, main, take_debug
+from lagrpo.cli import BARS, COMMANDS, SIGNATURES, main, take_debug
 from lagrpo.core.recipes import RECIPES
 from lagrpo.logs import is_debugging
 from lagrpo.runs import load_evaluations, load_metrics, load_rollouts
@@ -197,6 +197,29 @@ def test_wrong_input_is_one_line_and_exit_code_2(words):
     assert err.startswith("lagrpo: ")
     assert WRONG[words] in err
     assert len(err.splitlines()) == 1
+
+
+def test_train_without_words_prints_its_usage_and_starts_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = lagrpo("train")
+    assert code == 2
+    assert out.startswith("usage: lagrpo train")
+    assert err.startswith("lagrpo: ")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("is_terminal", [True, False], ids=["terminal", "file"])
+def test_libraries_show_progress_bars_on_a_terminal_only(monkeypatch, is_terminal):
+    class Stream(io.StringIO):
+        def isatty(self) -> bool:
+            return is_terminal
+
+    for name in BARS:
+        monkeypatch.setenv(name, "")  # so that it is restored
+        monkeypatch.delenv(name)
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(Stream()):
+        main(["--version"])
+    assert [os.environ.get(name) for name in BARS] == [None if is_terminal else "1"] * len(BARS)
 
 
 DEBUGGED = {

@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from lagrpo.terminal.display import COLUMNS, Display, LiveDisplay, PlainDisplay, make_display
+from lagrpo.terminal.text import typed_command
 
 METRICS = {
     "step": 12,
@@ -177,8 +178,23 @@ def test_summary_shows_results_and_the_directory():
     assert "5+5=" not in text
     run = Path("runs") / name
     assert f"  run           {run}" in lines, "a path is never broken across lines"
-    assert f"  next          lagrpo view {run}" in lines
-    assert lines[-1] == f"  as text       lagrpo view {run} --text"
+    command = typed_command()
+    assert f"  next          {command} view {run}" in lines
+    assert lines[-1] == f"  as text       {command} view {run} --text"
+
+
+def test_command_has_its_path_unless_it_is_on_the_path(tmp_path, monkeypatch):
+    programs = tmp_path / "env" / "bin"
+    programs.mkdir(parents=True)
+    monkeypatch.setattr("sys.executable", str(programs / "python"))
+    monkeypatch.setenv("PATH", str(programs))
+    monkeypatch.chdir(tmp_path)
+    assert typed_command() == f"{programs / 'python'} -m lagrpo"
+    script = programs / "lagrpo"
+    script.touch(mode=0o755)
+    assert typed_command() == "lagrpo"
+    monkeypatch.setenv("PATH", "")
+    assert typed_command() == "env/bin/lagrpo"
 
 
 def test_completions_without_a_reward_stand_beside_pass_at_1():

@@ -48,8 +48,8 @@ def test_memory_of_a_rank_by_hand():
     }
 
 
-def explained(model: Path, **sections: Any) -> str:
-    settings = Settings.model_validate({"model": {"path": str(model)}} | sections)
+def explained(path: Path, **sections: Any) -> str:
+    settings = Settings.model_validate({"model": {"path": str(path)}} | sections)
     return "\n".join(meaning(settings, check_settings(settings)))
 
 
@@ -109,6 +109,22 @@ def test_unsupported_model_is_rejected(tmp_path):
 def test_dry_run_says_what_a_loss_costs_and_what_of_it_does_not_act(model, loss, words):
     text = explained(model, loss=loss)
     assert [word for word in words if word not in text] == []
+
+
+@pytest.mark.parametrize(
+    ("lora_r", "learning_rate", "warns"),
+    [(16, 1e-6, True), (16, 1e-5, False), (0, 1e-6, False)],
+    ids=["adapters at a small rate", "adapters", "all weights"],
+)
+def test_dry_run_warns_of_a_learning_rate_too_small_for_adapters(
+    model, lora_r, learning_rate, warns
+):
+    text = explained(
+        model,
+        optimizer={"learning_rate": learning_rate},
+        model={"path": str(model), "lora_r": lora_r},
+    )
+    assert ("is small for adapters" in text) is warns
 
 
 def test_dry_run_of_a_plain_loss_has_no_note(model):

@@ -120,6 +120,7 @@ def commands(text: str) -> list[list[str]]:
         for line in block.replace("\\\n", " ").splitlines()
     ]
     lines = [re.sub(r"^([A-Z_]+=\S+\s+)+", "", line) for line in lines]
+    lines = [line.removeprefix(".venv/bin/") for line in lines]
     return [
         shlex.split(line) for line in lines if re.match(r"(lagrpo|torchrun|make|python) \S", line)
     ]

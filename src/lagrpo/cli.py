@@ -43,6 +43,9 @@ from lagrpo.settings.schema import Settings
 
 HELP = {"-h", "--help"}
 
+BARS = ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS")
+"""Environment variables of tqdm, huggingface_hub and datasets that turn off their progress bars."""
+
 EVALUATED = ("run", "model", "task", "rollout", "vllm", "eval")
 """Sections that `lagrpo eval` reads."""
 
@@ -82,6 +85,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     words = list(sys.argv[1:] if arguments is None else arguments)
     name, *rest = take_debug(words) or ["--help"]
     logs.print_records()
+    if not sys.stderr.isatty():
+        hide_progress_bars()
     try:
         with interruptible(), exit_on(SettingsError, FileNotFoundError, code=2):
             run_command(name, rest)
@@ -96,6 +101,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print("\nlagrpo: interrupted", file=sys.stderr)
         # A KeyboardInterrupt has no signal: it is SIGINT, 2.
         sys.exit(128 + getattr(interruption, "signal", 2))
+
+
+def hide_progress_bars() -> None:
+    """Lets libraries show no progress bars, also in worker processes.
+
+    In a file each step of a bar is a line. Call it before the libraries load, which read these
+    variables then.
+    """
+    for name in BARS:
+        os.environ.setdefault(name, "1")
 
 
 def run_command(name: str, words: list[str]) -> None:
@@ -176,6 +191,9 @@ class Train:
 
 def train(words: list[str]) -> None:
     """Reads the settings, trains, and exits with the status."""
+    if not words:
+        print(inspect.getdoc(Train))
+        raise SettingsError("train needs settings: lagrpo train demo, or a TOML file")
     sections = list(Settings.model_fields)
     # The first reading finds the file and the run, whose values the words change and the help shows.
     words_without_help = [word for word in words if word not in HELP]

@@ -7,6 +7,7 @@ prints one line per batch under a header. A metric without a value is "–".
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ from lagrpo.terminal.text import (
     finite,
     formatted,
     formatted_interval,
+    typed_command,
     unscored_text,
 )
 from lagrpo.types import Range, is_correct
@@ -217,8 +219,9 @@ class PlainDisplay(Display):
         lines = {"run": str(self.path)}
         if self.done():
             lines["reward curve"] = str(reward_curve(self.path))
-        lines["next"] = f"lagrpo view {self.path}"
-        lines["as text"] = f"lagrpo view {self.path} --text"
+        view = f"{typed_command()} view {shlex.quote(str(self.path))}"
+        lines["next"] = view
+        lines["as text"] = f"{view} --text"
         for label, text in lines.items():
             # Lines are not wrapped, so that they can be copied.
             self.console.print(Text.assemble((f"  {label:<14}", "dim"), text), soft_wrap=True)

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import math
 import numbers
+import shlex
+import shutil
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 ABSENT = "–"
@@ -14,6 +18,22 @@ MARKS = {
     False: ("✗", "red"),
 }
 """The mark and the color of a completion, by whether it is correct; None: it has no reward."""
+
+
+def typed_command() -> str:
+    """Returns the command `lagrpo` as it can be typed here: with its path, unless it is on the PATH.
+
+    >>> typed_command()  # doctest: +SKIP
+    '.venv/bin/lagrpo'
+    """
+    if shutil.which("lagrpo"):
+        return "lagrpo"
+    script = Path(sys.executable).with_name("lagrpo")
+    if not script.is_file():
+        return f"{shlex.quote(sys.executable)} -m lagrpo"
+    if script.is_relative_to(Path.cwd()):
+        script = script.relative_to(Path.cwd())
+    return shlex.quote(str(script))
 
 
 def clipped(text: str, limit: int) -> str:

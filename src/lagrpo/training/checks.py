@@ -20,7 +20,7 @@ from lagrpo.runs.environment import read_environment
 from lagrpo.runs.reading import completion_files, open_run
 from lagrpo.settings.load import flatten, load_settings, nest
 from lagrpo.settings.schema import Settings
-from lagrpo.settings.sections import ModelSettings, RewardSettings
+from lagrpo.settings.sections import ModelSettings, RewardSettings, name_setting
 from lagrpo.tasks import Task, check_options, environment_of, load_task
 from lagrpo.training.callbacks import check_installed
 
@@ -67,8 +67,11 @@ def check_loss(settings: Settings, loss: str | Recipe | Callable | None = None) 
     of which a part never acts in this run."""
     from lagrpo.core.recipes import inert_over_pi_k, resolve  # loads torch
 
-    with as_settings_error("loss"):
-        recipe = resolve(settings.loss.recipe if loss is None else loss, settings.loss.knobs)
+    knobs = settings.loss.knobs
+    try:
+        recipe = resolve(settings.loss.recipe if loss is None else loss, knobs)
+    except (ValueError, OSError, ImportError) as error:
+        raise SettingsError(name_knob(f"{error}", knobs)) from error
     if settings.schedule.num_iterations == 1 and recipe.correction is None:
         inert = inert_over_pi_k(recipe)
         if inert:
@@ -97,6 +100,14 @@ def check_loss(settings: Settings, loss: str | Recipe | Callable | None = None) 
             "optimizer.scale_lr_by_ess needs the log-probs of the policy that sampled: choose a recipe that reads them"
         )
     return recipe
+
+
+def name_knob(problem: str, knobs: Mapping[str, Any]) -> str:
+    """The problem with a knob of the recipe, which it begins with, by the name of the setting."""
+    knob = problem.partition(" ")[0]
+    if knob in knobs:
+        return problem.replace(knob, name_setting(knob), 1)
+    return f"loss: {problem}"
 
 
 def check_evaluation(settings: Settings, task: Task | None = None) -> None:

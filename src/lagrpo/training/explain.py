@@ -87,9 +87,19 @@ def _arithmetic(settings: Settings) -> str:
     return text
 
 
+SMALL_RATE_OF_ADAPTERS = 1e-5
+"""Adapters are scaled products of small matrices: at rates for whole weights they hardly move."""
+
+
 def _notes(recipe: Recipe, settings: Settings) -> list[str]:
     """Lines about what a recipe costs, and what of it does not act."""
     notes = []
+    rate = settings.optimizer.learning_rate
+    if settings.model.lora_r and rate < SMALL_RATE_OF_ADAPTERS:
+        notes.append(
+            f"warning     optimizer.learning_rate = {rate:g} is small for adapters (model.lora_r = "
+            f"{settings.model.lora_r}), which hardly move at it: try 1e-5 to 5e-4"
+        )
     bounded = bounds_whole_completions(recipe)
     if bounded:
         notes.append(

@@ -21,6 +21,7 @@ from lagrpo.runs.environment import collect_environment, read_environment, write
 from lagrpo.runs.reading import load_events, load_metrics
 from lagrpo.settings.load import flatten
 from lagrpo.settings.schema import Settings
+from lagrpo.terminal.text import typed_command
 from lagrpo.training.build import TrainerComponents
 from lagrpo.training.checkpoint import Checkpoint, find_checkpoint, restore_checkpoint
 from lagrpo.training.checks import find_changes, local_size, resume_call
@@ -248,7 +249,7 @@ def resume_command(run: Path, saved_batch: int, arguments: Sequence[str], ranks:
         purpose = "No checkpoint yet; to start again"
     if arguments:
         return f"{purpose}: {resume_call(run, arguments)}"
-    program = "lagrpo"
+    program = typed_command()
     if ranks.size > 1:
         has_one_host = local_size() == ranks.size
         processes = f"--nproc-per-node {ranks.size}" if has_one_host else "…"

@@ -76,8 +76,11 @@ def view(
         if opens:
             webbrowser.open(out.absolute().as_uri())
         return out
-    with as_settings_error(f"port {port}", OverflowError):
+    try:
         server = Server(paths, collect_and_write, port)
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise SettingsError(f"--port {port}: {reason}; --port 0 takes a free one") from error
     with server:
         names = ", ".join(str(path) for path in paths)
         print(f"{server.url}  shows {names} and follows new batches; Ctrl-C stops", flush=True)
