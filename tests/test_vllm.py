@@ -105,6 +105,16 @@ def test_unusable_completion_fails_and_never_has_a_log_prob_of_zero(fake, engine
         assert not (found.logp_alpha == 0).any()
 
 
+def test_training_asks_for_the_whole_distribution_and_an_evaluation_for_its_own(
+    fake, engine, policy
+):
+    evaluation = SamplingParams("evaluate", tau=0.6, max_tokens=4, top_p=0.95)
+    list(engine.sample(requests_for(policy, 1), 2))
+    list(engine.sample(requests_for(policy, 1), 2, evaluation))
+    asked = [body["sampling_params"] for body in fake.bodies(GENERATE)]
+    assert [(one["temperature"], one["top_p"]) for one in asked] == [(policy.tau, 1.0), (0.6, 0.95)]
+
+
 def test_weights_of_another_run_end_the_run(fake, engine, policy):
     fake.label = "other:0"
     assert engine.version == -1

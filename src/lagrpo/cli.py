@@ -72,6 +72,8 @@ KEPT_FOR_EVAL = (
     "rollout.max_prompt",
     "rollout.max_completion",
     "rollout.overlong_prompts",
+    "eval.temperature",
+    "eval.top_p",
 )
 """Beginnings of the settings that `lagrpo eval` takes from the run that wrote the weights."""
 

@@ -44,12 +44,15 @@ class SamplingParams:
     - `tau`: the temperature
     - `max_tokens`: the most tokens that the policy samples for a completion
     - `episodes`: the environment that completions talk to; None for completions of one turn
+    - `top_p`: the share of the probability that is sampled from, in evaluations; log-probs are those
+      of the distribution that was sampled from
     """
 
     purpose: str
     tau: float
     max_tokens: int
     episodes: Episodes | None = None
+    top_p: float = 1.0
 
     @property
     def longest(self) -> int:

@@ -2,8 +2,8 @@
 
 The engine has a copy of its own of the weights of α. A token is sampled by inverting the cumulative
 distribution at a uniform number, keyed by (seed, "sample", batch, epoch, prompt, completion,
-position), so a completion is the same whatever is sampled with it. There is no top-k and no top-p:
-the trainer differentiates the distribution that is sampled. `logp_alpha` is float32, at the
+position), so a completion is the same whatever is sampled with it. Training has no top-k and no
+top-p: the trainer differentiates the distribution that is sampled. `logp_alpha` is float32, at the
 sampling temperature.
 
 With an environment, a row whose turn has ended waits while the others continue. If the arithmetic
@@ -28,6 +28,7 @@ from lagrpo.rng import uniforms
 from lagrpo.rollout.base import Request, SamplingParams
 from lagrpo.rollout.decoding import DecodeState
 from lagrpo.rollout.episodes import Episode, Episodes
+from lagrpo.rollout.nucleus import keep_nucleus
 from lagrpo.types import Completion, Group
 
 # Steps that a row waits for its environment, if rounding depends on what is computed with the row.
@@ -287,6 +288,7 @@ class ContinuousBatch:
         numbers = [row.uniform[len(row.tokens)] for row in rows]
         uniform = torch.tensor(numbers, dtype=torch.float64).to(hidden.device)  # [rows]
         logits = self.model.logits(hidden)  # [rows, V]
+        logits = keep_nucleus(logits, self.params.tau, self.params.top_p)
         tokens, logp = self.model.backend.sample(logits, self.params.tau, uniform)
         for row, token, token_logp in zip(rows, tokens.tolist(), logp.tolist(), strict=True):
             row.add_sampled(token, token_logp)

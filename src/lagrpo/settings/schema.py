@@ -77,11 +77,17 @@ def find_contradictions(settings: Settings) -> Iterator[str]:
                     "set rollout.engine = 'vllm'"
                 )
                 break  # one is enough
-    if rollout.engine == "vllm" and rollout.temperature > 2:
-        yield (
-            f"rollout.temperature = {rollout.temperature:g}: rollout.engine = 'vllm' allows at "
-            "most 2; lower it"
+    temperatures = {
+        "rollout.temperature": rollout.temperature,
+        "eval.temperature": settings.eval.temperature,
+    }
+    for evaluation_set in settings.eval.sets:
+        temperatures[f"eval.sets, {evaluation_set.name!r}: temperature"] = (
+            evaluation_set.temperature
         )
+    for name, temperature in temperatures.items():
+        if rollout.engine == "vllm" and temperature is not None and temperature > 2:
+            yield f"{name} = {temperature:g}: rollout.engine = 'vllm' allows at most 2; lower it"
     if settings.model.lora_r and vllm.weight_transfer == "nccl":
         yield (
             "vllm.weight_transfer = 'nccl' cannot send the adapters of model.lora_r: "

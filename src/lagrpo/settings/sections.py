@@ -190,7 +190,7 @@ class RolloutSettings(Section):
     num_generations: int = Field(default=16, ge=1)
     """Completions per prompt (group size G)"""
     temperature: float = Field(default=1.0, gt=0)
-    """Sampling temperature, in rollouts, training and evaluations alike"""
+    """Sampling temperature, in rollouts and training"""
     max_prompt_length: int = Field(default=1024, ge=1)
     """Longest prompt in tokens, chat template included"""
     max_completion_length: int = Field(default=256, ge=1)
@@ -433,6 +433,10 @@ class EvalSetSettings(Section):
     """Test prompts; default: eval.num_prompts"""
     num_samples: int | None = Field(default=None, ge=1)
     """Completions per prompt; default: eval.num_samples"""
+    temperature: float | None = Field(default=None, gt=0)
+    """Sampling temperature; default: eval.temperature"""
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    """Share of the probability that is sampled from; default: eval.top_p"""
     max_completion_length: int | None = Field(default=None, ge=1)
     """Longest completion in tokens; default: rollout.max_completion_length"""
 
@@ -446,6 +450,10 @@ class EvalSettings(Section):
     """Largest number of test prompts; 0: all"""
     num_samples: int = Field(default=8, ge=1)
     """Completions per test prompt"""
+    temperature: float | None = Field(default=None, gt=0)
+    """Sampling temperature of evaluations; default: rollout.temperature"""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Evaluations sample from the most probable tokens with this share of the probability"""
     best_metric: str | None = None
     """Keep the best policy by this result, such as pass@1 or SET.pass@1"""
     sets: tuple[EvalSetSettings, ...] = ()

@@ -363,10 +363,17 @@ def build_eval_set(
     if episodes is not None:
         episodes = replace(episodes, sampled=max_tokens)
     purpose = f"evaluate {name}".rstrip()
+    temperature = set_settings.temperature or defaults.temperature or sampling.temperature
     return EvalSet(
         requests=setup.prompts.held_out(set_settings.num_prompts or defaults.num_prompts),
         reward_pool=setup.reward_pool,
-        params=SamplingParams(purpose, sampling.temperature, max_tokens, episodes),
+        params=SamplingParams(
+            purpose,
+            tau=temperature,
+            max_tokens=max_tokens,
+            episodes=episodes,
+            top_p=set_settings.top_p or defaults.top_p,
+        ),
         samples=set_settings.num_samples or defaults.num_samples,
         seed=settings.run.seed,
         reward_range=(set_settings.task or settings.task).reward_range,

@@ -181,14 +181,17 @@ class VllmClient:
         temperature: float,
         stop_token_ids: Sequence[int],
         label: str,
+        top_p: float = 1.0,
     ) -> list[dict[str, Any]]:
-        """Returns n completions of a prompt from the whole distribution, in vLLM's JSON.
+        """Returns n completions of a prompt, in vLLM's JSON.
+
+        They are sampled from the whole distribution, unless an evaluation has a `top_p`.
 
         Completion number g has the seed `seed + g`. `label` names the weights: it salts the cache
         of prefixes, so that keys and values never mix versions, or names the adapter.
         """
         params = {"n": n, "seed": seed, "temperature": temperature, "max_tokens": max_tokens}
-        params |= WHOLE_DISTRIBUTION
+        params |= WHOLE_DISTRIBUTION | {"top_p": top_p}
         params["stop_token_ids"] = list(stop_token_ids)
         body = {"token_ids": list(token_ids), "cache_salt": label, "sampling_params": params}
         if self.adapter:

@@ -266,6 +266,7 @@ class VllmEngine:
                 seed=seed,
                 max_tokens=turn.max_tokens,
                 temperature=params.tau,
+                top_p=params.top_p,
                 stop_token_ids=sorted(self.chat.eos_ids),
                 label=label,
             )
