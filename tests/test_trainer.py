@@ -19,7 +19,9 @@ from lagrpo.core.objective import Derivative, Recipe
 from lagrpo.core.recipes import resolve
 from lagrpo.model.model import Policy, copy_policy
 from lagrpo.rollout.local import LocalSampler
+from lagrpo.settings.schema import Settings
 from lagrpo.training.batch import assemble, micro_batches
+from lagrpo.training.build import build_trainer
 from lagrpo.training.ranks import Ranks
 from lagrpo.training.trainer import Optimization, Trainer, deterministic
 from lagrpo.types import Group, Outcome
@@ -411,3 +413,9 @@ def test_activation_checkpointing_is_switched_on_without_a_warning():
         warnings.simplefilter("error")
         Trainer(policy, resolve("reinforce"), Optimization(lr=1e-3), activation_checkpointing=True)
     assert all(layer.gradient_checkpointing for layer in policy.model.decoder.layers)
+
+
+def test_betas_of_the_settings_are_those_of_adamw():
+    settings = Settings.model_validate({"optimizer": {"betas": [0.8, 0.95]}})
+    built = build_trainer(settings, resolve("dr_grpo", {}), tiny_policy(), Ranks())
+    assert [group["betas"] for group in built.optimizer.param_groups] == [(0.8, 0.95)] * 2

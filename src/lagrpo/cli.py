@@ -207,8 +207,10 @@ def train(words: list[str]) -> None:
     arguments, changes = read_words(words, Train, settings, sections)
     settings = load_settings(arguments.file, changes, arguments.resume)
     from lagrpo.training.checks import check_arguments, check_settings
+    from lagrpo.training.epochs import with_batches
 
     check_arguments(settings, arguments.resume, given=[])
+    settings = with_batches(settings)
     recipe = check_settings(settings, resume=arguments.resume)
     if arguments.dry_run:
         from lagrpo.training.explain import meaning

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -14,6 +14,7 @@ from lagrpo.rewards.reward import sum_ranges
 
 KNOBS = {"kl_estimator": "kl"}
 """Settings of [loss] whose knob in core/recipes.py has another name."""
+Beta = Annotated[float, Field(ge=0, lt=1)]
 NAME = r"^[A-Za-z][A-Za-z0-9_]{0,39}$"
 
 
@@ -232,6 +233,8 @@ class VllmSettings(Section):
 class ScheduleSettings(Section):
     batches: int = Field(default=100, ge=1)
     """Batches of the run"""
+    epochs: float | None = Field(default=None, gt=0)
+    """Passes over the training prompts: sets batches"""
     prompts_per_batch: int = Field(default=8, ge=1)
     """Prompts per batch (N)"""
     num_iterations: int = Field(default=1, ge=1)
@@ -388,6 +391,8 @@ class OptimizerSettings(Section):
     """constant, linear or cosine (to 0 at the last update), after the warm-up"""
     warmup_steps: int = Field(default=0, ge=0)
     """Updates over which the learning rate rises to its value"""
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
+    """Decay of AdamW's mean of gradients, and of the mean of their squares"""
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay, of matrices only"""
     max_grad_norm: float = Field(default=1.0, ge=0)

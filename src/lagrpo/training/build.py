@@ -508,6 +508,7 @@ def build_trainer(settings: Settings, recipe: Recipe, policy: Policy, ranks: Ran
     schedule = settings.schedule
     optimization = Optimization(
         lr=optimizer.learning_rate,
+        betas=optimizer.betas,
         weight_decay=optimizer.weight_decay,
         max_grad_norm=optimizer.max_grad_norm or None,
         schedule=optimizer.lr_scheduler_type,

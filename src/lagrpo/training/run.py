@@ -34,6 +34,7 @@ from lagrpo.tasks import NOT_A_TASK, Task
 from lagrpo.training import checks
 from lagrpo.training.build import TrainerComponents
 from lagrpo.training.callbacks import Callback
+from lagrpo.training.epochs import with_batches
 from lagrpo.training.lifecycle import Training
 from lagrpo.training.ranks import Ranks, joined
 from lagrpo.training.resuming import ResumeState
@@ -112,7 +113,7 @@ def train(
 
     with as_settings_error():
         task = task or checks.build_task(source, data, rewards)
-    resolved = checks.name_rewards(source, task)
+    resolved = checks.name_rewards(with_batches(source, task), task)
     recipe = checks.check_settings(resolved, task, resume_from, loss)
     recorded_threads = checks.recorded_threads(resolved, resume_from)
     threads = choose_threads(recorded_threads, checks.local_size())

@@ -54,6 +54,7 @@ class Optimization:
     """
 
     lr: float
+    betas: tuple[float, float] = (0.9, 0.999)
     weight_decay: float = 0.0
     max_grad_norm: float | None = 1.0
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -180,7 +181,9 @@ class Trainer:
             {"params": matrices, "weight_decay": self.optimization.weight_decay},
             {"params": vectors, "weight_decay": 0.0},
         ]
-        self.optimizer = torch.optim.AdamW(groups, lr=self.optimization.lr, fused=True)
+        self.optimizer = torch.optim.AdamW(
+            groups, lr=self.optimization.lr, betas=self.optimization.betas, fused=True
+        )
 
     # A batch: lines 14-15 of Algorithm 1
 

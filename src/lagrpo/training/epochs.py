@@ -1,0 +1,34 @@
+"""The length of a run in epochs, which are passes over the training prompts."""
+
+from __future__ import annotations
+
+import math
+
+from lagrpo.errors import SettingsError, as_settings_error
+from lagrpo.settings.schema import Settings
+from lagrpo.tasks import Task, load_task
+from lagrpo.training.checks import offline_prompts
+
+
+def with_batches(settings: Settings, task: Task | None = None) -> Settings:
+    """Returns the settings with `schedule.epochs` turned into `schedule.batches`.
+
+    `task` replaces settings.task. The last batch may begin another epoch. Prompts that
+    `rollout.overlong_prompts` drops are counted, because they are known only with the model. Raises
+    SettingsError.
+    """
+    epochs = settings.schedule.epochs
+    if epochs is None:
+        return settings
+    prompts_per_batch = settings.schedule.prompts_per_batch - offline_prompts(settings)
+    if prompts_per_batch < 1:
+        raise SettingsError(
+            "schedule.epochs counts the task's prompts, but all prompts come from offline.data: "
+            "set schedule.batches"
+        )
+    if task is None:
+        with as_settings_error():
+            task = load_task(settings.task, settings.run.seed)
+    batches = math.ceil(epochs * task.size("train") / prompts_per_batch)
+    schedule = settings.schedule.model_copy(update={"batches": max(1, batches), "epochs": None})
+    return settings.model_copy(update={"schedule": schedule})

@@ -1,0 +1,50 @@
+"""The length of a run in epochs."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from running import tiny_settings
+
+import lagrpo
+from lagrpo.errors import SettingsError
+from lagrpo.runs import load_rollouts
+from lagrpo.settings.schema import Settings
+from lagrpo.training.epochs import with_batches
+
+
+@pytest.mark.parametrize(
+    ("epochs", "prompts", "batches"),
+    [(1, 2, 3), (1.5, 2, 5), (2, 4, 3), (0.01, 2, 1), (None, 2, 7)],
+    ids=["one", "one and a half", "last batch begins another", "less than a batch", "batches"],
+)
+def test_epochs_become_batches_of_the_training_prompts(epochs, prompts, batches):
+    """The task has six training prompts."""
+    schedule = {"batches": 7, "epochs": epochs, "prompts_per_batch": prompts}
+    settings = Settings.model_validate({"task": {"name": "sample_task:load"}, "schedule": schedule})
+    resolved = with_batches(settings).schedule
+    assert (resolved.batches, resolved.epochs) == (batches, None)
+
+
+def test_epochs_of_offline_completions_alone_are_rejected():
+    settings = Settings.model_validate(
+        {"offline": {"data": "old.jsonl"}, "schedule": {"epochs": 1}}
+    )
+    with pytest.raises(SettingsError, match=r"set schedule\.batches"):
+        with_batches(settings)
+
+
+def test_run_of_two_epochs_visits_every_prompt_twice(model, tmp_path):
+    settings = tiny_settings(
+        model,
+        tmp_path / "runs",
+        schedule={"epochs": 2, "prompts_per_batch": 3, "batches": 99},
+        eval={"at_start": False},
+    )
+    result = lagrpo.train(settings)
+    assert result.batches == 4
+    visits = Counter(
+        row["prompt_id"] for row in load_rollouts(result.run) if row["sample_index"] == 0
+    )
+    assert visits == dict.fromkeys(range(6), 2)
