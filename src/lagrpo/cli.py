@@ -72,6 +72,7 @@ KEPT_FOR_EVAL = (
     "rollout.max_prompt",
     "rollout.max_completion",
     "rollout.overlong_prompts",
+    "rollout.stop",
     "eval.temperature",
     "eval.top_p",
 )

@@ -46,6 +46,8 @@ class SamplingParams:
     - `episodes`: the environment that completions talk to; None for completions of one turn
     - `top_p`: the share of the probability that is sampled from, in evaluations; log-probs are those
       of the distribution that was sampled from
+    - `stop`: texts that end a completion, or a turn of one; the token that completes a text is the
+      last one
     """
 
     purpose: str
@@ -53,6 +55,7 @@ class SamplingParams:
     max_tokens: int
     episodes: Episodes | None = None
     top_p: float = 1.0
+    stop: tuple[str, ...] = ()
 
     @property
     def longest(self) -> int:

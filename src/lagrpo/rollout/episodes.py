@@ -115,19 +115,23 @@ class Episode:
         self._num_sampled = 0
         self._num_replied = 0
         self._limit_reason = ""  # why the episode ends with this turn, if a limit ends it
-        self._turn_finished = False  # True if the last turn of the policy has an end token
+        # True if the last turn of the policy has an end token, or ended with a stop text.
+        self._turn_finished = False
+        self._is_stopped = False  # True if it ended with a stop text
 
-    def end_turn(self, token_ids: Sequence[int]) -> None:
+    def end_turn(self, token_ids: Sequence[int], is_stopped: bool = False) -> None:
         """Passes the policy's turn on to the environment.
 
-        `token_ids` are the tokens that the policy has sampled since the last reply.
+        `token_ids` are the tokens that the policy has sampled since the last reply. `is_stopped`:
+        the last one completed a stop text.
         """
         chat = self._episodes.replies.chat
         self._num_sampled += len(token_ids)
+        self._is_stopped = is_stopped
         limit_reason = self._limit_of_turn(last_token=token_ids[-1])
         if limit_reason:
             self._limit_reason = limit_reason
-        self._turn_finished = token_ids[-1] in chat.eos_ids
+        self._turn_finished = is_stopped or token_ids[-1] in chat.eos_ids
         text = chat.decode(token_ids)
         self.turns.append(text)
         # A new environment begins with the prompt and the key.
@@ -179,6 +183,9 @@ class Episode:
                 reason = f"the environment's reply cannot be tokenized: {error}"
                 self.outcome = Outcome.unscored(reason)
                 return ()
+            if self._is_stopped:
+                # The policy did not sample the end of its turn, which the chat template expects.
+                tokens = (self._episodes.replies.end_id, *tokens)
         limit = self._episodes.replied
         if self._num_replied + len(tokens) > limit:
             self._limit_reason = f"cut: the environment replied with more than {limit} tokens"
@@ -195,7 +202,7 @@ class Episode:
         limits = self._episodes
         if self._num_sampled >= limits.sampled:
             return f"cut after {limits.sampled} sampled tokens (rollout.max_completion_length)"
-        if last_token != limits.replies.end_id:
+        if last_token != limits.replies.end_id and not self._is_stopped:
             return "cut: the turn ended with an unexpected end token"
         turn_number = len(self.turns) // 2 + 1
         if turn_number >= limits.turns:

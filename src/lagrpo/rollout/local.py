@@ -29,6 +29,7 @@ from lagrpo.rollout.base import Request, SamplingParams
 from lagrpo.rollout.decoding import DecodeState
 from lagrpo.rollout.episodes import Episode, Episodes
 from lagrpo.rollout.nucleus import keep_nucleus
+from lagrpo.rollout.stop import completes_stop
 from lagrpo.types import Completion, Group
 
 # Steps that a row waits for its environment, if rounding depends on what is computed with the row.
@@ -55,6 +56,7 @@ class _Row:
     num_sampled: int = 0
     turn_start: int = 0  # where the policy's current turn begins in `tokens`
     next_tokens: Sequence[int] = ()
+    is_stopped: bool = False  # its last token completed a stop text
     resume_at: int = 0  # the step at which a row that waits continues, unless arithmetic is exact
     ended: bool = False
 
@@ -79,7 +81,7 @@ class LocalSampler:
     """A rollout engine in this process. It samples with `policy`, a copy of the one that learns.
 
     At most `max_num_seqs` completions are in flight. Each has at most `max_tokens` sampled tokens,
-    at temperature `tau` (by default the policy's).
+    at temperature `tau` (by default the policy's). The texts in `stop` end a completion.
     """
 
     syncs_in_flight = False
@@ -92,6 +94,7 @@ class LocalSampler:
         max_num_seqs: int,
         tau: float | None = None,
         episodes: Episodes | None = None,
+        stop: Sequence[str] = (),
     ) -> None:
         self.policy = policy
         self.model = policy.model
@@ -99,7 +102,7 @@ class LocalSampler:
         self.max_num_seqs = max_num_seqs
         if tau is None:
             tau = policy.tau
-        self.params = SamplingParams("sample", tau, max_tokens, episodes)
+        self.params = SamplingParams("sample", tau, max_tokens, episodes, stop=tuple(stop))
         # The state of an earlier batch, with its graphs.
         self._idle_state: DecodeState | None = None
 
@@ -168,7 +171,7 @@ class LocalSampler:
         """Returns the completion of an ended row."""
         episode = row.episode
         if episode is None:
-            finished = row.tokens[-1] in self.policy.chat.eos_ids
+            finished = row.is_stopped or row.tokens[-1] in self.policy.chat.eos_ids
             outcome = None
             turns = ()
         else:
@@ -206,7 +209,7 @@ class ContinuousBatch:
         params: SamplingParams,
     ) -> None:
         self.model = policy.model
-        self.eos_ids = policy.chat.eos_ids
+        self.chat = policy.chat
         self.seed = seed
         self.G = G
         self.state = state
@@ -324,13 +327,17 @@ class ContinuousBatch:
     def _end_turn(self, row: _Row) -> None:
         """Asks the environment if the policy's turn has ended; ends the row if there is none."""
         at_limit = row.num_sampled >= self.params.max_tokens
-        if not at_limit and row.tokens[-1] not in self.eos_ids:
+        if self.params.stop:
+            turn = row.tokens[row.turn_start :]
+            row.is_stopped = completes_stop(self.chat, turn, self.params.stop)
+        if not at_limit and not row.is_stopped and row.tokens[-1] not in self.chat.eos_ids:
             return
         row.next_tokens = ()
         if row.episode is None:
             row.ended = True
         else:
-            row.episode.end_turn(row.tokens[row.turn_start :])
+            turn = row.tokens[row.turn_start :]
+            row.episode.end_turn(turn, is_stopped=row.is_stopped)
             row.resume_at = self.clock + PAUSE
 
     def _retire(self) -> list[list[_Row]]:

@@ -196,6 +196,8 @@ class RolloutSettings(Section):
     """Longest prompt in tokens, chat template included"""
     max_completion_length: int = Field(default=256, ge=1)
     """Longest completion in tokens; longer ones are cut"""
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Texts that end a completion or a turn, besides the model's end tokens"""
     max_num_seqs: int = Field(default=128, ge=1)
     """Completions decoded at a time (with vllm: by each server)"""
     overlong_prompts: Literal["error", "drop"] = "error"

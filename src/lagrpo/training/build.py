@@ -482,6 +482,7 @@ def build_sampler(
             sampling.max_completion_length,
             sampling.max_num_seqs,
             episodes=episodes,
+            stop=sampling.stop,
         )
     engine = build_engine(settings, policy, servers, episodes) if ranks.is_first else None
     if engine is None or ranks.size > 1:

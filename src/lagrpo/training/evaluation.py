@@ -373,6 +373,7 @@ def build_eval_set(
             max_tokens=max_tokens,
             episodes=episodes,
             top_p=set_settings.top_p or defaults.top_p,
+            stop=sampling.stop,
         ),
         samples=set_settings.num_samples or defaults.num_samples,
         seed=settings.run.seed,

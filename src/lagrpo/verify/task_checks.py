@@ -94,25 +94,33 @@ def load_chat(run: RecordedRun) -> Chat:
 def check_texts(run: RecordedRun, chat: Chat) -> None:
     """Checks that texts are the decoded tokens, and where completions of one turn end.
 
-    They end at their first end-of-sequence token, or at the limit of tokens.
+    They end at their first end-of-sequence token, with a stop text, or at the limit of tokens.
     """
     for row in run.generated:
         tokens = row["token_ids"]
         expected: dict[str, Any] = {"completion": chat.decode(tokens)}
         is_one_turn = not row["messages"]
         if is_one_turn:
-            tokens_until_eos = _count_until_eos(tokens, chat.eos_ids)
-            limit = run.settings.rollout.max_completion_length
-            expected["tokens"] = limit if tokens_until_eos is None else tokens_until_eos
-            expected["finished"] = tokens_until_eos is not None
+            rollout = run.settings.rollout
+            tokens_until_end = _count_until_end(chat, tokens, rollout.stop)
+            limit = rollout.max_completion_length
+            expected["tokens"] = limit if tokens_until_end is None else tokens_until_end
+            expected["finished"] = tokens_until_end is not None
         run.report.compare("texts", row["where"], expected, {**row, "tokens": len(tokens)})
 
 
-def _count_until_eos(tokens: Sequence[int], eos_ids: frozenset[int]) -> int | None:
-    """Counts the tokens up to and including the first end-of-sequence token; None without one."""
+def _count_until_end(chat: Chat, tokens: Sequence[int], stop: Sequence[str]) -> int | None:
+    """Counts the tokens up to and including the first that ends a completion; None without one.
+
+    It is an end-of-sequence token, or completes a stop text.
+    """
     for count, token in enumerate(tokens, start=1):
-        if token in eos_ids:
+        if token in chat.eos_ids:
             return count
+        if stop:
+            text = chat.decode(tokens[:count])
+            if any(stop_text in text for stop_text in stop):
+                return count
     return None
 
 

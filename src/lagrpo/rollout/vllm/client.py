@@ -182,17 +182,22 @@ class VllmClient:
         stop_token_ids: Sequence[int],
         label: str,
         top_p: float = 1.0,
+        stop: Sequence[str] = (),
     ) -> list[dict[str, Any]]:
         """Returns n completions of a prompt, in vLLM's JSON.
 
         They are sampled from the whole distribution, unless an evaluation has a `top_p`.
 
         Completion number g has the seed `seed + g`. `label` names the weights: it salts the cache
-        of prefixes, so that keys and values never mix versions, or names the adapter.
+        of prefixes, so that keys and values never mix versions, or names the adapter. The texts in
+        `stop` end a completion.
         """
         params = {"n": n, "seed": seed, "temperature": temperature, "max_tokens": max_tokens}
         params |= WHOLE_DISTRIBUTION | {"top_p": top_p}
         params["stop_token_ids"] = list(stop_token_ids)
+        if stop:
+            # vLLM looks for the texts in what it decodes.
+            params |= {"stop": list(stop), "detokenize": True, "skip_special_tokens": False}
         body = {"token_ids": list(token_ids), "cache_salt": label, "sampling_params": params}
         if self.adapter:
             body["model"] = label

@@ -22,6 +22,7 @@ from lagrpo.model.model import Policy
 from lagrpo.rng import generator
 from lagrpo.rollout.base import Item, Request, SamplingParams
 from lagrpo.rollout.episodes import Episode, Episodes
+from lagrpo.rollout.stop import completes_stop, count_until_stop
 from lagrpo.rollout.vllm.client import GroupQueue, Json, SamplerError, VllmClient
 from lagrpo.rollout.vllm.server import StartedServer
 from lagrpo.rollout.vllm.weights import TRANSFERS, WeightTransfer, WeightUpdate
@@ -52,7 +53,9 @@ def build_engine(
     else:
         weights = TRANSFERS[settings.vllm.weight_transfer](dtype)
     rollout = settings.rollout
-    params = SamplingParams("sample", rollout.temperature, rollout.max_completion_length, episodes)
+    params = SamplingParams(
+        "sample", rollout.temperature, rollout.max_completion_length, episodes, stop=rollout.stop
+    )
     return VllmEngine(
         servers,
         weights,
@@ -229,7 +232,9 @@ class VllmEngine:
         # The turns of the policy and the environment's replies.
         parts = [first]
         while parts[-1].outcome is None:
-            episode.end_turn(parts[-1].token_ids.tolist())
+            turn_ids = parts[-1].token_ids.tolist()
+            is_stopped = completes_stop(self.chat, turn_ids, params.stop)
+            episode.end_turn(turn_ids, is_stopped=is_stopped)
             reply = episode.take()
             if episode.outcome is not None:
                 break
@@ -268,9 +273,29 @@ class VllmEngine:
                 temperature=params.tau,
                 top_p=params.top_p,
                 stop_token_ids=sorted(self.chat.eos_ids),
+                stop=params.stop,
                 label=label,
             )
-        return [self._read(answer, server) for answer in answers]
+        completions = [self._read(answer, server) for answer in answers]
+        return [self._cut_at_stop(completion, params.stop) for completion in completions]
+
+    def _cut_at_stop(self, completion: Completion, stop: Sequence[str]) -> Completion:
+        """Returns the completion up to the token that completes a stop text.
+
+        The server stops there, too, but a server without a tokenizer does not know the text.
+        """
+        token_ids = completion.token_ids.tolist()
+        length = count_until_stop(self.chat, token_ids, stop)
+        if length is None or completion.outcome is not None:
+            return completion
+        return replace(
+            completion,
+            token_ids=completion.token_ids[:length],
+            logp_alpha=completion.logp_alpha[:length],
+            versions=completion.versions[:length],
+            finished=True,
+            text=self.chat.decode(token_ids[:length]),
+        )
 
     def _read(self, answer: Json, server: VllmClient) -> Completion:
         """Returns the completion in a server's answer. It has failed if it cannot be used."""
