@@ -8,6 +8,9 @@ from __future__ import annotations
 import re
 import runpy
 import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import callback
 import minimal
@@ -160,3 +163,35 @@ def test_callback_example_is_called_after_each_batch(model, tmp_path, capsys):
     lagrpo.train(settings, callbacks=[callback.HardestPrompt()])
     lines = re.findall(r"batch \d: mean reward", capsys.readouterr().out)
     assert lines == [f"batch {batch}: mean reward" for batch in (1, 2, 3)]
+
+
+def test_mlflow_example_logs_settings_metrics_and_evaluations(model, tmp_path, monkeypatch):
+    """With a module that stands in for MLflow."""
+    calls: list[tuple] = []
+    names = ("start_run", "log_params", "log_metrics", "end_run")
+    module: Any = ModuleType("mlflow")
+    for name in names:
+        setattr(
+            module, name, lambda *values, _name=name, **named: calls.append((_name, values, named))
+        )
+    monkeypatch.setitem(sys.modules, "mlflow", module)
+    example = runpy.run_path(str(Path(callback.__file__).with_name("mlflow_callback.py")))
+    lagrpo.train(tiny_settings(model, tmp_path), callbacks=[example["MlflowCallback"]()])
+
+    params = {
+        key: value
+        for name, values, _ in calls
+        if name == "log_params"
+        for key, value in values[0].items()
+    }
+    assert params["schedule.batches"] == 3
+    rewards = {
+        named["step"]: values[0]["reward"]
+        for name, values, named in calls
+        if name == "log_metrics" and "reward" in values[0]
+    }
+    assert rewards.keys() == {1, 2, 3}
+    logged = {key for name, values, _ in calls if name == "log_metrics" for key in values[0]}
+    assert "eval/pass_at_1" in logged
+    assert not any("@" in key for key in logged)
+    assert calls[-1] == ("end_run", ("FINISHED",), {})

@@ -18,6 +18,7 @@ from lagrpo import logs
 from lagrpo.interrupts import EndedAtOnce, Interrupted, deferring
 from lagrpo.model.loading import quiet
 from lagrpo.rollout.schedule import LoopState
+from lagrpo.runs.card import CARD, model_card
 from lagrpo.runs.directory import Run, locked
 from lagrpo.settings.load import to_toml
 from lagrpo.settings.own_loss import keep_sources
@@ -135,7 +136,7 @@ class Training:
             try:
                 self.begin()
                 self.learn()
-                weights = self.write_weights(self.store.record_weights)
+                weights = self.write_weights(self.record_final)
                 status = "finished"
             except EndedAtOnce:
                 status = "interrupted"
@@ -284,6 +285,26 @@ class Training:
         with quiet():
             return self.ranks.on_rank0(lambda: record(save))
 
+    def record_final(self, save: Callable[[Path], None]) -> Path:
+        """Lets `save` fill weights/final, and adds a model card. Called on rank 0."""
+
+        def fill(directory: Path) -> None:
+            save(directory)
+            finished = self.evaluations.finished
+            card = model_card(
+                name=self.store.path.name,
+                settings=self.settings.model_dump(),
+                changed_settings=self.settings.model_dump(exclude_defaults=True, exclude_none=True),
+                environment=self.environment,
+                evaluations=[
+                    evaluation.summary | {"name": name} for name, evaluation in finished.items()
+                ],
+                version=self.policy.version,
+            )
+            (directory / CARD).write_text(card, encoding="utf-8")
+
+        return self.store.record_weights(fill)
+
     # The end
 
     def rescue(self, error: BaseException, was_asked: bool) -> Path | None:
@@ -315,7 +336,7 @@ class Training:
                 if self.loop.batch and self.policy.version == self.version:
                     self.write_checkpoint(finish=False)
                 if was_asked or self.policy.version:
-                    weights = self.write_weights(self.store.record_weights)
+                    weights = self.write_weights(self.record_final)
         except (OSError, ArithmeticError, MemoryError, RuntimeError) as second_error:
             error.add_note(f"Saving partial results also failed: {second_error}")
         error.add_note(self.resume_command())
