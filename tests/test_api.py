@@ -15,6 +15,7 @@ from sample_rewards import correct, short
 import lagrpo
 from lagrpo.errors import SettingsError
 from lagrpo.runs import load_rollouts
+from lagrpo.settings.load import load_settings
 
 ROWS = [{"question": f"{n} + 1?", "answer": str(n + 1)} for n in range(20)]
 
@@ -81,6 +82,32 @@ def test_names_and_functions_can_be_mixed_and_each_has_its_own_name(given):
     }
 
 
+def _mood(completion: str, answer: str, *, scale: float = 1.0) -> float:
+    return -scale
+
+
+def test_rewards_have_weights_and_ranges_as_objects_and_as_tables(given):
+    rewards = [
+        correct,
+        lagrpo.Reward(_mood, weight=0.2, range=(-1, 1)),
+        {"reward": _mood, "name": "table", "weight": 0.5, "options": {"scale": 0.5}},
+        {"reward": "exact", "weight": 2.0},
+    ]
+    result = lagrpo.train(data=ROWS, rewards=rewards, **given)
+    settings = load_settings(result.run / "config.toml")
+    entries = {entry.name: (entry.weight, entry.range) for entry in settings.task.rewards}
+    assert entries == {
+        "correct": (1.0, (0.0, 1.0)),
+        "mood": (0.2, (-1.0, 1.0)),
+        "table": (0.5, (0.0, 1.0)),
+        "exact": (2.0, (0.0, 1.0)),
+    }
+    for row in load_rollouts(result.run):
+        assert (row["reward_mood"], row["reward_table"]) == (-1.0, -0.5)
+        expected = row["reward_correct"] - 0.2 - 0.25 + 2 * row["reward_exact"]
+        assert row["reward"] == pytest.approx(expected)
+
+
 def test_named_rewards_and_a_file_with_changed_settings(given, tmp_path):
     (tmp_path / "a.toml").write_text("[schedule]\nbatches = 9\n", encoding="utf-8")
     result = lagrpo.train(tmp_path / "a.toml", data=ROWS, rewards="exact", **given)
@@ -96,6 +123,7 @@ def test_named_rewards_and_a_file_with_changed_settings(given, tmp_path):
         ),
         ({"data": ROWS, "rewards": [lambda x: 1.0]}, "name the parameters"),
         ({"data": ROWS, "rewards": ["exakt"]}, "exakt"),
+        ({"data": ROWS, "rewards": {"reward": correct, "wieght": 2.0}}, "wieght"),
         ({"data": ROWS}, "the task 'custom' needs task.rewards"),
         (
             {"data": [*ROWS, {"question": None, "answer": "5"}], "rewards": correct},

@@ -64,7 +64,7 @@ def scored(url: str, *texts: str, deadline: float = 10.0, **options: Any) -> lis
         "model": "m",
         "prompt": "{prompt}|[{completion}]|{answer}|{high}",
     } | options
-    return score(Rewards((Reward("judge", LlmJudge(**given)),)), [group], deadline=deadline)
+    return score(Rewards((Reward(LlmJudge(**given), name="judge"),)), [group], deadline=deadline)
 
 
 def test_the_judge_reads_prompt_completion_and_answer_and_texts_hold_no_places(server, monkeypatch):

@@ -39,7 +39,7 @@ from lagrpo.verify import verify_run
 
 def arguments(function: Any, row: Any = None) -> list[dict[str, Any]]:
     completions = [make_completion("2", 3), make_completion("x")]
-    return Reward("", function).arguments(
+    return Reward(function).arguments(
         Prompt(0, QUESTION, "2", row=row, prefix="<think>"), completions
     )
 
@@ -85,7 +85,7 @@ def test_every_signature_gets_the_arguments_that_it_promises():
     }
     for style, function in functions.items():
         group = make_group("2")
-        kwargs = Reward("", function).arguments(group.prompt, group.completions)[0]
+        kwargs = Reward(function).arguments(group.prompt, group.completions)[0]
         assert set(kwargs) == set(PASSED[style])
 
 
@@ -105,7 +105,7 @@ def test_function_of_another_signature_is_rejected():
         (lambda completion, /: 0.0, None, "takes 'completion': lagrpo passes .* by name"),
     ]:
         with pytest.raises(ValueError, match=message):
-            Reward("", function).check(row)
+            Reward(function).check(row)
 
 
 # ---- built-in rewards ----
@@ -172,7 +172,7 @@ def test_list_as_the_answer_means_any_of_its_entries():
 
 def several(**given: tuple[Any, dict[str, Any]]) -> Rewards:
     return Rewards(
-        tuple(Reward(name, function, **other) for name, (function, other) in given.items())
+        tuple(Reward(function, name=name, **other) for name, (function, other) in given.items())
     )
 
 

@@ -161,7 +161,7 @@ def test_format_that_no_completion_can_have_gives_a_warning(
     end_id = tokenizer.convert_tokens_to_ids(end)
     chat = replace(chat, vocabulary=200, eos_ids=frozenset({end_id}))
     prompt = chat.tokenize(Prompt(0, ASK, "5"))
-    rewards = Rewards((Reward("form", partial(builtin.format, **reward)),))
+    rewards = Rewards((Reward(partial(builtin.format, **reward), name="form"),))
     warn_of_formats(rewards, prompt, chat)
     assert ("the reward 'form'" in caplog.text) == warned
 

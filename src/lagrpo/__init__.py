@@ -12,12 +12,13 @@ from lagrpo.machine import shorten_spin
 if TYPE_CHECKING:
     from lagrpo.core.inputs import LossInputs
     from lagrpo.core.objective import Recipe
+    from lagrpo.rewards.reward import Reward
     from lagrpo.training.callbacks import Callback
     from lagrpo.training.run import Result, train
 
 shorten_spin()  # before PyTorch loads OpenMP
 
-__all__ = ["Callback", "LossInputs", "Recipe", "Result", "train"]
+__all__ = ["Callback", "LossInputs", "Recipe", "Result", "Reward", "train"]
 
 
 def __dir__() -> list[str]:
@@ -30,5 +31,9 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'lagrpo' has no attribute {name!r}")
     import importlib
 
-    modules = {"LossInputs": "lagrpo.core.inputs", "Recipe": "lagrpo.core.objective"}
+    modules = {
+        "LossInputs": "lagrpo.core.inputs",
+        "Recipe": "lagrpo.core.objective",
+        "Reward": "lagrpo.rewards.reward",
+    }
     return getattr(importlib.import_module(modules.get(name, "lagrpo.training.run")), name)

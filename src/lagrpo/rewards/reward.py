@@ -117,15 +117,19 @@ def accept_any(score: Callable[[str, Any], float]) -> Callable[[str, Any], float
 
 @dataclass(frozen=True)
 class Reward:
-    """One reward of a completion.
+    """One reward of a completion: `lagrpo.Reward(function, weight=0.2, range=(-1, 1))`.
+
+    - `weight`: the reward of a completion is the sum of weight x value
+    - `range`: the smallest and the largest value, before weighting
+    - `name`: the name in metrics and records; `lagrpo.train` takes the function's if it is empty
 
     Raises ValueError for a function whose signature is none of the three.
     """
 
-    name: str
     function: RewardFunction
     weight: float = 1.0
-    range: Range = (0.0, 1.0)  # its minimum and maximum
+    range: Range = (0.0, 1.0)
+    name: str = ""
 
     def __post_init__(self) -> None:
         if not any(name in STYLES for name in self._parameters):
@@ -280,7 +284,7 @@ class Rewards:
         """Returns the rewards of a task, whose `reward` may be a single function."""
         if isinstance(reward, Rewards):
             return reward
-        return Rewards((Reward("", reward),))
+        return Rewards((Reward(reward),))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -406,7 +410,7 @@ def load_reward(entry: RewardEntry, own: Any) -> Reward:
         raise ValueError(
             f"task.rewards, {entry.name!r}: {entry.reward} raised {describe_raised(error)}"
         ) from error
-    return Reward(entry.name, function, entry.weight, entry.range)
+    return Reward(function, weight=entry.weight, range=entry.range, name=entry.name)
 
 
 def load_function(reference: str) -> Callable[..., Any]:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -308,7 +309,7 @@ def in_memory_arguments(
 ) -> list[str]:
     """The arguments of `lagrpo.train` that settings cannot hold: a run needs them again when it is resumed."""
     in_memory = data is not None and not isinstance(data, str | os.PathLike)
-    functions = [each for each in rewards or () if not isinstance(each, str | dict)]
+    functions = [_function_of(each) for each in rewards or () if not _is_setting(each)]
     needed = {
         "task": task is not None,
         "data": in_memory,
@@ -316,6 +317,20 @@ def in_memory_arguments(
         "loss": loss is not None and not is_loadable_loss(loss),
     }
     return [name for name, is_needed in needed.items() if is_needed]
+
+
+def _is_setting(reward: Any) -> bool:
+    """True for a reward that settings can hold: a name, or a table without a function."""
+    return isinstance(reward, str) or (
+        isinstance(reward, Mapping) and not callable(reward.get("reward"))
+    )
+
+
+def _function_of(reward: Any) -> Any:
+    """The function of a reward that settings cannot hold."""
+    if isinstance(reward, Reward):
+        return reward.function
+    return reward["reward"] if isinstance(reward, Mapping) else reward
 
 
 def name_function(function: Any) -> str:
@@ -392,7 +407,7 @@ def as_settings(
         found["task.name"] = "custom"
     if isinstance(data, str | os.PathLike):
         found["task.data"] = os.fspath(data)
-    if rewards is not None and all(isinstance(each, str | dict) for each in rewards):
+    if rewards is not None and all(map(_is_setting, rewards)):
         found["task.rewards"] = list(rewards)
     return found
 
@@ -400,7 +415,7 @@ def as_settings(
 def build_task(settings: Settings, data: Any, rewards: Sequence[Any] | None) -> Task | None:
     """The task of data in memory (see `lagrpo.tasks.data`; a tenth is held out for testing) and of reward functions;
     None if the settings say all. Raises ValueError for unfit rows and rewards."""
-    has_functions = not all(isinstance(each, str | dict) for each in rewards or ())
+    has_functions = not all(map(_is_setting, rewards or ()))
     in_memory = data is not None and not isinstance(data, str | os.PathLike)
     if not in_memory and not has_functions:
         return None
@@ -438,10 +453,27 @@ def name_rewards(settings: Settings, task: Task | None) -> Settings:
 
 
 def _as_reward(given: Any) -> Reward:
-    """A function, or a reward by its name or table."""
-    if isinstance(given, Reward):
-        return given
-    if not callable(given):
+    """A reward with a name, of a function, a name or a table as in TOML, whose reward may be a function."""
+    if isinstance(given, Mapping) and callable(given.get("reward")):
+        return _as_reward(_reward_of_table(given))
+    if isinstance(given, str | Mapping):
         return load_reward(RewardSettings.model_validate(given), None)
-    function = getattr(given, "func", given)  # of a partial
-    return Reward(getattr(function, "__name__", type(function).__name__).strip("_<>")[:36], given)
+    reward = given if isinstance(given, Reward) else Reward(given)
+    if reward.name:
+        return reward
+    function = getattr(reward.function, "func", reward.function)  # of a partial
+    name = getattr(function, "__name__", type(function).__name__).strip("_<>")[:36]
+    return replace(reward, name=name)
+
+
+def _reward_of_table(table: Mapping[str, Any]) -> Reward:
+    """The reward of a table whose `reward` is a function. Raises ValueError for other keys than in TOML."""
+    function = table["reward"]
+    entry = RewardSettings.model_validate({"name": "x", **table, "reward": "exact"})
+    options = dict(entry.options)
+    return Reward(
+        partial(function, **options) if options else function,
+        weight=entry.weight,
+        range=entry.range,
+        name=table.get("name", ""),
+    )

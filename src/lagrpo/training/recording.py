@@ -148,7 +148,7 @@ class Recorder:
         self._warned_of_range = True
         text = (
             f"rewards lie outside [{low:g}, {high:g}], so pass@1 is wrong: "
-            "set range in task.rewards"
+            "set range in task.rewards, or give lagrpo.Reward(function, range=(low, high))"
         )
         # Warnings name the last finished batch. This batch is finished once the loop state says so.
         self.warn(text, batch - 1)

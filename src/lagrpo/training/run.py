@@ -75,8 +75,8 @@ def train(
         `model` is short for model.path.
     data: path, hub id, datasets.Dataset, or list of dicts, with the columns prompt (or question)
         and answer.
-    rewards: functions f(completion, answer) -> float, or in TRL's or verl's signature, or names of
-        built-in ones.
+    rewards: functions f(completion, answer) -> float, or in TRL's or verl's signature, names of
+        built-in ones, lagrpo.Reward(function, weight=0.2, range=(-1, 1)), or tables as in TOML.
     loss: name of a recipe, lagrpo.Recipe, or function of LossInputs that gives the value of each
         token [T] to maximize.
     task: object that replaces settings.task (lagrpo.tasks.Task).
