@@ -44,7 +44,7 @@ ALLOWED |= {
     "training": BELOW - {"verify", "view"},
     "env": {*LEAVES, "cpu", "model", "runs"},
     "cli": BELOW | {"training", "env"},
-    "__init__": {"core", "machine", "training"},
+    "__init__": {"core", "machine", "rewards", "runs", "training"},
     "__main__": {"cli", "interrupts", "logs"},
 }
 CORE_MAY_USE = {"torch"} | set(sys.stdlib_module_names)

@@ -38,7 +38,7 @@ from lagrpo.env import env
 from lagrpo.errors import SettingsError, suggest
 from lagrpo.interrupts import find_interruption, interruptible
 from lagrpo.logs import redact
-from lagrpo.settings.load import flatten, help_text, load_settings, read_words, to_toml
+from lagrpo.settings.load import flatten, help_text, load_settings, read_words
 from lagrpo.settings.schema import Settings
 
 HELP = {"-h", "--help"}
@@ -214,11 +214,9 @@ def train(words: list[str]) -> None:
     settings = with_batches(settings)
     recipe = check_settings(settings, resume=arguments.resume)
     if arguments.dry_run:
-        from lagrpo.training.explain import meaning
+        from lagrpo.training.explain import print_meaning
 
-        print(redact(to_toml(settings)))
-        for line in meaning(settings, recipe):
-            print(f"# {line}")
+        print_meaning(settings, recipe)
         return
     from lagrpo.training import run
 

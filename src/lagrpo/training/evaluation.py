@@ -42,6 +42,7 @@ from lagrpo.runs.reading import load_evaluation_records, load_evaluations
 from lagrpo.runs.rollouts import REWARD
 from lagrpo.settings.schema import Settings
 from lagrpo.settings.sections import EvalSetSettings
+from lagrpo.tasks import Task
 from lagrpo.terminal.text import count_of, formatted_interval, unscored_text
 from lagrpo.training import build
 from lagrpo.training.build import TaskSetup, TrainerComponents
@@ -409,19 +410,19 @@ def sampling_from_policy(components: TrainerComponents, state: LoopState) -> Ite
 # `lagrpo eval`
 
 
-def evaluate_model(settings: Settings) -> Evaluation:
+def evaluate_model(settings: Settings, task: Task | None = None) -> Evaluation:
     """Evaluates a model on the test prompts of a task, and prints the summary.
 
-    Writes the summary and one record per prompt to run.output_dir. Raises SettingsError, and
-    RewardError if too many completions could not be scored.
+    `task` replaces settings.task. Writes the summary and one record per prompt to run.output_dir.
+    Raises SettingsError, and RewardError if too many completions could not be scored.
     """
-    check_evaluation(settings)
+    check_evaluation(settings, task)
     rollout = settings.rollout
     if rollout.engine == "vllm" and is_adapter(settings.model.path):
         raise SettingsError(
             "model.path is an adapter: set rollout.engine = 'local', or merge the adapter first"
         )
-    task = build.load_tasks(settings)[MAIN_TASK]
+    task = build.load_tasks(settings, task)[MAIN_TASK]
     output = _choose_output(settings, task.name)
     with freed_memory_kept(), fixed_threads(choose_threads()), ExitStack() as stack:
         reply_tokens = max_reply_tokens(settings, task)

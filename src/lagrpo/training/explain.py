@@ -10,11 +10,13 @@ from lagrpo.core.lag_table import held_lag, measured_lags, recipes_that_hold
 from lagrpo.core.objective import Recipe
 from lagrpo.core.recipes import bounds_whole_completions, clips_around_pi_k, inert_over_pi_k
 from lagrpo.errors import as_settings_error
+from lagrpo.logs import redact
 from lagrpo.model.backend import pick_device, pick_dtype
 from lagrpo.model.embedded import resolve_model
 from lagrpo.model.loading import check_supported, load_config
 from lagrpo.model.lora import count_parameters
 from lagrpo.rollout.schedule import Schedule, lags
+from lagrpo.settings.load import to_toml
 from lagrpo.settings.schema import Settings
 from lagrpo.terminal.text import count_of
 from lagrpo.training.build import loading, lora_of
@@ -36,6 +38,13 @@ def meaning(settings: Settings, recipe: Recipe) -> list[str]:
         *_memory(settings, recipe),
         f"arithmetic  {_arithmetic(settings)}",
     ]
+
+
+def print_meaning(settings: Settings, recipe: Recipe) -> None:
+    """Prints the settings as TOML, and what they mean as comments."""
+    print(redact(to_toml(settings)))
+    for line in meaning(settings, recipe):
+        print(f"# {line}")
 
 
 def _recipe(settings: Settings, recipe: Recipe) -> str:

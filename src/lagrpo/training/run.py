@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -35,6 +36,7 @@ from lagrpo.training import checks
 from lagrpo.training.build import TrainerComponents
 from lagrpo.training.callbacks import Callback
 from lagrpo.training.epochs import with_batches
+from lagrpo.training.explain import print_meaning
 from lagrpo.training.lifecycle import Training
 from lagrpo.training.ranks import Ranks, joined
 from lagrpo.training.resuming import ResumeState
@@ -66,6 +68,7 @@ def train(
     loss: str | Recipe | Callable | None = None,
     settings: Mapping[str, Any] | None = None,
     resume: str | os.PathLike[str] | None = None,
+    dry_run: bool = False,
 ) -> Result:
     """Trains a model (Algorithm 1 of arXiv 2505.22257). Returns where its files are, and the
     summaries of the evaluations.
@@ -83,6 +86,8 @@ def train(
     callbacks: called after each batch is on disk.
     resume: directory of a run to resume with its own settings, or "auto": the run called run.name,
         if it exists.
+    dry_run: only print what the settings mean: samples per update, staleness, memory. The result
+        has 0 batches.
 
     Ctrl-C, SIGTERM, SIGUSR1 or SIGUSR2 stops the run after the current update and writes a
     checkpoint. Under torchrun every process calls this and gets the same Result; only rank 0 calls
@@ -115,6 +120,9 @@ def train(
         task = task or checks.build_task(source, data, rewards)
     resolved = checks.name_rewards(with_batches(source, task), task)
     recipe = checks.check_settings(resolved, task, resume_from, loss)
+    if dry_run:
+        print_meaning(resolved, recipe)
+        return Result(Path(resolved.run.output_dir), None, None, None, 0, 0, None)
     recorded_threads = checks.recorded_threads(resolved, resume_from)
     threads = choose_threads(recorded_threads, checks.local_size())
     shard_layers = resolved.distributed.strategy == "fsdp2"

@@ -1,0 +1,56 @@
+"""`lagrpo.evaluate`: an evaluation of a model outside of a run, from Python."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lagrpo.errors import as_settings_error, without_own_frames
+from lagrpo.interrupts import interruptible
+from lagrpo.settings.load import load_settings
+from lagrpo.tasks import Task
+from lagrpo.tasks.data import find_splits
+from lagrpo.training import checks
+from lagrpo.training.evaluation import Evaluation, evaluate_model
+
+DEFAULTS = {"run.output_dir": "evaluations", "eval.num_prompts": 0, "rollout.num_generations": 1}
+"""Settings that differ from those of a run: all prompts, in a directory of their own."""
+
+
+@without_own_frames
+def evaluate(
+    model: str | os.PathLike[str],
+    data: Any = None,
+    rewards: Sequence[Any] | None = None,
+    *,
+    task: Task | None = None,
+    settings: Mapping[str, Any] | None = None,
+) -> Evaluation:
+    """Measures pass@k of a model, prints it, and writes it to evaluations/MODEL-TASK.
+
+    model, data, rewards, task, settings: as for `lagrpo.train`. All rows of `data` are evaluated,
+    unless it has a split "test". `settings` may change eval.num_samples, eval.temperature and
+    others.
+
+    Returns `summary`, such as summary["pass@1"] with summary["pass@1_low"] and
+    summary["pass@1_high"], and `records`, one dict per prompt. Raises SettingsError, and RewardError
+    if too many completions could not be scored.
+    """
+    if rewards is not None and not isinstance(rewards, list | tuple):
+        rewards = [rewards]
+    values = {**DEFAULTS, **checks.as_settings(model, data, rewards)}
+    if data is not None and not _has_test_split(data):
+        values["task.options.test_split"] = "train"
+    loaded = load_settings(values, settings)
+    with as_settings_error():
+        task = task or checks.build_task(loaded, data, rewards)
+    with interruptible():
+        return evaluate_model(checks.name_rewards(loaded, task), task)
+
+
+def _has_test_split(data: Any) -> bool:
+    """True if the data has a split for testing. Raises SettingsError for missing data."""
+    with as_settings_error():
+        named = os.fspath(data) if isinstance(data, str | os.PathLike) else data
+        return "test" in find_splits(named, hub="openai/gsm8k:main")

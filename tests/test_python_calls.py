@@ -1,0 +1,76 @@
+"""`lagrpo.train(dry_run=True)`, `lagrpo.evaluate` and `lagrpo.compare`, as a Python user calls them."""
+
+from __future__ import annotations
+
+import math
+
+import datasets
+import pytest
+from running import tiny_settings
+from sample_rewards import correct
+
+import lagrpo
+from lagrpo.errors import SettingsError
+from lagrpo.runs import RunNotFoundError, load_metrics
+
+ROWS = [{"question": f"{n} + 1?", "answer": str(n + 1)} for n in range(12)]
+LIMITS = {
+    "model.dtype": "float32",
+    "rollout.max_completion_length": 6,
+    "rollout.max_prompt_length": 64,
+    "eval.num_samples": 2,
+}
+
+
+def test_dry_run_prints_what_the_settings_mean_and_writes_nothing(model, tmp_path, capsys):
+    settings = tiny_settings(model, tmp_path / "runs", schedule={"batches": 5, "sync_every": 3})
+    result = lagrpo.train(settings, dry_run=True)
+    assert (result.batches, result.weights) == (0, None)
+    assert "staleness at most 2 updates" in capsys.readouterr().out
+    assert not (tmp_path / "runs").exists()
+
+
+def test_evaluation_is_of_all_rows_or_of_the_test_split(model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    every_row = lagrpo.evaluate(model, ROWS, [correct], settings=LIMITS)
+    assert every_row.summary["prompts"] == len(every_row.records) == 12
+    assert {record["answer"] for record in every_row.records} == {str(n) for n in range(1, 13)}
+    low, high = every_row.summary["pass@1_low"], every_row.summary["pass@1_high"]
+    assert 0 <= low <= every_row.summary["pass@1"] <= high <= 1
+    splits = datasets.DatasetDict(
+        {"train": datasets.Dataset.from_list(ROWS), "test": datasets.Dataset.from_list(ROWS[:3])}
+    )
+    assert lagrpo.evaluate(model, splits, "exact", settings=LIMITS).summary["prompts"] == 3
+    assert len(list((tmp_path / "evaluations").iterdir())) == 2
+
+
+def test_evaluation_of_missing_data_is_a_settings_error(model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SettingsError, match=r"nosuch\.jsonl"):
+        lagrpo.evaluate(model, "nosuch.jsonl", [correct])
+
+
+def test_table_of_runs_has_what_differs_and_the_last_results(model, tmp_path):
+    results = {}
+    for name, batches, rate in (("a", 2, 1e-2), ("b", 3, 1e-3)):
+        settings = tiny_settings(
+            model,
+            tmp_path / "runs",
+            run={"name": name},
+            schedule={"batches": batches},
+            optimizer={"learning_rate": rate},
+        )
+        results[name] = lagrpo.train(settings)
+    table = lagrpo.compare([result.run for result in results.values()], last=2)
+    assert table.index.tolist() == ["a", "b"]
+    assert table.columns[:2].tolist() == ["schedule.batches", "optimizer.learning_rate"]
+    assert table["optimizer.learning_rate"].tolist() == [1e-2, 1e-3]
+    assert table["batches"].tolist() == [2, 3]
+    for name, result in results.items():
+        rewards = [batch["reward"] for batch in load_metrics(result.run)[-2:]]
+        assert table.loc[name, "reward"] == pytest.approx(math.fsum(rewards) / 2)
+        assert result.after is not None
+        for end in ("", "_low", "_high"):
+            assert table.loc[name, f"eval/pass@1{end}"] == result.after[f"pass@1{end}"]
+    with pytest.raises(RunNotFoundError, match="there is no run at"):
+        lagrpo.compare([tmp_path / "nosuch"])
