@@ -96,8 +96,12 @@ COLUMNS = (
 
 
 def make_display(console: Console | None = None) -> Display:
-    """Returns the live display on a terminal, and one that prints plain lines elsewhere."""
+    """Returns the display of a terminal, of a notebook, or one that prints plain lines."""
     console = console or Console()
+    if console.is_jupyter:
+        from lagrpo.terminal.notebook import NotebookDisplay  # it builds on this module
+
+        return NotebookDisplay(console)
     # console.is_terminal is also true for a CI log with FORCE_COLOR.
     if console.file.isatty() and not console.is_dumb_terminal:
         return LiveDisplay(console)
