@@ -44,7 +44,7 @@ def compare(runs: Sequence[Run | Path | str], last: int = 10) -> pd.DataFrame:
     differing_settings = [
         name
         for name in settings.columns
-        if name not in OF_RUN and settings[name].map(repr).nunique() > 1
+        if name not in OF_RUN and len({repr(value) for value in settings[name]}) > 1
     ]
     results = pd.DataFrame([_summarize(path, last) for path in paths])
     table = pd.concat([settings[differing_settings], results], axis="columns")

@@ -26,7 +26,10 @@ class NotebookDisplay(PlainDisplay):
         self._handle: Any = None  # IPython's handle of the output; None before the start
 
     def show_start(self) -> None:
-        from IPython.display import HTML, display
+        from IPython.display import (  # pyright: ignore[reportMissingImports]
+            HTML,
+            display,
+        )
 
         self._handle = display(HTML(self.render()), display_id=True)
         super().show_start()
@@ -60,6 +63,6 @@ class NotebookDisplay(PlainDisplay):
 
     def _update(self) -> None:
         if self._handle is not None:
-            from IPython.display import HTML
+            from IPython.display import HTML  # pyright: ignore[reportMissingImports]
 
             self._handle.update(HTML(self.render()))
