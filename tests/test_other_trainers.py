@@ -1,8 +1,12 @@
 """Names of TRL and verl: where each leads, and what the message about one says."""
 
+import ast
 import re
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from page_code import python_blocks
 
 from lagrpo.core.recipes import resolve
 from lagrpo.errors import SettingsError
@@ -83,3 +87,33 @@ def test_knobs_that_the_table_names_belong_to_its_recipes(recipe, overrides):
     text = " ".join(text for _, text in ENTRIES)
     for knob in overrides:
         assert knob in {"filters", "advantage", "beta", "kl"} or f"loss.overrides.{knob}`" in text
+
+
+def test_both_scripts_of_the_page_train_on_the_same_batches(monkeypatch):
+    """TRL's is read, lagrpo's is run up to its call of lagrpo.train."""
+    trl, ours = python_blocks("from-trl.md")
+    arguments = {
+        keyword.arg: ast.literal_eval(keyword.value)
+        for call in ast.walk(ast.parse(trl))
+        if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "GRPOConfig"
+        for keyword in call.keywords
+    }
+    calls: list[dict[str, Any]] = []
+
+    def train(**given: Any) -> Any:
+        calls.append(given)
+        return SimpleNamespace(after={"pass@1": 0.0}, weights=None)
+
+    monkeypatch.setattr("lagrpo.train", train)
+    exec(compile(ours, "from-trl.md", "exec"), {"__name__": "__main__"})
+    (call,) = calls
+    settings = load_settings(call["settings"])
+    completions = settings.schedule.prompts_per_batch * settings.rollout.num_generations
+    per_device, steps = "per_device_train_batch_size", "gradient_accumulation_steps"
+    assert completions == arguments[per_device] * arguments[steps]
+    assert settings.rollout.num_generations == arguments["num_generations"]
+    assert settings.schedule.batches == arguments["max_steps"]
+    assert settings.rollout.max_completion_length == arguments["max_completion_length"]
+    assert settings.optimizer.learning_rate == arguments["learning_rate"]
+    assert resolve(call["loss"], {}).beta == arguments["beta"]
+    assert call["rewards"][0](completions=[[{"content": "5"}]], answer=["5"]) == [1.0]
