@@ -22,7 +22,7 @@ def two_threads(monkeypatch):
     """PyTorch has two threads on a machine of two cores, and the user's environment does not say
     so."""
     before = torch.get_num_threads()
-    for name in machine.NUMBER:
+    for name in machine.THREAD_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(machine, "usable_cores", lambda: 2)
     torch.set_num_threads(2)

@@ -15,10 +15,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-NUMBER = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 """Variables by which users set the number of threads."""
 
-WAITING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+WAIT_VARIABLES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 """Variables by which users set how threads wait."""
 
 SPINS = "1000"
@@ -51,7 +51,7 @@ def choose_threads(recorded: int | None = None, ranks: int = 1) -> int:
     """
     import torch
 
-    for name in NUMBER:
+    for name in THREAD_VARIABLES:
         value = os.environ.get(name)
         is_from_torchrun = ranks > 1 and value == "1"
         if value and not is_from_torchrun:
@@ -88,7 +88,7 @@ def shorten_spin() -> None:
     When another program is busy, a thread that spins takes the core from the one it waits for.
     """
     is_linux = sys.platform.startswith("linux")
-    is_chosen_by_user = any(name in os.environ for name in WAITING)
+    is_chosen_by_user = any(name in os.environ for name in WAIT_VARIABLES)
     if is_linux and not is_chosen_by_user and "torch" not in sys.modules:
         os.environ["GOMP_SPINCOUNT"] = SPINS
 

@@ -53,7 +53,7 @@ class Settings(sections.Section):
         return max(MIN_REPLIES, self.rollout.max_completion_length)
 
     @property
-    def longest(self) -> int:
+    def max_sequence_length(self) -> int:
         """Tokens of the longest sequence that the policy samples, in training or in an evaluation."""
         max_completion = self.rollout.max_completion_length
         if self.eval.takes_place:

@@ -170,7 +170,7 @@ class TaskSettings(Section):
         )
 
     @property
-    def given_options(self) -> dict[str, Any]:
+    def task_options(self) -> dict[str, Any]:
         """What the settings say of the task's own options."""
         columns = {name: getattr(self, name) for name in ("data", "prompt_column", "answer_column")}
         return {name: value for name, value in columns.items() if value is not None} | self.options
