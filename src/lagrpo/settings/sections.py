@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic.fields import FieldInfo
 
 from lagrpo.logs import is_secret
 from lagrpo.rewards.reward import sum_ranges
@@ -34,6 +35,12 @@ def split_server_args(options: Sequence[str]) -> tuple[str, ...]:
                 "environment variable (HF_TOKEN, LAGRPO_VLLM_API_KEY), which servers inherit"
             )
     return words
+
+
+def is_list(field: FieldInfo) -> bool:
+    """True for a setting that holds several values; it may also be unset."""
+    types = (field.annotation, *get_args(field.annotation))
+    return any(get_origin(field_type) is tuple for field_type in types)
 
 
 class Section(BaseModel):
@@ -65,8 +72,7 @@ class Section(BaseModel):
             is_number = (float in types or int in types) and bool not in types
             if is_number and isinstance(value, bool):
                 raise ValueError(f"{name} = {str(value).lower()}: write a number")
-            is_list = any(get_origin(field_type) is tuple for field_type in types)
-            if is_list and isinstance(value, str | int | dict):
+            if is_list(field) and isinstance(value, str | int | dict):
                 wrapped[name] = (value,)
         return wrapped
 
