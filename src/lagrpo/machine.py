@@ -1,8 +1,8 @@
 """This machine: its cores, the threads that compute and how they wait for each other, and caches.
 
 A run fixes the number of threads when it starts: oneDNN's backward products give other bits with
-another number. `import lagrpo` loads this file before PyTorch, because OpenMP reads how threads wait
-when PyTorch loads it.
+another number. `import lagrpo` loads this file before PyTorch, because OpenMP reads how threads
+wait when PyTorch loads it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ WAIT_VARIABLES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 """Variables by which users set how threads wait."""
 
 SPINS = "1000"
-"""Turns of a waiting thread: tens of microseconds. GNU's OpenMP takes 300,000, which is milliseconds."""
+"""Turns of a waiting thread: tens of microseconds.
+
+GNU's OpenMP takes 300,000, which is milliseconds.
+"""
 
 TORCHRUN = re.compile(
     r"(LOCAL_|GROUP_|ROLE_)?RANK|(LOCAL_|GROUP_|ROLE_)?WORLD_SIZE|ROLE_NAME|MASTER_(ADDR|PORT)"
@@ -73,13 +76,13 @@ def fixed_threads(number: int) -> Iterator[None]:
     """
     import torch
 
-    before = torch.get_num_threads()
+    number_before = torch.get_num_threads()
     torch.set_num_threads(number)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(number_before)
 
 
 def shorten_spin() -> None:
@@ -94,7 +97,10 @@ def shorten_spin() -> None:
 
 
 def drop_own(environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns the environment without the change by `shorten_spin`: for programs with another OpenMP."""
+    """Returns the environment without the change by `shorten_spin`.
+
+    It is for programs with another OpenMP.
+    """
     return {
         name: value
         for name, value in environment.items()
@@ -103,15 +109,16 @@ def drop_own(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def drop_torchrun(environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns the environment without the variables of torchrun: for programs that are not ranks.
+    """Returns the environment without the variables of torchrun.
 
-    A program with a process group of its own would look for torchrun's store.
+    It is for programs that are not ranks: with a process group of their own they would look for
+    torchrun's store.
     """
     return {name: value for name, value in environment.items() if not TORCHRUN.fullmatch(name)}
 
 
 def usable_cores() -> int:
-    """Counts the CPUs that this process can use at a time, by affinity and the container's quota."""
+    """Counts the CPUs that this process can use at a time: affinity and the container's quota."""
     if hasattr(os, "sched_getaffinity"):
         cpus = len(os.sched_getaffinity(0))
     else:

@@ -10,14 +10,14 @@ import inspect
 import re
 import tomllib
 from collections.abc import Sequence
-from typing import Any, NoReturn, get_args
+from typing import NoReturn, get_args
 
 from pydantic.fields import FieldInfo
 
 from lagrpo.errors import SettingsError
 from lagrpo.settings.load import list_settings, suggest_setting
 from lagrpo.settings.schema import Settings
-from lagrpo.settings.sections import is_list
+from lagrpo.settings.sections import Table, is_list
 
 SHORT = {"--task": "--task.name", "--model": "--model.path", "--recipe": "--loss.recipe"}
 
@@ -41,7 +41,7 @@ class CommandParser(argparse.ArgumentParser):
 
 def read_words(
     parser: CommandParser, words: Sequence[str], sections: Sequence[str]
-) -> tuple[dict[str, Any], dict[str, Any]]:
+) -> tuple[Table, Table]:
     """Returns a command's own arguments, and the settings of these sections that the words change.
 
     `parser` has the command's own arguments. Raises SettingsError for wrong words.
@@ -55,7 +55,7 @@ def read_words(
     if unknown_words:
         raise SettingsError(_describe_unknown(unknown_words[0]))
     arguments = vars(namespace)
-    changes: dict[str, Any] = {}
+    changes: Table = {}
     for name, field in fields.items():
         if name in arguments:
             changes[name] = _read_option(arguments.pop(name), field)
@@ -108,7 +108,7 @@ def _describe_unknown(word: str) -> str:
     return f"unknown option {word!r}; {suggest_setting(name, Settings)}"
 
 
-def split_tables(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+def split_tables(words: Sequence[str]) -> tuple[list[str], Table]:
     """Returns the words without the entries of TABLES, and these entries, with values as in TOML.
 
     >>> split_tables(["demo", "--task.options.digits", "2", "--loss.overrides.surrogate=clipped"])
@@ -116,7 +116,7 @@ def split_tables(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
     """
     table_prefixes = tuple(f"{table}." for table in TABLES)
     other_words: list[str] = []
-    entries: dict[str, list[Any]] = {}
+    entries: dict[str, list[object]] = {}
     entry = ""  # the entry that the next words are values of, if any
     for word in words:
         if word.startswith("--"):
@@ -133,7 +133,7 @@ def split_tables(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
     return other_words, tables
 
 
-def _read_value(word: str) -> Any:
+def _read_value(word: str) -> object:
     """Returns the value of a word in TOML, or in Python (True, .5), else the word."""
     if word in ("True", "False"):
         text = word.lower()
@@ -168,7 +168,7 @@ def help_text(
     return "\n".join(lines)
 
 
-def _help_value(value: Any) -> str:
+def _help_value(value: object) -> str:
     """Returns a value as it stands in the help, such as " [4]"; nothing if it is unset."""
     if value in (None, ()):
         return ""

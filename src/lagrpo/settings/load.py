@@ -10,7 +10,7 @@ import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import tomli_w
 from pydantic import BaseModel, ValidationError
@@ -19,6 +19,7 @@ from pydantic_core import ErrorDetails
 
 from lagrpo.errors import SettingsError, find_nearest, one_line
 from lagrpo.settings.schema import Settings
+from lagrpo.settings.sections import Table
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -29,8 +30,8 @@ OVERRIDES = "loss.overrides."
 
 
 def load_settings(
-    source: str | os.PathLike[str] | Mapping[str, Any] | None = None,
-    overrides: Mapping[str, Any] | None = None,
+    source: str | os.PathLike[str] | Mapping[str, object] | None = None,
+    overrides: Mapping[str, object] | None = None,
     resume: str | None = None,
 ) -> Settings:
     """Loads settings from a TOML file, a packaged file of this name, or a mapping.
@@ -56,15 +57,17 @@ def load_settings(
     return validate(read_toml(file), changes, str(source), Settings)
 
 
-def read_toml(path: Path) -> dict[str, Any]:
+def read_toml(path: Path) -> Table:
     """Reads a settings file. Raises SettingsError if there is none or it is not TOML."""
     text = ""
     try:
         text = path.read_text(encoding="utf-8-sig")
         return tomllib.loads(text)
     except FileNotFoundError as error:
-        known = ", ".join(sorted(file.stem for file in PRESETS.glob("*.toml")))
-        raise SettingsError(f"{path}: no such settings file; packaged ones are {known}") from error
+        packaged = ", ".join(sorted(file.stem for file in PRESETS.glob("*.toml")))
+        raise SettingsError(
+            f"{path}: no such settings file; packaged ones are {packaged}"
+        ) from error
     except OSError as error:
         raise SettingsError(
             f"{path}: cannot be read as a settings file: {error.strerror}"
@@ -88,7 +91,7 @@ def to_toml(settings: Settings) -> str:
 
 
 def validate(
-    values: Mapping[str, Any], overrides: Mapping[str, Any], source: str, kind: type[Model]
+    values: Mapping[str, object], overrides: Mapping[str, object], source: str, kind: type[Model]
 ) -> Model:
     """Returns the settings of `values`, which come from `source`, with `overrides` on top.
 
@@ -103,8 +106,8 @@ def validate(
             name = ".".join(str(part) for part in problem["loc"])
             is_overridden = any(_overlap(name, overridden) for overridden in overridden_names)
             # Without a file, everything is called settings.
-            place = "command line" if is_overridden and source != "settings" else source
-            lines.append(f"{place}: {_describe_problem(name, problem, kind)}")
+            origin = "command line" if is_overridden and source != "settings" else source
+            lines.append(f"{origin}: {_describe_problem(name, problem, kind)}")
         raise SettingsError("\n".join(lines)) from error
 
 
@@ -132,13 +135,13 @@ def suggest_setting(name: str, kind: type[BaseModel]) -> str:
 
     It names the setting of that name in another section, else the nearest one.
     """
-    known_names = list(list_settings(kind))
+    all_names = list(list_settings(kind))
     last_part = name.rpartition(".")[2]
-    same_names = [known for known in known_names if known.endswith(f".{last_part}")]
+    same_names = [setting for setting in all_names if setting.endswith(f".{last_part}")]
     if same_names:
         nearest = same_names[0]
     else:
-        same_depth = [known for known in known_names if known.count(".") == name.count(".")]
+        same_depth = [setting for setting in all_names if setting.count(".") == name.count(".")]
         nearest = find_nearest(name, same_depth, likeness=0.5)
     advice = f"did you mean {nearest!r}?" if nearest else "lagrpo train --help lists all."
     if name.startswith("loss."):
@@ -146,7 +149,7 @@ def suggest_setting(name: str, kind: type[BaseModel]) -> str:
     return advice
 
 
-def nest(values: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+def nest(values: Mapping[str, object], path: str = "") -> Table:
     """Returns names such as schedule.sync_every as tables. `path` is the path of the table itself.
 
     Paths of knobs stay whole: a mask has a name and knobs, which one table cannot hold under one
@@ -155,7 +158,7 @@ def nest(values: Mapping[str, Any], path: str = "") -> dict[str, Any]:
     >>> nest({"loss": {"overrides": {"mask": "ring", "mask.outer_high": 3.0}}, "run.seed": 1})
     {'loss': {'overrides': {'mask': 'ring', 'mask.outer_high': 3.0}}, 'run': {'seed': 1}}
     """
-    nested: dict[str, Any] = {}
+    nested: Table = {}
     for name, value in values.items():
         full_name = f"{path}{name}"
         parts = name.split(".")
@@ -165,16 +168,18 @@ def nest(values: Mapping[str, Any], path: str = "") -> dict[str, Any]:
             tables_to_overrides = OVERRIDES.removeprefix(path).rstrip(".").split(".")
             parts = [*tables_to_overrides, full_name.removeprefix(OVERRIDES)]
         *sections, leaf = parts
-        table = {leaf: nest(value, f"{full_name}.") if isinstance(value, Mapping) else value}
+        if isinstance(value, Mapping):
+            value = nest(value, f"{full_name}.")
+        table: Table = {leaf: value}
         for section in reversed(sections):
             table = {section: table}
         nested = merged(nested, table)
     return nested
 
 
-def merged(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+def merged(values: Mapping[str, object], overrides: Mapping[str, object]) -> Table:
     """Returns both mappings as one, table by table; `overrides` win."""
-    result = dict(values)
+    result: Table = dict(values)
     for name, change in overrides.items():
         value = values.get(name)
         if isinstance(change, Mapping) and isinstance(value, Mapping):
@@ -184,9 +189,9 @@ def merged(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str,
     return result
 
 
-def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(settings: Mapping[str, object], prefix: str = "") -> Table:
     """Returns the values of nested tables by their full names, section.name."""
-    flat: dict[str, Any] = {}
+    flat: Table = {}
     for name, value in settings.items():
         if isinstance(value, Mapping):
             flat |= flatten(value, f"{prefix}{name}.")
