@@ -455,7 +455,8 @@ def test_wrong_command_line_words_are_a_line_that_names_them(line):
 
 
 def test_every_setting_can_be_given_as_its_text():
-    words, settings = list[str](), Settings()
+    words = list[str]()
+    settings = Settings()
     for name in KEYS:
         value: Any = settings
         for part in name.split("."):

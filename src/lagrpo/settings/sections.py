@@ -65,6 +65,7 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _wrap_single_values(cls, values: object) -> object:
+        """Puts a single value of a list into a list. Raises ValueError for true as a number."""
         if not isinstance(values, dict):
             return values
         wrapped: Table = dict(values)
@@ -83,6 +84,8 @@ class Section(BaseModel):
 
 
 class RunSettings(Section):
+    """Name, place, seed and trackers of a run."""
+
     name: str | None = None
     """Name of the run's directory; default: from the settings and the time"""
     output_dir: str = "runs"
@@ -96,6 +99,8 @@ class RunSettings(Section):
 
 
 class ModelSettings(Section):
+    """The model, its chat template, and LoRA adapters."""
+
     path: str = "smollm2"
     """Hub id or directory of a causal language model, or smollm2 (embedded)"""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
@@ -113,6 +118,7 @@ class ModelSettings(Section):
 
     @model_validator(mode="after")
     def _check_lora(self) -> ModelSettings:
+        """Raises ValueError for settings of adapters that would have no effect."""
         for name in ("lora_alpha", "lora_target_modules"):
             if not self.lora_r and getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(
@@ -122,6 +128,8 @@ class ModelSettings(Section):
 
 
 class RewardSettings(Section):
+    """A reward function: its name in metrics, weight and range."""
+
     name: str = Field(pattern=NAME)
     """Name in metrics and records: letters, digits and _"""
     reward: str
@@ -155,6 +163,8 @@ class RewardSettings(Section):
 
 
 class TaskSettings(Section):
+    """The prompts, and the rewards, tools or environment that judge completions."""
+
     name: str = "arithmetic"
     """arithmetic, countdown, gsm8k, math, custom …, or package.module:function"""
     data: str | None = None
@@ -204,6 +214,8 @@ class TaskSettings(Section):
 
 
 class RolloutSettings(Section):
+    """The sampling of completions."""
+
     engine: Literal["local", "vllm"] = "local"
     """What generates completions: local (this process) or vllm (servers)"""
     num_generations: int = Field(default=16, ge=1)
@@ -223,6 +235,8 @@ class RolloutSettings(Section):
 
 
 class VllmSettings(Section):
+    """vLLM servers: which ones, and how weights reach them."""
+
     urls: tuple[str, ...] = ()
     """Running servers (http://host:port); default: the run starts one"""
     gpus: tuple[int, ...] = ()
@@ -250,6 +264,8 @@ class VllmSettings(Section):
 
 
 class ScheduleSettings(Section):
+    """The number of batches, and when the rollout policy and the KL reference are synced."""
+
     batches: int = Field(default=100, ge=1)
     """Batches of the run"""
     prompts_per_batch: int = Field(default=8, ge=1)
@@ -298,6 +314,8 @@ class ScheduleSettings(Section):
 
 
 class OfflineSettings(Section):
+    """Completions of files, to learn from."""
+
     data: tuple[str, ...] = ()
     """Completions to learn from: JSONL or Parquet files, globs, directories of runs"""
     fraction: float = Field(default=1.0, gt=0, le=1)
@@ -305,6 +323,8 @@ class OfflineSettings(Section):
 
 
 class LossSettings(Section):
+    """The recipe, and changes of its knobs."""
+
     recipe: str = "grpo"
     """Loss: a name of lagrpo recipes, or package.module:name of your own"""
     beta: float | None = None
@@ -400,6 +420,8 @@ def name_setting(knob: str) -> str:
 
 
 class OptimizerSettings(Section):
+    """AdamW, and the memory of an update."""
+
     learning_rate: float = Field(default=1e-6, gt=0)
     """Learning rate of AdamW"""
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
@@ -425,11 +447,15 @@ class OptimizerSettings(Section):
 
 
 class DistributedSettings(Section):
+    """Several processes."""
+
     strategy: Literal["zero1", "fsdp2"] = "zero1"
     """What ranks shard: zero1 (optimizer state) or fsdp2 (weights, too)"""
 
 
 class CheckpointSettings(Section):
+    """The times of checkpoints and exported policies."""
+
     save_minutes: float = Field(default=10.0, ge=0)
     """Minutes between checkpoints; 0: not by time"""
     save_every: int = Field(default=0, ge=0)
@@ -441,6 +467,8 @@ class CheckpointSettings(Section):
 
 
 class EvalSetSettings(Section):
+    """An evaluation set. Values that are unset are the run's."""
+
     name: str = Field(pattern=NAME)
     """Name in files and metrics: letters, digits and _"""
     task: TaskSettings | None = None
@@ -456,6 +484,8 @@ class EvalSetSettings(Section):
 
 
 class EvalSettings(Section):
+    """The times and sizes of evaluations."""
+
     at_start: bool = True
     """Evaluate on the test split before the first and after the last update"""
     every: int = Field(default=0, ge=0)
