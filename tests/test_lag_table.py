@@ -11,7 +11,7 @@ import tiny
 from rich.console import Console
 
 from experiments.lag.methods import load_methods
-from experiments.lag.publish import BEGIN, END, PAGE, package_table, page_table, with_table
+from experiments.lag.publish import BLOCKS, PAGE, package_table, page_blocks, with_blocks
 from experiments.lag.records import RESULTS, load_records
 from experiments.lag.report import find_cells
 from lagrpo.core import lag_table
@@ -138,6 +138,7 @@ def test_table_of_the_package_and_the_page_are_those_of_the_records():
     file = Path(lag_table.__file__).parent / lag_table.FILE
     assert file.read_text(encoding="utf-8") == package_table(cells, methods)
     page = PAGE.read_text(encoding="utf-8")
-    assert BEGIN in page
-    assert END in page
-    assert page == with_table(page, page_table(cells, methods))
+    for block in BLOCKS:
+        assert f"<!-- {block} of experiments/lag -->" in page
+        assert f"<!-- end of the {block} -->" in page
+    assert page == with_blocks(page, page_blocks(records, methods))

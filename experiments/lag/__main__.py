@@ -24,7 +24,7 @@ from .methods import Method, load_methods
 from .plan import Methods, Pass, full_plan, passes_where_some_die, quick_plan
 from .publish import publish
 from .records import RESULTS, Record, append_records, load_records
-from .report import write_report
+from .report import write_figure, write_report
 from .starts import load_start, mean_score
 from .tasks import TASKS
 from .train import Run, train
@@ -52,7 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print("stopped: the same command makes the rest")
     records = load_records(directory, methods)
     write_report(directory, records, plan)
-    if not options.quick:
+    if options.quick:
+        write_figure(directory / "area.png", records)
+    else:
         publish(records, methods["published"])
 
 

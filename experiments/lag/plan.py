@@ -39,8 +39,8 @@ MAIN_METHODS = (
     "cispo",
     "prime_rl",
 )
-"""The methods that people ask about most. The variants of the tasks and the longest lag are made for these first: twelve
-rows are enough to see which property of a task turns the order around."""
+"""The methods that people ask about most. The variants of the tasks and the longest lag are made for
+these first: twelve rows are enough to see which property of a task turns the order around."""
 QUICK_METHODS = ("stale_reinforce", "grpo", "positive_only", "topr", "dppo_tv", "vespo", "m2po")
 
 

@@ -22,19 +22,20 @@ from .records import Record, RunKey
 from .report import (
     Cell,
     Cells,
-    draw_area,
     find_cells,
     leaders,
     markdown_table,
     rate_name,
+    write_figure,
 )
+from .verdicts import agreement_table, variants_table, verdicts_table
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "off-policy.md"
 FIGURE = ROOT / "docs" / "images" / "lag.png"
 PACKAGE_TABLE = Path(lagrpo.core.__file__).parent / FILE
-BEGIN = "<!-- table of experiments/lag -->"
-END = "<!-- end of the table -->"
+BLOCKS = ("table", "verdicts", "agreement", "variants")
+"""Parts of the page that are written here, each between two marks."""
 LAGS = (16, 64, 256)
 MAY_DIFFER = {"beta"}
 """A method whose overrides are only these counts as its recipe: runs of the benchmark have no KL term."""
@@ -46,10 +47,9 @@ def publish(records: Records, methods: Mapping[str, Method]) -> None:
     """Write lag_table.json, the figure and the table of the page."""
     cells = {task: find_cells(records, "published", task) for task in TASKS}
     write_atomically(PACKAGE_TABLE, package_table(cells, methods))
-    figure = draw_area({task: found for task, found in cells.items() if found})
-    write_atomically(FIGURE, lambda path: figure.savefig(path, format="png", dpi=150))
+    write_figure(FIGURE, records)
     page = PAGE.read_text(encoding="utf-8")
-    write_atomically(PAGE, with_table(page, page_table(cells, methods)))
+    write_atomically(PAGE, with_blocks(page, page_blocks(records, methods)))
 
 
 # lag_table.json
@@ -100,11 +100,27 @@ def _measured(cell: Cell) -> dict[str, Any]:
 # docs/off-policy.md
 
 
-def with_table(page: str, table: str) -> str:
-    """The page with another table between its two marks."""
-    head, _, rest = page.partition(BEGIN)
-    _, _, tail = rest.partition(END)
-    return f"{head}{BEGIN}\n\n{table}\n\n{END}{tail}"
+def page_blocks(records: Records, methods: Mapping[str, Method]) -> dict[str, str]:
+    """The text of each part of BLOCKS."""
+    cells = {task: find_cells(records, "published", task) for task in TASKS}
+    labels = {method.name: method_label(method) for method in methods.values()}
+    return {
+        "table": page_table(cells, methods),
+        "verdicts": verdicts_table(cells, labels, LAGS),
+        "agreement": agreement_table(records, LAGS),
+        "variants": variants_table(records),
+    }
+
+
+def with_blocks(page: str, blocks: Mapping[str, str]) -> str:
+    """The page with other text between the two marks of each part."""
+    for name, text in blocks.items():
+        begin = f"<!-- {name} of experiments/lag -->"
+        end = f"<!-- end of the {name} -->"
+        head, _, rest = page.partition(begin)
+        _, _, tail = rest.partition(end)
+        page = f"{head}{begin}\n\n{text}\n\n{end}{tail}"
+    return page
 
 
 def page_table(cells: Mapping[str, Cells], methods: Mapping[str, Method]) -> str:

@@ -1,4 +1,4 @@
-"""The report: report.md with tables, area.png with the area that methods keep against the lag.
+"""The report: tables, and a figure of the area that methods keep against the lag.
 
 Area kept: the mean score of a run over its updates, above the score of the starting point, in percent of the same for
 the best method at lag 0 with its best learning rate (of the same table, task and number of updates). A cell has the
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import correlation, fmean
 
-from experiments.study.statistics import Interval, judge
+from experiments.study.statistics import Interval, Verdict, judge
 from experiments.theory.style import (
     BLUE,
     FAINT,
@@ -28,7 +28,7 @@ from experiments.theory.style import (
 from lagrpo.runs.files import write_atomically
 
 from .methods import Table
-from .plan import Pass
+from .plan import MAIN_TASKS, Pass
 from .records import Record, RunKey
 from .tasks import TASKS
 
@@ -87,19 +87,9 @@ Cells = Mapping[tuple[str, Column], Cell]
 
 
 def write_report(directory: Path, records: Mapping[RunKey, Record], plan: Sequence[Pass]) -> None:
-    """Write report.md and area.png into the directory of the records, and print the report."""
+    """Write report.md into the directory of the records, and print it."""
     text = "\n\n".join(_sections(records, plan)) + "\n"
     write_atomically(directory / "report.md", text)
-    panels = {
-        task: cells
-        for task in ("chain", "gamble")
-        if (cells := find_cells(records, "published", task))
-    }
-    if panels:
-        figure = draw_area(panels)
-        write_atomically(
-            directory / "area.png", lambda path: figure.savefig(path, format="png", dpi=150)
-        )
     print(text)
 
 
@@ -144,6 +134,17 @@ def leaders(cells: Cells, column: Column) -> set[str]:
 def _paired(left: Mapping[int, float], right: Mapping[int, float]) -> list[float]:
     """Left - right of the seeds that both have."""
     return [left[seed] - right[seed] for seed in sorted(left.keys() & right.keys())]
+
+
+def verdict_on(cells: Cells, method: str, column: Column) -> Verdict | None:
+    """Does a method keep more than plain GRPO, by paired differences over the seeds, both at their best learning rates?
+
+    None if one of them was not run."""
+    cell = cells.get((method, column))
+    baseline = cells.get((BASELINE, column))
+    if cell is None or baseline is None:
+        return None
+    return judge(_paired(cell.best, baseline.best), ">")
 
 
 def rank_agreement(left: Mapping[str, float], right: Mapping[str, float]) -> float | None:
@@ -249,11 +250,9 @@ def rate_name(rate: float) -> str:
 def _verdict_table(cells: Cells) -> str:
     """The paired difference from plain GRPO, both at their best learning rates."""
 
-    def show(method: str, column: Column, cell: Cell) -> str:
-        if (BASELINE, column) not in cells or method == BASELINE:
-            return "–"
-        verdict = judge(_paired(cell.best, cells[BASELINE, column].best), ">")
-        if verdict.difference is None:
+    def show(method: str, column: Column, _cell: Cell) -> str:
+        verdict = verdict_on(cells, method, column)
+        if verdict is None or verdict.difference is None or method == BASELINE:
             return "–"
         words = {"supported": "better", "refuted": "worse", "inconclusive": "inconclusive"}
         return f"{words[verdict.outcome]}, {100 * verdict.difference.mean:+.0f}"
@@ -340,7 +339,16 @@ def markdown_table(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([head, "|---" * len(rows[0]) + "|", *body])
 
 
-# area.png
+# The figure
+
+
+def write_figure(file: Path, records: Mapping[RunKey, Record]) -> None:
+    """Draw the area kept on the two main tasks, as published. Nothing is written before there are runs at lag 0."""
+    cells_by_task = {task: find_cells(records, "published", task) for task in MAIN_TASKS}
+    panels = {task: cells for task, cells in cells_by_task.items() if cells}
+    if panels:
+        figure = draw_area(panels)
+        write_atomically(file, lambda path: figure.savefig(path, format="png", dpi=150))
 
 
 def draw_area(panels: Mapping[str, Cells]):

@@ -1,0 +1,210 @@
+"""What the records say in words and numbers: which losses beat plain GRPO, and how far orders of losses agree.
+
+`publish.py` writes both into docs/off-policy.md, so that the page never says more than the records.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Literal
+
+from lagrpo.core.lag_table import TASKS
+
+from .ages import Kind
+from .methods import Table
+from .plan import MAIN_METHODS
+from .records import Record, RunKey
+from .report import BASELINE, Cells, Column, find_cells, markdown_table, rank_agreement, verdict_on
+from .tasks import TASKS as ALL_TASKS
+
+Records = Mapping[RunKey, Record]
+Word = Literal["better", "worse", "undecided"]
+WORDS: dict[str, Word] = {
+    "supported": "better",
+    "refuted": "worse",
+    "inconclusive": "undecided",
+}
+COMPARED_RATES = (3e-4, 1e-3)
+"""The learning rates of the variants, and two that a table at one learning rate might have chosen."""
+SCHEDULES: tuple[Kind, ...] = ("sawtooth", "mixed")
+NOT_RUN = "–"
+DIFFERENCES = {
+    "chain-many": "chain with 32 right answers",
+    "chain-graded": "chain with a graded reward",
+    "chain-long": "chain with 24 tokens",
+    "chain-luck": "chain with a wrong reward one time in ten",
+    "gamble-sure": "gamble without luck",
+    "gamble-exact": "gamble with an exact reward and without luck",
+    "gamble-short": "gamble with 4 to 7 tokens",
+    "journey": "gamble with 21 to 42 tokens",
+}
+"""What each variant changes of its family's base."""
+
+
+# Better or worse than plain GRPO
+
+
+def verdicts_table(
+    cells: Mapping[str, Cells], labels: Mapping[str, str], lags: Sequence[int]
+) -> str:
+    """A row for each lag and pair of verdicts on the two tasks, with the losses that have it.
+
+    Only losses that were run on both tasks at a lag are listed. `labels` has what to print for each method."""
+    rows = [["lag", "against `grpo`", "losses"]]
+    for lag in lags:
+        by_summary = _methods_by_summary(cells, labels, lag)
+        for summary in SUMMARIES:
+            methods = by_summary.get(summary, [])
+            if methods:
+                rows.append([str(lag), summary, ", ".join(labels[name] for name in methods)])
+    return markdown_table(rows)
+
+
+SUMMARIES = (
+    "better on both tasks",
+    "better on `gamble`, undecided on `chain`",
+    "better on `chain`, undecided on `gamble`",
+    "better on `gamble`, worse on `chain`",
+    "better on `chain`, worse on `gamble`",
+    "undecided on both",
+    "worse on one task, undecided on the other",
+    "worse on both tasks",
+)
+
+
+def _methods_by_summary(
+    cells: Mapping[str, Cells], names: Iterable[str], lag: int
+) -> dict[str, list[str]]:
+    column = ("constant", lag)
+    by_summary: dict[str, list[str]] = {}
+    for name in names:
+        verdicts = {task: verdict_on(cells[task], name, column) for task in TASKS}
+        outcomes: dict[str, Word] = {
+            task: WORDS[verdict.outcome]
+            for task, verdict in verdicts.items()
+            if verdict is not None
+        }
+        if name != BASELINE and len(outcomes) == len(TASKS):
+            summary = _summary(outcomes["chain"], outcomes["gamble"])
+            by_summary.setdefault(summary, []).append(name)
+    return by_summary
+
+
+def _summary(on_chain: Word, on_gamble: Word) -> str:
+    if on_chain == on_gamble:
+        return "undecided on both" if on_chain == "undecided" else f"{on_chain} on both tasks"
+    if on_gamble == "better":
+        return f"better on `gamble`, {on_chain} on `chain`"
+    if on_chain == "better":
+        return f"better on `chain`, {on_gamble} on `gamble`"
+    return "worse on one task, undecided on the other"
+
+
+# Agreement
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """The runs that order the losses, at a lag that is still open."""
+
+    task: str
+    kind: Kind = "constant"
+    table: Table = "published"
+    rates: tuple[float, ...] | None = None
+    """None for all learning rates"""
+
+    def areas(self, records: Records, lag: int) -> dict[str, float]:
+        """The mean area kept by method, each at its best learning rate among those that were run."""
+        return areas(records, self.task, (self.kind, lag), self.table, self.rates)
+
+
+def agreement_table(records: Records, lags: Sequence[int]) -> str:
+    """Spearman's correlation of the order of the losses by area kept, for pairs of tables that differ in one thing."""
+    pairs = {"`chain` and `gamble`": (Order("chain"), Order("gamble"))}
+    low, high = COMPARED_RATES
+    for task in TASKS:
+        title = f"learning rates 3e-4 and 1e-3, on `{task}`"
+        pairs[title] = (Order(task, rates=(low,)), Order(task, rates=(high,)))
+    for task in TASKS:
+        title = f"as published and with equal advantages and reductions, on `{task}`"
+        pairs[title] = (Order(task), Order(task, table="equal"))
+    for kind in SCHEDULES:
+        for task in TASKS:
+            pairs[f"constant lag and {kind} ages, on `{task}`"] = (Order(task), Order(task, kind))
+
+    rows = [["order of the losses by", *(f"lag {lag}" for lag in lags)]]
+    for title, (left, right) in pairs.items():
+        texts = [
+            agreement_text(left.areas(records, lag), right.areas(records, lag)) for lag in lags
+        ]
+        if set(texts) != {NOT_RUN}:
+            rows.append([title, *texts])
+    return markdown_table(rows)
+
+
+def variants_table(records: Records, lag: int = 64) -> str:
+    """How each variant of the tasks orders the losses of MAIN_METHODS, beside its two bases, at two learning rates."""
+    column = ("constant", lag)
+
+    def order(task: str) -> dict[str, float]:
+        kept = areas(records, task, column, rates=COMPARED_RATES)
+        return {name: kept[name] for name in MAIN_METHODS if name in kept}
+
+    chain = order("chain")
+    gamble = order("gamble")
+    head = ["task", "what differs", "agrees with `chain`", "with `gamble`"]
+    rows = [[*head, "first three", "place of `positive_only`"]]
+    for task in ALL_TASKS:
+        kept = order(task)
+        if len(kept) < 3:
+            continue
+        ranking = sorted(kept, key=lambda name: kept[name], reverse=True)
+        place = NOT_RUN
+        if "positive_only" in ranking:
+            place = f"{ranking.index('positive_only') + 1} of {len(ranking)}"
+        rows.append(
+            [
+                f"`{task}`",
+                DIFFERENCES.get(task, NOT_RUN),
+                agreement_text(kept, chain) if task != "chain" else NOT_RUN,
+                agreement_text(kept, gamble) if task != "gamble" else NOT_RUN,
+                ", ".join(f"`{name}`" for name in ranking[:3]),
+                place,
+            ]
+        )
+    return markdown_table(rows)
+
+
+def agreement_text(left: Mapping[str, float], right: Mapping[str, float]) -> str:
+    """Spearman's correlation with the number of losses that both have, as in ".40 (32)"."""
+    correlation = rank_agreement(left, right)
+    if correlation is None:
+        return NOT_RUN
+    text = f"{correlation:.2f}".replace("0.", ".").replace("-", "−")
+    return f"{text} ({len(left.keys() & right.keys())})"
+
+
+def areas(
+    records: Records,
+    task: str,
+    column: Column,
+    table: Table = "published",
+    rates: Sequence[float] | None = None,
+) -> dict[str, float]:
+    """The mean area kept by method at a task and schedule, each at its best learning rate (of `rates`)."""
+    cells = find_cells(records, table, task)
+    kept: dict[str, float] = {}
+    for (method, at), cell in cells.items():
+        if at != column:
+            continue
+        if rates is None:
+            kept[method] = fmean(cell.best.values())
+            continue
+        known = [rate for rate in rates if rate in cell.by_rate]
+        living = [rate for rate in known if rate in cell.living_rates]
+        candidates = [fmean(cell.kept(rate).values()) for rate in living or known]
+        if candidates:
+            kept[method] = max(candidates)
+    return kept
