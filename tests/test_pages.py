@@ -94,7 +94,7 @@ def test_settings_named_in_a_page_exist(page):
                 load_settings(sections)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=str)
+@pytest.mark.parametrize("page", LINKED, ids=str)
 def test_commands_named_in_a_page_exist(page):
     for words in commands(text_of(page)):
         if "lagrpo" in (words[0], *words[2:-1]):
