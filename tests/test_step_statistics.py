@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+from rank_updates import copied, ranks_of, same, sampled, share
 from running import tiny_settings
 from test_trainer import assembled, judge_groups
-from test_zero1 import copied, ranks_of, same, sampled, share
 from tiny import tiny_policy
 from torch import Tensor
 from torch.testing import assert_close
