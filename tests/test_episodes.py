@@ -47,6 +47,7 @@ def talking_policy(
 def make_episodes(
     policy: Policy,
     environment: Callable[[], object] = talkers.Counting,
+    /,
     late: int = 0,
     turns: int = 8,
     sampled: int = 60,
@@ -58,7 +59,7 @@ def make_episodes(
     return Episodes(pool, Replies(policy.chat), turns=turns, sampled=sampled, replied=replied)
 
 
-def requests_for(policy: Policy, count: int = 4) -> list[Request]:
+def episode_requests(policy: Policy, count: int = 4) -> list[Request]:
     """Prompts of different lengths."""
     requests = []
     for key in range(count):
@@ -77,7 +78,7 @@ def sample_groups(
 ) -> dict[int, Group]:
     """The groups by the keys of their prompts. With fewer `rows` than completions, some wait."""
     sampler = LocalSampler(copy_policy(policy), 0, episodes.sampled, rows, episodes=episodes)
-    groups = sampler.sample(requests or requests_for(policy), G)
+    groups = sampler.sample(requests or episode_requests(policy), G)
     return {request.prompt.key: group for request, group in groups}
 
 
@@ -131,7 +132,7 @@ def test_episode_is_independent_of_other_episodes_and_of_reply_times():
     groups = sample_groups(policy, make_episodes(policy))
     with_late_replies = sample_groups(policy, make_episodes(policy, late=7))
     with_few_rows = sample_groups(policy, make_episodes(policy), rows=5)
-    reversed_requests = requests_for(policy)[::-1]
+    reversed_requests = episode_requests(policy)[::-1]
     in_another_order = sample_groups(policy, make_episodes(policy), reversed_requests, rows=11)
     assert are_same(groups, with_late_replies)
     assert are_same(groups, with_few_rows)
@@ -150,7 +151,7 @@ def test_completion_is_the_conversation_that_the_template_writes():
     """The texts of all turns, rendered and tokenized as one conversation, are the same tokens; and
     only the policy's own tokens count."""
     policy = talking_policy()
-    requests = requests_for(policy)
+    requests = episode_requests(policy)
     groups = sample_groups(policy, make_episodes(policy))
     for request, group in zip(requests, groups.values(), strict=True):
         for completion in group.completions:
