@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 from markdown_it import MarkdownIt
 
-from lagrpo.cli import COMMANDS, EVALUATED, Eval, Train
+from lagrpo.cli import COMMANDS, read_eval_words, read_train_words
 from lagrpo.runs.rollouts import rollout_schema
-from lagrpo.settings.load import TABLES, list_settings, load_settings, read_words
+from lagrpo.settings.command_line import TABLES
+from lagrpo.settings.load import list_settings, load_settings
 from lagrpo.settings.schema import Settings
 
 ROOT = Path(__file__).parent.parent
@@ -130,10 +131,8 @@ def check_settings(name: str, words: list[str]) -> None:
     """Settings given as --section.key exist and take their values; other options belong to the
     command."""
     if name in ("train", "eval") and not {"…", "VALUE", "--help"} & {*words}:
-        command, sections = (
-            (Train, [*Settings.model_fields]) if name == "train" else (Eval, list(EVALUATED))
-        )
-        load_settings({}, read_words(words, command, Settings(), sections)[1])
+        read_words = read_train_words if name == "train" else read_eval_words
+        load_settings({}, read_words(words)[1])
 
 
 def test_tables_of_settings_and_metrics_match_the_code():

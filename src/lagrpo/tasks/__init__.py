@@ -368,7 +368,7 @@ def read_options(settings: Any) -> dict[str, Any]:
     }
     takes_all = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters)
     options: dict[str, Any] = {}
-    for name, value in settings.given_options.items():
+    for name, value in settings.task_options.items():
         if name not in types and not takes_all:
             # The others are settings of their own, such as task.data.
             setting = "options" if name in settings.options else name

@@ -15,8 +15,8 @@ from lagrpo.runs import reading
 from lagrpo.runs.environment import FILE, read_environment
 from lagrpo.runs.rollouts import rollout_schema
 from lagrpo.settings.load import load_settings
-from lagrpo.settings.own_loss import load_recipe_of_run
 from lagrpo.settings.schema import Settings
+from lagrpo.settings.user_loss import load_recipe_of_run
 
 TASK_OBJECT_NOTE = "# The task was the caller's own object"
 """A line of config.toml in runs that were given a Task."""
