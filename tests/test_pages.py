@@ -1,5 +1,6 @@
 """Docs, README and reports: links resolve, and the settings and commands that they name exist."""
 
+import doctest
 import re
 import runpy
 import shlex
@@ -94,7 +95,7 @@ def test_settings_named_in_a_page_exist(page):
                 load_settings(sections)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=str)
+@pytest.mark.parametrize("page", LINKED, ids=str)
 def test_commands_named_in_a_page_exist(page):
     for words in commands(text_of(page)):
         if "lagrpo" in (words[0], *words[2:-1]):
@@ -142,6 +143,13 @@ def test_tables_of_settings_and_metrics_match_the_code():
         assert text_of(Path(f"docs/{name}.md")) == text, (
             "write it again: python docs/website/reference.py"
         )
+
+
+@pytest.mark.parametrize("report", ["theory.md", "precision.md"])
+def test_python_in_a_report_prints_what_the_page_shows(report):
+    outcome = doctest.testfile(str(ROOT / "reports" / report), module_relative=False)
+    assert outcome.attempted > 0
+    assert outcome.failed == 0
 
 
 def test_columns_of_rollouts_are_documented():
