@@ -8,15 +8,16 @@ from typing import Any
 import pytest
 import torch
 from running import tiny_settings
-from test_episodes import ask, episodes, talking
+from test_episodes import episode_requests, make_episodes, talking_policy
 from test_sampling import requests_for
-from test_vllm import GENERATE, FakeServer, Ours, choice, engine_of
 from tiny import tiny_policy
+from vllm_servers import FakeServer, Ours, choice, engine_of
 
 import lagrpo
 from lagrpo.model.model import copy_policy
 from lagrpo.rollout.local import LocalSampler
 from lagrpo.rollout.stop import completes_stop, count_until_stop
+from lagrpo.rollout.vllm.client import GENERATE
 from lagrpo.runs import load_rollouts
 from lagrpo.verify import verify_run
 
@@ -77,11 +78,13 @@ def test_completion_with_a_stop_text_is_the_beginning_of_the_one_without():
 
 
 def test_turn_that_ends_with_a_stop_text_gets_its_end_token_before_the_reply():
-    policy = talking(torch.float32)
-    limits = episodes(policy)
+    policy = talking_policy(torch.float32)
+    limits = make_episodes(policy)
     stop = tuple("0123456789abcdefghijklm")
     sampler = LocalSampler(copy_policy(policy), 0, limits.sampled, 64, episodes=limits, stop=stop)
-    found = [c for _, group in sampler.sample(ask(policy), 5) for c in group.completions]
+    found = [
+        c for _, group in sampler.sample(episode_requests(policy), 5) for c in group.completions
+    ]
     end_id = limits.replies.end_id
     stopped_turns = 0
     for completion in found:
