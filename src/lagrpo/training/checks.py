@@ -8,14 +8,13 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lagrpo.errors import SettingsError, as_settings_error, check_is_pulled
 from lagrpo.model.embedded import check_path, is_adapter
-from lagrpo.rewards.reward import Reward, Rewards, load_reward
+from lagrpo.rewards.reward import Rewards, load_reward
 from lagrpo.runs.directory import check_new, check_writable
 from lagrpo.runs.environment import read_environment
 from lagrpo.runs.reading import completion_files, open_run
@@ -24,6 +23,7 @@ from lagrpo.settings.schema import Settings
 from lagrpo.settings.sections import ModelSettings, RewardSettings, name_setting
 from lagrpo.tasks import Task, check_options, environment_of, load_task
 from lagrpo.training.callbacks import check_installed
+from lagrpo.training.given_rewards import as_reward, function_of, is_setting
 
 if TYPE_CHECKING:
     from lagrpo.core.objective import Recipe
@@ -309,7 +309,7 @@ def in_memory_arguments(
 ) -> list[str]:
     """The arguments of `lagrpo.train` that settings cannot hold: a run needs them again when it is resumed."""
     in_memory = data is not None and not isinstance(data, str | os.PathLike)
-    functions = [_function_of(each) for each in rewards or () if not _is_setting(each)]
+    functions = [function_of(each) for each in rewards or () if not is_setting(each)]
     needed = {
         "task": task is not None,
         "data": in_memory,
@@ -317,20 +317,6 @@ def in_memory_arguments(
         "loss": loss is not None and not is_loadable_loss(loss),
     }
     return [name for name, is_needed in needed.items() if is_needed]
-
-
-def _is_setting(reward: Any) -> bool:
-    """True for a reward that settings can hold: a name, or a table without a function."""
-    return isinstance(reward, str) or (
-        isinstance(reward, Mapping) and not callable(reward.get("reward"))
-    )
-
-
-def _function_of(reward: Any) -> Any:
-    """The function of a reward that settings cannot hold."""
-    if isinstance(reward, Reward):
-        return reward.function
-    return reward["reward"] if isinstance(reward, Mapping) else reward
 
 
 def name_function(function: Any) -> str:
@@ -407,7 +393,7 @@ def as_settings(
         found["task.name"] = "custom"
     if isinstance(data, str | os.PathLike):
         found["task.data"] = os.fspath(data)
-    if rewards is not None and all(map(_is_setting, rewards)):
+    if rewards is not None and all(map(is_setting, rewards)):
         found["task.rewards"] = list(rewards)
     return found
 
@@ -415,7 +401,7 @@ def as_settings(
 def build_task(settings: Settings, data: Any, rewards: Sequence[Any] | None) -> Task | None:
     """The task of data in memory (see `lagrpo.tasks.data`; a tenth is held out for testing) and of reward functions;
     None if the settings say all. Raises ValueError for unfit rows and rewards."""
-    has_functions = not all(map(_is_setting, rewards or ()))
+    has_functions = not all(map(is_setting, rewards or ()))
     in_memory = data is not None and not isinstance(data, str | os.PathLike)
     if not in_memory and not has_functions:
         return None
@@ -424,7 +410,7 @@ def build_task(settings: Settings, data: Any, rewards: Sequence[Any] | None) -> 
     task: Any = load_task(settings.task.model_copy(update=given | {"tools": ()}), settings.run.seed)
     if not has_functions:
         return task
-    found = list(map(_as_reward, rewards or ()))
+    found = list(map(as_reward, rewards or ()))
     names = [each.name for each in found]
     found = [
         replace(r, name=f"{r.name}_{n}") if names.count(r.name) > 1 else r
@@ -449,31 +435,4 @@ def name_rewards(settings: Settings, task: Task | None) -> Settings:
         )
     return settings.model_copy(
         update={"task": settings.task.model_copy(update={"rewards": tuple(entries)})}
-    )
-
-
-def _as_reward(given: Any) -> Reward:
-    """A reward with a name, of a function, a name or a table as in TOML, whose reward may be a function."""
-    if isinstance(given, Mapping) and callable(given.get("reward")):
-        return _as_reward(_reward_of_table(given))
-    if isinstance(given, str | Mapping):
-        return load_reward(RewardSettings.model_validate(given), None)
-    reward = given if isinstance(given, Reward) else Reward(given)
-    if reward.name:
-        return reward
-    function = getattr(reward.function, "func", reward.function)  # of a partial
-    name = getattr(function, "__name__", type(function).__name__).strip("_<>")[:36]
-    return replace(reward, name=name)
-
-
-def _reward_of_table(table: Mapping[str, Any]) -> Reward:
-    """The reward of a table whose `reward` is a function. Raises ValueError for other keys than in TOML."""
-    function = table["reward"]
-    entry = RewardSettings.model_validate({"name": "x", **table, "reward": "exact"})
-    options = dict(entry.options)
-    return Reward(
-        partial(function, **options) if options else function,
-        weight=entry.weight,
-        range=entry.range,
-        name=table.get("name", ""),
     )

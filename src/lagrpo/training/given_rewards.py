@@ -1,0 +1,57 @@
+"""Rewards as Python users give them: functions, names, lagrpo.Reward, or tables as in TOML."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from lagrpo.rewards.reward import Reward, load_reward
+from lagrpo.settings.sections import RewardSettings
+
+LONGEST_NAME = 36
+"""Characters of a reward's name, which leave room for the number of one that is given twice."""
+
+
+def is_setting(reward: Any) -> bool:
+    """True for a reward that settings can hold: a name, or a table without a function."""
+    if isinstance(reward, Mapping):
+        return not callable(reward.get("reward"))
+    return isinstance(reward, str)
+
+
+def function_of(reward: Any) -> Callable[..., Any]:
+    """Returns the function of a reward that settings cannot hold."""
+    if isinstance(reward, Reward):
+        return reward.function
+    if isinstance(reward, Mapping):
+        return reward["reward"]
+    return reward
+
+
+def as_reward(given: Any) -> Reward:
+    """Returns a reward with a name. Raises ValueError."""
+    if is_setting(given):
+        return load_reward(RewardSettings.model_validate(given), None)
+    if isinstance(given, Mapping):
+        reward = _read_table(given)
+    elif isinstance(given, Reward):
+        reward = given
+    else:
+        reward = Reward(given)
+    if reward.name:
+        return reward
+    function = getattr(reward.function, "func", reward.function)  # of a partial
+    name = getattr(function, "__name__", type(function).__name__)
+    return replace(reward, name=name.strip("_<>")[:LONGEST_NAME])
+
+
+def _read_table(table: Mapping[str, Any]) -> Reward:
+    """Returns the reward of a table with a function. Raises ValueError for keys that TOML has not."""
+    # The settings check everything but the function, in whose place they get a name.
+    entry = RewardSettings.model_validate({"name": "x", **table, "reward": "exact"})
+    function = table["reward"]
+    if entry.options:
+        function = partial(function, **entry.options)
+    return Reward(function, weight=entry.weight, range=entry.range, name=table.get("name", ""))
