@@ -17,6 +17,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:  # annotations only: reward workers import this module and must start fast
@@ -49,16 +50,51 @@ class Prompt:
     place: str = ""  # the row's file and line, such as "data.jsonl, line 3"
 
 
-Kind = Literal["scored", "unscored", "failed"]
+class OutcomeKind(StrEnum):
+    """What became of a completion, as the column `outcome` has it."""
+
+    SCORED = "scored"
+    """it has a reward"""
+    UNSCORED = "unscored"
+    """its answer could not be scored"""
+    FAILED = "failed"
+    """the sampler died"""
+
+
+class ExcludedReason(StrEnum):
+    """Why a completion is not in the objective, as the column `excluded_reason` has it."""
+
+    NOT_EXCLUDED = ""
+    ZERO_VARIANCE = "zero_variance"
+    """all rewards of its group are equal, and the recipe masks such groups"""
+    UNSCORED = "unscored"
+    FAILED = "failed"
+
+
+class SyncReason(StrEnum):
+    """Why the sampler gets new weights before a batch, as events.jsonl has it."""
+
+    NOT_DUE = ""
+    """it does not get them"""
+    START = "start"
+    """the initial policy, before the first batch"""
+    SCHEDULE = "schedule"
+    """line 8 of Algorithm 1, or a constant lag"""
+    BUDGET = "budget"
+    """the estimated KL passed its limit"""
+    CAP = "cap"
+    """the most batches between two syncs have passed, and the KL budget is not spent"""
+
+
 Range = tuple[float, float]  # the smallest and the largest reward of a task
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a completion: *scored* (it has a reward), *unscored* (its answer could not be scored) or *failed*
-    (the sampler died). Only scored ones enter group statistics and the loss; a failure is never a reward of 0."""
+    """What became of a completion. Only scored ones enter group statistics and the loss; a failure is never a reward
+    of 0."""
 
-    kind: Kind
+    kind: OutcomeKind
     reward: float | None = None
     reason: str = ""
     parts: Mapping[str, float | None] = field(default_factory=dict, hash=False)
@@ -67,15 +103,15 @@ class Outcome:
 
     @staticmethod
     def scored(reward: float) -> Outcome:
-        return Outcome("scored", reward=reward)
+        return Outcome(OutcomeKind.SCORED, reward=reward)
 
     @staticmethod
     def unscored(reason: str) -> Outcome:
-        return Outcome("unscored", reason=reason)
+        return Outcome(OutcomeKind.UNSCORED, reason=reason)
 
     @staticmethod
     def failed(reason: str) -> Outcome:
-        return Outcome("failed", reason=reason)
+        return Outcome(OutcomeKind.FAILED, reason=reason)
 
 
 def is_correct(reward: float, reward_range: Range, decided: bool | None = None) -> bool:
@@ -140,7 +176,9 @@ class Group:
     @property
     def scored(self) -> tuple[Completion, ...]:
         return tuple(
-            c for c in self.completions if c.outcome is not None and c.outcome.kind == "scored"
+            completion
+            for completion in self.completions
+            if completion.outcome is not None and completion.outcome.kind == OutcomeKind.SCORED
         )
 
     @property

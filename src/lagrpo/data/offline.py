@@ -24,7 +24,7 @@ from lagrpo.model.model import Policy
 from lagrpo.runs.reading import completion_files
 from lagrpo.tasks import Messages, build_messages, is_padded, order_prompts, plain_message
 from lagrpo.tasks.data import Row, format_of, parse_messages, plain, read_rows
-from lagrpo.types import Completion, Group, Outcome, Prompt
+from lagrpo.types import Completion, Group, Outcome, OutcomeKind, Prompt
 
 UNKNOWN_VERSION = -1
 
@@ -96,7 +96,7 @@ class OfflineData:
                         f"its prompt has {num_tokens} tokens; rollout.max_prompt_length is "
                         f"{max_prompt_tokens}"
                     )
-                if record.get("outcome") == "failed":
+                if record.get("outcome") == OutcomeKind.FAILED:
                     self.left_out["failed"] += 1
                     continue
                 completion = _read_completion(record, replies)
@@ -310,7 +310,7 @@ def _read_logp(row: Mapping[str, Any], count: int) -> torch.Tensor:
 def _read_outcome(row: Mapping[str, Any]) -> Outcome | None:
     """Returns the recorded outcome; None if the task's reward function is still to decide."""
     reward = row.get("reward")
-    if row.get("outcome") == "unscored":
+    if row.get("outcome") == OutcomeKind.UNSCORED:
         return Outcome.unscored(str(row.get("reason") or "recorded so"))
     if reward is None:
         return None

@@ -27,14 +27,12 @@ from pebble import ProcessExpired, ProcessPool
 from pebble.pool.process import WORKERS_NAME
 
 from lagrpo.machine import usable_cores
+from lagrpo.rewards.reasons import MachineReason, past_deadline
 from lagrpo.rewards.reward import TRL, Reward, RewardFunction, Rewards
 from lagrpo.rewards.worker import LoadError, call_loaded_reward, call_reward, start_worker
-from lagrpo.types import Completion, Group, Outcome
+from lagrpo.types import Completion, Group, Outcome, OutcomeKind
 
 logger = logging.getLogger("lagrpo")
-
-BY_MACHINE = ("no reward within ", "the worker process ")
-"""Beginnings of reasons that depend on the machine: another run may have another outcome."""
 
 MIN_FOR_EARLY_STOP = 64
 """Completions with an outcome from which `RewardPool.score` may stop before a batch is complete."""
@@ -104,10 +102,11 @@ class WorkerPool:
                 return job.future.result()
             except TimeoutError:
                 # pebble has killed the worker: nothing else stops a function that hangs.
-                return Outcome.unscored(f"no reward within {job.seconds:g} s")
+                return Outcome.unscored(past_deadline(job.seconds))
             except ProcessExpired as error:
                 # The call ended its own worker. A second try would end the next worker too.
-                return Outcome.unscored(f"the worker process ended with exit code {error.exitcode}")
+                reason = f"{MachineReason.WORKER_ENDED} with exit code {error.exitcode}"
+                return Outcome.unscored(reason)
             except LoadError as error:
                 raise RewardError(
                     f"the worker processes cannot load the reward or environment: {error}"
@@ -116,7 +115,7 @@ class WorkerPool:
                 # The call had not begun when the pool broke, or was replaced by another thread.
                 self._schedule(job)
         return Outcome.unscored(
-            f"the worker process ended {MAX_ATTEMPTS} times before it began the call"
+            f"{MachineReason.WORKER_ENDED} {MAX_ATTEMPTS} times before it began the call"
         )
 
     def close(self) -> None:
@@ -332,7 +331,7 @@ def check_share(completions: Sequence[Completion], max_share: float) -> None:
     reasons: Counter[str] = Counter()
     for completion in completions:
         outcome = completion.outcome
-        if outcome is not None and outcome.kind != "scored":
+        if outcome is not None and outcome.kind != OutcomeKind.SCORED:
             without_reward.append(completion)
             reasons[f"{outcome.kind}: {outcome.reason}"] += 1
     if len(without_reward) <= max_share * len(completions):

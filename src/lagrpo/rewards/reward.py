@@ -26,7 +26,7 @@ from typing import Any, Protocol
 from lagrpo.core.references import describe_raised, load_reference
 from lagrpo.errors import suggest
 from lagrpo.logs import is_secret
-from lagrpo.types import Completion, Outcome, Prompt, Range, is_correct
+from lagrpo.types import Completion, Outcome, OutcomeKind, Prompt, Range, is_correct
 
 REWARDS = {
     "exact": "lagrpo.rewards.builtin:exact",
@@ -308,16 +308,16 @@ class Rewards:
             if outcome.reward is not None
         ]
         if not scored:
-            return Outcome("unscored", reason=NOT_SCORED, parts=values)
+            return Outcome(OutcomeKind.UNSCORED, reason=NOT_SCORED, parts=values)
         total = math.fsum(reward.weight * value for reward, value in scored)
         first_reward, first_value = scored[0]
         correct = is_correct(first_value, first_reward.range)
-        return Outcome("scored", total, parts=values, correct=correct)
+        return Outcome(OutcomeKind.SCORED, total, parts=values, correct=correct)
 
 
 def _give_reason(outcome: Outcome) -> Outcome:
     """Returns the outcome, with a reason if the function returned None."""
-    if outcome == Outcome("unscored"):
+    if outcome == Outcome(OutcomeKind.UNSCORED):
         return Outcome.unscored(NOT_SCORED)
     return outcome
 

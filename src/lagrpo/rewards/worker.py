@@ -26,8 +26,9 @@ from typing import Any
 
 from lagrpo.errors import one_line
 from lagrpo.logs import print_traceback, redact
+from lagrpo.rewards.reasons import past_deadline
 from lagrpo.rewards.reward import RewardFunction, RewardKwargs, UnscorableError
-from lagrpo.types import Outcome
+from lagrpo.types import Outcome, OutcomeKind
 
 NICENESS = 5
 """On a core that a worker and the policy both want, the policy gets three quarters of the time."""
@@ -155,7 +156,7 @@ async def _await_value(value: Any, deadline: float) -> Any:
         return await asyncio.wait_for(_result_or_error(value), deadline)
     except TimeoutError:
         # This is wait_for's own error: `_result_or_error` returns one that the function raises.
-        return UnscorableError(f"no reward within {deadline:g} s")
+        return UnscorableError(past_deadline(deadline))
 
 
 async def _result_or_error(awaitable: Awaitable[Any]) -> Any:
@@ -206,7 +207,7 @@ def to_outcome(value: Any, source: str = "the reward function") -> Outcome:
     if isinstance(value, Mapping):
         value = value.get("score", value)
     if value is None:
-        return Outcome("unscored")
+        return Outcome(OutcomeKind.UNSCORED)
     reward = _to_float(value)
     if math.isfinite(reward):
         return Outcome.scored(reward)

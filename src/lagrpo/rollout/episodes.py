@@ -17,7 +17,7 @@ from lagrpo.rewards.pool import Job, WorkerPool
 from lagrpo.settings.schema import Settings
 from lagrpo.tasks import Key, Task, environment_of
 from lagrpo.tasks.environments import Tools, system_text, take_turn
-from lagrpo.types import Outcome, Prompt
+from lagrpo.types import Outcome, OutcomeKind, Prompt
 
 MAIN_TASK = ""
 """Name of the environment of the run's task; an evaluation set's environment has the set's name."""
@@ -164,7 +164,7 @@ class Episode:
             if not self._turn_finished:
                 reasons.append(self._limit_reason)
             reason = "; ".join(filter(None, reasons))
-            self.outcome = Outcome("scored", reply.reward, reason)
+            self.outcome = Outcome(OutcomeKind.SCORED, reply.reward, reason)
             self.finished = self._turn_finished
             return ()
 
@@ -183,7 +183,7 @@ class Episode:
         if self._num_replied + len(tokens) > limit:
             self._limit_reason = f"cut: the environment replied with more than {limit} tokens"
         if self._limit_reason:
-            self.outcome = Outcome("scored", reply.reward, self._limit_reason)
+            self.outcome = Outcome(OutcomeKind.SCORED, reply.reward, self._limit_reason)
             return ()
         self._num_replied += len(tokens)
         contents = [str(message.get("content") or "") for message in reply.messages]

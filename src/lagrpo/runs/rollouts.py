@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lagrpo.types import Completion, Group
+from lagrpo.types import Completion, ExcludedReason, Group, OutcomeKind
 
 if TYPE_CHECKING:
     import torch
@@ -78,8 +78,8 @@ def rollout_rows(
             for name in ("old_logprobs", "entropy"):
                 row[name] = _spread(more.get(name), row["loss_mask"])
             reason = row["outcome"]
-            if reason == "scored":
-                reason = more.get("excluded_reason", "")
+            if reason == OutcomeKind.SCORED:
+                reason = more.get("excluded_reason", ExcludedReason.NOT_EXCLUDED.value)
             row["excluded_reason"] = reason
             yield row
 
@@ -132,7 +132,7 @@ def _completion_columns(
         "policy_version": policy_version,
         "staleness": policy_version - min(versions) if is_version_known else None,
         "finished": completion.finished,
-        "outcome": outcome.kind if outcome else None,
+        "outcome": outcome.kind.value if outcome else None,
         "reward": completion.reward,
         "reason": outcome.reason if outcome else None,
     }

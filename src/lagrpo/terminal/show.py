@@ -20,7 +20,7 @@ from lagrpo.runs import reading
 from lagrpo.runs.directory import Run
 from lagrpo.runs.rollouts import reward_columns
 from lagrpo.terminal.text import MARKS, count_of, formatted, unscored_text
-from lagrpo.types import Range, is_correct
+from lagrpo.types import ExcludedReason, OutcomeKind, Range, is_correct
 
 Row = dict[str, Any]
 
@@ -104,7 +104,7 @@ def render_completion(row: Row, reward_range: Range) -> Group:
     """Returns one completion: a line of facts, and its text or its turns."""
     verdict = None
     reward = row["outcome"]
-    if row["outcome"] == "scored":
+    if row["outcome"] == OutcomeKind.SCORED:
         verdict = is_correct(row["reward"], reward_range, row.get("correct"))
         reward = f"{row['reward']:g}"
     parts = [f"{name} {formatted(value, 'g')}" for name, value in reward_columns(row).items()]
@@ -143,7 +143,7 @@ def _facts(row: Row) -> Iterator[str]:
         yield f"staleness {row['staleness']}"
     if row["advantage"] is not None:
         yield f"advantage {row['advantage']:+.3f}"
-    if row["excluded_reason"] == "zero_variance":
+    if row["excluded_reason"] == ExcludedReason.ZERO_VARIANCE:
         yield "no signal: all rewards of its group are equal"
 
 
@@ -166,7 +166,7 @@ def _title(run: Run, rows: list[Row], batches: list[int]) -> Text:
         first = rows[0]
         facts.append(f"batch {first['step']}, π_k is version {first['policy_version']}")
     facts.append(f"{len(rows)} completions")
-    rewards = [row["reward"] for row in rows if row["outcome"] == "scored"]
+    rewards = [row["reward"] for row in rows if row["outcome"] == OutcomeKind.SCORED]
     if rewards:
         facts.append(f"mean reward {sum(rewards) / len(rewards):.3f}")
     if len(rewards) < len(rows):

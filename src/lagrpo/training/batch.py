@@ -20,7 +20,7 @@ from lagrpo.core.objective import Recipe
 from lagrpo.model.model import Packed
 from lagrpo.rng import uniforms
 from lagrpo.training.ranks import Ranks
-from lagrpo.types import Completion, Group
+from lagrpo.types import Completion, Group, OutcomeKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,9 @@ def assemble(groups: Sequence[Group], recipe: Recipe, max_tokens: int, seed: int
     uniform_of_groups: list[Tensor] = []
     for g, group in enumerate(groups):
         scored = [
-            j for j, c in enumerate(group.completions) if c.outcome and c.outcome.kind == "scored"
+            j
+            for j, c in enumerate(group.completions)
+            if c.outcome and c.outcome.kind == OutcomeKind.SCORED
         ]
         members += [(g, j) for j in scored]
         rewards += group.rewards

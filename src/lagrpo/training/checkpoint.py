@@ -36,7 +36,7 @@ from lagrpo.training.build import TrainerComponents
 from lagrpo.training.master_weights import MergedState
 from lagrpo.training.ranks import Ranks
 from lagrpo.training.trainer import Trainer
-from lagrpo.types import Completion, Group, Outcome
+from lagrpo.types import Completion, Group, Outcome, OutcomeKind
 
 SCHEMA = "lagrpo.checkpoint/4"
 STATE = "state.json"
@@ -323,7 +323,7 @@ def _completion(row: Mapping[str, Any]) -> Completion:
     """
     outcome = None
     if row["outcome"]:
-        outcome = Outcome(row["outcome"], row["reward"], row["reason"])
+        outcome = Outcome(OutcomeKind(row["outcome"]), row["reward"], row["reason"])
     logprobs = [math.nan if logp is None else logp for logp in row["rollout_logprobs"]]
     return Completion(
         token_ids=torch.tensor(row["token_ids"], dtype=torch.long),

@@ -37,6 +37,7 @@ from lagrpo.rollout.local import LocalSampler
 from lagrpo.rollout.schedule import LoopState
 from lagrpo.rollout.vllm.engine import build_engine
 from lagrpo.runs.directory import BEST, Run, plain_name
+from lagrpo.runs.evaluation_names import Moment, evaluation_name, moment_of
 from lagrpo.runs.files import to_json, write_atomically, write_table
 from lagrpo.runs.reading import load_evaluation_records, load_evaluations
 from lagrpo.runs.rollouts import REWARD
@@ -256,7 +257,7 @@ class Evaluations:
         for summary in load_evaluations(run):
             name = summary.pop("name")
             step = summary["step"]
-            is_at_old_end = name.startswith("after") and step < total
+            is_at_old_end = moment_of(name) == Moment.AFTER and step < total
             if step > batch or is_at_old_end:
                 for ending in ("json", "parquet"):
                     (run.path / "evaluations" / f"{name}.{ending}").unlink(missing_ok=True)
@@ -264,14 +265,14 @@ class Evaluations:
                 finished[name] = Evaluation(summary, load_evaluation_records(run, name))
         return finished
 
-    def find_due(self, batch: int, moment: str = "") -> dict[str, EvalSet]:
-        """Returns the sets that are due after a batch, or at a moment ("before" or "after"
-        training), by the names of their files."""
+    def find_due(self, batch: int, moment: Moment = Moment.BETWEEN) -> dict[str, EvalSet]:
+        """Returns the sets that are due after a batch, or before or after training, by the names of
+        their files."""
         is_between = 0 < batch < self.components.settings.schedule.batches
         due = {}
         for eval_set in self.sets:
             is_its_batch = is_between and eval_set.every and batch % eval_set.every == 0
-            name = _file_name(batch, eval_set.name, moment)
+            name = evaluation_name(batch, eval_set.name, moment)
             if (moment or is_its_batch) and name not in self.finished:
                 due[name] = eval_set
         return due
@@ -288,7 +289,7 @@ class Evaluations:
             summary["set"] = eval_set.name
             summary["reward_range"] = list(eval_set.reward_range)
         summary |= evaluation.summary
-        before = self.finished.get(_file_name(0, eval_set.name, "before"))
+        before = self.finished.get(evaluation_name(0, eval_set.name, Moment.BEFORE))
         if before is not None:
             summary |= compare(before, evaluation)
         self.finished[name] = Evaluation(summary, evaluation.records)
@@ -297,33 +298,33 @@ class Evaluations:
     def metrics(self, batch: int) -> dict[str, float | None]:
         """Returns the metrics of each named set after `batch` batches, for the line of the next
         batch. They are None if the set was not evaluated then."""
-        moment = "before" if batch == 0 else ""
+        moment = Moment.BEFORE if batch == 0 else Moment.BETWEEN
         metrics: dict[str, float | None] = {}
         for eval_set in self.sets:
             if not eval_set.name:
                 continue
-            evaluation = self.finished.get(_file_name(batch, eval_set.name, moment))
+            evaluation = self.finished.get(evaluation_name(batch, eval_set.name, moment))
             summary = {} if evaluation is None else evaluation.summary
             for name in ("pass@1", "reward"):
                 metrics[f"eval/{eval_set.name}/{name}"] = summary.get(name)
         return metrics
 
-    def summary(self, moment: str) -> dict[str, Any] | None:
+    def summary(self, moment: Moment) -> dict[str, Any] | None:
         """Returns the summary of the first set that was evaluated before or after training."""
         for eval_set in self.sets:
-            evaluation = self.finished.get(_file_name(0, eval_set.name, moment))
+            evaluation = self.finished.get(evaluation_name(0, eval_set.name, moment))
             if evaluation is not None:
                 return evaluation.summary
         return None
 
-    def find_best(self, run: Run, batch: int, moment: str) -> dict[str, Any] | None:
+    def find_best(self, run: Run, batch: int, moment: Moment) -> dict[str, Any] | None:
         """Returns the facts for weights/best if the policy is the best so far by
         `eval.best_metric`, or None."""
         best_metric = self.components.settings.eval.best_metric
         if best_metric is None:
             return None
         set_name, _, metric = best_metric.rpartition(".")
-        evaluation = self.finished.get(_file_name(batch, set_name, moment))
+        evaluation = self.finished.get(evaluation_name(batch, set_name, moment))
         value = None if evaluation is None else evaluation.summary.get(metric)
         if value is None:
             return None
@@ -343,12 +344,6 @@ class Evaluations:
             "step": batch,
             "policy_version": self.components.trainer.policy.version,
         }
-
-
-def _file_name(batch: int, set_name: str, moment: str) -> str:
-    """Returns the name of an evaluation's files, without their endings."""
-    name = moment or f"batch-{batch:06d}"
-    return f"{name}.{set_name}" if set_name else name
 
 
 def build_eval_set(

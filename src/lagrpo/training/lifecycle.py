@@ -19,6 +19,7 @@ from lagrpo.interrupts import EndedAtOnce, Interrupted, deferring
 from lagrpo.model.loading import quiet
 from lagrpo.rollout.schedule import LoopState
 from lagrpo.runs.directory import Run, locked
+from lagrpo.runs.evaluation_names import Moment
 from lagrpo.settings.load import to_toml
 from lagrpo.settings.own_loss import keep_sources
 from lagrpo.terminal.display import Display, make_display
@@ -151,8 +152,8 @@ class Training:
                 self.end(status, interrupted)
         return Result(
             run=self.store.path,
-            before=self.evaluations.summary("before"),
-            after=self.evaluations.summary("after"),
+            before=self.evaluations.summary(Moment.BEFORE),
+            after=self.evaluations.summary(Moment.AFTER),
             weights=weights,
             version=self.policy.version,
             batches=self.loop.batch,
@@ -209,7 +210,7 @@ class Training:
     def learn(self) -> None:
         """Trains to the last batch, with the evaluations and checkpoints on the way."""
         if self.settings.eval.at_start and self.loop.batch == 0:
-            self.evaluate("before")
+            self.evaluate(Moment.BEFORE)
         self.evaluate()
         for step in train_loop(self.components, self.loop, self.recorder.announce):
             self.record(step)
@@ -218,7 +219,7 @@ class Training:
                 self.write_checkpoint()
         self.write_checkpoint()
         if self.settings.eval.at_start:
-            self.evaluate("after")
+            self.evaluate(Moment.AFTER)
 
     def record(self, step: Step) -> None:
         """Records a batch, then shows it, calls the callbacks, and writes weights if they are due."""
@@ -230,10 +231,10 @@ class Training:
         if export_every and step.b % export_every == 0:
             self.write_weights(partial(self.store.record_weights, version=self.policy.version))
 
-    def evaluate(self, moment: str = "") -> None:
+    def evaluate(self, moment: Moment = Moment.BETWEEN) -> None:
         """Evaluates π on the sets that are due, and keeps its weights if it is the best so far.
 
-        Sets are due after certain batches, and all of them at the moments "before" and "after".
+        Sets are due after certain batches, and all of them before and after training.
         """
         batch = self.loop.batch
         due = self.evaluations.find_due(batch, moment)

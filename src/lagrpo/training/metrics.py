@@ -20,8 +20,8 @@ from lagrpo.core.advantages import leave_one_out, one_group, sigma
 from lagrpo.core.kl import ess, prefers_bounded, tv_terms
 from lagrpo.core.ratios import limit
 from lagrpo.training.batch import Batch, MicroBatch, has_zero_variance
-from lagrpo.training.step import Clock, Step
-from lagrpo.types import Completion, Range
+from lagrpo.training.step import Clock, Phase, Step
+from lagrpo.types import Completion, ExcludedReason, OutcomeKind, Range
 
 Metrics = dict[str, float | None]
 AT_ONCE = 1e-3  # seconds: completions that took less were sampled before
@@ -37,11 +37,11 @@ RATIO_METRICS = (
     "rollout/log_ratio_squared",
 )
 PHASES = {
-    "generate": "sampling",
-    "reward": "judging",
-    "score": "scoring",
-    "train": "learning",
-    "sync": "sync",
+    "generate": Phase.SAMPLING,
+    "reward": Phase.JUDGING,
+    "score": Phase.SCORING,
+    "train": Phase.LEARNING,
+    "sync": Phase.SYNC,
 }
 
 
@@ -108,8 +108,8 @@ def _completions(completions: Sequence[Completion]) -> Metrics:
     return {
         "completions/mean_length": _mean([c.length for c in completions]),
         "completions/clipped_ratio": _mean([not c.finished for c in completions]),
-        "completions/unscored": kinds["unscored"],
-        "completions/failed": kinds["failed"],
+        "completions/unscored": kinds[OutcomeKind.UNSCORED],
+        "completions/failed": kinds[OutcomeKind.FAILED],
         "num_turns/mean": _mean([c.policy_turns for c in completions]),
     }
 
@@ -311,9 +311,12 @@ def completion_columns(step: Step, eps_std: float) -> list[list[dict[str, Any]]]
         spread = float(sigma(rewards, torch.zeros(len(rewards), dtype=torch.long), eps_std)[0])
         for c in members:
             g, j = batch.member_C[c]
+            excluded_reason = ExcludedReason.NOT_EXCLUDED
+            if batch.weight_C[c] == 0:
+                excluded_reason = ExcludedReason.ZERO_VARIANCE
             columns[g][j] = {
                 "advantage": float(batch.advantage_C[c]),
-                "excluded_reason": "zero_variance" if batch.weight_C[c] == 0 else "",
+                "excluded_reason": excluded_reason.value,
                 "group_std": spread,
                 "old_logprobs": step.logp_k.get(c),
                 "entropy": step.entropy.get(c),

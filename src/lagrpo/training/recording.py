@@ -20,8 +20,9 @@ from lagrpo.training.callbacks import Callback, Status
 from lagrpo.training.evaluation import Evaluation
 from lagrpo.training.metrics import Metrics, batch_metrics, completion_columns
 from lagrpo.training.step import Step
+from lagrpo.types import OutcomeKind
 
-WITHOUT_REWARD = ("unscored", "failed")
+WITHOUT_REWARD = (OutcomeKind.UNSCORED, OutcomeKind.FAILED)
 """Kinds of outcomes without a reward; each is also the name of an event."""
 
 
@@ -47,7 +48,7 @@ class Recorder:
         self.callbacks = callbacks
         self.activity = "start"  # what the run is doing now
         self._unscored_by_batch = Counter[int]()  # completions without a reward
-        self._shown_outcomes = set[str]()  # kinds of WITHOUT_REWARD that have had a line
+        self._shown_outcomes = set[OutcomeKind]()  # kinds of WITHOUT_REWARD that have had a line
         self._warned_of_range = False
 
     # Lines and events
@@ -129,7 +130,7 @@ class Recorder:
             if not reasons:
                 continue
             self.record_event(
-                kind, batch, count=len(reasons), completions=len(rows), reason=reasons[0]
+                kind.value, batch, count=len(reasons), completions=len(rows), reason=reasons[0]
             )
             self._unscored_by_batch[batch] += len(reasons)
             if kind not in self._shown_outcomes:
@@ -175,7 +176,7 @@ class Recorder:
             reason = summary["unscored_reason"]
             line += f"   {unscored_text(summary)}; the first: {reason}"
             self.record_event(
-                "unscored",
+                OutcomeKind.UNSCORED.value,
                 batch,
                 evaluation=name,
                 count=summary["unscored"],

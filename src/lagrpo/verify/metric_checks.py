@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lagrpo.runs.rollouts import reward_columns
-from lagrpo.types import Range
+from lagrpo.types import OutcomeKind, Range
 from lagrpo.verify import formulas
 from lagrpo.verify.formulas import mean
 from lagrpo.verify.record import RecordedRun, Row, groups_of, sampled
@@ -63,7 +63,7 @@ def _tolerance_of(name: str, value: float | None) -> float:
 
 def step_metrics(run: RecordedRun, step: int, rows: Sequence[Row]) -> Metrics:
     """Returns the metrics of a step that follow from its rows; docs/metrics.md defines each."""
-    scored_groups = groups_of(row for row in rows if row["outcome"] == "scored")
+    scored_groups = groups_of(row for row in rows if row["outcome"] == OutcomeKind.SCORED)
     return {
         **_reward_metrics(rows, scored_groups),
         **_completion_metrics(rows),
@@ -98,8 +98,8 @@ def _completion_metrics(rows: Sequence[Row]) -> Metrics:
         "num_tokens": tokens,
         "completions/mean_length": tokens / len(rows),
         "completions/clipped_ratio": mean(not row["finished"] for row in rows),
-        "completions/unscored": outcomes.count("unscored"),
-        "completions/failed": outcomes.count("failed"),
+        "completions/unscored": outcomes.count(OutcomeKind.UNSCORED),
+        "completions/failed": outcomes.count(OutcomeKind.FAILED),
         # A completion of one turn has no messages.
         "num_turns/mean": mean(len(row["messages"][::2]) or 1 for row in rows),
     }

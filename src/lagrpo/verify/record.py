@@ -17,6 +17,7 @@ from lagrpo.runs.rollouts import rollout_schema
 from lagrpo.settings.load import load_settings
 from lagrpo.settings.own_loss import load_recipe_of_run
 from lagrpo.settings.schema import Settings
+from lagrpo.types import OutcomeKind
 
 TASK_OBJECT_NOTE = "# The task was the caller's own object"
 """A line of config.toml in runs that were given a Task."""
@@ -147,7 +148,9 @@ class RecordedRun:
                 raise ValueError("it has no rollouts yet: its first batch is not finished")
         self.rows = [row for rows in self.steps.values() for row in rows]
         self.generated = [
-            row for row in self.rows if row["source"] == "sampler" and row["outcome"] != "failed"
+            row
+            for row in self.rows
+            if row["source"] == "sampler" and row["outcome"] != OutcomeKind.FAILED
         ]
         self.fresh_prompts = _count_fresh_prompts(self.settings)
         self.report = Report(str(self.path))
