@@ -20,7 +20,15 @@ from typing import Any, Protocol, get_origin, runtime_checkable
 
 from lagrpo.core.references import describe_raised
 from lagrpo.errors import as_settings_error, suggest
-from lagrpo.rewards.reward import OWN, REWARDS, Rewards, check_rewards, load_function, load_rewards
+from lagrpo.rewards.reward import (
+    OWN,
+    REWARDS,
+    RewardFunction,
+    Rewards,
+    check_rewards,
+    load_function,
+    load_rewards,
+)
 from lagrpo.types import Prompt
 
 logger = logging.getLogger("lagrpo")
@@ -90,13 +98,18 @@ class Task(Protocol):
     """Prompts in two splits, "train" and "test", and their reward.
 
     A task may have an attribute `environment` (a `Make`, or None): then completions are episodes.
+
+    A prompt has one or more messages {"role": …, "content": …}, the last of them with a text, and
+    a reference answer that JSON can hold. A reward function returns one number per completion.
     """
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """The task's name in messages and records."""
+        ...
 
     @property
-    def reward(self) -> Any:
+    def reward(self) -> RewardFunction | Rewards:
         """A reward function, or several `lagrpo.rewards.reward.Rewards`."""
         ...
 
@@ -130,7 +143,7 @@ class RowTask:
     name: str
     rows: Mapping[str, Sequence[Any]]
     ask: Ask
-    reward: Any  # a reward function, or several Rewards
+    reward: RewardFunction | Rewards
     system_prompt: str | None = None
     environment: Make | None = None  # for completions of several turns
 

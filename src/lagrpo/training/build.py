@@ -30,7 +30,7 @@ from lagrpo.model.lora import Lora, load_adapter_config
 from lagrpo.model.model import Policy, copy_policy, fingerprint
 from lagrpo.rewards import builtin
 from lagrpo.rewards.pool import RewardPool
-from lagrpo.rewards.reward import Rewards
+from lagrpo.rewards.reward import RewardFunction, Rewards
 from lagrpo.rollout.base import Request
 from lagrpo.rollout.episodes import MAIN_TASK, Episodes, build_episodes, max_reply_tokens
 from lagrpo.rollout.local import LocalSampler
@@ -211,6 +211,8 @@ class TrainerComponents:
         """Moves the logs of servers that this run started into its directory."""
         engine = self.sampler
         if isinstance(engine, FirstRankSampler):
+            if not self.ranks.is_first:
+                return
             engine = engine.engine
         if not isinstance(engine, VllmEngine):
             return
@@ -277,7 +279,7 @@ def set_up_tasks(
     return setups
 
 
-def warn_of_formats(reward: Any, prompt: Prompt, chat: Chat) -> None:
+def warn_of_formats(reward: RewardFunction | Rewards, prompt: Prompt, chat: Chat) -> None:
     """Warns of a built-in reward `format` that no completion can get.
 
     Tokens that end completions are not in their text, and what the chat template begins an answer
@@ -536,7 +538,9 @@ def build_trainer(settings: Settings, recipe: Recipe, policy: Policy, ranks: Ran
     )
 
 
-def build_weight_sync_check(policy: Policy, source: PromptSource, sampler: Any) -> WeightSyncCheck:
+def build_weight_sync_check(
+    policy: Policy, source: PromptSource, sampler: Engine
+) -> WeightSyncCheck:
     """Returns the check after every weight sync.
 
     Raises SettingsError if the in-process sampler computes something else than the trainer.

@@ -31,7 +31,7 @@ from lagrpo.machine import choose_threads, fixed_threads
 from lagrpo.model.embedded import is_adapter
 from lagrpo.rewards.pool import RewardPool
 from lagrpo.rewards.reward import Rewards
-from lagrpo.rollout.base import Request, SamplingParams
+from lagrpo.rollout.base import Evaluator, Request, SamplingParams
 from lagrpo.rollout.episodes import MAIN_TASK, max_reply_tokens
 from lagrpo.rollout.local import LocalSampler
 from lagrpo.rollout.schedule import LoopState
@@ -85,7 +85,7 @@ class _Measure:
     """independent tries of the metric that a prompt has: one try of pass@k takes k samples"""
 
 
-def evaluate(eval_set: EvalSet, evaluator: Any, ranks: Ranks | None = None) -> Evaluation:
+def evaluate(eval_set: EvalSet, evaluator: Evaluator, ranks: Ranks | None = None) -> Evaluation:
     """Samples completions of the policy that the evaluator samples from, scores and counts them.
 
     Each of several ranks does so for its share, unless servers sample for rank 0. Collective.

@@ -30,6 +30,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from lagrpo.interrupts import EndedAtOnce, Interrupted
 from lagrpo.rollout.base import Item, Request, SamplingParams
+from lagrpo.rollout.vllm.engine import VllmEngine
 from lagrpo.training.checks import local_size, world_size
 from lagrpo.types import Group
 
@@ -281,16 +282,22 @@ class FirstRankSampler:
     `sample`, `pop_metrics` and `close`.
     """
 
-    def __init__(self, ranks: Ranks, engine: Any) -> None:
+    def __init__(self, ranks: Ranks, engine: VllmEngine | None) -> None:
         self.ranks = ranks
-        self.engine = engine
+        self._engine = engine
         self.syncs_in_flight, self.servers, self.dtype = ranks.on_rank0(
             lambda: (
-                engine.syncs_in_flight,
-                tuple(map(str, engine.servers)),
-                engine.weights.dtype,
+                self.engine.syncs_in_flight,
+                tuple(map(str, self.engine.servers)),
+                self.engine.weights.dtype,
             )
         )
+
+    @property
+    def engine(self) -> VllmEngine:
+        """The engine, on rank 0."""
+        assert self._engine is not None, "only rank 0 has the engine"
+        return self._engine
 
     @property
     def version(self) -> int:
