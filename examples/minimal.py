@@ -102,7 +102,7 @@ def train(policy: Policy, task: Task, v: int, batches: int, lr: float = 2e-5) ->
         yield Step(
             k, policy.version - oldest, mean_reward(groups), ratio_T.log().abs().max().item()
         )
-        policy.weights.version += 1
+        policy.advance()
 
 
 def sample(sampler: LocalSampler, requests: Sequence[Request], task: Task) -> list[Group]:

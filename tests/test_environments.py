@@ -33,7 +33,7 @@ def say(
     pool: WorkerPool, text: str | None, state: bytes | None = None, prompt: Prompt = PROMPT
 ) -> Any:
     opening = (prompt, KEY) if state is None else (None, None)
-    return pool.result(pool.submit(take_turn, state, *opening, text, seconds=1.0))
+    return pool.result(pool.submit(take_turn, state, *opening, text, deadline=1.0))
 
 
 def test_episode_goes_through_the_workers(wordy):

@@ -179,6 +179,9 @@ class Bandit:
     def version(self) -> int:
         return self.weights.version
 
+    def advance(self) -> None:
+        self.weights.version += 1
+
     def learn(self, updates: int) -> None:
         for _ in range(updates):
             pi = self.parameters["logits"].float().softmax(1)

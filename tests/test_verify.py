@@ -80,7 +80,7 @@ def found_in(run: Path, where: str, what: str, count: int | None = 1) -> list[Di
     return [
         d
         for d in verify_run(run, count).differences
-        if d.where.startswith(where) and d.what == what
+        if d.where.startswith(where) and d.name == what
     ]
 
 
@@ -174,7 +174,7 @@ def test_flipped_token_is_found(run):
     first = found_in(run, FIRST, "token_ids", None)[0]
     assert first.where.startswith(f"{FIRST}, row 3 (prompt ")
     assert first.where.endswith(", token 2")
-    assert (first.found, first.expected) == (flipped, recorded[2])
+    assert (first.recorded, first.expected) == (flipped, recorded[2])
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_changed_log_prob_is_found(request, tmp_path, name, change, column):
     (found,) = found_in(run, FIRST, column, None)
     assert found.where.startswith(f"{FIRST}, row 5 ")
     assert found.where.endswith(", token 1")
-    assert found.found == pytest.approx(recorded[1] - change, abs=1e-6)
+    assert found.recorded == pytest.approx(recorded[1] - change, abs=1e-6)
     assert found.expected == pytest.approx(recorded[1], abs=change / 2)
 
 
@@ -196,7 +196,7 @@ def test_changed_reward_contradicts_task_advantages_and_metrics(run):
     recorded = load_rollouts(run, [1])[2]["reward"]
     rewrite(run, lambda rows: rows[2].__setitem__("reward", recorded + 0.25))
     (found,) = found_in(run, f"{FIRST}, row 2 ", "reward")
-    assert (found.found, found.expected) == (recorded + 0.25, recorded)
+    assert (found.recorded, found.expected) == (recorded + 0.25, recorded)
     assert found_in(run, FIRST, "advantage")
     assert found_in(run, "metrics.jsonl", "reward")
 
@@ -227,15 +227,15 @@ def test_cells_that_do_not_fit_their_rows_are_found(run):
 
 def test_missing_completions_and_files_are_found(run):
     rewrite(run, lambda rows: rows[2].__setitem__("sample_index", 9))
-    assert found_in(run, FIRST, "completions")[0].found == [0, 1, 9, 3]
+    assert found_in(run, FIRST, "completions")[0].recorded == [0, 1, 9, 3]
     (run / FIRST).unlink()
-    assert found_in(run, FIRST, "groups, and generated ones")[0].found == "no file"
+    assert found_in(run, FIRST, "groups, and generated ones")[0].recorded == "no file"
 
 
 def test_changed_version_contradicts_schedule_and_log_probs(run):
     rewrite(run, lambda rows: rows[4].update(policy_versions=[1] * len(rows[4]["policy_versions"])))
     (found,) = found_in(run, f"{FIRST}, row 4 ", "policy_versions")
-    assert (found.found, found.expected) == (1, 0)
+    assert (found.recorded, found.expected) == (1, 0)
     assert {d.where.partition(" (")[0] for d in found_in(run, FIRST, "rollout_logprobs", None)} == {
         f"{FIRST}, row 4"
     }
@@ -246,7 +246,7 @@ def test_swapped_weights_are_found(run):
     for old, new in (("v000001", "away"), ("v000003", "v000001"), ("away", "v000003")):
         (weights / old).rename(weights / new)
     wrong = [
-        d.where[:28] for d in verify_run(run, None).differences if d.what == "rollout_logprobs"
+        d.where[:28] for d in verify_run(run, None).differences if d.name == "rollout_logprobs"
     ]
     assert [wrong.count(f"rollouts/step-00000{n}.parquet") > 10 for n in (1, 2, 3)] == [
         False,
@@ -273,8 +273,10 @@ def test_changed_metrics_are_found(run):
     )
     found = verify_run(run, 1).differences
     assert {d.where for d in found} == {"metrics.jsonl, line 2 (step 2)"}
-    assert sorted(d.what for d in found) == sorted(names)
-    assert [d.found for d in found] == pytest.approx([(d.expected or 0.0) + 0.125 for d in found])
+    assert sorted(d.name for d in found) == sorted(names)
+    assert [d.recorded for d in found] == pytest.approx(
+        [(d.expected or 0.0) + 0.125 for d in found]
+    )
 
 
 @pytest.mark.parametrize(
@@ -356,7 +358,7 @@ def test_wrong_formula_in_training_is_found(
     for function in functions:
         monkeypatch.setattr(function, wrong)
     run = trained(model, tmp_path)
-    assert columns <= {difference.what for difference in verify_run(run, 1).differences}
+    assert columns <= {difference.name for difference in verify_run(run, 1).differences}
 
 
 # Changed evaluations
@@ -376,7 +378,7 @@ def test_changed_metric_of_an_evaluation_is_found(run):
         json.dumps(summary | {name: summary[name] + 1 for name in names}), encoding="utf-8"
     )
     found = verify_run(run, 1).differences
-    assert {d.what for d in found if d.where == "evaluations/before.json"} == set(names)
+    assert {d.name for d in found if d.where == "evaluations/before.json"} == set(names)
 
 
 # The command, and runs that cannot be read

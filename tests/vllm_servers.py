@@ -206,7 +206,7 @@ def update(policy: Policy, scale: float = 0.02) -> None:
         for tensor in policy.weights.values():
             noise = torch.randn(tensor.shape, generator=generator)
             tensor.add_(noise, alpha=scale * float(tensor.std() or 0.1))
-    policy.weights.version += 1
+    policy.advance()
 
 
 def kill(server: StartedServer) -> None:

@@ -33,18 +33,21 @@ THOUGHT_END = re.compile(r"</[\w:]*(?:think|thought|reason)\w*>|\[/THINK\]")
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt of a task. `key` is its index in its split and keys its random numbers; `messages` is what the chat
-    template gets, `asked` what the task gave if an environment opens with other messages; `answer` is what a reward
-    compares with (JSON-serializable); `token_ids` is the templated prompt, empty until it is tokenized."""
+    """One prompt of a task.
+
+    `key` is its index in its split, and keys its random numbers. `messages` is what the chat template gets.
+    """
 
     key: int
     messages: tuple[Mapping[str, str], ...]
     answer: Any
+    """what a reward compares with, as JSON can hold it"""
     token_ids: tuple[int, ...] = ()
-    asked: tuple[Mapping[str, str], ...] = ()
-    row: Mapping[str, Any] | None = (
-        None  # of the data, with what was asked as "prompt": a text, or messages
-    )
+    """the templated prompt; empty until it is tokenized"""
+    task_messages: tuple[Mapping[str, str], ...] = ()
+    """the task's messages, if an environment opens with other ones; else empty"""
+    row: Mapping[str, Any] | None = None
+    """the row of the data, whose "prompt" is the question: a text, or messages"""
     prefix: str = ""
     """how the tokenized prompt begins the answer: a last message of the assistant, or a <think>"""
     place: str = ""  # the row's file and line, such as "data.jsonl, line 3"

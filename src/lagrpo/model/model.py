@@ -333,6 +333,10 @@ class Policy:
             tau = self.tau
         return self.model(packed, tau, entropy_T)
 
+    def advance(self) -> None:
+        """Counts an optimizer update: the weights are those of the next version from now on."""
+        self.weights.version += 1
+
     def load(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Loads π_version. Raises ValueError for other names or shapes."""
         self.weights.load(weights, version)

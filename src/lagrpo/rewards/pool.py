@@ -20,13 +20,12 @@ from concurrent.futures import CancelledError, Future
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
 from functools import partial
-from multiprocessing import get_context, spawn
 from typing import Any, Self
 
 from pebble import ProcessExpired, ProcessPool
-from pebble.pool.process import WORKERS_NAME
 
 from lagrpo.machine import usable_cores
+from lagrpo.rewards.processes import WorkerContext
 from lagrpo.rewards.reasons import MachineReason, past_deadline
 from lagrpo.rewards.reward import TRL, Reward, RewardFunction, Rewards
 from lagrpo.rewards.worker import LoadError, call_loaded_reward, call_reward, start_worker
@@ -61,7 +60,7 @@ class Job:
 
     call: Callable[..., Any]
     arguments: tuple[Any, ...]
-    seconds: float  # from when a worker begins the call
+    deadline: float  # seconds from when a worker begins the call
     future: Future[Any] = field(default_factory=Future)
 
 
@@ -86,9 +85,9 @@ class WorkerPool:
         self._is_closed = False
         self._pool = self._start_processes()
 
-    def submit(self, call: Callable[..., Any], *arguments: Any, seconds: float) -> Job:
+    def submit(self, call: Callable[..., Any], *arguments: Any, deadline: float) -> Job:
         """Schedules `call(*arguments)` in a worker, with a deadline in seconds."""
-        job = Job(call, arguments, seconds)
+        job = Job(call, arguments, deadline)
         self._schedule(job)
         return job
 
@@ -102,7 +101,7 @@ class WorkerPool:
                 return job.future.result()
             except TimeoutError:
                 # pebble has killed the worker: nothing else stops a function that hangs.
-                return Outcome.unscored(past_deadline(job.seconds))
+                return Outcome.unscored(past_deadline(job.deadline))
             except ProcessExpired as error:
                 # The call ended its own worker. A second try would end the next worker too.
                 reason = f"{MachineReason.WORKER_ENDED} with exit code {error.exitcode}"
@@ -138,16 +137,14 @@ class WorkerPool:
             if not self._pool.active:
                 self._stop_processes()
                 self._pool = self._start_processes()
-            job.future = self._pool.schedule(job.call, job.arguments, timeout=job.seconds)
+            job.future = self._pool.schedule(job.call, job.arguments, timeout=job.deadline)
 
     def _start_processes(self) -> ProcessPool:
-        # This patches the standard library: multiprocessing has no option for it.
-        spawn.get_preparation_data = _get_preparation_data_without_main
         pool = ProcessPool(
             self._num_workers,
             initializer=start_worker,
             initargs=(self._pickled, self._memory_bytes),
-            context=get_context("spawn"),
+            context=WorkerContext(),
         )
         # pebble starts the processes at the first call, whatever it is. So the workers load the
         # reward functions while this process loads the model.
@@ -157,22 +154,6 @@ class WorkerPool:
     def _stop_processes(self) -> None:
         self._pool.stop()
         self._pool.join()
-
-
-_get_preparation_data = spawn.get_preparation_data
-
-
-def _get_preparation_data_without_main(process_name: str) -> dict[str, Any]:
-    """Replaces multiprocessing.spawn.get_preparation_data: workers do not import the main script.
-
-    A spawned process imports the main script first. For a script that trains, this takes seconds
-    and memory for PyTorch, and without an `if __name__ == "__main__"` it would train again. Workers
-    need nothing from the script (see Reward.importable). Other processes still import it.
-    """
-    data = _get_preparation_data(process_name)
-    if process_name != WORKERS_NAME:
-        return data
-    return {key: value for key, value in data.items() if not key.startswith("init_main")}
 
 
 # ---- Scoring ----
@@ -219,10 +200,10 @@ class RewardPool(WorkerPool):
         self._max_without_reward = max_without_reward
         # Workers find a function by its index, so a function that runs here leaves a None.
         functions = [
-            reward.function if reward.importable else None for reward in self._rewards.parts
+            reward.function if reward.is_importable else None for reward in self._rewards.parts
         ]
         super().__init__(functions, workers, memory)
-        local_titles = [reward.title for reward in self._rewards.parts if not reward.importable]
+        local_titles = [reward.title for reward in self._rewards.parts if not reward.is_importable]
         if local_titles:
             logger.warning(
                 "reward %s runs in the training process, without a deadline; to get a deadline, "
@@ -272,7 +253,7 @@ class RewardPool(WorkerPool):
         completions = [group.completions[index] for index in completion_indices]
         calls = reward.arguments(group.prompt, completions)
         list_length = len(completions) if reward.style == TRL else None
-        if not reward.importable:
+        if not reward.is_importable:
             outcomes = call_reward(reward.function, calls, list_length, self._deadline)
             # The call is over. The job only carries its outcomes to `_collect`.
             finished_job = Job(call_reward, (), self._deadline)
@@ -286,7 +267,7 @@ class RewardPool(WorkerPool):
             deadline=self._deadline,
         )
         grace = ASYNC_GRACE if reward.is_async else 0.0
-        return self.submit(call, seconds=self._deadline + grace)
+        return self.submit(call, deadline=self._deadline + grace)
 
     def _collect(self, pending: PendingGroup, finished: list[Completion]) -> Group:
         """Waits for a group's outcomes, and returns the group with them.

@@ -160,7 +160,7 @@ class Reward:
         return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(call)
 
     @cached_property
-    def importable(self) -> bool:
+    def is_importable(self) -> bool:
         """True if a worker process can load the function.
 
         Workers can load neither lambdas and closures nor functions of the main script.
@@ -263,7 +263,7 @@ def _trl_kwargs(prompt: Prompt, completions: Sequence[Completion]) -> RewardKwar
 
 def _task_messages(prompt: Prompt) -> list[Mapping[str, str]]:
     """Returns the task's messages, even if an environment has opened with other messages."""
-    return list(prompt.asked or prompt.messages)
+    return list(prompt.task_messages or prompt.messages)
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ class Episodes:
 
     def open(self, prompt: Prompt, key: Key) -> tuple[Mapping[str, Any], ...]:
         """Returns the messages with which an episode begins. Raises ValueError if it cannot begin."""
-        job = self.pool.submit(take_turn, None, prompt, key, None, seconds=self.deadline)
+        job = self.pool.submit(take_turn, None, prompt, key, None, deadline=self.deadline)
         turn = self.pool.result(job)
         if isinstance(turn, Outcome):
             raise ValueError(f"its environment did not start: {turn.reason}")
@@ -138,7 +138,7 @@ class Episode:
             self._prompt if is_first else None,
             self._key if is_first else None,
             text,
-            seconds=self._episodes.deadline,
+            deadline=self._episodes.deadline,
         )
 
     def ready(self) -> bool:

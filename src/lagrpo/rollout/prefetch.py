@@ -134,7 +134,7 @@ class Prefetcher:
             versions[batch] = sorted(submitted.versions)
         return groups, versions
 
-    def missing(self, batches: range) -> bool:
+    def has_missing(self, batches: range) -> bool:
         """True if groups of these batches, which were submitted, have not come."""
         submitted = [self._batches[batch] for batch in batches]
         return any(len(batch.groups) < len(batch.requests) for batch in submitted)

@@ -55,7 +55,7 @@ class LoopState:
     sync: Mapping[str, float] = field(default_factory=dict)
 
     @property
-    def asked_ahead(self) -> range:
+    def prefetched_batches(self) -> range:
         """The batches that were prefetched."""
         first = self.batch + 1
         return range(first, first + len(self.prefetched))
@@ -119,7 +119,7 @@ class Schedule:
         without it `every(v)` submits them one by one. The samples are the same.
         """
         batch = state.batch + 1
-        last_submitted = state.asked_ahead.stop - 1
+        last_submitted = state.prefetched_batches.stop - 1
         last_to_submit = max(self._last_to_submit(batch, total, M, prefetch), last_submitted)
         to_generate = range(last_submitted + 1, last_to_submit + 1)
         return SyncDecision(batch, self._reason_to_sync(state, M), to_generate)

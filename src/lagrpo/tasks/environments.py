@@ -73,7 +73,9 @@ def run_turn(make: Make, state: bytes | None, prompt: Any, key: Any, text: str |
         environment = pickle.loads(state)
     else:
         environment = make()
-        task_prompt = replace(prompt, messages=prompt.asked or prompt.messages, asked=())
+        task_prompt = replace(
+            prompt, messages=prompt.task_messages or prompt.messages, task_messages=()
+        )
         opening = _to_json(environment.reset(task_prompt, key))
         if text is None:
             return StepResult(opening), b""

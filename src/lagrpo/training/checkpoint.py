@@ -113,7 +113,7 @@ def save_checkpoint(
     if finish and components.samples_here:
         with ranks.sync_interrupts():
             components.prefetcher.finish()
-    waiting, announced_versions = components.prefetcher.waiting(loop.asked_ahead)
+    waiting, announced_versions = components.prefetcher.waiting(loop.prefetched_batches)
     rows = ranks.join(_rows_of_groups(waiting, policy_version))
 
     weights_by_version: dict[int, Mapping[str, Tensor]] = {}
@@ -176,7 +176,7 @@ def needs_alpha(components: TrainerComponents, loop: LoopState) -> bool:
     # As if the run went on after its last batch: it may be resumed with more batches.
     one_stage_more = components.settings.schedule.stage_length
     decision = components.next_sync(loop, further=one_stage_more)
-    is_missing_here = components.prefetcher.missing(loop.asked_ahead)
+    is_missing_here = components.prefetcher.has_missing(loop.prefetched_batches)
     is_missing = any(components.ranks.gather(is_missing_here))
     if loop.alpha < 0:  # no weights have been synced yet
         return False

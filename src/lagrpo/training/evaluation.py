@@ -384,8 +384,10 @@ def sampling_from_policy(components: TrainerComponents, state: LoopState) -> Ite
         yield
         return
     components.prefetcher.finish()
-    give_back = needs_alpha(components, state)
-    with evaluator.temporary_weights(policy.weights, policy.version, back=give_back):
+    restore_afterwards = needs_alpha(components, state)
+    with evaluator.temporary_weights(
+        policy.weights, policy.version, restore_afterwards=restore_afterwards
+    ):
         # The check remembers the weights that it saw. A copy of it does so here, so that the next
         # weight sync is compared with the last one.
         check_weight_sync = copy(components.check_weight_sync)

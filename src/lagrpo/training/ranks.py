@@ -309,12 +309,14 @@ class FirstRankSampler:
 
     @contextmanager
     def temporary_weights(
-        self, weights: Mapping[str, Tensor], version: int, back: bool
+        self, weights: Mapping[str, Tensor], version: int, restore_afterwards: bool
     ) -> Iterator[None]:
         whole = self._whole(weights)
         with ExitStack() as stack:
             self.ranks.on_rank0(
-                lambda: stack.enter_context(self.engine.temporary_weights(whole, version, back))
+                lambda: stack.enter_context(
+                    self.engine.temporary_weights(whole, version, restore_afterwards)
+                )
             )
             yield
 

@@ -105,7 +105,9 @@ def deterministic(model: Model) -> Iterator[None]:
     warned_only = torch.is_deterministic_algorithms_warn_only_enabled()
     filled_before = torch.utils.deterministic.fill_uninitialized_memory  # pyright: ignore
     if model.device.type == "cuda":
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # PyTorch asks for it
+        # PyTorch asks for this variable. It stays set: workspaces that cuBLAS makes later should
+        # have the same size.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore
         is_known = model.config.get_text_config().model_type in FAMILIES
         torch.use_deterministic_algorithms(True, warn_only=not is_known)
@@ -346,7 +348,7 @@ class Trainer:
             self._keep_gradient(gradients)
         self.masters.zero_grads()
         self.masters.write_back()
-        self.policy.weights.version += 1
+        self.policy.advance()
         return metrics | {"lr": rate}
 
     def _gradient_cosine(self) -> dict[str, float]:

@@ -34,15 +34,15 @@ class Difference(NamedTuple):
     """A value in a run's files that its replay contradicts."""
 
     check: str
-    what: str
+    name: str
     where: str
     expected: Any
-    found: Any
+    recorded: Any
 
     def __str__(self) -> str:
-        found = one_line(repr(self.found), 120)
+        recorded = one_line(repr(self.recorded), 120)
         expected = one_line(repr(self.expected), 120)
-        return f"{self.where}: {self.what} is {found}, the replay gives {expected}"
+        return f"{self.where}: {self.name} is {recorded}, the replay gives {expected}"
 
 
 @dataclass(slots=True)
