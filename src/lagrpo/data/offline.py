@@ -23,7 +23,8 @@ from lagrpo.model.chat import Replies
 from lagrpo.model.model import Policy
 from lagrpo.runs.reading import completion_files
 from lagrpo.tasks import Messages, build_messages, is_padded, order_prompts, plain_message
-from lagrpo.tasks.data import Row, format_of, parse_messages, plain, read_rows
+from lagrpo.tasks.columns import parse_messages, plain
+from lagrpo.tasks.files import Row, format_of, read_rows
 from lagrpo.types import Completion, Group, Outcome, OutcomeKind, Prompt
 
 UNKNOWN_VERSION = -1

@@ -17,7 +17,8 @@ from typing import Any
 
 from lagrpo.rewards.reward import UnscorableError, accept_any
 from lagrpo.tasks import RowTask
-from lagrpo.tasks.data import load_rows, plain, text_of
+from lagrpo.tasks.columns import plain, text_of
+from lagrpo.tasks.data import load_rows
 from lagrpo.tasks.numbers import (
     Numeral,
     agree,

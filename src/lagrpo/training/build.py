@@ -43,7 +43,7 @@ from lagrpo.rollout.vllm.server import StartedServer, open_servers
 from lagrpo.settings.schema import Settings
 from lagrpo.settings.sections import ModelSettings
 from lagrpo.tasks import Task, complete_task, drop_overlong, load_task
-from lagrpo.tasks.data import Row
+from lagrpo.tasks.files import Row
 from lagrpo.training import fsdp
 from lagrpo.training.checks import chat_template, offline_prompts
 from lagrpo.training.ranks import FirstRankSampler, Ranks

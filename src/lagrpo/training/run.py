@@ -87,14 +87,7 @@ def train(
     `callbacks`. Raises SettingsError for input that cannot be run, TypeError for arguments of a
     wrong type, and an error of FAILURES if the run fails.
     """
-    if task is not None and not isinstance(task, Task):
-        raise TypeError(f"task: {task!r:.80} {NOT_A_TASK}")
-    for callback in callbacks:
-        if not isinstance(callback, Callback):
-            raise TypeError(
-                f"callbacks: {callback!r:.80} is not an instance of a class "
-                "that inherits lagrpo.Callback"
-            )
+    check_types(task, callbacks)
     device = pick_device().type
     checks.check_ranks(device)
     resume_from = None if resume is None else os.fspath(resume)
@@ -135,6 +128,18 @@ def train(
         if ranks.size == 1:
             return run_this_rank()
         return run_recorded(run_this_rank)
+
+
+def check_types(task: Task | None, callbacks: Sequence[Callback]) -> None:
+    """Raises TypeError for an object that is not a Task or not a Callback."""
+    if task is not None and not isinstance(task, Task):
+        raise TypeError(f"task: {task!r:.80} {NOT_A_TASK}")
+    for callback in callbacks:
+        if not isinstance(callback, Callback):
+            raise TypeError(
+                f"callbacks: {callback!r:.80} is not an instance of a class "
+                "that inherits lagrpo.Callback"
+            )
 
 
 def run_recorded(run_this_rank: Callable[[], Result]) -> Result:
