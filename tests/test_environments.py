@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import talkers
+from scoring import reward_of
 from test_tasks import task_settings
 
 from lagrpo.rewards.pool import WorkerPool
@@ -76,7 +77,7 @@ def test_guess_number_is_a_task_with_an_environment():
         .messages[0]["content"]
         .startswith("I think of a whole number from 1 to 20.")
     )
-    assert (task.reward("7", 7), task.reward("8", 7)) == (1.0, 0.0)
+    assert (reward_of(task, "7", 7), reward_of(task, "8", 7)) == (1.0, 0.0)
 
 
 def test_guess_number_is_solved_by_bisection():

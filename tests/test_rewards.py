@@ -11,7 +11,7 @@ import pytest
 import sample_rewards
 from rich.console import Console
 from running import tiny_settings
-from scoring import QUESTION, make_completion, make_group, score
+from scoring import QUESTION, make_completion, make_group, reward_of, score
 
 from lagrpo.errors import SettingsError
 from lagrpo.rewards.builtin import exact, format, length
@@ -399,7 +399,7 @@ def test_one_entry_of_weight_one_or_a_closure_trains_as_a_single_reward(settings
     own = load_task(load_settings({"task": single}).task, 0)
     assert isinstance(own, RowTask)
     here = RowTask(
-        own.name, own.rows, own.ask, lambda completion, answer: own.reward(completion, answer)
+        own.name, own.rows, own.ask, lambda completion, answer: reward_of(own, completion, answer)
     )
     listed = single | {"rewards": [{"name": "only", "reward": "task"}]}
     found = []

@@ -242,6 +242,7 @@ def test_v_batches_from_one_alpha_equal_v_mini_batches_of_one_larger_batch():
             b: [request(10 * b + n, "y" * (n + b), b, policy=policy) for n in range(2)]
             for b in range(1, v + 1)
         }
+        parts: dict[int, list[Group]] = {}
         if together:
             everything = list(sampler.sample([r for b in wanted for r in wanted[b]], 5))
             parts = {

@@ -123,7 +123,9 @@ MINIMUM = {
 """The smallest value of a number, by the last part of its path or by all of it."""
 
 
-def resolve(recipe: str | Recipe | Callable, overrides: Mapping[str, Any] | None = None) -> Recipe:
+def resolve(
+    recipe: str | Recipe | Callable[..., Any], overrides: Mapping[str, Any] | None = None
+) -> Recipe:
     """A recipe with some knobs replaced.
 
     recipe     a name of the table; "package.module:name" or the object itself: a Recipe, or a surrogate, whose recipe
@@ -143,7 +145,7 @@ def resolve(recipe: str | Recipe | Callable, overrides: Mapping[str, Any] | None
     return resolved
 
 
-def _find_recipe(recipe: str | Recipe | Callable) -> Recipe:
+def _find_recipe(recipe: str | Recipe | Callable[..., Any]) -> Recipe:
     found: Any = recipe
     if isinstance(recipe, str):
         found = load_reference(recipe) if is_reference(recipe) else _look_up("recipe", recipe, ROWS)

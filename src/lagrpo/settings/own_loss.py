@@ -23,7 +23,7 @@ from lagrpo.settings.schema import Settings
 FOLDER = "loss"
 
 
-def name_loss(loss: str | Recipe | Callable) -> str:
+def name_loss(loss: str | Recipe | Callable[..., Any]) -> str:
     """Returns the name of a loss in the settings: "module:name" for a loss that is given in Python.
 
     A script is a module by the name of its file. A function that no module has, such as a lambda,
@@ -60,7 +60,7 @@ def _importable(reference: str) -> str:
     return reference
 
 
-def own_functions(recipe: Recipe) -> list[Callable]:
+def own_functions(recipe: Recipe) -> list[Callable[..., Any]]:
     """Returns the functions of a recipe from outside lagrpo."""
     return [function for function in recipe.functions if ":" in function_name(function)]
 

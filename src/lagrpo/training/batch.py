@@ -5,6 +5,8 @@ all equal) leaves the objective before any forward pass. Weights carry the norma
 batch.
 """
 
+# Some methods of PyTorch have no types.
+# pyright: reportUnknownMemberType=false
 from __future__ import annotations
 
 import sys
@@ -20,6 +22,7 @@ from lagrpo.core.objective import Recipe
 from lagrpo.model.model import Packed
 from lagrpo.rng import uniforms
 from lagrpo.training.ranks import Ranks
+from lagrpo.training.tensors import to_ints
 from lagrpo.types import Completion, Group, OutcomeKind
 
 
@@ -252,7 +255,7 @@ def _cost(batch: Batch, piece: list[int]) -> int:
 def _pieces(batch: Batch, wanted_C: Tensor, tokens: int) -> list[list[int]]:
     """Returns runs of completions of one group, each within the budget if that is possible."""
     pieces: list[list[int]] = []
-    for c in wanted_C.nonzero().flatten().tolist():
+    for c in to_ints(wanted_C.nonzero().flatten()):
         last = pieces[-1] if pieces else None
         if last is None:
             pieces.append([c])
@@ -270,7 +273,7 @@ def _pack(
 ) -> MicroBatch:
     members = [c for piece in pieces for c in piece]
     completions = [batch.completion(c) for c in members]
-    groups = []
+    groups: list[tuple[tuple[int, ...], list[Tensor]]] = []
     for piece in pieces:
         prompt = batch.groups[batch.member_C[piece[0]][0]].prompt
         groups.append((prompt.token_ids, [batch.completion(c).token_ids for c in piece]))

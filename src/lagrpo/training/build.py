@@ -6,7 +6,7 @@ The data comes first, then the model: errors that are cheap to find come first.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -256,7 +256,7 @@ def set_up_tasks(
 
     `undo` ends the workers and environments. Raises SettingsError.
     """
-    setups = {}
+    setups: dict[str, TaskSetup] = {}
     sampling = settings.rollout
     sampled_prompts = settings.schedule.prompts_per_batch - offline_prompts(settings)
     for name, task in tasks.items():
@@ -411,7 +411,7 @@ def lora_of(model: ModelSettings, seed: int = 0) -> Lora | None:
 
 
 @contextmanager
-def loading(model: ModelSettings) -> Iterator[None]:
+def loading(model: ModelSettings) -> Generator[None]:
     """Turns errors in the body, which reads a model, into a SettingsError, and lets transformers
     print only errors."""
     try:

@@ -18,13 +18,20 @@ Row = Mapping[str, Any]
 Status = Literal["finished", "interrupted", "failed"]
 PROJECT = "lagrpo"  # project or experiment of the runs, unless the tracker's environment variable names one
 TABLE = "completion_texts"  # name of the table of completions; `completions` is a metric
-COLUMNS = ("prompt_id", "sample_index", "prompt_text", "completion", "reward", "outcome", "reason")
-COLUMNS += (
+COLUMNS = (
+    "prompt_id",
+    "sample_index",
+    "prompt_text",
+    "completion",
+    "reward",
+    "outcome",
+    "reason",
     "advantage",
     "excluded_reason",
     "staleness",
     "finished",
-)  # the columns of the rollouts that trackers get
+)
+"""The columns of the rollouts that trackers get."""
 
 
 class Callback:
@@ -145,16 +152,14 @@ class Wandb:
     table_options: Mapping[str, Any] = {"allow_mixed_types": True}
 
     def __init__(self, path: Path, run_id: str, config: Row, batch: int) -> None:
-        import wandb  # pyright: ignore[reportMissingImports]
-
         hidden = dict.fromkeys(
             ("disable_code", "disable_git", "disable_job_creation", "x_disable_meta"), True
         )
-        self.package: Any = wandb
-        self.run: Any = wandb.init(
+        self.package: Any = importlib.import_module("wandb")
+        self.run: Any = self.package.init(
             id=run_id,
             resume="allow" if batch else None,
-            settings=wandb.Settings(silent=True, console="off", **hidden),
+            settings=self.package.Settings(silent=True, console="off", **hidden),
             project=os.environ.get("WANDB_PROJECT") or PROJECT,
             name=os.environ.get("WANDB_NAME") or path.name,
             dir=os.environ.get("WANDB_DIR") or str(path),
@@ -183,15 +188,13 @@ class Trackio(Wandb):
     table_options: Mapping[str, Any] = {}
 
     def __init__(self, path: Path, run_id: str, config: Row, batch: int) -> None:
-        import trackio  # pyright: ignore[reportMissingImports]
-
-        project, resume = (
+        self.package: Any = importlib.import_module("trackio")
+        self.run: Any = self.package.init(
             os.environ.get("TRACKIO_PROJECT") or PROJECT,
-            "allow" if batch else "never",
-        )
-        self.package: Any = trackio
-        self.run: Any = trackio.init(
-            project, name=path.name, config=dict(config), resume=resume, embed=False
+            name=path.name,
+            config=dict(config),
+            resume="allow" if batch else "never",
+            embed=False,
         )
 
     def log(self, batch: int, values: Mapping[str, Any]) -> None:

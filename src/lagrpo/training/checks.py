@@ -39,7 +39,7 @@ def check_settings(
     settings: Settings,
     task: Task | None = None,
     resume: str | None = None,
-    loss: str | Recipe | Callable | None = None,
+    loss: str | Recipe | Callable[..., Any] | None = None,
 ) -> Recipe:
     """The resolved recipe of settings that can be run; `task` replaces settings.task, and `loss` settings.loss.recipe.
     Raises SettingsError."""
@@ -62,7 +62,7 @@ def check_settings(
     return check_loss(settings, loss)
 
 
-def check_loss(settings: Settings, loss: str | Recipe | Callable | None = None) -> Recipe:
+def check_loss(settings: Settings, loss: str | Recipe | Callable[..., Any] | None = None) -> Recipe:
     """The resolved recipe of the settings. Raises SettingsError for one that cannot be computed, or
     of which a part never acts in this run."""
     from lagrpo.core.recipes import inert_over_pi_k, resolve  # loads torch
@@ -293,7 +293,10 @@ def _is_moved(
 
 
 def in_memory_arguments(
-    task: Any, data: Any, rewards: Sequence[Any] | None, loss: str | Recipe | Callable | None
+    task: Any,
+    data: Any,
+    rewards: Sequence[Any] | None,
+    loss: str | Recipe | Callable[..., Any] | None,
 ) -> list[str]:
     """The arguments of `lagrpo.train` that settings cannot hold: a run needs them again when it is resumed."""
     in_memory = data is not None and not isinstance(data, str | os.PathLike)
@@ -307,13 +310,15 @@ def in_memory_arguments(
     return [name for name, is_needed in needed.items() if is_needed]
 
 
-def name_function(function: Any) -> str:
+def name_function(function: object) -> str:
     """The name of a function, or of an object's class, as "module:function"."""
-    kind = function if hasattr(function, "__qualname__") else type(function)
-    return f"{kind.__module__}:{kind.__qualname__}"
+    name = getattr(function, "__qualname__", None)
+    if name is not None:
+        return f"{function.__module__}:{name}"
+    return f"{type(function).__module__}:{type(function).__qualname__}"
 
 
-def is_loadable_loss(loss: str | Recipe | Callable) -> bool:
+def is_loadable_loss(loss: str | Recipe | Callable[..., Any]) -> bool:
     """True if `lagrpo train` finds the loss by the name that the settings have. A script is a module there."""
     if isinstance(loss, str):
         return True
@@ -351,8 +356,11 @@ def check_arguments(settings: Settings, resume: str | None, given: Sequence[str]
     """Raise SettingsError if a resumed run lacks arguments that it was started with in Python."""
     with as_settings_error("--resume"):
         run = find_run(settings, resume)
-        needed = read_environment(run).get("arguments", []) if run is not None else []
-    if run is not None and (missing := [name for name in needed if name not in given]):
+        needed: list[str] = []
+        if run is not None:
+            needed = read_environment(run).get("arguments", [])
+    missing = [name for name in needed if name not in given]
+    if run is not None and missing:
         raise SettingsError(
             f"{run} was started from Python with {' and '.join(missing)} that its settings cannot hold: "
             f"resume it by {resume_call(run, needed)}"
@@ -369,7 +377,7 @@ def as_settings(
     model: Any,
     data: Any,
     rewards: Sequence[Any] | None,
-    loss: str | Recipe | Callable | None = None,
+    loss: str | Recipe | Callable[..., Any] | None = None,
 ) -> dict[str, Any]:
     """The settings of these arguments, as far as they are settings."""
     found: dict[str, Any] = {} if model is None else {"model.path": os.fspath(model)}
@@ -415,7 +423,7 @@ def name_rewards(settings: Settings, task: Task | None) -> Settings:
         or not Rewards.from_reward(task.reward).names
     ):
         return settings
-    entries = []
+    entries: list[RewardSettings] = []
     for each in Rewards.from_reward(task.reward).parts:
         where = name_function(each.function)
         entries.append(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
@@ -130,7 +130,7 @@ def _summarize(records: list[dict[str, Any]], eval_set: EvalSet) -> dict[str, An
 
 def _mean_over_prompts(rewards: Sequence[Sequence[float | None]]) -> float | None:
     """Returns the mean over prompts of the mean over each prompt's rewards, leaving out None."""
-    means = []
+    means: list[float] = []
     for rewards_of_prompt in rewards:
         known = [reward for reward in rewards_of_prompt if reward is not None]
         if known:
@@ -253,7 +253,7 @@ class Evaluations:
         more batches. Raises ValueError for damaged files, by name.
         """
         total = self.components.settings.schedule.batches
-        finished = {}
+        finished: dict[str, Evaluation] = {}
         for summary in load_evaluations(run):
             name = summary.pop("name")
             step = summary["step"]
@@ -269,7 +269,7 @@ class Evaluations:
         """Returns the sets that are due after a batch, or before or after training, by the names of
         their files."""
         is_between = 0 < batch < self.components.settings.schedule.batches
-        due = {}
+        due: dict[str, EvalSet] = {}
         for eval_set in self.sets:
             is_its_batch = is_between and eval_set.every and batch % eval_set.every == 0
             name = evaluation_name(batch, eval_set.name, moment)
@@ -329,7 +329,7 @@ class Evaluations:
         if value is None:
             return None
         file = run.path / "weights" / "best" / BEST
-        earlier = json.loads(file.read_bytes()) if file.exists() else {}
+        earlier: dict[str, Any] = json.loads(file.read_bytes()) if file.exists() else {}
         # A resumed run evaluates some batches again: their weights are written again.
         is_earlier_better = (
             earlier.get("best") == best_metric
@@ -372,7 +372,7 @@ def build_eval_set(
 
 
 @contextmanager
-def sampling_from_policy(components: TrainerComponents, state: LoopState) -> Iterator[None]:
+def sampling_from_policy(components: TrainerComponents, state: LoopState) -> Generator[None]:
     """Lets the evaluator sample from π while the body runs. Collective.
 
     vLLM servers have α. They get π, checked as after any weight sync, and then get α back if α is

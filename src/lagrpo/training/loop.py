@@ -69,7 +69,7 @@ def train_loop(
             batch = assemble_batch(components, groups, b)  # 12-13   A_α, weights
             rows = trainer.pack(batch, components.settings.optimizer.micro_batch_tokens)
         rows_left_out = score_left_out(components, clock, batch)  # while the policy is still π_k
-        updates = []
+        updates: list[dict[str, float]] = []
         with clock.measure(Phase.LEARNING):
             for _ in range(schedule.num_iterations):  # 14
                 rows, metrics = trainer.step(rows, batch.in_objective)  # 15   Eq. 7 or 8

@@ -21,6 +21,7 @@ from lagrpo.core.kl import ess, prefers_bounded, tv_terms
 from lagrpo.core.ratios import limit
 from lagrpo.training.batch import Batch, MicroBatch, has_zero_variance
 from lagrpo.training.step import Clock, Phase, Step
+from lagrpo.training.tensors import to_ints
 from lagrpo.types import Completion, ExcludedReason, OutcomeKind, Range
 
 Metrics = dict[str, float | None]
@@ -160,7 +161,7 @@ def _token_metrics(step: Step) -> Metrics:
         metrics["entropy"] = first["entropy"] / first["tokens_entropy"]
     if first.get("tokens"):
         metrics["kl"] = first["kl_ref"] / first["tokens"]
-    known = []  # log ρ of each completion with a known log α, float64 [t]
+    known: list[Tensor] = []  # log ρ of each completion with a known log α, float64 [t]
     for c, logp_k_T in step.logp_k.items():
         if step.batch.weight_C[c] != 0:
             log_rho_T = log_ratio(step.batch, c, logp_k_T)
@@ -259,7 +260,7 @@ def estimate_improvement(batch: Batch, log_ratio_C: Tensor, reward_range: Range)
     the range, or no group is known.
     """
     low, high = reward_range
-    gains = []
+    gains: list[float] = []
     for members, rewards in _members_of_groups(batch):
         log_ratios = log_ratio_C[members]
         if len(members) < 2 or bool(log_ratios.isnan().any()):
@@ -291,7 +292,7 @@ def by_completion(rows: Sequence[MicroBatch], name: str) -> dict[int, Tensor]:
         values_T = getattr(micro, name)
         if values_T is None:
             continue
-        lengths = micro.completion_T.bincount(minlength=len(micro.members)).tolist()
+        lengths = to_ints(micro.completion_T.bincount(minlength=len(micro.members)))
         values_by_member = values_T.float().cpu().split(lengths)
         values |= dict(zip(micro.members, values_by_member, strict=True))
     return values

@@ -6,6 +6,8 @@ rows, and rank 0 writes the files. With vLLM, rank 0 talks to the servers and sc
 raises ends, and torchrun stops the others.
 """
 
+# Some methods of PyTorch have no types.
+# pyright: reportUnknownMemberType=false
 from __future__ import annotations
 
 import logging
@@ -14,7 +16,7 @@ import socket
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -106,7 +108,7 @@ class Ranks:
         }
 
     @contextmanager
-    def sync_interrupts(self) -> Iterator[None]:
+    def sync_interrupts(self) -> Generator[None]:
         """Raises Interrupted on all ranks after the body if a signal has interrupted the body on
         one of them. Collective."""
         signum = None
@@ -122,7 +124,7 @@ class Ranks:
 
 
 @contextmanager
-def joined(device: str, shard_layers: bool) -> Iterator[Ranks]:
+def joined(device: str, shard_layers: bool) -> Generator[Ranks]:
     """Connects the processes that torchrun started while the body runs; `shard_layers` for FSDP2.
 
     Raises ConnectionError and TimeoutError if they do not find each other.
@@ -310,7 +312,7 @@ class FirstRankSampler:
     @contextmanager
     def temporary_weights(
         self, weights: Mapping[str, Tensor], version: int, restore_afterwards: bool
-    ) -> Iterator[None]:
+    ) -> Generator[None]:
         whole = self._whole(weights)
         with ExitStack() as stack:
             self.ranks.on_rank0(

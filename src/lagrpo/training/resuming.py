@@ -181,7 +181,9 @@ def resume_run(
     """
     checkpoint = earlier.checkpoint
     moved = _find_moved(earlier.environment, environment)
-    sources = earlier.environment.get("sources", {}) if checkpoint is not None else {}
+    sources: Mapping[str, str | None] = {}
+    if checkpoint is not None:
+        sources = earlier.environment.get("sources", {})
     code = find_changed_sources(sources, environment["sources"])
 
     loop = None

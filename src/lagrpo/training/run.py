@@ -61,7 +61,7 @@ def train(
     model: str | os.PathLike[str] | None = None,
     data: Any = None,
     rewards: Sequence[Any] | None = None,
-    loss: str | Recipe | Callable | None = None,
+    loss: str | Recipe | Callable[..., Any] | None = None,
     settings: Mapping[str, Any] | None = None,
     resume: str | os.PathLike[str] | None = None,
 ) -> Result:
@@ -97,7 +97,7 @@ def train(
     if not isinstance(source, Settings):
         changes = {**checks.as_settings(model, data, rewards, loss), **(settings or {})}
         source = load_settings(source, changes, resume_from)
-    arguments = {"task": task, "data": data, "rewards": rewards, "loss": loss}
+    arguments: dict[str, object] = {"task": task, "data": data, "rewards": rewards, "loss": loss}
     passed_names = [name for name, argument in arguments.items() if argument is not None]
     checks.check_arguments(source, resume_from, passed_names)
     resume_arguments = checks.in_memory_arguments(task, data, rewards, loss)
@@ -130,7 +130,7 @@ def train(
         return run_recorded(run_this_rank)
 
 
-def check_types(task: Task | None, callbacks: Sequence[Callback]) -> None:
+def check_types(task: object, callbacks: Sequence[object]) -> None:
     """Raises TypeError for an object that is not a Task or not a Callback."""
     if task is not None and not isinstance(task, Task):
         raise TypeError(f"task: {task!r:.80} {NOT_A_TASK}")
@@ -171,7 +171,7 @@ def run_rank(
     ):
         earlier = None
         started = None
-        recorded_places = {}
+        recorded_places: Mapping[str, Any] = {}
         if directory is not None:
             earlier = ranks.on_rank0(lambda: ResumeState.find(directory, settings))
             started = earlier.started

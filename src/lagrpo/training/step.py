@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -51,7 +51,7 @@ class Clock:
         self._started = time.perf_counter() - earlier_seconds
 
     @contextmanager
-    def measure(self, phase: Phase) -> Iterator[None]:
+    def measure(self, phase: Phase) -> Generator[None]:
         """Adds the time that the body takes to a phase, unless the body raises."""
         started = time.perf_counter()
         yield

@@ -9,12 +9,14 @@ passes: a rank with fewer rows makes idle passes. Methods that say "Collective" 
 all ranks, in the same order.
 """
 
+# Some methods of PyTorch have no types.
+# pyright: reportUnknownMemberType=false
 from __future__ import annotations
 
 import math
 import os
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -41,6 +43,7 @@ from lagrpo.training.master_weights import (
     to_host,
 )
 from lagrpo.training.ranks import Ranks, add_up
+from lagrpo.training.tensors import to_floats
 
 PREVIOUS_GRADIENT = "previous_gradient"
 
@@ -95,7 +98,7 @@ class Optimization:
 
 
 @contextmanager
-def deterministic(model: Model) -> Iterator[None]:
+def deterministic(model: Model) -> Generator[None]:
     """Makes a GPU add up gradients in a fixed order, as a CPU does, so that a run can be resumed
     bit for bit.
 
@@ -278,7 +281,7 @@ class Trainer:
             return {}
         entropies: list[Tensor] = []
         logps = self.compute_logprobs(rows, entropies=entropies)
-        inputs = []
+        inputs: list[LossInputs] = []
         for row, logp_T, entropy_T in zip(rows, logps, entropies, strict=True):
             if row.entropy_T is None:  # the first update on the batch: the policy is π_k
                 row = replace(row, entropy_T=entropy_T)
@@ -365,7 +368,7 @@ class Trainer:
                 new = master.grad.double().flatten()
                 old = previous.to(new.device).double().flatten()
                 products += torch.stack([new @ old, new @ new, old @ old]).cpu()
-        products_by_rank = torch.tensor(self.ranks.gather(products.tolist()), dtype=torch.float64)
+        products_by_rank = torch.tensor(self.ranks.gather(to_floats(products)), dtype=torch.float64)
         dot, new_square, old_square = products_by_rank.sum(dim=0)
         if old_square == 0 or new_square == 0:
             return {}
@@ -400,7 +403,7 @@ class Trainer:
         """
         policy = self.policy if by is None else by
         passes = self._count_passes(rows)
-        logps = []
+        logps: list[Tensor] = []
         for row in rows:
             if entropies is None:
                 logps.append(policy.logp(row.packed))
@@ -514,7 +517,7 @@ def _sums(x: LossInputs, derivative: Derivative) -> dict[str, float]:
     }
     # One copy from a GPU instead of one for each sum.
     values = torch.stack([value.to(x.logp.device, torch.float64) for value in sums.values()])
-    return dict(zip(sums, values.tolist(), strict=True))
+    return dict(zip(sums, to_floats(values), strict=True))
 
 
 def _all_of_completion(is_true_T: Tensor, completion_T: Tensor, completions: int) -> Tensor:
@@ -529,7 +532,7 @@ def _completion_log_ratios(x: LossInputs) -> list[float]:
     assert x.rollout_logp is not None
     zeros_C = x.logp.new_zeros(len(x.advantages), dtype=torch.float64)
     log_ratio_T = (x.logp - x.rollout_logp).double()
-    return zeros_C.index_add(0, x.completion, log_ratio_T).tolist()
+    return to_floats(zeros_C.index_add(0, x.completion, log_ratio_T))
 
 
 def _ess_share(log_ratios: Sequence[float]) -> float:

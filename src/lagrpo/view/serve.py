@@ -155,14 +155,19 @@ class Server(ThreadingHTTPServer):
 class Handler(BaseHTTPRequestHandler):
     """The answer to one request."""
 
-    server: Server
     timeout = 30
     """seconds for a request to arrive"""
 
+    @property
+    def view_server(self) -> Server:
+        """The server of the page, under its own type."""
+        assert isinstance(self.server, Server)
+        return self.server
+
     def do_GET(self) -> None:
         url = urlsplit(self.path)
-        paths = self.server.paths
-        if self.headers.get("Host") not in self.server.hosts:
+        paths = self.view_server.paths
+        if self.headers.get("Host") not in self.view_server.hosts:
             message = b"this server answers at 127.0.0.1 only\n"
             self._answer(HTTPStatus.FORBIDDEN, "text/plain", message)
             return
@@ -174,7 +179,7 @@ class Handler(BaseHTTPRequestHandler):
             self._answer(HTTPStatus.NO_CONTENT)
             return
         try:
-            packed = self.server.collect()
+            packed = self.view_server.collect()
         except (OSError, ValueError) as error:
             message = one_line(str(error)).encode(errors="replace")
             self._answer(HTTPStatus.SERVICE_UNAVAILABLE, "text/plain; charset=utf-8", message)
