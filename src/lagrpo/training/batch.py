@@ -94,8 +94,10 @@ def assemble(groups: Sequence[Group], recipe: Recipe, max_tokens: int, seed: int
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Whole completions packed into one row, with everything that the objective reads besides log π:
-    flat over their sampled tokens [T] and per completion [C]."""
+    """Whole completions packed into one row, with all that the objective reads but log π.
+
+    Tensors are flat over the sampled tokens [T], or per completion [C].
+    """
 
     packed: Packed
     members: tuple[int, ...]
@@ -172,8 +174,10 @@ def left_out(
     skip_zero_advantage: bool = False,
     ranks: Ranks | None = None,
 ) -> list[MicroBatch]:
-    """Returns the scored completions with a known log α that `micro_batches` leaves out, packed, for
-    metrics."""
+    """Returns the scored completions that `micro_batches` leaves out, packed, for metrics.
+
+    Completions without a known log α are not among them.
+    """
     return _pack_rows(
         batch,
         batch.has_logp_alpha() & ~_computed(batch, skip_zero_advantage),
@@ -215,8 +219,9 @@ def _pack_rows(
 
 
 def balanced(costs: Sequence[int], budget: int, ranks: int = 1) -> list[list[int]]:
-    """Distributes items over few rows of at most `budget` and about the same cost. Returns the rows
-    as lists of indices.
+    """Distributes items over few rows of at most `budget` and about the same cost.
+
+    Returns the rows as lists of indices.
 
     An item beyond the budget has a row to itself. First fit decides the number of rows, rounded up
     to a multiple of `ranks`. Then each item goes, largest first, into the row that has least; if
@@ -246,8 +251,10 @@ def balanced(costs: Sequence[int], budget: int, ranks: int = 1) -> list[list[int
 
 
 def _cost(batch: Batch, piece: list[int]) -> int:
-    """Returns the tokens of a piece that go through the model: its prompt once, and its completions
-    without their last token."""
+    """Returns the number of tokens of a piece that go through the model.
+
+    These are its prompt once, and its completions without their last token.
+    """
     prompt = batch.groups[batch.member_C[piece[0]][0]].prompt
     return len(prompt.token_ids) + sum(len(batch.completion(c).token_ids) - 1 for c in piece)
 

@@ -56,8 +56,7 @@ Engine = LocalSampler | VllmEngine | FirstRankSampler
 
 @dataclass(frozen=True, slots=True)
 class TaskSetup:
-    """A task as a run uses it: its prompts, the workers that score its completions, and its
-    environments, if it has any."""
+    """A task as a run uses it: with its prompts, reward workers and environments."""
 
     task: Task
     prompts: PromptSource
@@ -178,8 +177,10 @@ class TrainerComponents:
         return isinstance(self.sampler, LocalSampler)
 
     def next_sync(self, state: LoopState, further: int = 0) -> SyncDecision:
-        """Returns the decision of the schedule for the batch after `state`, if the run has
-        `further` batches."""
+        """Returns the decision of the schedule for the batch after `state`.
+
+        `further` batches are added to those of the settings.
+        """
         settings = self.settings.schedule
         # With dynamic sampling `every(v)` submits batches one by one.
         prefetch = not self.settings.rollout.dynamic_sampling_rounds
@@ -194,7 +195,9 @@ class TrainerComponents:
 
     def gather_policy(self) -> Callable[[Path], None]:
         """Returns a function that writes π as it is now into a directory: a model, or its adapter.
-        Rank 0 calls it. Collective."""
+
+        Rank 0 calls it. Collective.
+        """
         policy = self.trainer.policy
         skeleton = self.skeleton
         if skeleton is None:
@@ -230,8 +233,7 @@ class TrainerComponents:
 
 
 def load_tasks(settings: Settings, task: Task | None = None) -> dict[str, Task]:
-    """Returns the run's task, as MAIN_TASK, and the tasks of evaluation sets that have another one,
-    by the set's name.
+    """Returns the run's task, as MAIN_TASK, and other tasks of evaluation sets, by the set's name.
 
     A `task` replaces settings.task. Raises SettingsError.
     """
@@ -367,8 +369,10 @@ def check_logp(recipe: Recipe, known: bool) -> None:
 
 
 def build_policy(model: ModelSettings, tau: float, longest: int, seed: int = 0) -> Policy:
-    """Returns the policy at temperature tau, for sequences of `longest` tokens; `seed` keys the
-    start of adapters. Raises SettingsError."""
+    """Returns the policy at temperature tau, for sequences of `longest` tokens.
+
+    `seed` keys the start of adapters. Raises SettingsError.
+    """
     device = pick_device()
     dtype = getattr(torch, pick_dtype(model.dtype, device)[0])
     with as_settings_error("LAGRPO_KERNELS", NoKernels):
@@ -412,8 +416,10 @@ def lora_of(model: ModelSettings, seed: int = 0) -> Lora | None:
 
 @contextmanager
 def loading(model: ModelSettings) -> Generator[None]:
-    """Turns errors in the body, which reads a model, into a SettingsError, and lets transformers
-    print only errors."""
+    """Turns errors of the body, which reads a model, into a SettingsError.
+
+    transformers prints only errors meanwhile.
+    """
     try:
         with quiet():
             yield
@@ -492,8 +498,10 @@ def build_sampler(
 
 
 def build_evaluator(settings: Settings, policy: Policy, sampler: Engine, ranks: Ranks) -> Engine:
-    """Returns the engine that samples evaluations: the policy itself in this process, or the
-    servers. Call it before the trainer shards the policy."""
+    """Returns what samples evaluations: the policy itself in this process, or the servers.
+
+    Call it before the trainer shards the policy.
+    """
     if not isinstance(sampler, LocalSampler):
         return sampler
     seed = settings.run.seed

@@ -35,12 +35,17 @@ COLUMNS = (
 
 
 class Callback:
-    """Base class of callbacks: override the methods that you need. A run calls them in its main thread, on rank 0. An
-    exception ends the run after its batch."""
+    """Base class of callbacks: override the methods that you need.
+
+    A run calls them in its main thread, on rank 0. An exception ends the run after its batch.
+    """
 
     def on_start(self, settings: Row, environment: Row, batch: int) -> None:
-        """The run starts, or resumes after `batch` batches. `settings` has a mapping per section, with the name of the
-        run's directory in settings["run"]["name"]; `environment` is that of environment.json."""
+        """The run starts, or resumes after `batch` batches.
+
+        `settings` has a mapping per section, with the name of the run's directory in
+        settings["run"]["name"]; `environment` is that of environment.json.
+        """
 
     def on_batch(self, metrics: Row, rollouts: Sequence[Row]) -> None:
         """A batch is finished: its line of metrics.jsonl, and one row per completion (docs/run-files.md)."""
@@ -65,8 +70,10 @@ def check_installed(names: Iterable[str]) -> None:
 
 
 class Trackers(Callback):
-    """Logs to the named trackers, at most `completions` completions per batch. A tracker that raises is disabled with
-    one warning, and training continues."""
+    """Logs to the named trackers, at most `completions` completions per batch.
+
+    A tracker that raises is disabled with one warning, and training continues.
+    """
 
     def __init__(self, names: Sequence[str], completions: int) -> None:
         self.names, self.completions, self.active = names, completions, dict[str, Any]()
@@ -146,8 +153,10 @@ class TensorBoard:
 
 
 class Wandb:
-    """Weights & Biases, with its environment variables: WANDB_MODE, WANDB_PROJECT, WANDB_DIR and others. Charts are
-    over batches, because W&B's steps never go back. Code and git are not sent."""
+    """Weights & Biases, with its environment variables: WANDB_MODE, WANDB_PROJECT and others.
+
+    Charts are over batches, because W&B's steps never go back. Code and git are not sent.
+    """
 
     table_options: Mapping[str, Any] = {"allow_mixed_types": True}
 
@@ -182,8 +191,10 @@ class Wandb:
 
 
 class Trackio(Wandb):
-    """A local database in TRACKIO_DIR, or a Space of Hugging Face, TRACKIO_SPACE_ID. TRACKIO_PROJECT is the project. A
-    resumed run is found by its name."""
+    """A local database in TRACKIO_DIR, or a Space of Hugging Face, TRACKIO_SPACE_ID.
+
+    TRACKIO_PROJECT is the project. A resumed run is found by its name.
+    """
 
     table_options: Mapping[str, Any] = {}
 

@@ -41,8 +41,10 @@ def check_settings(
     resume: str | None = None,
     loss: str | Recipe | Callable[..., Any] | None = None,
 ) -> Recipe:
-    """The resolved recipe of settings that can be run; `task` replaces settings.task, and `loss` settings.loss.recipe.
-    Raises SettingsError."""
+    """Returns the resolved recipe of settings that can be run.
+
+    `task` replaces settings.task, and `loss` settings.loss.recipe. Raises SettingsError.
+    """
     check_evaluation(settings, task)
     for each in settings.eval.sets:
         if each.task is not None:
@@ -63,8 +65,10 @@ def check_settings(
 
 
 def check_loss(settings: Settings, loss: str | Recipe | Callable[..., Any] | None = None) -> Recipe:
-    """The resolved recipe of the settings. Raises SettingsError for one that cannot be computed, or
-    of which a part never acts in this run."""
+    """The resolved recipe of the settings.
+
+    Raises SettingsError for one that cannot be computed, or of which a part never acts in this run.
+    """
     from lagrpo.core.recipes import inert_over_pi_k, resolve  # loads torch
 
     with as_settings_error("loss"):
@@ -141,8 +145,10 @@ def check_run(settings: Settings, resume: str | None) -> None:
 
 
 def check_server_gpus(settings: Settings) -> None:
-    """Raise SettingsError if the server that the run starts gets a GPU that a rank of this host has. They may share one
-    if the server's share of the memory is set, but NCCL takes each GPU once."""
+    """Raises SettingsError if a server that the run starts gets a GPU that a rank of this host has.
+
+    They may share a GPU if the server's share of its memory is set, but NCCL takes each GPU once.
+    """
     from lagrpo.model.backend import pick_device
 
     vllm = settings.vllm
@@ -261,8 +267,11 @@ def find_changes(settings: Settings, run: Path) -> dict[str, tuple[Any, Any]]:
 
 
 def _may_change(name: str, settings: Settings, saved: Settings, run: Path) -> bool:
-    """More batches change nothing if the learning rate does not depend on their number, and neither does a reward
-    function that was moved to another module."""
+    """True if this setting may differ in a resumed run.
+
+    More batches change nothing if the learning rate does not depend on their number, and neither
+    does a reward function that was moved to another module.
+    """
     if name == "schedule.batches":
         more = settings.schedule.batches >= saved.schedule.batches
         return more and settings.optimizer.lr_scheduler_type == "constant"
@@ -395,8 +404,11 @@ def as_settings(
 
 
 def build_task(settings: Settings, data: Any, rewards: Sequence[Any] | None) -> Task | None:
-    """The task of data in memory (see `lagrpo.tasks.data`; a tenth is held out for testing) and of reward functions;
-    None if the settings say all. Raises ValueError for unfit rows and rewards."""
+    """Returns the task of data in memory and of reward functions; None if the settings say all.
+
+    A tenth of the data is held out for testing (`lagrpo.tasks.data`). Raises ValueError for unfit
+    rows and rewards.
+    """
     has_functions = not all(isinstance(each, str | dict) for each in rewards or ())
     in_memory = data is not None and not isinstance(data, str | os.PathLike)
     if not in_memory and not has_functions:

@@ -1,9 +1,11 @@
-"""Evaluations: pass@k of a policy on held-out prompts, with intervals for the mean over all prompts
-of their kind.
+"""Evaluations: pass@k of a policy on held-out prompts.
 
-A completion is correct if it reaches the maximum of the range of rewards. Random numbers have the
-same keys every time, so "before" and "after" differ in the policy only. `evaluate` makes one
-evaluation, `Evaluations` the evaluations of a run, `evaluate_model` the one of `lagrpo eval`.
+Intervals are for the mean over all prompts of their kind. A completion is correct if it reaches the
+maximum of the range of rewards. Random numbers have the same keys every time, so "before" and
+"after" differ in the policy only.
+
+`evaluate` makes one evaluation, `Evaluations` the evaluations of a run, `evaluate_model` the one of
+`lagrpo eval`.
 """
 
 from __future__ import annotations
@@ -266,8 +268,10 @@ class Evaluations:
         return finished
 
     def find_due(self, batch: int, moment: Moment = Moment.BETWEEN) -> dict[str, EvalSet]:
-        """Returns the sets that are due after a batch, or before or after training, by the names of
-        their files."""
+        """Returns the sets that are due, by the names of their files.
+
+        They are due after a batch, or before or after training.
+        """
         is_between = 0 < batch < self.components.settings.schedule.batches
         due: dict[str, EvalSet] = {}
         for eval_set in self.sets:
@@ -278,8 +282,10 @@ class Evaluations:
         return due
 
     def make(self, name: str, eval_set: EvalSet, batch: int) -> Evaluation:
-        """Evaluates the policy that the evaluator samples from, and compares it with the initial
-        policy. Collective."""
+        """Evaluates the policy, and compares it with the initial one.
+
+        It is the policy that the evaluator samples from. Collective.
+        """
         evaluation = evaluate(eval_set, self.components.evaluator, self.components.ranks)
         summary: dict[str, Any] = {
             "step": batch,
@@ -296,8 +302,10 @@ class Evaluations:
         return self.finished[name]
 
     def metrics(self, batch: int) -> dict[str, float | None]:
-        """Returns the metrics of each named set after `batch` batches, for the line of the next
-        batch. They are None if the set was not evaluated then."""
+        """Returns the metrics of each named set after `batch` batches, for the next batch's line.
+
+        They are None if the set was not evaluated then.
+        """
         moment = Moment.BEFORE if batch == 0 else Moment.BETWEEN
         metrics: dict[str, float | None] = {}
         for eval_set in self.sets:
@@ -318,8 +326,10 @@ class Evaluations:
         return None
 
     def find_best(self, run: Run, batch: int, moment: Moment) -> dict[str, Any] | None:
-        """Returns the facts for weights/best if the policy is the best so far by
-        `eval.best_metric`, or None."""
+        """Returns the facts for weights/best if the policy is the best so far, or None.
+
+        `eval.best_metric` says which metric decides.
+        """
         best_metric = self.components.settings.eval.best_metric
         if best_metric is None:
             return None
@@ -349,8 +359,10 @@ class Evaluations:
 def build_eval_set(
     settings: Settings, setup: TaskSetup, set_settings: EvalSetSettings, name: str = ""
 ) -> EvalSet:
-    """Returns the prompts of a set, and how completions are sampled. `name` keys its random
-    numbers."""
+    """Returns the prompts of a set, and how completions are sampled.
+
+    `name` keys its random numbers.
+    """
     defaults = settings.eval
     sampling = settings.rollout
     max_tokens = set_settings.max_completion_length or sampling.max_completion_length

@@ -87,8 +87,10 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def _rewards(completions: Sequence[Completion], names: Sequence[str]) -> Metrics:
-    """Returns mean and standard deviation of the reward, and the mean of each of several rewards,
-    unweighted, over the completions that it could score."""
+    """Returns mean and standard deviation of the reward, and the mean of each of several rewards.
+
+    These are unweighted, over the completions that the reward could score.
+    """
     rewards = torch.tensor(
         [c.reward for c in completions if c.reward is not None], dtype=torch.float64
     )
@@ -116,8 +118,10 @@ def _completions(completions: Sequence[Completion]) -> Metrics:
 
 
 def _staleness(completions: Sequence[Completion], version: int) -> Metrics:
-    """Returns metrics over all sampled tokens whose version is known: it is -1 in completions of a
-    file."""
+    """Returns metrics over all sampled tokens whose version is known.
+
+    The version is -1 in completions of a file.
+    """
     versions = torch.cat(
         [torch.empty(0, dtype=torch.long), *(c.versions[c.sampled] for c in completions)]
     )
@@ -128,10 +132,11 @@ def _staleness(completions: Sequence[Completion], version: int) -> Metrics:
 
 
 def _clip_ratios(updates: Sequence[Mapping[str, float]], batch: Batch) -> Metrics:
-    """Returns the shares of the objective's tokens whose gradient the clip cuts, and the shares of
-    its tokens and completions with an advantage that filters drop.
+    """Returns the shares of the objective that clips and filters cut.
 
-    They are means over the updates on the batch.
+    The clip's are shares of the tokens whose gradient it cuts; the filters' are shares of the
+    tokens and completions with an advantage that they drop. They are means over the updates on the
+    batch.
     """
     is_in_objective_C = batch.weight_C != 0
     has_signal_C = is_in_objective_C & (batch.advantage_C != 0)
@@ -211,8 +216,10 @@ def _pace(clock: Clock, trained_tokens: float) -> Metrics:
 def sequence_metrics(
     batch: Batch, logp_k: Mapping[int, Tensor], reward_range: Range = (0.0, 1.0)
 ) -> Metrics:
-    """Returns metrics of whole completions; all None unless `logp_k` has every scored completion
-    whose log α is known."""
+    """Returns metrics of whole completions.
+
+    All are None unless `logp_k` has every scored completion whose log α is known.
+    """
     log_ratio_C, kl_C = sequence_sums(batch, logp_k)
     known_C = batch.has_logp_alpha()
     known = log_ratio_C[known_C]
@@ -274,8 +281,10 @@ def estimate_improvement(batch: Batch, log_ratio_C: Tensor, reward_range: Range)
 
 
 def measure_kl_spent(batch: Batch, logp_k: Mapping[int, Tensor]) -> float | None:
-    """Returns the mean KL(α‖π_k), nats per completion, by which the schedule `budget` decides; None
-    if no log α is known."""
+    """Returns the mean KL(α‖π_k), nats per completion; None if no log α is known.
+
+    The schedule `budget` decides by it.
+    """
     _, kl_C = sequence_sums(batch, logp_k)
     mean = kl_C.nanmean().item()
     return None if math.isnan(mean) else mean
@@ -285,8 +294,10 @@ def measure_kl_spent(batch: Batch, logp_k: Mapping[int, Tensor]) -> float | None
 
 
 def by_completion(rows: Sequence[MicroBatch], name: str) -> dict[int, Tensor]:
-    """Returns a quantity of the rows' tokens, float32 on the host, for each completion that they
-    have. Rows without the quantity (None) are left out."""
+    """Returns a quantity of the rows' tokens for each completion of the rows.
+
+    It is float32 on the host. Rows without the quantity (None) are left out.
+    """
     values: dict[int, Tensor] = {}
     for micro in rows:
         values_T = getattr(micro, name)
@@ -326,8 +337,10 @@ def completion_columns(step: Step, eps_std: float) -> list[list[dict[str, Any]]]
 
 
 def _members_of_groups(batch: Batch) -> list[tuple[list[int], Tensor]]:
-    """Returns, for each group with a scored completion, the indices of these completions in C, and
-    their rewards, float64."""
+    """Returns indices in C and rewards of the scored completions of each group.
+
+    Groups without a scored completion are left out. Rewards are float64.
+    """
     members: defaultdict[int, list[int]] = defaultdict(list)
     for c, (g, _) in enumerate(batch.member_C):
         members[g].append(c)

@@ -109,8 +109,10 @@ class Ranks:
 
     @contextmanager
     def sync_interrupts(self) -> Generator[None]:
-        """Raises Interrupted on all ranks after the body if a signal has interrupted the body on
-        one of them. Collective."""
+        """Raises Interrupted on all ranks after the body if a signal has interrupted one of them.
+
+        Collective.
+        """
         signum = None
         try:
             yield
@@ -197,8 +199,10 @@ def open_store(host: str, port: int, rank: int, size: int) -> Store:
 
 
 def call_in_thread(call: Callable[[], T]) -> Future[T]:
-    """Makes the call in a thread that ends with the process. The future has what it returns or
-    raises."""
+    """Makes the call in a thread that ends with the process.
+
+    The future has what it returns or raises.
+    """
     future: Future[T] = Future()
 
     def run() -> None:

@@ -214,8 +214,10 @@ class Recorder:
             callback.on_start(settings, environment, batch)
 
     def end(self, status: Status, detail: str, was_started: bool) -> None:
-        """Tells display and callbacks that the run is over. Callbacks that were not told of the
-        start are not told of the end."""
+        """Tells display and callbacks that the run is over.
+
+        Callbacks that were not told of the start are not told of the end.
+        """
         # A stack calls each of its callbacks, whatever another one or the display raises.
         with ExitStack() as calls:
             if was_started:

@@ -65,8 +65,9 @@ def train(
     settings: Mapping[str, Any] | None = None,
     resume: str | os.PathLike[str] | None = None,
 ) -> Result:
-    """Trains a model (Algorithm 1 of arXiv 2505.22257). Returns where its files are, and the
-    summaries of the evaluations.
+    """Trains a model (Algorithm 1 of arXiv 2505.22257).
+
+    Returns where its files are, and the summaries of the evaluations.
 
     source: path of a TOML file, name of a packaged one (demo, gsm8k, deepscaler), mapping or
         Settings; None: all defaults. `settings` changes single values: {"schedule.sync_every": 4};

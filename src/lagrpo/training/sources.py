@@ -166,8 +166,10 @@ class _Source:
                     self._add_global(used.attr, vars(module))
 
     def _add_global(self, name: str, namespace: dict[str, Any]) -> None:
-        """Add a function or class, or the statements that give another name its value: a value that each process
-        computes, such as the time, is no change."""
+        """Adds a function or class, or the statements that give another name its value.
+
+        A value that each process computes, such as the time, is no change.
+        """
         value = namespace.get(name)
         if isinstance(value, FunctionType) or inspect.isclass(value):
             return self.add(value)
@@ -185,8 +187,11 @@ class _Source:
                 self._add_names(statement, namespace)
 
     def _is_ours(self, module: str | None) -> bool:
-        """True if the code of a module counts: it is the first function's package, or not installed. lagrpo is
-        installed, also where it is a checkout."""
+        """True if the code of a module counts.
+
+        It does if it is in the first function's package, or not installed. lagrpo counts as
+        installed, also in a checkout.
+        """
         package = str(module).partition(".")[0]
         self._package = self._package or package
         if package == self._package:

@@ -99,10 +99,10 @@ class Optimization:
 
 @contextmanager
 def deterministic(model: Model) -> Generator[None]:
-    """Makes a GPU add up gradients in a fixed order, as a CPU does, so that a run can be resumed
-    bit for bit.
+    """Makes a GPU add up gradients in a fixed order, so that a run can be resumed bit for bit.
 
-    Other families than FAMILIES may have operations without such an order; PyTorch warns of these.
+    A CPU does so anyway. Other families than FAMILIES may have operations without such an order;
+    PyTorch warns of these.
     """
     before = torch.are_deterministic_algorithms_enabled()
     warned_only = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -212,15 +212,18 @@ class Trainer:
 
     @property
     def skips_zero_advantage(self) -> bool:
-        """True if updates leave out completions with advantage 0: they have no gradient, and no
-        statistic of the step covers them."""
+        """True if updates leave out completions with advantage 0.
+
+        Then they have no gradient, and no statistic of the step covers them.
+        """
         return self.recipe.skips_zero_advantage and not self.optimization.full_rate_ess
 
     def step(
         self, rows: Sequence[MicroBatch], in_objective: bool = True
     ) -> tuple[list[MicroBatch], dict[str, float]]:
-        """Makes an optimizer update on a batch. Returns its micro-batches, with log π_k, and its
-        sums and metrics.
+        """Makes an optimizer update on a batch.
+
+        Returns its micro-batches, with log π_k, and its sums and metrics.
 
         Without anything `in_objective` (every group masked) there is no update. Collective; raises
         as `update`.
@@ -231,8 +234,9 @@ class Trainer:
         return rows, sums | self.update(sums.get("ess_share"))
 
     def accumulate(self, rows: Sequence[MicroBatch]) -> tuple[list[MicroBatch], dict[str, float]]:
-        """Computes the gradient of an update from this rank's rows. Returns the rows, and the sums
-        of all ranks.
+        """Computes the gradient of an update from this rank's rows.
+
+        Returns the rows, and the sums of all ranks.
 
         The first update on a batch starts at π = π_k: the rows come back with its log-probs, for
         the updates that follow. Collective.
@@ -294,8 +298,10 @@ class Trainer:
         return {name: value.to(self.policy.device) for name, value in statistics.items()}
 
     def _first_logprobs(self, row: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Returns log π of a row at the first update, with a gradient, and the entropy: float32 [T],
-        nats. Raises Interrupted."""
+        """Returns log π of a row at the first update, with a gradient, and the entropy.
+
+        Both are float32 [T], nats. Raises Interrupted.
+        """
         if not self.masters.passes_are_collective:
             raise_if_asked()  # no weight has changed yet
         entropy_T = row.weight_C.new_empty(len(row.completion_T), dtype=torch.float32)
@@ -303,8 +309,10 @@ class Trainer:
         return logp_T, entropy_T
 
     def _pass_idle_row(self) -> None:
-        """Passes a row without a gradient forward and backward, for a rank that has no row left
-        while others have."""
+        """Passes a row without a gradient forward and backward.
+
+        A rank that has no row left does so while others have rows.
+        """
         logp_T = self.policy.logp(idle_row(self.policy.device))
         (0 * logp_T).sum().backward()
 
@@ -315,8 +323,9 @@ class Trainer:
         return len(rows)
 
     def update(self, ess_share: float | None = None) -> dict[str, float]:
-        """Makes one step of AdamW along the gradient that was accumulated, from all ranks. Returns
-        its metrics, the same on all.
+        """Makes one step of AdamW along the gradient that was accumulated, from all ranks.
+
+        Returns its metrics, the same on all.
 
         Collective. Raises FloatingPointError, on all ranks, if the gradient is not finite: it is
         dropped, and nothing has changed.
@@ -418,10 +427,10 @@ class Trainer:
         return logps
 
     def on_sync(self) -> dict[str, float]:
-        """Returns the share of the policy's weights whose bits changed since the last weight sync,
-        as `changed_fraction`; nothing at the first weight sync.
+        """Returns `changed_fraction`: the share of the weights whose bits changed since the last sync.
 
-        The share is that of a sample of about a million weights.
+        Returns nothing at the first weight sync. The share is that of a sample of about a million
+        weights.
         """
         last = self.synced
         self.synced = sample_weights(self.policy.weights)
@@ -434,8 +443,10 @@ class Trainer:
         return {"changed_fraction": int(changed) / sum(map(len, last))}
 
     def end_stage(self, reset_optimizer: bool) -> None:
-        """Sets π_ref <- π: line 16 of Algorithm 1. With `reset_optimizer` the next stage starts with
-        moments at zero."""
+        """Sets π_ref <- π: line 16 of Algorithm 1.
+
+        With `reset_optimizer` the next stage starts with moments at zero.
+        """
         self.load_reference()
         if reset_optimizer:
             self.reset_optimizer()
@@ -448,10 +459,10 @@ class Trainer:
     # Checkpoints
 
     def state(self) -> dict[str, Tensor]:
-        """Returns everything that decides the next updates, by name, in the trainer's own memory:
-        masters, AdamW's moments and its step count.
+        """Returns all tensors that decide the next updates, by name: masters, moments, step count.
 
-        With ranks this is one rank's part; `MergedState` of the states of all has everything.
+        They are the trainer's own memory. With ranks this is one rank's part; `MergedState` of the
+        states of all has everything.
         """
         state: dict[str, Tensor] = {}
         for span, master in zip(self.masters.spans, self.masters.parameters, strict=True):
@@ -464,8 +475,11 @@ class Trainer:
 
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Tensor], version: int) -> None:
-        """Loads what `state` returned, for π_version, or `MergedState` of the states of any number
-        of ranks. Collective. Raises ValueError for another model's state."""
+        """Loads what `state` returned, for π_version.
+
+        `state` may also be a `MergedState` of the states of any number of ranks. Collective. Raises
+        ValueError for another model's state.
+        """
         saved = state if isinstance(state, MergedState) else MergedState([state])
         for span in self.masters.spans:
             count = saved.count(f"master/{span.name}")
@@ -536,8 +550,10 @@ def _completion_log_ratios(x: LossInputs) -> list[float]:
 
 
 def _ess_share(log_ratios: Sequence[float]) -> float:
-    """Returns (Σ s)² / (B Σ s²) over B completions: the effective sample size over their number,
-    1/B .. 1. s is the ratio π(y)/α(y) of a completion."""
+    """Returns (Σ s)² / (B Σ s²) over B completions, 1/B .. 1.
+
+    This is the effective sample size over their number; s is the ratio π(y)/α(y) of a completion.
+    """
     log_s_C = torch.tensor(log_ratios, dtype=torch.float64)
     s_C = (log_s_C - log_s_C.max()).exp()  # a common factor cancels
     return float(ess(s_C)) / len(log_ratios)
