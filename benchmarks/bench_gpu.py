@@ -172,7 +172,7 @@ def once(
     batch = assemble(groups, trainer.recipe, context - context // 4, SEED, turn)
     rows = trainer.pack(batch, asked.tokens)
     _, learning, learning_memory = timed(
-        asked.device, lambda: trainer.step(rows, batch.in_objective)
+        asked.device, lambda: trainer.step(rows, in_objective=batch.in_objective)
     )
     tokens = sum(len(c.token_ids) for group in groups for c in group.completions)
     return {

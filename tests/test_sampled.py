@@ -132,7 +132,7 @@ def used() -> tuple[Batch, list[Any], list[dict[str, float]], list[Tensor]]:
     each = [alone(policy, group, c).detach() for group in groups() for c in group.completions]
     batch = assemble(groups(), recipe, MAX_TOKENS, seed=0, b=1)
     trainer = Trainer(policy, recipe, Optimization(lr=1e-3))
-    rows, sums = trainer.step(trainer.pack(batch, 1000), batch.in_objective)
+    rows, sums = trainer.step(trainer.pack(batch, 1000), in_objective=batch.in_objective)
     assert left_out(batch, 1000) == []  # log α of every sampled token is known
     return batch, rows, [sums], each
 

@@ -297,7 +297,7 @@ def view(
         for run in runs:
             show(run, batch)
     else:
-        pages.view(runs, out, completions, open, port if serve else None)
+        pages.view(runs, out, completions, opens=open, port=port if serve else None)
 
 
 def verify(

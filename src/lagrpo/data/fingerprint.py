@@ -32,6 +32,7 @@ VISITED = ("tokens", "answers")
 def digest_places(
     tasks: Mapping[str, Task],
     records: Sequence[Mapping[str, Any]] = (),
+    *,
     evaluates: bool = True,
 ) -> Digests:
     """Returns the digests of all rows of a run, by place, such as "train split".

@@ -209,7 +209,7 @@ def _read_prompt(row: Row, replies: Replies, system_prompt: str | None) -> Promp
         raise ValueError(
             f"it has neither prompt nor prompt_token_ids; the columns are {', '.join(row)}"
         )
-    messages = build_messages(question, system_prompt, is_padded(row))
+    messages = build_messages(question, system_prompt, padded=is_padded(row))
     return replies.chat.tokenize(Prompt(0, messages, answer))
 
 
@@ -228,7 +228,7 @@ def _read_completion(row: Row, replies: Replies) -> Completion:
     finished = row.get("finished", True) is not False
     if isinstance(content, str) and row.get("token_ids") is None:
         content = replies.chat.without_end(content)
-    tokens = _read_tokens(row, content, finished, replies)
+    tokens = _read_tokens(row, content, finished=finished, replies=replies)
     token_ids = tokens.token_ids
     if not token_ids:
         raise ValueError("its completion has no tokens")
@@ -247,7 +247,7 @@ def _read_completion(row: Row, replies: Replies) -> Completion:
     )
 
 
-def _read_tokens(row: Row, content: Any, finished: bool, replies: Replies) -> CompletionTokens:
+def _read_tokens(row: Row, content: Any, *, finished: bool, replies: Replies) -> CompletionTokens:
     """Returns a row's recorded tokens, or tokenizes its text or messages. Raises ValueError."""
     token_ids = _read_list(row, "token_ids", (int,))
     if token_ids is not None:
@@ -265,7 +265,7 @@ def _read_tokens(row: Row, content: Any, finished: bool, replies: Replies) -> Co
                 "sampled"
             )
     if isinstance(content, list):
-        return _tokenize_turns(content, replies, finished)
+        return _tokenize_turns(content, replies, finished=finished)
     if not isinstance(content, str):
         raise ValueError(f"its completion is {content!r:.80}, not a text, messages, or token_ids")
     token_ids = replies.chat.encode(content, add_special_tokens=False)
@@ -323,7 +323,7 @@ def _read_outcome(row: Mapping[str, Any]) -> Outcome | None:
 # ---- Several turns ----
 
 
-def _tokenize_turns(messages: Messages, replies: Replies, finished: bool) -> CompletionTokens:
+def _tokenize_turns(messages: Messages, replies: Replies, *, finished: bool) -> CompletionTokens:
     """Tokenizes a completion of several turns.
 
     The assistant's turns are sampled, each with the token that ends it: the last one only if the

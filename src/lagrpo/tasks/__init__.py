@@ -156,7 +156,7 @@ class RowTask:
         columns = None
         if isinstance(row, Mapping):
             columns = {**row, "prompt": question}
-        messages = build_messages(question, self.system_prompt, is_padded(row))
+        messages = build_messages(question, self.system_prompt, padded=is_padded(row))
         return Prompt(index, messages, answer, row=columns, place=getattr(row, "place", ""))
 
 
@@ -222,14 +222,14 @@ def is_padded(row: Any) -> bool:
 
 
 def build_messages(
-    question: str | Messages, system_prompt: str | None = None, padded: bool = False
+    question: str | Messages, system_prompt: str | None = None, *, padded: bool = False
 ) -> tuple[Mapping[str, Any], ...]:
     """Returns the messages for the chat template, each as `plain_message` gives it.
 
     The system prompt comes first, if there is one. A text is a turn of the user. Raises ValueError
     for a question that is neither a text nor messages.
     """
-    turns = _to_turns(question, padded)
+    turns = _to_turns(question, padded=padded)
     if not turns or not isinstance(turns[-1].get("content"), str):
         raise ValueError(
             f"its prompt is {question!r:.80}: a prompt is a text, or a list of messages with role "
@@ -250,7 +250,7 @@ def build_messages(
     return ({"role": "system", "content": system_prompt}, *turns)
 
 
-def _to_turns(question: Any, padded: bool) -> list[dict[str, Any]]:
+def _to_turns(question: Any, *, padded: bool) -> list[dict[str, Any]]:
     """Returns the question as messages; nothing if it is neither a text nor messages with roles."""
     if isinstance(question, str) and question.strip():
         question = [{"role": "user", "content": question}]
@@ -259,10 +259,10 @@ def _to_turns(question: Any, padded: bool) -> list[dict[str, Any]]:
     for message in question:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             return []
-    return [plain_message(message, padded) for message in question]
+    return [plain_message(message, padded=padded) for message in question]
 
 
-def plain_message(message: Mapping[str, Any], padded: bool = False) -> dict[str, Any]:
+def plain_message(message: Mapping[str, Any], *, padded: bool = False) -> dict[str, Any]:
     """Returns the message as chat templates take it.
 
     Keys that are None are left out, text parts are joined to one text, and the arguments of calls
@@ -272,7 +272,7 @@ def plain_message(message: Mapping[str, Any], padded: bool = False) -> dict[str,
     message = without_none(json.loads(json.dumps(message)))
     calls = message.get("tool_calls")
     if calls:
-        message["tool_calls"] = [plain_call(call, padded) for call in calls]
+        message["tool_calls"] = [plain_call(call, padded=padded) for call in calls]
     parts = message.get("content")
     if not isinstance(parts, list):
         return message
@@ -285,7 +285,7 @@ def plain_message(message: Mapping[str, Any], padded: bool = False) -> dict[str,
     return {**message, "content": "".join(part["text"] for part in parts)}
 
 
-def plain_call(call: Any, padded: bool) -> dict[str, Any]:
+def plain_call(call: Any, *, padded: bool) -> dict[str, Any]:
     """Returns the call of a function in a message, as chat templates take it.
 
     Arguments as JSON text, as OpenAI's API has them, become an object. A text that is no object

@@ -64,7 +64,7 @@ def load_rows(
 
     places = {side: f"the {side} split of {source}" for side in split_names}
     rows = {side: read_split(splits[name], places[side]) for side, name in split_names.items()}
-    rows = _leave_out_unanswered(rows, places, answers, answer_may_be_row)
+    rows = _leave_out_unanswered(rows, places, answers, answer_may_be_row=answer_may_be_row)
 
     if seed is None or has_test_split:
         for side, place in places.items():
@@ -102,6 +102,7 @@ def _leave_out_unanswered(
     splits: Mapping[str, Any],
     places: Mapping[str, str],
     columns: Sequence[str],
+    *,
     answer_may_be_row: bool,
 ) -> dict[str, Any]:
     """Returns the rows that have an answer in one of the columns.

@@ -106,7 +106,8 @@ def _group_by_split(files: Sequence[Path], path: Path, setting: str) -> dict[str
         if format_of(file) is not None:
             splits.setdefault(_ENDING.sub("", file.name), []).append(file)
     is_pattern = not path.is_dir()
-    if not splits or not all(_is_complete(members, is_pattern) for members in splits.values()):
+    are_complete = all(_is_complete(members, is_pattern=is_pattern) for members in splits.values())
+    if not splits or not are_complete:
         raise ValueError(
             f"{setting}: {path}: name files that end in {', '.join(FORMATS)}: "
             "one for each split, or all its shards"
@@ -114,7 +115,7 @@ def _group_by_split(files: Sequence[Path], path: Path, setting: str) -> dict[str
     return splits
 
 
-def _is_complete(files: Sequence[Path], is_pattern: bool) -> bool:
+def _is_complete(files: Sequence[Path], *, is_pattern: bool) -> bool:
     """True for one file, for all shards of a split, and for any shards that a pattern chooses."""
     shard_counts = {_num_shards(file) for file in files}
     if len(shard_counts) > 1:

@@ -151,6 +151,7 @@ def micro_batches(
     batch: Batch,
     tokens: int,
     device: torch.device | str = "cpu",
+    *,
     whole_groups: bool = False,
     skip_zero_advantage: bool = False,
     ranks: Ranks | None = None,
@@ -163,7 +164,12 @@ def micro_batches(
     rows, of about the same cost.
     """
     return _pack_rows(
-        batch, _computed(batch, skip_zero_advantage), tokens, device, ranks, whole_groups
+        batch,
+        _computed(batch, skip_zero_advantage=skip_zero_advantage),
+        tokens,
+        device,
+        ranks,
+        whole_groups=whole_groups,
     )
 
 
@@ -171,6 +177,7 @@ def left_out(
     batch: Batch,
     tokens: int,
     device: torch.device | str = "cpu",
+    *,
     skip_zero_advantage: bool = False,
     ranks: Ranks | None = None,
 ) -> list[MicroBatch]:
@@ -180,14 +187,14 @@ def left_out(
     """
     return _pack_rows(
         batch,
-        batch.has_logp_alpha() & ~_computed(batch, skip_zero_advantage),
+        batch.has_logp_alpha() & ~_computed(batch, skip_zero_advantage=skip_zero_advantage),
         tokens,
         device,
         ranks,
     )
 
 
-def _computed(batch: Batch, skip_zero_advantage: bool) -> Tensor:
+def _computed(batch: Batch, *, skip_zero_advantage: bool) -> Tensor:
     """Returns True for completions that an update computes, bool [C]."""
     return (batch.weight_C != 0) & ~(skip_zero_advantage & (batch.advantage_C == 0))
 
@@ -198,6 +205,7 @@ def _pack_rows(
     tokens: int,
     device: torch.device | str,
     ranks: Ranks | None,
+    *,
     whole_groups: bool = False,
 ) -> list[MicroBatch]:
     """Packs the wanted completions into this rank's rows."""

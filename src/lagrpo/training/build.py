@@ -110,7 +110,7 @@ class TrainerComponents:
         with ExitStack() as undo:
             loaded = load_tasks(settings, task)
             records = read_offline_records(settings, recipe)
-            places = digest_places(loaded, records, settings.eval.takes_place)
+            places = digest_places(loaded, records, evaluates=settings.eval.takes_place)
             with as_settings_error():
                 check_places(recorded or {}, places)
 
@@ -329,7 +329,7 @@ def read_offline_records(settings: Settings, recipe: Recipe) -> list[Row]:
     with as_settings_error("offline.data"):
         records = read_records(settings.offline.data) if settings.offline.data else []
         has_logp = any(row.get("rollout_logprobs") is not None for row in records)
-        check_logp(recipe, has_logp or not records)
+        check_logp(recipe, known=has_logp or not records)
     return records
 
 
@@ -352,11 +352,11 @@ def build_offline(
             max_completion_tokens=sampling.max_completion_length,
             reads_logp=recipe.needs_rollout_logp,
         )
-        check_logp(recipe, offline.has_logp)
+        check_logp(recipe, known=offline.has_logp)
     return offline
 
 
-def check_logp(recipe: Recipe, known: bool) -> None:
+def check_logp(recipe: Recipe, *, known: bool) -> None:
     """Raises ValueError for offline completions without log-probs if the recipe reads log α."""
     if recipe.needs_rollout_logp and not known:
         raise ValueError(

@@ -99,6 +99,7 @@ def save_checkpoint(
     components: TrainerComponents,
     loop: LoopState,
     synced: Sequence[Tensor],
+    *,
     finish: bool = True,
 ) -> None:
     """Writes a checkpoint of the run after a batch.

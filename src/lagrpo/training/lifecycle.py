@@ -259,7 +259,7 @@ class Training:
             return True
         return settings.save_every > 0 and self.loop.batch % settings.save_every == 0
 
-    def write_checkpoint(self, finish: bool = True) -> None:
+    def write_checkpoint(self, *, finish: bool = True) -> None:
         """Writes a checkpoint of this batch, unless there is one, and removes older ones.
 
         `finish` as for `save_checkpoint`. Collective.
@@ -269,7 +269,7 @@ class Training:
             return
         self.recorder.announce("checkpoint")
         started = time.monotonic()
-        save_checkpoint(self.checkpoints, self.components, self.loop, self.synced, finish)
+        save_checkpoint(self.checkpoints, self.components, self.loop, self.synced, finish=finish)
         self.saved_batch = batch
         self.saved_at = time.monotonic()
         if self.ranks.is_first:
@@ -287,7 +287,7 @@ class Training:
 
     # The end
 
-    def rescue(self, error: BaseException, was_asked: bool) -> Path | None:
+    def rescue(self, error: BaseException, *, was_asked: bool) -> Path | None:
         """Saves what it can after a signal (`was_asked`) or an error, and notes on the error where.
 
         Writes a checkpoint if no update was made since the last batch, and weights, whose path it

@@ -50,7 +50,7 @@ def train_loop(
         clock = Clock(announce, earlier_seconds=components.prefetcher.seconds)
 
         if stage > 1 and state.batch % M == 0:
-            trainer.end_stage(schedule.reset_optimizer)  # 16   π_ref <- π_θ
+            trainer.end_stage(reset_optimizer=schedule.reset_optimizer)  # 16   π_ref <- π_θ
             state = state.after_stage(policy.version)
 
         decision = components.next_sync(state)
@@ -69,10 +69,11 @@ def train_loop(
             batch = assemble_batch(components, groups, b)  # 12-13   A_α, weights
             rows = trainer.pack(batch, components.settings.optimizer.micro_batch_tokens)
         rows_left_out = score_left_out(components, clock, batch)  # while the policy is still π_k
+        in_objective = batch.in_objective
         updates: list[dict[str, float]] = []
         with clock.measure(Phase.LEARNING):
             for _ in range(schedule.num_iterations):  # 14
-                rows, metrics = trainer.step(rows, batch.in_objective)  # 15   Eq. 7 or 8
+                rows, metrics = trainer.step(rows, in_objective=in_objective)  # 15   Eq. 7 or 8
                 updates.append(metrics)
 
         logp_k = gather_by_completion(ranks, [*rows, *rows_left_out], "old_logp_T")

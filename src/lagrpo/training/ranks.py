@@ -126,7 +126,7 @@ class Ranks:
 
 
 @contextmanager
-def joined(device: str, shard_layers: bool) -> Generator[Ranks]:
+def joined(device: str, *, shard_layers: bool) -> Generator[Ranks]:
     """Connects the processes that torchrun started while the body runs; `shard_layers` for FSDP2.
 
     Raises ConnectionError and TimeoutError if they do not find each other.
@@ -315,7 +315,7 @@ class FirstRankSampler:
 
     @contextmanager
     def temporary_weights(
-        self, weights: Mapping[str, Tensor], version: int, restore_afterwards: bool
+        self, weights: Mapping[str, Tensor], version: int, *, restore_afterwards: bool
     ) -> Generator[None]:
         whole = self._whole(weights)
         with ExitStack() as stack:

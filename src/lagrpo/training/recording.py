@@ -213,7 +213,7 @@ class Recorder:
         for callback in self.callbacks:
             callback.on_start(settings, environment, batch)
 
-    def end(self, status: Status, detail: str, was_started: bool) -> None:
+    def end(self, status: Status, detail: str, *, was_started: bool) -> None:
         """Tells display and callbacks that the run is over.
 
         Callbacks that were not told of the start are not told of the end.

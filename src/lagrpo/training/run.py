@@ -114,7 +114,7 @@ def train(
         interruptible(),
         freed_memory_kept(),
         fixed_threads(threads),
-        joined(device, shard_layers) as ranks,
+        joined(device, shard_layers=shard_layers) as ranks,
     ):
         run_this_rank = partial(
             run_rank,

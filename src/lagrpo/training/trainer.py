@@ -135,6 +135,7 @@ class Trainer:
         recipe: Recipe,
         optimization: Optimization,
         reference: Policy | None = None,
+        *,
         activation_checkpointing: bool = False,
         ranks: Ranks | None = None,
     ) -> None:
@@ -219,7 +220,7 @@ class Trainer:
         return self.recipe.skips_zero_advantage and not self.optimization.full_rate_ess
 
     def step(
-        self, rows: Sequence[MicroBatch], in_objective: bool = True
+        self, rows: Sequence[MicroBatch], *, in_objective: bool = True
     ) -> tuple[list[MicroBatch], dict[str, float]]:
         """Makes an optimizer update on a batch.
 
@@ -442,7 +443,7 @@ class Trainer:
         )
         return {"changed_fraction": int(changed) / sum(map(len, last))}
 
-    def end_stage(self, reset_optimizer: bool) -> None:
+    def end_stage(self, *, reset_optimizer: bool) -> None:
         """Sets π_ref <- π: line 16 of Algorithm 1.
 
         With `reset_optimizer` the next stage starts with moments at zero.

@@ -230,7 +230,9 @@ def read_evaluations(run: Run, most: int) -> dict[str, Any]:
     for number, records in enumerate(records_of_evaluations):
         is_first_or_last = number in (0, len(records_of_evaluations) - 1)
         has_texts = completions <= most or is_first_or_last
-        rows.append([_evaluation_row(record, prompts, texts, has_texts) for record in records])
+        rows.append(
+            [_evaluation_row(record, prompts, texts, has_texts=has_texts) for record in records]
+        )
     return {
         "summaries": [_summary_for_page(summary) for summary in summaries],
         "rows": rows,
@@ -250,7 +252,7 @@ def _summary_for_page(summary: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _evaluation_row(
-    record: Mapping[str, Any], prompts: Table, texts: Table, has_texts: bool
+    record: Mapping[str, Any], prompts: Table, texts: Table, *, has_texts: bool
 ) -> dict[str, Any]:
     prompt = (record["prompt_id"], record["prompt"] or "", str(record.get("answer") or ""))
     row = {

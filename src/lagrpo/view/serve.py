@@ -41,6 +41,7 @@ def view(
     runs: Sequence[Path],
     out: Path | None = None,
     completions: int = 10_000,
+    *,
     opens: bool = False,
     port: int | None = None,
 ) -> Path:
@@ -96,7 +97,7 @@ def _distinct_paths(runs: Sequence[Path]) -> list[Path]:
     return list(paths_by_location.values())
 
 
-def make_page(names: Sequence[str], packed: bytes, live: bool = False) -> str:
+def make_page(names: Sequence[str], packed: bytes, *, live: bool = False) -> str:
     """Returns the page of runs with these names.
 
     `live` lets the page ask the server that it comes from for newer data.
