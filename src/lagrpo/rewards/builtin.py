@@ -34,7 +34,12 @@ def exact(completion: str, answer: Any) -> float:
 
 
 def length(
-    completion: str, num_tokens: int, *, limit: int, target: int = 0, shape: str = "linear"
+    completion: str,  # noqa: ARG001 - it tells the signature
+    num_tokens: int,
+    *,
+    limit: int,
+    target: int = 0,
+    shape: str = "linear",
 ) -> float:
     """Returns a reward for short completions: 1 up to `target` tokens, 0 from `limit` tokens on.
 

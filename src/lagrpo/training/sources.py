@@ -207,6 +207,7 @@ class _Source:
 
 @lru_cache(maxsize=64)
 def parse(text: str) -> ast.Module | None:
+    """Returns the syntax tree of a text; None if it is not Python."""
     try:
         return ast.parse(text)
     except (SyntaxError, ValueError):

@@ -113,7 +113,7 @@ def deterministic(model: Model) -> Generator[None]:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore
         is_known = model.config.get_text_config().model_type in FAMILIES
-        torch.use_deterministic_algorithms(True, warn_only=not is_known)
+        torch.use_deterministic_algorithms(mode=True, warn_only=not is_known)
     try:
         yield
     finally:
