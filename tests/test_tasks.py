@@ -12,7 +12,8 @@ import pytest
 
 from lagrpo.rewards.reward import Rewards, load_function
 from lagrpo.settings.load import load_settings
-from lagrpo.tasks import build_messages, drop_overlong, load_task, order_prompts
+from lagrpo.tasks import drop_overlong, load_task, order_prompts
+from lagrpo.tasks.messages import build_messages
 
 USER_MODULE = """
 from lagrpo.tasks import RowTask

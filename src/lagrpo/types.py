@@ -27,6 +27,12 @@ if TYPE_CHECKING:  # annotations only: reward workers import this module and mus
     import torch
 
 
+JsonObject = dict[str, Any]
+"""An object as `json` reads and writes it, or a row of a Parquet file."""
+
+JsonView = Mapping[str, Any]
+"""Such an object, where it is only read."""
+
 THOUGHT_END = re.compile(r"</[\w:]*(?:think|thought|reason)\w*>|\[/THINK\]")
 """The end of an assistant's thinking: </think>, </thought>, </seed:think>, [/THINK] and the like."""
 

@@ -22,10 +22,11 @@ from lagrpo.errors import one_line_errors
 from lagrpo.model.chat import Replies
 from lagrpo.model.model import Policy
 from lagrpo.runs.reading import completion_files
-from lagrpo.tasks import Messages, build_messages, is_padded, order_prompts, plain_message
+from lagrpo.tasks import order_prompts
 from lagrpo.tasks.columns import parse_messages, plain
 from lagrpo.tasks.files import Row, format_of, read_rows
-from lagrpo.types import Completion, Group, Outcome, OutcomeKind, Prompt
+from lagrpo.tasks.messages import Messages, build_messages, is_padded, plain_message
+from lagrpo.types import Completion, Group, JsonView, Outcome, OutcomeKind, Prompt
 
 UNKNOWN_VERSION = -1
 
@@ -275,7 +276,7 @@ def _read_tokens(row: Row, content: Any, *, finished: bool, replies: Replies) ->
 
 
 def _read_list(
-    row: Mapping[str, Any], column: str, types: tuple[type, ...], count: int | None = None
+    row: JsonView, column: str, types: tuple[type, ...], count: int | None = None
 ) -> Any:
     """Returns the list in a column; None without one.
 
@@ -292,7 +293,7 @@ def _read_list(
     return values
 
 
-def _read_logp(row: Mapping[str, Any], count: int) -> torch.Tensor:
+def _read_logp(row: JsonView, count: int) -> torch.Tensor:
     """Returns one log-prob per token, float32 [count]: NaN if it is unknown, which is null."""
     recorded = _read_list(row, "rollout_logprobs", (float, int, type(None)), count)
     values = recorded or [None] * count
@@ -308,7 +309,7 @@ def _read_logp(row: Mapping[str, Any], count: int) -> torch.Tensor:
     return logp
 
 
-def _read_outcome(row: Mapping[str, Any]) -> Outcome | None:
+def _read_outcome(row: JsonView) -> Outcome | None:
     """Returns the recorded outcome; None if the task's reward function is still to decide."""
     reward = row.get("reward")
     if row.get("outcome") == OutcomeKind.UNSCORED:
@@ -356,7 +357,7 @@ def _tokenize_turns(messages: Messages, replies: Replies, *, finished: bool) -> 
     return CompletionTokens(token_ids, sampled, texts)
 
 
-def _is_conversation(messages: Sequence[Mapping[str, Any]]) -> bool:
+def _is_conversation(messages: Sequence[JsonView]) -> bool:
     """True if the assistant begins and ends, and never speaks twice in a row."""
     if not messages or not all(isinstance(message.get("content"), str) for message in messages):
         return False

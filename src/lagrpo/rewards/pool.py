@@ -20,7 +20,7 @@ from concurrent.futures import CancelledError, Future
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Self
+from typing import Generic, Self, TypeVar, TypeVarTuple
 
 from pebble import ProcessExpired, ProcessPool
 
@@ -47,6 +47,10 @@ that are done would lose their values.
 """
 
 
+Returned = TypeVar("Returned")
+Arguments = TypeVarTuple("Arguments")
+
+
 class RewardError(RuntimeError):
     """The run cannot continue: the workers do not work, or too many completions have no reward."""
 
@@ -55,13 +59,13 @@ class RewardError(RuntimeError):
 
 
 @dataclass(eq=False, slots=True)
-class Job:
+class Job(Generic[Returned]):
     """A call in a worker process. `future` is replaced if the call has to be scheduled again."""
 
-    call: Callable[..., Any]
-    arguments: tuple[Any, ...]
+    call: Callable[..., Returned]
+    arguments: tuple[object, ...]
     deadline: float  # seconds from when a worker begins the call
-    future: Future[Any] = field(default_factory=Future)
+    future: Future[Returned] = field(default_factory=Future)
 
 
 class WorkerPool:
@@ -71,7 +75,7 @@ class WorkerPool:
     TypeError if the object cannot be sent to a process.
     """
 
-    def __init__(self, called: Any, workers: int | None = None, memory: float = 4.0) -> None:
+    def __init__(self, called: object, workers: int | None = None, memory: float = 4.0) -> None:
         try:
             self._pickled = pickle.dumps(called)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -85,13 +89,15 @@ class WorkerPool:
         self._is_closed = False
         self._pool = self._start_processes()
 
-    def submit(self, call: Callable[..., Any], *arguments: Any, deadline: float) -> Job:
+    def submit(
+        self, call: Callable[[*Arguments], Returned], *arguments: *Arguments, deadline: float
+    ) -> Job[Returned]:
         """Schedules `call(*arguments)` in a worker, with a deadline in seconds."""
         job = Job(call, arguments, deadline)
         self._schedule(job)
         return job
 
-    def result(self, job: Job) -> Any:
+    def result(self, job: Job[Returned]) -> Returned | Outcome:
         """Waits for a call. Returns its result, or an unscored Outcome if it did not return.
 
         Raises RewardError if the workers cannot load their object.
@@ -128,7 +134,7 @@ class WorkerPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _schedule(self, job: Job) -> None:
+    def _schedule(self, job: Job[Returned]) -> None:
         with self._lock:
             if self._is_closed:
                 raise RewardError("the worker processes are closed")
@@ -164,7 +170,7 @@ class RewardJob:
     """A call of one reward function for some completions of a group."""
 
     completion_indices: Sequence[int]
-    job: Job  # its result: an outcome for each of these completions
+    job: Job[list[Outcome]]  # its result: an outcome for each of these completions
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +253,7 @@ class RewardPool(WorkerPool):
 
     def _call_reward(
         self, reward_index: int, group: Group, completion_indices: Sequence[int]
-    ) -> Job:
+    ) -> Job[list[Outcome]]:
         """Calls one reward function for some completions of a group."""
         reward = self._rewards.parts[reward_index]
         completions = [group.completions[index] for index in completion_indices]

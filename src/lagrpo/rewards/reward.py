@@ -84,7 +84,7 @@ class RewardEntry(Protocol):
     def range(self) -> Range: ...
 
     @property
-    def options(self) -> Mapping[str, Any]: ...
+    def options(self) -> Mapping[str, object]: ...
 
 
 class UnscorableError(Exception):
@@ -170,7 +170,7 @@ class Reward:
         except (pickle.PicklingError, AttributeError, TypeError):
             return False
 
-    def check(self, row: Mapping[str, Any] | None) -> None:
+    def check(self, row: Mapping[str, object] | None) -> None:
         """Raises ValueError if the function needs an argument that it will not get.
 
         lagrpo passes the arguments in PASSED, and in TRL's signature the columns of `row` too.
@@ -250,7 +250,7 @@ def _trl_kwargs(prompt: Prompt, completions: Sequence[Completion]) -> RewardKwar
     columns.update(prompt.row or {})
     prompt_column = columns.pop("prompt", None)  # TRL passes this column as `prompts`
     trl_prompt = prompt_column or _task_messages(prompt)
-    trl_completions: list[Any] = [completion.text for completion in completions]
+    trl_completions: list[object] = [completion.text for completion in completions]
     if not isinstance(trl_prompt, str):
         trl_completions = [[{"role": "assistant", "content": text}] for text in trl_completions]
     kwargs: RewardKwargs = {name: [value] * len(completions) for name, value in columns.items()}
@@ -369,7 +369,7 @@ def _check_entry(entry: RewardEntry) -> None:
         load_reward(entry, None)
 
 
-def load_rewards(entries: Sequence[RewardEntry], own: Any) -> Rewards:
+def load_rewards(entries: Sequence[RewardEntry], own: RewardFunction | Rewards) -> Rewards:
     """Loads the rewards that the entries of task.rewards name; `own` is the task's own reward.
 
     Raises ValueError.
@@ -381,7 +381,7 @@ def load_rewards(entries: Sequence[RewardEntry], own: Any) -> Rewards:
     return Rewards(tuple(load_reward(entry, own) for entry in entries))
 
 
-def load_reward(entry: RewardEntry, own: Any) -> Reward:
+def load_reward(entry: RewardEntry, own: RewardFunction | Rewards | None) -> Reward:
     """Loads the reward of one entry; `own` is the task's own reward function.
 
     Raises ValueError, also for options that the function does not take.

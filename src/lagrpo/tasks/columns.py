@@ -11,11 +11,14 @@ from typing import Any
 
 from lagrpo.errors import suggest
 
+Columns = Mapping[str, Any]
+"""The columns of a row, by name. A column may be a table with fields."""
+
 # The beginning of a text that holds messages, as JSON or as Python prints them.
 _MESSAGES_TEXT = re.compile(r"\s*\[\s*\{\s*['\"](role|content|name|from|value)['\"]\s*:")
 
 
-def has_column(row: Mapping[str, Any], column: str) -> bool:
+def has_column(row: Columns, column: str) -> bool:
     """True if the row has the column, or the field in a column."""
     if column in row:
         return True
@@ -23,7 +26,7 @@ def has_column(row: Mapping[str, Any], column: str) -> bool:
     return bool(field) and isinstance(row.get(outer), Mapping) and has_column(row[outer], field)
 
 
-def find_column(row: Mapping[str, Any], columns: Sequence[str]) -> str | None:
+def find_column(row: Columns, columns: Sequence[str]) -> str | None:
     """Returns the first of these columns with a value in the row.
 
     Returns the first that the row has if none has a value, and None if it has none.
@@ -35,7 +38,7 @@ def find_column(row: Mapping[str, Any], columns: Sequence[str]) -> str | None:
     return present[0] if present else None
 
 
-def get_value(row: Mapping[str, Any], column: str) -> Any:
+def get_value(row: Columns, column: str) -> Any:
     """Returns the value of a column, or of a field in a column ("reward_model.answer").
 
     Raises ValueError if the row has no such column.
@@ -71,7 +74,7 @@ def decode(value: Any) -> Any:
     return value
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
     """Returns a value as JSON has it: dates and decimals as texts, sets as lists, NaN as None.
 
     Raises ValueError for bytes that are not text.
@@ -80,7 +83,7 @@ def plain(value: Any) -> Any:
     return json.loads(text, parse_constant=_parse_constant)
 
 
-def _to_json_type(value: Any) -> Any:
+def _to_json_type(value: object) -> str | list[object]:
     if isinstance(value, bytes | bytearray):
         raise ValueError(
             f"its answer has bytes that are not text ({bytes(value)!r:.40}): "
@@ -96,7 +99,7 @@ def _parse_constant(name: str) -> float | None:
     return None if name == "NaN" else float(name)
 
 
-def parse_messages(text: Any) -> Any:
+def parse_messages(text: object) -> Any:
     """Returns the messages of a text that holds some, as JSON or as Python prints them.
 
     Anything else is returned as it is. Raises ValueError for messages that cannot be read.
@@ -109,7 +112,7 @@ def parse_messages(text: Any) -> Any:
     raise ValueError(f"it has messages that are not JSON: {text!r:.80}")
 
 
-def text_of(row: Mapping[str, Any], column: str) -> str:
+def text_of(row: Columns, column: str) -> str:
     """Returns the text in a column. Raises ValueError for something else, and for white space."""
     value = get_value(row, column)
     if not isinstance(value, str) or not value.strip():

@@ -10,14 +10,14 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from itertools import chain
-from typing import Any
 
 from lagrpo.errors import one_line_errors, suggest
-from lagrpo.tasks import Ask, build_messages, select
-from lagrpo.tasks.columns import find_column, get_value, plain
-from lagrpo.tasks.splits import find_splits, read_split
+from lagrpo.tasks import Ask, select
+from lagrpo.tasks.columns import Columns, find_column, get_value, plain
+from lagrpo.tasks.messages import build_messages
+from lagrpo.tasks.splits import Named, Rows, find_splits, read_split
 
 logger = logging.getLogger("lagrpo")
 
@@ -27,7 +27,7 @@ _NO_COLUMN = object()  # stands for the answer of a row without a column for it
 
 
 def load_rows(
-    named: Any,
+    named: Named,
     train_split: str,
     test_split: str,
     *,
@@ -36,7 +36,7 @@ def load_rows(
     answers: Sequence[str] = ("answer",),
     answer_may_be_row: bool = False,
     seed: int | None = None,
-) -> dict[str, Any]:
+) -> dict[str, Rows]:
     """Loads the rows for training and testing, each with a question that can be asked.
 
     named: task.data, or the data itself.
@@ -86,7 +86,7 @@ def load_rows(
     }
 
 
-def _choose_split(splits: Mapping[str, Any], side: str, names: str) -> str:
+def _choose_split(splits: Mapping[str, object], side: str, names: str) -> str:
     """Returns the first of the names "a|b" that is a split. Raises ValueError if none is."""
     wanted = names.split("|")
     for name in wanted:
@@ -99,12 +99,12 @@ def _choose_split(splits: Mapping[str, Any], side: str, names: str) -> str:
 
 
 def _leave_out_unanswered(
-    splits: Mapping[str, Any],
+    splits: Mapping[str, Rows],
     places: Mapping[str, str],
     columns: Sequence[str],
     *,
     answer_may_be_row: bool,
-) -> dict[str, Any]:
+) -> dict[str, Rows]:
     """Returns the rows that have an answer in one of the columns.
 
     Raises ValueError for a split in which none has. If answers may be rows and no row has any of
@@ -120,7 +120,7 @@ def _leave_out_unanswered(
     }
 
 
-def _select_answered(rows: Any, split_place: str, answers: Sequence[Any], column: str) -> Any:
+def _select_answered(rows: Rows, split_place: str, answers: Sequence[object], column: str) -> Rows:
     """Returns the rows of a split that have an answer. Raises ValueError if none has."""
     answered = [index for index, answer in enumerate(answers) if not _is_missing(answer)]
     if not answered:
@@ -141,7 +141,7 @@ def _select_answered(rows: Any, split_place: str, answers: Sequence[Any], column
     return select(rows, answered)
 
 
-def _find_answers(rows: Any, split_place: str, columns: Sequence[str]) -> list[Any]:
+def _find_answers(rows: Rows, split_place: str, columns: Sequence[str]) -> list[object]:
     """Returns the answer of each row, _NO_COLUMN for a row that has none of the columns."""
     if not isinstance(rows, list):
         # Only the columns of a dataset that may hold an answer are read: others may hold images.
@@ -149,7 +149,7 @@ def _find_answers(rows: Any, split_place: str, columns: Sequence[str]) -> list[A
         if not answer_columns:
             return [_NO_COLUMN] * len(rows)
         rows = rows.select_columns(answer_columns)
-    answers: list[Any] = []
+    answers: list[object] = []
     for number, row in enumerate(rows, start=1):
         column = find_column(row, columns)
         with one_line_errors(_place_of(row, split_place, number)):
@@ -162,21 +162,21 @@ def _may_hold(name: str, columns: Sequence[str]) -> bool:
     return any(f"{column}.".startswith(f"{name}.") for column in columns)
 
 
-def _is_missing(answer: Any) -> bool:
+def _is_missing(answer: object) -> bool:
     """True for null, white space, and lists of nothing else."""
     if isinstance(answer, list):
         return all(map(_is_missing, answer))
     return answer is None or answer is _NO_COLUMN or not str(answer).strip()
 
 
-def _check_prompts(rows: Any, split_place: str, ask: Ask) -> None:
+def _check_prompts(rows: Rows, split_place: str, ask: Ask) -> None:
     """Raises ValueError if the prompts of a split cannot be asked."""
     # The columns of a dataset have types, so its first row stands for all of them.
     checked_rows = rows if isinstance(rows, list) else rows.select([0])
     _digest_prompts(checked_rows, split_place, ask)
 
 
-def _digest_prompts(rows: Any, split_place: str, ask: Ask) -> list[bytes]:
+def _digest_prompts(rows: Iterable[Columns], split_place: str, ask: Ask) -> list[bytes]:
     """Returns a digest of each row's prompt: equal for equal messages.
 
     Raises ValueError for a prompt that cannot be asked.
@@ -191,12 +191,12 @@ def _digest_prompts(rows: Any, split_place: str, ask: Ask) -> list[bytes]:
     return digests
 
 
-def _place_of(row: Any, split_place: str, number: int) -> str:
+def _place_of(row: object, split_place: str, number: int) -> str:
     return getattr(row, "place", f"{split_place}, row {number}")
 
 
 def _log_hold_out(
-    source: Any, prompts: Sequence[bytes], test_indices: Sequence[int], seed: int
+    source: str | None, prompts: Sequence[bytes], test_indices: Sequence[int], seed: int
 ) -> None:
     num_rows = len(prompts)
     num_prompts = len(set(prompts))

@@ -10,18 +10,18 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from lagrpo.errors import check_is_pulled, one_line
-from lagrpo.tasks.columns import decode
+from lagrpo.tasks.columns import Columns, decode
+from lagrpo.types import JsonObject
 
 FORMATS = (".jsonl", ".json", ".csv", ".parquet")
 
 
-class Row(dict[str, Any]):
+class Row(JsonObject):
     """A row of a file. `place` is where it stands: "data.jsonl, line 3"."""
 
-    def __init__(self, values: Mapping[str, Any], path: Path | str, place: str) -> None:
+    def __init__(self, values: Columns, path: Path | str, place: str) -> None:
         super().__init__(values)
         self.path = path
         self.place = place
@@ -49,18 +49,18 @@ def read_rows(path: Path) -> list[Row]:
     return _read_json_rows(path)
 
 
-def _to_rows(values: Iterable[Any], path: Path, unit: str) -> list[Row]:
+def _to_rows(values: Iterable[object], path: Path, unit: str) -> list[Row]:
     """Returns the values as rows that know their place, such as "data.csv, row 3"."""
     rows: list[Row] = []
     for number, value in enumerate(values, start=1):
-        if unit == "line" and not value.strip():
+        if unit == "line" and isinstance(value, str) and not value.strip():
             continue
         place = f"{path}, {unit} {number}"
         rows.append(Row(parse_row(value, place), path, place))
     return rows
 
 
-def _read_parquet(path: Path) -> list[dict[str, Any]]:
+def _read_parquet(path: Path) -> list[JsonObject]:
     """Reads a Parquet file. Texts that are stored as binary become texts."""
     import pyarrow.parquet
 
@@ -148,7 +148,7 @@ def _naming_damage(path: Path) -> Iterator[None]:
         raise ValueError(f"{path} cannot be read: {problem}. Write or download it again") from error
 
 
-def parse_row(value: Any, place: str) -> dict[str, Any]:
+def parse_row(value: object, place: str) -> JsonObject:
     """Returns the columns of a row, which may be a line of JSON. Raises ValueError."""
     if isinstance(value, str):
         try:

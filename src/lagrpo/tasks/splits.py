@@ -13,6 +13,12 @@ from lagrpo.errors import one_line_errors
 from lagrpo.tasks.columns import decode
 from lagrpo.tasks.files import FORMATS, Row, format_of, parse_row, read_rows
 
+Named = Any
+"""task.data, or the data itself: a `datasets.Dataset` or `DatasetDict`, a data frame, or rows."""
+
+Rows = Any
+"""A list of `Row`, or a `datasets.Dataset`, which stays on the disk. Both have a length and indices."""
+
 # "owner/name" or "owner/name:configuration".
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(?::[\w.-]+)?")
 
@@ -21,7 +27,7 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(?::[\w.-]+)?")
 _ENDING = re.compile(r"(-\d{5}-of-(\d{5})(-[0-9a-f]{16})?)?\.(jsonl|json|csv|parquet)(\.gz)?$")
 
 
-def find_splits(named: Any, hub: str) -> dict[str, Any]:
+def find_splits(named: Named, hub: str) -> dict[str, Any]:
     """Returns the existing splits by name: files, a `datasets.Dataset`, or rows in memory.
 
     named: task.data, or the data itself; hub: the dataset that is suggested if no data is named.
@@ -133,7 +139,7 @@ def _num_shards(file: Path) -> int:
     return int(match[2] or 1)
 
 
-def read_split(data: Any, split_place: str) -> Any:
+def read_split(data: Any, split_place: str) -> Rows:
     """Returns a split's rows: a list for files and data in memory, a dataset for a dataset.
 
     Raises ValueError if there are none.

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console, Group
 from rich.padding import Padding
@@ -20,9 +19,9 @@ from lagrpo.runs import reading
 from lagrpo.runs.directory import Run
 from lagrpo.runs.rollouts import reward_columns
 from lagrpo.terminal.text import MARKS, count_of, formatted, unscored_text
-from lagrpo.types import ExcludedReason, OutcomeKind, Range, is_correct
+from lagrpo.types import ExcludedReason, JsonObject, JsonView, OutcomeKind, Range, is_correct
 
-Row = dict[str, Any]
+Row = JsonObject
 
 SEPARATOR = "  ·  "
 ARROW = " → "
@@ -65,19 +64,19 @@ def _print_prompt(console: Console, prompt_id: int, row: Row) -> None:
     console.print(Text(f"answer: {visible(answer)}\n", style="cyan"))
 
 
-def result_lines(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
+def result_lines(summaries: Sequence[JsonView]) -> list[str]:
     """Returns a line for each evaluation set: its first and last result, and after which batches.
 
     The list is empty if the run has no sets.
     """
-    summaries_by_set: dict[str, list[Mapping[str, Any]]] = {}
+    summaries_by_set: dict[str, list[JsonView]] = {}
     for summary in summaries:
         if summary.get("set"):
             summaries_by_set.setdefault(summary["set"], []).append(summary)
     return [_result_line(name, of_set) for name, of_set in summaries_by_set.items()]
 
 
-def _result_line(set_name: str, summaries: Sequence[Mapping[str, Any]]) -> str:
+def _result_line(set_name: str, summaries: Sequence[JsonView]) -> str:
     """Returns the line of a set with these evaluations, in the order of their steps."""
     first_and_last = [summaries[0]]
     if len(summaries) > 1:

@@ -48,7 +48,7 @@ from lagrpo.training import fsdp
 from lagrpo.training.checks import chat_template, offline_prompts
 from lagrpo.training.ranks import FirstRankSampler, Ranks
 from lagrpo.training.trainer import Optimization, Trainer
-from lagrpo.types import Group, Prompt
+from lagrpo.types import Group, JsonView, Prompt
 
 logger = logging.getLogger("lagrpo")
 Engine = LocalSampler | VllmEngine | FirstRankSampler
@@ -95,7 +95,7 @@ class TrainerComponents:
         task: Task | None = None,
         ranks: Ranks | None = None,
         started: str | None = None,
-        recorded: Mapping[str, Any] | None = None,
+        recorded: JsonView | None = None,
     ) -> TrainerComponents:
         """Builds the components.
 

@@ -11,10 +11,11 @@ from typing import Any, Literal
 
 from lagrpo.errors import SettingsError, one_line, visible
 from lagrpo.logs import is_debugging, redact, redact_values
+from lagrpo.types import JsonObject, JsonView
 
 logger = logging.getLogger("lagrpo")
 
-Row = Mapping[str, Any]
+Row = JsonView
 Status = Literal["finished", "interrupted", "failed"]
 PROJECT = "lagrpo"  # project or experiment of the runs, unless the tracker's environment variable names one
 TABLE = "completion_texts"  # name of the table of completions; `completions` is a metric
@@ -158,7 +159,7 @@ class Wandb:
     Charts are over batches, because W&B's steps never go back. Code and git are not sent.
     """
 
-    table_options: Mapping[str, Any] = {"allow_mixed_types": True}
+    table_options: Mapping[str, object] = {"allow_mixed_types": True}
 
     def __init__(self, path: Path, run_id: str, config: Row, batch: int) -> None:
         hidden = dict.fromkeys(
@@ -176,7 +177,7 @@ class Wandb:
         )
         self.run.define_metric("*", step_metric="step")
 
-    def log(self, batch: int, values: Mapping[str, Any]) -> None:
+    def log(self, batch: int, values: JsonView) -> None:
         self.run.log({**values, "step": batch})
 
     def log_table(self, batch: int, rows: Sequence[Row]) -> None:
@@ -196,7 +197,7 @@ class Trackio(Wandb):
     TRACKIO_PROJECT is the project. A resumed run is found by its name.
     """
 
-    table_options: Mapping[str, Any] = {}
+    table_options: Mapping[str, object] = {}
 
     def __init__(self, path: Path, run_id: str, config: Row, batch: int) -> None:
         self.package: Any = importlib.import_module("trackio")
@@ -208,12 +209,12 @@ class Trackio(Wandb):
             embed=False,
         )
 
-    def log(self, batch: int, values: Mapping[str, Any]) -> None:
+    def log(self, batch: int, values: JsonView) -> None:
         self.run.log(dict(values), step=batch)
 
     def finish(self, status: Status) -> None:
         self.run.finish()
 
 
-TRACKERS: dict[str, Any] = {"tensorboard": TensorBoard, "wandb": Wandb, "trackio": Trackio}
+TRACKERS: JsonObject = {"tensorboard": TensorBoard, "wandb": Wandb, "trackio": Trackio}
 """Each tracker by the name of its package, which is also the name of its extra."""

@@ -22,7 +22,6 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import safetensors.torch as safetensors
 import torch
@@ -38,7 +37,7 @@ from lagrpo.training.build import TrainerComponents
 from lagrpo.training.master_weights import MergedState
 from lagrpo.training.ranks import Ranks
 from lagrpo.training.trainer import Trainer
-from lagrpo.types import Completion, Group, Outcome, OutcomeKind
+from lagrpo.types import Completion, Group, JsonObject, JsonView, Outcome, OutcomeKind
 
 SCHEMA = "lagrpo.checkpoint/4"
 STATE = "state.json"
@@ -56,7 +55,7 @@ class Checkpoint:
     """A checkpoint on disk, with its state.json."""
 
     path: Path
-    state: Mapping[str, Any]
+    state: JsonView
 
     @property
     def batch(self) -> int:
@@ -165,13 +164,11 @@ def save_checkpoint(
 
 def _rows_of_groups(
     groups_by_batch: Mapping[int, Sequence[Group]], policy_version: int
-) -> list[dict[str, Any]]:
+) -> list[JsonObject]:
     """Returns a row for each completion of this rank's groups, as in the files of rollouts."""
-    rows: list[dict[str, Any]] = []
+    rows: list[JsonObject] = []
     for batch, groups in groups_by_batch.items():
-        no_columns: list[list[dict[str, Any]]] = [
-            [{} for _ in group.completions] for group in groups
-        ]
+        no_columns: list[list[JsonObject]] = [[{} for _ in group.completions] for group in groups]
         rows += rollout_rows(groups, no_columns, step=batch, policy_version=policy_version)
     return rows
 
@@ -247,7 +244,7 @@ def restore_checkpoint(
         groups = _load_groups(components, rollouts)
     announced_versions = {int(batch): versions for batch, versions in state["announced"].items()}
     components.prefetcher.restore(groups, announced_versions)
-    loop: dict[str, Any] = dict(state["loop"])
+    loop: JsonObject = dict(state["loop"])
     loop["prefetched"] = tuple(loop["prefetched"])  # JSON has lists
     return LoopState(**loop)
 
@@ -317,7 +314,7 @@ def _load_groups(components: TrainerComponents, file: Path) -> dict[int, list[Gr
     return groups
 
 
-def _completion(row: Mapping[str, Any]) -> Completion:
+def _completion(row: JsonView) -> Completion:
     """Returns the completion of a row.
 
     It was not scored yet. If it has an outcome, it failed, or its environment scored it.

@@ -23,9 +23,12 @@ from lagrpo.settings.schema import Settings
 from lagrpo.settings.sections import ModelSettings, RewardSettings
 from lagrpo.tasks import Task, check_options, environment_of, load_task
 from lagrpo.training.callbacks import check_installed
+from lagrpo.types import JsonObject, JsonView
 
 if TYPE_CHECKING:
     from lagrpo.core.objective import Recipe
+
+    Loss = str | Recipe | Callable[..., Any]
 
 FREE = (
     *("run.report_to", "run.log_completions", "model.dtype", "optimizer.offload_optimizer"),
@@ -39,7 +42,7 @@ def check_settings(
     settings: Settings,
     task: Task | None = None,
     resume: str | None = None,
-    loss: str | Recipe | Callable[..., Any] | None = None,
+    loss: Loss | None = None,
 ) -> Recipe:
     """Returns the resolved recipe of settings that can be run.
 
@@ -64,7 +67,7 @@ def check_settings(
     return check_loss(settings, loss)
 
 
-def check_loss(settings: Settings, loss: str | Recipe | Callable[..., Any] | None = None) -> Recipe:
+def check_loss(settings: Settings, loss: Loss | None = None) -> Recipe:
     """The resolved recipe of the settings.
 
     Raises SettingsError for one that cannot be computed, or of which a part never acts in this run.
@@ -245,7 +248,7 @@ def recorded_threads(settings: Settings, resume: str | None) -> int | None:
     return before.get("threads") if before.get("ranks") == world_size() else None
 
 
-def find_changes(settings: Settings, run: Path) -> dict[str, tuple[Any, Any]]:
+def find_changes(settings: Settings, run: Path) -> dict[str, tuple[object, object]]:
     """Settings that differ from the run's: name -> (before, now). Raises SettingsError if they could alter its past."""
     saved = load_settings(run / "config.toml")
     before = flatten(saved.model_dump())
@@ -302,10 +305,10 @@ def _is_moved(
 
 
 def in_memory_arguments(
-    task: Any,
-    data: Any,
-    rewards: Sequence[Any] | None,
-    loss: str | Recipe | Callable[..., Any] | None,
+    task: object,
+    data: object,
+    rewards: Sequence[object] | None,
+    loss: Loss | None,
 ) -> list[str]:
     """The arguments of `lagrpo.train` that settings cannot hold: a run needs them again when it is resumed."""
     in_memory = data is not None and not isinstance(data, str | os.PathLike)
@@ -327,7 +330,7 @@ def name_function(function: object) -> str:
     return f"{type(function).__module__}:{type(function).__qualname__}"
 
 
-def is_loadable_loss(loss: str | Recipe | Callable[..., Any]) -> bool:
+def is_loadable_loss(loss: Loss) -> bool:
     """True if `lagrpo train` finds the loss by the name that the settings have. A script is a module there."""
     if isinstance(loss, str):
         return True
@@ -344,7 +347,7 @@ def is_loadable_loss(loss: str | Recipe | Callable[..., Any]) -> bool:
     return is_loadable(loss, reference)
 
 
-def is_loadable(value: Any, reference: str) -> bool:
+def is_loadable(value: object, reference: str) -> bool:
     """True if `lagrpo train` finds the value by the name of its module: in the current directory, or installed."""
     module_name, _, name = reference.partition(":")
     module = sys.modules.get(module_name)
@@ -376,20 +379,20 @@ def check_arguments(settings: Settings, resume: str | None, given: Sequence[str]
         )
 
 
-def check_one_loss(loss: Any, settings: Mapping[str, Any] | None) -> None:
+def check_one_loss(loss: object, settings: JsonView | None) -> None:
     """Raise SettingsError if a loss is given both as an argument and among the settings."""
     if loss is not None and "recipe" in nest(settings or {}).get("loss", {}):
         raise SettingsError("loss and settings['loss.recipe'] both name a loss: give one of them")
 
 
 def as_settings(
-    model: Any,
-    data: Any,
-    rewards: Sequence[Any] | None,
-    loss: str | Recipe | Callable[..., Any] | None = None,
-) -> dict[str, Any]:
+    model: str | os.PathLike[str] | None,
+    data: object,
+    rewards: Sequence[object] | None,
+    loss: Loss | None = None,
+) -> JsonObject:
     """The settings of these arguments, as far as they are settings."""
-    found: dict[str, Any] = {} if model is None else {"model.path": os.fspath(model)}
+    found: JsonObject = {} if model is None else {"model.path": os.fspath(model)}
     if loss is not None:
         from lagrpo.settings.own_loss import name_loss  # loads torch
 
@@ -403,7 +406,7 @@ def as_settings(
     return found
 
 
-def build_task(settings: Settings, data: Any, rewards: Sequence[Any] | None) -> Task | None:
+def build_task(settings: Settings, data: object, rewards: Sequence[object] | None) -> Task | None:
     """Returns the task of data in memory and of reward functions; None if the settings say all.
 
     A tenth of the data is held out for testing (`lagrpo.tasks.data`). Raises ValueError for unfit
@@ -413,7 +416,7 @@ def build_task(settings: Settings, data: Any, rewards: Sequence[Any] | None) -> 
     in_memory = data is not None and not isinstance(data, str | os.PathLike)
     if not in_memory and not has_functions:
         return None
-    given: dict[str, Any] = {"data": data} if in_memory else {}
+    given: JsonObject = {"data": data} if in_memory else {}
     given |= {"rewards": (RewardSettings(name="none", reward="exact"),)} if has_functions else {}
     task: Any = load_task(settings.task.model_copy(update=given | {"tools": ()}), settings.run.seed)
     if not has_functions:
@@ -446,7 +449,7 @@ def name_rewards(settings: Settings, task: Task | None) -> Settings:
     )
 
 
-def _as_reward(given: Any) -> Reward:
+def _as_reward(given: object) -> Reward:
     """A function, or a reward by its name or table."""
     if isinstance(given, Reward):
         return given

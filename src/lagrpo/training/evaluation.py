@@ -17,7 +17,6 @@ from contextlib import ExitStack, closing, contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -51,15 +50,15 @@ from lagrpo.training.build import TaskSetup, TrainerComponents
 from lagrpo.training.checkpoint import needs_alpha
 from lagrpo.training.checks import check_evaluation
 from lagrpo.training.ranks import Ranks
-from lagrpo.types import Group, Outcome, Range, is_correct
+from lagrpo.types import Group, JsonObject, Outcome, Range, is_correct
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
     """The result of an evaluation: a summary for people and plots, and one row per prompt."""
 
-    summary: dict[str, Any]
-    records: list[dict[str, Any]]
+    summary: JsonObject
+    records: list[JsonObject]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +103,10 @@ def evaluate(eval_set: EvalSet, evaluator: Evaluator, ranks: Ranks | None = None
     return Evaluation(_summarize(records, eval_set), records)
 
 
-def _summarize(records: list[dict[str, Any]], eval_set: EvalSet) -> dict[str, Any]:
+def _summarize(records: list[JsonObject], eval_set: EvalSet) -> JsonObject:
     """Returns the summary of an evaluation from its records, one per prompt."""
     unscored = sum(record["samples"] - record["scored"] for record in records)
-    summary: dict[str, Any] = {
+    summary: JsonObject = {
         "prompts": len(records),
         "samples": eval_set.samples,
         "unscored": unscored,
@@ -140,7 +139,7 @@ def _mean_over_prompts(rewards: Sequence[Sequence[float | None]]) -> float | Non
     return sum(means) / len(means) if means else None
 
 
-def _record(group: Group, reward_range: Range, names: Sequence[str]) -> dict[str, Any]:
+def _record(group: Group, reward_range: Range, names: Sequence[str]) -> JsonObject:
     """Returns the record of a prompt. `names` are the names of several rewards."""
     rewards = group.rewards
     completions = group.completions
@@ -175,7 +174,7 @@ def _record(group: Group, reward_range: Range, names: Sequence[str]) -> dict[str
     return record
 
 
-def _measures(records: list[dict[str, Any]], samples: int) -> dict[str, _Measure]:
+def _measures(records: list[JsonObject], samples: int) -> dict[str, _Measure]:
     """Returns the reward and pass@k, for k = 1, 2, 4, … and `samples`."""
     rewards = {record["prompt_id"]: record["reward"] for record in records if record["scored"]}
     measures = {"reward": _Measure(rewards, float(samples))}
@@ -287,7 +286,7 @@ class Evaluations:
         It is the policy that the evaluator samples from. Collective.
         """
         evaluation = evaluate(eval_set, self.components.evaluator, self.components.ranks)
-        summary: dict[str, Any] = {
+        summary: JsonObject = {
             "step": batch,
             "policy_version": self.components.trainer.policy.version,
         }
@@ -317,7 +316,7 @@ class Evaluations:
                 metrics[f"eval/{eval_set.name}/{name}"] = summary.get(name)
         return metrics
 
-    def summary(self, moment: Moment) -> dict[str, Any] | None:
+    def summary(self, moment: Moment) -> JsonObject | None:
         """Returns the summary of the first set that was evaluated before or after training."""
         for eval_set in self.sets:
             evaluation = self.finished.get(evaluation_name(0, eval_set.name, moment))
@@ -325,7 +324,7 @@ class Evaluations:
                 return evaluation.summary
         return None
 
-    def find_best(self, run: Run, batch: int, moment: Moment) -> dict[str, Any] | None:
+    def find_best(self, run: Run, batch: int, moment: Moment) -> JsonObject | None:
         """Returns the facts for weights/best if the policy is the best so far, or None.
 
         `eval.best_metric` says which metric decides.
@@ -339,7 +338,7 @@ class Evaluations:
         if value is None:
             return None
         file = run.path / "weights" / "best" / BEST
-        earlier: dict[str, Any] = json.loads(file.read_bytes()) if file.exists() else {}
+        earlier: JsonObject = json.loads(file.read_bytes()) if file.exists() else {}
         # A resumed run evaluates some batches again: their weights are written again.
         is_earlier_better = (
             earlier.get("best") == best_metric
@@ -481,7 +480,7 @@ def _choose_output(settings: Settings, task_name: str) -> Path:
     return output
 
 
-def _print_summary(summary: dict[str, Any], output: Path) -> None:
+def _print_summary(summary: JsonObject, output: Path) -> None:
     prompts = count_of(summary["prompts"], "prompt")
     samples = count_of(summary["samples"], "sample")
     print(f"{summary['model']} on {summary['task']}: {prompts} x {samples}")

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ from lagrpo.core.ratios import limit
 from lagrpo.training.batch import Batch, MicroBatch, has_zero_variance
 from lagrpo.training.step import Clock, Phase, Step
 from lagrpo.training.tensors import to_ints
-from lagrpo.types import Completion, ExcludedReason, OutcomeKind, Range
+from lagrpo.types import Completion, ExcludedReason, JsonObject, OutcomeKind, Range
 
 Metrics = dict[str, float | None]
 AT_ONCE = 1e-3  # seconds: completions that took less were sampled before
@@ -309,16 +308,14 @@ def by_completion(rows: Sequence[MicroBatch], name: str) -> dict[int, Tensor]:
     return values
 
 
-def completion_columns(step: Step, eps_std: float) -> list[list[dict[str, Any]]]:
+def completion_columns(step: Step, eps_std: float) -> list[list[JsonObject]]:
     """Returns the columns of the rollouts that a completion itself does not have, per group.
 
     A completion that was not scored has none. old_logprobs and entropy are float32 [t], or None if
     they were not computed.
     """
     batch = step.batch
-    columns: list[list[dict[str, Any]]] = [
-        [{} for _ in group.completions] for group in batch.groups
-    ]
+    columns: list[list[JsonObject]] = [[{} for _ in group.completions] for group in batch.groups]
     for members, rewards in _members_of_groups(batch):
         spread = float(sigma(rewards, torch.zeros(len(rewards), dtype=torch.long), eps_std)[0])
         for c in members:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
 
 from lagrpo.rewards.reward import Rewards
 from lagrpo.runs.directory import Run
@@ -20,7 +19,7 @@ from lagrpo.training.callbacks import Callback, Status
 from lagrpo.training.evaluation import Evaluation
 from lagrpo.training.metrics import Metrics, batch_metrics, completion_columns
 from lagrpo.training.step import Step
-from lagrpo.types import OutcomeKind
+from lagrpo.types import JsonObject, JsonView, OutcomeKind
 
 WITHOUT_REWARD = (OutcomeKind.UNSCORED, OutcomeKind.FAILED)
 """Kinds of outcomes without a reward; each is also the name of an event."""
@@ -67,7 +66,7 @@ class Recorder:
         self.note(text)
         self.record_event("warning", batch, text=text)
 
-    def record_event(self, event: str, batch: int, **facts: Any) -> None:
+    def record_event(self, event: str, batch: int, **facts: object) -> None:
         """Appends an event to events.jsonl."""
         if self.is_first:
             self.run.record_event(event, batch, **facts)
@@ -76,7 +75,7 @@ class Recorder:
 
     def record_batch(
         self, step: Step, evaluation_metrics: Metrics
-    ) -> tuple[Metrics, list[dict[str, Any]]]:
+    ) -> tuple[Metrics, list[JsonObject]]:
         """Writes the rollouts of a batch, its events and its metrics.
 
         Returns the metrics and the rows of the rollouts; other ranks than 0 do nothing, and return
@@ -120,7 +119,7 @@ class Recorder:
         if step.sampling.get("recoveries"):
             self.record_event("recovery", step.b, **step.sampling)
 
-    def _record_unscored(self, rows: Sequence[Mapping[str, Any]], batch: int) -> None:
+    def _record_unscored(self, rows: Sequence[JsonView], batch: int) -> None:
         """Records how many completions have no reward, and why the first of them has none.
 
         Only the first such batch has a line: later ones may say the same a thousand times.
@@ -138,7 +137,7 @@ class Recorder:
                 count = f"{len(reasons)} of {len(rows)} completions are {kind}"
                 self.note(f"batch {batch}: {count}; the first: {reasons[0]}")
 
-    def _check_reward_range(self, rows: Sequence[Mapping[str, Any]], batch: int) -> None:
+    def _check_reward_range(self, rows: Sequence[JsonView], batch: int) -> None:
         """Warns once of a reward outside the range of the settings."""
         if self._warned_of_range:
             return
@@ -154,7 +153,7 @@ class Recorder:
         # Warnings name the last finished batch. This batch is finished once the loop state says so.
         self.warn(text, batch - 1)
 
-    def show_batch(self, metrics: Metrics, rows: Sequence[Mapping[str, Any]]) -> None:
+    def show_batch(self, metrics: Metrics, rows: Sequence[JsonView]) -> None:
         """Shows a batch, then passes it to the callbacks."""
         self.display.on_batch(metrics, rows)
         for callback in self.callbacks:
@@ -192,7 +191,7 @@ class Recorder:
         for name, evaluation in evaluations.items():
             self.display.on_evaluation(name, evaluation.summary, evaluation.records)
 
-    def restore_unscored(self, events: Iterable[Mapping[str, Any]]) -> None:
+    def restore_unscored(self, events: Iterable[JsonView]) -> None:
         """Counts the completions without a reward that a resumed run has had in its batches."""
         for event in events:
             if event["event"] in WITHOUT_REWARD and "evaluation" not in event:
@@ -206,9 +205,7 @@ class Recorder:
         batches = count_of(len(self._unscored_by_batch), "batch", "es")
         return f"{completions} of {batches} had no reward (events.jsonl says why)"
 
-    def start(
-        self, settings: Mapping[str, Any], environment: Mapping[str, Any], batch: int
-    ) -> None:
+    def start(self, settings: JsonView, environment: JsonView, batch: int) -> None:
         """Tells the callbacks that the run starts, or resumes after `batch` batches."""
         for callback in self.callbacks:
             callback.on_start(settings, environment, batch)

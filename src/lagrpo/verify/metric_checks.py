@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from lagrpo.runs.rollouts import reward_columns
-from lagrpo.types import OutcomeKind, Range
+from lagrpo.types import JsonObject, OutcomeKind, Range
 from lagrpo.verify import formulas
 from lagrpo.verify.formulas import mean
 from lagrpo.verify.record import RecordedRun, Row, groups_of, sampled
@@ -129,7 +128,7 @@ def _evaluation_metrics(run: RecordedRun, step: int) -> Metrics:
     return metrics
 
 
-def _find_evaluation(run: RecordedRun, name: str, step: int) -> dict[str, Any]:
+def _find_evaluation(run: RecordedRun, name: str, step: int) -> JsonObject:
     """Returns the summary of a set's evaluation after a step; empty if there is none."""
     for summary in run.evaluations:
         if summary.get("set") == name and (summary.get("step") or 0) == step:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -221,5 +220,5 @@ def _to_scored_group(run: RecordedRun, rows: Sequence[Row]) -> ScoredGroup:
     )
 
 
-def _compare(run: RecordedRun, row: Row, column: str, expected: Any, tolerance: float) -> None:
+def _compare(run: RecordedRun, row: Row, column: str, expected: object, tolerance: float) -> None:
     run.report.compare("advantages", row["where"], {column: expected}, row, tolerance)

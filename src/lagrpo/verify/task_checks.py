@@ -7,7 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from datetime import datetime
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -28,7 +28,7 @@ from lagrpo.tasks import (
     environment_of,
     load_task,
 )
-from lagrpo.types import Completion, Group, Outcome, OutcomeKind, Prompt
+from lagrpo.types import Completion, Group, JsonObject, Outcome, OutcomeKind, Prompt
 from lagrpo.verify.formulas import mean, pass_at_k
 from lagrpo.verify.record import RecordedRun, Row, groups_of
 from lagrpo.verify.tokens import find_path, find_weights
@@ -100,7 +100,7 @@ def check_texts(run: RecordedRun, chat: Chat) -> None:
     """
     for row in run.generated:
         tokens = row["token_ids"]
-        expected: dict[str, Any] = {"completion": chat.decode(tokens)}
+        expected: JsonObject = {"completion": chat.decode(tokens)}
         is_one_turn = not row["messages"]
         if is_one_turn:
             tokens_until_eos = _count_until_eos(tokens, chat.eos_ids)
@@ -131,7 +131,7 @@ def check_prompts(run: RecordedRun, task: Task, chat: Chat | None) -> None:
         position = (step - 1) * run.fresh_prompts + groups_so_far[step]
         groups_so_far[step] += 1
         prompt = task.prompt("train", first["prompt_id"] % size)
-        expected: dict[str, Any] = {"answer": json.dumps(prompt.answer, ensure_ascii=False)}
+        expected: JsonObject = {"answer": json.dumps(prompt.answer, ensure_ascii=False)}
         # In a negative epoch, dynamic sampling has replaced the prompt of this position.
         if first["epoch"] >= 0:
             epoch, index = divmod(position, size)
@@ -241,7 +241,7 @@ def check_evaluations(run: RecordedRun, task: Task, chat: Chat) -> None:
 
 
 def check_evaluation(
-    run: RecordedRun, task: Task, chat: Chat, largest_reward: float, summary: dict[str, Any]
+    run: RecordedRun, task: Task, chat: Chat, largest_reward: float, summary: JsonObject
 ) -> None:
     """Checks an evaluation's prompts, its rewards, and the summary that follows from them.
 
@@ -262,11 +262,11 @@ def check_evaluation(
     run.report.compare(f"evaluation {name}", where, expected, summary, SUM_TOLERANCE)
 
 
-def _summarize(run: RecordedRun, name: str, records: Sequence[Row]) -> dict[str, Any]:
+def _summarize(run: RecordedRun, name: str, records: Sequence[Row]) -> JsonObject:
     """Returns the summary that follows from an evaluation's name and its records."""
     samples = max((record["samples"] for record in records), default=0)
     step = _step_of_evaluation(run, name)
-    summary: dict[str, Any] = {"step": step, "prompts": len(records), "samples": samples}
+    summary: JsonObject = {"step": step, "prompts": len(records), "samples": samples}
     if step + 1 in run.metrics:
         next_line = run.metrics[step + 1].values
         summary["policy_version"] = next_line["policy_version"]
