@@ -66,9 +66,19 @@ def test_loop_calls_follow_the_order_of_algorithm_1(algorithm, monkeypatch):
         events,
         lambda self, rs, G: ("generate", *sorted({r.batch for r in rs})),
     )
-    watch(monkeypatch, Trainer, "step", events, lambda self, *rest: ("step", self.policy.version))
     watch(
-        monkeypatch, Trainer, "end_stage", events, lambda self, *rest: ("end", self.policy.version)
+        monkeypatch,
+        Trainer,
+        "step",
+        events,
+        lambda self, *rest, **more: ("step", self.policy.version),
+    )
+    watch(
+        monkeypatch,
+        Trainer,
+        "end_stage",
+        events,
+        lambda self, *rest, **more: ("end", self.policy.version),
     )
     phases: list[str] = []
     steps = list(train_loop(a, LoopState(), phases.append))
