@@ -36,8 +36,8 @@ class Difference(NamedTuple):
     check: str
     name: str
     where: str
-    expected: object
-    recorded: object
+    expected: Any
+    recorded: Any
 
     def __str__(self) -> str:
         recorded = one_line(repr(self.recorded), 120)
