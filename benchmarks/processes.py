@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from lagrpo.machine import WAITING
+from lagrpo.machine import WAIT_VARIABLES
 
 DEADLINE = 3600.0  # seconds for any one reply
 HERE = Path(__file__).parent
@@ -38,7 +38,9 @@ class Program:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE if self.piped else log,
                 stderr=log,
-                env={name: value for name, value in os.environ.items() if name not in WAITING}
+                env={
+                    name: value for name, value in os.environ.items() if name not in WAIT_VARIABLES
+                }
                 | dict(environment),
                 start_new_session=True,
                 preexec_fn=_die_with_parent,

@@ -12,7 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from typing import Any
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, TypeVar
 
 from running import skip_curves_and_syncs
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
@@ -20,18 +22,27 @@ from warm import forks
 
 from lagrpo.training.callbacks import Callback
 
-DEADLINE = 180.0  # seconds for all ranks on a busy machine
-GRACE = 20.0  # seconds for each of the others, when one has failed
-TIMEOUT = timedelta(seconds=60)  # of collectives
+T = TypeVar("T")
 Prepare = Callable[[int], Sequence[Callback]]
-_staying: list[tuple[Any, Connection]] = []  # processes, and the connections to them
+
+DEADLINE = 180.0
+"""Seconds for all ranks, many times what they take: the machine may be busy."""
+
+GRACE = 20.0
+"""Seconds for each other rank once one has failed: it may wait for the failed one until TIMEOUT."""
+
+TIMEOUT = timedelta(seconds=60)
+"""Of collectives, shorter than DEADLINE: one that hangs raises on its rank, with a traceback."""
+
+_staying: list[tuple[BaseProcess, Connection]] = []
+"""The processes, and the connections to them. They stay, because a start takes seconds."""
 
 
 class RankEndError(Exception):
     """A rank ended with an error; the text names its type first."""
 
 
-def run_on_ranks(function: Callable[..., Any], *arguments: Any, size: int = 3) -> list[Any]:
+def run_on_ranks(function: Callable[..., T], *arguments: Any, size: int = 3) -> list[T]:
     """Returns the result of function(group, *arguments) on each rank of a gloo group, at most 3.
 
     The function must be importable; its arguments and results are pickled. If a rank fails, raises
@@ -46,7 +57,10 @@ def run_on_ranks(function: Callable[..., Any], *arguments: Any, size: int = 3) -
 
 
 def together(
-    size: int, settings: Mapping[str, Any], prepare: Prepare | None = None, resume: Any = None
+    size: int,
+    settings: Mapping[str, Any],
+    prepare: Prepare | None = None,
+    resume: Path | None = None,
 ) -> list[Any]:
     """A run of `size` ranks: what each returns, RankEndError if it raises, None if it was killed.
     On every rank `prepare(rank)`, which must be importable, comes first, and gives its callbacks.
@@ -61,15 +75,18 @@ def _call(size: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
         process.start()
         theirs.close()
         _staying.append((process, ours))
+    # A store of its own for every call, so that no key of an earlier group is left.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for rank, (_, end) in enumerate(_staying[:size]):
-        end.send_bytes(
-            pickle.dumps((torchrun_environment(rank, size, store.port), work, arguments))
-        )
-    results, deadline = list[Any](), DEADLINE
+        variables = torchrun_environment(rank, size, store.port)
+        end.send_bytes(pickle.dumps((variables, work, arguments)))
+    results = []
+    deadline = DEADLINE
     for _, end in _staying[:size]:
         results.append(_result(end, deadline))
-        deadline = GRACE if _has_failed(results[-1]) else deadline
+        if _has_failed(results[-1]):
+            deadline = GRACE
+    # A rank that failed has left its group, and the others may wait in it.
     if any(map(_has_failed, results)):
         _end_all()
     return results
@@ -105,19 +122,18 @@ def _end_all() -> None:
     _staying.clear()
 
 
-def _has_failed(result: Any) -> bool:
+def _has_failed(result: object) -> bool:
     return result is None or isinstance(result, RankEndError)
 
 
 def _result(end: Connection, deadline: float) -> Any:
+    """What a rank returned; None if it was killed."""
     try:
-        return (
-            pickle.loads(end.recv_bytes())
-            if end.poll(deadline)
-            else RankEndError("nothing: it still runs")
-        )
+        if end.poll(deadline):
+            return pickle.loads(end.recv_bytes())
     except EOFError:
         return None
+    return RankEndError("nothing: it still runs")
 
 
 def _stay(end: Connection) -> None:
@@ -144,7 +160,7 @@ def _stay(end: Connection) -> None:
             end.send_bytes(pickle.dumps(result))
 
 
-def _call_in_group(function: Callable[..., Any], *arguments: Any) -> Any:
+def _call_in_group(function: Callable[..., T], *arguments: Any) -> T:
     import torch.distributed as dist
 
     dist.init_process_group("gloo", timeout=TIMEOUT)
@@ -153,9 +169,8 @@ def _call_in_group(function: Callable[..., Any], *arguments: Any) -> Any:
     return result
 
 
-def _train(settings: Mapping[str, Any], prepare: Prepare | None, resume: Any) -> Any:
+def _train(settings: Mapping[str, Any], prepare: Prepare | None, resume: Path | None) -> Any:
     from lagrpo.training.run import train
 
-    return train(
-        settings, callbacks=prepare(int(os.environ["RANK"])) if prepare else (), resume=resume
-    )
+    callbacks = prepare(int(os.environ["RANK"])) if prepare else ()
+    return train(settings, callbacks=callbacks, resume=resume)

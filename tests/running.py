@@ -18,13 +18,14 @@ from lagrpo.training.callbacks import Callback
 
 TIMINGS = ("time/", "tokens_per_s/")
 
+Section = dict[str, Any]
+"""The settings of a section by their names, such as {"batches": 3}."""
 
-def tiny_settings(
-    model: Path, root: Path, /, **sections: dict[str, Any]
-) -> dict[str, dict[str, Any]]:
+
+def tiny_settings(model: Path, root: Path, /, **sections: Section) -> dict[str, Section]:
     """Four completions of at most six tokens for each of two prompts, three batches, two test
     prompts."""
-    base: dict[str, dict[str, Any]] = {
+    base: dict[str, Section] = {
         "run": {"output_dir": str(root), "seed": 3},
         "model": {"path": str(model), "dtype": "float32"},
         "task": {"name": "sample_task:load"},

@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from lagrpo.cli import Train
-from lagrpo.settings.load import read_words
-from lagrpo.settings.schema import Settings
+from lagrpo.cli import read_train_words
 
 CLUSTER = Path(__file__).parent.parent / "examples" / "cluster"
 JOB, BATCH = CLUSTER / "lagrpo-job.yaml", CLUSTER / "lagrpo.sbatch"
@@ -43,6 +41,6 @@ def test_commands_are_words_that_torchrun_and_lagrpo_take(command):
     words = command[command.index("torchrun") + 1 :]
     launched = get_args_parser().parse_args(words)
     assert (launched.module, launched.training_script, launched.nnodes) == (True, "lagrpo", "2")
-    given, changes = read_words(words[words.index("train") + 1 :], Train, Settings(), ["run"])
-    assert given.resume == "auto"
+    arguments, changes = read_train_words(words[words.index("train") + 1 :])
+    assert arguments.resume == "auto"
     assert "run.name" in changes

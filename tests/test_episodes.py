@@ -4,7 +4,8 @@ an episode."""
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import pytest
 import talkers
@@ -12,13 +13,18 @@ import torch
 from tiny import tiny_policy, tiny_tokenizer
 
 from lagrpo.model.chat import Chat, Replies, RewritingError
-from lagrpo.model.model import Packed, copy_policy
+from lagrpo.model.model import Packed, Policy, copy_policy
+from lagrpo.rewards.pool import WorkerPool
 from lagrpo.rollout import decoding
 from lagrpo.rollout.base import Request
 from lagrpo.rollout.decoding import DecodeState
 from lagrpo.rollout.episodes import Episodes
 from lagrpo.rollout.local import LocalSampler
-from lagrpo.types import Group, Prompt
+from lagrpo.types import Completion, Group, Prompt
+
+EOS = 1
+NEVER_IN_TEXT = {0, 2}
+"""<pad> and <stop>: a turn's text leaves them out, so it does not say where they were sampled."""
 
 TURNS = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}"
@@ -26,41 +32,63 @@ TURNS = (
 )
 
 
-def talking(dtype=torch.bfloat16, kind: str = "llama", **changes: Any) -> Any:
+def talking_policy(
+    dtype: torch.dtype = torch.bfloat16, kind: str = "llama", **changes: Any
+) -> Policy:
     """A tiny policy with a chat template for several turns, which ends about every tenth token."""
     policy = tiny_policy(kind, dtype, **changes)
     policy.chat.tokenizer.chat_template = TURNS
+    # Random weights seldom end a turn: nearly every episode would be cut.
     with torch.no_grad():
-        policy.model.head.weight[1] *= 3
+        policy.model.head.weight[EOS] *= 3
     return policy
 
 
-def episodes(policy: Any, make: Any = talkers.Counting, late: int = 0, **limits: int) -> Episodes:
-    given: Any = {"turns": 8, "sampled": 60, "replied": 200} | limits
-    pool: Any = talkers.Here(make, late)
-    return Episodes(pool, Replies(policy.chat), **given)
+def make_episodes(
+    policy: Policy,
+    environment: Callable[[], object] = talkers.Counting,
+    /,
+    late: int = 0,
+    turns: int = 8,
+    sampled: int = 60,
+    replied: int = 200,
+) -> Episodes:
+    """Episodes whose environments run in this process. A reply is ready after `late` looks at it:
+    that decides with which rows the policy reads it."""
+    pool = cast(WorkerPool, talkers.Here(environment, late))
+    return Episodes(pool, Replies(policy.chat), turns=turns, sampled=sampled, replied=replied)
 
 
-def ask(policy: Any, count: int = 4) -> list[Request]:
-    prompts = [
-        Prompt(n, ({"role": "user", "content": "x" * (3 * n + 1)},), "3") for n in range(count)
-    ]
-    return [Request(1, 0, policy.chat.tokenize(prompt)) for prompt in prompts]
+def episode_requests(policy: Policy, count: int = 4) -> list[Request]:
+    """Prompts of different lengths."""
+    requests = []
+    for key in range(count):
+        message = {"role": "user", "content": "x" * (3 * key + 1)}
+        prompt = policy.chat.tokenize(Prompt(key, (message,), "3"))
+        requests.append(Request(1, 0, prompt))
+    return requests
 
 
-def sampled(
-    policy: Any, of: Episodes, requests: Any = None, rows: int = 64, G: int = 5
+def sample_groups(
+    policy: Policy,
+    episodes: Episodes,
+    requests: Sequence[Request] | None = None,
+    rows: int = 64,
+    G: int = 5,
 ) -> dict[int, Group]:
-    sampler = LocalSampler(copy_policy(policy), 0, of.sampled, rows, episodes=of)
-    return {r.prompt.key: group for r, group in sampler.sample(requests or ask(policy), G)}
+    """The groups by the keys of their prompts. With fewer `rows` than completions, some wait."""
+    sampler = LocalSampler(copy_policy(policy), 0, episodes.sampled, rows, episodes=episodes)
+    groups = sampler.sample(requests or episode_requests(policy), G)
+    return {request.prompt.key: group for request, group in groups}
 
 
-def completions(groups: dict[int, Group]) -> list[Any]:
-    return [c for key in sorted(groups) for c in groups[key].completions]
+def completions_of(groups: dict[int, Group]) -> list[Completion]:
+    return [completion for key in sorted(groups) for completion in groups[key].completions]
 
 
-def same(one: dict[int, Group], other: dict[int, Group]) -> bool:
-    pairs = zip(completions(one), completions(other), strict=True)
+def are_same(groups: dict[int, Group], others: dict[int, Group]) -> bool:
+    """True if all completions have the same tokens, bits of log-probs, turns and ends."""
+    pairs = zip(completions_of(groups), completions_of(others), strict=True)
     return all(
         torch.equal(a.token_ids, b.token_ids)
         and torch.equal(a.logp_alpha[a.sampled], b.logp_alpha[b.sampled])
@@ -69,85 +97,111 @@ def same(one: dict[int, Group], other: dict[int, Group]) -> bool:
     )
 
 
+# In bfloat16 a log-prob may differ by some of its rounding steps, 2^-7 near 1, if the computation is
+# not exact.
 @pytest.mark.usefixtures("either_computation")
 @pytest.mark.parametrize(("dtype", "rounding"), [(torch.bfloat16, 0.1), (torch.float32, 1e-4)])
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_trainer_and_sampler_agree_on_tokens_of_all_turns(kind, dtype, rounding):
-    policy = talking(dtype, kind)
-    groups = sampled(policy, episodes(policy))
-    found = completions(groups)
-    assert max(len(c.turns) for c in found) >= 3  # a reply between two turns of the policy
-    own = torch.cat([c.sampled for c in found])
+    policy = talking_policy(dtype, kind)
+    groups = sample_groups(policy, make_episodes(policy))
+    completions = completions_of(groups)
+    # Some episode has a reply between two turns of the policy, which both read as context.
+    assert max(len(completion.turns) for completion in completions) >= 3
+
+    is_sampled_T = torch.cat([completion.sampled for completion in completions])
+    sampler_logp_T = torch.cat([completion.logp_alpha for completion in completions])
     packed = Packed.build(
         [
-            (groups[n].prompt.token_ids, [c.token_ids for c in groups[n].completions])
-            for n in range(4)
+            (groups[key].prompt.token_ids, [c.token_ids for c in groups[key].completions])
+            for key in sorted(groups)
         ]
     )
     with torch.no_grad():
-        logp = policy.logp(packed)[own]
-    given = torch.cat([c.logp_alpha for c in found])[own]
-    assert (
-        torch.equal(logp, given) if policy.model.exact else (logp - given).abs().max() <= rounding
-    )
+        trainer_logp_T = policy.logp(packed)
+    difference_T = (trainer_logp_T - sampler_logp_T)[is_sampled_T]
+    largest = float(difference_T.abs().max())
+    assert largest == 0.0 if policy.model.exact else largest <= rounding
 
 
 @pytest.mark.usefixtures("with_kernels")
 def test_episode_is_independent_of_other_episodes_and_of_reply_times():
-    policy = talking()
+    """To the bit: late replies, few rows and another order change what is decoded together."""
+    policy = talking_policy()
     assert policy.model.exact
-    wide = sampled(policy, episodes(policy))
-    assert same(wide, sampled(policy, episodes(policy, late=7)))
-    assert same(wide, sampled(policy, episodes(policy), rows=5))
-    assert same(wide, sampled(policy, episodes(policy), ask(policy)[::-1], rows=11))
+    groups = sample_groups(policy, make_episodes(policy))
+    with_late_replies = sample_groups(policy, make_episodes(policy, late=7))
+    with_few_rows = sample_groups(policy, make_episodes(policy), rows=5)
+    reversed_requests = episode_requests(policy)[::-1]
+    in_another_order = sample_groups(policy, make_episodes(policy), reversed_requests, rows=11)
+    assert are_same(groups, with_late_replies)
+    assert are_same(groups, with_few_rows)
+    assert are_same(groups, in_another_order)
 
 
-def test_inexact_models_take_replies_at_fixed_steps():
-    policy = talking(torch.float32)
-    assert same(sampled(policy, episodes(policy)), sampled(policy, episodes(policy, late=9)))
+def test_inexact_model_reads_replies_at_fixed_steps():
+    """Its rounding depends on what is decoded together, so a late reply must not change that."""
+    policy = talking_policy(torch.float32)
+    groups = sample_groups(policy, make_episodes(policy))
+    with_late_replies = sample_groups(policy, make_episodes(policy, late=9))
+    assert are_same(groups, with_late_replies)
 
 
 def test_completion_is_the_conversation_that_the_template_writes():
-    """Tokenized again, as one conversation of the texts, it is the same tokens; and only the
-    policy's own count."""
-    policy = talking()
-    for request, group in zip(ask(policy), sampled(policy, episodes(policy)).values(), strict=True):
-        for c in (
-            c for c in group.completions if not {0, 2} & {*c.token_ids.tolist()}
-        ):  # what a text does not show
-            said = [*request.prompt.messages]
-            for n, text in enumerate(c.turns):
-                said.append({"role": "user" if n % 2 else "assistant", "content": text})
-            said.append({"role": "user", "content": ""})
-            ids = policy.chat.encode(policy.chat.render(said), add_special_tokens=False)
-            mine = [*request.prompt.token_ids, *c.token_ids.tolist()]
-            assert mine == ids[: len(mine)]
-            assert c.length == sum(len(text) for text in c.turns[::2]) + len(c.turns[::2]) - (
-                not c.finished
-            )
-            assert bool(c.logp_alpha[~c.sampled].isnan().all())
-            runs = [list(run) for _, run in itertools.groupby(c.sampled.tolist())]
-            assert len(runs) == len(c.turns)
+    """The texts of all turns, rendered and tokenized as one conversation, are the same tokens; and
+    only the policy's own tokens count."""
+    policy = talking_policy()
+    requests = episode_requests(policy)
+    groups = sample_groups(policy, make_episodes(policy))
+    for request, group in zip(requests, groups.values(), strict=True):
+        for completion in group.completions:
+            token_ids = completion.token_ids.tolist()
+            if NEVER_IN_TEXT & {*token_ids}:
+                continue
+            messages = [*request.prompt.messages]
+            for turn, text in enumerate(completion.turns):
+                role = "user" if turn % 2 else "assistant"
+                messages.append({"role": role, "content": text})
+            # A further message, since the template ends a turn only where another one follows.
+            messages.append({"role": "user", "content": ""})
+            rendered = policy.chat.render(messages)
+            expected = policy.chat.encode(rendered, add_special_tokens=False)
+            episode_ids = [*request.prompt.token_ids, *token_ids]
+            assert episode_ids == expected[: len(episode_ids)]
+
+            # A token per character, and <eos> after every turn of the policy that was not cut.
+            policy_turns = completion.turns[::2]
+            characters = sum(len(text) for text in policy_turns)
+            ends = len(policy_turns) - (not completion.finished)
+            assert completion.length == characters + ends
+            assert bool(completion.logp_alpha[~completion.sampled].isnan().all())
+            stretches = list(itertools.groupby(completion.sampled.tolist()))
+            assert len(stretches) == len(completion.turns)
 
 
-def test_rewards_and_reasons_are_the_environments():
-    found = completions(sampled(policy := talking(), episodes(policy)))
-    ended = [c for c in found if c.finished]
-    assert len(ended) > 5
-    assert {c.outcome.reason for c in ended} == {"after 3 turns"}
-    assert all(c.outcome.reward == (len(c.turns[-1]) % 5) / 5 for c in ended)
-    reasons = ("cut after 60 sampled", "cut: the turn ended", "after 3 turns; cut after 60")
-    assert all(c.outcome.reason.startswith(reasons) for c in found if not c.finished)
+def test_reward_and_reason_are_the_environments():
+    policy = talking_policy()
+    completions = completions_of(sample_groups(policy, make_episodes(policy)))
+    finished = [completion for completion in completions if completion.finished]
+    assert len(finished) > 5
+    for completion in finished:
+        assert completion.outcome is not None
+        assert completion.outcome.reason == "after 3 turns"
+        assert completion.outcome.reward == (len(completion.turns[-1]) % 5) / 5
+    cut = ("cut after 60 sampled", "cut: the turn ended", "after 3 turns; cut after 60")
+    for completion in completions:
+        assert completion.outcome is not None
+        assert completion.finished or completion.outcome.reason.startswith(cut)
 
 
 @pytest.mark.parametrize(
-    ("make", "limits", "reason", "reward"),
+    ("environment", "limits", "reason", "reward"),
     [
         pytest.param(
             talkers.Endless,
             {"turns": 2},
             "cut after 2 turns (task.max_turns)",
-            0.2,
+            0.2,  # 0.1 for each turn so far
             id="turns",
         ),
         pytest.param(
@@ -161,70 +215,85 @@ def test_rewards_and_reasons_are_the_environments():
             talkers.Endless,
             {"sampled": 9},
             "cut after 9 sampled tokens (rollout.max_completion_length)",
-            None,
+            None,  # it depends on the turn in which the limit was reached
             id="sampled tokens",
         ),
     ],
 )
-def test_limit_ends_an_episode_with_its_reason(make, limits, reason, reward):
-    policy = talking()
-    found = [
-        c
-        for c in completions(sampled(policy, episodes(policy, make, **limits)))
-        if c.outcome.reason == reason
+def test_limit_ends_an_episode_with_its_reason(environment, limits, reason, reward):
+    policy = talking_policy()
+    groups = sample_groups(policy, make_episodes(policy, environment, **limits))
+    cut = [
+        c for c in completions_of(groups) if c.outcome is not None and c.outcome.reason == reason
     ]
-    assert found
-    assert all(c.outcome.kind == "scored" and not c.finished and bool(c.sampled[-1]) for c in found)
-    assert {c.outcome.reward for c in found} == {reward} or reward is None
+    assert cut
+    for completion in cut:
+        assert completion.outcome is not None
+        assert completion.outcome.kind == "scored"
+        assert not completion.finished
+        # A reply that nobody answers would be context without a use.
+        assert bool(completion.sampled[-1])
+        assert reward is None or completion.outcome.reward == reward
+
+
+FED = [[5, 8, 9], [], [30, 6], [7] * 40, [40]]
+"""Replies to five rows: some wait, and one is longer than a piece."""
 
 
 @pytest.mark.usefixtures("either_computation")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_tokens_decoded_together_equal_tokens_decoded_one_by_one(dtype, monkeypatch):
-    """Rows of two groups, some of which wait; what is longer than a piece goes in parts."""
     monkeypatch.setattr(decoding, "PIECE", 16)
-    policy = talking(dtype)
-    found = []
-    fed = [[5, 8, 9], [], [30, 6], [7] * 40, [40]]
-    for together in (True, False):
+    policy = talking_policy(dtype)
+
+    def start() -> DecodeState:
+        """Rows of two groups; those of the first are one token further."""
         state = DecodeState(policy.model, 5, 20)
         state.admit([[5, 6, 7]], 3)
         state.feed([[9], [8], [7]])
         state.admit([[9, 8, 7, 30, 31, 6]], 2)
-        if together:
-            last = torch.tensor([len(tokens) for tokens in fed if tokens]).cumsum(0) - 1
-            hidden = state.feed(fed)[last]
-        else:
-            each = [
-                [state.feed([[t] if row == r else [] for row in range(5)]) for t in fed[r]]
-                for r in range(5)
-            ]
-            hidden = torch.cat([steps[-1] for steps in each if steps])
-        hidden = torch.cat([hidden, state.feed([[row + 3] for row in range(5)])])
-        found.append((hidden, state.lengths.tolist()))
-    assert found[0][1] == found[1][1] == [5, 2, 4, 41, 2]
+        return state
+
+    # The next token reads all keys and values that the replies have left.
+    next_tokens = [[row + 3] for row in range(5)]
+
+    together = start()
+    last_indices = torch.tensor([len(tokens) for tokens in FED if tokens]).cumsum(0) - 1
+    hidden = torch.cat([together.feed(FED)[last_indices], together.feed(next_tokens)])
+
+    one_by_one = start()
+    last_hidden = []
+    for row, tokens in enumerate(FED):
+        steps = [
+            one_by_one.feed([[token] if other == row else [] for other in range(5)])
+            for token in tokens
+        ]
+        last_hidden += steps[-1:]
+    expected = torch.cat([*last_hidden, one_by_one.feed(next_tokens)])
+
+    assert together.lengths.tolist() == [5, 2, 4, 41, 2]
+    assert one_by_one.lengths.tolist() == [5, 2, 4, 41, 2]
     if policy.model.exact:
-        assert torch.equal(found[0][0], found[1][0])
+        assert torch.equal(hidden, expected)
     else:
-        torch.testing.assert_close(
-            found[0][0], found[1][0], rtol=0.05, atol=0.05 if dtype == torch.bfloat16 else 1e-4
-        )
+        atol = 0.05 if dtype == torch.bfloat16 else 1e-4
+        torch.testing.assert_close(hidden, expected, rtol=0.05, atol=atol)
 
 
 # ---- chat templates ----
 
 
-def chat(template: str | None) -> Chat:
+def chat_with(template: str | None) -> Chat:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = template
-    return Chat(tokenizer, 103, frozenset({1, 2}))
+    return Chat(tokenizer, 103, frozenset({EOS, 2}))
 
 
 def test_reply_is_what_the_template_adds():
-    replies = Replies(chat(TURNS))
-    assert replies.end_id == 1
-    said = replies.chat.tokenizer.decode(replies.tokens([{"role": "user", "content": "higher"}]))
-    assert said == "\nuser: higher\nassistant: "
+    replies = Replies(chat_with(TURNS))
+    assert replies.end_id == EOS
+    reply_ids = replies.tokens([{"role": "user", "content": "higher"}])
+    assert replies.chat.tokenizer.decode(reply_ids) == "\nuser: higher\nassistant: "
 
 
 STRIPPED = TURNS.replace("m['content'] }}", "m['content'].split('</think>')[-1] }}")
@@ -233,6 +302,7 @@ NUMBERED = TURNS.replace(
 )
 
 
+# With such a template the tokens of a conversation do not begin with those sampled so far.
 @pytest.mark.parametrize(
     ("template", "problem"),
     [
@@ -258,4 +328,4 @@ NUMBERED = TURNS.replace(
 )
 def test_template_that_rewrites_earlier_turns_is_rejected(template, problem):
     with pytest.raises(RewritingError, match=problem):
-        Replies(chat(template)).check([{"role": "user", "content": "5"}])
+        Replies(chat_with(template)).check([{"role": "user", "content": "5"}])

@@ -8,21 +8,22 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from test_zero1 import (
+from rank_updates import (
     DTYPES,
     check_to_rounding,
     check_to_the_bit,
     five_updates,
     ranks_of,
-    refused,
+    rejected_update,
     rows_of,
 )
 from tiny import tiny_policy
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from lagrpo.core.recipes import resolve
 from lagrpo.model.model import copy_policy
@@ -32,7 +33,7 @@ from lagrpo.training.trainer import Optimization, Trainer
 
 
 def make_layered(
-    group: Any,
+    group: ProcessGroup | None,
     dtype: str,
     kind: str = "llama",
     tie: bool = False,
@@ -40,7 +41,7 @@ def make_layered(
     beta: float = 0.0,
     **changes: Any,
 ) -> Trainer:
-    """As `make` of test_zero1, in shards."""
+    """As `make_trainer`, in shards."""
     policy = tiny_policy(kind, DTYPES[dtype], backend="torch", tie_word_embeddings=tie)
     numbers = {"lr": 1e-3, "updates": 9, "weight_decay": 0.1, "warmup": 2, "seed": 5} | changes
     mesh = make_mesh(group, "cpu") if group is not None else None
@@ -58,14 +59,12 @@ def make_layered(
 
 
 def test_updates_with_sharded_layers_are_those_of_one_process_to_rounding(ranks):
-    """In float64, where rounding is far below the steps. Clipped: the limit is a third of the
-    norms. Three ranks divide no weight evenly."""
+    """In float64, where rounding is far below the steps. Three ranks divide no weight evenly."""
+    # Clipped, so that a norm of a rank's own part would show: the limit is below all norms.
     options = {"dtype": "float64", "max_grad_norm": 0.05}
-    metrics, state, weights = five_updates(None, options, False)
-    assert min(m["grad_norm"] for m in metrics) > 0.1
-    check_to_rounding(
-        ranks.run(five_updates, options, False, make_layered, size=3), metrics, state, weights
-    )
+    alone = five_updates(None, options, False)
+    assert min(line["grad_norm"] for line in alone.metrics) > 0.1
+    check_to_rounding(ranks.run(five_updates, options, False, make_layered, size=3), alone)
 
 
 @pytest.mark.parametrize(
@@ -90,93 +89,99 @@ def test_updates_are_bit_equal_if_the_gradients_are(ranks, options, changes):
     norms are rounded in another order."""
     options = {"max_grad_norm": None, **options}
     results = ranks.run(five_updates, options | changes, True, make_layered, size=2)
-    check_to_the_bit(results, *five_updates(None, options, True))
+    check_to_the_bit(results, five_updates(None, options, True))
 
 
 # What a rank has
 
 
-def memory(group: Any) -> tuple[int, int, int, list[str]]:
-    """Numbers in the masters, in the gradients, and in the weights that a rank keeps; which of
-    these are whole."""
+class Kept(NamedTuple):
+    """What a rank keeps, in numbers."""
+
+    masters: int
+    gradients: int
+    weights: int
+    whole_weights: list[str]
+    """the names of weights that it has whole"""
+
+
+def measure_kept(group: ProcessGroup) -> Kept:
     trainer = make_layered(group, "bfloat16")
     trainer.accumulate(rows_of(trainer))
-    local_weights = {
-        name: p._local_tensor for name, p in trainer.policy.model.lm.named_parameters()
-    }
-    gradients = [
-        p.grad._local_tensor for p in trainer.policy.model.lm.parameters() if p.grad is not None
-    ]
-    unsharded = [
-        name
-        for name, p in trainer.policy.model.lm.named_parameters()
-        if local_weights[name].shape == p.shape
-    ]
+    parameters = dict(trainer.policy.model.lm.named_parameters())
+    local_weights = {name: p._local_tensor for name, p in parameters.items()}
+    gradients = [p.grad._local_tensor for p in parameters.values() if p.grad is not None]
+    whole_weights = [name for name, p in parameters.items() if local_weights[name].shape == p.shape]
+    # By storage, which includes what fills a shard up. Shards are float32: four bytes a number.
+    storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in local_weights.values()}
     trainer.masters.zero_grads()
-    return (
-        sum(p.numel() for p in trainer.masters.parameters),
-        sum(g.numel() for g in gradients),
-        sum(
-            {
-                t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() // 4
-                for t in local_weights.values()
-            }.values()
-        ),
-        unsharded,
+    return Kept(
+        masters=sum(master.numel() for master in trainer.masters.parameters),
+        gradients=sum(gradient.numel() for gradient in gradients),
+        weights=sum(tensor.untyped_storage().nbytes() // 4 for tensor in storages.values()),
+        whole_weights=whole_weights,
     )
 
 
-def test_a_rank_keeps_its_part_of_masters_gradients_and_weights(ranks):
+def test_rank_keeps_its_part_of_masters_gradients_and_weights(ranks):
     """The rest is gathered for as long as it computes. What does not divide is filled up to whole
-    rows."""
+    rows: at most 5 % here."""
     numbers = sum(p.numel() for p in tiny_policy(dtype=torch.bfloat16).model.lm.parameters())
     for R in (2, 3):
-        results = ranks.run(memory, size=R)
-        assert sum(masters for masters, *_ in results) == numbers
-        assert sum(gradients for _, gradients, *_ in results) == numbers
-        for masters, _, weights, unsharded in results:
-            assert masters <= numbers / R * 1.05
-            assert weights <= numbers / R * 1.05
-            assert unsharded == []
+        results = ranks.run(measure_kept, size=R)
+        assert sum(kept.masters for kept in results) == numbers
+        assert sum(kept.gradients for kept in results) == numbers
+        for kept in results:
+            assert kept.masters <= numbers / R * 1.05
+            assert kept.weights <= numbers / R * 1.05
+            assert kept.whole_weights == []
 
 
-def reference(group: Any) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """log π_ref at the start, after updates, and after the end of a stage, with what the policy
-    gives then."""
+class ReferenceLogprobs(NamedTuple):
+    """log π_ref of the rows of a batch."""
+
+    at_start: list[Tensor]
+    after_update: list[Tensor]
+    after_stage: list[Tensor]
+
+
+def reference_logprobs(group: ProcessGroup) -> ReferenceLogprobs:
+    """An update and the end of a stage. On the way the policy's own log-probs stay as they were:
+    policy and reference compute in turn, and must not leave their weights in each other's place."""
     trainer = make_layered(group, "bfloat16", beta=0.1)
     fresh = rows_of(trainer)
-    reference_logprobs = lambda: trainer.compute_logprobs(fresh, by=trainer.reference)  # noqa: E731
-    before, policy_logprobs = reference_logprobs(), trainer.compute_logprobs(fresh)
-    assert all(map(torch.equal, before, policy_logprobs))
-    trainer.accumulate([replace(row, ref_logp_T=before[n]) for n, row in enumerate(fresh)])
+
+    def by_reference() -> list[Tensor]:
+        return trainer.compute_logprobs(fresh, by=trainer.reference)
+
+    at_start = by_reference()
+    assert all(map(torch.equal, at_start, trainer.compute_logprobs(fresh)))
+    trainer.accumulate([replace(row, ref_logp_T=at_start[n]) for n, row in enumerate(fresh)])
     trainer.update()
     policy_logprobs = trainer.compute_logprobs(fresh)
-    after = reference_logprobs()
+    after_update = by_reference()
     assert all(map(torch.equal, policy_logprobs, trainer.compute_logprobs(fresh)))
+
     trainer.end_stage(reset_optimizer=False)
     assert trainer.reference is not None
     assert trainer.reference.version == 1
-    swapped, policy_logprobs = reference_logprobs(), trainer.compute_logprobs(fresh)
-    assert all(map(torch.equal, swapped, policy_logprobs))
-    return before, after, swapped
+    after_stage = by_reference()
+    assert all(map(torch.equal, after_stage, trainer.compute_logprobs(fresh)))
+    return ReferenceLogprobs(at_start, after_update, after_stage)
 
 
-def test_the_reference_stays_until_the_stage_ends_and_then_is_the_policy(ranks):
-    for before, after, swapped in ranks.run(reference, size=2):
-        assert all(map(torch.equal, before, after))
-        assert not any(map(torch.equal, before, swapped))
+def test_reference_stays_until_the_stage_ends_and_then_is_the_policy(ranks):
+    for logprobs in ranks.run(reference_logprobs, size=2):
+        assert all(map(torch.equal, logprobs.at_start, logprobs.after_update))
+        assert not any(map(torch.equal, logprobs.at_start, logprobs.after_stage))
 
 
 # Gradients that are not finite
 
 
 def test_gradient_not_finite_on_one_rank_is_rejected_on_all_ranks(ranks):
-    messages, unchanged, as_if_never = zip(
-        *ranks.run(refused, 1, make_layered, size=2), strict=True
-    )
-    assert all(
-        re.match(r"the gradient of update 1 is not finite \(norm (inf|nan)\)", message)
-        for message in messages
-    )
-    assert all(unchanged)
-    assert all(as_if_never)
+    pattern = r"the gradient of update 1 is not finite \(norm (inf|nan)\)"
+    for rejected in ranks.run(rejected_update, 1, make_layered, size=2):
+        assert re.match(pattern, rejected.message)
+        assert rejected.is_unchanged
+        assert rejected.goes_on

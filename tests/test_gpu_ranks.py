@@ -11,11 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from chaos import merged
+from rank_updates import copied, same, sampled
 from ranks import together
 from running import tiny_settings
 from safetensors.torch import load_file
 from test_trainer import assembled
-from test_zero1 import copied, same, sampled
 from tiny import save_tiny, tiny_policy
 
 from lagrpo import train

@@ -72,7 +72,8 @@ def to_transformers(architecture: Architecture, flat: Tensor) -> LlamaForCausalL
         "model.norm.weight": weights["norm"],
     }
     for layer in range(a.layers):
-        ours, theirs = f"{layer}.", f"model.layers.{layer}."
+        ours = f"{layer}."
+        theirs = f"model.layers.{layer}."
         q, k, v = weights[ours + "qkv"].T.chunk(3)
         gate, up = weights[ours + "gate_up"].T.chunk(2)
         state |= {
@@ -99,7 +100,9 @@ def to_transformers(architecture: Architecture, flat: Tensor) -> LlamaForCausalL
 )
 def test_log_probs_of_sampler_and_tree_pass_are_those_of_transformers(architecture):
     generator = torch.Generator().manual_seed(0)
-    B, G, P, L, V = 3, 4, 5, 6, architecture.vocabulary
+    # Prompts, completions of a prompt, tokens of a prompt and of a completion.
+    B, G, P, L = 3, 4, 5, 6
+    V = architecture.vocabulary
     flat = 2 * initial_weights(architecture, seed=1)
     prompts = torch.randint(0, V, (1, B, P), generator=generator)
     uniform = torch.rand(1, B, G, L, generator=generator)
@@ -114,6 +117,7 @@ def test_log_probs_of_sampler_and_tree_pass_are_those_of_transformers(architectu
     expected = log_p.gather(-1, samples.tokens.view(B * G, L, 1)).view(1, B, G, L)
     is_token = samples.logp != 0
     assert bool(is_token.all(dim=-1).any())  # some completion goes on to the last token
+    # float32 log-probs of at most some ten nats: a few of their rounding steps, 2^-20.
     torch.testing.assert_close(in_tree, expected, rtol=0, atol=2e-6)
     torch.testing.assert_close(samples.logp[is_token], expected[is_token], rtol=0, atol=2e-6)
 
@@ -156,13 +160,16 @@ def tokens(text: str) -> Tensor:
     ],
 )
 def test_chain_grades_running_sums(task, completion, reward):
-    prompts, completions = tokens("38527=")[None], tokens(completion)[None, None]
+    prompts = tokens("38527=")[None]
+    completions = tokens(completion)[None, None]
     rewards, scores = task.grade(prompts, completions, torch.zeros(1, 1))
     assert rewards.item() == scores.item() == pytest.approx(reward)
 
 
 def test_chain_with_luck_swaps_rewards_but_not_scores():
-    prompts, completions = tokens("38527=")[None], tokens("31685.")[None, None].expand(1, 2, -1)
+    prompts = tokens("38527=")[None]
+    completions = tokens("31685.")[None, None].expand(1, 2, -1)
+    # Below .1 a right answer has bad luck: its reward is 0, its score stays 1.
     rewards, scores = Chain(luck=0.1).grade(prompts, completions, torch.tensor([[0.05, 0.5]]))
     assert rewards.tolist() == [[0.0, 1.0]]
     assert scores.tolist() == [[1.0, 1.0]]
@@ -171,16 +178,17 @@ def test_chain_with_luck_swaps_rewards_but_not_scores():
 def walk(task: Gamble, prompt: Tensor, kinds: list[int]) -> Tensor:
     """The completion that takes a jump of these kinds where there is one, from the first node on,
     else the first."""
-    node, written = 0, []
+    node = 0
+    nodes = []
     while node < task.goal:
         terrain = int(task._terrain_at(prompt[None], torch.tensor([[node]])))
-        wanted = kinds[len(written)] if len(written) < len(kinds) else 0
-        jumps = [j for j in (1, 2, 3) if node + j <= task.goal]
-        fitting = [j for j in jumps if task._kind[terrain, node, j] == wanted]
+        kind = kinds[len(nodes)] if len(nodes) < len(kinds) else 0
+        jumps = [jump for jump in (1, 2, 3) if node + jump <= task.goal]
+        fitting = [jump for jump in jumps if task._kind[terrain, node, jump] == kind]
         node += (fitting or jumps)[0]
-        written.append(node)
-    padding = [task.padding] * (task.completion_length - len(written) - 1)
-    return torch.tensor([*written, task.end, *padding])
+        nodes.append(node)
+    padding = [task.padding] * (task.completion_length - len(nodes) - 1)
+    return torch.tensor([*nodes, task.end, *padding])
 
 
 @pytest.mark.parametrize(
@@ -300,7 +308,8 @@ def test_runs_of_the_main_tasks_are_the_same_stacked_and_alone(name, kind):
     task = TASKS[name]()
     architecture, start = start_of(task)
     runs = [Run(1e-3, seed) for seed in range(4)]
-    m2po, schedule = EQUAL["m2po"], Schedule(kind, 2)
+    m2po = EQUAL["m2po"]  # its statistics of a step must not mix the stacked runs
+    schedule = Schedule(kind, 2)
     stacked = train(task, architecture, start, m2po, schedule, runs, updates=4)
     (alone,) = train(task, architecture, start, m2po, schedule, runs[3:], updates=4)
     assert torch.equal(stacked[3].weights, alone.weights)
@@ -320,7 +329,8 @@ def stale_batch(task: Task, log_ratio: float) -> tuple[Batch, Tensor]:
     """A batch of 4 groups with rewards that differ, and log-probs of a policy that is this far from
     the sampler's."""
     generator = torch.Generator().manual_seed(0)
-    B, L = task.prompts_per_batch, task.completion_length
+    B = task.prompts_per_batch
+    L = task.completion_length
     completions = torch.randint(0, 10, (1, B, 8, L), generator=generator)
     completions[..., 2] = torch.where(torch.arange(8) % 2 == 0, task.end, completions[..., 2])
     is_after_end = (completions == task.end).cumsum(-1) - (completions == task.end).long() > 0
@@ -400,37 +410,37 @@ def without_time(records: dict) -> dict:
 
 
 def test_stopped_queue_makes_only_what_is_missing(tmp_path, quick_start, monkeypatch):
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    queue.make_missing(small_plan(), METHODS, whole)
+    uninterrupted = tmp_path / "uninterrupted"
+    stopped = tmp_path / "stopped"
+    queue.make_missing(small_plan(), METHODS, uninterrupted)
     queue.make_missing(small_plan()[:1], METHODS, stopped)
     file = stopped / "published-chain.jsonl"
     first, second = file.read_text(encoding="utf-8").splitlines()
-    file.write_text(
-        first + "\n" + second[: len(second) // 2], encoding="utf-8"
-    )  # killed while it wrote
+    # Killed while it wrote the second record: that run is missing, and the half line is no record.
+    file.write_text(first + "\n" + second[: len(second) // 2], encoding="utf-8")
 
-    made = []
+    trained_runs = []
     train_runs = queue.train
-    monkeypatch.setattr(queue, "train", lambda *a: made.append(a[5]) or train_runs(*a))
+
+    def record_and_train(task, architecture, start, method, schedule, runs, *rest):
+        trained_runs.append(runs)
+        return train_runs(task, architecture, start, method, schedule, runs, *rest)
+
+    monkeypatch.setattr(queue, "train", record_and_train)
     queue.make_missing(small_plan(), METHODS, stopped)
-    assert made == [[Run(1e-3, 1)], [Run(1e-3, 0), Run(1e-3, 1)]]
-    assert without_time(load_records(stopped, METHODS)) == without_time(
-        load_records(whole, METHODS)
-    )
+    assert trained_runs == [[Run(1e-3, 1)], [Run(1e-3, 0), Run(1e-3, 1)]]
+    records = load_records(stopped, METHODS)
+    assert without_time(records) == without_time(load_records(uninterrupted, METHODS))
 
 
 def test_records_of_a_method_that_has_changed_are_not_counted(tmp_path):
     record = a_record("grpo", 1e-3, 0, [0.1] * 64)
     append_records(tmp_path, [record])
     append_records(tmp_path, [replace(record, seed=1, overrides={"beta": 0.5})])
-    found = load_records(tmp_path, METHODS)
-    assert [key.seed for key in found] == [0]
-    assert (
-        json.loads(
-            (tmp_path / "published-chain.jsonl").read_text(encoding="utf-8").splitlines()[0]
-        )["lag"]
-        == 16
-    )
+    records = load_records(tmp_path, METHODS)
+    assert [key.seed for key in records] == [0]
+    lines = (tmp_path / "published-chain.jsonl").read_text(encoding="utf-8").splitlines()
+    assert json.loads(lines[0])["lag"] == 16
 
 
 def test_plan_has_every_method_once_per_cell_and_begins_with_the_main_tasks():
@@ -516,7 +526,8 @@ def test_leaders_are_methods_not_shown_to_be_below_the_first():
 
 
 def test_more_seeds_are_planned_where_some_but_not_all_die():
-    alive, dead = [0.5] * 64, [0.05] * 64
+    alive = [0.5] * 64
+    dead = [0.05] * 64
     records = records_by_key(
         a_record("grpo", 1e-3, 0, alive),
         a_record("grpo", 1e-3, 1, dead),
@@ -524,8 +535,11 @@ def test_more_seeds_are_planned_where_some_but_not_all_die():
         a_record("topr", 1e-3, 1, alive),
         a_record("m2po", 1e-3, 0, dead),
     )
-    (more,) = passes_where_some_die(records)
-    assert (more.method, more.learning_rates, len(more.seeds)) == ("grpo", (1e-3,), 5)
+    # Every seed of topr lives and every seed of m2po dies: more seeds would not tell more.
+    (planned,) = passes_where_some_die(records)
+    assert planned.method == "grpo"
+    assert planned.learning_rates == (1e-3,)
+    assert len(planned.seeds) == 5
 
 
 def test_rank_agreement_by_hand():
@@ -556,8 +570,8 @@ def test_reinforce_without_lag_follows_the_gradient_of_the_return():
     logits = TWO_TOKENS.first_logits[None].requires_grad_()
     (gradient,) = torch.autograd.grad(TWO_TOKENS.mean_reward(logits), logits)
     expected = TWO_TOKENS.mean_reward(logits.detach() + gradient)
-    found = run(resolve("reinforce"), TWO_TOKENS, lags=[0], steps=1)
-    torch.testing.assert_close(found[1], expected)
+    returns = run(resolve("reinforce"), TWO_TOKENS, lags=[0], steps=1)
+    torch.testing.assert_close(returns[1], expected)
 
 
 @pytest.mark.parametrize(

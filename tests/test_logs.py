@@ -14,7 +14,8 @@ logger = logging.getLogger("lagrpo")
 @pytest.fixture(autouse=True)
 def _no_handler():
     """Removes the handlers, as in a program that has not called the command line."""
-    handlers, level = list(logger.handlers), logger.level
+    handlers = list(logger.handlers)
+    level = logger.level
     logger.handlers, logger.level = [], logging.NOTSET
     logger.manager._clear_cache()  # type: ignore[attr-defined]
     yield

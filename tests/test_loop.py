@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
 
 import pytest
-from running import tiny_settings
+from running import Section, tiny_settings
 
 from lagrpo.rollout.local import LocalSampler
 from lagrpo.rollout.prefetch import VersionError
@@ -22,36 +22,48 @@ from lagrpo.training.trainer import Trainer
 
 
 @pytest.fixture
-def algorithm(model, tmp_path):
-    """Makes the parts of some settings; ends their workers."""
-    made: list[TrainerComponents] = []
+def build_components(model: Path, tmp_path: Path) -> Iterator[Callable[..., TrainerComponents]]:
+    """A function of sections of settings. The components' workers end with the test."""
+    built: list[TrainerComponents] = []
 
-    def of(**sections: dict[str, Any]) -> TrainerComponents:
+    def build(**sections: Section) -> TrainerComponents:
         settings = load_settings(tiny_settings(model, tmp_path, **sections))
-        made.append(TrainerComponents.build(settings, check_settings(settings)))
-        return made[-1]
+        components = TrainerComponents.build(settings, check_settings(settings))
+        built.append(components)
+        return components
 
-    yield of
-    for parts in made:
-        parts.close()
-
-
-def watch(monkeypatch, owner: type, name: str, events: list, note: Callable[..., Any]) -> None:
-    original = getattr(owner, name)
-
-    def watched(self, *arguments, **more):
-        events.append(note(self, *arguments, **more))
-        return original(self, *arguments, **more)
-
-    monkeypatch.setattr(owner, name, watched)
+    yield build
+    for components in built:
+        components.close()
 
 
-def test_loop_calls_follow_the_order_of_algorithm_1(algorithm, monkeypatch):
+Event = tuple[str | int, ...]
+"""The name of a call, and the version or the batches that it is about."""
+
+
+def watch(
+    monkeypatch: pytest.MonkeyPatch,
+    owner: type,
+    method: str,
+    events: list[Event],
+    describe: Callable[..., Event],
+) -> None:
+    """Adds an event before every call of a method, which then does what it always does."""
+    original = getattr(owner, method)
+
+    def watched(self, *arguments, **options):
+        events.append(describe(self, *arguments, **options))
+        return original(self, *arguments, **options)
+
+    monkeypatch.setattr(owner, method, watched)
+
+
+def test_loop_calls_follow_the_order_of_algorithm_1(build_components, monkeypatch):
     """every(2), i = 2, M = 3, S = 2: k = 2 of each stage syncs weights; what lies between weight
     syncs is generated at once."""
     schedule = {"sync_every": 2, "num_iterations": 2, "batches": 6, "ref_sync_every": 3}
-    a = algorithm(schedule=schedule, loss={"recipe": "grpo"})
-    events: list[tuple[Any, ...]] = []
+    components = build_components(schedule=schedule, loss={"recipe": "grpo"})
+    events: list[Event] = []
     watch(
         monkeypatch,
         LocalSampler,
@@ -64,24 +76,23 @@ def test_loop_calls_follow_the_order_of_algorithm_1(algorithm, monkeypatch):
         LocalSampler,
         "sample",
         events,
-        lambda self, rs, G: ("generate", *sorted({r.batch for r in rs})),
+        lambda self, requests, G: (
+            "generate",
+            *sorted({request.batch for request in requests}),
+        ),
     )
     watch(
-        monkeypatch,
-        Trainer,
-        "step",
-        events,
-        lambda self, *rest, **more: ("step", self.policy.version),
+        monkeypatch, Trainer, "step", events, lambda self, *_, **__: ("step", self.policy.version)
     )
     watch(
         monkeypatch,
         Trainer,
         "end_stage",
         events,
-        lambda self, *rest, **more: ("end", self.policy.version),
+        lambda self, *_, **__: ("end", self.policy.version),
     )
     phases: list[str] = []
-    steps = list(train_loop(a, LoopState(), phases.append))
+    steps = list(train_loop(components, LoopState(), phases.append))
     assert events == [
         *[("sync_weights", 0), ("generate", 1), ("step", 0), ("step", 1)],
         *[("sync_weights", 2), ("generate", 2, 3, 4), ("step", 2), ("step", 3)],
@@ -90,9 +101,11 @@ def test_loop_calls_follow_the_order_of_algorithm_1(algorithm, monkeypatch):
         *[("sync_weights", 8), ("generate", 5, 6), ("step", 8), ("step", 9)],
         *[("step", 10), ("step", 11)],
     ]
-    assert a.trainer.reference is not None
-    assert a.trainer.reference.version == 6
-    assert [(u.stage, u.b, u.version, u.state.alpha) for u in steps] == [
+    # The reference became the policy at the end of the first stage, after batch 3.
+    assert components.trainer.reference is not None
+    assert components.trainer.reference.version == 6
+    # Stage, batch, version before the batch's updates, version that sampled it.
+    assert [(step.stage, step.b, step.version, step.state.alpha) for step in steps] == [
         (1, 1, 0, 0),
         (1, 2, 2, 2),
         (1, 3, 4, 2),
@@ -100,42 +113,45 @@ def test_loop_calls_follow_the_order_of_algorithm_1(algorithm, monkeypatch):
         (2, 5, 8, 8),
         (2, 6, 10, 8),
     ]
-    assert [bool(u.reason) for u in steps[1:]] == [True, False, False, True, False]
-    assert [len(u.updates) for u in steps] == [2] * 6
+    assert [bool(step.reason) for step in steps[1:]] == [True, False, False, True, False]
+    assert [len(step.updates) for step in steps] == [2] * 6
     assert phases[:3] == ["weight sync", "sampling", "learning"]
 
 
-def test_sampler_with_stale_weights_stops_the_run(algorithm, monkeypatch):
-    a = algorithm(schedule={"batches": 3})
-    original = LocalSampler.sync_weights
+def test_sampler_with_stale_weights_stops_the_run(build_components, monkeypatch):
+    """It says that it has version 1, and has loaded nothing."""
+    components = build_components(schedule={"batches": 3})
+    sync_weights = LocalSampler.sync_weights
 
-    def stale(self, weights, version):
-        original(self, weights, version) if version == 0 else setattr(
-            self.policy.weights, "version", version
-        )
+    def sync_only_at_start(self, weights, version):
+        if version == 0:
+            sync_weights(self, weights, version)
+        else:
+            self.policy.weights.version = version
         return {}
 
-    monkeypatch.setattr(LocalSampler, "sync_weights", stale)
+    monkeypatch.setattr(LocalSampler, "sync_weights", sync_only_at_start)
     steps: list[Step] = []
     with pytest.raises(WeightSyncError, match=r"version 1: the local sampler has stale weights"):
-        steps.extend(train_loop(a, LoopState()))
-    assert [u.b for u in steps] == [1]
+        steps.extend(train_loop(components, LoopState()))
+    assert [step.b for step in steps] == [1]
 
 
-def test_token_of_another_version_stops_the_run(algorithm, monkeypatch):
-    a = algorithm(schedule={"batches": 3})
-    original = LocalSampler._complete
+def test_token_of_another_version_stops_the_run(build_components, monkeypatch):
+    components = build_components(schedule={"batches": 3})
+    complete = LocalSampler._complete
 
-    def mislabeled(self, row):
-        completion = original(self, row)
-        late = row.request.batch == 2
-        return replace(completion, versions=completion.versions - 1) if late else completion
+    def complete_with_wrong_version(self, row):
+        completion = complete(self, row)
+        if row.request.batch == 2:
+            return replace(completion, versions=completion.versions - 1)
+        return completion
 
-    monkeypatch.setattr(LocalSampler, "_complete", mislabeled)
+    monkeypatch.setattr(LocalSampler, "_complete", complete_with_wrong_version)
     steps: list[Step] = []
     with pytest.raises(
         VersionError,
         match=r"batch 2, prompt \d: the sampler has other weights: version 0 .* not version 1",
     ):
-        steps.extend(train_loop(a, LoopState()))
-    assert [u.b for u in steps] == [1]
+        steps.extend(train_loop(components, LoopState()))
+    assert [step.b for step in steps] == [1]

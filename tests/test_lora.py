@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from rank_updates import five_updates, same
 from running import tiny_settings
 from safetensors.torch import load_file, save_file
 from test_trainer import assembled, generate_groups, judge_groups, make_trainer
-from test_zero1 import five_updates, same
 from tiny import computed_by, tiny_model, tiny_policy
 from torch import Tensor
 
@@ -320,7 +320,7 @@ def test_damaged_adapter_is_rejected(whole, tmp_path):
 
 def test_updates_on_three_ranks_are_the_same_bits_as_on_one(ranks):
     options = {"dtype": "bfloat16", "max_grad_norm": None, "lora": LORA}
-    _, state, weights = five_updates(None, options, True)
+    alone = five_updates(None, options, True)
     results = ranks.run(five_updates, options, True, size=3)
-    assert same(MergedState([rank[1] for rank in results]), state)
-    assert all(same(rank[2], weights) for rank in results)
+    assert same(MergedState([rank.state for rank in results]), alone.state)
+    assert all(same(rank.weights, alone.weights) for rank in results)

@@ -22,7 +22,7 @@ def two_threads(monkeypatch):
     """PyTorch has two threads on a machine of two cores, and the user's environment does not say
     so."""
     before = torch.get_num_threads()
-    for name in machine.NUMBER:
+    for name in machine.THREAD_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(machine, "usable_cores", lambda: 2)
     torch.set_num_threads(2)
@@ -128,9 +128,9 @@ def test_kernels_sum_a_norms_gradient_over_the_same_slices_with_any_number(dtype
     x, grad_y, grad_total = (torch.randn(300, 48, generator=noise).to(dtype) for _ in range(3))
     weight = torch.randn(48, generator=noise).to(dtype)
     rstd = kernels.norm(x, None, weight, 1e-5)[2]
-    found = []
+    gradients = []
     for number in (1, 2, 3):
         with machine.fixed_threads(number):
-            found.append(kernels.norm_backward(x, weight, rstd, grad_y, grad_total)[:2])
-    assert found[0][1].abs().max() > 0
-    assert all(map(torch.equal, found[0] * 2, found[1] + found[2]))
+            gradients.append(kernels.norm_backward(x, weight, rstd, grad_y, grad_total)[:2])
+    assert gradients[0][1].abs().max() > 0
+    assert all(map(torch.equal, gradients[0] * 2, gradients[1] + gradients[2]))

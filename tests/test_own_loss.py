@@ -14,8 +14,8 @@ from tiny import save_tiny
 import lagrpo
 from lagrpo.core.recipes import resolve
 from lagrpo.errors import SettingsError
-from lagrpo.settings.own_loss import keep_sources
 from lagrpo.settings.sections import LossSettings
+from lagrpo.settings.user_loss import keep_sources
 from lagrpo.verify import verify_run
 
 MODULE = "losses_of_the_page"

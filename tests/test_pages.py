@@ -1,5 +1,6 @@
 """Docs, README and reports: links resolve, and the settings and commands that they name exist."""
 
+import doctest
 import re
 import runpy
 import shlex
@@ -11,9 +12,10 @@ from pathlib import Path
 import pytest
 from markdown_it import MarkdownIt
 
-from lagrpo.cli import COMMANDS, EVALUATED, Eval, Train
+from lagrpo.cli import COMMANDS, read_eval_words, read_train_words
 from lagrpo.runs.rollouts import rollout_schema
-from lagrpo.settings.load import TABLES, list_settings, load_settings, read_words
+from lagrpo.settings.command_line import TABLES
+from lagrpo.settings.load import list_settings, load_settings
 from lagrpo.settings.schema import Settings
 
 ROOT = Path(__file__).parent.parent
@@ -93,7 +95,7 @@ def test_settings_named_in_a_page_exist(page):
                 load_settings(sections)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=str)
+@pytest.mark.parametrize("page", LINKED, ids=str)
 def test_commands_named_in_a_page_exist(page):
     for words in commands(text_of(page)):
         if "lagrpo" in (words[0], *words[2:-1]):
@@ -129,10 +131,8 @@ def check_settings(name: str, words: list[str]) -> None:
     """Settings given as --section.key exist and take their values; other options belong to the
     command."""
     if name in ("train", "eval") and not {"…", "VALUE", "--help"} & {*words}:
-        command, sections = (
-            (Train, [*Settings.model_fields]) if name == "train" else (Eval, list(EVALUATED))
-        )
-        load_settings({}, read_words(words, command, Settings(), sections)[1])
+        read_words = read_train_words if name == "train" else read_eval_words
+        load_settings({}, read_words(words)[1])
 
 
 def test_tables_of_settings_and_metrics_match_the_code():
@@ -142,6 +142,13 @@ def test_tables_of_settings_and_metrics_match_the_code():
         assert text_of(Path(f"docs/{name}.md")) == text, (
             "write it again: python docs/website/reference.py"
         )
+
+
+@pytest.mark.parametrize("report", ["theory.md", "precision.md"])
+def test_python_in_a_report_prints_what_the_page_shows(report):
+    outcome = doctest.testfile(str(ROOT / "reports" / report), module_relative=False)
+    assert outcome.attempted > 0
+    assert outcome.failed == 0
 
 
 def test_columns_of_rollouts_are_documented():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -227,13 +228,12 @@ def test_lent_panels_keep_their_weights_while_the_trainer_learns():
 
 
 def test_a_weight_that_is_changed_in_place_is_packed_again():
-    policy, packed = (
-        tiny_policy(dtype=torch.bfloat16),
-        Packed.build([([5, 6, 7], [torch.tensor([4, 9, 11])])]),
-    )
+    policy = tiny_policy(dtype=torch.bfloat16)
+    packed = Packed.build([([5, 6, 7], [torch.tensor([4, 9, 11])])])
+    layers: Any = policy.model.decoder.layers
     with torch.no_grad():
         before = policy.logp(packed)
-        policy.model.decoder.layers[1].mlp.down_proj.weight.mul_(-3)
+        layers[1].mlp.down_proj.weight.mul_(-3)
         after = policy.logp(packed)
     assert not torch.equal(before, after)
     policy = computed_by(policy, "torch")

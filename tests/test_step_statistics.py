@@ -9,26 +9,34 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from running import tiny_settings
+from rank_updates import Metrics, Tensors, copied, ranks_of, same, sampled, share
+from running import Section, tiny_settings
 from test_trainer import assembled, judge_groups
-from test_zero1 import copied, ranks_of, same, sampled, share
 from tiny import tiny_policy
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.testing import assert_close
 
 from lagrpo.core.inputs import LossInputs
 from lagrpo.core.objective import Derivative, Recipe
 from lagrpo.core.recipes import resolve
+from lagrpo.model.model import Policy
 from lagrpo.runs import load_metrics
 from lagrpo.training.batch import MicroBatch, micro_batches
 from lagrpo.training.run import train
 from lagrpo.training.trainer import Optimization, Trainer
-from lagrpo.types import Group
+from lagrpo.types import Completion, Group
 
+ONE_ROW = 10_000
+"""Tokens of a packed row: more than a batch has."""
+
+# Thresholds lie where some tokens of `sampled` are dropped or clipped and others are not:
+# test_statistics_drop_or_clip_some_tokens_and_not_others.
 WITH_STATISTICS = [
     pytest.param("m2po", {"tau": 0.02}, id="m2po"),
     pytest.param(
@@ -49,12 +57,12 @@ def stale(groups: Sequence[Group], spread: float = 0.3) -> list[Group]:
     them."""
     generator = torch.Generator().manual_seed(5)
 
-    def shifted(c: Any) -> Any:
-        noise = spread * torch.randn(len(c.logp_alpha), generator=generator)
-        return replace(c, logp_alpha=c.logp_alpha + noise)
+    def add_noise(completion: Completion) -> Completion:
+        noise = spread * torch.randn(len(completion.logp_alpha), generator=generator)
+        return replace(completion, logp_alpha=completion.logp_alpha + noise)
 
     return [
-        replace(group, completions=tuple(shifted(c) for c in group.completions)) for group in groups
+        replace(group, completions=tuple(map(add_noise, group.completions))) for group in groups
     ]
 
 
@@ -63,11 +71,15 @@ def with_flat_groups(groups: list[Group]) -> list[Group]:
     return judge_groups(groups, lambda g, j, c: 1.0 if g == 0 else float(j % 2))
 
 
-def make_trainer(group: Any, name: str, overrides: dict[str, Any], **changes: Any) -> Trainer:
+def make_trainer(
+    group: ProcessGroup | None, recipe: str, overrides: Section, **changes: Any
+) -> Trainer:
     """With PyTorch's operations in float64, where rounding is far below what is compared."""
     policy = tiny_policy(dtype=torch.float64, backend="torch")
-    optimization = Optimization(**({"lr": 1e-3, "updates": 9, "max_grad_norm": None} | changes))
-    return Trainer(policy, resolve(name, overrides), optimization, ranks=ranks_of(group))
+    options: dict[str, Any] = {"lr": 1e-3, "updates": 9, "max_grad_norm": None} | changes
+    return Trainer(
+        policy, resolve(recipe, overrides), Optimization(**options), ranks=ranks_of(group)
+    )
 
 
 def rows_of(trainer: Trainer, tokens: int) -> list[MicroBatch]:
@@ -80,76 +92,98 @@ def rows_of(trainer: Trainer, tokens: int) -> list[MicroBatch]:
     )
 
 
-def updates(
-    group: Any,
-    name: str,
-    overrides: dict[str, Any],
-    changes: dict[str, Any],
+class Updated(NamedTuple):
+    """Some updates on a batch."""
+
+    metrics: Metrics
+    """and sums, of each update"""
+    weights: Tensors
+    """after the last"""
+
+
+def make_updates(
+    group: ProcessGroup | None,
+    recipe: str,
+    overrides: Section,
+    changes: Section,
     tokens: int = 40,
     first_takes_all: bool = False,
     count: int = 2,
-) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
-    """Some updates on a batch: their sums and metrics, and the weights after them."""
-    trainer = make_trainer(group, name, overrides, **changes)
+) -> Updated:
+    trainer = make_trainer(group, recipe, overrides, **changes)
     rows: Sequence[MicroBatch] = share(group, rows_of(trainer, tokens), first_takes_all)
     metrics = []
     for _ in range(count):
         rows, step_metrics = trainer.step(rows)
         metrics.append(step_metrics)
-    return metrics, copied(trainer.policy.weights)
+    return Updated(metrics, copied(trainer.policy.weights))
 
 
-def check_same(measured: tuple[list[dict], dict], expected: tuple[list[dict], dict]) -> None:
-    for one, other in zip(measured[0], expected[0], strict=True):
-        assert one == pytest.approx(other, rel=1e-9, abs=1e-12)
-    for name, weight in expected[1].items():
-        assert_close(measured[1][name], weight, rtol=1e-9, atol=1e-9)
+def check_same(updated: Updated, expected: Updated) -> None:
+    # float64 sums in another order: 1e-9 is a million times their rounding.
+    for line, expected_line in zip(updated.metrics, expected.metrics, strict=True):
+        assert line == pytest.approx(expected_line, rel=1e-9, abs=1e-12)
+    for name, weight in expected.weights.items():
+        assert_close(updated.weights[name], weight, rtol=1e-9, atol=1e-9)
 
 
 # Statistics that a loss reads
 
 
-def gradient_of_step(name: str, overrides: dict[str, Any], tokens: int) -> tuple[int, dict, Tensor]:
-    """The number of rows, the sums and the gradient of an update."""
-    trainer = make_trainer(None, name, overrides)
+class Accumulated(NamedTuple):
+    """An update before its step."""
+
+    rows: int
+    sums: dict[str, float]
+    gradient: Tensor
+    """of all weights, flat"""
+
+
+def gradient_of(trainer: Trainer) -> Tensor:
+    gradients = [p.grad for p in trainer.policy.model.parameters() if p.grad is not None]
+    return torch.cat([gradient.flatten() for gradient in gradients])
+
+
+def accumulate(recipe: str, overrides: Section, tokens: int) -> Accumulated:
+    trainer = make_trainer(None, recipe, overrides)
     rows = rows_of(trainer, tokens)
     _, sums = trainer.accumulate(rows)
-    gradients = [p.grad for p in trainer.policy.model.parameters() if p.grad is not None]
-    return len(rows), sums, torch.cat([gradient.flatten() for gradient in gradients])
+    return Accumulated(len(rows), sums, gradient_of(trainer))
 
 
 @pytest.mark.parametrize(("name", "overrides"), WITH_STATISTICS)
 def test_gradient_with_statistics_does_not_depend_on_micro_batches(name, overrides):
-    """Log-probs are float32."""
-    count, sums, gradient = gradient_of_step(name, overrides, 10_000)
-    assert count == 1
-    assert gradient.norm() > 1e-3
-    for tokens, rows in ((60, 3), (1, 7)):
-        many, other_sums, other = gradient_of_step(name, overrides, tokens)
-        assert many >= rows
-        assert other_sums == pytest.approx(sums, rel=1e-5, abs=1e-6)
-        assert_close(other, gradient, rtol=1e-5, atol=1e-7)
+    whole = accumulate(name, overrides, ONE_ROW)
+    assert whole.rows == 1
+    assert whole.gradient.norm() > 1e-3
+    # A row has at least one completion, or one group, however few tokens it may have.
+    for tokens, least_rows in ((60, 3), (1, 7)):
+        split = accumulate(name, overrides, tokens)
+        assert split.rows >= least_rows
+        # The statistics are read from log-probs that rows keep in float32.
+        assert split.sums == pytest.approx(whole.sums, rel=1e-5, abs=1e-6)
+        assert_close(split.gradient, whole.gradient, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize(("name", "overrides"), WITH_STATISTICS)
 def test_update_with_statistics_does_not_depend_on_ranks(ranks, name, overrides):
-    alone = updates(None, name, overrides, {})
+    alone = make_updates(None, name, overrides, {})
     for first_takes_all in (False, True):
-        arguments = (name, overrides, {}, 40, first_takes_all)
-        for rank_result in ranks.run(updates, *arguments, size=2):
+        results = ranks.run(make_updates, name, overrides, {}, 40, first_takes_all, size=2)
+        for rank_result in results:
             check_same(rank_result, alone)
 
 
 @pytest.mark.parametrize(("name", "overrides"), WITH_STATISTICS[:-1])
 def test_statistics_drop_or_clip_some_tokens_and_not_others(name, overrides):
     """Else the tests above would compare nothing."""
-    first = updates(None, name, overrides, {}, count=1)[0][0]
+    (first,) = make_updates(None, name, overrides, {}, count=1).metrics
     cut = first["filtered_tokens"] + first["clipped_positive"] + first["clipped_negative"]
     assert 0 < cut < 0.9 * first["tokens"]
 
 
 @pytest.fixture
-def shares_kept(monkeypatch) -> list[float]:
+def shares_kept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The share of tokens that filters keep, in each call of the loss."""
     shares = []
     differentiate = Recipe.differentiate
@@ -167,7 +201,7 @@ def test_statistics_cover_completions_without_an_advantage(shares_kept):
     """Their entropies count in the quantile, though they have no gradient."""
     trainer = make_trainer(None, "grpo_top_entropy", {"share": 0.3})
     assert not trainer.skips_zero_advantage
-    (row,) = rows_of(trainer, 10_000)
+    (row,) = rows_of(trainer, ONE_ROW)
     assert sorted(row.members) == list(range(len(row.batch.member_C)))
     shares_kept.clear()
     trainer.step([row])
@@ -176,8 +210,9 @@ def test_statistics_cover_completions_without_an_advantage(shares_kept):
 
 def test_top_entropy_keeps_its_share_at_every_update_on_a_batch(shares_kept):
     """The quantile and the tokens are of the same entropies, though the policy moves."""
+    # A rate so large that the second update's entropies are others than the first's.
     trainer = make_trainer(None, "grpo_top_entropy", {"share": 0.3}, lr=0.1)
-    rows = rows_of(trainer, 10_000)
+    rows = rows_of(trainer, ONE_ROW)
     shares_kept.clear()
     for _ in range(3):
         rows, _ = trainer.step(rows)
@@ -197,42 +232,43 @@ def test_m2po_keeps_the_second_moment_of_a_step_below_tau():
         is_outward = x.advantage * log_ratio_T > 0
         squares.append(log_ratio_T[is_outward].square())
         is_kept.append(trainer.recipe.kept(x)[is_outward].bool())
-    squares_T, is_kept_T = torch.cat(squares), torch.cat(is_kept)
+    squares_T = torch.cat(squares)
+    is_kept_T = torch.cat(is_kept)
     assert float(squares_T.mean()) > 0.02 >= float(squares_T[is_kept_T].mean())
+    # No more is dropped than needed: with the smallest dropped token it would exceed tau.
     next_square = squares_T[~is_kept_T].min()
     sum_with_next = squares_T[is_kept_T].sum() + next_square
     assert float(sum_with_next / (int(is_kept_T.sum()) + 1)) > 0.02
+
+
+def record_passes(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """A list that gets an entry for every forward pass of a row: whether it has a gradient."""
+    with_gradient = []
+    logp = Policy.logp
+
+    def record(policy: Policy, *arguments: Any) -> Tensor:
+        with_gradient.append(torch.is_grad_enabled())
+        return logp(policy, *arguments)
+
+    monkeypatch.setattr(Policy, "logp", record)
+    return with_gradient
 
 
 @pytest.mark.parametrize("name", ["grpo", "dapo", "opsm", "a3po", "reinforce_pp_baseline"])
 def test_recipe_without_statistics_makes_no_second_pass(name, monkeypatch):
     trainer = make_trainer(None, name, {"beta": 0.0})
     rows = rows_of(trainer, 40)
-    passes = []
-    logp = type(trainer.policy).logp
-
-    def count(*given: Any) -> Tensor:
-        passes.append(given)
-        return logp(*given)
-
-    monkeypatch.setattr(type(trainer.policy), "logp", count)
+    with_gradient = record_passes(monkeypatch)
     trainer.step(rows)
-    assert len(passes) == len(rows)
+    assert with_gradient == [True] * len(rows)
 
 
 def test_statistic_of_a_step_makes_a_second_pass(monkeypatch):
     trainer = make_trainer(None, "m2po", {})
     rows = rows_of(trainer, 40)
-    passes = []
-    logp = type(trainer.policy).logp
-
-    def count(*given: Any) -> Tensor:
-        passes.append(torch.is_grad_enabled())
-        return logp(*given)
-
-    monkeypatch.setattr(type(trainer.policy), "logp", count)
+    with_gradient = record_passes(monkeypatch)
     trainer.step(rows)
-    assert passes == [False] * len(rows) + [True] * len(rows)
+    assert with_gradient == [False] * len(rows) + [True] * len(rows)
 
 
 # The learning rate by the effective sample size (VCPO, arXiv 2602.17616)
@@ -267,8 +303,9 @@ def with_weights(
     changed = []
     for row, logp_T in zip(rows, trainer.compute_logprobs(rows), strict=True):
         lengths_C = row.completion_T.bincount(minlength=len(row.members))
-        s_C = torch.tensor([weights[c % len(weights)] for c in row.members], dtype=torch.float64)
-        per_token_T = (s_C.log() / lengths_C)[row.completion_T]
+        ratios = [weights[c % len(weights)] for c in row.members]
+        log_ratio_C = torch.tensor(ratios, dtype=torch.float64).log()
+        per_token_T = (log_ratio_C / lengths_C)[row.completion_T]
         changed.append(replace(row, rollout_logp_T=logp_T.double() - per_token_T))
     return changed
 
@@ -299,33 +336,28 @@ def test_step_scales_its_learning_rate_by_the_ess_of_its_completions(
 
 
 def test_learning_rate_by_ess_does_not_depend_on_ranks(ranks):
-    arguments = ("seq_tis", {}, {"full_rate_ess": 1.0, "log_gradient_cosine": True})
-    alone = updates(None, *arguments)
-    assert alone[0][0]["ess_share"] < 0.99
-    assert alone[0][0]["lr"] == pytest.approx(1e-3 * alone[0][0]["ess_share"] ** 0.5)
+    changes = {"full_rate_ess": 1.0, "log_gradient_cosine": True}
+    alone = make_updates(None, "seq_tis", {}, changes)
+    first = alone.metrics[0]
+    assert first["ess_share"] < 0.99  # else the rate would be the full one
+    assert first["lr"] == pytest.approx(1e-3 * first["ess_share"] ** 0.5)
     for first_takes_all in (False, True):
-        for rank_result in ranks.run(updates, *arguments, 40, first_takes_all, size=2):
+        results = ranks.run(make_updates, "seq_tis", {}, changes, 40, first_takes_all, size=2)
+        for rank_result in results:
             check_same(rank_result, alone)
 
 
 # The cosine of consecutive gradients
 
 
-def gradients_of(trainer: Trainer, count: int) -> tuple[list[Tensor], list[dict]]:
+def update_repeatedly(trainer: Trainer, count: int) -> tuple[list[Tensor], Metrics]:
     """The gradients of some updates, before they are clipped, and the metrics."""
-    gradients, metrics = [], []
+    gradients = []
+    metrics = []
     rows: Sequence[MicroBatch] = rows_of(trainer, 60)
     for _ in range(count):
         rows, _ = trainer.accumulate(rows)
-        gradients.append(
-            torch.cat(
-                [
-                    p.grad.flatten().double()
-                    for p in trainer.policy.model.parameters()
-                    if p.grad is not None
-                ]
-            )
-        )
+        gradients.append(gradient_of(trainer).double())
         metrics.append(trainer.update())
     return gradients, metrics
 
@@ -335,17 +367,17 @@ def test_gradient_cosine_is_that_of_consecutive_gradients(max_grad_norm):
     trainer = make_trainer(
         None, "grpo", {"beta": 0.0}, log_gradient_cosine=True, lr=0.02, max_grad_norm=max_grad_norm
     )
-    gradients, metrics = gradients_of(trainer, 3)
+    gradients, metrics = update_repeatedly(trainer, 3)
     assert "gradient_cosine" not in metrics[0]
     for before, after, line in zip(gradients, gradients[1:], metrics[1:], strict=False):
         expected = float(before @ after / before.norm() / after.norm())
         assert line["gradient_cosine"] == pytest.approx(expected, rel=1e-6)
-        assert abs(expected) < 0.999
+        assert abs(expected) < 0.999  # a gradient with itself would have 1
 
 
 def test_gradient_cosine_is_off_unless_asked_for():
     trainer = make_trainer(None, "grpo", {"beta": 0.0})
-    _, metrics = gradients_of(trainer, 2)
+    _, metrics = update_repeatedly(trainer, 2)
     assert all("gradient_cosine" not in line for line in metrics)
     assert not [name for name in trainer.state() if name.startswith("previous_gradient")]
 
@@ -354,7 +386,7 @@ def test_gradient_cosine_does_not_change_the_update():
     weights = []
     for log in (True, False):
         trainer = make_trainer(None, "grpo", {"beta": 0.0}, log_gradient_cosine=log)
-        gradients_of(trainer, 3)
+        update_repeatedly(trainer, 3)
         weights.append(copied(trainer.policy.weights))
     assert same(*weights)
 
@@ -362,20 +394,20 @@ def test_gradient_cosine_does_not_change_the_update():
 @pytest.mark.parametrize("offload", [False, True])
 def test_gradient_cosine_goes_on_from_a_state(offload):
     changes = {"log_gradient_cosine": True, "offload_moments": offload}
-    trainer, other = (make_trainer(None, "grpo", {"beta": 0.0}, **changes) for _ in range(2))
+    trainer = make_trainer(None, "grpo", {"beta": 0.0}, **changes)
+    resumed = make_trainer(None, "grpo", {"beta": 0.0}, **changes)
     rows, _ = trainer.accumulate(rows_of(trainer, 60))
     trainer.update()
-    other.load_state(copied(trainer.state()), 1)
-    cosines = []
-    for one in (trainer, other):
-        one.accumulate(rows)
-        cosines.append(one.update())
-    assert cosines[0] == cosines[1]
-    assert "gradient_cosine" in cosines[0]
+    resumed.load_state(copied(trainer.state()), 1)
+    trainer.accumulate(rows)
+    resumed.accumulate(rows)
+    metrics = trainer.update()
+    assert "gradient_cosine" in metrics
+    assert resumed.update() == metrics
 
 
-def settings(model: Any, root: Any, **sections: Any) -> dict[str, Any]:
-    base = {"eval": {"at_start": False}, "checkpoint": {"save_every": 2}}
+def settings(model: Path, root: Path, **sections: Section) -> dict[str, Section]:
+    base: dict[str, Section] = {"eval": {"at_start": False}, "checkpoint": {"save_every": 2}}
     return tiny_settings(model, root, **(base | sections))
 
 
@@ -404,7 +436,7 @@ def test_gradient_cosine_and_rate_of_a_resumed_run_are_those_of_an_uninterrupted
 # Metrics of the tokens of the objective
 
 
-def metrics_with(model: Any, root: Any, loss: dict[str, Any]) -> list[dict[str, Any]]:
+def metrics_with(model: Path, root: Path, loss: Section) -> list[dict[str, Any]]:
     run_settings = settings(
         model,
         root,
@@ -434,7 +466,8 @@ def test_token_metrics_cover_the_objective_whether_or_not_there_is_a_kl_term(mod
     names = [
         name for name in without[0] if name.startswith(("clip_ratio/", "filtered/", "rollout/"))
     ]
-    for one, other in zip(without, with_kl, strict=True):
-        assert {n: one[n] for n in names} == pytest.approx({n: other[n] for n in names}, rel=1e-5)
+    for line, line_with_kl in zip(without, with_kl, strict=True):
+        expected = {name: line_with_kl[name] for name in names}
+        assert {name: line[name] for name in names} == pytest.approx(expected, rel=1e-5)
     assert all(line["kl"] == 0.0 for line in without)
     assert math.isfinite(with_kl[-1]["kl"])

@@ -7,25 +7,32 @@ import importlib.util
 import os
 import sqlite3
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
-from running import tiny_settings
+from running import Section, tiny_settings
 
 from lagrpo import train
 from lagrpo.errors import SettingsError
 from lagrpo.runs import load_evaluations, load_metrics, load_rollouts
 from lagrpo.training.callbacks import Trackers, check_installed
 
+if TYPE_CHECKING:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
 
 @pytest.fixture
-def begin(model, tmp_path):
-    def begin(tracker: str, **sections: dict[str, Any]) -> Path:
-        own = {"name": "run", "report_to": tracker, "log_completions": 4}
+def begin(model: Path, tmp_path: Path) -> Callable[..., Path]:
+    """A function that makes a run of three batches with a tracker."""
+
+    def begin(tracker: str, **sections: Section) -> Path:
+        run_settings = {"name": "run", "report_to": tracker, "log_completions": 4}
+        # Checkpoints of every batch, so that a resumed run knows what a tracker has.
         sections = {"checkpoint": {"save_every": 1}} | sections
-        return train(tiny_settings(model, tmp_path, run=own, **sections)).run
+        return train(tiny_settings(model, tmp_path, run=run_settings, **sections)).run
 
     return begin
 
@@ -34,12 +41,12 @@ def resume(run: Path) -> None:
     train({"schedule": {"batches": 5}}, resume=run)
 
 
-def events(run: Path) -> Any:
+def events(run: Path) -> EventAccumulator:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    return EventAccumulator(
-        str(run / "tensorboard"), size_guidance={"tensors": 0, "scalars": 0}
-    ).Reload()
+    # 0 keeps all events; by default the accumulator keeps a sample of them.
+    keep_all = {"tensors": 0, "scalars": 0}
+    return EventAccumulator(str(run / "tensorboard"), size_guidance=keep_all).Reload()
 
 
 def scalars(run: Path, tag: str) -> list[tuple[int, float]]:
@@ -56,56 +63,73 @@ def test_tensorboard_shows_metrics_evaluations_settings_and_completions_also_of_
 ):
     """The batches that it makes again are there once."""
     run = begin("tensorboard", eval={"sets": [{"name": "own"}]})
+    # As if it had been killed after batch 3 was tracked and before its checkpoint was written.
     (run / "checkpoints" / "step-000003").rename(run / "removed")
-    (run / "events.jsonl").write_bytes(
-        b"".join((run / "events.jsonl").read_bytes().splitlines(True)[:-1])
-    )
+    events_file = run / "events.jsonl"
+    events_file.write_bytes(b"".join(events_file.read_bytes().splitlines(True)[:-1]))
     resume(run)
+
     for name in ("reward", "num_tokens", "staleness/max"):
-        assert scalars(run, name) == [
-            (m["step"], pytest.approx(m[name])) for m in load_metrics(run)
-        ]
-    assert scalars(run, "eval/own/reward") == [
-        (e["step"], pytest.approx(e["reward"])) for e in load_evaluations(run)
-    ]
+        expected = [(line["step"], pytest.approx(line[name])) for line in load_metrics(run)]
+        assert scalars(run, name) == expected
+    evaluations = [(e["step"], pytest.approx(e["reward"])) for e in load_evaluations(run)]
+    assert scalars(run, "eval/own/reward") == evaluations
     assert 'name = "sample_task:load"' in text(run, "settings")[0]
+
     tables = {batch: table.splitlines() for batch, table in text(run, "completion_texts").items()}
-    assert {batch: len(lines) for batch, lines in tables.items()} == dict.fromkeys(
-        range(1, 6), 2 + 4
-    )
-    assert tables[2][2].startswith(f"| {load_rollouts(run, [2])[0]['prompt_id']} | 0 | ")
+    assert sorted(tables) == [1, 2, 3, 4, 5]
+    for batch, (_head, _rule, *table_rows) in tables.items():
+        assert len(table_rows) == 4, batch  # run.log_completions
+    prompt_id = load_rollouts(run, [2])[0]["prompt_id"]
+    assert tables[2][2].startswith(f"| {prompt_id} | 0 | ")
+
+
+class Call(NamedTuple):
+    function: str
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
 
 
 class Package:
-    """Stands in for wandb and trackio: notes their calls, and raises at the calls it is told to."""
+    """Stands in for wandb and trackio: notes their calls, and raises at the calls it is told to.
 
-    Table = Settings = property(lambda self: self._any)
+    A fake suffices, because trackers hand over everything by calls; @pytest.mark.trackers tests
+    that the packages take them.
+    """
+
+    Table = Settings = property(lambda self: self._make_object)
 
     def __init__(self, fails: str = "") -> None:
-        self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+        self.calls: list[Call] = []
         self.fails = fails
 
-    def _any(self, **options: Any) -> Any:
+    def _make_object(self, **options: Any) -> dict[str, Any] | Package:
+        """A table is its columns and rows; settings without options are of no interest."""
         return options or self
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Callable[..., Package]:
         return partial(self._note, name)
 
-    def _note(self, called: str, /, *arguments: Any, **options: Any) -> Any:
-        self.calls.append((called, arguments, options))
-        if called == self.fails:
+    def _note(self, function: str, /, *arguments: Any, **options: Any) -> Package:
+        self.calls.append(Call(function, arguments, options))
+        if function == self.fails:
+            # SystemExit is no Exception, and must not end the run either. The password must not
+            # be shown.
             raise SystemExit("no answer from https://me:planted@host")
         return self
 
-    def named(self, name: str) -> list[Any]:
-        return [call[1:] for call in self.calls if call[0] == name]
+    def calls_of(self, function: str) -> list[Call]:
+        return [call for call in self.calls if call.function == function]
 
 
 @pytest.fixture
-def install(monkeypatch):
+def install(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Package]:
+    """A function that puts a fake in the place of a package."""
+
     def install(name: str, fails: str = "") -> Package:
+        package = Package(fails)
         monkeypatch.setattr("lagrpo.training.checks.check_installed", lambda names: None)
-        monkeypatch.setitem(sys.modules, name, package := Package(fails))
+        monkeypatch.setitem(sys.modules, name, package)
         return package
 
     return install
@@ -115,20 +139,23 @@ def install(monkeypatch):
 def test_packages_get_metrics_evaluations_and_tables_and_resume_their_run(begin, install, tracker):
     package = install(tracker)
     resume(begin(tracker))
-    logged = [
-        (args[0], options.get("step", args[0].get("step")))
-        for args, options in package.named("log")
-    ]
+    logged = []
+    for call in package.calls_of("log"):
+        values = call.arguments[0]
+        # wandb takes the batch among the values, trackio as an option.
+        logged.append((values, call.options.get("step", values.get("step"))))
     assert [batch for values, batch in logged if "reward" in values] == [1, 2, 3, 4, 5]
+    # Before training, after the three batches of the first run, and at the end.
     assert [batch for values, batch in logged if "eval/pass@1" in values] == [0, 3, 5]
     tables = [
         values["completion_texts"]["data"] for values, _ in logged if "completion_texts" in values
     ]
     assert [len(table) for table in tables] == [4] * 5
-    assert len(package.named("finish")) == 2
-    first, second = (options for _, options in package.named("init"))
-    assert (first.get("id"), first["name"]) == (second.get("id"), second["name"])
-    assert first["config"]["rollout"]["num_generations"] == 4
+    assert len(package.calls_of("finish")) == 2
+    begun, resumed = (call.options for call in package.calls_of("init"))
+    assert begun.get("id") == resumed.get("id")
+    assert begun["name"] == resumed["name"]
+    assert begun["config"]["rollout"]["num_generations"] == 4
 
 
 @pytest.mark.trackers
@@ -138,7 +165,8 @@ def test_packages_take_a_run_and_its_resume(begin, tmp_path, monkeypatch, caplog
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))
-    resume(run := begin(tracker))
+    run = begin(tracker)
+    resume(run)
     assert not [message for message in caplog.messages if "tracker" in message]
     if tracker == "wandb":
         assert len({file.name for file in run.glob("wandb/offline-run-*/*.wandb")}) == 1
@@ -146,22 +174,24 @@ def test_packages_take_a_run_and_its_resume(begin, tmp_path, monkeypatch, caplog
     query = "select step, run_id from metrics where instr(metrics, 'staleness/max') order by step"
     with sqlite3.connect("lagrpo.db") as database:
         steps, ids = zip(*database.execute(query), strict=True)
-    assert (steps, len(set(ids))) == ((1, 2, 3, 4, 5), 1)
+    assert steps == (1, 2, 3, 4, 5)
+    assert len(set(ids)) == 1
 
 
 @pytest.mark.parametrize("fails", ["init", "log"])
 def test_package_that_raises_is_disabled_with_one_warning(begin, install, caplog, fails):
     package = install("wandb", fails)
     run = begin("wandb")
-    assert len(load_metrics(run)) == 3
-    assert len(package.named(fails)) == 1
+    assert len(load_metrics(run)) == 3  # training goes on
+    assert len(package.calls_of(fails)) == 1
     (warning,) = [message for message in caplog.messages if "tracker" in message]
     assert "wandb is disabled" in warning
     assert "SystemExit: no answer from https://***@host" in warning
 
 
 def test_no_secret_reaches_a_tracker(install, tmp_path):
-    package, trackers = install("trackio"), Trackers(["trackio"], 8)
+    package = install("trackio")
+    trackers = Trackers(["trackio"], 8)
     settings: dict[str, Any] = {
         "run": {"output_dir": str(tmp_path), "name": "run"},
         "paths": [Path("key=planted"), 3],
@@ -171,8 +201,8 @@ def test_no_secret_reaches_a_tracker(install, tmp_path):
     trackers.on_batch(
         {"step": 1, "loss": None}, [{"completion": "a key=planted", "reason": "token=planted"}]
     )
-    assert package.named("init")[0][1]["config"]["paths"] == ["key=***", 3]
-    assert "a key=***" in str(package.named("log")[-1])
+    assert package.calls_of("init")[0].options["config"]["paths"] == ["key=***", 3]
+    assert "a key=***" in str(package.calls_of("log")[-1])
     assert "planted" not in str(package.calls)
 
 

@@ -415,4 +415,5 @@ def test_activation_checkpointing_is_switched_on_without_a_warning():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         Trainer(policy, resolve("reinforce"), Optimization(lr=1e-3), activation_checkpointing=True)
-    assert all(layer.gradient_checkpointing for layer in policy.model.decoder.layers)
+    layers: Any = policy.model.decoder.layers
+    assert all(layer.gradient_checkpointing for layer in layers)

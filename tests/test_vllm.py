@@ -18,7 +18,7 @@ import torch
 from ranks import run_on_ranks
 from running import tiny_settings
 from safetensors.torch import load_file
-from test_episodes import ask, episodes, talking
+from test_episodes import episode_requests, make_episodes, talking_policy
 from test_lora import LORA
 from test_sampling import requests_for
 from tiny import save_tiny, tiny_policy
@@ -316,8 +316,8 @@ def test_servers_get_their_version_back_after_an_evaluation_that_fails(fake, eng
 def converse(fake: FakeServer, G: int = 2, end: str = "stop", **limits: int) -> Any:
     """A group by a server that says "ab" and ends its turn, and the policy. `end` is how later
     turns end."""
-    policy = talking(torch.float32)
-    of, count = episodes(policy, **limits), iter(range(100))
+    policy = talking_policy(torch.float32)
+    of, count = make_episodes(policy, **limits), iter(range(100))
     engine = engine_of([Ours(fake)], policy, True, of.sampled)
     engine.params = replace(engine.params, episodes=of)
     engine.sync_weights(policy.weights, 4)
@@ -332,7 +332,7 @@ def converse(fake: FakeServer, G: int = 2, end: str = "stop", **limits: int) -> 
         return 200, {"choices": made}
 
     fake.answers[GENERATE] = generate
-    ((_, group),) = engine.sample(ask(policy, 1), G)
+    ((_, group),) = engine.sample(episode_requests(policy, 1), G)
     engine.close()
     return group, policy.chat
 

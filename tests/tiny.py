@@ -4,35 +4,44 @@ from __future__ import annotations
 
 import string
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+# For types alone: transformers takes seconds to load, and not every test needs it.
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+    from lagrpo.model.backend import Backend, Choice
+    from lagrpo.model.lora import Lora
+    from lagrpo.model.model import Policy
+
 CHAT = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
-BACKEND: Any = "auto"  # of tiny policies; the fixture either_computation sets it
-SHAPES: dict[str, dict[str, Any]] = {
+BACKEND: Choice = "auto"
+"""What computes tiny policies; the fixture either_computation sets it."""
+
+# Families differ in how many queries share a key, and in the size of a head.
+SHAPES: dict[str, dict[str, object]] = {
     "llama": {"num_key_value_heads": 2, "head_dim": 32},
     "qwen2": {"num_key_value_heads": 1, "hidden_size": 64, "num_attention_heads": 2},
     "qwen3": {"num_key_value_heads": 1, "head_dim": 64},
     "gemma": {"num_key_value_heads": 1, "head_dim": 16, "hidden_act": "gelu_pytorch_tanh"},
     "mistral": {"num_key_value_heads": 4, "head_dim": 8, "sliding_window": None},
-    "phi3": {
-        "num_key_value_heads": 2,
-        "hidden_size": 64,
-    },  # heads of 16, queries that are not contiguous
-    "gpt2": {"tie_word_embeddings": False},  # names of its own for the sizes
+    # One product for queries, keys and values, so none of them is contiguous.
+    "phi3": {"num_key_value_heads": 2, "hidden_size": 64},
+    # Its configuration has other names for the sizes.
+    "gpt2": {"tie_word_embeddings": False},
 }
 
 
-def tiny_tokenizer() -> Any:
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
     """One token per printable character, three specials in front: <pad>, <eos>, <stop>."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    names = ["<pad>", "<eos>", "<stop>", *string.printable]
-    tokenizer = Tokenizer(
-        models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<pad>")
-    )
+    token_texts = ["<pad>", "<eos>", "<stop>", *string.printable]
+    vocabulary = {text: token_id for token_id, text in enumerate(token_texts)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
@@ -42,8 +51,11 @@ def tiny_tokenizer() -> Any:
 
 
 def tiny_model(kind: str = "llama", seed: int = 0, spread: float = 0.6, **changes: Any) -> Any:
-    """A random model of two layers with weights large enough that its distribution is far from
-    uniform."""
+    """A random model of two layers.
+
+    `spread` scales its weights: .6 makes distributions that are far from uniform, so that a wrong
+    row, position or key shows in the log-probs.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from lagrpo.model import attention
@@ -67,7 +79,8 @@ def tiny_model(kind: str = "llama", seed: int = 0, spread: float = 0.6, **change
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 parameter.normal_(0, spread / parameter.shape[1] ** 0.5)
-            else:  # biases, and the scales of norms
+            else:
+                # Biases of 0 and scales of 1 would hide that a kernel leaves them out.
                 parameter += torch.randn(parameter.shape) * 0.1
     return model
 
@@ -76,13 +89,12 @@ def tiny_policy(
     kind: str = "llama",
     dtype: torch.dtype = torch.float32,
     tau: float = 1.0,
-    backend: Any = None,
+    backend: Backend | Choice | None = None,
     device: str = "cpu",
-    lora: Any = None,
+    lora: Lora | None = None,
     **changes: Any,
-) -> Any:
-    """`backend`: as Policy.from_model takes it; BACKEND unless given. `lora`: the adapters that it
-    gets."""
+) -> Policy:
+    """A policy of `tiny_model(kind, **changes)`, computed by `backend`, BACKEND by default."""
     from lagrpo.model.lora import attach_lora
     from lagrpo.model.model import Policy
 
@@ -99,8 +111,8 @@ def save_tiny(directory: Path, kind: str = "llama", **changes: Any) -> Path:
     return directory
 
 
-def computed_by(policy: Any, backend: Any) -> Any:
-    """The same weights, computed by another backend (as choose_backend takes it)."""
+def computed_by(policy: Policy, backend: Choice) -> Policy:
+    """The same weights, computed by another backend."""
     from dataclasses import replace
 
     from lagrpo.model.backend import choose_backend

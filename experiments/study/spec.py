@@ -120,7 +120,7 @@ def load_study(file: Path, directory: Path) -> tuple[Study, list[Run]]:
         for sections in (study.set, *labels):
             values = merged(values, sections)
         own = {"output_dir": str(directory), "name": name, "seed": seed}
-        settings = validate(merged(values, {"run": own}), {}, f"{file}, run {name}")
+        settings = validate(merged(values, {"run": own}), {}, f"{file}, run {name}", Settings)
         try:
             check_settings(settings, resume="auto")
         except SettingsError as error:

@@ -1,6 +1,7 @@
 """Train language models with GRPO and its relatives on verifiable rewards, on-policy or off-policy.
 
-`lagrpo.train` trains; subclass `lagrpo.Callback` to follow a run; `lagrpo.core` has the losses and imports only torch.
+`lagrpo.train` trains; subclass `lagrpo.Callback` to follow a run; `lagrpo.core` has the losses and
+imports only torch.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ if TYPE_CHECKING:
     from lagrpo.training.callbacks import Callback
     from lagrpo.training.run import Result, train
 
-shorten_spin()  # before PyTorch loads OpenMP
+# Before PyTorch loads OpenMP, which reads then how threads wait.
+shorten_spin()
 
 __all__ = ["Callback", "LossInputs", "Recipe", "Result", "train"]
 
@@ -24,11 +26,20 @@ def __dir__() -> list[str]:
     return __all__
 
 
+_MODULES = {
+    "Callback": "lagrpo.training.callbacks",
+    "LossInputs": "lagrpo.core.inputs",
+    "Recipe": "lagrpo.core.objective",
+    "Result": "lagrpo.training.run",
+    "train": "lagrpo.training.run",
+}
+"""The module of each name of `__all__`."""
+
+
 def __getattr__(name: str) -> Any:
-    """The names of `__all__`, loaded at first use, so that `import lagrpo.core` stays light."""
-    if name not in __all__:
+    """Loads a name of `__all__` at its first use, so that `import lagrpo.core` stays light."""
+    if name not in _MODULES:
         raise AttributeError(f"module 'lagrpo' has no attribute {name!r}")
     import importlib
 
-    modules = {"LossInputs": "lagrpo.core.inputs", "Recipe": "lagrpo.core.objective"}
-    return getattr(importlib.import_module(modules.get(name, "lagrpo.training.run")), name)
+    return getattr(importlib.import_module(_MODULES[name]), name)

@@ -1,5 +1,7 @@
-"""The `lagrpo` command, also as `python -m lagrpo`. It loads next to nothing itself, so that Ctrl-C is answered in one
-line while the rest is loaded."""
+"""The `lagrpo` command, also as `python -m lagrpo`.
+
+This file loads next to nothing itself: Ctrl-C is answered in one line while the rest is loaded.
+"""
 
 from __future__ import annotations
 
@@ -9,23 +11,27 @@ from lagrpo.interrupts import find_interruption
 
 
 def main() -> None:
-    """Load the command line and call it."""
+    """Loads the command line and calls it."""
     try:
-        from lagrpo.cli import main as run
+        from lagrpo.cli import main as run_command_line
 
-        run()
-    except SystemExit:  # the reason is already printed, also for an interruption
+        run_command_line()
+    except SystemExit:
+        # The reason is already printed, also for an interruption.
         raise
     except BaseException as error:
-        if (stop := find_interruption(error)) is None:
+        interruption = find_interruption(error)
+        if interruption is None:
             raise
         from lagrpo.logs import print_traceback
 
         print_traceback(error)
         print("\nlagrpo: interrupted", file=sys.stderr)
-        sys.exit(128 + getattr(stop, "signal", 2))
+        # A KeyboardInterrupt has no signal: it is SIGINT, 2.
+        sys.exit(128 + getattr(interruption, "signal", 2))
 
 
-if __name__ == "__main__":  # not in the worker processes, which import this file
+# Worker processes import this file under another name.
+if __name__ == "__main__":
     sys.argv[0] = "lagrpo"
     main()

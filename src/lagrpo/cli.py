@@ -29,16 +29,15 @@ from functools import partial
 from importlib.metadata import version
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Annotated, Any, Literal
-
-import tyro
+from typing import Any, Literal
 
 from lagrpo import logs
 from lagrpo.env import env
 from lagrpo.errors import SettingsError, suggest
 from lagrpo.interrupts import find_interruption, interruptible
 from lagrpo.logs import redact
-from lagrpo.settings.load import flatten, help_text, load_settings, read_words, to_toml
+from lagrpo.settings.command_line import CommandParser, help_text, read_words, spell_out
+from lagrpo.settings.load import flatten, load_settings, to_toml
 from lagrpo.settings.schema import Settings
 
 HELP = {"-h", "--help"}
@@ -169,22 +168,29 @@ class Train:
     and --loss.recipe; None unsets a value; lists take several words, tables a value for each name.
     """
 
-    file: tyro.conf.Positional[Annotated[str | None, tyro.conf.arg(metavar="SETTINGS")]] = None
+    file: str | None = None
     resume: str | None = None
     dry_run: bool = False
 
 
+def read_train_words(words: Sequence[str]) -> tuple[Train, dict[str, Any]]:
+    """Returns the arguments of `lagrpo train`, and the settings that its words change."""
+    parser = CommandParser()
+    parser.add_argument("file", nargs="?")
+    parser.add_argument("--resume")
+    parser.add_argument("--dry-run", action="store_true")
+    arguments, changes = read_words(parser, words, list(Settings.model_fields))
+    return Train(**arguments), changes
+
+
 def train(words: list[str]) -> None:
     """Reads the settings, trains, and exits with the status."""
-    sections = list(Settings.model_fields)
-    # The first reading finds the file and the run, whose values the words change and the help shows.
-    words_without_help = [word for word in words if word not in HELP]
-    arguments, _ = read_words(words_without_help, Train, Settings(), sections)
-    settings = load_settings(arguments.file, resume=arguments.resume)
+    arguments, changes = read_train_words([word for word in words if word not in HELP])
     if asks_for_help(words):
-        print(help_text(Train, settings, sections))
+        # The help shows the values of the file or the run.
+        settings = load_settings(arguments.file, resume=arguments.resume)
+        print(help_text(Train, settings, list(Settings.model_fields)))
         return
-    arguments, changes = read_words(words, Train, settings, sections)
     settings = load_settings(arguments.file, changes, arguments.resume)
     from lagrpo.training.checks import check_arguments, check_settings
 
@@ -223,7 +229,15 @@ class Eval:
     Settings, with their default values in brackets. --task is short for --task.name.
     """
 
-    path: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="MODEL")]]
+    path: str
+
+
+def read_eval_words(words: Sequence[str]) -> tuple[Eval, dict[str, Any]]:
+    """Returns the arguments of `lagrpo eval`, and the settings that its words change."""
+    parser = CommandParser()
+    parser.add_argument("path", metavar="MODEL")
+    arguments, changes = read_words(parser, words, EVALUATED)
+    return Eval(**arguments), changes
 
 
 def evaluate(words: list[str]) -> None:
@@ -236,11 +250,9 @@ def evaluate(words: list[str]) -> None:
     if asks_for_help(words):
         print(help_text(Eval, load_settings(base), EVALUATED, UNUSED))
         return
-    # The first reading finds the weights, the second reads changes of the settings of their run.
-    arguments, _ = read_words(words, Eval, load_settings(base), EVALUATED)
+    arguments, changes = read_eval_words(words)
     base |= settings_of_run(arguments.path)
-    arguments, changes = read_words(words, Eval, load_settings(base), EVALUATED)
-    if "task.name" in changes:
+    if changes.get("task.name") not in (None, base.get("task.name")):
         # Settings of the run's task do not fit another task.
         base = {name: value for name, value in base.items() if not name.startswith("task.")}
     settings = load_settings(base | {"model.path": arguments.path}, changes)
@@ -269,15 +281,27 @@ def settings_of_run(weights: str) -> dict[str, Any]:
     }
 
 
+def add_view_arguments(parser: CommandParser) -> None:
+    """Adds the arguments of `view`."""
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN")
+    parser.add_argument("--text", action="store_true")
+    parser.add_argument("--serve", action="store_true")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--open", action="store_true")
+    parser.add_argument("--completions", type=int, default=10_000)
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--batch", type=int)
+
+
 def view(
-    runs: tyro.conf.Positional[Annotated[tuple[Path, ...], tyro.conf.arg(metavar="RUN …")]],
-    text: bool = False,
-    serve: bool = False,
-    out: Path | None = None,
-    open: bool = False,
-    completions: int = 10_000,
-    port: int = 0,
-    batch: int | None = None,
+    runs: Sequence[Path],
+    text: bool,
+    serve: bool,
+    out: Path | None,
+    open: bool,
+    completions: int,
+    port: int,
+    batch: int | None,
 ) -> None:
     """Write one HTML page with the metrics, completions, tokens, evaluations and settings of runs.
 
@@ -300,11 +324,19 @@ def view(
         pages.view(runs, out, completions, opens=open, port=port if serve else None)
 
 
+def add_verify_arguments(parser: CommandParser) -> None:
+    """Adds the arguments of `verify`."""
+    parser.add_argument("run", type=Path, metavar="RUN")
+    parser.add_argument("--rows", type=int, default=128)
+    parser.add_argument("--all", action="store_true", dest="everything")
+    parser.add_argument("--seed", type=int, default=0)
+
+
 def verify(
-    run: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="RUN")]],
-    rows: int = 128,
-    everything: Annotated[bool, tyro.conf.arg(name="all")] = False,
-    seed: int = 0,
+    run: Path,
+    rows: int,
+    everything: bool,
+    seed: int,
 ) -> None:
     """Replay a run from its files with plain transformers, and report what differs.
 
@@ -323,16 +355,29 @@ def verify(
         sys.exit(1)
 
 
+def add_vllm_serve_arguments(parser: CommandParser) -> None:
+    """Adds the arguments of `vllm_serve`."""
+    parser.add_argument("model", metavar="MODEL")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--max-model-len", type=int, default=1281)
+    parser.add_argument("--max-num-seqs", type=int, default=128)
+    parser.add_argument("--weight-transfer", choices=("directory", "nccl"), default="directory")
+    parser.add_argument("--lora-r", type=int, default=0)
+    parser.add_argument("--server-args", action="append", default=[])
+
+
 def vllm_serve(
-    model: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="MODEL")]],
-    host: str = "127.0.0.1",
-    port: int = 8000,
-    dtype: Literal["bfloat16", "float32"] = "bfloat16",
-    max_model_len: int = 1281,
-    max_num_seqs: int = 128,
-    weight_transfer: Literal["directory", "nccl"] = "directory",
-    lora_r: int = 0,
-    server_args: tyro.conf.UseAppendAction[tuple[str, ...]] = (),
+    model: str,
+    host: str,
+    port: int,
+    dtype: Literal["bfloat16", "float32"],
+    max_model_len: int,
+    max_num_seqs: int,
+    weight_transfer: Literal["directory", "nccl"],
+    lora_r: int,
+    server_args: Sequence[str],
 ) -> None:
     """Start a vLLM server for runs to attach to. All users of the machine can read the options after --.
 
@@ -361,9 +406,12 @@ def vllm_serve(
     )
 
 
-def recipes(
-    name: tyro.conf.Positional[Annotated[str | None, tyro.conf.arg(metavar="[NAME]")]] = None,
-) -> None:
+def add_recipes_arguments(parser: CommandParser) -> None:
+    """Adds the argument of `recipes`."""
+    parser.add_argument("name", nargs="?", metavar="NAME")
+
+
+def recipes(name: str | None) -> None:
     """List the recipes (losses), or print one with its source, settings and code."""
     from lagrpo.terminal.show import show_recipe, show_recipes
 
@@ -373,36 +421,43 @@ def recipes(
         show_recipe(name)
 
 
-def call(usage: str, function: Callable[..., None], words: list[str]) -> None:
-    """Calls a command by its signature, or prints its docstring.
+def call(name: str, words: list[str]) -> None:
+    """Calls a command without settings, or prints its docstring.
 
-    Words after -- become values of --server-args.
+    Words after -- become values of --server-args. Raises SettingsError for wrong words.
     """
+    command = SIMPLE_COMMANDS[name]
     own_words, foreign_words = split_words(words)
     if asks_for_help(own_words):
-        print(f"usage: lagrpo {usage}\n\n{inspect.getdoc(function)}")
+        print(f"usage: lagrpo {command.usage}\n\n{inspect.getdoc(command.function)}")
         return
-    arguments = list(own_words)
+    arguments = [spell_out(word) for word in own_words]
     for word in foreign_words[1:]:
         arguments.append(f"--server-args={shlex.quote(word)}")
-    name = usage.split()[0]
-    tyro.cli(
-        function,
-        args=arguments,
-        prog=f"lagrpo {name}",
-        config=(tyro.conf.FlagCreatePairsOff,),
-    )
+    parser = CommandParser()
+    command.add_arguments(parser)
+    command.function(**vars(parser.parse_args(arguments)))
 
 
-SIGNATURES: dict[str, Callable[..., None]] = {
-    "view RUN … [OPTIONS]": view,
-    "verify RUN [OPTIONS]": verify,
-    "recipes [NAME]": recipes,
-    "env": env,
-    "vllm-serve MODEL [OPTIONS] [-- OPTIONS OF VLLM]": vllm_serve,
+@dataclass(frozen=True)
+class SimpleCommand:
+    """A command without settings."""
+
+    usage: str
+    function: Callable[..., None]
+    """called with the arguments by their names"""
+    add_arguments: Callable[[CommandParser], None]
+
+
+SIMPLE_COMMANDS = {
+    "view": SimpleCommand("view RUN … [OPTIONS]", view, add_view_arguments),
+    "verify": SimpleCommand("verify RUN [OPTIONS]", verify, add_verify_arguments),
+    "recipes": SimpleCommand("recipes [NAME]", recipes, add_recipes_arguments),
+    "env": SimpleCommand("env", env, lambda parser: None),
+    "vllm-serve": SimpleCommand(
+        "vllm-serve MODEL [OPTIONS] [-- OPTIONS OF VLLM]", vllm_serve, add_vllm_serve_arguments
+    ),
 }
-"""Commands that are called by their signatures, by their usage."""
 
 COMMANDS: dict[str, Callable[[list[str]], None]] = {"train": train, "eval": evaluate}
-for _usage, _function in SIGNATURES.items():
-    COMMANDS[_usage.split()[0]] = partial(call, _usage, _function)
+COMMANDS |= {name: partial(call, name) for name in SIMPLE_COMMANDS}

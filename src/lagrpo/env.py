@@ -28,6 +28,7 @@ EXTRAS = {
 GET_VLLM = (
     "make vllm-env, or install vllm==0.32.0 into its own environment and set LAGRPO_VLLM_PYTHON"
 )
+
 INSTRUCTIONS = {"avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16"}
 """Instruction sets that the kernels can use."""
 
@@ -36,7 +37,7 @@ Lines = Iterator[tuple[str, str]]
 
 
 def env() -> None:
-    """Print versions, hardware, kernels and vLLM for a bug report, and the command that gets what is missing."""
+    """Print versions, hardware, kernels and vLLM for a bug report, and how to get missing parts."""
     for look in (look_at_packages, look_at_machine, look_at_kernels, look_at_vllm):
         try:
             for name, facts in look():
@@ -47,6 +48,7 @@ def env() -> None:
 
 
 def look_at_packages() -> Lines:
+    """Yields the version of Python and of each package."""
     yield "python", f"{platform.python_version()}, {sys.executable}"
     for name in (*NEEDED, *EXTRAS):
         command = "pip install --upgrade lagrpo"
@@ -56,6 +58,7 @@ def look_at_packages() -> Lines:
 
 
 def look_at_machine() -> Lines:
+    """Yields the operating system, processor, memory and GPUs."""
     import torch
 
     from lagrpo.cpu.library import cpu_flags
@@ -77,7 +80,10 @@ def look_at_machine() -> Lines:
 
 
 def look_at_kernels() -> Lines:
-    """Compiles the kernels the first time, in 6 to 16 seconds."""
+    """Yields the state of the kernels, and the dtype that a run would choose.
+
+    Compiles the kernels the first time, in 6 to 16 seconds.
+    """
     from lagrpo.cpu import library
     from lagrpo.cpu.library import isa_level
     from lagrpo.cpu.panels import chosen_products
@@ -99,7 +105,7 @@ def look_at_kernels() -> Lines:
 
 
 def look_at_vllm() -> Lines:
-    """Looks for vLLM in the environment of $LAGRPO_VLLM_PYTHON, in .venv-vllm and in this one."""
+    """Yields the first vLLM of the environments of $LAGRPO_VLLM_PYTHON, .venv-vllm and this one."""
     pythons = [os.environ.get("LAGRPO_VLLM_PYTHON"), ".venv-vllm/bin/python", sys.executable]
     for name in pythons:
         if not name:

@@ -1,16 +1,21 @@
 """Ctrl-C, SIGTERM, and the signals by which schedulers warn before they end a job.
 
-Inside `interruptible()` a signal raises Interrupted in the main thread. Inside `deferring()` the first signal only sets
-a flag, which a run reads between batches and between decoding steps; the second one raises EndedAtOnce.
+Inside `interruptible()` a signal raises Interrupted in the main thread. Inside `deferring()` the
+first signal is only noted, and a run asks for it between batches and between decoding steps
+(`raise_if_asked`); the second signal raises EndedAtOnce.
 """
 
 from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from types import FrameType
+from typing import TypeAlias
+
+Handler: TypeAlias = Callable[[int, FrameType | None], object] | int | None
+"""A handler of a signal, as the module `signal` gives it back."""
 
 
 class Interrupted(KeyboardInterrupt):
@@ -25,63 +30,77 @@ class Interrupted(KeyboardInterrupt):
 
 
 class EndedAtOnce(Interrupted):
-    """A second signal: it cuts whatever is being done, also an update."""
+    """A second signal: it interrupts whatever the process does, also an update."""
 
 
 WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
-"""Slurm's `--signal=USR1@120` and similar: without a handler they end the process at once."""
+"""Signals of schedulers, such as Slurm's `--signal=USR1@120`.
 
-_deferring = False
-_asked: int | None = None  # the first signal inside `deferring`
+Without a handler they end the process at once.
+"""
+
+# Signals reach the process, not a caller, so its handler keeps its state in the module.
+_is_deferring = False
+_first_signal: int | None = None  # that has come inside `deferring`
 
 
-def _on_signal(signum: int, frame: Any) -> None:
-    global _asked
-    if _asked is not None:
+def _on_signal(signum: int, frame: FrameType | None) -> None:
+    global _first_signal
+    if _first_signal is not None:
         raise EndedAtOnce(signum)
-    if not _deferring:
+    if not _is_deferring:
         raise Interrupted(signum)
-    _asked = signum
+    _first_signal = signum
 
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Handle SIGINT, SIGTERM and WARNINGS inside, in the main thread. An ignored signal, such as SIGINT in a script's
-    background jobs, stays ignored; a program's own handler of a warning stays, too."""
-    before = dict[int, Any]()
+    """Handles SIGINT, SIGTERM and WARNINGS inside, in the main thread.
+
+    An ignored signal, such as SIGINT in a script's background jobs, stays ignored; a program's own
+    handler of a warning stays, too.
+    """
+    handlers_before: dict[signal.Signals, Handler] = {}
     try:
+        # Python allows handlers in the main thread only.
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
+                # None: a handler that was not set by Python, which could not be restored.
                 if signal.getsignal(number) not in (signal.SIG_IGN, None):
-                    before[number] = signal.signal(number, _on_signal)
+                    handlers_before[number] = signal.signal(number, _on_signal)
             for number in WARNINGS:
                 if signal.getsignal(number) == signal.SIG_DFL:
-                    before[number] = signal.signal(number, _on_signal)
+                    handlers_before[number] = signal.signal(number, _on_signal)
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers_before.items():
             signal.signal(number, handler)
 
 
 @contextmanager
 def deferring() -> Iterator[None]:
-    """Keep the first signal until `raise_if_asked`."""
-    global _deferring, _asked
-    _deferring, _asked = True, None
+    """Keeps the first signal inside until `raise_if_asked`."""
+    global _is_deferring, _first_signal
+    _is_deferring = True
+    _first_signal = None
     try:
         yield
     finally:
-        _deferring, _asked = False, None
+        _is_deferring = False
+        _first_signal = None
 
 
 def raise_if_asked() -> None:
-    """Raise Interrupted if a signal has asked this process to stop."""
-    if _asked is not None:
-        raise Interrupted(_asked)
+    """Raises Interrupted if a signal has asked this process to stop."""
+    if _first_signal is not None:
+        raise Interrupted(_first_signal)
 
 
 def find_interruption(error: BaseException | None) -> KeyboardInterrupt | None:
-    """The interruption behind an error: libraries that import lazily raise another error for it."""
+    """Returns the interruption behind an error, if there is one.
+
+    Libraries that import lazily raise another error for it.
+    """
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__cause__ or error.__context__
     return error

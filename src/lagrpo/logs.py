@@ -1,7 +1,7 @@
-"""Handlers of the logger "lagrpo", and the masking of secrets in all that lagrpo prints and records.
+"""Handlers of the logger "lagrpo", and the masking of secrets in printed and recorded text.
 
-The command line prints log records; a run shows them in its display. A program that uses lagrpo as a
-library decides by its own handlers.
+The command line prints log records; a run shows them in its display. A program that uses lagrpo as
+a library decides by its own handlers.
 """
 
 from __future__ import annotations
@@ -18,9 +18,14 @@ from typing import Any
 logger = logging.getLogger("lagrpo")
 
 HIDDEN = "***"
+
+# The name of an option or variable that holds a secret: api_key, HF_TOKEN …
 _NAME = r"(?:[\w.-]*[_.-])?(?:api)?(?:key|token|secret|password|credentials?)"
+# A value, in quotes or up to a separator.
 _VALUE = r"""(?:'[^']*'?|"[^"]*"?|[^\s&'"#,;)]+)"""
+# --token X, token=X or Bearer X; the group is the part before the secret.
 _OPTION = re.compile(rf"(?<![\w.-])((?=--){_NAME}\s+|{_NAME}=|bearer\s+){_VALUE}", re.IGNORECASE)
+# The user and password of a URL; the group is the part before them.
 _USER = re.compile(r"""(?<!\w)(\w++:/{1,2})[^\s/@'"]++@""")
 
 
@@ -74,7 +79,7 @@ def print_traceback(error: BaseException) -> None:
 
 
 def print_line(text: str) -> None:
-    """Prints to standard error."""
+    """Prints a line of lagrpo to standard error."""
     print(f"lagrpo: {text}", file=sys.stderr, flush=True)
 
 
@@ -113,4 +118,5 @@ def shown_by(show: Callable[[str], None], level: int = logging.INFO) -> Iterator
 
 
 def _handlers_of_others() -> list[logging.Handler]:
+    """Returns the handlers that the program around lagrpo has set."""
     return [handler for handler in logger.handlers if not isinstance(handler, Lines)]

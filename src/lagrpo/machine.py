@@ -1,8 +1,8 @@
 """This machine: its cores, the threads that compute and how they wait for each other, and caches.
 
 A run fixes the number of threads when it starts: oneDNN's backward products give other bits with
-another number. `import lagrpo` loads this file before PyTorch, because OpenMP reads how threads wait
-when PyTorch loads it.
+another number. `import lagrpo` loads this file before PyTorch, because OpenMP reads how threads
+wait when PyTorch loads it.
 """
 
 from __future__ import annotations
@@ -15,14 +15,17 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-NUMBER = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 """Variables by which users set the number of threads."""
 
-WAITING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+WAIT_VARIABLES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 """Variables by which users set how threads wait."""
 
 SPINS = "1000"
-"""Turns of a waiting thread: tens of microseconds. GNU's OpenMP takes 300,000, which is milliseconds."""
+"""Turns of a waiting thread: tens of microseconds.
+
+GNU's OpenMP takes 300,000, which is milliseconds.
+"""
 
 TORCHRUN = re.compile(
     r"(LOCAL_|GROUP_|ROLE_)?RANK|(LOCAL_|GROUP_|ROLE_)?WORLD_SIZE|ROLE_NAME|MASTER_(ADDR|PORT)"
@@ -51,7 +54,7 @@ def choose_threads(recorded: int | None = None, ranks: int = 1) -> int:
     """
     import torch
 
-    for name in NUMBER:
+    for name in THREAD_VARIABLES:
         value = os.environ.get(name)
         is_from_torchrun = ranks > 1 and value == "1"
         if value and not is_from_torchrun:
@@ -73,13 +76,13 @@ def fixed_threads(number: int) -> Iterator[None]:
     """
     import torch
 
-    before = torch.get_num_threads()
+    number_before = torch.get_num_threads()
     torch.set_num_threads(number)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(number_before)
 
 
 def shorten_spin() -> None:
@@ -88,13 +91,16 @@ def shorten_spin() -> None:
     When another program is busy, a thread that spins takes the core from the one it waits for.
     """
     is_linux = sys.platform.startswith("linux")
-    is_chosen_by_user = any(name in os.environ for name in WAITING)
+    is_chosen_by_user = any(name in os.environ for name in WAIT_VARIABLES)
     if is_linux and not is_chosen_by_user and "torch" not in sys.modules:
         os.environ["GOMP_SPINCOUNT"] = SPINS
 
 
 def drop_own(environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns the environment without the change by `shorten_spin`: for programs with another OpenMP."""
+    """Returns the environment without the change by `shorten_spin`.
+
+    It is for programs with another OpenMP.
+    """
     return {
         name: value
         for name, value in environment.items()
@@ -103,15 +109,16 @@ def drop_own(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def drop_torchrun(environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns the environment without the variables of torchrun: for programs that are not ranks.
+    """Returns the environment without the variables of torchrun.
 
-    A program with a process group of its own would look for torchrun's store.
+    It is for programs that are not ranks: with a process group of their own they would look for
+    torchrun's store.
     """
     return {name: value for name, value in environment.items() if not TORCHRUN.fullmatch(name)}
 
 
 def usable_cores() -> int:
-    """Counts the CPUs that this process can use at a time, by affinity and the container's quota."""
+    """Counts the CPUs that this process can use at a time: affinity and the container's quota."""
     if hasattr(os, "sched_getaffinity"):
         cpus = len(os.sched_getaffinity(0))
     else:

@@ -8,8 +8,8 @@ Shape suffixes, used everywhere:
     T   completion tokens of the whole batch, flat: no padding anywhere
     V   vocabulary
 
-`rewards_G` is one group's rewards, `logp_T` the log-probs of all completion tokens of a batch, one after the other,
-`completion_T` the index (0 .. C-1) of the completion that each of those tokens belongs to.
+`rewards_G` is one group's rewards, `logp_T` the log-probs of all completion tokens of a batch, one
+after the other, `completion_T` the index (0 .. C-1) of the completion that each token belongs to.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
-if TYPE_CHECKING:  # annotations only: reward workers import this module and must start fast
+# Only for annotations: reward workers import this module and must start fast.
+if TYPE_CHECKING:
     import signal
     from pathlib import Path
 
@@ -34,29 +35,30 @@ JsonView = Mapping[str, Any]
 """Such an object, where it is only read."""
 
 THOUGHT_END = re.compile(r"</[\w:]*(?:think|thought|reason)\w*>|\[/THINK\]")
-"""The end of an assistant's thinking: </think>, </thought>, </seed:think>, [/THINK] and the like."""
+"""The end of an assistant's thinking: </think>, </thought>, </seed:think>, [/THINK] …"""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt of a task.
-
-    `key` is its index in its split, and keys its random numbers. `messages` is what the chat template gets.
-    """
+    """One prompt of a task."""
 
     key: int
+    """its index in its split, which keys its random numbers"""
     messages: tuple[Mapping[str, str], ...]
+    """the messages that the chat template renders"""
     answer: Any
-    """what a reward compares with, as JSON can hold it"""
+    """the reference answer for rewards: a value that JSON can hold"""
     token_ids: tuple[int, ...] = ()
-    """the templated prompt; empty until it is tokenized"""
+    """the rendered prompt; empty until it is tokenized"""
     task_messages: tuple[Mapping[str, str], ...] = ()
-    """the task's messages, if an environment opens with other ones; else empty"""
+    """the task's messages, if an environment opens with other ones"""
     row: Mapping[str, Any] | None = None
-    """the row of the data, whose "prompt" is the question: a text, or messages"""
+    """the row of the data, with the task's prompt as "prompt": a text, or messages"""
     prefix: str = ""
-    """how the tokenized prompt begins the answer: a last message of the assistant, or a <think>"""
-    place: str = ""  # the row's file and line, such as "data.jsonl, line 3"
+    """the beginning of the answer that the tokenized prompt ends with: a last message of the
+    assistant, or a <think>"""
+    place: str = ""
+    """the row's file and line: data.jsonl, line 3, for example"""
 
 
 class OutcomeKind(StrEnum):
@@ -95,20 +97,28 @@ class SyncReason(StrEnum):
     """the most batches between two syncs have passed, and the KL budget is not spent"""
 
 
-Range = tuple[float, float]  # the smallest and the largest reward of a task
+Range = tuple[float, float]
+"""The smallest and the largest reward of a task."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a completion. Only scored ones enter group statistics and the loss; a failure is never a reward
-    of 0."""
+    """The end of a completion: scored, unscored or failed.
+
+        scored    it has a reward
+        unscored  its answer could not be scored
+        failed    the rollout engine died
+
+    Only scored completions enter group statistics and the loss; a failure is never a reward of 0.
+    """
 
     kind: OutcomeKind
     reward: float | None = None
     reason: str = ""
     parts: Mapping[str, float | None] = field(default_factory=dict, hash=False)
     """each of several rewards by its name, unweighted; None for one that did not score"""
-    correct: bool | None = None  # of such a task; None: the reward decides (`is_correct`)
+    correct: bool | None = None
+    """the decision of a task with several rewards; None: the reward decides (`is_correct`)"""
 
     @staticmethod
     def scored(reward: float) -> Outcome:
@@ -124,92 +134,118 @@ class Outcome:
 
 
 def is_correct(reward: float, reward_range: Range, decided: bool | None = None) -> bool:
-    """Whether a scored completion counts as correct: `decided`, by a task with several rewards, or else whether its
-    reward is the maximum of `reward_range`."""
-    return reward >= reward_range[1] if decided is None else decided
+    """True if a scored completion counts as correct.
+
+    A task with several rewards has `decided`; else the reward must be the maximum of
+    `reward_range`.
+    """
+    if decided is not None:
+        return decided
+    largest = reward_range[1]
+    return reward >= largest
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One completion of t tokens (with the end-of-sequence token if it was sampled). Tokens that were not sampled,
-    such as an environment's reply, are context: the model reads them, and no count, sum or loss does."""
+    """One completion of t tokens, with the end-of-sequence token if it was sampled.
 
-    token_ids: torch.Tensor  # int64 [t]
+    Tokens that were not sampled, such as an environment's reply, are context: the model reads them,
+    but counts, sums and losses leave them out.
+    """
+
+    token_ids: torch.Tensor
+    """int64 [t]"""
     logp_alpha: torch.Tensor
-    """float32 [t], log-probs under the policy that sampled the tokens, nats, at the sampling temperature"""
-    versions: torch.Tensor  # int64 [t], which version of the policy sampled each token
-    finished: bool  # False when it was cut at the token limit
-    text: str  # without special tokens
-    outcome: Outcome | None = None  # None until it has been scored
-    sampled: torch.Tensor = field(default=None)  # type: ignore[assignment]
-    """bool [t], whether the policy sampled the token; by default all true"""
+    """float32 [t], log-probs under the policy that sampled the tokens, nats, at the sampling
+    temperature"""
+    versions: torch.Tensor
+    """int64 [t], the policy version that sampled each token"""
+    finished: bool
+    """False if it was cut at the token limit"""
+    text: str
+    """without special tokens"""
+    outcome: Outcome | None = None
+    """None until it has been scored"""
+    sampled: torch.Tensor = field(default=cast("torch.Tensor", None))
+    """bool [t], True if the policy sampled the token; without a value, True for all"""
     turns: tuple[str, ...] = ()
-    """texts of the policy and its environment in turn, without special tokens; empty for a single turn"""
+    """texts of the policy and its environment in turn, without special tokens; empty for a single
+    turn"""
 
     def __post_init__(self) -> None:
-        if (
-            self.sampled is None
-        ):  # written so because importing torch would slow down reward workers
-            object.__setattr__(self, "sampled", self.token_ids == self.token_ids)
+        if self.sampled is None:
+            # All true, without torch.ones: importing torch would slow down reward workers.
+            all_true = self.token_ids == self.token_ids
+            object.__setattr__(self, "sampled", all_true)
 
     @property
     def length(self) -> int:
-        """How many of its tokens were sampled."""
+        """The number of sampled tokens."""
         return int(self.sampled.sum())
 
     @property
     def has_logp(self) -> bool:
-        """Whether the log-prob of every sampled token is known."""
+        """True if the log-prob of every sampled token is known."""
         return not bool((self.logp_alpha.isnan() & self.sampled).any())
 
     @property
     def policy_turns(self) -> int:
-        """How many turns the policy had."""
-        return len(self.turns[::2]) or 1
+        """The number of the policy's turns."""
+        turns_of_policy = self.turns[::2]
+        return len(turns_of_policy) or 1
 
     @property
     def reward(self) -> float | None:
+        """The reward, None without one."""
         return self.outcome.reward if self.outcome is not None else None
+
+    @property
+    def is_scored(self) -> bool:
+        """True if it has a reward, so that it enters group statistics and the loss."""
+        return self.outcome is not None and self.outcome.kind == OutcomeKind.SCORED
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A prompt and its G completions, all sampled for the same batch. `epoch` counts passes over the prompts (negative:
-    this prompt replaces another); `source` is "sampler" for the run's own completions, "file" for offline data."""
+    """A prompt and its G completions, all sampled for the same batch."""
 
     prompt: Prompt
     completions: tuple[Completion, ...]
     epoch: int = 0
+    """number of the pass over the prompts; negative: this prompt replaces another"""
     source: Literal["sampler", "file"] = "sampler"
+    """sampler for completions of the run itself, file for offline data"""
 
     @property
     def scored(self) -> tuple[Completion, ...]:
-        return tuple(
-            completion
-            for completion in self.completions
-            if completion.outcome is not None and completion.outcome.kind == OutcomeKind.SCORED
-        )
+        """The scored completions, in their order."""
+        return tuple(completion for completion in self.completions if completion.is_scored)
 
     @property
     def rewards(self) -> tuple[float, ...]:
-        """Rewards of the scored completions, in their order."""
-        return tuple(
-            c.outcome.reward for c in self.scored if c.outcome and c.outcome.reward is not None
-        )
+        """The rewards of the scored completions, in their order."""
+        rewards = [completion.reward for completion in self.scored]
+        return tuple(reward for reward in rewards if reward is not None)
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What `lagrpo.train` returns: `run` is the run's directory, `weights` the model directory (None if nothing was
-    trained), `version` the number of updates, `batches` the number of batches, `interrupted` the signal that stopped
-    the run. `before` and `after` are the first evaluation set's summaries, such as after["pass@1"] (0 to 1) with
-    after["pass@1_low"] and after["pass@1_high"]; `evaluations` has all summaries by the names of their files."""
+    """The result of `lagrpo.train`."""
 
     run: Path
+    """the run's directory"""
     before: dict[str, Any] | None
+    """summary of the first evaluation set before training, such as before["pass@1"] (0 to 1), with
+    before["pass@1_low"] and before["pass@1_high"]"""
     after: dict[str, Any] | None
+    """the same after training"""
     weights: Path | None
+    """the model directory; None if nothing was trained"""
     version: int
+    """number of updates"""
     batches: int
+    """number of batches"""
     interrupted: signal.Signals | None
+    """the signal that stopped the run"""
     evaluations: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    """all summaries by the names of their files"""

@@ -1,7 +1,7 @@
 """Losses and gradients of every row as commit f16e863 computed them, for tests/core/test_golden.py:
 
-    git worktree add /tmp/f16e863 f16e863
-    PYTHONPATH=/tmp/f16e863/src python tests/core/make_golden.py > tests/core/golden.json
+    git worktree add ../f16e863 f16e863
+    PYTHONPATH=../f16e863/src python tests/core/make_golden.py > tests/core/golden.json
 
 The script speaks the interface of that commit; the names of knobs that have changed since are in
 CASES. The inputs are in the file, so no later change of random numbers matters.
@@ -108,23 +108,27 @@ def main() -> None:
     from lagrpo.core.recipes import RECIPES, resolve
 
     columns = make_inputs()
-    lengths_C, group_C = torch.tensor(LENGTHS), torch.tensor(GROUPS)
+    lengths_C = torch.tensor(LENGTHS)
+    group_C = torch.tensor(GROUPS)
     uniform_C = torch.tensor(UNIFORM, dtype=torch.float64)
 
     def compute(name: str, overrides: dict, rewards: list[float]) -> dict:
         recipe = resolve(name, overrides)
         rewards_C = torch.tensor(rewards, dtype=torch.float64)
-        advantages, is_flat = [], []
+        advantages = []
+        is_flat = []
         for group in (0, 1):
             members = group_C == group
             given = rewards_C[members], lengths_C[members], MAX_LENGTH, uniform_C[members]
             advantages.append(recipe.advantages(*given))
             is_flat.append(zero_variance(rewards_C[members]).expand(int(members.sum())))
         weight_C = recipe.weights(lengths_C, torch.cat(is_flat), MAX_LENGTH).double()
-        of_tokens = {n: torch.tensor(column, dtype=torch.float64) for n, column in columns.items()}
-        of_tokens["logp"].requires_grad_()
+        token_tensors = {
+            n: torch.tensor(column, dtype=torch.float64) for n, column in columns.items()
+        }
+        token_tensors["logp"].requires_grad_()
         x = LossInputs(
-            **of_tokens,
+            **token_tensors,
             completion=torch.arange(len(LENGTHS)).repeat_interleave(lengths_C),
             advantages=torch.cat(advantages),
             group=group_C,
@@ -141,7 +145,7 @@ def main() -> None:
         case["without"] = compute(name, then, OTHER_REWARDS)
         lines.append("    " + json.dumps(case))
     head = {
-        "made_by": "git worktree add /tmp/f16e863 f16e863; PYTHONPATH=/tmp/f16e863/src python "
+        "made_by": "git worktree add ../f16e863 f16e863; PYTHONPATH=../f16e863/src python "
         "tests/core/make_golden.py > tests/core/golden.json",
         "lengths": LENGTHS,
         "groups": GROUPS,

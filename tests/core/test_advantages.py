@@ -86,8 +86,8 @@ def test_one_success_in_four_by_hand():
 def test_log_mean_exp_lies_between_mean_and_maximum(strength, baseline):
     """OAPL (arXiv 2602.19362): V = b1 log mean e^(r / b1) of the rewards (1, 0, 0, 0)."""
     rewards_G = tensor([1.0, 0.0, 0.0, 0.0], dtype=torch.float64)
-    found = of_group(log_mean_exp, rewards_G, strength=strength)
-    assert_close(rewards_G - found, torch.full((4,), baseline).double(), atol=5e-7, rtol=0.0)
+    advantage_G = of_group(log_mean_exp, rewards_G, strength=strength)
+    assert_close(rewards_G - advantage_G, torch.full((4,), baseline).double(), atol=5e-7, rtol=0.0)
 
 
 def test_maxrl_of_a_group_with_a_mean_that_is_not_positive_is_zero():
@@ -143,9 +143,9 @@ def test_advantages_of_a_batch_equal_those_of_each_group_alone(advantage):
     for group in (0, 1, 3, 4):
         members = group_C == group
         expected[members] = of_group(advantage, rewards_C[members], uniform_C[members])
-    found = advantage(AdvantageInputs(rewards_C, group_C, uniform=uniform_C))
-    assert_close(found, expected)
-    assert found[[2, 5]].tolist() == [0.0, 0.0] or advantage is log_mean_exp
+    advantage_C = advantage(AdvantageInputs(rewards_C, group_C, uniform=uniform_C))
+    assert_close(advantage_C, expected)
+    assert advantage_C[[2, 5]].tolist() == [0.0, 0.0] or advantage is log_mean_exp
 
 
 @given(rewards_of_a_group)
@@ -187,7 +187,9 @@ def test_batch_whitened_centers_and_scales_over_the_tokens_of_the_batch():
 @pytest.mark.parametrize("advantage", OF_BATCHES, ids=name)
 def test_statistics_of_the_batch_do_not_depend_on_the_order_of_its_completions(advantage):
     order = tensor([3, 0, 4, 2, 1])
-    rewards, group, lengths = TWO_GROUPS.rewards, TWO_GROUPS.group, TWO_GROUPS.lengths
+    rewards = TWO_GROUPS.rewards
+    group = TWO_GROUPS.group
+    lengths = TWO_GROUPS.lengths
     assert lengths is not None
     turned = AdvantageInputs(rewards[order], group[order], lengths[order])
     assert_close(advantage(turned), advantage(TWO_GROUPS)[order])

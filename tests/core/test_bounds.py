@@ -55,8 +55,11 @@ def test_no_bound_is_violated_and_the_identity_bound_dominates(eps_std, outcomes
 
 
 def test_theorem_1_beyond_sigma_1_is_violated_and_rejected():
-    alpha, r, pi = double(0.5, 0.5), double(0.0, 1.0), double(0.0, 1.0)
-    s, L = sigma(alpha, r, 0.9), surrogate(pi, alpha, r, 0.9)
+    alpha = double(0.5, 0.5)
+    r = double(0.0, 1.0)
+    pi = double(0.0, 1.0)
+    s = sigma(alpha, r, 0.9)
+    L = surrogate(pi, alpha, r, 0.9)
     claimed = L - 2 * (1 - s) / s * tv(pi, alpha)
     assert float(improvement(pi, alpha, r)) == 0.5
     assert float(claimed) == pytest.approx(0.5337, abs=5e-5)  # more than D: the bound does not hold
@@ -66,7 +69,9 @@ def test_theorem_1_beyond_sigma_1_is_violated_and_rejected():
 
 
 def test_bound_constant_1_is_attained_if_constant_2_gives_0():
-    alpha, r, pi = double(0.5, 0.5), double(0.0, 1.0), double(0.4, 0.6)
+    alpha = double(0.5, 0.5)
+    r = double(0.0, 1.0)
+    pi = double(0.4, 0.6)
     assert float(improvement(pi, alpha, r)) == pytest.approx(0.1)
     assert float(corollary1(pi, alpha, r, 0.0, constant=1.0)) == pytest.approx(0.1)
     assert float(corollary1(pi, alpha, r, 0.0)) == pytest.approx(0.0, abs=1e-12)
@@ -110,7 +115,9 @@ def test_equation_4_is_a_bound_on_the_mean_and_not_above_the_mean_of_theorem_1()
 
 
 def test_without_variance_theorem_1_says_minus_infinity_and_the_identity_claims_nothing():
-    alpha, pi, r = double(1.0, 0.0), double(0.5, 0.5), double(1.0, 0.0)
+    alpha = double(1.0, 0.0)
+    pi = double(0.5, 0.5)
+    r = double(1.0, 0.0)
     assert float(corollary1(pi, alpha, r, 0.0)) == float("-inf")
     assert float(corollary1(alpha, alpha, r, 0.0)) == 0.0
     assert float(identity_bound(pi, alpha, alpha, r, 0.0)) == float("-inf")
@@ -119,12 +126,10 @@ def test_without_variance_theorem_1_says_minus_infinity_and_the_identity_claims_
 def drawn(prompts: int, G: int, seed: int) -> tuple[torch.Tensor, ...]:
     """Groups of G outcomes of alpha = (.5, .3, .2), with pi = (.3, .3, .4), pi_k = (.45, .3, .25),
     r = (0, .5, 1)."""
-    alpha, pi, pi_k, r = (
-        double(0.5, 0.3, 0.2),
-        double(0.3, 0.3, 0.4),
-        double(0.45, 0.3, 0.25),
-        double(0.0, 0.5, 1.0),
-    )
+    alpha = double(0.5, 0.3, 0.2)
+    pi = double(0.3, 0.3, 0.4)
+    pi_k = double(0.45, 0.3, 0.25)
+    r = double(0.0, 0.5, 1.0)
     generator = torch.Generator().manual_seed(seed)
     y = torch.multinomial(alpha, prompts * G, replacement=True, generator=generator).view(
         prompts, G
@@ -155,7 +160,8 @@ def test_the_capped_gain_is_a_bound_and_lacks_at_most_the_probability_beyond_the
 
 def test_a_certificate_worked_by_hand():
     """z = (min(rho, 2) - 1) r = 1, 0, -.5, 0: mean .125, variance .296875, ln(2/.1) = 2.995732."""
-    rewards, ratio = double(1, 0, 1, 1).view(2, 2), double(3, 5, 0.5, 1).view(2, 2)
+    rewards = double(1, 0, 1, 1).view(2, 2)
+    ratio = double(3, 5, 0.5, 1).view(2, 2)
     many = [x.repeat(100, 1) for x in (rewards, ratio.log())]
     # n = 400: variance .296875 * 400/399; .125 - sqrt(2 .297619 2.995732 / 400) - 14 2.995732 /
     # 1197
@@ -169,7 +175,9 @@ def test_a_certificate_worked_by_hand():
 
 
 def test_rewards_outside_0_to_1_and_groups_of_one_are_rejected():
-    pi, alpha, r = double(0.5, 0.5), double(0.4, 0.6), double(0.0, 2.0)
+    pi = double(0.5, 0.5)
+    alpha = double(0.4, 0.6)
+    r = double(0.0, 2.0)
     with pytest.raises(ValueError, match=r"must lie in \[0, 1\]"):
         theorem1(pi, alpha, alpha, r, 0.0)
     assert_close(scaled(r, 0.0, 2.0), double(0.0, 1.0))

@@ -100,7 +100,9 @@ def test_untruncated_weights_give_the_clip_whose_range_is_proportional(level):
 def test_exact_clip_is_untruncated_with_a_range_that_shrinks_as_the_weight_grows():
     """f_eps(rho, c, A) = c f_{eps/c}(pi/pi_k, 1, A), token by token."""
     _, x = random_inputs()
-    c, r, A = (x.old_logp - x.rollout_logp).exp(), (x.logp - x.old_logp).exp(), x.advantage
+    c = (x.old_logp - x.rollout_logp).exp()
+    r = (x.logp - x.old_logp).exp()
+    A = x.advantage
     clipped_T = torch.minimum(r * A, r.clamp(1 - 0.2 / c, 1 + 0.2 / c) * A)
     computed = of_every_token("off_policy_grpo_exact", {"beta": 0.0}, x)
     assert_close(computed.loss, -(c * clipped_T).sum().detach())

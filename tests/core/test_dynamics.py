@@ -43,9 +43,11 @@ def test_small_variance_floor_makes_success_1_a_stable_fixed_point():
     assert middle[0] == pytest.approx(0.97738, abs=1e-5)
     assert high[0] == 1.0
     above = below = middle[0]
-    above, below = above + 1e-3, below - 1e-3
+    above = above + 1e-3
+    below = below - 1e-3
     for _ in range(200):
-        above, below = amplified(above, 0.05, 1.0, EPS), amplified(below, 0.05, 1.0, EPS)
+        above = amplified(above, 0.05, 1.0, EPS)
+        below = amplified(below, 0.05, 1.0, EPS)
     assert above == pytest.approx(1.0)
     assert below == pytest.approx(low[0])
 

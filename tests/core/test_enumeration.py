@@ -34,8 +34,10 @@ COMPLETION_T = torch.arange(9).repeat_interleave(2)
 
 def token_logp(theta: Tensor) -> Tensor:
     """Log-probs of the two tokens of each of the nine completions, [18]."""
-    b, U = theta[:3], theta[3:].view(3, 3)
-    first, second = torch.log_softmax(b, dim=0), torch.log_softmax(b + U, dim=1)
+    b = theta[:3]
+    U = theta[3:].view(3, 3)
+    first = torch.log_softmax(b, dim=0)
+    second = torch.log_softmax(b + U, dim=1)
     return torch.stack([first[:, None].expand(3, 3), second], dim=-1).reshape(18)
 
 
@@ -118,7 +120,8 @@ def test_at_pi_equal_pi_k_equal_alpha_the_gradient_is_that_of_the_mean_reward(na
 def test_off_policy_the_sequence_ratio_is_unbiased_and_nothing_else_is():
     """E_alpha[s A] = (J(pi) - J(alpha)) / sigma in value and gradient; the others: relative error
     and cosine."""
-    exact, advantage = gradient(mean_reward, PI) / SIGMA, CENTERED / SIGMA
+    exact = gradient(mean_reward, PI) / SIGMA
+    advantage = CENTERED / SIGMA
     assert_close(
         surrogate("unclipped", advantage)(PI) / 2, (mean_reward(PI) - mean_reward(ALPHA)) / SIGMA
     )
@@ -150,7 +153,8 @@ CHANGE = token_logp(PI).exp() - token_logp(ALPHA).exp()
 
 
 def two_symbol_kl() -> Tensor:
-    a, q = token_logp(ALPHA).exp(), token_logp(PI).exp()
+    a = token_logp(ALPHA).exp()
+    q = token_logp(PI).exp()
     return a * (a / q).log() + (1 - a) * ((1 - a) / (1 - q)).log()
 
 
@@ -166,14 +170,16 @@ def largest_k3() -> Tensor:
 def of_m2po(tau: float) -> Tensor:
     """rho, but 0 at the outward tokens with the largest (log rho)^2: taken away one by one, as in
     the paper."""
-    squares, outward = RHO.log().square(), (A_T > 0) == (RHO > 1)
+    squares = RHO.log().square()
+    outward = (A_T > 0) == (RHO > 1)
     kept = torch.ones(18, dtype=torch.bool)
     while float(squares[outward & kept].mean()) > tau:
         kept[torch.where(outward & kept, squares, -1.0).argmax()] = False
     return RHO * kept
 
 
-UP, DOWN = A_T > 0, A_T < 0
+UP = A_T > 0
+DOWN = A_T < 0
 COEFFICIENTS = {  # of A grad log pi at each token, for pi_k = alpha
     "dppo_tv": RHO * ~((UP & (CHANGE > 0.15)) | (DOWN & (-CHANGE > 0.15))),
     "dppo_kl": RHO * ~(((RHO > 1) == UP) & (two_symbol_kl() > 0.05)),
@@ -241,7 +247,8 @@ def test_m2po_released_clips_to_the_range_of_the_step_by_enumeration():
     computed = gradient(surrogate("m2po_released", CENTERED / SIGMA), PI)
     v = RHO.log().square()[(RHO > 1) == UP].sort().values
     t = max(float(cut) ** 0.5 for cut in v if float(v.clamp(max=cut).mean()) < 0.04)
-    low, high = min(torch.e**-t, 0.7), max(torch.e**t, 1.5)
+    low = min(torch.e**-t, 0.7)
+    high = max(torch.e**t, 1.5)
     coefficient_T = RHO * ~((UP & (high < RHO)) | (DOWN & (low > RHO)))
     factor_T = p(ALPHA)[COMPLETION_T] * coefficient_T * A_T
     assert_close(computed, gradient(lambda theta: (factor_T * token_logp(theta)).sum(), PI))
@@ -251,7 +258,8 @@ def test_m2po_released_clips_to_the_range_of_the_step_by_enumeration():
 @pytest.mark.parametrize("strength", [0.1, 2.0])
 def test_preferences_by_enumeration(strength):
     """The third of the nine completions is the best (so is the eighth), the first the worst."""
-    best, worst = 2, 0
+    best = 2
+    worst = 0
     advantage = CENTERED
 
     def margin(theta: Tensor) -> Tensor:
@@ -312,7 +320,8 @@ def test_at_pi_k_untruncated_weights_of_completions_are_unbiased_and_nothing_els
     """Relative error and cosine of the expected gradient to grad J(pi_k), and the variance on one
     completion of alpha (the trace of its covariance; of grad log pi_k A on completions of pi_k
     itself it is .2427)."""
-    exact, samples = gradient(mean_reward, PI_K), per_completion(name, PI_K, **changes)
+    exact = gradient(mean_reward, PI_K)
+    samples = per_completion(name, PI_K, **changes)
     expected_gradient = (p(ALPHA)[:, None] * samples).sum(dim=0)
     assert_close(expected_gradient, gradient(surrogate(name, CENTERED, pi_k=PI_K, **changes), PI_K))
     assert error(expected_gradient, exact) == pytest.approx(relative, abs=5e-5)
@@ -324,7 +333,8 @@ def test_at_pi_k_untruncated_weights_of_completions_are_unbiased_and_nothing_els
 def test_weights_and_ratios_of_completions_together_are_unbiased_wherever_pi_is():
     """(pi_k/alpha)(pi/pi_k) = pi/alpha: with tokens' ratios the first factor corrects alpha, not
     what pi did since."""
-    exact, weight_of_completions = gradient(mean_reward, PI), INFINITE | {"level": "sequence"}
+    exact = gradient(mean_reward, PI)
+    weight_of_completions = INFINITE | {"level": "sequence"}
     parts = {"denominator": "pi_k", "correction": "truncated"} | weight_of_completions
     by_completions = gradient(surrogate("unclipped", CENTERED, pi_k=PI_K, **parts), PI)
     assert_close(by_completions, 2 * exact)  # the ratio stands at each of two tokens
@@ -334,7 +344,8 @@ def test_weights_and_ratios_of_completions_together_are_unbiased_wherever_pi_is(
 
 def test_the_exact_clip_in_expectation_is_the_case_distinction_under_equation_6():
     computed = surrogate("off_policy_grpo_exact", CENTERED, pi_k=PI_K, ratio="sequence")(PI) / 2
-    s, c = p(PI) / p(ALPHA), p(PI_K) / p(ALPHA)
+    s = p(PI) / p(ALPHA)
+    c = p(PI_K) / p(ALPHA)
     good = CENTERED * torch.minimum(s, c + 0.2)
     bad = CENTERED * torch.maximum(s, (c - 0.2).clamp(min=0))
     assert_close(computed, (p(ALPHA) * torch.where(CENTERED >= 0, good, bad)).sum())
@@ -371,7 +382,8 @@ def tilted_theta(strength: float) -> Tensor:
 
 
 def test_the_minimizer_of_pairwise_opmd_and_of_kimi_is_the_exponential_tilt():
-    theta, all_nine = tilted_theta(0.3), list(range(9))
+    theta = tilted_theta(0.3)
+    all_nine = list(range(9))
     assert_close(p(theta), torch.softmax(logp(PI) + REWARD / 0.3, dim=0))
     assert (
         float(opmd_pairwise(against_pi(theta, REWARD, all_nine), strength=0.3).abs().max()) < 1e-20
@@ -397,7 +409,8 @@ def test_asymre_gradient_is_zero_at_its_fixed_point():
     assert float(gradient(objective, ALPHA).abs().max()) > 0.05
 
 
-ON_POLICY, OFF_POLICY = p(PI)[COMPLETION_T], p(ALPHA)[COMPLETION_T]
+ON_POLICY = p(PI)[COMPLETION_T]
+OFF_POLICY = p(ALPHA)[COMPLETION_T]
 TOKEN_WEIGHTED = OFF_POLICY * (token_logp(PI) - token_logp(ALPHA)).exp()
 SEQUENCE_WEIGHTED = OFF_POLICY * (p(PI) / p(ALPHA))[COMPLETION_T]
 
@@ -421,21 +434,27 @@ def kl_gradient(estimator, weight_T: Tensor) -> Tensor:
     return gradient(lambda theta: (weight_T * estimator(tokens(theta, CENTERED, PI_K))).sum(), PI)
 
 
+def log_probs_of_both_tokens(theta: Tensor) -> list[Tensor]:
+    """log pi of the first token [1, 3], and of the second one after each first token [3, 3]."""
+    b = theta[:3]
+    U = theta[3:].view(3, 3)
+    return [torch.log_softmax(b, dim=0)[None], torch.log_softmax(b + U, dim=1)]
+
+
 @pytest.mark.parametrize("reverse", [False, True])
 def test_on_policy_k2_is_the_gradient_of_each_tokens_kl_and_k3_that_of_the_other_kl(reverse):
     """The probability of what precedes the second token is held: what the first does to it is in
     neither."""
     p_first = p(PI).view(3, 3).sum(dim=1)
 
-    def of_tokens(theta: Tensor) -> Tensor:
-        (a, b), (U, V) = (theta[:3], PI_REF[:3]), (theta[3:].view(3, 3), PI_REF[3:].view(3, 3))
-        pi = [torch.log_softmax(a, dim=0)[None], torch.log_softmax(a + U, dim=1)]
-        ref = [torch.log_softmax(b, dim=0)[None], torch.log_softmax(b + V, dim=1)]
+    def kl_of_tokens(theta: Tensor) -> Tensor:
+        pi = log_probs_of_both_tokens(theta)
+        ref = log_probs_of_both_tokens(PI_REF)
         pairs = [(r, p) if reverse else (p, r) for p, r in zip(pi, ref, strict=True)]
         kls = [(p.exp() * (p - r)).sum(dim=1) for p, r in pairs]
         return kls[0].sum() + (p_first * kls[1]).sum()
 
-    assert_close(kl_gradient(k3 if reverse else k2, ON_POLICY), gradient(of_tokens, PI))
+    assert_close(kl_gradient(k3 if reverse else k2, ON_POLICY), gradient(kl_of_tokens, PI))
 
 
 @pytest.mark.parametrize(

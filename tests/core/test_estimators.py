@@ -24,7 +24,9 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_success(n, c, k):
 
 
 def test_pass_at_k_is_unbiased_and_exact_for_large_numbers():
-    n, k, p = 10, 4, 0.3
+    n = 10
+    k = 4
+    p = 0.3
     expected = sum(
         comb(n, c) * p**c * (1 - p) ** (n - c) * pass_at_k(n, c, k) for c in range(n + 1)
     )

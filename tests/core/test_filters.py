@@ -165,7 +165,8 @@ def test_m2po_divides_by_all_tokens_not_by_those_that_stay():
 def test_filter_multiplies_any_surrogate_and_has_no_gradient_of_its_own(keep):
     _, x = random_inputs()
     for name in ("dr_grpo", "rec_ring_nois", "sapo", "opmd"):
-        recipe, plain = resolve(name, {"filters": [keep]}), resolve(name)
+        recipe = resolve(name, {"filters": [keep]})
+        plain = resolve(name)
         y = with_statistics(recipe, x)
         kept_T = recipe.kept(y)
         assert set(kept_T.tolist()) <= {0.0, 1.0}
@@ -176,9 +177,11 @@ def test_filter_multiplies_any_surrogate_and_has_no_gradient_of_its_own(keep):
 
 def test_filtered_tokens_keep_their_kl_term():
     _, x = random_inputs()
-    recipe, without = resolve("grpo", {"filters": ["finished_only"]}), resolve("grpo")
+    recipe = resolve("grpo", {"filters": ["finished_only"]})
+    without = resolve("grpo")
     weight_C = torch.ones(7).double()
-    filtered, plain = recipe.differentiate(x, weight_C), without.differentiate(x, weight_C)
+    filtered = recipe.differentiate(x, weight_C)
+    plain = without.differentiate(x, weight_C)
     dropped = filtered.filtered_T
     assert dropped.tolist() == (~x.finished[x.completion]).tolist()
     assert_close(filtered.gradient_T[~dropped], plain.gradient_T[~dropped])

@@ -45,12 +45,12 @@ def test_loss_and_gradient_of_a_row_are_as_before_knobs_had_paths(case, rewards)
     )
     is_flat_C = zero_variance(rewards_C, GROUP_C)
     weight_C = recipe.weights(LENGTHS_C, is_flat_C, GOLDEN["max_length"]).double()
-    found = recipe.differentiate(x, weight_C)
+    derivative = recipe.differentiate(x, weight_C)
     expected = case[rewards]
     loss = tensor(expected["loss"], dtype=torch.float64)
-    assert_close(found.loss, loss, rtol=1e-12, atol=1e-15)
+    assert_close(derivative.loss, loss, rtol=1e-12, atol=1e-15)
     gradient_T = tensor(expected["gradient"], dtype=torch.float64)
-    assert_close(found.gradient_T, gradient_T, rtol=1e-12, atol=1e-15)
+    assert_close(derivative.gradient_T, gradient_T, rtol=1e-12, atol=1e-15)
 
 
 def test_golden_numbers_have_every_kind_of_token():

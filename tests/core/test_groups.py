@@ -46,16 +46,16 @@ def test_the_gradient_of_a_normalized_group_is_w_times_that_of_the_success_proba
     theta = THETA.clone().requires_grad_()
     p = success(theta)
     (grad_p,) = torch.autograd.grad(p, theta)
-    found = expected_gradient(resolve("grpo", {"eps_std": eps_std}).advantage, G)
-    assert_close(found, group_weight(p.item(), G, eps_std) * grad_p)
+    gradient_p = expected_gradient(resolve("grpo", {"eps_std": eps_std}).advantage, G)
+    assert_close(gradient_p, group_weight(p.item(), G, eps_std) * grad_p)
     centered = expected_gradient(
         resolve("dr_grpo").advantage, G
     )  # and without normalization, as it has always been
     assert_close(centered, (1 - 1 / G) * grad_p)
-    of_trl = expected_gradient(
+    trl_gradient_p = expected_gradient(
         resolve("grpo", {"advantage": "normalized_unbiased", "std_offset": 0.0}).advantage, G
     )
-    assert_close(of_trl, sqrt((G - 1) / G) * group_weight(p.item(), G) * grad_p)
+    assert_close(trl_gradient_p, sqrt((G - 1) / G) * group_weight(p.item(), G) * grad_p)
 
 
 @pytest.mark.parametrize("G", [2, 3, 4, 16, 64, 1000])

@@ -25,7 +25,8 @@ from lagrpo.core.kl import (
 )
 from lagrpo.core.weights import importance
 
-P, Q = tensor([0.5, 0.5]), tensor([0.25, 0.75])
+P = tensor([0.5, 0.5])
+Q = tensor([0.25, 0.75])
 
 
 @pytest.mark.parametrize(
@@ -83,7 +84,8 @@ def test_exact_divergences_by_hand():
     assert_close(kl(P, Q), tensor(0.5 * log(2) + 0.5 * log(2 / 3)))
     assert_close(tv(P, Q), tensor(0.25))
     assert_close(chi2(P, Q), (P.square() / Q).sum() - 1)
-    certain, fair = tensor([1.0, 0.0]), tensor([0.5, 0.5])
+    certain = tensor([1.0, 0.0])
+    fair = tensor([0.5, 0.5])
     assert_close(kl(certain, fair), tensor(log(2)))
     assert float(kl(fair, certain)) == float(chi2(fair, certain)) == inf
     assert [float(f(certain, certain)) for f in (kl, tv, chi2)] == [0.0, 0.0, 0.0]

@@ -45,7 +45,8 @@ def test_short_path_stands_for_the_only_knob_that_ends_so(path, full):
     value = {"epsilon_high": 0.5, "ratio": "sequence", "weight": "sapo"}.get(
         path.rpartition(".")[2], "sequence_mean"
     )
-    before, after = resolve("rec_one_side_is").settings, resolve("rec_one_side_is", {path: value})
+    before = resolve("rec_one_side_is").settings
+    after = resolve("rec_one_side_is", {path: value})
     assert after.settings[full] == value
     same = {p for p in before if not p.startswith(full)}
     assert {p: after.settings[p] for p in same} == {p: before[p] for p in same}
@@ -197,7 +198,7 @@ def test_epsilon_of_a_recipe_without_a_range_is_rejected():
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("names", "expected"),
     [
         ("opsm", ["opsm"]),
         (["opsm"], ["opsm"]),
@@ -206,8 +207,8 @@ def test_epsilon_of_a_recipe_without_a_range_is_rejected():
     ],
     ids=str,
 )
-def test_filters_are_a_list_of_names(given, expected):
-    assert resolve("opsm", {"filters": given}).settings["filters"] == expected
+def test_filters_are_a_list_of_names(names, expected):
+    assert resolve("opsm", {"filters": names}).settings["filters"] == expected
 
 
 def test_knobs_of_two_filters_are_told_apart_by_their_names():

@@ -30,7 +30,9 @@ from lagrpo.core.ratios import length_normalized, sequence, token
 from lagrpo.core.recipes import resolve
 from lagrpo.core.weights import importance
 
-LOW, HIGH = 0.2, 0.3  # asymmetric on purpose
+# asymmetric on purpose
+LOW = 0.2
+HIGH = 0.3
 RANGE: dict[str, Any] = {"epsilon_low": LOW, "epsilon_high": HIGH}
 
 
@@ -314,7 +316,8 @@ def test_pairwise_is_the_sum_over_pairs_and_a_completion_alone_has_none():
 def test_oapl_has_no_gradient_at_the_worked_optimum_whoever_sampled():
     """alpha = (.3, .6, .1), r = (0, .8, 1), b1 = b2 = 1: V = .645611, pi* = alpha e^r / Z with J =
     .702664."""
-    alpha, r = double([0.3, 0.6, 0.1]), double([0.0, 0.8, 1.0])
+    alpha = double([0.3, 0.6, 0.1])
+    r = double([0.0, 0.8, 1.0])
     optimum = double([0.157303, 0.700167, 0.142531])
     V = (alpha * r.exp()).sum().log()
     assert float(V) == pytest.approx(0.645611, abs=5e-7)
@@ -331,7 +334,8 @@ def test_oapl_has_no_gradient_at_the_worked_optimum_whoever_sampled():
 def test_oapl_at_pi_equal_alpha_is_reinforce_with_a_higher_baseline():
     """The gradient of the loss is -2 b2 (r - V) grad log pi, b2 = 1e-3, V = log mean e^r."""
     recipe = resolve("oapl")
-    alpha, r = double([-1.0, -2.0, -0.5, -1.5]), double([1.0, 0.0, 0.0, 0.0])
+    alpha = double([-1.0, -2.0, -0.5, -1.5])
+    r = double([1.0, 0.0, 0.0, 0.0])
     A = recipe.advantages(one_group(r), max_length=8)
     x = inputs(alpha.clone().requires_grad_(), alpha, A=A.tolist())
     loss = recipe.loss(x, torch.full((4,), 0.25))
@@ -367,19 +371,19 @@ MARGIN = 0.5 - 0.0  # completion 0 (the first of the best) and completion 3
 
 
 @pytest.mark.parametrize(
-    ("loss", "of_pair"),
+    ("loss", "value_of_pair"),
     [
         (online_dpo, log(1 / (1 + exp(-0.3 * MARGIN)))),
         (online_ipo, -((MARGIN - 1 / 0.6) ** 2)),
     ],
     ids=["dpo", "ipo"],
 )
-def test_preference_compares_the_first_best_with_the_first_worst_of_a_group(loss, of_pair):
+def test_preference_compares_the_first_best_with_the_first_worst_of_a_group(loss, value_of_pair):
     """Each of the two has G/2 = 2 of it, over its tokens, so the mean over the group's completions
     is the pair's."""
     value_T = loss(PAIRS, strength=0.3)
-    assert_close(value_T, of_pair * tensor([1.0, 1.0, 0.0, 0.0, 2.0, 0.0, 0.0]))
-    assert float(value_T[:5].sum()) / 4 == pytest.approx(of_pair)
+    assert_close(value_T, value_of_pair * tensor([1.0, 1.0, 0.0, 0.0, 2.0, 0.0, 0.0]))
+    assert float(value_T[:5].sum()) / 4 == pytest.approx(value_of_pair)
 
 
 @pytest.mark.parametrize("loss", [online_dpo, online_ipo])

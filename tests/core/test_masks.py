@@ -15,7 +15,8 @@ from lagrpo.core.masks import binary_kl, one_side, ring, tv, tv_two_side, two_si
 from lagrpo.core.recipes import resolve
 
 RATIOS = [0.3, 0.7, 0.9, 1.0, 1.3, 2.5, 3.5]
-YES, NO = True, False
+YES = True
+NO = False
 
 
 @pytest.mark.parametrize(
@@ -77,7 +78,8 @@ def at_probabilities(a: float, p: float, A: float):
 def test_bounds_on_probabilities_drop_exactly_beyond_the_worked_change(a, p, A, change, D):
     x = at_probabilities(a, p, A)
     for mask, value in ((tv, change), (binary_kl, D)):
-        inside, outside = value + 1e-6, value - 1e-6
+        inside = value + 1e-6
+        outside = value - 1e-6
         assert mask(x, delta_low=inside, delta_high=inside).tolist() == [YES]
         assert mask(x, delta_low=outside, delta_high=outside).tolist() == [NO]
         if A > 0:  # the bound of the other side does not matter
@@ -122,9 +124,11 @@ def test_changes_of_the_sampled_token_are_lower_bounds_of_the_tokens_divergence(
     generator = torch.Generator().manual_seed(0)
     for symbols in (2, 5):
         p, a = torch.randn(2, 2000, symbols, generator=generator).double().softmax(dim=-1)
-        total_variation, divergence = kl.tv(p, a), kl.kl(a, p)
+        total_variation = kl.tv(p, a)
+        divergence = kl.kl(a, p)
         for symbol in range(symbols):
-            logp, alpha = p[:, symbol].log(), a[:, symbol].log()
+            logp = p[:, symbol].log()
+            alpha = a[:, symbol].log()
             up = inputs(logp, alpha, A=1.0)
             down = inputs(logp, alpha, A=-1.0)
             for mask, largest in ((tv, total_variation), (binary_kl, divergence)):

@@ -345,7 +345,8 @@ def test_overrides_change_what_a_recipe_reads(name, overrides, reads):
 
 def test_loss_and_its_derivative_by_hand():
     # one completion of two tokens (A = 2, ratios 2 and .5), one of one token (A = -1, ratio .5)
-    half, quarter = log(0.5), log(0.25)
+    half = log(0.5)
+    quarter = log(0.25)
     ref = [half, half, quarter]  # d = 0, -ln 2, 0: k3 = 0, 2 - ln 2 - 1, 0
     x = inputs(
         [half, quarter, quarter],
@@ -356,7 +357,8 @@ def test_loss_and_its_derivative_by_hand():
     )
     recipe = resolve("grpo", {"beta": 0.1})
     # values: 2 min(2, 1.2) = 2.4, 2 * .5 = 1, -max(.5, .8) = -.8
-    k3, objective = 1 - log(2), 0.25 * (2.4 + 1.0) + 0.5 * -0.8
+    k3 = 1 - log(2)
+    objective = 0.25 * (2.4 + 1.0) + 0.5 * -0.8
     assert_close(recipe.loss(x, tensor([0.25, 0.5])), tensor(-(objective - 0.1 * 0.25 * k3)))
     derivative = recipe.differentiate(x, tensor([0.25, 0.5]))
     assert_close(derivative.loss, tensor(-(objective - 0.1 * 0.25 * k3)))
@@ -425,7 +427,8 @@ def test_split_into_micro_batches_and_order_do_not_change_loss_gradient_and_diag
 def test_weight_of_zero_takes_surrogate_and_kl_of_a_completion_out():
     lengths_C, x = random_inputs()
     masked_C = tensor([False, True, False, False, True, False, False])
-    recipe, completions_kept = resolve("grpo_masked"), [0, 2, 3, 5, 6]
+    recipe = resolve("grpo_masked")
+    completions_kept = [0, 2, 3, 5, 6]
     loss = recipe.loss(x, recipe.weights(lengths_C, masked_C, 9))
     assert torch.equal(gradient_of(loss, x) == 0, masked_C[x.completion])
     alone = recipe.loss(
@@ -621,7 +624,8 @@ def mean_reward(theta: Tensor) -> Tensor:
 
 def cosine(name: str, **overrides) -> float:
     """Cosine between grad J and the recipe's expected gradient at alpha, its reduction included."""
-    recipe, theta = resolve(name, overrides), THETA.clone().requires_grad_()
+    recipe = resolve(name, overrides)
+    theta = THETA.clone().requires_grad_()
     total = torch.zeros((), dtype=torch.float64)
     for logp_T, alpha_T, r in zip(token_logp(theta), token_logp(THETA), REWARD, strict=True):
         x = inputs(

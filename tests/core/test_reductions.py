@@ -6,7 +6,9 @@ from lagrpo.core.recipes import resolve
 from lagrpo.core.reductions import constant_length, sequence_mean, sequence_sum, token_mean
 
 LENGTHS_C = tensor([1, 2, 5])
-ALL, NONE, FIRST_TWO = tensor([True] * 3), tensor([False] * 3), tensor([True, True, False])
+ALL = tensor([True] * 3)
+NONE = tensor([False] * 3)
+FIRST_TWO = tensor([True, True, False])
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,16 @@
-"""The mathematics of group-relative policy optimization: pure functions of tensors that import torch alone.
+"""The mathematics of group-relative policy optimization: pure functions of tensors, only torch.
 
-recipes      a table; each row names the functions of an objective     kl           KL estimators, exact divergences
-losses       surrogates, masks, weights, regularizers, per token       corrections  weights pi_k/alpha
-advantages   rewards of a group -> an advantage per completion         reductions   lengths -> weights of completions
-ratios       pi/alpha per token, sequence, or length-normalized        bounds       bounds, success amplification
-estimators   pass@k and intervals
+    recipes      a table; each row names the functions of an objective
+    losses       surrogates and regularizers, per token
+    masks        tokens that keep their gradient        weights      factors of a token's gradient
+    filters      tokens that stay in any surrogate      corrections  weights pi_k/alpha
+    advantages   rewards of a group -> an advantage per completion
+    ratios       pi/alpha per token, sequence, or length-normalized
+    kl           KL estimators, exact divergences
+    reductions   lengths -> weights of completions
+    estimators   pass@k and intervals
+    bounds       bounds on the improvement, success amplification
 
-Token quantities are flat [T], with the index of the completion that each token belongs to; there is no padding. A
-suffix gives the shape: _T tokens, _C completions, _G completions of one group.
+Token quantities are flat [T], with the index of the completion that each token belongs to; there
+is no padding. A suffix gives the shape: _T tokens, _C completions, _G completions of one group.
 """

@@ -1,14 +1,15 @@
 """Advantages: from the rewards of a batch to one number per completion.
 
-An advantage is a function of `AdvantageInputs` and gives [C]; its keyword-only arguments are its knobs. Completions
-lie flat, with the index of their group, so a function may use statistics of a group or of the whole batch.
+An advantage is a function of `AdvantageInputs` and gives [C]; its keyword-only arguments are its
+knobs. Completions lie flat, with the index of their group, so a function may use statistics of a
+group or of the whole batch.
 
-mu is the mean of a group, s0 its *biased* standard deviation (over G) as alpha sampled it, s1 the one over G - 1. Two
-conventions hold for every function here:
+mu is the mean of a group, s0 its *biased* standard deviation (over G) as alpha sampled it, s1 the
+one over G - 1. Two conventions hold for every function here:
 
 - a group of one completion has a baseline of 0, so its advantage is its reward;
-- a group whose rewards are all equal (and G > 1) has advantages of exactly 0, not a rounding error blown up by a tiny
-  standard deviation.
+- a group whose rewards are all equal (and G > 1) has advantages of exactly 0, not a rounding error
+  blown up by a tiny standard deviation.
 """
 
 from __future__ import annotations
@@ -35,9 +36,8 @@ class AdvantageInputs:
 
 def one_group(rewards_G: Tensor, uniform_G: Tensor | None = None) -> AdvantageInputs:
     """The inputs of a batch that is a single group."""
-    return AdvantageInputs(
-        rewards_G, torch.zeros_like(rewards_G, dtype=torch.long), None, uniform_G
-    )
+    group_G = torch.zeros_like(rewards_G, dtype=torch.long)
+    return AdvantageInputs(rewards_G, group_G, uniform=uniform_G)
 
 
 # Statistics of each completion's group, [C]
@@ -70,16 +70,22 @@ def _count_groups(group_C: Tensor) -> int:
 
 
 def zero_variance(rewards_C: Tensor, group_C: Tensor) -> Tensor:
-    """True where s0 = 0: the groups that Eq. 8 of arXiv 2505.22257 leaves out. Decided by equality of the rewards, as
-    three rewards of 0.1 have a mean that is not 0.1."""
+    """True where s0 = 0: the groups that Eq. 8 of arXiv 2505.22257 leaves out.
+
+    Decided by equality of the rewards, as three rewards of 0.1 have a mean that is not 0.1.
+    """
     smallest_C = -group_largest(-rewards_C, group_C)
     return smallest_C == group_largest(rewards_C, group_C)
 
 
 def sigma(rewards_C: Tensor, group_C: Tensor, eps_std: float) -> Tensor:
-    """sqrt(s0^2 + eps_std), the denominator of Eq. 2 of arXiv 2505.22257; s0 is exactly 0 for equal rewards."""
+    """sqrt(s0^2 + eps_std), the denominator of Eq. 2 of arXiv 2505.22257.
+
+    s0 is exactly 0 for equal rewards.
+    """
     variance_C = group_mean((rewards_C - group_mean(rewards_C, group_C)).square(), group_C)
-    return (variance_C.masked_fill(zero_variance(rewards_C, group_C), 0.0) + eps_std).sqrt()
+    exact_variance_C = variance_C.masked_fill(zero_variance(rewards_C, group_C), 0.0)
+    return (exact_variance_C + eps_std).sqrt()
 
 
 # Baselines and scales of a group
@@ -99,31 +105,41 @@ def normalized(x: AdvantageInputs, *, eps_std: float = 1e-4) -> Tensor:
 
 def normalized_unbiased(x: AdvantageInputs, *, std_offset: float = 1e-4) -> Tensor:
     """(r - mu) / (s1 + std_offset): as TRL."""
-    G = group_size(x.group).to(x.rewards.dtype)
-    s1_C = sigma(x.rewards, x.group, 0.0) * (G / (G - 1).clamp(min=1)).sqrt()
-    return _scaled(x, s1_C + std_offset)
+    return _scaled(x, sigma(x.rewards, x.group, 0.0) * _bessel_factor(x).sqrt() + std_offset)
 
 
 def normalized_positive(x: AdvantageInputs, *, eps_std: float = 1e-4) -> Tensor:
-    """max(r - mu, 0) / sqrt(s0^2 + eps_std): learn from the better completions alone, whoever sampled them."""
+    """max(r - mu, 0) / sqrt(s0^2 + eps_std): learn from the better completions alone."""
     return normalized(x, eps_std=eps_std).clamp(min=0.0)
 
 
 def leave_one_out(x: AdvantageInputs) -> Tensor:
     """r - mean of the others = (r - mu) G / (G - 1) (RLOO, arXiv 2402.14740)."""
-    G = group_size(x.group).to(x.rewards.dtype)
-    return centered(x) * (G / (G - 1).clamp(min=1))
+    return centered(x) * _bessel_factor(x)
 
 
 def maxrl(x: AdvantageInputs) -> Tensor:
-    """(r - mu) / mu, and 0 where mu <= 0: MaxRL (arXiv 2602.02710). Rare successes weigh more than with `centered`."""
+    """(r - mu) / mu, and 0 where mu <= 0: MaxRL (arXiv 2602.02710).
+
+    Rare successes weigh more than with `centered`.
+    """
     mu_C = group_mean(x.rewards, x.group)
+    # A division by infinity gives the 0.
     scale_C = torch.where(mu_C > 0, mu_C, torch.inf)
     return _scaled(x, scale_C)
 
 
+def _bessel_factor(x: AdvantageInputs) -> Tensor:
+    """G / (G - 1) of each completion's group, [C]: from a mean over G to one over G - 1."""
+    G_C = group_size(x.group).to(x.rewards.dtype)
+    return G_C / (G_C - 1).clamp(min=1)
+
+
 def _scaled(x: AdvantageInputs, scale_C: Tensor) -> Tensor:
-    """(r - mu) / scale, 0 where the scale is 0; the reward of a completion that is alone in its group."""
+    """(r - mu) / scale, 0 where the scale is 0, [C].
+
+    The reward itself for a completion that is alone in its group.
+    """
     advantage_C = (centered(x) / scale_C).masked_fill(scale_C == 0, 0.0)
     return torch.where(group_size(x.group) == 1, x.rewards, advantage_C)
 
@@ -132,16 +148,21 @@ def _scaled(x: AdvantageInputs, scale_C: Tensor) -> Tensor:
 
 
 def batch_scaled(x: AdvantageInputs, *, std_offset: float = 1e-4) -> Tensor:
-    """(r - mu) / (s + std_offset), s being the standard deviation over all C rewards of the batch (over C - 1): TRL's
-    `scale_rewards = "batch"` (Lite PPO, arXiv 2508.08221)."""
+    """(r - mu) / (s + std_offset), s the standard deviation of all C rewards (over C - 1).
+
+    TRL's `scale_rewards = "batch"` (Lite PPO, arXiv 2508.08221).
+    """
     if len(x.rewards) < 2:
         return centered(x)
     return centered(x) / (x.rewards.std() + std_offset)
 
 
 def batch_whitened(x: AdvantageInputs, *, eps_variance: float = 1e-8) -> Tensor:
-    """(a - m) / sqrt(v + eps_variance) with a = r - mu and m, v its mean and variance (over T - 1) over the T sampled
-    tokens of the batch: the baseline variant of REINFORCE++ (arXiv 2501.03262), as in verl."""
+    """(a - m) / sqrt(v + eps_variance) with a = r - mu.
+
+    m and v are the mean and variance (over T - 1) of a over the T sampled tokens of the batch: the
+    baseline variant of REINFORCE++ (arXiv 2501.03262), as in verl.
+    """
     a_C = centered(x)
     lengths_C = torch.ones_like(a_C) if x.lengths is None else x.lengths.to(a_C.dtype)
     tokens = lengths_C.sum()
@@ -154,17 +175,23 @@ def batch_whitened(x: AdvantageInputs, *, eps_variance: float = 1e-8) -> Tensor:
 
 
 def red_drop(x: AdvantageInputs) -> Tensor:
-    """RED-Drop (arXiv 2509.24203): if the completions below the mean outnumber the others, the surplus, chosen at
-    random, gets 0. The rest get r - mean of the rest. [1, 0 x 7] keeps one of each: ±0.5.
+    """RED-Drop (arXiv 2509.24203): drops completions below the mean until at most half are below.
 
-    The dropped stay in the batch, so in the denominator of a token mean. Of the completions below the mean, those with
-    the smallest random numbers `uniform` are dropped. A tie with the mean is not below it."""
+    If the completions below the mean outnumber the others, the surplus, chosen at random, gets 0.
+    The others get r - their mean. [1, 0 x 7] keeps one of each: ±0.5.
+
+    The dropped stay in the batch, so in the denominator of a token mean. Of the completions below
+    the mean, those with the smallest random numbers `uniform` are dropped. A completion at the mean
+    is not below it. Raises ValueError without random numbers.
+    """
     if x.uniform is None:
         raise ValueError("red_drop needs a random number for each completion")
     is_below_C = x.rewards < group_mean(x.rewards, x.group)
+    # The mean of equal rewards may be above them by rounding.
     is_below_C &= ~zero_variance(x.rewards, x.group)
-    below_C = group_sum(is_below_C.long(), x.group)
-    surplus_C = (below_C - (group_size(x.group) - below_C)).clamp(min=0)
+    number_below_C = group_sum(is_below_C.long(), x.group)
+    number_above_C = group_size(x.group) - number_below_C
+    surplus_C = (number_below_C - number_above_C).clamp(min=0)
     is_dropped_C = is_below_C & (_rank_in_group(x.uniform, is_below_C, x.group) < surplus_C)
     remaining_C = (~is_dropped_C).to(x.rewards.dtype)
     sums_C = group_sum(remaining_C * x.rewards, x.group)
@@ -174,18 +201,25 @@ def red_drop(x: AdvantageInputs) -> Tensor:
 
 
 def _rank_in_group(values_C: Tensor, is_ranked_C: Tensor, group_C: Tensor) -> Tensor:
-    """The place of each ranked completion among those of its group, by its value: 0 for the smallest, [C]."""
+    """The rank of each completion's value among the ranked ones of its group: 0 the smallest, [C].
+
+    Completions that are not ranked come last.
+    """
     by_value = torch.where(is_ranked_C, values_C, torch.inf).argsort(stable=True)
-    order = by_value[group_C[by_value].argsort(stable=True)]  # by group, then by value
+    # A stable sort by group keeps the order by value inside each group.
+    order = by_value[group_C[by_value].argsort(stable=True)]
     first_of_group = group_C.bincount().cumsum(0) - group_C.bincount()
-    rank_C = torch.empty_like(group_C)
-    rank_C[order] = torch.arange(len(order), device=order.device)
-    return rank_C - first_of_group[group_C]
+    position_C = torch.empty_like(group_C)
+    position_C[order] = torch.arange(len(order), device=order.device)
+    return position_C - first_of_group[group_C]
 
 
 def log_mean_exp(x: AdvantageInputs, *, strength: float = 0.1) -> Tensor:
-    """r - strength log mean e^(r / strength), the soft baseline of OPMD (Kimi k1.5, arXiv 2501.12599) and OAPL (arXiv
-    2602.19362). Between r - max and r - mu: it does not sum to 0."""
+    """r - strength log mean e^(r / strength): a soft baseline between mu and the group's maximum.
+
+    Of OPMD (Kimi k1.5, arXiv 2501.12599) and OAPL (arXiv 2602.19362). It does not sum to 0.
+    """
+    # Differences to the maximum keep the exponentials from overflowing.
     largest_C = group_largest(x.rewards, x.group)
     mean_C = group_mean(((x.rewards - largest_C) / strength).exp(), x.group)
     advantage_C = x.rewards - largest_C - strength * mean_C.log()
@@ -193,8 +227,11 @@ def log_mean_exp(x: AdvantageInputs, *, strength: float = 0.1) -> Tensor:
 
 
 def overlong_penalty(lengths: Tensor, max_length: int, buffer: int) -> Tensor:
-    """What DAPO adds to the reward of a long completion (arXiv 2503.14476, Eq. 13): 0 up to max_length - buffer tokens,
-    then down linearly to -1 at max_length. Raises ValueError unless 1 <= buffer <= max_length."""
+    """The term that DAPO adds to the reward of a long completion (arXiv 2503.14476, Eq. 13).
+
+    0 up to max_length - buffer tokens, then down linearly to -1 at max_length. Raises ValueError
+    unless 1 <= buffer <= max_length.
+    """
     if not 1 <= buffer <= max_length:
         raise ValueError(f"overlong_buffer must lie in 1 .. {max_length}, but is {buffer}")
     return ((max_length - buffer - lengths) / buffer).clamp(-1.0, 0.0)

@@ -1,46 +1,52 @@
-"""Filters: functions of `LossInputs` that give 1 for tokens that stay in the surrogate and 0 for the others, [T].
+"""Filters: functions of `LossInputs`, True for the tokens [T] that stay in the surrogate.
 
-A filter multiplies any surrogate. It has no gradient. What it drops keeps its place in the normalizer, and its KL term
-if there is one. Some filters read a statistic of the whole step, which is collected before the losses (`collects`).
+A filter multiplies any surrogate. It has no gradient. A dropped token keeps its place in the
+normalizer, and its KL term if there is one. Some filters read a statistic of the whole step, which
+is collected before the losses (`collects`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from math import inf
 
 import torch
 from torch import Tensor
 
-from lagrpo.core.inputs import LossInputs, alpha, collects
+from lagrpo.core.inputs import LossInputs, TokenFunction, alpha, collects
 from lagrpo.core.ratios import limit, total
 
 # Whole completions
 
 
-def opsm(x: LossInputs, *, denominator: Callable = alpha, delta: float = 0.5) -> Tensor:
-    """All but completions with A < 0 whose mean of log alpha - log pi over their tokens exceeds delta, nats: failures
-    that the policy has already left. Off-policy sequence masking of DeepSeek-V3.2 (arXiv 2512.02556, Eq. 9). Its delta
-    is not published: slime has 1e-4, TRL's help names .5."""
+def opsm(x: LossInputs, *, denominator: TokenFunction = alpha, delta: float = 0.5) -> Tensor:
+    """All but completions with A < 0 whose mean of log alpha - log pi exceeds delta, nats.
+
+    It drops failures that the policy has already left. Off-policy sequence masking of DeepSeek-V3.2
+    (arXiv 2512.02556, Eq. 9). Its delta is not published: slime has 1e-4, TRL's help names .5.
+    """
     log_ratio_T = denominator(x) - x.logp
     lengths_T = total(torch.ones_like(log_ratio_T), x.completion)
     mean_T = total(log_ratio_T, x.completion) / lengths_T
     return ~((x.advantage < 0) & (mean_T > delta))
 
 
-def seq_max_k3(x: LossInputs, *, denominator: Callable = alpha, delta: float = 0.05) -> Tensor:
-    """Completions none of whose tokens has rho - log rho - 1 > delta, nats: the trust-region mask of arXiv 2512.23075
-    (TRM) as verl estimates it from sampled tokens (`seq_max_k3`). Long completions are dropped more often. No delta is
-    published; a token with rho = 2 reaches .31."""
+def seq_max_k3(x: LossInputs, *, denominator: TokenFunction = alpha, delta: float = 0.05) -> Tensor:
+    """Completions none of whose tokens has rho - log rho - 1 > delta, nats.
+
+    The trust-region mask of arXiv 2512.23075 (TRM) as verl estimates it from sampled tokens
+    (`seq_max_k3`). Long completions are dropped more often. No delta is published; a token with
+    rho = 2 reaches .31.
+    """
     log_rho_T = limit(x.logp - denominator(x)).detach()
     k3_T = torch.expm1(log_rho_T) - log_rho_T
     C = len(x.advantages)
+    # k3 is at least 0, so zeros are below every maximum.
     largest_C = k3_T.new_zeros(C).scatter_reduce(0, x.completion, k3_T, "amax")
     return (largest_C <= delta)[x.completion]
 
 
 def finished_only(x: LossInputs) -> Tensor:
-    """Completions that ended by themselves, not at their limit: TRL's `mask_truncated_completions`."""
+    """Completions that ended by themselves: TRL's `mask_truncated_completions`."""
     if x.finished is None:
         raise ValueError("this objective needs to know which completions have finished")
     return x.finished[x.completion]
@@ -50,48 +56,60 @@ def finished_only(x: LossInputs) -> Tensor:
 
 
 def _entropy_threshold(x: LossInputs, *, share: float) -> Tensor:
-    """The entropy that the share of the step's tokens with the highest entropy reach, nats: the quantile 1 - share,
-    interpolated as by torch.quantile, which takes at most 16 million numbers."""
+    """The entropy that the share of the step's tokens with the highest entropy reach, nats.
+
+    The quantile 1 - share, interpolated as by torch.quantile, which takes at most 16 million
+    numbers.
+    """
     entropies = _known_entropy(x).double().sort().values
-    place = (1 - share) * (len(entropies) - 1)
-    below = int(place)
+    position = (1 - share) * (len(entropies) - 1)
+    below = int(position)
     above = min(below + 1, len(entropies) - 1)
-    threshold = torch.lerp(entropies[below], entropies[above], place - below)
+    threshold = torch.lerp(entropies[below], entropies[above], position - below)
     return threshold.to(x.logp.dtype)
 
 
 @collects(_entropy_threshold)
 def top_entropy(x: LossInputs, *, share: float = 0.2) -> Tensor:
-    """The share of the step's tokens at which the policy's entropy is highest (arXiv 2506.01939): TRL's
-    `top_entropy_quantile`."""
+    """The share of the step's tokens at which the policy's entropy is highest.
+
+    Wang et al., arXiv 2506.01939; TRL's `top_entropy_quantile`.
+    """
     return _known_entropy(x) >= x.step["top_entropy"]
 
 
 def _known_entropy(x: LossInputs) -> Tensor:
+    """The entropy at each token, [T]. Raises ValueError if it is unknown."""
     if x.entropy is None:
         raise ValueError("this objective needs the entropy at each token")
     return x.entropy
 
 
 def _m2po_threshold(x: LossInputs, *, tau: float) -> Tensor:
-    """The smallest (log rho)^2 that must go, so that the mean over the step's other outward tokens is at most tau;
-    infinite if all may stay. Equal values go together: completions of the same text have the same ratios."""
+    """The smallest (log rho)^2 that must go, so that the mean of the others is at most tau.
+
+    Of outward tokens of the step only. Infinite if all may stay. Equal values go together:
+    completions of the same text have the same ratios.
+    """
     log_ratio_T = x.logp - alpha(x)
     is_outward_T = x.advantage * log_ratio_T > 0
     squares = log_ratio_T[is_outward_T].square().sort().values
     counts = torch.arange(1, len(squares) + 1, device=squares.device)
     mean_of_smallest = squares.double().cumsum(0) / counts
-    kept = int((mean_of_smallest <= tau).sum())  # the means of a sorted list do not fall
-    if kept == len(squares):
+    # The means of an ascending list do not fall, so those within tau come first.
+    number_kept = int((mean_of_smallest <= tau).sum())
+    if number_kept == len(squares):
         return x.logp.new_tensor(inf)
-    return squares[kept]
+    return squares[number_kept]
 
 
 @collects(_m2po_threshold)
 def m2po(x: LossInputs, *, tau: float = 0.04) -> Tensor:
-    """All but the outward tokens with the largest (log rho)^2 of the step, as many as it takes for the mean over the
-    outward tokens to be at most tau: M2PO (arXiv 2510.01161, Algorithm 1). Outward: (A > 0 and rho > 1) or (A < 0 and
-    rho < 1)."""
+    """All but the outward tokens with the largest (log rho)^2 of the step.
+
+    As many go as it takes for the mean over the outward tokens to be at most tau: M2PO (arXiv
+    2510.01161, Algorithm 1). Outward: (A > 0 and rho > 1) or (A < 0 and rho < 1).
+    """
     log_ratio_T = x.logp - alpha(x)
     is_outward_T = x.advantage * log_ratio_T > 0
     return ~(is_outward_T & (log_ratio_T.square() >= x.step["m2po"]))

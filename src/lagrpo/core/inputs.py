@@ -1,10 +1,10 @@
-"""The inputs of an objective: the tokens of a micro-batch, flat, and what belongs to each completion."""
+"""The inputs of an objective: the tokens of a micro-batch, flat, and facts about completions."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Protocol, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -14,8 +14,11 @@ Function = TypeVar("Function", bound=Callable[..., Tensor])
 
 @dataclass(frozen=True, slots=True)
 class LossInputs:
-    """A micro-batch of whole completions: numbers of its tokens [T], and of its completions [C]. An optional one is
-    None if the data lacks it. Raises ValueError for numbers of tokens that are not aligned."""
+    """A micro-batch of whole completions: tensors of its tokens [T], and of its completions [C].
+
+    An optional tensor is None if the data lacks it. Raises ValueError for tensors of tokens that
+    are not aligned.
+    """
 
     logp: Tensor
     """[T] log pi of the sampled tokens, nats; the only tensor with a gradient"""
@@ -37,11 +40,11 @@ class LossInputs:
     """[T] entropy of pi_k at the token, nats"""
     finished: Tensor | None = None
     """[C] True if the completion ended by itself, False if it was cut at its limit"""
-    step: Mapping[str, Tensor] = field(default_factory=dict)
+    step: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     """statistics of the whole optimizer step, by the name of the function that collects them"""
 
     def __post_init__(self) -> None:
-        of_tokens = {
+        token_tensors = {
             "rollout_logp": self.rollout_logp,
             "old_logp": self.old_logp,
             "ref_logp": self.ref_logp,
@@ -49,7 +52,7 @@ class LossInputs:
             "staleness": self.staleness,
             "entropy": self.entropy,
         }
-        for name, tensor in of_tokens.items():
+        for name, tensor in token_tensors.items():
             if tensor is not None and (tensor.dim() != 1 or tensor.shape != self.logp.shape):
                 shapes = f"logp {list(self.logp.shape)}, {name} {list(tensor.shape)}"
                 raise ValueError(f"numbers of tokens must be flat and aligned: {shapes}")
@@ -60,32 +63,59 @@ class LossInputs:
         return self.advantages[self.completion]
 
 
-OF_TOKENS = ("logp", "rollout_logp", "old_logp", "ref_logp", "staleness", "entropy")
-OF_COMPLETIONS = ("advantages", "group", "finished")
+TokenFunction: TypeAlias = Callable[[LossInputs], Tensor]
+"""LossInputs -> a value at each token [T]: a policy, mask, weight, regularizer or filter."""
 
 
 def concatenate(micro_batches: Sequence[LossInputs]) -> LossInputs:
-    """The completions of several micro-batches of a step as one. What one micro-batch lacks, all lack."""
-    columns: dict[str, Tensor | None] = {}
-    for name in (*OF_TOKENS, *OF_COMPLETIONS):
-        parts = [getattr(x, name) for x in micro_batches]
-        is_known = all(part is not None for part in parts)
-        columns[name] = torch.cat(parts) if is_known else None
-    completions, first = [], 0
+    """The completions of several micro-batches of a step as one.
+
+    A tensor that one micro-batch lacks is left out for all.
+    """
+    completions: list[Tensor] = []
+    completions_before = 0
     for x in micro_batches:
-        completions.append(x.completion + first)
-        first += len(x.advantages)
-    columns["completion"] = torch.cat(completions)
-    return LossInputs(**columns)  # pyright: ignore[reportArgumentType] - logp and advantages are never None
+        completions.append(x.completion + completions_before)
+        completions_before += len(x.advantages)
+    return LossInputs(
+        logp=torch.cat([x.logp for x in micro_batches]),
+        rollout_logp=_concatenate_known([x.rollout_logp for x in micro_batches]),
+        old_logp=_concatenate_known([x.old_logp for x in micro_batches]),
+        ref_logp=_concatenate_known([x.ref_logp for x in micro_batches]),
+        completion=torch.cat(completions),
+        advantages=torch.cat([x.advantages for x in micro_batches]),
+        group=_concatenate_known([x.group for x in micro_batches]),
+        staleness=_concatenate_known([x.staleness for x in micro_batches]),
+        entropy=_concatenate_known([x.entropy for x in micro_batches]),
+        finished=_concatenate_known([x.finished for x in micro_batches]),
+    )
+
+
+def _concatenate_known(tensors: Sequence[Tensor | None]) -> Tensor | None:
+    """The tensors as one; None if one of them is missing."""
+    known = [tensor for tensor in tensors if tensor is not None]
+    return torch.cat(known) if len(known) == len(tensors) else None
 
 
 def on_device(x: LossInputs, device: torch.device | str) -> LossInputs:
-    """The same inputs in the memory of another device."""
-    columns = {}
-    for name in (*OF_TOKENS, *OF_COMPLETIONS, "completion"):
-        tensor = getattr(x, name)
-        columns[name] = None if tensor is None else tensor.to(device)
-    return replace(x, **columns)
+    """The same inputs in the memory of another device; `step` stays where it is."""
+
+    def move(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor.to(device)
+
+    return replace(
+        x,
+        logp=x.logp.to(device),
+        rollout_logp=move(x.rollout_logp),
+        old_logp=move(x.old_logp),
+        ref_logp=move(x.ref_logp),
+        completion=x.completion.to(device),
+        advantages=x.advantages.to(device),
+        group=move(x.group),
+        staleness=move(x.staleness),
+        entropy=move(x.entropy),
+        finished=move(x.finished),
+    )
 
 
 def without_gradient(x: LossInputs) -> LossInputs:
@@ -93,40 +123,54 @@ def without_gradient(x: LossInputs) -> LossInputs:
     return replace(x, logp=x.logp.detach())
 
 
-# Policies, for knobs named `denominator` and `anchor`
+# Policies: values of the knobs `denominator` and `anchor`. Each gives log-probs [T], nats.
 
 
 def alpha(x: LossInputs) -> Tensor:
     """The behavior policy, which sampled the tokens."""
-    return _required(x.rollout_logp, "rollout_logp")
+    return _require(x.rollout_logp, "rollout_logp")
 
 
 def pi_k(x: LossInputs) -> Tensor:
     """The policy at the start of the batch."""
-    return _required(x.old_logp, "old_logp")
+    return _require(x.old_logp, "old_logp")
 
 
 def pi_ref(x: LossInputs) -> Tensor:
     """The reference policy."""
-    return _required(x.ref_logp, "ref_logp")
+    return _require(x.ref_logp, "ref_logp")
 
 
-def _required(tensor: Tensor | None, name: str) -> Tensor:
+def _require(tensor: Tensor | None, name: str) -> Tensor:
     if tensor is None:
         raise ValueError(f"this objective needs {name}")
     return tensor
 
 
+# Statistics of the whole step
+
+
+class _WithStatistic(Protocol):
+    """A function that `collects` has marked."""
+
+    collect: Callable[..., Tensor]
+
+
 def collects(statistic: Callable[..., Tensor]) -> Callable[[Function], Function]:
-    """Give a function of `LossInputs` a statistic of the whole optimizer step.
+    """Gives a function of `LossInputs` a statistic of the whole optimizer step.
 
     Before the losses of a step, `statistic(x, **knobs)` is called once: x has the tokens of all
     micro-batches and ranks, without a gradient, and the knobs are the function's own. The function
     finds the result in `x.step[NAME]`, NAME being its own name; it should use it elementwise.
     """
 
-    def attach(function: Function) -> Function:
-        function.collect = statistic  # type: ignore[attr-defined]
+    def mark(function: Function) -> Function:
+        cast(_WithStatistic, function).collect = statistic
         return function
 
-    return attach
+    return mark
+
+
+def statistic_of(function: Callable[..., Tensor]) -> Callable[..., Tensor] | None:
+    """The statistic of the whole step that a function reads; None if it reads none."""
+    return getattr(function, "collect", None)

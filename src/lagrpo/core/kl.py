@@ -1,28 +1,30 @@
-"""KL(pi || pi_ref) estimated per token, and divergences: from samples of alpha, and exact for discrete distributions.
+"""KL(pi || pi_ref) estimated per token, and divergences, exact or from samples of alpha.
 
-k1, k2 and k3 are J. Schulman's ("Approximating KL Divergence", 2020) with d = log pi - log pi_ref. Their values on
-tokens sampled by pi: k1 and k3 are unbiased; summed over a completion, for the KL of completions. As penalties, what
-counts is the expected gradient on tokens sampled by pi, each given what precedes it:
+k1, k2 and k3 are J. Schulman's ("Approximating KL Divergence", 2020) with d = log pi - log pi_ref.
+As values on tokens sampled by pi, k1 and k3 are unbiased; summed over a completion, for the KL of
+completions. As penalties, what counts is the expected gradient on tokens sampled by pi, each given
+what precedes it:
 
     k1: E[grad logp] = 0                                 no penalty at all
     k2: E[d grad logp] = grad KL(pi || pi_ref)           the exact gradient of the token's KL
-    k3: E[(1 - e^-d) grad logp] = grad KL(pi_ref || pi)  the gradient of the *other* KL (alike near d = 0)
+    k3: E[(1 - e^-d) grad logp] = grad KL(pi_ref || pi)  the gradient of the *other* KL (alike near
+                                                         d = 0)
 
-None of them contains what an early token does to the KL of later ones. On tokens of another policy alpha all are
-biased, and k1 then pushes pi away from the samples. The token's ratio as a weight (`kl_importance`) restores the above
-for each token given what precedes it, the sequence's ratio in full. tests/core/test_enumeration.py has the numbers.
+None of them contains the effect of an early token on the KL of later ones. On tokens of another
+policy alpha all are biased, and k1 then pushes pi away from the samples. The token's ratio as a
+weight (`kl_importance`) restores the above for each token given what precedes it, the sequence's
+ratio in full. tests/core/test_enumeration.py has the numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from math import log1p
 
 import torch
 from torch import Tensor
 
-from lagrpo.core.inputs import LossInputs, alpha, pi_ref
-from lagrpo.core.ratios import limit, token
+from lagrpo.core.inputs import LossInputs, TokenFunction, alpha, pi_ref
+from lagrpo.core.ratios import Ratio, limit, token
 
 
 def k1(x: LossInputs) -> Tensor:
@@ -37,28 +39,36 @@ def k2(x: LossInputs) -> Tensor:
 
 def k3(x: LossInputs) -> Tensor:
     """e^-d + d - 1 >= 0: the choice of GRPO (arXiv 2402.03300, Eq. 4)."""
-    d = limit(x.logp - pi_ref(x))
-    return torch.expm1(-d) + d
+    d_T = limit(x.logp - pi_ref(x))
+    return torch.expm1(-d_T) + d_T
 
 
 def k3_clamped(x: LossInputs, *, kl_bound: float = 10.0) -> Tensor:
-    """min(k3, kl_bound): verl's `low_var_kl` with 10. Beyond, the gradient is 0: the penalty lets go of pi where it has
-    lost most."""
+    """min(k3, kl_bound): verl's `low_var_kl` with 10.
+
+    Where k3 exceeds the bound the gradient is 0, so the tokens farthest below pi_ref get no
+    penalty.
+    """
     return k3(x).clamp(max=kl_bound)
 
 
 def k3_linear(x: LossInputs, *, kl_bound: float = 10.0) -> Tensor:
-    """k3 for d >= d0 = -ln(1 + kl_bound), below it the tangent of slope -kl_bound: neither explodes nor lets go."""
-    d, d0 = x.logp - pi_ref(x), -log1p(kl_bound)
-    near = d.clamp(min=d0)
-    return torch.expm1(-near) + near + kl_bound * (near - d)
+    """k3 for d >= d0 = -ln(1 + kl_bound), below it the tangent of slope -kl_bound.
+
+    The gradient is bounded, and never 0 below pi_ref.
+    """
+    d_T = x.logp - pi_ref(x)
+    bounded_d_T = d_T.clamp(min=-log1p(kl_bound))
+    return torch.expm1(-bounded_d_T) + bounded_d_T + kl_bound * (bounded_d_T - d_T)
 
 
 def k3_bias_corrected(
-    x: LossInputs, *, ratio: Callable = token, denominator: Callable = alpha
+    x: LossInputs, *, ratio: Ratio = token, denominator: TokenFunction = alpha
 ) -> Tensor:
-    """rho k3, with the gradient of rho: TRL's `use_bias_correction_kl` (DeepSeek-V3.2, arXiv 2512.02556). As
-    grad (rho k3) = rho d grad logp it acts as k2 weighted by rho, not as k3."""
+    """rho k3, with the gradient of rho: TRL's `use_bias_correction_kl` (arXiv 2512.02556).
+
+    As grad (rho k3) = rho d grad logp it acts as k2 weighted by rho, not as k3.
+    """
     return ratio(x.logp - denominator(x), x.completion) * k3(x)
 
 
@@ -76,46 +86,60 @@ def tv(p: Tensor, q: Tensor) -> Tensor:
 
 
 def chi2(p: Tensor, q: Tensor) -> Tensor:
-    """chi2(p || q) = sum (p - q)^2 / q, the variance of the ratio p/q under q; infinite if q = 0 < p."""
+    """chi2(p || q) = sum (p - q)^2 / q: the variance of p/q under q; infinite if q = 0 < p."""
     return torch.where(p == q, 0.0, (p - q).square() / q).sum(dim=-1)
 
 
-# From samples of alpha, over the last dimension, with their log rho = log p/alpha
+# From samples of alpha, over the last dimension, with their log rho = log p/alpha, nats
 
 
 def ess(ratio: Tensor) -> Tensor:
-    """Effective sample size of importance weights [..., n], not all 0: (sum rho)^2 / sum rho^2, between 1 and n; ESS/n
-    estimates 1/(1 + chi2(p || alpha))."""
+    """Effective sample size of importance weights [..., n], not all 0: (sum rho)^2 / sum rho^2.
+
+    Between 1 and n; ESS/n estimates 1/(1 + chi2(p || alpha)).
+    """
+    # Squares of the largest ratios would overflow; a common factor changes nothing.
     scaled = ratio / ratio.amax(dim=-1, keepdim=True)
     return scaled.sum(dim=-1).square() / scaled.square().sum(dim=-1)
 
 
-CALM = (
-    0.8  # share of the samples that their ESS reaches as long as |rho - 1| / 2 estimates TV better
-)
+CALM = 0.8
+"""Share of the samples that their ESS reaches as long as |rho - 1| / 2 estimates TV better."""
 
 
 def prefers_bounded(log_ratio: Tensor) -> bool:
-    """Whether `tv_terms` of these samples [n] should be the bounded ones: if their ESS is below CALM n. Decided on all
-    samples together; deciding per group would favor the estimate that came out smaller."""
-    return float(ess((log_ratio - log_ratio.max()).exp())) < CALM * log_ratio.shape[-1]
+    """True if `tv_terms` of these samples [n] should be bounded: if their ESS is below CALM n.
+
+    Decide it on all samples together; per group it would favor the estimate that came out smaller.
+    """
+    # The largest ratio becomes 1, so that none overflows.
+    ratio = (log_ratio - log_ratio.max()).exp()
+    return float(ess(ratio)) < CALM * log_ratio.shape[-1]
 
 
 def tv_terms(log_ratio: Tensor, bounded: bool) -> Tensor:
-    """Terms whose mean is unbiased for TV(p, alpha) if p puts nothing outside alpha's support (never for a softmax):
+    """Terms whose mean is unbiased for TV(p, alpha), if p is 0 wherever alpha is 0.
 
-    |rho - 1| / 2     half the standard deviation of the other near p = alpha, without bound if rho is large
-    max(0, 1 - rho)   `bounded`: in [0, 1], so that a mean over n has a standard error of at most 1 / (2 sqrt(n))
+    A softmax is 0 nowhere, so the condition always holds for language models.
+
+    |rho - 1| / 2     half the standard deviation of the other near p = alpha, without bound if rho
+                      is large
+    max(0, 1 - rho)   `bounded`: in [0, 1], so that a mean over n has a standard error of at most
+                      1 / (2 sqrt(n))
     """
-    return (-torch.expm1(log_ratio)).clamp(min=0) if bounded else torch.expm1(log_ratio).abs() / 2
+    if bounded:
+        return (-torch.expm1(log_ratio)).clamp(min=0)
+    return torch.expm1(log_ratio).abs() / 2
 
 
 def sampled_tv(log_ratio: Tensor, bounded: bool = False) -> Tensor:
-    """Mean of `tv_terms`."""
+    """The mean of `tv_terms`."""
     return tv_terms(log_ratio, bounded).mean(dim=-1)
 
 
 def sampled_kl(log_ratio: Tensor) -> Tensor:
-    """mean (rho - 1 - log rho): unbiased for KL(alpha || p), every term >= 0, so with less variance than the mean of
-    -log rho near p = alpha."""
+    """mean (rho - 1 - log rho): unbiased for KL(alpha || p).
+
+    Every term is >= 0, so it has less variance than the mean of -log rho near p = alpha.
+    """
     return (torch.expm1(log_ratio) - log_ratio).mean(dim=-1)

@@ -1,8 +1,8 @@
-"""The staleness at which each recipe was measured to hold: results of experiments/lag, in lag_table.json.
+"""The staleness at which each recipe was measured to hold: results of experiments/lag.
 
-`python -m experiments.lag --report` writes the file. Its numbers come from two small tasks: `chain` has one right
-answer and an exact reward, `gamble` has many answers, graded rewards and luck. docs/off-policy.md has the whole table
-and says what it does not show.
+They are in lag_table.json, which `python -m experiments.lag --report` writes. The numbers come from
+two small tasks: `chain` has one right answer and an exact reward, `gamble` has many answers, graded
+rewards and luck. docs/off-policy.md has the whole table, and the limits of its conclusions.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from typing import Any
 
 FILE = "lag_table.json"
 TASKS = ("chain", "gamble")
@@ -24,13 +25,14 @@ class Measured:
     """Runs of a recipe at one constant lag, on one task, over learning rates and seeds."""
 
     kept: float
-    """area under the learning curve at the best learning rate, as a share of that of the best method at lag 0"""
+    """area under the learning curve at the best learning rate, as a share of the area of the best
+    method at lag 0"""
     half_interval: float | None
     """half of the 95 % interval of `kept` over the seeds; None for a single seed"""
     seeds: int
     best_learning_rate: float
     living_learning_rates: tuple[float, ...]
-    """those at which no seed died"""
+    """the learning rates at which no seed died"""
 
     @property
     def lower_end(self) -> float:
@@ -44,31 +46,39 @@ class Measured:
 
 
 Lags = Mapping[int, Mapping[str, Measured]]
-"""constant lag in updates -> task -> what was measured"""
+"""constant lag in updates -> task -> the measurement"""
 
 
 @cache
 def load_table() -> dict[str, Lags]:
-    """The table: recipe -> constant lag -> task. Lags that were not measured on both tasks are left out."""
+    """The table: recipe -> constant lag -> task.
+
+    Lags that were not measured on both tasks are left out.
+    """
     text = files("lagrpo.core").joinpath(FILE).read_text(encoding="utf-8")
-    table = {}
+    table: dict[str, Lags] = {}
     for recipe, by_lag in json.loads(text).items():
-        lags = {}
+        lags: dict[int, Mapping[str, Measured]] = {}
         for lag, by_task in by_lag.items():
             if set(by_task) != set(TASKS):
                 continue
-            lags[int(lag)] = {task: _measured(by_task[task]) for task in TASKS}
+            lags[int(lag)] = {task: _read_measured(by_task[task]) for task in TASKS}
         table[recipe] = dict(sorted(lags.items()))
     return table
 
 
-def _measured(row: Mapping[str, object]) -> Measured:
-    rates = row["living_learning_rates"]
-    return Measured(**{**row, "living_learning_rates": tuple(rates)})  # type: ignore[arg-type]
+def _read_measured(row: Mapping[str, Any]) -> Measured:
+    return Measured(
+        kept=row["kept"],
+        half_interval=row["half_interval"],
+        seeds=row["seeds"],
+        best_learning_rate=row["best_learning_rate"],
+        living_learning_rates=tuple(row["living_learning_rates"]),
+    )
 
 
 def measured_lags(recipe: str) -> list[int]:
-    """The constant lags above 0 at which a recipe was measured on both tasks, in ascending order."""
+    """The constant lags above 0 at which a recipe was measured on both tasks, ascending."""
     return [lag for lag in load_table().get(recipe, {}) if lag > 0]
 
 
@@ -94,7 +104,7 @@ def holds_at(recipe: str, lag: int) -> bool:
 
 
 def recipes_that_hold(staleness: int, count: int = 2) -> tuple[int, list[str]]:
-    """The smallest measured lag that is not below `staleness`, and the recipes that keep most there.
+    """The smallest measured lag that is not below `staleness`, and the best recipes there.
 
     Returns the largest measured lag if all are below. The recipes, at most `count`, hold up to that
     lag. First come those that keep most for certain: by the lower end of the interval, on the task

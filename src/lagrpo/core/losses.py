@@ -1,25 +1,27 @@
 """Surrogates: what each token contributes to an objective.
 
-A surrogate is a function of `LossInputs` and gives the value to maximize [T]. Its keyword-only arguments are its knobs:
-numbers or functions, which the table in core/recipes.py and the section [loss] of the settings replace. rho is pi/alpha
-at the level `ratio` over the policy `denominator`, A the advantage, sg stops the gradient.
+A surrogate is a function of `LossInputs` and gives the value to maximize [T]. Its keyword-only
+arguments are its knobs: numbers or functions, which the table in core/rows.py and the section
+[loss] of the settings replace.
+
+In formulas, rho is pi/alpha at the level `ratio` over the policy `denominator`, A the advantage,
+and sg stops the gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from math import inf
 
 import torch
 from torch import Tensor
 
-from lagrpo.core.inputs import LossInputs, alpha, collects, pi_k, pi_ref
-from lagrpo.core.ratios import token, total
+from lagrpo.core.inputs import LossInputs, TokenFunction, alpha, collects, pi_k, pi_ref
+from lagrpo.core.ratios import Ratio, token, total
 
 # Ratios times advantages, with and without a clip
 
 
-def unclipped(x: LossInputs, *, ratio: Callable = token, denominator: Callable = alpha) -> Tensor:
+def unclipped(x: LossInputs, *, ratio: Ratio = token, denominator: TokenFunction = alpha) -> Tensor:
     """rho A. With the ratio of sequences its mean estimates Eq. 3 of arXiv 2505.22257."""
     return ratio(x.logp - denominator(x), x.completion) * x.advantage
 
@@ -27,101 +29,121 @@ def unclipped(x: LossInputs, *, ratio: Callable = token, denominator: Callable =
 def clipped(
     x: LossInputs,
     *,
-    ratio: Callable = token,
-    denominator: Callable = alpha,
+    ratio: Ratio = token,
+    denominator: TokenFunction = alpha,
     epsilon_low: float = 0.2,
     epsilon_high: float = 0.2,
     dual_clip: float = inf,
 ) -> Tensor:
-    """min(rho A, clip(rho, 1 - epsilon_low, 1 + epsilon_high) A): f_eps of arXiv 2505.22257 around 1, its practice for
-    every alpha (end of section 3.2); with alpha = pi_k the clip of PPO and GRPO (arXiv 2402.03300)."""
-    rho = ratio(x.logp - denominator(x), x.completion)
-    A = x.advantage
-    value = torch.minimum(rho * A, rho.clamp(1 - epsilon_low, 1 + epsilon_high) * A)
-    return limit_push(value, A, dual_clip)
+    """min(rho A, clip(rho, 1 - epsilon_low, 1 + epsilon_high) A): f_eps around 1.
+
+    It is the practice of arXiv 2505.22257 for every alpha (end of section 3.2); with alpha = pi_k
+    it is the clip of PPO and GRPO (arXiv 2402.03300).
+    """
+    rho_T = ratio(x.logp - denominator(x), x.completion)
+    A_T = x.advantage
+    clipped_rho_T = rho_T.clamp(1 - epsilon_low, 1 + epsilon_high)
+    value_T = torch.minimum(rho_T * A_T, clipped_rho_T * A_T)
+    return limit_push(value_T, A_T, dual_clip)
 
 
 def clipped_exact(
     x: LossInputs,
     *,
-    ratio: Callable = token,
-    denominator: Callable = alpha,
+    ratio: Ratio = token,
+    denominator: TokenFunction = alpha,
     epsilon_low: float = 0.2,
     epsilon_high: float = 0.2,
     dual_clip: float = inf,
 ) -> Tensor:
-    """min(rho A, clip(rho, max(c - epsilon_low, 0), c + epsilon_high) A) with c = pi_k/alpha: Eq. 6 of arXiv
-    2505.22257. The range follows pi_k, wherever alpha is. GePPO (arXiv 2111.00072) leaves out the max, which changes
-    nothing."""
-    rho = ratio(x.logp - denominator(x), x.completion)
-    c = ratio(pi_k(x) - denominator(x), x.completion).detach()
-    A = x.advantage
-    low, high = (c - epsilon_low).clamp(min=0), c + epsilon_high
-    value = torch.minimum(rho * A, rho.clamp(low, high) * A)
-    return limit_push(value, A, dual_clip)
+    """min(rho A, clip(rho, max(c - epsilon_low, 0), c + epsilon_high) A) with c = pi_k/alpha.
+
+    It is Eq. 6 of arXiv 2505.22257: the range follows pi_k, wherever alpha is. GePPO (arXiv
+    2111.00072) leaves out the max, which changes nothing.
+    """
+    rho_T = ratio(x.logp - denominator(x), x.completion)
+    center_T = ratio(pi_k(x) - denominator(x), x.completion).detach()
+    A_T = x.advantage
+    low_T = (center_T - epsilon_low).clamp(min=0)
+    high_T = center_T + epsilon_high
+    value_T = torch.minimum(rho_T * A_T, rho_T.clamp(low_T, high_T) * A_T)
+    return limit_push(value_T, A_T, dual_clip)
 
 
 def clipped_proportional(
     x: LossInputs,
     *,
-    ratio: Callable = token,
-    denominator: Callable = alpha,
+    ratio: Ratio = token,
+    denominator: TokenFunction = alpha,
     epsilon_low: float = 0.2,
     epsilon_high: float = 0.2,
     dual_clip: float = inf,
 ) -> Tensor:
-    """min(rho A, clip(rho, c (1 - epsilon_low), c (1 + epsilon_high)) A) with c = pi_k/alpha: pi may leave pi_k by a
-    factor, wherever alpha is (off-policy PPO, Meng et al. 2023). The same as c min(q A, clip(q, 1 - epsilon_low, 1 +
-    epsilon_high) A) with q = pi/pi_k: decoupled PPO (arXiv 2505.24298)."""
-    rho = ratio(x.logp - denominator(x), x.completion)
-    c = ratio(pi_k(x) - denominator(x), x.completion).detach()
-    A = x.advantage
-    value = torch.minimum(rho * A, rho.clamp(c * (1 - epsilon_low), c * (1 + epsilon_high)) * A)
-    return limit_push(value, A, dual_clip)
+    """min(rho A, clip(rho, c (1 - epsilon_low), c (1 + epsilon_high)) A) with c = pi_k/alpha.
+
+    pi may leave pi_k by a factor, wherever alpha is (off-policy PPO, Meng et al. 2023). With
+    q = pi/pi_k it is c min(q A, clip(q, 1 - epsilon_low, 1 + epsilon_high) A): decoupled PPO
+    (arXiv 2505.24298).
+    """
+    rho_T = ratio(x.logp - denominator(x), x.completion)
+    center_T = ratio(pi_k(x) - denominator(x), x.completion).detach()
+    A_T = x.advantage
+    low_T = center_T * (1 - epsilon_low)
+    high_T = center_T * (1 + epsilon_high)
+    value_T = torch.minimum(rho_T * A_T, rho_T.clamp(low_T, high_T) * A_T)
+    return limit_push(value_T, A_T, dual_clip)
 
 
 def clipped_by_staleness(
     x: LossInputs,
     *,
-    ratio: Callable = token,
-    denominator: Callable = alpha,
+    ratio: Ratio = token,
+    denominator: TokenFunction = alpha,
     epsilon_low: float = 0.2,
     epsilon_high: float = 0.2,
 ) -> Tensor:
-    """min(rho A, clip(rho, (1 - epsilon_low)^d, (1 + epsilon_high)^d) A), d = max(staleness, 1) of the token.
+    """min(rho A, clip(rho, (1 - epsilon_low)^d, (1 + epsilon_high)^d) A), d = max(staleness, 1).
 
-    It has the gradient of A-3PO (arXiv 2512.06547) with its full weight: A-3PO clips pi around a policy that lies 1/d
-    of the way back from pi to alpha, in log-probs. At d = 16 and .2 the range is .03 to 18.5. Raises ValueError if the
-    staleness is unknown."""
+    It has the gradient of A-3PO (arXiv 2512.06547) with its full weight: A-3PO clips pi around a
+    policy that lies 1/d of the way back from pi to alpha, in log-probs. At d = 16 and .2 the range
+    is .03 to 18.5. Raises ValueError if the staleness is unknown.
+    """
     if x.staleness is None:
         raise ValueError("this objective needs staleness: completions of a file have none")
-    rho = ratio(x.logp - denominator(x), x.completion)
-    A = x.advantage
-    d = x.staleness.clamp(min=1).to(rho.dtype)
-    low, high = (1 - epsilon_low) ** d, (1 + epsilon_high) ** d
-    return torch.minimum(rho * A, rho.clamp(low, high) * A)
+    rho_T = ratio(x.logp - denominator(x), x.completion)
+    A_T = x.advantage
+    d_T = x.staleness.clamp(min=1).to(rho_T.dtype)
+    low_T = (1 - epsilon_low) ** d_T
+    high_T = (1 + epsilon_high) ** d_T
+    return torch.minimum(rho_T * A_T, rho_T.clamp(low_T, high_T) * A_T)
 
 
-def limit_push(value: Tensor, A: Tensor, dual_clip: float) -> Tensor:
-    """max(value, dual_clip A) if A < 0: a token whose ratio is above dual_clip is not pushed down. Dual-clip PPO (arXiv
-    1912.09729), two-sided GRPO (arXiv 2505.07291); `delta` in TRL, `clip_ratio_c` in verl."""
-    return torch.maximum(value, torch.where(A < 0, dual_clip * A, -inf))
+def limit_push(value_T: Tensor, A_T: Tensor, dual_clip: float) -> Tensor:
+    """max(value, dual_clip A) if A < 0: a token with rho > dual_clip is not pushed down, [T].
+
+    Dual-clip PPO (arXiv 1912.09729), two-sided GRPO (arXiv 2505.07291); `delta` in TRL,
+    `clip_ratio_c` in verl.
+    """
+    return torch.maximum(value_T, torch.where(A_T < 0, dual_clip * A_T, -inf))
 
 
 def _released_m2po_range(
     x: LossInputs, *, tau: float, least_low: float, least_high: float
 ) -> Tensor:
     """[2]: epsilon_low and epsilon_high of `clipped_m2po_released` for a step."""
-    log_ratio = x.logp - alpha(x)
-    is_outward = x.advantage * log_ratio > 0
-    v = log_ratio[is_outward].square().double().sort().values
-    n = len(v)
-    if n == 0 or float(v.mean()) <= tau:
+    log_ratio_T = x.logp - alpha(x)
+    is_outward_T = x.advantage * log_ratio_T > 0
+    # (log rho)^2 of the outward tokens, ascending. In float64: the sums run over the whole step.
+    squares = log_ratio_T[is_outward_T].square().double().sort().values
+    count = len(squares)
+    if count == 0 or float(squares.mean()) <= tau:
+        # No clip: the ratio is at least 0.
         return x.logp.new_tensor([1.0, inf])
-    tokens_after = torch.arange(n - 1, -1, -1, device=v.device)
-    is_over = v * tokens_after + v.cumsum(0) >= tau * n  # all larger values cut to this one
-    k = int(is_over.nonzero()[0])
-    t = float(v[k - 1].sqrt()) if k > 0 else 0.0
+    tokens_after = torch.arange(count - 1, -1, -1, device=squares.device)
+    # The sum in which all larger squares are cut down to this one.
+    cut_sums = squares * tokens_after + squares.cumsum(0)
+    first_over = int((cut_sums >= tau * count).nonzero()[0])
+    t = float(squares[first_over - 1].sqrt()) if first_over > 0 else 0.0
     low = max(-float(torch.expm1(torch.tensor(-t))), least_low)
     high = max(float(torch.expm1(torch.tensor(t))), least_high)
     return x.logp.new_tensor([low, high])
@@ -131,18 +153,21 @@ def _released_m2po_range(
 def clipped_m2po_released(
     x: LossInputs, *, tau: float = 0.04, least_low: float = 0.3, least_high: float = 0.5
 ) -> Tensor:
-    """min(rho A, clip(rho, 1 - epsilon_low, 1 + epsilon_high) A) with a range that follows the step: the released code
-    of M2PO, which is not the algorithm of its paper (`m2po` in core/filters.py).
+    """min(rho A, clip(rho, 1 - epsilon_low, 1 + epsilon_high) A), with a range of the step.
+
+    It is the released code of M2PO, which is not the algorithm of its paper (`m2po` in
+    core/filters.py).
 
     v: (log rho)^2 of the step's tokens with (A > 0, rho > 1) or (A < 0, rho < 1), ascending. t^2 is
-    the largest v at which cutting all larger ones down to it keeps their mean below tau; the range
+    the largest v at which cutting all larger ones down to it keeps their mean below tau. The range
     is e^-t .. e^t, but at least 1 - least_low .. 1 + least_high. If the mean of v is at most tau,
-    nothing is clipped."""
+    nothing is clipped.
+    """
     epsilon_low, epsilon_high = x.step["clipped_m2po_released"]
-    rho = token(x.logp - alpha(x), x.completion)
-    A = x.advantage
-    clipped_rho = torch.minimum(torch.maximum(rho, 1 - epsilon_low), 1 + epsilon_high)
-    return torch.minimum(rho * A, clipped_rho * A)
+    rho_T = token(x.logp - alpha(x), x.completion)
+    A_T = x.advantage
+    clipped_rho_T = torch.minimum(torch.maximum(rho_T, 1 - epsilon_low), 1 + epsilon_high)
+    return torch.minimum(rho_T * A_T, clipped_rho_T * A_T)
 
 
 # REINFORCE with a mask, a weight and a regularizer
@@ -151,30 +176,36 @@ def clipped_m2po_released(
 def reinforce(
     x: LossInputs,
     *,
-    mask: Callable | None = None,
-    weight: Callable | None = None,
-    regularizer: Callable | None = None,
+    mask: TokenFunction | None = None,
+    weight: TokenFunction | None = None,
+    regularizer: TokenFunction | None = None,
 ) -> Tensor:
-    """sg(M W A) log pi - R: the one formula of the REC and RED methods of arXiv 2509.24203. Without mask M, weight W
-    and regularizer R it is REINFORCE, whoever sampled. M and W are in core/masks.py and core/weights.py."""
-    factor = x.advantage
+    """sg(M W A) log pi - R: the one formula of the REC and RED methods of arXiv 2509.24203.
+
+    Without mask M, weight W and regularizer R it is REINFORCE, whoever sampled. M is a function of
+    core/masks.py, W of core/weights.py.
+    """
+    factor_T = x.advantage
     if mask is not None:
-        factor = factor * mask(x)
+        factor_T = factor_T * mask(x)
     if weight is not None:
-        factor = factor * weight(x)
-    value = factor.detach() * x.logp
+        factor_T = factor_T * weight(x)
+    value_T = factor_T.detach() * x.logp
     if regularizer is None:
-        return value
-    return value - regularizer(x)
+        return value_T
+    return value_T - regularizer(x)
 
 
 def asymre(x: LossInputs, *, strength: float = 0.1) -> Tensor:
-    """-strength log pi: A + strength instead of A, so the baseline is mu - strength. AsymRE (arXiv 2506.20520). If all
-    w = alpha (r - mu + strength) are positive, the optimum is pi = w / strength."""
+    """-strength log pi: A + strength instead of A, so the baseline is mu - strength.
+
+    AsymRE (arXiv 2506.20520). If all w = alpha (r - mu + strength) are positive, the optimum is
+    pi = w / strength.
+    """
     return -strength * x.logp
 
 
-def opmd(x: LossInputs, *, anchor: Callable = alpha, strength: float = 0.1) -> Tensor:
+def opmd(x: LossInputs, *, anchor: TokenFunction = alpha, strength: float = 0.1) -> Tensor:
     """strength (log pi - log anchor)^2: OPMD in the practical form of arXiv 2509.24203."""
     return strength * (x.logp - anchor(x)).square()
 
@@ -182,21 +213,28 @@ def opmd(x: LossInputs, *, anchor: Callable = alpha, strength: float = 0.1) -> T
 # Regressions on whole completions
 
 
-def opmd_kimi(x: LossInputs, *, anchor: Callable = alpha, strength: float = 0.1) -> Tensor:
-    """-(A - strength log pi(y)/anchor(y))^2 with A = `log_mean_exp`: Kimi k1.5 (arXiv 2501.12599, section 2.3.2). The
-    log-ratio of a completion is regressed on its reward. Each token has an equal part, for the reduction
-    `sequence_sum`. OAPL (arXiv 2602.19362) has the anchor alpha and another strength than its advantage."""
+def opmd_kimi(x: LossInputs, *, anchor: TokenFunction = alpha, strength: float = 0.1) -> Tensor:
+    """-(A - strength log pi(y)/anchor(y))^2 with A = `log_mean_exp`.
+
+    Kimi k1.5 (arXiv 2501.12599, section 2.3.2): the log-ratio of a completion is regressed on its
+    reward. Each token has an equal part, for the reduction `sequence_sum`. OAPL (arXiv 2602.19362)
+    has the anchor alpha and another strength than its advantage.
+    """
     residual_T = x.advantage - strength * total(x.logp - anchor(x), x.completion)
     lengths_T = total(torch.ones_like(residual_T), x.completion)
     return -residual_T.square() / lengths_T
 
 
-def opmd_pairwise(x: LossInputs, *, anchor: Callable = alpha, strength: float = 0.1) -> Tensor:
-    """-(a - mean of the group's a)^2 with a = A - strength log pi(y)/anchor(y): pairwise OPMD (arXiv 2509.24203), as
-    sum_{i<j} (a_i - a_j)^2 / G^2 is the biased variance of a. All completions of a group are in one call.
+def opmd_pairwise(x: LossInputs, *, anchor: TokenFunction = alpha, strength: float = 0.1) -> Tensor:
+    """-(a - mean of the group's a)^2 with a = A - strength log pi(y)/anchor(y).
 
-    At pi = anchor its gradient is 2 strength mean_i (r_i - mu) grad log pi(y_i), whoever sampled the group; its optimum
-    is anchor e^(r / strength) / Z. With the anchor pi_ref it is the trajectory balance of TBA (arXiv 2503.18929)."""
+    Pairwise OPMD (arXiv 2509.24203), as sum_{i<j} (a_i - a_j)^2 / G^2 is the biased variance of a.
+    All completions of a group are in one call.
+
+    At pi = anchor its gradient is 2 strength mean_i (r_i - mu) grad log pi(y_i), whoever sampled
+    the group; its optimum is anchor e^(r / strength) / Z. With the anchor pi_ref it is the
+    trajectory balance of TBA (arXiv 2503.18929).
+    """
     group_C = _groups(x)
     log_ratio_C = _completion_log_ratio(x, anchor)
     a_C = x.advantages - strength * log_ratio_C
@@ -209,30 +247,39 @@ def opmd_pairwise(x: LossInputs, *, anchor: Callable = alpha, strength: float = 
 # Preferences: the best completion of a group against the worst
 
 
-def online_dpo(x: LossInputs, *, anchor: Callable = pi_ref, strength: float = 0.1) -> Tensor:
-    """log sigmoid(strength h) at the best and the worst completion of a group, 0 at the others; h = log pi(y_best) -
-    log anchor(y_best) - log pi(y_worst) + log anchor(y_worst): DPO (arXiv 2305.18290, Eq. 7) on pairs that the policy
-    sampled. With the reduction `sequence_sum` the objective is the mean over groups. Groups without a difference count
-    as 0. All completions of a group are in one call."""
+def online_dpo(x: LossInputs, *, anchor: TokenFunction = pi_ref, strength: float = 0.1) -> Tensor:
+    """log sigmoid(strength h) at the best and the worst completion of a group, 0 at the others.
+
+    h = log pi(y_best) - log anchor(y_best) - log pi(y_worst) + log anchor(y_worst): DPO (arXiv
+    2305.18290, Eq. 7) on pairs that the policy sampled. With the reduction `sequence_sum` the
+    objective is the mean over groups. Groups without a difference count as 0. All completions of a
+    group are in one call.
+    """
     margin_T, share_T = _pairs(x, anchor)
     return share_T * torch.nn.functional.logsigmoid(strength * margin_T)
 
 
-def online_ipo(x: LossInputs, *, anchor: Callable = pi_ref, strength: float = 0.1) -> Tensor:
-    """-(h - 1 / (2 strength))^2 at the best and the worst completion of a group, with h as in `online_dpo`: IPO (arXiv
-    2310.12036, Eq. 17, its tau is `strength`)."""
+def online_ipo(x: LossInputs, *, anchor: TokenFunction = pi_ref, strength: float = 0.1) -> Tensor:
+    """-(h - 1 / (2 strength))^2 at the best and the worst completion of a group, 0 at the others.
+
+    h as in `online_dpo`: IPO (arXiv 2310.12036, Eq. 17, its tau is `strength`).
+    """
     margin_T, share_T = _pairs(x, anchor)
     return -share_T * (margin_T - 1 / (2 * strength)).square()
 
 
-def _pairs(x: LossInputs, anchor: Callable) -> tuple[Tensor, Tensor]:
-    """The margin h of the token's group, and the token's share of it, [T]: for the two completions of the pair G / 2
-    over their length, so that a mean over all completions is one over groups; 0 for the other completions."""
+def _pairs(x: LossInputs, anchor: TokenFunction) -> tuple[Tensor, Tensor]:
+    """The margin h of the token's group, and the token's share of the group's value, both [T].
+
+    The share is G / (2 * length) for the two completions of the pair, so that a mean over all
+    completions is one over groups; 0 for the other completions.
+    """
     group_C = _groups(x)
     size_C = total(torch.ones_like(x.advantages), group_C)
     is_best_C = _is_first_largest(x.advantages, group_C)
     is_worst_C = _is_first_largest(-x.advantages, group_C)
-    sign_C = is_best_C.to(x.logp.dtype) - is_worst_C.to(x.logp.dtype)  # 0 without a difference
+    # +1 for the best, -1 for the worst. In a group without a difference, one completion is both.
+    sign_C = is_best_C.to(x.logp.dtype) - is_worst_C.to(x.logp.dtype)
     log_ratio_C = _completion_log_ratio(x, anchor)
     margin_C = total(sign_C * log_ratio_C, group_C)
     lengths_T = total(torch.ones_like(x.logp), x.completion)
@@ -244,20 +291,22 @@ def _is_first_largest(values_C: Tensor, group_C: Tensor) -> Tensor:
     """True for the first completion with the largest value of its group, [C]."""
     groups = int(group_C.max()) + 1
     largest = values_C.new_full((groups,), -inf).scatter_reduce(0, group_C, values_C, "amax")
-    place_C = torch.arange(len(values_C), device=values_C.device)
-    candidate_C = torch.where(values_C == largest[group_C], place_C, len(values_C))
-    first = torch.full_like(group_C[:1], len(values_C)).expand(groups).clone()
-    first = first.scatter_reduce(0, group_C, candidate_C, "amin")
-    return place_C == first[group_C]
+    index_C = torch.arange(len(values_C), device=values_C.device)
+    # An index past the end never is the smallest.
+    candidate_C = torch.where(values_C == largest[group_C], index_C, len(values_C))
+    no_candidate = torch.full_like(group_C[:1], len(values_C)).expand(groups).clone()
+    first = no_candidate.scatter_reduce(0, group_C, candidate_C, "amin")  # [groups]
+    return index_C == first[group_C]
 
 
 def _groups(x: LossInputs) -> Tensor:
+    """The group of each completion, [C]. Raises ValueError if it is unknown."""
     if x.group is None:
         raise ValueError("this objective needs the groups of the completions")
     return x.group
 
 
-def _completion_log_ratio(x: LossInputs, anchor: Callable) -> Tensor:
+def _completion_log_ratio(x: LossInputs, anchor: TokenFunction) -> Tensor:
     """log pi(y)/anchor(y) of each completion [C], nats."""
     zeros_C = x.logp.new_zeros(len(x.advantages))
     return zeros_C.index_add(0, x.completion, x.logp - anchor(x))

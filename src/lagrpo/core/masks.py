@@ -1,17 +1,16 @@
-"""Masks M of `reinforce`: functions of `LossInputs` that give True for the tokens [T] that keep their gradient.
+"""Masks M of `reinforce`: functions of `LossInputs`, True for the tokens that keep their gradient.
 
-rho is pi/alpha at the level `ratio` over the policy `denominator`, A the advantage.
+A mask gives [T]. rho is pi/alpha at the level `ratio` over the policy `denominator`, A the
+advantage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-from lagrpo.core.inputs import LossInputs, alpha
-from lagrpo.core.ratios import token
+from lagrpo.core.inputs import LossInputs, TokenFunction, alpha
+from lagrpo.core.ratios import Ratio, token
 
 # Bounds on the ratio
 
@@ -19,50 +18,55 @@ from lagrpo.core.ratios import token
 def one_side(
     x: LossInputs,
     *,
-    ratio: Callable = token,
-    denominator: Callable = alpha,
+    ratio: Ratio = token,
+    denominator: TokenFunction = alpha,
     epsilon_low: float = 0.2,
     epsilon_high: float = 0.2,
 ) -> Tensor:
-    """(A >= 0 and rho <= 1 + epsilon_high) or (A <= 0 and rho >= 1 - epsilon_low): what `clipped` keeps."""
-    rho = ratio(x.logp - denominator(x), x.completion)
-    A = x.advantage
-    is_kept_up = (A >= 0) & (rho <= 1 + epsilon_high)
-    is_kept_down = (A <= 0) & (rho >= 1 - epsilon_low)
-    return is_kept_up | is_kept_down
+    """(A >= 0 and rho <= 1 + epsilon_high) or (A <= 0 and rho >= 1 - epsilon_low).
+
+    It keeps the tokens that have a gradient in `clipped`.
+    """
+    rho_T = ratio(x.logp - denominator(x), x.completion)
+    A_T = x.advantage
+    is_kept_up_T = (A_T >= 0) & (rho_T <= 1 + epsilon_high)
+    is_kept_down_T = (A_T <= 0) & (rho_T >= 1 - epsilon_low)
+    return is_kept_up_T | is_kept_down_T
 
 
 def two_side(
     x: LossInputs,
     *,
-    ratio: Callable = token,
-    denominator: Callable = alpha,
+    ratio: Ratio = token,
+    denominator: TokenFunction = alpha,
     epsilon_low: float = 0.2,
     epsilon_high: float = 0.2,
 ) -> Tensor:
     """1 - epsilon_low <= rho <= 1 + epsilon_high, whatever the sign of A."""
-    rho = ratio(x.logp - denominator(x), x.completion)
-    return (rho >= 1 - epsilon_low) & (rho <= 1 + epsilon_high)
+    rho_T = ratio(x.logp - denominator(x), x.completion)
+    return (rho_T >= 1 - epsilon_low) & (rho_T <= 1 + epsilon_high)
 
 
 def ring(
     x: LossInputs,
     *,
-    ratio: Callable = token,
-    denominator: Callable = alpha,
+    ratio: Ratio = token,
+    denominator: TokenFunction = alpha,
     epsilon_low: float = 0.2,
     epsilon_high: float = 0.2,
     outer_low: float = 0.6,
     outer_high: float = 2.0,
 ) -> Tensor:
-    """`two_side`, or (A >= 0 and rho <= 1 - outer_low) or (A <= 0 and rho >= 1 + outer_high): also tokens that have
-    gone far the wrong way."""
-    rho = ratio(x.logp - denominator(x), x.completion)
-    A = x.advantage
-    is_inside = (rho >= 1 - epsilon_low) & (rho <= 1 + epsilon_high)
-    is_far_below = (A >= 0) & (rho <= 1 - outer_low)
-    is_far_above = (A <= 0) & (rho >= 1 + outer_high)
-    return is_inside | is_far_below | is_far_above
+    """`two_side`, or (A >= 0 and rho <= 1 - outer_low) or (A <= 0 and rho >= 1 + outer_high).
+
+    It also keeps tokens that have gone far the wrong way.
+    """
+    rho_T = ratio(x.logp - denominator(x), x.completion)
+    A_T = x.advantage
+    is_inside_T = (rho_T >= 1 - epsilon_low) & (rho_T <= 1 + epsilon_high)
+    is_far_below_T = (A_T >= 0) & (rho_T <= 1 - outer_low)
+    is_far_above_T = (A_T <= 0) & (rho_T >= 1 + outer_high)
+    return is_inside_T | is_far_below_T | is_far_above_T
 
 
 # Bounds on the change of the token's probability: DPPO (arXiv 2602.04879)
@@ -71,41 +75,52 @@ def ring(
 def tv(
     x: LossInputs,
     *,
-    denominator: Callable = alpha,
+    denominator: TokenFunction = alpha,
     delta_low: float = 0.15,
     delta_high: float = 0.15,
 ) -> Tensor:
-    """All but (A > 0 and pi - alpha > delta_high) and (A < 0 and alpha - pi > delta_low), pi and alpha being the
-    probabilities of the sampled token: DPPO-TV. |pi - alpha| is a lower bound of the token's total variation, so the
-    bound is strict for probable tokens and loose for rare ones, which a bound on the ratio is not."""
-    change = x.logp.exp() - denominator(x).exp()
-    A = x.advantage
-    is_above = (A > 0) & (change > delta_high)
-    is_below = (A < 0) & (-change > delta_low)
-    return ~(is_above | is_below)
+    """All but (A > 0 and pi - alpha > delta_high) and (A < 0 and alpha - pi > delta_low): DPPO-TV.
+
+    pi and alpha are the probabilities of the sampled token. |pi - alpha| is a lower bound of the
+    token's total variation, so the bound is strict for probable tokens and loose for rare ones,
+    which a bound on the ratio is not.
+    """
+    change_T = x.logp.exp() - denominator(x).exp()
+    A_T = x.advantage
+    is_above_T = (A_T > 0) & (change_T > delta_high)
+    is_below_T = (A_T < 0) & (-change_T > delta_low)
+    return ~(is_above_T | is_below_T)
 
 
 def binary_kl(
     x: LossInputs,
     *,
-    denominator: Callable = alpha,
+    denominator: TokenFunction = alpha,
     delta_low: float = 0.05,
     delta_high: float = 0.05,
 ) -> Tensor:
-    """All but (A > 0, pi > alpha and D > delta_high) and (A < 0, pi < alpha and D > delta_low): DPPO-KL. D = a log(a/p)
-    + (1 - a) log((1 - a)/(1 - p)), nats, is the KL divergence of "this token or another one", a lower bound of the
-    token's KL(alpha || pi)."""
-    log_a, log_p = denominator(x), x.logp
-    a, p = log_a.exp(), log_p.exp()
+    """All but (A > 0, pi > alpha, D > delta_high) and (A < 0, pi < alpha, D > delta_low): DPPO-KL.
+
+    a and p being the probabilities of the sampled token under alpha and pi, D = a log(a/p) +
+    (1 - a) log((1 - a)/(1 - p)), nats, is the KL divergence of "this token or another one", a lower
+    bound of the token's KL(alpha || pi).
+    """
+    log_a_T = denominator(x)
+    log_p_T = x.logp
+    a_T = log_a_T.exp()
+    p_T = log_p_T.exp()
     tiny = 1e-8  # keeps the second logarithm finite for a probability of 1, as in the sources
-    D = a * (log_a - log_p) + (1 - a) * torch.log((1 - a + tiny) / (1 - p + tiny))
-    A = x.advantage
-    is_above = (A > 0) & (p > a) & (delta_high < D)
-    is_below = (A < 0) & (p < a) & (delta_low < D)
-    return ~(is_above | is_below)
+    other_tokens_T = (1 - a_T) * torch.log((1 - a_T + tiny) / (1 - p_T + tiny))
+    D_T = a_T * (log_a_T - log_p_T) + other_tokens_T
+    A_T = x.advantage
+    is_above_T = (A_T > 0) & (p_T > a_T) & (delta_high < D_T)
+    is_below_T = (A_T < 0) & (p_T < a_T) & (delta_low < D_T)
+    return ~(is_above_T | is_below_T)
 
 
-def tv_two_side(x: LossInputs, *, denominator: Callable = alpha, delta: float = 0.1) -> Tensor:
-    """|pi - alpha| <= delta, probabilities of the sampled token, whatever the sign of A: prime-rl's `ipo`, which is not
-    the preference optimization of that name (`online_ipo`)."""
+def tv_two_side(x: LossInputs, *, denominator: TokenFunction = alpha, delta: float = 0.1) -> Tensor:
+    """|pi - alpha| <= delta, probabilities of the sampled token, whatever the sign of A.
+
+    It is prime-rl's `ipo`, not the preference optimization of that name (`online_ipo`).
+    """
     return (x.logp.exp() - denominator(x).exp()).abs() <= delta

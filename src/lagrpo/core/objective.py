@@ -1,26 +1,32 @@
-"""An objective, made of pieces, and what follows from them. core/recipes.py has the table of the published ones."""
+"""An objective, made of pieces, and what follows from them.
+
+core/rows.py has the table of the published ones.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from lagrpo.core.advantages import AdvantageInputs, normalized, overlong_penalty
-from lagrpo.core.inputs import LossInputs, alpha, without_gradient
+from lagrpo.core.inputs import LossInputs, alpha, statistic_of, without_gradient
 from lagrpo.core.kl import k3
 from lagrpo.core.losses import clipped
-from lagrpo.core.pieces import Piece, as_piece, knob_paths, piece, with_knob
+from lagrpo.core.pieces import Piece, PieceFunction, as_piece, knob_paths, piece, with_knob
 from lagrpo.core.probe import RecordedInputs, random_inputs
 from lagrpo.core.ratios import token
 from lagrpo.core.reductions import token_mean
 
 PIECES = ("advantage", "surrogate", "correction", "kl", "reduction")
+"""The fields of a Recipe that hold one piece each."""
+
 NUMBERS = ("beta", "kl_importance", "overlong_buffer", "mask_zero_variance", "masked_count")
+"""The fields of a Recipe that hold a number or a flag."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +42,7 @@ class Derivative:
     filtered_T: Tensor
     """[T] True where a filter drops the token"""
     kl_T: Tensor
-    """[T] estimate of KL(pi || pi_ref); 0 without a KL term"""
+    """[T] estimate of KL(pi || pi_ref), nats; 0 without a KL term"""
 
 
 @dataclass(frozen=True)
@@ -62,26 +68,32 @@ class Recipe:
     kl: Piece = field(default_factory=lambda: piece(k3))
     reduction: Piece = field(default_factory=lambda: piece(token_mean))
     beta: float = 0.0
+    """weight of the KL term; 0: no KL term, so no reference policy"""
     kl_importance: bool = False
+    """weight each token's KL estimate by its ratio pi/alpha"""
     overlong_buffer: int = 0
+    """tokens before the limit in which DAPO's penalty for length grows; 0: no penalty"""
     mask_zero_variance: bool = False
+    """give groups whose rewards are all equal a weight of 0"""
     masked_count: bool = False
+    """count masked groups in the normalizer, as Eq. 8 of arXiv 2505.22257 does"""
     name: str = ""
 
     def __post_init__(self) -> None:
+        # The class is frozen, so only object.__setattr__ can replace functions by pieces.
         for name in PIECES:
-            value = getattr(self, name)
-            if value is not None:
-                object.__setattr__(self, name, _as_piece_of(name, value))
-        filters = self.filters
-        if callable(filters) or isinstance(filters, str):
-            filters = (filters,)
-        object.__setattr__(self, "filters", tuple(_as_piece_of("filters", f) for f in filters))
+            function = getattr(self, name)
+            if function is not None:
+                object.__setattr__(self, name, _read_piece(name, function))
+        object.__setattr__(self, "filters", _read_filters(self.filters))
 
-    # What it computes
+    # The loss
 
     def advantages(self, x: AdvantageInputs, max_length: int) -> Tensor:
-        """The advantage of each completion of a batch [C]. `max_length` is how many tokens a completion may have."""
+        """The advantage of each completion of a batch [C].
+
+        `max_length` is the most tokens that a completion may have.
+        """
         if self.overlong_buffer:
             if x.lengths is None:
                 raise ValueError("overlong_buffer needs the lengths of the completions")
@@ -90,15 +102,21 @@ class Recipe:
         return self.advantage(x)
 
     def weights(self, lengths_C: Tensor, zero_variance_C: Tensor, max_length: int) -> Tensor:
-        """The weight of each completion of the whole batch in the objective; 0 in masked groups."""
+        """The weight of each completion of the whole batch [C]; 0 in masked groups."""
         is_kept_C = torch.ones_like(zero_variance_C)
         if self.mask_zero_variance:
             is_kept_C = ~zero_variance_C
-        return is_kept_C * self.reduction(lengths_C, is_kept_C | self.masked_count, max_length)
+        is_counted_C = is_kept_C | self.masked_count
+        return is_kept_C * self.reduction(lengths_C, is_counted_C, max_length)
 
     def collect(self, step: LossInputs) -> dict[str, Tensor]:
-        """The statistics that pieces read in `x.step`, by their names, from the tokens of the whole step."""
-        return {p.function.__name__: p.function.collect(step, **p.knobs) for p in self._collectors}  # type: ignore[attr-defined]
+        """The statistics that pieces read in `x.step`, from the tokens of the whole step."""
+        statistics: dict[str, Tensor] = {}
+        for part in self._all_pieces():
+            statistic = statistic_of(part.function)
+            if statistic is not None:
+                statistics[part.function.__name__] = statistic(step, **part.knobs)
+        return statistics
 
     def value(self, x: LossInputs) -> Tensor:
         """The surrogate of each token [T], corrected; 0 where a filter drops it."""
@@ -117,7 +135,7 @@ class Recipe:
         return kept_T
 
     def penalty(self, x: LossInputs) -> Tensor:
-        """The estimate of KL(pi || pi_ref) at each token [T], 0 without a KL term."""
+        """The estimate of KL(pi || pi_ref) at each token [T], nats; 0 without a KL term."""
         if self.beta == 0:
             return torch.zeros_like(x.logp)
         kl_T = self.kl(x)
@@ -126,18 +144,25 @@ class Recipe:
         return kl_T
 
     def loss(self, x: LossInputs, weight_C: Tensor) -> Tensor:
-        """-sum_t weight (value - beta kl): a micro-batch's share of minus Eq. 7 of arXiv 2505.22257, of Eq. 8 if the
-        weights mask groups. Backward on one micro-batch after the other gives the gradient of the batch."""
+        """-sum_t weight (value - beta kl): a micro-batch's share of the loss, a number.
+
+        The loss is minus Eq. 7 of arXiv 2505.22257, minus Eq. 8 if the weights mask groups.
+        Backward on one micro-batch after the other gives the gradient of the batch.
+        """
         weight_T = weight_C[x.completion]
         return -(weight_T * (self.value(x) - self.beta * self.penalty(x))).sum()
 
     def differentiate(self, x: LossInputs, weight_C: Tensor) -> Derivative:
-        """The loss and its derivative by log pi, without a pass through what computed log pi: the caller sends
-        `gradient_T` backward from there. Surrogate and KL term are differentiated one after the other, so that
-        clipped tokens show as zeros whatever the KL term does."""
+        """The loss and its derivative by log pi, [T].
+
+        The model that computed log pi is not passed: the caller sends `gradient_T` backward from
+        there.
+        """
         logp_T = x.logp.detach().requires_grad_()
         x = replace(x, logp=logp_T)
         weight_T = weight_C[x.completion]
+        # Surrogate and KL term are differentiated one after the other, so that a clipped token
+        # shows as a zero in the first derivative, whatever the KL term does.
         with torch.enable_grad():
             surrogate_loss = -(weight_T * self.value(x)).sum()
             surrogate_gradient_T = _derivative(surrogate_loss, logp_T)
@@ -154,7 +179,7 @@ class Recipe:
             kl_T=kl_T.detach(),
         )
 
-    # What it is made of
+    # Its pieces and knobs
 
     @property
     def pieces(self) -> dict[str, Piece]:
@@ -170,51 +195,53 @@ class Recipe:
         return pieces
 
     @property
-    def knobs(self) -> dict[str, Any]:
+    def knobs(self) -> dict[str, object]:
         """Every knob that it reads, by its path: numbers, and pieces."""
-        knobs: dict[str, Any] = {name: getattr(self, name) for name in NUMBERS}
+        knobs: dict[str, object] = {name: getattr(self, name) for name in NUMBERS}
         knobs |= {"correction": self.correction, "filters": self.filters}
         for path, root in self.pieces.items():
             knobs[path] = root
             knobs |= dict(knob_paths(root, path))
         return knobs
 
-    def with_knob(self, path: str, value: Any) -> Recipe:
+    def with_knob(self, path: str, value: object) -> Recipe:
         """The recipe with another value at a path of `knobs`."""
         if path.startswith("filters."):
-            changed = [_change_filter(keep, path, value) for keep in self.filters]
-            return replace(self, filters=tuple(changed))
-        root, *below = path.split(".")
-        if below:
-            value = with_knob(getattr(self, root), below, value)
-        return replace(self, **{root: value})
+            filters = [_change_filter(keep, path, value) for keep in self.filters]
+            return replace(self, filters=tuple(filters))
+        field_name, *path_below = path.split(".")
+        if path_below:
+            value = with_knob(getattr(self, field_name), path_below, value)
+        return replace(self, **{field_name: value})
 
     @property
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, object]:
         """`knobs` as settings write them, functions by their names."""
         return {path: _as_setting(value) for path, value in self.knobs.items()}
 
     @property
-    def functions(self) -> list[Callable]:
-        """The functions that compute it, each once."""
-        functions = [f for root in self.pieces.values() for f in root.functions()]
-        with_statistics = []
-        for function in functions:
-            statistic = getattr(function, "collect", None)
-            with_statistics += [function] if statistic is None else [statistic, function]
-        return list(dict.fromkeys(with_statistics))
+    def functions(self) -> list[PieceFunction]:
+        """The functions that compute it, each once, and a statistic before its reader."""
+        functions: list[PieceFunction] = []
+        for part in self._all_pieces():
+            statistic = statistic_of(part.function)
+            if statistic is not None:
+                functions.append(statistic)
+            functions.append(part.function)
+        return list(dict.fromkeys(functions))
 
-    @property
-    def _collectors(self) -> list[Piece]:
-        """The pieces that read a statistic of the whole step."""
-        pieces = [p for root in self.pieces.values() for p in _pieces_below(root)]
-        return [p for p in pieces if hasattr(p.function, "collect")]
+    def _all_pieces(self) -> list[Piece]:
+        """The pieces that compute it, and the pieces among their knobs."""
+        return [part for root in self.pieces.values() for part in root.pieces()]
 
-    # What follows
+    # Its needs
 
     @cached_property
     def required_inputs(self) -> frozenset[str]:
-        """The optional fields of LossInputs that the loss reads, found by computing it once on random inputs."""
+        """The optional fields of LossInputs that the loss reads.
+
+        They are found by computing the loss once on random inputs.
+        """
         x = random_inputs()
         step = RecordedInputs.record(without_gradient(x))
         statistics = self.collect(step)
@@ -225,8 +252,8 @@ class Recipe:
 
     @cached_property
     def skips_zero_advantage(self) -> bool:
-        """True if a completion with advantage 0 has no gradient, so that it need not be computed. A statistic of the
-        whole step is one of all its completions, and a group is whole with all of its completions."""
+        """True if a completion with advantage 0 has no gradient, so it need not be computed."""
+        # Statistics of the step and groups read all of their completions.
         if self.needs_step_statistics or self.needs_whole_groups:
             return False
         x = random_inputs()
@@ -235,8 +262,8 @@ class Recipe:
 
     @property
     def needs_step_statistics(self) -> bool:
-        """True if a step has a first pass, which computes log pi of all its tokens before any loss."""
-        return bool(self._collectors)
+        """True if a step has a first pass, which computes log pi of all tokens before any loss."""
+        return any(statistic_of(part.function) is not None for part in self._all_pieces())
 
     @property
     def needs_rollout_logp(self) -> bool:
@@ -266,45 +293,52 @@ class Recipe:
     @property
     def eps_std(self) -> float:
         """The variance floor of sigma, also for metrics of recipes that do not divide by it."""
-        return self.advantage.knobs.get("eps_std", 1e-4)
+        eps_std = self.advantage.knobs.get("eps_std")
+        return eps_std if isinstance(eps_std, int | float) else 1e-4
 
 
-def _as_piece_of(name: str, value: Any) -> Piece:
+def _read_piece(name: str, function: object) -> Piece:
     """The piece of a function. Raises TypeError for a name: only settings name functions."""
-    if not callable(value):
-        raise TypeError(f"Recipe: {name} = {value!r} is not a function; names are for settings")
-    return as_piece(value)  # pyright: ignore[reportArgumentType]
+    if not callable(function):
+        raise TypeError(f"Recipe: {name} = {function!r} is not a function; names are for settings")
+    # core/recipes.py tries functions of your own: `callable` does not show what they return.
+    return as_piece(cast(PieceFunction, function))
+
+
+def _read_filters(filters: object) -> tuple[Piece, ...]:
+    """The filters as pieces. A single one stands for a tuple of one."""
+    if callable(filters) or isinstance(filters, str):
+        return (_read_piece("filters", filters),)
+    return tuple(_read_piece("filters", keep) for keep in cast(Iterable[object], filters))
 
 
 def _derivative(value: Tensor, logp_T: Tensor) -> Tensor:
-    """d value / d log pi, zeros if the value does not depend on it."""
+    """d value / d log pi, [T]; zeros if the value does not depend on it."""
     if not value.requires_grad:
         return torch.zeros_like(logp_T)
-    (gradient_T,) = torch.autograd.grad(value, logp_T, allow_unused=True)
-    return torch.zeros_like(logp_T) if gradient_T is None else gradient_T
+    (gradient_T,) = torch.autograd.grad(value, logp_T, materialize_grads=True)
+    return gradient_T
 
 
-def _change_filter(keep: Piece, path: str, value: Any) -> Piece:
-    """The filter with a knob replaced, or another one in its place, if the path is one of its paths. Its name may have
-    dots: `filters.my_package.losses:keep.share`."""
-    own_path = f"filters.{keep.name}"
-    if path == own_path:
-        return as_piece(value)
-    if path.startswith(f"{own_path}."):
-        return with_knob(keep, path.removeprefix(f"{own_path}.").split("."), value)
+def _change_filter(keep: Piece, path: str, value: object) -> Piece:
+    """The filter with the knob at a path replaced, or another filter in its place.
+
+    The filter itself if the path is not one of its paths. Its name may have dots:
+    `filters.my_package.losses:keep.share`.
+    """
+    filter_path = f"filters.{keep.name}"
+    if path == filter_path:
+        return _read_piece(filter_path, value)
+    if path.startswith(f"{filter_path}."):
+        path_below = path.removeprefix(f"{filter_path}.").split(".")
+        return with_knob(keep, path_below, value)
     return keep
 
 
-def _pieces_below(root: Piece) -> Iterator[Piece]:
-    yield root
-    for value in root.knobs.values():
-        if isinstance(value, Piece):
-            yield from _pieces_below(value)
-
-
-def _as_setting(value: Any) -> Any:
+def _as_setting(value: object) -> object:
     if isinstance(value, Piece):
         return value.name
     if isinstance(value, tuple):
-        return [keep.name for keep in value]
+        filters = cast(tuple[Piece, ...], value)
+        return [keep.name for keep in filters]
     return value

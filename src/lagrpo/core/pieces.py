@@ -1,74 +1,89 @@
 """Pieces: functions with all of their knobs bound. A knob is a number, a flag, or another piece.
 
-A function's keyword-only arguments are its knobs. Each knob has a path, `surrogate.mask.epsilon_high` for example, so a
-mask and a weight that both have an `epsilon_high` keep two values.
+A function's keyword-only arguments are its knobs. Each knob has a path, for example
+`surrogate.mask.epsilon_high`, so a mask and a weight that both have an `epsilon_high` keep two
+values.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeAlias, cast
 
 from torch import Tensor
+
+PieceFunction: TypeAlias = Callable[..., Tensor]
+"""A function with any arguments: an advantage, surrogate, mask, reduction …"""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A function and the values of all its knobs."""
+    """A function and the values of all its knobs.
 
-    function: Callable[..., Tensor]
-    knobs: Mapping[str, Any]
+    The values are of any type: a function of your own may take other knobs than lagrpo's.
+    """
 
-    def __call__(self, *inputs: Any) -> Tensor:
+    function: PieceFunction
+    knobs: Mapping[str, object]
+
+    def __call__(self, *inputs: object) -> Tensor:
         return self.function(*inputs, **self.knobs)
 
     @property
     def name(self) -> str:
-        """The function's name; of a function from outside lagrpo with its module, as settings name it."""
+        """The function's name, as settings write it: with its module if it is not lagrpo's."""
         return function_name(self.function)
 
-    def functions(self) -> Iterator[Callable]:
-        """The function, and those of the pieces among its knobs."""
-        yield self.function
+    def pieces(self) -> Iterator[Piece]:
+        """The piece itself, and all pieces among its knobs."""
+        yield self
         for value in self.knobs.values():
             if isinstance(value, Piece):
-                yield from value.functions()
+                yield from value.pieces()
 
 
-def function_name(function: Callable) -> str:
-    """The name by which settings name a function: `clipped`, or `my_losses:dppo` for one from outside lagrpo."""
+def function_name(function: Callable[..., object]) -> str:
+    """The name of a function in settings: `clipped`; `my_losses:dppo` if it is not lagrpo's."""
+    # An object that can be called has no name: its class stands for it.
     name = getattr(function, "__qualname__", type(function).__qualname__)
     module = getattr(function, "__module__", None) or "?"
     return name if module.startswith("lagrpo.core.") else f"{module}:{name}"
 
 
-def piece(function: Callable[..., Tensor], **knobs: Any) -> Piece:
-    """Bind the keyword-only arguments of a function; those not named keep their defaults.
+def piece(function: PieceFunction, **knobs: object) -> Piece:
+    """Binds the keyword-only arguments of a function; the others keep their defaults.
 
-    Raises ValueError for a knob that the function does not have, and for one without a value."""
+    Raises ValueError for a knob that the function does not have, and for one without a value.
+    """
     parameters = inspect.signature(function).parameters.values()
-    defaults = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+    defaults: dict[str, object] = {
+        parameter.name: parameter.default
+        for parameter in parameters
+        if parameter.kind is parameter.KEYWORD_ONLY
+    }
     for name in knobs:
         if name not in defaults:
-            known = ", ".join(defaults) or "none"
-            raise ValueError(f"{function_name(function)} has no knob {name!r}; it has: {known}")
-    bound = {}
+            knob_names = ", ".join(defaults) or "none"
+            raise ValueError(
+                f"{function_name(function)} has no knob {name!r}; it has: {knob_names}"
+            )
+    bound: dict[str, object] = {}
     for name, default in defaults.items():
         value = knobs.get(name, default)
         if value is inspect.Parameter.empty:
             raise ValueError(f"{function_name(function)}: its knob {name!r} needs a default")
-        bound[name] = as_piece(value) if callable(value) else value  # pyright: ignore
+        bound[name] = as_piece(cast(PieceFunction, value)) if callable(value) else value
     return Piece(function, bound)
 
 
-def as_piece(function: Callable[..., Tensor] | Piece) -> Piece:
+def as_piece(function: PieceFunction) -> Piece:
     """The function with the defaults of its knobs; a piece stays as it is."""
     return function if isinstance(function, Piece) else piece(function)
 
 
-def knob_paths(root: Piece, prefix: str) -> Iterator[tuple[str, Any]]:
+def knob_paths(root: Piece, prefix: str) -> Iterator[tuple[str, object]]:
     """Every knob below a piece, with its path: ("surrogate.mask.epsilon_high", 0.2)."""
     for name, value in root.knobs.items():
         path = f"{prefix}.{name}"
@@ -77,9 +92,14 @@ def knob_paths(root: Piece, prefix: str) -> Iterator[tuple[str, Any]]:
             yield from knob_paths(value, path)
 
 
-def with_knob(root: Piece, path: list[str], value: Any) -> Piece:
-    """A copy of a piece in which the knob at `path` has another value."""
-    name, *below = path
-    if below:
-        value = with_knob(root.knobs[name], below, value)
+def with_knob(root: Piece, path: Sequence[str], value: object) -> Piece:
+    """A copy of a piece in which the knob at `path` has another value.
+
+    `path` has the knob's name, after the names of the pieces that lead to it.
+    """
+    name, *path_below = path
+    if path_below:
+        piece_below = root.knobs[name]
+        assert isinstance(piece_below, Piece)  # only a piece has knobs
+        value = with_knob(piece_below, path_below, value)
     return piece(root.function, **{**root.knobs, name: value})

@@ -1,4 +1,4 @@
-"""Random inputs, to find out what an objective reads and whether it computes, before a model loads."""
+"""Random inputs, on which an objective is tried before a model loads."""
 
 from __future__ import annotations
 
@@ -11,14 +11,19 @@ from lagrpo.core.advantages import AdvantageInputs
 from lagrpo.core.inputs import LossInputs
 
 OPTIONAL = ("rollout_logp", "old_logp", "ref_logp", "group", "staleness", "entropy", "finished")
+"""The fields of LossInputs that a run may lack, or computes only for objectives that read them."""
+
 LENGTHS = (3, 1, 4, 2, 5, 2)
 ADVANTAGES = (1.2, -0.7, 0.0, -1.1, 0.4, 0.0)
 GROUPS = (0, 0, 0, 1, 1, 1)
 
 
 def random_inputs() -> LossInputs:
-    """Six completions in two groups, in float64: log-ratios of some tenths of a nat, an advantage of 0 in each group,
-    one completion cut at its limit. The same at every call."""
+    """Six completions in two groups, in float64; the same at every call.
+
+    Log-ratios are some tenths of a nat, each group has an advantage of 0, and one completion was
+    cut at its limit.
+    """
     generator = torch.Generator().manual_seed(0)
     tokens = sum(LENGTHS)
 
@@ -57,12 +62,15 @@ class RecordedInputs(LossInputs):
 
     def __getattribute__(self, name: str) -> object:
         if name in OPTIONAL:
-            vars(self).setdefault("fields_read", set()).add(name)
+            # setdefault: the constructor reads fields before there is a set.
+            vars(self).setdefault("fields_read", set[str]()).add(name)
         return super().__getattribute__(name)
 
     @staticmethod
     def record(x: LossInputs) -> RecordedInputs:
         """The same inputs, none of them read yet."""
-        recorded = RecordedInputs(**{f.name: getattr(x, f.name) for f in fields(LossInputs)})
-        vars(recorded)["fields_read"] = set()  # the constructor has read some
+        values = {field.name: getattr(x, field.name) for field in fields(LossInputs)}
+        recorded = RecordedInputs(**values)
+        # The constructor has read some. The class is frozen, so they are forgotten in its __dict__.
+        vars(recorded)["fields_read"] = set[str]()
         return recorded

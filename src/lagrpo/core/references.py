@@ -24,24 +24,28 @@ def is_reference(text: str) -> bool:
 def load_reference(reference: str) -> Any:
     """The object that "package.module:name" names.
 
-    Raises ValueError for another form, a module that is missing or raises an error, and a name that the module does not
-    have, and ImportError if the module imports something that is missing."""
+    Raises ValueError for another form, a module that is missing or raises an error, and a name that
+    the module does not have, and ImportError if the module imports something that is missing.
+    """
     if not is_reference(reference):
         raise ValueError(f"{reference!r} is not of the form 'package.module:name'")
     module_name, _, name = reference.partition(":")
-    here = os.getcwd()
-    if here not in sys.path:
-        sys.path.append(here)  # last, so that no file there can shadow the standard library
+    current_directory = os.getcwd()
+    if current_directory not in sys.path:
+        # Last, so that no file there can shadow the standard library.
+        sys.path.append(current_directory)
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
+        # The missing module is this one or a package that holds it; else this one imports it.
         is_itself = error.name is not None and f"{module_name}.".startswith(f"{error.name}.")
-        if not is_itself:  # the module is there, and imports something that is not
+        if not is_itself:
             problem = f"{error}, which {module_name} imports: install it"
             raise ImportError(f"{reference!r}: {problem}", name=error.name) from error
-        where = f"in the current directory ({here}) or among installed packages"
-        raise ValueError(f"{reference!r}: no module {error.name!r} {where}") from error
-    except ImportError:  # its message says what to install
+        places = f"in the current directory ({current_directory}) or among installed packages"
+        raise ValueError(f"{reference!r}: no module {error.name!r} {places}") from error
+    except ImportError:
+        # Its message says what to install.
         raise
     except (Exception, SystemExit) as error:
         problem = f"importing {module_name} raised {describe_raised(error)}"
@@ -50,10 +54,11 @@ def load_reference(reference: str) -> Any:
 
 
 def load_from_file(reference: str, file: Path) -> Any:
-    """The object that "module:name" names, in this file instead of where Python would look. The module is not kept,
-    so the object that Python finds under the same reference stays another one.
+    """The object that "module:name" names, in this file instead of where Python would look.
 
-    Raises ValueError for a name that the file does not have."""
+    The module is not kept, so the object that Python finds under the same reference stays another
+    one. Raises ValueError for a name that the file does not have.
+    """
     module_name, _, name = reference.partition(":")
     spec = importlib.util.spec_from_file_location(module_name, file)
     assert spec is not None
@@ -64,23 +69,27 @@ def load_from_file(reference: str, file: Path) -> Any:
 
 
 def _get(module: ModuleType, name: str, reference: str) -> Any:
+    """The object of that name in a module. Raises ValueError if there is none."""
     if not hasattr(module, name):
         file = getattr(module, "__file__", None) or module.__name__
         public = [other for other in vars(module) if not other.startswith("_")]
-        near = "".join(f"; did you mean {other!r}?" for other in get_close_matches(name, public, 1))
-        raise ValueError(f"{reference!r}: {file} has no {name!r}{near}")
+        nearest = get_close_matches(name, public, n=1)
+        advice = f"; did you mean {nearest[0]!r}?" if nearest else ""
+        raise ValueError(f"{reference!r}: {file} has no {name!r}{advice}")
     return getattr(module, name)
 
 
 def describe_raised(error: BaseException) -> str:
-    """An exception of a user's module or function on one line: its type, its message, and where it was raised."""
+    """An exception of a user's module or function on one line: type, message, file and line."""
     kind = type(error).__name__
     if isinstance(error, SyntaxError):
         return f"{kind}: {error.msg} ({error.filename}, line {error.lineno})"
-    libraries = (*(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), "<")
+    library_folders = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
+    # Frozen modules and generated code have names such as <frozen importlib._bootstrap>.
+    not_of_user = (*library_folders, "<")
     frames = traceback.extract_tb(error.__traceback__)
-    own_frames = [frame for frame in frames if not frame.filename.startswith(libraries)]
-    last = (own_frames or frames)[-1]
+    frames_of_user = [frame for frame in frames if not frame.filename.startswith(not_of_user)]
+    last = (frames_of_user or frames)[-1]
     text = " ".join(str(error).split())[:300]
     message = f"{kind}: {text}" if text else kind
     return f"{message} ({last.filename}, line {last.lineno})"

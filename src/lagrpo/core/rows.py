@@ -1,14 +1,15 @@
-"""The recipes: a table, whose rows hold the functions of core themselves. From a recipe's name it is one jump to its
-row and one to the formula; `Recipe` in objective.py calls them. `lagrpo recipes NAME` prints their source.
+"""The recipes: a table, whose rows hold the functions of core themselves.
 
-A row replaces defaults of a function's knobs with `piece`, and says which numbers its source leaves open.
+From a recipe's name it is one jump to its row and one to the formula; `Recipe` in objective.py
+calls the functions. `lagrpo recipes NAME` prints their source.
+
+A row replaces defaults of a function's knobs with `piece`, and says which numbers its source leaves
+open.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from lagrpo.core.advantages import (
     batch_scaled,
@@ -41,7 +42,7 @@ from lagrpo.core.losses import (
 )
 from lagrpo.core.masks import binary_kl, one_side, ring, tv, tv_two_side, two_side
 from lagrpo.core.objective import Recipe
-from lagrpo.core.pieces import piece
+from lagrpo.core.pieces import PieceFunction, piece
 from lagrpo.core.ratios import length_normalized, sequence, token
 from lagrpo.core.reductions import constant_length, sequence_mean, sequence_sum
 from lagrpo.core.weights import (
@@ -61,7 +62,10 @@ YAO = "Yao et al., Group-relative REINFORCE is secretly off-policy, arXiv 2509.2
 TIS = (
     "Yao, Liu et al., Your efficient RL framework secretly brings you off-policy RL training, 2025"
 )
-MIS = "Liu, Li et al., When speed kills stability: demystifying RL collapse from the training-inference mismatch, 2025"
+MIS = (
+    "Liu, Li et al., When speed kills stability: demystifying RL collapse from the "
+    "training-inference mismatch, 2025"
+)
 DPPO = "DPPO, arXiv 2602.04879"
 
 SYMBOLS = """\
@@ -72,18 +76,27 @@ f_eps(rho, c, A) = min(rho A, clip(rho, c - epsilon_low, c + epsilon_high) A)
 M: 1 if the token is kept, else 0; s0 > 0: the rewards of a group differ
 k3: estimate of KL(pi, pi_ref), pi_ref being the KL reference"""
 
-GSPO_RANGE: dict[str, Any] = {"ratio": length_normalized, "epsilon_low": 3e-4, "epsilon_high": 4e-4}
+GSPO_RANGE: dict[str, object] = {
+    "ratio": length_normalized,
+    "epsilon_low": 3e-4,
+    "epsilon_high": 4e-4,
+}
 
 
 def _rec(
-    mask: Callable, weight: Callable | None, ranges: str = "(.2, .2)", **numbers: float
+    mask: PieceFunction, weight: PieceFunction | None, ranges: str = "(.2, .2)", **numbers: float
 ) -> Recipe:
-    """A member of REC with the ratio of tokens; without weight it leaves out importance sampling (NoIS)."""
-    name = "".join(part.capitalize() for part in mask.__name__.split("_"))
+    """A member of REC with the ratio of tokens; without weight it is NoIS.
+
+    NoIS: no importance sampling. `numbers` are knobs of the mask, and `ranges` shows them in the
+    formula.
+    """
+    words = mask.__name__.split("_")
+    name = "".join(word.capitalize() for word in words)
     factor = "sg(rho) " if weight else ""
     kind = "IS" if weight else "NoIS"
     return Recipe(
-        f"M {factor}A logp, M = {mask.__name__.replace('_', ' ')} {ranges}, A centered",
+        f"M {factor}A logp, M = {' '.join(words)} {ranges}, A centered",
         f"{YAO}: REC-{name}-{kind}",
         advantage=piece(centered),
         surrogate=piece(reinforce, mask=piece(mask, **numbers), weight=weight),
@@ -337,8 +350,38 @@ REGRESSION_ROWS: dict[str, Recipe] = {
         surrogate=piece(opmd_pairwise, anchor=pi_k),
         reduction=piece(sequence_sum),
     ),
+    "oapl": Recipe(
+        "- (r - V - b2 log pi(y)/alpha(y))^2, V = b1 log mean e^(r/b1), b1 = 1, b2 = 1e-3",
+        "OAPL, arXiv 2602.19362, which syncs every 50 updates and clips the gradient's norm at "
+        "1e-3",
+        advantage=piece(log_mean_exp, strength=1.0),
+        surrogate=piece(opmd_kimi, strength=1e-3),
+        reduction=piece(sequence_sum),
+    ),
+    "tba": Recipe(
+        "- sum_{i<j} (a_i - a_j)^2 / G^2, a = r - tau log pi(y)/pi_ref(y), tau = .05",
+        "TBA, arXiv 2503.18929: the trajectory balance of VarGrad, opmd_pairwise with another "
+        "anchor. tau is a choice; refresh pi_ref with schedule.ref_sync_every",
+        advantage=piece(centered),
+        surrogate=piece(opmd_pairwise, anchor=pi_ref, strength=0.05),
+        reduction=piece(sequence_sum),
+    ),
+    "online_dpo": Recipe(
+        "log sigmoid(.1 h), h = log pi/pi_ref of a group's best completion - that of its worst; "
+        "mean over groups",
+        "DPO, arXiv 2305.18290, Eq. 7, on pairs from the group; beta .1",
+        advantage=piece(centered),
+        surrogate=piece(online_dpo),
+        reduction=piece(sequence_sum),
+    ),
+    "online_ipo": Recipe(
+        "- (h - 1/(2 tau))^2, h as in online_dpo, tau = .1; mean over groups",
+        "IPO, arXiv 2310.12036, Eq. 17, on pairs from the group",
+        advantage=piece(centered),
+        surrogate=piece(online_ipo),
+        reduction=piece(sequence_sum),
+    ),
 }
-
 
 PROBABILITY_ROWS: dict[str, Recipe] = {
     "dppo_tv": Recipe(
@@ -508,40 +551,6 @@ ADVANTAGE_ROWS: dict[str, Recipe] = {
         "normalized; mean over the tokens of the batch",
         "Wang et al., Beyond the 80/20 rule, arXiv 2506.01939; TRL's top_entropy_quantile = .2",
         filters=(piece(top_entropy),),
-    ),
-}
-
-REGRESSION_ROWS |= {
-    "oapl": Recipe(
-        "- (r - V - b2 log pi(y)/alpha(y))^2, V = b1 log mean e^(r/b1), b1 = 1, b2 = 1e-3",
-        "OAPL, arXiv 2602.19362, which syncs every 50 updates and clips the gradient's norm at "
-        "1e-3",
-        advantage=piece(log_mean_exp, strength=1.0),
-        surrogate=piece(opmd_kimi, strength=1e-3),
-        reduction=piece(sequence_sum),
-    ),
-    "tba": Recipe(
-        "- sum_{i<j} (a_i - a_j)^2 / G^2, a = r - tau log pi(y)/pi_ref(y), tau = .05",
-        "TBA, arXiv 2503.18929: the trajectory balance of VarGrad, opmd_pairwise with another "
-        "anchor. tau is a choice; refresh pi_ref with schedule.ref_sync_every",
-        advantage=piece(centered),
-        surrogate=piece(opmd_pairwise, anchor=pi_ref, strength=0.05),
-        reduction=piece(sequence_sum),
-    ),
-    "online_dpo": Recipe(
-        "log sigmoid(.1 h), h = log pi/pi_ref of a group's best completion - that of its worst; "
-        "mean over groups",
-        "DPO, arXiv 2305.18290, Eq. 7, on pairs from the group; beta .1",
-        advantage=piece(centered),
-        surrogate=piece(online_dpo),
-        reduction=piece(sequence_sum),
-    ),
-    "online_ipo": Recipe(
-        "- (h - 1/(2 tau))^2, h as in online_dpo, tau = .1; mean over groups",
-        "IPO, arXiv 2310.12036, Eq. 17, on pairs from the group",
-        advantage=piece(centered),
-        surrogate=piece(online_ipo),
-        reduction=piece(sequence_sum),
     ),
 }
 

@@ -53,8 +53,11 @@ class Settings(sections.Section):
         return max(MIN_REPLIES, self.rollout.max_completion_length)
 
     @property
-    def longest(self) -> int:
-        """Tokens of the longest sequence that the policy samples, in training or in an evaluation."""
+    def max_sequence_length(self) -> int:
+        """Tokens of the longest sequence that the policy samples, evaluations included.
+
+        Replies of an environment are not counted.
+        """
         max_completion = self.rollout.max_completion_length
         if self.eval.takes_place:
             for evaluation_set in self.eval.sets:
@@ -63,7 +66,7 @@ class Settings(sections.Section):
 
 
 def find_contradictions(settings: Settings) -> Iterator[str]:
-    """Yields what settings of different sections exclude, each with what to change."""
+    """Yields each contradiction between settings of different sections, with the cure."""
     rollout = settings.rollout
     vllm = settings.vllm
     offline = settings.offline
@@ -76,7 +79,8 @@ def find_contradictions(settings: Settings) -> Iterator[str]:
                     f"vllm.{name} is set, but rollout.engine is 'local': "
                     "set rollout.engine = 'vllm'"
                 )
-                break  # one is enough
+                # One is enough.
+                break
     if rollout.engine == "vllm" and rollout.temperature > 2:
         yield (
             f"rollout.temperature = {rollout.temperature:g}: rollout.engine = 'vllm' allows at "

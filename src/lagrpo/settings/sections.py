@@ -5,16 +5,22 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, TypeAlias, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic.fields import FieldInfo
 
 from lagrpo.logs import is_secret
 from lagrpo.rewards.reward import sum_ranges
 
+Table: TypeAlias = dict[str, Any]
+"""A table of TOML: values of any type by their names."""
+
 KNOBS = {"kl_estimator": "kl"}
 """Settings of [loss] whose knob in core/recipes.py has another name."""
+
 NAME = r"^[A-Za-z][A-Za-z0-9_]{0,39}$"
+"""Names of rewards and evaluation sets, which become parts of metrics and files."""
 
 
 def split_server_args(options: Sequence[str]) -> tuple[str, ...]:
@@ -36,6 +42,12 @@ def split_server_args(options: Sequence[str]) -> tuple[str, ...]:
     return words
 
 
+def is_list(field: FieldInfo) -> bool:
+    """True for a setting that holds several values; it may also be unset."""
+    types = (field.annotation, *get_args(field.annotation))
+    return any(get_origin(field_type) is tuple for field_type in types)
+
+
 class Section(BaseModel):
     """Frozen settings, without unknown names and infinite numbers.
 
@@ -52,26 +64,28 @@ class Section(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _wrap_single_values(cls, values: Any) -> Any:
+    def _wrap_single_values(cls, values: object) -> object:
+        """Puts a single value of a list into a list. Raises ValueError for true as a number."""
         if not isinstance(values, dict):
             return values
-        wrapped = dict(values)
+        wrapped: Table = dict(values)
         for name, field in cls.model_fields.items():
-            if name not in values:
+            if name not in wrapped:
                 continue
-            value = values[name]
+            value = wrapped[name]
             types = (field.annotation, *get_args(field.annotation))
             # pydantic would take true as the number 1.
             is_number = (float in types or int in types) and bool not in types
             if is_number and isinstance(value, bool):
                 raise ValueError(f"{name} = {str(value).lower()}: write a number")
-            is_list = any(get_origin(field_type) is tuple for field_type in types)
-            if is_list and isinstance(value, str | int | dict):
+            if is_list(field) and isinstance(value, str | int | dict):
                 wrapped[name] = (value,)
         return wrapped
 
 
 class RunSettings(Section):
+    """Name, place, seed and trackers of a run."""
+
     name: str | None = None
     """Name of the run's directory; default: from the settings and the time"""
     output_dir: str = "runs"
@@ -85,13 +99,15 @@ class RunSettings(Section):
 
 
 class ModelSettings(Section):
+    """The model, its chat template, and LoRA adapters."""
+
     path: str = "smollm2"
     """Hub id or directory of a causal language model, or smollm2 (embedded)"""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """bfloat16, float32, or auto: bfloat16 if the hardware multiplies it"""
     chat_template: str | None = None
     """File with a Jinja chat template; default: the tokenizer's"""
-    chat_template_kwargs: dict[str, Any] = Field(default={})
+    chat_template_kwargs: Table = Field(default={})
     """Variables for the chat template, such as { enable_thinking = false }"""
     lora_r: int = Field(default=0, ge=0, le=512)
     """Rank of LoRA adapters; 0 trains all weights"""
@@ -102,6 +118,7 @@ class ModelSettings(Section):
 
     @model_validator(mode="after")
     def _check_lora(self) -> ModelSettings:
+        """Raises ValueError for settings of adapters that would have no effect."""
         for name in ("lora_alpha", "lora_target_modules"):
             if not self.lora_r and getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(
@@ -111,6 +128,8 @@ class ModelSettings(Section):
 
 
 class RewardSettings(Section):
+    """A reward function: its name in metrics, weight and range."""
+
     name: str = Field(pattern=NAME)
     """Name in metrics and records: letters, digits and _"""
     reward: str
@@ -119,17 +138,22 @@ class RewardSettings(Section):
     """The reward of a completion is the sum of weight x value; 0 only measures"""
     range: tuple[float, float] = (0.0, 1.0)
     """Smallest and largest value, before weighting"""
-    options: dict[str, Any] = Field(default={})
+    options: Table = Field(default={})
     """Keyword arguments of the reward function"""
 
     @model_validator(mode="before")
     @classmethod
-    def _name_function(cls, given: Any) -> Any:
-        """A reward alone is an entry of its name."""
-        table = {"reward": given} if isinstance(given, str) else given
-        if isinstance(table, dict) and "name" not in table and isinstance(table.get("reward"), str):
-            return {"name": re.sub(r"\W", "_", table["reward"].rpartition(":")[2]), **table}
-        return table
+    def _add_name(cls, entry: object) -> object:
+        """Names a reward after its function. A text stands for a table with that function."""
+        if isinstance(entry, str):
+            entry = {"reward": entry}
+        if not isinstance(entry, dict) or "name" in entry:
+            return entry
+        reward = entry.get("reward")
+        if not isinstance(reward, str):
+            return entry
+        function_name = reward.rpartition(":")[2]
+        return {"name": re.sub(r"\W", "_", function_name), **entry}
 
     @model_validator(mode="after")
     def _check(self) -> RewardSettings:
@@ -139,6 +163,8 @@ class RewardSettings(Section):
 
 
 class TaskSettings(Section):
+    """The prompts, and the rewards, tools or environment that judge completions."""
+
     name: str = "arithmetic"
     """arithmetic, countdown, gsm8k, math, custom …, or package.module:function"""
     data: str | None = None
@@ -149,7 +175,7 @@ class TaskSettings(Section):
     """Column of the data with the reference answer"""
     system_prompt: str | None = None
     """System message before every prompt; "" for none; default: the task's own"""
-    options: dict[str, Any] = Field(default={})
+    options: Table = Field(default={})
     """Options of this task, such as { digits = 2 } (docs/data-and-rewards.md)"""
     rewards: tuple[RewardSettings, ...] = ()
     """Reward functions: names, or tables (name, reward, weight, range, options); default: the task's own"""
@@ -163,21 +189,24 @@ class TaskSettings(Section):
     @property
     def reward_range(self) -> tuple[float, float]:
         """The smallest and the largest reward: the bounds are in units of this range."""
-        return (
-            sum_ranges([(each.weight, each.range) for each in self.rewards])
-            if self.rewards
-            else (0.0, 1.0)
-        )
+        if not self.rewards:
+            return (0.0, 1.0)
+        return sum_ranges([(reward.weight, reward.range) for reward in self.rewards])
 
     @property
-    def given_options(self) -> dict[str, Any]:
-        """What the settings say of the task's own options."""
-        columns = {name: getattr(self, name) for name in ("data", "prompt_column", "answer_column")}
-        return {name: value for name, value in columns.items() if value is not None} | self.options
+    def task_options(self) -> Table:
+        """The task's own options: `options`, and the settings of the data that are set."""
+        data_options = {
+            "data": self.data,
+            "prompt_column": self.prompt_column,
+            "answer_column": self.answer_column,
+        }
+        set_options = {name: value for name, value in data_options.items() if value is not None}
+        return set_options | self.options
 
     @model_validator(mode="after")
     def _check_weights(self) -> TaskSettings:
-        if self.rewards and not any(each.weight for each in self.rewards):
+        if self.rewards and not any(reward.weight for reward in self.rewards):
             raise ValueError(
                 "rewards: all weights are 0, so every reward would be 0; give one a weight"
             )
@@ -185,6 +214,8 @@ class TaskSettings(Section):
 
 
 class RolloutSettings(Section):
+    """The sampling of completions."""
+
     engine: Literal["local", "vllm"] = "local"
     """What generates completions: local (this process) or vllm (servers)"""
     num_generations: int = Field(default=16, ge=1)
@@ -204,6 +235,8 @@ class RolloutSettings(Section):
 
 
 class VllmSettings(Section):
+    """vLLM servers: which ones, and how weights reach them."""
+
     urls: tuple[str, ...] = ()
     """Running servers (http://host:port); default: the run starts one"""
     gpus: tuple[int, ...] = ()
@@ -224,12 +257,15 @@ class VllmSettings(Section):
             )
         if self.urls and (self.gpus or self.server_args):
             raise ValueError(
-                "gpus and server_args are for a server that the run starts; urls names running servers"
+                "gpus and server_args are for a server that the run starts; urls names running "
+                "servers"
             )
         return self
 
 
 class ScheduleSettings(Section):
+    """The number of batches, and when the rollout policy and the KL reference are synced."""
+
     batches: int = Field(default=100, ge=1)
     """Batches of the run"""
     prompts_per_batch: int = Field(default=8, ge=1)
@@ -262,13 +298,9 @@ class ScheduleSettings(Section):
     @property
     def kind(self) -> Literal["every", "lagged", "budget"]:
         """The schedule by its name in rollout/schedule.py."""
-        return (
-            "lagged"
-            if self.constant_lag is not None
-            else "every"
-            if self.sync_at_kl is None
-            else "budget"
-        )
+        if self.constant_lag is not None:
+            return "lagged"
+        return "every" if self.sync_at_kl is None else "budget"
 
     @property
     def v(self) -> int:
@@ -282,6 +314,8 @@ class ScheduleSettings(Section):
 
 
 class OfflineSettings(Section):
+    """Completions of files, to learn from."""
+
     data: tuple[str, ...] = ()
     """Completions to learn from: JSONL or Parquet files, globs, directories of runs"""
     fraction: float = Field(default=1.0, gt=0, le=1)
@@ -289,6 +323,8 @@ class OfflineSettings(Section):
 
 
 class LossSettings(Section):
+    """The recipe, and changes of its knobs."""
+
     recipe: str = "grpo"
     """Loss: a name of lagrpo recipes, or package.module:name of your own"""
     beta: float | None = None
@@ -307,22 +343,24 @@ class LossSettings(Section):
     """Leave out groups whose rewards are all equal"""
     filters: tuple[str, ...] | None = None
     """Tokens and completions to leave out: finished_only, opsm, seq_max_k3, top_entropy, m2po"""
-    overrides: dict[str, Any] = Field(default={})
+    overrides: Table = Field(default={})
     """The recipe's other knobs by path, such as mask.epsilon_high (lagrpo recipes NAME)"""
 
     @model_validator(mode="before")
     @classmethod
-    def _flatten_overrides(cls, values: Any) -> Any:
+    def _flatten_overrides(cls, values: object) -> object:
         if not isinstance(values, dict):
             return values
-        _check_names(values)
-        if not isinstance(values.get("overrides"), dict):
+        overrides = values.get("overrides")
+        flat_overrides = flatten_paths(overrides) if isinstance(overrides, dict) else {}
+        _check_no_functions(flat_overrides, values.get("filters"))
+        if not isinstance(overrides, dict):
             return values
-        return values | {"overrides": flatten_paths(values["overrides"])}
+        return values | {"overrides": flat_overrides}
 
     @model_validator(mode="after")
-    def _check_twice(self) -> LossSettings:
-        for knob in self._own_knobs:
+    def _check_given_once(self) -> LossSettings:
+        for knob in self._named_knobs:
             if knob in self.overrides:
                 raise ValueError(
                     f"{name_setting(knob)} and loss.overrides.{knob}: give one of them"
@@ -330,22 +368,20 @@ class LossSettings(Section):
         return self
 
     @property
-    def _own_knobs(self) -> dict[str, Any]:
+    def _named_knobs(self) -> Table:
+        """The knobs that have a setting of their own and are set, by their paths."""
         values = self.model_dump(exclude={"recipe", "overrides"}, exclude_none=True)
         return {KNOBS.get(name, name): value for name, value in values.items()}
 
     @property
-    def knobs(self) -> dict[str, Any]:
+    def knobs(self) -> Table:
         """The knobs of the recipe that are replaced, by their paths in core/recipes.py."""
-        return self._own_knobs | self.overrides
+        return self._named_knobs | self.overrides
 
 
-def _check_names(values: Mapping[str, Any]) -> None:
-    """Raise ValueError for a function where settings have the name of one: a run's settings are text."""
-    overrides = values.get("overrides")
-    table = flatten_paths(overrides) if isinstance(overrides, Mapping) else {}
-    filters = values.get("filters")
-    entries = [*table.items(), ("filters", filters)]
+def _check_no_functions(overrides: Table, filters: object) -> None:
+    """Raises ValueError for a function itself. Settings name functions: they are kept as text."""
+    entries: list[tuple[str, object]] = [*overrides.items(), ("filters", filters)]
     if isinstance(filters, list | tuple):
         entries += [("filters", entry) for entry in filters]
     for path, value in entries:
@@ -355,13 +391,15 @@ def _check_names(values: Mapping[str, Any]) -> None:
             )
 
 
-def flatten_paths(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The values of nested tables by their paths; `function` names the function whose knobs a table has.
+def flatten_paths(table: Mapping[str, object], prefix: str = "") -> Table:
+    """Returns the values of nested tables by their paths.
+
+    In a table, `function` names the function whose knobs the table has.
 
     >>> flatten_paths({"mask": {"function": "one_side", "epsilon_high": 0.3}, "beta": 0.1})
     {'mask': 'one_side', 'mask.epsilon_high': 0.3, 'beta': 0.1}
     """
-    flat: dict[str, Any] = {}
+    flat: Table = {}
     for name, value in table.items():
         path = f"{prefix}{name}"
         if not isinstance(value, Mapping):
@@ -375,13 +413,15 @@ def flatten_paths(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def name_setting(knob: str) -> str:
-    """The setting that replaces a knob of a recipe: loss.epsilon, say, or loss.overrides.dual_clip."""
-    names = {own: name for name, own in KNOBS.items()}
-    name = names.get(knob, knob)
+    """Returns the setting of a recipe's knob: loss.epsilon, say, or loss.overrides.dual_clip."""
+    setting_names = {knob_name: name for name, knob_name in KNOBS.items()}
+    name = setting_names.get(knob, knob)
     return f"loss.{name}" if name in LossSettings.model_fields else f"loss.overrides.{name}"
 
 
 class OptimizerSettings(Section):
+    """AdamW, and the memory of an update."""
+
     learning_rate: float = Field(default=1e-6, gt=0)
     """Learning rate of AdamW"""
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
@@ -407,11 +447,15 @@ class OptimizerSettings(Section):
 
 
 class DistributedSettings(Section):
+    """Several processes."""
+
     strategy: Literal["zero1", "fsdp2"] = "zero1"
     """What ranks shard: zero1 (optimizer state) or fsdp2 (weights, too)"""
 
 
 class CheckpointSettings(Section):
+    """The times of checkpoints and exported policies."""
+
     save_minutes: float = Field(default=10.0, ge=0)
     """Minutes between checkpoints; 0: not by time"""
     save_every: int = Field(default=0, ge=0)
@@ -423,6 +467,8 @@ class CheckpointSettings(Section):
 
 
 class EvalSetSettings(Section):
+    """An evaluation set. Values that are unset are the run's."""
+
     name: str = Field(pattern=NAME)
     """Name in files and metrics: letters, digits and _"""
     task: TaskSettings | None = None
@@ -438,6 +484,8 @@ class EvalSetSettings(Section):
 
 
 class EvalSettings(Section):
+    """The times and sizes of evaluations."""
+
     at_start: bool = True
     """Evaluate on the test split before the first and after the last update"""
     every: int = Field(default=0, ge=0)
@@ -474,13 +522,13 @@ class EvalSettings(Section):
 
         # pass@k for k = 1, 2, 4, …, and for all samples.
         powers_of_two = [1 << exponent for exponent in range(num_samples.bit_length())]
-        known = ["reward"]
-        known += [f"pass@{k}" for k in sorted({num_samples, *powers_of_two})]
-        is_known_metric = metric in known or re.fullmatch(r"rewards/\w+/mean", metric)
+        metrics = ["reward"]
+        metrics += [f"pass@{k}" for k in sorted({num_samples, *powers_of_two})]
+        is_known_metric = metric in metrics or re.fullmatch(r"rewards/\w+/mean", metric)
         needs_set = bool(set_name or self.sets)
         if not is_known_metric or needs_set != (chosen_set is not None):
             form = "SET.METRIC" if self.sets else "METRIC"
-            raise ValueError(f"best_metric = {best!r}: write {form} of {', '.join(known)}")
+            raise ValueError(f"best_metric = {best!r}: write {form} of {', '.join(metrics)}")
         if not self.at_start and not every:
             raise ValueError(
                 f"best_metric = {best!r}, but the run never evaluates: set every, or "

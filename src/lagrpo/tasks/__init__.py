@@ -82,7 +82,7 @@ class TaskEntry(Protocol):
     def options(self) -> Mapping[str, object]: ...
 
     @property
-    def given_options(self) -> Mapping[str, object]:
+    def task_options(self) -> Mapping[str, object]:
         """The options, with the settings task.data, prompt_column and answer_column if they are set."""
         ...
 
@@ -308,7 +308,7 @@ def read_options(settings: TaskEntry) -> dict[str, object]:
     }
     takes_all = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters)
     options: dict[str, object] = {}
-    for name, value in settings.given_options.items():
+    for name, value in settings.task_options.items():
         if name not in types and not takes_all:
             # The others are settings of their own, such as task.data.
             setting = "options" if name in settings.options else name

@@ -118,7 +118,7 @@ class TrainerComponents:
             if ranks.is_first:
                 print(f"loading {settings.model.path} …", flush=True)
             servers = start_servers(settings, reply_tokens, undo) if ranks.is_first else []
-            longest = settings.longest + reply_tokens
+            longest = settings.max_sequence_length + reply_tokens
             policy = build_policy(settings.model, sampling.temperature, longest, seed)
             policy = with_start(policy, started, ranks)
             model = check_same_model(ranks, fingerprint(policy.all_weights))

@@ -335,7 +335,7 @@ def is_loadable_loss(loss: Loss) -> bool:
     if isinstance(loss, str):
         return True
     from lagrpo.core.recipes import RECIPES  # loads torch
-    from lagrpo.settings.own_loss import name_loss
+    from lagrpo.settings.user_loss import name_loss
 
     if loss in RECIPES.values():
         return True
@@ -394,7 +394,7 @@ def as_settings(
     """The settings of these arguments, as far as they are settings."""
     found: JsonObject = {} if model is None else {"model.path": os.fspath(model)}
     if loss is not None:
-        from lagrpo.settings.own_loss import name_loss  # loads torch
+        from lagrpo.settings.user_loss import name_loss  # loads torch
 
         found["loss.recipe"] = name_loss(loss)
     if data is not None:

@@ -428,7 +428,7 @@ def evaluate_model(settings: Settings) -> Evaluation:
         # Servers take minutes to start: everything that is cheap to check came first.
         servers = build.start_servers(settings, reply_tokens, stack)
         _print_progress(f"loading {settings.model.path} …")
-        longest = settings.longest + reply_tokens
+        longest = settings.max_sequence_length + reply_tokens
         policy = build.build_policy(settings.model, rollout.temperature, longest)
         setup = build.set_up_tasks(settings, {MAIN_TASK: task}, policy, stack)[MAIN_TASK]
         if servers:

@@ -21,7 +21,7 @@ from lagrpo.rollout.schedule import LoopState
 from lagrpo.runs.directory import Run, locked
 from lagrpo.runs.evaluation_names import Moment
 from lagrpo.settings.load import to_toml
-from lagrpo.settings.own_loss import keep_sources
+from lagrpo.settings.user_loss import keep_sources
 from lagrpo.terminal.display import Display, make_display
 from lagrpo.terminal.text import count_of
 from lagrpo.training.build import TrainerComponents

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 from lagrpo.data.fingerprint import digest
 from lagrpo.rewards.reward import Rewards, load_function
 from lagrpo.rollout.episodes import MAIN_TASK
-from lagrpo.settings.own_loss import own_functions
+from lagrpo.settings.user_loss import own_functions
 from lagrpo.tasks import Make, environment_of
 from lagrpo.tasks.environments import Tools
 from lagrpo.tasks.gym import Gym

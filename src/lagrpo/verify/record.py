@@ -15,8 +15,8 @@ from lagrpo.runs import reading
 from lagrpo.runs.environment import FILE, read_environment
 from lagrpo.runs.rollouts import rollout_schema
 from lagrpo.settings.load import load_settings
-from lagrpo.settings.own_loss import load_recipe_of_run
 from lagrpo.settings.schema import Settings
+from lagrpo.settings.user_loss import load_recipe_of_run
 from lagrpo.types import JsonObject, JsonView, OutcomeKind
 
 TASK_OBJECT_NOTE = "# The task was the caller's own object"

@@ -225,7 +225,7 @@ def open_servers(settings: Settings, replied: int = 0) -> list[VllmClient]:
     Completions have up to `replied` tokens of an environment. Raises SettingsError for a server
     that cannot be used, or started.
     """
-    longest = settings.longest + replied + 1
+    longest = settings.max_sequence_length + replied + 1
     with as_settings_error("vllm", SamplerError):
         if settings.vllm.urls:
             return [attach_server(url, settings, longest) for url in settings.vllm.urls]

@@ -1,8 +1,7 @@
 """Losses of a user's own: their names in the settings, and their source files.
 
-A run keeps the files in `loss/`.
-
-`lagrpo verify` reads the kept files, so a run can be verified after its loss has changed.
+A run keeps copies of the files in `loss/`. `lagrpo verify` reads the copies, so a run can be
+verified after its loss has changed.
 """
 
 from __future__ import annotations
@@ -10,12 +9,11 @@ from __future__ import annotations
 import inspect
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 from lagrpo.core.objective import Recipe
-from lagrpo.core.pieces import function_name
+from lagrpo.core.pieces import PieceFunction, function_name
 from lagrpo.core.recipes import resolve
 from lagrpo.core.references import is_reference, load_from_file
 from lagrpo.settings.schema import Settings
@@ -23,7 +21,7 @@ from lagrpo.settings.schema import Settings
 FOLDER = "loss"
 
 
-def name_loss(loss: str | Recipe | Callable[..., Any]) -> str:
+def name_loss(loss: str | Recipe | PieceFunction) -> str:
     """Returns the name of a loss in the settings: "module:name" for a loss that is given in Python.
 
     A script is a module by the name of its file. A function that no module has, such as a lambda,
@@ -60,7 +58,7 @@ def _importable(reference: str) -> str:
     return reference
 
 
-def own_functions(recipe: Recipe) -> list[Callable[..., Any]]:
+def own_functions(recipe: Recipe) -> list[PieceFunction]:
     """Returns the functions of a recipe from outside lagrpo."""
     return [function for function in recipe.functions if ":" in function_name(function)]
 
@@ -72,9 +70,11 @@ def keep_sources(recipe: Recipe, run: Path) -> None:
     """
     for function in own_functions(recipe):
         try:
-            source = Path(inspect.getsourcefile(inspect.unwrap(function)) or "")
-        except TypeError:  # an object that can be called
+            source_file = inspect.getsourcefile(inspect.unwrap(function))
+        except TypeError:
+            # An object that can be called: Python does not know its file.
             continue
+        source = Path(source_file or "")
         if source.is_file():
             copy = _copy_of_module(run, _importable(function_name(function)))
             _copy_version(source, copy)
@@ -101,10 +101,12 @@ def load_recipe_of_run(settings: Settings, run: Path) -> Recipe:
     Raises as `resolve`.
     """
     overrides = {path: _load_copy(value, run) for path, value in settings.loss.knobs.items()}
-    return resolve(_load_copy(settings.loss.recipe, run), overrides)
+    recipe = _load_copy(settings.loss.recipe, run)
+    # `resolve` raises for any other object.
+    return resolve(cast(str | Recipe | PieceFunction, recipe), overrides)
 
 
-def _load_copy(value: Any, run: Path) -> Any:
+def _load_copy(value: object, run: Path) -> object:
     """Returns the object that a setting names, if the run copied its file; else the setting."""
     if isinstance(value, list | tuple):
         return [_load_copy(entry, run) for entry in value]

@@ -1,0 +1,113 @@
+"""`lagrpo verify` on runs with changed metrics, events or evaluations."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from changed_runs import find_differences, rewrite_metrics, rewrite_rows, train_run
+
+from lagrpo.runs import load_events
+from lagrpo.verify import verify_run
+
+
+def test_changed_metrics_are_found_in_their_line(run):
+    names = {
+        "reward",
+        "frac_reward_zero_std",
+        "completions/clipped_ratio",
+        "rollout/ess",
+        "rollout/seq_kl",
+        "improvement",  # null here: eight completions are too few to estimate it
+    }
+
+    def add_an_eighth(lines):
+        for name in names:
+            lines[1][name] = (lines[1][name] or 0.0) + 0.125
+
+    rewrite_metrics(run, add_an_eighth)
+    differences = verify_run(run, 1).differences
+    assert {difference.where for difference in differences} == {"metrics.jsonl, line 2 (step 2)"}
+    assert sorted(difference.name for difference in differences) == sorted(names)
+    for difference in differences:
+        assert difference.recorded == pytest.approx((difference.expected or 0.0) + 0.125)
+
+
+@pytest.mark.parametrize(
+    ("order", "what"),
+    [
+        pytest.param([0, 2], "step and keys", id="a line is missing"),
+        pytest.param([0, 1, 1, 2], "step and keys", id="a line is there twice"),
+        pytest.param([], "the line of step 1", id="the file is empty"),
+    ],
+)
+def test_lines_of_metrics_that_do_not_fit_the_steps_are_found(run, order, what):
+    def reorder(lines):
+        lines[:] = [lines[index] for index in order]
+
+    rewrite_metrics(run, reorder)
+    assert find_differences(run, "metrics.jsonl", what)
+
+
+def test_missing_events_of_weight_syncs_are_found(run):
+    (run / "events.jsonl").write_text("", encoding="utf-8")
+    differences = find_differences(run, "events.jsonl", "weight_sync")
+    # Weights are synced before the first batch, and then at every step that 2 divides.
+    assert [difference.where for difference in differences] == [
+        "events.jsonl, step 1",
+        "events.jsonl, step 2",
+    ]
+    assert differences[1].expected == ("schedule", 1)
+
+
+@pytest.mark.parametrize(
+    ("sync_every", "sync_at_kl", "reason", "changed_kl"),
+    [
+        # Any KL is above the budget: with a KL of 0 step 5 would not sync yet.
+        pytest.param(3, 1e-9, "budget", 0.0, id="budget"),
+        # No KL is above the budget: with a large one step 5 would sync for it, not at the cap.
+        pytest.param(2, 1e9, "cap", 1e10, id="cap"),
+    ],
+)
+def test_changed_kl_contradicts_the_next_weight_sync(
+    model, tmp_path, sync_every, sync_at_kl, reason, changed_kl
+):
+    schedule = {"sync_every": sync_every, "sync_at_kl": sync_at_kl, "batches": 5}
+    run = train_run(model, tmp_path, schedule=schedule)
+    syncs = [
+        (event["step"], event["reason"])
+        for event in load_events(run)
+        if event["event"] == "weight_sync"
+    ]
+    assert syncs == [(1, "start"), (3, reason), (5, reason)]
+    assert verify_run(run, 1).differences == []
+
+    def change_fourth_line(lines):
+        lines[3]["rollout/seq_kl"] = changed_kl
+
+    rewrite_metrics(run, change_fourth_line)
+    differences = find_differences(run, "events.jsonl", "weight_sync")
+    assert [difference.where for difference in differences] == ["events.jsonl, step 5"]
+
+
+def test_changed_reward_of_an_evaluation_is_found_in_its_row(run):
+    file = "evaluations/after.parquet"
+
+    def change_third_sample(rows):
+        rows[1]["rewards"][2] = 2.0
+
+    rewrite_rows(run, change_third_sample, file)
+    assert find_differences(run, f"{file}, row 1", "reward")
+
+
+def test_changed_metrics_of_an_evaluation_are_all_found(run):
+    file = run / "evaluations/before.json"
+    summary = json.loads(file.read_text(encoding="utf-8"))
+    names = {"policy_version", "samples", "unscored", "pass@2"}
+    for name in names:
+        summary[name] += 1
+    file.write_text(json.dumps(summary), encoding="utf-8")
+
+    differences = verify_run(run, 1).differences
+    in_summary = {each.name for each in differences if each.where == "evaluations/before.json"}
+    assert in_summary == names
