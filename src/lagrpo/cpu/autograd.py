@@ -12,7 +12,7 @@ head; k inputs and o outputs of a linear layer, r rank of its adapter.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,13 +22,20 @@ from lagrpo.cpu.kernels import Row
 from lagrpo.cpu.panels import Panels, has_adapter
 
 
+class RMSNorm(Protocol):
+    """The attributes of a norm of transformers."""
+
+    weight: Tensor  # [H]
+    variance_epsilon: float
+
+
 def attend(row: Row, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
     """Attends along a packed row: query [n, Hq, D], key and value [n, Hkv, D] -> [n, Hq, D]."""
     return _Attention.apply(query, key, value, row, scaling)  # type: ignore[return-value]
 
 
-def add_norm(x: Tensor, delta: Tensor | None, norm: Any) -> tuple[Tensor, Tensor]:
-    """Returns x + delta, and its norm by a module of the RMSNorm kind: [n, H] each."""
+def add_norm(x: Tensor, delta: Tensor | None, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+    """Returns x + delta, and its norm: [n, H] each."""
     return _AddNorm.apply(  # type: ignore[return-value]
         x, delta, norm.weight, norm.variance_epsilon
     )
@@ -49,7 +56,7 @@ def rotary(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 
 
 def normed_products(
-    x: Tensor, delta: Tensor | None, norm: Any, linears: Linears
+    x: Tensor, delta: Tensor | None, norm: RMSNorm, linears: Linears
 ) -> tuple[Tensor, ...]:
     """Returns x + delta [n, H], and the outputs [n, o] of each linear layer for its norm."""
     return _NormedProducts.apply(  # type: ignore[return-value]
@@ -120,11 +127,12 @@ class Linears:
         x: Tensor,
         grads: Sequence[Tensor],
         parameters: Sequence[Tensor | None],
-        wanted: Sequence[bool],
+        needs_grad: Sequence[bool],
     ) -> list[Tensor | None]:
-        """Returns the gradients of the parameters, in their order; None for the ones not `wanted`.
+        """Returns the gradients of the parameters, in their order.
 
-        x [n, k] is the input, `grads` are the gradients of the outputs [n, o].
+        x [n, k] is the input, `grads` are the gradients of the outputs [n, o]. The gradient of a
+        weight or bias is None unless it is true in `needs_grad`.
         """
         count = len(self.modules)
         weights: list[Tensor | None] = [None] * count
@@ -132,9 +140,9 @@ class Linears:
         lora_A: list[Tensor | None] = [None] * count
         lora_B: list[Tensor | None] = [None] * count
         for index, (grad, layer) in enumerate(zip(grads, self._by_layer(parameters), strict=True)):
-            if wanted[index]:
+            if needs_grad[index]:
                 weights[index] = torch.mm(grad.mT, x)
-            if wanted[count + index]:
+            if needs_grad[count + index]:
                 biases[index] = grad.sum(0)
             if layer.lora_A is not None and layer.lora_B is not None:
                 low = torch.mm(x, layer.lora_A.mT)  # [n, r]
@@ -257,8 +265,8 @@ class _NormedProducts(torch.autograd.Function):
     def backward(ctx, grad_total: Tensor | None, *grads: Tensor):  # type: ignore[override]
         total, norm_weight, rstd, *parameters = ctx.saved_tensors
         _, normed, _ = kernels.norm(total, None, norm_weight, ctx.eps)
-        wanted = ctx.needs_input_grad[5:]
-        grad_parameters = ctx.linears.grad_parameters(normed, grads, parameters, wanted)
+        needs_grad = ctx.needs_input_grad[5:]
+        grad_parameters = ctx.linears.grad_parameters(normed, grads, parameters, needs_grad)
         needs_grad_x = any(ctx.needs_input_grad[:3])
         if not needs_grad_x:
             # The first layer of a model whose embeddings are frozen.
@@ -282,8 +290,8 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_y: Tensor):  # type: ignore[override]
         x, *parameters = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[2:]
-        grad_parameters = ctx.linears.grad_parameters(x, [grad_y], parameters, wanted)
+        needs_grad = ctx.needs_input_grad[2:]
+        grad_parameters = ctx.linears.grad_parameters(x, [grad_y], parameters, needs_grad)
         grad_x = ctx.linears.grad_input([grad_y], parameters)
         return grad_x, None, *grad_parameters
 
@@ -303,6 +311,6 @@ class _GatedProduct(torch.autograd.Function):
         gate, up, *parameters = ctx.saved_tensors
         grad_gated = ctx.linears.grad_input([grad_y], parameters)
         gated, grad_gate, grad_up = kernels.swiglu_backward(gate, up, grad_gated)
-        wanted = ctx.needs_input_grad[3:]
-        grad_parameters = ctx.linears.grad_parameters(gated, [grad_y], parameters, wanted)
+        needs_grad = ctx.needs_input_grad[3:]
+        grad_parameters = ctx.linears.grad_parameters(gated, [grad_y], parameters, needs_grad)
         return grad_gate, grad_up, None, *grad_parameters

@@ -21,7 +21,15 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lagrpo.cpu import kernels
-from lagrpo.cpu.autograd import Linears, add_norm, gated_product, normed_products, product, rotary
+from lagrpo.cpu.autograd import (
+    Linears,
+    RMSNorm,
+    add_norm,
+    gated_product,
+    normed_products,
+    product,
+    rotary,
+)
 from lagrpo.cpu.panels import (
     AdaptedDecoder,
     DecoderPanels,
@@ -240,8 +248,8 @@ def _sliding_window(attention: Any) -> int | None:
 
     Some families have it in the module, others in the config only.
     """
-    of_config = getattr(attention.config, "sliding_window", None)
-    return getattr(attention, "sliding_window", of_config)
+    default = getattr(attention.config, "sliding_window", None)
+    return getattr(attention, "sliding_window", default)
 
 
 def _is_checkpointed(layer: Any) -> bool:
@@ -285,7 +293,7 @@ def _compute_layer(
     return x, gated_product(gate, up, down)  # gate and up: [n, I]
 
 
-def _head_norm(x: Tensor, norm: Any) -> Tensor:
+def _head_norm(x: Tensor, norm: RMSNorm) -> Tensor:
     """Returns the norm of each head by itself: [n, heads, D]."""
     _, normed = add_norm(x.reshape(-1, x.shape[-1]), None, norm)  # [n * heads, D]
     return normed.view(x.shape)
