@@ -49,7 +49,7 @@ MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 
 
 class Layout(Protocol):
-    """Who attends to whom in one call of the model, and the code that attends."""
+    """The attention pattern of one call of the model, and the code that attends."""
 
     @property
     def longest(self) -> int:

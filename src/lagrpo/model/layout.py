@@ -26,7 +26,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class PackedLayout:
-    """Where prompts and completions lie in one packed row.
+    """The places of prompts and completions in one packed row.
 
     - `rows`: the number of tokens in the row
     - `longest`: the tokens of the longest prompt and completion
