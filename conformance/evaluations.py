@@ -1,7 +1,7 @@
 """Compares our scores of answers to MATH-500 and AIME24 with lighteval's, on the same texts.
 
-    python conformance/evaluations.py --peer .venv-lighteval/bin/python [--evaluation
-    evaluations/smollm2-math …]
+    python conformance/evaluations.py --peer .venv-lighteval/bin/python
+    python conformance/evaluations.py --peer … --evaluation evaluations/smollm2-math
 
 LAGRPO_DATA names the directory with math500_test.jsonl and aime24_test.jsonl. The answer of every
 problem is written in the forms that models use, right and wrong; --evaluation adds the texts of a
