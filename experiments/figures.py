@@ -54,9 +54,9 @@ ROWS: Sequence[Sequence[tuple[str, str]]] = (
     (
         ("cpu", "C kernels"),
         ("rewards", "signatures, worker pool"),
-        ("core", "recipes, losses, advantages"),
         ("runs", "files of a run"),
     ),
+    (("core", "recipes, losses, advantages"),),
 )
 # The packages that a batch passes, by the steps of docs/architecture.md.
 STEPS = {

@@ -359,7 +359,10 @@ def markdown_table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def write_figure(file: Path, records: Mapping[RunKey, Record]) -> None:
-    """Draw the area kept on the two main tasks, as published. Nothing is written before there are runs at lag 0."""
+    """Draw the area kept on the two main tasks, as published.
+
+    Nothing is written before there are runs at lag 0.
+    """
     cells_by_task = {task: find_cells(records, "published", task) for task in MAIN_TASKS}
     panels = {task: cells for task, cells in cells_by_task.items() if cells}
     if panels:

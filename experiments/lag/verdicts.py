@@ -120,12 +120,15 @@ class Order:
     """None for all learning rates"""
 
     def areas(self, records: Records, lag: int) -> dict[str, float]:
-        """The mean area kept by method, each at its best learning rate among those that were run."""
+        """The mean area kept by method, each at its best rate of those that were run."""
         return areas(records, self.task, (self.kind, lag), self.table, self.rates)
 
 
 def agreement_table(records: Records, lags: Sequence[int]) -> str:
-    """Rank correlations of the losses by area kept, for pairs of tables that differ in one thing."""
+    """Rank correlations of the losses by area kept.
+
+    A row compares two tables that differ in one thing.
+    """
     pairs = {"`chain` and `gamble`": (Order("chain"), Order("gamble"))}
     low, high = COMPARED_RATES
     for task in TASKS:
@@ -200,7 +203,10 @@ def areas(
     table: Table = "published",
     rates: Sequence[float] | None = None,
 ) -> dict[str, float]:
-    """The mean area kept by method at a task and schedule, each at its best learning rate (of `rates`)."""
+    """The mean area kept by method, at a task and schedule.
+
+    Each method has its best learning rate, of `rates` if they are given.
+    """
     cells = find_cells(records, table, task)
     by_method: dict[str, float] = {}
     for (method, cell_column), cell in cells.items():

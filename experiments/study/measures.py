@@ -2,7 +2,7 @@
 
 pass@1              of the evaluation after training; `pass@1 before` of the one before training;
                     SET.pass@1 or SET.reward of an evaluation set
-mean reward         a metric of metrics.jsonl: its mean, sum, max, min, first or last over the batches
+mean reward         a metric of metrics.jsonl: its mean, sum, max, min, first or last over batches
 min NAME - NAME     the same for a difference of two metrics
 peak reward         max of the smoothed metric; end: its last value; fall: its largest fall from the
                     best so far. Smoothed: the mean of the last `smooth` batches
@@ -122,7 +122,7 @@ def step_bounds(run: Path, step: int) -> dict[str, float | None]:
 
 
 def _rewards_and_log_ratios(run: Path, step: int) -> list[tuple[Tensor, Tensor]]:
-    """Of each group of a step its rewards and log π_k(y)/α(y), each [completions] in float64.
+    """Rewards and log π_k(y)/α(y) of each group of a step, each [completions] in float64.
 
     Only scored completions, and only groups with at least two of them.
     """
