@@ -41,7 +41,9 @@ class Program:
         self.log = scratch / f"{name}.log"
         # The driver has imported lagrpo, which sets how its own threads wait. A program must choose
         # for itself, as on the command line.
-        inherited = {name: value for name, value in os.environ.items() if name not in WAIT_VARIABLES}
+        inherited = {
+            name: value for name, value in os.environ.items() if name not in WAIT_VARIABLES
+        }
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 [str(word) for word in command],
