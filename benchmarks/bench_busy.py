@@ -1,4 +1,5 @@
-"""The demo's batch on a machine that is idle otherwise, and beside a process that never stops computing. See README.md.
+"""The demo's batch on an idle machine, and beside a process that never stops computing. See
+README.md.
 
 make bench-busy
 python benchmarks/bench_busy.py --help
@@ -10,40 +11,44 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from measuring import Load, Report, machine, median, ratio, spread
 from processes import Program, Side
 from sides import Measurements, start_ours, values
-from work import SHORT, asked_for, common_options
+from work import SHORT, apply_options, common_options
 
-OPENMPS_OWN = {
-    "GOMP_SPINCOUNT": "300000"
-}  # what GNU's OpenMP takes where nobody says how often to spin
+# The default of GNU's OpenMP.
+OPENMPS_OWN = {"GOMP_SPINCOUNT": "300000"}
 HOG = [sys.executable, "-S", "-c", "while True: pass"]
 
 
 def ways(threads: int, spins: list[int]) -> dict[str, tuple[int, dict[str, str]]]:
-    """Threads and further environment variables by name; `spins`: further numbers of spins to try."""
-    return {
+    """The ways to wait, by name: number of threads, and environment variables.
+
+    `spins`: further numbers of spins to try.
+    """
+    by_name: dict[str, tuple[int, dict[str, str]]] = {
         "as it is": (threads, {}),
         "OpenMP's own waiting": (threads, OPENMPS_OWN),
         "one thread": (1, {}),
-        **{f"{count} spins": (threads, {"GOMP_SPINCOUNT": str(count)}) for count in spins},
     }
+    for count in spins:
+        by_name[f"{count} spins"] = (threads, {"GOMP_SPINCOUNT": str(count)})
+    return by_name
 
 
 @dataclass
-class Taken:
+class Updates:
     """The updates of one way, without and with the other process."""
 
     idle: Measurements = field(default_factory=list)
     busy: Measurements = field(default_factory=list)
 
 
-def options() -> argparse.Namespace:
+def parse_options() -> argparse.Namespace:
     parser = common_options(__doc__)
     parser.add_argument(
         "--rounds",
@@ -61,75 +66,97 @@ def options() -> argparse.Namespace:
 
 
 def main() -> None:
-    asked = options()
-    work, load = asked_for(SHORT, asked), Load()
-    chosen = {
-        name: way
-        for name, way in ways(asked.threads, asked.spins).items()
-        if name in (asked.only or [name])
-    }
+    options = parse_options()
+    work = apply_options(SHORT, options)
+    load = Load()
+    all_ways = ways(options.threads, options.spins)
+    names = [name for name in all_ways if not options.only or name in options.only]
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as running:
-        auto = {"dtype": "auto"}
-        sides = {
-            name: running.enter_context(
-                start_ours(f"{n}", work, Path(scratch), threads, variables=variables, model=auto)
+        sides: dict[str, Side] = {}
+        for number, name in enumerate(names):
+            threads, variables = all_ways[name]
+            side = start_ours(
+                f"{number}",
+                work,
+                Path(scratch),
+                threads,
+                variables=variables,
+                model={"dtype": "auto"},
             )
-            for n, (name, (threads, variables)) in enumerate(chosen.items())
-        }
+            sides[name] = running.enter_context(side)
         for side in sides.values():
-            side.update()
-        taken = measured(sides, asked.rounds, Path(scratch), load)
+            side.update()  # a warm-up
+        updates = measure(sides, options.rounds, Path(scratch), load)
         load.add(*sides.values())
-    report = Report("busy", "A machine that is not idle", asked.results)
-    report.raw |= {name: vars(t) for name, t in taken.items()}
+    report = Report("busy", "A machine that is not idle", options.results)
+    report.raw |= {name: vars(way_updates) for name, way_updates in updates.items()}
     report.text(
-        f"{work.title}. Seconds per update: median, with the smallest and the largest, of {asked.rounds}; without "
-        "another program, and beside `python -c 'while True: pass'`. A ratio is that of the medians, with the smallest "
-        "and the largest of one round."
+        f"{work.title}. Seconds per update: median, with the smallest and the largest, of "
+        f"{options.rounds}; without another program, and beside `python -c 'while True: pass'`. "
+        "A ratio is that of the medians, with the smallest and the largest of one round."
     )
-    report.table("one busy process", [row(name, t) for name, t in taken.items()])
-    if comparison := against_before(taken):
+    rows = [row(name, way_updates) for name, way_updates in updates.items()]
+    report.table("one busy process", rows)
+    comparison = compare_with_next_way(updates)
+    if comparison is not None:
         report.text(comparison)
-    report.write(machine(asked.threads, load))
+    report.write(machine(options.threads, load))
 
 
-def measured(sides: Mapping[str, Side], rounds: int, scratch: Path, load: Load) -> dict[str, Taken]:
-    """In each round every way without the process, then every way with it; the order turns round by round."""
-    taken = {name: Taken() for name in sides}
+def measure(
+    sides: Mapping[str, Side], rounds: int, scratch: Path, load: Load
+) -> dict[str, Updates]:
+    """Makes each round's updates of every way without the process, then of every way with it.
+
+    The order of the ways alternates, so that a slow change of the machine meets all alike.
+    """
+    updates = {name: Updates() for name in sides}
     for turn in range(rounds):
-        for busy in (False, True):
-            for name in list(sides)[:: -1 if turn % 2 else 1]:
-                with Program("hog", HOG, scratch, {}) if busy else nullcontext() as hog:
-                    update = sides[name].update()
-                    load.add(*([hog] if hog else []))
-                (taken[name].busy if busy else taken[name].idle).append(update)
-                print(
-                    f"  {name}, {'busy' if busy else 'idle'}: {update['seconds']:.2f} s", flush=True
-                )
-    return taken
+        names = list(sides)
+        if turn % 2:
+            names.reverse()
+        for name in names:
+            update = sides[name].update()
+            updates[name].idle.append(update)
+            print(f"  {name}, idle: {update['seconds']:.2f} s", flush=True)
+        for name in names:
+            with Program("hog", HOG, scratch, {}) as hog:
+                update = sides[name].update()
+                load.add(hog)
+            updates[name].busy.append(update)
+            print(f"  {name}, busy: {update['seconds']:.2f} s", flush=True)
+    return updates
 
 
-def row(name: str, taken: Taken) -> dict[str, str]:
-    idle, busy = (values(measurements, "seconds") for measurements in (taken.idle, taken.busy))
+def row(name: str, updates: Updates) -> dict[str, str]:
+    idle = values(updates.idle, "seconds")
+    busy = values(updates.busy, "seconds")
     return {
         "": name,
         "idle": spread(idle),
         "one busy process": spread(busy),
         "busy / idle": ratio(busy, idle),
-        "threads": str(taken.idle[0]["threads"]),
+        "threads": str(updates.idle[0]["threads"]),
     }
 
 
-def against_before(taken: Mapping[str, Taken]) -> str | None:
-    """The two targets: beside a busy process at most 3 times the idle time, and idle no slower than OpenMP's own."""
-    ours, *others = taken
-    if not others or ours != "as it is":
+def compare_with_next_way(updates: Mapping[str, Updates]) -> str | None:
+    """The two targets, or None if there is no way to compare with.
+
+    Beside a busy process an update takes at most 3 times the idle time, and idle it is no slower
+    than with OpenMP's own waiting, the second way.
+    """
+    first, *others = updates
+    if first != "as it is" or not others:
         return None
-    best, before = values(taken[ours].idle, "seconds"), values(taken[others[0]].idle, "seconds")
-    busy = median(values(taken[ours].busy, "seconds"))
+    idle = values(updates[first].idle, "seconds")
+    idle_of_other = values(updates[others[0]].idle, "seconds")
+    busy = median(values(updates[first].busy, "seconds"))
+    faster_idle = min(median(idle), median(idle_of_other))
     return (
-        f"As it is beside {others[0]}: idle {ratio(best, before)} of its time. Beside a busy process {busy:.2f} s, "
-        f"{busy / min(median(best), median(before)):.2f} of the faster idle time (target: at most 3)."
+        f"As it is beside {others[0]}: idle {ratio(idle, idle_of_other)} of its time. "
+        f"Beside a busy process {busy:.2f} s, "
+        f"{busy / faster_idle:.2f} of the faster idle time (target: at most 3)."
     )
 
 

@@ -1,11 +1,11 @@
-"""What is learned, ours and TRL: rewards against updates and against seconds, on the same prompts. See README.md.
+"""Learning curves of lagrpo and TRL on the same prompts, by updates and by seconds. See README.md.
 
 make bench-curve
 python benchmarks/bench_curve.py --seeds 0 1 2 --updates 16
 
-Of each seed both sides are there at once and make their updates in turn, so that both meet the same machine. Ours is
-lagrpo with its default masters, TRL has float32 weights, and both multiply in lagrpo's default dtype for this CPU. The
-table goes to reports/claims.md, too, the figure beside it.
+The two sides of a seed make their updates in turn, so that both meet the same machine. lagrpo has
+its default master weights, TRL has float32 weights, and both multiply in lagrpo's default dtype for
+this CPU. The table also goes to reports/claims.md, the figure to docs/images.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, TypedDict
 
 from bench_trl import DEFAULT
 from measuring import Load, Report, fill, machine, table
 from processes import HERE
-from sides import interleaved, require_same_work, start_ours, start_trl, values
-from work import RESULTS, SHORT, Work, asked_for, common_options, require_peer
+from sides import interleaved, require_same_work, start_ours, start_trl
+from work import RESULTS, SHORT, Work, apply_options, common_options, require_peer
 
 from lagrpo.runs.plots import INK, plain_axes
 
@@ -32,16 +32,26 @@ from study.measures import RunResult, measure, smoothed
 from study.report import COLORS
 from study.statistics import Interval
 
-PAGE, FIGURE = HERE.parent / "reports" / "claims.md", HERE.parent / "docs" / "images" / "trl.png"
+PAGE = HERE.parent / "reports" / "claims.md"
+FIGURE = HERE.parent / "docs" / "images" / "trl.png"
 SIDES = ("lagrpo", "TRL")
 SMOOTH = 3  # updates that a smoothed reward averages
 LEVEL = 0.8  # the smoothed reward whose cost is shown
 
-Curves = dict[str, list[list[dict[str, float]]]]
-"""Of each side, by seed: the reward and the seconds of each update."""
+
+class Point(TypedDict):
+    """The reward and the seconds of an update."""
+
+    reward: float
+    seconds: float
 
 
-def options() -> argparse.Namespace:
+Curve = list[Point]
+Curves = dict[str, list[Curve]]
+"""A curve for each side and seed."""
+
+
+def parse_options() -> argparse.Namespace:
     parser = common_options(__doc__)
     parser.add_argument(
         "--peer", type=Path, default=Path(".venv-trl/bin/python"), help="a Python that has TRL"
@@ -49,91 +59,127 @@ def options() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--updates", type=int, default=16, help="of each side and seed")
     parser.add_argument("--lr", type=float, default=2e-5, help="constant learning rate of both")
-    asked = parser.parse_args()
-    if asked.quick:
-        asked.seeds, asked.updates = asked.seeds[:1], 2
-    return asked
+    options = parser.parse_args()
+    if options.quick:
+        options.seeds = options.seeds[:1]
+        options.updates = 2
+    return options
 
 
 def main() -> None:
-    asked = options()
-    require_peer(asked, "check-trl")
-    work, load = asked_for(SHORT, asked), Load()
+    options = parse_options()
+    require_peer(options, "check-trl")
+    work = apply_options(SHORT, options)
+    load = Load()
     curves: Curves = {name: [] for name in SIDES}
-    for number, seed in enumerate(asked.seeds, start=1):
-        versions = add_seed(asked, work, seed, load, curves)
-        report = Report("curve", "What is learned, ours and TRL", asked.results)
-        report.text(
-            f"{work.title}, learning rate {asked.lr:g}, seeds {', '.join(map(str, asked.seeds[:number]))}."
-        )
-        report.table("By updates and by seconds", found := rows(curves, asked.updates))
-        report.raw["seeds"], report.raw["curves"] = asked.seeds[:number], curves
-        report.write(machine(asked.threads, load, versions))  # kept, whatever the next seed does
-        if asked.results == RESULTS:
-            fill(PAGE, "beside TRL", table(found))
+    for number, seed in enumerate(options.seeds, start=1):
+        versions = add_seed(options, work, seed, load, curves)
+        report = Report("curve", "What is learned, ours and TRL", options.results)
+        seeds = options.seeds[:number]
+        seeds_text = ", ".join(map(str, seeds))
+        report.text(f"{work.title}, learning rate {options.lr:g}, seeds {seeds_text}.")
+        table_rows = rows(curves, options.updates)
+        report.table("By updates and by seconds", table_rows)
+        report.raw["seeds"] = seeds
+        report.raw["curves"] = curves
+        # Written after each seed, so that a later one that fails loses nothing.
+        report.write(machine(options.threads, load, versions))
+        if options.results == RESULTS:
+            fill(PAGE, "beside TRL", table(table_rows))
             draw(curves, FIGURE)
 
 
 def add_seed(
-    asked: argparse.Namespace, work: Work, seed: int, load: Load, curves: Curves
+    options: argparse.Namespace, work: Work, seed: int, load: Load, curves: Curves
 ) -> dict[str, str]:
-    """Both sides in turn with this seed; TRL's versions."""
+    """Measures both sides in turn with this seed and adds to `curves`. Returns TRL's versions."""
     config = {
         "per_device": min(DEFAULT["per_device"], work.completions),
-        "learning_rate": asked.lr,
+        "learning_rate": options.lr,
         "seed": seed,
     }
-    with tempfile.TemporaryDirectory() as scratch:
-        place, own = (
-            (work, Path(scratch), asked.threads),
-            {"optimizer": {"learning_rate": asked.lr}},
-        )
+    with tempfile.TemporaryDirectory() as name:
+        scratch = Path(name)
         with (
-            start_ours("ours", *place, reward=work.judge, run={"seed": seed}, **own) as ours,
-            start_trl("trl", *place, python=asked.peer, config=config, reward=work.judge) as trl,
+            start_ours(
+                "ours",
+                work,
+                scratch,
+                options.threads,
+                reward=work.judge,
+                run={"seed": seed},
+                optimizer={"learning_rate": options.lr},
+            ) as ours,
+            start_trl(
+                "trl",
+                work,
+                scratch,
+                options.threads,
+                python=options.peer,
+                config=config,
+                reward=work.judge,
+            ) as trl,
         ):
-            taken = interleaved([ours, trl], 0, asked.updates)
+            our_updates, trl_updates = interleaved([ours, trl], 0, options.updates)
             load.add(ours, trl)
-    require_same_work(*taken)
-    for name, side in zip(SIDES, taken, strict=True):
-        curves[name].append(
-            [{part: update[part] for part in ("reward", "seconds")} for update in side]
-        )
+    require_same_work(our_updates, trl_updates)
+    for side, updates in zip(SIDES, (our_updates, trl_updates), strict=True):
+        curve: Curve = [{"reward": u["reward"], "seconds": u["seconds"]} for u in updates]
+        curves[side].append(curve)
     return trl.facts["versions"]
 
 
 def rows(curves: Curves, updates: int) -> list[dict[str, str]]:
-    """A line for each side: rewards at a third, two thirds and the end, seconds, and what the level costs."""
-    at = sorted({max(1, updates // 3), max(1, 2 * updates // 3), updates})
-    return [{"": name, **row(seeds, at)} for name, seeds in curves.items()]
+    """A row for each side: rewards at a third, two thirds and the end, seconds, cost of LEVEL."""
+    shown_updates = sorted({max(1, updates // 3), max(1, 2 * updates // 3), updates})
+    return [{"": side, **row(seeds, shown_updates)} for side, seeds in curves.items()]
 
 
-def row(seeds: Sequence[Sequence[dict[str, float]]], at: Sequence[int]) -> dict[str, str]:
-    rewards = [smoothed(values(list(of), "reward"), SMOOTH) for of in seeds]
-    runs = [
-        RunResult([{"reward": u["reward"], "updates": 1, "seconds": u["seconds"]} for u in of], {})
-        for of in seeds
-    ]
-    updates, seconds = (
-        [cost for run in runs if (cost := measure(f"{name} to {LEVEL:g}", run, SMOOTH)) is not None]
-        for name in ("updates", "seconds")
-    )
-    costs = f"{shown(updates)} / {shown(seconds)}" if updates else "–"
-    return {
-        **{f"reward at update {k}": shown([curve[k - 1] for curve in rewards]) for k in at},
-        "seconds an update": shown([fmean(values(list(of), "seconds")) for of in seeds]),
-        f"updates / seconds until {LEVEL:g}": f"{costs} ({len(updates)} of {len(seeds)} seeds)",
-    }
+def row(seeds: Sequence[Curve], shown_updates: Sequence[int]) -> dict[str, str]:
+    """The cells of a side. `shown_updates` are counted from 1."""
+    rewards = [smoothed_rewards(curve) for curve in seeds]
+    cells = {}
+    for update in shown_updates:
+        cells[f"reward at update {update}"] = mean_text([curve[update - 1] for curve in rewards])
+    seconds_per_update = [fmean(point["seconds"] for point in curve) for curve in seeds]
+    cells["seconds an update"] = mean_text(seconds_per_update)
+
+    updates_until_level = costs_until_level("updates", seeds)
+    seconds_until_level = costs_until_level("seconds", seeds)
+    if updates_until_level:
+        costs = f"{mean_text(updates_until_level)} / {mean_text(seconds_until_level)}"
+    else:
+        costs = "–"
+    seeds_with_level = f"{len(updates_until_level)} of {len(seeds)} seeds"
+    cells[f"updates / seconds until {LEVEL:g}"] = f"{costs} ({seeds_with_level})"
+    return cells
 
 
-def shown(numbers: Sequence[float]) -> str:
+def smoothed_rewards(curve: Curve) -> list[float]:
+    return smoothed([point["reward"] for point in curve], SMOOTH)
+
+
+def costs_until_level(unit: str, seeds: Sequence[Curve]) -> list[float]:
+    """The "updates" or "seconds" until the smoothed reward is LEVEL, of the seeds that reach it."""
+    costs = []
+    for curve in seeds:
+        run = RunResult([{**point, "updates": 1} for point in curve], {})
+        cost = measure(f"{unit} to {LEVEL:g}", run, SMOOTH)
+        if cost is not None:
+            costs.append(cost)
+    return costs
+
+
+def mean_text(numbers: Sequence[float]) -> str:
     """The mean, with half the width of its 95 % interval over the seeds."""
-    found = Interval.of(numbers)
-    return f"{found.mean:.3g}" + (f" ± {found.half:.2g}" if found.half is not None else "")
+    interval = Interval.of(numbers)
+    if interval.half is None:
+        return f"{interval.mean:.3g}"
+    return f"{interval.mean:.3g} ± {interval.half:.2g}"
 
 
 def draw(curves: Curves, path: Path) -> None:
-    """Smoothed rewards against updates, and against seconds: the mean of the seeds, and their range."""
+    """Draws smoothed rewards by updates and by seconds: the mean of the seeds, and their range."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -141,24 +187,20 @@ def draw(curves: Curves, path: Path) -> None:
     FigureCanvasAgg(figure)
     panels: Any = figure.subplots(1, 2, sharey=True)
     for color, style, (name, seeds) in zip(COLORS, ("-", "--"), curves.items(), strict=False):
-        rewards = [smoothed(values(list(updates), "reward"), SMOOTH) for updates in seeds]
-        seconds = [list(accumulate(values(list(updates), "seconds"))) for updates in seeds]
-        for across, axes in zip(
-            ([list(range(1, len(r) + 1)) for r in rewards], seconds), panels, strict=True
-        ):
-            x = [fmean(column) for column in zip(*across, strict=True)]
-            low, mean, high = (
-                [of(c) for c in zip(*rewards, strict=True)] for of in (min, fmean, max)
-            )
-            axes.fill_between(x, low, high, color=color, alpha=0.15, lw=0)
-            axes.plot(
-                x,
-                mean,
-                color=color,
-                ls=style,
-                lw=2,
-                label=f"{name} ({len(seeds)} seed{'s' * (len(seeds) > 1)})",
-            )
+        # By update: the rewards of all seeds.
+        rewards = list(zip(*map(smoothed_rewards, seeds), strict=True))
+        lowest = [min(of_update) for of_update in rewards]
+        means = [fmean(of_update) for of_update in rewards]
+        highest = [max(of_update) for of_update in rewards]
+
+        updates = [float(number) for number in range(1, len(rewards) + 1)]
+        elapsed = [list(accumulate(point["seconds"] for point in curve)) for curve in seeds]
+        seconds = [fmean(of_update) for of_update in zip(*elapsed, strict=True)]
+
+        label = f"{name} ({len(seeds)} seed{'s' if len(seeds) > 1 else ''})"
+        for x, axes in zip((updates, seconds), panels, strict=True):
+            axes.fill_between(x, lowest, highest, color=color, alpha=0.15, lw=0)
+            axes.plot(x, means, color=color, ls=style, lw=2, label=label)
     for axes, label in zip(panels, ("update", "seconds"), strict=True):
         plain_axes(axes)
         axes.set(xlabel=label, ylim=(0, 1))

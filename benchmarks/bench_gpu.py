@@ -1,10 +1,11 @@
-"""Sampling and learning on a GPU: tokens per second, share of the matrix peak, memory. See README.md.
+"""Sampling and learning on a GPU: tokens per second, share of the peak, memory. See README.md.
 
 make bench-gpu
 python benchmarks/bench_gpu.py --help
 
-Models of the shapes of SmolLM2-135M and Qwen2.5-1.5B with random weights, at contexts of 512 and 1,024 tokens of which
-a quarter is the prompt. The defaults are meant for a GPU of 80 GB and five minutes. Runs on a CPU as well.
+The models have the shapes of SmolLM2-135M and Qwen2.5-1.5B and random weights. Contexts have 512
+and 1,024 tokens, a quarter of which is the prompt. The defaults are meant for a GPU of 80 GB and
+five minutes. Runs on a CPU as well.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import dataclasses
 import gc
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 import torch
 from measuring import Load, Report, gigabytes, machine, median, spread
@@ -63,6 +64,8 @@ TINY = Qwen2Config(
     max_position_embeddings=4096,
     tie_word_embeddings=True,
 )
+Result = TypeVar("Result")
+
 MODELS = {"135m": SMOLLM2, "1.5b": QWEN, "tiny": TINY}
 DATA_SHEET = {
     "H100 PCIe": 756,
@@ -74,10 +77,13 @@ DATA_SHEET = {
     "L40S": 362,
     "B200": 2250,
 }
-"""TFLOP/s of dense bfloat16 products by NVIDIA's data sheets; the first name that is part of the GPU's"""
+"""TFLOP/s of dense bfloat16 products by NVIDIA's data sheets.
+
+A GPU has the first name that is part of its own, so "H100 PCIe" stands before "H100".
+"""
 
 
-def options() -> argparse.Namespace:
+def parse_options() -> argparse.Namespace:
     parser = common_options(__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["1.5b", "135m"])
@@ -92,111 +98,137 @@ def options() -> argparse.Namespace:
     parser.add_argument("--completions", type=int, default=16, help="of each prompt")
     parser.add_argument("--tokens", type=int, default=8192, help="in a micro-batch")
     parser.add_argument("--rounds", type=int, default=2, help="after one that is not counted")
-    asked = parser.parse_args()
-    if asked.quick:
-        asked.models, asked.contexts = ["tiny"], [64]
-        asked.prompts, asked.completions, asked.rounds = 2, 4, 1
-    return asked
+    options = parser.parse_args()
+    if options.quick:
+        options.models = ["tiny"]
+        options.contexts = [64]
+        options.prompts = 2
+        options.completions = 4
+        options.rounds = 1
+    return options
 
 
 def main() -> None:
-    asked = options()
-    torch.set_num_threads(asked.threads)
+    options = parse_options()
+    torch.set_num_threads(options.threads)
     load = Load()
-    name = "gpu" if asked.device.startswith("cuda") else "gpu-on-cpu"
-    report = Report(name, f"Sampling and learning on {device_name(asked.device)}", asked.results)
-    rates = [
-        r
-        for size in (4096, 8192)
-        for r in matrix_product(size // (8 if asked.quick else 1), 5, asked.device)["rates"]
-    ]
-    peaks = {"the measured peak": max(rates)}
-    sheet = data_sheet_peak(device_name(asked.device))
-    if sheet is not None:
-        peaks["the data sheet's peak"] = sheet
-    report.text(
-        f"{asked.prompts} prompts × {asked.completions} completions; a quarter of the context is the prompt; "
-        f"{asked.tokens} tokens in a micro-batch. Medians, with the smallest and largest value. Peaks of bfloat16 "
-        f"products in TFLOP/s: {max(rates) / 1e12:.3g} measured with square matrices"
-        + (f", {sheet / 1e12:.3g} by the data sheet." if sheet is not None else ".")
+    name = "gpu" if options.device.startswith("cuda") else "gpu-on-cpu"
+    report = Report(
+        name, f"Sampling and learning on {device_name(options.device)}", options.results
     )
-    for context in asked.contexts:  # what needs least time first
-        for name in asked.models:
-            row = measure(asked, name, context, peaks, report)
+    sizes = (512, 1024) if options.quick else (4096, 8192)
+    rates = []
+    for size in sizes:
+        rates += matrix_product(size, 5, options.device)["rates"]
+    peaks = {"the measured peak": max(rates)}
+    peaks_text = f"{max(rates) / 1e12:.3g} measured with square matrices"
+    sheet_peak = data_sheet_peak(device_name(options.device))
+    if sheet_peak is not None:
+        peaks["the data sheet's peak"] = sheet_peak
+        peaks_text += f", {sheet_peak / 1e12:.3g} by the data sheet"
+    report.text(
+        f"{options.prompts} prompts × {options.completions} completions; "
+        "a quarter of the context is the prompt; "
+        f"{options.tokens} tokens in a micro-batch. Medians, with the smallest and largest value. "
+        f"Peaks of bfloat16 products in TFLOP/s: {peaks_text}."
+    )
+    # Contexts in the outer loop: short ones, which take least time, come first for all models.
+    for context in options.contexts:
+        for name in options.models:
+            row = measure(options, name, context, peaks, report)
             report.table(f"{name}, {context} tokens", [row])
-            report.write(machine(asked.threads, load))  # kept, whatever the next one does
+            # Written after each row, so that a later one that fails loses nothing.
+            report.write(machine(options.threads, load))
 
 
 def measure(
-    asked: argparse.Namespace, name: str, context: int, peaks: dict[str, float], report: Report
+    options: argparse.Namespace, name: str, context: int, peaks: dict[str, float], report: Report
 ) -> dict[str, str]:
-    """The row of a model at a context."""
-    free_memory(asked.device)  # of the model before
-    policy = make_policy(name, asked.device)
+    """Measures a model at a context and returns its row of the table."""
+    free_memory(options.device)  # that of the previous model
+    policy = make_policy(name, options.device)
     trainer = Trainer(policy, resolve("grpo", {"beta": 0.0}), Optimization(lr=1e-6))
-    sampler = LocalSampler(
-        copy_policy(policy), SEED, context - context // 4, asked.prompts * asked.completions
-    )
-    turns = [once(asked, trainer, sampler, context, turn) for turn in range(1 + asked.rounds)][1:]
-    column = {key: [turn[key] for turn in turns] for key in turns[0]}
-    report.raw[f"{name}, {context}"] = column
+    rows_at_once = options.prompts * options.completions
+    sampler = LocalSampler(copy_policy(policy), SEED, completion_length(context), rows_at_once)
+    train_batch(options, trainer, sampler, context, turn=0)  # a warm-up
+    batches = [
+        train_batch(options, trainer, sampler, context, turn)
+        for turn in range(1, 1 + options.rounds)
+    ]
+    columns = {key: [batch[key] for batch in batches] for key in batches[0]}
+    report.raw[f"{name}, {context}"] = columns
     row = {
-        "sampling, tokens/s": spread(column["sampling"], digits=4),
-        "learning, tokens/s": spread(column["learning"], digits=4),
+        "sampling, tokens/s": spread(columns["sampling"], digits=4),
+        "learning, tokens/s": spread(columns["learning"], digits=4),
     }
     for label, peak in peaks.items():
-        row[f"learning, share of {label}"] = f"{median(column['flops']) / peak:.1%}"
-    if asked.device.startswith("cuda"):
-        row |= {
-            phase: gigabytes(max(column[phase]))
-            for phase in ("memory of sampling", "memory of learning")
-        }
+        row[f"learning, share of {label}"] = f"{median(columns['flops']) / peak:.1%}"
+    if options.device.startswith("cuda"):
+        for memory in ("memory of sampling", "memory of learning"):
+            row[memory] = gigabytes(max(columns[memory]))
     return row
 
 
-def once(
-    asked: argparse.Namespace, trainer: Trainer, sampler: LocalSampler, context: int, turn: int
+def prompt_length(context: int) -> int:
+    return context // 4
+
+
+def completion_length(context: int) -> int:
+    return context - prompt_length(context)
+
+
+def train_batch(
+    options: argparse.Namespace, trainer: Trainer, sampler: LocalSampler, context: int, turn: int
 ) -> dict[str, float]:
-    """A batch is sampled and learned from; rewards are drawn, so that every group has a signal."""
+    """Samples a batch and learns from it. Rewards are random, so that every group has a signal.
+
+    Returns tokens and operations per second, and bytes of memory.
+    """
     policy = trainer.policy
+    # The tokenizer knows fewer tokens than some heads have rows.
     vocabulary = min(policy.model.head.weight.shape[0], 40_000)
     requests = []
-    for key in range(asked.prompts):
-        ids = (uniforms(context // 4, SEED, "prompt", turn, key) * vocabulary).astype("int64")
-        requests.append(Request(turn, 0, Prompt(key, (), None, tuple(ids.tolist()))))
+    for key in range(options.prompts):
+        random_numbers = uniforms(prompt_length(context), SEED, "prompt", turn, key)
+        token_ids = (random_numbers * vocabulary).astype("int64")
+        prompt = Prompt(key, (), None, tuple(token_ids.tolist()))
+        requests.append(Request(turn, 0, prompt))
     sampler.sync_weights(policy.weights, policy.version)
-    generated, sampling, sampling_memory = timed(
-        asked.device, lambda: list(sampler.sample(requests, asked.completions))
+    generated, sampling_seconds, sampling_memory = timed(
+        options.device, lambda: list(sampler.sample(requests, options.completions))
     )
     groups = [rewarded(group, turn) for _, group in generated]
-    batch = assemble(groups, trainer.recipe, context - context // 4, SEED, turn)
-    rows = trainer.pack(batch, asked.tokens)
-    _, learning, learning_memory = timed(
-        asked.device, lambda: trainer.step(rows, batch.in_objective)
+    batch = assemble(groups, trainer.recipe, completion_length(context), SEED, turn)
+    rows = trainer.pack(batch, options.tokens)
+    _, learning_seconds, learning_memory = timed(
+        options.device, lambda: trainer.step(rows, in_objective=batch.in_objective)
     )
-    tokens = sum(len(c.token_ids) for group in groups for c in group.completions)
+    sampled = sum(len(c.token_ids) for group in groups for c in group.completions)
+    learned = sum(len(micro.packed.token_ids) for micro in rows)
+    flops = sum(learning_flops(micro, policy) for micro in rows)
     return {
-        "sampling": tokens / sampling,
-        "learning": sum(len(micro.packed.token_ids) for micro in rows) / learning,
-        "flops": sum(learning_flops(micro, policy) for micro in rows) / learning,
+        "sampling": sampled / sampling_seconds,
+        "learning": learned / learning_seconds,
+        "flops": flops / learning_seconds,
         "memory of sampling": sampling_memory,
         "memory of learning": learning_memory,
     }
 
 
-def timed(device: str, compute: Callable[[], Any]) -> tuple[Any, float, float]:
-    """What it returns, its seconds, and the most memory allocated on a GPU meanwhile (0 on a CPU), in bytes."""
+def timed(device: str, compute: Callable[[], Result]) -> tuple[Result, float, float]:
+    """Result and seconds of a computation, and the most bytes allocated on a GPU (0 on a CPU)."""
     on_gpu = device.startswith("cuda")
     gc.collect()
     if on_gpu:
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
     started = time.perf_counter()
-    made = compute()
+    result = compute()
     if on_gpu:
         torch.cuda.synchronize(device)
     seconds = time.perf_counter() - started
-    return made, seconds, torch.cuda.max_memory_allocated(device) if on_gpu else 0
+    memory = torch.cuda.max_memory_allocated(device) if on_gpu else 0
+    return result, seconds, memory
 
 
 def free_memory(device: str) -> None:
@@ -206,18 +238,17 @@ def free_memory(device: str) -> None:
 
 
 def rewarded(group: Group, turn: int) -> Group:
+    """The group with random rewards, which depend on the turn and the prompt."""
     rewards = uniforms(len(group.completions), SEED, "reward", turn, group.prompt.key)
-    return dataclasses.replace(
-        group,
-        completions=tuple(
-            dataclasses.replace(c, outcome=Outcome.scored(float(reward)))
-            for c, reward in zip(group.completions, rewards, strict=True)
-        ),
+    completions = tuple(
+        dataclasses.replace(completion, outcome=Outcome.scored(float(reward)))
+        for completion, reward in zip(group.completions, rewards, strict=True)
     )
+    return dataclasses.replace(group, completions=completions)
 
 
 def make_policy(name: str, device: str) -> Policy:
-    """A model of random weights, with the embedded model's tokenizer."""
+    """A model with random weights and the embedded model's tokenizer."""
     attention.register()
     torch.manual_seed(SEED)
     with torch.device(device):
@@ -228,8 +259,11 @@ def make_policy(name: str, device: str) -> Policy:
 
 
 def data_sheet_peak(name: str) -> float | None:
-    """FLOP/s of bfloat16 products by the data sheet of a GPU; None for one that DATA_SHEET does not have."""
-    return next((1e12 * peak for gpu, peak in DATA_SHEET.items() if gpu in name), None)
+    """FLOP/s of bfloat16 products by a GPU's data sheet; None if DATA_SHEET lacks it."""
+    for gpu, teraflops in DATA_SHEET.items():
+        if gpu in name:
+            return 1e12 * teraflops
+    return None
 
 
 def device_name(device: str) -> str:

@@ -1,98 +1,88 @@
-"""A batch of the demo with adapters, beside one with full training: seconds, and the most memory. See README.md.
+"""Seconds and memory of a batch of the demo, with adapters and with full training. See README.md.
 
 make bench-lora
 python benchmarks/bench_lora.py --r 16 --rounds 3
 
-Runs of the demo (addition/full.toml) take turns: full training, adapters, adapters, full training, and so on. The
-first two batches of each are left out.
+Runs of the demo (addition/full.toml) take turns: full training, adapters, adapters, full training,
+and so on. The first two batches of each are left out.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from measuring import Load, Report, gigabytes, machine, median, ratio, spread
-from processes import HERE, train
-from work import common_options
+from processes import train_with_peaks
+from work import DEMO, common_options, demo_settings
 
 from lagrpo.runs import load_metrics
 
-DEMO = HERE.parent / "experiments" / "addition" / "full.toml"
 PARTS = ("step", "generate", "train", "score", "sync")
-WARM = 2  # batches that are left out
+# Batches at the start of a run that do not count.
+WARM = 2
 
 
-def options() -> argparse.Namespace:
+def parse_options() -> argparse.Namespace:
     parser = common_options(__doc__)
     parser.add_argument("--r", type=int, default=16, help="rank of the adapters")
     parser.add_argument("--lr", type=float, default=5e-4, help="learning rate of the adapters")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each side")
     parser.add_argument("--batches", type=int, default=10, help="of each run")
-    asked = parser.parse_args()
-    if asked.quick:
-        asked.rounds, asked.batches = 1, WARM + 1
-    return asked
+    options = parser.parse_args()
+    if options.quick:
+        options.rounds = 1
+        options.batches = WARM + 1
+    return options
 
 
 def main() -> None:
-    asked = options()
-    load, report = (
-        Load(),
-        Report("lora", f"Adapters (r = {asked.r}) beside full training", asked.results),
-    )
-    sides = {
+    options = parse_options()
+    load = Load()
+    report = Report("lora", f"Adapters (r = {options.r}) beside full training", options.results)
+    sides: dict[str, dict[str, object]] = {
         "full training": {},
-        "adapters": {"model.lora_r": asked.r, "optimizer.learning_rate": asked.lr},
+        "adapters": {"model.lora_r": options.r, "optimizer.learning_rate": options.lr},
     }
     seconds: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
     peaks: dict[str, list[int]] = {name: [] for name in sides}
-    for turn in range(asked.rounds):
-        for name in list(sides)[:: 1 if turn % 2 == 0 else -1]:
+    for turn in range(options.rounds):
+        for name in sides if turn % 2 == 0 else reversed(sides):
             with tempfile.TemporaryDirectory() as scratch:
-                found, peak = run(asked, sides[name], Path(scratch))
-            seconds[name].append(found)
+                run_seconds, peak = run(options, sides[name], Path(scratch))
+            seconds[name].append(run_seconds)
             peaks[name].append(peak)
-            print(f"{name}: {found['step']:.2f} s a batch, {gigabytes(peak)}", flush=True)
-    report.raw["seconds"], report.raw["peaks"] = seconds, peaks
-    report.text(f"Medians over {asked.rounds} runs of the median batch (smallest … largest).")
+            print(f"{name}: {run_seconds['step']:.2f} s a batch, {gigabytes(peak)}", flush=True)
+    report.raw["seconds"] = seconds
+    report.raw["peaks"] = peaks
+    report.text(f"Medians over {options.rounds} runs of the median batch (smallest … largest).")
     report.table("Seconds of a batch of the demo", [row(part, seconds) for part in PARTS])
-    report.table("Most memory", [{name: gigabytes(median(of)) for name, of in peaks.items()}])
+    median_peaks = {name: gigabytes(median(side_peaks)) for name, side_peaks in peaks.items()}
+    report.table("Most memory", [median_peaks])
     load.add_ended()
-    report.write(machine(asked.threads, load))
+    report.write(machine(options.threads, load))
 
 
 def row(part: str, seconds: Mapping[str, list[dict[str, float]]]) -> dict[str, str]:
-    of_sides = {name: [run[part] for run in runs] for name, runs in seconds.items()}
-    full, adapters = of_sides.values()
-    shown = {name: spread(values, " s") for name, values in of_sides.items()}
-    return {"": part, **shown, "adapters / full": ratio(adapters, full) if min(full) > 0 else "–"}
+    part_seconds = {name: [run[part] for run in runs] for name, runs in seconds.items()}
+    spreads = {name: spread(values, " s") for name, values in part_seconds.items()}
+    full = part_seconds["full training"]
+    adapters = part_seconds["adapters"]
+    adapters_by_full = ratio(adapters, full) if min(full) > 0 else "–"
+    return {"": part, **spreads, "adapters / full": adapters_by_full}
 
 
 def run(
-    asked: argparse.Namespace, side: Mapping[str, Any], scratch: Path
+    options: argparse.Namespace, side: Mapping[str, object], scratch: Path
 ) -> tuple[dict[str, float], int]:
-    """The seconds of the median batch by part, and the peak in bytes."""
-    settings = {
-        "run.output_dir": scratch,
-        "run.name": "run",
-        "checkpoint.save-total-limit": 0,
-        "checkpoint.save-minutes": 0,
-        "eval.at-start": False,
-        "model.path": asked.model,
-        "schedule.batches": asked.batches,
-        **side,
-    }
-    (scratch / "peaks").mkdir()
-    os.environ["PEAK_OF_RANKS"] = str(scratch / "peaks")
-    train(DEMO, settings, 1, asked.threads, program=[str(HERE / "peak_of_rank.py")])
+    """Trains once. Returns the seconds of the median batch by part, and the peak in bytes."""
+    settings = {**demo_settings(options.model, options.batches, scratch), **side}
+    [peak] = train_with_peaks(DEMO, settings, ranks=1, threads=options.threads, scratch=scratch)
     metrics = load_metrics(scratch / "run")[WARM:]
-    found = {part: median(line[f"time/{part}"] for line in metrics) for part in PARTS}
-    return found, int((scratch / "peaks" / "0").read_text(encoding="utf-8"))
+    seconds = {part: median(line[f"time/{part}"] for line in metrics) for part in PARTS}
+    return seconds, peak
 
 
 if __name__ == "__main__":

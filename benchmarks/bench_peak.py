@@ -1,4 +1,4 @@
-"""How much of the machine learning uses, and how much memory an update takes, beside TRL. See README.md.
+"""Training as a share of the machine's peak, and memory compared with TRL. See README.md.
 
 make bench-peak
 python benchmarks/bench_peak.py --help
@@ -11,15 +11,15 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from bench_trl import DEFAULT, best_settings, described
+from bench_trl import DEFAULT, best_settings, describe
 from measuring import Load, Report, gigabytes, machine, median, spread
 from processes import Side
-from sides import require_same_work, start_ours, start_trl, values
+from sides import Measurements, require_same_work, start_ours, start_trl, values
 from work import (
     DTYPE,
     WORKS,
     Work,
-    asked_for,
+    apply_options,
     common_options,
     read_prompts,
     require_peer,
@@ -29,7 +29,7 @@ from work import (
 SIZES = (1024, 2048, 4096)  # of the square matrices
 
 
-def options() -> argparse.Namespace:
+def parse_options() -> argparse.Namespace:
     parser = common_options(__doc__)
     parser.add_argument(
         "--peer", type=Path, default=Path(".venv-trl/bin/python"), help="a Python that has TRL"
@@ -43,133 +43,144 @@ def options() -> argparse.Namespace:
 
 
 def main() -> None:
-    asked = options()
-    require_peer(asked, "check-trl")
-    works = [asked_for(WORKS[name], asked) for name in asked.work]
-    load, versions = Load(), {}
-    report = Report("peak", "Share of the peak, and memory", asked.results)
+    options = parse_options()
+    require_peer(options, "check-trl")
+    works = [apply_options(WORKS[name], options) for name in options.work]
+    load = Load()
+    versions = {}
+    report = Report("peak", "Share of the peak, and memory", options.results)
     for work in works:
-        share(asked, work, report, load)
+        share(options, work, report, load)
     for work in works:
-        versions = memory(asked, work, report, load) or versions
-    report.write(machine(asked.threads, load, versions))
+        versions = memory(options, work, report, load) or versions
+    report.write(machine(options.threads, load, versions))
 
 
-def share(asked: argparse.Namespace, work: Work, report: Report, load: Load) -> None:
-    """Learning: operations that it cannot do without (ours.learning_flops) per second, as a share of what a large
-    matrix product of the same dtype reaches in the same process between the updates."""
-    rates: dict[int, list[float]] = {size: [] for size in SIZES[: 1 if asked.quick else None]}
-    updates = []
+def share(options: argparse.Namespace, work: Work, report: Report, load: Load) -> None:
+    """Compares the rate of learning with that of large matrix products of the same dtype.
+
+    Only the operations that learning needs count (ours.learning_flops). The products run in the
+    same process between the updates, so that both meet the same machine.
+    """
+    sizes = SIZES[:1] if options.quick else SIZES
+    rates: dict[int, list[float]] = {size: [] for size in sizes}
+    updates: Measurements = []
     with (
         tempfile.TemporaryDirectory() as scratch,
-        start_ours("ours", work, Path(scratch), asked.threads) as side,
+        start_ours("ours", work, Path(scratch), options.threads) as side,
     ):
         side.update()
-        for turn in range(asked.updates):
+        for turn in range(options.updates):
             for size in rates:
                 rates[size] += products(side, size)
             updates.append(side.update())
-            print(
-                f"  {work.name}, update {turn + 1}: learning {updates[-1]['phases']['learning']:.2f} s",
-                flush=True,
-            )
+            seconds = updates[-1]["phases"]["learning"]
+            print(f"  {work.name}, update {turn + 1}: learning {seconds:.2f} s", flush=True)
         load.add(side)
-    peak = max(median(rate) for rate in rates.values())
-    reached = [update["flops"] / update["phases"]["learning"] for update in updates]
+    peak = max(median(size_rates) for size_rates in rates.values())
+    operations = [update["flops"] for update in updates]
+    learning_seconds = [update["phases"]["learning"] for update in updates]
+    learning_rates = [
+        flops / seconds for flops, seconds in zip(operations, learning_seconds, strict=True)
+    ]
+    product_rates = ", ".join(
+        f"{size}: {spread(in_giga(size_rates))} GFLOP/s" for size, size_rates in rates.items()
+    )
     report.raw[f"share, {work.name}"] = {"rates": rates, "updates": updates}
     report.table(
         f"Learning, {work.title}",
         [
-            {
-                "": f"{DTYPE} product of square matrices",
-                " ": ", ".join(
-                    f"{size}: {spread([r / 1e9 for r in rate])} GFLOP/s"
-                    for size, rate in rates.items()
-                ),
-            },
-            {"": "peak: the largest of these medians", " ": f"{peak / 1e9:.0f} GFLOP/s"},
-            {
-                "": "learning, operations",
-                " ": f"{median(values(updates, 'flops')) / 1e9:.0f} GFLOP",
-            },
-            {
-                "": "learning, seconds",
-                " ": spread([update["phases"]["learning"] for update in updates]),
-            },
-            {
-                "": "learning, operations per second",
-                " ": spread([r / 1e9 for r in reached], " GFLOP/s"),
-            },
-            {
-                "": "share of the peak",
-                " ": f"**{median(reached) / peak:.0%}** ({min(reached) / peak:.0%} … "
-                f"{max(reached) / peak:.0%})",
-            },
+            table_row(f"{DTYPE} product of square matrices", product_rates),
+            table_row("peak: the largest of these medians", f"{peak / 1e9:.0f} GFLOP/s"),
+            table_row("learning, operations", f"{median(operations) / 1e9:.0f} GFLOP"),
+            table_row("learning, seconds", spread(learning_seconds)),
+            table_row(
+                "learning, operations per second", spread(in_giga(learning_rates), " GFLOP/s")
+            ),
+            table_row(
+                "share of the peak",
+                f"**{median(learning_rates) / peak:.0%}** "
+                f"({min(learning_rates) / peak:.0%} … {max(learning_rates) / peak:.0%})",
+            ),
         ],
     )
 
 
+def table_row(name: str, value: str) -> dict[str, str]:
+    return {"": name, " ": value}
+
+
+def in_giga(numbers: list[float]) -> list[float]:
+    return [number / 1e9 for number in numbers]
+
+
 def products(side: Side, size: int) -> list[float]:
-    return side.ask("question", name="matrix_product", size=size, repetitions=3, dtype=DTYPE)[
-        "rates"
-    ]
+    """Operations per second of three matrix products in the side's process."""
+    reply = side.ask("question", name="matrix_product", size=size, repetitions=3, dtype=DTYPE)
+    return reply["rates"]
 
 
-def memory(asked: argparse.Namespace, work: Work, report: Report, load: Load) -> dict[str, str]:
-    """The most memory resident in two updates, ours and TRL's, in micro-batches of as many completions."""
+def memory(options: argparse.Namespace, work: Work, report: Report, load: Load) -> dict[str, str]:
+    """Measures the most memory resident in two updates of each side, alone on the machine.
+
+    Both sides have micro-batches of the same number of completions. Returns TRL's versions.
+    """
     rows: list[dict[str, Any]] = []
     versions: dict[str, str] = {}
-    settings = best_settings(asked.results, work)
-    for count in [4] if asked.quick else asked.micro_batches:
+    settings = {**DEFAULT, **best_settings(options.results, work)}
+    for completions in [4] if options.quick else options.micro_batches:
         for checkpointing in (False, True):
-            trl = {
-                **DEFAULT,
-                **settings,
-                "per_device": count,
-                "gradient_checkpointing": checkpointing,
-            }
-            with tempfile.TemporaryDirectory() as scratch:
-                place = (work, Path(scratch), asked.threads)
-                tokens = budget(work, count, Path(scratch))
-                own = {
+            varied = {"per_device": completions, "gradient_checkpointing": checkpointing}
+            config = {**settings, **varied}
+            with tempfile.TemporaryDirectory() as name:
+                scratch = Path(name)
+                tokens = micro_batch_tokens(work, completions, scratch)
+                optimizer = {
                     "learning_rate": 1e-5,
                     "micro_batch_tokens": tokens,
                     "gradient_checkpointing": checkpointing,
                 }
-                with start_ours("ours", *place, optimizer=own) as side:
-                    ours = [side.update() for _ in range(2)]
+                threads = options.threads
+                with start_ours("ours", work, scratch, threads, optimizer=optimizer) as side:
+                    our_updates = [side.update() for _ in range(2)]
                     load.add(side)
-                with start_trl("trl", *place, python=asked.peer, config=trl) as side:
-                    theirs = [side.update() for _ in range(2)]
+                with start_trl("trl", work, scratch, threads, options.peer, config) as side:
+                    trl_updates = [side.update() for _ in range(2)]
                     load.add(side)
                     versions = side.facts["versions"]
-            require_same_work(ours, theirs)
-            peaks = [max(values(measurements, "peak_bytes")) for measurements in (ours, theirs)]
-            report.raw[f"memory, {work.name}, {described(trl)}"] = {
-                "ours": ours,
-                "trl": theirs,
+            require_same_work(our_updates, trl_updates)
+            our_peak = max(values(our_updates, "peak_bytes"))
+            trl_peak = max(values(trl_updates, "peak_bytes"))
+            report.raw[f"memory, {work.name}, {describe(config)}"] = {
+                "ours": our_updates,
+                "trl": trl_updates,
                 "tokens": tokens,
             }
             rows.append(
                 {
-                    "completions in a micro-batch": count,
+                    "completions in a micro-batch": completions,
                     "activation checkpointing": "both" if checkpointing else "neither",
-                    "ours": f"{gigabytes(peaks[0])} ({tokens} tokens)",
-                    "TRL": gigabytes(peaks[1]),
-                    "ours / TRL": f"**{peaks[0] / peaks[1]:.2f}**",
+                    "ours": f"{gigabytes(our_peak)} ({tokens} tokens)",
+                    "TRL": gigabytes(trl_peak),
+                    "ours / TRL": f"**{our_peak / trl_peak:.2f}**",
                 }
             )
     report.table(f"Most memory resident, {work.title}", rows)
-    report.text(f"TRL, but for what the table varies: {described({**DEFAULT, **settings})}.")
+    report.text(f"TRL, but for what the table varies: {describe(settings)}.")
     return versions
 
 
-def budget(work: Work, completions: int, scratch: Path) -> int:
-    """Tokens of a micro-batch that holds so many completions of full length with the longest prompts: where they are
-    shorter it holds more of them, never fewer."""
+def micro_batch_tokens(work: Work, completions: int, scratch: Path) -> int:
+    """Tokens of a micro-batch that holds `completions` of full length with the longest prompts.
+
+    If completions or prompts are shorter, it holds more of them, never fewer.
+    """
     rows = read_prompts(write_prompts(work, scratch / "longest.jsonl"))
     groups = -(-completions // work.G)
-    return groups * max(row["tokens"] for row in rows) + completions * (work.max_tokens - 1)
+    longest_prompt = max(row["tokens"] for row in rows)
+    # Each prompt is computed once per group. A completion has a row less than tokens: its last
+    # token predicts nothing.
+    return groups * longest_prompt + completions * (work.max_tokens - 1)
 
 
 if __name__ == "__main__":

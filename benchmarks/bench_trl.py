@@ -1,7 +1,7 @@
-"""A whole update of ours and of TRL: sampling, rewards, learning, and the rest. See README.md.
+"""A whole update of lagrpo and of TRL: sampling, rewards, learning, and the rest. See README.md.
 
 make bench-trl                       install TRL, compare losses and gradients, then measure
-make bench-trl OPTIONS=--scan        look for TRL's best settings on this machine first, and keep them
+make bench-trl OPTIONS=--scan        find TRL's best settings on this machine first, and keep them
 python benchmarks/bench_trl.py --help
 """
 
@@ -10,7 +10,9 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from measuring import Load, Report, gigabytes, machine, median, ratio, spread
@@ -24,15 +26,24 @@ from sides import (
     start_trl,
     values,
 )
-from work import DTYPE, HASHED, LONG, WORKS, Work, asked_for, common_options, require_peer
+from work import DTYPE, HASHED, LONG, WORKS, Work, apply_options, common_options, require_peer
 
-DEFAULT: dict[str, Any] = {"per_device": 32}
-"""TRL's settings without a scan: bfloat16 autocast or float32 (work.DTYPE), no activation checkpointing, micro-batches
-of 32."""
-DEFAULT_LONG: dict[str, Any] = {"per_device": 8}
-"""The same for the long work, of which TRL wants 19 GB for a micro-batch of 32, more than 24 GB leave beside ours."""
+TrlSettings = dict[str, Any]
+"""Arguments of work.trl: `per_device` and arguments of GRPOConfig."""
 
-SCANNED: dict[str, list[dict[str, Any]]] = {
+DEFAULT: TrlSettings = {"per_device": 32}
+"""TRL's settings without a scan.
+
+They mean bfloat16 autocast or float32 (work.DTYPE), no activation checkpointing, micro-batches of
+32.
+"""
+DEFAULT_LONG: TrlSettings = {"per_device": 8}
+"""The same for the long work.
+
+There TRL needs 19 GB for a micro-batch of 32, more than a machine of 24 GB has free beside lagrpo.
+"""
+
+SCANNED: dict[str, list[TrlSettings]] = {
     "completions in a micro-batch": [{"per_device": count} for count in (8, 16, 32, 64, 128)],
     "arithmetic": [
         {},
@@ -42,14 +53,18 @@ SCANNED: dict[str, list[dict[str, Any]]] = {
     "sampler": [{}, {"use_transformers_continuous_batching": True}],
     "activation checkpointing": [{}, {"gradient_checkpointing": True}],
 }
-"""What a scan varies, one after the other, each at the best of those before it.
+"""The changes that a scan tries, kind by kind, each on the best settings so far.
 
-Settings that leave TRL with weights in bfloat16 alone, without float32 masters, are shown but not taken: they are other
-work. A step of 1e-5 is less than half the distance to the next bfloat16 number for every weight above 0.004, so that
-most of an update is rounded away. Continuous batching is among them when it goes with bf16: it casts the weights."""
+Settings that leave TRL with weights in bfloat16 alone, without float32 masters, are shown but not
+taken: they do other work. A step of 1e-5 is less than half the distance to the next bfloat16 number
+for every weight above 0.004, so that most of an update is rounded away. Continuous batching with
+bf16 is one of these settings, because it casts the weights.
+"""
+
+OURS_AND_TRL = tuple[Measurements, Measurements]
 
 
-def options() -> argparse.Namespace:
+def parse_options() -> argparse.Namespace:
     parser = common_options(__doc__)
     parser.add_argument(
         "--peer", type=Path, default=Path(".venv-trl/bin/python"), help="a Python that has TRL"
@@ -73,112 +88,132 @@ def options() -> argparse.Namespace:
 
 
 def main() -> None:
-    asked = options()
-    require_peer(asked, "check-trl")
-    works = [asked_for(WORKS[name], asked) for name in asked.work]
-    for work in works if asked.scan else ():
-        scan(asked, work)
-    load, versions = Load(), {}
-    report = Report("trl", "A whole update: ours and TRL", asked.results)
+    options = parse_options()
+    require_peer(options, "check-trl")
+    works = [apply_options(WORKS[name], options) for name in options.work]
+    if options.scan:
+        for work in works:
+            scan(options, work)
+    load = Load()
+    report = Report("trl", "A whole update: ours and TRL", options.results)
     report.text(
-        "Medians, with the smallest and the largest value. A ratio is that of the medians, with the smallest and the "
-        "largest of consecutive updates; above 1, lagrpo is faster or smaller."
+        "Medians, with the smallest and the largest value. A ratio is that of the medians, with "
+        "the smallest and the largest of consecutive updates; above 1, lagrpo is faster or smaller."
     )
     for work in works:
-        settings = fitting(work, asked.trl or best_settings(asked.results, work))
+        settings = fit_micro_batches(work, options.trl or best_settings(options.results, work))
         report.text(
-            f"# {work.title}\n\nTRL: {described(settings)}. Ours: {DTYPE}, micro-batches of 4096 tokens."
+            f"# {work.title}\n\n"
+            f"TRL: {describe(settings)}. Ours: {DTYPE}, micro-batches of 4096 tokens."
         )
-        for name, reward, updates in (
-            ("a reward that leaves no group without a signal", HASHED, asked.updates),
-            ("the task's own reward", work.judge, asked.own_updates),
-        ):
-            if updates:
-                ours, trl, versions = compared(asked, work, settings, reward, updates, load)
-                report.raw[f"{work.name}, {name}"] = {
-                    "settings": settings,
-                    "ours": ours,
-                    "trl": trl,
-                }
-                report.table(f"{work.name}, {name}", rows(ours, trl))
-                report.text(f"Ours: {phases(ours)}.\n\nTRL: {phases(trl)}.")
-                report.write(
-                    machine(asked.threads, load, versions)
-                )  # kept, whatever the next one does
+        rewards = (
+            ("a reward that leaves no group without a signal", HASHED, options.updates),
+            ("the task's own reward", work.judge, options.own_updates),
+        )
+        for reward_name, reward, updates in rewards:
+            if updates == 0:
+                continue
+            (ours, trl), versions = measure(options, work, settings, reward, updates, load)
+            heading = f"{work.name}, {reward_name}"
+            report.raw[heading] = {"settings": settings, "ours": ours, "trl": trl}
+            report.table(heading, rows(ours, trl))
+            report.text(f"Ours: {phases(ours)}.\n\nTRL: {phases(trl)}.")
+            # Written after each comparison, so that a later one that fails loses nothing.
+            report.write(machine(options.threads, load, versions))
 
 
-def compared(
-    asked: argparse.Namespace,
+def measure(
+    options: argparse.Namespace,
     work: Work,
-    settings: dict[str, Any],
+    settings: TrlSettings,
     reward: str,
     updates: int,
     load: Load,
-) -> tuple[Measurements, Measurements, dict[str, str]]:
-    """Both sides in turn on the same prompts; and TRL's versions."""
-    with tempfile.TemporaryDirectory() as scratch:
-        place = (work, Path(scratch), asked.threads)
+) -> tuple[OURS_AND_TRL, dict[str, str]]:
+    """Measures both sides in turn on the same prompts. Also returns TRL's versions."""
+    with tempfile.TemporaryDirectory() as name:
+        scratch = Path(name)
         with (
-            start_ours("ours", *place, reward=reward) as ours,
-            start_trl("trl", *place, python=asked.peer, config=settings, reward=reward) as trl,
+            start_ours("ours", work, scratch, options.threads, reward=reward) as ours,
+            start_trl(
+                "trl",
+                work,
+                scratch,
+                options.threads,
+                python=options.peer,
+                config=settings,
+                reward=reward,
+            ) as trl,
         ):
-            own, theirs = interleaved([ours, trl], asked.warmup, updates)
+            our_updates, trl_updates = interleaved([ours, trl], options.warmup, updates)
             load.add(ours, trl)
-    require_same_work(own, theirs)
-    return own, theirs, trl.facts["versions"]
+    require_same_work(our_updates, trl_updates)
+    return (our_updates, trl_updates), trl.facts["versions"]
 
 
-def rows(ours: Measurements, trl: Measurements) -> list[dict[str, Any]]:
+def rows(ours: Measurements, trl: Measurements) -> list[dict[str, str]]:
     """The lines of a comparison."""
-    lines: list[tuple[str, ...]] = [
-        (
+    our_peak = max(values(ours, "peak_bytes"))
+    trl_peak = max(values(trl, "peak_bytes"))
+    return [
+        row(
             "seconds per update",
             spread(values(ours, "seconds")),
             spread(values(trl, "seconds")),
             ratio(values(trl, "seconds"), values(ours, "seconds")),
         ),
-        (
+        row(
             "milliseconds per completion token",
-            *(spread([1000 * x for x in per_token(side)]) for side in (ours, trl)),
+            spread([1000 * seconds for seconds in per_token(ours)]),
+            spread([1000 * seconds for seconds in per_token(trl)]),
             ratio(per_token(trl), per_token(ours)),
         ),
-        (
+        row(
             "completion tokens sampled",
-            *(spread(values(side, "sampled"), digits=4) for side in (ours, trl)),
-            "",
+            spread(values(ours, "sampled"), digits=4),
+            spread(values(trl, "sampled"), digits=4),
         ),
-        (
+        row(
             "completion tokens learned from",
-            *(spread(values(side, "learned"), digits=4) for side in (ours, trl)),
-            "",
+            spread(values(ours, "learned"), digits=4),
+            spread(values(trl, "learned"), digits=4),
         ),
-        (
+        row(
             "groups with equal rewards",
-            *(f"{sum(values(s, 'flat')) / len(s):.0%}" for s in (ours, trl)),
-            "",
+            f"{fmean(values(ours, 'flat')):.0%}",
+            f"{fmean(values(trl, 'flat')):.0%}",
         ),
-        (
+        row(
             "most memory resident",
-            *(gigabytes(max(values(side, "peak_bytes"))) for side in (ours, trl)),
-            f"{max(values(trl, 'peak_bytes')) / max(values(ours, 'peak_bytes')):.2f}",
+            gigabytes(our_peak),
+            gigabytes(trl_peak),
+            f"{trl_peak / our_peak:.2f}",
         ),
-        ("updates measured", str(len(ours)), str(len(trl)), ""),
+        row("updates measured", str(len(ours)), str(len(trl))),
     ]
-    return [dict(zip(("", "ours", "TRL", "TRL / ours"), line, strict=True)) for line in lines]
 
 
-def scan(asked: argparse.Namespace, work: Work) -> None:
-    """TRL alone: what its update costs under other settings, and the best of them, kept for this and later runs."""
-    load, versions = Load(), {}
-    report = Report(f"trl-scan-{work.name}", "TRL's settings: seconds per update", asked.results)
-    best, tried = fitting(work, DEFAULT), {}
+def row(name: str, ours: str, trl: str, trl_by_ours: str = "") -> dict[str, str]:
+    return {"": name, "ours": ours, "TRL": trl, "TRL / ours": trl_by_ours}
+
+
+def scan(options: argparse.Namespace, work: Work) -> None:
+    """Measures updates of TRL alone under other settings.
+
+    The report keeps the best settings for this and later runs, see best_settings.
+    """
+    load = Load()
+    versions = {}
+    report = Report(f"trl-scan-{work.name}", "TRL's settings: seconds per update", options.results)
+    best = fit_micro_batches(work, DEFAULT)
+    tried: dict[str, tuple[TrlSettings, Measurements]] = {}
     for variants in SCANNED.values():
-        for settings in (best | variant for variant in variants):
-            if described(settings) not in tried and work.completions % settings["per_device"] == 0:
-                measurements, versions = alone(asked, work, settings, load)
-                tried[described(settings)] = settings, measurements
-        masters = [t for t in tried.values() if t[1][-1]["weights"] == "torch.float32"]
-        best, _ = min(masters, key=lambda t: median(values(t[1], "seconds")))
+        for settings in [best | variant for variant in variants]:
+            is_new = describe(settings) not in tried
+            if is_new and work.completions % settings["per_device"] == 0:
+                measurements, versions = measure_trl(options, work, settings, load)
+                tried[describe(settings)] = (settings, measurements)
+        best = fastest_with_masters(tried.values())
     report.raw["best"] = best
     report.raw["tried"] = list(tried.values())
     report.table(
@@ -193,50 +228,65 @@ def scan(asked: argparse.Namespace, work: Work) -> None:
             for name, (_, measurements) in tried.items()
         ],
     )
-    report.text(f"Taken: {described(best)}.")
-    report.write(machine(asked.threads, load, versions))
+    report.text(f"Taken: {describe(best)}.")
+    report.write(machine(options.threads, load, versions))
 
 
-def alone(
-    asked: argparse.Namespace, work: Work, settings: dict[str, Any], load: Load
+def fastest_with_masters(tried: Iterable[tuple[TrlSettings, Measurements]]) -> TrlSettings:
+    """The fastest settings among those that leave TRL with float32 weights."""
+    seconds_and_settings = [
+        (median(values(measurements, "seconds")), settings)
+        for settings, measurements in tried
+        if measurements[-1]["weights"] == "torch.float32"
+    ]
+    _, best = min(seconds_and_settings, key=lambda pair: pair[0])
+    return best
+
+
+def measure_trl(
+    options: argparse.Namespace, work: Work, settings: TrlSettings, load: Load
 ) -> tuple[Measurements, dict[str, str]]:
-    """Updates of TRL; and its versions."""
-    print(f"  {described(settings)}", flush=True)
+    """Measures updates of TRL alone. Also returns its versions."""
+    print(f"  {describe(settings)}", flush=True)
     with (
         tempfile.TemporaryDirectory() as scratch,
-        start_trl("trl", work, Path(scratch), asked.threads, asked.peer, settings) as trl,
+        start_trl("trl", work, Path(scratch), options.threads, options.peer, settings) as trl,
     ):
-        measurements = interleaved([trl], asked.warmup, asked.scan_updates)[0]
+        measurements = interleaved([trl], options.warmup, options.scan_updates)[0]
         load.add(trl)
         return measurements, trl.facts["versions"]
 
 
-def fitting(work: Work, settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings, in micro-batches that the work is not too small for."""
+def fit_micro_batches(work: Work, settings: TrlSettings) -> TrlSettings:
+    """The settings with micro-batches no larger than the batch."""
     return {**settings, "per_device": min(settings["per_device"], work.completions)}
 
 
-def best_settings(results: Path, work: Work) -> dict[str, Any]:
-    """Those that the last scan on this work found, else the default."""
+def best_settings(results: Path, work: Work) -> TrlSettings:
+    """The best settings of the last scan on this work, or the default."""
     path = results / f"trl-scan-{work.name}.json"
     if path.exists():
         return json.loads(path.read_text(encoding="utf-8"))["best"]
     return DEFAULT_LONG if work.name == LONG.name else DEFAULT
 
 
-def described(settings: dict[str, Any]) -> str:
+def describe(settings: TrlSettings) -> str:
     """TRL's settings in words."""
-    throughout = settings.get("model_init_kwargs", {}).get("dtype") == "bfloat16"
-    autocast = settings.get("bf16", DTYPE == "bfloat16")
-    words = [
-        f"micro-batches of {settings['per_device']} completions",
-        "bfloat16 throughout" if throughout else "bfloat16 autocast" if autocast else "float32",
-        "continuous batching"
-        if settings.get("use_transformers_continuous_batching")
-        else "transformers' generate",
-        f"activation checkpointing {'on' if settings.get('gradient_checkpointing') else 'off'}",
-    ]
-    return ", ".join(words)
+    if settings.get("model_init_kwargs", {}).get("dtype") == "bfloat16":
+        arithmetic = "bfloat16 throughout"
+    elif settings.get("bf16", DTYPE == "bfloat16"):
+        arithmetic = "bfloat16 autocast"
+    else:
+        arithmetic = "float32"
+    if settings.get("use_transformers_continuous_batching"):
+        sampler = "continuous batching"
+    else:
+        sampler = "transformers' generate"
+    checkpointing = "on" if settings.get("gradient_checkpointing") else "off"
+    return (
+        f"micro-batches of {settings['per_device']} completions, {arithmetic}, {sampler}, "
+        f"activation checkpointing {checkpointing}"
+    )
 
 
 if __name__ == "__main__":

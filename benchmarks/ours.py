@@ -1,4 +1,4 @@
-"""Our side of a comparison: the real loop (`lagrpo.training.run`), one batch per request.
+"""lagrpo's side of a comparison: its training loop, one batch per request.
 
     python benchmarks/ours.py REQUEST.json
 
@@ -19,7 +19,7 @@ import lagrpo  # noqa: F401 - before PyTorch, as on the command line: it says ho
 # isort: split
 import torch
 from wire import Gate, Wire, imported
-from work import read_prompts
+from work import PromptRow, read_prompts
 
 from lagrpo.model.model import Policy
 from lagrpo.settings.load import load_settings
@@ -32,7 +32,7 @@ from lagrpo.training.step import Step
 
 
 class Stepped(Training):
-    """Waits for a request before each batch, which goes from the weight sync to the line in its metrics."""
+    """Waits for a request before each batch, from its weight sync to its line of metrics."""
 
     def __init__(self, components: TrainerComponents, gate: Gate) -> None:
         super().__init__(components)
@@ -48,42 +48,50 @@ class Stepped(Training):
         self.gate.wait()
 
 
-def measurements(used: Step, policy: Policy) -> dict[str, Any]:
-    """What a batch cost and what was done in it."""
-    groups = used.batch.groups
+def measurements(step: Step, policy: Policy) -> dict[str, Any]:
+    """The measurements of a batch: wire.Update without its times from outside."""
+    groups = step.batch.groups
+    completions = [completion for group in groups for completion in group.completions]
+    rewards = [completion.reward for completion in completions if completion.reward is not None]
+    zero_variance_groups = sum(has_zero_variance(group) for group in groups)
     return {
-        "phases": dict(used.clock.seconds),
+        "phases": dict(step.clock.seconds),
         "prompts": sorted(group.prompt.key for group in groups),
         "prompt_tokens": sum(len(group.prompt.token_ids) for group in groups),
-        "completions": sum(len(group.completions) for group in groups),
-        "sampled": sum(c.length for group in groups for c in group.completions),
-        "learned": sum(len(micro.packed.token_ids) for micro in used.rows),
-        "micro_batches": len(used.rows),
+        "completions": len(completions),
+        "sampled": sum(completion.length for completion in completions),
+        "learned": sum(len(micro.packed.token_ids) for micro in step.rows),
+        "micro_batches": len(step.rows),
         "threads": torch.get_num_threads(),
-        "flat": sum(map(has_zero_variance, groups)) / len(groups),
-        "reward": fmean(
-            c.reward for group in groups for c in group.completions if c.reward is not None
-        ),
-        "flops": sum(learning_flops(micro, policy) for micro in used.rows),
+        "flat": zero_variance_groups / len(groups),
+        "reward": fmean(rewards),
+        "flops": sum(learning_flops(micro, policy) for micro in step.rows),
     }
 
 
 def learning_flops(micro: MicroBatch, policy: Policy) -> float:
-    """Floating-point operations of a forward and a backward pass over a micro-batch that nobody can do without: 6 for
-    each weight of a linear layer and row of it (the head: for completion tokens only), and in the attention 12 for each
-    pair of a token and one that it sees, layer and channel. What is computed twice to save memory counts once."""
-    decoder = sum(
-        m.weight.numel() for m in policy.model.decoder.modules() if isinstance(m, torch.nn.Linear)
-    )
+    """Floating-point operations that a forward and a backward pass over a micro-batch need.
+
+    These are 6 per weight and row of each linear layer (the head: rows of completion tokens only),
+    and in the attention 12 per layer, channel, and pair of a token and one that it attends to:
+    forward 2 per multiplication and addition, backward twice as many. Operations that are computed
+    twice to save memory count once.
+    """
+    linear_layers = [m for m in policy.model.decoder.modules() if isinstance(m, torch.nn.Linear)]
+    decoder_weights = sum(layer.weight.numel() for layer in linear_layers)
+    head_weights = policy.model.head.weight.numel()
+
     text = policy.model.config.get_text_config()
-    channels = text.num_attention_heads * (
-        getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    )
-    rows, tokens = micro.packed.layout.rows, len(micro.packed.token_ids)
-    seen = int((micro.packed.layout.position_ids + 1).sum())
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    channels = text.num_attention_heads * head_dim
+
+    layout = micro.packed.layout
+    completion_tokens = len(micro.packed.token_ids)
+    # A token attends to itself and to all before it, so to one more than its position.
+    attended_pairs = int((layout.position_ids + 1).sum())
     return (
-        6.0 * (decoder * rows + policy.model.head.weight.numel() * tokens)
-        + 12.0 * text.num_hidden_layers * channels * seen
+        6.0 * (decoder_weights * layout.rows + head_weights * completion_tokens)
+        + 12.0 * text.num_hidden_layers * channels * attended_pairs
     )
 
 
@@ -91,9 +99,10 @@ def matrix_product(
     size: int, repetitions: int, device: str = "cpu", dtype: str = "bfloat16"
 ) -> dict[str, list[float]]:
     """Operations per second of products of square matrices, one value for each repetition."""
-    a, b = (torch.randn(size, size, device=device).to(getattr(torch, dtype)) for _ in range(2))
+    a = torch.randn(size, size, device=device).to(getattr(torch, dtype))
+    b = torch.randn(size, size, device=device).to(getattr(torch, dtype))
     wait = torch.cuda.synchronize if device.startswith("cuda") else lambda: None
-    torch.mm(a, b)
+    torch.mm(a, b)  # the first product also chooses kernels and allocates
     rates = []
     for _ in range(repetitions):
         wait()
@@ -105,12 +114,15 @@ def matrix_product(
 
 
 def task(request: dict[str, Any], seed: int) -> RowTask:
-    """The prompts in such an order that a run of this seed visits them in that of the file."""
+    """A task whose prompts a run of this seed visits in the order of the file."""
     visited = read_prompts(Path(request["prompts"]))
     rows: list[Any] = [None] * len(visited)
-    for place, index in enumerate(order_prompts(seed, 0, len(visited))):
-        rows[index] = visited[place]
-    ask = lambda row: (row["messages"], row["answer"])  # noqa: E731
+    for position, index in enumerate(order_prompts(seed, 0, len(visited))):
+        rows[index] = visited[position]
+
+    def ask(row: PromptRow) -> tuple[list[dict[str, str]], Any]:
+        return row["messages"], row["answer"]
+
     return RowTask("benchmark", {"train": rows, "test": []}, ask, imported(request["reward"]))
 
 
@@ -118,11 +130,13 @@ def main() -> None:
     wire = Wire()
     request = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     settings = load_settings(request["settings"])
-    own = task(request, settings.run.seed)
-    parts = TrainerComponents.build(settings, check_settings(settings, own), own)
-    run = Stepped(parts, Gate(wire, {"matrix_product": matrix_product}))
+    prompts_task = task(request, settings.run.seed)
+    checked = check_settings(settings, prompts_task)
+    components = TrainerComponents.build(settings, checked, prompts_task)
+    training = Stepped(components, Gate(wire, {"matrix_product": matrix_product}))
+    # This tells the driver that the model is loaded.
     wire.reply(threads=torch.get_num_threads())
-    run.run()
+    training.run()
 
 
 if __name__ == "__main__":

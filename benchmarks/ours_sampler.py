@@ -1,9 +1,9 @@
-"""Our side of a comparison of samplers: the in-process sampler, one batch per request.
+"""lagrpo's side of a comparison of samplers: the local engine, one batch per request.
 
     python benchmarks/ours_sampler.py REQUEST.json
 
-The request: `model` (directory), `prompts` (work.write_prompts), `max_tokens`. Completions do not end before
-`max_tokens`: no token ends them.
+The request: `model` (directory), `prompts` (work.write_prompts), `max_tokens`. No token ends a
+completion, so each has `max_tokens` tokens.
 """
 
 from __future__ import annotations
@@ -36,26 +36,27 @@ def never_ending(policy: Policy) -> Policy:
 
 
 def sample(policy: Policy, max_tokens: int, prompts: list[Prompt], G: int) -> dict[str, Any]:
-    """G completions of each prompt, all at a time."""
+    """Samples G completions of each prompt at once. Returns seconds and completion tokens."""
     sampler = LocalSampler(policy, SEED, max_tokens, len(prompts) * G)
     started = time.perf_counter()
-    groups = [
-        group for _, group in sampler.sample([Request(1, 0, prompt) for prompt in prompts], G)
-    ]
+    requests = [Request(1, 0, prompt) for prompt in prompts]
+    groups = [group for _, group in sampler.sample(requests, G)]
     seconds = time.perf_counter() - started
+    completions = [completion for group in groups for completion in group.completions]
     return {
         "seconds": seconds,
-        "sampled": sum(len(c.token_ids) for group in groups for c in group.completions),
+        "sampled": sum(len(completion.token_ids) for completion in completions),
     }
 
 
 @torch.no_grad()
 def score(policy: Policy, completions: list[dict[str, Any]]) -> dict[str, Any]:
     """Log-probs of given tokens under the policy: [{prompt, token_ids}] -> [[nats]]."""
-    logp = [
-        policy.logp(Packed.build([(given["prompt"], [torch.tensor(given["token_ids"])])])).tolist()
-        for given in completions
-    ]
+    logp = []
+    for completion in completions:
+        token_ids = torch.tensor(completion["token_ids"])  # [T]
+        packed = Packed.build([(completion["prompt"], [token_ids])])
+        logp.append(policy.logp(packed).tolist())
     return {"logp": logp}
 
 
@@ -68,17 +69,18 @@ def main() -> None:
         policy.chat.tokenize(Prompt(row["key"], tuple(row["messages"]), row["answer"]))
         for row in rows
     ]
-    sampling = copy_policy(never_ending(policy))
+    sampling_policy = copy_policy(never_ending(policy))
     wire.reply(
         threads=torch.get_num_threads(), prompt_ids=[list(prompt.token_ids) for prompt in prompts]
     )
     while True:
-        asked = wire.request()
-        if asked["do"] == "score":
-            wire.reply(**score(policy, asked["completions"]))
+        message = wire.request()
+        if message["do"] == "score":
+            wire.reply(**score(policy, message["completions"]))
         else:
-            chosen = prompts[asked["first"] : asked["first"] + asked["prompts"]]
-            wire.reply(**sample(sampling, request["max_tokens"], chosen, asked["G"]))
+            first = message["first"]
+            batch = prompts[first : first + message["prompts"]]
+            wire.reply(**sample(sampling_policy, request["max_tokens"], batch, message["G"]))
 
 
 if __name__ == "__main__":

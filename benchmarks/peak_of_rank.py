@@ -1,8 +1,8 @@
-"""`lagrpo` on a rank, and at its end the most memory that this process ever had: a file PEAK_OF_RANKS/RANK.
+"""Runs `lagrpo` on a rank, then writes the most memory that this process ever had, in bytes.
 
 torchrun --nproc-per-node 2 benchmarks/peak_of_rank.py train SETTINGS.toml
 
-bench_memory.py runs it.
+The file is $PEAK_OF_RANKS/RANK. bench_memory.py and bench_lora.py run it.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from pathlib import Path
 
 from lagrpo.__main__ import main
 
-if __name__ == "__main__":  # not in the worker processes, which import this file
+# The reward workers import this file, too, and must not train.
+if __name__ == "__main__":
     sys.argv[0] = "lagrpo"
     try:
         main()
     finally:
         kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        (Path(os.environ["PEAK_OF_RANKS"]) / os.environ.get("RANK", "0")).write_text(
-            str(kilobytes * 1024), encoding="utf-8"
-        )
+        path = Path(os.environ["PEAK_OF_RANKS"]) / os.environ.get("RANK", "0")
+        path.write_text(str(kilobytes * 1024), encoding="utf-8")

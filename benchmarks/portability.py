@@ -1,14 +1,14 @@
-"""The real model at every level of instructions that this machine can be lowered to: two updates and a weight sync
-each.
+"""Two updates and a weight sync of the real model with every instruction set of this processor.
 
     make portability                                     # everything that makes sense here
     python benchmarks/portability.py --quick             # what takes under five minutes
 
-What passes on one processor may fail on another: orders of sums differ, and so does what is fast. Each run is `lagrpo
-train` with the settings of demo, v = 2, in a process of its own, with PyTorch's oneDNN and our kernels
-lowered to the same level. The table says which arithmetic a run took, its grade (README, "One arithmetic"), by how much
-trainer and sampler differed, and how long the second batch took. A run that fails makes the exit status 1. What this
-machine has no instructions for is listed as not tried.
+What passes on one processor may fail on another, because the order of sums differs. Each run is
+`lagrpo train` with the settings of the demo, v = 2, in a process of its own, with PyTorch's oneDNN
+and our kernels restricted to the same instructions. The table has the kernels and the dtype of a
+run, its grade of agreement between trainer and sampler, their largest difference, and the seconds
+of the second batch. A run that fails makes the exit status 1. Instruction sets that this processor
+does not have are listed as not tried.
 """
 
 from __future__ import annotations
@@ -26,26 +26,29 @@ from typing import Any
 
 from measuring import Load, Report, machine
 from processes import HERE
+from work import DEMO
 
 from lagrpo.cpu.library import ISA, LEVELS, V3, cpu_flags
 
-FULL = HERE.parent / "experiments" / "addition" / "full.toml"
-DEADLINE = 300.0  # seconds for a run
+# Seconds for a run.
+DEADLINE = 300.0
 WORK = {
     "checkpoint.save-minutes": "0",
     "schedule.sync_every": "2",
     "schedule.batches": "2",
     "schedule.prompts_per_batch": "4",
     "rollout.num_generations": "4",
-    "loss.recipe": "asymre",  # has a gradient whatever the rewards are
+    # Has a gradient whatever the rewards are.
+    "loss.recipe": "asymre",
     "eval.at-start": "False",
-    "optimizer.lr_scheduler_type": "constant",  # a falling one ends at 0
+    # A falling rate ends at 0: the second update would change nothing.
+    "optimizer.lr_scheduler_type": "constant",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """What oneDNN and our kernels may use, and what the processor must list for that."""
+    """An instruction set: its names for oneDNN and our kernels, and the CPU flags that it needs."""
 
     name: str
     onednn: str
@@ -67,82 +70,129 @@ ALL = (
 
 @dataclass(frozen=True, slots=True)
 class Case:
+    """A run: instruction set, kernels ("c" or "torch"), and model.dtype."""
+
     level: Level
     kernels: str
     dtype: str
 
 
 def cases(levels: list[Level], quick: bool) -> list[Case]:
-    """auto everywhere; the other dtype where it says something new. On AVX2 PyTorch emulates products of bfloat16 and
-    takes minutes."""
-    found = []
+    """dtype "auto" at every level, and the other dtype if it is new and fast."""
+    runs = []
     for level in levels:
         for kernels in ("c", "torch"):
-            found.append(Case(level, kernels, "auto"))
-            other = "float32" if LEVELS[level.ours].bf16 else "bfloat16"
-            slow = level.name == "AVX2"
-            if not slow and not (quick and kernels == "torch"):
-                found.append(Case(level, kernels, other))
-    return found
+            runs.append(Case(level, kernels, "auto"))
+            other_dtype = "float32" if LEVELS[level.ours].bf16 else "bfloat16"
+            # On AVX2 PyTorch emulates products of bfloat16 and takes minutes.
+            is_slow = level.name == "AVX2"
+            is_left_out = quick and kernels == "torch"
+            if not is_slow and not is_left_out:
+                runs.append(Case(level, kernels, other_dtype))
+    return runs
 
 
 def run(case: Case, scratch: Path, threads: int | None) -> dict[str, Any]:
-    """One row of the table, and whether the run ended well."""
-    words = [word for name, value in WORK.items() for word in (f"--{name}", value)]
-    words += ["--model.dtype", case.dtype, "--run.output_dir", str(scratch)]
-    chosen = {"LAGRPO_KERNELS": case.kernels} | (
-        {"OMP_NUM_THREADS": str(threads)} if threads else {}
-    )
-    words += ["--run.name", name := f"{case.level.name}-{case.kernels}-{case.dtype}"]
-    command = [sys.executable, "-c", "from lagrpo.cli import main; main()", "train"]
+    """Trains once. Returns a row of the table, and `ok`: True if the run ended well."""
+    name = f"{case.level.name}-{case.kernels}-{case.dtype}"
+    settings = {
+        **WORK,
+        "model.dtype": case.dtype,
+        "run.output_dir": str(scratch),
+        "run.name": name,
+    }
+    variables = {**os.environ, **case.level.environment, "LAGRPO_KERNELS": case.kernels}
+    if threads:
+        variables["OMP_NUM_THREADS"] = str(threads)
+    command = [sys.executable, "-c", "from lagrpo.cli import main; main()", "train", str(DEMO)]
+    for setting, value in settings.items():
+        command += [f"--{setting}", value]
     started = time.monotonic()
-    try:
-        done = subprocess.run(
-            [*command, str(FULL), *words],
-            env={**os.environ, **case.level.environment, **chosen},
-            capture_output=True,
-            encoding="utf-8",
-            timeout=DEADLINE,
-        )
-        error = "" if done.returncode == 0 else said_last(done.stderr)
-    except subprocess.TimeoutExpired as late:
-        load = ", ".join(f"{mean:.1f}" for mean in os.getloadavg())
-        shown = [
-            (text or b"").decode(errors="replace").strip()[-400:]
-            for text in (late.stdout, late.stderr)
-        ]
-        error = f"not done after {DEADLINE:.0f} s (load {load}); it had said: {' | '.join(shown)}".replace(
-            "\n", " / "
-        )
+    error = run_command(command, variables)
+    seconds = time.monotonic() - started
     row = {"instructions": case.level.name, "kernels": case.kernels, "dtype": case.dtype}
-    made = scratch / name
-    if error or not (made / "metrics.jsonl").is_file():
-        return {**row, "result": f"FAILED: {error or 'nothing was recorded'}", "ok": False}
-    environment = json.loads((made / "environment.json").read_text(encoding="utf-8"))
-    metrics = [
-        json.loads(line)
-        for line in (made / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    ]
+    run_directory = scratch / name
+    if not error and not (run_directory / "metrics.jsonl").is_file():
+        error = "nothing was recorded"
+    if error:
+        return {**row, "result": f"FAILED: {error}", "ok": False}
+    environment = json.loads((run_directory / "environment.json").read_text(encoding="utf-8"))
+    lines = (run_directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    metrics = json.loads(lines[-1])
     agreement = environment["agreement"]
+    dtype = environment["dtype"]
     return {
         **row,
-        "dtype": environment["dtype"] if case.dtype != "auto" else f"auto: {environment['dtype']}",
+        "dtype": f"auto: {dtype}" if case.dtype == "auto" else dtype,
         "grade": agreement["grade"],
-        "difference at the start, nats (mean, largest)": f"{agreement['mean']:.1e}, {agreement['largest']:.1e}",
-        "after the weight sync (largest)": f"{metrics[-1]['weight_sync/logp_difference']:.1e}",
-        "seconds of the second batch": f"{metrics[-1]['time/step']:.1f}",
-        "seconds in all": f"{time.monotonic() - started:.0f}",
-        "ok": metrics[-1]["policy_version"] == 1 and metrics[-1]["weight_sync/performed"] == 1,
+        "difference at the start, nats (mean, largest)": (
+            f"{agreement['mean']:.1e}, {agreement['largest']:.1e}"
+        ),
+        "after the weight sync (largest)": f"{metrics['weight_sync/logp_difference']:.1e}",
+        "seconds of the second batch": f"{metrics['time/step']:.1f}",
+        "seconds in all": f"{seconds:.0f}",
+        "ok": metrics["policy_version"] == 1 and metrics["weight_sync/performed"] == 1,
     }
 
 
-def said_last(errors: str) -> str:
-    """What a program that failed says of it: the last line of lagrpo's own, else the last."""
+def run_command(command: list[str], variables: dict[str, str]) -> str:
+    """Runs a command for at most DEADLINE seconds. Returns its error in one line, or ""."""
+    try:
+        finished = subprocess.run(
+            command, env=variables, capture_output=True, encoding="utf-8", timeout=DEADLINE
+        )
+    except subprocess.TimeoutExpired as timeout:
+        load = ", ".join(f"{mean:.1f}" for mean in os.getloadavg())
+        ends_of_output = [
+            (output or b"").decode(errors="replace").strip()[-400:]
+            for output in (timeout.stdout, timeout.stderr)
+        ]
+        error = (
+            f"not done after {DEADLINE:.0f} s (load {load}); "
+            f"it had said: {' | '.join(ends_of_output)}"
+        )
+        return error.replace("\n", " / ")
+    return "" if finished.returncode == 0 else error_line(finished.stderr)
+
+
+def error_line(errors: str) -> str:
+    """The last line of lagrpo's own in a program's standard error, else the last line."""
     lines = errors.strip().splitlines() or ["no message"]
-    return next((line for line in reversed(lines) if line.startswith("lagrpo: ")), lines[-1])
+    for line in reversed(lines):
+        if line.startswith("lagrpo: "):
+            return line
+    return lines[-1]
 
 
 def main() -> None:
+    options = parse_options()
+    levels = [level for level in ALL if level.needs <= cpu_flags()]
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="portability-") as scratch:
+        for case in cases(levels, options.quick):
+            row = run(case, Path(scratch), options.threads)
+            rows.append(row)
+            print(" | ".join(f"{key} {value}" for key, value in row.items()), flush=True)
+    directory = options.results or HERE / "results" / ("quick" if options.quick else "")
+    report = Report("portability", "One run at every level of instructions", directory)
+    report.raw["rows"] = rows
+    # A run that failed has other columns. The dict keeps their order.
+    columns = dict.fromkeys(key for row in rows for key in row if key != "ok")
+    report.table(
+        "SmolLM2-135M, two updates, v = 2",
+        [{column: row.get(column, "") for column in columns} for row in rows],
+    )
+    missing = ", ".join(level.name for level in ALL if level not in levels)
+    report.text(f"Not tried, as this processor has no such instructions: {missing or 'nothing'}.")
+    facts = machine(options.threads or os.cpu_count() or 1, Load())
+    # The report makes no claim of speed, so that the load of the machine does not matter.
+    report.write({name: value for name, value in facts.items() if not name.startswith("CPU time")})
+    failures = [row for row in rows if not row["ok"]]
+    if failures:
+        sys.exit(f"{len(failures)} of {len(rows)} runs failed")
+
+
+def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -155,32 +205,7 @@ def main() -> None:
         type=Path,
         help="where the report goes (default: benchmarks/results, or its quick/)",
     )
-    asked = parser.parse_args()
-    here = [level for level in ALL if level.needs <= cpu_flags()]
-    rows = []
-    with tempfile.TemporaryDirectory(prefix="portability-") as scratch:
-        for case in cases(here, asked.quick):
-            row = run(case, Path(scratch), asked.threads)
-            rows.append(row)
-            print(" | ".join(f"{key} {value}" for key, value in row.items()), flush=True)
-    directory = asked.results or HERE / "results" / ("quick" if asked.quick else "")
-    report = Report("portability", "One run at every level of instructions", directory)
-    report.raw["rows"] = rows
-    heads = dict.fromkeys(key for row in rows for key in row if key != "ok")
-    report.table(
-        "SmolLM2-135M, two updates, v = 2",
-        [{key: row.get(key, "") for key in heads} for row in rows],
-    )
-    missing = [level.name for level in ALL if level not in here]
-    report.text(
-        f"Not tried, as this processor has no such instructions: {', '.join(missing) or 'nothing'}."
-    )
-    where = machine(asked.threads or os.cpu_count() or 1, Load())
-    report.write(
-        {name: value for name, value in where.items() if not name.startswith("CPU time")}
-    )  # no claim of speed
-    if failed := [row for row in rows if not row["ok"]]:
-        sys.exit(f"{len(failed)} of {len(rows)} runs failed")
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

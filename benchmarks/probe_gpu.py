@@ -1,4 +1,4 @@
-"""Questions about one GPU, each answered in about a minute: where the time goes, and which bits depend on what.
+"""Probes of one GPU, a minute each: where the time goes, and which bits depend on what.
 
 python benchmarks/probe_gpu.py STAGE …
 python benchmarks/probe_gpu.py --quick STAGE …     # tiny sizes, also on a CPU
@@ -7,11 +7,12 @@ python benchmarks/probe_gpu.py --quick STAGE …     # tiny sizes, also on a CPU
     learn       an update of 1.5b: GPU seconds and launches by kind of kernel, memory
     learn-135m  the same for 135m
     free        the update of 1.5b without deterministic algorithms: what these cost
-    sample      decoding 128 rows of each model: tokens/s, recorded graphs, GPU seconds by kind of kernel
+    sample      decoding 128 rows of each model: tokens/s, GPU seconds by kind of kernel
     rows        which products give a row other bits if other rows are computed with it
-    attention   whether FlashAttention of a decoding step has the bits of the trainer's (needs a GPU)
+    attention   rows of FlashAttention in decoding that differ from the trainer's (needs a GPU)
 
-A stage adds what it finds to gpu-probes.json in the directory of results, and prints it. `make measure-gpu` runs all.
+A stage prints its results and adds them to gpu-probes.json in the directory of results.
+`make measure-gpu` runs all.
 """
 
 from __future__ import annotations
@@ -52,86 +53,101 @@ KINDS = {
     "softmax": ("exp", "entr"),
     "optimizer": ("adam", "multi_tensor"),
 }
-"""Kinds of kernels, and what their names contain; the first kind that fits"""
+"""Kinds of kernels, and words in their names. A kernel has the first kind that fits."""
 MATRICES = {
     "135m": [(576, 576), (192, 576), (1536, 576), (576, 1536), (49_152, 576)],
     "1.5b": [(1536, 1536), (256, 1536), (8960, 1536), (1536, 8960), (151_936, 1536)],
     "tiny": [(64, 64), (128, 64)],
 }
-"""Outputs and inputs of the linear layers of bench_gpu's models, the head last"""
+"""Outputs and inputs of the linear layers of bench_gpu's models, the head last."""
+
+Values = dict[str, Any]
+"""Results that JSON can hold."""
 
 
 def main() -> None:
     parser = common_options(__doc__)
     parser.add_argument("stages", nargs="+", choices=STAGES, metavar="STAGE")
-    asked = parser.parse_args()
-    torch.set_num_threads(asked.threads)
-    for stage in asked.stages:
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    for stage in options.stages:
         started = time.perf_counter()
-        for name, values in STAGES[stage](asked):
-            record(asked, name, values)
+        for name, values in STAGES[stage](options):
+            record(options, name, values)
         free_memory(DEVICE)
         print(f"-- {stage}: {time.perf_counter() - started:.0f} s", flush=True)
 
 
-def record(asked: argparse.Namespace, name: str, values: dict[str, Any]) -> None:
-    """Add values to the file of results, at once: a later stage may end this process."""
-    path = asked.results / "gpu-probes.json"
-    known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    known[name] = {"device": device_name(DEVICE), "torch": torch.__version__, **values}
+def record(options: argparse.Namespace, name: str, values: Values) -> None:
+    """Adds values to the file of results, at once: a later stage may end this process."""
+    path = options.results / "gpu-probes.json"
+    results = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    results[name] = {"device": device_name(DEVICE), "torch": torch.__version__, **values}
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     print(name, json.dumps(values), flush=True)
 
 
-Answers = Iterator[tuple[str, dict[str, Any]]]
+Answers = Iterator[tuple[str, Values]]
 
 
 # ---- stages ----
 
 
-def peak(asked: argparse.Namespace) -> Answers:
-    size = 1 << 20 if asked.quick else 1 << 31  # bytes
-    source, target = (torch.empty(size, dtype=torch.uint8, device=DEVICE) for _ in range(2))
-    width = 256 if asked.quick else 8192
-    a, b = (torch.randn(width, width, device=DEVICE).bfloat16() for _ in range(2))
-    copying = seconds_of(lambda: target.copy_(source))
-    multiplying = seconds_of(lambda: a @ b)
-    yield (
-        "peak",
-        {
-            "copy_TB_s": 2 * size / copying / 1e12,
-            "product_TFLOP_s": 2 * width**3 / multiplying / 1e12,
-        },
-    )
+def peak(options: argparse.Namespace) -> Answers:
+    """Times a copy and a matrix product, each too large for caches."""
+    size = 1 << 20 if options.quick else 1 << 31  # bytes
+    source = torch.empty(size, dtype=torch.uint8, device=DEVICE)
+    target = torch.empty(size, dtype=torch.uint8, device=DEVICE)
+    width = 256 if options.quick else 8192
+    a = torch.randn(width, width, device=DEVICE).bfloat16()
+    b = torch.randn(width, width, device=DEVICE).bfloat16()
+    copy_seconds = seconds_of(lambda: target.copy_(source))
+    product_seconds = seconds_of(lambda: a @ b)
+    values = {
+        "copy_TB_s": 2 * size / copy_seconds / 1e12,  # each byte is read and written
+        "product_TFLOP_s": 2 * width**3 / product_seconds / 1e12,
+    }
+    yield "peak", values
 
 
-def learn(asked: argparse.Namespace, name: str = "1.5b", tokens: int = 8192) -> Answers:
-    name = "tiny" if asked.quick else name
-    yield f"learn {name}", profile_update(name, tokens, asked.quick)
+def learn(options: argparse.Namespace, name: str = "1.5b", tokens: int = 8192) -> Answers:
+    """Profiles an update of a model. `tokens`: in a micro-batch."""
+    if options.quick:
+        name = "tiny"
+    yield f"learn {name}", profile_update(name, tokens, options.quick)
 
 
-def learn_135m(asked: argparse.Namespace) -> Answers:
-    yield from learn(asked, "135m", 32_768)
+def learn_135m(options: argparse.Namespace) -> Answers:
+    yield from learn(options, "135m", 32_768)
 
 
-def free(asked: argparse.Namespace) -> Answers:
+def free(options: argparse.Namespace) -> Answers:
     """Profiles an update whose gradient differs from pass to pass."""
-    name = "tiny" if asked.quick else "1.5b"
+    name = "tiny" if options.quick else "1.5b"
     with nothing_deterministic():
-        yield f"learn {name}, not deterministic", profile_update(name, 8192, asked.quick)
+        values = profile_update(name, 8192, options.quick)
+    yield f"learn {name}, not deterministic", values
 
 
-def sample(asked: argparse.Namespace) -> Answers:
-    rows, tokens, prompt = (8, 24, 8) if asked.quick else (128, 192, 128)
-    for name in ["tiny"] if asked.quick else ["135m", "1.5b"]:
+def sample(options: argparse.Namespace) -> Answers:
+    """Profiles the decoding of a batch, with recorded graphs."""
+    if options.quick:
+        models, rows, tokens, prompt_length = ["tiny"], 8, 24, 8
+    else:
+        models, rows, tokens, prompt_length = ["135m", "1.5b"], 128, 192, 128
+    for name in models:
         free_memory(DEVICE)
         sampler = LocalSampler(copy_policy(make_policy(name, DEVICE)), SEED, tokens, rows)
-        prompts = [
-            Prompt(key, (), None, tuple(range(100, 100 + prompt))) for key in range(rows // 4)
-        ]
-        requests = [Request(0, 0, each) for each in prompts]
-        decode = lambda s=sampler, r=requests: [group for _, group in s.sample(r, 4)]  # noqa: E731
+        token_ids = tuple(range(100, 100 + prompt_length))
+        prompts = [Prompt(key, (), None, token_ids) for key in range(rows // 4)]
+        requests = [Request(0, 0, prompt) for prompt in prompts]
+
+        def decode(
+            sampler: LocalSampler = sampler, requests: list[Request] = requests
+        ) -> list[Group]:
+            return [group for _, group in sampler.sample(requests, 4)]
+
         decode()  # records the graphs
         started = time.perf_counter()
         groups = decode()
@@ -146,83 +162,105 @@ def sample(asked: argparse.Namespace) -> Answers:
         yield f"sample {name}, {rows} rows", values | kernels_of(decode)
 
 
-def rows(asked: argparse.Namespace) -> Answers:
-    """Compares products of a few rows with those of many. Equal bits make the importance ratio exactly 1."""
-    counts = [2, 4, 16] if asked.quick else [1, 2, 4, 8, 16, 32, 64, 128, 256, 682, 1024, 4096]
+def rows(options: argparse.Namespace) -> Answers:
+    """Compares products of a few rows with products of many.
+
+    Equal bits make the importance ratio exactly 1.
+    """
+    if options.quick:
+        models = ["tiny"]
+        counts = [2, 4, 16]
+    else:
+        models = ["135m", "1.5b"]
+        counts = [1, 2, 4, 8, 16, 32, 64, 128, 256, 682, 1024, 4096]
     matmul: Any = torch.backends.cuda.matmul
     for way in ["default", "without split-K"] if ON_GPU else ["default"]:
         if way == "without split-K":
             matmul.allow_bf16_reduced_precision_reduction = (False, False)
             torch.backends.cuda.preferred_blas_library("cublaslt")
         differing = {}
-        for model in ["tiny"] if asked.quick else ["135m", "1.5b"]:
+        for model in models:
             for outputs, inputs in MATRICES[model]:
                 torch.manual_seed(SEED)
                 weight = torch.randn(outputs, inputs, device=DEVICE).bfloat16()
                 x = torch.randn(counts[-1], inputs, device=DEVICE).bfloat16()
-                whole = F.linear(x, weight)
+                all_rows = F.linear(x, weight)  # [counts[-1], outputs]
                 differing[f"{model} {outputs} x {inputs}"] = [
                     count
                     for count in counts
-                    if not torch.equal(F.linear(x[:count], weight), whole[:count])
+                    if not torch.equal(F.linear(x[:count], weight), all_rows[:count])
                 ]
-        settings = {
-            name: os.environ.get(name)
-            for name in ("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE")
-        }
-        yield f"rows, {way}", {"row_counts_with_other_bits": differing, **settings}
+        variables = ("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE")
+        values: Values = {"row_counts_with_other_bits": differing}
+        for variable in variables:
+            values[variable] = os.environ.get(variable)
+        yield f"rows, {way}", values
 
 
-def attention(asked: argparse.Namespace) -> Answers:
-    """Compares a decoding step, where the query heads of a key head are tokens and each row uses a part of its cache,
-    with the trainer's attention along the sequence."""
+def attention(options: argparse.Namespace) -> Answers:
+    """Compares the bits of attention in a decoding step with the trainer's."""
     if not ON_GPU:
         print("attention: FlashAttention needs a GPU")
         return
+    for heads, kv_heads, head_dim in ((12, 2, 128), (9, 3, 64)):
+        values = compare_attention(heads, kv_heads, head_dim)
+        yield f"attention, {heads} and {kv_heads} heads of {head_dim}", values
+
+
+def compare_attention(heads: int, kv_heads: int, d: int) -> Values:
+    """Compares FlashAttention of a decoding step and along the sequence. `d`: size of a head.
+
+    In a decoding step the query heads of a key head are its tokens, and each row uses a part of its
+    cache.
+    """
     from torch.nn.attention.varlen import varlen_attn
 
-    length, capacity, count = 700, 1024, 37
-    for heads, kv_heads, d in ((12, 2, 128), (9, 3, 64)):
-        torch.manual_seed(SEED)
-        lengths = torch.randint(1, length, (count,)).tolist()
-        q = torch.randn(length, heads, d, device=DEVICE).bfloat16()
-        k, v = (torch.randn(length, kv_heads, d, device=DEVICE).bfloat16() for _ in range(2))
-        ends = torch.tensor([0, length], dtype=torch.int32, device=DEVICE)
-        gqa = {"enable_gqa": True} if "enable_gqa" in varlen_attn.__code__.co_varnames else {}
-        whole = varlen_attn(q, k, v, ends, ends, length, length, window_size=(-1, 0), **gqa)
-        keys, values = (
-            torch.zeros(count, capacity, kv_heads, d, device=DEVICE).bfloat16() for _ in range(2)
-        )
-        for row, used in enumerate(lengths):
-            keys[row, :used], values[row, :used] = k[:used], v[:used]
-        last = torch.stack([q[used - 1] for used in lengths])  # [rows, heads, d]
-        group = heads // kv_heads
-        tokens = last.view(count, kv_heads, group, d).transpose(1, 2).reshape(-1, kv_heads, d)
-        numbers = torch.arange(count + 1, dtype=torch.int32, device=DEVICE)
-        out = torch.ops.aten._flash_attention_forward(
-            tokens,
-            keys.view(-1, kv_heads, d),
-            values.view(-1, kv_heads, d),
-            numbers * group,
-            numbers * capacity,
-            group,
-            capacity,
-            0.0,
-            False,
-            False,
-            scale=d**-0.5,
-            seqused_k=torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
-        )[0]
-        out = out.view(count, group, kv_heads, d).transpose(1, 2).reshape(count, heads, d)
-        expected = torch.stack([whole[used - 1] for used in lengths])
-        yield (
-            f"attention, {heads} and {kv_heads} heads of {d}",
-            {
-                "rows": count,
-                "rows_with_other_bits": int((out != expected).flatten(1).any(1).sum()),
-                "largest_difference": float((out - expected).abs().max()),
-            },
-        )
+    length = 700
+    capacity = 1024
+    count = 37
+    torch.manual_seed(SEED)
+    lengths = torch.randint(1, length, (count,)).tolist()
+    q = torch.randn(length, heads, d, device=DEVICE).bfloat16()
+    k = torch.randn(length, kv_heads, d, device=DEVICE).bfloat16()
+    v = torch.randn(length, kv_heads, d, device=DEVICE).bfloat16()
+    ends = torch.tensor([0, length], dtype=torch.int32, device=DEVICE)
+    # Newer versions of torch want to be told that there are fewer key heads than query heads.
+    gqa = {"enable_gqa": True} if "enable_gqa" in varlen_attn.__code__.co_varnames else {}
+    # [length, heads, d]
+    along_sequence = varlen_attn(q, k, v, ends, ends, length, length, window_size=(-1, 0), **gqa)
+
+    # Row r attends to the first lengths[r] tokens, which are the first in its cache.
+    keys = torch.zeros(count, capacity, kv_heads, d, device=DEVICE).bfloat16()
+    values = torch.zeros(count, capacity, kv_heads, d, device=DEVICE).bfloat16()
+    for row, used in enumerate(lengths):
+        keys[row, :used] = k[:used]
+        values[row, :used] = v[:used]
+    last = torch.stack([q[used - 1] for used in lengths])  # [rows, heads, d]
+    heads_per_key = heads // kv_heads
+    # [rows · heads_per_key, kv_heads, d]
+    tokens = last.view(count, kv_heads, heads_per_key, d).transpose(1, 2).reshape(-1, kv_heads, d)
+    row_numbers = torch.arange(count + 1, dtype=torch.int32, device=DEVICE)
+    out = torch.ops.aten._flash_attention_forward(
+        tokens,
+        keys.view(-1, kv_heads, d),
+        values.view(-1, kv_heads, d),
+        row_numbers * heads_per_key,
+        row_numbers * capacity,
+        heads_per_key,
+        capacity,
+        0.0,
+        False,
+        False,
+        scale=d**-0.5,
+        seqused_k=torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
+    )[0]
+    out = out.view(count, heads_per_key, kv_heads, d).transpose(1, 2).reshape(count, heads, d)
+    expected = torch.stack([along_sequence[used - 1] for used in lengths])
+    return {
+        "rows": count,
+        "rows_with_other_bits": int((out != expected).flatten(1).any(1).sum()),
+        "largest_difference": float((out - expected).abs().max()),
+    }
 
 
 STAGES: dict[str, Callable[[argparse.Namespace], Answers]] = {
@@ -239,13 +277,16 @@ STAGES: dict[str, Callable[[argparse.Namespace], Answers]] = {
 # ---- an update, and what it costs ----
 
 
-def profile_update(name: str, tokens: int, quick: bool) -> dict[str, Any]:
-    """Cost of the second update on a batch with random completions."""
+def profile_update(name: str, tokens: int, quick: bool) -> Values:
+    """Measures the second update on a batch with random completions."""
     policy = make_policy(name, DEVICE)
     trainer = Trainer(policy, resolve("grpo", {"beta": 0.0}), Optimization(lr=1e-6))
     micro_batches = random_micro_batches(trainer, policy, tokens, quick)
-    update = lambda: trainer.step(micro_batches, True)  # noqa: E731
-    update()
+
+    def update() -> object:
+        return trainer.step(micro_batches, True)
+
+    update()  # a warm-up
     synchronize()
     if ON_GPU:
         torch.cuda.reset_peak_memory_stats()
@@ -253,12 +294,12 @@ def profile_update(name: str, tokens: int, quick: bool) -> dict[str, Any]:
     update()
     synchronize()
     seconds = time.perf_counter() - started
-    rows = sum(len(micro.packed.token_ids) for micro in micro_batches)
+    learned_tokens = sum(len(micro.packed.token_ids) for micro in micro_batches)
     flops = sum(learning_flops(micro, policy) for micro in micro_batches)
     values = {
         "seconds": seconds,
         "TFLOP_s": flops / seconds / 1e12,
-        "tokens_s": rows / seconds,
+        "tokens_s": learned_tokens / seconds,
         "micro_batches": len(micro_batches),
         "memory_GB": peak_memory(),
     }
@@ -268,12 +309,16 @@ def profile_update(name: str, tokens: int, quick: bool) -> dict[str, Any]:
 def random_micro_batches(
     trainer: Trainer, policy: Policy, tokens: int, quick: bool
 ) -> list[MicroBatch]:
-    prompts, completions, length, prompt_length = (2, 4, 24, 8) if quick else (8, 16, 384, 128)
+    """A packed batch of random prompts, completions and rewards."""
+    if quick:
+        prompts, completions, length, prompt_length = 2, 4, 24, 8
+    else:
+        prompts, completions, length, prompt_length = 8, 16, 384, 128
     vocabulary = min(policy.model.head.weight.shape[0], 40_000)
     rng = torch.Generator().manual_seed(SEED)
     groups = []
     for key in range(prompts):
-        ids = tuple(torch.randint(vocabulary, (prompt_length,), generator=rng).tolist())
+        prompt_ids = torch.randint(vocabulary, (prompt_length,), generator=rng)
         members = tuple(
             Completion(
                 token_ids=torch.randint(vocabulary, (length,), generator=rng),
@@ -284,24 +329,25 @@ def random_micro_batches(
             )
             for _ in range(completions)
         )
-        groups.append(rewarded(Group(Prompt(key, (), None, ids), members), 0))
+        prompt = Prompt(key, (), None, tuple(prompt_ids.tolist()))
+        groups.append(rewarded(Group(prompt, members), turn=0))
     return trainer.pack(assemble(groups, trainer.recipe, length, SEED, 0), tokens)
 
 
 @contextmanager
 def nothing_deterministic() -> Iterator[None]:
-    """Lets updates add up gradients in any order."""
+    """Lets updates add up gradients in any order. Replaces a function of the trainer meanwhile."""
 
     @contextmanager
-    def leave_as_it_is(_: Any) -> Iterator[None]:
+    def leave_as_it_is(_: object) -> Iterator[None]:
         yield
 
-    own = trainers.deterministic
+    deterministic = trainers.deterministic
     trainers.deterministic = leave_as_it_is
     try:
         yield
     finally:
-        trainers.deterministic = own
+        trainers.deterministic = deterministic
 
 
 # ---- measuring ----
@@ -317,7 +363,8 @@ def peak_memory() -> float:
     return torch.cuda.max_memory_allocated() / 1e9 if ON_GPU else 0.0
 
 
-def seconds_of(compute: Callable[[], Any], repetitions: int = 10) -> float:
+def seconds_of(compute: Callable[[], object], repetitions: int = 10) -> float:
+    """Mean seconds of a computation, after one that does not count."""
     compute()
     synchronize()
     started = time.perf_counter()
@@ -327,8 +374,8 @@ def seconds_of(compute: Callable[[], Any], repetitions: int = 10) -> float:
     return (time.perf_counter() - started) / repetitions
 
 
-def kernels_of(compute: Callable[[], Any]) -> dict[str, Any]:
-    """The GPU's seconds and launches while it computes, by kind of kernel. Prints the longest kernels."""
+def kernels_of(compute: Callable[[], object]) -> Values:
+    """Seconds and launches on the GPU, by kind of kernel. Prints the longest kernels."""
     if not ON_GPU:
         compute()
         return {}
@@ -343,15 +390,22 @@ def kernels_of(compute: Callable[[], Any]) -> dict[str, Any]:
 
 
 def by_kind(events: Iterable[Any]) -> dict[str, tuple[float, int]]:
-    seconds, launches = defaultdict[str, float](float), defaultdict[str, int](int)
+    """(seconds, launches) by kind of kernel, the longest first."""
+    seconds: defaultdict[str, float] = defaultdict(float)
+    launches: defaultdict[str, int] = defaultdict(int)
     for event in events:
-        name = event.key.lower()
-        kinds = (kind for kind, words in KINDS.items() if any(word in name for word in words))
-        kind = next(kinds, "elementwise")
+        kind = kind_of(event.key.lower())
         seconds[kind] += event.self_device_time_total / 1e6
         launches[kind] += event.count
     longest_first = sorted(seconds, key=seconds.__getitem__, reverse=True)
     return {kind: (round(seconds[kind], 4), launches[kind]) for kind in longest_first}
+
+
+def kind_of(kernel: str) -> str:
+    for kind, words in KINDS.items():
+        if any(word in kernel for word in words):
+            return kind
+    return "elementwise"
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
-"""The programs that are measured: each a process group of its own, stopped (SIGSTOP) while it is not its turn, so that
-neither waiting threads nor background work of one take time from the other.
+"""The programs that are measured.
+
+Each is a process group of its own. It is stopped (SIGSTOP) while it is not its turn, so that
+neither waiting threads nor background work of one program take time from another.
 """
 
 from __future__ import annotations
@@ -14,34 +16,41 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
+
+from wire import Update
 
 from lagrpo.machine import WAIT_VARIABLES
 
 DEADLINE = 3600.0  # seconds for any one reply
 HERE = Path(__file__).parent
 SOURCES = HERE.parent / "src"
+PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 class Program:
     """A command in a process group of its own; what it prints goes to a file in `scratch`."""
 
-    piped = False  # whether standard output is kept apart, for replies
+    # Keeps standard output apart, for replies.
+    piped = False
 
     def __init__(
-        self, name: str, command: Sequence[Any], scratch: Path, environment: Mapping[str, str]
+        self, name: str, command: Sequence[object], scratch: Path, environment: Mapping[str, str]
     ) -> None:
-        self.name, self.log = name, scratch / f"{name}.log"
+        self.name = name
+        self.log = scratch / f"{name}.log"
+        # The driver has imported lagrpo, which sets how its own threads wait. A program must choose
+        # for itself, as on the command line.
+        inherited = {
+            name: value for name, value in os.environ.items() if name not in WAIT_VARIABLES
+        }
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 [str(word) for word in command],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE if self.piped else log,
                 stderr=log,
-                env={
-                    name: value for name, value in os.environ.items() if name not in WAIT_VARIABLES
-                }
-                | dict(environment),
+                env=inherited | dict(environment),
                 start_new_session=True,
                 preexec_fn=_die_with_parent,
                 encoding="utf-8",
@@ -51,14 +60,14 @@ class Program:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End the whole group, stopped or not."""
+        """Ends the whole group, stopped or not."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Inside, it is this program's turn."""
+        """Lets the program run inside the `with` block, and stops it after."""
         os.killpg(self.process.pid, signal.SIGCONT)
         try:
             yield
@@ -71,16 +80,18 @@ class Program:
         return [path for path in Path("/proc").glob("[0-9]*") if _session(path) == self.process.pid]
 
     def peak_bytes(self) -> int:
-        """The most memory that was resident, summed over the processes that are there."""
+        """The most memory that was resident, summed over the processes that exist now."""
         return sum(_kilobytes(path / "status", "VmHWM") for path in self.members()) * 1024
 
     def cpu_seconds(self) -> float:
         """CPU time of the group, ended children included."""
+        # Fields 14 to 17 of proc(5): user and system time, then those of children waited for.
         ticks = sum(sum(map(int, _stat(path)[11:15])) for path in self.members())
         return ticks / os.sysconf("SC_CLK_TCK")
 
-    def failed(self, what: str) -> RuntimeError:
-        return RuntimeError(f"{self.name} {what}. The end of what it printed:\n{tail(self.log)}")
+    def failed(self, event: str) -> RuntimeError:
+        """An error that says what happened and shows the end of the log."""
+        return RuntimeError(f"{self.name} {event}. The end of what it printed:\n{tail(self.log)}")
 
 
 class Side(Program):
@@ -89,26 +100,29 @@ class Side(Program):
     piped = True
 
     def __init__(
-        self, name: str, command: Sequence[Any], scratch: Path, environment: Mapping[str, str]
+        self, name: str, command: Sequence[object], scratch: Path, environment: Mapping[str, str]
     ) -> None:
         super().__init__(name, command, scratch, environment)
         try:
             with self.running():
+                # The program's first reply comes unasked, once it has loaded.
                 self.facts = self._reply()
         except BaseException:
             self.__exit__()
             raise
 
-    def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
-        """One request and its reply."""
+    def ask(self, do: str, **arguments: object) -> dict[str, Any]:
+        """Sends one request and returns its reply."""
         with self.running():
             assert self.process.stdin is not None
             print(json.dumps({"do": do, **arguments}), file=self.process.stdin, flush=True)
             return self._reply()
 
-    def update(self) -> dict[str, Any]:
-        """The metrics of one update, and the peak of the memory so far."""
-        return {**self.ask("update"), "peak_bytes": self.peak_bytes()}
+    def update(self) -> Update:
+        """Makes one update and returns its measurements, with the peak of the memory so far."""
+        measurements = self.ask("update")
+        measurements["peak_bytes"] = self.peak_bytes()
+        return cast(Update, measurements)
 
     def _reply(self) -> dict[str, Any]:
         assert self.process.stdout is not None
@@ -123,35 +137,49 @@ class Side(Program):
 
 
 def _die_with_parent() -> None:
-    """A driver that was killed leaves no stopped program behind (PR_SET_PDEATHSIG, Linux)."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    """Makes Linux kill this process with its driver, which would leave it stopped forever."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def train(
     file: Path,
-    settings: Mapping[str, Any],
+    settings: Mapping[str, object],
     ranks: int,
     threads: int,
     program: Sequence[str] = ("-m", "lagrpo"),
 ) -> None:
-    """`lagrpo train FILE` with these settings, by torchrun where there are several ranks, each with so many threads.
-    Ends the benchmark with what the program said where that fails."""
-    texts = {
-        name: str(value).lower() if isinstance(value, bool) else str(value)
-        for name, value in settings.items()
-    }
-    words = [word for name, text in texts.items() for word in (f"--{name}", text)]
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    command = [sys.executable, *torchrun, *program, "train", str(file), *words]
-    done = subprocess.run(
-        command, env={**os.environ, **environment(threads)}, capture_output=True, encoding="utf-8"
-    )
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
+    """Runs `lagrpo train FILE` with these settings, under torchrun if there are several ranks.
+
+    Each rank has `threads` threads. `program`: Python's arguments that start lagrpo. Raises
+    SystemExit with the end of the run's messages if it fails.
+    """
+    command = [sys.executable]
+    if ranks > 1:
+        command += ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+    command += [*program, "train", str(file)]
+    for name, value in settings.items():
+        # The command line takes booleans in lower case.
+        text = str(value).lower() if isinstance(value, bool) else str(value)
+        command += [f"--{name}", text]
+    variables = {**os.environ, **environment(threads)}
+    finished = subprocess.run(command, env=variables, capture_output=True, encoding="utf-8")
+    if finished.returncode:
+        raise SystemExit(f"{' '.join(command)} failed:\n{finished.stderr[-2000:]}")
+
+
+def train_with_peaks(
+    file: Path, settings: Mapping[str, object], ranks: int, threads: int, scratch: Path
+) -> list[int]:
+    """Runs `train`. Returns the most memory that each rank ever had, in bytes."""
+    peaks = scratch / "peaks"
+    peaks.mkdir()
+    os.environ["PEAK_OF_RANKS"] = str(peaks)  # peak_of_rank.py writes a file per rank there
+    train(file, settings, ranks, threads, program=[str(HERE / "peak_of_rank.py")])
+    return [int((peaks / str(rank)).read_text(encoding="utf-8")) for rank in range(ranks)]
 
 
 def environment(threads: int) -> dict[str, str]:
-    """What both programs run under: the same number of threads, nothing fetched."""
+    """Environment variables of both programs: the same number of threads, nothing downloaded."""
     return {
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
@@ -166,8 +194,9 @@ def tail(path: Path, lines: int = 25) -> str:
 
 
 def _stat(process: Path) -> list[str]:
-    """The fields of /proc/PID/stat from the third on; none for a process that has gone."""
+    """The fields of /proc/PID/stat from the third on; zeros for a process that has ended."""
     try:
+        # The second field, the name in parentheses, may contain spaces and parentheses.
         return (process / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return ["0"] * 40
@@ -178,6 +207,7 @@ def _session(process: Path) -> int:
 
 
 def _kilobytes(status: Path, name: str) -> int:
+    """An entry of /proc/PID/status; 0 if the process has ended."""
     try:
         lines = status.read_text(encoding="utf-8").splitlines()
     except (FileNotFoundError, ProcessLookupError):

@@ -1,11 +1,10 @@
-"""A reward that leaves no group without a signal: both programs must compute every completion."""
+"""A reward for which no group has equal rewards, so that both programs compute every completion."""
 
 from __future__ import annotations
 
 import zlib
-from typing import Any
 
 
-def hashed(completion: str, answer: Any) -> float:
-    """A number in [0, 1) that depends on every character of the text, so that only equal texts have equal rewards."""
+def hashed(completion: str, answer: object) -> float:
+    """A number in [0, 1) that depends on every character of the completion."""
     return zlib.crc32(completion.encode()) / 2**32

@@ -1,15 +1,16 @@
-"""TRL's loss and gradient on given rollouts. Runs in TRL's environment, started by tests/test_against_trl.py:
+"""TRL's loss and gradient on given rollouts. Runs in TRL's environment, started by
+tests/test_against_trl.py:
 
     python benchmarks/trl_loss.py REQUEST.json LOSS.json GRADIENT.safetensors
 
-It is `GRPOTrainer.train` itself that makes one update: given token ids come in through its `rollout_func`, given
-rewards through a reward function, and what its own pipeline does with them (advantages, micro-batches, normalizers,
-`_compute_loss`, backward) is left alone. Two things are read out on the way: the loss of every micro-batch, and the
-gradient just before the optimizer's step. One is put in: the log-probs of the policy that generated the samples
-(`old_per_token_logps`), for which TRL has no way in other than vLLM.
+`GRPOTrainer.train` itself makes one update. It gets the token ids through its `rollout_func` and
+the rewards through a reward function; its own pipeline (advantages, micro-batches, normalizers,
+`_compute_loss`, backward) is unchanged. The program reads the loss of every micro-batch, and the
+gradient just before the optimizer's step. It sets one value itself, because TRL takes it only from
+vLLM: the log-probs of the policy that generated the samples (`old_per_token_logps`).
 
-The request: `model` (directory), `config` (arguments of GRPOConfig), and `groups`, each with `prompt` (token ids) and
-`completions` [{`token_ids`, `logp_alpha`, `reward`}].
+The request: `model` (directory), `config` (arguments of GRPOConfig), and `groups`, each with
+`prompt` (token ids) and `completions` [{`token_ids`, `logp_alpha`, `reward`}].
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from datasets import Dataset
@@ -27,19 +28,44 @@ from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 
-class GivenRollouts(GRPOTrainer):
-    """A GRPOTrainer whose rollouts are given, and which keeps the losses of its micro-batches."""
+class CompletionRow(TypedDict):
+    """A completion of a request, with the log-probs of the policy that generated it."""
 
-    def __init__(self, completions: list[dict[str, Any]], **arguments: Any) -> None:
-        self.given, self.losses = completions, []
+    token_ids: list[int]
+    logp_alpha: list[float]
+    reward: float
+
+
+class GroupRow(TypedDict):
+    """A prompt's token ids and its completions."""
+
+    prompt: list[int]
+    completions: list[CompletionRow]
+
+
+class Request(TypedDict):
+    """The content of REQUEST.json."""
+
+    model: str
+    config: dict[str, Any]
+    groups: list[GroupRow]
+
+
+class GivenRollouts(GRPOTrainer):
+    """A GRPOTrainer with the rollouts of a request, which keeps the losses of its micro-batches."""
+
+    def __init__(self, completions: list[CompletionRow], **arguments: Any) -> None:
+        self.completions = completions
+        self.losses: list[float] = []
         super().__init__(**arguments)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         batch = super()._generate_and_score_completions(inputs)
-        old = torch.zeros(batch["completion_ids"].shape)
-        for row, completion in enumerate(self.given):
-            old[row, : len(completion["token_ids"])] = torch.tensor(completion["logp_alpha"])
-        return {**batch, "old_per_token_logps": old}
+        old_logps = torch.zeros(batch["completion_ids"].shape)  # [completions, longest]
+        for row, completion in enumerate(self.completions):
+            length = len(completion["token_ids"])
+            old_logps[row, :length] = torch.tensor(completion["logp_alpha"])
+        return {**batch, "old_per_token_logps": old_logps}
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         loss = super()._compute_loss(model, inputs)
@@ -48,7 +74,7 @@ class GivenRollouts(GRPOTrainer):
 
 
 class KeepGradient(TrainerCallback):
-    """The gradient of the whole update, as the optimizer is about to get it."""
+    """Keeps the gradient of the whole update, just before the optimizer's step."""
 
     def __init__(self) -> None:
         self.gradient: dict[str, torch.Tensor] = {}
@@ -59,23 +85,25 @@ class KeepGradient(TrainerCallback):
         self.gradient = {name: p.grad.detach().clone() for name, p in model.named_parameters()}
 
 
-def given(request: dict[str, Any]) -> Iterator[tuple[list[int], dict[str, Any]]]:
+def rows_of(request: Request) -> Iterator[tuple[list[int], CompletionRow]]:
     """(prompt token ids, completion) of every row of the batch."""
     for group in request["groups"]:
         for completion in group["completions"]:
             yield group["prompt"], completion
 
 
-def compute(request: dict[str, Any], scratch: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """The losses of the micro-batches of one update, whose sum is the loss of the update, and its gradient."""
-    rows = list(given(request))
-    keep = KeepGradient()
+def compute(request: Request, scratch: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Makes one update. Returns the losses of its micro-batches and its gradient.
+
+    The sum of the losses is the loss of the update.
+    """
+    rows = list(rows_of(request))
+    keep_gradient = KeepGradient()
 
     def rollout(prompts: list[Any], trainer: GRPOTrainer) -> dict[str, Any]:
-        ids = [completion["token_ids"] for _, completion in rows]
         return {
             "prompt_ids": [prompt for prompt, _ in rows],
-            "completion_ids": ids,
+            "completion_ids": [completion["token_ids"] for _, completion in rows],
             "logprobs": None,
         }
 
@@ -87,23 +115,23 @@ def compute(request: dict[str, Any], scratch: Path) -> tuple[list[float], dict[s
         model=request["model"],
         reward_funcs=reward,
         args=GRPOConfig(str(scratch), **request["config"]),
+        # `rollout` ignores the text of a prompt, but the dataset needs one row per group.
         train_dataset=Dataset.from_list(
-            [{"prompt": str(n)} for n in range(len(request["groups"]))]
+            [{"prompt": str(number)} for number in range(len(request["groups"]))]
         ),
         rollout_func=rollout,
-        callbacks=[keep],
+        callbacks=[keep_gradient],
     )
     trainer.train()
-    return trainer.losses, keep.gradient
+    return trainer.losses, keep_gradient.gradient
 
 
 def main() -> None:
-    request, loss, gradient = map(Path, sys.argv[1:])
-    losses, grads = compute(
-        json.loads(request.read_text(encoding="utf-8")), loss.parent / "trainer"
-    )
-    loss.write_text(json.dumps({"losses": losses}), encoding="utf-8")
-    save_file(grads, gradient)
+    request_path, loss_path, gradient_path = map(Path, sys.argv[1:])
+    request = json.loads(request_path.read_text(encoding="utf-8"))
+    losses, gradient = compute(request, loss_path.parent / "trainer")
+    loss_path.write_text(json.dumps({"losses": losses}), encoding="utf-8")
+    save_file(gradient, gradient_path)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""TRL's side of a comparison: `GRPOTrainer.train`, one update per request. Runs in TRL's environment.
+"""TRL's side of a comparison: `GRPOTrainer.train`, one update per request. Runs in TRL's
+environment.
 
     python benchmarks/trl_peer.py REQUEST.json
 
-The request: `model` (directory), `config` (arguments of GRPOConfig), `prompts` (work.write_prompts), `reward`
-("module:function", called as ours is, with the text and the answer).
+The request: `model` (directory), `config` (arguments of GRPOConfig), `prompts`
+(work.write_prompts), `reward` ("module:function", called with the text and the answer, as lagrpo
+calls it).
 """
 
 from __future__ import annotations
@@ -23,16 +25,20 @@ from wire import Gate, Wire, imported
 
 
 class Measured(GRPOTrainer):
-    """A GRPOTrainer that notes what its rollouts cost and how many tokens they have."""
+    """A GRPOTrainer that records seconds and tokens of its rollouts."""
 
-    measurements: dict[str, Any]
-    rewards: list[float]  # of the batch under way
+    measurements: dict[str, object]
+    """Those of wire.Update that this class knows."""
+    rewards: list[float]
+    """The rewards of the current batch, which the reward function appends."""
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        started, self.rewards = time.perf_counter(), []
+        self.rewards = []
+        started = time.perf_counter()
         batch = super()._generate_and_score_completions(inputs)
         tokens = int(batch["completion_mask"].sum())
-        groups = batch["advantages"].view(-1, self.num_generations)
+        # [groups, G]. Equal rewards give advantages of 0.
+        advantages = batch["advantages"].view(-1, self.num_generations)
         self.measurements = {
             "phases": {"sampling and rewards": time.perf_counter() - started},
             "prompts": sorted({row["key"] for row in inputs}),
@@ -41,7 +47,7 @@ class Measured(GRPOTrainer):
             "sampled": tokens,
             "learned": tokens,
             "micro_batches": self.args.steps_per_generation,
-            "flat": float((groups == 0).all(1).float().mean()),
+            "flat": float((advantages == 0).all(1).float().mean()),
             "reward": sum(self.rewards) / len(self.rewards),
             "weights": str(next(self.model.parameters()).dtype),
         }
@@ -49,16 +55,16 @@ class Measured(GRPOTrainer):
 
 
 class Stepping(TrainerCallback):
-    """One update per request, from the rollouts to the optimizer's step."""
+    """Makes one update per request, from the rollouts to the optimizer's step."""
 
     def __init__(self, gate: Gate) -> None:
         self.gate = gate
         self.trainer: Measured | None = None
 
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
+    def on_train_begin(self, *_: object, **__: object) -> None:
         self.gate.wait()
 
-    def on_step_end(self, *_: Any, **__: Any) -> None:
+    def on_step_end(self, *_: object, **__: object) -> None:
         assert self.trainer is not None
         self.gate.done(**self.trainer.measurements)
         self.gate.wait()
@@ -68,15 +74,17 @@ def main() -> None:
     wire = Wire()
     request = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     lines = Path(request["prompts"]).read_text(encoding="utf-8").splitlines()
+    prompts = [json.loads(line) for line in lines]
     rows = [
-        {"prompt": row["messages"], "answer": row["answer"], "key": row["key"]}
-        for row in map(json.loads, lines)
+        {"prompt": prompt["messages"], "answer": prompt["answer"], "key": prompt["key"]}
+        for prompt in prompts
     ]
     judge = imported(request["reward"])
 
-    def reward(completions: list[Any], answer: list[Any], **_: Any) -> list[float]:
+    def reward(completions: list[Any], answer: list[Any], **_: object) -> list[float]:
         pairs = zip(completions, answer, strict=True)
-        rewards = [judge(completion[0]["content"], answer) for completion, answer in pairs]
+        # A completion is a list of messages: here one, of the assistant.
+        rewards = [judge(completion[0]["content"], gold) for completion, gold in pairs]
         trainer.rewards += rewards
         return rewards
 
@@ -89,10 +97,9 @@ def main() -> None:
         callbacks=[stepping],
     )
     stepping.trainer = trainer
-    versions = {
-        name: importlib.metadata.version(name)
-        for name in ("trl", "torch", "transformers", "accelerate")
-    }
+    packages = ("trl", "torch", "transformers", "accelerate")
+    versions = {name: importlib.metadata.version(name) for name in packages}
+    # This tells the driver that the model is loaded.
     wire.reply(threads=torch.get_num_threads(), versions=versions)
     trainer.train()
 

@@ -1,6 +1,7 @@
-"""How a driver talks to the program it measures: one JSON object per line, over standard input and output.
+"""The pipe between a driver and the program that it measures: one JSON object per line.
 
-This is the end inside the program, imported in the peer's environment too: the standard library alone.
+This is the end inside the program, over its standard input and output. TRL's environment imports
+it, too, so it needs the standard library alone.
 """
 
 from __future__ import annotations
@@ -11,51 +12,91 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypedDict
+
+
+class Update(TypedDict):
+    """The measurements of one update, as a side replies with them."""
+
+    seconds: float
+    """From the request to the reply."""
+    phases: dict[str, float]
+    """Seconds by phase; phases may not cover the whole update."""
+    prompts: list[int]
+    """The keys of the prompts, sorted."""
+    prompt_tokens: int
+    """Tokens of the prompts, each prompt counted once."""
+    completions: int
+    sampled: int
+    """Completion tokens sampled."""
+    learned: int
+    """Completion tokens in the loss."""
+    micro_batches: int
+    flat: float
+    """Share of the groups whose rewards are equal."""
+    reward: float
+    peak_bytes: int
+    """The driver adds it: most memory resident so far, over all processes of the side."""
+    flops: float
+    """Only lagrpo replies with it: operations that training needs, see ours.learning_flops."""
+    threads: int
+    """Only lagrpo replies with it."""
+    weights: str
+    """Only TRL replies with it: the dtype of the weights that the optimizer changes."""
 
 
 class Wire:
-    """Replies go to what was standard output; whatever else prints there goes to standard error instead."""
+    """Requests from the driver, and replies to it.
+
+    Replies go to what was standard output. Whatever else prints there goes to standard error
+    instead.
+    """
 
     def __init__(self) -> None:
         self._replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
         os.dup2(2, 1)
 
-    def reply(self, **measurements: Any) -> None:
+    def reply(self, **measurements: object) -> None:
         print(json.dumps(measurements), file=self._replies, flush=True)
 
     def request(self) -> dict[str, Any]:
-        """The next request; the program ends where the driver has."""
+        """The next request. Ends the program when the driver has ended."""
         line = sys.stdin.readline()
         if not line:
+            # An exception would run the clean-up of the training loop that waits here.
             os._exit(0)
         return json.loads(line)
 
 
 class Gate:
-    """Lets a training loop make one update per request, and times it from the request to the reply.
+    """Lets a training loop make one update per request, and times it from request to reply.
 
-    `others` answers the requests that are not for an update: name -> function(**arguments) -> measurements."""
+    `others` answers requests other than updates: name -> function(**arguments) -> measurements.
+    """
 
     def __init__(
         self, wire: Wire, others: dict[str, Callable[..., dict[str, Any]]] | None = None
     ) -> None:
-        self._wire, self._others = wire, others or {}
+        self._wire = wire
+        self._others = others or {}
         self._started = 0.0
 
     def wait(self) -> None:
-        """Block until an update is asked for."""
-        while (request := self._wire.request()).pop("do") != "update":
+        """Blocks until an update is requested."""
+        while True:
+            request = self._wire.request()
+            if request.pop("do") == "update":
+                break
             name = request.pop("name")
             self._wire.reply(**self._others[name](**request))
         self._started = time.perf_counter()
 
-    def done(self, **measurements: Any) -> None:
-        """The update is made."""
+    def done(self, **measurements: object) -> None:
+        """Replies that the update is made."""
         self._wire.reply(seconds=time.perf_counter() - self._started, **measurements)
 
 
 def imported(reference: str) -> Any:
-    """What "package.module:name" names."""
+    """The object that "package.module:name" names."""
     module, _, name = reference.partition(":")
     return getattr(importlib.import_module(module), name)

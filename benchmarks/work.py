@@ -1,4 +1,4 @@
-"""The work that is measured: prompts, completions, tokens; the same for both sides."""
+"""The work that is measured: prompts, completions, tokens. Both sides get the same."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from transformers import AutoTokenizer
 
@@ -20,24 +20,43 @@ from lagrpo.settings.sections import TaskSettings
 from lagrpo.tasks import load_task, order_prompts
 
 RESULTS = Path(__file__).parent / "results"
+DEMO = Path(__file__).parent.parent / "experiments" / "addition" / "full.toml"
 DTYPE = pick_dtype("auto", pick_device())[0]
-"""What both sides of a comparison compute in: the default of a run on this machine."""
+"""The dtype of both sides of a comparison: the default of a run on this machine."""
 SEED = 0
-PROMPTS = 384  # more than any benchmark visits: where one ends, the two sides would go on in different orders
+# More than any benchmark visits: after the last prompt the two sides would go on in different
+# orders.
+PROMPTS = 384
+
+Settings = dict[str, dict[str, Any]]
+"""Settings of lagrpo by section and name."""
+
+
+class PromptRow(TypedDict):
+    """A line of the file of prompts."""
+
+    key: int
+    """The prompt's index in the task."""
+    messages: list[dict[str, str]]
+    answer: Any
+    tokens: int
 
 
 @dataclass(frozen=True)
 class Work:
-    """N prompts of a task, whose length in tokens is within `prompt_tokens`, G completions of each, of at most
-    `max_tokens` tokens. `judge` is the task's own reward."""
+    """N prompts of a task, with G completions of each."""
 
     name: str
     N: int
     G: int
     max_tokens: int
+    """Of a completion."""
     task: Mapping[str, Any]
+    """Settings of the section [task]."""
     judge: str
+    """The task's own reward, as "module:function"."""
     prompt_tokens: tuple[int, int]
+    """Shortest and longest prompt."""
     model: str = "smollm2"
 
     @property
@@ -48,27 +67,35 @@ class Work:
     def title(self) -> str:
         low, high = self.prompt_tokens
         return (
-            f"{self.name}: {self.N} prompts ({self.task['name']}, {low} to {high} tokens) × {self.G} completions "
-            f"× ≤ {self.max_tokens} tokens"
+            f"{self.name}: {self.N} prompts ({self.task['name']}, {low} to {high} tokens) "
+            f"× {self.G} completions × ≤ {self.max_tokens} tokens"
         )
 
 
 SHORT = Work(
-    "short",
-    8,
-    16,
-    16,
-    {"name": "arithmetic", "options": {"operations": ["+"], "digits": 1}},
-    "lagrpo.tasks.arithmetic:score",
-    (1, 100),
+    name="short",
+    N=8,
+    G=16,
+    max_tokens=16,
+    task={"name": "arithmetic", "options": {"operations": ["+"], "digits": 1}},
+    judge="lagrpo.tasks.arithmetic:score",
+    prompt_tokens=(1, 100),
 )
-LONG = Work("long", 4, 8, 128, {"name": "gsm8k"}, "lagrpo.tasks.gsm8k:score", (100, 200))
+LONG = Work(
+    name="long",
+    N=4,
+    G=8,
+    max_tokens=128,
+    task={"name": "gsm8k"},
+    judge="lagrpo.tasks.gsm8k:score",
+    prompt_tokens=(100, 200),
+)
 WORKS = {work.name: work for work in (SHORT, LONG)}
 HASHED = "rewards:hashed"
 
 
 class Quick(argparse.Action):
-    """Tiny work, whose results do not take the place of real ones."""
+    """Sets `quick`, and puts results into a folder of their own so that real ones stay."""
 
     def __call__(self, parser, namespace, values, option_string=None) -> None:
         namespace.quick = True
@@ -77,7 +104,11 @@ class Quick(argparse.Action):
 
 
 def common_options(description: str | None) -> argparse.ArgumentParser:
-    """The options that every benchmark has. From now on SIGTERM, too, ends it by way of its `with` blocks."""
+    """A parser with the options that every benchmark has.
+
+    From now on SIGTERM ends the benchmark through its `with` blocks, which end the programs it
+    started.
+    """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -97,60 +128,64 @@ def common_options(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def require_peer(asked: argparse.Namespace, target: str) -> None:
-    """End with what to do where the other program's Python is not there."""
-    if not asked.peer.exists():
+def require_peer(options: argparse.Namespace, target: str) -> None:
+    """Raises SystemExit with what to do if the other program's Python does not exist."""
+    if not options.peer.exists():
         raise SystemExit(
-            f"{asked.peer}: no such Python. `make {target}` makes it; --peer names another"
+            f"{options.peer}: no such Python. `make {target}` makes it; --peer names another"
         )
 
 
-def asked_for(work: Work, asked: argparse.Namespace) -> Work:
-    """The work with the model that was asked for; tiny where that was asked for."""
-    work = replace(work, model=asked.model)
-    return replace(work, N=2, G=4, max_tokens=4, prompt_tokens=(1, 1000)) if asked.quick else work
+def apply_options(work: Work, options: argparse.Namespace) -> Work:
+    """The work with the model of --model, and tiny with --quick."""
+    work = replace(work, model=options.model)
+    if options.quick:
+        return replace(work, N=2, G=4, max_tokens=4, prompt_tokens=(1, 1000))
+    return work
 
 
 def write_prompts(work: Work, path: Path, seed: int = SEED) -> Path:
-    """PROMPTS prompts in the order in which a run of this seed visits them, one JSON object per line: key, messages,
-    gold, tokens. A task that has fewer is gone through again. GSM8K comes from LAGRPO_DATA, else from the hub. Raises
-    lagrpo's own errors where the data is not there."""
+    """Writes PROMPTS prompts in the order in which a run of this seed visits them.
+
+    Repeats the prompts of a task that has fewer. GSM8K comes from LAGRPO_DATA, else from the hub.
+    Returns the path. Raises lagrpo's own errors if the data is missing.
+    """
     tokenizer = AutoTokenizer.from_pretrained(resolve_model(work.model))
-    hub: dict[str, Any] = (
-        {"data": "openai/gsm8k"}
-        if work.task["name"] == "gsm8k" and "LAGRPO_DATA" not in os.environ
-        else {}
-    )
-    task = load_task(TaskSettings(**work.task, **hub), SEED)
-    rows: list[dict[str, Any]] = []
+    settings = dict(work.task)
+    if work.task["name"] == "gsm8k" and "LAGRPO_DATA" not in os.environ:
+        settings["data"] = "openai/gsm8k"
+    task = load_task(TaskSettings(**settings), SEED)
+    rows = []
     low, high = work.prompt_tokens
     for index in range(task.size("train")):
         prompt = task.prompt("train", index)
         messages = [dict(message) for message in prompt.messages]
-        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)[
-            "input_ids"
-        ]
-        if low <= len(ids) <= high:
-            rows.append({"messages": messages, "answer": prompt.answer, "tokens": len(ids)})
+        encoded = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=True
+        )
+        tokens = len(encoded["input_ids"])
+        if low <= tokens <= high:
+            rows.append({"messages": messages, "answer": prompt.answer, "tokens": tokens})
         if len(rows) == PROMPTS:
             break
     if not rows:
         raise ValueError(f"{work.title}: no prompt is that long")
     order = order_prompts(seed, 0, PROMPTS)
-    path.write_text(
-        "".join(json.dumps({"key": key, **rows[key % len(rows)]}) + "\n" for key in order),
-        encoding="utf-8",
-    )
+    lines = [json.dumps({"key": key, **rows[key % len(rows)]}) + "\n" for key in order]
+    path.write_text("".join(lines), encoding="utf-8")
     return path
 
 
-def read_prompts(path: Path) -> list[dict[str, Any]]:
+def read_prompts(path: Path) -> list[PromptRow]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def ours(work: Work, scratch: Path, **sections: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of a run of ours on this work, evaluated at no time and written to `scratch`."""
-    base: dict[str, dict[str, Any]] = {
+def ours(work: Work, scratch: Path, **sections: Mapping[str, Any]) -> Settings:
+    """Settings of a run of lagrpo on this work, which makes no evaluation and writes to `scratch`.
+
+    `sections` changes or adds settings, by section.
+    """
+    base: Settings = {
         "run": {"output_dir": str(scratch / "runs"), "seed": SEED},
         "model": {"path": work.model, "dtype": DTYPE},
         "rollout": {
@@ -158,6 +193,7 @@ def ours(work: Work, scratch: Path, **sections: Mapping[str, Any]) -> dict[str, 
             "max_completion_length": work.max_tokens,
             "max_num_seqs": max(128, work.G),
         },
+        # The driver ends the run, long before this number of batches.
         "schedule": {"prompts_per_batch": work.N, "batches": 100_000},
         "loss": {"recipe": "grpo", "beta": 0.0},
         "optimizer": {"learning_rate": 1e-5},
@@ -166,10 +202,27 @@ def ours(work: Work, scratch: Path, **sections: Mapping[str, Any]) -> dict[str, 
     return {name: base.get(name, {}) | dict(sections.get(name, {})) for name in base | sections}
 
 
+def demo_settings(model: str, batches: int, scratch: Path) -> dict[str, object]:
+    """Settings of a run of DEMO that only trains: no evaluations, no checkpoints."""
+    return {
+        "run.output_dir": scratch,
+        "run.name": "run",
+        "checkpoint.save-total-limit": 0,
+        "checkpoint.save-minutes": 0,
+        "eval.at-start": False,
+        "model.path": model,
+        "schedule.batches": batches,
+    }
+
+
 def trl(work: Work, per_device: int, **settings: Any) -> dict[str, Any]:
-    """Arguments of GRPOConfig for the same work in micro-batches of `per_device` completions: the objective of ours
-    (grpo, no KL term), AdamW at the same constant rate, float32 weights that are multiplied in DTYPE, and nothing
-    written or logged. What is not named here or in `settings` is TRL's default."""
+    """Arguments of GRPOConfig for the same work in micro-batches of `per_device` completions.
+
+    They give lagrpo's objective (grpo, no KL term), AdamW at the same constant rate, float32
+    weights that are multiplied in DTYPE, and neither files nor logs. `settings` changes or adds
+    arguments; all others keep TRL's default. Raises ValueError if micro-batches would not have
+    equal sizes.
+    """
     if work.completions % per_device:
         raise ValueError(
             f"micro-batches of {per_device} do not divide {work.completions} completions"
@@ -184,6 +237,7 @@ def trl(work: Work, per_device: int, **settings: Any) -> dict[str, Any]:
         "learning_rate": 1e-5,
         "lr_scheduler_type": "constant",
         "max_grad_norm": 1.0,
+        # The driver ends the run, long before this number of updates.
         "max_steps": 100_000,
         "use_cpu": pick_device().type == "cpu",
         "bf16": DTYPE == "bfloat16",

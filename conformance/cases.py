@@ -1,4 +1,4 @@
-"""Random rollouts in both forms: flat for us, padded for the peers. Everything is float64."""
+"""Random rollouts in both forms: flat for lagrpo, padded for the peers. All numbers are float64."""
 
 from __future__ import annotations
 
@@ -7,41 +7,59 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-G, GROUPS, LONGEST = 4, 4, 9
+# Completions of a group, groups of a case, tokens of the longest completion.
+G = 4
+GROUPS = 4
+LONGEST = 9
 MAX_LENGTH = 12
-VALUES = 3  # rewards are 0, 1/2 or 1, so that some groups have equal ones
+# Rewards are 0, 1/2 or 1, so that some groups have equal ones.
+VALUES = 3
 
 
 @dataclass(frozen=True)
 class Case:
-    """C = 16 completions of 1 .. 9 tokens. `lengths` [C], `completion` [T], `rewards` [C], `group` [C]; log-probs [T]
-    under pi, alpha, pi_k and pi_ref, with log-ratios of a standard deviation of .4 (one in ten: of 1.6). `staleness`
-    [T] is 0 .. 4 updates, `entropy` [T] is exact in float32, `finished` [C] is False for one completion in four."""
+    """Completions with rewards, and the log-probs of their tokens under four policies.
+
+    There are C = 16 completions of 1 to 9 tokens, T tokens in all. Log-ratios have a standard
+    deviation of .4; one in ten has 1.6, so that both sides of every bound occur.
+    """
 
     lengths: Tensor
+    """[C]"""
     rewards: Tensor
+    """[C]"""
     logp: Tensor
+    """[T], under pi"""
     alpha: Tensor
+    """[T], log-probs under alpha"""
     pi_k: Tensor
+    """[T], log-probs under pi_k"""
     ref: Tensor
+    """[T], log-probs under pi_ref"""
     staleness: Tensor
+    """[T], 0 to 4 updates"""
     entropy: Tensor
+    """[T], exact in float32"""
     finished: Tensor
+    """[C], False for one completion in four"""
 
     @staticmethod
     def draw(seed: int) -> Case:
         rng = torch.Generator().manual_seed(seed)
         lengths = torch.randint(1, LONGEST + 1, (G * GROUPS,), generator=rng)
         rewards = torch.randint(VALUES, (G * GROUPS,), generator=rng).double() / (VALUES - 1)
-        rewards[:G] = rewards[0] if seed % 2 else rewards[:G]
+        if seed % 2:
+            rewards[:G] = rewards[0].clone()  # a group with equal rewards in every second case
         T = int(lengths.sum())
 
         def normal() -> Tensor:
             return torch.randn(T, generator=rng, dtype=torch.float64)
 
         logp = -normal().abs() * 2 - 0.01
-        wide = torch.where(torch.rand(T, generator=rng) < 0.1, 1.6, 0.4).double()
-        alpha, pi_k, ref = (_as_logp(logp + wide * normal()) for _ in range(3))
+        deviation = torch.where(torch.rand(T, generator=rng) < 0.1, 1.6, 0.4).double()
+        alpha = _as_logp(logp + deviation * normal())
+        pi_k = _as_logp(logp + deviation * normal())
+        ref = _as_logp(logp + deviation * normal())
         return Case(
             lengths=lengths,
             rewards=rewards,
@@ -60,10 +78,12 @@ class Case:
 
     @property
     def completion(self) -> Tensor:
+        """The completion of each token [T]."""
         return torch.arange(self.C).repeat_interleave(self.lengths)
 
     @property
     def group(self) -> Tensor:
+        """The group of each completion [C]."""
         return torch.arange(GROUPS).repeat_interleave(G)
 
     @property
@@ -74,20 +94,19 @@ class Case:
 
     @property
     def mask(self) -> Tensor:
-        """float64 [C, LONGEST]: 1 where a token is."""
+        """1 for each token, 0 for padding: float64 [C, LONGEST]."""
         return (torch.arange(LONGEST) < self.lengths.unsqueeze(1)).double()
 
     def padded(self, values_T: Tensor) -> Tensor:
-        """[T] as [C, LONGEST], 0 where there is no token."""
-        return torch.zeros(self.C, LONGEST, dtype=values_T.dtype).masked_scatter(
-            self.mask.bool(), values_T
-        )
+        """[T] as [C, LONGEST], 0 for padding."""
+        zeros = torch.zeros(self.C, LONGEST, dtype=values_T.dtype)
+        return zeros.masked_scatter(self.mask.bool(), values_T)
 
     def spread(self, values_C: Tensor) -> Tensor:
-        """[C] as [C, LONGEST], each at every token of its completion."""
+        """[C] as [C, LONGEST]: each value at every token of its completion, 0 for padding."""
         return values_C.unsqueeze(1) * self.mask
 
 
 def _as_logp(values: Tensor) -> Tensor:
-    """The values as log-probs: of a probability below 1."""
+    """The values as log-probs: bounded so that each is that of a probability below 1."""
     return values.clamp(max=-1e-3)

@@ -1,9 +1,10 @@
-"""The peers' own loss code beside ours, on the same random inputs. Runs in the environment of `make conformance`:
+"""Compares the peers' own loss code with lagrpo's, on the same random inputs.
 
     python conformance/compare.py [--cases 100] [--check]
 
-Writes the table between the markers of reports/conformance.md (--check: only compares). Ends with 1 if a pairing does
-not agree, or differ, as expected.
+Runs in the environment of `make conformance`. Writes the table between the markers of
+reports/conformance.md (--check: only compares). The exit status is 1 if a pairing does not agree,
+or differ, as expected.
 """
 
 from __future__ import annotations
@@ -29,9 +30,12 @@ from pairings import PAIRINGS  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 PAGE = ROOT / "reports" / "conformance.md"
-BEGIN, END = "<!-- conformance: begin -->", "<!-- conformance: end -->"
-AGREE = 1e-5  # our weights of completions are float32, and the peers add up to 1e-8 to their denominators
-LEAST = 1e-2  # values smaller than this are differences of larger terms
+BEGIN = "<!-- conformance: begin -->"
+END = "<!-- conformance: end -->"
+# Our weights of completions are float32, and the peers add up to 1e-8 to their denominators.
+AGREE = 1e-5
+# Values smaller than this are differences of larger terms.
+LEAST = 1e-2
 PACKAGES = {
     "TRL": "trl",
     "verl": "verl",
@@ -44,60 +48,62 @@ PACKAGES = {
 
 @dataclass(frozen=True)
 class Difference:
-    """The greatest difference of value and of gradient over the cases, each relative to the largest number of its case;
-    None where there is no gradient."""
+    """The greatest difference of the values and of the gradients over all cases.
+
+    Each is relative to the largest number of its case. `gradient` is None if there is none.
+    """
 
     value: float
     gradient: float | None
 
 
 def compare(pairing: Pairing, cases: int) -> Difference:
-    """Both sides on the cases of seeds 0, 1, …"""
-    values, gradients = [], []
+    """Evaluates both sides on the cases of seeds 0, 1, …"""
+    value_differences = []
+    gradient_differences = []
     for seed in range(cases):
         case = Case.draw(seed)
-        theirs, their_gradient = side(pairing.theirs, case)
-        ours, our_gradient = side(pairing.ours, case)
-        values.append(gap(theirs, ours))
+        their_value, their_gradient = evaluate(pairing.theirs, case)
+        our_value, our_gradient = evaluate(pairing.ours, case)
+        value_differences.append(relative_difference(their_value, our_value))
         if our_gradient is not None and their_gradient is not None:
-            gradients.append(gap(their_gradient, our_gradient))
-    return Difference(max(values), max(gradients) if gradients else None)
+            gradient_differences.append(relative_difference(their_gradient, our_gradient))
+    return Difference(max(value_differences), max(gradient_differences, default=None))
 
 
-def side(function: Side, case: Case) -> tuple[Tensor, Tensor | None]:
-    """Value and gradient in the log-probs under pi."""
+def evaluate(side: Side, case: Case) -> tuple[Tensor, Tensor | None]:
+    """The value of a side, and its gradient in the log-probs under pi [T] if it has one."""
     logp = case.logp.clone().requires_grad_()
-    result = function(case, logp)
+    result = side(case, logp)
     if isinstance(result, tuple):
         value, gradient = result
         return value, gradient.flatten()
     if not result.requires_grad:
         return result, None
-    return result.detach(), torch.autograd.grad(result.sum(), logp)[0]
+    [gradient] = torch.autograd.grad(result.sum(), logp)
+    return result.detach(), gradient
 
 
-def gap(a: Tensor, b: Tensor) -> float:
-    """The greatest |a - b|, relative to the greatest of both numbers (or to LEAST, where all are smaller)."""
+def relative_difference(a: Tensor, b: Tensor) -> float:
+    """The greatest |a - b|, divided by the largest absolute value in both, at least LEAST."""
     largest = max(float(a.abs().max()), float(b.abs().max()), LEAST)
     return float((a.double() - b.double()).abs().max()) / largest
 
 
 def surprise(pairing: Pairing, difference: Difference) -> str:
-    """The part that is not as the table expects; "" where all is."""
-    expected = {
-        "both": (True, True),
-        "gradient": (False, True),
-        "value": (True, False),
-        "neither": (False, False),
-    }
-    for name, number, same in zip(
-        ("value", "gradient"),
-        (difference.value, difference.gradient),
-        expected[pairing.same],
-        strict=True,
-    ):
-        if number is not None and (number <= AGREE) != same:
-            return f"the {name} {'differs by' if same else 'agrees, within'} {number:.2g}"
+    """The first part of the result that the table does not expect, or ""."""
+    parts = (
+        ("value", difference.value, pairing.same in ("both", "value")),
+        ("gradient", difference.gradient, pairing.same in ("both", "gradient")),
+    )
+    for name, number, is_same_expected in parts:
+        if number is None:
+            continue
+        is_same = number <= AGREE
+        if is_same_expected and not is_same:
+            return f"the {name} differs by {number:.2g}"
+        if is_same and not is_same_expected:
+            return f"the {name} agrees, within {number:.2g}"
     return ""
 
 
@@ -123,7 +129,10 @@ def table(lines: list[str], cases: int) -> str:
     versions = ", ".join(f"{name} {version(package)}" for name, package in PACKAGES.items())
     versions += f"; torch {version('torch')}, jax {version('jax')}"
     head = f"{len(lines)} pairings, {cases} random cases each. {versions}."
-    columns = "| peer | function | ours | value | gradient | | where they differ, or what brings them together |"
+    columns = (
+        "| peer | function | ours | value | gradient | "
+        "| where they differ, or what brings them together |"
+    )
     return "\n".join([head, "", columns, "|---|---|---|---|---|---|---|", *lines])
 
 
@@ -134,21 +143,26 @@ def main() -> None:
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    lines, surprises = [], []
+    lines = []
+    surprises = []
     for pairing in PAIRINGS:
         difference = compare(pairing, options.cases)
         lines.append(row(pairing, difference))
         print(lines[-1], flush=True)
-        if text := surprise(pairing, difference):
+        text = surprise(pairing, difference)
+        if text:
             surprises.append(f"{pairing.peer} {pairing.function} and {pairing.ours_is}: {text}")
     if not options.check and not surprises:
-        before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-        after = rest.partition(END)[2]
-        PAGE.write_text(
-            f"{before}{BEGIN}\n{table(lines, options.cases)}\n{END}{after}", encoding="utf-8"
-        )
+        write_table(table(lines, options.cases))
     print("\n".join(["", *surprises, f"{len(lines)} pairings, {len(surprises)} not as expected"]))
     sys.exit(bool(surprises))
+
+
+def write_table(text: str) -> None:
+    """Puts the text between the markers of PAGE."""
+    before, _, after_begin = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    _, _, after = after_begin.partition(END)
+    PAGE.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":

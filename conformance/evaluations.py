@@ -1,11 +1,13 @@
-"""Our scores of answers to MATH-500 and AIME24 beside lighteval's, on the same texts, and every disagreement.
+"""Compares our scores of answers to MATH-500 and AIME24 with lighteval's, on the same texts.
 
-    python conformance/evaluations.py --peer .venv-lighteval/bin/python [--evaluation evaluations/smollm2-math …]
+    python conformance/evaluations.py --peer .venv-lighteval/bin/python
+    python conformance/evaluations.py --peer … --evaluation evaluations/smollm2-math
 
-LAGRPO_DATA names the directory with math500_test.jsonl and aime24_test.jsonl. Of every problem the gold answer is
-written in the forms that models use, right and wrong; --evaluation adds what a model wrote (`lagrpo eval --output`).
-Ours is the reward of the task `math`, in the worker processes of a run, with their deadline. Writes the table between
-the markers of reports/conformance.md, and all disagreements to conformance/lighteval-disagreements.md.
+LAGRPO_DATA names the directory with math500_test.jsonl and aime24_test.jsonl. The answer of every
+problem is written in the forms that models use, right and wrong; --evaluation adds the texts of a
+model (`lagrpo eval --output`). Our score is the reward of the task `math`, in the worker processes
+of a run, with their deadline. Writes the table between the markers of reports/conformance.md, and
+all disagreements to conformance/lighteval-disagreements.md.
 """
 
 from __future__ import annotations
@@ -29,8 +31,10 @@ from lagrpo.tasks.math import score
 from lagrpo.types import Completion, Group, Prompt
 
 HERE = Path(__file__).parent
-PAGE, LISTED = HERE.parent / "reports" / "conformance.md", HERE / "lighteval-disagreements.md"
-BEGIN, END = "<!-- lighteval: begin -->", "<!-- lighteval: end -->"
+PAGE = HERE.parent / "reports" / "conformance.md"
+DISAGREEMENTS = HERE / "lighteval-disagreements.md"
+BEGIN = "<!-- lighteval: begin -->"
+END = "<!-- lighteval: end -->"
 FILES = {"math_500": "math500_test.jsonl", "aime24": "aime24_test.jsonl"}
 FORMS = {
     "boxed": "Therefore, the final answer is: $\\boxed{{{answer}}}$. I hope it is correct.",
@@ -39,13 +43,14 @@ FORMS = {
     "display": "So we get\n\\[\n{answer}\n\\]\nand we are done.",
     "plain": "Answer: {answer}",
 }
-"""How an answer is written."""
-SHOWN = 160  # characters of a text in the list
+"""Templates of the forms in which models write answers."""
+# Characters of a text in the list of disagreements.
+SHOWN = 160
 
 
 @dataclass(frozen=True)
 class Item:
-    """A text that is scored."""
+    """A text to score."""
 
     set: str
     form: str
@@ -53,93 +58,113 @@ class Item:
     text: str
 
 
-def written(data: Path) -> Iterator[Item]:
-    """The answers of both sets in every form: the gold answer, that of the next problem, and the gold answer + 1."""
+Score = float | None
+"""1 or 0; None if an answer could not be judged."""
+
+
+def written_answers(data: Path) -> Iterator[Item]:
+    """The answers of both sets in every form.
+
+    Right ones: the gold answer. Wrong ones: the answer of the next problem, and the gold answer +
+    1.
+    """
     for name, file in FILES.items():
-        golds = [
-            str(json.loads(line)["answer"])
-            for line in (data / file).read_text(encoding="utf-8").splitlines()
-        ]
-        for gold, other in zip(golds, [*golds[1:], golds[0]], strict=True):
+        lines = (data / file).read_text(encoding="utf-8").splitlines()
+        golds = [str(json.loads(line)["answer"]) for line in lines]
+        next_golds = [*golds[1:], golds[0]]
+        for gold, next_gold in zip(golds, next_golds, strict=True):
             for form, template in FORMS.items():
                 yield Item(name, form, gold, template.format(answer=gold))
-            yield Item(name, "boxed, of another problem", gold, FORMS["boxed"].format(answer=other))
-            yield Item(name, "boxed, + 1", gold, FORMS["boxed"].format(answer=f"{gold} + 1"))
+            boxed = FORMS["boxed"]
+            yield Item(name, "boxed, of another problem", gold, boxed.format(answer=next_gold))
+            yield Item(name, "boxed, + 1", gold, boxed.format(answer=f"{gold} + 1"))
 
 
-def recorded(directory: Path) -> Iterator[Item]:
-    """What a model wrote, of an evaluation of `lagrpo eval`."""
+def model_answers(directory: Path) -> Iterator[Item]:
+    """The texts that a model wrote in an evaluation of `lagrpo eval`."""
     for row in pq.read_table(directory / "records.parquet").to_pylist():
         for text in row["completions"]:
             yield Item("math_500", f"written by {directory.name}", row["answer"], text)
 
 
-def ours(items: Sequence[Item]) -> list[float | None]:
-    """Our scores; None where an answer could not be judged."""
+def our_scores(items: Sequence[Item]) -> list[Score]:
     groups = [
-        Group(Prompt(n, (), item.gold), (_completion(item.text),)) for n, item in enumerate(items)
+        Group(Prompt(number, (), item.gold), (_completion(item.text),))
+        for number, item in enumerate(items)
     ]
     with RewardPool(score, max_without_reward=1.0) as pool:
         return [group.completions[0].reward for group in pool.score(groups)]
 
 
 def _completion(text: str) -> Completion:
-    one = torch.zeros(1, dtype=torch.int64)
-    return Completion(one, one.float(), one, True, text)
+    """A completion with this text. Its one token has no meaning: the reward reads the text."""
+    token = torch.zeros(1, dtype=torch.int64)
+    return Completion(token, token.float(), token, True, text)
 
 
-def theirs(items: Sequence[Item], python: str) -> list[float]:
+def lighteval_scores(items: Sequence[Item], python: str) -> list[float]:
     lines = "".join(json.dumps(asdict(item)) + "\n" for item in items)
     command = [python, str(HERE / "score_with_lighteval.py")]
-    done = subprocess.run(command, input=lines, capture_output=True, encoding="utf-8")
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
-    return [float(line) for line in done.stdout.split()]
+    finished = subprocess.run(command, input=lines, capture_output=True, encoding="utf-8")
+    if finished.returncode:
+        raise SystemExit(f"{' '.join(command)} failed:\n{finished.stderr[-3000:]}")
+    return [float(line) for line in finished.stdout.split()]
 
 
-def table(items: Sequence[Item], own: Sequence[float | None], peer: Sequence[float]) -> str:
+def table(items: Sequence[Item], our: Sequence[Score], peer: Sequence[float]) -> str:
     """A row for each set and form."""
+    pairs_by_key: dict[tuple[str, str], list[tuple[Score, float]]] = {}
+    for item, our_score, peer_score in zip(items, our, peer, strict=True):
+        pairs_by_key.setdefault((item.set, item.form), []).append((our_score, peer_score))
     rows = [
-        "| set | form | texts | both right | both wrong | ours alone | lighteval alone | not judged by ours |"
+        "| set | form | texts | both right | both wrong | ours alone | lighteval alone "
+        "| not judged by ours |",
+        "|---" * 8 + "|",
     ]
-    rows.append("|---" * 8 + "|")
-    for key in dict.fromkeys((item.set, item.form) for item in items):
-        pairs = [
-            (a, b)
-            for item, a, b in zip(items, own, peer, strict=True)
-            if (item.set, item.form) == key
-        ]
-        found = Counter(pairs)
-        unjudged = sum(a is None for a, _ in pairs)
-        counts = [
+    for (name, form), pairs in pairs_by_key.items():
+        counts = Counter(pairs)
+        cells = [
+            name,
+            form,
             len(pairs),
-            found[1.0, 1.0],
-            found[0.0, 0.0],
-            found[1.0, 0.0],
-            found[0.0, 1.0],
-            unjudged,
+            counts[1.0, 1.0],
+            counts[0.0, 0.0],
+            counts[1.0, 0.0],
+            counts[0.0, 1.0],
+            sum(our_score is None for our_score, _ in pairs),
         ]
-        rows.append(f"| {' | '.join([*key, *map(str, counts)])} |")
+        rows.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(rows)
 
 
-def listed(items: Sequence[Item], own: Sequence[float | None], peer: Sequence[float]) -> str:
-    """Every disagreement."""
-    lines = ["# Where lagrpo's judge and lighteval's metric differ", ""]
-    lines += ["Written by `make check-lighteval`. Long texts are cut to their end.", ""]
-    lines += ["| set | form | gold | the end of the text | ours | lighteval |", "|---" * 6 + "|"]
-    for item, a, b in zip(items, own, peer, strict=True):
-        if a != b:
-            cells = [item.set, item.form, _code(item.gold), _code(item.text[-SHOWN:])]
-            lines.append(
-                f"| {' | '.join([*cells, 'not judged' if a is None else f'{a:g}', f'{b:g}'])} |"
-            )
+def list_disagreements(items: Sequence[Item], our: Sequence[Score], peer: Sequence[float]) -> str:
+    lines = [
+        "# Where lagrpo's judge and lighteval's metric differ",
+        "",
+        "Written by `make check-lighteval`. Long texts are cut to their end.",
+        "",
+        "| set | form | gold | the end of the text | ours | lighteval |",
+        "|---" * 6 + "|",
+    ]
+    for item, our_score, peer_score in zip(items, our, peer, strict=True):
+        if our_score == peer_score:
+            continue
+        cells = [
+            item.set,
+            item.form,
+            _code(item.gold),
+            _code(item.text[-SHOWN:]),
+            "not judged" if our_score is None else f"{our_score:g}",
+            f"{peer_score:g}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
 def _code(text: str) -> str:
-    shown = " ".join(text.split()).replace("|", "\\|").replace("`", "'")
-    return f"`{shown}`"
+    """The text in a line, as Markdown code in a cell of a table."""
+    line = " ".join(text.split()).replace("|", "\\|").replace("`", "'")
+    return f"`{line}`"
 
 
 def main() -> None:
@@ -151,17 +176,21 @@ def main() -> None:
         "--evaluation", type=Path, nargs="*", default=[], help="directories of `lagrpo eval`"
     )
     parser.add_argument("--every", type=int, default=1, help="only every n-th problem's texts")
-    asked = parser.parse_args()
-    if (data := os.environ.get("LAGRPO_DATA")) is None:
+    options = parser.parse_args()
+    data = os.environ.get("LAGRPO_DATA")
+    if data is None:
         sys.exit("set LAGRPO_DATA to the directory with math500_test.jsonl and aime24_test.jsonl")
-    items = [*written(Path(data))][:: asked.every] + [
-        item for path in asked.evaluation for item in recorded(path)
-    ]
-    own, peer = ours(items), theirs(items, asked.peer)
-    print(found := table(items, own, peer))
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    write_atomically(PAGE, f"{before}{BEGIN}\n{found}\n{END}{rest.partition(END)[2]}")
-    write_atomically(LISTED, listed(items, own, peer))
+    items = list(written_answers(Path(data)))[:: options.every]
+    for directory in options.evaluation:
+        items += model_answers(directory)
+    our = our_scores(items)
+    peer = lighteval_scores(items, options.peer)
+    rows = table(items, our, peer)
+    print(rows)
+    before, _, after_begin = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    _, _, after = after_begin.partition(END)
+    write_atomically(PAGE, f"{before}{BEGIN}\n{rows}\n{END}{after}")
+    write_atomically(DISAGREEMENTS, list_disagreements(items, our, peer))
 
 
 if __name__ == "__main__":

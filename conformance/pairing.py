@@ -1,15 +1,16 @@
-"""A row of the table: a peer's function, and the function of ours it is compared with.
+"""A row of the table: a peer's function, and the function of lagrpo that it is compared with.
 
-`theirs` and `ours` get a case and the log-probs under pi [T], differentiable, and give a tensor; what is compared is
-that tensor and its gradient. Both get the same advantages, unless advantages are compared.
+`theirs` and `ours` get a case and the log-probs under pi [T], which require a gradient, and return
+a tensor. That tensor and its gradient are compared. Both sides get the same advantages, unless the
+advantages are what is compared.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from cases import MAX_LENGTH, Case, G
@@ -20,41 +21,47 @@ from lagrpo.core.advantages import AdvantageInputs
 from lagrpo.core.inputs import LossInputs, without_gradient
 from lagrpo.core.recipes import resolve
 
-Side = Callable[[Case, Tensor], Any]
+Side = Callable[[Case, Tensor], Tensor | tuple[Tensor, Tensor]]
+"""Returns a tensor that PyTorch can differentiate, or (JAX) value and gradient."""
+
+Knob = bool | float | str
+Same = Literal["both", "gradient", "value", "neither"]
 
 NO_BETA = {"beta": 0.0}
-WIDE = {
-    "epsilon_low": 0.1,
-    "epsilon_high": 0.15,
-}  # of GSPO, so that completions lie on both sides of the range
+# Bounds of GSPO that are so wide that completions lie on both sides of the range.
+WIDE = {"epsilon_low": 0.1, "epsilon_high": 0.15}
 
 
 @dataclass(frozen=True)
 class Pairing:
-    """`same`: what is expected to agree: "both" value and gradient, "gradient", "value", or "neither". `note` says by
-    which options they are brought together, `differs` where they differ and who follows the paper."""
+    """A row of the table."""
 
     peer: str
     function: str
+    """The peer's function, with its options."""
     ours_is: str
+    """The name of our function."""
     theirs: Side
     ours: Side
-    same: str = "both"
+    same: Same = "both"
+    """The parts that are expected to agree."""
     note: str = ""
+    """The options that make them agree."""
     differs: str = ""
+    """Where they differ, and who follows the paper."""
 
 
-def ours(case: Case, logp: Tensor, name: str, **overrides: Any) -> Tensor:
-    """The loss of a recipe, whole: its own advantages, weights and statistics of the step."""
+def ours(case: Case, logp: Tensor, name: str, **overrides: Knob) -> Tensor:
+    """The loss of a recipe with its own advantages, weights and statistics of the step."""
     recipe = resolve(name, overrides)
     weight_C = recipe.weights(case.lengths, case.flat, MAX_LENGTH).double()
-    x = loss_inputs(case, logp, advantages(case, name, **overrides))
-    x = replace(x, step=recipe.collect(without_gradient(x)))
-    return recipe.loss(x, weight_C)
+    inputs = loss_inputs(case, logp, advantages(case, name, **overrides))
+    inputs = replace(inputs, step=recipe.collect(without_gradient(inputs)))
+    return recipe.loss(inputs, weight_C)
 
 
 def loss_inputs(case: Case, logp: Tensor, advantages_C: Tensor) -> LossInputs:
-    """All that a loss may read."""
+    """All inputs that a loss may read."""
     return LossInputs(
         logp=logp,
         rollout_logp=case.alpha,
@@ -69,13 +76,13 @@ def loss_inputs(case: Case, logp: Tensor, advantages_C: Tensor) -> LossInputs:
     )
 
 
-def advantages(case: Case, name: str, uniform: Tensor | None = None, **overrides: Any) -> Tensor:
-    """The advantages of a recipe [C]; `uniform` [C] are RED-Drop's random numbers."""
+def advantages(case: Case, name: str, uniform: Tensor | None = None, **overrides: Knob) -> Tensor:
+    """The advantages of a recipe [C]. `uniform` [C]: RED-Drop's random numbers."""
     recipe = resolve(name, overrides)
     if uniform is None:
         uniform = torch.linspace(0, 0.9, G, dtype=torch.float64).repeat(case.C // G)
-    rewards = AdvantageInputs(case.rewards, case.group, case.lengths, uniform)
-    return recipe.advantages(rewards, MAX_LENGTH)
+    inputs = AdvantageInputs(case.rewards, case.group, case.lengths, uniform)
+    return recipe.advantages(inputs, MAX_LENGTH)
 
 
 def loss(
@@ -86,73 +93,98 @@ def loss(
     *,
     note: str = "",
     differs: str = "",
-    same: str = "both",
-    given: tuple[Any, ...] = (),
-    their: dict[str, Any] | None = None,
-    **overrides: Any,
+    same: Same = "both",
+    peer_settings: Mapping[str, Any] | None = None,
+    **overrides: Knob,
 ) -> Pairing:
-    """A peer's loss on the advantages of our recipe, beside that recipe."""
-    knobs = ", ".join(f"{knob} = {value!r}" for knob, value in overrides.items())
+    """A peer's loss on the advantages of our recipe, beside that recipe with these overrides.
 
-    def their_side(case: Case, logp: Tensor) -> Tensor:
-        more = {
-            key: value(case) if callable(value) else value for key, value in (their or {}).items()
-        }
-        return theirs(case, logp, advantages(case, recipe, **overrides), *given, **more)
+    `peer_settings` are keyword arguments of `theirs`; a function among them gets the case and
+    returns the argument.
+    """
 
-    text = f"`{recipe}`" + (f" with {knobs}" if knobs else "")
+    def their_loss(case: Case, logp: Tensor) -> Tensor:
+        arguments = {}
+        for name, value in (peer_settings or {}).items():
+            arguments[name] = value(case) if callable(value) else value
+        return theirs(case, logp, advantages(case, recipe, **overrides), **arguments)
+
+    ours_is = f"`{recipe}`"
+    if overrides:
+        ours_is += " with " + _name_knobs(overrides)
     return Pairing(
-        peer,
-        function,
-        text,
-        their_side,
-        partial(ours, name=recipe, **overrides),
-        same,
-        note,
-        differs,
+        peer=peer,
+        function=function,
+        ours_is=ours_is,
+        theirs=their_loss,
+        ours=partial(ours, name=recipe, **overrides),
+        same=same,
+        note=note,
+        differs=differs,
     )
+
+
+def _name_knobs(knobs: Mapping[str, Knob]) -> str:
+    return ", ".join(f"{knob} = {value!r}" for knob, value in knobs.items())
 
 
 def advantage(
-    peer: str, function: str, recipe: str, theirs: Callable[[Case], Tensor], **more: Any
+    peer: str,
+    function: str,
+    recipe: str,
+    theirs: Callable[[Case], Tensor],
+    *,
+    note: str = "",
+    differs: str = "",
+    same: Same = "both",
+    **overrides: Knob,
 ) -> Pairing:
-    """A peer's advantages beside those of a recipe."""
-    knobs = {
-        knob: more.pop(knob)
-        for knob in ("eps_std", "strength", "advantage", "std_offset")
-        if knob in more
-    }
-    text = f"advantage of `{recipe}`" + "".join(
-        f", {knob} = {value!r}" for knob, value in knobs.items()
-    )
+    """A peer's advantages beside those of a recipe with these overrides."""
+    ours_is = f"advantage of `{recipe}`"
+    if overrides:
+        ours_is += ", " + _name_knobs(overrides)
     return Pairing(
-        peer,
-        function,
-        text,
-        lambda case, logp: theirs(case),
-        lambda case, logp: advantages(case, recipe, **knobs),
-        **more,
+        peer=peer,
+        function=function,
+        ours_is=ours_is,
+        theirs=lambda case, logp: theirs(case),
+        ours=lambda case, logp: advantages(case, recipe, **overrides),
+        same=same,
+        note=note,
+        differs=differs,
     )
 
 
 def kl(
-    peer: str, function: str, name: str, theirs: Side, bound: float | None = None, **more: Any
+    peer: str,
+    function: str,
+    name: str,
+    theirs: Side,
+    bound: float | None = None,
+    *,
+    note: str = "",
+    differs: str = "",
+    same: Same = "both",
 ) -> Pairing:
-    """A peer's mean KL term beside ours; `name` is the estimator's, with "rho" where it is weighted."""
-    estimator = getattr(estimators, name.removeprefix("rho "))
+    """A peer's mean KL term beside ours. `name`: the estimator, after "rho " if it is weighted."""
+    is_weighted = name.startswith("rho ")
+    name = name.removeprefix("rho ")
+    estimator = getattr(estimators, name)
     if bound is not None:
         estimator = partial(estimator, kl_bound=bound)
 
-    def own(case: Case, logp: Tensor) -> Tensor:
+    def our_kl(case: Case, logp: Tensor) -> Tensor:
         estimate = estimator(loss_inputs(case, logp, torch.zeros_like(case.rewards)))
-        weight = (logp - case.alpha).exp().detach() if name.startswith("rho ") else 1.0
+        weight = (logp - case.alpha).exp().detach() if is_weighted else 1.0
         return (weight * estimate).mean()
 
     return Pairing(
-        peer,
-        function,
-        f"`kl.{name.removeprefix('rho ')}`" + ", importance-weighted" * ("rho" in name),
-        theirs,
-        own,
-        **more,
+        peer=peer,
+        function=function,
+        ours_is=f"`kl.{name}`, importance-weighted" if is_weighted else f"`kl.{name}`",
+        theirs=theirs,
+        ours=our_kl,
+        same=same,
+        note=note,
+        differs=differs,
     )

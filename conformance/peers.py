@@ -1,6 +1,7 @@
-"""The peers' own loss code on a case, as scalars that PyTorch can differentiate (JAX: as value and gradient).
+"""Calls of the peers' own loss code with a case, as tensors that PyTorch can differentiate.
 
-Every function here only carries tensors to a peer and back. Module paths are in the with_*.py.
+Every function here only carries tensors to a peer and back. JAX's losses come back as value and
+gradient. The names of the peers' losses are in the with_*.py.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +26,7 @@ def trl(
     loss_type: str,
     *,
     level: str = "token",
-    epsilon: tuple = (0.2, 0.2),
+    epsilon: tuple[float, float] = (0.2, 0.2),
     beta: float = 0.0,
     delta: float | None = None,
     corrected_kl: bool = False,
@@ -34,26 +36,28 @@ def trl(
     opsm_delta: float | None = None,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """`GRPOTrainer._compute_loss` itself, on a trainer that has the attributes which it reads and nothing else.
+    """`GRPOTrainer._compute_loss`, on an object with only the attributes that it reads.
 
-    `weights` stand for `importance_sampling_ratio`, `mask` for `completion_mask`. The settings of SAPO and VESPO are
-    the defaults of `GRPOConfig`."""
+    `old` names the policy of the old log-probs, `weights` stand for `importance_sampling_ratio`,
+    `mask` for `completion_mask`. The settings of SAPO and VESPO are the defaults of `GRPOConfig`.
+    """
     from trl.trainer.grpo_trainer import GRPOTrainer
 
+    if mask is None:
+        mask = case.mask
+    logps_and_entropies = (case.padded(logp), case.padded(case.entropy), None)
+    sapo_settings = _defaults_of_trl("sapo_temperature_pos", "sapo_temperature_neg")
+    vespo_settings = _defaults_of_trl(
+        "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"
+    )
     trainer = SimpleNamespace(
-        _get_per_token_logps_and_entropies=lambda *a, **k: (
-            case.padded(logp),
-            case.padded(case.entropy),
-            None,
-        ),
+        _get_per_token_logps_and_entropies=lambda *a, **k: logps_and_entropies,
         args=SimpleNamespace(
             delta=delta,
             use_bias_correction_kl=corrected_kl,
             steps_per_generation=1,
-            **_defaults_of_trl("sapo_temperature_pos", "sapo_temperature_neg"),
-            **_defaults_of_trl(
-                "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"
-            ),
+            **sapo_settings,
+            **vespo_settings,
         ),
         accelerator=_one_process(),
         aux_loss_enabled=False,
@@ -75,7 +79,6 @@ def trl(
         _metrics={"train": defaultdict(list)},
     )
     trainer.get_high_entropy_mask = partial(GRPOTrainer.get_high_entropy_mask, trainer)
-    mask = case.mask if mask is None else mask
     inputs = {
         "prompt_ids": torch.zeros(case.C, 1, dtype=torch.long),
         "prompt_mask": torch.ones(case.C, 1),
@@ -91,16 +94,20 @@ def trl(
     return GRPOTrainer._compute_loss(trainer, None, inputs)
 
 
-def trl_scored(case: Case, **options: Any) -> dict[str, Tensor]:
-    """What `GRPOTrainer._generate_and_score_completions` makes of the case's completions and rewards: advantages [C],
-    the mask of their tokens, and more. Token 1 ends a completion; those that did not finish end with token 2."""
+def trl_scored(case: Case, **options: object) -> dict[str, Tensor]:
+    """`GRPOTrainer._generate_and_score_completions` of the case's completions and rewards.
+
+    Returns advantages [C], the mask of the completions' tokens, and more. Token 1 ends a
+    completion; completions that did not finish end with token 2. `options` are attributes of the
+    trainer.
+    """
     from trl.trainer.grpo_trainer import GRPOTrainer
 
-    lengths = case.lengths.tolist()
-    ids = [
-        [2] * (n - 1) + [1 if done else 2] for n, done in zip(lengths, case.finished, strict=True)
-    ]
-    generated = ([[3]] * case.C, ids, None, [""] * case.C, None, {}, None, None)
+    token_ids = []
+    for length, is_finished in zip(case.lengths.tolist(), case.finished, strict=True):
+        last = 1 if is_finished else 2
+        token_ids.append([2] * (length - 1) + [last])
+    generated = ([[3]] * case.C, token_ids, None, [""] * case.C, None, {}, None, None)
     trainer = SimpleNamespace(
         accelerator=_one_process(),
         model=SimpleNamespace(training=True, is_gradient_checkpointing=False),
@@ -153,7 +160,7 @@ def _one_process() -> SimpleNamespace:
 
 
 def _defaults_of_trl(*names: str) -> dict[str, Any]:
-    """The defaults of these settings."""
+    """The defaults of these settings of GRPOConfig."""
     from trl import GRPOConfig
 
     return {name: GRPOConfig.__dataclass_fields__[name].default for name in names}
@@ -167,30 +174,45 @@ def verl(
     aggregation: str = "token-mean",
     *,
     old: str = "alpha",
-    epsilon: tuple = (0.2, 0.2),
+    epsilon: tuple[float, float] = (0.2, 0.2),
     dual: float = 1e9,
     weights: Tensor | None = None,
     horizon: int | None = None,
     completions: int | None = None,
-    **policy: Any,
+    **policy_settings: object,
 ) -> Tensor:
-    """A registered policy loss of verl. `dual` is clip_ratio_c, which no setting switches off; `completions` the size
-    of the batch that its means are over, by default those that its masks leave."""
+    """A registered policy loss of verl.
+
+    `dual` is clip_ratio_c, which no setting switches off. `completions` is the size of the batch
+    that means are over; by default the completions that verl's masks leave.
+    """
     from verl.trainer.ppo.core_algos import get_policy_loss_fn
     from verl.workers.config import ActorConfig
 
     config = ActorConfig(
         strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, use_dynamic_bsz=True
     )
-    values = {"clip_ratio_low": epsilon[0], "clip_ratio_high": epsilon[1], "clip_ratio_c": dual}
-    batch = {"loss_scale_factor": horizon, "global_batch_size": completions}
-    values |= {"global_batch_info": batch}
-    for key, value in values.items():
+    settings = {
+        "clip_ratio_low": epsilon[0],
+        "clip_ratio_high": epsilon[1],
+        "clip_ratio_c": dual,
+        "global_batch_info": {"loss_scale_factor": horizon, "global_batch_size": completions},
+    }
+    # The configuration is frozen.
+    for key, value in settings.items():
         object.__setattr__(config, key, value)
-    for key, value in policy.items():
+    for key, value in policy_settings.items():
         object.__setattr__(config.policy_loss, key, value)
-    tensors = case.padded(getattr(case, old)), case.padded(logp), case.spread(advantages), case.mask
-    return get_policy_loss_fn(name)(*tensors, aggregation, config, weights)[0]
+    policy_loss = get_policy_loss_fn(name)
+    return policy_loss(
+        case.padded(getattr(case, old)),
+        case.padded(logp),
+        case.spread(advantages),
+        case.mask,
+        aggregation,
+        config,
+        weights,
+    )[0]
 
 
 def verl_weights(case: Case, level: str, threshold: str | float) -> Tensor:
@@ -202,7 +224,7 @@ def verl_weights(case: Case, level: str, threshold: str | float) -> Tensor:
 
 
 def verl_rejected(case: Case, metric: str, threshold: str) -> Tensor:
-    """verl's rejection by pi_k/alpha: 1 for the tokens that stay, [C, LONGEST]."""
+    """verl's rejection by pi_k/alpha: 1 for the tokens that stay [C, LONGEST]."""
     from verl.trainer.ppo.rollout_corr_helper import compute_rollout_rejection_mask
 
     log_ratio = case.padded(case.pi_k - case.alpha)
@@ -217,7 +239,7 @@ def verl_reinforce(
     *,
     cap: float | None = None,
 ) -> Tensor:
-    """The REINFORCE loss of verl's bypass mode, weighted by min(pi(y)/alpha(y), cap) if there is a cap."""
+    """The REINFORCE loss of verl's bypass mode. A `cap` weights it by min(pi(y)/alpha(y), cap)."""
     from verl.trainer.ppo.core_algos import compute_policy_loss_reinforce
     from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
 
@@ -226,29 +248,48 @@ def verl_reinforce(
         log_ratio = case.padded((logp - case.alpha).detach())
         weights = compute_rollout_correction_weights(log_ratio, case.mask, "sequence", cap)[0]
     config = SimpleNamespace(global_batch_info={})
-    tensors = case.padded(case.alpha), case.padded(logp), case.spread(advantages), case.mask
-    return compute_policy_loss_reinforce(*tensors, aggregation, config, weights)[0]
+    return compute_policy_loss_reinforce(
+        case.padded(case.alpha),
+        case.padded(logp),
+        case.spread(advantages),
+        case.mask,
+        aggregation,
+        config,
+        weights,
+    )[0]
 
 
 def verl_kl(case: Case, logp: Tensor, name: str) -> Tensor:
     """verl's estimate of KL(pi || pi_ref), a mean over tokens."""
     from verl.trainer.ppo.core_algos import kl_penalty
 
-    return (
-        kl_penalty(case.padded(logp), case.padded(case.ref), name) * case.mask
-    ).sum() / case.mask.sum()
+    estimate = kl_penalty(case.padded(logp), case.padded(case.ref), name)
+    return (estimate * case.mask).sum() / case.mask.sum()
 
 
-def verl_advantage(case: Case, name: str, **options: Any) -> Tensor:
+def verl_advantage(case: Case, name: str, **options: object) -> Tensor:
     """An advantage estimator of verl [C]."""
     from verl.trainer.ppo.core_algos import get_adv_estimator_fn
 
-    first = torch.zeros_like(case.mask)
-    first[:, 0] = case.rewards
-    index = np.array([str(g) for g in case.group.tolist()])
-    return get_adv_estimator_fn(name)(
-        token_level_rewards=first, response_mask=case.mask, index=index, **options
-    )[0][:, 0]
+    advantages, _ = get_adv_estimator_fn(name)(
+        token_level_rewards=token_level_rewards(case),
+        response_mask=case.mask,
+        index=group_names(case),
+        **options,
+    )
+    return advantages[:, 0]
+
+
+def token_level_rewards(case: Case) -> Tensor:
+    """Rewards by token [C, LONGEST]: each completion's reward at its first token."""
+    rewards = torch.zeros_like(case.mask)
+    rewards[:, 0] = case.rewards
+    return rewards
+
+
+def group_names(case: Case) -> np.ndarray:
+    """The name of the group of each completion [C]."""
+    return np.array([str(group) for group in case.group.tolist()])
 
 
 def trinity(
@@ -259,47 +300,56 @@ def trinity(
     name: str,
     *,
     old: str = "alpha",
-    **options: Any,
-):
+    **options: object,
+) -> Tensor:
     """A policy loss of Trinity-RFT."""
-    from importlib import import_module
-
-    loss = getattr(import_module(f"trinity.algorithm.policy_loss_fn.{module}"), name)(**options)
-    tensors = {"logprob": case.padded(logp), "old_logprob": case.padded(getattr(case, old))}
-    tensors |= {"action_mask": case.mask, "advantages": case.spread(advantages)}
-    function = type(
-        loss
-    ).__call__.__closure__  # the metaclass wraps __call__ to rename arguments for verl's batches
-    own = next(cell.cell_contents for cell in function or () if callable(cell.cell_contents))
-    return own(loss, **tensors)[0]
+    policy_loss = getattr(import_module(f"trinity.algorithm.policy_loss_fn.{module}"), name)
+    loss = policy_loss(**options)
+    # The metaclass wraps __call__ to rename arguments for verl's batches. The function that it
+    # wraps is in the closure.
+    closure = type(loss).__call__.__closure__ or ()
+    compute = next(cell.cell_contents for cell in closure if callable(cell.cell_contents))
+    return compute(
+        loss,
+        logprob=case.padded(logp),
+        old_logprob=case.padded(getattr(case, old)),
+        action_mask=case.mask,
+        advantages=case.spread(advantages),
+    )[0]
 
 
 def trinity_kl(
-    case: Case, logp: Tensor, name: str, aggregation: str = "token-mean", corrected: bool = False
+    case: Case,
+    logp: Tensor,
+    name: str,
+    *,
+    aggregation: str = "token-mean",
+    corrected: bool = False,
 ) -> Tensor:
     """A KL term of Trinity-RFT, with a coefficient of 1."""
     from trinity.algorithm.kl_fn import kl_fn
 
     old = case.padded(case.alpha) if corrected else None
-    tensors = case.padded(logp), case.padded(case.ref), case.mask
-    return getattr(kl_fn, name)(kl_coef=1.0).calculate_kl_loss(*tensors, aggregation, old)[0]
+    kl_term = getattr(kl_fn, name)(kl_coef=1.0)
+    return kl_term.calculate_kl_loss(
+        case.padded(logp), case.padded(case.ref), case.mask, aggregation, old
+    )[0]
 
 
-def trinity_advantage(case: Case, module: str, name: str, **options: Any) -> Tensor:
+def trinity_advantage(case: Case, module: str, name: str, **options: object) -> Tensor:
     """A group advantage of Trinity-RFT [C]."""
-    from importlib import import_module
-
-    kind = getattr(import_module(f"trinity.algorithm.advantage_fn.{module}"), name)
-    function, made = kind(**options), []
-    for group in case.rewards.view(-1, 4):
-        members = [SimpleNamespace(reward=r, action_mask=torch.ones(1)) for r in group.tolist()]
-        function.calculate_group_advantage("group", members)
-        made += [member.advantages for member in members]
-    return torch.cat(made).double()
+    advantage_class = getattr(import_module(f"trinity.algorithm.advantage_fn.{module}"), name)
+    advantage = advantage_class(**options)
+    advantages = []
+    for rewards in case.rewards.view(-1, G):
+        members = [SimpleNamespace(reward=r, action_mask=torch.ones(1)) for r in rewards.tolist()]
+        advantage.calculate_group_advantage("group", members)  # sets `advantages` of each member
+        advantages += [member.advantages for member in members]
+    return torch.cat(advantages).double()
 
 
 def rlax(loss: Callable[..., Any], *values: Tensor) -> tuple[Tensor, Tensor]:
-    """Value of a function of JAX arrays, and its gradient in the first of them."""
+    """Value of a function of JAX arrays, and its gradient in the first argument."""
     import jax
 
     jax.config.update("jax_enable_x64", True)

@@ -1,10 +1,10 @@
-"""lighteval's own scores of given texts. Runs in the environment of `make check-lighteval`:
+"""Scores texts by lighteval's own metrics. Runs in the environment of `make check-lighteval`:
 
     python conformance/score_with_lighteval.py < items.jsonl > scores.jsonl
 
-An item is {"set": "math_500" or "aime24", "gold": …, "text": …}, a score a number. The metric is the one of lighteval's
-task of that name, whose gold text this makes as the task does. The file of MATH-500 that we have holds no worked
-solutions, so the gold text is the answer in a box, as solutions end.
+An item is {"set": "math_500" or "aime24", "gold": …, "text": …}, a score is a number. The metric is
+that of lighteval's task of this name, and the gold text is made as the task makes it. Our file of
+MATH-500 has no worked solutions, so the gold text is the answer in a box, as solutions end.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ TASKS = {
 
 
 def load(name: str) -> Any:
+    """lighteval's task of a set."""
     module, variable = TASKS[name]
     return getattr(import_module(module), variable)
 

@@ -1,4 +1,5 @@
-"""Empty modules in the place of packages that are not installed, so that a peer's losses can be imported alone.
+"""Empty modules in the place of packages that are not installed, so that a peer's losses can be
+imported alone.
 
 verl, Trinity-RFT, SkyRL and AReaL import ray, tensordict, hydra … when any of their modules is
 imported; none of it takes part in a loss. A stub has every attribute: a class that takes any
@@ -14,7 +15,6 @@ import importlib.machinery
 import sys
 import types
 from collections.abc import Sequence
-from typing import Any
 
 PACKAGES = (
     "codetiming",
@@ -47,19 +47,25 @@ PARTS = (
     "areal.utils.stats_tracker",
 )
 """Parts of installed peers: servers and launchers, which import dozens of packages, and metrics,
-which take float32 alone."""
+which take float32 alone.
+"""
 
 
 class _Kind(type):
-    def __getattr__(cls, name: str) -> Any:
+    """A class of which every attribute is a class like it."""
+
+    def __getattr__(cls, name: str) -> type:
+        # Python looks for special attributes by itself and must find that there are none.
         if name.startswith("__"):
             raise AttributeError(name)
         return _anything(name)
 
 
-def _anything(name: str) -> Any:
+def _anything(name: str) -> type:
+    """A class that takes any arguments, and whose objects can be called, entered and asked."""
     members = {
         "__init__": lambda self, *arguments, **options: None,
+        # As a decorator it returns what it decorates.
         "__call__": lambda self, argument=None, *arguments, **options: argument,
         "__enter__": lambda self: self,
         "__exit__": lambda self, *error: None,
@@ -69,9 +75,12 @@ def _anything(name: str) -> Any:
 
 
 class _Stub(types.ModuleType):
-    __path__: list[str] = []  # noqa: RUF012 - makes it a package
+    """A module that has every attribute."""
 
-    def __getattr__(self, name: str) -> Any:
+    # A module with a path is a package, so that modules below it can be imported.
+    __path__: list[str] = []  # noqa: RUF012
+
+    def __getattr__(self, name: str) -> type:
         if name.startswith("__"):
             raise AttributeError(name)
         return _anything(name)
@@ -83,19 +92,22 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def __init__(self, names: Sequence[str]) -> None:
         self.names = names
 
-    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
+    def find_spec(
+        self, fullname: str, path: object, target: object = None
+    ) -> importlib.machinery.ModuleSpec | None:
         if not any(f"{fullname}.".startswith(f"{name}.") for name in self.names):
             return None
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
 
-    def create_module(self, spec: Any) -> types.ModuleType:
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
         return _Stub(spec.name)
 
     def exec_module(self, module: types.ModuleType) -> None:
-        pass
+        """Leaves the module as it is: there is no code to run."""
 
 
 def install() -> None:
-    """From now on the names in PACKAGES and PARTS can be imported."""
-    sys.meta_path.append(_Finder(PACKAGES))  # last: a package that is installed is not replaced
+    """Makes the names in PACKAGES and PARTS importable from now on."""
+    # Last, so that a package that is installed is not replaced; first, so that a part is.
+    sys.meta_path.append(_Finder(PACKAGES))
     sys.meta_path.insert(0, _Finder(PARTS))

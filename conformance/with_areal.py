@@ -11,7 +11,8 @@ from pairing import Pairing, loss, ours
 from torch import Tensor
 
 AREAL = "`areal.trainer.ppo.actor` `grpo_loss_fn`"
-VERSION = 4  # of the policy that learns: the staleness of a case is at most 4
+# The policy that learns, in updates: the staleness of a case is at most 4.
+VERSION = 4
 
 
 def actor_loss(
@@ -22,10 +23,13 @@ def actor_loss(
     old: str = "alpha",
     proximal: str | None = None,
     correction: dict[str, Any] | None = None,
-    **options: Any,
+    **options: object,
 ) -> Tensor:
-    """The actor's loss on flat tokens. `proximal` is the policy to clip around, None for its approximation from the
-    versions of the tokens; `correction` the settings of its weight proximal/old."""
+    """The actor's loss on flat tokens.
+
+    `proximal` is the policy to clip around; if None, AReaL approximates it from the versions of the
+    tokens. `correction` has the settings of the weight proximal/old.
+    """
     from areal.api.cli_args import RejectionSamplingConfig
     from areal.trainer.ppo import actor
 
@@ -51,47 +55,51 @@ def actor_loss(
 
 
 def preference(case: Case, logp: Tensor, kind: str, strength: float) -> Tensor:
-    """AReaL's loss of preferences at the log-ratios of each group's best and worst completion, 0 for groups without a
-    difference."""
+    """AReaL's preference loss of each group's best and worst completion.
+
+    Groups without a difference count as 0.
+    """
     from areal.utils.functional import dpo_preference_loss
 
     log_ratio_C = torch.zeros_like(case.rewards).index_add(0, case.completion, logp - case.ref)
-    rewards = case.rewards.view(GROUPS, G)
     log_ratio = log_ratio_C.view(GROUPS, G)
-    best, worst = rewards.argmax(1, keepdim=True), rewards.argmin(1, keepdim=True)
-    margin = (log_ratio.gather(1, best) - log_ratio.gather(1, worst)).squeeze(1)
-    differs = rewards.max(1).values > rewards.min(1).values
+    rewards = case.rewards.view(GROUPS, G)
+    best = rewards.argmax(1, keepdim=True)  # [GROUPS, 1]
+    worst = rewards.argmin(1, keepdim=True)  # [GROUPS, 1]
+    margin = (log_ratio.gather(1, best) - log_ratio.gather(1, worst)).squeeze(1)  # [GROUPS]
+    differs = rewards.max(1).values > rewards.min(1).values  # [GROUPS]
     return (dpo_preference_loss(margin, beta=strength, loss_type=kind) * differs).mean()
 
 
-def areal(recipe: str, options: str, **more: Any) -> Pairing:
-    return loss("AReaL", f"{AREAL}{options}", recipe, actor_loss, **more)
+def areal(recipe: str, options: str, **loss_arguments: Any) -> Pairing:
+    return loss("AReaL", f"{AREAL}{options}", recipe, actor_loss, **loss_arguments)
 
 
-def preferred(recipe: str, kind: str, **more: Any) -> Pairing:
+def preferred(recipe: str, kind: str, **loss_arguments: Any) -> Pairing:
     return Pairing(
         "AReaL",
         f"`areal.utils.functional` `dpo_preference_loss`, {kind!r}",
         f"`{recipe}`",
         lambda case, logp: preference(case, logp, kind, strength=0.1),
         partial(ours, name=recipe),
-        **more,
+        **loss_arguments,
     )
 
 
-ALL_OF_IT = {"level": "token", "action": "clamp", "metric": "ratio", "upper": 1e9}
+# A weight proximal/old without a bound, and one that is 0 above 5.
+UNBOUNDED = {"level": "token", "action": "clamp", "metric": "ratio", "upper": 1e9}
 NOT_ABOVE_5 = {"level": "token", "action": "mask", "metric": "ratio", "upper": 5.0}
 
-OF_AREAL = [
+AREAL_PAIRINGS = [
     areal(
         "decoupled_ppo",
         ", prox = pi_k, weight pi_k/alpha",
-        their={"proximal": "pi_k", "correction": ALL_OF_IT},
+        peer_settings={"proximal": "pi_k", "correction": UNBOUNDED},
     ),
     areal(
         "decoupled_ppo",
         ", prox = pi_k, rejection_sampling None",
-        their={"proximal": "pi_k"},
+        peer_settings={"proximal": "pi_k"},
         same="neither",
         differs="AReaL's default leaves out the factor pi_k/alpha of decoupled PPO (arXiv "
         "2505.24298): ours follows it",
@@ -99,34 +107,34 @@ OF_AREAL = [
     areal(
         "grpo_recomputed",
         ", prox = pi_k, rejection_sampling None",
-        their={"proximal": "pi_k"},
+        peer_settings={"proximal": "pi_k"},
         reduction="token_mean",
     ),
     areal(
         "grpo_icepop",
         ", prox = pi_k, weight pi_k/alpha, masked above 5",
-        their={"proximal": "pi_k", "correction": NOT_ABOVE_5},
+        peer_settings={"proximal": "pi_k", "correction": NOT_ABOVE_5},
         **{"correction.floor": 0.0},
         reduction="token_mean",
     ),
     areal(
         "a3po",
         ", prox_logp_method loglinear, weight prox/alpha",
-        their={"correction": ALL_OF_IT},
+        peer_settings={"correction": UNBOUNDED},
         same="gradient",
         differs="by value alone, where a token is clipped: its weight contains pi",
     ),
     areal(
         "a3po",
         ", prox_logp_method loglinear",
-        their={},
+        peer_settings={},
         same="neither",
         differs="AReaL's default leaves out the factor prox/alpha: ours has it",
     ),
     areal(
         "m2po",
         ", prox = pi, m2_threshold .04",
-        their={"proximal": "logp", "m2_threshold": 0.04, "correction": ALL_OF_IT},
+        peer_settings={"proximal": "logp", "m2_threshold": 0.04, "correction": UNBOUNDED},
         reduction="token_mean",
         same="neither",
         differs="AReaL takes the moment over all tokens, whatever the sign of A, and what it drops "
@@ -136,7 +144,7 @@ OF_AREAL = [
     areal(
         "sapo",
         ", use_sapo_loss, defaults",
-        their={"use_sapo_loss": True, "proximal": "alpha"},
+        peer_settings={"use_sapo_loss": True, "proximal": "alpha"},
         reduction="token_mean",
         same="gradient",
         differs="by value alone: theirs is f(rho) A, ours has the derivative of f as a weight",
@@ -145,6 +153,7 @@ OF_AREAL = [
     preferred(
         "online_ipo",
         "ipo",
-        note="on log-ratios of whole completions, as Eq. 17; AReaL's trainer divides them by the length, as TRL",
+        note="on log-ratios of whole completions, as Eq. 17; AReaL's trainer divides them by the "
+        "length, as TRL",
     ),
 ]

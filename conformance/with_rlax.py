@@ -17,21 +17,27 @@ from lagrpo.core.kl import kl
 def rlax_clipped(case: Case, logp: Tensor) -> tuple[Tensor, Tensor]:
     import rlax
 
-    A = advantages(case, "grpo")[case.completion]
-    jnp_loss = lambda logp, alpha, A: rlax.clipped_surrogate_pg_loss(_exp(logp - alpha), A, 0.2)  # noqa: E731
-    return peers.rlax(jnp_loss, logp.detach(), case.alpha, A)
+    def clipped(logp: Any, alpha: Any, A: Any) -> Any:
+        return rlax.clipped_surrogate_pg_loss(_exp(logp - alpha), A, 0.2)
+
+    A_T = advantages(case, "grpo")[case.completion]
+    return peers.rlax(clipped, logp.detach(), case.alpha, A_T)
 
 
 def rlax_policy_gradient(case: Case, logp: Tensor) -> tuple[Tensor, Tensor]:
-    """Two actions per token, of which the first was taken with log-prob logp: rlax takes logits."""
+    """The policy gradient of two actions per token.
+
+    rlax takes logits. The first action was taken, with log-prob logp; the second has the rest.
+    """
     import jax.numpy as jnp
     import rlax
 
-    def of(logp: Any, A: Any) -> Any:
-        logits = jnp.stack([logp, jnp.log1p(-jnp.exp(logp))], 1)
+    def policy_gradient(logp: Any, A: Any) -> Any:
+        logits = jnp.stack([logp, jnp.log1p(-jnp.exp(logp))], 1)  # [T, 2]
         return rlax.policy_gradient_loss(logits, jnp.zeros(len(logp), int), A, jnp.ones_like(A))
 
-    return peers.rlax(of, logp.detach(), advantages(case, "reinforce")[case.completion])
+    A_T = advantages(case, "reinforce")[case.completion]
+    return peers.rlax(policy_gradient, logp.detach(), A_T)
 
 
 def rlax_vtrace(case: Case, logp: Tensor) -> tuple[Tensor, Tensor]:
@@ -39,19 +45,18 @@ def rlax_vtrace(case: Case, logp: Tensor) -> tuple[Tensor, Tensor]:
     import jax.numpy as jnp
     import rlax
 
-    def of(logp: Any, alpha: Any, pi_k: Any, A: Any) -> Any:
-        none = jnp.zeros_like(A)
-        out = rlax.vtrace_td_error_and_advantage(none, none, A, none, _exp(pi_k - alpha))
+    def vtrace(logp: Any, alpha: Any, pi_k: Any, A: Any) -> Any:
+        zeros = jnp.zeros_like(A)  # values before and after, and discounts
+        out = rlax.vtrace_td_error_and_advantage(zeros, zeros, A, zeros, _exp(pi_k - alpha))
         return -(out.pg_advantage * logp).mean()
 
-    return peers.rlax(
-        of, logp.detach(), case.alpha, case.pi_k, advantages(case, "reinforce")[case.completion]
-    )
+    A_T = advantages(case, "reinforce")[case.completion]
+    return peers.rlax(vtrace, logp.detach(), case.alpha, case.pi_k, A_T)
 
 
 def vtrace_of_ours(case: Case, logp: Tensor) -> Tensor:
-    x = loss_inputs(case, logp, advantages(case, "reinforce"))
-    return -(truncated(x, cap=1.0) * x.advantage * logp).mean()
+    inputs = loss_inputs(case, logp, advantages(case, "reinforce"))
+    return -(truncated(inputs, cap=1.0) * inputs.advantage * logp).mean()
 
 
 def _exp(x: Any) -> Any:
@@ -63,17 +68,18 @@ def _exp(x: Any) -> Any:
 def rlax_kl(case: Case, logp: Tensor) -> tuple[Tensor, Tensor]:
     import rlax
 
-    return peers.rlax(
-        lambda p, q: rlax.categorical_kl_divergence(p, q).sum(),
-        *(x.view(1, -1) for x in (logp.detach(), case.ref)),
-    )
+    def categorical_kl(p: Any, q: Any) -> Any:
+        return rlax.categorical_kl_divergence(p, q).sum()
+
+    # One distribution: the T log-probs of the case are its logits.
+    return peers.rlax(categorical_kl, logp.detach().view(1, -1), case.ref.view(1, -1))
 
 
 def kl_of_ours(case: Case, logp: Tensor) -> Tensor:
     return kl(logp.softmax(0), case.ref.softmax(0))
 
 
-OF_RLAX = [
+RLAX_PAIRINGS = [
     Pairing(
         "rlax",
         "`rlax.clipped_surrogate_pg_loss`",

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-import numpy as np
-import torch
+import peers
 from cases import MAX_LENGTH, Case
 from pairing import NO_BETA, WIDE, Pairing, advantage, kl, loss
 from torch import Tensor
@@ -23,8 +23,10 @@ def policy_loss(
     old: str = "alpha",
     settings: dict[str, Any] | None = None,
 ) -> Tensor:
-    """A policy loss, summed as SkyRL sums it: it scales the advantages for the reduction. `settings` are values of its
-    configuration by their paths, all else has its defaults."""
+    """A policy loss, summed as SkyRL sums it: it scales the advantages for the reduction.
+
+    `settings` are values of its configuration by their paths. All others have their defaults.
+    """
     from skyrl.backends.skyrl_train.utils import ppo_utils
     from skyrl.train.config import AlgorithmConfig
 
@@ -32,13 +34,13 @@ def policy_loss(
     for path, value in (settings or {}).items():
         section, _, key = path.rpartition(".")
         setattr(getattr(config, section) if section else config, key, value)
-    scaled = ppo_utils.apply_loss_reduction_to_advantages_minibatch(
+    scaled_advantages = ppo_utils.apply_loss_reduction_to_advantages_minibatch(
         case.spread(advantages), case.mask, reduction, case.C, MAX_LENGTH
     )
     return getattr(ppo_utils, name)(
         case.padded(logp),
         case.padded(getattr(case, old)),
-        scaled,
+        scaled_advantages,
         config,
         case.mask,
         case.padded(case.alpha),
@@ -53,40 +55,49 @@ def kl_term(case: Case, logp: Tensor, name: str) -> Tensor:
     return estimate.sum() / case.mask.sum()
 
 
-def estimated(case: Case, name: str, **options: Any) -> Tensor:
+def estimated(case: Case, name: str) -> Tensor:
     """An advantage estimator of SkyRL [C]."""
     from skyrl.backends.skyrl_train.utils import ppo_utils
 
-    first = torch.zeros_like(case.mask)
-    first[:, 0] = case.rewards
-    index = np.array([str(g) for g in case.group.tolist()])
     advantages, _ = getattr(ppo_utils, name)(
-        token_level_rewards=first, response_mask=case.mask, index=index, **options
+        token_level_rewards=peers.token_level_rewards(case),
+        response_mask=case.mask,
+        index=peers.group_names(case),
     )
     return advantages[:, 0]
 
 
 def skyrl(
-    recipe: str, name: str, reduction: str = "token_mean", *, options: str = "", **more: Any
+    recipe: str,
+    name: str,
+    reduction: str = "token_mean",
+    *,
+    options: str = "",
+    **loss_arguments: Any,
 ) -> Pairing:
+    """A policy loss beside a recipe. `options`: text of the options for the table."""
     function = f"{SKYRL} `{name}`, {reduction}{options}"
-    return loss("SkyRL", function, recipe, policy_loss, given=(name, reduction), **more)
+    theirs = partial(policy_loss, name=name, reduction=reduction)
+    return loss("SkyRL", function, recipe, theirs, **loss_arguments)
 
 
-def estimator(recipe: str, name: str, **more: Any) -> Pairing:
-    function = f"{SKYRL} `{name}`"
-    return advantage("SkyRL", function, recipe, lambda case: estimated(case, name), **more)
+def estimator(recipe: str, name: str, **advantage_arguments: Any) -> Pairing:
+    return advantage(
+        "SkyRL",
+        f"{SKYRL} `{name}`",
+        recipe,
+        lambda case: estimated(case, name),
+        **advantage_arguments,
+    )
 
 
-def settings(old: str = "alpha", **values: Any) -> dict[str, Any]:
-    """Arguments of `policy_loss`: __ stands for the dot in a path."""
-    return {
-        "old": old,
-        "settings": {path.replace("__", "."): value for path, value in values.items()},
-    }
+def loss_settings(old: str = "alpha", **values: Any) -> dict[str, Any]:
+    """Arguments of `policy_loss`. __ stands for the dot in a path."""
+    settings = {path.replace("__", "."): value for path, value in values.items()}
+    return {"old": old, "settings": settings}
 
 
-OF_SKYRL = [
+SKYRL_PAIRINGS = [
     skyrl("grpo", "ppo_policy_loss", "sequence_mean", **NO_BETA),
     skyrl("dr_grpo", "ppo_policy_loss", "seq_mean_token_sum_norm"),
     skyrl(
@@ -94,7 +105,7 @@ OF_SKYRL = [
         "ppo_policy_loss",
         "sequence_mean",
         options=", dual_clip",
-        their=settings(policy_loss_type="dual_clip"),
+        peer_settings=loss_settings(policy_loss_type="dual_clip"),
         dual_clip=3.0,
         **NO_BETA,
         note="its default clip_ratio_c",
@@ -103,7 +114,7 @@ OF_SKYRL = [
         "gspo",
         "gspo_policy_loss",
         "sequence_mean",
-        their=settings(eps_clip_low=0.1, eps_clip_high=0.15),
+        peer_settings=loss_settings(eps_clip_low=0.1, eps_clip_high=0.15),
         **WIDE,
     ),
     skyrl("cispo", "compute_policy_loss_cispo", note="its defaults"),
@@ -112,14 +123,14 @@ OF_SKYRL = [
         "ppo_policy_loss",
         "sequence_mean",
         options=", tis_ratio_type token",
-        their=settings(old="pi_k", off_policy_correction__tis_ratio_type="token"),
+        peer_settings=loss_settings(old="pi_k", off_policy_correction__tis_ratio_type="token"),
     ),
     skyrl(
         "grpo_tis_sequence",
         "ppo_policy_loss",
         "sequence_mean",
         options=", tis_ratio_type sequence",
-        their=settings(old="pi_k", off_policy_correction__tis_ratio_type="sequence"),
+        peer_settings=loss_settings(old="pi_k", off_policy_correction__tis_ratio_type="sequence"),
         **{"correction.cap": 5.0},
     ),
     skyrl(
@@ -127,7 +138,7 @@ OF_SKYRL = [
         "ppo_policy_loss",
         "sequence_mean",
         options=", tis_ratio_type token, token_mask_is_threshold (.5, 5)",
-        their=settings(
+        peer_settings=loss_settings(
             old="pi_k",
             off_policy_correction__tis_ratio_type="token",
             off_policy_correction__token_tis_ratio_clip_high=5.0,
@@ -143,13 +154,18 @@ OF_SKYRL = [
         same="gradient",
         differs="by value alone: theirs is f(rho) A, ours has the derivative of f as a weight",
     ),
-    skyrl("rollout_is", "rollout_is_policy_loss", their=settings(old="pi_k"), note="its defaults"),
+    skyrl(
+        "rollout_is",
+        "rollout_is_policy_loss",
+        peer_settings=loss_settings(old="pi_k"),
+        note="its defaults",
+    ),
     skyrl(
         "dppo_tv",
         "dppo_policy_loss",
         "seq_mean_token_sum_norm",
         options=", binary_tv, defaults",
-        their=settings(old="pi_k"),
+        peer_settings=loss_settings(old="pi_k"),
         **{"mask.delta_low": 0.2, "mask.delta_high": 0.2},
         same="gradient",
         differs="by value alone: theirs is rho A, ours has rho as a weight",
@@ -159,7 +175,7 @@ OF_SKYRL = [
         "dppo_policy_loss",
         "seq_mean_token_sum_norm",
         options=", binary_kl",
-        their=settings(
+        peer_settings=loss_settings(
             old="pi_k", dppo__dppo_type="binary_kl", dppo__delta_low=0.05, dppo__delta_high=0.05
         ),
         same="gradient",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import peers
@@ -12,13 +13,16 @@ from torch import Tensor
 
 
 def dropped_by_trinity(case: Case) -> Tensor:
-    """RED-Drop of Trinity-RFT, the same draws whenever it is asked."""
+    """RED-Drop of Trinity-RFT [C], with the same draws in every call."""
     torch.manual_seed(0)
     return peers.trinity_advantage(case, "rec_advantage", "RECGroupedAdvantage", drop="balance")
 
 
 def dropped_alike(case: Case) -> Tensor:
-    """RED-Drop of ours with uniforms that drop what theirs dropped: where its advantage is 0."""
+    """Our RED-Drop [C], with random numbers that drop the same completions as Trinity-RFT.
+
+    Those that Trinity-RFT dropped have an advantage of 0.
+    """
     uniform = torch.where(dropped_by_trinity(case) == 0, 0.1, 0.9).double()
     return advantages(case, "red_drop", uniform)
 
@@ -33,36 +37,47 @@ def trinity(
     *,
     options: str = "",
     kind: dict[str, Any] | None = None,
-    **more: Any,
-):
-    function = f"{TRINITY} `{name}`{options}"
+    **loss_arguments: Any,
+) -> Pairing:
+    """A policy loss beside a recipe. `options`: text for the table; `kind`: the loss's settings."""
     return loss(
-        "Trinity-RFT", function, recipe, peers.trinity, given=(module, name), their=kind, **more
+        "Trinity-RFT",
+        f"{TRINITY} `{name}`{options}",
+        recipe,
+        partial(peers.trinity, module=module, name=name),
+        peer_settings=kind,
+        **loss_arguments,
     )
 
 
-def rec(recipe: str, clip: str = "none", weight: str = "none", **more: Any) -> Pairing:
-    kind = {
+def rec(
+    recipe: str,
+    clip: str = "none",
+    weight: str = "none",
+    *,
+    options: str = "",
+    kind: dict[str, Any] | None = None,
+) -> Pairing:
+    """The REC loss beside a recipe. `kind`: further settings of the loss."""
+    rec_settings = {
         "clip_mode": clip,
         "weight": weight,
         "epsilon_low_prime": 0.6,
         "epsilon_high_prime": 2.0,
     }
-    options = f", clip_mode {clip!r}, weight {weight!r}" + more.pop("options", "")
     return trinity(
         recipe,
         "rec_policy_loss",
         "RECPolicyLossFn",
-        options=options,
-        kind=kind | more.pop("kind", {}),
-        **more,
+        options=f", clip_mode {clip!r}, weight {weight!r}{options}",
+        kind=rec_settings | (kind or {}),
     )
 
 
 IS = "importance_sampling"
 WIDE_REC = {"epsilon_low": 0.6, "epsilon_high": 2.0}
 GSPO = {"epsilon_low": 3e-4, "epsilon_high": 4e-4}
-OF_TRINITY = [
+TRINITY_PAIRINGS = [
     rec("reinforce"),
     rec("rec_grpo", "one-side", IS),
     rec("rec_one_side_is", "one-side", IS),
@@ -98,8 +113,8 @@ OF_TRINITY = [
         options=", seq-mean-token-sum",
         kind={"loss_agg_mode": "seq-mean-token-sum"},
         same="neither",
-        differs="Trinity tapers the ratio of each token; TOPR (arXiv 2503.14286) that of the completion, pi(y)/mu(y): "
-        "ours follows it",
+        differs="Trinity tapers the ratio of each token; TOPR (arXiv 2503.14286) that of the "
+        "completion, pi(y)/mu(y): ours follows it",
     ),
     trinity(
         "cispo",
@@ -183,8 +198,9 @@ OF_TRINITY = [
         "rho k2",
         lambda case, logp: peers.trinity_kl(case, logp, "CorrectedK3Fn", corrected=True),
         same="neither",
-        differs="value rho k3, gradient that of rho k2, as with TRL; Trinity also ends rho at 2, where the "
-        "gradient becomes that of 2 k3. TRL's, after DeepSeek-V3.2 (arXiv 2512.02556), has no such end",
+        differs="value rho k3, gradient that of rho k2, as with TRL; Trinity also ends rho at 2, "
+        "where the gradient becomes that of 2 k3. TRL's, after DeepSeek-V3.2 (arXiv 2512.02556), "
+        "has no such end",
     ),
     trinity(
         "grpo",

@@ -15,71 +15,73 @@ from torch import Tensor
 TRL = "`trl.trainer.grpo_trainer` `GRPOTrainer._compute_loss`"
 
 
-def trl(recipe: str, loss_type: str, *, options: str = "", **more: Any) -> Pairing:
+def trl(recipe: str, loss_type: str, *, options: str = "", **loss_arguments: Any) -> Pairing:
+    """A loss beside a recipe. `options`: text of the options for the table."""
     function = f"{TRL}, {loss_type!r}{options}"
-    return loss("TRL", function, recipe, peers.trl, given=(loss_type,), **more)
+    theirs = partial(peers.trl, loss_type=loss_type)
+    return loss("TRL", function, recipe, theirs, **loss_arguments)
 
 
-def scaled(recipe: str, scale_rewards: str, **more: Any) -> Pairing:
-    function = f"{TRL.replace('_compute_loss', '_generate_and_score_completions')}"
+def scaled(recipe: str, scale_rewards: str) -> Pairing:
+    """Advantages under a value of `scale_rewards` beside those of a recipe."""
+    function = TRL.replace("_compute_loss", "_generate_and_score_completions")
     return advantage(
         "TRL",
         f"{function}, scale_rewards {scale_rewards!r}",
         recipe,
         lambda case: peers.trl_scored(case, scale_rewards=scale_rewards)["advantages"],
-        **more,
     )
 
 
 def finished_in_trl(case: Case) -> Tensor:
-    """TRL's mask of tokens under `mask_truncated_completions`, which nothing else of its trainer reads."""
+    """TRL's mask of tokens under `mask_truncated_completions`."""
     return peers.trl_scored(case, mask_truncated_completions=True)["completion_mask"].double()
 
 
 def weights_of_trl(case: Case, cap: float = inf) -> Tensor:
-    """pi_k/alpha as TRL has it with vLLM, 1 where there is no token: exp(0)."""
+    """pi_k/alpha as TRL computes it with vLLM [C, LONGEST]: padding has exp(0) = 1."""
     return torch.exp(case.padded(case.pi_k - case.alpha)).clamp(max=cap)
 
 
-OF_TRL = [
+TRL_PAIRINGS = [
     trl("grpo", "grpo", **NO_BETA),
-    trl("grpo", "grpo", options=", beta .04", their={"beta": 0.04}),
+    trl("grpo", "grpo", options=", beta .04", peer_settings={"beta": 0.04}),
     trl("grpo", "bnpo", reduction="token_mean", **NO_BETA),
     trl("dr_grpo", "dr_grpo"),
     trl(
         "dapo",
         "dapo",
-        their={"epsilon": (0.2, 0.28)},
+        peer_settings={"epsilon": (0.2, 0.28)},
         masked_count=True,
         note="TRL counts the tokens of groups with equal rewards",
     ),
     trl(
         "cispo",
         "cispo",
-        their={"epsilon": (0.2, 5.0)},
+        peer_settings={"epsilon": (0.2, 5.0)},
         note="TRL caps at epsilon_high, MiniMax-M1 (Eq. 5) at 1 + it",
     ),
     trl(
         "gspo",
         "grpo",
         options=", sequence level",
-        their={"level": "sequence", "epsilon": (0.1, 0.15)},
+        peer_settings={"level": "sequence", "epsilon": (0.1, 0.15)},
         **WIDE,
     ),
     trl(
         "gspo",
         "luspo",
         options=", sequence level",
-        their={"level": "sequence", "epsilon": (0.1, 0.15)},
+        peer_settings={"level": "sequence", "epsilon": (0.1, 0.15)},
         reduction="sequence_sum",
         **WIDE,
     ),
-    trl("grpo_recomputed", "grpo", options=", old = pi_k", their={"old": "pi_k"}),
+    trl("grpo_recomputed", "grpo", options=", old = pi_k", peer_settings={"old": "pi_k"}),
     trl(
         "grpo_tis",
         "grpo",
         options=", importance_sampling_ratio",
-        their={
+        peer_settings={
             "old": "pi_k",
             "weights": lambda case: case.padded((case.pi_k - case.alpha).exp().clamp(max=2.0)),
         },
@@ -88,25 +90,28 @@ OF_TRL = [
         "grpo",
         "grpo",
         options=", use_bias_correction_kl",
-        their={"beta": 0.04, "corrected_kl": True},
+        peer_settings={"beta": 0.04, "corrected_kl": True},
         kl="k2",
         kl_importance=True,
         same="gradient",
-        differs="by value alone: theirs is that of rho k3, ours of rho k2; the gradient of KL(pi ‖ pi_ref) in both",
+        differs="by value alone: theirs is that of rho k3, ours of rho k2; the gradient of "
+        "KL(pi ‖ pi_ref) in both",
     ),
-    trl("grpo", "grpo", options=", delta 3", their={"delta": 3.0}, dual_clip=3.0, **NO_BETA),
+    trl(
+        "grpo", "grpo", options=", delta 3", peer_settings={"delta": 3.0}, dual_clip=3.0, **NO_BETA
+    ),
     trl(
         "grpo",
         "grpo",
         options=", use_bias_correction_kl",
-        their={"beta": 0.04, "corrected_kl": True},
+        peer_settings={"beta": 0.04, "corrected_kl": True},
         kl="k3_bias_corrected",
     ),
     trl(
         "grpo_two_sided",
         "grpo",
         options=", delta 4, beta .001",
-        their={"delta": 4.0, "beta": 0.001},
+        peer_settings={"delta": 4.0, "beta": 0.001},
     ),
     trl(
         "sapo",
@@ -121,49 +126,51 @@ OF_TRL = [
         "vespo",
         "vespo",
         options=", importance_sampling_ratio not truncated",
-        their={"old": "pi_k", "weights": weights_of_trl},
+        peer_settings={"old": "pi_k", "weights": weights_of_trl},
         note="pi/pi_k times pi_k/alpha is pi/alpha",
     ),
     trl(
         "vespo",
         "vespo",
         options=", importance_sampling_ratio at most 2",
-        their={"old": "pi_k", "weights": partial(weights_of_trl, cap=2.0)},
+        peer_settings={"old": "pi_k", "weights": partial(weights_of_trl, cap=2.0)},
         same="neither",
-        differs="with vLLM, TRL multiplies pi/pi_k of the completion by truncated pi_k/alpha of its "
-        "tokens; VESPO (arXiv 2602.10693) takes pi/alpha of the completion: ours follows it",
+        differs="with vLLM, TRL multiplies pi/pi_k of the completion by truncated pi_k/alpha of "
+        "its tokens; VESPO (arXiv 2602.10693) takes pi/alpha of the completion: ours follows it",
     ),
-    trl("opsm", "grpo", options=", off_policy_mask_threshold .5", their={"opsm_delta": 0.5}),
+    trl(
+        "opsm", "grpo", options=", off_policy_mask_threshold .5", peer_settings={"opsm_delta": 0.5}
+    ),
     trl(
         "opsm",
         "grpo",
         options=", off_policy_mask_threshold .1",
-        their={"opsm_delta": 0.1},
+        peer_settings={"opsm_delta": 0.1},
         delta=0.1,
     ),
     trl(
         "grpo_top_entropy",
         "dapo",
         options=", top_entropy_quantile .2",
-        their={"top_entropy": 0.2},
+        peer_settings={"top_entropy": 0.2},
         note="one micro-batch: TRL takes the quantile of each micro-batch, ours that of the step",
     ),
     trl(
         "grpo_finished",
         "grpo",
         options=", mask_truncated_completions",
-        their={"mask": finished_in_trl},
+        peer_settings={"mask": finished_in_trl},
     ),
     trl(
         "grpo_finished",
         "dapo",
         options=", mask_truncated_completions",
-        their={"mask": finished_in_trl},
+        peer_settings={"mask": finished_in_trl},
         reduction="token_mean",
         same="neither",
-        differs="TRL's mean over tokens leaves out truncated completions, its mean over completions "
-        "counts them; what a filter of ours drops stays in every normalizer. The losses differ by "
-        "that factor alone",
+        differs="TRL's mean over tokens leaves out truncated completions, its mean over "
+        "completions counts them; what a filter of ours drops stays in every normalizer. The "
+        "losses differ by that factor alone",
     ),
     scaled("grpo_trl", "group"),
     scaled("dr_grpo", "none"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import peers
@@ -14,10 +15,17 @@ C = G * GROUPS
 
 
 def verl(
-    recipe: str, name: str, aggregation: str = "token-mean", *, options: str = "", **more: Any
+    recipe: str,
+    name: str,
+    aggregation: str = "token-mean",
+    *,
+    options: str = "",
+    **loss_arguments: Any,
 ) -> Pairing:
+    """A policy loss beside a recipe. `options`: text of the options for the table."""
     function = f"{VERL} `compute_policy_loss_{name}`, {aggregation}{options}"
-    return loss("verl", function, recipe, peers.verl, given=(name, aggregation), **more)
+    theirs = partial(peers.verl, name=name, aggregation=aggregation)
+    return loss("verl", function, recipe, theirs, **loss_arguments)
 
 
 def weights_of_verl(level: str, threshold: str | float) -> dict[str, Any]:
@@ -25,30 +33,34 @@ def weights_of_verl(level: str, threshold: str | float) -> dict[str, Any]:
 
 
 def weights_of_kept(metric: str, threshold: str) -> dict[str, Any]:
-    """pi_k/alpha of completions, of those alone that verl does not reject."""
+    """pi_k/alpha of completions, 0 for the completions that verl rejects."""
 
     def weights(case: Case) -> Tensor:
-        return peers.verl_weights(case, "sequence", 1e9) * peers.verl_rejected(
-            case, metric, threshold
-        )
+        ratios = peers.verl_weights(case, "sequence", 1e9)
+        return ratios * peers.verl_rejected(case, metric, threshold)
 
     return {"old": "pi_k", "weights": weights}
 
 
-def bypass(recipe: str, rejection: str, threshold: str, **more: Any) -> Pairing:
-    """Bypass mode: the ratio is pi/alpha, and completions are rejected by it in the loss."""
+def bypass(recipe: str, rejection: str, threshold: str, **overrides: float) -> Pairing:
+    """Bypass mode: the ratio is pi/alpha, and the loss rejects completions by it."""
     correction = {"rollout_rs": rejection, "rollout_rs_threshold": threshold}
-    their = {"dual": 1e9, "completions": C, "rollout_correction": correction}
-    options = f", {rejection} at most {threshold}"
-    return verl(recipe, "bypass_mode", "seq-mean-token-mean", options=options, their=their, **more)
+    return verl(
+        recipe,
+        "bypass_mode",
+        "seq-mean-token-mean",
+        options=f", {rejection} at most {threshold}",
+        peer_settings={"dual": 1e9, "completions": C, "rollout_correction": correction},
+        **overrides,
+    )
 
 
-OF_VERL = [
+VERL_PAIRINGS = [
     verl("grpo", "vanilla", "seq-mean-token-mean", **NO_BETA, note="clip_ratio_c = 1e9"),
     verl(
         "dapo",
         "vanilla",
-        their={"epsilon": (0.2, 0.28)},
+        peer_settings={"epsilon": (0.2, 0.28)},
         masked_count=True,
         note="clip_ratio_c = 1e9",
     ),
@@ -56,7 +68,7 @@ OF_VERL = [
         "dr_grpo",
         "vanilla",
         "seq-mean-token-sum-norm",
-        their={"horizon": MAX_LENGTH},
+        peer_settings={"horizon": MAX_LENGTH},
         note="clip_ratio_c = 1e9",
     ),
     verl(
@@ -73,56 +85,60 @@ OF_VERL = [
         "seq-mean-token-mean",
         options=", defaults",
         **NO_BETA,
-        their={"dual": 3.0},
+        peer_settings={"dual": 3.0},
         same="neither",
-        differs="verl's default clip_ratio_c = 3 cuts A < 0 beyond a ratio of 3: dual clip (arXiv 1912.09729, Eq. 5). "
-        "GRPO (arXiv 2402.03300, Eq. 3) has no such end: ours follows it",
+        differs="verl's default clip_ratio_c = 3 cuts A < 0 beyond a ratio of 3: dual clip (arXiv "
+        "1912.09729, Eq. 5). GRPO (arXiv 2402.03300, Eq. 3) has no such end: ours follows it",
     ),
-    verl("gspo", "gspo", "seq-mean-token-mean", their={"epsilon": (0.1, 0.15)}, **WIDE),
-    verl("cispo", "cispo", their={"epsilon": (1.0, 4.0)}, note="clip_ratio_low = 1: no lower end"),
+    verl("gspo", "gspo", "seq-mean-token-mean", peer_settings={"epsilon": (0.1, 0.15)}, **WIDE),
+    verl(
+        "cispo",
+        "cispo",
+        peer_settings={"epsilon": (1.0, 4.0)},
+        note="clip_ratio_low = 1: no lower end",
+    ),
     verl(
         "cispo",
         "cispo",
         options=", clip_ratio_low = .2",
-        their={"epsilon": (0.2, 4.0)},
+        peer_settings={"epsilon": (0.2, 4.0)},
         same="neither",
-        differs="verl's default raises weights below .8; MiniMax-M1 (arXiv 2506.13585, after Eq. 5) has no lower end: "
-        "ours follows it",
+        differs="verl's default raises weights below .8; MiniMax-M1 (arXiv 2506.13585, after Eq. "
+        "5) has no lower end: ours follows it",
     ),
     verl("reinforce", "gpg"),
-    verl("opmd", "dro", their={"dro_beta": 0.2}, note="strength = dro_beta / 2"),
-    verl("grpo_recomputed", "vanilla", "seq-mean-token-mean", their={"old": "pi_k"}),
+    verl("opmd", "dro", peer_settings={"dro_beta": 0.2}, note="strength = dro_beta / 2"),
+    verl("grpo_recomputed", "vanilla", "seq-mean-token-mean", peer_settings={"old": "pi_k"}),
     verl(
         "grpo_tis",
         "vanilla",
         "seq-mean-token-mean",
         options=" x rollout_corr_helper, token",
-        their=weights_of_verl("token", 2.0),
+        peer_settings=weights_of_verl("token", 2.0),
     ),
     verl(
         "grpo_tis_sequence",
         "vanilla",
         "seq-mean-token-mean",
         options=" x rollout_corr_helper, sequence",
-        their=weights_of_verl("sequence", 2.0),
+        peer_settings=weights_of_verl("sequence", 2.0),
     ),
     verl(
         "grpo_icepop",
         "vanilla",
         "seq-mean-token-mean",
         options=" x rollout_corr_helper, '0.5_5.0'",
-        their=weights_of_verl("token", "0.5_5.0"),
+        peer_settings=weights_of_verl("token", "0.5_5.0"),
     ),
     loss(
         "verl",
         f"{VERL} `compute_policy_loss_reinforce`, seq-mean-token-sum",
         "rloo",
-        peers.verl_reinforce,
-        given=("seq-mean-token-sum",),
+        partial(peers.verl_reinforce, aggregation="seq-mean-token-sum"),
     ),
 ]
 
-OF_VERL += [
+VERL_PAIRINGS += [
     advantage(
         "verl",
         f"{VERL} `compute_grpo_outcome_advantage`, not scaled",
@@ -176,8 +192,8 @@ OF_VERL += [
         "k3",
         lambda case, logp: peers.verl_kl(case, logp, "k3"),
         same="neither",
-        differs="verl cuts k3 off at 10, and its gradient there is 0; Eq. 4 of arXiv 2402.03300 has no bound: ours "
-        "follows it",
+        differs="verl cuts k3 off at 10, and its gradient there is 0; Eq. 4 of arXiv 2402.03300 "
+        "has no bound: ours follows it",
     ),
     kl(
         "verl",
@@ -191,7 +207,7 @@ OF_VERL += [
         "vanilla",
         "seq-mean-token-mean",
         options=", defaults",
-        their={"dual": 3.0},
+        peer_settings={"dual": 3.0},
         dual_clip=3.0,
         **NO_BETA,
     ),
@@ -206,14 +222,14 @@ OF_VERL += [
         "dppo_tv",
         "dppo_tv",
         "seq-mean-token-sum-norm",
-        their={"epsilon": (0.15, 0.15), "horizon": MAX_LENGTH},
+        peer_settings={"epsilon": (0.15, 0.15), "horizon": MAX_LENGTH},
         note="clip_ratio_c = 1e9, old = alpha",
     ),
     verl(
         "dppo_kl",
         "dppo_kl",
         "seq-mean-token-sum-norm",
-        their={"epsilon": (0.05, 0.05), "horizon": MAX_LENGTH},
+        peer_settings={"epsilon": (0.05, 0.05), "horizon": MAX_LENGTH},
         note="clip_ratio_c = 1e9, old = alpha",
     ),
     verl(
@@ -221,27 +237,27 @@ OF_VERL += [
         "dppo_tv",
         "seq-mean-token-sum-norm",
         options=", defaults",
-        their={"epsilon": (0.15, 0.15), "horizon": MAX_LENGTH, "dual": 3.0},
+        peer_settings={"epsilon": (0.15, 0.15), "horizon": MAX_LENGTH, "dual": 3.0},
         same="neither",
-        differs="verl's default clip_ratio_c = 3 cuts the weight at 3; its own script for DPPO sets "
-        "10000, SkyRL and prime-rl have no bound: ours has none",
+        differs="verl's default clip_ratio_c = 3 cuts the weight at 3; its own script for DPPO "
+        "sets 10000, SkyRL and prime-rl have no bound: ours has none",
     ),
     verl(
         "dppo_tv",
         "dppo_tv",
         "seq-mean-token-sum-norm",
         options=", old = pi_k",
-        their={"epsilon": (0.15, 0.15), "horizon": MAX_LENGTH, "old": "pi_k"},
+        peer_settings={"epsilon": (0.15, 0.15), "horizon": MAX_LENGTH, "old": "pi_k"},
         same="neither",
-        differs="verl compares with pi_k unless in bypass mode; DPPO (arXiv 2602.04879, section 5.2) "
-        "with the policy that sampled: ours follows it",
+        differs="verl compares with pi_k unless in bypass mode; DPPO (arXiv 2602.04879, section "
+        "5.2) with the policy that sampled: ours follows it",
     ),
     verl(
         "dppo_tv",
         "dppo_tv",
         "seq-mean-token-sum-norm",
         options=", old = pi_k",
-        their={"epsilon": (0.15, 0.15), "horizon": MAX_LENGTH, "old": "pi_k"},
+        peer_settings={"epsilon": (0.15, 0.15), "horizon": MAX_LENGTH, "old": "pi_k"},
         **{"mask.denominator": "pi_k", "weight.denominator": "pi_k"},
     ),
     verl(
@@ -256,18 +272,18 @@ OF_VERL += [
     bypass("trm", "seq_max_k3", "0.5", delta=0.5),
     loss(
         "verl",
-        f"{VERL} `compute_policy_loss_reinforce`, seq-mean-token-mean x rollout_corr_helper, sequence",
+        f"{VERL} `compute_policy_loss_reinforce`, seq-mean-token-mean x rollout_corr_helper, "
+        "sequence",
         "seq_tis",
-        peers.verl_reinforce,
-        given=("seq-mean-token-mean",),
-        their={"cap": 8.0},
+        partial(peers.verl_reinforce, aggregation="seq-mean-token-mean"),
+        peer_settings={"cap": 8.0},
     ),
     verl(
         "grpo_mis_sequence",
         "vanilla",
         "seq-mean-token-mean",
         options=" x rollout_corr_helper, seq_sum_k1 '0.5_1e9'",
-        their=weights_of_kept("seq_sum_k1", "0.5_1e9"),
+        peer_settings=weights_of_kept("seq_sum_k1", "0.5_1e9"),
         note="the bounds of verl's k1 are those of alpha/pi_k",
     ),
     verl(
@@ -275,7 +291,7 @@ OF_VERL += [
         "vanilla",
         "seq-mean-token-mean",
         options=" x rollout_corr_helper, seq_sum_k1 '1e-9_2'",
-        their=weights_of_kept("seq_sum_k1", "1e-9_2"),
+        peer_settings=weights_of_kept("seq_sum_k1", "1e-9_2"),
         same="neither",
         differs="verl documents lower_upper as bounds of the ratio, but compares them with "
         "alpha/pi_k: this keeps completions with pi_k/alpha >= 1/2. Masked importance sampling "

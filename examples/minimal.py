@@ -31,6 +31,7 @@ from lagrpo.data.prompts import PromptSource
 from lagrpo.model.embedded import resolve_model
 from lagrpo.model.loading import load_policy
 from lagrpo.model.model import Packed, Policy, copy_policy
+from lagrpo.rewards.reward import Rewards
 from lagrpo.rollout.base import Request
 from lagrpo.rollout.local import LocalSampler
 from lagrpo.tasks import Task, arithmetic
@@ -102,16 +103,18 @@ def train(policy: Policy, task: Task, v: int, batches: int, lr: float = 2e-5) ->
         yield Step(
             k, policy.version - oldest, mean_reward(groups), ratio_T.log().abs().max().item()
         )
-        policy.weights.version += 1
+        policy.advance()
 
 
 def sample(sampler: LocalSampler, requests: Sequence[Request], task: Task) -> list[Group]:
     """A scored group for each request. `lagrpo.rewards.pool` scores in processes with deadlines."""
+    (reward,) = Rewards.from_reward(
+        task.reward
+    ).parts  # of several rewards, `Rewards.combine` makes the sum
     groups = []
     for _, group in sampler.sample(requests, G):  # each as soon as its last completion ends
-        outcomes = [
-            Outcome.scored(task.reward(c.text, group.prompt.answer)) for c in group.completions
-        ]
+        answer = group.prompt.answer
+        outcomes = [Outcome.scored(reward.function(c.text, answer)) for c in group.completions]
         scored = [replace(c, outcome=o) for c, o in zip(group.completions, outcomes, strict=True)]
         groups.append(replace(group, completions=tuple(scored)))
     return groups

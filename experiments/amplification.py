@@ -1,19 +1,20 @@
-"""Success amplification along real swaps of pi_ref: where each stage took each prompt, beside Mroueh's curve.
+"""Success amplification along real swaps of pi_ref, beside Mroueh's curve.
 
     python -m experiments.study experiments/papers/amplification.toml    make the runs
     python experiments/amplification.py runs/studies/amplification       read them; then the table
-    python experiments/amplification.py amplification                    the table of the kept points
+    python experiments/amplification.py amplification                    the table of the points
 
-Likewise for amplification-small. `python experiments/tables.py` puts the tables into reports/claims.md.
+The table shows where each stage took each prompt. The same works for amplification-small. `python
+experiments/tables.py` puts the tables into reports/claims.md.
 
-A stage with one sampling policy alpha = pi_ref (v = M) seeks the maximizer of E_pi[A] - beta KL(pi || pi_ref). It
-moves the logit of the success probability p by w(p)/beta, with w(p) = 1/sqrt(p (1-p) + eps_std) (Mroueh, arXiv
-2503.06639) and, as groups of G normalize by their own deviation, w_G(p) (`core.bounds.group_weight`). With v = 1 the
-advantage follows the policy: a stage seeks the p* with logit p* = logit p_ref + w_G(p*)/beta. Both are for each prompt
-by itself.
+A stage with one sampling policy alpha = pi_ref (v = M) seeks the maximizer of E_pi[A] - beta KL(pi
+|| pi_ref). It moves the logit of the success probability p by w(p)/beta, with w(p) = 1/sqrt(p (1-p)
++ eps_std) (Mroueh, arXiv 2503.06639) and, as groups of G normalize by their own deviation, w_G(p)
+(`core.bounds.group_weight`). With v = 1 the advantage follows the policy: a stage seeks the p* with
+logit p* = logit p_ref + w_G(p*)/beta. Both hold for each prompt by itself.
 
-The points (p of every prompt before and after each stage) go to experiments/papers/results/NAME-points.json, where NAME
-is the directory's.
+The points (p of every prompt before and after each stage) go to
+experiments/papers/results/NAME-points.json, where NAME is the directory's.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import argparse
 import json
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -40,7 +41,10 @@ EPS_STD = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One stage of a run: the success probability of each prompt before and after it, from `samples` completions."""
+    """A stage of a run: the success probability of each prompt before and after it.
+
+    `samples` is the number of completions that a probability is estimated from.
+    """
 
     beta: float
     v: int
@@ -61,13 +65,17 @@ def sigmoid(x: float) -> float:
 
 
 def weight(p: float, G: int | None) -> float:
-    """The difference between the advantages of a right and a wrong answer: of groups of G, or of the policy's own
-    statistics where G is None."""
-    return 1 / math.sqrt(p * (1 - p) + EPS_STD) if G is None else group_weight(p, G, EPS_STD)
+    """The difference between the advantages of a right and a wrong answer, in groups of G.
+
+    If G is None, advantages are normalized by the policy's own statistics.
+    """
+    if G is None:
+        return 1 / math.sqrt(p * (1 - p) + EPS_STD)
+    return group_weight(p, G, EPS_STD)
 
 
 def maximizer(p_ref: float, beta: float, G: int | None) -> float:
-    """Where a stage ends whose advantages are those of pi_ref.
+    """The p at which a stage ends whose advantages are those of pi_ref.
 
     >>> round(maximizer(0.2, 2.0, None), 3), round(maximizer(0.2, 2.0, 16), 3)
     (0.466, 0.447)
@@ -76,8 +84,9 @@ def maximizer(p_ref: float, beta: float, G: int | None) -> float:
 
 
 def fixed_point(p_ref: float, beta: float, G: int | None) -> float:
-    """Where a stage ends whose advantages follow the policy: the lowest p above p_ref with
-    logit p = logit p_ref + w(p)/beta, its logit to 1e-9.
+    """The p at which a stage ends whose advantages follow the policy.
+
+    It is the lowest p above p_ref with logit p = logit p_ref + w(p)/beta, its logit to 1e-9.
 
     >>> p = fixed_point(0.2, 2.0, None)
     >>> round(p, 4), abs(logit(p) - logit(0.2) - weight(p, None) / 2) < 1e-6
@@ -88,6 +97,7 @@ def fixed_point(p_ref: float, beta: float, G: int | None) -> float:
     def missing(logit_p: float) -> float:
         return logit(p_ref) + weight(sigmoid(logit_p), G) / beta - logit_p
 
+    # A coarse search for the first crossing, then bisection.
     grid = [logit(p_ref) + 0.01 * step for step in range(1500)]
     crossings = ((a, b) for a, b in pairwise(grid) if missing(b) <= 0)
     low, high = next(crossings, (grid[-1], grid[-1]))
@@ -101,63 +111,66 @@ def fixed_point(p_ref: float, beta: float, G: int | None) -> float:
 
 
 def expected(stage: Stage, G: int | None) -> list[float]:
-    """What the theory says of each prompt after the stage."""
-    end: Callable[[float, float, int | None], float] = fixed_point if stage.v == 1 else maximizer
+    """The p of each prompt after the stage by theory."""
+    end = fixed_point if stage.v == 1 else maximizer
     return [end(p, stage.beta, G) for p in stage.before]
 
 
 def read(study: Path) -> list[Stage]:
-    """The stages of every finished run in the directory of the study. Raises ValueError where there is none."""
-    from lagrpo.runs import load_evaluations
-    from lagrpo.settings.load import read_toml
-
-    found = []
+    """The stages of every finished run in the directory of a study. Raises ValueError if none."""
+    stages = []
     for config in sorted(study.glob("*/config.toml")):
-        settings, run = read_toml(config), config.parent
-        schedule = settings["schedule"]
-        names = {summary["step"]: summary["name"] for summary in load_evaluations(run)}
-        moments = [
-            *range(0, schedule["batches"] + 1, schedule.get("ref_sync_every", schedule["batches"]))
-        ]
-        if not all(moment in names for moment in moments):
-            continue
-        rates = [success(run / "evaluations" / f"{names[moment]}.parquet") for moment in moments]
-        for number, (before, after) in enumerate(pairwise(rates), start=1):
-            found.append(
-                Stage(
-                    settings["loss"]["beta"],
-                    schedule["sync_every"],
-                    settings["rollout"]["num_generations"],
-                    settings["run"]["seed"],
-                    number,
-                    settings["eval"]["num_samples"],
-                    before,
-                    after,
-                )
-            )
-    if not found:
+        stages += read_run(config.parent)
+    if not stages:
         raise ValueError(
             f"{study}: no finished run of experiments/papers/amplification.toml; make them first"
         )
-    return found
+    return stages
 
 
-def kept(name: str) -> list[Stage]:
-    """The stages in NAME-points.json."""
+def read_run(run: Path) -> list[Stage]:
+    """The stages of a run; none if it has not been evaluated after each of them."""
+    from lagrpo.runs import load_evaluations
+    from lagrpo.settings.load import read_toml
+
+    settings = read_toml(run / "config.toml")
+    schedule = settings["schedule"]
+    batches_per_stage = schedule.get("ref_sync_every", schedule["batches"])
+    moments = range(0, schedule["batches"] + 1, batches_per_stage)
+    names = {summary["step"]: summary["name"] for summary in load_evaluations(run)}
+    if not all(moment in names for moment in moments):
+        return []
+    rates = [success(run / "evaluations" / f"{names[moment]}.parquet") for moment in moments]
     return [
-        Stage(**stage)
-        for stage in json.loads((POINTS / f"{name}-points.json").read_text(encoding="utf-8"))
+        Stage(
+            beta=settings["loss"]["beta"],
+            v=schedule["sync_every"],
+            G=settings["rollout"]["num_generations"],
+            seed=settings["run"]["seed"],
+            stage=number,
+            samples=settings["eval"]["num_samples"],
+            before=before,
+            after=after,
+        )
+        for number, (before, after) in enumerate(pairwise(rates), start=1)
     ]
 
 
+def load_points(name: str) -> list[Stage]:
+    """The stages in NAME-points.json."""
+    text = (POINTS / f"{name}-points.json").read_text(encoding="utf-8")
+    return [Stage(**stage) for stage in json.loads(text)]
+
+
 def success(evaluation: Path) -> list[float]:
-    """(correct + 1/2) / (samples + 1) of each prompt, in the order of the prompts: inside (0, 1), where logits are."""
+    """The success probability of each prompt, in the order of the prompts.
+
+    (correct + 1/2) / (samples + 1) lies inside (0, 1), so that its logit is finite.
+    """
     import pyarrow.parquet
 
-    rows = pyarrow.parquet.read_table(
-        evaluation, columns=["prompt_id", "correct", "samples"]
-    ).to_pylist()
-    rows.sort(key=lambda row: row["prompt_id"])
+    table = pyarrow.parquet.read_table(evaluation, columns=["prompt_id", "correct", "samples"])
+    rows = sorted(table.to_pylist(), key=lambda row: row["prompt_id"])
     return [round((row["correct"] + 0.5) / (row["samples"] + 1), 5) for row in rows]
 
 
@@ -172,22 +185,21 @@ def by_cell(stages: Sequence[Stage]) -> dict[tuple[float, int], dict[int, list[S
 def table(stages: Sequence[Stage]) -> str:
     """Means over the prompts, with intervals over the seeds."""
     rows = [
-        "| β | v | stage | seeds | p before | after, by the curve | groups of G | measured | its distance from that |",
+        "| β | v | stage | seeds | p before | after, by the curve | groups of G | measured "
+        "| its distance from that |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    for (beta, v), numbers in sorted(
-        by_cell(stages).items(), key=lambda cell: (-cell[0][1], cell[0][0])
-    ):
-        for number, found in sorted(numbers.items()):
-            curves = [[fmean(expected(s, G)) for s in found] for G in (None, found[0].G)]
-            after = [fmean(s.after) for s in found]
-            columns = (
-                interval([fmean(s.before) for s in found]),
-                *map(interval, curves),
-                interval(after),
-                interval([now - said for now, said in zip(after, curves[1], strict=True)]),
-            )
-            rows.append(f"| {beta:g} | {v} | {number} | {len(found)} | {' | '.join(columns)} |")
+    cells = sorted(by_cell(stages).items(), key=lambda item: (-item[0][1], item[0][0]))
+    for (beta, v), stages_by_number in cells:
+        for number, seeds in sorted(stages_by_number.items()):
+            before = [fmean(stage.before) for stage in seeds]
+            after = [fmean(stage.after) for stage in seeds]
+            by_curve = [fmean(expected(stage, None)) for stage in seeds]
+            by_groups = [fmean(expected(stage, seeds[0].G)) for stage in seeds]
+            distances = [now - theory for now, theory in zip(after, by_groups, strict=True)]
+            columns = [before, by_curve, by_groups, after, distances]
+            cells_text = " | ".join(interval(column) for column in columns)
+            rows.append(f"| {beta:g} | {v} | {number} | {len(seeds)} | {cells_text} |")
     return "\n".join(rows)
 
 
@@ -201,9 +213,10 @@ def main() -> None:
     study = parser.parse_args().study
     try:
         if study.is_dir():
-            text = "[\n" + ",\n".join(json.dumps(asdict(stage)) for stage in read(study)) + "\n]\n"
+            lines = [json.dumps(asdict(stage)) for stage in read(study)]
+            text = "[\n" + ",\n".join(lines) + "\n]\n"
             write_atomically(POINTS / f"{study.name}-points.json", text)
-        stages = kept(study.name)
+        stages = load_points(study.name)
     except (ValueError, OSError) as error:
         parser.exit(2, f"{error}\n")
     print(table(stages))

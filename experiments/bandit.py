@@ -1,8 +1,9 @@
-"""The tables of theory.bandit, to three decimals: where each variant ends, and what tells the masks apart.
+"""The tables of theory.bandit, to three decimals.
 
     python experiments/bandit.py [--steps 4000]
 
-Expect REINFORCE at .800 with and without syncs, GRPO at .713 without and 1.000 with, RED-Weight .1 at .940 without:
+They show where each variant ends, and what tells the masks apart. Expect REINFORCE at .800 with and
+without syncs, GRPO at .713 without and 1.000 with, RED-Weight .1 at .940 without:
 tests/test_theory_bandit.py has every number.
 """
 

@@ -1,9 +1,10 @@
-"""Draw the figures of docs/ that show recorded runs and the package itself; readable in black and white.
+"""Draws the figures of docs/ that show recorded runs and the package itself.
 
-    python experiments/figures.py                # docs/images/off-policy.png and docs/images/rooms.svg
-    python experiments/figures.py runs/NAME      # also docs/images/view-group.png, of the page of this run, by Chromium
+    python experiments/figures.py                # docs/images/off-policy.png and rooms.svg
+    python experiments/figures.py runs/NAME      # also view-group.png, of its page, by Chromium
 
-The README's figure comes from benchmarks/bench_curve.py, the one on precision from experiments/precision.py.
+They are readable in black and white. The README's figure comes from benchmarks/bench_curve.py, the
+one on precision from experiments/precision.py.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ sys.path.append(str(ROOT / "experiments"))
 from study.measures import smoothed  # noqa: E402
 from theory import style  # noqa: E402
 
-IMAGES, RECORDS = ROOT / "docs" / "images", ROOT / "experiments" / "papers" / "results"
+IMAGES = ROOT / "docs" / "images"
+RECORDS = ROOT / "experiments" / "papers" / "results"
 METHODS = {
     "GRPO": ("GRPO (clip .2)", style.BLUE, "-"),
     "REC one-side, (.6, 2)": ("REC one-side, clip (.6, 2)", style.VERMILLION, "--"),
@@ -52,20 +54,28 @@ ROWS: Sequence[Sequence[tuple[str, str]]] = (
     (
         ("cpu", "C kernels"),
         ("rewards", "signatures, worker pool"),
-        ("core", "recipes, losses, advantages"),
         ("runs", "files of a run"),
     ),
+    (("core", "recipes, losses, advantages"),),
 )
+# The packages that a batch passes, by the steps of docs/architecture.md.
 STEPS = {
     "cli": "1",
     "training": "1, 4, 5",
     "rollout": "2",
     "rewards": "3",
     "core": "6",
-}  # where a batch passes
+}
 LEGEND = "A package imports only packages in rows below it. Numbers: the path of a batch."
 SMALL = "types.py, rng.py, errors.py, logs.py, machine.py: small files that all but core may import"
-WIDTH, BOX, GAP, HEIGHT, STEP, TOP = 920, 218, 12, 44, 54, 34
+# Of the drawing: its width, then width, distance and height of a box, height of a row, margin on
+# top.
+WIDTH = 920
+BOX = 218
+GAP = 12
+HEIGHT = 44
+STEP = 54
+TOP = 34
 
 
 def main() -> None:
@@ -76,27 +86,30 @@ def main() -> None:
 
 
 def photograph(run: Path, path: Path) -> None:
-    """A screenshot of the page that `lagrpo view` writes: a group of the last batch but one, and a token's numbers."""
+    """Takes a screenshot of the page of `lagrpo view`.
+
+    It shows a group of the last batch but one, and the numbers of a token.
+    """
     sys.path.append(str(ROOT / "tests"))
     from browser import Browser
 
     from lagrpo.view.serve import view
 
     with tempfile.TemporaryDirectory() as folder:
-        file, browser = view([run], Path(folder) / "page.html"), Browser(Path(folder) / "profile")
+        file = view([run], Path(folder) / "page.html")
+        browser = Browser(Path(folder) / "profile")
         page = browser.open(file.as_uri())
         page.click("nav [data-tab=rollouts]")
         page.key("[")
         page.click(".card", 1)
         page.hover(".opened .token", 3)
-        path.write_bytes(
-            base64.b64decode(page.call("Page.captureScreenshot", format="png")["data"])
-        )
+        screenshot = page.call("Page.captureScreenshot", format="png")["data"]
+        path.write_bytes(base64.b64decode(screenshot))
         browser.close()
 
 
 def draw_methods(path: Path) -> None:
-    """Mean reward of four methods against batches, on-policy and with 10 batches per weight sync, for two models."""
+    """Draws the reward of four methods by batch, on-policy and with v = 10, for two models."""
     figure = style.canvas(10, 6.4)
     panels: Any = figure.subplots(len(STUDIES), 2, sharey=True)
     for row, (study, (title, smooth)) in zip(panels, STUDIES.items(), strict=True):
@@ -104,23 +117,17 @@ def draw_methods(path: Path) -> None:
         for axes, v in zip(row, ("v = 1", "v = 10"), strict=True):
             style.plain(axes, f"{title}, {v}", "batch" if row is panels[-1] else "", "")
             for method, (label, color, dashes) in METHODS.items():
-                curves = [
-                    r["curves"]["reward"] for r in runs if r["cell"] == {"method": method, "v": v}
-                ]
-                if len(curves) > 1:
-                    columns = [*zip(*(smoothed(curve, smooth) for curve in curves), strict=True)]
-                    batches = range(1, len(columns) + 1)
-                    axes.fill_between(
-                        batches,
-                        [*map(min, columns)],
-                        [*map(max, columns)],
-                        color=color,
-                        alpha=0.12,
-                        lw=0,
-                    )
-                    axes.plot(
-                        batches, [*map(fmean, columns)], dashes, color=color, lw=2, label=label
-                    )
+                cell = {"method": method, "v": v}
+                curves = [run["curves"]["reward"] for run in runs if run["cell"] == cell]
+                if len(curves) < 2:
+                    continue
+                rewards = list(zip(*(smoothed(curve, smooth) for curve in curves), strict=True))
+                lowest = [min(seeds) for seeds in rewards]
+                means = [fmean(seeds) for seeds in rewards]
+                highest = [max(seeds) for seeds in rewards]
+                batches = range(1, len(rewards) + 1)
+                axes.fill_between(batches, lowest, highest, color=color, alpha=0.12, lw=0)
+                axes.plot(batches, means, dashes, color=color, lw=2, label=label)
             axes.set(ylim=(0, 1))
         row[0].set_ylabel(f"reward, mean of {smooth} batches")
     panels[0][1].legend(loc="upper left", fontsize=8.5, frameon=False, handlelength=3)
@@ -129,61 +136,71 @@ def draw_methods(path: Path) -> None:
 
 def find_imports(room: str, rooms: Sequence[str]) -> set[str]:
     """The other rooms that the modules of a room import."""
-    source, found = ROOT / "src" / "lagrpo", set[str]()
-    files = (
-        [source / f"{room}.py"]
-        if (source / f"{room}.py").is_file()
-        else sorted((source / room).rglob("*.py"))
-    )
-    for file in files:
-        if room == "rollout" and "vllm" in file.parts:
-            continue
+    imported = set()
+    for file in files_of(room):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            module = (node.module or "") if isinstance(node, ast.ImportFrom) else ""
-            names = (
-                [f"{module}.{alias.name}" for alias in node.names]
-                if isinstance(node, ast.ImportFrom)
-                else []
-            )
-            for name in names:
-                place = "/".join(name.split(".")[1:]) + "/"
-                found |= {
-                    max((r for r in rooms if place.startswith(f"{r}/")), key=len, default=room)
-                }
-    return found - {room}
+            if not isinstance(node, ast.ImportFrom):
+                continue
+            for alias in node.names:
+                name = f"{node.module or ''}.{alias.name}"
+                module_path = "/".join(name.split(".")[1:]) + "/"
+                owners = [other for other in rooms if module_path.startswith(f"{other}/")]
+                # rollout/vllm is a room inside another: the longest name is the owner's.
+                imported.add(max(owners, key=len, default=room))
+    return imported - {room}
+
+
+def files_of(room: str) -> list[Path]:
+    """The modules of a room."""
+    source = ROOT / "src" / "lagrpo"
+    if (source / f"{room}.py").is_file():
+        return [source / f"{room}.py"]
+    files = sorted((source / room).rglob("*.py"))
+    if room == "rollout":
+        return [file for file in files if "vllm" not in file.parts]
+    return files
 
 
 def draw_rooms() -> str:
-    """The rooms as boxes. Raises ValueError if a room imports one that does not stand in a row below it."""
+    """The rooms as boxes, as SVG.
+
+    Raises ValueError if a room imports one that does not stand in a row below it.
+    """
     levels = {name: level for level, row in enumerate(ROWS) for name, _ in row}
     for upper in levels:
-        for lower in find_imports(upper, [*levels]):
+        for lower in find_imports(upper, list(levels)):
             if levels[upper] >= levels[lower]:
                 raise ValueError(f"{upper} imports {lower}, which does not stand below it")
     parts = []
     for level, row in enumerate(ROWS):
-        left, y = (WIDTH - len(row) * BOX - (len(row) - 1) * GAP) / 2, TOP + level * STEP
-        parts += [
-            line
-            for n, room in enumerate(row)
-            for line in draw_box(left + n * (BOX + GAP), y, *room)
-        ]
+        left = (WIDTH - len(row) * BOX - (len(row) - 1) * GAP) / 2
+        y = TOP + level * STEP
+        for number, (name, text) in enumerate(row):
+            parts += draw_box(left + number * (BOX + GAP), y, name, text)
     height = TOP + len(ROWS) * STEP + 24
-    parts.append(f'<text x="{WIDTH / 2:g}" y="{height - 8:g}" font-size="12">{SMALL}</text>')
-    parts.append(f'<text x="{WIDTH / 2:g}" y="20" font-size="12">{LEGEND}</text>')
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif"'
-    body = "\n".join(parts)
-    return f'{head} text-anchor="middle">\n<rect width="100%" height="100%" fill="#fff"/>\n{body}\n</svg>\n'
+    middle = f"{WIDTH / 2:g}"
+    parts.append(f'<text x="{middle}" y="{height - 8:g}" font-size="12">{SMALL}</text>')
+    parts.append(f'<text x="{middle}" y="20" font-size="12">{LEGEND}</text>')
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
+        'font-family="sans-serif" text-anchor="middle">'
+    )
+    background = '<rect width="100%" height="100%" fill="#fff"/>'
+    return "\n".join([head, background, *parts, "</svg>"]) + "\n"
 
 
 def draw_box(x: float, y: float, name: str, text: str) -> Iterator[str]:
-    """A room: its name, the steps of a batch that it does, and what it holds."""
-    step, title = STEPS.get(name), "cli.py" if name == "cli" else f"{name}/"
-    look = 'stroke="#222" stroke-width="2.5" fill="#eee"' if step else 'stroke="#888" fill="#fff"'
+    """A room: its name, the steps of a batch that it does, and its contents."""
+    middle = f"{x + BOX / 2:g}"
+    title = "cli.py" if name == "cli" else f"{name}/"
+    look = 'stroke="#888" fill="#fff"'
+    step = STEPS.get(name)
+    if step:
+        title = f"{step} · {title}"
+        look = 'stroke="#222" stroke-width="2.5" fill="#eee"'
     yield f'<rect x="{x:g}" y="{y:g}" width="{BOX}" height="{HEIGHT}" rx="4" {look}/>'
-    title = f"{step} · {title}" if step else title
-    yield f'<text x="{x + BOX / 2:g}" y="{y + 18:g}" font-size="14" font-weight="bold">{title}</text>'
-    yield f'<text x="{x + BOX / 2:g}" y="{y + 35:g}" font-size="12">{text}</text>'
+    yield (f'<text x="{middle}" y="{y + 18:g}" font-size="14" font-weight="bold">{title}</text>')
+    yield f'<text x="{middle}" y="{y + 35:g}" font-size="12">{text}</text>'
 
 
 if __name__ == "__main__":

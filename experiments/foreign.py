@@ -1,9 +1,11 @@
-"""The completions of a run as offline data: experiments/addition/foreign.jsonl.gz, for experiments/papers/foreign.toml.
+"""Writes the completions of a run as offline data for experiments/papers/foreign.toml.
 
-    lagrpo train experiments/addition/sums.toml --run.name other --run.seed 100 --optimizer.learning_rate 5e-6
+    lagrpo train experiments/addition/sums.toml --run.name other --run.seed 100 \\
+        --optimizer.learning_rate 5e-6
     python experiments/foreign.py runs/other
 
-Token ids, log-probs and rewards as recorded, a line for each completion.
+The file is experiments/addition/foreign.jsonl.gz. A line for each completion has token ids,
+log-probs and reward as recorded.
 """
 
 from __future__ import annotations
@@ -19,19 +21,21 @@ from lagrpo.runs import load_rollouts
 from lagrpo.runs.files import write_atomically
 
 TARGET = Path(__file__).resolve().parent / "addition" / "foreign.jsonl.gz"
-DIGITS = 5  # after the point, of a log-prob
+# After the point, of a log-prob.
+DIGITS = 5
 
 
 def line(row: dict[str, Any]) -> str:
     """A completion as `offline.data` reads it."""
-    kept = {
-        "prompt": row["prompt_text"],
-        "answer": json.loads(row["answer"]),
-        "token_ids": row["token_ids"],
-    }
-    logp = [round(value, DIGITS) for value in row["rollout_logprobs"]]
     return json.dumps(
-        kept | {"rollout_logprobs": logp, "reward": row["reward"], "finished": row["finished"]}
+        {
+            "prompt": row["prompt_text"],
+            "answer": json.loads(row["answer"]),
+            "token_ids": row["token_ids"],
+            "rollout_logprobs": [round(logp, DIGITS) for logp in row["rollout_logprobs"]],
+            "reward": row["reward"],
+            "finished": row["finished"],
+        }
     )
 
 
@@ -40,16 +44,16 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("run", type=Path)
-    asked = parser.parse_args()
+    run = parser.parse_args().run
     try:
-        rows = [row for row in load_rollouts(asked.run) if row["outcome"] == "scored"]
+        rows = [row for row in load_rollouts(run) if row["outcome"] == "scored"]
     except (ValueError, OSError) as error:
         parser.exit(2, f"{error}\n")
     text = "".join(f"{line(row)}\n" for row in rows)
+    # mtime=0, so that the same run gives the same bytes.
     write_atomically(TARGET, gzip.compress(text.encode(), mtime=0))
-    print(
-        f"{TARGET}: {len(rows)} completions, mean reward {fmean(row['reward'] for row in rows):.3f}"
-    )
+    mean = fmean(row["reward"] for row in rows)
+    print(f"{TARGET}: {len(rows)} completions, mean reward {mean:.3f}")
 
 
 if __name__ == "__main__":

@@ -1,14 +1,15 @@
-"""How far bfloat16 weights move: plain masters, dithered masters and float32 throughout, at three learning rates.
+"""Compares plain, dithered and float32 master weights at three learning rates.
 
-    python experiments/precision.py                                train what is missing, then the table and the figure
-    python experiments/precision.py --report                       the table and the figure of the finished runs
-    python experiments/tables.py                                   put the table into the page, too
-    python experiments/precision.py --trl .venv-trl/bin/python     TRL's curves, where `make check-trl` installed it
+    python experiments/precision.py              train what is missing, then table and figure
+    python experiments/precision.py --report     the table and the figure of the finished runs
+    python experiments/tables.py                 put the table into reports/precision.md, too
+    python experiments/precision.py --trl .venv-trl/bin/python    TRL's curves, after make check-trl
 
-The embedded model on the task of the demo: 8 prompts x 16 completions per update. A cell is a learning
-rate, a mode and a seed, such as 5e-6/dithered/seed0; each is one run of `lagrpo train`, and its metrics go to a JSON
-file of their own in RESULTS/cells when it ends. A cell that is there is not repeated, so the script can be ended at any
-time. Three seeds take some hours on one core. The figure goes to docs/images/precision.png.
+The embedded model on the task of the demo: 8 prompts x 16 completions per update. A cell is a
+learning rate, a mode and a seed, such as 5e-6/dithered/seed0. It is one run of `lagrpo train`, and
+its metrics go to a JSON file of their own in RESULTS/cells when it ends. A cell that exists is not
+repeated, so the script can be stopped at any time. Three seeds take some hours on one core. The
+figure goes to docs/images/precision.png.
 """
 
 from __future__ import annotations
@@ -27,22 +28,28 @@ from typing import Any
 from precision_report import figure, table
 
 HERE = Path(__file__).resolve().parent
-UPDATES = {
-    "5e-6": 24,
-    "2e-5": 16,
-    "1e-6": 60,
-}  # by learning rate, in the order in which they are trained
-MODES: dict[str, dict[str, str]] = {
+# By learning rate, in the order in which they are trained.
+UPDATES = {"5e-6": 24, "2e-5": 16, "1e-6": 60}
+MODES: dict[str, dict[str, object]] = {
     "plain": {"model.dtype": "bfloat16", "optimizer.dither_master_weights": False},
     "dithered": {"model.dtype": "bfloat16", "optimizer.dither_master_weights": True},
     "float32": {"model.dtype": "float32"},
+}
+# Names of the metrics of a cell, and the keys in metrics.jsonl.
+CURVES = {
+    "rewards": "reward",
+    "moved": "weight_sync/changed_fraction",
+    "grad_norm": "grad_norm",
+    "kl_alpha": "rollout/kl",
+    "seconds": "time/step",
 }
 Cell = tuple[str, str, int]
 """Learning rate, mode, seed."""
 
 
 def name_of(cell: Cell) -> str:
-    """
+    """The name of a cell.
+
     >>> name_of(("5e-6", "dithered", 0))
     '5e-6/dithered/seed0'
     """
@@ -51,15 +58,15 @@ def name_of(cell: Cell) -> str:
 
 
 def cells(seeds: Sequence[int]) -> list[Cell]:
-    """All of them, in the order in which they are trained: seed by seed, float32 last as it takes longest."""
+    """All cells in the order in which they are trained: seed by seed, then float32, the slowest."""
     half = [(lr, mode, seed) for seed in seeds for lr in UPDATES for mode in ("plain", "dithered")]
     return half + [(lr, "float32", seed) for seed in seeds for lr in UPDATES]
 
 
-def named(among: Sequence[Cell], parts: Sequence[str] | None) -> list[Cell]:
-    """The cells whose name has one of `parts` in it; all of them where nothing is asked for.
+def select_cells(among: Sequence[Cell], parts: Sequence[str] | None) -> list[Cell]:
+    """The cells whose name contains one of `parts`; all cells if there are no parts.
 
-    >>> named([("5e-6", "plain", 0), ("5e-6", "float32", 0)], ["float32"])
+    >>> select_cells([("5e-6", "plain", 0), ("5e-6", "float32", 0)], ["float32"])
     [('5e-6', 'float32', 0)]
     """
     return [cell for cell in among if not parts or any(part in name_of(cell) for part in parts)]
@@ -70,15 +77,16 @@ def result_path(results: Path, cell: Cell) -> Path:
 
 
 def read(results: Path) -> list[dict[str, Any]]:
-    """The metrics of every cell that is there."""
-    return [
-        json.loads(path.read_text(encoding="utf-8"))
-        for path in sorted((results / "cells").glob("*.json"))
-    ]
+    """The metrics of every cell that exists."""
+    return [read_json(path) for path in sorted((results / "cells").glob("*.json"))]
+
+
+def read_json(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def write(path: Path, metrics: dict[str, Any]) -> None:
-    """Under a temporary name, then renamed: a file that is there is whole."""
+    """Writes under a temporary name, then renames: a file that exists is whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
     temporary.write_text(without_paths(json.dumps(metrics, indent=1)) + "\n", encoding="utf-8")
@@ -97,17 +105,15 @@ def command(cell: Cell, runs: Path, threads: int) -> list[str]:
         "optimizer.lr_scheduler_type": "constant",
         **MODES[mode],
     }
-    words = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
-    return [
-        str(Path(sys.executable).parent / "lagrpo"),
-        "train",
-        str(HERE / "addition" / "full.toml"),
-        *words,
-    ]
+    lagrpo = str(Path(sys.executable).parent / "lagrpo")
+    words = [lagrpo, "train", str(HERE / "addition" / "full.toml")]
+    for key, value in settings.items():
+        words += [f"--{key}", str(value)]
+    return words
 
 
 def train(cell: Cell, results: Path, threads: int) -> None:
-    """Make the cell's run, in place of what an ended script left of it, and keep its metrics."""
+    """Makes a cell's run, in place of an unfinished one, and writes its metrics."""
     lr, mode, seed = cell
     words = command(cell, results / "runs", threads)
     run = results / "runs" / words[words.index("--run.name") + 1]
@@ -116,41 +122,31 @@ def train(cell: Cell, results: Path, threads: int) -> None:
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
     started = time.monotonic()
     subprocess.run(words, check=True, env=environment)
-    before, after = (
-        json.loads((run / "evaluations" / f"{when}.json").read_text(encoding="utf-8"))
-        for when in ("before", "after")
-    )
-    lines = [
-        json.loads(line)
-        for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    ]
-    kept = {
-        "rewards": "reward",
-        "moved": "weight_sync/changed_fraction",
-        "grad_norm": "grad_norm",
-        "kl_alpha": "rollout/kl",
-        "seconds": "time/step",
-    }
+    before = read_json(run / "evaluations" / "before.json")
+    after = read_json(run / "evaluations" / "after.json")
+    metrics = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    batches = [json.loads(line) for line in metrics]
+    curves = {name: [batch[key] for batch in batches] for name, key in CURVES.items()}
     write(
         result_path(results, cell),
         {
             "lr": lr,
             "mode": mode,
             "seed": seed,
-            "updates": len(lines),
+            "updates": len(batches),
             "threads": threads,
             "pass_at_1_before": before["pass@1"],
             "pass_at_1": after["pass@1"],
             "seconds_in_all": time.monotonic() - started,
-            **{name: [line[key] for line in lines] for name, key in kept.items()},
+            **curves,
             "command": words[1:],
-            "environment": json.loads((run / "environment.json").read_text(encoding="utf-8")),
+            "environment": read_json(run / "environment.json"),
         },
     )
 
 
 def without_paths(text: str) -> str:
-    """Paths inside this repository relative to its root, so that a cell does not name places of one machine.
+    """The text with paths of this repository relative to its root, so that no cell names a machine.
 
     >>> without_paths(f'["{HERE}/demo.toml", "--run.seed"]')
     '["experiments/demo.toml", "--run.seed"]'
@@ -158,13 +154,16 @@ def without_paths(text: str) -> str:
     return text.replace(f"{HERE.parent}/", "").replace(str(HERE.parent), ".")
 
 
-def train_missing(chosen: Sequence[Cell], results: Path, threads: int) -> None:
-    """The chosen cells that are not there, one after the other; one that fails does not keep the others from it."""
+def train_missing(selected: Sequence[Cell], results: Path, threads: int) -> None:
+    """Trains the selected cells that do not exist, one after the other.
+
+    Goes on after a cell that fails, and raises SystemExit at the end if one did.
+    """
     failed = []
-    for number, cell in enumerate(chosen, start=1):
+    for number, cell in enumerate(selected, start=1):
         if result_path(results, cell).exists():
             continue
-        print(f"{number} of {len(chosen)}: {name_of(cell)}", flush=True)
+        print(f"{number} of {len(selected)}: {name_of(cell)}", flush=True)
         try:
             train(cell, results, threads)
         except (subprocess.CalledProcessError, OSError) as error:
@@ -175,6 +174,21 @@ def train_missing(chosen: Sequence[Cell], results: Path, threads: int) -> None:
 
 
 def main() -> None:
+    options = parse_options()
+    if options.trl:
+        from precision_trl import train_trl, trl_cells
+
+        selected = select_cells(trl_cells(options.seeds), options.cells)
+        train_trl(options.trl, selected, options.results, options.threads)
+    elif not options.report:
+        selected = select_cells(cells(options.seeds), options.cells)
+        train_missing(selected, options.results, options.threads)
+    results = read(options.results)
+    print(table(results))
+    figure(results, HERE.parent / "docs" / "images" / "precision.png")
+
+
+def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -195,18 +209,7 @@ def main() -> None:
         "--trl", type=Path, metavar="PYTHON", help="a Python that has TRL: train its side instead"
     )
     parser.add_argument("--report", action="store_true", help="do not train")
-    asked = parser.parse_args()
-    if asked.trl:
-        from precision_trl import train_trl, trl_cells
-
-        train_trl(
-            asked.trl, named(trl_cells(asked.seeds), asked.cells), asked.results, asked.threads
-        )
-    elif not asked.report:
-        train_missing(named(cells(asked.seeds), asked.cells), asked.results, asked.threads)
-    found = read(asked.results)
-    print(table(found))
-    figure(found, HERE.parent / "docs" / "images" / "precision.png")
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

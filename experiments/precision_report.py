@@ -1,4 +1,4 @@
-"""The table and the figure of experiments/precision.py, from whatever cells are there."""
+"""The table and the figure of experiments/precision.py, from the cells that exist."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from study.statistics import Interval
 from theory import style
 
 ORDER = {"2e-5": (5, 10, 16), "5e-6": (5, 20, 24), "1e-6": (20, 60, 60)}
-"""Learning rates; of each the two updates whose rewards are shown, and how many there are."""
+"""By learning rate: the two updates whose rewards are in the table, and the number of updates."""
 MODES = {
     "plain": ("bf16, plain master weights", style.VERMILLION),
     "dithered": ("bf16, dithered master weights", style.BLUE),
@@ -20,87 +20,116 @@ MODES = {
     "trl": ("TRL 1.16, bf16", style.PURPLE),
 }
 
+DASHES = ("--", "-", ":", "-.")
+
 Cells = Sequence[dict[str, Any]]
 
 
-def of(cells: Cells, lr: str, mode: str) -> Cells:
+def select_cells(cells: Cells, lr: str, mode: str) -> Cells:
     """The cells of this rate and mode, by seed."""
-    return sorted((c for c in cells if (c["lr"], c["mode"]) == (lr, mode)), key=lambda c: c["seed"])
+    selected = [cell for cell in cells if cell["lr"] == lr and cell["mode"] == mode]
+    return sorted(selected, key=lambda cell: cell["seed"])
 
 
 def table(cells: Cells) -> str:
-    """One row for each learning rate and mode; a dash where nothing was measured."""
+    """One row for each learning rate and mode; a dash for what was not measured."""
     rows = [
-        "| lr | mode | seeds | weights moved by update 1 | by an update, mean | reward | later | pass@1 after |",
+        "| lr | mode | seeds | weights moved by update 1 | by an update, mean | reward | later "
+        "| pass@1 after |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for lr, (early, late, _) in ORDER.items():
         for mode, (title, _) in MODES.items():
-            found = of(cells, lr, mode)
-            if mode == "trl" and not found:
+            selected = select_cells(cells, lr, mode)
+            # TRL was not run at every learning rate.
+            if mode == "trl" and not selected:
                 continue
-            seeds = ", ".join(str(c["seed"]) for c in found) or "none yet"
-            moved = [[m for m in c.get("moved", []) if m is not None] for c in found]
-            cols = (
-                interval([m[0] for m in moved if m], percent=True),
-                interval([statistics.fmean(m) for m in moved if m], percent=True),
-                _reward(found, early),
-                _reward(found, late),
-                interval(
-                    [c["pass_at_1"] for c in found if c.get("pass_at_1") is not None], percent=True
-                ),
-            )
-            rows.append(f"| {lr} | {title} | {seeds} | " + " | ".join(cols) + " |")
+            seeds = ", ".join(str(cell["seed"]) for cell in selected) or "none yet"
+            texts = [
+                *_moved(selected),
+                _reward(selected, early),
+                _reward(selected, late),
+                _pass_at_1(selected),
+            ]
+            rows.append(f"| {lr} | {title} | {seeds} | " + " | ".join(texts) + " |")
     return "\n".join(rows)
 
 
+def _moved(cells: Cells) -> tuple[str, str]:
+    """The share of weights that the first update moved, and the mean over the updates."""
+    curves = []
+    for cell in cells:
+        shares = [share for share in cell.get("moved", []) if share is not None]
+        if shares:
+            curves.append(shares)
+    first = interval([shares[0] for shares in curves], percent=True)
+    mean = interval([statistics.fmean(shares) for shares in curves], percent=True)
+    return first, mean
+
+
+def _pass_at_1(cells: Cells) -> str:
+    values = [cell.get("pass_at_1") for cell in cells]
+    return interval([value for value in values if value is not None], percent=True)
+
+
 def _reward(cells: Cells, update: int) -> str:
-    values = [c["rewards"][update - 1] for c in cells if len(c["rewards"]) >= update]
+    """The reward at an update, counted from 1, of the runs that are as long."""
+    values = [cell["rewards"][update - 1] for cell in cells if len(cell["rewards"]) >= update]
     return f"{interval(values)} at {update}" if values else "–"
 
 
 def interval(values: Sequence[float], percent: bool = False) -> str:
-    """The mean with the half width of its 95 % interval over seeds, by Student's t; one value stands alone.
+    """The mean with half the width of its 95 % interval over seeds, by Student's t.
 
-    >>> interval([0.5, 0.6, 0.7]), interval([0.5]), interval([], True), interval([0.0123], True)
+    >>> interval([0.5, 0.6, 0.7]), interval([0.5]), interval([]), interval([0.0123], percent=True)
     ('0.60 ± 0.25', '0.50', '–', '1.23 %')
     """
     if not values:
         return "–"
-    found = Interval.of(values)
-    mean, half = found.mean, found.half
+    estimate = Interval.of(values)
+    mean = estimate.mean
+    half = estimate.half
+    digits = 2
+    unit = ""
     if percent:
-        digits = 1 if mean >= 0.05 else 2 if mean >= 1e-3 else 4
-        return (
-            f"{100 * mean:.{digits}f}"
-            + (f" ± {100 * half:.{digits}f}" if half is not None else "")
-            + " %"
-        )
-    return f"{mean:.2f}" + (f" ± {half:.2f}" if half is not None else "")
+        digits = _percent_digits(mean)
+        mean = 100 * mean
+        half = None if half is None else 100 * half
+        unit = " %"
+    half_text = "" if half is None else f" ± {half:.{digits}f}"
+    return f"{mean:.{digits}f}{half_text}{unit}"
+
+
+def _percent_digits(share: float) -> int:
+    """Digits after the point of a share in percent: more for small ones."""
+    if share >= 0.05:
+        return 1
+    if share >= 1e-3:
+        return 2
+    return 4
 
 
 def figure(cells: Cells, path: Path) -> None:
-    """Reward against updates at the two small learning rates: the mean of the seeds, and their range."""
-    drawing, shown = style.canvas(10, 3.8), ("5e-6", "1e-6")
-    panels = drawing.subplots(1, len(shown), sharey=True)
-    for axes, lr in zip(panels, shown, strict=True):
-        style.plain(
-            axes,
-            f"learning rate {lr}",
-            "update",
-            "reward, mean of 3 updates" if axes is panels[0] else "",
-        )
-        for (mode, (title, color)), dashes in zip(
-            MODES.items(), ("--", "-", ":", "-."), strict=True
-        ):
-            if curves := [smoothed(c["rewards"], 3) for c in of(cells, lr, mode)]:
-                low, mean, high = (
-                    [f(x) for x in zip(*curves, strict=False)] for f in (min, statistics.fmean, max)
-                )
-                count = f"{len(curves)} seed{'s' * (len(curves) > 1)}"
-                updates = range(1, len(mean) + 1)
-                axes.fill_between(updates, low, high, color=color, alpha=0.13, lw=0)
-                axes.plot(updates, mean, dashes, color=color, lw=2, label=f"{title} ({count})")
+    """Draws reward by update at the two small learning rates: mean and range of the seeds."""
+    drawing = style.canvas(10, 3.8)
+    rates = ("5e-6", "1e-6")
+    panels = drawing.subplots(1, len(rates), sharey=True)
+    for axes, lr in zip(panels, rates, strict=True):
+        y_label = "reward, mean of 3 updates" if axes is panels[0] else ""
+        style.plain(axes, f"learning rate {lr}", "update", y_label)
+        for (mode, (title, color)), dashes in zip(MODES.items(), DASHES, strict=True):
+            curves = [smoothed(cell["rewards"], 3) for cell in select_cells(cells, lr, mode)]
+            if not curves:
+                continue
+            # By update, up to the end of the shortest curve.
+            columns = list(zip(*curves, strict=False))
+            lowest = [min(column) for column in columns]
+            means = [statistics.fmean(column) for column in columns]
+            highest = [max(column) for column in columns]
+            count = f"{len(curves)} seed{'s' if len(curves) > 1 else ''}"
+            updates = range(1, len(means) + 1)
+            axes.fill_between(updates, lowest, highest, color=color, alpha=0.13, lw=0)
+            axes.plot(updates, means, dashes, color=color, lw=2, label=f"{title} ({count})")
         axes.set(xlim=(0, ORDER[lr][2] + 1), ylim=(0, 1))
     panels[0].legend(loc="upper left", fontsize=8.5, frameon=False, handlelength=3)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,10 @@
-"""TRL's side of experiments/precision.py: `GRPOTrainer` in its bfloat16 setting on the prompts that ours visits.
+"""TRL's side of experiments/precision.py:
 
-Driven as the benchmarks drive it (benchmarks/trl_peer.py), one update per request. The file of a curve has the updates
-made so far; a curve that was ended early is begun again by the next call. TRL's setting keeps float32 weights and
-computes under bfloat16 autocast, which rounds them in every forward pass.
+`GRPOTrainer` in its bfloat16 setting on lagrpo's prompts.
+
+The driver makes one update per request, as the benchmarks do (benchmarks/trl_peer.py). The file of
+a curve has the updates made so far; the next call begins an unfinished curve again. TRL's setting
+keeps float32 weights and computes under bfloat16 autocast, which rounds them in every forward pass.
 """
 
 from __future__ import annotations
@@ -28,16 +30,16 @@ RATES = ("5e-6", "1e-6")
 
 
 def prompts(seed: int, updates: int) -> list[dict[str, Any]]:
-    """The prompts of the first updates of our run of this seed, in its order, batch by batch."""
+    """The prompts of the first updates of lagrpo's run of this seed, in its order."""
     task = load_task(TaskSettings(**SHORT.task), seed)
-    size, rows = task.size("train"), []
-    for place in range(updates * SHORT.N):
-        epoch, position = divmod(place, size)
+    size = task.size("train")
+    rows = []
+    for number in range(updates * SHORT.N):
+        epoch, position = divmod(number, size)
         key = order_prompts(seed, epoch, size)[position]
         prompt = task.prompt("train", key)
-        rows.append(
-            {"key": key, "messages": [dict(m) for m in prompt.messages], "answer": prompt.answer}
-        )
+        messages = [dict(message) for message in prompt.messages]
+        rows.append({"key": key, "messages": messages, "answer": prompt.answer})
     return rows
 
 
@@ -46,22 +48,26 @@ def trl_cells(seeds: Sequence[int]) -> list[Cell]:
     return [(lr, "trl", seed) for seed in seeds for lr in RATES]
 
 
-def train_trl(python: Path, chosen: Sequence[Cell], results: Path, threads: int) -> None:
-    """Make the chosen curves that are missing, and keep each when it ends."""
+def train_trl(python: Path, selected: Sequence[Cell], results: Path, threads: int) -> None:
+    """Makes the selected curves that are missing, and writes each after every update."""
     if not python.exists():
         raise SystemExit(f"{python}: no such Python. `make check-trl` makes .venv-trl/bin/python")
-    for cell in chosen:
+    for cell in selected:
         lr, _, seed = cell
-        if updates_in(result_path(results, cell)) < UPDATES[lr]:
-            print(name_of(cell), flush=True)
-            with tempfile.TemporaryDirectory() as scratch:
-                for metrics in curve(python, lr, seed, threads, Path(scratch)):
-                    write(result_path(results, cell), metrics)
+        path = result_path(results, cell)
+        if updates_in(path) >= UPDATES[lr]:
+            continue
+        print(name_of(cell), flush=True)
+        with tempfile.TemporaryDirectory() as scratch:
+            for metrics in curve(python, lr, seed, threads, Path(scratch)):
+                write(path, metrics)
 
 
 def updates_in(path: Path) -> int:
-    """How many updates a curve has; 0 where there is none."""
-    return json.loads(path.read_text(encoding="utf-8"))["updates"] if path.exists() else 0
+    """The number of updates of a curve; 0 if there is none."""
+    if not path.exists():
+        return 0
+    return json.loads(path.read_text(encoding="utf-8"))["updates"]
 
 
 def curve(
@@ -69,34 +75,37 @@ def curve(
 ) -> Iterator[dict[str, Any]]:
     """The metrics of one run of TRL so far, after each update."""
     updates = UPDATES[lr]
-    rows, request = scratch / "prompts.jsonl", scratch / "request.json"
-    rows.write_text(
-        "".join(json.dumps(row) + "\n" for row in prompts(seed, updates + 1)), encoding="utf-8"
-    )  # TRL may look ahead
+    # TRL may look ahead, so there are prompts of one more update.
+    rows = prompts(seed, updates + 1)
+    prompts_path = scratch / "prompts.jsonl"
+    prompts_path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     config = trl(SHORT, per_device=32, learning_rate=float(lr), seed=seed, bf16=True)
-    model = resolve_model(SHORT.model)
-    request.write_text(
-        json.dumps({"model": model, "config": config, "prompts": str(rows), "reward": SHORT.judge}),
-        encoding="utf-8",
-    )
-    taken = []
-    with Side(
-        "trl", [python, HERE / "trl_peer.py", request], scratch, environment(threads)
-    ) as side:
-        for update in range(1, updates + 1):
-            taken.append(side.update())
+    request = {
+        "model": resolve_model(SHORT.model),
+        "config": config,
+        "prompts": str(prompts_path),
+        "reward": SHORT.judge,
+    }
+    request_path = scratch / "request.json"
+    request_path.write_text(json.dumps(request), encoding="utf-8")
+    command = [python, HERE / "trl_peer.py", request_path]
+    measurements = []
+    with Side("trl", command, scratch, environment(threads)) as side:
+        for number in range(1, updates + 1):
+            update = side.update()
+            measurements.append(update)
             print(
-                f"  update {update}: reward {taken[-1]['reward']:.3f}, {taken[-1]['seconds']:.1f} s",
+                f"  update {number}: reward {update['reward']:.3f}, {update['seconds']:.1f} s",
                 flush=True,
             )
             yield {
                 "lr": lr,
                 "mode": "trl",
                 "seed": seed,
-                "updates": update,
+                "updates": number,
                 "threads": threads,
-                "versions": side.facts["policy_versions"],
+                "versions": side.facts["versions"],
                 "config": config,
-                "rewards": [u["reward"] for u in taken],
-                "seconds": [u["seconds"] for u in taken],
+                "rewards": [measured["reward"] for measured in measurements],
+                "seconds": [measured["seconds"] for measured in measurements],
             }

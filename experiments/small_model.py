@@ -1,14 +1,16 @@
-"""A model of 132,416 parameters that knows sums and errs, for studies with many runs: experiments/small.
+"""Makes the model of experiments/small, which knows sums and errs, for studies with many runs.
 
     python experiments/small_model.py
 
-Writes model, sums/train.jsonl, sums/test.jsonl, and one-token.jsonl there. The data come out the same everywhere, the
-weights up to rounding, so the weights are kept in the repository. Five minutes of a core of a Zen 3 beside other work.
+Writes model, sums/train.jsonl, sums/test.jsonl, and one-token.jsonl there. The data come out the
+same everywhere, the weights up to rounding, so the weights are kept in the repository. It takes
+five minutes of a core of a Zen 3. The model has 132,416 parameters.
 
-The model imitates a teacher that adds three digits ("3+8+5=" is followed by "16.") and is right less often the more of
-them are 5 or more: RIGHT, which the model follows to within .1. The teacher's errors are off by 1, 2 or 10. So the
-model has the right answer to offer on nearly every prompt, on the hardest not as its likeliest, and its rate of success
-varies over prompts as a language model's does.
+It imitates a teacher that adds three digits ("3+8+5=" is followed by "16."). The more of them are 5
+or more, the less often the teacher is right (RIGHT, which the model follows to within .1). Its
+errors are off by 1, 2 or 10. So the model has the right answer to offer on nearly every prompt, on
+the hardest not as its likeliest, and its success rate varies over prompts as a language model's
+does.
 """
 
 from __future__ import annotations
@@ -17,7 +19,6 @@ import json
 import random
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -30,16 +31,22 @@ FOLDER = Path(__file__).resolve().parent / "small"
 RIGHT = (0.5, 0.35, 0.2, 0.1)
 """The teacher's rate of success on sums in which 0, 1, 2, 3 digits are 5 or more."""
 ERRORS = (-10, -2, -1, 1, 2, 10)
-VOCABULARY = "0123456789+=._#?"  # "." ends an answer, "_" is padding, "?" stands for anything else, "#" is not used
-END, PADDING = VOCABULARY.index("."), VOCABULARY.index("_")
-TESTED, ONE_TOKEN = 200, 16  # sums
-UPDATES, BATCH, LR = 3000, 256, 3e-3
+# "." ends an answer, "_" is padding, "?" stands for anything else, "#" is not used.
+VOCABULARY = "0123456789+=._#?"
+END = VOCABULARY.index(".")
+PADDING = VOCABULARY.index("_")
+# Numbers of sums.
+TESTED = 200
+ONE_TOKEN = 16
+UPDATES = 3000
+BATCH = 256
+LR = 3e-3
 
 Sum = tuple[int, int, int]
 
 
 def rate(digits: Sum) -> float:
-    """The teacher's rate of success.
+    """The teacher's success rate.
 
     >>> rate((3, 8, 5)), rate((0, 1, 2))
     (0.2, 0.5)
@@ -55,7 +62,10 @@ def split() -> tuple[list[Sum], list[Sum]]:
 
 
 def one_token(sums: list[Sum]) -> list[Sum]:
-    """The first sums whose answer is one token: half of them hard, with a digit of 5 or more, half of them easy."""
+    """The first ONE_TOKEN sums whose answer is one token.
+
+    Half of them are hard, with a digit of 5 or more, half are easy.
+    """
     below_ten = [digits for digits in sums if sum(digits) < 10]
     hard = [digits for digits in below_ten if max(digits) >= 5]
     easy = [digits for digits in below_ten if max(digits) < 5]
@@ -63,7 +73,8 @@ def one_token(sums: list[Sum]) -> list[Sum]:
 
 
 def line(digits: Sum) -> str:
-    """
+    """A line of the data files.
+
     >>> line((3, 8, 5))
     '{"prompt": "3+8+5=", "answer": "16"}'
     """
@@ -71,10 +82,9 @@ def line(digits: Sum) -> str:
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """A token for each character; the chat template is the question and nothing else."""
-    characters = Tokenizer(
-        models.WordLevel({c: n for n, c in enumerate(VOCABULARY)}, unk_token="?")
-    )
+    """A tokenizer with a token for each character. The chat template is the question alone."""
+    token_ids = {character: index for index, character in enumerate(VOCABULARY)}
+    characters = Tokenizer(models.WordLevel(token_ids, unk_token="?"))
     characters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     characters.decoder = decoders.Fuse()
     fast = PreTrainedTokenizerFast(
@@ -85,22 +95,25 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def lesson(draws: random.Random) -> list[int]:
-    """Token ids of a sum with the teacher's answer, padded to 9."""
+    """Token ids of a random sum with the teacher's answer, padded to 9."""
     digits = (draws.randrange(10), draws.randrange(10), draws.randrange(10))
-    right = draws.random() < rate(digits)
-    answer = sum(digits) if right else max(0, sum(digits) + draws.choice(ERRORS))
-    return [VOCABULARY.index(c) for c in f"{'+'.join(map(str, digits))}={answer}.".ljust(9, "_")]
+    answer = sum(digits)
+    if draws.random() >= rate(digits):
+        answer = max(0, answer + draws.choice(ERRORS))
+    text = f"{'+'.join(map(str, digits))}={answer}."
+    return [VOCABULARY.index(character) for character in text.ljust(9, "_")]
 
 
-def loss_of(model: Any, ids_BT: Tensor) -> Tensor:
+def loss_of(model: LlamaForCausalLM, ids_BT: Tensor) -> Tensor:
     """Mean cross-entropy of the answers' tokens, nats."""
+    # transformers ignores labels of -100.
     labels_BT = ids_BT.masked_fill(ids_BT == PADDING, -100)
     labels_BT[:, :6] = -100  # the question
     return model(input_ids=ids_BT, labels=labels_BT).loss
 
 
 def train() -> LlamaForCausalLM:
-    """The model that imitates the teacher."""
+    """Trains a model to imitate the teacher."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=len(VOCABULARY),
@@ -115,7 +128,8 @@ def train() -> LlamaForCausalLM:
         eos_token_id=END,
         pad_token_id=PADDING,
     )
-    model, draws = LlamaForCausalLM(config), random.Random(1)
+    model = LlamaForCausalLM(config)
+    draws = random.Random(1)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, LR, total_steps=UPDATES, pct_start=0.05
@@ -135,9 +149,8 @@ def main() -> None:
     training, testing = split()
     parts = {"sums/train": training, "sums/test": testing, "one-token": one_token(training)}
     for name, sums in parts.items():
-        write_atomically(
-            FOLDER / f"{name}.jsonl", "".join(f"{line(digits)}\n" for digits in sums).encode()
-        )
+        text = "".join(f"{line(digits)}\n" for digits in sums)
+        write_atomically(FOLDER / f"{name}.jsonl", text.encode())
     tokenizer().save_pretrained(FOLDER / "model")
     train().save_pretrained(FOLDER / "model")
 

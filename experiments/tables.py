@@ -1,7 +1,7 @@
 """The tables of reports/ that are made from records in experiments/.
 
     python experiments/tables.py            write them anew
-    python experiments/tables.py --check    name the pages that this would change, and fail where there are any
+    python experiments/tables.py --check    name the pages that would change; exit status 1 if any
 
 A table stands between two comments. The first says what belongs there:
 
@@ -11,10 +11,10 @@ A table stands between two comments. The first says what belongs there:
     -->
     <!-- end of table -->
 
-- `verdicts`: a row for each claim of a study's record (experiments/papers/results/STUDY.json). STUDY: how each
-  claim begins, with semicolons between them.
-- `cells STUDY`: a row for each label of the study's first axis. The lines are the columns: HEAD: MEASURE, then the
-  labels of the other axes, with `&` between them.
+- `verdicts`: a row for each claim of a study's record (experiments/papers/results/STUDY.json). A
+  line has STUDY: the first words of each claim, with semicolons between them.
+- `cells STUDY`: a row for each label of the study's first axis. The lines are the columns, each
+  with HEAD: MEASURE, then the labels of the other axes, with `&` between them.
 - `amplification NAME`: the stages in NAME-points.json (experiments/amplification.py).
 - `precision`: the cells of experiments/precision.
 """
@@ -27,7 +27,7 @@ import re
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import amplification
 import precision
@@ -55,7 +55,7 @@ MEASURES = {
 
 @cache
 def record(study: str) -> dict[str, Any]:
-    """The record of a study: its claims, and its runs. Raises ValueError where there is none."""
+    """The record of a study: its claims, and its runs. Raises ValueError if there is none."""
     file = RECORDS / f"{study}.json"
     if not file.is_file():
         raise ValueError(f"no record of a study {study!r}: {file} is missing")
@@ -63,26 +63,30 @@ def record(study: str) -> dict[str, Any]:
 
 
 def filled(page: str) -> str:
-    """The page with every table made anew. Raises ValueError for a comment that asks for what there is not."""
-
-    def table(found: re.Match[str]) -> str:
-        begin, kind, what, lines, end = found.groups()
-        if kind not in KINDS:
-            raise ValueError(
-                f"<!-- table: {kind} -->: no such kind of table; there are {', '.join(KINDS)}"
-            )
-        return f"{begin}\n{KINDS[kind](what, (lines or '').splitlines())}\n\n{end}"
-
-    asked, ended = page.count("<!-- table: "), page.count("<!-- end of table -->")
-    if not asked == ended == len(TABLE.findall(page)):
+    """The page with every table made anew. Raises ValueError for a table that cannot be made."""
+    begins = page.count("<!-- table: ")
+    ends = page.count("<!-- end of table -->")
+    if not begins == ends == len(TABLE.findall(page)):
         raise ValueError(
-            f"{asked} tables begin and {ended} end: each `<!-- table:` needs its `<!-- end of table -->`"
+            f"{begins} tables begin and {ends} end: "
+            "each `<!-- table:` needs its `<!-- end of table -->`"
         )
-    return TABLE.sub(table, page)
+    return TABLE.sub(_with_table, page)
+
+
+def _with_table(match: re.Match[str]) -> str:
+    """The comments of TABLE with the table between them."""
+    begin, kind, argument, lines, end = match.groups()
+    if kind not in KINDS:
+        raise ValueError(
+            f"<!-- table: {kind} -->: no such kind of table; there are {', '.join(KINDS)}"
+        )
+    text = KINDS[kind](argument, (lines or "").splitlines())
+    return f"{begin}\n{text}\n\n{end}"
 
 
 def verdicts(_: str, lines: Sequence[str]) -> str:
-    """A row for each claim asked for."""
+    """A row for each claim that the lines name."""
     rows = [["study", "claim", "difference in", "difference", "verdict"]]
     for line in lines:
         study, _, starts = line.partition(": ")
@@ -94,85 +98,118 @@ def verdicts(_: str, lines: Sequence[str]) -> str:
 
 
 def claim_of(study: str, start: str) -> dict[str, Any]:
-    """The one claim of a study's record that begins with these words. Raises ValueError unless it is one."""
-    found = [claim for claim in record(study)["claims"] if claim["says"].startswith(start)]
-    if len(found) != 1:
+    """The claim of a study's record that begins with these words.
+
+    Raises ValueError unless exactly one does.
+    """
+    claims = [claim for claim in record(study)["claims"] if claim["says"].startswith(start)]
+    if len(claims) != 1:
         raise ValueError(
-            f"study {study}: {count_of(len(found), 'claim')} begin with {start!r}, not one"
+            f"study {study}: {count_of(len(claims), 'claim')} begin with {start!r}, not one"
         )
-    return found[0]
+    return claims[0]
 
 
 def difference(claim: dict[str, Any]) -> str:
     """The mean over the seeds of left − right, and half the width of its interval."""
-    if (found := claim["difference"]) is None:
+    interval = claim["difference"]
+    if interval is None:
         return "–"
-    scale = 100 if claim["measure"] == "pass@1" else 1
-    mean, half = found["mean"] * scale, found["half_width"]
-    digits = 1 if scale == 100 or abs(mean) >= 1 else 3
-    return f"{mean:.{digits}f}" + ("" if half is None else f" ± {half * scale:.{digits}f}")
+    is_share = claim["measure"] == "pass@1"
+    scale = 100 if is_share else 1
+    mean = interval["mean"] * scale
+    half = interval["half_width"]
+    digits = 1 if is_share or abs(mean) >= 1 else 3
+    if half is None:
+        return f"{mean:.{digits}f}"
+    return f"{mean:.{digits}f} ± {half * scale:.{digits}f}"
 
 
 def verdict(claim: dict[str, Any]) -> str:
-    """The verdict, the number of seeds, and how many would decide an inconclusive claim, if the record says so."""
+    """The verdict and the number of seeds.
+
+    Also how many seeds would decide an inconclusive claim, if the record says so.
+    """
     if claim["difference"] is None:
         return "**not run**"
-    needed = f"; about {claim['seeds_needed']} would decide" if claim.get("seeds_needed") else ""
-    return f"**{claim['verdict']}**, {count_of(claim['difference']['seeds'], 'seed')}{needed}"
+    text = f"**{claim['verdict']}**, {count_of(claim['difference']['seeds'], 'seed')}"
+    if claim.get("seeds_needed"):
+        text += f"; about {claim['seeds_needed']} would decide"
+    return text
 
 
 def cells(study: str, lines: Sequence[str]) -> str:
     """A row for each label of the first axis, with means and intervals over the seeds."""
-    runs, columns = record(study)["runs"], [_column(line) for line in lines]
+    runs = record(study)["runs"]
+    columns = [_parse_column(line) for line in lines]
     axis = next(iter(runs[0]["cell"]))
-    most = len({run["seed"] for run in runs})
-    known = {label for run in runs for label in run["cell"].values()}
-    for head, measure, labels in columns:
-        if measure not in runs[0]["measures"] or not known.issuperset(labels):
+    seeds = len({run["seed"] for run in runs})
+    all_labels = {label for run in runs for label in run["cell"].values()}
+    for column in columns:
+        if column.measure not in runs[0]["measures"] or not all_labels.issuperset(column.labels):
             raise ValueError(
-                f"column {head!r}: the record of {study} has no measure {measure!r}, or no such label"
+                f"column {column.head!r}: the record of {study} has no measure "
+                f"{column.measure!r}, or no such label"
             )
-    rows: list[list[str]] = [[axis, *(head for head, _, _ in columns)]]
+    rows = [[axis, *(column.head for column in columns)]]
     for label in dict.fromkeys(run["cell"][axis] for run in runs):
         row = [label]
-        for _, measure, labels in columns:
-            chosen = [run for run in runs if {label, *labels} == set(run["cell"].values())]
-            values = [value for run in chosen if (value := run["measures"][measure]) is not None]
-            row.append(
-                _mean(values, measure)
-                + (f" ({count_of(len(values), 'seed')})" if len(values) < most else "")
-            )
+        for column in columns:
+            cell_labels = {label, *column.labels}
+            measured = [
+                run["measures"][column.measure]
+                for run in runs
+                if set(run["cell"].values()) == cell_labels
+            ]
+            values = [value for value in measured if value is not None]
+            text = _mean(values, column.measure)
+            if len(values) < seeds:
+                text += f" ({count_of(len(values), 'seed')})"
+            row.append(text)
         rows.append(row)
     return markdown(rows)
 
 
-def _column(line: str) -> tuple[str, str, list[str]]:
-    """Head, measure and labels of `pass@1, v = 10: pass@1, v = 10`."""
-    head, _, what = line.partition(": ")
-    measure, _, labels = what.partition(", ")
-    return head, measure, [label for label in labels.split(" & ") if label]
+class Column(NamedTuple):
+    """A column of the table `cells`."""
+
+    head: str
+    measure: str
+    labels: list[str]
+    """Of the axes other than the first."""
+
+
+def _parse_column(line: str) -> Column:
+    """The column of a line such as `pass@1, v = 10: pass@1, v = 10`."""
+    head, _, definition = line.partition(": ")
+    measure, _, labels = definition.partition(", ")
+    return Column(head, measure, [label for label in labels.split(" & ") if label])
 
 
 def _mean(values: Sequence[float], measure: str) -> str:
+    """The mean with half its interval over the seeds; shares in percent."""
     if not values:
         return "–"
-    found = Interval.of(values)
-    share = measure.startswith("pass@")
-    scale, digits = (100, 1) if share else (1, 1 if found.mean >= 1 or not any(values) else 3)
-    half = "" if found.half is None else f" ± {found.half * scale:.{digits}f}"
-    return f"{found.mean * scale:.{digits}f}{half}{' %' if share else ''}"
+    interval = Interval.of(values)
+    is_share = measure.startswith("pass@")
+    scale = 100 if is_share else 1
+    unit = " %" if is_share else ""
+    has_one_digit = is_share or interval.mean >= 1 or not any(values)
+    digits = 1 if has_one_digit else 3
+    half = "" if interval.half is None else f" ± {interval.half * scale:.{digits}f}"
+    return f"{interval.mean * scale:.{digits}f}{half}{unit}"
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:
     """A table; the first row is its head."""
-    head, *rest = ["| " + " | ".join(row) + " |" for row in rows]
-    return "\n".join([head, "|---" * len(rows[0]) + "|", *rest])
+    head, *body = ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join([head, "|---" * len(rows[0]) + "|", *body])
 
 
 KINDS: dict[str, Callable[[str, Sequence[str]], str]] = {
     "verdicts": verdicts,
     "cells": cells,
-    "amplification": lambda name, _: amplification.table(amplification.kept(name)),
+    "amplification": lambda name, _: amplification.table(amplification.load_points(name)),
     "precision": lambda _, __: precision_report.table(precision.read(HERE / "precision")),
 }
 
@@ -182,20 +219,20 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--check", action="store_true", help="write nothing")
-    check = parser.parse_args().check
-    changed = []
+    options = parser.parse_args()
+    changed_pages = []
     for page in sorted(REPORTS.glob("*.md")):
         text = page.read_text(encoding="utf-8")
         try:
-            anew = filled(text)
+            new_text = filled(text)
         except ValueError as error:
             parser.exit(2, f"{page}: {error}\n")
-        if anew != text:
-            changed.append(page.name)
-            if not check:
-                write_atomically(page, anew)
-    print("\n".join(changed) or "no table changes")
-    if check and changed:
+        if new_text != text:
+            changed_pages.append(page.name)
+            if not options.check:
+                write_atomically(page, new_text)
+    print("\n".join(changed_pages) or "no table changes")
+    if options.check and changed_pages:
         parser.exit(1)
 
 

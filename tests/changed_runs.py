@@ -74,5 +74,5 @@ def find_differences(
     return [
         difference
         for difference in report.differences
-        if difference.where.startswith(where) and difference.what == what
+        if difference.where.startswith(where) and difference.name == what
     ]

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from lagrpo.rewards.pool import RewardPool
+from lagrpo.rewards.reward import Rewards
+from lagrpo.tasks import Task
 from lagrpo.types import Completion, Group, Outcome, Prompt
 
 QUESTION = ({"role": "user", "content": "1 + 1?"},)
@@ -28,6 +30,12 @@ def outcomes(group: Group) -> list[Outcome]:
     return [
         completion.outcome for completion in group.completions if completion.outcome is not None
     ]
+
+
+def reward_of(task: Task, completion: str, answer: Any) -> float:
+    """The number that the only reward function of a task returns."""
+    (reward,) = Rewards.from_reward(task.reward).parts
+    return reward.function(completion, answer)
 
 
 def score(rewards: Any, groups: Sequence[Group], **options: Any) -> list[Outcome]:

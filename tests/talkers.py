@@ -128,7 +128,7 @@ class Here:
     late: int = 0
     jobs: list[Job] = field(default_factory=list)
 
-    def submit(self, call: Any, *arguments: Any, seconds: float) -> Job:
+    def submit(self, call: Any, *arguments: Any, deadline: float) -> Job:
         from lagrpo.tasks.environments import run_turn
 
         self.jobs.append(Job(run_turn(self.make, *arguments), self.late))

@@ -33,9 +33,8 @@ def reference_logp(policy: Policy, groups) -> torch.Tensor:
     for prompt, completions in groups:
         for completion in completions:
             ids = torch.cat([torch.tensor(prompt, dtype=torch.long), completion])
-            logp = (
-                policy.model.lm(input_ids=ids[None], use_cache=False).logits[0] / policy.tau
-            ).log_softmax(-1)
+            logits = policy.model.lm(input_ids=ids[None], use_cache=False).logits[0]
+            logp = (logits / policy.tau).log_softmax(-1)
             rows.append(logp[len(prompt) - 1 : -1].gather(1, completion[:, None]).squeeze(1))
     policy.model.lm.set_attn_implementation("lagrpo_shared_prefix")
     return torch.cat(rows)
@@ -52,11 +51,14 @@ def gradients(policy: Policy, logp: torch.Tensor) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("kind", SHAPES)
 def test_logp_and_gradients_equal_the_per_sequence_reference(kind):
     for tau in (1.0, 0.1):
-        policy, groups = tiny_policy(kind, dtype=torch.float64, tau=tau), random_groups(GROUPS)
-        packed, reference = policy.logp(Packed.build(groups)), reference_logp(policy, groups)
-        # log-probs are float32 by design; the rest of the model runs in float64 here
-        torch.testing.assert_close(packed.double(), reference, rtol=0, atol=5e-6 / tau)
-        ours, theirs = gradients(policy, packed), gradients(policy, reference)
+        policy = tiny_policy(kind, dtype=torch.float64, tau=tau)
+        groups = random_groups(GROUPS)
+        logp = policy.logp(Packed.build(groups))
+        reference = reference_logp(policy, groups)
+        # Log-probs are float32 by design; the rest of the model runs in float64 here.
+        torch.testing.assert_close(logp.double(), reference, rtol=0, atol=5e-6 / tau)
+        ours = gradients(policy, logp)
+        theirs = gradients(policy, reference)
         for name in theirs:
             torch.testing.assert_close(
                 ours[name], theirs[name], rtol=1e-4, atol=2e-5 / tau, msg=name
@@ -75,20 +77,20 @@ def test_logp_and_gradients_equal_the_per_sequence_reference(kind):
 def test_any_packing_gives_the_logp_of_whole_sequences(shape):
     if not any(lengths for _, lengths in shape):
         return
-    policy, groups = tiny_policy(), random_groups(shape)
+    policy = tiny_policy()
+    groups = random_groups(shape)
     packed = Packed.build(groups)
     logp = policy.logp(packed)
     logp.sum().backward()
-    assert packed.layout.rows == sum(
-        p + sum(c - 1 for c in cs) for p, cs in shape
-    )  # no padding, no last tokens
+    # No padding, and no last tokens.
+    assert packed.layout.rows == sum(p + sum(c - 1 for c in lengths) for p, lengths in shape)
     torch.testing.assert_close(logp, reference_logp(policy, groups), rtol=0, atol=2e-5)
     assert all(
         torch.isfinite(p.grad).all() for p in policy.model.parameters() if p.grad is not None
     )
 
 
-def assert_attends(way, heads: int, kv_heads: int, d: int, dtype: torch.dtype) -> None:
+def assert_attends(attend, heads: int, kv_heads: int, d: int, dtype: torch.dtype) -> None:
     """Against all rows with all rows in float64; gradients of a prompt that several segments see
     add up in float32."""
     layout = PackedLayout.build(GROUPS)
@@ -98,34 +100,37 @@ def assert_attends(way, heads: int, kv_heads: int, d: int, dtype: torch.dtype) -
     )
     exact = [t.detach().double().requires_grad_() for t in (q, k, v)]
     expected, _ = dense_attention(layout, *exact, scaling=d**-0.5)
-    out = way(layout, q, k, v, d**-0.5)
-    assert_close(out.detach(), expected.detach(), 6)  # scores of up to 4, probabilities, outputs
-    theirs = torch.autograd.grad((expected * grad.detach().double()).sum(), exact)
-    for mine, reference in zip(
-        torch.autograd.grad(out, (q, k, v), grad.detach()), theirs, strict=True
-    ):
-        assert_close(mine, reference, 8)
+    out = attend(layout, q, k, v, d**-0.5)
+    # Roundings of scores of up to 4, of probabilities, of outputs.
+    assert_close(out.detach(), expected.detach(), 6)
+    expected_grads = torch.autograd.grad((expected * grad.detach().double()).sum(), exact)
+    grads = torch.autograd.grad(out, (q, k, v), grad.detach())
+    for ours, theirs in zip(grads, expected_grads, strict=True):
+        assert_close(ours, theirs, 8)
 
 
 @either_computation
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_attention_and_its_gradient_in_each_dtype(dtype):
     for heads, kv_heads, d in ((6, 2, 16), (3, 3, 8), (4, 1, 32)):
-        assert_attends(choose_backend(tiny.BACKEND, "cpu", dtype).attend, heads, kv_heads, d, dtype)
+        attend = choose_backend(tiny.BACKEND, "cpu", dtype).attend
+        assert_attends(attend, heads, kv_heads, d, dtype)
 
 
 @either_computation
 def test_completion_sees_neither_its_siblings_nor_other_prompts():
     policy = tiny_policy()
     groups = random_groups([(6, (5, 8)), (9, (7,))])
-    alone = policy.logp(Packed.build([(groups[0][0], [groups[0][1][1]])]))
+    prompt, completions = groups[0]
+    alone = policy.logp(Packed.build([(prompt, [completions[1]])]))
     together = policy.logp(Packed.build(groups))
     torch.testing.assert_close(together[5:13], alone, rtol=0, atol=1e-5)
 
 
 @either_computation
 def test_gradient_checkpointing_gives_the_same_gradient():
-    policy, groups = tiny_policy(), random_groups(GROUPS)
+    policy = tiny_policy()
+    groups = random_groups(GROUPS)
     plain = gradients(policy, policy.logp(Packed.build(groups)))
     policy.model.lm.gradient_checkpointing_enable({"use_reentrant": False})
     policy.model.lm.train()

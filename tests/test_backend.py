@@ -23,7 +23,7 @@ def no_limits(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("flags", "level", "dtype", "why"),
+    ("flags", "level", "dtype", "reason"),
     [
         (BF16 | {"amx_bf16"}, None, "bfloat16", "the processor has amx_bf16 and avx512_bf16"),
         (BF16, "avx512_bf16", "bfloat16", "the processor has avx512_bf16"),
@@ -37,17 +37,15 @@ def no_limits(monkeypatch):
     ],
 )
 def test_auto_dtype_is_bfloat16_if_the_processor_multiplies_it(
-    flags, level, dtype, why, monkeypatch
+    flags, level, dtype, reason, monkeypatch
 ):
     monkeypatch.setattr(backend, "cpu_flags", lambda: flags)
     monkeypatch.setattr(library, "cpu_flags", lambda: flags)
     if level:
         monkeypatch.setenv(library.ISA, level)
-    assert pick_dtype("auto", CPU) == (dtype, why)
-    assert pick_dtype("bfloat16", CPU) == (
-        "bfloat16",
-        "as set" if dtype == "bfloat16" else f"as set, although {why}",
-    )
+    assert pick_dtype("auto", CPU) == (dtype, reason)
+    reason_if_set = "as set" if dtype == "bfloat16" else f"as set, although {reason}"
+    assert pick_dtype("bfloat16", CPU) == ("bfloat16", reason_if_set)
     assert pick_dtype("float32", CPU) == ("float32", "as set")
 
 
@@ -61,7 +59,7 @@ def test_auto_dtype_on_other_devices(monkeypatch):
     )
     for capability, dtype in (((7, 5), "float32"), ((8, 0), "bfloat16")):
         monkeypatch.setattr(
-            torch.cuda, "get_device_capability", lambda device, found=capability: found
+            torch.cuda, "get_device_capability", lambda device, answer=capability: answer
         )
         assert pick_dtype("auto", torch.device("cuda"))[0] == dtype
 
@@ -90,10 +88,8 @@ def test_kernels_are_chosen_by_an_environment_variable(monkeypatch):
 def test_two_policies_in_one_process_keep_their_backends():
     """On the same weights."""
     ours = tiny_policy(dtype=torch.bfloat16, backend="c")
-    theirs, packed = (
-        computed_by(ours, "torch"),
-        Packed.build([([5, 6, 7, 8], [torch.tensor([4, 9, 11])])]),
-    )
+    theirs = computed_by(ours, "torch")
+    packed = Packed.build([([5, 6, 7, 8], [torch.tensor([4, 9, 11])])])
     with torch.no_grad():
         before = ours.logp(packed)
         assert not torch.equal(theirs.logp(packed), before)

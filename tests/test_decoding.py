@@ -28,7 +28,8 @@ def torch_policy(**changes):
 def decode(policy, *groups: list[list[list[int]]]) -> list[torch.Tensor]:
     """Hidden states of the steps of groups of four rows, one group after the other; a step feeds
     tokens to each row."""
-    state, hidden = DecodeState(policy.model, 4, 400), []
+    state = DecodeState(policy.model, 4, 400)
+    hidden: list[torch.Tensor] = []
     for steps in groups:
         state.admit([PROMPT], 4)
         hidden += [state.feed(tokens) for tokens in steps]
@@ -64,11 +65,10 @@ def test_recorded_steps_of_several_pieces_equal_computed_ones(monkeypatch, count
 def test_recorded_steps_follow_a_cache_that_grows(monkeypatch):
     monkeypatch.setattr(decoding, "KEPT_BYTES", 0)
     steps = [[[20 + n % 50]] * 4 for n in range(2 * decoding.BLOCK)]
-    groups = steps, steps[::-1]
     policy = torch_policy()
-    computed = decode(policy, *groups)
+    computed = decode(policy, steps, steps[::-1])
     graphs = record_on_cpu(monkeypatch)
-    recorded = decode(policy, *groups)
+    recorded = decode(policy, steps, steps[::-1])
     assert len(graphs) > 1
     for ours, expected in zip(recorded, computed, strict=True):
         torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5)
@@ -92,7 +92,8 @@ def test_sampler_keeps_its_graphs_from_batch_to_batch(monkeypatch):
 
 
 def test_recorded_steps_compute_by_the_weights_of_the_last_sync(monkeypatch):
-    policy, other = torch_policy(dtype=torch.float64), torch_policy(dtype=torch.float64, seed=1)
+    policy = torch_policy(dtype=torch.float64)
+    other = torch_policy(dtype=torch.float64, seed=1)
     expected = sampled(other, requests_for(policy, 3))
     graphs = record_on_cpu(monkeypatch)
     sampler = LocalSampler(copy_policy(policy), 0, 24, 64)
@@ -112,24 +113,25 @@ def test_steps_of_a_kept_state_have_the_shapes_of_a_new_one(monkeypatch):
     """A resumed run has a new state. It rounds as the run that never stopped, whose state has held
     longer prompts."""
     record_on_cpu(monkeypatch)
-    shapes, attend = [], decoding.StepLayout.attend
+    shapes = []
+    attend = decoding.StepLayout.attend
 
-    def spy(self, layer, query, key, *others):
+    def record_shapes(self, layer, query, key, value, scaling):
         shapes.append((*query.shape, *self.mask.shape))
-        return attend(self, layer, query, key, *others)
+        return attend(self, layer, query, key, value, scaling)
 
-    monkeypatch.setattr(decoding.StepLayout, "attend", spy)
+    monkeypatch.setattr(decoding.StepLayout, "attend", record_shapes)
     monkeypatch.setattr(decoding, "OFTEN", 10**9)  # every step is computed, and seen
     policy = torch_policy(dtype=torch.float64)
-    kept, new = (LocalSampler(copy_policy(policy), 0, 24, 64) for _ in range(2))
-    long = requests_for(policy, 40)  # prompts of up to 130 tokens
-    list(kept.sample(long[30:], 6))
-    found = []
-    for sampler in (kept, new):
-        shapes.clear()
-        list(sampler.sample(long[:5], 6))
-        found.append(list(shapes))
-    assert found[0] == found[1]
+    used, new = (LocalSampler(copy_policy(policy), 0, 24, 64) for _ in range(2))
+    requests = requests_for(policy, 40)  # prompts of up to 130 tokens
+    list(used.sample(requests[30:], 6))
+    shapes.clear()
+    list(used.sample(requests[:5], 6))
+    shapes_of_used = list(shapes)
+    shapes.clear()
+    list(new.sample(requests[:5], 6))
+    assert shapes_of_used == shapes
 
 
 @pytest.mark.parametrize(

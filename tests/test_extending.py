@@ -11,6 +11,7 @@ import pytest
 import torch
 from page_code import current_directory_with, named_files
 from running import tiny_settings
+from scoring import reward_of
 from test_episodes import TURNS
 from tiny import save_tiny, tiny_tokenizer
 
@@ -98,8 +99,8 @@ def test_task_scores_the_share_of_right_letters(load):
     assert isinstance(task, Task)
     prompt = task.prompt("test", 0)
     assert prompt.messages[0]["content"] == "Spell silver backwards."
-    assert task.reward("revlis", prompt.answer) == 1.0
-    assert task.reward("revxxx", prompt.answer) == 0.5
+    assert reward_of(task, "revlis", prompt.answer) == 1.0
+    assert reward_of(task, "revxxx", prompt.answer) == 0.5
 
 
 def test_task_trains(train):

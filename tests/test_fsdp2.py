@@ -53,7 +53,7 @@ def make_layered(
         resolve("grpo", {"beta": beta}),
         Optimization(**numbers),
         reference,
-        checkpointing,
+        activation_checkpointing=checkpointing,
         ranks=ranks_of(group, mesh),
     )
 

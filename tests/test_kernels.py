@@ -57,39 +57,49 @@ def test_norm_and_its_gradient(width, dtype):
     x, delta, grad_y, grad_total = (random(7, width, seed=s, dtype=dtype) for s in range(4))
     weight = random(width, seed=9, dtype=dtype)
     total, y, rstd = kernels.norm(x, delta, weight, 1e-5)
-    exact, w = (total.double().requires_grad_(), weight.double().requires_grad_())
-    expected = w * exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + 1e-5)
     assert torch.equal(total, x + delta)
+
+    total_exact = total.double().requires_grad_()
+    weight_exact = weight.double().requires_grad_()
+    rstd_exact = torch.rsqrt(total_exact.pow(2).mean(-1, keepdim=True) + 1e-5)
+    expected = weight_exact * total_exact * rstd_exact
     assert_close(y, expected.detach(), 3)
-    grad_x, grad_w = kernels.norm_backward(total, weight, rstd, grad_y, grad_total)
-    theirs = torch.autograd.grad((expected * grad_y.double()).sum(), (exact, w))
-    assert_close(grad_x, theirs[0] + grad_total.double(), 3)
-    assert_close(grad_w, theirs[1], 3)
+
+    grad_x, grad_weight = kernels.norm_backward(total, weight, rstd, grad_y, grad_total)
+    value = (expected * grad_y.double()).sum()
+    expected_grad_x, expected_grad_weight = torch.autograd.grad(value, (total_exact, weight_exact))
+    assert_close(grad_x, expected_grad_x + grad_total.double(), 3)
+    assert_close(grad_weight, expected_grad_weight, 3)
 
 
 @WIDTHS
 @DTYPES
 def test_swiglu_and_its_gradient(width, dtype):
     gate, up, grad = (random(5, width, seed=s, dtype=dtype) * 3 for s in range(3))
-    g, u = gate.double().requires_grad_(), up.double().requires_grad_()
-    expected = torch.nn.functional.silu(g) * u
-    assert_close(kernels.swiglu(gate, up), expected.detach(), 3)
-    again, *grads = kernels.swiglu_backward(gate, up, grad)
-    assert torch.equal(again, kernels.swiglu(gate, up))
-    for ours, theirs in zip(
-        grads, torch.autograd.grad((expected * grad.double()).sum(), (g, u)), strict=True
-    ):
-        assert_close(ours, theirs, 3)
-    joined = torch.cat([gate, up], 1)
-    assert torch.equal(
-        kernels.swiglu(joined[:, :width], joined[:, width:]), kernels.swiglu(gate, up)
-    )
+    gate_exact = gate.double().requires_grad_()
+    up_exact = up.double().requires_grad_()
+    expected = torch.nn.functional.silu(gate_exact) * up_exact
+    y = kernels.swiglu(gate, up)
+    assert_close(y, expected.detach(), 3)
+
+    y_again, grad_gate, grad_up = kernels.swiglu_backward(gate, up, grad)
+    assert torch.equal(y_again, y)
+    value = (expected * grad.double()).sum()
+    expected_grad_gate, expected_grad_up = torch.autograd.grad(value, (gate_exact, up_exact))
+    assert_close(grad_gate, expected_grad_gate, 3)
+    assert_close(grad_up, expected_grad_up, 3)
+
+    # As columns of one product, whose rows are further apart.
+    both = torch.cat([gate, up], 1)
+    assert torch.equal(kernels.swiglu(both[:, :width], both[:, width:]), y)
 
 
 @DTYPES
 def test_rotary_embedding_and_its_gradient(dtype):
-    x, angle = random(6, 3, 64, dtype=dtype), random(6, 32).repeat(1, 2)
-    cosine, sine = angle.cos().to(dtype), angle.sin().to(dtype)
+    x = random(6, 3, 64, dtype=dtype)
+    angle = random(6, 32).repeat(1, 2)
+    cosine = angle.cos().to(dtype)
+    sine = angle.sin().to(dtype)
     turned = torch.cat([-x[..., 32:], x[..., :32]], -1)
     assert_close(
         kernels.rotary(x, cosine, sine),
@@ -126,16 +136,15 @@ def test_attention_and_its_gradient(groups, heads, kv_heads, d, dtype):
     layout = PackedLayout.build(groups)
     q, grad = (random(layout.rows, heads, d, seed=s, dtype=dtype) for s in (0, 1))
     k, v = (random(layout.rows, kv_heads, d, seed=s, dtype=dtype) for s in (2, 3))
-    exact = q_exact, k_exact, v_exact = [t.double().requires_grad_() for t in (q, k, v)]
-    expected, lse_expected = dense_attention(layout, q_exact, k_exact, v_exact, d**-0.5)
+    exact = [tensor.double().requires_grad_() for tensor in (q, k, v)]
+    expected, lse_expected = dense_attention(layout, *exact, scaling=d**-0.5)
     out, lse = kernels.attention(layout, q, k, v, d**-0.5)
     assert_close(out, expected.detach(), 2)
     assert_close(lse, lse_expected.detach(), 2)
-    ours = kernels.attention_backward(layout, q, k, v, out, lse, grad, d**-0.5)
-    for mine, theirs in zip(
-        ours, torch.autograd.grad((expected * grad.double()).sum(), exact), strict=True
-    ):
-        assert_close(mine, theirs, 4)
+    grads = kernels.attention_backward(layout, q, k, v, out, lse, grad, d**-0.5)
+    expected_grads = torch.autograd.grad((expected * grad.double()).sum(), exact)
+    for grad_ours, grad_expected in zip(grads, expected_grads, strict=True):
+        assert_close(grad_ours, grad_expected, 4)
 
 
 def dense_attention(
@@ -148,11 +157,12 @@ def dense_attention(
         seen[positions[:, None], positions[None, :]] = positions[:, None] >= positions[None, :]
         seen[first : first + length, prefix : prefix + prefix_length] = True
     repeats = q.shape[1] // k.shape[1]
-    s = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(repeats, 1)) * scaling
-    s = s.masked_fill(~seen, -torch.inf)
-    return torch.einsum(
-        "hqk,khd->qhd", s.softmax(-1), v.repeat_interleave(repeats, 1)
-    ), s.logsumexp(-1).T
+    k = k.repeat_interleave(repeats, 1)  # [rows, Hq, D]
+    v = v.repeat_interleave(repeats, 1)
+    scores = torch.einsum("qhd,khd->hqk", q, k) * scaling  # [Hq, rows, rows]
+    scores = scores.masked_fill(~seen, -torch.inf)
+    out = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)  # [rows, Hq, D]
+    return out, scores.logsumexp(-1).T
 
 
 @pytest.mark.parametrize("vocabulary", [2, 256, 1001], ids="{} tokens".format)
@@ -179,17 +189,22 @@ def test_log_probs_of_tokens_and_their_gradient(vocabulary, tau, dtype):
 def test_entropy_on_request(choice, tau):
     """Compares a fair coin, certainty and random logits; log-probs stay the same."""
     token_logp = partial(logprobs.token_logp, by_kernels=choice == "c")
-    hidden, weight = random(20, 8, seed=1), random(300, 8, seed=2)
-    ids, entropy, head = torch.arange(20), torch.empty(20), linear(weight)
+    hidden = random(20, 8, seed=1)
+    weight = random(300, 8, seed=2)
+    head = linear(weight)
+    ids = torch.arange(20)
+    entropy = torch.empty(20)
     expected = torch.distributions.Categorical(logits=(hidden @ weight.T).double() / tau).entropy()
     plain = token_logp(hidden, head, ids, tau, None)
     with_entropy = token_logp(hidden, head, ids, tau, entropy)
     assert torch.equal(plain, with_entropy)
     torch.testing.assert_close(entropy.double(), expected, rtol=0, atol=1e-5)
-    coin = torch.full((2, 40), -torch.inf)
-    coin[0, [3, 30]], coin[1, 7] = 5.0, 2.0
-    kernels.token_logp(coin, torch.tensor([3, 7]), tau, two := torch.empty(2))
-    torch.testing.assert_close(two, torch.tensor([0.6931472, 0.0]))
+    coin_and_certainty = torch.full((2, 40), -torch.inf)
+    coin_and_certainty[0, [3, 30]] = 5.0
+    coin_and_certainty[1, 7] = 2.0
+    two_entropies = torch.empty(2)
+    kernels.token_logp(coin_and_certainty, torch.tensor([3, 7]), tau, two_entropies)
+    torch.testing.assert_close(two_entropies, torch.tensor([0.6931472, 0.0]))  # log 2
 
 
 @DTYPES
@@ -200,19 +215,18 @@ def test_a_token_s_log_prob_is_the_same_whether_it_is_sampled_or_scored(dtype):
 
 
 def test_kernels_and_pytorch_sample_the_same_tokens():
-    logits, uniform = (
-        random(500, 1001) * 3,
-        torch.rand(500, dtype=torch.float64, generator=torch.Generator().manual_seed(0)),
-    )
-    (ours, logp), (theirs, reference) = (
-        choose_backend(choice, "cpu", torch.float32).sample(logits, 0.8, uniform)
-        for choice in ("c", "torch")
-    )
-    assert (
-        ours != theirs
-    ).sum().item() <= 1  # a number within 1e-7 of an interval's end may fall on either side
+    logits = random(500, 1001) * 3
+    rng = torch.Generator().manual_seed(0)
+    uniform = torch.rand(500, dtype=torch.float64, generator=rng)
+    by_kernels = choose_backend("c", "cpu", torch.float32)
+    by_torch = choose_backend("torch", "cpu", torch.float32)
+    ours, logp = by_kernels.sample(logits, 0.8, uniform)
+    theirs, reference = by_torch.sample(logits, 0.8, uniform)
+    agrees = ours == theirs
+    # A number within 1e-7 of an interval's end may fall on either side.
+    assert (~agrees).sum().item() <= 1
     bound = rounding(torch.float32, logits.abs().max().item() / 0.8, 16)
-    torch.testing.assert_close(logp[ours == theirs], reference[ours == theirs], rtol=0, atol=bound)
+    torch.testing.assert_close(logp[agrees], reference[agrees], rtol=0, atol=bound)
 
 
 @pytest.mark.parametrize(
@@ -228,20 +242,19 @@ def test_keeping_logits_for_the_backward_pass_changes_nothing(kept, monkeypatch)
     """Two forward passes come before their backward passes; one of these runs twice."""
     sizes = replace(logprobs.ON_CPU, product=300)
     monkeypatch.setattr(logprobs, "KEPT_LOGITS", kept)
-    hidden, head = random(9, 8, seed=1).requires_grad_(), linear(random(100, 8, seed=2))
+    hidden = random(9, 8, seed=1).requires_grad_()
+    head = linear(random(100, 8, seed=2))
     weight = head.weight
     ids = torch.arange(9)
-    expected = torch.autograd.grad(
-        torch.log_softmax(hidden @ weight.T, -1)[ids, ids].sum(), (hidden, weight)
-    )
+    plain_logp = torch.log_softmax(hidden @ weight.T, -1)[ids, ids]
+    expected = torch.autograd.grad(plain_logp.sum(), (hidden, weight))
     first, second = (
         logprobs.token_logp(hidden, head, ids, 1.0, by_kernels=True, sizes=sizes).sum()
         for _ in range(2)
     )
     for loss in (first, second, first):
-        for ours, theirs in zip(
-            torch.autograd.grad(loss, (hidden, weight), retain_graph=True), expected, strict=True
-        ):
+        grads = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
+        for ours, theirs in zip(grads, expected, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
@@ -359,7 +372,8 @@ def test_decoding_step_equals_layer_by_layer_decoding(kind, changes):
     copy = copy_policy(tiny_policy(kind, dtype=torch.bfloat16, **changes))
     layers = copy.model.layers
     assert layers is not None
-    states, outputs = [DecodeState(copy.model, 7, 80) for _ in range(2)], []
+    states = [DecodeState(copy.model, 7, 80) for _ in range(2)]
+    outputs: list[list[Tensor]] = []
     for state in states:
         state.admit([[5, 6, 7]], 4)
         state.feed([[4], [9], [8], [30]])
@@ -369,7 +383,8 @@ def test_decoding_step_equals_layer_by_layer_decoding(kind, changes):
         hidden.append(state.feed([[row] for row in range(5)]))
         outputs.append([*hidden, state.own.keys[:, :5], state.own.values[:, :5]])
         assert (layers._stack is None) == (not layers.at_once)
-        layers.at_once, layers._stack = False, None
+        layers.at_once = False
+        layers._stack = None
     for one, other in zip(*outputs, strict=True):
         assert torch.equal(one.view(torch.int16), other.view(torch.int16))
 
@@ -387,11 +402,10 @@ def chosen(monkeypatch, choice: Choice, compiler: str, cache: Path) -> str:
 
 def test_the_library_is_compiled_once_and_then_loaded(tmp_path, monkeypatch, caplog):
     """The compiler of this test copies a library that was compiled before."""
-    compiler, compiled = tmp_path / "cc", shlex.quote(library._library()[0]._name)
-    version_line, copy_line = (
-        '[ "$1" = --version ] && exec echo cc',
-        f'while [ "$1" != -o ]; do shift; done; exec cp {compiled} "$2"',
-    )
+    compiler = tmp_path / "cc"
+    compiled = shlex.quote(library._library()[0]._name)
+    version_line = '[ "$1" = --version ] && exec echo cc'
+    copy_line = f'while [ "$1" != -o ]; do shift; done; exec cp {compiled} "$2"'
     compiler.write_text(f"#!/bin/sh\n{version_line}\n{copy_line}\n", encoding="utf-8")
     compiler.chmod(0o755)
     with caplog.at_level(logging.INFO):

@@ -40,7 +40,7 @@ class Judging(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(b"<html>" if answer == "malformed" else body.encode())
 
-    def log_message(self, *args: Any) -> None: ...
+    def log_message(self, format: str, *args: Any) -> None: ...
 
 
 @pytest.fixture(scope="module")

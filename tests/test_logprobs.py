@@ -11,7 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lagrpo.model import logprobs
 from lagrpo.model.logprobs import ON_GPU, Chunks, add_product, token_logp
 
-VOCABULARY, WIDTH, ROWS, TAU = 103, 32, 41, 0.7
+VOCABULARY = 103
+WIDTH = 32
+ROWS = 41
+TAU = 0.7
 
 
 def gradients(dtype, sizes: Chunks | None, bias=False):
@@ -22,10 +25,10 @@ def gradients(dtype, sizes: Chunks | None, bias=False):
     hidden = torch.randn(ROWS, WIDTH).to(dtype).requires_grad_()
     ids = torch.arange(ROWS) * 7 % VOCABULARY
     if sizes is None:
-        scores = (
-            hidden.double() @ head.weight.double().T + (head.bias.double() if bias else 0)
-        ) / TAU
-        logp = scores.log_softmax(-1)[torch.arange(ROWS), ids]
+        logits = hidden.double() @ head.weight.double().T
+        if bias:
+            logits = logits + head.bias.double()
+        logp = (logits / TAU).log_softmax(-1)[torch.arange(ROWS), ids]
     else:
         logp = token_logp(hidden, head, ids, TAU, sizes=sizes)
     (logp * torch.linspace(-1, 1, ROWS)).sum().backward()
@@ -46,16 +49,17 @@ def gradients(dtype, sizes: Chunks | None, bias=False):
 def test_chunks_of_any_size_give_the_gradient_of_float64(monkeypatch, softmax, product, kept, bias):
     monkeypatch.setattr(logprobs, "KEPT_LOGITS", kept * VOCABULARY)
     sizes = Chunks(softmax * VOCABULARY, product * VOCABULARY, sums_in_product=True)
-    for ours, exact in zip(
-        gradients(torch.float32, sizes, bias), gradients(torch.float64, None, bias), strict=True
-    ):
+    in_chunks = gradients(torch.float32, sizes, bias)
+    expected = gradients(torch.float64, None, bias)
+    for ours, exact in zip(in_chunks, expected, strict=True):
         bound = rounding(torch.float32, exact.abs().max().item(), 16 * ROWS)
         torch.testing.assert_close(ours.double(), exact.double(), rtol=0, atol=bound)
 
 
 def test_product_is_added_without_rounding_it_to_bfloat16():
     total = torch.tensor([[2.0]])
-    a, b = torch.tensor([[1.0, 2**-9]]).bfloat16(), torch.tensor([[1.0], [1.0]]).bfloat16()
+    a = torch.tensor([[1.0, 2**-9]]).bfloat16()
+    b = torch.tensor([[1.0], [1.0]]).bfloat16()
     assert (a @ b).item() == 1.0  # bfloat16 has 8 binary digits
     add_product(total, a, b)
     assert total.item() == 3 + 2**-9
@@ -75,7 +79,7 @@ class OperationNames(TorchDispatchMode):
 
 def test_backward_pass_adds_nothing_up_by_index():
     """On a GPU such a sum sorts the indices if its order must be fixed."""
-    with OperationNames() as seen:
+    with OperationNames() as operations:
         gradients(torch.float32, ON_GPU)
-    assert "aten::gather" in seen.names
-    assert not {name for name in seen.names if "scatter" in name or "index_add" in name}
+    assert "aten::gather" in operations.names
+    assert not {name for name in operations.names if "scatter" in name or "index_add" in name}

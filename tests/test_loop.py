@@ -81,8 +81,16 @@ def test_loop_calls_follow_the_order_of_algorithm_1(build_components, monkeypatc
             *sorted({request.batch for request in requests}),
         ),
     )
-    watch(monkeypatch, Trainer, "step", events, lambda self, *_: ("step", self.policy.version))
-    watch(monkeypatch, Trainer, "end_stage", events, lambda self, *_: ("end", self.policy.version))
+    watch(
+        monkeypatch, Trainer, "step", events, lambda self, *_, **__: ("step", self.policy.version)
+    )
+    watch(
+        monkeypatch,
+        Trainer,
+        "end_stage",
+        events,
+        lambda self, *_, **__: ("end", self.policy.version),
+    )
     phases: list[str] = []
     steps = list(train_loop(components, LoopState(), phases.append))
     assert events == [

@@ -116,9 +116,13 @@ def expected_step(pattern: int, step: float) -> float:
     return float((rounded(moved) - weight.double()).mean()) / spacing
 
 
-ODD, EVEN = 0x3CA5, 0x3CA4  # .0201 and .0200, well inside a binade
-POWER = 0x3C80  # 2^-6
-HALF, WHOLE = 2**15, 2**16  # of a bfloat16 spacing
+# Patterns of bfloat16: .0201 and .0200, well inside a binade, and 2^-6.
+ODD = 0x3CA5
+EVEN = 0x3CA4
+POWER = 0x3C80
+# A bfloat16 spacing, and half of one, in float32 spacings.
+WHOLE = 2**16
+HALF = 2**15
 
 
 @pytest.mark.parametrize("step", [1, 7, 549, 16384, HALF - 1], ids="step {}".format)
@@ -156,9 +160,8 @@ def test_at_a_power_of_two_the_expected_step_holds_up_to_half_a_spacing(step):
 # A bandit with bfloat16 logits: its expected gradient is exact, its dithers are many
 
 REWARDS = torch.tensor([1.0, 0.0, 0.3, 0.6])
-LOGITS = torch.tensor(
-    [0.515625, 0.75, -0.625, 0.84375]
-).bfloat16()  # of the binade [.5, 1), whose spacing is 2^-8
+# Of the binade [.5, 1), whose spacing is 2^-8.
+LOGITS = torch.tensor([0.515625, 0.75, -0.625, 0.84375]).bfloat16()
 COPIES = 2**14
 
 
@@ -169,7 +172,8 @@ class Bandit:
 
     def __init__(self, dtype: torch.dtype, masters: Any, weight_decay: float) -> None:
         self.parameters: Any = nn.ParameterDict({"logits": LOGITS.to(dtype).repeat(COPIES, 1)})
-        self.model, self.weights = SimpleNamespace(lm=self.parameters), SimpleNamespace(version=0)
+        self.model = SimpleNamespace(lm=self.parameters)
+        self.weights = SimpleNamespace(version=0)
         optimization = Optimization(
             1e-4, weight_decay=weight_decay, max_grad_norm=None, masters=masters, seed=7
         )
@@ -178,6 +182,9 @@ class Bandit:
     @property
     def version(self) -> int:
         return self.weights.version
+
+    def advance(self) -> None:
+        self.weights.version += 1
 
     def learn(self, updates: int) -> None:
         for _ in range(updates):

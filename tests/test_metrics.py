@@ -15,8 +15,8 @@ from lagrpo.runs.metrics import METRICS
 from lagrpo.training.batch import Batch
 from lagrpo.training.metrics import batch_metrics
 from lagrpo.training.run import train
-from lagrpo.training.step import Clock, Step
-from lagrpo.types import Completion, Group, Outcome, Prompt
+from lagrpo.training.step import Clock, Phase, Step
+from lagrpo.types import Completion, Group, Outcome, Prompt, SyncReason
 
 
 def completion(versions: list[int], outcome: Outcome, finished: bool = True) -> Completion:
@@ -40,10 +40,14 @@ def batch(*groups: Group, weights: Any = (), advantages: Any = None) -> Batch:
 
 
 def metrics_of(
-    batch: Batch, updates: Any = (), logp_k: Any = None, reason: str = "", **clock: float
+    batch: Batch,
+    updates: Any = (),
+    logp_k: Any = None,
+    reason: SyncReason = SyncReason.NOT_DUE,
+    **clock: float,
 ) -> dict[str, Any]:
     timer = Clock()
-    timer.seconds.update(clock)
+    timer.seconds.update({Phase(name): seconds for name, seconds in clock.items()})
     timer.generated = 30  # tokens that came meanwhile, of this batch and later ones
     state = LoopState(batch=7, sync={"logp_difference_max": 0.25, "changed_fraction": 0.5})
     step = Step(2, 7, 6, reason, {}, batch, (), updates, logp_k or {}, {}, timer, state)
@@ -64,7 +68,7 @@ def used() -> Batch:
 
 
 def test_counts_rewards_and_staleness(used):
-    metrics = metrics_of(used, reason="schedule", sampling=2.0)
+    metrics = metrics_of(used, reason=SyncReason.SCHEDULE, sampling=2.0)
     expected = {
         "step": 7,
         "policy_version": 6,

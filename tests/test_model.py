@@ -35,9 +35,8 @@ def test_hooks_on_every_linear_layer_of_the_decoder_fire_in_trainer_and_sampler(
     with torch.no_grad():
         plain = policy.logp(packed())
     called: Counter[str] = Counter()
-    linear = {
-        name: m for name, m in policy.model.decoder.named_modules() if isinstance(m, nn.Linear)
-    }
+    modules = policy.model.decoder.named_modules()
+    linear = {name: module for name, module in modules if isinstance(module, nn.Linear)}
     for name, module in linear.items():
         module.register_forward_hook(lambda *_, name=name: called.update([name]))
     assert not policy.model.exact
@@ -56,18 +55,16 @@ def test_gradients_flow_through_the_calls_of_hooked_layers(dtype):
     for hooked in (False, True):
         policy = tiny_policy("qwen2", dtype, backend="c", tie_word_embeddings=True)
         entropy_T = torch.empty(8)
-        for module in policy.model.decoder.modules() if hooked else ():
-            if isinstance(module, nn.Linear):
+        for module in policy.model.decoder.modules():
+            if hooked and isinstance(module, nn.Linear):
                 module.register_forward_pre_hook(lambda *_: None)
         policy.logp(packed(), entropy_T).sum().backward()
         parameters = policy.model.parameters()
         grads.append([p.grad.float() for p in parameters if p.grad is not None] + [entropy_T])
     for ours, theirs in zip(*grads, strict=True):
         scale = theirs.abs().max()
-        assert ((ours - theirs).abs().max() / scale).item() < {
-            torch.float32: 1e-4,
-            torch.bfloat16: 0.06,
-        }[dtype]
+        bound = {torch.float32: 1e-4, torch.bfloat16: 0.06}[dtype]
+        assert ((ours - theirs).abs().max() / scale).item() < bound
 
 
 @given(
@@ -87,7 +84,8 @@ def test_packed_row_has_every_token_at_its_position_behind_the_row_that_predicts
         for p, counts in lengths
     ]
     row = Packed.build(groups)
-    layout, tokens = row.layout, row.input_ids.tolist()
+    layout = row.layout
+    tokens = row.input_ids.tolist()
     pairs = [(prompt, c.tolist()) for prompt, completions in groups for c in completions]
     positions = {token: at for prompt, _ in groups for at, token in enumerate(prompt)}
     positions |= {token: len(prompt) + at for prompt, c in pairs for at, token in enumerate(c)}
@@ -102,7 +100,8 @@ def test_packed_row_has_every_token_at_its_position_behind_the_row_that_predicts
 
 
 def test_loading_copies_into_the_models_own_storage_and_counts_the_version():
-    policy, other = tiny_policy(), tiny_policy(seed=1)
+    policy = tiny_policy()
+    other = tiny_policy(seed=1)
     addresses = {name: w.data_ptr() for name, w in policy.weights.items()}
     policy.load(other.weights, 7)
     assert policy.version == 7

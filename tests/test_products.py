@@ -103,7 +103,8 @@ def computed_at(level: str) -> tuple[str, Tensor, list[Tensor]]:
     """The way of computing products at a level, a product, and attention with its gradients."""
     with at_level(level):
         way = str(panels.chosen_products())
-        x, layer = random(200, 576, seed=200), linear(77, 576, bias=False, seed=77)
+        x = random(200, 576, seed=200)
+        layer = linear(77, 576, bias=False, seed=77)
         y = panels.Panels([layer])(x)
         exact = x.double() @ layer.weight.double().mT
         assert ((y.double() - exact).abs() / exact.abs().max()).max() < 2**-8
@@ -112,7 +113,8 @@ def computed_at(level: str) -> tuple[str, Tensor, list[Tensor]]:
         layout = PackedLayout.build([(7, (3, 9, 2)), (130, (70, 3))])
         q, k, v, g = (random(layout.rows, heads, 64, seed=heads) for heads in (9, 3, 3, 9))
         out, lse = kernels.attention(layout, q, k, v, 0.125)
-        return way, y, [out, lse, *kernels.attention_backward(layout, q, k, v, out, lse, g, 0.125)]
+        grads = kernels.attention_backward(layout, q, k, v, out, lse, g, 0.125)
+        return way, y, [out, lse, *grads]
 
 
 @pytest.mark.parametrize("level", sorted(library.LEVELS))
@@ -124,15 +126,18 @@ def test_at_every_level_of_instructions_products_are_right_and_independent_of_th
             pass
         return
     products, y, attention = computed_at(level)
-    own, own_y, own_attention = computed_at("native")
-    expected = {"emulated_tiles": "AMX emulated in C", "native": own, "avx512_bf16": "AVX512-BF16"}
+    native_products, native_y, native_attention = computed_at("native")
+    expected = {
+        "emulated_tiles": "AMX emulated in C",
+        "native": native_products,
+        "avx512_bf16": "AVX512-BF16",
+    }
     assert products == expected.get(level, "vectors")
-    if ("AMX" in products) == ("AMX" in own):
-        assert torch.equal(
-            y, own_y
-        )  # vectors add in one order, with or without an instruction for pairs
+    # Vectors add in one order, with or without an instruction for pairs.
+    if ("AMX" in products) == ("AMX" in native_products):
+        assert torch.equal(y, native_y)
     if level in ("native", "avx512_bf16", "emulated_tiles", "avx512"):
-        assert all(map(torch.equal, attention, own_attention))
+        assert all(map(torch.equal, attention, native_attention))
 
 
 def test_steps_through_all_layers_by_tiles_sample_what_the_trainer_computes():
@@ -151,7 +156,9 @@ def test_steps_through_all_layers_by_tiles_sample_what_the_trainer_computes():
             assert torch.equal(
                 policy.logp(packed), torch.cat([c.logp_alpha for c in group.completions])
             )
-        assert sampler.policy.model.layers._stack is not None
+        layers = sampler.policy.model.layers
+        assert layers is not None
+        assert layers._stack is not None
 
 
 def test_products_that_are_wrong_by_one_bit_are_not_used(monkeypatch, caplog):
@@ -200,17 +207,16 @@ def test_one_packed_copy_serves_trainer_and_sampler_of_one_version():
     alpha = copy_policy(policy)
     assert isinstance(alpha.weights, PackedWeights)
     first = panels_of(policy)
-    for version in (1, 2):  # v = 1, i = 1: an update, a weight sync, no forward pass between
+    # v = 1, i = 1: an update and a weight sync, without a forward pass between them.
+    for version in (1, 2):
         changed(policy)
         alpha.load(policy.weights, version)
         assert panels_of(alpha) is panels_of(policy) is first
 
 
 def test_lent_panels_keep_their_weights_while_the_trainer_learns():
-    policy, packed = (
-        tiny_policy(dtype=torch.bfloat16),
-        Packed.build([([5, 6, 7], [torch.tensor([4, 9, 11])])]),
-    )
+    policy = tiny_policy(dtype=torch.bfloat16)
+    packed = Packed.build([([5, 6, 7], [torch.tensor([4, 9, 11])])])
     alpha = copy_policy(policy)
     with torch.no_grad():
         before = policy.logp(packed)
@@ -222,9 +228,8 @@ def test_lent_panels_keep_their_weights_while_the_trainer_learns():
         assert torch.equal(alpha.logp(packed), policy.logp(packed))
         changed(policy)
         policy.logp(packed)
-        assert (
-            panels_of(policy) is lent
-        )  # what the sampler gave back is used again: never more than two
+        # The panels that the sampler gave back are used again: there are never more than two.
+        assert panels_of(policy) is lent
 
 
 def test_a_weight_that_is_changed_in_place_is_packed_again():

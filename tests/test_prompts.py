@@ -14,7 +14,7 @@ from lagrpo.data.prompts import PromptSource
 from lagrpo.errors import SettingsError
 from lagrpo.runs import load_rollouts
 from lagrpo.tasks import RowTask
-from lagrpo.tasks.data import Row
+from lagrpo.tasks.files import Row
 from lagrpo.training.run import train
 from lagrpo.verify import verify_run
 

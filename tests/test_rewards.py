@@ -11,7 +11,7 @@ import pytest
 import sample_rewards
 from rich.console import Console
 from running import tiny_settings
-from scoring import QUESTION, make_completion, make_group, score
+from scoring import QUESTION, make_completion, make_group, reward_of, score
 
 from lagrpo.errors import SettingsError
 from lagrpo.rewards.builtin import exact, format, length
@@ -33,7 +33,7 @@ from lagrpo.tasks import RowTask, load_task
 from lagrpo.terminal.show import show
 from lagrpo.training.checks import check_settings
 from lagrpo.training.run import train
-from lagrpo.types import Outcome, Prompt
+from lagrpo.types import Outcome, OutcomeKind, Prompt
 from lagrpo.verify import verify_run
 
 
@@ -178,7 +178,10 @@ def several(**given: tuple[Any, dict[str, Any]]) -> Rewards:
 
 def combine(rewards: Rewards, *values: float | None) -> Outcome:
     return rewards.combine(
-        [Outcome("unscored") if value is None else Outcome.scored(value) for value in values]
+        [
+            Outcome(OutcomeKind.UNSCORED) if value is None else Outcome.scored(value)
+            for value in values
+        ]
     )
 
 
@@ -200,12 +203,12 @@ def test_the_weighted_sum_and_what_is_correct():
 def test_none_is_left_out_of_the_sum_and_an_error_leaves_the_completion_unscored():
     both = several(a=(exact, {}), b=(exact, {"weight": 0.5}))
     assert combine(both, None, 1.0) == Outcome(
-        "scored", 0.5, parts={"a": None, "b": 1.0}, correct=True
+        OutcomeKind.SCORED, 0.5, parts={"a": None, "b": 1.0}, correct=True
     )
     assert combine(both, None, None).reason == "the reward function returned None"
     found = both.combine([Outcome.scored(1.0), Outcome.unscored("no reward within 5 s")])
     assert found == Outcome(
-        "unscored", None, "no reward within 5 s (reward 'b')", {"a": 1.0, "b": None}
+        OutcomeKind.UNSCORED, None, "no reward within 5 s (reward 'b')", {"a": 1.0, "b": None}
     )
 
 
@@ -396,7 +399,7 @@ def test_one_entry_of_weight_one_or_a_closure_trains_as_a_single_reward(settings
     own = load_task(load_settings({"task": single}).task, 0)
     assert isinstance(own, RowTask)
     here = RowTask(
-        own.name, own.rows, own.ask, lambda completion, answer: own.reward(completion, answer)
+        own.name, own.rows, own.ask, lambda completion, answer: reward_of(own, completion, answer)
     )
     listed = single | {"rewards": [{"name": "only", "reward": "task"}]}
     found = []

@@ -20,7 +20,8 @@ from lagrpo.cli import settings_of_run
 from lagrpo.runs.reading import completion_files
 from lagrpo.settings.load import load_settings
 from lagrpo.tasks import RowTask, load_task
-from lagrpo.tasks.data import hold_out, plain
+from lagrpo.tasks.columns import plain
+from lagrpo.tasks.data import hold_out
 from lagrpo.training.checks import build_task
 
 Rows = list[dict[str, Any]]

@@ -26,7 +26,7 @@ from lagrpo.training.batch import Batch, assemble, left_out, micro_batches
 from lagrpo.training.metrics import batch_metrics, by_completion, sequence_sums
 from lagrpo.training.step import Clock, Step
 from lagrpo.training.trainer import Optimization, Trainer
-from lagrpo.types import Completion, Group, Outcome, Prompt
+from lagrpo.types import Completion, Group, Outcome, Prompt, SyncReason
 from lagrpo.verify import verify_run
 
 MAX_TOKENS = 8
@@ -132,7 +132,7 @@ def used() -> tuple[Batch, list[Any], list[dict[str, float]], list[Tensor]]:
     each = [alone(policy, group, c).detach() for group in groups() for c in group.completions]
     batch = assemble(groups(), recipe, MAX_TOKENS, seed=0, b=1)
     trainer = Trainer(policy, recipe, Optimization(lr=1e-3))
-    rows, sums = trainer.step(trainer.pack(batch, 1000), batch.in_objective)
+    rows, sums = trainer.step(trainer.pack(batch, 1000), in_objective=batch.in_objective)
     assert left_out(batch, 1000) == []  # log α of every sampled token is known
     return batch, rows, [sums], each
 
@@ -147,7 +147,20 @@ def test_metrics_and_lag_are_those_of_the_sampled_tokens():
     kl_C = torch.stack([(x.exp() - 1 - x).double().sum() for x in log_rho])
     torch.testing.assert_close(sequence_sums(batch, logp_k)[1], kl_C, rtol=1e-4, atol=1e-4)
 
-    step = Step(1, 1, 5, "", {}, batch, rows, updates, logp_k, {}, Clock(), LoopState(1, alpha=3))
+    step = Step(
+        1,
+        1,
+        5,
+        SyncReason.NOT_DUE,
+        {},
+        batch,
+        rows,
+        updates,
+        logp_k,
+        {},
+        Clock(),
+        LoopState(1, alpha=3),
+    )
     metrics, flat = batch_metrics(step), torch.cat(log_rho)
     assert metrics["num_tokens"] == 4 + 2 + 2 + 3 + 2
     assert metrics["completions/mean_length"] == 13 / 5

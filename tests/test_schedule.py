@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lagrpo.rollout.schedule import LoopState, Schedule, SyncDecision, every, lagged, lags
+from lagrpo.types import SyncReason
 
 
 @pytest.mark.parametrize(
@@ -46,7 +47,7 @@ def test_every_batch_is_generated_once_and_not_after_it_is_needed():
 
 def test_prefetching_submits_all_batches_up_to_the_next_sync():
     assert every(3).next(LoopState(batch=2, alpha=0), 9, 9) == SyncDecision(
-        3, "schedule", range(3, 6)
+        3, SyncReason.SCHEDULE, range(3, 6)
     )
     assert every(3).next(LoopState(batch=2, alpha=0), 9, 9, prefetch=False).to_generate == range(
         3, 4

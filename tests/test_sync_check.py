@@ -33,7 +33,7 @@ def update(policy: Any, *names: str) -> None:
     """The next version: other numbers in these weights, or in all."""
     for name in names or policy.weights:
         policy.weights[name].mul_(1.05)
-    policy.weights.version += 1
+    policy.advance()
 
 
 # ---- in-process ----

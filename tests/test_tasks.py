@@ -12,7 +12,8 @@ import pytest
 
 from lagrpo.rewards.reward import Rewards, load_function
 from lagrpo.settings.load import load_settings
-from lagrpo.tasks import build_messages, drop_overlong, load_task, order_prompts
+from lagrpo.tasks import drop_overlong, load_task, order_prompts
+from lagrpo.tasks.messages import build_messages
 
 USER_MODULE = """
 from lagrpo.tasks import RowTask
@@ -65,8 +66,10 @@ def test_system_prompt_comes_first_and_only_once():
 
 def test_task_without_overlong_prompts_numbers_the_others_anew(caplog):
     task: Any = load_task(task_settings("guess_number", options={"largest": 20}), seed=1)
-    rollout = SimpleNamespace(overlong_prompts="drop", max_prompt_length=11)
-    chat = SimpleNamespace(tokenize=lambda prompt: replace(prompt, token_ids=(1,) * prompt.answer))
+    rollout: Any = SimpleNamespace(overlong_prompts="drop", max_prompt_length=11)
+    chat: Any = SimpleNamespace(
+        tokenize=lambda prompt: replace(prompt, token_ids=(1,) * prompt.answer)
+    )
     short = drop_overlong(replace(task, environment=None), rollout, chat)
     answers = [short.prompt("train", n).answer for n in range(short.size("train"))]
     assert answers == [n for n in (task.prompt("train", k).answer for k in range(16)) if n <= 11]

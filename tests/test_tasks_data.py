@@ -18,7 +18,7 @@ from test_tasks import task_settings
 
 from lagrpo.rewards.reward import Rewards
 from lagrpo.tasks import RowTask, load_task
-from lagrpo.tasks.data import read_rows
+from lagrpo.tasks.files import read_rows
 
 ROWS: list[dict[str, Any]] = [
     {"q": f"{n} + 1?", "a": str(n + 1), "level": n % 3} for n in range(30)

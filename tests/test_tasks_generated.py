@@ -4,6 +4,7 @@ splits."""
 from __future__ import annotations
 
 import pytest
+from scoring import reward_of
 from test_tasks import task_settings
 
 from lagrpo.tasks import arithmetic, countdown, load_task
@@ -52,8 +53,8 @@ def test_arithmetic_questions_and_answers():
             int(prompt.answer)
             == {"+": int(a) + int(b), "-": int(a) - int(b), "*": int(a) * int(b)}[operation]
         )
-        assert task.reward(f"{problem} = {prompt.answer}", prompt.answer) == 1.0
-        assert task.reward(prompt.messages[0]["content"], prompt.answer) == 0.0
+        assert reward_of(task, f"{problem} = {prompt.answer}", prompt.answer) == 1.0
+        assert reward_of(task, prompt.messages[0]["content"], prompt.answer) == 0.0
 
 
 # ---- countdown ----

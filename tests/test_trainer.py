@@ -160,7 +160,9 @@ def test_a_batch_with_every_group_masked_makes_no_update():
     before = {name: w.clone() for name, w in policy.weights.items()}
     assert micro_batches(batch, 999) == []
     assert not batch.in_objective
-    assert make_trainer(policy, recipe, weight_decay=0.1).step([], batch.in_objective) == ([], {})
+    assert make_trainer(policy, recipe, weight_decay=0.1).step(
+        [], in_objective=batch.in_objective
+    ) == ([], {})
     assert policy.version == 0
     assert all(torch.equal(before[name], w) for name, w in policy.weights.items())
 
@@ -211,7 +213,7 @@ def test_a_gradient_known_to_be_zero_is_still_an_update():
         flat = assembled(recipe, judge_groups(generate_groups(policy), lambda g, j, c: 1.0), b=2)
         rows = micro_batches(flat, 999, skip_zero_advantage=silent)
         assert bool(rows) != silent
-        stepping.step(rows, flat.in_objective)
+        stepping.step(rows, in_objective=flat.in_objective)
         assert policy.version == 2
         moved.append(torch.cat([w.flatten() for w in policy.weights.values()]))
     torch.testing.assert_close(moved[0], moved[1], rtol=0, atol=1e-7)
@@ -244,6 +246,7 @@ def test_v_batches_from_one_alpha_equal_v_mini_batches_of_one_larger_batch():
             b: [request(10 * b + n, "y" * (n + b), b, policy=policy) for n in range(2)]
             for b in range(1, v + 1)
         }
+        parts: dict[int, list[Group]] = {}
         if together:
             everything = list(sampler.sample([r for b in wanted for r in wanted[b]], 5))
             parts = {
@@ -376,7 +379,9 @@ def test_weight_decay_leaves_norms_and_biases_alone(dtype):
     before = {name: w.float().clone() for name, w in policy.weights.items()}
     stepping = make_trainer(policy, recipe, lr=0.5, weight_decay=0.5)
     flat = assembled(recipe, judge_groups(generate_groups(policy), lambda g, j, c: 1.0))
-    stepping.step(micro_batches(flat, 999, skip_zero_advantage=True), flat.in_objective)
+    stepping.step(
+        micro_batches(flat, 999, skip_zero_advantage=True), in_objective=flat.in_objective
+    )
     kinds = {name.split(".")[-2] + "." + name.split(".")[-1] for name in before}
     assert {"q_proj.bias", "input_layernorm.weight", "norm.weight"} <= kinds
     for name, weight in policy.weights.items():

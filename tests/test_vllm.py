@@ -302,7 +302,7 @@ def test_servers_get_their_version_back_after_an_evaluation_that_fails(fake, eng
     update(policy)
 
     def evaluate() -> None:
-        with engine.temporary_weights(policy.weights, 1, back=True):
+        with engine.temporary_weights(policy.weights, 1, restore_afterwards=True):
             assert (engine.version, engine.current_weights()[0]) == (1, 0)
             raise KeyboardInterrupt
 
@@ -313,9 +313,9 @@ def test_servers_get_their_version_back_after_an_evaluation_that_fails(fake, eng
     assert all(
         torch.equal(engine.current_weights()[1][name], tensor) for name, tensor in old.items()
     )
-    with engine.temporary_weights(old, 0, back=True):  # loads nothing that is there
+    with engine.temporary_weights(old, 0, restore_afterwards=True):  # loads nothing that is there
         pass
-    with engine.temporary_weights(policy.weights, 1, back=False):
+    with engine.temporary_weights(policy.weights, 1, restore_afterwards=False):
         pass
     assert (loaded(fake)[3:], engine.version) == (["v000001"], 1)
 

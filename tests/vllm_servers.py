@@ -68,7 +68,7 @@ class FakeServer:
 
             do_GET = do_POST = reply
 
-            def log_message(self, *_: Any) -> None: ...
+            def log_message(self, format: str, *args: Any) -> None: ...
 
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.http.daemon_threads = True
@@ -206,7 +206,7 @@ def update(policy: Policy, scale: float = 0.02) -> None:
         for tensor in policy.weights.values():
             noise = torch.randn(tensor.shape, generator=generator)
             tensor.add_(noise, alpha=scale * float(tensor.std() or 0.1))
-    policy.weights.version += 1
+    policy.advance()
 
 
 def kill(server: StartedServer) -> None:

@@ -1,11 +1,14 @@
-"""Make the missing runs of the benchmark of methods against staleness, then its report. From the checkout's root:
+"""Make the missing runs of the benchmark of methods against staleness, then its report.
 
-    python -m experiments.lag             all runs, the most informative first; the same command goes on after a stop
+From the checkout's root:
+
+    python -m experiments.lag             all runs, the most informative first; goes on after a stop
     python -m experiments.lag --quick     a small table of short runs, in two minutes
     python -m experiments.lag --report    only the report, of the runs made so far
 
-It uses one core. Records land in experiments/lag/results, those of --quick in runs/lag/quick. A run that has a record
-is not made again; a stop loses the runs that are being trained, at most some minutes of work.
+It uses one core. Records land in experiments/lag/results, those of --quick in runs/lag/quick. A run
+that has a record is not made again; a stop loses the runs that are being trained, at most some
+minutes of work.
 """
 
 from __future__ import annotations
@@ -59,11 +62,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def make_runs(plan: Iterable[Pass], methods: Methods, directory: Path, is_whole: bool) -> None:
-    """Make the missing runs of a plan; in the whole benchmark, then also more seeds where some die."""
+    """Make the missing runs of a plan. The whole benchmark then makes more seeds where some die."""
     make_missing(plan, methods, directory)
     if is_whole:
-        more = passes_where_some_die(load_records(directory, methods))
-        make_missing(more, methods, directory)
+        passes = passes_where_some_die(load_records(directory, methods))
+        make_missing(passes, methods, directory)
 
 
 def make_missing(plan: Iterable[Pass], methods: Methods, directory: Path) -> None:

@@ -1,12 +1,14 @@
-"""How old samples are: schedules of staleness, in updates between the policy that samples and the one that learns.
+"""Schedules of staleness: updates between the policy that samples and the policy that learns.
 
-constant    a queue of batches: each update learns from the batch sampled `lag` updates ago, as an asynchronous
-            pipeline does
-sawtooth    the sampler gets new weights every lag + 1 updates, so ages rise from 0 to lag and fall back to 0
-mixed       each group of an update has an age of its own, uniform on 0 .. lag: a buffer of the last batches
+constant    a queue of batches: each update learns from the batch sampled `lag` updates ago, as an
+            asynchronous pipeline does
+sawtooth    the sampler gets new weights every lag + 1 updates, so ages rise from 0 to lag and fall
+            back to 0
+mixed       each group of an update has an age of its own, uniform on 0 .. lag: a buffer of the last
+            batches
 
-Before update `lag` of a constant or mixed schedule there is no batch that old. The initial policy samples instead, so
-the age is at most the number of updates made.
+Before update `lag` of a constant or mixed schedule there is no batch that old. The initial policy
+samples instead, so the age is at most the number of updates made.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ class Schedule:
 
     @property
     def keeps_batches(self) -> int:
-        """The number of latest batches from which an update may take its groups; 0 if it samples its own."""
+        """The number of latest batches that updates take groups from; 0 if they sample."""
         return 0 if self.kind == "sawtooth" else self.lag + 1
 
     def syncs_at(self, update: int) -> bool:
@@ -39,8 +41,10 @@ class Schedule:
         return update % (self.lag + 1) == 0
 
     def ages(self, update: int, groups: int, random: np.random.Generator) -> Tensor:
-        """The age of each group of an update (counted from 0) in batches, [groups]. A batch from before update 0 is one
-        of the initial policy."""
+        """The age of each group of an update (counted from 0) in batches, [groups].
+
+        A batch from before update 0 is one of the initial policy.
+        """
         if self.kind == "sawtooth":
             return torch.full((groups,), update % (self.lag + 1))
         if self.kind == "constant":

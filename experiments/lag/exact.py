@@ -1,14 +1,16 @@
-"""The exact tier: two toys whose expected gradients are sums over all completions, at a constant lag.
+"""Two toys at a constant lag whose expected gradients are sums over all completions.
 
     python -m experiments.lag.exact     # results/exact.md and exact.png, in a minute
 
-arms        one token of three: probabilities (.3, .6, .1), rewards (0, .8, 1), as in experiments/theory/bandit.py
-two tokens  two tokens of three symbols each, the second given the first; the reward is the mean of the symbols' rewards
+arms        one token of three: probabilities (.3, .6, .1), rewards (0, .8, 1), as in
+            experiments/theory/bandit.py
+two tokens  two tokens of three symbols each, the second given the first; the reward is the mean of
+            the symbols' rewards
 
-No sampling, no optimizer: softmax logits, steps of the exact gradient at learning rate 1, samples as old as the lag
-says. Methods that have a row in the table "equal" are those of that table, so that the loss alone differs. What happens
-here is what a loss does in expectation. The best symbol is rare under the first policy, so a method that leans on what
-it sees often ends at .8.
+No sampling, no optimizer: softmax logits, steps of the exact gradient at learning rate 1, samples
+as old as the lag. Methods that have a row in the table "equal" are those of that table, so that the
+loss alone differs. The toys show what a loss does in expectation. The best symbol is rare under the
+first policy, so a method that leans on what it sees often ends at .8.
 """
 
 from __future__ import annotations
@@ -36,7 +38,10 @@ FIGURE_METHODS = ("stale_reinforce", "grpo", "positive_only", "topr", "dppo_tv",
 
 @dataclass(frozen=True, slots=True)
 class Toy:
-    """A policy over n completions of up to two tokens. Rows are lags that are computed side by side."""
+    """A policy over n completions of up to two tokens.
+
+    Rows are lags that are computed side by side.
+    """
 
     name: str
     tokens: int
@@ -50,7 +55,10 @@ class Toy:
         return torch.tensor([0.3, 0.6, 0.1], dtype=torch.float64).log().repeat(contexts, 1)
 
     def log_probs(self, logits: Tensor) -> Tensor:
-        """The log-prob of each token of each completion, [rows, n, tokens], for logits [rows, contexts, 3]."""
+        """The log-prob of each token of each completion, [rows, n, tokens].
+
+        logits: [rows, contexts, 3].
+        """
         log_p = logits.log_softmax(dim=-1)
         first = log_p[:, 0]  # [rows, 3]
         if self.tokens == 1:
@@ -71,8 +79,10 @@ TOYS = (
 
 
 def has_exact_gradient(recipe: Recipe) -> bool:
-    """False for advantages that draw random numbers, losses that compare the completions of a group, and those with a
-    KL reference."""
+    """False if the expected gradient is more than a sum over completions.
+
+    That is so for advantages that draw random numbers, and for losses of whole groups or of pi_ref.
+    """
     is_known = recipe.advantage.name in ADVANTAGES
     return is_known and not recipe.needs_whole_groups and not recipe.needs_pi_ref
 
@@ -102,7 +112,9 @@ ADVANTAGES = {
     "normalized_positive": _normalized_positive,
     "log_mean_exp": _log_mean_exp,
 }
-"""The advantages of lagrpo.core by name, with the statistics of alpha itself instead of those of a group."""
+"""The advantages of lagrpo.core by name, with the statistics of alpha itself instead of those of a
+group.
+"""
 
 
 def run(recipe: Recipe, toy: Toy, lags: Sequence[int] = LAGS, steps: int = STEPS) -> Tensor:
@@ -114,9 +126,9 @@ def run(recipe: Recipe, toy: Toy, lags: Sequence[int] = LAGS, steps: int = STEPS
         staleness = torch.tensor([min(step, lag) for lag in lags])
         logits = logits.detach().requires_grad_()
         logp = toy.log_probs(logits)  # [rows, n, tokens]
-        x, alpha = _inputs(recipe, toy, logp.detach(), toy.log_probs(behavior), staleness)
-        gradient = recipe.differentiate(x, alpha.flatten()).gradient_T
-        (gradient,) = torch.autograd.grad(logp, logits, gradient.view_as(logp))
+        inputs, alpha = _inputs(recipe, toy, logp.detach(), toy.log_probs(behavior), staleness)
+        logp_gradient = recipe.differentiate(inputs, alpha.flatten()).gradient_T
+        (gradient,) = torch.autograd.grad(logp, logits, logp_gradient.view_as(logp))
         logits = logits.detach() - gradient
         path.append(logits)
     return torch.stack([toy.mean_reward(logits) for logits in path])
@@ -125,11 +137,11 @@ def run(recipe: Recipe, toy: Toy, lags: Sequence[int] = LAGS, steps: int = STEPS
 def _inputs(
     recipe: Recipe, toy: Toy, logp: Tensor, rollout_logp: Tensor, staleness: Tensor
 ) -> tuple[LossInputs, Tensor]:
-    """All completions of all rows as a batch, and the weight of each completion, alpha(y), [rows, n]."""
+    """All completions of all rows as a batch, and their weights alpha(y), [rows, n]."""
     rows, n, tokens = logp.shape
     alpha = rollout_logp.sum(dim=-1).exp()
     advantages = ADVANTAGES[recipe.advantage.name](toy.rewards, alpha, recipe)
-    x = LossInputs(
+    inputs = LossInputs(
         logp=logp.flatten(),
         rollout_logp=rollout_logp.flatten(),
         old_logp=logp.flatten(),
@@ -139,8 +151,9 @@ def _inputs(
         staleness=staleness.repeat_interleave(n * tokens),
     )
     if recipe.needs_step_statistics:
-        x = replace(x, step=_statistics(recipe, logp, rollout_logp, advantages, alpha))
-    return x, alpha
+        statistics = _statistics(recipe, logp, rollout_logp, advantages, alpha)
+        inputs = replace(inputs, step=statistics)
+    return inputs, alpha
 
 
 def _statistics(

@@ -31,25 +31,28 @@ class Method:
     same_as: str | None = None
     """the method that has the same gradient at one update per batch"""
     shipped_by: str = ""
-    """programs whose code computes this loss (reports/conformance.md has those that were compared)"""
+    """programs whose code computes this loss (reports/conformance.md has those that were
+    compared)
+    """
     note: str = ""
 
 
 def load_methods(table: Table, file: Path = FILE) -> dict[str, Method]:
     """The methods of a table by name, in the order of the file.
 
-    `published` has each method with its own advantage and reduction. `equal` gives all the same, so that the loss alone
-    differs; rows whose advantage is the method keep theirs, or are left out."""
+    `published` has each method with its own advantage and reduction. `equal` gives all the same, so
+    that the loss alone differs; rows whose advantage is the method keep theirs, or are left out.
+    """
     rows = tomllib.loads(file.read_text(encoding="utf-8"))
     methods = {}
     for name, row in rows.items():
         overrides = dict(row.get("overrides", {}))
         max_grad_norm = row.get("max_grad_norm", 1.0)
         if table == "equal":
-            kept = row.get("equal", {})
-            if kept is False:
+            equal_overrides = row.get("equal", {})
+            if equal_overrides is False:
                 continue
-            overrides |= EQUAL | kept
+            overrides |= EQUAL | equal_overrides
             max_grad_norm = None
         methods[name] = Method(
             name=name,

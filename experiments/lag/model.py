@@ -1,11 +1,14 @@
-"""A small Llama, as many times as there are runs: S runs are stacked, and each product is one of S pairs of matrices.
+"""A small Llama, as many times as there are runs:
 
-A run's numbers do not depend on the other runs of its stack, to the bit: each operation is on one run, or on elements
-whose place does not matter (sizes are multiples of 32, so that no vector instruction has a remainder).
+S runs are stacked, and each product is one of S pairs of matrices.
 
-Shapes: S runs, B prompts of P tokens each, G completions per prompt of L tokens each, V tokens in the vocabulary, d
-numbers per position, H heads of h numbers each. The last token of a completion has no successor, so a pass through the
-model computes K = L - 1 tokens of it.
+A run's numbers do not depend on the other runs of its stack, to the bit: each operation is on one
+run, or on elements whose place does not matter (sizes are multiples of 32, so that no vector
+instruction has a remainder).
+
+Shapes: S runs, B prompts of P tokens each, G completions per prompt of L tokens each, V tokens in
+the vocabulary, d numbers per position, H heads of h numbers each. The last token of a completion
+has no successor, so a pass through the model computes K = L - 1 tokens of it.
 """
 
 from __future__ import annotations
@@ -80,7 +83,10 @@ def unpack(architecture: Architecture, flat: Tensor) -> Weights:
 
 
 class Samples(NamedTuple):
-    """Completions that a policy sampled, each [S, B, G, L]; after a completion's end: padding, 0, 0."""
+    """Completions that a policy sampled, each [S, B, G, L].
+
+    After the end of a completion: padding, 0, 0.
+    """
 
     tokens: Tensor
     logp: Tensor
@@ -88,7 +94,10 @@ class Samples(NamedTuple):
 
 
 class StackedLlama:
-    """Log-probs and samples of stacked runs, for prompts of one length and completions of at most another."""
+    """Log-probs and samples of stacked runs.
+
+    Prompts have one length, completions have another at most.
+    """
 
     def __init__(self, architecture: Architecture, prompt_length: int, completion_length: int):
         self.architecture = architecture
@@ -99,31 +108,37 @@ class StackedLlama:
         self._mask_own = torch.cat([torch.zeros(K, prompt_length), _causal_mask(K)], dim=1)
 
     def log_probs(self, weights: Weights, prompts: Tensor, completions: Tensor) -> Tensor:
-        """The log-prob of each token [S, B, G, L], nats, for prompts [S, B, P] and completions [S, B, G, L].
+        """The log-prob of each token [S, B, G, L], nats.
 
-        Each prompt is computed once, and its completions attend to it."""
+        prompts [S, B, P], completions [S, B, G, L]. Each prompt is computed once, and its
+        completions attend to it.
+        """
         S, B, G, L = completions.shape
-        P, K = self.P, L - 1
+        P = self.P
+        K = L - 1
         M = P + G * K  # positions per prompt: its own, then the completions one after the other
         tokens = torch.cat([prompts, completions[..., :-1].reshape(S, B, -1)], dim=-1)
         positions = torch.cat([torch.arange(P), (P + torch.arange(K)).repeat(G)])
         x = _embed(weights["embedding"], tokens.view(S, B * M))
         for layer in range(self.architecture.layers):
             q, k, v = self._project(weights, layer, x, S * B, positions)  # each [S B, M, H, h]
-            of_prompt = F.scaled_dot_product_attention(
+            prompt_attended = F.scaled_dot_product_attention(
                 q[:, :P].transpose(1, 2),
                 k[:, :P].transpose(1, 2),
                 v[:, :P].transpose(1, 2),
                 is_causal=True,
             ).transpose(1, 2)  # [S B, P, H, h]
             q_own = q[:, P:].reshape(S * B * G, K, *q.shape[2:]).transpose(1, 2)
-            of_completions = F.scaled_dot_product_attention(
+            completions_attended = F.scaled_dot_product_attention(
                 q_own, self._with_prompt(k, G), self._with_prompt(v, G), self._mask_own
             )  # [S B G, H, K, h]
-            of_completions = of_completions.transpose(1, 2).reshape(S * B, G * K, *q.shape[2:])
-            attended = torch.cat([of_prompt, of_completions], dim=1)
+            completions_attended = completions_attended.transpose(1, 2).reshape(
+                S * B, G * K, *q.shape[2:]
+            )
+            attended = torch.cat([prompt_attended, completions_attended], dim=1)
             x = self._finish_layer(weights, layer, x, attended.reshape(S, B * M, -1))
-        log_p = self._log_softmax(weights, x).view(S, B, M, -1)
+        log_p = self._log_softmax(weights, x).view(S, B, M, -1)  # [S, B, M, V]
+        # The last position of the prompt predicts the first token of each of its completions.
         first = log_p[:, :, P - 1, None].expand(-1, -1, G, -1)[:, :, :, None]
         log_p = torch.cat([first, log_p[:, :, P:].reshape(S, B, G, K, -1)], dim=3)
         return log_p.gather(-1, completions[..., None])[..., 0]
@@ -132,23 +147,19 @@ class StackedLlama:
     def sample(
         self, weights: Weights, prompts: Tensor, uniform: Tensor, end: int, padding: int
     ) -> Samples:
-        """Completions of prompts [S, B, P], drawn by inversion with `uniform` [S, B, G, L], numbers in [0, 1)."""
+        """Draws completions of prompts [S, B, P] by inversion.
+
+        `uniform` [S, B, G, L] has the random numbers, in [0, 1).
+        """
         S, B, P = prompts.shape
         G, L = uniform.shape[2:]
-        H, h = self.architecture.heads, self.architecture.head_width
-        x = _embed(weights["embedding"], prompts.view(S, B * P))
-        prompt_keys, prompt_values, own_keys, own_values = [], [], [], []
-        for layer in range(self.architecture.layers):
-            q, k, v = self._project(weights, layer, x, S * B, torch.arange(P))
-            q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))  # each [S B, H, P, h]
-            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
-            x = self._finish_layer(weights, layer, x, attended.reshape(S, B * P, -1))
-            prompt_keys.append(k.reshape(S * B * H, P, h).transpose(1, 2))
-            prompt_values.append(v.reshape(S * B * H, P, h))
-            own_keys.append(torch.zeros(S * B * H * G, L, h))
-            own_values.append(torch.zeros(S * B * H * G, L, h))
-        x = x.view(S, B, P, -1)[:, :, -1]
-        log_p = self._log_softmax(weights, x).view(S, B, 1, -1).expand(-1, -1, G, -1)
+        H = self.architecture.heads
+        h = self.architecture.head_width
+        layers = range(self.architecture.layers)
+        log_p, prompt_keys, prompt_values = self._read_prompts(weights, prompts)
+        log_p = log_p.view(S, B, 1, -1).expand(-1, -1, G, -1)  # [S, B, G, V]
+        own_keys = [torch.zeros(S * B * H * G, L, h) for _ in layers]
+        own_values = [torch.zeros(S * B * H * G, L, h) for _ in layers]
 
         samples = Samples(
             torch.full(uniform.shape, padding), torch.zeros_like(uniform), torch.zeros_like(uniform)
@@ -157,7 +168,8 @@ class StackedLlama:
         for t in range(L):
             p = log_p.exp()
             token = (p.cumsum(dim=-1) <= uniform[..., t, None]).sum(dim=-1)
-            token = token.clamp(max=self.architecture.vocabulary - 1)  # rounding: the sum is not 1
+            # Rounding may leave the sum of all probabilities below `uniform`.
+            token = token.clamp(max=self.architecture.vocabulary - 1)
             token = torch.where(is_done, padding, token)
             logp = log_p.gather(-1, token[..., None])[..., 0]
             samples.tokens[..., t] = token
@@ -167,7 +179,7 @@ class StackedLlama:
             if t == L - 1 or bool(is_done.all()):
                 break
             x = _embed(weights["embedding"], token.view(S, B * G))
-            for layer in range(self.architecture.layers):
+            for layer in layers:
                 q, k, v = self._project(weights, layer, x, S * B, torch.tensor([P + t]))
                 q, k, v = (heads.transpose(1, 2).reshape(-1, h) for heads in (q, k, v))
                 own_keys[layer][:, t] = k  # [S B H G, h]
@@ -184,26 +196,56 @@ class StackedLlama:
             log_p = self._log_softmax(weights, x).view(S, B, G, -1)
         return samples
 
+    def _read_prompts(
+        self, weights: Weights, prompts: Tensor
+    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """Reads the prompts [S, B, P].
+
+        Returns log-probs of the first token after each prompt [S, B, V], and what completions
+        attend to: for each layer the prompts' keys [S B H, h, P] and values [S B H, P, h].
+        """
+        S, B, P = prompts.shape
+        H = self.architecture.heads
+        h = self.architecture.head_width
+        keys = []
+        values = []
+        x = _embed(weights["embedding"], prompts.view(S, B * P))
+        for layer in range(self.architecture.layers):
+            q, k, v = self._project(weights, layer, x, S * B, torch.arange(P))
+            q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))  # each [S B, H, P, h]
+            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+            x = self._finish_layer(weights, layer, x, attended.reshape(S, B * P, -1))
+            keys.append(k.reshape(S * B * H, P, h).transpose(1, 2))
+            values.append(v.reshape(S * B * H, P, h))
+        last = x.view(S, B, P, -1)[:, :, -1]  # [S, B, d]
+        return self._log_softmax(weights, last), keys, values
+
     def _project(
         self, weights: Weights, layer: int, x: Tensor, sequences: int, positions: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values, each [sequences, positions, H, h]; queries and keys are rotated."""
-        a = self.architecture
+        """Queries, keys and values, each [sequences, positions, H, h].
+
+        Queries and keys are rotated by their positions.
+        """
+        H = self.architecture.heads
+        h = self.architecture.head_width
         normed = self._norm(x, weights[f"{layer}.attention_norm"])
         qkv = torch.bmm(normed, weights[f"{layer}.qkv"])
-        qkv = qkv.view(sequences, -1, 3 * a.heads, a.head_width)
-        qk, v = qkv[:, :, : 2 * a.heads], qkv[:, :, 2 * a.heads :]
-        half = a.head_width // 2
+        qkv = qkv.view(sequences, -1, 3 * H, h)
+        qk = qkv[:, :, : 2 * H]
+        v = qkv[:, :, 2 * H :]
+        half = h // 2
         swapped = torch.cat([qk[..., half:], qk[..., :half]], dim=-1)
         qk = qk * self._cosine[positions] + swapped * self._sine[positions]
-        return qk[:, :, : a.heads], qk[:, :, a.heads :], v
+        return qk[:, :, :H], qk[:, :, H:], v
 
     def _with_prompt(self, heads: Tensor, G: int) -> Tensor:
         """Keys or values [S B, M, H, h] as each completion sees them: [S B G, H, P + K, h]."""
         sequences, _, H, h = heads.shape
-        of_prompt = heads[:, None, : self.P].expand(-1, G, -1, -1, -1)
-        own = heads[:, self.P :].reshape(sequences, G, -1, H, h)
-        return torch.cat([of_prompt, own], dim=2).flatten(0, 1).transpose(1, 2)
+        prompt_heads = heads[:, None, : self.P].expand(-1, G, -1, -1, -1)  # [S B, G, P, H, h]
+        completion_heads = heads[:, self.P :].reshape(sequences, G, -1, H, h)  # [S B, G, K, H, h]
+        all_heads = torch.cat([prompt_heads, completion_heads], dim=2)
+        return all_heads.flatten(0, 1).transpose(1, 2)
 
     def _finish_layer(self, weights: Weights, layer: int, x: Tensor, attended: Tensor) -> Tensor:
         x = x + torch.bmm(attended, weights[f"{layer}.attention_output"])
@@ -231,8 +273,9 @@ def _attend_to_prompt_and_own(
 ) -> Tensor:
     """Attention of one new token per completion, [S B H G, h].
 
-    q [S B H G, h], scaled; prompt_keys [S B H, h, P], prompt_values [S B H, P, h]; own_keys and own_values [S B H G,
-    tokens so far, h]."""
+    q [S B H G, h] is scaled. prompt_keys [S B H, h, P] and prompt_values [S B H, P, h] are those of
+    the prompt; own_keys and own_values [S B H G, tokens so far, h] those of the completion.
+    """
     sequences, h, P = prompt_keys.shape
     to_prompt = torch.bmm(q.view(sequences, -1, h), prompt_keys).view(-1, P)
     to_own = torch.bmm(own_keys, q[:, :, None])[..., 0]
@@ -248,8 +291,10 @@ def _causal_mask(length: int) -> Tensor:
 
 
 def _rotations(architecture: Architecture, length: int) -> tuple[Tensor, Tensor]:
-    """Cosines and signed sines of rotary embedding, each [length, 1, h], as in transformers: element i of a head is
-    rotated with element i + h / 2."""
+    """Cosines and signed sines of rotary embedding, each [length, 1, h].
+
+    As in transformers, element i of a head is rotated with element i + h / 2.
+    """
     h = architecture.head_width
     frequency = architecture.rope_theta ** (-torch.arange(0, h, 2).float() / h)
     angle = torch.arange(length).float()[:, None] * frequency

@@ -1,6 +1,7 @@
-"""What users see of the benchmark: the table of docs/off-policy.md, its figure, and the package's lag_table.json.
+"""The table of docs/off-policy.md, its figure, and the package's lag_table.json.
 
-`python -m experiments.lag` writes them with its report (report.py), from the records of constant lags, as published.
+`python -m experiments.lag` writes them with its report (report.py), from the records of constant
+lags, as published.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ BLOCKS = ("table", "verdicts", "agreement", "variants")
 """Parts of the page that are written here, each between two marks."""
 LAGS = (16, 64, 256)
 MAY_DIFFER = {"beta"}
-"""A method whose overrides are only these counts as its recipe: runs of the benchmark have no KL term."""
+"""Overrides that leave a method its recipe: runs of the benchmark have no KL term."""
 
 Records = Mapping[RunKey, Record]
 
@@ -56,7 +57,10 @@ def publish(records: Records, methods: Mapping[str, Method]) -> None:
 
 
 def package_table(cells: Mapping[str, Cells], methods: Mapping[str, Method]) -> str:
-    """The JSON of lag_table.json: recipe -> constant lag -> task -> what was measured. A line for each lag."""
+    """The JSON of lag_table.json: recipe -> constant lag -> task -> measurements.
+
+    A line per lag.
+    """
     recipes = []
     for method in methods.values():
         if not is_plain_recipe(method):
@@ -79,11 +83,11 @@ def is_plain_recipe(method: Method) -> bool:
 
 def constant_lags(cells: Cells, method: str) -> list[tuple[int, Cell]]:
     """The cells of a method at constant lags, by ascending lag."""
-    found = []
+    pairs = []
     for (name, (kind, lag)), cell in cells.items():
         if name == method and kind == "constant":
-            found.append((lag, cell))
-    return sorted(found, key=lambda pair: pair[0])
+            pairs.append((lag, cell))
+    return sorted(pairs, key=lambda pair: pair[0])
 
 
 def _measured(cell: Cell) -> dict[str, Any]:
@@ -117,14 +121,17 @@ def with_blocks(page: str, blocks: Mapping[str, str]) -> str:
     for name, text in blocks.items():
         begin = f"<!-- {name} of experiments/lag -->"
         end = f"<!-- end of the {name} -->"
-        head, _, rest = page.partition(begin)
-        _, _, tail = rest.partition(end)
+        head, _, after_begin = page.partition(begin)
+        _, _, tail = after_begin.partition(end)
         page = f"{head}{begin}\n\n{text}\n\n{end}{tail}"
     return page
 
 
 def page_table(cells: Mapping[str, Cells], methods: Mapping[str, Method]) -> str:
-    """A row per method: area kept, learning rates at which every seed lives, needs, who ships it, and its source."""
+    """A row per method.
+
+    Area kept, learning rates at which every seed lives, needs, programs that ship it, source.
+    """
     bold = {
         (task, lag): leaders(cells[task], ("constant", lag))
         for task in TASKS
@@ -135,13 +142,13 @@ def page_table(cells: Mapping[str, Cells], methods: Mapping[str, Method]) -> str
     head += [f"{task} {lag}" for task in TASKS for lag in LAGS]
     head += ["learning rates", "needs", "shipped by", "source"]
     rows = [head]
-    placed = []
+    ranked = []
     for method in methods.values():
-        place = largest_common_lag(cells, method)
-        if place is not None:
-            placed.append((place, method))
-    placed.sort(key=lambda pair: pair[0], reverse=True)
-    for (largest_lag, _), method in placed:
+        rank = largest_common_lag(cells, method)
+        if rank is not None:
+            ranked.append((rank, method))
+    ranked.sort(key=lambda pair: pair[0], reverse=True)
+    for (largest_lag, _), method in ranked:
         row = [method_label(method)]
         for task in TASKS:
             for lag in LAGS:
@@ -157,12 +164,15 @@ def page_table(cells: Mapping[str, Cells], methods: Mapping[str, Method]) -> str
 
 
 def largest_common_lag(cells: Mapping[str, Cells], method: Method) -> tuple[int, float] | None:
-    """The largest lag of LAGS that was run on both tasks, and what the method keeps there on the worse task."""
+    """The largest lag of LAGS that was run on both tasks, and the area kept on the worse task.
+
+    None if there is no such lag.
+    """
     for lag in reversed(LAGS):
-        found = [cells[task].get((method.name, ("constant", lag))) for task in TASKS]
-        both = [cell for cell in found if cell is not None]
-        if len(both) == len(TASKS):
-            return lag, min(fmean(cell.best.values()) for cell in both)
+        cells_by_task = [cells[task].get((method.name, ("constant", lag))) for task in TASKS]
+        existing = [cell for cell in cells_by_task if cell is not None]
+        if len(existing) == len(TASKS):
+            return lag, min(fmean(cell.best.values()) for cell in existing)
     return None
 
 
@@ -185,7 +195,7 @@ def method_label(method: Method) -> str:
 
 
 def area_text(cell: Cell, is_best: bool) -> str:
-    """Area kept in percent with half its interval, bold if among the best; a cross if a seed dies there."""
+    """Area kept in percent ± half its interval. Bold: among the best; †: a seed dies there."""
     interval = Interval.of(list(cell.best.values()))
     half = "" if interval.half is None else f" ± {100 * interval.half:.0f}"
     text = f"{100 * interval.mean:.0f}{half}"

@@ -1,4 +1,4 @@
-"""Records of finished runs: a line of JSON each, in a file per table and task, in the order in which they finished."""
+"""Records of finished runs: a line of JSON each, in a file per table and task, as they finished."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LAST_POINTS = 6
 
 
 class RunKey(NamedTuple):
-    """What tells runs of the benchmark apart."""
+    """The key of a run: the benchmark has one run per combination."""
 
     table: Table
     task: str
@@ -69,7 +69,7 @@ class Record:
         )
 
     def gain(self, updates: int) -> float:
-        """Mean score over the first updates, above that of the starting point: the area under the curve."""
+        """The area under the curve: mean score of the first updates, above the starting point's."""
         points = round(len(self.curve) * updates / self.updates)
         return fmean(self.curve[:points]) - self.start
 
@@ -96,7 +96,10 @@ class Record:
 
 
 def append_records(directory: Path, records: Iterable[Record]) -> None:
-    """Append each record to the file of its table and task, after a line that a killed process left unfinished."""
+    """Append each record to the file of its table and task.
+
+    A line that a killed process left unfinished is ended first.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     for record in records:
         path = directory / f"{record.table}-{record.task}.jsonl"
@@ -110,7 +113,10 @@ def append_records(directory: Path, records: Iterable[Record]) -> None:
 def load_records(
     directory: Path, methods: Mapping[Table, Mapping[str, Method]]
 ) -> dict[RunKey, Record]:
-    """The records in a directory, without runs of methods that have changed since and without unfinished lines."""
+    """The records in a directory.
+
+    Without unfinished lines, and without runs of methods that have changed since.
+    """
     records = {}
     for file in sorted(directory.glob("*.jsonl")):
         for line in file.read_text(encoding="utf-8").splitlines():

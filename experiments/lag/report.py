@@ -1,8 +1,9 @@
 """The report: tables, and a figure of the area that methods keep against the lag.
 
-Area kept: the mean score of a run over its updates, above the score of the starting point, in percent of the same for
-the best method at lag 0 with its best learning rate (of the same table, task and number of updates). A cell has the
-method's best learning rate, by the mean over its seeds, among those at which no seed dies.
+Area kept: the mean score of a run over its updates, above the score of the starting point, in
+percent of the same for the best method at lag 0 with its best learning rate (of the same table,
+task and number of updates). A cell has the method's best learning rate, by the mean over its seeds,
+among those at which no seed dies.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ from .records import Record, RunKey
 from .tasks import TASKS
 
 MARGIN = 0.02
-"""of the area at lag 0: a method is among the best unless it is shown to be that much below the leader"""
+"""of the area at lag 0: a method is among the best unless it is shown to be that much below the
+leader
+"""
 BASELINE = "grpo"
 FIGURE_METHODS = ("stale_reinforce", "grpo", "positive_only", "topr", "dppo_tv", "m2po")
 TITLES: dict[Table, str] = {
@@ -61,7 +64,10 @@ class Cell:
 
     @property
     def best_rate(self) -> float:
-        """The learning rate with the largest mean area where no seed dies; among all if there is no such."""
+        """The learning rate with the largest mean area among those where no seed dies.
+
+        Among all rates if there is no such rate.
+        """
         candidates = self.living_rates or list(self.by_rate)
         return max(candidates, key=lambda rate: fmean(self.kept(rate).values()))
 
@@ -94,18 +100,18 @@ def write_report(directory: Path, records: Mapping[RunKey, Record], plan: Sequen
 
 
 def find_cells(records: Mapping[RunKey, Record], table: Table, task: str) -> Cells:
-    """The cells of a table and task. Empty until there are runs at lag 0, with which others are compared."""
-    chosen = [r for r in records.values() if (r.table, r.task) == (table, task)]
+    """The cells of a table and task. Empty until there are runs at lag 0, the reference of all."""
+    selected = [r for r in records.values() if (r.table, r.task) == (table, task)]
     at_lag_0: dict[tuple[str, float], list[Record]] = defaultdict(list)
     by_cell: dict[tuple[str, Column], dict[float, dict[int, Record]]] = {}
-    for record in chosen:
+    for record in selected:
         rates = by_cell.setdefault((record.method, (record.schedule, record.lag)), {})
         rates.setdefault(record.learning_rate, {})[record.seed] = record
         if record.lag == 0:
             at_lag_0[record.method, record.learning_rate].append(record)
     if not at_lag_0:
         return {}
-    shortest = min(record.updates for record in chosen)
+    shortest = min(record.updates for record in selected)
     cells = {}
     for key, rates in by_cell.items():
         kind_and_lag = key[1]
@@ -117,8 +123,11 @@ def find_cells(records: Mapping[RunKey, Record], table: Table, task: str) -> Cel
 
 
 def leaders(cells: Cells, column: Column) -> set[str]:
-    """The methods of a column that are among the best: not shown to be MARGIN below the leader, by paired differences
-    over the seeds (experiments/study/statistics.py). None with a single seed, which shows nothing."""
+    """The methods of a column that are not shown to be MARGIN below the leader.
+
+    The test is on paired differences over the seeds (experiments/study/statistics.py). Empty with a
+    single seed, which shows nothing.
+    """
     best = {method: cell.best for (method, at), cell in cells.items() if at == column}
     leader = max(best, key=lambda method: fmean(best[method].values()))
     if len(best[leader]) < 2:
@@ -137,9 +146,10 @@ def _paired(left: Mapping[int, float], right: Mapping[int, float]) -> list[float
 
 
 def verdict_on(cells: Cells, method: str, column: Column) -> Verdict | None:
-    """Does a method keep more than plain GRPO, by paired differences over the seeds, both at their best learning rates?
+    """The verdict on a method keeping more than plain GRPO, by paired differences over the seeds.
 
-    None if one of them was not run."""
+    Both have their best learning rates. None if one of them was not run.
+    """
     cell = cells.get((method, column))
     baseline = cells.get((BASELINE, column))
     if cell is None or baseline is None:
@@ -148,7 +158,10 @@ def verdict_on(cells: Cells, method: str, column: Column) -> Verdict | None:
 
 
 def rank_agreement(left: Mapping[str, float], right: Mapping[str, float]) -> float | None:
-    """Spearman's correlation of the ranks of the names that both have; None for fewer than three."""
+    """Spearman's correlation of the ranks of the names that both have.
+
+    None for fewer than three names.
+    """
     names = sorted(left.keys() & right.keys())
     if len(names) < 3:
         return None
@@ -174,25 +187,28 @@ def _sections(records: Mapping[RunKey, Record], plan: Sequence[Pass]) -> Iterabl
     hours = sum(record.seconds for record in records.values()) / 3600
     yield "# Methods against staleness"
     yield (
-        f"{done} of {len(planned)} planned runs, {len(records)} with those that have more seeds; {hours:.1f} "
-        "core-hours. Area kept in percent of that of the best method at lag 0, at the method's best learning rate "
-        "at which no seed dies: mean over seeds ± half its 95 % interval (Student's t). Bold: among the best, that is, "
-        f"not shown to be {100 * MARGIN:.0f} points below the leader. A run dies if it ends below its start, or below "
-        "80 % of its own peak. `python -m experiments.lag` makes the missing runs."
+        f"{done} of {len(planned)} planned runs, {len(records)} with those that have more seeds; "
+        f"{hours:.1f} core-hours. Area kept in percent of that of the best method at lag 0, at the "
+        "method's best learning rate at which no seed dies: mean over seeds ± half its 95 % "
+        "interval (Student's t). Bold: among the best, that is, not shown to be "
+        f"{100 * MARGIN:.0f} points below the leader. A run dies if it ends below its start, or "
+        "below 80 % of its own peak. `python -m experiments.lag` makes the missing runs."
     )
     for table, title in TITLES.items():
         for task in TASKS:
-            if cells := find_cells(records, table, task):
-                yield f"## {task}. {title}"
-                yield _area_table(cells)
-                yield _rates_table(cells)
-                if any(len(cell.best) > 1 for cell in cells.values()):
-                    yield _verdict_table(cells)
+            cells = find_cells(records, table, task)
+            if not cells:
+                continue
+            yield f"## {task}. {title}"
+            yield _area_table(cells)
+            yield _rates_table(cells)
+            if any(len(cell.best) > 1 for cell in cells.values()):
+                yield _verdict_table(cells)
     yield from _summary(records)
     yield from _agreement(records)
     yield from _clipped(records)
-    where = Counter(f"{r.cpu}, torch {r.torch}, commit {r.commit}" for r in records.values())
-    yield "\n".join(f"- {n} runs: {what}" for what, n in where.most_common())
+    machines = Counter(f"{r.cpu}, torch {r.torch}, commit {r.commit}" for r in records.values())
+    yield "\n".join(f"- {count} runs: {machine}" for machine, count in machines.most_common())
 
 
 def _methods(cells: Cells) -> list[str]:
@@ -261,7 +277,7 @@ def _verdict_table(cells: Cells) -> str:
 
 
 def _summary(records: Mapping[RunKey, Record]) -> Iterable[str]:
-    """Where each method is among the best, and where it dies at every learning rate, by task."""
+    """The columns where each method is among the best, and where it dies at every learning rate."""
     for table in TITLES:
         best: dict[str, list[str]] = {}
         dead: dict[str, list[str]] = {}
@@ -269,12 +285,12 @@ def _summary(records: Mapping[RunKey, Record]) -> Iterable[str]:
             cells = find_cells(records, table, task)
             for column in _columns(cells):
                 among_best = leaders(cells, column)
-                place = f"{task} {_column_name(column).removeprefix('lag ')}"
+                label = f"{task} {_column_name(column).removeprefix('lag ')}"
                 for method in _methods(cells):
                     if method in among_best:
-                        best.setdefault(method, []).append(place)
+                        best.setdefault(method, []).append(label)
                     if (method, column) in cells and not cells[method, column].living_rates:
-                        dead.setdefault(method, []).append(place)
+                        dead.setdefault(method, []).append(label)
         if not best:
             continue
         rows = [["method", "among the best", "some seed dies at every learning rate"]]
@@ -305,14 +321,14 @@ def _agreement(records: Mapping[RunKey, Record]) -> Iterable[str]:
         rows.append([task, *("–" if value is None else f"{value:.2f}" for value in row)])
     yield "## Agreement between tasks"
     yield (
-        "Spearman's correlation of the methods' order by area at lag 64, as published, at the best learning rate of "
-        "those that were run:"
+        "Spearman's correlation of the methods' order by area at lag 64, as published, at the best "
+        "learning rate of those that were run:"
     )
     yield markdown_table(rows)
 
 
 def _clipped(records: Mapping[RunKey, Record]) -> Iterable[str]:
-    """The share of tokens whose gradient a threshold removes: 0 or 1 means that it never or always acts."""
+    """The share of tokens whose gradient a threshold removes: at 0 it never acts, at 1 always."""
     shares: dict[str, list[Record]] = defaultdict(list)
     for record in records.values():
         key = (record.table, record.schedule, record.lag, record.learning_rate)
@@ -343,7 +359,10 @@ def markdown_table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def write_figure(file: Path, records: Mapping[RunKey, Record]) -> None:
-    """Draw the area kept on the two main tasks, as published. Nothing is written before there are runs at lag 0."""
+    """Draw the area kept on the two main tasks, as published.
+
+    Nothing is written before there are runs at lag 0.
+    """
     cells_by_task = {task: find_cells(records, "published", task) for task in MAIN_TASKS}
     panels = {task: cells for task, cells in cells_by_task.items() if cells}
     if panels:
@@ -364,10 +383,13 @@ def draw_area(panels: Mapping[str, Cells]):
         for method, color, style, marker in zip(
             FIGURE_METHODS, colors, styles, markers, strict=True
         ):
-            known = [lag for lag in lags if (method, ("constant", lag)) in cells]
-            kept = [100 * fmean(cells[method, ("constant", lag)].best.values()) for lag in known]
-            places = [lags.index(lag) for lag in known]
-            axes.plot(places, kept, color=color, linestyle=style, marker=marker, label=method)
+            measured_lags = [lag for lag in lags if (method, ("constant", lag)) in cells]
+            areas = [
+                100 * fmean(cells[method, ("constant", lag)].best.values()) for lag in measured_lags
+            ]
+            # Lags have equal distances on the axis.
+            positions = [lags.index(lag) for lag in measured_lags]
+            axes.plot(positions, areas, color=color, linestyle=style, marker=marker, label=method)
         axes.set_xticks(range(len(lags)), [str(lag) for lag in lags])
         axes.axhline(0, color=INK, linewidth=0.8)
     lines, names = axes_of_task[0].get_legend_handles_labels()

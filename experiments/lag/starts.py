@@ -2,8 +2,8 @@
 
     python -m experiments.lag.starts chain gamble    # makes them anew and prints how good they are
 
-`load_start` makes one where it is missing, in a minute or less, and keeps it in runs/lag/starts. The same machine
-makes the same weights; another one may round differently.
+`load_start` makes one where it is missing, in a minute or less, and keeps it in runs/lag/starts.
+The same machine makes the same weights; another one may round differently.
 """
 
 from __future__ import annotations
@@ -22,8 +22,11 @@ from .model import Architecture, StackedLlama, initial_weights, unpack
 from .tasks import TASKS, Task
 
 DIRECTORY = Path("runs") / "lag" / "starts"
-UPDATES, PROMPTS, LEARNING_RATE = 2000, 64, 3e-3
-MORE_UPDATES = {"chain-many": 4000}  # two right answers per digit take longer to learn
+UPDATES = 2000
+PROMPTS = 64
+LEARNING_RATE = 3e-3
+# Two right answers per digit take longer to learn.
+MORE_UPDATES = {"chain-many": 4000}
 SEED = 0
 
 

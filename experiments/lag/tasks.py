@@ -1,7 +1,7 @@
 """Tasks: prompts, completions and rewards as numbers of tokens, and a teacher who errs.
 
-A policy starts as an imitation of the teacher (starts.py), so it has the right answers to offer, though rarely. Two
-families, and variants that differ from their family's base in one property:
+A policy starts as an imitation of the teacher (starts.py), so it has the right answers to offer,
+though rarely. Two families, and variants that differ from their family's base in one property:
 
     task            right answers   reward       tokens    luck
     chain           one             exact        6         no
@@ -31,7 +31,10 @@ from torch import Tensor
 
 
 class Task(Protocol):
-    """A family of prompts and their rewards. A completion ends with the token `end`, after which there is padding."""
+    """A family of prompts and their rewards.
+
+    A completion ends with the token `end`, after which there is padding.
+    """
 
     prompt_length: int
     completion_length: int
@@ -52,26 +55,31 @@ class Task(Protocol):
         ...
 
     def grade(self, prompts: Tensor, completions: Tensor, luck: Tensor) -> tuple[Tensor, Tensor]:
-        """The reward that a policy learns from, and the score that counts, which has no luck in it, both [..., B, G].
+        """Rewards to learn from and scores to report, both [..., B, G].
 
-        prompts [..., B, P], completions [..., B, G, L], luck [..., B, G]: random numbers in [0, 1)."""
+        The score has no luck in it. prompts [..., B, P], completions [..., B, G, L], luck [..., B,
+        G]: random numbers in [0, 1).
+        """
         ...
 
 
 CHARACTERS = "0123456789.=_#"
 EASY_MEDIUM_HARD = (0.4, 0.3, 0.3)
-"""shares of the pairs (sum so far, next digit) on which the teacher is often, mostly or rarely right"""
+"""shares of the pairs (sum so far, next digit) on which the teacher is often, mostly or rarely
+right
+"""
 
 
 @dataclass
 class Chain:
     """Running sums modulo 10: "38527=" is followed by "31685.".
 
-    The first digit is copied; then each step adds the next digit to the sum written so far. The teacher errs by ±1 or
-    ±2, on a hard pair (sum so far, next digit) more often than not. The reward is 1 for a completion without a wrong
-    step, else 0. With `is_many` a step is also right if it is off by 5, so each digit has two right answers. With
-    `is_graded` the reward is .75^(wrong steps), each step seen from the sum written before it. With `luck` a reward of
-    0 or 1 is swapped that often.
+    The first digit is copied; then each step adds the next digit to the sum written so far. The
+    teacher errs by ±1 or ±2, on a hard pair (sum so far, next digit) more often than not. The
+    reward is 1 for a completion without a wrong step, else 0. With `is_many` a step is also right
+    if it is off by 5, so each digit has two right answers. With `is_graded` the reward is
+    .75^(wrong steps), each step seen from the sum written before it. With `luck` a reward of 0 or 1
+    is swapped that often.
     """
 
     digits: int = 5
@@ -97,6 +105,8 @@ class Chain:
         levels = np.repeat(np.arange(3), [round(100 * share) for share in EASY_MEDIUM_HARD])
         level_of_pair = random.permutation(levels).reshape(10, 10)
         likely_error = random.choice([-2, -1, 1, 2], size=(10, 10))
+        # The likely error has three quarters of what is left beside the right digit. The rest is
+        # spread over the other eight.
         teacher = np.zeros((10, 10, 10))
         for so_far in range(10):
             for digit in range(10):
@@ -131,6 +141,7 @@ class Chain:
         digits = prompts[..., None, : self.digits]
         written = completions[..., : self.digits]
         before = F.pad(written[..., :-1], (1, 0), value=0)  # the first digit is added to 0
+        # A digit that is off by 5 is also right if there are many right answers.
         modulus = 5 if self.is_many else 10
         is_wrong = (before + digits - written) % modulus != 0
         is_complete = (written < 10).all(dim=-1) & (completions[..., -1] == self.end)
@@ -143,7 +154,9 @@ class Chain:
         return lucky_reward, reward
 
 
-PLAIN, RECKLESS, BAD = 0, 1, 2
+PLAIN = 0
+RECKLESS = 1
+BAD = 2
 TEACHER_LIKES = (1.0, 0.6, 0.4)
 """weights of the teacher's choice among plain, reckless and bad jumps"""
 
@@ -152,11 +165,12 @@ TEACHER_LIKES = (1.0, 0.6, 0.4)
 class Gamble:
     """A walk over the nodes 0 .. goal in jumps of 1 to 3; each token is the node that is reached.
 
-    The prompt names one of two terrains for each of `sections` stretches. A fixed shuffle per (terrain, node) makes the
-    three jumps out of a node plain, reckless and bad at even nodes, plain, plain and bad at odd ones. The reward is
-    min(1, .5 · gain^reckless · .75^bad) with the probability survival^reckless, else 0; a walk that does not end at the
-    goal gets 0. As survival · gain < 1, plain jumps alone are best, and their reward is .5. With `most_bad` the reward
-    is exact: 1 with at most so many bad jumps, else 0.
+    The prompt names one of two terrains for each of `sections` stretches. A fixed shuffle per
+    (terrain, node) makes the three jumps out of a node plain, reckless and bad at even nodes,
+    plain, plain and bad at odd ones. The reward is min(1, .5 · gain^reckless · .75^bad) with the
+    probability survival^reckless, else 0; a walk that does not end at the goal gets 0. As survival
+    · gain < 1, plain jumps alone are best, and their reward is .5. With `most_bad` the reward is
+    exact: 1 with at most so many bad jumps, else 0.
     """
 
     goal: int = 30
@@ -222,8 +236,8 @@ class Gamble:
         return torch.stack(written, dim=-1)
 
     def grade(self, prompts: Tensor, completions: Tensor, luck: Tensor) -> tuple[Tensor, Tensor]:
-        is_end = completions == self.end
-        is_move = is_end.cumsum(dim=-1) == 0
+        is_end = completions == self.end  # [..., B, G, L]
+        is_move = is_end.cumsum(dim=-1) == 0  # the tokens before the end
         node = completions.clamp(max=self.goal)
         before = F.pad(node[..., :-1], (1, 0), value=0)
         jump = node - before
@@ -243,7 +257,10 @@ class Gamble:
 
 
 def _draw(weight: Tensor, uniform: Tensor) -> Tensor:
-    """Indices [N] drawn in proportion to weights [N, n] by inversion with uniform [N]; the last if all are 0."""
+    """Indices [N], drawn in proportion to weights [N, n] by inversion.
+
+    uniform [N]: random numbers in [0, 1). If all weights are 0, the last index.
+    """
     share = weight.cumsum(dim=-1)
     index = (share <= uniform[:, None] * share[:, -1:]).sum(dim=-1)
     return index.clamp(max=weight.shape[-1] - 1)

@@ -1,10 +1,11 @@
 """The trainer: runs of one method on one task and schedule, stacked and stepped together.
 
-Runs of a stack differ in learning rate and seed. Prompts and random numbers depend on the seed, the update and their
-purpose alone, so all methods, schedules and learning rates see the same prompts. A run's numbers do not depend on its
-stack (see model.py).
+Runs of a stack differ in learning rate and seed. Prompts and random numbers depend on the seed, the
+update and their purpose alone, so all methods, schedules and learning rates see the same prompts. A
+run's numbers do not depend on its stack (see model.py).
 
-Shapes: S runs, B prompts (groups), G completions each, C = B G completions of L tokens; D parameters.
+Shapes: S runs, B prompts (groups), G completions each, C = B G completions of L tokens; D
+parameters.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Run(NamedTuple):
 
 
 class Purpose(IntEnum):
-    """What random numbers are for: a part of their key."""
+    """The purpose of random numbers: a part of their key."""
 
     ROLLOUT = 0
     WARM_UP = 1
@@ -68,7 +69,7 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a run leaves behind."""
+    """The result of a run."""
 
     run: Run
     curve: list[float]
@@ -144,7 +145,10 @@ def _mean_of_parts(values: Tensor) -> Tensor:
 
 
 class Sampler:
-    """Samples and grades batches. Runs with the same seed get the same prompts and random numbers."""
+    """Samples and grades batches.
+
+    Runs with the same seed get the same prompts and random numbers.
+    """
 
     def __init__(
         self, task: Task, architecture: Architecture, model: StackedLlama, seeds: Sequence[int]
@@ -156,7 +160,10 @@ class Sampler:
         self._seed_of_run = torch.tensor([self._seeds.index(seed) for seed in seeds])
 
     def sample(self, weights: Tensor, purpose: Purpose, index: int) -> tuple[Batch, Tensor, Tensor]:
-        """A batch of the policies `weights` [S, D], the mean score of each run [S] and its mean entropy [S]."""
+        """Samples a batch from the policies `weights` [S, D].
+
+        Returns it with each run's mean score [S] and mean entropy [S].
+        """
         return self._sample(weights, self._seed_of_run, purpose, index)
 
     def sample_initial(self, start: Tensor, index: int) -> Batch:
@@ -168,17 +175,22 @@ class Sampler:
     def _sample(
         self, weights: Tensor, seed_of_row: Tensor, purpose: Purpose, index: int
     ) -> tuple[Batch, Tensor, Tensor]:
-        task, B, L = self._task, self._task.prompts_per_batch, self._task.completion_length
-        prompts, numbers = [], []
+        task = self._task
+        B = task.prompts_per_batch
+        L = task.completion_length
+        prompts = []
+        numbers = []
         for seed in self._seeds:
             random = np.random.default_rng((seed, purpose, index))
             prompts.append(task.prompts(random, B))
             numbers.append(torch.from_numpy(random.random((B, G, L + 2), dtype=np.float32)))
         prompts = torch.stack(prompts)[seed_of_row]
         numbers = torch.stack(numbers)[seed_of_row]
-        of_tokens, luck, uniform = numbers[..., :L], numbers[..., L], numbers[..., L + 1]
+        token_uniform = numbers[..., :L]  # [S, B, G, L]
+        luck = numbers[..., L]  # [S, B, G]
+        uniform = numbers[..., L + 1]  # [S, B, G]
         samples = self._model.sample(
-            unpack(self._architecture, weights), prompts, of_tokens, task.end, task.padding
+            unpack(self._architecture, weights), prompts, token_uniform, task.end, task.padding
         )
         rewards, scores = task.grade(prompts, samples.tokens, luck)
         batch = Batch(prompts, samples.tokens, samples.logp, rewards, uniform)
@@ -202,7 +214,7 @@ def is_before_end(tokens: Tensor, end: int) -> Tensor:
 
 
 class History:
-    """The latest batches, as many as fit; an older one is overwritten."""
+    """The latest batches, as many as fit. A new batch overwrites the oldest."""
 
     def __init__(self, size: int):
         self._size = size
@@ -218,19 +230,23 @@ class History:
         self._count += 1
 
     def take(self, age: Tensor) -> Batch:
-        """The groups of which `age` [S, B] says how many batches ago they were appended, 0 for the last one."""
+        """The groups that were appended `age` [S, B] batches ago, 0 for the last batch."""
         S, B = age.shape
-        position = (self._count - 1 - age) % self._size
-        run, group = torch.arange(S)[:, None], torch.arange(B)
+        position = (self._count - 1 - age) % self._size  # [S, B]
+        run = torch.arange(S)[:, None]
+        group = torch.arange(B)
         return Batch(*(field[position, run, group] for field in self._fields))
 
 
 class Step:
-    """The gradient of an update by the log-probs, of all runs of a stack, with the recipe's own functions.
+    """The gradient of an update by the log-probs, for all runs of a stack.
 
-    For advantages and the loss, the runs are one batch of more groups: neither compares completions of different
-    groups. Weights and statistics of the step are computed run by run. Positions after the end of a completion belong
-    to one more completion, with weight 0, so that a run always has the same number of tokens."""
+    It is computed by the recipe's own functions.
+    For advantages and the loss, the runs are one batch of more groups: neither compares completions
+    of different groups. Weights and statistics of the step are computed run by run. Positions after
+    the end of a completion belong to one more completion, with weight 0, so that a run always has
+    the same number of tokens.
+    """
 
     def __init__(
         self,
@@ -253,9 +269,10 @@ class Step:
         ).float()
         has_zero_variance = zero_variance(rewards, group).view(S, C)
         weights = [recipe.weights(lengths[s], has_zero_variance[s], L) for s in range(S)]
+        # T = S C L: tokens with padding.
         completion = torch.arange(S * C).repeat_interleave(L)
         logp_T = torch.where(is_token, logp.flatten(), 0.0)
-        x = LossInputs(
+        inputs = LossInputs(
             logp=logp_T,
             rollout_logp=batch.logp.flatten(),
             old_logp=logp_T,
@@ -267,18 +284,22 @@ class Step:
             finished=_append((batch.tokens == task.end).any(dim=-1).flatten(), True),
         )
         if recipe.needs_step_statistics:
-            x = replace(x, step=_statistics_by_run(recipe, x, S, C * L, is_token))
-        derivative = recipe.differentiate(x, _append(torch.cat(weights), 0.0))
+            statistics = _statistics_by_run(recipe, inputs, S, C * L, is_token)
+            inputs = replace(inputs, step=statistics)
+        derivative = recipe.differentiate(inputs, _append(torch.cat(weights), 0.0))
         self.advantages = advantages.view(S, C)
         self.gradient = torch.where(is_token, derivative.gradient_T, 0.0).view(batch.tokens.shape)
         """[S, B, G, L] of the loss by the log-prob of each token"""
         self.is_clipped = derivative.clipped_T.view(S, C, L)
-        self.log_ratio = (x.logp - x.rollout_logp).view(S, C, L)  # pyright: ignore
+        self.log_ratio = (inputs.logp - inputs.rollout_logp).view(S, C, L)  # pyright: ignore
 
     @property
     def ess(self) -> Tensor:
-        """Effective sample size of the completions' ratios over their number, (sum s)^2 / (C sum s^2), [S]."""
-        log_s = self.log_ratio.sum(dim=-1)
+        """Effective sample size of the completions' ratios s over their number, [S].
+
+        (sum s)^2 / (C sum s^2), which does not change if all s are scaled.
+        """
+        log_s = self.log_ratio.sum(dim=-1)  # [S, C]
         s = (log_s - log_s.amax(dim=-1, keepdim=True)).exp()
         return s.sum(dim=-1).square() / (s.shape[-1] * s.square().sum(dim=-1))
 
@@ -288,28 +309,32 @@ def _append(values: Tensor, last: float) -> Tensor:
 
 
 def _statistics_by_run(
-    recipe: Recipe, x: LossInputs, S: int, tokens: int, is_token: Tensor
+    recipe: Recipe, inputs: LossInputs, S: int, tokens: int, is_token: Tensor
 ) -> dict[str, Tensor]:
-    """The recipe's statistics of the step, each [..., S tokens]: each token has those of its own run."""
-    C = (len(x.advantages) - 1) // S
+    """The recipe's statistics of the step by token, [..., S tokens]: each token has its run's.
+
+    `tokens` is the number of tokens of a run, padding included.
+    """
+    C = (len(inputs.advantages) - 1) // S  # without the completion of the padding
     columns: dict[str, list[Tensor]] = defaultdict(list)
     for s in range(S):
-        of_run = torch.arange(s * tokens, (s + 1) * tokens)
-        of_run = of_run[is_token[of_run]]
+        indices = torch.arange(s * tokens, (s + 1) * tokens)
+        indices = indices[is_token[indices]]
         completions = slice(s * C, (s + 1) * C)
-        x_of_run = replace(
-            x,
-            **{
-                name: value[of_run]
-                for name in ("logp", "rollout_logp", "old_logp", "ref_logp", "staleness")
-                if (value := getattr(x, name)) is not None
-            },
-            completion=x.completion[of_run] - s * C,
-            advantages=x.advantages[completions],
-            group=x.group[completions] - s * (C // G),  # pyright: ignore
-            finished=x.finished[completions],  # pyright: ignore
+        token_values = {}
+        for name in ("logp", "rollout_logp", "old_logp", "ref_logp", "staleness"):
+            value = getattr(inputs, name)
+            if value is not None:
+                token_values[name] = value[indices]
+        run_inputs = replace(
+            inputs,
+            **token_values,
+            completion=inputs.completion[indices] - s * C,
+            advantages=inputs.advantages[completions],
+            group=inputs.group[completions] - s * (C // G),  # pyright: ignore
+            finished=inputs.finished[completions],  # pyright: ignore
         )
-        for name, value in recipe.collect(x_of_run).items():
+        for name, value in recipe.collect(run_inputs).items():
             columns[name].append(value)
     return {
         name: torch.stack(values, dim=-1).repeat_interleave(tokens, dim=-1)
@@ -318,7 +343,10 @@ def _statistics_by_run(
 
 
 class Adam:
-    """Adam without weight decay, for stacked runs with a learning rate each. It changes `weights` [S, D] in place."""
+    """Adam without weight decay, for stacked runs with a learning rate each.
+
+    It changes `weights` [S, D] in place.
+    """
 
     def __init__(
         self, weights: Tensor, learning_rates: Sequence[float], max_grad_norm: float | None
@@ -333,8 +361,9 @@ class Adam:
     def step(self, gradient: Tensor, ess: Tensor | None) -> Tensor:
         """Make an update and return the norm of each gradient before it is clipped, [S].
 
-        With `ess` [S] the learning rates are multiplied by its root (arXiv 2602.17616). A gradient that is not finite
-        counts as 0."""
+        With `ess` [S] the learning rates are multiplied by its root (arXiv 2602.17616). A gradient
+        that is not finite counts as 0.
+        """
         norm = torch.linalg.vector_norm(gradient, dim=1)
         if self._max_grad_norm is not None:
             scale = (self._max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -369,22 +398,23 @@ class Diagnostics:
         self._columns: dict[str, list[Tensor]] = defaultdict(list)
 
     def add(self, step: Step, norm: Tensor, entropy: Tensor) -> None:
-        tokens = step.is_token.sum(dim=(1, 2))
-        advantages = step.advantages[..., None] * step.is_token
+        tokens = step.is_token.sum(dim=(1, 2))  # [S]
+        advantages = step.advantages[..., None] * step.is_token  # [S, C, L]
         log_ratio = step.log_ratio
         k3 = torch.expm1(log_ratio.clamp(max=20)) - log_ratio
         self._columns["entropy"].append(entropy)
         self._columns["gradient_norm"].append(norm)
         self._columns["not_finite"].append((~norm.isfinite()).float())
-        for name, is_chosen in ("positive", advantages > 0), ("negative", advantages < 0):
-            clipped = (is_chosen & step.is_clipped).sum(dim=(1, 2))
-            self._columns[f"clipped_{name}"].append(clipped / is_chosen.sum(dim=(1, 2)))
+        signs = {"positive": advantages > 0, "negative": advantages < 0}
+        for name, has_sign in signs.items():
+            clipped = (has_sign & step.is_clipped).sum(dim=(1, 2))
+            self._columns[f"clipped_{name}"].append(clipped / has_sign.sum(dim=(1, 2)))
         self._columns["ess"].append(step.ess)
         self._columns["log_ratio_squared"].append(log_ratio.square().sum(dim=(1, 2)) / tokens)
         self._columns["kl"].append(k3.sum(dim=(1, 2)) / tokens)
 
     def of_run(self, s: int) -> dict[str, float]:
-        """The mean of each number that is finite, leaving out updates without one; -1 if there is none."""
+        """The mean of each diagnostic over its finite values; -1 if there are none."""
         means = {}
         for name, rows in self._columns.items():
             values = torch.stack(rows)[:, s]

@@ -1,4 +1,4 @@
-"""What the records say in words and numbers: which losses beat plain GRPO, and how far orders of losses agree.
+"""Tables of docs/off-policy.md: losses that beat plain GRPO, and how far orders of losses agree.
 
 `publish.py` writes both into docs/off-policy.md, so that the page never says more than the records.
 """
@@ -27,7 +27,9 @@ WORDS: dict[str, Word] = {
     "inconclusive": "undecided",
 }
 COMPARED_RATES = (3e-4, 1e-3)
-"""The learning rates of the variants, and two that a table at one learning rate might have chosen."""
+"""The learning rates of the variants, and two that a table at one learning rate might have
+chosen.
+"""
 SCHEDULES: tuple[Kind, ...] = ("sawtooth", "mixed")
 NOT_RUN = "–"
 DIFFERENCES = {
@@ -51,7 +53,9 @@ def verdicts_table(
 ) -> str:
     """A row for each lag and pair of verdicts on the two tasks, with the losses that have it.
 
-    Only losses that were run on both tasks at a lag are listed. `labels` has what to print for each method."""
+    Only losses that were run on both tasks at a lag are listed. `labels` has the text of each
+    method.
+    """
     rows = [["lag", "against `grpo`", "losses"]]
     for lag in lags:
         by_summary = _methods_by_summary(cells, labels, lag)
@@ -116,12 +120,15 @@ class Order:
     """None for all learning rates"""
 
     def areas(self, records: Records, lag: int) -> dict[str, float]:
-        """The mean area kept by method, each at its best learning rate among those that were run."""
+        """The mean area kept by method, each at its best rate of those that were run."""
         return areas(records, self.task, (self.kind, lag), self.table, self.rates)
 
 
 def agreement_table(records: Records, lags: Sequence[int]) -> str:
-    """Spearman's correlation of the order of the losses by area kept, for pairs of tables that differ in one thing."""
+    """Rank correlations of the losses by area kept.
+
+    A row compares two tables that differ in one thing.
+    """
     pairs = {"`chain` and `gamble`": (Order("chain"), Order("gamble"))}
     low, high = COMPARED_RATES
     for task in TASKS:
@@ -145,33 +152,36 @@ def agreement_table(records: Records, lags: Sequence[int]) -> str:
 
 
 def variants_table(records: Records, lag: int = 64) -> str:
-    """How each variant of the tasks orders the losses of MAIN_METHODS, beside its two bases, at two learning rates."""
+    """The order of the losses of MAIN_METHODS on each variant of the tasks, beside the two bases.
+
+    Each loss has the better of two learning rates.
+    """
     column = ("constant", lag)
 
     def order(task: str) -> dict[str, float]:
-        kept = areas(records, task, column, rates=COMPARED_RATES)
-        return {name: kept[name] for name in MAIN_METHODS if name in kept}
+        all_areas = areas(records, task, column, rates=COMPARED_RATES)
+        return {name: all_areas[name] for name in MAIN_METHODS if name in all_areas}
 
     chain = order("chain")
     gamble = order("gamble")
     head = ["task", "what differs", "agrees with `chain`", "with `gamble`"]
     rows = [[*head, "first three", "place of `positive_only`"]]
     for task in ALL_TASKS:
-        kept = order(task)
-        if len(kept) < 3:
+        task_areas = order(task)
+        if len(task_areas) < 3:
             continue
-        ranking = sorted(kept, key=lambda name: kept[name], reverse=True)
-        place = NOT_RUN
+        ranking = sorted(task_areas, key=task_areas.__getitem__, reverse=True)
+        rank = NOT_RUN
         if "positive_only" in ranking:
-            place = f"{ranking.index('positive_only') + 1} of {len(ranking)}"
+            rank = f"{ranking.index('positive_only') + 1} of {len(ranking)}"
         rows.append(
             [
                 f"`{task}`",
                 DIFFERENCES.get(task, NOT_RUN),
-                agreement_text(kept, chain) if task != "chain" else NOT_RUN,
-                agreement_text(kept, gamble) if task != "gamble" else NOT_RUN,
+                agreement_text(task_areas, chain) if task != "chain" else NOT_RUN,
+                agreement_text(task_areas, gamble) if task != "gamble" else NOT_RUN,
                 ", ".join(f"`{name}`" for name in ranking[:3]),
-                place,
+                rank,
             ]
         )
     return markdown_table(rows)
@@ -193,18 +203,22 @@ def areas(
     table: Table = "published",
     rates: Sequence[float] | None = None,
 ) -> dict[str, float]:
-    """The mean area kept by method at a task and schedule, each at its best learning rate (of `rates`)."""
+    """The mean area kept by method, at a task and schedule.
+
+    Each method has its best learning rate, of `rates` if they are given.
+    """
     cells = find_cells(records, table, task)
-    kept: dict[str, float] = {}
-    for (method, at), cell in cells.items():
-        if at != column:
+    by_method: dict[str, float] = {}
+    for (method, cell_column), cell in cells.items():
+        if cell_column != column:
             continue
         if rates is None:
-            kept[method] = fmean(cell.best.values())
+            by_method[method] = fmean(cell.best.values())
             continue
-        known = [rate for rate in rates if rate in cell.by_rate]
-        living = [rate for rate in known if rate in cell.living_rates]
-        candidates = [fmean(cell.kept(rate).values()) for rate in living or known]
+        run_rates = [rate for rate in rates if rate in cell.by_rate]
+        living_rates = [rate for rate in run_rates if rate in cell.living_rates]
+        # If a seed dies at every rate, the best rate among all counts.
+        candidates = [fmean(cell.kept(rate).values()) for rate in living_rates or run_rates]
         if candidates:
-            kept[method] = max(candidates)
-    return kept
+            by_method[method] = max(candidates)
+    return by_method

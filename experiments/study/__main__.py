@@ -1,11 +1,12 @@
 """Make the missing runs of a study and write its report. Run it from the checkout's root:
 
-    python -m experiments.study experiments/papers/fig2.toml                 make the missing runs, then the report
-    python -m experiments.study experiments/papers/fig2.toml --only seed0    only runs with this text in their names
-    python -m experiments.study experiments/papers/fig2.toml --report        only the report, from the finished runs
+    python -m experiments.study experiments/papers/fig2.toml                 runs, then the report
+    python -m experiments.study experiments/papers/fig2.toml --only seed0    runs with this text
+    python -m experiments.study experiments/papers/fig2.toml --report        only the report
 
-A run is `lagrpo train` in its own process, in runs/studies/NAME/RUN, with RUN.toml and RUN.log beside it. Finished runs
-are kept, unfinished ones resume. Exit codes: 0 done (whatever the verdicts), 1 a run failed, 2 wrong input.
+A run is `lagrpo train` in its own process, in runs/studies/NAME/RUN, with RUN.toml and RUN.log
+beside it. Finished runs are kept, unfinished ones resume. Exit codes: 0 done (whatever the
+verdicts), 1 a run failed, 2 wrong input.
 """
 
 from __future__ import annotations
@@ -28,10 +29,34 @@ from lagrpo.settings.load import to_toml
 from .measures import RunResult
 from .report import load_results, write_report
 from .spec import Run, load_study
+from .statistics import Cell
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
+    options = parse_options(arguments)
+    try:
+        directory = Path("runs") / "studies" / options.file.stem
+        study, runs = load_study(options.file, directory)
+        results: dict[tuple[Cell, int], RunResult] = {}
+        for file in options.results:
+            results |= load_results(file, study)
+        selected = select_runs(runs, options.only)
+        missing = [
+            run for run in selected if (run.cell, run.seed) not in results and not run.is_finished()
+        ]
+        failed = [] if options.report else run_missing(missing, options.jobs or study.jobs)
+        for run in runs:
+            if run.is_finished():
+                results[run.cell, run.seed] = RunResult.load(run.path)
+        write_report(study, results, directory)
+    except (SettingsError, ValueError, OSError) as error:
+        print(f"study: {error}", file=sys.stderr)
+        return 2
+    return 1 if failed else 0
+
+
+def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -50,48 +75,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--results", type=Path, nargs="+", default=[], help="report.json files whose runs count too"
     )
-    asked = parser.parse_args(arguments)
-    try:
-        directory = Path("runs") / "studies" / asked.file.stem
-        study, runs = load_study(asked.file, directory)
-        recorded = {
-            key: result
-            for file in asked.results
-            for key, result in load_results(file, study).items()
-        }
-        chosen = [
-            run
-            for run in runs
-            if not asked.only or any(text in run.path.name for text in asked.only)
-        ]
-        if not chosen:
-            raise SettingsError(
-                f"--only {' '.join(asked.only)}: there is no such run; one is {runs[0].path.name}"
-            )
-        missing = [
-            run for run in chosen if (run.cell, run.seed) not in recorded and not run.is_finished()
-        ]
-        failed = [] if asked.report else run_missing(missing, asked.jobs or study.jobs)
-        results = recorded | {
-            (run.cell, run.seed): RunResult.load(run.path) for run in runs if run.is_finished()
-        }
-        write_report(study, results, directory)
-    except (SettingsError, ValueError, OSError) as error:
-        print(f"study: {error}", file=sys.stderr)
-        return 2
-    return 1 if failed else 0
+    return parser.parse_args(arguments)
+
+
+def select_runs(runs: Sequence[Run], texts: Sequence[str]) -> Sequence[Run]:
+    """The runs with one of the texts in their names; all runs if there are no texts.
+
+    Raises SettingsError if no run has one.
+    """
+    if not texts:
+        return runs
+    selected = [run for run in runs if any(text in run.path.name for text in texts)]
+    if not selected:
+        raise SettingsError(
+            f"--only {' '.join(texts)}: there is no such run; one is {runs[0].path.name}"
+        )
+    return selected
 
 
 def run_missing(missing: Sequence[Run], jobs: int | None) -> list[Run]:
-    """Make these runs, `jobs` at a time; returns those that failed. If a signal ends the study, the runs get SIGTERM,
-    write their checkpoints and end."""
+    """Makes these runs, `jobs` at a time. Returns those that failed.
+
+    If a signal ends the study, the runs get SIGTERM, write their checkpoints and end.
+    """
     if not missing:
         return []
     cores = usable_cores()
-    jobs = jobs or (1 if missing[0].settings.rollout.engine == "vllm" else cores)
+    if jobs is None:
+        # Runs with vLLM would start servers side by side.
+        jobs = 1 if missing[0].settings.rollout.engine == "vllm" else cores
     print(f"{len(missing)} runs to make, {jobs} at a time", flush=True)
-    waiting, active, failed = list(missing), dict[subprocess.Popen[bytes], Run](), list[Run]()
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    waiting = list(missing)
+    active: dict[subprocess.Popen[bytes], Run] = {}
+    failed: list[Run] = []
+    handler = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         while waiting or active:
             while waiting and len(active) < jobs:
@@ -100,28 +117,25 @@ def run_missing(missing: Sequence[Run], jobs: int | None) -> list[Run]:
             time.sleep(0.2)
             for process in [process for process in active if process.poll() is not None]:
                 run = active.pop(process)
-                failed += [] if run.is_finished() else [run]
                 if run.is_finished():
-                    shutil.rmtree(
-                        run.path / "weights" / "final"
-                    )  # hundreds of runs would fill the disk
-                outcome = (
-                    "finished"
-                    if run.is_finished()
-                    else f"failed, see {run.path}.log; the same command tries again"
-                )
-                print(f"{run.path.name}: {outcome}", flush=True)
+                    # Hundreds of runs would fill the disk.
+                    shutil.rmtree(run.path / "weights" / "final")
+                    print(f"{run.path.name}: finished", flush=True)
+                else:
+                    failed.append(run)
+                    advice = f"see {run.path}.log; the same command tries again"
+                    print(f"{run.path.name}: failed, {advice}", flush=True)
     finally:
         for process in active:
             process.terminate()
         for process in active:
             process.wait()
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, handler)
     return failed
 
 
 def start_run(run: Run, threads: int) -> subprocess.Popen[bytes]:
-    """Start `lagrpo train` in its own session, so that Ctrl-C reaches it only through the study."""
+    """Starts `lagrpo train` in its own session: Ctrl-C reaches it only through the study."""
     write_atomically(Path(f"{run.path}.toml"), to_toml(run.settings))
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
     command = [sys.executable, "-m", "lagrpo", "train", f"{run.path}.toml", "--resume", "auto"]

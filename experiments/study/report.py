@@ -1,4 +1,4 @@
-"""The report of a study: report.md with tables of claims and cells, report.json with every number, curves.png."""
+"""The report of a study: tables in report.md, every number in report.json, curves.png."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING
 
 from lagrpo.runs.files import to_json, write_atomically
 from lagrpo.runs.plots import INK, plain_axes
@@ -16,6 +16,11 @@ from .measures import RunResult, measure, metrics_of, smoothed
 from .spec import Claim, Study
 from .statistics import Cell, Interval, Values, Verdict
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# After Okabe and Ito: distinct with any color vision.
 COLORS = (
     "#0072B2",
     "#D55E00",
@@ -25,14 +30,14 @@ COLORS = (
     "#56B4E9",
     "#CC79A7",
     "#222222",
-)  # Okabe and Ito
+)
 STYLES = ("-", "--", ":", "-.")
 Results = Mapping[tuple[Cell, int], RunResult]
 Verdicts = Sequence[tuple[Claim, Verdict]]
 
 
 def write_report(study: Study, results: Results, directory: Path) -> None:
-    """Write the report into the directory and print the verdicts."""
+    """Writes the report into the directory and prints the verdicts."""
     texts = dict.fromkeys([*study.measures, *(claim.measure for claim in study.claims)])
     values = {
         text: {key: measure(text, run, study.smooth) for key, run in results.items()}
@@ -52,26 +57,34 @@ def write_report(study: Study, results: Results, directory: Path) -> None:
 
 
 def load_results(file: Path, study: Study) -> dict[tuple[Cell, int], RunResult]:
-    """The runs of the study's cells and seeds in a report.json, by label: their settings are not compared."""
-    found = {}
+    """The runs of the study's cells and seeds in a report.json.
+
+    They are found by their labels; their settings are not compared.
+    """
+    results = {}
     for run in json.loads(file.read_text(encoding="utf-8"))["runs"]:
-        cell, curves = tuple(run["cell"].get(axis, "") for axis in study.grid), run["curves"]
-        if cell in study.cells and run["seed"] in study.seeds:
-            lines = [
-                dict(zip(curves, batch, strict=True))
-                for batch in zip(*curves.values(), strict=True)
-            ]
-            found[cell, run["seed"]] = RunResult(lines, run["evaluations"], run["where"])
-    return found
+        cell = tuple(run["cell"].get(axis, "") for axis in study.grid)
+        if cell not in study.cells or run["seed"] not in study.seeds:
+            continue
+        curves = run["curves"]
+        lines = [
+            dict(zip(curves, batch, strict=True)) for batch in zip(*curves.values(), strict=True)
+        ]
+        results[cell, run["seed"]] = RunResult(lines, run["evaluations"], run["where"])
+    return results
 
 
-def draw_curves(study: Study, results: Results) -> Any:
-    """A row of panels per metric, with a panel per label of the last axis if there are several; a line is the mean of a
-    cell's seeds, its shade their range."""
+def draw_curves(study: Study, results: Results) -> Figure:
+    """Draws a row of panels per metric.
+
+    A row has a panel per label of the last axis if there are several axes.
+
+    A line is the mean of a cell's seeds, its shade their range.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    panels = [*list(study.grid.values())[-1]] if len(study.grid) > 1 else [""]
+    panels = list(list(study.grid.values())[-1]) if len(study.grid) > 1 else [""]
     figure = Figure(
         figsize=(max(7.0, 4.6 * len(panels)), 3.6 * len(study.curves)), layout="constrained"
     )
@@ -81,58 +94,60 @@ def draw_curves(study: Study, results: Results) -> Any:
         for label, axes in zip(panels, row, strict=True):
             plain_axes(axes)
             axes.set_title(label, loc="left", fontsize=10, fontweight="bold", color=INK)
-            for number, cell in enumerate(
-                cell for cell in study.cells if not label or cell[-1] == label
-            ):
-                curves = [run.curve(metric) for (of, _), run in results.items() if of == cell]
-                numbers = [
-                    [float("nan") if value is None else value for value in curve]
-                    for curve in curves
-                ]
-                columns = list(
-                    zip(*(smoothed(curve, study.smooth) for curve in numbers), strict=False)
-                )
-                color, style, x = (
-                    COLORS[number % 8],
-                    STYLES[number // 8 % 4],
-                    range(1, len(columns) + 1),
-                )
+            panel_cells = [cell for cell in study.cells if not label or cell[-1] == label]
+            for number, cell in enumerate(panel_cells):
+                curves = [run.curve(metric) for (key, _), run in results.items() if key == cell]
                 name = ", ".join(cell[:-1] if label else cell)
-                axes.plot(
-                    x, [*map(fmean, columns)], color=color, linestyle=style, lw=1.8, label=name
-                )
-                axes.fill_between(
-                    x, [*map(min, columns)], [*map(max, columns)], color=color, alpha=0.12, lw=0
-                )
+                _draw_cell(axes, curves, study.smooth, number, name)
         row[0].set_ylabel(f"{metric}, mean of {study.smooth} batches", color=INK, fontsize=9)
     lines, names = rows[0][0].get_legend_handles_labels()
     figure.legend(lines, names, loc="outside lower center", fontsize=8, frameon=False, ncols=3)
     return figure
 
 
+def _draw_cell(
+    axes: Axes, curves: Sequence[Sequence[float | None]], smooth: int, number: int, name: str
+) -> None:
+    """Draws the mean and the range of a cell's seeds. `number` chooses color and style."""
+    numbers = [[float("nan") if value is None else value for value in curve] for curve in curves]
+    smoothed_curves = [smoothed(curve, smooth) for curve in numbers]
+    # By batch, up to the end of the shortest curve.
+    columns = list(zip(*smoothed_curves, strict=False))
+    lowest = [min(column) for column in columns]
+    means = [fmean(column) for column in columns]
+    highest = [max(column) for column in columns]
+    batches = range(1, len(columns) + 1)
+    color = COLORS[number % len(COLORS)]
+    style = STYLES[number // len(COLORS) % len(STYLES)]
+    axes.plot(batches, means, color=color, linestyle=style, lw=1.8, label=name)
+    axes.fill_between(batches, lowest, highest, color=color, alpha=0.12, lw=0)
+
+
 def _json(study: Study, results: Results, values: Mapping[str, Values], verdicts: Verdicts) -> str:
     """The claims, and a line for each run with its measures and what they are computed from."""
-    claims, lines = [], []
-    for claim, (outcome, found) in verdicts:
-        difference = found and {"mean": found.mean, "half_width": found.half, "seeds": found.n}
-        claims.append(
-            claim.model_dump(exclude_none=True) | {"verdict": outcome, "difference": difference}
-        )
+    claims = []
+    for claim, (outcome, interval) in verdicts:
+        difference = None
+        if interval is not None:
+            difference = {
+                "mean": interval.mean,
+                "half_width": interval.half,
+                "seeds": interval.n,
+            }
+        claim_fields = claim.model_dump(exclude_none=True)
+        claims.append(claim_fields | {"verdict": outcome, "difference": difference})
     names = dict.fromkeys([*study.curves, *(name for text in values for name in metrics_of(text))])
+    lines = []
     for (cell, seed), run in results.items():
-        labels, measures = (
-            dict(zip(study.grid, cell, strict=True)),
-            {text: values[text][cell, seed] for text in values},
-        )
-        curves = {name: run.curve(name) for name in names}
         line = {
-            "cell": labels,
+            "cell": dict(zip(study.grid, cell, strict=True)),
             "seed": seed,
-            "measures": measures,
+            "measures": {text: values[text][cell, seed] for text in values},
             "where": run.where,
-            "curves": curves,
+            "curves": {name: run.curve(name) for name in names},
+            "evaluations": run.evaluations,
         }
-        lines.append(to_json(line | {"evaluations": run.evaluations}))
+        lines.append(to_json(line))
     head = to_json({"title": study.title, "claims": claims})
     return f'{head[:-1]}, "runs": [\n' + ",\n".join(lines) + "\n]}\n"
 
@@ -140,62 +155,67 @@ def _json(study: Study, results: Results, values: Mapping[str, Values], verdicts
 def _markdown(
     study: Study, results: Results, values: Mapping[str, Values], verdicts: Verdicts
 ) -> str:
-    about = (
-        f"{len(results)} of {len(study.cells) * len(study.seeds)} runs. Values are means over the seeds ± half their "
-        "95 % intervals (Student's t)."
-    )
-    claims = [["claim", "tested as", "difference", "verdict"]]
-    for claim, (outcome, found) in verdicts:
-        tested = f"{claim.measure}: {claim.claim}" + (
-            f", margin {claim.margin:g}" if claim.margin else ""
-        )
-        says = claim.says + (f" ({claim.source})" if claim.source else "")
-        n = found.n if found else 0
-        claims.append(
-            [says, tested, format_interval(claim.measure, found), f"{outcome}, {n} seeds"]
-        )
-    cells = [[*study.grid, "seeds", *study.measures]]
-    for cell in study.cells:
-        seeds = [seed for of, seed in results if of == cell]
-        known = (
-            [v for seed in seeds if (v := values[text][cell, seed]) is not None]
-            for text in study.measures
-        )
-        intervals = (Interval.of(numbers) if numbers else None for numbers in known)
-        cells.append([*cell, str(len(seeds)), *map(format_interval, study.measures, intervals)])
-    where = Counter(
-        ", ".join(f"{k} {v}" for k, v in run.where.items() if v is not None)
-        for run in results.values()
-    )
+    runs = f"{len(results)} of {len(study.cells) * len(study.seeds)} runs."
     parts = [
         f"# {study.title}",
         study.note.strip(),
-        about,
+        f"{runs} Values are means over the seeds ± half their 95 % intervals (Student's t).",
         "## Claims",
-        _table(claims),
+        _table(_claim_rows(verdicts)),
         "## Results",
-        _table(cells),
+        _table(_cell_rows(study, results, values)),
     ]
-    parts += ["![curves](curves.png)"] if results and study.curves else []
-    return (
-        "\n\n".join([*parts, "\n".join(f"- {n} runs: {what}" for what, n in where.most_common())])
-        + "\n"
+    if results and study.curves:
+        parts.append("![curves](curves.png)")
+    machines = Counter(
+        ", ".join(f"{name} {value}" for name, value in run.where.items() if value is not None)
+        for run in results.values()
     )
+    parts.append("\n".join(f"- {n} runs: {machine}" for machine, n in machines.most_common()))
+    return "\n\n".join(parts) + "\n"
 
 
-def format_interval(text: str, found: Interval | None) -> str:
-    """A value of a measure; shares such as pass@1 in percent."""
-    if found is None:
+def _claim_rows(verdicts: Verdicts) -> list[list[str]]:
+    rows = [["claim", "tested as", "difference", "verdict"]]
+    for claim, (outcome, interval) in verdicts:
+        says = claim.says
+        if claim.source:
+            says += f" ({claim.source})"
+        test = f"{claim.measure}: {claim.claim}"
+        if claim.margin:
+            test += f", margin {claim.margin:g}"
+        seeds = interval.n if interval else 0
+        difference = format_interval(claim.measure, interval)
+        rows.append([says, test, difference, f"{outcome}, {seeds} seeds"])
+    return rows
+
+
+def _cell_rows(study: Study, results: Results, values: Mapping[str, Values]) -> list[list[str]]:
+    rows = [[*study.grid, "seeds", *study.measures]]
+    for cell in study.cells:
+        seeds = [seed for key, seed in results if key == cell]
+        row = [*cell, str(len(seeds))]
+        for text in study.measures:
+            seed_values = [values[text][cell, seed] for seed in seeds]
+            numbers = [value for value in seed_values if value is not None]
+            row.append(format_interval(text, Interval.of(numbers) if numbers else None))
+        rows.append(row)
+    return rows
+
+
+def format_interval(text: str, interval: Interval | None) -> str:
+    """A value of a measure. Shares such as pass@1 are in percent."""
+    if interval is None:
         return "–"
-    share = text.rpartition(".")[2].startswith(("pass@", "accuracy"))
-    digits = 1 if share or abs(found.mean) >= 10 else 3
-    scale, unit = (100, " %") if share else (1, "")
-    half = "" if found.half is None else f" ± {scale * found.half:.{digits}f}"
-    return f"{scale * found.mean:.{digits}f}{half}{unit}"
+    is_share = text.rpartition(".")[2].startswith(("pass@", "accuracy"))
+    digits = 1 if is_share or abs(interval.mean) >= 10 else 3
+    scale = 100 if is_share else 1
+    unit = " %" if is_share else ""
+    half = "" if interval.half is None else f" ± {scale * interval.half:.{digits}f}"
+    return f"{scale * interval.mean:.{digits}f}{half}{unit}"
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
-    head, *rest = [
-        "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows
-    ]
-    return "\n".join([head, "|---" * len(rows[0]) + "|", *rest])
+    lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+    head, *body = lines
+    return "\n".join([head, "|---" * len(rows[0]) + "|", *body])

@@ -1,8 +1,11 @@
-"""A study file, such as those in experiments/papers, and its runs. A cell is one label of each axis of the grid; a run
-is a cell with a seed."""
+"""Study files, such as those in experiments/papers, and their runs.
+
+A cell is one label of each axis of the grid; a run is a cell with a seed.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -23,12 +26,16 @@ from .measures import BOUNDS, metrics_of
 from .statistics import Cell, Values, Verdict, judge, paired_differences, parse_claim
 
 Sections = dict[str, dict[str, Any]]
-DEFAULTS = {"checkpoint": {"save_total_limit": 0}}  # unless the study says otherwise
+# Settings of all runs, unless the study sets them.
+DEFAULTS = {"checkpoint": {"save_total_limit": 0}}
 
 
 class Claim(Section):
-    """`claim` is LEFT > RIGHT, with >, >=, <, <= or ~ (as good as). A side is a number or labels joined by &. `margin`
-    is how much more (>, <), or at most worse (>=, <=) or different (~)."""
+    """A comparison that a study tests.
+
+    `claim` is LEFT > RIGHT, with >, >=, <, <= or ~ (as good as). A side is a number or labels
+    joined by &. `margin` is how much more (>, <), or at most worse (>=, <=) or different (~).
+    """
 
     says: str
     claim: str
@@ -38,8 +45,12 @@ class Claim(Section):
 
 
 class Study(Section):
-    """`settings` is the file that all runs begin with, `set` adds to it, and `grid` has axis -> label -> settings.
-    `curves` are the metrics drawn by batch, smoothed over `smooth` batches like the measures peak, end and fall."""
+    """A study file.
+
+    `settings` is the file that all runs begin with, `set` adds to it, and `grid` has axis -> label
+    -> settings. `curves` are the metrics drawn by batch. They are smoothed over `smooth` batches,
+    like the measures peak, end and fall.
+    """
 
     title: str
     settings: str
@@ -55,23 +66,26 @@ class Study(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Study:
-        labels = [label for axis in self.grid.values() for label in axis]
-        for what, values in {"seeds": self.seeds, "grid": labels, "run names": self.names}.items():
-            if twice := [value for value in values if values.count(value) > 1]:
-                raise ValueError(f"{what}: {twice[0]!r} occurs twice")
+        _reject_repeats("seeds", self.seeds)
+        _reject_repeats("grid", [label for axis in self.grid.values() for label in axis])
+        _reject_repeats("run names", self.names)
         for claim in self.claims:
             parse_claim(claim.claim, self.grid)
         measures = [*self.measures, *(claim.measure for claim in self.claims)]
-        for name in [*self.curves, *(name for measure in measures for name in metrics_of(measure))]:
-            known = [known for metrics in describe_metrics([name]).values() for known in metrics]
-            if name not in {*BOUNDS, *known}:
+        read_metrics = [name for measure in measures for name in metrics_of(measure)]
+        for name in [*self.curves, *read_metrics]:
+            families = describe_metrics([name]).values()
+            known_names = [metric for metrics in families for metric in metrics]
+            if name not in {*BOUNDS, *known_names}:
                 raise ValueError(
-                    f"there is no metric {name!r}.{suggest(name, known)} docs/metrics.md lists all"
+                    f"there is no metric {name!r}.{suggest(name, known_names)} "
+                    "docs/metrics.md lists all"
                 )
         return self
 
     @property
     def cells(self) -> list[Cell]:
+        """All combinations of labels, in the order of the grid."""
         return list(product(*self.grid.values()))
 
     @property
@@ -82,11 +96,16 @@ class Study(Section):
 
     def verdict(self, claim: Claim, values: Values) -> Verdict:
         comparison = parse_claim(claim.claim, self.grid)
-        return judge(
-            [*paired_differences(comparison, values, [*self.grid]).values()],
-            comparison[1],
-            claim.margin,
-        )
+        differences = paired_differences(comparison, values, list(self.grid))
+        _, relation, _ = comparison
+        return judge(list(differences.values()), relation, claim.margin)
+
+
+def _reject_repeats(name: str, values: Sequence[object]) -> None:
+    """Raises ValueError if a value occurs twice."""
+    repeated = [value for value in values if values.count(value) > 1]
+    if repeated:
+        raise ValueError(f"{name}: {repeated[0]!r} occurs twice")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,31 +118,37 @@ class Run:
     path: Path
 
     def is_finished(self) -> bool:
-        """Whether the run has all its batches and its last evaluation."""
-        batches = self.settings.schedule.batches
-        if not (self.path / "config.toml").is_file() or len(load_metrics(self.path)) < batches:
+        """True if the run has all its batches and its last evaluation."""
+        if not (self.path / "config.toml").is_file():
             return False
-        evaluated = any(summary["name"] == "after" for summary in load_evaluations(self.path))
-        return evaluated or not self.settings.eval.at_start
+        if len(load_metrics(self.path)) < self.settings.schedule.batches:
+            return False
+        if not self.settings.eval.at_start:
+            return True
+        return any(summary["name"] == "after" for summary in load_evaluations(self.path))
 
 
 def load_study(file: Path, directory: Path) -> tuple[Study, list[Run]]:
-    """A study and all its runs, seed by seed. Raises SettingsError for a file that is not a study, for settings that
-    cannot run, and for settings that differ from those of a run that exists."""
+    """A study and all its runs, seed by seed.
+
+    Raises SettingsError for a file that is not a study, for settings that cannot run, and for
+    settings that differ from those of a run that exists.
+    """
     study = validate(read_toml(file), {}, str(file), Study)
-    base, runs = merged(DEFAULTS, read_toml(file.parent / study.settings)), list[Run]()
-    for seed, (cell, prefix) in product(
-        study.seeds, list(zip(study.cells, study.names, strict=True))
-    ):
-        name, values = f"{prefix}-seed{seed}".lstrip("-"), base
-        labels = (study.grid[axis][label] for axis, label in zip(study.grid, cell, strict=True))
-        for sections in (study.set, *labels):
-            values = merged(values, sections)
-        own = {"output_dir": str(directory), "name": name, "seed": seed}
-        settings = validate(merged(values, {"run": own}), {}, f"{file}, run {name}", Settings)
-        try:
-            check_settings(settings, resume="auto")
-        except SettingsError as error:
-            raise SettingsError(f"run {name}: {error}") from error
-        runs.append(Run(cell, seed, settings, directory / name))
+    base = merged(DEFAULTS, read_toml(file.parent / study.settings))
+    runs: list[Run] = []
+    for seed in study.seeds:
+        for cell, cell_name in zip(study.cells, study.names, strict=True):
+            name = f"{cell_name}-seed{seed}".lstrip("-")
+            values = merged(base, study.set)
+            for axis, label in zip(study.grid, cell, strict=True):
+                values = merged(values, study.grid[axis][label])
+            run_section = {"output_dir": str(directory), "name": name, "seed": seed}
+            values = merged(values, {"run": run_section})
+            settings = validate(values, {}, f"{file}, run {name}", Settings)
+            try:
+                check_settings(settings, resume="auto")
+            except SettingsError as error:
+                raise SettingsError(f"run {name}: {error}") from error
+            runs.append(Run(cell, seed, settings, directory / name))
     return study, runs

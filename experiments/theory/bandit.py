@@ -1,14 +1,14 @@
 """Bandits that tell the variants apart: three arms, the best of them rarely drawn.
 
-The first has the set-up of Yao et al. (arXiv 2509.24203): rewards (0, .8, 1), a behavior policy alpha = (.3, .6, .1)
-that favors the second-best arm, a softmax policy that starts at alpha, the exact expected gradient at learning rate 1.
-Either alpha never changes, or it becomes pi every 100 steps. What to expect: without a sync REINFORCE ends on arm 2 (J
-= .8) and a clip stops near alpha; a wide clip, OPMD, AsymRE and RED-Weight go further; with syncs all but REINFORCE
-find arm 3.
+The first has the setup of Yao et al. (arXiv 2509.24203): rewards (0, .8, 1), a behavior policy
+alpha = (.3, .6, .1) that favors the second-best arm, a softmax policy that starts at alpha, the
+exact expected gradient at learning rate 1. Either alpha never changes, or it becomes pi every 100
+steps. Without a sync REINFORCE ends on arm 2 (J = .8) and a clip stops near alpha; a wide clip,
+OPMD, AsymRE and RED-Weight go further. With syncs all but REINFORCE find arm 3.
 
-The second tells the masks apart: pi starts away from alpha, worse than it or better. Out of its range two-side does
-not move at all, for better or worse; one-side goes where the advantage points until it has left its range on that
-side; ring does so only from inside or from far out.
+The second tells the masks apart: pi starts away from alpha, worse than it or better. Out of its
+range two-side does not move at all, for better or worse; one-side goes where the advantage points
+until it has left its range on that side; ring does so only from inside or from far out.
 
 The tables: `python experiments/bandit.py`.
 """
@@ -34,11 +34,13 @@ def arms(*values: float) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-ALPHA, REWARD = arms(0.3, 0.6, 0.1), arms(0.0, 0.8, 1.0)
+ALPHA = arms(0.3, 0.6, 0.1)
+REWARD = arms(0.0, 0.8, 1.0)
 STARTS = {
     "worse": (arms(0.1, 0.3, 0.6), arms(0.4, 0.5, 0.1)),
     "better": (ALPHA, arms(0.1, 0.1, 0.8)),
-}  # alpha, pi
+}
+"""alpha and the first pi."""
 
 METHODS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "REINFORCE": ("reinforce", {}),
@@ -57,10 +59,14 @@ MASKS = ["reinforce"] + [
 
 
 def advantage(recipe: Recipe, alpha: Tensor) -> Tensor:
-    """A of each arm by the exact statistics of alpha: r - J(alpha), over the standard deviation where normalized."""
+    """A of each arm by the exact statistics of alpha.
+
+    r - J(alpha), divided by the standard deviation if the recipe normalizes.
+    """
     centered = REWARD - (alpha * REWARD).sum()
-    is_normalized = recipe.advantage.function is normalized
-    return centered / sigma(alpha, REWARD, recipe.eps_std) if is_normalized else centered
+    if recipe.advantage.function is normalized:
+        return centered / sigma(alpha, REWARD, recipe.eps_std)
+    return centered
 
 
 def run(
@@ -71,21 +77,30 @@ def run(
     starts: Sequence[Tensor] = (ALPHA,),
     lr: float = 1.0,
 ) -> list[list[float]]:
-    """J(pi) before the first step and after each, of as many bandits as the longest argument names: the steps between
-    two syncs (None: never), alpha and the first pi of each. They know nothing of each other; side by side they take
-    the time of one. An arm is a completion of one token, weighted by alpha."""
+    """J(pi) before the first step and after each, of several bandits: [bandits][steps + 1].
+
+    `syncs` are the steps between two syncs (None: never), `alphas` the behavior policies, `starts`
+    the first pi. There are as many bandits as the longest argument has entries; shorter ones are
+    repeated. Bandits do not affect each other: side by side they take the time of one. An arm is a
+    completion of one token, weighted by alpha.
+    """
     count = max(len(syncs), len(alphas), len(starts))
-    syncs = [*syncs] * (count // len(syncs))
-    alpha, start = (torch.stack([*rows] * (count // len(rows))) for rows in (alphas, starts))
-    logits, completion_T = start.log(), torch.arange(alpha.numel())
-    path, due = [logits], True
+    syncs = list(syncs) * (count // len(syncs))
+    alpha = torch.stack(list(alphas) * (count // len(alphas)))  # [bandits, arms]
+    logits = torch.stack(list(starts) * (count // len(starts))).log()  # [bandits, arms]
+    completion_T = torch.arange(alpha.numel())
+    path = [logits]
+    # Log-probs and advantages depend on alpha alone, so they are computed after a sync.
+    alpha_changed = True
     for step in range(steps):
         for row, every in enumerate(syncs):
             if every and step % every == 0:
-                alpha[row], due = torch.softmax(logits[row], dim=0), True
-        if due:
+                alpha[row] = torch.softmax(logits[row], dim=0)
+                alpha_changed = True
+        if alpha_changed:
             log_alpha = alpha.log().flatten()
-            advantage_T, due = torch.cat([advantage(recipe, row) for row in alpha]), False
+            advantage_T = torch.cat([advantage(recipe, row) for row in alpha])
+            alpha_changed = False
         logits = logits.detach().requires_grad_()
         logp_T = torch.log_softmax(logits, dim=1).flatten()
         terms = LossInputs(logp_T, log_alpha, None, None, completion_T, advantage_T)
@@ -107,7 +122,7 @@ def curves(steps: int = 4000) -> Curves:
 
 
 def table(results: Curves) -> str:
-    """J to three decimals, by method: at the end without syncs; at step 500 and at the end with them."""
+    """J by method: at the end without syncs; at step 500 and at the end with syncs."""
     never, synced = results.values()
     lines = [f"{'':24}{'never synced':>14}{'synced, 500':>14}{'synced, end':>14}"]
     for label in METHODS:

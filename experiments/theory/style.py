@@ -1,4 +1,4 @@
-"""How the figures look: colors and axes."""
+"""Colors and axes of the figures."""
 
 from __future__ import annotations
 
@@ -9,13 +9,23 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # After Okabe and Ito: distinct with any color vision, and in gray.
-BLUE, SKY, GREEN, ORANGE, VERMILLION = "#0072B2", "#56B4E9", "#009E73", "#E69F00", "#D55E00"
-PURPLE, MAUVE = "#8E4585", "#CC79A7"
-INK, FAINT, GRID = "#222222", "#9a9a9a", "#ececec"
+BLUE = "#0072B2"
+SKY = "#56B4E9"
+GREEN = "#009E73"
+ORANGE = "#E69F00"
+VERMILLION = "#D55E00"
+PURPLE = "#8E4585"
+MAUVE = "#CC79A7"
+INK = "#222222"
+FAINT = "#9a9a9a"
+GRID = "#ececec"
 
 
 def canvas(width: float, height: float) -> Figure:
-    """An empty figure of this size in inches, made with matplotlib's objects: no global state, no window."""
+    """An empty figure of this size in inches.
+
+    It is made from matplotlib's objects, without global state or a window.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -25,7 +35,7 @@ def canvas(width: float, height: float) -> Figure:
 
 
 def plain(axes: Axes, title: str, x: str, y: str) -> None:
-    """Two spines, a light grid, a title on the left, and the names of what is drawn."""
+    """Gives axes two spines, a light grid, a title on the left, and labels."""
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     for side in ("left", "bottom"):

@@ -342,7 +342,7 @@ def view(
         for run in runs:
             show(run, batch)
     else:
-        pages.view(runs, out, completions, open, port if serve else None)
+        pages.view(runs, out, completions, opens=open, port=port if serve else None)
 
 
 def add_verify_arguments(parser: CommandParser) -> None:

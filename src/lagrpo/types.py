@@ -17,6 +17,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 # Only for annotations: reward workers import this module and must start fast.
@@ -26,6 +27,12 @@ if TYPE_CHECKING:
 
     import torch
 
+
+JsonObject = dict[str, Any]
+"""An object as `json` reads and writes it, or a row of a Parquet file."""
+
+JsonView = Mapping[str, Any]
+"""Such an object, where it is only read."""
 
 THOUGHT_END = re.compile(r"</[\w:]*(?:think|thought|reason)\w*>|\[/THINK\]")
 """The end of an assistant's thinking: </think>, </thought>, </seed:think>, [/THINK] …"""
@@ -43,7 +50,7 @@ class Prompt:
     """the reference answer for rewards: a value that JSON can hold"""
     token_ids: tuple[int, ...] = ()
     """the rendered prompt; empty until it is tokenized"""
-    asked: tuple[Mapping[str, str], ...] = ()
+    task_messages: tuple[Mapping[str, str], ...] = ()
     """the task's messages, if an environment opens with other ones"""
     row: Mapping[str, Any] | None = None
     """the row of the data, with the task's prompt as "prompt": a text, or messages"""
@@ -54,7 +61,42 @@ class Prompt:
     """the row's file and line: data.jsonl, line 3, for example"""
 
 
-Kind = Literal["scored", "unscored", "failed"]
+class OutcomeKind(StrEnum):
+    """What became of a completion, as the column `outcome` has it."""
+
+    SCORED = "scored"
+    """it has a reward"""
+    UNSCORED = "unscored"
+    """its answer could not be scored"""
+    FAILED = "failed"
+    """the sampler died"""
+
+
+class ExcludedReason(StrEnum):
+    """Why a completion is not in the objective, as the column `excluded_reason` has it."""
+
+    NOT_EXCLUDED = ""
+    ZERO_VARIANCE = "zero_variance"
+    """all rewards of its group are equal, and the recipe masks such groups"""
+    UNSCORED = "unscored"
+    FAILED = "failed"
+
+
+class SyncReason(StrEnum):
+    """Why the sampler gets new weights before a batch, as events.jsonl has it."""
+
+    NOT_DUE = ""
+    """it does not get them"""
+    START = "start"
+    """the initial policy, before the first batch"""
+    SCHEDULE = "schedule"
+    """line 8 of Algorithm 1, or a constant lag"""
+    BUDGET = "budget"
+    """the estimated KL passed its limit"""
+    CAP = "cap"
+    """the most batches between two syncs have passed, and the KL budget is not spent"""
+
+
 Range = tuple[float, float]
 """The smallest and the largest reward of a task."""
 
@@ -70,7 +112,7 @@ class Outcome:
     Only scored completions enter group statistics and the loss; a failure is never a reward of 0.
     """
 
-    kind: Kind
+    kind: OutcomeKind
     reward: float | None = None
     reason: str = ""
     parts: Mapping[str, float | None] = field(default_factory=dict, hash=False)
@@ -80,15 +122,15 @@ class Outcome:
 
     @staticmethod
     def scored(reward: float) -> Outcome:
-        return Outcome("scored", reward=reward)
+        return Outcome(OutcomeKind.SCORED, reward=reward)
 
     @staticmethod
     def unscored(reason: str) -> Outcome:
-        return Outcome("unscored", reason=reason)
+        return Outcome(OutcomeKind.UNSCORED, reason=reason)
 
     @staticmethod
     def failed(reason: str) -> Outcome:
-        return Outcome("failed", reason=reason)
+        return Outcome(OutcomeKind.FAILED, reason=reason)
 
 
 def is_correct(reward: float, reward_range: Range, decided: bool | None = None) -> bool:
@@ -160,7 +202,7 @@ class Completion:
     @property
     def is_scored(self) -> bool:
         """True if it has a reward, so that it enters group statistics and the loss."""
-        return self.outcome is not None and self.outcome.kind == "scored"
+        return self.outcome is not None and self.outcome.kind == OutcomeKind.SCORED
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,9 +28,9 @@ def test_changed_metrics_are_found_in_their_line(run):
     rewrite_metrics(run, add_an_eighth)
     differences = verify_run(run, 1).differences
     assert {difference.where for difference in differences} == {"metrics.jsonl, line 2 (step 2)"}
-    assert sorted(difference.what for difference in differences) == sorted(names)
+    assert sorted(difference.name for difference in differences) == sorted(names)
     for difference in differences:
-        assert difference.found == pytest.approx((difference.expected or 0.0) + 0.125)
+        assert difference.recorded == pytest.approx((difference.expected or 0.0) + 0.125)
 
 
 @pytest.mark.parametrize(
@@ -109,5 +109,5 @@ def test_changed_metrics_of_an_evaluation_are_all_found(run):
     file.write_text(json.dumps(summary), encoding="utf-8")
 
     differences = verify_run(run, 1).differences
-    in_summary = {each.what for each in differences if each.where == "evaluations/before.json"}
+    in_summary = {each.name for each in differences if each.where == "evaluations/before.json"}
     assert in_summary == names

@@ -28,7 +28,7 @@ def test_flipped_token_is_found_at_its_row_and_position(run):
     first = find_differences(run, FIRST_STEP, "token_ids", recomputed=None)[0]
     assert first.where.startswith(f"{FIRST_STEP}, row 3 (prompt ")
     assert first.where.endswith(", token 2")
-    assert first.found == flipped
+    assert first.recorded == flipped
     assert first.expected == recorded
 
 
@@ -52,7 +52,7 @@ def test_changed_log_prob_is_found_at_its_row_and_position(
     (difference,) = find_differences(run, FIRST_STEP, column, recomputed=None)
     assert difference.where.startswith(f"{FIRST_STEP}, row 5 ")
     assert difference.where.endswith(", token 1")
-    assert difference.found == pytest.approx(recorded - change, abs=1e-6)  # a float32 column
+    assert difference.recorded == pytest.approx(recorded - change, abs=1e-6)  # a float32 column
     assert difference.expected == pytest.approx(recorded, abs=change / 2)
 
 
@@ -61,7 +61,7 @@ def test_changed_reward_contradicts_task_advantages_and_metrics(run):
     set_cell(run, row=2, column="reward", value=recorded + 0.25)
 
     (difference,) = find_differences(run, f"{FIRST_STEP}, row 2 ", "reward")
-    assert difference.found == recorded + 0.25
+    assert difference.recorded == recorded + 0.25
     assert difference.expected == recorded
     assert find_differences(run, FIRST_STEP, "advantage")
     assert find_differences(run, "metrics.jsonl", "reward")
@@ -105,13 +105,13 @@ def test_wrong_index_in_a_group_is_found(run):
     """A group has the samples 0 to 3, each once."""
     set_cell(run, row=2, column="sample_index", value=9)
     (difference,) = find_differences(run, FIRST_STEP, "completions")
-    assert difference.found == [0, 1, 9, 3]
+    assert difference.recorded == [0, 1, 9, 3]
 
 
 def test_missing_rollouts_of_a_step_are_found(run):
     (run / FIRST_STEP).unlink()
     difference = find_differences(run, FIRST_STEP, "groups, and generated ones")[0]
-    assert difference.found == "no file"
+    assert difference.recorded == "no file"
 
 
 def test_changed_policy_version_contradicts_schedule_and_log_probs(run):
@@ -120,7 +120,7 @@ def test_changed_policy_version_contradicts_schedule_and_log_probs(run):
     set_cell(run, row=4, column="policy_versions", value=[1] * len(versions))
 
     (difference,) = find_differences(run, f"{FIRST_STEP}, row 4 ", "policy_versions")
-    assert difference.found == 1
+    assert difference.recorded == 1
     assert difference.expected == 0
     # The log-probs are compared with those of version 1's weights, in this row alone.
     wrong_logps = find_differences(run, FIRST_STEP, "rollout_logprobs", recomputed=None)
@@ -137,7 +137,7 @@ def test_swapped_weights_are_found_in_the_steps_that_they_sampled(run):
     wrong_logps = Counter(
         difference.where.partition(",")[0]
         for difference in differences
-        if difference.what == "rollout_logprobs"
+        if difference.name == "rollout_logprobs"
     )
     # Version 0 sampled the first batch, version 1 the other two.
     assert wrong_logps[rollouts_file(1)] == 0

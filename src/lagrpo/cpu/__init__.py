@@ -1,1 +1,1 @@
-"""The C kernels of a CPU: how they are compiled, called, and put together to decoder layers. Imports no other room."""
+"""The C kernels of a CPU: compiled, called, and put together to decoder layers."""

@@ -1,11 +1,15 @@
 /* Shared-prefix attention along a packed row, forward and backward.
  *
- * Each query has one softmax over the keys of its prompt and its own segment together, key after key in the order of the
- * sequence. Neither the rows around a row nor the number of threads can change it. */
+ * Each query has one softmax over the keys of its prompt and its own segment together, key after key in the order
+ * of the sequence. Neither the rows around a row nor the number of threads can change it.
+ *
+ * In a row of scores, the prompt's P keys come first. The segment's own keys begin at even(P), where a pair of
+ * weights begins (attention.h). Shapes: rows of the packed row, Q queries of a block, d numbers of a head. */
 
 #include "attention.h"
 
-/* y[h][c][row] = x[row][h][c] in lanes: x [rows, heads, d], rows of y `stride` >= rows + LANES apart. */
+/* y[h][c][row] = x[row][h][c]: x [rows, heads, d lanes], y [heads, d lanes, stride] with stride >= rows + LANES.
+ * A TILE of rows at a time, so that the cache lines of x are used whole. */
 EXPORT void transpose(i64 rows, i64 heads, i64 d, const uint32_t *x, uint32_t *y, i64 stride) {
 #pragma omp parallel for schedule(static) collapse(2)
     for (i64 h = 0; h < heads; h++)
@@ -15,7 +19,8 @@ EXPORT void transpose(i64 rows, i64 heads, i64 d, const uint32_t *x, uint32_t *y
                     y[(h * d + c) * stride + row] = x[(row * heads + h) * d + c];
 }
 
-/* y[row] = the pairs of x[row] and x[row + 1], of the last row and 0: x bfloat16 and y lanes, [rows, width]. */
+/* y[row] = the pairs of x[row] and x[row + 1]; of the last row and 0. x bfloat16 [rows, width], y lanes [rows, width].
+ * A pair for every row, because a segment may begin at any row. */
 EXPORT void pair_rows(i64 rows, i64 width, const uint16_t *x, uint32_t *y) {
 #pragma omp parallel for schedule(static)
     for (i64 row = 0; row < rows; row++)
@@ -23,18 +28,21 @@ EXPORT void pair_rows(i64 rows, i64 width, const uint16_t *x, uint32_t *y) {
             y[row * width + c] = x[row * width + c] | (row + 1 < rows ? (uint32_t)x[(row + 1) * width + c] << 16 : 0);
 }
 
-/* The QUERIES or fewer queries number `block` .. of a segment and a key head: token after token, and within a token the
- * `repeats` query heads of the key head. keys: how many of the segment's own keys each attends to; own: the most of
- * these. */
+/* A block of up to QUERIES queries of a segment that share a key head. */
 typedef struct {
-    int nq;
-    i64 row[QUERIES], head[QUERIES], keys[QUERIES], own;
+    int nq;            /* the number of queries */
+    i64 row[QUERIES];  /* of each query: its row, */
+    i64 head[QUERIES]; /* its query head, */
+    i64 keys[QUERIES]; /* and how many of the segment's own keys it attends to */
+    i64 own;           /* the largest of these, which is the last */
 } Queries;
 
+/* The queries from number `block` on: token after token, and within a token the `repeats` query heads of the key
+ * head. */
 INLINE Queries queries_of(const Segment *s, i64 block, i64 repeats, i64 kv_head) {
     Queries q = {.nq = 0};
     for (i64 f = block; f < s->length * repeats && q.nq < QUERIES; f++, q.nq++) {
-        i64 t = f / repeats;
+        i64 t = f / repeats; /* the token in the segment */
         q.row[q.nq] = s->first + t;
         q.head[q.nq] = kv_head * repeats + f % repeats;
         q.keys[q.nq] = q.own = t + 1;
@@ -42,6 +50,7 @@ INLINE Queries queries_of(const Segment *s, i64 block, i64 repeats, i64 kv_head)
     return q;
 }
 
+/* The tokens of the longest prompt and segment. */
 static i64 longest_of(const Segment *segments, i64 n) {
     i64 longest = 0;
     for (i64 i = 0; i < n; i++)
@@ -54,19 +63,25 @@ static i64 longest_of(const Segment *segments, i64 n) {
 
 /* One block of queries of segment g and key head h. */
 INLINE void attend_block(Attention a, Segment g, i64 h, Queries b, Scratch t, int half) {
-    i64 dl = half ? a.d / 2 : a.d, width = a.kv_heads * a.d, step = half ? 2 * width : width;
-    i64 P = g.prefix_length, own = even(P), split = half ? own / 2 : own;
-    const float *kt = a.k_t + h * dl * a.stride, *v = a.v + h * a.d;
+    i64 dl = half ? a.d / 2 : a.d;           /* lanes of a head */
+    i64 width = a.kv_heads * a.d;            /* numbers of a row of keys or values */
+    i64 step = half ? 2 * width : width;     /* from a row, or a pair of rows, of values to the next one */
+    i64 P = g.prefix_length;
+    i64 own = even(P);                       /* where the own keys begin among the scores, */
+    i64 split = half ? own / 2 : own;        /* and, in lanes, among the weights */
+    const float *kt = a.k_t + h * dl * a.stride; /* [dl, stride] */
+    const float *v = a.v + h * a.d;
     for (int i = 0; i < b.nq; i++)
         memcpy(t.queries + i * dl, at(a.q, (b.row[i] * a.heads + b.head[i]) * a.d, half), dl * 4);
     Lanes prefix_keys = {kt + g.prefix_first, a.stride}, own_keys = {kt + g.first, a.stride};
     FOR_QUERIES(b.nq, products(Q, dl, t.queries, prefix_keys, P, t.scores, t.room, half);
                 products(Q, dl, t.queries, own_keys, b.own, t.scores + own, t.room, half))
-    float total[QUERIES];
+    float total[QUERIES]; /* sums of weights */
     for (int i = 0; i < b.nq; i++) {
         float *s = t.scores + i * t.room;
         if (P < own) s[P] = -INFINITY;
         a.lse[b.row[i] * a.heads + b.head[i]] = softmax(s, own + b.keys[i], a.scaling, total + i, half);
+        /* The other queries of the block see later keys, too: the weights for them are 0. */
         clear(s, own + b.keys[i], own + even(b.own), half);
     }
     memset(t.mix, 0, QUERIES * a.d * sizeof *t.mix);
@@ -99,6 +114,7 @@ EXPORT void attention(const Attention *a) {
 
 /* ---- backward ---- */
 
+/* `vectors` * W numbers of each sum. */
 INLINE void spread_tile(int nq, int vectors, Lanes p, Lanes x, i64 n, float *sums, i64 stride, int half) {
     vec xs[QUERIES][VECTORS];
     for (int a = 0; a < nq; a++)
@@ -114,16 +130,18 @@ INLINE void spread_tile(int nq, int vectors, Lanes p, Lanes x, i64 n, float *sum
     }
 }
 
-/* sums[key] += sum over queries of p[a][key] x[a], pairs of queries (half): p [., n] and x [., d] in lanes, sums [n, d]
- * float32 with rows `stride` apart. */
+/* sums[key] += sum over queries of p[a][key] x[a]. p [Q, n] and x [Q, d] in lanes along the queries: pairs of queries
+ * with `half`. sums float32 [n, d] with rows `stride` apart. */
 INLINE void spread(int nq, i64 d, Lanes p, const float *x, i64 n, float *sums, i64 stride, int half) {
-    i64 c = 0, rows = half ? (nq + 1) / 2 : nq;
+    i64 rows = half ? (nq + 1) / 2 : nq; /* of lanes */
+    i64 c = 0;
     for (; c + TILE <= d; c += TILE) spread_tile(rows, VECTORS, p, (Lanes){x + c, d}, n, sums + c, stride, half);
     for (; c < d; c += W) spread_tile(rows, 1, p, (Lanes){x + c, d}, n, sums + c, stride, half);
 }
 
-/* Rows of x, bfloat16 [nq, n] and `room` lanes apart, two by two as lanes [., n], `y_room` apart; a missing row is
- * zeros. float32: x itself. n up to the next multiple of W. */
+/* Rows of x, bfloat16 [Q, n] and `room` lanes apart, in pairs of rows: lanes [Q / 2, n], `y_room` apart. If Q is
+ * odd, the last row is paired with zeros. float32: x itself. Numbers up to the next multiple of W are read and
+ * written. */
 INLINE const float *two_by_two(int nq, i64 n, const float *x, i64 room, float *y, i64 y_room, int half) {
     if (!half) return x;
     for (int a = 0; a < nq; a += 2)
@@ -134,23 +152,38 @@ INLINE const float *two_by_two(int nq, i64 n, const float *x, i64 room, float *y
     return y;
 }
 
-/* Of one block of queries: weights p and their gradients ds, queries, gradients of their outputs and of themselves; and
- * room for the first four two by two. */
+/* Room of one thread, for a block of queries. Rows of keys are `room` numbers apart. free(p) frees all of it. */
 typedef struct {
-    float *p, *ds, *zip, *queries, *grads, *mix, *zip_d;
+    float *p, *ds;          /* [Q, keys]: weights, and the gradients of scores */
+    float *zip;             /* [Q / 2, keys]: one of these in pairs of queries */
+    float *queries, *grads; /* [Q, d]: queries, and the gradients of their outputs */
+    float *mix;             /* [Q, d]: the gradients of queries */
+    float *zip_d;           /* [Q / 2, d]: queries or grads in pairs of queries */
     i64 room;
 } BackwardScratch;
 
 static BackwardScratch backward_scratch_for(i64 tokens, i64 d) {
     i64 room = tokens + 2 * LANES, scores = QUERIES * room, heads = QUERIES * d;
     float *p = room_for(3 * scores + 4 * heads), *q = p + 3 * scores;
-    return (BackwardScratch){p, p + scores, p + 2 * scores, q, q + heads, q + 2 * heads, q + 3 * heads, room};
+    return (BackwardScratch){.p = p,
+                             .ds = p + scores,
+                             .zip = p + 2 * scores,
+                             .queries = q,
+                             .grads = q + heads,
+                             .mix = q + 2 * heads,
+                             .zip_d = q + 3 * heads,
+                             .room = room};
 }
 
-/* Query i of a block from its scores p and products ds = do . v: p = exp(s - lse) and ds = p (do . v - inner), in their
- * places, where inner = do . out. */
+/* The weights of one query and the gradients of its scores, over the keys. `p` has scores s and `ds` products do . v,
+ * where do is the gradient of the output. They become
+ *
+ *     p = exp(scaling s - lse)    and    ds = scaling p (do . v - do . out)
+ *
+ * The query's numbers begin at `from`. It sees P keys of the prompt and `keys` of its own segment; its block sees up to
+ * `own_keys` of these, for which the query's numbers become 0. */
 INLINE void weigh(AttentionBackward a, i64 from, i64 P, i64 keys, i64 own_keys, float *p, float *ds, int half) {
-    i64 own = even(P);
+    i64 own = even(P); /* where the own keys begin */
     vec total[PARTS] = {all(0)}, norm = all(a.lse[from / a.d]);
     FOR_PARTS(c, part, 0, a.d) total[part] += load(a.out, from + c, half) * load(a.grad_out, from + c, half);
     float inner = sum(total);
@@ -164,12 +197,20 @@ INLINE void weigh(AttentionBackward a, i64 from, i64 P, i64 keys, i64 own_keys, 
     clear(ds, own + keys, own + own_keys + LANES, half);
 }
 
-/* One block of queries of segment g and key head h. */
+/* One block of queries of segment g and key head h: adds to the gradients of keys and values. */
 INLINE void attend_backward_block(AttentionBackward a, Segment g, i64 h, Queries b, BackwardScratch t, int half) {
-    i64 dl = half ? a.d / 2 : a.d, width = a.kv_heads * a.d, step = half ? 2 * width : width, room = t.room, d = a.d;
-    i64 P = g.prefix_length, own = even(P), split = half ? own / 2 : own;
-    i64 before = g.prefix_first * width + h * d, first = g.first * width + h * d;
-    const float *kt = a.k_t + h * dl * a.stride, *vt = a.v_t + h * dl * a.stride, *weights, *x;
+    i64 d = a.d, room = t.room;
+    i64 dl = half ? d / 2 : d;           /* lanes of a head */
+    i64 width = a.kv_heads * d;          /* numbers of a row of keys or values */
+    i64 step = half ? 2 * width : width; /* from a row, or a pair of rows, of keys to the next one */
+    i64 P = g.prefix_length;
+    i64 own = even(P);                   /* where the own keys begin among the scores, */
+    i64 split = half ? own / 2 : own;    /* and, in lanes, among the gradients */
+    i64 before = g.prefix_first * width + h * d; /* where the keys of the prompt and the segment begin */
+    i64 first = g.first * width + h * d;
+    const float *kt = a.k_t + h * dl * a.stride; /* [dl, stride] */
+    const float *vt = a.v_t + h * dl * a.stride;
+    const float *weights, *x;
     for (int i = 0; i < b.nq; i++) {
         i64 from = (b.row[i] * a.heads + b.head[i]) * d;
         memcpy(t.queries + i * dl, at(a.q, from, half), dl * 4);
@@ -210,11 +251,13 @@ INLINE void attend_backward_group(AttentionBackward a, i64 group, i64 h, Backwar
 }
 
 /* One function per dtype: GCC takes minutes for both in one. */
-static __attribute__((noinline)) void backward_group_float32(const AttentionBackward *a, i64 g, i64 h, BackwardScratch t) {
+static __attribute__((noinline)) void backward_group_float32(const AttentionBackward *a, i64 g, i64 h,
+                                                             BackwardScratch t) {
     attend_backward_group(*a, g, h, t, 0);
 }
 
-static __attribute__((noinline)) void backward_group_bfloat16(const AttentionBackward *a, i64 g, i64 h, BackwardScratch t) {
+static __attribute__((noinline)) void backward_group_bfloat16(const AttentionBackward *a, i64 g, i64 h,
+                                                              BackwardScratch t) {
     attend_backward_group(*a, g, h, t, 1);
 }
 

@@ -1,126 +1,205 @@
-"""What the kernels compute in the trainer, with gradients: attention, norms, rotary embedding, and linear layers.
+"""The kernels of the trainer with gradients: attention, norms, rotary embedding, linear layers.
 
-The backward pass multiplies with PyTorch, as it need not agree with anything to the bit. It computes no gradient of
-frozen weights: with adapters that saves a third of the trainer's products. Norms, activations and attention scores are
-computed again in the backward pass, a hundredth of the time of the products, and not stored.
+The backward pass multiplies with PyTorch, as it need not agree with anything to the bit. It
+computes no gradient of frozen weights: with adapters that saves a third of the trainer's products.
+Norms, activations and attention scores are not stored. The backward pass computes them again, in a
+hundredth of the time of the products.
+
+Shapes: n rows of a packed row; H hidden size; Hq query heads, Hkv key-value heads, D numbers in a
+head; k inputs and o outputs of a linear layer, r rank of its adapter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lagrpo.cpu import kernels
+from lagrpo.cpu.kernels import Row
 from lagrpo.cpu.panels import Panels, has_adapter
 
 
-def attend(row: Any, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-    """Attend along a packed row: query [rows, Hq, D], key and value [rows, Hkv, D] -> [rows, Hq, D]."""
+class RMSNorm(Protocol):
+    """The attributes of a norm of transformers."""
+
+    weight: Tensor  # [H]
+    variance_epsilon: float
+
+
+def attend(row: Row, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    """Attends along a packed row: query [n, Hq, D], key and value [n, Hkv, D] -> [n, Hq, D]."""
     return _Attention.apply(query, key, value, row, scaling)  # type: ignore[return-value]
 
 
-def add_norm(x: Tensor, delta: Tensor | None, module: Any) -> tuple[Tensor, Tensor]:
-    """(x + delta, its norm by a module of the RMSNorm kind): [n, H] twice."""
-    return _AddNorm.apply(x, delta, module.weight, module.variance_epsilon)  # type: ignore[return-value]
+def add_norm(x: Tensor, delta: Tensor | None, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+    """Returns x + delta, and its norm: [n, H] each."""
+    return _AddNorm.apply(  # type: ignore[return-value]
+        x, delta, norm.weight, norm.variance_epsilon
+    )
 
 
 def rotary(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Rotary position embedding: x [n, heads, D], cosine and sine [n, D], the same in both halves of D. Raises
-    ValueError for angles of a part of D only."""
+    """Applies the rotary position embedding to x [n, heads, D].
+
+    cosine and sine [n, D] are the same in both halves of D. Raises ValueError for angles of a part
+    of D only.
+    """
     if cosine.shape[-1] != x.shape[-1]:
         raise ValueError(
-            f"rotary embedding of {cosine.shape[-1]} of {x.shape[-1]} head dimensions is not supported"
+            f"rotary embedding of {cosine.shape[-1]} of {x.shape[-1]} head dimensions "
+            "is not supported"
         )
     return _Rotary.apply(x, cosine, sine)  # type: ignore[return-value]
 
 
 def normed_products(
-    x: Tensor, delta: Tensor | None, norm: Any, linears: Linears
+    x: Tensor, delta: Tensor | None, norm: RMSNorm, linears: Linears
 ) -> tuple[Tensor, ...]:
-    """x + delta, and what linear layers make of its norm."""
-    given = x, delta, norm.weight, norm.variance_epsilon
-    return _NormedProducts.apply(*given, linears, *linears.parameters)  # type: ignore[return-value]
+    """Returns x + delta [n, H], and the outputs [n, o] of each linear layer for its norm."""
+    return _NormedProducts.apply(  # type: ignore[return-value]
+        x, delta, norm.weight, norm.variance_epsilon, linears, *linears.parameters
+    )
 
 
 def product(x: Tensor, linears: Linears) -> Tensor:
+    """Returns the output [n, o] of a single linear layer for x [n, k]."""
     return _Product.apply(x, linears, *linears.parameters)  # type: ignore[return-value]
 
 
 def gated_product(gate: Tensor, up: Tensor, linears: Linears) -> Tensor:
-    """What a linear layer makes of silu(gate) * up."""
+    """Returns the output [n, o] of a single linear layer for silu(gate) * up, [n, k] each."""
     return _GatedProduct.apply(gate, up, linears, *linears.parameters)  # type: ignore[return-value]
 
 
-class Linears:
-    """Linear layers with the same input [rows, k], whose forward products `panels` compute, or PyTorch."""
+class _LayerParameters(NamedTuple):
+    """The parameters of a linear layer; None for what it lacks."""
 
-    def __init__(self, modules: Sequence[Any], panels: Panels | None) -> None:
-        self.modules, self.panels = modules, panels
+    weight: Tensor  # [o, k]
+    bias: Tensor | None  # [o]
+    lora_A: Tensor | None  # [r, k]
+    lora_B: Tensor | None  # [o, r]
+    scale: float
+
+
+class Linears:
+    """Linear layers with the same input, whose forward products `panels` compute, or PyTorch.
+
+    A function of autograd takes the parameters one by one. Their order is: the weights of all
+    layers, then all biases, all A of adapters, all B; None for what a layer lacks.
+    """
+
+    def __init__(self, modules: Sequence[nn.Linear], panels: Panels | None) -> None:
+        self.modules = modules
+        self.panels = panels
 
     @property
     def parameters(self) -> list[Tensor | None]:
-        """The weights of all, their biases, the A of their adapters, the B: None for what a layer lacks."""
-        down = [m.lora_A if has_adapter(m) else None for m in self.modules]
-        up = [m.lora_B if has_adapter(m) else None for m in self.modules]
-        return [*(m.weight for m in self.modules), *(m.bias for m in self.modules), *down, *up]
+        """The parameters in the order that autograd gets them in."""
+        weights: list[Tensor | None] = [module.weight for module in self.modules]
+        biases: list[Tensor | None] = [module.bias for module in self.modules]
+        lora_A = [module.lora_A if has_adapter(module) else None for module in self.modules]
+        lora_B = [module.lora_B if has_adapter(module) else None for module in self.modules]
+        return [*weights, *biases, *lora_A, *lora_B]
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        """The outputs of each layer, without a gradient."""
+        """Returns the outputs [n, o] of each layer for x [n, k], without a gradient."""
         if self.panels is None:
-            return tuple(m.forward(x) for m in self.modules)
+            return tuple(module.forward(x) for module in self.modules)
         return self.panels(x).split(self.panels.widths, 1)
 
-    def grad_input(self, grads: Sequence[Tensor], parameters: Sequence[Any]) -> Tensor:
-        """The gradient of the inputs [rows, k], from the gradients of the outputs."""
-        count = len(self.modules)
-        found = torch.mm(grads[0], parameters[0])
-        for grad, weight in zip(grads[1:], parameters[1:count], strict=True):
-            found.addmm_(grad, weight)
-        for m, grad, down, up in zip(self.modules, grads, *self._adapters(parameters), strict=True):
-            if down is not None:
-                found.addmm_(torch.mm(grad, up).mul_(m.scale), down)
-        return found
+    def grad_input(self, grads: Sequence[Tensor], parameters: Sequence[Tensor | None]) -> Tensor:
+        """Returns the gradient of the input [n, k], from the gradients of the outputs [n, o]."""
+        layers = self._by_layer(parameters)
+        grad_input = torch.mm(grads[0], layers[0].weight)
+        for grad, layer in zip(grads[1:], layers[1:], strict=True):
+            grad_input.addmm_(grad, layer.weight)
+        for grad, layer in zip(grads, layers, strict=True):
+            if layer.lora_A is not None and layer.lora_B is not None:
+                grad_low = torch.mm(grad, layer.lora_B).mul_(layer.scale)  # [n, r]
+                grad_input.addmm_(grad_low, layer.lora_A)
+        return grad_input
 
     def grad_parameters(
-        self, x: Tensor, grads: Sequence[Tensor], parameters: Sequence[Any], wanted: Sequence[bool]
+        self,
+        x: Tensor,
+        grads: Sequence[Tensor],
+        parameters: Sequence[Tensor | None],
+        needs_grad: Sequence[bool],
     ) -> list[Tensor | None]:
-        """The gradients of the `parameters` that are `wanted`, from the inputs and the gradients of the outputs."""
-        count = len(self.modules)
-        found: list[Tensor | None] = [
-            torch.mm(grad.mT, x) if wanted[n] else None for n, grad in enumerate(grads)
-        ]
-        found += [grad.sum(0) if wanted[count + n] else None for n, grad in enumerate(grads)]
-        found += [None] * (2 * count)
-        for n, (m, grad, down, up) in enumerate(
-            zip(self.modules, grads, *self._adapters(parameters), strict=True)
-        ):
-            if down is not None:
-                found[2 * count + n] = torch.mm(torch.mm(grad, up).mul_(m.scale).mT, x)
-                found[3 * count + n] = torch.mm(grad.mT, torch.mm(x, down.mT)).mul_(m.scale)
-        return found
+        """Returns the gradients of the parameters, in their order.
 
-    def _adapters(self, parameters: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+        x [n, k] is the input, `grads` are the gradients of the outputs [n, o]. The gradient of a
+        weight or bias is None unless it is true in `needs_grad`.
+        """
         count = len(self.modules)
-        return parameters[2 * count : 3 * count], parameters[3 * count :]
+        weights: list[Tensor | None] = [None] * count
+        biases: list[Tensor | None] = [None] * count
+        lora_A: list[Tensor | None] = [None] * count
+        lora_B: list[Tensor | None] = [None] * count
+        for index, (grad, layer) in enumerate(zip(grads, self._by_layer(parameters), strict=True)):
+            if needs_grad[index]:
+                weights[index] = torch.mm(grad.mT, x)
+            if needs_grad[count + index]:
+                biases[index] = grad.sum(0)
+            if layer.lora_A is not None and layer.lora_B is not None:
+                low = torch.mm(x, layer.lora_A.mT)  # [n, r]
+                grad_low = torch.mm(grad, layer.lora_B).mul_(layer.scale)  # [n, r]
+                lora_A[index] = torch.mm(grad_low.mT, x)
+                lora_B[index] = torch.mm(grad.mT, low).mul_(layer.scale)
+        return [*weights, *biases, *lora_A, *lora_B]
+
+    def _by_layer(self, parameters: Sequence[Tensor | None]) -> list[_LayerParameters]:
+        """Sorts parameters in the order of `parameters` by layer."""
+        count = len(self.modules)
+        layers: list[_LayerParameters] = []
+        for index, module in enumerate(self.modules):
+            weight = parameters[index]
+            assert weight is not None
+            layers.append(
+                _LayerParameters(
+                    weight=weight,
+                    bias=parameters[count + index],
+                    lora_A=parameters[2 * count + index],
+                    lora_B=parameters[3 * count + index],
+                    scale=module.scale if has_adapter(module) else 1.0,
+                )
+            )
+        return layers
+
+
+# In `backward` the functions return a gradient for each argument of `forward`, None for the ones
+# that are not tensors.
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, query: Tensor, key: Tensor, value: Tensor, row: Any, scaling: float) -> Tensor:
-        query, key, value = (t.contiguous() for t in (query, key, value))
+    def forward(ctx, query: Tensor, key: Tensor, value: Tensor, row: Row, scaling: float) -> Tensor:
+        query = query.contiguous()
+        key = key.contiguous()
+        value = value.contiguous()
         out, lse = kernels.attention(row, query, key, value, scaling)
         ctx.save_for_backward(query, key, value, out, lse)
-        ctx.row, ctx.scaling = row, scaling
+        ctx.row = row
+        ctx.scaling = scaling
         return out
 
     @staticmethod
     def backward(ctx, grad_out: Tensor):  # type: ignore[override]
         query, key, value, out, lse = ctx.saved_tensors
-        given = (ctx.row, query, key, value, out, lse, grad_out.contiguous(), ctx.scaling)
-        return *kernels.attention_backward(*given), None, None
+        grad_query, grad_key, grad_value = kernels.attention_backward(
+            row=ctx.row,
+            query=query,
+            key=key,
+            value=value,
+            out=out,
+            lse=lse,
+            grad_out=grad_out.contiguous(),
+            scaling=ctx.scaling,
+        )
+        return grad_query, grad_key, grad_value, None, None
 
 
 class _AddNorm(torch.autograd.Function):
@@ -130,15 +209,24 @@ class _AddNorm(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         total, y, rstd = kernels.norm(x, delta, weight, eps)
         ctx.save_for_backward(total, weight, rstd)
-        ctx.first = delta is None
+        ctx.has_delta = delta is not None
+        # No zeros in the place of a gradient that nobody has.
         ctx.set_materialize_grads(False)
-        return total.view_as(total) if delta is None else total, y
+        return _as_output(total, delta), y
 
     @staticmethod
     def backward(ctx, grad_total: Tensor | None, grad_y: Tensor):  # type: ignore[override]
-        x, weight, rstd = ctx.saved_tensors
-        grad_x, grad_weight = kernels.norm_backward(x, weight, rstd, grad_y, grad_total)
-        return grad_x, None if ctx.first else grad_x, grad_weight, None
+        total, weight, rstd = ctx.saved_tensors
+        grad_x, grad_weight = kernels.norm_backward(total, weight, rstd, grad_y, grad_total)
+        return grad_x, grad_x if ctx.has_delta else None, grad_weight, None
+
+
+def _as_output(total: Tensor, delta: Tensor | None) -> Tensor:
+    """Returns x + delta as an output of a function.
+
+    Without a delta it is x, an input. Autograd needs an object of its own: a view.
+    """
+    return total.view_as(total) if delta is None else total
 
 
 class _Rotary(torch.autograd.Function):
@@ -159,27 +247,36 @@ class _NormedProducts(torch.autograd.Function):
         ctx,
         x: Tensor,
         delta: Tensor | None,
-        scale: Tensor,
+        norm_weight: Tensor,
         eps: float,
         linears: Linears,
         *parameters: Tensor | None,
     ):
-        total, h, rstd = kernels.norm(x, delta, scale, eps)
-        ctx.save_for_backward(total, scale, rstd, *parameters)
-        ctx.eps, ctx.first, ctx.linears = eps, delta is None, linears
+        total, normed, rstd = kernels.norm(x, delta, norm_weight, eps)
+        ctx.save_for_backward(total, norm_weight, rstd, *parameters)
+        ctx.eps = eps
+        ctx.has_delta = delta is not None
+        ctx.linears = linears
+        # No zeros in the place of a gradient that nobody has.
         ctx.set_materialize_grads(False)
-        return total.view_as(total) if delta is None else total, *linears.forward(h)
+        return _as_output(total, delta), *linears.forward(normed)
 
     @staticmethod
     def backward(ctx, grad_total: Tensor | None, *grads: Tensor):  # type: ignore[override]
-        total, scale, rstd, *parameters = ctx.saved_tensors
-        h = kernels.norm(total, None, scale, ctx.eps)[1]
-        found = ctx.linears.grad_parameters(h, grads, parameters, ctx.needs_input_grad[5:])
-        if not any(ctx.needs_input_grad[:3]):  # the first layer, of frozen embeddings
-            return *5 * (None,), *found
-        grad_h = ctx.linears.grad_input(grads, parameters)
-        grad_x, grad_scale = kernels.norm_backward(total, scale, rstd, grad_h, grad_total)
-        return grad_x, None if ctx.first else grad_x, grad_scale, None, None, *found
+        total, norm_weight, rstd, *parameters = ctx.saved_tensors
+        _, normed, _ = kernels.norm(total, None, norm_weight, ctx.eps)
+        needs_grad = ctx.needs_input_grad[5:]
+        grad_parameters = ctx.linears.grad_parameters(normed, grads, parameters, needs_grad)
+        needs_grad_x = any(ctx.needs_input_grad[:3])
+        if not needs_grad_x:
+            # The first layer of a model whose embeddings are frozen.
+            return None, None, None, None, None, *grad_parameters
+        grad_normed = ctx.linears.grad_input(grads, parameters)
+        grad_x, grad_norm_weight = kernels.norm_backward(
+            total, norm_weight, rstd, grad_normed, grad_total
+        )
+        grad_delta = grad_x if ctx.has_delta else None
+        return grad_x, grad_delta, grad_norm_weight, None, None, *grad_parameters
 
 
 class _Product(torch.autograd.Function):
@@ -187,13 +284,16 @@ class _Product(torch.autograd.Function):
     def forward(ctx, x: Tensor, linears: Linears, *parameters: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, *parameters)
         ctx.linears = linears
-        return linears.forward(x)[0]
+        (y,) = linears.forward(x)
+        return y
 
     @staticmethod
     def backward(ctx, grad_y: Tensor):  # type: ignore[override]
         x, *parameters = ctx.saved_tensors
-        found = ctx.linears.grad_parameters(x, [grad_y], parameters, ctx.needs_input_grad[2:])
-        return ctx.linears.grad_input([grad_y], parameters), None, *found
+        needs_grad = ctx.needs_input_grad[2:]
+        grad_parameters = ctx.linears.grad_parameters(x, [grad_y], parameters, needs_grad)
+        grad_x = ctx.linears.grad_input([grad_y], parameters)
+        return grad_x, None, *grad_parameters
 
 
 class _GatedProduct(torch.autograd.Function):
@@ -203,12 +303,14 @@ class _GatedProduct(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(gate, up, *parameters)
         ctx.linears = linears
-        return linears.forward(kernels.swiglu(gate, up))[0]
+        (y,) = linears.forward(kernels.swiglu(gate, up))
+        return y
 
     @staticmethod
     def backward(ctx, grad_y: Tensor):  # type: ignore[override]
         gate, up, *parameters = ctx.saved_tensors
-        grad_made = ctx.linears.grad_input([grad_y], parameters)
-        made, grad_gate, grad_up = kernels.swiglu_backward(gate, up, grad_made)
-        found = ctx.linears.grad_parameters(made, [grad_y], parameters, ctx.needs_input_grad[3:])
-        return grad_gate, grad_up, None, *found
+        grad_gated = ctx.linears.grad_input([grad_y], parameters)
+        gated, grad_gate, grad_up = kernels.swiglu_backward(gate, up, grad_gated)
+        needs_grad = ctx.needs_input_grad[3:]
+        grad_parameters = ctx.linears.grad_parameters(gated, [grad_y], parameters, needs_grad)
+        return grad_gate, grad_up, None, *grad_parameters

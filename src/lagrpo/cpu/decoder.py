@@ -1,14 +1,19 @@
 """The forward pass of Llama-like decoders on a CPU: transformers' weights, our kernels.
 
-transformers computes norms, rotary embedding and gated activation in several passes over memory each; here each is one,
-with the same roundings, forward and backward. With panels (panels.py) the matrix products of the forward pass are ours
-too, and a decoding step is one call. Linear layers may have adapters. Other families, and models whose linear layers
-are anything else or have hooks, keep transformers' modules.
+transformers computes norms, rotary embedding and gated activation in several passes over memory
+each. Here each is one pass, with the same roundings, forward and backward. With panels (panels.py)
+the kernels also compute the matrix products of the forward pass, and a decoding step is one call.
+Linear layers may have adapters. Other families keep transformers' modules, and so do models whose
+linear layers are of another class or have hooks.
+
+Shapes: n rows of a packed row, or tokens of a step; H hidden size; I width of the MLP; Hq query
+heads, Hkv key-value heads, D numbers in a head.
 """
 
 from __future__ import annotations
 
-from itertools import chain
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -16,196 +21,323 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lagrpo.cpu import kernels
-from lagrpo.cpu.autograd import Linears, add_norm, gated_product, normed_products, product, rotary
-from lagrpo.cpu.panels import Panels, has_adapter, joined
+from lagrpo.cpu.autograd import (
+    Linears,
+    RMSNorm,
+    add_norm,
+    gated_product,
+    normed_products,
+    product,
+    rotary,
+)
+from lagrpo.cpu.panels import (
+    AdaptedDecoder,
+    DecoderPanels,
+    ModelPanels,
+    Panels,
+    has_adapter,
+    joined,
+)
 
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+# The names of the modules in these families, by what they are in.
 DECODER = {"embed_tokens", "layers", "norm", "rotary_emb"}
 LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+ATTENTION_WITH_NORMS = ATTENTION | {"q_norm", "k_norm"}
 MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 
 
 class Layout(Protocol):
-    """Who attends to whom in one call of the model, and what computes it (model/attention.py): `attend` takes
-    [rows, Hq, D] and twice [rows, Hkv, D], and gives [rows, Hq, D]."""
+    """The attention pattern of one call of the model, and the code that attends."""
 
     @property
-    def longest(self) -> int: ...  # tokens of the longest sequence
+    def longest(self) -> int:
+        """The tokens of the longest sequence."""
+        ...
+
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
-    ) -> Tensor: ...
+    ) -> Tensor:
+        """Attends in one layer: query [n, Hq, D], key and value [n, Hkv, D] -> [n, Hq, D]."""
+        ...
+
+
+# ---- which models, and when ----
 
 
 def check_window(module: nn.Module, layout: Layout, sliding_window: int | None) -> None:
-    """Raise ValueError for a sequence that is longer than the window that a layer attends within."""
+    """Raises ValueError for a sequence longer than the window that a layer attends within."""
     if sliding_window is not None and layout.longest > sliding_window:
-        what = f"{type(module).__name__} attends to {sliding_window} tokens, but a sequence has {layout.longest}"
         raise ValueError(
-            f"{what}: lower rollout.max_prompt_length or rollout.max_completion_length"
+            f"{type(module).__name__} attends to {sliding_window} tokens, but a sequence has "
+            f"{layout.longest}: lower rollout.max_prompt_length or rollout.max_completion_length"
         )
 
 
 def is_reproduced(lm: Any, d: int) -> bool:
-    """Whether the kernels compute the layers of a model with heads of d numbers, by its family and its modules."""
-    text, decoder = lm.config.get_text_config(), lm.get_decoder()
-    if text.model_type not in FAMILIES or text.hidden_act != "silu" or _names(decoder) != DECODER:
+    """True if the kernels can compute the layers of a model with heads of d numbers.
+
+    Its family and its modules decide.
+    """
+    text_config = lm.config.get_text_config()
+    decoder = lm.get_decoder()
+    if text_config.model_type not in FAMILIES or text_config.hidden_act != "silu":
         return False
-    rope = getattr(text, "rope_parameters", None) or {}
-    turned = d % (2 * kernels.VECTOR) == 0 and rope.get("partial_rotary_factor", 1.0) == 1.0
-    return turned and all(map(_is_plain, decoder.layers))
+    if _child_names(decoder) != DECODER:
+        return False
+    # The kernel turns whole heads, each half of them in whole vectors.
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    turns_whole_heads = rope.get("partial_rotary_factor", 1.0) == 1.0
+    if not turns_whole_heads or d % (2 * kernels.VECTOR) != 0:
+        return False
+    return all(_is_plain(layer) for layer in decoder.layers)
 
 
-def has_hooks(m: nn.Module) -> bool:
-    """Whether a module has hooks or a replaced forward method, and therefore must be called."""
-    hooks = m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks
-    return bool(hooks) or "forward" in vars(m)
+def has_hooks(module: nn.Module) -> bool:
+    """True if a module has hooks or a replaced forward method, and therefore must be called."""
+    hooks = (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    )
+    return bool(hooks) or "forward" in vars(module)
 
 
 def is_unhooked(module: nn.Module) -> bool:
-    """Whether neither a module nor anything in it has hooks."""
-    return not any(map(has_hooks, module.modules()))
+    """True if neither a module nor anything in it has hooks."""
+    return not any(has_hooks(inner) for inner in module.modules())
 
 
 def is_plain_linear(module: nn.Module) -> bool:
-    """Whether a module is nn.Linear itself, without hooks: its product may be computed from its weights."""
+    """True if a module is nn.Linear itself, without hooks.
+
+    Then its product may be computed from its weights.
+    """
     return type(module) is nn.Linear and is_unhooked(module)
 
 
-class FusedDecoder:
-    """The decoder of a model of transformers and its head, computed with the kernels from the weights of its modules,
-    or for the forward products from `panels` (OwnPanels, BorrowedPanels or AdaptedPanels)."""
-
-    at_once = True  # a decoding step is one call
-
-    def __init__(self, lm: Any, panels: Any = None) -> None:
-        self.decoder, self.head, self.panels = lm.get_decoder(), lm.get_output_embeddings(), panels
-        self._stack: tuple[object, kernels.Stack] | None = (
-            None  # of which panels, and all layers for one call
-        )
-        self._plain = True
-
-    @property
-    def exact(self) -> bool:
-        """Whether all matrix products of the forward pass are the kernels'."""
-        return self.panels is not None and self.fits(None) and is_plain_linear(self.head)
-
-    def fits(self, layout: Layout | None) -> bool:
-        """Whether the linear layers are plain and nothing that is computed here has a hook; else the decoder must be
-        called. Examined for every packed row; the decoding steps that follow keep to what was found."""
-        if not isinstance(layout, kernels.Active):
-            parts = (self.decoder.layers, self.decoder.norm)
-            plain = all(map(_is_plain, self.decoder.layers)) and all(map(is_unhooked, parts))
-            self._plain = plain and not has_hooks(self.decoder)
-        return self._plain
-
-    @property
-    def product(self) -> Panels | None:
-        """The head's product by panels; None if PyTorch computes it, or the layers are not computed here."""
-        return self.panels.current().head if self.panels is not None and self._plain else None
-
-    def __call__(self, input_ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
-        """Final hidden states: input_ids and position_ids [rows] -> [rows, H]. The gradient goes to the modules'
-        weights, whatever computes the products."""
-        x = self.decoder.embed_tokens(input_ids)
-        cosine, sine = (t.squeeze(0) for t in self.decoder.rotary_emb(x, position_ids.unsqueeze(0)))
-        for layer in self.decoder.layers:
-            attention = layer.self_attn
-            window = getattr(
-                attention, "sliding_window", getattr(attention.config, "sliding_window", None)
-            )
-            check_window(attention, layout, window)
-        panels, delta = self.panels.current() if self.panels is not None else None, None
-        if self.at_once and panels is not None and isinstance(layout, kernels.Active):
-            if self._stack is None or self._stack[0] is not panels:
-                self._stack = panels, _stack(self.decoder, panels)
-            return add_norm(
-                *kernels.decode_step(self._stack[1], layout, x, cosine, sine), self.decoder.norm
-            )[1]
-        for number, layer in enumerate(self.decoder.layers):
-            four = panels.layers[number] if panels is not None else [None] * 4
-            given = (number, layer, four, x, delta, cosine, sine, layout)
-            if (
-                torch.is_grad_enabled()
-                and layer.training
-                and getattr(layer, "gradient_checkpointing", False)
-            ):
-                x, delta = checkpoint(_compute_layer, *given, use_reentrant=False)  # type: ignore[misc]
-            else:
-                x, delta = _compute_layer(*given)
-        return add_norm(x, delta, self.decoder.norm)[1]
-
-
-def _compute_layer(
-    number: int,
-    layer: Any,
-    panels: Any,
-    x: Tensor,
-    delta: Tensor | None,
-    cosine: Tensor,
-    sine: Tensor,
-    layout: Layout,
-) -> tuple[Tensor, Tensor]:
-    """The residual stream before the layer's last addition, and what is to be added."""
-    attention = layer.self_attn
-    qkv, output, gate_up, down = map(Linears, joined(layer), panels)
-    x, *made = normed_products(x, delta, layer.input_layernorm, qkv)
-    query, key, value = (t.unflatten(1, (-1, attention.head_dim)) for t in made)
-    if hasattr(attention, "q_norm"):
-        query, key = _head_norm(query, attention.q_norm), _head_norm(key, attention.k_norm)
-    query, key = rotary(query, cosine, sine), rotary(key, cosine, sine)
-    attended = layout.attend(number, query, key, value, attention.scaling)
-    x, gate, up = normed_products(
-        x, product(attended.flatten(1), output), layer.post_attention_layernorm, gate_up
-    )
-    return x, gated_product(gate, up, down)
-
-
-def _head_norm(x: Tensor, module: Any) -> Tensor:
-    """The norm of each head by itself: [n, heads, D]."""
-    return add_norm(x.reshape(-1, x.shape[-1]), None, module)[1].view(x.shape)
-
-
-def _stack(decoder: Any, panels: Any) -> kernels.Stack:
-    """All layers for one call: the families' layers have one scaling and one epsilon."""
-    layers = decoder.layers
-    fields: list[list[Tensor | int | None]] = []
-    for layer, four in zip(layers, panels.layers, strict=True):
-        scales = [None if norm is None else norm.weight.detach() for norm in _norms(layer)]
-        fields.append([*scales, *chain.from_iterable(p.fields for p in four)])
-    qkv, output, _, down = panels.layers[0]
-    d = layers[0].self_attn.head_dim
-    return kernels.Stack(
-        fields,
-        width=qkv.k,
-        inner=down.k,
-        heads=output.k // d,
-        kv_heads=(qkv.n - output.k) // (2 * d),
-        d=d,
-        rank=max(p.rank for four in panels.layers for p in four),
-        scaling=layers[0].self_attn.scaling,
-        eps=layers[0].input_layernorm.variance_epsilon,
-    )
-
-
-def _norms(layer: Any) -> tuple[Any, ...]:
-    """Of a layer's input, of each head of queries and keys (None in most families), of the MLP's input."""
-    a = layer.self_attn
-    return (
-        layer.input_layernorm,
-        getattr(a, "q_norm", None),
-        getattr(a, "k_norm", None),
-        layer.post_attention_layernorm,
-    )
-
-
-def _names(module: nn.Module) -> set[str]:
+def _child_names(module: nn.Module) -> set[str]:
     return {name for name, _ in module.named_children()}
 
 
 def _is_plain(layer: Any) -> bool:
-    """Whether a layer is made of the parts of its family and nothing else but adapters."""
-    made_of = _names(layer) == LAYER and _names(layer.mlp) == MLP
-    if not made_of or _names(layer.self_attn) not in (ATTENTION, ATTENTION | {"q_norm", "k_norm"}):
+    """True if a layer has the parts of its family and nothing else but adapters."""
+    if _child_names(layer) != LAYER or _child_names(layer.mlp) != MLP:
         return False
-    return all(type(m) is nn.Linear or has_adapter(m) for group in joined(layer) for m in group)
+    if _child_names(layer.self_attn) not in (ATTENTION, ATTENTION_WITH_NORMS):
+        return False
+    for group in joined(layer):
+        for module in group:
+            if type(module) is not nn.Linear and not has_adapter(module):
+                return False
+    return True
+
+
+# ---- the forward pass ----
+
+
+class FusedDecoder:
+    """The decoder of a model of transformers and its head, computed with the kernels.
+
+    It reads the weights of the modules. With `panels` the forward products are the kernels', too.
+    """
+
+    # False: decoding steps go layer by layer, as packed rows do. For tests.
+    at_once = True
+
+    def __init__(self, lm: Any, panels: ModelPanels | None = None) -> None:
+        self.decoder = lm.get_decoder()
+        self.head: nn.Linear = lm.get_output_embeddings()
+        self.panels = panels
+        # All layers for one call, and the panels that they were made of.
+        self._stack: kernels.Stack | None = None
+        self._stack_panels: DecoderPanels | AdaptedDecoder | None = None
+        # What `fits` found last.
+        self._fits = True
+
+    @property
+    def exact(self) -> bool:
+        """True if the kernels compute all matrix products of the forward pass."""
+        return self.panels is not None and self.fits(None) and is_plain_linear(self.head)
+
+    def fits(self, layout: Layout | None) -> bool:
+        """True if the linear layers are plain, and nothing that is computed here has a hook.
+
+        Else the decoder must be called. This is examined for every packed row; the decoding steps
+        that follow keep the result, because it takes as long as a part of a step.
+        """
+        if isinstance(layout, kernels.Active):
+            return self._fits
+        self._fits = (
+            all(_is_plain(layer) for layer in self.decoder.layers)
+            and is_unhooked(self.decoder.layers)
+            and is_unhooked(self.decoder.norm)
+            and not has_hooks(self.decoder)
+        )
+        return self._fits
+
+    @property
+    def product(self) -> Panels | None:
+        """The head's product by panels.
+
+        None if PyTorch computes it, or if the layers are not computed here.
+        """
+        if self.panels is None or not self._fits:
+            return None
+        return self.panels.current().head
+
+    def __call__(self, input_ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
+        """Computes the final hidden states [n, H] of tokens int64 [n] at positions int64 [n].
+
+        The gradient goes to the modules' weights, whatever computes the products.
+        """
+        x = self.decoder.embed_tokens(input_ids)  # [n, H]
+        cosine, sine = self.decoder.rotary_emb(x, position_ids.unsqueeze(0))
+        cosine = cosine.squeeze(0)  # [n, D]
+        sine = sine.squeeze(0)
+        for layer in self.decoder.layers:
+            check_window(layer.self_attn, layout, _sliding_window(layer.self_attn))
+
+        panels = None if self.panels is None else self.panels.current()
+        if self.at_once and panels is not None and isinstance(layout, kernels.Active):
+            stack = self._current_stack(panels)
+            x, delta = kernels.decode_step(stack, layout, x, cosine, sine)
+        else:
+            x, delta = self._compute_layers(panels, x, cosine, sine, layout)
+        _, hidden = add_norm(x, delta, self.decoder.norm)
+        return hidden
+
+    def _compute_layers(
+        self,
+        panels: DecoderPanels | AdaptedDecoder | None,
+        x: Tensor,
+        cosine: Tensor,
+        sine: Tensor,
+        layout: Layout,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Returns the residual stream before the last addition, and what is to be added: [n, H]."""
+        delta: Tensor | None = None
+        for number, layer in enumerate(self.decoder.layers):
+            compute = partial(
+                _compute_layer,
+                number=number,
+                layer=layer,
+                panels=[None] * 4 if panels is None else panels.layers[number],
+                cosine=cosine,
+                sine=sine,
+                layout=layout,
+            )
+            if _is_checkpointed(layer):
+                x, delta = checkpoint(compute, x, delta, use_reentrant=False)  # type: ignore[misc]
+            else:
+                x, delta = compute(x, delta)
+        return x, delta
+
+    def _current_stack(self, panels: DecoderPanels | AdaptedDecoder) -> kernels.Stack:
+        """Returns all layers for one call, from these panels."""
+        if self._stack is None or self._stack_panels is not panels:
+            self._stack = _make_stack(self.decoder, panels)
+            self._stack_panels = panels
+        return self._stack
+
+
+def _sliding_window(attention: Any) -> int | None:
+    """Returns the window of a layer's attention, in tokens.
+
+    Some families have it in the module, others in the config only.
+    """
+    default = getattr(attention.config, "sliding_window", None)
+    return getattr(attention, "sliding_window", default)
+
+
+def _is_checkpointed(layer: Any) -> bool:
+    """True if the layer is computed again in the backward pass, as transformers' modules do it."""
+    is_on = getattr(layer, "gradient_checkpointing", False)
+    return torch.is_grad_enabled() and layer.training and is_on
+
+
+def _compute_layer(
+    x: Tensor,
+    delta: Tensor | None,
+    *,
+    number: int,
+    layer: Any,
+    panels: Sequence[Panels | None],
+    cosine: Tensor,
+    sine: Tensor,
+    layout: Layout,
+) -> tuple[Tensor, Tensor]:
+    """Computes a layer of x + delta, [n, H] each.
+
+    The addition is left to the next norm, which reads both anyway. Returns the residual stream
+    before the layer's own last addition, and what is to be added: [n, H] each.
+    """
+    attention = layer.self_attn
+    qkv, output, gate_up, down = map(Linears, joined(layer), panels)
+
+    x, query, key, value = normed_products(x, delta, layer.input_layernorm, qkv)
+    query = query.unflatten(1, (-1, attention.head_dim))  # [n, Hq, D]
+    key = key.unflatten(1, (-1, attention.head_dim))  # [n, Hkv, D]
+    value = value.unflatten(1, (-1, attention.head_dim))  # [n, Hkv, D]
+    if hasattr(attention, "q_norm"):
+        query = _head_norm(query, attention.q_norm)
+        key = _head_norm(key, attention.k_norm)
+    query = rotary(query, cosine, sine)
+    key = rotary(key, cosine, sine)
+    attended = layout.attend(number, query, key, value, attention.scaling)  # [n, Hq, D]
+    attention_delta = product(attended.flatten(1), output)  # [n, H]
+
+    x, gate, up = normed_products(x, attention_delta, layer.post_attention_layernorm, gate_up)
+    return x, gated_product(gate, up, down)  # gate and up: [n, I]
+
+
+def _head_norm(x: Tensor, norm: RMSNorm) -> Tensor:
+    """Returns the norm of each head by itself: [n, heads, D]."""
+    _, normed = add_norm(x.reshape(-1, x.shape[-1]), None, norm)  # [n * heads, D]
+    return normed.view(x.shape)
+
+
+def _make_stack(decoder: Any, panels: DecoderPanels | AdaptedDecoder) -> kernels.Stack:
+    """Returns all layers for one call. The families' layers have one scaling and one epsilon."""
+    layers: list[kernels.LayerWeights] = []
+    largest_rank = 0
+    for layer, panels_of_layer in zip(decoder.layers, panels.layers, strict=True):
+        attention = layer.self_attn
+        qkv, output, gate_up, down = panels_of_layer
+        layers.append(
+            kernels.LayerWeights(
+                input_norm=layer.input_layernorm.weight.detach(),
+                query_norm=_norm_weight(attention, "q_norm"),
+                key_norm=_norm_weight(attention, "k_norm"),
+                mlp_norm=layer.post_attention_layernorm.weight.detach(),
+                qkv=qkv.fields,
+                output=output.fields,
+                gate_up=gate_up.fields,
+                down=down.fields,
+            )
+        )
+        largest_rank = max(largest_rank, *(product.rank for product in panels_of_layer))
+
+    first = decoder.layers[0]
+    qkv, output, _, down = panels.layers[0]
+    d = first.self_attn.head_dim
+    return kernels.Stack(
+        layers,
+        width=qkv.k,
+        inner=down.k,
+        heads=output.k // d,
+        # The outputs of the first product are Hq queries, Hkv keys and Hkv values.
+        kv_heads=(qkv.n - output.k) // (2 * d),
+        d=d,
+        rank=largest_rank,
+        scaling=first.self_attn.scaling,
+        eps=first.input_layernorm.variance_epsilon,
+    )
+
+
+def _norm_weight(attention: Any, name: str) -> Tensor | None:
+    """Returns the weight [D] of the norm of each head; None in most families."""
+    norm = getattr(attention, name, None)
+    return None if norm is None else norm.weight.detach()

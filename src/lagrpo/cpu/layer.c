@@ -8,10 +8,10 @@
 
 /* ---- root mean square norm ---- */
 
-/* total = x + delta (if delta is not NULL), y = weight * (total / rms(total)), rounded as transformers rounds; rstd =
- * 1 / rms. */
+/* total = x + delta (x if delta is NULL), y = weight * (total / rms(total)), rstd = 1 / rms. Rounded where transformers
+ * rounds: the sum, and total / rms before it is multiplied by the weight. */
 INLINE void norm_row(Norm a, i64 row, int half) {
-    i64 first = row * a.width, stop = first + a.width;
+    i64 first = row * a.width, stop = first + a.width; /* the row's numbers */
     vec squares[PARTS] = {all(0)};
     FOR_PARTS(i, p, first, stop) {
         vec v = load_some(a.x, i, stop, 0, half);
@@ -35,8 +35,9 @@ EXPORT void norm(const Norm *a) {
     for (i64 row = 0; row < a->rows; row++) FOR_DTYPE(a->half, norm_row(*a, row, HALF));
 }
 
-/* grad_x = grad_total + r (g - xhat mean(g xhat)), g = weight grad_y, xhat = r x. grad_weight: the sums of grad_y xhat
- * over `slices` equal runs of rows; the caller adds them up in their order. */
+/* grad_x = grad_total + r (g - xhat mean(g xhat)), with r = rstd, g = weight grad_y, xhat = r x. grad_weight
+ * [slices, padded]: the sums of grad_y xhat over `slices` equal runs of rows, which the caller adds up in their
+ * order. A slice is the work of one thread, so no two threads add to the same sums. */
 INLINE void norm_backward_slice(NormBackward a, i64 slice, int half) {
     i64 width = a.width, padded = (width + LANES - 1) / LANES * LANES;
     float *gw = a.grad_weight + slice * padded;
@@ -66,6 +67,7 @@ EXPORT void norm_backward(const NormBackward *a) {
 
 /* ---- gated activation: y = silu(gate) * up ---- */
 
+/* y = silu(gate) rounded, times up: as transformers rounds. */
 INLINE void swiglu_row(Gated a, void *y, i64 row, int half) {
     i64 from = row * a.stride, to = row * a.width, end = from + a.width;
     for (i64 i = 0; i < a.width; i += W) {
@@ -80,11 +82,13 @@ EXPORT void swiglu(const Gated *a, void *y) {
     for (i64 row = 0; row < a->rows; row++) FOR_DTYPE(a->half, swiglu_row(*a, y, row, HALF));
 }
 
-INLINE void swiglu_backward_row(Gated a, const void *grad_y, void *y, void *grad_gate, void *grad_up, i64 row, int half) {
+INLINE void swiglu_backward_row(Gated a, const void *grad_y, void *y, void *grad_gate, void *grad_up, i64 row,
+                                int half) {
     i64 from = row * a.stride, to = row * a.width, end = from + a.width, stop = to + a.width;
     for (i64 i = 0; i < a.width; i += W) {
         vec g = load_some(a.gate, from + i, end, 0, half), u = load_some(a.up, from + i, end, 0, half);
-        vec gy = load_some(grad_y, to + i, stop, 0, half), s = sigmoid(g);
+        vec gy = load_some(grad_y, to + i, stop, 0, half);
+        vec s = sigmoid(g); /* silu(g) = g s, and its derivative is s (1 + g (1 - s)) */
         store_some(y, to + i, stop, rounded(g * s, half) * u, half);
         store_some(grad_up, to + i, stop, gy * g * s, half);
         store_some(grad_gate, to + i, stop, gy * u * s * (all(1.f) + g * (all(1.f) - s)), half);
@@ -102,10 +106,12 @@ EXPORT void swiglu_backward(const Gated *a, const void *grad_y, void *y, void *g
 
 /* y = x cos + rotate(x) sin, rotate(x) = (-x_second, x_first) of the two halves of a head; sign = -1: its transpose. */
 INLINE void rotary_head(Rotary a, i64 row, i64 head, int half) {
-    i64 from = row * a.stride + head * a.d, to = (row * a.heads + head) * a.d, m = a.d / 2;
+    i64 from = row * a.stride + head * a.d, to = (row * a.heads + head) * a.d;
+    i64 m = a.d / 2;
     for (i64 i = 0; i < m; i += W) {
         i64 first = row * a.d + i, second = first + m;
-        vec x = load(a.x, from + i, half), z = load(a.x, from + m + i, half), s = all(a.sign);
+        vec x = load(a.x, from + i, half), z = load(a.x, from + m + i, half); /* of the first half, of the second */
+        vec s = all(a.sign);
         vec cx = load(a.cosine, first, half), cz = load(a.cosine, second, half);
         vec sx = load(a.sine, first, half) * s, sz = load(a.sine, second, half) * s;
         store(a.y, to + i, rounded(x * cx, half) + rounded(-z * sx, half), half);

@@ -1,10 +1,12 @@
-"""The C kernels as a library: compiled once per machine with the C compiler that is here, loaded once per process.
+"""The C kernels as a library: compiled once per machine by its C compiler, loaded once per process.
 
-The cache directory has one for each kind of machine. C sees tensors as addresses: the caller keeps them alive,
-contiguous if kernels.h says so, and on the CPU.
+The cache directory has one library for each kind of machine. C sees tensors as addresses: the
+caller keeps them alive until a call returns, contiguous if kernels.h says so, and on the CPU.
 
-LAGRPO_CPU_ISA names the instructions that may be used, to see what another processor would compute: native (all, the
-default), avx512_bf16 (all but AMX), avx512 (no bfloat16 products), avx2, or baseline."""
+LAGRPO_CPU_ISA names the instructions that may be used, to see what another processor would compute:
+native (all, the default), avx512_bf16 (all but AMX), avx512 (no bfloat16 products), avx2, or
+baseline.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +36,20 @@ HERE = Path(__file__).parent
 SOURCES = tuple(sorted(HERE.glob("*.c")))
 HEADERS = tuple(sorted(HERE.glob("*.h")))
 FLAGS = ("-std=gnu11", "-fopenmp", "-fPIC", "-shared", "-fvisibility=hidden", "-Wno-psabi", "-O3")
-VECTOR = 16  # numbers in one vector of the kernels
-DEADLINE = 300  # seconds for the compiler
+# Numbers in one vector of the kernels: vectors.h's LANES.
+VECTOR = 16
+# Seconds that the compiler may take.
+DEADLINE = 300
 ISA = "LAGRPO_CPU_ISA"
 
 
 class Level(NamedTuple):
-    """The compiler's flags, what /proc/cpuinfo must list, and whether the level has bfloat16 products."""
+    """A level of instructions that the kernels may be compiled for.
+
+    - `flags`: the compiler's flags
+    - `needs`: the features that /proc/cpuinfo must list
+    - `bf16`: True if the level has instructions for bfloat16 products where the processor has them
+    """
 
     flags: tuple[str, ...]
     needs: frozenset[str] = frozenset()
@@ -56,48 +65,65 @@ LEVELS = {
     "avx512": Level(("-march=x86-64-v4",), V4, bf16=False),
     "avx2": Level(("-march=x86-64-v3",), V3, bf16=False),
     "baseline": Level(("-march=x86-64",), bf16=False),
+    # AMX's instructions in plain C, for tests; far too slow for anything else.
     "emulated_tiles": Level(("-march=native", "-DEMULATED_TILES")),
 }
-"""emulated_tiles: AMX's instructions in plain C, for tests; far too slow for anything else."""
 
 
 class NoKernels(RuntimeError):  # noqa: N818
     """The kernels are not available on this machine; the message is the reason."""
 
 
+# ---- the processor ----
+
+
 def isa_level() -> str:
-    """The level that LAGRPO_CPU_ISA names. Raises NoKernels for an unknown name, or a level above this processor."""
+    """Returns the level that LAGRPO_CPU_ISA names.
+
+    Raises NoKernels for an unknown name, and for a level that this processor lacks.
+    """
     name = (os.environ.get(ISA) or "native").lower()
     if name not in LEVELS:
         raise NoKernels(f"{ISA} = {name!r} is not an instruction set: use {', '.join(LEVELS)}")
-    if missing := LEVELS[name].needs - cpu_flags():
+    missing = LEVELS[name].needs - cpu_flags()
+    if missing:
         raise NoKernels(f"{ISA} = {name!r}: this processor lacks {', '.join(sorted(missing))}")
     return name
 
 
 def cpu_flags() -> frozenset[str]:
-    """The processor's features by their names in /proc/cpuinfo (x86: flags, ARM: Features); none elsewhere."""
-    lines = (line.partition(":") for line in _cpuinfo())
-    return frozenset(
-        next(
-            (value.split() for name, _, value in lines if name.strip() in ("flags", "Features")), ()
-        )
-    )
+    """Returns the processor's features by their names in /proc/cpuinfo; none on other systems."""
+    for line in _cpuinfo():
+        name, _, value = line.partition(":")
+        # The first is x86's name of the list, the second ARM's.
+        if name.strip() in ("flags", "Features"):
+            return frozenset(value.split())
+    return frozenset()
+
+
+def _cpuinfo() -> list[str]:
+    path = Path("/proc/cpuinfo")
+    return path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+
+
+# ---- loading ----
 
 
 def why_not() -> str | None:
-    """Load the kernels at the first call. None if they are loaded, else the reason."""
-    library, said = _library()
-    return said if library is None else None
+    """Loads the kernels at the first call. Returns None, or the reason why there are none."""
+    library, compiler_or_reason = _library()
+    return compiler_or_reason if library is None else None
 
 
 def describe() -> str:
-    return f"C kernels ({_library()[1]})"
+    """Returns the name of the kernels, with their compiler."""
+    _, compiler = _library()
+    return f"C kernels ({compiler})"
 
 
 @cache
 def _library() -> tuple[Any, str]:
-    """The library and its compiler, or None and why there is none."""
+    """Returns the library and its compiler, or None and the reason why there is none."""
     try:
         return load_library()
     except NoKernels as error:
@@ -105,18 +131,16 @@ def _library() -> tuple[Any, str]:
 
 
 def load_library() -> tuple[ctypes.CDLL, str]:
-    """The library, compiled unless the cache has it, and the name of its compiler. Raises NoKernels."""
+    """Returns the library, compiled unless the cache has it, and its compiler's version line.
+
+    Raises NoKernels.
+    """
     if sys.platform != "linux" or "OpenMP" not in torch.__config__.parallel_info():
         raise NoKernels("they need Linux and a PyTorch built with OpenMP")
     if _openmp() is None:
         raise NoKernels("PyTorch's OpenMP is not GNU's, and two OpenMP libraries would conflict")
-    # flags without what this processor lacks anyway, so that two levels with the same instructions share a library
-    own = (
-        flag
-        for flag in LEVELS[isa_level()].flags
-        if flag not in NO_AMX or "amx_tile" in cpu_flags()
-    )
-    flags, compiler = (*FLAGS, *own), _compiler()
+    flags = [*FLAGS, *_level_flags()]
+    compiler = _compiler()
     version = _run([*compiler, "--version"]).partition("\n")[0]
     try:
         target = cache_directory() / "kernels" / f"{_fingerprint(compiler, version, flags)}.so"
@@ -124,6 +148,7 @@ def load_library() -> tuple[ctypes.CDLL, str]:
             logger.info("compiling the C kernels for this processor, once: %s", target)
             _compile(compiler, flags, target)
         library = ctypes.CDLL(str(target))
+        # ctypes cuts results to 32 bits unless it knows their type.
         library.pack_bytes.restype = ctypes.c_int64
         return library, version
     except NoKernels:
@@ -134,20 +159,37 @@ def load_library() -> tuple[ctypes.CDLL, str]:
         ) from error
 
 
+def _level_flags() -> list[str]:
+    """Returns the compiler's flags for the level.
+
+    Flags that turn off what the processor lacks anyway are left out, so that two levels with the
+    same instructions share a library.
+    """
+    flags = LEVELS[isa_level()].flags
+    if "amx_tile" in cpu_flags():
+        return list(flags)
+    return [flag for flag in flags if flag not in NO_AMX]
+
+
 def _compiler() -> list[str]:
-    if users := os.environ.get("CC"):
-        return shlex.split(users)
-    if found := shutil.which("gcc") or shutil.which("cc"):
-        return [found]
-    raise NoKernels("no C compiler found (gcc, cc or $CC)")
+    """Returns the command of the C compiler: the user's ($CC), else gcc, else cc."""
+    users_compiler = os.environ.get("CC")
+    if users_compiler:
+        return shlex.split(users_compiler)
+    path = shutil.which("gcc") or shutil.which("cc")
+    if path is None:
+        raise NoKernels("no C compiler found (gcc, cc or $CC)")
+    return [path]
 
 
-def _fingerprint(compiler: list[str], version: str, flags: tuple[str, ...]) -> str:
-    sources = (path.read_text(encoding="utf-8") for path in (*SOURCES, *HEADERS))
+def _fingerprint(compiler: list[str], version: str, flags: list[str]) -> str:
+    """Returns a digest of all that decides what the library computes, and where it can run."""
+    sources = [path.read_text(encoding="utf-8") for path in (*SOURCES, *HEADERS)]
+    # Of the first processor: the others are like it.
     processor = [
         line for line in _cpuinfo() if line.startswith(("flags", "Features", "model name"))
     ][:2]
-    decisive = (
+    parts = [
         *sources,
         *compiler,
         version,
@@ -155,92 +197,114 @@ def _fingerprint(compiler: list[str], version: str, flags: tuple[str, ...]) -> s
         str(_openmp()),
         platform.machine(),
         *processor,
-    )
-    return hashlib.sha256("\0".join(decisive).encode()).hexdigest()[:20]
-
-
-def _cpuinfo() -> list[str]:
-    path = Path("/proc/cpuinfo")
-    return path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    ]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
 
 
 def _openmp() -> Path | None:
-    """PyTorch's own OpenMP library."""
+    """Returns PyTorch's own OpenMP library; None if it has another one than GNU's."""
     return next(Path(torch.__file__).parent.glob("lib/libgomp*.so*"), None)
 
 
-def _compile(compiler: list[str], flags: tuple[str, ...], target: Path) -> None:
-    """Compile all files at once, under temporary names; rename the library when it is complete."""
+def _compile(compiler: list[str], flags: list[str], target: Path) -> None:
+    """Compiles all files at once.
+
+    The files have temporary names. The library gets its name when it is complete, so that no other
+    process loads a part of it.
+    """
     target.parent.mkdir(parents=True, exist_ok=True, mode=0o755)
     with tempfile.TemporaryDirectory(prefix=".", dir=target.parent) as scratch:
-        made = Path(scratch) / target.name
-        objects = [str(made.with_name(f"{source.stem}.o")) for source in SOURCES]
-        commands = [
-            [*compiler, *flags, "-c", "-o", *pair]
-            for pair in zip(objects, map(str, SOURCES), strict=True)
-        ]
+        library = Path(scratch) / target.name
+        objects: list[str] = []
+        commands: list[list[str]] = []
+        for source in SOURCES:
+            compiled = str(library.with_name(f"{source.stem}.o"))
+            objects.append(compiled)
+            commands.append([*compiler, *flags, "-c", "-o", compiled, str(source)])
         with ThreadPoolExecutor() as pool:
+            # A list, so that the error of a compiler is raised.
             list(pool.map(_run, commands))
-        _run([*compiler, *flags, "-o", str(made), *objects, str(_openmp()), "-lm"])
-        made.replace(target)
+        _run([*compiler, *flags, "-o", str(library), *objects, str(_openmp()), "-lm"])
+        library.replace(target)
 
 
 def _run(command: list[str]) -> str:
+    """Returns what a command of the compiler prints. Raises NoKernels with its first error."""
     try:
-        return subprocess.run(
+        completed = subprocess.run(
             command,
             check=True,
             capture_output=True,
             encoding="utf-8",
             errors="replace",
             timeout=DEADLINE,
-        ).stdout
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NoKernels(f"{command[0]} could not be run ({error})") from error
     except subprocess.CalledProcessError as error:
-        reason = next(
-            (line for line in error.stderr.splitlines() if "error" in line),
-            error.stderr.strip()[:200],
-        )
-        raise NoKernels(
-            f"{command[0]} failed: {reason or f'exit status {error.returncode}, no message'}"
-        ) from error
+        error_lines = [line for line in error.stderr.splitlines() if "error" in line]
+        reason = error_lines[0] if error_lines else error.stderr.strip()[:200]
+        if not reason:
+            reason = f"exit status {error.returncode}, no message"
+        raise NoKernels(f"{command[0]} failed: {reason}") from error
+    return completed.stdout
+
+
+# ---- calling ----
+
+Argument = Tensor | float | int | None
 
 
 class Arguments(ctypes.Structure):
-    """A struct of kernels.h, filled by the names of its fields, others 0 or NULL. `half`: a tensor is bfloat16."""
+    """A struct of kernels.h, filled by the names of its fields; the others are 0 or NULL.
 
-    def __init__(self, **values: Tensor | float | int | None) -> None:
-        half = any(isinstance(v, Tensor) and v.dtype == torch.bfloat16 for v in values.values())
-        given = {name: v.data_ptr() if isinstance(v, Tensor) else v for name, v in values.items()}
-        super().__init__(**given, half=half)
+    The field `half` is 1 if a tensor is bfloat16.
+    """
 
-
-def struct(counts: str, pointers: str, floats: str = "", half: str = "half") -> type[Arguments]:
-    """A struct of kernels.h by the names of its fields: all structs keep this order."""
-    kinds = (
-        (counts, ctypes.c_int64),
-        (pointers, ctypes.c_void_p),
-        (floats, ctypes.c_float),
-        (half, ctypes.c_int),
-    )
-    return type(
-        "Struct",
-        (Arguments,),
-        {"_fields_": [(name, kind) for names, kind in kinds for name in names.split()]},
-    )
+    def __init__(self, **values: Argument) -> None:
+        half = False
+        fields: dict[str, float | int | None] = {}
+        for name, value in values.items():
+            if isinstance(value, Tensor):
+                half = half or value.dtype == torch.bfloat16
+                fields[name] = value.data_ptr()
+            else:
+                fields[name] = value
+        # A struct that lacks the field gets a plain attribute of Python.
+        super().__init__(**fields, half=half)
 
 
-def call(name: str, *arguments: Tensor | Arguments | float | int | None) -> int:
-    """Call a function of the library: tensors go as their addresses, structs by reference, int as int64."""
-    return getattr(_library()[0], name)(*map(_as_c, arguments))
+def struct(*, counts: str, pointers: str, floats: str = "", half: str = "half") -> type[Arguments]:
+    """Returns the class of a struct of kernels.h, from the names of its fields.
+
+    All structs have the same order: int64 numbers, pointers, floats, `half`. A struct without
+    `half` is declared with half="".
+    """
+    fields: list[tuple[str, type]] = []
+    fields += [(name, ctypes.c_int64) for name in counts.split()]
+    fields += [(name, ctypes.c_void_p) for name in pointers.split()]
+    fields += [(name, ctypes.c_float) for name in floats.split()]
+    fields += [(name, ctypes.c_int) for name in half.split()]
+    return type("Struct", (Arguments,), {"_fields_": fields})
 
 
-def _as_c(value: Tensor | Arguments | float | int | None) -> Any:
+def call(name: str, *arguments: Argument | Arguments) -> int:
+    """Calls a function of the library.
+
+    Tensors are passed as their addresses, structs by reference, int as int64, float as float, None
+    as NULL.
+    """
+    library, _ = _library()
+    function = getattr(library, name)
+    return function(*map(_as_c, arguments))
+
+
+def _as_c(value: Argument | Arguments) -> Any:
     if isinstance(value, Tensor):
         return ctypes.c_void_p(value.data_ptr())
     if isinstance(value, Arguments):
         return ctypes.byref(value)
-    return (
-        ctypes.c_float(value) if isinstance(value, float) else ctypes.c_int64(value or 0)
-    )  # None: a null pointer
+    if isinstance(value, float):
+        return ctypes.c_float(value)
+    # A null pointer has the bits of 0.
+    return ctypes.c_int64(value or 0)

@@ -1,7 +1,7 @@
 /* Matrix products y = x wᵀ + bias of bfloat16: the forward products of trainer and sampler.
  *
- * Every output is one sum in float32 over k from first to last, rounded to bfloat16 once. Neither the number of rows nor
- * the rows beside a row nor the number of threads can change it. The order within that sum is the instruction's:
+ * Every output is one sum in float32 over k from first to last, rounded to bfloat16 once. Neither the number of rows,
+ * nor the rows beside a row, nor the number of threads can change it. The order within that sum is the instruction's:
  *
  *   by vectors  pair after pair of k: the second product of a pair, then the first, each added and rounded. That is
  *               AVX512-BF16's instruction; without it two multiplications and additions do the same.
@@ -21,10 +21,11 @@
 
 /* ---- what this processor and its operating system grant ---- */
 
-enum { BY_VECTORS = 1, BY_TILES = 2 };
+enum { BY_VECTORS = 1, BY_TILES = 2 }; /* panels.py has the same numbers */
 
 static int by = BY_VECTORS;
 
+/* Linux lets a process use tiles only after it has asked for them. */
 static int granted(int way) {
     if (way == BY_VECTORS) return 1;
 #if defined(EMULATED_TILES)
@@ -37,15 +38,15 @@ static int granted(int way) {
 #endif
 }
 
-/* Compute products by vectors (1) or tiles (2) from now on; returns whether that is possible here. Packs made before are
- * of no use afterward. */
+/* Computes products by vectors (1) or tiles (2) from now on. Returns 0, and changes nothing, if that is not
+ * possible here. Weights that were packed before are of no use afterward: panels have another width. */
 EXPORT i64 products_by(i64 way) {
     if (!granted((int)way)) return 0;
     by = (int)way;
     return 1;
 }
 
-/* Whether the vectors have an instruction for products of bfloat16. */
+/* 1 if the vectors have an instruction for products of bfloat16. */
 EXPORT int has_dot_products(void) {
 #if defined(__AVX512BF16__)
     return 1;
@@ -56,17 +57,20 @@ EXPORT int has_dot_products(void) {
 
 /* ---- weights in the order of the products ---- */
 
-/* Packed weights: panels of `panel_width` rows of w, the last one filled up with zeros; in each, pair after pair of k,
- * the pairs filled up with zeros to a multiple of SIDE: [panels, pairs, panel_width, 2]. */
+/* Packed weights [panels, pairs, panel_width, 2]: panels of `panel_width` rows of w [n, k], the last one filled up
+ * with zeros; in each, pair after pair of k, filled up with zeros to a multiple of SIDE pairs. So one load has the
+ * same pair of k for all outputs of a vector, or of a row of a tile, and a panel is read from first to last. */
 EXPORT i64 panel_width(void) { return by == BY_TILES ? 2 * SIDE : COLUMNS * W; }
 
 EXPORT i64 pack_bytes(i64 n, i64 k) { return (n + panel_width() - 1) / panel_width() * panel_bytes(panel_width(), k); }
 
-/* Put rows of w [n, k], k even, as rows `first` .. in packed weights that are zeros where nothing was put. */
+/* Puts the rows of w [n, k], k even, into packed weights as their rows from `first` on. The memory must be zeros where
+ * nothing is put. A panel is the work of one thread. */
 EXPORT void pack(i64 first, i64 n, i64 k, const void *w, void *packed) {
     i64 width = panel_width(), pairs = k / 2;
 #pragma omp parallel for schedule(static)
     for (i64 panel = first / width; panel < (first + n + width - 1) / width; panel++) {
+        /* The rows of w that are in this panel, as rows of the packed weights. */
         i64 from = panel * width > first ? panel * width : first, stop = (panel + 1) * width;
         if (stop > first + n) stop = first + n;
         const uint32_t *source = (const uint32_t *)w + (from - first) * pairs;
@@ -92,13 +96,23 @@ EXPORT void product(i64 m, i64 n, i64 k, const uint16_t *x, const char *packed, 
     multiply(&(Product){.m = m, .n = n, .k = k, .x = x, .packed = packed, .bias = bias, .y = y});
 }
 
-/* y [m, n] of linear layers of x [m, k]; with an adapter low [m, rank] becomes x downᵀ, rounded. */
+/* y [m, n] of linear layers of x [m, k]. With an adapter, low [m, rank] becomes x downᵀ, rounded to bfloat16, and y has
+ * low upᵀ in its sums. */
 EXPORT void linear(i64 m, i64 n, i64 k, const uint16_t *x, const Linear *l, uint16_t *low, uint16_t *y) {
     if (l->rank) product(m, l->rank, k, x, l->down, NULL, low);
-    multiply(&(Product){m, n, k, x, l->weights, l->bias, y, l->rank, low, l->up});
+    multiply(&(Product){.m = m,
+                        .n = n,
+                        .k = k,
+                        .x = x,
+                        .packed = l->weights,
+                        .bias = l->bias,
+                        .y = y,
+                        .rank = l->rank,
+                        .low = low,
+                        .up = l->up});
 }
 
-/* ---- what the products must give, number after number ---- */
+/* ---- what the products must give, number after number: panels.py compares at the start ---- */
 
 static float wide(uint16_t x) {
     uint32_t bits = (uint32_t)x << 16;
@@ -111,7 +125,8 @@ static float wide(uint16_t x) {
 static float plain_sum(i64 k, const uint16_t *x, const uint16_t *w) {
     float total = 0;
     if (by == BY_VECTORS) {
-        for (i64 i = 0; i < k; i++) total += wide(x[i ^ 1]) * wide(w[i ^ 1]); /* GCC 12 gets two lines a pair wrong */
+        /* i ^ 1: the second number of a pair, then the first. Of two statements a pair GCC 12 makes something else. */
+        for (i64 i = 0; i < k; i++) total += wide(x[i ^ 1]) * wide(w[i ^ 1]);
         return total;
     }
     for (i64 i = 0; i < k; i += DEPTH) {
@@ -125,7 +140,7 @@ static float plain_sum(i64 k, const uint16_t *x, const uint16_t *w) {
     return total;
 }
 
-/* As `product`, of w [n, k] as it is. */
+/* As `product`, with w [n, k] as it is. */
 EXPORT void plain_product(i64 m, i64 n, i64 k, const uint16_t *x, const uint16_t *w, const float *bias, uint16_t *y) {
     for (i64 i = 0; i < m; i++)
         for (i64 j = 0; j < n; j++) {

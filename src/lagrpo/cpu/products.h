@@ -12,24 +12,25 @@
 #define TILES 0
 #endif
 
+/* By vectors: sums of ROWS rows and COLUMNS vectors of outputs stay in registers. */
 #if defined(__AVX512F__)
-enum { COLUMNS = 3, ROWS = 8 }; /* of sums that stay in registers: vectors of outputs, rows */
+enum { COLUMNS = 3, ROWS = 8 };
 #else
 enum { COLUMNS = PARTS, ROWS = 4 };
 #endif
-enum { LINE = 64, DEPTH = 32, SIDE = 16 }; /* bytes of a cache line; numbers and rows of a tile */
+/* Bytes of a cache line. By tiles: a tile has SIDE rows of DEPTH bfloat16, or of SIDE float32: one line each. */
+enum { LINE = 64, DEPTH = 32, SIDE = 16 };
 
-/* y [m, n] = x [m, k] packed weights [n, k] transposed + bias float32 [n up to a multiple of a panel], or NULL. With a
- * `rank` the same sums go on over low [m, rank] packed `up` [n, rank] transposed. */
+/* y = x wᵀ + bias. With a `rank` that is not 0 the same sums go on over the adapter: + low upᵀ. */
 typedef struct {
     i64 m, n, k;
-    const uint16_t *x;
-    const char *packed;
-    const float *bias;
-    uint16_t *y;
-    i64 rank;
-    const uint16_t *low;
-    const char *up;
+    const uint16_t *x;   /* [m, k] */
+    const char *packed;  /* w [n, k], packed (products.c) */
+    const float *bias;   /* [n up to a whole panel], or NULL */
+    uint16_t *y;         /* [m, n] */
+    i64 rank;            /* even */
+    const uint16_t *low; /* [m, rank] */
+    const char *up;      /* [n, rank], packed */
 } Product;
 
 /* Bytes of a panel of `width` rows of w: pairs of k, filled up with zeros to a multiple of SIDE. */

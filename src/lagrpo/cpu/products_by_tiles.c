@@ -1,4 +1,6 @@
-/* Matrix products by AMX's tiles: two by two tiles of sums at a time. */
+/* Matrix products by AMX's tiles: two by two tiles of sums at a time, from two tiles of x and two of weights.
+ *
+ * A double tile is 2 SIDE = 32 rows of x, or the 32 outputs of a panel. A step is DEPTH = 32 numbers of k. */
 
 #include "products.h"
 
@@ -12,20 +14,32 @@
 #include <immintrin.h>
 #endif
 
-enum { BAND = 8, PART = 16 }; /* double tiles of rows whose sums are in hand; steps of k that stay in the first cache */
+/* A band is up to BAND double tiles of rows, whose sums are in hand. A part is up to PART steps: a panel's numbers for
+ * them stay in the first cache while the rows of the band pass. */
+enum { BAND = 8, PART = 16 };
 
-typedef struct __attribute__((packed)) { uint8_t palette, start, reserved[14]; uint16_t bytes[16]; uint8_t rows[16]; } Tiles;
+/* The operand of _tile_loadconfig. */
+typedef struct __attribute__((packed)) {
+    uint8_t palette, start, reserved[14];
+    uint16_t bytes[16];
+    uint8_t rows[16];
+} Tiles;
 
-static void configure_tiles(void) { /* eight of SIDE rows of 64 bytes */
+/* Eight tiles of SIDE rows of 64 bytes: 0 to 3 are sums, 4 and 5 of x, 6 and 7 of weights. */
+static void configure_tiles(void) {
     Tiles t;
     memset(&t, 0, sizeof t);
     t.palette = 1;
-    for (int i = 0; i < 8; i++) t.bytes[i] = LINE, t.rows[i] = SIDE;
+    for (int i = 0; i < 8; i++) {
+        t.bytes[i] = LINE;
+        t.rows[i] = SIDE;
+    }
     _tile_loadconfig(&t);
 }
 
-/* Two by two tiles of sums, `total`, go on over `steps` times DEPTH numbers of k: a, two tiles of x after the other, and
- * b, a part of a panel. The first steps of a sum start at 0; `low`: the lower two have no rows. */
+/* Adds `steps` steps of k to two by two tiles of sums, `total`. a [steps, 2 SIDE, DEPTH] is a double tile of x, b
+ * [steps, SIDE pairs, 2 SIDE, 2] a part of a panel. With `first` the sums start at 0. With `low` there are no rows
+ * in the second tile of x, and its sums are not computed. */
 static void tiles_of_sums(float (*total)[SIDE * SIDE], const uint16_t *a, const uint16_t *b, i64 steps, int first,
                           int low) {
     if (first) {
@@ -56,7 +70,7 @@ static void tiles_of_sums(float (*total)[SIDE * SIDE], const uint16_t *a, const 
     _tile_stored(3, total[3], LINE);
 }
 
-/* Four tiles of sums to the outputs of up to 2 SIDE rows and columns. */
+/* Rounds four tiles of sums, with the bias, to up to 2 SIDE rows and columns of y, whose rows are n apart. */
 static void store_tiles(float (*total)[SIDE * SIDE], i64 rows, i64 columns, const float *bias, uint16_t *y, i64 n) {
     for (i64 r = 0; r < rows; r++)
         for (i64 c = 0; c < 2 * SIDE && c < columns; c += W) {
@@ -66,28 +80,32 @@ static void store_tiles(float (*total)[SIDE * SIDE], i64 rows, i64 columns, cons
         }
 }
 
+/* The steps of k, the last one filled up with zeros. */
 static i64 steps_of(i64 k) { return (k + DEPTH - 1) / DEPTH; }
 
-/* x [m, k] in tiles, zeros beyond m and k: [m / 2 SIDE, k / DEPTH, 2 SIDE, DEPTH], of which blocks lie `apart` steps from
- * each other. Called by all threads of a team. */
+/* Copies x [m, k] into double tiles [blocks, steps, 2 SIDE, DEPTH], with zeros beyond m and k. Blocks lie `apart` steps
+ * from each other, which leaves room for an adapter's steps behind. Called by all threads of a team. */
 static void x_in_tiles(i64 m, i64 k, const uint16_t *x, uint16_t *tiles, i64 apart) {
 #pragma omp for schedule(static)
     for (i64 block = 0; block < (m + 2 * SIDE - 1) / (2 * SIDE); block++)
         for (i64 step = 0; step < steps_of(k); step++)
             for (i64 r = 0; r < 2 * SIDE; r++) {
                 uint16_t *to = tiles + ((block * apart + step) * 2 * SIDE + r) * DEPTH;
-                i64 row = block * 2 * SIDE + r, some = k - step * DEPTH < DEPTH ? k - step * DEPTH : DEPTH;
+                i64 row = block * 2 * SIDE + r;
+                i64 some = k - step * DEPTH < DEPTH ? k - step * DEPTH : DEPTH; /* numbers of the row in this step */
                 if (row >= m) some = 0;
                 if (some) memcpy(to, x + row * k + step * DEPTH, some * 2);
                 if (some < DEPTH) memset(to + some, 0, (DEPTH - some) * 2);
             }
 }
 
-/* A band of double tiles of rows, first .. stop - 1, against one panel: k in parts of which a panel's stays in the first
- * cache; then the adapter's part. */
+/* A band of double tiles of rows, first .. stop - 1, against one panel: part after part of k, then of the adapter's
+ * rank. `total` has the sums of the whole band. */
 static void band_by_tiles(const Product *a, const uint16_t *tiles, i64 first, i64 stop, i64 panel,
                           float (*total)[4][SIDE * SIDE]) {
-    i64 own = steps_of(a->k), steps = own + steps_of(a->rank), column = panel * 2 * SIDE, count;
+    i64 own = steps_of(a->k), steps = own + steps_of(a->rank); /* of k, and with the rank behind */
+    i64 column = panel * 2 * SIDE;                             /* the panel's first output */
+    i64 count;                                                 /* the steps of a part, which k or the rank ends */
     const uint16_t *weights = (const uint16_t *)(a->packed + panel * panel_bytes(2 * SIDE, a->k));
     const uint16_t *up = a->rank ? (const uint16_t *)(a->up + panel * panel_bytes(2 * SIDE, a->rank)) : NULL;
     for (i64 part = 0; part < steps; part += count) {

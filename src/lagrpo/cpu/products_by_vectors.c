@@ -1,14 +1,21 @@
-/* Matrix products by vectors: strips of up to ROWS rows against panels of COLUMNS vectors of outputs. */
+/* Matrix products by vectors: strips of up to ROWS rows against panels of COLUMNS vectors of outputs.
+ *
+ * A panel is read from memory once for a block of rows. What limits a product of few rows is that reading, so each
+ * strip fetches a share of the next panel into the cache while it computes. */
 
 #include "products.h"
 
-enum { CACHE = 1 << 19, PAIR = COLUMNS * W * 4 / LINE }; /* bytes of x that stay in a core's cache; lines of a pair */
+/* CACHE: bytes of x that stay in a core's cache. PAIR: cache lines of one pair of k of a panel. */
+enum { CACHE = 1 << 19, PAIR = COLUMNS * W * 4 / LINE };
 
-/* One panel: `stop` of its outputs are real. y's rows are n apart. `up` is the adapter's part, if it has one. */
+/* One panel. */
 typedef struct {
-    const char *weights, *up;
-    const float *bias;
-    i64 k, rank, n, stop;
+    const char *weights; /* [k / 2, COLUMNS * W, 2] */
+    const char *up;      /* the adapter's: [rank / 2, COLUMNS * W, 2]; NULL without one */
+    const float *bias;   /* [COLUMNS * W], or NULL */
+    i64 k, rank;
+    i64 n;    /* between rows of y */
+    i64 stop; /* the outputs that are left from this panel on: the last panel has fewer than its width */
 } Panel;
 
 /* What is fetched into the cache meanwhile: `lines` cache lines, `each` per pair of k. */
@@ -17,7 +24,7 @@ typedef struct {
     i64 lines, each;
 } Ahead;
 
-/* `rows` rows of x, and of the adapter's `low`, against one panel. */
+/* `rows` rows of x [rows, k], and of the adapter's low [rows, rank], against one panel. */
 INLINE void strip(const int rows, Panel p, const uint16_t *x, const uint16_t *low, Ahead ahead, uint16_t *y) {
     vec total[ROWS][COLUMNS];
     const char *end = ahead.at + ahead.lines * LINE;
@@ -65,11 +72,15 @@ static void strip_of(i64 rows, Panel p, const uint16_t *x, const uint16_t *low, 
 
 /* Rows `from` .. `to` - 1 against one panel; meanwhile the next panel is fetched. */
 static void rows_by_vectors(const Product *a, i64 from, i64 to, i64 panel) {
-    i64 size = panel_bytes(COLUMNS * W, a->k), m = to - from, strips = (m + ROWS - 1) / ROWS, column = panel * COLUMNS * W;
-    i64 next = column + COLUMNS * W < a->n ? size / LINE : 0, each = strips < PAIR ? PAIR - strips + 1 : 1;
+    i64 size = panel_bytes(COLUMNS * W, a->k);
+    i64 m = to - from, strips = (m + ROWS - 1) / ROWS;
+    i64 column = panel * COLUMNS * W; /* the panel's first output */
+    i64 next = column + COLUMNS * W < a->n ? size / LINE : 0; /* cache lines of the next panel, if there is one */
+    i64 each = strips < PAIR ? PAIR - strips + 1 : 1;         /* so many lines a pair that the strips fetch all of it */
     Panel p = {a->packed + panel * size, a->rank ? a->up + panel * panel_bytes(COLUMNS * W, a->rank) : NULL,
                a->bias ? a->bias + column : NULL, a->k, a->rank, a->n, a->n - column};
     for (i64 s = 0; s < strips; s++) {
+        /* Strips are of equal length, or one row longer than others, and so are their shares of the next panel. */
         i64 first = m * s / strips, lines = next * s / strips;
         Ahead ahead = {p.weights + size + lines * LINE, next * (s + 1) / strips - lines, each};
         const uint16_t *low = a->rank ? a->low + (from + first) * a->rank : NULL;
@@ -78,8 +89,8 @@ static void rows_by_vectors(const Product *a, i64 from, i64 to, i64 panel) {
     }
 }
 
-/* Blocks of rows that stay in a core's cache, against panel after panel. Where there are fewer panels than threads, as of
- * an adapter, rows are divided among these. */
+/* Blocks of rows that stay in a core's cache, against panel after panel. If there are fewer panels than threads, as
+ * in an adapter's first product, there are more blocks, so that every thread has work. */
 void product_by_vectors(const Product *a) {
     i64 panels = (a->n + COLUMNS * W - 1) / (COLUMNS * W), threads = omp_get_max_threads();
     i64 fit = CACHE / (2 * a->k) > ROWS ? CACHE / (2 * a->k) : ROWS, blocks = (a->m + fit - 1) / fit;

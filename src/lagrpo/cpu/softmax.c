@@ -21,6 +21,7 @@ INLINE Row row_of(const Logits *a, i64 row) {
 
 INLINE i64 block_end(Row r, i64 first) { return first + BLOCK < r.stop ? first + BLOCK : r.stop; }
 
+/* The largest of the row's numbers, over tau. */
 INLINE float highest(Row r, int half) {
     vec top = all(-INFINITY);
     for (i64 i = r.first; i < r.stop; i += W) top = larger(load_some(r.x, i, r.stop, -INFINITY, half), top);
@@ -47,6 +48,7 @@ INLINE double block_moment(Row r, i64 first, float top, int half) {
     return sum(sums);
 }
 
+/* Number i, over tau. */
 INLINE float one(Row r, i64 i, int half) { return load_some(r.x, i, i + 1, 0, half)[0] * r.over_tau; }
 
 /* ---- log-probs of given tokens ---- */
@@ -72,6 +74,7 @@ EXPORT void token_logp(const Logits *a, const i64 *tokens, float *lse, float *lo
                                           entropy ? entropy + row : NULL, HALF));
 }
 
+/* The token's own number, g (1 - p), is put last. Adding g to the -g p that is stored would keep its rounding. */
 INLINE void token_logp_backward_row(Row r, i64 token, float lse, float g, int half) {
     vec chosen = all(g * (1.f - expf(one(r, r.first + token, half) - lse)));
     for (i64 i = r.first; i < r.stop; i += W) {
@@ -105,7 +108,8 @@ INLINE i64 token_in_block(Row r, i64 first, float top, double before, double tar
     return token;
 }
 
-/* `ends`: room for the cumulative sums at the ends of the blocks. */
+/* A token of one row: the block in which the cumulative sum passes uniform * total, then the token in the block. `ends`
+ * [blocks] is room for the cumulative sums at the ends of blocks. */
 INLINE i64 draw_row(Row r, double uniform, double *ends, float *logp, int half) {
     i64 blocks = (r.stop - r.first + BLOCK - 1) / BLOCK, block = 0;
     float top = highest(r, half);
@@ -114,13 +118,13 @@ INLINE i64 draw_row(Row r, double uniform, double *ends, float *logp, int half) 
     double target = uniform * total;
     while (block < blocks - 1 && ends[block] <= target) block++;
     i64 token = token_in_block(r, r.first + block * BLOCK, top, block ? ends[block - 1] : 0, target, half);
-    if (token < 0) token = r.first;
+    if (token < 0) token = r.first; /* no number of the block has a probability: the logits are not finite */
     *logp = one(r, token, half) - (float)(top + log(total));
     return token - r.first;
 }
 
-/* A token of each row by inverting the cumulative distribution at uniform[row] in [0, 1): first over the sums of blocks,
- * then inside one; both in float64. `ends` [rows, blocks] is room for the first. */
+/* A token of each row by inverting the cumulative distribution at uniform[row] in [0, 1): first over the sums of
+ * blocks, then inside one; both in float64. `ends` [rows, blocks] is room for the former. */
 EXPORT void sample_tokens(const Logits *a, const double *uniform, double *ends, i64 *tokens, float *logp) {
     i64 blocks = (a->width + BLOCK - 1) / BLOCK;
 #pragma omp parallel for schedule(static)

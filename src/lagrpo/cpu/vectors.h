@@ -21,7 +21,7 @@
 #else
 #define W 4
 #endif
-enum { LANES = 16, PARTS = LANES / W };
+enum { LANES = 16, PARTS = LANES / W }; /* partial sums of a sum, and the registers that they take */
 
 typedef float vec __attribute__((vector_size(4 * W)));
 typedef int32_t ivec __attribute__((vector_size(4 * W)));
@@ -46,10 +46,12 @@ typedef int64_t i64;
 
 /* ---- numbers in memory ---- */
 
-INLINE vec all(float x) { return x - (vec){}; }
+INLINE vec all(float x) { return x - (vec){}; } /* W times x; -0 stays -0, which x + 0 would not keep */
 
+/* The address of number i. */
 INLINE const void *at(const void *p, i64 i, int half) { return (const char *)p + i * (half ? 2 : 4); }
 
+/* Numbers i .. i + W - 1. memcpy is one instruction here, and p need not be aligned. */
 INLINE vec load(const void *p, i64 i, int half) {
     vec x;
     if (half) {
@@ -62,11 +64,13 @@ INLINE vec load(const void *p, i64 i, int half) {
     return x;
 }
 
-INLINE uvec bf16_bits(vec x) { /* to nearest, ties to even; NaN stays NaN */
+/* x rounded to bfloat16, to nearest, ties to even, as the low 16 bits of each element; NaN stays NaN. */
+INLINE uvec bf16_bits(vec x) {
     uvec u = (uvec)x, rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16, nan = (uvec)(x != x);
     return (nan & 0x7fc0) | (~nan & rounded);
 }
 
+/* x as it would be read back after a store. */
 INLINE vec rounded(vec x, int half) { return half ? (vec)(bf16_bits(x) << 16) : x; }
 
 INLINE void store(void *p, i64 i, vec x, int half) {
@@ -78,7 +82,8 @@ INLINE void store(void *p, i64 i, vec x, int half) {
     }
 }
 
-INLINE vec load_some(const void *p, i64 i, i64 stop, float fill, int half) { /* `fill` from `stop` on */
+/* As `load`, with `fill` in the place of the numbers from `stop` on, which are not read. */
+INLINE vec load_some(const void *p, i64 i, i64 stop, float fill, int half) {
     if (i + W <= stop) return load(p, i, half);
     float some[W];
     for (int j = 0; j < W; j++) {
@@ -95,6 +100,7 @@ INLINE vec load_some(const void *p, i64 i, i64 stop, float fill, int half) { /* 
     return load(some, 0, 0);
 }
 
+/* As `store`; the numbers from `stop` on are not written. */
 INLINE void store_some(void *p, i64 i, i64 stop, vec x, int half) {
     if (i + W <= stop) {
         store(p, i, x, half);
@@ -117,7 +123,8 @@ INLINE vec same_lanes(const void *p, i64 i) { /* one lane, W times */
     return (vec)((ivec){} + lane);
 }
 
-/* total + x y; of a pair first the second product, then the first, each rounded, as the processors' instruction does */
+/* total + x y for each lane. Of a pair first the second product is added, then the first, each rounded, as
+ * AVX512-BF16's instruction does it. */
 INLINE vec add_product(vec total, vec x, vec y, int half) {
     if (!half) return total + x * y;
 #if defined(__AVX512BF16__)
@@ -131,10 +138,12 @@ INLINE vec add_product(vec total, vec x, vec y, int half) {
 
 /* ---- functions of a vector ---- */
 
+/* a where the mask is set, else b. */
 INLINE vec choose(ivec where, vec a, vec b) { return (vec)((where & (ivec)a) | (~where & (ivec)b)); }
 
 INLINE vec larger(vec a, vec b) { return choose((a > b) | (a != a), a, b); } /* a NaN in a comes through */
 
+/* The sum of PARTS vectors: LANES partial sums, halved four times. */
 INLINE float sum(const vec *parts) {
     float s[LANES];
     memcpy(s, parts, sizeof s);
@@ -149,10 +158,13 @@ INLINE float largest(vec x) {
     return top;
 }
 
-INLINE vec exponential(vec x) { /* e^x to 1 unit in the last place; 0 below -87, infinity above 88.3 */
-    vec n = (x * all(1.44269504f) + all(12582912.f)) - all(12582912.f); /* nearest integer to x / log 2 */
+/* e^x to 1 unit in the last place; 0 below -87, infinity above 88.3. e^x = 2^n e^r, with n the integer nearest to
+ * x / log 2 and r the rest, for which a polynomial of degree 7 is enough (the coefficients of Cephes' expf). */
+INLINE vec exponential(vec x) {
+    /* 1.5 * 2^23: a float32 of that size has no fraction, so adding it rounds. */
+    vec n = (x * all(1.44269504f) + all(12582912.f)) - all(12582912.f);
     n = choose(x < -87.f, all(0), choose(x > 88.3f, all(0), n));
-    vec r = x - n * all(0.693359375f) - n * all(-2.12194440e-4f);
+    vec r = x - n * all(0.693359375f) - n * all(-2.12194440e-4f); /* log 2 in two parts: the first product is exact */
     vec p = all(1.9875691500e-4f);
     p = p * r + all(1.3981999507e-3f);
     p = p * r + all(8.3334519073e-3f);
@@ -160,7 +172,7 @@ INLINE vec exponential(vec x) { /* e^x to 1 unit in the last place; 0 below -87,
     p = p * r + all(1.6666665459e-1f);
     p = p * r + all(5.0000001201e-1f);
     p = p * r * r + r + all(1.f);
-    p = (vec)((ivec)p + (__builtin_convertvector(n, ivec) << 23));
+    p = (vec)((ivec)p + (__builtin_convertvector(n, ivec) << 23)); /* n more in the exponent: times 2^n */
     p = choose(x < -87.f, all(0.f), choose(x > 88.3f, all(INFINITY), p));
     return choose(x == x, p, x);
 }

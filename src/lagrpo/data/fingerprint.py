@@ -15,9 +15,9 @@ from typing import Any
 
 from lagrpo.rollout.episodes import MAIN_TASK
 from lagrpo.tasks import RowTask, Task
-from lagrpo.types import Prompt
+from lagrpo.types import JsonObject, JsonView, Prompt
 
-Digests = dict[str, Any]
+Digests = JsonObject
 
 ROWS = "rows"
 """Key of the number of rows, beside the digests of the columns."""
@@ -31,7 +31,8 @@ VISITED = ("tokens", "answers")
 
 def digest_places(
     tasks: Mapping[str, Task],
-    records: Sequence[Mapping[str, Any]] = (),
+    records: Sequence[JsonView] = (),
+    *,
     evaluates: bool = True,
 ) -> Digests:
     """Returns the digests of all rows of a run, by place, such as "train split".
@@ -60,7 +61,7 @@ def digest_rows(rows: Any) -> Digests:
 
     Rows without columns have a single digest, as of a column "values".
     """
-    column_hashes: dict[str, Any] = {}
+    column_hashes: JsonObject = {}
     for number, row in enumerate(iterate_rows(rows)):
         columns = row if isinstance(row, Mapping) else {"values": row}
         for name, value in columns.items():
@@ -130,7 +131,7 @@ def object_text(value: Any) -> Any:
 # ---- Changes ----
 
 
-def check_places(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+def check_places(before: JsonView, now: JsonView) -> None:
     """Raises ValueError if the rows of a place have changed.
 
     A place that is in only one of `before` and `now` does not count.
@@ -163,7 +164,7 @@ def check_visited(
         )
 
 
-def compare_rows(place: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def compare_rows(place: str, before: JsonView, now: JsonView) -> list[str]:
     """Returns what differs between the digests of one place's rows; nothing if they are equal."""
     if before[ROWS] != now[ROWS]:
         return [f"the {place} has {now[ROWS]:,} rows, not {before[ROWS]:,}"]

@@ -22,9 +22,11 @@ from lagrpo.errors import one_line_errors
 from lagrpo.model.chat import Replies
 from lagrpo.model.model import Policy
 from lagrpo.runs.reading import completion_files
-from lagrpo.tasks import Messages, build_messages, is_padded, order_prompts, plain_message
-from lagrpo.tasks.data import Row, format_of, parse_messages, plain, read_rows
-from lagrpo.types import Completion, Group, Outcome, Prompt
+from lagrpo.tasks import order_prompts
+from lagrpo.tasks.columns import parse_messages, plain
+from lagrpo.tasks.files import Row, format_of, read_rows
+from lagrpo.tasks.messages import Messages, build_messages, is_padded, plain_message
+from lagrpo.types import Completion, Group, JsonView, Outcome, OutcomeKind, Prompt
 
 UNKNOWN_VERSION = -1
 
@@ -96,7 +98,7 @@ class OfflineData:
                         f"its prompt has {num_tokens} tokens; rollout.max_prompt_length is "
                         f"{max_prompt_tokens}"
                     )
-                if record.get("outcome") == "failed":
+                if record.get("outcome") == OutcomeKind.FAILED:
                     self.left_out["failed"] += 1
                     continue
                 completion = _read_completion(record, replies)
@@ -208,7 +210,7 @@ def _read_prompt(row: Row, replies: Replies, system_prompt: str | None) -> Promp
         raise ValueError(
             f"it has neither prompt nor prompt_token_ids; the columns are {', '.join(row)}"
         )
-    messages = build_messages(question, system_prompt, is_padded(row))
+    messages = build_messages(question, system_prompt, padded=is_padded(row))
     return replies.chat.tokenize(Prompt(0, messages, answer))
 
 
@@ -227,7 +229,7 @@ def _read_completion(row: Row, replies: Replies) -> Completion:
     finished = row.get("finished", True) is not False
     if isinstance(content, str) and row.get("token_ids") is None:
         content = replies.chat.without_end(content)
-    tokens = _read_tokens(row, content, finished, replies)
+    tokens = _read_tokens(row, content, finished=finished, replies=replies)
     token_ids = tokens.token_ids
     if not token_ids:
         raise ValueError("its completion has no tokens")
@@ -246,7 +248,7 @@ def _read_completion(row: Row, replies: Replies) -> Completion:
     )
 
 
-def _read_tokens(row: Row, content: Any, finished: bool, replies: Replies) -> CompletionTokens:
+def _read_tokens(row: Row, content: Any, *, finished: bool, replies: Replies) -> CompletionTokens:
     """Returns a row's recorded tokens, or tokenizes its text or messages. Raises ValueError."""
     token_ids = _read_list(row, "token_ids", (int,))
     if token_ids is not None:
@@ -264,7 +266,7 @@ def _read_tokens(row: Row, content: Any, finished: bool, replies: Replies) -> Co
                 "sampled"
             )
     if isinstance(content, list):
-        return _tokenize_turns(content, replies, finished)
+        return _tokenize_turns(content, replies, finished=finished)
     if not isinstance(content, str):
         raise ValueError(f"its completion is {content!r:.80}, not a text, messages, or token_ids")
     token_ids = replies.chat.encode(content, add_special_tokens=False)
@@ -274,7 +276,7 @@ def _read_tokens(row: Row, content: Any, finished: bool, replies: Replies) -> Co
 
 
 def _read_list(
-    row: Mapping[str, Any], column: str, types: tuple[type, ...], count: int | None = None
+    row: JsonView, column: str, types: tuple[type, ...], count: int | None = None
 ) -> Any:
     """Returns the list in a column; None without one.
 
@@ -291,7 +293,7 @@ def _read_list(
     return values
 
 
-def _read_logp(row: Mapping[str, Any], count: int) -> torch.Tensor:
+def _read_logp(row: JsonView, count: int) -> torch.Tensor:
     """Returns one log-prob per token, float32 [count]: NaN if it is unknown, which is null."""
     recorded = _read_list(row, "rollout_logprobs", (float, int, type(None)), count)
     values = recorded or [None] * count
@@ -307,10 +309,10 @@ def _read_logp(row: Mapping[str, Any], count: int) -> torch.Tensor:
     return logp
 
 
-def _read_outcome(row: Mapping[str, Any]) -> Outcome | None:
+def _read_outcome(row: JsonView) -> Outcome | None:
     """Returns the recorded outcome; None if the task's reward function is still to decide."""
     reward = row.get("reward")
-    if row.get("outcome") == "unscored":
+    if row.get("outcome") == OutcomeKind.UNSCORED:
         return Outcome.unscored(str(row.get("reason") or "recorded so"))
     if reward is None:
         return None
@@ -322,7 +324,7 @@ def _read_outcome(row: Mapping[str, Any]) -> Outcome | None:
 # ---- Several turns ----
 
 
-def _tokenize_turns(messages: Messages, replies: Replies, finished: bool) -> CompletionTokens:
+def _tokenize_turns(messages: Messages, replies: Replies, *, finished: bool) -> CompletionTokens:
     """Tokenizes a completion of several turns.
 
     The assistant's turns are sampled, each with the token that ends it: the last one only if the
@@ -355,7 +357,7 @@ def _tokenize_turns(messages: Messages, replies: Replies, finished: bool) -> Com
     return CompletionTokens(token_ids, sampled, texts)
 
 
-def _is_conversation(messages: Sequence[Mapping[str, Any]]) -> bool:
+def _is_conversation(messages: Sequence[JsonView]) -> bool:
     """True if the assistant begins and ends, and never speaks twice in a row."""
     if not messages or not all(isinstance(message.get("content"), str) for message in messages):
         return False

@@ -67,7 +67,7 @@ class PromptSource:
         for index in self._epoch_order(0)[: batches * self.N]:
             self.visited.append(digest_prompt(self.tokenized("train", index)))
 
-    def places(self, b: int) -> list[tuple[int, int]]:
+    def visits(self, b: int) -> list[tuple[int, int]]:
         """Returns the epoch, and the index in the split, of each prompt of batch b = 1, 2, …"""
         visits = []
         for position in range((b - 1) * self.N, b * self.N):
@@ -83,7 +83,7 @@ class PromptSource:
         that are not in the batch, or all prompts if the batch has them all. Its passes count as
         epochs -1, -2, …, so a prompt that comes again gets other random numbers.
         """
-        indices_in_batch = {index for _, index in self.places(b)}
+        indices_in_batch = {index for _, index in self.visits(b)}
         # Negative numbers belong to no epoch: -1 - b is for batch b, -1 for evaluations.
         all_indices = order_prompts(self.seed, -1 - b, self._size)
         unused_indices = [index for index in all_indices if index not in indices_in_batch]
@@ -99,7 +99,7 @@ class PromptSource:
         """Returns the N requests of batch b = 1, 2, …"""
         return [
             Request(batch=b, epoch=epoch, prompt=self.tokenized("train", index))
-            for epoch, index in self.places(b)
+            for epoch, index in self.visits(b)
         ]
 
     def _make_epoch_order(self, epoch: int) -> list[int]:
@@ -169,4 +169,4 @@ class PromptSource:
         if prompt_place not in self._openings:
             random_key = (self.seed, "opening", split, index)
             self._openings[prompt_place] = episodes.open(prompt, random_key)
-        return replace(prompt, messages=self._openings[prompt_place], asked=prompt.messages)
+        return replace(prompt, messages=self._openings[prompt_place], task_messages=prompt.messages)

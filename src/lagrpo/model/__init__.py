@@ -1,1 +1,1 @@
-"""The policy π: its weights, the model that computes by them, its chat, and the trainer's step."""
+"""The policy π: its weights, the model that computes by them, its chat, and its files."""

@@ -31,10 +31,10 @@ from lagrpo.types import THOUGHT_END, Prompt
 logger = logging.getLogger("lagrpo")
 Tools = Sequence[Mapping[str, Any]]
 Messages = Sequence[Mapping[str, Any]]
-# A short conversation, in which a reply is rendered: a user's message, and an assistant's turn
-# without and with a thought.
+# A short conversation, in which a reply is rendered: a user's message, and the text of an
+# assistant's turn without and with a thought.
 OPENING = ({"role": "user", "content": "1"},)
-SAID = "2"
+TURN = "2"
 THOUGHT = "<think>\n3\n</think>\n\n4"
 ANSWER = "This is an answer"
 WHAT_TO_DO = (
@@ -57,17 +57,17 @@ class RewritingError(ValueError):
     """The chat template cannot be used for several turns."""
 
 
-def end_with(text: str, said: str) -> str:
-    """Returns the rendered `text` so that it ends with exactly what the assistant has `said`.
+def end_with(text: str, turn: str) -> str:
+    """Returns the rendered `text` so that it ends with exactly the text of the assistant's `turn`.
 
     The template may have trimmed the white space after it, and Qwen3's template puts an empty
     thought before a thought. The white space comes back, and the empty thought is removed.
     """
     trimmed_text = text.rstrip()
-    head = trimmed_text.removesuffix(said.strip())
+    head = trimmed_text.removesuffix(turn.strip())
     if head == trimmed_text:
         return text
-    answer = said.lstrip()
+    answer = turn.lstrip()
     if answer.startswith("<think>"):
         head = EMPTY_THOUGHT_AT_END.sub("", head)
     return head + answer
@@ -480,9 +480,9 @@ class Replies:
         """
         thoughtful = [*OPENING, {"role": "assistant", "content": THOUGHT}, *messages]
         texts = {
-            self._render_reply(OPENING, SAID, messages),
+            self._render_reply(OPENING, TURN, messages),
             self._render_reply(OPENING, THOUGHT, messages),
-            self._render_reply(thoughtful, SAID, messages),
+            self._render_reply(thoughtful, TURN, messages),
         }
         if len(texts) > 1:
             raise RewritingError(
@@ -498,23 +498,24 @@ class Replies:
         if roles not in self._checked:
             self.check(messages)
             self._checked.add(roles)
-        text = self._render_reply(OPENING, SAID, messages)
+        text = self._render_reply(OPENING, TURN, messages)
         check_rendered(messages, text)
         ids = self.chat.encode(text, add_special_tokens=False)
         self.chat.check_vocabulary(ids)
         return tuple(ids)
 
-    def _render_reply(self, before: Messages, said: str, messages: Messages) -> str:
+    def _render_reply(self, before: Messages, turn: str, messages: Messages) -> str:
         """Returns the text of `messages` behind the end of an assistant's turn.
 
-        The conversation is `before`, then the turn, whose text is `said`, then `messages`.
+        The conversation is `before`, then a turn of the assistant with the text `turn`, then
+        `messages`.
         """
         if self.chat.tokenizer.chat_template is None:
             raise RewritingError(
                 "the tokenizer has no chat template to separate turns: set model.chat_template"
             )
-        so_far = self.chat.render(before) + said
-        longer = self.chat.render([*before, {"role": "assistant", "content": said}, *messages])
+        so_far = self.chat.render(before) + turn
+        longer = self.chat.render([*before, {"role": "assistant", "content": turn}, *messages])
         if not longer.startswith(so_far):
             start = 0
             while so_far[start : start + 1] == longer[start : start + 1]:

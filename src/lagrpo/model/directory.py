@@ -1,6 +1,6 @@
-"""The files of a model directory, looked at without loading the model.
+"""The files of a model directory, checked without loading the model.
 
-Libraries say "header too large" of a file that is no model, and do not name it. These checks do.
+Libraries say "header too large" of a file that is not a model, and do not name it. These checks do.
 """
 
 from __future__ import annotations
@@ -12,15 +12,20 @@ from pathlib import Path
 
 from lagrpo.errors import check_is_pulled, describe_error
 
-GENERATION_CONFIG = "generation_config.json"  # transformers ignores a damaged one without a word
+# transformers ignores a damaged one without a word.
+GENERATION_CONFIG = "generation_config.json"
 WEIGHTS = ("model*.safetensors", "adapter_model.safetensors")
 TEXTS = ("*.json", "*.jinja")
+PICKLED_WEIGHTS = ("*.bin", "*.pt", "*.pth")
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.*")
 AGAIN = "copy or download it again"
 
 
 def check_directory(directory: Path) -> None:
-    """Raise ValueError if a file of the model is a Git LFS pointer, or its generation config is damaged. Files that are
-    never read may be pointers."""
+    """Raises ValueError for files of the model that are Git LFS pointers.
+
+    Files that are never read may be pointers. Also raises it if the generation config is damaged.
+    """
     patterns = [*WEIGHTS, *TEXTS]
     if not (directory / "tokenizer.json").exists():
         patterns.append("tokenizer.model")
@@ -31,8 +36,11 @@ def check_directory(directory: Path) -> None:
 
 @contextmanager
 def naming_damage(directory: str | Path, what: str) -> Iterator[None]:
-    """Turn any exception inside into a ValueError of one line: the file of the directory that is missing or damaged and
-    the cure, or else `what` and the exception."""
+    """Turns any exception inside into a ValueError of one line.
+
+    It names the file of the directory that is missing or damaged, and the cure. If no file is, it
+    has `what` and the exception.
+    """
     try:
         yield
     except Exception as error:
@@ -42,12 +50,19 @@ def naming_damage(directory: str | Path, what: str) -> Iterator[None]:
 
 
 def check_whole(directory: Path) -> None:
-    """Raise ValueError for the first file of a model directory that is missing or damaged."""
+    """Raises ValueError for the first file of a model directory that is missing or damaged."""
     for file in _files(directory, *TEXTS):
         _check_text(file)
+    _check_weights(directory)
+    _check_shards(directory)
+    if not any(_files(directory, *TOKENIZERS)):
+        raise ValueError(f"{directory} has no tokenizer.json: copy it from the model's source")
+
+
+def _check_weights(directory: Path) -> None:
     weights = list(_files(directory, *WEIGHTS))
     if not weights:
-        pickled = next(_files(directory, "*.bin", "*.pt", "*.pth"), None)
+        pickled = next(_files(directory, *PICKLED_WEIGHTS), None)
         if pickled is not None:
             raise ValueError(
                 f"{pickled} has pickled weights, which lagrpo does not load: "
@@ -56,27 +71,30 @@ def check_whole(directory: Path) -> None:
         raise ValueError(f"{directory} has no model.safetensors: {AGAIN}")
     for file in weights:
         _check_safetensors(file)
+
+
+def _check_shards(directory: Path) -> None:
+    """Raises ValueError if a file of weights is missing that the index names."""
     index = directory / "model.safetensors.index.json"
-    if index.exists():
-        shards = json.loads(index.read_bytes()).get("weight_map")
-        if not isinstance(shards, dict):
-            raise ValueError(f"{index} has no weight_map: {AGAIN}")
-        for shard in sorted({*shards.values()}):
-            if not (directory / shard).exists():
-                raise ValueError(
-                    f"{directory / shard}, which {index.name} names, is missing: {AGAIN}"
-                )
-    if not any(_files(directory, "tokenizer.json", "tokenizer.model", "vocab.*")):
-        raise ValueError(f"{directory} has no tokenizer.json: copy it from the model's source")
+    if not index.exists():
+        return
+    shard_of_weight = json.loads(index.read_bytes()).get("weight_map")
+    if not isinstance(shard_of_weight, dict):
+        raise ValueError(f"{index} has no weight_map: {AGAIN}")
+    for shard in sorted(set(shard_of_weight.values())):
+        if not (directory / shard).exists():
+            raise ValueError(f"{directory / shard}, which {index.name} names, is missing: {AGAIN}")
 
 
 def _files(directory: Path, *patterns: str) -> Iterator[Path]:
     for pattern in patterns:
-        yield from (file for file in sorted(directory.glob(pattern)) if file.is_file())
+        for file in sorted(directory.glob(pattern)):
+            if file.is_file():
+                yield file
 
 
 def _check_text(file: Path) -> None:
-    """Raise ValueError for a file that is not UTF-8, or whose name ends in .json and that is not a JSON object."""
+    """Raises ValueError unless a file is UTF-8, and a JSON object if its name ends in .json."""
     if not file.is_file():
         return
     try:

@@ -1,7 +1,8 @@
 """Model directories that lagrpo writes: the files of the source, with what training changed.
 
-transformers 5 writes other files than it reads: config.json without `rope_theta`, a rebuilt tokenizer.json, classes
-that older versions lack. Programs with an older transformers would compute something else from them in silence.
+transformers 5 writes other files than it reads: config.json without `rope_theta`, a rebuilt
+tokenizer.json, and classes that older versions lack. Programs with an older transformers would
+compute something else from them without an error.
 """
 
 from __future__ import annotations
@@ -14,11 +15,10 @@ from typing import Any
 
 from torch import Tensor
 
-from lagrpo.model.directory import naming_damage
+from lagrpo.model.directory import GENERATION_CONFIG, naming_damage
 
 TOKENIZER = "tokenizer.json"
 CONFIG = "config.json"
-GENERATION_CONFIG = "generation_config.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 TEMPLATE = "chat_template.jinja"
 TOKENIZER_FILES = (
@@ -36,9 +36,14 @@ TOKENIZER_FILES = (
     "additional_chat_templates/*.jinja",
 )
 
+Json = dict[str, Any]
+
 
 def find_source(model: str, file: str) -> Path | None:
-    """A file of a model directory, or of a hub id's copy in the cache; None if it is not there."""
+    """Returns the path of a file of a model; None if it is not there.
+
+    `model` is a directory, or a hub id, whose copy in the cache is meant.
+    """
     if not model:  # a model that was made in memory
         return None
     path = Path(model)
@@ -55,83 +60,97 @@ def find_source(model: str, file: str) -> Path | None:
 
 
 def load_tokenizer(model: str) -> Any:
-    """The tokenizer of a directory or hub id. Raises ValueError.
+    """Returns the tokenizer of a directory or hub id. Raises ValueError.
 
-    If there is a tokenizer.json, it is what that file describes: some of the classes that AutoTokenizer picks take the
-    vocabulary alone from it, and split texts in their own way."""
+    If there is a tokenizer.json, it is the tokenizer of that file: some of the classes that
+    AutoTokenizer picks take only the vocabulary from it, and split texts in their own way.
+    """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     tokenizer = None
     with naming_damage(model, "the tokenizer cannot be read"):
+        # Also downloads the files of a hub id, tokenizer.json included.
         if find_source(model, TOKENIZER) is None:
-            tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)  # downloads
+            tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
         if find_source(model, TOKENIZER) is not None:
             tokenizer = PreTrainedTokenizerFast.from_pretrained(model)
     return tokenizer
 
 
 def save_model(lm: Any, directory: Path, weights: Mapping[str, Tensor] | None = None) -> None:
-    """Write a model's weights (or `weights` in their place), and its configs as the source has them."""
+    """Writes a model's weights, or `weights` in their place, and its configs.
+
+    The configs are the ones of the source.
+    """
     lm.save_pretrained(directory, state_dict=weights)
     saved_config = read_json(directory / CONFIG)
     config = saved_config
-    if source := find_source(lm.name_or_path, CONFIG):
-        config = read_json(source)
+    source_config = find_source(lm.name_or_path, CONFIG)
+    if source_config is not None:
+        config = read_json(source_config)
+        # The two entries that are about the weights as they are saved.
         config["architectures"] = saved_config["architectures"]
         dtype_key = "dtype" if "dtype" in config else "torch_dtype"
         config[dtype_key] = saved_config["dtype"]
     write_json(directory / CONFIG, with_rope_theta(config))
-    if source := find_source(lm.name_or_path, GENERATION_CONFIG):
-        shutil.copyfile(source, directory / GENERATION_CONFIG)
+    source_generation_config = find_source(lm.name_or_path, GENERATION_CONFIG)
+    if source_generation_config is not None:
+        shutil.copyfile(source_generation_config, directory / GENERATION_CONFIG)
 
 
-def with_rope_theta(config: dict[str, Any]) -> dict[str, Any]:
-    """A config that also has the rotary embeddings' settings by the names that transformers before 5 reads."""
+def with_rope_theta(config: Json) -> Json:
+    """Returns a config that also has the names that transformers before 5 reads.
+
+    They are the names of the rotary embedding's settings.
+    """
     rope = config.get("rope_parameters") or {}
     if "rope_theta" not in rope:
         return config
-    older: dict[str, Any] = {"rope_theta": rope["rope_theta"]}
+    older: Json = {"rope_theta": rope["rope_theta"]}
     if rope.get("rope_type", "default") != "default":
-        older["rope_scaling"] = {k: v for k, v in rope.items() if k != "rope_theta"}
+        older["rope_scaling"] = {key: value for key, value in rope.items() if key != "rope_theta"}
     return older | config
 
 
 def save_tokenizer(tokenizer: Any, directory: Path) -> None:
-    """Write the files of the tokenizer's source, and the chat template if it is another one now."""
+    """Writes the files of the tokenizer's source, and the chat template if it has been replaced."""
     directory.mkdir(parents=True, exist_ok=True)
-    tokenizer_config = find_source(tokenizer.name_or_path, TOKENIZER_CONFIG)
-    if tokenizer_config is None:
+    source_config = find_source(tokenizer.name_or_path, TOKENIZER_CONFIG)
+    if source_config is None:
         tokenizer.save_pretrained(directory)
         return
+    source_directory = source_config.parent
     for pattern in TOKENIZER_FILES:
-        for source in tokenizer_config.parent.glob(pattern):
-            target = directory / source.relative_to(tokenizer_config.parent)
+        for source in source_directory.glob(pattern):
+            target = directory / source.relative_to(source_directory)
             target.parent.mkdir(exist_ok=True)
             shutil.copyfile(source, target)
+
     config = read_json(directory / TOKENIZER_CONFIG)
-    changed = with_older_names(config)
+    new_config = with_older_names(config)
     template = tokenizer.chat_template
     if isinstance(template, str) and template != tokenizer.init_kwargs.get("chat_template"):
         (directory / TEMPLATE).write_text(template, encoding="utf-8")
-        changed.pop("chat_template", None)
-    if changed != config:
-        write_json(directory / TOKENIZER_CONFIG, changed)
+        new_config.pop("chat_template", None)
+    if new_config != config:
+        write_json(directory / TOKENIZER_CONFIG, new_config)
 
 
-def with_older_names(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of a tokenizer's config without names that transformers before 5 does not know."""
+def with_older_names(config: Json) -> Json:
+    """Returns a copy of a tokenizer's config without names that transformers before 5 lacks."""
     config = dict(config)
     if config.get("tokenizer_class") == "TokenizersBackend":
         config["tokenizer_class"] = "PreTrainedTokenizerFast"
-    if isinstance(config.get("extra_special_tokens"), list):  # a table before 5
+    # Before 5 this name was for a table.
+    if isinstance(config.get("extra_special_tokens"), list):
         config["additional_special_tokens"] = config.pop("extra_special_tokens")
     return config
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> Json:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
+def write_json(path: Path, content: Json) -> None:
     text = json.dumps(content, indent=2, ensure_ascii=False)
     path.write_text(text + "\n", encoding="utf-8")

@@ -2,11 +2,15 @@
 
 A packed row holds, group after group, the prompt once and then its completions:
 
-    [prompt_1 | y_11 | y_12 | … | prompt_2 | y_21 | …]        positions: 0..P-1, then P.. in every completion
+    [prompt_1 | y_11 | y_12 | … | prompt_2 | y_21 | …]
+    positions: 0 .. P-1 in a prompt of P tokens, then P .. in each of its completions
 
-Each prompt and each completion is a *segment* of the row. What the last token of a completion predicts is not needed,
-so that token is left out of the row. The log-prob of a completion's first token comes from its prompt's last row, the
-log-prob of token j from row j - 1 of the completion. A layout is data; the backend attends along it (backend.py).
+Each prompt and each completion is a *segment* of the row. Nobody needs what the last token of a
+completion predicts, so that token is left out of the row. The log-prob of a completion's first
+token comes from its prompt's last row, the log-prob of its token j from row j - 1 of the
+completion. A layout is data; the backend attends along it (backend.py).
+
+Shapes: S segments, N groups, T completion tokens of all groups.
 """
 
 from __future__ import annotations
@@ -22,75 +26,98 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class PackedLayout:
-    """Where prompts and completions lie in one packed row."""
+    """The places of prompts and completions in one packed row.
 
-    rows: int  # tokens in the row
-    longest: int  # tokens of the longest prompt + completion
-    position_ids: Tensor  # int64 [rows]: the position of each token in its own sequence
-    logit_rows: Tensor  # int64 [T]: the row whose logits predict each completion token
-    last_prompt_rows: Tensor  # int64 [N]: the last row of each prompt
+    - `rows`: the number of tokens in the row
+    - `longest`: the tokens of the longest prompt and completion
+    - `position_ids`: int64 [rows], the position of each token in its own sequence
+    - `logit_rows`: int64 [T], the row whose logits predict each completion token
+    - `last_prompt_rows`: int64 [N], the last row of each prompt
+    - `segments`: int64 [S, 4] on the CPU, in the order of the row: first row, length, first row of
+      the prompt that it also sees, and that prompt's length. A prompt sees itself only: 0 and 0.
+    - `groups`: int64 [N + 1] on the CPU, the number of segments before each group
+    """
+
+    rows: int
+    longest: int
+    position_ids: Tensor
+    logit_rows: Tensor
+    last_prompt_rows: Tensor
     segments: Tensor
-    """int64 [S, 4] on the CPU, in the order of the row: first row, length, first row of the prompt that it also sees,
-    and that prompt's length (0 for a prompt itself)."""
-    groups: Tensor  # int64 [N + 1] on the CPU: the number of segments before each group
+    groups: Tensor
 
     @cached_property
     def seen_rows(self) -> Tensor:
-        """int64 [K]: the rows that each segment sees, [prompt, own], segment after segment."""
-        spans = [
-            span for own, t, prompt, p in self.segments.tolist() for span in ((prompt, p), (own, t))
-        ]
-        return torch.cat([torch.arange(start, start + length) for start, length in spans]).to(
-            self.position_ids.device
-        )
+        """The rows that each segment sees, [prompt, own], segment after segment: int64 [K]."""
+        pieces: list[Tensor] = []
+        for first, length, prompt_first, prompt_length in self.segments.tolist():
+            pieces.append(torch.arange(prompt_first, prompt_first + prompt_length))
+            pieces.append(torch.arange(first, first + length))
+        return torch.cat(pieces).to(self.position_ids.device)
 
     @cached_property
     def offsets(self) -> tuple[Tensor, Tensor]:
-        """int32 [S + 1] each: the number of rows before each segment, and of those before it in `seen_rows`."""
-        lengths = self.segments[:, 1].tolist(), self.segments[:, [1, 3]].sum(1).tolist()
-        ends = [torch.tensor([*accumulate(n, initial=0)], dtype=torch.int32) for n in lengths]
-        return ends[0].to(self.position_ids.device), ends[1].to(self.position_ids.device)
+        """The numbers of rows and of `seen_rows` before each segment: int32 [S + 1] each."""
+        num_queries = self.segments[:, 1].tolist()
+        num_keys = self.segments[:, [1, 3]].sum(1).tolist()
+        return self._sums_before(num_queries), self._sums_before(num_keys)
+
+    def _sums_before(self, numbers: list[int]) -> Tensor:
+        sums = [*accumulate(numbers, initial=0)]
+        return torch.tensor(sums, dtype=torch.int32).to(self.position_ids.device)
 
     @staticmethod
     def build(
         groups: Sequence[tuple[int, Sequence[int]]], device: torch.device | str = "cpu"
     ) -> PackedLayout:
-        """From (prompt length, [completion lengths]) of each group, in tokens. All are at least 1."""
+        """Returns the layout of groups of (prompt length, [completion lengths]).
+
+        Lengths are in tokens, at least 1.
+        """
         segments: list[tuple[int, int, int, int]] = []
-        bounds, last_prompt_rows, row, longest = [0], [], 0, 0
-        positions, logit_rows = (
-            [torch.empty(0, dtype=torch.long)],
-            [torch.empty(0, dtype=torch.long)],
-        )
-        for prompt_length, lengths in groups:
-            prompt = range(row, row + prompt_length)
-            segments.append((prompt.start, prompt_length, 0, 0))
+        segments_before_group = [0]
+        last_prompt_rows: list[int] = []
+        # An empty tensor in front, because torch.cat needs one, and sets the dtype.
+        positions = [torch.empty(0, dtype=torch.long)]
+        logit_rows = [torch.empty(0, dtype=torch.long)]
+        rows = 0
+        longest = 0
+        for prompt_length, completion_lengths in groups:
+            prompt_first = rows
+            last_prompt_row = prompt_first + prompt_length - 1
+            segments.append((prompt_first, prompt_length, 0, 0))
             positions.append(torch.arange(prompt_length))
-            last_prompt_rows.append(prompt[-1])
-            row = prompt.stop
-            for length in lengths:
-                inputs = range(row, row + length - 1)
-                if len(inputs):
-                    segments.append((inputs.start, len(inputs), prompt.start, prompt_length))
-                    positions.append(torch.arange(prompt_length, prompt_length + length - 1))
-                logit_rows.append(torch.tensor([prompt[-1], *inputs]))
-                row = inputs.stop
-            bounds.append(len(segments))
-            longest = max(longest, prompt_length + max(lengths, default=0))
+            last_prompt_rows.append(last_prompt_row)
+            rows += prompt_length
+            for length in completion_lengths:
+                # Without the last token, whose prediction nobody needs.
+                num_inputs = length - 1
+                if num_inputs > 0:
+                    segments.append((rows, num_inputs, prompt_first, prompt_length))
+                    positions.append(torch.arange(prompt_length, prompt_length + num_inputs))
+                input_rows = range(rows, rows + num_inputs)
+                logit_rows.append(torch.tensor([last_prompt_row, *input_rows]))  # [length]
+                rows += num_inputs
+            segments_before_group.append(len(segments))
+            longest = max(longest, prompt_length + max(completion_lengths, default=0))
         return PackedLayout(
-            rows=row,
+            rows=rows,
             longest=longest,
             position_ids=torch.cat(positions).to(device),
             logit_rows=torch.cat(logit_rows).to(device),
             last_prompt_rows=torch.tensor(last_prompt_rows, dtype=torch.long).to(device),
             segments=torch.tensor(segments, dtype=torch.long).view(-1, 4),
-            groups=torch.tensor(bounds),
+            groups=torch.tensor(segments_before_group),
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A packed row ready for the model: its layout, `input_ids` [rows] and the completion tokens `token_ids` [T]."""
+    """A packed row ready for the model.
+
+    - `input_ids`: int64 [rows], the tokens of the row
+    - `token_ids`: int64 [T], the completion tokens, the last ones included
+    """
 
     layout: PackedLayout
     input_ids: Tensor
@@ -100,10 +127,20 @@ class Packed:
     def build(
         groups: Sequence[tuple[Sequence[int], Sequence[Tensor]]], device: torch.device | str = "cpu"
     ) -> Packed:
-        """From (prompt token ids, [completion token ids int64 [t]]) of each group."""
-        layout = PackedLayout.build([(len(p), [len(c) for c in cs]) for p, cs in groups], device)
-        rows, tokens = [], [torch.empty(0, dtype=torch.long)]
+        """Returns the row of groups of (prompt token ids, [completion token ids, int64 [t]])."""
+        lengths = [
+            (len(prompt_ids), [len(completion) for completion in completions])
+            for prompt_ids, completions in groups
+        ]
+        input_ids: list[Tensor] = []
+        # An empty tensor in front, because torch.cat needs one.
+        token_ids = [torch.empty(0, dtype=torch.long)]
         for prompt_ids, completions in groups:
-            rows += [torch.tensor(prompt_ids, dtype=torch.long), *(c[:-1] for c in completions)]
-            tokens += completions
-        return Packed(layout, torch.cat(rows).to(device), torch.cat(tokens).to(device))
+            input_ids.append(torch.tensor(prompt_ids, dtype=torch.long))
+            input_ids += [completion[:-1] for completion in completions]
+            token_ids += completions
+        return Packed(
+            layout=PackedLayout.build(lengths, device),
+            input_ids=torch.cat(input_ids).to(device),
+            token_ids=torch.cat(token_ids).to(device),
+        )

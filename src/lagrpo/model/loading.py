@@ -158,16 +158,16 @@ def quiet() -> Iterator[None]:
 # ---- checks ----
 
 
-def check_loaded(lm: Any, found: Mapping[str, Any]) -> None:
+def check_loaded(lm: Any, loading_info: Mapping[str, Any]) -> None:
     """Raises ValueError for weights that transformers left out, made up at random, or did not tie.
 
-    `found` is the loading info of transformers.
+    `loading_info` is transformers'.
     """
     problems = {
-        "the files lack {} weights of the model": found["missing_keys"],
-        "the files have {} weights that the model does not have": found["unexpected_keys"],
+        "the files lack {} weights of the model": loading_info["missing_keys"],
+        "the files have {} weights that the model does not have": loading_info["unexpected_keys"],
         "{} weights have another shape than config.json implies": [
-            name for name, *_ in found["mismatched_keys"]
+            name for name, *_ in loading_info["mismatched_keys"]
         ],
     }
     for problem, names in problems.items():

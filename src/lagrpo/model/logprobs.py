@@ -19,7 +19,6 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -34,8 +33,8 @@ class Chunks:
 
     - `softmax`: float32 copies of logits
     - `product`: logits in the model's dtype
-    - `sums_in_product`: True if the products of chunks are added up in float32 as they are computed,
-      for the gradient of the weight
+    - `sums_in_product`: True if the products of chunks, for the gradient of the weight, are added
+      up in float32 as they are computed
     """
 
     softmax: int
@@ -47,7 +46,8 @@ class Chunks:
 ON_CPU = Chunks(softmax=1 << 23, product=1 << 25, sums_in_product=False)
 # 512 MiB of float32, and 1 GiB of bfloat16.
 ON_GPU = Chunks(softmax=1 << 27, product=1 << 29, sums_in_product=True)
-# Numbers of logits that wait for the backward pass (256 MiB of bfloat16). Others are computed again.
+# Numbers of logits that wait for the backward pass (256 MiB of bfloat16). Others are computed
+# again.
 KEPT_LOGITS = 1 << 27
 # The cumulative distribution is searched first over blocks of this many tokens.
 CDF_BLOCK = 256
@@ -69,9 +69,9 @@ def token_logp(
     """Returns log softmax(head(hidden) / tau)[token] for each row: float32 [T], nats.
 
     It is differentiable in hidden and the head's parameters. `entropy_T`, float32 [T], is filled
-    with the entropy of each softmax, nats, without a gradient. `product` computes the logits instead
-    of PyTorch's product. `sizes` replaces the device's chunks. Raises ValueError for a token outside
-    the vocabulary.
+    with the entropy of each softmax, nats, without a gradient. `product` computes the logits
+    instead of PyTorch's product. `sizes` replaces the device's chunks. Raises ValueError for a
+    token outside the vocabulary.
     """
     vocabulary = head.weight.shape[0]
     # The kernels do not check the bounds.
@@ -104,7 +104,8 @@ def scaled(logits: Tensor, tau: float) -> Tensor:
 def exponentials(scaled: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the exponentials of logits that are divided by tau, and the log of their sum.
 
-    For each row x these are exp(x - max x), float32 [rows, V], and log Σ_v exp(x_v), float32 [rows].
+    For each row x these are exp(x - max x), float32 [rows, V], and log Σ_v exp(x_v), float32
+    [rows].
     """
     largest = scaled.amax(-1)  # [rows]
     weights = (scaled - largest.unsqueeze(-1)).exp_()  # [rows, V]
@@ -140,7 +141,7 @@ def _entropy(x: Tensor, log_sum_exp: Tensor) -> Tensor:
 def logp_backward(
     logits: Tensor, token_ids: Tensor, tau: float, lse: Tensor, grad: Tensor, chunk: int
 ) -> Tensor:
-    """Computes what kernels.token_logp_backward does, with at most `chunk` float32 logits at a time.
+    """Computes what kernels.token_logp_backward does, with `chunk` float32 logits at a time at most.
 
     Puts the gradient of the logits in their place: g / tau · (onehot - softmax) for a row with
     gradient g. `lse` is the log-sum-exp of each row.
@@ -165,8 +166,8 @@ def sample_tokens(logits_RV: Tensor, tau: float, uniform_R: Tensor) -> tuple[Ten
     """Samples tokens from softmax(logits / tau) by inverse CDF at uniform_R, float64 in [0, 1).
 
     Returns the tokens, int64 [R], and their log-probs, float32 [R] (nats). There are two levels:
-    sums of blocks in float64, then the cumulative sum inside the chosen block. So a token's interval
-    of uniform numbers is exact to about 1e-7 of its probability.
+    sums of blocks in float64, then the cumulative sum inside the chosen block. So a token's
+    interval of uniform numbers is exact to about 1e-7 of its probability.
     """
     scaled_RV = scaled(logits_RV, tau)
     rows, vocabulary = scaled_RV.shape
@@ -269,17 +270,9 @@ class _TokenLogp(torch.autograd.Function):
         num_kept = 0 if kept_logits is None else len(kept_logits)
         pieces = _kept_and_chunks(num_kept, len(token_ids), weight.shape[0], ctx.sizes.product)
 
-        # The gradient of the weight: the product of a single piece, else the sum of products in
-        # float32, to which a piece adds its own `share` [V, H], or its product directly.
-        total = None
-        share = None
+        weight_gradient = None
         if ctx.needs_input_grad[1]:
-            if len(pieces) == 1:
-                share = torch.empty_like(weight)
-            else:
-                total = _buffer("gradient", weight.shape, weight, torch.float32).zero_()
-                if not ctx.sizes.sums_in_product:
-                    share = _buffer("share", weight.shape, weight)
+            weight_gradient = _WeightGradient(weight, len(pieces), ctx.sizes.sums_in_product)
 
         for rows in pieces:
             if kept_logits is not None and rows.stop <= num_kept:
@@ -291,12 +284,8 @@ class _TokenLogp(torch.autograd.Function):
                 logits, token_ids[rows], ctx.tau, log_sum_exp[rows], grad_logp[rows]
             )
             torch.mm(grad_logits, weight, out=grad_hidden[rows])
-            if share is not None:
-                torch.mm(grad_logits.mT, hidden[rows], out=share)
-                if total is not None:
-                    total += share
-            elif total is not None:
-                add_product(total, grad_logits.mT, hidden[rows])
+            if weight_gradient is not None:
+                weight_gradient.add_piece(grad_logits, hidden[rows])
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(0, dtype=torch.float32)
             # Free memory before there is another chunk.
@@ -306,15 +295,56 @@ class _TokenLogp(torch.autograd.Function):
             _return_buffer("kept", kept_logits)
         if bias is not None and grad_bias is not None:
             grad_bias = grad_bias.to(bias.dtype)
-        grad_weight = share
-        if total is not None:
-            # A copy, because `total` is a buffer.
-            grad_weight = total.to(weight.dtype, copy=True)
+        grad_weight = None if weight_gradient is None else weight_gradient.result()
         # The token ids and the options have no gradient.
         return grad_hidden, grad_weight, grad_bias, None, None
 
 
-def _softmax(by_kernels: bool, sizes: Chunks) -> tuple[Callable[..., Any], Callable[..., Any]]:
+class _WeightGradient:
+    """The gradient of the head's weight [V, H]: the sum over pieces of grad_logitsᵀ · hidden.
+
+    A single piece is its product. Several are added up in float32, and rounded once. With
+    `sums_in_product` the products are added to the sum as they are computed; else each is rounded
+    first, and takes memory of its own.
+    """
+
+    def __init__(self, weight: Tensor, num_pieces: int, sums_in_product: bool) -> None:
+        self._dtype = weight.dtype
+        # The sum so far, and the product of one piece: [V, H] each.
+        self._total: Tensor | None = None
+        self._product: Tensor | None = None
+        if num_pieces == 1:
+            self._product = torch.empty_like(weight)
+            return
+        self._total = _buffer("gradient", weight.shape, weight, torch.float32).zero_()
+        if not sums_in_product:
+            self._product = _buffer("share", weight.shape, weight)
+
+    def add_piece(self, grad_logits: Tensor, hidden: Tensor) -> None:
+        """Adds the product of rows: grad_logits [rows, V] and hidden [rows, H]."""
+        if self._product is not None:
+            torch.mm(grad_logits.mT, hidden, out=self._product)
+            if self._total is not None:
+                self._total += self._product
+        elif self._total is not None:
+            add_product(self._total, grad_logits.mT, hidden)
+
+    def result(self) -> Tensor | None:
+        """Returns the gradient [V, H] in the weight's dtype, in memory of its own."""
+        if self._total is None:
+            return self._product
+        # A copy, because the sum is in a buffer.
+        return self._total.to(self._dtype, copy=True)
+
+
+# Logits [rows, V], tokens int64 [rows], tau, room for entropies [rows] or None -> log-probs and
+# log-sum-exps, float32 [rows] each.
+SoftmaxForward = Callable[[Tensor, Tensor, float, Tensor | None], tuple[Tensor, Tensor]]
+# Logits [rows, V], tokens, tau, log-sum-exps, gradients of log-probs [rows] -> gradient of logits.
+SoftmaxBackward = Callable[[Tensor, Tensor, float, Tensor, Tensor], Tensor]
+
+
+def _softmax(by_kernels: bool, sizes: Chunks) -> tuple[SoftmaxForward, SoftmaxBackward]:
     """Returns two functions: the log-probs of tokens, and the gradient of logits.
 
     The C kernels compute them, or PyTorch's operations.
@@ -328,7 +358,10 @@ def _softmax(by_kernels: bool, sizes: Chunks) -> tuple[Callable[..., Any], Calla
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Adds a · b to `total` in float32. The product is not rounded to the dtype of a and b."""
+    """Adds a [n, m] · b [m, k] to `total` [n, k] in float32.
+
+    The product is not rounded to the dtype of a and b.
+    """
     if a.is_cuda and a.dtype != torch.float32:
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     else:
@@ -381,8 +414,9 @@ def _buffer(
 ) -> Tensor:
     """Returns memory with anything in it: a tensor of `shape` on the device of `like`.
 
-    On a CPU the memory is kept for a use, because clearing fresh pages takes as long as the products
-    that fill them. With `taken` no other call gets the memory until it is returned (or forgotten).
+    On a CPU the memory is kept for a use, because clearing fresh pages takes as long as the
+    products that fill them. With `taken` no other call gets the memory until it is returned (or
+    forgotten).
     """
     numbers = math.prod(shape)
     dtype = dtype or like.dtype

@@ -2,8 +2,8 @@
 
 `copy_policy` makes a copy for sampling (α) or for the KL term (π_ref). If the C kernels compute all
 matrix products (`Model.exact`), the copy has panels instead of the weights of linear layers. While
-the copy holds the version of the policy that learns, both read the same panels (cpu/panels.py). With
-adapters only the adapters are copied.
+the copy holds the version of the policy that learns, both read the same panels (cpu/panels.py).
+With adapters only the adapters are copied.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from lagrpo.cpu.decoder import Layout, is_plain_linear
-from lagrpo.cpu.panels import BorrowedPanels
+from lagrpo.cpu.panels import BorrowedPanels, ModelPanels
 from lagrpo.model.backend import Backend, Choice, choose_backend
 from lagrpo.model.chat import Chat
 from lagrpo.model.files import save_model
@@ -108,8 +108,8 @@ class PackedWeights(Weights):
             return self._panels.weights()[id(self._empty_parameters[name])]
         return super().__getitem__(name)
 
-    def items(self) -> Any:
-        """Returns what `Weights.items` returns, unpacked all at once."""
+    def items(self) -> list[tuple[str, Tensor]]:  # type: ignore[override]
+        """Returns the names and the weights, unpacked all at once."""
         unpacked = self._panels.weights()
         names_and_weights: list[tuple[str, Tensor]] = []
         for name in self:
@@ -197,7 +197,7 @@ class Model(nn.Module):
     `dtype` is the dtype that the model computes in. Shards of its weights may be wider.
     """
 
-    def __init__(self, lm: Any, backend: Backend, panels: Any = None) -> None:
+    def __init__(self, lm: Any, backend: Backend, panels: ModelPanels | None = None) -> None:
         super().__init__()
         self.lm: Any = lm.eval()
         self.config = lm.config
@@ -277,7 +277,7 @@ class Model(nn.Module):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Policy:
-    """A version of weights, the model that computes by them, its chat, and the sampling temperature tau."""
+    """A version of weights, the model that computes by them, its chat, and the temperature tau."""
 
     weights: Weights
     model: Model
@@ -332,6 +332,10 @@ class Policy:
         if tau is None:
             tau = self.tau
         return self.model(packed, tau, entropy_T)
+
+    def advance(self) -> None:
+        """Counts an optimizer update: the weights are those of the next version from now on."""
+        self.weights.version += 1
 
     def load(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Loads π_version. Raises ValueError for other names or shapes."""

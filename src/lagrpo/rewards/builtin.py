@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from lagrpo.rewards.reward import UnscorableError, accept_any
 
@@ -14,7 +13,7 @@ TAGS = ("think", "answer")
 
 
 @accept_any
-def exact(completion: str, answer: Any) -> float:
+def exact(completion: str, answer: object) -> float:
     """Returns 1.0 if the completion is the answer letter by letter, else 0.0.
 
     White space around either does not count. The answer 5.0 may be written 5, and True may be
@@ -34,7 +33,12 @@ def exact(completion: str, answer: Any) -> float:
 
 
 def length(
-    completion: str, num_tokens: int, *, limit: int, target: int = 0, shape: str = "linear"
+    completion: str,  # noqa: ARG001 - it tells the signature
+    num_tokens: int,
+    *,
+    limit: int,
+    target: int = 0,
+    shape: str = "linear",
 ) -> float:
     """Returns a reward for short completions: 1 up to `target` tokens, 0 from `limit` tokens on.
 

@@ -11,7 +11,6 @@ import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
 
 import urllib3
 
@@ -56,7 +55,9 @@ class LlmJudge:
     retries: int = 3
     timeout: float = 30.0  # seconds of one try
     # Further fields of the request.
-    body: Mapping[str, Any] = field(default_factory=lambda: {"temperature": 0.0, "max_tokens": 512})
+    body: Mapping[str, object] = field(
+        default_factory=lambda: {"temperature": 0.0, "max_tokens": 512}
+    )
     repeats = False  # a server may give another value when it is called again
 
     def __post_init__(self) -> None:
@@ -70,7 +71,7 @@ class LlmJudge:
             )
 
     async def __call__(
-        self, completion: str, answer: Any, prompt: Sequence[Mapping[str, Any]]
+        self, completion: str, answer: object, prompt: Sequence[Mapping[str, object]]
     ) -> float:
         low, high = self.scale
         template_values = {
@@ -130,7 +131,7 @@ class LlmJudge:
             raise UnscorableError(f"{url}: {one_line(problem, 240)}") from error
 
 
-def _conversation_text(messages: Sequence[Mapping[str, Any]]) -> str:
+def _conversation_text(messages: Sequence[Mapping[str, object]]) -> str:
     """Returns the text of a single message, or of several messages with their roles."""
     if len(messages) > 1:
         return "\n".join(f"{turn['role']}: {turn.get('content') or ''}" for turn in messages)

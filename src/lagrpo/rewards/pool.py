@@ -20,21 +20,18 @@ from concurrent.futures import CancelledError, Future
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
 from functools import partial
-from multiprocessing import get_context, spawn
-from typing import Any, Self
+from typing import Generic, Self, TypeVar, TypeVarTuple
 
 from pebble import ProcessExpired, ProcessPool
-from pebble.pool.process import WORKERS_NAME
 
 from lagrpo.machine import usable_cores
+from lagrpo.rewards.processes import WorkerContext
+from lagrpo.rewards.reasons import MachineReason, past_deadline
 from lagrpo.rewards.reward import TRL, Reward, RewardFunction, Rewards
 from lagrpo.rewards.worker import LoadError, call_loaded_reward, call_reward, start_worker
-from lagrpo.types import Completion, Group, Outcome
+from lagrpo.types import Completion, Group, Outcome, OutcomeKind
 
 logger = logging.getLogger("lagrpo")
-
-BY_MACHINE = ("no reward within ", "the worker process ")
-"""Beginnings of reasons that depend on the machine: another run may have another outcome."""
 
 MIN_FOR_EARLY_STOP = 64
 """Completions with an outcome from which `RewardPool.score` may stop before a batch is complete."""
@@ -50,6 +47,10 @@ that are done would lose their values.
 """
 
 
+Returned = TypeVar("Returned")
+Arguments = TypeVarTuple("Arguments")
+
+
 class RewardError(RuntimeError):
     """The run cannot continue: the workers do not work, or too many completions have no reward."""
 
@@ -58,13 +59,13 @@ class RewardError(RuntimeError):
 
 
 @dataclass(eq=False, slots=True)
-class Job:
+class Job(Generic[Returned]):
     """A call in a worker process. `future` is replaced if the call has to be scheduled again."""
 
-    call: Callable[..., Any]
-    arguments: tuple[Any, ...]
-    seconds: float  # from when a worker begins the call
-    future: Future[Any] = field(default_factory=Future)
+    call: Callable[..., Returned]
+    arguments: tuple[object, ...]
+    deadline: float  # seconds from when a worker begins the call
+    future: Future[Returned] = field(default_factory=Future)
 
 
 class WorkerPool:
@@ -74,7 +75,7 @@ class WorkerPool:
     TypeError if the object cannot be sent to a process.
     """
 
-    def __init__(self, called: Any, workers: int | None = None, memory: float = 4.0) -> None:
+    def __init__(self, called: object, workers: int | None = None, memory: float = 4.0) -> None:
         try:
             self._pickled = pickle.dumps(called)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -88,13 +89,15 @@ class WorkerPool:
         self._is_closed = False
         self._pool = self._start_processes()
 
-    def submit(self, call: Callable[..., Any], *arguments: Any, seconds: float) -> Job:
+    def submit(
+        self, call: Callable[[*Arguments], Returned], *arguments: *Arguments, deadline: float
+    ) -> Job[Returned]:
         """Schedules `call(*arguments)` in a worker, with a deadline in seconds."""
-        job = Job(call, arguments, seconds)
+        job = Job(call, arguments, deadline)
         self._schedule(job)
         return job
 
-    def result(self, job: Job) -> Any:
+    def result(self, job: Job[Returned]) -> Returned | Outcome:
         """Waits for a call. Returns its result, or an unscored Outcome if it did not return.
 
         Raises RewardError if the workers cannot load their object.
@@ -104,10 +107,11 @@ class WorkerPool:
                 return job.future.result()
             except TimeoutError:
                 # pebble has killed the worker: nothing else stops a function that hangs.
-                return Outcome.unscored(f"no reward within {job.seconds:g} s")
+                return Outcome.unscored(past_deadline(job.deadline))
             except ProcessExpired as error:
                 # The call ended its own worker. A second try would end the next worker too.
-                return Outcome.unscored(f"the worker process ended with exit code {error.exitcode}")
+                reason = f"{MachineReason.WORKER_ENDED} with exit code {error.exitcode}"
+                return Outcome.unscored(reason)
             except LoadError as error:
                 raise RewardError(
                     f"the worker processes cannot load the reward or environment: {error}"
@@ -116,7 +120,7 @@ class WorkerPool:
                 # The call had not begun when the pool broke, or was replaced by another thread.
                 self._schedule(job)
         return Outcome.unscored(
-            f"the worker process ended {MAX_ATTEMPTS} times before it began the call"
+            f"{MachineReason.WORKER_ENDED} {MAX_ATTEMPTS} times before it began the call"
         )
 
     def close(self) -> None:
@@ -130,7 +134,7 @@ class WorkerPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _schedule(self, job: Job) -> None:
+    def _schedule(self, job: Job[Returned]) -> None:
         with self._lock:
             if self._is_closed:
                 raise RewardError("the worker processes are closed")
@@ -139,16 +143,14 @@ class WorkerPool:
             if not self._pool.active:
                 self._stop_processes()
                 self._pool = self._start_processes()
-            job.future = self._pool.schedule(job.call, job.arguments, timeout=job.seconds)
+            job.future = self._pool.schedule(job.call, job.arguments, timeout=job.deadline)
 
     def _start_processes(self) -> ProcessPool:
-        # This patches the standard library: multiprocessing has no option for it.
-        spawn.get_preparation_data = _get_preparation_data_without_main
         pool = ProcessPool(
             self._num_workers,
             initializer=start_worker,
             initargs=(self._pickled, self._memory_bytes),
-            context=get_context("spawn"),
+            context=WorkerContext(),
         )
         # pebble starts the processes at the first call, whatever it is. So the workers load the
         # reward functions while this process loads the model.
@@ -160,22 +162,6 @@ class WorkerPool:
         self._pool.join()
 
 
-_get_preparation_data = spawn.get_preparation_data
-
-
-def _get_preparation_data_without_main(process_name: str) -> dict[str, Any]:
-    """Replaces multiprocessing.spawn.get_preparation_data: workers do not import the main script.
-
-    A spawned process imports the main script first. For a script that trains, this takes seconds
-    and memory for PyTorch, and without an `if __name__ == "__main__"` it would train again. Workers
-    need nothing from the script (see Reward.importable). Other processes still import it.
-    """
-    data = _get_preparation_data(process_name)
-    if process_name != WORKERS_NAME:
-        return data
-    return {key: value for key, value in data.items() if not key.startswith("init_main")}
-
-
 # ---- Scoring ----
 
 
@@ -184,7 +170,7 @@ class RewardJob:
     """A call of one reward function for some completions of a group."""
 
     completion_indices: Sequence[int]
-    job: Job  # its result: an outcome for each of these completions
+    job: Job[list[Outcome]]  # its result: an outcome for each of these completions
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,10 +206,10 @@ class RewardPool(WorkerPool):
         self._max_without_reward = max_without_reward
         # Workers find a function by its index, so a function that runs here leaves a None.
         functions = [
-            reward.function if reward.importable else None for reward in self._rewards.parts
+            reward.function if reward.is_importable else None for reward in self._rewards.parts
         ]
         super().__init__(functions, workers, memory)
-        local_titles = [reward.title for reward in self._rewards.parts if not reward.importable]
+        local_titles = [reward.title for reward in self._rewards.parts if not reward.is_importable]
         if local_titles:
             logger.warning(
                 "reward %s runs in the training process, without a deadline; to get a deadline, "
@@ -267,13 +253,13 @@ class RewardPool(WorkerPool):
 
     def _call_reward(
         self, reward_index: int, group: Group, completion_indices: Sequence[int]
-    ) -> Job:
+    ) -> Job[list[Outcome]]:
         """Calls one reward function for some completions of a group."""
         reward = self._rewards.parts[reward_index]
         completions = [group.completions[index] for index in completion_indices]
         calls = reward.arguments(group.prompt, completions)
         list_length = len(completions) if reward.style == TRL else None
-        if not reward.importable:
+        if not reward.is_importable:
             outcomes = call_reward(reward.function, calls, list_length, self._deadline)
             # The call is over. The job only carries its outcomes to `_collect`.
             finished_job = Job(call_reward, (), self._deadline)
@@ -287,7 +273,7 @@ class RewardPool(WorkerPool):
             deadline=self._deadline,
         )
         grace = ASYNC_GRACE if reward.is_async else 0.0
-        return self.submit(call, seconds=self._deadline + grace)
+        return self.submit(call, deadline=self._deadline + grace)
 
     def _collect(self, pending: PendingGroup, finished: list[Completion]) -> Group:
         """Waits for a group's outcomes, and returns the group with them.
@@ -332,7 +318,7 @@ def check_share(completions: Sequence[Completion], max_share: float) -> None:
     reasons: Counter[str] = Counter()
     for completion in completions:
         outcome = completion.outcome
-        if outcome is not None and outcome.kind != "scored":
+        if outcome is not None and outcome.kind != OutcomeKind.SCORED:
             without_reward.append(completion)
             reasons[f"{outcome.kind}: {outcome.reason}"] += 1
     if len(without_reward) <= max_share * len(completions):

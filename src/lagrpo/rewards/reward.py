@@ -26,7 +26,7 @@ from typing import Any, Protocol
 from lagrpo.core.references import describe_raised, load_reference
 from lagrpo.errors import suggest
 from lagrpo.logs import is_secret
-from lagrpo.types import Completion, Outcome, Prompt, Range, is_correct
+from lagrpo.types import Completion, Outcome, OutcomeKind, Prompt, Range, is_correct
 
 REWARDS = {
     "exact": "lagrpo.rewards.builtin:exact",
@@ -84,7 +84,7 @@ class RewardEntry(Protocol):
     def range(self) -> Range: ...
 
     @property
-    def options(self) -> Mapping[str, Any]: ...
+    def options(self) -> Mapping[str, object]: ...
 
 
 class UnscorableError(Exception):
@@ -164,7 +164,7 @@ class Reward:
         return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(call)
 
     @cached_property
-    def importable(self) -> bool:
+    def is_importable(self) -> bool:
         """True if a worker process can load the function.
 
         Workers can load neither lambdas and closures nor functions of the main script.
@@ -174,7 +174,7 @@ class Reward:
         except (pickle.PicklingError, AttributeError, TypeError):
             return False
 
-    def check(self, row: Mapping[str, Any] | None) -> None:
+    def check(self, row: Mapping[str, object] | None) -> None:
         """Raises ValueError if the function needs an argument that it will not get.
 
         lagrpo passes the arguments in PASSED, and in TRL's signature the columns of `row` too.
@@ -254,7 +254,7 @@ def _trl_kwargs(prompt: Prompt, completions: Sequence[Completion]) -> RewardKwar
     columns.update(prompt.row or {})
     prompt_column = columns.pop("prompt", None)  # TRL passes this column as `prompts`
     trl_prompt = prompt_column or _task_messages(prompt)
-    trl_completions: list[Any] = [completion.text for completion in completions]
+    trl_completions: list[object] = [completion.text for completion in completions]
     if not isinstance(trl_prompt, str):
         trl_completions = [[{"role": "assistant", "content": text}] for text in trl_completions]
     kwargs: RewardKwargs = {name: [value] * len(completions) for name, value in columns.items()}
@@ -267,7 +267,7 @@ def _trl_kwargs(prompt: Prompt, completions: Sequence[Completion]) -> RewardKwar
 
 def _task_messages(prompt: Prompt) -> list[Mapping[str, str]]:
     """Returns the task's messages, even if an environment has opened with other messages."""
-    return list(prompt.asked or prompt.messages)
+    return list(prompt.task_messages or prompt.messages)
 
 
 @dataclass(frozen=True)
@@ -312,16 +312,16 @@ class Rewards:
             if outcome.reward is not None
         ]
         if not scored:
-            return Outcome("unscored", reason=NOT_SCORED, parts=values)
+            return Outcome(OutcomeKind.UNSCORED, reason=NOT_SCORED, parts=values)
         total = math.fsum(reward.weight * value for reward, value in scored)
         first_reward, first_value = scored[0]
         correct = is_correct(first_value, first_reward.range)
-        return Outcome("scored", total, parts=values, correct=correct)
+        return Outcome(OutcomeKind.SCORED, total, parts=values, correct=correct)
 
 
 def _give_reason(outcome: Outcome) -> Outcome:
     """Returns the outcome, with a reason if the function returned None."""
-    if outcome == Outcome("unscored"):
+    if outcome == Outcome(OutcomeKind.UNSCORED):
         return Outcome.unscored(NOT_SCORED)
     return outcome
 
@@ -373,7 +373,7 @@ def _check_entry(entry: RewardEntry) -> None:
         load_reward(entry, None)
 
 
-def load_rewards(entries: Sequence[RewardEntry], own: Any) -> Rewards:
+def load_rewards(entries: Sequence[RewardEntry], own: RewardFunction | Rewards) -> Rewards:
     """Loads the rewards that the entries of task.rewards name; `own` is the task's own reward.
 
     Raises ValueError.
@@ -385,7 +385,7 @@ def load_rewards(entries: Sequence[RewardEntry], own: Any) -> Rewards:
     return Rewards(tuple(load_reward(entry, own) for entry in entries))
 
 
-def load_reward(entry: RewardEntry, own: Any) -> Reward:
+def load_reward(entry: RewardEntry, own: RewardFunction | Rewards | None) -> Reward:
     """Loads the reward of one entry; `own` is the task's own reward function.
 
     Raises ValueError, also for options that the function does not take.

@@ -26,8 +26,9 @@ from typing import Any
 
 from lagrpo.errors import one_line
 from lagrpo.logs import print_traceback, redact
+from lagrpo.rewards.reasons import past_deadline
 from lagrpo.rewards.reward import RewardFunction, RewardKwargs, UnscorableError
-from lagrpo.types import Outcome
+from lagrpo.types import Outcome, OutcomeKind
 
 NICENESS = 5
 """On a core that a worker and the policy both want, the policy gets three quarters of the time."""
@@ -44,7 +45,7 @@ class LoadError(Exception):
 
 # A call that pebble runs cannot reach what the initializer returned, so the object that
 # `start_worker` loads is a global of the worker process.
-_loaded: Any = None
+_loaded: object = None
 
 
 def start_worker(pickled: bytes, memory_bytes: int) -> None:
@@ -113,7 +114,7 @@ def call_reward(
     signatures `list_length` is None, and each call scores one completion. Coroutines run
     concurrently, each for at most `deadline` seconds.
     """
-    values: list[Any] = []
+    values: list[object] = []
     for kwargs in calls:
         try:
             values.append(function(**kwargs))
@@ -139,7 +140,7 @@ def _get_event_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-async def _await_all(values: Sequence[Any], deadline: float) -> list[Any]:
+async def _await_all(values: Sequence[object], deadline: float) -> list[object]:
     """Awaits all values that can be awaited, concurrently.
 
     Returns each one's result or exception. Other values are returned as they are.
@@ -148,31 +149,31 @@ async def _await_all(values: Sequence[Any], deadline: float) -> list[Any]:
     return await asyncio.gather(*limited, return_exceptions=True)
 
 
-async def _await_value(value: Any, deadline: float) -> Any:
+async def _await_value(value: object, deadline: float) -> object:
     if not inspect.isawaitable(value):
         return value
     try:
         return await asyncio.wait_for(_result_or_error(value), deadline)
     except TimeoutError:
         # This is wait_for's own error: `_result_or_error` returns one that the function raises.
-        return UnscorableError(f"no reward within {deadline:g} s")
+        return UnscorableError(past_deadline(deadline))
 
 
-async def _result_or_error(awaitable: Awaitable[Any]) -> Any:
+async def _result_or_error(awaitable: Awaitable[object]) -> object:
     try:
         return await awaitable
     except (Exception, SystemExit) as error:  # noqa: BLE001 - SystemExit would end the event loop
         return error
 
 
-def _split_list(value: Any, length: int) -> list[Any]:
+def _split_list(value: object, length: int) -> list[object]:
     """Returns the entries of the list that a function in TRL's signature returned.
 
     If the function raised, or did not return `length` values, every completion gets the exception.
     """
     if isinstance(value, BaseException):
         return [value] * length
-    entries: list[Any] = []
+    entries: list[object] = []
     # A text and a mapping can be iterated over, but not as one value per completion.
     if isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping):
         try:
@@ -191,7 +192,7 @@ def _split_list(value: Any, length: int) -> list[Any]:
 # ---- From values to outcomes ----
 
 
-def to_outcome(value: Any, source: str = "the reward function") -> Outcome:
+def to_outcome(value: object, source: str = "the reward function") -> Outcome:
     """Converts a value that `source` returned or raised into an outcome.
 
     A finite number is a reward, also as the "score" of a mapping (verl's signature), but not as a
@@ -206,7 +207,7 @@ def to_outcome(value: Any, source: str = "the reward function") -> Outcome:
     if isinstance(value, Mapping):
         value = value.get("score", value)
     if value is None:
-        return Outcome("unscored")
+        return Outcome(OutcomeKind.UNSCORED)
     reward = _to_float(value)
     if math.isfinite(reward):
         return Outcome.scored(reward)

@@ -1,4 +1,4 @@
-"""The interface of rollout engines, and the requests that they get.
+"""The interfaces of rollout engines and evaluators, and the requests that they get.
 
 An engine is in this process (local.py), or samples from servers (vllm/engine.py).
 """
@@ -68,7 +68,14 @@ class SamplingParams:
 class RolloutEngine(Protocol):
     """A rollout engine: it generates with the weights of the last weight sync.
 
-    The version of these weights is stamped on every token.
+    For a request it gives one group of G completions. A completion of t tokens has
+
+        token_ids    int64 [t]
+        logp_alpha   float32 [t], nats, at the sampling temperature; NaN for tokens of a reply
+        versions     int64 [t], the version of the weights that sampled each token
+        sampled      bool [t], False for tokens of a reply
+
+    Weights are tensors by parameter name, each in the shape that the model has.
     """
 
     @property
@@ -82,7 +89,7 @@ class RolloutEngine(Protocol):
         ...
 
     def sync_weights(self, weights: Mapping[str, Tensor], version: int) -> Mapping[str, float]:
-        """Loads π_version. Returns the cost as metrics."""
+        """Loads π_version. Returns the cost as metrics by name, such as seconds."""
         ...
 
     def current_weights(self) -> tuple[int, Mapping[str, Tensor]]:
@@ -102,4 +109,24 @@ class RolloutEngine(Protocol):
         """Returns the metrics since the last call."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Ends the processes and connections that the engine started."""
+        ...
+
+
+class Evaluator(Protocol):
+    """The part of an engine that evaluations need.
+
+    In this process it is an engine on the trainer's own weights; otherwise it is the engine that
+    training samples from, which gets the policy for as long as an evaluation takes.
+    """
+
+    def sample(
+        self, requests: Sequence[Request], G: int, params: SamplingParams, /
+    ) -> Iterator[tuple[Request, Group]]:
+        """Yields one group of G completions for each request, in the order in which groups end.
+
+        The completions have the tensors that `RolloutEngine` names, and no outcome unless their
+        environment gave one.
+        """
+        ...

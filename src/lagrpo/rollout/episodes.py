@@ -17,7 +17,7 @@ from lagrpo.rewards.pool import Job, WorkerPool
 from lagrpo.settings.schema import Settings
 from lagrpo.tasks import Key, Task, environment_of
 from lagrpo.tasks.environments import Tools, system_text, take_turn
-from lagrpo.types import Outcome, Prompt
+from lagrpo.types import Outcome, OutcomeKind, Prompt
 
 MAIN_TASK = ""
 """Name of the environment of the run's task; an evaluation set's environment has the set's name."""
@@ -45,7 +45,7 @@ class Episodes:
 
     def open(self, prompt: Prompt, key: Key) -> tuple[Mapping[str, Any], ...]:
         """Returns the messages with which an episode begins. Raises ValueError if it cannot begin."""
-        job = self.pool.submit(take_turn, None, prompt, key, None, seconds=self.deadline)
+        job = self.pool.submit(take_turn, None, prompt, key, None, deadline=self.deadline)
         turn = self.pool.result(job)
         if isinstance(turn, Outcome):
             raise ValueError(f"its environment did not start: {turn.reason}")
@@ -142,7 +142,7 @@ class Episode:
             self._prompt if is_first else None,
             self._key if is_first else None,
             text,
-            seconds=self._episodes.deadline,
+            deadline=self._episodes.deadline,
         )
 
     def ready(self) -> bool:
@@ -168,7 +168,7 @@ class Episode:
             if not self._turn_finished:
                 reasons.append(self._limit_reason)
             reason = "; ".join(filter(None, reasons))
-            self.outcome = Outcome("scored", reply.reward, reason)
+            self.outcome = Outcome(OutcomeKind.SCORED, reply.reward, reason)
             self.finished = self._turn_finished
             return ()
 
@@ -190,7 +190,7 @@ class Episode:
         if self._num_replied + len(tokens) > limit:
             self._limit_reason = f"cut: the environment replied with more than {limit} tokens"
         if self._limit_reason:
-            self.outcome = Outcome("scored", reply.reward, self._limit_reason)
+            self.outcome = Outcome(OutcomeKind.SCORED, reply.reward, self._limit_reason)
             return ()
         self._num_replied += len(tokens)
         contents = [str(message.get("content") or "") for message in reply.messages]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lagrpo.rollout.base import Request, RolloutEngine
-from lagrpo.types import Group
+from lagrpo.types import Group, OutcomeKind
 
 
 class VersionError(RuntimeError):
@@ -134,7 +134,7 @@ class Prefetcher:
             versions[batch] = sorted(submitted.versions)
         return groups, versions
 
-    def missing(self, batches: range) -> bool:
+    def has_missing(self, batches: range) -> bool:
         """True if groups of these batches, which were submitted, have not come."""
         submitted = [self._batches[batch] for batch in batches]
         return any(len(batch.groups) < len(batch.requests) for batch in submitted)
@@ -211,7 +211,9 @@ def _check_versions(group: Group, versions: set[int], batch: int) -> None:
     """Raises VersionError for a sampled token of another version. Failed completions may have any."""
     for completion in group.completions:
         strange = set(completion.versions[completion.sampled].tolist()) - versions
-        has_failed = completion.outcome is not None and completion.outcome.kind == "failed"
+        has_failed = (
+            completion.outcome is not None and completion.outcome.kind == OutcomeKind.FAILED
+        )
         if strange and not has_failed:
             expected = " or ".join(map(str, sorted(versions)))
             raise VersionError(

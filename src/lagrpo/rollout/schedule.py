@@ -26,8 +26,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
+from lagrpo.types import SyncReason
+
 Kind = Literal["every", "lagged", "budget"]
-Reason = Literal["", "start", "schedule", "budget", "cap"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ class LoopState:
     sync: Mapping[str, float] = field(default_factory=dict)
 
     @property
-    def asked_ahead(self) -> range:
+    def prefetched_batches(self) -> range:
         """The batches that were prefetched."""
         first = self.batch + 1
         return range(first, first + len(self.prefetched))
@@ -86,13 +87,13 @@ class LoopState:
 class SyncDecision:
     """A decision at the start of batch `batch`.
 
-    - `reason`: why the sampler gets π; "" if it does not
+    - `reason`: why the sampler gets π, or NOT_DUE
     - `to_generate`: the batches that are then submitted. `batch` is among them, or an earlier
       decision submitted it.
     """
 
     batch: int
-    reason: Reason
+    reason: SyncReason
     to_generate: range
 
 
@@ -118,7 +119,7 @@ class Schedule:
         without it `every(v)` submits them one by one. The samples are the same.
         """
         batch = state.batch + 1
-        last_submitted = state.asked_ahead.stop - 1
+        last_submitted = state.prefetched_batches.stop - 1
         last_to_submit = max(self._last_to_submit(batch, total, M, prefetch), last_submitted)
         to_generate = range(last_submitted + 1, last_to_submit + 1)
         return SyncDecision(batch, self._reason_to_sync(state, M), to_generate)
@@ -134,15 +135,16 @@ class Schedule:
                 last += 1
         return last
 
-    def _reason_to_sync(self, state: LoopState, M: int) -> Reason:
-        """Returns why weights are synced before the batch after `state`; "" if they are not."""
+    def _reason_to_sync(self, state: LoopState, M: int) -> SyncReason:
+        """Returns why weights are synced before the batch after `state`."""
         if self.kind == "budget":
             budget = self.delta or 0.0
             if state.since_sync > 0 and state.spent > budget:
-                return "budget"
-            return "cap" if state.since_sync >= self.v else ""
+                return SyncReason.BUDGET
+            is_late = state.since_sync >= self.v
+            return SyncReason.CAP if is_late else SyncReason.NOT_DUE
         k = state.batch % M + 1
-        return "schedule" if self.due(k) else ""
+        return SyncReason.SCHEDULE if self.due(k) else SyncReason.NOT_DUE
 
 
 every = partial(Schedule, "every")

@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -36,6 +35,7 @@ from lagrpo.runs.files import (
     write_table,
 )
 from lagrpo.runs.rollouts import reward_columns, rollout_schema
+from lagrpo.types import JsonObject, JsonView
 
 BEST = "evaluation.json"
 """In weights/best: the result that made these weights the best."""
@@ -58,9 +58,9 @@ class Run:
     def create(
         root: Path,
         name: str | None,
-        settings: Mapping[str, Any],
+        settings: JsonView,
         settings_toml: str,
-        environment: Mapping[str, Any],
+        environment: JsonView,
     ) -> Run:
         """Makes root/name with config.toml (`settings_toml`) and environment.json.
 
@@ -94,19 +94,17 @@ class Run:
         """Appends the metrics of one step to metrics.jsonl. NaN and infinities become null."""
         _append_line(self.metrics, metrics)
 
-    def record_event(self, event: str, step: int, **facts: Any) -> None:
+    def record_event(self, event: str, step: int, **facts: object) -> None:
         """Appends an event to events.jsonl: its name, its step, and facts about it."""
         _append_line(self.events, {"event": event, "step": step, **facts})
 
-    def record_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> Path:
+    def record_rollouts(self, step: int, rows: Sequence[JsonView]) -> Path:
         """Writes rollouts/step-STEP.parquet, with the rows of `rollouts.rollout_rows`."""
         reward_names = list(reward_columns(rows[0])) if rows else []
         file = self.path / "rollouts" / f"step-{step:06d}.parquet"
         return write_table(file, rows, rollout_schema(reward_names))
 
-    def record_evaluation(
-        self, name: str, summary: Mapping[str, Any], records: Sequence[Mapping[str, Any]]
-    ) -> Path:
+    def record_evaluation(self, name: str, summary: JsonView, records: Sequence[JsonView]) -> Path:
         """Writes evaluations/NAME.parquet, one row per prompt, then evaluations/NAME.json.
 
         The reward curve reads `step`, `pass@1`, `pass@1_low` and `pass@1_high` from the summary.
@@ -120,7 +118,7 @@ class Run:
         name = "final" if version is None else f"v{version:06d}"
         return write_directory_atomically(self.path / "weights" / name, write)
 
-    def record_best(self, write: Callable[[Path], None], found: Mapping[str, Any]) -> Path:
+    def record_best(self, write: Callable[[Path], None], found: JsonView) -> Path:
         """Lets `write` fill weights/best, and adds evaluation.json and an event.
 
         Both have the result that made these weights the best.
@@ -135,12 +133,12 @@ class Run:
         return path
 
 
-def _append_line(path: Path, line: Mapping[str, Any]) -> None:
+def _append_line(path: Path, line: JsonView) -> None:
     with path.open("a", encoding="utf-8") as file:
         file.write(to_json(line) + "\n")
 
 
-def default_name(settings: Mapping[str, Any], now: datetime.datetime | None = None) -> str:
+def default_name(settings: JsonView, now: datetime.datetime | None = None) -> str:
     """Returns a readable name from what tells runs apart, and the local time to the second."""
     task = settings.get("task", {}).get("name")
     recipe = settings.get("loss", {}).get("recipe")
@@ -230,7 +228,7 @@ def locked(path: Path) -> Iterator[None]:
         lock.release()
 
 
-def read_holder(path: Path) -> dict[str, Any]:
+def read_holder(path: Path) -> JsonObject:
     """Returns the process that writes into the run at `path`, or was killed while it did.
 
     The keys are `pid`, `host`, and `since` (when it began). Empty if there is none.

@@ -9,20 +9,19 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 from lagrpo.logs import redact
 from lagrpo.machine import usable_cores
 from lagrpo.runs.files import to_json, write_atomically
+from lagrpo.types import JsonObject, JsonView
 
 FILE = "environment.json"
 PACKAGES = ("lagrpo", "torch", "transformers", "numpy", "datasets", "math-verify")
 
 
-def collect_environment(device: str = "cpu") -> dict[str, Any]:
+def collect_environment(device: str = "cpu") -> JsonObject:
     """Returns versions, machine, device, command line without secrets, and the time of the start.
 
     `cores` counts all cores, `cores_at_hand` those that this process can use. `git` describes the
@@ -48,12 +47,12 @@ def collect_environment(device: str = "cpu") -> dict[str, Any]:
     }
 
 
-def write_environment(run: Path, environment: Mapping[str, Any]) -> None:
+def write_environment(run: Path, environment: JsonView) -> None:
     """Writes environment.json of a run."""
     write_atomically(run / FILE, to_json(environment, indent=2) + "\n")
 
 
-def read_environment(run: Path) -> dict[str, Any]:
+def read_environment(run: Path) -> JsonObject:
     """Returns environment.json of a run; empty if there is none. Raises ValueError for a damaged one."""
     file = run / FILE
     if not file.exists():
@@ -65,7 +64,7 @@ def read_environment(run: Path) -> dict[str, Any]:
         raise ValueError(f"{file} is damaged ({error}): {cure}") from error
 
 
-def git_state(directory: Path) -> dict[str, Any] | None:
+def git_state(directory: Path) -> JsonObject | None:
     """Returns {"commit": …, "dirty": …} of the repository around `directory`.
 
     Untracked files count as dirty, too. None without git, outside a repository, and before its

@@ -17,6 +17,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from lagrpo.types import JsonObject, JsonView
+
 UMASK = os.umask(0o077)
 os.umask(UMASK)
 MODE = 0o666 & ~UMASK
@@ -127,7 +129,18 @@ def numbered(folder: Path, before: str, after: str = "") -> dict[int, Path]:
     return files
 
 
-def write_table(path: Path, rows: Iterable[Mapping[str, Any]], schema: Any = None) -> Path:
+def read_table(path: Path) -> list[JsonObject]:
+    """Returns the rows of a Parquet file. Raises ValueError if it is damaged."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        return pq.read_table(path).to_pylist()
+    except pa.ArrowException as error:
+        raise ValueError(str(error)) from error
+
+
+def write_table(path: Path, rows: Iterable[JsonView], schema: Any = None) -> Path:
     """Writes rows as a Parquet file. Without a schema, values decide the types of the columns."""
     import pyarrow as pa
     import pyarrow.parquet as pq

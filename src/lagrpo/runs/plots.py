@@ -10,6 +10,7 @@ from typing import Any
 from lagrpo.runs.directory import Run
 from lagrpo.runs.files import write_atomically
 from lagrpo.runs.reading import RunNotFoundError, load_evaluations, load_metrics, open_run
+from lagrpo.types import JsonObject
 
 # Okabe and Ito's colors: distinct with any color vision, and in gray.
 BLUE = "#0072B2"
@@ -20,7 +21,7 @@ INK = "#222222"
 FAINT = "#9a9a9a"
 GRID = "#ececec"
 
-Rows = Sequence[dict[str, Any]]
+Rows = Sequence[JsonObject]
 
 
 def reward_curve(run_dir: Run | Path | str) -> Path:

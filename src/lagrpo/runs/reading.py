@@ -16,6 +16,7 @@ from lagrpo.errors import one_line
 from lagrpo.runs.directory import Run
 from lagrpo.runs.files import numbered
 from lagrpo.runs.rollouts import SCHEMA_KEY, SCHEMA_NAME
+from lagrpo.types import JsonObject
 
 
 class RunNotFoundError(FileNotFoundError):
@@ -61,7 +62,7 @@ def load_reward_range(run: Run | Path | str) -> tuple[float, float]:
     return math.fsum(lows), math.fsum(highs)
 
 
-def load_metrics(run: Run | Path | str) -> list[dict[str, Any]]:
+def load_metrics(run: Run | Path | str) -> list[JsonObject]:
     """Returns the metrics of the steps so far, in order.
 
     A torn last line is left out: the run is writing it, or was killed while it did. Raises
@@ -70,7 +71,7 @@ def load_metrics(run: Run | Path | str) -> list[dict[str, Any]]:
     return _load_lines(open_run(run).metrics)
 
 
-def load_events(run: Run | Path | str) -> list[dict[str, Any]]:
+def load_events(run: Run | Path | str) -> list[JsonObject]:
     """Returns the events of the run so far, in order: weight syncs with their reasons, warnings.
 
     Broken lines are treated as by `load_metrics`.
@@ -78,7 +79,7 @@ def load_events(run: Run | Path | str) -> list[dict[str, Any]]:
     return _load_lines(open_run(run).events)
 
 
-def _load_lines(path: Path) -> list[dict[str, Any]]:
+def _load_lines(path: Path) -> list[JsonObject]:
     if not path.exists():
         return []
     # What follows the last newline is empty or torn.
@@ -93,7 +94,7 @@ def _load_lines(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _parse(text: bytes, where: str, cure: str) -> dict[str, Any]:
+def _parse(text: bytes, where: str, cure: str) -> JsonObject:
     """Reads a JSON object. Raises ValueError, which says where it is and what to do."""
     try:
         return dict(json.loads(text))
@@ -101,7 +102,7 @@ def _parse(text: bytes, where: str, cure: str) -> dict[str, Any]:
         raise ValueError(f"{where} is not a JSON object ({error}): {cure}") from error
 
 
-def load_evaluations(run: Run | Path | str) -> list[dict[str, Any]]:
+def load_evaluations(run: Run | Path | str) -> list[JsonObject]:
     """Returns the summaries of the run's evaluations, in the order of their steps.
 
     Each has the `name` of its file. Raises ValueError for a damaged file.
@@ -114,7 +115,7 @@ def load_evaluations(run: Run | Path | str) -> list[dict[str, Any]]:
     return sorted(summaries, key=lambda summary: (summary.get("step") or 0, summary["name"]))
 
 
-def load_evaluation_records(run: Run | Path | str, name: str) -> list[dict[str, Any]]:
+def load_evaluation_records(run: Run | Path | str, name: str) -> list[JsonObject]:
     """Returns one dict per prompt of an evaluation; empty if it has no Parquet file.
 
     Raises ValueError for a damaged file.
@@ -133,7 +134,7 @@ def rollout_batches(run: Run | Path | str) -> list[int]:
 
 def load_rollouts(
     run: Run | Path | str, steps: Iterable[int] | None = None, columns: list[str] | None = None
-) -> list[dict[str, Any]]:
+) -> list[JsonObject]:
     """Returns one dict per completion of these steps (default: all), in their order.
 
     `answer` is still JSON text. Raises RunNotFoundError for a step that is not on disk, ValueError
@@ -141,7 +142,7 @@ def load_rollouts(
     """
     run = open_run(run)
     steps_on_disk = rollout_batches(run)
-    rows: list[dict[str, Any]] = []
+    rows: list[JsonObject] = []
     for step in steps_on_disk if steps is None else steps:
         if step not in steps_on_disk:
             available = "none"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lagrpo.types import Completion, Group
+from lagrpo.types import Completion, ExcludedReason, Group, JsonObject, JsonView, OutcomeKind
 
 if TYPE_CHECKING:
     import torch
@@ -45,7 +45,7 @@ def rollout_schema(rewards: Sequence[str] = ()) -> Any:
     return pa.schema(columns, metadata={SCHEMA_KEY: SCHEMA_NAME.encode()})
 
 
-def reward_columns(row: Mapping[str, Any]) -> dict[str, Any]:
+def reward_columns(row: JsonView) -> JsonObject:
     """Returns the rewards of a row by their names; none if the task has a single one."""
     rewards = {}
     for column, value in row.items():
@@ -56,12 +56,12 @@ def reward_columns(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def rollout_rows(
     groups: Sequence[Group],
-    columns: Sequence[Sequence[Mapping[str, Any]]],
+    columns: Sequence[Sequence[JsonView]],
     *,
     step: int,
     policy_version: int,
     rewards: Sequence[str] = (),
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[JsonObject]:
     """Yields the rows of one batch.
 
     `columns` has more columns for each completion of each group (`completion_columns`), of which
@@ -71,20 +71,20 @@ def rollout_rows(
         prompt = _prompt_columns(group, step)
         members = zip(group.completions, columns_of_group, strict=True)
         for index, (completion, more) in enumerate(members):
-            row: dict[str, Any] = prompt | {"sample_index": index}
+            row: JsonObject = prompt | {"sample_index": index}
             row |= _completion_columns(completion, policy_version, rewards)
             row["advantage"] = more.get("advantage")
             row["group_std"] = more.get("group_std")
             for name in ("old_logprobs", "entropy"):
                 row[name] = _spread(more.get(name), row["loss_mask"])
             reason = row["outcome"]
-            if reason == "scored":
-                reason = more.get("excluded_reason", "")
+            if reason == OutcomeKind.SCORED:
+                reason = more.get("excluded_reason", ExcludedReason.NOT_EXCLUDED.value)
             row["excluded_reason"] = reason
             yield row
 
 
-def _prompt_columns(group: Group, step: int) -> dict[str, Any]:
+def _prompt_columns(group: Group, step: int) -> JsonObject:
     """Returns the columns that the completions of a group share."""
     messages = group.prompt.messages
     texts = []
@@ -115,7 +115,7 @@ def _spread(values: torch.Tensor | None, loss_mask: Sequence[bool]) -> list[floa
 
 def _completion_columns(
     completion: Completion, policy_version: int, rewards: Sequence[str]
-) -> dict[str, Any]:
+) -> JsonObject:
     # In a checkpoint, completions that are not scored yet have no outcome.
     outcome = completion.outcome
     versions = completion.versions[completion.sampled].tolist()
@@ -132,7 +132,7 @@ def _completion_columns(
         "policy_version": policy_version,
         "staleness": policy_version - min(versions) if is_version_known else None,
         "finished": completion.finished,
-        "outcome": outcome.kind if outcome else None,
+        "outcome": outcome.kind.value if outcome else None,
         "reward": completion.reward,
         "reason": outcome.reason if outcome else None,
     }

@@ -1,5 +1,6 @@
-"""What the settings of TRL and verl are called here: for docs/from-trl.md, and for messages about
-unknown settings.
+"""Translates the settings of TRL and verl.
+
+Messages about unknown settings use the table, and so does docs/from-trl.md.
 """
 
 from __future__ import annotations

@@ -10,17 +10,25 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, get_origin, runtime_checkable
+from typing import Any, Protocol, TypeVar, get_origin, runtime_checkable
 
 from lagrpo.core.references import describe_raised
 from lagrpo.errors import as_settings_error, suggest
-from lagrpo.rewards.reward import OWN, REWARDS, Rewards, check_rewards, load_function, load_rewards
+from lagrpo.rewards.reward import (
+    OWN,
+    REWARDS,
+    RewardEntry,
+    RewardFunction,
+    Rewards,
+    check_rewards,
+    load_function,
+    load_rewards,
+)
+from lagrpo.tasks.messages import Messages, build_messages, is_padded
 from lagrpo.types import Prompt
 
 logger = logging.getLogger("lagrpo")
@@ -42,10 +50,10 @@ BUILTIN = (
 
 NOT_A_TASK = "is not a Task: a Task has name, reward, size(split) and prompt(split, index)"
 
-Messages = Sequence[Mapping[str, Any]]
-
 Ask = Callable[[Any], tuple[str | Messages, Any]]
 """Takes a row. Returns its question (a text, or messages) and its reference answer."""
+
+AnyTask = TypeVar("AnyTask", bound="Task")
 
 Key = tuple[int | str, ...]
 """The key of random numbers: lagrpo.rng.uniforms(count, *key)."""
@@ -59,6 +67,46 @@ class StepResult:
     reward: float = 0.0  # so far; counts if the episode ends here
     done: bool = False
     reason: str = ""  # why it is done
+
+
+class TaskEntry(Protocol):
+    """The settings of a task, as `lagrpo.settings.sections.TaskSettings` has them."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def system_prompt(self) -> str | None: ...
+
+    @property
+    def options(self) -> Mapping[str, object]: ...
+
+    @property
+    def task_options(self) -> Mapping[str, object]:
+        """The options, with the settings task.data, prompt_column and answer_column if they are set."""
+        ...
+
+    @property
+    def rewards(self) -> Sequence[RewardEntry]: ...
+
+    @property
+    def tools(self) -> Sequence[str]: ...
+
+
+class PromptLimit(Protocol):
+    """The limit of a prompt's length, as `lagrpo.settings.sections.RolloutSettings` has it."""
+
+    @property
+    def overlong_prompts(self) -> str: ...
+
+    @property
+    def max_prompt_length(self) -> int: ...
+
+
+class Tokenizer(Protocol):
+    """The part of `lagrpo.model.chat.Chat` that tasks need."""
+
+    def tokenize(self, prompt: Prompt) -> Prompt: ...
 
 
 class Environment(Protocol):
@@ -90,13 +138,18 @@ class Task(Protocol):
     """Prompts in two splits, "train" and "test", and their reward.
 
     A task may have an attribute `environment` (a `Make`, or None): then completions are episodes.
+
+    A prompt has one or more messages {"role": …, "content": …}, the last of them with a text, and
+    a reference answer that JSON can hold. A reward function returns one number per completion.
     """
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """The task's name in messages and records."""
+        ...
 
     @property
-    def reward(self) -> Any:
+    def reward(self) -> RewardFunction | Rewards:
         """A reward function, or several `lagrpo.rewards.reward.Rewards`."""
         ...
 
@@ -130,7 +183,7 @@ class RowTask:
     name: str
     rows: Mapping[str, Sequence[Any]]
     ask: Ask
-    reward: Any  # a reward function, or several Rewards
+    reward: RewardFunction | Rewards
     system_prompt: str | None = None
     environment: Make | None = None  # for completions of several turns
 
@@ -143,7 +196,7 @@ class RowTask:
         columns = None
         if isinstance(row, Mapping):
             columns = {**row, "prompt": question}
-        messages = build_messages(question, self.system_prompt, is_padded(row))
+        messages = build_messages(question, self.system_prompt, padded=is_padded(row))
         return Prompt(index, messages, answer, row=columns, place=getattr(row, "place", ""))
 
 
@@ -162,7 +215,7 @@ def name_prompt(task: Task, split: str, index: int, prompt: Prompt | None = None
     return name
 
 
-def drop_overlong(task: Task, rollout: Any, chat: Any) -> Task:
+def drop_overlong(task: Task, rollout: PromptLimit, chat: Tokenizer) -> Task:
     """Returns the task without rows whose prompt is too long, if the settings say so.
 
     rollout: the settings of the section rollout. A task with an environment is returned as it is:
@@ -196,119 +249,6 @@ def drop_overlong(task: Task, rollout: Any, chat: Any) -> Task:
     return replace(task, rows=rows_left)
 
 
-# ---- Messages ----
-
-
-def is_padded(row: Any) -> bool:
-    """True for a row of Parquet or of a dataset.
-
-    There, all objects of a column have the same keys. A key that an object lacks is None.
-    """
-    path = getattr(row, "path", None)  # rows of datasets have none
-    return path is None or str(path).endswith((".parquet", ".parquet.gz"))
-
-
-def build_messages(
-    question: str | Messages, system_prompt: str | None = None, padded: bool = False
-) -> tuple[Mapping[str, Any], ...]:
-    """Returns the messages for the chat template, each as `plain_message` gives it.
-
-    The system prompt comes first, if there is one. A text is a turn of the user. Raises ValueError
-    for a question that is neither a text nor messages.
-    """
-    turns = _to_turns(question, padded)
-    if not turns or not isinstance(turns[-1].get("content"), str):
-        raise ValueError(
-            f"its prompt is {question!r:.80}: a prompt is a text, or a list of messages with role "
-            "and content, the last of which has a text"
-        )
-    unknown_roles = {turn["role"] for turn in turns} & {"human", "gpt", "bot", "ai"}
-    if unknown_roles:
-        raise ValueError(
-            f"its prompt has the role {min(unknown_roles)!r}: chat templates know user, assistant "
-            "and system"
-        )
-    if not system_prompt:
-        return tuple(turns)
-    if turns[0]["role"] == "system":
-        raise ValueError(
-            "the prompt already has a system message: leave task.system_prompt unset for this data"
-        )
-    return ({"role": "system", "content": system_prompt}, *turns)
-
-
-def _to_turns(question: Any, padded: bool) -> list[dict[str, Any]]:
-    """Returns the question as messages; nothing if it is neither a text nor messages with roles."""
-    if isinstance(question, str) and question.strip():
-        question = [{"role": "user", "content": question}]
-    if not isinstance(question, list | tuple):
-        return []
-    for message in question:
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            return []
-    return [plain_message(message, padded) for message in question]
-
-
-def plain_message(message: Mapping[str, Any], padded: bool = False) -> dict[str, Any]:
-    """Returns the message as chat templates take it.
-
-    Keys that are None are left out, text parts are joined to one text, and the arguments of calls
-    are objects. Arguments that are None stay, unless they are `padded` (see `is_padded`). Raises
-    ValueError for a part that is not a text.
-    """
-    message = without_none(json.loads(json.dumps(message)))
-    calls = message.get("tool_calls")
-    if calls:
-        message["tool_calls"] = [plain_call(call, padded) for call in calls]
-    parts = message.get("content")
-    if not isinstance(parts, list):
-        return message
-    for part in parts:
-        is_text = isinstance(part, dict) and part.get("type") == "text"
-        if not is_text or not isinstance(part.get("text"), str):
-            raise ValueError(
-                f"a message has the part {part!r:.80}: only parts of type text are supported"
-            )
-    return {**message, "content": "".join(part["text"] for part in parts)}
-
-
-def plain_call(call: Any, padded: bool) -> dict[str, Any]:
-    """Returns the call of a function in a message, as chat templates take it.
-
-    Arguments as JSON text, as OpenAI's API has them, become an object. A text that is no object
-    stays as it is. Raises ValueError for a call without a name.
-    """
-    # Hermes has calls with name and arguments alone, without a key "function".
-    function = call.get("function", call) if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise ValueError(
-            f"a message has the call {call!r:.80}: a call is "
-            '{"function": {"name": ..., "arguments": {...}}}'
-        )
-    function = without_none(function)
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        with suppress(ValueError):
-            parsed = json.loads(arguments or "{}")
-            if isinstance(parsed, dict):
-                function["arguments"] = parsed
-    elif padded and arguments is not None:
-        function["arguments"] = without_none_anywhere(arguments)
-    if "function" not in call:
-        return {"type": "function", "function": function}
-    return without_none({**call, "function": function})
-
-
-def without_none(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the table without keys that are None."""
-    return {key: value for key, value in table.items() if value is not None}
-
-
-def without_none_anywhere(value: Any) -> Any:
-    """Returns the value without keys that are None in its objects, at any depth."""
-    return json.loads(json.dumps(value), object_hook=without_none)
-
-
 # ---- Order ----
 
 
@@ -330,7 +270,7 @@ def is_multi_turn(name: str) -> bool:
     return name in ("calculator", "guess_number") or name.startswith("gym:")
 
 
-def check_options(settings: Any) -> None:
+def check_options(settings: TaskEntry) -> None:
     """Raises ValueError for an unknown task or reward, and for options that the task does not take.
 
     Loads no data.
@@ -353,7 +293,7 @@ def check_options(settings: Any) -> None:
         )
 
 
-def read_options(settings: Any) -> dict[str, Any]:
+def read_options(settings: TaskEntry) -> dict[str, object]:
     """Returns the options of a built-in task: keyword arguments of its `load`.
 
     Raises ValueError for wrong options.
@@ -367,7 +307,7 @@ def read_options(settings: Any) -> dict[str, Any]:
         if parameter.kind == parameter.KEYWORD_ONLY
     }
     takes_all = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters)
-    options: dict[str, Any] = {}
+    options: dict[str, object] = {}
     for name, value in settings.task_options.items():
         if name not in types and not takes_all:
             # The others are settings of their own, such as task.data.
@@ -380,7 +320,7 @@ def read_options(settings: Any) -> dict[str, Any]:
     return options
 
 
-def _convert_option(name: str, value: Any, option_type: Any) -> Any:
+def _convert_option(name: str, value: object, option_type: Any) -> object:
     """Returns the value as this type, in which a single value stands for a list of one."""
     from pydantic import TypeAdapter, ValidationError
 
@@ -396,7 +336,7 @@ def _convert_option(name: str, value: Any, option_type: Any) -> Any:
         ) from error
 
 
-def load_task(settings: Any, seed: int) -> Task:
+def load_task(settings: TaskEntry, seed: int) -> Task:
     """Loads the task that the settings name. Problems that it generates are a function of the seed.
 
     "package.module:function" names a function(settings, seed) that returns the task. Raises
@@ -416,7 +356,7 @@ def load_task(settings: Any, seed: int) -> Task:
     return complete_task(task, settings.tools)
 
 
-def _load_builtin_task(settings: Any, seed: int) -> Task:
+def _load_builtin_task(settings: TaskEntry, seed: int) -> Task:
     kind, _, variant = settings.name.partition(":")
     load = importlib.import_module(f"lagrpo.tasks.{kind}").load
     options = read_options(settings)
@@ -424,7 +364,7 @@ def _load_builtin_task(settings: Any, seed: int) -> Task:
     return copy_with(task, name=settings.name, system_prompt=settings.system_prompt)
 
 
-def _load_users_task(settings: Any, seed: int) -> Task:
+def _load_users_task(settings: TaskEntry, seed: int) -> Task:
     make_task = load_function(settings.name)
     try:
         task = make_task(settings, seed)
@@ -457,7 +397,7 @@ def complete_task(task: Task, tools: Sequence[str]) -> Task:
     return copy_with(task, environment=environment, reward=environment.reward)
 
 
-def copy_with(task: Any, **attributes: Any) -> Any:
+def copy_with(task: AnyTask, **attributes: object) -> AnyTask:
     """Returns a copy of the task with other attributes, even if it is a frozen dataclass."""
     task = copy(task)
     for name, value in attributes.items():

@@ -13,7 +13,8 @@ from typing import Any
 
 from lagrpo.rewards.builtin import exact
 from lagrpo.tasks import Messages, RowTask
-from lagrpo.tasks.data import find_column, get_value, load_rows, parse_messages, plain
+from lagrpo.tasks.columns import find_column, get_value, parse_messages, plain
+from lagrpo.tasks.data import load_rows
 
 ANSWERS = ("answer", "reward_model.ground_truth")  # the second is verl's column
 

@@ -24,18 +24,17 @@ from typing import Any
 
 from lagrpo.errors import suggest
 from lagrpo.rewards import worker
-from lagrpo.rewards.reward import OURS, Rewards, load_function
+from lagrpo.rewards.reward import OURS, RewardFunction, Rewards, load_function
 from lagrpo.tasks import (
     Key,
     Make,
-    Messages,
     StepResult,
     Task,
     build_messages,
     environment_of,
-    plain_message,
 )
-from lagrpo.types import THOUGHT_END, Outcome, Prompt
+from lagrpo.tasks.messages import Message, Messages, plain_message
+from lagrpo.types import THOUGHT_END, JsonObject, Outcome, Prompt
 
 OPEN = "<tool_call>"
 CLOSE = "</tool_call>"
@@ -46,6 +45,12 @@ SYSTEM = (
 )
 TOOLS = {"calculator": "lagrpo.tasks.calculator:calculate"}
 
+Tool = Callable[..., Any]
+"""A function that the policy may call, with arguments by name."""
+
+Call = tuple[str, Mapping[str, object]]
+"""The name of a function, and its arguments."""
+
 Turn = tuple[StepResult, bytes]
 """An environment's reply, and its pickled state: empty if there is no further turn to take."""
 
@@ -53,7 +58,9 @@ Turn = tuple[StepResult, bytes]
 # ---- Turns in worker processes ----
 
 
-def take_turn(state: bytes | None, prompt: Any, key: Any, text: str | None) -> Turn | Outcome:
+def take_turn(
+    state: bytes | None, prompt: Prompt | None, key: Key | None, text: str | None
+) -> Turn | Outcome:
     """Runs `run_turn` in a worker process. Returns an unscored Outcome if it failed."""
     make = worker.get_loaded()
     try:
@@ -62,7 +69,9 @@ def take_turn(state: bytes | None, prompt: Any, key: Any, text: str | None) -> T
         return worker.to_outcome(error, "the environment")
 
 
-def run_turn(make: Make, state: bytes | None, prompt: Any, key: Any, text: str | None) -> Turn:
+def run_turn(
+    make: Make, state: bytes | None, prompt: Prompt | None, key: Key | None, text: str | None
+) -> Turn:
     """Lets an environment reply to `text`, or begin if there is no text.
 
     The environment is the one in `state`. Without a state it is a new one, which begins with the
@@ -72,8 +81,12 @@ def run_turn(make: Make, state: bytes | None, prompt: Any, key: Any, text: str |
     if state is not None:
         environment = pickle.loads(state)
     else:
+        assert prompt is not None
+        assert key is not None
         environment = make()
-        task_prompt = replace(prompt, messages=prompt.asked or prompt.messages, asked=())
+        task_prompt = replace(
+            prompt, messages=prompt.task_messages or prompt.messages, task_messages=()
+        )
         opening = _to_json(environment.reset(task_prompt, key))
         if text is None:
             return StepResult(opening), b""
@@ -93,7 +106,7 @@ def run_turn(make: Make, state: bytes | None, prompt: Any, key: Any, text: str |
     return StepResult(_to_json(step.messages), reward), pickle.dumps(environment)
 
 
-def _to_json(messages: Any) -> tuple[Mapping[str, Any], ...]:
+def _to_json(messages: Messages) -> tuple[Message, ...]:
     """Returns messages as JSON has them. Raises TypeError or ValueError for unfit messages."""
     plain_messages = [plain_message(dict(message)) for message in messages]
     have_roles = all(isinstance(message.get("role"), str) for message in plain_messages)
@@ -111,15 +124,15 @@ def _to_json(messages: Any) -> tuple[Mapping[str, Any], ...]:
 class Tools:
     """An episode in which the policy may call functions, and the factory of such episodes."""
 
-    functions: Mapping[str, Callable[..., Any]]
-    reward: Callable[[str, Any], Any]  # scores an answer: reward(completion, answer)
+    functions: Mapping[str, Tool]
+    reward: RewardFunction  # scores an answer: reward(completion, answer)
     system: str = ""  # tells the policy of the functions; empty if its chat template does
     answer: Any = None  # the reference answer of the episode
 
     def __call__(self) -> Tools:
         return replace(self)
 
-    def schemas(self) -> list[dict[str, Any]]:
+    def schemas(self) -> list[JsonObject]:
         """Returns JSON schemas of the functions.
 
         Raises ValueError if a function does not say how it is called.
@@ -145,7 +158,7 @@ class Tools:
         ]
         return StepResult(results)
 
-    def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+    def call(self, name: str, arguments: Mapping[str, object]) -> str:
         """Returns the result of a call, or its error, as the policy reads it."""
         function = self.functions.get(name)
         if function is None:
@@ -173,7 +186,7 @@ def make_tools(names: Sequence[str], task: Task) -> Tools:
     reward, *other_rewards = Rewards.from_reward(task.reward).parts
     if other_rewards or reward.style != OURS:
         raise ValueError("task.tools: tools need exactly one reward function f(completion, answer)")
-    functions: dict[str, Callable[..., Any]] = {}
+    functions: dict[str, Tool] = {}
     for name in names:
         function = _load_tool(name)
         # A function may be named twice, but the calls of two functions must differ.
@@ -184,7 +197,7 @@ def make_tools(names: Sequence[str], task: Task) -> Tools:
     return Tools(functions, reward.function)
 
 
-def _load_tool(name: str) -> Callable[..., Any]:
+def _load_tool(name: str) -> Tool:
     """Loads a tool of TOOLS, or "package.module:function". Raises ValueError."""
     if ":" not in name and name not in TOOLS:
         raise ValueError(
@@ -197,7 +210,7 @@ def _load_tool(name: str) -> Callable[..., Any]:
     return function
 
 
-def find_calls(text: str) -> list[tuple[str, Mapping[str, Any]]]:
+def find_calls(text: str) -> list[Call]:
     """Returns the names and arguments of the calls in a turn, in order; none if it is an answer.
 
     Raises ValueError for a call that cannot be read.
@@ -217,14 +230,14 @@ def find_calls(text: str) -> list[tuple[str, Mapping[str, Any]]]:
         contents = [json.loads(block) for block in blocks]
     except (ValueError, RecursionError) as error:
         raise ValueError(f"the call is not JSON: {error}") from error
-    calls: list[tuple[str, Mapping[str, Any]]] = []
+    calls: list[Call] = []
     for content in contents:
         block_calls = content if isinstance(content, list) else [content]
         calls += [_read_call(call) for call in block_calls]
     return calls
 
 
-def _read_call(call: Any) -> tuple[str, Mapping[str, Any]]:
+def _read_call(call: object) -> Call:
     """Returns the name and the arguments of a call. Raises ValueError."""
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         raise ValueError('a call is {"name": ..., "arguments": {...}}')
@@ -248,7 +261,7 @@ def add_system(messages: Messages, system: str) -> Messages:
 
     The calls of earlier turns are written out as text.
     """
-    turns: list[Mapping[str, Any]] = []
+    turns: list[Message] = []
     for message in messages:
         calls = [call["function"] for call in message.get("tool_calls") or ()]
         if calls:
@@ -261,7 +274,7 @@ def add_system(messages: Messages, system: str) -> Messages:
     return [{"role": "system", "content": f"{turns[0]['content']}\n\n{system}"}, *turns[1:]]
 
 
-def describe(function: Callable[..., Any]) -> dict[str, Any]:
+def describe(function: Tool) -> JsonObject:
     """Returns the JSON schema of a function, from its signature and docstring.
 
     Raises ValueError if these do not say how the function is called.
@@ -278,7 +291,7 @@ def describe(function: Callable[..., Any]) -> dict[str, Any]:
     return json.loads(json.dumps(schema))
 
 
-def system_text(schemas: Sequence[Mapping[str, Any]]) -> str:
+def system_text(schemas: Sequence[JsonObject]) -> str:
     """Returns a system prompt that tells a policy of functions, if its chat template does not."""
     functions = [schema["function"] for schema in schemas]
     first = functions[0]

@@ -17,7 +17,8 @@ from typing import Any
 
 from lagrpo.rewards.reward import UnscorableError, accept_any
 from lagrpo.tasks import RowTask
-from lagrpo.tasks.data import load_rows, plain, text_of
+from lagrpo.tasks.columns import plain, text_of
+from lagrpo.tasks.data import load_rows
 from lagrpo.tasks.numbers import (
     Numeral,
     agree,
@@ -82,7 +83,7 @@ def score(completion: str, answer: Any) -> float:
     reference = _read_answer(answer)
     is_integer = reference.value is not None and reference.value.denominator == 1
     part = _find_counting_part(find_tagged(first_question(completion)))
-    number = read_number(part.text, part.has_number_first, fractions=not is_integer)
+    number = read_number(part.text, first=part.has_number_first, fractions=not is_integer)
     if is_integer:
         return float(number is not None and number.value == reference.value)
     return float(agree(number, reference))

@@ -21,7 +21,8 @@ except ImportError as error:
 
 from lagrpo.rewards.reward import UnscorableError, accept_any
 from lagrpo.tasks import RowTask
-from lagrpo.tasks.data import load_rows, plain, text_of
+from lagrpo.tasks.columns import plain, text_of
+from lagrpo.tasks.data import load_rows
 from lagrpo.tasks.numbers import find_last_box, find_reference, find_tagged, first_question
 
 WORDING = "{problem}\n\nReason step by step and put the final answer in \\boxed{{}}."

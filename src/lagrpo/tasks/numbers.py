@@ -265,7 +265,7 @@ def are_joined(text: str, left: Numeral, right: Numeral) -> bool:
     return bool(_OPERATOR.search(between)) or left.value is None or left.value != right.value
 
 
-def read_number(text: str, first: bool = False, fractions: bool = False) -> Numeral | None:
+def read_number(text: str, *, first: bool = False, fractions: bool = False) -> Numeral | None:
     """Returns the numeral that names the last number of a text in plain spelling, or the `first`.
 
     With `fractions`, a/b is one number. Returns None if there is no numeral, and if it is joined to

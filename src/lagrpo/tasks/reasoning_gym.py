@@ -82,7 +82,7 @@ def make_dataset(name: str, options: Mapping[str, Any], seed: int, size: int) ->
     ImportError without the package.
     """
     try:
-        import reasoning_gym.factory as factory  # pyright: ignore[reportMissingImports]
+        import reasoning_gym.factory as factory  # noqa: PLR0402 # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ImportError(
             "this task needs the package reasoning-gym: pip install 'lagrpo[gym]'"

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -36,9 +35,9 @@ from lagrpo.terminal.text import (
     typed_command,
     unscored_text,
 )
-from lagrpo.types import Range, is_correct
+from lagrpo.types import JsonView, Range, is_correct
 
-Metrics = Mapping[str, Any]
+Metrics = JsonView
 
 MAX_ROWS = 10
 """Batches in the live table."""
@@ -111,9 +110,7 @@ def make_display(console: Console | None = None) -> Display:
 class Display:
     """The display of the other ranks, which shows nothing."""
 
-    def on_start(
-        self, settings: Mapping[str, Any], environment: Mapping[str, Any], batch: int
-    ) -> None: ...
+    def on_start(self, settings: JsonView, environment: JsonView, batch: int) -> None: ...
     def phase(self, name: str) -> None: ...
     def on_batch(self, metrics: Metrics, rollouts: Sequence[Metrics]) -> None: ...
     def on_evaluation(self, name: str, summary: Metrics, records: Sequence[Metrics]) -> None: ...
@@ -146,9 +143,7 @@ class PlainDisplay(Display):
         # The last batches. The tuple is replaced, never changed: a thread may be drawing it.
         self.rows: tuple[Metrics, ...] = ()
 
-    def on_start(
-        self, settings: Mapping[str, Any], environment: Mapping[str, Any], batch: int
-    ) -> None:
+    def on_start(self, settings: JsonView, environment: JsonView, batch: int) -> None:
         self.title = settings["run"]["name"]
         self.path = Path(settings["run"]["output_dir"]) / self.title
         self.reward_range = settings["task"]["reward_range"]

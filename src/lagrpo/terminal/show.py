@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console, Group
 from rich.padding import Padding
@@ -20,9 +19,9 @@ from lagrpo.runs import reading
 from lagrpo.runs.directory import Run
 from lagrpo.runs.rollouts import reward_columns
 from lagrpo.terminal.text import MARKS, count_of, formatted, unscored_text
-from lagrpo.types import Range, is_correct
+from lagrpo.types import ExcludedReason, JsonObject, JsonView, OutcomeKind, Range, is_correct
 
-Row = dict[str, Any]
+Row = JsonObject
 
 SEPARATOR = "  ·  "
 ARROW = " → "
@@ -65,19 +64,19 @@ def _print_prompt(console: Console, prompt_id: int, row: Row) -> None:
     console.print(Text(f"answer: {visible(answer)}\n", style="cyan"))
 
 
-def result_lines(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
+def result_lines(summaries: Sequence[JsonView]) -> list[str]:
     """Returns a line for each evaluation set: its first and last result, and after which batches.
 
     The list is empty if the run has no sets.
     """
-    summaries_by_set: dict[str, list[Mapping[str, Any]]] = {}
+    summaries_by_set: dict[str, list[JsonView]] = {}
     for summary in summaries:
         if summary.get("set"):
             summaries_by_set.setdefault(summary["set"], []).append(summary)
     return [_result_line(name, of_set) for name, of_set in summaries_by_set.items()]
 
 
-def _result_line(set_name: str, summaries: Sequence[Mapping[str, Any]]) -> str:
+def _result_line(set_name: str, summaries: Sequence[JsonView]) -> str:
     """Returns the line of a set with these evaluations, in the order of their steps."""
     first_and_last = [summaries[0]]
     if len(summaries) > 1:
@@ -104,7 +103,7 @@ def render_completion(row: Row, reward_range: Range) -> Group:
     """Returns one completion: a line of facts, and its text or its turns."""
     verdict = None
     reward = row["outcome"]
-    if row["outcome"] == "scored":
+    if row["outcome"] == OutcomeKind.SCORED:
         verdict = is_correct(row["reward"], reward_range, row.get("correct"))
         reward = f"{row['reward']:g}"
     parts = [f"{name} {formatted(value, 'g')}" for name, value in reward_columns(row).items()]
@@ -143,7 +142,7 @@ def _facts(row: Row) -> Iterator[str]:
         yield f"staleness {row['staleness']}"
     if row["advantage"] is not None:
         yield f"advantage {row['advantage']:+.3f}"
-    if row["excluded_reason"] == "zero_variance":
+    if row["excluded_reason"] == ExcludedReason.ZERO_VARIANCE:
         yield "no signal: all rewards of its group are equal"
 
 
@@ -166,7 +165,7 @@ def _title(run: Run, rows: list[Row], batches: list[int]) -> Text:
         first = rows[0]
         facts.append(f"batch {first['step']}, π_k is version {first['policy_version']}")
     facts.append(f"{len(rows)} completions")
-    rewards = [row["reward"] for row in rows if row["outcome"] == "scored"]
+    rewards = [row["reward"] for row in rows if row["outcome"] == OutcomeKind.SCORED]
     if rewards:
         facts.append(f"mean reward {sum(rewards) / len(rewards):.3f}")
     if len(rewards) < len(rows):

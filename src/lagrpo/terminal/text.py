@@ -7,9 +7,10 @@ import numbers
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from lagrpo.types import JsonView
 
 ABSENT = "–"
 MARKS = {
@@ -69,7 +70,7 @@ def formatted(value: Any, form: str) -> str:
     return format(number, form)
 
 
-def formatted_interval(metrics: Mapping[str, Any], name: str, form: str) -> str:
+def formatted_interval(metrics: JsonView, name: str, form: str) -> str:
     """Returns a metric with its interval: `NAME`, `NAME_low` and `NAME_high`."""
     value = formatted(metrics.get(name), form)
     low = formatted(metrics.get(f"{name}_low"), form)
@@ -77,7 +78,7 @@ def formatted_interval(metrics: Mapping[str, Any], name: str, form: str) -> str:
     return f"{value:>6}   95 % interval {low} to {high}"
 
 
-def unscored_text(summary: Mapping[str, Any]) -> str:
+def unscored_text(summary: JsonView) -> str:
     """Returns how many completions of an evaluation have no reward: "3 of 8 not scored", or ""."""
     unscored = summary.get("unscored") or 0
     if not unscored:

@@ -5,6 +5,8 @@ all equal) leaves the objective before any forward pass. Weights carry the norma
 batch.
 """
 
+# Some methods of PyTorch have no types.
+# pyright: reportUnknownMemberType=false
 from __future__ import annotations
 
 import sys
@@ -20,7 +22,8 @@ from lagrpo.core.objective import Recipe
 from lagrpo.model.model import Packed
 from lagrpo.rng import uniforms
 from lagrpo.training.ranks import Ranks
-from lagrpo.types import Completion, Group
+from lagrpo.training.tensors import to_ints
+from lagrpo.types import Completion, Group, OutcomeKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +70,9 @@ def assemble(groups: Sequence[Group], recipe: Recipe, max_tokens: int, seed: int
     uniform_of_groups: list[Tensor] = []
     for g, group in enumerate(groups):
         scored = [
-            j for j, c in enumerate(group.completions) if c.outcome and c.outcome.kind == "scored"
+            j
+            for j, c in enumerate(group.completions)
+            if c.outcome and c.outcome.kind == OutcomeKind.SCORED
         ]
         members += [(g, j) for j in scored]
         rewards += group.rewards
@@ -89,8 +94,10 @@ def assemble(groups: Sequence[Group], recipe: Recipe, max_tokens: int, seed: int
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Whole completions packed into one row, with everything that the objective reads besides log π:
-    flat over their sampled tokens [T] and per completion [C]."""
+    """Whole completions packed into one row, with all that the objective reads but log π.
+
+    Tensors are flat over the sampled tokens [T], or per completion [C].
+    """
 
     packed: Packed
     members: tuple[int, ...]
@@ -144,6 +151,7 @@ def micro_batches(
     batch: Batch,
     tokens: int,
     device: torch.device | str = "cpu",
+    *,
     whole_groups: bool = False,
     skip_zero_advantage: bool = False,
     ranks: Ranks | None = None,
@@ -156,7 +164,12 @@ def micro_batches(
     rows, of about the same cost.
     """
     return _pack_rows(
-        batch, _computed(batch, skip_zero_advantage), tokens, device, ranks, whole_groups
+        batch,
+        _computed(batch, skip_zero_advantage=skip_zero_advantage),
+        tokens,
+        device,
+        ranks,
+        whole_groups=whole_groups,
     )
 
 
@@ -164,21 +177,24 @@ def left_out(
     batch: Batch,
     tokens: int,
     device: torch.device | str = "cpu",
+    *,
     skip_zero_advantage: bool = False,
     ranks: Ranks | None = None,
 ) -> list[MicroBatch]:
-    """Returns the scored completions with a known log α that `micro_batches` leaves out, packed, for
-    metrics."""
+    """Returns the scored completions that `micro_batches` leaves out, packed, for metrics.
+
+    Completions without a known log α are not among them.
+    """
     return _pack_rows(
         batch,
-        batch.has_logp_alpha() & ~_computed(batch, skip_zero_advantage),
+        batch.has_logp_alpha() & ~_computed(batch, skip_zero_advantage=skip_zero_advantage),
         tokens,
         device,
         ranks,
     )
 
 
-def _computed(batch: Batch, skip_zero_advantage: bool) -> Tensor:
+def _computed(batch: Batch, *, skip_zero_advantage: bool) -> Tensor:
     """Returns True for completions that an update computes, bool [C]."""
     return (batch.weight_C != 0) & ~(skip_zero_advantage & (batch.advantage_C == 0))
 
@@ -189,6 +205,7 @@ def _pack_rows(
     tokens: int,
     device: torch.device | str,
     ranks: Ranks | None,
+    *,
     whole_groups: bool = False,
 ) -> list[MicroBatch]:
     """Packs the wanted completions into this rank's rows."""
@@ -210,8 +227,9 @@ def _pack_rows(
 
 
 def balanced(costs: Sequence[int], budget: int, ranks: int = 1) -> list[list[int]]:
-    """Distributes items over few rows of at most `budget` and about the same cost. Returns the rows
-    as lists of indices.
+    """Distributes items over few rows of at most `budget` and about the same cost.
+
+    Returns the rows as lists of indices.
 
     An item beyond the budget has a row to itself. First fit decides the number of rows, rounded up
     to a multiple of `ranks`. Then each item goes, largest first, into the row that has least; if
@@ -241,8 +259,10 @@ def balanced(costs: Sequence[int], budget: int, ranks: int = 1) -> list[list[int
 
 
 def _cost(batch: Batch, piece: list[int]) -> int:
-    """Returns the tokens of a piece that go through the model: its prompt once, and its completions
-    without their last token."""
+    """Returns the number of tokens of a piece that go through the model.
+
+    These are its prompt once, and its completions without their last token.
+    """
     prompt = batch.groups[batch.member_C[piece[0]][0]].prompt
     return len(prompt.token_ids) + sum(len(batch.completion(c).token_ids) - 1 for c in piece)
 
@@ -250,7 +270,7 @@ def _cost(batch: Batch, piece: list[int]) -> int:
 def _pieces(batch: Batch, wanted_C: Tensor, tokens: int) -> list[list[int]]:
     """Returns runs of completions of one group, each within the budget if that is possible."""
     pieces: list[list[int]] = []
-    for c in wanted_C.nonzero().flatten().tolist():
+    for c in to_ints(wanted_C.nonzero().flatten()):
         last = pieces[-1] if pieces else None
         if last is None:
             pieces.append([c])
@@ -268,7 +288,7 @@ def _pack(
 ) -> MicroBatch:
     members = [c for piece in pieces for c in piece]
     completions = [batch.completion(c) for c in members]
-    groups = []
+    groups: list[tuple[tuple[int, ...], list[Tensor]]] = []
     for piece in pieces:
         prompt = batch.groups[batch.member_C[piece[0]][0]].prompt
         groups.append((prompt.token_ids, [batch.completion(c).token_ids for c in piece]))

@@ -6,7 +6,7 @@ The data comes first, then the model: errors that are cheap to find come first.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -30,7 +30,7 @@ from lagrpo.model.lora import Lora, load_adapter_config
 from lagrpo.model.model import Policy, copy_policy, fingerprint
 from lagrpo.rewards import builtin
 from lagrpo.rewards.pool import RewardPool
-from lagrpo.rewards.reward import Rewards
+from lagrpo.rewards.reward import RewardFunction, Rewards
 from lagrpo.rollout.base import Request
 from lagrpo.rollout.episodes import MAIN_TASK, Episodes, build_episodes, max_reply_tokens
 from lagrpo.rollout.local import LocalSampler
@@ -43,12 +43,12 @@ from lagrpo.rollout.vllm.server import StartedServer, open_servers
 from lagrpo.settings.schema import Settings
 from lagrpo.settings.sections import ModelSettings
 from lagrpo.tasks import Task, complete_task, drop_overlong, load_task
-from lagrpo.tasks.data import Row
+from lagrpo.tasks.files import Row
 from lagrpo.training import fsdp
 from lagrpo.training.checks import chat_template, offline_prompts
 from lagrpo.training.ranks import FirstRankSampler, Ranks
 from lagrpo.training.trainer import Optimization, Trainer
-from lagrpo.types import Group, Prompt
+from lagrpo.types import Group, JsonView, Prompt
 
 logger = logging.getLogger("lagrpo")
 Engine = LocalSampler | VllmEngine | FirstRankSampler
@@ -56,8 +56,7 @@ Engine = LocalSampler | VllmEngine | FirstRankSampler
 
 @dataclass(frozen=True, slots=True)
 class TaskSetup:
-    """A task as a run uses it: its prompts, the workers that score its completions, and its
-    environments, if it has any."""
+    """A task as a run uses it: with its prompts, reward workers and environments."""
 
     task: Task
     prompts: PromptSource
@@ -96,7 +95,7 @@ class TrainerComponents:
         task: Task | None = None,
         ranks: Ranks | None = None,
         started: str | None = None,
-        recorded: Mapping[str, Any] | None = None,
+        recorded: JsonView | None = None,
     ) -> TrainerComponents:
         """Builds the components.
 
@@ -111,7 +110,7 @@ class TrainerComponents:
         with ExitStack() as undo:
             loaded = load_tasks(settings, task)
             records = read_offline_records(settings, recipe)
-            places = digest_places(loaded, records, settings.eval.takes_place)
+            places = digest_places(loaded, records, evaluates=settings.eval.takes_place)
             with as_settings_error():
                 check_places(recorded or {}, places)
 
@@ -178,8 +177,10 @@ class TrainerComponents:
         return isinstance(self.sampler, LocalSampler)
 
     def next_sync(self, state: LoopState, further: int = 0) -> SyncDecision:
-        """Returns the decision of the schedule for the batch after `state`, if the run has
-        `further` batches."""
+        """Returns the decision of the schedule for the batch after `state`.
+
+        `further` batches are added to those of the settings.
+        """
         settings = self.settings.schedule
         # With dynamic sampling `every(v)` submits batches one by one.
         prefetch = not self.settings.rollout.dynamic_sampling_rounds
@@ -194,7 +195,9 @@ class TrainerComponents:
 
     def gather_policy(self) -> Callable[[Path], None]:
         """Returns a function that writes π as it is now into a directory: a model, or its adapter.
-        Rank 0 calls it. Collective."""
+
+        Rank 0 calls it. Collective.
+        """
         policy = self.trainer.policy
         skeleton = self.skeleton
         if skeleton is None:
@@ -211,6 +214,8 @@ class TrainerComponents:
         """Moves the logs of servers that this run started into its directory."""
         engine = self.sampler
         if isinstance(engine, FirstRankSampler):
+            if not self.ranks.is_first:
+                return
             engine = engine.engine
         if not isinstance(engine, VllmEngine):
             return
@@ -228,8 +233,7 @@ class TrainerComponents:
 
 
 def load_tasks(settings: Settings, task: Task | None = None) -> dict[str, Task]:
-    """Returns the run's task, as MAIN_TASK, and the tasks of evaluation sets that have another one,
-    by the set's name.
+    """Returns the run's task, as MAIN_TASK, and other tasks of evaluation sets, by the set's name.
 
     A `task` replaces settings.task. Raises SettingsError.
     """
@@ -254,7 +258,7 @@ def set_up_tasks(
 
     `undo` ends the workers and environments. Raises SettingsError.
     """
-    setups = {}
+    setups: dict[str, TaskSetup] = {}
     sampling = settings.rollout
     sampled_prompts = settings.schedule.prompts_per_batch - offline_prompts(settings)
     for name, task in tasks.items():
@@ -277,7 +281,7 @@ def set_up_tasks(
     return setups
 
 
-def warn_of_formats(reward: Any, prompt: Prompt, chat: Chat) -> None:
+def warn_of_formats(reward: RewardFunction | Rewards, prompt: Prompt, chat: Chat) -> None:
     """Warns of a built-in reward `format` that no completion can get.
 
     Tokens that end completions are not in their text, and what the chat template begins an answer
@@ -325,7 +329,7 @@ def read_offline_records(settings: Settings, recipe: Recipe) -> list[Row]:
     with as_settings_error("offline.data"):
         records = read_records(settings.offline.data) if settings.offline.data else []
         has_logp = any(row.get("rollout_logprobs") is not None for row in records)
-        check_logp(recipe, has_logp or not records)
+        check_logp(recipe, known=has_logp or not records)
     return records
 
 
@@ -348,11 +352,11 @@ def build_offline(
             max_completion_tokens=sampling.max_completion_length,
             reads_logp=recipe.needs_rollout_logp,
         )
-        check_logp(recipe, offline.has_logp)
+        check_logp(recipe, known=offline.has_logp)
     return offline
 
 
-def check_logp(recipe: Recipe, known: bool) -> None:
+def check_logp(recipe: Recipe, *, known: bool) -> None:
     """Raises ValueError for offline completions without log-probs if the recipe reads log α."""
     if recipe.needs_rollout_logp and not known:
         raise ValueError(
@@ -365,8 +369,10 @@ def check_logp(recipe: Recipe, known: bool) -> None:
 
 
 def build_policy(model: ModelSettings, tau: float, longest: int, seed: int = 0) -> Policy:
-    """Returns the policy at temperature tau, for sequences of `longest` tokens; `seed` keys the
-    start of adapters. Raises SettingsError."""
+    """Returns the policy at temperature tau, for sequences of `longest` tokens.
+
+    `seed` keys the start of adapters. Raises SettingsError.
+    """
     device = pick_device()
     dtype = getattr(torch, pick_dtype(model.dtype, device)[0])
     with as_settings_error("LAGRPO_KERNELS", NoKernels):
@@ -409,9 +415,11 @@ def lora_of(model: ModelSettings, seed: int = 0) -> Lora | None:
 
 
 @contextmanager
-def loading(model: ModelSettings) -> Iterator[None]:
-    """Turns errors in the body, which reads a model, into a SettingsError, and lets transformers
-    print only errors."""
+def loading(model: ModelSettings) -> Generator[None]:
+    """Turns errors of the body, which reads a model, into a SettingsError.
+
+    transformers prints only errors meanwhile.
+    """
     try:
         with quiet():
             yield
@@ -491,8 +499,10 @@ def build_sampler(
 
 
 def build_evaluator(settings: Settings, policy: Policy, sampler: Engine, ranks: Ranks) -> Engine:
-    """Returns the engine that samples evaluations: the policy itself in this process, or the
-    servers. Call it before the trainer shards the policy."""
+    """Returns what samples evaluations: the policy itself in this process, or the servers.
+
+    Call it before the trainer shards the policy.
+    """
     if not isinstance(sampler, LocalSampler):
         return sampler
     seed = settings.run.seed
@@ -538,7 +548,9 @@ def build_trainer(settings: Settings, recipe: Recipe, policy: Policy, ranks: Ran
     )
 
 
-def build_weight_sync_check(policy: Policy, source: PromptSource, sampler: Any) -> WeightSyncCheck:
+def build_weight_sync_check(
+    policy: Policy, source: PromptSource, sampler: Engine
+) -> WeightSyncCheck:
     """Returns the check after every weight sync.
 
     Raises SettingsError if the in-process sampler computes something else than the trainer.

@@ -11,29 +11,42 @@ from typing import Any, Literal
 
 from lagrpo.errors import SettingsError, one_line, visible
 from lagrpo.logs import is_debugging, redact, redact_values
+from lagrpo.types import JsonObject, JsonView
 
 logger = logging.getLogger("lagrpo")
 
-Row = Mapping[str, Any]
+Row = JsonView
 Status = Literal["finished", "interrupted", "failed"]
 PROJECT = "lagrpo"  # project or experiment of the runs, unless the tracker's environment variable names one
 TABLE = "completion_texts"  # name of the table of completions; `completions` is a metric
-COLUMNS = ("prompt_id", "sample_index", "prompt_text", "completion", "reward", "outcome", "reason")
-COLUMNS += (
+COLUMNS = (
+    "prompt_id",
+    "sample_index",
+    "prompt_text",
+    "completion",
+    "reward",
+    "outcome",
+    "reason",
     "advantage",
     "excluded_reason",
     "staleness",
     "finished",
-)  # the columns of the rollouts that trackers get
+)
+"""The columns of the rollouts that trackers get."""
 
 
 class Callback:
-    """Base class of callbacks: override the methods that you need. A run calls them in its main thread, on rank 0. An
-    exception ends the run after its batch."""
+    """Base class of callbacks: override the methods that you need.
+
+    A run calls them in its main thread, on rank 0. An exception ends the run after its batch.
+    """
 
     def on_start(self, settings: Row, environment: Row, batch: int) -> None:
-        """The run starts, or resumes after `batch` batches. `settings` has a mapping per section, with the name of the
-        run's directory in settings["run"]["name"]; `environment` is that of environment.json."""
+        """The run starts, or resumes after `batch` batches.
+
+        `settings` has a mapping per section, with the name of the run's directory in
+        settings["run"]["name"]; `environment` is that of environment.json.
+        """
 
     def on_batch(self, metrics: Row, rollouts: Sequence[Row]) -> None:
         """A batch is finished: its line of metrics.jsonl, and one row per completion (docs/run-files.md)."""
@@ -58,8 +71,10 @@ def check_installed(names: Iterable[str]) -> None:
 
 
 class Trackers(Callback):
-    """Logs to the named trackers, at most `completions` completions per batch. A tracker that raises is disabled with
-    one warning, and training continues."""
+    """Logs to the named trackers, at most `completions` completions per batch.
+
+    A tracker that raises is disabled with one warning, and training continues.
+    """
 
     def __init__(self, names: Sequence[str], completions: int) -> None:
         self.names, self.completions, self.active = names, completions, dict[str, Any]()
@@ -139,22 +154,22 @@ class TensorBoard:
 
 
 class Wandb:
-    """Weights & Biases, with its environment variables: WANDB_MODE, WANDB_PROJECT, WANDB_DIR and others. Charts are
-    over batches, because W&B's steps never go back. Code and git are not sent."""
+    """Weights & Biases, with its environment variables: WANDB_MODE, WANDB_PROJECT and others.
 
-    table_options: Mapping[str, Any] = {"allow_mixed_types": True}
+    Charts are over batches, because W&B's steps never go back. Code and git are not sent.
+    """
+
+    table_options: Mapping[str, object] = {"allow_mixed_types": True}
 
     def __init__(self, path: Path, run_id: str, config: Row, batch: int) -> None:
-        import wandb  # pyright: ignore[reportMissingImports]
-
         hidden = dict.fromkeys(
             ("disable_code", "disable_git", "disable_job_creation", "x_disable_meta"), True
         )
-        self.package: Any = wandb
-        self.run: Any = wandb.init(
+        self.package: Any = importlib.import_module("wandb")
+        self.run: Any = self.package.init(
             id=run_id,
             resume="allow" if batch else None,
-            settings=wandb.Settings(silent=True, console="off", **hidden),
+            settings=self.package.Settings(silent=True, console="off", **hidden),
             project=os.environ.get("WANDB_PROJECT") or PROJECT,
             name=os.environ.get("WANDB_NAME") or path.name,
             dir=os.environ.get("WANDB_DIR") or str(path),
@@ -162,7 +177,7 @@ class Wandb:
         )
         self.run.define_metric("*", step_metric="step")
 
-    def log(self, batch: int, values: Mapping[str, Any]) -> None:
+    def log(self, batch: int, values: JsonView) -> None:
         self.run.log({**values, "step": batch})
 
     def log_table(self, batch: int, rows: Sequence[Row]) -> None:
@@ -177,29 +192,29 @@ class Wandb:
 
 
 class Trackio(Wandb):
-    """A local database in TRACKIO_DIR, or a Space of Hugging Face, TRACKIO_SPACE_ID. TRACKIO_PROJECT is the project. A
-    resumed run is found by its name."""
+    """A local database in TRACKIO_DIR, or a Space of Hugging Face, TRACKIO_SPACE_ID.
 
-    table_options: Mapping[str, Any] = {}
+    TRACKIO_PROJECT is the project. A resumed run is found by its name.
+    """
+
+    table_options: Mapping[str, object] = {}
 
     def __init__(self, path: Path, run_id: str, config: Row, batch: int) -> None:
-        import trackio  # pyright: ignore[reportMissingImports]
-
-        project, resume = (
+        self.package: Any = importlib.import_module("trackio")
+        self.run: Any = self.package.init(
             os.environ.get("TRACKIO_PROJECT") or PROJECT,
-            "allow" if batch else "never",
-        )
-        self.package: Any = trackio
-        self.run: Any = trackio.init(
-            project, name=path.name, config=dict(config), resume=resume, embed=False
+            name=path.name,
+            config=dict(config),
+            resume="allow" if batch else "never",
+            embed=False,
         )
 
-    def log(self, batch: int, values: Mapping[str, Any]) -> None:
+    def log(self, batch: int, values: JsonView) -> None:
         self.run.log(dict(values), step=batch)
 
     def finish(self, status: Status) -> None:
         self.run.finish()
 
 
-TRACKERS: dict[str, Any] = {"tensorboard": TensorBoard, "wandb": Wandb, "trackio": Trackio}
+TRACKERS: JsonObject = {"tensorboard": TensorBoard, "wandb": Wandb, "trackio": Trackio}
 """Each tracker by the name of its package, which is also the name of its extra."""

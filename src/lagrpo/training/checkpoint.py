@@ -10,21 +10,22 @@ A directory is written under a temporary name and renamed, so a checkpoint is wh
 Random numbers are keyed: unfinished completions are sampled again, token for token.
 """
 
+# Some functions of safetensors have no types.
+# pyright: reportUnknownMemberType=false
 from __future__ import annotations
 
 import json
 import math
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
+import safetensors.torch as safetensors
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lagrpo.data.fingerprint import check_visited
@@ -36,7 +37,7 @@ from lagrpo.training.build import TrainerComponents
 from lagrpo.training.master_weights import MergedState
 from lagrpo.training.ranks import Ranks
 from lagrpo.training.trainer import Trainer
-from lagrpo.types import Completion, Group, Outcome
+from lagrpo.types import Completion, Group, JsonObject, JsonView, Outcome, OutcomeKind
 
 SCHEMA = "lagrpo.checkpoint/4"
 STATE = "state.json"
@@ -54,7 +55,7 @@ class Checkpoint:
     """A checkpoint on disk, with its state.json."""
 
     path: Path
-    state: Mapping[str, Any]
+    state: JsonView
 
     @property
     def batch(self) -> int:
@@ -97,6 +98,7 @@ def save_checkpoint(
     components: TrainerComponents,
     loop: LoopState,
     synced: Sequence[Tensor],
+    *,
     finish: bool = True,
 ) -> None:
     """Writes a checkpoint of the run after a batch.
@@ -113,7 +115,7 @@ def save_checkpoint(
     if finish and components.samples_here:
         with ranks.sync_interrupts():
             components.prefetcher.finish()
-    waiting, announced_versions = components.prefetcher.waiting(loop.asked_ahead)
+    waiting, announced_versions = components.prefetcher.waiting(loop.prefetched_batches)
     rows = ranks.join(_rows_of_groups(waiting, policy_version))
 
     weights_by_version: dict[int, Mapping[str, Tensor]] = {}
@@ -162,11 +164,11 @@ def save_checkpoint(
 
 def _rows_of_groups(
     groups_by_batch: Mapping[int, Sequence[Group]], policy_version: int
-) -> list[dict[str, Any]]:
+) -> list[JsonObject]:
     """Returns a row for each completion of this rank's groups, as in the files of rollouts."""
-    rows: list[dict[str, Any]] = []
+    rows: list[JsonObject] = []
     for batch, groups in groups_by_batch.items():
-        no_columns = [[{} for _ in group.completions] for group in groups]
+        no_columns: list[list[JsonObject]] = [[{} for _ in group.completions] for group in groups]
         rows += rollout_rows(groups, no_columns, step=batch, policy_version=policy_version)
     return rows
 
@@ -176,7 +178,7 @@ def needs_alpha(components: TrainerComponents, loop: LoopState) -> bool:
     # As if the run went on after its last batch: it may be resumed with more batches.
     one_stage_more = components.settings.schedule.stage_length
     decision = components.next_sync(loop, further=one_stage_more)
-    is_missing_here = components.prefetcher.missing(loop.asked_ahead)
+    is_missing_here = components.prefetcher.has_missing(loop.prefetched_batches)
     is_missing = any(components.ranks.gather(is_missing_here))
     if loop.alpha < 0:  # no weights have been synced yet
         return False
@@ -209,7 +211,7 @@ def _write(
 
 def _save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    save_file(contiguous, path, metadata={"format": "pt"})
+    safetensors.save_file(contiguous, path, metadata={"format": "pt"})
 
 
 def _weights_file(version: int) -> str:
@@ -242,19 +244,17 @@ def restore_checkpoint(
         groups = _load_groups(components, rollouts)
     announced_versions = {int(batch): versions for batch, versions in state["announced"].items()}
     components.prefetcher.restore(groups, announced_versions)
-    prefetched = tuple(state["loop"]["prefetched"])  # JSON has lists
-    return LoopState(**{**state["loop"], "prefetched": prefetched})
+    loop: JsonObject = dict(state["loop"])
+    loop["prefetched"] = tuple(loop["prefetched"])  # JSON has lists
+    return LoopState(**loop)
 
 
 @contextmanager
-def reading(file: Path) -> Iterator[None]:
+def reading(file: Path) -> Generator[None]:
     """Turns errors of libraries about a file that is missing or damaged into a CheckpointError."""
-    from pyarrow import ArrowException
-
-    problems = (SafetensorError, ArrowException, OSError, ValueError, LookupError, TypeError)
     try:
         yield
-    except problems as error:
+    except (SafetensorError, OSError, ValueError, LookupError, TypeError) as error:
         raise CheckpointError(
             f"{file} cannot be read ({describe_error(error)}): "
             f"remove {file.parent} to resume from the checkpoint before it"
@@ -276,7 +276,7 @@ def _load_versions(components: TrainerComponents, checkpoint: Checkpoint) -> Non
         elif version > 0:  # the new policy has version 0 already
             file = checkpoint.path / _weights_file(version)
             with reading(file):
-                policy.load(load_file(file), version)
+                policy.load(safetensors.load_file(file), version)
         if version == reference_version:
             components.trainer.load_reference()
         if version == alpha_version:
@@ -289,7 +289,7 @@ def _load_trainer(trainer: Trainer, checkpoint: Checkpoint) -> None:
     with reading(checkpoint.path / "trainer.safetensors"):
         parts = sorted(checkpoint.path.glob("trainer*.safetensors"))
         # The files are mapped, not read: each rank takes its part.
-        state = MergedState([load_file(part) for part in parts])
+        state = MergedState([safetensors.load_file(part) for part in parts])
         trainer.load_state(state, checkpoint.state["versions"]["policy"])
     indices = [int(name.removeprefix(SYNCED)) for name in state if name.startswith(SYNCED)]
     trainer.synced = [state[f"{SYNCED}{index}"] for index in sorted(indices)]
@@ -297,13 +297,11 @@ def _load_trainer(trainer: Trainer, checkpoint: Checkpoint) -> None:
 
 def _load_groups(components: TrainerComponents, file: Path) -> dict[int, list[Group]]:
     """Returns this rank's finished groups that wait for their batch, by batch."""
-    import pyarrow.parquet as pq
-
     if not file.exists():
         return {}
     # Keys are (batch, epoch, prompt), as Request.address.
     completions: defaultdict[tuple[int, ...], list[Completion]] = defaultdict(list)
-    for row in pq.read_table(file).to_pylist():
+    for row in files.read_table(file):
         completions[row["step"], row["epoch"], row["prompt_id"]].append(_completion(row))
     groups: dict[int, list[Group]] = {}
     for batch in sorted({batch for batch, _, _ in completions}):
@@ -316,14 +314,14 @@ def _load_groups(components: TrainerComponents, file: Path) -> dict[int, list[Gr
     return groups
 
 
-def _completion(row: Mapping[str, Any]) -> Completion:
+def _completion(row: JsonView) -> Completion:
     """Returns the completion of a row.
 
     It was not scored yet. If it has an outcome, it failed, or its environment scored it.
     """
     outcome = None
     if row["outcome"]:
-        outcome = Outcome(row["outcome"], row["reward"], row["reason"])
+        outcome = Outcome(OutcomeKind(row["outcome"]), row["reward"], row["reason"])
     logprobs = [math.nan if logp is None else logp for logp in row["rollout_logprobs"]]
     return Completion(
         token_ids=torch.tensor(row["token_ids"], dtype=torch.long),

@@ -24,9 +24,12 @@ from lagrpo.settings.sections import ModelSettings, RewardSettings, name_setting
 from lagrpo.tasks import Task, check_options, environment_of, load_task
 from lagrpo.training.callbacks import check_installed
 from lagrpo.training.given_rewards import as_reward, function_of, is_setting
+from lagrpo.types import JsonObject, JsonView
 
 if TYPE_CHECKING:
     from lagrpo.core.objective import Recipe
+
+    Loss = str | Recipe | Callable[..., Any]
 
 FREE = (
     *("run.report_to", "run.log_completions", "model.dtype", "optimizer.offload_optimizer"),
@@ -40,10 +43,12 @@ def check_settings(
     settings: Settings,
     task: Task | None = None,
     resume: str | None = None,
-    loss: str | Recipe | Callable | None = None,
+    loss: Loss | None = None,
 ) -> Recipe:
-    """The resolved recipe of settings that can be run; `task` replaces settings.task, and `loss` settings.loss.recipe.
-    Raises SettingsError."""
+    """Returns the resolved recipe of settings that can be run.
+
+    `task` replaces settings.task, and `loss` settings.loss.recipe. Raises SettingsError.
+    """
     check_evaluation(settings, task)
     for each in settings.eval.sets:
         if each.task is not None:
@@ -63,9 +68,11 @@ def check_settings(
     return check_loss(settings, loss)
 
 
-def check_loss(settings: Settings, loss: str | Recipe | Callable | None = None) -> Recipe:
-    """The resolved recipe of the settings. Raises SettingsError for one that cannot be computed, or
-    of which a part never acts in this run."""
+def check_loss(settings: Settings, loss: Loss | None = None) -> Recipe:
+    """The resolved recipe of the settings.
+
+    Raises SettingsError for one that cannot be computed, or of which a part never acts in this run.
+    """
     from lagrpo.core.recipes import inert_over_pi_k, resolve  # loads torch
 
     knobs = settings.loss.knobs
@@ -153,8 +160,10 @@ def check_run(settings: Settings, resume: str | None) -> None:
 
 
 def check_server_gpus(settings: Settings) -> None:
-    """Raise SettingsError if the server that the run starts gets a GPU that a rank of this host has. They may share one
-    if the server's share of the memory is set, but NCCL takes each GPU once."""
+    """Raises SettingsError if a server that the run starts gets a GPU that a rank of this host has.
+
+    They may share a GPU if the server's share of its memory is set, but NCCL takes each GPU once.
+    """
     from lagrpo.model.backend import pick_device
 
     vllm = settings.vllm
@@ -251,7 +260,7 @@ def recorded_threads(settings: Settings, resume: str | None) -> int | None:
     return before.get("threads") if before.get("ranks") == world_size() else None
 
 
-def find_changes(settings: Settings, run: Path) -> dict[str, tuple[Any, Any]]:
+def find_changes(settings: Settings, run: Path) -> dict[str, tuple[object, object]]:
     """Settings that differ from the run's: name -> (before, now). Raises SettingsError if they could alter its past."""
     saved = load_settings(run / "config.toml")
     before = flatten(saved.model_dump())
@@ -273,8 +282,11 @@ def find_changes(settings: Settings, run: Path) -> dict[str, tuple[Any, Any]]:
 
 
 def _may_change(name: str, settings: Settings, saved: Settings, run: Path) -> bool:
-    """More batches change nothing if the learning rate does not depend on their number, and neither does a reward
-    function that was moved to another module."""
+    """True if this setting may differ in a resumed run.
+
+    More batches change nothing if the learning rate does not depend on their number, and neither
+    does a reward function that was moved to another module.
+    """
     if name == "schedule.batches":
         more = settings.schedule.batches >= saved.schedule.batches
         return more and settings.optimizer.lr_scheduler_type == "constant"
@@ -305,7 +317,10 @@ def _is_moved(
 
 
 def in_memory_arguments(
-    task: Any, data: Any, rewards: Sequence[Any] | None, loss: str | Recipe | Callable | None
+    task: object,
+    data: object,
+    rewards: Sequence[object] | None,
+    loss: Loss | None,
 ) -> list[str]:
     """The arguments of `lagrpo.train` that settings cannot hold: a run needs them again when it is resumed."""
     in_memory = data is not None and not isinstance(data, str | os.PathLike)
@@ -319,13 +334,15 @@ def in_memory_arguments(
     return [name for name, is_needed in needed.items() if is_needed]
 
 
-def name_function(function: Any) -> str:
+def name_function(function: object) -> str:
     """The name of a function, or of an object's class, as "module:function"."""
-    kind = function if hasattr(function, "__qualname__") else type(function)
-    return f"{kind.__module__}:{kind.__qualname__}"
+    name = getattr(function, "__qualname__", None)
+    if name is not None:
+        return f"{function.__module__}:{name}"
+    return f"{type(function).__module__}:{type(function).__qualname__}"
 
 
-def is_loadable_loss(loss: str | Recipe | Callable) -> bool:
+def is_loadable_loss(loss: Loss) -> bool:
     """True if `lagrpo train` finds the loss by the name that the settings have. A script is a module there."""
     if isinstance(loss, str):
         return True
@@ -342,7 +359,7 @@ def is_loadable_loss(loss: str | Recipe | Callable) -> bool:
     return is_loadable(loss, reference)
 
 
-def is_loadable(value: Any, reference: str) -> bool:
+def is_loadable(value: object, reference: str) -> bool:
     """True if `lagrpo train` finds the value by the name of its module: in the current directory, or installed."""
     module_name, _, name = reference.partition(":")
     module = sys.modules.get(module_name)
@@ -363,28 +380,31 @@ def check_arguments(settings: Settings, resume: str | None, given: Sequence[str]
     """Raise SettingsError if a resumed run lacks arguments that it was started with in Python."""
     with as_settings_error("--resume"):
         run = find_run(settings, resume)
-        needed = read_environment(run).get("arguments", []) if run is not None else []
-    if run is not None and (missing := [name for name in needed if name not in given]):
+        needed: list[str] = []
+        if run is not None:
+            needed = read_environment(run).get("arguments", [])
+    missing = [name for name in needed if name not in given]
+    if run is not None and missing:
         raise SettingsError(
             f"{run} was started from Python with {' and '.join(missing)} that its settings cannot hold: "
             f"resume it by {resume_call(run, needed)}"
         )
 
 
-def check_one_loss(loss: Any, settings: Mapping[str, Any] | None) -> None:
+def check_one_loss(loss: object, settings: JsonView | None) -> None:
     """Raise SettingsError if a loss is given both as an argument and among the settings."""
     if loss is not None and "recipe" in nest(settings or {}).get("loss", {}):
         raise SettingsError("loss and settings['loss.recipe'] both name a loss: give one of them")
 
 
 def as_settings(
-    model: Any,
-    data: Any,
-    rewards: Sequence[Any] | None,
-    loss: str | Recipe | Callable | None = None,
-) -> dict[str, Any]:
+    model: str | os.PathLike[str] | None,
+    data: object,
+    rewards: Sequence[object] | None,
+    loss: Loss | None = None,
+) -> JsonObject:
     """The settings of these arguments, as far as they are settings."""
-    found: dict[str, Any] = {} if model is None else {"model.path": os.fspath(model)}
+    found: JsonObject = {} if model is None else {"model.path": os.fspath(model)}
     if loss is not None:
         from lagrpo.settings.user_loss import name_loss  # loads torch
 
@@ -398,14 +418,17 @@ def as_settings(
     return found
 
 
-def build_task(settings: Settings, data: Any, rewards: Sequence[Any] | None) -> Task | None:
-    """The task of data in memory (see `lagrpo.tasks.data`; a tenth is held out for testing) and of reward functions;
-    None if the settings say all. Raises ValueError for unfit rows and rewards."""
+def build_task(settings: Settings, data: object, rewards: Sequence[object] | None) -> Task | None:
+    """Returns the task of data in memory and of reward functions; None if the settings say all.
+
+    A tenth of the data is held out for testing (`lagrpo.tasks.data`). Raises ValueError for unfit
+    rows and rewards.
+    """
     has_functions = not all(map(is_setting, rewards or ()))
     in_memory = data is not None and not isinstance(data, str | os.PathLike)
     if not in_memory and not has_functions:
         return None
-    given: dict[str, Any] = {"data": data} if in_memory else {}
+    given: JsonObject = {"data": data} if in_memory else {}
     given |= {"rewards": (RewardSettings(name="none", reward="exact"),)} if has_functions else {}
     task: Any = load_task(settings.task.model_copy(update=given | {"tools": ()}), settings.run.seed)
     if not has_functions:
@@ -427,7 +450,7 @@ def name_rewards(settings: Settings, task: Task | None) -> Settings:
         or not Rewards.from_reward(task.reward).names
     ):
         return settings
-    entries = []
+    entries: list[RewardSettings] = []
     for each in Rewards.from_reward(task.reward).parts:
         where = name_function(each.function)
         entries.append(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from lagrpo.errors import as_settings_error, without_own_frames
 from lagrpo.interrupts import interruptible
@@ -52,5 +52,6 @@ def evaluate(
 def _has_test_split(data: Any) -> bool:
     """True if the data has a split for testing. Raises SettingsError for missing data."""
     with as_settings_error():
-        named = os.fspath(data) if isinstance(data, str | os.PathLike) else data
-        return "test" in find_splits(named, hub="openai/gsm8k:main")
+        if isinstance(data, str | os.PathLike):
+            data = os.fspath(cast("str | os.PathLike[str]", data))
+        return "test" in find_splits(data, hub="openai/gsm8k:main")

@@ -1,21 +1,22 @@
-"""Evaluations: pass@k of a policy on held-out prompts, with intervals for the mean over all prompts
-of their kind.
+"""Evaluations: pass@k of a policy on held-out prompts.
 
-A completion is correct if it reaches the maximum of the range of rewards. Random numbers have the
-same keys every time, so "before" and "after" differ in the policy only. `evaluate` makes one
-evaluation, `Evaluations` the evaluations of a run, `evaluate_model` the one of `lagrpo eval`.
+Intervals are for the mean over all prompts of their kind. A completion is correct if it reaches the
+maximum of the range of rewards. Random numbers have the same keys every time, so "before" and
+"after" differ in the policy only.
+
+`evaluate` makes one evaluation, `Evaluations` the evaluations of a run, `evaluate_model` the one of
+`lagrpo eval`.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -31,12 +32,13 @@ from lagrpo.machine import choose_threads, fixed_threads
 from lagrpo.model.embedded import is_adapter
 from lagrpo.rewards.pool import RewardPool
 from lagrpo.rewards.reward import Rewards
-from lagrpo.rollout.base import Request, SamplingParams
+from lagrpo.rollout.base import Evaluator, Request, SamplingParams
 from lagrpo.rollout.episodes import MAIN_TASK, max_reply_tokens
 from lagrpo.rollout.local import LocalSampler
 from lagrpo.rollout.schedule import LoopState
 from lagrpo.rollout.vllm.engine import build_engine
 from lagrpo.runs.directory import BEST, Run, plain_name
+from lagrpo.runs.evaluation_names import Moment, evaluation_name, moment_of
 from lagrpo.runs.files import to_json, write_atomically, write_table
 from lagrpo.runs.reading import load_evaluation_records, load_evaluations
 from lagrpo.runs.rollouts import REWARD
@@ -49,15 +51,15 @@ from lagrpo.training.build import TaskSetup, TrainerComponents
 from lagrpo.training.checkpoint import needs_alpha
 from lagrpo.training.checks import check_evaluation
 from lagrpo.training.ranks import Ranks
-from lagrpo.types import Group, Outcome, Range, is_correct
+from lagrpo.types import Group, JsonObject, Outcome, Range, is_correct
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
     """The result of an evaluation: a summary for people and plots, and one row per prompt."""
 
-    summary: dict[str, Any]
-    records: list[dict[str, Any]]
+    summary: JsonObject
+    records: list[JsonObject]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +87,7 @@ class _Measure:
     """independent tries of the metric that a prompt has: one try of pass@k takes k samples"""
 
 
-def evaluate(eval_set: EvalSet, evaluator: Any, ranks: Ranks | None = None) -> Evaluation:
+def evaluate(eval_set: EvalSet, evaluator: Evaluator, ranks: Ranks | None = None) -> Evaluation:
     """Samples completions of the policy that the evaluator samples from, scores and counts them.
 
     Each of several ranks does so for its share, unless servers sample for rank 0. Collective.
@@ -102,10 +104,10 @@ def evaluate(eval_set: EvalSet, evaluator: Any, ranks: Ranks | None = None) -> E
     return Evaluation(_summarize(records, eval_set), records)
 
 
-def _summarize(records: list[dict[str, Any]], eval_set: EvalSet) -> dict[str, Any]:
+def _summarize(records: list[JsonObject], eval_set: EvalSet) -> JsonObject:
     """Returns the summary of an evaluation from its records, one per prompt."""
     unscored = sum(record["samples"] - record["scored"] for record in records)
-    summary: dict[str, Any] = {
+    summary: JsonObject = {
         "prompts": len(records),
         "samples": eval_set.samples,
         "unscored": unscored,
@@ -130,7 +132,7 @@ def _summarize(records: list[dict[str, Any]], eval_set: EvalSet) -> dict[str, An
 
 def _mean_over_prompts(rewards: Sequence[Sequence[float | None]]) -> float | None:
     """Returns the mean over prompts of the mean over each prompt's rewards, leaving out None."""
-    means = []
+    means: list[float] = []
     for rewards_of_prompt in rewards:
         known = [reward for reward in rewards_of_prompt if reward is not None]
         if known:
@@ -138,7 +140,7 @@ def _mean_over_prompts(rewards: Sequence[Sequence[float | None]]) -> float | Non
     return sum(means) / len(means) if means else None
 
 
-def _record(group: Group, reward_range: Range, names: Sequence[str]) -> dict[str, Any]:
+def _record(group: Group, reward_range: Range, names: Sequence[str]) -> JsonObject:
     """Returns the record of a prompt. `names` are the names of several rewards."""
     rewards = group.rewards
     completions = group.completions
@@ -173,7 +175,7 @@ def _record(group: Group, reward_range: Range, names: Sequence[str]) -> dict[str
     return record
 
 
-def _measures(records: list[dict[str, Any]], samples: int) -> dict[str, _Measure]:
+def _measures(records: list[JsonObject], samples: int) -> dict[str, _Measure]:
     """Returns the reward and pass@k, for k = 1, 2, 4, … and `samples`."""
     rewards = {record["prompt_id"]: record["reward"] for record in records if record["scored"]}
     measures = {"reward": _Measure(rewards, float(samples))}
@@ -253,11 +255,11 @@ class Evaluations:
         more batches. Raises ValueError for damaged files, by name.
         """
         total = self.components.settings.schedule.batches
-        finished = {}
+        finished: dict[str, Evaluation] = {}
         for summary in load_evaluations(run):
             name = summary.pop("name")
             step = summary["step"]
-            is_at_old_end = name.startswith("after") and step < total
+            is_at_old_end = moment_of(name) == Moment.AFTER and step < total
             if step > batch or is_at_old_end:
                 for ending in ("json", "parquet"):
                     (run.path / "evaluations" / f"{name}.{ending}").unlink(missing_ok=True)
@@ -265,23 +267,27 @@ class Evaluations:
                 finished[name] = Evaluation(summary, load_evaluation_records(run, name))
         return finished
 
-    def find_due(self, batch: int, moment: str = "") -> dict[str, EvalSet]:
-        """Returns the sets that are due after a batch, or at a moment ("before" or "after"
-        training), by the names of their files."""
+    def find_due(self, batch: int, moment: Moment = Moment.BETWEEN) -> dict[str, EvalSet]:
+        """Returns the sets that are due, by the names of their files.
+
+        They are due after a batch, or before or after training.
+        """
         is_between = 0 < batch < self.components.settings.schedule.batches
-        due = {}
+        due: dict[str, EvalSet] = {}
         for eval_set in self.sets:
             is_its_batch = is_between and eval_set.every and batch % eval_set.every == 0
-            name = _file_name(batch, eval_set.name, moment)
+            name = evaluation_name(batch, eval_set.name, moment)
             if (moment or is_its_batch) and name not in self.finished:
                 due[name] = eval_set
         return due
 
     def make(self, name: str, eval_set: EvalSet, batch: int) -> Evaluation:
-        """Evaluates the policy that the evaluator samples from, and compares it with the initial
-        policy. Collective."""
+        """Evaluates the policy, and compares it with the initial one.
+
+        It is the policy that the evaluator samples from. Collective.
+        """
         evaluation = evaluate(eval_set, self.components.evaluator, self.components.ranks)
-        summary: dict[str, Any] = {
+        summary: JsonObject = {
             "step": batch,
             "policy_version": self.components.trainer.policy.version,
         }
@@ -289,47 +295,51 @@ class Evaluations:
             summary["set"] = eval_set.name
             summary["reward_range"] = list(eval_set.reward_range)
         summary |= evaluation.summary
-        before = self.finished.get(_file_name(0, eval_set.name, "before"))
+        before = self.finished.get(evaluation_name(0, eval_set.name, Moment.BEFORE))
         if before is not None:
             summary |= compare(before, evaluation)
         self.finished[name] = Evaluation(summary, evaluation.records)
         return self.finished[name]
 
     def metrics(self, batch: int) -> dict[str, float | None]:
-        """Returns the metrics of each named set after `batch` batches, for the line of the next
-        batch. They are None if the set was not evaluated then."""
-        moment = "before" if batch == 0 else ""
+        """Returns the metrics of each named set after `batch` batches, for the next batch's line.
+
+        They are None if the set was not evaluated then.
+        """
+        moment = Moment.BEFORE if batch == 0 else Moment.BETWEEN
         metrics: dict[str, float | None] = {}
         for eval_set in self.sets:
             if not eval_set.name:
                 continue
-            evaluation = self.finished.get(_file_name(batch, eval_set.name, moment))
+            evaluation = self.finished.get(evaluation_name(batch, eval_set.name, moment))
             summary = {} if evaluation is None else evaluation.summary
             for name in ("pass@1", "reward"):
                 metrics[f"eval/{eval_set.name}/{name}"] = summary.get(name)
         return metrics
 
-    def summary(self, moment: str) -> dict[str, Any] | None:
+    def summary(self, moment: Moment) -> JsonObject | None:
         """Returns the summary of the first set that was evaluated before or after training."""
         for eval_set in self.sets:
-            evaluation = self.finished.get(_file_name(0, eval_set.name, moment))
+            evaluation = self.finished.get(evaluation_name(0, eval_set.name, moment))
             if evaluation is not None:
                 return evaluation.summary
         return None
 
-    def find_best(self, run: Run, batch: int, moment: str) -> dict[str, Any] | None:
-        """Returns the facts for weights/best if the policy is the best so far by
-        `eval.best_metric`, or None."""
+    def find_best(self, run: Run, batch: int, moment: Moment) -> JsonObject | None:
+        """Returns the facts for weights/best if the policy is the best so far, or None.
+
+        `eval.best_metric` says which metric decides.
+        """
         best_metric = self.components.settings.eval.best_metric
         if best_metric is None:
             return None
         set_name, _, metric = best_metric.rpartition(".")
-        evaluation = self.finished.get(_file_name(batch, set_name, moment))
+        evaluation = self.finished.get(evaluation_name(batch, set_name, moment))
         value = None if evaluation is None else evaluation.summary.get(metric)
         if value is None:
             return None
         file = run.path / "weights" / "best" / BEST
-        earlier = json.loads(file.read_bytes()) if file.exists() else {}
+        earlier: JsonObject = json.loads(file.read_bytes()) if file.exists() else {}
         # A resumed run evaluates some batches again: their weights are written again.
         is_earlier_better = (
             earlier.get("best") == best_metric
@@ -346,17 +356,13 @@ class Evaluations:
         }
 
 
-def _file_name(batch: int, set_name: str, moment: str) -> str:
-    """Returns the name of an evaluation's files, without their endings."""
-    name = moment or f"batch-{batch:06d}"
-    return f"{name}.{set_name}" if set_name else name
-
-
 def build_eval_set(
     settings: Settings, setup: TaskSetup, set_settings: EvalSetSettings, name: str = ""
 ) -> EvalSet:
-    """Returns the prompts of a set, and how completions are sampled. `name` keys its random
-    numbers."""
+    """Returns the prompts of a set, and how completions are sampled.
+
+    `name` keys its random numbers.
+    """
     defaults = settings.eval
     sampling = settings.rollout
     max_tokens = set_settings.max_completion_length or sampling.max_completion_length
@@ -386,7 +392,7 @@ def build_eval_set(
 
 
 @contextmanager
-def sampling_from_policy(components: TrainerComponents, state: LoopState) -> Iterator[None]:
+def sampling_from_policy(components: TrainerComponents, state: LoopState) -> Generator[None]:
     """Lets the evaluator sample from π while the body runs. Collective.
 
     vLLM servers have α. They get π, checked as after any weight sync, and then get α back if α is
@@ -398,8 +404,10 @@ def sampling_from_policy(components: TrainerComponents, state: LoopState) -> Ite
         yield
         return
     components.prefetcher.finish()
-    give_back = needs_alpha(components, state)
-    with evaluator.temporary_weights(policy.weights, policy.version, back=give_back):
+    restore_afterwards = needs_alpha(components, state)
+    with evaluator.temporary_weights(
+        policy.weights, policy.version, restore_afterwards=restore_afterwards
+    ):
         # The check remembers the weights that it saw. A copy of it does so here, so that the next
         # weight sync is compared with the last one.
         check_weight_sync = copy(components.check_weight_sync)
@@ -481,7 +489,7 @@ def _choose_output(settings: Settings, task_name: str) -> Path:
     return output
 
 
-def _print_summary(summary: dict[str, Any], output: Path) -> None:
+def _print_summary(summary: JsonObject, output: Path) -> None:
     prompts = count_of(summary["prompts"], "prompt")
     samples = count_of(summary["samples"], "sample")
     print(f"{summary['model']} on {summary['task']}: {prompts} x {samples}")

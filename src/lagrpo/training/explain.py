@@ -1,8 +1,10 @@
 """What the settings of a run mean, in numbers: printed at the start of every run and by --dry-run."""
 
+# Some methods of transformers have no types.
+# pyright: reportUnknownMemberType=false
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -21,6 +23,9 @@ from lagrpo.settings.schema import Settings
 from lagrpo.terminal.text import count_of
 from lagrpo.training.build import loading, lora_of
 from lagrpo.training.checks import offline_prompts, world_size
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def meaning(settings: Settings, recipe: Recipe) -> list[str]:
@@ -102,7 +107,7 @@ SMALL_RATE_OF_ADAPTERS = 1e-5
 
 def _notes(recipe: Recipe, settings: Settings) -> list[str]:
     """Lines about what a recipe costs, and what of it does not act."""
-    notes = []
+    notes: list[str] = []
     rate = settings.optimizer.learning_rate
     if settings.model.lora_r and rate < SMALL_RATE_OF_ADAPTERS:
         notes.append(
@@ -230,7 +235,7 @@ def expected_memory(
     }
 
 
-def empty_model(settings: Settings) -> Any:
+def empty_model(settings: Settings) -> PreTrainedModel:
     """The model of the settings by its config, on the meta device. Raises SettingsError for an unsupported one."""
     from transformers import AutoModelForCausalLM
 
@@ -238,4 +243,4 @@ def empty_model(settings: Settings) -> Any:
         config = load_config(resolve_model(settings.model.path))
         check_supported(config)
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config)
+            return cast("PreTrainedModel", AutoModelForCausalLM.from_config(config))

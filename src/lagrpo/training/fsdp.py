@@ -1,23 +1,27 @@
-"""FSDP2: a policy whose layers are sharded over ranks (`fully_shard` of torch.distributed on every decoder layer).
+"""FSDP2: a policy whose layers are sharded over ranks.
 
-A rank has its rows of every weight, in float32: these are its master weights, and gradients and moments have the same
-shards. A layer is whole on a rank only while it computes: gathered, and rounded to the model's dtype on the way, as one
-process rounds it. Gradients are plain sums over the ranks: the weights of completions have the batch's normalizer.
+`fully_shard` of torch.distributed shards every decoder layer. A rank has its rows of every weight,
+in float32: these are its master weights, and gradients and moments have the same shards. A layer is
+whole on a rank only while it computes: gathered, and rounded to the model's dtype on the way, as
+one process rounds it. Gradients are plain sums over the ranks, because the weights of completions
+already have the batch's normalizer.
 
-Whatever computes by the model or reads a whole weight is collective: all ranks must do it, in the same order."""
+All that computes by the model or reads a whole weight is collective: all ranks must do it, in the
+same order.
+"""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from lagrpo.model.backend import Backend
@@ -31,7 +35,10 @@ from lagrpo.types import Group
 def shard_policy(
     policy: Policy, mesh: DeviceMesh, group: dist.ProcessGroup, start: Start, seed: int
 ) -> tuple[Policy, MasterWeights]:
-    """The policy with its layers sharded over the mesh, and its master weights. The policy given is used up."""
+    """Returns the policy with its layers sharded over the mesh, and its master weights.
+
+    It shards the model of `policy` itself, which must not be used afterward.
+    """
     policy = with_modules(policy)
     masters = FsdpMasterWeights(policy, mesh, group, start, seed)
     weights = ShardedWeights(policy.model, policy.version)
@@ -39,124 +46,164 @@ def shard_policy(
 
 
 class FsdpMasterWeights(MasterWeights):
-    """Shards the layers of a policy; `parameters` are this rank's rows of its weights, which become float32 masters.
-    Only one unit at a time is whole in float32."""
+    """The master weights of a policy, whose layers it shards.
+
+    `parameters` are this rank's rows of the weights, in float32. The gathered layers are rounded
+    from them. Only one unit at a time is whole in float32.
+    """
 
     passes_are_collective = True
 
     def __init__(
         self, policy: Policy, mesh: DeviceMesh, group: dist.ProcessGroup, start: Start, seed: int
     ) -> None:
-        self.model, self.group, self.device = policy.model, group, policy.device
-        self.spans, self.parameters, self.sharded = [], [], list[nn.Parameter]()
+        self.model = policy.model
+        self.group = group
+        self.device = policy.device
+        self.spans = []
+        self.parameters = []
+        # The sharded weights of the model, whose memory `parameters` share.
+        self.sharded: list[DTensor] = []
+        lm = policy.model.lm
         for unit in units_of(policy.model):
-            for name, before in shard_unit(unit, policy.model.lm, policy.dtype, mesh).items():
-                sharded = attrgetter(name)(policy.model.lm)
-                span, own = local_span(name, sharded), local_shard(sharded)
-                own = own if span.is_whole else own.view(-1)
+            weights_before = shard_unit(unit, lm, policy.dtype, mesh)
+            for name, weight_before in weights_before.items():
+                sharded: DTensor = attrgetter(name)(lm)
+                span = local_span(name, sharded)
+                master = local_shard(sharded)
+                if not span.is_whole:
+                    master = master.view(-1)
                 if policy.dtype not in EXACT:
-                    own.copy_(start_master(span, before, start, seed))
+                    master.copy_(start_master(span, weight_before, start, seed))
+                # With fewer rows than ranks, the last ranks have none.
                 if span.stop > span.start:
                     self.spans.append(span)
-                    self.parameters.append(nn.Parameter(own))
+                    self.parameters.append(nn.Parameter(master))
                     self.sharded.append(sharded)
 
     def reduce_grads(self) -> None:
-        """The backward passes have summed over all ranks."""
+        """Gives every master its gradient, which the backward passes have summed over all ranks."""
         for sharded, master in zip(self.sharded, self.parameters, strict=True):
-            own = None if sharded.grad is None else local_shard(sharded.grad).view_as(master)
-            master.grad = torch.zeros_like(master) if own is None else own
+            if sharded.grad is None:
+                master.grad = torch.zeros_like(master)
+            else:
+                master.grad = local_shard(sharded.grad).view_as(master)
 
     def zero_grads(self) -> None:
         super().zero_grads()
-        self.model.zero_grad()  # also on a rank that has no row of a weight
+        # Also on a rank that has no row of a weight.
+        self.model.zero_grad()
 
     def write_back(self) -> None:
-        """The masters as they are now are what is gathered from now on."""
+        """Makes the next pass gather the masters as they are now."""
         free_gathered(self.model)
 
 
-# Sharding a model
+# ---- sharding a model ----
 
 
 def with_modules(policy: Policy) -> Policy:
-    """The policy, computed by calls of the model's own modules, whose hooks gather the layers."""
+    """Returns the policy, computed by calls of the model's own modules, whose hooks gather layers."""
     if policy.model.layers is None:
         return policy
     backend = Backend(policy.device, policy.dtype, "its layers are sharded")
     return Policy(policy.weights, Model(policy.model.lm, backend), policy.chat, policy.tau)
 
 
-def units_of(model: Any) -> list[nn.Module]:
-    """What is gathered at a time: each layer of the decoder, and the root, which has what is in no layer."""
-    return [*model.decoder.layers, model]
+def units_of(model: Model) -> list[nn.Module]:
+    """Returns the modules that are gathered one at a time.
+
+    They are the layers of the decoder, and the root, which has the weights that are in no layer.
+    The root is last, because it takes all parameters that are not sharded yet.
+    """
+    layers: Any = model.decoder.layers
+    return [*layers, model]
 
 
 def shard_unit(
     unit: nn.Module, lm: nn.Module, dtype: torch.dtype | None, mesh: DeviceMesh
 ) -> dict[str, Tensor]:
-    """Shard a decoder layer, or the root. With a `dtype` that is not exact the shards are float32, and what is
-    gathered is rounded to it. Returns the weights that were sharded by name, as they were."""
-    own = {id(p) for p in unit.parameters()}
-    before = {
-        n: p.detach()
-        for n, p in lm.named_parameters()
-        if id(p) in own and not isinstance(p, DTensor)
-    }
-    mixed = MixedPrecisionPolicy(cast_forward_inputs=False)
+    """Shards a decoder layer, or the root.
+
+    With a `dtype` that is not exact the shards are float32, and gathered weights are rounded to it.
+    Returns the weights that were sharded, by name, as they were.
+    """
+    unit_parameters = {id(parameter) for parameter in unit.parameters()}
+    weights_before: dict[str, Tensor] = {}
+    for name, parameter in lm.named_parameters():
+        if id(parameter) in unit_parameters and not isinstance(parameter, DTensor):
+            weights_before[name] = parameter.detach()
+
+    precision = MixedPrecisionPolicy(cast_forward_inputs=False)
     if dtype is not None and dtype not in EXACT:
-        for name in before:
+        for name in weights_before:
             weight = attrgetter(name)(lm)
             weight.data = weight.data.float()
-        mixed = MixedPrecisionPolicy(
+        precision = MixedPrecisionPolicy(
             param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
-    module = fully_shard(
-        unit, mesh=mesh, mp_policy=mixed, reshard_after_forward=not isinstance(unit, Model)
-    )
+    # The root stays whole between the forward and the backward pass, which needs it first.
+    is_root = isinstance(unit, Model)
+    module = fully_shard(unit, mesh=mesh, mp_policy=precision, reshard_after_forward=not is_root)
+    # Sums instead of FSDP's means over ranks.
     module.set_force_sum_reduction_for_comms(True)
     module.set_gradient_divide_factor(1.0)
-    return before
+    return weights_before
 
 
-def free_gathered(model: Any) -> None:
-    """Drop what a pass without gradient has left whole, the root: its weights are about to change."""
-    model.reshard()
+def free_gathered(model: Model) -> None:
+    """Drops the root, which a pass without gradient leaves whole: its weights are about to change."""
+    cast(FSDPModule, model).reshard()
 
 
 def local_shard(tensor: Any) -> Tensor:
-    """What this rank has of a sharded tensor, in the memory that is sharded."""
+    """Returns this rank's rows of a sharded tensor, in the memory that is sharded."""
     return tensor.detach().to_local()
 
 
-def local_span(name: str, sharded: Any) -> Span:
-    """Which numbers of a weight this rank has: whole rows."""
-    ranks, rank, rows = (
-        sharded.device_mesh.size(),
-        sharded.device_mesh.get_local_rank(),
-        sharded.shape[0],
+def local_span(name: str, sharded: DTensor) -> Span:
+    """Returns the numbers of a weight that this rank has: whole rows.
+
+    Every rank has the same number of rows, rounded up; the last ranks have fewer, or none.
+    """
+    num_ranks = sharded.device_mesh.size()
+    rank = sharded.device_mesh.get_local_rank()
+    rows = sharded.shape[0]
+    rows_per_rank = -(-rows // num_ranks)
+    numbers_per_row = sharded.shape.numel() // rows
+    first_row = min(rank * rows_per_rank, rows)
+    stop_row = min((rank + 1) * rows_per_rank, rows)
+    return Span(
+        name, sharded.shape, start=first_row * numbers_per_row, stop=stop_row * numbers_per_row
     )
-    each, of_row = -(-rows // ranks), sharded.shape.numel() // rows
-    return Span(name, sharded.shape, *(min(r * each, rows) * of_row for r in (rank, rank + 1)))
 
 
 def idle_row(device: torch.device) -> Packed:
-    """The smallest row, which a rank without rows passes through the layers in step with the other ranks."""
+    """Returns the smallest row.
+
+    A rank without rows passes it through the layers, in step with the other ranks.
+    """
     return Packed.build([((0, 0), [torch.zeros(2, dtype=torch.long)])], device)
 
 
-# The weights of a sharded model, and copies of it
+# ---- the weights of a sharded model, and copies of it ----
 
 
 class ShardedWeights(Weights):
-    """Weights in shards, gathered in the model's dtype when they are read. Collective, except for names and shapes."""
+    """Weights in shards, gathered in the model's dtype when they are read.
+
+    Reading is collective, except for names and shapes.
+    """
 
     def __init__(self, model: Model, version: int) -> None:
         super().__init__(model.lm, version)
-        self._model, self._dtype = model, model.dtype
+        self._model = model
+        self._dtype = model.dtype
         free_gathered(model)
-        named: Any = model.lm.named_parameters()
-        self.shards: dict[str, Any] = {name: p for name, p in named if isinstance(p, DTensor)}
+        self.shards: dict[str, DTensor] = {}
+        for name, parameter in model.lm.named_parameters():
+            if isinstance(parameter, DTensor):
+                self.shards[name] = parameter
         self._names = [*super().__iter__()]
 
     def __iter__(self) -> Iterator[str]:
@@ -164,35 +211,43 @@ class ShardedWeights(Weights):
 
     @torch.no_grad()
     def __getitem__(self, name: str) -> Tensor:
-        if name in self.shards:
-            return self.shards[name].detach().to(self._dtype).full_tensor()
-        return super().__getitem__(name)
+        if name not in self.shards:
+            return super().__getitem__(name)
+        rounded: Any = self.shards[name].detach().to(self._dtype)
+        return rounded.full_tensor()
 
     def shapes(self) -> dict[str, torch.Size]:
-        return {
-            name: self.shards[name].shape if name in self.shards else self[name].shape
-            for name in self
-        }
+        shapes: dict[str, torch.Size] = {}
+        for name in self:
+            # The shape of a shard is the shape of the whole weight.
+            weight = self.shards[name] if name in self.shards else self[name]
+            shapes[name] = weight.shape
+        return shapes
 
     @torch.no_grad()
     def load(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Load π_version, from whole weights or from another model with the same shards; then nothing travels."""
+        """Copies π_version into the shards, from whole weights or from other shards.
+
+        Nothing travels between ranks if `weights` has the same shards. Raises ValueError for other
+        names or shapes.
+        """
         free_gathered(self._model)
         check_weights(weights, self.shapes(), version)
         for name in self._names:
             if name not in self.shards:
                 self[name].copy_(weights[name])
                 continue
-            own = local_shard(self.shards[name])
+            shard = local_shard(self.shards[name])
             if isinstance(weights, ShardedWeights):
-                own.copy_(local_shard(weights.shards[name]).to(self._dtype))
+                shard.copy_(local_shard(weights.shards[name]).to(self._dtype))
             else:
-                own.copy_(local_span(name, self.shards[name]).of(weights[name]).view(own.shape))
+                span = local_span(name, self.shards[name])
+                shard.copy_(span.select(weights[name]).view(shard.shape))
         self.version = version
 
 
 def copy_sharded(policy: Policy, mesh: DeviceMesh) -> Policy:
-    """A copy of a policy of `with_modules` that does not learn, in shards of the model's dtype."""
+    """Returns a copy of a policy of `with_modules` that does not learn, in shards of its dtype."""
     lm = copy.deepcopy(policy.model.lm).requires_grad_(False)
     model = Model(lm, policy.model.backend)
     for unit in units_of(model):
@@ -201,10 +256,16 @@ def copy_sharded(policy: Policy, mesh: DeviceMesh) -> Policy:
 
 
 def without_values(lm: Any) -> Any:
-    """A copy of a model of transformers whose weights have names and shapes only, to write its directory with."""
-    return copy.deepcopy(
-        lm, {id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in lm.parameters()}
-    )
+    """Returns a copy of a model of transformers whose weights have names and shapes only.
+
+    The directory of a model is written with it.
+    """
+    # deepcopy puts these in the place of the parameters with these ids.
+    empty_parameters = {
+        id(parameter): nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+        for parameter in lm.parameters()
+    }
+    return copy.deepcopy(lm, empty_parameters)
 
 
 class EvaluationSampler(LocalSampler):

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias, cast
 
 from lagrpo.rewards.reward import Reward, load_reward
 from lagrpo.settings.sections import RewardSettings
+
+Table: TypeAlias = Mapping[str, Any]
+"""An entry of task.rewards as in TOML, whose `reward` may be a function."""
 
 LONGEST_NAME = 36
 """Characters of a reward's name, which leave room for the number of one that is given twice."""
@@ -17,7 +20,7 @@ LONGEST_NAME = 36
 def is_setting(reward: Any) -> bool:
     """True for a reward that settings can hold: a name, or a table without a function."""
     if isinstance(reward, Mapping):
-        return not callable(reward.get("reward"))
+        return not callable(cast(Table, reward).get("reward"))
     return isinstance(reward, str)
 
 
@@ -26,7 +29,7 @@ def function_of(reward: Any) -> Callable[..., Any]:
     if isinstance(reward, Reward):
         return reward.function
     if isinstance(reward, Mapping):
-        return reward["reward"]
+        return cast(Table, reward)["reward"]
     return reward
 
 
@@ -35,7 +38,7 @@ def as_reward(given: Any) -> Reward:
     if is_setting(given):
         return load_reward(RewardSettings.model_validate(given), None)
     if isinstance(given, Mapping):
-        reward = _read_table(given)
+        reward = _read_table(cast(Table, given))
     elif isinstance(given, Reward):
         reward = given
     else:
@@ -47,7 +50,7 @@ def as_reward(given: Any) -> Reward:
     return replace(reward, name=name.strip("_<>")[:LONGEST_NAME])
 
 
-def _read_table(table: Mapping[str, Any]) -> Reward:
+def _read_table(table: Table) -> Reward:
     """Returns the reward of a table with a function. Raises ValueError for keys that TOML has not."""
     # The settings check everything but the function, in whose place they get a name.
     entry = RewardSettings.model_validate({"name": "x", **table, "reward": "exact"})

@@ -20,6 +20,7 @@ from lagrpo.model.loading import quiet
 from lagrpo.rollout.schedule import LoopState
 from lagrpo.runs.card import CARD, model_card
 from lagrpo.runs.directory import Run, locked
+from lagrpo.runs.evaluation_names import Moment
 from lagrpo.settings.load import to_toml
 from lagrpo.settings.user_loss import keep_sources
 from lagrpo.terminal.display import Display, make_display
@@ -152,8 +153,8 @@ class Training:
                 self.end(status, interrupted)
         return Result(
             run=self.store.path,
-            before=self.evaluations.summary("before"),
-            after=self.evaluations.summary("after"),
+            before=self.evaluations.summary(Moment.BEFORE),
+            after=self.evaluations.summary(Moment.AFTER),
             weights=weights,
             version=self.policy.version,
             batches=self.loop.batch,
@@ -210,7 +211,7 @@ class Training:
     def learn(self) -> None:
         """Trains to the last batch, with the evaluations and checkpoints on the way."""
         if self.settings.eval.at_start and self.loop.batch == 0:
-            self.evaluate("before")
+            self.evaluate(Moment.BEFORE)
         self.evaluate()
         for step in train_loop(self.components, self.loop, self.recorder.announce):
             self.record(step)
@@ -219,7 +220,7 @@ class Training:
                 self.write_checkpoint()
         self.write_checkpoint()
         if self.settings.eval.at_start:
-            self.evaluate("after")
+            self.evaluate(Moment.AFTER)
 
     def record(self, step: Step) -> None:
         """Records a batch, then shows it, calls the callbacks, and writes weights if they are due."""
@@ -231,10 +232,10 @@ class Training:
         if export_every and step.b % export_every == 0:
             self.write_weights(partial(self.store.record_weights, version=self.policy.version))
 
-    def evaluate(self, moment: str = "") -> None:
+    def evaluate(self, moment: Moment = Moment.BETWEEN) -> None:
         """Evaluates π on the sets that are due, and keeps its weights if it is the best so far.
 
-        Sets are due after certain batches, and all of them at the moments "before" and "after".
+        Sets are due after certain batches, and all of them before and after training.
         """
         batch = self.loop.batch
         due = self.evaluations.find_due(batch, moment)
@@ -259,7 +260,7 @@ class Training:
             return True
         return settings.save_every > 0 and self.loop.batch % settings.save_every == 0
 
-    def write_checkpoint(self, finish: bool = True) -> None:
+    def write_checkpoint(self, *, finish: bool = True) -> None:
         """Writes a checkpoint of this batch, unless there is one, and removes older ones.
 
         `finish` as for `save_checkpoint`. Collective.
@@ -269,7 +270,7 @@ class Training:
             return
         self.recorder.announce("checkpoint")
         started = time.monotonic()
-        save_checkpoint(self.checkpoints, self.components, self.loop, self.synced, finish)
+        save_checkpoint(self.checkpoints, self.components, self.loop, self.synced, finish=finish)
         self.saved_batch = batch
         self.saved_at = time.monotonic()
         if self.ranks.is_first:
@@ -307,7 +308,7 @@ class Training:
 
     # The end
 
-    def rescue(self, error: BaseException, was_asked: bool) -> Path | None:
+    def rescue(self, error: BaseException, *, was_asked: bool) -> Path | None:
         """Saves what it can after a signal (`was_asked`) or an error, and notes on the error where.
 
         Writes a checkpoint if no update was made since the last batch, and weights, whose path it

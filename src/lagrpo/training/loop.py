@@ -20,8 +20,8 @@ from lagrpo.training.batch import Batch, MicroBatch, assemble, has_zero_variance
 from lagrpo.training.build import TrainerComponents
 from lagrpo.training.metrics import by_completion, measure_kl_spent
 from lagrpo.training.ranks import Ranks
-from lagrpo.training.step import Clock, Step, ignore_activity
-from lagrpo.types import Group
+from lagrpo.training.step import Clock, Phase, Step, ignore_activity
+from lagrpo.types import Group, SyncReason
 
 
 def train_loop(
@@ -50,11 +50,11 @@ def train_loop(
         clock = Clock(announce, earlier_seconds=components.prefetcher.seconds)
 
         if stage > 1 and state.batch % M == 0:
-            trainer.end_stage(schedule.reset_optimizer)  # 16   π_ref <- π_θ
+            trainer.end_stage(reset_optimizer=schedule.reset_optimizer)  # 16   π_ref <- π_θ
             state = state.after_stage(policy.version)
 
         decision = components.next_sync(state)
-        reason = "start" if state.alpha < 0 else decision.reason
+        reason = SyncReason.START if state.alpha < 0 else decision.reason
         if reason:  # 8
             sync_metrics = sync_weights(components, clock)  # 9   α <- π_θ
             state = state.after_sync(policy.version, sync_metrics)
@@ -65,14 +65,15 @@ def train_loop(
 
         version = policy.version
         clock.announce("learning")
-        with clock.measure("learning"):
+        with clock.measure(Phase.LEARNING):
             batch = assemble_batch(components, groups, b)  # 12-13   A_α, weights
             rows = trainer.pack(batch, components.settings.optimizer.micro_batch_tokens)
         rows_left_out = score_left_out(components, clock, batch)  # while the policy is still π_k
-        updates = []
-        with clock.measure("learning"):
+        in_objective = batch.in_objective
+        updates: list[dict[str, float]] = []
+        with clock.measure(Phase.LEARNING):
             for _ in range(schedule.num_iterations):  # 14
-                rows, metrics = trainer.step(rows, batch.in_objective)  # 15   Eq. 7 or 8
+                rows, metrics = trainer.step(rows, in_objective=in_objective)  # 15   Eq. 7 or 8
                 updates.append(metrics)
 
         logp_k = gather_by_completion(ranks, [*rows, *rows_left_out], "old_logp_T")
@@ -104,7 +105,7 @@ def sync_weights(components: TrainerComponents, clock: Clock) -> Mapping[str, fl
     clock.announce("weight sync")
     with components.ranks.sync_interrupts():
         components.prefetcher.before_sync()
-    with clock.measure("sync"):
+    with clock.measure(Phase.SYNC):
         cost = components.sampler.sync_weights(policy.weights, policy.version)
         components.prefetcher.on_sync(policy.version)
         changed = components.trainer.on_sync()
@@ -139,13 +140,13 @@ def score_groups(
     clock.announce("sampling")
     scored: list[Group] = []
     waited_before = components.prefetcher.seconds
-    with clock.measure("judging"), components.ranks.sync_interrupts():
+    with clock.measure(Phase.JUDGING), components.ranks.sync_interrupts():
         for group in components.main.reward_pool.score(groups):
             scored.append(group)
             raise_if_asked()
     # The loop above also waits for the sampler, because `groups` is an iterator. That time is
     # sampling, not judging.
-    clock.seconds["judging"] -= components.prefetcher.seconds - waited_before
+    clock.seconds[Phase.JUDGING] -= components.prefetcher.seconds - waited_before
     return in_order(requests, components.ranks.join(scored))
 
 
@@ -199,7 +200,7 @@ def score_left_out(components: TrainerComponents, clock: Clock, batch: Batch) ->
     take the same branch.
     """
     trainer = components.trainer
-    with clock.measure("scoring"):
+    with clock.measure(Phase.SCORING):
         rows = left_out(
             batch,
             tokens=components.settings.optimizer.micro_batch_tokens,
@@ -240,5 +241,5 @@ def gather_by_completion(ranks: Ranks, rows: Sequence[MicroBatch], name: str) ->
 def record_sampling(components: TrainerComponents, clock: Clock) -> None:
     """Adds the wait for the sampler, and the tokens of all ranks that came, to the clock."""
     seconds, tokens = components.prefetcher.pop_metrics()
-    clock.seconds["sampling"] = seconds
+    clock.seconds[Phase.SAMPLING] = seconds
     clock.generated = sum(components.ranks.gather(tokens))

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,8 +19,9 @@ from lagrpo.core.advantages import leave_one_out, one_group, sigma
 from lagrpo.core.kl import ess, prefers_bounded, tv_terms
 from lagrpo.core.ratios import limit
 from lagrpo.training.batch import Batch, MicroBatch, has_zero_variance
-from lagrpo.training.step import Clock, Step
-from lagrpo.types import Completion, Range
+from lagrpo.training.step import Clock, Phase, Step
+from lagrpo.training.tensors import to_ints
+from lagrpo.types import Completion, ExcludedReason, JsonObject, OutcomeKind, Range
 
 Metrics = dict[str, float | None]
 AT_ONCE = 1e-3  # seconds: completions that took less were sampled before
@@ -37,11 +37,11 @@ RATIO_METRICS = (
     "rollout/log_ratio_squared",
 )
 PHASES = {
-    "generate": "sampling",
-    "reward": "judging",
-    "score": "scoring",
-    "train": "learning",
-    "sync": "sync",
+    "generate": Phase.SAMPLING,
+    "reward": Phase.JUDGING,
+    "score": Phase.SCORING,
+    "train": Phase.LEARNING,
+    "sync": Phase.SYNC,
 }
 
 
@@ -86,8 +86,10 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def _rewards(completions: Sequence[Completion], names: Sequence[str]) -> Metrics:
-    """Returns mean and standard deviation of the reward, and the mean of each of several rewards,
-    unweighted, over the completions that it could score."""
+    """Returns mean and standard deviation of the reward, and the mean of each of several rewards.
+
+    These are unweighted, over the completions that the reward could score.
+    """
     rewards = torch.tensor(
         [c.reward for c in completions if c.reward is not None], dtype=torch.float64
     )
@@ -108,15 +110,17 @@ def _completions(completions: Sequence[Completion]) -> Metrics:
     return {
         "completions/mean_length": _mean([c.length for c in completions]),
         "completions/clipped_ratio": _mean([not c.finished for c in completions]),
-        "completions/unscored": kinds["unscored"],
-        "completions/failed": kinds["failed"],
+        "completions/unscored": kinds[OutcomeKind.UNSCORED],
+        "completions/failed": kinds[OutcomeKind.FAILED],
         "num_turns/mean": _mean([c.policy_turns for c in completions]),
     }
 
 
 def _staleness(completions: Sequence[Completion], version: int) -> Metrics:
-    """Returns metrics over all sampled tokens whose version is known: it is -1 in completions of a
-    file."""
+    """Returns metrics over all sampled tokens whose version is known.
+
+    The version is -1 in completions of a file.
+    """
     versions = torch.cat(
         [torch.empty(0, dtype=torch.long), *(c.versions[c.sampled] for c in completions)]
     )
@@ -127,10 +131,11 @@ def _staleness(completions: Sequence[Completion], version: int) -> Metrics:
 
 
 def _clip_ratios(updates: Sequence[Mapping[str, float]], batch: Batch) -> Metrics:
-    """Returns the shares of the objective's tokens whose gradient the clip cuts, and the shares of
-    its tokens and completions with an advantage that filters drop.
+    """Returns the shares of the objective that clips and filters cut.
 
-    They are means over the updates on the batch.
+    The clip's are shares of the tokens whose gradient it cuts; the filters' are shares of the
+    tokens and completions with an advantage that they drop. They are means over the updates on the
+    batch.
     """
     is_in_objective_C = batch.weight_C != 0
     has_signal_C = is_in_objective_C & (batch.advantage_C != 0)
@@ -160,7 +165,7 @@ def _token_metrics(step: Step) -> Metrics:
         metrics["entropy"] = first["entropy"] / first["tokens_entropy"]
     if first.get("tokens"):
         metrics["kl"] = first["kl_ref"] / first["tokens"]
-    known = []  # log ρ of each completion with a known log α, float64 [t]
+    known: list[Tensor] = []  # log ρ of each completion with a known log α, float64 [t]
     for c, logp_k_T in step.logp_k.items():
         if step.batch.weight_C[c] != 0:
             log_rho_T = log_ratio(step.batch, c, logp_k_T)
@@ -210,8 +215,10 @@ def _pace(clock: Clock, trained_tokens: float) -> Metrics:
 def sequence_metrics(
     batch: Batch, logp_k: Mapping[int, Tensor], reward_range: Range = (0.0, 1.0)
 ) -> Metrics:
-    """Returns metrics of whole completions; all None unless `logp_k` has every scored completion
-    whose log α is known."""
+    """Returns metrics of whole completions.
+
+    All are None unless `logp_k` has every scored completion whose log α is known.
+    """
     log_ratio_C, kl_C = sequence_sums(batch, logp_k)
     known_C = batch.has_logp_alpha()
     known = log_ratio_C[known_C]
@@ -259,7 +266,7 @@ def estimate_improvement(batch: Batch, log_ratio_C: Tensor, reward_range: Range)
     the range, or no group is known.
     """
     low, high = reward_range
-    gains = []
+    gains: list[float] = []
     for members, rewards in _members_of_groups(batch):
         log_ratios = log_ratio_C[members]
         if len(members) < 2 or bool(log_ratios.isnan().any()):
@@ -273,8 +280,10 @@ def estimate_improvement(batch: Batch, log_ratio_C: Tensor, reward_range: Range)
 
 
 def measure_kl_spent(batch: Batch, logp_k: Mapping[int, Tensor]) -> float | None:
-    """Returns the mean KL(α‖π_k), nats per completion, by which the schedule `budget` decides; None
-    if no log α is known."""
+    """Returns the mean KL(α‖π_k), nats per completion; None if no log α is known.
+
+    The schedule `budget` decides by it.
+    """
     _, kl_C = sequence_sums(batch, logp_k)
     mean = kl_C.nanmean().item()
     return None if math.isnan(mean) else mean
@@ -284,36 +293,39 @@ def measure_kl_spent(batch: Batch, logp_k: Mapping[int, Tensor]) -> float | None
 
 
 def by_completion(rows: Sequence[MicroBatch], name: str) -> dict[int, Tensor]:
-    """Returns a quantity of the rows' tokens, float32 on the host, for each completion that they
-    have. Rows without the quantity (None) are left out."""
+    """Returns a quantity of the rows' tokens for each completion of the rows.
+
+    It is float32 on the host. Rows without the quantity (None) are left out.
+    """
     values: dict[int, Tensor] = {}
     for micro in rows:
         values_T = getattr(micro, name)
         if values_T is None:
             continue
-        lengths = micro.completion_T.bincount(minlength=len(micro.members)).tolist()
+        lengths = to_ints(micro.completion_T.bincount(minlength=len(micro.members)))
         values_by_member = values_T.float().cpu().split(lengths)
         values |= dict(zip(micro.members, values_by_member, strict=True))
     return values
 
 
-def completion_columns(step: Step, eps_std: float) -> list[list[dict[str, Any]]]:
+def completion_columns(step: Step, eps_std: float) -> list[list[JsonObject]]:
     """Returns the columns of the rollouts that a completion itself does not have, per group.
 
     A completion that was not scored has none. old_logprobs and entropy are float32 [t], or None if
     they were not computed.
     """
     batch = step.batch
-    columns: list[list[dict[str, Any]]] = [
-        [{} for _ in group.completions] for group in batch.groups
-    ]
+    columns: list[list[JsonObject]] = [[{} for _ in group.completions] for group in batch.groups]
     for members, rewards in _members_of_groups(batch):
         spread = float(sigma(rewards, torch.zeros(len(rewards), dtype=torch.long), eps_std)[0])
         for c in members:
             g, j = batch.member_C[c]
+            excluded_reason = ExcludedReason.NOT_EXCLUDED
+            if batch.weight_C[c] == 0:
+                excluded_reason = ExcludedReason.ZERO_VARIANCE
             columns[g][j] = {
                 "advantage": float(batch.advantage_C[c]),
-                "excluded_reason": "zero_variance" if batch.weight_C[c] == 0 else "",
+                "excluded_reason": excluded_reason.value,
                 "group_std": spread,
                 "old_logprobs": step.logp_k.get(c),
                 "entropy": step.entropy.get(c),
@@ -322,8 +334,10 @@ def completion_columns(step: Step, eps_std: float) -> list[list[dict[str, Any]]]
 
 
 def _members_of_groups(batch: Batch) -> list[tuple[list[int], Tensor]]:
-    """Returns, for each group with a scored completion, the indices of these completions in C, and
-    their rewards, float64."""
+    """Returns indices in C and rewards of the scored completions of each group.
+
+    Groups without a scored completion are left out. Rewards are float64.
+    """
     members: defaultdict[int, list[int]] = defaultdict(list)
     for c, (g, _) in enumerate(batch.member_C):
         members[g].append(c)

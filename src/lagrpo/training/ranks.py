@@ -6,6 +6,8 @@ rows, and rank 0 writes the files. With vLLM, rank 0 talks to the servers and sc
 raises ends, and torchrun stops the others.
 """
 
+# Some methods of PyTorch have no types.
+# pyright: reportUnknownMemberType=false
 from __future__ import annotations
 
 import logging
@@ -14,7 +16,7 @@ import socket
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -30,6 +32,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from lagrpo.interrupts import EndedAtOnce, Interrupted
 from lagrpo.rollout.base import Item, Request, SamplingParams
+from lagrpo.rollout.vllm.engine import VllmEngine
 from lagrpo.training.checks import local_size, world_size
 from lagrpo.types import Group
 
@@ -105,9 +108,11 @@ class Ranks:
         }
 
     @contextmanager
-    def sync_interrupts(self) -> Iterator[None]:
-        """Raises Interrupted on all ranks after the body if a signal has interrupted the body on
-        one of them. Collective."""
+    def sync_interrupts(self) -> Generator[None]:
+        """Raises Interrupted on all ranks after the body if a signal has interrupted one of them.
+
+        Collective.
+        """
         signum = None
         try:
             yield
@@ -121,7 +126,7 @@ class Ranks:
 
 
 @contextmanager
-def joined(device: str, shard_layers: bool) -> Iterator[Ranks]:
+def joined(device: str, *, shard_layers: bool) -> Generator[Ranks]:
     """Connects the processes that torchrun started while the body runs; `shard_layers` for FSDP2.
 
     Raises ConnectionError and TimeoutError if they do not find each other.
@@ -194,8 +199,10 @@ def open_store(host: str, port: int, rank: int, size: int) -> Store:
 
 
 def call_in_thread(call: Callable[[], T]) -> Future[T]:
-    """Makes the call in a thread that ends with the process. The future has what it returns or
-    raises."""
+    """Makes the call in a thread that ends with the process.
+
+    The future has what it returns or raises.
+    """
     future: Future[T] = Future()
 
     def run() -> None:
@@ -281,16 +288,22 @@ class FirstRankSampler:
     `sample`, `pop_metrics` and `close`.
     """
 
-    def __init__(self, ranks: Ranks, engine: Any) -> None:
+    def __init__(self, ranks: Ranks, engine: VllmEngine | None) -> None:
         self.ranks = ranks
-        self.engine = engine
+        self._engine = engine
         self.syncs_in_flight, self.servers, self.dtype = ranks.on_rank0(
             lambda: (
-                engine.syncs_in_flight,
-                tuple(map(str, engine.servers)),
-                engine.weights.dtype,
+                self.engine.syncs_in_flight,
+                tuple(map(str, self.engine.servers)),
+                self.engine.weights.dtype,
             )
         )
+
+    @property
+    def engine(self) -> VllmEngine:
+        """The engine, on rank 0."""
+        assert self._engine is not None, "only rank 0 has the engine"
+        return self._engine
 
     @property
     def version(self) -> int:
@@ -302,12 +315,14 @@ class FirstRankSampler:
 
     @contextmanager
     def temporary_weights(
-        self, weights: Mapping[str, Tensor], version: int, back: bool
-    ) -> Iterator[None]:
+        self, weights: Mapping[str, Tensor], version: int, *, restore_afterwards: bool
+    ) -> Generator[None]:
         whole = self._whole(weights)
         with ExitStack() as stack:
             self.ranks.on_rank0(
-                lambda: stack.enter_context(self.engine.temporary_weights(whole, version, back))
+                lambda: stack.enter_context(
+                    self.engine.temporary_weights(whole, version, restore_afterwards)
+                )
             )
             yield
 

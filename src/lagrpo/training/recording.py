@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
 
 from lagrpo.rewards.reward import Rewards
 from lagrpo.runs.directory import Run
@@ -20,8 +19,9 @@ from lagrpo.training.callbacks import Callback, Status
 from lagrpo.training.evaluation import Evaluation
 from lagrpo.training.metrics import Metrics, batch_metrics, completion_columns
 from lagrpo.training.step import Step
+from lagrpo.types import JsonObject, JsonView, OutcomeKind
 
-WITHOUT_REWARD = ("unscored", "failed")
+WITHOUT_REWARD = (OutcomeKind.UNSCORED, OutcomeKind.FAILED)
 """Kinds of outcomes without a reward; each is also the name of an event."""
 
 
@@ -47,7 +47,7 @@ class Recorder:
         self.callbacks = callbacks
         self.activity = "start"  # what the run is doing now
         self._unscored_by_batch = Counter[int]()  # completions without a reward
-        self._shown_outcomes = set[str]()  # kinds of WITHOUT_REWARD that have had a line
+        self._shown_outcomes = set[OutcomeKind]()  # kinds of WITHOUT_REWARD that have had a line
         self._warned_of_range = False
 
     # Lines and events
@@ -66,7 +66,7 @@ class Recorder:
         self.note(text)
         self.record_event("warning", batch, text=text)
 
-    def record_event(self, event: str, batch: int, **facts: Any) -> None:
+    def record_event(self, event: str, batch: int, **facts: object) -> None:
         """Appends an event to events.jsonl."""
         if self.is_first:
             self.run.record_event(event, batch, **facts)
@@ -75,7 +75,7 @@ class Recorder:
 
     def record_batch(
         self, step: Step, evaluation_metrics: Metrics
-    ) -> tuple[Metrics, list[dict[str, Any]]]:
+    ) -> tuple[Metrics, list[JsonObject]]:
         """Writes the rollouts of a batch, its events and its metrics.
 
         Returns the metrics and the rows of the rollouts; other ranks than 0 do nothing, and return
@@ -119,7 +119,7 @@ class Recorder:
         if step.sampling.get("recoveries"):
             self.record_event("recovery", step.b, **step.sampling)
 
-    def _record_unscored(self, rows: Sequence[Mapping[str, Any]], batch: int) -> None:
+    def _record_unscored(self, rows: Sequence[JsonView], batch: int) -> None:
         """Records how many completions have no reward, and why the first of them has none.
 
         Only the first such batch has a line: later ones may say the same a thousand times.
@@ -129,7 +129,7 @@ class Recorder:
             if not reasons:
                 continue
             self.record_event(
-                kind, batch, count=len(reasons), completions=len(rows), reason=reasons[0]
+                kind.value, batch, count=len(reasons), completions=len(rows), reason=reasons[0]
             )
             self._unscored_by_batch[batch] += len(reasons)
             if kind not in self._shown_outcomes:
@@ -137,7 +137,7 @@ class Recorder:
                 count = f"{len(reasons)} of {len(rows)} completions are {kind}"
                 self.note(f"batch {batch}: {count}; the first: {reasons[0]}")
 
-    def _check_reward_range(self, rows: Sequence[Mapping[str, Any]], batch: int) -> None:
+    def _check_reward_range(self, rows: Sequence[JsonView], batch: int) -> None:
         """Warns once of a reward outside the range of the settings."""
         if self._warned_of_range:
             return
@@ -153,7 +153,7 @@ class Recorder:
         # Warnings name the last finished batch. This batch is finished once the loop state says so.
         self.warn(text, batch - 1)
 
-    def show_batch(self, metrics: Metrics, rows: Sequence[Mapping[str, Any]]) -> None:
+    def show_batch(self, metrics: Metrics, rows: Sequence[JsonView]) -> None:
         """Shows a batch, then passes it to the callbacks."""
         self.display.on_batch(metrics, rows)
         for callback in self.callbacks:
@@ -175,7 +175,7 @@ class Recorder:
             reason = summary["unscored_reason"]
             line += f"   {unscored_text(summary)}; the first: {reason}"
             self.record_event(
-                "unscored",
+                OutcomeKind.UNSCORED.value,
                 batch,
                 evaluation=name,
                 count=summary["unscored"],
@@ -191,7 +191,7 @@ class Recorder:
         for name, evaluation in evaluations.items():
             self.display.on_evaluation(name, evaluation.summary, evaluation.records)
 
-    def restore_unscored(self, events: Iterable[Mapping[str, Any]]) -> None:
+    def restore_unscored(self, events: Iterable[JsonView]) -> None:
         """Counts the completions without a reward that a resumed run has had in its batches."""
         for event in events:
             if event["event"] in WITHOUT_REWARD and "evaluation" not in event:
@@ -205,16 +205,16 @@ class Recorder:
         batches = count_of(len(self._unscored_by_batch), "batch", "es")
         return f"{completions} of {batches} had no reward (events.jsonl says why)"
 
-    def start(
-        self, settings: Mapping[str, Any], environment: Mapping[str, Any], batch: int
-    ) -> None:
+    def start(self, settings: JsonView, environment: JsonView, batch: int) -> None:
         """Tells the callbacks that the run starts, or resumes after `batch` batches."""
         for callback in self.callbacks:
             callback.on_start(settings, environment, batch)
 
-    def end(self, status: Status, detail: str, was_started: bool) -> None:
-        """Tells display and callbacks that the run is over. Callbacks that were not told of the
-        start are not told of the end."""
+    def end(self, status: Status, detail: str, *, was_started: bool) -> None:
+        """Tells display and callbacks that the run is over.
+
+        Callbacks that were not told of the start are not told of the end.
+        """
         # A stack calls each of its callbacks, whatever another one or the display raises.
         with ExitStack() as calls:
             if was_started:

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from lagrpo.errors import as_settings_error
 from lagrpo.rollout.schedule import LoopState
@@ -29,6 +28,7 @@ from lagrpo.training.evaluation import Evaluations
 from lagrpo.training.ranks import Ranks
 from lagrpo.training.recording import Recorder
 from lagrpo.training.sources import collect_sources, find_changed_sources
+from lagrpo.types import JsonObject, JsonView
 
 MACHINE = (
     *("cpu", "ranks", "strategy", "threads", "device_name", "dtype", "computation"),
@@ -43,9 +43,9 @@ class ResumeState:
 
     run: Run
     checkpoint: Checkpoint | None
-    changed: Mapping[str, tuple[Any, Any]]
+    changed: Mapping[str, tuple[object, object]]
     """settings that the command line changes: name -> (before, now)"""
-    environment: Mapping[str, Any]
+    environment: JsonView
     """environment.json as it was when the run began; empty if the file is lost"""
 
     @staticmethod
@@ -86,14 +86,14 @@ class ResumeState:
         return self.environment.get("started")
 
     @property
-    def places(self) -> Mapping[str, Any]:
+    def places(self) -> JsonView:
         """The digests of the rows with which the run began, by place; empty if it begins again."""
         if self.checkpoint is None:
             return {}
         return self.checkpoint.state["data"]["places"]
 
     def cut_back(
-        self, moved: Mapping[str, list[Any]], code: Sequence[str], git: Mapping[str, Any] | None
+        self, moved: Mapping[str, list[object]], code: Sequence[str], git: JsonView | None
     ) -> None:
         """Removes what the run recorded after its checkpoint, and records that the run resumes.
 
@@ -129,7 +129,7 @@ class ResumeState:
             )
 
 
-def _keep_lines(file: Path, lines: Sequence[Mapping[str, Any]], last_batch: int) -> None:
+def _keep_lines(file: Path, lines: Sequence[JsonView], last_batch: int) -> None:
     """Writes a file of JSON lines again, without the lines of later batches."""
     texts = [f"{files.to_json(line)}\n" for line in lines if line["step"] <= last_batch]
     files.write_atomically(file, "".join(texts))
@@ -142,9 +142,7 @@ def _remove_after(paths: Mapping[int, Path], last: int) -> None:
             files.remove_directory(path)
 
 
-def describe_environment(
-    components: TrainerComponents, earlier: ResumeState | None
-) -> dict[str, Any]:
+def describe_environment(components: TrainerComponents, earlier: ResumeState | None) -> JsonObject:
     """Returns environment.json: the run's identity, versions, the machine, and what computes."""
     policy = components.trainer.policy
     agreement = components.check_weight_sync.agreement
@@ -171,7 +169,7 @@ def resume_run(
     components: TrainerComponents,
     evaluations: Evaluations,
     recorder: Recorder,
-    environment: Mapping[str, Any],
+    environment: JsonView,
     config: str,
 ) -> LoopState | None:
     """Restores components and evaluations, and cuts the run's records back to the checkpoint.
@@ -182,7 +180,9 @@ def resume_run(
     """
     checkpoint = earlier.checkpoint
     moved = _find_moved(earlier.environment, environment)
-    sources = earlier.environment.get("sources", {}) if checkpoint is not None else {}
+    sources: Mapping[str, str | None] = {}
+    if checkpoint is not None:
+        sources = earlier.environment.get("sources", {})
     code = find_changed_sources(sources, environment["sources"])
 
     loop = None
@@ -226,7 +226,7 @@ def resume_run(
     return loop
 
 
-def _find_moved(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, list[Any]]:
+def _find_moved(before: JsonView, now: JsonView) -> dict[str, list[object]]:
     """Returns the entries of MACHINE that differ, as [before, now]; empty if `before` is lost."""
     if not before:
         return {}

@@ -63,15 +63,16 @@ def train(
     callbacks: Sequence[Callback] = (),
     *,
     model: str | os.PathLike[str] | None = None,
-    data: Any = None,
-    rewards: Sequence[Any] | None = None,
-    loss: str | Recipe | Callable | None = None,
+    data: object = None,
+    rewards: Sequence[object] | None = None,
+    loss: str | Recipe | Callable[..., Any] | None = None,
     settings: Mapping[str, Any] | None = None,
     resume: str | os.PathLike[str] | None = None,
     dry_run: bool = False,
 ) -> Result:
-    """Trains a model (Algorithm 1 of arXiv 2505.22257). Returns where its files are, and the
-    summaries of the evaluations.
+    """Trains a model (Algorithm 1 of arXiv 2505.22257).
+
+    Returns where its files are, and the summaries of the evaluations.
 
     source: path of a TOML file, name of a packaged one (demo, gsm8k, deepscaler), mapping or
         Settings; None: all defaults. `settings` changes single values: {"schedule.sync_every": 4};
@@ -94,14 +95,7 @@ def train(
     `callbacks`. Raises SettingsError for input that cannot be run, TypeError for arguments of a
     wrong type, and an error of FAILURES if the run fails.
     """
-    if task is not None and not isinstance(task, Task):
-        raise TypeError(f"task: {task!r:.80} {NOT_A_TASK}")
-    for callback in callbacks:
-        if not isinstance(callback, Callback):
-            raise TypeError(
-                f"callbacks: {callback!r:.80} is not an instance of a class "
-                "that inherits lagrpo.Callback"
-            )
+    check_types(task, callbacks)
     device = pick_device().type
     checks.check_ranks(device)
     resume_from = None if resume is None else os.fspath(resume)
@@ -111,7 +105,7 @@ def train(
     if not isinstance(source, Settings):
         changes = {**checks.as_settings(model, data, rewards, loss), **(settings or {})}
         source = load_settings(source, changes, resume_from)
-    arguments = {"task": task, "data": data, "rewards": rewards, "loss": loss}
+    arguments: dict[str, object] = {"task": task, "data": data, "rewards": rewards, "loss": loss}
     passed_names = [name for name, argument in arguments.items() if argument is not None]
     checks.check_arguments(source, resume_from, passed_names)
     resume_arguments = checks.in_memory_arguments(task, data, rewards, loss)
@@ -130,7 +124,7 @@ def train(
         interruptible(),
         freed_memory_kept(),
         fixed_threads(threads),
-        joined(device, shard_layers) as ranks,
+        joined(device, shard_layers=shard_layers) as ranks,
     ):
         run_this_rank = partial(
             run_rank,
@@ -145,6 +139,18 @@ def train(
         if ranks.size == 1:
             return run_this_rank()
         return run_recorded(run_this_rank)
+
+
+def check_types(task: object, callbacks: Sequence[object]) -> None:
+    """Raises TypeError for an object that is not a Task or not a Callback."""
+    if task is not None and not isinstance(task, Task):
+        raise TypeError(f"task: {task!r:.80} {NOT_A_TASK}")
+    for callback in callbacks:
+        if not isinstance(callback, Callback):
+            raise TypeError(
+                f"callbacks: {callback!r:.80} is not an instance of a class "
+                "that inherits lagrpo.Callback"
+            )
 
 
 def run_recorded(run_this_rank: Callable[[], Result]) -> Result:
@@ -176,7 +182,7 @@ def run_rank(
     ):
         earlier = None
         started = None
-        recorded_places = {}
+        recorded_places: Mapping[str, Any] = {}
         if directory is not None:
             earlier = ranks.on_rank0(lambda: ResumeState.find(directory, settings))
             started = earlier.started

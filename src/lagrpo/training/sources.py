@@ -10,17 +10,17 @@ import ast
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
 from types import CodeType, FunctionType, MethodType, ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from lagrpo.data.fingerprint import digest
 from lagrpo.rewards.reward import Rewards, load_function
 from lagrpo.rollout.episodes import MAIN_TASK
 from lagrpo.settings.user_loss import own_functions
-from lagrpo.tasks import environment_of
+from lagrpo.tasks import Make, environment_of
 from lagrpo.tasks.environments import Tools
 from lagrpo.tasks.gym import Gym
 
@@ -61,7 +61,9 @@ def collect_sources(
     for set_name, setup in tasks.items():
         where = "" if set_name == MAIN_TASK else f"evaluation set {set_name}: "
         task, environment = setup.task, environment_of(setup.task)
-        tools = environment.functions if isinstance(environment, Tools) else {}
+        tools: Mapping[str, Callable[..., Any]] = {}
+        if isinstance(environment, Tools):
+            tools = environment.functions
         for name, function in tools.items():
             sources[f"{where}tool {name}"] = source_digest(function)
         if environment is None or tools:
@@ -72,10 +74,12 @@ def collect_sources(
     return sources
 
 
-def find_own_environment(make: Any) -> Any:
+def find_own_environment(make: Make) -> Make | str:
     """What makes environments; for the task gym:package.module:function that function's name."""
-    if isinstance(make, partial) and make.func is Gym and "-v" not in make.args[0]:
-        return make.args[0]
+    if getattr(make, "func", None) is Gym:
+        name: str = cast("partial[Gym]", make).args[0]
+        if "-v" not in name:
+            return name
     return make
 
 
@@ -94,31 +98,33 @@ class _Source:
         self._seen = set[int | tuple[int, str]]()
         self._package: str | None = None  # the top-level package of the first function
 
-    def add(self, value: Any) -> None:
-        """Add a callable, or a value that one holds."""
+    def add(self, value: object) -> None:
+        """Adds a callable, or a value that one holds."""
         if isinstance(value, PLAIN):
             self.texts.append(repr(value))
         elif isinstance(value, list | tuple):
-            for item in value:
+            for item in cast("Sequence[object]", value):
                 self.add(item)
         elif isinstance(value, Mapping):
-            for key in sorted(value, key=repr):
-                self.add((key, value[key]))
+            table = cast("Mapping[object, object]", value)
+            for key in sorted(table, key=repr):
+                self.add((key, table[key]))
         elif isinstance(value, set | frozenset):
-            self.texts += sorted(map(repr, value))
+            self.texts += sorted(map(repr, cast("set[object]", value)))
         elif id(value) not in self._seen:
             self._seen.add(id(value))
             self._add_object(value)
 
-    def _add_object(self, value: Any) -> None:
+    def _add_object(self, value: object) -> None:
         if isinstance(value, partial):
-            self.add([value.func, value.args, value.keywords])
+            bound = cast("partial[object]", value)
+            self.add([bound.func, bound.args, bound.keywords])
         elif isinstance(value, MethodType):
             self.add([value.__func__, value.__self__])
         elif isinstance(value, FunctionType):
             self._add_function(value)
         elif hasattr(value, "__wrapped__"):  # such as what functools.lru_cache returns
-            self.add(value.__wrapped__)
+            self.add(getattr(value, "__wrapped__", None))
         elif inspect.isclass(value):
             self._add_class(value)
         elif self._is_ours(type(value).__module__):
@@ -160,8 +166,10 @@ class _Source:
                     self._add_global(used.attr, vars(module))
 
     def _add_global(self, name: str, namespace: dict[str, Any]) -> None:
-        """Add a function or class, or the statements that give another name its value: a value that each process
-        computes, such as the time, is no change."""
+        """Adds a function or class, or the statements that give another name its value.
+
+        A value that each process computes, such as the time, is no change.
+        """
         value = namespace.get(name)
         if isinstance(value, FunctionType) or inspect.isclass(value):
             return self.add(value)
@@ -179,8 +187,11 @@ class _Source:
                 self._add_names(statement, namespace)
 
     def _is_ours(self, module: str | None) -> bool:
-        """True if the code of a module counts: it is the first function's package, or not installed. lagrpo is
-        installed, also where it is a checkout."""
+        """True if the code of a module counts.
+
+        It does if it is in the first function's package, or not installed. lagrpo counts as
+        installed, also in a checkout.
+        """
         package = str(module).partition(".")[0]
         self._package = self._package or package
         if package == self._package:
@@ -196,6 +207,7 @@ class _Source:
 
 @lru_cache(maxsize=64)
 def parse(text: str) -> ast.Module | None:
+    """Returns the syntax tree of a text; None if it is not Python."""
     try:
         return ast.parse(text)
     except (SyntaxError, ValueError):
@@ -293,6 +305,8 @@ def describe_code(code: CodeType) -> str:
     return repr((code.co_code, code.co_names, code.co_varnames, constants))
 
 
-def describe_constant(constant: Any) -> str:
+def describe_constant(constant: object) -> str:
     """A constant of a code object; sets are sorted, because their order differs between processes."""
-    return repr(sorted(map(repr, constant)) if isinstance(constant, frozenset) else constant)
+    if isinstance(constant, frozenset):
+        return repr(sorted(map(repr, cast("frozenset[object]", constant))))
+    return repr(constant)

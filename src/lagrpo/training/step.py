@@ -4,19 +4,31 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from enum import StrEnum
 
 from torch import Tensor
 
 from lagrpo.rollout.schedule import LoopState
 from lagrpo.training.batch import Batch, MicroBatch
+from lagrpo.types import SyncReason
 
-Phase = Literal["sync", "sampling", "judging", "scoring", "learning"]
-"""Parts of a batch's time: the weight sync, waiting for the sampler, waiting for rewards, log-probs
-for metrics alone, and the updates. metrics.py names them in metrics.jsonl."""
+
+class Phase(StrEnum):
+    """A part of a batch's time. metrics.py names the parts in metrics.jsonl."""
+
+    SYNC = "sync"
+    """the weight sync"""
+    SAMPLING = "sampling"
+    """waiting for the sampler"""
+    JUDGING = "judging"
+    """waiting for rewards"""
+    SCORING = "scoring"
+    """log-probs for metrics alone"""
+    LEARNING = "learning"
+    """the updates"""
 
 
 def ignore_activity(activity: str) -> None:
@@ -34,12 +46,12 @@ class Clock:
         self, announce: Callable[[str], None] = ignore_activity, earlier_seconds: float = 0.0
     ) -> None:
         self.announce = announce
-        self.seconds: defaultdict[str, float] = defaultdict(float)  # by Phase
+        self.seconds: defaultdict[Phase, float] = defaultdict(float)
         self.generated = 0  # tokens that were sampled meanwhile, of this batch and of later ones
         self._started = time.perf_counter() - earlier_seconds
 
     @contextmanager
-    def measure(self, phase: Phase) -> Iterator[None]:
+    def measure(self, phase: Phase) -> Generator[None]:
         """Adds the time that the body takes to a phase, unless the body raises."""
         started = time.perf_counter()
         yield
@@ -58,7 +70,7 @@ class Step:
     stage: int
     b: int
     version: int  # of π_k, the policy before the updates on this batch
-    reason: str  # why weights were synced just before this batch; "" if they were not
+    reason: SyncReason  # why weights were synced just before this batch
     sampling: Mapping[str, float]  # metrics of the sampler since the batch before
     batch: Batch
     rows: Sequence[MicroBatch]  # this rank's micro-batches of the objective

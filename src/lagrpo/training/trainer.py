@@ -9,12 +9,14 @@ passes: a rank with fewer rows makes idle passes. Methods that say "Collective" 
 all ranks, in the same order.
 """
 
+# Some methods of PyTorch have no types.
+# pyright: reportUnknownMemberType=false
 from __future__ import annotations
 
 import math
 import os
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -41,6 +43,7 @@ from lagrpo.training.master_weights import (
     to_host,
 )
 from lagrpo.training.ranks import Ranks, add_up
+from lagrpo.training.tensors import to_floats
 
 PREVIOUS_GRADIENT = "previous_gradient"
 
@@ -96,20 +99,22 @@ class Optimization:
 
 
 @contextmanager
-def deterministic(model: Model) -> Iterator[None]:
-    """Makes a GPU add up gradients in a fixed order, as a CPU does, so that a run can be resumed
-    bit for bit.
+def deterministic(model: Model) -> Generator[None]:
+    """Makes a GPU add up gradients in a fixed order, so that a run can be resumed bit for bit.
 
-    Other families than FAMILIES may have operations without such an order; PyTorch warns of these.
+    A CPU does so anyway. Other families than FAMILIES may have operations without such an order;
+    PyTorch warns of these.
     """
     before = torch.are_deterministic_algorithms_enabled()
     warned_only = torch.is_deterministic_algorithms_warn_only_enabled()
     filled_before = torch.utils.deterministic.fill_uninitialized_memory  # pyright: ignore
     if model.device.type == "cuda":
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # PyTorch asks for it
+        # PyTorch asks for this variable. It stays set: workspaces that cuBLAS makes later should
+        # have the same size.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore
         is_known = model.config.get_text_config().model_type in FAMILIES
-        torch.use_deterministic_algorithms(True, warn_only=not is_known)
+        torch.use_deterministic_algorithms(mode=True, warn_only=not is_known)
     try:
         yield
     finally:
@@ -131,6 +136,7 @@ class Trainer:
         recipe: Recipe,
         optimization: Optimization,
         reference: Policy | None = None,
+        *,
         activation_checkpointing: bool = False,
         ranks: Ranks | None = None,
     ) -> None:
@@ -210,15 +216,18 @@ class Trainer:
 
     @property
     def skips_zero_advantage(self) -> bool:
-        """True if updates leave out completions with advantage 0: they have no gradient, and no
-        statistic of the step covers them."""
+        """True if updates leave out completions with advantage 0.
+
+        Then they have no gradient, and no statistic of the step covers them.
+        """
         return self.recipe.skips_zero_advantage and not self.optimization.full_rate_ess
 
     def step(
-        self, rows: Sequence[MicroBatch], in_objective: bool = True
+        self, rows: Sequence[MicroBatch], *, in_objective: bool = True
     ) -> tuple[list[MicroBatch], dict[str, float]]:
-        """Makes an optimizer update on a batch. Returns its micro-batches, with log π_k, and its
-        sums and metrics.
+        """Makes an optimizer update on a batch.
+
+        Returns its micro-batches, with log π_k, and its sums and metrics.
 
         Without anything `in_objective` (every group masked) there is no update. Collective; raises
         as `update`.
@@ -229,8 +238,9 @@ class Trainer:
         return rows, sums | self.update(sums.get("ess_share"))
 
     def accumulate(self, rows: Sequence[MicroBatch]) -> tuple[list[MicroBatch], dict[str, float]]:
-        """Computes the gradient of an update from this rank's rows. Returns the rows, and the sums
-        of all ranks.
+        """Computes the gradient of an update from this rank's rows.
+
+        Returns the rows, and the sums of all ranks.
 
         The first update on a batch starts at π = π_k: the rows come back with its log-probs, for
         the updates that follow. Collective.
@@ -279,7 +289,7 @@ class Trainer:
             return {}
         entropies: list[Tensor] = []
         logps = self.compute_logprobs(rows, entropies=entropies)
-        inputs = []
+        inputs: list[LossInputs] = []
         for row, logp_T, entropy_T in zip(rows, logps, entropies, strict=True):
             if row.entropy_T is None:  # the first update on the batch: the policy is π_k
                 row = replace(row, entropy_T=entropy_T)
@@ -292,8 +302,10 @@ class Trainer:
         return {name: value.to(self.policy.device) for name, value in statistics.items()}
 
     def _first_logprobs(self, row: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Returns log π of a row at the first update, with a gradient, and the entropy: float32 [T],
-        nats. Raises Interrupted."""
+        """Returns log π of a row at the first update, with a gradient, and the entropy.
+
+        Both are float32 [T], nats. Raises Interrupted.
+        """
         if not self.masters.passes_are_collective:
             raise_if_asked()  # no weight has changed yet
         entropy_T = row.weight_C.new_empty(len(row.completion_T), dtype=torch.float32)
@@ -301,8 +313,10 @@ class Trainer:
         return logp_T, entropy_T
 
     def _pass_idle_row(self) -> None:
-        """Passes a row without a gradient forward and backward, for a rank that has no row left
-        while others have."""
+        """Passes a row without a gradient forward and backward.
+
+        A rank that has no row left does so while others have rows.
+        """
         logp_T = self.policy.logp(idle_row(self.policy.device))
         (0 * logp_T).sum().backward()
 
@@ -313,8 +327,9 @@ class Trainer:
         return len(rows)
 
     def update(self, ess_share: float | None = None) -> dict[str, float]:
-        """Makes one step of AdamW along the gradient that was accumulated, from all ranks. Returns
-        its metrics, the same on all.
+        """Makes one step of AdamW along the gradient that was accumulated, from all ranks.
+
+        Returns its metrics, the same on all.
 
         Collective. Raises FloatingPointError, on all ranks, if the gradient is not finite: it is
         dropped, and nothing has changed.
@@ -349,7 +364,7 @@ class Trainer:
             self._keep_gradient(gradients)
         self.masters.zero_grads()
         self.masters.write_back()
-        self.policy.weights.version += 1
+        self.policy.advance()
         return metrics | {"lr": rate}
 
     def _gradient_cosine(self) -> dict[str, float]:
@@ -366,7 +381,7 @@ class Trainer:
                 new = master.grad.double().flatten()
                 old = previous.to(new.device).double().flatten()
                 products += torch.stack([new @ old, new @ new, old @ old]).cpu()
-        products_by_rank = torch.tensor(self.ranks.gather(products.tolist()), dtype=torch.float64)
+        products_by_rank = torch.tensor(self.ranks.gather(to_floats(products)), dtype=torch.float64)
         dot, new_square, old_square = products_by_rank.sum(dim=0)
         if old_square == 0 or new_square == 0:
             return {}
@@ -401,7 +416,7 @@ class Trainer:
         """
         policy = self.policy if by is None else by
         passes = self._count_passes(rows)
-        logps = []
+        logps: list[Tensor] = []
         for row in rows:
             if entropies is None:
                 logps.append(policy.logp(row.packed))
@@ -416,10 +431,10 @@ class Trainer:
         return logps
 
     def on_sync(self) -> dict[str, float]:
-        """Returns the share of the policy's weights whose bits changed since the last weight sync,
-        as `changed_fraction`; nothing at the first weight sync.
+        """Returns `changed_fraction`: the share of the weights whose bits changed since the last sync.
 
-        The share is that of a sample of about a million weights.
+        Returns nothing at the first weight sync. The share is that of a sample of about a million
+        weights.
         """
         last = self.synced
         self.synced = sample_weights(self.policy.weights)
@@ -431,9 +446,11 @@ class Trainer:
         )
         return {"changed_fraction": int(changed) / sum(map(len, last))}
 
-    def end_stage(self, reset_optimizer: bool) -> None:
-        """Sets π_ref <- π: line 16 of Algorithm 1. With `reset_optimizer` the next stage starts with
-        moments at zero."""
+    def end_stage(self, *, reset_optimizer: bool) -> None:
+        """Sets π_ref <- π: line 16 of Algorithm 1.
+
+        With `reset_optimizer` the next stage starts with moments at zero.
+        """
         self.load_reference()
         if reset_optimizer:
             self.reset_optimizer()
@@ -446,10 +463,10 @@ class Trainer:
     # Checkpoints
 
     def state(self) -> dict[str, Tensor]:
-        """Returns everything that decides the next updates, by name, in the trainer's own memory:
-        masters, AdamW's moments and its step count.
+        """Returns all tensors that decide the next updates, by name: masters, moments, step count.
 
-        With ranks this is one rank's part; `MergedState` of the states of all has everything.
+        They are the trainer's own memory. With ranks this is one rank's part; `MergedState` of the
+        states of all has everything.
         """
         state: dict[str, Tensor] = {}
         for span, master in zip(self.masters.spans, self.masters.parameters, strict=True):
@@ -462,8 +479,11 @@ class Trainer:
 
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Tensor], version: int) -> None:
-        """Loads what `state` returned, for π_version, or `MergedState` of the states of any number
-        of ranks. Collective. Raises ValueError for another model's state."""
+        """Loads what `state` returned, for π_version.
+
+        `state` may also be a `MergedState` of the states of any number of ranks. Collective. Raises
+        ValueError for another model's state.
+        """
         saved = state if isinstance(state, MergedState) else MergedState([state])
         for span in self.masters.spans:
             count = saved.count(f"master/{span.name}")
@@ -515,7 +535,7 @@ def _sums(x: LossInputs, derivative: Derivative) -> dict[str, float]:
     }
     # One copy from a GPU instead of one for each sum.
     values = torch.stack([value.to(x.logp.device, torch.float64) for value in sums.values()])
-    return dict(zip(sums, values.tolist(), strict=True))
+    return dict(zip(sums, to_floats(values), strict=True))
 
 
 def _all_of_completion(is_true_T: Tensor, completion_T: Tensor, completions: int) -> Tensor:
@@ -530,12 +550,14 @@ def _completion_log_ratios(x: LossInputs) -> list[float]:
     assert x.rollout_logp is not None
     zeros_C = x.logp.new_zeros(len(x.advantages), dtype=torch.float64)
     log_ratio_T = (x.logp - x.rollout_logp).double()
-    return zeros_C.index_add(0, x.completion, log_ratio_T).tolist()
+    return to_floats(zeros_C.index_add(0, x.completion, log_ratio_T))
 
 
 def _ess_share(log_ratios: Sequence[float]) -> float:
-    """Returns (Σ s)² / (B Σ s²) over B completions: the effective sample size over their number,
-    1/B .. 1. s is the ratio π(y)/α(y) of a completion."""
+    """Returns (Σ s)² / (B Σ s²) over B completions, 1/B .. 1.
+
+    This is the effective sample size over their number; s is the ratio π(y)/α(y) of a completion.
+    """
     log_s_C = torch.tensor(log_ratios, dtype=torch.float64)
     s_C = (log_s_C - log_s_C.max()).exp()  # a common factor cancels
     return float(ess(s_C)) / len(log_ratios)

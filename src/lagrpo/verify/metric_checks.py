@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from lagrpo.runs.rollouts import reward_columns
-from lagrpo.types import Range
+from lagrpo.types import JsonObject, OutcomeKind, Range
 from lagrpo.verify import formulas
 from lagrpo.verify.formulas import mean
 from lagrpo.verify.record import RecordedRun, Row, groups_of, sampled
@@ -63,7 +62,7 @@ def _tolerance_of(name: str, value: float | None) -> float:
 
 def step_metrics(run: RecordedRun, step: int, rows: Sequence[Row]) -> Metrics:
     """Returns the metrics of a step that follow from its rows; docs/metrics.md defines each."""
-    scored_groups = groups_of(row for row in rows if row["outcome"] == "scored")
+    scored_groups = groups_of(row for row in rows if row["outcome"] == OutcomeKind.SCORED)
     return {
         **_reward_metrics(rows, scored_groups),
         **_completion_metrics(rows),
@@ -98,8 +97,8 @@ def _completion_metrics(rows: Sequence[Row]) -> Metrics:
         "num_tokens": tokens,
         "completions/mean_length": tokens / len(rows),
         "completions/clipped_ratio": mean(not row["finished"] for row in rows),
-        "completions/unscored": outcomes.count("unscored"),
-        "completions/failed": outcomes.count("failed"),
+        "completions/unscored": outcomes.count(OutcomeKind.UNSCORED),
+        "completions/failed": outcomes.count(OutcomeKind.FAILED),
         # A completion of one turn has no messages.
         "num_turns/mean": mean(len(row["messages"][::2]) or 1 for row in rows),
     }
@@ -129,7 +128,7 @@ def _evaluation_metrics(run: RecordedRun, step: int) -> Metrics:
     return metrics
 
 
-def _find_evaluation(run: RecordedRun, name: str, step: int) -> dict[str, Any]:
+def _find_evaluation(run: RecordedRun, name: str, step: int) -> JsonObject:
     """Returns the summary of a set's evaluation after a step; empty if there is none."""
     for summary in run.evaluations:
         if summary.get("set") == name and (summary.get("step") or 0) == step:

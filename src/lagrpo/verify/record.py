@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -17,11 +17,12 @@ from lagrpo.runs.rollouts import rollout_schema
 from lagrpo.settings.load import load_settings
 from lagrpo.settings.schema import Settings
 from lagrpo.settings.user_loss import load_recipe_of_run
+from lagrpo.types import JsonObject, JsonView, OutcomeKind
 
 TASK_OBJECT_NOTE = "# The task was the caller's own object"
 """A line of config.toml in runs that were given a Task."""
 
-Row = dict[str, Any]
+Row = JsonObject
 """A completion as recorded, with two more keys.
 
     where    its file and row, for messages
@@ -33,15 +34,15 @@ class Difference(NamedTuple):
     """A value in a run's files that its replay contradicts."""
 
     check: str
-    what: str
+    name: str
     where: str
     expected: Any
-    found: Any
+    recorded: Any
 
     def __str__(self) -> str:
-        found = one_line(repr(self.found), 120)
+        recorded = one_line(repr(self.recorded), 120)
         expected = one_line(repr(self.expected), 120)
-        return f"{self.where}: {self.what} is {found}, the replay gives {expected}"
+        return f"{self.where}: {self.name} is {recorded}, the replay gives {expected}"
 
 
 @dataclass(slots=True)
@@ -61,8 +62,8 @@ class Report:
         self,
         check: str,
         where: str,
-        expected: Mapping[str, Any],
-        recorded: Mapping[str, Any],
+        expected: JsonView,
+        recorded: JsonView,
         tolerance: float = 0.0,
     ) -> None:
         """Compares the expected values with the recorded ones of the same names.
@@ -81,11 +82,12 @@ class Report:
         self.skipped += Counter({reason: count})
 
 
-def _agree(expected: Any, recorded: Any, tolerance: float) -> bool:
+def _agree(expected: object, recorded: object, tolerance: float) -> bool:
     if expected == recorded:
         return True
-    are_numbers = isinstance(expected, int | float) and isinstance(recorded, int | float)
-    return are_numbers and abs(expected - recorded) <= tolerance
+    if isinstance(expected, int | float) and isinstance(recorded, int | float):
+        return abs(expected - recorded) <= tolerance
+    return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +95,7 @@ class MetricsLine:
     """A line of metrics.jsonl, with its number in the file from 1."""
 
     number: int
-    values: dict[str, Any]
+    values: JsonObject
 
 
 class RecordedRun:
@@ -108,9 +110,9 @@ class RecordedRun:
     """all lines of metrics.jsonl, in their order in the file"""
     metrics: dict[int, MetricsLine]
     """by step; of several lines of a step, the last"""
-    evaluations: list[dict[str, Any]]
+    evaluations: list[JsonObject]
     """the summaries"""
-    records: dict[str, list[dict[str, Any]]]
+    records: dict[str, list[JsonObject]]
     """the prompts of each evaluation, by its name"""
     steps: dict[int, list[Row]]
     """the rows of each step"""
@@ -147,7 +149,9 @@ class RecordedRun:
                 raise ValueError("it has no rollouts yet: its first batch is not finished")
         self.rows = [row for rows in self.steps.values() for row in rows]
         self.generated = [
-            row for row in self.rows if row["source"] == "sampler" and row["outcome"] != "failed"
+            row
+            for row in self.rows
+            if row["source"] == "sampler" and row["outcome"] != OutcomeKind.FAILED
         ]
         self.fresh_prompts = _count_fresh_prompts(self.settings)
         self.report = Report(str(self.path))

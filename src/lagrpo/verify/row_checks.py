@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from lagrpo.core.objective import Recipe
 from lagrpo.rng import uniforms
 from lagrpo.settings.sections import ScheduleSettings
+from lagrpo.types import ExcludedReason, OutcomeKind, SyncReason
 from lagrpo.verify.formulas import ScoredGroup, compute_advantages, group_deviation
 from lagrpo.verify.record import RecordedRun, Row, groups_of, sampled
 
@@ -63,7 +63,7 @@ def check_syncs(run: RecordedRun) -> None:
     last_kl = 0.0  # since the last sync, nats per completion
     for step, line in sorted(run.metrics.items()):
         reason = _sync_reason(run.settings.schedule, step, batches_since_sync, last_kl)
-        is_due = reason != ""
+        is_due = reason != SyncReason.NOT_DUE
 
         performed = {"weight_sync/performed": int(is_due)}
         where = f"metrics.jsonl, line {line.number}"
@@ -71,7 +71,7 @@ def check_syncs(run: RecordedRun) -> None:
 
         version = line.values["policy_version"] if is_due else None
         event = events.get(step, {})
-        expected = {"weight_sync": (reason, version)}
+        expected = {"weight_sync": (reason.value, version)}
         recorded = {"weight_sync": (event.get("reason", ""), event.get("policy_version"))}
         run.report.compare("weight syncs", f"events.jsonl, step {step}", expected, recorded)
 
@@ -86,17 +86,18 @@ def check_syncs(run: RecordedRun) -> None:
 
 def _sync_reason(
     schedule: ScheduleSettings, step: int, batches_since_sync: int, last_kl: float
-) -> str:
-    """Returns the reason for a weight sync before a step; "" if none is due."""
+) -> SyncReason:
+    """Returns the reason for a weight sync before a step."""
     if step == 1:
-        return "start"
+        return SyncReason.START
     if schedule.kind == "budget":
         if last_kl > (schedule.sync_at_kl or 0.0):
-            return "budget"
-        return "cap" if batches_since_sync >= schedule.v else ""
+            return SyncReason.BUDGET
+        is_late = batches_since_sync >= schedule.v
+        return SyncReason.CAP if is_late else SyncReason.NOT_DUE
     step_of_stage = (step - 1) % schedule.stage_length + 1
     is_due = schedule.kind == "lagged" or step_of_stage % schedule.v == 0
-    return "schedule" if is_due else ""
+    return SyncReason.SCHEDULE if is_due else SyncReason.NOT_DUE
 
 
 def check_versions(run: RecordedRun) -> None:
@@ -176,12 +177,13 @@ def check_groups(run: RecordedRun) -> None:
 
 def _check_left_out(run: RecordedRun, recipe: Recipe, members: Sequence[Row]) -> None:
     """Checks the reasons why completions of a group are not in the objective."""
-    rewards = {row["reward"] for row in members if row["outcome"] == "scored"}
+    rewards = {row["reward"] for row in members if row["outcome"] == OutcomeKind.SCORED}
     is_masked = len(rewards) == 1 and recipe.mask_zero_variance
     for row in members:
         reason = row["outcome"]
-        if reason == "scored":
-            reason = "zero_variance" if is_masked else ""
+        if reason == OutcomeKind.SCORED:
+            excluded = ExcludedReason.ZERO_VARIANCE if is_masked else ExcludedReason.NOT_EXCLUDED
+            reason = excluded.value
         run.report.compare("advantages", row["where"], {"excluded_reason": reason}, row)
 
 
@@ -190,7 +192,7 @@ def _check_advantages(run: RecordedRun, recipe: Recipe, groups: Sequence[Sequenc
     scored_rows_of_groups: list[list[Row]] = []
     scored_groups: list[ScoredGroup] = []
     for members in groups:
-        scored_rows = [row for row in members if row["outcome"] == "scored"]
+        scored_rows = [row for row in members if row["outcome"] == OutcomeKind.SCORED]
         if scored_rows:
             scored_rows_of_groups.append(scored_rows)
             scored_groups.append(_to_scored_group(run, scored_rows))
@@ -218,5 +220,5 @@ def _to_scored_group(run: RecordedRun, rows: Sequence[Row]) -> ScoredGroup:
     )
 
 
-def _compare(run: RecordedRun, row: Row, column: str, expected: Any, tolerance: float) -> None:
+def _compare(run: RecordedRun, row: Row, column: str, expected: object, tolerance: float) -> None:
     run.report.compare("advantages", row["where"], {column: expected}, row, tolerance)

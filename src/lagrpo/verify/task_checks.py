@@ -7,15 +7,17 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from datetime import datetime
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 from lagrpo.model.chat import Chat
 from lagrpo.model.files import load_tokenizer
-from lagrpo.rewards.pool import BY_MACHINE, RewardPool
+from lagrpo.rewards.pool import RewardPool
+from lagrpo.rewards.reasons import depends_on_machine
 from lagrpo.rewards.reward import Rewards
 from lagrpo.rng import permutation
+from lagrpo.runs.evaluation_names import Moment, batch_of, moment_of
 from lagrpo.runs.rollouts import reward_columns
 from lagrpo.tasks import (
     Environment,
@@ -26,7 +28,7 @@ from lagrpo.tasks import (
     environment_of,
     load_task,
 )
-from lagrpo.types import Completion, Group, Outcome, Prompt
+from lagrpo.types import Completion, Group, JsonObject, Outcome, OutcomeKind, Prompt
 from lagrpo.verify.formulas import mean, pass_at_k
 from lagrpo.verify.record import RecordedRun, Row, groups_of
 from lagrpo.verify.tokens import find_path, find_weights
@@ -62,7 +64,7 @@ def check_rewards(run: RecordedRun, task: Task | None) -> None:
     else:
         check_prompts(run, task, None)
         for row in run.generated:
-            if row["outcome"] == "scored":
+            if row["outcome"] == OutcomeKind.SCORED:
                 prompt = task.prompt("train", row["prompt_id"])
                 check_episode(run, make_environment(), prompt, row)
     check_evaluations(run, task, chat)
@@ -98,7 +100,7 @@ def check_texts(run: RecordedRun, chat: Chat) -> None:
     """
     for row in run.generated:
         tokens = row["token_ids"]
-        expected: dict[str, Any] = {"completion": chat.decode(tokens)}
+        expected: JsonObject = {"completion": chat.decode(tokens)}
         is_one_turn = not row["messages"]
         if is_one_turn:
             rollout = run.settings.rollout
@@ -137,7 +139,7 @@ def check_prompts(run: RecordedRun, task: Task, chat: Chat | None) -> None:
         position = (step - 1) * run.fresh_prompts + groups_so_far[step]
         groups_so_far[step] += 1
         prompt = task.prompt("train", first["prompt_id"] % size)
-        expected: dict[str, Any] = {"answer": json.dumps(prompt.answer, ensure_ascii=False)}
+        expected: JsonObject = {"answer": json.dumps(prompt.answer, ensure_ascii=False)}
         # In a negative epoch, dynamic sampling has replaced the prompt of this position.
         if first["epoch"] >= 0:
             epoch, index = divmod(position, size)
@@ -210,10 +212,10 @@ def _to_completion(row: Row) -> Completion:
 
 def _compare_outcome(run: RecordedRun, row: Row, outcome: Outcome) -> None:
     reasons = (row["reason"], outcome.reason)
-    depends_on_machine = any(reason.startswith(BY_MACHINE) for reason in reasons)
+    is_by_machine = any(depends_on_machine(reason) for reason in reasons)
     only_one_scored = (row["reward"] is None) != (outcome.reward is None)
     # A deadline or a crash decided in one of the two runs.
-    if depends_on_machine and only_one_scored:
+    if is_by_machine and only_one_scored:
         run.report.undecided["rewards"] += 1
         return
     expected = {"reward": outcome.reward}
@@ -247,7 +249,7 @@ def check_evaluations(run: RecordedRun, task: Task, chat: Chat) -> None:
 
 
 def check_evaluation(
-    run: RecordedRun, task: Task, chat: Chat, largest_reward: float, summary: dict[str, Any]
+    run: RecordedRun, task: Task, chat: Chat, largest_reward: float, summary: JsonObject
 ) -> None:
     """Checks an evaluation's prompts, its rewards, and the summary that follows from them.
 
@@ -268,11 +270,11 @@ def check_evaluation(
     run.report.compare(f"evaluation {name}", where, expected, summary, SUM_TOLERANCE)
 
 
-def _summarize(run: RecordedRun, name: str, records: Sequence[Row]) -> dict[str, Any]:
+def _summarize(run: RecordedRun, name: str, records: Sequence[Row]) -> JsonObject:
     """Returns the summary that follows from an evaluation's name and its records."""
     samples = max((record["samples"] for record in records), default=0)
     step = _step_of_evaluation(run, name)
-    summary: dict[str, Any] = {"step": step, "prompts": len(records), "samples": samples}
+    summary: JsonObject = {"step": step, "prompts": len(records), "samples": samples}
     if step + 1 in run.metrics:
         next_line = run.metrics[step + 1].values
         summary["policy_version"] = next_line["policy_version"]
@@ -291,16 +293,17 @@ def _summarize(run: RecordedRun, name: str, records: Sequence[Row]) -> dict[str,
 def _step_of_evaluation(run: RecordedRun, name: str) -> int:
     """Returns the step after which an evaluation ran.
 
-    Names are "before", "after" and "batch-000012", each alone or followed by ".SET".
+    `name` is the name of its files. Raises ValueError for another name.
     """
-    moment = name.partition(".")[0]
-    if moment.startswith("batch"):
-        return int(moment.removeprefix("batch-"))
-    if moment == "before":
+    moment = moment_of(name)
+    if moment == Moment.BEFORE:
         return 0
-    if moment == "after":
+    if moment == Moment.AFTER:
         return max(run.metrics, default=0)
-    raise ValueError(f"the evaluation {name!r} names no step")
+    batch = batch_of(name)
+    if batch is None:
+        raise ValueError(f"the evaluation {name!r} names no step")
+    return batch
 
 
 def check_record(

@@ -30,6 +30,7 @@ from lagrpo.runs.metrics import describe_metrics
 from lagrpo.runs.rollouts import REWARD, reward_columns, rollout_schema
 from lagrpo.settings.load import flatten, list_settings, load_settings, read_toml
 from lagrpo.settings.schema import Settings
+from lagrpo.types import JsonObject, JsonView
 
 MOST_TOKENS = 4_000_000
 """Tokens of all completions of a page."""
@@ -46,7 +47,7 @@ UNKNOWN = -(1 << 15)
 MEASURED = ("old_logprobs", "entropy")
 """Token columns that a completion may lack."""
 
-TOKENS: dict[str, Any] = {
+TOKENS: JsonObject = {
     "token_ids": np.int64,
     "rollout_logprobs": np.float64,
     "policy_versions": np.int32,
@@ -62,7 +63,7 @@ TEXTS = ("outcome", "excluded_reason", "reason", "source")
 IDENTITY = ("step", "completion", "prompt_id", "prompt_text", "answer", "epoch")
 TOKENIZER = "tokenizer.json"
 
-Rows = dict[str, Any]
+Rows = JsonObject
 
 
 class Table(dict[Any, int]):
@@ -90,7 +91,7 @@ def collect(paths: Sequence[Path | str], most: int) -> bytes:
         for run, name in zip(runs, names, strict=True):
             config = read_toml(run.path / "config.toml")
             is_unique = names.count(name) == 1
-            entry: dict[str, Any] = {"name": name if is_unique else str(run.path)}
+            entry: JsonObject = {"name": name if is_unique else str(run.path)}
             entry |= _read(run, flatten(config))
             entry["rollouts"] = read_rollouts(run, most_of_run, most_tokens, config, arrays)
             entry["evaluations"] = read_evaluations(run, most_of_run)
@@ -120,7 +121,7 @@ def _describe_settings() -> dict[str, list[Any]]:
     return descriptions
 
 
-def pack(header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> bytes:
+def pack(header: JsonView, arrays: Sequence[np.ndarray]) -> bytes:
     """Packs a header and arrays (uint8, (u)int16, (u)int32 or floats) in the zlib format.
 
     Before the compression it is, in this order:
@@ -170,7 +171,7 @@ def take_stamp(paths: Sequence[Path | str]) -> str:
     return digest.hexdigest()[:16]
 
 
-def _read(run: Run, settings: dict[str, Any]) -> dict[str, Any]:
+def _read(run: Run, settings: JsonObject) -> JsonObject:
     """Returns the facts and metrics of a run. Secrets are redacted."""
     metrics = reading.load_metrics(run)
     events = reading.load_events(run)
@@ -191,7 +192,7 @@ def _read(run: Run, settings: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _status(run: Run, events: Sequence[Mapping[str, Any]]) -> list[str]:
+def _status(run: Run, events: Sequence[JsonView]) -> list[str]:
     """Returns one word (finished, interrupted, failed, killed, running, unknown) and a detail."""
     holder = read_holder(run.path)
     if holder:
@@ -211,7 +212,7 @@ def _status(run: Run, events: Sequence[Mapping[str, Any]]) -> list[str]:
 # ---- Evaluations ----
 
 
-def read_evaluations(run: Run, most: int) -> dict[str, Any]:
+def read_evaluations(run: Run, most: int) -> JsonObject:
     """Returns the summaries, prompts and completions of a run's evaluations.
 
     If they have more than `most` completions, only the first and the last evaluation keep their
@@ -230,7 +231,9 @@ def read_evaluations(run: Run, most: int) -> dict[str, Any]:
     for number, records in enumerate(records_of_evaluations):
         is_first_or_last = number in (0, len(records_of_evaluations) - 1)
         has_texts = completions <= most or is_first_or_last
-        rows.append([_evaluation_row(record, prompts, texts, has_texts) for record in records])
+        rows.append(
+            [_evaluation_row(record, prompts, texts, has_texts=has_texts) for record in records]
+        )
     return {
         "summaries": [_summary_for_page(summary) for summary in summaries],
         "rows": rows,
@@ -239,7 +242,7 @@ def read_evaluations(run: Run, most: int) -> dict[str, Any]:
     }
 
 
-def _summary_for_page(summary: Mapping[str, Any]) -> dict[str, Any]:
+def _summary_for_page(summary: JsonView) -> JsonObject:
     """Returns the values that the page can show, and always a step."""
     values = {}
     for name, value in summary.items():
@@ -250,8 +253,8 @@ def _summary_for_page(summary: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _evaluation_row(
-    record: Mapping[str, Any], prompts: Table, texts: Table, has_texts: bool
-) -> dict[str, Any]:
+    record: JsonView, prompts: Table, texts: Table, *, has_texts: bool
+) -> JsonObject:
     prompt = (record["prompt_id"], record["prompt"] or "", str(record.get("answer") or ""))
     row = {
         "samples": record["samples"],
@@ -309,7 +312,7 @@ class BatchSize:
 
 
 def read_rollouts(
-    run: Run, most: int, most_tokens: int, config: Mapping[str, Any], arrays: list[np.ndarray]
+    run: Run, most: int, most_tokens: int, config: JsonView, arrays: list[np.ndarray]
 ) -> Rows:
     """Returns groups and completions, at most about `most` with `most_tokens`.
 

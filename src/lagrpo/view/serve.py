@@ -41,6 +41,7 @@ def view(
     runs: Sequence[Path],
     out: Path | None = None,
     completions: int = 10_000,
+    *,
     opens: bool = False,
     port: int | None = None,
 ) -> Path:
@@ -99,7 +100,7 @@ def _distinct_paths(runs: Sequence[Path]) -> list[Path]:
     return list(paths_by_location.values())
 
 
-def make_page(names: Sequence[str], packed: bytes, live: bool = False) -> str:
+def make_page(names: Sequence[str], packed: bytes, *, live: bool = False) -> str:
     """Returns the page of runs with these names.
 
     `live` lets the page ask the server that it comes from for newer data.
@@ -158,14 +159,19 @@ class Server(ThreadingHTTPServer):
 class Handler(BaseHTTPRequestHandler):
     """The answer to one request."""
 
-    server: Server
     timeout = 30
     """seconds for a request to arrive"""
 
+    @property
+    def view_server(self) -> Server:
+        """The server of the page, under its own type."""
+        assert isinstance(self.server, Server)
+        return self.server
+
     def do_GET(self) -> None:
         url = urlsplit(self.path)
-        paths = self.server.paths
-        if self.headers.get("Host") not in self.server.hosts:
+        paths = self.view_server.paths
+        if self.headers.get("Host") not in self.view_server.hosts:
             message = b"this server answers at 127.0.0.1 only\n"
             self._answer(HTTPStatus.FORBIDDEN, "text/plain", message)
             return
@@ -177,7 +183,7 @@ class Handler(BaseHTTPRequestHandler):
             self._answer(HTTPStatus.NO_CONTENT)
             return
         try:
-            packed = self.server.collect()
+            packed = self.view_server.collect()
         except (OSError, ValueError) as error:
             message = one_line(str(error)).encode(errors="replace")
             self._answer(HTTPStatus.SERVICE_UNAVAILABLE, "text/plain; charset=utf-8", message)

@@ -133,15 +133,15 @@ class VllmEngine:
 
     @contextmanager
     def temporary_weights(
-        self, weights: Mapping[str, Tensor], version: int, back: bool
+        self, weights: Mapping[str, Tensor], version: int, restore_afterwards: bool
     ) -> Iterator[None]:
         """Gives the servers π_version for the block, for an evaluation.
 
-        With `back`, they have the weights of the last sync again afterwards. Without it π_version
+        With `restore_afterwards`, they have the weights of the last sync again afterwards. Without it π_version
         counts as synced.
         """
         update = self.weights.pack(weights, version)
-        if not back:
+        if not restore_afterwards:
             self._synced = update
         if update is not self.weights.current:
             self._load(update)

@@ -1,0 +1,189 @@
+"""The splits of a data set: in files, in a directory, on the Hugging Face hub, or in memory."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lagrpo.errors import one_line_errors
+from lagrpo.tasks.columns import decode
+from lagrpo.tasks.files import FORMATS, Row, format_of, parse_row, read_rows
+
+Named = Any
+"""task.data, or the data itself: a `datasets.Dataset` or `DatasetDict`, a data frame, or rows."""
+
+Rows = Any
+"""A list of `Row`, or a `datasets.Dataset`, which stays on the disk. Both have a length and indices."""
+
+# "owner/name" or "owner/name:configuration".
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(?::[\w.-]+)?")
+
+# The end of a file's name after the name of its split, as the hub's shards have it:
+# "-00000-of-00002.parquet". Group 2 is the number of shards.
+_ENDING = re.compile(r"(-\d{5}-of-(\d{5})(-[0-9a-f]{16})?)?\.(jsonl|json|csv|parquet)(\.gz)?$")
+
+
+def find_splits(named: Named, hub: str) -> dict[str, Any]:
+    """Returns the existing splits by name: files, a `datasets.Dataset`, or rows in memory.
+
+    named: task.data, or the data itself; hub: the dataset that is suggested if no data is named.
+    Raises ValueError for missing data.
+    """
+    if isinstance(named, Mapping):
+        return dict(named)
+    if not isinstance(named, str | None):
+        return {"train": named}
+
+    setting = "task.data" if named else "LAGRPO_DATA"
+    data = named or os.environ.get("LAGRPO_DATA")
+    if not data:
+        raise ValueError(
+            "this task needs data: set task.data, or the environment variable LAGRPO_DATA, to a "
+            f"file ending in {', '.join(FORMATS)}, a directory of such files, "
+            f"or a hub dataset such as {hub!r}"
+        )
+
+    path = Path(data).expanduser()
+    if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
+        import datasets
+
+        with one_line_errors(f"{setting}: {path}, which save_to_disk wrote, cannot be read"):
+            return _as_splits(datasets.load_from_disk(path))
+
+    files = _match_files(path)
+    if files or path.is_dir():
+        return _group_by_split(files, path, setting)
+
+    # A name whose directory exists is meant as a file. LAGRPO_DATA never names a hub dataset.
+    is_hub_id = bool(named and _HUB_ID.fullmatch(data))
+    if not is_hub_id or format_of(path) is not None or path.parent.is_dir():
+        raise ValueError(
+            f"{setting}: no file or directory {data!r} (current directory: {os.getcwd()})"
+        )
+    return _load_from_hub(data, hub)
+
+
+def _load_from_hub(name: str, suggested: str) -> dict[str, Any]:
+    """Loads a dataset "owner/name" or "owner/name:configuration" of the hub.
+
+    The name of the `suggested` dataset alone stands for its suggested configuration.
+    """
+    import datasets
+
+    suggested_repository, _, _ = suggested.partition(":")
+    full_name = suggested if name == suggested_repository else name
+    repository, _, configuration = full_name.partition(":")
+    with one_line_errors(
+        f"{name!r} is not a file or directory here, and could not be loaded from the hub"
+    ):
+        return _as_splits(datasets.load_dataset(repository, configuration or None))
+
+
+def _as_splits(dataset: Any) -> dict[str, Any]:
+    """Returns a `DatasetDict` as a dict, and a single dataset as the split "train"."""
+    if isinstance(dataset, dict):
+        return dict(dataset)
+    return {"train": dataset}
+
+
+def _match_files(path: Path) -> list[Path]:
+    """Returns the files of a directory, the file of this name, or the files of this pattern."""
+    if path.is_dir():
+        return sorted(path.iterdir())
+    if path.exists():
+        return [path]
+    folder = str(path.parent)
+    if path.parent.is_dir():
+        folder = glob.escape(folder)
+    return sorted(Path(name) for name in glob.glob(os.path.join(folder, path.name)))
+
+
+def _group_by_split(files: Sequence[Path], path: Path, setting: str) -> dict[str, list[Path]]:
+    """Groups files by the split that they are named after: one file, or all shards of a split.
+
+    A pattern may choose some of the shards. Raises ValueError for other files.
+    """
+    splits: dict[str, list[Path]] = {}
+    for file in files:
+        if format_of(file) is not None:
+            splits.setdefault(_ENDING.sub("", file.name), []).append(file)
+    is_pattern = not path.is_dir()
+    are_complete = all(_is_complete(members, is_pattern=is_pattern) for members in splits.values())
+    if not splits or not are_complete:
+        raise ValueError(
+            f"{setting}: {path}: name files that end in {', '.join(FORMATS)}: "
+            "one for each split, or all its shards"
+        )
+    return splits
+
+
+def _is_complete(files: Sequence[Path], *, is_pattern: bool) -> bool:
+    """True for one file, for all shards of a split, and for any shards that a pattern chooses."""
+    shard_counts = {_num_shards(file) for file in files}
+    if len(shard_counts) > 1:
+        return False
+    (shard_count,) = shard_counts
+    if is_pattern and shard_count != 1:
+        return True
+    return shard_count == len(files)
+
+
+def _num_shards(file: Path) -> int:
+    """Returns the number of shards that the name of a file says; 1 for a file that is no shard."""
+    match = _ENDING.search(file.name)
+    assert match is not None  # the file has one of FORMATS
+    return int(match[2] or 1)
+
+
+def read_split(data: Any, split_place: str) -> Rows:
+    """Returns a split's rows: a list for files and data in memory, a dataset for a dataset.
+
+    Raises ValueError if there are none.
+    """
+    is_dataset = hasattr(data, "with_transform")
+    # In the format "custom" a function of the user makes the rows. with_transform would drop it.
+    if is_dataset and data.format["type"] != "custom":
+        rows: Any = read_dataset(data)
+    else:
+        rows = []
+        for number, value in enumerate(_to_records(data), start=1):
+            if isinstance(value, Path):
+                rows += read_rows(value)
+            else:
+                place = f"{split_place}, row {number}"
+                rows.append(Row(decode(parse_row(value, place)), split_place, place))
+    if not len(rows):
+        raise ValueError(f"{split_place} has no rows")
+    return rows
+
+
+def _to_records(data: Any) -> Any:
+    """Returns the rows of a data frame, with None for missing values; other data as it is."""
+    if not hasattr(data, "iloc"):
+        return data
+    return data.astype(object).where(data.notna(), None).to_dict("records")
+
+
+def read_dataset(rows: Any) -> Any:
+    """Returns a dataset with the values that a file would have.
+
+    Class labels become their names; the label -1, which means no label, becomes None.
+    """
+    # Label -1 is the last entry of its list.
+    label_names = {
+        name: [*feature.names, None]
+        for name, feature in rows.features.items()
+        if hasattr(feature, "int2str")
+    }
+
+    def read(columns: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
+        values = {name: decode(column) for name, column in columns.items()}
+        for name in label_names.keys() & columns.keys():
+            values[name] = [label_names[name][label] for label in columns[name]]
+        return values
+
+    return rows.with_transform(read)
