@@ -184,6 +184,11 @@ class Completion:
         return int(self.sampled.sum())
 
     @property
+    def answer_text(self) -> str:
+        """The text that reward functions score: of the policy's last turn, if there are several."""
+        return self.turns[-1] if self.turns else self.text
+
+    @property
     def has_logp(self) -> bool:
         """True if the log-prob of every sampled token is known."""
         return not bool((self.logp_alpha.isnan() & self.sampled).any())

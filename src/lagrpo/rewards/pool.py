@@ -15,7 +15,7 @@ import os
 import pickle
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
@@ -169,6 +169,7 @@ class WorkerPool:
 class RewardJob:
     """A call of one reward function for some completions of a group."""
 
+    reward_index: int
     completion_indices: Sequence[int]
     job: Job[list[Outcome]]  # its result: an outcome for each of these completions
 
@@ -178,6 +179,7 @@ class PendingGroup:
     """A group whose completions are being scored."""
 
     group: Group
+    completion_indices: Sequence[int]  # the completions that get an outcome
     reward_jobs: Sequence[RewardJob]
 
     def is_done(self) -> bool:
@@ -238,18 +240,28 @@ class RewardPool(WorkerPool):
         check_share(finished, self._max_without_reward)
 
     def _submit_group(self, group: Group) -> PendingGroup:
-        """Calls every reward function for the completions that have no outcome."""
+        """Calls every reward function for the completions that it is to score."""
         unscored = [
             index
             for index, completion in enumerate(group.completions)
-            if completion.outcome is None
+            if self._needs_rewards(completion)
         ]
         reward_jobs: list[RewardJob] = []
         for reward_index, reward in enumerate(self._rewards.parts):
+            if reward.is_of_environment:
+                continue
             for completion_indices in _split_calls(reward, unscored):
                 job = self._call_reward(reward_index, group, completion_indices)
-                reward_jobs.append(RewardJob(completion_indices, job))
-        return PendingGroup(group, reward_jobs)
+                reward_jobs.append(RewardJob(reward_index, completion_indices, job))
+        return PendingGroup(group, unscored, reward_jobs)
+
+    def _needs_rewards(self, completion: Completion) -> bool:
+        """True for a completion without an outcome, or with no more than its environment's."""
+        outcome = completion.outcome
+        if outcome is None:
+            return True
+        is_scored_by_environment = bool(completion.turns) and outcome.kind == OutcomeKind.SCORED
+        return self._rewards.have_environment and is_scored_by_environment and not outcome.parts
 
     def _call_reward(
         self, reward_index: int, group: Group, completion_indices: Sequence[int]
@@ -280,23 +292,40 @@ class RewardPool(WorkerPool):
 
         Adds the completions to `finished`. Raises RewardError if too many of these have no reward.
         """
-        outcomes: dict[int, list[Outcome]] = {}  # of each completion, one per reward function
+        # Of each completion, one per reward that was called, by the reward's index.
+        outcomes: dict[int, dict[int, Outcome]] = {}
         for reward_job in pending.reward_jobs:
             job_outcomes = self.result(reward_job.job)
             if isinstance(job_outcomes, Outcome):  # the call did not return: one for all
                 job_outcomes = [job_outcomes] * len(reward_job.completion_indices)
             for index, outcome in zip(reward_job.completion_indices, job_outcomes, strict=True):
-                outcomes.setdefault(index, []).append(outcome)
+                outcomes.setdefault(index, {})[reward_job.reward_index] = outcome
 
         completions = list(pending.group.completions)
-        for index, outcomes_of_rewards in outcomes.items():
-            outcome = self._rewards.combine(outcomes_of_rewards)
-            completions[index] = replace(completions[index], outcome=outcome)
+        for index in pending.completion_indices:
+            completion = completions[index]
+            outcome = self._combine(completion, outcomes.get(index, {}))
+            completions[index] = replace(completion, outcome=outcome)
 
         finished += completions
         if len(finished) >= MIN_FOR_EARLY_STOP:
             check_share(finished, self._max_without_reward)
         return replace(pending.group, completions=tuple(completions))
+
+    def _combine(
+        self, completion: Completion, outcomes_of_rewards: Mapping[int, Outcome]
+    ) -> Outcome:
+        """Returns the outcome of a completion from the rewards that were called, by index.
+
+        The environment has given its own already, with the reason why the episode ended.
+        """
+        given = completion.outcome or Outcome.unscored("")
+        outcomes = [
+            given if reward.is_of_environment else outcomes_of_rewards[reward_index]
+            for reward_index, reward in enumerate(self._rewards.parts)
+        ]
+        outcome = self._rewards.combine(outcomes)
+        return replace(outcome, reason=outcome.reason or given.reason)
 
 
 def _split_calls(reward: Reward, completion_indices: Sequence[int]) -> list[Sequence[int]]:

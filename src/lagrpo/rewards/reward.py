@@ -19,7 +19,7 @@ import math
 import pickle
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial, wraps
 from typing import Any, Protocol
 
@@ -122,6 +122,7 @@ class Reward:
     - `weight`: the reward of a completion is the sum of weight x value
     - `range`: the smallest and the largest value, before weighting
     - `name`: the name in metrics and records; `lagrpo.train` takes the function's if it is empty
+    - `is_of_environment`: True if the environment of a completion gives the value
 
     Raises ValueError for a function whose signature is none of the three.
     """
@@ -130,6 +131,7 @@ class Reward:
     weight: float = 1.0
     range: Range = (0.0, 1.0)
     name: str = ""
+    is_of_environment: bool = False
 
     def __post_init__(self) -> None:
         if not any(name in STYLES for name in self._parameters):
@@ -224,7 +226,7 @@ def _is_required(parameter: inspect.Parameter) -> bool:
 
 def _lagrpo_kwargs(prompt: Prompt, completion: Completion) -> RewardKwargs:
     return {
-        "completion": completion.text,
+        "completion": completion.answer_text,
         "answer": prompt.answer,
         "prompt": _task_messages(prompt),
         "row": prompt.row,
@@ -238,7 +240,7 @@ def _verl_kwargs(prompt: Prompt, completion: Completion) -> RewardKwargs:
     row = prompt.row or {}
     return {
         "data_source": row.get("data_source", ""),
-        "solution_str": completion.text,
+        "solution_str": completion.answer_text,
         "ground_truth": prompt.answer,
         # verl's data has a column of this name. Other data passes its whole row.
         "extra_info": row.get("extra_info", dict(row)),
@@ -254,7 +256,7 @@ def _trl_kwargs(prompt: Prompt, completions: Sequence[Completion]) -> RewardKwar
     columns.update(prompt.row or {})
     prompt_column = columns.pop("prompt", None)  # TRL passes this column as `prompts`
     trl_prompt = prompt_column or _task_messages(prompt)
-    trl_completions: list[object] = [completion.text for completion in completions]
+    trl_completions: list[object] = [completion.answer_text for completion in completions]
     if not isinstance(trl_prompt, str):
         trl_completions = [[{"role": "assistant", "content": text}] for text in trl_completions]
     kwargs: RewardKwargs = {name: [value] * len(completions) for name, value in columns.items()}
@@ -290,6 +292,11 @@ class Rewards:
     def names(self) -> tuple[str, ...]:
         """The names of the rewards; empty for a single reward without a name."""
         return tuple(reward.name for reward in self.parts if reward.name)
+
+    @property
+    def have_environment(self) -> bool:
+        """True if an environment gives one of several rewards."""
+        return any(reward.is_of_environment for reward in self.parts)
 
     def combine(self, outcomes: Sequence[Outcome]) -> Outcome:
         """Combines a completion's outcomes of the rewards, one per reward in order.
@@ -383,6 +390,25 @@ def load_rewards(entries: Sequence[RewardEntry], own: RewardFunction | Rewards) 
             f"task.rewards: {OWN!r} stands for one reward, but this task has several; leave it out"
         )
     return Rewards(tuple(load_reward(entry, own) for entry in entries))
+
+
+def load_rewards_of_environment(
+    entries: Sequence[RewardEntry], own: RewardFunction | Rewards
+) -> Rewards:
+    """Loads the rewards of a task with an environment, which gives the value of the entry `task`.
+
+    Raises ValueError.
+    """
+    rewards = load_rewards(entries, own)
+    parts: list[Reward] = []
+    for entry, reward in zip(entries, rewards.parts, strict=True):
+        parts.append(replace(reward, is_of_environment=entry.reward == OWN))
+    rewards = Rewards(tuple(parts))
+    if not rewards.have_environment:
+        raise ValueError(
+            f"task.rewards: add {OWN!r}, the reward of the environment; weight = 0 only records it"
+        )
+    return rewards
 
 
 def load_reward(entry: RewardEntry, own: RewardFunction | Rewards | None) -> Reward:

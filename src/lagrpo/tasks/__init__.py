@@ -27,6 +27,7 @@ from lagrpo.rewards.reward import (
     check_rewards,
     load_function,
     load_rewards,
+    load_rewards_of_environment,
 )
 from lagrpo.tasks.messages import Messages, build_messages, is_padded
 from lagrpo.types import Prompt
@@ -348,11 +349,10 @@ def load_task(settings: TaskEntry, seed: int) -> Task:
     else:
         task = _load_users_task(settings, seed)
     if settings.rewards:
+        load = load_rewards
         if environment_of(task) is not None:
-            raise ValueError(
-                f"task.rewards: the environment of {settings.name!r} gives the rewards; unset them"
-            )
-        task = copy_with(task, reward=load_rewards(settings.rewards, task.reward))
+            load = load_rewards_of_environment
+        task = copy_with(task, reward=load(settings.rewards, task.reward))
     return complete_task(task, settings.tools)
 
 
@@ -393,8 +393,12 @@ def complete_task(task: Task, tools: Sequence[str]) -> Task:
         return task
     from lagrpo.tasks.environments import make_tools
 
+    first, *others = Rewards.from_reward(task.reward).parts
     environment = make_tools(tools, task)
-    return copy_with(task, environment=environment, reward=environment.reward)
+    if not others:
+        return copy_with(task, environment=environment, reward=environment.reward)
+    rewards = Rewards((replace(first, is_of_environment=True), *others))
+    return copy_with(task, environment=environment, reward=rewards)
 
 
 def copy_with(task: AnyTask, **attributes: object) -> AnyTask:

@@ -176,16 +176,18 @@ class Tools:
 def make_tools(names: Sequence[str], task: Task) -> Tools:
     """Returns the environment in which the policy may call these functions.
 
-    The task's reward function scores the answer. Raises ValueError for a task that takes no tools,
-    and for unfit tools.
+    The task's first reward function scores the answer. Raises ValueError for a task that takes no
+    tools, and for unfit tools.
     """
     if environment_of(task) is not None:
         raise ValueError(
             f"task.tools: the task {task.name!r} has an environment and takes no tools; unset them"
         )
-    reward, *other_rewards = Rewards.from_reward(task.reward).parts
-    if other_rewards or reward.style != OURS:
-        raise ValueError("task.tools: tools need exactly one reward function f(completion, answer)")
+    reward = Rewards.from_reward(task.reward).parts[0]
+    if reward.style != OURS:
+        raise ValueError(
+            "task.tools: with tools, the first reward is a function f(completion, answer)"
+        )
     functions: dict[str, Tool] = {}
     for name in names:
         function = _load_tool(name)

@@ -63,11 +63,23 @@ def check_rewards(run: RecordedRun, task: Task | None) -> None:
         score_again(run, task, chat, "train", groups_of(run.generated))
     else:
         check_prompts(run, task, None)
+        reward_column = _column_of_environment(run, task)
         for row in run.generated:
             if row["outcome"] == OutcomeKind.SCORED:
                 prompt = task.prompt("train", row["prompt_id"])
-                check_episode(run, make_environment(), prompt, row)
+                check_episode(run, make_environment(), prompt, row, reward_column)
     check_evaluations(run, task, chat)
+
+
+def _column_of_environment(run: RecordedRun, task: Task) -> str:
+    """Returns the column of the rollouts with the reward that the environment has given."""
+    names = [
+        reward.name for reward in Rewards.from_reward(task.reward).parts if reward.is_of_environment
+    ]
+    if not names:
+        return "reward"
+    run.report.skip("other rewards of completions that talk to an environment")
+    return f"reward_{names[0]}"
 
 
 def load_chat(run: RecordedRun) -> Chat:
@@ -152,8 +164,13 @@ def check_prompts(run: RecordedRun, task: Task, chat: Chat | None) -> None:
             run.report.compare("prompts", row["where"], expected, row)
 
 
-def check_episode(run: RecordedRun, environment: Environment, prompt: Prompt, row: Row) -> None:
-    """Checks an environment's replies and the reward, by sending it the policy's turns again."""
+def check_episode(
+    run: RecordedRun, environment: Environment, prompt: Prompt, row: Row, reward_column: str
+) -> None:
+    """Checks an environment's replies and its reward, by sending it the policy's turns again.
+
+    `reward_column` is the column of the rollouts with the environment's reward.
+    """
     completion_key = (row["step"], row["epoch"], row["prompt_id"], row["sample_index"])
     environment.reset(prompt, (run.settings.run.seed, "sample", *completion_key))
     policy_turns = row["messages"][::2]
@@ -167,7 +184,7 @@ def check_episode(run: RecordedRun, environment: Environment, prompt: Prompt, ro
         contents = [str(message.get("content") or "") for message in result.messages]
         replies.append("\n".join(contents))
     # The run may have reached a limit of tokens or turns before the last reply was appended.
-    expected = {"replies": replies[: len(recorded_replies)], "reward": result.reward}
+    expected = {"replies": replies[: len(recorded_replies)], reward_column: result.reward}
     run.report.compare("episodes", row["where"], expected, {**row, "replies": recorded_replies})
 
 

@@ -1,0 +1,109 @@
+"""Several rewards of completions that talk to an environment or call tools."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from sample_rewards import letters
+from test_talking_runs import model as talking_model
+from test_talking_runs import settings
+
+import lagrpo
+from lagrpo.rewards.pool import RewardPool
+from lagrpo.rewards.reward import Reward, Rewards
+from lagrpo.runs import load_rollouts
+from lagrpo.types import Completion, Group, Outcome, OutcomeKind, Prompt
+from lagrpo.verify import verify_run
+
+model = talking_model  # the fixture
+
+PROMPT = Prompt(0, ({"role": "user", "content": "?"},), "5")
+
+
+def never(completion: str, answer: str) -> float:
+    raise AssertionError("the environment gives this reward")
+
+
+def is_five(completion: str, answer: str) -> float:
+    return float(completion == "5")
+
+
+def completion(outcome: Outcome | None, *turns: str) -> Completion:
+    tokens = torch.arange(3)
+    return Completion(
+        tokens, torch.zeros(3), tokens * 0, True, "".join(turns), outcome, turns=turns
+    )
+
+
+def test_reward_of_the_environment_is_a_part_of_the_sum():
+    """.5 from the environment, and 2 x 1 if the last turn is 5. Failed completions stay so."""
+    rewards = Rewards(
+        (
+            Reward(never, weight=1.0, name="task", is_of_environment=True),
+            Reward(is_five, weight=2.0, name="five"),
+        )
+    )
+    by_environment = Outcome(OutcomeKind.SCORED, 0.5, "after 2 turns")
+    failed = Outcome.failed("the server died")
+    group = Group(
+        PROMPT,
+        (
+            completion(by_environment, "6", "no", "5"),
+            completion(by_environment, "5", "no", "6"),
+            completion(failed, "5"),
+        ),
+    )
+    with RewardPool(rewards, max_without_reward=1.0) as pool:
+        (scored,) = pool.score([group])
+        (again,) = pool.score([scored])
+    outcomes = [c.outcome for c in scored.completions]
+    assert [outcome and outcome.reward for outcome in outcomes] == [2.5, 0.5, None]
+    assert outcomes[0] is not None
+    assert dict(outcomes[0].parts) == {"task": 0.5, "five": 1.0}
+    assert outcomes[0].reason == "after 2 turns"
+    assert outcomes[2] is failed
+    assert again == scored, "what has all rewards keeps them"
+
+
+def test_reward_of_the_environment_alone_gets_its_weight():
+    rewards = Rewards((Reward(never, weight=0.5, name="task", is_of_environment=True),))
+    group = Group(PROMPT, (completion(Outcome.scored(0.5), "5"),))
+    with RewardPool(rewards) as pool:
+        ((one,),) = [scored.completions for scored in pool.score([group])]
+    assert one.outcome is not None
+    assert one.outcome.reward == 0.25
+
+
+def test_run_with_an_environment_and_a_second_reward_is_verified(model, tmp_path):
+    task = {
+        "name": "talkers:load",
+        "rewards": [
+            "task",
+            {"name": "letters", "reward": "sample_rewards:letters", "weight": 0.5},
+        ],
+    }
+    result = lagrpo.train(settings(model, tmp_path, task=task, schedule={"batches": 2}))
+    rows = load_rollouts(result.run)
+    assert rows
+    for row in rows:
+        assert row["reward_letters"] == letters(row["messages"][-1], "")
+        expected = row["reward_task"] + 0.5 * row["reward_letters"]
+        assert row["reward"] == pytest.approx(expected)
+    report = verify_run(result.run)
+    assert report.differences == []
+    assert report.compared["episodes"] > 0
+
+
+def test_tools_go_with_several_rewards(model, tmp_path):
+    result = lagrpo.train(
+        settings(
+            model,
+            tmp_path,
+            task={"name": "sample_task:load", "tools": ["talkers:add"]},
+            rollout={"max_prompt_length": 700},
+            schedule={"batches": 1},
+        ),
+        rewards=[is_five, lagrpo.Reward(letters, weight=0.5)],
+    )
+    for row in load_rollouts(result.run):
+        assert row["reward"] == row["reward_is_five"] + 0.5 * row["reward_letters"]
