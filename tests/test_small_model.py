@@ -9,13 +9,13 @@ from statistics import fmean
 import pytest
 import torch
 from small_model import FOLDER, RIGHT, Sum, line, loss_of, one_token, rate, split
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer, LlamaForCausalLM
 
 
 @pytest.fixture(scope="module")
 def rates() -> dict[Sum, float]:
     """The model's probability of the right answer to each sum, its end included."""
-    model = AutoModelForCausalLM.from_pretrained(FOLDER / "model", dtype=torch.float32)
+    model = LlamaForCausalLM.from_pretrained(FOLDER / "model", dtype=torch.float32)
     encode = AutoTokenizer.from_pretrained(FOLDER / "model")
     sums = [*split()[0], *split()[1]]
     with torch.no_grad():
