@@ -203,18 +203,24 @@ def test_system_message_lists_tools_for_a_template_that_does_not():
     assert messages[0] == {"role": "system", "content": "Be brief.\n\nYou can add."}
 
 
-def test_tools_need_exactly_one_reward():
+def test_first_of_the_rewards_scores_the_answer_after_calls():
     task = load_task(task_settings("arithmetic", tools=["calculator"], rewards=["exact"]), seed=0)
     environment: Any = environment_of(task)
     assert environment.reward("7", 7) == 1.0
+    several = task_settings("arithmetic", tools=["calculator"], rewards=["exact", "number"])
+    rewards = load_task(several, seed=0).reward.parts
+    assert [(reward.name, reward.is_of_environment) for reward in rewards] == [
+        ("exact", True),
+        ("number", False),
+    ]
     for options, message in [
         (
             {"name": "arithmetic", "tools": ["calculater"]},
             "no tool 'calculater'.*Did you mean 'calculator'",
         ),
         (
-            {"name": "arithmetic", "tools": ["calculator"], "rewards": ["exact", "number"]},
-            "one reward function",
+            {"name": "arithmetic", "tools": ["calculator"], "rewards": ["sample_rewards:short"]},
+            "the first reward is a function",
         ),
     ]:
         with pytest.raises(ValueError, match=message):

@@ -10,9 +10,10 @@ from page_code import python_blocks
 
 from lagrpo.core.recipes import resolve
 from lagrpo.errors import SettingsError
-from lagrpo.settings.command_line import TABLES
+from lagrpo.settings.command_line import TABLES, CommandParser, read_words
 from lagrpo.settings.load import list_settings, load_settings
 from lagrpo.settings.other_trainers import NAMES_OF_TRAINERS, translate
+from lagrpo.settings.schema import Settings
 
 ENTRIES = [
     (f"{trainer}:{name}", text)
@@ -52,6 +53,7 @@ def test_every_name_leads_to_a_setting_or_says_why_there_is_none(name, text):
         ("reward_funcs", "task.rewards"),
         ("train_dataset", "task.data"),
         ("rollout.top_k", "not available"),
+        ("rollout.top_p", "eval.top_p in evaluations; not available in training"),
         ("rollout.n", "rollout.num_generations"),
         ("actor_rollout_ref.actor.clip_ratio_high", "loss.epsilon_high"),
     ],
@@ -59,6 +61,16 @@ def test_every_name_leads_to_a_setting_or_says_why_there_is_none(name, text):
 def test_unknown_setting_of_another_trainer_is_explained(setting, name_here):
     with pytest.raises(SettingsError, match=rf"unknown setting '.*'; .* is {name_here}"):
         load_settings({setting: 1})
+
+
+@pytest.mark.parametrize(
+    "word", ["--per_device_train_batch_size", "--per-device-train-batch-size=8", "--learning_rate"]
+)
+def test_unknown_option_of_another_trainer_is_explained(word):
+    with pytest.raises(
+        SettingsError, match=r"schedule\.prompts_per_batch|optimizer\.learning_rate"
+    ):
+        read_words(CommandParser(), [word, "8"], list(Settings.model_fields))
 
 
 @pytest.mark.parametrize("setting", ["model.name", "eval.n", "run.nmae", "filter.enable"])

@@ -105,7 +105,8 @@ def _describe_unknown(word: str) -> str:
         return f"{name} is a list of tables: write it into a settings file"
     if name in list_settings():
         return f"--{name} is not an option of this command"
-    return f"unknown option {word!r}; {suggest_setting(name, Settings)}"
+    # Settings of other trainers have underscores, which options of a command have not.
+    return f"unknown option {word!r}; {suggest_setting(name.replace('-', '_'), Settings)}"
 
 
 def split_tables(words: Sequence[str]) -> tuple[list[str], Table]:

@@ -153,8 +153,10 @@ def suggest_setting(name: str, kind: type[BaseModel]) -> str:
     last_part = name.rpartition(".")[2]
     same_names = [setting for setting in all_names if setting.endswith(f".{last_part}")]
     translation = translate(name)
-    if translation is not None and not any(setting in translation for setting in same_names):
-        return translation
+    if translation is not None:
+        is_same_setting = any(setting in translation for setting in same_names)
+        if not is_same_setting or "not available" in translation:
+            return translation
     if same_names:
         nearest = same_names[0]
     else:
