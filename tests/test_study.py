@@ -10,21 +10,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import study.__main__
 import tomli_w
 from chaos import start
 from running import tiny_settings
-from study.__main__ import main
-from study.measures import RunResult, commit_text, measure, parse_measure
-from study.report import load_results
-from study.spec import Study, load_study
-from study.statistics import Interval, judge, paired_differences, parse_claim, t_quantile
 from tiny import save_tiny
 
+import lagrpo.study.__main__ as study_command
 from lagrpo.errors import SettingsError
 from lagrpo.runs import load_evaluations, load_metrics
 from lagrpo.runs.files import write_atomically
 from lagrpo.settings.load import to_toml
+from lagrpo.study.__main__ import main
+from lagrpo.study.measures import RunResult, commit_text, measure, parse_measure
+from lagrpo.study.report import load_results
+from lagrpo.study.spec import Study, load_study
+from lagrpo.study.statistics import Interval, judge, paired_differences, parse_claim, t_quantile
 
 TESTS = Path(__file__).parent
 PAPERS = TESTS.parent / "experiments" / "papers"
@@ -269,7 +269,7 @@ def start_forked(run: Any, threads: int) -> Any:
 
 def test_study_ended_by_a_signal_resumes_and_reports(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(study.__main__, "start_run", start_forked)
+    monkeypatch.setattr(study_command, "start_run", start_forked)
     file = study_file(tmp_path, set={"schedule": {"batches": 12}, "checkpoint": {"save_every": 1}})
     out, first = tmp_path / "runs" / "studies" / "study", "v-1-seed3"
     lines = out / first / "metrics.jsonl"
@@ -280,7 +280,7 @@ def test_study_ended_by_a_signal_resumes_and_reports(tmp_path, monkeypatch, caps
             signal.raise_signal(signal.SIGTERM)
 
     with monkeypatch.context() as patch:
-        patch.setattr(study.__main__, "time", SimpleNamespace(sleep=wait))
+        patch.setattr(study_command, "time", SimpleNamespace(sleep=wait))
         with pytest.raises(SystemExit, match="143"):
             main([str(file), "--jobs", "1"])
     made = lines.read_text(encoding="utf-8")
