@@ -4,6 +4,7 @@
     lagrpo train FILE.toml         train with your settings; --section.name VALUE changes one, --dry-run explains them
     lagrpo train --resume RUN      resume a run from its newest checkpoint
     lagrpo eval MODEL --task NAME  measure pass@k of a model, with intervals
+    lagrpo study FILE.toml         make the runs of a grid over seeds, and compare them
     lagrpo view RUN …              show runs as one HTML page, or with --text in the terminal
     lagrpo recipes [NAME]          list the losses, or print one with its code
     lagrpo vllm-serve MODEL        start a vLLM server for runs to attach to
@@ -281,6 +282,13 @@ def settings_of_run(weights: str) -> dict[str, Any]:
     }
 
 
+def study(words: list[str]) -> None:
+    """Makes the missing runs of a study, writes its report, and exits with the status."""
+    from lagrpo.study.__main__ import main
+
+    sys.exit(main(words))
+
+
 def add_view_arguments(parser: CommandParser) -> None:
     """Adds the arguments of `view`."""
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN")
@@ -459,5 +467,9 @@ SIMPLE_COMMANDS = {
     ),
 }
 
-COMMANDS: dict[str, Callable[[list[str]], None]] = {"train": train, "eval": evaluate}
+COMMANDS: dict[str, Callable[[list[str]], None]] = {
+    "train": train,
+    "eval": evaluate,
+    "study": study,
+}
 COMMANDS |= {name: partial(call, name) for name in SIMPLE_COMMANDS}
