@@ -315,7 +315,7 @@ def view(
 
     RUN …            directories of runs; the page draws the curves of several runs over each other
     --text           print the completions of one batch instead of writing a page
-    --batch N        batch for --text; default: the last
+    --batch N        batch for --text; default: the last with a signal
     --serve          serve the page on 127.0.0.1 and update it with new batches, until Ctrl-C
     --port N         port for --serve; 0 takes a free one [0]
     --out FILE       file to write; default: view.html in the run, ./view.html for several runs
