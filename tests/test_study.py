@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import time
 from pathlib import Path
@@ -254,6 +255,17 @@ def test_studies_of_the_papers_can_run_and_their_records_load(name, tmp_path, mo
     assert not record.is_file() or load_results(record, study).keys() <= {
         (run.cell, run.seed) for run in runs
     }
+
+
+def test_study_of_the_documentation_can_run(tmp_path):
+    page = (TESTS.parent / "docs" / "studies.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    file = study_file(tmp_path)
+    (tmp_path / "settings.toml").write_text((tmp_path / "base.toml").read_text(encoding="utf-8"))
+    file.write_text(block, encoding="utf-8")
+    _, runs = load_study(file, tmp_path / "out")
+    assert len(runs) == 12
+    assert {run.settings.schedule.constant_lag for run in runs} == {None, 16}
 
 
 # A whole study

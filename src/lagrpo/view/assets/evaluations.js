@@ -280,6 +280,15 @@ function readSide(app, text) {
   return { run, number, summary, name: visible(name), value: `${index}:${number}` };
 }
 
+/** The change from one side to the other in words. For the first evaluation of a run and a later one of the same set it is
+ *  what the run recorded, whose interval also knows how many samples each prompt has. */
+function changeBetween(before, after, rows) {
+  const { set } = after.summary;
+  const first = before.run.evaluations.summaries.findIndex((one) => one.set === set);
+  const isRecorded = before.run === after.run && before.number === first && !missing(after.summary["pass@1_change"]);
+  return isRecorded ? changeText(after.summary) : changeOf(rows);
+}
+
 /** The number of the last evaluation of a set, or of any set; -1 without one. */
 function lastOfSet(run, set) {
   const { summaries } = run.evaluations;
@@ -337,7 +346,7 @@ function promptByPrompt(app) {
         state.changes,
         (changes) => app.update({ changes }),
       ),
-      isSame ? null : el("span", { class: "change", text: changeOf(rows) }),
+      isSame ? null : el("span", { class: "change", text: changeBetween(before, after, rows) }),
     ),
     shown.length
       ? table(

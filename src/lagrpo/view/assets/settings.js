@@ -10,6 +10,9 @@ const SHOWN = {
   all: "all",
 };
 
+/** Entries of environment.json that no two runs share. */
+const OF_EVERY_RUN = new Set(["id", "started", "command"]);
+
 /** What is shown of the settings. A single run differs from none: then it is what is not the default. */
 function shownSettings(app) {
   return app.state.settings === "differing" && app.data.methods.length === 1 ? "changed" : app.state.settings;
@@ -71,7 +74,7 @@ function environmentTable(app, units) {
   const names = namesOf(runs, "environment");
   const rows = names.flatMap((name) => {
     const values = units.map((unit) => valueOf(unit, "environment", name));
-    if (shownSettings(app) === "differing" && same(values)) return [];
+    if (shownSettings(app) === "differing" && (same(values) || OF_EVERY_RUN.has(name))) return [];
     return [settingRow(name, values, "", undefined)];
   });
   const empty = names.length ? "The runs ran in the same place." : "There is no environment.json.";
