@@ -323,6 +323,16 @@ def test_symbols_explain_themselves(opened, run):
     assert "sampled it (α)" in page.text("#tip")
 
 
+def test_tap_explains_a_symbol_and_opens_no_card(opened, run):
+    page = opened(run, address="#tab=rollouts", width=400)
+    page.tap(".card [data-term=A]")
+    assert "advantage" in page.text("#tip")
+    assert page.text(".opened") == ""
+    page.tap(".card .strip")
+    assert page.js("document.getElementById('tip').hidden")
+    assert "σ of its group" in page.text(".opened")
+
+
 # Texts of strangers
 
 

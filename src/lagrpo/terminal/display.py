@@ -55,7 +55,7 @@ COLUMN_GAP = 2
 LEGEND = (
     "no signal: groups whose rewards are all equal · staleness: max, in updates\n"
     "clipped: tokens outside the clip range · sampled/s, learned/s: tokens per second\n"
-    "sampled/s is high for batches that were sampled ahead: the run hardly waits for them"
+    "sampled/s is high for batches sampled ahead: the run hardly waits for them"
 )
 
 

@@ -10,17 +10,23 @@ const TERMS = {
 };
 
 /** A symbol that explains itself. `text` is what stands on the page. */
-const term = (name, text = name) => el("abbr", { text, data: { term: name } });
+function term(name, text = name) {
+  // A tap explains the symbol; it must not also open the card that the symbol stands in.
+  const click = (event) => event.pointerType === "touch" && event.stopPropagation();
+  return el("abbr", { text, data: { term: name }, on: { click } });
+}
 
 /** Facts with a dot between them. */
 const dotted = (facts) => facts.map((fact, n) => (n ? [" · ", fact] : fact));
 
+/** Explains terms under the pointer. A finger leaves the screen at once, so its explanation stays until the next tap. */
 function explainTerms(root) {
   root.addEventListener("pointerover", (event) => {
     const name = event.target.dataset?.term;
     if (name) showTip([[name, TERMS[name]]], event.clientX, event.clientY);
+    else if (event.pointerType === "touch") hideTip();
   });
   root.addEventListener("pointerout", (event) => {
-    if (event.target.dataset?.term) hideTip();
+    if (event.target.dataset?.term && event.pointerType !== "touch") hideTip();
   });
 }
