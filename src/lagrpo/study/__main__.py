@@ -57,6 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Returns the values of the command line, or ends the program with its usage."""
     parser = argparse.ArgumentParser(
         "lagrpo study", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
