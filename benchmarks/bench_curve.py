@@ -28,9 +28,9 @@ from work import RESULTS, SHORT, Work, apply_options, common_options, require_pe
 from lagrpo.runs.plots import INK, plain_axes
 
 sys.path.append(str(HERE.parent / "experiments"))
-from study.measures import RunResult, measure, smoothed
-from study.report import COLORS
-from study.statistics import Interval
+from lagrpo.study.measures import RunResult, measure, smoothed
+from lagrpo.study.report import COLORS
+from lagrpo.study.statistics import Interval
 
 PAGE = HERE.parent / "reports" / "claims.md"
 FIGURE = HERE.parent / "docs" / "images" / "trl.png"

@@ -1,6 +1,6 @@
 """Success amplification along real swaps of pi_ref, beside Mroueh's curve.
 
-    python -m experiments.study experiments/papers/amplification.toml    make the runs
+    lagrpo study experiments/papers/amplification.toml    make the runs
     python experiments/amplification.py runs/studies/amplification       read them; then the table
     python experiments/amplification.py amplification                    the table of the points
 
@@ -208,7 +208,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "study", type=Path, help="directory of the study, as experiments.study made it, or its name"
+        "study", type=Path, help="directory of the study, as lagrpo study made it, or its name"
     )
     study = parser.parse_args().study
     try:

@@ -22,8 +22,9 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "experiments"))
 
-from study.measures import smoothed  # noqa: E402
 from theory import style  # noqa: E402
+
+from lagrpo.study.measures import smoothed  # noqa: E402
 
 IMAGES = ROOT / "docs" / "images"
 RECORDS = ROOT / "experiments" / "papers" / "results"

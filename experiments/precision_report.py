@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from study.measures import smoothed
-from study.statistics import Interval
 from theory import style
+
+from lagrpo.study.measures import smoothed
+from lagrpo.study.statistics import Interval
 
 ORDER = {"2e-5": (5, 10, 16), "5e-6": (5, 20, 24), "1e-6": (20, 60, 60)}
 """By learning rate: the two updates whose rewards are in the table, and the number of updates."""

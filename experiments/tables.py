@@ -32,9 +32,9 @@ from typing import Any, NamedTuple
 import amplification
 import precision
 import precision_report
-from study.statistics import Interval
 
 from lagrpo.runs.files import write_atomically
+from lagrpo.study.statistics import Interval
 from lagrpo.terminal.text import count_of
 
 HERE = Path(__file__).resolve().parent

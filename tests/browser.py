@@ -195,6 +195,19 @@ class Page:
         self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
         self.settle()
 
+    def tap(self, selector: str, number: int = 0) -> None:
+        """Tap an element with a finger, and wait until the page has taken the tap as a click."""
+        x, y = self.place(selector, number)
+        self.call("Emulation.setTouchEmulationEnabled", enabled=True)
+        self.js(
+            "window.tapped = new Promise((done) =>"
+            " addEventListener('click', done, { capture: true, once: true })); 0"
+        )
+        self.call("Input.dispatchTouchEvent", type="touchStart", touchPoints=[{"x": x, "y": y}])
+        self.call("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
+        self.js("window.tapped.then(() => 0)")
+        self.settle()
+
     def key(self, name: str) -> None:
         code = {"windowsVirtualKeyCode": KEYS[name]} if name in KEYS else {"text": name}
         self.call("Input.dispatchKeyEvent", type="keyDown", key=name, **code)

@@ -42,8 +42,9 @@ ALLOWED: dict[str, set[str]] = {
 BELOW = set(ALLOWED)
 ALLOWED |= {
     "training": BELOW - {"verify", "view"},
+    "study": {*SMALL, "core", "runs", "settings", "training"},
     "env": {*LEAVES, "cpu", "model", "runs"},
-    "cli": BELOW | {"training", "env"},
+    "cli": BELOW | {"training", "study", "env"},
     "__init__": {"core", "machine", "rewards", "runs", "training"},
     "__main__": {"cli", "interrupts", "logs"},
 }

@@ -27,6 +27,7 @@ from lagrpo.runs.reading import (
     load_rollouts,
     rollout_batches,
 )
+from lagrpo.runs.recorded import RecordedRun, group_seeds, load_runs
 from lagrpo.runs.rollouts import rollout_rows, rollout_schema
 from lagrpo.terminal.show import show
 from lagrpo.types import Completion, Group, Outcome, Prompt
@@ -253,10 +254,20 @@ def test_show_prints_the_last_batch_with_its_facts(sampled):
         in text
     )
     assert "? failed  ·  0 tokens  ·  the sampler died" in text
-    assert text.count("no signal") == 2
+    assert "2 × ✗ 0" in text
+    assert text.count("no signal") == 1, "equal completions are printed once"
     assert "it is [bold]5[/bold]" in text, "rich markup is text"
     assert "␛[31mred" in text
     assert "\x1b" not in text
+
+
+def test_show_opens_on_the_last_batch_with_a_signal(sampled):
+    flat = group(1, completion(Outcome.scored(1.0)), completion(Outcome.scored(1.0)))
+    columns = [[{"advantage": 0.0}] * 2]
+    sampled.record_rollouts(121, list(rollout_rows([flat], columns, step=121, policy_version=10)))
+    assert "batch 120, π_k is version 9  ·  the last batch with a signal" in printed(sampled)
+    (sampled.path / "rollouts" / "step-000120.parquet").unlink()
+    assert "batch 121, π_k is version 10  ·  2 completions" in printed(sampled)
 
 
 def test_right_is_the_largest_reward_of_the_runs_range(tmp_path):
@@ -272,6 +283,51 @@ def test_right_is_the_largest_reward_of_the_runs_range(tmp_path):
         if "token" in line
     }
     assert marks == {"✗ 0", "✗ 1", "✓ 10"}
+
+
+# Several runs
+
+
+def recorded(name: str, **sections: dict[str, Any]) -> RecordedRun:
+    """A run that has recorded nothing yet."""
+    settings = {"run": {"name": name, "output_dir": "runs"}} | sections
+    settings["run"] = settings["run"] | sections.get("run", {})
+    return RecordedRun(Path(name), name, settings, [], [])
+
+
+def test_runs_that_differ_only_in_their_seed_are_one_method():
+    runs = [
+        recorded("v-1-seed0", run={"seed": 0}, schedule={"sync_every": 1}),
+        recorded("v-10-seed0", run={"seed": 0}, schedule={"sync_every": 10}),
+        recorded(
+            "v-1-seed1", run={"seed": 1, "output_dir": "elsewhere"}, schedule={"sync_every": 1}
+        ),
+        recorded("again", run={"seed": 0}, schedule={"sync_every": 1}),
+        recorded("v-10-seed10", run={"seed": 10}, schedule={"sync_every": 10}),
+    ]
+    methods = group_seeds(runs)
+    assert {name: [run.name for run in of_method] for name, of_method in methods.items()} == {
+        "v-1": ["v-1-seed0", "v-1-seed1"],
+        "v-10": ["v-10-seed0", "v-10-seed10"],
+        "again": ["again"],
+    }
+
+
+def test_several_runs_are_read_with_their_evaluations_and_distinct_names(run, tmp_path):
+    other = Run.create(tmp_path / "more", "one", SETTINGS, "[run]\nseed = 4\n", {})
+    summary = {"step": 0, "pass@1": 0.5, "pass@1_low": 0.3, "pass@1_high": 0.7}
+    other.record_evaluation("before", summary, [])
+    other.record({"step": 1, "reward": 0.25})
+    first, second = load_runs([run, other.path])
+    assert (first.name, first.metrics, first.evaluations, first.seed) == (
+        str(run.path),
+        [],
+        [],
+        None,
+    )
+    assert (second.name, second.seed) == (str(other.path), 4)
+    assert second.metrics == [{"step": 1, "reward": 0.25}]
+    assert second.evaluations == [summary | {"name": "before"}]
 
 
 # The reward curve and the environment

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import time
 from pathlib import Path
@@ -10,21 +11,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import study.__main__
 import tomli_w
 from chaos import start
 from running import tiny_settings
-from study.__main__ import main
-from study.measures import RunResult, commit_text, measure, parse_measure
-from study.report import load_results
-from study.spec import Study, load_study
-from study.statistics import Interval, judge, paired_differences, parse_claim, t_quantile
 from tiny import save_tiny
 
+import lagrpo.study.__main__ as study_command
 from lagrpo.errors import SettingsError
 from lagrpo.runs import load_evaluations, load_metrics
 from lagrpo.runs.files import write_atomically
 from lagrpo.settings.load import to_toml
+from lagrpo.study.__main__ import main
+from lagrpo.study.measures import RunResult, commit_text, measure, parse_measure
+from lagrpo.study.report import load_results
+from lagrpo.study.spec import Study, load_study
+from lagrpo.study.statistics import Interval, judge, paired_differences, parse_claim, t_quantile
 
 TESTS = Path(__file__).parent
 PAPERS = TESTS.parent / "experiments" / "papers"
@@ -256,6 +257,17 @@ def test_studies_of_the_papers_can_run_and_their_records_load(name, tmp_path, mo
     }
 
 
+def test_study_of_the_documentation_can_run(tmp_path):
+    page = (TESTS.parent / "docs" / "studies.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    file = study_file(tmp_path)
+    (tmp_path / "settings.toml").write_text((tmp_path / "base.toml").read_text(encoding="utf-8"))
+    file.write_text(block, encoding="utf-8")
+    _, runs = load_study(file, tmp_path / "out")
+    assert len(runs) == 12
+    assert {run.settings.schedule.constant_lag for run in runs} == {None, 16}
+
+
 # A whole study
 
 
@@ -269,7 +281,7 @@ def start_forked(run: Any, threads: int) -> Any:
 
 def test_study_ended_by_a_signal_resumes_and_reports(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(study.__main__, "start_run", start_forked)
+    monkeypatch.setattr(study_command, "start_run", start_forked)
     file = study_file(tmp_path, set={"schedule": {"batches": 12}, "checkpoint": {"save_every": 1}})
     out, first = tmp_path / "runs" / "studies" / "study", "v-1-seed3"
     lines = out / first / "metrics.jsonl"
@@ -280,7 +292,7 @@ def test_study_ended_by_a_signal_resumes_and_reports(tmp_path, monkeypatch, caps
             signal.raise_signal(signal.SIGTERM)
 
     with monkeypatch.context() as patch:
-        patch.setattr(study.__main__, "time", SimpleNamespace(sleep=wait))
+        patch.setattr(study_command, "time", SimpleNamespace(sleep=wait))
         with pytest.raises(SystemExit, match="143"):
             main([str(file), "--jobs", "1"])
     made = lines.read_text(encoding="utf-8")

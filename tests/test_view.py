@@ -83,6 +83,7 @@ def test_page_holds_metrics_events_settings_and_evaluations_of_a_real_run(traine
     run = header["runs"][0]
     assert run["metrics"]["step"] == [1, 2, 3]
     assert (run["status"][0], run["total"], run["notes"]) == ("finished", 3, [])
+    assert header["methods"] == [["one", [0]]]
     assert [event["reason"] for event in run["events"] if event["event"] == "weight_sync"] == [
         "start",
         "schedule",
@@ -97,6 +98,16 @@ def test_page_holds_metrics_events_settings_and_evaluations_of_a_real_run(traine
         name for metrics in header["metrics"].values() for name in metrics
     }
     assert set(run["settings"]) <= set(header["settings"])
+
+
+def test_page_knows_which_runs_are_seeds_of_one_method(tmp_path):
+    runs = [
+        make_run(tmp_path, "plain-seed0", run={"seed": 0}),
+        make_run(tmp_path, "other", loss={"recipe": "rloo"}),
+        make_run(tmp_path, "plain-seed1", run={"seed": 1}),
+    ]
+    header, _ = unpack(collect([run.path for run in runs], 100))
+    assert header["methods"] == [["plain", [0, 2]], ["other", [1]]]
 
 
 def test_unknown_numbers_and_context_stay_unknown(tmp_path):

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 from browser import Browser
-from made_runs import fill, group, make_run, metrics, save_tokenizer
+from made_runs import evaluate, fill, group, make_run, metrics, save_tokenizer
 from test_view import hostile_run
 
 from lagrpo.view.data import collect
@@ -212,6 +212,125 @@ def test_evaluations_show_the_prompts_that_changed(opened, run):
     ]
     page.choose("show", "all")
     assert len(page.texts(".clickable")) == 3
+
+
+# Several runs
+
+
+@pytest.fixture
+def methods(tmp_path):
+    """Two seeds of one method, with different rewards, and a run of another method."""
+    seeds = []
+    for seed in (0, 1):
+        run = make_run(tmp_path, f"plain-seed{seed}", run={"seed": seed})
+        for batch in range(1, 61):
+            run.record_event("weight_sync", batch, policy_version=batch - 1, reason="schedule")
+            run.record(metrics(batch, reward=float(seed)))
+        evaluate(run, "before", 0, {1: [0.0, 0.0], 2: [0.0, 0.0]})
+        evaluate(run, "after", 60, {1: [1.0, 1.0], 2: [float(seed), float(seed)]})
+        seeds.append(run)
+    return [*seeds, fill(make_run(tmp_path, "other", loss={"recipe": "rloo"}))]
+
+
+def test_seeds_of_a_method_are_one_curve_and_one_column(opened, methods):
+    page = opened(*methods)
+    assert page.texts(".chip b") == ["plain", "other"]
+    assert "2 seeds" in page.texts(".chip")[0]
+    assert page.texts(".small .last")[:2] == ["plain\n0.5", "other\n0.4"]
+    assert page.js("document.querySelector('[aria-label=\"mean of\"]').value") == "5"
+    assert page.js("document.querySelectorAll('.u-series').length") == 1 + 3 + 1
+    page.click(".bar .check", 1)
+    assert page.texts(".small .last")[:2] == ["plain-seed0\n0", "plain-seed1\n1"]
+    assert page.js("document.querySelectorAll('.u-series').length") == 1 + 3
+    tab(page, "settings")
+    assert [row.split("\t")[0] for row in page.texts("tbody tr")][:2] == ["run.seed", "loss.recipe"]
+
+
+def test_chart_explains_only_the_marks_that_it_has(opened, methods):
+    assert "weight sync" not in opened(methods[0]).text(".key")
+    assert "│ weight sync   ▲ warning" in opened(methods[2]).text(".key")
+
+
+def test_results_of_all_runs_are_in_one_table(opened, methods):
+    page = opened(*methods, address="#tab=evaluations")
+    rows = page.js(
+        "[...document.querySelector('.numbers tbody').rows]"
+        ".map((row) => [...row.cells].map((cell) => cell.innerText.trim()))"
+    )
+    assert [row[:3] + row[4:6] for row in rows] == [
+        [
+            "plain 2 seeds",
+            "0.0 %",
+            "75.0 %",
+            "seeds 50.0 % to 100.0 %",
+            "+75.0 points (seeds +50.0 to +100.0)",
+        ],
+        ["other", "50.0 %", "66.7 %", "46.7 % to 86.7 %", "–"],
+    ]
+
+
+def test_two_runs_are_compared_prompt_by_prompt(opened, methods):
+    page = opened(methods[0], methods[1], address="#tab=evaluations")
+    assert "+50.0 points over 2 prompts" in page.text(".change")
+    assert page.texts(".prompts tbody tr") == [
+        "#2\tHeld-out question 2\t0 of 2\t2 of 2\t+100 points"
+    ]
+    page.choose("compare", "1:0")
+    assert "+100.0 points over 2 prompts" in page.text(".change")
+
+
+def test_notes_of_several_runs_are_one_banner(opened, tmp_path):
+    runs = [make_run(tmp_path, name) for name in ("a", "b")]
+    assert opened(*runs).texts(".notes li") == [
+        "No metrics yet: the first batch is not finished.",
+        "No rollouts yet.",
+        "No evaluations.",
+    ]
+    fill(runs[0])
+    assert opened(*runs).texts(".notes li")[1] == "No rollouts yet. (b)"
+
+
+# Small screens and symbols
+
+
+@pytest.mark.parametrize("width", [400, 1280, 2200])
+@pytest.mark.parametrize("name", ["trend", "rollouts", "evaluations", "settings"])
+def test_page_is_no_wider_than_the_screen(opened, methods, name, width):
+    page = opened(*methods, address=f"#tab={name}&run=2", width=width)
+    assert page.js("document.documentElement.scrollWidth") == width
+
+
+def test_filter_is_folded_on_a_phone(opened, run):
+    is_shown = "document.querySelector('input[name=q]').offsetParent !== null"
+    assert opened(run, address="#tab=rollouts").js(is_shown)
+    page = opened(run, address="#tab=rollouts", width=400)
+    assert not page.js(is_shown)
+    page.click(".fold")
+    assert page.js(is_shown)
+    page.type("input[name=q]", "question")
+    page.click(".fold")
+    assert not page.js(is_shown)
+    assert page.text(".fold") == "filter (1)"
+
+
+def test_symbols_explain_themselves(opened, run):
+    page = opened(run, address="#tab=rollouts")
+    page.hover(".card [data-term=A]")
+    assert "advantage" in page.text("#tip")
+    page.hover(".group-head [data-term=σ]")
+    assert "standard deviation" in page.text("#tip")
+    page.hover(".card [data-term='π_k/α']")
+    assert "sampled it (α)" in page.text("#tip")
+
+
+def test_tap_explains_a_symbol_and_opens_no_card(opened, run):
+    page = opened(run, address="#tab=rollouts", width=400)
+    page.tap(".card [data-term=A]")
+    assert "advantage" in page.text("#tip")
+    assert page.text(".opened") == ""
+    page.tap(".card .strip")
+    assert page.js("document.getElementById('tip').hidden")
+    assert "σ of its group" in page.text(".opened")
 
 
 # Texts of strangers

@@ -42,7 +42,7 @@ NAVIGATION = {
         "extending",
         "multi-turn",
     ],
-    "Runs": ["evaluation", "checkpoints", "inspect", "verify"],
+    "Runs": ["evaluation", "checkpoints", "inspect", "studies", "verify"],
     "Hardware": ["vllm", "scaling", "lora", "precision"],
     "Reference": ["settings", "metrics", "run-files", "architecture", "papers"],
 }

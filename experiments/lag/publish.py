@@ -13,10 +13,10 @@ from statistics import fmean
 from typing import Any
 
 import lagrpo.core
-from experiments.study.statistics import Interval
 from lagrpo.core.lag_table import FILE, TASKS
 from lagrpo.core.recipes import needs_of
 from lagrpo.runs.files import write_atomically
+from lagrpo.study.statistics import Interval
 
 from .methods import Method
 from .records import Record, RunKey

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import correlation, fmean
 
-from experiments.study.statistics import Interval, Verdict, judge
 from experiments.theory.style import (
     BLUE,
     FAINT,
@@ -27,6 +26,7 @@ from experiments.theory.style import (
     plain,
 )
 from lagrpo.runs.files import write_atomically
+from lagrpo.study.statistics import Interval, Verdict, judge
 
 from .methods import Table
 from .plan import MAIN_TASKS, Pass
@@ -125,7 +125,7 @@ def find_cells(records: Mapping[RunKey, Record], table: Table, task: str) -> Cel
 def leaders(cells: Cells, column: Column) -> set[str]:
     """The methods of a column that are not shown to be MARGIN below the leader.
 
-    The test is on paired differences over the seeds (experiments/study/statistics.py). Empty with a
+    The test is on paired differences over the seeds (lagrpo.study.statistics). Empty with a
     single seed, which shows nothing.
     """
     best = {method: cell.best for (method, at), cell in cells.items() if at == column}

@@ -25,8 +25,8 @@ DIRECTORY = Path("runs") / "lag" / "starts"
 UPDATES = 2000
 PROMPTS = 64
 LEARNING_RATE = 3e-3
-# Two right answers per digit take longer to learn.
-MORE_UPDATES = {"chain-many": 4000}
+# Several right answers per digit take longer to learn.
+MORE_UPDATES = {"chain-many": 4000, "chain-wide": 4000}
 SEED = 0
 
 
@@ -70,6 +70,14 @@ def imitate_teacher(
 
 def mean_score(task: Task, architecture: Architecture, flat: Tensor, prompts: int = 512) -> float:
     """The mean score of 8 completions of each of some random prompts."""
+    score, _ = measure(task, architecture, flat, prompts)
+    return score
+
+
+def measure(
+    task: Task, architecture: Architecture, flat: Tensor, prompts: int = 512
+) -> tuple[float, float]:
+    """The mean score and the entropy in nats of 8 completions of each of some random prompts."""
     random = np.random.default_rng(SEED + 1)
     questions = task.prompts(random, prompts)[None]
     uniform = random.random((1, prompts, 8, task.completion_length), dtype=np.float32)
@@ -77,7 +85,7 @@ def mean_score(task: Task, architecture: Architecture, flat: Tensor, prompts: in
     weights = unpack(architecture, flat)
     samples = model.sample(weights, questions, torch.from_numpy(uniform), task.end, task.padding)
     _, scores = task.grade(questions, samples.tokens, torch.ones(1, prompts, 8))
-    return float(scores.mean())
+    return float(scores.mean()), float(samples.entropy.sum(dim=-1).mean())
 
 
 def main(names: Sequence[str]) -> None:
@@ -87,8 +95,11 @@ def main(names: Sequence[str]) -> None:
         began = time.perf_counter()
         architecture, flat = load_start(name)
         seconds = time.perf_counter() - began
-        score = mean_score(TASKS[name](), architecture, flat)
-        print(f"{name:14} {architecture.parameters} parameters, score {score:.3f}, {seconds:.0f} s")
+        score, entropy = measure(TASKS[name](), architecture, flat)
+        print(
+            f"{name:14} {architecture.parameters} parameters, score {score:.3f}, "
+            f"entropy of a completion {entropy:.1f} nats, {seconds:.0f} s"
+        )
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ though rarely. Two families, and variants that differ from their family's base i
     task            right answers   reward       tokens    luck
     chain           one             exact        6         no
     chain-many      32              exact        6         no
+    chain-wide      3125            exact        6         no
     chain-graded    one             graded       6         no
     chain-long      one             exact        24        no
     chain-luck      one             exact        6         yes
@@ -13,6 +14,7 @@ though rarely. Two families, and variants that differ from their family's base i
     gamble-sure     many            graded       11-22     no
     gamble-exact    many            exact        11-22     no
     gamble-short    many            graded       4-7       yes
+    gamble-firm     many            graded       11-22     yes
     journey         many            graded       21-42     yes
 
 Shapes: B prompts of P tokens, G completions of each of L tokens; leading dimensions (...) are runs.
@@ -22,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
@@ -76,14 +78,14 @@ class Chain:
 
     The first digit is copied; then each step adds the next digit to the sum written so far. The
     teacher errs by ±1 or ±2, on a hard pair (sum so far, next digit) more often than not. The
-    reward is 1 for a completion without a wrong step, else 0. With `is_many` a step is also right
-    if it is off by 5, so each digit has two right answers. With `is_graded` the reward is
+    reward is 1 for a completion without a wrong step, else 0. With n right answers per digit a step
+    is also right if it is off by a multiple of 10 / n. With `is_graded` the reward is
     .75^(wrong steps), each step seen from the sum written before it. With `luck` a reward of 0 or 1
     is swapped that often.
     """
 
     digits: int = 5
-    is_many: bool = False
+    right_per_digit: Literal[1, 2, 5] = 1
     is_graded: bool = False
     luck: float = 0.0
     teacher_is_right: tuple[float, float, float] = (0.97, 0.75, 0.35)
@@ -97,6 +99,11 @@ class Chain:
     completion_length: int = field(init=False)
     _teacher: Tensor = field(init=False)
     """[10, 10, 10]: probability of each next digit, by sum so far and next digit of the prompt"""
+
+    @property
+    def _modulus(self) -> int:
+        """Digits that are equal modulo this number are equally right."""
+        return 10 // self.right_per_digit
 
     def __post_init__(self) -> None:
         self.prompt_length = self.digits + 1
@@ -117,8 +124,9 @@ class Chain:
                 row[:] = 0.25 * (1 - p_right) / 8
                 row[wrong] = 0.75 * (1 - p_right)
                 row[right] = p_right
-                if self.is_many:
-                    row += np.roll(row, 5)
+                if self.right_per_digit > 1:
+                    turns = range(0, 10, self._modulus)
+                    row[:] = sum(np.roll(row, turn) for turn in turns)
                     row /= row.sum()
         self._teacher = torch.from_numpy(teacher)
 
@@ -129,8 +137,9 @@ class Chain:
     def teach(self, random: np.random.Generator, prompts: Tensor) -> Tensor:
         uniform = torch.from_numpy(random.random((len(prompts), self.digits)))
         so_far = prompts[:, 0]
-        if self.is_many:
-            so_far = (so_far + 5 * (uniform[:, 0] < 0.5)) % 10
+        if self.right_per_digit > 1:
+            turn = self.right_per_digit - 1 - (self.right_per_digit * uniform[:, 0]).long()
+            so_far = (so_far + self._modulus * turn) % 10
         written = [so_far]
         for step in range(1, self.digits):
             so_far = _draw(self._teacher[so_far, prompts[:, step]], uniform[:, step])
@@ -141,9 +150,7 @@ class Chain:
         digits = prompts[..., None, : self.digits]
         written = completions[..., : self.digits]
         before = F.pad(written[..., :-1], (1, 0), value=0)  # the first digit is added to 0
-        # A digit that is off by 5 is also right if there are many right answers.
-        modulus = 5 if self.is_many else 10
-        is_wrong = (before + digits - written) % modulus != 0
+        is_wrong = (before + digits - written) % self._modulus != 0
         is_complete = (written < 10).all(dim=-1) & (completions[..., -1] == self.end)
         wrong = is_wrong.sum(dim=-1)
         if self.is_graded:
@@ -159,6 +166,8 @@ RECKLESS = 1
 BAD = 2
 TEACHER_LIKES = (1.0, 0.6, 0.4)
 """weights of the teacher's choice among plain, reckless and bad jumps"""
+FAVORITE = 0.9
+"""share of its favorite jump in the choice of a firm teacher, who has one at each place"""
 
 
 @dataclass
@@ -171,6 +180,10 @@ class Gamble:
     probability survival^reckless, else 0; a walk that does not end at the goal gets 0. As survival
     · gain < 1, plain jumps alone are best, and their reward is .5. With `most_bad` the reward is
     exact: 1 with at most so many bad jumps, else 0.
+
+    The teacher likes plain jumps best, and bad ones least. With `is_firm` it draws a favorite jump
+    for each (terrain, node) once, by these likings, and nearly always makes that jump: its mean
+    choices stay the same, but it repeats itself, so that a policy has little entropy to lose.
     """
 
     goal: int = 30
@@ -179,6 +192,7 @@ class Gamble:
     survival: float = 0.7
     gain: float = 1.2
     most_bad: int | None = None
+    is_firm: bool = False
     prompts_per_batch: int = 4
     updates: int = 512
     vocabulary: int = field(init=False)
@@ -188,6 +202,8 @@ class Gamble:
     completion_length: int = field(init=False)
     _kind: Tensor = field(init=False)
     """[2, goal + 1, 4]: PLAIN, RECKLESS or BAD by terrain, node and jump"""
+    _likes: Tensor = field(init=False)
+    """[2, goal + 1, 4]: weights of the teacher's choice by terrain, node and jump"""
 
     def __post_init__(self) -> None:
         self.prompt_length = self.sections + 1
@@ -205,6 +221,9 @@ class Gamble:
                 kinds = random.permutation([PLAIN, second, BAD])
                 kind[terrain, node, 1:] = torch.from_numpy(kinds)
         self._kind = kind
+        self._likes = torch.tensor(TEACHER_LIKES, dtype=torch.float64)[kind]
+        if self.is_firm:
+            self._likes = _with_favorites(self._likes, random)
 
     def prompts(self, random: np.random.Generator, count: int) -> Tensor:
         terrain = torch.from_numpy(random.integers(0, 2, (count, self.sections)))
@@ -219,13 +238,12 @@ class Gamble:
 
     def teach(self, random: np.random.Generator, prompts: Tensor) -> Tensor:
         uniform = torch.from_numpy(random.random((len(prompts), self.completion_length)))
-        likes = torch.tensor(TEACHER_LIKES, dtype=torch.float64)
         node = torch.zeros(len(prompts), dtype=torch.long)
         is_done = torch.zeros(len(prompts), dtype=torch.bool)
         written = []
         for step in range(self.completion_length):
             terrain = self._terrain_at(prompts, node[:, None])[:, 0]
-            weight = likes[self._kind[terrain, node]]
+            weight = self._likes[terrain, node]
             is_jump = (torch.arange(4) > 0) & (node[:, None] + torch.arange(4) <= self.goal)
             jump = _draw(weight * is_jump, uniform[:, step])
             arrived = node == self.goal
@@ -256,6 +274,16 @@ class Gamble:
         return prize * (luck < chance), prize * chance
 
 
+def _with_favorites(likes: Tensor, random: np.random.Generator) -> Tensor:
+    """Weights [2, nodes, 4] of a teacher who drew a favorite jump at each place by `likes`."""
+    shape = likes.shape
+    jumps = likes[..., 1:].reshape(-1, 3)  # no jump of length 0
+    favorite = _draw(jumps, torch.from_numpy(random.random(len(jumps))))
+    weights = torch.full_like(jumps, (1 - FAVORITE) / 2)
+    weights[torch.arange(len(jumps)), favorite] = FAVORITE
+    return F.pad(weights, (1, 0)).view(shape)
+
+
 def _draw(weight: Tensor, uniform: Tensor) -> Tensor:
     """Indices [N], drawn in proportion to weights [N, n] by inversion.
 
@@ -268,7 +296,8 @@ def _draw(weight: Tensor, uniform: Tensor) -> Tensor:
 
 TASKS: dict[str, Callable[[], Task]] = {
     "chain": Chain,
-    "chain-many": lambda: Chain(is_many=True),
+    "chain-many": lambda: Chain(right_per_digit=2),
+    "chain-wide": lambda: Chain(right_per_digit=5, teacher_is_right=(0.95, 0.5, 0.0)),
     "chain-graded": lambda: Chain(is_graded=True),
     "chain-long": lambda: Chain(
         digits=23, teacher_is_right=(0.995, 0.97, 0.80), prompts_per_batch=4, updates=512
@@ -277,6 +306,7 @@ TASKS: dict[str, Callable[[], Task]] = {
     "gamble": Gamble,
     "gamble-sure": lambda: Gamble(survival=1.0, gain=1.0),
     "gamble-exact": lambda: Gamble(survival=1.0, gain=1.0, most_bad=1),
+    "gamble-firm": lambda: Gamble(is_firm=True),
     "gamble-short": lambda: Gamble(goal=8, sections=2, longest_walk=6),
     "journey": lambda: Gamble(goal=60, sections=10, longest_walk=41),
 }

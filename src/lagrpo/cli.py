@@ -4,6 +4,7 @@
     lagrpo train FILE.toml         train with your settings; --section.name VALUE changes one, --dry-run explains them
     lagrpo train --resume RUN      resume a run from its newest checkpoint
     lagrpo eval MODEL --task NAME  measure pass@k of a model, with intervals
+    lagrpo study FILE.toml         make the runs of a grid over seeds, and compare them
     lagrpo view RUN …              show runs as one HTML page, or with --text in the terminal
     lagrpo recipes [NAME]          list the losses, or print one with its code
     lagrpo vllm-serve MODEL        start a vLLM server for runs to attach to
@@ -302,6 +303,13 @@ def settings_of_run(weights: str) -> dict[str, Any]:
     }
 
 
+def study(words: list[str]) -> None:
+    """Makes the missing runs of a study, writes its report, and exits with the status."""
+    from lagrpo.study.__main__ import main
+
+    sys.exit(main(words))
+
+
 def add_view_arguments(parser: CommandParser) -> None:
     """Adds the arguments of `view`."""
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN")
@@ -328,7 +336,7 @@ def view(
 
     RUN …            directories of runs; the page draws the curves of several runs over each other
     --text           print the completions of one batch instead of writing a page
-    --batch N        batch for --text; default: the last
+    --batch N        batch for --text; default: the last with a signal
     --serve          serve the page on 127.0.0.1 and update it with new batches, until Ctrl-C
     --port N         port for --serve; 0 takes a free one [0]
     --out FILE       file to write; default: view.html in the run, ./view.html for several runs
@@ -480,5 +488,9 @@ SIMPLE_COMMANDS = {
     ),
 }
 
-COMMANDS: dict[str, Callable[[list[str]], None]] = {"train": train, "eval": evaluate}
+COMMANDS: dict[str, Callable[[list[str]], None]] = {
+    "train": train,
+    "eval": evaluate,
+    "study": study,
+}
 COMMANDS |= {name: partial(call, name) for name in SIMPLE_COMMANDS}

@@ -41,16 +41,24 @@ def open_run(run: Run | Path | str) -> Run:
     raise RunNotFoundError(problem)
 
 
+def load_config(run: Run | Path | str) -> dict[str, Any]:
+    """Returns the settings of the run by its config.toml: a table for each section.
+
+    Raises ValueError for a file that is not TOML.
+    """
+    path = open_run(run).path / "config.toml"
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid TOML: {error}") from error
+
+
 def load_reward_range(run: Run | Path | str) -> tuple[float, float]:
     """Returns the smallest and the largest reward of the run's task, by its config.toml.
 
     The default is 0 and 1. Raises ValueError for a file that is not TOML.
     """
-    path = open_run(run).path / "config.toml"
-    try:
-        config = tomllib.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid TOML: {error}") from error
+    config = load_config(run)
     lows = []
     highs = []
     for reward in config.get("task", {}).get("rewards") or [{}]:
@@ -130,6 +138,17 @@ def load_evaluation_records(run: Run | Path | str, name: str) -> list[JsonObject
 def rollout_batches(run: Run | Path | str) -> list[int]:
     """Returns the steps whose rollouts are on disk, in order."""
     return sorted(numbered(open_run(run).path / "rollouts", "step-", ".parquet"))
+
+
+def last_batch_with_signal(run: Run | Path | str) -> int | None:
+    """Returns the last batch on disk in which a completion has an advantage other than 0.
+
+    None if there is no such batch. Raises ValueError as `load_rollouts` does.
+    """
+    for step in reversed(rollout_batches(run)):
+        if any(row["advantage"] for row in load_rollouts(run, [step], ["advantage"])):
+            return step
+    return None
 
 
 def load_rollouts(

@@ -48,7 +48,7 @@ MAX_SAMPLES = 3
 MAX_CHARACTERS = 300
 """Characters of a prompt or a completion."""
 
-LINES_AROUND_TABLE = 7
+LINES_AROUND_TABLE = 8
 """Lines of the live display besides the batches: title, headings, legend, progress and phase."""
 
 COLUMN_GAP = 2
@@ -56,7 +56,8 @@ COLUMN_GAP = 2
 
 LEGEND = (
     "no signal: groups whose rewards are all equal · staleness: max, in updates\n"
-    "clipped: tokens outside the clip range · sampled/s, learned/s: tokens per second"
+    "clipped: tokens outside the clip range · sampled/s, learned/s: tokens per second\n"
+    "sampled/s is high for batches sampled ahead: the run hardly waits for them"
 )
 
 

@@ -30,7 +30,10 @@ ARROW = " → "
 def show(
     run_dir: Run | Path | str, batch: int | None = None, console: Console | None = None
 ) -> None:
-    """Prints the completions of one batch (default: the last) and the results of evaluation sets.
+    """Prints the completions of one batch and the results of evaluation sets.
+
+    The default is the last batch with a signal, or the last batch if none has one. Equal
+    completions of a prompt are printed once, with their number.
 
     Raises RunNotFoundError if the run, its rollouts or the batch are not there, and SettingsError
     for rollouts of another schema or a damaged file.
@@ -42,15 +45,31 @@ def show(
         problem = "has no rollouts yet: its first batch is not finished"
         raise reading.RunNotFoundError(f"{run.path} {problem}")
     with as_settings_error():
-        rows = reading.load_rollouts(run, [batches[-1] if batch is None else batch])
+        note = ""
+        if batch is None:
+            batch = reading.last_batch_with_signal(run) or batches[-1]
+            if batch != batches[-1]:
+                note = "the last batch with a signal"
+        rows = reading.load_rollouts(run, [batch])
         reward_range = reading.load_reward_range(run)
         summaries = reading.load_evaluations(run)
         results = [Text(line, style="dim") for line in result_lines(summaries)]
-    console.print(_title(run, rows, batches), *results, "", sep="\n")
+    console.print(_title(run, rows, batches, note), *results, "", sep="\n")
     for prompt_id, members in groupby(rows, key=lambda row: row["prompt_id"]):
         completions = list(members)
         _print_prompt(console, prompt_id, completions[0])
-        console.print(*(render_completion(row, reward_range) for row in completions))
+        for row, count in _merge_equal(completions, reward_range):
+            console.print(render_completion(row, reward_range, count))
+
+
+def _merge_equal(rows: Sequence[Row], reward_range: Range) -> list[tuple[Row, int]]:
+    """Returns the completions that look different, in their order, each with its number of copies."""
+    merged: dict[tuple[str, str], tuple[Row, int]] = {}
+    for row in rows:
+        looks = (_render_head(row, reward_range).markup, _render_text(row).plain)
+        first, count = merged.get(looks, (row, 0))
+        merged[looks] = (first, count + 1)
+    return list(merged.values())
 
 
 def _print_prompt(console: Console, prompt_id: int, row: Row) -> None:
@@ -99,8 +118,19 @@ def _result_line(set_name: str, summaries: Sequence[JsonView]) -> str:
     return line
 
 
-def render_completion(row: Row, reward_range: Range) -> Group:
-    """Returns one completion: a line of facts, and its text or its turns."""
+def render_completion(row: Row, reward_range: Range, count: int = 1) -> Group:
+    """Returns one completion: a line of facts, and its text or its turns.
+
+    `count` is how many completions of its group are equal to it.
+    """
+    head = _render_head(row, reward_range)
+    if count > 1:
+        head = Text.assemble((f"{count} × ", "bold"), head)
+    return Group(head, Padding(_render_text(row), (0, 0, 1, 2)))
+
+
+def _render_head(row: Row, reward_range: Range) -> Text:
+    """Returns the line of facts of a completion, its reward first."""
     verdict = None
     reward = row["outcome"]
     if row["outcome"] == OutcomeKind.SCORED:
@@ -114,7 +144,7 @@ def render_completion(row: Row, reward_range: Range) -> Group:
     head = Text.assemble((f"{mark} {reward}", f"bold {style}"), (facts, "dim"))
     if row["reason"]:
         head.append(f"{SEPARATOR}{visible(row['reason'])}", "yellow")
-    return Group(head, Padding(_render_text(row), (0, 0, 1, 2)))
+    return head
 
 
 def _facts(row: Row) -> Iterator[str]:
@@ -158,12 +188,17 @@ def _render_text(row: Row) -> Text:
     return Text("\n").join(lines)
 
 
-def _title(run: Run, rows: list[Row], batches: list[int]) -> Text:
-    """Returns the heading: the run, and facts about the batch and the batches on disk."""
+def _title(run: Run, rows: list[Row], batches: list[int], note: str) -> Text:
+    """Returns the heading: the run, and facts about the batch and the batches on disk.
+
+    `note` says why this batch is shown, if not only because it is the last.
+    """
     facts = []
     if rows:
         first = rows[0]
         facts.append(f"batch {first['step']}, π_k is version {first['policy_version']}")
+    if note:
+        facts.append(note)
     facts.append(f"{len(rows)} completions")
     rewards = [row["reward"] for row in rows if row["outcome"] == OutcomeKind.SCORED]
     if rewards:

@@ -27,8 +27,9 @@ from lagrpo.runs.directory import Run, read_holder
 from lagrpo.runs.environment import read_environment
 from lagrpo.runs.files import to_json
 from lagrpo.runs.metrics import describe_metrics
+from lagrpo.runs.recorded import RecordedRun, group_seeds, load_runs
 from lagrpo.runs.rollouts import REWARD, reward_columns, rollout_schema
-from lagrpo.settings.load import flatten, list_settings, load_settings, read_toml
+from lagrpo.settings.load import flatten, list_settings, load_settings
 from lagrpo.settings.schema import Settings
 from lagrpo.types import JsonObject, JsonView
 
@@ -79,23 +80,25 @@ def collect(paths: Sequence[Path | str], most: int) -> bytes:
 
     Raises RunNotFoundError for a directory that is not a run, SettingsError for damaged files.
     """
-    runs = [reading.open_run(path) for path in paths]
     # The stamp comes first: files that are written while the runs are read count as newer data.
     stamp = take_stamp(paths)
-    most_of_run = most // len(runs)
-    most_tokens = MOST_TOKENS // len(runs)
-    names = [run.path.resolve().name for run in runs]
     arrays: list[np.ndarray] = []
     entries = []
     with as_settings_error():
-        for run, name in zip(runs, names, strict=True):
-            config = read_toml(run.path / "config.toml")
-            is_unique = names.count(name) == 1
-            entry: JsonObject = {"name": name if is_unique else str(run.path)}
-            entry |= _read(run, flatten(config))
-            entry["rollouts"] = read_rollouts(run, most_of_run, most_tokens, config, arrays)
-            entry["evaluations"] = read_evaluations(run, most_of_run)
+        runs = load_runs(paths)
+        methods = group_seeds(runs)
+        most_of_run = most // len(runs)
+        most_tokens = MOST_TOKENS // len(runs)
+        for recorded in runs:
+            run = Run(recorded.path)
+            entry: JsonObject = {"name": recorded.name}
+            entry |= _read(run, recorded)
+            entry["rollouts"] = read_rollouts(
+                run, most_of_run, most_tokens, recorded.settings, arrays
+            )
+            entry["evaluations"] = read_evaluations(run, recorded.evaluations, most_of_run)
             entries.append(entry)
+    indices = {run.path: index for index, run in enumerate(runs)}
     metric_names = [name for entry in entries for name in entry["metrics"]]
     header = {
         "format": 1,
@@ -104,6 +107,9 @@ def collect(paths: Sequence[Path | str], most: int) -> bytes:
         "version": version("lagrpo"),
         "most": most,
         "runs": entries,
+        "methods": [
+            [name, [indices[run.path] for run in of_method]] for name, of_method in methods.items()
+        ],
         "metrics": describe_metrics(metric_names),
         "settings": _describe_settings(),
     }
@@ -171,9 +177,10 @@ def take_stamp(paths: Sequence[Path | str]) -> str:
     return digest.hexdigest()[:16]
 
 
-def _read(run: Run, settings: JsonObject) -> JsonObject:
+def _read(run: Run, recorded: RecordedRun) -> JsonObject:
     """Returns the facts and metrics of a run. Secrets are redacted."""
-    metrics = reading.load_metrics(run)
+    settings = flatten(recorded.settings)
+    metrics = recorded.metrics
     events = reading.load_events(run)
     names = dict.fromkeys(name for line in metrics for name in line)
     notes = []
@@ -212,13 +219,12 @@ def _status(run: Run, events: Sequence[JsonView]) -> list[str]:
 # ---- Evaluations ----
 
 
-def read_evaluations(run: Run, most: int) -> JsonObject:
-    """Returns the summaries, prompts and completions of a run's evaluations.
+def read_evaluations(run: Run, summaries: Sequence[JsonView], most: int) -> JsonObject:
+    """Returns the prompts and completions of a run's evaluations, which have these summaries.
 
     If they have more than `most` completions, only the first and the last evaluation keep their
     texts; the counts of all are there.
     """
-    summaries = reading.load_evaluations(run)
     records_of_evaluations = [
         reading.load_evaluation_records(run, summary["name"]) for summary in summaries
     ]

@@ -27,7 +27,19 @@ from lagrpo.runs.reading import open_run
 from lagrpo.view.data import collect, take_stamp
 
 STYLES = ("uplot.css", "style.css")
-SCRIPTS = ("dom", "data", "trend", "groups", "tokens", "rollouts", "evaluations", "settings", "app")
+SCRIPTS = (
+    "dom",
+    "data",
+    "terms",
+    "units",
+    "trend",
+    "groups",
+    "tokens",
+    "rollouts",
+    "evaluations",
+    "settings",
+    "app",
+)
 HOST = "127.0.0.1"
 FILE = "view.html"
 HEADERS = {

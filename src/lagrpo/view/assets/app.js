@@ -10,14 +10,16 @@ const START = {
   tab: "trend",
   metric: "reward",
   x: "batch",
-  smooth: 1,
+  smooth: 0,
   log: false,
   hidden: [],
+  apart: false,
   events: false,
   run: 0,
   batch: "last",
   sort: "spread",
   ...NO_FILTER,
+  filters: false,
   group: "",
   completion: -1,
   color: "logp",
@@ -26,8 +28,8 @@ const START = {
   changes: "changed",
   prompt: -1,
   setting: "",
-  changed: false,
-  differing: false,
+  settings: "differing",
+  set: "",
 };
 const KEPT = new Set([
   "q",
@@ -68,7 +70,7 @@ function readAddress() {
     else if (Array.isArray(start)) state[name] = text.split(",").filter(Boolean).map(Number);
     else state[name] = text;
   }
-  const allowed = { tab: TABS, x: AXES, sort: SORTS, outcome: OUTCOMES, color: COLORINGS, changes: CHANGES };
+  const allowed = { tab: TABS, x: AXES, sort: SORTS, outcome: OUTCOMES, color: COLORINGS, changes: CHANGES, settings: SHOWN };
   for (const [name, names] of Object.entries(allowed))
     if (!Object.hasOwn(names, state[name])) state[name] = START[name];
   if (!["last", "all"].includes(state.batch)) state.batch = Number(state.batch) || "last";
@@ -87,7 +89,9 @@ class App {
     this.root = root;
     this.state = readAddress();
     this.notice = "";
+    this.opened = new Set(); // runs whose events are shown
     this.render();
+    explainTerms(root);
     document.addEventListener("keydown", (event) => onKey(this, event));
     addEventListener("resize", () => this.state.tab === "trend" && this.render());
     addEventListener("hashchange", () => {
@@ -131,28 +135,40 @@ function restoreField(root, old) {
   if (old.type === "text") field.setSelectionRange(old.selectionStart, old.selectionEnd);
 }
 
-function runChip(app, run) {
-  const hidden = app.state.hidden.includes(run.index),
-    [word, detail] = run.status;
-  const done = run.metrics.get("step")?.at(-1) ?? 0,
-    of = run.total ? ` of ${show(run.total)}` : "";
-  const toggle = () =>
-    app.update({
-      hidden: hidden ? app.state.hidden.filter((one) => one !== run.index) : [...app.state.hidden, run.index],
-    });
+/** How far the runs of a unit are: one word and the batch, or how many are finished. */
+function progressOf(unit) {
+  const words = [...new Set(unit.runs.map((run) => run.status[0]))];
+  const finished = unit.runs.filter((run) => run.status[0] === "finished").length;
+  const batches = unit.runs.map((run) => run.metrics.get("step")?.at(-1) ?? 0);
+  const [least, most] = [Math.min(...batches), Math.max(...batches)];
+  const total = unit.runs[0].total;
+  return {
+    word: words.length === 1 ? words[0] : `${finished} of ${unit.runs.length} finished`,
+    isBad: words.some((word) => word === "failed" || word === "killed"),
+    batch: `batch ${least === most ? show(least) : `${show(least)} to ${show(most)}`}${total ? ` of ${show(total)}` : ""}`,
+  };
+}
+
+/** A button for each method, which hides it. */
+function unitChip(app, unit) {
+  const hidden = app.state.hidden.includes(unit.method);
+  const { word, isBad, batch } = progressOf(unit);
+  const others = app.state.hidden.filter((method) => method !== unit.method);
+  const toggle = () => app.update({ hidden: hidden ? others : [...others, unit.method] });
   return el(
     "button",
     {
       type: "button",
       class: `chip${hidden ? " off" : ""}`,
-      title: visible(`${run.path}\n${detail}`),
+      title: visible(unitTitle(unit)),
       "aria-pressed": String(!hidden),
       on: { click: toggle },
     },
-    el("span", { class: "swatch", style: { background: runColor(run.index) } }),
-    el("b", { dir: "auto", text: visible(run.name) }),
-    el("span", { class: `status ${word === "failed" || word === "killed" ? "warn" : ""}`, text: visible(word) }),
-    el("span", { class: "dim", text: `batch ${show(done)}${of}` }),
+    swatch(unitColor(unit)),
+    el("b", { dir: "auto", text: visible(unit.name) }),
+    unit.runs.length > 1 ? el("span", { text: `${unit.runs.length} seeds` }) : null,
+    el("span", { class: `status ${isBad ? "warn" : ""}`, text: visible(word) }),
+    el("span", { class: "dim", text: batch }),
   );
 }
 
@@ -180,40 +196,50 @@ function head(app) {
     el(
       "div",
       { class: "chips" },
-      app.data.runs.map((run) => runChip(app, run)),
+      unitsOf(app.data, false).map((unit) => unitChip(app, unit)),
     ),
     el("nav", { role: "tablist" }, tabs),
     tools,
   );
 }
 
-function leftOut(r) {
-  const held = `${show(r.count)} of ${show(r.completions_on_disk)} completions`;
-  const batches = `whole groups from ${show(r.batches.length)} of ${plural(r.batches_on_disk, "batch", "es")}`;
-  return `This page holds ${held}, ${batches}. For more: lagrpo view --completions N.`;
+/** What the page leaves out of all runs, in one sentence; "" if it holds everything. */
+function leftOut(runs) {
+  const sum = (value) => runs.reduce((total, run) => total + value(run.rollouts), 0);
+  const held = sum((r) => r.count);
+  const onDisk = sum((r) => r.completions_on_disk);
+  if (held >= onDisk) return "";
+  const batches = `${show(sum((r) => r.batches.length))} of ${plural(sum((r) => r.batches_on_disk), "batch", "es")}`;
+  return `This page holds ${show(held)} of ${show(onDisk)} completions, whole groups from ${batches}. For more: lagrpo view --completions N.`;
 }
 
-/** What is missing, and what was left out. */
+/** What a run lacks. */
+function notesOf(run) {
+  const notes = [...run.notes];
+  if (!run.rollouts.batches_on_disk) notes.push("No rollouts yet.");
+  if (!run.evaluations.summaries.length) notes.push("No evaluations.");
+  if (run.evaluations.rows.some((rows) => rows.some((row) => !row.texts)))
+    notes.push("The texts of some evaluations were left out.");
+  return notes;
+}
+
+/** What is missing and what was left out, in one banner; a note that several runs share is there once. */
 function noteList(app) {
-  const notes = app.data.runs.flatMap((run) => {
-    const own = [...run.notes],
-      { rollouts: r, evaluations } = run,
-      several = app.data.runs.length > 1;
-    if (!r.batches_on_disk) own.push("No rollouts yet.");
-    else if (r.count < r.completions_on_disk) own.push(leftOut(r));
-    if (!evaluations.summaries.length) own.push("No evaluations.");
-    if (evaluations.rows.some((rows) => rows.some((row) => !row.texts)))
-      own.push("The texts of some evaluations were left out.");
-    return own.map((note) => (several ? `${run.name}: ${note}` : note));
-  });
-  if (app.notice) notes.unshift(app.notice);
-  return notes.length
-    ? el(
-        "ul",
-        { class: "notes" },
-        notes.map((note) => el("li", { text: visible(note) })),
-      )
-    : "";
+  const { runs } = app.data;
+  const runsByNote = new Map();
+  for (const run of runs)
+    for (const note of notesOf(run)) runsByNote.set(note, [...(runsByNote.get(note) ?? []), run.name]);
+  const notes = [...runsByNote].map(([note, names]) =>
+    names.length === runs.length ? note : `${note} (${names.join(", ")})`,
+  );
+  notes.push(leftOut(runs));
+  const lines = [app.notice, ...notes].filter(Boolean);
+  if (!lines.length) return "";
+  return el(
+    "ul",
+    { class: `notes${app.notice ? " warn" : ""}` },
+    lines.map((note) => el("li", { text: visible(note) })),
+  );
 }
 
 function toggleTheme(app) {

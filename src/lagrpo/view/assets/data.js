@@ -28,6 +28,9 @@ async function unpack(packed) {
   const start = 8 * Math.ceil((4 + length) / 8);
   const arrays = header.arrays.map(([kind, at, count]) => new ARRAYS[kind](content, start + at, count));
   header.runs.forEach((run, index) => prepare(run, index, arrays));
+  header.methods.forEach(([, indices], method) => {
+    for (const index of indices) header.runs[index].method = method;
+  });
   return header;
 }
 

@@ -15,7 +15,7 @@ function el(tag, given = {}, ...children) {
     else if (value === true) node.setAttribute(name, "");
     else if (value !== false) node.setAttribute(name, value);
   }
-  node.append(...children.flat().filter((child) => child !== null && child !== undefined && child !== ""));
+  node.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== ""));
   return node;
 }
 
@@ -101,4 +101,4 @@ function table(headings, rows, kind = "") {
 }
 
 const cssColor = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-const runColor = (index) => cssColor(`--run${index % 6}`);
+const methodColor = (method) => cssColor(`--run${method % 8}`);

@@ -40,7 +40,7 @@ function badges(run, group) {
   const unscored = group.size - group.scored,
     found = [];
   if (group.flat)
-    found.push(el("span", { class: "badge", text: "no signal", title: "all rewards of the group are equal" }));
+    found.push(el("span", { class: "badge" }, term("no signal")));
   if (unscored) found.push(el("span", { class: "badge warn", text: `${unscored} without reward` }));
   if (group.epoch < 0)
     found.push(el("span", { class: "badge", text: "replacement", title: "by dynamic sampling" }));
@@ -78,16 +78,21 @@ function groupRow(app, run, group, index, all) {
   );
 }
 
-/** The fields of the filter. */
+/** The fields of the filter; on a small screen they are folded until somebody asks for them. */
 function filterBar(app) {
   const { data, state } = app,
     run = app.run();
   const set = (name) => (value) => app.update({ [name]: value });
   const batches = [["last", "the last"], ["all", "all"], ...batchesOf(run).map((batch) => [batch, `batch ${batch}`])];
   const chosen = ["last", "all"].includes(state.batch) ? state.batch : chosenBatch(run, state);
+  const narrowed = numberOfFilters(state);
+  const toggle = button(narrowed ? `filter (${narrowed})` : "filter", "show or hide the filter", () =>
+    app.update({ filters: !state.filters }, true),
+  );
+  toggle.classList.add("fold");
   return el(
     "div",
-    { class: "bar" },
+    { class: `bar filters${state.filters ? " unfolded" : ""}` },
     data.runs.length > 1
       ? choice(
           "run",
@@ -103,31 +108,40 @@ function filterBar(app) {
       choice("batch", batches, chosen, (batch) => app.update({ batch: Number(batch) || batch, group: "" })),
       button("›", "next batch: ]", () => stepBatch(app, 1)),
     ),
-    choice(
-      "sort",
-      Object.entries(SORTS).map(([name, [text]]) => [name, text]),
-      state.sort,
-      set("sort"),
-    ),
-    choice(
-      "outcome",
-      Object.entries(OUTCOMES).map(([name, [text]]) => [name, text]),
-      state.outcome,
-      set("outcome"),
-    ),
-    BOUNDS.map(([name, label]) =>
-      el(
-        "span",
-        { class: "bounds" },
-        field(label, `${name}_low`, state[`${name}_low`], set(`${name}_low`), "number"),
-        el("span", { text: "to" }),
-        field(`${label}, at most`, `${name}_high`, state[`${name}_high`], set(`${name}_high`), "number"),
+    toggle,
+    el(
+      "span",
+      { class: "folded" },
+      choice(
+        "sort",
+        Object.entries(SORTS).map(([name, [text]]) => [name, text]),
+        state.sort,
+        set("sort"),
       ),
+      choice(
+        "outcome",
+        Object.entries(OUTCOMES).map(([name, [text]]) => [name, text]),
+        state.outcome,
+        set("outcome"),
+      ),
+      BOUNDS.map(([name, label]) =>
+        el(
+          "span",
+          { class: "bounds" },
+          field(label, `${name}_low`, state[`${name}_low`], set(`${name}_low`), "number"),
+          el("span", { text: "to" }),
+          field(`${label}, at most`, `${name}_high`, state[`${name}_high`], set(`${name}_high`), "number"),
+        ),
+      ),
+      field("search", "q", state.q, set("q")),
+      button("clear", "clear the filter", () => app.update(NO_FILTER, true)),
     ),
-    field("search", "q", state.q, set("q")),
-    button("clear", "clear the filter", () => app.update(NO_FILTER, true)),
   );
 }
+
+/** How many fields of the filter are in use. */
+const numberOfFilters = (state) =>
+  Object.entries(NO_FILTER).filter(([name, nothing]) => state[name] !== nothing).length;
 
 const NO_FILTER = {
   outcome: "all",
@@ -188,8 +202,8 @@ function groupPane(app, run, group, passes) {
   const facts = [
     `mean ${show(group.mean)}`,
     `standard deviation ${show(group.spread)}`,
-    `σ ${show(run.rollouts.group_std[group.first])}`,
-    `staleness ${show(group.staleness)}`,
+    [term("σ"), ` ${show(run.rollouts.group_std[group.first])}`],
+    [term("staleness"), ` ${show(group.staleness)}`],
     `${show(group.length)} tokens on average`,
   ];
   const colorings = Object.entries(COLORINGS);
@@ -197,7 +211,7 @@ function groupPane(app, run, group, passes) {
     "div",
     { class: "group-head" },
     el("h2", {}, `Prompt ${group.key} in batch ${group.batch}`, badges(run, group)),
-    el("p", { class: "dim", text: facts.join(" · ") }),
+    el("p", { class: "dim" }, dotted(facts)),
     el("div", { class: "text prompt-text", dir: "auto", text: visible(group.text) }),
     group.answer
       ? el("p", { class: "gold" }, el("b", { text: "answer " }), el("span", { dir: "auto", text: visible(group.answer) }))
@@ -232,11 +246,7 @@ function completionHead(run, c) {
     "div",
     { class: "card-head" },
     el("b", { class: kind, text: `${MARKS[kind]} ${reward}` }),
-    el("span", {
-      class: "advantage",
-      text: `A ${signed(r.advantage[c])}`,
-      title: "advantage, as the objective uses it",
-    }),
+    el("span", { class: "advantage" }, term("A"), ` ${signed(r.advantage[c])}`),
     el("span", { class: "dim", text: `${r.sample_index[c] + 1}` }),
   );
 }
@@ -245,12 +255,12 @@ function completionFacts(run, c) {
   const r = run.rollouts,
     facts = [plural(lengthOf(run, c), "token")];
   if (!r.finished[c]) facts.push("cut at the limit");
-  if (!Number.isNaN(r.staleness[c])) facts.push(`staleness ${show(r.staleness[c])}`);
-  if (!Number.isNaN(r.log_ratio[c])) facts.push(`log π_k/α ${signed(r.log_ratio[c])}`);
+  if (!Number.isNaN(r.staleness[c])) facts.push([term("staleness"), ` ${show(r.staleness[c])}`]);
+  if (!Number.isNaN(r.log_ratio[c])) facts.push(["log ", term("π_k/α"), ` ${signed(r.log_ratio[c])}`]);
   for (const name of r.rewards) facts.push(`${visible(name)} ${show(r[`reward_${name}`][c])}`);
   const excluded = excludedReason(r, c);
   if (excluded) facts.push(`not in the objective: ${visible(excluded)}`);
-  return el("p", { class: "dim facts", text: facts.join(" · ") });
+  return el("p", { class: "dim facts" }, dotted(facts));
 }
 
 function completionBody(run, c, coloring, most) {
@@ -284,11 +294,11 @@ function openedCompletion(app, run, group, c) {
   const r = run.rollouts,
     reason = reasonOf(run, c);
   const numbers = [
-    ["advantage", signed(r.advantage[c])],
-    ["σ of its group", show(r.group_std[c])],
-    ["log π_k − log α", signed(r.log_ratio[c], 4)],
-    ["source", r.codes.source[r.source[c]]],
-    ["epoch", String(group.epoch)],
+    [[term("A", "advantage")], signed(r.advantage[c])],
+    [[term("σ"), " of its group"], show(r.group_std[c])],
+    [[term("π_k/α", "log π_k − log α")], signed(r.log_ratio[c], 4)],
+    [["source"], r.codes.source[r.source[c]]],
+    [["epoch"], String(group.epoch)],
   ];
   return el(
     "article",
@@ -303,7 +313,7 @@ function openedCompletion(app, run, group, c) {
     el(
       "dl",
       {},
-      numbers.map(([name, value]) => el("div", {}, el("dt", { text: name }), el("dd", { text: visible(value) }))),
+      numbers.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", { text: visible(value) }))),
     ),
     reason ? el("p", { class: "reason", text: visible(reason) }) : null,
     completionBody(run, c, app.state.color, OPEN_TOKENS),

@@ -4,14 +4,33 @@ const written = (value) =>
   value === undefined || value === null ? "–" : typeof value === "string" ? value : JSON.stringify(value);
 const same = (values) => new Set(values.map(written)).size <= 1;
 
-/** Whether a setting passes the field and the check boxes. */
+const SHOWN = {
+  differing: "what differs between the runs",
+  changed: "what is not the default",
+  all: "all",
+};
+
+/** Entries of environment.json that no two runs share. */
+const OF_EVERY_RUN = new Set(["id", "started", "command"]);
+
+/** What is shown of the settings. A single run differs from none: then it is what is not the default. */
+function shownSettings(app) {
+  return app.state.settings === "differing" && app.data.methods.length === 1 ? "changed" : app.state.settings;
+}
+
+/** Whether a setting is shown: the search looks at all of them, else it is as chosen. */
 function passesSettings(app, name, values, [meaning, preset] = ["", null]) {
-  const { state, data } = app,
-    sought = state.setting.toLowerCase();
-  if (sought && ![name, meaning, ...values.map(written)].some((text) => text.toLowerCase().includes(sought)))
-    return false;
-  if (state.differing && data.runs.length > 1 && same(values)) return false;
-  return !state.changed || !same([...values, preset]);
+  const sought = app.state.setting.toLowerCase();
+  if (sought) return [name, meaning, ...values.map(written)].some((text) => text.toLowerCase().includes(sought));
+  const shown = shownSettings(app);
+  if (shown === "differing") return !same(values);
+  return shown === "all" || !same([...values, preset]);
+}
+
+/** The value that the runs of a unit share, or all their values. */
+function valueOf(unit, part, name) {
+  const values = unit.runs.map((run) => (Object.hasOwn(run[part], name) ? run[part][name] : undefined));
+  return same(values) ? values[0] : values.map(written).join(", ");
 }
 
 function settingRow(name, values, meaning, preset) {
@@ -34,39 +53,45 @@ function namesOf(runs, part) {
   return [...new Set(runs.flatMap((run) => Object.keys(run[part])))];
 }
 
-function settingsTable(app) {
-  const { runs, settings } = app.data;
+const headingsOf = (units) => units.map((unit) => visible(unit.name));
+
+function settingsTable(app, units) {
+  const { settings } = app.data;
+  const runs = units.flatMap((unit) => unit.runs);
   const rows = namesOf(runs, "settings").flatMap((name) => {
-    const values = runs.map((run) => (Object.hasOwn(run.settings, name) ? run.settings[name] : undefined)),
+    if (name === "run.name" && runs.length > 1) return []; // the headings
+    const values = units.map((unit) => valueOf(unit, "settings", name)),
       known = Object.hasOwn(settings, name) ? settings[name] : undefined;
     if (!passesSettings(app, name, values, known)) return [];
     return [settingRow(name, values, known?.[0] ?? "", known ? known[1] : null)];
   });
   if (!rows.length) return el("p", { class: "empty", text: "No settings match." });
-  return table(["setting", ...runs.map((run) => visible(run.name)), "default", "meaning"], rows, "settings");
+  return table(["setting", ...headingsOf(units), "default", "meaning"], rows, "settings");
 }
 
-function environmentTable(app) {
-  const { runs } = app.data;
-  const rows = namesOf(runs, "environment").map((name) =>
-    settingRow(
-      name,
-      runs.map((run) => run.environment[name]),
-      "",
-      undefined,
-    ),
-  );
+function environmentTable(app, units) {
+  const runs = units.flatMap((unit) => unit.runs);
+  const names = namesOf(runs, "environment");
+  const rows = names.flatMap((name) => {
+    const values = units.map((unit) => valueOf(unit, "environment", name));
+    if (shownSettings(app) === "differing" && (same(values) || OF_EVERY_RUN.has(name))) return [];
+    return [settingRow(name, values, "", undefined)];
+  });
+  const empty = names.length ? "The runs ran in the same place." : "There is no environment.json.";
   return rows.length
-    ? table(["where it ran", ...runs.map((run) => visible(run.name)), ""], rows, "settings")
-    : el("p", { class: "empty", text: "The run has no environment.json." });
+    ? table(["where it ran", ...headingsOf(units), ""], rows, "settings")
+    : el("p", { class: "empty", text: empty });
 }
 
 /** The tab of settings. */
 function settingsTab(app) {
-  const { state, data } = app,
+  const { state } = app,
+    units = shownUnits(app),
+    several = app.data.methods.length > 1,
     panes = el("div", {});
+  const choices = Object.entries(SHOWN).filter(([name]) => several || name !== "differing");
   app.refresh = () =>
-    panes.replaceChildren(settingsTable(app), el("h2", { text: "Where it ran" }), environmentTable(app));
+    panes.replaceChildren(settingsTable(app, units), el("h2", { text: "Where it ran" }), environmentTable(app, units));
   app.refresh();
   return el(
     "section",
@@ -75,10 +100,7 @@ function settingsTab(app) {
       "div",
       { class: "bar" },
       field("search", "setting", state.setting, (setting) => app.update({ setting })),
-      check("only those that are not the default", state.changed, (changed) => app.update({ changed })),
-      data.runs.length > 1
-        ? check("only those that differ between the runs", state.differing, (differing) => app.update({ differing }))
-        : null,
+      choice("show", choices, shownSettings(app), (settings) => app.update({ settings })),
     ),
     panes,
   );

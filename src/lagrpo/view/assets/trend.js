@@ -2,13 +2,22 @@
 
 const AXES = { batch: "step", seconds: "wall time, seconds", num_tokens: "completion tokens" };
 const SMOOTHINGS = [
-  [1, "none"],
+  [1, "1 batch"],
   [5, "5 batches"],
   [20, "20 batches"],
   [100, "100 batches"],
 ];
 
 const WHOLE = [1, 2, 5].flatMap((n) => [...Array(9).keys()].map((power) => n * 10 ** power)).sort((a, b) => a - b);
+
+const MANY_BATCHES = 50; // above so many, curves are the mean of 5 batches unless another number is chosen
+
+/** Over how many batches curves are averaged. */
+function smoothing(app) {
+  if (app.state.smooth) return app.state.smooth;
+  const batches = app.data.runs.map((run) => run.metrics.get("step")?.length ?? 0);
+  return Math.max(...batches) > MANY_BATCHES ? 5 : 1;
+}
 
 /** Metrics in small: [metric, when a value is worth a look, why]. */
 const TELLING = [
@@ -88,17 +97,8 @@ function placer(run, axis) {
   return (batch) => spent.get(batch) ?? null;
 }
 
-function curve(run, state) {
-  const [batches, values] = series(run, state.metric),
-    place = placer(run, state.x);
-  const drawn = smooth(values, evaluated(state.metric) ? 1 : Number(state.smooth));
-  const points = batches.map((batch, at) => [place(batch), state.log && drawn[at] <= 0 ? null : drawn[at]]);
-  const known = points.filter(([x]) => x !== null).sort(([a], [b]) => a - b);
-  return [known.map(([x]) => x), known.map(([, y]) => y)];
-}
-
 /** Draws stages, weight syncs, warnings and intervals over the chart. */
-function marks(runs, state) {
+function marks(units, state) {
   return (chart) => {
     const { ctx, bbox } = chart,
       ratio = devicePixelRatio;
@@ -107,43 +107,88 @@ function marks(runs, state) {
     ctx.rect(bbox.left, bbox.top, bbox.width, bbox.height);
     ctx.clip();
     ctx.font = `${11 * ratio}px system-ui, sans-serif`;
-    runs.forEach((run, row) => markRun(chart, run, state, row));
+    const rows = markSyncs(chart, units, state);
+    units.filter(hasMarks).forEach((unit, row) => markUnit(chart, unit, state, row, rows));
+    for (const unit of units) if (unit.runs.length === 1) markIntervals(chart, unit, state);
     ctx.restore();
   };
 }
 
-function markRun(chart, run, state, row) {
+/** The batches before which the rollout engine got new weights. */
+const syncsOf = (run) => run.events.filter((one) => one.event === "weight_sync").map((one) => one.step);
+
+/** Whether it got them before every batch: then ticks would say nothing. */
+function syncsAlways(run) {
+  const synced = new Set(syncsOf(run));
+  return (run.metrics.get("step") ?? []).every((batch) => synced.has(batch));
+}
+
+function drawLine(ctx, x, from, to) {
+  ctx.beginPath();
+  ctx.moveTo(x, from);
+  ctx.lineTo(x, to);
+  ctx.stroke();
+}
+
+/** Draws a row of ticks for each schedule of weight syncs, and returns the number of rows. A schedule that several units
+ *  share is gray. */
+function markSyncs(chart, units, state) {
   const { ctx, bbox } = chart,
     ratio = devicePixelRatio,
+    bottom = bbox.top + bbox.height;
+  const unitsBySchedule = new Map();
+  for (const unit of units) {
+    // Seeds share their schedule.
+    const schedule = syncsOf(unit.runs[0]).join(" ");
+    if (!syncsAlways(unit.runs[0])) unitsBySchedule.set(schedule, [...(unitsBySchedule.get(schedule) ?? []), unit]);
+  }
+  [...unitsBySchedule.values()].forEach((sharing, row) => {
+    const [{ runs }] = sharing;
+    const place = placer(runs[0], state.x);
+    ctx.strokeStyle = sharing.length > 1 ? cssColor("--dim") : unitColor(sharing[0]);
+    ctx.lineWidth = 2 * ratio;
+    for (const batch of syncsOf(runs[0])) {
+      const x = chart.valToPos(place(batch), "x", true);
+      drawLine(ctx, x, bottom - (10 + 12 * row) * ratio, bottom - 12 * row * ratio);
+    }
+  });
+  return unitsBySchedule.size;
+}
+
+const hasWarnings = (run) => run.events.some((event) => MARKED.has(event.event));
+const hasMarks = (unit) => unit.runs.some((run) => stagesOf(run).length > 0 || hasWarnings(run));
+
+/** Draws the stages and the warnings of a unit, which is number `row` of those that have any. */
+function markUnit(chart, unit, state, row, rowsBelow) {
+  const { ctx, bbox } = chart,
+    ratio = devicePixelRatio,
+    run = unit.runs[0],
     place = placer(run, state.x);
   const at = (batch) => chart.valToPos(place(batch), "x", true),
     bottom = bbox.top + bbox.height;
-  ctx.strokeStyle = ctx.fillStyle = runColor(run.index);
+  ctx.strokeStyle = ctx.fillStyle = unitColor(unit);
   ctx.lineWidth = 2 * ratio;
-  const line = (x, from, to) => {
-    ctx.beginPath();
-    ctx.moveTo(x, from);
-    ctx.lineTo(x, to);
-    ctx.stroke();
-  };
   for (const [stage, batch] of stagesOf(run)) {
     ctx.setLineDash([4 * ratio, 4 * ratio]);
-    line(at(batch), bbox.top, bottom);
+    drawLine(ctx, at(batch), bbox.top, bottom);
     ctx.setLineDash([]);
     ctx.fillText(`stage ${stage}`, at(batch) + 4 * ratio, bbox.top + (12 + 13 * row) * ratio);
   }
-  for (const event of run.events) {
-    if (event.event === "weight_sync")
-      line(at(event.step), bottom - (10 + 12 * row) * ratio, bottom - 12 * row * ratio);
-    if (MARKED.has(event.event)) ctx.fillText("▲", at(event.step) - 5 * ratio, bottom - (13 + 12 * row) * ratio);
-  }
-  markIntervals(chart, run, state, at, line);
+  for (const event of unit.runs.flatMap((one) => one.events))
+    if (MARKED.has(event.event)) ctx.fillText("▲", at(event.step) - 5 * ratio, bottom - (3 + 12 * (row + rowsBelow)) * ratio);
 }
 
-function markIntervals(chart, run, state, at, line) {
+/** Draws the 95 % intervals of the evaluations of a single run. */
+function markIntervals(chart, unit, state) {
+  const [run] = unit.runs;
+  const place = placer(run, state.x);
+  chart.ctx.strokeStyle = unitColor(unit);
+  chart.ctx.lineWidth = 2 * devicePixelRatio;
   for (const one of series(run, state.metric)[2] ?? []) {
     const ends = ["_low", "_high"].map((end) => one[evaluated(state.metric)[1] + end]);
-    if (!ends.some(missing)) line(at(one.step), ...ends.map((end) => chart.valToPos(end, "y", true)));
+    if (ends.some(missing)) continue;
+    const x = chart.valToPos(place(one.step), "x", true);
+    drawLine(chart.ctx, x, ...ends.map((end) => chart.valToPos(end, "y", true)));
   }
 }
 
@@ -168,18 +213,33 @@ function widened(low, high) {
   return [low - margin, high + margin];
 }
 
+/** The series of a unit and, for several seeds, of the ends of their band; and the band between these. */
+function unitSeries(unit, first, state) {
+  const color = unitColor(unit);
+  let points = state.smooth > 1 ? { show: false } : { size: 5 };
+  if (evaluated(state.metric)) points = { show: true, size: 8 };
+  const line = { stroke: color, width: 2, spanGaps: true, points, value: (_, value) => show(value) };
+  const label = clipped(unit.name, 40);
+  if (unit.method >= 8) line.dash = [6, 4];
+  if (unit.runs.length === 1) return { series: [{ ...line, label }], bands: [] };
+  const end = { class: "band-end", stroke: "transparent", width: 0, spanGaps: true, points: { show: false } };
+  const fill = `color-mix(in srgb, ${color} 18%, transparent)`;
+  return { series: [{ ...line, label }, end, end], bands: [{ series: [first + 2, first + 1], fill }] };
+}
+
 /** The large chart; a click on it opens the batch there. */
-function drawChart(box, runs, state, open) {
-  const sparse = evaluated(state.metric) !== null;
-  const lines = runs.map((run) => ({
-    label: clipped(run.name, 40),
-    stroke: runColor(run.index),
-    width: 2,
-    spanGaps: true,
-    points: sparse ? { show: true, size: 8 } : { size: 5 },
-    value: (_, value) => show(value),
-  }));
-  const size = { width: Math.max(240, box.clientWidth - 2), height: Math.max(220, Math.min(360, innerHeight * 0.42)) };
+function drawChart(box, units, state, open) {
+  const lines = [];
+  const bands = [];
+  const tables = [];
+  for (const unit of units) {
+    const added = unitSeries(unit, lines.length + 1, state);
+    const { x, y, low, high } = unitCurve(unit, state);
+    lines.push(...added.series);
+    bands.push(...added.bands);
+    tables.push(unit.runs.length > 1 ? [x, y, low, high] : [x, y]);
+  }
+  const size = { width: Math.max(240, box.clientWidth - 2), height: Math.max(220, Math.min(420, innerHeight * 0.42)) };
   const y = {
     ...axisStyle(state.metric),
     size: 64,
@@ -188,15 +248,16 @@ function drawChart(box, runs, state, open) {
   const options = {
     ...size,
     series: [{ label: AXES[state.x], value: (_, value) => show(value) }, ...lines],
+    bands,
     scales: {
       x: { time: false, range: (_, low, high) => widened(low, high) },
       y: { distr: state.log ? 3 : 1 },
     },
     axes: [{ ...axisStyle(AXES[state.x]), incrs: WHOLE }, y],
-    hooks: { draw: [marks(runs, state)] },
+    hooks: { draw: [marks(units, state)] },
     cursor: { drag: { x: true, y: false } },
   };
-  const chart = new uPlot(options, uPlot.join(runs.map((run) => curve(run, state))), box);
+  const chart = new uPlot(options, uPlot.join(tables), box);
   chart.over.addEventListener("click", () => chart.cursor.idx !== null && open(chart, chart.data[0][chart.cursor.idx]));
   return chart;
 }
@@ -209,45 +270,58 @@ function batchAt(run, axis, x) {
   return batches.reduce((near, one) => (near === null || distance(one) < distance(near) ? one : near), null);
 }
 
-/** A metric in small: a line for each run, the last values, and a sign where one is worth a look. */
-function small(runs, [metric, worth, why], state, select) {
-  const found = runs.map((run) => [run, curve(run, { ...state, metric, x: "batch", smooth: 1, log: false })]);
-  const values = found.flatMap(([, [, ys]]) => ys).filter((y) => y !== null);
-  if (!values.length) return null;
-  const lasts = found.map(([, [, ys]]) => ys.findLast((y) => y !== null));
-  const noted = worth && lasts.some((last, n) => !missing(last) && worth(last, runs[n]));
-  const head = el(
-    "span",
-    { class: "head" },
-    el("b", { text: metric }),
-    el("span", { text: lasts.map(show).join(" · ") }),
+/** The last values of a card: a row for each unit, with its color and name. */
+function lastValues(lasts) {
+  return lasts.map(([unit, value]) =>
+    el(
+      "span",
+      { class: "last", title: visible(unit.name) },
+      swatch(unitColor(unit)),
+      el("span", { class: "whose", text: clipped(unit.name, 40) }),
+      el("span", { text: show(value) }),
+    ),
   );
+}
+
+/** A metric in small: a line for each unit, the values of the last batch, and a sign where one is worth a look. */
+function small(units, [metric, worth, why], state, width, select) {
+  const cardState = { metric, x: "batch", smooth: width, log: false };
+  const curves = units.map((unit) => [unit, unitCurve(unit, cardState)]);
+  const values = curves.flatMap(([, { y }]) => y).filter((y) => y !== null);
+  if (!values.length) return null;
+  // The last batch by itself: a mean over batches would hide how stale or how slow it was.
+  const lasts = units.map((unit) => [unit, unitCurve(unit, { ...cardState, smooth: 1 }).y.at(-1)]);
+  const noted = worth ? lasts.filter(([unit, value]) => !missing(value) && worth(value, unit.runs[0])) : [];
+  const names = noted.map(([unit]) => unit.name).join(", ");
+  const isOne = units.length === 1;
+  const reason = isOne || noted.length === units.length ? why : `${names}: ${why}`;
   return el(
     "button",
     {
       type: "button",
-      class: `small${noted ? " noted" : ""}`,
+      class: `small${noted.length ? " noted" : ""}`,
       "aria-pressed": String(state.metric === metric),
-      title: noted ? why : "",
+      title: noted.length ? visible(reason) : "",
       on: { click: () => select(metric) },
     },
-    head,
-    sparkline(found, values),
-    noted ? el("span", { class: "why", text: why }) : null,
+    el("span", { class: "head" }, el("b", { text: metric }), isOne ? el("span", { text: show(lasts[0][1]) }) : null),
+    sparkline(curves, values),
+    isOne ? null : lastValues(lasts),
+    noted.length ? el("span", { class: "why", text: visible(reason) }) : null,
   );
 }
 
-function sparkline(found, values) {
+function sparkline(curves, values) {
   const low = Math.min(...values),
     span = Math.max(...values) - low || 1;
-  const xs = found.flatMap(([, [own]]) => own),
+  const xs = curves.flatMap(([, { x }]) => x),
     left = Math.min(...xs),
     width = Math.max(...xs) - left || 1;
   const point = (x, y) => `${((100 * (x - left)) / width).toFixed(1)},${(28 - (24 * (y - low)) / span).toFixed(1)}`;
-  const lines = found.map(([run, [own, ys]]) => {
-    const points = own.map((x, n) => (ys[n] === null ? "" : point(x, ys[n]))).filter(Boolean);
+  const lines = curves.map(([unit, { x, y }]) => {
+    const points = x.map((at, n) => (y[n] === null ? "" : point(at, y[n]))).filter(Boolean);
     if (points.length === 1) points.push(points[0].replace(/^[^,]*/, "100"));
-    return el("polyline", { svg: true, points: points.join(" "), style: { stroke: runColor(run.index) } });
+    return el("polyline", { svg: true, points: points.join(" "), style: { stroke: unitColor(unit) } });
   });
   return el("svg", { svg: true, viewBox: "0 0 100 32", preserveAspectRatio: "none", "aria-hidden": "true" }, lines);
 }
@@ -295,10 +369,46 @@ function eventList(run, all, open) {
   );
 }
 
+/** What the marks of the chart mean: only those that it has. */
+function keyText(units) {
+  const runs = units.flatMap((unit) => unit.runs);
+  const parts = ["Click: open the batch. Drag: zoom; double-click: all of it."];
+  if (runs.some((run) => stagesOf(run).length)) parts.unshift("┆ stage");
+  if (runs.some(hasWarnings)) parts.unshift("▲ warning");
+  if (runs.some((run) => !syncsAlways(run))) parts.unshift("│ weight sync");
+  if (units.some((unit) => unit.runs.length > 1)) parts.unshift("Line: mean of the seeds. Band: from the lowest to the highest.");
+  return parts.join("   ");
+}
+
+/** What happened in each run; of several, folded until somebody opens one. */
+function eventLists(app, runs, open) {
+  if (runs.length === 1) return [el("h2", { text: "What happened" }), eventList(runs[0], app.state.events, open)];
+  return runs.map((run) => {
+    const marked = run.events.filter((event) => MARKED.has(event.event)).length;
+    const details = el(
+      "details",
+      { class: "happened", open: app.opened.has(run.index) },
+      el(
+        "summary",
+        {},
+        swatch(runColor(run)),
+        el("span", { text: ` What happened in ${visible(run.name)}` }),
+        marked ? el("span", { class: "warn", text: `  ${plural(marked, "warning")}` }) : null,
+      ),
+      eventList(run, app.state.events, open),
+    );
+    details.addEventListener("toggle", () => (details.open ? app.opened.add(run.index) : app.opened.delete(run.index)));
+    return details;
+  });
+}
+
 /** The tab of trends. */
 function trendTab(app) {
-  const { data, state } = app,
-    runs = data.runs.filter((run) => !state.hidden.includes(run.index));
+  const { data } = app,
+    width = smoothing(app),
+    state = { ...app.state, smooth: width },
+    units = shownUnits(app),
+    runs = units.flatMap((unit) => unit.runs);
   const box = el("div", { class: "chart" }),
     open = (run, batch) => app.update({ tab: "rollouts", run: run.index, batch, group: "" });
   const controls = el(
@@ -306,34 +416,31 @@ function trendTab(app) {
     { class: "bar" },
     choice("metric", metricOptions(data), state.metric, (metric) => app.update({ metric })),
     choice("over", Object.entries(AXES), state.x, (x) => app.update({ x })),
-    choice("mean of", SMOOTHINGS, state.smooth, (value) => app.update({ smooth: Number(value) })),
+    choice("mean of", SMOOTHINGS, width, (value) => app.update({ smooth: Number(value) })),
     check("logarithmic", state.log, (log) => app.update({ log })),
+    seedsBox(app),
     el("span", { class: "dim", text: meaningOf(data, state.metric) }),
   );
-  const key = el("p", {
-    class: "dim key",
-    text: "│ weight sync   ▲ warning   ┆ stage   Click: open the batch. Drag: zoom; double-click: all of it.",
-  });
   const smalls = el(
     "div",
-    { class: "smalls" },
-    runs.length ? TELLING.map((one) => small(runs, one, state, (metric) => app.update({ metric }))) : null,
+    { class: `smalls${units.length > 1 ? " several" : ""}` },
+    units.length ? TELLING.map((one) => small(units, one, state, width, (metric) => app.update({ metric }))) : null,
   );
-  const events = runs.flatMap((run) => [
-    el(
-      "h2",
-      {},
-      el("span", { class: "swatch", style: { background: runColor(run.index) } }),
-      `What happened in ${visible(run.name)}`,
-    ),
-    eventList(run, state.events, open),
-  ]);
   const all = check("with weight syncs and checkpoints", state.events, (shown) => app.update({ events: shown }));
-  const tab = el("section", { class: "trend" }, controls, box, key, smalls, all, events);
+  const tab = el(
+    "section",
+    { class: "trend" },
+    controls,
+    box,
+    el("p", { class: "dim key", text: keyText(units) }),
+    smalls,
+    all,
+    runs.length ? eventLists(app, runs, open) : null,
+  );
   app.afterMount = () => {
-    if (!runs.some((run) => curve(run, state)[0].length))
+    if (!units.some((unit) => unitCurve(unit, state).x.length))
       return box.replaceChildren(el("p", { class: "empty", text: "No run shown here has this metric yet." }));
-    drawChart(box, runs, state, (_, x) => {
+    drawChart(box, units, state, (_, x) => {
       const batch = batchAt(runs[0], state.x, x);
       if (batch !== null) open(runs[0], batch);
     });

@@ -46,6 +46,8 @@ class Interval:
 
 
 class Verdict(NamedTuple):
+    """The outcome of a claim, and the interval of the difference that it rests on."""
+
     outcome: Literal["supported", "refuted", "inconclusive"]
     difference: Interval | None
 

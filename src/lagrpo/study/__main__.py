@@ -1,8 +1,8 @@
-"""Make the missing runs of a study and write its report. Run it from the checkout's root:
+"""Make the missing runs of a study and write its report.
 
-    python -m experiments.study experiments/papers/fig2.toml                 runs, then the report
-    python -m experiments.study experiments/papers/fig2.toml --only seed0    runs with this text
-    python -m experiments.study experiments/papers/fig2.toml --report        only the report
+    lagrpo study FILE.toml                 make the missing runs, then the report
+    lagrpo study FILE.toml --only seed0    only runs with this text in their names
+    lagrpo study FILE.toml --report        only the report, from the finished runs
 
 A run is `lagrpo train` in its own process, in runs/studies/NAME/RUN, with RUN.toml and RUN.log
 beside it. Finished runs are kept, unfinished ones resume. Exit codes: 0 done (whatever the
@@ -57,8 +57,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Returns the values of the command line, or ends the program with its usage."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        "lagrpo study", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("file", type=Path, metavar="FILE.toml")
     parser.add_argument("--report", action="store_true", help="make no runs")

@@ -1,0 +1,121 @@
+"""What several runs have recorded, so that they can be compared."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lagrpo.runs.directory import Run
+from lagrpo.runs.reading import load_config, load_evaluations, load_metrics, open_run
+
+PER_SEED = ("seed", "name", "output_dir")
+"""Settings of section `run` that differ between the seeds of one method."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedRun:
+    """The settings and results of one run, as far as it has got."""
+
+    path: Path
+
+    name: str
+    """The name of its directory; the path if another run has the same name."""
+
+    settings: dict[str, Any]
+    """config.toml: a table for each section."""
+
+    metrics: list[dict[str, Any]]
+    """One dict per batch, as in docs/metrics.md."""
+
+    evaluations: list[dict[str, Any]]
+    """Summaries in the order of their steps.
+
+    Each has its `name`, `step`, `set`, and pass@k with its 95 % interval: `pass@1`, `pass@1_low`,
+    `pass@1_high`. After the first one of a set, it has `pass@1_change` with an interval, too.
+    """
+
+    @property
+    def seed(self) -> int | None:
+        """`run.seed`; None if config.toml has none."""
+        return self.settings.get("run", {}).get("seed")
+
+
+def load_runs(runs: Sequence[Run | Path | str]) -> list[RecordedRun]:
+    """Reads what each run has recorded.
+
+    Raises RunNotFoundError for a directory that is not a run, ValueError for damaged files.
+    """
+    opened = [open_run(run) for run in runs]
+    names = [run.path.resolve().name for run in opened]
+    recorded = []
+    for run, name in zip(opened, names, strict=True):
+        is_unique = names.count(name) == 1
+        recorded.append(
+            RecordedRun(
+                path=run.path,
+                name=name if is_unique else str(run.path),
+                settings=load_config(run),
+                metrics=load_metrics(run),
+                evaluations=load_evaluations(run),
+            )
+        )
+    return recorded
+
+
+def group_seeds(runs: Sequence[RecordedRun]) -> dict[str, list[RecordedRun]]:
+    """Returns the runs by method, in the order of each method's first run.
+
+    Runs are of one method if their settings differ only in their seeds, names and directories. A
+    method of several runs is named by the beginning that their names share, without "seed".
+    """
+    methods: list[list[RecordedRun]] = []
+    for run in runs:
+        method = _find_method(methods, run)
+        if method is None:
+            methods.append([run])
+        else:
+            method.append(run)
+    named: dict[str, list[RecordedRun]] = {}
+    for method in methods:
+        name = _shared_name([run.name for run in method])
+        if name in named:
+            name = method[0].name
+        named[name] = method
+    return named
+
+
+def _find_method(
+    methods: Sequence[list[RecordedRun]], run: RecordedRun
+) -> list[RecordedRun] | None:
+    """Returns the method with the settings of this run and without its seed."""
+    settings = _without_seed(run.settings)
+    for method in methods:
+        if _without_seed(method[0].settings) != settings:
+            continue
+        # Two runs of one seed are no sample of seeds, so each is shown by itself.
+        if run.seed not in [other.seed for other in method]:
+            return method
+    return None
+
+
+def _without_seed(settings: Mapping[str, Any]) -> dict[str, Any]:
+    run_section = settings.get("run", {})
+    remaining = {name: value for name, value in run_section.items() if name not in PER_SEED}
+    return {**settings, "run": remaining}
+
+
+def _shared_name(names: Sequence[str]) -> str:
+    """Returns the name of a run, or the words that the names of several seeds begin with."""
+    if len(names) == 1:
+        return names[0]
+    # The separators are kept as words of their own.
+    words_by_name = [re.split(r"([-_. ])", name) for name in names]
+    shared = ""
+    for words in zip(*words_by_name, strict=False):
+        if len(set(words)) > 1:
+            break
+        shared += words[0]
+    return re.sub(r"([-_. ]+(seed)?)*$", "", shared) or names[0]
