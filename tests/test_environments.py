@@ -13,6 +13,7 @@ from scoring import reward_of
 from test_tasks import task_settings
 
 from lagrpo.rewards.pool import WorkerPool
+from lagrpo.rewards.reward import Rewards
 from lagrpo.tasks import StepResult, environment_of, load_task
 from lagrpo.tasks.calculator import calculate
 from lagrpo.tasks.environments import Tools, describe, find_calls, run_turn, system_text, take_turn
@@ -208,8 +209,8 @@ def test_first_of_the_rewards_scores_the_answer_after_calls():
     environment: Any = environment_of(task)
     assert environment.reward("7", 7) == 1.0
     several = task_settings("arithmetic", tools=["calculator"], rewards=["exact", "number"])
-    rewards = load_task(several, seed=0).reward.parts
-    assert [(reward.name, reward.is_of_environment) for reward in rewards] == [
+    rewards = Rewards.from_reward(load_task(several, seed=0).reward)
+    assert [(reward.name, reward.is_of_environment) for reward in rewards.parts] == [
         ("exact", True),
         ("number", False),
     ]
