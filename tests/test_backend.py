@@ -97,6 +97,19 @@ def test_two_policies_in_one_process_keep_their_backends():
     assert (ours.model.exact, theirs.model.exact) == (True, False)
 
 
+def test_gpu_takes_the_triton_kernels_if_they_run(monkeypatch):
+    """Neither is compiled here: what Triton says is replaced."""
+    monkeypatch.setattr(backend.gpu_library, "why_not", lambda: None)
+    chosen = choose_backend("auto", "cuda", torch.bfloat16)
+    assert (chosen.triton, chosen.kernels) == (True, False)
+    assert not choose_backend("torch", "cuda", torch.bfloat16).triton
+    assert not choose_backend("auto", "cuda", torch.float16).triton
+    monkeypatch.setattr(backend.gpu_library, "why_not", lambda: "no compiler")
+    chosen = choose_backend("auto", "cuda", torch.bfloat16)
+    assert str(chosen) == "PyTorch (no Triton kernels: no compiler)"
+    assert chosen.softmax is None
+
+
 def test_backend_of_a_device_and_a_dtype(monkeypatch):
     assert choose_backend("auto", "cpu", torch.bfloat16).kernels
     assert str(choose_backend("torch", "cuda", torch.bfloat16)) == "PyTorch (as chosen)"

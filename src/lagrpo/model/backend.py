@@ -3,7 +3,8 @@
 PyTorch's operations run on any device. On a CPU with a C compiler the kernels of cpu/ replace them,
 and also compute whole decoder layers for the families that cpu/decoder.py reproduces. In bfloat16
 the kernels compute the matrix products of these layers and of the head, too: then rollout engine
-and trainer agree to the bit. The functions at the end pick device, dtype and backend.
+and trainer agree to the bit. On a GPU where Triton works, the kernels of gpu/ compute the softmax
+over the vocabulary. The functions at the end pick device, dtype and backend.
 """
 
 from __future__ import annotations
@@ -29,9 +30,11 @@ from lagrpo.cpu.panels import (
     joined,
 )
 from lagrpo.errors import SettingsError, as_settings_error
+from lagrpo.gpu import library as gpu_library
 from lagrpo.model import attention, logprobs
 from lagrpo.model.attention import Shape, takes_varlen
 from lagrpo.model.layout import PackedLayout
+from lagrpo.model.logprobs import SoftmaxKernels
 from lagrpo.model.lora import adapted, copy_trained
 
 if TYPE_CHECKING:
@@ -43,10 +46,11 @@ Dtype = Literal["bfloat16", "float32"]
 
 @dataclass(frozen=True)
 class Backend:
-    """PyTorch's operations, or the C kernels.
+    """PyTorch's operations, the C kernels, or the Triton kernels.
 
     - `reason`: why they are PyTorch's operations
     - `kernels`: True if they are the C kernels
+    - `triton`: True if they are the Triton kernels
     - `products`: the name of the instructions by which the kernels compute products of bfloat16;
       None if PyTorch computes them
     """
@@ -55,10 +59,23 @@ class Backend:
     dtype: torch.dtype
     reason: str = "as chosen"
     kernels: bool = False
+    triton: bool = False
     products: str | None = None
 
     def __str__(self) -> str:
+        if self.triton:
+            return "Triton kernels"
         return library.describe() if self.kernels else f"PyTorch ({self.reason})"
+
+    @property
+    def softmax(self) -> SoftmaxKernels | None:
+        """The module that computes the softmax over the vocabulary; None if PyTorch does."""
+        if self.triton:
+            # Not at the top: CPU builds of PyTorch come without Triton.
+            from lagrpo.gpu import softmax
+
+            return softmax
+        return kernels if self.kernels else None
 
     def over(self, layout: PackedLayout) -> RowLayout:
         """Returns the layout that a model is called with for a packed row."""
@@ -80,8 +97,8 @@ class Backend:
 
         See `logprobs.sample_tokens`.
         """
-        if self.kernels:
-            return kernels.sample_tokens(logits_RV, tau, uniform_R)
+        if self.softmax is not None:
+            return self.softmax.sample_tokens(logits_RV, tau, uniform_R)
         return logprobs.sample_tokens(logits_RV, tau, uniform_R)
 
     def layers(self, lm: Any, panels: ModelPanels | None = None) -> FusedDecoder | None:
@@ -136,9 +153,10 @@ class Backend:
         """
         shape = Shape.of(text_config)
         if not self.kernels:
-            if takes_varlen(self.device, self.dtype, shape.d):
-                return "PyTorch with FlashAttention (varlen_attn)"
-            return str(self)
+            if not takes_varlen(self.device, self.dtype, shape.d):
+                return str(self)
+            description = "PyTorch with FlashAttention (varlen_attn)"
+            return f"{description}, {self}" if self.triton else description
         description = str(self)
         if layers is not None and layers.exact:
             description += f", forward products by {self.products}"
@@ -177,7 +195,7 @@ class RowLayout:
 
 
 def choose_backend(choice: Choice, device: torch.device | str, dtype: torch.dtype) -> Backend:
-    """Returns the backend for a device and dtype.
+    """Returns the backend for a device and dtype. On a GPU it compiles and runs a Triton kernel.
 
     `choice` is "auto" for the best one, "c" for the C kernels on a CPU or an error, "torch" for
     PyTorch's operations. Raises NoKernels.
@@ -189,6 +207,11 @@ def choose_backend(choice: Choice, device: torch.device | str, dtype: torch.dtyp
         raise NoKernels(f"the C kernels run on a CPU, but the model is on {device}")
     if choice == "torch":
         return Backend(device, dtype)
+    if device.type == "cuda" and dtype in (torch.float32, torch.bfloat16):
+        reason = gpu_library.why_not()
+        if reason is None:
+            return Backend(device, dtype, triton=True)
+        return Backend(device, dtype, f"no Triton kernels: {reason}")
     if device.type != "cpu":
         return Backend(device, dtype, f"on {device.type}")
     if dtype not in (torch.float32, torch.bfloat16):

@@ -244,7 +244,7 @@ class Model(nn.Module):
             token_ids_T=packed.token_ids,
             tau=tau,
             entropy_T=entropy_T,
-            by_kernels=self.backend.kernels,
+            softmax=self.backend.softmax,
             product=self.layers.product if self.layers is not None else None,
         )
 

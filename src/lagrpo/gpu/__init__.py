@@ -1,0 +1,1 @@
+"""Triton kernels for a GPU: softmax over the vocabulary, norms, activation, rotary embedding, keys."""
