@@ -4,7 +4,7 @@ PyTorch's operations run on any device. On a CPU with a C compiler the kernels o
 and also compute whole decoder layers for the families that cpu/decoder.py reproduces. In bfloat16
 the kernels compute the matrix products of these layers and of the head, too: then rollout engine
 and trainer agree to the bit. On a GPU where Triton works, the kernels of gpu/ compute the softmax
-over the vocabulary. The functions at the end pick device, dtype and backend.
+over the vocabulary and what lies between the products of these layers. The functions at the end pick device, dtype and backend.
 """
 
 from __future__ import annotations
@@ -106,8 +106,14 @@ class Backend:
 
         Returns None if the model's own modules compute them.
         """
-        if not self.kernels or not is_reproduced(lm, Shape.of(lm.config.get_text_config()).d):
+        if not self.kernels and not self.triton:
             return None
+        if not is_reproduced(lm, Shape.of(lm.config.get_text_config()).d):
+            return None
+        if self.triton:
+            from lagrpo.gpu import layers
+
+            return FusedDecoder(lm, layer_kernels=layers)
         if panels is None and self._packs(lm):
             panels = OwnPanels(lm.get_decoder(), lm.get_output_embeddings())
         if isinstance(panels, OwnPanels) and adapted(lm):
