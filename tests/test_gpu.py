@@ -14,7 +14,7 @@ from tiny import save_tiny, tiny_policy
 from torch import nn
 
 import lagrpo
-from lagrpo.model.attention import attend_by_segments, attend_varlen, takes_varlen
+from lagrpo.model.attention import attend_by_segments, attend_varlen, gather_keys, takes_varlen
 from lagrpo.model.layout import PackedLayout
 from lagrpo.model.logprobs import ON_GPU, token_logp
 from lagrpo.model.model import Packed, copy_policy
@@ -123,7 +123,7 @@ def test_varlen_attn_and_its_gradient_equal_attention_by_segments(heads, kv_head
     assert takes_varlen(q.device, q.dtype, d)
     outputs = []
     for attend in (attend_varlen, attend_by_segments):
-        out = attend(layout, q, k, v, d**-0.5)
+        out = attend(layout, q, gather_keys(layout, k), gather_keys(layout, v), d**-0.5)
         outputs.append([out, *torch.autograd.grad((out * weight).sum(), (q, k, v))])
     for ours, theirs in zip(*outputs, strict=True):
         assert (ours.float() - theirs.float()).abs().max() <= 0.03 * theirs.float().abs().max()

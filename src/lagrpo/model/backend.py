@@ -4,7 +4,8 @@ PyTorch's operations run on any device. On a CPU with a C compiler the kernels o
 and also compute whole decoder layers for the families that cpu/decoder.py reproduces. In bfloat16
 the kernels compute the matrix products of these layers and of the head, too: then rollout engine
 and trainer agree to the bit. On a GPU where Triton works, the kernels of gpu/ compute the softmax
-over the vocabulary and what lies between the products of these layers. The functions at the end pick device, dtype and backend.
+over the vocabulary and what lies between the products of these layers. The functions at the end
+pick device, dtype and backend.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ class Backend:
         """
         if self.attends_by_kernels(query.shape[-1]):
             return autograd.attend(layout, query, key, value, scaling)
-        return attention.attend(layout, query, key, value, scaling)
+        return attention.attend(layout, query, key, value, scaling, by_triton=self.triton)
 
     def sample(self, logits_RV: Tensor, tau: float, uniform_R: Tensor) -> tuple[Tensor, Tensor]:
         """Samples tokens by inverse CDF, and returns their log-probs, too.
