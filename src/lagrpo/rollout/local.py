@@ -28,6 +28,7 @@ from lagrpo.rng import uniforms
 from lagrpo.rollout.base import Request, SamplingParams
 from lagrpo.rollout.decoding import DecodeState
 from lagrpo.rollout.episodes import Episode, Episodes
+from lagrpo.rollout.recorded import RecordedState, cache_fits, records_steps
 from lagrpo.types import Completion, Group
 
 # Steps that a row waits for its environment, if rounding depends on what is computed with the row.
@@ -100,7 +101,7 @@ class LocalSampler:
             tau = policy.tau
         self.params = SamplingParams("sample", tau, max_tokens, episodes)
         # The state of an earlier batch, with its graphs.
-        self._idle_state: DecodeState | None = None
+        self._idle_state: RecordedState | None = None
 
     @property
     def version(self) -> int:
@@ -127,7 +128,8 @@ class LocalSampler:
         """
         params = params or self.params
         max_rows = min(max(self.max_num_seqs, G), G * len(requests))
-        state = self._take_state(max_rows, params)
+        longest_prompt = max((len(r.prompt.token_ids) for r in requests), default=0)
+        state = self._take_state(max_rows, longest_prompt, params)
         batch = ContinuousBatch(self.policy, self.seed, requests, G, state, params)
         # The batch alone holds the state, so that memory is free as soon as the batch drops it.
         del state
@@ -145,22 +147,27 @@ class LocalSampler:
                 completions = tuple(self._complete(row) for row in rows)
                 yield request, Group(request.prompt, completions, request.epoch)
 
-    def _take_state(self, max_rows: int, params: SamplingParams) -> DecodeState:
-        """Returns the state of an earlier batch if it has room for `max_rows`, else a new one."""
+    def _take_state(
+        self, max_rows: int, longest_prompt: int, params: SamplingParams
+    ) -> DecodeState | RecordedState:
+        """Returns the state of an earlier batch if it has room, else a new one."""
         idle_state = self._idle_state
         self._idle_state = None
-        if idle_state is not None and max_rows <= idle_state.max_rows:
+        max_tokens = longest_prompt + params.longest
+        if not records_steps(self.model) or not cache_fits(self.model, max_rows, max_tokens):
+            return DecodeState(self.model, max_rows, params.longest)
+        if idle_state is not None and idle_state.fits(max_rows, max_tokens):
             return idle_state
-        # Frees the old caches before there are new ones.
+        # Frees the old cache before there is a new one.
         del idle_state
-        return DecodeState(self.model, max_rows, params.longest)
+        return RecordedState(self.model, max_rows, max_tokens)
 
-    def _give_back(self, state: DecodeState, params: SamplingParams) -> None:
-        """Keeps the state for the next batch of training.
+    def _give_back(self, state: DecodeState | RecordedState, params: SamplingParams) -> None:
+        """Keeps a state with graphs for the next batch of training.
 
         An evaluation or a check may not come again, so their states are dropped.
         """
-        if params is self.params and state.may_stay:
+        if isinstance(state, RecordedState) and state.may_stay and params is self.params:
             self._idle_state = state
 
     def _complete(self, row: _Row) -> Completion:
@@ -201,7 +208,7 @@ class ContinuousBatch:
         seed: int,
         requests: Sequence[Request],
         G: int,
-        state: DecodeState,
+        state: DecodeState | RecordedState,
         params: SamplingParams,
     ) -> None:
         self.model = policy.model
@@ -228,17 +235,22 @@ class ContinuousBatch:
 
         stepping_rows = [row for row in self.active if row.next_tokens]
         hidden_of_rows: list[Tensor] = []  # each [rows, H]
-        if stepping_rows:
+        rows_to_sample: list[_Row] = []  # rows whose next token is sampled from these states
+        if stepping_rows and isinstance(self.state, RecordedState):
+            self._feed_and_sample(self.state, stepping_rows)
+        elif stepping_rows:
             hidden_of_rows.append(self._feed(stepping_rows))
+            rows_to_sample += stepping_rows
 
         new_groups = [self._begin(self.waiting.popleft()) for _ in range(self._room())]
         if new_groups:
             hidden_of_rows.append(self._admit(new_groups))
             for rows in new_groups:
                 stepping_rows += rows
+                rows_to_sample += rows
 
-        if stepping_rows:
-            self._sample_tokens(torch.cat(hidden_of_rows), stepping_rows)
+        if rows_to_sample:
+            self._sample_tokens(torch.cat(hidden_of_rows), rows_to_sample)
         for row in stepping_rows:
             self._end_turn(row)
         return self._retire()
@@ -280,6 +292,16 @@ class ContinuousBatch:
         num_tokens = torch.tensor([len(row.next_tokens) for row in stepping_rows])  # int64 [rows]
         last_of_row = num_tokens.cumsum(0) - 1  # int64 [rows]: index of a row's last token
         return hidden.index_select(0, last_of_row.to(hidden.device))
+
+    def _feed_and_sample(self, state: RecordedState, stepping_rows: list[_Row]) -> None:
+        """Feeds the next tokens of the rows that continue, and samples one more for each."""
+        tokens, logp = state.feed_and_sample(
+            tokens=[row.next_tokens for row in self.active],
+            uniform=[row.uniform[len(row.tokens)] for row in stepping_rows],
+            tau=self.params.tau,
+        )
+        for row, token, token_logp in zip(stepping_rows, tokens, logp, strict=True):
+            row.add_sampled(token, token_logp)
 
     @torch.no_grad()
     def _sample_tokens(self, hidden: Tensor, rows: list[_Row]) -> None:
