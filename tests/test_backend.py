@@ -110,6 +110,22 @@ def test_gpu_takes_the_triton_kernels_if_they_run(monkeypatch):
     assert chosen.softmax is None
 
 
+def test_products_are_exact_on_a_hopper_gpu_once_it_was_shown(monkeypatch):
+    """No product is computed here: what the GPU says is replaced."""
+    forbidden = []
+    monkeypatch.setattr(backend.gpu_library, "why_not", lambda: None)
+    monkeypatch.setattr(backend.exactness, "forbid_split_k", lambda: forbidden.append(True))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert not choose_backend("auto", "cuda", torch.bfloat16).exact_products
+    monkeypatch.setattr(backend.exactness, "EXACT_ON_HOPPER", True)
+    assert not choose_backend("auto", "cuda", torch.float32).exact_products
+    assert forbidden == []
+    assert choose_backend("auto", "cuda", torch.bfloat16).exact_products
+    assert forbidden == [True]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert not choose_backend("auto", "cuda", torch.bfloat16).exact_products
+
+
 def test_backend_of_a_device_and_a_dtype(monkeypatch):
     assert choose_backend("auto", "cpu", torch.bfloat16).kernels
     assert str(choose_backend("torch", "cuda", torch.bfloat16)) == "PyTorch (as chosen)"

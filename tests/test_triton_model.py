@@ -5,6 +5,8 @@ On a GPU the kernels are compiled; elsewhere Triton's interpreter runs them.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from interpreted import DEVICE
@@ -13,9 +15,11 @@ from test_lora import move
 from test_sampling import requests_for, sampled
 from tiny import tiny_policy
 
+from lagrpo.model import backend as backends
 from lagrpo.model.backend import Backend
 from lagrpo.model.layout import Packed
 from lagrpo.model.lora import Lora
+from lagrpo.model.model import copy_policy
 
 pytestmark = [
     pytest.mark.triton,
@@ -91,3 +95,15 @@ def test_sampler_records_the_log_probs_of_the_trainer():
         logp = policy.logp(packed).cpu()
     # The products of one row and of many sum in another order.
     torch.testing.assert_close(logp, recorded, rtol=0, atol=1e-4)
+
+
+def test_model_is_exact_if_products_and_attention_are(monkeypatch):
+    """What a GPU would say of FlashAttention is replaced."""
+    monkeypatch.setattr(backends, "takes_varlen", lambda device, dtype, d: True)
+    monkeypatch.setattr(backends, "flash_reads_caches", lambda *given: True)
+    exact = policy_by(replace(TRITON, exact_products=True), "llama")
+    assert exact.model.exact
+    assert copy_policy(exact).model.exact
+    assert not policy_by(TRITON, "llama").model.exact
+    monkeypatch.setattr(backends, "flash_reads_caches", lambda *given: False)
+    assert not policy_by(replace(TRITON, exact_products=True), "llama").model.exact

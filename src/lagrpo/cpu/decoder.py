@@ -144,18 +144,24 @@ class FusedDecoder:
 
     It reads the weights of the modules. With `panels` the forward products are the kernels', too.
     `layer_kernels` compute between the products: the C kernels, or their twins on a GPU.
+    `exact_products` says that PyTorch's products are as exact as the kernels' are.
     """
 
     # False: decoding steps go layer by layer, as packed rows do. For tests.
     at_once = True
 
     def __init__(
-        self, lm: Any, panels: ModelPanels | None = None, layer_kernels: LayerKernels = kernels
+        self,
+        lm: Any,
+        panels: ModelPanels | None = None,
+        layer_kernels: LayerKernels = kernels,
+        exact_products: bool = False,
     ) -> None:
         self.decoder = lm.get_decoder()
         self.head: nn.Linear = lm.get_output_embeddings()
         self.panels = panels
         self.layer_kernels = layer_kernels
+        self.exact_products = exact_products
         # All layers for one call, and the panels that they were made of.
         self._stack: kernels.Stack | None = None
         self._stack_panels: DecoderPanels | AdaptedDecoder | None = None
@@ -164,8 +170,12 @@ class FusedDecoder:
 
     @property
     def exact(self) -> bool:
-        """True if the kernels compute all matrix products of the forward pass."""
-        return self.panels is not None and self.fits(None) and is_plain_linear(self.head)
+        """True if no row of any product depends on the rows that are computed with it.
+
+        The kernels' products are so; PyTorch's are with `exact_products`.
+        """
+        exact_products = self.panels is not None or self.exact_products
+        return exact_products and self.fits(None) and is_plain_linear(self.head)
 
     def fits(self, layout: Layout | None) -> bool:
         """True if the linear layers are plain, and nothing that is computed here has a hook.

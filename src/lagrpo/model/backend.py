@@ -31,7 +31,9 @@ from lagrpo.cpu.panels import (
     joined,
 )
 from lagrpo.errors import SettingsError, as_settings_error
+from lagrpo.gpu import exactness
 from lagrpo.gpu import library as gpu_library
+from lagrpo.gpu.cached_attention import flash_reads_caches
 from lagrpo.model import attention, logprobs
 from lagrpo.model.attention import Shape, takes_varlen
 from lagrpo.model.layout import PackedLayout
@@ -52,6 +54,8 @@ class Backend:
     - `reason`: why they are PyTorch's operations
     - `kernels`: True if they are the C kernels
     - `triton`: True if they are the Triton kernels
+    - `exact_products`: True if PyTorch's products give a row the same bits, whatever rows are
+      computed with it
     - `products`: the name of the instructions by which the kernels compute products of bfloat16;
       None if PyTorch computes them
     """
@@ -61,6 +65,7 @@ class Backend:
     reason: str = "as chosen"
     kernels: bool = False
     triton: bool = False
+    exact_products: bool = False
     products: str | None = None
 
     def __str__(self) -> str:
@@ -114,12 +119,20 @@ class Backend:
         if self.triton:
             from lagrpo.gpu import layers
 
-            return FusedDecoder(lm, layer_kernels=layers)
+            exact = self.exact_products and self._attends_by_flash(lm)
+            return FusedDecoder(lm, layer_kernels=layers, exact_products=exact)
         if panels is None and self._packs(lm):
             panels = OwnPanels(lm.get_decoder(), lm.get_output_embeddings())
         if isinstance(panels, OwnPanels) and adapted(lm):
             panels = AdaptedPanels(panels, lm.get_decoder())
         return FusedDecoder(lm, panels)
+
+    def _attends_by_flash(self, lm: Any) -> bool:
+        """True if FlashAttention attends both along packed rows and in decoding steps."""
+        shape = Shape.of(lm.config.get_text_config())
+        return takes_varlen(self.device, self.dtype, shape.d) and flash_reads_caches(
+            self.device, self.dtype, shape.heads, shape.kv_heads, shape.d
+        )
 
     def _packs(self, lm: Any) -> bool:
         """True if the kernels can compute the products of a model."""
@@ -135,9 +148,9 @@ class Backend:
         If the kernels compute all products, the weights of linear layers are empty in the copy, and
         in the panels instead. Copies of a model with adapters share its frozen layers.
         """
-        if model.layers is None or not model.exact:
+        panels = None if model.layers is None else model.layers.panels
+        if panels is None or not model.exact:
             return copy_trained(model.lm), None
-        panels = model.layers.panels
         if isinstance(panels, AdaptedPanels):
             return copy_trained(model.lm), panels.base
         # A model that learns computes by its own panels.
@@ -217,7 +230,10 @@ def choose_backend(choice: Choice, device: torch.device | str, dtype: torch.dtyp
     if device.type == "cuda" and dtype in (torch.float32, torch.bfloat16):
         reason = gpu_library.why_not()
         if reason is None:
-            return Backend(device, dtype, triton=True)
+            exact = exactness.has_exact_products(device, dtype)
+            if exact:
+                exactness.forbid_split_k()
+            return Backend(device, dtype, triton=True, exact_products=exact)
         return Backend(device, dtype, f"no Triton kernels: {reason}")
     if device.type != "cpu":
         return Backend(device, dtype, f"on {device.type}")

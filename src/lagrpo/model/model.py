@@ -219,7 +219,7 @@ class Model(nn.Module):
 
     @property
     def exact(self) -> bool:
-        """True if the kernels compute all products of the forward pass.
+        """True if a row of the forward pass has the same bits, whatever is computed with it.
 
         Then π/α is exactly 1 after a weight sync.
         """
