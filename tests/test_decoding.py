@@ -3,6 +3,7 @@ and what the decoding of a CPU gives."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -125,7 +126,6 @@ def test_sampling_inside_a_step_is_sampling_from_its_hidden_states(monkeypatch):
 
 def test_steps_need_one_graph_for_each_rounded_number_of_tokens(monkeypatch):
     """18 rows end one after the other, two steps each: 4 steps of 32 tokens, 32 of 16."""
-    monkeypatch.setattr(recorded, "round_up_keys", lambda keys, capacity: capacity)
     policy = torch_policy()
     graphs = record_on_cpu(monkeypatch)
     state = RecordedState(policy.model, 18, 100)
@@ -179,6 +179,19 @@ def test_sampler_keeps_its_graphs_from_batch_to_batch(monkeypatch):
                 assert torch.equal(ours.token_ids, plain.token_ids)
     assert counts[0] > 0
     assert counts[-1] == counts[-2]
+
+
+def test_evaluation_that_fits_leaves_the_graphs_of_training(monkeypatch):
+    policy = torch_policy()
+    graphs = record_on_cpu(monkeypatch)
+    sampler = LocalSampler(copy_policy(policy), 0, 24, 64)
+    evaluation = replace(sampler.params, purpose="evaluate", max_tokens=8)
+    for _ in range(3):
+        list(sampler.sample(requests_for(policy, 3), 6))
+    list(sampler.sample(requests_for(policy, 3), 4, evaluation))
+    num_graphs = len(graphs)
+    list(sampler.sample(requests_for(policy, 3), 6))
+    assert len(graphs) == num_graphs
 
 
 def test_recorded_steps_compute_by_the_weights_of_the_last_sync(monkeypatch):
@@ -287,8 +300,6 @@ def test_tokens_of_a_step_are_rounded_up_by_an_eighth_at_most(tokens, rounded):
     assert round_up_tokens(tokens) == rounded
 
 
-@pytest.mark.parametrize(
-    ("keys", "rounded"), [(1, 64), (64, 64), (65, 128), (129, 256), (300, 384)]
-)
-def test_keys_are_rounded_up_to_a_power_of_two_or_to_the_capacity(keys, rounded):
-    assert round_up_keys(keys, capacity=384) == rounded
+@pytest.mark.parametrize(("keys", "rounded"), [(1, 128), (128, 128), (129, 256), (300, 384)])
+def test_keys_are_rounded_up_to_a_multiple_of_128(keys, rounded):
+    assert round_up_keys(keys) == rounded

@@ -129,7 +129,7 @@ class LocalSampler:
         params = params or self.params
         max_rows = min(max(self.max_num_seqs, G), G * len(requests))
         longest_prompt = max((len(r.prompt.token_ids) for r in requests), default=0)
-        state = self._take_state(max_rows, longest_prompt, params)
+        state, stays = self._take_state(max_rows, longest_prompt, params)
         batch = ContinuousBatch(self.policy, self.seed, requests, G, state, params)
         # The batch alone holds the state, so that memory is free as soon as the batch drops it.
         del state
@@ -140,7 +140,8 @@ class LocalSampler:
             complete_groups = batch.step()
             if not batch:
                 # Before the last yield: the caller may never come back after the last group.
-                self._give_back(batch.state, params)
+                if stays and isinstance(batch.state, RecordedState):
+                    self._idle_state = batch.state
                 del batch.state
             for rows in complete_groups:
                 request = rows[0].request
@@ -149,26 +150,23 @@ class LocalSampler:
 
     def _take_state(
         self, max_rows: int, longest_prompt: int, params: SamplingParams
-    ) -> DecodeState | RecordedState:
-        """Returns the state of an earlier batch if it has room, else a new one."""
+    ) -> tuple[DecodeState | RecordedState, bool]:
+        """Returns the state of an earlier batch if it has room, else a new one.
+
+        Also returns True if the state stays for the next batch, with its graphs. A new state stays
+        if it was made for training: an evaluation or a check may not come again.
+        """
         idle_state = self._idle_state
         self._idle_state = None
         max_tokens = longest_prompt + params.longest
         if not records_steps(self.model) or not cache_fits(self.model, max_rows, max_tokens):
-            return DecodeState(self.model, max_rows, params.longest)
+            return DecodeState(self.model, max_rows, params.longest), False
         if idle_state is not None and idle_state.fits(max_rows, max_tokens):
-            return idle_state
+            return idle_state, True
         # Frees the old cache before there is a new one.
         del idle_state
-        return RecordedState(self.model, max_rows, max_tokens)
-
-    def _give_back(self, state: DecodeState | RecordedState, params: SamplingParams) -> None:
-        """Keeps a state with graphs for the next batch of training.
-
-        An evaluation or a check may not come again, so their states are dropped.
-        """
-        if isinstance(state, RecordedState) and state.may_stay and params is self.params:
-            self._idle_state = state
+        state = RecordedState(self.model, max_rows, max_tokens)
+        return state, state.may_stay and params is self.params
 
     def _complete(self, row: _Row) -> Completion:
         """Returns the completion of an ended row."""

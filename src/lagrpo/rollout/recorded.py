@@ -36,9 +36,9 @@ PIECE = 512
 # Most prompt tokens that are prefilled together, unless one prompt is longer. The activations of a
 # packed row of all new prompts would have no bound.
 PREFILL_TOKENS = 8192
-# The capacity of a cache is a multiple of this many tokens, so that a longer prompt in a later batch
-# seldom needs a new cache, which loses all graphs.
-CAPACITY_STEP = 128
+# Capacities are multiples of this many tokens, so that a longer prompt in a later batch seldom needs
+# a new cache, which loses all graphs.
+KEY_STEP = 128
 # Most bytes of keys and values that a GPU may hold from batch to batch, while the policy learns.
 KEPT_BYTES = 4 << 30
 
@@ -83,9 +83,15 @@ def round_up_tokens(tokens: int) -> int:
     return -(-tokens // step) * step
 
 
-def round_up_keys(keys: int, capacity: int) -> int:
-    """Returns 64, 128, 256, … that is not less than `keys`, or the capacity of the cache."""
-    return min(capacity, 1 << max(63, keys - 1).bit_length())
+def round_up_keys(keys: int) -> int:
+    """Returns the next multiple of KEY_STEP.
+
+    It is the capacity of a cache for so many tokens, and the number of keys that a step looks at if
+    FlashAttention does not read the cache. That number must not depend on the capacity: a cache may
+    come from an earlier batch with longer prompts, while a resumed run has a new one, and must round
+    like the run that never stopped.
+    """
+    return -(-keys // KEY_STEP) * KEY_STEP
 
 
 class RecordedState:
@@ -104,7 +110,7 @@ class RecordedState:
         """`max_tokens`: of the longest prompt and the longest completion together."""
         self.model = model
         self.max_rows = max_rows
-        self.capacity = -(-max_tokens // CAPACITY_STEP) * CAPACITY_STEP
+        self.capacity = round_up_keys(max_tokens)
         shape = Shape.of(model.config.get_text_config())
         size = (shape.layers, max_rows, self.capacity, shape.kv_heads, shape.d)
         self.keys = torch.zeros(size, dtype=model.dtype, device=model.device)
@@ -228,7 +234,7 @@ class RecordedState:
         """
         num_tokens = inputs.shape[1]
         longest = int(inputs[2].max()) + 1
-        num_keys = self.capacity if self._by_flash else round_up_keys(longest, self.capacity)
+        num_keys = self.capacity if self._by_flash else round_up_keys(longest)
         # Copies of the first tokens. A copy computes the same key and value as its original, for
         # the same place, so it changes nothing; its result is dropped.
         padded = torch.arange(round_up_tokens(num_tokens)) % num_tokens
