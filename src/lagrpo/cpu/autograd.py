@@ -56,7 +56,7 @@ class LayerKernels(Protocol):
         """Returns what `swiglu` returned, and its gradients of gate and up."""
         ...
 
-    def rotary(self, x: Tensor, cosine: Tensor, sine: Tensor, back: bool = False) -> Tensor:
+    def rotary(self, x: Tensor, cosine: Tensor, sine: Tensor, *, back: bool = False) -> Tensor:
         """Turns x [n, heads, D] by the angles of [n, D], or turns it `back`."""
         ...
 

@@ -41,9 +41,9 @@ def attend_by_flash(
         key_starts,
         group,  # the most queries of a sequence
         capacity,  # the most keys of a sequence
-        0.0,  # no dropout
-        False,  # not causal: each query sees all of its keys
-        False,  # no mask for debugging
+        dropout_p=0.0,
+        is_causal=False,  # each query sees all of its keys
+        return_debug_mask=False,
         scale=scaling,
         seqused_k=num_seen.int(),
     )[0]

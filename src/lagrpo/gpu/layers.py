@@ -339,7 +339,7 @@ def _rotary_kernel(
     tl.store(y_row_ptr + half, turned_b, mask=inside)
 
 
-def rotary(x: Tensor, cosine: Tensor, sine: Tensor, back: bool = False) -> Tensor:
+def rotary(x: Tensor, cosine: Tensor, sine: Tensor, *, back: bool = False) -> Tensor:
     """Turns x [rows, heads, d] by the angles of [rows, d], or turns it `back`.
 
     The heads of a row are contiguous; rows may be any distance apart. The result is contiguous.
