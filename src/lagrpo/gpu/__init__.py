@@ -1,1 +1,1 @@
-"""Triton kernels for a GPU: softmax over the vocabulary, norms, activation, rotary embedding, keys."""
+"""Triton kernels for a GPU, attention to a cache, and CUDA graphs."""

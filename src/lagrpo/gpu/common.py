@@ -1,4 +1,4 @@
-"""What all kernels share: the options of their launch, and the exponential."""
+"""The options of a launch and the exponential, which all kernels share."""
 
 from __future__ import annotations
 

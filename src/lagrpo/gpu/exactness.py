@@ -7,7 +7,7 @@ the middle of sampling resumes to the bit, and completions do not depend on the 
 Norms, activations, rotary embedding and softmax have this property already (layers.py, softmax.py).
 For products cuBLAS chooses a kernel by the number of rows. Without split-K, which cuts the sum of an
 output into parts, the kernels that it chooses may still add in different orders: NVIDIA promises
-nothing. So a GPU has to show it: `python benchmarks/probe_gpu.py exact`.
+nothing. So a GPU has to show it: `python benchmarks/probe_kernels.py exact`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-# True once `probe_gpu.py exact` has found no log-prob of the trainer that differs from the sampler's
-# on such a GPU. It has not run yet.
+# To be set once `probe_kernels.py exact` has run on such a GPU and found no log-prob of the trainer
+# that differs from the sampler's. It has not run yet.
 EXACT_ON_HOPPER = False
 
 

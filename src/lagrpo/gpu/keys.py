@@ -48,9 +48,9 @@ def _gather_backward_kernel(
 def gather_keys_backward(
     grad: Tensor, first: Tensor, count: Tensor, place: Tensor, starts: Tensor
 ) -> Tensor:
-    """Returns the gradient [rows, Hkv, D] of keys, from that of their copies, [K, Hkv, D] contiguous.
+    """Returns the gradient of keys [rows, Hkv, D], from the gradient of their copies [K, Hkv, D].
 
-    The other arguments are those of `PackedLayout.seen_by`.
+    `grad` is contiguous. The other arguments are those of `PackedLayout.seen_by`.
     """
     rows = len(first)
     out = torch.empty(rows, *grad.shape[1:], dtype=grad.dtype, device=grad.device)

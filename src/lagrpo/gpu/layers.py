@@ -1,7 +1,7 @@
-"""What a decoder layer computes between its matrix products, by Triton kernels.
+"""Triton kernels for a decoder layer, between its matrix products.
 
-RMS norm with the addition before it, gated activation, rotary embedding, and their gradients. The
-functions are twins of `norm`, `norm_backward`, `swiglu`, `swiglu_backward` and `rotary` in
+They are RMS norm with the addition before it, gated activation, rotary embedding, and the gradients
+of these. The functions are twins of `norm`, `norm_backward`, `swiglu`, `swiglu_backward` and `rotary` in
 cpu/kernels.py: same arguments, same results. Numbers are float32 or bfloat16 in memory, and float32
 in registers.
 
@@ -51,7 +51,9 @@ def _norm_kernel(
 ):
     """Computes ROWS whole rows per program:
 
-    total = round(x + delta),  rstd = 1 / sqrt(mean total² + eps),  y = round(weight · round(total · rstd))
+        total = round(x + delta)
+        rstd  = 1 / sqrt(mean total² + eps)
+        y     = round(weight · round(total · rstd))
     """
     # int64, because rows · width may exceed 2^31.
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]

@@ -1,4 +1,4 @@
-"""Whether Triton can compile and run kernels here."""
+"""The question whether Triton can compile and run kernels here."""
 
 from __future__ import annotations
 

@@ -158,7 +158,10 @@ def _token_logp_backward_kernel(
     inverse_tau,
     BLOCK: tl.constexpr,
 ):
-    """Computes one block of one row per program: grad of logit v = grad / tau · (1{v = token} - p_v)."""
+    """Computes one block of one row per program.
+
+    The gradient of logit v is grad / tau · (1{v = token} - p_v).
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     inside = column < vocabulary
