@@ -49,11 +49,13 @@ def _norm_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Computes ROWS whole rows per program:
+    """Computes ROWS whole rows per program.
 
         total = round(x + delta)
         rstd  = 1 / sqrt(mean total² + eps)
         y     = round(weight · round(total · rstd))
+
+    The mean is over the row; `round` is to the dtype of the tensors.
     """
     # int64, because rows · width may exceed 2^31.
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
