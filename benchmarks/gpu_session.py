@@ -85,6 +85,8 @@ def main() -> None:
         if not options.quick:
             sys.exit("PyTorch sees no GPU here. --quick tries what a CPU can compute.")
         selected = [step for step in selected if step.name in CPU_STEPS]
+    # The kernels are not the default before this session has shown that they work.
+    os.environ["LAGRPO_KERNELS"] = "triton"
     outcomes = run_session(selected, options.results, options.seconds)
     sys.exit(any(outcome != "done" for outcome in outcomes.values()))
 

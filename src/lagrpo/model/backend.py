@@ -43,7 +43,7 @@ from lagrpo.model.lora import adapted, copy_trained
 if TYPE_CHECKING:
     from lagrpo.model.model import Model
 
-Choice = Literal["auto", "c", "torch"]
+Choice = Literal["auto", "c", "triton", "torch"]
 Dtype = Literal["bfloat16", "float32"]
 
 
@@ -215,26 +215,23 @@ class RowLayout:
 
 
 def choose_backend(choice: Choice, device: torch.device | str, dtype: torch.dtype) -> Backend:
-    """Returns the backend for a device and dtype. On a GPU it compiles and runs a Triton kernel.
+    """Returns the backend for a device and dtype. To choose Triton, it compiles and runs a kernel.
 
-    `choice` is "auto" for the best one, "c" for the C kernels on a CPU or an error, "torch" for
-    PyTorch's operations. Raises NoKernels.
+    `choice` is "auto" for the best one that has been measured, "c" for the C kernels on a CPU or an
+    error, "triton" for the Triton kernels on a GPU or an error, "torch" for PyTorch's operations.
+    Raises NoKernels.
     """
     device = torch.device(device)
     # An impossible LAGRPO_CPU_ISA is an error, whatever computes.
     isa_level()
     if choice == "c" and device.type != "cpu":
         raise NoKernels(f"the C kernels run on a CPU, but the model is on {device}")
+    if choice == "triton" and device.type != "cuda":
+        raise NoKernels(f"the Triton kernels run on an NVIDIA GPU, but the model is on {device}")
     if choice == "torch":
         return Backend(device, dtype)
-    if device.type == "cuda" and dtype in (torch.float32, torch.bfloat16):
-        reason = gpu_library.why_not()
-        if reason is None:
-            exact = exactness.has_exact_products(device, dtype)
-            if exact:
-                exactness.forbid_split_k()
-            return Backend(device, dtype, triton=True, exact_products=exact)
-        return Backend(device, dtype, f"no Triton kernels: {reason}")
+    if device.type == "cuda":
+        return _choose_on_gpu(choice, device, dtype)
     if device.type != "cpu":
         return Backend(device, dtype, f"on {device.type}")
     if dtype not in (torch.float32, torch.bfloat16):
@@ -247,11 +244,28 @@ def choose_backend(choice: Choice, device: torch.device | str, dtype: torch.dtyp
     return Backend(device, dtype, f"no C kernels: {reason}")
 
 
+def _choose_on_gpu(choice: Choice, device: torch.device, dtype: torch.dtype) -> Backend:
+    """Returns the backend on a GPU. Raises NoKernels if Triton was asked for and does not work."""
+    if choice == "auto" and not gpu_library.is_default():
+        return Backend(device, dtype, "on cuda")
+    reason = gpu_library.why_not()
+    if dtype not in (torch.float32, torch.bfloat16):
+        reason = f"no Triton kernels for {str(dtype).removeprefix('torch.')}"
+    if reason is not None:
+        if choice == "triton":
+            raise NoKernels(f"the Triton kernels are unavailable here: {reason}")
+        return Backend(device, dtype, f"no Triton kernels: {reason}")
+    exact = exactness.has_exact_products(device, dtype)
+    if exact:
+        exactness.forbid_split_k()
+    return Backend(device, dtype, triton=True, exact_products=exact)
+
+
 def chosen_kernels() -> Choice:
-    """Returns $LAGRPO_KERNELS: auto, c or torch. Raises SettingsError for another word."""
+    """Returns $LAGRPO_KERNELS: auto, c, triton or torch. Raises SettingsError for another word."""
     choice = os.environ.get("LAGRPO_KERNELS") or "auto"
     if choice not in get_args(Choice):
-        raise SettingsError(f"LAGRPO_KERNELS = {choice!r}: use auto, c or torch")
+        raise SettingsError(f"LAGRPO_KERNELS = {choice!r}: use auto, c, triton or torch")
     return cast(Choice, choice)
 
 
