@@ -20,12 +20,13 @@ from typing import TypeVar
 import torch
 from measuring import Load, Report, gigabytes, machine, median, spread
 from ours import learning_flops, matrix_product
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
 from work import SEED, common_options
 
 from lagrpo.core.recipes import resolve
 from lagrpo.model import attention
-from lagrpo.model.embedded import resolve_model
 from lagrpo.model.model import Policy, copy_policy
 from lagrpo.rng import uniforms
 from lagrpo.rollout.base import Request
@@ -248,14 +249,22 @@ def rewarded(group: Group, turn: int) -> Group:
 
 
 def make_policy(name: str, device: str) -> Policy:
-    """A model with random weights and the embedded model's tokenizer."""
+    """A model with random weights."""
     attention.register()
     torch.manual_seed(SEED)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(
             MODELS[name], dtype=torch.bfloat16, attn_implementation=attention.NAME
         )
-    return Policy.from_model(model, AutoTokenizer.from_pretrained(resolve_model("smollm2")))
+    return Policy.from_model(model, make_tokenizer())
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer of two tokens, which needs no file: random weights say nothing anyway."""
+    tokenizer = Tokenizer(WordLevel({"<end>": 0, "<unknown>": 1}, unk_token="<unknown>"))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<end>", unk_token="<unknown>"
+    )
 
 
 def data_sheet_peak(name: str) -> float | None:

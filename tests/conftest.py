@@ -1,5 +1,6 @@
 """Settings of all tests: a time limit, signals as in a terminal, and a list of deselected tests."""
 
+import os
 import signal
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -13,6 +14,10 @@ import tiny
 import torch
 from ranks import run_on_ranks
 from running import note_processes, skip_curves_and_syncs
+
+if not torch.cuda.is_available():
+    # Triton reads it when it is imported, which transformers does.
+    os.environ["TRITON_INTERPRET"] = "1"
 
 hypothesis.settings.register_profile(
     "lagrpo", deadline=None

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lagrpo.rollout import decoding
+from lagrpo.rollout import local, recorded
 
 
 def record_on_cpu(monkeypatch: Any) -> list[RecordedGraph]:
@@ -28,7 +28,8 @@ def record_on_cpu(monkeypatch: Any) -> list[RecordedGraph]:
             yield
         graphs.append(graph)
 
-    monkeypatch.setattr(decoding, "records_steps", lambda model: True)
+    monkeypatch.setattr(local, "records_steps", lambda model: True)
+    monkeypatch.setattr(recorded, "total_memory", lambda device: 80 << 30)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: RecordedGraph(graphs))
     monkeypatch.setattr(torch.cuda, "graph", recording)

@@ -206,3 +206,20 @@ def test_sequence_beyond_the_switch_of_longrope_is_rejected(long_factor, longest
 def test_model_call_without_a_layout_is_an_error():
     with pytest.raises(ValueError, match="without a layout"):
         tiny_model()(input_ids=torch.tensor([[3, 4, 5]]))
+
+
+def test_each_row_is_seen_by_its_group_or_by_its_completion():
+    """A prompt of two rows, completions of two and one rows; then a prompt of one row alone."""
+    layout = PackedLayout.build([(2, [3, 2]), (1, [])])
+    first, count, place, starts = (tensor.tolist() for tensor in layout.seen_by)
+    assert first == [0, 0, 1, 1, 2, 3]
+    assert count == [3, 3, 1, 1, 1, 1]
+    assert place == [0, 1, 2, 3, 2, 0]
+    assert starts == [0, 2, 6, 9]
+    # Every place in `seen_rows` is found again from the row that is seen there.
+    places = [
+        (starts[segment] + place[row], row)
+        for row in range(layout.rows)
+        for segment in range(first[row], first[row] + count[row])
+    ]
+    assert sorted(places) == list(enumerate(layout.seen_rows.tolist()))

@@ -97,6 +97,50 @@ def test_two_policies_in_one_process_keep_their_backends():
     assert (ours.model.exact, theirs.model.exact) == (True, False)
 
 
+def test_gpu_takes_the_triton_kernels_if_they_are_chosen_and_run(monkeypatch):
+    """Neither is compiled here: what Triton says is replaced."""
+    monkeypatch.delenv("LAGRPO_KERNELS", raising=False)
+    monkeypatch.setattr(backend.gpu_library, "why_not", lambda: None)
+    assert not choose_backend("auto", "cuda", torch.bfloat16).triton
+    chosen = choose_backend("triton", "cuda", torch.bfloat16)
+    assert (chosen.triton, chosen.kernels) == (True, False)
+    with pytest.raises(library.NoKernels, match="no Triton kernels for float16"):
+        choose_backend("triton", "cuda", torch.float16)
+    with pytest.raises(library.NoKernels, match="run on an NVIDIA GPU, but the model is on cpu"):
+        choose_backend("triton", "cpu", torch.bfloat16)
+    monkeypatch.setattr(backend.gpu_library, "why_not", lambda: "no compiler")
+    with pytest.raises(library.NoKernels, match="unavailable here: no compiler"):
+        choose_backend("triton", "cuda", torch.bfloat16)
+
+
+def test_gpu_takes_the_triton_kernels_by_default_once_they_were_measured(monkeypatch):
+    monkeypatch.setattr(backend.gpu_library, "MEASURED_ON_A_GPU", True)
+    monkeypatch.setattr(backend.gpu_library, "why_not", lambda: None)
+    assert choose_backend("auto", "cuda", torch.bfloat16).triton
+    assert not choose_backend("torch", "cuda", torch.bfloat16).triton
+    assert not choose_backend("auto", "cuda", torch.float16).triton
+    monkeypatch.setattr(backend.gpu_library, "why_not", lambda: "no compiler")
+    chosen = choose_backend("auto", "cuda", torch.bfloat16)
+    assert str(chosen) == "PyTorch (no Triton kernels: no compiler)"
+    assert chosen.softmax is None
+
+
+def test_products_are_exact_on_a_hopper_gpu_once_it_was_shown(monkeypatch):
+    """No product is computed here: what the GPU says is replaced."""
+    forbidden = []
+    monkeypatch.setattr(backend.gpu_library, "why_not", lambda: None)
+    monkeypatch.setattr(backend.exactness, "forbid_split_k", lambda: forbidden.append(True))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert not choose_backend("triton", "cuda", torch.bfloat16).exact_products
+    monkeypatch.setattr(backend.exactness, "EXACT_ON_HOPPER", True)
+    assert not choose_backend("triton", "cuda", torch.float32).exact_products
+    assert forbidden == []
+    assert choose_backend("triton", "cuda", torch.bfloat16).exact_products
+    assert forbidden == [True]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert not choose_backend("triton", "cuda", torch.bfloat16).exact_products
+
+
 def test_backend_of_a_device_and_a_dtype(monkeypatch):
     assert choose_backend("auto", "cpu", torch.bfloat16).kernels
     assert str(choose_backend("torch", "cuda", torch.bfloat16)) == "PyTorch (as chosen)"

@@ -1,8 +1,9 @@
-"""Decoding steps that are recorded as CUDA graphs give what the same steps give when they are
-computed."""
+"""Decoding on a GPU, with graphs recorded on a CPU: recorded steps give what computed steps give,
+and what the decoding of a CPU gives."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,12 +13,24 @@ from cuda_graphs import record_on_cpu
 from test_sampling import requests_for, sampled
 from tiny import tiny_policy
 
+from lagrpo.gpu import graphs as graphs_of_gpu
+from lagrpo.gpu.cached_attention import attend_by_mask
 from lagrpo.model.model import copy_policy
-from lagrpo.rollout import decoding
-from lagrpo.rollout.decoding import DecodeState, records_steps, round_up_keys
+from lagrpo.rollout import recorded
+from lagrpo.rollout.decoding import DecodeState
 from lagrpo.rollout.local import LocalSampler
+from lagrpo.rollout.recorded import (
+    CachedLayout,
+    RecordedState,
+    cache_fits,
+    records_steps,
+    round_up_keys,
+    round_up_tokens,
+    split_prompts,
+)
 
 PROMPT = [5, 6, 7, 8, 9]
+NEVER = 10**9
 
 
 def torch_policy(**changes):
@@ -25,19 +38,32 @@ def torch_policy(**changes):
     return tiny_policy(backend="torch", **changes)
 
 
-def decode(policy, *groups: list[list[list[int]]]) -> list[torch.Tensor]:
+def decode(state, *groups: list[list[list[int]]]) -> list[torch.Tensor]:
     """Hidden states of the steps of groups of four rows, one group after the other; a step feeds
     tokens to each row."""
-    state = DecodeState(policy.model, 4, 400)
     hidden: list[torch.Tensor] = []
     for steps in groups:
-        state.admit([PROMPT], 4)
+        hidden.append(state.admit([PROMPT], 4))
         hidden += [state.feed(tokens) for tokens in steps]
         state.retire([0, 1, 2, 3])
     return hidden
 
 
-@pytest.mark.parametrize(
+def random_steps(counts: list[int], number: int = 10) -> list[list[list[int]]]:
+    """Steps that feed so many tokens to each row."""
+    rng = torch.Generator().manual_seed(0)
+    return [
+        [torch.randint(3, 90, (count,), generator=rng).tolist() for count in counts]
+        for _ in range(number)
+    ]
+
+
+def assert_close(ours, expected) -> None:
+    for our_hidden, expected_hidden in zip(ours, expected, strict=True):
+        torch.testing.assert_close(our_hidden, expected_hidden, rtol=0, atol=1e-5)
+
+
+COUNTS = pytest.mark.parametrize(
     "counts",
     [
         pytest.param([6, 6, 6, 6], id="three pieces of one size"),
@@ -46,32 +72,96 @@ def decode(policy, *groups: list[list[list[int]]]) -> list[torch.Tensor]:
         pytest.param([9, 0, 0, 1], id="rows that wait"),
     ],
 )
-def test_recorded_steps_of_several_pieces_equal_computed_ones(monkeypatch, counts):
-    monkeypatch.setattr(decoding, "PIECE", 8)
-    rng = torch.Generator().manual_seed(0)
-    steps = [
-        [torch.randint(3, 90, (count,), generator=rng).tolist() for count in counts]
-        for _ in range(10)
-    ]
+
+
+@COUNTS
+def test_recorded_steps_give_the_hidden_states_of_the_cpus_decoding(monkeypatch, counts):
+    monkeypatch.setattr(recorded, "PIECE", 8)
+    steps = random_steps(counts)
     policy = torch_policy()
-    computed = decode(policy, steps)
+    expected = decode(DecodeState(policy.model, 4, 400), steps)
     graphs = record_on_cpu(monkeypatch)
-    recorded = decode(policy, steps)
+    ours = decode(RecordedState(policy.model, 4, 400), steps)
     assert sum(graph.replays for graph in graphs) >= 6
-    for ours, expected in zip(recorded, computed, strict=True):
-        torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5)
+    assert_close(ours, expected)
 
 
-def test_recorded_steps_follow_a_cache_that_grows(monkeypatch):
-    monkeypatch.setattr(decoding, "KEPT_BYTES", 0)
-    steps = [[[20 + n % 50]] * 4 for n in range(2 * decoding.BLOCK)]
+@COUNTS
+def test_recorded_steps_sample_what_computed_steps_sample(monkeypatch, counts):
+    """Tokens and log-probs have the same bits: a replay makes the same operations."""
+    monkeypatch.setattr(recorded, "PIECE", 8)
+    steps = random_steps(counts)
+    num_sampled = sum(1 for count in counts if count > 0)
     policy = torch_policy()
-    computed = decode(policy, steps, steps[::-1])
     graphs = record_on_cpu(monkeypatch)
-    recorded = decode(policy, steps, steps[::-1])
-    assert len(graphs) > 1
-    for ours, expected in zip(recorded, computed, strict=True):
-        torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5)
+    samples = []
+    for often in (NEVER, 3):
+        monkeypatch.setattr(graphs_of_gpu, "OFTEN", often)
+        state = RecordedState(policy.model, 4, 400)
+        state.admit([PROMPT], 4)
+        uniform = [(0.1 + 0.2 * row) % 1 for row in range(num_sampled)]
+        samples.append([state.feed_and_sample(tokens, uniform, 0.7) for tokens in steps])
+    assert sum(graph.replays for graph in graphs) >= 6
+    assert samples[0] == samples[1]
+    assert all(len(tokens) == num_sampled for tokens, _ in samples[0])
+
+
+def test_sampling_inside_a_step_is_sampling_from_its_hidden_states(monkeypatch):
+    steps = random_steps([1, 3, 0, 2], number=6)
+    uniform = [0.1, 0.5, 0.9]
+    policy = torch_policy()
+    record_on_cpu(monkeypatch)
+    whole, parts = (RecordedState(policy.model, 4, 400) for _ in range(2))
+    for state in (whole, parts):
+        state.admit([PROMPT], 4)
+    for tokens in steps:
+        new_tokens, logp = whole.feed_and_sample(tokens, uniform, 0.7)
+        last_hidden = parts.feed(tokens)[[0, 3, 5]]
+        expected = policy.model.backend.sample(
+            policy.model.logits(last_hidden), 0.7, torch.tensor(uniform, dtype=torch.float64)
+        )
+        assert new_tokens == expected[0].tolist()
+        assert logp == pytest.approx(expected[1].tolist(), abs=1e-5)
+
+
+def test_steps_need_one_graph_for_each_rounded_number_of_tokens(monkeypatch):
+    """18 rows end one after the other, two steps each: 4 steps of 32 tokens, 32 of 16."""
+    policy = torch_policy()
+    graphs = record_on_cpu(monkeypatch)
+    state = RecordedState(policy.model, 18, 100)
+    state.admit([PROMPT], 18)
+    while state.rows:
+        for _ in range(2):
+            state.feed_and_sample([[7]] * state.rows, [0.5] * state.rows, 1.0)
+        state.retire([0])
+    # Two steps of each are computed; the third one is recorded, and replayed from then on.
+    assert [graph.replays for graph in graphs] == [2, 30]
+
+
+def test_rows_that_move_keep_their_keys(monkeypatch):
+    policy = torch_policy()
+    record_on_cpu(monkeypatch)
+    state, alone = (RecordedState(policy.model, 4, 100) for _ in range(2))
+    state.admit([PROMPT, [20, 21, 22]], 2)
+    alone.admit([[20, 21, 22]], 1)
+    state.feed([[11], [12], [13], [14]])
+    alone.feed([[14]])
+    assert state.retire([0, 2]) == [(3, 0)]
+    assert state.lengths.tolist() == [4, 6]
+    assert_close([state.feed([[30], [31]])[:1]], [alone.feed([[30]])])
+
+
+def test_prompts_prefilled_in_pieces_give_the_hidden_states_of_one_piece(monkeypatch):
+    prompts = [PROMPT, [20, 21, 22], [30] * 9, [40, 41]]
+    policy = torch_policy()
+    record_on_cpu(monkeypatch)
+    results = []
+    for most in (1000, 8):
+        monkeypatch.setattr(recorded, "PREFILL_TOKENS", most)
+        state = RecordedState(policy.model, 8, 100)
+        results.append([state.admit(prompts, 2), state.feed([[50 + row] for row in range(8)])])
+    assert [len(piece) for piece in split_prompts(prompts)] == [2, 1, 1]
+    assert_close(results[1], results[0])
 
 
 # float64: how many rows and keys are computed together changes no token
@@ -89,6 +179,19 @@ def test_sampler_keeps_its_graphs_from_batch_to_batch(monkeypatch):
                 assert torch.equal(ours.token_ids, plain.token_ids)
     assert counts[0] > 0
     assert counts[-1] == counts[-2]
+
+
+def test_evaluation_that_fits_leaves_the_graphs_of_training(monkeypatch):
+    policy = torch_policy()
+    graphs = record_on_cpu(monkeypatch)
+    sampler = LocalSampler(copy_policy(policy), 0, 24, 64)
+    evaluation = replace(sampler.params, purpose="evaluate", max_tokens=8)
+    for _ in range(3):
+        list(sampler.sample(requests_for(policy, 3), 6))
+    list(sampler.sample(requests_for(policy, 3), 4, evaluation))
+    num_graphs = len(graphs)
+    list(sampler.sample(requests_for(policy, 3), 6))
+    assert len(graphs) == num_graphs
 
 
 def test_recorded_steps_compute_by_the_weights_of_the_last_sync(monkeypatch):
@@ -114,14 +217,14 @@ def test_steps_of_a_kept_state_have_the_shapes_of_a_new_one(monkeypatch):
     longer prompts."""
     record_on_cpu(monkeypatch)
     shapes = []
-    attend = decoding.StepLayout.attend
+    attend = CachedLayout.attend
 
     def record_shapes(self, layer, query, key, value, scaling):
-        shapes.append((*query.shape, *self.mask.shape))
+        shapes.append((*query.shape, self.num_keys))
         return attend(self, layer, query, key, value, scaling)
 
-    monkeypatch.setattr(decoding.StepLayout, "attend", record_shapes)
-    monkeypatch.setattr(decoding, "OFTEN", 10**9)  # every step is computed, and seen
+    monkeypatch.setattr(CachedLayout, "attend", record_shapes)
+    monkeypatch.setattr(graphs_of_gpu, "OFTEN", NEVER)  # every step is computed, and seen
     policy = torch_policy(dtype=torch.float64)
     used, new = (LocalSampler(copy_policy(policy), 0, 24, 64) for _ in range(2))
     requests = requests_for(policy, 40)  # prompts of up to 130 tokens
@@ -135,20 +238,40 @@ def test_steps_of_a_kept_state_have_the_shapes_of_a_new_one(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("kept_bytes", "capacity", "stays"),
-    [
-        pytest.param(decoding.KEPT_BYTES, 384, True, id="small"),
-        pytest.param(1000, decoding.BLOCK, False, id="large"),
-    ],
+    ("kept_bytes", "stays"),
+    [pytest.param(recorded.KEPT_BYTES, True, id="small"), pytest.param(1000, False, id="large")],
 )
-def test_small_cache_of_recorded_steps_has_room_for_all_tokens_and_stays(
-    monkeypatch, kept_bytes, capacity, stays
-):
+def test_small_cache_stays_for_the_next_batch(monkeypatch, kept_bytes, stays):
     record_on_cpu(monkeypatch)
-    monkeypatch.setattr(decoding, "KEPT_BYTES", kept_bytes)
-    state = DecodeState(torch_policy().model, 8, 300)
-    assert state.own.capacity == capacity
+    monkeypatch.setattr(recorded, "KEPT_BYTES", kept_bytes)
+    state = RecordedState(torch_policy().model, 8, 300)
+    assert state.capacity == 384
     assert state.may_stay == stays
+    assert state.fits(8, 384)
+    assert not state.fits(9, 300)
+    assert not state.fits(8, 385)
+
+
+def test_cache_of_full_size_may_take_half_of_the_memory(monkeypatch):
+    model = torch_policy().model  # 2 layers, 2 key heads of 32, 4 bytes: 1,024 bytes a token
+    monkeypatch.setattr(recorded, "total_memory", lambda device: 2 * 1024 * 8 * 100)
+    assert cache_fits(model, max_rows=8, max_tokens=100)
+    assert not cache_fits(model, max_rows=8, max_tokens=101)
+
+
+def test_attention_to_a_cache_is_attention_to_the_keys_that_a_token_sees():
+    rng = torch.Generator().manual_seed(0)
+    query = torch.randn(4, 6, 8, generator=rng)
+    keys, values = (torch.randn(3, 10, 2, 8, generator=rng) for _ in range(2))
+    rows, num_seen = torch.tensor([2, 0, 1, 2]), torch.tensor([1, 9, 4, 7])
+    ours = attend_by_mask(query, keys, values, rows, num_seen, 0.3, num_keys=9)
+    for token in range(4):
+        seen = int(num_seen[token])
+        k = keys[rows[token], :seen].repeat_interleave(3, 1)  # [seen, 6, 8]
+        v = values[rows[token], :seen].repeat_interleave(3, 1)
+        weights = (0.3 * (k * query[token]).sum(-1)).softmax(0)  # [seen, 6]
+        expected = (weights[..., None] * v).sum(0)
+        torch.testing.assert_close(ours[token], expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -171,7 +294,12 @@ def test_steps_are_recorded_if_they_never_wait_for_the_gpu(kind, changes, record
 
 
 @pytest.mark.parametrize(
-    ("tokens", "keys"), [(0, 64), (64, 64), (65, 96), (97, 128), (129, 192), (193, 256), (500, 512)]
+    ("tokens", "rounded"), [(1, 16), (16, 16), (65, 80), (255, 256), (257, 288), (1025, 1152)]
 )
-def test_keys_are_rounded_up_to_a_power_of_two_or_three_quarters_of_one(tokens, keys):
-    assert round_up_keys(tokens) == keys
+def test_tokens_of_a_step_are_rounded_up_by_an_eighth_at_most(tokens, rounded):
+    assert round_up_tokens(tokens) == rounded
+
+
+@pytest.mark.parametrize(("keys", "rounded"), [(1, 128), (128, 128), (129, 256), (300, 384)])
+def test_keys_are_rounded_up_to_a_multiple_of_128(keys, rounded):
+    assert round_up_keys(keys) == rounded

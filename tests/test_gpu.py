@@ -8,18 +8,22 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from test_attention import GROUPS, random_groups, reference_logp
-from test_decoding import decode
+from test_decoding import NEVER, decode
 from test_sampling import log_ratio, requests_for, sampled
 from tiny import save_tiny, tiny_policy
 from torch import nn
 
 import lagrpo
-from lagrpo.model.attention import attend_by_segments, attend_varlen, takes_varlen
+from lagrpo.gpu import graphs
+from lagrpo.gpu.cached_attention import attend_by_flash, attend_by_mask, flash_reads_caches
+from lagrpo.model.attention import attend_by_segments, attend_varlen, gather_keys, takes_varlen
 from lagrpo.model.layout import PackedLayout
 from lagrpo.model.logprobs import ON_GPU, token_logp
+from lagrpo.model.lora import Lora
 from lagrpo.model.model import Packed, copy_policy
-from lagrpo.rollout import decoding
+from lagrpo.rollout import recorded
 from lagrpo.rollout.local import LocalSampler
+from lagrpo.rollout.recorded import RecordedState
 from lagrpo.training.trainer import deterministic
 
 pytestmark = pytest.mark.gpu
@@ -52,8 +56,8 @@ def test_sampler_and_trainer_agree_on_cuda(dtype, tolerance):
 def test_recorded_steps_sample_the_same_tokens(monkeypatch):
     policy = tiny_policy(dtype=torch.bfloat16, device="cuda", head_dim=32)
     samples = []
-    for often in (decoding.OFTEN, 1000):
-        monkeypatch.setattr(decoding, "OFTEN", often)
+    for often in (graphs.OFTEN, NEVER):
+        monkeypatch.setattr(graphs, "OFTEN", often)
         samples.append(sampled(policy, requests_for(policy, 5), max_tokens=100))
     for key, group in samples[0].items():
         for ours, plain in zip(group.completions, samples[1][key].completions, strict=True):
@@ -62,13 +66,56 @@ def test_recorded_steps_sample_the_same_tokens(monkeypatch):
 
 
 def test_recorded_steps_of_several_pieces_give_each_row_its_own_hidden_state(monkeypatch):
-    monkeypatch.setattr(decoding, "PIECE", 8)
+    monkeypatch.setattr(recorded, "PIECE", 8)
     policy = tiny_policy(dtype=torch.bfloat16, device="cuda", head_dim=32)
     steps = [[[20 + n, 30 + n, 40 + n] for _ in range(4)] for n in range(10)]  # pieces of 8 and 4
-    recorded = decode(policy, steps)
-    monkeypatch.setattr(decoding, "OFTEN", 1000)
-    for ours, computed in zip(recorded, decode(policy, steps), strict=True):
-        assert torch.equal(ours, computed)
+    replayed = decode(RecordedState(policy.model, 4, 400), steps)
+    monkeypatch.setattr(graphs, "OFTEN", NEVER)
+    computed = decode(RecordedState(policy.model, 4, 400), steps)
+    for ours, expected in zip(replayed, computed, strict=True):
+        assert torch.equal(ours, expected)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "d"), [(12, 2, 128), (9, 3, 64), (4, 4, 32)])
+def test_flash_attention_reads_a_cache_in_place(heads, kv_heads, d):
+    """Rows in any order, one of them twice; each token sees a part of its row."""
+    assert flash_reads_caches(torch.device("cuda"), torch.bfloat16, heads, kv_heads, d)
+    rng = torch.Generator("cuda").manual_seed(0)
+    query = torch.randn(5, heads, d, generator=rng, device="cuda").bfloat16()
+    keys, values = (
+        torch.randn(4, 700, kv_heads, d, generator=rng, device="cuda").bfloat16() for _ in range(2)
+    )
+    rows = torch.tensor([3, 0, 2, 3, 1], device="cuda")
+    num_seen = torch.tensor([1, 700, 64, 129, 333], device="cuda")
+    ours = attend_by_flash(query, keys, values, rows, num_seen, d**-0.5)
+    expected = attend_by_mask(
+        query.float(), keys.float(), values.float(), rows, num_seen, d**-0.5, num_keys=700
+    )
+    torch.testing.assert_close(ours.float(), expected, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("tokens", [1, 700], ids=["a token a step", "a long reply"])
+def test_decoding_gives_the_hidden_states_of_the_whole_row(tokens):
+    """The last of eight steps, against the packed row of everything before it."""
+    policy = tiny_policy(
+        dtype=torch.bfloat16, device="cuda", head_dim=32, max_position_embeddings=8192
+    )
+    rng = torch.Generator().manual_seed(0)
+    steps = [torch.randint(3, 90, (2, tokens), generator=rng).tolist() for _ in range(8)]
+    state = RecordedState(policy.model, 2, 8192)
+    prompt = [5, 6, 7, 8, 9]
+    state.admit([prompt], 2)
+    hidden = [state.feed(step) for step in steps][-1]
+    for row in range(2):
+        ids = torch.tensor([*prompt, *(token for step in steps for token in step[row])])
+        layout = PackedLayout.build([(len(ids), ())], "cuda")
+        with torch.no_grad():
+            whole = policy.model.hidden(
+                ids.cuda(), layout.position_ids, policy.model.backend.over(layout)
+            )
+        ours = hidden[row * tokens : (row + 1) * tokens].float()
+        theirs = whole[-tokens:].float()
+        assert (ours - theirs).abs().max() <= 0.05 * theirs.abs().max()
 
 
 def test_sampler_with_graphs_of_earlier_batches_samples_what_a_new_one_does():
@@ -123,21 +170,28 @@ def test_varlen_attn_and_its_gradient_equal_attention_by_segments(heads, kv_head
     assert takes_varlen(q.device, q.dtype, d)
     outputs = []
     for attend in (attend_varlen, attend_by_segments):
-        out = attend(layout, q, k, v, d**-0.5)
+        out = attend(layout, q, gather_keys(layout, k), gather_keys(layout, v), d**-0.5)
         outputs.append([out, *torch.autograd.grad((out * weight).sum(), (q, k, v))])
     for ours, theirs in zip(*outputs, strict=True):
         assert (ours.float() - theirs.float()).abs().max() <= 0.03 * theirs.float().abs().max()
 
 
-def test_gradients_are_the_same_every_time():
-    policy = tiny_policy(dtype=torch.bfloat16, device="cuda", head_dim=32)
-    packed = Packed.build(random_groups([(300, (150, 200, 250, 90))]), policy.device)
+@pytest.mark.parametrize("groups", [1, 8], ids=["986 rows", "7,900 rows"])
+@pytest.mark.parametrize("lora", [None, Lora(r=4, alpha=8.0, seed=3)], ids=["all weights", "LoRA"])
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
+def test_gradients_are_the_same_every_time(groups, lora, checkpointing):
+    policy = tiny_policy(dtype=torch.bfloat16, device="cuda", head_dim=32, lora=lora)
+    if checkpointing:
+        policy.model.lm.gradient_checkpointing_enable({"use_reentrant": False})
+        policy.model.lm.train()
+    shapes = [(300, (150, 200, 250, 90))] * groups
+    packed = Packed.build(random_groups(shapes), policy.device)
     gradients = []
     for _ in range(3):
         policy.model.zero_grad()
         with deterministic(policy.model):
             policy.logp(packed).sum().backward()
-        gradients.append([p.grad for p in policy.model.parameters()])
+        gradients.append([p.grad for p in policy.model.parameters() if p.requires_grad])
     assert all(
         torch.equal(one, other)
         for other in gradients[1:]

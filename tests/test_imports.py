@@ -23,10 +23,11 @@ ALLOWED: dict[str, set[str]] = {
     "tasks": {*SMALL, "core", "rewards"},
     "runs": {*SMALL},
     "cpu": {"machine"},
-    "model": {*LEAVES, "cpu"},
+    "gpu": set(),
+    "model": {*LEAVES, "cpu", "gpu"},
     "settings": {*SMALL, "core", "rewards", "tasks"},
     "data": {*LEAVES, "model", "runs", "rollout", "tasks"},
-    "rollout": {*LEAVES, "cpu", "model", "rewards", "settings", "tasks"},
+    "rollout": {*LEAVES, "cpu", "gpu", "model", "rewards", "settings", "tasks"},
     "terminal": {*SMALL, "core", "runs", "settings", "tasks"},
     "view": {
         *SMALL,
@@ -43,7 +44,7 @@ BELOW = set(ALLOWED)
 ALLOWED |= {
     "training": BELOW - {"verify", "view"},
     "study": {*SMALL, "core", "runs", "settings", "training"},
-    "env": {*LEAVES, "cpu", "model", "runs"},
+    "env": {*LEAVES, "cpu", "gpu", "model", "runs"},
     "cli": BELOW | {"training", "study", "env"},
     "__init__": {"core", "machine", "rewards", "runs", "training"},
     "__main__": {"cli", "interrupts", "logs"},

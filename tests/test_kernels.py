@@ -188,7 +188,7 @@ def test_log_probs_of_tokens_and_their_gradient(vocabulary, tau, dtype):
 @TEMPERATURES
 def test_entropy_on_request(choice, tau):
     """Compares a fair coin, certainty and random logits; log-probs stay the same."""
-    token_logp = partial(logprobs.token_logp, by_kernels=choice == "c")
+    token_logp = partial(logprobs.token_logp, softmax=kernels if choice == "c" else None)
     hidden = random(20, 8, seed=1)
     weight = random(300, 8, seed=2)
     head = linear(weight)
@@ -249,7 +249,7 @@ def test_keeping_logits_for_the_backward_pass_changes_nothing(kept, monkeypatch)
     plain_logp = torch.log_softmax(hidden @ weight.T, -1)[ids, ids]
     expected = torch.autograd.grad(plain_logp.sum(), (hidden, weight))
     first, second = (
-        logprobs.token_logp(hidden, head, ids, 1.0, by_kernels=True, sizes=sizes).sum()
+        logprobs.token_logp(hidden, head, ids, 1.0, softmax=kernels, sizes=sizes).sum()
         for _ in range(2)
     )
     for loss in (first, second, first):

@@ -87,6 +87,7 @@ def look_at_kernels() -> Lines:
     from lagrpo.cpu import library
     from lagrpo.cpu.library import isa_level
     from lagrpo.cpu.panels import chosen_products
+    from lagrpo.gpu import library as gpu_library
     from lagrpo.model.backend import pick_device, pick_dtype
 
     reason = library.why_not()
@@ -101,6 +102,10 @@ def look_at_kernels() -> Lines:
         yield "kernels", f"missing: {reason}: apt-get install gcc"
     else:
         yield "kernels", f"missing: {reason}"
+    if pick_device().type == "cuda":
+        reason = gpu_library.why_not()
+        works = "Triton works" if reason is None else f"Triton is missing: {reason}"
+        yield "gpu kernels", works if gpu_library.is_default() else f"{works}; not used by default"
     yield "dtype", " because ".join(pick_dtype("auto", pick_device()))
 
 

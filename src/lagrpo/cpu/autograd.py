@@ -1,5 +1,7 @@
 """The kernels of the trainer with gradients: attention, norms, rotary embedding, linear layers.
 
+The kernels between the products of a layer are an argument: the C kernels, or their twins on a GPU.
+
 The backward pass multiplies with PyTorch, as it need not agree with anything to the bit. It
 computes no gradient of frozen weights: with adapters that saves a third of the trainer's products.
 Norms, activations and attention scores are not stored. The backward pass computes them again, in a
@@ -29,19 +31,53 @@ class RMSNorm(Protocol):
     variance_epsilon: float
 
 
+class LayerKernels(Protocol):
+    """What computes between the products of a layer: the modules cpu.kernels and gpu.layers."""
+
+    def norm(
+        self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns x + delta, its RMS norm times weight, [n, width] each, and 1 / rms [n]."""
+        ...
+
+    def norm_backward(
+        self, x: Tensor, weight: Tensor, rstd: Tensor, grad_y: Tensor, grad_total: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the gradients of x + delta [n, width] and of the weight [width]."""
+        ...
+
+    def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
+        """Returns silu(gate) * up, [n, width] each."""
+        ...
+
+    def swiglu_backward(
+        self, gate: Tensor, up: Tensor, grad_y: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns what `swiglu` returned, and its gradients of gate and up."""
+        ...
+
+    def rotary(self, x: Tensor, cosine: Tensor, sine: Tensor, *, back: bool = False) -> Tensor:
+        """Turns x [n, heads, D] by the angles of [n, D], or turns it `back`."""
+        ...
+
+
 def attend(row: Row, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
     """Attends along a packed row: query [n, Hq, D], key and value [n, Hkv, D] -> [n, Hq, D]."""
     return _Attention.apply(query, key, value, row, scaling)  # type: ignore[return-value]
 
 
-def add_norm(x: Tensor, delta: Tensor | None, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+def add_norm(
+    x: Tensor, delta: Tensor | None, norm: RMSNorm, layer_kernels: LayerKernels = kernels
+) -> tuple[Tensor, Tensor]:
     """Returns x + delta, and its norm: [n, H] each."""
     return _AddNorm.apply(  # type: ignore[return-value]
-        x, delta, norm.weight, norm.variance_epsilon
+        x, delta, norm.weight, norm.variance_epsilon, layer_kernels
     )
 
 
-def rotary(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+def rotary(
+    x: Tensor, cosine: Tensor, sine: Tensor, layer_kernels: LayerKernels = kernels
+) -> Tensor:
     """Applies the rotary position embedding to x [n, heads, D].
 
     cosine and sine [n, D] are the same in both halves of D. Raises ValueError for angles of a part
@@ -52,15 +88,19 @@ def rotary(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
             f"rotary embedding of {cosine.shape[-1]} of {x.shape[-1]} head dimensions "
             "is not supported"
         )
-    return _Rotary.apply(x, cosine, sine)  # type: ignore[return-value]
+    return _Rotary.apply(x, cosine, sine, layer_kernels)  # type: ignore[return-value]
 
 
 def normed_products(
-    x: Tensor, delta: Tensor | None, norm: RMSNorm, linears: Linears
+    x: Tensor,
+    delta: Tensor | None,
+    norm: RMSNorm,
+    linears: Linears,
+    layer_kernels: LayerKernels = kernels,
 ) -> tuple[Tensor, ...]:
     """Returns x + delta [n, H], and the outputs [n, o] of each linear layer for its norm."""
     return _NormedProducts.apply(  # type: ignore[return-value]
-        x, delta, norm.weight, norm.variance_epsilon, linears, *linears.parameters
+        x, delta, norm.weight, norm.variance_epsilon, layer_kernels, linears, *linears.parameters
     )
 
 
@@ -69,9 +109,13 @@ def product(x: Tensor, linears: Linears) -> Tensor:
     return _Product.apply(x, linears, *linears.parameters)  # type: ignore[return-value]
 
 
-def gated_product(gate: Tensor, up: Tensor, linears: Linears) -> Tensor:
+def gated_product(
+    gate: Tensor, up: Tensor, linears: Linears, layer_kernels: LayerKernels = kernels
+) -> Tensor:
     """Returns the output [n, o] of a single linear layer for silu(gate) * up, [n, k] each."""
-    return _GatedProduct.apply(gate, up, linears, *linears.parameters)  # type: ignore[return-value]
+    return _GatedProduct.apply(  # type: ignore[return-value]
+        gate, up, layer_kernels, linears, *linears.parameters
+    )
 
 
 class _LayerParameters(NamedTuple):
@@ -205,10 +249,16 @@ class _Attention(torch.autograd.Function):
 class _AddNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float
+        ctx,
+        x: Tensor,
+        delta: Tensor | None,
+        weight: Tensor,
+        eps: float,
+        layer_kernels: LayerKernels,
     ) -> tuple[Tensor, Tensor]:
-        total, y, rstd = kernels.norm(x, delta, weight, eps)
+        total, y, rstd = layer_kernels.norm(x, delta, weight, eps)
         ctx.save_for_backward(total, weight, rstd)
+        ctx.layer_kernels = layer_kernels
         ctx.has_delta = delta is not None
         # No zeros in the place of a gradient that nobody has.
         ctx.set_materialize_grads(False)
@@ -217,8 +267,10 @@ class _AddNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_total: Tensor | None, grad_y: Tensor):  # type: ignore[override]
         total, weight, rstd = ctx.saved_tensors
-        grad_x, grad_weight = kernels.norm_backward(total, weight, rstd, grad_y, grad_total)
-        return grad_x, grad_x if ctx.has_delta else None, grad_weight, None
+        grad_x, grad_weight = ctx.layer_kernels.norm_backward(
+            total, weight, rstd, grad_y, grad_total
+        )
+        return grad_x, grad_x if ctx.has_delta else None, grad_weight, None, None
 
 
 def _as_output(total: Tensor, delta: Tensor | None) -> Tensor:
@@ -231,14 +283,18 @@ def _as_output(total: Tensor, delta: Tensor | None) -> Tensor:
 
 class _Rotary(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    def forward(
+        ctx, x: Tensor, cosine: Tensor, sine: Tensor, layer_kernels: LayerKernels
+    ) -> Tensor:
         ctx.save_for_backward(cosine, sine)
-        return kernels.rotary(x, cosine, sine)
+        ctx.layer_kernels = layer_kernels
+        return layer_kernels.rotary(x, cosine, sine)
 
     @staticmethod
     def backward(ctx, grad_y: Tensor):  # type: ignore[override]
         cosine, sine = ctx.saved_tensors
-        return kernels.rotary(grad_y.contiguous(), cosine, sine, back=True), None, None
+        grad_x = ctx.layer_kernels.rotary(grad_y.contiguous(), cosine, sine, back=True)
+        return grad_x, None, None, None
 
 
 class _NormedProducts(torch.autograd.Function):
@@ -249,10 +305,12 @@ class _NormedProducts(torch.autograd.Function):
         delta: Tensor | None,
         norm_weight: Tensor,
         eps: float,
+        layer_kernels: LayerKernels,
         linears: Linears,
         *parameters: Tensor | None,
     ):
-        total, normed, rstd = kernels.norm(x, delta, norm_weight, eps)
+        total, normed, rstd = layer_kernels.norm(x, delta, norm_weight, eps)
+        ctx.layer_kernels = layer_kernels
         ctx.save_for_backward(total, norm_weight, rstd, *parameters)
         ctx.eps = eps
         ctx.has_delta = delta is not None
@@ -264,19 +322,19 @@ class _NormedProducts(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_total: Tensor | None, *grads: Tensor):  # type: ignore[override]
         total, norm_weight, rstd, *parameters = ctx.saved_tensors
-        _, normed, _ = kernels.norm(total, None, norm_weight, ctx.eps)
-        needs_grad = ctx.needs_input_grad[5:]
+        _, normed, _ = ctx.layer_kernels.norm(total, None, norm_weight, ctx.eps)
+        needs_grad = ctx.needs_input_grad[6:]
         grad_parameters = ctx.linears.grad_parameters(normed, grads, parameters, needs_grad)
         needs_grad_x = any(ctx.needs_input_grad[:3])
         if not needs_grad_x:
             # The first layer of a model whose embeddings are frozen.
-            return None, None, None, None, None, *grad_parameters
+            return None, None, None, None, None, None, *grad_parameters
         grad_normed = ctx.linears.grad_input(grads, parameters)
-        grad_x, grad_norm_weight = kernels.norm_backward(
+        grad_x, grad_norm_weight = ctx.layer_kernels.norm_backward(
             total, norm_weight, rstd, grad_normed, grad_total
         )
         grad_delta = grad_x if ctx.has_delta else None
-        return grad_x, grad_delta, grad_norm_weight, None, None, *grad_parameters
+        return grad_x, grad_delta, grad_norm_weight, None, None, None, *grad_parameters
 
 
 class _Product(torch.autograd.Function):
@@ -299,18 +357,24 @@ class _Product(torch.autograd.Function):
 class _GatedProduct(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, gate: Tensor, up: Tensor, linears: Linears, *parameters: Tensor | None
+        ctx,
+        gate: Tensor,
+        up: Tensor,
+        layer_kernels: LayerKernels,
+        linears: Linears,
+        *parameters: Tensor | None,
     ) -> Tensor:
         ctx.save_for_backward(gate, up, *parameters)
+        ctx.layer_kernels = layer_kernels
         ctx.linears = linears
-        (y,) = linears.forward(kernels.swiglu(gate, up))
+        (y,) = linears.forward(layer_kernels.swiglu(gate, up))
         return y
 
     @staticmethod
     def backward(ctx, grad_y: Tensor):  # type: ignore[override]
         gate, up, *parameters = ctx.saved_tensors
         grad_gated = ctx.linears.grad_input([grad_y], parameters)
-        gated, grad_gate, grad_up = kernels.swiglu_backward(gate, up, grad_gated)
-        needs_grad = ctx.needs_input_grad[3:]
+        gated, grad_gate, grad_up = ctx.layer_kernels.swiglu_backward(gate, up, grad_gated)
+        needs_grad = ctx.needs_input_grad[4:]
         grad_parameters = ctx.linears.grad_parameters(gated, [grad_y], parameters, needs_grad)
-        return grad_gate, grad_up, None, *grad_parameters
+        return grad_gate, grad_up, None, None, *grad_parameters

@@ -1,4 +1,4 @@
-"""The forward pass of Llama-like decoders on a CPU: transformers' weights, our kernels.
+"""The forward pass of Llama-like decoders: transformers' weights, our kernels.
 
 transformers computes norms, rotary embedding and gated activation in several passes over memory
 each. Here each is one pass, with the same roundings, forward and backward. With panels (panels.py)
@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lagrpo.cpu import kernels
 from lagrpo.cpu.autograd import (
+    LayerKernels,
     Linears,
     RMSNorm,
     add_norm,
@@ -142,15 +143,25 @@ class FusedDecoder:
     """The decoder of a model of transformers and its head, computed with the kernels.
 
     It reads the weights of the modules. With `panels` the forward products are the kernels', too.
+    `layer_kernels` compute between the products: the C kernels, or their twins on a GPU.
+    `exact_products` says that PyTorch's products are as exact as the kernels' are.
     """
 
     # False: decoding steps go layer by layer, as packed rows do. For tests.
     at_once = True
 
-    def __init__(self, lm: Any, panels: ModelPanels | None = None) -> None:
+    def __init__(
+        self,
+        lm: Any,
+        panels: ModelPanels | None = None,
+        layer_kernels: LayerKernels = kernels,
+        exact_products: bool = False,
+    ) -> None:
         self.decoder = lm.get_decoder()
         self.head: nn.Linear = lm.get_output_embeddings()
         self.panels = panels
+        self.layer_kernels = layer_kernels
+        self.exact_products = exact_products
         # All layers for one call, and the panels that they were made of.
         self._stack: kernels.Stack | None = None
         self._stack_panels: DecoderPanels | AdaptedDecoder | None = None
@@ -159,8 +170,12 @@ class FusedDecoder:
 
     @property
     def exact(self) -> bool:
-        """True if the kernels compute all matrix products of the forward pass."""
-        return self.panels is not None and self.fits(None) and is_plain_linear(self.head)
+        """True if no row of any product depends on the rows that are computed with it.
+
+        The kernels' products are so; PyTorch's are with `exact_products`.
+        """
+        exact_products = self.panels is not None or self.exact_products
+        return exact_products and self.fits(None) and is_plain_linear(self.head)
 
     def fits(self, layout: Layout | None) -> bool:
         """True if the linear layers are plain, and nothing that is computed here has a hook.
@@ -206,7 +221,7 @@ class FusedDecoder:
             x, delta = kernels.decode_step(stack, layout, x, cosine, sine)
         else:
             x, delta = self._compute_layers(panels, x, cosine, sine, layout)
-        _, hidden = add_norm(x, delta, self.decoder.norm)
+        _, hidden = add_norm(x, delta, self.decoder.norm, self.layer_kernels)
         return hidden
 
     def _compute_layers(
@@ -228,6 +243,7 @@ class FusedDecoder:
                 cosine=cosine,
                 sine=sine,
                 layout=layout,
+                layer_kernels=self.layer_kernels,
             )
             if _is_checkpointed(layer):
                 x, delta = checkpoint(compute, x, delta, use_reentrant=False)  # type: ignore[misc]
@@ -268,6 +284,7 @@ def _compute_layer(
     cosine: Tensor,
     sine: Tensor,
     layout: Layout,
+    layer_kernels: LayerKernels,
 ) -> tuple[Tensor, Tensor]:
     """Computes a layer of x + delta, [n, H] each.
 
@@ -277,25 +294,28 @@ def _compute_layer(
     attention = layer.self_attn
     qkv, output, gate_up, down = map(Linears, joined(layer), panels)
 
-    x, query, key, value = normed_products(x, delta, layer.input_layernorm, qkv)
+    x, query, key, value = normed_products(x, delta, layer.input_layernorm, qkv, layer_kernels)
     query = query.unflatten(1, (-1, attention.head_dim))  # [n, Hq, D]
     key = key.unflatten(1, (-1, attention.head_dim))  # [n, Hkv, D]
     value = value.unflatten(1, (-1, attention.head_dim))  # [n, Hkv, D]
     if hasattr(attention, "q_norm"):
-        query = _head_norm(query, attention.q_norm)
-        key = _head_norm(key, attention.k_norm)
-    query = rotary(query, cosine, sine)
-    key = rotary(key, cosine, sine)
+        query = _head_norm(query, attention.q_norm, layer_kernels)
+        key = _head_norm(key, attention.k_norm, layer_kernels)
+    query = rotary(query, cosine, sine, layer_kernels)
+    key = rotary(key, cosine, sine, layer_kernels)
     attended = layout.attend(number, query, key, value, attention.scaling)  # [n, Hq, D]
     attention_delta = product(attended.flatten(1), output)  # [n, H]
 
-    x, gate, up = normed_products(x, attention_delta, layer.post_attention_layernorm, gate_up)
-    return x, gated_product(gate, up, down)  # gate and up: [n, I]
+    x, gate, up = normed_products(
+        x, attention_delta, layer.post_attention_layernorm, gate_up, layer_kernels
+    )
+    return x, gated_product(gate, up, down, layer_kernels)  # gate and up: [n, I]
 
 
-def _head_norm(x: Tensor, norm: RMSNorm) -> Tensor:
+def _head_norm(x: Tensor, norm: RMSNorm, layer_kernels: LayerKernels) -> Tensor:
     """Returns the norm of each head by itself: [n, heads, D]."""
-    _, normed = add_norm(x.reshape(-1, x.shape[-1]), None, norm)  # [n * heads, D]
+    heads = x.reshape(-1, x.shape[-1])  # [n * heads, D]
+    _, normed = add_norm(heads, None, norm, layer_kernels)
     return normed.view(x.shape)
 
 

@@ -12,6 +12,8 @@ gathered keys, the query before it all but one.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from inspect import signature
 from typing import Any, NamedTuple
 
@@ -101,15 +103,27 @@ def shared_prefix_attention(
 
 
 def attend(
-    layout: PackedLayout, query: Tensor, key: Tensor, value: Tensor, scaling: float
+    layout: PackedLayout,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float,
+    by_triton: bool = False,
 ) -> Tensor:
     """Attends along a packed row; differentiable.
 
-    The query is [rows, Hq, D], key and value are [rows, Hkv, D]; the result is [rows, Hq, D].
+    The query is [rows, Hq, D], key and value are [rows, Hkv, D]; the result is [rows, Hq, D]. With
+    `by_triton` a Triton kernel adds up the gradients of keys and values.
     """
+    if by_triton:
+        seen_key: Tensor = _GatheredKeys.apply(key, layout)  # type: ignore[assignment]
+        seen_value: Tensor = _GatheredKeys.apply(value, layout)  # type: ignore[assignment]
+    else:
+        seen_key = gather_keys(layout, key)
+        seen_value = gather_keys(layout, value)
     if takes_varlen(query.device, query.dtype, query.shape[-1]):
-        return attend_varlen(layout, query, key, value, scaling)
-    return attend_by_segments(layout, query, key, value, scaling)
+        return attend_varlen(layout, query, seen_key, seen_value, scaling)
+    return attend_by_segments(layout, query, seen_key, seen_value, scaling)
 
 
 def takes_varlen(device: torch.device, dtype: torch.dtype, d: int) -> bool:
@@ -128,10 +142,31 @@ def gather_keys(layout: PackedLayout, key: Tensor) -> Tensor:
     return wide_key.index_select(0, layout.seen_rows).to(key.dtype)
 
 
+class _GatheredKeys(torch.autograd.Function):
+    """As `gather_keys`, without the sort by which PyTorch adds gradients in a fixed order."""
+
+    @staticmethod
+    def forward(ctx, key: Tensor, layout: PackedLayout) -> Tensor:
+        ctx.layout = layout
+        return key.index_select(0, layout.seen_rows)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # type: ignore[override]
+        # Not at the top: CPU builds of PyTorch come without Triton.
+        from lagrpo.gpu.keys import gather_keys_backward
+
+        return gather_keys_backward(grad.contiguous(), *ctx.layout.seen_by), None
+
+
+@cache
+def _has_option(function: Callable[..., Any], name: str) -> bool:
+    return name in signature(function).parameters
+
+
 def attend_varlen(
-    layout: PackedLayout, query: Tensor, key: Tensor, value: Tensor, scaling: float
+    layout: PackedLayout, query: Tensor, seen_key: Tensor, seen_value: Tensor, scaling: float
 ) -> Tensor:
-    """Attends by one kernel for all segments.
+    """Attends by one kernel for all segments: query [rows, Hq, D], seen keys and values [K, Hkv, D].
 
     Its causal mask is aligned to the end of each segment's keys.
     """
@@ -141,13 +176,13 @@ def attend_varlen(
     most_keys = int(layout.segments[:, [1, 3]].sum(1).max())
     options: dict[str, Any] = {"window_size": (-1, 0), "scale": scaling}
     # PyTorch 2.11 groups queries without this option.
-    if "enable_gqa" in signature(varlen_attn).parameters:
-        options["enable_gqa"] = query.shape[1] != key.shape[1]
+    if _has_option(varlen_attn, "enable_gqa"):
+        options["enable_gqa"] = query.shape[1] != seen_key.shape[1]
     query_offsets, key_offsets = layout.offsets
     attended = varlen_attn(
         query.contiguous(),
-        gather_keys(layout, key),
-        gather_keys(layout, value),
+        seen_key,
+        seen_value,
         query_offsets,
         key_offsets,
         most_queries,
@@ -158,15 +193,15 @@ def attend_varlen(
 
 
 def attend_by_segments(
-    layout: PackedLayout, query: Tensor, key: Tensor, value: Tensor, scaling: float
+    layout: PackedLayout, query: Tensor, seen_key: Tensor, seen_value: Tensor, scaling: float
 ) -> Tensor:
-    """Attends segment by segment. Shapes as in `attend`."""
+    """Attends segment by segment. Shapes as in `attend_varlen`."""
     num_queries = layout.segments[:, 1].tolist()
     num_keys = layout.segments[:, [1, 3]].sum(1).tolist()
     queries = query.split(num_queries)  # each [t, Hq, D]
-    keys = gather_keys(layout, key).split(num_keys)  # each [P + t, Hkv, D]
-    values = gather_keys(layout, value).split(num_keys)
-    grouped = query.shape[1] != key.shape[1]
+    keys = seen_key.split(num_keys)  # each [P + t, Hkv, D]
+    values = seen_value.split(num_keys)
+    grouped = query.shape[1] != seen_key.shape[1]
     attended: list[Tensor] = []
     for segment_query, segment_key, segment_value in zip(queries, keys, values, strict=True):
         q = segment_query.transpose(0, 1).unsqueeze(0)  # [1, Hq, t, D]

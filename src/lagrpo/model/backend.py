@@ -3,7 +3,9 @@
 PyTorch's operations run on any device. On a CPU with a C compiler the kernels of cpu/ replace them,
 and also compute whole decoder layers for the families that cpu/decoder.py reproduces. In bfloat16
 the kernels compute the matrix products of these layers and of the head, too: then rollout engine
-and trainer agree to the bit. The functions at the end pick device, dtype and backend.
+and trainer agree to the bit. On a GPU where Triton works, the kernels of gpu/ compute the softmax
+over the vocabulary and what lies between the products of these layers. The functions at the end
+pick device, dtype and backend.
 """
 
 from __future__ import annotations
@@ -29,24 +31,31 @@ from lagrpo.cpu.panels import (
     joined,
 )
 from lagrpo.errors import SettingsError, as_settings_error
+from lagrpo.gpu import exactness
+from lagrpo.gpu import library as gpu_library
+from lagrpo.gpu.cached_attention import flash_reads_caches
 from lagrpo.model import attention, logprobs
 from lagrpo.model.attention import Shape, takes_varlen
 from lagrpo.model.layout import PackedLayout
+from lagrpo.model.logprobs import SoftmaxKernels
 from lagrpo.model.lora import adapted, copy_trained
 
 if TYPE_CHECKING:
     from lagrpo.model.model import Model
 
-Choice = Literal["auto", "c", "torch"]
+Choice = Literal["auto", "c", "triton", "torch"]
 Dtype = Literal["bfloat16", "float32"]
 
 
 @dataclass(frozen=True)
 class Backend:
-    """PyTorch's operations, or the C kernels.
+    """PyTorch's operations, the C kernels, or the Triton kernels.
 
     - `reason`: why they are PyTorch's operations
     - `kernels`: True if they are the C kernels
+    - `triton`: True if they are the Triton kernels
+    - `exact_products`: True if PyTorch's products give a row the same bits, whatever rows are
+      computed with it
     - `products`: the name of the instructions by which the kernels compute products of bfloat16;
       None if PyTorch computes them
     """
@@ -55,10 +64,24 @@ class Backend:
     dtype: torch.dtype
     reason: str = "as chosen"
     kernels: bool = False
+    triton: bool = False
+    exact_products: bool = False
     products: str | None = None
 
     def __str__(self) -> str:
+        if self.triton:
+            return "Triton kernels"
         return library.describe() if self.kernels else f"PyTorch ({self.reason})"
+
+    @property
+    def softmax(self) -> SoftmaxKernels | None:
+        """The module that computes the softmax over the vocabulary; None if PyTorch does."""
+        if self.triton:
+            # Not at the top: CPU builds of PyTorch come without Triton.
+            from lagrpo.gpu import softmax
+
+            return softmax
+        return kernels if self.kernels else None
 
     def over(self, layout: PackedLayout) -> RowLayout:
         """Returns the layout that a model is called with for a packed row."""
@@ -73,15 +96,15 @@ class Backend:
         """
         if self.attends_by_kernels(query.shape[-1]):
             return autograd.attend(layout, query, key, value, scaling)
-        return attention.attend(layout, query, key, value, scaling)
+        return attention.attend(layout, query, key, value, scaling, by_triton=self.triton)
 
     def sample(self, logits_RV: Tensor, tau: float, uniform_R: Tensor) -> tuple[Tensor, Tensor]:
         """Samples tokens by inverse CDF, and returns their log-probs, too.
 
         See `logprobs.sample_tokens`.
         """
-        if self.kernels:
-            return kernels.sample_tokens(logits_RV, tau, uniform_R)
+        if self.softmax is not None:
+            return self.softmax.sample_tokens(logits_RV, tau, uniform_R)
         return logprobs.sample_tokens(logits_RV, tau, uniform_R)
 
     def layers(self, lm: Any, panels: ModelPanels | None = None) -> FusedDecoder | None:
@@ -89,13 +112,27 @@ class Backend:
 
         Returns None if the model's own modules compute them.
         """
-        if not self.kernels or not is_reproduced(lm, Shape.of(lm.config.get_text_config()).d):
+        if not self.kernels and not self.triton:
             return None
+        if not is_reproduced(lm, Shape.of(lm.config.get_text_config()).d):
+            return None
+        if self.triton:
+            from lagrpo.gpu import layers
+
+            exact = self.exact_products and self._attends_by_flash(lm)
+            return FusedDecoder(lm, layer_kernels=layers, exact_products=exact)
         if panels is None and self._packs(lm):
             panels = OwnPanels(lm.get_decoder(), lm.get_output_embeddings())
         if isinstance(panels, OwnPanels) and adapted(lm):
             panels = AdaptedPanels(panels, lm.get_decoder())
         return FusedDecoder(lm, panels)
+
+    def _attends_by_flash(self, lm: Any) -> bool:
+        """True if FlashAttention attends both along packed rows and in decoding steps."""
+        shape = Shape.of(lm.config.get_text_config())
+        return takes_varlen(self.device, self.dtype, shape.d) and flash_reads_caches(
+            self.device, self.dtype, shape.heads, shape.kv_heads, shape.d
+        )
 
     def _packs(self, lm: Any) -> bool:
         """True if the kernels can compute the products of a model."""
@@ -111,9 +148,9 @@ class Backend:
         If the kernels compute all products, the weights of linear layers are empty in the copy, and
         in the panels instead. Copies of a model with adapters share its frozen layers.
         """
-        if model.layers is None or not model.exact:
+        panels = None if model.layers is None else model.layers.panels
+        if panels is None or not model.exact:
             return copy_trained(model.lm), None
-        panels = model.layers.panels
         if isinstance(panels, AdaptedPanels):
             return copy_trained(model.lm), panels.base
         # A model that learns computes by its own panels.
@@ -136,9 +173,10 @@ class Backend:
         """
         shape = Shape.of(text_config)
         if not self.kernels:
-            if takes_varlen(self.device, self.dtype, shape.d):
-                return "PyTorch with FlashAttention (varlen_attn)"
-            return str(self)
+            if not takes_varlen(self.device, self.dtype, shape.d):
+                return str(self)
+            description = "PyTorch with FlashAttention (varlen_attn)"
+            return f"{description}, {self}" if self.triton else description
         description = str(self)
         if layers is not None and layers.exact:
             description += f", forward products by {self.products}"
@@ -177,18 +215,23 @@ class RowLayout:
 
 
 def choose_backend(choice: Choice, device: torch.device | str, dtype: torch.dtype) -> Backend:
-    """Returns the backend for a device and dtype.
+    """Returns the backend for a device and dtype. To choose Triton, it compiles and runs a kernel.
 
-    `choice` is "auto" for the best one, "c" for the C kernels on a CPU or an error, "torch" for
-    PyTorch's operations. Raises NoKernels.
+    `choice` is "auto" for the best one that has been measured, "c" for the C kernels on a CPU or an
+    error, "triton" for the Triton kernels on a GPU or an error, "torch" for PyTorch's operations.
+    Raises NoKernels.
     """
     device = torch.device(device)
     # An impossible LAGRPO_CPU_ISA is an error, whatever computes.
     isa_level()
     if choice == "c" and device.type != "cpu":
         raise NoKernels(f"the C kernels run on a CPU, but the model is on {device}")
+    if choice == "triton" and device.type != "cuda":
+        raise NoKernels(f"the Triton kernels run on an NVIDIA GPU, but the model is on {device}")
     if choice == "torch":
         return Backend(device, dtype)
+    if device.type == "cuda":
+        return _choose_on_gpu(choice, device, dtype)
     if device.type != "cpu":
         return Backend(device, dtype, f"on {device.type}")
     if dtype not in (torch.float32, torch.bfloat16):
@@ -201,11 +244,28 @@ def choose_backend(choice: Choice, device: torch.device | str, dtype: torch.dtyp
     return Backend(device, dtype, f"no C kernels: {reason}")
 
 
+def _choose_on_gpu(choice: Choice, device: torch.device, dtype: torch.dtype) -> Backend:
+    """Returns the backend on a GPU. Raises NoKernels if Triton was asked for and does not work."""
+    if choice == "auto" and not gpu_library.is_default():
+        return Backend(device, dtype, "on cuda")
+    reason = gpu_library.why_not()
+    if dtype not in (torch.float32, torch.bfloat16):
+        reason = f"no Triton kernels for {str(dtype).removeprefix('torch.')}"
+    if reason is not None:
+        if choice == "triton":
+            raise NoKernels(f"the Triton kernels are unavailable here: {reason}")
+        return Backend(device, dtype, f"no Triton kernels: {reason}")
+    exact = exactness.has_exact_products(device, dtype)
+    if exact:
+        exactness.forbid_split_k()
+    return Backend(device, dtype, triton=True, exact_products=exact)
+
+
 def chosen_kernels() -> Choice:
-    """Returns $LAGRPO_KERNELS: auto, c or torch. Raises SettingsError for another word."""
+    """Returns $LAGRPO_KERNELS: auto, c, triton or torch. Raises SettingsError for another word."""
     choice = os.environ.get("LAGRPO_KERNELS") or "auto"
     if choice not in get_args(Choice):
-        raise SettingsError(f"LAGRPO_KERNELS = {choice!r}: use auto, c or torch")
+        raise SettingsError(f"LAGRPO_KERNELS = {choice!r}: use auto, c, triton or torch")
     return cast(Choice, choice)
 
 

@@ -56,6 +56,33 @@ class PackedLayout:
         return torch.cat(pieces).to(self.position_ids.device)
 
     @cached_property
+    def seen_by(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The segments that see each row: int32 [rows] three times, then int32 [S].
+
+        - the first segment that sees the row
+        - how many segments see it; they follow one another, since completions follow their prompt
+        - the row's place in what each of these segments sees
+        - where in `seen_rows` begins what each segment sees
+        """
+        length, prompt_length = self.segments[:, 1], self.segments[:, 3]  # int64 [S] each
+        number = torch.arange(len(length))
+        num_seen = length + prompt_length
+        starts = num_seen.cumsum(0) - num_seen
+        end_of_group = self.groups[1:].repeat_interleave(self.groups.diff())  # int64 [S]
+        # A prompt is seen by itself and by all that follows in its group, a completion by itself.
+        num_segments = torch.where(prompt_length == 0, end_of_group - number, 1)  # int64 [S]
+        first_row = length.cumsum(0) - length  # int64 [S]
+        row_in_segment = torch.arange(self.rows) - first_row.repeat_interleave(length)
+        place = row_in_segment + prompt_length.repeat_interleave(length)  # int64 [rows]
+        device = self.position_ids.device
+        return (
+            number.repeat_interleave(length).int().to(device),
+            num_segments.repeat_interleave(length).int().to(device),
+            place.int().to(device),
+            starts.int().to(device),
+        )
+
+    @cached_property
     def offsets(self) -> tuple[Tensor, Tensor]:
         """The numbers of rows and of `seen_rows` before each segment: int32 [S + 1] each."""
         num_queries = self.segments[:, 1].tolist()

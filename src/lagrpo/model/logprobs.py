@@ -2,9 +2,9 @@
 
 The rollout engine samples from softmax(logits / tau) and the trainer differentiates it. Both take
 the same sum of exponentials of the same rounded logits, so right after a weight sync the ratio π/α
-is 1 up to rounding in float32. The C kernels do it in one pass over the logits as they are, and put
-the gradient in their place. PyTorch's operations make float32 copies a chunk at a time, so that
-memory is bounded however many tokens there are.
+is 1 up to rounding in float32. The C kernels, and on a GPU the Triton kernels, do it in one pass
+over the logits as they are, and put the gradient in their place. PyTorch's operations make float32
+copies a chunk at a time, so that memory is bounded however many tokens there are.
 
 Chunks on a CPU are about as large as its caches. A GPU needs larger ones: it computes a product of
 a few hundred rows at a third of its speed, and each chunk is a dozen launches.
@@ -19,12 +19,11 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-from lagrpo.cpu import kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,22 +55,42 @@ CDF_BLOCK = 256
 Product = Callable[[Tensor, Tensor], Tensor]
 
 
+class SoftmaxKernels(Protocol):
+    """Kernels of the softmax over the vocabulary: the modules cpu.kernels and gpu.softmax."""
+
+    def token_logp(
+        self, logits: Tensor, token_ids: Tensor, tau: float, entropy: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the log-probs of tokens and the log-sum-exp of each row: float32 [rows] each."""
+        ...
+
+    def token_logp_backward(
+        self, logits: Tensor, token_ids: Tensor, tau: float, lse: Tensor, grad: Tensor
+    ) -> Tensor:
+        """Overwrites the logits [rows, V] by their gradient, and returns them."""
+        ...
+
+    def sample_tokens(self, logits: Tensor, tau: float, uniform: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns tokens, int64 [rows], and their log-probs, float32 [rows]."""
+        ...
+
+
 def token_logp(
     hidden_TH: Tensor,
     head: nn.Linear,
     token_ids_T: Tensor,
     tau: float,
     entropy_T: Tensor | None = None,
-    by_kernels: bool = False,
+    softmax: SoftmaxKernels | None = None,
     product: Product | None = None,
     sizes: Chunks | None = None,
 ) -> Tensor:
     """Returns log softmax(head(hidden) / tau)[token] for each row: float32 [T], nats.
 
     It is differentiable in hidden and the head's parameters. `entropy_T`, float32 [T], is filled
-    with the entropy of each softmax, nats, without a gradient. `product` computes the logits
-    instead of PyTorch's product. `sizes` replaces the device's chunks. Raises ValueError for a
-    token outside the vocabulary.
+    with the entropy of each softmax, nats, without a gradient. `softmax` and `product` compute the
+    softmax and the logits instead of PyTorch's operations. `sizes` replaces the device's chunks.
+    Raises ValueError for a token outside the vocabulary.
     """
     vocabulary = head.weight.shape[0]
     # The kernels do not check the bounds.
@@ -86,7 +105,7 @@ def token_logp(
         num_kept = min(len(token_ids_T), KEPT_LOGITS // vocabulary)
     if sizes is None:
         sizes = ON_GPU if hidden_TH.is_cuda else ON_CPU
-    options = _Options(tau, entropy_T, by_kernels, product, num_kept, sizes)
+    options = _Options(tau, entropy_T, softmax, product, num_kept, sizes)
     logp = _TokenLogp.apply(hidden_TH, head.weight, head.bias, token_ids_T, options)
     return logp  # type: ignore[return-value]
 
@@ -115,7 +134,7 @@ def exponentials(scaled: Tensor) -> tuple[Tensor, Tensor]:
 def logp_forward(
     logits: Tensor, token_ids: Tensor, tau: float, entropy: Tensor | None, chunk: int
 ) -> tuple[Tensor, Tensor]:
-    """Computes what kernels.token_logp does, with at most `chunk` float32 logits at a time.
+    """Computes what SoftmaxKernels.token_logp does, with at most `chunk` float32 logits at a time.
 
     Returns the log-probs of the tokens and the log-sum-exp of each row: float32 [T] each.
     """
@@ -141,7 +160,9 @@ def _entropy(x: Tensor, log_sum_exp: Tensor) -> Tensor:
 def logp_backward(
     logits: Tensor, token_ids: Tensor, tau: float, lse: Tensor, grad: Tensor, chunk: int
 ) -> Tensor:
-    """Computes what kernels.token_logp_backward does, with `chunk` float32 logits at a time at most.
+    """Computes what SoftmaxKernels.token_logp_backward does.
+
+    It has at most `chunk` float32 logits at a time.
 
     Puts the gradient of the logits in their place: g / tau · (onehot - softmax) for a row with
     gradient g. `lse` is the log-sum-exp of each row.
@@ -210,7 +231,7 @@ class _Options:
 
     tau: float
     entropy_T: Tensor | None
-    by_kernels: bool
+    softmax: SoftmaxKernels | None
     product: Product | None
     num_kept: int
     sizes: Chunks
@@ -233,7 +254,7 @@ class _TokenLogp(torch.autograd.Function):
         options: _Options,
     ) -> Tensor:
         num_kept = options.num_kept
-        forward_of_softmax, ctx.backward_of_softmax = _softmax(options.by_kernels, options.sizes)
+        forward_of_softmax, ctx.backward_of_softmax = _softmax(options.softmax, options.sizes)
         vocabulary = weight.shape[0]
         logp = torch.empty(len(token_ids), dtype=torch.float32, device=hidden.device)  # [T]
         log_sum_exp = torch.empty_like(logp)
@@ -344,12 +365,14 @@ SoftmaxForward = Callable[[Tensor, Tensor, float, Tensor | None], tuple[Tensor, 
 SoftmaxBackward = Callable[[Tensor, Tensor, float, Tensor, Tensor], Tensor]
 
 
-def _softmax(by_kernels: bool, sizes: Chunks) -> tuple[SoftmaxForward, SoftmaxBackward]:
+def _softmax(
+    kernels: SoftmaxKernels | None, sizes: Chunks
+) -> tuple[SoftmaxForward, SoftmaxBackward]:
     """Returns two functions: the log-probs of tokens, and the gradient of logits.
 
-    The C kernels compute them, or PyTorch's operations.
+    Kernels compute them, or PyTorch's operations.
     """
-    if by_kernels:
+    if kernels is not None:
         return kernels.token_logp, kernels.token_logp_backward
     return (
         partial(logp_forward, chunk=sizes.softmax),

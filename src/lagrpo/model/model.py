@@ -219,7 +219,7 @@ class Model(nn.Module):
 
     @property
     def exact(self) -> bool:
-        """True if the kernels compute all products of the forward pass.
+        """True if a row of the forward pass has the same bits, whatever is computed with it.
 
         Then π/α is exactly 1 after a weight sync.
         """
@@ -244,7 +244,7 @@ class Model(nn.Module):
             token_ids_T=packed.token_ids,
             tau=tau,
             entropy_T=entropy_T,
-            by_kernels=self.backend.kernels,
+            softmax=self.backend.softmax,
             product=self.layers.product if self.layers is not None else None,
         )
 

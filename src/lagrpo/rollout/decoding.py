@@ -5,16 +5,12 @@
 returns the final hidden states. A row that waits for an environment takes no token; its next step
 takes all tokens of the reply.
 
-A GPU records the steps that come often as CUDA graphs. The number of keys in such a step is rounded
-up, so that few graphs are needed. The rounding depends on the rows of the step alone, and not on
-the capacity of the caches. The caches may come from an earlier batch; a resumed run has new caches,
-and must round like the run that never stopped.
+A GPU decodes with `RecordedState` (recorded.py) instead, unless a model's steps cannot be recorded.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lagrpo.cpu import kernels
-from lagrpo.cpu.decoder import Layout, is_reproduced
+from lagrpo.cpu.decoder import Layout
 from lagrpo.model.attention import Shape
 from lagrpo.model.layout import PackedLayout
 
@@ -36,12 +32,8 @@ BLOCK = 64
 PIECE = 512
 # PyTorch's product with one row takes another kernel, which sums in another order.
 MIN_ROWS = 2
-# After this many steps of the same shapes a GPU records the step.
-OFTEN = 4
 # Numbers in a vector register: the capacity of a cache is a multiple of it.
 MIN_KEYS = 16
-# Most bytes of keys and values that a GPU may hold from batch to batch, while the policy learns.
-KEPT_BYTES = 4 << 30
 
 
 @dataclass(slots=True)
@@ -106,9 +98,6 @@ class DecodeState:
 
     A group has a place in `prefix` until its last row has ended; then the next new group may take
     that place. Caches grow when rows, prompts or tokens need it.
-
-    If steps are recorded, `own` has room for `max_tokens` from the start, as far as memory allows:
-    a graph reads the caches that it was recorded with, and is lost when one of them grows.
     """
 
     # Shapes in the comments below:
@@ -124,13 +113,7 @@ class DecodeState:
         self.max_rows = max(max_rows, MIN_ROWS)
         self._shape = Shape.of(model.config.get_text_config())
         self._by_kernels = model.backend.attends_by_kernels(self._shape.d)
-        self._recorded = RecordedSteps(model.device) if records_steps(model) else None
-
-        own_tokens = min(BLOCK, max_tokens)
-        is_recorded = self._recorded is not None
-        if is_recorded and self._bytes(self.max_rows, max_tokens) <= KEPT_BYTES:
-            own_tokens = max_tokens
-        self.own = self._allocate(self.max_rows, own_tokens)
+        self.own = self._allocate(self.max_rows, min(BLOCK, max_tokens))
         self.prefix = self._allocate(0, MIN_KEYS)
 
         # int64 [N]: the length of the prompt in each place; 0 if the place is free
@@ -143,17 +126,6 @@ class DecodeState:
     @property
     def rows(self) -> int:
         return len(self.group_of_row)
-
-    @property
-    def may_stay(self) -> bool:
-        """True if this state may serve the next batch.
-
-        That saves recording its steps again, and the caches leave room for learning. The graphs
-        stay right because weights are loaded in place.
-        """
-        size = self._bytes(self.own.batch, self.own.capacity)
-        size += self._bytes(self.prefix.batch, self.prefix.capacity)
-        return self._recorded is not None and size <= KEPT_BYTES
 
     @torch.no_grad()
     def admit(self, prompts: Sequence[Sequence[int]], G: int) -> Tensor:
@@ -250,64 +222,32 @@ class DecodeState:
             # The kernels compute each row in the same way, however many there are.
             return inputs
         num_tokens = len(inputs.ids)
-        padded = num_tokens
-        if self._recorded is not None:
-            # A graph serves one m. With powers of two there are few graphs, and each comes often.
-            padded = 1 << (num_tokens - 1).bit_length()
-        padded = max(padded, MIN_ROWS)
-        return inputs.select(torch.arange(padded) % num_tokens)
+        return inputs.select(torch.arange(max(num_tokens, MIN_ROWS)) % num_tokens)
 
     def _feed_by_torch(
         self, inputs: DecodeInputs, positions: Tensor, group_of_token: Tensor, longest_sequence: int
     ) -> Tensor:
-        """Computes the hidden states [m, H] with PyTorch's operations, on a GPU by recorded graphs.
-
-        A replay repeats the launches of a recording, at the same addresses. So for the same graph:
-
-        - Every input has the shape it had in the recording: m, P and K are its key.
-        - The caches are the ones of the recording: `_grow`, which replaces them, drops all graphs.
-        - Whatever changes from step to step is a tensor argument of `compute`. A replay runs none
-          of its Python code, so `longest_sequence` is only checked in a recording.
-        """
-        prompt_keys, own_keys = self._count_keys(inputs)  # P, K
+        """Computes the hidden states [m, H] with PyTorch's operations."""
+        prompt_keys = self.prefix.capacity  # P
+        own_keys = max(MIN_KEYS, int(inputs.before.max()) + 1)  # K
         prompt_lengths = self.prompt_lengths[group_of_token, None]  # int64 [m, 1]
         sees_prompt = torch.arange(prompt_keys) < prompt_lengths  # bool [m, P]
         sees_own = torch.arange(own_keys) <= inputs.before[:, None]  # bool [m, K]: itself too
         mask = torch.cat([sees_prompt, sees_own], dim=1)[:, None, None]  # bool [m, 1, 1, P + K]
 
-        def compute(
-            ids: Tensor,
-            positions: Tensor,
-            mask: Tensor,
-            rows: Tensor,
-            slots: Tensor,
-            groups: Tensor,
-        ) -> Tensor:
-            layout = StepLayout(
-                own=self.own,
-                prefix=self.prefix,
-                prompt_keys=prompt_keys,
-                longest=longest_sequence,
-                mask=mask,
-                rows=rows,
-                slots=slots,
-                groups=groups,
-            )
-            return self.model.hidden(ids, positions, layout)
-
         # Built on the CPU, because `int(….max())` of a tensor on a GPU would wait for its queue.
-        arguments = [inputs.ids, positions, mask, inputs.rows, inputs.before, group_of_token]
-        if self._recorded is not None:
-            return self._recorded(compute, (prompt_keys, own_keys), *arguments)
-        return compute(*(tensor.to(self.model.device) for tensor in arguments))
-
-    def _count_keys(self, inputs: DecodeInputs) -> tuple[int, int]:
-        """Returns P and K, the keys that a step looks at: of each prompt, of each row's own cache."""
-        own_keys = int(inputs.before.max()) + 1
-        if self._recorded is not None:
-            longest_prompt = int(self.prompt_lengths.max())
-            return round_up_keys(longest_prompt), round_up_keys(own_keys)
-        return self.prefix.capacity, max(MIN_KEYS, own_keys)
+        device = self.model.device
+        layout = StepLayout(
+            own=self.own,
+            prefix=self.prefix,
+            prompt_keys=prompt_keys,
+            longest=longest_sequence,
+            mask=mask.to(device),
+            rows=inputs.rows.to(device),
+            slots=inputs.before.to(device),
+            groups=group_of_token.to(device),
+        )
+        return self.model.hidden(inputs.ids.to(device), positions.to(device), layout)
 
     def _kernel_layout(
         self, inputs: DecodeInputs, group_of_token: Tensor, longest_sequence: int
@@ -360,34 +300,14 @@ class DecodeState:
 
     def _capacity(self, tokens: int) -> int:
         """Returns the capacity of a cache for at least `tokens` tokens."""
-        if self._recorded is not None:
-            return round_up_keys(tokens)
         return -(-tokens // MIN_KEYS) * MIN_KEYS
 
-    def _bytes(self, batch: int, tokens: int) -> int:
-        """Returns the bytes of the keys and values of a cache."""
-        shape = self._shape
-        numbers = 2 * shape.layers * batch * shape.kv_heads * self._capacity(tokens) * shape.d
-        return numbers * self.model.dtype.itemsize
-
     def _grow(self, cache: Cache, batch: int, tokens: int) -> Cache:
-        """Returns a larger cache with the contents of `cache`. Drops all graphs."""
+        """Returns a larger cache with the contents of `cache`."""
         grown = self._allocate(batch, tokens)
         grown.keys[:, : cache.batch, :, :, : cache.capacity] = cache.keys
         grown.values[:, : cache.batch, :, : cache.values.shape[3]] = cache.values
-        if self._recorded is not None:
-            # The old graphs use the old cache.
-            self._recorded = RecordedSteps(self.model.device)
         return grown
-
-
-def round_up_keys(tokens: int) -> int:
-    """Returns the smallest of 64, 96, 128, 192, 256, 384, … that is not less than `tokens`."""
-    power = 1 << max(BLOCK - 1, tokens - 1).bit_length()
-    three_quarters = power * 3 // 4
-    if power > BLOCK and tokens <= three_quarters:
-        return three_quarters
-    return power
 
 
 class _Prefill:
@@ -451,67 +371,3 @@ class StepLayout:
         q = query.unflatten(1, (key.shape[1], -1))
         attended = F.scaled_dot_product_attention(q, k, v, self.mask, scale=scaling)
         return attended.flatten(1, 2)
-
-
-def records_steps(model: Model) -> bool:
-    """True if decoding steps of a model can be recorded.
-
-    A graph cannot wait for the GPU inside a step. Families that are not reproduced may do that, and
-    a rotary embedding that grows with the sequence does.
-    """
-    text_config = model.config.get_text_config()
-    rope = getattr(text_config, "rope_parameters", None) or {}
-    grows = rope.get("rope_type") == "dynamic"
-    reproduced = is_reproduced(model.lm, Shape.of(text_config).d)
-    return model.device.type == "cuda" and reproduced and not grows
-
-
-@dataclass(frozen=True, slots=True)
-class _Recording:
-    """A CUDA graph, the tensors that it reads, and the tensor that it writes."""
-
-    graph: torch.cuda.CUDAGraph
-    inputs: list[Tensor]
-    output: Tensor
-
-
-class RecordedSteps:
-    """CUDA graphs of decoding steps, one for each shape that comes often.
-
-    A replay is one launch, the step itself a thousand. A graph reads and writes the caches that it
-    was recorded with, and reads the weights at the addresses that they had.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._num_seen = Counter[tuple[int, ...]]()  # by shape
-        self._recordings: dict[tuple[int, ...], _Recording] = {}  # by shape
-        self._memory = torch.cuda.graph_pool_handle()
-
-    def __call__(
-        self, compute: Callable[..., Tensor], keys: tuple[int, int], *tensors: Tensor
-    ) -> Tensor:
-        """Returns compute(*tensors), on the device.
-
-        The tensors [m, …] are on the CPU. Their other sizes follow from `keys`.
-        """
-        shape = (len(tensors[0]), *keys)
-        self._num_seen[shape] += 1
-        if self._num_seen[shape] < OFTEN:
-            return compute(*(tensor.to(self._device) for tensor in tensors))
-        if shape not in self._recordings:
-            self._recordings[shape] = self._record(compute, tensors)
-        recording = self._recordings[shape]
-        for graph_input, tensor in zip(recording.inputs, tensors, strict=True):
-            graph_input.copy_(tensor)
-        recording.graph.replay()
-        # All graphs share their memory: the next replay, of this graph or of another one, writes
-        # over the output.
-        return recording.output.clone()
-
-    def _record(self, compute: Callable[..., Tensor], tensors: Sequence[Tensor]) -> _Recording:
-        inputs = [tensor.to(self._device, copy=True) for tensor in tensors]
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
-            output = compute(*inputs)
-        return _Recording(graph, inputs, output)

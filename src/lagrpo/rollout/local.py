@@ -29,6 +29,7 @@ from lagrpo.rollout.base import Request, SamplingParams
 from lagrpo.rollout.decoding import DecodeState
 from lagrpo.rollout.episodes import Episode, Episodes
 from lagrpo.rollout.nucleus import keep_nucleus
+from lagrpo.rollout.recorded import RecordedState, cache_fits, records_steps
 from lagrpo.rollout.stop import completes_stop
 from lagrpo.types import Completion, Group
 
@@ -104,7 +105,7 @@ class LocalSampler:
             tau = policy.tau
         self.params = SamplingParams("sample", tau, max_tokens, episodes, stop=tuple(stop))
         # The state of an earlier batch, with its graphs.
-        self._idle_state: DecodeState | None = None
+        self._idle_state: RecordedState | None = None
 
     @property
     def version(self) -> int:
@@ -131,7 +132,8 @@ class LocalSampler:
         """
         params = params or self.params
         max_rows = min(max(self.max_num_seqs, G), G * len(requests))
-        state = self._take_state(max_rows, params)
+        longest_prompt = max((len(r.prompt.token_ids) for r in requests), default=0)
+        state, stays = self._take_state(max_rows, longest_prompt, params)
         batch = ContinuousBatch(self.policy, self.seed, requests, G, state, params)
         # The batch alone holds the state, so that memory is free as soon as the batch drops it.
         del state
@@ -142,30 +144,35 @@ class LocalSampler:
             complete_groups = batch.step()
             if not batch:
                 # Before the last yield: the caller may never come back after the last group.
-                self._give_back(batch.state, params)
+                if stays and isinstance(batch.state, RecordedState):
+                    self._idle_state = batch.state
                 del batch.state
             for rows in complete_groups:
                 request = rows[0].request
                 completions = tuple(self._complete(row) for row in rows)
                 yield request, Group(request.prompt, completions, request.epoch)
 
-    def _take_state(self, max_rows: int, params: SamplingParams) -> DecodeState:
-        """Returns the state of an earlier batch if it has room for `max_rows`, else a new one."""
+    def _take_state(
+        self, max_rows: int, longest_prompt: int, params: SamplingParams
+    ) -> tuple[DecodeState | RecordedState, bool]:
+        """Returns the state of an earlier batch if it has room, else a new one.
+
+        Also returns True if the state stays for the next batch, with its graphs. A new state stays
+        if it was made for training: an evaluation or a check may not come again.
+        """
         idle_state = self._idle_state
         self._idle_state = None
-        if idle_state is not None and max_rows <= idle_state.max_rows:
-            return idle_state
-        # Frees the old caches before there are new ones.
+        max_tokens = longest_prompt + params.longest
+        # Recorded steps sample from the whole distribution.
+        is_recorded = params.top_p == 1 and records_steps(self.model)
+        if not is_recorded or not cache_fits(self.model, max_rows, max_tokens):
+            return DecodeState(self.model, max_rows, params.longest), False
+        if idle_state is not None and idle_state.fits(max_rows, max_tokens):
+            return idle_state, True
+        # Frees the old cache before there is a new one.
         del idle_state
-        return DecodeState(self.model, max_rows, params.longest)
-
-    def _give_back(self, state: DecodeState, params: SamplingParams) -> None:
-        """Keeps the state for the next batch of training.
-
-        An evaluation or a check may not come again, so their states are dropped.
-        """
-        if params is self.params and state.may_stay:
-            self._idle_state = state
+        state = RecordedState(self.model, max_rows, max_tokens)
+        return state, state.may_stay and params is self.params
 
     def _complete(self, row: _Row) -> Completion:
         """Returns the completion of an ended row."""
@@ -205,7 +212,7 @@ class ContinuousBatch:
         seed: int,
         requests: Sequence[Request],
         G: int,
-        state: DecodeState,
+        state: DecodeState | RecordedState,
         params: SamplingParams,
     ) -> None:
         self.model = policy.model
@@ -232,17 +239,22 @@ class ContinuousBatch:
 
         stepping_rows = [row for row in self.active if row.next_tokens]
         hidden_of_rows: list[Tensor] = []  # each [rows, H]
-        if stepping_rows:
+        rows_to_sample: list[_Row] = []  # rows whose next token is sampled from these states
+        if stepping_rows and isinstance(self.state, RecordedState):
+            self._feed_and_sample(self.state, stepping_rows)
+        elif stepping_rows:
             hidden_of_rows.append(self._feed(stepping_rows))
+            rows_to_sample += stepping_rows
 
         new_groups = [self._begin(self.waiting.popleft()) for _ in range(self._room())]
         if new_groups:
             hidden_of_rows.append(self._admit(new_groups))
             for rows in new_groups:
                 stepping_rows += rows
+                rows_to_sample += rows
 
-        if stepping_rows:
-            self._sample_tokens(torch.cat(hidden_of_rows), stepping_rows)
+        if rows_to_sample:
+            self._sample_tokens(torch.cat(hidden_of_rows), rows_to_sample)
         for row in stepping_rows:
             self._end_turn(row)
         return self._retire()
@@ -284,6 +296,16 @@ class ContinuousBatch:
         num_tokens = torch.tensor([len(row.next_tokens) for row in stepping_rows])  # int64 [rows]
         last_of_row = num_tokens.cumsum(0) - 1  # int64 [rows]: index of a row's last token
         return hidden.index_select(0, last_of_row.to(hidden.device))
+
+    def _feed_and_sample(self, state: RecordedState, stepping_rows: list[_Row]) -> None:
+        """Feeds the next tokens of the rows that continue, and samples one more for each."""
+        tokens, logp = state.feed_and_sample(
+            tokens=[row.next_tokens for row in self.active],
+            uniform=[row.uniform[len(row.tokens)] for row in stepping_rows],
+            tau=self.params.tau,
+        )
+        for row, token, token_logp in zip(stepping_rows, tokens, logp, strict=True):
+            row.add_sampled(token, token_logp)
 
     @torch.no_grad()
     def _sample_tokens(self, hidden: Tensor, rows: list[_Row]) -> None:

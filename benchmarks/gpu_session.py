@@ -1,0 +1,142 @@
+"""A quarter of an hour on a GPU, used for what is worth most: probes, tests and benchmarks.
+
+python benchmarks/gpu_session.py                    # 840 seconds at most
+python benchmarks/gpu_session.py --seconds 300
+python benchmarks/gpu_session.py --only kernels exact
+python benchmarks/gpu_session.py --dry-run          # the steps and their limits
+python benchmarks/gpu_session.py --quick            # tiny sizes, also on a CPU, without the tests
+
+The steps are in the order of what they tell. Each one is a process with a time limit of its own, so
+that one that hangs costs no other its answer. Results go to a few files of $OUT, else of
+build/gpu-session, and are written as they come:
+
+    session.json      how each step ended, and after how many seconds
+    session.log       everything that the steps printed
+    gpu-probes.json   the numbers of the probes
+    gpu.md            the table of bench_gpu.py
+
+`make measure-gpu` has more time: it runs everything, with a log for each step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import sys
+import time
+from pathlib import Path
+
+from measure_gpu import ROOT, Step, has_gpu, last_lines, run
+
+RESULTS = Path(os.environ.get("OUT") or ROOT / "build" / "gpu-session")
+# A step that would have less time than this is left out.
+SHORTEST = 20.0
+CPU_STEPS = ("peak", "learn", "learn-torch", "sample", "decode", "agree", "rows", "bench")
+
+
+def steps(results: Path, quick: bool) -> list[Step]:
+    """All steps, the most informative first."""
+    options = ["--results", str(results), *(["--quick"] if quick else [])]
+    benchmarks = ROOT / "benchmarks"
+    probe = (sys.executable, str(benchmarks / "probe_gpu.py"), *options)
+    own = (sys.executable, str(benchmarks / "probe_kernels.py"), *options)
+    bench = (sys.executable, str(benchmarks / "bench_gpu.py"), *options)
+    # By name: the other files of tests may need packages that a machine with a GPU lacks.
+    files = sorted(str(path) for path in (ROOT / "tests").glob("test_triton_*.py"))
+    files.insert(0, str(ROOT / "tests" / "test_gpu.py"))
+    tests = (sys.executable, "-m", "pytest", "-m", "gpu or triton", "-q", "--tb", "short", *files)
+    return [
+        # Is the GPU as fast as it should be?
+        Step("peak", 45, (*probe, "peak")),
+        # Do the kernels run, and how fast?
+        Step("kernels", 90, (*own, "kernels")),
+        # Are they right, compiled and in bfloat16?
+        Step("tests", 240, tests),
+        # Where the time of an update goes; and what the kernels gain.
+        Step("learn", 90, (*probe, "learn")),
+        Step("learn-torch", 90, (*own, "learn-torch")),
+        # Tokens/s of the sampler by rows.
+        Step("decode", 180, (*own, "decode")),
+        # May Model.exact be true? At which price?
+        Step("exact", 100, (*own, "exact")),
+        Step("agree", 100, (*own, "agree")),
+        Step("rows", 45, (*probe, "rows")),
+        Step("attention", 45, (*probe, "attention")),
+        # Where the time of a decoding step goes.
+        Step("sample", 90, (*probe, "sample")),
+        Step("learn-135m", 60, (*probe, "learn-135m")),
+        # The table of the documentation.
+        Step("bench", 300, bench),
+    ]
+
+
+def main() -> None:
+    options = parse_options()
+    selected = steps(options.results, options.quick)
+    if options.only:
+        selected = [step for step in selected if step.name in options.only]
+    if options.dry_run:
+        for step in selected:
+            print(f"{step.name:12} {step.limit:4} s  {shlex.join(step.command)}")
+        return
+    if not has_gpu():
+        if not options.quick:
+            sys.exit("PyTorch sees no GPU here. --quick tries what a CPU can compute.")
+        selected = [step for step in selected if step.name in CPU_STEPS]
+    # The kernels are not the default before this session has shown that they work.
+    os.environ["LAGRPO_KERNELS"] = "triton"
+    outcomes = run_session(selected, options.results, options.seconds)
+    sys.exit(any(outcome != "done" for outcome in outcomes.values()))
+
+
+def run_session(selected: list[Step], results: Path, seconds: float) -> dict[str, str]:
+    """Runs steps until `seconds` have passed. Returns how each one ended."""
+    results.mkdir(parents=True, exist_ok=True)
+    session_log = results / "session.log"
+    deadline = time.monotonic() + seconds
+    outcomes: dict[str, str] = {}
+    took: dict[str, float] = {}
+    for step in selected:
+        seconds_left = deadline - time.monotonic()
+        if seconds_left < min(SHORTEST, step.limit):
+            outcomes[step.name] = "left out: no time"
+        else:
+            limit = int(min(step.limit, seconds_left))
+            print(f"\n== {step.name}: at most {limit} s", flush=True)
+            step_log = results / "step.log"
+            started = time.monotonic()
+            outcomes[step.name] = run(Step(step.name, limit, step.command), step_log)
+            took[step.name] = round(time.monotonic() - started, 1)
+            print(last_lines(step_log), f"== {step.name}: {outcomes[step.name]}", flush=True)
+            append(session_log, step, step_log)
+        # Written after each step: whatever ends this process, the answers so far are there.
+        summary = {"outcomes": outcomes, "seconds": took}
+        (results / "session.json").write_text(json.dumps(summary, indent=1) + "\n")
+    return outcomes
+
+
+def append(session_log: Path, step: Step, step_log: Path) -> None:
+    """Moves the output of a step to the end of the session's log."""
+    with session_log.open("a", encoding="utf-8") as file:
+        file.write(f"\n== {step.name}: {shlex.join(step.command)}\n")
+        file.write(step_log.read_text(encoding="utf-8", errors="replace"))
+    step_log.unlink()
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    names = [step.name for step in steps(RESULTS, quick=False)]
+    parser.add_argument("--only", nargs="+", choices=names, metavar="STEP", help=", ".join(names))
+    parser.add_argument("--seconds", type=float, default=840, help="for all steps together")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
+    parser.add_argument("--dry-run", action="store_true", help="print the steps and their limits")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,298 @@
+"""Probes of lagrpo's own code on one GPU: Triton kernels, decoding, exact products.
+
+python benchmarks/probe_kernels.py STAGE …
+python benchmarks/probe_kernels.py --quick STAGE …     # tiny sizes, also on a CPU
+
+    kernels       time and bandwidth of each Triton kernel, beside PyTorch's operations
+    decode        tokens/s of the sampler by the number of rows, up to 1,280
+    learn-torch   an update of 1.5b without the Triton kernels: what these gain
+    agree         log-probs of the trainer that differ from the sampler's, and tokens/s of both
+    exact         the same with products without split-K; no other stage may run before it
+
+A stage prints its results and adds them to gpu-probes.json in the directory of results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import probe_gpu
+import torch
+import torch.nn.functional as F
+from bench_gpu import free_memory, make_policy
+from probe_gpu import DEVICE, ON_GPU, peak_memory, profile_update, record, seconds_of, synchronize
+from torch import Tensor
+from work import SEED, common_options
+
+from lagrpo.gpu import exactness
+from lagrpo.model.backend import choose_backend
+from lagrpo.model.layout import PackedLayout
+from lagrpo.model.model import Model, Packed, Policy, copy_policy
+from lagrpo.rollout.base import Request
+from lagrpo.rollout.local import LocalSampler
+from lagrpo.types import Group, Prompt
+
+Answers = Iterator[tuple[str, dict[str, Any]]]
+
+
+def main() -> None:
+    parser = common_options(__doc__)
+    parser.add_argument("stages", nargs="+", choices=STAGES, metavar="STAGE")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    for stage in options.stages:
+        started = time.perf_counter()
+        for name, values in STAGES[stage](options):
+            record(options, name, values)
+        free_memory(DEVICE)
+        print(f"-- {stage}: {time.perf_counter() - started:.0f} s", flush=True)
+
+
+# ---- kernels ----
+
+
+def kernels(options: argparse.Namespace) -> Answers:
+    """Times kernels at the sizes of 1.5b with 24,576 rows, the softmax with 4,096.
+
+    `TB_s` counts what has to be read and written once. The copy of stage `peak` is the most that it
+    can be.
+    """
+    if not ON_GPU and not options.quick:
+        print("kernels: Triton compiles for a GPU")
+        return
+    torch.manual_seed(SEED)
+    yield from softmax_kernels(options.quick)
+    yield from layer_kernels(options.quick)
+    yield from key_kernel(options.quick)
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(*shape, device=DEVICE).bfloat16()
+
+
+def softmax_kernels(quick: bool) -> Answers:
+    # Not at the top: CPU builds of PyTorch come without Triton.
+    from lagrpo.gpu import softmax
+
+    rows, vocabulary = (6, 5000) if quick else (4096, 151_936)
+    logits = normal(rows, vocabulary)
+    tokens = torch.randint(vocabulary, (rows,), device=DEVICE)
+    entropy = torch.empty(rows, device=DEVICE)
+    grad = torch.randn(rows, device=DEVICE)
+    _, log_sum_exp = softmax.token_logp(logits, tokens, 1.0)
+    # float32 copies of all rows would take too much memory.
+    eighth = logits[: max(1, rows // 8)]
+    values = timing(
+        logits.nbytes,
+        lambda: softmax.token_logp(logits, tokens, 1.0, entropy),
+        lambda: torch.log_softmax(eighth.float(), -1),
+    )
+    yield "kernel token_logp; by PyTorch an eighth of it", values
+
+    few = logits[:128]
+    uniform = torch.rand(len(few), dtype=torch.float64, device=DEVICE)
+    values = timing(few.nbytes, lambda: softmax.sample_tokens(few, 1.0, uniform))
+    yield "kernel sample_tokens, 128 rows", values
+
+    # Last, because it overwrites the logits.
+    values = timing(
+        2 * logits.nbytes,
+        lambda: softmax.token_logp_backward(logits, tokens, 1.0, log_sum_exp, grad),
+    )
+    yield "kernel token_logp_backward", values
+
+
+def layer_kernels(quick: bool) -> Answers:
+    from lagrpo.gpu import layers
+
+    rows, width, inner, heads, d = (20, 96, 40, 3, 64) if quick else (24_576, 1536, 8960, 12, 128)
+    x, delta, grad_y = normal(rows, width), normal(rows, width), normal(rows, width)
+    weight = 1 + 0.1 * normal(width)
+    total, _, rstd = layers.norm(x, delta, weight, 1e-6)
+
+    def norm_of_transformers() -> Tensor:
+        h = (x + delta).float()
+        h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return weight * h.to(x.dtype)
+
+    values = timing(4 * x.nbytes, lambda: layers.norm(x, delta, weight, 1e-6), norm_of_transformers)
+    yield "kernel norm", values
+    values = timing(4 * x.nbytes, lambda: layers.norm_backward(total, weight, rstd, grad_y, delta))
+    yield "kernel norm_backward", values
+
+    gate, up, grad_gated = normal(rows, inner), normal(rows, inner), normal(rows, inner)
+    values = timing(3 * gate.nbytes, lambda: layers.swiglu(gate, up), lambda: F.silu(gate) * up)
+    yield "kernel swiglu", values
+    values = timing(6 * gate.nbytes, lambda: layers.swiglu_backward(gate, up, grad_gated))
+    yield "kernel swiglu_backward", values
+
+    query, cosine, sine = normal(rows, heads, d), normal(rows, d), normal(rows, d)
+    yield "kernel rotary", timing(2 * query.nbytes, lambda: layers.rotary(query, cosine, sine))
+
+    one = normal(1, 64)
+    launches = 1000 if ON_GPU else 1
+    synchronize()
+    started = time.perf_counter()
+    for _ in range(launches):
+        layers.swiglu(one, one)
+    host_seconds = (time.perf_counter() - started) / launches
+    synchronize()
+    yield "kernel launch", {"host_us": 1e6 * host_seconds}
+
+
+def key_kernel(quick: bool) -> Answers:
+    from lagrpo.gpu import keys
+
+    prompt, completion = (3, 2) if quick else (300, 357)
+    layout = PackedLayout.build([(prompt, [completion] * 16)] * 4, DEVICE)
+    grad = normal(len(layout.seen_rows), 2, 128)
+    values = timing(grad.nbytes, lambda: keys.gather_keys_backward(grad, *layout.seen_by))
+    yield "kernel gather_keys_backward", values
+
+
+def timing(
+    num_bytes: int, compute: Callable[[], Any], by_pytorch: Callable[[], Any] | None = None
+) -> dict[str, float]:
+    repetitions = 20 if ON_GPU else 1
+    seconds = seconds_of(compute, repetitions)
+    values = {"us": 1e6 * seconds, "TB_s": num_bytes / seconds / 1e12}
+    if by_pytorch is not None:
+        values["us_by_pytorch"] = 1e6 * seconds_of(by_pytorch, repetitions)
+    return values
+
+
+# ---- decoding ----
+
+
+def decode(options: argparse.Namespace) -> Answers:
+    sizes = [("135m", 128), ("1.5b", 128), ("1.5b", 512), ("135m", 1280), ("1.5b", 1280)]
+    tokens, prompt_length, completions = 192, 128, 16
+    if options.quick:
+        sizes, tokens, prompt_length, completions = [("tiny", 8)], 24, 8, 4
+    for name, rows in sizes:
+        free_memory(DEVICE)
+        if ON_GPU:
+            torch.cuda.reset_peak_memory_stats()
+        sampler = LocalSampler(copy_policy(make_policy(name, DEVICE)), SEED, tokens, rows)
+        requests = same_prompts(rows // completions, prompt_length)
+        seconds = []
+        # In the first batch Triton compiles and graphs are recorded.
+        for _ in range(3):
+            started = time.perf_counter()
+            groups = [group for _, group in sampler.sample(requests, completions)]
+            synchronize()
+            seconds.append(time.perf_counter() - started)
+        num_tokens = sum(c.length for group in groups for c in group.completions)
+        best = min(seconds[1:])
+        yield (
+            f"decode {name}, {rows} rows",
+            {
+                "tokens_s": num_tokens / best,
+                "ms_a_step": 1e3 * best / tokens,
+                "seconds_of_batches": seconds,
+                "memory_GB": peak_memory(),
+            },
+        )
+        del sampler
+
+
+def same_prompts(count: int, length: int) -> list[Request]:
+    token_ids = tuple(range(100, 100 + length))
+    return [Request(0, 0, Prompt(key, (), None, token_ids)) for key in range(count)]
+
+
+# ---- an update without our kernels ----
+
+
+def learn_torch(options: argparse.Namespace) -> Answers:
+    name = "tiny" if options.quick else "1.5b"
+    with pytorch_alone():
+        values = profile_update(name, 8192, options.quick)
+    yield f"learn {name}, without Triton kernels", values
+
+
+@contextmanager
+def pytorch_alone() -> Iterator[None]:
+    """Lets updates compute by PyTorch's operations."""
+
+    def policy_by_pytorch(name: str, device: str) -> Policy:
+        policy = make_policy(name, device)
+        backend = choose_backend("torch", policy.device, policy.dtype)
+        return replace(policy, model=Model(policy.model.lm, backend))
+
+    probe_gpu.make_policy = policy_by_pytorch
+    try:
+        yield
+    finally:
+        probe_gpu.make_policy = make_policy
+
+
+# ---- sampler and trainer ----
+
+
+def agree(options: argparse.Namespace) -> Answers:
+    yield from compare_log_probs(options, "agree")
+
+
+def exact(options: argparse.Namespace) -> Answers:
+    exactness.forbid_split_k()
+    yield from compare_log_probs(options, "exact")
+
+
+def compare_log_probs(options: argparse.Namespace, label: str) -> Answers:
+    """Samples, and computes the log-probs of the same tokens as the trainer does.
+
+    If none differ, the importance ratio after a weight sync is exactly 1.
+    """
+    for name in ["tiny"] if options.quick else ["135m", "1.5b"]:
+        free_memory(DEVICE)
+        rows, tokens, completions = (8, 24, 4) if options.quick else (128, 192, 16)
+        policy = make_policy(name, DEVICE)
+        sampler = LocalSampler(copy_policy(policy), SEED, tokens, rows)
+        requests = same_prompts(rows // completions, 128 if not options.quick else 8)
+        list(sampler.sample(requests, completions))
+        started = time.perf_counter()
+        groups = [group for _, group in sampler.sample(requests, completions)]
+        synchronize()
+        sampling_seconds = time.perf_counter() - started
+        difference = difference_of_log_probs(policy, groups)
+        values = {
+            "tokens": len(difference),
+            "tokens_that_differ": int((difference != 0).sum()),
+            "largest_difference": float(difference.max()),
+            "sampled_tokens_s": len(difference) / sampling_seconds,
+        }
+        del sampler, policy
+        free_memory(DEVICE)
+        update = profile_update(name, 8192, options.quick)
+        values["learned_tokens_s"] = update["tokens_s"]
+        yield f"{label} {name}", values
+
+
+def difference_of_log_probs(policy: Policy, groups: list[Group]) -> Tensor:
+    """Returns |trainer's log-prob - sampler's| of each token: float32 [T], nats."""
+    packed = Packed.build(
+        [(g.prompt.token_ids, [c.token_ids for c in g.completions]) for g in groups],
+        policy.device,
+    )
+    sampled = torch.cat([c.logp_alpha for g in groups for c in g.completions])
+    with torch.no_grad():
+        return (policy.logp(packed).cpu() - sampled).abs()
+
+
+STAGES: dict[str, Callable[[argparse.Namespace], Answers]] = {
+    "kernels": kernels,
+    "decode": decode,
+    "learn-torch": learn_torch,
+    "agree": agree,
+    "exact": exact,
+}
+
+
+if __name__ == "__main__":
+    main()

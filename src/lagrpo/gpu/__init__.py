@@ -1,0 +1,1 @@
+"""Triton kernels for a GPU, attention to a cache, and CUDA graphs."""
