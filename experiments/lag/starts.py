@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -68,16 +69,26 @@ def imitate_teacher(
     return flat.detach()
 
 
+@dataclass(frozen=True, slots=True)
+class StartMeasures:
+    """Means over completions of a starting point."""
+
+    score: float
+    mistakes: float
+    """steps that lower the score"""
+    entropy: float
+    """nats"""
+
+
 def mean_score(task: Task, architecture: Architecture, flat: Tensor, prompts: int = 512) -> float:
     """The mean score of 8 completions of each of some random prompts."""
-    score, _ = measure(task, architecture, flat, prompts)
-    return score
+    return measure(task, architecture, flat, prompts).score
 
 
 def measure(
     task: Task, architecture: Architecture, flat: Tensor, prompts: int = 512
-) -> tuple[float, float]:
-    """The mean score and the entropy in nats of 8 completions of each of some random prompts."""
+) -> StartMeasures:
+    """Measures 8 completions of each of some random prompts."""
     random = np.random.default_rng(SEED + 1)
     questions = task.prompts(random, prompts)[None]
     uniform = random.random((1, prompts, 8, task.completion_length), dtype=np.float32)
@@ -85,7 +96,11 @@ def measure(
     weights = unpack(architecture, flat)
     samples = model.sample(weights, questions, torch.from_numpy(uniform), task.end, task.padding)
     _, scores = task.grade(questions, samples.tokens, torch.ones(1, prompts, 8))
-    return float(scores.mean()), float(samples.entropy.sum(dim=-1).mean())
+    return StartMeasures(
+        score=float(scores.mean()),
+        mistakes=float(task.mistakes(questions, samples.tokens).float().mean()),
+        entropy=float(samples.entropy.sum(dim=-1).mean()),
+    )
 
 
 def main(names: Sequence[str]) -> None:
@@ -95,10 +110,10 @@ def main(names: Sequence[str]) -> None:
         began = time.perf_counter()
         architecture, flat = load_start(name)
         seconds = time.perf_counter() - began
-        score, entropy = measure(TASKS[name](), architecture, flat)
+        start = measure(TASKS[name](), architecture, flat)
         print(
-            f"{name:14} {architecture.parameters} parameters, score {score:.3f}, "
-            f"entropy of a completion {entropy:.1f} nats, {seconds:.0f} s"
+            f"{name:14} {architecture.parameters} parameters, {seconds:.0f} s. A completion: "
+            f"score {start.score:.3f}, {start.mistakes:.1f} mistakes, {start.entropy:.1f} nats"
         )
 
 

@@ -10,11 +10,13 @@ though rarely. Two families, and variants that differ from their family's base i
     chain-graded    one             graded       6         no
     chain-long      one             exact        24        no
     chain-luck      one             exact        6         yes
+    chain-inept     one             graded       16        no
     gamble          many            graded       11-22     yes
     gamble-sure     many            graded       11-22     no
     gamble-exact    many            exact        11-22     no
     gamble-short    many            graded       4-7       yes
     gamble-firm     many            graded       11-22     yes
+    gamble-apt      many            graded       11-22     yes
     journey         many            graded       21-42     yes
 
 Shapes: B prompts of P tokens, G completions of each of L tokens; leading dimensions (...) are runs.
@@ -62,6 +64,10 @@ class Task(Protocol):
         The score has no luck in it. prompts [..., B, P], completions [..., B, G, L], luck [..., B,
         G]: random numbers in [0, 1).
         """
+        ...
+
+    def mistakes(self, prompts: Tensor, completions: Tensor) -> Tensor:
+        """The number of steps of each completion that lower its score, [..., B, G]."""
         ...
 
 
@@ -147,12 +153,9 @@ class Chain:
         return F.pad(torch.stack(written, dim=-1), (0, 1), value=self.end)
 
     def grade(self, prompts: Tensor, completions: Tensor, luck: Tensor) -> tuple[Tensor, Tensor]:
-        digits = prompts[..., None, : self.digits]
         written = completions[..., : self.digits]
-        before = F.pad(written[..., :-1], (1, 0), value=0)  # the first digit is added to 0
-        is_wrong = (before + digits - written) % self._modulus != 0
         is_complete = (written < 10).all(dim=-1) & (completions[..., -1] == self.end)
-        wrong = is_wrong.sum(dim=-1)
+        wrong = self.mistakes(prompts, completions)
         if self.is_graded:
             reward = is_complete * 0.75**wrong
             return reward, reward
@@ -160,12 +163,17 @@ class Chain:
         lucky_reward = torch.where(luck < self.luck, 1 - reward, reward)
         return lucky_reward, reward
 
+    def mistakes(self, prompts: Tensor, completions: Tensor) -> Tensor:
+        digits = prompts[..., None, : self.digits]
+        written = completions[..., : self.digits]
+        before = F.pad(written[..., :-1], (1, 0), value=0)  # the first digit is added to 0
+        is_wrong = (before + digits - written) % self._modulus != 0
+        return is_wrong.sum(dim=-1)
+
 
 PLAIN = 0
 RECKLESS = 1
 BAD = 2
-TEACHER_LIKES = (1.0, 0.6, 0.4)
-"""weights of the teacher's choice among plain, reckless and bad jumps"""
 FAVORITE = 0.9
 """share of its favorite jump in the choice of a firm teacher, who has one at each place"""
 
@@ -193,6 +201,8 @@ class Gamble:
     gain: float = 1.2
     most_bad: int | None = None
     is_firm: bool = False
+    teacher_likes: tuple[float, float, float] = (1.0, 0.6, 0.4)
+    """weights of the teacher's choice among plain, reckless and bad jumps"""
     prompts_per_batch: int = 4
     updates: int = 512
     vocabulary: int = field(init=False)
@@ -221,7 +231,7 @@ class Gamble:
                 kinds = random.permutation([PLAIN, second, BAD])
                 kind[terrain, node, 1:] = torch.from_numpy(kinds)
         self._kind = kind
-        self._likes = torch.tensor(TEACHER_LIKES, dtype=torch.float64)[kind]
+        self._likes = torch.tensor(self.teacher_likes, dtype=torch.float64)[kind]
         if self.is_firm:
             self._likes = _with_favorites(self._likes, random)
 
@@ -254,6 +264,24 @@ class Gamble:
         return torch.stack(written, dim=-1)
 
     def grade(self, prompts: Tensor, completions: Tensor, luck: Tensor) -> tuple[Tensor, Tensor]:
+        is_valid, reckless, bad = self._walks(prompts, completions)
+        if self.most_bad is not None:
+            reward = (is_valid & (bad <= self.most_bad)).float()
+            return reward, reward
+        prize = is_valid * (0.5 * self.gain**reckless * 0.75**bad).clamp(max=1.0)
+        chance = self.survival**reckless
+        return prize * (luck < chance), prize * chance
+
+    def mistakes(self, prompts: Tensor, completions: Tensor) -> Tensor:
+        _, reckless, bad = self._walks(prompts, completions)
+        is_reckless_worse = self.survival * self.gain < 1
+        return bad + reckless * is_reckless_worse
+
+    def _walks(self, prompts: Tensor, completions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """True for walks that end at the goal, and their numbers of reckless and of bad jumps.
+
+        All are [..., B, G].
+        """
         is_end = completions == self.end  # [..., B, G, L]
         is_move = is_end.cumsum(dim=-1) == 0  # the tokens before the end
         node = completions.clamp(max=self.goal)
@@ -262,16 +290,12 @@ class Gamble:
         is_legal = (completions <= self.goal) & (jump >= 1) & (jump <= 3)
         farthest = (node * is_move).amax(dim=-1)
         is_valid = (is_legal | ~is_move).all(dim=-1) & is_end.any(dim=-1) & (farthest == self.goal)
-        terrain = self._terrain_at(prompts[..., None, :].expand(*luck.shape, -1), before)
+        of_completion = prompts[..., None, :].expand(*completions.shape[:-1], -1)
+        terrain = self._terrain_at(of_completion, before)
         kind = self._kind[terrain, before, jump.clamp(0, 3)]
         reckless = ((kind == RECKLESS) & is_move).sum(dim=-1)
         bad = ((kind == BAD) & is_move).sum(dim=-1)
-        if self.most_bad is not None:
-            reward = (is_valid & (bad <= self.most_bad)).float()
-            return reward, reward
-        prize = is_valid * (0.5 * self.gain**reckless * 0.75**bad).clamp(max=1.0)
-        chance = self.survival**reckless
-        return prize * (luck < chance), prize * chance
+        return is_valid, reckless, bad
 
 
 def _with_favorites(likes: Tensor, random: np.random.Generator) -> Tensor:
@@ -302,10 +326,18 @@ TASKS: dict[str, Callable[[], Task]] = {
     "chain-long": lambda: Chain(
         digits=23, teacher_is_right=(0.995, 0.97, 0.80), prompts_per_batch=4, updates=512
     ),
+    "chain-inept": lambda: Chain(
+        digits=15,
+        is_graded=True,
+        teacher_is_right=(0.8, 0.5, 0.2),
+        prompts_per_batch=4,
+        updates=512,
+    ),
     "chain-luck": lambda: Chain(luck=0.1),
     "gamble": Gamble,
     "gamble-sure": lambda: Gamble(survival=1.0, gain=1.0),
     "gamble-exact": lambda: Gamble(survival=1.0, gain=1.0, most_bad=1),
+    "gamble-apt": lambda: Gamble(teacher_likes=(1.0, 0.1, 0.06)),
     "gamble-firm": lambda: Gamble(is_firm=True),
     "gamble-short": lambda: Gamble(goal=8, sections=2, longest_walk=6),
     "journey": lambda: Gamble(goal=60, sections=10, longest_walk=41),

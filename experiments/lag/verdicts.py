@@ -36,30 +36,34 @@ DIFFERENCES = {
     "chain-many": "chain with 32 right answers",
     "chain-graded": "chain with a graded reward",
     "chain-long": "chain with 24 tokens",
+    "chain-inept": "chain with 16 tokens, a graded reward and a teacher who errs often",
     "chain-luck": "chain with a wrong reward one time in ten",
     "chain-wide": "chain with 3,125 right answers",
     "gamble-sure": "gamble without luck",
     "gamble-exact": "gamble with an exact reward and without luck",
+    "gamble-apt": "gamble with a teacher who errs seldom",
     "gamble-firm": "gamble with a teacher who repeats himself",
     "gamble-short": "gamble with 4 to 7 tokens",
     "journey": "gamble with 21 to 42 tokens",
 }
 """What each variant changes of its family's base."""
-START_ENTROPY = {
-    "chain": 3.0,
-    "chain-many": 6.0,
-    "chain-wide": 9.2,
-    "chain-graded": 3.0,
-    "chain-long": 6.3,
-    "chain-luck": 3.0,
-    "gamble": 15.7,
-    "gamble-sure": 15.7,
-    "gamble-exact": 15.7,
-    "gamble-firm": 5.9,
-    "gamble-short": 3.9,
-    "journey": 31.9,
+STARTS = {
+    "chain": (1.2, 3.0),
+    "chain-many": (1.1, 6.0),
+    "chain-wide": (0.9, 9.2),
+    "chain-graded": (1.2, 3.0),
+    "chain-long": (1.6, 6.4),
+    "chain-inept": (6.6, 14.9),
+    "chain-luck": (1.2, 3.0),
+    "gamble": (5.6, 15.7),
+    "gamble-sure": (3.1, 15.7),
+    "gamble-exact": (3.1, 15.7),
+    "gamble-apt": (1.8, 10.3),
+    "gamble-firm": (6.4, 5.9),
+    "gamble-short": (1.7, 3.9),
+    "journey": (10.7, 31.9),
 }
-"""Entropy of a completion of the starting point, nats: `python -m experiments.lag.starts` prints it."""
+"""Mistakes and entropy (nats) of a completion of the starting point: `python -m experiments.lag.starts` prints them."""
 
 
 # Better or worse than plain GRPO
@@ -181,7 +185,8 @@ def variants_table(records: Records, lag: int = 64) -> str:
 
     chain = order("chain")
     gamble = order("gamble")
-    head = ["task", "what differs", "entropy at the start", "agrees with `chain`", "with `gamble`"]
+    head = ["task", "what differs", "mistakes at the start", "entropy at the start"]
+    head += ["agrees with `chain`", "with `gamble`"]
     rows = [[*head, "first three", "place of `positive_only`"]]
     for task in ALL_TASKS:
         task_areas = order(task)
@@ -195,7 +200,8 @@ def variants_table(records: Records, lag: int = 64) -> str:
             [
                 f"`{task}`",
                 DIFFERENCES.get(task, NOT_RUN),
-                f"{START_ENTROPY[task]:.1f} nats",
+                f"{mistakes:.1f}",
+                f"{entropy:.1f} nats",
                 agreement_text(task_areas, chain) if task != "chain" else NOT_RUN,
                 agreement_text(task_areas, gamble) if task != "gamble" else NOT_RUN,
                 ", ".join(f"`{name}`" for name in ranking[:3]),
