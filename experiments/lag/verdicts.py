@@ -192,6 +192,7 @@ def variants_table(records: Records, lag: int = 64) -> str:
         task_areas = order(task)
         if len(task_areas) < 3:
             continue
+        mistakes, entropy = STARTS[task]
         ranking = sorted(task_areas, key=task_areas.__getitem__, reverse=True)
         rank = NOT_RUN
         if "positive_only" in ranking:
