@@ -113,7 +113,8 @@ def run_session(selected: list[Step], results: Path, seconds: float) -> dict[str
             append(session_log, step, step_log)
         # Written after each step: whatever ends this process, the answers so far are there.
         summary = {"outcomes": outcomes, "seconds": took}
-        (results / "session.json").write_text(json.dumps(summary, indent=1) + "\n")
+        text = json.dumps(summary, indent=1) + "\n"
+        (results / "session.json").write_text(text, encoding="utf-8")
     return outcomes
 
 

@@ -169,7 +169,7 @@ def resource_usage(cubin: bytes) -> str:
         done = subprocess.run(
             [PROGRAMS / "cuobjdump", "-res-usage", file.name],
             capture_output=True,
-            text=True,
+            encoding="utf-8",
             check=True,
         )
     return done.stdout

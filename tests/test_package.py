@@ -61,7 +61,11 @@ def test_programs_outside_the_package_import_names_that_exist():
                 isinstance(node, ast.ImportFrom)
                 and (node.module or "").partition(".")[0] == "lagrpo"
             ):
-                exec(ast.unparse(node))  # ImportError: cannot import name 'x' from 'lagrpo.y'
+                try:
+                    exec(ast.unparse(node))  # ImportError: cannot import name 'x' from 'lagrpo.y'
+                except ModuleNotFoundError as error:
+                    # Modules of lagrpo.gpu need Triton, which is not installed everywhere.
+                    assert error.name == "triton"
 
 
 def read_yaml(name: str) -> Any:

@@ -261,7 +261,8 @@ def test_study_of_the_documentation_can_run(tmp_path):
     page = (TESTS.parent / "docs" / "studies.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
     file = study_file(tmp_path)
-    (tmp_path / "settings.toml").write_text((tmp_path / "base.toml").read_text(encoding="utf-8"))
+    base = (tmp_path / "base.toml").read_text(encoding="utf-8")
+    (tmp_path / "settings.toml").write_text(base, encoding="utf-8")
     file.write_text(block, encoding="utf-8")
     _, runs = load_study(file, tmp_path / "out")
     assert len(runs) == 12

@@ -25,6 +25,7 @@ from lagrpo.runs import Run, load_evaluations, load_metrics, load_rollouts
 from lagrpo.runs.reading import load_evaluation_records, rollout_batches
 from lagrpo.settings.load import load_settings, to_toml
 from lagrpo.settings.schema import Settings
+from lagrpo.terminal.text import typed_command
 from lagrpo.training.callbacks import Callback
 from lagrpo.training.checks import check_settings
 from lagrpo.training.master_weights import MasterWeights
@@ -391,7 +392,7 @@ def test_error_keeps_what_was_learned_and_says_where(run, tmp_path, owner, name,
     assert cures == advice
     assert len(advice) == (1 if is_out_of_memory else 0)
     assert note.startswith(f"The run so far: {directory} (2 of 4 batches finished, ")
-    assert way_on == f"{way}: lagrpo train --resume {directory}"
+    assert way_on == f"{way}: {typed_command()} train --resume {directory}"
     assert weights(directory / "weights" / "final")
     assert leftovers(directory) == []
     assert [m["step"] for m in load_metrics(directory)] == [1, 2]
