@@ -65,7 +65,8 @@ def test_programs_outside_the_package_import_names_that_exist():
                     exec(ast.unparse(node))  # ImportError: cannot import name 'x' from 'lagrpo.y'
                 except ModuleNotFoundError as error:
                     # Modules of lagrpo.gpu need Triton, which is not installed everywhere.
-                    assert error.name == "triton"
+                    if error.name != "triton":
+                        raise
 
 
 def read_yaml(name: str) -> Any:
