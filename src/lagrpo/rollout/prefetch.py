@@ -140,22 +140,24 @@ class Prefetcher:
         return any(len(batch.groups) < len(batch.requests) for batch in submitted)
 
     def restore(
-        self, here: Mapping[int, Sequence[Group]], announced: Mapping[int, Sequence[int]]
+        self,
+        groups_by_batch: Mapping[int, Sequence[Group]],
+        versions_by_batch: Mapping[int, Sequence[int]],
     ) -> None:
         """Resumes from what `waiting` returned. Submits the missing groups again."""
-        if not announced:
+        if not versions_by_batch:
             return
         version = self._sampler.version
         missing: list[Request] = []
-        for batch, versions in announced.items():
-            groups = list(here.get(batch, ()))
+        for batch, versions in versions_by_batch.items():
+            groups = list(groups_by_batch.get(batch, ()))
             restored = _SubmittedBatch(self._requests(batch), set(versions), groups)
             self._batches[batch] = restored
-            missing_here = restored.missing_requests()
-            if missing_here:
+            missing_of_batch = restored.missing_requests()
+            if missing_of_batch:
                 # They are sampled again, now with these weights.
                 restored.versions.add(version)
-                missing += missing_here
+                missing += missing_of_batch
         if missing:
             self._streams.append(self._sampler.sample(missing, self._G))
 
