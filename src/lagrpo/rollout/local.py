@@ -189,6 +189,7 @@ class LocalSampler:
         return Completion(
             token_ids=torch.tensor(row.tokens),
             logp_alpha=torch.tensor(row.logp, dtype=torch.float32),
+            # One version for all tokens: weights are not synced while completions are in flight.
             versions=torch.where(sampled, self.version, -1),
             finished=finished,
             text=self.policy.chat.decode(row.tokens),

@@ -17,6 +17,12 @@ run.
 [False, False, True, False, False, True]
 >>> lags(every(4), total=9, M=9, i=1), lags(lagged(2), total=5, M=5, i=3)
 ([0, 1, 2, 0, 1, 2, 3, 0, 1], [0, 3, 6, 6, 6])
+
+With every(2) and one update per batch, batch 3 learns at version 2, and version 1 sampled it: its
+weights were synced before batch 2.
+
+>>> lags(every(2), total=5, M=5, i=1)
+[0, 0, 1, 0, 1]
 """
 
 from __future__ import annotations
