@@ -116,7 +116,7 @@ class Training:
         A checkpoint of this state can be written until the next update.
         """
         self.loop = loop
-        self.version = self.policy.version
+        self.version = self.policy.version  # of `loop`: the policy moves on within the next batch
         self.synced = self.components.trainer.synced
 
     # From the start to the end
@@ -213,6 +213,10 @@ class Training:
         if self.settings.eval.at_start and self.loop.batch == 0:
             self.evaluate(Moment.BEFORE)
         self.evaluate()
+        # The files of a batch are written in this order: rollouts, events, the line of metrics, and
+        # the checkpoint, if one is due. So the records of all batches that a checkpoint covers were
+        # written before it. A resumed run removes records of later batches, and computes these
+        # batches again.
         for step in train_loop(self.components, self.loop, self.recorder.announce):
             self.record(step)
             self.evaluate()
@@ -334,7 +338,10 @@ class Training:
         weights = None
         try:
             if was_asked or self.ranks.size == 1:
+                # An update since the last batch cannot be undone: then the policy belongs to no
+                # state of the loop.
                 if self.loop.batch and self.policy.version == self.version:
+                    # Completions in flight are dropped: a resumed run samples them again.
                     self.write_checkpoint(finish=False)
                 if was_asked or self.policy.version:
                     weights = self.write_weights(self.record_final)
