@@ -147,7 +147,8 @@ class Recipe:
         """-sum_t weight (value - beta kl): a micro-batch's share of the loss, a number.
 
         The loss is minus Eq. 7 of arXiv 2505.22257, minus Eq. 8 if the weights mask groups.
-        Backward on one micro-batch after the other gives the gradient of the batch.
+        Backward on one micro-batch after the other gives the gradient of the batch. The trainer
+        calls `differentiate`, which has the same loss and also says which tokens are clipped.
         """
         weight_T = weight_C[x.completion]
         return -(weight_T * (self.value(x) - self.beta * self.penalty(x))).sum()

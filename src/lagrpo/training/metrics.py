@@ -1,7 +1,7 @@
 """The metrics of a batch: one flat dict, for metrics.jsonl, the display and every tracker.
 
-Every line of a run has the same keys, and its values are numbers or None. runs/metrics.py says what
-each one means. Metrics of whole completions compare π_k, the policy at the start of the batch, with
+Every line of a run has the same keys, and its values are numbers or None. runs/metrics.toml says
+what each one means. Metrics of whole completions compare π_k, the policy at the start of the batch, with
 α, which sampled it. They cover every scored completion whose log α is known, also in groups that
 the loss leaves out because of their rewards.
 """

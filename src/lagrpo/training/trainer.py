@@ -262,6 +262,7 @@ class Trainer:
                 else:
                     logp_T = self.policy.logp(row.packed)
                 x = row.loss_inputs(logp_T.detach(), version, statistics)
+                # `weight_C` has the normalizer of the whole step: gradients only have to be added.
                 derivative = self.recipe.differentiate(x, row.weight_C)
                 with deterministic(self.policy.model):
                     logp_T.backward(derivative.gradient_T)
