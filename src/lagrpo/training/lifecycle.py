@@ -85,7 +85,7 @@ class Training:
             all_callbacks = [trackers, *callbacks]
         self.recorder = Recorder(components, self.store, display, all_callbacks)
 
-        self.checkpoints = self.store.path / "checkpoints"
+        self.checkpoint_folder = self.store.path / "checkpoints"
         self.saved_batch = 0  # of the newest checkpoint
         self.saved_at = time.monotonic()
         # False until a resumed run is restored: a run that cannot be restored stays as it was.
@@ -274,13 +274,15 @@ class Training:
             return
         self.recorder.announce("checkpoint")
         started = time.monotonic()
-        save_checkpoint(self.checkpoints, self.components, self.loop, self.synced, finish=finish)
+        save_checkpoint(
+            self.checkpoint_folder, self.components, self.loop, self.synced, finish=finish
+        )
         self.saved_batch = batch
         self.saved_at = time.monotonic()
         if self.ranks.is_first:
             # The newest one stays until the run ends, whatever the limit: it may have to resume.
             limit = max(1, self.settings.checkpoint.save_total_limit)
-            prune_checkpoints(self.checkpoints, limit)
+            prune_checkpoints(self.checkpoint_folder, limit)
         self.recorder.record_event("checkpoint", batch, seconds=self.saved_at - started)
 
     def write_weights(self, record: Callable[[Callable[[Path], None]], Path]) -> Path:
@@ -357,7 +359,7 @@ class Training:
             if self.is_started and self.ranks.is_first:
                 self.recorder.record_event("end", self.loop.batch, status=status, detail=detail)
                 if status == "finished" and self.settings.checkpoint.save_total_limit == 0:
-                    prune_checkpoints(self.checkpoints, 0)
+                    prune_checkpoints(self.checkpoint_folder, 0)
         self.recorder.end(status, detail, was_started=self.is_started)
 
     def describe_end(self, status: Status, interrupted: signal.Signals | None) -> str:

@@ -42,6 +42,7 @@ def train_loop(
     M = schedule.stage_length
 
     while state.batch < schedule.batches:  # 5, 6   stage s, k = 1 .. M
+        # If a signal has interrupted one rank, all of them stop before the same batch.
         with ranks.sync_interrupts():
             raise_if_asked()
         b = state.batch + 1
