@@ -7,14 +7,18 @@ import logging
 import os
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 
 import pytest
+from ranks import together
+from running import tiny_settings
 
 from lagrpo.errors import SettingsError
 from lagrpo.interrupts import Interrupted, interruptible
 from lagrpo.training import ranks
+from lagrpo.training.callbacks import Callback
 from lagrpo.training.checks import check_ranks, local_size, world_size
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -58,6 +62,58 @@ def be_rank(monkeypatch: pytest.MonkeyPatch):
 def join() -> None:
     with ranks.joined("cpu", shard_layers=False):
         pass
+
+
+# The network interface
+
+
+@pytest.mark.parametrize(
+    ("addresses", "expected"),
+    [
+        pytest.param({"head": "10.0.0.7"}, "eth1", id="another host"),
+        pytest.param({"head": "127.0.0.1", "other": "10.0.0.7"}, "eth1", id="this host's own name"),
+        pytest.param({"head": "127.0.0.1", "other": "192.168.1.5"}, "eth0", id="default route"),
+        pytest.param({"head": "10.9.9.9"}, None, id="address without an interface"),
+        pytest.param({}, None, id="no route"),
+    ],
+)
+def test_interface_is_the_one_that_routes_to_the_first_rank(monkeypatch, addresses, expected):
+    interfaces = {"lo": "127.0.0.1", "down0": None, "eth0": "192.168.1.5", "eth1": "10.0.0.7"}
+    monkeypatch.setattr(ranks, "address_of", interfaces.get)
+    monkeypatch.setattr(ranks.socket, "if_nameindex", lambda: list(enumerate(interfaces)))
+    routes = {"head": addresses.get("head"), ranks.ANY_OTHER_HOST: addresses.get("other")}
+    monkeypatch.setattr(ranks, "local_address_to", lambda host, port: routes[host])
+    assert ranks.interface_to("head", 29500) == expected
+
+
+def test_interface_of_the_user_stays(monkeypatch):
+    monkeypatch.setattr(ranks, "interface_to", lambda host, port: "eth1")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
+    # Set and then deleted, so that monkeypatch removes what the call sets.
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "")
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME")
+    ranks.choose_interface("head", 29500)
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "ib0"
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "=eth1"
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="names of Linux")
+def test_loopback_address_belongs_to_lo():
+    assert ranks.address_of("lo") == "127.0.0.1"
+    assert ranks.address_of("nosuch0") is None
+    assert ranks.local_address_to("127.0.0.1", 9) == "127.0.0.1"
+
+
+def on_a_host_of_its_own(rank: int) -> tuple[Callback, ...]:
+    """Lets a rank believe that the others are on other hosts."""
+    os.environ["LOCAL_WORLD_SIZE"] = "1"
+    return ()
+
+
+def test_ranks_of_several_hosts_meet_over_the_chosen_interface(model, tmp_path):
+    own = tiny_settings(model, tmp_path, schedule={"batches": 1}, eval={"at_start": False})
+    results = together(2, own, on_a_host_of_its_own)
+    assert [result.version for result in results] == [1, 1]
 
 
 # The variables

@@ -13,6 +13,8 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import struct
+import sys
 import threading
 import time
 from collections import Counter, defaultdict
@@ -42,6 +44,8 @@ or sample a batch."""
 JOIN_TIMEOUT = 600.0  # seconds in which all ranks must have started
 PATIENCE = 5.0  # seconds after which a rank says for whom it waits
 POLL = 0.1  # seconds between two looks
+ANY_OTHER_HOST = "198.51.100.1"  # an address of documentation (RFC 5737): no host has it
+SIOCGIFADDR = 0x8915  # Linux: get the address of an interface
 _joined = Counter[str]()  # number of times that this process has joined a store, by its address
 logger = logging.getLogger("lagrpo")
 T = TypeVar("T")
@@ -152,6 +156,8 @@ def joined(device: str, *, shard_layers: bool) -> Generator[Ranks]:
     _joined[address] += 1
     store = PrefixStore(prefix, open_store(host, port, rank, size))
     wait_for_ranks(store, address, rank, size)
+    if local_size() != size:
+        choose_interface(host, port)
 
     backend = "nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
@@ -196,6 +202,63 @@ def open_store(host: str, port: int, rank: int, size: int) -> Store:
         raise ConnectionError(
             f"{host}:{port} (MASTER_ADDR, MASTER_PORT) cannot be used: {cure}"
         ) from error
+
+
+def choose_interface(host: str, port: int) -> None:
+    """Lets Gloo and NCCL use the network interface that routes to MASTER_ADDR.
+
+    By itself Gloo takes the address of this host's name, which is often 127.0.1.1: other hosts
+    cannot connect to that. Variables that the user has set stay.
+    """
+    interface = interface_to(host, port)
+    if interface is None:
+        return
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    # Without "=", NCCL takes all interfaces whose names begin so.
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
+
+
+def interface_to(host: str, port: int) -> str | None:
+    """Returns the interface that reaches a host; None if there is none with an IPv4 address.
+
+    On the host itself, whose name may be a loopback address, it is the default interface.
+    """
+    local_address = local_address_to(host, port)
+    if local_address is not None and local_address.startswith("127."):
+        local_address = local_address_to(ANY_OTHER_HOST, port)
+    if local_address is None:
+        return None
+    for _, name in socket.if_nameindex():
+        if local_address == address_of(name):
+            return name
+    return None
+
+
+def local_address_to(host: str, port: int) -> str | None:
+    """Returns the IPv4 address of this machine that packets to a host come from."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            # Nothing is sent: this only looks up the route.
+            probe.connect((host, port))
+        except OSError:
+            return None
+        return probe.getsockname()[0]
+
+
+def address_of(interface: str) -> str | None:
+    """Returns the IPv4 address of a network interface; None if it has none, or not on Linux."""
+    if not sys.platform.startswith("linux"):
+        return None
+    import fcntl
+
+    # struct ifreq of <net/if.h>: a name of 16 bytes, then an address whose bytes 4 to 7 are IPv4's.
+    query = struct.pack("256s", interface.encode()[:15])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, query)
+        except OSError:
+            return None
+    return socket.inet_ntoa(answer[20:24])
 
 
 def call_in_thread(call: Callable[[], T]) -> Future[T]:
