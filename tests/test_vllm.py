@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from subprocess import PIPE, Popen
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from tiny import save_tiny, tiny_policy
 from vllm_servers import FakeServer, Ours, choice, engine_of, update, versions
 
 from lagrpo.errors import SettingsError
+from lagrpo.model import backend
 from lagrpo.model.lora import load_adapter_weights
 from lagrpo.rollout.base import SamplingParams
 from lagrpo.rollout.vllm import server, weights
@@ -32,6 +34,9 @@ from lagrpo.rollout.vllm.client import GENERATE, KEY, SamplerError, VllmClient
 from lagrpo.rollout.vllm.engine import VllmEngine
 from lagrpo.rollout.vllm.server import EXTENSION, GUARD, Launch, find_python, open_servers
 from lagrpo.settings.schema import Settings
+from lagrpo.training import build
+from lagrpo.training.checks import server_shares_gpu
+from lagrpo.training.run import train
 
 
 @pytest.fixture(autouse=True)
@@ -184,6 +189,32 @@ def test_sync_loads_the_weights_in_the_servers_dtype_while_paused(fake, engine, 
     assert [old.name for old in path.parent.iterdir()] == ["v000001"]
     engine.close()
     assert not path.parent.exists()
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "in_shared_memory"),
+    [pytest.param(100, True, id="2.2 versions fit"), pytest.param(101, False, id="too large")],
+)
+def test_versions_that_do_not_fit_into_shared_memory_go_to_the_output_directory(
+    monkeypatch, tmp_path, num_bytes, in_shared_memory
+):
+    monkeypatch.delenv(weights.DIRECTORY)
+    shared_memory = tmp_path / "shm"
+    shared_memory.mkdir()
+    monkeypatch.setattr(weights, "SHARED_MEMORY", shared_memory)
+    monkeypatch.setattr(weights.shutil, "disk_usage", lambda path: SimpleNamespace(free=220))
+    output_dir = tmp_path / "runs"
+    transfer = weights.WeightTransfer(num_bytes=num_bytes, output_dir=output_dir)
+    assert transfer.root.parent == (shared_memory if in_shared_memory else output_dir)
+    transfer.close([])
+    assert not transfer.root.exists()
+
+
+def test_directory_that_the_user_chose_is_not_asked_for_its_space(monkeypatch, tmp_path):
+    monkeypatch.setattr(weights.shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
+    transfer = weights.WeightTransfer(num_bytes=100, output_dir=tmp_path / "runs")
+    assert transfer.root.parent == tmp_path / "transfer"
+    transfer.close([])
 
 
 def test_rejected_weights_leave_the_version_before_for_the_checkpoint(fake, engine, policy):
@@ -454,13 +485,73 @@ def test_server_launch_sets_the_options_that_a_run_needs(monkeypatch):
         find_python()
 
 
+def fake_vllm_python(directory: Path, name: str = "python") -> Path:
+    """A program that stands in for a Python with vLLM. It writes its words to NAME.words."""
+    python = directory / name
+    program = Path(__file__).parent / "server_program.py"
+    script = f'#!/bin/sh\necho "$@" > "{python}.words"\nexec "{sys.executable}" "{program}" "$@"\n'
+    python.write_text(script, encoding="utf-8")
+    python.chmod(0o700)
+    return python
+
+
+class ModelLoadsError(Exception):
+    """The run has come to the point at which its model loads."""
+
+
+@pytest.mark.parametrize(
+    ("vllm", "memory"),
+    [
+        pytest.param({}, "0.4", id="by default"),
+        pytest.param({"server_args": ["--gpu-memory-utilization=0.6"]}, None, id="chosen"),
+    ],
+)
+def test_server_on_the_trainers_gpu_is_ready_before_the_model_loads(
+    monkeypatch, tmp_path, vllm, memory
+):
+    python = fake_vllm_python(tmp_path)
+    monkeypatch.setenv(server.PYTHON, str(python))
+    monkeypatch.setattr(backend, "pick_device", lambda: torch.device("cuda"))
+
+    def load(*_: Any) -> Any:
+        words = Path(f"{python}.words").read_text(encoding="utf-8").split()
+        assert VllmClient(f"http://127.0.0.1:{words[words.index('--port') + 1]}").is_healthy()
+        if memory is None:
+            assert "--gpu-memory-utilization" not in words
+        else:
+            assert words[words.index("--gpu-memory-utilization") + 1] == memory
+        raise ModelLoadsError
+
+    monkeypatch.setattr(build, "build_policy", load)
+    with pytest.raises(ModelLoadsError):
+        train(settings(tmp_path, vllm=vllm))
+
+
+@pytest.mark.parametrize(
+    ("device", "visible", "vllm", "shares"),
+    [
+        pytest.param("cuda", None, {}, True, id="not set"),
+        pytest.param("cuda", None, {"gpus": [0]}, True, id="the first"),
+        pytest.param("cuda", None, {"gpus": [1]}, False, id="another one"),
+        pytest.param("cuda", "4,5", {"gpus": [5]}, False, id="visible, but no rank's"),
+        pytest.param("cuda", None, {"urls": ["http://a:1"]}, False, id="a running server"),
+        pytest.param("cpu", None, {}, False, id="CPU"),
+    ],
+)
+def test_server_shares_a_gpu_unless_it_has_others(
+    monkeypatch, tmp_path, device, visible, vllm, shares
+):
+    monkeypatch.setattr(backend, "pick_device", lambda: torch.device(device))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert server_shares_gpu(settings(tmp_path, vllm=vllm)) == shares
+
+
 def started_by_each_rank(group: Any, directory: Path) -> bool:
     """A server that a rank starts, as the run does, is ready. Raises SamplerError with the server's
     log if not."""
-    python = directory / f"python-{group.rank()}"
-    program = Path(__file__).parent / "server_program.py"
-    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{program}" "$@"\n', encoding="utf-8")
-    python.chmod(0o700)
+    python = fake_vllm_python(directory, f"python-{group.rank()}")
     launch = Launch(str(python), "model", "float32", 300, 7)
     started = server.StartedServer(launch, python.with_suffix(".log"))
     try:

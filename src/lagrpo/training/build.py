@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +40,13 @@ from lagrpo.rollout.schedule import LoopState, Schedule, SyncDecision
 from lagrpo.rollout.sync_check import CHECK_PROMPTS, WeightSyncCheck, WeightSyncError
 from lagrpo.rollout.vllm.client import VllmClient
 from lagrpo.rollout.vllm.engine import VllmEngine, build_engine
-from lagrpo.rollout.vllm.server import StartedServer, open_servers
+from lagrpo.rollout.vllm.server import StartedServer, open_servers, wait_until_ready
 from lagrpo.settings.schema import Settings
 from lagrpo.settings.sections import ModelSettings
 from lagrpo.tasks import Task, complete_task, drop_overlong, load_task
 from lagrpo.tasks.files import Row
 from lagrpo.training import fsdp
-from lagrpo.training.checks import chat_template, offline_prompts
+from lagrpo.training.checks import chat_template, offline_prompts, server_shares_gpu
 from lagrpo.training.ranks import FirstRankSampler, Ranks
 from lagrpo.training.trainer import Optimization, Trainer
 from lagrpo.types import Group, JsonView, Prompt
@@ -118,6 +119,7 @@ class TrainerComponents:
             if ranks.is_first:
                 print(f"loading {settings.model.path} …", flush=True)
             servers = start_servers(settings, reply_tokens, undo) if ranks.is_first else []
+            ranks.on_rank0(partial(wait_for_shared_gpu, settings, servers))
             longest = settings.max_sequence_length + reply_tokens
             policy = build_policy(settings.model, sampling.temperature, longest, seed)
             policy = with_start(policy, started, ranks)
@@ -460,7 +462,18 @@ def start_servers(settings: Settings, reply_tokens: int, undo: ExitStack) -> lis
         return []
     with loading(settings.model):
         check_files(resolve_model(settings.model.path))
-    return [undo.enter_context(closing(server)) for server in open_servers(settings, reply_tokens)]
+    servers = open_servers(settings, reply_tokens, shares_gpu=server_shares_gpu(settings))
+    return [undo.enter_context(closing(server)) for server in servers]
+
+
+def wait_for_shared_gpu(settings: Settings, servers: Sequence[VllmClient]) -> None:
+    """Waits for a server that has a GPU together with the trainer. Call it before a model loads.
+
+    vLLM takes its share of a GPU's memory when it starts, and stops if that much is not free.
+    Other servers start while the model loads. Raises SettingsError.
+    """
+    if server_shares_gpu(settings):
+        wait_until_ready(servers)
 
 
 def choose_share(settings: Settings, ranks: Ranks) -> Callable[[Sequence[Request]], list[Request]]:

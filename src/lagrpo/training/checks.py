@@ -169,15 +169,34 @@ def check_server_gpus(settings: Settings) -> None:
     vllm = settings.vllm
     has_share = any("--gpu-memory-utilization" in words for words in vllm.server_args)
     may_share = has_share and vllm.weight_transfer == "directory"
-    if not vllm.gpus or may_share or pick_device().type != "cuda":
+    if may_share or pick_device().type != "cuda":
         return
+    shared_gpus = set(map(str, vllm.gpus)) & set(gpus_of_ranks())
+    if shared_gpus:
+        cure = "give the server others, or set CUDA_VISIBLE_DEVICES for the ranks"
+        raise SettingsError(
+            f"vllm.gpus: GPU {min(shared_gpus)} is one that this run trains on: {cure}"
+        )
+
+
+def gpus_of_ranks() -> list[str]:
+    """The names of the GPUs that the ranks of this host have, as in CUDA_VISIBLE_DEVICES."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = visible.split(",") if visible else [str(gpu) for gpu in range(local_size())]
-    of_ranks = [gpu.strip() for gpu in gpus[: local_size()]]
-    for gpu in vllm.gpus:
-        if str(gpu) in of_ranks:
-            cure = "give the server others, or set CUDA_VISIBLE_DEVICES for the ranks"
-            raise SettingsError(f"vllm.gpus: GPU {gpu} is one that this run trains on: {cure}")
+    return [gpu.strip() for gpu in gpus[: local_size()]]
+
+
+def server_shares_gpu(settings: Settings) -> bool:
+    """True if a server that the run starts gets a GPU on which a rank of this host trains.
+
+    Without vllm.gpus it sees all GPUs, and takes the first.
+    """
+    from lagrpo.model.backend import pick_device
+
+    vllm = settings.vllm
+    if settings.rollout.engine != "vllm" or vllm.urls or pick_device().type != "cuda":
+        return False
+    return not vllm.gpus or not set(map(str, vllm.gpus)).isdisjoint(gpus_of_ranks())
 
 
 def chat_template(model: ModelSettings) -> str | None:

@@ -436,6 +436,7 @@ def evaluate_model(settings: Settings, task: Task | None = None) -> Evaluation:
         reply_tokens = max_reply_tokens(settings, task)
         # Servers take minutes to start: everything that is cheap to check came first.
         servers = build.start_servers(settings, reply_tokens, stack)
+        build.wait_for_shared_gpu(settings, servers)
         _print_progress(f"loading {settings.model.path} …")
         longest = settings.max_sequence_length + reply_tokens
         policy = build.build_policy(settings.model, rollout.temperature, longest)

@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from lagrpo.rollout.base import Item, Request, SamplingParams
 from lagrpo.rollout.episodes import Episode, Episodes
 from lagrpo.rollout.stop import completes_stop, count_until_stop
 from lagrpo.rollout.vllm.client import GroupQueue, Json, SamplerError, VllmClient
-from lagrpo.rollout.vllm.server import StartedServer
+from lagrpo.rollout.vllm.server import wait_until_ready
 from lagrpo.rollout.vllm.weights import TRANSFERS, WeightTransfer, WeightUpdate
 from lagrpo.settings.schema import Settings
 from lagrpo.types import Completion, Group, Outcome
@@ -43,15 +44,22 @@ def build_engine(
 
     Raises SettingsError for a server that does not get ready.
     """
+    wait_until_ready(servers)
     with as_settings_error("vllm", SamplerError):
-        for server in servers:
-            if isinstance(server, StartedServer):
-                server.wait_until_ready()
         dtype = _coarsest_dtype(servers)
+    num_weights = sum(shape.numel() for shape in policy.weights.shapes().values())
+    transfer: type[WeightTransfer] = WeightTransfer
+    adapted_lm = None
     if policy.weights.adapters:
-        weights = WeightTransfer(dtype, policy.model.lm)
+        adapted_lm = policy.model.lm
     else:
-        weights = TRANSFERS[settings.vllm.weight_transfer](dtype)
+        transfer = TRANSFERS[settings.vllm.weight_transfer]
+    weights = transfer(
+        dtype,
+        adapted_lm,
+        num_bytes=num_weights * dtype.itemsize,
+        output_dir=Path(settings.run.output_dir),
+    )
     rollout = settings.rollout
     params = SamplingParams(
         "sample", rollout.temperature, rollout.max_completion_length, episodes, stop=rollout.stop

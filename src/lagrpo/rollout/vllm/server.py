@@ -37,6 +37,11 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 ALL_INTERFACES = ("0.0.0.0", "::")
 # Seconds until a server must be ready.
 START_TIMEOUT = 1200.0
+# Of vLLM's options: the share of a GPU's memory that a server takes. Its own default is 0.92.
+MEMORY_OPTION = "--gpu-memory-utilization"
+# The share on a GPU that also trains. The trainer, which needs 16 bytes per parameter and its
+# activations, has the rest.
+SHARED_MEMORY = "0.4"
 # Lines of a server's log that an error shows, and characters of each.
 SHOWN_LINES = 30
 SHOWN_CHARACTERS = 300
@@ -219,17 +224,28 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def open_servers(settings: Settings, replied: int = 0) -> list[VllmClient]:
+def open_servers(
+    settings: Settings, replied: int = 0, *, shares_gpu: bool = False
+) -> list[VllmClient]:
     """Attaches to the servers that the settings name, or starts one, which is then on its way up.
 
-    Completions have up to `replied` tokens of an environment. Raises SettingsError for a server
-    that cannot be used, or started.
+    Completions have up to `replied` tokens of an environment. `shares_gpu`: a started server has
+    a GPU together with the trainer. Raises SettingsError for a server that cannot be used, or
+    started.
     """
     longest = settings.max_sequence_length + replied + 1
     with as_settings_error("vllm", SamplerError):
         if settings.vllm.urls:
             return [attach_server(url, settings, longest) for url in settings.vllm.urls]
-        return [start_server(settings, longest)]
+        return [start_server(settings, longest, shares_gpu=shares_gpu)]
+
+
+def wait_until_ready(servers: Sequence[VllmClient]) -> None:
+    """Waits until the servers that this run starts answer. Raises SettingsError if one does not."""
+    with as_settings_error("vllm", SamplerError):
+        for server in servers:
+            if isinstance(server, StartedServer):
+                server.wait_until_ready()
 
 
 def attach_server(url: str, settings: Settings, longest: int) -> VllmClient:
@@ -253,11 +269,26 @@ def attach_server(url: str, settings: Settings, longest: int) -> VllmClient:
     return server
 
 
-def start_server(settings: Settings, longest: int) -> StartedServer:
-    """Starts a server for sequences of `longest` tokens. It is then on its way up."""
+def start_server(settings: Settings, longest: int, *, shares_gpu: bool = False) -> StartedServer:
+    """Starts a server for sequences of `longest` tokens. It is then on its way up.
+
+    On a GPU that it shares with the trainer, it gets a part of the memory unless the user has
+    chosen one.
+    """
     from lagrpo.model.backend import pick_device, pick_dtype
 
     dtype, _ = pick_dtype(settings.model.dtype, pick_device())
+    options = split_server_args(settings.vllm.server_args)
+    has_share = any(word.startswith(MEMORY_OPTION) for word in options)
+    if shares_gpu and not has_share:
+        options = (MEMORY_OPTION, SHARED_MEMORY, *options)
+        logger.info(
+            "the vLLM server shares a GPU with the trainer: it takes %s of the memory "
+            "(vllm.server_args = ['%s %s'] changes that)",
+            SHARED_MEMORY,
+            MEMORY_OPTION,
+            SHARED_MEMORY,
+        )
     launch = Launch(
         python=find_python(),
         model=resolve_model(settings.model.path),
@@ -265,7 +296,7 @@ def start_server(settings: Settings, longest: int) -> StartedServer:
         max_model_len=longest,
         max_num_seqs=settings.rollout.max_num_seqs,
         transfer=settings.vllm.weight_transfer,
-        options=split_server_args(settings.vllm.server_args),
+        options=options,
         lora_rank=settings.model.lora_r,
         gpus=settings.vllm.gpus,
     )

@@ -11,6 +11,7 @@ are started again, and after evaluations.
 from __future__ import annotations
 
 import base64
+import logging
 import os
 import secrets
 import shutil
@@ -41,6 +42,10 @@ from lagrpo.rollout.vllm.client import (
 FILE = "model.safetensors"
 # Environment variable with the parent of the directory.
 DIRECTORY = "LAGRPO_TRANSFER_DIR"
+SHARED_MEMORY = Path("/dev/shm")
+# Space for the directory, in versions: the next one is written while the last one is still there.
+VERSIONS = 2.2
+logger = logging.getLogger("lagrpo")
 
 
 @dataclass(eq=False, slots=True)
@@ -60,7 +65,8 @@ class WeightTransfer:
     """Weight sync through a directory, in `dtype`.
 
     If `adapted_lm` is a model with adapters, only they are sent. For adapters nothing pauses:
-    completions in flight continue with the adapter that they began with.
+    completions in flight continue with the adapter that they began with. A version has `num_bytes`.
+    If the shared memory is too small, as in containers, the directory is in `output_dir`.
 
     - `current`: the version that all servers should have
     - `run`: a random name, which tells our version 3 from another run's
@@ -70,13 +76,20 @@ class WeightTransfer:
 
     writes_first = True
 
-    def __init__(self, dtype: torch.dtype = torch.bfloat16, adapted_lm: Any = None) -> None:
+    def __init__(
+        self,
+        dtype: torch.dtype = torch.bfloat16,
+        adapted_lm: Any = None,
+        *,
+        num_bytes: int = 0,
+        output_dir: Path | None = None,
+    ) -> None:
         self.dtype = dtype
         self.adapted_lm = adapted_lm
         self.pauses = adapted_lm is None
         self.current: WeightUpdate | None = None
         self.run = secrets.token_hex(4)
-        self.root = _make_directory()
+        self.root = _make_directory(num_bytes, output_dir)
         self._updates: dict[str, WeightUpdate] = {}  # by label
         self._requests_in_flight: Counter[str] = Counter()  # by label
         # For `_updates` and `_requests_in_flight`.
@@ -193,8 +206,10 @@ class NcclTransfer(WeightTransfer):
 
     writes_first = False
 
-    def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
-        super().__init__(dtype)
+    def __init__(
+        self, dtype: torch.dtype = torch.bfloat16, adapted_lm: Any = None, **space: Any
+    ) -> None:
+        super().__init__(dtype, adapted_lm, **space)
         self._communicator: Any = None
         # How often each server had been started when the communicator was made.
         self._starts: dict[VllmClient, int] = {}
@@ -287,19 +302,38 @@ def _own_stream(device: torch.device | int) -> Iterator[None]:
         stream.synchronize()
 
 
-def _make_directory() -> Path:
+def _make_directory(num_bytes: int, output_dir: Path | None) -> Path:
     """Makes a directory for this process, and removes those of runs that were killed.
 
     They are only removed from the default parent: another one may be shared by machines, whose
-    processes we cannot see.
+    processes we cannot see. Versions of `num_bytes` that do not fit into the default parent go to
+    `output_dir`.
     """
-    shared = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
-    base = Path(os.environ.get(DIRECTORY) or shared).expanduser()
-    if str(base) == shared:
+    default = Path(tempfile.gettempdir())
+    if os.access(SHARED_MEMORY, os.W_OK):
+        default = SHARED_MEMORY
+    chosen_by_user = os.environ.get(DIRECTORY)
+    base = Path(chosen_by_user).expanduser() if chosen_by_user else default
+    if base == default:
         for path in base.glob("lagrpo-*-*"):
             process_id = path.name.split("-")[1]
             if not Path(f"/proc/{process_id}").exists():
                 shutil.rmtree(path, ignore_errors=True)
+    if not chosen_by_user and output_dir is not None:
+        needed = int(VERSIONS * num_bytes)
+        free = shutil.disk_usage(default).free
+        if free < needed:
+            # Servers have working directories of their own.
+            base = output_dir.absolute()
+            logger.info(
+                "weights go to the servers through %s: they need %s MB, and %s has %s MB "
+                "(%s names another directory)",
+                base,
+                needed // 10**6,
+                default,
+                free // 10**6,
+                DIRECTORY,
+            )
     root = base / f"lagrpo-{os.getpid()}-{secrets.token_hex(4)}"
     root.mkdir(parents=True)
     return root
