@@ -254,6 +254,7 @@ def nccl(
     """A transfer by a fake NCCL to some servers, and what was sent."""
     sent: list[Any] = []
     doing = {
+        "version": lambda: (2, 27, 3),
         "unique_id": lambda: b"i" * 128,
         "init_rank": lambda world, identity, rank: (world, identity, rank),
         "all_reduce": lambda tensors, comms: None,
@@ -301,6 +302,74 @@ def test_nccl_announces_tensors_in_the_order_of_the_broadcast(monkeypatch, fake)
         assert [body["weight_version"].partition(":")[2] for body in finished] == ["6", "7"]
         assert torch.equal(engine.current_weights()[1]["x"], own["x"])
         engine.close()
+
+
+def answer_nccl_version(fake: FakeServer, version: str) -> None:
+    """Lets the workers of a server have our extension, and this NCCL."""
+
+    def answer(body: Any) -> Any:
+        if body["method"] == "get_nccl_version":
+            return 200, {"results": [version, version]}
+        return 200, {}
+
+    fake.answers["/collective_rpc"] = answer
+
+
+@pytest.mark.parametrize(
+    ("version", "meets"),
+    [
+        pytest.param("2.27.3", True, id="the same"),
+        pytest.param("2.28.3", False, id="another one"),
+        pytest.param("2.27.", False, id="patch 0, as vLLM writes it"),
+    ],
+)
+def test_weights_go_through_the_directory_if_versions_of_nccl_differ(
+    monkeypatch, fake, caplog, version, meets
+):
+    engine, sent = nccl(monkeypatch, [fake], tiny_policy())
+    engine.servers[0].reload_method = "reload_with_head"
+    answer_nccl_version(fake, version)
+    own = {"x": torch.ones(2, 3)}
+    with caplog.at_level("WARNING", logger="lagrpo"):
+        engine.sync_weights(own, 1)
+        engine.sync_weights(own, 2)
+    assert len(sent) == (2 if meets else 0)
+    assert len(fake.bodies("/init_weight_transfer_engine")) == meets
+    assert len(caplog.records) == (not meets)
+    if not meets:
+        reloads = [b for b in fake.bodies("/collective_rpc") if b["method"] == "reload_with_head"]
+        assert [Path(b["kwargs"]["weights_path"]).name for b in reloads] == ["v000001", "v000002"]
+        assert engine.version == 2
+    assert torch.equal(engine.current_weights()[1]["x"], own["x"])
+    engine.close()
+
+
+@pytest.mark.parametrize("kind", ["directory", "nccl"])
+def test_two_buffers_hold_all_versions_from_a_gpu(monkeypatch, fake, kind):
+    engine, _ = nccl(monkeypatch, [fake], tiny_policy())
+    if kind == "directory":
+        engine.weights = weights.WeightTransfer(torch.float32)
+    buffers: list[int] = []
+    copy = weights.HostBuffers.copy
+
+    def copy_and_note(self: Any, tensors: Any) -> Any:
+        copied = copy(self, tensors)
+        buffers.append(copied["x"].data_ptr())
+        return copied
+
+    monkeypatch.setattr(weights.HostBuffers, "copy", copy_and_note)
+    trained = torch.zeros(2, 3)
+    for version in range(5):
+        trained.fill_(version)
+        engine.sync_weights({"x": trained}, version)
+        trained.fill_(version + 0.5)
+        with engine.temporary_weights({"x": trained}, 100 + version, restore_afterwards=True):
+            assert engine.current_weights()[0] == version
+        # The trainer goes on, but what was synced stays.
+        assert engine.current_weights()[1]["x"].unique().tolist() == [version]
+    assert len(buffers) == 10
+    assert len(set(buffers)) <= 2
+    engine.close()
 
 
 def test_version_of_adapters_is_loaded_by_name_and_nothing_pauses(fake):

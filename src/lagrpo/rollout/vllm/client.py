@@ -157,6 +157,13 @@ class VllmClient:
         self.call("POST", "/collective_rpc", body, LOAD_TIMEOUT)
         self.call("POST", "/update_weight_version", {"new_version": label})
 
+    def get_nccl_versions(self) -> list[str]:
+        """Returns the NCCL version of each of its workers; none if they lack our extension."""
+        if self.reload_method == VllmClient.reload_method:
+            return []
+        body = {"method": "get_nccl_version"}
+        return self.call("POST", "/collective_rpc", body)["results"]
+
     def list_adapters(self) -> list[str]:
         """Returns the labels of the adapters that are loaded."""
         cards = self.call("GET", "/v1/models")["data"]

@@ -52,13 +52,42 @@ logger = logging.getLogger("lagrpo")
 class WeightUpdate:
     """A version of the weights, in the servers' dtype.
 
-    `tensors` is None once they are in the directory.
+    `tensors` is None once they are in the directory. `buffers` are the host's memory that has them
+    until then, if they come from a GPU.
     """
 
     version: int
     label: str
     directory: Path
     tensors: Mapping[str, Tensor] | None
+    buffers: dict[str, Tensor] | None = None
+
+
+class HostBuffers:
+    """Memory of the host for versions of the weights on a GPU, used again from sync to sync.
+
+    It is pinned, which a GPU fills several times faster than other memory. There are as many
+    buffers as versions are in memory at a time: one through the directory, two by NCCL while an
+    evaluation has other weights.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[dict[str, Tensor]] = []
+
+    def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns a copy of the tensors, for the caller until `release`."""
+        buffers: dict[str, Tensor] = {}
+        if self._free:
+            buffers = self._free.pop()
+        for name, tensor in tensors.items():
+            if name not in buffers:
+                pinned = tensor.device.type == "cuda"
+                buffers[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+            buffers[name].copy_(tensor.detach())
+        return buffers
+
+    def release(self, buffers: dict[str, Tensor]) -> None:
+        self._free.append(buffers)
 
 
 class WeightTransfer:
@@ -90,6 +119,7 @@ class WeightTransfer:
         self.current: WeightUpdate | None = None
         self.run = secrets.token_hex(4)
         self.root = _make_directory(num_bytes, output_dir)
+        self._host_buffers = HostBuffers()
         self._updates: dict[str, WeightUpdate] = {}  # by label
         self._requests_in_flight: Counter[str] = Counter()  # by label
         # For `_updates` and `_requests_in_flight`.
@@ -116,16 +146,29 @@ class WeightTransfer:
         with self._writing:
             if update.tensors is not None:
                 update.directory.mkdir(exist_ok=True)
+                if any(tensor.is_cuda for tensor in update.tensors.values()):
+                    self._copy_to_host(update, update.tensors)
                 tensors = {
-                    name: tensor.detach().cpu().contiguous()
-                    for name, tensor in update.tensors.items()
+                    name: tensor.detach().contiguous() for name, tensor in update.tensors.items()
                 }
                 if self.adapted_lm is not None:
                     save_adapter(self.adapted_lm, tensors, update.directory)
                 else:
                     save_file(tensors, update.directory / FILE, {"format": "pt"})
-                update.tensors = None
+                self._drop_tensors(update)
         return str(update.directory)
+
+    def _copy_to_host(self, update: WeightUpdate, tensors: Mapping[str, Tensor]) -> None:
+        """Copies the tensors of a version to the host, unless they are there."""
+        if update.buffers is None:
+            update.buffers = self._host_buffers.copy(tensors)
+            update.tensors = update.buffers
+
+    def _drop_tensors(self, update: WeightUpdate) -> None:
+        update.tensors = None
+        if update.buffers is not None:
+            self._host_buffers.release(update.buffers)
+            update.buffers = None
 
     def read(self, update: WeightUpdate) -> Mapping[str, Tensor]:
         """Returns the weights of a version, as they were sent."""
@@ -189,6 +232,7 @@ class WeightTransfer:
                     # A server that does not answer has nothing to unload.
                     with suppress(SamplerError):
                         server.unload_adapter(old_update.label)
+            self._drop_tensors(old_update)
             shutil.rmtree(old_update.directory, ignore_errors=True)
 
     def close(self, servers: Sequence[VllmClient]) -> None:
@@ -202,6 +246,9 @@ class NcclTransfer(WeightTransfer):
     The communicator is the one that PyTorch ships. A missing member makes all others wait forever,
     and PyTorch cannot stop them. So these calls run in threads that may stay behind, on CUDA
     streams of their own: the weights can still be read and saved while a broadcast hangs.
+
+    If a server has another version of NCCL, members would not meet either: then weights go through
+    the directory. A server without our worker extension does not say its version.
     """
 
     writes_first = False
@@ -213,10 +260,16 @@ class NcclTransfer(WeightTransfer):
         self._communicator: Any = None
         # How often each server had been started when the communicator was made.
         self._starts: dict[VllmClient, int] = {}
+        self._versions_agree: bool | None = None  # None: not compared yet
 
     def send(self, groups: GroupQueue, update: WeightUpdate) -> None:
         tensors = update.tensors
         if tensors is None or not all(tensor.is_cuda for tensor in tensors.values()):
+            super().send(groups, update)
+            return
+        if self._versions_agree is None:
+            self._versions_agree = self._compare_versions(groups.servers)
+        if not self._versions_agree:
             super().send(groups, update)
             return
         # A server that was started again is a new member.
@@ -236,7 +289,25 @@ class NcclTransfer(WeightTransfer):
         actions.append(partial(_broadcast, tensors, self._communicator))
         run_together(actions, LOAD_TIMEOUT)
         # A copy, because the trainer's tensors change with the next update.
-        update.tensors = {name: tensor.cpu() for name, tensor in tensors.items()}
+        self._copy_to_host(update, tensors)
+
+    def _compare_versions(self, servers: Sequence[VllmClient]) -> bool:
+        """Returns False, and says so, if a server has another version of NCCL than the trainer."""
+        ours = nccl.version()[:3]
+        for server in servers:
+            for version in server.get_nccl_versions():
+                # vLLM writes 2.28.0 as "2.28.".
+                theirs = tuple(int(part or 0) for part in version.split("."))
+                if theirs != ours:
+                    logger.warning(
+                        "weights go through %s instead of NCCL: the trainer has NCCL %s, %s has %s",
+                        self.root,
+                        ".".join(map(str, ours)),
+                        server,
+                        version,
+                    )
+                    return False
+        return True
 
     def _connect(self, servers: Sequence[VllmClient]) -> None:
         """Makes a communicator of the trainer and all workers. Its id goes to servers over HTTP."""

@@ -4,6 +4,14 @@
 class Worker:
     """A class mixed into vLLM's worker by --worker-extension-cls; collective_rpc calls its methods."""
 
+    def get_nccl_version(self) -> str:
+        """Returns the version of the NCCL that weights are received with, such as 2.27.3."""
+        from vllm.distributed.device_communicators.pynccl_wrapper import (  # type: ignore[import-not-found]
+            NCCLLibrary,
+        )
+
+        return NCCLLibrary().ncclGetVersion()
+
     def reload_with_head(self, weights_path: str) -> None:
         """Loads a directory of weights.
 
