@@ -98,6 +98,14 @@ def test_schedule_follows_from_its_keys():
             {"rollout": {"engine": "vllm", "temperature": 2.5}},
             ("rollout.temperature", "rollout.engine"),
         ),
+        (
+            {
+                "rollout": {"engine": "vllm"},
+                "vllm": {"sleep": True},
+                "schedule": {"sync_every": 2},
+            },
+            ("vllm.sleep", "schedule.sync_every"),
+        ),
         ({"eval": {"best_metric": "pass@1", "at_start": False}}, ("best_metric", "at_start")),
         ({"offline": {"fraction": 0.5}}, ("offline.fraction", "offline.data")),
         (

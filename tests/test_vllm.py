@@ -28,15 +28,19 @@ from vllm_servers import FakeServer, Ours, choice, engine_of, update, versions
 from lagrpo.errors import SettingsError
 from lagrpo.model import backend
 from lagrpo.model.lora import load_adapter_weights
+from lagrpo.rewards.pool import RewardPool
 from lagrpo.rollout.base import SamplingParams
+from lagrpo.rollout.local import LocalSampler
+from lagrpo.rollout.prefetch import Prefetcher
 from lagrpo.rollout.vllm import server, weights
 from lagrpo.rollout.vllm.client import GENERATE, KEY, SamplerError, VllmClient
 from lagrpo.rollout.vllm.engine import VllmEngine
 from lagrpo.rollout.vllm.server import EXTENSION, GUARD, Launch, find_python, open_servers
 from lagrpo.settings.schema import Settings
 from lagrpo.training import build
-from lagrpo.training.checks import server_shares_gpu
+from lagrpo.training.checks import check_settings, server_shares_gpu
 from lagrpo.training.run import train
+from lagrpo.training.trainer import Trainer
 
 
 @pytest.fixture(autouse=True)
@@ -393,6 +397,88 @@ def test_version_of_adapters_is_loaded_by_name_and_nothing_pauses(fake):
     assert not fake.adapters
 
 
+# ---- sleep ----
+
+
+def test_server_sleeps_until_the_next_sync(fake, engine, policy):
+    engine.sleep()
+    assert fake.is_asleep
+    fake.calls.clear()
+    update(policy)
+    engine.sync_weights(policy.weights, 1)
+    assert [path for path, _ in fake.calls][:3] == [
+        "/wake_up",
+        "/pause?mode=keep",
+        "/collective_rpc",
+    ]
+    assert versions(sampled(engine, policy)) == {1}
+    update(policy)
+    engine.sync_weights(policy.weights, 2)
+    assert len(fake.bodies("/wake_up")) == 1
+
+
+def test_evaluation_wakes_a_sleeping_server_also_without_other_weights(fake, engine, policy):
+    engine.sleep()
+    with engine.temporary_weights(policy.weights, 0, restore_afterwards=True):
+        assert versions(sampled(engine, policy)) == {0}
+
+
+def test_server_that_died_asleep_is_awake_with_the_next_weights(fake, engine, policy):
+    engine.sleep()
+    fake.is_dead = True
+    update(policy)
+    engine.sync_weights(policy.weights, 1)
+    assert versions(sampled(engine, policy)) == {1}
+    assert engine.pop_metrics() == {"recoveries": 1}
+
+
+def test_server_may_sleep_between_the_last_completion_and_the_update(monkeypatch, tmp_path):
+    events: list[str] = []
+
+    def note(owner: Any, name: str, event: str) -> None:
+        original = getattr(owner, name)
+
+        def noted(*arguments: Any, **options: Any) -> Any:
+            events.append(event)
+            return original(*arguments, **options)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    note(LocalSampler, "sync_weights", "sync")
+    note(Prefetcher, "submit", "sample")
+    note(RewardPool, "score", "score")
+    note(build.TrainerComponents, "free_gpu", "sleep")
+    note(Trainer, "step", "update")
+    schedule = {"batches": 2, "sync_every": 1}
+    model = save_tiny(tmp_path / "model")
+    train(tiny_settings(model, tmp_path, schedule=schedule, eval={"at_start": False}))
+    assert events == ["sync", "sample", "score", "sleep", "update"] * 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "ranks", "message"),
+    [
+        pytest.param({}, 1, None, id="one GPU for both"),
+        pytest.param(
+            {"vllm": {"gpus": [1], "sleep": True}}, 1, "they share none", id="its own GPU"
+        ),
+        pytest.param({}, 2, "is for one process", id="two ranks"),
+    ],
+)
+def test_server_sleeps_only_on_the_gpu_of_one_process(
+    monkeypatch, tmp_path, changes, ranks, message
+):
+    monkeypatch.setattr(backend, "pick_device", lambda: torch.device("cuda"))
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    own = settings(tmp_path, **{"vllm": {"sleep": True}} | changes)
+    if message is None:
+        check_settings(own)
+    else:
+        with pytest.raises(SettingsError, match=message):
+            check_settings(own)
+
+
 # ---- evaluations ----
 
 
@@ -530,7 +616,16 @@ def test_python_without_vllm_is_named_with_the_cure(tmp_path):
 
 def test_server_launch_sets_the_options_that_a_run_needs(monkeypatch):
     launch = Launch(
-        "python", "model", "float32", 300, 7, "nccl", ("--seed", "3"), lora_rank=20, gpus=(1, 2)
+        "python",
+        "model",
+        "float32",
+        300,
+        7,
+        "nccl",
+        ("--seed", "3"),
+        lora_rank=20,
+        gpus=(1, 2),
+        sleeps=True,
     )
     command, environment = " ".join(launch.command(8000)), launch.environment("s3cret")
     for words in (
@@ -541,6 +636,7 @@ def test_server_launch_sets_the_options_that_a_run_needs(monkeypatch):
             '--weight-transfer-config {"backend": "nccl"}',
         ),
         "--max-lora-rank 32",
+        "--enable-sleep-mode",
     ):
         assert words in command
     assert command.endswith("--seed 3")

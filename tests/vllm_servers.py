@@ -51,6 +51,7 @@ class FakeServer:
 
     def start(self) -> None:
         self.label, self.adapters, self.is_dead = "default", dict[str, str](), False
+        self.is_asleep = False
 
     def __enter__(self) -> FakeServer:
         fake = self
@@ -87,7 +88,13 @@ class FakeServer:
         return None if self.is_dead else self.plain_answer(path, body)
 
     def plain_answer(self, path: str, body: Any) -> Answer:
+        if self.is_asleep and path in (GENERATE, "/collective_rpc"):
+            return 500, {"error": {"message": "its memory is unmapped"}}
         match path:
+            case "/sleep?level=1":
+                self.is_asleep = True
+            case "/wake_up":
+                self.is_asleep = False
             case "/weight_info":
                 return 200, {"weight_version": self.label}
             case "/update_weight_version":

@@ -97,6 +97,12 @@ def find_contradictions(settings: Settings) -> Iterator[str]:
             "vllm.weight_transfer = 'nccl' cannot send the adapters of model.lora_r: "
             "use 'directory'"
         )
+    schedule = settings.schedule
+    if vllm.sleep and (schedule.kind != "every" or schedule.v != 1):
+        yield (
+            "vllm.sleep: the server may only sleep if it samples nothing while the trainer learns: "
+            "set schedule.sync_every = 1, without constant_lag and sync_at_kl"
+        )
     if offline.fraction < 1 and not offline.data:
         yield (
             f"offline.fraction = {offline.fraction:g}, but offline.data is unset: set offline.data"

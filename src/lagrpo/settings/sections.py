@@ -252,6 +252,8 @@ class VllmSettings(Section):
     """How weights reach the servers: directory (shared files) or nccl"""
     on_weight_sync: Literal["finish", "continue"] = "finish"
     """Unfinished completions at a weight sync: finish, or continue with new weights"""
+    sleep: bool = False
+    """Free the server's GPU memory while the trainer learns: one GPU, sync_every = 1"""
 
     @model_validator(mode="after")
     def _check(self) -> VllmSettings:
@@ -259,6 +261,10 @@ class VllmSettings(Section):
         if not all(re.fullmatch(r"https?://[^/@?#\s]+/?", url) for url in self.urls):
             raise ValueError(
                 "urls: write http://host:port; the API key goes into $LAGRPO_VLLM_API_KEY"
+            )
+        if self.urls and self.sleep:
+            raise ValueError(
+                "sleep is for a server that the run starts; urls names running servers"
             )
         if self.urls and (self.gpus or self.server_args):
             raise ValueError(

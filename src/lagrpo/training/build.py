@@ -178,6 +178,11 @@ class TrainerComponents:
         """True if this process samples, computing as the trainer does, up to rounding."""
         return isinstance(self.sampler, LocalSampler)
 
+    def free_gpu(self) -> None:
+        """Lets the server sleep while the trainer learns, if vllm.sleep says so."""
+        if self.settings.vllm.sleep and isinstance(self.sampler, VllmEngine):
+            self.sampler.sleep()
+
     def next_sync(self, state: LoopState, further: int = 0) -> SyncDecision:
         """Returns the decision of the schedule for the batch after `state`.
 

@@ -65,6 +65,7 @@ def check_settings(
     if world_size() == 1 or os.environ.get("RANK", "0") == "0":
         check_run(settings, resume)
         check_server_gpus(settings)
+        check_sleep(settings)
     return check_loss(settings, loss)
 
 
@@ -176,6 +177,21 @@ def check_server_gpus(settings: Settings) -> None:
         cure = "give the server others, or set CUDA_VISIBLE_DEVICES for the ranks"
         raise SettingsError(
             f"vllm.gpus: GPU {min(shared_gpus)} is one that this run trains on: {cure}"
+        )
+
+
+def check_sleep(settings: Settings) -> None:
+    """Raises SettingsError if vllm.sleep is set, but there is not one GPU for all."""
+    if not settings.vllm.sleep:
+        return
+    if world_size() > 1:
+        raise SettingsError(
+            "vllm.sleep is for one process: with several, the server has GPUs of its own"
+        )
+    if not server_shares_gpu(settings):
+        raise SettingsError(
+            "vllm.sleep frees memory of a GPU that the server shares with the trainer, "
+            "but they share none: unset it"
         )
 
 

@@ -66,6 +66,7 @@ def train_loop(
         groups = replace_zero_variance(components, state, clock, groups)
 
         version = policy.version
+        components.free_gpu()
         clock.announce("learning")
         with clock.measure(Phase.LEARNING):
             batch = assemble_batch(components, groups, b)  # 12-13   A_α, weights

@@ -148,6 +148,17 @@ class VllmClient:
         yield
         self.call("POST", "/resume", {})
 
+    def sleep(self) -> None:
+        """Moves the weights to the host and drops the cache of keys and values.
+
+        Requests fail until `wake_up`. Nothing may be in flight.
+        """
+        self.call("POST", "/sleep?level=1", {}, LOAD_TIMEOUT)
+
+    def wake_up(self) -> None:
+        """Brings back the weights that the server had before it slept. Does nothing if it is awake."""
+        self.call("POST", "/wake_up", {}, LOAD_TIMEOUT)
+
     def reload(self, directory: str, label: str) -> None:
         """Loads the safetensors of a directory that the server can read, and labels them.
 

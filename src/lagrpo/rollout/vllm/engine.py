@@ -123,6 +123,7 @@ class VllmEngine:
         self._groups = GroupQueue(self.servers, weights.load_current, max_num_seqs)
         # What training samples with. An evaluation may load other weights.
         self._synced: WeightUpdate | None = None
+        self._is_asleep = False
 
     @property
     def version(self) -> int:
@@ -133,6 +134,7 @@ class VllmEngine:
 
     def sync_weights(self, weights: Mapping[str, Tensor], version: int) -> dict[str, float]:
         """Loads π_version into all servers. Raises SamplerError if a server cannot load it."""
+        self._wake_up()
         update = self.weights.pack(weights, version)
         self._load(update)
         self._synced = update
@@ -148,6 +150,7 @@ class VllmEngine:
         With `restore_afterwards`, they have the weights of the last sync again afterwards. Without it π_version
         counts as synced.
         """
+        self._wake_up()
         update = self.weights.pack(weights, version)
         if not restore_afterwards:
             self._synced = update
@@ -202,6 +205,22 @@ class VllmEngine:
     def close(self) -> None:
         self._groups.close()
         self.weights.close(self.servers)
+
+    def sleep(self) -> None:
+        """Frees the servers' GPU memory until the next weight sync or evaluation.
+
+        Everything that was submitted must have come.
+        """
+        self._groups.ask_all(VllmClient.sleep)
+        self._is_asleep = True
+
+    def _wake_up(self) -> None:
+        if not self._is_asleep:
+            return
+        # PyTorch keeps the memory of an update, which the servers need now.
+        torch.cuda.empty_cache()
+        self._groups.ask_all(VllmClient.wake_up)
+        self._is_asleep = False
 
     def _load(self, update: WeightUpdate) -> None:
         """Loads a version into all servers. If they pause for it, no group starts meanwhile."""

@@ -86,6 +86,7 @@ class Launch:
     - `options`: more options of vLLM, behind ours
     - `lora_rank`: the largest rank of adapters; 0 for none
     - `gpus`: the numbers of the GPUs that the server may use; empty for no restriction
+    - `sleeps`: True if the server can sleep
     """
 
     python: str
@@ -98,6 +99,7 @@ class Launch:
     host: str = LOOPBACK[0]
     lora_rank: int = 0
     gpus: tuple[int, ...] = ()
+    sleeps: bool = False
 
     def command(self, port: int) -> list[str]:
         """Returns the command line."""
@@ -122,6 +124,8 @@ class Launch:
             words += ["--max-num-batched-tokens", str(max(8192, self.max_model_len))]
         if self.transfer == "nccl":
             words += ["--weight-transfer-config", json.dumps({"backend": "nccl"})]
+        if self.sleeps:
+            words += ["--enable-sleep-mode"]
         if self.lora_rank:
             # A rank above the largest one is passed on as it is.
             rank = next((rank for rank in LORA_RANKS if rank >= self.lora_rank), self.lora_rank)
@@ -299,6 +303,7 @@ def start_server(settings: Settings, longest: int, *, shares_gpu: bool = False) 
         options=options,
         lora_rank=settings.model.lora_r,
         gpus=settings.vllm.gpus,
+        sleeps=settings.vllm.sleep,
     )
     directory = Path(settings.run.output_dir)
     directory.mkdir(parents=True, exist_ok=True)
