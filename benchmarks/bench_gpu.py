@@ -3,9 +3,11 @@
 make bench-gpu
 python benchmarks/bench_gpu.py --help
 
-The models have the shapes of SmolLM2-135M and Qwen2.5-1.5B and random weights. Contexts have 512
-and 1,024 tokens, a quarter of which is the prompt. The defaults are meant for a GPU of 80 GB and
-five minutes. Runs on a CPU as well.
+The models have the shapes of SmolLM2-135M, Qwen2.5-0.5B and Qwen2.5-1.5B and random weights.
+Contexts have 512 and 1,024 tokens, a quarter of which is the prompt. At last Qwen3-0.6B learns from
+sequences of 16,384 tokens with gradient checkpointing, which is what prime-rl's benchmark measures;
+their tokens are random, because sampling them would take longer than all else. The defaults are
+meant for a GPU of 80 GB and five minutes. Runs on a CPU as well.
 """
 
 from __future__ import annotations
@@ -13,8 +15,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
@@ -22,7 +25,7 @@ from measuring import Load, Report, gigabytes, machine, median, spread
 from ours import learning_flops, matrix_product
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen3Config
 from work import SEED, common_options
 
 from lagrpo.core.recipes import resolve
@@ -33,7 +36,7 @@ from lagrpo.rollout.base import Request
 from lagrpo.rollout.local import LocalSampler
 from lagrpo.training.batch import assemble
 from lagrpo.training.trainer import Optimization, Trainer
-from lagrpo.types import Group, Outcome, Prompt
+from lagrpo.types import Completion, Group, Outcome, Prompt
 
 QWEN = Qwen2Config(
     vocab_size=151_936,
@@ -43,6 +46,27 @@ QWEN = Qwen2Config(
     num_attention_heads=12,
     num_key_value_heads=2,
     max_position_embeddings=32_768,
+    tie_word_embeddings=True,
+)
+QWEN_HALF = Qwen2Config(
+    vocab_size=151_936,
+    hidden_size=896,
+    intermediate_size=4864,
+    num_hidden_layers=24,
+    num_attention_heads=14,
+    num_key_value_heads=2,
+    max_position_embeddings=32_768,
+    tie_word_embeddings=True,
+)
+QWEN3 = Qwen3Config(
+    vocab_size=151_936,
+    hidden_size=1024,
+    intermediate_size=3072,
+    num_hidden_layers=28,
+    num_attention_heads=16,
+    num_key_value_heads=8,
+    head_dim=128,
+    max_position_embeddings=40_960,
     tie_word_embeddings=True,
 )
 SMOLLM2 = Qwen2Config(
@@ -67,7 +91,7 @@ TINY = Qwen2Config(
 )
 Result = TypeVar("Result")
 
-MODELS = {"135m": SMOLLM2, "1.5b": QWEN, "tiny": TINY}
+MODELS = {"135m": SMOLLM2, "0.5b": QWEN_HALF, "qwen3-0.6b": QWEN3, "1.5b": QWEN, "tiny": TINY}
 DATA_SHEET = {
     "H100 PCIe": 756,
     "H100 NVL": 835,
@@ -87,7 +111,7 @@ A GPU has the first name that is part of its own, so "H100 PCIe" stands before "
 def parse_options() -> argparse.Namespace:
     parser = common_options(__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=["1.5b", "135m"])
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["1.5b", "0.5b", "135m"])
     parser.add_argument(
         "--contexts",
         type=int,
@@ -98,11 +122,17 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--completions", type=int, default=16, help="of each prompt")
     parser.add_argument("--tokens", type=int, default=8192, help="in a micro-batch")
+    parser.add_argument("--long-model", choices=MODELS, default="qwen3-0.6b")
+    parser.add_argument(
+        "--long-context", type=int, default=16_384, help="of sequences to learn from; 0: none"
+    )
     parser.add_argument("--rounds", type=int, default=2, help="after one that is not counted")
     options = parser.parse_args()
     if options.quick:
         options.models = ["tiny"]
         options.contexts = [64]
+        options.long_model = "tiny"
+        options.long_context = 256
         options.prompts = 2
         options.completions = 4
         options.rounds = 1
@@ -140,6 +170,64 @@ def main() -> None:
             report.table(f"{name}, {context} tokens", [row])
             # Written after each row, so that a later one that fails loses nothing.
             report.write(machine(options.threads, load))
+    if options.long_context:
+        row = measure_long(options, peaks, report)
+        title = f"{options.long_model}, {options.long_context} tokens, gradient checkpointing"
+        report.table(title, [row])
+        report.write(machine(options.threads, load))
+
+
+def measure_long(
+    options: argparse.Namespace, peaks: dict[str, float], report: Report
+) -> dict[str, str]:
+    """Measures learning from long sequences, one in a micro-batch, and returns its row."""
+    free_memory(options.device)  # that of the previous model
+    policy = make_policy(options.long_model, options.device)
+    trainer = Trainer(
+        policy,
+        resolve("grpo", {"beta": 0.0}),
+        Optimization(lr=1e-6),
+        activation_checkpointing=True,
+    )
+    context = options.long_context
+    batches = []
+    for turn in range(1 + options.rounds):
+        groups = [rewarded(random_group(policy, context, turn, key), turn) for key in range(2)]
+        batches.append(learn(options, trainer, groups, context, turn, tokens=context))
+    del batches[0]  # a warm-up
+    columns = {key: [batch[key] for batch in batches] for key in batches[0]}
+    report.raw[f"{options.long_model}, {context}"] = columns
+    return learning_columns(options, columns, peaks)
+
+
+def random_group(policy: Policy, context: int, turn: int, key: int) -> Group:
+    """Two completions of a prompt, all of random tokens."""
+    token_ids = random_tokens(policy, prompt_length(context), "prompt", turn, key)
+    completions = []
+    for index in range(2):
+        length = completion_length(context)
+        completion_ids = random_tokens(policy, length, "completion", turn, key, index)
+        completions.append(
+            Completion(
+                token_ids=torch.tensor(completion_ids),
+                # What a model with random weights gives, roughly.
+                logp_alpha=torch.full((length,), -math.log(vocabulary_of(policy))),
+                versions=torch.full((length,), policy.version),
+                finished=False,
+                text="",
+            )
+        )
+    return Group(Prompt(key, (), None, tuple(token_ids)), tuple(completions), 0)
+
+
+def random_tokens(policy: Policy, length: int, *address: int | str) -> list[int]:
+    random_numbers = uniforms(length, SEED, *address)
+    return (random_numbers * vocabulary_of(policy)).astype("int64").tolist()
+
+
+def vocabulary_of(policy: Policy) -> int:
+    """Tokens to draw from: the tokenizer knows fewer tokens than some heads have rows."""
+    return min(policy.model.head.weight.shape[0], 40_000)
 
 
 def measure(
@@ -158,15 +246,21 @@ def measure(
     ]
     columns = {key: [batch[key] for batch in batches] for key in batches[0]}
     report.raw[f"{name}, {context}"] = columns
-    row = {
-        "sampling, tokens/s": spread(columns["sampling"], digits=4),
-        "learning, tokens/s": spread(columns["learning"], digits=4),
-    }
+    row = {"sampling, tokens/s": spread(columns["sampling"], digits=4)}
+    if options.device.startswith("cuda"):
+        row["memory of sampling"] = gigabytes(max(columns["memory of sampling"]))
+    return row | learning_columns(options, columns, peaks)
+
+
+def learning_columns(
+    options: argparse.Namespace, columns: dict[str, list[float]], peaks: dict[str, float]
+) -> dict[str, str]:
+    """Speed of learning, its share of each peak, and its memory."""
+    row = {"learning, tokens/s": spread(columns["learning"], digits=4)}
     for label, peak in peaks.items():
         row[f"learning, share of {label}"] = f"{median(columns['flops']) / peak:.1%}"
     if options.device.startswith("cuda"):
-        for memory in ("memory of sampling", "memory of learning"):
-            row[memory] = gigabytes(max(columns[memory]))
+        row["memory of learning"] = gigabytes(max(columns["memory of learning"]))
     return row
 
 
@@ -186,32 +280,46 @@ def train_batch(
     Returns tokens and operations per second, and bytes of memory.
     """
     policy = trainer.policy
-    # The tokenizer knows fewer tokens than some heads have rows.
-    vocabulary = min(policy.model.head.weight.shape[0], 40_000)
     requests = []
     for key in range(options.prompts):
-        random_numbers = uniforms(prompt_length(context), SEED, "prompt", turn, key)
-        token_ids = (random_numbers * vocabulary).astype("int64")
-        prompt = Prompt(key, (), None, tuple(token_ids.tolist()))
+        token_ids = random_tokens(policy, prompt_length(context), "prompt", turn, key)
+        prompt = Prompt(key, (), None, tuple(token_ids))
         requests.append(Request(turn, 0, prompt))
     sampler.sync_weights(policy.weights, policy.version)
     generated, sampling_seconds, sampling_memory = timed(
         options.device, lambda: list(sampler.sample(requests, options.completions))
     )
     groups = [rewarded(group, turn) for _, group in generated]
+    sampled = sum(len(c.token_ids) for group in groups for c in group.completions)
+    return {
+        "sampling": sampled / sampling_seconds,
+        "memory of sampling": sampling_memory,
+        **learn(options, trainer, groups, context, turn, options.tokens),
+    }
+
+
+def learn(
+    options: argparse.Namespace,
+    trainer: Trainer,
+    groups: Sequence[Group],
+    context: int,
+    turn: int,
+    tokens: int,
+) -> dict[str, float]:
+    """Makes an update from groups, `tokens` in a micro-batch.
+
+    Returns tokens and operations per second, and bytes of memory.
+    """
     batch = assemble(groups, trainer.recipe, completion_length(context), SEED, turn)
-    rows = trainer.pack(batch, options.tokens)
+    rows = trainer.pack(batch, tokens)
     _, learning_seconds, learning_memory = timed(
         options.device, lambda: trainer.step(rows, in_objective=batch.in_objective)
     )
-    sampled = sum(len(c.token_ids) for group in groups for c in group.completions)
     learned = sum(len(micro.packed.token_ids) for micro in rows)
-    flops = sum(learning_flops(micro, policy) for micro in rows)
+    flops = sum(learning_flops(micro, trainer.policy) for micro in rows)
     return {
-        "sampling": sampled / sampling_seconds,
         "learning": learned / learning_seconds,
         "flops": flops / learning_seconds,
-        "memory of sampling": sampling_memory,
         "memory of learning": learning_memory,
     }
 
