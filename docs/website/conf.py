@@ -43,7 +43,7 @@ NAVIGATION = {
         "multi-turn",
     ],
     "Runs": ["evaluation", "checkpoints", "inspect", "studies", "verify"],
-    "Hardware": ["vllm", "scaling", "lora", "precision"],
+    "Hardware": ["gpus", "vllm", "scaling", "lora", "precision"],
     "Reference": ["settings", "metrics", "run-files", "architecture", "papers"],
 }
 
