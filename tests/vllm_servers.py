@@ -170,7 +170,9 @@ def engine_of(
     """An engine of seed 0, in the policy's dtype."""
     weights = WeightTransfer(policy.dtype, policy.model.lm if policy.weights.adapters else None)
     params = SamplingParams("sample", policy.tau, max_tokens)
-    return VllmEngine(servers, weights, policy.chat, params, 0, rows, syncs_in_flight)
+    return VllmEngine(
+        servers, weights, policy.chat, params, 0, rows, syncs_in_flight=syncs_in_flight
+    )
 
 
 def tiny_directory(root: Path, **changes: Any) -> Path:

@@ -324,6 +324,7 @@ def add_view_arguments(parser: CommandParser) -> None:
 
 def view(
     runs: Sequence[Path],
+    *,
     text: bool,
     serve: bool,
     out: Path | None,
@@ -363,6 +364,7 @@ def add_verify_arguments(parser: CommandParser) -> None:
 
 def verify(
     run: Path,
+    *,
     rows: int,
     everything: bool,
     seed: int,

@@ -133,7 +133,7 @@ class Outcome:
         return Outcome(OutcomeKind.FAILED, reason=reason)
 
 
-def is_correct(reward: float, reward_range: Range, decided: bool | None = None) -> bool:
+def is_correct(reward: float, reward_range: Range, *, decided: bool | None = None) -> bool:
     """True if a scored completion counts as correct.
 
     A task with several rewards has `decided`; else the reward must be the maximum of

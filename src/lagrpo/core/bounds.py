@@ -164,6 +164,7 @@ def sampled(
     log_ratio: Tensor,
     log_ratio_k: Tensor,
     eps_std: float,
+    *,
     bounded: bool = False,
     bounded_k: bool = False,
 ) -> Sampled:
@@ -187,8 +188,8 @@ def sampled(
     A = advantages.normalized(groups, eps_std=eps_std).view_as(rewards)
     value = (rho * A).mean(dim=-1)
     gain = (rho * advantages.leave_one_out(groups).view_as(rewards)).mean(dim=-1)
-    tv_pi = sampled_tv(log_ratio, bounded)
-    tv_k = sampled_tv(log_ratio_k, bounded_k)
+    tv_pi = sampled_tv(log_ratio, bounded=bounded)
+    tv_k = sampled_tv(log_ratio_k, bounded=bounded_k)
     return Sampled(
         sigma=s,
         surrogate=value,

@@ -146,7 +146,7 @@ def swiglu_backward(gate: Tensor, up: Tensor, grad_y: Tensor) -> tuple[Tensor, T
     return y, grad_gate, grad_up
 
 
-def rotary(x: Tensor, cosine: Tensor, sine: Tensor, back: bool = False) -> Tensor:
+def rotary(x: Tensor, cosine: Tensor, sine: Tensor, *, back: bool = False) -> Tensor:
     """Returns x [n, heads, D], turned by the angles whose cosines and sines are [n, D].
 
     With `back` it is turned the other way, which is the gradient. D is a multiple of 2 VECTOR.

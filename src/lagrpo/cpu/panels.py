@@ -52,6 +52,7 @@ class Adapter(Protocol):
 
 
 def has_adapter(module: nn.Module) -> TypeGuard[Adapter]:
+    """True for a linear layer that has an adapter."""
     return isinstance(module, nn.Linear) and isinstance(
         getattr(module, "lora_A", None), nn.Parameter
     )

@@ -65,7 +65,7 @@ def shared_prefix_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | None,  # noqa: ARG001  the layout says what attends to what
     scaling: float | None = None,
     layout: Layout | None = None,
     sliding_window: int | None = None,

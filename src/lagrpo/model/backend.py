@@ -163,7 +163,7 @@ class Backend:
                 for linear in group:
                     empty = linear.weight.new_empty(0)
                     empty_weights[id(linear.weight)] = nn.Parameter(empty, requires_grad=False)
-        lm = copy.deepcopy(model.lm, empty_weights).requires_grad_(False)
+        lm = copy.deepcopy(model.lm, empty_weights).requires_grad_(requires_grad=False)
         return lm, BorrowedPanels(panels, lm.get_decoder(), lm.get_output_embeddings())
 
     def computation(self, text_config: Any, layers: FusedDecoder | None) -> str:

@@ -296,7 +296,7 @@ class Chat:
         compiled.globals["strftime_now"] = self.started.strftime
         return template
 
-    def _check_file(self, text: str, ids: Sequence[int], add_special_tokens: bool) -> None:
+    def _check_file(self, text: str, ids: Sequence[int], *, add_special_tokens: bool) -> None:
         """Raises ValueError if the model's tokenizer.json gives other ids for a text."""
         if self._file_tokenizer is None:
             return

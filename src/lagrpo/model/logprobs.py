@@ -293,7 +293,9 @@ class _TokenLogp(torch.autograd.Function):
 
         weight_gradient = None
         if ctx.needs_input_grad[1]:
-            weight_gradient = _WeightGradient(weight, len(pieces), ctx.sizes.sums_in_product)
+            weight_gradient = _WeightGradient(
+                weight, len(pieces), sums_in_product=ctx.sizes.sums_in_product
+            )
 
         for rows in pieces:
             if kept_logits is not None and rows.stop <= num_kept:
@@ -329,7 +331,7 @@ class _WeightGradient:
     first, and takes memory of its own.
     """
 
-    def __init__(self, weight: Tensor, num_pieces: int, sums_in_product: bool) -> None:
+    def __init__(self, weight: Tensor, num_pieces: int, *, sums_in_product: bool) -> None:
         self._dtype = weight.dtype
         # The sum so far, and the product of one piece: [V, H] each.
         self._total: Tensor | None = None
@@ -433,6 +435,7 @@ def _buffer(
     shape: Sequence[int],
     like: Tensor,
     dtype: torch.dtype | None = None,
+    *,
     taken: bool = False,
 ) -> Tensor:
     """Returns memory with anything in it: a tensor of `shape` on the device of `like`.

@@ -40,7 +40,7 @@ class Weights(Mapping[str, Tensor]):
     number of optimizer updates that they have had.
     """
 
-    def __init__(self, lm: Any, version: int = 0, adapters: bool = False) -> None:
+    def __init__(self, lm: Any, version: int = 0, *, adapters: bool = False) -> None:
         self.version = version
         self.adapters = adapters
         self._lm = lm

@@ -112,7 +112,7 @@ class Schedule:
         """
         return self.kind == "lagged" or k % self.v == 0
 
-    def next(self, state: LoopState, total: int, M: int, prefetch: bool = True) -> SyncDecision:
+    def next(self, state: LoopState, total: int, M: int, *, prefetch: bool = True) -> SyncDecision:
         """Decides on the batch after `state`, of `total` batches in stages of M.
 
         With `prefetch`, all batches up to the next sync are submitted as soon as their α is there;
@@ -120,11 +120,13 @@ class Schedule:
         """
         batch = state.batch + 1
         last_submitted = state.prefetched_batches.stop - 1
-        last_to_submit = max(self._last_to_submit(batch, total, M, prefetch), last_submitted)
+        last_to_submit = max(
+            self._last_to_submit(batch, total, M, prefetch=prefetch), last_submitted
+        )
         to_generate = range(last_submitted + 1, last_to_submit + 1)
         return SyncDecision(batch, self._reason_to_sync(state, M), to_generate)
 
-    def _last_to_submit(self, batch: int, total: int, M: int, prefetch: bool) -> int:
+    def _last_to_submit(self, batch: int, total: int, M: int, *, prefetch: bool) -> int:
         """Returns the last batch that may be generated with the weights of batch `batch`."""
         if self.kind == "lagged":
             return min(batch + self.v, total)

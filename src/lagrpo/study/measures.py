@@ -113,7 +113,7 @@ def step_bounds(run: Path, step: int) -> dict[str, float | None]:
     for rewards, log_ratio in groups:
         scaled_rewards = bounds.scaled(rewards, *settings.task.reward_range)
         on_policy = torch.zeros_like(log_ratio)  # log-ratios of α to itself
-        side = bounds.sampled(scaled_rewards, log_ratio, on_policy, eps_std, is_bounded)
+        side = bounds.sampled(scaled_rewards, log_ratio, on_policy, eps_std, bounded=is_bounded)
         own_gain = bounds.sampled(scaled_rewards, on_policy, on_policy, eps_std).gain
         gain = side.gain - own_gain
         sides.append((float(gain), float(side.theorem1), float(side.identity_bound)))

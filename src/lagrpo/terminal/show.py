@@ -134,7 +134,7 @@ def _render_head(row: Row, reward_range: Range) -> Text:
     verdict = None
     reward = row["outcome"]
     if row["outcome"] == OutcomeKind.SCORED:
-        verdict = is_correct(row["reward"], reward_range, row.get("correct"))
+        verdict = is_correct(row["reward"], reward_range, decided=row.get("correct"))
         reward = f"{row['reward']:g}"
     parts = [f"{name} {formatted(value, 'g')}" for name, value in reward_columns(row).items()]
     if parts:

@@ -185,7 +185,7 @@ class TrainerComponents:
         # With dynamic sampling `every(v)` submits batches one by one.
         prefetch = not self.settings.rollout.dynamic_sampling_rounds
         total = settings.batches + further
-        return self.schedule.next(state, total, settings.stage_length, prefetch)
+        return self.schedule.next(state, total, settings.stage_length, prefetch=prefetch)
 
     def read_offline(self, b: int) -> Sequence[Group]:
         """Returns the groups of batch b that come from a file, on rank 0."""

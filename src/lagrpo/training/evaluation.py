@@ -146,7 +146,7 @@ def _record(group: Group, reward_range: Range, names: Sequence[str]) -> JsonObje
     completions = group.completions
     outcomes = [completion.outcome or Outcome.unscored("") for completion in completions]
     correct = sum(
-        is_correct(outcome.reward, reward_range, outcome.correct)
+        is_correct(outcome.reward, reward_range, decided=outcome.correct)
         for outcome in outcomes
         if outcome.reward is not None
     )

@@ -248,7 +248,7 @@ class ShardedWeights(Weights):
 
 def copy_sharded(policy: Policy, mesh: DeviceMesh) -> Policy:
     """Returns a copy of a policy of `with_modules` that does not learn, in shards of its dtype."""
-    lm = copy.deepcopy(policy.model.lm).requires_grad_(False)
+    lm = copy.deepcopy(policy.model.lm).requires_grad_(requires_grad=False)
     model = Model(lm, policy.model.backend)
     for unit in units_of(model):
         shard_unit(unit, lm, None, mesh)

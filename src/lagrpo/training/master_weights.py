@@ -127,6 +127,7 @@ class MasterWeights:
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Returns the parameters of a model that are trained, by name."""
     return {
         name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
     }

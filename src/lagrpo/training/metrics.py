@@ -233,7 +233,7 @@ def sequence_metrics(
         improvement = None
     return {
         "rollout/seq_kl": float(kl_C[known_C].mean()),
-        "rollout/seq_tv": float(tv_terms(known, prefers_bounded(known)).mean()),
+        "rollout/seq_tv": float(tv_terms(known, bounded=prefers_bounded(known)).mean()),
         "rollout/seq_ess": size,
         "improvement": improvement,
     }

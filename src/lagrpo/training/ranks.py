@@ -321,7 +321,9 @@ class FirstRankSampler:
         with ExitStack() as stack:
             self.ranks.on_rank0(
                 lambda: stack.enter_context(
-                    self.engine.temporary_weights(whole, version, restore_afterwards)
+                    self.engine.temporary_weights(
+                        whole, version, restore_afterwards=restore_afterwards
+                    )
                 )
             )
             yield

@@ -104,6 +104,7 @@ class VllmEngine:
         params: SamplingParams,
         seed: int = 0,
         max_num_seqs: int = 256,
+        *,
         syncs_in_flight: bool = False,
     ) -> None:
         self.servers = list(servers)
@@ -133,7 +134,7 @@ class VllmEngine:
 
     @contextmanager
     def temporary_weights(
-        self, weights: Mapping[str, Tensor], version: int, restore_afterwards: bool
+        self, weights: Mapping[str, Tensor], version: int, *, restore_afterwards: bool
     ) -> Iterator[None]:
         """Gives the servers π_version for the block, for an evaluation.
 

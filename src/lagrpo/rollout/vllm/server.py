@@ -228,11 +228,11 @@ def open_servers(settings: Settings, replied: int = 0) -> list[VllmClient]:
     longest = settings.max_sequence_length + replied + 1
     with as_settings_error("vllm", SamplerError):
         if settings.vllm.urls:
-            return [attach_server(url, settings, longest) for url in settings.vllm.urls]
+            return [attach_server(url, longest) for url in settings.vllm.urls]
         return [start_server(settings, longest)]
 
 
-def attach_server(url: str, settings: Settings, longest: int) -> VllmClient:
+def attach_server(url: str, longest: int) -> VllmClient:
     """Returns a client of a server that runs already, for sequences of `longest` tokens.
 
     Raises SamplerError or ValueError for a server that cannot be used.
