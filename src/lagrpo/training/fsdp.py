@@ -60,7 +60,7 @@ class FsdpMasterWeights(MasterWeights):
         self.model = policy.model
         self.group = group
         self.device = policy.device
-        self.spans = []
+        self.spans: list[Span] = []
         self.parameters = []
         # The sharded weights of the model, whose memory `parameters` share.
         self.sharded: list[DTensor] = []

@@ -9,10 +9,12 @@ small steps move the weight from the first update on. docs/precision.md derives 
     FsdpMasterWeights   every rank has its shard of everything (FSDP2; training/fsdp.py)
 """
 
+# Some methods of PyTorch have no types.
+# pyright: reportUnknownMemberType=false
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -219,9 +221,7 @@ class FlatBuffer:
         gradient = self._zeros() if self.gradient is None else self.gradient
         self.gradient = None
         part = gradient.new_empty(self.part)
-        # PyTorch 2.13 renamed it, and warns of the old name.
-        new_name = getattr(dist, "reduce_scatter_single", None)
-        reduce_scatter = new_name or dist.reduce_scatter_tensor
+        reduce_scatter = _renamed_collective("reduce_scatter_single", "reduce_scatter_tensor")
         reduce_scatter(part, gradient, group=self.group)
         return part
 
@@ -300,10 +300,17 @@ class ZeroMasterWeights(MasterWeights):
 def all_gather(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Returns the parts [n] of all ranks, in the order of ranks: [ranks * n]. Collective."""
     everything = part.new_empty(len(part) * group.size())
-    # PyTorch 2.13 renamed it, and warns of the old name.
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather = _renamed_collective("all_gather_single", "all_gather_into_tensor")
     gather(everything, part, group=group)
     return everything
+
+
+def _renamed_collective(name: str, old_name: str) -> Callable[..., object]:
+    """Returns a function of torch.distributed that PyTorch 2.13 renamed.
+
+    2.13 has both names, and warns of the old one.
+    """
+    return getattr(dist, name if hasattr(dist, name) else old_name)
 
 
 # ---- the state of the optimizer ----
