@@ -38,7 +38,7 @@ class Step:
     command: Sequence[str]
 
 
-def steps(results: Path, quick: bool) -> list[Step]:
+def steps(results: Path, *, quick: bool) -> list[Step]:
     """All steps, the most informative first. Add new ones here."""
     options = ["--results", str(results)]
     if quick:
@@ -61,7 +61,7 @@ def steps(results: Path, quick: bool) -> list[Step]:
 
 def main() -> None:
     options = parse_options()
-    selected = steps(options.results, options.quick)
+    selected = steps(options.results, quick=options.quick)
     if options.only:
         selected = [step for step in selected if step.name in options.only]
     if options.dry_run:

@@ -30,7 +30,7 @@ def median(values: Iterable[float]) -> float:
 
 
 def spread(values: Sequence[float], unit: str = "", digits: int = 3) -> str:
-    """ "median (smallest … largest)"."""
+    """The median with the smallest and the largest value: "median (smallest … largest)"."""
     middle = f"{median(values):.{digits}g}"
     smallest = f"{min(values):.{digits}g}"
     largest = f"{max(values):.{digits}g}"

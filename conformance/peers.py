@@ -352,7 +352,7 @@ def rlax(loss: Callable[..., Any], *values: Tensor) -> tuple[Tensor, Tensor]:
     """Value of a function of JAX arrays, and its gradient in the first argument."""
     import jax
 
-    jax.config.update("jax_enable_x64", True)
+    jax.config.update("jax_enable_x64", val=True)
     arrays = [jax.numpy.asarray(value.numpy()) for value in values]
     value, gradient = jax.value_and_grad(loss)(*arrays)
     return torch.from_numpy(np.array(value)), torch.from_numpy(np.array(gradient))

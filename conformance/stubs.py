@@ -1,5 +1,6 @@
-"""Empty modules in the place of packages that are not installed, so that a peer's losses can be
-imported alone.
+"""Empty modules in the place of packages that are not installed.
+
+With them a peer's losses can be imported alone.
 
 verl, Trinity-RFT, SkyRL and AReaL import ray, tensordict, hydra … when any of their modules is
 imported; none of it takes part in a loss. A stub has every attribute: a class that takes any

@@ -22,7 +22,8 @@ def ask(thing: str) -> tuple[str, str]:
     return f"Name one {thing}.", ""
 
 
-def share_of_capitals(completion: str, answer: str) -> float:
+def share_of_capitals(completion: str) -> float:
+    """The reward: the share of letters that are capitals."""
     letters = [character for character in completion if character.isalpha()]
     capitals = [letter for letter in letters if letter.isupper()]
     return len(capitals) / max(len(letters), 1)

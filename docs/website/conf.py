@@ -48,7 +48,7 @@ NAVIGATION = {
 }
 
 
-def add_navigation(app: Any, page: str, source: list[str]) -> None:
+def add_navigation(_app: Any, page: str, source: list[str]) -> None:
     """Add the table of contents of the sidebar to the start page."""
     for part, names in NAVIGATION.items() if page == root_doc else ():
         lines = [

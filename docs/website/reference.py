@@ -3,7 +3,8 @@
     python docs/website/reference.py
 
 To change a row, edit the line under a field of settings/sections.py, runs/metrics.toml or
-settings/other_trainers.toml."""
+settings/other_trainers.toml.
+"""
 
 import json
 import re

@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         publish(records, methods["published"])
 
 
-def make_runs(plan: Iterable[Pass], methods: Methods, directory: Path, is_whole: bool) -> None:
+def make_runs(plan: Iterable[Pass], methods: Methods, directory: Path, *, is_whole: bool) -> None:
     """Make the missing runs of a plan. The whole benchmark then makes more seeds where some die."""
     make_missing(plan, methods, directory)
     if is_whole:

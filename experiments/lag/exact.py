@@ -93,7 +93,7 @@ def _normalized(rewards: Tensor, alpha: Tensor, recipe: Recipe) -> Tensor:
     return centered / (variance + recipe.eps_std).sqrt()
 
 
-def _centered(rewards: Tensor, alpha: Tensor, recipe: Recipe) -> Tensor:
+def _centered(rewards: Tensor, alpha: Tensor, _recipe: Recipe) -> Tensor:
     return rewards - (alpha * rewards).sum(dim=-1, keepdim=True)
 
 

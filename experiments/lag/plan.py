@@ -68,13 +68,18 @@ class Pass:
 
 @cache
 def updates_of(task: str, schedule: Schedule) -> int:
-    """The length of a run. At lag 256 it is doubled, and at lag 0, with which longer runs are compared."""
+    """The length of a run in updates.
+
+    At lag 256 it is doubled, and at lag 0, with which longer runs are compared.
+    """
     return TASKS[task]().updates * (2 if schedule.lag in (0, 256) else 1)
 
 
 def full_plan(methods: Methods) -> list[Pass]:
-    """The passes of the benchmark, most informative first; those with more seeds where some die come from
-    `passes_where_some_die`."""
+    """The passes of the benchmark, most informative first.
+
+    The passes with more seeds, where some die, come from `passes_where_some_die`.
+    """
     plan = _Plan(methods)
     for seeds in FIRST_SEEDS, MORE_SEEDS:
         plan.add("published", MAIN_TASKS, "constant", (0,), seeds, only=SAME_AT_LAG_0)
@@ -150,8 +155,10 @@ class _Plan:
 
 
 def passes_where_some_die(records: Mapping[RunKey, Record]) -> Iterator[Pass]:
-    """More seeds for each method, schedule and learning rate of the main tasks at which some of the seeds die, but not
-    all."""
+    """More seeds where some of the seeds die, but not all.
+
+    That is for each method, schedule and learning rate of the main tasks.
+    """
     fates = defaultdict(list)
     for key, record in records.items():
         if key.task in MAIN_TASKS and key.seed in FIRST_SEEDS + MORE_SEEDS:

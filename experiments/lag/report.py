@@ -250,7 +250,7 @@ def _area_table(cells: Cells) -> str:
 
 
 def _rates_table(cells: Cells) -> str:
-    def show(method: str, column: Column, cell: Cell) -> str:
+    def show(_method: str, _column: Column, cell: Cell) -> str:
         living = ", ".join(map(rate_name, cell.living_rates))
         return f"{living or 'none'} ({rate_name(cell.best_rate)})"
 
