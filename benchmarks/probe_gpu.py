@@ -24,6 +24,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -225,9 +226,11 @@ def compare_attention(heads: int, kv_heads: int, d: int) -> Values:
     v = torch.randn(length, kv_heads, d, device=DEVICE).bfloat16()
     ends = torch.tensor([0, length], dtype=torch.int32, device=DEVICE)
     # Newer versions of torch want to be told that there are fewer key heads than query heads.
-    gqa = {"enable_gqa": True} if "enable_gqa" in varlen_attn.__code__.co_varnames else {}
+    attend = varlen_attn
+    if "enable_gqa" in varlen_attn.__code__.co_varnames:
+        attend = partial(varlen_attn, enable_gqa=True)
     # [length, heads, d]
-    along_sequence = varlen_attn(q, k, v, ends, ends, length, length, window_size=(-1, 0), **gqa)
+    along_sequence = attend(q, k, v, ends, ends, length, length, window_size=(-1, 0))
 
     # Row r attends to the first lengths[r] tokens, which are the first in its cache.
     keys = torch.zeros(count, capacity, kv_heads, d, device=DEVICE).bfloat16()
@@ -394,7 +397,7 @@ def by_kind(events: Iterable[FunctionEventAvg]) -> dict[str, tuple[float, int]]:
     seconds: defaultdict[str, float] = defaultdict(float)
     launches: defaultdict[str, int] = defaultdict(int)
     for event in events:
-        kind = kind_of(event.key.lower())
+        kind = kind_of(str(event.key).lower())
         seconds[kind] += event.self_device_time_total / 1e6
         launches[kind] += event.count
     longest_first = sorted(seconds, key=seconds.__getitem__, reverse=True)

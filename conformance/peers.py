@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -308,7 +308,10 @@ def trinity(
     # The metaclass wraps __call__ to rename arguments for verl's batches. The function that it
     # wraps is in the closure.
     closure = type(loss).__call__.__closure__ or ()
-    compute = next(cell.cell_contents for cell in closure if callable(cell.cell_contents))
+    compute = cast(
+        Callable[..., tuple[Tensor, object]],
+        next(cell.cell_contents for cell in closure if callable(cell.cell_contents)),
+    )
     return compute(
         loss,
         logprob=case.padded(logp),

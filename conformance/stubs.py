@@ -15,7 +15,7 @@ import importlib.abc
 import importlib.machinery
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import MutableSequence, Sequence
 
 PACKAGES = (
     "codetiming",
@@ -79,7 +79,7 @@ class _Stub(types.ModuleType):
     """A module that has every attribute."""
 
     # A module with a path is a package, so that modules below it can be imported.
-    __path__: list[str] = []  # noqa: RUF012
+    __path__: MutableSequence[str] = []  # noqa: RUF012
 
     def __getattr__(self, name: str) -> type:
         if name.startswith("__"):

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -102,7 +103,7 @@ def _normalized_positive(rewards: Tensor, alpha: Tensor, recipe: Recipe) -> Tens
 
 
 def _log_mean_exp(rewards: Tensor, alpha: Tensor, recipe: Recipe) -> Tensor:
-    strength = recipe.advantage.knobs["strength"]
+    strength = cast(float, recipe.advantage.knobs["strength"])
     return rewards - strength * (alpha * (rewards / strength).exp()).sum(-1, keepdim=True).log()
 
 
