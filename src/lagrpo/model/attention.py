@@ -108,6 +108,7 @@ def attend(
     key: Tensor,
     value: Tensor,
     scaling: float,
+    *,
     by_triton: bool = False,
 ) -> Tensor:
     """Attends along a packed row; differentiable.
