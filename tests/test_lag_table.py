@@ -1,4 +1,4 @@
-"""What users see of the benchmark of losses against staleness: held lags, the dry run's note, the page's table."""
+"""The benchmark of losses against staleness, as users see it: held lags, notes, a page's table."""
 
 from __future__ import annotations
 

@@ -30,7 +30,10 @@ def group_of(*rewards: float) -> ScoredGroup:
 
 
 def random_groups(generator: random.Random) -> list[ScoredGroup]:
-    """Groups of 1 to 8 completions. Many rewards are equal, or equal to the mean but for rounding."""
+    """Groups of 1 to 8 completions.
+
+    Many rewards are equal, or equal to the mean but for rounding.
+    """
     groups = []
     for _ in range(generator.randint(1, 5)):
         G = generator.choice([1, 2, 3, 4, 8])

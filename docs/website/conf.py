@@ -1,4 +1,4 @@
-"""How Sphinx builds the site (`make docs`): the Markdown pages of the repository, README.md first."""
+"""Sphinx's configuration: `make docs` builds the site from the Markdown pages, README.md first."""
 
 import re
 from typing import Any
@@ -20,7 +20,8 @@ include_patterns = [
 ]
 exclude_patterns = [".*", "build", "runs", "site", "src", "tests"]
 
-# GitHub's Markdown: formulas as $…$ and ```math, anchors of headings; a line that starts with % is text.
+# GitHub's Markdown: formulas as $…$ and ```math, anchors of headings; a line that starts with % is
+# text.
 myst_enable_extensions = ["dollarmath"]
 myst_fence_as_directive = ["math"]
 myst_heading_anchors = 6

@@ -1,6 +1,7 @@
 """The queue: which runs there are, and in which order they are made.
 
-Runs that share table, task, method and schedule are a pass: they are stacked (train.py) and land together.
+Runs that share table, task, method and schedule are a pass: they are stacked (train.py) and land
+together.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ FIRST_SEEDS = (0, 1, 2)
 MORE_SEEDS = (3, 4)
 SEEDS_WHERE_SOME_DIE = (5, 6, 7, 8, 9)
 SAME_AT_LAG_0 = ("stale_reinforce", "asymre", "positive_only")
-"""With equal advantage and reduction all methods but the last two are REINFORCE at lag 0. These make the area with
-which others are compared, so they come first."""
+"""With equal advantage and reduction all methods but the last two are REINFORCE at lag 0.
+
+These make the area with which others are compared, so they come first.
+"""
 MAIN_METHODS = (
     "stale_reinforce",
     "grpo",
@@ -39,8 +42,11 @@ MAIN_METHODS = (
     "cispo",
     "prime_rl",
 )
-"""The methods that people ask about most. The variants of the tasks and the longest lag are made for
-these first: twelve rows are enough to see which property of a task turns the order around."""
+"""The methods that people ask about most.
+
+The variants of the tasks and the longest lag are made for these first: twelve rows are enough to
+see which property of a task turns the order around.
+"""
 QUICK_METHODS = ("stale_reinforce", "grpo", "positive_only", "topr", "dppo_tv", "vespo", "m2po")
 
 
@@ -141,7 +147,10 @@ class _Plan:
         only: Sequence[str] = (),
         updates: int | None = None,
     ) -> None:
-        """Append a pass for each lag, task and method of the table (or those named), unless it is there already."""
+        """Append a pass for each lag, task and method of the table (or those named).
+
+        A pass that is there already is not appended again.
+        """
         for lag in lags:
             # A method's tasks follow each other, so that a table of both fills up row by row.
             for method in self._methods[table].values():

@@ -167,7 +167,9 @@ def _has_option(function: Callable[..., Any], name: str) -> bool:
 def attend_varlen(
     layout: PackedLayout, query: Tensor, seen_key: Tensor, seen_value: Tensor, scaling: float
 ) -> Tensor:
-    """Attends by one kernel for all segments: query [rows, Hq, D], seen keys and values [K, Hkv, D].
+    """Attends by one kernel for all segments.
+
+    The query is [rows, Hq, D], seen keys and values are [K, Hkv, D].
 
     Its causal mask is aligned to the end of each segment's keys.
     """

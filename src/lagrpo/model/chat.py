@@ -113,7 +113,7 @@ def required_pieces(message: Mapping[str, Any]) -> Iterator[str]:
 
 
 def find_end(piece: str, text: str, start: int) -> int:
-    """Returns where a piece ends in a text, at its first place from `start` on; -1 if it is missing.
+    """Returns the end of the first occurrence of a piece in a text, from `start` on; -1 if none.
 
     The text may have the piece as it is or as JSON.
     """
@@ -309,7 +309,7 @@ class Chat:
 
     @cached_property
     def _file_tokenizer(self) -> Any:
-        """The tokenizer that tokenizer.json describes, without transformers; None without this file."""
+        """The tokenizer of tokenizer.json, without transformers; None if this file is missing."""
         from tokenizers import Tokenizer
 
         path = find_source(self.tokenizer.name_or_path, TOKENIZER)
@@ -398,7 +398,7 @@ class Chat:
 
     @cached_property
     def silent_ids(self) -> frozenset[int]:
-        """The tokens that are not in texts: the end tokens of completions, and the padding token."""
+        """The tokens that are in no text: the end tokens of completions, and the padding token."""
         padding = getattr(self.tokenizer, "pad_token_id", None)
         return self.eos_ids if padding is None else self.eos_ids | {padding}
 

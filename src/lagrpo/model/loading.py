@@ -194,7 +194,7 @@ def check_finite(weights: Mapping[str, Tensor]) -> None:
 
 
 def check_supported(config: Any) -> None:
-    """Raises ValueError for a model whose forward pass lagrpo does not reproduce, with the reason."""
+    """Raises ValueError, with the reason, for a forward pass that lagrpo does not reproduce."""
     from transformers import AutoModelForCausalLM
 
     text_config = config.get_text_config()

@@ -1,4 +1,4 @@
-"""Policy: weights that have a version, a model that computes by them, and the chat that talks to it.
+"""Policy: weights that have a version, the model that computes by them, and the model's chat.
 
 `copy_policy` makes a copy for sampling (α) or for the KL term (π_ref). If the C kernels compute all
 matrix products (`Model.exact`), the copy has panels instead of the weights of linear layers. While

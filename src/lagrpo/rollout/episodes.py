@@ -31,7 +31,8 @@ class Episodes:
     - `turns`: the most turns of the policy
     - `sampled`: the most tokens that the policy samples
     - `replied`: the most tokens of all replies
-    - `tools`: JSON schemas for the chat template; None without tools, or if the template ignores them
+    - `tools`: JSON schemas for the chat template; None without tools, or if the template ignores
+      them
     - `deadline`: seconds for a turn of the environment
     """
 
@@ -44,7 +45,10 @@ class Episodes:
     deadline: float = 5.0
 
     def open(self, prompt: Prompt, key: Key) -> tuple[Mapping[str, Any], ...]:
-        """Returns the messages with which an episode begins. Raises ValueError if it cannot begin."""
+        """Returns the messages with which an episode begins.
+
+        Raises ValueError if it cannot begin.
+        """
         job = self.pool.submit(take_turn, None, prompt, key, None, deadline=self.deadline)
         turn = self.pool.result(job)
         if isinstance(turn, Outcome):
@@ -87,7 +91,10 @@ def build_episodes(settings: Settings, task: Task, chat: Chat) -> Episodes | Non
 
 
 def max_reply_tokens(settings: Settings, *tasks: Task) -> int:
-    """Returns the most tokens of all replies in a completion of these tasks; 0 without environments."""
+    """Returns the most tokens that replies add to a completion of these tasks.
+
+    It is 0 without environments.
+    """
     has_environment = any(environment_of(task) is not None for task in tasks)
     return settings.reply_limit if has_environment else settings.replied
 

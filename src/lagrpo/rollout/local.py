@@ -230,7 +230,7 @@ class ContinuousBatch:
         return bool(self.waiting or self.active)
 
     def step(self) -> list[list[_Row]]:
-        """Adds a token to every row that does not wait, and begins the groups that there is room for.
+        """Adds a token to every row that does not wait, and begins groups as far as there is room.
 
         Returns the groups that are complete.
         """

@@ -208,7 +208,10 @@ def in_order(requests: Sequence[Request], groups: Sequence[Group]) -> list[Group
 
 
 def _check_versions(group: Group, versions: set[int], batch: int) -> None:
-    """Raises VersionError for a sampled token of another version. Failed completions may have any."""
+    """Raises VersionError for a sampled token of another version.
+
+    Failed completions may have any.
+    """
     for completion in group.completions:
         strange = set(completion.versions[completion.sampled].tolist()) - versions
         has_failed = (

@@ -89,8 +89,8 @@ class ServedEngine(Protocol):
 class Agreement:
     """The agreement of trainer and local engine at the start of a run.
 
-    `mean` and `largest` are |Δ log-prob| per token, in nats at the sampling temperature; `tokens` is
-    the number of tokens that were compared.
+    `mean` and `largest` are |Δ log-prob| per token, in nats at the sampling temperature; `tokens`
+    is the number of tokens that were compared.
     """
 
     grade: Literal["exact", "close"]
@@ -116,7 +116,9 @@ class _Comparison:
 
 
 class WeightSyncCheck:
-    """The check of one run. Call it after each weight sync; for the local engine call `start` first.
+    """The check of one run.
+
+    Call it after each weight sync; for the local engine call `start` first.
 
     `requests` are the prompts to compare on. `tolerance` replaces the tolerance for `dtype`.
     `agreement` is what `start` found.

@@ -1,12 +1,14 @@
 """The directory of a run, and everything that the run writes into it.
 
     runs/arithmetic-grpo-v10-i1-20261120-054512/
-        config.toml                     the settings as resolved          environment.json   versions, machine, commit
-        metrics.jsonl                   one line of numbers per step      reward.png         the reward curve
+        config.toml                     the settings as resolved
+        environment.json                versions, machine, commit
+        metrics.jsonl                   one line of numbers per step
+        reward.png                      the reward curve
         events.jsonl                    weight syncs and why, warnings
         rollouts/step-000120.parquet    one row per completion
         evaluations/NAME.json, .parquet the summary, and one row per prompt
-        weights/final, weights/v000120  Hugging Face model directories; weights/best, if the run asks for it
+        weights/final, weights/v000120  Hugging Face model directories; weights/best on request
 
 Every file but the .jsonl appears whole, by a rename.
 """
@@ -114,7 +116,10 @@ class Run:
         return write_atomically(folder / f"{name}.json", to_json({"name": name, **summary}) + "\n")
 
     def record_weights(self, write: Callable[[Path], None], version: int | None = None) -> Path:
-        """Lets `write` fill weights/final with a Hugging Face model, or weights/v000120 of a version."""
+        """Lets `write` fill weights/final, or weights/v000120 of a version.
+
+        It writes a Hugging Face model.
+        """
         name = "final" if version is None else f"v{version:06d}"
         return write_directory_atomically(self.path / "weights" / name, write)
 

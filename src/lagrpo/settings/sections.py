@@ -136,7 +136,7 @@ class RewardSettings(Section):
     name: str = Field(pattern=NAME)
     """Name in metrics and records: letters, digits and _"""
     reward: str
-    """task (the task's own), a built-in reward (exact, number, math …) or package.module:function"""
+    """task (the task's own), a built-in one (exact, number, math …) or package.module:function"""
     weight: float = 1.0
     """The reward of a completion is the sum of weight x value; 0 only measures"""
     range: tuple[float, float] = (0.0, 1.0)
@@ -181,7 +181,7 @@ class TaskSettings(Section):
     options: Table = Field(default={})
     """Options of this task, such as { digits = 2 } (docs/data-and-rewards.md)"""
     rewards: tuple[RewardSettings, ...] = ()
-    """Reward functions: names, or tables (name, reward, weight, range, options); default: the task's own"""
+    """Rewards: names, or tables (name, reward, weight, range, options); default: the task's own"""
     reward_timeout: float = Field(default=5.0, gt=0, le=1e6)
     """Seconds per call of a reward or environment; then the completion is unscored"""
     tools: tuple[str, ...] = ()

@@ -84,7 +84,7 @@ class TaskEntry(Protocol):
 
     @property
     def task_options(self) -> Mapping[str, object]:
-        """The options, with the settings task.data, prompt_column and answer_column if they are set."""
+        """The options, with task.data, prompt_column and answer_column if they are set."""
         ...
 
     @property

@@ -17,7 +17,10 @@ Named = Any
 """task.data, or the data itself: a `datasets.Dataset` or `DatasetDict`, a data frame, or rows."""
 
 Rows = Any
-"""A list of `Row`, or a `datasets.Dataset`, which stays on the disk. Both have a length and indices."""
+"""A list of `Row`, or a `datasets.Dataset`, which stays on the disk.
+
+Both have a length and indices.
+"""
 
 # "owner/name" or "owner/name:configuration".
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(?::[\w.-]+)?")

@@ -275,7 +275,10 @@ def _change_line(summary: Metrics) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """The present activity of a run; "" after its end. It is replaced: a thread may be drawing it."""
+    """The present activity of a run; "" after its end.
+
+    It is replaced: a thread may be drawing it.
+    """
 
     name: str
     started: float

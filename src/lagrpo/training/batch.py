@@ -156,7 +156,7 @@ def micro_batches(
     skip_zero_advantage: bool = False,
     ranks: Ranks | None = None,
 ) -> list[MicroBatch]:
-    """Returns completions with a weight, packed group by group into rows of at most `tokens` tokens.
+    """Returns completions with a weight, packed by group into rows of at most `tokens` tokens.
 
     A longer completion has a row to itself. A group that does not fit is cut, or with
     `whole_groups` has a longer row. `skip_zero_advantage` leaves completions without a gradient

@@ -70,7 +70,7 @@ class TrainerComponents:
 
     settings: Settings
     tasks: Mapping[str, TaskSetup]
-    """by name: the run's task (MAIN_TASK), and the tasks of evaluation sets that have another one"""
+    """by name: the run's task (MAIN_TASK), and tasks of evaluation sets that have another one"""
     own_task: bool  # the caller gave the run's task as an object
     model: str  # the fingerprint of the initial weights
     data: Digests

@@ -1,4 +1,4 @@
-"""Callbacks, which a run calls after it has written its files, and the built-in ones, which log to trackers."""
+"""Callbacks, which a run calls when it has written its files; built-in ones log to trackers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ logger = logging.getLogger("lagrpo")
 
 Row = JsonView
 Status = Literal["finished", "interrupted", "failed"]
-PROJECT = "lagrpo"  # project or experiment of the runs, unless the tracker's environment variable names one
+# The project or experiment of the runs, unless the tracker's environment variable names one.
+PROJECT = "lagrpo"
 TABLE = "completion_texts"  # name of the table of completions; `completions` is a metric
 COLUMNS = (
     "prompt_id",
@@ -49,10 +50,16 @@ class Callback:
         """
 
     def on_batch(self, metrics: Row, rollouts: Sequence[Row]) -> None:
-        """A batch is finished: its line of metrics.jsonl, and one row per completion (docs/run-files.md)."""
+        """A batch is finished: its line of metrics.jsonl, and one row per completion.
+
+        docs/run-files.md describes both.
+        """
 
     def on_evaluation(self, name: str, summary: Row, records: Sequence[Row]) -> None:
-        """The policy was evaluated after summary["step"] batches; `records` has one row per prompt."""
+        """The policy was evaluated after summary["step"] batches.
+
+        `records` has one row per prompt.
+        """
 
     def on_end(self, status: Status, detail: str) -> None:
         """The run is over; this is the last call. `detail` is a sentence for people."""
@@ -124,7 +131,10 @@ class Trackers(Callback):
 
 
 class TensorBoard:
-    """Event files in the run's tensorboard/. A resumed run purges the batches that it makes again."""
+    """Event files in the run's tensorboard/.
+
+    A resumed run purges the batches that it makes again.
+    """
 
     def __init__(self, path: Path, run_id: str, config: Row, batch: int) -> None:
         from torch.utils.tensorboard import SummaryWriter

@@ -1,4 +1,4 @@
-"""What the user gives, as settings and a task, and what of it can be rejected before a model loads."""
+"""Checks of settings and tasks that need no model, so that they fail before it loads."""
 
 from __future__ import annotations
 
@@ -90,14 +90,14 @@ def check_loss(settings: Settings, loss: Loss | None = None) -> Recipe:
                 else "compare with x.rollout_logp"
             )
             raise SettingsError(
-                f"loss.recipe = {recipe.name!r}: {inert[0]} compares the policy with pi_k, the policy "
-                "at the start of the batch. With schedule.num_iterations = 1 they are the same, so it "
-                f"never acts: {cure}, or set num_iterations to 2 or more"
+                f"loss.recipe = {recipe.name!r}: {inert[0]} compares the policy with pi_k, the "
+                "policy at the start of the batch. With schedule.num_iterations = 1 they are the "
+                f"same, so it never acts: {cure}, or set num_iterations to 2 or more"
             )
     if settings.offline.data and recipe.needs_staleness:
         raise SettingsError(
-            f"loss.recipe = {recipe.name!r} reads the staleness of samples, which offline.data does not have: choose "
-            "another recipe"
+            f"loss.recipe = {recipe.name!r} reads the staleness of samples, which "
+            "offline.data does not have: choose another recipe"
         )
     if (
         settings.offline.data
@@ -105,7 +105,8 @@ def check_loss(settings: Settings, loss: Loss | None = None) -> Recipe:
         and not recipe.needs_rollout_logp
     ):
         raise SettingsError(
-            "optimizer.scale_lr_by_ess needs the log-probs of the policy that sampled: choose a recipe that reads them"
+            "optimizer.scale_lr_by_ess needs the log-probs of the policy that sampled: choose a "
+            "recipe that reads them"
         )
     return recipe
 
@@ -119,7 +120,7 @@ def name_knob(problem: str, knobs: Mapping[str, Any]) -> str:
 
 
 def check_evaluation(settings: Settings, task: Task | None = None) -> None:
-    """Raise SettingsError for options that the task does not take, and a missing model or chat template."""
+    """Raise SettingsError for unknown options of the task, and a missing model or chat template."""
     if task is None:
         with as_settings_error():
             check_options(settings.task)
@@ -149,7 +150,10 @@ def check_model(settings: Settings) -> None:
 
 
 def check_run(settings: Settings, resume: str | None) -> None:
-    """Raise SettingsError for a run that exists, or cannot resume so, or be written, and for missing trackers."""
+    """Raise SettingsError for a run that exists, cannot resume so, or cannot be written.
+
+    It is raised for missing trackers, too.
+    """
     with as_settings_error("--resume" if resume else "run"):
         if (run := find_run(settings, resume)) is not None:
             find_changes(settings, run)
@@ -190,7 +194,7 @@ def chat_template(model: ModelSettings) -> str | None:
 
 
 def offline_prompts(settings: Settings) -> int:
-    """How many prompts of each batch come from a file of completions: the share of N, at least one."""
+    """The number of prompts of each batch that come from a file: the share of N, at least one."""
     data, share = settings.offline.data, settings.offline.fraction
     return max(1, round(share * settings.schedule.prompts_per_batch)) if data else 0
 
@@ -206,7 +210,10 @@ def local_size() -> int:
 
 
 def read_count(name: str, default: int, least: int = 0) -> int:
-    """The whole number in one of torchrun's environment variables. Raises SettingsError for something else."""
+    """The whole number in one of torchrun's environment variables.
+
+    Raises SettingsError for something else.
+    """
     text = os.environ.get(name) or str(default)
     if not text.isdecimal() or int(text) < least:
         raise SettingsError(
@@ -217,7 +224,7 @@ def read_count(name: str, default: int, least: int = 0) -> int:
 
 
 def check_ranks(device: str) -> None:
-    """Raise SettingsError if the environment says that this is one of several processes, but not which."""
+    """Raise SettingsError if this is one of several processes, but not known which."""
     size = world_size()
     if size == 1:
         return
@@ -241,7 +248,10 @@ def check_ranks(device: str) -> None:
 
 
 def find_run(settings: Settings, resume: str | None) -> Path | None:
-    """The directory of the run to resume; None for a new one. Raises FileNotFoundError or ValueError."""
+    """The directory of the run to resume; None for a new one.
+
+    Raises FileNotFoundError or ValueError.
+    """
     if resume is None:
         return None
     if resume != "auto":
@@ -253,7 +263,10 @@ def find_run(settings: Settings, resume: str | None) -> Path | None:
 
 
 def recorded_threads(settings: Settings, resume: str | None) -> int | None:
-    """The number of threads that the run to resume began with; None for a new run or another number of ranks."""
+    """The number of threads that the run to resume began with.
+
+    None for a new run or another number of ranks.
+    """
     with as_settings_error():
         run = find_run(settings, resume)
         before = read_environment(run) if run is not None else {}
@@ -261,7 +274,10 @@ def recorded_threads(settings: Settings, resume: str | None) -> int | None:
 
 
 def find_changes(settings: Settings, run: Path) -> dict[str, tuple[object, object]]:
-    """Settings that differ from the run's: name -> (before, now). Raises SettingsError if they could alter its past."""
+    """Settings that differ from the run's: name -> (before, now).
+
+    Raises SettingsError if they could alter its past.
+    """
     saved = load_settings(run / "config.toml")
     before = flatten(saved.model_dump())
     now = flatten(settings.model_dump())
@@ -300,7 +316,7 @@ def _may_change(name: str, settings: Settings, saved: Settings, run: Path) -> bo
 def _is_moved(
     now: RewardSettings, before: RewardSettings, sources: Mapping[str, str | None]
 ) -> bool:
-    """True if two entries differ at most in the module of a function that has the recorded source."""
+    """True if two entries differ at most in the module of a function with the recorded source."""
     if now == before:
         return True
     same = now.model_copy(update={"reward": before.reward}) == before
@@ -322,7 +338,10 @@ def in_memory_arguments(
     rewards: Sequence[object] | None,
     loss: Loss | None,
 ) -> list[str]:
-    """The arguments of `lagrpo.train` that settings cannot hold: a run needs them again when it is resumed."""
+    """The arguments of `lagrpo.train` that settings cannot hold.
+
+    A run needs them again when it is resumed.
+    """
     in_memory = data is not None and not isinstance(data, str | os.PathLike)
     functions = [function_of(each) for each in rewards or () if not is_setting(each)]
     needed = {
@@ -343,7 +362,10 @@ def name_function(function: object) -> str:
 
 
 def is_loadable_loss(loss: Loss) -> bool:
-    """True if `lagrpo train` finds the loss by the name that the settings have. A script is a module there."""
+    """True if `lagrpo train` finds the loss by the name that the settings have.
+
+    A script is a module there.
+    """
     if isinstance(loss, str):
         return True
     from lagrpo.core.recipes import RECIPES  # loads torch
@@ -360,7 +382,10 @@ def is_loadable_loss(loss: Loss) -> bool:
 
 
 def is_loadable(value: object, reference: str) -> bool:
-    """True if `lagrpo train` finds the value by the name of its module: in the current directory, or installed."""
+    """True if `lagrpo train` finds the value by the name of its module.
+
+    The module is in the current directory, or installed.
+    """
     module_name, _, name = reference.partition(":")
     module = sys.modules.get(module_name)
     if module_name == "__main__" or module is None or getattr(module, name, None) is not value:
@@ -386,7 +411,8 @@ def check_arguments(settings: Settings, resume: str | None, given: Sequence[str]
     missing = [name for name in needed if name not in given]
     if run is not None and missing:
         raise SettingsError(
-            f"{run} was started from Python with {' and '.join(missing)} that its settings cannot hold: "
+            f"{run} was started from Python with {' and '.join(missing)} that its settings cannot "
+            "hold: "
             f"resume it by {resume_call(run, needed)}"
         )
 
@@ -443,7 +469,10 @@ def build_task(settings: Settings, data: object, rewards: Sequence[object] | Non
 
 
 def name_rewards(settings: Settings, task: Task | None) -> Settings:
-    """The settings with the names, weights and ranges of a task object's rewards: records and metrics need them."""
+    """The settings with the names, weights and ranges of a task object's rewards.
+
+    Records and metrics need them.
+    """
     if (
         task is None
         or environment_of(task) is not None

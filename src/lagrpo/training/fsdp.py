@@ -103,7 +103,7 @@ class FsdpMasterWeights(MasterWeights):
 
 
 def with_modules(policy: Policy) -> Policy:
-    """Returns the policy, computed by calls of the model's own modules, whose hooks gather layers."""
+    """Returns the policy, computed by calls of the model's modules, whose hooks gather layers."""
     if policy.model.layers is None:
         return policy
     backend = Backend(policy.device, policy.dtype, "its layers are sharded")
@@ -152,7 +152,10 @@ def shard_unit(
 
 
 def free_gathered(model: Model) -> None:
-    """Drops the root, which a pass without gradient leaves whole: its weights are about to change."""
+    """Drops the root, which a pass without gradient leaves whole.
+
+    Call it before the weights change.
+    """
     cast(FSDPModule, model).reshard()
 
 

@@ -122,7 +122,7 @@ class Training:
     # From the start to the end
 
     def run(self) -> Result:
-        """Evaluates, trains, evaluates; after an interruption or an error, saves what was learned."""
+        """Evaluates, trains, evaluates; after an interruption or error, saves what was learned."""
         weights: Path | None = None
         interrupted: signal.Signals | None = None
         status: Status = "failed"
@@ -223,7 +223,7 @@ class Training:
             self.evaluate(Moment.AFTER)
 
     def record(self, step: Step) -> None:
-        """Records a batch, then shows it, calls the callbacks, and writes weights if they are due."""
+        """Records a batch, shows it, calls the callbacks, and writes weights if they are due."""
         evaluation_metrics = self.evaluations.metrics(step.b - 1)
         metrics, rows = self.recorder.record_batch(step, evaluation_metrics)
         self.set_state(step.state)

@@ -37,7 +37,10 @@ ALIGNED = 64
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The numbers `start` .. `stop` - 1 of a flat weight; `shape` is the shape of the whole weight."""
+    """The numbers `start` .. `stop` - 1 of a flat weight.
+
+    `shape` is the shape of the whole weight.
+    """
 
     name: str
     shape: torch.Size
@@ -97,7 +100,10 @@ class MasterWeights:
             self.parameters.append(master)
 
     def reduce_grads(self) -> None:
-        """Gives every master the gradient of the whole batch: zeros if there is none. Collective."""
+        """Gives every master the gradient of the whole batch: zeros if there is none.
+
+        Collective.
+        """
         for master in self.parameters:
             if master.grad is None:
                 master.grad = torch.zeros_like(master)
@@ -217,7 +223,10 @@ class FlatBuffer:
         return part[start : start + span.stop - span.start]
 
     def sum_gradients(self) -> Tensor:
-        """Returns this rank's part of the sum of all ranks' gradients, and drops them. Collective."""
+        """Returns this rank's part of the sum of all ranks' gradients, and drops them.
+
+        Collective.
+        """
         gradient = self._zeros() if self.gradient is None else self.gradient
         self.gradient = None
         part = gradient.new_empty(self.part)
@@ -384,7 +393,7 @@ class MergedState(Mapping[str, Tensor]):
         return sum(piece.numel() for piece in self._pieces.get(name, {}).values())
 
     def part(self, name: str, span: Span) -> Tensor:
-        """Returns a copy of the numbers of a span of the tensor `name`, flat unless they are all."""
+        """Returns a copy of the numbers of a span of a tensor, flat unless they are all."""
         overlaps: list[Tensor] = []
         for piece_start, piece in sorted(self._pieces[name].items()):
             start = max(span.start - piece_start, 0)

@@ -26,8 +26,11 @@ from lagrpo.types import Completion, ExcludedReason, JsonObject, OutcomeKind, Ra
 Metrics = dict[str, float | None]
 AT_ONCE = 1e-3  # seconds: completions that took less were sampled before
 ENOUGH = 25.0
-"""Effective sample size from which an improvement means something: its standard error is then at
-most about a tenth of the range of rewards (standard deviation of a reward, at most 1/2, over √ESS)."""
+"""Effective sample size from which an improvement means something.
+
+Its standard error is then at most about a tenth of the range of rewards (the standard deviation of
+a reward, at most 1/2, over √ESS).
+"""
 RATIO_METRICS = (
     "rollout/ratio_mean",
     "rollout/ess",
@@ -209,7 +212,8 @@ def _pace(clock: Clock, trained_tokens: float) -> Metrics:
     return metrics
 
 
-# Whole completions. ρ = π_k(y|x) / α(y|x); `logp_k` has log π_k of the sampled tokens of each completion.
+# Whole completions. ρ = π_k(y|x) / α(y|x); `logp_k` has log π_k of the sampled tokens of each
+# completion.
 
 
 def sequence_metrics(

@@ -1,7 +1,8 @@
 """Digests of the code that decides what a run does, so that a resumed run can say what has changed.
 
-`source_digest` reads one function; `collect_sources` lists a run's reward functions, environments, tools, losses of the
-user's own and chat template. environment.json keeps the digests under `sources`.
+`source_digest` reads one function; `collect_sources` lists a run's reward functions, environments,
+tools, losses of the user's own and chat template. environment.json keeps the digests under
+`sources`.
 """
 
 from __future__ import annotations
@@ -35,12 +36,15 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
 
 def source_digest(target: Callable[..., Any] | str) -> str | None:
-    """The digest of the source of a function, class or callable object, or of what "package.module:function" names.
+    """The digest of the source of a function, class or callable object, or of a name of one.
 
-    It covers the functions, classes and constants that the source uses, as far as they are not installed packages, and
-    the values that a closure, a partial or an object holds. Comments, white space, other code of the module, and the
-    module's name do not count. Code without a source counts by its bytecode, which other versions of Python may compile
-    differently. None for functions that are written in C. Raises ValueError for a name that cannot be loaded.
+    A name is "package.module:function".
+
+    It covers the functions, classes and constants that the source uses, as far as they are not
+    installed packages, and the values that a closure, a partial or an object holds. Comments, white
+    space, other code of the module, and the module's name do not count. Code without a source
+    counts by its bytecode, which other versions of Python may compile differently. None for
+    functions that are written in C. Raises ValueError for a name that cannot be loaded.
     """
     function = load_function(target) if isinstance(target, str) else target
     source = _Source()
@@ -91,7 +95,10 @@ def find_changed_sources(
 
 
 class _Source:
-    """Collects the source of a callable and of what it uses, each once: `texts`, in the order of their use."""
+    """Collects the source of a callable and of what it uses, each once.
+
+    `texts` has them in the order of their use.
+    """
 
     def __init__(self) -> None:
         self.texts: list[str] = []
@@ -215,7 +222,7 @@ def parse(text: str) -> ast.Module | None:
 
 
 def read_tree(target: Any) -> tuple[ast.Module | None, int]:
-    """The parsed text of the file with a code object, class or module, and the line where it begins."""
+    """The parsed file of a code object, class or module, and the line where the object begins."""
     try:
         lines, line = inspect.findsource(target)
     except (OSError, TypeError, IndexError):
@@ -306,7 +313,7 @@ def describe_code(code: CodeType) -> str:
 
 
 def describe_constant(constant: object) -> str:
-    """A constant of a code object; sets are sorted, because their order differs between processes."""
+    """A constant of a code object; sets are sorted: their order differs between processes."""
     if isinstance(constant, frozenset):
         return repr(sorted(map(repr, cast("frozenset[object]", constant))))
     return repr(constant)

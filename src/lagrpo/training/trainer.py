@@ -431,7 +431,7 @@ class Trainer:
         return logps
 
     def on_sync(self) -> dict[str, float]:
-        """Returns `changed_fraction`: the share of the weights whose bits changed since the last sync.
+        """Returns `changed_fraction`: the share of weights whose bits changed since the last sync.
 
         Returns nothing at the first weight sync. The share is that of a sample of about a million
         weights.

@@ -139,7 +139,7 @@ def _count_until_end(chat: Chat, tokens: Sequence[int], stop: Sequence[str]) -> 
 
 
 def check_prompts(run: RecordedRun, task: Task, chat: Chat | None) -> None:
-    """Checks which prompts a step has, by seed and step, and their answers; with `chat`, their tokens."""
+    """Checks the prompts of a step and their answers, by seed and step; with `chat`, the tokens."""
     size = task.size("train")
     seed = run.settings.run.seed
     groups_so_far: Counter[int] = Counter()  # by step

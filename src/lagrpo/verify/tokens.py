@@ -1,8 +1,8 @@
 """Samples and log-probs, token by token, against plain transformers.
 
 A token y sampled at the uniform number u is right when F(y - 1) <= u < F(y), with F the cumulative
-distribution of α over the vocabulary. F is recomputed, so tokens are judged in log-odds: logits that
-are off by at most e move the log-odds of any F by at most 2 e. A token whose u lies within
+distribution of α over the vocabulary. F is recomputed, so tokens are judged in log-odds: logits
+that are off by at most e move the log-odds of any F by at most 2 e. A token whose u lies within
 MAX_SAMPLE_NOISE times the noise of a boundary is undecided.
 
 The noise comes from the run: it is the median error of a token's log-odds, which wrong values of up

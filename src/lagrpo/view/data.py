@@ -448,7 +448,10 @@ def _answer(text: str) -> str:
 
 
 def _columns(rows: Rows, token_index_T: np.ndarray) -> dict[str, np.ndarray]:
-    """Returns the arrays of completions and tokens; `token_index_T` are indices of the vocabulary."""
+    """Returns the arrays of completions and tokens.
+
+    `token_index_T` are indices of the vocabulary.
+    """
     ends = np.cumsum(rows["length"])
     log_ratio_T = rows["old_logprobs"] - rows["rollout_logprobs"]
     log_ratio_T = np.where(rows["loss_mask"] == 1, log_ratio_T, 0.0)
@@ -495,7 +498,7 @@ def texts_of(run: Path, model: str, ids: Sequence[int]) -> tuple[list[str] | Non
 
 
 def _tokenizer_paths(run: Path, model: str) -> Iterator[Path]:
-    """Yields where the tokenizer may be: with the run's weights, with the model, in the hub's cache."""
+    """Yields places of the tokenizer: beside the run's weights, the model, in the hub's cache."""
     from huggingface_hub import try_to_load_from_cache
 
     from lagrpo.model.embedded import ALIASES, DIRECTORY

@@ -124,8 +124,8 @@ def make_page(names: Sequence[str], packed: bytes, *, live: bool = False) -> str
     program = f'(() => {{\n"use strict";\n{scripts}\n}})();'
     connect = "'self'" if live else "'none'"
     policy = (
-        f"default-src 'none'; script-src {_hash(library)} {_hash(program)}; style-src {_hash(style)}; "
-        f"connect-src {connect}; base-uri 'none'; form-action 'none'"
+        f"default-src 'none'; script-src {_hash(library)} {_hash(program)}; "
+        f"style-src {_hash(style)}; connect-src {connect}; base-uri 'none'; form-action 'none'"
     )
     # Names of directories that are not UTF-8 have lone surrogates.
     title = f"{', '.join(names)} · lagrpo view".encode(errors="replace").decode()

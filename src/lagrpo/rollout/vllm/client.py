@@ -56,7 +56,10 @@ logger = logging.getLogger("lagrpo")
 
 
 class SamplerError(RuntimeError):
-    """The servers cannot continue to generate. The message says which server, why, and what to do."""
+    """The servers cannot continue to generate.
+
+    The message says which server, why, and what to do.
+    """
 
 
 class NoAnswerError(SamplerError):
@@ -295,7 +298,10 @@ class GroupQueue:
         return pool.threads.submit(self._sample, sample, pool.free_turns)
 
     def ask(self, server: VllmClient, action: Callable[[VllmClient], T]) -> T:
-        """Returns what `action` returns for a server. Repeats it if the server had to be restarted."""
+        """Returns what `action` returns for a server.
+
+        Repeats it if the server had to be restarted.
+        """
         # The lock keeps other threads from loading older weights meanwhile.
         with self._restarting[server]:
             return self._repeat(server, action)

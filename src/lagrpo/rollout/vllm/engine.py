@@ -138,8 +138,8 @@ class VllmEngine:
     ) -> Iterator[None]:
         """Gives the servers π_version for the block, for an evaluation.
 
-        With `restore_afterwards`, they have the weights of the last sync again afterwards. Without it π_version
-        counts as synced.
+        With `restore_afterwards`, they have the weights of the last sync again afterwards. Without
+        it π_version counts as synced.
         """
         update = self.weights.pack(weights, version)
         if not restore_afterwards:

@@ -112,7 +112,8 @@ class Launch:
         uses_gpu = self.gpus or os.environ.get("CUDA_VISIBLE_DEVICES") or has_gpu()
         if not uses_gpu:
             words += ["--enforce-eager"]
-            # Prompts are kept whole: on a CPU vLLM 0.32 cannot compute a seeded prompt in two steps.
+            # Prompts are kept whole: on a CPU vLLM 0.32 cannot compute a seeded prompt in two
+            # steps.
             words += ["--no-enable-chunked-prefill"]
             words += ["--max-num-batched-tokens", str(max(8192, self.max_model_len))]
         if self.transfer == "nccl":

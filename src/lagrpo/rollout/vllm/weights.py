@@ -1,6 +1,7 @@
 """Weight sync: ways to load a version of the weights into all servers.
 
-    directory   safetensors in a directory that trainer and servers see: /dev/shm, or $LAGRPO_TRANSFER_DIR
+    directory   safetensors in a directory that trainer and servers see: /dev/shm, or
+                $LAGRPO_TRANSFER_DIR
     nccl        broadcast from the trainer's GPU to the GPUs of the servers
 
 A version is labeled RUN:VERSION; the servers report the label of every token that they sample. LoRA
@@ -278,7 +279,7 @@ def _broadcast(tensors: Mapping[str, Tensor], communicator: Any) -> None:
 
 @contextmanager
 def _own_stream(device: torch.device | int) -> Iterator[None]:
-    """Runs the block on a new stream, after the work of the current stream, and waits for its end."""
+    """Runs the block on a new stream, after the current stream's work, and waits for its end."""
     with torch.cuda.device(device):
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())

@@ -1,8 +1,14 @@
-"""An extension of vLLM's worker. vLLM's Python imports this file, which imports nothing of lagrpo."""
+"""An extension of vLLM's worker.
+
+vLLM's Python imports this file, which imports nothing of lagrpo.
+"""
 
 
 class Worker:
-    """A class mixed into vLLM's worker by --worker-extension-cls; collective_rpc calls its methods."""
+    """A class that --worker-extension-cls mixes into vLLM's worker.
+
+    collective_rpc calls its methods.
+    """
 
     def reload_with_head(self, weights_path: str) -> None:
         """Loads a directory of weights.
