@@ -15,7 +15,7 @@ from lagrpo.errors import as_settings_error
 from lagrpo.model.chat import OPENING, Chat, Replies, RewritingError, TemplateError
 from lagrpo.rewards.pool import Job, WorkerPool
 from lagrpo.settings.schema import Settings
-from lagrpo.tasks import Key, Task, environment_of
+from lagrpo.tasks import Key, Task, environment_of, is_multi_turn
 from lagrpo.tasks.environments import Tools, system_text, take_turn
 from lagrpo.types import Outcome, OutcomeKind, Prompt
 
@@ -93,10 +93,14 @@ def build_episodes(settings: Settings, task: Task, chat: Chat) -> Episodes | Non
 def max_reply_tokens(settings: Settings, *tasks: Task) -> int:
     """Returns the most tokens that replies add to a completion of these tasks.
 
-    It is 0 without environments.
+    It is 0 without tools and environments, of `tasks` and of the run's task by its name.
     """
-    has_environment = any(environment_of(task) is not None for task in tasks)
-    return settings.reply_limit if has_environment else settings.replied
+    has_replies = (
+        any(environment_of(task) is not None for task in tasks)
+        or len(settings.task.tools) > 0
+        or is_multi_turn(settings.task.name)
+    )
+    return settings.reply_limit if has_replies else 0
 
 
 class Episode:
@@ -126,7 +130,7 @@ class Episode:
         self._turn_finished = False
         self._is_stopped = False  # True if it ended with a stop text
 
-    def end_turn(self, token_ids: Sequence[int], is_stopped: bool = False) -> None:
+    def end_turn(self, token_ids: Sequence[int], *, is_stopped: bool = False) -> None:
         """Passes the policy's turn on to the environment.
 
         `token_ids` are the tokens that the policy has sampled since the last reply. `is_stopped`:
