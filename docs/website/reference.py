@@ -1,4 +1,4 @@
-"""Write the tables of docs/settings.md, docs/metrics.md and docs/from-trl.md from the lists in the code.
+"""Write the tables of docs/settings.md, docs/metrics.md and docs/from-trl.md from lists in code.
 
     python docs/website/reference.py
 

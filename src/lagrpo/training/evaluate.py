@@ -34,8 +34,8 @@ def evaluate(
     others.
 
     Returns `summary`, such as summary["pass@1"] with summary["pass@1_low"] and
-    summary["pass@1_high"], and `records`, one dict per prompt. Raises SettingsError, and RewardError
-    if too many completions could not be scored.
+    summary["pass@1_high"], and `records`, one dict per prompt. Raises SettingsError, and
+    RewardError if too many completions could not be scored.
     """
     if rewards is not None and not isinstance(rewards, list | tuple):
         rewards = [rewards]
