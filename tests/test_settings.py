@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
+from lagrpo.core.choices import CHOICES, MINIMUM
 from lagrpo.core.objective import NUMBERS
-from lagrpo.core.recipes import CHOICES, MINIMUM, resolve
+from lagrpo.core.recipes import resolve
 from lagrpo.errors import SettingsError
 from lagrpo.settings.command_line import SHORT, TABLES, CommandParser, read_words
 from lagrpo.settings.load import PRESETS, list_settings, load_settings, to_toml

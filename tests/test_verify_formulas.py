@@ -10,9 +10,9 @@ import torch
 
 from lagrpo.core import advantages, estimators, kl
 from lagrpo.core.advantages import AdvantageInputs
+from lagrpo.core.choices import CHOICES
 from lagrpo.core.objective import Recipe
 from lagrpo.core.pieces import piece
-from lagrpo.core.recipes import CHOICES
 from lagrpo.verify import formulas
 from lagrpo.verify.formulas import ScoredGroup, compute_advantages
 from lagrpo.verify.metric_checks import estimate_improvement

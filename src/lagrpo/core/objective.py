@@ -301,7 +301,7 @@ def _read_piece(name: str, function: object) -> Piece:
     """The piece of a function. Raises TypeError for a name: only settings name functions."""
     if not callable(function):
         raise TypeError(f"Recipe: {name} = {function!r} is not a function; names are for settings")
-    # core/recipes.py tries functions of your own: `callable` does not show what they return.
+    # core/own_functions.py tries functions of your own: `callable` does not show what they return.
     return as_piece(cast(PieceFunction, function))
 
 
