@@ -26,11 +26,11 @@ from typing import Any
 
 from lagrpo.errors import one_line
 from lagrpo.model.files import TOKENIZER, find_source, save_tokenizer
-from lagrpo.types import THOUGHT_END, Prompt
+from lagrpo.types import THOUGHT_END, JsonView, Prompt
 
 logger = logging.getLogger("lagrpo")
-Tools = Sequence[Mapping[str, Any]]
-Messages = Sequence[Mapping[str, Any]]
+Tools = Sequence[JsonView]
+Messages = Sequence[JsonView]
 # A short conversation, in which a reply is rendered: a user's message, and the text of an
 # assistant's turn without and with a thought.
 OPENING = ({"role": "user", "content": "1"},)
@@ -94,7 +94,7 @@ def check_rendered(messages: Messages, text: str) -> None:
             end_of_previous = end
 
 
-def required_pieces(message: Mapping[str, Any]) -> Iterator[str]:
+def required_pieces(message: JsonView) -> Iterator[str]:
     """Yields the texts of a message that no chat template may drop, in order.
 
     They are its content without the white space around it, and the names of the functions that it
@@ -130,7 +130,7 @@ def find_end(piece: str, text: str, start: int) -> int:
     return min(ends, default=-1)
 
 
-def write_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
+def write_arguments(message: JsonView) -> JsonView:
     """Returns the message with the arguments of its calls as JSON text."""
     if not message.get("tool_calls"):
         return message
@@ -160,7 +160,7 @@ class Chat:
     tokenizer: Any
     vocabulary: int
     eos_ids: frozenset[int]
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    template_kwargs: JsonView = field(default_factory=dict)
     started: datetime = field(default_factory=lambda: datetime.now(UTC))
 
     @staticmethod

@@ -7,9 +7,8 @@ is not a failure.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from lagrpo.errors import as_settings_error
 from lagrpo.model.chat import OPENING, Chat, Replies, RewritingError, TemplateError
@@ -17,7 +16,7 @@ from lagrpo.rewards.pool import Job, WorkerPool
 from lagrpo.settings.schema import Settings
 from lagrpo.tasks import Key, Task, environment_of, is_multi_turn
 from lagrpo.tasks.environments import Tools, system_text, take_turn
-from lagrpo.types import Outcome, OutcomeKind, Prompt
+from lagrpo.types import JsonObject, JsonView, Outcome, OutcomeKind, Prompt
 
 MAIN_TASK = ""
 """Name of the environment of the run's task; an evaluation set's environment has the set's name."""
@@ -41,10 +40,10 @@ class Episodes:
     turns: int
     sampled: int
     replied: int
-    tools: list[dict[str, Any]] | None = None
+    tools: list[JsonObject] | None = None
     deadline: float = 5.0
 
-    def open(self, prompt: Prompt, key: Key) -> tuple[Mapping[str, Any], ...]:
+    def open(self, prompt: Prompt, key: Key) -> tuple[JsonView, ...]:
         """Returns the messages with which an episode begins.
 
         Raises ValueError if it cannot begin.

@@ -41,7 +41,7 @@ def open_run(run: Run | Path | str) -> Run:
     raise RunNotFoundError(problem)
 
 
-def load_config(run: Run | Path | str) -> dict[str, Any]:
+def load_config(run: Run | Path | str) -> JsonObject:
     """Returns the settings of the run by its config.toml: a table for each section.
 
     Raises ValueError for a file that is not TOML.

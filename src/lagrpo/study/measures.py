@@ -18,7 +18,6 @@ from itertools import accumulate
 from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +28,7 @@ from lagrpo.core.recipes import resolve
 from lagrpo.runs import load_evaluations, load_events, load_metrics, load_rollouts
 from lagrpo.runs.environment import read_environment
 from lagrpo.settings.load import load_settings
+from lagrpo.types import JsonObject, JsonView
 
 REWARD = "reward"
 OPERATIONS: dict[str, Callable[[Sequence[float]], float]] = {
@@ -58,11 +58,11 @@ GRAMMAR = re.compile(
 class RunResult:
     """The records of a finished run."""
 
-    metrics: Sequence[dict[str, Any]]
+    metrics: Sequence[JsonObject]
     """A line per batch."""
-    evaluations: Mapping[str, dict[str, Any]]
+    evaluations: Mapping[str, JsonObject]
     """By name."""
-    where: dict[str, Any] = field(default_factory=dict)
+    where: JsonObject = field(default_factory=dict)
     """The machine and the commit."""
     path: Path | None = None
     """The directory; None for runs that come from a record."""
@@ -87,7 +87,7 @@ class RunResult:
         return [line.get(name) for line in self.metrics]
 
 
-def commit_text(git: Mapping[str, Any] | None, events: Sequence[Mapping[str, Any]]) -> str | None:
+def commit_text(git: JsonView | None, events: Sequence[JsonView]) -> str | None:
     """The commit at which a run started, and the others at which it resumed.
 
     Each has "(modified)" if the tree had changes. None outside of a repository.

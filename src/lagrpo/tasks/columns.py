@@ -10,8 +10,9 @@ from contextlib import suppress
 from typing import Any
 
 from lagrpo.errors import suggest
+from lagrpo.types import JsonView
 
-Columns = Mapping[str, Any]
+Columns = JsonView
 """The columns of a row, by name. A column may be a table with fields."""
 
 # The beginning of a text that holds messages, as JSON or as Python prints them.

@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import logging
 import re
-from collections.abc import Mapping
 from typing import Any
 
 try:
@@ -24,6 +23,7 @@ from lagrpo.tasks import RowTask
 from lagrpo.tasks.columns import plain, text_of
 from lagrpo.tasks.data import load_rows
 from lagrpo.tasks.numbers import find_last_box, find_reference, find_tagged, first_question
+from lagrpo.types import JsonView
 
 WORDING = "{problem}\n\nReason step by step and put the final answer in \\boxed{{}}."
 
@@ -56,7 +56,7 @@ def load(
     return RowTask("math", rows, _ask, score)
 
 
-def _ask(row: Mapping[str, Any]) -> tuple[str, Any]:
+def _ask(row: JsonView) -> tuple[str, Any]:
     return WORDING.format(problem=text_of(row, "problem")), plain(row["answer"])
 
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from lagrpo.types import JsonObject
+from lagrpo.types import JsonObject, JsonView
 
-Message = Mapping[str, Any]
+Message = JsonView
 """A message: "role", mostly "content" (a text, or parts), and what else the chat template reads."""
 
 Messages = Sequence[Message]

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import urllib3
 
 from lagrpo.errors import one_line
+from lagrpo.types import JsonObject
 
 Json = Mapping[str, Any]
 T = TypeVar("T")
@@ -131,7 +132,7 @@ class VllmClient:
             return True
         return False
 
-    def get_config(self) -> dict[str, Any]:
+    def get_config(self) -> JsonObject:
         """Returns vLLM's configuration: model_config, parallel_config, lora_config …"""
         return self.call("GET", "/server_info?config_format=json")["vllm_config"]
 
@@ -186,7 +187,7 @@ class VllmClient:
         label: str,
         top_p: float = 1.0,
         stop: Sequence[str] = (),
-    ) -> list[dict[str, Any]]:
+    ) -> list[JsonObject]:
         """Returns n completions of a prompt, in vLLM's JSON.
 
         They are sampled from the whole distribution, unless an evaluation has a `top_p`.
@@ -209,7 +210,7 @@ class VllmClient:
         if self.adapter is None:
             return choices
         # vLLM reports the label of the frozen weights: put the adapter's in its place.
-        labeled_choices: list[dict[str, Any]] = []
+        labeled_choices: list[JsonObject] = []
         for choice in choices:
             num_tokens = len(choice["token_ids"] or [])
             span = {"version": answer["model"], "start": 0, "end": num_tokens}
@@ -225,7 +226,7 @@ class VllmClient:
             "ignore_eos": True,
             "detokenize": False,
         }
-        body: dict[str, Any] = {
+        body: JsonObject = {
             "token_ids": [*prompt_ids, *token_ids],
             "sampling_params": params,
         }
