@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from io import StringIO
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tiny
@@ -20,6 +19,7 @@ from lagrpo.settings.schema import Settings
 from lagrpo.terminal.show import show_recipe, show_recipes
 from lagrpo.training.checks import check_settings
 from lagrpo.training.explain import meaning
+from lagrpo.types import JsonObject
 
 RATE = 3e-4
 
@@ -77,7 +77,7 @@ def test_recipes_that_hold_are_ordered_by_what_they_keep_for_certain_on_the_wors
     assert recipes_that_hold(staleness) == (lag, recipes)
 
 
-def dry_run(model: Path, loss: dict[str, Any], constant_lag: int) -> str:
+def dry_run(model: Path, loss: JsonObject, constant_lag: int) -> str:
     settings = Settings.model_validate(
         {"model": {"path": str(model)}, "loss": loss, "schedule": {"constant_lag": constant_lag}}
     )

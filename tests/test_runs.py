@@ -30,7 +30,7 @@ from lagrpo.runs.reading import (
 from lagrpo.runs.recorded import RecordedRun, group_seeds, load_runs
 from lagrpo.runs.rollouts import rollout_rows, rollout_schema
 from lagrpo.terminal.show import show
-from lagrpo.types import Completion, Group, Outcome, Prompt
+from lagrpo.types import Completion, Group, JsonObject, Outcome, Prompt
 
 SETTINGS = {
     "task": {"name": "arithmetic"},
@@ -288,7 +288,7 @@ def test_right_is_the_largest_reward_of_the_runs_range(tmp_path):
 # Several runs
 
 
-def recorded(name: str, **sections: dict[str, Any]) -> RecordedRun:
+def recorded(name: str, **sections: JsonObject) -> RecordedRun:
     """A run that has recorded nothing yet."""
     settings = {"run": {"name": name, "output_dir": "runs"}} | sections
     settings["run"] = settings["run"] | sections.get("run", {})

@@ -32,6 +32,7 @@ from lagrpo.rollout.vllm.client import GENERATE, KEY, SamplerError, VllmClient
 from lagrpo.rollout.vllm.engine import VllmEngine
 from lagrpo.rollout.vllm.server import EXTENSION, GUARD, Launch, find_python, open_servers
 from lagrpo.settings.schema import Settings
+from lagrpo.types import JsonObject
 
 
 @pytest.fixture(autouse=True)
@@ -88,7 +89,7 @@ def test_seeds_are_keyed_by_prompt_and_the_label_salts_the_cache(fake, engine, p
 
 
 def test_unusable_completion_fails_and_never_has_a_log_prob_of_zero(fake, engine, policy):
-    cases: list[tuple[dict[str, Any], str]] = [
+    cases: list[tuple[JsonObject, str]] = [
         ({"logprobs": (-0.5, -9999.0)}, "a log-prob that is not finite"),  # as vLLM writes -inf
         ({"logprobs": (-0.5,)}, "a log-prob that is not finite"),
         ({"tokens": ()}, "('stop') after 0 tokens"),
