@@ -50,10 +50,10 @@ def check_settings(
     `task` replaces settings.task, and `loss` settings.loss.recipe. Raises SettingsError.
     """
     check_evaluation(settings, task)
-    for each in settings.eval.sets:
-        if each.task is not None:
-            with as_settings_error(f"eval.sets, {each.name!r}"):
-                check_options(each.task)
+    for evaluation_set in settings.eval.sets:
+        if evaluation_set.task is not None:
+            with as_settings_error(f"eval.sets, {evaluation_set.name!r}"):
+                check_options(evaluation_set.task)
     with as_settings_error("offline.data"):
         completion_files(settings.offline.data)
     offline = bool(settings.offline.data) and settings.offline.fraction == 1
@@ -177,9 +177,9 @@ def check_server_gpus(settings: Settings) -> None:
         return
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = visible.split(",") if visible else [str(gpu) for gpu in range(local_size())]
-    of_ranks = [gpu.strip() for gpu in gpus[: local_size()]]
+    rank_gpus = [gpu.strip() for gpu in gpus[: local_size()]]
     for gpu in vllm.gpus:
-        if str(gpu) in of_ranks:
+        if str(gpu) in rank_gpus:
             cure = "give the server others, or set CUDA_VISIBLE_DEVICES for the ranks"
             raise SettingsError(f"vllm.gpus: GPU {gpu} is one that this run trains on: {cure}")
 
@@ -304,8 +304,8 @@ def _may_change(name: str, settings: Settings, saved: Settings, run: Path) -> bo
     does a reward function that was moved to another module.
     """
     if name == "schedule.batches":
-        more = settings.schedule.batches >= saved.schedule.batches
-        return more and settings.optimizer.lr_scheduler_type == "constant"
+        is_longer = settings.schedule.batches >= saved.schedule.batches
+        return is_longer and settings.optimizer.lr_scheduler_type == "constant"
     if name == "task.rewards":
         sources = read_environment(run).get("sources", {})
         pairs = zip_longest(settings.task.rewards, saved.task.rewards)
@@ -343,11 +343,13 @@ def in_memory_arguments(
     A run needs them again when it is resumed.
     """
     in_memory = data is not None and not isinstance(data, str | os.PathLike)
-    functions = [function_of(each) for each in rewards or () if not is_setting(each)]
+    functions = [function_of(reward) for reward in rewards or () if not is_setting(reward)]
     needed = {
         "task": task is not None,
         "data": in_memory,
-        "rewards": not all(is_loadable(each, name_function(each)) for each in functions),
+        "rewards": not all(
+            is_loadable(function, name_function(function)) for function in functions
+        ),
         "loss": loss is not None and not is_loadable_loss(loss),
     }
     return [name for name, is_needed in needed.items() if is_needed]
@@ -430,18 +432,18 @@ def as_settings(
     loss: Loss | None = None,
 ) -> JsonObject:
     """The settings of these arguments, as far as they are settings."""
-    found: JsonObject = {} if model is None else {"model.path": os.fspath(model)}
+    changes: JsonObject = {} if model is None else {"model.path": os.fspath(model)}
     if loss is not None:
         from lagrpo.settings.user_loss import name_loss  # loads torch
 
-        found["loss.recipe"] = name_loss(loss)
+        changes["loss.recipe"] = name_loss(loss)
     if data is not None:
-        found["task.name"] = "custom"
+        changes["task.name"] = "custom"
     if isinstance(data, str | os.PathLike):
-        found["task.data"] = os.fspath(data)
+        changes["task.data"] = os.fspath(data)
     if rewards is not None and all(map(is_setting, rewards)):
-        found["task.rewards"] = list(rewards)
-    return found
+        changes["task.rewards"] = list(rewards)
+    return changes
 
 
 def build_task(settings: Settings, data: object, rewards: Sequence[object] | None) -> Task | None:
@@ -454,18 +456,19 @@ def build_task(settings: Settings, data: object, rewards: Sequence[object] | Non
     in_memory = data is not None and not isinstance(data, str | os.PathLike)
     if not in_memory and not has_functions:
         return None
-    given: JsonObject = {"data": data} if in_memory else {}
-    given |= {"rewards": (RewardSettings(name="none", reward="exact"),)} if has_functions else {}
-    task: Any = load_task(settings.task.model_copy(update=given | {"tools": ()}), settings.run.seed)
+    replaced: JsonObject = {"data": data} if in_memory else {}
+    replaced |= {"rewards": (RewardSettings(name="none", reward="exact"),)} if has_functions else {}
+    task_settings = settings.task.model_copy(update=replaced | {"tools": ()})
+    task: Any = load_task(task_settings, settings.run.seed)
     if not has_functions:
         return task
-    found = list(map(as_reward, rewards or ()))
-    names = [each.name for each in found]
-    found = [
+    parts = list(map(as_reward, rewards or ()))
+    names = [part.name for part in parts]
+    parts = [
         replace(r, name=f"{r.name}_{n}") if names.count(r.name) > 1 else r
-        for n, r in enumerate(found, start=1)
+        for n, r in enumerate(parts, start=1)
     ]
-    return replace(task, reward=Rewards(tuple(found)))
+    return replace(task, reward=Rewards(tuple(parts)))
 
 
 def name_rewards(settings: Settings, task: Task | None) -> Settings:
@@ -480,10 +483,10 @@ def name_rewards(settings: Settings, task: Task | None) -> Settings:
     ):
         return settings
     entries: list[RewardSettings] = []
-    for each in Rewards.from_reward(task.reward).parts:
-        where = name_function(each.function)
+    for part in Rewards.from_reward(task.reward).parts:
+        reference = name_function(part.function)
         entries.append(
-            RewardSettings(name=each.name, reward=where, weight=each.weight, range=each.range)
+            RewardSettings(name=part.name, reward=reference, weight=part.weight, range=part.range)
         )
     return settings.model_copy(
         update={"task": settings.task.model_copy(update={"rewards": tuple(entries)})}

@@ -233,13 +233,13 @@ def read_tree(target: Any) -> tuple[ast.Module | None, int]:
 def find_function(code: CodeType) -> list[ast.AST]:
     """The definition of a function; several lambdas of one line cannot be told apart."""
     tree, _ = read_tree(code)
-    found = list[ast.AST]()
+    definitions = list[ast.AST]()
     for node in ast.walk(tree) if tree else ():
         name = getattr(node, "name", "<lambda>")
         is_called_so = isinstance(node, FUNCTIONS) and name == code.co_name
         if is_called_so and first_line(node) == code.co_firstlineno:
-            found.append(node)
-    return found
+            definitions.append(node)
+    return definitions
 
 
 def find_class(kind: type) -> ast.AST | None:
@@ -254,20 +254,21 @@ def find_class(kind: type) -> ast.AST | None:
 
 def find_local_names(node: ast.AST) -> set[str]:
     """Parameters and variables of the functions in a piece of source."""
-    found, declared = set[str](), set[str]()
+    bound_names, global_names = set[str](), set[str]()
     for part in ast.walk(node):
         if isinstance(part, ast.arg):
-            found.add(part.arg)
+            bound_names.add(part.arg)
         elif isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):
-            found.add(part.id)
+            bound_names.add(part.id)
         elif isinstance(part, ast.Global):
-            declared.update(part.names)
-    return found - declared
+            global_names.update(part.names)
+    return bound_names - global_names
 
 
 def first_line(node: Any) -> int:
     """The line on which a definition begins, with its decorators."""
-    return min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", ()))])
+    decorators = getattr(node, "decorator_list", ())
+    return min([node.lineno, *(decorator.lineno for decorator in decorators)])
 
 
 def find_assignments(module: str, name: str) -> Iterator[ast.stmt]:
@@ -282,7 +283,7 @@ def find_assignments(module: str, name: str) -> Iterator[ast.stmt]:
             elif isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
                 names = [
-                    n.id for each in targets for n in ast.walk(each) if isinstance(n, ast.Name)
+                    n.id for target in targets for n in ast.walk(target) if isinstance(n, ast.Name)
                 ]
                 if name in names:
                     yield node

@@ -197,7 +197,7 @@ def _choose_rows(
         versions = set(sampled(row, "policy_versions"))
         if versions and versions <= folders.keys():
             rows.append(row)
-    chosen = [rows[index] for index in permutation(len(rows), seed, "replay")[:count]]
+    rows_to_replay = [rows[index] for index in permutation(len(rows), seed, "replay")[:count]]
 
     prefix = "completions, their samples and log-probs:"
     offline = sum(row["source"] != "sampler" for row in run.rows)
@@ -207,9 +207,9 @@ def _choose_rows(
     run.report.skip(
         f"{prefix} the weights of their version are not on disk; {cure}", without_weights
     )
-    not_chosen = len(rows) - len(chosen)
+    not_chosen = len(rows) - len(rows_to_replay)
     run.report.skip(f"{prefix} not chosen; choose more with --rows N or --all", not_chosen)
-    return chosen
+    return rows_to_replay
 
 
 def column_of(row: Row, name: str) -> Tensor:
