@@ -29,6 +29,7 @@ from lagrpo.runs import files
 from lagrpo.runs.environment import write_environment
 from lagrpo.runs.files import (
     TEMPORARY,
+    sync_to_disk,
     to_json,
     write_atomically,
     write_directory_atomically,
@@ -136,6 +137,8 @@ class Run:
 def _append_line(path: Path, line: JsonView) -> None:
     with path.open("a", encoding="utf-8") as file:
         file.write(to_json(line) + "\n")
+    # A checkpoint covers the lines before it. After a power cut it must not outlive them.
+    sync_to_disk(path)
 
 
 def default_name(settings: JsonView, now: datetime.datetime | None = None) -> str:
