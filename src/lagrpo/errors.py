@@ -94,7 +94,7 @@ LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 def check_is_pulled(path: Path) -> None:
-    """Raises ValueError for the pointer that a clone without Git LFS has in place of a large file."""
+    """Raises ValueError if a clone without Git LFS has only the pointer to this large file."""
     with path.open("rb") as file:
         beginning = file.read(len(LFS_POINTER))
     if beginning == LFS_POINTER:

@@ -98,7 +98,7 @@ def _concatenate_known(tensors: Sequence[Tensor | None]) -> Tensor | None:
 
 
 def on_device(x: LossInputs, device: torch.device | str) -> LossInputs:
-    """The same inputs in the memory of another device; `step` stays where it is."""
+    """Copies the inputs to another device, except `step`."""
 
     def move(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else tensor.to(device)

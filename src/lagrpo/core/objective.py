@@ -38,7 +38,7 @@ class Derivative:
     gradient_T: Tensor
     """[T] d loss / d log pi"""
     clipped_T: Tensor
-    """[T] True where the surrogate has no gradient: the token is clipped, masked or filtered"""
+    """[T] True for a clipped, masked or filtered token: the surrogate gives it no gradient"""
     filtered_T: Tensor
     """[T] True where a filter drops the token"""
     kl_T: Tensor

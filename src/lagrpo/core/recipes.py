@@ -147,7 +147,7 @@ def resolve(
     """
     resolved = _find_recipe(recipe)
     overrides = dict(overrides or {})
-    # A function brings knobs of its own, so it is replaced before them.
+    # Replacing a function replaces its knobs, so functions come first.
     for path in sorted(overrides, key=lambda path: _order(path, overrides[path])):
         resolved = _override(resolved, path, overrides)
     _check_domains(resolved)
@@ -407,7 +407,7 @@ def _contradictions_of_kl(recipe: Recipe) -> Iterator[str]:
 
 
 def _number(recipe: Recipe, path: str) -> float | None:
-    """The number of a knob; None if the recipe has no such knob, or it is no number."""
+    """The value of a numeric knob; None if the recipe lacks it, or its value is not a number."""
     value = recipe.knobs.get(path)
     return value if isinstance(value, int | float) else None
 

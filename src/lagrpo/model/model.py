@@ -334,7 +334,7 @@ class Policy:
         return self.model(packed, tau, entropy_T)
 
     def advance(self) -> None:
-        """Counts an optimizer update: the weights are those of the next version from now on."""
+        """Counts an optimizer update, after which the weights are the next version."""
         self.weights.version += 1
 
     def load(self, weights: Mapping[str, Tensor], version: int) -> None:

@@ -1,6 +1,6 @@
 """The local rollout engine: exact samples and exact log-probs, by continuous batching.
 
-The engine has a copy of its own of the weights of α. A token is sampled by inverting the cumulative
+The engine keeps a copy of the weights of α. A token is sampled by inverting the cumulative
 distribution at a uniform number, keyed by (seed, "sample", batch, epoch, prompt, completion,
 position), so a completion is the same whatever is sampled with it. Training has no top-k and no
 top-p: the trainer differentiates the distribution that is sampled. `logp_alpha` is float32, at the

@@ -162,8 +162,8 @@ class Prefetcher:
     def pop_metrics(self) -> tuple[float, int]:
         """Returns the waiting time and the number of sampled tokens since the last call.
 
-        The time is in seconds, spent waiting for the engine; the tokens are those of all groups
-        that came.
+        The time is in seconds, spent waiting for the engine; the tokens are counted over all groups
+        that arrived.
         """
         seconds = self.seconds
         num_tokens = self._num_tokens

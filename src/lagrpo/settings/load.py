@@ -1,6 +1,6 @@
 """Settings from TOML files and mappings, and back to TOML.
 
-Errors say where the wrong setting is, and what is wrong with it.
+Errors name the file and the setting, and say what is wrong with its value.
 """
 
 from __future__ import annotations

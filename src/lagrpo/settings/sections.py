@@ -376,7 +376,7 @@ class LossSettings(Section):
 
     @property
     def _named_knobs(self) -> Table:
-        """The knobs that have a setting of their own and are set, by their paths."""
+        """The knobs set by a named setting such as loss.epsilon, by their paths."""
         values = self.model_dump(exclude={"recipe", "overrides"}, exclude_none=True)
         return {KNOBS.get(name, name): value for name, value in values.items()}
 

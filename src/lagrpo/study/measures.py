@@ -102,8 +102,8 @@ def commit_text(git: Mapping[str, Any] | None, events: Sequence[Mapping[str, Any
 def step_bounds(run: Path, step: int) -> dict[str, float | None]:
     """Both sides of the bounds on J(π_k) - J(α), as means over the groups of a step.
 
-    They are those of arXiv 2505.22257, Corollary 1 with α as π_k (reports/theory.md), in units of
-    the range of rewards. The rewards must lie in that range.
+    The bounds come from arXiv 2505.22257, Corollary 1 with α as π_k (reports/theory.md), in units
+    of the range of rewards. The rewards must lie in that range.
     """
     settings = load_settings(run / "config.toml")
     eps_std = resolve(settings.loss.recipe, settings.loss.knobs).eps_std

@@ -132,7 +132,7 @@ def load_study(file: Path, directory: Path) -> tuple[Study, list[Run]]:
     """A study and all its runs, seed by seed.
 
     Raises SettingsError for a file that is not a study, for settings that cannot run, and for
-    settings that differ from those of a run that exists.
+    settings that differ from the ones an existing run was made with.
     """
     study = validate(read_toml(file), {}, str(file), Study)
     base = merged(DEFAULTS, read_toml(file.parent / study.settings))

@@ -99,7 +99,7 @@ def find_expression(text: str) -> str | None:
     """Returns the expression in a completion, within its last <answer> ... </answer> if it has any.
 
     It is the last stretch of digits, + - * / ( ), × · ÷, LaTeX's times, cdot and div, and spaces
-    that has an operation between two numbers. Returns None if there is no such stretch.
+    that has an operation between two numbers. Returns None if the text has none.
 
     >>> find_expression("First 7 - 3 = 4, so (7 − 3) × 5 = 20.")
     '(7 - 3) * 5'

@@ -38,7 +38,7 @@ class Batch:
 
     @property
     def in_objective(self) -> bool:
-        """True if any completion is in the objective; without one there is no update."""
+        """True if any completion is in the objective; otherwise the batch makes no update."""
         return bool((self.weight_C != 0).any())
 
     def has_logp_alpha(self) -> Tensor:

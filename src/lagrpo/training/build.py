@@ -179,7 +179,7 @@ class TrainerComponents:
     def next_sync(self, state: LoopState, further: int = 0) -> SyncDecision:
         """Returns the decision of the schedule for the batch after `state`.
 
-        `further` batches are added to those of the settings.
+        The run has `further` batches more than schedule.batches.
         """
         settings = self.settings.schedule
         # With dynamic sampling `every(v)` submits batches one by one.

@@ -45,7 +45,7 @@ class Callback:
         """The run starts, or resumes after `batch` batches.
 
         `settings` has a mapping per section, with the name of the run's directory in
-        settings["run"]["name"]; `environment` is that of environment.json.
+        settings["run"]["name"]; `environment` is the content of environment.json.
         """
 
     def on_batch(self, metrics: Row, rollouts: Sequence[Row]) -> None:

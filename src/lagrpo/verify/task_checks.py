@@ -245,7 +245,7 @@ def _compare_outcome(run: RecordedRun, row: Row, outcome: Outcome) -> None:
 
 
 def check_evaluations(run: RecordedRun, task: Task, chat: Chat) -> None:
-    """Checks all evaluations. `task` is that of the training; evaluation sets may have others."""
+    """Checks all evaluations. `task` is the training task; an evaluation set may have another."""
     settings = run.settings
     task_settings_of_sets = {
         evaluation_set.name: evaluation_set.task for evaluation_set in settings.eval.sets

@@ -243,7 +243,7 @@ def check_row(run: RecordedRun, reading: RowReading, noise: float) -> None:
     """Checks the tokens that a version sampled, their log α, and log π_k if it is π_k."""
     row = reading.row
     is_sampled_by_version = reading.is_sampled_by_version()
-    # The keyed random numbers are those of the local engine; vLLM has its own.
+    # Only the local engine draws from the keyed random numbers; vLLM has its own generator.
     if run.settings.rollout.engine == "local":
         _check_samples(run, reading, is_sampled_by_version, noise)
     _check_logprobs(run, reading, "rollout_logprobs", is_sampled_by_version, noise)

@@ -482,7 +482,7 @@ def _thousandths(logp: np.ndarray) -> np.ndarray:
 
 
 def texts_of(run: Path, model: str, ids: Sequence[int]) -> tuple[list[str] | None, str]:
-    """Returns the text of each token id and ""; None and the reason if there is no tokenizer."""
+    """Returns the text of each token id and "", or, without a tokenizer, None and the reason."""
     from tokenizers import Tokenizer
 
     for path in _tokenizer_paths(run, model):

@@ -120,7 +120,7 @@ def make_page(names: Sequence[str], packed: bytes, *, live: bool = False) -> str
     scripts = "\n".join(_asset(f"{name}.js") for name in SCRIPTS)
     style = "\n".join(_asset(name) for name in STYLES)
     library = _asset("uplot.js")
-    # One function around all scripts keeps their names apart from those of the library.
+    # One function around all scripts, so that their names do not collide with the library's.
     program = f'(() => {{\n"use strict";\n{scripts}\n}})();'
     connect = "'self'" if live else "'none'"
     policy = (
