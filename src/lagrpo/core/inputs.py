@@ -75,6 +75,7 @@ def concatenate(micro_batches: Sequence[LossInputs]) -> LossInputs:
     completions: list[Tensor] = []
     completions_before = 0
     for x in micro_batches:
+        # Indices of completions begin at 0 in each micro-batch, so they are shifted.
         completions.append(x.completion + completions_before)
         completions_before += len(x.advantages)
     return LossInputs(

@@ -106,6 +106,7 @@ class Recipe:
         is_kept_C = torch.ones_like(zero_variance_C)
         if self.mask_zero_variance:
             is_kept_C = ~zero_variance_C
+        # A masked group may count in the normalizer, but has no weight itself.
         is_counted_C = is_kept_C | self.masked_count
         return is_kept_C * self.reduction(lengths_C, is_counted_C, max_length)
 

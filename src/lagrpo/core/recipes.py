@@ -221,6 +221,7 @@ def _override(recipe: Recipe, path: str, overrides: Mapping[str, object]) -> Rec
         high_path = low_path.removesuffix("low") + "high"
         _check_given_once(recipe, low_path, path, overrides)
         recipe = recipe.with_knob(low_path, _read_number(path, value))
+        # Whatever path names it: epsilon_high and surrogate.epsilon_high are the same knob.
         sets_high = any(high_path in _fitting(recipe, other) for other in overrides)
         return recipe if sets_high else recipe.with_knob(high_path, value)
     full_path = _full_path(recipe, path, path)
@@ -535,6 +536,7 @@ def inert_over_pi_k(recipe: Recipe) -> list[str]:
         is_factor = path.endswith((".mask", ".weight")) or path.startswith("filters.")
         if not isinstance(value, Piece) or not (is_factor or path == "surrogate"):
             continue
+        # It reads a statistic of the step, which pi = pi_k does not fix.
         if statistic_of(value.function) is not None:
             continue
         recorded = RecordedInputs.record(x)

@@ -100,6 +100,7 @@ class PackedWeights(Weights):
         # The parameters of linear layers: empty in `lm`, and keys of their weights in the panels.
         self._empty_parameters: dict[str, nn.Parameter] = {}
         for name, parameter in lm.named_parameters():
+            # `Backend.copy` has left these parameters empty, of shape [0].
             if self._shapes[name] != parameter.shape:
                 self._empty_parameters[name] = parameter
 

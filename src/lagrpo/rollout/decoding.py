@@ -146,6 +146,7 @@ class DecodeState:
         self.prompt_lengths[places] = torch.tensor(lengths)
         group_of_new_row = torch.tensor(places).repeat_interleave(G)  # int64 [prompts * G]
         self.group_of_row = torch.cat([self.group_of_row, group_of_new_row])
+        # The rows of one group share its prompt's place; their own caches are empty.
         self.lengths = F.pad(self.lengths, (0, len(group_of_new_row)))
         return hidden.index_select(0, layout.last_prompt_rows)
 

@@ -130,6 +130,7 @@ def _rewards_and_log_ratios(run: Path, step: int) -> list[tuple[Tensor, Tensor]]
     for row in load_rollouts(run, [step]):
         if row["outcome"] != "scored":
             continue
+        # Completions of one turn: tokens of an environment's reply would have None here.
         token_pairs = zip(row["old_logprobs"], row["rollout_logprobs"], strict=True)
         log_ratio = sum(old - rollout for old, rollout in token_pairs)
         groups.setdefault((row["prompt_id"], row["epoch"]), []).append((row["reward"], log_ratio))

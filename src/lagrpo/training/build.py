@@ -117,6 +117,7 @@ class TrainerComponents:
             reply_tokens = max_reply_tokens(settings, *loaded.values())
             if ranks.is_first:
                 print(f"loading {settings.model.path} …", flush=True)
+            # The servers load the model while this process does.
             servers = start_servers(settings, reply_tokens, undo) if ranks.is_first else []
             longest = settings.max_sequence_length + reply_tokens
             policy = build_policy(settings.model, sampling.temperature, longest, seed)

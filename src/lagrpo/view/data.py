@@ -516,6 +516,7 @@ def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     It is decoded behind another token, since decoders drop the space before the first. A part of a
     character is shown as its name in the vocabulary.
     """
+    # Any token with a text does; the last one, if the tokenizer makes several.
     anchor = tokenizer.encode("a", add_special_tokens=False).ids[-1:]
     anchor_text = tokenizer.decode(anchor, skip_special_tokens=False)
     texts = []

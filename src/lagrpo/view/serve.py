@@ -183,6 +183,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         url = urlsplit(self.path)
         paths = self.view_server.paths
+        # The page of another site whose name points to 127.0.0.1 sends that name here.
         if self.headers.get("Host") not in self.view_server.hosts:
             message = b"this server answers at 127.0.0.1 only\n"
             self._answer(HTTPStatus.FORBIDDEN, "text/plain", message)
