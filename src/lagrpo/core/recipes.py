@@ -536,7 +536,6 @@ def inert_over_pi_k(recipe: Recipe) -> list[str]:
         is_factor = path.endswith((".mask", ".weight")) or path.startswith("filters.")
         if not isinstance(value, Piece) or not (is_factor or path == "surrogate"):
             continue
-        # It reads a statistic of the step, which pi = pi_k does not fix.
         if statistic_of(value.function) is not None:
             continue
         recorded = RecordedInputs.record(x)
