@@ -147,6 +147,7 @@ def _combine_numbers(count: int, *key: int | str) -> tuple[list[int], int]:
     """
     from lagrpo.rng import uniforms
 
+    # Enough: count numbers, and three draws for each of count - 1 combinations.
     randoms = iter(uniforms(4 * count, "countdown", *key).tolist())
     numbers = [1 + int(next(randoms) * _LARGEST) for _ in range(count)]
     remaining = list(numbers)

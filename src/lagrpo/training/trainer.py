@@ -347,6 +347,7 @@ class Trainer:
         metrics = {"grad_norm": norm}
         max_norm = self.optimization.max_grad_norm or math.inf
         if norm > max_norm:
+            # With the norm of all ranks' gradients: this rank has only its part.
             torch.nn.utils.clip_grads_with_norm_(self.masters.parameters, max_norm, norm_tensor)
         gradients: list[Tensor | None] = []
         if self.optimization.log_gradient_cosine:
@@ -495,6 +496,7 @@ class Trainer:
         self.reset_optimizer()
         for span, master in zip(self.masters.spans, self.masters.parameters, strict=True):
             master.copy_(saved.part(f"master/{span.name}", span))
+            # A run that stopped before its first update has no moments.
             if f"step/{span.name}" in saved:
                 self.optimizer.state[master] = self._load_moments(saved, span, master)
         self.masters.write_back()

@@ -204,6 +204,7 @@ def _status(run: Run, events: Sequence[JsonView]) -> list[str]:
     holder = read_holder(run.path)
     if holder:
         writer = f"process {holder['pid']} on {holder['host']}, since {holder['since']}"
+        # Processes of another machine are not visible here.
         if holder["host"] != platform.node():
             return ["unknown", f"running or killed: {writer}"]
         if Path(f"/proc/{holder['pid']}").exists():
@@ -328,6 +329,7 @@ def read_rollouts(
     sizes = {batch: _measure(run, batch) for batch in reading.rollout_batches(run)}
     completions = sum(size.completions for size in sizes.values())
     tokens = sum(size.tokens for size in sizes.values())
+    # As many completions as have `most_tokens` tokens on average.
     most = min(most, most_tokens * completions // max(tokens, 1))
     chosen = {batch: size.completions for batch, size in sizes.items()}
     if completions > most:
