@@ -41,7 +41,7 @@ JsonObject = dict[str, Any]
 """An object as `json` reads and writes it, or a row of a Parquet file."""
 
 JsonView = Mapping[str, Any]
-"""Such an object, where it is only read."""
+"""A JsonObject for code that only reads it."""
 
 THOUGHT_END = re.compile(r"</[\w:]*(?:think|thought|reason)\w*>|\[/THINK\]")
 """The end of an assistant's thinking: </think>, </thought>, </seed:think>, [/THINK] …"""

@@ -111,6 +111,7 @@ class Run:
         The reward curve reads `step`, `pass@1`, `pass@1_low` and `pass@1_high` from the summary.
         """
         folder = self.path / "evaluations"
+        # The summary comes last: `load_evaluations` finds an evaluation by it.
         write_table(folder / f"{name}.parquet", records)
         return write_atomically(folder / f"{name}.json", to_json({"name": name, **summary}) + "\n")
 
@@ -223,6 +224,7 @@ def locked(path: Path) -> Iterator[None]:
         raise RunLockedError(f"{problem}; wait until it ends, or stop it") from error
     now = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%dT%H:%M:%SZ}"
     holder = {"pid": os.getpid(), "host": platform.node(), "since": now}
+    # Not in the lock file: replacing that would leave the lock on the old file.
     write_atomically(path / HOLDER, to_json(holder))
     try:
         yield

@@ -180,6 +180,7 @@ def _ratio_metrics(log_rho_T: Tensor) -> Metrics:
     """Returns RATIO_METRICS of tokens, from log ρ = log π_k - log α, nats."""
     limited_T = limit(log_rho_T)
     rho_T = limited_T.exp()
+    # rho - 1 - log rho: at least 0 for every token, with mean KL(α‖π_k) on tokens of α.
     kl_T = torch.expm1(limited_T) - limited_T
     size_T = log_rho_T.abs()
     return {
@@ -224,6 +225,7 @@ def sequence_metrics(
     known = log_ratio_C[known_C]
     if not len(known) or bool(known.isnan().any()):
         return dict.fromkeys(("rollout/seq_kl", "rollout/seq_tv", "rollout/seq_ess", "improvement"))
+    # A common factor does not change the ESS, and no ratio overflows.
     size = float(ess((known - known.max()).exp()))
     improvement = None
     if size >= ENOUGH:
