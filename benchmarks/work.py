@@ -171,6 +171,7 @@ def write_prompts(work: Work, path: Path, seed: int = SEED) -> Path:
     if not rows:
         raise ValueError(f"{work.title}: no prompt is that long")
     order = order_prompts(seed, 0, PROMPTS)
+    # Sides get the rows in the order of keys that a run of lagrpo draws.
     lines = [json.dumps({"key": key, **rows[key % len(rows)]}) + "\n" for key in order]
     path.write_text("".join(lines), encoding="utf-8")
     return path
@@ -242,6 +243,7 @@ def trl(work: Work, per_device: int, **settings: Any) -> JsonObject:
         "use_cpu": pick_device().type == "cpu",
         "bf16": DTYPE == "bfloat16",
         "gradient_checkpointing": False,
+        # The file has the order in which lagrpo visits the prompts; TRL must keep it.
         "shuffle_dataset": False,
         "save_strategy": "no",
         "logging_strategy": "no",

@@ -39,8 +39,10 @@ BY_HAND = {
     "topr": {16: measured(0.9, 0.9), 64: measured(0.9, 0.8)},
     "dppo_tv": {16: measured(0.9, 0.75), 64: measured(0.9, 0.9)},
     "vespo": {16: measured(0.95, 0.95), 64: measured(0.8, 0.75)},
+    # Keeps most at lag 16, but its interval is so wide that others keep more for certain.
     "sapo": {16: measured(0.96, 0.96, half_interval=0.2), 64: measured(0.6, 0.6)},
     "reinforce": {16: measured(0.6, 0.9), 64: measured(0.9, 0.9)},
+    # Keeps enough at lag 16, but at no learning rate at which every seed lives.
     "cispo": {16: measured(0.9, 0.9, lives=False), 64: measured(0.9, 0.9)},
 }
 

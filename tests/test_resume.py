@@ -98,6 +98,7 @@ def cut_to(run: Path, batch: int, root: Path | None = None) -> Path:
     for folder in (copy / "checkpoints").glob("step-*"):
         if int(folder.name.partition("-")[2]) > batch:
             shutil.rmtree(folder)
+    # A killed run has no event `end`, the last line.
     (copy / "events.jsonl").write_bytes(
         b"".join((copy / "events.jsonl").read_bytes().splitlines(True)[:-1])
     )
@@ -162,6 +163,7 @@ def test_killed_run_gets_more_batches_as_if_it_had_been_longer(begin):
 
 def test_run_killed_before_its_first_checkpoint_starts_again(whole, undisturbed, tmp_path):
     killed = cut_to(whole("plain"), 0, tmp_path)
+    # A run whose events name a checkpoint that is gone would be rejected.
     lines = (killed / "events.jsonl").read_text(encoding="utf-8").splitlines(True)
     (killed / "events.jsonl").write_text(
         "".join(line for line in lines if '"checkpoint"' not in line), encoding="utf-8"

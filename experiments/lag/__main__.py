@@ -71,6 +71,7 @@ def make_runs(plan: Iterable[Pass], methods: Methods, directory: Path, *, is_who
 
 def make_missing(plan: Iterable[Pass], methods: Methods, directory: Path) -> None:
     """Make the runs of a plan that have no record, pass by pass, and append their records."""
+    # Without runs of methods that have changed since: these are made again.
     done = load_records(directory, methods)
     began = time.monotonic()
     for item in plan:

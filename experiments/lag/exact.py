@@ -164,6 +164,7 @@ def _statistics(
     _, n, tokens = logp.shape
     columns: dict[str, list[Tensor]] = {}
     for row, alpha_of_row in enumerate(alpha):
+        # A collector takes a sample, not probabilities: a sample in their proportions.
         copies = (alpha_of_row * STATISTICS_FROM).round().long()
         drawn = torch.arange(n).repeat_interleave(copies)
         batch = LossInputs(

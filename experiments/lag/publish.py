@@ -147,6 +147,7 @@ def page_table(cells: Mapping[str, Cells], methods: Mapping[str, Method]) -> str
         rank = largest_common_lag(cells, method)
         if rank is not None:
             ranked.append((rank, method))
+    # By the largest lag first, so that losses without runs there come last.
     ranked.sort(key=lambda pair: pair[0], reverse=True)
     for (largest_lag, _), method in ranked:
         row = [method_label(method)]

@@ -111,12 +111,14 @@ def find_cells(records: Mapping[RunKey, Record], table: Table, task: str) -> Cel
             at_lag_0[record.method, record.learning_rate].append(record)
     if not at_lag_0:
         return {}
+    # Runs at lag 0 are longer, as the reference of long runs; their own column is cut to this.
     shortest = min(record.updates for record in selected)
     cells = {}
     for key, rates in by_cell.items():
         kind_and_lag = key[1]
         length = next(iter(next(iter(rates.values())).values())).updates
         updates = shortest if kind_and_lag[1] == 0 else length
+        # A longer run has a larger mean score, so the reference is cut to the cell's length.
         reference = max(fmean(r.gain(updates) for r in runs) for runs in at_lag_0.values())
         cells[key] = Cell(rates, reference, updates)
     return cells

@@ -96,6 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             run_command(name, rest)
     except BrokenPipeError:
         # The reader of our output has gone: `lagrpo … | head`.
+        # At its end Python flushes stdout and would complain on stderr.
         sys.stderr.close()
     except BaseException as error:
         interruption = find_interruption(error)
@@ -273,6 +274,7 @@ def evaluate(words: list[str]) -> None:
     base: dict[str, Any] = {
         "run.output_dir": "evaluations",
         "eval.num_prompts": 0,
+        # Not used: eval.num_samples counts. The default, 16, could exceed max_num_seqs.
         "rollout.num_generations": 1,
     }
     if asks_for_help(words):

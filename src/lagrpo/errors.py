@@ -58,6 +58,7 @@ def as_settings_error(what: str = "", *further: type[Exception]) -> Iterator[Non
     """
     try:
         yield
+    # It is a ValueError, too, but has its message already.
     except SettingsError:
         raise
     except (ValueError, OSError, ImportError, *further) as error:
@@ -91,6 +92,7 @@ def describe_error(error: BaseException) -> str:
     message = one_line(str(error))
     if not message:
         return name
+    # The message of a KeyError is the bare key, for example.
     says_little = isinstance(error, LookupError | AttributeError | AssertionError)
     return f"{name}: {message}" if says_little else message
 
@@ -99,7 +101,7 @@ LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 def check_is_pulled(path: Path) -> None:
-    """Raises ValueError for a pointer: a clone without Git LFS has it in place of a large file."""
+    """Raises ValueError if a clone without Git LFS has only the pointer to this large file."""
     with path.open("rb") as file:
         beginning = file.read(len(LFS_POINTER))
     if beginning == LFS_POINTER:

@@ -10,6 +10,15 @@ Shape suffixes, used everywhere:
 
 `rewards_G` is one group's rewards, `logp_T` the log-probs of all completion tokens of a batch, one
 after the other, `completion_T` the index (0 .. C-1) of the completion that each token belongs to.
+
+Policies, and the names of their log-probs:
+
+    π       the policy that learns                   logp
+    π_k     π before the updates on batch k          old_logp, in metrics logp_k
+    α       the policy that sampled the completion   logp_alpha (Completion), else rollout_logp
+    π_ref   the reference of the KL term             ref_logp
+
+The columns of a file of rollouts are old_logprobs and rollout_logprobs.
 """
 
 from __future__ import annotations
@@ -32,7 +41,7 @@ JsonObject = dict[str, Any]
 """An object as `json` reads and writes it, or a row of a Parquet file."""
 
 JsonView = Mapping[str, Any]
-"""Such an object, where it is only read."""
+"""A JsonObject for code that only reads it."""
 
 THOUGHT_END = re.compile(r"</[\w:]*(?:think|thought|reason)\w*>|\[/THINK\]")
 """The end of an assistant's thinking: </think>, </thought>, </seed:think>, [/THINK] …"""

@@ -38,7 +38,7 @@ class Derivative:
     gradient_T: Tensor
     """[T] d loss / d log pi"""
     clipped_T: Tensor
-    """[T] True where the surrogate has no gradient: the token is clipped, masked or filtered"""
+    """[T] True for a clipped, masked or filtered token: the surrogate gives it no gradient"""
     filtered_T: Tensor
     """[T] True where a filter drops the token"""
     kl_T: Tensor
@@ -106,6 +106,7 @@ class Recipe:
         is_kept_C = torch.ones_like(zero_variance_C)
         if self.mask_zero_variance:
             is_kept_C = ~zero_variance_C
+        # A masked group may count in the normalizer, but has no weight itself.
         is_counted_C = is_kept_C | self.masked_count
         return is_kept_C * self.reduction(lengths_C, is_counted_C, max_length)
 
@@ -147,7 +148,8 @@ class Recipe:
         """-sum_t weight (value - beta kl): a micro-batch's share of the loss, a number.
 
         The loss is minus Eq. 7 of arXiv 2505.22257, minus Eq. 8 if the weights mask groups.
-        Backward on one micro-batch after the other gives the gradient of the batch.
+        Backward on one micro-batch after the other gives the gradient of the batch. The trainer
+        calls `differentiate`, which has the same loss and also says which tokens are clipped.
         """
         weight_T = weight_C[x.completion]
         return -(weight_T * (self.value(x) - self.beta * self.penalty(x))).sum()

@@ -53,7 +53,7 @@ def resolve(
     """
     resolved = _find_recipe(recipe)
     overrides = dict(overrides or {})
-    # A function brings knobs of its own, so it is replaced before them.
+    # Replacing a function replaces its knobs, so functions come first.
     for path in sorted(overrides, key=lambda path: _order(path, overrides[path])):
         resolved = _override(resolved, path, overrides)
     _check_domains(resolved)
@@ -127,6 +127,7 @@ def _override(recipe: Recipe, path: str, overrides: Mapping[str, object]) -> Rec
         high_path = low_path.removesuffix("low") + "high"
         _check_given_once(recipe, low_path, path, overrides)
         recipe = recipe.with_knob(low_path, _read_number(path, value))
+        # Whatever path names it: epsilon_high and surrogate.epsilon_high are the same knob.
         sets_high = any(high_path in _fitting(recipe, other) for other in overrides)
         return recipe if sets_high else recipe.with_knob(high_path, value)
     full_path = _full_path(recipe, path, path)
@@ -313,7 +314,7 @@ def _contradictions_of_kl(recipe: Recipe) -> Iterator[str]:
 
 
 def _number(recipe: Recipe, path: str) -> float | None:
-    """The number of a knob; None if the recipe has no such knob, or it is no number."""
+    """The value of a numeric knob; None if the recipe lacks it, or its value is not a number."""
     value = recipe.knobs.get(path)
     return value if isinstance(value, int | float) else None
 

@@ -1,4 +1,4 @@
-"""Attention of a decoding step to a cache of keys and values, which stays where it is.
+"""Attention of a decoding step to a cache of keys and values, without a copy of the cache.
 
 Each token of a step has one query for each of its heads, and sees the first tokens of one row of
 the cache. The query heads that share a key head read the same keys, so they stand where the tokens

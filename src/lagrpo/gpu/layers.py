@@ -165,8 +165,8 @@ def norm_backward(
 ) -> tuple[Tensor, Tensor]:
     """Returns the gradients of `norm`.
 
-    They are the gradient of x + delta [rows, width], which includes the sum's own `grad_total`, and
-    that of the weight [width].
+    The first is by x + delta [rows, width], and includes the sum's own `grad_total`; the second is
+    by the weight [width].
     """
     rows, width = x.shape
     tile = _norm_tile(width)

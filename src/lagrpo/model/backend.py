@@ -155,7 +155,7 @@ class Backend:
             return copy_trained(model.lm), panels.base
         # A model that learns computes by its own panels.
         assert isinstance(panels, OwnPanels)
-        # deepcopy puts these in the place of the weights with these ids.
+        # A memo for deepcopy: it replaces a weight by the empty one under its id.
         empty_weights: dict[int, Any] = {}
         layers: Any = model.decoder.layers
         for layer in layers:
@@ -270,7 +270,7 @@ def chosen_kernels() -> Choice:
 
 
 def pick_device() -> torch.device:
-    """Returns a GPU if PyTorch sees one, else the CPU. Each rank of a host has a GPU of its own.
+    """Returns a GPU if PyTorch sees one, else the CPU. Ranks of one host do not share a GPU.
 
     Raises SettingsError if there are more ranks than GPUs.
     """

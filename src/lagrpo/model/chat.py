@@ -416,8 +416,8 @@ class Chat:
     def without_end(self, text: str) -> str:
         """Returns a completion's text without the tokens that end or pad it.
 
-        The white space between and after these tokens goes, too. Raises ValueError for a text that
-        goes on after an end token.
+        Also removes white space between and after these tokens. Raises ValueError if text follows
+        an end token.
         """
         silent_tokens = [
             token for token, token_id in self.special_tokens.items() if token_id in self.silent_ids

@@ -113,7 +113,7 @@ def load_adapted(
     lora, base = load_adapter_config(adapter)
     with one_line_errors(f"{base}, the model of the adapter {adapter}, cannot be loaded"):
         lm, tokenizer = load_model(resolve_model(base), dtype, device)
-    # The names of weights are those of their layers, then ".lora_…".
+    # A weight's name is its layer's name, then ".lora_…".
     layers = tuple(sorted({name.rpartition(".lora_")[0] for name in weights}))
     with as_settings_error(f"the adapter {adapter}"):
         attach_lora(lm, replace(lora, targets=layers))

@@ -327,8 +327,8 @@ class _WeightGradient:
     """The gradient of the head's weight [V, H]: the sum over pieces of grad_logitsᵀ · hidden.
 
     A single piece is its product. Several are added up in float32, and rounded once. With
-    `sums_in_product` the products are added to the sum as they are computed; else each is rounded
-    first, and takes memory of its own.
+    `sums_in_product` the matrix product adds to the sum directly; else each product is first
+    written to a buffer in the weight's dtype, which rounds it.
     """
 
     def __init__(self, weight: Tensor, num_pieces: int, *, sums_in_product: bool) -> None:
@@ -353,7 +353,7 @@ class _WeightGradient:
             add_product(self._total, grad_logits.mT, hidden)
 
     def result(self) -> Tensor | None:
-        """Returns the gradient [V, H] in the weight's dtype, in memory of its own."""
+        """Returns the gradient [V, H] in the weight's dtype. It shares no memory with a buffer."""
         if self._total is None:
             return self._product
         # A copy, because the sum is in a buffer.

@@ -100,6 +100,7 @@ class PackedWeights(Weights):
         # The parameters of linear layers: empty in `lm`, and keys of their weights in the panels.
         self._empty_parameters: dict[str, nn.Parameter] = {}
         for name, parameter in lm.named_parameters():
+            # `Backend.copy` has left these parameters empty, of shape [0].
             if self._shapes[name] != parameter.shape:
                 self._empty_parameters[name] = parameter
 
@@ -334,7 +335,7 @@ class Policy:
         return self.model(packed, tau, entropy_T)
 
     def advance(self) -> None:
-        """Counts an optimizer update: the weights are those of the next version from now on."""
+        """Counts an optimizer update, after which the weights are the next version."""
         self.weights.version += 1
 
     def load(self, weights: Mapping[str, Tensor], version: int) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from lagrpo.rollout.episodes import Episodes
 from lagrpo.types import Group, Prompt
 
-# The token ids of a prompt, and those of a completion.
+# The token ids of a prompt, and the token ids of a completion.
 Item = tuple[Sequence[int], Sequence[int]]
 
 

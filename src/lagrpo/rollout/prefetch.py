@@ -137,33 +137,36 @@ class Prefetcher:
     def has_missing(self, batches: range) -> bool:
         """True if groups of these batches, which were submitted, have not come."""
         submitted = [self._batches[batch] for batch in batches]
+        # A group stays in `groups` after it was handed out, so the lengths can be compared.
         return any(len(batch.groups) < len(batch.requests) for batch in submitted)
 
     def restore(
-        self, here: Mapping[int, Sequence[Group]], announced: Mapping[int, Sequence[int]]
+        self,
+        groups_by_batch: Mapping[int, Sequence[Group]],
+        versions_by_batch: Mapping[int, Sequence[int]],
     ) -> None:
         """Resumes from what `waiting` returned. Submits the missing groups again."""
-        if not announced:
+        if not versions_by_batch:
             return
         version = self._sampler.version
         missing: list[Request] = []
-        for batch, versions in announced.items():
-            groups = list(here.get(batch, ()))
+        for batch, versions in versions_by_batch.items():
+            groups = list(groups_by_batch.get(batch, ()))
             restored = _SubmittedBatch(self._requests(batch), set(versions), groups)
             self._batches[batch] = restored
-            missing_here = restored.missing_requests()
-            if missing_here:
+            missing_of_batch = restored.missing_requests()
+            if missing_of_batch:
                 # They are sampled again, now with these weights.
                 restored.versions.add(version)
-                missing += missing_here
+                missing += missing_of_batch
         if missing:
             self._streams.append(self._sampler.sample(missing, self._G))
 
     def pop_metrics(self) -> tuple[float, int]:
         """Returns the waiting time and the number of sampled tokens since the last call.
 
-        The time is in seconds, spent waiting for the engine; the tokens are those of all groups
-        that came.
+        The time is in seconds, spent waiting for the engine; the tokens are counted over all groups
+        that arrived.
         """
         seconds = self.seconds
         num_tokens = self._num_tokens
@@ -173,6 +176,7 @@ class Prefetcher:
 
     def _receive(self) -> bool:
         """Adds one more group to its batch. Returns False if no group is in flight."""
+        # The oldest stream first: its batches are the next to be used.
         while self._streams:
             request_and_group = self._next(self._streams[0])
             if request_and_group is not None:

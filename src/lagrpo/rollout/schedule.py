@@ -17,6 +17,12 @@ run.
 [False, False, True, False, False, True]
 >>> lags(every(4), total=9, M=9, i=1), lags(lagged(2), total=5, M=5, i=3)
 ([0, 1, 2, 0, 1, 2, 3, 0, 1], [0, 3, 6, 6, 6])
+
+With every(2) and one update per batch, batch 3 learns at version 2, and version 1 sampled it: its
+weights were synced before batch 2.
+
+>>> lags(every(2), total=5, M=5, i=1)
+[0, 0, 1, 0, 1]
 """
 
 from __future__ import annotations
@@ -120,6 +126,7 @@ class Schedule:
         """
         batch = state.batch + 1
         last_submitted = state.prefetched_batches.stop - 1
+        # If all that may be submitted was submitted before, the range is empty.
         last_to_submit = max(
             self._last_to_submit(batch, total, M, prefetch=prefetch), last_submitted
         )
@@ -129,6 +136,8 @@ class Schedule:
     def _last_to_submit(self, batch: int, total: int, M: int, *, prefetch: bool) -> int:
         """Returns the last batch that may be generated with the weights of batch `batch`."""
         if self.kind == "lagged":
+            # The weights before batch b sample batch b + v: a lag of v batches. The first decision
+            # also submits batches 1 .. v, for which there are no older weights.
             return min(batch + self.v, total)
         last = batch
         if self.kind == "every" and prefetch:

@@ -171,8 +171,8 @@ class WeightSyncCheck:
     def __call__(self, policy: Policy, sampler: LocalSampler | ServedEngine) -> Mapping[str, float]:
         """Returns logp_difference_mean and logp_difference_max: |Δ log-prob| per token, nats.
 
-        They are those of the worst server, or of the local engine at the start. Raises
-        WeightSyncError if a test fails, SamplerError if a server is gone for good.
+        The worst server counts. For the local engine they are from the comparison at the start.
+        Raises WeightSyncError if a test fails, SamplerError if a server is gone for good.
         """
         where = f"version {policy.version}"
         if sampler.version != policy.version:

@@ -31,7 +31,7 @@ def model_card(
 ) -> str:
     """Returns the card of the weights that the run `name` has trained.
 
-    `changed_settings` are those of `settings` that are not the defaults. `evaluations` are
+    `changed_settings` are the entries of `settings` that are not the defaults. `evaluations` are
     summaries, in their order. `version` is the number of updates.
     """
     parts = [

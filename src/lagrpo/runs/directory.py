@@ -31,6 +31,7 @@ from lagrpo.runs import files
 from lagrpo.runs.environment import write_environment
 from lagrpo.runs.files import (
     TEMPORARY,
+    sync_to_disk,
     to_json,
     write_atomically,
     write_directory_atomically,
@@ -112,6 +113,7 @@ class Run:
         The reward curve reads `step`, `pass@1`, `pass@1_low` and `pass@1_high` from the summary.
         """
         folder = self.path / "evaluations"
+        # The summary comes last: `load_evaluations` finds an evaluation by it.
         write_table(folder / f"{name}.parquet", records)
         return write_atomically(folder / f"{name}.json", to_json({"name": name, **summary}) + "\n")
 
@@ -141,6 +143,8 @@ class Run:
 def _append_line(path: Path, line: JsonView) -> None:
     with path.open("a", encoding="utf-8") as file:
         file.write(to_json(line) + "\n")
+    # A checkpoint covers the lines before it. After a power cut it must not outlive them.
+    sync_to_disk(path)
 
 
 def default_name(settings: JsonView, now: datetime.datetime | None = None) -> str:
@@ -225,6 +229,7 @@ def locked(path: Path) -> Iterator[None]:
         raise RunLockedError(f"{problem}; wait until it ends, or stop it") from error
     now = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%dT%H:%M:%SZ}"
     holder = {"pid": os.getpid(), "host": platform.node(), "since": now}
+    # Not in the lock file: replacing that would leave the lock on the old file.
     write_atomically(path / HOLDER, to_json(holder))
     try:
         yield

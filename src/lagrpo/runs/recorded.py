@@ -95,7 +95,7 @@ def _find_method(
     for method in methods:
         if _without_seed(method[0].settings) != settings:
             continue
-        # Two runs of one seed are no sample of seeds, so each is shown by itself.
+        # A repeated seed would count twice in the mean over seeds, so the run stands by itself.
         if run.seed not in [other.seed for other in method]:
             return method
     return None
@@ -111,7 +111,7 @@ def _shared_name(names: Sequence[str]) -> str:
     """Returns the name of a run, or the words that the names of several seeds begin with."""
     if len(names) == 1:
         return names[0]
-    # The separators are kept as words of their own.
+    # The group in the pattern keeps the separators in the list.
     words_by_name = [re.split(r"([-_. ])", name) for name in names]
     shared = ""
     for words in zip(*words_by_name, strict=False):

@@ -124,6 +124,7 @@ def _completion_columns(
     # In a checkpoint, completions that are not scored yet have no outcome.
     outcome = completion.outcome
     versions = completion.versions[completion.sampled].tolist()
+    # The version is -1 for tokens of offline data; a failed completion may have no token.
     is_version_known = bool(versions) and min(versions) >= 0
     columns = {
         "completion": completion.text,
@@ -135,6 +136,7 @@ def _completion_columns(
         "policy_versions": completion.versions.tolist(),
         "loss_mask": completion.sampled.tolist(),
         "policy_version": policy_version,
+        # The oldest token decides: vLLM may sync weights in the middle of a completion.
         "staleness": policy_version - min(versions) if is_version_known else None,
         "finished": completion.finished,
         "outcome": outcome.kind.value if outcome else None,

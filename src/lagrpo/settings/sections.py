@@ -107,7 +107,7 @@ class ModelSettings(Section):
     path: str = "smollm2"
     """Hub id or directory of a causal language model, or smollm2 (embedded)"""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """bfloat16, float32, or auto: bfloat16 if the hardware multiplies it"""
+    """bfloat16, float32, or auto: bfloat16 if the hardware can multiply in it"""
     chat_template: str | None = None
     """File with a Jinja chat template; default: the tokenizer's"""
     chat_template_kwargs: Table = Field(default={})
@@ -335,7 +335,7 @@ class LossSettings(Section):
     recipe: str = "grpo"
     """Loss: a name of lagrpo recipes, or package.module:name of your own"""
     beta: float | None = None
-    """Weight of KL(policy, reference), 0: no reference; default, as below: the recipe's"""
+    """Weight of KL(policy, reference); 0: no reference; default here and below: the recipe's"""
     kl_estimator: str | None = None
     """Estimator of that KL: k2, k3, k3_clamped, k3_linear or k3_bias_corrected"""
     epsilon: float | None = None
@@ -376,7 +376,7 @@ class LossSettings(Section):
 
     @property
     def _named_knobs(self) -> Table:
-        """The knobs that have a setting of their own and are set, by their paths."""
+        """The knobs set by a named setting such as loss.epsilon, by their paths."""
         values = self.model_dump(exclude={"recipe", "overrides"}, exclude_none=True)
         return {KNOBS.get(name, name): value for name, value in values.items()}
 
@@ -450,7 +450,7 @@ class OptimizerSettings(Section):
     scale_lr_by_ess: float = Field(default=0.0, ge=0, le=1)
     """Lower the learning rate while the effective sample size is below this share (VCPO); 0: off"""
     log_gradient_cosine: bool = False
-    """Log the cosine of consecutive gradients (a gradient more in memory)"""
+    """Log the cosine of consecutive gradients (keeps one more gradient in memory)"""
     dither_master_weights: bool = True
     """Dither fp32 master weights, so that small updates move bf16 weights"""
 

@@ -102,8 +102,8 @@ def commit_text(git: JsonView | None, events: Sequence[JsonView]) -> str | None:
 def step_bounds(run: Path, step: int) -> dict[str, float | None]:
     """Both sides of the bounds on J(π_k) - J(α), as means over the groups of a step.
 
-    They are those of arXiv 2505.22257, Corollary 1 with α as π_k (reports/theory.md), in units of
-    the range of rewards. The rewards must lie in that range.
+    The bounds come from arXiv 2505.22257, Corollary 1 with α as π_k (reports/theory.md), in units
+    of the range of rewards. The rewards must lie in that range.
     """
     settings = load_settings(run / "config.toml")
     eps_std = resolve(settings.loss.recipe, settings.loss.knobs).eps_std
@@ -130,6 +130,7 @@ def _rewards_and_log_ratios(run: Path, step: int) -> list[tuple[Tensor, Tensor]]
     for row in load_rollouts(run, [step]):
         if row["outcome"] != "scored":
             continue
+        # Completions of one turn: tokens of an environment's reply would have None here.
         token_pairs = zip(row["old_logprobs"], row["rollout_logprobs"], strict=True)
         log_ratio = sum(old - rollout for old, rollout in token_pairs)
         groups.setdefault((row["prompt_id"], row["epoch"]), []).append((row["reward"], log_ratio))

@@ -76,5 +76,6 @@ def calculate(expression: str) -> str:
     Returns:
         The value.
     """
+    # A Fraction, so 1/3*3 is 1 and prints as a whole number.
     value = evaluate(expression, OPERATIONS)
     return str(value) if value.denominator == 1 else str(float(value))

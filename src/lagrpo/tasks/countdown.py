@@ -100,7 +100,7 @@ def find_expression(text: str) -> str | None:
     """Returns the expression in a completion, within its last <answer> ... </answer> if it has any.
 
     It is the last stretch of digits, + - * / ( ), × · ÷, LaTeX's times, cdot and div, and spaces
-    that has an operation between two numbers. Returns None if there is no such stretch.
+    that has an operation between two numbers. Returns None if the text has none.
 
     >>> find_expression("First 7 - 3 = 4, so (7 − 3) × 5 = 20.")
     '(7 - 3) * 5'
@@ -148,6 +148,7 @@ def _combine_numbers(count: int, *key: int | str) -> tuple[list[int], int]:
     """
     from lagrpo.rng import uniforms
 
+    # Enough: count numbers, and three draws for each of count - 1 combinations.
     randoms = iter(uniforms(4 * count, "countdown", *key).tolist())
     numbers = [1 + int(next(randoms) * _LARGEST) for _ in range(count)]
     remaining = list(numbers)

@@ -270,8 +270,9 @@ def are_joined(text: str, left: Numeral, right: Numeral) -> bool:
 def read_number(text: str, *, first: bool = False, fractions: bool = False) -> Numeral | None:
     """Returns the numeral that names the last number of a text in plain spelling, or the `first`.
 
-    With `fractions`, a/b is one number. Returns None if there is no numeral, and if it is joined to
-    its neighbor. If an expression with "=" comes first, the first number is the one after its "=".
+    With `fractions`, a/b is one number. Returns None for a text without numerals, and for a numeral
+    that is joined to its neighbor. If an expression with "=" comes first, the first number is the
+    one after its "=".
     """
     numerals = find_numerals(text)
     if fractions:

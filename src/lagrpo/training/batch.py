@@ -1,8 +1,16 @@
 """From scored groups to the rows that the trainer steps on: advantages, weights, packed rows.
 
-Only scored completions take part, and of them only sampled tokens. A masked group (its rewards are
-all equal) leaves the objective before any forward pass. Weights carry the normalizer of the whole
-batch.
+Only scored completions take part, and of them only sampled tokens. `weight_C` carries the
+normalizer of the whole batch, so the losses of micro-batches and ranks only have to be added.
+
+A group whose rewards are all equal may have been replaced before (`replace_zero_variance` in
+loop.py). If it was not:
+
+- A recipe that masks such groups (`mask_zero_variance`) gives their completions weight 0. They
+leave
+  the objective before any forward pass; `masked_count` decides whether the normalizer counts them.
+- Any other recipe counts them. An update leaves out completions with advantage 0 if these have no
+  gradient in the recipe (`skips_zero_advantage`).
 """
 
 # Some methods of PyTorch have no types.
@@ -38,7 +46,11 @@ class Batch:
 
     @property
     def in_objective(self) -> bool:
-        """True if any completion is in the objective; without one there is no update."""
+        """True if any completion has a weight; without one there is no update.
+
+        Completions with advantage 0 count: a gradient that is known to be zero is still an update,
+        because AdamW moves on by its moments.
+        """
         return bool((self.weight_C != 0).any())
 
     def has_logp_alpha(self) -> Tensor:
@@ -88,6 +100,7 @@ def assemble(groups: Sequence[Group], recipe: Recipe, max_tokens: int, seed: int
         uniform=torch.cat(uniform_of_groups),
     )
     advantage_C = recipe.advantages(x, max_tokens).float()
+    # Here the loss gets its normalizer: core/reductions.py, over the completions of all ranks.
     weight_C = recipe.weights(lengths_C, zero_variance(x.rewards, x.group), max_tokens)
     return Batch(tuple(groups), tuple(members), advantage_C, lengths_C, weight_C)
 

@@ -117,6 +117,7 @@ class TrainerComponents:
             reply_tokens = max_reply_tokens(settings, *loaded.values())
             if ranks.is_first:
                 print(f"loading {settings.model.path} …", flush=True)
+            # The servers load the model while this process does.
             servers = start_servers(settings, reply_tokens, undo) if ranks.is_first else []
             longest = settings.max_sequence_length + reply_tokens
             policy = build_policy(settings.model, sampling.temperature, longest, seed)
@@ -179,7 +180,7 @@ class TrainerComponents:
     def next_sync(self, state: LoopState, further: int = 0) -> SyncDecision:
         """Returns the decision of the schedule for the batch after `state`.
 
-        `further` batches are added to those of the settings.
+        The run has `further` batches more than schedule.batches.
         """
         settings = self.settings.schedule
         # With dynamic sampling `every(v)` submits batches one by one.

@@ -46,7 +46,7 @@ class Callback:
         """The run starts, or resumes after `batch` batches.
 
         `settings` has a mapping per section, with the name of the run's directory in
-        settings["run"]["name"]; `environment` is that of environment.json.
+        settings["run"]["name"]; `environment` is the content of environment.json.
         """
 
     def on_batch(self, metrics: Row, rollouts: Sequence[Row]) -> None:
@@ -89,6 +89,7 @@ class Trackers(Callback):
     def on_start(self, settings: Row, environment: Row, batch: int) -> None:
         path = Path(settings["run"]["output_dir"], settings["run"]["name"]).absolute()
         config, run_id = redact_values({**settings, "environment": environment}), environment["id"]
+        # Names first: `_call` then also drops a tracker whose start fails.
         self.active = dict.fromkeys(self.names)
         self._call(
             lambda name, _: self.active.update({name: TRACKERS[name](path, run_id, config, batch)})
@@ -96,9 +97,11 @@ class Trackers(Callback):
 
     def on_batch(self, metrics: Row, rollouts: Sequence[Row]) -> None:
         batch, count = metrics["step"], min(self.completions, len(rollouts))
+        # `on_evaluation` has logged evaluations, at the batch after which they were made.
         values = {name: value for name, value in metrics.items() if not name.startswith("eval/")}
         self._log(batch, values)
         if count:
+            # Evenly over the batch: neighbors are completions of the same prompt.
             rows = [rollouts[n * len(rollouts) // count] for n in range(count)]
             table = redact_values([{name: row.get(name) for name in COLUMNS} for row in rows])
             self._call(lambda _, tracker: tracker.log_table(batch, table))
@@ -120,6 +123,7 @@ class Trackers(Callback):
         self._call(lambda _, tracker: tracker.log(batch, numbers))
 
     def _call(self, call: Callable[[str, Any], object]) -> None:
+        # A list, because a tracker that raises is removed on the way.
         for name, tracker in list(self.active.items()):
             try:
                 call(name, tracker)

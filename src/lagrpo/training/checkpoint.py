@@ -115,8 +115,8 @@ def save_checkpoint(
     if finish and components.samples_here:
         with ranks.sync_interrupts():
             components.prefetcher.finish()
-    waiting, announced_versions = components.prefetcher.waiting(loop.prefetched_batches)
-    rows = ranks.join(_rows_of_groups(waiting, policy_version))
+    groups_by_batch, versions_by_batch = components.prefetcher.waiting(loop.prefetched_batches)
+    rows = ranks.join(_rows_of_groups(groups_by_batch, policy_version))
 
     weights_by_version: dict[int, Mapping[str, Tensor]] = {}
     reference_version = None
@@ -146,7 +146,7 @@ def save_checkpoint(
             "alpha": alpha_version,
             "pi_ref": reference_version,
         },
-        "announced": announced_versions,
+        "announced": versions_by_batch,
         "data": components.data,
         "model": components.model,
     }
@@ -196,6 +196,7 @@ def _write(
     name = "trainer"
     if ranks.size > 1:
         name = f"trainer-{ranks.rank + 1:05d}-of-{ranks.size:05d}"
+    # All ranks know this name. It has the form that `files.remove_leftovers` removes.
     scratch = path.with_name(f".{path.name}.0-00000000.tmp")
     try:
         scratch.mkdir(parents=True, exist_ok=True)
@@ -241,9 +242,10 @@ def restore_checkpoint(
     _load_versions(components, checkpoint)
     rollouts = checkpoint.path / ROLLOUTS
     with reading(rollouts):
-        groups = _load_groups(components, rollouts)
-    announced_versions = {int(batch): versions for batch, versions in state["announced"].items()}
-    components.prefetcher.restore(groups, announced_versions)
+        groups_by_batch = _load_groups(components, rollouts)
+    # JSON has only texts as keys.
+    versions_by_batch = {int(batch): versions for batch, versions in state["announced"].items()}
+    components.prefetcher.restore(groups_by_batch, versions_by_batch)
     loop: JsonObject = dict(state["loop"])
     loop["prefetched"] = tuple(loop["prefetched"])  # JSON has lists
     return LoopState(**loop)

@@ -15,7 +15,7 @@ from lagrpo.training import checks
 from lagrpo.training.evaluation import Evaluation, evaluate_model
 
 DEFAULTS = {"run.output_dir": "evaluations", "eval.num_prompts": 0, "rollout.num_generations": 1}
-"""Settings that differ from those of a run: all prompts, in a directory of their own."""
+"""Settings whose defaults differ from a run's: all prompts, and another directory."""
 
 
 @without_own_frames

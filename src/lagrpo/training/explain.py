@@ -180,6 +180,7 @@ def _staleness_note(recipe: Recipe, settings: Settings) -> list[str]:
     else:
         limit = f"and {recipe.name} did not hold at {tried[0]}, the smallest lag that was measured"
     lag, others = recipes_that_hold(largest)
+    # Beyond all measured lags, `lag` is the largest of them: there this recipe may hold, too.
     is_help = bool(others) and lag > held
     cure = f"; {' and '.join(others)} held at {lag}" if is_help else ""
     return [
@@ -240,6 +241,7 @@ def expected_memory(
         numbers += 2 * parameters
     elif is_local:
         numbers += trained
+    # In float32 on one rank, AdamW steps on the working weights themselves.
     masters = 4 * trained // ranks if size == 2 or ranks > 1 else 0
     return {
         "weights": size * numbers,

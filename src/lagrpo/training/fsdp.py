@@ -263,7 +263,7 @@ def without_values(lm: Any) -> Any:
 
     The directory of a model is written with it.
     """
-    # deepcopy puts these in the place of the parameters with these ids.
+    # A memo for deepcopy: it replaces a parameter by the empty one under its id.
     empty_parameters = {
         id(parameter): nn.Parameter(parameter.to("meta"), parameter.requires_grad)
         for parameter in lm.parameters()

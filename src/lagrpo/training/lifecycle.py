@@ -85,7 +85,7 @@ class Training:
             all_callbacks = [trackers, *callbacks]
         self.recorder = Recorder(components, self.store, display, all_callbacks)
 
-        self.checkpoints = self.store.path / "checkpoints"
+        self.checkpoint_folder = self.store.path / "checkpoints"
         self.saved_batch = 0  # of the newest checkpoint
         self.saved_at = time.monotonic()
         # False until a resumed run is restored: a run that cannot be restored stays as it was.
@@ -116,7 +116,7 @@ class Training:
         A checkpoint of this state can be written until the next update.
         """
         self.loop = loop
-        self.version = self.policy.version
+        self.version = self.policy.version  # of `loop`: the policy moves on within the next batch
         self.synced = self.components.trainer.synced
 
     # From the start to the end
@@ -213,6 +213,10 @@ class Training:
         if self.settings.eval.at_start and self.loop.batch == 0:
             self.evaluate(Moment.BEFORE)
         self.evaluate()
+        # The files of a batch are written in this order: rollouts, events, the line of metrics, and
+        # the checkpoint, if one is due. So the records of all batches that a checkpoint covers were
+        # written before it. A resumed run removes records of later batches, and computes these
+        # batches again.
         for step in train_loop(self.components, self.loop, self.recorder.announce):
             self.record(step)
             self.evaluate()
@@ -226,6 +230,7 @@ class Training:
         """Records a batch, shows it, calls the callbacks, and writes weights if they are due."""
         evaluation_metrics = self.evaluations.metrics(step.b - 1)
         metrics, rows = self.recorder.record_batch(step, evaluation_metrics)
+        # Before the callbacks: if one raises, the run can still be saved after this batch.
         self.set_state(step.state)
         self.recorder.show_batch(metrics, rows)
         export_every = self.settings.checkpoint.export_every
@@ -247,6 +252,7 @@ class Training:
                     self.recorder.record_evaluation(name, evaluation, batch)
         find_best = partial(self.evaluations.find_best, self.store, batch, moment)
         best = self.ranks.on_rank0(find_best)
+        # Weights of the initial policy are not written: they are the model of the settings.
         if batch and best:
             self.write_weights(partial(self.store.record_best, found=best))
 
@@ -270,13 +276,15 @@ class Training:
             return
         self.recorder.announce("checkpoint")
         started = time.monotonic()
-        save_checkpoint(self.checkpoints, self.components, self.loop, self.synced, finish=finish)
+        save_checkpoint(
+            self.checkpoint_folder, self.components, self.loop, self.synced, finish=finish
+        )
         self.saved_batch = batch
         self.saved_at = time.monotonic()
         if self.ranks.is_first:
             # The newest one stays until the run ends, whatever the limit: it may have to resume.
             limit = max(1, self.settings.checkpoint.save_total_limit)
-            prune_checkpoints(self.checkpoints, limit)
+            prune_checkpoints(self.checkpoint_folder, limit)
         self.recorder.record_event("checkpoint", batch, seconds=self.saved_at - started)
 
     def write_weights(self, record: Callable[[Callable[[Path], None]], Path]) -> Path:
@@ -334,7 +342,10 @@ class Training:
         weights = None
         try:
             if was_asked or self.ranks.size == 1:
+                # An update since the last batch cannot be undone: then the policy belongs to no
+                # state of the loop.
                 if self.loop.batch and self.policy.version == self.version:
+                    # Completions in flight are dropped: a resumed run samples them again.
                     self.write_checkpoint(finish=False)
                 if was_asked or self.policy.version:
                     weights = self.write_weights(self.record_final)
@@ -350,7 +361,7 @@ class Training:
             if self.is_started and self.ranks.is_first:
                 self.recorder.record_event("end", self.loop.batch, status=status, detail=detail)
                 if status == "finished" and self.settings.checkpoint.save_total_limit == 0:
-                    prune_checkpoints(self.checkpoints, 0)
+                    prune_checkpoints(self.checkpoint_folder, 0)
         self.recorder.end(status, detail, was_started=self.is_started)
 
     def describe_end(self, status: Status, interrupted: signal.Signals | None) -> str:

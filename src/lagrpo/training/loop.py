@@ -42,6 +42,7 @@ def train_loop(
     M = schedule.stage_length
 
     while state.batch < schedule.batches:  # 5, 6   stage s, k = 1 .. M
+        # If a signal has interrupted one rank, all of them stop before the same batch.
         with ranks.sync_interrupts():
             raise_if_asked()
         b = state.batch + 1
@@ -53,6 +54,7 @@ def train_loop(
             trainer.end_stage(reset_optimizer=schedule.reset_optimizer)  # 16   π_ref <- π_θ
             state = state.after_stage(policy.version)
 
+        # rollout/schedule.py decides: sync now, and which batches to submit after the sync.
         decision = components.next_sync(state)
         reason = SyncReason.START if state.alpha < 0 else decision.reason
         if reason:  # 8
@@ -68,7 +70,7 @@ def train_loop(
         with clock.measure(Phase.LEARNING):
             batch = assemble_batch(components, groups, b)  # 12-13   A_α, weights
             rows = trainer.pack(batch, components.settings.optimizer.micro_batch_tokens)
-        rows_left_out = score_left_out(components, clock, batch)  # while the policy is still π_k
+        rows_left_out = compute_left_out(components, clock, batch)  # while the policy is still π_k
         in_objective = batch.in_objective
         updates: list[dict[str, float]] = []
         with clock.measure(Phase.LEARNING):
@@ -167,6 +169,7 @@ def replace_zero_variance(
         ]
         if not indices:
             break
+        # The sequence of extra prompts continues where the round before ended.
         requests = components.main.prompts.extra(state.batch + 1, prompts_used, len(indices))
         prompts_used += len(indices)
         # Every rank has all requests, and samples its share of them.
@@ -193,8 +196,8 @@ def assemble_batch(components: TrainerComponents, groups: Sequence[Group], b: in
     )
 
 
-def score_left_out(components: TrainerComponents, clock: Clock, batch: Batch) -> list[MicroBatch]:
-    """Returns the completions that the objective leaves out, with log π_k.
+def compute_left_out(components: TrainerComponents, clock: Clock, batch: Batch) -> list[MicroBatch]:
+    """Returns the completions that updates leave out, with log π_k.
 
     Metrics of staleness cover them too. Collective: all ranks hold the same batch, so all of them
     take the same branch.

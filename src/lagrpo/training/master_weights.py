@@ -336,7 +336,7 @@ def step_offloaded(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Par
         parameter.grad = None
     for parameter, gradient in zip(parameters, gradients, strict=True):
         state: dict[str, Any] = optimizer.state[parameter]
-        # Before the first step there are no moments.
+        # AdamW makes its moments at the first step.
         on_host = {name: state[name] for name in MOMENTS if name in state}
         for name, moment in on_host.items():
             state[name] = moment.to(parameter.device)
@@ -362,7 +362,7 @@ class MergedState(Mapping[str, Tensor]):
 
     A state has a weight's numbers under `master/NAME`, `exp_avg/NAME` and `exp_avg_sq/NAME`. A rank
     that has the numbers A .. B - 1 of N has them flat, under `master/NAME@A:N`. AdamW's step count
-    is `step/NAME`. Files may be mapped: numbers that nobody asks for are not read.
+    is `step/NAME`. Files may be memory-mapped: then only the numbers that are looked up are read.
 
     >>> states = {"master/a@0:3": torch.tensor([1.0, 2.0])}, {"master/a@2:3": torch.tensor([3.0])}
     >>> MergedState(states)["master/a"]

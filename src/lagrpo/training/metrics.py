@@ -1,9 +1,9 @@
 """The metrics of a batch: one flat dict, for metrics.jsonl, the display and every tracker.
 
-Every line of a run has the same keys, and its values are numbers or None. runs/metrics.py says what
-each one means. Metrics of whole completions compare π_k, the policy at the start of the batch, with
-α, which sampled it. They cover every scored completion whose log α is known, also in groups that
-the loss leaves out because of their rewards.
+Every line of a run has the same keys, and its values are numbers or None. runs/metrics.toml says
+what each one means. Metrics of whole completions compare π_k, the policy at the start of the batch,
+with α, which sampled it. They cover every scored completion whose log α is known, also in groups
+that the loss leaves out because of their rewards.
 """
 
 from __future__ import annotations
@@ -183,6 +183,7 @@ def _ratio_metrics(log_rho_T: Tensor) -> Metrics:
     """Returns RATIO_METRICS of tokens, from log ρ = log π_k - log α, nats."""
     limited_T = limit(log_rho_T)
     rho_T = limited_T.exp()
+    # rho - 1 - log rho: at least 0 for every token, with mean KL(α‖π_k) on tokens of α.
     kl_T = torch.expm1(limited_T) - limited_T
     size_T = log_rho_T.abs()
     return {
@@ -228,6 +229,7 @@ def sequence_metrics(
     known = log_ratio_C[known_C]
     if not len(known) or bool(known.isnan().any()):
         return dict.fromkeys(("rollout/seq_kl", "rollout/seq_tv", "rollout/seq_ess", "improvement"))
+    # A common factor does not change the ESS, and no ratio overflows.
     size = float(ess((known - known.max()).exp()))
     improvement = None
     if size >= ENOUGH:

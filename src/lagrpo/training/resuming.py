@@ -93,16 +93,20 @@ class ResumeState:
         return self.checkpoint.state["data"]["places"]
 
     def cut_back(
-        self, moved: Mapping[str, list[object]], code: Sequence[str], git: JsonView | None
+        self,
+        machine_changes: Mapping[str, list[object]],
+        changed_sources: Sequence[str],
+        git: JsonView | None,
     ) -> None:
         """Removes what the run recorded after its checkpoint, and records that the run resumes.
 
-        Without a checkpoint everything is removed. The event has what is different now: `moved`,
-        the entries of MACHINE as [before, now]; `code`, names of changed sources; `git`, the commit
-        of now.
+        Without a checkpoint everything is removed. The run computes the removed batches again. The
+        event has what is different now: `machine_changes`, the entries of MACHINE as [before, now];
+        `changed_sources`, their names; `git`, the commit of now.
         """
         run = self.run
         if self.checkpoint is None:
+            # Below 0, so that events of step 0 and weights of version 0 are removed, too.
             last_batch = -1
             last_version = -1
         else:
@@ -123,8 +127,8 @@ class ResumeState:
                 last_batch,
                 changed=self.changed,
                 ahead=len(self.checkpoint.state["loop"]["prefetched"]),
-                moved=moved,
-                code=code,
+                moved=machine_changes,
+                code=changed_sources,
                 git=git,
             )
 
@@ -147,6 +151,7 @@ def describe_environment(components: TrainerComponents, earlier: ResumeState | N
     policy = components.trainer.policy
     agreement = components.check_weight_sync.agreement
     offline = components.offline
+    # W&B finds its run by the id, so a run that resumes keeps it.
     identity = None
     if earlier is not None and earlier.checkpoint is not None:
         identity = earlier.environment.get("id")
@@ -179,18 +184,18 @@ def resume_run(
     SettingsError and CheckpointError.
     """
     checkpoint = earlier.checkpoint
-    moved = _find_moved(earlier.environment, environment)
+    machine_changes = _find_machine_changes(earlier.environment, environment)
     sources: Mapping[str, str | None] = {}
     if checkpoint is not None:
         sources = earlier.environment.get("sources", {})
-    code = find_changed_sources(sources, environment["sources"])
+    changed_sources = find_changed_sources(sources, environment["sources"])
 
     loop = None
     batch = 0
     last_batch = -1  # evaluations of later batches are removed
     if checkpoint is not None:
         recorder.announce("restoring the checkpoint")
-        loop = restore_checkpoint(components, checkpoint, code)
+        loop = restore_checkpoint(components, checkpoint, changed_sources)
         batch = loop.batch
         last_batch = checkpoint.batch
     components.ranks.gather(None)  # all have read the checkpoint
@@ -201,21 +206,24 @@ def resume_run(
     recorder.restore_evaluations(evaluations.finished)
 
     if components.ranks.is_first:
-        earlier.cut_back(moved=moved, code=code, git=environment["git"])
+        earlier.cut_back(machine_changes, changed_sources, git=environment["git"])
         recorder.restore_unscored(load_events(earlier.run))
         earlier.run.write_config(config)
+        # environment.json keeps what the run began with; `resumed` events have what changed.
         if checkpoint is None or not earlier.environment:
             write_environment(earlier.run.path, environment)
 
-    if moved:
-        changes = [f"{name} was {before}, now {now}" for name, (before, now) in moved.items()]
+    if machine_changes:
+        changes = [
+            f"{name} was {before}, now {now}" for name, (before, now) in machine_changes.items()
+        ]
         recorder.note(
             "results may differ in the last bits from a run that never stopped: "
             + "; ".join(changes)
         )
-    if code:
+    if changed_sources:
         recorder.warn(
-            f"changed since the run started: {', '.join(code)}; "
+            f"changed since the run started: {', '.join(changed_sources)}; "
             "batches from now on use the new code",
             batch,
         )
@@ -226,7 +234,7 @@ def resume_run(
     return loop
 
 
-def _find_moved(before: JsonView, now: JsonView) -> dict[str, list[object]]:
+def _find_machine_changes(before: JsonView, now: JsonView) -> dict[str, list[object]]:
     """Returns the entries of MACHINE that differ, as [before, now]; empty if `before` is lost."""
     if not before:
         return {}

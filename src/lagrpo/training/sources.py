@@ -175,7 +175,7 @@ class _Source:
     def _add_global(self, name: str, namespace: dict[str, Any]) -> None:
         """Adds a function or class, or the statements that give another name its value.
 
-        A value that each process computes, such as the time, is no change.
+        The statement counts, not its value, which may differ between processes as the time does.
         """
         value = namespace.get(name)
         if isinstance(value, FunctionType) or inspect.isclass(value):
@@ -231,7 +231,7 @@ def read_tree(target: Any) -> tuple[ast.Module | None, int]:
 
 
 def find_function(code: CodeType) -> list[ast.AST]:
-    """The definition of a function; several lambdas of one line cannot be told apart."""
+    """The definitions that a code object may come from: one, or all lambdas of its line."""
     tree, _ = read_tree(code)
     definitions = list[ast.AST]()
     for node in ast.walk(tree) if tree else ():

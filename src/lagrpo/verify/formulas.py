@@ -1,7 +1,7 @@
 """The formulas of `lagrpo verify`: advantages, KL, ESS, total variation, pass@k.
 
 Nothing here calls the functions that the trainer uses, so an error there shows as a difference. The
-one exception is an advantage function of the user's own: nobody else knows its formula.
+one exception is an advantage function that the user wrote: its code is the only formula.
 
 Tensors have the completions of one group [G], all completions of a batch [C], or tokens [T].
 Rewards and log-ratios are float64. In the formulas r is a reward, mu the mean of its group, s0 the

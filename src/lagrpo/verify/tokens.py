@@ -134,6 +134,7 @@ def read_tokens(scaled_TV: Tensor, token_T: Tensor, uniform_T: Tensor) -> Readin
     cdf_TV = cdf_TV / cdf_TV[:, -1:]
     upper = cdf_TV.gather(1, y)  # F(y), [T, 1]
     lower = torch.where(y > 0, cdf_TV.gather(1, (y - 1).clamp(min=0)), 0.0)  # F(y - 1), [T, 1]
+    # logit(0) is -inf and logit(1) is inf: nothing lies below the first interval or above the last.
     outside = torch.maximum(lower.logit() - u.logit(), u.logit() - upper.logit())
     expected = torch.searchsorted(cdf_TV, u, right=True).clamp(max=cdf_TV.shape[1] - 1)
     return Reading(
@@ -243,7 +244,7 @@ def check_row(run: RecordedRun, reading: RowReading, noise: float) -> None:
     """Checks the tokens that a version sampled, their log α, and log π_k if it is π_k."""
     row = reading.row
     is_sampled_by_version = reading.is_sampled_by_version()
-    # The keyed random numbers are those of the local engine; vLLM has its own.
+    # Only the local engine draws from the keyed random numbers; vLLM has its own generator.
     if run.settings.rollout.engine == "local":
         _check_samples(run, reading, is_sampled_by_version, noise)
     _check_logprobs(run, reading, "rollout_logprobs", is_sampled_by_version, noise)
@@ -263,6 +264,7 @@ def _check_samples(run: RecordedRun, reading: RowReading, is_checked: Tensor, no
             expected = int(reading.tokens.expected[t])
         where = f"{row['where']}, token {t}"
         run.report.compare("samples", where, {"token_ids": expected}, {"token_ids": token})
+        # So close to a boundary, the noise could have moved u to the neighbor's interval.
         if abs(outside) <= MAX_SAMPLE_NOISE * noise:
             run.report.undecided["samples"] += 1
 

@@ -120,7 +120,7 @@ def make_page(names: Sequence[str], packed: bytes, *, live: bool = False) -> str
     scripts = "\n".join(_asset(f"{name}.js") for name in SCRIPTS)
     style = "\n".join(_asset(name) for name in STYLES)
     library = _asset("uplot.js")
-    # One function around all scripts keeps their names apart from those of the library.
+    # One function around all scripts, so that their names do not collide with the library's.
     program = f'(() => {{\n"use strict";\n{scripts}\n}})();'
     connect = "'self'" if live else "'none'"
     policy = (
@@ -183,6 +183,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         url = urlsplit(self.path)
         paths = self.view_server.paths
+        # The page of another site whose name points to 127.0.0.1 sends that name here.
         if self.headers.get("Host") not in self.view_server.hosts:
             message = b"this server answers at 127.0.0.1 only\n"
             self._answer(HTTPStatus.FORBIDDEN, "text/plain", message)

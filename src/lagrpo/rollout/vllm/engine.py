@@ -72,6 +72,7 @@ def _coarsest_dtype(servers: Sequence[VllmClient]) -> torch.dtype:
     for server in servers:
         name = server.get_config()["model_config"]["dtype"]
         dtypes.append(getattr(torch, name.removeprefix("torch.")))
+    # All servers get the same tensors, so the least precise of their dtypes decides.
     return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
 
 
@@ -209,6 +210,7 @@ class VllmEngine:
         first_turn = _Turn(history=(), max_tokens=params.max_tokens)
         completions = self._generate(server, request, first_turn, G, params)
         if params.episodes is not None:
+            # A thread per completion, because each waits for its own environment and server.
             with ThreadPoolExecutor(G) as pool:
                 converse = partial(self._converse, server, request, params, params.episodes)
                 completions = list(pool.map(converse, range(G), completions))
@@ -313,6 +315,7 @@ class VllmEngine:
             outcome = Outcome.failed(f"the server stopped it ({end!r}) after {num_tokens} tokens")
         elif bool((versions < 0).any()):
             outcome = Outcome.failed("the server did not report the weight version of every token")
+        # Also false for NaN, which stands where the server sent no log-prob.
         elif not bool((logp > NO_LOGPROB).all()):
             outcome = Outcome.failed("the server returned a log-prob that is not finite")
         return Completion(

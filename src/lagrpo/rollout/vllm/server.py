@@ -1,8 +1,8 @@
 """vLLM servers: a server that a run starts, servers that it attaches to, and `lagrpo vllm-serve`.
 
-vLLM has an environment of its own (`make vllm-env`); $LAGRPO_VLLM_PYTHON names its Python. Started
-servers listen on 127.0.0.1 and want an API key. A guard, a small process between a run and its
-server, ends the server with everything that the server started as soon as the run is gone.
+vLLM runs in a separate virtual environment (`make vllm-env`); $LAGRPO_VLLM_PYTHON names its Python.
+Started servers listen on 127.0.0.1 and want an API key. A guard, a small process between a run and
+its server, ends the server with everything that the server started as soon as the run is gone.
 """
 
 from __future__ import annotations

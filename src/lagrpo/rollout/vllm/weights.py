@@ -188,8 +188,8 @@ class NcclTransfer(WeightTransfer):
     """Broadcasts from rank 0, the trainer, to the workers of all servers.
 
     The communicator is the one that PyTorch ships. A missing member makes all others wait forever,
-    and PyTorch cannot stop them. So these calls run in threads that may stay behind, on CUDA
-    streams of their own: the weights can still be read and saved while a broadcast hangs.
+    and PyTorch cannot stop them. So these calls run in threads that may stay behind, on separate
+    CUDA streams: the weights can still be read and saved while a broadcast hangs.
     """
 
     writes_first = False
@@ -232,7 +232,7 @@ class NcclTransfer(WeightTransfer):
         identity = nccl.unique_id()
         world_size = 1 + sum(num_workers)
         actions: list[Callable[[], Any]] = []
-        # Rank 0 is the trainer; the workers of each server follow those of the server before.
+        # Rank 0 is the trainer; the workers of the first server come next, then the second's.
         rank_offset = 1
         for server, num_workers_of_server in zip(servers, num_workers, strict=True):
             init_info = {
@@ -289,10 +289,10 @@ def _own_stream(device: torch.device | int) -> Iterator[None]:
 
 
 def _make_directory() -> Path:
-    """Makes a directory for this process, and removes those of runs that were killed.
+    """Makes a directory for this process, and removes what killed runs left.
 
-    They are only removed from the default parent: another one may be shared by machines, whose
-    processes we cannot see.
+    It removes only from the default parent. Another parent may be shared with machines whose
+    processes are not visible here.
     """
     shared = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
     base = Path(os.environ.get(DIRECTORY) or shared).expanduser()
