@@ -76,8 +76,9 @@ def score(completion: str, answer: Any) -> float:
     Equal means spelled the same except for spaces, or equal by math-verify: in value, numbers to
     six decimals, in any form that it can evaluate ("3^2" is 9), units and "%" left aside; sets
     without order, intervals with their ends. Unless the reference answer is an equation, an
-    equation counts by its last side: "x = 5", "2 + 3 = 5" and "5 = 5" are 5. The equation itself is not
-    checked, because many write "10/3 = 3.33". tests/corpora/math_verify.jsonl has known weaknesses.
+    equation counts by its last side: "x = 5", "2 + 3 = 5" and "5 = 5" are 5. The equation itself is
+    not checked, because many write "10/3 = 3.33". tests/corpora/math_verify.jsonl has known
+    weaknesses.
 
     The reference answer is the part after its last "####", within its last tags or box, if it has
     any. The caller keeps the deadline: math-verify's own deadlines are off. Raises UnscorableError
