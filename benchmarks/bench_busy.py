@@ -1,5 +1,6 @@
-"""The demo's batch on an idle machine, and beside a process that never stops computing. See
-README.md.
+"""The demo's batch on an idle machine, and beside a process that never stops computing.
+
+See README.md.
 
 make bench-busy
 python benchmarks/bench_busy.py --help

@@ -55,6 +55,7 @@ def main() -> None:
         for side in ranks_by_side if turn % 2 == 0 else reversed(ranks_by_side):
             with tempfile.TemporaryDirectory() as scratch:
                 run_metrics = run(options, ranks_by_side[side], Path(scratch))
+            # The first batch warms up: kernels are loaded, memory is touched for the first time.
             metrics[side] += run_metrics[1:]
             seconds = median(batch["time/step"] for batch in metrics[side])
             print(side, f"{seconds:.2f} s a batch", flush=True)
@@ -90,6 +91,7 @@ def main() -> None:
 def run(options: argparse.Namespace, ranks: int, scratch: Path) -> list[dict[str, Any]]:
     """Trains once. Returns the metrics of the run's batches."""
     settings = demo_settings(options.model, options.batches, scratch)
+    # Both sides have as many threads in all: R ranks of one, or one process of R.
     train(DEMO, settings, ranks, threads=options.ranks // ranks)
     return load_metrics(scratch / "run")
 

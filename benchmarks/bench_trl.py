@@ -147,6 +147,7 @@ def measure(
         ):
             our_updates, trl_updates = interleaved([ours, trl], options.warmup, updates)
             load.add(ours, trl)
+    # A ratio of times means nothing if one side had shorter prompts.
     require_same_work(our_updates, trl_updates)
     return (our_updates, trl_updates), trl.facts["versions"]
 
@@ -210,9 +211,11 @@ def scan(options: argparse.Namespace, work: Work) -> None:
     for variants in SCANNED.values():
         for settings in [best | variant for variant in variants]:
             is_new = describe(settings) not in tried
+            # work.trl rejects micro-batches of different sizes.
             if is_new and work.completions % settings["per_device"] == 0:
                 measurements, versions = measure_trl(options, work, settings, load)
                 tried[describe(settings)] = (settings, measurements)
+        # The next kind of change starts from the fastest settings so far.
         best = fastest_with_masters(tried.values())
     report.raw["best"] = best
     report.raw["tried"] = list(tried.values())

@@ -190,6 +190,7 @@ def main() -> None:
         servers = []
         for variant in options.variants:
             most_rows = max(options.rows)
+            # One server for all numbers of rows: --max-num-seqs is only a limit.
             server = Server(variant, options.peer, model, most_rows, options.threads, scratch)
             servers.append(stack.enter_context(server))
         report.text(compare_log_probs(ours, servers))

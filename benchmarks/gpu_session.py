@@ -36,7 +36,7 @@ SHORTEST = 20.0
 CPU_STEPS = ("peak", "learn", "learn-torch", "sample", "decode", "agree", "rows", "bench")
 
 
-def steps(results: Path, quick: bool) -> list[Step]:
+def steps(results: Path, *, quick: bool) -> list[Step]:
     """All steps, the most informative first."""
     options = ["--results", str(results), *(["--quick"] if quick else [])]
     benchmarks = ROOT / "benchmarks"
@@ -74,7 +74,7 @@ def steps(results: Path, quick: bool) -> list[Step]:
 
 def main() -> None:
     options = parse_options()
-    selected = steps(options.results, options.quick)
+    selected = steps(options.results, quick=options.quick)
     if options.only:
         selected = [step for step in selected if step.name in options.only]
     if options.dry_run:

@@ -38,7 +38,7 @@ class Step:
     command: Sequence[str]
 
 
-def steps(results: Path, quick: bool) -> list[Step]:
+def steps(results: Path, *, quick: bool) -> list[Step]:
     """All steps, the most informative first. Add new ones here."""
     options = ["--results", str(results)]
     if quick:
@@ -61,7 +61,7 @@ def steps(results: Path, quick: bool) -> list[Step]:
 
 def main() -> None:
     options = parse_options()
-    selected = steps(options.results, options.quick)
+    selected = steps(options.results, quick=options.quick)
     if options.only:
         selected = [step for step in selected if step.name in options.only]
     if options.dry_run:
@@ -123,6 +123,7 @@ def run(step: Step, log: Path) -> str:
     """Runs a step with its output in `log`. Returns how it ended, "done" if well."""
     environment = os.environ | {"PYTHONUNBUFFERED": "1"}
     with log.open("wb") as out:
+        # In a session of its own, so that `stop` reaches everything that the step started.
         process = subprocess.Popen(
             step.command, cwd=ROOT, env=environment, stdout=out, stderr=out, start_new_session=True
         )
@@ -131,6 +132,7 @@ def run(step: Step, log: Path) -> str:
         except subprocess.TimeoutExpired:
             stop(process)
             return f"stopped after {step.limit} s"
+        # Also on Ctrl-C, which the step's own session does not get.
         except BaseException:
             stop(process)
             raise

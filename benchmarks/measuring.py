@@ -13,13 +13,13 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import torch
 from processes import Program
 
 from lagrpo.model.backend import pick_device, pick_dtype
 from lagrpo.runs.environment import cpu_model, git_state
+from lagrpo.types import JsonObject, JsonView
 
 # prctl(2): children that lose their parent become children of this process.
 PR_SET_CHILD_SUBREAPER = 36
@@ -30,7 +30,7 @@ def median(values: Iterable[float]) -> float:
 
 
 def spread(values: Sequence[float], unit: str = "", digits: int = 3) -> str:
-    """ "median (smallest … largest)"."""
+    """The median with the smallest and the largest value: "median (smallest … largest)"."""
     middle = f"{median(values):.{digits}g}"
     smallest = f"{min(values):.{digits}g}"
     largest = f"{max(values):.{digits}g}"
@@ -134,7 +134,7 @@ def _commit() -> str:
     return state["commit"][:12] + suffix
 
 
-def table(rows: Sequence[Mapping[str, Any]]) -> str:
+def table(rows: Sequence[JsonView]) -> str:
     """A Markdown table; the columns are the keys of the first row."""
     columns = list(rows[0])
     lines = [columns, ["---"] * len(columns)]
@@ -166,14 +166,14 @@ class Report:
         self.name = name
         self.directory = directory
         self.parts = [f"# {title}"]
-        self.raw: dict[str, Any] = {}
+        self.raw: JsonObject = {}
 
     def text(self, text: str) -> None:
         """Adds a paragraph and prints it."""
         self.parts.append(text)
         print(f"\n{text}", flush=True)
 
-    def table(self, heading: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    def table(self, heading: str, rows: Sequence[JsonView]) -> None:
         self.text(f"## {heading}\n\n{table(rows)}")
 
     def write(self, machine: Mapping[str, str]) -> None:

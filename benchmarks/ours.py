@@ -29,6 +29,7 @@ from lagrpo.training.build import TrainerComponents
 from lagrpo.training.checks import check_settings
 from lagrpo.training.lifecycle import Training
 from lagrpo.training.step import Step
+from lagrpo.types import JsonObject
 
 
 class Stepped(Training):
@@ -48,7 +49,7 @@ class Stepped(Training):
         self.gate.wait()
 
 
-def measurements(step: Step, policy: Policy) -> dict[str, Any]:
+def measurements(step: Step, policy: Policy) -> JsonObject:
     """The measurements of a batch: wire.Update without its times from outside."""
     groups = step.batch.groups
     completions = [completion for group in groups for completion in group.completions]
@@ -113,7 +114,7 @@ def matrix_product(
     return {"rates": rates}
 
 
-def task(request: dict[str, Any], seed: int) -> RowTask:
+def task(request: JsonObject, seed: int) -> RowTask:
     """A task whose prompts a run of this seed visits in the order of the file."""
     visited = read_prompts(Path(request["prompts"]))
     rows: list[Any] = [None] * len(visited)

@@ -13,7 +13,6 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import lagrpo  # noqa: F401 - before PyTorch, as on the command line: it says how threads wait
 
@@ -27,7 +26,7 @@ from lagrpo.rollout.base import Request
 from lagrpo.rollout.local import LocalSampler
 from lagrpo.settings.sections import ModelSettings
 from lagrpo.training.build import build_policy
-from lagrpo.types import Prompt
+from lagrpo.types import JsonObject, Prompt
 
 
 def never_ending(policy: Policy) -> Policy:
@@ -35,7 +34,7 @@ def never_ending(policy: Policy) -> Policy:
     return replace(policy, chat=replace(policy.chat, eos_ids=frozenset()))
 
 
-def sample(policy: Policy, max_tokens: int, prompts: list[Prompt], G: int) -> dict[str, Any]:
+def sample(policy: Policy, max_tokens: int, prompts: list[Prompt], G: int) -> JsonObject:
     """Samples G completions of each prompt at once. Returns seconds and completion tokens."""
     sampler = LocalSampler(policy, SEED, max_tokens, len(prompts) * G)
     started = time.perf_counter()
@@ -50,7 +49,7 @@ def sample(policy: Policy, max_tokens: int, prompts: list[Prompt], G: int) -> di
 
 
 @torch.no_grad()
-def score(policy: Policy, completions: list[dict[str, Any]]) -> dict[str, Any]:
+def score(policy: Policy, completions: list[JsonObject]) -> JsonObject:
     """Log-probs of given tokens under the policy: [{prompt, token_ids}] -> [[nats]]."""
     logp = []
     for completion in completions:

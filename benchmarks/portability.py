@@ -77,7 +77,7 @@ class Case:
     dtype: str
 
 
-def cases(levels: list[Level], quick: bool) -> list[Case]:
+def cases(levels: list[Level], *, quick: bool) -> list[Case]:
     """dtype "auto" at every level, and the other dtype if it is new and fast."""
     runs = []
     for level in levels:
@@ -169,7 +169,7 @@ def main() -> None:
     levels = [level for level in ALL if level.needs <= cpu_flags()]
     rows = []
     with tempfile.TemporaryDirectory(prefix="portability-") as scratch:
-        for case in cases(levels, options.quick):
+        for case in cases(levels, quick=options.quick):
             row = run(case, Path(scratch), options.threads)
             rows.append(row)
             print(" | ".join(f"{key} {value}" for key, value in row.items()), flush=True)

@@ -24,12 +24,13 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from bench_gpu import device_name, free_memory, learning_flops, make_policy, rewarded
-from torch.autograd import DeviceType
+from torch.autograd.profiler_util import FunctionEventAvg
 from torch.profiler import ProfilerActivity, profile
 from work import SEED, common_options
 
@@ -115,7 +116,7 @@ def learn(options: argparse.Namespace, name: str = "1.5b", tokens: int = 8192) -
     """Profiles an update of a model. `tokens`: in a micro-batch."""
     if options.quick:
         name = "tiny"
-    yield f"learn {name}", profile_update(name, tokens, options.quick)
+    yield f"learn {name}", profile_update(name, tokens, quick=options.quick)
 
 
 def learn_135m(options: argparse.Namespace) -> Answers:
@@ -126,7 +127,7 @@ def free(options: argparse.Namespace) -> Answers:
     """Profiles an update whose gradient differs from pass to pass."""
     name = "tiny" if options.quick else "1.5b"
     with nothing_deterministic():
-        values = profile_update(name, 8192, options.quick)
+        values = profile_update(name, 8192, quick=options.quick)
     yield f"learn {name}, not deterministic", values
 
 
@@ -225,9 +226,11 @@ def compare_attention(heads: int, kv_heads: int, d: int) -> Values:
     v = torch.randn(length, kv_heads, d, device=DEVICE).bfloat16()
     ends = torch.tensor([0, length], dtype=torch.int32, device=DEVICE)
     # Newer versions of torch want to be told that there are fewer key heads than query heads.
-    gqa = {"enable_gqa": True} if "enable_gqa" in varlen_attn.__code__.co_varnames else {}
+    attend = varlen_attn
+    if "enable_gqa" in varlen_attn.__code__.co_varnames:
+        attend = partial(varlen_attn, enable_gqa=True)
     # [length, heads, d]
-    along_sequence = varlen_attn(q, k, v, ends, ends, length, length, window_size=(-1, 0), **gqa)
+    along_sequence = attend(q, k, v, ends, ends, length, length, window_size=(-1, 0))
 
     # Row r attends to the first lengths[r] tokens, which are the first in its cache.
     keys = torch.zeros(count, capacity, kv_heads, d, device=DEVICE).bfloat16()
@@ -248,9 +251,9 @@ def compare_attention(heads: int, kv_heads: int, d: int) -> Values:
         row_numbers * capacity,
         heads_per_key,
         capacity,
-        0.0,
-        False,
-        False,
+        dropout_p=0.0,
+        is_causal=False,
+        return_debug_mask=False,
         scale=d**-0.5,
         seqused_k=torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
     )[0]
@@ -277,14 +280,14 @@ STAGES: dict[str, Callable[[argparse.Namespace], Answers]] = {
 # ---- an update, and what it costs ----
 
 
-def profile_update(name: str, tokens: int, quick: bool) -> Values:
+def profile_update(name: str, tokens: int, *, quick: bool) -> Values:
     """Measures the second update on a batch with random completions."""
     policy = make_policy(name, DEVICE)
     trainer = Trainer(policy, resolve("grpo", {"beta": 0.0}), Optimization(lr=1e-6))
-    micro_batches = random_micro_batches(trainer, policy, tokens, quick)
+    micro_batches = random_micro_batches(trainer, policy, tokens, quick=quick)
 
     def update() -> object:
-        return trainer.step(micro_batches, True)
+        return trainer.step(micro_batches)
 
     update()  # a warm-up
     synchronize()
@@ -307,7 +310,7 @@ def profile_update(name: str, tokens: int, quick: bool) -> Values:
 
 
 def random_micro_batches(
-    trainer: Trainer, policy: Policy, tokens: int, quick: bool
+    trainer: Trainer, policy: Policy, tokens: int, *, quick: bool
 ) -> list[MicroBatch]:
     """A packed batch of random prompts, completions and rewards."""
     if quick:
@@ -384,17 +387,17 @@ def kernels_of(compute: Callable[[], object]) -> Values:
         synchronize()
     averages = profiler.key_averages()
     print(averages.table(sort_by="self_device_time_total", row_limit=20, max_name_column_width=70))
-    events = [event for event in averages if event.device_type == DeviceType.CUDA]
+    events = [event for event in averages if event.device_type.name == "CUDA"]
     busy = sum(event.self_device_time_total for event in events) / 1e6
     return {"gpu_seconds": busy, "gpu_seconds_and_launches": by_kind(events)}
 
 
-def by_kind(events: Iterable[Any]) -> dict[str, tuple[float, int]]:
+def by_kind(events: Iterable[FunctionEventAvg]) -> dict[str, tuple[float, int]]:
     """(seconds, launches) by kind of kernel, the longest first."""
     seconds: defaultdict[str, float] = defaultdict(float)
     launches: defaultdict[str, int] = defaultdict(int)
     for event in events:
-        kind = kind_of(event.key.lower())
+        kind = kind_of(str(event.key).lower())
         seconds[kind] += event.self_device_time_total / 1e6
         launches[kind] += event.count
     longest_first = sorted(seconds, key=seconds.__getitem__, reverse=True)

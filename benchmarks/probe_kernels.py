@@ -66,16 +66,16 @@ def kernels(options: argparse.Namespace) -> Answers:
         print("kernels: Triton compiles for a GPU")
         return
     torch.manual_seed(SEED)
-    yield from softmax_kernels(options.quick)
-    yield from layer_kernels(options.quick)
-    yield from key_kernel(options.quick)
+    yield from softmax_kernels(quick=options.quick)
+    yield from layer_kernels(quick=options.quick)
+    yield from key_kernel(quick=options.quick)
 
 
 def normal(*shape: int) -> Tensor:
     return torch.randn(*shape, device=DEVICE).bfloat16()
 
 
-def softmax_kernels(quick: bool) -> Answers:
+def softmax_kernels(*, quick: bool) -> Answers:
     # Not at the top: CPU builds of PyTorch come without Triton.
     from lagrpo.gpu import softmax
 
@@ -107,7 +107,7 @@ def softmax_kernels(quick: bool) -> Answers:
     yield "kernel token_logp_backward", values
 
 
-def layer_kernels(quick: bool) -> Answers:
+def layer_kernels(*, quick: bool) -> Answers:
     from lagrpo.gpu import layers
 
     rows, width, inner, heads, d = (20, 96, 40, 3, 64) if quick else (24_576, 1536, 8960, 12, 128)
@@ -145,7 +145,7 @@ def layer_kernels(quick: bool) -> Answers:
     yield "kernel launch", {"host_us": 1e6 * host_seconds}
 
 
-def key_kernel(quick: bool) -> Answers:
+def key_kernel(*, quick: bool) -> Answers:
     from lagrpo.gpu import keys
 
     prompt, completion = (3, 2) if quick else (300, 357)
@@ -180,7 +180,8 @@ def decode(options: argparse.Namespace) -> Answers:
             torch.cuda.reset_peak_memory_stats()
         sampler = LocalSampler(copy_policy(make_policy(name, DEVICE)), SEED, tokens, rows)
         requests = same_prompts(rows // completions, prompt_length)
-        seconds = []
+        seconds: list[float] = []
+        groups: list[Group] = []
         # In the first batch Triton compiles and graphs are recorded.
         for _ in range(3):
             started = time.perf_counter()
@@ -212,7 +213,7 @@ def same_prompts(count: int, length: int) -> list[Request]:
 def learn_torch(options: argparse.Namespace) -> Answers:
     name = "tiny" if options.quick else "1.5b"
     with pytorch_alone():
-        values = profile_update(name, 8192, options.quick)
+        values = profile_update(name, 8192, quick=options.quick)
     yield f"learn {name}, without Triton kernels", values
 
 
@@ -269,7 +270,7 @@ def compare_log_probs(options: argparse.Namespace, label: str) -> Answers:
         }
         del sampler, policy
         free_memory(DEVICE)
-        update = profile_update(name, 8192, options.quick)
+        update = profile_update(name, 8192, quick=options.quick)
         values["learned_tokens_s"] = update["tokens_s"]
         yield f"{label} {name}", values
 

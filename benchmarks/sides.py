@@ -6,13 +6,14 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from processes import HERE, Side, environment
 from wire import Update
 from work import HASHED, SEED, Work, ours, trl, write_prompts
 
 from lagrpo.model.embedded import resolve_model
+from lagrpo.types import JsonView
 
 Measurements = list[Update]
 Number = Literal["seconds", "sampled", "learned", "flat", "reward", "micro_batches", "peak_bytes"]
@@ -25,7 +26,7 @@ def start_ours(
     threads: int,
     reward: str = HASHED,
     variables: Mapping[str, str] | None = None,
-    **sections: Mapping[str, Any],
+    **sections: JsonView,
 ) -> Side:
     """A run of lagrpo that makes one batch per request.
 
@@ -47,7 +48,7 @@ def start_trl(
     scratch: Path,
     threads: int,
     python: Path,
-    config: Mapping[str, Any],
+    config: JsonView,
     reward: str = HASHED,
 ) -> Side:
     """A GRPOTrainer that makes one update per request. `config`: see work.trl."""

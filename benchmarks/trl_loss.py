@@ -1,5 +1,6 @@
-"""TRL's loss and gradient on given rollouts. Runs in TRL's environment, started by
-tests/test_against_trl.py:
+"""TRL's loss and gradient on given rollouts.
+
+It runs in TRL's environment, started by tests/test_against_trl.py:
 
     python benchmarks/trl_loss.py REQUEST.json LOSS.json GRADIENT.safetensors
 

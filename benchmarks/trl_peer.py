@@ -1,5 +1,6 @@
-"""TRL's side of a comparison: `GRPOTrainer.train`, one update per request. Runs in TRL's
-environment.
+"""TRL's side of a comparison: `GRPOTrainer.train`, one update per request.
+
+It runs in TRL's environment.
 
     python benchmarks/trl_peer.py REQUEST.json
 

@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypedDict
@@ -18,6 +17,7 @@ from lagrpo.model.backend import pick_device, pick_dtype
 from lagrpo.model.embedded import resolve_model
 from lagrpo.settings.sections import TaskSettings
 from lagrpo.tasks import load_task, order_prompts
+from lagrpo.types import JsonObject, JsonView
 
 RESULTS = Path(__file__).parent / "results"
 DEMO = Path(__file__).parent.parent / "experiments" / "addition" / "full.toml"
@@ -28,7 +28,7 @@ SEED = 0
 # orders.
 PROMPTS = 384
 
-Settings = dict[str, dict[str, Any]]
+Settings = dict[str, JsonObject]
 """Settings of lagrpo by section and name."""
 
 
@@ -51,7 +51,7 @@ class Work:
     G: int
     max_tokens: int
     """Of a completion."""
-    task: Mapping[str, Any]
+    task: JsonView
     """Settings of the section [task]."""
     judge: str
     """The task's own reward, as "module:function"."""
@@ -171,6 +171,7 @@ def write_prompts(work: Work, path: Path, seed: int = SEED) -> Path:
     if not rows:
         raise ValueError(f"{work.title}: no prompt is that long")
     order = order_prompts(seed, 0, PROMPTS)
+    # Sides get the rows in the order of keys that a run of lagrpo draws.
     lines = [json.dumps({"key": key, **rows[key % len(rows)]}) + "\n" for key in order]
     path.write_text("".join(lines), encoding="utf-8")
     return path
@@ -180,7 +181,7 @@ def read_prompts(path: Path) -> list[PromptRow]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def ours(work: Work, scratch: Path, **sections: Mapping[str, Any]) -> Settings:
+def ours(work: Work, scratch: Path, **sections: JsonView) -> Settings:
     """Settings of a run of lagrpo on this work, which makes no evaluation and writes to `scratch`.
 
     `sections` changes or adds settings, by section.
@@ -215,7 +216,7 @@ def demo_settings(model: str, batches: int, scratch: Path) -> dict[str, object]:
     }
 
 
-def trl(work: Work, per_device: int, **settings: Any) -> dict[str, Any]:
+def trl(work: Work, per_device: int, **settings: Any) -> JsonObject:
     """Arguments of GRPOConfig for the same work in micro-batches of `per_device` completions.
 
     They give lagrpo's objective (grpo, no KL term), AdamW at the same constant rate, float32
@@ -242,6 +243,7 @@ def trl(work: Work, per_device: int, **settings: Any) -> dict[str, Any]:
         "use_cpu": pick_device().type == "cpu",
         "bf16": DTYPE == "bfloat16",
         "gradient_checkpointing": False,
+        # The file has the order in which lagrpo visits the prompts; TRL must keep it.
         "shuffle_dataset": False,
         "save_strategy": "no",
         "logging_strategy": "no",

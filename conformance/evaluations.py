@@ -99,7 +99,7 @@ def our_scores(items: Sequence[Item]) -> list[Score]:
 def _completion(text: str) -> Completion:
     """A completion with this text. Its one token has no meaning: the reward reads the text."""
     token = torch.zeros(1, dtype=torch.int64)
-    return Completion(token, token.float(), token, True, text)
+    return Completion(token, token.float(), token, finished=True, text=text)
 
 
 def lighteval_scores(items: Sequence[Item], python: str) -> list[float]:

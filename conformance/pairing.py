@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 import torch
 from cases import MAX_LENGTH, Case, G
@@ -27,9 +27,23 @@ Side = Callable[[Case, Tensor], Tensor | tuple[Tensor, Tensor]]
 Knob = bool | float | str
 Same = Literal["both", "gradient", "value", "neither"]
 
-NO_BETA = {"beta": 0.0}
+
+class Beta(TypedDict):
+    """The knob of the KL term's weight."""
+
+    beta: float
+
+
+class Epsilons(TypedDict):
+    """The knobs of a clip range."""
+
+    epsilon_low: float
+    epsilon_high: float
+
+
+NO_BETA: Beta = {"beta": 0.0}
 # Bounds of GSPO that are so wide that completions lie on both sides of the range.
-WIDE = {"epsilon_low": 0.1, "epsilon_high": 0.15}
+WIDE: Epsilons = {"epsilon_low": 0.1, "epsilon_high": 0.15}
 
 
 @dataclass(frozen=True)
@@ -55,7 +69,7 @@ def ours(case: Case, logp: Tensor, name: str, **overrides: Knob) -> Tensor:
     """The loss of a recipe with its own advantages, weights and statistics of the step."""
     recipe = resolve(name, overrides)
     weight_C = recipe.weights(case.lengths, case.flat, MAX_LENGTH).double()
-    inputs = loss_inputs(case, logp, advantages(case, name, **overrides))
+    inputs = loss_inputs(case, logp, advantages(case, name, overrides))
     inputs = replace(inputs, step=recipe.collect(without_gradient(inputs)))
     return recipe.loss(inputs, weight_C)
 
@@ -76,7 +90,12 @@ def loss_inputs(case: Case, logp: Tensor, advantages_C: Tensor) -> LossInputs:
     )
 
 
-def advantages(case: Case, name: str, uniform: Tensor | None = None, **overrides: Knob) -> Tensor:
+def advantages(
+    case: Case,
+    name: str,
+    overrides: Mapping[str, Knob] | None = None,
+    uniform: Tensor | None = None,
+) -> Tensor:
     """The advantages of a recipe [C]. `uniform` [C]: RED-Drop's random numbers."""
     recipe = resolve(name, overrides)
     if uniform is None:
@@ -107,7 +126,7 @@ def loss(
         arguments = {}
         for name, value in (peer_settings or {}).items():
             arguments[name] = value(case) if callable(value) else value
-        return theirs(case, logp, advantages(case, recipe, **overrides), **arguments)
+        return theirs(case, logp, advantages(case, recipe, overrides), **arguments)
 
     ours_is = f"`{recipe}`"
     if overrides:
@@ -148,7 +167,7 @@ def advantage(
         function=function,
         ours_is=ours_is,
         theirs=lambda case, logp: theirs(case),
-        ours=lambda case, logp: advantages(case, recipe, **overrides),
+        ours=lambda case, logp: advantages(case, recipe, overrides),
         same=same,
         note=note,
         differs=differs,

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -308,7 +308,10 @@ def trinity(
     # The metaclass wraps __call__ to rename arguments for verl's batches. The function that it
     # wraps is in the closure.
     closure = type(loss).__call__.__closure__ or ()
-    compute = next(cell.cell_contents for cell in closure if callable(cell.cell_contents))
+    compute = cast(
+        Callable[..., tuple[Tensor, object]],
+        next(cell.cell_contents for cell in closure if callable(cell.cell_contents)),
+    )
     return compute(
         loss,
         logprob=case.padded(logp),
@@ -352,7 +355,7 @@ def rlax(loss: Callable[..., Any], *values: Tensor) -> tuple[Tensor, Tensor]:
     """Value of a function of JAX arrays, and its gradient in the first argument."""
     import jax
 
-    jax.config.update("jax_enable_x64", True)
+    jax.config.update("jax_enable_x64", val=True)
     arrays = [jax.numpy.asarray(value.numpy()) for value in values]
     value, gradient = jax.value_and_grad(loss)(*arrays)
     return torch.from_numpy(np.array(value)), torch.from_numpy(np.array(gradient))

@@ -1,5 +1,6 @@
-"""Empty modules in the place of packages that are not installed, so that a peer's losses can be
-imported alone.
+"""Empty modules in the place of packages that are not installed.
+
+With them a peer's losses can be imported alone.
 
 verl, Trinity-RFT, SkyRL and AReaL import ray, tensordict, hydra … when any of their modules is
 imported; none of it takes part in a loss. A stub has every attribute: a class that takes any
@@ -14,7 +15,7 @@ import importlib.abc
 import importlib.machinery
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import MutableSequence, Sequence
 
 PACKAGES = (
     "codetiming",
@@ -78,7 +79,7 @@ class _Stub(types.ModuleType):
     """A module that has every attribute."""
 
     # A module with a path is a package, so that modules below it can be imported.
-    __path__: list[str] = []  # noqa: RUF012
+    __path__: MutableSequence[str] = []  # noqa: RUF012
 
     def __getattr__(self, name: str) -> type:
         if name.startswith("__"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import peers
 from cases import Case
@@ -13,11 +13,14 @@ from torch import Tensor
 from lagrpo.core.corrections import truncated
 from lagrpo.core.kl import kl
 
+# JAX is not installed where types are checked.
+Array: TypeAlias = Any
+
 
 def rlax_clipped(case: Case, logp: Tensor) -> tuple[Tensor, Tensor]:
     import rlax
 
-    def clipped(logp: Any, alpha: Any, A: Any) -> Any:
+    def clipped(logp: Array, alpha: Array, A: Array) -> Array:
         return rlax.clipped_surrogate_pg_loss(_exp(logp - alpha), A, 0.2)
 
     A_T = advantages(case, "grpo")[case.completion]
@@ -32,7 +35,7 @@ def rlax_policy_gradient(case: Case, logp: Tensor) -> tuple[Tensor, Tensor]:
     import jax.numpy as jnp
     import rlax
 
-    def policy_gradient(logp: Any, A: Any) -> Any:
+    def policy_gradient(logp: Array, A: Array) -> Array:
         logits = jnp.stack([logp, jnp.log1p(-jnp.exp(logp))], 1)  # [T, 2]
         return rlax.policy_gradient_loss(logits, jnp.zeros(len(logp), int), A, jnp.ones_like(A))
 
@@ -45,7 +48,7 @@ def rlax_vtrace(case: Case, logp: Tensor) -> tuple[Tensor, Tensor]:
     import jax.numpy as jnp
     import rlax
 
-    def vtrace(logp: Any, alpha: Any, pi_k: Any, A: Any) -> Any:
+    def vtrace(logp: Array, alpha: Array, pi_k: Array, A: Array) -> Array:
         zeros = jnp.zeros_like(A)  # values before and after, and discounts
         out = rlax.vtrace_td_error_and_advantage(zeros, zeros, A, zeros, _exp(pi_k - alpha))
         return -(out.pg_advantage * logp).mean()
@@ -59,7 +62,7 @@ def vtrace_of_ours(case: Case, logp: Tensor) -> Tensor:
     return -(truncated(inputs, cap=1.0) * inputs.advantage * logp).mean()
 
 
-def _exp(x: Any) -> Any:
+def _exp(x: Array) -> Array:
     import jax.numpy as jnp
 
     return jnp.exp(x)
@@ -68,7 +71,7 @@ def _exp(x: Any) -> Any:
 def rlax_kl(case: Case, logp: Tensor) -> tuple[Tensor, Tensor]:
     import rlax
 
-    def categorical_kl(p: Any, q: Any) -> Any:
+    def categorical_kl(p: Array, q: Array) -> Array:
         return rlax.categorical_kl_divergence(p, q).sum()
 
     # One distribution: the T log-probs of the case are its logits.

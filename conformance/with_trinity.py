@@ -24,7 +24,7 @@ def dropped_alike(case: Case) -> Tensor:
     Those that Trinity-RFT dropped have an advantage of 0.
     """
     uniform = torch.where(dropped_by_trinity(case) == 0, 0.1, 0.9).double()
-    return advantages(case, "red_drop", uniform)
+    return advantages(case, "red_drop", uniform=uniform)
 
 
 TRINITY = "`trinity.algorithm.policy_loss_fn`"

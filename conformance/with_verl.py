@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import peers
 from cases import GROUPS, MAX_LENGTH, Case, G
@@ -42,7 +42,15 @@ def weights_of_kept(metric: str, threshold: str) -> dict[str, Any]:
     return {"old": "pi_k", "weights": weights}
 
 
-def bypass(recipe: str, rejection: str, threshold: str, **overrides: float) -> Pairing:
+class TrustRegion(TypedDict, total=False):
+    """The knobs of the filter of `trm`."""
+
+    delta: float
+
+
+def bypass(
+    recipe: str, rejection: str, threshold: str, **overrides: Unpack[TrustRegion]
+) -> Pairing:
     """Bypass mode: the ratio is pi/alpha, and the loss rejects completions by it."""
     correction = {"rollout_rs": rejection, "rollout_rs_threshold": threshold}
     return verl(

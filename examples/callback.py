@@ -1,9 +1,9 @@
 """A callback: prints, after each batch, the prompt that the policy finds hardest.
 
-    python examples/callback.py            # a few minutes on two cores, from the root of the checkout
+    python examples/callback.py    # a few minutes on two cores, from the root of the checkout
 
-A run calls its callbacks after it has written its files. An exception of a callback ends the run after its
-batch; the run can be resumed.
+A run calls its callbacks after it has written its files. An exception of a callback ends the run
+after its batch; the run can be resumed.
 """
 
 from collections import defaultdict

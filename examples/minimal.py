@@ -1,15 +1,16 @@
 """GRPO in one file, on-policy and off-policy, on the pieces of lagrpo: the first thing to read.
 
-    python examples/minimal.py               # on-policy: the sampler has the newest weights for every batch
-    python examples/minimal.py --v 4         # off-policy: it gets new weights every 4 batches, so its samples are stale
+    python examples/minimal.py          # on-policy: the sampler has the newest weights
+    python examples/minimal.py --v 4    # off-policy: it gets new weights every 4 batches
 
-SmolLM2-135M learns to add one-digit numbers in a few minutes on two cores. `train` is Algorithm 1 of Mroueh et al.
-(arXiv 2505.22257) with one update per batch; the numbers in its comments are the paper's lines. `lagrpo train` runs the
-same algorithm with what a real run needs: micro-batches, bfloat16 weights with float32 masters, rewards in worker
-processes, a check of every weight sync, files, and some 60 objectives.
+SmolLM2-135M learns to add one-digit numbers in a few minutes on two cores. `train` is Algorithm 1
+of Mroueh et al. (arXiv 2505.22257) with one update per batch; the numbers in its comments are the
+paper's lines. `lagrpo train` runs the same algorithm with what a real run needs: micro-batches,
+bfloat16 weights with float32 masters, rewards in worker processes, a check of every weight sync,
+files, and some 60 objectives.
 
-`policy.version` counts its optimizer updates. The sampler stamps the version of its weights on each token, so `lag` is
-read from the samples, not computed from `v`.
+`policy.version` counts its optimizer updates. The sampler stamps the version of its weights on each
+token, so `lag` is read from the samples, not computed from `v`.
 """
 
 from __future__ import annotations
@@ -45,11 +46,14 @@ EPS_STD = 1e-4  # variance floor of the advantage
 
 
 def grpo_loss(policy: Policy, groups: Sequence[Group]) -> tuple[Tensor, Tensor]:
-    """Minus the GRPO objective of a batch (Eq. 7 without its KL term, clipped around 1), and ρ = π/α of each token [T].
+    """Minus the GRPO objective of a batch, and ρ = π/α of each token [T].
+
+    The objective is Eq. 7 without its KL term, clipped around 1:
 
         loss = - mean over completions of the mean over tokens of min(ρ A, clip(ρ, 1 - ε, 1 + ε) A)
 
-    Tokens are flat, without padding. Each prompt stands once in the packed row; its completions attend to it.
+    Tokens are flat, without padding. Each prompt stands once in the packed row; its completions
+    attend to it.
     """
     completions = [completion for group in groups for completion in group.completions]
     lengths_C = torch.tensor([len(completion.token_ids) for completion in completions])
@@ -83,7 +87,10 @@ class Step:
 
 
 def train(policy: Policy, task: Task, v: int, batches: int, lr: float = 2e-5) -> Iterator[Step]:
-    """GRPO with α ← π every `v` batches; v = 1 is on-policy. Yields after each update of `policy`."""
+    """GRPO with α ← π every `v` batches; v = 1 is on-policy.
+
+    Yields after each update of `policy`.
+    """
     prompts = PromptSource(task, policy, SEED, N, max_prompt_tokens=128)
     sampler = LocalSampler(
         copy_policy(policy), SEED, MAX_TOKENS, max_num_seqs=N * G
@@ -135,5 +142,6 @@ if __name__ == "__main__":
     model = load_policy(resolve_model(options.model), torch.float32)
     for step in train(model, arithmetic.load(SEED), options.v, options.batches):
         print(
-            f"batch {step.k:3}  lag {step.lag:2}  reward {step.reward:.3f}  max |ln pi/alpha| {step.log_ratio:.4f}"
+            f"batch {step.k:3}  lag {step.lag:2}  reward {step.reward:.3f}  "
+            f"max |ln pi/alpha| {step.log_ratio:.4f}"
         )

@@ -1,10 +1,11 @@
 """A callback: logs a run to MLflow.
 
     pip install mlflow
-    python examples/mlflow_callback.py     # a few minutes on two cores, from the root of the checkout
+    python examples/mlflow_callback.py    # a few minutes on two cores, from the root of a checkout
     mlflow ui
 
-MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME say where the run goes. A resumed run is another run of MLflow.
+MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME say where the run goes. A resumed run is another run
+of MLflow.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,10 +1,11 @@
 """A loss of your own, against GRPO, on samples that are 16 updates old.
 
-    python examples/own_loss.py            # a few minutes on two cores, from the root of the checkout
+    python examples/own_loss.py    # a few minutes on two cores, from the root of the checkout
 
-`dppo` is DPPO-TV (arXiv 2602.04879). lagrpo calls it on the tokens of a micro-batch and differentiates
-it; its keyword-only arguments are knobs that settings can change (`--loss.overrides.delta .2`). The
-command line takes the same file, in the directory where it lies: `lagrpo train --recipe own_loss:dppo`.
+`dppo` is DPPO-TV (arXiv 2602.04879). lagrpo calls it on the tokens of a micro-batch and
+differentiates it; its keyword-only arguments are knobs that settings can change
+(`--loss.overrides.delta .2`). The command line takes the same file, in the directory where it lies:
+`lagrpo train --recipe own_loss:dppo`.
 """
 
 import torch
@@ -14,7 +15,10 @@ from lagrpo.core.inputs import LossInputs
 
 
 def dppo(x: LossInputs, *, delta: float = 0.15) -> torch.Tensor:
-    """rho A, without a gradient where pi - alpha > delta and A > 0, or alpha - pi > delta and A < 0."""
+    """rho A, without a gradient of tokens that moved too far in the direction of A.
+
+    These have pi - alpha > delta and A > 0, or alpha - pi > delta and A < 0.
+    """
     assert x.rollout_logp is not None  # lagrpo has seen that this function reads it
     rho = (x.logp - x.rollout_logp).exp()
     change = x.logp.exp() - x.rollout_logp.exp()  # of the token's probability

@@ -1,11 +1,11 @@
 """A task of your own: the model learns to answer in capital letters.
 
-    python examples/own_task.py            # a few minutes on two cores, from the root of the checkout
+    python examples/own_task.py    # a few minutes on two cores, from the root of the checkout
 
-A task has prompts in two splits and a reward function. Here the reward is the share of capital letters: .09
-before training, .98 after 15 batches (seed 0). A reward function of the main script runs in the training
-process, without a deadline; in a module of its own, it runs in worker processes. The command line takes a
-function that returns a task: `--task.name my_module:load`.
+A task has prompts in two splits and a reward function. Here the reward is the share of capital
+letters: .09 before training, .98 after 15 batches (seed 0). A reward function of the main script
+runs in the training process, without a deadline; in a module of its own, it runs in worker
+processes. The command line takes a function that returns a task: `--task.name my_module:load`.
 """
 
 import lagrpo
@@ -22,7 +22,8 @@ def ask(thing: str) -> tuple[str, str]:
     return f"Name one {thing}.", ""
 
 
-def share_of_capitals(completion: str, answer: str) -> float:
+def share_of_capitals(completion: str) -> float:
+    """The reward: the share of letters that are capitals."""
     letters = [character for character in completion if character.isalpha()]
     capitals = [letter for letter in letters if letter.isupper()]
     return len(capitals) / max(len(letters), 1)

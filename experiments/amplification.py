@@ -112,6 +112,7 @@ def fixed_point(p_ref: float, beta: float, G: int | None) -> float:
 
 def expected(stage: Stage, G: int | None) -> list[float]:
     """The p of each prompt after the stage by theory."""
+    # With v = 1 the samples, and so their advantages, follow the policy.
     end = fixed_point if stage.v == 1 else maximizer
     return [end(p, stage.beta, G) for p in stage.before]
 
@@ -138,6 +139,7 @@ def read_run(run: Path) -> list[Stage]:
     batches_per_stage = schedule.get("ref_sync_every", schedule["batches"])
     moments = range(0, schedule["batches"] + 1, batches_per_stage)
     names = {summary["step"]: summary["name"] for summary in load_evaluations(run)}
+    # Without the evaluation at its end, a stage has no `after`.
     if not all(moment in names for moment in moments):
         return []
     rates = [success(run / "evaluations" / f"{names[moment]}.parquet") for moment in moments]

@@ -93,7 +93,7 @@ def write(path: Path, metrics: dict[str, Any]) -> None:
     os.replace(temporary, path)
 
 
-def command(cell: Cell, runs: Path, threads: int) -> list[str]:
+def command(cell: Cell, runs: Path) -> list[str]:
     """The command line of one cell's run."""
     lr, mode, seed = cell
     settings = {
@@ -115,7 +115,7 @@ def command(cell: Cell, runs: Path, threads: int) -> list[str]:
 def train(cell: Cell, results: Path, threads: int) -> None:
     """Makes a cell's run, in place of an unfinished one, and writes its metrics."""
     lr, mode, seed = cell
-    words = command(cell, results / "runs", threads)
+    words = command(cell, results / "runs")
     run = results / "runs" / words[words.index("--run.name") + 1]
     if run.exists():
         shutil.rmtree(run)

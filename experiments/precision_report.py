@@ -79,7 +79,7 @@ def _reward(cells: Cells, update: int) -> str:
     return f"{interval(values)} at {update}" if values else "–"
 
 
-def interval(values: Sequence[float], percent: bool = False) -> str:
+def interval(values: Sequence[float], *, percent: bool = False) -> str:
     """The mean with half the width of its 95 % interval over seeds, by Student's t.
 
     >>> interval([0.5, 0.6, 0.7]), interval([0.5]), interval([]), interval([0.0123], percent=True)

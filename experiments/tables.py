@@ -66,6 +66,7 @@ def filled(page: str) -> str:
     """The page with every table made anew. Raises ValueError for a table that cannot be made."""
     begins = page.count("<!-- table: ")
     ends = page.count("<!-- end of table -->")
+    # An unclosed table would swallow the text up to the end of the next one.
     if not begins == ends == len(TABLE.findall(page)):
         raise ValueError(
             f"{begins} tables begin and {ends} end: "
@@ -142,6 +143,7 @@ def cells(study: str, lines: Sequence[str]) -> str:
     """A row for each label of the first axis, with means and intervals over the seeds."""
     runs = record(study)["runs"]
     columns = [_parse_column(line) for line in lines]
+    # Cells keep the order of the grid in the study file.
     axis = next(iter(runs[0]["cell"]))
     seeds = len({run["seed"] for run in runs})
     all_labels = {label for run in runs for label in run["cell"].values()}

@@ -13,6 +13,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from lagrpo.types import JsonObject
+
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 OPTIONS = (
     "--headless --remote-debugging-pipe --disable-gpu --disable-quic --no-first-run "
@@ -65,7 +67,7 @@ class Browser:
             os.close(end)
         self._out, self._in, self._rest = ours_out, ours_in, b""
         self._numbers = itertools.count(1)
-        self._events: list[dict[str, Any]] = []
+        self._events: list[JsonObject] = []
 
     def close(self) -> None:
         self._process.terminate()
@@ -73,7 +75,7 @@ class Browser:
         for end in (self._out, self._in):
             os.close(end)
 
-    def call(self, method: str, session: str | None = None, **parameters: Any) -> dict[str, Any]:
+    def call(self, method: str, session: str | None = None, **parameters: Any) -> JsonObject:
         """Returns the result of a command. Raises RuntimeError, or TimeoutError after DEADLINE."""
         number = next(self._numbers)
         message = {"id": number, "method": method, "params": parameters} | (
@@ -89,12 +91,12 @@ class Browser:
             else:
                 return answer["result"]
 
-    def take_events(self) -> list[dict[str, Any]]:
+    def take_events(self) -> list[JsonObject]:
         """Returns the events that the browser has sent since the last call."""
         events, self._events = self._events, []
         return events
 
-    def _read(self) -> dict[str, Any]:
+    def _read(self) -> JsonObject:
         end = time.monotonic() + DEADLINE
         while b"\0" not in self._rest:
             ready, _, _ = select.select([self._in], [], [], max(0.0, end - time.monotonic()))
@@ -131,7 +133,7 @@ class Page:
         self.complaints: list[str] = []
         self.requests: list[str] = []
 
-    def call(self, method: str, **parameters: Any) -> dict[str, Any]:
+    def call(self, method: str, **parameters: Any) -> JsonObject:
         return self._browser.call(method, self._session, **parameters)
 
     def close(self) -> None:
@@ -245,7 +247,7 @@ class Page:
         assert self.complaints == []
         assert [url for url in self.requests if not url.startswith(allowed)] == []
 
-    def _note(self, method: str, facts: dict[str, Any]) -> None:
+    def _note(self, method: str, facts: JsonObject) -> None:
         if method == "Runtime.exceptionThrown":
             self.complaints.append(json.dumps(facts["exceptionDetails"])[:500])
         elif method == "Runtime.consoleAPICalled" and facts["type"] in (

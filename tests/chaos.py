@@ -34,9 +34,10 @@ from warm import forks
 
 from lagrpo import cli
 from lagrpo.runs import load_events, load_metrics
+from lagrpo.types import JsonObject, JsonView
 
-Sections = Mapping[str, Mapping[str, Any]]
-KINDS: dict[str, dict[str, dict[str, Any]]] = {
+Sections = Mapping[str, JsonView]
+KINDS: dict[str, dict[str, JsonObject]] = {
     "on-policy": {"schedule": {"sync_every": 1}},
     "asking ahead": {"schedule": {"sync_every": 3}},
     "dynamic sampling": {"schedule": {"sync_every": 3}, "rollout": {"dynamic_sampling_rounds": 2}},
@@ -61,7 +62,7 @@ REAL: Sections = {
 }
 
 
-def merged(*layers: Sections) -> dict[str, dict[str, Any]]:
+def merged(*layers: Sections) -> dict[str, JsonObject]:
     names = [name for layer in layers for name in layer]
     return {
         name: {k: v for layer in layers for k, v in layer.get(name, {}).items()}
@@ -69,10 +70,10 @@ def merged(*layers: Sections) -> dict[str, dict[str, Any]]:
     }
 
 
-def leaves(run: Path, exact: bool) -> dict[str, Any]:
+def leaves(run: Path, exact: bool) -> JsonObject:
     """Returns everything that must be the same however often the run was killed."""
     events = [event for event in load_events(run) if event["event"] == "weight_sync"]
-    outputs: dict[str, Any] = {"batches": [m["step"] for m in load_metrics(run)], "syncs": events}
+    outputs: JsonObject = {"batches": [m["step"] for m in load_metrics(run)], "syncs": events}
     outputs["rollouts"] = sorted(path.name for path in (run / "rollouts").iterdir())
     outputs["leftovers"] = [str(path) for path in run.rglob("*.tmp")]
     if not exact:
@@ -122,7 +123,7 @@ class Trials:
     def __init__(self, root: Path, base: Sections, exact: bool, seed: int) -> None:
         self.root, self.base, self.exact, self.random = root, base, exact, random.Random(seed)
         self.undisturbed: dict[
-            str, tuple[dict[str, Any], float]
+            str, tuple[JsonObject, float]
         ] = {}  # what a run of a kind leaves, and its seconds
 
     def trial(self, number: int, kind: str) -> tuple[str, list[str]]:
@@ -147,7 +148,7 @@ class Trials:
         outputs = self.run(name, kind)
         return "; ".join(lines), [key for key in expected if outputs.get(key) != expected[key]]
 
-    def run(self, name: str, kind: str) -> dict[str, Any]:
+    def run(self, name: str, kind: str) -> JsonObject:
         """Starts or resumes a run, lets it end, and returns what it leaves."""
         log = self.root / f"{name}.log"
         finish(start(self.words(name, kind), log), log)

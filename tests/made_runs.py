@@ -14,6 +14,7 @@ from tiny import tiny_tokenizer
 
 from lagrpo.runs import Run
 from lagrpo.settings.load import load_settings, to_toml
+from lagrpo.types import JsonObject
 
 HOSTILE = (
     "<script>window.planted = 1</script></script><img src=x onerror='window.planted = 2'> & "
@@ -22,9 +23,9 @@ HOSTILE = (
 )
 
 
-def make_run(root: Path, name: str = "made", /, **sections: dict[str, Any]) -> Run:
+def make_run(root: Path, name: str = "made", /, **sections: JsonObject) -> Run:
     """A run with settings and an environment, and nothing else."""
-    base: dict[str, dict[str, Any]] = {
+    base: dict[str, JsonObject] = {
         "run": {"output_dir": str(root), "name": name, "seed": 3},
         "model": {"path": str(root / "no-model")},
         "task": {"name": "arithmetic"},
@@ -48,7 +49,7 @@ def save_tokenizer(run: Run) -> None:
     tiny_tokenizer().save_pretrained(run.path / "weights" / "final")
 
 
-def row(text: str, reward: float | None = 1.0, /, **changes: Any) -> dict[str, Any]:
+def row(text: str, reward: float | None = 1.0, /, **changes: Any) -> JsonObject:
     """A completion of printable characters, one token each as the tiny tokenizer has them."""
     from string import printable
 
@@ -82,7 +83,7 @@ def row(text: str, reward: float | None = 1.0, /, **changes: Any) -> dict[str, A
     return base | changes
 
 
-def group(key: int, rewards: list[float | None], /, **changes: Any) -> list[dict[str, Any]]:
+def group(key: int, rewards: list[float | None], /, **changes: Any) -> list[JsonObject]:
     """The completions of one prompt; the text of each says its number."""
     flat = len({reward for reward in rewards if reward is not None}) == 1
     rows = [
@@ -168,7 +169,7 @@ def evaluate(run: Run, name: str, batch: int, rewards: dict[int, list[float]]) -
     run.record_evaluation(name, summary | {"pass@2": 1.0}, records)
 
 
-def unpack(packed: bytes) -> tuple[dict[str, Any], list[np.ndarray]]:
+def unpack(packed: bytes) -> tuple[JsonObject, list[np.ndarray]]:
     """The header and the arrays of a page's data."""
     content = zlib.decompress(packed)
     (length,) = struct.unpack_from("<I", content)

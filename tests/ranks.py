@@ -8,7 +8,7 @@ import atexit
 import os
 import pickle
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -21,6 +21,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 from warm import forks
 
 from lagrpo.training.callbacks import Callback
+from lagrpo.types import JsonView
 
 T = TypeVar("T")
 Prepare = Callable[[int], Sequence[Callback]]
@@ -58,7 +59,7 @@ def run_on_ranks(function: Callable[..., T], *arguments: Any, size: int = 3) -> 
 
 def together(
     size: int,
-    settings: Mapping[str, Any],
+    settings: JsonView,
     prepare: Prepare | None = None,
     resume: Path | None = None,
 ) -> list[Any]:
@@ -169,7 +170,7 @@ def _call_in_group(function: Callable[..., T], *arguments: Any) -> T:
     return result
 
 
-def _train(settings: Mapping[str, Any], prepare: Prepare | None, resume: Path | None) -> Any:
+def _train(settings: JsonView, prepare: Prepare | None, resume: Path | None) -> Any:
     from lagrpo.training.run import train
 
     callbacks = prepare(int(os.environ["RANK"])) if prepare else ()

@@ -9,16 +9,16 @@ from collections.abc import Callable
 from functools import cache
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
 
 from lagrpo.runs import environment, files, plots
 from lagrpo.settings.load import flatten
 from lagrpo.terminal.display import Display
 from lagrpo.training.callbacks import Callback
+from lagrpo.types import JsonObject
 
 TIMINGS = ("time/", "tokens_per_s/")
 
-Section = dict[str, Any]
+Section = JsonObject
 """The settings of a section by their names, such as {"batches": 3}."""
 
 
@@ -45,7 +45,7 @@ def skip_curves_and_syncs() -> None:
     plots.reward_curve = lambda run_dir: Path(str(run_dir)) / "reward.png"
 
 
-def options(settings: dict[str, dict[str, Any]]) -> list[str]:
+def options(settings: dict[str, JsonObject]) -> list[str]:
     """The same for the command line."""
     given = flatten(settings)
     texts = {
@@ -58,7 +58,7 @@ def options(settings: dict[str, dict[str, Any]]) -> list[str]:
     return [word for name, words in shown.items() for word in (f"--{name}", *words)]
 
 
-def without_timings(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def without_timings(metrics: list[JsonObject]) -> list[JsonObject]:
     return [{k: v for k, v in line.items() if not k.startswith(TIMINGS)} for line in metrics]
 
 

@@ -178,7 +178,8 @@ def test_every_setting_of_trl_has_a_name_here_or_a_reason():
     program = (
         "import dataclasses, json, transformers, trl\n"
         "base = {f.name for f in dataclasses.fields(transformers.TrainingArguments)}\n"
-        "print(json.dumps([f.name for f in dataclasses.fields(trl.GRPOConfig) if f.name not in base]))"
+        "own = [f.name for f in dataclasses.fields(trl.GRPOConfig) if f.name not in base]\n"
+        "print(json.dumps(own))"
     )
     done = subprocess.run([PEER, "-c", program], capture_output=True, encoding="utf-8", check=True)
     known = {name for entries in NAMES_OF_TRAINERS["trl"].values() for name in entries}

@@ -36,6 +36,7 @@ from lagrpo.runs import load_events
 from lagrpo.runs.environment import read_environment
 from lagrpo.tasks import RowTask
 from lagrpo.training import checks
+from lagrpo.types import JsonObject
 
 CODE = '''
 from lagrpo.tasks import RowTask, StepResult
@@ -77,7 +78,7 @@ def load_game(settings, seed):
     return RowTask("game", rows, lambda row: (row, row), score, environment=Game)
 '''
 ROWS = [{"question": f"{n}+1?", "answer": str(n + 1), "level": n % 3} for n in range(20)]
-SMALL: dict[str, dict[str, Any]] = {
+SMALL: dict[str, JsonObject] = {
     "run": {"name": "run"},
     "checkpoint": {"save_every": 1, "save_minutes": 0},
     "schedule": {"batches": 1},
@@ -122,7 +123,7 @@ def write(tmp_path, monkeypatch) -> Callable[..., None]:
 def start(model, tmp_path, write):
     """Makes a run of one batch from the user's files."""
 
-    def start(task: dict[str, Any] | None = None, **sections: Any) -> Path:
+    def start(task: JsonObject | None = None, **sections: Any) -> Path:
         write()
         rows = {
             "name": "custom",
@@ -147,11 +148,11 @@ def resumed_code(run: Path) -> list[str]:
 # Data
 
 
-def with_answer(n: int, answer: str) -> list[dict[str, Any]]:
+def with_answer(n: int, answer: str) -> list[JsonObject]:
     return [row | {"answer": answer} if k == n else row for k, row in enumerate(ROWS)]
 
 
-CHANGED_ROWS: dict[str, tuple[list[dict[str, Any]], str]] = {
+CHANGED_ROWS: dict[str, tuple[list[JsonObject], str]] = {
     "one answer": (with_answer(11, "99"), "train split has other values of answer"),
     "a test answer": (with_answer(1, "99"), "test split has other values of answer"),
     "a prompt": ([{**ROWS[0], "question": "0+1"}, *ROWS[1:]], "other values of question"),
@@ -162,7 +163,7 @@ CHANGED_ROWS: dict[str, tuple[list[dict[str, Any]], str]] = {
 }
 
 
-def places(rows: list[dict[str, Any]]) -> dict[str, Any]:
+def places(rows: list[JsonObject]) -> JsonObject:
     """The digests of a task with two test rows."""
     splits = {"train": rows[2:], "test": rows[:2]}
     return digest_places({MAIN_TASK: RowTask("rows", splits, lambda row: ("", ""), len)})
@@ -247,7 +248,7 @@ def test_changed_offline_completion_stops_a_resume(start, write, tmp_path):
 GAME = {"name": "user_code:load_game"}
 TOOLS = {"tools": ["user_code:lookup"]}
 OWN_LOSS = {"recipe": "user_code:own_loss"}
-CHANGED_CODE: dict[str, tuple[dict[str, Any], tuple[str, str], str]] = {
+CHANGED_CODE: dict[str, tuple[JsonObject, tuple[str, str], str]] = {
     "a reward": ({}, ("return share(", "return 1 - share("), "reward score"),
     "a helper of a reward": ({}, ("/ 8", "/ 9"), "reward score"),
     "an environment": ({"task": GAME}, ("% 5 / 5", "% 4 / 4"), "environment"),
@@ -349,7 +350,7 @@ def scaled_loss(scale: float) -> Callable[..., Any]:
     return scaled
 
 
-FROM_PYTHON: dict[str, tuple[dict[str, Any], str]] = {
+FROM_PYTHON: dict[str, tuple[JsonObject, str]] = {
     "memory and closure": ({"data": ROWS, "rewards": [closure(0.5)]}, "data=…, rewards=…"),
     "memory": ({"data": ROWS, "rewards": ["exact"]}, "data=…"),
     "lambda": ({"data": "FILE", "rewards": [lambda completion, answer: 1.0]}, "rewards=…"),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -11,6 +9,7 @@ from lagrpo.errors import SettingsError
 from lagrpo.model import backend
 from lagrpo.settings.schema import Settings
 from lagrpo.training.checks import check_settings
+from lagrpo.types import JsonObject
 
 
 @pytest.fixture(autouse=True)
@@ -84,7 +83,7 @@ def test_gpu_of_a_rank_is_not_the_server_s(monkeypatch, ranks, visible, vllm, sh
             check_settings(own)
 
 
-WRONG: list[tuple[dict[str, Any], str]] = [
+WRONG: list[tuple[JsonObject, str]] = [
     ({"model": {"path": "./nosuch"}}, r"model.path: model directory './nosuch' does not exist"),
     ({"model": {"path": "smolm2"}}, "model.path: .* did you mean 'smollm2'"),
     (

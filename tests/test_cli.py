@@ -12,7 +12,6 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from chaos import start
@@ -26,6 +25,7 @@ from lagrpo.runs import load_evaluations, load_metrics, load_rollouts
 from lagrpo.runs.reading import rollout_batches
 from lagrpo.settings.command_line import CommandParser
 from lagrpo.settings.load import list_settings, load_settings
+from lagrpo.types import JsonObject
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +131,7 @@ EVAL = [
 EVAL += ["--model.dtype", "float32"]
 
 
-def summary_of(folder: Path) -> dict[str, Any]:
+def summary_of(folder: Path) -> JsonObject:
     return json.loads((folder / "summary.json").read_text(encoding="utf-8"))
 
 

@@ -10,12 +10,13 @@ import pytest
 import yaml
 
 from lagrpo.cli import read_train_words
+from lagrpo.types import JsonObject
 
 CLUSTER = Path(__file__).parent.parent / "examples" / "cluster"
 JOB, BATCH = CLUSTER / "lagrpo-job.yaml", CLUSTER / "lagrpo.sbatch"
 
 
-def pod() -> dict[str, Any]:
+def pod() -> JsonObject:
     found: Any = yaml.safe_load_all(JOB.read_text(encoding="utf-8"))
     return list(found)[1]["spec"]["template"]["spec"]
 

@@ -82,6 +82,7 @@ def test_recorded_steps_give_the_hidden_states_of_the_cpus_decoding(monkeypatch,
     expected = decode(DecodeState(policy.model, 4, 400), steps)
     graphs = record_on_cpu(monkeypatch)
     ours = decode(RecordedState(policy.model, 4, 400), steps)
+    # Else every step was computed, and no replay was compared.
     assert sum(graph.replays for graph in graphs) >= 6
     assert_close(ours, expected)
 
@@ -178,6 +179,7 @@ def test_sampler_keeps_its_graphs_from_batch_to_batch(monkeypatch):
             for ours, plain in zip(group.completions, expected[key].completions, strict=True):
                 assert torch.equal(ours.token_ids, plain.token_ids)
     assert counts[0] > 0
+    # The last batch recorded nothing: it replayed the graphs of the batches before.
     assert counts[-1] == counts[-2]
 
 
@@ -206,6 +208,7 @@ def test_recorded_steps_compute_by_the_weights_of_the_last_sync(monkeypatch):
     sampler.sync_weights(other.weights, 1)
     replays = sum(graph.replays for graph in graphs)
     groups = {r.prompt.key: group for r, group in sampler.sample(requests_for(policy, 3), 6)}
+    # Graphs of the time before the sync ran, and read the new weights.
     assert sum(graph.replays for graph in graphs[:recorded]) > replays
     for key, group in groups.items():
         for ours, plain in zip(group.completions, expected[key].completions, strict=True):

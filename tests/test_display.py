@@ -11,6 +11,7 @@ from rich.console import Console
 
 from lagrpo.terminal.display import COLUMNS, Display, LiveDisplay, PlainDisplay, make_display
 from lagrpo.terminal.text import typed_command
+from lagrpo.types import JsonObject
 
 METRICS = {
     "step": 12,
@@ -136,12 +137,12 @@ def test_live_display_fits_the_terminal_and_shows_the_last_batches(width):
     assert "learning 2 of 4 [micro" in lines[-1]
 
 
-def sample(prompt: str, text: str, reward: float | None = 0.0) -> dict[str, Any]:
+def sample(prompt: str, text: str, reward: float | None = 0.0) -> JsonObject:
     """The record of a prompt with two completions; only the first is shown."""
     return {"prompt": prompt, "completions": [text, "other"], "rewards": [reward, 1.0]}
 
 
-def summary(evaluations: dict[str, Any], status: str = "finished", name: str = "run") -> str:
+def summary(evaluations: JsonObject, status: str = "finished", name: str = "run") -> str:
     """The text that a run without batches prints at its end."""
     display = started(PlainDisplay(to := console(80)), name)
     for key, (found, records) in evaluations.items():

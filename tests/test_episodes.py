@@ -97,8 +97,8 @@ def are_same(groups: dict[int, Group], others: dict[int, Group]) -> bool:
     )
 
 
-# In bfloat16 a log-prob may differ by some of its rounding steps, 2^-7 near 1, if the computation is
-# not exact.
+# In bfloat16 a log-prob may differ by some of its rounding steps, 2^-7 near 1, if the computation
+# is not exact.
 @pytest.mark.usefixtures("either_computation")
 @pytest.mark.parametrize(("dtype", "rounding"), [(torch.bfloat16, 0.1), (torch.float32, 1e-4)])
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import io
 import json
-from typing import Any
 
 import pytest
 from made_runs import unpack
@@ -18,10 +17,11 @@ from lagrpo.runs.reading import load_evaluation_records
 from lagrpo.settings.load import load_settings
 from lagrpo.terminal.show import show
 from lagrpo.training.run import train
+from lagrpo.types import JsonObject
 from lagrpo.verify import verify_run
 from lagrpo.view.data import collect
 
-SETS: list[dict[str, Any]] = [
+SETS: list[JsonObject] = [
     {"name": "own"},
     {
         "name": "vowels",
@@ -33,7 +33,7 @@ SETS: list[dict[str, Any]] = [
 ]
 
 
-def run(model, root, /, **sections: dict[str, Any]):
+def run(model, root, /, **sections: JsonObject):
     base = {"eval": {"every": 1}}
     return train(
         tiny_settings(

@@ -137,14 +137,14 @@ def test_own_loss_example_has_the_gradient_of_the_built_in_dppo():
 
 
 def test_own_task_example_trains_on_the_share_of_capitals(model, tmp_path):
-    assert own_task.share_of_capitals("An OAK.", "") == 4 / 5
-    assert own_task.share_of_capitals("42", "") == 0.0
+    assert own_task.share_of_capitals("An OAK.") == 4 / 5
+    assert own_task.share_of_capitals("42") == 0.0
     settings = tiny_settings(model, tmp_path, schedule={"batches": 1}, eval={"at_start": False})
     result = lagrpo.train(settings, task=own_task.TASK)
     rollouts = load_rollouts(result.run)
     assert {row["outcome"] for row in rollouts} == {"scored"}
     for row in rollouts:
-        assert row["reward"] == own_task.share_of_capitals(row["completion"], "")
+        assert row["reward"] == own_task.share_of_capitals(row["completion"])
 
 
 def test_callback_example_names_the_prompt_with_the_lowest_mean_reward(capsys):

@@ -25,7 +25,7 @@ from lagrpo.model.files import find_source, load_tokenizer, save_model, save_tok
 from lagrpo.model.layout import Packed
 from lagrpo.model.loading import load_policy
 from lagrpo.training.run import train
-from lagrpo.types import Prompt
+from lagrpo.types import JsonObject, Prompt
 
 ROOT = Path(__file__).parent.parent
 OLDER = Path(os.environ.get("LAGRPO_OLDER", ROOT / ".venv-older" / "bin" / "python"))
@@ -198,7 +198,7 @@ SOURCES = [
 ]
 
 
-def trained(tmp_path: Path, **changes: Any) -> tuple[Path, dict[str, Any]]:
+def trained(tmp_path: Path, **changes: Any) -> tuple[Path, JsonObject]:
     """The final weights of a run, and what lagrpo computes with them for TEXT."""
     made = source(tmp_path / "source", **changes)
     result = train(tiny_settings(made, tmp_path / "runs", schedule={"batches": 1}))

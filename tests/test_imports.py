@@ -25,7 +25,7 @@ ALLOWED: dict[str, set[str]] = {
     "cpu": {"machine"},
     "gpu": set(),
     "model": {*LEAVES, "cpu", "gpu"},
-    "settings": {*SMALL, "core", "rewards", "tasks"},
+    "settings": {*SMALL, "core", "rewards"},
     "data": {*LEAVES, "model", "runs", "rollout", "tasks"},
     "rollout": {*LEAVES, "cpu", "gpu", "model", "rewards", "settings", "tasks"},
     "terminal": {*SMALL, "core", "runs", "settings", "tasks"},

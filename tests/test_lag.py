@@ -156,7 +156,8 @@ def test_estimate_of_tv_is_chosen_by_the_effective_sample_size():
         z = torch.randn(100, 128, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
         log_ratios = s * z - s * s / 2
         spreads[s] = [
-            float(tv_terms(log_ratios, bounded).mean(dim=1).std()) for bounded in (False, True)
+            float(tv_terms(log_ratios, bounded=bounded).mean(dim=1).std())
+            for bounded in (False, True)
         ]
         assert {prefers_bounded(log_ratio) for log_ratio in log_ratios} == {s == 2.5}
     assert spreads[0.2][0] < 0.7 * spreads[0.2][1]

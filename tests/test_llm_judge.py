@@ -17,7 +17,7 @@ from lagrpo.rewards.llm_judge import LlmJudge
 from lagrpo.rewards.reward import Reward, Rewards
 from lagrpo.runs import load_rollouts
 from lagrpo.training.run import train
-from lagrpo.types import Group, Outcome, Prompt
+from lagrpo.types import Group, JsonObject, Outcome, Prompt
 from lagrpo.verify import verify_run
 
 KEY = "planted-key-of-the-judge"
@@ -116,7 +116,7 @@ def test_run_with_a_judge_replays_without_asking_it_again(server, model, tmp_pat
         {"name": "right", "reward": "task"},
         {"name": "judge", "reward": "llm_judge", "weight": 0.5, "options": options},
     ]
-    sections: dict[str, Any] = {"eval": {"at_start": False}, "schedule": {"batches": 1}}
+    sections: JsonObject = {"eval": {"at_start": False}, "schedule": {"batches": 1}}
     sections["task"] = {
         "name": "sample_task:load_letters",
         "rewards": rewards,

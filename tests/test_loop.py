@@ -127,6 +127,7 @@ def test_sampler_with_stale_weights_stops_the_run(build_components, monkeypatch)
         if version == 0:
             sync_weights(self, weights, version)
         else:
+            # The version alone is right: only a look at the weights finds the fault.
             self.policy.weights.version = version
         return {}
 

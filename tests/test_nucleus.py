@@ -1,4 +1,4 @@
-"""Nucleus sampling: which tokens stay, by hand and against a full sort; and what evaluations use."""
+"""Nucleus sampling: the tokens that stay, by hand and against a full sort; use in evaluations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`lagrpo.train(dry_run=True)`, `lagrpo.evaluate` and `lagrpo.compare`, as a Python user calls them."""
+"""`lagrpo.train(dry_run=True)`, `lagrpo.evaluate` and `lagrpo.compare` in Python."""
 
 from __future__ import annotations
 

@@ -29,8 +29,9 @@ from lagrpo.training import checkpoint
 from lagrpo.training import run as one_run
 from lagrpo.training.checkpoint import CheckpointError
 from lagrpo.training.run import Result
+from lagrpo.types import JsonObject
 
-SMALL: dict[str, dict[str, Any]] = {
+SMALL: dict[str, JsonObject] = {
     "checkpoint": {"save_every": 1, "save_minutes": 0, "save_total_limit": 20},
     "model": {"dtype": "bfloat16"},
     "schedule": {"num_iterations": 2, "batches": 6, "ref_sync_every": 3},
@@ -79,11 +80,11 @@ def run(finished, tmp_path):
     return shutil.copytree(finished, tmp_path / "copy")
 
 
-def go_on(run: Path, /, **sections: dict[str, Any]) -> Result:
+def go_on(run: Path, /, **sections: JsonObject) -> Result:
     return train(sections, resume=run)
 
 
-def differing(run: Path, expected: dict[str, Any]) -> list[str]:
+def differing(run: Path, expected: JsonObject) -> list[str]:
     """Names of the outputs of a run that differ from the expected ones."""
     outputs = leaves(run, exact=True)
     return [key for key in expected if outputs.get(key) != expected[key]]
@@ -97,6 +98,7 @@ def cut_to(run: Path, batch: int, root: Path | None = None) -> Path:
     for folder in (copy / "checkpoints").glob("step-*"):
         if int(folder.name.partition("-")[2]) > batch:
             shutil.rmtree(folder)
+    # A killed run has no event `end`, the last line.
     (copy / "events.jsonl").write_bytes(
         b"".join((copy / "events.jsonl").read_bytes().splitlines(True)[:-1])
     )
@@ -115,7 +117,7 @@ def contents(run: Path) -> dict[Path, bytes]:
     }
 
 
-def resumed(run: Path) -> list[dict[str, Any]]:
+def resumed(run: Path) -> list[JsonObject]:
     return [event for event in load_events(run) if event["event"] == "resumed"]
 
 
@@ -161,6 +163,7 @@ def test_killed_run_gets_more_batches_as_if_it_had_been_longer(begin):
 
 def test_run_killed_before_its_first_checkpoint_starts_again(whole, undisturbed, tmp_path):
     killed = cut_to(whole("plain"), 0, tmp_path)
+    # A run whose events name a checkpoint that is gone would be rejected.
     lines = (killed / "events.jsonl").read_text(encoding="utf-8").splitlines(True)
     (killed / "events.jsonl").write_text(
         "".join(line for line in lines if '"checkpoint"' not in line), encoding="utf-8"
@@ -233,7 +236,7 @@ def test_checkpoint_that_cannot_be_read_is_named_and_the_one_before_is_used_with
 
 def test_settings_that_could_alter_the_past_are_rejected_by_name(run):
     before = contents(run)
-    wrong: dict[str, dict[str, Any]] = {
+    wrong: dict[str, JsonObject] = {
         r"optimizer\.learning_rate = 0\.5, but the run has 0\.01": {
             "optimizer": {"learning_rate": 0.5}
         },

@@ -43,6 +43,7 @@ def test_error_leaves_that_completion_unscored_and_no_other(pool):
 
 
 def test_completions_after_hung_and_dead_workers_are_scored(pool):
+    # More bad calls than workers: workers that were replaced meet them, too.
     (scored,) = pool.score([make_group(*["hang", "exit 1", "segfault"] * 2, *["7"] * 50)])
     assert [outcome.reward for outcome in outcomes(scored)] == [None] * 6 + [1.0] * 50
 
@@ -104,4 +105,5 @@ def test_too_many_without_a_reward_stop_the_run():
             next(iterator)
         with pytest.raises(RewardError, match="of 64 completions have no reward"):
             list(strict.score(sampled()))
+    # 64 completions are 8 groups; some more are sampled until the first have been scored.
     assert len(seen) < 200

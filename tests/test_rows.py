@@ -23,8 +23,9 @@ from lagrpo.tasks import RowTask, load_task
 from lagrpo.tasks.columns import plain
 from lagrpo.tasks.data import hold_out
 from lagrpo.training.checks import build_task
+from lagrpo.types import JsonObject
 
-Rows = list[dict[str, Any]]
+Rows = list[JsonObject]
 
 
 def write_lines(path: Path, rows: Rows) -> Path:
@@ -55,7 +56,7 @@ every_source = pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
 
 def load(data: Any, seed: int = 0, **options: Any) -> RowTask:
     """The task `custom` with this data, as `lagrpo.train` and the command line load it."""
-    table: dict[str, Any] = {"name": "custom", "rewards": ["exact"], **options}
+    table: JsonObject = {"name": "custom", "rewards": ["exact"], **options}
     task: Any
     if isinstance(data, Path):
         task = load_task(task_settings(**table, data=str(data)), seed)
@@ -206,7 +207,7 @@ def test_row_without_an_answer_is_left_out_wherever_it_stands(tmp_path, caplog, 
         assert "1 of the 11 rows of the train split of" in caplog.text
 
 
-VERL_WITHOUT: dict[str, dict[str, Any]] = {
+VERL_WITHOUT: dict[str, JsonObject] = {
     "no column": {},
     "null column": {"reward_model": None},
     "no field": {"reward_model": {}},
@@ -229,7 +230,7 @@ def test_answer_of_verl_counts_where_the_column_answer_is_null(tmp_path):
     assert answers(load(write_parquet(tmp_path / "rows.parquet", rows))) == {'"5"'}
 
 
-MISSING: dict[str, Any] = {
+MISSING: JsonObject = {
     "NaN": [float("nan"), 1.5],
     "NA": pd.array([pd.NA, 1], dtype="Int64"),
     "NaT": [pd.NaT, pd.Timestamp("2020-01-02")],

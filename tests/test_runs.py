@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 
 from lagrpo.errors import SettingsError
-from lagrpo.runs import plots
+from lagrpo.runs import directory, plots
 from lagrpo.runs.directory import Run, default_name
 from lagrpo.runs.environment import collect_environment
 from lagrpo.runs.files import write_directory_atomically
@@ -30,7 +30,7 @@ from lagrpo.runs.reading import (
 from lagrpo.runs.recorded import RecordedRun, group_seeds, load_runs
 from lagrpo.runs.rollouts import rollout_rows, rollout_schema
 from lagrpo.terminal.show import show
-from lagrpo.types import Completion, Group, Outcome, Prompt
+from lagrpo.types import Completion, Group, JsonObject, Outcome, Prompt
 
 SETTINGS = {
     "task": {"name": "arithmetic"},
@@ -138,6 +138,20 @@ def test_metrics_come_back_with_null_for_what_is_not_finite(run):
     ]
     with pytest.raises(TypeError):
         run.record({"step": torch.tensor(1.0)})  # type: ignore[dict-item]
+
+
+def test_line_is_on_the_disk_when_it_is_recorded(run, monkeypatch):
+    """Else a checkpoint that is written after it may survive a power cut that the line does not."""
+    on_disk: dict[Path, str] = {}
+
+    def sync(path: Path) -> None:
+        on_disk[path] = path.read_text(encoding="utf-8")
+
+    monkeypatch.setattr(directory, "sync_to_disk", sync)
+    run.record({"step": 1, "reward": 0.5})
+    assert json.loads(on_disk[run.metrics].splitlines()[-1])["reward"] == 0.5
+    run.record_event("weight_sync", 1)
+    assert json.loads(on_disk[run.events].splitlines()[-1])["event"] == "weight_sync"
 
 
 def test_torn_last_line_is_skipped(run):
@@ -288,7 +302,7 @@ def test_right_is_the_largest_reward_of_the_runs_range(tmp_path):
 # Several runs
 
 
-def recorded(name: str, **sections: dict[str, Any]) -> RecordedRun:
+def recorded(name: str, **sections: JsonObject) -> RecordedRun:
     """A run that has recorded nothing yet."""
     settings = {"run": {"name": name, "output_dir": "runs"}} | sections
     settings["run"] = settings["run"] | sections.get("run", {})

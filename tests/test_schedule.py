@@ -38,7 +38,7 @@ def test_every_batch_is_generated_once_and_not_after_it_is_needed():
     ):
         asked, state = [], LoopState(alpha=0)
         for batch in range(1, 15):
-            decision = schedule.next(state, 14, 7, prefetch)
+            decision = schedule.next(state, 14, 7, prefetch=prefetch)
             asked += list(decision.to_generate)
             assert batch in asked
             state = state.after_request(decision.to_generate).after_batch(None)

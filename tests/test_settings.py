@@ -12,13 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
+from lagrpo.core.choices import CHOICES, MINIMUM
 from lagrpo.core.objective import NUMBERS
-from lagrpo.core.recipes import CHOICES, MINIMUM, resolve
+from lagrpo.core.recipes import resolve
 from lagrpo.errors import SettingsError
 from lagrpo.settings.command_line import SHORT, TABLES, CommandParser, read_words
 from lagrpo.settings.load import PRESETS, list_settings, load_settings, to_toml
 from lagrpo.settings.schema import Settings
 from lagrpo.settings.sections import KNOBS, LossSettings, RewardSettings
+from lagrpo.types import JsonObject
 
 KEYS = {name: field for name, field in list_settings().items() if "." in name}
 
@@ -241,7 +243,7 @@ WORDS = (
     "--loss.overrides.mask.epsilon_high 0.5 --loss.overrides.weight=importance "
     "--loss.overrides.weight.ratio sequence --loss.overrides.opsm.delta .25"
 )
-FLAT: dict[str, Any] = {
+FLAT: JsonObject = {
     "loss.recipe": "reinforce",
     "loss.filters": ["opsm"],
     "loss.overrides.mask": "one_side",
@@ -405,7 +407,7 @@ def test_every_complaint_has_a_line_with_its_source(tmp_path):
 # The command line
 
 
-def parse(line: str) -> dict[str, Any]:
+def parse(line: str) -> JsonObject:
     """The settings that the words of a line change."""
     parser = CommandParser()
     parser.add_argument("--dry-run", action="store_true")

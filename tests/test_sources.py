@@ -80,6 +80,7 @@ def digits(text):
 def load(tmp_path, monkeypatch) -> Iterator[Callable[..., Any]]:
     """Loads a module of this text, with these helpers, as a new process would."""
     monkeypatch.syspath_prepend(tmp_path)
+    # Two versions within a second and of one length would share a .pyc file.
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
 
     def load(text: str = MODULE, helpers: str = HELPERS, name: str = "user_rewards") -> Any:
@@ -87,6 +88,7 @@ def load(tmp_path, monkeypatch) -> Iterator[Callable[..., Any]]:
             (tmp_path / f"{module}.py").write_text(content, encoding="utf-8")
             sys.modules.pop(module, None)
             importlib.invalidate_caches()
+        # inspect reads sources through linecache, which would return the text before the change.
         linecache.clearcache()
         return importlib.import_module(name)
 

@@ -26,6 +26,7 @@ from lagrpo.study.measures import RunResult, commit_text, measure, parse_measure
 from lagrpo.study.report import load_results
 from lagrpo.study.spec import Study, load_study
 from lagrpo.study.statistics import Interval, judge, paired_differences, parse_claim, t_quantile
+from lagrpo.types import JsonObject
 
 TESTS = Path(__file__).parent
 PAPERS = TESTS.parent / "experiments" / "papers"
@@ -195,7 +196,7 @@ def study_file(root: Path, **changes: Any) -> Path:
     (root / "base.toml").write_text(
         tomli_w.dumps(tiny_settings(save_tiny(root / "model"), root)), encoding="utf-8"
     )
-    content: dict[str, Any] = {
+    content: JsonObject = {
         "title": "What v costs",
         "settings": "base.toml",
         "seeds": [3, 4],

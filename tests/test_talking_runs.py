@@ -6,7 +6,6 @@ from __future__ import annotations
 import io
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 from ranks import together
@@ -21,10 +20,11 @@ from lagrpo.errors import SettingsError
 from lagrpo.runs import load_metrics, load_rollouts
 from lagrpo.runs.reading import load_evaluation_records
 from lagrpo.terminal.show import show
+from lagrpo.types import JsonObject
 from lagrpo.verify import verify_run
 
 GUESSING = {"name": "guess_number", "options": {"largest": 9}}
-SETS: list[dict[str, Any]] = [
+SETS: list[JsonObject] = [
     {"name": "own", "max_completion_length": 20},
     {"name": "vowels", "task": {"name": "sample_task:load_vowels"}},
     {"name": "guess", "task": GUESSING},
@@ -44,8 +44,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def settings(model: Path, root: Path, /, **sections: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    base: dict[str, dict[str, Any]] = {
+def settings(model: Path, root: Path, /, **sections: JsonObject) -> dict[str, JsonObject]:
+    base: dict[str, JsonObject] = {
         "task": {"name": "talkers:load"},
         "rollout": {"max_completion_length": 40},
         "eval": {"at_start": False},

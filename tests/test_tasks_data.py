@@ -19,13 +19,12 @@ from test_tasks import task_settings
 from lagrpo.rewards.reward import Rewards
 from lagrpo.tasks import RowTask, load_task
 from lagrpo.tasks.files import read_rows
+from lagrpo.types import JsonObject
 
-ROWS: list[dict[str, Any]] = [
-    {"q": f"{n} + 1?", "a": str(n + 1), "level": n % 3} for n in range(30)
-]
+ROWS: list[JsonObject] = [{"q": f"{n} + 1?", "a": str(n + 1), "level": n % 3} for n in range(30)]
 
 
-def write(path: Path, rows: list[dict[str, Any]] = ROWS) -> str:
+def write(path: Path, rows: list[JsonObject] = ROWS) -> str:
     """A file of these rows, in the format of its ending."""
     opened: Any = gzip.open if path.suffix == ".gz" else open
     path.parent.mkdir(exist_ok=True)

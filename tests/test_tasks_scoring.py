@@ -25,6 +25,7 @@ from lagrpo.tasks.numbers import (
     read_number,
     simplify,
 )
+from lagrpo.types import JsonObject
 
 CORPORA = Path(__file__).parent / "corpora"
 needs_math = pytest.mark.skipif(
@@ -36,12 +37,12 @@ needs_math = pytest.mark.skipif(
 # ----
 
 
-def lines(reward: str) -> list[dict[str, Any]]:
+def lines(reward: str) -> list[JsonObject]:
     with (CORPORA / f"{reward}.jsonl").open(encoding="utf-8") as corpus:
         return [json.loads(line) for line in corpus]
 
 
-def verdict(reward: str, line: dict[str, Any]) -> float | str:
+def verdict(reward: str, line: JsonObject) -> float | str:
     try:
         return load_function(REWARDS[reward])(line["answer"], line["gold"])
     except UnscorableError:

@@ -22,7 +22,7 @@ from lagrpo.rewards.reward import Reward, Rewards
 from lagrpo.runs import load_rollouts
 from lagrpo.training.build import warn_of_formats
 from lagrpo.training.run import train
-from lagrpo.types import Prompt
+from lagrpo.types import JsonObject, Prompt
 from lagrpo.verify import verify_run
 
 ASK = ({"role": "user", "content": "2 + 3?"},)
@@ -169,7 +169,7 @@ def test_format_that_no_completion_can_have_gives_a_warning(
 def test_tag_that_the_template_opens_counts_for_the_format(tmp_path):
     (tmp_path / "chat.jinja").write_text(CHAT + "<think>", encoding="utf-8")
     task = {"rewards": [{"name": "form", "reward": "format", "options": {"pattern": "<think>.*"}}]}
-    sections: dict[str, Any] = {
+    sections: JsonObject = {
         "model": {"chat_template": str(tmp_path / "chat.jinja")},
         "task": task,
     }
@@ -212,7 +212,7 @@ CALLED = (
 )
 
 
-def told(text: str) -> tuple[dict[str, Any], ...]:
+def told(text: str) -> tuple[JsonObject, ...]:
     return (*ASK, {"role": "assistant", "content": text}, *ASK)
 
 
@@ -353,7 +353,7 @@ class Yesterday(datetime):
 
 def test_run_that_resumes_on_another_day_keeps_its_prompts(tmp_path, monkeypatch):
     (tmp_path / "chat.jinja").write_text(DATED, encoding="utf-8")
-    model: dict[str, Any] = {"chat_template": str(tmp_path / "chat.jinja")}
+    model: JsonObject = {"chat_template": str(tmp_path / "chat.jinja")}
     run_settings = tiny_settings(
         save_tiny(tmp_path / "model"), tmp_path, model=model, checkpoint={"save_every": 1}
     )

@@ -26,8 +26,9 @@ from lagrpo.runs import load_events, load_metrics, load_rollouts
 from lagrpo.training import build
 from lagrpo.training.checkpoint import find_checkpoint
 from lagrpo.training.run import Result
+from lagrpo.types import JsonObject
 
-SMALL: dict[str, dict[str, Any]] = {
+SMALL: dict[str, JsonObject] = {
     "checkpoint": {"save_every": 1, "save_minutes": 0, "save_total_limit": 20},
     "schedule": {"num_iterations": 2, "batches": 6, "prompts_per_batch": 3, "ref_sync_every": 3},
     "loss": {"recipe": "grpo", "beta": 0.05},
@@ -38,9 +39,7 @@ MEAN_ROUNDING = 1e-5
 size, so a few weights differ by whole steps"""
 
 
-def settings_in(
-    root: Path, model: Path, name: str, /, *more: Sections
-) -> dict[str, dict[str, Any]]:
+def settings_in(root: Path, model: Path, name: str, /, *more: Sections) -> dict[str, JsonObject]:
     return merged(tiny_settings(model, root), SMALL, *more, {"run": {"name": name}})
 
 
@@ -95,7 +94,7 @@ def only_result(results: list[Any]) -> Result:
     return results[0]
 
 
-def evaluated(run: Path) -> dict[str, Any]:
+def evaluated(run: Path) -> JsonObject:
     """The samples of each evaluation."""
     tables = {
         file.stem: pq.read_table(file).to_pylist()

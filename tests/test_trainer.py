@@ -85,6 +85,7 @@ def test_the_split_into_micro_batches_cannot_change_the_gradient(name, tokens):
     batch = assembled(recipe, judge_groups(generate_groups(policy)))
     whole = gradient(policy, recipe, [*micro_batches(batch, 10_000)])
     rows = micro_batches(batch, tokens)
+    # Without several rows and a gradient there would be nothing to compare.
     assert len(rows) > 2
     assert whole.norm() > 1e-3
     torch.testing.assert_close(gradient(policy, recipe, rows), whole, rtol=1e-5, atol=1e-7)
@@ -362,6 +363,7 @@ def test_choice_of_deterministic_algorithms_is_the_caller_s_again_after_a_step(
 
 def test_learning_rate_schedules():
     constant = Optimization(lr=1.0, warmup=3, updates=14)
+    # A rate of 0 would waste the first update, so the warm-up begins at 1 / (warmup + 1).
     assert [constant.rate(u) for u in (0, 1, 2, 3, 13)] == [0.25, 0.5, 0.75, 1.0, 1.0]
     linear = replace(constant, schedule="linear")
     assert [linear.rate(u) for u in (3, 8, 13)] == [1.0, 0.5, 0.0]
@@ -400,6 +402,7 @@ def test_gradient_that_overflows_in_the_model_is_rejected_and_changes_nothing(dt
     rows = micro_batches(assembled(recipe, judge_groups(generate_groups(policy))), 40)
     row = rows[-1]
     c = int(row.advantage_C.abs().argmax())
+    # Finite in the loss, but not after the products of the backward pass: float32 ends at 3.4e38.
     row.weight_C[c], weight = 1e37, float(row.weight_C[c])
     before, stepping = policy.model.head.weight.detach().clone(), make_trainer(policy, recipe)
     with pytest.raises(FloatingPointError, match=r"update 1 is not finite.*still version 0"):

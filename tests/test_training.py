@@ -31,8 +31,9 @@ from lagrpo.training.checks import check_settings
 from lagrpo.training.master_weights import MasterWeights
 from lagrpo.training.run import FAILURES, train
 from lagrpo.training.trainer import Optimization, Trainer
+from lagrpo.types import JsonObject
 
-BF16: dict[str, dict[str, Any]] = {"model": {"dtype": "bfloat16"}}
+BF16: dict[str, JsonObject] = {"model": {"dtype": "bfloat16"}}
 
 
 @pytest.fixture
@@ -200,7 +201,7 @@ def test_tasks_and_templates_that_do_not_fit_are_rejected_before_the_run_is_made
     settings, tmp_path
 ):
     (tmp_path / "chat.jinja").write_text("{{ raise_exception('no system') }}", encoding="utf-8")
-    wrong: dict[str, dict[str, Any]] = {
+    wrong: dict[str, JsonObject] = {
         "task 'empty' has no training prompts": {"task": {"name": "sample_task:load_empty"}},
         "cannot render it: no system": {"model": {"chat_template": str(tmp_path / "chat.jinja")}},
         r"has \d+ tokens; rollout.max_prompt_length is 20": {"rollout": {"max_prompt_length": 20}},

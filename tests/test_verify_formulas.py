@@ -10,9 +10,9 @@ import torch
 
 from lagrpo.core import advantages, estimators, kl
 from lagrpo.core.advantages import AdvantageInputs
+from lagrpo.core.choices import CHOICES
 from lagrpo.core.objective import Recipe
 from lagrpo.core.pieces import piece
-from lagrpo.core.recipes import CHOICES
 from lagrpo.verify import formulas
 from lagrpo.verify.formulas import ScoredGroup, compute_advantages
 from lagrpo.verify.metric_checks import estimate_improvement
@@ -30,7 +30,10 @@ def group_of(*rewards: float) -> ScoredGroup:
 
 
 def random_groups(generator: random.Random) -> list[ScoredGroup]:
-    """Groups of 1 to 8 completions. Many rewards are equal, or equal to the mean but for rounding."""
+    """Groups of 1 to 8 completions.
+
+    Many rewards are equal, or equal to the mean but for rounding.
+    """
     groups = []
     for _ in range(generator.randint(1, 5)):
         G = generator.choice([1, 2, 3, 4, 8])
@@ -132,7 +135,7 @@ def test_formulas_of_samples_agree_with_those_of_core():
     for scale in (0.01, 1.0, 5.0):
         log_ratio_C = scale * torch.randn(50, dtype=torch.float64, generator=generator)
         bounded = kl.prefers_bounded(log_ratio_C)
-        expected = float(kl.sampled_tv(log_ratio_C, bounded))
+        expected = float(kl.sampled_tv(log_ratio_C, bounded=bounded))
         assert formulas.total_variation(log_ratio_C) == pytest.approx(expected)
 
 

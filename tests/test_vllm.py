@@ -41,6 +41,7 @@ from lagrpo.training import build
 from lagrpo.training.checks import check_settings, server_shares_gpu
 from lagrpo.training.run import train
 from lagrpo.training.trainer import Trainer
+from lagrpo.types import JsonObject
 
 
 @pytest.fixture(autouse=True)
@@ -97,7 +98,7 @@ def test_seeds_are_keyed_by_prompt_and_the_label_salts_the_cache(fake, engine, p
 
 
 def test_unusable_completion_fails_and_never_has_a_log_prob_of_zero(fake, engine, policy):
-    cases: list[tuple[dict[str, Any], str]] = [
+    cases: list[tuple[JsonObject, str]] = [
         ({"logprobs": (-0.5, -9999.0)}, "a log-prob that is not finite"),  # as vLLM writes -inf
         ({"logprobs": (-0.5,)}, "a log-prob that is not finite"),
         ({"tokens": ()}, "('stop') after 0 tokens"),

@@ -28,6 +28,7 @@ from lagrpo.rollout.vllm.weights import DIRECTORY
 from lagrpo.runs import load_evaluations, load_events, load_metrics, load_rollouts
 from lagrpo.training.lifecycle import Training
 from lagrpo.training.run import Result, train
+from lagrpo.types import JsonObject
 from lagrpo.verify import verify_run
 
 pytestmark = pytest.mark.vllm
@@ -191,7 +192,7 @@ def test_run_of_several_turns_is_replayed(attached, model, tmp_path):
 
 def test_evaluations_by_the_server_change_no_record_of_training(attached, model, tmp_path):
     sets = [{"name": "own"}, {"name": "long", "max_completion_length": 12}]
-    evaluations: dict[str, dict[str, Any]] = {
+    evaluations: dict[str, JsonObject] = {
         "none": {"at_start": False},
         "many": {"every": 1, "sets": sets},
     }
@@ -314,7 +315,7 @@ def test_run_keeps_what_it_has_when_an_attached_server_dies_and_resumes_with_ano
             kill(servers[0])
 
     monkeypatch.setattr(Training, "record", record)
-    sections: dict[str, Any] = {"run": {"name": "one"}, "schedule": {"sync_every": 1, "batches": 4}}
+    sections: JsonObject = {"run": {"name": "one"}, "schedule": {"sync_every": 1, "batches": 4}}
     try:
         monkeypatch.setenv(KEY, servers[0].key)
         with pytest.raises(

@@ -23,12 +23,12 @@ from lagrpo.rollout.vllm.client import GENERATE, VllmClient
 from lagrpo.rollout.vllm.engine import VllmEngine
 from lagrpo.rollout.vllm.server import Launch, StartedServer, find_python
 from lagrpo.rollout.vllm.weights import WeightTransfer
-from lagrpo.types import Completion
+from lagrpo.types import Completion, JsonObject
 
 os.environ.setdefault(
     "VLLM_CPU_KVCACHE_SPACE", "1"
 )  # GiB of each server; the tests run two at a time
-SIZES: dict[str, Any] = {
+SIZES: JsonObject = {
     "head_dim": 32,
     "hidden_size": 64,
     "num_attention_heads": 2,
@@ -45,7 +45,7 @@ class FakeServer:
     def __init__(self) -> None:
         self.calls: list[tuple[str, Any]] = []
         self.answers: dict[str, Callable[[Any], Answer]] = {}
-        self.config: dict[str, Any] = {"parallel_config": {}, "device_config": {"device": "cuda"}}
+        self.config: JsonObject = {"parallel_config": {}, "device_config": {"device": "cuda"}}
         self.config["model_config"] = {"dtype": "torch.float32"}
         self.start()
 
@@ -139,7 +139,7 @@ def choice(
     tokens: Sequence[int] = (7, 1),
     logprobs: Sequence[float] = (-0.5, -0.25),
     end: str = "stop",
-) -> dict[str, Any]:
+) -> JsonObject:
     """A completion in vLLM's JSON."""
     content = [
         {"token_id": token, "logprob": p} for token, p in zip(tokens, logprobs, strict=False)
@@ -177,7 +177,9 @@ def engine_of(
     """An engine of seed 0, in the policy's dtype."""
     weights = WeightTransfer(policy.dtype, policy.model.lm if policy.weights.adapters else None)
     params = SamplingParams("sample", policy.tau, max_tokens)
-    return VllmEngine(servers, weights, policy.chat, params, 0, rows, syncs_in_flight)
+    return VllmEngine(
+        servers, weights, policy.chat, params, 0, rows, syncs_in_flight=syncs_in_flight
+    )
 
 
 def tiny_directory(root: Path, **changes: Any) -> Path:

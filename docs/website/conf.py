@@ -1,4 +1,4 @@
-"""How Sphinx builds the site (`make docs`): the Markdown pages of the repository, README.md first."""
+"""Sphinx's configuration: `make docs` builds the site from the Markdown pages, README.md first."""
 
 import re
 from typing import Any
@@ -20,7 +20,8 @@ include_patterns = [
 ]
 exclude_patterns = [".*", "build", "runs", "site", "src", "tests"]
 
-# GitHub's Markdown: formulas as $…$ and ```math, anchors of headings; a line that starts with % is text.
+# GitHub's Markdown: formulas as $…$ and ```math, anchors of headings; a line that starts with % is
+# text.
 myst_enable_extensions = ["dollarmath"]
 myst_fence_as_directive = ["math"]
 myst_heading_anchors = 6
@@ -48,7 +49,7 @@ NAVIGATION = {
 }
 
 
-def add_navigation(app: Any, page: str, source: list[str]) -> None:
+def add_navigation(_app: Any, page: str, source: list[str]) -> None:
     """Add the table of contents of the sidebar to the start page."""
     for part, names in NAVIGATION.items() if page == root_doc else ():
         lines = [

@@ -1,9 +1,10 @@
-"""Write the tables of docs/settings.md, docs/metrics.md and docs/from-trl.md from the lists in the code.
+"""Write the tables of docs/settings.md, docs/metrics.md and docs/from-trl.md from lists in code.
 
     python docs/website/reference.py
 
 To change a row, edit the line under a field of settings/sections.py, runs/metrics.toml or
-settings/other_trainers.toml."""
+settings/other_trainers.toml.
+"""
 
 import json
 import re

@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         publish(records, methods["published"])
 
 
-def make_runs(plan: Iterable[Pass], methods: Methods, directory: Path, is_whole: bool) -> None:
+def make_runs(plan: Iterable[Pass], methods: Methods, directory: Path, *, is_whole: bool) -> None:
     """Make the missing runs of a plan. The whole benchmark then makes more seeds where some die."""
     make_missing(plan, methods, directory)
     if is_whole:
@@ -71,6 +71,7 @@ def make_runs(plan: Iterable[Pass], methods: Methods, directory: Path, is_whole:
 
 def make_missing(plan: Iterable[Pass], methods: Methods, directory: Path) -> None:
     """Make the runs of a plan that have no record, pass by pass, and append their records."""
+    # Without runs of methods that have changed since: these are made again.
     done = load_records(directory, methods)
     began = time.monotonic()
     for item in plan:

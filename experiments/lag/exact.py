@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -93,7 +94,7 @@ def _normalized(rewards: Tensor, alpha: Tensor, recipe: Recipe) -> Tensor:
     return centered / (variance + recipe.eps_std).sqrt()
 
 
-def _centered(rewards: Tensor, alpha: Tensor, recipe: Recipe) -> Tensor:
+def _centered(rewards: Tensor, alpha: Tensor, _recipe: Recipe) -> Tensor:
     return rewards - (alpha * rewards).sum(dim=-1, keepdim=True)
 
 
@@ -102,7 +103,7 @@ def _normalized_positive(rewards: Tensor, alpha: Tensor, recipe: Recipe) -> Tens
 
 
 def _log_mean_exp(rewards: Tensor, alpha: Tensor, recipe: Recipe) -> Tensor:
-    strength = recipe.advantage.knobs["strength"]
+    strength = cast(float, recipe.advantage.knobs["strength"])
     return rewards - strength * (alpha * (rewards / strength).exp()).sum(-1, keepdim=True).log()
 
 
@@ -163,6 +164,7 @@ def _statistics(
     _, n, tokens = logp.shape
     columns: dict[str, list[Tensor]] = {}
     for row, alpha_of_row in enumerate(alpha):
+        # A collector takes a sample, not probabilities: a sample in their proportions.
         copies = (alpha_of_row * STATISTICS_FROM).round().long()
         drawn = torch.arange(n).repeat_interleave(copies)
         batch = LossInputs(

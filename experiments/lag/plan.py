@@ -1,6 +1,7 @@
 """The queue: which runs there are, and in which order they are made.
 
-Runs that share table, task, method and schedule are a pass: they are stacked (train.py) and land together.
+Runs that share table, task, method and schedule are a pass: they are stacked (train.py) and land
+together.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ FIRST_SEEDS = (0, 1, 2)
 MORE_SEEDS = (3, 4)
 SEEDS_WHERE_SOME_DIE = (5, 6, 7, 8, 9)
 SAME_AT_LAG_0 = ("stale_reinforce", "asymre", "positive_only")
-"""With equal advantage and reduction all methods but the last two are REINFORCE at lag 0. These make the area with
-which others are compared, so they come first."""
+"""With equal advantage and reduction all methods but the last two are REINFORCE at lag 0.
+
+These make the area with which others are compared, so they come first.
+"""
 MAIN_METHODS = (
     "stale_reinforce",
     "grpo",
@@ -39,8 +42,11 @@ MAIN_METHODS = (
     "cispo",
     "prime_rl",
 )
-"""The methods that people ask about most. The variants of the tasks and the longest lag are made for
-these first: twelve rows are enough to see which property of a task turns the order around."""
+"""The methods that people ask about most.
+
+The variants of the tasks and the longest lag are made for these first: twelve rows are enough to
+see which property of a task turns the order around.
+"""
 QUICK_METHODS = ("stale_reinforce", "grpo", "positive_only", "topr", "dppo_tv", "vespo", "m2po")
 
 
@@ -68,13 +74,18 @@ class Pass:
 
 @cache
 def updates_of(task: str, schedule: Schedule) -> int:
-    """The length of a run. At lag 256 it is doubled, and at lag 0, with which longer runs are compared."""
+    """The length of a run in updates.
+
+    At lag 256 it is doubled, and at lag 0, with which longer runs are compared.
+    """
     return TASKS[task]().updates * (2 if schedule.lag in (0, 256) else 1)
 
 
 def full_plan(methods: Methods) -> list[Pass]:
-    """The passes of the benchmark, most informative first; those with more seeds where some die come from
-    `passes_where_some_die`."""
+    """The passes of the benchmark, most informative first.
+
+    The passes with more seeds, where some die, come from `passes_where_some_die`.
+    """
     plan = _Plan(methods)
     for seeds in FIRST_SEEDS, MORE_SEEDS:
         plan.add("published", MAIN_TASKS, "constant", (0,), seeds, only=SAME_AT_LAG_0)
@@ -136,7 +147,10 @@ class _Plan:
         only: Sequence[str] = (),
         updates: int | None = None,
     ) -> None:
-        """Append a pass for each lag, task and method of the table (or those named), unless it is there already."""
+        """Append a pass for each lag, task and method of the table (or those named).
+
+        A pass that is there already is not appended again.
+        """
         for lag in lags:
             # A method's tasks follow each other, so that a table of both fills up row by row.
             for method in self._methods[table].values():
@@ -150,8 +164,10 @@ class _Plan:
 
 
 def passes_where_some_die(records: Mapping[RunKey, Record]) -> Iterator[Pass]:
-    """More seeds for each method, schedule and learning rate of the main tasks at which some of the seeds die, but not
-    all."""
+    """More seeds where some of the seeds die, but not all.
+
+    That is for each method, schedule and learning rate of the main tasks.
+    """
     fates = defaultdict(list)
     for key, record in records.items():
         if key.task in MAIN_TASKS and key.seed in FIRST_SEEDS + MORE_SEEDS:

@@ -147,6 +147,7 @@ def page_table(cells: Mapping[str, Cells], methods: Mapping[str, Method]) -> str
         rank = largest_common_lag(cells, method)
         if rank is not None:
             ranked.append((rank, method))
+    # By the largest lag first, so that losses without runs there come last.
     ranked.sort(key=lambda pair: pair[0], reverse=True)
     for (largest_lag, _), method in ranked:
         row = [method_label(method)]
@@ -154,7 +155,7 @@ def page_table(cells: Mapping[str, Cells], methods: Mapping[str, Method]) -> str
             for lag in LAGS:
                 cell = cells[task].get((method.name, ("constant", lag)))
                 is_best = method.name in bold.get((task, lag), ())
-                row.append("–" if cell is None else area_text(cell, is_best))
+                row.append("–" if cell is None else area_text(cell, is_best=is_best))
         row.append(living_rates_text(cells, method, largest_lag))
         row.append(", ".join(needs_of(method.recipe)) or "–")
         row.append(method.shipped_by or "–")
@@ -194,7 +195,7 @@ def method_label(method: Method) -> str:
     return f"{label} with {', '.join(changes)}" if changes else label
 
 
-def area_text(cell: Cell, is_best: bool) -> str:
+def area_text(cell: Cell, *, is_best: bool) -> str:
     """Area kept in percent ± half its interval. Bold: among the best; †: a seed dies there."""
     interval = Interval.of(list(cell.best.values()))
     half = "" if interval.half is None else f" ± {100 * interval.half:.0f}"

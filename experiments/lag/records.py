@@ -70,6 +70,7 @@ class Record:
 
     def gain(self, updates: int) -> float:
         """The area under the curve: mean score of the first updates, above the starting point's."""
+        # Whatever the length of a run, a point of its curve stands for the same share of it.
         points = round(len(self.curve) * updates / self.updates)
         return fmean(self.curve[:points]) - self.start
 
@@ -122,6 +123,7 @@ def load_records(
         for line in file.read_text(encoding="utf-8").splitlines():
             try:
                 record = Record(**json.loads(line))
+            # The line that a killed process left unfinished.
             except json.JSONDecodeError:
                 continue
             method = methods[record.table].get(record.method)

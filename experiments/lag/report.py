@@ -111,12 +111,14 @@ def find_cells(records: Mapping[RunKey, Record], table: Table, task: str) -> Cel
             at_lag_0[record.method, record.learning_rate].append(record)
     if not at_lag_0:
         return {}
+    # Runs at lag 0 are longer, as the reference of long runs; their own column is cut to this.
     shortest = min(record.updates for record in selected)
     cells = {}
     for key, rates in by_cell.items():
         kind_and_lag = key[1]
         length = next(iter(next(iter(rates.values())).values())).updates
         updates = shortest if kind_and_lag[1] == 0 else length
+        # A longer run has a larger mean score, so the reference is cut to the cell's length.
         reference = max(fmean(r.gain(updates) for r in runs) for runs in at_lag_0.values())
         cells[key] = Cell(rates, reference, updates)
     return cells
@@ -250,7 +252,7 @@ def _area_table(cells: Cells) -> str:
 
 
 def _rates_table(cells: Cells) -> str:
-    def show(method: str, column: Column, cell: Cell) -> str:
+    def show(_method: str, _column: Column, cell: Cell) -> str:
         living = ", ".join(map(rate_name, cell.living_rates))
         return f"{living or 'none'} ({rate_name(cell.best_rate)})"
 

@@ -89,6 +89,7 @@ def measure(
     task: Task, architecture: Architecture, flat: Tensor, prompts: int = 512
 ) -> StartMeasures:
     """Measures 8 completions of each of some random prompts."""
+    # Not the prompts that the imitation was trained on.
     random = np.random.default_rng(SEED + 1)
     questions = task.prompts(random, prompts)[None]
     uniform = random.random((1, prompts, 8, task.completion_length), dtype=np.float32)
@@ -106,6 +107,7 @@ def measure(
 def main(names: Sequence[str]) -> None:
     torch.set_num_threads(1)
     for name in names or TASKS:
+        # Else load_start would return the file that is there.
         (DIRECTORY / f"{name}.safetensors").unlink(missing_ok=True)
         began = time.perf_counter()
         architecture, flat = load_start(name)

@@ -221,6 +221,7 @@ class Gamble:
         self._first_terrain = self.goal + 1  # tokens: nodes, terrains of each section, end, …
         self.end = self._first_terrain + 2 * self.sections
         self.padding = self.end + 1
+        # This token ends every prompt; the first jump leaves from node 0.
         self._start = self.end + 2
         self.vocabulary = self.end + 3
         random = np.random.default_rng(7)

@@ -39,6 +39,8 @@ DIAGNOSED_EVERY = 8
 
 
 class Run(NamedTuple):
+    """A run of a pass, which trains several at once."""
+
     learning_rate: float
     seed: int
 
@@ -278,15 +280,15 @@ class Step:
             old_logp=logp_T,
             ref_logp=None if ref_logp is None else torch.where(is_token, ref_logp.flatten(), 0.0),
             completion=torch.where(is_token, completion, S * C),
-            advantages=_append(advantages, 0.0),
-            group=_append(group, S * B),
+            advantages=_append(advantages, last=0.0),
+            group=_append(group, last=S * B),
             staleness=staleness.repeat_interleave(G * L, dim=1).flatten(),
-            finished=_append((batch.tokens == task.end).any(dim=-1).flatten(), True),
+            finished=_append((batch.tokens == task.end).any(dim=-1).flatten(), last=True),
         )
         if recipe.needs_step_statistics:
             statistics = _statistics_by_run(recipe, inputs, S, C * L, is_token)
             inputs = replace(inputs, step=statistics)
-        derivative = recipe.differentiate(inputs, _append(torch.cat(weights), 0.0))
+        derivative = recipe.differentiate(inputs, _append(torch.cat(weights), last=0.0))
         self.advantages = advantages.view(S, C)
         self.gradient = torch.where(is_token, derivative.gradient_T, 0.0).view(batch.tokens.shape)
         """[S, B, G, L] of the loss by the log-prob of each token"""
@@ -304,7 +306,7 @@ class Step:
         return s.sum(dim=-1).square() / (s.shape[-1] * s.square().sum(dim=-1))
 
 
-def _append(values: Tensor, last: float) -> Tensor:
+def _append(values: Tensor, *, last: float) -> Tensor:
     return torch.cat([values, values.new_tensor([last])])
 
 

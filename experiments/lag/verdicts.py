@@ -63,7 +63,10 @@ STARTS = {
     "gamble-short": (1.7, 3.9),
     "journey": (10.7, 31.9),
 }
-"""Mistakes and entropy (nats) of a completion of the starting point: `python -m experiments.lag.starts` prints them."""
+"""Mistakes and entropy (nats) of a completion of the starting point.
+
+`python -m experiments.lag.starts` prints them.
+"""
 
 
 # Better or worse than plain GRPO

@@ -90,17 +90,16 @@ def run(
     logits = torch.stack(list(starts) * (count // len(starts))).log()  # [bandits, arms]
     completion_T = torch.arange(alpha.numel())
     path = [logits]
-    # Log-probs and advantages depend on alpha alone, so they are computed after a sync.
-    alpha_changed = True
+    # Log-probs and advantages depend on alpha alone, so they are computed again only after a sync.
+    log_alpha, advantage_T = _constants(recipe, alpha)
     for step in range(steps):
+        is_synced = False
         for row, every in enumerate(syncs):
             if every and step % every == 0:
                 alpha[row] = torch.softmax(logits[row], dim=0)
-                alpha_changed = True
-        if alpha_changed:
-            log_alpha = alpha.log().flatten()
-            advantage_T = torch.cat([advantage(recipe, row) for row in alpha])
-            alpha_changed = False
+                is_synced = True
+        if is_synced:
+            log_alpha, advantage_T = _constants(recipe, alpha)
         logits = logits.detach().requires_grad_()
         logp_T = torch.log_softmax(logits, dim=1).flatten()
         terms = LossInputs(logp_T, log_alpha, None, None, completion_T, advantage_T)
@@ -108,6 +107,11 @@ def run(
         logits = logits.detach() + lr * gradient
         path.append(logits)
     return (torch.softmax(torch.stack(path), dim=-1) * REWARD).sum(dim=-1).T.tolist()
+
+
+def _constants(recipe: Recipe, alpha: Tensor) -> tuple[Tensor, Tensor]:
+    """The log-probs and advantages of the arms of all bandits, flat, for alpha [bandits, arms]."""
+    return alpha.log().flatten(), torch.cat([advantage(recipe, row) for row in alpha])
 
 
 def curves(steps: int = 4000) -> Curves:

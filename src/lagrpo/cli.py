@@ -1,7 +1,8 @@
 """lagrpo trains language models with GRPO, on samples as stale as you allow.
 
     lagrpo train demo              teach the embedded 135M model addition, on the CPU, in minutes
-    lagrpo train FILE.toml         train with your settings; --section.name VALUE changes one, --dry-run explains them
+    lagrpo train FILE.toml         train with your settings; --section.name VALUE changes one,
+                                   --dry-run explains them
     lagrpo train --resume RUN      resume a run from its newest checkpoint
     lagrpo eval MODEL --task NAME  measure pass@k of a model, with intervals
     lagrpo study FILE.toml         make the runs of a grid over seeds, and compare them
@@ -12,9 +13,9 @@
     lagrpo env                     print versions and hardware, for bug reports
     lagrpo --version
 
-`lagrpo COMMAND --help` lists the options. With --debug, or LAGRPO_DEBUG=1, every command shows the traceback of an
-error. Exit codes: 0 done, 1 the run failed or verify found a difference, 2 wrong input, 130 stopped by Ctrl-C, 143 by
-SIGTERM, 138 by SIGUSR1, 140 by SIGUSR2.
+`lagrpo COMMAND --help` lists the options. With --debug, or LAGRPO_DEBUG=1, every command shows the
+traceback of an error. Exit codes: 0 done, 1 the run failed or verify found a difference, 2 wrong
+input, 130 stopped by Ctrl-C, 143 by SIGTERM, 138 by SIGUSR1, 140 by SIGUSR2.
 """
 
 from __future__ import annotations
@@ -95,6 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             run_command(name, rest)
     except BrokenPipeError:
         # The reader of our output has gone: `lagrpo … | head`.
+        # At its end Python flushes stdout and would complain on stderr.
         sys.stderr.close()
     except BaseException as error:
         interruption = find_interruption(error)
@@ -159,7 +161,7 @@ def check_locale(words: list[str]) -> None:
 
 @contextmanager
 def exit_on(*errors: type[Exception], code: int = 1) -> Iterator[None]:
-    """Prints the message of one of these errors inside, with --debug also its traceback, and exits."""
+    """Prints the message of one of these errors, with --debug also its traceback, and exits."""
     try:
         yield
     except errors as error:
@@ -180,11 +182,14 @@ class Train:
     Train, and write metrics, rollouts, checkpoints and the model to a directory.
 
       SETTINGS      TOML file, or a packaged one: demo, gsm8k, deepscaler
-      --resume RUN  resume a run from its newest checkpoint; auto: the run called run.name, if it exists
-      --dry-run     print the settings and what they mean (samples per update, staleness, memory), and stop
+      --resume RUN  resume a run from its newest checkpoint; auto: the run called run.name, if it
+                    exists
+      --dry-run     print the settings and what they mean (samples per update, staleness, memory),
+                    and stop
 
-    Settings, with their values in brackets. --task, --model and --recipe are short for --task.name, --model.path
-    and --loss.recipe; None unsets a value; lists take several words, tables a value for each name.
+    Settings, with their values in brackets. --task, --model and --recipe are short for
+    --task.name, --model.path and --loss.recipe; None unsets a value; lists take several words,
+    tables a value for each name.
     """
 
     file: str | None = None
@@ -242,11 +247,13 @@ def asks_for_help(words: Sequence[str]) -> bool:
 class Eval:
     """usage: lagrpo eval MODEL [--section.name VALUE …]
 
-    Measure pass@1 and pass@k of a model on the test prompts of a task (--task NAME), with 95 % intervals.
+    Measure pass@1 and pass@k of a model on the test prompts of a task (--task NAME), with 95 %
+    intervals.
 
       MODEL         directory of a model or an adapter, hub id, or smollm2 (embedded)
 
-    Weights of a run (runs/NAME/weights/…) are evaluated on its task, with its template, limits and seed.
+    Weights of a run (runs/NAME/weights/…) are evaluated on its task, with its template, limits and
+    seed.
 
     Settings, with their default values in brackets. --task is short for --task.name.
     """
@@ -267,6 +274,7 @@ def evaluate(words: list[str]) -> None:
     base: dict[str, Any] = {
         "run.output_dir": "evaluations",
         "eval.num_prompts": 0,
+        # Not used: eval.num_samples counts. The default, 16, could exceed max_num_seqs.
         "rollout.num_generations": 1,
     }
     if asks_for_help(words):
@@ -324,6 +332,7 @@ def add_view_arguments(parser: CommandParser) -> None:
 
 def view(
     runs: Sequence[Path],
+    *,
     text: bool,
     serve: bool,
     out: Path | None,
@@ -341,7 +350,8 @@ def view(
     --port N         port for --serve; 0 takes a free one [0]
     --out FILE       file to write; default: view.html in the run, ./view.html for several runs
     --open           open the page in the browser
-    --completions N  largest number of completions in the page: whole groups, evenly over the batches [10000]
+    --completions N  largest number of completions in the page: whole groups, evenly over the
+                     batches [10000]
     """
     from lagrpo.terminal.show import show
     from lagrpo.view import serve as pages
@@ -363,6 +373,7 @@ def add_verify_arguments(parser: CommandParser) -> None:
 
 def verify(
     run: Path,
+    *,
     rows: int,
     everything: bool,
     seed: int,
@@ -408,13 +419,17 @@ def vllm_serve(
     lora_r: int,
     server_args: Sequence[str],
 ) -> None:
-    """Start a vLLM server for runs to attach to. All users of the machine can read the options after --.
+    """Start a vLLM server for runs to attach to.
+
+    All users of the machine can read the options after --.
 
     MODEL                   hub id or directory of a causal language model, or smollm2 (embedded)
-    --host ADDRESS          address to listen on; others than 127.0.0.1 need $LAGRPO_VLLM_API_KEY [127.0.0.1]
+    --host ADDRESS          address to listen on; others than 127.0.0.1 need
+                            $LAGRPO_VLLM_API_KEY [127.0.0.1]
     --port N                port to listen on [8000]
     --dtype DTYPE           bfloat16 or float32, of weights and arithmetic [bfloat16]
-    --max-model-len N       longest sequence in tokens: max_prompt_length + max_completion_length + 1 [1281]
+    --max-model-len N       longest sequence in tokens: max_prompt_length +
+                            max_completion_length + 1 [1281]
     --max-num-seqs N        completions decoded at a time [128]
     --weight-transfer HOW   the run's vllm.weight_transfer: directory or nccl [directory]
     --lora-r N              the run's model.lora_r; 0 for full training [0]

@@ -38,6 +38,7 @@ Lines = Iterator[tuple[str, str]]
 
 def env() -> None:
     """Print versions, hardware, kernels and vLLM for a bug report, and how to get missing parts."""
+    # Each by itself: the rest still appears if a broken package raises.
     for look in (look_at_packages, look_at_machine, look_at_kernels, look_at_vllm):
         try:
             for name, facts in look():
@@ -117,6 +118,7 @@ def look_at_vllm() -> Lines:
             continue
         python = Path(name).expanduser().absolute()
         environment = python.parent.parent
+        # Another environment's packages cannot be imported here; the folder's name has the version.
         for info in environment.glob("lib/python3*/site-packages/vllm*.dist-info"):
             package = info.name.removesuffix(".dist-info")
             yield "vllm", f"{package}: LAGRPO_VLLM_PYTHON={python}"

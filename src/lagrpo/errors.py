@@ -1,4 +1,4 @@
-"""Parts of error messages: SettingsError, the nearest valid name, and text that is safe to print."""
+"""Parts of error messages: SettingsError, the nearest valid name, text that is safe to print."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ Returned = TypeVar("Returned")
 
 
 class SettingsError(ValueError):
-    """The settings cannot be run. Each problem is on its own line, without secrets from the values of settings."""
+    """The settings cannot be run.
+
+    Each problem is on its own line, without secrets from the values of settings.
+    """
 
     def __init__(self, message: str) -> None:
         super().__init__(redact(message))
@@ -55,6 +58,7 @@ def as_settings_error(what: str = "", *further: type[Exception]) -> Iterator[Non
     """
     try:
         yield
+    # It is a ValueError, too, but has its message already.
     except SettingsError:
         raise
     except (ValueError, OSError, ImportError, *further) as error:
@@ -77,7 +81,9 @@ def one_line_errors(what: str) -> Iterator[None]:
 
 
 def describe_error(error: BaseException) -> str:
-    """Returns an error of a library on one line, with its type if the message says little without it.
+    """Returns an error of a library on one line.
+
+    It has its type if the message says little without it.
 
     >>> describe_error(KeyError("x")), describe_error(ValueError("no x"))
     ("KeyError: 'x'", 'no x')
@@ -86,6 +92,7 @@ def describe_error(error: BaseException) -> str:
     message = one_line(str(error))
     if not message:
         return name
+    # The message of a KeyError is the bare key, for example.
     says_little = isinstance(error, LookupError | AttributeError | AssertionError)
     return f"{name}: {message}" if says_little else message
 
@@ -94,7 +101,7 @@ LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 def check_is_pulled(path: Path) -> None:
-    """Raises ValueError for the pointer that a clone without Git LFS has in place of a large file."""
+    """Raises ValueError if a clone without Git LFS has only the pointer to this large file."""
     with path.open("rb") as file:
         beginning = file.read(len(LFS_POINTER))
     if beginning == LFS_POINTER:
@@ -111,13 +118,16 @@ def find_nearest(name: str, known: Iterable[str], likeness: float) -> str | None
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """Returns the end of an error message: " Did you mean 'x'?", or "" if no known name is like `name`."""
+    """Returns the end of an error message: " Did you mean 'x'?".
+
+    It is "" if no known name is like `name`.
+    """
     nearest = find_nearest(name, known, likeness=0.6)
     return f" Did you mean {nearest!r}?" if nearest else ""
 
 
 def one_line(text: str, most: int = 300) -> str:
-    """Returns untrusted text for a message: on one line, safe to print, of at most `most` characters.
+    """Returns untrusted text for a message: one line of at most `most` characters.
 
     >>> one_line("a\\n\\x1b[31mb")
     'a ␛[31mb'
@@ -133,8 +143,8 @@ _PICTURES |= {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 def visible(text: str) -> str:
     """Returns a model's text, safe to print.
 
-    Control characters other than newline and tab could move the cursor or recolor the terminal. They
-    become their pictures (ESC is ␛).
+    Control characters other than newline and tab could move the cursor or recolor the terminal.
+    They become their pictures (ESC is ␛).
 
     >>> visible("a\\x1b[31mb")
     'a␛[31mb'

@@ -44,7 +44,7 @@ _is_deferring = False
 _first_signal: int | None = None  # that has come inside `deferring`
 
 
-def _on_signal(signum: int, frame: FrameType | None) -> None:
+def _on_signal(signum: int, _frame: FrameType | None) -> None:
     global _first_signal
     if _first_signal is not None:
         raise EndedAtOnce(signum)

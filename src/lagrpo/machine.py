@@ -111,7 +111,7 @@ def drop_own(environment: Mapping[str, str]) -> dict[str, str]:
 def drop_torchrun(environment: Mapping[str, str]) -> dict[str, str]:
     """Returns the environment without the variables of torchrun.
 
-    It is for programs that are not ranks: with a process group of their own they would look for
+    Programs that are not ranks get it. With the variables, their process group would try to join
     torchrun's store.
     """
     return {name: value for name, value in environment.items() if not TORCHRUN.fullmatch(name)}

@@ -1,8 +1,8 @@
 """Randomness that is addressed, not consumed.
 
 Every draw comes from a counter-based generator keyed by its address, for example
-(seed, "sample", batch, prompt, completion). There is no state to save or restore, and the same
-completion is drawn, no matter which others are in the batch.
+(seed, "sample", batch, prompt, completion). It has no state to save or restore, and a
+completion does not depend on the others in its batch.
 
 >>> bool((uniforms(3, 0, "sample", 1, 2, 3) == uniforms(5, 0, "sample", 1, 2, 3)[:3]).all())
 True

@@ -15,7 +15,7 @@ Policies, and the names of their log-probs:
 
     π       the policy that learns                   logp
     π_k     π before the updates on batch k          old_logp, in metrics logp_k
-    α       the policy that sampled the completion   logp_alpha of a Completion, rollout_logp elsewhere
+    α       the policy that sampled the completion   logp_alpha (Completion), else rollout_logp
     π_ref   the reference of the KL term             ref_logp
 
 The columns of a file of rollouts are old_logprobs and rollout_logprobs.
@@ -41,7 +41,7 @@ JsonObject = dict[str, Any]
 """An object as `json` reads and writes it, or a row of a Parquet file."""
 
 JsonView = Mapping[str, Any]
-"""Such an object, where it is only read."""
+"""A JsonObject for code that only reads it."""
 
 THOUGHT_END = re.compile(r"</[\w:]*(?:think|thought|reason)\w*>|\[/THINK\]")
 """The end of an assistant's thinking: </think>, </thought>, </seed:think>, [/THINK] …"""
@@ -142,7 +142,7 @@ class Outcome:
         return Outcome(OutcomeKind.FAILED, reason=reason)
 
 
-def is_correct(reward: float, reward_range: Range, decided: bool | None = None) -> bool:
+def is_correct(reward: float, reward_range: Range, *, decided: bool | None = None) -> bool:
     """True if a scored completion counts as correct.
 
     A task with several rewards has `decided`; else the reward must be the maximum of

@@ -8,9 +8,10 @@ from losses import at_ratios, gradient_of, random_inputs, with_statistics
 from torch import tensor
 from torch.testing import assert_close
 
+from lagrpo.core.choices import CHOICES
 from lagrpo.core.losses import clipped
 from lagrpo.core.pieces import piece
-from lagrpo.core.recipes import CHOICES, RECIPES, resolve
+from lagrpo.core.recipes import RECIPES, resolve
 
 # Paths
 

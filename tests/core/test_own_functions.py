@@ -219,7 +219,7 @@ def test_own_mask_that_drops_all_tokens_of_the_probe_is_accepted():
 def test_rows_of_the_table_are_not_probed(monkeypatch):
     """Their functions are known to compute; only a function from outside is run before a model
     loads."""
-    monkeypatch.setattr("lagrpo.core.recipes.random_inputs", lambda: 1 / 0)
+    monkeypatch.setattr("lagrpo.core.own_functions.random_inputs", lambda: 1 / 0)
     resolve("grpo")
     with pytest.raises(ZeroDivisionError):
         resolve("own_functions:dppo")

@@ -1,4 +1,7 @@
-"""`lagrpo verify` on runs with changed rollouts or weights: it says which file, row and token differ."""
+"""`lagrpo verify` on runs with changed rollouts or weights.
+
+It says which file, row and token differ.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`lagrpo verify` on runs that nobody changed: no difference, and a note for what it cannot check."""
+"""`lagrpo verify` on unchanged runs: no difference, and a note for what it cannot check."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_run_resumed_for_more_batches_agrees_with_its_replay(model, tmp_path):
 
 
 def test_offline_completions_are_skipped_with_a_note(untouched_run, model, tmp_path):
-    """Half of each batch are completions of another run, whose random numbers are not this run's."""
+    """Half of each batch are completions of another run, with random numbers of its own."""
     offline = {"data": str(untouched_run / FIRST_STEP), "fraction": 0.5}
     run = train_run(model, tmp_path, offline=offline, loss={"recipe": "asymre"})
     report = verify_run(run)

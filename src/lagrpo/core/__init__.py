@@ -11,6 +11,6 @@
     estimators   pass@k and intervals
     bounds       bounds on the improvement, success amplification
 
-Token quantities are flat [T], with the index of the completion that each token belongs to; there
-is no padding. A suffix gives the shape: _T tokens, _C completions, _G completions of one group.
+Token quantities are flat [T] without padding; an index says which completion each token belongs
+to. A suffix gives the shape: _T tokens, _C completions, _G completions of one group.
 """

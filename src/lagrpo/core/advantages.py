@@ -136,7 +136,7 @@ def _bessel_factor(x: AdvantageInputs) -> Tensor:
 
 
 def _scaled(x: AdvantageInputs, scale_C: Tensor) -> Tensor:
-    """(r - mu) / scale, 0 where the scale is 0, [C].
+    """(r - mu) / scale [C]; 0 if the scale is 0.
 
     The reward itself for a completion that is alone in its group.
     """

@@ -164,6 +164,7 @@ def sampled(
     log_ratio: Tensor,
     log_ratio_k: Tensor,
     eps_std: float,
+    *,
     bounded: bool = False,
     bounded_k: bool = False,
 ) -> Sampled:
@@ -187,8 +188,8 @@ def sampled(
     A = advantages.normalized(groups, eps_std=eps_std).view_as(rewards)
     value = (rho * A).mean(dim=-1)
     gain = (rho * advantages.leave_one_out(groups).view_as(rewards)).mean(dim=-1)
-    tv_pi = sampled_tv(log_ratio, bounded)
-    tv_k = sampled_tv(log_ratio_k, bounded_k)
+    tv_pi = sampled_tv(log_ratio, bounded=bounded)
+    tv_k = sampled_tv(log_ratio_k, bounded=bounded_k)
     return Sampled(
         sigma=s,
         surrogate=value,
@@ -257,6 +258,7 @@ def certified_improvement(
             f"delta must lie between 0 and 1, but is {delta:g}: it is the chance of a false "
             "certificate"
         )
+    # Capped before exp, which would overflow for a long completion.
     capped_ratio = log_ratio.double().clamp(max=log(cap)).exp()
     terms = (capped_ratio - 1) * _in_unit_interval(rewards).double()
     terms = terms.flatten() if prompts == "fixed" else terms.mean(dim=-1)
@@ -326,6 +328,7 @@ def fixed_points(
     for (low, excess_low), (high, excess_high) in pairwise(excesses):
         if excess_low * excess_high < 0:
             points.append(_bisect(excess, low, high))
+        # A root on a point of the grid, such as p = 1, makes the product 0, not negative.
         elif excess_high == 0:
             points.append(high)
     return [(p, abs(slope(p, p_ref, beta, eps_std)) < 1) for p in points]

@@ -75,6 +75,7 @@ def concatenate(micro_batches: Sequence[LossInputs]) -> LossInputs:
     completions: list[Tensor] = []
     completions_before = 0
     for x in micro_batches:
+        # Indices of completions begin at 0 in each micro-batch, so they are shifted.
         completions.append(x.completion + completions_before)
         completions_before += len(x.advantages)
     return LossInputs(
@@ -98,7 +99,7 @@ def _concatenate_known(tensors: Sequence[Tensor | None]) -> Tensor | None:
 
 
 def on_device(x: LossInputs, device: torch.device | str) -> LossInputs:
-    """The same inputs in the memory of another device; `step` stays where it is."""
+    """Copies the inputs to another device, except `step`."""
 
     def move(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else tensor.to(device)

@@ -117,7 +117,7 @@ def prefers_bounded(log_ratio: Tensor) -> bool:
     return float(ess(ratio)) < CALM * log_ratio.shape[-1]
 
 
-def tv_terms(log_ratio: Tensor, bounded: bool) -> Tensor:
+def tv_terms(log_ratio: Tensor, *, bounded: bool) -> Tensor:
     """Terms whose mean is unbiased for TV(p, alpha), if p is 0 wherever alpha is 0.
 
     A softmax is 0 nowhere, so the condition always holds for language models.
@@ -132,9 +132,9 @@ def tv_terms(log_ratio: Tensor, bounded: bool) -> Tensor:
     return torch.expm1(log_ratio).abs() / 2
 
 
-def sampled_tv(log_ratio: Tensor, bounded: bool = False) -> Tensor:
+def sampled_tv(log_ratio: Tensor, *, bounded: bool = False) -> Tensor:
     """The mean of `tv_terms`."""
-    return tv_terms(log_ratio, bounded).mean(dim=-1)
+    return tv_terms(log_ratio, bounded=bounded).mean(dim=-1)
 
 
 def sampled_kl(log_ratio: Tensor) -> Tensor:

@@ -90,6 +90,7 @@ def held_lag(recipe: str) -> int | None:
     lags = measured_lags(recipe)
     if not lags:
         return None
+    # Lags ascend: one that fails ends the search, even if a larger one holds by chance.
     held = 0
     for lag in lags:
         if not holds_at(recipe, lag):

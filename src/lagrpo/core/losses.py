@@ -124,6 +124,7 @@ def limit_push(value_T: Tensor, A_T: Tensor, dual_clip: float) -> Tensor:
     Dual-clip PPO (arXiv 1912.09729), two-sided GRPO (arXiv 2505.07291); `delta` in TRL,
     `clip_ratio_c` in verl.
     """
+    # With dual_clip = inf, inf * 0 is NaN, but A = 0 takes the other branch.
     return torch.maximum(value_T, torch.where(A_T < 0, dual_clip * A_T, -inf))
 
 

@@ -38,7 +38,7 @@ class Derivative:
     gradient_T: Tensor
     """[T] d loss / d log pi"""
     clipped_T: Tensor
-    """[T] True where the surrogate has no gradient: the token is clipped, masked or filtered"""
+    """[T] True for a clipped, masked or filtered token: the surrogate gives it no gradient"""
     filtered_T: Tensor
     """[T] True where a filter drops the token"""
     kl_T: Tensor
@@ -106,6 +106,7 @@ class Recipe:
         is_kept_C = torch.ones_like(zero_variance_C)
         if self.mask_zero_variance:
             is_kept_C = ~zero_variance_C
+        # A masked group may count in the normalizer, but has no weight itself.
         is_counted_C = is_kept_C | self.masked_count
         return is_kept_C * self.reduction(lengths_C, is_counted_C, max_length)
 
@@ -302,7 +303,7 @@ def _read_piece(name: str, function: object) -> Piece:
     """The piece of a function. Raises TypeError for a name: only settings name functions."""
     if not callable(function):
         raise TypeError(f"Recipe: {name} = {function!r} is not a function; names are for settings")
-    # core/recipes.py tries functions of your own: `callable` does not show what they return.
+    # core/own_functions.py tries functions of your own: `callable` does not show what they return.
     return as_piece(cast(PieceFunction, function))
 
 

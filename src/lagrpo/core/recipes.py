@@ -2,7 +2,7 @@
 
 A knob has a path, `surrogate.mask.epsilon_high`. A short path, `mask.epsilon_high` or
 `epsilon_high`, stands for the only knob that ends so. A value is a number, the name of a function
-in CHOICES, or "package.module:function".
+in choices.py, or "package.module:function".
 
 >>> resolve("dapo", {"epsilon_high": 0.3}).settings["surrogate.epsilon_high"]
 0.3
@@ -10,125 +10,31 @@ in CHOICES, or "package.module:function".
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from inspect import getdoc
 from typing import TypeVar, cast
 
 import torch
-from torch import Tensor
 
-from lagrpo.core import advantages, corrections, filters, inputs, kl, losses, masks, weights
-from lagrpo.core.inputs import statistic_of, without_gradient
+from lagrpo.core import filters, inputs, losses, weights
+from lagrpo.core.choices import CHOICES, MAY_BE_NONE, MINIMUM
+from lagrpo.core.inputs import statistic_of
 from lagrpo.core.kl import k1, k3_bias_corrected
 from lagrpo.core.losses import clipped_exact, clipped_proportional, opmd_pairwise
 from lagrpo.core.masks import ring
 from lagrpo.core.objective import NUMBERS, PIECES, Recipe
+from lagrpo.core.own_functions import check_own_functions, with_statistics
 from lagrpo.core.pieces import Piece, PieceFunction, as_piece, function_name
-from lagrpo.core.probe import RecordedInputs, random_inputs, random_rewards
-from lagrpo.core.ratios import length_normalized, sequence, token
-from lagrpo.core.reductions import constant_length, sequence_mean, sequence_sum, token_mean
+from lagrpo.core.probe import RecordedInputs, random_inputs
+from lagrpo.core.ratios import sequence
 from lagrpo.core.references import is_reference, load_reference
 from lagrpo.core.rows import ROWS
 
 Entry = TypeVar("Entry")
 
 RECIPES = ROWS
-
-CHOICES: dict[str, tuple[PieceFunction, ...]] = {
-    "advantage": (
-        advantages.normalized,
-        advantages.normalized_unbiased,
-        advantages.normalized_positive,
-        advantages.centered,
-        advantages.leave_one_out,
-        advantages.maxrl,
-        advantages.batch_scaled,
-        advantages.batch_whitened,
-        advantages.red_drop,
-        advantages.log_mean_exp,
-    ),
-    "surrogate": (
-        losses.clipped,
-        losses.clipped_exact,
-        losses.clipped_proportional,
-        losses.clipped_by_staleness,
-        losses.clipped_m2po_released,
-        losses.unclipped,
-        losses.reinforce,
-        losses.opmd_kimi,
-        losses.opmd_pairwise,
-        losses.online_dpo,
-        losses.online_ipo,
-    ),
-    "ratio": (token, sequence, length_normalized),
-    "level": (token, sequence, length_normalized),
-    "denominator": (inputs.alpha, inputs.pi_k),
-    "anchor": (inputs.alpha, inputs.pi_k, inputs.pi_ref),
-    "mask": (
-        masks.one_side,
-        masks.two_side,
-        masks.ring,
-        masks.tv,
-        masks.binary_kl,
-        masks.tv_two_side,
-    ),
-    "weight": (
-        weights.importance,
-        weights.capped_ratio,
-        weights.capped_sequence,
-        weights.tapered_ratio,
-        weights.asymmetric_cap,
-        weights.exp_advantage,
-        weights.sapo,
-        weights.vespo,
-    ),
-    "regularizer": (losses.asymre, losses.opmd),
-    "filters": (
-        filters.opsm,
-        filters.seq_max_k3,
-        filters.finished_only,
-        filters.top_entropy,
-        filters.m2po,
-    ),
-    "correction": (corrections.truncated, corrections.masked),
-    "kl": (kl.k1, kl.k2, kl.k3, kl.k3_clamped, kl.k3_linear, kl.k3_bias_corrected),
-    "reduction": (token_mean, sequence_mean, sequence_sum, constant_length),
-}
-"""The functions that a setting may name, for each knob that is a function."""
-
-MAY_BE_NONE = ("mask", "weight", "regularizer", "correction")
-"""Knobs that "none" unsets."""
-
-MINIMUM = {
-    "beta": 0.0,
-    "epsilon_low": 0.0,
-    "epsilon_high": 0.0,
-    "dual_clip": 1.0,
-    "outer_low": 0.0,
-    "outer_high": 0.0,
-    "delta": 0.0,
-    "delta_low": 0.0,
-    "delta_high": 0.0,
-    "tau": 0.0,
-    "share": 0.0,
-    "eps_std": 0.0,
-    "std_offset": 0.0,
-    "kl_bound": 0.0,
-    "strength": 0.0,
-    "advantage.strength": 1e-9,
-    "surrogate.strength": 1e-9,
-    "weight_temperature": 1e-9,
-    "overlong_buffer": 0.0,
-    "correction.floor": 0.0,
-    "correction.cap": 1.0,
-}
-"""The smallest value of a number, by the last part of its path or by all of it.
-
-1e-9 stands for "more than 0": the number is a divisor.
-"""
 
 
 def resolve(
@@ -147,13 +53,13 @@ def resolve(
     """
     resolved = _find_recipe(recipe)
     overrides = dict(overrides or {})
-    # A function brings knobs of its own, so it is replaced before them.
+    # Replacing a function replaces its knobs, so functions come first.
     for path in sorted(overrides, key=lambda path: _order(path, overrides[path])):
         resolved = _override(resolved, path, overrides)
     _check_domains(resolved)
     for problem in _contradictions(resolved):
         raise ValueError(problem)
-    _check_own_functions(resolved)
+    check_own_functions(resolved)
     return resolved
 
 
@@ -221,6 +127,7 @@ def _override(recipe: Recipe, path: str, overrides: Mapping[str, object]) -> Rec
         high_path = low_path.removesuffix("low") + "high"
         _check_given_once(recipe, low_path, path, overrides)
         recipe = recipe.with_knob(low_path, _read_number(path, value))
+        # Whatever path names it: epsilon_high and surrogate.epsilon_high are the same knob.
         sets_high = any(high_path in _fitting(recipe, other) for other in overrides)
         return recipe if sets_high else recipe.with_knob(high_path, value)
     full_path = _full_path(recipe, path, path)
@@ -407,7 +314,7 @@ def _contradictions_of_kl(recipe: Recipe) -> Iterator[str]:
 
 
 def _number(recipe: Recipe, path: str) -> float | None:
-    """The number of a knob; None if the recipe has no such knob, or it is no number."""
+    """The value of a numeric knob; None if the recipe lacks it, or its value is not a number."""
     value = recipe.knobs.get(path)
     return value if isinstance(value, int | float) else None
 
@@ -430,95 +337,6 @@ def _denominator(root: Piece) -> PieceFunction | None:
     return denominator.function if isinstance(denominator, Piece) else None
 
 
-# Functions of your own
-
-
-def _check_own_functions(recipe: Recipe) -> None:
-    """Raises ValueError for functions from outside lagrpo that fail on small random inputs."""
-    own_functions = [f for f in recipe.functions if ":" in function_name(f)]
-    if not own_functions:
-        return
-    names = ", ".join(map(function_name, own_functions))
-    x = random_inputs()
-    with _naming(names):
-        x = _with_statistics(recipe, x)
-    for path, value in recipe.knobs.items():
-        if isinstance(value, Piece) and value.function in own_functions:
-            is_filter = any(value is keep for keep in recipe.filters)
-            _check_own_piece(path, value, x, is_filter=is_filter)
-    with _naming(names):
-        # Also with all policies equal: a narrow mask may drop every token of other inputs.
-        gradients_T = [_gradient(recipe, x), _gradient(recipe, _at_alpha(x))]
-    if not all(bool(gradient_T.isfinite().all()) for gradient_T in gradients_T):
-        raise ValueError(f"{names}: the gradient is not finite on small random inputs")
-    if all(bool((gradient_T == 0).all()) for gradient_T in gradients_T):
-        raise ValueError(f"{names}: no token has a gradient, so the policy would never learn")
-
-
-@contextmanager
-def _naming(names: str) -> Generator[None, None, None]:
-    """Turns any error of a user's functions inside into a ValueError that names the functions."""
-    try:
-        yield
-    except Exception as error:
-        raise ValueError(f"{names}: fails on small random inputs: {error!r}") from error
-
-
-def _check_own_piece(path: str, own: Piece, x: inputs.LossInputs, *, is_filter: bool) -> None:
-    """Raises ValueError unless a piece gives finite numbers of the shape that its knob needs."""
-    rewards = random_rewards()
-    knob = _last_part(path)
-    arguments: tuple[object, ...] = (x,)
-    shape = x.logp.shape
-    if knob == "advantage":
-        arguments = (rewards,)
-        shape = rewards.rewards.shape
-    elif knob == "reduction":
-        is_counted_C = torch.ones(len(rewards.group)).bool()
-        arguments = (rewards.lengths, is_counted_C, 8)
-        shape = rewards.rewards.shape
-    elif knob in ("ratio", "level"):
-        arguments = (x.logp - inputs.alpha(x), x.completion)
-    elif knob not in CHOICES and not path.startswith("filters."):
-        # A knob of a function of your own, whose arguments lagrpo does not know.
-        return
-    output = _compute(own, arguments)
-    if not isinstance(output, Tensor):
-        raise ValueError(f"{path} = {own.name!r} gives a {type(output).__name__}, not a tensor")
-    if output.shape != shape:
-        shapes = f"{list(output.shape)}, not {list(shape)}"
-        raise ValueError(f"{path} = {own.name!r} gives the shape {shapes}, on small random inputs")
-    if not bool(output.isfinite().all()):
-        raise ValueError(f"{path} = {own.name!r} is not finite on small random inputs")
-    if is_filter and not bool(((output == 0) | (output == 1)).all()):
-        raise ValueError(
-            f"{path} = {own.name!r} gives other values than 0 and 1 (or False and True)"
-        )
-
-
-def _compute(own: Piece, arguments: tuple[object, ...]) -> object:
-    """The output of a user's function, which may be anything."""
-    with _naming(own.name):
-        return own(*arguments)
-
-
-def _with_statistics(recipe: Recipe, x: inputs.LossInputs) -> inputs.LossInputs:
-    """The same inputs, with the statistics of a step that consists of them."""
-    return replace(x, step=recipe.collect(without_gradient(x)))
-
-
-def _at_alpha(x: inputs.LossInputs) -> inputs.LossInputs:
-    """The same inputs with all policies equal."""
-    logp = x.logp.detach()
-    return replace(x, rollout_logp=logp, old_logp=logp, ref_logp=logp)
-
-
-def _gradient(recipe: Recipe, x: inputs.LossInputs) -> Tensor:
-    """d loss / d log pi of each token [T]."""
-    weight_C = torch.ones_like(x.advantages)
-    return recipe.differentiate(_with_statistics(recipe, x), weight_C).gradient_T
-
-
 # Facts about a recipe, for messages
 
 
@@ -529,7 +347,7 @@ def inert_over_pi_k(recipe: Recipe) -> list[str]:
     batch, not the policy that sampled.
     """
     x = random_inputs()
-    x = _with_statistics(recipe, replace(x, old_logp=x.logp.detach()))
+    x = with_statistics(recipe, replace(x, old_logp=x.logp.detach()))
     inert: list[str] = []
     for path, value in recipe.knobs.items():
         is_factor = path.endswith((".mask", ".weight")) or path.startswith("filters.")

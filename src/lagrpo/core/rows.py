@@ -459,7 +459,7 @@ STALE_ROWS: dict[str, Recipe] = {
         "f_eps(rho, 1, A) with a range from the step's (log rho)^2, at least (.3, .5), A "
         "normalized; mean over the tokens of the batch",
         "the released code of M2PO, arXiv 2510.01161, which adapts a clip instead of dropping "
-        "tokens; there the statistics are those of a micro-batch, here of the step",
+        "tokens; it takes the statistics of a micro-batch, lagrpo of the whole step",
         surrogate=piece(clipped_m2po_released),
     ),
     "sapo": Recipe(

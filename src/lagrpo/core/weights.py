@@ -98,6 +98,7 @@ def vespo(
     k, l = power_positive, decay_positive if A >= 0, else power_negative, decay_negative. log s is
     limited to [-18.42, 20] nats, as in the authors' code.
     """
+    # -18.42 is ln 1e-8.
     log_s_T = total(x.logp - denominator(x), x.completion).clamp(-18.42, 20.0)
     is_positive_T = x.advantage >= 0
     k_T = torch.where(is_positive_T, power_positive, power_negative)

@@ -260,7 +260,7 @@ class _AddNorm(torch.autograd.Function):
         ctx.save_for_backward(total, weight, rstd)
         ctx.layer_kernels = layer_kernels
         ctx.has_delta = delta is not None
-        # No zeros in the place of a gradient that nobody has.
+        # `backward` gets None, not a tensor of zeros, for an output that the loss does not use.
         ctx.set_materialize_grads(False)
         return _as_output(total, delta), y
 
@@ -276,7 +276,8 @@ class _AddNorm(torch.autograd.Function):
 def _as_output(total: Tensor, delta: Tensor | None) -> Tensor:
     """Returns x + delta as an output of a function.
 
-    Without a delta it is x, an input. Autograd needs an object of its own: a view.
+    Without a delta the sum is the input x itself. Autograd needs another object for the output, so
+    this returns a view.
     """
     return total.view_as(total) if delta is None else total
 
@@ -315,7 +316,7 @@ class _NormedProducts(torch.autograd.Function):
         ctx.eps = eps
         ctx.has_delta = delta is not None
         ctx.linears = linears
-        # No zeros in the place of a gradient that nobody has.
+        # `backward` gets None, not a tensor of zeros, for an output that the loss does not use.
         ctx.set_materialize_grads(False)
         return _as_output(total, delta), *linears.forward(normed)
 

@@ -155,6 +155,7 @@ class FusedDecoder:
         lm: Any,
         panels: ModelPanels | None = None,
         layer_kernels: LayerKernels = kernels,
+        *,
         exact_products: bool = False,
     ) -> None:
         self.decoder = lm.get_decoder()

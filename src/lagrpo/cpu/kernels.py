@@ -146,7 +146,7 @@ def swiglu_backward(gate: Tensor, up: Tensor, grad_y: Tensor) -> tuple[Tensor, T
     return y, grad_gate, grad_up
 
 
-def rotary(x: Tensor, cosine: Tensor, sine: Tensor, back: bool = False) -> Tensor:
+def rotary(x: Tensor, cosine: Tensor, sine: Tensor, *, back: bool = False) -> Tensor:
     """Returns x [n, heads, D], turned by the angles whose cosines and sines are [n, D].
 
     With `back` it is turned the other way, which is the gradient. D is a multiple of 2 VECTOR.
@@ -469,8 +469,8 @@ def decode_step(
     """Takes n tokens through all layers, in bfloat16.
 
     x [n, H] are their embeddings, cosine and sine [n, D] the angles of their positions; all
-    contiguous. Returns the residual stream before the last addition, in the place of x, and what is
-    to be added: [n, H] each.
+    contiguous. Overwrites x with the residual stream before its last addition. Returns x and the
+    term that is still to be added, [n, H] each.
     """
     delta = torch.empty_like(x)
     call("decode_step", stack.in_c, active.in_c(), len(x), cosine, sine, x, delta)
@@ -532,7 +532,7 @@ def sample_tokens(logits: Tensor, tau: float, uniform: Tensor) -> tuple[Tensor, 
     """Samples tokens from softmax(logits / tau), logits [n, V], by inverse CDF.
 
     `uniform` is float64 [n] in [0, 1). Returns the tokens, int64 [n], and their log-probs, float32
-    [n], to the bit those of `token_logp`.
+    [n], which equal the result of `token_logp` to the bit.
     """
     rows, vocabulary = logits.shape
     tokens = torch.empty(rows, dtype=torch.long, device="cpu")

@@ -48,7 +48,7 @@ class Level(NamedTuple):
 
     - `flags`: the compiler's flags
     - `needs`: the features that /proc/cpuinfo must list
-    - `bf16`: True if the level has instructions for bfloat16 products where the processor has them
+    - `bf16`: True if kernels of this level may use the processor's bfloat16 products
     """
 
     flags: tuple[str, ...]
@@ -183,7 +183,7 @@ def _compiler() -> list[str]:
 
 
 def _fingerprint(compiler: list[str], version: str, flags: list[str]) -> str:
-    """Returns a digest of all that decides what the library computes, and where it can run."""
+    """Returns a digest of everything that decides what the library computes and where it runs."""
     sources = [path.read_text(encoding="utf-8") for path in (*SOURCES, *HEADERS)]
     # Of the first processor: the others are like it.
     processor = [

@@ -7,7 +7,7 @@ of sums, whatever rows are computed together. Three classes say where a model's 
   copies of the same version.
 - `BorrowedPanels` are what such a copy reads.
 - `AdaptedPanels` are for LoRA, whose weights are frozen: one `OwnPanels` serves all versions, and
-  each model has its own adapters beside it.
+  each model adds its own adapters.
 
 A linear layer has an adapter if it has parameters `lora_A` [r, k] and `lora_B` [n, r], and a number
 `scale`.
@@ -52,6 +52,7 @@ class Adapter(Protocol):
 
 
 def has_adapter(module: nn.Module) -> TypeGuard[Adapter]:
+    """True for a linear layer that has an adapter."""
     return isinstance(module, nn.Linear) and isinstance(
         getattr(module, "lora_A", None), nn.Parameter
     )

@@ -20,7 +20,7 @@ from lagrpo.types import JsonObject, JsonView, Prompt
 Digests = JsonObject
 
 ROWS = "rows"
-"""Key of the number of rows, beside the digests of the columns."""
+"""Key of the number of rows; all other keys are columns, with their digests."""
 
 CHUNK = 1000
 """Rows of a dataset that are read at a time."""

@@ -285,7 +285,7 @@ def _read_list(
     values = row.get(column)
     if values is None:
         return None
-    # A bool is no int here, so the types are compared exactly.
+    # isinstance(True, int) is true, but a bool is not a token id, so the types are compared.
     if not isinstance(values, list) or not {type(value) for value in values} <= set(types):
         raise ValueError(f"{column} is {values!r:.80}, not a list of {types[0].__name__}")
     if count is not None and len(values) != count:

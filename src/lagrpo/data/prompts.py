@@ -6,10 +6,8 @@ b gets the positions (b - 1)·N .. b·N - 1 of that endless sequence.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
 
 from lagrpo.data.fingerprint import digest_prompt
 from lagrpo.errors import SettingsError
@@ -17,7 +15,7 @@ from lagrpo.model.model import Policy
 from lagrpo.rollout.base import Request
 from lagrpo.rollout.episodes import Episodes
 from lagrpo.tasks import Task, name_prompt, order_prompts
-from lagrpo.types import Prompt
+from lagrpo.types import JsonView, Prompt
 
 
 class PromptSource:
@@ -46,7 +44,7 @@ class PromptSource:
         self.visited: list[dict[str, str]] = []
         self._episodes = episodes
         # The environment's first messages for prompt (split, index).
-        self._openings: dict[tuple[str, int], tuple[Mapping[str, Any], ...]] = {}
+        self._openings: dict[tuple[str, int], tuple[JsonView, ...]] = {}
         self._has_warned = False
         self._size = task.size("train")
         if self._size < 1:

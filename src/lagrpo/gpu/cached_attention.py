@@ -1,8 +1,8 @@
-"""Attention of a decoding step to a cache of keys and values, which stays where it is.
+"""Attention of a decoding step to a cache of keys and values, without a copy of the cache.
 
-Each token of a step has one query for each of its heads, and sees the first tokens of one row of the
-cache. The query heads that share a key head read the same keys, so they stand where the tokens of a
-sequence would: [m, Hq, D] becomes m sequences of Hq / Hkv tokens with Hkv heads.
+Each token of a step has one query for each of its heads, and sees the first tokens of one row of
+the cache. The query heads that share a key head read the same keys, so they stand where the tokens
+of a sequence would: [m, Hq, D] becomes m sequences of Hq / Hkv tokens with Hkv heads.
 
 Shapes: m tokens of a step; rows and capacity of the cache; Hq query heads, Hkv key heads of D.
 """
@@ -21,8 +21,8 @@ def attend_by_flash(
 ) -> Tensor:
     """Attends by FlashAttention, which reads the keys in place: query [m, Hq, D] -> [m, Hq, D].
 
-    Keys and values are [rows, capacity, Hkv, D] and contiguous. Token i sees the first `num_seen[i]`
-    keys of the cache's row `rows[i]`; both are int64 [m].
+    Keys and values are [rows, capacity, Hkv, D] and contiguous. Token i sees the first
+    `num_seen[i]` keys of the cache's row `rows[i]`; both are int64 [m].
     """
     m, num_heads, d = query.shape
     _, capacity, num_key_heads, _ = keys.shape
@@ -60,7 +60,9 @@ def attend_by_mask(
     scaling: float,
     num_keys: int,
 ) -> Tensor:
-    """Attends by PyTorch's attention on any device and in any dtype. Shapes as in `attend_by_flash`.
+    """Attends by PyTorch's attention on any device and in any dtype.
+
+    Shapes as in `attend_by_flash`.
 
     It copies the first `num_keys` keys of each row; `num_seen` must not be larger.
     """

@@ -1,12 +1,12 @@
 """Products whose bits for a row do not depend on the rows that are computed with it.
 
 The trainer multiplies whole packed rows, the sampler one token of each sequence. If each row gets
-the same bits in both, the importance ratio after a weight sync is exactly 1, a run that is killed in
-the middle of sampling resumes to the bit, and completions do not depend on the number of ranks.
+the same bits in both, the importance ratio after a weight sync is exactly 1, a run that is killed
+in the middle of sampling resumes to the bit, and completions do not depend on the number of ranks.
 
 Norms, activations, rotary embedding and softmax have this property already (layers.py, softmax.py).
-For products cuBLAS chooses a kernel by the number of rows. Without split-K, which cuts the sum of an
-output into parts, the kernels that it chooses may still add in different orders: NVIDIA promises
+For products cuBLAS chooses a kernel by the number of rows. Without split-K, which cuts the sum of
+an output into parts, the kernels that it chooses may still add in different orders: NVIDIA promises
 nothing. So a GPU has to show it: `python benchmarks/probe_kernels.py exact`.
 """
 

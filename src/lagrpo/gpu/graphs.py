@@ -1,6 +1,6 @@
 """Computations that are recorded as CUDA graphs when they come again.
 
-A replay is one launch, where the computation itself is hundreds.
+A replay is one launch; the computation itself is hundreds.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Graphs:
     """CUDA graphs by a key, each from one tensor to one tensor.
 
     A replay repeats the launches of the recording at the same addresses. So everything that differs
-    between two calls with the same key must be in the input; the tensors that it uses besides (a
-    model's weights, a cache) must stay where they are. No Python of the computation runs.
+    between two calls with the same key must be in the input; all other tensors that it uses (a
+    model's weights, a cache) must keep their addresses. No Python of the computation runs.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -50,7 +50,7 @@ def gather_keys_backward(
 ) -> Tensor:
     """Returns the gradient of keys [rows, Hkv, D], from the gradient of their copies [K, Hkv, D].
 
-    `grad` is contiguous. The other arguments are those of `PackedLayout.seen_by`.
+    `grad` is contiguous. `PackedLayout.seen_by` returns the other arguments.
     """
     rows = len(first)
     out = torch.empty(rows, *grad.shape[1:], dtype=grad.dtype, device=grad.device)

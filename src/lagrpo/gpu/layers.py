@@ -1,9 +1,9 @@
 """Triton kernels for a decoder layer, between its matrix products.
 
 They are RMS norm with the addition before it, gated activation, rotary embedding, and the gradients
-of these. The functions are twins of `norm`, `norm_backward`, `swiglu`, `swiglu_backward` and `rotary` in
-cpu/kernels.py: same arguments, same results. Numbers are float32 or bfloat16 in memory, and float32
-in registers.
+of these. The functions are twins of `norm`, `norm_backward`, `swiglu`, `swiglu_backward` and
+`rotary` in cpu/kernels.py: same arguments, same results. Numbers are float32 or bfloat16 in memory,
+and float32 in registers.
 
 Results are rounded to the dtype of the tensors where transformers rounds them. A row's bits do not
 depend on the rows around it: each row is summed by one program, in an order that its width alone
@@ -21,11 +21,11 @@ from torch import Tensor
 
 from lagrpo.gpu.common import STRICT, exp
 
-# Numbers in a tile of short rows, such as the norms of heads: 4 warps with 8 numbers a thread, which
-# is one load of 16 bytes in bfloat16.
+# Numbers in a tile of short rows, such as the norms of heads: 4 warps with 8 numbers a thread,
+# which is one load of 16 bytes in bfloat16.
 NORM_TILE = 1024
-# The gradient of a norm's weight is a sum over all rows, in as many parts: about 6 programs for each
-# of the 132 processors of an H100.
+# The gradient of a norm's weight is a sum over all rows, in as many parts: about 6 programs for
+# each of the 132 processors of an H100.
 SLICES = 768
 # Columns of gate and up in one program: 4 warps with 8 numbers a thread.
 COLUMNS = 1024
@@ -165,8 +165,8 @@ def norm_backward(
 ) -> tuple[Tensor, Tensor]:
     """Returns the gradients of `norm`.
 
-    They are the gradient of x + delta [rows, width], which includes the sum's own `grad_total`, and
-    that of the weight [width].
+    The first is by x + delta [rows, width], and includes the sum's own `grad_total`; the second is
+    by the weight [width].
     """
     rows, width = x.shape
     tile = _norm_tile(width)

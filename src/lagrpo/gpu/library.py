@@ -7,8 +7,8 @@ from functools import cache
 
 import torch
 
-# To be set once `benchmarks/gpu_session.py` has run on a GPU: its tests pass, and an update with the
-# kernels is faster. They have run in Triton's interpreter on a CPU so far.
+# To be set once `benchmarks/gpu_session.py` has run on a GPU: its tests pass, and an update with
+# the kernels is faster. They have run in Triton's interpreter on a CPU so far.
 MEASURED_ON_A_GPU = False
 
 

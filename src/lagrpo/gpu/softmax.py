@@ -62,7 +62,8 @@ def _add_block(largest, total, largest_of_block, sum_of_block):
 
     The running sum is (`largest`, `total`): Σ exp(x) = exp(largest) · total over the blocks so far.
     The block is (`largest_of_block`, `sum_of_block`) in the same form. Returns the new running sum,
-    the rise of the maximum, and exp(-|rise|), the factor by which the smaller of the two was scaled.
+    the rise of the maximum, and exp(-|rise|), the factor by which the smaller of the two was
+    scaled.
     """
     rise = largest_of_block - largest
     scale = exp(-tl.abs(rise))

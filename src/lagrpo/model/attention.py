@@ -65,7 +65,7 @@ def shared_prefix_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | None,  # noqa: ARG001  the layout says what attends to what
     scaling: float | None = None,
     layout: Layout | None = None,
     sliding_window: int | None = None,
@@ -108,6 +108,7 @@ def attend(
     key: Tensor,
     value: Tensor,
     scaling: float,
+    *,
     by_triton: bool = False,
 ) -> Tensor:
     """Attends along a packed row; differentiable.
@@ -166,7 +167,9 @@ def _has_option(function: Callable[..., Any], name: str) -> bool:
 def attend_varlen(
     layout: PackedLayout, query: Tensor, seen_key: Tensor, seen_value: Tensor, scaling: float
 ) -> Tensor:
-    """Attends by one kernel for all segments: query [rows, Hq, D], seen keys and values [K, Hkv, D].
+    """Attends by one kernel for all segments.
+
+    The query is [rows, Hq, D], seen keys and values are [K, Hkv, D].
 
     Its causal mask is aligned to the end of each segment's keys.
     """

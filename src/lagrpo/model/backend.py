@@ -155,7 +155,7 @@ class Backend:
             return copy_trained(model.lm), panels.base
         # A model that learns computes by its own panels.
         assert isinstance(panels, OwnPanels)
-        # deepcopy puts these in the place of the weights with these ids.
+        # A memo for deepcopy: it replaces a weight by the empty one under its id.
         empty_weights: dict[int, Any] = {}
         layers: Any = model.decoder.layers
         for layer in layers:
@@ -163,7 +163,7 @@ class Backend:
                 for linear in group:
                     empty = linear.weight.new_empty(0)
                     empty_weights[id(linear.weight)] = nn.Parameter(empty, requires_grad=False)
-        lm = copy.deepcopy(model.lm, empty_weights).requires_grad_(False)
+        lm = copy.deepcopy(model.lm, empty_weights).requires_grad_(requires_grad=False)
         return lm, BorrowedPanels(panels, lm.get_decoder(), lm.get_output_embeddings())
 
     def computation(self, text_config: Any, layers: FusedDecoder | None) -> str:
@@ -270,7 +270,7 @@ def chosen_kernels() -> Choice:
 
 
 def pick_device() -> torch.device:
-    """Returns a GPU if PyTorch sees one, else the CPU. Each rank of a host has a GPU of its own.
+    """Returns a GPU if PyTorch sees one, else the CPU. Ranks of one host do not share a GPU.
 
     Raises SettingsError if there are more ranks than GPUs.
     """

@@ -26,11 +26,11 @@ from typing import Any
 
 from lagrpo.errors import one_line
 from lagrpo.model.files import TOKENIZER, find_source, save_tokenizer
-from lagrpo.types import THOUGHT_END, Prompt
+from lagrpo.types import THOUGHT_END, JsonView, Prompt
 
 logger = logging.getLogger("lagrpo")
-Tools = Sequence[Mapping[str, Any]]
-Messages = Sequence[Mapping[str, Any]]
+Tools = Sequence[JsonView]
+Messages = Sequence[JsonView]
 # A short conversation, in which a reply is rendered: a user's message, and the text of an
 # assistant's turn without and with a thought.
 OPENING = ({"role": "user", "content": "1"},)
@@ -94,7 +94,7 @@ def check_rendered(messages: Messages, text: str) -> None:
             end_of_previous = end
 
 
-def required_pieces(message: Mapping[str, Any]) -> Iterator[str]:
+def required_pieces(message: JsonView) -> Iterator[str]:
     """Yields the texts of a message that no chat template may drop, in order.
 
     They are its content without the white space around it, and the names of the functions that it
@@ -113,7 +113,7 @@ def required_pieces(message: Mapping[str, Any]) -> Iterator[str]:
 
 
 def find_end(piece: str, text: str, start: int) -> int:
-    """Returns where a piece ends in a text, at its first place from `start` on; -1 if it is missing.
+    """Returns the end of the first occurrence of a piece in a text, from `start` on; -1 if none.
 
     The text may have the piece as it is or as JSON.
     """
@@ -130,7 +130,7 @@ def find_end(piece: str, text: str, start: int) -> int:
     return min(ends, default=-1)
 
 
-def write_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
+def write_arguments(message: JsonView) -> JsonView:
     """Returns the message with the arguments of its calls as JSON text."""
     if not message.get("tool_calls"):
         return message
@@ -160,7 +160,7 @@ class Chat:
     tokenizer: Any
     vocabulary: int
     eos_ids: frozenset[int]
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    template_kwargs: JsonView = field(default_factory=dict)
     started: datetime = field(default_factory=lambda: datetime.now(UTC))
 
     @staticmethod
@@ -296,7 +296,7 @@ class Chat:
         compiled.globals["strftime_now"] = self.started.strftime
         return template
 
-    def _check_file(self, text: str, ids: Sequence[int], add_special_tokens: bool) -> None:
+    def _check_file(self, text: str, ids: Sequence[int], *, add_special_tokens: bool) -> None:
         """Raises ValueError if the model's tokenizer.json gives other ids for a text."""
         if self._file_tokenizer is None:
             return
@@ -309,7 +309,7 @@ class Chat:
 
     @cached_property
     def _file_tokenizer(self) -> Any:
-        """The tokenizer that tokenizer.json describes, without transformers; None without this file."""
+        """The tokenizer of tokenizer.json, without transformers; None if this file is missing."""
         from tokenizers import Tokenizer
 
         path = find_source(self.tokenizer.name_or_path, TOKENIZER)
@@ -398,7 +398,7 @@ class Chat:
 
     @cached_property
     def silent_ids(self) -> frozenset[int]:
-        """The tokens that are not in texts: the end tokens of completions, and the padding token."""
+        """The tokens that are in no text: the end tokens of completions, and the padding token."""
         padding = getattr(self.tokenizer, "pad_token_id", None)
         return self.eos_ids if padding is None else self.eos_ids | {padding}
 
@@ -416,8 +416,8 @@ class Chat:
     def without_end(self, text: str) -> str:
         """Returns a completion's text without the tokens that end or pad it.
 
-        The white space between and after these tokens goes, too. Raises ValueError for a text that
-        goes on after an end token.
+        Also removes white space between and after these tokens. Raises ValueError if text follows
+        an end token.
         """
         silent_tokens = [
             token for token, token_id in self.special_tokens.items() if token_id in self.silent_ids

@@ -148,9 +148,11 @@ def with_older_names(config: Json) -> Json:
 
 
 def read_json(path: Path) -> Json:
+    """Returns the content of a JSON file in UTF-8."""
     return json.loads(path.read_text(encoding="utf-8"))
 
 
 def write_json(path: Path, content: Json) -> None:
+    """Writes a JSON file in UTF-8, indented by two spaces, with a newline at its end."""
     text = json.dumps(content, indent=2, ensure_ascii=False)
     path.write_text(text + "\n", encoding="utf-8")

@@ -117,7 +117,7 @@ class PackedLayout:
             last_prompt_rows.append(last_prompt_row)
             rows += prompt_length
             for length in completion_lengths:
-                # Without the last token, whose prediction nobody needs.
+                # The last token is not an input: nothing of the completion comes after it.
                 num_inputs = length - 1
                 if num_inputs > 0:
                     segments.append((rows, num_inputs, prompt_first, prompt_length))

@@ -113,7 +113,7 @@ def load_adapted(
     lora, base = load_adapter_config(adapter)
     with one_line_errors(f"{base}, the model of the adapter {adapter}, cannot be loaded"):
         lm, tokenizer = load_model(resolve_model(base), dtype, device)
-    # The names of weights are those of their layers, then ".lora_…".
+    # A weight's name is its layer's name, then ".lora_…".
     layers = tuple(sorted({name.rpartition(".lora_")[0] for name in weights}))
     with as_settings_error(f"the adapter {adapter}"):
         attach_lora(lm, replace(lora, targets=layers))
@@ -194,7 +194,7 @@ def check_finite(weights: Mapping[str, Tensor]) -> None:
 
 
 def check_supported(config: Any) -> None:
-    """Raises ValueError for a model whose forward pass lagrpo does not reproduce, with the reason."""
+    """Raises ValueError, with the reason, for a forward pass that lagrpo does not reproduce."""
     from transformers import AutoModelForCausalLM
 
     text_config = config.get_text_config()

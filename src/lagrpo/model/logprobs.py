@@ -293,7 +293,9 @@ class _TokenLogp(torch.autograd.Function):
 
         weight_gradient = None
         if ctx.needs_input_grad[1]:
-            weight_gradient = _WeightGradient(weight, len(pieces), ctx.sizes.sums_in_product)
+            weight_gradient = _WeightGradient(
+                weight, len(pieces), sums_in_product=ctx.sizes.sums_in_product
+            )
 
         for rows in pieces:
             if kept_logits is not None and rows.stop <= num_kept:
@@ -325,11 +327,11 @@ class _WeightGradient:
     """The gradient of the head's weight [V, H]: the sum over pieces of grad_logitsᵀ · hidden.
 
     A single piece is its product. Several are added up in float32, and rounded once. With
-    `sums_in_product` the products are added to the sum as they are computed; else each is rounded
-    first, and takes memory of its own.
+    `sums_in_product` the matrix product adds to the sum directly; else each product is first
+    written to a buffer in the weight's dtype, which rounds it.
     """
 
-    def __init__(self, weight: Tensor, num_pieces: int, sums_in_product: bool) -> None:
+    def __init__(self, weight: Tensor, num_pieces: int, *, sums_in_product: bool) -> None:
         self._dtype = weight.dtype
         # The sum so far, and the product of one piece: [V, H] each.
         self._total: Tensor | None = None
@@ -351,7 +353,7 @@ class _WeightGradient:
             add_product(self._total, grad_logits.mT, hidden)
 
     def result(self) -> Tensor | None:
-        """Returns the gradient [V, H] in the weight's dtype, in memory of its own."""
+        """Returns the gradient [V, H] in the weight's dtype. It shares no memory with a buffer."""
         if self._total is None:
             return self._product
         # A copy, because the sum is in a buffer.
@@ -433,6 +435,7 @@ def _buffer(
     shape: Sequence[int],
     like: Tensor,
     dtype: torch.dtype | None = None,
+    *,
     taken: bool = False,
 ) -> Tensor:
     """Returns memory with anything in it: a tensor of `shape` on the device of `like`.

@@ -108,7 +108,7 @@ def copy_trained(lm: Any) -> Any:
         for parameter in lm.parameters():
             if not parameter.requires_grad:
                 shared[id(parameter)] = parameter
-    return copy.deepcopy(lm, shared).requires_grad_(False)
+    return copy.deepcopy(lm, shared).requires_grad_(requires_grad=False)
 
 
 def find_targets(lm: Any, lora: Lora) -> dict[str, nn.Linear]:
@@ -157,7 +157,7 @@ def count_parameters(lm: Any, lora: Lora) -> int:
 def attach_lora(lm: Any, lora: Lora) -> None:
     """Adds adapters to the layers of a transformers model, and freezes everything else."""
     targets = find_targets(lm, lora)
-    lm.requires_grad_(False)
+    lm.requires_grad_(requires_grad=False)
     for name, linear in targets.items():
         layer = AdaptedLinear(linear, lora.r, lora.alpha / lora.r)
         draws = torch.from_numpy(

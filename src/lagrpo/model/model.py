@@ -1,4 +1,4 @@
-"""Policy: weights that have a version, a model that computes by them, and the chat that talks to it.
+"""Policy: weights that have a version, the model that computes by them, and the model's chat.
 
 `copy_policy` makes a copy for sampling (α) or for the KL term (π_ref). If the C kernels compute all
 matrix products (`Model.exact`), the copy has panels instead of the weights of linear layers. While
@@ -40,7 +40,7 @@ class Weights(Mapping[str, Tensor]):
     number of optimizer updates that they have had.
     """
 
-    def __init__(self, lm: Any, version: int = 0, adapters: bool = False) -> None:
+    def __init__(self, lm: Any, version: int = 0, *, adapters: bool = False) -> None:
         self.version = version
         self.adapters = adapters
         self._lm = lm
@@ -100,6 +100,7 @@ class PackedWeights(Weights):
         # The parameters of linear layers: empty in `lm`, and keys of their weights in the panels.
         self._empty_parameters: dict[str, nn.Parameter] = {}
         for name, parameter in lm.named_parameters():
+            # `Backend.copy` has left these parameters empty, of shape [0].
             if self._shapes[name] != parameter.shape:
                 self._empty_parameters[name] = parameter
 
@@ -334,7 +335,7 @@ class Policy:
         return self.model(packed, tau, entropy_T)
 
     def advance(self) -> None:
-        """Counts an optimizer update: the weights are those of the next version from now on."""
+        """Counts an optimizer update, after which the weights are the next version."""
         self.weights.version += 1
 
     def load(self, weights: Mapping[str, Tensor], version: int) -> None:

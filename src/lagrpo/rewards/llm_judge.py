@@ -29,7 +29,7 @@ Answer to grade:
 {completion}
 
 Grade the answer with a number from {low} to {high}: {low} if it is wrong, {high} if it is as good as the reference
-answer. Say in a sentence why. Then end with one line, which says "Score: " and the number."""
+answer. Say in a sentence why. Then end with one line, which says "Score: " and the number."""  # noqa: E501  lines of a prompt
 
 MAX_CONCURRENT_REQUESTS = 64
 RETRIED_STATUSES = (408, 429, 500, 502, 503, 504)

@@ -19,14 +19,14 @@ from multiprocessing.process import BaseProcess
 
 
 class WorkerPopen(popen_spawn_posix.Popen):
-    """Starts a process as "spawn" does, but does not tell it where the main script is."""
+    """Starts a process as "spawn" does, but without the path of the main script."""
 
     _fds: list[int]  # files of this process that the new one gets
 
     def _launch(self, process_obj: BaseProcess) -> None:
         """Starts an interpreter, and sends it how to prepare itself and what to run.
 
-        multiprocessing has no option for this, so the method replaces the one of its own Popen.
+        multiprocessing has no option for this, so this overrides the method of its Popen.
         """
         tracker_fd = resource_tracker.getfd()
         message = self._make_message(process_obj)

@@ -14,7 +14,7 @@ from torch import Tensor
 from lagrpo.rollout.episodes import Episodes
 from lagrpo.types import Group, Prompt
 
-# The token ids of a prompt, and those of a completion.
+# The token ids of a prompt, and the token ids of a completion.
 Item = tuple[Sequence[int], Sequence[int]]
 
 
@@ -44,8 +44,8 @@ class SamplingParams:
     - `tau`: the temperature
     - `max_tokens`: the most tokens that the policy samples for a completion
     - `episodes`: the environment that completions talk to; None for completions of one turn
-    - `top_p`: the share of the probability that is sampled from, in evaluations; log-probs are those
-      of the distribution that was sampled from
+    - `top_p`: the share of the probability that is sampled from, in evaluations; log-probs are
+      under the distribution that was sampled from
     - `stop`: texts that end a completion, or a turn of one; the token that completes a text is the
       last one
     """

@@ -73,7 +73,7 @@ class Cache:
         self.values[layer, index, :, : len(value)] = value.transpose(0, 1)
 
     def move(self, source: Tensor, target: Tensor, tokens: int) -> None:
-        """Copies the first tokens of the entries `source` over those of the entries `target`."""
+        """Copies the first `tokens` tokens of the entries `source` to the entries `target`."""
         self.keys[:, target, :, :, :tokens] = self.keys[:, source, :, :, :tokens]
         elements = -(-tokens // self.lanes)
         self.values[:, target, :, :elements] = self.values[:, source, :, :elements]
@@ -146,6 +146,7 @@ class DecodeState:
         self.prompt_lengths[places] = torch.tensor(lengths)
         group_of_new_row = torch.tensor(places).repeat_interleave(G)  # int64 [prompts * G]
         self.group_of_row = torch.cat([self.group_of_row, group_of_new_row])
+        # The rows of one group share its prompt's place; their own caches are empty.
         self.lengths = F.pad(self.lengths, (0, len(group_of_new_row)))
         return hidden.index_select(0, layout.last_prompt_rows)
 
@@ -346,7 +347,7 @@ class StepLayout:
     prefix: Cache
     prompt_keys: int  # P: the number of keys of each prompt that the step looks at
     longest: int  # tokens of the longest sequence
-    mask: Tensor  # bool [n, 1, 1, P + K]: what each token sees of its prompt, then of its own row
+    mask: Tensor  # bool [n, 1, 1, P + K]: what each token sees: P keys of its prompt, K of its row
     rows: Tensor  # int64 [n]
     slots: Tensor  # int64 [n]: where each token goes in its row's own cache
     groups: Tensor  # int64 [n]: the place of each token's prompt

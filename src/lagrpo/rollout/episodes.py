@@ -7,17 +7,16 @@ is not a failure.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from lagrpo.errors import as_settings_error
 from lagrpo.model.chat import OPENING, Chat, Replies, RewritingError, TemplateError
 from lagrpo.rewards.pool import Job, WorkerPool
 from lagrpo.settings.schema import Settings
-from lagrpo.tasks import Key, Task, environment_of
+from lagrpo.tasks import Key, Task, environment_of, is_multi_turn
 from lagrpo.tasks.environments import Tools, system_text, take_turn
-from lagrpo.types import Outcome, OutcomeKind, Prompt
+from lagrpo.types import JsonObject, JsonView, Outcome, OutcomeKind, Prompt
 
 MAIN_TASK = ""
 """Name of the environment of the run's task; an evaluation set's environment has the set's name."""
@@ -31,7 +30,8 @@ class Episodes:
     - `turns`: the most turns of the policy
     - `sampled`: the most tokens that the policy samples
     - `replied`: the most tokens of all replies
-    - `tools`: JSON schemas for the chat template; None without tools, or if the template ignores them
+    - `tools`: JSON schemas for the chat template; None without tools, or if the template ignores
+      them
     - `deadline`: seconds for a turn of the environment
     """
 
@@ -40,11 +40,14 @@ class Episodes:
     turns: int
     sampled: int
     replied: int
-    tools: list[dict[str, Any]] | None = None
+    tools: list[JsonObject] | None = None
     deadline: float = 5.0
 
-    def open(self, prompt: Prompt, key: Key) -> tuple[Mapping[str, Any], ...]:
-        """Returns the messages with which an episode begins. Raises ValueError if it cannot begin."""
+    def open(self, prompt: Prompt, key: Key) -> tuple[JsonView, ...]:
+        """Returns the messages with which an episode begins.
+
+        Raises ValueError if it cannot begin.
+        """
         job = self.pool.submit(take_turn, None, prompt, key, None, deadline=self.deadline)
         turn = self.pool.result(job)
         if isinstance(turn, Outcome):
@@ -87,9 +90,16 @@ def build_episodes(settings: Settings, task: Task, chat: Chat) -> Episodes | Non
 
 
 def max_reply_tokens(settings: Settings, *tasks: Task) -> int:
-    """Returns the most tokens of all replies in a completion of these tasks; 0 without environments."""
-    has_environment = any(environment_of(task) is not None for task in tasks)
-    return settings.reply_limit if has_environment else settings.replied
+    """Returns the most tokens that replies add to a completion of these tasks.
+
+    It is 0 without tools and environments, of `tasks` and of the run's task by its name.
+    """
+    has_replies = (
+        any(environment_of(task) is not None for task in tasks)
+        or len(settings.task.tools) > 0
+        or is_multi_turn(settings.task.name)
+    )
+    return settings.reply_limit if has_replies else 0
 
 
 class Episode:
@@ -119,7 +129,7 @@ class Episode:
         self._turn_finished = False
         self._is_stopped = False  # True if it ended with a stop text
 
-    def end_turn(self, token_ids: Sequence[int], is_stopped: bool = False) -> None:
+    def end_turn(self, token_ids: Sequence[int], *, is_stopped: bool = False) -> None:
         """Passes the policy's turn on to the environment.
 
         `token_ids` are the tokens that the policy has sampled since the last reply. `is_stopped`:

@@ -1,6 +1,6 @@
 """The local rollout engine: exact samples and exact log-probs, by continuous batching.
 
-The engine has a copy of its own of the weights of α. A token is sampled by inverting the cumulative
+The engine keeps a copy of the weights of α. A token is sampled by inverting the cumulative
 distribution at a uniform number, keyed by (seed, "sample", batch, epoch, prompt, completion,
 position), so a completion is the same whatever is sampled with it. Training has no top-k and no
 top-p: the trainer differentiates the distribution that is sampled. `logp_alpha` is float32, at the
@@ -131,6 +131,7 @@ class LocalSampler:
         The next request takes the place of ended rows.
         """
         params = params or self.params
+        # A group begins as a whole, so there is room for at least one.
         max_rows = min(max(self.max_num_seqs, G), G * len(requests))
         longest_prompt = max((len(r.prompt.token_ids) for r in requests), default=0)
         state, stays = self._take_state(max_rows, longest_prompt, params)
@@ -231,7 +232,7 @@ class ContinuousBatch:
         return bool(self.waiting or self.active)
 
     def step(self) -> list[list[_Row]]:
-        """Adds a token to every row that does not wait, and begins the groups that there is room for.
+        """Adds a token to every row that does not wait, and begins groups as far as there is room.
 
         Returns the groups that are complete.
         """
@@ -293,6 +294,7 @@ class ContinuousBatch:
 
         Returns the hidden states [rows, H] of the last token of each.
         """
+        # An entry for each row of the state; a row that waits for its environment feeds no token.
         hidden = self.state.feed([row.next_tokens for row in self.active])  # [tokens, H]
         num_tokens = torch.tensor([len(row.next_tokens) for row in stepping_rows])  # int64 [rows]
         last_of_row = num_tokens.cumsum(0) - 1  # int64 [rows]: index of a row's last token
@@ -339,6 +341,7 @@ class ContinuousBatch:
         if self.model.exact:
             ready = [row for row in waiting_rows if row.episode is not None and row.episode.ready()]
             if is_idle and not ready:
+                # Nothing else to do: `take` blocks until the environment of this row has replied.
                 return waiting_rows[:1]
             return ready
         if is_idle and waiting_rows:

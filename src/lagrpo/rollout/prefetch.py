@@ -137,6 +137,7 @@ class Prefetcher:
     def has_missing(self, batches: range) -> bool:
         """True if groups of these batches, which were submitted, have not come."""
         submitted = [self._batches[batch] for batch in batches]
+        # A group stays in `groups` after it was handed out, so the lengths can be compared.
         return any(len(batch.groups) < len(batch.requests) for batch in submitted)
 
     def restore(
@@ -164,8 +165,8 @@ class Prefetcher:
     def pop_metrics(self) -> tuple[float, int]:
         """Returns the waiting time and the number of sampled tokens since the last call.
 
-        The time is in seconds, spent waiting for the engine; the tokens are those of all groups
-        that came.
+        The time is in seconds, spent waiting for the engine; the tokens are counted over all groups
+        that arrived.
         """
         seconds = self.seconds
         num_tokens = self._num_tokens
@@ -175,6 +176,7 @@ class Prefetcher:
 
     def _receive(self) -> bool:
         """Adds one more group to its batch. Returns False if no group is in flight."""
+        # The oldest stream first: its batches are the next to be used.
         while self._streams:
             request_and_group = self._next(self._streams[0])
             if request_and_group is not None:
@@ -210,7 +212,10 @@ def in_order(requests: Sequence[Request], groups: Sequence[Group]) -> list[Group
 
 
 def _check_versions(group: Group, versions: set[int], batch: int) -> None:
-    """Raises VersionError for a sampled token of another version. Failed completions may have any."""
+    """Raises VersionError for a sampled token of another version.
+
+    Failed completions may have any.
+    """
     for completion in group.completions:
         strange = set(completion.versions[completion.sampled].tolist()) - versions
         has_failed = (

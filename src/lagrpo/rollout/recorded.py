@@ -3,8 +3,8 @@
 A step of a hundred rows is many small launches, so most of its time is not the GPU's. Here a step
 is one copy to the GPU, one replay and one copy back. What makes that possible:
 
-- The cache has its full size from the start. Each row holds its prompt too, so all that a token sees
-  lies in one place, and FlashAttention reads it there.
+- The cache has its full size from the start. Each row holds its prompt too, so all that a token
+  sees lies in one place, and FlashAttention reads it there.
 - A graph depends on the number of tokens of a step alone, which is rounded up. So few graphs serve
   all steps, and `LocalSampler` keeps them from batch to batch: weights are loaded in place.
 - Logits and sampling are part of the graph.
@@ -36,8 +36,8 @@ PIECE = 512
 # Most prompt tokens that are prefilled together, unless one prompt is longer. The activations of a
 # packed row of all new prompts would have no bound.
 PREFILL_TOKENS = 8192
-# Capacities are multiples of this many tokens, so that a longer prompt in a later batch seldom needs
-# a new cache, which loses all graphs.
+# Capacities are multiples of this many tokens, so that a longer prompt in a later batch seldom
+# needs a new cache, which loses all graphs.
 KEY_STEP = 128
 # Most bytes of keys and values that a GPU may hold from batch to batch, while the policy learns.
 KEPT_BYTES = 4 << 30
@@ -88,8 +88,8 @@ def round_up_keys(keys: int) -> int:
 
     It is the capacity of a cache for so many tokens, and the number of keys that a step looks at if
     FlashAttention does not read the cache. That number must not depend on the capacity: a cache may
-    come from an earlier batch with longer prompts, while a resumed run has a new one, and must round
-    like the run that never stopped.
+    come from an earlier batch with longer prompts, while a resumed run has a new one, and must
+    round like the run that never stopped.
     """
     return -(-keys // KEY_STEP) * KEY_STEP
 
@@ -230,7 +230,8 @@ class RecordedState:
     def _run(self, inputs: Tensor, tau: float | None) -> Tensor:
         """Computes a step of n tokens. The next step writes over the result.
 
-        Returns sampled tokens and their log-probs, float64 [2, n]; without tau hidden states [n, H].
+        Returns sampled tokens and their log-probs, float64 [2, n]; without tau it returns hidden
+        states [n, H].
         """
         num_tokens = inputs.shape[1]
         longest = int(inputs[2].max()) + 1
@@ -316,7 +317,10 @@ class _Prefill:
 
 @dataclass(frozen=True, slots=True)
 class CachedLayout:
-    """A layout of a step of m tokens: each one joins its row's cache, and sees the row up to itself."""
+    """A layout of a step of m tokens.
+
+    Each token joins its row's cache, and sees the row up to itself.
+    """
 
     keys: Tensor  # [layers, rows, capacity, Hkv, D]
     values: Tensor

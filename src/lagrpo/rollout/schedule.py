@@ -118,7 +118,7 @@ class Schedule:
         """
         return self.kind == "lagged" or k % self.v == 0
 
-    def next(self, state: LoopState, total: int, M: int, prefetch: bool = True) -> SyncDecision:
+    def next(self, state: LoopState, total: int, M: int, *, prefetch: bool = True) -> SyncDecision:
         """Decides on the batch after `state`, of `total` batches in stages of M.
 
         With `prefetch`, all batches up to the next sync are submitted as soon as their α is there;
@@ -126,13 +126,18 @@ class Schedule:
         """
         batch = state.batch + 1
         last_submitted = state.prefetched_batches.stop - 1
-        last_to_submit = max(self._last_to_submit(batch, total, M, prefetch), last_submitted)
+        # If all that may be submitted was submitted before, the range is empty.
+        last_to_submit = max(
+            self._last_to_submit(batch, total, M, prefetch=prefetch), last_submitted
+        )
         to_generate = range(last_submitted + 1, last_to_submit + 1)
         return SyncDecision(batch, self._reason_to_sync(state, M), to_generate)
 
-    def _last_to_submit(self, batch: int, total: int, M: int, prefetch: bool) -> int:
+    def _last_to_submit(self, batch: int, total: int, M: int, *, prefetch: bool) -> int:
         """Returns the last batch that may be generated with the weights of batch `batch`."""
         if self.kind == "lagged":
+            # The weights before batch b sample batch b + v: a lag of v batches. The first decision
+            # also submits batches 1 .. v, for which there are no older weights.
             return min(batch + self.v, total)
         last = batch
         if self.kind == "every" and prefetch:

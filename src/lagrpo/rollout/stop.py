@@ -10,8 +10,8 @@ from lagrpo.model.chat import Chat
 def completes_stop(chat: Chat, token_ids: Sequence[int], stop: Sequence[str]) -> bool:
     """True if the last of these tokens completes one of the stop texts.
 
-    `token_ids` are those of a turn so far, of which none before the last completed a stop text. So
-    it is enough to look at the end: a token in the text adds at least a byte, and a stop text of n
+    `token_ids` are the tokens of a turn so far. None before the last completed a stop text, so it
+    is enough to look at the end: a token in the text adds at least a byte, and a stop text of n
     bytes lies within the last n of them. One more is decoded, because some tokenizers drop the
     space before the first token of a text.
     """

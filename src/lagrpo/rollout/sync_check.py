@@ -89,8 +89,8 @@ class ServedEngine(Protocol):
 class Agreement:
     """The agreement of trainer and local engine at the start of a run.
 
-    `mean` and `largest` are |Δ log-prob| per token, in nats at the sampling temperature; `tokens` is
-    the number of tokens that were compared.
+    `mean` and `largest` are |Δ log-prob| per token, in nats at the sampling temperature; `tokens`
+    is the number of tokens that were compared.
     """
 
     grade: Literal["exact", "close"]
@@ -116,7 +116,9 @@ class _Comparison:
 
 
 class WeightSyncCheck:
-    """The check of one run. Call it after each weight sync; for the local engine call `start` first.
+    """The check of one run.
+
+    Call it after each weight sync; for the local engine call `start` first.
 
     `requests` are the prompts to compare on. `tolerance` replaces the tolerance for `dtype`.
     `agreement` is what `start` found.
@@ -169,8 +171,8 @@ class WeightSyncCheck:
     def __call__(self, policy: Policy, sampler: LocalSampler | ServedEngine) -> Mapping[str, float]:
         """Returns logp_difference_mean and logp_difference_max: |Δ log-prob| per token, nats.
 
-        They are those of the worst server, or of the local engine at the start. Raises
-        WeightSyncError if a test fails, SamplerError if a server is gone for good.
+        The worst server counts. For the local engine they are from the comparison at the start.
+        Raises WeightSyncError if a test fails, SamplerError if a server is gone for good.
         """
         where = f"version {policy.version}"
         if sampler.version != policy.version:

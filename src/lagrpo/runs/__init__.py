@@ -1,4 +1,7 @@
-"""Write and read the files of a run. docs/run-files.md describes them, docs/metrics.md the metrics."""
+"""Write and read the files of a run.
+
+docs/run-files.md describes the files, docs/metrics.md the metrics.
+"""
 
 from lagrpo.runs.directory import Run
 from lagrpo.runs.reading import (

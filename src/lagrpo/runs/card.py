@@ -5,13 +5,13 @@ The Hugging Face hub reads its header.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import tomli_w
 
 from lagrpo.logs import redact
+from lagrpo.types import JsonView
 
 CARD = "README.md"
 PACKAGES = ("lagrpo", "torch", "transformers")
@@ -23,15 +23,15 @@ EMBEDDED = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 def model_card(
     name: str,
-    settings: Mapping[str, Any],
-    changed_settings: Mapping[str, Any],
-    environment: Mapping[str, Any],
-    evaluations: Sequence[Mapping[str, Any]],
+    settings: JsonView,
+    changed_settings: JsonView,
+    environment: JsonView,
+    evaluations: Sequence[JsonView],
     version: int,
 ) -> str:
     """Returns the card of the weights that the run `name` has trained.
 
-    `changed_settings` are those of `settings` that are not the defaults. `evaluations` are
+    `changed_settings` are the entries of `settings` that are not the defaults. `evaluations` are
     summaries, in their order. `version` is the number of updates.
     """
     parts = [
@@ -46,7 +46,7 @@ def model_card(
     return "\n\n".join(parts) + "\n"
 
 
-def _header(settings: Mapping[str, Any]) -> str:
+def _header(settings: JsonView) -> str:
     """Returns the YAML that the hub reads."""
     path = settings["model"]["path"]
     base_model = EMBEDDED if path == "smollm2" else path
@@ -64,7 +64,7 @@ def _header(settings: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _description(settings: Mapping[str, Any], environment: Mapping[str, Any], version: int) -> str:
+def _description(settings: JsonView, environment: JsonView, version: int) -> str:
     """Returns what was trained, on what, and by which versions of the packages."""
     model = settings["model"]
     task = settings["task"]
@@ -81,7 +81,7 @@ def _description(settings: Mapping[str, Any], environment: Mapping[str, Any], ve
     )
 
 
-def _results(evaluations: Sequence[Mapping[str, Any]]) -> str:
+def _results(evaluations: Sequence[JsonView]) -> str:
     """Returns the table of evaluations with their 95 % intervals."""
     lines = [
         "| evaluation | updates | pass@1 | 95 % interval | mean reward | prompts × samples |",

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lagrpo.runs.directory import Run
 from lagrpo.runs.reading import load_evaluations, load_metrics, open_run
+from lagrpo.types import JsonObject, JsonView
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -52,10 +53,10 @@ def compare(runs: Sequence[Run | Path | str], last: int = 10) -> pd.DataFrame:
     return table
 
 
-def _summarize(run: Path, last: int) -> dict[str, Any]:
+def _summarize(run: Path, last: int) -> JsonObject:
     """Returns the numbers of a run, by column."""
     batches = load_metrics(run)
-    summary: dict[str, Any] = {"batches": len(batches)}
+    summary: JsonObject = {"batches": len(batches)}
     for name in METRICS:
         values = [batch[name] for batch in batches[-last:] if batch.get(name) is not None]
         summary[name] = math.fsum(values) / len(values) if values else None
@@ -65,11 +66,11 @@ def _summarize(run: Path, last: int) -> dict[str, Any]:
     return summary
 
 
-def _evaluation_columns(evaluation: Mapping[str, Any]) -> dict[str, Any]:
+def _evaluation_columns(evaluation: JsonView) -> JsonObject:
     """Returns the results of an evaluation that have intervals, and the intervals."""
     set_name = evaluation.get("set")
     prefix = f"eval/{set_name}/" if set_name else "eval/"
-    columns: dict[str, Any] = {}
+    columns: JsonObject = {}
     for name, value in evaluation.items():
         if f"{name}_low" in evaluation:
             columns[f"{prefix}{name}"] = value

@@ -1,12 +1,14 @@
 """The directory of a run, and everything that the run writes into it.
 
     runs/arithmetic-grpo-v10-i1-20261120-054512/
-        config.toml                     the settings as resolved          environment.json   versions, machine, commit
-        metrics.jsonl                   one line of numbers per step      reward.png         the reward curve
+        config.toml                     the settings as resolved
+        environment.json                versions, machine, commit
+        metrics.jsonl                   one line of numbers per step
+        reward.png                      the reward curve
         events.jsonl                    weight syncs and why, warnings
         rollouts/step-000120.parquet    one row per completion
         evaluations/NAME.json, .parquet the summary, and one row per prompt
-        weights/final, weights/v000120  Hugging Face model directories; weights/best, if the run asks for it
+        weights/final, weights/v000120  Hugging Face model directories; weights/best on request
 
 Every file but the .jsonl appears whole, by a rename.
 """
@@ -29,6 +31,7 @@ from lagrpo.runs import files
 from lagrpo.runs.environment import write_environment
 from lagrpo.runs.files import (
     TEMPORARY,
+    sync_to_disk,
     to_json,
     write_atomically,
     write_directory_atomically,
@@ -110,11 +113,15 @@ class Run:
         The reward curve reads `step`, `pass@1`, `pass@1_low` and `pass@1_high` from the summary.
         """
         folder = self.path / "evaluations"
+        # The summary comes last: `load_evaluations` finds an evaluation by it.
         write_table(folder / f"{name}.parquet", records)
         return write_atomically(folder / f"{name}.json", to_json({"name": name, **summary}) + "\n")
 
     def record_weights(self, write: Callable[[Path], None], version: int | None = None) -> Path:
-        """Lets `write` fill weights/final with a Hugging Face model, or weights/v000120 of a version."""
+        """Lets `write` fill weights/final, or weights/v000120 of a version.
+
+        It writes a Hugging Face model.
+        """
         name = "final" if version is None else f"v{version:06d}"
         return write_directory_atomically(self.path / "weights" / name, write)
 
@@ -136,6 +143,8 @@ class Run:
 def _append_line(path: Path, line: JsonView) -> None:
     with path.open("a", encoding="utf-8") as file:
         file.write(to_json(line) + "\n")
+    # A checkpoint covers the lines before it. After a power cut it must not outlive them.
+    sync_to_disk(path)
 
 
 def default_name(settings: JsonView, now: datetime.datetime | None = None) -> str:
@@ -220,6 +229,7 @@ def locked(path: Path) -> Iterator[None]:
         raise RunLockedError(f"{problem}; wait until it ends, or stop it") from error
     now = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%dT%H:%M:%SZ}"
     holder = {"pid": os.getpid(), "host": platform.node(), "since": now}
+    # Not in the lock file: replacing that would leave the lock on the old file.
     write_atomically(path / HOLDER, to_json(holder))
     try:
         yield

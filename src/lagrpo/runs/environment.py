@@ -53,7 +53,10 @@ def write_environment(run: Path, environment: JsonView) -> None:
 
 
 def read_environment(run: Path) -> JsonObject:
-    """Returns environment.json of a run; empty if there is none. Raises ValueError for a damaged one."""
+    """Returns environment.json of a run; empty if there is none.
+
+    Raises ValueError for a damaged one.
+    """
     file = run / FILE
     if not file.exists():
         return {}

@@ -1,4 +1,4 @@
-"""Names of the files of evaluations: before, batch-000010, after, each alone or followed by .SET."""
+"""Names of the files of evaluations: before, batch-000010, after; alone or followed by .SET."""
 
 from __future__ import annotations
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from lagrpo.types import JsonObject, JsonView
 
+# The umask can only be read by setting another one, so it is set back at once.
 UMASK = os.umask(0o077)
 os.umask(UMASK)
 MODE = 0o666 & ~UMASK
@@ -80,6 +81,7 @@ def write_directory_atomically(path: Path, write: Callable[[Path], object]) -> P
                 sync_to_disk(part)
             else:
                 finish_file(part)
+        # rename does not replace a directory that has files, so the old one makes room first.
         if path.exists():
             path.rename(old)
         scratch.rename(path)
@@ -107,6 +109,7 @@ def sync_to_disk(path: Path) -> None:
 
 def remove_directory(path: Path) -> None:
     """Removes a directory or a file, which is whole until it is gone."""
+    # The rename takes all of it away at once; leaving the context deletes it piece by piece.
     with _temporary_name(path) as old, suppress(FileNotFoundError):
         path.rename(old)
 
@@ -165,6 +168,7 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
+    # Python counts True as an Integral and a Real, but JSON has true.
     if isinstance(value, numbers.Integral) and not isinstance(value, bool):
         return int(value)
     if isinstance(value, numbers.Real) and not isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""The meaning of every metric of metrics.jsonl: for docs/metrics.md and the page of `lagrpo view`."""
+"""The meaning of every metric of metrics.jsonl, for docs/metrics.md and `lagrpo view`."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def open_run(run: Run | Path | str) -> Run:
     raise RunNotFoundError(problem)
 
 
-def load_config(run: Run | Path | str) -> dict[str, Any]:
+def load_config(run: Run | Path | str) -> JsonObject:
     """Returns the settings of the run by its config.toml: a table for each section.
 
     Raises ValueError for a file that is not TOML.
@@ -103,7 +103,7 @@ def _load_lines(path: Path) -> list[JsonObject]:
 
 
 def _parse(text: bytes, where: str, cure: str) -> JsonObject:
-    """Reads a JSON object. Raises ValueError, which says where it is and what to do."""
+    """Reads a JSON object. Raises ValueError with `where` and `cure` in its message."""
     try:
         return dict(json.loads(text))
     except (ValueError, TypeError) as error:
@@ -143,7 +143,7 @@ def rollout_batches(run: Run | Path | str) -> list[int]:
 def last_batch_with_signal(run: Run | Path | str) -> int | None:
     """Returns the last batch on disk in which a completion has an advantage other than 0.
 
-    None if there is no such batch. Raises ValueError as `load_rollouts` does.
+    Returns None if no batch has one. Raises ValueError as `load_rollouts` does.
     """
     for step in reversed(rollout_batches(run)):
         if any(row["advantage"] for row in load_rollouts(run, [step], ["advantage"])):
@@ -229,7 +229,7 @@ def _matches(path: Path) -> list[Path]:
     """Returns the path itself if it exists, else what it matches as a glob, sorted."""
     if path.exists():
         return [path]
-    # The name of an existing directory is no pattern, even if it has brackets.
+    # An existing directory is meant literally, even if its name has brackets.
     folder = glob.escape(str(path.parent)) if path.parent.is_dir() else str(path.parent)
     pattern = os.path.join(folder, path.name)
     return [Path(match) for match in sorted(glob.glob(pattern, recursive=True))]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from lagrpo.runs.directory import Run
 from lagrpo.runs.reading import load_config, load_evaluations, load_metrics, open_run
+from lagrpo.types import JsonObject, JsonView
 
 PER_SEED = ("seed", "name", "output_dir")
 """Settings of section `run` that differ between the seeds of one method."""
@@ -24,13 +24,13 @@ class RecordedRun:
     name: str
     """The name of its directory; the path if another run has the same name."""
 
-    settings: dict[str, Any]
+    settings: JsonObject
     """config.toml: a table for each section."""
 
-    metrics: list[dict[str, Any]]
+    metrics: list[JsonObject]
     """One dict per batch, as in docs/metrics.md."""
 
-    evaluations: list[dict[str, Any]]
+    evaluations: list[JsonObject]
     """Summaries in the order of their steps.
 
     Each has its `name`, `step`, `set`, and pass@k with its 95 % interval: `pass@1`, `pass@1_low`,
@@ -95,13 +95,13 @@ def _find_method(
     for method in methods:
         if _without_seed(method[0].settings) != settings:
             continue
-        # Two runs of one seed are no sample of seeds, so each is shown by itself.
+        # A repeated seed would count twice in the mean over seeds, so the run stands by itself.
         if run.seed not in [other.seed for other in method]:
             return method
     return None
 
 
-def _without_seed(settings: Mapping[str, Any]) -> dict[str, Any]:
+def _without_seed(settings: JsonView) -> JsonObject:
     run_section = settings.get("run", {})
     remaining = {name: value for name, value in run_section.items() if name not in PER_SEED}
     return {**settings, "run": remaining}
@@ -111,7 +111,7 @@ def _shared_name(names: Sequence[str]) -> str:
     """Returns the name of a run, or the words that the names of several seeds begin with."""
     if len(names) == 1:
         return names[0]
-    # The separators are kept as words of their own.
+    # The group in the pattern keeps the separators in the list.
     words_by_name = [re.split(r"([-_. ])", name) for name in names]
     shared = ""
     for words in zip(*words_by_name, strict=False):

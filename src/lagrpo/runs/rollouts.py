@@ -1,4 +1,7 @@
-"""Rollouts as Parquet: one row per completion, without padding. docs/run-files.md has the columns."""
+"""Rollouts as Parquet: one row per completion, without padding.
+
+docs/run-files.md has the columns.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,10 @@ COLUMNS = """
     prompt_id:int64  prompt_text:string  prompt_token_ids:int32[]  answer:string
     sample_index:int32  completion:string  messages:string[]
     token_ids:int32[]  rollout_logprobs:float[]  policy_versions:int32[]  loss_mask:bool[]
-    policy_version:int32  staleness:int32  finished:bool  outcome:string  reward:double  reason:string
-    advantage:double  excluded_reason:string  group_std:double  old_logprobs:float[]  entropy:float[]
+    policy_version:int32  staleness:int32  finished:bool
+    outcome:string  reward:double  reason:string
+    advantage:double  excluded_reason:string  group_std:double
+    old_logprobs:float[]  entropy:float[]
 """
 REWARD = "reward_"
 """The beginning of the columns of several rewards."""
@@ -119,6 +124,7 @@ def _completion_columns(
     # In a checkpoint, completions that are not scored yet have no outcome.
     outcome = completion.outcome
     versions = completion.versions[completion.sampled].tolist()
+    # The version is -1 for tokens of offline data; a failed completion may have no token.
     is_version_known = bool(versions) and min(versions) >= 0
     columns = {
         "completion": completion.text,
@@ -130,6 +136,7 @@ def _completion_columns(
         "policy_versions": completion.versions.tolist(),
         "loss_mask": completion.sampled.tolist(),
         "policy_version": policy_version,
+        # The oldest token decides: vLLM may sync weights in the middle of a completion.
         "staleness": policy_version - min(versions) if is_version_known else None,
         "finished": completion.finished,
         "outcome": outcome.kind.value if outcome else None,

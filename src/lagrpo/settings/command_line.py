@@ -130,6 +130,7 @@ def split_tables(words: Sequence[str]) -> tuple[list[str], Table]:
             entries[entry].append(_read_value(word))
         else:
             other_words.append(word)
+    # One word is a value; several, or none after the option, are a list.
     tables = {name: values[0] if len(values) == 1 else values for name, values in entries.items()}
     return other_words, tables
 

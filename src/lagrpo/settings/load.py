@@ -1,6 +1,6 @@
 """Settings from TOML files and mappings, and back to TOML.
 
-Errors say where the wrong setting is, and what is wrong with it.
+Errors name the file and the setting, and say what is wrong with its value.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def _overlap(name: str, other: str) -> bool:
 def _names_to_describe(name: str, problem: ErrorDetails) -> list[str]:
     """Returns the settings that a problem is about.
 
-    They are those of an unknown section that another trainer has, else `name` alone.
+    If another trainer has settings of an unknown section, returns these, else `name` alone.
     """
     if problem["type"] != "extra_forbidden" or not isinstance(problem["input"], Mapping):
         return [name]

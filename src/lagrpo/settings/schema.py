@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pydantic import model_validator
 
 from lagrpo.settings import sections
-from lagrpo.tasks import is_multi_turn
 
 MIN_REPLIES = 512
 """Tokens that environments may say in a completion, if max_completion_length is less."""
@@ -37,15 +36,6 @@ class Settings(sections.Section):
         for problem in find_contradictions(self):
             raise ValueError(problem)
         return self
-
-    @property
-    def replied(self) -> int:
-        """The most tokens that tools, or the environment of a built-in task, say in a completion.
-
-        0 without tools and environment.
-        """
-        has_replies = self.task.tools or is_multi_turn(self.task.name)
-        return self.reply_limit if has_replies else 0
 
     @property
     def reply_limit(self) -> int:

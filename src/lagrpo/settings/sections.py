@@ -107,7 +107,7 @@ class ModelSettings(Section):
     path: str = "smollm2"
     """Hub id or directory of a causal language model, or smollm2 (embedded)"""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """bfloat16, float32, or auto: bfloat16 if the hardware multiplies it"""
+    """bfloat16, float32, or auto: bfloat16 if the hardware can multiply in it"""
     chat_template: str | None = None
     """File with a Jinja chat template; default: the tokenizer's"""
     chat_template_kwargs: Table = Field(default={})
@@ -136,7 +136,7 @@ class RewardSettings(Section):
     name: str = Field(pattern=NAME)
     """Name in metrics and records: letters, digits and _"""
     reward: str
-    """task (the task's own), a built-in reward (exact, number, math …) or package.module:function"""
+    """task (the task's own), a built-in one (exact, number, math …) or package.module:function"""
     weight: float = 1.0
     """The reward of a completion is the sum of weight x value; 0 only measures"""
     range: tuple[float, float] = (0.0, 1.0)
@@ -181,7 +181,7 @@ class TaskSettings(Section):
     options: Table = Field(default={})
     """Options of this task, such as { digits = 2 } (docs/data-and-rewards.md)"""
     rewards: tuple[RewardSettings, ...] = ()
-    """Reward functions: names, or tables (name, reward, weight, range, options); default: the task's own"""
+    """Rewards: names, or tables (name, reward, weight, range, options); default: the task's own"""
     reward_timeout: float = Field(default=5.0, gt=0, le=1e6)
     """Seconds per call of a reward or environment; then the completion is unscored"""
     tools: tuple[str, ...] = ()
@@ -341,7 +341,7 @@ class LossSettings(Section):
     recipe: str = "grpo"
     """Loss: a name of lagrpo recipes, or package.module:name of your own"""
     beta: float | None = None
-    """Weight of KL(policy, reference), 0: no reference; default, as below: the recipe's"""
+    """Weight of KL(policy, reference); 0: no reference; default here and below: the recipe's"""
     kl_estimator: str | None = None
     """Estimator of that KL: k2, k3, k3_clamped, k3_linear or k3_bias_corrected"""
     epsilon: float | None = None
@@ -382,7 +382,7 @@ class LossSettings(Section):
 
     @property
     def _named_knobs(self) -> Table:
-        """The knobs that have a setting of their own and are set, by their paths."""
+        """The knobs set by a named setting such as loss.epsilon, by their paths."""
         values = self.model_dump(exclude={"recipe", "overrides"}, exclude_none=True)
         return {KNOBS.get(name, name): value for name, value in values.items()}
 
@@ -456,7 +456,7 @@ class OptimizerSettings(Section):
     scale_lr_by_ess: float = Field(default=0.0, ge=0, le=1)
     """Lower the learning rate while the effective sample size is below this share (VCPO); 0: off"""
     log_gradient_cosine: bool = False
-    """Log the cosine of consecutive gradients (a gradient more in memory)"""
+    """Log the cosine of consecutive gradients (keeps one more gradient in memory)"""
     dither_master_weights: bool = True
     """Dither fp32 master weights, so that small updates move bf16 weights"""
 

@@ -4,8 +4,8 @@
     lagrpo study FILE.toml --only seed0    only runs with this text in their names
     lagrpo study FILE.toml --report        only the report, from the finished runs
 
-A run is `lagrpo train` in its own process, in runs/studies/NAME/RUN, with RUN.toml and RUN.log
-beside it. Finished runs are kept, unfinished ones resume. Exit codes: 0 done (whatever the
+A run is `lagrpo train` in its own process, in runs/studies/NAME/RUN; RUN.toml and RUN.log are next
+to that directory. Finished runs are kept, unfinished ones resume. Exit codes: 0 done (whatever the
 verdicts), 1 a run failed, 2 wrong input.
 """
 
@@ -80,7 +80,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def select_runs(runs: Sequence[Run], texts: Sequence[str]) -> Sequence[Run]:
-    """The runs with one of the texts in their names; all runs if there are no texts.
+    """The runs with one of the texts in their names; without texts, all runs.
 
     Raises SettingsError if no run has one.
     """

@@ -18,7 +18,6 @@ from itertools import accumulate
 from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +28,7 @@ from lagrpo.core.recipes import resolve
 from lagrpo.runs import load_evaluations, load_events, load_metrics, load_rollouts
 from lagrpo.runs.environment import read_environment
 from lagrpo.settings.load import load_settings
+from lagrpo.types import JsonObject, JsonView
 
 REWARD = "reward"
 OPERATIONS: dict[str, Callable[[Sequence[float]], float]] = {
@@ -58,11 +58,11 @@ GRAMMAR = re.compile(
 class RunResult:
     """The records of a finished run."""
 
-    metrics: Sequence[dict[str, Any]]
+    metrics: Sequence[JsonObject]
     """A line per batch."""
-    evaluations: Mapping[str, dict[str, Any]]
+    evaluations: Mapping[str, JsonObject]
     """By name."""
-    where: dict[str, Any] = field(default_factory=dict)
+    where: JsonObject = field(default_factory=dict)
     """The machine and the commit."""
     path: Path | None = None
     """The directory; None for runs that come from a record."""
@@ -87,7 +87,7 @@ class RunResult:
         return [line.get(name) for line in self.metrics]
 
 
-def commit_text(git: Mapping[str, Any] | None, events: Sequence[Mapping[str, Any]]) -> str | None:
+def commit_text(git: JsonView | None, events: Sequence[JsonView]) -> str | None:
     """The commit at which a run started, and the others at which it resumed.
 
     Each has "(modified)" if the tree had changes. None outside of a repository.
@@ -102,8 +102,8 @@ def commit_text(git: Mapping[str, Any] | None, events: Sequence[Mapping[str, Any
 def step_bounds(run: Path, step: int) -> dict[str, float | None]:
     """Both sides of the bounds on J(π_k) - J(α), as means over the groups of a step.
 
-    They are those of arXiv 2505.22257, Corollary 1 with α as π_k (reports/theory.md), in units of
-    the range of rewards. The rewards must lie in that range.
+    The bounds come from arXiv 2505.22257, Corollary 1 with α as π_k (reports/theory.md), in units
+    of the range of rewards. The rewards must lie in that range.
     """
     settings = load_settings(run / "config.toml")
     eps_std = resolve(settings.loss.recipe, settings.loss.knobs).eps_std
@@ -113,7 +113,7 @@ def step_bounds(run: Path, step: int) -> dict[str, float | None]:
     for rewards, log_ratio in groups:
         scaled_rewards = bounds.scaled(rewards, *settings.task.reward_range)
         on_policy = torch.zeros_like(log_ratio)  # log-ratios of α to itself
-        side = bounds.sampled(scaled_rewards, log_ratio, on_policy, eps_std, is_bounded)
+        side = bounds.sampled(scaled_rewards, log_ratio, on_policy, eps_std, bounded=is_bounded)
         own_gain = bounds.sampled(scaled_rewards, on_policy, on_policy, eps_std).gain
         gain = side.gain - own_gain
         sides.append((float(gain), float(side.theorem1), float(side.identity_bound)))
@@ -130,6 +130,7 @@ def _rewards_and_log_ratios(run: Path, step: int) -> list[tuple[Tensor, Tensor]]
     for row in load_rollouts(run, [step]):
         if row["outcome"] != "scored":
             continue
+        # Completions of one turn: tokens of an environment's reply would have None here.
         token_pairs = zip(row["old_logprobs"], row["rollout_logprobs"], strict=True)
         log_ratio = sum(old - rollout for old, rollout in token_pairs)
         groups.setdefault((row["prompt_id"], row["epoch"]), []).append((row["reward"], log_ratio))

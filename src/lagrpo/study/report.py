@@ -63,6 +63,7 @@ def load_results(file: Path, study: Study) -> dict[tuple[Cell, int], RunResult]:
     """
     results = {}
     for run in json.loads(file.read_text(encoding="utf-8"))["runs"]:
+        # A record made before an axis was added has no label of it, and matches no cell.
         cell = tuple(run["cell"].get(axis, "") for axis in study.grid)
         if cell not in study.cells or run["seed"] not in study.seeds:
             continue

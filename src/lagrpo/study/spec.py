@@ -123,6 +123,7 @@ class Run:
             return False
         if len(load_metrics(self.path)) < self.settings.schedule.batches:
             return False
+        # eval.at_start also decides on the evaluation after training.
         if not self.settings.eval.at_start:
             return True
         return any(summary["name"] == "after" for summary in load_evaluations(self.path))
@@ -132,13 +133,14 @@ def load_study(file: Path, directory: Path) -> tuple[Study, list[Run]]:
     """A study and all its runs, seed by seed.
 
     Raises SettingsError for a file that is not a study, for settings that cannot run, and for
-    settings that differ from those of a run that exists.
+    settings that differ from the ones an existing run was made with.
     """
     study = validate(read_toml(file), {}, str(file), Study)
     base = merged(DEFAULTS, read_toml(file.parent / study.settings))
     runs: list[Run] = []
     for seed in study.seeds:
         for cell, cell_name in zip(study.cells, study.names, strict=True):
+            # Without a grid there is one cell, whose name is empty.
             name = f"{cell_name}-seed{seed}".lstrip("-")
             values = merged(base, study.set)
             for axis, label in zip(study.grid, cell, strict=True):
@@ -147,6 +149,7 @@ def load_study(file: Path, directory: Path) -> tuple[Study, list[Run]]:
             values = merged(values, {"run": run_section})
             settings = validate(values, {}, f"{file}, run {name}", Settings)
             try:
+                # With "auto" a run that exists is compared with its settings instead of rejected.
                 check_settings(settings, resume="auto")
             except SettingsError as error:
                 raise SettingsError(f"run {name}: {error}") from error

@@ -84,7 +84,7 @@ class TaskEntry(Protocol):
 
     @property
     def task_options(self) -> Mapping[str, object]:
-        """The options, with the settings task.data, prompt_column and answer_column if they are set."""
+        """The options, with task.data, prompt_column and answer_column if they are set."""
         ...
 
     @property
@@ -285,7 +285,7 @@ def check_options(settings: TaskEntry) -> None:
             f"task.name: no task {kind!r}; there are {', '.join(BUILTIN)} and "
             f"'package.module:function'.{suggest(kind, BUILTIN)}"
         )
-    # The task `custom` has no reward of its own.
+    # The task `custom` brings no reward function.
     has_own_rewards = settings.rewards and all(entry.reward != OWN for entry in settings.rewards)
     if kind == "custom" and not has_own_rewards:
         raise ValueError(
@@ -311,7 +311,7 @@ def read_options(settings: TaskEntry) -> dict[str, object]:
     options: dict[str, object] = {}
     for name, value in settings.task_options.items():
         if name not in types and not takes_all:
-            # The others are settings of their own, such as task.data.
+            # A name that is not in task.options comes from a setting such as task.data.
             setting = "options" if name in settings.options else name
             raise ValueError(
                 f"task.{setting}: the task {kind!r} has no option {name!r}: "

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import ast
 import operator
-from collections.abc import Mapping
 from functools import partial
 from typing import Any, Literal
 
 from lagrpo.tasks import Messages, RowTask, arithmetic
 from lagrpo.tasks.environments import Tools
 from lagrpo.tasks.numbers import evaluate
+from lagrpo.types import JsonView
 
 EXAMPLES = ((27, 34), (615, 8), (90, 471))
 """The operands of the solved examples."""
@@ -44,7 +44,7 @@ def load(
 
 def _ask(examples: int, problem: arithmetic.Problem) -> tuple[Messages, str]:
     sign, a, b = problem
-    messages: list[Mapping[str, Any]] = []
+    messages: list[JsonView] = []
     for x, y in EXAMPLES[:examples]:
         messages += _solve(f"{x} {sign} {y}")
     messages.append({"role": "user", "content": f"What is {a} {sign} {b}?"})
@@ -76,5 +76,6 @@ def calculate(expression: str) -> str:
     Returns:
         The value.
     """
+    # A Fraction, so 1/3*3 is 1 and prints as a whole number.
     value = evaluate(expression, OPERATIONS)
     return str(value) if value.denominator == 1 else str(float(value))

@@ -10,8 +10,9 @@ from contextlib import suppress
 from typing import Any
 
 from lagrpo.errors import suggest
+from lagrpo.types import JsonView
 
-Columns = Mapping[str, Any]
+Columns = JsonView
 """The columns of a row, by name. A column may be a table with fields."""
 
 # The beginning of a text that holds messages, as JSON or as Python prints them.
@@ -79,6 +80,7 @@ def plain(value: object) -> Any:
 
     Raises ValueError for bytes that are not text.
     """
+    # Through JSON and back: reward functions get what the rollouts record.
     text = json.dumps(decode(value), default=_to_json_type)
     return json.loads(text, parse_constant=_parse_constant)
 
@@ -106,6 +108,7 @@ def parse_messages(text: object) -> Any:
     """
     if not isinstance(text, str) or not _MESSAGES_TEXT.match(text):
         return text
+    # literal_eval also reads Python's spelling, with single quotes and None.
     for read in (json.loads, ast.literal_eval):
         with suppress(ValueError, SyntaxError):
             return read(text)

@@ -19,6 +19,7 @@ from typing import Any, Literal
 from lagrpo.rewards.reward import UnscorableError
 from lagrpo.tasks import RowTask
 from lagrpo.tasks.numbers import evaluate, find_tagged
+from lagrpo.types import JsonObject
 
 WORDING = (
     "Write an expression that equals {target}. Use only the numbers {numbers}, each of them at "
@@ -60,7 +61,7 @@ def load(seed: int, *, numbers: Literal[3, 4, 5, 6] = 4) -> RowTask:
     return RowTask("countdown", rows, partial(_ask, numbers, seed), score)
 
 
-def _ask(count: int, seed: int, row: tuple[str, int]) -> tuple[str, dict[str, Any]]:
+def _ask(count: int, seed: int, row: tuple[str, int]) -> tuple[str, JsonObject]:
     split, index = row
     problem = make_problem(count, seed, split, index)
     number_list = ", ".join(str(number) for number in problem["numbers"])
@@ -99,7 +100,7 @@ def find_expression(text: str) -> str | None:
     """Returns the expression in a completion, within its last <answer> ... </answer> if it has any.
 
     It is the last stretch of digits, + - * / ( ), × · ÷, LaTeX's times, cdot and div, and spaces
-    that has an operation between two numbers. Returns None if there is no such stretch.
+    that has an operation between two numbers. Returns None if the text has none.
 
     >>> find_expression("First 7 - 3 = 4, so (7 − 3) × 5 = 20.")
     '(7 - 3) * 5'
@@ -119,7 +120,7 @@ def find_expression(text: str) -> str | None:
     return expression
 
 
-def make_problem(count: int, seed: int, split: str, index: int) -> dict[str, Any]:
+def make_problem(count: int, seed: int, split: str, index: int) -> JsonObject:
     """Returns a problem of a split with so many (`count`) numbers.
 
     It is the first attempt that belongs to the split. One problem in twenty is for testing.
@@ -147,6 +148,7 @@ def _combine_numbers(count: int, *key: int | str) -> tuple[list[int], int]:
     """
     from lagrpo.rng import uniforms
 
+    # Enough: count numbers, and three draws for each of count - 1 combinations.
     randoms = iter(uniforms(4 * count, "countdown", *key).tolist())
     numbers = [1 + int(next(randoms) * _LARGEST) for _ in range(count)]
     remaining = list(numbers)

@@ -7,7 +7,7 @@ docs/data-and-rewards.md says how rows are read. If there is only one split, a t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from lagrpo.rewards.builtin import exact
 from lagrpo.tasks import Messages, RowTask
 from lagrpo.tasks.columns import find_column, get_value, parse_messages, plain
 from lagrpo.tasks.data import load_rows
+from lagrpo.types import JsonView
 
 ANSWERS = ("answer", "reward_model.ground_truth")  # the second is verl's column
 
@@ -45,7 +46,7 @@ def load(
 
 
 def ask_row(
-    prompt_column: str | None, answer_columns: Sequence[str], row: Mapping[str, Any]
+    prompt_column: str | None, answer_columns: Sequence[str], row: JsonView
 ) -> tuple[str | Messages, Any]:
     """Returns the question and the reference answer of a row.
 

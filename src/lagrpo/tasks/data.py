@@ -40,12 +40,12 @@ def load_rows(
     """Loads the rows for training and testing, each with a question that can be asked.
 
     named: task.data, or the data itself.
-    train_split, test_split: "a|b" names the split a, or b if there is no a.
+    train_split, test_split: "a|b" names the split a, or b if a is missing.
     hub: the dataset that is suggested if no data is named.
     answers: columns; the first in which a row has a value holds its answer. Rows without an answer
         are left out.
     answer_may_be_row: if no row has any of these columns, no row is left out.
-    seed: if it is set and there is no test split, it chooses a tenth of the prompts for testing.
+    seed: holds out a tenth of the prompts if the data lacks a test split; None holds out none.
 
     Raises ValueError for unfit data.
     """

@@ -52,7 +52,7 @@ Call = tuple[str, Mapping[str, object]]
 """The name of a function, and its arguments."""
 
 Turn = tuple[StepResult, bytes]
-"""An environment's reply, and its pickled state: empty if there is no further turn to take."""
+"""An environment's reply, and its pickled state: empty after the last turn."""
 
 
 # ---- Turns in worker processes ----
@@ -72,7 +72,7 @@ def take_turn(
 def run_turn(
     make: Make, state: bytes | None, prompt: Prompt | None, key: Key | None, text: str | None
 ) -> Turn:
-    """Lets an environment reply to `text`, or begin if there is no text.
+    """Lets an environment reply to `text`, or begin if `text` is None.
 
     The environment is the one in `state`. Without a state it is a new one, which begins with the
     prompt and the key. Raises ValueError or TypeError for replies that cannot be used, and what the

@@ -110,6 +110,7 @@ def _read_json_rows(path: Path) -> list[Row]:
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
+        # Some .json files hold lines of JSON.
         if _is_json(first_line):
             return _to_rows(lines, path, "line")
         raise ValueError(f"{path}: {_describe_json_error(error)}") from error

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from fractions import Fraction
@@ -31,6 +30,7 @@ from lagrpo.tasks.numbers import (
     read_number,
     simplify,
 )
+from lagrpo.types import JsonView
 
 WORDING = "{question}\n\nReason step by step. End with #### and the final number."
 
@@ -53,7 +53,7 @@ def load(
     return RowTask("gsm8k", rows, _ask, score)
 
 
-def _ask(row: Mapping[str, Any]) -> tuple[str, str]:
+def _ask(row: JsonView) -> tuple[str, str]:
     answer = str(plain(row["answer"])).rpartition("####")[2].strip()
     return WORDING.format(question=text_of(row, "question")), answer
 

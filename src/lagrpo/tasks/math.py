@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import logging
 import re
-from collections.abc import Mapping
 from typing import Any
 
 try:
@@ -24,6 +23,7 @@ from lagrpo.tasks import RowTask
 from lagrpo.tasks.columns import plain, text_of
 from lagrpo.tasks.data import load_rows
 from lagrpo.tasks.numbers import find_last_box, find_reference, find_tagged, first_question
+from lagrpo.types import JsonView
 
 WORDING = "{problem}\n\nReason step by step and put the final answer in \\boxed{{}}."
 
@@ -56,7 +56,7 @@ def load(
     return RowTask("math", rows, _ask, score)
 
 
-def _ask(row: Mapping[str, Any]) -> tuple[str, Any]:
+def _ask(row: JsonView) -> tuple[str, Any]:
     return WORDING.format(problem=text_of(row, "problem")), plain(row["answer"])
 
 
@@ -74,10 +74,11 @@ def score(completion: str, answer: Any) -> float:
        the word "answer", else the last of all.
 
     Equal means spelled the same except for spaces, or equal by math-verify: in value, numbers to
-    six decimals, in any form that it can evaluate ("3^2" is 9), units and "%" left aside; sets without
-    order, intervals with their ends. If the reference answer is no equation, an equation counts by
-    its last side: "x = 5", "2 + 3 = 5" and "5 = 5" are 5. The equation itself is not checked,
-    because many write "10/3 = 3.33". tests/corpora/math_verify.jsonl has known weaknesses.
+    six decimals, in any form that it can evaluate ("3^2" is 9), units and "%" left aside; sets
+    without order, intervals with their ends. Unless the reference answer is an equation, an
+    equation counts by its last side: "x = 5", "2 + 3 = 5" and "5 = 5" are 5. The equation itself is
+    not checked, because many write "10/3 = 3.33". tests/corpora/math_verify.jsonl has known
+    weaknesses.
 
     The reference answer is the part after its last "####", within its last tags or box, if it has
     any. The caller keeps the deadline: math-verify's own deadlines are off. Raises UnscorableError

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from lagrpo.types import JsonObject
+from lagrpo.types import JsonObject, JsonView
 
-Message = Mapping[str, Any]
+Message = JsonView
 """A message: "role", mostly "content" (a text, or parts), and what else the chat template reads."""
 
 Messages = Sequence[Message]
@@ -91,8 +91,8 @@ def plain_message(message: Message, *, padded: bool = False) -> JsonObject:
 def plain_call(call: Any, *, padded: bool) -> JsonObject:
     """Returns the call of a function in a message, as chat templates take it.
 
-    Arguments as JSON text, as OpenAI's API has them, become an object. A text that is no object
-    stays as it is. Raises ValueError for a call without a name.
+    Arguments as JSON text, as OpenAI's API has them, become an object. Other text stays as it
+    is. Raises ValueError for a call without a name.
     """
     # Hermes has calls with name and arguments alone, without a key "function".
     function = call.get("function", call) if isinstance(call, dict) else None

@@ -52,7 +52,8 @@ MAX_SIGN_DISTANCE = 20
 
 _CURRENCY = r"(?:\\?[$]|[€£¥₹])?"
 _NEGATIVE = re.compile(
-    rf"(?:(?<![0-9A-Za-z)\]}}%–−-])[-–−]{_CURRENCY}|[$€£][-–−]|[=:(][ ]{{0,3}}[-–−][ ]{{0,3}}{_CURRENCY}"
+    rf"(?:(?<![0-9A-Za-z)\]}}%–−-])[-–−]{_CURRENCY}|[$€£][-–−]"
+    rf"|[=:(][ ]{{0,3}}[-–−][ ]{{0,3}}{_CURRENCY}"
     rf"|\b(?:minus|negative)[ ]{_CURRENCY})$",
     re.IGNORECASE,
 )
@@ -76,7 +77,8 @@ _ROOT = re.compile(r"\\sqrt\s*(?:\[[^\[\]]*\])?\s*(?:\{[^{}]*\}|[0-9])")
 _BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|(?<!\\)[{}]")
 
 _NEW_QUESTION = re.compile(
-    r"^[ \t>*#]*(?:question|q|problem|exercise|instruction|human|user)\b[ \t]*(?P<number>[0-9]*)[ \t*]*:",
+    r"^[ \t>*#]*(?:question|q|problem|exercise|instruction|human|user)\b"
+    r"[ \t]*(?P<number>[0-9]*)[ \t*]*:",
     re.IGNORECASE | re.MULTILINE,
 )
 _FINAL_ANSWER = re.compile(r"####[\s*(\[{:–−-]*[$€£₹\\]*[.0-9A-Za-z]*[0-9}]|</answer>")
@@ -268,8 +270,9 @@ def are_joined(text: str, left: Numeral, right: Numeral) -> bool:
 def read_number(text: str, *, first: bool = False, fractions: bool = False) -> Numeral | None:
     """Returns the numeral that names the last number of a text in plain spelling, or the `first`.
 
-    With `fractions`, a/b is one number. Returns None if there is no numeral, and if it is joined to
-    its neighbor. If an expression with "=" comes first, the first number is the one after its "=".
+    With `fractions`, a/b is one number. Returns None for a text without numerals, and for a numeral
+    that is joined to its neighbor. If an expression with "=" comes first, the first number is the
+    one after its "=".
     """
     numerals = find_numerals(text)
     if fractions:

@@ -11,7 +11,6 @@ The answer is the text between the last <answer> and </answer>, or the whole tex
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -19,6 +18,7 @@ from lagrpo.errors import suggest
 from lagrpo.rewards.reward import UnscorableError
 from lagrpo.tasks import RowTask
 from lagrpo.tasks.numbers import find_tagged
+from lagrpo.types import JsonObject, JsonView
 
 WORDING = "{question}\n\nPut the final answer between <answer> and </answer>."
 
@@ -26,7 +26,7 @@ WORDING = "{question}\n\nPut the final answer between <answer> and </answer>."
 class GymReward:
     """Scores answers as the generator `name` does: a dataset of `size` puzzles from `seed` on."""
 
-    def __init__(self, name: str, options: Mapping[str, Any], seed: int, size: int) -> None:
+    def __init__(self, name: str, options: JsonView, seed: int, size: int) -> None:
         self.name = name
         self.options = dict(options)
         self.seed = seed
@@ -66,7 +66,7 @@ def load(
     return RowTask(f"reasoning_gym:{name}", rows, ask, reward)
 
 
-def reference(index: int, entry: Mapping[str, Any]) -> dict[str, Any]:
+def reference(index: int, entry: JsonView) -> JsonObject:
     """Returns the reference answer, which finds its puzzle again and tells it from another one."""
     return {
         "index": index,
@@ -75,7 +75,7 @@ def reference(index: int, entry: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def make_dataset(name: str, options: Mapping[str, Any], seed: int, size: int) -> Any:
+def make_dataset(name: str, options: JsonView, seed: int, size: int) -> Any:
     """Returns the dataset of a generator.
 
     Raises ValueError for an unknown generator and for options that it does not take, and

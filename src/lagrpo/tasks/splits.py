@@ -17,7 +17,10 @@ Named = Any
 """task.data, or the data itself: a `datasets.Dataset` or `DatasetDict`, a data frame, or rows."""
 
 Rows = Any
-"""A list of `Row`, or a `datasets.Dataset`, which stays on the disk. Both have a length and indices."""
+"""A list of `Row`, or a `datasets.Dataset`, which stays on the disk.
+
+Both have a length and indices.
+"""
 
 # "owner/name" or "owner/name:configuration".
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(?::[\w.-]+)?")
@@ -133,7 +136,7 @@ def _is_complete(files: Sequence[Path], *, is_pattern: bool) -> bool:
 
 
 def _num_shards(file: Path) -> int:
-    """Returns the number of shards that the name of a file says; 1 for a file that is no shard."""
+    """Returns the N of a shard's name, "…-of-N"; 1 for a file that is not a shard."""
     match = _ENDING.search(file.name)
     assert match is not None  # the file has one of FORMATS
     return int(match[2] or 1)

@@ -275,7 +275,10 @@ def _change_line(summary: Metrics) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """The present activity of a run; "" after its end. It is replaced: a thread may be drawing it."""
+    """The present activity of a run; "" after its end.
+
+    It is replaced: a thread may be drawing it.
+    """
 
     name: str
     started: float
@@ -399,7 +402,7 @@ def _sample(record: Metrics, reward_range: Range) -> Text:
     reward = record["rewards"][0]
     completion = record["completions"][0] or "(empty)"
     decision = record.get("is_correct", [None])[0]
-    verdict = None if reward is None else is_correct(reward, reward_range, decision)
+    verdict = None if reward is None else is_correct(reward, reward_range, decided=decision)
     mark, style = MARKS[verdict]
     text = clipped(visible(completion), MAX_CHARACTERS)
     return Text.assemble((f"{mark} ", f"bold {style}"), text)

@@ -63,7 +63,7 @@ def show(
 
 
 def _merge_equal(rows: Sequence[Row], reward_range: Range) -> list[tuple[Row, int]]:
-    """Returns the completions that look different, in their order, each with its number of copies."""
+    """Returns the completions that look different, in order, each with its number of copies."""
     merged: dict[tuple[str, str], tuple[Row, int]] = {}
     for row in rows:
         looks = (_render_head(row, reward_range).markup, _render_text(row).plain)
@@ -134,7 +134,7 @@ def _render_head(row: Row, reward_range: Range) -> Text:
     verdict = None
     reward = row["outcome"]
     if row["outcome"] == OutcomeKind.SCORED:
-        verdict = is_correct(row["reward"], reward_range, row.get("correct"))
+        verdict = is_correct(row["reward"], reward_range, decided=row.get("correct"))
         reward = f"{row['reward']:g}"
     parts = [f"{name} {formatted(value, 'g')}" for name, value in reward_columns(row).items()]
     if parts:
@@ -210,7 +210,10 @@ def _title(run: Run, rows: list[Row], batches: list[int], note: str) -> Text:
 
 
 def show_recipes(console: Console | None = None) -> None:
-    """Every recipe by family: its name, what it needs, its paper, and what it maximizes; and what the symbols mean."""
+    """Every recipe by family: its name, what it needs, its paper, and what it maximizes.
+
+    A legend explains the symbols.
+    """
     # imports torch, which `view --text` need not load
     from lagrpo.core.recipes import needs_of
     from lagrpo.core.rows import FAMILIES, ROWS, SYMBOLS
@@ -242,7 +245,8 @@ def show_recipes(console: Console | None = None) -> None:
         SYMBOLS,
         "held: the largest constant lag, in updates, at which it was measured to hold on both",
         "tasks of docs/off-policy.md; empty: not measured",
-        "needs: log-probs of α, π_k or π_ref; lag: the staleness of each token; step: a second pass",
+        "needs: log-probs of α, π_k or π_ref; "
+        "lag: the staleness of each token; step: a second pass",
         "over the step",
         "",
         "lagrpo recipes NAME prints its code; lagrpo train --recipe NAME uses it.",
@@ -252,7 +256,7 @@ def show_recipes(console: Console | None = None) -> None:
 
 
 def _held(name: str) -> str:
-    """The largest lag at which a recipe was measured to hold, or the smallest at which it did not."""
+    """The largest lag at which a recipe was measured to hold, or the smallest where it did not."""
     from lagrpo.core.lag_table import held_lag, measured_lags
 
     held = held_lag(name)
@@ -262,7 +266,10 @@ def _held(name: str) -> str:
 
 
 def _measured_staleness(name: str) -> list[str]:
-    """A line for each constant lag at which a recipe was measured: area kept on each task, and whether it holds."""
+    """A line for each constant lag at which a recipe was measured.
+
+    It has the area kept on each task, and whether the recipe holds.
+    """
     from lagrpo.core.lag_table import holds_at, load_table, measured_lags
 
     lines = []

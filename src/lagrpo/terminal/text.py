@@ -22,7 +22,7 @@ MARKS = {
 
 
 def typed_command() -> str:
-    """Returns the command `lagrpo` as it can be typed here: with its path, unless it is on the PATH.
+    """Returns the command `lagrpo` as it can be typed: with its path, unless it is on the PATH.
 
     >>> typed_command()  # doctest: +SKIP
     '.venv/bin/lagrpo'

@@ -1,1 +1,1 @@
-"""Algorithm 1 and what stands around it: from settings to its parts, checks, metrics, evaluation."""
+"""Algorithm 1 and what stands around it: its parts, checks, metrics, evaluation."""

@@ -1,12 +1,13 @@
 """From scored groups to the rows that the trainer steps on: advantages, weights, packed rows.
 
-Only scored completions take part, and of them only sampled tokens. `weight_C` carries the normalizer
-of the whole batch, so the losses of micro-batches and ranks only have to be added.
+Only scored completions take part, and of them only sampled tokens. `weight_C` carries the
+normalizer of the whole batch, so the losses of micro-batches and ranks only have to be added.
 
 A group whose rewards are all equal may have been replaced before (`replace_zero_variance` in
 loop.py). If it was not:
 
-- A recipe that masks such groups (`mask_zero_variance`) gives their completions weight 0. They leave
+- A recipe that masks such groups (`mask_zero_variance`) gives their completions weight 0. They
+leave
   the objective before any forward pass; `masked_count` decides whether the normalizer counts them.
 - Any other recipe counts them. An update leaves out completions with advantage 0 if these have no
   gradient in the recipe (`skips_zero_advantage`).
@@ -168,7 +169,7 @@ def micro_batches(
     skip_zero_advantage: bool = False,
     ranks: Ranks | None = None,
 ) -> list[MicroBatch]:
-    """Returns completions with a weight, packed group by group into rows of at most `tokens` tokens.
+    """Returns completions with a weight, packed by group into rows of at most `tokens` tokens.
 
     A longer completion has a row to itself. A group that does not fit is cut, or with
     `whole_groups` has a longer row. `skip_zero_advantage` leaves completions without a gradient

@@ -71,7 +71,7 @@ class TrainerComponents:
 
     settings: Settings
     tasks: Mapping[str, TaskSetup]
-    """by name: the run's task (MAIN_TASK), and the tasks of evaluation sets that have another one"""
+    """by name: the run's task (MAIN_TASK), and tasks of evaluation sets that have another one"""
     own_task: bool  # the caller gave the run's task as an object
     model: str  # the fingerprint of the initial weights
     data: Digests
@@ -118,6 +118,7 @@ class TrainerComponents:
             reply_tokens = max_reply_tokens(settings, *loaded.values())
             if ranks.is_first:
                 print(f"loading {settings.model.path} …", flush=True)
+            # The servers load the model while this process does.
             servers = start_servers(settings, reply_tokens, undo) if ranks.is_first else []
             ranks.on_rank0(partial(wait_for_shared_gpu, settings, servers))
             longest = settings.max_sequence_length + reply_tokens
@@ -186,13 +187,13 @@ class TrainerComponents:
     def next_sync(self, state: LoopState, further: int = 0) -> SyncDecision:
         """Returns the decision of the schedule for the batch after `state`.
 
-        `further` batches are added to those of the settings.
+        The run has `further` batches more than schedule.batches.
         """
         settings = self.settings.schedule
         # With dynamic sampling `every(v)` submits batches one by one.
         prefetch = not self.settings.rollout.dynamic_sampling_rounds
         total = settings.batches + further
-        return self.schedule.next(state, total, settings.stage_length, prefetch)
+        return self.schedule.next(state, total, settings.stage_length, prefetch=prefetch)
 
     def read_offline(self, b: int) -> Sequence[Group]:
         """Returns the groups of batch b that come from a file, on rank 0."""

@@ -1,4 +1,4 @@
-"""Callbacks, which a run calls after it has written its files, and the built-in ones, which log to trackers."""
+"""Callbacks, which a run calls when it has written its files; built-in ones log to trackers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ logger = logging.getLogger("lagrpo")
 
 Row = JsonView
 Status = Literal["finished", "interrupted", "failed"]
-PROJECT = "lagrpo"  # project or experiment of the runs, unless the tracker's environment variable names one
+# The project or experiment of the runs, unless the tracker's environment variable names one.
+PROJECT = "lagrpo"
 TABLE = "completion_texts"  # name of the table of completions; `completions` is a metric
 COLUMNS = (
     "prompt_id",
@@ -45,14 +46,20 @@ class Callback:
         """The run starts, or resumes after `batch` batches.
 
         `settings` has a mapping per section, with the name of the run's directory in
-        settings["run"]["name"]; `environment` is that of environment.json.
+        settings["run"]["name"]; `environment` is the content of environment.json.
         """
 
     def on_batch(self, metrics: Row, rollouts: Sequence[Row]) -> None:
-        """A batch is finished: its line of metrics.jsonl, and one row per completion (docs/run-files.md)."""
+        """A batch is finished: its line of metrics.jsonl, and one row per completion.
+
+        docs/run-files.md describes both.
+        """
 
     def on_evaluation(self, name: str, summary: Row, records: Sequence[Row]) -> None:
-        """The policy was evaluated after summary["step"] batches; `records` has one row per prompt."""
+        """The policy was evaluated after summary["step"] batches.
+
+        `records` has one row per prompt.
+        """
 
     def on_end(self, status: Status, detail: str) -> None:
         """The run is over; this is the last call. `detail` is a sentence for people."""
@@ -82,6 +89,7 @@ class Trackers(Callback):
     def on_start(self, settings: Row, environment: Row, batch: int) -> None:
         path = Path(settings["run"]["output_dir"], settings["run"]["name"]).absolute()
         config, run_id = redact_values({**settings, "environment": environment}), environment["id"]
+        # Names first: `_call` then also drops a tracker whose start fails.
         self.active = dict.fromkeys(self.names)
         self._call(
             lambda name, _: self.active.update({name: TRACKERS[name](path, run_id, config, batch)})
@@ -89,9 +97,11 @@ class Trackers(Callback):
 
     def on_batch(self, metrics: Row, rollouts: Sequence[Row]) -> None:
         batch, count = metrics["step"], min(self.completions, len(rollouts))
+        # `on_evaluation` has logged evaluations, at the batch after which they were made.
         values = {name: value for name, value in metrics.items() if not name.startswith("eval/")}
         self._log(batch, values)
         if count:
+            # Evenly over the batch: neighbors are completions of the same prompt.
             rows = [rollouts[n * len(rollouts) // count] for n in range(count)]
             table = redact_values([{name: row.get(name) for name in COLUMNS} for row in rows])
             self._call(lambda _, tracker: tracker.log_table(batch, table))
@@ -113,6 +123,7 @@ class Trackers(Callback):
         self._call(lambda _, tracker: tracker.log(batch, numbers))
 
     def _call(self, call: Callable[[str, Any], object]) -> None:
+        # A list, because a tracker that raises is removed on the way.
         for name, tracker in list(self.active.items()):
             try:
                 call(name, tracker)
@@ -124,7 +135,10 @@ class Trackers(Callback):
 
 
 class TensorBoard:
-    """Event files in the run's tensorboard/. A resumed run purges the batches that it makes again."""
+    """Event files in the run's tensorboard/.
+
+    A resumed run purges the batches that it makes again.
+    """
 
     def __init__(self, path: Path, run_id: str, config: Row, batch: int) -> None:
         from torch.utils.tensorboard import SummaryWriter

@@ -196,6 +196,7 @@ def _write(
     name = "trainer"
     if ranks.size > 1:
         name = f"trainer-{ranks.rank + 1:05d}-of-{ranks.size:05d}"
+    # All ranks know this name. It has the form that `files.remove_leftovers` removes.
     scratch = path.with_name(f".{path.name}.0-00000000.tmp")
     try:
         scratch.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What the user gives, as settings and a task, and what of it can be rejected before a model loads."""
+"""Checks of settings and tasks that need no model, so that they fail before it loads."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ def check_settings(
     `task` replaces settings.task, and `loss` settings.loss.recipe. Raises SettingsError.
     """
     check_evaluation(settings, task)
-    for each in settings.eval.sets:
-        if each.task is not None:
-            with as_settings_error(f"eval.sets, {each.name!r}"):
-                check_options(each.task)
+    for evaluation_set in settings.eval.sets:
+        if evaluation_set.task is not None:
+            with as_settings_error(f"eval.sets, {evaluation_set.name!r}"):
+                check_options(evaluation_set.task)
     with as_settings_error("offline.data"):
         completion_files(settings.offline.data)
     offline = bool(settings.offline.data) and settings.offline.fraction == 1
@@ -91,14 +91,14 @@ def check_loss(settings: Settings, loss: Loss | None = None) -> Recipe:
                 else "compare with x.rollout_logp"
             )
             raise SettingsError(
-                f"loss.recipe = {recipe.name!r}: {inert[0]} compares the policy with pi_k, the policy "
-                "at the start of the batch. With schedule.num_iterations = 1 they are the same, so it "
-                f"never acts: {cure}, or set num_iterations to 2 or more"
+                f"loss.recipe = {recipe.name!r}: {inert[0]} compares the policy with pi_k, the "
+                "policy at the start of the batch. With schedule.num_iterations = 1 they are the "
+                f"same, so it never acts: {cure}, or set num_iterations to 2 or more"
             )
     if settings.offline.data and recipe.needs_staleness:
         raise SettingsError(
-            f"loss.recipe = {recipe.name!r} reads the staleness of samples, which offline.data does not have: choose "
-            "another recipe"
+            f"loss.recipe = {recipe.name!r} reads the staleness of samples, which "
+            "offline.data does not have: choose another recipe"
         )
     if (
         settings.offline.data
@@ -106,7 +106,8 @@ def check_loss(settings: Settings, loss: Loss | None = None) -> Recipe:
         and not recipe.needs_rollout_logp
     ):
         raise SettingsError(
-            "optimizer.scale_lr_by_ess needs the log-probs of the policy that sampled: choose a recipe that reads them"
+            "optimizer.scale_lr_by_ess needs the log-probs of the policy that sampled: choose a "
+            "recipe that reads them"
         )
     return recipe
 
@@ -120,7 +121,7 @@ def name_knob(problem: str, knobs: Mapping[str, Any]) -> str:
 
 
 def check_evaluation(settings: Settings, task: Task | None = None) -> None:
-    """Raise SettingsError for options that the task does not take, and a missing model or chat template."""
+    """Raise SettingsError for unknown options of the task, and a missing model or chat template."""
     if task is None:
         with as_settings_error():
             check_options(settings.task)
@@ -150,7 +151,10 @@ def check_model(settings: Settings) -> None:
 
 
 def check_run(settings: Settings, resume: str | None) -> None:
-    """Raise SettingsError for a run that exists, or cannot resume so, or be written, and for missing trackers."""
+    """Raise SettingsError for a run that exists, cannot resume so, or cannot be written.
+
+    It is raised for missing trackers, too.
+    """
     with as_settings_error("--resume" if resume else "run"):
         if (run := find_run(settings, resume)) is not None:
             find_changes(settings, run)
@@ -225,7 +229,7 @@ def chat_template(model: ModelSettings) -> str | None:
 
 
 def offline_prompts(settings: Settings) -> int:
-    """How many prompts of each batch come from a file of completions: the share of N, at least one."""
+    """The number of prompts of each batch that come from a file: the share of N, at least one."""
     data, share = settings.offline.data, settings.offline.fraction
     return max(1, round(share * settings.schedule.prompts_per_batch)) if data else 0
 
@@ -241,7 +245,10 @@ def local_size() -> int:
 
 
 def read_count(name: str, default: int, least: int = 0) -> int:
-    """The whole number in one of torchrun's environment variables. Raises SettingsError for something else."""
+    """The whole number in one of torchrun's environment variables.
+
+    Raises SettingsError for something else.
+    """
     text = os.environ.get(name) or str(default)
     if not text.isdecimal() or int(text) < least:
         raise SettingsError(
@@ -252,7 +259,7 @@ def read_count(name: str, default: int, least: int = 0) -> int:
 
 
 def check_ranks(device: str) -> None:
-    """Raise SettingsError if the environment says that this is one of several processes, but not which."""
+    """Raise SettingsError if this is one of several processes, but not known which."""
     size = world_size()
     if size == 1:
         return
@@ -276,7 +283,10 @@ def check_ranks(device: str) -> None:
 
 
 def find_run(settings: Settings, resume: str | None) -> Path | None:
-    """The directory of the run to resume; None for a new one. Raises FileNotFoundError or ValueError."""
+    """The directory of the run to resume; None for a new one.
+
+    Raises FileNotFoundError or ValueError.
+    """
     if resume is None:
         return None
     if resume != "auto":
@@ -288,7 +298,10 @@ def find_run(settings: Settings, resume: str | None) -> Path | None:
 
 
 def recorded_threads(settings: Settings, resume: str | None) -> int | None:
-    """The number of threads that the run to resume began with; None for a new run or another number of ranks."""
+    """The number of threads that the run to resume began with.
+
+    None for a new run or another number of ranks.
+    """
     with as_settings_error():
         run = find_run(settings, resume)
         before = read_environment(run) if run is not None else {}
@@ -296,7 +309,10 @@ def recorded_threads(settings: Settings, resume: str | None) -> int | None:
 
 
 def find_changes(settings: Settings, run: Path) -> dict[str, tuple[object, object]]:
-    """Settings that differ from the run's: name -> (before, now). Raises SettingsError if they could alter its past."""
+    """Settings that differ from the run's: name -> (before, now).
+
+    Raises SettingsError if they could alter its past.
+    """
     saved = load_settings(run / "config.toml")
     before = flatten(saved.model_dump())
     now = flatten(settings.model_dump())
@@ -323,8 +339,8 @@ def _may_change(name: str, settings: Settings, saved: Settings, run: Path) -> bo
     does a reward function that was moved to another module.
     """
     if name == "schedule.batches":
-        more = settings.schedule.batches >= saved.schedule.batches
-        return more and settings.optimizer.lr_scheduler_type == "constant"
+        is_longer = settings.schedule.batches >= saved.schedule.batches
+        return is_longer and settings.optimizer.lr_scheduler_type == "constant"
     if name == "task.rewards":
         sources = read_environment(run).get("sources", {})
         pairs = zip_longest(settings.task.rewards, saved.task.rewards)
@@ -335,7 +351,7 @@ def _may_change(name: str, settings: Settings, saved: Settings, run: Path) -> bo
 def _is_moved(
     now: RewardSettings, before: RewardSettings, sources: Mapping[str, str | None]
 ) -> bool:
-    """True if two entries differ at most in the module of a function that has the recorded source."""
+    """True if two entries differ at most in the module of a function with the recorded source."""
     if now == before:
         return True
     same = now.model_copy(update={"reward": before.reward}) == before
@@ -357,13 +373,18 @@ def in_memory_arguments(
     rewards: Sequence[object] | None,
     loss: Loss | None,
 ) -> list[str]:
-    """The arguments of `lagrpo.train` that settings cannot hold: a run needs them again when it is resumed."""
+    """The arguments of `lagrpo.train` that settings cannot hold.
+
+    A run needs them again when it is resumed.
+    """
     in_memory = data is not None and not isinstance(data, str | os.PathLike)
-    functions = [function_of(each) for each in rewards or () if not is_setting(each)]
+    functions = [function_of(reward) for reward in rewards or () if not is_setting(reward)]
     needed = {
         "task": task is not None,
         "data": in_memory,
-        "rewards": not all(is_loadable(each, name_function(each)) for each in functions),
+        "rewards": not all(
+            is_loadable(function, name_function(function)) for function in functions
+        ),
         "loss": loss is not None and not is_loadable_loss(loss),
     }
     return [name for name, is_needed in needed.items() if is_needed]
@@ -378,7 +399,10 @@ def name_function(function: object) -> str:
 
 
 def is_loadable_loss(loss: Loss) -> bool:
-    """True if `lagrpo train` finds the loss by the name that the settings have. A script is a module there."""
+    """True if `lagrpo train` finds the loss by the name that the settings have.
+
+    A script is a module there.
+    """
     if isinstance(loss, str):
         return True
     from lagrpo.core.recipes import RECIPES  # loads torch
@@ -395,7 +419,10 @@ def is_loadable_loss(loss: Loss) -> bool:
 
 
 def is_loadable(value: object, reference: str) -> bool:
-    """True if `lagrpo train` finds the value by the name of its module: in the current directory, or installed."""
+    """True if `lagrpo train` finds the value by the name of its module.
+
+    The module is in the current directory, or installed.
+    """
     module_name, _, name = reference.partition(":")
     module = sys.modules.get(module_name)
     if module_name == "__main__" or module is None or getattr(module, name, None) is not value:
@@ -421,7 +448,8 @@ def check_arguments(settings: Settings, resume: str | None, given: Sequence[str]
     missing = [name for name in needed if name not in given]
     if run is not None and missing:
         raise SettingsError(
-            f"{run} was started from Python with {' and '.join(missing)} that its settings cannot hold: "
+            f"{run} was started from Python with {' and '.join(missing)} that its settings cannot "
+            "hold: "
             f"resume it by {resume_call(run, needed)}"
         )
 
@@ -439,18 +467,18 @@ def as_settings(
     loss: Loss | None = None,
 ) -> JsonObject:
     """The settings of these arguments, as far as they are settings."""
-    found: JsonObject = {} if model is None else {"model.path": os.fspath(model)}
+    changes: JsonObject = {} if model is None else {"model.path": os.fspath(model)}
     if loss is not None:
         from lagrpo.settings.user_loss import name_loss  # loads torch
 
-        found["loss.recipe"] = name_loss(loss)
+        changes["loss.recipe"] = name_loss(loss)
     if data is not None:
-        found["task.name"] = "custom"
+        changes["task.name"] = "custom"
     if isinstance(data, str | os.PathLike):
-        found["task.data"] = os.fspath(data)
+        changes["task.data"] = os.fspath(data)
     if rewards is not None and all(map(is_setting, rewards)):
-        found["task.rewards"] = list(rewards)
-    return found
+        changes["task.rewards"] = list(rewards)
+    return changes
 
 
 def build_task(settings: Settings, data: object, rewards: Sequence[object] | None) -> Task | None:
@@ -463,22 +491,26 @@ def build_task(settings: Settings, data: object, rewards: Sequence[object] | Non
     in_memory = data is not None and not isinstance(data, str | os.PathLike)
     if not in_memory and not has_functions:
         return None
-    given: JsonObject = {"data": data} if in_memory else {}
-    given |= {"rewards": (RewardSettings(name="none", reward="exact"),)} if has_functions else {}
-    task: Any = load_task(settings.task.model_copy(update=given | {"tools": ()}), settings.run.seed)
+    replaced: JsonObject = {"data": data} if in_memory else {}
+    replaced |= {"rewards": (RewardSettings(name="none", reward="exact"),)} if has_functions else {}
+    task_settings = settings.task.model_copy(update=replaced | {"tools": ()})
+    task: Any = load_task(task_settings, settings.run.seed)
     if not has_functions:
         return task
-    found = list(map(as_reward, rewards or ()))
-    names = [each.name for each in found]
-    found = [
+    parts = list(map(as_reward, rewards or ()))
+    names = [part.name for part in parts]
+    parts = [
         replace(r, name=f"{r.name}_{n}") if names.count(r.name) > 1 else r
-        for n, r in enumerate(found, start=1)
+        for n, r in enumerate(parts, start=1)
     ]
-    return replace(task, reward=Rewards(tuple(found)))
+    return replace(task, reward=Rewards(tuple(parts)))
 
 
 def name_rewards(settings: Settings, task: Task | None) -> Settings:
-    """The settings with the names, weights and ranges of a task object's rewards: records and metrics need them."""
+    """The settings with the names, weights and ranges of a task object's rewards.
+
+    Records and metrics need them.
+    """
     if (
         task is None
         or environment_of(task) is not None
@@ -486,10 +518,10 @@ def name_rewards(settings: Settings, task: Task | None) -> Settings:
     ):
         return settings
     entries: list[RewardSettings] = []
-    for each in Rewards.from_reward(task.reward).parts:
-        where = name_function(each.function)
+    for part in Rewards.from_reward(task.reward).parts:
+        reference = name_function(part.function)
         entries.append(
-            RewardSettings(name=each.name, reward=where, weight=each.weight, range=each.range)
+            RewardSettings(name=part.name, reward=reference, weight=part.weight, range=part.range)
         )
     return settings.model_copy(
         update={"task": settings.task.model_copy(update={"rewards": tuple(entries)})}

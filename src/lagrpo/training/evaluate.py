@@ -15,7 +15,7 @@ from lagrpo.training import checks
 from lagrpo.training.evaluation import Evaluation, evaluate_model
 
 DEFAULTS = {"run.output_dir": "evaluations", "eval.num_prompts": 0, "rollout.num_generations": 1}
-"""Settings that differ from those of a run: all prompts, in a directory of their own."""
+"""Settings whose defaults differ from a run's: all prompts, and another directory."""
 
 
 @without_own_frames
@@ -34,8 +34,8 @@ def evaluate(
     others.
 
     Returns `summary`, such as summary["pass@1"] with summary["pass@1_low"] and
-    summary["pass@1_high"], and `records`, one dict per prompt. Raises SettingsError, and RewardError
-    if too many completions could not be scored.
+    summary["pass@1_high"], and `records`, one dict per prompt. Raises SettingsError, and
+    RewardError if too many completions could not be scored.
     """
     if rewards is not None and not isinstance(rewards, list | tuple):
         rewards = [rewards]

@@ -99,6 +99,7 @@ def evaluate(eval_set: EvalSet, evaluator: Evaluator, ranks: Ranks | None = None
     with ranks.sync_interrupts():
         sampled = evaluator.sample(requests, eval_set.samples, eval_set.params)
         scored = list(eval_set.reward_pool.score(group for _, group in sampled))
+    # Groups come as they end; the order of the records must not depend on that or on the ranks.
     groups = sorted(ranks.join(scored), key=lambda group: group.prompt.key)
     records = [_record(group, eval_set.reward_range, eval_set.rewards) for group in groups]
     return Evaluation(_summarize(records, eval_set), records)
@@ -146,7 +147,7 @@ def _record(group: Group, reward_range: Range, names: Sequence[str]) -> JsonObje
     completions = group.completions
     outcomes = [completion.outcome or Outcome.unscored("") for completion in completions]
     correct = sum(
-        is_correct(outcome.reward, reward_range, outcome.correct)
+        is_correct(outcome.reward, reward_range, decided=outcome.correct)
         for outcome in outcomes
         if outcome.reward is not None
     )
@@ -277,6 +278,7 @@ class Evaluations:
         for eval_set in self.sets:
             is_its_batch = is_between and eval_set.every and batch % eval_set.every == 0
             name = evaluation_name(batch, eval_set.name, moment)
+            # Moment.BETWEEN is an empty string, so it is false.
             if (moment or is_its_batch) and name not in self.finished:
                 due[name] = eval_set
         return due

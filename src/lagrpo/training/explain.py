@@ -1,4 +1,7 @@
-"""What the settings of a run mean, in numbers: printed at the start of every run and by --dry-run."""
+"""The meaning of a run's settings in numbers.
+
+Every run prints it at its start, and --dry-run prints it alone.
+"""
 
 # Some methods of transformers have no types.
 # pyright: reportUnknownMemberType=false
@@ -91,7 +94,7 @@ def _length(settings: Settings) -> str:
 
 
 def _arithmetic(settings: Settings) -> str:
-    """The dtype of the model and why, the device, and the master weights that a bfloat16 model has."""
+    """The dtype of the model and why, the device, and the master weights of a bfloat16 model."""
     device = pick_device()
     dtype, reason = pick_dtype(settings.model.dtype, device)
     text = f"{dtype} ({reason}) on {device}"
@@ -117,19 +120,20 @@ def _notes(recipe: Recipe, settings: Settings) -> list[str]:
     bounded = bounds_whole_completions(recipe)
     if bounded:
         notes.append(
-            f"note        {', '.join(bounded)} bounds the ratio of a whole completion: the longer a "
-            "completion, the more often it is cut"
+            f"note        {', '.join(bounded)} bounds the ratio of a whole completion: the longer "
+            "a completion, the more often it is cut"
         )
     if recipe.needs_step_statistics:
         notes.append(
-            "note        the loss reads a statistic of the whole step: every update has a second pass, without gradient"
+            "note        the loss reads a statistic of the whole step: every update has a second "
+            "pass, without gradient"
         )
     if settings.schedule.num_iterations == 1 and (
         clips_around_pi_k(recipe) or inert_over_pi_k(recipe)
     ):
         notes.append(
-            "note        with one update per batch pi is pi_k, so the clip never acts, only the weight "
-            "pi_k/alpha does"
+            "note        with one update per batch pi is pi_k, so the clip never acts, only the "
+            "weight pi_k/alpha does"
         )
     return notes
 
@@ -144,7 +148,10 @@ def _weight_syncs(settings: Settings) -> str:
     else:
         when = f"every {s.v} batches"
     if s.sync_at_kl is not None:
-        when = f"when KL(alpha||pi_k) of a completion passes {s.sync_at_kl:g} nats, at the latest {when}"
+        when = (
+            f"when KL(alpha||pi_k) of a completion passes {s.sync_at_kl:g} nats, "
+            f"at the latest {when}"
+        )
     largest = count_of(largest_staleness(settings), "update")
     return f"weight sync {when}; staleness at most {largest}"
 
@@ -157,7 +164,10 @@ def largest_staleness(settings: Settings) -> int:
 
 
 def _staleness_note(recipe: Recipe, settings: Settings) -> list[str]:
-    """A line if the samples become staler than the recipe was measured to hold, with two recipes that do."""
+    """A line if the samples become staler than the recipe was measured to hold.
+
+    It names two recipes that do.
+    """
     largest = largest_staleness(settings)
     held = held_lag(recipe.name)
     if held is None or largest <= held or set(settings.loss.knobs) - {"beta"}:
@@ -170,6 +180,7 @@ def _staleness_note(recipe: Recipe, settings: Settings) -> list[str]:
     else:
         limit = f"and {recipe.name} did not hold at {tried[0]}, the smallest lag that was measured"
     lag, others = recipes_that_hold(largest)
+    # Beyond all measured lags, `lag` is the largest of them: there this recipe may hold, too.
     is_help = bool(others) and lag > held
     cure = f"; {' and '.join(others)} held at {lag}" if is_help else ""
     return [
@@ -191,7 +202,8 @@ def _memory(settings: Settings, recipe: Recipe) -> list[str]:
     lines = [f"memory      {parts}{per_rank}, plus activations and caches"]
     if lora:
         lines.append(
-            f"adapters    {adapters:,} trained parameters; the model's {lm.num_parameters():,} stay frozen"
+            f"adapters    {adapters:,} trained parameters; "
+            f"the model's {lm.num_parameters():,} stay frozen"
         )
     return lines
 
@@ -207,7 +219,8 @@ def expected_memory(
         zero1      2P   2P      2P   4P         12P/R
         fsdp2      2P/R 2P/R    2P   4P/R       12P/R                 and 2P to evaluate
 
-    α has no copy if vLLM samples. With `adapters`, their numbers are trained, and the model is frozen.
+    α has no copy if vLLM samples. With `adapters`, their numbers are trained, and the model is
+    frozen.
     """
     size = getattr(torch, pick_dtype(settings.model.dtype, pick_device())[0]).itemsize
     is_local = settings.rollout.engine == "local"
@@ -228,6 +241,7 @@ def expected_memory(
         numbers += 2 * parameters
     elif is_local:
         numbers += trained
+    # In float32 on one rank, AdamW steps on the working weights themselves.
     masters = 4 * trained // ranks if size == 2 or ranks > 1 else 0
     return {
         "weights": size * numbers,
@@ -236,7 +250,10 @@ def expected_memory(
 
 
 def empty_model(settings: Settings) -> PreTrainedModel:
-    """The model of the settings by its config, on the meta device. Raises SettingsError for an unsupported one."""
+    """The model of the settings by its config, on the meta device.
+
+    Raises SettingsError for an unsupported one.
+    """
     from transformers import AutoModelForCausalLM
 
     with loading(settings.model):

@@ -60,7 +60,7 @@ class FsdpMasterWeights(MasterWeights):
         self.model = policy.model
         self.group = group
         self.device = policy.device
-        self.spans = []
+        self.spans: list[Span] = []
         self.parameters = []
         # The sharded weights of the model, whose memory `parameters` share.
         self.sharded: list[DTensor] = []
@@ -103,7 +103,7 @@ class FsdpMasterWeights(MasterWeights):
 
 
 def with_modules(policy: Policy) -> Policy:
-    """Returns the policy, computed by calls of the model's own modules, whose hooks gather layers."""
+    """Returns the policy, computed by calls of the model's modules, whose hooks gather layers."""
     if policy.model.layers is None:
         return policy
     backend = Backend(policy.device, policy.dtype, "its layers are sharded")
@@ -152,7 +152,10 @@ def shard_unit(
 
 
 def free_gathered(model: Model) -> None:
-    """Drops the root, which a pass without gradient leaves whole: its weights are about to change."""
+    """Drops the root, which a pass without gradient leaves whole.
+
+    Call it before the weights change.
+    """
     cast(FSDPModule, model).reshard()
 
 
@@ -248,7 +251,7 @@ class ShardedWeights(Weights):
 
 def copy_sharded(policy: Policy, mesh: DeviceMesh) -> Policy:
     """Returns a copy of a policy of `with_modules` that does not learn, in shards of its dtype."""
-    lm = copy.deepcopy(policy.model.lm).requires_grad_(False)
+    lm = copy.deepcopy(policy.model.lm).requires_grad_(requires_grad=False)
     model = Model(lm, policy.model.backend)
     for unit in units_of(model):
         shard_unit(unit, lm, None, mesh)
@@ -260,7 +263,7 @@ def without_values(lm: Any) -> Any:
 
     The directory of a model is written with it.
     """
-    # deepcopy puts these in the place of the parameters with these ids.
+    # A memo for deepcopy: it replaces a parameter by the empty one under its id.
     empty_parameters = {
         id(parameter): nn.Parameter(parameter.to("meta"), parameter.requires_grad)
         for parameter in lm.parameters()

@@ -51,7 +51,10 @@ def as_reward(given: Any) -> Reward:
 
 
 def _read_table(table: Table) -> Reward:
-    """Returns the reward of a table with a function. Raises ValueError for keys that TOML has not."""
+    """Returns the reward of a table with a function.
+
+    Raises ValueError for keys that TOML has not.
+    """
     # The settings check everything but the function, in whose place they get a name.
     entry = RewardSettings.model_validate({"name": "x", **table, "reward": "exact"})
     function = table["reward"]

@@ -122,7 +122,7 @@ class Training:
     # From the start to the end
 
     def run(self) -> Result:
-        """Evaluates, trains, evaluates; after an interruption or an error, saves what was learned."""
+        """Evaluates, trains, evaluates; after an interruption or error, saves what was learned."""
         weights: Path | None = None
         interrupted: signal.Signals | None = None
         status: Status = "failed"
@@ -227,9 +227,10 @@ class Training:
             self.evaluate(Moment.AFTER)
 
     def record(self, step: Step) -> None:
-        """Records a batch, then shows it, calls the callbacks, and writes weights if they are due."""
+        """Records a batch, shows it, calls the callbacks, and writes weights if they are due."""
         evaluation_metrics = self.evaluations.metrics(step.b - 1)
         metrics, rows = self.recorder.record_batch(step, evaluation_metrics)
+        # Before the callbacks: if one raises, the run can still be saved after this batch.
         self.set_state(step.state)
         self.recorder.show_batch(metrics, rows)
         export_every = self.settings.checkpoint.export_every
@@ -251,6 +252,7 @@ class Training:
                     self.recorder.record_evaluation(name, evaluation, batch)
         find_best = partial(self.evaluations.find_best, self.store, batch, moment)
         best = self.ranks.on_rank0(find_best)
+        # Weights of the initial policy are not written: they are the model of the settings.
         if batch and best:
             self.write_weights(partial(self.store.record_best, found=best))
 

@@ -170,6 +170,7 @@ def replace_zero_variance(
         ]
         if not indices:
             break
+        # The sequence of extra prompts continues where the round before ended.
         requests = components.main.prompts.extra(state.batch + 1, prompts_used, len(indices))
         prompts_used += len(indices)
         # Every rank has all requests, and samples its share of them.

@@ -9,10 +9,12 @@ small steps move the weight from the first update on. docs/precision.md derives 
     FsdpMasterWeights   every rank has its shard of everything (FSDP2; training/fsdp.py)
 """
 
+# Some methods of PyTorch have no types.
+# pyright: reportUnknownMemberType=false
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -35,7 +37,10 @@ ALIGNED = 64
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The numbers `start` .. `stop` - 1 of a flat weight; `shape` is the shape of the whole weight."""
+    """The numbers `start` .. `stop` - 1 of a flat weight.
+
+    `shape` is the shape of the whole weight.
+    """
 
     name: str
     shape: torch.Size
@@ -95,7 +100,10 @@ class MasterWeights:
             self.parameters.append(master)
 
     def reduce_grads(self) -> None:
-        """Gives every master the gradient of the whole batch: zeros if there is none. Collective."""
+        """Gives every master the gradient of the whole batch: zeros if there is none.
+
+        Collective.
+        """
         for master in self.parameters:
             if master.grad is None:
                 master.grad = torch.zeros_like(master)
@@ -127,6 +135,7 @@ class MasterWeights:
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Returns the parameters of a model that are trained, by name."""
     return {
         name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
     }
@@ -214,13 +223,14 @@ class FlatBuffer:
         return part[start : start + span.stop - span.start]
 
     def sum_gradients(self) -> Tensor:
-        """Returns this rank's part of the sum of all ranks' gradients, and drops them. Collective."""
+        """Returns this rank's part of the sum of all ranks' gradients, and drops them.
+
+        Collective.
+        """
         gradient = self._zeros() if self.gradient is None else self.gradient
         self.gradient = None
         part = gradient.new_empty(self.part)
-        # PyTorch 2.13 renamed it, and warns of the old name.
-        new_name = getattr(dist, "reduce_scatter_single", None)
-        reduce_scatter = new_name or dist.reduce_scatter_tensor
+        reduce_scatter = _renamed_collective("reduce_scatter_single", "reduce_scatter_tensor")
         reduce_scatter(part, gradient, group=self.group)
         return part
 
@@ -299,10 +309,17 @@ class ZeroMasterWeights(MasterWeights):
 def all_gather(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Returns the parts [n] of all ranks, in the order of ranks: [ranks * n]. Collective."""
     everything = part.new_empty(len(part) * group.size())
-    # PyTorch 2.13 renamed it, and warns of the old name.
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather = _renamed_collective("all_gather_single", "all_gather_into_tensor")
     gather(everything, part, group=group)
     return everything
+
+
+def _renamed_collective(name: str, old_name: str) -> Callable[..., object]:
+    """Returns a function of torch.distributed that PyTorch 2.13 renamed.
+
+    2.13 has both names, and warns of the old one.
+    """
+    return getattr(dist, name if hasattr(dist, name) else old_name)
 
 
 # ---- the state of the optimizer ----
@@ -319,7 +336,7 @@ def step_offloaded(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Par
         parameter.grad = None
     for parameter, gradient in zip(parameters, gradients, strict=True):
         state: dict[str, Any] = optimizer.state[parameter]
-        # Before the first step there are no moments.
+        # AdamW makes its moments at the first step.
         on_host = {name: state[name] for name in MOMENTS if name in state}
         for name, moment in on_host.items():
             state[name] = moment.to(parameter.device)
@@ -345,7 +362,7 @@ class MergedState(Mapping[str, Tensor]):
 
     A state has a weight's numbers under `master/NAME`, `exp_avg/NAME` and `exp_avg_sq/NAME`. A rank
     that has the numbers A .. B - 1 of N has them flat, under `master/NAME@A:N`. AdamW's step count
-    is `step/NAME`. Files may be mapped: numbers that nobody asks for are not read.
+    is `step/NAME`. Files may be memory-mapped: then only the numbers that are looked up are read.
 
     >>> states = {"master/a@0:3": torch.tensor([1.0, 2.0])}, {"master/a@2:3": torch.tensor([3.0])}
     >>> MergedState(states)["master/a"]
@@ -376,7 +393,7 @@ class MergedState(Mapping[str, Tensor]):
         return sum(piece.numel() for piece in self._pieces.get(name, {}).values())
 
     def part(self, name: str, span: Span) -> Tensor:
-        """Returns a copy of the numbers of a span of the tensor `name`, flat unless they are all."""
+        """Returns a copy of the numbers of a span of a tensor, flat unless they are all."""
         overlaps: list[Tensor] = []
         for piece_start, piece in sorted(self._pieces[name].items()):
             start = max(span.start - piece_start, 0)

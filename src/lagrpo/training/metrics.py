@@ -1,9 +1,9 @@
 """The metrics of a batch: one flat dict, for metrics.jsonl, the display and every tracker.
 
 Every line of a run has the same keys, and its values are numbers or None. runs/metrics.toml says
-what each one means. Metrics of whole completions compare π_k, the policy at the start of the batch, with
-α, which sampled it. They cover every scored completion whose log α is known, also in groups that
-the loss leaves out because of their rewards.
+what each one means. Metrics of whole completions compare π_k, the policy at the start of the batch,
+with α, which sampled it. They cover every scored completion whose log α is known, also in groups
+that the loss leaves out because of their rewards.
 """
 
 from __future__ import annotations
@@ -26,8 +26,11 @@ from lagrpo.types import Completion, ExcludedReason, JsonObject, OutcomeKind, Ra
 Metrics = dict[str, float | None]
 AT_ONCE = 1e-3  # seconds: completions that took less were sampled before
 ENOUGH = 25.0
-"""Effective sample size from which an improvement means something: its standard error is then at
-most about a tenth of the range of rewards (standard deviation of a reward, at most 1/2, over √ESS)."""
+"""Effective sample size from which an improvement means something.
+
+Its standard error is then at most about a tenth of the range of rewards (the standard deviation of
+a reward, at most 1/2, over √ESS).
+"""
 RATIO_METRICS = (
     "rollout/ratio_mean",
     "rollout/ess",
@@ -180,6 +183,7 @@ def _ratio_metrics(log_rho_T: Tensor) -> Metrics:
     """Returns RATIO_METRICS of tokens, from log ρ = log π_k - log α, nats."""
     limited_T = limit(log_rho_T)
     rho_T = limited_T.exp()
+    # rho - 1 - log rho: at least 0 for every token, with mean KL(α‖π_k) on tokens of α.
     kl_T = torch.expm1(limited_T) - limited_T
     size_T = log_rho_T.abs()
     return {
@@ -209,7 +213,8 @@ def _pace(clock: Clock, trained_tokens: float) -> Metrics:
     return metrics
 
 
-# Whole completions. ρ = π_k(y|x) / α(y|x); `logp_k` has log π_k of the sampled tokens of each completion.
+# Whole completions. ρ = π_k(y|x) / α(y|x); `logp_k` has log π_k of the sampled tokens of each
+# completion.
 
 
 def sequence_metrics(
@@ -224,6 +229,7 @@ def sequence_metrics(
     known = log_ratio_C[known_C]
     if not len(known) or bool(known.isnan().any()):
         return dict.fromkeys(("rollout/seq_kl", "rollout/seq_tv", "rollout/seq_ess", "improvement"))
+    # A common factor does not change the ESS, and no ratio overflows.
     size = float(ess((known - known.max()).exp()))
     improvement = None
     if size >= ENOUGH:
@@ -233,7 +239,7 @@ def sequence_metrics(
         improvement = None
     return {
         "rollout/seq_kl": float(kl_C[known_C].mean()),
-        "rollout/seq_tv": float(tv_terms(known, prefers_bounded(known)).mean()),
+        "rollout/seq_tv": float(tv_terms(known, bounded=prefers_bounded(known)).mean()),
         "rollout/seq_ess": size,
         "improvement": improvement,
     }

@@ -39,8 +39,10 @@ from lagrpo.training.checks import local_size, world_size
 from lagrpo.types import Group
 
 TIMEOUT = timedelta(hours=1)
-"""Time limit of a collective: longer than a rank may be busy alone, as rank 0 is while servers start
-or sample a batch."""
+"""Time limit of a collective.
+
+It is longer than a rank may be busy alone, as rank 0 is while servers start or sample a batch.
+"""
 JOIN_TIMEOUT = 600.0  # seconds in which all ranks must have started
 PATIENCE = 5.0  # seconds after which a rank says for whom it waits
 POLL = 0.1  # seconds between two looks
@@ -384,7 +386,9 @@ class FirstRankSampler:
         with ExitStack() as stack:
             self.ranks.on_rank0(
                 lambda: stack.enter_context(
-                    self.engine.temporary_weights(whole, version, restore_afterwards)
+                    self.engine.temporary_weights(
+                        whole, version, restore_afterwards=restore_afterwards
+                    )
                 )
             )
             yield

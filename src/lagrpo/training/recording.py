@@ -1,4 +1,4 @@
-"""Everything that a run shows and writes down: metrics, rollouts, events, evaluations, lines of text.
+"""Everything that a run shows and records: metrics, rollouts, events, evaluations, lines of text.
 
 Weights and checkpoints are not here: lifecycle.py writes them.
 """

@@ -106,6 +106,7 @@ class ResumeState:
         """
         run = self.run
         if self.checkpoint is None:
+            # Below 0, so that events of step 0 and weights of version 0 are removed, too.
             last_batch = -1
             last_version = -1
         else:
@@ -150,6 +151,7 @@ def describe_environment(components: TrainerComponents, earlier: ResumeState | N
     policy = components.trainer.policy
     agreement = components.check_weight_sync.agreement
     offline = components.offline
+    # W&B finds its run by the id, so a run that resumes keeps it.
     identity = None
     if earlier is not None and earlier.checkpoint is not None:
         identity = earlier.environment.get("id")
@@ -207,6 +209,7 @@ def resume_run(
         earlier.cut_back(machine_changes, changed_sources, git=environment["git"])
         recorder.restore_unscored(load_events(earlier.run))
         earlier.run.write_config(config)
+        # environment.json keeps what the run began with; `resumed` events have what changed.
         if checkpoint is None or not earlier.environment:
             write_environment(earlier.run.path, environment)
 

@@ -99,6 +99,7 @@ def train(
     device = pick_device().type
     checks.check_ranks(device)
     resume_from = None if resume is None else os.fspath(resume)
+    # A single function stands for a list of one.
     if rewards is not None and not isinstance(rewards, list | tuple):
         rewards = [rewards]
     checks.check_one_loss(loss, settings)

@@ -1,7 +1,8 @@
 """Digests of the code that decides what a run does, so that a resumed run can say what has changed.
 
-`source_digest` reads one function; `collect_sources` lists a run's reward functions, environments, tools, losses of the
-user's own and chat template. environment.json keeps the digests under `sources`.
+`source_digest` reads one function; `collect_sources` lists a run's reward functions, environments,
+tools, losses of the user's own and chat template. environment.json keeps the digests under
+`sources`.
 """
 
 from __future__ import annotations
@@ -35,12 +36,15 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
 
 def source_digest(target: Callable[..., Any] | str) -> str | None:
-    """The digest of the source of a function, class or callable object, or of what "package.module:function" names.
+    """The digest of the source of a function, class or callable object, or of a name of one.
 
-    It covers the functions, classes and constants that the source uses, as far as they are not installed packages, and
-    the values that a closure, a partial or an object holds. Comments, white space, other code of the module, and the
-    module's name do not count. Code without a source counts by its bytecode, which other versions of Python may compile
-    differently. None for functions that are written in C. Raises ValueError for a name that cannot be loaded.
+    A name is "package.module:function".
+
+    It covers the functions, classes and constants that the source uses, as far as they are not
+    installed packages, and the values that a closure, a partial or an object holds. Comments, white
+    space, other code of the module, and the module's name do not count. Code without a source
+    counts by its bytecode, which other versions of Python may compile differently. None for
+    functions that are written in C. Raises ValueError for a name that cannot be loaded.
     """
     function = load_function(target) if isinstance(target, str) else target
     source = _Source()
@@ -91,7 +95,10 @@ def find_changed_sources(
 
 
 class _Source:
-    """Collects the source of a callable and of what it uses, each once: `texts`, in the order of their use."""
+    """Collects the source of a callable and of what it uses, each once.
+
+    `texts` has them in the order of their use.
+    """
 
     def __init__(self) -> None:
         self.texts: list[str] = []
@@ -168,7 +175,7 @@ class _Source:
     def _add_global(self, name: str, namespace: dict[str, Any]) -> None:
         """Adds a function or class, or the statements that give another name its value.
 
-        A value that each process computes, such as the time, is no change.
+        The statement counts, not its value, which may differ between processes as the time does.
         """
         value = namespace.get(name)
         if isinstance(value, FunctionType) or inspect.isclass(value):
@@ -215,7 +222,7 @@ def parse(text: str) -> ast.Module | None:
 
 
 def read_tree(target: Any) -> tuple[ast.Module | None, int]:
-    """The parsed text of the file with a code object, class or module, and the line where it begins."""
+    """The parsed file of a code object, class or module, and the line where the object begins."""
     try:
         lines, line = inspect.findsource(target)
     except (OSError, TypeError, IndexError):
@@ -224,15 +231,15 @@ def read_tree(target: Any) -> tuple[ast.Module | None, int]:
 
 
 def find_function(code: CodeType) -> list[ast.AST]:
-    """The definition of a function; several lambdas of one line cannot be told apart."""
+    """The definitions that a code object may come from: one, or all lambdas of its line."""
     tree, _ = read_tree(code)
-    found = list[ast.AST]()
+    definitions = list[ast.AST]()
     for node in ast.walk(tree) if tree else ():
         name = getattr(node, "name", "<lambda>")
         is_called_so = isinstance(node, FUNCTIONS) and name == code.co_name
         if is_called_so and first_line(node) == code.co_firstlineno:
-            found.append(node)
-    return found
+            definitions.append(node)
+    return definitions
 
 
 def find_class(kind: type) -> ast.AST | None:
@@ -247,20 +254,21 @@ def find_class(kind: type) -> ast.AST | None:
 
 def find_local_names(node: ast.AST) -> set[str]:
     """Parameters and variables of the functions in a piece of source."""
-    found, declared = set[str](), set[str]()
+    bound_names, global_names = set[str](), set[str]()
     for part in ast.walk(node):
         if isinstance(part, ast.arg):
-            found.add(part.arg)
+            bound_names.add(part.arg)
         elif isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):
-            found.add(part.id)
+            bound_names.add(part.id)
         elif isinstance(part, ast.Global):
-            declared.update(part.names)
-    return found - declared
+            global_names.update(part.names)
+    return bound_names - global_names
 
 
 def first_line(node: Any) -> int:
     """The line on which a definition begins, with its decorators."""
-    return min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", ()))])
+    decorators = getattr(node, "decorator_list", ())
+    return min([node.lineno, *(decorator.lineno for decorator in decorators)])
 
 
 def find_assignments(module: str, name: str) -> Iterator[ast.stmt]:
@@ -275,7 +283,7 @@ def find_assignments(module: str, name: str) -> Iterator[ast.stmt]:
             elif isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
                 names = [
-                    n.id for each in targets for n in ast.walk(each) if isinstance(n, ast.Name)
+                    n.id for target in targets for n in ast.walk(target) if isinstance(n, ast.Name)
                 ]
                 if name in names:
                     yield node
@@ -306,7 +314,7 @@ def describe_code(code: CodeType) -> str:
 
 
 def describe_constant(constant: object) -> str:
-    """A constant of a code object; sets are sorted, because their order differs between processes."""
+    """A constant of a code object; sets are sorted: their order differs between processes."""
     if isinstance(constant, frozenset):
         return repr(sorted(map(repr, cast("frozenset[object]", constant))))
     return repr(constant)

@@ -1,4 +1,4 @@
-"""Numbers of tensors as Python's own, with their types: PyTorch leaves the type of `tolist` open."""
+"""Numbers of tensors as Python's own, with types: PyTorch leaves the type of `tolist` open."""
 
 # pyright: reportUnknownMemberType=false
 from __future__ import annotations

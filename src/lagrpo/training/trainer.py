@@ -1,9 +1,9 @@
 """The trainer: packed rows -> gradient -> optimizer step, on one policy, π.
 
 In bfloat16 gradients of the micro-batches are added up in float32, AdamW steps on float32 master
-weights, and the weights that the model computes with are their rounding. There is no autocast.
+weights, and the weights that the model computes with are their rounding. Nothing uses autocast.
 
-Ranks train together: each computes the gradient of its own rows and steps on its part of the
+Ranks train together: each computes the gradient of its rows and steps on its part of the
 masters. If layers are sharded, every pass is collective, so all ranks make the same number of
 passes: a rank with fewer rows makes idle passes. Methods that say "Collective" have to be called on
 all ranks, in the same order.
@@ -229,8 +229,8 @@ class Trainer:
 
         Returns its micro-batches, with log π_k, and its sums and metrics.
 
-        Without anything `in_objective` (every group masked) there is no update. Collective; raises
-        as `update`.
+        Makes no update if nothing is `in_objective` (every group masked). Collective; raises as
+        `update`.
         """
         rows, sums = self.accumulate(rows)
         if not in_objective:
@@ -348,6 +348,7 @@ class Trainer:
         metrics = {"grad_norm": norm}
         max_norm = self.optimization.max_grad_norm or math.inf
         if norm > max_norm:
+            # With the norm of all ranks' gradients: this rank has only its part.
             torch.nn.utils.clip_grads_with_norm_(self.masters.parameters, max_norm, norm_tensor)
         gradients: list[Tensor | None] = []
         if self.optimization.log_gradient_cosine:
@@ -432,10 +433,10 @@ class Trainer:
         return logps
 
     def on_sync(self) -> dict[str, float]:
-        """Returns `changed_fraction`: the share of the weights whose bits changed since the last sync.
+        """Returns `changed_fraction`: the share of weights whose bits changed since the last sync.
 
-        Returns nothing at the first weight sync. The share is that of a sample of about a million
-        weights.
+        Returns nothing at the first weight sync. A sample of about a million weights estimates the
+        share.
         """
         last = self.synced
         self.synced = sample_weights(self.policy.weights)
@@ -496,6 +497,7 @@ class Trainer:
         self.reset_optimizer()
         for span, master in zip(self.masters.spans, self.masters.parameters, strict=True):
             master.copy_(saved.part(f"master/{span.name}", span))
+            # A run that stopped before its first update has no moments.
             if f"step/{span.name}" in saved:
                 self.optimizer.state[master] = self._load_moments(saved, span, master)
         self.masters.write_back()

@@ -1,11 +1,11 @@
-"""The formulas that `lagrpo verify` computes by itself: advantages, KL, ESS, total variation, pass@k.
+"""The formulas of `lagrpo verify`: advantages, KL, ESS, total variation, pass@k.
 
 Nothing here calls the functions that the trainer uses, so an error there shows as a difference. The
-one exception is an advantage function of the user's own: nobody else knows its formula.
+one exception is an advantage function that the user wrote: its code is the only formula.
 
-Tensors have the completions of one group [G], all completions of a batch [C], or tokens [T]. Rewards
-and log-ratios are float64. In the formulas r is a reward, mu the mean of its group, s0 the standard
-deviation of the group over G, and s1 the one over G - 1.
+Tensors have the completions of one group [G], all completions of a batch [C], or tokens [T].
+Rewards and log-ratios are float64. In the formulas r is a reward, mu the mean of its group, s0 the
+standard deviation of the group over G, and s1 the one over G - 1.
 """
 
 from __future__ import annotations
@@ -44,7 +44,10 @@ class ScoredGroup:
 def compute_advantages(
     recipe: Recipe, groups: Sequence[ScoredGroup], max_length: int
 ) -> list[Tensor]:
-    """Returns the advantages [G] of each group. `max_length` is the limit of a completion in tokens."""
+    """Returns the advantages [G] of each group.
+
+    `max_length` is the limit of a completion in tokens.
+    """
     if recipe.overlong_buffer:
         groups = [
             _add_overlong_penalty(group, max_length, recipe.overlong_buffer) for group in groups
@@ -61,7 +64,10 @@ def compute_advantages(
 
 
 def group_deviation(rewards_G: Tensor, eps_std: float) -> float:
-    """sqrt(s0^2 + eps_std), the denominator of Eq. 2 of arXiv 2505.22257; s0 is exactly 0 for equal rewards."""
+    """sqrt(s0^2 + eps_std), the denominator of Eq. 2 of arXiv 2505.22257.
+
+    s0 is exactly 0 for equal rewards.
+    """
     if _are_equal(rewards_G):
         return math.sqrt(eps_std)
     squared_distance_G = (rewards_G - _mean_in_order(rewards_G)).square()
@@ -119,7 +125,8 @@ def maxrl(group: ScoredGroup) -> Tensor:
 def red_drop(group: ScoredGroup) -> Tensor:
     """r - mean of the remaining, and 0 for the dropped: RED-Drop, arXiv 2509.24203.
 
-    If more completions lie below mu than not, the surplus with the smallest random numbers is dropped.
+    If more completions lie below mu than not, the surplus with the smallest random numbers is
+    dropped.
     """
     rewards_G = group.rewards_G
     if _are_equal(rewards_G):
@@ -144,7 +151,10 @@ def log_mean_exp(group: ScoredGroup, *, strength: float) -> Tensor:
 
 
 def batch_scaled(groups: Sequence[ScoredGroup], *, std_offset: float) -> list[Tensor]:
-    """(r - mu) / (s + std_offset): Lite PPO, arXiv 2508.08221; s is the deviation over C - 1 of the batch."""
+    """(r - mu) / (s + std_offset): Lite PPO, arXiv 2508.08221.
+
+    s is the standard deviation over C - 1 of the batch.
+    """
     rewards_C = torch.cat([group.rewards_G for group in groups])
     if len(rewards_C) == 1:
         return [centered(group) for group in groups]
@@ -154,9 +164,10 @@ def batch_scaled(groups: Sequence[ScoredGroup], *, std_offset: float) -> list[Te
 
 
 def batch_whitened(groups: Sequence[ScoredGroup], *, eps_variance: float) -> list[Tensor]:
-    """(a - m) / sqrt(v + eps_variance) with a = r - mu: REINFORCE++ with a baseline, arXiv 2501.03262.
+    """(a - m) / sqrt(v + eps_variance) with a = r - mu: REINFORCE++ with a baseline.
 
-    m and v are the mean and the variance (over T - 1) of a over the T sampled tokens of the batch.
+    arXiv 2501.03262. m and v are the mean and the variance (over T - 1) of a over the T sampled
+    tokens of the batch.
     """
     centered_C = torch.cat([centered(group) for group in groups])
     lengths_C = torch.tensor([length for group in groups for length in group.lengths])
@@ -265,7 +276,7 @@ def total_variation(log_ratio_C: Tensor) -> float:
 
 
 def pass_at_k(completions: int, correct: int, k: int) -> float:
-    """1 - C(n - c, k) / C(n, k): Eq. 1 of Chen et al., arXiv 2107.03374; n completions, c correct."""
+    """1 - C(n - c, k) / C(n, k) for n completions, c correct: Eq. 1 of arXiv 2107.03374."""
     return 1.0 - math.comb(completions - correct, k) / math.comb(completions, k)
 
 

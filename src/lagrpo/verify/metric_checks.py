@@ -207,8 +207,8 @@ def sequence_metrics(groups: Sequence[Sequence[Row]], reward_range: Range) -> Me
 def estimate_improvement(groups: Sequence[Sequence[Row]], reward_range: Range) -> float | None:
     """Returns the mean over the groups of (rho - 1) (r - mean of the others), rho = π_k/α.
 
-    r is in units of the range of rewards. Groups of one completion, or with an unknown log-prob, are
-    left out. None without a group.
+    r is in units of the range of rewards. Groups of one completion, or with an unknown log-prob,
+    are left out. None without a group.
     """
     low, high = reward_range
     gains = []

@@ -79,6 +79,7 @@ class Report:
 
     def skip(self, reason: str, count: int = 1) -> None:
         """Notes what could not be checked, and why; a count of 0 leaves no note."""
+        # += of Counters drops reasons whose count is 0.
         self.skipped += Counter({reason: count})
 
 
@@ -172,6 +173,7 @@ def _count_fresh_prompts(settings: Settings) -> int:
     prompts = settings.schedule.prompts_per_batch
     if not settings.offline.data:
         return prompts
+    # As the run does: at least one prompt is offline, however small the fraction.
     return prompts - max(1, round(settings.offline.fraction * prompts))
 
 

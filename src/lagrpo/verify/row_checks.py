@@ -1,4 +1,7 @@
-"""Checks of the rows against the settings and each other: groups, weight syncs, versions, advantages."""
+"""Checks of the rows against the settings and each other.
+
+They are about groups, weight syncs, versions and advantages.
+"""
 
 from __future__ import annotations
 

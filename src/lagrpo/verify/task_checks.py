@@ -139,7 +139,7 @@ def _count_until_end(chat: Chat, tokens: Sequence[int], stop: Sequence[str]) -> 
 
 
 def check_prompts(run: RecordedRun, task: Task, chat: Chat | None) -> None:
-    """Checks which prompts a step has, by seed and step, and their answers; with `chat`, their tokens."""
+    """Checks the prompts of a step and their answers, by seed and step; with `chat`, the tokens."""
     size = task.size("train")
     seed = run.settings.run.seed
     groups_so_far: Counter[int] = Counter()  # by step
@@ -205,6 +205,7 @@ def score_again(
         # Rewards may read how the tokenized prompt begins the answer.
         unscored.append(Group(chat.tokenize(prompt), completions))
     deadline = run.settings.task.reward_timeout
+    # A recorded run may have many completions without a reward: they must not end the replay.
     with RewardPool(task.reward, deadline=deadline, max_without_reward=1.0) as pool:
         outcomes = [
             completion.outcome or Outcome.failed("")
@@ -245,7 +246,7 @@ def _compare_outcome(run: RecordedRun, row: Row, outcome: Outcome) -> None:
 
 
 def check_evaluations(run: RecordedRun, task: Task, chat: Chat) -> None:
-    """Checks all evaluations. `task` is that of the training; evaluation sets may have others."""
+    """Checks all evaluations. `task` is the training task; an evaluation set may have another."""
     settings = run.settings
     task_settings_of_sets = {
         evaluation_set.name: evaluation_set.task for evaluation_set in settings.eval.sets
@@ -275,6 +276,7 @@ def check_evaluation(
     name = summary["name"]
     records = run.records[name]
     file = f"evaluations/{name}.parquet"
+    # Epoch -1 orders the test prompts, of which the run took the first.
     order = permutation(task.size("test"), run.settings.run.seed, "prompt order", -1)
     prompt_ids = sorted(order[: len(records)].tolist())
     for number, (record, prompt_id) in enumerate(zip(records, prompt_ids, strict=True)):

@@ -1,8 +1,8 @@
 """Samples and log-probs, token by token, against plain transformers.
 
 A token y sampled at the uniform number u is right when F(y - 1) <= u < F(y), with F the cumulative
-distribution of α over the vocabulary. F is recomputed, so tokens are judged in log-odds: logits that
-are off by at most e move the log-odds of any F by at most 2 e. A token whose u lies within
+distribution of α over the vocabulary. F is recomputed, so tokens are judged in log-odds: logits
+that are off by at most e move the log-odds of any F by at most 2 e. A token whose u lies within
 MAX_SAMPLE_NOISE times the noise of a boundary is undecided.
 
 The noise comes from the run: it is the median error of a token's log-odds, which wrong values of up
@@ -134,6 +134,7 @@ def read_tokens(scaled_TV: Tensor, token_T: Tensor, uniform_T: Tensor) -> Readin
     cdf_TV = cdf_TV / cdf_TV[:, -1:]
     upper = cdf_TV.gather(1, y)  # F(y), [T, 1]
     lower = torch.where(y > 0, cdf_TV.gather(1, (y - 1).clamp(min=0)), 0.0)  # F(y - 1), [T, 1]
+    # logit(0) is -inf and logit(1) is inf: nothing lies below the first interval or above the last.
     outside = torch.maximum(lower.logit() - u.logit(), u.logit() - upper.logit())
     expected = torch.searchsorted(cdf_TV, u, right=True).clamp(max=cdf_TV.shape[1] - 1)
     return Reading(
@@ -197,7 +198,7 @@ def _choose_rows(
         versions = set(sampled(row, "policy_versions"))
         if versions and versions <= folders.keys():
             rows.append(row)
-    chosen = [rows[index] for index in permutation(len(rows), seed, "replay")[:count]]
+    rows_to_replay = [rows[index] for index in permutation(len(rows), seed, "replay")[:count]]
 
     prefix = "completions, their samples and log-probs:"
     offline = sum(row["source"] != "sampler" for row in run.rows)
@@ -207,9 +208,9 @@ def _choose_rows(
     run.report.skip(
         f"{prefix} the weights of their version are not on disk; {cure}", without_weights
     )
-    not_chosen = len(rows) - len(chosen)
+    not_chosen = len(rows) - len(rows_to_replay)
     run.report.skip(f"{prefix} not chosen; choose more with --rows N or --all", not_chosen)
-    return chosen
+    return rows_to_replay
 
 
 def column_of(row: Row, name: str) -> Tensor:
@@ -243,7 +244,7 @@ def check_row(run: RecordedRun, reading: RowReading, noise: float) -> None:
     """Checks the tokens that a version sampled, their log α, and log π_k if it is π_k."""
     row = reading.row
     is_sampled_by_version = reading.is_sampled_by_version()
-    # The keyed random numbers are those of the local engine; vLLM has its own.
+    # Only the local engine draws from the keyed random numbers; vLLM has its own generator.
     if run.settings.rollout.engine == "local":
         _check_samples(run, reading, is_sampled_by_version, noise)
     _check_logprobs(run, reading, "rollout_logprobs", is_sampled_by_version, noise)
@@ -263,6 +264,7 @@ def _check_samples(run: RecordedRun, reading: RowReading, is_checked: Tensor, no
             expected = int(reading.tokens.expected[t])
         where = f"{row['where']}, token {t}"
         run.report.compare("samples", where, {"token_ids": expected}, {"token_ids": token})
+        # So close to a boundary, the noise could have moved u to the neighbor's interval.
         if abs(outside) <= MAX_SAMPLE_NOISE * noise:
             run.report.undecided["samples"] += 1
 

@@ -204,6 +204,7 @@ def _status(run: Run, events: Sequence[JsonView]) -> list[str]:
     holder = read_holder(run.path)
     if holder:
         writer = f"process {holder['pid']} on {holder['host']}, since {holder['since']}"
+        # Processes of another machine are not visible here.
         if holder["host"] != platform.node():
             return ["unknown", f"running or killed: {writer}"]
         if Path(f"/proc/{holder['pid']}").exists():
@@ -328,6 +329,7 @@ def read_rollouts(
     sizes = {batch: _measure(run, batch) for batch in reading.rollout_batches(run)}
     completions = sum(size.completions for size in sizes.values())
     tokens = sum(size.tokens for size in sizes.values())
+    # As many completions as have `most_tokens` tokens on average.
     most = min(most, most_tokens * completions // max(tokens, 1))
     chosen = {batch: size.completions for batch, size in sizes.items()}
     if completions > most:
@@ -448,7 +450,10 @@ def _answer(text: str) -> str:
 
 
 def _columns(rows: Rows, token_index_T: np.ndarray) -> dict[str, np.ndarray]:
-    """Returns the arrays of completions and tokens; `token_index_T` are indices of the vocabulary."""
+    """Returns the arrays of completions and tokens.
+
+    `token_index_T` are indices of the vocabulary.
+    """
     ends = np.cumsum(rows["length"])
     log_ratio_T = rows["old_logprobs"] - rows["rollout_logprobs"]
     log_ratio_T = np.where(rows["loss_mask"] == 1, log_ratio_T, 0.0)
@@ -482,7 +487,7 @@ def _thousandths(logp: np.ndarray) -> np.ndarray:
 
 
 def texts_of(run: Path, model: str, ids: Sequence[int]) -> tuple[list[str] | None, str]:
-    """Returns the text of each token id and ""; None and the reason if there is no tokenizer."""
+    """Returns the text of each token id and "", or, without a tokenizer, None and the reason."""
     from tokenizers import Tokenizer
 
     for path in _tokenizer_paths(run, model):
@@ -495,7 +500,7 @@ def texts_of(run: Path, model: str, ids: Sequence[int]) -> tuple[list[str] | Non
 
 
 def _tokenizer_paths(run: Path, model: str) -> Iterator[Path]:
-    """Yields where the tokenizer may be: with the run's weights, with the model, in the hub's cache."""
+    """Yields places of the tokenizer: beside the run's weights, the model, in the hub's cache."""
     from huggingface_hub import try_to_load_from_cache
 
     from lagrpo.model.embedded import ALIASES, DIRECTORY
@@ -516,6 +521,7 @@ def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     It is decoded behind another token, since decoders drop the space before the first. A part of a
     character is shown as its name in the vocabulary.
     """
+    # Any token with a text does; the last one, if the tokenizer makes several.
     anchor = tokenizer.encode("a", add_special_tokens=False).ids[-1:]
     anchor_text = tokenizer.decode(anchor, skip_special_tokens=False)
     texts = []

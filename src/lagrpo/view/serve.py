@@ -120,12 +120,12 @@ def make_page(names: Sequence[str], packed: bytes, *, live: bool = False) -> str
     scripts = "\n".join(_asset(f"{name}.js") for name in SCRIPTS)
     style = "\n".join(_asset(name) for name in STYLES)
     library = _asset("uplot.js")
-    # One function around all scripts keeps their names apart from those of the library.
+    # One function around all scripts, so that their names do not collide with the library's.
     program = f'(() => {{\n"use strict";\n{scripts}\n}})();'
     connect = "'self'" if live else "'none'"
     policy = (
-        f"default-src 'none'; script-src {_hash(library)} {_hash(program)}; style-src {_hash(style)}; "
-        f"connect-src {connect}; base-uri 'none'; form-action 'none'"
+        f"default-src 'none'; script-src {_hash(library)} {_hash(program)}; "
+        f"style-src {_hash(style)}; connect-src {connect}; base-uri 'none'; form-action 'none'"
     )
     # Names of directories that are not UTF-8 have lone surrogates.
     title = f"{', '.join(names)} · lagrpo view".encode(errors="replace").decode()
@@ -183,6 +183,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         url = urlsplit(self.path)
         paths = self.view_server.paths
+        # The page of another site whose name points to 127.0.0.1 sends that name here.
         if self.headers.get("Host") not in self.view_server.hosts:
             message = b"this server answers at 127.0.0.1 only\n"
             self._answer(HTTPStatus.FORBIDDEN, "text/plain", message)

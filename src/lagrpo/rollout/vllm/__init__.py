@@ -1,1 +1,4 @@
-"""The vLLM engine: vLLM servers sample completions over HTTP, with weights that the trainer syncs. See docs/vllm.md."""
+"""The vLLM engine: vLLM servers sample completions over HTTP, with weights that the trainer syncs.
+
+See docs/vllm.md.
+"""

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import urllib3
 
 from lagrpo.errors import one_line
+from lagrpo.types import JsonObject
 
 Json = Mapping[str, Any]
 T = TypeVar("T")
@@ -56,7 +57,10 @@ logger = logging.getLogger("lagrpo")
 
 
 class SamplerError(RuntimeError):
-    """The servers cannot continue to generate. The message says which server, why, and what to do."""
+    """The servers cannot continue to generate.
+
+    The message says which server, why, and what to do.
+    """
 
 
 class NoAnswerError(SamplerError):
@@ -128,7 +132,7 @@ class VllmClient:
             return True
         return False
 
-    def get_config(self) -> dict[str, Any]:
+    def get_config(self) -> JsonObject:
         """Returns vLLM's configuration: model_config, parallel_config, lora_config …"""
         return self.call("GET", "/server_info?config_format=json")["vllm_config"]
 
@@ -156,7 +160,7 @@ class VllmClient:
         self.call("POST", "/sleep?level=1", {}, LOAD_TIMEOUT)
 
     def wake_up(self) -> None:
-        """Brings back the weights that the server had before it slept. Does nothing if it is awake."""
+        """Brings back the weights that the server had. Does nothing if it is awake."""
         self.call("POST", "/wake_up", {}, LOAD_TIMEOUT)
 
     def reload(self, directory: str, label: str) -> None:
@@ -201,7 +205,7 @@ class VllmClient:
         label: str,
         top_p: float = 1.0,
         stop: Sequence[str] = (),
-    ) -> list[dict[str, Any]]:
+    ) -> list[JsonObject]:
         """Returns n completions of a prompt, in vLLM's JSON.
 
         They are sampled from the whole distribution, unless an evaluation has a `top_p`.
@@ -224,7 +228,7 @@ class VllmClient:
         if self.adapter is None:
             return choices
         # vLLM reports the label of the frozen weights: put the adapter's in its place.
-        labeled_choices: list[dict[str, Any]] = []
+        labeled_choices: list[JsonObject] = []
         for choice in choices:
             num_tokens = len(choice["token_ids"] or [])
             span = {"version": answer["model"], "start": 0, "end": num_tokens}
@@ -240,7 +244,7 @@ class VllmClient:
             "ignore_eos": True,
             "detokenize": False,
         }
-        body: dict[str, Any] = {
+        body: JsonObject = {
             "token_ids": [*prompt_ids, *token_ids],
             "sampling_params": params,
         }
@@ -313,7 +317,10 @@ class GroupQueue:
         return pool.threads.submit(self._sample, sample, pool.free_turns)
 
     def ask(self, server: VllmClient, action: Callable[[VllmClient], T]) -> T:
-        """Returns what `action` returns for a server. Repeats it if the server had to be restarted."""
+        """Returns what `action` returns for a server.
+
+        Repeats it if the server had to be restarted.
+        """
         # The lock keeps other threads from loading older weights meanwhile.
         with self._restarting[server]:
             return self._repeat(server, action)

@@ -80,6 +80,7 @@ def _coarsest_dtype(servers: Sequence[VllmClient]) -> torch.dtype:
     for server in servers:
         name = server.get_config()["model_config"]["dtype"]
         dtypes.append(getattr(torch, name.removeprefix("torch.")))
+    # All servers get the same tensors, so the least precise of their dtypes decides.
     return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
 
 
@@ -112,6 +113,7 @@ class VllmEngine:
         params: SamplingParams,
         seed: int = 0,
         max_num_seqs: int = 256,
+        *,
         syncs_in_flight: bool = False,
     ) -> None:
         self.servers = list(servers)
@@ -143,12 +145,12 @@ class VllmEngine:
 
     @contextmanager
     def temporary_weights(
-        self, weights: Mapping[str, Tensor], version: int, restore_afterwards: bool
+        self, weights: Mapping[str, Tensor], version: int, *, restore_afterwards: bool
     ) -> Iterator[None]:
         """Gives the servers π_version for the block, for an evaluation.
 
-        With `restore_afterwards`, they have the weights of the last sync again afterwards. Without it π_version
-        counts as synced.
+        With `restore_afterwards`, they have the weights of the last sync again afterwards. Without
+        it π_version counts as synced.
         """
         self._wake_up()
         update = self.weights.pack(weights, version)
@@ -235,6 +237,7 @@ class VllmEngine:
         first_turn = _Turn(history=(), max_tokens=params.max_tokens)
         completions = self._generate(server, request, first_turn, G, params)
         if params.episodes is not None:
+            # A thread per completion, because each waits for its own environment and server.
             with ThreadPoolExecutor(G) as pool:
                 converse = partial(self._converse, server, request, params, params.episodes)
                 completions = list(pool.map(converse, range(G), completions))
@@ -339,6 +342,7 @@ class VllmEngine:
             outcome = Outcome.failed(f"the server stopped it ({end!r}) after {num_tokens} tokens")
         elif bool((versions < 0).any()):
             outcome = Outcome.failed("the server did not report the weight version of every token")
+        # Also false for NaN, which stands where the server sent no log-prob.
         elif not bool((logp > NO_LOGPROB).all()):
             outcome = Outcome.failed("the server returned a log-prob that is not finite")
         return Completion(

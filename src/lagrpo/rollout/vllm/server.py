@@ -1,8 +1,8 @@
 """vLLM servers: a server that a run starts, servers that it attaches to, and `lagrpo vllm-serve`.
 
-vLLM has an environment of its own (`make vllm-env`); $LAGRPO_VLLM_PYTHON names its Python. Started
-servers listen on 127.0.0.1 and want an API key. A guard, a small process between a run and its
-server, ends the server with everything that the server started as soon as the run is gone.
+vLLM runs in a separate virtual environment (`make vllm-env`); $LAGRPO_VLLM_PYTHON names its Python.
+Started servers listen on 127.0.0.1 and want an API key. A guard, a small process between a run and
+its server, ends the server with everything that the server started as soon as the run is gone.
 """
 
 from __future__ import annotations
@@ -119,7 +119,8 @@ class Launch:
         uses_gpu = self.gpus or os.environ.get("CUDA_VISIBLE_DEVICES") or has_gpu()
         if not uses_gpu:
             words += ["--enforce-eager"]
-            # Prompts are kept whole: on a CPU vLLM 0.32 cannot compute a seeded prompt in two steps.
+            # Prompts are kept whole: on a CPU vLLM 0.32 cannot compute a seeded prompt in two
+            # steps.
             words += ["--no-enable-chunked-prefill"]
             words += ["--max-num-batched-tokens", str(max(8192, self.max_model_len))]
         if self.transfer == "nccl":
@@ -240,7 +241,7 @@ def open_servers(
     longest = settings.max_sequence_length + replied + 1
     with as_settings_error("vllm", SamplerError):
         if settings.vllm.urls:
-            return [attach_server(url, settings, longest) for url in settings.vllm.urls]
+            return [attach_server(url, longest) for url in settings.vllm.urls]
         return [start_server(settings, longest, shares_gpu=shares_gpu)]
 
 
@@ -252,7 +253,7 @@ def wait_until_ready(servers: Sequence[VllmClient]) -> None:
                 server.wait_until_ready()
 
 
-def attach_server(url: str, settings: Settings, longest: int) -> VllmClient:
+def attach_server(url: str, longest: int) -> VllmClient:
     """Returns a client of a server that runs already, for sequences of `longest` tokens.
 
     Raises SamplerError or ValueError for a server that cannot be used.

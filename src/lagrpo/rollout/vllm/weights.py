@@ -1,6 +1,7 @@
 """Weight sync: ways to load a version of the weights into all servers.
 
-    directory   safetensors in a directory that trainer and servers see: /dev/shm, or $LAGRPO_TRANSFER_DIR
+    directory   safetensors in a directory that trainer and servers see: /dev/shm, or
+                $LAGRPO_TRANSFER_DIR
     nccl        broadcast from the trainer's GPU to the GPUs of the servers
 
 A version is labeled RUN:VERSION; the servers report the label of every token that they sample. LoRA
@@ -244,8 +245,8 @@ class NcclTransfer(WeightTransfer):
     """Broadcasts from rank 0, the trainer, to the workers of all servers.
 
     The communicator is the one that PyTorch ships. A missing member makes all others wait forever,
-    and PyTorch cannot stop them. So these calls run in threads that may stay behind, on CUDA
-    streams of their own: the weights can still be read and saved while a broadcast hangs.
+    and PyTorch cannot stop them. So these calls run in threads that may stay behind, on separate
+    CUDA streams: the weights can still be read and saved while a broadcast hangs.
 
     If a server has another version of NCCL, members would not meet either: then weights go through
     the directory. A server without our worker extension does not say its version.
@@ -317,7 +318,7 @@ class NcclTransfer(WeightTransfer):
         identity = nccl.unique_id()
         world_size = 1 + sum(num_workers)
         actions: list[Callable[[], Any]] = []
-        # Rank 0 is the trainer; the workers of each server follow those of the server before.
+        # Rank 0 is the trainer; the workers of the first server come next, then the second's.
         rank_offset = 1
         for server, num_workers_of_server in zip(servers, num_workers, strict=True):
             init_info = {
@@ -364,7 +365,7 @@ def _broadcast(tensors: Mapping[str, Tensor], communicator: Any) -> None:
 
 @contextmanager
 def _own_stream(device: torch.device | int) -> Iterator[None]:
-    """Runs the block on a new stream, after the work of the current stream, and waits for its end."""
+    """Runs the block on a new stream, after the current stream's work, and waits for its end."""
     with torch.cuda.device(device):
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -374,11 +375,11 @@ def _own_stream(device: torch.device | int) -> Iterator[None]:
 
 
 def _make_directory(num_bytes: int, output_dir: Path | None) -> Path:
-    """Makes a directory for this process, and removes those of runs that were killed.
+    """Makes a directory for this process, and removes what killed runs left.
 
-    They are only removed from the default parent: another one may be shared by machines, whose
-    processes we cannot see. Versions of `num_bytes` that do not fit into the default parent go to
-    `output_dir`.
+    It removes only from the default parent. Another parent may be shared with machines whose
+    processes are not visible here. Versions of `num_bytes` that do not fit into the default parent
+    go to `output_dir`.
     """
     default = Path(tempfile.gettempdir())
     if os.access(SHARED_MEMORY, os.W_OK):

@@ -1,8 +1,14 @@
-"""An extension of vLLM's worker. vLLM's Python imports this file, which imports nothing of lagrpo."""
+"""An extension of vLLM's worker.
+
+vLLM's Python imports this file, which imports nothing of lagrpo.
+"""
 
 
 class Worker:
-    """A class mixed into vLLM's worker by --worker-extension-cls; collective_rpc calls its methods."""
+    """A class that --worker-extension-cls mixes into vLLM's worker.
+
+    collective_rpc calls its methods.
+    """
 
     def get_nccl_version(self) -> str:
         """Returns the version of the NCCL that weights are received with, such as 2.27.3."""
