@@ -108,6 +108,11 @@ def test_rewards_have_weights_and_ranges_as_objects_and_as_tables(given):
         assert row["reward"] == pytest.approx(expected)
 
 
+def test_reward_has_a_range_that_goes_up():
+    with pytest.raises(ValueError, match=r"range of reward '_mood'"):
+        lagrpo.Reward(_mood, range=(1, 0))
+
+
 def test_named_rewards_and_a_file_with_changed_settings(given, tmp_path):
     (tmp_path / "a.toml").write_text("[schedule]\nbatches = 9\n", encoding="utf-8")
     result = lagrpo.train(tmp_path / "a.toml", data=ROWS, rewards="exact", **given)
@@ -124,6 +129,10 @@ def test_named_rewards_and_a_file_with_changed_settings(given, tmp_path):
         ({"data": ROWS, "rewards": [lambda x: 1.0]}, "name the parameters"),
         ({"data": ROWS, "rewards": ["exakt"]}, "exakt"),
         ({"data": ROWS, "rewards": {"reward": correct, "wieght": 2.0}}, "wieght"),
+        ({"data": ROWS, "rewards": [(correct, 0.2)]}, r"lagrpo\.Reward\(function, weight=0\.2\)"),
+        ({"data": ROWS, "reward_funcs": [correct]}, "is task.rewards, or the argument rewards"),
+        ({"train_dataset": ROWS, "rewards": [correct]}, "is task.data, or the argument data"),
+        ({"learning_rate": 1e-5}, "optimizer.learning_rate"),
         ({"data": ROWS}, "the task 'custom' needs task.rewards"),
         (
             {"data": [*ROWS, {"question": None, "answer": "5"}], "rewards": correct},

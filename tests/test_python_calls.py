@@ -44,6 +44,13 @@ def test_evaluation_is_of_all_rows_or_of_the_test_split(model, tmp_path, monkeyp
     assert len(list((tmp_path / "evaluations").iterdir())) == 2
 
 
+def test_evaluation_of_the_directory_of_a_run_names_the_model_in_it(tmp_path):
+    weights = tmp_path / "run" / "weights" / "final"
+    weights.mkdir(parents=True)
+    with pytest.raises(SettingsError, match=str(weights)):
+        lagrpo.evaluate(tmp_path / "run", ROWS, [correct])
+
+
 def test_evaluation_of_missing_data_is_a_settings_error(model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SettingsError, match=r"nosuch\.jsonl"):
@@ -72,5 +79,6 @@ def test_table_of_runs_has_what_differs_and_the_last_results(model, tmp_path):
         assert result.after is not None
         for end in ("", "_low", "_high"):
             assert table.loc[name, f"eval/pass@1{end}"] == result.after[f"pass@1{end}"]
+    assert lagrpo.compare(str(results["a"].run), last=2)["batches"].tolist() == [2]
     with pytest.raises(RunNotFoundError, match="there is no run at"):
         lagrpo.compare([tmp_path / "nosuch"])

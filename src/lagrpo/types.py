@@ -261,5 +261,5 @@ class Result:
     """number of batches"""
     interrupted: signal.Signals | None
     """the signal that stopped the run"""
-    evaluations: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    evaluations: Mapping[str, dict[str, Any]] = field(default_factory=dict, repr=False)
     """all summaries by the names of their files"""

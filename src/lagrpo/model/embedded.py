@@ -77,7 +77,11 @@ def check_path(name: str) -> None:
         check_directory(path)
         return
     if path.exists():
-        raise ModelNotFoundError(f"{name!r} is not a model directory: it has no config.json")
+        problem = f"{name!r} is not a model directory: it has no config.json"
+        weights = path / "weights" / "final"
+        if weights.is_dir():
+            problem += f". The model of this run is {weights}"
+        raise ModelNotFoundError(problem)
     is_hub_id = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name)
     if name.startswith((".", "/", "~")) or not is_hub_id:
         raise ModelNotFoundError(

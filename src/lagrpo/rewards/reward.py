@@ -124,7 +124,8 @@ class Reward:
     - `name`: the name in metrics and records; `lagrpo.train` takes the function's if it is empty
     - `is_of_environment`: True if the environment of a completion gives the value
 
-    Raises ValueError for a function whose signature is none of the three.
+    Raises ValueError for a function whose signature is none of the three, and for a range that does
+    not go up.
     """
 
     function: RewardFunction
@@ -139,6 +140,12 @@ class Reward:
                 f"{self.title}({', '.join(self._parameters)}): name the parameters "
                 "(completion, answer), or as in TRL (prompts, completions, **columns) or verl "
                 "(data_source, solution_str, ground_truth)"
+            )
+        lowest, highest = self.range
+        if not lowest < highest:
+            raise ValueError(
+                f"the range of reward {self.title!r} goes from the smallest to the largest value, "
+                f"not {self.range}"
             )
 
     @cached_property

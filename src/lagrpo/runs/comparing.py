@@ -30,8 +30,8 @@ OF_RUN = ("run.name", "run.output_dir")
 """Settings that differ in any two runs."""
 
 
-def compare(runs: Sequence[Run | Path | str], last: int = 10) -> pd.DataFrame:
-    """Returns a table with a row per run, by its name.
+def compare(runs: Sequence[Run | Path | str] | Run | Path | str, last: int = 10) -> pd.DataFrame:
+    """Returns a table with a row per run, by its name. `runs` may be a single run.
 
     Its columns are the settings that differ, the number of `batches`, METRICS as means over the
     `last` batches, and the last evaluation of each set with 95 % intervals: eval/pass@1,
@@ -39,6 +39,8 @@ def compare(runs: Sequence[Run | Path | str], last: int = 10) -> pd.DataFrame:
     """
     import pandas as pd
 
+    if isinstance(runs, Run | Path | str):
+        runs = [runs]
     paths = [open_run(run).path for run in runs]
     configs = [tomllib.loads((path / "config.toml").read_text(encoding="utf-8")) for path in paths]
     settings = pd.json_normalize(configs)

@@ -5,12 +5,14 @@ Errors name the file and the setting, and say what is wrong with its value.
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import wraps
 from pathlib import Path
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 import tomli_w
 from pydantic import BaseModel, ValidationError
@@ -23,6 +25,8 @@ from lagrpo.settings.schema import Settings
 from lagrpo.settings.sections import Table
 
 Model = TypeVar("Model", bound=BaseModel)
+Parameters = ParamSpec("Parameters")
+Returned = TypeVar("Returned")
 
 PRESETS = Path(__file__).with_name("presets")
 
@@ -166,6 +170,24 @@ def suggest_setting(name: str, kind: type[BaseModel]) -> str:
     if name.startswith("loss."):
         advice += " Other knobs of the recipe are loss.overrides.NAME."
     return advice
+
+
+def explains_arguments(function: Callable[Parameters, Returned]) -> Callable[Parameters, Returned]:
+    """Lets a function explain arguments that it does not have, such as TRL's reward_funcs.
+
+    Such a call raises SettingsError, as a setting of that name does.
+    """
+    known_names = inspect.signature(function).parameters
+
+    @wraps(function)
+    def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Returned:
+        for name in kwargs:
+            if name not in known_names:
+                advice = suggest_setting(name, Settings)
+                raise SettingsError(f"{function.__name__} has no argument {name!r}; {advice}")
+        return function(*args, **kwargs)
+
+    return call
 
 
 def nest(values: Mapping[str, object], path: str = "") -> Table:

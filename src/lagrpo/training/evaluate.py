@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from lagrpo.errors import as_settings_error, without_own_frames
 from lagrpo.interrupts import interruptible
-from lagrpo.settings.load import load_settings
+from lagrpo.settings.load import explains_arguments, load_settings
 from lagrpo.tasks import Task
 from lagrpo.tasks.data import find_splits
 from lagrpo.training import checks
@@ -19,6 +19,7 @@ DEFAULTS = {"run.output_dir": "evaluations", "eval.num_prompts": 0, "rollout.num
 
 
 @without_own_frames
+@explains_arguments
 def evaluate(
     model: str | os.PathLike[str],
     data: Any = None,

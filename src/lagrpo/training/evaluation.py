@@ -15,7 +15,7 @@ import sys
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -59,7 +59,7 @@ class Evaluation:
     """The result of an evaluation: a summary for people and plots, and one row per prompt."""
 
     summary: JsonObject
-    records: list[JsonObject]
+    records: list[JsonObject] = field(repr=False)  # long: left out of what a notebook prints
 
 
 @dataclass(frozen=True, slots=True)

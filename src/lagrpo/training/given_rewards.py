@@ -41,8 +41,13 @@ def as_reward(given: Any) -> Reward:
         reward = _read_table(cast(Table, given))
     elif isinstance(given, Reward):
         reward = given
-    else:
+    elif callable(given):
         reward = Reward(given)
+    else:
+        raise ValueError(
+            f"rewards: {given!r} is neither a function nor a name nor a table; "
+            "lagrpo.Reward(function, weight=0.2) gives a function a weight"
+        )
     if reward.name:
         return reward
     function = getattr(reward.function, "func", reward.function)  # of a partial

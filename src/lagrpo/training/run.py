@@ -29,7 +29,7 @@ from lagrpo.rollout.prefetch import VersionError
 from lagrpo.rollout.sync_check import WeightSyncError
 from lagrpo.rollout.vllm.client import SamplerError
 from lagrpo.runs.directory import locked
-from lagrpo.settings.load import load_settings
+from lagrpo.settings.load import explains_arguments, load_settings
 from lagrpo.settings.schema import Settings
 from lagrpo.tasks import NOT_A_TASK, Task
 from lagrpo.training import checks
@@ -57,6 +57,7 @@ without a traceback."""
 
 
 @without_own_frames
+@explains_arguments
 def train(
     source: Settings | Mapping[str, Any] | str | os.PathLike[str] | None = None,
     task: Task | None = None,
