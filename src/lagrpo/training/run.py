@@ -107,8 +107,7 @@ def train(
     if not isinstance(source, Settings):
         changes = {**checks.as_settings(model, data, rewards, loss), **(settings or {})}
         source = load_settings(source, changes, resume_from)
-    arguments: dict[str, object] = {"task": task, "data": data, "rewards": rewards, "loss": loss}
-    passed_names = [name for name, argument in arguments.items() if argument is not None]
+    passed_names = names_of_passed(task=task, data=data, rewards=rewards, loss=loss)
     checks.check_arguments(source, resume_from, passed_names)
     resume_arguments = checks.in_memory_arguments(task, data, rewards, loss)
 
@@ -119,9 +118,31 @@ def train(
     if dry_run:
         print_meaning(resolved, recipe)
         return Result(Path(resolved.run.output_dir), None, None, None, 0, 0, None)
-    recorded_threads = checks.recorded_threads(resolved, resume_from)
+    return run_in_process(
+        resolved,
+        recipe,
+        task,
+        callbacks,
+        device=device,
+        resume=resume_from,
+        arguments=resume_arguments,
+    )
+
+
+def run_in_process(
+    settings: Settings,
+    recipe: Recipe,
+    task: Task | None,
+    callbacks: Sequence[Callback],
+    *,
+    device: str,
+    resume: str | None,
+    arguments: Sequence[str],
+) -> Result:
+    """Sets this process up, with its threads, signals and the other ranks, and trains in it."""
+    recorded_threads = checks.recorded_threads(settings, resume)
     threads = choose_threads(recorded_threads, checks.local_size())
-    shard_layers = resolved.distributed.strategy == "fsdp2"
+    shard_layers = settings.distributed.strategy == "fsdp2"
     with (
         interruptible(),
         freed_memory_kept(),
@@ -130,17 +151,22 @@ def train(
     ):
         run_this_rank = partial(
             run_rank,
-            settings=resolved,
+            settings=settings,
             recipe=recipe,
             task=task,
             callbacks=callbacks,
             ranks=ranks,
-            resume=resume_from,
-            arguments=resume_arguments,
+            resume=resume,
+            arguments=arguments,
         )
         if ranks.size == 1:
             return run_this_rank()
         return run_recorded(run_this_rank)
+
+
+def names_of_passed(**arguments: object) -> list[str]:
+    """Returns the names of the arguments that are not None."""
+    return [name for name, argument in arguments.items() if argument is not None]
 
 
 def check_types(task: object, callbacks: Sequence[object]) -> None:
