@@ -22,7 +22,7 @@ import json
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -67,13 +67,18 @@ Values = dict[str, Any]
 
 
 def main() -> None:
-    parser = common_options(__doc__)
-    parser.add_argument("stages", nargs="+", choices=STAGES, metavar="STAGE")
+    run_stages(__doc__, STAGES)
+
+
+def run_stages(description: str | None, stages: Mapping[str, Stage]) -> None:
+    """Runs the stages that the command line names, and records what they measure."""
+    parser = common_options(description)
+    parser.add_argument("stages", nargs="+", choices=stages, metavar="STAGE")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     for stage in options.stages:
         started = time.perf_counter()
-        for name, values in STAGES[stage](options):
+        for name, values in stages[stage](options):
             record(options, name, values)
         free_memory(DEVICE)
         print(f"-- {stage}: {time.perf_counter() - started:.0f} s", flush=True)
@@ -90,6 +95,7 @@ def record(options: argparse.Namespace, name: str, values: Values) -> None:
 
 
 Answers = Iterator[tuple[str, Values]]
+Stage = Callable[[argparse.Namespace], Answers]
 
 
 # ---- stages ----
@@ -266,7 +272,7 @@ def compare_attention(heads: int, kv_heads: int, d: int) -> Values:
     }
 
 
-STAGES: dict[str, Callable[[argparse.Namespace], Answers]] = {
+STAGES: dict[str, Stage] = {
     "peak": peak,
     "learn": learn,
     "learn-135m": learn_135m,

@@ -25,9 +25,19 @@ import probe_gpu
 import torch
 import torch.nn.functional as F
 from bench_gpu import free_memory, make_policy
-from probe_gpu import DEVICE, ON_GPU, peak_memory, profile_update, record, seconds_of, synchronize
+from probe_gpu import (
+    DEVICE,
+    ON_GPU,
+    Answers,
+    Stage,
+    peak_memory,
+    profile_update,
+    run_stages,
+    seconds_of,
+    synchronize,
+)
 from torch import Tensor
-from work import SEED, common_options
+from work import SEED
 
 from lagrpo.gpu import exactness
 from lagrpo.model.backend import choose_backend
@@ -37,20 +47,9 @@ from lagrpo.rollout.base import Request
 from lagrpo.rollout.local import LocalSampler
 from lagrpo.types import Group, Prompt
 
-Answers = Iterator[tuple[str, dict[str, Any]]]
-
 
 def main() -> None:
-    parser = common_options(__doc__)
-    parser.add_argument("stages", nargs="+", choices=STAGES, metavar="STAGE")
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    for stage in options.stages:
-        started = time.perf_counter()
-        for name, values in STAGES[stage](options):
-            record(options, name, values)
-        free_memory(DEVICE)
-        print(f"-- {stage}: {time.perf_counter() - started:.0f} s", flush=True)
+    run_stages(__doc__, STAGES)
 
 
 # ---- kernels ----
@@ -286,7 +285,7 @@ def difference_of_log_probs(policy: Policy, groups: list[Group]) -> Tensor:
         return (policy.logp(packed).cpu() - sampled).abs()
 
 
-STAGES: dict[str, Callable[[argparse.Namespace], Answers]] = {
+STAGES: dict[str, Stage] = {
     "kernels": kernels,
     "decode": decode,
     "learn-torch": learn_torch,

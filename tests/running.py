@@ -10,7 +10,7 @@ from functools import cache
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from lagrpo.runs import environment, files, plots
+from lagrpo.runs import directory, environment, files, plots
 from lagrpo.settings.load import flatten
 from lagrpo.terminal.display import Display
 from lagrpo.training.callbacks import Callback
@@ -41,6 +41,7 @@ def skip_curves_and_syncs() -> None:
     """Runs of this process draw no reward.png, do not wait for the disk, and ask git once: half of
     the time of a tiny run."""
     files.sync_to_disk = lambda path: None
+    directory.sync_to_disk = files.sync_to_disk
     environment.git_state = cache(environment.git_state)
     plots.reward_curve = lambda run_dir: Path(str(run_dir)) / "reward.png"
 

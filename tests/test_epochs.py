@@ -10,6 +10,7 @@ from running import tiny_settings
 import lagrpo
 from lagrpo.errors import SettingsError
 from lagrpo.runs import load_rollouts
+from lagrpo.settings.load import load_settings
 from lagrpo.settings.schema import Settings
 from lagrpo.training.epochs import with_batches
 
@@ -27,6 +28,35 @@ def test_epochs_become_batches_of_the_training_prompts(epochs, prompts, batches)
     assert (resolved.batches, resolved.epochs) == (batches, None)
 
 
+LENGTHS_TWICE = {"schedule": {"epochs": 2, "batches": 5}}
+
+
+@pytest.mark.parametrize(
+    ("source", "changes", "origin"),
+    [(LENGTHS_TWICE, {}, "settings"), ({}, LENGTHS_TWICE, "command line")],
+    ids=["in the settings", "in the changes"],
+)
+def test_two_lengths_in_one_place_are_rejected(source, changes, origin):
+    message = rf"{origin}: schedule\.batches and schedule\.epochs both set the length"
+    with pytest.raises(SettingsError, match=message):
+        load_settings(source, changes)
+
+
+@pytest.mark.parametrize(
+    ("in_file", "typed", "length"),
+    [
+        ({"epochs": 2.0}, {"schedule.batches": 5}, (5, None)),
+        ({"batches": 5}, {"schedule.epochs": 2.0}, (5, 2.0)),
+        ({"epochs": 2.0}, {}, (100, 2.0)),
+    ],
+    ids=["batches over epochs", "epochs over batches", "epochs over the default"],
+)
+def test_length_that_was_set_last_counts(in_file, typed, length):
+    """Set epochs replace the batches later, in with_batches."""
+    schedule = load_settings({"schedule": in_file}, typed).schedule
+    assert (schedule.batches, schedule.epochs) == length
+
+
 def test_epochs_of_offline_completions_alone_are_rejected():
     settings = Settings.model_validate(
         {"offline": {"data": "old.jsonl"}, "schedule": {"epochs": 1}}
@@ -39,9 +69,10 @@ def test_run_of_two_epochs_visits_every_prompt_twice(model, tmp_path):
     settings = tiny_settings(
         model,
         tmp_path / "runs",
-        schedule={"epochs": 2, "prompts_per_batch": 3, "batches": 99},
+        schedule={"epochs": 2, "prompts_per_batch": 3},
         eval={"at_start": False},
     )
+    del settings["schedule"]["batches"]
     result = lagrpo.train(settings)
     assert result.batches == 4
     visits = Counter(

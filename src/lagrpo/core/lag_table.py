@@ -108,8 +108,9 @@ def recipes_that_hold(staleness: int, count: int = 2) -> tuple[int, list[str]]:
     """The smallest measured lag that is not below `staleness`, and the best recipes there.
 
     Returns the largest measured lag if all are below. The recipes, at most `count`, hold up to that
-    lag. First come those that keep most for certain: by the lower end of the interval, on the task
-    that is worse for them. The list is empty if none holds.
+    lag. First come those that live at most learning rates on both tasks; among these, those that
+    keep most for certain: by the lower end of the interval, on the task that is worse for them.
+    The list is empty if none holds.
     """
     all_lags = sorted({lag for recipe in load_table() for lag in measured_lags(recipe)})
     if not all_lags:
@@ -117,7 +118,11 @@ def recipes_that_hold(staleness: int, count: int = 2) -> tuple[int, list[str]]:
     lag = next((lag for lag in all_lags if lag >= staleness), all_lags[-1])
     holding = [recipe for recipe in load_table() if (held_lag(recipe) or 0) >= lag]
 
-    def kept_for_certain(recipe: str) -> float:
-        return min(measured.lower_end for measured in load_table()[recipe][lag].values())
+    def robustness(recipe: str) -> tuple[int, float]:
+        by_task = list(load_table()[recipe][lag].values())
+        living = set(by_task[0].living_learning_rates)
+        for measured in by_task[1:]:
+            living.intersection_update(measured.living_learning_rates)
+        return len(living), min(measured.lower_end for measured in by_task)
 
-    return lag, sorted(holding, key=kept_for_certain, reverse=True)[:count]
+    return lag, sorted(holding, key=robustness, reverse=True)[:count]

@@ -79,6 +79,18 @@ class Cache:
         self.values[:, target, :, :elements] = self.values[:, source, :, :elements]
 
 
+def plan_moves(num_rows: int, ended: Sequence[int]) -> tuple[int, list[int], list[int]]:
+    """Plans how the rows that go on come to stand at 0 .. R-1 when others end.
+
+    Returns R, the rows that move, and where they move to.
+    """
+    ended_rows = set(ended)
+    num_active = num_rows - len(ended_rows)
+    holes = sorted(row for row in ended_rows if row < num_active)
+    movers = [row for row in range(num_active, num_rows) if row not in ended_rows]
+    return num_active, movers, holes
+
+
 @dataclass(frozen=True, slots=True)
 class DecodeInputs:
     """The n tokens of a step, row after row. All tensors are int64 [n] on the CPU."""
@@ -171,10 +183,7 @@ class DecodeState:
 
         Returns the moves (from row, to row) that keep the active rows at 0 .. R-1.
         """
-        ended = set(rows)
-        num_active = self.rows - len(ended)
-        holes = sorted(row for row in ended if row < num_active)
-        movers = [row for row in range(num_active, self.rows) if row not in ended]
+        num_active, movers, holes = plan_moves(self.rows, rows)
         if holes:
             target = torch.tensor(holes)
             source = torch.tensor(movers)

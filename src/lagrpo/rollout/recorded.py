@@ -27,6 +27,7 @@ from lagrpo.gpu.cached_attention import attend_by_flash, attend_by_mask, flash_r
 from lagrpo.gpu.graphs import Graphs
 from lagrpo.model.attention import Shape
 from lagrpo.model.layout import PackedLayout
+from lagrpo.rollout.decoding import plan_moves
 
 if TYPE_CHECKING:
     from lagrpo.model.model import Model
@@ -263,10 +264,7 @@ class RecordedState:
 
         Returns the moves (from row, to row) that keep the active rows at 0 .. R-1.
         """
-        ended = set(rows)
-        num_active = self.rows - len(ended)
-        holes = sorted(row for row in ended if row < num_active)
-        movers = [row for row in range(num_active, self.rows) if row not in ended]
+        num_active, movers, holes = plan_moves(self.rows, rows)
         if holes:
             target = torch.tensor(holes)
             source = torch.tensor(movers)

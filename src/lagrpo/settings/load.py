@@ -54,12 +54,38 @@ def load_settings(
         if not source.is_file():
             raise SettingsError(f"--resume: {resume!r} is not a run: it has no config.toml")
     if source is None or isinstance(source, Mapping):
-        return validate(nest(source or {}), changes, "settings", Settings)
+        values = with_one_length(nest(source or {}), changes, "settings")
+        return validate(values, changes, "settings", Settings)
     file = Path(source).expanduser()
     packaged_file = PRESETS / f"{source}.toml"
     if not file.exists() and packaged_file.is_file():
         file = packaged_file
-    return validate(read_toml(file), changes, str(source), Settings)
+    values = with_one_length(read_toml(file), changes, str(source))
+    return validate(values, changes, str(source), Settings)
+
+
+def with_one_length(
+    values: Mapping[str, object], changes: Mapping[str, object], source: str
+) -> Mapping[str, object]:
+    """Returns the values without their schedule.epochs if the changes set schedule.batches.
+
+    The length that was set last counts. Raises SettingsError if both were set in one place.
+    """
+    for table in values, changes:
+        if _sets(table, "batches") and _sets(table, "epochs"):
+            origin = source if table is values else "command line"
+            raise SettingsError(
+                f"{origin}: schedule.batches and schedule.epochs both set the length: remove one"
+            )
+    if _sets(changes, "batches") and _sets(values, "epochs"):
+        return merged(values, {"schedule": {"epochs": None}})
+    return values
+
+
+def _sets(table: Mapping[str, object], name: str) -> bool:
+    """True if a table sets the key `name` of the section schedule."""
+    schedule = table.get("schedule")
+    return isinstance(schedule, Mapping) and schedule.get(name) is not None
 
 
 def read_toml(path: Path) -> Table:

@@ -72,11 +72,10 @@ def train_loop(
             batch = assemble_batch(components, groups, b)  # 12-13   A_α, weights
             rows = trainer.pack(batch, components.settings.optimizer.micro_batch_tokens)
         rows_left_out = compute_left_out(components, clock, batch)  # while the policy is still π_k
-        in_objective = batch.in_objective
         updates: list[dict[str, float]] = []
         with clock.measure(Phase.LEARNING):
             for _ in range(schedule.num_iterations):  # 14
-                rows, metrics = trainer.step(rows, in_objective=in_objective)  # 15   Eq. 7 or 8
+                rows, metrics = trainer.step(rows, in_objective=batch.in_objective)  # 15   Eq. 7, 8
                 updates.append(metrics)
 
         logp_k = gather_by_completion(ranks, [*rows, *rows_left_out], "old_logp_T")
