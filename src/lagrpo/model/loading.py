@@ -7,8 +7,9 @@ shared-prefix attention does not reproduce.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -25,7 +26,9 @@ from lagrpo.model.files import load_tokenizer
 from lagrpo.model.layout import Packed
 from lagrpo.model.lora import Lora, attach_lora, load_adapter_config, load_adapter_weights
 from lagrpo.model.model import Policy, trained_weights
+from lagrpo.model.stored import StoredWeights, find_weight_files
 
+logger = logging.getLogger("lagrpo")
 LOADING = {
     # Neither pickled weights nor code of the model.
     "use_safetensors": True,
@@ -64,10 +67,53 @@ def load_policy(
         if lora is not None:
             with as_settings_error("model.lora_r"):
                 attach_lora(lm, lora)
+    policy = _make_policy(lm, tokenizer, tau, chat_template, backend, template_kwargs)
+    check_attention(policy)
+    return policy
+
+
+def open_policy(
+    path: str,
+    dtype: torch.dtype,
+    backend: Backend,
+    tau: float = 1.0,
+    chat_template: str | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> Policy | None:
+    """Opens a policy from a hub id or a directory, and leaves its weights in the files.
+
+    Its model is on the meta device, and `weights` are `StoredWeights`. `check_finite` and
+    `check_attention` are left to the caller. Returns None if the files do not have the weights as
+    the model has them; `load_policy` converts these, or says what is wrong. Raises ValueError or
+    OSError.
+    """
+    tokenizer = check_files(path)
+    with naming_damage(path, _advice()):
+        lm = _make_empty_model(path, dtype)
+        weights = StoredWeights(lm, find_weight_files(path))
+    if not weights.fit():
+        logger.warning(
+            "%s: every rank loads the whole model before it keeps its share, because the "
+            "safetensors files have other names or shapes than the model's weights",
+            path,
+        )
+        return None
+    policy = _make_policy(lm, tokenizer, tau, chat_template, backend, template_kwargs)
+    return replace(policy, weights=weights)
+
+
+def _make_policy(
+    lm: Any,
+    tokenizer: Any,
+    tau: float,
+    chat_template: str | None,
+    backend: Backend | Choice,
+    template_kwargs: Mapping[str, Any] | None,
+) -> Policy:
+    """Returns the policy of a model and its tokenizer, with the settings of its chat template."""
     if chat_template is not None:
         tokenizer.chat_template = chat_template
     policy = Policy.from_model(lm, tokenizer, tau, backend=backend)
-    check_attention(policy)
     template_kwargs = template_kwargs or {}
     for name in template_kwargs:
         if name not in str(tokenizer.chat_template):
@@ -81,27 +127,57 @@ def load_model(
     path: str, dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> tuple[Any, Any]:
     """Returns the model of transformers, without adapters, and its tokenizer."""
-    import transformers
     from transformers import AutoModelForCausalLM
 
     attention.register()
     tokenizer = check_files(path)
-    advice = (
-        f"transformers {transformers.__version__} cannot load it; "
-        "check config.json, or update transformers"
-    )
     options: Any = LOADING | {"dtype": dtype, "attn_implementation": attention.NAME}
-    with naming_damage(path, advice):
+    with naming_damage(path, _advice()):
         model_and_info: Any = AutoModelForCausalLM.from_pretrained(path, **options)
     lm, loading_info = model_and_info
     check_loaded(lm, loading_info)
     check_finite(dict(lm.named_parameters()))
     lm.to(device)
-    # Without dropout the engine and the trainer compute the same function of the weights.
+    _remove_dropout(lm)
+    return lm, tokenizer
+
+
+def _make_empty_model(path: str, dtype: torch.dtype) -> Any:
+    """Returns the model of transformers as `load_model` does, with its weights on the meta device.
+
+    Buffers have their numbers: no file has them.
+    """
+    from accelerate import init_empty_weights
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    attention.register()
+    with init_empty_weights(include_buffers=False):
+        lm: Any = AutoModelForCausalLM.from_config(
+            load_config(path), dtype=dtype, attn_implementation=attention.NAME
+        )
+    # init_empty_weights gives every name of a tied weight a parameter of its own.
+    lm.tie_weights()
+    # Without the file, the model has made a generation config from config.json.
+    with suppress(OSError):
+        lm.generation_config = GenerationConfig.from_pretrained(path)
+    _remove_dropout(lm)
+    return lm
+
+
+def _advice() -> str:
+    import transformers
+
+    return (
+        f"transformers {transformers.__version__} cannot load it; "
+        "check config.json, or update transformers"
+    )
+
+
+def _remove_dropout(lm: nn.Module) -> None:
+    """Makes the engine and the trainer compute the same function of the weights."""
     for module in lm.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-    return lm, tokenizer
 
 
 def load_adapted(
@@ -282,9 +358,13 @@ def longrope_switch(text: Any) -> int | None:
 def check_attention(policy: Policy) -> float:
     """Compares log-probs on a packed row with transformers' own attention on sequences.
 
-    Returns the mean |Δ|, nats. Raises ValueError if it is beyond the dtype's tolerance.
+    Returns the mean |Δ|, nats. Raises ValueError if it is beyond the dtype's tolerance. Collective
+    if layers are sharded.
     """
     lm = policy.model.lm
+    # transformers' attention may have dropout when it trains.
+    was_training = lm.training
+    lm.eval()
     rng = torch.Generator().manual_seed(0)
     # The lengths of a prompt and of two completions.
     prompt, *completions = (
@@ -303,6 +383,7 @@ def check_attention(policy: Policy) -> float:
         token_ids = sequence[len(prompt) :, None]  # [t, 1]
         theirs.append(logp.gather(1, token_ids).squeeze(1).cpu())
     lm.set_attn_implementation(attention.NAME)
+    lm.train(was_training)
 
     difference = (ours_T - torch.cat(theirs)).abs().mean().item()
     tolerance = ATTENTION_TOLERANCE[policy.dtype]

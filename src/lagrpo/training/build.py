@@ -26,9 +26,19 @@ from lagrpo.model.backend import choose_backend, chosen_kernels, pick_device, pi
 from lagrpo.model.chat import Chat
 from lagrpo.model.embedded import is_adapter, resolve_model
 from lagrpo.model.files import save_model
-from lagrpo.model.loading import check_context, check_files, load_config, load_policy, quiet
+from lagrpo.model.loading import (
+    check_attention,
+    check_context,
+    check_files,
+    check_finite,
+    load_config,
+    load_policy,
+    open_policy,
+    quiet,
+)
 from lagrpo.model.lora import Lora, load_adapter_config
 from lagrpo.model.model import Policy, copy_policy, fingerprint
+from lagrpo.model.stored import StoredWeights
 from lagrpo.rewards import builtin
 from lagrpo.rewards.pool import RewardPool
 from lagrpo.rewards.reward import RewardFunction, Rewards
@@ -122,9 +132,15 @@ class TrainerComponents:
             servers = start_servers(settings, reply_tokens, undo) if ranks.is_first else []
             ranks.on_rank0(partial(wait_for_shared_gpu, settings, servers))
             longest = settings.max_sequence_length + reply_tokens
-            policy = build_policy(settings.model, sampling.temperature, longest, seed)
+            policy = build_policy(
+                settings.model,
+                sampling.temperature,
+                longest,
+                seed,
+                is_sharded=ranks.mesh is not None,
+            )
             policy = with_start(policy, started, ranks)
-            model = check_same_model(ranks, fingerprint(policy.all_weights))
+            check_same_model(ranks, policy)
 
             tasks = set_up_tasks(settings, loaded, policy, undo)
             main = tasks[MAIN_TASK]
@@ -136,13 +152,18 @@ class TrainerComponents:
             data = {"places": places, "visited": digest_visited(main.prompts.visited)}
             offline = build_offline(settings, recipe, policy, records) if records else None
 
-            sampler = build_sampler(settings, policy, servers, main.episodes, ranks)
             share = choose_share(settings, ranks)
-            undo.callback(sampler.close)
             skeleton = fsdp.without_values(policy.model.lm) if ranks.mesh is not None else None
-            # The evaluator comes before the trainer, which shards the policy.
-            evaluator = build_evaluator(settings, policy, sampler, ranks)
             trainer = build_trainer(settings, recipe, policy, ranks)
+            if skeleton is not None:
+                # The trainer has sharded the policy. The local engine samples by whole weights.
+                backend = policy.model.backend
+                policy = trainer.policy
+                if sampling.engine == "local":
+                    policy = fsdp.copy_whole(policy, skeleton, backend)
+            sampler = build_sampler(settings, policy, servers, main.episodes, ranks)
+            undo.callback(sampler.close)
+            evaluator = build_evaluator(settings, policy, sampler, ranks)
             if isinstance(evaluator, fsdp.EvaluationSampler):
                 evaluator.source = trainer.policy
 
@@ -154,7 +175,7 @@ class TrainerComponents:
                 settings=settings,
                 tasks=tasks,
                 own_task=task is not None,
-                model=model,
+                model=fingerprint(trainer.policy.all_weights),
                 data=data,
                 trainer=trainer,
                 sampler=sampler,
@@ -376,10 +397,13 @@ def check_logp(recipe: Recipe, *, known: bool) -> None:
 # The model
 
 
-def build_policy(model: ModelSettings, tau: float, longest: int, seed: int = 0) -> Policy:
+def build_policy(
+    model: ModelSettings, tau: float, longest: int, seed: int = 0, *, is_sharded: bool = False
+) -> Policy:
     """Returns the policy at temperature tau, for sequences of `longest` tokens.
 
-    `seed` keys the start of adapters. Raises SettingsError.
+    `seed` keys the start of adapters. With `is_sharded` the weights stay in their files until the
+    trainer shards the policy, if the files allow it. Raises SettingsError.
     """
     device = pick_device()
     dtype = getattr(torch, pick_dtype(model.dtype, device)[0])
@@ -393,6 +417,17 @@ def build_policy(model: ModelSettings, tau: float, longest: int, seed: int = 0) 
         if is_adapter(path):
             base_path = resolve_model(load_adapter_config(Path(path))[1])
         check_context(load_config(base_path), longest)
+        if is_sharded:
+            policy = open_policy(
+                path,
+                dtype,
+                backend,
+                tau,
+                chat_template=template,
+                template_kwargs=model.chat_template_kwargs,
+            )
+            if policy is not None:
+                return policy
         return load_policy(
             path,
             dtype,
@@ -443,16 +478,17 @@ def loading(model: ModelSettings) -> Generator[None]:
         ) from error
 
 
-def check_same_model(ranks: Ranks, model: str) -> str:
-    """Returns `model`, the fingerprint of this rank's model.
-
-    Raises SettingsError if another rank has another model. Collective.
-    """
-    fingerprints = ranks.gather(model)
-    for rank, other in enumerate(fingerprints):
-        if other != fingerprints[0]:
+def check_same_model(ranks: Ranks, policy: Policy) -> None:
+    """Raises SettingsError if another rank has another model. Collective."""
+    weights = policy.all_weights
+    if isinstance(weights, StoredWeights):
+        digest = weights.digest_first_rows()
+    else:
+        digest = fingerprint(weights)
+    digests = ranks.gather(digest)
+    for rank, other in enumerate(digests):
+        if other != digests[0]:
             raise SettingsError(f"model.path: model weights differ between ranks 0 and {rank}")
-    return model
 
 
 # Rollout engines and the trainer
@@ -520,7 +556,7 @@ def build_sampler(
 def build_evaluator(settings: Settings, policy: Policy, sampler: Engine, ranks: Ranks) -> Engine:
     """Returns what samples evaluations: the policy itself in this process, or the servers.
 
-    Call it before the trainer shards the policy.
+    If layers are sharded, `policy` is a whole copy, which loads the trainer's weights each time.
     """
     if not isinstance(sampler, LocalSampler):
         return sampler
@@ -528,12 +564,16 @@ def build_evaluator(settings: Settings, policy: Policy, sampler: Engine, ranks: 
     max_tokens = settings.rollout.max_completion_length
     max_num_seqs = settings.rollout.max_num_seqs
     if ranks.mesh is not None:
-        return fsdp.EvaluationSampler(copy_policy(policy), seed, max_tokens, max_num_seqs)
+        return fsdp.EvaluationSampler(policy, seed, max_tokens, max_num_seqs)
     return LocalSampler(policy, seed, max_tokens, max_num_seqs)
 
 
 def build_trainer(settings: Settings, recipe: Recipe, policy: Policy, ranks: Ranks) -> Trainer:
-    """Returns the trainer, with a reference if the recipe has a KL term."""
+    """Returns the trainer, with a reference if the recipe has a KL term.
+
+    If layers are sharded, it reads the weights of the policy, and checks them. Collective then, and
+    raises SettingsError.
+    """
     optimizer = settings.optimizer
     schedule = settings.schedule
     optimization = Optimization(
@@ -557,14 +597,21 @@ def build_trainer(settings: Settings, recipe: Recipe, policy: Policy, ranks: Ran
             reference = fsdp.copy_sharded(policy, ranks.mesh)
     elif recipe.needs_pi_ref:
         reference = copy_policy(policy)
-    return Trainer(
-        policy,
-        recipe,
-        optimization,
-        reference,
-        activation_checkpointing=optimizer.gradient_checkpointing,
-        ranks=ranks,
-    )
+    with loading(settings.model):
+        trainer = Trainer(
+            policy,
+            recipe,
+            optimization,
+            reference,
+            activation_checkpointing=optimizer.gradient_checkpointing,
+            ranks=ranks,
+        )
+        if isinstance(policy.weights, StoredWeights):
+            check_finite(trainer.policy.weights)
+            check_attention(trainer.policy)
+            fsdp.free_gathered(trainer.policy.model)
+            trainer.load_reference()
+    return trainer
 
 
 def build_weight_sync_check(

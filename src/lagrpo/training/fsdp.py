@@ -6,6 +6,9 @@ whole on a rank only while it computes: gathered, and rounded to the model's dty
 one process rounds it. Gradients are plain sums over the ranks, because the weights of completions
 already have the batch's normalizer.
 
+A model is sharded before it has weights (on the meta device). Then each rank reads its rows from
+the files, so no rank ever has all of them.
+
 All that computes by the model or reads a whole weight is collective: all ranks must do it, in the
 same order.
 """
@@ -13,7 +16,7 @@ same order.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, cast
 
@@ -26,6 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from lagrpo.model.backend import Backend
 from lagrpo.model.model import Model, Packed, Policy, Weights, check_weights
+from lagrpo.model.stored import StoredWeights
 from lagrpo.rollout.base import Request, SamplingParams
 from lagrpo.rollout.local import LocalSampler
 from lagrpo.training.master_weights import EXACT, MasterWeights, Span, Start, start_master
@@ -37,7 +41,8 @@ def shard_policy(
 ) -> tuple[Policy, MasterWeights]:
     """Returns the policy with its layers sharded over the mesh, and its master weights.
 
-    It shards the model of `policy` itself, which must not be used afterward.
+    It shards the model of `policy` itself, which must not be used afterward. Weights that are
+    stored in files are read, each row by the rank that has it.
     """
     policy = with_modules(policy)
     masters = FsdpMasterWeights(policy, mesh, group, start, seed)
@@ -59,27 +64,31 @@ class FsdpMasterWeights(MasterWeights):
     ) -> None:
         self.model = policy.model
         self.group = group
-        self.device = policy.device
         self.spans: list[Span] = []
         self.parameters = []
         # The sharded weights of the model, whose memory `parameters` share.
         self.sharded: list[DTensor] = []
         lm = policy.model.lm
+        read_rows = reader_of_rows(policy.weights)
+        names: list[str] = []
         for unit in units_of(policy.model):
-            weights_before = shard_unit(unit, lm, policy.dtype, mesh)
-            for name, weight_before in weights_before.items():
-                sharded: DTensor = attrgetter(name)(lm)
-                span = local_span(name, sharded)
-                master = local_shard(sharded)
-                if not span.is_whole:
-                    master = master.view(-1)
-                if policy.dtype not in EXACT:
-                    master.copy_(start_master(span, weight_before, start, seed))
-                # With fewer rows than ranks, the last ranks have none.
-                if span.stop > span.start:
-                    self.spans.append(span)
-                    self.parameters.append(nn.Parameter(master))
-                    self.sharded.append(sharded)
+            names += shard_unit(unit, lm, policy.dtype, mesh)
+        allocate(policy.model, lm, policy.model.backend.device)
+        self.device = policy.device
+        for name in names:
+            sharded: DTensor = attrgetter(name)(lm)
+            first_row, stop_row = local_rows(sharded)
+            # With fewer rows than ranks, the last ranks have none.
+            if first_row == stop_row:
+                continue
+            span = local_span(name, sharded)
+            master = local_shard(sharded)
+            master.copy_(start_master(span, read_rows(name, first_row, stop_row), start, seed))
+            if not span.is_whole:
+                master = master.view(-1)
+            self.spans.append(span)
+            self.parameters.append(nn.Parameter(master))
+            self.sharded.append(sharded)
 
     def reduce_grads(self) -> None:
         """Gives every master its gradient, which the backward passes have summed over all ranks."""
@@ -106,7 +115,7 @@ def with_modules(policy: Policy) -> Policy:
     """Returns the policy, computed by calls of the model's modules, whose hooks gather layers."""
     if policy.model.layers is None:
         return policy
-    backend = Backend(policy.device, policy.dtype, "its layers are sharded")
+    backend = Backend(policy.model.backend.device, policy.dtype, "its layers are sharded")
     return Policy(policy.weights, Model(policy.model.lm, backend), policy.chat, policy.tau)
 
 
@@ -122,21 +131,21 @@ def units_of(model: Model) -> list[nn.Module]:
 
 def shard_unit(
     unit: nn.Module, lm: nn.Module, dtype: torch.dtype | None, mesh: DeviceMesh
-) -> dict[str, Tensor]:
+) -> list[str]:
     """Shards a decoder layer, or the root.
 
     With a `dtype` that is not exact the shards are float32, and gathered weights are rounded to it.
-    Returns the weights that were sharded, by name, as they were.
+    Returns the names of the weights that were sharded.
     """
     unit_parameters = {id(parameter) for parameter in unit.parameters()}
-    weights_before: dict[str, Tensor] = {}
+    names: list[str] = []
     for name, parameter in lm.named_parameters():
         if id(parameter) in unit_parameters and not isinstance(parameter, DTensor):
-            weights_before[name] = parameter.detach()
+            names.append(name)
 
     precision = MixedPrecisionPolicy(cast_forward_inputs=False)
     if dtype is not None and dtype not in EXACT:
-        for name in weights_before:
+        for name in names:
             weight = attrgetter(name)(lm)
             weight.data = weight.data.float()
         precision = MixedPrecisionPolicy(
@@ -148,7 +157,34 @@ def shard_unit(
     # Sums instead of FSDP's means over ranks.
     module.set_force_sum_reduction_for_comms(True)
     module.set_gradient_divide_factor(1.0)
-    return weights_before
+    return names
+
+
+def reader_of_rows(weights: Weights) -> Callable[[str, int, int], Tensor]:
+    """Returns a function of a weight's name, its first row and the row after the last one.
+
+    Call it before the weights are sharded. It reads each weight once.
+    """
+    if isinstance(weights, StoredWeights):
+        return weights.rows
+    # Sharding replaces the parameters of the model.
+    whole_weights = dict(weights)
+    return lambda name, first_row, stop_row: whole_weights.pop(name)[first_row:stop_row]
+
+
+def allocate(module: nn.Module, lm: Any, device: torch.device) -> None:
+    """Gives the parameters of a model memory on a device if they are on the meta device.
+
+    Their numbers are undefined; buffers keep theirs. `module` is `lm`, or has it and is sharded.
+    """
+    if not next(lm.parameters()).is_meta:
+        return
+    buffers = dict(lm.named_buffers())
+    module.to_empty(device=device)
+    for name, buffer in lm.named_buffers():
+        buffer.copy_(buffers[name])
+    # `to_empty` gives every name of a tied weight a parameter of its own.
+    lm.tie_weights()
 
 
 def free_gathered(model: Model) -> None:
@@ -164,8 +200,8 @@ def local_shard(tensor: Any) -> Tensor:
     return tensor.detach().to_local()
 
 
-def local_span(name: str, sharded: DTensor) -> Span:
-    """Returns the numbers of a weight that this rank has: whole rows.
+def local_rows(sharded: DTensor) -> tuple[int, int]:
+    """Returns the first row of a weight that this rank has, and the row after its last one.
 
     Every rank has the same number of rows, rounded up; the last ranks have fewer, or none.
     """
@@ -173,9 +209,13 @@ def local_span(name: str, sharded: DTensor) -> Span:
     rank = sharded.device_mesh.get_local_rank()
     rows = sharded.shape[0]
     rows_per_rank = -(-rows // num_ranks)
-    numbers_per_row = sharded.shape.numel() // rows
-    first_row = min(rank * rows_per_rank, rows)
-    stop_row = min((rank + 1) * rows_per_rank, rows)
+    return min(rank * rows_per_rank, rows), min((rank + 1) * rows_per_rank, rows)
+
+
+def local_span(name: str, sharded: DTensor) -> Span:
+    """Returns the numbers of a weight that this rank has: whole rows."""
+    first_row, stop_row = local_rows(sharded)
+    numbers_per_row = sharded.shape.numel() // sharded.shape[0]
     return Span(
         name, sharded.shape, start=first_row * numbers_per_row, stop=stop_row * numbers_per_row
     )
@@ -250,18 +290,34 @@ class ShardedWeights(Weights):
 
 
 def copy_sharded(policy: Policy, mesh: DeviceMesh) -> Policy:
-    """Returns a copy of a policy of `with_modules` that does not learn, in shards of its dtype."""
+    """Returns a copy of a policy of `with_modules` that does not learn, in shards of its dtype.
+
+    If the policy's weights are stored in files, the copy's are undefined until it loads some.
+    """
     lm = copy.deepcopy(policy.model.lm).requires_grad_(requires_grad=False)
     model = Model(lm, policy.model.backend)
     for unit in units_of(model):
         shard_unit(unit, lm, None, mesh)
+    allocate(model, lm, model.backend.device)
     return Policy(ShardedWeights(model, policy.version), model, policy.chat, policy.tau)
+
+
+def copy_whole(policy: Policy, skeleton: Any, backend: Backend) -> Policy:
+    """Returns a whole copy of a sharded policy that does not learn, computed by `backend`.
+
+    `skeleton` is its model of transformers, from `without_values`. Collective.
+    """
+    lm = copy.deepcopy(skeleton).requires_grad_(requires_grad=False)
+    allocate(lm, lm, backend.device)
+    whole = Policy(Weights(lm), Model(lm, backend), policy.chat, policy.tau)
+    whole.load(policy.weights, policy.version)
+    return whole
 
 
 def without_values(lm: Any) -> Any:
     """Returns a copy of a model of transformers whose weights have names and shapes only.
 
-    The directory of a model is written with it.
+    The directory of a model is written with it, and whole copies of a sharded model are made of it.
     """
     # A memo for deepcopy: it replaces a parameter by the empty one under its id.
     empty_parameters = {

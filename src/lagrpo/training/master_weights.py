@@ -95,7 +95,7 @@ class MasterWeights:
             return
         self.parameters: list[nn.Parameter] = []
         for span, weight in zip(self.spans, self.weights, strict=True):
-            master = nn.Parameter(start_master(span, weight.detach(), start, seed))
+            master = nn.Parameter(start_master(span, span.select(weight.detach()), start, seed))
             weight.register_post_accumulate_grad_hook(partial(add_to_master, master))
             self.parameters.append(master)
 
@@ -151,16 +151,16 @@ def add_to_master(master: nn.Parameter, weight: Tensor) -> None:
     weight.grad = None
 
 
-def start_master(span: Span, weight: Tensor, start: Start, seed: int) -> Tensor:
-    """Returns the first masters of a span of a weight.
+def start_master(span: Span, numbers: Tensor, start: Start, seed: int) -> Tensor:
+    """Returns the first masters of a span of a weight, whose `numbers` are in any shape.
 
     A number's master does not depend on the span, so it is the same on any number of ranks.
     """
-    master_dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
-    master = span.select(weight).to(master_dtype, copy=True)
-    if start == "dithered" and weight.dtype == torch.bfloat16:
-        numbers = signed16(span.stop, seed, "masters", span.name)
-        dither_(master, numbers[span.start :])
+    master_dtype = torch.float64 if numbers.dtype == torch.float64 else torch.float32
+    master = numbers.to(master_dtype, copy=True)
+    if start == "dithered" and numbers.dtype == torch.bfloat16:
+        steps = signed16(span.stop, seed, "masters", span.name)
+        dither_(master, steps[span.start :])
     return master
 
 
@@ -283,7 +283,7 @@ class ZeroMasterWeights(MasterWeights):
             if is_exact:
                 master = span.select(weight)
             else:
-                master = start_master(span, weight, start, seed)
+                master = start_master(span, span.select(weight), start, seed)
             self.parameters.append(nn.Parameter(master))
 
     def reduce_grads(self) -> None:
