@@ -7,26 +7,40 @@ whole.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from rank_updates import (
     DTYPES,
+    Tensors,
     check_to_rounding,
     check_to_the_bit,
+    copied,
     five_updates,
     ranks_of,
     rejected_update,
     rows_of,
+    same,
+    share,
 )
-from tiny import tiny_policy
+from safetensors.torch import load_file, save_file
+from tiny import tiny_model, tiny_policy, tiny_tokenizer
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lagrpo.core.recipes import resolve
-from lagrpo.model.model import copy_policy
+from lagrpo.errors import SettingsError
+from lagrpo.model.model import Policy, copy_policy
+from lagrpo.model.stored import StoredWeights
+from lagrpo.settings.schema import Settings
+from lagrpo.training import build
 from lagrpo.training.fsdp import copy_sharded
 from lagrpo.training.ranks import make_mesh
 from lagrpo.training.trainer import Optimization, Trainer
@@ -185,3 +199,216 @@ def test_gradient_not_finite_on_one_rank_is_rejected_on_all_ranks(ranks):
         assert re.match(pattern, rejected.message)
         assert rejected.is_unchanged
         assert rejected.goes_on
+
+
+# Weights that every rank reads from files
+
+
+def save(
+    directory: Path, dtype: str, kind: str = "llama", max_file: str = "1GB", **changes: Any
+) -> str:
+    """Saves a tiny model with weights of a dtype, in files of at most `max_file`."""
+    model = tiny_model(kind, **changes).to(DTYPES[dtype])
+    model.save_pretrained(directory, max_shard_size=max_file)
+    tiny_tokenizer().save_pretrained(directory)
+    return str(directory)
+
+
+def change_weights(directory: str, change: Callable[[dict[str, Tensor]], object]) -> None:
+    """Changes the tensors of model.safetensors."""
+    file = Path(directory) / "model.safetensors"
+    weights = load_file(file)
+    change(weights)
+    save_file(weights, file, {"format": "pt"})
+
+
+def build_sharded(
+    group: ProcessGroup, path: str, dtype: str, *, is_sharded: bool = True
+) -> tuple[Policy, Trainer]:
+    """The policy and the trainer of a run; the policy is loaded whole if not `is_sharded`."""
+    ranks = ranks_of(group, make_mesh(group, "cpu"))
+    assert ranks is not None
+    settings = Settings.model_validate({"model": {"path": path, "dtype": dtype}})
+    policy = build.build_policy(settings.model, 1.0, 64, is_sharded=is_sharded)
+    build.check_same_model(ranks, policy)
+    return policy, build.build_trainer(settings, resolve("grpo", {"beta": 0.1}), policy, ranks)
+
+
+def learn_from_files(
+    group: ProcessGroup, path: str, dtype: str, is_sharded: bool
+) -> dict[str, Tensors]:
+    """All tensors of a trainer at the start, and what two updates make of them."""
+    policy, trainer = build_sharded(group, path, dtype, is_sharded=is_sharded)
+    assert isinstance(policy.weights, StoredWeights) == is_sharded
+    assert trainer.reference is not None
+    tensors: dict[str, Tensors] = {
+        "start": copied(trainer.state()),
+        "buffers": copied(dict(trainer.policy.model.lm.named_buffers())),
+        "reference": copied(trainer.reference.weights),
+    }
+    for batch in (1, 2):
+        rows = share(group, rows_of(trainer, batch), False)
+        ref_logps = trainer.compute_logprobs(rows, by=trainer.reference)
+        tensors[f"reference's log-probs {batch}"] = dict(zip("abcdefgh", ref_logps, strict=False))
+        trainer.accumulate(
+            [replace(row, ref_logp_T=logp) for row, logp in zip(rows, ref_logps, strict=True)]
+        )
+        trainer.update()
+    return tensors | {"state": copied(trainer.state()), "weights": copied(trainer.policy.weights)}
+
+
+def differing(group: ProcessGroup, path: str, dtype: str) -> list[str]:
+    """What differs between a model that is read in shards and one that is loaded whole."""
+    read = learn_from_files(group, path, dtype, is_sharded=True)
+    loaded = learn_from_files(group, path, dtype, is_sharded=False)
+    return [name for name, tensors in loaded.items() if not same(read[name], tensors)]
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype", "saved"),
+    [
+        pytest.param(2, "bfloat16", {"dtype": "bfloat16"}, id="one file"),
+        pytest.param(
+            3,
+            "bfloat16",
+            {"dtype": "bfloat16", "max_file": "20KB", "tie_word_embeddings": True},
+            id="several files, tied",
+        ),
+        pytest.param(2, "bfloat16", {"dtype": "float32", "kind": "phi3"}, id="saved in float32"),
+        pytest.param(3, "float32", {"dtype": "bfloat16", "kind": "qwen2"}, id="in float32"),
+    ],
+)
+def test_shards_read_from_files_learn_as_those_of_a_whole_model(
+    ranks, tmp_path, size, dtype, saved
+):
+    """To the bit. Three ranks divide no weight evenly."""
+    path = save(tmp_path, **saved)
+    assert ranks.run(differing, path, dtype, size=size) == [[]] * size
+
+
+class LargestTensor(TorchDispatchMode):
+    """Notes the largest tensor for which memory is allocated meanwhile. Views and `set_` need none:
+    with these safetensors makes tensors of a file that is mapped into memory."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func.is_view or func.overloadpacket == torch.ops.aten.set_:
+            return result
+        for tensor in result if isinstance(result, list | tuple) else [result]:
+            local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+            if isinstance(local, Tensor) and not local.is_meta:
+                self.numbers = max(self.numbers, local.numel())
+        return result
+
+
+class Read(NamedTuple):
+    """What a rank has read, in numbers."""
+
+    total: int
+    largest_tensor: int
+
+
+def measure_reading(group: ProcessGroup, path: str) -> Read:
+    """Watches a rank while its empty model gets weights."""
+    ranks = ranks_of(group, make_mesh(group, "cpu"))
+    settings = Settings.model_validate({"model": {"path": path, "dtype": "bfloat16"}})
+    read_rows = StoredWeights.rows
+    total = 0
+
+    def count(weights: StoredWeights, name: str, first: int, stop: int) -> Tensor:
+        nonlocal total
+        rows = read_rows(weights, name, first, stop)
+        total += rows.numel()
+        return rows
+
+    policy = build.build_policy(settings.model, 1.0, 64, is_sharded=True)
+    assert all(parameter.is_meta for parameter in policy.model.parameters())
+    with pytest.MonkeyPatch.context() as patch, LargestTensor() as largest:
+        patch.setattr(StoredWeights, "rows", count)
+        Trainer(policy, resolve("grpo", {"beta": 0.0}), Optimization(lr=1e-3), ranks=ranks)
+    return Read(total, largest.numbers)
+
+
+def test_rank_reads_its_rows_and_never_has_a_whole_weight(ranks, tmp_path):
+    path = save(tmp_path, "bfloat16", max_file="20KB")
+    sizes = [parameter.numel() for parameter in tiny_model().parameters()]
+    results = ranks.run(measure_reading, path, size=3)
+    assert sum(read.total for read in results) == sum(sizes)
+    for read in results:
+        assert read.total <= sum(sizes) / 3 * 1.05
+        # Filled up to whole rows, as in the shards.
+        assert read.largest_tensor <= max(sizes) / 3 * 1.05
+
+
+def reason_of_rejection(group: ProcessGroup, paths: Sequence[str]) -> str:
+    with pytest.raises(SettingsError) as rejected:
+        build_sharded(group, paths[group.rank()], "bfloat16")
+    return str(rejected.value)
+
+
+def set_last_number(weights: dict[str, Tensor], name: str) -> None:
+    """To NaN. Only the last rank has it."""
+    weights[name].view(-1)[-1] = torch.nan
+
+
+def store_another_head(weights: dict[str, Tensor]) -> None:
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"] + 1
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        pytest.param(
+            partial(set_last_number, name="model.norm.weight"),
+            r"1 of 32 numbers in model\.norm\.weight are not finite in bfloat16",
+            id="not finite",
+        ),
+        pytest.param(store_another_head, "different output head: untie it", id="another head"),
+        pytest.param(
+            lambda weights: weights.pop("model.norm.weight"),
+            r"the files lack 1 weights of the model: model\.norm\.weight",
+            id="missing",
+        ),
+    ],
+)
+def test_damaged_weights_are_rejected_on_all_ranks(ranks, tmp_path, change, reason):
+    path = save(tmp_path, "bfloat16", tie_word_embeddings=True)
+    change_weights(path, change)
+    for rejected in ranks.run(reason_of_rejection, [path, path], size=2):
+        assert re.search(reason, rejected)
+
+
+def test_ranks_that_read_different_models_are_rejected(ranks, tmp_path):
+    paths = [save(tmp_path / f"{seed}", "bfloat16", seed=seed) for seed in (0, 1)]
+    for rejected in ranks.run(reason_of_rejection, paths, size=2):
+        assert rejected == "model.path: model weights differ between ranks 0 and 1"
+
+
+def read_tied_head(group: ProcessGroup, path: str) -> bool:
+    policy, trainer = build_sharded(group, path, "bfloat16")
+    lm = trainer.policy.model.lm
+    assert lm.lm_head.weight is lm.model.embed_tokens.weight
+    return isinstance(policy.weights, StoredWeights)
+
+
+def test_head_that_is_tied_and_stored_all_the_same_is_read(ranks, tmp_path):
+    path = save(tmp_path, "bfloat16", tie_word_embeddings=True)
+    change_weights(
+        path, lambda w: w.update({"lm_head.weight": w["model.embed_tokens.weight"].clone()})
+    )
+    assert ranks.run(read_tied_head, path, size=2) == [True, True]
+
+
+def load_whole(group: ProcessGroup, path: str) -> bool:
+    policy, _ = build_sharded(group, path, "bfloat16")
+    return isinstance(policy.weights, StoredWeights)
+
+
+def test_model_under_other_names_is_loaded_whole(ranks, tmp_path):
+    """A file has a buffer that transformers no longer stores."""
+    path = save(tmp_path, "bfloat16")
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    change_weights(path, lambda w: w.update({name: torch.ones(16)}))
+    assert ranks.run(load_whole, path, size=2) == [False, False]

@@ -7,7 +7,6 @@ shared-prefix attention does not reproduce.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -28,7 +27,6 @@ from lagrpo.model.lora import Lora, attach_lora, load_adapter_config, load_adapt
 from lagrpo.model.model import Policy, trained_weights
 from lagrpo.model.stored import StoredWeights, find_weight_files
 
-logger = logging.getLogger("lagrpo")
 LOADING = {
     # Neither pickled weights nor code of the model.
     "use_safetensors": True,
@@ -92,11 +90,6 @@ def open_policy(
         lm = _make_empty_model(path, dtype)
         weights = StoredWeights(lm, find_weight_files(path))
     if not weights.fit():
-        logger.warning(
-            "%s: every rank loads the whole model before it keeps its share, because the "
-            "safetensors files have other names or shapes than the model's weights",
-            path,
-        )
         return None
     policy = _make_policy(lm, tokenizer, tau, chat_template, backend, template_kwargs)
     return replace(policy, weights=weights)
@@ -153,7 +146,10 @@ def _make_empty_model(path: str, dtype: torch.dtype) -> Any:
     attention.register()
     with init_empty_weights(include_buffers=False):
         lm: Any = AutoModelForCausalLM.from_config(
-            load_config(path), dtype=dtype, attn_implementation=attention.NAME
+            load_config(path),
+            dtype=dtype,
+            attn_implementation=attention.NAME,
+            trust_remote_code=False,
         )
     # init_empty_weights gives every name of a tied weight a parameter of its own.
     lm.tie_weights()
@@ -261,12 +257,19 @@ def check_loaded(lm: Any, loading_info: Mapping[str, Any]) -> None:
 def check_finite(weights: Mapping[str, Tensor]) -> None:
     """Raises ValueError for a weight with values that are not finite in its dtype."""
     for name, weight in weights.items():
-        count = int((~weight.isfinite()).sum())
-        if count > 0:
-            dtype = str(weight.dtype).removeprefix("torch.")
-            raise ValueError(
-                f"{count} of {weight.numel()} numbers in {name} are not finite in {dtype}"
-            )
+        raise_if_not_finite(name, count_not_finite(weight), weight.numel(), weight.dtype)
+
+
+def count_not_finite(weight: Tensor) -> int:
+    """Returns how many numbers of a weight are infinite or NaN."""
+    return int((~weight.isfinite()).sum())
+
+
+def raise_if_not_finite(name: str, count: int, numbers: int, dtype: torch.dtype) -> None:
+    """Raises ValueError if `count`, of the `numbers` of a weight, is not 0."""
+    if count > 0:
+        dtype_name = str(dtype).removeprefix("torch.")
+        raise ValueError(f"{count} of {numbers} numbers in {name} are not finite in {dtype_name}")
 
 
 def check_supported(config: Any) -> None:

@@ -82,8 +82,8 @@ def find_weight_files(path: str) -> list[str]:
 
     The list is empty if it has none.
     """
-    from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
-    from transformers.utils.hub import get_checkpoint_shard_files
+    from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+    from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
     only_file = cached_file(path, SAFE_WEIGHTS_NAME, _raise_exceptions_for_missing_entries=False)
     if only_file is not None:

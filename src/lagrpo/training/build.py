@@ -30,11 +30,12 @@ from lagrpo.model.loading import (
     check_attention,
     check_context,
     check_files,
-    check_finite,
+    count_not_finite,
     load_config,
     load_policy,
     open_policy,
     quiet,
+    raise_if_not_finite,
 )
 from lagrpo.model.lora import Lora, load_adapter_config
 from lagrpo.model.model import Policy, copy_policy, fingerprint
@@ -57,7 +58,7 @@ from lagrpo.tasks import Task, complete_task, drop_overlong, load_task
 from lagrpo.tasks.files import Row
 from lagrpo.training import fsdp
 from lagrpo.training.checks import chat_template, offline_prompts, server_shares_gpu
-from lagrpo.training.ranks import FirstRankSampler, Ranks
+from lagrpo.training.ranks import FirstRankSampler, Ranks, add_up
 from lagrpo.training.trainer import Optimization, Trainer
 from lagrpo.types import Group, JsonView, Prompt
 
@@ -428,7 +429,7 @@ def build_policy(
             )
             if policy is not None:
                 return policy
-        return load_policy(
+        policy = load_policy(
             path,
             dtype,
             device,
@@ -438,6 +439,12 @@ def build_policy(
             lora=lora,
             template_kwargs=model.chat_template_kwargs,
         )
+    if is_sharded:
+        logger.warning(
+            "model.path: every rank has loaded the whole model, because its files have other names "
+            "than the model's weights; a copy by save_pretrained of transformers avoids that"
+        )
+    return policy
 
 
 def with_start(policy: Policy, started: str | None, ranks: Ranks) -> Policy:
@@ -607,11 +614,25 @@ def build_trainer(settings: Settings, recipe: Recipe, policy: Policy, ranks: Ran
             ranks=ranks,
         )
         if isinstance(policy.weights, StoredWeights):
-            check_finite(trainer.policy.weights)
+            check_finite_rows(trainer)
             check_attention(trainer.policy)
             fsdp.free_gathered(trainer.policy.model)
             trainer.load_reference()
     return trainer
+
+
+def check_finite_rows(trainer: Trainer) -> None:
+    """Raises ValueError for a weight with values that are not finite, if layers are sharded.
+
+    Each rank looks at its own rows, in float32: a master is finite if its weight is. Collective.
+    """
+    counts: dict[str, float] = {}
+    sizes: dict[str, int] = {}
+    for span, master in zip(trainer.masters.spans, trainer.masters.parameters, strict=True):
+        counts[span.name] = count_not_finite(master)
+        sizes[span.name] = span.shape.numel()
+    for name, count in add_up(trainer.ranks.gather(counts)).items():
+        raise_if_not_finite(name, int(count), sizes[name], trainer.policy.dtype)
 
 
 def build_weight_sync_check(
