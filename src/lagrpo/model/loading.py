@@ -89,7 +89,9 @@ def open_policy(
     with naming_damage(path, _advice()):
         lm = _make_empty_model(path, dtype)
         weights = StoredWeights(lm, find_weight_files(path))
-    if not weights.fit():
+    # With this entry, transformers reads another file.
+    names_other_file = getattr(lm.config, "transformers_weights", None) is not None
+    if names_other_file or not weights.fit():
         return None
     policy = _make_policy(lm, tokenizer, tau, chat_template, backend, template_kwargs)
     return replace(policy, weights=weights)

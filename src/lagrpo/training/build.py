@@ -153,7 +153,6 @@ class TrainerComponents:
             data = {"places": places, "visited": digest_visited(main.prompts.visited)}
             offline = build_offline(settings, recipe, policy, records) if records else None
 
-            share = choose_share(settings, ranks)
             skeleton = fsdp.without_values(policy.model.lm) if ranks.mesh is not None else None
             trainer = build_trainer(settings, recipe, policy, ranks)
             if skeleton is not None:
@@ -163,6 +162,7 @@ class TrainerComponents:
                 if sampling.engine == "local":
                     policy = fsdp.copy_whole(policy, skeleton, backend)
             sampler = build_sampler(settings, policy, servers, main.episodes, ranks)
+            share = choose_share(settings, ranks)
             undo.callback(sampler.close)
             evaluator = build_evaluator(settings, policy, sampler, ranks)
             if isinstance(evaluator, fsdp.EvaluationSampler):
@@ -627,12 +627,11 @@ def check_finite_rows(trainer: Trainer) -> None:
     Each rank looks at its own rows, in float32: a master is finite if its weight is. Collective.
     """
     counts: dict[str, float] = {}
-    sizes: dict[str, int] = {}
     for span, master in zip(trainer.masters.spans, trainer.masters.parameters, strict=True):
         counts[span.name] = count_not_finite(master)
-        sizes[span.name] = span.shape.numel()
+    shapes = trainer.policy.weights.shapes()
     for name, count in add_up(trainer.ranks.gather(counts)).items():
-        raise_if_not_finite(name, int(count), sizes[name], trainer.policy.dtype)
+        raise_if_not_finite(name, int(count), shapes[name].numel(), trainer.policy.dtype)
 
 
 def build_weight_sync_check(
