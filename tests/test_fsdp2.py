@@ -286,7 +286,7 @@ def differing(group: ProcessGroup, path: str, dtype: str) -> list[str]:
 def test_shards_read_from_files_learn_as_those_of_a_whole_model(
     ranks, tmp_path, size, dtype, saved
 ):
-    """To the bit. Three ranks divide no weight evenly, and the last has none of a norm's 4 numbers."""
+    """To the bit. Three ranks divide no weight evenly; the last has nothing of a norm of 4."""
     path = save(tmp_path, **saved)
     assert ranks.run(differing, path, dtype, size=size) == [[]] * size
 
