@@ -679,7 +679,7 @@ def test_server_on_the_trainers_gpu_is_ready_before_the_model_loads(
     monkeypatch.setenv(server.PYTHON, str(python))
     monkeypatch.setattr(backend, "pick_device", lambda: torch.device("cuda"))
 
-    def load(*_: Any) -> Any:
+    def load(*_: Any, **_options: Any) -> Any:
         words = Path(f"{python}.words").read_text(encoding="utf-8").split()
         assert VllmClient(f"http://127.0.0.1:{words[words.index('--port') + 1]}").is_healthy()
         if memory is None:
