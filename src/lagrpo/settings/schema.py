@@ -66,7 +66,7 @@ def find_contradictions(settings: Settings) -> Iterator[str]:
         for name, value in vllm:
             if value != getattr(default, name):
                 yield (
-                    f"vllm.{name} is set, but rollout.engine is 'local': "
+                    f"vllm.{name} is set, but rollout.engine is {rollout.engine!r}: "
                     "set rollout.engine = 'vllm'"
                 )
                 # One is enough.

@@ -7,9 +7,11 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeAlias, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
+from lagrpo.core.references import is_reference
+from lagrpo.errors import suggest
 from lagrpo.logs import is_secret
 from lagrpo.rewards.reward import sum_ranges
 
@@ -21,6 +23,9 @@ KNOBS = {"kl_estimator": "kl"}
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 """A decay of AdamW."""
+
+ENGINES = ("local", "vllm")
+"""The rollout engines of lagrpo."""
 
 NAME = r"^[A-Za-z][A-Za-z0-9_]{0,39}$"
 """Names of rewards and evaluation sets, which become parts of metrics and files."""
@@ -219,8 +224,8 @@ class TaskSettings(Section):
 class RolloutSettings(Section):
     """The sampling of completions."""
 
-    engine: Literal["local", "vllm"] = "local"
-    """What generates completions: local (this process) or vllm (servers)"""
+    engine: str = "local"
+    """What generates completions: local (this process), vllm (servers), or package.module:name"""
     num_generations: int = Field(default=16, ge=1)
     """Completions per prompt (group size G)"""
     temperature: float = Field(default=1.0, gt=0)
@@ -237,6 +242,21 @@ class RolloutSettings(Section):
     """Prompts longer than max_prompt_length: error (stop) or drop (leave out)"""
     dynamic_sampling_rounds: int = Field(default=0, ge=0)
     """Rounds that replace groups with equal rewards by other prompts (DAPO)"""
+
+    @field_validator("engine")
+    @classmethod
+    def _check_engine(cls, engine: str) -> str:
+        if engine not in ENGINES and not is_reference(engine):
+            raise ValueError(
+                f"no engine {engine!r}; there are {', '.join(ENGINES)} and "
+                f"'package.module:function'.{suggest(engine, ENGINES)}"
+            )
+        return engine
+
+    @property
+    def has_own_engine(self) -> bool:
+        """True if a function of the user's makes the engine."""
+        return self.engine not in ENGINES
 
 
 class VllmSettings(Section):
