@@ -90,7 +90,12 @@ def test_schedule_follows_from_its_keys():
     ("values", "names"),
     [
         ({"schedule": {"constant_lag": 2, "sync_at_kl": 0.1}}, ("constant_lag", "sync_at_kl")),
+        ({"schedule": {"sync_at_kl": 0.1}}, ("sync_at_kl", "sync_every")),
         ({"schedule": {"reset_optimizer": True}}, ("reset_optimizer", "ref_sync_every")),
+        (
+            {"rollout": {"engine": "vllm"}, "vllm": {"weight_transfer": "nccl"}},
+            ("vllm", "weight_transfer", "gpus"),
+        ),
         ({"vllm": {"urls": ["http://a:1"]}}, ("vllm.urls", "rollout.engine")),
         (
             {"rollout": {"num_generations": 129}},

@@ -59,7 +59,10 @@ def test_bfloat16_run_agrees_with_its_replay_but_for_undecided_samples(bfloat16_
             id="red_drop",
         ),
         pytest.param(
-            {"loss": {"recipe": "rloo"}, "schedule": {"sync_at_kl": 0.01, "num_iterations": 2}},
+            {
+                "loss": {"recipe": "rloo"},
+                "schedule": {"sync_every": 3, "sync_at_kl": 0.01, "num_iterations": 2},
+            },
             id="rloo",
         ),
         pytest.param(

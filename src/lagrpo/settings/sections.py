@@ -286,6 +286,11 @@ class VllmSettings(Section):
             raise ValueError(
                 "sleep is for a server that the run starts; urls names running servers"
             )
+        if self.weight_transfer == "nccl" and not self.urls and not self.gpus:
+            raise ValueError(
+                "weight_transfer = 'nccl' needs a GPU that the trainer does not have: set gpus, or "
+                "use 'directory'"
+            )
         if self.urls and (self.gpus or self.server_args):
             raise ValueError(
                 "gpus and server_args are for a server that the run starts; urls names running "
@@ -321,6 +326,11 @@ class ScheduleSettings(Section):
         if self.constant_lag is not None and (self.sync_at_kl is not None or self.sync_every != 1):
             raise ValueError(
                 "constant_lag cannot be combined with sync_at_kl or sync_every: unset one of them"
+            )
+        if self.sync_at_kl is not None and self.sync_every == 1:
+            raise ValueError(
+                "sync_at_kl is set, but sync_every is 1, which syncs before every batch: set "
+                "sync_every to the most batches between syncs"
             )
         if self.reset_optimizer and self.ref_sync_every is None:
             raise ValueError(
