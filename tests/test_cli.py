@@ -19,7 +19,7 @@ from running import leftovers, options, tiny_settings
 from tiny import save_tiny
 
 from lagrpo.cli import BARS, COMMANDS, SIMPLE_COMMANDS, main, take_debug
-from lagrpo.core.recipes import RECIPES
+from lagrpo.core.rows import RECIPES
 from lagrpo.logs import is_debugging
 from lagrpo.runs import load_evaluations, load_metrics, load_rollouts
 from lagrpo.runs.reading import rollout_batches

@@ -30,11 +30,9 @@ from lagrpo.core.pieces import Piece, PieceFunction, as_piece, function_name
 from lagrpo.core.probe import RecordedInputs, random_inputs
 from lagrpo.core.ratios import sequence
 from lagrpo.core.references import is_reference, load_reference
-from lagrpo.core.rows import ROWS
+from lagrpo.core.rows import RECIPES
 
 Entry = TypeVar("Entry")
-
-RECIPES = ROWS
 
 
 def resolve(
@@ -67,7 +65,10 @@ def _find_recipe(recipe: str | Recipe | PieceFunction) -> Recipe:
     """The recipe of that name, or of that function. Raises ValueError for other objects."""
     named: object = recipe
     if isinstance(recipe, str):
-        named = load_reference(recipe) if is_reference(recipe) else _look_up("recipe", recipe, ROWS)
+        if is_reference(recipe):
+            named = load_reference(recipe)
+        else:
+            named = _look_up("recipe", recipe, RECIPES)
     if isinstance(named, Recipe):
         return named if named.name else replace(named, name=str(recipe))
     if not callable(named):

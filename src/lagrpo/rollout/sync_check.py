@@ -83,7 +83,7 @@ class ServedEngine(Protocol):
         self, number: int, requests: Sequence[Request], G: int, max_tokens: int
     ) -> list[Group]: ...
 
-    def scores(self, items: Sequence[Item]) -> list[list[list[float]]]: ...
+    def get_logprobs(self, items: Sequence[Item]) -> list[list[list[float]]]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +256,7 @@ class WeightSyncCheck:
     def _compare(self, policy: Policy, sampler: ServedEngine) -> _Comparison:
         """Returns the log-probs of the compared tokens by the trainer and by each server."""
         logp_of_servers: list[list[float]] = []
-        for logp_of_items in sampler.scores(self._items):
+        for logp_of_items in sampler.get_logprobs(self._items):
             logp_of_servers.append([logp for item in logp_of_items for logp in item])
         return _Comparison(
             trainer_T=_logp(policy, self._items, 1.0), servers_ST=torch.tensor(logp_of_servers)

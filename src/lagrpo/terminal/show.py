@@ -216,19 +216,19 @@ def show_recipes(console: Console | None = None) -> None:
     """
     # imports torch, which `view --text` need not load
     from lagrpo.core.recipes import needs_of
-    from lagrpo.core.rows import FAMILIES, ROWS, SYMBOLS
+    from lagrpo.core.rows import FAMILIES, RECIPES, SYMBOLS
 
     console = console or Console()
     for family, rows in FAMILIES.items():
         table = Table("", "held", "needs", "arXiv", "formula", box=None, header_style="dim")
         for column in table.columns[:4]:
             column.no_wrap = True
-        table.columns[0].min_width = max(map(len, ROWS))
+        table.columns[0].min_width = max(map(len, RECIPES))
         table.columns[1].min_width = len("held")
         table.columns[2].min_width = len("α π_k π_ref")
         table.columns[3].min_width = len("2505.22257")
         for name in rows:
-            recipe = ROWS[name]
+            recipe = RECIPES[name]
             paper = recipe.source.partition("arXiv ")[2][: len("2505.22257")]
             needs = " ".join(needs_of(recipe))
             table.add_row(

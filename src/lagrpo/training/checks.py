@@ -408,7 +408,7 @@ def is_loadable_loss(loss: Loss) -> bool:
     """
     if isinstance(loss, str):
         return True
-    from lagrpo.core.recipes import RECIPES  # loads torch
+    from lagrpo.core.rows import RECIPES  # loads torch
     from lagrpo.settings.user_loss import name_loss
 
     if loss in RECIPES.values():

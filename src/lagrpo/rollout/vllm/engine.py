@@ -195,7 +195,7 @@ class VllmEngine:
             for request in requests
         ]
 
-    def scores(self, items: Sequence[Item]) -> list[list[list[float]]]:
+    def get_logprobs(self, items: Sequence[Item]) -> list[list[list[float]]]:
         """Returns log-probs at temperature 1 by every server: [server][item][token], nats."""
         return self._groups.ask_all(lambda server: [server.get_logprobs(*item) for item in items])
 
