@@ -14,8 +14,7 @@ import torch
 from page_code import current_directory_with, named_files
 from running import tiny_settings
 from scoring import reward_of
-from test_episodes import TURNS
-from tiny import save_tiny, tiny_tokenizer
+from tiny import TURNS, save_tiny, tiny_tokenizer
 
 import lagrpo
 from lagrpo.core.probe import LENGTHS, random_inputs
