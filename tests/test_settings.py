@@ -443,6 +443,29 @@ def test_command_line_words_change_settings(line, values):
     assert load_settings({}, parse(line)) == load_settings({}, values)
 
 
+@pytest.mark.parametrize(
+    ("changes", "options"),
+    [
+        pytest.param({"task.name": "custom"}, {}, id="another task"),
+        pytest.param(
+            {"task.name": "countdown", "task.options.numbers": 3},
+            {"numbers": 3},
+            id="another task with its options",
+        ),
+        pytest.param(
+            {"task.name": "arithmetic", "task.options.digits": 2},
+            {"operations": ["+"], "digits": 2},
+            id="the same task",
+        ),
+        pytest.param({"task.data": "a.jsonl"}, {"operations": ["+"], "digits": 1}, id="no task"),
+    ],
+)
+def test_options_of_a_file_are_of_its_task(changes, options):
+    assert load_settings("demo", changes).task.options == options
+    file = load_settings("demo").model_dump()
+    assert load_settings(file, changes).task.options == options
+
+
 def test_command_line_none_and_defaults_replace_values_of_the_file():
     file = {"schedule.batches": 7, "task.data": "a.jsonl", "loss.filters": ["opsm"]}
     words = "--schedule.batches 100 --task.data None --loss.filters None"
