@@ -67,7 +67,9 @@ def main() -> None:
     sys.exit(any(outcome != "done" for outcome in outcomes))
 
 
-def make_parser(description: str, steps: Sequence[Step], results: Path) -> argparse.ArgumentParser:
+def make_parser(
+    description: str | None, steps: Sequence[Step], results: Path
+) -> argparse.ArgumentParser:
     """Returns the parser of a program that runs steps. Its results go to `results` by default."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -11,7 +11,7 @@ from pydantic import model_validator
 
 from lagrpo.settings import sections
 
-EVALUATION_DEFAULTS = {
+EVALUATION_DEFAULTS: sections.Table = {
     "run.output_dir": "evaluations",
     "eval.num_prompts": 0,  # all test prompts
     # Not used: eval.num_samples counts. The default, 16, could exceed max_num_seqs.
