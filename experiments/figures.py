@@ -42,6 +42,7 @@ STUDIES = {
 # Rooms of the package, with what they hold. A room imports only rooms in rows below it.
 ROWS: Sequence[Sequence[tuple[str, str]]] = (
     (("cli", "commands"),),
+    (("study", "grids of runs over seeds"),),
     (("training", "loop, trainer, checkpoints"),),
     (("rollout/vllm", "servers, weight transfer"), ("data", "prompts of a batch, offline data")),
     (
@@ -54,6 +55,7 @@ ROWS: Sequence[Sequence[tuple[str, str]]] = (
     (("model", "loading, packed rows, LoRA"), ("tasks", "prompts, environments")),
     (
         ("cpu", "C kernels"),
+        ("gpu", "Triton kernels"),
         ("rewards", "signatures, worker pool"),
         ("runs", "files of a run"),
     ),

@@ -17,9 +17,8 @@ import pytest
 from chaos import merged
 from running import tiny_settings
 from sample_rewards import correct
-from test_episodes import TURNS
 from test_resume import contents
-from tiny import save_tiny
+from tiny import TURNS, save_tiny
 
 import lagrpo
 from lagrpo.core.inputs import LossInputs

@@ -108,7 +108,7 @@ WRONG: list[tuple[JsonObject, str]] = [
     ({"task": {"options": {"operations": ["/"]}}}, r"task.options.operations = \['/'\]"),
     ({"task": {"rewards": ["exakt"]}}, "task.rewards, 'exakt': no built-in reward 'exakt'"),
     ({"offline": {"data": "nosuch.jsonl"}}, "offline.data: nosuch.jsonl is neither a file"),
-    ({"loss": {"recipe": "grop"}}, "loss: unknown recipe 'grop'; did you mean 'grpo'?"),
+    ({"loss": {"recipe": "grop"}}, "loss: unknown recipe 'grop'; did you mean 'grpo'"),
     (
         {"loss": {"recipe": "dapo", "kl_estimator": "k3"}},
         "loss.kl_estimator has no effect on recipe.*beta = 0",

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 import talkers
 import torch
-from tiny import tiny_policy, tiny_tokenizer
+from tiny import TURNS, tiny_policy, tiny_tokenizer
 
 from lagrpo.model.chat import Chat, Replies, RewritingError
 from lagrpo.model.model import Packed, Policy, copy_policy
@@ -25,11 +25,6 @@ from lagrpo.types import Completion, Group, Prompt
 EOS = 1
 NEVER_IN_TEXT = {0, 2}
 """<pad> and <stop>: a turn's text leaves them out, so it does not say where they were sampled."""
-
-TURNS = (
-    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}"
-    "{% if m['role'] == 'assistant' %}<eos>{% endif %}{{ '\\n' }}{% endfor %}assistant: "
-)
 
 
 def talking_policy(

@@ -10,8 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from test_episodes import TURNS
-from tiny import CHAT, tiny_policy
+from tiny import CHAT, TURNS, tiny_policy
 
 from lagrpo.data.offline import OfflineData, read_records
 from lagrpo.runs.files import write_table

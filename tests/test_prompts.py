@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 from running import tiny_settings
-from test_episodes import TURNS
-from tiny import tiny_policy
+from tiny import TURNS, tiny_policy
 
 from lagrpo.data.prompts import PromptSource
 from lagrpo.errors import SettingsError

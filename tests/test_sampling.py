@@ -173,8 +173,8 @@ def test_prefetcher_hands_out_batch_by_batch_what_was_generated_together():
     sampler = LocalSampler(copy_policy(policy), 0, 12, 8)
     source = {b: requests_for(policy, 3, batch=b) for b in (1, 2, 3)}
     together, apart = (
-        Prefetcher(sampler, source.__getitem__, 4),
-        Prefetcher(sampler, source.__getitem__, 4),
+        Prefetcher(sampler, source.__getitem__, 4, sampler.params),
+        Prefetcher(sampler, source.__getitem__, 4, sampler.params),
     )
     together.submit(range(1, 4), 0)
     for b in (1, 2, 3):

@@ -129,7 +129,7 @@ class Echo:
         return [group for _, group in sampler.sample(requests, G)]
 
     @torch.no_grad()
-    def scores(self, items):
+    def get_logprobs(self, items):
         packed = Packed.build([(ids, [torch.tensor(tokens)]) for ids, tokens in items])
         logp = (self.policy.model(packed, tau=1.0) + self.shift).tolist()
         return [[[logp.pop(0) for _ in tokens] for _, tokens in items]]

@@ -16,7 +16,7 @@ from test_trainer import assembled, generate_groups, judge_groups
 from tiny import tiny_policy
 
 import lagrpo
-from lagrpo.core.recipes import RECIPES
+from lagrpo.core.rows import RECIPES
 from lagrpo.errors import SettingsError
 from lagrpo.model.model import Policy, copy_policy
 from lagrpo.rollout.local import ContinuousBatch

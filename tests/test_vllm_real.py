@@ -13,10 +13,9 @@ import torch
 from chaos import merged
 from ranks import together
 from running import tiny_settings, without_timings
-from test_episodes import TURNS
 from test_lora import LORA
 from test_sampling import requests_for
-from tiny import tiny_model, tiny_tokenizer
+from tiny import TURNS, tiny_model, tiny_tokenizer
 from vllm_servers import SIZES, engine_of, kill, policy_of, start, tiny_directory, update, versions
 
 from lagrpo.errors import SettingsError

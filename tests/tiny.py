@@ -17,6 +17,11 @@ if TYPE_CHECKING:
     from lagrpo.model.model import Policy
 
 CHAT = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
+TURNS = (
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}"
+    "{% if m['role'] == 'assistant' %}<eos>{% endif %}{{ '\\n' }}{% endfor %}assistant: "
+)
+"""A chat template for several turns, each of which ends with <eos>."""
 BACKEND: Choice = "auto"
 """What computes tiny policies; the fixture either_computation sets it."""
 

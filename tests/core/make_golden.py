@@ -105,7 +105,8 @@ def make_inputs() -> dict[str, list[float]]:
 def main() -> None:
     from lagrpo.core.advantages import zero_variance
     from lagrpo.core.losses import LossInputs
-    from lagrpo.core.recipes import RECIPES, resolve
+    from lagrpo.core.recipes import resolve
+    from lagrpo.core.rows import RECIPES
 
     columns = make_inputs()
     lengths_C = torch.tensor(LENGTHS)

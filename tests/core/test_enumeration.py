@@ -17,7 +17,8 @@ from torch.testing import assert_close
 from lagrpo.core.inputs import LossInputs
 from lagrpo.core.kl import k1, k2, k3
 from lagrpo.core.losses import opmd_kimi, opmd_pairwise
-from lagrpo.core.recipes import RECIPES, resolve
+from lagrpo.core.recipes import resolve
+from lagrpo.core.rows import RECIPES
 
 
 def double(*values: float) -> Tensor:

@@ -7,7 +7,7 @@ import json
 import pytest
 from changed_runs import find_differences, rewrite_metrics, rewrite_rows, train_run
 
-from lagrpo.runs import load_events
+from lagrpo.runs import load_events, load_metrics
 from lagrpo.verify import verify_run
 
 
@@ -31,6 +31,21 @@ def test_changed_metrics_are_found_in_their_line(run):
     assert sorted(difference.name for difference in differences) == sorted(names)
     for difference in differences:
         assert difference.recorded == pytest.approx((difference.expected or 0.0) + 0.125)
+
+
+def test_small_changes_of_metrics_of_log_probs_are_found(run):
+    """By a ten-millionth, which is a hundred times the rounding of float64 sums."""
+    names = [name for name in load_metrics(run)[2] if name.startswith("rollout/")]
+    names.remove("rollout/log_ratio_squared")  # does not follow from a formula of verify
+
+    def change_third_line(lines):
+        for name in names:
+            lines[2][name] *= 1 + 1e-7
+            lines[2][name] += 1e-7
+
+    rewrite_metrics(run, change_third_line)
+    differences = verify_run(run, 1).differences
+    assert sorted(difference.name for difference in differences) == sorted(names)
 
 
 @pytest.mark.parametrize(

@@ -41,8 +41,8 @@ RATIO_METRICS = (
 )
 PHASES = {
     "generate": Phase.SAMPLING,
-    "reward": Phase.JUDGING,
-    "score": Phase.SCORING,
+    "reward": Phase.SCORING,
+    "score": Phase.LOGPROBS,
     "train": Phase.LEARNING,
     "sync": Phase.SYNC,
 }
