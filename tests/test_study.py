@@ -16,12 +16,12 @@ from chaos import start
 from running import tiny_settings
 from tiny import save_tiny
 
-import lagrpo.study.__main__ as study_command
+import lagrpo.study.command as study_command
 from lagrpo.errors import SettingsError
 from lagrpo.runs import load_evaluations, load_metrics
 from lagrpo.runs.files import write_atomically
 from lagrpo.settings.load import to_toml
-from lagrpo.study.__main__ import main
+from lagrpo.study.command import main
 from lagrpo.study.measures import RunResult, commit_text, measure, parse_measure
 from lagrpo.study.report import load_results
 from lagrpo.study.spec import Study, load_study

@@ -308,7 +308,7 @@ def settings_of_run(weights: str) -> dict[str, Any]:
 
 def study(words: list[str]) -> None:
     """Makes the missing runs of a study, writes its report, and exits with the status."""
-    from lagrpo.study.__main__ import main
+    from lagrpo.study.command import main
 
     sys.exit(main(words))
 

@@ -141,7 +141,3 @@ def start_run(run: Run, threads: int) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
             command, stdout=log, stderr=log, env=environment, start_new_session=True
         )
-
-
-if __name__ == "__main__":
-    sys.exit(main())
