@@ -24,7 +24,7 @@ from lagrpo.machine import WAIT_VARIABLES
 
 DEADLINE = 3600.0  # seconds for any one reply
 HERE = Path(__file__).parent
-SOURCES = HERE.parent / "src"
+CHECKOUT = HERE.parent
 PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
@@ -147,11 +147,12 @@ def train(
     ranks: int,
     threads: int,
     program: Sequence[str] = ("-m", "lagrpo"),
+    checkout: Path = CHECKOUT,
 ) -> None:
     """Runs `lagrpo train FILE` with these settings, under torchrun if there are several ranks.
 
-    Each rank has `threads` threads. `program`: Python's arguments that start lagrpo. Raises
-    SystemExit with the end of the run's messages if it fails.
+    Each rank has `threads` threads. `program`: Python's arguments that start lagrpo, from the
+    sources of `checkout`. Raises SystemExit with the end of the run's messages if it fails.
     """
     command = [sys.executable]
     if ranks > 1:
@@ -161,7 +162,7 @@ def train(
         # The command line takes booleans in lower case.
         text = str(value).lower() if isinstance(value, bool) else str(value)
         command += [f"--{name}", text]
-    variables = {**os.environ, **environment(threads)}
+    variables = {**os.environ, **environment(threads, checkout)}
     finished = subprocess.run(command, env=variables, capture_output=True, encoding="utf-8")
     if finished.returncode:
         raise SystemExit(f"{' '.join(command)} failed:\n{finished.stderr[-2000:]}")
@@ -178,14 +179,17 @@ def train_with_peaks(
     return [int((peaks / str(rank)).read_text(encoding="utf-8")) for rank in range(ranks)]
 
 
-def environment(threads: int) -> dict[str, str]:
-    """Environment variables of both programs: the same number of threads, nothing downloaded."""
+def environment(threads: int, checkout: Path = CHECKOUT) -> dict[str, str]:
+    """Environment variables of both programs: the same number of threads, nothing downloaded.
+
+    They import lagrpo from `checkout`, whatever the user's PYTHONPATH has.
+    """
     return {
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": os.pathsep.join([str(SOURCES), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join([str(checkout / "src"), os.environ.get("PYTHONPATH", "")]),
     }
 
 
