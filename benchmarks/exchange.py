@@ -31,7 +31,7 @@ def main() -> None:
     reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     seconds = []
     for _ in range(rounds + 1):
-        # Made outside the time, and after it no rank waits for a slower one.
+        # Made before the barrier, so that no rank's clock includes it.
         gradients = torch.ones(numbers_per_rank * ranks.size())
         dist.barrier()
         start = time.perf_counter()

@@ -60,8 +60,7 @@ class Case:
 
         # 1.6 nats a token on average, and never 0.
         logp = -normal().abs() * 2 - 0.01
-        # One deviation for all three policies: a token that is far from one is far from the others,
-        # as a token is that the update moved.
+        # One deviation for all three policies: outliers are the same tokens in all.
         deviation = torch.where(torch.rand(T, generator=rng) < 0.1, 1.6, 0.4).double()
         alpha = _as_logp(logp + deviation * normal())
         pi_k = _as_logp(logp + deviation * normal())

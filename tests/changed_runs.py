@@ -65,7 +65,7 @@ def rewrite_metrics(run: Path, change: Callable[[list[MetricsLine]], object]) ->
 def find_differences(
     run: Path, location: str, name: str, recomputed: int | None = 1
 ) -> list[Difference]:
-    """The differences of one column or metric, in places that begin with `where`.
+    """The differences of one column or metric, in places that begin with `location`.
 
     `recomputed` completions run through the model. One is enough for everything that verify checks
     without the model; None is all of them.

@@ -173,7 +173,7 @@ def dense_attention(
 @TEMPERATURES
 @DTYPES
 def test_log_probs_of_tokens_and_their_gradient(vocabulary, tau, dtype):
-    # Wide enough that the largest logit has most of the probability.
+    # Times 4, so that probabilities differ by many orders of magnitude.
     logits = (random(9, vocabulary, dtype=dtype) * 4).requires_grad_()
     ids = torch.arange(9) % vocabulary
     exact = logits.double() / tau

@@ -23,7 +23,7 @@ def gradients(dtype, sizes: Chunks | None, bias=False):
     torch.manual_seed(0)
     head = nn.Linear(WIDTH, VOCABULARY, bias=bias).to(dtype)
     hidden = torch.randn(ROWS, WIDTH).to(dtype).requires_grad_()
-    # No row asks for the token of its own number, as a wrong index would give.
+    # Tokens in another order than the rows, so that an index of the wrong kind shows.
     ids = torch.arange(ROWS) * 7 % VOCABULARY
     if sizes is None:
         logits = hidden.double() @ head.weight.double().T

@@ -102,8 +102,6 @@ def test_ranks_share_all_rows_evenly():
             step = max(
                 len(g.prompt.token_ids) + max(c.length for c in g.completions) for g in batch.groups
             )
-            # What is handed out at a time is a prompt with a completion, so shares differ by about
-            # that.
             assert max(costs) - min(costs) <= 2 * step, (tokens, size, costs)
             assert max(m.packed.layout.rows for rows in shares for m in rows) <= tokens
 

@@ -19,7 +19,7 @@ from lagrpo.core.bounds import (
 )
 from lagrpo.core.kl import tv
 
-# Of float64: numbers as large as 1/sigma = 100 are added and subtracted.
+# Of float64, in which (1 - sigma)/sigma is multiplied and subtracted: large where sigma is small.
 ROUNDING = 1e-9
 
 

@@ -25,7 +25,7 @@ def double(*values: float) -> Tensor:
 
 
 # b, then the rows of U. From alpha to pi the ratios of tokens go from .25 to 2.4, of completions
-# from .13 to 3.1: the clips and masks below have tokens on both sides.
+# from .13 to 3.1: most clips and masks below have tokens on both sides.
 ALPHA = double(0.4, -0.2, 0.1, 0.5, -0.6, 0.0, -0.3, 0.2, 0.6, 0.1, 0.7, -0.4)
 PI = ALPHA + double(0.3, -0.4, 0.5, -0.2, 0.6, 0.1, 0.4, -0.5, 0.2, -0.3, 0.1, 0.6)
 PI_REF = ALPHA + double(-0.2, 0.1, 0.2, 0.3, -0.1, -0.4, 0.2, 0.3, -0.1, 0.1, -0.2, 0.2)

@@ -72,8 +72,7 @@ def covered(intervals: list[tuple[float, float]], truth: float) -> float:
 def test_interval_of_pass_at_1_covers_at_20_prompts_of_16_samples(mean, at_least, bootstrap):
     """1,000 evaluations; the bootstrap covers at most the last number."""
     torch.manual_seed(0)
-    # Success rates of prompts: of this mean, and spread as widely as those of a model, most near 0
-    # or 1.
+    # 1.5 is small: most prompts are nearly always solved, or nearly never.
     hardness = torch.distributions.Beta(
         tensor(1.5 * mean).double(), tensor(1.5 * (1 - mean)).double()
     )
