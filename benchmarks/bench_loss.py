@@ -56,6 +56,7 @@ def main() -> None:
     sides = [Side(recipe, recipe, CHECKOUT) for recipe in options.recipes]
     if options.before is not None:
         first = options.recipes[0]
+        # Right after the same recipe of this version, so that the two meet the same machine.
         sides.insert(1, Side(f"{first}, before", first, options.before.resolve()))
     seconds: dict[str, list[dict[str, float]]] = {side.name: [] for side in sides}
     for turn in range(options.rounds):
@@ -85,6 +86,7 @@ def run(side: Side, options: argparse.Namespace) -> dict[str, float]:
         settings = {
             **demo_settings(options.model, options.batches, Path(scratch)),
             "loss.recipe": side.recipe,
+            # Without the KL terms of some recipes, whose reference policy takes a forward pass.
             "loss.beta": 0.0,
         }
         train(DEMO, settings, 1, options.threads, checkout=side.checkout)

@@ -16,11 +16,12 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Self, cast
 
 from wire import Update
 
 from lagrpo.machine import WAIT_VARIABLES
+from lagrpo.types import JsonObject
 
 DEADLINE = 3600.0  # seconds for any one reply
 HERE = Path(__file__).parent
@@ -108,10 +109,11 @@ class Side(Program):
                 # The program's first reply comes unasked, once it has loaded.
                 self.facts = self._reply()
         except BaseException:
+            # `with` calls __exit__ only if the constructor has returned.
             self.__exit__()
             raise
 
-    def ask(self, do: str, **arguments: object) -> dict[str, Any]:
+    def ask(self, do: str, **arguments: object) -> JsonObject:
         """Sends one request and returns its reply."""
         with self.running():
             assert self.process.stdin is not None
@@ -124,7 +126,7 @@ class Side(Program):
         measurements["peak_bytes"] = self.peak_bytes()
         return cast(Update, measurements)
 
-    def _reply(self) -> dict[str, Any]:
+    def _reply(self) -> JsonObject:
         assert self.process.stdout is not None
         with selectors.DefaultSelector() as waiting:
             waiting.register(self.process.stdout, selectors.EVENT_READ)
@@ -133,7 +135,7 @@ class Side(Program):
         line = self.process.stdout.readline()
         if not line:
             raise self.failed("ended")
-        return json.loads(line)
+        return cast(JsonObject, json.loads(line))
 
 
 def _die_with_parent() -> None:
@@ -207,6 +209,7 @@ def _stat(process: Path) -> list[str]:
 
 
 def _session(process: Path) -> int:
+    # Field 6 of proc(5). Its number is the PID of the program that started the session.
     return int(_stat(process)[3])
 
 

@@ -75,12 +75,12 @@ def test_gpu_of_a_rank_is_not_the_server_s(monkeypatch, ranks, visible, vllm, sh
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    own = settings(**VLLM, vllm=vllm)
+    run_settings = settings(**VLLM, vllm=vllm)
     if shared is None:
-        check_settings(own)
+        check_settings(run_settings)
     else:
         with pytest.raises(SettingsError, match=f"vllm.gpus: GPU {shared} is one"):
-            check_settings(own)
+            check_settings(run_settings)
 
 
 WRONG: list[tuple[JsonObject, str]] = [

@@ -247,13 +247,13 @@ DEBUGGED = {
 
 
 @pytest.mark.parametrize("words", DEBUGGED.values(), ids=DEBUGGED)
-@pytest.mark.parametrize("asked", ["by option", "by variable", "not"])
-def test_traceback_of_an_error_is_shown_if_asked_for(monkeypatch, words, asked):
-    monkeypatch.setenv("LAGRPO_DEBUG", "1" if asked == "by variable" else "0")
-    options = ["--debug"] if asked == "by option" else []
+@pytest.mark.parametrize("debug_switch", ["by option", "by variable", "not"])
+def test_traceback_of_an_error_is_shown_if_asked_for(monkeypatch, words, debug_switch):
+    monkeypatch.setenv("LAGRPO_DEBUG", "1" if debug_switch == "by variable" else "0")
+    options = ["--debug"] if debug_switch == "by option" else []
     code, _, err = lagrpo(*words.split(), *options)
     assert code == 2
-    assert ("Traceback" in err) is (asked != "not")
+    assert ("Traceback" in err) is (debug_switch != "not")
     assert err.splitlines()[-1].startswith("lagrpo: ")
 
 

@@ -4,7 +4,7 @@ an episode."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import pytest
@@ -20,6 +20,7 @@ from lagrpo.rollout.base import Request
 from lagrpo.rollout.decoding import DecodeState
 from lagrpo.rollout.episodes import Episodes
 from lagrpo.rollout.local import LocalSampler
+from lagrpo.tasks import Make
 from lagrpo.types import Completion, Group, Prompt
 
 EOS = 1
@@ -41,7 +42,7 @@ def talking_policy(
 
 def make_episodes(
     policy: Policy,
-    environment: Callable[[], object] = talkers.Counting,
+    environment: Make = talkers.Counting,
     /,
     late: int = 0,
     turns: int = 8,

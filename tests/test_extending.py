@@ -113,8 +113,8 @@ def test_environment_answers_guesses_until_the_number_is_found(load):
     game = module.WarmOrCold()
     game.reset(module.load(None, 0).prompt("train", 3), key=())  # the number is 5
     replies = [game.step(text) for text in ("9", "2", "7", "none", "5")]
-    said = [reply.messages[0]["content"] for reply in replies[:-1]]
-    assert said == ["Warmer.", "Warmer.", "Warmer.", "Colder."]
+    texts = [reply.messages[0]["content"] for reply in replies[:-1]]
+    assert texts == ["Warmer.", "Warmer.", "Warmer.", "Colder."]
     assert replies[-1] == StepResult(reward=1.0, done=True, reason="found")
 
 

@@ -335,7 +335,9 @@ def test_runs_that_differ_only_in_their_seed_are_one_method():
         recorded("v-10-seed10", run={"seed": 10}, schedule={"sync_every": 10}),
     ]
     methods = group_seeds(runs)
-    assert {name: [run.name for run in of_method] for name, of_method in methods.items()} == {
+    assert {
+        name: [run.name for run in runs_of_method] for name, runs_of_method in methods.items()
+    } == {
         "v-1": ["v-1-seed0", "v-1-seed1"],
         "v-10": ["v-10-seed0", "v-10-seed10"],
         "again": ["again"],

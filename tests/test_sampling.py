@@ -114,6 +114,7 @@ def test_frequencies_match_the_softmax():
     tokens, logp = sample_tokens(logits.expand(count, -1).contiguous(), 1.0, uniform)
     expected = logits.double().softmax(-1) * count
     observed = torch.bincount(tokens, minlength=103).double()
+    # The usual rule for chi-square: cells below 5 are counted as one.
     likely = expected >= 5
     cells_expected = torch.cat([expected[likely], expected[~likely].sum()[None]])
     cells_observed = torch.cat([observed[likely], observed[~likely].sum()[None]])

@@ -36,8 +36,8 @@ def complain(values: Any, overrides: Any = None) -> str:
 
 def test_settings_of_the_loss_are_knobs_of_recipes():
     named = set(LossSettings.model_fields) - {"recipe", "overrides"}
-    known = {*NUMBERS, *CHOICES, *MINIMUM, "epsilon"}
-    assert {KNOBS.get(name, name) for name in named} <= known
+    knob_names = {*NUMBERS, *CHOICES, *MINIMUM, "epsilon"}
+    assert {KNOBS.get(name, name) for name in named} <= knob_names
     assert LossSettings().knobs == {}
     assert LossSettings(epsilon=0.1, overrides={"dual_clip": 3.0}).knobs == {
         "epsilon": 0.1,

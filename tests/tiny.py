@@ -123,5 +123,5 @@ def computed_by(policy: Policy, backend: Choice) -> Policy:
     from lagrpo.model.backend import choose_backend
     from lagrpo.model.model import Model
 
-    chosen = choose_backend(backend, policy.device, policy.dtype)
-    return replace(policy, model=Model(policy.model.lm, chosen))
+    new_backend = choose_backend(backend, policy.device, policy.dtype)
+    return replace(policy, model=Model(policy.model.lm, new_backend))

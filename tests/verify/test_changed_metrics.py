@@ -49,19 +49,19 @@ def test_small_changes_of_metrics_of_log_probs_are_found(run):
 
 
 @pytest.mark.parametrize(
-    ("order", "what"),
+    ("order", "name"),
     [
         pytest.param([0, 2], "step and keys", id="a line is missing"),
         pytest.param([0, 1, 1, 2], "step and keys", id="a line is there twice"),
         pytest.param([], "the line of step 1", id="the file is empty"),
     ],
 )
-def test_lines_of_metrics_that_do_not_fit_the_steps_are_found(run, order, what):
+def test_lines_of_metrics_that_do_not_fit_the_steps_are_found(run, order, name):
     def reorder(lines):
         lines[:] = [lines[index] for index in order]
 
     rewrite_metrics(run, reorder)
-    assert find_differences(run, "metrics.jsonl", what)
+    assert find_differences(run, "metrics.jsonl", name)
 
 
 def test_missing_events_of_weight_syncs_are_found(run):
@@ -124,5 +124,9 @@ def test_changed_metrics_of_an_evaluation_are_all_found(run):
     file.write_text(json.dumps(summary), encoding="utf-8")
 
     differences = verify_run(run, 1).differences
-    in_summary = {each.name for each in differences if each.where == "evaluations/before.json"}
+    in_summary = {
+        difference.name
+        for difference in differences
+        if difference.where == "evaluations/before.json"
+    }
     assert in_summary == names

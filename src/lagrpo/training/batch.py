@@ -99,6 +99,7 @@ def assemble(groups: Sequence[Group], recipe: Recipe, max_tokens: int, seed: int
         lengths=lengths_C,
         uniform=torch.cat(uniform_of_groups),
     )
+    # Statistics of a group are float64; a loss takes advantages in the dtype of log-probs.
     advantage_C = recipe.advantages(x, max_tokens).float()
     # Here the loss gets its normalizer: core/reductions.py, over the completions of all ranks.
     weight_C = recipe.weights(lengths_C, zero_variance(x.rewards, x.group), max_tokens)
