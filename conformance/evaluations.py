@@ -62,8 +62,8 @@ Score = float | None
 """1 or 0; None if an answer could not be judged."""
 
 
-def written_answers(data: Path) -> Iterator[Item]:
-    """The answers of both sets in every form.
+def written_answers(data: Path, every: int) -> Iterator[Item]:
+    """The answers of every n-th problem of both sets in every form.
 
     Right ones: the gold answer. Wrong ones: the answer of the next problem, and the gold answer +
     1.
@@ -73,7 +73,7 @@ def written_answers(data: Path) -> Iterator[Item]:
         golds = [str(json.loads(line)["answer"]) for line in lines]
         # The answer of another problem is wrong, but looks like an answer.
         next_golds = [*golds[1:], golds[0]]
-        for gold, next_gold in zip(golds, next_golds, strict=True):
+        for gold, next_gold in list(zip(golds, next_golds, strict=True))[::every]:
             for form, template in FORMS.items():
                 yield Item(name, form, gold, template.format(answer=gold))
             boxed = FORMS["boxed"]
@@ -184,7 +184,7 @@ def main() -> None:
     data = os.environ.get("LAGRPO_DATA")
     if data is None:
         sys.exit("set LAGRPO_DATA to the directory with math500_test.jsonl and aime24_test.jsonl")
-    items = list(written_answers(Path(data)))[:: options.every]
+    items = list(written_answers(Path(data), options.every))
     for directory in options.evaluation:
         items += model_answers(directory)
     our = our_scores(items)

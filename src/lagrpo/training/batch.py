@@ -7,8 +7,8 @@ A group whose rewards are all equal may have been replaced before (`replace_zero
 loop.py). If it was not:
 
 - A recipe that masks such groups (`mask_zero_variance`) gives their completions weight 0. They
-leave
-  the objective before any forward pass; `masked_count` decides whether the normalizer counts them.
+  leave the objective before any forward pass; `masked_count` decides whether the normalizer counts
+  them.
 - Any other recipe counts them. An update leaves out completions with advantage 0 if these have no
   gradient in the recipe (`skips_zero_advantage`).
 """
