@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 from bench_trl import DEFAULT
 from measuring import Load, Report, fill, machine, table
@@ -31,6 +31,9 @@ sys.path.append(str(HERE.parent / "experiments"))
 from lagrpo.study.measures import RunResult, measure, smoothed
 from lagrpo.study.report import COLORS
 from lagrpo.study.statistics import Interval
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 PAGE = HERE.parent / "reports" / "claims.md"
 FIGURE = HERE.parent / "docs" / "images" / "trl.png"
@@ -120,6 +123,7 @@ def add_seed(
                 reward=work.judge,
             ) as trl,
         ):
+            # No warm-up: the first update is part of the learning curve.
             our_updates, trl_updates = interleaved([ours, trl], 0, options.updates)
             load.add(ours, trl)
     require_same_work(our_updates, trl_updates)
@@ -163,6 +167,7 @@ def costs_until_level(unit: str, seeds: Sequence[Curve]) -> list[float]:
     """The "updates" or "seconds" until the smoothed reward is LEVEL, of the seeds that reach it."""
     costs = []
     for curve in seeds:
+        # `measure` adds up a column until the level is reached, and a point is one update.
         run = RunResult([{**point, "updates": 1} for point in curve], {})
         cost = measure(f"{unit} to {LEVEL:g}", run, SMOOTH)
         if cost is not None:
@@ -185,7 +190,7 @@ def draw(curves: Curves, path: Path) -> None:
 
     figure = Figure(figsize=(10, 3.8), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
-    panels: Any = figure.subplots(1, 2, sharey=True)
+    panels: Sequence[Axes] = figure.subplots(1, 2, sharey=True)
     for color, style, (name, seeds) in zip(COLORS, ("-", "--"), curves.items(), strict=False):
         # By update: the rewards of all seeds.
         rewards = list(zip(*map(smoothed_rewards, seeds), strict=True))
@@ -204,6 +209,7 @@ def draw(curves: Curves, path: Path) -> None:
     for axes, label in zip(panels, ("update", "seconds"), strict=True):
         plain_axes(axes)
         axes.set(xlabel=label, ylim=(0, 1))
+    # One side takes several times the seconds of the other.
     panels[1].set_xscale("log")
     panels[0].set_ylabel(f"reward, mean of {SMOOTH} updates", color=INK)
     panels[0].legend(fontsize=8, frameon=False)

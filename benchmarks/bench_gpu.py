@@ -69,6 +69,7 @@ QWEN3 = Qwen3Config(
     max_position_embeddings=40_960,
     tie_word_embeddings=True,
 )
+# In Qwen2's architecture, which adds only the biases of queries, keys and values to SmolLM2's.
 SMOLLM2 = Qwen2Config(
     vocab_size=49_152,
     hidden_size=576,
@@ -147,6 +148,7 @@ def main() -> None:
     report = Report(
         name, f"Sampling and learning on {device_name(options.device)}", options.results
     )
+    # Large enough that a GPU's launches and memory do not bound them.
     sizes = (512, 1024) if options.quick else (4096, 8192)
     rates = []
     for size in sizes:
@@ -221,6 +223,7 @@ def random_group(policy: Policy, context: int, turn: int, key: int) -> Group:
 
 
 def random_tokens(policy: Policy, length: int, *address: int | str) -> list[int]:
+    # Keyed, so that the work is the same on every GPU and in every version of PyTorch.
     random_numbers = uniforms(length, SEED, *address)
     return (random_numbers * vocabulary_of(policy)).astype("int64").tolist()
 
@@ -285,6 +288,7 @@ def train_batch(
         token_ids = random_tokens(policy, prompt_length(context), "prompt", turn, key)
         prompt = Prompt(key, (), None, tuple(token_ids))
         requests.append(Request(turn, 0, prompt))
+    # The sampler has the weights of this version, as with v = 1, so that the ratio is near 1.
     sampler.sync_weights(policy.weights, policy.version)
     generated, sampling_seconds, sampling_memory = timed(
         options.device, lambda: list(sampler.sample(requests, options.completions))
@@ -330,6 +334,7 @@ def timed(device: str, compute: Callable[[], Result]) -> tuple[Result, float, fl
     gc.collect()
     if on_gpu:
         torch.cuda.synchronize(device)
+        # A call returns before its kernels have run, so the clock starts and stops after a wait.
         torch.cuda.reset_peak_memory_stats(device)
     started = time.perf_counter()
     result = compute()

@@ -70,6 +70,7 @@ def row(part: str, seconds: Mapping[str, list[dict[str, float]]]) -> dict[str, s
     spreads = {name: spread(values, " s") for name, values in part_seconds.items()}
     full = part_seconds["full training"]
     adapters = part_seconds["adapters"]
+    # A part may take no time that the clock shows.
     adapters_by_full = ratio(adapters, full) if min(full) > 0 else "–"
     return {"": part, **spreads, "adapters / full": adapters_by_full}
 

@@ -11,15 +11,12 @@ version, which runs the first recipe as another side.
 from __future__ import annotations
 
 import argparse
-import os
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from measuring import Load, Report, machine, median, ratio, spread
-from processes import HERE, train
+from processes import CHECKOUT, train
 from work import DEMO, common_options, demo_settings
 
 from lagrpo.runs import load_metrics
@@ -56,9 +53,10 @@ def main() -> None:
     options = parse_options()
     load = Load()
     report = Report("loss", "Updates by recipe", options.results)
-    sides = [Side(recipe, recipe, HERE.parent) for recipe in options.recipes]
+    sides = [Side(recipe, recipe, CHECKOUT) for recipe in options.recipes]
     if options.before is not None:
         first = options.recipes[0]
+        # Right after the same recipe of this version, so that the two meet the same machine.
         sides.insert(1, Side(f"{first}, before", first, options.before.resolve()))
     seconds: dict[str, list[dict[str, float]]] = {side.name: [] for side in sides}
     for turn in range(options.rounds):
@@ -84,29 +82,16 @@ def main() -> None:
 
 def run(side: Side, options: argparse.Namespace) -> dict[str, float]:
     """The seconds of the median batch by part."""
-    with tempfile.TemporaryDirectory() as scratch, source_of(side.checkout):
+    with tempfile.TemporaryDirectory() as scratch:
         settings = {
             **demo_settings(options.model, options.batches, Path(scratch)),
             "loss.recipe": side.recipe,
+            # Without the KL terms of some recipes, whose reference policy takes a forward pass.
             "loss.beta": 0.0,
         }
-        train(DEMO, settings, 1, options.threads)
+        train(DEMO, settings, 1, options.threads, checkout=side.checkout)
         metrics = load_metrics(Path(scratch, "run"))[WARM:]
     return {part: median(line[f"time/{part}"] for line in metrics) for part in PARTS}
-
-
-@contextmanager
-def source_of(checkout: Path) -> Iterator[None]:
-    """Makes programs that the `with` block starts import lagrpo from this checkout."""
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = str(checkout / "src")
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["PYTHONPATH"]
-        else:
-            os.environ["PYTHONPATH"] = before
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from bench_trl import DEFAULT, best_settings, describe
 from measuring import Load, Report, gigabytes, machine, median, spread
@@ -71,6 +70,8 @@ def share(options: argparse.Namespace, work: Work, report: Report, load: Load) -
     ):
         side.update()
         for turn in range(options.updates):
+            # The peak is the best of several sizes: neither small nor huge products are the fastest
+            # everywhere.
             for size in rates:
                 rates[size] += products(side, size)
             updates.append(side.update())
@@ -125,7 +126,7 @@ def memory(options: argparse.Namespace, work: Work, report: Report, load: Load) 
 
     Both sides have micro-batches of the same number of completions. Returns TRL's versions.
     """
-    rows: list[dict[str, Any]] = []
+    rows: list[dict[str, int | str]] = []
     versions: dict[str, str] = {}
     settings = {**DEFAULT, **best_settings(options.results, work)}
     for completions in [4] if options.quick else options.micro_batches:
@@ -141,6 +142,7 @@ def memory(options: argparse.Namespace, work: Work, report: Report, load: Load) 
                     "gradient_checkpointing": checkpointing,
                 }
                 threads = options.threads
+                # New processes for every row: the peak of a process never falls.
                 with start_ours("ours", work, scratch, threads, optimizer=optimizer) as side:
                     our_updates = [side.update() for _ in range(2)]
                     load.add(side)

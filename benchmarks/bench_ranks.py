@@ -18,7 +18,6 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from measuring import Load, Report, machine, median, ratio, spread
 from processes import HERE, environment, train
@@ -27,6 +26,7 @@ from work import DEMO, common_options, demo_settings
 
 from lagrpo.model.embedded import resolve_model
 from lagrpo.runs import load_metrics
+from lagrpo.types import JsonObject
 
 PARTS = ("time/step", "time/generate", "time/train", "time/sync")
 
@@ -50,7 +50,7 @@ def main() -> None:
     one_process = f"one process, {options.ranks} threads"
     several_ranks = f"{options.ranks} ranks of one thread"
     ranks_by_side = {one_process: 1, several_ranks: options.ranks}
-    metrics: dict[str, list[dict[str, Any]]] = {side: [] for side in ranks_by_side}
+    metrics: dict[str, list[JsonObject]] = {side: [] for side in ranks_by_side}
     for turn in range(options.runs):
         for side in ranks_by_side if turn % 2 == 0 else reversed(ranks_by_side):
             with tempfile.TemporaryDirectory() as scratch:
@@ -88,7 +88,7 @@ def main() -> None:
     report.write(machine(options.ranks, load))
 
 
-def run(options: argparse.Namespace, ranks: int, scratch: Path) -> list[dict[str, Any]]:
+def run(options: argparse.Namespace, ranks: int, scratch: Path) -> list[JsonObject]:
     """Trains once. Returns the metrics of the run's batches."""
     settings = demo_settings(options.model, options.batches, scratch)
     # Both sides have as many threads in all: R ranks of one, or one process of R.

@@ -1,6 +1,7 @@
 """A whole update of lagrpo and of TRL: sampling, rewards, learning, and the rest. See README.md.
 
 make bench-trl                       install TRL, compare losses and gradients, then measure
+make bench-trl OPTIONS=--short       only the work short, three updates of each side: a few minutes
 make bench-trl OPTIONS=--scan        find TRL's best settings on this machine first, and keep them
 python benchmarks/bench_trl.py --help
 """
@@ -26,7 +27,17 @@ from sides import (
     start_trl,
     values,
 )
-from work import DTYPE, HASHED, LONG, WORKS, Work, apply_options, common_options, require_peer
+from work import (
+    DTYPE,
+    HASHED,
+    LONG,
+    SHORT,
+    WORKS,
+    Work,
+    apply_options,
+    common_options,
+    require_peer,
+)
 
 TrlSettings = dict[str, Any]
 """Arguments of work.trl: `per_device` and arguments of GRPOConfig."""
@@ -84,7 +95,18 @@ def parse_options() -> argparse.Namespace:
     )
     parser.add_argument("--scan", action="store_true", help="look for TRL's best settings first")
     parser.add_argument("--scan-updates", type=int, default=2, help="with each of the settings")
-    return parser.parse_args()
+    parser.add_argument(
+        "--short",
+        action="store_true",
+        help="as --work short --updates 3 --own-updates 0, unless these options say otherwise: "
+        "a few minutes; writes trl-short.md and leaves trl.md",
+    )
+    options = parser.parse_args()
+    if options.short:
+        # As defaults, so that options of the command line still count.
+        parser.set_defaults(work=[SHORT.name], updates=3, own_updates=0)
+        options = parser.parse_args()
+    return options
 
 
 def main() -> None:
@@ -95,7 +117,8 @@ def main() -> None:
         for work in works:
             scan(options, work)
     load = Load()
-    report = Report("trl", "A whole update: ours and TRL", options.results)
+    report_name = "trl-short" if options.short else "trl"
+    report = Report(report_name, "A whole update: ours and TRL", options.results)
     report.text(
         "Medians, with the smallest and the largest value. A ratio is that of the medians, with "
         "the smallest and the largest of consecutive updates; above 1, lagrpo is faster or smaller."

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from measuring import Load, Report, gigabytes, machine, ratio, spread
 from processes import HERE, Program, Side, environment
@@ -52,8 +52,16 @@ VARIANTS = {
     "eager": Variant(flags=("--enforce-eager",)),
     "compiled, auto": Variant(has_our_cores=False),
 }
-Completion = dict[str, Any]
-"""`prompt` and `token_ids`, with `logp`, vLLM's log-probs of the tokens."""
+
+
+class Completion(TypedDict):
+    """A completion that vLLM sampled."""
+
+    prompt: list[int]
+    """Token ids."""
+    token_ids: list[int]
+    logp: list[float]
+    """vLLM's log-probs of the tokens."""
 
 
 def parse_options() -> argparse.Namespace:
@@ -96,8 +104,10 @@ class Server(Program):
         command += VARIANTS[variant].flags
         variables = {
             "HF_HUB_OFFLINE": "1",
+            # GB. 128 rows of 264 tokens of SmolLM2 in bfloat16 take .8.
             "VLLM_CPU_KVCACHE_SPACE": "2",
             "VLLM_NO_USAGE_STATS": "1",
+            # The server must import its own packages only.
             "PYTHONPATH": "",
         }
         if VARIANTS[variant].has_our_cores:
@@ -107,6 +117,7 @@ class Server(Program):
         try:
             self._wait()
         except BaseException:
+            # `with` calls __exit__ only if the constructor has returned.
             self.__exit__()
             raise
 
@@ -135,6 +146,7 @@ class Server(Program):
             "n": G,
             "max_tokens": max_tokens,
             "temperature": 1.0,
+            # Every completion has max_tokens tokens, as on our side.
             "ignore_eos": True,
             # 0 further tokens: only the sampled token, as a trainer needs and our sampler returns.
             "logprobs": 0,
@@ -150,8 +162,9 @@ class Server(Program):
             with urllib.request.urlopen(request, timeout=1200) as response:
                 answer = json.load(response)
             seconds = time.perf_counter() - started
+        # vLLM numbers choices by prompt: choice i belongs to prompt i // G.
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
-        completions = [
+        completions: list[Completion] = [
             {
                 "prompt": prompts[number // G],
                 "token_ids": choice["token_ids"],
@@ -211,6 +224,7 @@ def compare_log_probs(ours: Side, servers: list[Server]) -> str:
     """
     differences_text = []
     for server in servers:
+        # Up to 128 tokens: enough to tell another model from rounding.
         _, completions = server.sample(ours.facts["prompt_ids"][:2], 4, 16)
         our_logps = ours.ask("score", completions=completions)["logp"]
         differences = [

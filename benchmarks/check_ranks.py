@@ -107,6 +107,7 @@ def weight_difference(run: Path, reference: Path) -> float:
     """‖W − W'‖ / ‖W'‖ over all saved weights."""
     weights = load_file(newest(run))
     others = load_file(newest(reference))
+    # In float64, so that the sums add no rounding of their own to a small difference.
     square_of_difference = sum(
         float((weights[name].double() - others[name].double()).square().sum()) for name in others
     )

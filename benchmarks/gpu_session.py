@@ -20,7 +20,6 @@ build/gpu-session, and are written as they come:
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shlex
@@ -28,7 +27,7 @@ import sys
 import time
 from pathlib import Path
 
-from measure_gpu import ROOT, Step, has_gpu, last_lines, run
+from measure_gpu import ROOT, Step, choose_steps, last_lines, make_parser, run
 
 RESULTS = Path(os.environ.get("OUT") or ROOT / "build" / "gpu-session")
 # A step that would have less time than this is left out.
@@ -73,18 +72,10 @@ def steps(results: Path, *, quick: bool) -> list[Step]:
 
 
 def main() -> None:
-    options = parse_options()
-    selected = steps(options.results, quick=options.quick)
-    if options.only:
-        selected = [step for step in selected if step.name in options.only]
-    if options.dry_run:
-        for step in selected:
-            print(f"{step.name:12} {step.limit:4} s  {shlex.join(step.command)}")
-        return
-    if not has_gpu():
-        if not options.quick:
-            sys.exit("PyTorch sees no GPU here. --quick tries what a CPU can compute.")
-        selected = [step for step in selected if step.name in CPU_STEPS]
+    parser = make_parser(__doc__, steps(RESULTS, quick=False), RESULTS)
+    parser.add_argument("--seconds", type=float, default=840, help="for all steps together")
+    options = parser.parse_args()
+    selected = choose_steps(steps(options.results, quick=options.quick), options, CPU_STEPS)
     # The kernels are not the default before this session has shown that they work.
     os.environ["LAGRPO_KERNELS"] = "triton"
     outcomes = run_session(selected, options.results, options.seconds)
@@ -124,19 +115,6 @@ def append(session_log: Path, step: Step, step_log: Path) -> None:
         file.write(f"\n== {step.name}: {shlex.join(step.command)}\n")
         file.write(step_log.read_text(encoding="utf-8", errors="replace"))
     step_log.unlink()
-
-
-def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    names = [step.name for step in steps(RESULTS, quick=False)]
-    parser.add_argument("--only", nargs="+", choices=names, metavar="STEP", help=", ".join(names))
-    parser.add_argument("--seconds", type=float, default=840, help="for all steps together")
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
-    parser.add_argument("--dry-run", action="store_true", help="print the steps and their limits")
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

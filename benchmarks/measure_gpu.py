@@ -60,25 +60,51 @@ def steps(results: Path, *, quick: bool) -> list[Step]:
 
 
 def main() -> None:
-    options = parse_options()
-    selected = steps(options.results, quick=options.quick)
-    if options.only:
-        selected = [step for step in selected if step.name in options.only]
+    parser = make_parser(__doc__, steps(RESULTS, quick=False), RESULTS)
+    options = parser.parse_args()
+    selected = choose_steps(steps(options.results, quick=options.quick), options, CPU_STEPS)
+    outcomes = run_steps(selected, options.results)
+    sys.exit(any(outcome != "done" for outcome in outcomes))
+
+
+def make_parser(
+    description: str | None, steps: Sequence[Step], results: Path
+) -> argparse.ArgumentParser:
+    """Returns the parser of a program that runs steps. Its results go to `results` by default."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    names = [step.name for step in steps]
+    parser.add_argument("--only", nargs="+", choices=names, metavar="STEP", help=", ".join(names))
+    parser.add_argument("--results", type=Path, default=results)
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
+    parser.add_argument("--dry-run", action="store_true", help="print the steps and their limits")
+    return parser
+
+
+def choose_steps(
+    steps: Sequence[Step], options: argparse.Namespace, cpu_steps: Sequence[str]
+) -> list[Step]:
+    """Returns the steps to run: without a GPU the ones that a CPU can compute, by name.
+
+    Exits after a dry run, and without a GPU unless the options say --quick.
+    """
+    selected = [step for step in steps if not options.only or step.name in options.only]
     if options.dry_run:
         for step in selected:
-            print(f"{step.name:10} {step.limit:4} s  {shlex.join(step.command)}")
-        print(f"{sum(step.limit for step in selected)} s at most; output in {options.results}")
-        return
+            print(f"{step.name:12} {step.limit:4} s  {shlex.join(step.command)}")
+        together = sum(step.limit for step in selected)
+        print(f"limits: {together} s together; output in {options.results}")
+        sys.exit()
     if not has_gpu():
         if not options.quick:
             sys.exit(
                 "PyTorch sees no GPU here (`lagrpo env` says more). "
                 "--dry-run lists the steps; --quick tries what a CPU can compute."
             )
-        selected = [step for step in selected if step.name in CPU_STEPS]
+        selected = [step for step in selected if step.name in cpu_steps]
         print("PyTorch sees no GPU: only the steps that a CPU can compute, without the tests")
-    outcomes = run_steps(selected, options.results)
-    sys.exit(any(outcome != "done" for outcome in outcomes))
+    return selected
 
 
 def run_steps(selected: list[Step], results: Path) -> list[str]:
@@ -99,18 +125,6 @@ def run_steps(selected: list[Step], results: Path) -> list[str]:
             file.write(f"| {step.name} | {seconds:.0f} | {outcome} | {log.name} |\n")
     print(f"\n{summary.read_text(encoding='utf-8')}")
     return outcomes
-
-
-def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    names = [step.name for step in steps(RESULTS, quick=False)]
-    parser.add_argument("--only", nargs="+", choices=names, metavar="STEP", help=", ".join(names))
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
-    parser.add_argument("--dry-run", action="store_true", help="print the steps and their limits")
-    return parser.parse_args()
 
 
 def has_gpu() -> bool:

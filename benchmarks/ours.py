@@ -12,7 +12,6 @@ import sys
 import time
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import lagrpo  # noqa: F401 - before PyTorch, as on the command line: it says how threads wait
 
@@ -83,6 +82,7 @@ def learning_flops(micro: MicroBatch, policy: Policy) -> float:
     head_weights = policy.model.head.weight.numel()
 
     text = policy.model.config.get_text_config()
+    # Some configurations give the size of a head, others leave it to the quotient.
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     channels = text.num_attention_heads * head_dim
 
@@ -110,6 +110,7 @@ def matrix_product(
         started = time.perf_counter()
         torch.mm(a, b)
         wait()
+        # A multiplication and an addition for each of size^3 pairs of numbers.
         rates.append(2 * size**3 / (time.perf_counter() - started))
     return {"rates": rates}
 
@@ -117,11 +118,12 @@ def matrix_product(
 def task(request: JsonObject, seed: int) -> RowTask:
     """A task whose prompts a run of this seed visits in the order of the file."""
     visited = read_prompts(Path(request["prompts"]))
-    rows: list[Any] = [None] * len(visited)
+    # The order is a permutation, so every row gets replaced.
+    rows = list(visited)
     for position, index in enumerate(order_prompts(seed, 0, len(visited))):
         rows[index] = visited[position]
 
-    def ask(row: PromptRow) -> tuple[list[dict[str, str]], Any]:
+    def ask(row: PromptRow) -> tuple[list[dict[str, str]], object]:
         return row["messages"], row["answer"]
 
     return RowTask("benchmark", {"train": rows, "test": []}, ask, imported(request["reward"]))

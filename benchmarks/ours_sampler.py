@@ -62,12 +62,14 @@ def score(policy: Policy, completions: list[JsonObject]) -> JsonObject:
 def main() -> None:
     wire = Wire()
     request = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    # At temperature 1. The last number is only checked against the context of the model.
     policy = build_policy(ModelSettings(path=request["model"]), 1.0, 1)
     rows = read_prompts(Path(request["prompts"]))
     prompts = [
         policy.chat.tokenize(Prompt(row["key"], tuple(row["messages"]), row["answer"]))
         for row in rows
     ]
+    # A copy, as a run's sampler has: `score` stays with the original.
     sampling_policy = copy_policy(never_ending(policy))
     wire.reply(
         threads=torch.get_num_threads(), prompt_ids=[list(prompt.token_ids) for prompt in prompts]

@@ -22,13 +22,13 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from measuring import Load, Report, machine
 from processes import HERE
 from work import DEMO
 
 from lagrpo.cpu.library import ISA, LEVELS, V3, cpu_flags
+from lagrpo.types import JsonObject
 
 # Seconds for a run.
 DEADLINE = 300.0
@@ -92,7 +92,7 @@ def cases(levels: list[Level], *, quick: bool) -> list[Case]:
     return runs
 
 
-def run(case: Case, scratch: Path, threads: int | None) -> dict[str, Any]:
+def run(case: Case, scratch: Path, threads: int | None) -> JsonObject:
     """Trains once. Returns a row of the table, and `ok`: True if the run ended well."""
     name = f"{case.level.name}-{case.kernels}-{case.dtype}"
     settings = {
@@ -143,6 +143,7 @@ def run_command(command: list[str], variables: dict[str, str]) -> str:
         )
     except subprocess.TimeoutExpired as timeout:
         load = ", ".join(f"{mean:.1f}" for mean in os.getloadavg())
+        # After a timeout the output is bytes, even with an encoding, or None.
         ends_of_output = [
             (output or b"").decode(errors="replace").strip()[-400:]
             for output in (timeout.stdout, timeout.stderr)

@@ -41,7 +41,7 @@ from lagrpo.rollout.local import LocalSampler
 from lagrpo.training import trainer as trainers
 from lagrpo.training.batch import MicroBatch, assemble
 from lagrpo.training.trainer import Optimization, Trainer
-from lagrpo.types import Completion, Group, Prompt
+from lagrpo.types import Completion, Group, JsonObject, Prompt
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -62,7 +62,7 @@ MATRICES = {
 }
 """Outputs and inputs of the linear layers of bench_gpu's models, the head last."""
 
-Values = dict[str, Any]
+Values = JsonObject
 """Results that JSON can hold."""
 
 
@@ -183,6 +183,7 @@ def rows(options: argparse.Namespace) -> Answers:
     matmul: Any = torch.backends.cuda.matmul
     for way in ["default", "without split-K"] if ON_GPU else ["default"]:
         if way == "without split-K":
+            # As exactness.forbid_split_k does; the second value forbids split-K.
             matmul.allow_bf16_reduced_precision_reduction = (False, False)
             torch.backends.cuda.preferred_blas_library("cublaslt")
         differing = {}
@@ -209,6 +210,7 @@ def attention(options: argparse.Namespace) -> Answers:
     if not ON_GPU:
         print("attention: FlashAttention needs a GPU")
         return
+    # The heads of 1.5b and of 135m.
     for heads, kv_heads, head_dim in ((12, 2, 128), (9, 3, 64)):
         values = compare_attention(heads, kv_heads, head_dim)
         yield f"attention, {heads} and {kv_heads} heads of {head_dim}", values
@@ -222,6 +224,7 @@ def compare_attention(heads: int, kv_heads: int, d: int) -> Values:
     """
     from torch.nn.attention.varlen import varlen_attn
 
+    # No length or number of rows is a multiple of a kernel's block, so that edges count, too.
     length = 700
     capacity = 1024
     count = 37
@@ -236,6 +239,7 @@ def compare_attention(heads: int, kv_heads: int, d: int) -> Values:
     if "enable_gqa" in varlen_attn.__code__.co_varnames:
         attend = partial(varlen_attn, enable_gqa=True)
     # [length, heads, d]
+    # A window of all earlier tokens and none of the later ones: causal.
     along_sequence = attend(q, k, v, ends, ends, length, length, window_size=(-1, 0))
 
     # Row r attends to the first lengths[r] tokens, which are the first in its cache.
@@ -331,6 +335,7 @@ def random_micro_batches(
         members = tuple(
             Completion(
                 token_ids=torch.randint(vocabulary, (length,), generator=rng),
+                # Any number does: only the time is measured.
                 logp_alpha=torch.full((length,), -9.0),
                 versions=torch.zeros(length, dtype=torch.long),
                 finished=False,

@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import probe_gpu
 import torch
@@ -119,12 +118,14 @@ def layer_kernels(*, quick: bool) -> Answers:
         h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)
         return weight * h.to(x.dtype)
 
+    # Reads x and delta, writes their sum and its norm; backward reads three and writes one.
     values = timing(4 * x.nbytes, lambda: layers.norm(x, delta, weight, 1e-6), norm_of_transformers)
     yield "kernel norm", values
     values = timing(4 * x.nbytes, lambda: layers.norm_backward(total, weight, rstd, grad_y, delta))
     yield "kernel norm_backward", values
 
     gate, up, grad_gated = normal(rows, inner), normal(rows, inner), normal(rows, inner)
+    # Reads gate and up, writes their product; backward reads three and writes three.
     values = timing(3 * gate.nbytes, lambda: layers.swiglu(gate, up), lambda: F.silu(gate) * up)
     yield "kernel swiglu", values
     values = timing(6 * gate.nbytes, lambda: layers.swiglu_backward(gate, up, grad_gated))
@@ -133,6 +134,7 @@ def layer_kernels(*, quick: bool) -> Answers:
     query, cosine, sine = normal(rows, heads, d), normal(rows, d), normal(rows, d)
     yield "kernel rotary", timing(2 * query.nbytes, lambda: layers.rotary(query, cosine, sine))
 
+    # So small that the time between two calls is the host's: no call waits for the GPU.
     one = normal(1, 64)
     launches = 1000 if ON_GPU else 1
     synchronize()
@@ -147,6 +149,7 @@ def layer_kernels(*, quick: bool) -> Answers:
 def key_kernel(*, quick: bool) -> Answers:
     from lagrpo.gpu import keys
 
+    # Four prompts with sixteen completions: about as many rows as the layers above.
     prompt, completion = (3, 2) if quick else (300, 357)
     layout = PackedLayout.build([(prompt, [completion] * 16)] * 4, DEVICE)
     grad = normal(len(layout.seen_rows), 2, 128)
@@ -155,7 +158,7 @@ def key_kernel(*, quick: bool) -> Answers:
 
 
 def timing(
-    num_bytes: int, compute: Callable[[], Any], by_pytorch: Callable[[], Any] | None = None
+    num_bytes: int, compute: Callable[[], object], by_pytorch: Callable[[], object] | None = None
 ) -> dict[str, float]:
     repetitions = 20 if ON_GPU else 1
     seconds = seconds_of(compute, repetitions)

@@ -16,15 +16,16 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Self, cast
 
 from wire import Update
 
 from lagrpo.machine import WAIT_VARIABLES
+from lagrpo.types import JsonObject
 
 DEADLINE = 3600.0  # seconds for any one reply
 HERE = Path(__file__).parent
-SOURCES = HERE.parent / "src"
+CHECKOUT = HERE.parent
 PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
@@ -108,10 +109,11 @@ class Side(Program):
                 # The program's first reply comes unasked, once it has loaded.
                 self.facts = self._reply()
         except BaseException:
+            # `with` calls __exit__ only if the constructor has returned.
             self.__exit__()
             raise
 
-    def ask(self, do: str, **arguments: object) -> dict[str, Any]:
+    def ask(self, do: str, **arguments: object) -> JsonObject:
         """Sends one request and returns its reply."""
         with self.running():
             assert self.process.stdin is not None
@@ -124,7 +126,7 @@ class Side(Program):
         measurements["peak_bytes"] = self.peak_bytes()
         return cast(Update, measurements)
 
-    def _reply(self) -> dict[str, Any]:
+    def _reply(self) -> JsonObject:
         assert self.process.stdout is not None
         with selectors.DefaultSelector() as waiting:
             waiting.register(self.process.stdout, selectors.EVENT_READ)
@@ -133,7 +135,7 @@ class Side(Program):
         line = self.process.stdout.readline()
         if not line:
             raise self.failed("ended")
-        return json.loads(line)
+        return cast(JsonObject, json.loads(line))
 
 
 def _die_with_parent() -> None:
@@ -147,11 +149,12 @@ def train(
     ranks: int,
     threads: int,
     program: Sequence[str] = ("-m", "lagrpo"),
+    checkout: Path = CHECKOUT,
 ) -> None:
     """Runs `lagrpo train FILE` with these settings, under torchrun if there are several ranks.
 
-    Each rank has `threads` threads. `program`: Python's arguments that start lagrpo. Raises
-    SystemExit with the end of the run's messages if it fails.
+    Each rank has `threads` threads. `program`: Python's arguments that start lagrpo, from the
+    sources of `checkout`. Raises SystemExit with the end of the run's messages if it fails.
     """
     command = [sys.executable]
     if ranks > 1:
@@ -161,7 +164,7 @@ def train(
         # The command line takes booleans in lower case.
         text = str(value).lower() if isinstance(value, bool) else str(value)
         command += [f"--{name}", text]
-    variables = {**os.environ, **environment(threads)}
+    variables = {**os.environ, **environment(threads, checkout)}
     finished = subprocess.run(command, env=variables, capture_output=True, encoding="utf-8")
     if finished.returncode:
         raise SystemExit(f"{' '.join(command)} failed:\n{finished.stderr[-2000:]}")
@@ -178,14 +181,17 @@ def train_with_peaks(
     return [int((peaks / str(rank)).read_text(encoding="utf-8")) for rank in range(ranks)]
 
 
-def environment(threads: int) -> dict[str, str]:
-    """Environment variables of both programs: the same number of threads, nothing downloaded."""
+def environment(threads: int, checkout: Path = CHECKOUT) -> dict[str, str]:
+    """Environment variables of both programs: the same number of threads, nothing downloaded.
+
+    They import lagrpo from `checkout`, whatever the user's PYTHONPATH has.
+    """
     return {
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": os.pathsep.join([str(SOURCES), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join([str(checkout / "src"), os.environ.get("PYTHONPATH", "")]),
     }
 
 
@@ -203,6 +209,7 @@ def _stat(process: Path) -> list[str]:
 
 
 def _session(process: Path) -> int:
+    # Field 6 of proc(5). Its number is the PID of the program that started the session.
     return int(_stat(process)[3])
 
 

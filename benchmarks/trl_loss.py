@@ -48,27 +48,28 @@ class Request(TypedDict):
     """The content of REQUEST.json."""
 
     model: str
-    config: dict[str, Any]
+    config: dict[str, object]
     groups: list[GroupRow]
 
 
 class GivenRollouts(GRPOTrainer):
     """A GRPOTrainer with the rollouts of a request, which keeps the losses of its micro-batches."""
 
-    def __init__(self, completions: list[CompletionRow], **arguments: Any) -> None:
+    def __init__(self, completions: list[CompletionRow], **arguments: object) -> None:
         self.completions = completions
         self.losses: list[float] = []
         super().__init__(**arguments)
 
-    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+    def _generate_and_score_completions(self, inputs: list[dict[str, object]]) -> dict[str, object]:
         batch = super()._generate_and_score_completions(inputs)
         old_logps = torch.zeros(batch["completion_ids"].shape)  # [completions, longest]
         for row, completion in enumerate(self.completions):
             length = len(completion["token_ids"])
+            # TRL pads completions on the right. What stands at padding does not count.
             old_logps[row, :length] = torch.tensor(completion["logp_alpha"])
         return {**batch, "old_per_token_logps": old_logps}
 
-    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+    def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, object]) -> torch.Tensor:
         loss = super()._compute_loss(model, inputs)
         self.losses.append(loss.item())
         return loss
@@ -81,7 +82,7 @@ class KeepGradient(TrainerCallback):
         self.gradient: dict[str, torch.Tensor] = {}
 
     def on_pre_optimizer_step(
-        self, args: Any, state: Any, control: Any, model: Any = None, **_: Any
+        self, args: object, state: object, control: object, model: Any = None, **_: object
     ) -> None:
         self.gradient = {name: p.grad.detach().clone() for name, p in model.named_parameters()}
 
@@ -101,14 +102,14 @@ def compute(request: Request, scratch: Path) -> tuple[list[float], dict[str, tor
     rows = list(rows_of(request))
     keep_gradient = KeepGradient()
 
-    def rollout(prompts: list[Any], trainer: GRPOTrainer) -> dict[str, Any]:
+    def rollout(prompts: list[str], trainer: GRPOTrainer) -> dict[str, object]:
         return {
             "prompt_ids": [prompt for prompt, _ in rows],
             "completion_ids": [completion["token_ids"] for _, completion in rows],
             "logprobs": None,
         }
 
-    def reward(completions: list[Any], **_: Any) -> list[float]:
+    def reward(completions: list[str], **_: object) -> list[float]:
         return [completion["reward"] for _, completion in rows]
 
     trainer = GivenRollouts(

@@ -16,13 +16,22 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import torch
 from datasets import Dataset
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from wire import Gate, Wire, imported
+
+
+class Row(TypedDict):
+    """A row of the dataset."""
+
+    prompt: list[dict[str, str]]
+    """The messages."""
+    answer: object
+    key: int
 
 
 class Measured(GRPOTrainer):
@@ -33,7 +42,7 @@ class Measured(GRPOTrainer):
     rewards: list[float]
     """The rewards of the current batch, which the reward function appends."""
 
-    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+    def _generate_and_score_completions(self, inputs: list[Row]) -> dict[str, object]:
         self.rewards = []
         started = time.perf_counter()
         batch = super()._generate_and_score_completions(inputs)
@@ -43,6 +52,7 @@ class Measured(GRPOTrainer):
         self.measurements = {
             "phases": {"sampling and rewards": time.perf_counter() - started},
             "prompts": sorted({row["key"] for row in inputs}),
+            # TRL repeats a prompt for each of its completions; lagrpo counts it once.
             "prompt_tokens": int(batch["prompt_mask"].sum()) // self.num_generations,
             "completions": len(inputs),
             "sampled": tokens,
@@ -76,13 +86,15 @@ def main() -> None:
     request = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     lines = Path(request["prompts"]).read_text(encoding="utf-8").splitlines()
     prompts = [json.loads(line) for line in lines]
-    rows = [
+    rows: list[dict[str, object]] = [
         {"prompt": prompt["messages"], "answer": prompt["answer"], "key": prompt["key"]}
         for prompt in prompts
     ]
     judge = imported(request["reward"])
 
-    def reward(completions: list[Any], answer: list[Any], **_: object) -> list[float]:
+    def reward(
+        completions: list[list[dict[str, str]]], answer: list[object], **_: object
+    ) -> list[float]:
         pairs = zip(completions, answer, strict=True)
         # A completion is a list of messages: here one, of the assistant.
         rewards = [judge(completion[0]["content"], gold) for completion, gold in pairs]

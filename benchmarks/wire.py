@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypedDict
 
 
@@ -75,7 +75,7 @@ class Gate:
     """
 
     def __init__(
-        self, wire: Wire, others: dict[str, Callable[..., dict[str, Any]]] | None = None
+        self, wire: Wire, others: Mapping[str, Callable[..., Mapping[str, object]]] | None = None
     ) -> None:
         self._wire = wire
         self._others = others or {}

@@ -192,6 +192,7 @@ def ours(work: Work, scratch: Path, **sections: JsonView) -> Settings:
         "rollout": {
             "num_generations": work.G,
             "max_completion_length": work.max_tokens,
+            # All completions of a batch of either work at once.
             "max_num_seqs": max(128, work.G),
         },
         # The driver ends the run, long before this number of batches.
@@ -216,7 +217,7 @@ def demo_settings(model: str, batches: int, scratch: Path) -> dict[str, object]:
     }
 
 
-def trl(work: Work, per_device: int, **settings: Any) -> JsonObject:
+def trl(work: Work, per_device: int, **settings: object) -> JsonObject:
     """Arguments of GRPOConfig for the same work in micro-batches of `per_device` completions.
 
     They give lagrpo's objective (grpo, no KL term), AdamW at the same constant rate, float32

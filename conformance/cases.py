@@ -11,6 +11,8 @@ from torch import Tensor
 G = 4
 GROUPS = 4
 LONGEST = 9
+# The limit that some normalizers divide by. It is not LONGEST, so that dividing by the longest
+# completion would show.
 MAX_LENGTH = 12
 # Rewards are 0, 1/2 or 1, so that some groups have equal ones.
 VALUES = 3
@@ -48,14 +50,17 @@ class Case:
         rng = torch.Generator().manual_seed(seed)
         lengths = torch.randint(1, LONGEST + 1, (G * GROUPS,), generator=rng)
         rewards = torch.randint(VALUES, (G * GROUPS,), generator=rng).double() / (VALUES - 1)
+        # Three values seldom give a group of equal rewards, so every second case gets one.
         if seed % 2:
-            rewards[:G] = rewards[0].clone()  # a group with equal rewards in every second case
+            rewards[:G] = rewards[0].clone()
         T = int(lengths.sum())
 
         def normal() -> Tensor:
             return torch.randn(T, generator=rng, dtype=torch.float64)
 
+        # 1.6 nats a token on average, and never 0.
         logp = -normal().abs() * 2 - 0.01
+        # One deviation for all three policies: outliers are the same tokens in all.
         deviation = torch.where(torch.rand(T, generator=rng) < 0.1, 1.6, 0.4).double()
         alpha = _as_logp(logp + deviation * normal())
         pi_k = _as_logp(logp + deviation * normal())
@@ -68,6 +73,8 @@ class Case:
             pi_k=pi_k,
             ref=ref,
             staleness=torch.randint(0, 5, (T,), generator=rng),
+            # TRL takes the quantile in float32: rounded entropies fall on the same side of it in
+            # both.
             entropy=normal().abs().float().double(),
             finished=torch.rand(G * GROUPS, generator=rng) < 0.75,
         )
@@ -100,6 +107,7 @@ class Case:
     def padded(self, values_T: Tensor) -> Tensor:
         """[T] as [C, LONGEST], 0 for padding."""
         zeros = torch.zeros(self.C, LONGEST, dtype=values_T.dtype)
+        # It fills row by row, which is the order of the flat tokens.
         return zeros.masked_scatter(self.mask.bool(), values_T)
 
     def spread(self, values_C: Tensor) -> Tensor:

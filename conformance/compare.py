@@ -80,6 +80,7 @@ def evaluate(side: Side, case: Case) -> tuple[Tensor, Tensor | None]:
         return value, gradient.flatten()
     if not result.requires_grad:
         return result, None
+    # The loss of a pairing is one number. Advantages, [C], have returned above.
     [gradient] = torch.autograd.grad(result.sum(), logp)
     return result.detach(), gradient
 
@@ -152,6 +153,7 @@ def main() -> None:
         text = surprise(pairing, difference)
         if text:
             surprises.append(f"{pairing.peer} {pairing.function} and {pairing.ours_is}: {text}")
+    # A page with a wrong row must not be written.
     if not options.check and not surprises:
         write_table(table(lines, options.cases))
     print("\n".join(["", *surprises, f"{len(lines)} pairings, {len(surprises)} not as expected"]))

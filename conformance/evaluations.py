@@ -62,8 +62,8 @@ Score = float | None
 """1 or 0; None if an answer could not be judged."""
 
 
-def written_answers(data: Path) -> Iterator[Item]:
-    """The answers of both sets in every form.
+def written_answers(data: Path, every: int) -> Iterator[Item]:
+    """The answers of every n-th problem of both sets in every form.
 
     Right ones: the gold answer. Wrong ones: the answer of the next problem, and the gold answer +
     1.
@@ -71,12 +71,14 @@ def written_answers(data: Path) -> Iterator[Item]:
     for name, file in FILES.items():
         lines = (data / file).read_text(encoding="utf-8").splitlines()
         golds = [str(json.loads(line)["answer"]) for line in lines]
+        # The answer of another problem is wrong, but looks like an answer.
         next_golds = [*golds[1:], golds[0]]
-        for gold, next_gold in zip(golds, next_golds, strict=True):
+        for gold, next_gold in list(zip(golds, next_golds, strict=True))[::every]:
             for form, template in FORMS.items():
                 yield Item(name, form, gold, template.format(answer=gold))
             boxed = FORMS["boxed"]
             yield Item(name, "boxed, of another problem", gold, boxed.format(answer=next_gold))
+            # A judge that looks for the gold answer inside the text would call this right.
             yield Item(name, "boxed, + 1", gold, boxed.format(answer=f"{gold} + 1"))
 
 
@@ -92,6 +94,7 @@ def our_scores(items: Sequence[Item]) -> list[Score]:
         Group(Prompt(number, (), item.gold), (_completion(item.text),))
         for number, item in enumerate(items)
     ]
+    # Answers that cannot be judged are counted in the table, so no share of them is an error.
     with RewardPool(score, max_without_reward=1.0) as pool:
         return [group.completions[0].reward for group in pool.score(groups)]
 
@@ -104,6 +107,7 @@ def _completion(text: str) -> Completion:
 
 def lighteval_scores(items: Sequence[Item], python: str) -> list[float]:
     lines = "".join(json.dumps(asdict(item)) + "\n" for item in items)
+    # lighteval is in an environment of its own.
     command = [python, str(HERE / "score_with_lighteval.py")]
     finished = subprocess.run(command, input=lines, capture_output=True, encoding="utf-8")
     if finished.returncode:
@@ -180,7 +184,7 @@ def main() -> None:
     data = os.environ.get("LAGRPO_DATA")
     if data is None:
         sys.exit("set LAGRPO_DATA to the directory with math500_test.jsonl and aime24_test.jsonl")
-    items = list(written_answers(Path(data)))[:: options.every]
+    items = list(written_answers(Path(data), options.every))
     for directory in options.evaluation:
         items += model_answers(directory)
     our = our_scores(items)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, TypedDict
+from typing import Literal, TypedDict
 
 import torch
 from cases import MAX_LENGTH, Case, G
@@ -68,8 +68,10 @@ class Pairing:
 def ours(case: Case, logp: Tensor, name: str, **overrides: Knob) -> Tensor:
     """The loss of a recipe with its own advantages, weights and statistics of the step."""
     recipe = resolve(name, overrides)
+    # float32 in lagrpo; all else in a case is float64.
     weight_C = recipe.weights(case.lengths, case.flat, MAX_LENGTH).double()
     inputs = loss_inputs(case, logp, advantages(case, name, overrides))
+    # Some recipes read statistics of the whole step. A case is the whole step.
     inputs = replace(inputs, step=recipe.collect(without_gradient(inputs)))
     return recipe.loss(inputs, weight_C)
 
@@ -99,6 +101,7 @@ def advantages(
     """The advantages of a recipe [C]. `uniform` [C]: RED-Drop's random numbers."""
     recipe = resolve(name, overrides)
     if uniform is None:
+        # Distinct numbers in every group; only RED-Drop reads them.
         uniform = torch.linspace(0, 0.9, G, dtype=torch.float64).repeat(case.C // G)
     inputs = AdvantageInputs(case.rewards, case.group, case.lengths, uniform)
     return recipe.advantages(inputs, MAX_LENGTH)
@@ -113,7 +116,7 @@ def loss(
     note: str = "",
     differs: str = "",
     same: Same = "both",
-    peer_settings: Mapping[str, Any] | None = None,
+    peer_settings: Mapping[str, object] | None = None,
     **overrides: Knob,
 ) -> Pairing:
     """A peer's loss on the advantages of our recipe, beside that recipe with these overrides.
@@ -123,7 +126,7 @@ def loss(
     """
 
     def their_loss(case: Case, logp: Tensor) -> Tensor:
-        arguments = {}
+        arguments: dict[str, object] = {}
         for name, value in (peer_settings or {}).items():
             arguments[name] = value(case) if callable(value) else value
         return theirs(case, logp, advantages(case, recipe, overrides), **arguments)
@@ -193,7 +196,9 @@ def kl(
         estimator = partial(estimator, kl_bound=bound)
 
     def our_kl(case: Case, logp: Tensor) -> Tensor:
+        # KL estimates do not read advantages.
         estimate = estimator(loss_inputs(case, logp, torch.zeros_like(case.rewards)))
+        # The importance weight is a constant in the gradient, as with `kl_importance`.
         weight = (logp - case.alpha).exp().detach() if is_weighted else 1.0
         return (weight * estimate).mean()
 

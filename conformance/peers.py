@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -71,6 +71,7 @@ def trl(
         loss_type=loss_type,
         epsilon_low=epsilon[0],
         epsilon_high=epsilon[1],
+        # TRL multiplies by importance_sampling_ratio only if it samples with vLLM.
         use_vllm=weights is not None,
         vllm_importance_sampling_correction=True,
         model=SimpleNamespace(training=True),
@@ -78,6 +79,7 @@ def trl(
         max_completion_length=MAX_LENGTH,
         _metrics={"train": defaultdict(list)},
     )
+    # The other two methods are static; this one reads the trainer's accelerator.
     trainer.get_high_entropy_mask = partial(GRPOTrainer.get_high_entropy_mask, trainer)
     inputs = {
         "prompt_ids": torch.zeros(case.C, 1, dtype=torch.long),
@@ -89,6 +91,7 @@ def trl(
         "sampling_per_token_logps": case.padded(case.alpha),
         "ref_per_token_logps": case.padded(case.ref),
         "importance_sampling_ratio": weights,
+        # A single process with one micro-batch: all tokens of the step.
         "num_items_in_batch": mask.sum(),
     }
     return GRPOTrainer._compute_loss(trainer, None, inputs)
@@ -107,6 +110,7 @@ def trl_scored(case: Case, **options: object) -> dict[str, Tensor]:
     for length, is_finished in zip(case.lengths.tolist(), case.finished, strict=True):
         last = 1 if is_finished else 2
         token_ids.append([2] * (length - 1) + [last])
+    # The parts of what `_generate` returns. Only the ids of prompts and completions are not empty.
     generated = ([[3]] * case.C, token_ids, None, [""] * case.C, None, {}, None, None)
     trainer = SimpleNamespace(
         accelerator=_one_process(),
@@ -142,6 +146,7 @@ def trl_scored(case: Case, **options: object) -> dict[str, Tensor]:
         mask_truncated_completions=False,
         scale_rewards="group",
     )
+    # Last, so that an option replaces the attribute of the same name above.
     vars(trainer).update(options)
     return GRPOTrainer._generate_and_score_completions(trainer, [{"prompt": ""}] * case.C)
 
@@ -159,7 +164,7 @@ def _one_process() -> SimpleNamespace:
     )
 
 
-def _defaults_of_trl(*names: str) -> dict[str, Any]:
+def _defaults_of_trl(*names: str) -> dict[str, object]:
     """The defaults of these settings of GRPOConfig."""
     from trl import GRPOConfig
 
@@ -190,7 +195,11 @@ def verl(
     from verl.workers.config import ActorConfig
 
     config = ActorConfig(
-        strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, use_dynamic_bsz=True
+        # ActorConfig requires these; the losses do not read them.
+        strategy="fsdp",
+        rollout_n=1,
+        ppo_micro_batch_size_per_gpu=1,
+        use_dynamic_bsz=True,
     )
     settings = {
         "clip_ratio_low": epsilon[0],
@@ -245,8 +254,10 @@ def verl_reinforce(
 
     weights = None
     if cap is not None:
+        # In bypass mode the policy that learns takes the place of pi_k.
         log_ratio = case.padded((logp - case.alpha).detach())
         weights = compute_rollout_correction_weights(log_ratio, case.mask, "sequence", cap)[0]
+    # The only attribute that this loss reads.
     config = SimpleNamespace(global_batch_info={})
     return compute_policy_loss_reinforce(
         case.padded(case.alpha),
@@ -263,6 +274,7 @@ def verl_kl(case: Case, logp: Tensor, name: str) -> Tensor:
     """verl's estimate of KL(pi || pi_ref), a mean over tokens."""
     from verl.trainer.ppo.core_algos import kl_penalty
 
+    # verl's estimate is not masked, so the mean leaves the padding out.
     estimate = kl_penalty(case.padded(logp), case.padded(case.ref), name)
     return (estimate * case.mask).sum() / case.mask.sum()
 
@@ -272,6 +284,7 @@ def verl_advantage(case: Case, name: str, **options: object) -> Tensor:
     from verl.trainer.ppo.core_algos import get_adv_estimator_fn
 
     advantages, _ = get_adv_estimator_fn(name)(
+        # verl sums the rewards of a completion's tokens, and gives each token the advantage.
         token_level_rewards=token_level_rewards(case),
         response_mask=case.mask,
         index=group_names(case),
@@ -345,16 +358,18 @@ def trinity_advantage(case: Case, module: str, name: str, **options: object) -> 
     advantage = advantage_class(**options)
     advantages = []
     for rewards in case.rewards.view(-1, G):
+        # A member of one token, so its advantage is one number.
         members = [SimpleNamespace(reward=r, action_mask=torch.ones(1)) for r in rewards.tolist()]
         advantage.calculate_group_advantage("group", members)  # sets `advantages` of each member
         advantages += [member.advantages for member in members]
     return torch.cat(advantages).double()
 
 
-def rlax(loss: Callable[..., Any], *values: Tensor) -> tuple[Tensor, Tensor]:
+def rlax(loss: Callable[..., object], *values: Tensor) -> tuple[Tensor, Tensor]:
     """Value of a function of JAX arrays, and its gradient in the first argument."""
     import jax
 
+    # JAX would cut float64 to float32.
     jax.config.update("jax_enable_x64", val=True)
     arrays = [jax.numpy.asarray(value.numpy()) for value in values]
     value, gradient = jax.value_and_grad(loss)(*arrays)

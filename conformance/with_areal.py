@@ -22,7 +22,7 @@ def actor_loss(
     *,
     old: str = "alpha",
     proximal: str | None = None,
-    correction: dict[str, Any] | None = None,
+    correction: dict[str, str | float] | None = None,
     **options: object,
 ) -> Tensor:
     """The actor's loss on flat tokens.
@@ -38,6 +38,7 @@ def actor_loss(
         "advantages": advantages[case.completion],
         "loss_mask": torch.ones_like(case.completion),
         "prox_logp": getattr(case, proximal) if proximal else None,
+        # The version that sampled each token.
         "versions": VERSION - case.staleness,
     }
     return actor.grpo_loss_fn(
@@ -61,6 +62,7 @@ def preference(case: Case, logp: Tensor, kind: str, strength: float) -> Tensor:
     """
     from areal.utils.functional import dpo_preference_loss
 
+    # log pi/pi_ref of each completion: the sum over its tokens.
     log_ratio_C = torch.zeros_like(case.rewards).index_add(0, case.completion, logp - case.ref)
     log_ratio = log_ratio_C.view(GROUPS, G)
     rewards = case.rewards.view(GROUPS, G)
@@ -68,6 +70,7 @@ def preference(case: Case, logp: Tensor, kind: str, strength: float) -> Tensor:
     worst = rewards.argmin(1, keepdim=True)  # [GROUPS, 1]
     margin = (log_ratio.gather(1, best) - log_ratio.gather(1, worst)).squeeze(1)  # [GROUPS]
     differs = rewards.max(1).values > rewards.min(1).values  # [GROUPS]
+    # A mean over all groups, so one without a pair lowers it, as in ours.
     return (dpo_preference_loss(margin, beta=strength, loss_type=kind) * differs).mean()
 
 
@@ -75,20 +78,31 @@ def areal(recipe: str, options: str, **loss_arguments: Any) -> Pairing:
     return loss("AReaL", f"{AREAL}{options}", recipe, actor_loss, **loss_arguments)
 
 
-def preferred(recipe: str, kind: str, **loss_arguments: Any) -> Pairing:
+def preferred(recipe: str, kind: str, *, note: str = "") -> Pairing:
     return Pairing(
         "AReaL",
         f"`areal.utils.functional` `dpo_preference_loss`, {kind!r}",
         f"`{recipe}`",
+        # .1 is the strength of `online_dpo` and `online_ipo`.
         lambda case, logp: preference(case, logp, kind, strength=0.1),
         partial(ours, name=recipe),
-        **loss_arguments,
+        note=note,
     )
 
 
 # A weight proximal/old without a bound, and one that is 0 above 5.
-UNBOUNDED = {"level": "token", "action": "clamp", "metric": "ratio", "upper": 1e9}
-NOT_ABOVE_5 = {"level": "token", "action": "mask", "metric": "ratio", "upper": 5.0}
+UNBOUNDED: dict[str, str | float] = {
+    "level": "token",
+    "action": "clamp",
+    "metric": "ratio",
+    "upper": 1e9,
+}
+NOT_ABOVE_5: dict[str, str | float] = {
+    "level": "token",
+    "action": "mask",
+    "metric": "ratio",
+    "upper": 5.0,
+}
 
 AREAL_PAIRINGS = [
     areal(
@@ -114,6 +128,7 @@ AREAL_PAIRINGS = [
         "grpo_icepop",
         ", prox = pi_k, weight pi_k/alpha, masked above 5",
         peer_settings={"proximal": "pi_k", "correction": NOT_ABOVE_5},
+        # AReaL's mask has no lower bound.
         **{"correction.floor": 0.0},
         reduction="token_mean",
     ),

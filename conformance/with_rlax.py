@@ -36,7 +36,9 @@ def rlax_policy_gradient(case: Case, logp: Tensor) -> tuple[Tensor, Tensor]:
     import rlax
 
     def policy_gradient(logp: Array, A: Array) -> Array:
+        # log pi of the action that was taken, and of all others together.
         logits = jnp.stack([logp, jnp.log1p(-jnp.exp(logp))], 1)  # [T, 2]
+        # Action 0 was taken at every token, each with a weight of 1.
         return rlax.policy_gradient_loss(logits, jnp.zeros(len(logp), int), A, jnp.ones_like(A))
 
     A_T = advantages(case, "reinforce")[case.completion]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import peers
 from cases import MAX_LENGTH, Case
-from pairing import NO_BETA, WIDE, Pairing, advantage, kl, loss
+from pairing import NO_BETA, WIDE, Knob, Pairing, advantage, kl, loss
 from torch import Tensor
 
 SKYRL = "`skyrl.backends.skyrl_train.utils.ppo_utils`"
@@ -21,7 +22,7 @@ def policy_loss(
     reduction: str,
     *,
     old: str = "alpha",
-    settings: dict[str, Any] | None = None,
+    settings: Mapping[str, Knob] | None = None,
 ) -> Tensor:
     """A policy loss, summed as SkyRL sums it: it scales the advantages for the reduction.
 
@@ -52,6 +53,7 @@ def kl_term(case: Case, logp: Tensor, name: str) -> Tensor:
     from skyrl.backends.skyrl_train.utils.ppo_utils import compute_approx_kl
 
     estimate = compute_approx_kl(case.padded(logp), case.padded(case.ref), case.mask, name)
+    # At padding both log-probs are 0, and so is the estimate.
     return estimate.sum() / case.mask.sum()
 
 
@@ -91,7 +93,7 @@ def estimator(recipe: str, name: str, **advantage_arguments: Any) -> Pairing:
     )
 
 
-def loss_settings(old: str = "alpha", **values: Any) -> dict[str, Any]:
+def loss_settings(old: str = "alpha", **values: Knob) -> dict[str, object]:
     """Arguments of `policy_loss`. __ stands for the dot in a path."""
     settings = {path.replace("__", "."): value for path, value in values.items()}
     return {"old": old, "settings": settings}
@@ -131,6 +133,7 @@ SKYRL_PAIRINGS = [
         "sequence_mean",
         options=", tis_ratio_type sequence",
         peer_settings=loss_settings(old="pi_k", off_policy_correction__tis_ratio_type="sequence"),
+        # SkyRL's default cap of the ratio of a completion.
         **{"correction.cap": 5.0},
     ),
     skyrl(
@@ -166,6 +169,7 @@ SKYRL_PAIRINGS = [
         "seq_mean_token_sum_norm",
         options=", binary_tv, defaults",
         peer_settings=loss_settings(old="pi_k"),
+        # SkyRL's default; ours is verl's .15.
         **{"mask.delta_low": 0.2, "mask.delta_high": 0.2},
         same="gradient",
         differs="by value alone: theirs is rho A, ours has rho as a weight",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import peers
 import torch
 from cases import Case
-from pairing import NO_BETA, WIDE, Pairing, advantage, advantages, kl, loss
+from pairing import NO_BETA, WIDE, Knob, Pairing, advantage, advantages, kl, loss
 from torch import Tensor
 
 
@@ -23,6 +24,8 @@ def dropped_alike(case: Case) -> Tensor:
 
     Those that Trinity-RFT dropped have an advantage of 0.
     """
+    # Ours drops the smallest numbers of a group's completions below the mean; .1 and .9 only tell
+    # them apart.
     uniform = torch.where(dropped_by_trinity(case) == 0, 0.1, 0.9).double()
     return advantages(case, "red_drop", uniform=uniform)
 
@@ -36,7 +39,7 @@ def trinity(
     name: str,
     *,
     options: str = "",
-    kind: dict[str, Any] | None = None,
+    kind: Mapping[str, Knob] | None = None,
     **loss_arguments: Any,
 ) -> Pairing:
     """A policy loss beside a recipe. `options`: text for the table; `kind`: the loss's settings."""
@@ -56,12 +59,13 @@ def rec(
     weight: str = "none",
     *,
     options: str = "",
-    kind: dict[str, Any] | None = None,
+    kind: Mapping[str, Knob] | None = None,
 ) -> Pairing:
     """The REC loss beside a recipe. `kind`: further settings of the loss."""
-    rec_settings = {
+    rec_settings: dict[str, Knob] = {
         "clip_mode": clip,
         "weight": weight,
+        # The outer range, which only the mode ring reads.
         "epsilon_low_prime": 0.6,
         "epsilon_high_prime": 2.0,
     }
@@ -70,11 +74,12 @@ def rec(
         "rec_policy_loss",
         "RECPolicyLossFn",
         options=f", clip_mode {clip!r}, weight {weight!r}{options}",
-        kind=rec_settings | (kind or {}),
+        kind={**rec_settings, **(kind or {})},
     )
 
 
 IS = "importance_sampling"
+# The wide range of Yao et al. (arXiv 2509.24203), and the range of GSPO.
 WIDE_REC = {"epsilon_low": 0.6, "epsilon_high": 2.0}
 GSPO = {"epsilon_low": 3e-4, "epsilon_high": 4e-4}
 TRINITY_PAIRINGS = [

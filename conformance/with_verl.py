@@ -28,14 +28,15 @@ def verl(
     return loss("verl", function, recipe, theirs, **loss_arguments)
 
 
-def weights_of_verl(level: str, threshold: str | float) -> dict[str, Any]:
+def weights_of_verl(level: str, threshold: str | float) -> dict[str, object]:
     return {"old": "pi_k", "weights": lambda case: peers.verl_weights(case, level, threshold)}
 
 
-def weights_of_kept(metric: str, threshold: str) -> dict[str, Any]:
+def weights_of_kept(metric: str, threshold: str) -> dict[str, object]:
     """pi_k/alpha of completions, 0 for the completions that verl rejects."""
 
     def weights(case: Case) -> Tensor:
+        # 1e9: not truncated.
         ratios = peers.verl_weights(case, "sequence", 1e9)
         return ratios * peers.verl_rejected(case, metric, threshold)
 
@@ -58,6 +59,7 @@ def bypass(
         "bypass_mode",
         "seq-mean-token-mean",
         options=f", {rejection} at most {threshold}",
+        # A mean over all C completions, also over the rejected ones, as ours.
         peer_settings={"dual": 1e9, "completions": C, "rollout_correction": correction},
         **overrides,
     )

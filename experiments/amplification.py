@@ -36,6 +36,7 @@ from lagrpo.runs.files import write_atomically
 
 HERE = Path(__file__).resolve().parent
 POINTS = HERE / "papers" / "results"
+# The default of the recipes that normalize, which the study does not change.
 EPS_STD = 1e-4
 
 
@@ -98,6 +99,7 @@ def fixed_point(p_ref: float, beta: float, G: int | None) -> float:
         return logit(p_ref) + weight(sigmoid(logit_p), G) / beta - logit_p
 
     # A coarse search for the first crossing, then bisection.
+    # The grid ends at logit p_ref + 15, where the odds are e^15 = 3e6 times the odds of p_ref.
     grid = [logit(p_ref) + 0.01 * step for step in range(1500)]
     crossings = ((a, b) for a, b in pairwise(grid) if missing(b) <= 0)
     low, high = next(crossings, (grid[-1], grid[-1]))
@@ -107,6 +109,7 @@ def fixed_point(p_ref: float, beta: float, G: int | None) -> float:
             low = middle
         else:
             high = middle
+    # The end of the grid if nothing crosses before it.
     return sigmoid(high)
 
 
@@ -137,11 +140,13 @@ def read_run(run: Path) -> list[Stage]:
     settings = read_toml(run / "config.toml")
     schedule = settings["schedule"]
     batches_per_stage = schedule.get("ref_sync_every", schedule["batches"])
+    # The batches at which a stage begins or ends. A run without swaps of pi_ref is one stage.
     moments = range(0, schedule["batches"] + 1, batches_per_stage)
     names = {summary["step"]: summary["name"] for summary in load_evaluations(run)}
     # Without the evaluation at its end, a stage has no `after`.
     if not all(moment in names for moment in moments):
         return []
+    # One row for each moment: what ends a stage begins the next.
     rates = [success(run / "evaluations" / f"{names[moment]}.parquet") for moment in moments]
     return [
         Stage(
@@ -191,6 +196,7 @@ def table(stages: Sequence[Stage]) -> str:
         "| its distance from that |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
+    # Stages with one sampling policy (v > 1) come first, then weights of the KL term from small.
     cells = sorted(by_cell(stages).items(), key=lambda item: (-item[0][1], item[0][0]))
     for (beta, v), stages_by_number in cells:
         for number, seeds in sorted(stages_by_number.items()):
@@ -198,6 +204,7 @@ def table(stages: Sequence[Stage]) -> str:
             after = [fmean(stage.after) for stage in seeds]
             by_curve = [fmean(expected(stage, None)) for stage in seeds]
             by_groups = [fmean(expected(stage, seeds[0].G)) for stage in seeds]
+            # By seed: the theory starts from what that seed measured before the stage.
             distances = [now - theory for now, theory in zip(after, by_groups, strict=True)]
             columns = [before, by_curve, by_groups, after, distances]
             cells_text = " | ".join(interval(column) for column in columns)

@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "experiments"))
@@ -26,14 +26,20 @@ from theory import style  # noqa: E402
 
 from lagrpo.study.measures import smoothed  # noqa: E402
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 IMAGES = ROOT / "docs" / "images"
 RECORDS = ROOT / "experiments" / "papers" / "results"
+# Name of a method in the records -> its label, color and dashes.
 METHODS = {
     "GRPO": ("GRPO (clip .2)", style.BLUE, "-"),
     "REC one-side, (.6, 2)": ("REC one-side, clip (.6, 2)", style.VERMILLION, "--"),
     "RED-Weight": ("RED-Weight", style.GREEN, "-."),
     "REINFORCE": ("REINFORCE (no correction)", style.INK, ":"),
 }
+# Name of a study -> the title of its panels, and the number of batches that a point averages: the
+# study of the small model has four times as many batches.
 STUDIES = {
     "objectives": ("SmolLM2-135M, 25 batches", 3),
     "objectives-small": ("132k parameters, 100 batches", 5),
@@ -42,6 +48,7 @@ STUDIES = {
 # Rooms of the package, with what they hold. A room imports only rooms in rows below it.
 ROWS: Sequence[Sequence[tuple[str, str]]] = (
     (("cli", "commands"),),
+    (("study", "grids of runs over seeds"),),
     (("training", "loop, trainer, checkpoints"),),
     (("rollout/vllm", "servers, weight transfer"), ("data", "prompts of a batch, offline data")),
     (
@@ -54,6 +61,7 @@ ROWS: Sequence[Sequence[tuple[str, str]]] = (
     (("model", "loading, packed rows, LoRA"), ("tasks", "prompts, environments")),
     (
         ("cpu", "C kernels"),
+        ("gpu", "Triton kernels"),
         ("rewards", "signatures, worker pool"),
         ("runs", "files of a run"),
     ),
@@ -101,8 +109,10 @@ def photograph(run: Path, path: Path) -> None:
         browser = Browser(Path(folder) / "profile")
         page = browser.open(file.as_uri())
         page.click("nav [data-tab=rollouts]")
+        # The page opens on the last batch; this key goes one back.
         page.key("[")
         page.click(".card", 1)
+        # Shows the box with the numbers of the token.
         page.hover(".opened .token", 3)
         screenshot = page.call("Page.captureScreenshot", format="png")["data"]
         path.write_bytes(base64.b64decode(screenshot))
@@ -112,7 +122,8 @@ def photograph(run: Path, path: Path) -> None:
 def draw_methods(path: Path) -> None:
     """Draws the reward of four methods by batch, on-policy and with v = 10, for two models."""
     figure = style.canvas(10, 6.4)
-    panels: Any = figure.subplots(len(STUDIES), 2, sharey=True)
+    # [studies, 2], the methods on-policy on the left and stale on the right
+    panels: Sequence[Sequence[Axes]] = figure.subplots(len(STUDIES), 2, sharey=True)
     for row, (study, (title, smooth)) in zip(panels, STUDIES.items(), strict=True):
         runs = json.loads((RECORDS / f"{study}.json").read_text(encoding="utf-8"))["runs"]
         for axes, v in zip(row, ("v = 1", "v = 10"), strict=True):
@@ -120,6 +131,7 @@ def draw_methods(path: Path) -> None:
             for method, (label, color, dashes) in METHODS.items():
                 cell = {"method": method, "v": v}
                 curves = [run["curves"]["reward"] for run in runs if run["cell"] == cell]
+                # One seed has no range to draw.
                 if len(curves) < 2:
                     continue
                 rewards = list(zip(*(smoothed(curve, smooth) for curve in curves), strict=True))
@@ -144,6 +156,8 @@ def find_imports(room: str, rooms: Sequence[str]) -> set[str]:
                 continue
             for alias in node.names:
                 name = f"{node.module or ''}.{alias.name}"
+                # lagrpo.core.kl.k3 → core/kl/k3/: the slash at the end keeps `data` from matching
+                # `database`.
                 module_path = "/".join(name.split(".")[1:]) + "/"
                 owners = [other for other in rooms if module_path.startswith(f"{other}/")]
                 # rollout/vllm is a room inside another: the longest name is the owner's.
@@ -174,6 +188,7 @@ def draw_rooms() -> str:
                 raise ValueError(f"{upper} imports {lower}, which does not stand below it")
     parts = []
     for level, row in enumerate(ROWS):
+        # Each row is centered, whatever its number of boxes.
         left = (WIDTH - len(row) * BOX - (len(row) - 1) * GAP) / 2
         y = TOP + level * STEP
         for number, (name, text) in enumerate(row):

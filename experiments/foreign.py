@@ -15,17 +15,18 @@ import gzip
 import json
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from lagrpo.runs import load_rollouts
 from lagrpo.runs.files import write_atomically
+from lagrpo.types import JsonView
 
 TARGET = Path(__file__).resolve().parent / "addition" / "foreign.jsonl.gz"
-# After the point, of a log-prob.
+# Digits after the point of a log-prob. Rounding moves a token's ratio by at most 5e-6 of itself;
+# every digit of a float32 would only make the file larger.
 DIGITS = 5
 
 
-def line(row: dict[str, Any]) -> str:
+def line(row: JsonView) -> str:
     """A completion as `offline.data` reads it."""
     return json.dumps(
         {

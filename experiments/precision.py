@@ -23,9 +23,11 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 from precision_report import figure, table
+
+from lagrpo.types import JsonObject, JsonView
 
 HERE = Path(__file__).resolve().parent
 # By learning rate, in the order in which they are trained.
@@ -33,6 +35,7 @@ UPDATES = {"5e-6": 24, "2e-5": 16, "1e-6": 60}
 MODES: dict[str, dict[str, object]] = {
     "plain": {"model.dtype": "bfloat16", "optimizer.dither_master_weights": False},
     "dithered": {"model.dtype": "bfloat16", "optimizer.dither_master_weights": True},
+    # Weights in float32 are their own master weights.
     "float32": {"model.dtype": "float32"},
 }
 # Names of the metrics of a cell, and the keys in metrics.jsonl.
@@ -76,16 +79,16 @@ def result_path(results: Path, cell: Cell) -> Path:
     return results / "cells" / (name_of(cell).replace("/", "-") + ".json")
 
 
-def read(results: Path) -> list[dict[str, Any]]:
+def read(results: Path) -> list[JsonObject]:
     """The metrics of every cell that exists."""
     return [read_json(path) for path in sorted((results / "cells").glob("*.json"))]
 
 
-def read_json(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8"))
+def read_json(path: Path) -> JsonObject:
+    return cast(JsonObject, json.loads(path.read_text(encoding="utf-8")))
 
 
-def write(path: Path, metrics: dict[str, Any]) -> None:
+def write(path: Path, metrics: JsonView) -> None:
     """Writes under a temporary name, then renames: a file that exists is whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
@@ -117,6 +120,7 @@ def train(cell: Cell, results: Path, threads: int) -> None:
     lr, mode, seed = cell
     words = command(cell, results / "runs")
     run = results / "runs" / words[words.index("--run.name") + 1]
+    # A killed run has no cell. It starts again, so that every cell is one uninterrupted run.
     if run.exists():
         shutil.rmtree(run)
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
@@ -139,6 +143,7 @@ def train(cell: Cell, results: Path, threads: int) -> None:
             "pass_at_1": after["pass@1"],
             "seconds_in_all": time.monotonic() - started,
             **curves,
+            # Without the path of lagrpo, which names this machine.
             "command": words[1:],
             "environment": read_json(run / "environment.json"),
         },

@@ -5,12 +5,12 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from theory import style
 
 from lagrpo.study.measures import smoothed
 from lagrpo.study.statistics import Interval
+from lagrpo.types import JsonView
 
 ORDER = {"2e-5": (5, 10, 16), "5e-6": (5, 20, 24), "1e-6": (20, 60, 60)}
 """By learning rate: the two updates whose rewards are in the table, and the number of updates."""
@@ -21,9 +21,10 @@ MODES = {
     "trl": ("TRL 1.16, bf16", style.PURPLE),
 }
 
+# By mode, so that the lines can be told apart without color.
 DASHES = ("--", "-", ":", "-.")
 
-Cells = Sequence[dict[str, Any]]
+Cells = Sequence[JsonView]
 
 
 def select_cells(cells: Cells, lr: str, mode: str) -> Cells:
@@ -60,6 +61,7 @@ def _moved(cells: Cells) -> tuple[str, str]:
     """The share of weights that the first update moved, and the mean over the updates."""
     curves = []
     for cell in cells:
+        # The shares of a float32 run are None; TRL's cells have none at all.
         shares = [share for share in cell.get("moved", []) if share is not None]
         if shares:
             curves.append(shares)
@@ -95,6 +97,7 @@ def interval(values: Sequence[float], *, percent: bool = False) -> str:
     if percent:
         digits = _percent_digits(mean)
         mean = 100 * mean
+        # A single seed has no interval.
         half = None if half is None else 100 * half
         unit = " %"
     half_text = "" if half is None else f" ± {half:.{digits}f}"

@@ -14,11 +14,11 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from lagrpo.model.embedded import resolve_model
 from lagrpo.settings.sections import TaskSettings
 from lagrpo.tasks import load_task, order_prompts
+from lagrpo.types import JsonObject
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 
@@ -26,15 +26,17 @@ from precision import UPDATES, Cell, name_of, result_path, write
 from processes import HERE, Side, environment
 from work import SHORT, trl
 
+# The two rates of the figure.
 RATES = ("5e-6", "1e-6")
 
 
-def prompts(seed: int, updates: int) -> list[dict[str, Any]]:
+def prompts(seed: int, updates: int) -> list[JsonObject]:
     """The prompts of the first updates of lagrpo's run of this seed, in its order."""
     task = load_task(TaskSettings(**SHORT.task), seed)
     size = task.size("train")
     rows = []
     for number in range(updates * SHORT.N):
+        # A run shuffles the prompts anew in every epoch.
         epoch, position = divmod(number, size)
         key = order_prompts(seed, epoch, size)[position]
         prompt = task.prompt("train", key)
@@ -70,15 +72,14 @@ def updates_in(path: Path) -> int:
     return json.loads(path.read_text(encoding="utf-8"))["updates"]
 
 
-def curve(
-    python: Path, lr: str, seed: int, threads: int, scratch: Path
-) -> Iterator[dict[str, Any]]:
+def curve(python: Path, lr: str, seed: int, threads: int, scratch: Path) -> Iterator[JsonObject]:
     """The metrics of one run of TRL so far, after each update."""
     updates = UPDATES[lr]
     # TRL may look ahead, so there are prompts of one more update.
     rows = prompts(seed, updates + 1)
     prompts_path = scratch / "prompts.jsonl"
     prompts_path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    # Four micro-batches of 32 for the 128 completions of an update.
     config = trl(SHORT, per_device=32, learning_rate=float(lr), seed=seed, bf16=True)
     request = {
         "model": resolve_model(SHORT.model),

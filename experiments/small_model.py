@@ -30,6 +30,7 @@ from lagrpo.runs.files import write_atomically
 FOLDER = Path(__file__).resolve().parent / "small"
 RIGHT = (0.5, 0.35, 0.2, 0.1)
 """The teacher's rate of success on sums in which 0, 1, 2, 3 digits are 5 or more."""
+# A wrong digit of the tens, or a slip of one or two in the ones.
 ERRORS = (-10, -2, -1, 1, 2, 10)
 # "." ends an answer, "_" is padding, "?" stands for anything else, "#" is not used.
 VOCABULARY = "0123456789+=._#?"
@@ -57,6 +58,7 @@ def rate(digits: Sum) -> float:
 def split() -> tuple[list[Sum], list[Sum]]:
     """The 1,000 sums: 800 for training, 200 for testing."""
     sums: list[Sum] = [(a, b, c) for a, b, c in product(range(10), repeat=3)]
+    # Python's generator gives the same order on every machine and version.
     random.Random(0).shuffle(sums)
     return sums[TESTED:], sums[:TESTED]
 
@@ -85,6 +87,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     """A tokenizer with a token for each character. The chat template is the question alone."""
     token_ids = {character: index for index, character in enumerate(VOCABULARY)}
     characters = Tokenizer(models.WordLevel(token_ids, unk_token="?"))
+    # An empty pattern matches between all characters.
     characters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     characters.decoder = decoders.Fuse()
     fast = PreTrainedTokenizerFast(
@@ -99,8 +102,10 @@ def lesson(draws: random.Random) -> list[int]:
     digits = (draws.randrange(10), draws.randrange(10), draws.randrange(10))
     answer = sum(digits)
     if draws.random() >= rate(digits):
+        # The vocabulary has no minus sign.
         answer = max(0, answer + draws.choice(ERRORS))
     text = f"{'+'.join(map(str, digits))}={answer}."
+    # The longest line is "9+9+9=37.": a question of 6 characters, two digits and the end.
     return [VOCABULARY.index(character) for character in text.ljust(9, "_")]
 
 
@@ -129,6 +134,7 @@ def train() -> LlamaForCausalLM:
         pad_token_id=PADDING,
     )
     model = LlamaForCausalLM(config)
+    # Not the seed of the split: lessons are drawn from all sums, whichever part they are in.
     draws = random.Random(1)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(

@@ -27,7 +27,7 @@ import re
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, cast
 
 import amplification
 import precision
@@ -36,10 +36,12 @@ import precision_report
 from lagrpo.runs.files import write_atomically
 from lagrpo.study.statistics import Interval
 from lagrpo.terminal.text import count_of
+from lagrpo.types import JsonObject, JsonView
 
 HERE = Path(__file__).resolve().parent
 REPORTS = HERE.parent / "reports"
 RECORDS = HERE / "papers" / "results"
+# The opening comment with its kind, argument and lines, the old table, the closing comment.
 TABLE = re.compile(
     r"(<!-- table: (\w+) ?([^\n]*?)(?:\n(.*?))?\s*-->\n).*?(<!-- end of table -->)", re.DOTALL
 )
@@ -54,12 +56,12 @@ MEASURES = {
 
 
 @cache
-def record(study: str) -> dict[str, Any]:
+def record(study: str) -> JsonObject:
     """The record of a study: its claims, and its runs. Raises ValueError if there is none."""
     file = RECORDS / f"{study}.json"
     if not file.is_file():
         raise ValueError(f"no record of a study {study!r}: {file} is missing")
-    return json.loads(file.read_text(encoding="utf-8"))
+    return cast(JsonObject, json.loads(file.read_text(encoding="utf-8")))
 
 
 def filled(page: str) -> str:
@@ -98,7 +100,7 @@ def verdicts(_: str, lines: Sequence[str]) -> str:
     return markdown(rows)
 
 
-def claim_of(study: str, start: str) -> dict[str, Any]:
+def claim_of(study: str, start: str) -> JsonObject:
     """The claim of a study's record that begins with these words.
 
     Raises ValueError unless exactly one does.
@@ -111,7 +113,7 @@ def claim_of(study: str, start: str) -> dict[str, Any]:
     return claims[0]
 
 
-def difference(claim: dict[str, Any]) -> str:
+def difference(claim: JsonView) -> str:
     """The mean over the seeds of left − right, and half the width of its interval."""
     interval = claim["difference"]
     if interval is None:
@@ -126,7 +128,7 @@ def difference(claim: dict[str, Any]) -> str:
     return f"{mean:.{digits}f} ± {half * scale:.{digits}f}"
 
 
-def verdict(claim: dict[str, Any]) -> str:
+def verdict(claim: JsonView) -> str:
     """The verdict and the number of seeds.
 
     Also how many seeds would decide an inconclusive claim, if the record says so.
@@ -157,6 +159,7 @@ def cells(study: str, lines: Sequence[str]) -> str:
     for label in dict.fromkeys(run["cell"][axis] for run in runs):
         row = [label]
         for column in columns:
+            # Labels of different axes differ, so a set says which cell it is.
             cell_labels = {label, *column.labels}
             measured = [
                 run["measures"][column.measure]
@@ -165,6 +168,7 @@ def cells(study: str, lines: Sequence[str]) -> str:
             ]
             values = [value for value in measured if value is not None]
             text = _mean(values, column.measure)
+            # A measure that a run lacks is left out of the mean, and the cell says so.
             if len(values) < seeds:
                 text += f" ({count_of(len(values), 'seed')})"
             row.append(text)
@@ -196,6 +200,7 @@ def _mean(values: Sequence[float], measure: str) -> str:
     is_share = measure.startswith("pass@")
     scale = 100 if is_share else 1
     unit = " %" if is_share else ""
+    # Numbers below 1, such as KL divergences, need three digits to differ.
     has_one_digit = is_share or interval.mean >= 1 or not any(values)
     digits = 1 if has_one_digit else 3
     half = "" if interval.half is None else f" ± {interval.half * scale:.{digits}f}"

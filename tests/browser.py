@@ -36,12 +36,12 @@ def find_chromium() -> str:
     """The program $LAGRPO_BROWSER names, or the first on the PATH. Raises FileNotFoundError where
     there is none."""
     names = [name for name in (os.environ.get("LAGRPO_BROWSER"), *NAMES) if name]
-    found = next(filter(None, map(shutil.which, names)), None)
-    if found is None:
+    program = next(filter(None, map(shutil.which, names)), None)
+    if program is None:
         raise FileNotFoundError(
             "these tests need Chromium: apt-get install chromium, or set LAGRPO_BROWSER"
         )
-    return found
+    return program
 
 
 class Browser:
@@ -173,9 +173,9 @@ class Page:
 
     def place(self, selector: str, number: int = 0) -> tuple[float, float]:
         """The middle of an element, scrolled into sight."""
-        found = f"document.querySelectorAll({json.dumps(selector)})[{number}]"
+        element = f"document.querySelectorAll({json.dumps(selector)})[{number}]"
         box = self.js(
-            f"(() => {{ const node = {found}; if (!node) return null;"
+            f"(() => {{ const node = {element}; if (!node) return null;"
             " node.scrollIntoView({block: 'nearest'});"
             "const box = node.getBoundingClientRect();"
             "return [box.left + box.width / 2, box.top + box.height / 2]; })()"

@@ -63,9 +63,9 @@ def rewrite_metrics(run: Path, change: Callable[[list[MetricsLine]], object]) ->
 
 
 def find_differences(
-    run: Path, where: str, what: str, recomputed: int | None = 1
+    run: Path, location: str, name: str, recomputed: int | None = 1
 ) -> list[Difference]:
-    """The differences of one column or metric, in places that begin with `where`.
+    """The differences of one column or metric, in places that begin with `location`.
 
     `recomputed` completions run through the model. One is enough for everything that verify checks
     without the model; None is all of them.
@@ -74,5 +74,5 @@ def find_differences(
     return [
         difference
         for difference in report.differences
-        if difference.where.startswith(where) and difference.name == what
+        if difference.where.startswith(location) and difference.name == name
     ]

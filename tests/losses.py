@@ -55,6 +55,7 @@ def _as_tensor(numbers: Numbers | None) -> Tensor | None:
 def at_ratios(ratios: Sequence[float], A: Numbers | float = 1.0, **others: Any) -> LossInputs:
     """Tokens, each a completion, with these ratios pi/alpha, in float64; log pi has a gradient."""
     log_ratio_T = torch.tensor(ratios, dtype=torch.float64).log()
+    # Any log-prob that leaves pi below 1 at every ratio up to e^3.
     alpha = torch.full_like(log_ratio_T, -3.0)
     return inputs((alpha + log_ratio_T).requires_grad_(), alpha, A=A, **others)
 

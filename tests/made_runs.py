@@ -49,7 +49,7 @@ def save_tokenizer(run: Run) -> None:
     tiny_tokenizer().save_pretrained(run.path / "weights" / "final")
 
 
-def row(text: str, reward: float | None = 1.0, /, **changes: Any) -> JsonObject:
+def row(text: str, reward: float | None = 1.0, /, **changes: object) -> JsonObject:
     """A completion of printable characters, one token each as the tiny tokenizer has them."""
     from string import printable
 
@@ -83,17 +83,19 @@ def row(text: str, reward: float | None = 1.0, /, **changes: Any) -> JsonObject:
     return base | changes
 
 
-def group(key: int, rewards: list[float | None], /, **changes: Any) -> list[JsonObject]:
+def group(key: int, rewards: list[float | None], /, **changes: object) -> list[JsonObject]:
     """The completions of one prompt; the text of each says its number."""
     flat = len({reward for reward in rewards if reward is not None}) == 1
     rows = [
         row(f"answer {n} of {key}", reward, prompt_id=key, sample_index=n)
         for n, reward in enumerate(rewards)
     ]
-    for made in rows:
-        made["prompt_text"] = f"Question {key}: what is {key} + {key}?"
-        made["excluded_reason"] = made["excluded_reason"] or ("zero_variance" if flat else "")
-    return [made | changes for made in rows]
+    for completion_row in rows:
+        completion_row["prompt_text"] = f"Question {key}: what is {key} + {key}?"
+        completion_row["excluded_reason"] = completion_row["excluded_reason"] or (
+            "zero_variance" if flat else ""
+        )
+    return [completion_row | changes for completion_row in rows]
 
 
 def metrics(batch: int, **changes: Any) -> dict[str, float | None]:

@@ -188,8 +188,8 @@ def rejected_update(
     is_unchanged = same(trainer.state(), state) and same(copied(trainer.policy.weights), weights)
 
     rows[0].weight_C.copy_(weight_C)
-    for each in (trainer, untouched):
-        each.accumulate(rows)
-        each.update()
+    for one_trainer in (trainer, untouched):
+        one_trainer.accumulate(rows)
+        one_trainer.update()
     goes_on = same(trainer.state(), untouched.state()) and trainer.policy.version == 1
     return Rejected(str(raised.value), is_unchanged, goes_on)

@@ -14,7 +14,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from running import skip_curves_and_syncs
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
@@ -22,6 +22,9 @@ from warm import forks
 
 from lagrpo.training.callbacks import Callback
 from lagrpo.types import JsonView
+
+if TYPE_CHECKING:
+    from lagrpo.training.run import Result
 
 T = TypeVar("T")
 Prepare = Callable[[int], Sequence[Callback]]
@@ -43,7 +46,7 @@ class RankEndError(Exception):
     """A rank ended with an error; the text names its type first."""
 
 
-def run_on_ranks(function: Callable[..., T], *arguments: Any, size: int = 3) -> list[T]:
+def run_on_ranks(function: Callable[..., T], *arguments: object, size: int = 3) -> list[T]:
     """Returns the result of function(group, *arguments) on each rank of a gloo group, at most 3.
 
     The function must be importable; its arguments and results are pickled. If a rank fails, raises
@@ -69,7 +72,7 @@ def together(
     return _call(size, _train, settings, prepare, resume)
 
 
-def _call(size: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
+def _call(size: int, work: Callable[..., object], *arguments: object) -> list[Any]:
     while len(_staying) < 3:
         ours, theirs = forks.Pipe()
         process = forks.Process(target=_stay, args=(theirs,))
@@ -161,7 +164,7 @@ def _stay(end: Connection) -> None:
             end.send_bytes(pickle.dumps(result))
 
 
-def _call_in_group(function: Callable[..., T], *arguments: Any) -> T:
+def _call_in_group(function: Callable[..., T], *arguments: object) -> T:
     import torch.distributed as dist
 
     dist.init_process_group("gloo", timeout=TIMEOUT)
@@ -170,7 +173,7 @@ def _call_in_group(function: Callable[..., T], *arguments: Any) -> T:
     return result
 
 
-def _train(settings: JsonView, prepare: Prepare | None, resume: Path | None) -> Any:
+def _train(settings: JsonView, prepare: Prepare | None, resume: Path | None) -> Result:
     from lagrpo.training.run import train
 
     callbacks = prepare(int(os.environ["RANK"])) if prepare else ()

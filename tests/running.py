@@ -48,15 +48,16 @@ def skip_curves_and_syncs() -> None:
 
 def options(settings: dict[str, JsonObject]) -> list[str]:
     """The same for the command line."""
-    given = flatten(settings)
+    flat_settings = flatten(settings)
     texts = {
-        name: value if isinstance(value, list | tuple) else [value] for name, value in given.items()
+        name: value if isinstance(value, list | tuple) else [value]
+        for name, value in flat_settings.items()
     }
-    shown = {
+    words_by_name = {
         name: [str(one).lower() if isinstance(one, bool) else str(one) for one in texts[name]]
         for name in texts
     }
-    return [word for name, words in shown.items() for word in (f"--{name}", *words)]
+    return [word for name, words in words_by_name.items() for word in (f"--{name}", *words)]
 
 
 def without_timings(metrics: list[JsonObject]) -> list[JsonObject]:

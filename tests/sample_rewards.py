@@ -13,18 +13,18 @@ from typing import Any
 from lagrpo.rewards.reward import UnscorableError
 
 
-def act(completion: str, answer: Any) -> Any:
+def act(completion: str, answer: object) -> object:
     """Does what the completion says; scores any other text by equality."""
-    action, _, rest = completion.partition(" ")
+    action, _, argument = completion.partition(" ")
     actions = {
-        "raise": lambda: fail(ValueError(rest)),
-        "unscorable": lambda: fail(UnscorableError(rest)),
-        "exit": lambda: os._exit(int(rest)),
+        "raise": lambda: fail(ValueError(argument)),
+        "unscorable": lambda: fail(UnscorableError(argument)),
+        "exit": lambda: os._exit(int(argument)),
         "segfault": lambda: ctypes.string_at(0),
-        "sleep": lambda: (time.sleep(float(rest)), 1.0)[1],
+        "sleep": lambda: (time.sleep(float(argument)), 1.0)[1],
         "hang": lambda: time.sleep(1e6),
         "spin": lambda: 7 ** (7**9),  # one instruction of the interpreter: no signal handler runs
-        "fill": lambda: float(len(bytearray(int(rest) << 20))),
+        "fill": lambda: float(len(bytearray(int(argument) << 20))),
         "nan": lambda: math.nan,
         "nothing": lambda: None,
         "modules": lambda: sum(
@@ -42,15 +42,15 @@ def correct(completion: str, answer: str) -> float:
     return float(answer in completion)
 
 
-def short(prompts: list[Any], completions: list[Any], **columns: Any) -> list[float]:
+def short(prompts: list[object], completions: list[str], **columns: object) -> list[float]:
     return [1.0 / (1 + len(completion)) for completion in completions]
 
 
-def letters(completion: str, answer: Any) -> float:
+def letters(completion: str, answer: object) -> float:
     return sum(c.islower() for c in completion) / 8
 
 
-def ranked(completions: Any, **columns: Any) -> list[float]:
+def ranked(completions: list[str | list[dict[str, str]]], **columns: object) -> list[float]:
     """Rank of each text in its group by length, which no text determines alone."""
     texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
     order = sorted(len(text) for text in texts)
@@ -58,7 +58,7 @@ def ranked(completions: Any, **columns: Any) -> list[float]:
 
 
 def by_level(
-    prompts: list[Any], completions: list[Any], level: list[int], answer: list[Any]
+    prompts: list[object], completions: list[str], level: list[int], answer: list[object]
 ) -> list[float | None]:
     """In TRL's signature, with a column of the data; easy prompts are not its concern."""
     return [
@@ -66,18 +66,18 @@ def by_level(
     ]
 
 
-def one_short(prompts: Any, completions: Any) -> list[float]:
+def one_short(prompts: list[object], completions: list[object]) -> list[float]:
     return [0.0] * (len(completions) - 1)
 
 
 def compute_score(
-    data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None
+    data_source: str, solution_str: str, ground_truth: object, extra_info: Any = None
 ) -> dict[str, float]:
     """In verl's signature."""
     return {"score": float(solution_str == ground_truth) + extra_info["level"], "other": 1.0}
 
 
-async def awaited(completion: str, answer: Any) -> float:
+async def awaited(completion: str, answer: object) -> float:
     """Waits as many tenths of a second as the text says, without holding up the others."""
     if completion == "fail":
         raise ConnectionError("refused")
@@ -85,6 +85,8 @@ async def awaited(completion: str, answer: Any) -> float:
     return 1.0
 
 
-async def awaited_together(prompts: Any, completions: Any, answer: Any) -> list[float]:
+async def awaited_together(
+    prompts: list[object], completions: list[str], answer: list[object]
+) -> list[float]:
     await asyncio.sleep(0.01)
     return [float(text == a) for text, a in zip(completions, answer, strict=True)]

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from lagrpo.rewards.pool import RewardPool
-from lagrpo.rewards.reward import Rewards
+from lagrpo.rewards.reward import RewardFunction, Rewards
 from lagrpo.tasks import Task
-from lagrpo.types import Completion, Group, Outcome, Prompt
+from lagrpo.types import Completion, Group, JsonView, Outcome, Prompt
 
 QUESTION = ({"role": "user", "content": "1 + 1?"},)
 
@@ -21,7 +21,7 @@ def make_completion(text: str, tokens: int = 0, outcome: Outcome | None = None) 
 
 
 def make_group(
-    *texts: str, answer: Any = "7", row: Mapping[str, Any] | None = None, key: int = 0
+    *texts: str, answer: object = "7", row: JsonView | None = None, key: int = 0
 ) -> Group:
     return Group(Prompt(key, QUESTION, answer, row=row), tuple(map(make_completion, texts)))
 
@@ -32,13 +32,15 @@ def outcomes(group: Group) -> list[Outcome]:
     ]
 
 
-def reward_of(task: Task, completion: str, answer: Any) -> float:
+def reward_of(task: Task, completion: str, answer: object) -> float:
     """The number that the only reward function of a task returns."""
     (reward,) = Rewards.from_reward(task.reward).parts
     return reward.function(completion, answer)
 
 
-def score(rewards: Any, groups: Sequence[Group], **options: Any) -> list[Outcome]:
+def score(
+    rewards: RewardFunction | Rewards, groups: Sequence[Group], **options: Any
+) -> list[Outcome]:
     """The outcomes of all completions."""
     with RewardPool(rewards, workers=2, max_without_reward=1.0, **options) as pool:
         return [outcome for group in pool.score(groups) for outcome in outcomes(group)]

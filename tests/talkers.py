@@ -6,12 +6,16 @@ import os
 import threading
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import sample_task
 
 from lagrpo.rng import uniforms
-from lagrpo.tasks import Messages, RowTask, StepResult
+from lagrpo.tasks import Key, Make, Messages, RowTask, StepResult
+from lagrpo.types import Prompt
+
+if TYPE_CHECKING:
+    from lagrpo.settings.sections import TaskSettings
 
 
 class Counting:
@@ -19,7 +23,7 @@ class Counting:
 
     last = 3
 
-    def reset(self, prompt: Any, key: Any) -> Messages:
+    def reset(self, prompt: Prompt, key: Key) -> Messages:
         self.seen, self.key = 0, key
         return prompt.messages
 
@@ -43,16 +47,16 @@ class Endless(Counting):
 class Saying(Counting):
     """Always says the same."""
 
-    said: str = "x" * 30
+    reply: str = "x" * 30
 
     def step(self, text: str) -> StepResult:
-        return StepResult([{"role": "user", "content": self.said}])
+        return StepResult([{"role": "user", "content": self.reply}])
 
 
 class Wordy(Counting):
     """Raises, hangs, exits or gives a bad reward, as the policy's turn says."""
 
-    def step(self, text: str) -> Any:
+    def step(self, text: str) -> StepResult:
         if text == "raise":
             raise RuntimeError("broken")
         if text == "hang":
@@ -73,7 +77,7 @@ class Parts(Counting):
 
 
 class Broken(Counting):
-    def reset(self, prompt: Any, key: Any) -> Messages:
+    def reset(self, prompt: Prompt, key: Key) -> Messages:
         raise RuntimeError("no game today")
 
 
@@ -81,7 +85,7 @@ def same(completion: str, answer: str) -> float:
     return float(completion == answer)
 
 
-def load(settings: Any, seed: int) -> Any:
+def load(settings: TaskSettings, seed: int) -> RowTask:
     """The prompts of sample_task with the environment of this name in task.options, Counting by
     default."""
     make = globals()[settings.options.get("make", "Counting")]
@@ -124,28 +128,28 @@ class Here:
     """Replaces worker processes: environments in this process, whose replies come `late` looks
     later."""
 
-    make: Any
+    make: Make
     late: int = 0
     jobs: list[Job] = field(default_factory=list)
 
-    def submit(self, call: Any, *arguments: Any, deadline: float) -> Job:
+    def submit(self, call: object, *arguments: Any, deadline: float) -> Job:
         from lagrpo.tasks.environments import run_turn
 
         self.jobs.append(Job(run_turn(self.make, *arguments), self.late))
         return self.jobs[-1]
 
-    def result(self, job: Job) -> Any:
-        return job.found
+    def result(self, job: Job) -> object:
+        return job.reply
 
 
 @dataclass
 class Job:
-    found: Any
+    reply: object
     looks: int
     cancelled: bool = False
 
     @property
-    def future(self) -> Any:
+    def future(self) -> Job:
         return self
 
     def done(self) -> bool:
@@ -160,11 +164,11 @@ class Countdown:
     """In the style of Gymnasium: counts down from 3 or 4 by its seed, and pays half for each step
     that says so."""
 
-    def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
+    def reset(self, seed: int | None = None) -> tuple[str, dict[str, object]]:
         self.left = 3 + (seed or 0) % 2
         return f"{self.left} to go", {}
 
-    def step(self, text: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+    def step(self, text: str) -> tuple[str, float, bool, bool, dict[str, object]]:
         self.left -= 1
         return (
             "step",

@@ -19,7 +19,6 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -31,7 +30,7 @@ from lagrpo.core.recipes import resolve
 from lagrpo.model.model import Policy
 from lagrpo.settings.other_trainers import NAMES_OF_TRAINERS
 from lagrpo.training.batch import assemble, micro_batches
-from lagrpo.types import Group
+from lagrpo.types import Group, JsonObject, JsonView
 
 pytestmark = pytest.mark.peer
 
@@ -45,8 +44,8 @@ class Case:
     """A recipe with its overrides, and what TRL calls that objective."""
 
     recipe: str
-    trl: dict[str, Any]
-    overrides: dict[str, Any] = field(default_factory=dict)
+    trl: JsonObject
+    overrides: Mapping[str, object] = field(default_factory=dict)
 
 
 AS_TRL = {"advantage": "normalized_unbiased"}
@@ -115,9 +114,7 @@ def groups(policy: Policy) -> list[Group]:
     ]
 
 
-def of_trl(
-    model: Path, groups: list[Group], config: Mapping[str, Any], scratch: Path
-) -> tuple[float, dict]:
+def of_trl(model: Path, groups: list[Group], config: JsonView, scratch: Path) -> tuple[float, dict]:
     """TRL's loss and gradient by parameter."""
     if not PEER.exists():
         pytest.fail(
@@ -141,13 +138,13 @@ def of_trl(
             for group in groups
         ],
     }
-    asked, loss, gradients = (
+    request_path, loss, gradients = (
         scratch / "request.json",
         scratch / "loss.json",
         scratch / "gradient.safetensors",
     )
-    asked.write_text(json.dumps(request), encoding="utf-8")
-    command = [PEER, ROOT / "benchmarks" / "trl_loss.py", asked, loss, gradients]
+    request_path.write_text(json.dumps(request), encoding="utf-8")
+    command = [PEER, ROOT / "benchmarks" / "trl_loss.py", request_path, loss, gradients]
     done = subprocess.run(
         command,
         capture_output=True,
@@ -182,8 +179,8 @@ def test_every_setting_of_trl_has_a_name_here_or_a_reason():
         "print(json.dumps(own))"
     )
     done = subprocess.run([PEER, "-c", program], capture_output=True, encoding="utf-8", check=True)
-    known = {name for entries in NAMES_OF_TRAINERS["trl"].values() for name in entries}
-    assert set(json.loads(done.stdout.splitlines()[-1])) <= known
+    names_here = {name for entries in NAMES_OF_TRAINERS["trl"].values() for name in entries}
+    assert set(json.loads(done.stdout.splitlines()[-1])) <= names_here
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.recipe)

@@ -73,12 +73,14 @@ def test_the_stages_of_a_run_join(tmp_path, monkeypatch, capsys):
     )
     assert first.after == second.before
     rates = {summary["step"]: summary["pass@1"] for summary in load_evaluations(run)}
-    for batch, found in zip((0, 2, 4), (first.before, first.after, second.after), strict=True):
-        assert fmean(found) == pytest.approx((3 * rates[batch] + 0.5) / 4, abs=1e-4)
+    for batch, probabilities in zip(
+        (0, 2, 4), (first.before, first.after, second.after), strict=True
+    ):
+        assert fmean(probabilities) == pytest.approx((3 * rates[batch] + 0.5) / 4, abs=1e-4)
 
     monkeypatch.setattr(amplification, "POINTS", tmp_path / "kept")
     monkeypatch.setattr("sys.argv", ["amplification.py", str(tmp_path / "study")])
     amplification.main()
     assert capsys.readouterr().out.count("| 2 | 2 |") == 2
-    kept = json.loads((tmp_path / "kept" / "study-points.json").read_text(encoding="utf-8"))
-    assert [Stage(**stage) for stage in kept] == [first, second]
+    recorded = json.loads((tmp_path / "kept" / "study-points.json").read_text(encoding="utf-8"))
+    assert [Stage(**stage) for stage in recorded] == [first, second]

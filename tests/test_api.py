@@ -21,7 +21,7 @@ ROWS = [{"question": f"{n} + 1?", "answer": str(n + 1)} for n in range(20)]
 
 
 @pytest.fixture
-def given(model, tmp_path):
+def train_arguments(model, tmp_path):
     """The model, and settings of a small run, by their names."""
     sections = tiny_settings(model, tmp_path / "runs", schedule={"batches": 2})
     sections.pop("task")
@@ -35,7 +35,7 @@ def given(model, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["list", "dataset", "splits", "frame", "file"])
-def test_data_rewards_and_callbacks_make_a_run(given, tmp_path, kind):
+def test_data_rewards_and_callbacks_make_a_run(train_arguments, tmp_path, kind):
     class Seen(lagrpo.Callback):
         batches = 0
 
@@ -53,7 +53,10 @@ def test_data_rewards_and_callbacks_make_a_run(given, tmp_path, kind):
     splits = datasets.DatasetDict({"train": data["dataset"], "test": data["dataset"]})
     data |= {"splits": splits, "frame": pd.DataFrame.from_records(ROWS)}
     result = lagrpo.train(
-        data=data[kind], rewards=[correct, "exact", short], callbacks=[seen := Seen()], **given
+        data=data[kind],
+        rewards=[correct, "exact", short],
+        callbacks=[seen := Seen()],
+        **train_arguments,
     )
     assert seen.batches == result.batches == 2
     assert result.weights is not None
@@ -70,9 +73,9 @@ def _weigh(completion: str, answer: str, w: float = 0.0) -> float:
     return w
 
 
-def test_names_and_functions_can_be_mixed_and_each_has_its_own_name(given):
+def test_names_and_functions_can_be_mixed_and_each_has_its_own_name(train_arguments):
     rewards = ["exact", _weigh, partial(_weigh, w=0.5), lambda completion, answer: 0.25]
-    row = load_rollouts(lagrpo.train(data=ROWS, rewards=rewards, **given).run)[0]
+    row = load_rollouts(lagrpo.train(data=ROWS, rewards=rewards, **train_arguments).run)[0]
     rewards_by_name = {name: value for name, value in row.items() if name.startswith("reward_")}
     assert rewards_by_name == {
         "reward_exact": 0.0,
@@ -86,14 +89,14 @@ def _mood(completion: str, answer: str, *, scale: float = 1.0) -> float:
     return -scale
 
 
-def test_rewards_have_weights_and_ranges_as_objects_and_as_tables(given):
+def test_rewards_have_weights_and_ranges_as_objects_and_as_tables(train_arguments):
     rewards = [
         correct,
         lagrpo.Reward(_mood, weight=0.2, range=(-1, 1)),
         {"reward": _mood, "name": "table", "weight": 0.5, "options": {"scale": 0.5}},
         {"reward": "exact", "weight": 2.0},
     ]
-    result = lagrpo.train(data=ROWS, rewards=rewards, **given)
+    result = lagrpo.train(data=ROWS, rewards=rewards, **train_arguments)
     settings = load_settings(result.run / "config.toml")
     entries = {entry.name: (entry.weight, entry.range) for entry in settings.task.rewards}
     assert entries == {
@@ -113,9 +116,9 @@ def test_reward_has_a_range_that_goes_up():
         lagrpo.Reward(_mood, range=(1, 0))
 
 
-def test_named_rewards_and_a_file_with_changed_settings(given, tmp_path):
+def test_named_rewards_and_a_file_with_changed_settings(train_arguments, tmp_path):
     (tmp_path / "a.toml").write_text("[schedule]\nbatches = 9\n", encoding="utf-8")
-    result = lagrpo.train(tmp_path / "a.toml", data=ROWS, rewards="exact", **given)
+    result = lagrpo.train(tmp_path / "a.toml", data=ROWS, rewards="exact", **train_arguments)
     assert result.batches == 2
 
 

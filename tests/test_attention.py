@@ -17,6 +17,8 @@ from lagrpo.model.loading import check_attention, check_context, check_supported
 from lagrpo.model.model import Policy
 
 either_computation = pytest.mark.usefixtures("either_computation")
+# Length of a prompt, and of its completions. A completion of one token has no row of its own, a
+# prompt of one token no earlier ones, and the last prompt no completion.
 GROUPS = ((7, (3, 9, 1)), (20, (1,)), (1, (4, 4, 30)), (5, ()))
 
 
@@ -35,12 +37,14 @@ def reference_logp(policy: Policy, groups) -> torch.Tensor:
             ids = torch.cat([torch.tensor(prompt, dtype=torch.long), completion])
             logits = policy.model.lm(input_ids=ids[None], use_cache=False).logits[0]
             logp = (logits / policy.tau).log_softmax(-1)
+            # The row of a token predicts the next one, so the last row predicts nothing.
             rows.append(logp[len(prompt) - 1 : -1].gather(1, completion[:, None]).squeeze(1))
     policy.model.lm.set_attn_implementation("lagrpo_shared_prefix")
     return torch.cat(rows)
 
 
 def gradients(policy: Policy, logp: torch.Tensor) -> dict[str, torch.Tensor]:
+    # A weight of its own for each token: a sum would hide gradients that go to the wrong token.
     weights = torch.linspace(-1, 1, len(logp), dtype=logp.dtype)
     policy.model.zero_grad()
     (logp * weights).sum().backward()
@@ -50,6 +54,7 @@ def gradients(policy: Policy, logp: torch.Tensor) -> dict[str, torch.Tensor]:
 @either_computation
 @pytest.mark.parametrize("kind", SHAPES)
 def test_logp_and_gradients_equal_the_per_sequence_reference(kind):
+    # At .1 log-probs are ten times as large, and so is their rounding.
     for tau in (1.0, 0.1):
         policy = tiny_policy(kind, dtype=torch.float64, tau=tau)
         groups = random_groups(GROUPS)
@@ -124,6 +129,7 @@ def test_completion_sees_neither_its_siblings_nor_other_prompts():
     prompt, completions = groups[0]
     alone = policy.logp(Packed.build([(prompt, [completions[1]])]))
     together = policy.logp(Packed.build(groups))
+    # Tokens 5 to 12 are the second completion's.
     torch.testing.assert_close(together[5:13], alone, rtol=0, atol=1e-5)
 
 
@@ -211,15 +217,15 @@ def test_model_call_without_a_layout_is_an_error():
 def test_each_row_is_seen_by_its_group_or_by_its_completion():
     """A prompt of two rows, completions of two and one rows; then a prompt of one row alone."""
     layout = PackedLayout.build([(2, [3, 2]), (1, [])])
-    first, count, place, starts = (tensor.tolist() for tensor in layout.seen_by)
+    first, count, position, starts = (tensor.tolist() for tensor in layout.seen_by)
     assert first == [0, 0, 1, 1, 2, 3]
     assert count == [3, 3, 1, 1, 1, 1]
-    assert place == [0, 1, 2, 3, 2, 0]
+    assert position == [0, 1, 2, 3, 2, 0]
     assert starts == [0, 2, 6, 9]
-    # Every place in `seen_rows` is found again from the row that is seen there.
-    places = [
-        (starts[segment] + place[row], row)
+    # Every entry of `seen_rows` is found again from the row that is seen there.
+    entries = [
+        (starts[segment] + position[row], row)
         for row in range(layout.rows)
         for segment in range(first[row], first[row] + count[row])
     ]
-    assert sorted(places) == list(enumerate(layout.seen_rows.tolist()))
+    assert sorted(entries) == list(enumerate(layout.seen_rows.tolist()))

@@ -103,8 +103,8 @@ def test_gpu_takes_the_triton_kernels_if_they_are_chosen_and_run(monkeypatch):
     monkeypatch.delenv("LAGRPO_KERNELS", raising=False)
     monkeypatch.setattr(backend.gpu_library, "why_not", lambda: None)
     assert not choose_backend("auto", "cuda", torch.bfloat16).triton
-    chosen = choose_backend("triton", "cuda", torch.bfloat16)
-    assert (chosen.triton, chosen.kernels) == (True, False)
+    gpu_backend = choose_backend("triton", "cuda", torch.bfloat16)
+    assert (gpu_backend.triton, gpu_backend.kernels) == (True, False)
     with pytest.raises(library.NoKernels, match="no Triton kernels for float16"):
         choose_backend("triton", "cuda", torch.float16)
     with pytest.raises(library.NoKernels, match="run on an NVIDIA GPU, but the model is on cpu"):
@@ -121,9 +121,9 @@ def test_gpu_takes_the_triton_kernels_by_default_once_they_were_measured(monkeyp
     assert not choose_backend("torch", "cuda", torch.bfloat16).triton
     assert not choose_backend("auto", "cuda", torch.float16).triton
     monkeypatch.setattr(backend.gpu_library, "why_not", lambda: "no compiler")
-    chosen = choose_backend("auto", "cuda", torch.bfloat16)
-    assert str(chosen) == "PyTorch (no Triton kernels: no compiler)"
-    assert chosen.softmax is None
+    gpu_backend = choose_backend("auto", "cuda", torch.bfloat16)
+    assert str(gpu_backend) == "PyTorch (no Triton kernels: no compiler)"
+    assert gpu_backend.softmax is None
 
 
 def test_products_are_exact_on_a_hopper_gpu_once_it_was_shown(monkeypatch):

@@ -43,17 +43,17 @@ def kept_failures(batch: Batch) -> list[int]:
 
 
 def test_random_numbers_of_advantages_differ_between_groups():
-    kept = kept_failures(assembled(groups_of([ONE_IN_EIGHT] * 20)))
-    assert len(set(kept)) > 4  # of seven failures
+    failures = kept_failures(assembled(groups_of([ONE_IN_EIGHT] * 20)))
+    assert len(set(failures)) > 4  # of seven failures
 
 
 def test_random_numbers_of_advantages_are_keyed_by_seed_batch_and_group():
     """A group keeps its own, whatever groups are beside it; another batch or seed has others."""
-    kept = kept_failures(assembled(groups_of([ONE_IN_EIGHT] * 20)))
-    assert kept_failures(assembled(groups_of([ONE_IN_EIGHT] * 20))) == kept
-    assert kept_failures(assembled(groups_of([ONE_IN_EIGHT] * 7))) == kept[:7]
-    assert kept_failures(assembled(groups_of([ONE_IN_EIGHT] * 20), b=2)) != kept
-    assert kept_failures(assembled(groups_of([ONE_IN_EIGHT] * 20), seed=1)) != kept
+    failures = kept_failures(assembled(groups_of([ONE_IN_EIGHT] * 20)))
+    assert kept_failures(assembled(groups_of([ONE_IN_EIGHT] * 20))) == failures
+    assert kept_failures(assembled(groups_of([ONE_IN_EIGHT] * 7))) == failures[:7]
+    assert kept_failures(assembled(groups_of([ONE_IN_EIGHT] * 20), b=2)) != failures
+    assert kept_failures(assembled(groups_of([ONE_IN_EIGHT] * 20), seed=1)) != failures
 
 
 @pytest.mark.parametrize(

@@ -29,9 +29,9 @@ def header(text: str) -> dict:
 
 
 def test_header_names_a_base_model_of_the_hub_and_the_library(tmp_path):
-    of_hub = header(card(model={"path": "Qwen/Qwen2.5-0.5B-Instruct"}))
-    assert of_hub["base_model"] == "Qwen/Qwen2.5-0.5B-Instruct"
-    assert of_hub["library_name"] == "transformers"
+    hub_header = header(card(model={"path": "Qwen/Qwen2.5-0.5B-Instruct"}))
+    assert hub_header["base_model"] == "Qwen/Qwen2.5-0.5B-Instruct"
+    assert hub_header["library_name"] == "transformers"
     adapters = header(card(model={"path": "smollm2", "lora_r": 4}))
     assert adapters["base_model"] == "HuggingFaceTB/SmolLM2-135M-Instruct"
     assert adapters["library_name"] == "peft"

@@ -17,9 +17,8 @@ import pytest
 from chaos import merged
 from running import tiny_settings
 from sample_rewards import correct
-from test_episodes import TURNS
 from test_resume import contents
-from tiny import save_tiny
+from tiny import TURNS, save_tiny
 
 import lagrpo
 from lagrpo.core.inputs import LossInputs
@@ -131,11 +130,13 @@ def start(model, tmp_path, write):
             "rewards": ["user_code:score"],
         }
         own_task = task is not None and "name" in task
-        own = {
+        base_sections = {
             "model": {"chat_template": str(tmp_path / "chat.jinja")},
             "task": task if own_task else rows | (task or {}),
         }
-        return lagrpo.train(merged(tiny_settings(model, tmp_path), SMALL, own, sections)).run
+        return lagrpo.train(
+            merged(tiny_settings(model, tmp_path), SMALL, base_sections, sections)
+        ).run
 
     return start
 
@@ -363,21 +364,21 @@ FROM_PYTHON: dict[str, tuple[JsonObject, str]] = {
 }
 
 
-@pytest.mark.parametrize(("given", "call"), FROM_PYTHON.values(), ids=FROM_PYTHON)
-def test_run_from_python_says_how_to_resume_it(model, tmp_path, write, given, call):
+@pytest.mark.parametrize(("train_arguments", "call"), FROM_PYTHON.values(), ids=FROM_PYTHON)
+def test_run_from_python_says_how_to_resume_it(model, tmp_path, write, train_arguments, call):
     write()
-    if given.get("data") == "FILE":
-        given = given | {"data": tmp_path / "rows.jsonl"}
+    if train_arguments.get("data") == "FILE":
+        train_arguments = train_arguments | {"data": tmp_path / "rows.jsonl"}
     settings = merged(tiny_settings(model, tmp_path), SMALL, {"schedule": {"batches": 2}})
     settings.pop("task")
     with pytest.raises(RuntimeError, match="stop") as error:
-        lagrpo.train(settings, **given, callbacks=[Stop()])
+        lagrpo.train(settings, **train_arguments, callbacks=[Stop()])
     run = tmp_path / "run"
     assert f"lagrpo.train(resume={str(run)!r}, {call}, callbacks=…)" in error.value.__notes__[-1]
     with pytest.raises(SettingsError) as refused:
         lagrpo.train(resume=run)
     assert f"lagrpo.train(resume={str(run)!r}, {call})" in str(refused.value)
-    assert lagrpo.train(resume=run, **given).batches == 2
+    assert lagrpo.train(resume=run, **train_arguments).batches == 2
 
 
 def test_functions_of_a_script_and_of_its_directory_are_not_loadable(monkeypatch, tmp_path):

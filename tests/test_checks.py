@@ -75,12 +75,12 @@ def test_gpu_of_a_rank_is_not_the_server_s(monkeypatch, ranks, visible, vllm, sh
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    own = settings(**VLLM, vllm=vllm)
+    run_settings = settings(**VLLM, vllm=vllm)
     if shared is None:
-        check_settings(own)
+        check_settings(run_settings)
     else:
         with pytest.raises(SettingsError, match=f"vllm.gpus: GPU {shared} is one"):
-            check_settings(own)
+            check_settings(run_settings)
 
 
 WRONG: list[tuple[JsonObject, str]] = [
@@ -108,7 +108,7 @@ WRONG: list[tuple[JsonObject, str]] = [
     ({"task": {"options": {"operations": ["/"]}}}, r"task.options.operations = \['/'\]"),
     ({"task": {"rewards": ["exakt"]}}, "task.rewards, 'exakt': no built-in reward 'exakt'"),
     ({"offline": {"data": "nosuch.jsonl"}}, "offline.data: nosuch.jsonl is neither a file"),
-    ({"loss": {"recipe": "grop"}}, "loss: unknown recipe 'grop'; did you mean 'grpo'?"),
+    ({"loss": {"recipe": "grop"}}, "loss: unknown recipe 'grop'; did you mean 'grpo'"),
     (
         {"loss": {"recipe": "dapo", "kl_estimator": "k3"}},
         "loss.kl_estimator has no effect on recipe.*beta = 0",

@@ -19,7 +19,7 @@ from running import leftovers, options, tiny_settings
 from tiny import save_tiny
 
 from lagrpo.cli import BARS, COMMANDS, SIMPLE_COMMANDS, main, take_debug
-from lagrpo.core.recipes import RECIPES
+from lagrpo.core.rows import RECIPES
 from lagrpo.logs import is_debugging
 from lagrpo.runs import load_evaluations, load_metrics, load_rollouts
 from lagrpo.runs.reading import rollout_batches
@@ -117,6 +117,7 @@ def test_dry_run_prints_a_settings_file_and_makes_no_run(model, tmp_path):
         path, {"schedule": {"prompts_per_batch": 4}}
     )
     assert "4 prompts x 16 completions = 64 samples, used for 3 updates" in out
+    assert out.endswith("# dry run: nothing was written\n")
     assert not (tmp_path / "runs").exists()
 
 
@@ -181,12 +182,15 @@ WRONG = {
     "eval smollm2 --task gsm": "task.name",
     "eval smollm2 --eval.num_samples 500": "max_num_seqs = 128",
     "view nowhere --text": "there is no run at nowhere",
-    "recipes grpoo": "did you mean 'grpo'?",
+    "recipes grpoo": "did you mean 'grpo' or ",
+    "recipes nosuchloss": "unknown recipe 'nosuchloss'; `lagrpo recipes` lists all",
+    "study nosuch.toml": "nosuch.toml: no such settings file",
     "train nosuch.toml": "nosuch.toml: no such settings file",
     "train .": "cannot be read as a settings file",
     "train --resume auto": "set run.name",
-    "train --loss.recipe grop": "did you mean 'grpo'?",
+    "train --loss.recipe grop": "did you mean 'grpo'",
     "train --model ./nosuch --dry-run": "model.path",
+    "train --task nosuch:load --dry-run": "task.name: 'nosuch:load': no module 'nosuch'",
     "train --run.name a/b": "run.name = 'a/b'",
     "train --schedule.sync_evry 3": "did you mean 'schedule.sync_every'?",
     "train --schedule.sync_every x": "schedule.sync_every = 'x'",
@@ -237,18 +241,19 @@ DEBUGGED = {
     "verify": "verify nowhere",
     "recipes": "recipes nosuch",
     "vllm-serve": "vllm-serve ./nosuch",
+    "study": "study nosuch.toml",
     "no command": "trian",
 }
 
 
 @pytest.mark.parametrize("words", DEBUGGED.values(), ids=DEBUGGED)
-@pytest.mark.parametrize("asked", ["by option", "by variable", "not"])
-def test_traceback_of_an_error_is_shown_if_asked_for(monkeypatch, words, asked):
-    monkeypatch.setenv("LAGRPO_DEBUG", "1" if asked == "by variable" else "0")
-    options = ["--debug"] if asked == "by option" else []
+@pytest.mark.parametrize("debug_switch", ["by option", "by variable", "not"])
+def test_traceback_of_an_error_is_shown_if_asked_for(monkeypatch, words, debug_switch):
+    monkeypatch.setenv("LAGRPO_DEBUG", "1" if debug_switch == "by variable" else "0")
+    options = ["--debug"] if debug_switch == "by option" else []
     code, _, err = lagrpo(*words.split(), *options)
     assert code == 2
-    assert ("Traceback" in err) is (asked != "not")
+    assert ("Traceback" in err) is (debug_switch != "not")
     assert err.splitlines()[-1].startswith("lagrpo: ")
 
 

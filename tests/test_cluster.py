@@ -17,8 +17,8 @@ JOB, BATCH = CLUSTER / "lagrpo-job.yaml", CLUSTER / "lagrpo.sbatch"
 
 
 def pod() -> JsonObject:
-    found: Any = yaml.safe_load_all(JOB.read_text(encoding="utf-8"))
-    return list(found)[1]["spec"]["template"]["spec"]
+    documents: Any = yaml.safe_load_all(JOB.read_text(encoding="utf-8"))
+    return list(documents)[1]["spec"]["template"]["spec"]
 
 
 def slurm_command() -> list[str]:

@@ -96,6 +96,7 @@ def test_recorded_steps_sample_what_computed_steps_sample(monkeypatch, counts):
     policy = torch_policy()
     graphs = record_on_cpu(monkeypatch)
     samples = []
+    # First every step is computed; then a shape is recorded at its third step, and replayed.
     for often in (NEVER, 3):
         monkeypatch.setattr(graphs_of_gpu, "OFTEN", often)
         state = RecordedState(policy.model, 4, 400)
@@ -112,11 +113,12 @@ def test_sampling_inside_a_step_is_sampling_from_its_hidden_states(monkeypatch):
     uniform = [0.1, 0.5, 0.9]
     policy = torch_policy()
     record_on_cpu(monkeypatch)
-    whole, parts = (RecordedState(policy.model, 4, 400) for _ in range(2))
-    for state in (whole, parts):
+    fused, parts = (RecordedState(policy.model, 4, 400) for _ in range(2))
+    for state in (fused, parts):
         state.admit([PROMPT], 4)
     for tokens in steps:
-        new_tokens, logp = whole.feed_and_sample(tokens, uniform, 0.7)
+        new_tokens, logp = fused.feed_and_sample(tokens, uniform, 0.7)
+        # Of six tokens these are the last of each row that has any: 1, 3, 0 and 2.
         last_hidden = parts.feed(tokens)[[0, 3, 5]]
         expected = policy.model.backend.sample(
             policy.model.logits(last_hidden), 0.7, torch.tensor(uniform, dtype=torch.float64)
@@ -147,6 +149,7 @@ def test_rows_that_move_keep_their_keys(monkeypatch):
     alone.admit([[20, 21, 22]], 1)
     state.feed([[11], [12], [13], [14]])
     alone.feed([[14]])
+    # The last row takes the place of the first.
     assert state.retire([0, 2]) == [(3, 0)]
     assert state.lengths.tolist() == [4, 6]
     assert_close([state.feed([[30], [31]])[:1]], [alone.feed([[30]])])

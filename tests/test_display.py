@@ -113,8 +113,8 @@ def test_time_left_is_the_median_pace_without_the_first_of_several_batches():
     display = started(make_display(console=(to := console())))
     for batch, seconds in enumerate([60.0, 5.0, 6.0, 40.0], start=1):
         display.on_batch(METRICS | {"step": batch, "time/step": seconds}, [])
-    left = [cells(line)[-1] for line in written(to).splitlines()[-4:]]
-    assert left == ["1:59:00", "9:50", "10:44", "11:36"], (
+    times_left = [cells(line)[-1] for line in written(to).splitlines()[-4:]]
+    assert times_left == ["1:59:00", "9:50", "10:44", "11:36"], (
         "119 of 60 s, 118 of 5 s, 117 of 5.5 s, 116 of 6 s"
     )
 
@@ -145,8 +145,8 @@ def sample(prompt: str, text: str, reward: float | None = 0.0) -> JsonObject:
 def summary(evaluations: JsonObject, status: str = "finished", name: str = "run") -> str:
     """The text that a run without batches prints at its end."""
     display = started(PlainDisplay(to := console(80)), name)
-    for key, (found, records) in evaluations.items():
-        display.on_evaluation(key, found, records)
+    for key, (result, records) in evaluations.items():
+        display.on_evaluation(key, result, records)
     display.on_end(status, "Finished.")
     return written(to)
 

@@ -51,12 +51,12 @@ def is_true(argument: ast.expr | None) -> bool:
 
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_text_is_read_and_written_with_an_encoding(folder):
-    places = [
+    calls_without_encoding = [
         f"{path.relative_to(ROOT)}:{line}"
         for path in sorted((ROOT / folder).rglob("*.py"))
         for line in by_locale(path.read_text(encoding="utf-8"))
     ]
-    assert places == []
+    assert calls_without_encoding == []
 
 
 @pytest.mark.parametrize(

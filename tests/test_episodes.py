@@ -4,13 +4,13 @@ an episode."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import pytest
 import talkers
 import torch
-from tiny import tiny_policy, tiny_tokenizer
+from tiny import TURNS, tiny_policy, tiny_tokenizer
 
 from lagrpo.model.chat import Chat, Replies, RewritingError
 from lagrpo.model.model import Packed, Policy, copy_policy
@@ -20,16 +20,12 @@ from lagrpo.rollout.base import Request
 from lagrpo.rollout.decoding import DecodeState
 from lagrpo.rollout.episodes import Episodes
 from lagrpo.rollout.local import LocalSampler
+from lagrpo.tasks import Make
 from lagrpo.types import Completion, Group, Prompt
 
 EOS = 1
 NEVER_IN_TEXT = {0, 2}
 """<pad> and <stop>: a turn's text leaves them out, so it does not say where they were sampled."""
-
-TURNS = (
-    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}"
-    "{% if m['role'] == 'assistant' %}<eos>{% endif %}{{ '\\n' }}{% endfor %}assistant: "
-)
 
 
 def talking_policy(
@@ -46,7 +42,7 @@ def talking_policy(
 
 def make_episodes(
     policy: Policy,
-    environment: Callable[[], object] = talkers.Counting,
+    environment: Make = talkers.Counting,
     /,
     late: int = 0,
     turns: int = 8,

@@ -59,8 +59,8 @@ def plain(model, tmp_path_factory):
 def test_each_set_is_evaluated_at_its_own_moments(sets):
     names = [summary["name"] for summary in load_evaluations(sets.run)]
     moments = ("before", "batch-000001", "batch-000002", "after")
-    due = [f"{moment}.{name}" for moment in moments for name in ("own", "vowels")]
-    assert sorted(names) == sorted([*due, "before.rare", "after.rare"])
+    expected_names = [f"{moment}.{name}" for moment in moments for name in ("own", "vowels")]
+    assert sorted(names) == sorted([*expected_names, "before.rare", "after.rare"])
     assert set(sets.evaluations) == set(names)
     assert sets.before == sets.evaluations["before.own"]
 

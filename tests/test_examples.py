@@ -67,7 +67,7 @@ def test_minimal_example_has_the_loss_and_gradient_of_its_recipe(stale):
     model, recipe = policy.model, resolve("grpo", {"beta": 0.0})
     loss, ratio_T = minimal.grpo_loss(policy, groups)
     loss.backward()
-    found = {name: p.grad.clone() for name, p in model.named_parameters()}
+    example_gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
 
     batch = assemble(groups, recipe, minimal.MAX_TOKENS, seed=0, b=1)
@@ -82,7 +82,7 @@ def test_minimal_example_has_the_loss_and_gradient_of_its_recipe(stale):
     assert abs(total) > 1e-3, "a loss of 0 would compare nothing"
     assert (ratio_T - 1).abs().max() > minimal.EPSILON, "some ratio must be clipped"
     for name, p in model.named_parameters():
-        assert_close(p.grad, found[name], rtol=1e-3, atol=1e-6)
+        assert_close(p.grad, example_gradients[name], rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize("v", [1, 3])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +14,16 @@ import torch
 from page_code import current_directory_with, named_files
 from running import tiny_settings
 from scoring import reward_of
-from test_episodes import TURNS
-from tiny import save_tiny, tiny_tokenizer
+from tiny import TURNS, save_tiny, tiny_tokenizer
 
 import lagrpo
 from lagrpo.core.probe import LENGTHS, random_inputs
 from lagrpo.core.recipes import resolve
-from lagrpo.rollout.base import Request
-from lagrpo.rollout.prefetch import Prefetcher
-from lagrpo.runs import load_rollouts
+from lagrpo.errors import SettingsError
+from lagrpo.runs import load_metrics, load_rollouts
+from lagrpo.runs.reading import load_evaluation_records
 from lagrpo.tasks import StepResult, Task
 from lagrpo.tasks.environments import describe
-from lagrpo.types import Prompt
 
 PAGE = "extending.md"
 
@@ -113,8 +113,8 @@ def test_environment_answers_guesses_until_the_number_is_found(load):
     game = module.WarmOrCold()
     game.reset(module.load(None, 0).prompt("train", 3), key=())  # the number is 5
     replies = [game.step(text) for text in ("9", "2", "7", "none", "5")]
-    said = [reply.messages[0]["content"] for reply in replies[:-1]]
-    assert said == ["Warmer.", "Warmer.", "Warmer.", "Colder."]
+    texts = [reply.messages[0]["content"] for reply in replies[:-1]]
+    assert texts == ["Warmer.", "Warmer.", "Warmer.", "Colder."]
     assert replies[-1] == StepResult(reward=1.0, done=True, reason="found")
 
 
@@ -187,18 +187,68 @@ def test_callback_writes_a_line_for_each_batch(train, load):
     assert all(0 <= record["repetition"] < 1 for record in records)
 
 
-def test_rollout_engine_gives_batches_of_the_announced_version(load):
-    engine = load("my_engine").FixedAnswer([4, 9, 1], "ab")
-    prompts = [Prompt(n, ({"role": "user", "content": "?"},), "3", (5, 6)) for n in range(2)]
-    prefetcher = Prefetcher(engine, lambda batch: [Request(batch, 0, p) for p in prompts], G=3)
-    for batch, version in [(1, 0), (2, 7)]:
-        weights = {"w": torch.full((2,), float(version))}
-        engine.sync_weights(weights, version)
-        prefetcher.submit(range(batch, batch + 1), version)
-        groups = list(prefetcher.get(batch))
-        assert [group.prompt.key for group in groups] == [0, 1]
-        completions = [completion for group in groups for completion in group.completions]
-        assert {completion.text for completion in completions} == {"ab"}
-        assert {int(v) for completion in completions for v in completion.versions} == {version}
-        assert engine.current_weights()[0] == version
-        assert torch.equal(engine.current_weights()[1]["w"], weights["w"])
+def test_rollout_engine_samples_the_batches_of_a_run(model, tmp_path):
+    """With v = 2 batch 3 learns at version 2 from samples of version 1. Evaluations are of π."""
+    settings = tiny_settings(
+        model,
+        tmp_path / "runs",
+        rollout={"engine": "my_engine:load"},
+        schedule={"sync_every": 2},
+    )
+    result = lagrpo.train(settings)
+    rows = load_rollouts(result.run)
+    assert len(rows) == 24
+    assert [set(map(int, row["policy_versions"])) for row in rows[::8]] == [{0}, {1}, {1}]
+    assert all(row["rollout_logprobs"] == [pytest.approx(-math.log(10))] for row in rows)
+    assert all(row["completion"] in "0123456789" for row in rows)
+    # Digits of a prompt differ, and so do their rewards: the policy learns.
+    assert all(line["grad_norm"] > 0 for line in load_metrics(result.run))
+    # The engine never answers with more than one token; the policy does.
+    records = load_evaluation_records(result.run, "after")
+    assert max(len(text) for row in records for text in row["completions"]) > 1
+
+
+def test_run_with_a_rollout_engine_of_its_own_resumes(model, tmp_path):
+    """The resumed run samples batch 3 as the run that never stopped does."""
+
+    def begin(name: str, batches: int) -> Path:
+        sections = {
+            "run": {"name": name},
+            "rollout": {"engine": "my_engine:load"},
+            "schedule": {"sync_every": 2, "batches": batches},
+        }
+        return lagrpo.train(tiny_settings(model, tmp_path / "runs", **sections)).run
+
+    never_stopped = begin("longer", batches=3)
+    stopped = begin("shorter", batches=2)
+    lagrpo.train(resume=stopped, settings={"schedule.batches": 3})
+    columns = ["completion", "policy_versions", "old_logprobs"]
+    assert load_rollouts(stopped, columns=columns) == load_rollouts(never_stopped, columns=columns)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        pytest.param("my_engin:load", "no module 'my_engin'", id="module"),
+        pytest.param("my_engine:laod", "did you mean 'load'?", id="function"),
+        pytest.param("math:hypot", "'math:hypot' raised TypeError", id="raises"),
+        pytest.param("my_task:load", "returned a RowTask, which lacks methods", id="not an engine"),
+    ],
+)
+def test_rollout_engine_that_cannot_be_used_is_named_in_one_line(model, tmp_path, name, message):
+    settings = tiny_settings(model, tmp_path / "runs", rollout={"engine": name})
+    with pytest.raises(SettingsError, match=rf"^rollout\.engine: .*{re.escape(message)}.*$"):
+        lagrpo.train(settings)
+
+
+def test_dry_run_loads_the_function_of_a_rollout_engine(model, tmp_path):
+    settings = tiny_settings(model, tmp_path / "runs", rollout={"engine": "my_engine:laod"})
+    with pytest.raises(SettingsError, match="did you mean 'load'"):
+        lagrpo.train(settings, dry_run=True)
+
+
+def test_model_is_not_evaluated_by_a_rollout_engine_of_training(model, tmp_path):
+    settings = {"rollout.engine": "my_engine:load", "run.output_dir": str(tmp_path)}
+    rows = [{"prompt": "1?", "answer": "1"}]
+    with pytest.raises(SettingsError, match="evaluate with 'local' or 'vllm'"):
+        lagrpo.evaluate(model, rows, ["exact"], settings=settings)

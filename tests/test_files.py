@@ -130,13 +130,13 @@ def test_saved_tokenizer_is_the_source_byte_by_byte(tmp_path):
     assert {p.name: p.read_bytes() for p in (tmp_path / "saved").iterdir()} == files
 
 
-@pytest.mark.parametrize("place", ["tokenizer_config.json", "chat_template.jinja"])
-def test_chat_template_of_the_settings_replaces_the_one_of_the_source(tmp_path, place):
+@pytest.mark.parametrize("template_file", ["tokenizer_config.json", "chat_template.jinja"])
+def test_chat_template_of_the_settings_replaces_the_one_of_the_source(tmp_path, template_file):
     (tmp_path / "source").mkdir()
-    in_config = place == "tokenizer_config.json"
+    in_config = template_file == "tokenizer_config.json"
     save_digits_tokenizer(tmp_path / "source", **({"chat_template": CHAT} if in_config else {}))
     if not in_config:
-        (tmp_path / "source" / place).write_text(CHAT, encoding="utf-8")
+        (tmp_path / "source" / template_file).write_text(CHAT, encoding="utf-8")
     tokenizer = load_tokenizer(str(tmp_path / "source"))
     assert tokenizer.chat_template == CHAT
     tokenizer.chat_template = "{{ messages[0].content }}"
@@ -200,8 +200,8 @@ SOURCES = [
 
 def trained(tmp_path: Path, **changes: Any) -> tuple[Path, JsonObject]:
     """The final weights of a run, and what lagrpo computes with them for TEXT."""
-    made = source(tmp_path / "source", **changes)
-    result = train(tiny_settings(made, tmp_path / "runs", schedule={"batches": 1}))
+    model_directory = source(tmp_path / "source", **changes)
+    result = train(tiny_settings(model_directory, tmp_path / "runs", schedule={"batches": 1}))
     assert result.weights is not None
     policy = load_policy(str(result.weights), torch.float32)
     messages = ({"role": "user", "content": TEXT},)

@@ -38,14 +38,16 @@ def test_a_run_is_learned_from_as_it_was_recorded(tmp_path, monkeypatch, capsys)
     monkeypatch.setattr("sys.argv", ["foreign.py", str(run)])
     foreign.main()
     assert "24 completions" in capsys.readouterr().out
-    found = OfflineData(read_records(foreign.TARGET), tiny_policy(), 4, 0, reads_logp=True)
-    assert found.has_logp
+    data = OfflineData(read_records(foreign.TARGET), tiny_policy(), 4, 0, reads_logp=True)
+    assert data.has_logp
     then = {
         (*row["token_ids"], row["reward"]): row["rollout_logprobs"] for row in load_rollouts(run)
     }
-    completions = [each for group in found.batch(1, len(found)) for each in group.completions]
+    completions = [
+        completion for group in data.batch(1, len(data)) for completion in group.completions
+    ]
     assert len(completions) == 24
-    for each in completions:
-        assert each.logp_alpha.tolist() == pytest.approx(
-            then[*each.token_ids.tolist(), each.reward], abs=1e-5
+    for completion in completions:
+        assert completion.logp_alpha.tolist() == pytest.approx(
+            then[*completion.token_ids.tolist(), completion.reward], abs=1e-5
         )

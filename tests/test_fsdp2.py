@@ -143,12 +143,12 @@ def test_rank_keeps_its_part_of_masters_gradients_and_weights(ranks):
     numbers = sum(p.numel() for p in tiny_policy(dtype=torch.bfloat16).model.lm.parameters())
     for R in (2, 3):
         results = ranks.run(measure_kept, size=R)
-        assert sum(kept.masters for kept in results) == numbers
-        assert sum(kept.gradients for kept in results) == numbers
-        for kept in results:
-            assert kept.masters <= numbers / R * 1.05
-            assert kept.weights <= numbers / R * 1.05
-            assert kept.whole_weights == []
+        assert sum(held.masters for held in results) == numbers
+        assert sum(held.gradients for held in results) == numbers
+        for held in results:
+            assert held.masters <= numbers / R * 1.05
+            assert held.weights <= numbers / R * 1.05
+            assert held.whole_weights == []
 
 
 class ReferenceLogprobs(NamedTuple):

@@ -91,6 +91,7 @@ def test_flash_attention_reads_a_cache_in_place(heads, kv_heads, d):
     expected = attend_by_mask(
         query.float(), keys.float(), values.float(), rows, num_seen, d**-0.5, num_keys=700
     )
+    # The kernel rounds probabilities and outputs to bfloat16: some steps of 2^-8.
     torch.testing.assert_close(ours.float(), expected, rtol=0.02, atol=0.02)
 
 
@@ -110,11 +111,12 @@ def test_decoding_gives_the_hidden_states_of_the_whole_row(tokens):
         ids = torch.tensor([*prompt, *(token for step in steps for token in step[row])])
         layout = PackedLayout.build([(len(ids), ())], "cuda")
         with torch.no_grad():
-            whole = policy.model.hidden(
+            row_states = policy.model.hidden(
                 ids.cuda(), layout.position_ids, policy.model.backend.over(layout)
             )
         ours = hidden[row * tokens : (row + 1) * tokens].float()
-        theirs = whole[-tokens:].float()
+        theirs = row_states[-tokens:].float()
+        # bfloat16 through two layers, with products whose sums have another order for few rows.
         assert (ours - theirs).abs().max() <= 0.05 * theirs.abs().max()
 
 
@@ -141,6 +143,7 @@ def test_gradient_of_log_probs_in_many_chunks_equals_that_in_one(dtype):
     ids = torch.arange(300, device="cuda")
     gradients = []
     with deterministic(tiny_policy(device="cuda").model):
+        # 300 rows in 43 products, and in one.
         for rows in (7, 1000):
             sizes = replace(ON_GPU, softmax=3 * 500, product=rows * 500)
             logp = token_logp(hidden, head, ids, 1.0, sizes=sizes)

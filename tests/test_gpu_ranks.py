@@ -17,6 +17,7 @@ from running import tiny_settings
 from safetensors.torch import load_file
 from test_trainer import assembled
 from tiny import save_tiny, tiny_policy
+from torch import Tensor
 
 from lagrpo import train
 from lagrpo.core.recipes import resolve
@@ -30,7 +31,7 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(scope="module")
-def group() -> Iterator[Any]:
+def group() -> Iterator[dist.ProcessGroup | None]:
     """This process as the only rank, by NCCL."""
     torch.cuda.set_device(0)
     store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
@@ -42,8 +43,8 @@ def group() -> Iterator[Any]:
 
 
 def updates(
-    kind: str, group: Any, **changes: Any
-) -> tuple[list[dict[str, float]], dict[str, Any], dict[str, Any]]:
+    kind: str, group: dist.ProcessGroup, **changes: Any
+) -> tuple[list[dict[str, float]], dict[str, Tensor], dict[str, Tensor]]:
     """Metrics, state and weights after three updates on one batch: as a process alone, or as a
     rank."""
     policy = tiny_policy(dtype=torch.bfloat16, device="cuda")

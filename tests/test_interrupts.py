@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import sys
-from typing import Any
 
 import pytest
 
@@ -31,8 +30,10 @@ def test_signal_raises_interrupted_with_its_number(signum):
 @pytest.mark.parametrize("handler", ["ignored", "the program's own"])
 def test_warning_that_the_program_handles_does_not_interrupt(handler):
     seen = list[int]()
-    own = signal.SIG_IGN if handler == "ignored" else lambda number, frame: seen.append(number)
-    before = signal.signal(signal.SIGUSR1, own)
+    own_handler = (
+        signal.SIG_IGN if handler == "ignored" else lambda number, frame: seen.append(number)
+    )
+    before = signal.signal(signal.SIGUSR1, own_handler)
     try:
         with interruptible():
             signal.raise_signal(signal.SIGUSR1)
@@ -59,7 +60,7 @@ def test_deferred_signal_waits_until_a_run_looks_and_the_second_one_ends_at_once
 class Press:
     """Ctrl-C while a module is looked for."""
 
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
         if name == "lagrpo.settings.command_line":
             raise KeyboardInterrupt
 

@@ -28,6 +28,8 @@ WIDTHS = pytest.mark.parametrize("width", [1, 33, 576], ids="width {}".format)
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 TEMPERATURES = pytest.mark.parametrize("tau", [1.0, 0.7], ids="temperature {}".format)
 BACKENDS = pytest.mark.parametrize("choice", ["c", "torch"])
+# bfloat16: half the distance between neighbors at 1, as kernels add in float32 and round once at
+# the end. float32: some of its roundings, because sums of hundreds of terms round at each.
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-8}
 
 
@@ -75,6 +77,7 @@ def test_norm_and_its_gradient(width, dtype):
 @WIDTHS
 @DTYPES
 def test_swiglu_and_its_gradient(width, dtype):
+    # Times 3, so that the sigmoid is also computed where it is nearly 0 or 1.
     gate, up, grad = (random(5, width, seed=s, dtype=dtype) * 3 for s in range(3))
     gate_exact = gate.double().requires_grad_()
     up_exact = up.double().requires_grad_()
@@ -154,6 +157,7 @@ def dense_attention(
     seen = torch.zeros(layout.rows, layout.rows, dtype=torch.bool)
     for first, length, prefix, prefix_length in layout.segments.tolist():
         positions = torch.arange(first, first + length)
+        # Within a segment causally, and all of its prompt.
         seen[positions[:, None], positions[None, :]] = positions[:, None] >= positions[None, :]
         seen[first : first + length, prefix : prefix + prefix_length] = True
     repeats = q.shape[1] // k.shape[1]
@@ -169,6 +173,7 @@ def dense_attention(
 @TEMPERATURES
 @DTYPES
 def test_log_probs_of_tokens_and_their_gradient(vocabulary, tau, dtype):
+    # Times 4, so that probabilities differ by many orders of magnitude.
     logits = (random(9, vocabulary, dtype=dtype) * 4).requires_grad_()
     ids = torch.arange(9) % vocabulary
     exact = logits.double() / tau
@@ -200,6 +205,7 @@ def test_entropy_on_request(choice, tau):
     assert torch.equal(plain, with_entropy)
     torch.testing.assert_close(entropy.double(), expected, rtol=0, atol=1e-5)
     coin_and_certainty = torch.full((2, 40), -torch.inf)
+    # Entries 3 and 30 of the first row share its probability; the second row has one entry.
     coin_and_certainty[0, [3, 30]] = 5.0
     coin_and_certainty[1, 7] = 2.0
     two_entropies = torch.empty(2)
@@ -230,7 +236,7 @@ def test_kernels_and_pytorch_sample_the_same_tokens():
 
 
 @pytest.mark.parametrize(
-    "kept",
+    "kept_logits",
     [
         pytest.param(0, id="none"),
         pytest.param(1, id="less than a row"),
@@ -238,10 +244,10 @@ def test_kernels_and_pytorch_sample_the_same_tokens():
         pytest.param(2000, id="all rows"),
     ],
 )
-def test_keeping_logits_for_the_backward_pass_changes_nothing(kept, monkeypatch):
+def test_keeping_logits_for_the_backward_pass_changes_nothing(kept_logits, monkeypatch):
     """Two forward passes come before their backward passes; one of these runs twice."""
     sizes = replace(logprobs.ON_CPU, product=300)
-    monkeypatch.setattr(logprobs, "KEPT_LOGITS", kept)
+    monkeypatch.setattr(logprobs, "KEPT_LOGITS", kept_logits)
     hidden = random(9, 8, seed=1).requires_grad_()
     head = linear(random(100, 8, seed=2))
     weight = head.weight
@@ -269,6 +275,7 @@ def test_row_is_independent_of_other_rows_and_of_threads():
     with torch.no_grad():
         together = policy.logp(Packed.build(groups))
         threads = torch.get_num_threads()
+        # Another number of threads than before, whatever that was.
         torch.set_num_threads(1 if threads > 1 else 2)
         try:
             alone = [
@@ -377,15 +384,18 @@ def test_decoding_step_equals_layer_by_layer_decoding(kind, changes):
     for state in states:
         state.admit([[5, 6, 7]], 4)
         state.feed([[4], [9], [8], [30]])
+        # Rows 4 to 6 start later than rows 0 to 3, so that their caches differ in length.
         state.admit([[9, 8, 7, 30, 31, 6]], 3)
         hidden = [state.feed([[row + t] for row in range(7)]) for t in range(70)]
         state.retire([1, 5])
         hidden.append(state.feed([[row] for row in range(5)]))
         outputs.append([*hidden, state.own.keys[:, :5], state.own.values[:, :5]])
         assert (layers._stack is None) == (not layers.at_once)
+        # The second state goes layer by layer.
         layers.at_once = False
         layers._stack = None
     for one, other in zip(*outputs, strict=True):
+        # As bits: 0 and -0 are equal as numbers.
         assert torch.equal(one.view(torch.int16), other.view(torch.int16))
 
 

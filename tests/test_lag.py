@@ -165,7 +165,7 @@ def test_estimate_of_tv_is_chosen_by_the_effective_sample_size():
 
 
 @pytest.mark.parametrize(
-    ("groups", "ratio", "known"),
+    ("groups", "ratio", "is_known"),
     [
         pytest.param(10, 1.1, False, id="too few completions"),
         pytest.param(60, 1.1, True, id="enough completions"),
@@ -173,11 +173,11 @@ def test_estimate_of_tv_is_chosen_by_the_effective_sample_size():
     ],
 )
 def test_improvement_is_null_if_the_sample_is_too_small_or_the_estimate_impossible(
-    groups, ratio, known
+    groups, ratio, is_known
 ):
     """Every right completion has the sequence ratio `ratio`: 20 or 120 completions; with 111 an
     improvement of 55."""
     batch, rows = batch_of([[1.0, 0.0]] * groups)
     rows = give(rows, {c: math.log(ratio) / 2 * (c % 2 == 0) for c in range(2 * groups)})
     assert improvement(batch, rows) == pytest.approx((ratio - 1) / 2, rel=1e-3)
-    assert (sequence_metrics(batch, rows)["improvement"] is not None) == known
+    assert (sequence_metrics(batch, rows)["improvement"] is not None) == is_known

@@ -422,9 +422,9 @@ def test_stopped_queue_makes_only_what_is_missing(tmp_path, quick_start, monkeyp
     trained_runs = []
     train_runs = queue.train
 
-    def record_and_train(task, architecture, start, method, schedule, runs, *rest):
+    def record_and_train(task, architecture, start, method, schedule, runs, *rest, **options):
         trained_runs.append(runs)
-        return train_runs(task, architecture, start, method, schedule, runs, *rest)
+        return train_runs(task, architecture, start, method, schedule, runs, *rest, **options)
 
     monkeypatch.setattr(queue, "train", record_and_train)
     queue.make_missing(small_plan(), METHODS, stopped)

@@ -33,7 +33,10 @@ class Judging(BaseHTTPRequestHandler):
         answer = request["messages"][-1]["content"].partition("[")[2].partition("]")[0]
         server.asked.append((self.path, self.headers["Authorization"], request))
         time.sleep(5.0 if answer == "hang" else 0.0)
-        busy = answer == "busy" and sum("[busy]" in str(asked) for asked in server.asked) < 3
+        busy = (
+            answer == "busy"
+            and sum("[busy]" in str(earlier_request) for earlier_request in server.asked) < 3
+        )
         status = 503 if busy else {"refused": 400, "broken": 500}.get(answer, 200)
         body = json.dumps({"choices": [{"message": {"content": SAID.get(answer, "Score: 8")}}]})
         self.send_response(status)
@@ -59,28 +62,30 @@ def scored(url: str, *texts: str, deadline: float = 10.0, **options: Any) -> lis
     {completion}."""
     turns = ({"role": "system", "content": "Add."}, {"role": "user", "content": "1 + {low}?"})
     group = Group(Prompt(0, turns, "{completion}"), tuple(map(make_completion, texts)))
-    given: Any = {
+    judge_options: Any = {
         "url": url,
         "model": "m",
         "prompt": "{prompt}|[{completion}]|{answer}|{high}",
     } | options
-    return score(Rewards((Reward(LlmJudge(**given), name="judge"),)), [group], deadline=deadline)
+    return score(
+        Rewards((Reward(LlmJudge(**judge_options), name="judge"),)), [group], deadline=deadline
+    )
 
 
 def test_the_judge_reads_prompt_completion_and_answer_and_texts_hold_no_places(server, monkeypatch):
     monkeypatch.setenv("JUDGE_API_KEY", KEY)
     server.asked.clear()
-    (found,) = scored(server.url, "{answer}", api_key_env="JUDGE_API_KEY", body={"seed": 3})
-    assert found.reward == 0.8
+    (outcome,) = scored(server.url, "{answer}", api_key_env="JUDGE_API_KEY", body={"seed": 3})
+    assert outcome.reward == 0.8
     path, key, request = server.asked[0]
     assert (path, key) == ("/v1/chat/completions", f"Bearer {KEY}")
-    asked = "system: Add.\nuser: 1 + {low}?|[{answer}]|{completion}|10"
-    assert request == {"model": "m", "messages": [{"role": "user", "content": asked}], "seed": 3}
+    question = "system: Add.\nuser: 1 + {low}?|[{answer}]|{completion}|10"
+    assert request == {"model": "m", "messages": [{"role": "user", "content": question}], "seed": 3}
 
 
 def test_the_last_score_counts_as_a_share_of_the_scale(server):
-    (found,) = scored(server.url, "many", scale=[1, 11])
-    assert found.reward == pytest.approx(0.8)
+    (outcome,) = scored(server.url, "many", scale=[1, 11])
+    assert outcome.reward == pytest.approx(0.8)
 
 
 def test_judge_without_a_score_leaves_the_completion_unscored(server):
@@ -93,8 +98,8 @@ def test_judge_without_a_score_leaves_the_completion_unscored(server):
     }
     *bad, good = scored(server.url, *reasons, "fine", retries=1, deadline=30.0)
     assert good.reward == 0.8
-    for found, reason in zip(bad, reasons.values(), strict=True):
-        assert (found.kind, reason in found.reason) == ("unscored", True), found.reason
+    for outcome, reason in zip(bad, reasons.values(), strict=True):
+        assert (outcome.kind, reason in outcome.reason) == ("unscored", True), outcome.reason
     hung, good = scored(server.url, "hang", "fine", deadline=1.0)
     assert (hung.kind, "no reward within 1 s" in hung.reason, good.reward) == (
         "unscored",
@@ -106,8 +111,8 @@ def test_judge_without_a_score_leaves_the_completion_unscored(server):
 def test_busy_judge_is_asked_again_and_an_absent_one_leaves_unscored(server):
     server.asked.clear()
     assert scored(server.url, "busy")[0].reward == 0.8
-    (found,) = scored("http://127.0.0.1:9/v1", "fine", retries=1)
-    assert "http://127.0.0.1:9/v1/chat/completions: no answer" in found.reason
+    (outcome,) = scored("http://127.0.0.1:9/v1", "fine", retries=1)
+    assert "http://127.0.0.1:9/v1/chat/completions: no answer" in outcome.reason
 
 
 def test_run_with_a_judge_replays_without_asking_it_again(server, model, tmp_path):

@@ -23,6 +23,7 @@ def gradients(dtype, sizes: Chunks | None, bias=False):
     torch.manual_seed(0)
     head = nn.Linear(WIDTH, VOCABULARY, bias=bias).to(dtype)
     hidden = torch.randn(ROWS, WIDTH).to(dtype).requires_grad_()
+    # Tokens in another order than the rows, so that an index of the wrong kind shows.
     ids = torch.arange(ROWS) * 7 % VOCABULARY
     if sizes is None:
         logits = hidden.double() @ head.weight.double().T
@@ -36,7 +37,7 @@ def gradients(dtype, sizes: Chunks | None, bias=False):
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
-@pytest.mark.parametrize("kept", [0, 5], ids=["none kept", "5 rows kept"])
+@pytest.mark.parametrize("kept_rows", [0, 5], ids=["none kept", "5 rows kept"])
 @pytest.mark.parametrize(
     ("softmax", "product"),
     [
@@ -46,12 +47,15 @@ def gradients(dtype, sizes: Chunks | None, bias=False):
         pytest.param(100, 100, id="one chunk"),
     ],
 )
-def test_chunks_of_any_size_give_the_gradient_of_float64(monkeypatch, softmax, product, kept, bias):
-    monkeypatch.setattr(logprobs, "KEPT_LOGITS", kept * VOCABULARY)
+def test_chunks_of_any_size_give_the_gradient_of_float64(
+    monkeypatch, softmax, product, kept_rows, bias
+):
+    monkeypatch.setattr(logprobs, "KEPT_LOGITS", kept_rows * VOCABULARY)
     sizes = Chunks(softmax * VOCABULARY, product * VOCABULARY, sums_in_product=True)
     in_chunks = gradients(torch.float32, sizes, bias)
     expected = gradients(torch.float64, None, bias)
     for ours, exact in zip(in_chunks, expected, strict=True):
+        # The gradient of the weight adds ROWS terms; 16 roundings for each.
         bound = rounding(torch.float32, exact.abs().max().item(), 16 * ROWS)
         torch.testing.assert_close(ours.double(), exact.double(), rtol=0, atol=bound)
 

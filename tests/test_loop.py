@@ -76,7 +76,7 @@ def test_loop_calls_follow_the_order_of_algorithm_1(build_components, monkeypatc
         LocalSampler,
         "sample",
         events,
-        lambda self, requests, G: (
+        lambda self, requests, G, params: (
             "generate",
             *sorted({request.batch for request in requests}),
         ),

@@ -26,7 +26,7 @@ from lagrpo.model.layout import Packed
 from lagrpo.model.loading import load_policy
 from lagrpo.model.lora import ADAPTER_WEIGHTS as WEIGHTS
 from lagrpo.model.lora import Lora, adapted, count_parameters, load_adapter_weights
-from lagrpo.model.model import copy_policy
+from lagrpo.model.model import Policy, copy_policy
 from lagrpo.runs import load_metrics, load_rollouts
 from lagrpo.runs.files import MODE
 from lagrpo.training.master_weights import MergedState
@@ -49,7 +49,7 @@ def adapted_policy(
 
 
 @torch.no_grad()
-def move(policy: Any, spread: float, seed: int = 1) -> None:
+def move(policy: Policy, spread: float, seed: int = 1) -> None:
     """Other adapters, as updates make them."""
     numbers = torch.Generator().manual_seed(seed)
     for layer in adapted(policy.model.lm).values():
@@ -57,7 +57,7 @@ def move(policy: Any, spread: float, seed: int = 1) -> None:
 
 
 @torch.no_grad()
-def logp_of(policy: Any) -> Tensor:
+def logp_of(policy: Policy) -> Tensor:
     return policy.logp(Packed.build(list(ROW)))
 
 
@@ -71,7 +71,7 @@ def test_initial_policy_with_adapters_equals_the_model_bit_for_bit(kind, dtype):
     assert (logp_of(policy) - before).abs().max() > 0.05
 
 
-def gradients(policy: Any) -> dict[str, Tensor]:
+def gradients(policy: Policy) -> dict[str, Tensor]:
     policy.logp(Packed.build(list(ROW))).sum().backward()
     return {name: p.grad for name, p in policy.model.lm.named_parameters() if p.grad is not None}
 
@@ -228,7 +228,7 @@ def test_adapters_that_peft_made_are_those_that_peft_reads(model, tmp_path, peft
 
 
 @pytest.fixture(scope="module")
-def whole(model, tmp_path_factory):
+def finished_run(model, tmp_path_factory):
     """A run of adapters in two stages with a KL term and a lag, and a checkpoint of each of its six
     batches."""
     settings = tiny_settings(
@@ -243,39 +243,44 @@ def whole(model, tmp_path_factory):
     return train(settings)
 
 
-def test_run_leaves_adapters_and_is_replayed(whole):
-    assert {path.name for path in whole.weights.iterdir()} >= {CONFIG, WEIGHTS, "tokenizer.json"}
-    assert not (whole.weights / "model.safetensors").exists()
-    files = [path for path in whole.run.rglob("*") if path.is_file()]
+def test_run_leaves_adapters_and_is_replayed(finished_run):
+    assert {path.name for path in finished_run.weights.iterdir()} >= {
+        CONFIG,
+        WEIGHTS,
+        "tokenizer.json",
+    }
+    assert not (finished_run.weights / "model.safetensors").exists()
+    files = [path for path in finished_run.run.rglob("*") if path.is_file()]
     assert {path.stat().st_mode & 0o777 for path in files} == {
         MODE
     }  # safetensors alone would make 0600
-    metrics = load_metrics(whole.run)
+    metrics = load_metrics(finished_run.run)
     assert [line["staleness/max"] for line in metrics] == [0, 0, 1, 2, 0, 1]
     kl_ref = [
         line["kl"] for line in metrics
     ]  # 0 where pi_k is pi_ref: at the start of either stage
     assert [value == 0 for value in kl_ref] == [True, False, False, True, False, False]
-    environment = json.loads((whole.run / "environment.json").read_text(encoding="utf-8"))
+    environment = json.loads((finished_run.run / "environment.json").read_text(encoding="utf-8"))
     assert environment["agreement"]["grade"] == "exact"
     size = sum(
-        file.stat().st_size for file in (whole.run / "checkpoints" / "step-000006").iterdir()
+        file.stat().st_size for file in (finished_run.run / "checkpoints" / "step-000006").iterdir()
     )
     assert (
-        size < 20 * sum(t.numel() for t in load_adapter_weights(whole.weights).values()) + 200_000
+        size
+        < 20 * sum(t.numel() for t in load_adapter_weights(finished_run.weights).values()) + 200_000
     )
-    assert not verify_run(whole.run, 24).differences
+    assert not verify_run(finished_run.run, 24).differences
 
 
-def test_resumed_run_equals_an_uninterrupted_run(whole, tmp_path):
-    run = Path(shutil.copytree(whole.run, tmp_path / "copy"))
+def test_resumed_run_equals_an_uninterrupted_run(finished_run, tmp_path):
+    run = Path(shutil.copytree(finished_run.run, tmp_path / "copy"))
     for path in (run / "checkpoints").glob("step-*"):
         if int(path.name[5:]) > 4:
             shutil.rmtree(path)
     resumed = train(resume=run)
     assert resumed.weights is not None
-    assert same(load_adapter_weights(resumed.weights), load_adapter_weights(whole.weights))
-    assert load_rollouts(run) == load_rollouts(whole.run)
+    assert same(load_adapter_weights(resumed.weights), load_adapter_weights(finished_run.weights))
+    assert load_rollouts(run) == load_rollouts(finished_run.run)
 
 
 def test_target_that_is_not_in_the_decoder_is_rejected(model, tmp_path):
@@ -287,12 +292,12 @@ def test_target_that_is_not_in_the_decoder_is_rejected(model, tmp_path):
         )
 
 
-def test_training_from_an_adapter_directory_is_rejected(whole, tmp_path):
+def test_training_from_an_adapter_directory_is_rejected(finished_run, tmp_path):
     with pytest.raises(SettingsError, match=r"is an adapter, but a run needs a whole model: merge"):
-        train(tiny_settings(whole.weights, tmp_path))
+        train(tiny_settings(finished_run.weights, tmp_path))
 
 
-def test_damaged_adapter_is_rejected(whole, tmp_path):
+def test_damaged_adapter_is_rejected(finished_run, tmp_path):
     for n, (config, number, problem) in enumerate(
         [
             ({}, math.nan, "1 of .* numbers in .*lora_A are not finite in bfloat16"),
@@ -309,7 +314,7 @@ def test_damaged_adapter_is_rejected(whole, tmp_path):
             ),
         ]
     ):
-        folder = shutil.copytree(whole.weights, tmp_path / str(n))
+        folder = shutil.copytree(finished_run.weights, tmp_path / str(n))
         file, weights = folder / CONFIG, load_file(folder / WEIGHTS)
         file.write_text(json.dumps(json.loads(file.read_bytes()) | config), encoding="utf-8")
         next(tensor for name, tensor in weights.items() if "lora_A" in name).view(-1)[0] = number

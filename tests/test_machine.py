@@ -54,8 +54,11 @@ def test_default_is_physical_cores_within_affinity_and_quota(
 
 
 def test_environment_without_torchrun_lacks_what_torchrun_sets_and_keeps_the_rest():
-    kept = {"PATH": "/bin", "CUDA_VISIBLE_DEVICES": "1", "MY_RANK": "3", "MASTER": "x"}
-    assert machine.drop_torchrun(torchrun_environment(1, 2, 29500) | kept) == kept
+    users_variables = {"PATH": "/bin", "CUDA_VISIBLE_DEVICES": "1", "MY_RANK": "3", "MASTER": "x"}
+    assert (
+        machine.drop_torchrun(torchrun_environment(1, 2, 29500) | users_variables)
+        == users_variables
+    )
 
 
 def test_ranks_of_a_host_share_its_cores_whatever_torchrun_sets(monkeypatch):

@@ -63,13 +63,16 @@ def test_dither_covers_the_whole_cell_and_is_keyed():
     draws = signed16(1_000_003, 5, "masters", "a.weight")
     assert draws.dtype == np.int16
     assert (draws.min(), draws.max()) == (-32767, 32767)
+    # Four standard errors of 10^6 draws that are uniform over 65,535 values.
     assert abs(draws.mean()) < 4 * 65535 / 12**0.5 / 1e3
     assert draws.astype(float).var() == pytest.approx(65535**2 / 12, rel=0.01)
     assert (
+        # Sixteen parts of the range have a sixteenth of the draws each.
         np.abs(np.bincount(draws.astype(int) // 4096 + 8, minlength=16) / len(draws) - 1 / 16).max()
         < 2e-3
     )
     assert np.array_equal(draws[:7], signed16(7, 5, "masters", "a.weight"))
+    # Another seed, another weight: equal only by chance, one in 65,535.
     for other in ((6, "masters", "a.weight"), (5, "masters", "b.weight")):
         assert (draws[:1000] == signed16(1000, *other)).mean() < 0.01
 
@@ -111,6 +114,7 @@ def expected_step(pattern: int, step: float) -> float:
     weight = torch.tensor([pattern], dtype=torch.int16).view(torch.bfloat16).float()
     spacing = float(np.spacing(weight.abs().numpy()[0]))
     masters = weight.repeat(len(DRAWS))
+    # A draw moves a float32 by that many neighbors, as `dither_` does.
     masters.view(torch.int32).add_(torch.from_numpy(DRAWS))
     moved = (masters.double() + step * spacing).float()
     return float((rounded(moved) - weight.double()).mean()) / spacing
@@ -189,6 +193,7 @@ class Bandit:
     def learn(self, updates: int) -> None:
         for _ in range(updates):
             pi = self.parameters["logits"].float().softmax(1)
+            # A sum over the copies, so that each has the gradient of a bandit alone.
             (-(pi * REWARDS).sum(1)).sum().backward()
             self.trainer.update()
 

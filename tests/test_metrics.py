@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Sequence
 
 import pytest
 import torch
 from running import tiny_settings
+from torch import Tensor
 
 from lagrpo.rollout.schedule import LoopState
 from lagrpo.runs import load_metrics
@@ -16,7 +17,7 @@ from lagrpo.training.batch import Batch
 from lagrpo.training.metrics import batch_metrics
 from lagrpo.training.run import train
 from lagrpo.training.step import Clock, Phase, Step
-from lagrpo.types import Completion, Group, Outcome, Prompt, SyncReason
+from lagrpo.types import Completion, Group, JsonObject, Outcome, Prompt, SyncReason
 
 
 def completion(versions: list[int], outcome: Outcome, finished: bool = True) -> Completion:
@@ -30,7 +31,9 @@ def group(*completions: Completion) -> Group:
     return Group(Prompt(0, ({"role": "user", "content": "?"},), ""), completions)
 
 
-def batch(*groups: Group, weights: Any = (), advantages: Any = None) -> Batch:
+def batch(
+    *groups: Group, weights: Sequence[float] = (), advantages: Sequence[float] | None = None
+) -> Batch:
     weight_C = torch.tensor(weights, dtype=torch.float32)
     advantage_C = torch.ones_like(weight_C) if advantages is None else torch.tensor(advantages)
     members = tuple(
@@ -41,11 +44,11 @@ def batch(*groups: Group, weights: Any = (), advantages: Any = None) -> Batch:
 
 def metrics_of(
     batch: Batch,
-    updates: Any = (),
-    logp_k: Any = None,
+    updates: Sequence[dict[str, float]] = (),
+    logp_k: dict[int, Tensor] | None = None,
     reason: SyncReason = SyncReason.NOT_DUE,
     **clock: float,
-) -> dict[str, Any]:
+) -> JsonObject:
     timer = Clock()
     timer.seconds.update({Phase(name): seconds for name, seconds in clock.items()})
     timer.generated = 30  # tokens that came meanwhile, of this batch and later ones
@@ -131,9 +134,13 @@ def test_ratios_cover_the_tokens_of_the_objective_also_those_that_no_update_comp
     """Completions of two tokens: ρ = 2 and 1/2 in an update, 1 and 1 left out, the third not
     counted."""
     scored = Outcome.scored(1.0)
-    given = batch(group(*(completion([3, 3], scored) for _ in range(3))), weights=[1.0, 1.0, 0.0])
+    scored_batch = batch(
+        group(*(completion([3, 3], scored) for _ in range(3))), weights=[1.0, 1.0, 0.0]
+    )
     log_2 = torch.tensor([math.log(2), -math.log(2)])
-    metrics = metrics_of(given, logp_k={0: log_2, 1: torch.zeros(2), 2: torch.full((2,), 50.0)})
+    metrics = metrics_of(
+        scored_batch, logp_k={0: log_2, 1: torch.zeros(2), 2: torch.full((2,), 50.0)}
+    )
     expected = {
         "rollout/ratio_mean": 4.5 / 4,
         "rollout/ess": 4.5**2 / (4 * 6.25),
@@ -163,8 +170,10 @@ def test_filtered_shares_leave_out_completions_without_an_advantage():
     """An update computes them only for a KL term, and a filter takes nothing from them."""
     scored = Outcome.scored(1.0)
     group_of_3 = group(*(completion([3], scored) for _ in range(3)))
-    given = batch(group_of_3, weights=[1.0, 1.0, 0.0], advantages=[0.0, 2.0, 1.0])
-    metrics = metrics_of(given, [UPDATE | {"filtered_tokens": 1.0, "filtered_completions": 1.0}])
+    scored_batch = batch(group_of_3, weights=[1.0, 1.0, 0.0], advantages=[0.0, 2.0, 1.0])
+    metrics = metrics_of(
+        scored_batch, [UPDATE | {"filtered_tokens": 1.0, "filtered_completions": 1.0}]
+    )
     assert metrics["filtered/tokens"] == 1 / 4
     assert metrics["filtered/completions"] == 1.0
 

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from jupyter_client.manager import start_new_kernel
 
+from lagrpo.types import JsonObject
+
 SECONDS = 200.0  # for a cell, on a busy machine
 
 
@@ -20,10 +22,10 @@ class Notebook:
     def __init__(self, client: Any) -> None:
         self.client = client
 
-    def run(self, cell: str) -> list[tuple[str, dict[str, Any]]]:
+    def run(self, cell: str) -> list[tuple[str, JsonObject]]:
         """Returns what a cell shows: the type and the content of each message."""
         request = self.client.execute(cell)
-        outputs: list[tuple[str, dict[str, Any]]] = []
+        outputs: list[tuple[str, JsonObject]] = []
         while True:
             try:
                 message = self.client.get_iopub_msg(timeout=SECONDS)
@@ -80,9 +82,11 @@ def test_training_updates_one_table_in_place(notebook, model):
         for kind, content in outputs
         if kind in ("display_data", "update_display_data") and "<table>" in str(content)
     ]
-    shown = [kind for kind, content in outputs if "display_data" in kind and "<b>" in str(content)]
-    assert shown[0] == "display_data"
-    assert set(shown[1:]) == {"update_display_data"}
+    table_events = [
+        kind for kind, content in outputs if "display_data" in kind and "<b>" in str(content)
+    ]
+    assert table_events[0] == "display_data"
+    assert set(table_events[1:]) == {"update_display_data"}
     display_ids = {
         content["transient"]["display_id"]
         for kind, content in outputs

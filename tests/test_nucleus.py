@@ -24,16 +24,16 @@ PROBABILITIES = [0.5, 0.25, 0.125, 0.0625, 0.0625]
 
 
 @pytest.mark.parametrize(
-    ("top_p", "kept"),
+    ("top_p", "nucleus_size"),
     [(0.3, 1), (0.5, 1), (0.6, 2), (0.75, 2), (0.76, 3), (0.9, 5), (1.0, 5), (1e-6, 1)],
 )
-def test_nucleus_is_the_smallest_set_that_reaches_top_p(top_p, kept):
+def test_nucleus_is_the_smallest_set_that_reaches_top_p(top_p, nucleus_size):
     """.9 needs one of two equal tokens, so both stay."""
     logits = torch.tensor([PROBABILITIES, PROBABILITIES[::-1]]).log()
     result = keep_nucleus(logits, 1.0, top_p)
-    assert result.isfinite().sum(-1).tolist() == [kept, kept]
-    assert torch.equal(result[0, :kept], logits[0, :kept])
-    assert torch.equal(result[1, 5 - kept :], logits[1, 5 - kept :])
+    assert result.isfinite().sum(-1).tolist() == [nucleus_size, nucleus_size]
+    assert torch.equal(result[0, :nucleus_size], logits[0, :nucleus_size])
+    assert torch.equal(result[1, 5 - nucleus_size :], logits[1, 5 - nucleus_size :])
 
 
 def test_nucleus_is_that_of_the_temperature():
@@ -65,13 +65,13 @@ def test_sampler_takes_tokens_of_the_nucleus_with_the_log_probs_of_it(backend):
         assert torch.equal(first.logp_alpha, torch.zeros(first.length))
 
     half = SamplingParams("evaluate", tau=1.0, max_tokens=8, top_p=0.5)
-    whole = SamplingParams("evaluate", tau=1.0, max_tokens=8)
-    for (_, of_half), (_, of_whole) in zip(
+    wide_params = SamplingParams("evaluate", tau=1.0, max_tokens=8)
+    for (_, narrow_group), (_, wide_group) in zip(
         sampler.sample(requests_for(policy, 1), 8, half),
-        sampler.sample(requests_for(policy, 1), 8, whole),
+        sampler.sample(requests_for(policy, 1), 8, wide_params),
         strict=True,
     ):
-        for narrow, wide in zip(of_half.completions, of_whole.completions, strict=True):
+        for narrow, wide in zip(narrow_group.completions, wide_group.completions, strict=True):
             if narrow.token_ids[0] == wide.token_ids[0]:
                 # Renormalized over at least half of the probability.
                 gain = float(narrow.logp_alpha[0] - wide.logp_alpha[0])

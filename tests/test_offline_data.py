@@ -10,8 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from test_episodes import TURNS
-from tiny import CHAT, tiny_policy
+from tiny import CHAT, TURNS, tiny_policy
 
 from lagrpo.data.offline import OfflineData, read_records
 from lagrpo.runs.files import write_table
@@ -251,7 +250,7 @@ def test_messages_as_json_or_in_parts_and_the_end_of_a_turn_are_read(tmp_path, c
 
 
 @pytest.mark.parametrize(
-    "said",
+    "completion_text",
     [
         pytest.param("4<stop>\n", id="end and new line"),
         pytest.param("4<stop>", id="end"),
@@ -262,10 +261,10 @@ def test_messages_as_json_or_in_parts_and_the_end_of_a_turn_are_read(tmp_path, c
         pytest.param([{"role": "assistant", "content": "4<stop>\n"}], id="in a message"),
     ],
 )
-def test_completion_is_trained_with_one_end(tmp_path, said):
+def test_completion_is_trained_with_one_end(tmp_path, completion_text):
     policy = tiny_policy()
     policy.chat.tokenizer.chat_template = TURNS.replace("<eos>", "<stop>")
-    row = {"prompt": "1+1", "completion": said, "reward": 1.0}
+    row = {"prompt": "1+1", "completion": completion_text, "reward": 1.0}
     ((completion,),) = [
         group.completions
         for group in loaded(written(tmp_path, [row]), policy, G=1, seed=0).batch(1, 1)
@@ -288,8 +287,8 @@ def test_completion_ends_with_what_the_template_the_tokenizer_or_the_model_ends_
     def last_token(template, eos_token, eos_ids):
         tokenizer.chat_template = template
         tokenizer.eos_token = eos_token
-        own = replace(policy, chat=replace(policy.chat, eos_ids=frozenset(eos_ids)))
-        return loaded(path, own, G=1, seed=0).batch(1, 1)[0].completions[0].token_ids[-1]
+        ending_policy = replace(policy, chat=replace(policy.chat, eos_ids=frozenset(eos_ids)))
+        return loaded(path, ending_policy, G=1, seed=0).batch(1, 1)[0].completions[0].token_ids[-1]
 
     assert last_token(TURNS.replace("<eos>", "<stop>"), None, {1}) == 2
     assert last_token(CHAT, "<eos>", {1, 2}) == 1

@@ -33,14 +33,14 @@ NOT_SETTINGS = (
 
 @pytest.mark.parametrize(("name", "text"), ENTRIES, ids=[name for name, _ in ENTRIES])
 def test_every_name_leads_to_a_setting_or_says_why_there_is_none(name, text):
-    known = list_settings()
+    setting_names = list_settings()
     beginning = re.match(r"`([a-z_.]+)`", text)
     if beginning is None or beginning[1] == "callbacks":
         assert text.startswith(NOT_SETTINGS), name
     else:
         setting = beginning[1]
         is_entry = setting.startswith(tuple(f"{table}." for table in TABLES))
-        assert is_entry or setting in known, name
+        assert is_entry or setting in setting_names, name
 
 
 @pytest.mark.parametrize(

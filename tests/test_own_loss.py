@@ -55,8 +55,8 @@ def test_filter_of_the_page_keeps_the_first_tokens_of_each_completion(module):
     from lagrpo.core.probe import LENGTHS, random_inputs
 
     kept_T = recipe.kept(random_inputs())
-    places = torch.cat([torch.arange(length) for length in LENGTHS])
-    assert torch.equal(kept_T == 1, places < 2)
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])
+    assert torch.equal(kept_T == 1, positions < 2)
 
 
 def test_statistic_of_the_page_is_collected_over_the_step(module):
@@ -154,6 +154,6 @@ def test_kept_file_stays_beside_a_changed_one(module, tmp_path):
     file.write_text(before + "\n# changed\n", encoding="utf-8")
     for _ in range(2):  # the second time nothing is new
         keep_sources(recipe, tmp_path)
-    kept = sorted(path.name for path in (tmp_path / "loss").iterdir())
-    assert kept == [f"{module}.2.py", f"{module}.py"]
+    file_names = sorted(path.name for path in (tmp_path / "loss").iterdir())
+    assert file_names == [f"{module}.2.py", f"{module}.py"]
     assert (tmp_path / "loss" / f"{module}.py").read_text("utf-8") == before

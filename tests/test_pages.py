@@ -55,18 +55,20 @@ def code(text: str) -> list[tuple[str, str]]:
 
 def anchors(text: str) -> set[str]:
     """The anchors that GitHub gives the headings of a page, and those that the page sets."""
-    found: set[str] = set(re.findall(r'<a id="([^"]+)">', text))
+    anchor_names: set[str] = set(re.findall(r'<a id="([^"]+)">', text))
     for opening, heading in pairwise(PARSER.parse(text)):
         if opening.type == "heading_open":
             words = (
                 "".join(child.content for child in heading.children or ()).replace("`", "").lower()
             )
             slug = re.sub(r"[^\w\- ]", "", words).replace(" ", "-")
-            repeated = (f"{slug}-{n}" for n in range(1, len(found) + 1))
-            found.add(
-                slug if slug not in found else next(name for name in repeated if name not in found)
+            repeated = (f"{slug}-{n}" for n in range(1, len(anchor_names) + 1))
+            anchor_names.add(
+                slug
+                if slug not in anchor_names
+                else next(name for name in repeated if name not in anchor_names)
             )
-    return found
+    return anchor_names
 
 
 @pytest.mark.parametrize("page", LINKED, ids=str)
@@ -84,11 +86,11 @@ def test_links_lead_to_files_and_headings(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=str)
 def test_settings_named_in_a_page_exist(page):
-    known = list_settings(Settings)
+    setting_names = list_settings(Settings)
     for language, block in code(text_of(page)):
         if language == "inline" and re.fullmatch(rf"({SECTIONS})\.[a-z0-9_.]+[a-zA-Z0-9_]", block):
             entry = any(block.startswith(f"{name}.") for name in (*TABLES, "eval.sets"))
-            assert entry or block in known, f"{page}: no setting {block}"
+            assert entry or block in setting_names, f"{page}: no setting {block}"
         if language == "toml":
             sections = tomllib.loads(block)
             if sections.keys() <= Settings.model_fields.keys():
@@ -99,9 +101,9 @@ def test_settings_named_in_a_page_exist(page):
 def test_commands_named_in_a_page_exist(page):
     for words in commands(text_of(page)):
         if "lagrpo" in (words[0], *words[2:-1]):
-            name, *rest = words[words.index("lagrpo") + 1 :]
+            name, *arguments = words[words.index("lagrpo") + 1 :]
             assert name in COMMANDS or name.startswith("-"), f"{page}: no command lagrpo {name}"
-            check_settings(name, rest)
+            check_settings(name, arguments)
         if words[0] == "make":
             assert re.search(
                 rf"^[\w -]*\b{words[1]}\b[\w -]*:",

@@ -25,7 +25,7 @@ def test_threads_and_kernels_are_given_back_after_runs_and_evaluations(
     settings, tmp_path, monkeypatch
 ):
     torch.set_num_threads(1)
-    monkeypatch.setattr("lagrpo.training.run.choose_threads", lambda *given: 3)
+    monkeypatch.setattr("lagrpo.training.run.choose_threads", lambda *arguments: 3)
     monkeypatch.setenv("LAGRPO_KERNELS", "torch")
     ours = tiny_policy(backend="c")
     train(settings())

@@ -50,7 +50,7 @@ def test_product_equals_its_layers_and_is_independent_of_other_rows(out, k):
     product.fill(layers)
     assert all(map(torch.equal, product.weights(), (m.weight for m in layers)))
     x = random(700, k, seed=2)
-    whole = product(x)
+    all_outputs = product(x)
     exact = torch.cat(
         [
             x.double() @ m.weight.double().mT + (0 if m.bias is None else m.bias.double())
@@ -58,7 +58,10 @@ def test_product_equals_its_layers_and_is_independent_of_other_rows(out, k):
         ],
         1,
     )
-    assert ((whole.double() - exact).abs() / exact.abs().amax()).max().item() < 2**-8
+    # Sums in float32, rounded to bfloat16 once.
+    assert ((all_outputs.double() - exact).abs() / exact.abs().amax()).max().item() < 2**-8
+    # Around the numbers of rows at which kernels change: one, a tile of 16, several tiles,
+    # hundreds.
     for first, rows in [
         (0, 1),
         (699, 1),
@@ -71,10 +74,11 @@ def test_product_equals_its_layers_and_is_independent_of_other_rows(out, k):
         (64, 64),
         (9, 513),
     ]:
-        assert torch.equal(product(x[first : first + rows]), whole[first : first + rows])
+        assert torch.equal(product(x[first : first + rows]), all_outputs[first : first + rows])
     threads = torch.get_num_threads()
+    # Two threads if there was one, else one.
     torch.set_num_threads(3 - min(threads, 2))
-    assert torch.equal(product(x), whole)
+    assert torch.equal(product(x), all_outputs)
     torch.set_num_threads(threads)
 
 

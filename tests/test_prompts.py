@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 from running import tiny_settings
-from test_episodes import TURNS
-from tiny import tiny_policy
+from tiny import TURNS, tiny_policy
 
 from lagrpo.data.prompts import PromptSource
 from lagrpo.errors import SettingsError
@@ -36,24 +35,28 @@ def test_later_rounds_ask_prompts_that_the_batch_has_not_had():
     batch and number."""
     for batch in (1, 2, 7):
         prompts = source(prompts=30, N=4)
-        asked, taken = keys(prompts.batch(batch)), 0
+        asked_keys, number_taken = keys(prompts.batch(batch)), 0
         for count in (3, 2, 2, 1):
-            asked += keys(prompts.extra(batch, taken, count))
-            taken += count
-        assert len(set(asked)) == len(asked) == 12
-        assert asked[4:] == keys(source(30, 4).extra(batch, 0, 8))
+            asked_keys += keys(prompts.extra(batch, number_taken, count))
+            number_taken += count
+        assert len(set(asked_keys)) == len(asked_keys) == 12
+        assert asked_keys[4:] == keys(source(30, 4).extra(batch, 0, 8))
 
 
 def test_when_all_prompts_were_asked_they_come_again_under_another_address():
     """Six prompts, four of them in the batch: two are left, then all but those four once more."""
     prompts = source(prompts=6, N=4)
-    own, more = prompts.batch(1), prompts.extra(1, 0, 4)
-    assert set(keys(more[:2])) == set(keys(more[2:])) == set(range(6)) - set(keys(own))
-    assert len({request.address for request in [*own, *more]}) == 8
-    whole = source(prompts=4, N=4)
-    own, more = whole.batch(1), whole.extra(1, 0, 6)
-    assert len({request.address for request in [*own, *more]}) == 10
-    assert Counter(keys(more[:4])) == Counter(range(4))
+    batch_requests, extra_requests = prompts.batch(1), prompts.extra(1, 0, 4)
+    assert (
+        set(keys(extra_requests[:2]))
+        == set(keys(extra_requests[2:]))
+        == set(range(6)) - set(keys(batch_requests))
+    )
+    assert len({request.address for request in [*batch_requests, *extra_requests]}) == 8
+    small_source = source(prompts=4, N=4)
+    batch_requests, extra_requests = small_source.batch(1), small_source.extra(1, 0, 6)
+    assert len({request.address for request in [*batch_requests, *extra_requests]}) == 10
+    assert Counter(keys(extra_requests[:4])) == Counter(range(4))
 
 
 @pytest.fixture
@@ -87,10 +90,12 @@ def test_dynamic_sampling_asks_no_prompt_twice_and_does_not_depend_on_what_ends_
     assert min(row["epoch"] for row in load_rollouts(narrow)) == -1
 
 
-def one_prompt(question: Any, policy: Any = None, place: str = "", **given: Any) -> PromptSource:
+def one_prompt(
+    question: Any, policy: Any = None, place: str = "", **task_options: Any
+) -> PromptSource:
     row = Row({"q": question}, "a.jsonl", place)
     task = RowTask(
-        "odd", {"train": [row]}, lambda row: (row["q"], ""), lambda completion: 0.0, **given
+        "odd", {"train": [row]}, lambda row: (row["q"], ""), lambda completion: 0.0, **task_options
     )
     return PromptSource(task, policy or tiny_policy(), 5, 1, 64)
 
@@ -112,9 +117,9 @@ def test_prompt_that_cannot_be_asked_is_named():
 
 def test_overlong_prompts_are_dropped_if_the_settings_say_so(run):
     """The template makes 18 tokens of ?, 19 of x? …"""
-    made = run("load", rollout={"overlong_prompts": "drop", "max_prompt_length": 19})
-    assert {len(row["prompt_token_ids"]) for row in load_rollouts(made)} == {18, 19}
-    assert verify_run(made).differences == []
+    finished_run = run("load", rollout={"overlong_prompts": "drop", "max_prompt_length": 19})
+    assert {len(row["prompt_token_ids"]) for row in load_rollouts(finished_run)} == {18, 19}
+    assert verify_run(finished_run).differences == []
 
 
 def test_prompt_that_ends_with_the_assistant_is_continued():

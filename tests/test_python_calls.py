@@ -22,10 +22,15 @@ LIMITS = {
 }
 
 
+def test_dry_run_of_a_named_run_returns_its_directory(model, tmp_path):
+    settings = tiny_settings(model, tmp_path, run={"name": "planned"})
+    assert lagrpo.train(settings, dry_run=True).run == tmp_path / "planned"
+
+
 def test_dry_run_prints_what_the_settings_mean_and_writes_nothing(model, tmp_path, capsys):
     settings = tiny_settings(model, tmp_path / "runs", schedule={"batches": 5, "sync_every": 3})
     result = lagrpo.train(settings, dry_run=True)
-    assert (result.batches, result.weights) == (0, None)
+    assert (result.run, result.batches, result.weights) == (tmp_path / "runs", 0, None)
     assert "staleness at most 2 updates" in capsys.readouterr().out
     assert not (tmp_path / "runs").exists()
 

@@ -49,8 +49,13 @@ def be_rank(monkeypatch: pytest.MonkeyPatch):
     """Makes this process one of several, which waits for a moment only."""
 
     def set_variables(rank: int, port: int, size: int = 2) -> None:
-        place = {"RANK": rank, "WORLD_SIZE": size, "MASTER_PORT": port, "MASTER_ADDR": "127.0.0.1"}
-        for name, value in place.items():
+        variables = {
+            "RANK": rank,
+            "WORLD_SIZE": size,
+            "MASTER_PORT": port,
+            "MASTER_ADDR": "127.0.0.1",
+        }
+        for name, value in variables.items():
             monkeypatch.setenv(name, str(value))
         monkeypatch.setattr(ranks, "PATIENCE", 0.0)
         monkeypatch.setattr(ranks, "POLL", 0.02)
@@ -111,8 +116,8 @@ def on_a_host_of_its_own(rank: int) -> tuple[Callback, ...]:
 
 
 def test_ranks_of_several_hosts_meet_over_the_chosen_interface(model, tmp_path):
-    own = tiny_settings(model, tmp_path, schedule={"batches": 1}, eval={"at_start": False})
-    results = together(2, own, on_a_host_of_its_own)
+    run_settings = tiny_settings(model, tmp_path, schedule={"batches": 1}, eval={"at_start": False})
+    results = together(2, run_settings, on_a_host_of_its_own)
     assert [result.version for result in results] == [1, 1]
 
 
@@ -133,8 +138,8 @@ def test_ranks_of_several_hosts_meet_over_the_chosen_interface(model, tmp_path):
     ],
 )
 def test_variables_that_are_not_torchruns_are_rejected(monkeypatch, variables, message):
-    given = variables if variables == {"WORLD_SIZE": "2"} else STARTED | variables
-    for name, value in given.items():
+    environment = variables if variables == {"WORLD_SIZE": "2"} else STARTED | variables
+    for name, value in environment.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SettingsError, match=message):
         check_ranks("cpu")

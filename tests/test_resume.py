@@ -55,7 +55,7 @@ def begin(model, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def whole(model, tmp_path_factory):
+def whole_run(model, tmp_path_factory):
     """A run of a kind that was never stopped, with a checkpoint of each of its 6 batches. Tests
     leave it as it is."""
     root = tmp_path_factory.mktemp("whole")
@@ -63,9 +63,9 @@ def whole(model, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def undisturbed(whole):
+def undisturbed(whole_run):
     """A function of the kind of run that returns what the whole run leaves."""
-    return cache(lambda kind="plain": leaves(whole(kind), exact=True))
+    return cache(lambda kind="plain": leaves(whole_run(kind), exact=True))
 
 
 @pytest.fixture(scope="module")
@@ -125,8 +125,8 @@ def resumed(run: Path) -> list[JsonObject]:
 
 
 @pytest.mark.parametrize(("kind", "batch"), [*((kind, 4) for kind in KINDS), ("asking ahead", 1)])
-def test_killed_run_resumes_bit_for_bit(whole, undisturbed, tmp_path, kind, batch):
-    assert differing(go_on(cut_to(whole(kind), batch, tmp_path)).run, undisturbed(kind)) == []
+def test_killed_run_resumes_bit_for_bit(whole_run, undisturbed, tmp_path, kind, batch):
+    assert differing(go_on(cut_to(whole_run(kind), batch, tmp_path)).run, undisturbed(kind)) == []
 
 
 @pytest.mark.parametrize(
@@ -161,8 +161,8 @@ def test_killed_run_gets_more_batches_as_if_it_had_been_longer(begin):
     assert differing(extended, leaves(longer, exact=True)) == []
 
 
-def test_run_killed_before_its_first_checkpoint_starts_again(whole, undisturbed, tmp_path):
-    killed = cut_to(whole("plain"), 0, tmp_path)
+def test_run_killed_before_its_first_checkpoint_starts_again(whole_run, undisturbed, tmp_path):
+    killed = cut_to(whole_run("plain"), 0, tmp_path)
     # A run whose events name a checkpoint that is gone would be rejected.
     lines = (killed / "events.jsonl").read_text(encoding="utf-8").splitlines(True)
     (killed / "events.jsonl").write_text(
@@ -314,11 +314,11 @@ def test_answers_that_have_changed_are_rejected(begin, tmp_path):
 
 
 def test_engine_that_has_other_weights_than_those_it_was_given_stops_the_resumed_run(
-    whole, tmp_path, monkeypatch
+    whole_run, tmp_path, monkeypatch
 ):
     """The check after every weight sync is made when the checkpoint's weights go into the engine,
     too. The engine will sample the next batch with them."""
-    killed = cut_to(whole("dynamic sampling"), 4, tmp_path)
+    killed = cut_to(whole_run("dynamic sampling"), 4, tmp_path)
     sync_weights = LocalSampler.sync_weights
     syncs: list[int] = []
 
@@ -374,10 +374,10 @@ def drop_token_ids(newest: Path) -> None:
         pytest.param(drop_token_ids, "rollouts.parquet", id="rollouts without tokens"),
     ],
 )
-def test_damaged_checkpoint_is_rejected_by_its_file(whole, tmp_path, damage, file):
+def test_damaged_checkpoint_is_rejected_by_its_file(whole_run, tmp_path, damage, file):
     """With v = 3 and two updates per batch, α after batch 4 is version 6, and batch 5 is sampled
     already."""
-    run = cut_to(whole("asking ahead"), 4, tmp_path)
+    run = cut_to(whole_run("asking ahead"), 4, tmp_path)
     newest = run / "checkpoints" / "step-000004"
     damage(newest)
     with pytest.raises((SettingsError, CheckpointError), match=f"{file} cannot be read") as error:

@@ -8,7 +8,6 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import sample_rewards
@@ -61,12 +60,12 @@ def test_groups_come_back_in_order_and_failed_completions_keep_their_outcome(poo
 def test_function_that_workers_cannot_import_runs_here_and_is_named(caplog):
     seen: list[int] = []
 
-    def closure(completion: str, answer: Any) -> float:
+    def closure(completion: str, answer: object) -> float:
         seen.append(os.getpid())
         return float(completion == answer)
 
-    with caplog.at_level(logging.WARNING), RewardPool(closure) as here:
-        (scored,) = here.score([make_group("7", "8")])
+    with caplog.at_level(logging.WARNING), RewardPool(closure) as pool:
+        (scored,) = pool.score([make_group("7", "8")])
     assert (scored.rewards, seen) == ((1.0, 0.0), [os.getpid()] * 2)
     assert "reward closure runs in the training process" in caplog.text
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import io
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from typing import Any, TypeVar
 
 import pytest
 import sample_rewards
@@ -22,6 +23,8 @@ from lagrpo.rewards.reward import (
     TRL,
     VERL,
     Reward,
+    RewardFunction,
+    RewardKwargs,
     Rewards,
     UnscorableError,
     load_function,
@@ -33,11 +36,13 @@ from lagrpo.tasks import RowTask, load_task
 from lagrpo.terminal.show import show
 from lagrpo.training.checks import check_settings
 from lagrpo.training.run import train
-from lagrpo.types import Outcome, OutcomeKind, Prompt
+from lagrpo.types import JsonObject, JsonView, Outcome, OutcomeKind, Prompt
 from lagrpo.verify import verify_run
 
+T = TypeVar("T")
 
-def arguments(function: Any, row: Any = None) -> list[dict[str, Any]]:
+
+def arguments(function: RewardFunction, row: JsonView | None = None) -> list[RewardKwargs]:
     completions = [make_completion("2", 3), make_completion("x")]
     return Reward(function).arguments(
         Prompt(0, QUESTION, "2", row=row, prefix="<think>"), completions
@@ -49,32 +54,34 @@ def arguments(function: Any, row: Any = None) -> list[dict[str, Any]]:
 
 def test_our_signature_gets_what_it_names():
     def some(
-        completion: str, row: Any, finished: bool, num_tokens: int, prompt: Any, prefix: str
+        completion: str, row: object, finished: bool, num_tokens: int, prompt: object, prefix: str
     ) -> float:
         return 0.0
 
     first, second = arguments(some, {"level": 3})
-    given = {"row": {"level": 3}, "finished": True, "prompt": [*QUESTION], "prefix": "<think>"}
-    assert first == given | {"completion": "2", "num_tokens": 3}
+    expected = {"row": {"level": 3}, "finished": True, "prompt": [*QUESTION], "prefix": "<think>"}
+    assert first == expected | {"completion": "2", "num_tokens": 3}
     assert (second["completion"], second["num_tokens"]) == ("x", 0)
 
 
 def test_trl_signature_gets_lists_and_the_columns_in_the_form_of_the_prompt():
-    (given,) = arguments(sample_rewards.ranked, {"prompt": "1 + 1?", "level": 3})
+    (passed,) = arguments(sample_rewards.ranked, {"prompt": "1 + 1?", "level": 3})
     texts = {
         "prompts": ["1 + 1?"] * 2,
         "completions": ["2", "x"],
         "answer": ["2"] * 2,
         "level": [3] * 2,
     }
-    assert given == texts | {"completion_ids": [[0, 1, 2], []]}
-    (given,) = arguments(sample_rewards.ranked, {"prompt": [*QUESTION]})
-    assert given["completions"] == [[{"role": "assistant", "content": text}] for text in ("2", "x")]
-    assert given["prompts"] == [[*QUESTION]] * 2
-    (given,) = arguments(
+    assert passed == texts | {"completion_ids": [[0, 1, 2], []]}
+    (passed,) = arguments(sample_rewards.ranked, {"prompt": [*QUESTION]})
+    assert passed["completions"] == [
+        [{"role": "assistant", "content": text}] for text in ("2", "x")
+    ]
+    assert passed["prompts"] == [[*QUESTION]] * 2
+    (passed,) = arguments(
         lambda completion_ids, **kwargs: []
     )  # the first example of TRL's documentation
-    assert given["completion_ids"] == [[0, 1, 2], []]
+    assert passed["completion_ids"] == [[0, 1, 2], []]
 
 
 def test_every_signature_gets_the_arguments_that_it_promises():
@@ -149,8 +156,8 @@ def test_format_wants_every_tag_once_and_in_order_or_the_pattern():
 
 def test_exact_compares_without_outer_white_space_and_an_empty_answer_is_unscorable():
     assert [exact(text, 7) for text in (" 7\n", "7.0")] == [1.0, 0.0]
-    given = (("7", 7.0), ("7.0", 7.0), ("true", True), ("t", True))
-    assert [exact(text, answer) for text, answer in given] == [1.0, 1.0, 1.0, 0.0]
+    cases = (("7", 7.0), ("7.0", 7.0), ("true", True), ("t", True))
+    assert [exact(text, answer) for text, answer in cases] == [1.0, 1.0, 1.0, 0.0]
     for empty in (None, "", " \n", {"a": "7"}):
         with pytest.raises(UnscorableError):
             exact("", empty)
@@ -170,9 +177,12 @@ def test_list_as_the_answer_means_any_of_its_entries():
 # ---- several rewards ----
 
 
-def several(**given: tuple[Any, dict[str, Any]]) -> Rewards:
+def several(**functions_and_options: tuple[RewardFunction, dict[str, Any]]) -> Rewards:
     return Rewards(
-        tuple(Reward(function, name=name, **other) for name, (function, other) in given.items())
+        tuple(
+            Reward(function, name=name, **other)
+            for name, (function, other) in functions_and_options.items()
+        )
     )
 
 
@@ -190,13 +200,13 @@ def test_the_weighted_sum_and_what_is_correct():
     three = several(
         a=(exact, {}), b=(exact, {"weight": 0.5}), c=(exact, {"weight": -0.25, "range": (0, 4)})
     )
-    found = combine(three, 1.0, 0.2, 2.0)
-    assert (found.kind, found.parts, found.correct) == (
+    combined = combine(three, 1.0, 0.2, 2.0)
+    assert (combined.kind, combined.parts, combined.correct) == (
         "scored",
         {"a": 1.0, "b": 0.2, "c": 2.0},
         True,
     )
-    assert found.reward == pytest.approx(0.6)
+    assert combined.reward == pytest.approx(0.6)
     assert combine(three, 0.9, 1.0, 4.0).correct is False
 
 
@@ -206,8 +216,8 @@ def test_none_is_left_out_of_the_sum_and_an_error_leaves_the_completion_unscored
         OutcomeKind.SCORED, 0.5, parts={"a": None, "b": 1.0}, correct=True
     )
     assert combine(both, None, None).reason == "the reward function returned None"
-    found = both.combine([Outcome.scored(1.0), Outcome.unscored("no reward within 5 s")])
-    assert found == Outcome(
+    combined = both.combine([Outcome.scored(1.0), Outcome.unscored("no reward within 5 s")])
+    assert combined == Outcome(
         OutcomeKind.UNSCORED, None, "no reward within 5 s (reward 'b')", {"a": 1.0, "b": None}
     )
 
@@ -222,29 +232,31 @@ def test_every_signature_gives_each_completion_its_reward():
         together=(sample_rewards.awaited_together, {}),
         here=(lambda completion: len(completion), {}),
     )
-    found = score(rewards, [make_group("7", "seven", "77", row={"prompt": "1 + 1?", "level": 2})])
+    outcomes = score(
+        rewards, [make_group("7", "seven", "77", row={"prompt": "1 + 1?", "level": 2})]
+    )
     values = [(1, 0, 0, 1, 3, 1, 1), (0, 0.625, 2 / 3, 0, 2, 0, 5), (0, 0, 1 / 3, 0, 2, 0, 2)]
-    assert [o.parts for o in found] == [
+    assert [o.parts for o in outcomes] == [
         pytest.approx(dict(zip(rewards.names, v, strict=True))) for v in values
     ]
-    assert [o.reward for o in found] == pytest.approx([sum(v) + v[1] for v in values])
-    assert [o.correct for o in found] == [True, False, False]
+    assert [o.reward for o in outcomes] == pytest.approx([sum(v) + v[1] for v in values])
+    assert [o.correct for o in outcomes] == [True, False, False]
 
 
 def test_coroutines_run_concurrently_and_each_within_its_deadline():
     """Twelve of half a second fit into one call of at most 3.5 seconds; the one of an hour does not
     hold them up."""
     waits = several(waits=(sample_rewards.awaited, {}))
-    found = score(waits, [make_group(*["5"] * 12, "36000", "fail")], deadline=1.5)
-    assert [o.reward for o in found] == [1.0] * 12 + [None] * 2
+    outcomes = score(waits, [make_group(*["5"] * 12, "36000", "fail")], deadline=1.5)
+    assert [o.reward for o in outcomes] == [1.0] * 12 + [None] * 2
     refused = "the reward function raised ConnectionError: refused (reward 'waits')"
-    assert [o.reason for o in found[12:]] == ["no reward within 1.5 s (reward 'waits')", refused]
+    assert [o.reason for o in outcomes[12:]] == ["no reward within 1.5 s (reward 'waits')", refused]
 
 
-def in_a_notebook(work: Any) -> Any:
+def in_a_notebook(work: Callable[[], T]) -> T:
     """Returns the result of work(), called while this thread runs an event loop."""
 
-    async def cell() -> Any:
+    async def cell() -> T:
         return work()
 
     return asyncio.run(cell())
@@ -261,8 +273,8 @@ def test_coroutines_of_this_process_are_awaited_while_it_runs_an_event_loop():
         return float(completion)
 
     groups = [make_group("7", "8"), make_group("9")]
-    found = in_a_notebook(lambda: score(several(here=(locked, {})), groups))
-    assert [o.reward for o in found] == [7.0, 8.0, 9.0]
+    outcomes = in_a_notebook(lambda: score(several(here=(locked, {})), groups))
+    assert [o.reward for o in outcomes] == [7.0, 8.0, 9.0]
 
 
 def test_coroutine_that_raises_costs_its_completion_only():
@@ -272,20 +284,20 @@ def test_coroutine_that_raises_costs_its_completion_only():
             raise errors[completion]
         return 1.0
 
-    def maybe(completion: str) -> Any:
+    def maybe(completion: str) -> Coroutine[object, object, float]:
         if completion == "before":
             raise ValueError("no")
         return strict(completion)
 
-    found = score(several(here=(maybe, {})), [make_group("before", "late", "exit", "7")])
-    assert [o.reward for o in found] == [None, None, None, 1.0]
+    outcomes = score(several(here=(maybe, {})), [make_group("before", "late", "exit", "7")])
+    assert [o.reward for o in outcomes] == [None, None, None, 1.0]
     errors = ["ValueError: no", "TimeoutError: mine", "SystemExit: 3"]
-    for outcome, error in zip(found[:3], errors, strict=True):
+    for outcome, error in zip(outcomes[:3], errors, strict=True):
         assert f"raised {error}" in outcome.reason
 
 
 def test_generator_in_trls_signature_gives_each_completion_its_value():
-    def yields(completions: Any) -> Any:
+    def yields(completions: list[object]) -> Iterator[float]:
         for completion in completions:
             if completion == [{"role": "assistant", "content": "fail"}]:
                 raise ValueError("no")
@@ -298,10 +310,10 @@ def test_generator_in_trls_signature_gives_each_completion_its_value():
 
 @pytest.mark.parametrize("kind", ["in our signature", "asynchronous"])
 def test_generator_that_cannot_be_a_reward_is_named(kind):
-    def ours(completion: str) -> Any:
+    def ours(completion: str) -> Iterator[float]:
         yield 1.0
 
-    async def asynchronous(completions: Any) -> Any:
+    async def asynchronous(completions: list[object]) -> AsyncIterator[float]:
         yield 1.0
 
     function = ours if kind == "in our signature" else asynchronous
@@ -312,9 +324,9 @@ def test_generator_that_cannot_be_a_reward_is_named(kind):
 
 def test_failures_cost_their_completions_and_no_other_reward():
     both = several(act=(sample_rewards.act, {}), letters=(sample_rewards.letters, {}))
-    found = score(both, [make_group("exit 3", "7")])
-    assert (found[0].kind, found[0].parts) == ("unscored", {"act": None, "letters": 0.5})
-    assert found[1].reward == 1.0
+    outcomes = score(both, [make_group("exit 3", "7")])
+    assert (outcomes[0].kind, outcomes[0].parts) == ("unscored", {"act": None, "letters": 0.5})
+    assert outcomes[1].reward == 1.0
     few = score(several(few=(sample_rewards.one_short, {})), [make_group("a", "b")])
     assert {o.reason for o in few} == {
         "the reward function returned a list of 1, not a list of 2 numbers (reward 'few')"
@@ -345,7 +357,7 @@ def test_contradictory_entries_are_rejected():
 
 # ---- what a run records ----
 
-ENTRIES: list[dict[str, Any]] = [
+ENTRIES: list[JsonObject] = [
     {"name": "letters", "reward": "task", "range": [0, 0.5]},
     {"name": "rank", "reward": "sample_rewards:ranked", "weight": 0.5},
     {"name": "short", "reward": "length", "weight": 0.25, "options": {"limit": 7}},
@@ -389,30 +401,35 @@ def test_each_reward_is_in_the_rollouts_the_metrics_the_evaluations_and_the_repl
     assert result.before["rewards/short/mean"] == pytest.approx(
         sum(sum(m) / len(m) for m in means) / len(means)
     )
-    show(result.run, console=Console(width=200, file=(shown := io.StringIO())))
-    assert ", rank 0" in shown.getvalue()
+    show(result.run, console=Console(width=200, file=(output := io.StringIO())))
+    assert ", rank 0" in output.getvalue()
     assert verify_run(result.run, None).differences == []
 
 
 def test_one_entry_of_weight_one_or_a_closure_trains_as_a_single_reward(settings, tmp_path):
     single = {"name": "sample_task:load_letters"}
-    own = load_task(load_settings({"task": single}).task, 0)
-    assert isinstance(own, RowTask)
-    here = RowTask(
-        own.name, own.rows, own.ask, lambda completion, answer: reward_of(own, completion, answer)
+    loaded_task = load_task(load_settings({"task": single}).task, 0)
+    assert isinstance(loaded_task, RowTask)
+    closure_task = RowTask(
+        loaded_task.name,
+        loaded_task.rows,
+        loaded_task.ask,
+        lambda completion, answer: reward_of(loaded_task, completion, answer),
     )
     listed = single | {"rewards": [{"name": "only", "reward": "task"}]}
-    found = []
-    for name, (task, given) in {
+    rows_of_runs = []
+    for name, (task, task_object) in {
         "a": (single, None),
         "b": (listed, None),
-        "c": (single, here),
+        "c": (single, closure_task),
     }.items():
-        sections: dict[str, Any] = {"eval": {"at_start": False}, "task": task}
+        sections: dict[str, JsonObject] = {"eval": {"at_start": False}, "task": task}
         rows = load_rollouts(
-            train(tiny_settings(settings["model"]["path"], tmp_path / name, **sections), given).run
+            train(
+                tiny_settings(settings["model"]["path"], tmp_path / name, **sections), task_object
+            ).run
         )
-        found.append(
+        rows_of_runs.append(
             [{n: v for n, v in row.items() if n not in ("reward_only", "correct")} for row in rows]
         )
-    assert found[0] == found[1] == found[2]
+    assert rows_of_runs[0] == rows_of_runs[1] == rows_of_runs[2]

@@ -69,7 +69,7 @@ def questions(task: RowTask, split: str) -> list[str]:
     return [task.prompt(split, n).messages[-1]["content"] for n in range(task.size(split))]
 
 
-def answers(task: RowTask) -> set[Any]:
+def answers(task: RowTask) -> set[object]:
     prompts = [
         task.prompt(split, n) for split in ("train", "test") for n in range(task.size(split))
     ]
@@ -194,11 +194,11 @@ def test_each_frame_of_a_dict_is_a_split():
 
 
 @pytest.mark.parametrize("name", SOURCES)
-@pytest.mark.parametrize("place", [0, 4], ids=["first", "fifth"])
-def test_row_without_an_answer_is_left_out_wherever_it_stands(tmp_path, caplog, name, place):
+@pytest.mark.parametrize("position", [0, 4], ids=["first", "fifth"])
+def test_row_without_an_answer_is_left_out_wherever_it_stands(tmp_path, caplog, name, position):
     rows: Rows = [{"prompt": f"{n}?", "answer": f"a{n}"} for n in range(10)]
     has_types = name in ("parquet", "dataset")  # there every row has every column
-    rows.insert(place, {"prompt": "none?"} | ({"answer": None} if has_types else {}))
+    rows.insert(position, {"prompt": "none?"} | ({"answer": None} if has_types else {}))
     source = SOURCES[name]
     for answer_column in (None, "answer"):
         caplog.clear()

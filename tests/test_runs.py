@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import io
 import json
@@ -90,6 +91,20 @@ def sampled(run) -> Run:
         120, list(rollout_rows([mixed, equal], columns, step=120, policy_version=9))
     )
     return run
+
+
+@pytest.mark.parametrize(
+    ("columns", "width"),
+    [pytest.param(None, 200, id="wide by default"), pytest.param("60", 60, id="COLUMNS")],
+)
+def test_file_has_wider_lines_than_a_terminal(sampled, monkeypatch, columns, width):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if columns is not None:
+        monkeypatch.setenv("COLUMNS", columns)
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        show(sampled)
+    rules = [line for line in out.getvalue().splitlines() if line.startswith("prompt 3 ")]
+    assert [len(rule) for rule in rules] == [width]
 
 
 def printed(run: Run | Path) -> str:
@@ -320,7 +335,9 @@ def test_runs_that_differ_only_in_their_seed_are_one_method():
         recorded("v-10-seed10", run={"seed": 10}, schedule={"sync_every": 10}),
     ]
     methods = group_seeds(runs)
-    assert {name: [run.name for run in of_method] for name, of_method in methods.items()} == {
+    assert {
+        name: [run.name for run in runs_of_method] for name, runs_of_method in methods.items()
+    } == {
         "v-1": ["v-1-seed0", "v-1-seed1"],
         "v-10": ["v-10-seed0", "v-10-seed10"],
         "again": ["again"],

@@ -35,10 +35,10 @@ NAN = math.nan
 
 
 def completion(ids: list[int], sampled: list[int], reward: float) -> Completion:
-    own = tensor(sampled, dtype=torch.bool)
-    logp = torch.where(own, -2.0 - 0.1 * torch.arange(len(ids)), tensor(NAN))
-    versions = torch.where(own, 3, ENVIRONMENT)
-    return Completion(tensor(ids), logp, versions, True, "text", Outcome.scored(reward), own)
+    is_sampled = tensor(sampled, dtype=torch.bool)
+    logp = torch.where(is_sampled, -2.0 - 0.1 * torch.arange(len(ids)), tensor(NAN))
+    versions = torch.where(is_sampled, 3, ENVIRONMENT)
+    return Completion(tensor(ids), logp, versions, True, "text", Outcome.scored(reward), is_sampled)
 
 
 def groups() -> list[Group]:
@@ -129,12 +129,12 @@ def test_loss_gradient_and_normalizer_are_those_of_the_sampled_tokens(name, toke
 def used() -> tuple[Batch, list[Any], list[dict[str, float]], list[Tensor]]:
     """A batch after one update, its rows, and log π_k of each completion by itself."""
     policy, recipe = tiny_policy(), resolve("dapo")
-    each = [alone(policy, group, c).detach() for group in groups() for c in group.completions]
+    logps = [alone(policy, group, c).detach() for group in groups() for c in group.completions]
     batch = assemble(groups(), recipe, MAX_TOKENS, seed=0, b=1)
     trainer = Trainer(policy, recipe, Optimization(lr=1e-3))
     rows, sums = trainer.step(trainer.pack(batch, 1000), in_objective=batch.in_objective)
     assert left_out(batch, 1000) == []  # log α of every sampled token is known
-    return batch, rows, [sums], each
+    return batch, rows, [sums], logps
 
 
 def test_metrics_and_lag_are_those_of_the_sampled_tokens():
@@ -191,8 +191,8 @@ def written(path: Path, **columns: Any) -> Path:
 
 def test_offline_data_may_say_which_tokens_were_sampled(tmp_path):
     policy = tiny_policy()
-    given = written(tmp_path / "given.parquet", loss_mask=[True, True, False, True])
-    data = OfflineData(read_records(given), policy, 4, 0, reads_logp=True)
+    file = written(tmp_path / "given.parquet", loss_mask=[True, True, False, True])
+    data = OfflineData(read_records(file), policy, 4, 0, reads_logp=True)
     (c,) = data.batch(1, 1)[0].completions
     assert c.sampled.tolist() == [True, True, False, True]
     assert data.has_logp
@@ -209,12 +209,12 @@ def test_a_run_with_unsampled_tokens_agrees_with_its_replay(tmp_path, monkeypatc
         c = original(self, row)
         if row.request.batch < 1:  # of the weight-sync check
             return c
-        own = torch.arange(len(c.token_ids)) != (1 if len(c.token_ids) > 2 else -1)
+        is_sampled = torch.arange(len(c.token_ids)) != (1 if len(c.token_ids) > 2 else -1)
         logp, versions = (
-            torch.where(own, c.logp_alpha, NAN),
-            torch.where(own, c.versions, ENVIRONMENT),
+            torch.where(is_sampled, c.logp_alpha, NAN),
+            torch.where(is_sampled, c.versions, ENVIRONMENT),
         )
-        return replace(c, logp_alpha=logp, versions=versions, sampled=own)
+        return replace(c, logp_alpha=logp, versions=versions, sampled=is_sampled)
 
     monkeypatch.setattr(LocalSampler, "_complete", with_a_reply)
     settings = tiny_settings(

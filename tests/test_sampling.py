@@ -114,6 +114,7 @@ def test_frequencies_match_the_softmax():
     tokens, logp = sample_tokens(logits.expand(count, -1).contiguous(), 1.0, uniform)
     expected = logits.double().softmax(-1) * count
     observed = torch.bincount(tokens, minlength=103).double()
+    # The usual rule for chi-square: cells below 5 are counted as one.
     likely = expected >= 5
     cells_expected = torch.cat([expected[likely], expected[~likely].sum()[None]])
     cells_observed = torch.cat([observed[likely], observed[~likely].sum()[None]])
@@ -173,8 +174,8 @@ def test_prefetcher_hands_out_batch_by_batch_what_was_generated_together():
     sampler = LocalSampler(copy_policy(policy), 0, 12, 8)
     source = {b: requests_for(policy, 3, batch=b) for b in (1, 2, 3)}
     together, apart = (
-        Prefetcher(sampler, source.__getitem__, 4),
-        Prefetcher(sampler, source.__getitem__, 4),
+        Prefetcher(sampler, source.__getitem__, 4, sampler.params),
+        Prefetcher(sampler, source.__getitem__, 4, sampler.params),
     )
     together.submit(range(1, 4), 0)
     for b in (1, 2, 3):

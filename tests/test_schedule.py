@@ -36,13 +36,13 @@ def test_every_batch_is_generated_once_and_not_after_it_is_needed():
         (every(4), False),
         (lagged(3), True),
     ):
-        asked, state = [], LoopState(alpha=0)
+        generated, state = [], LoopState(alpha=0)
         for batch in range(1, 15):
             decision = schedule.next(state, 14, 7, prefetch=prefetch)
-            asked += list(decision.to_generate)
-            assert batch in asked
+            generated += list(decision.to_generate)
+            assert batch in generated
             state = state.after_request(decision.to_generate).after_batch(None)
-        assert asked == list(range(1, 15))
+        assert generated == list(range(1, 15))
 
 
 def test_prefetching_submits_all_batches_up_to_the_next_sync():

@@ -37,10 +37,10 @@ def test_rejected_setting_is_named_without_its_secret(tmp_path, words):
 def test_text_is_masked_behind_names_of_secrets():
     text = "--max-tokens 512, --tokenizer-mode auto, sort(key of it), a@b.org"
     assert redact(text) == text
-    for text, shown in {
+    for text, masked in {
         "--api-key 'two words' --n 3": "--api-key *** --n 3",
         'DB_PASSWORD="two words" make': "DB_PASSWORD=*** make",
         "http://me@host:80/a?access_token=x#top": "http://***@host:80/a?access_token=***#top",
         "a=token=planted --n 3 --token planted": "a=token=*** --n 3 --token ***",
     }.items():
-        assert redact(text) == shown
+        assert redact(text) == masked

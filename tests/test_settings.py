@@ -36,8 +36,8 @@ def complain(values: Any, overrides: Any = None) -> str:
 
 def test_settings_of_the_loss_are_knobs_of_recipes():
     named = set(LossSettings.model_fields) - {"recipe", "overrides"}
-    known = {*NUMBERS, *CHOICES, *MINIMUM, "epsilon"}
-    assert {KNOBS.get(name, name) for name in named} <= known
+    knob_names = {*NUMBERS, *CHOICES, *MINIMUM, "epsilon"}
+    assert {KNOBS.get(name, name) for name in named} <= knob_names
     assert LossSettings().knobs == {}
     assert LossSettings(epsilon=0.1, overrides={"dual_clip": 3.0}).knobs == {
         "epsilon": 0.1,
@@ -90,7 +90,12 @@ def test_schedule_follows_from_its_keys():
     ("values", "names"),
     [
         ({"schedule": {"constant_lag": 2, "sync_at_kl": 0.1}}, ("constant_lag", "sync_at_kl")),
+        ({"schedule": {"sync_at_kl": 0.1}}, ("sync_at_kl", "sync_every")),
         ({"schedule": {"reset_optimizer": True}}, ("reset_optimizer", "ref_sync_every")),
+        (
+            {"rollout": {"engine": "vllm"}, "vllm": {"weight_transfer": "nccl"}},
+            ("vllm", "weight_transfer", "gpus"),
+        ),
         ({"vllm": {"urls": ["http://a:1"]}}, ("vllm.urls", "rollout.engine")),
         (
             {"rollout": {"num_generations": 129}},
@@ -436,6 +441,29 @@ def parse(line: str) -> JsonObject:
 def test_command_line_words_change_settings(line, values):
     assert set(parse(line)) == set(values)
     assert load_settings({}, parse(line)) == load_settings({}, values)
+
+
+@pytest.mark.parametrize(
+    ("changes", "options"),
+    [
+        pytest.param({"task.name": "custom"}, {}, id="another task"),
+        pytest.param(
+            {"task.name": "countdown", "task.options.numbers": 3},
+            {"numbers": 3},
+            id="another task with its options",
+        ),
+        pytest.param(
+            {"task.name": "arithmetic", "task.options.digits": 2},
+            {"operations": ["+"], "digits": 2},
+            id="the same task",
+        ),
+        pytest.param({"task.data": "a.jsonl"}, {"operations": ["+"], "digits": 1}, id="no task"),
+    ],
+)
+def test_options_of_a_file_are_of_its_task(changes, options):
+    assert load_settings("demo", changes).task.options == options
+    file = load_settings("demo").model_dump()
+    assert load_settings(file, changes).task.options == options
 
 
 def test_command_line_none_and_defaults_replace_values_of_the_file():

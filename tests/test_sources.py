@@ -159,13 +159,13 @@ def test_values_of_closures_partials_and_objects_count(load):
 
 
 def test_code_without_a_source_counts_by_its_bytecode():
-    found = []
+    digests = []
     for number in (1, 1, 2):
         names: dict[str, Any] = {}
         exec(f"def f(completion, answer): return {number} * (completion in {{'a', 'b'}})", names)
-        found.append(source_digest(names["f"]))
-    assert found[0] is not None
-    assert found[0] == found[1] != found[2]
+        digests.append(source_digest(names["f"]))
+    assert digests[0] is not None
+    assert digests[0] == digests[1] != digests[2]
 
 
 def test_function_that_is_written_in_c_has_no_digest():
@@ -186,8 +186,8 @@ def test_lambdas_of_one_call_do_not_count_the_rest_of_the_call(load):
 
 def test_environment_of_gym_counts_by_the_users_function():
     assert find_own_environment(partial(Gym, "user_rewards:Maze")) == "user_rewards:Maze"
-    of_a_package = partial(Gym, "game:Wordle-v0")
-    assert find_own_environment(of_a_package) is of_a_package
+    package_environment = partial(Gym, "game:Wordle-v0")
+    assert find_own_environment(package_environment) is package_environment
 
 
 def test_changes_are_those_of_what_both_have():

@@ -30,7 +30,7 @@ from lagrpo.runs import load_metrics
 from lagrpo.training.batch import MicroBatch, micro_batches
 from lagrpo.training.run import train
 from lagrpo.training.trainer import Optimization, Trainer
-from lagrpo.types import Completion, Group
+from lagrpo.types import Completion, Group, JsonObject
 
 ONE_ROW = 10_000
 """Tokens of a packed row: more than a batch has."""
@@ -153,16 +153,16 @@ def accumulate(recipe: str, overrides: Section, tokens: int) -> Accumulated:
 
 @pytest.mark.parametrize(("name", "overrides"), WITH_STATISTICS)
 def test_gradient_with_statistics_does_not_depend_on_micro_batches(name, overrides):
-    whole = accumulate(name, overrides, ONE_ROW)
-    assert whole.rows == 1
-    assert whole.gradient.norm() > 1e-3
+    in_one_row = accumulate(name, overrides, ONE_ROW)
+    assert in_one_row.rows == 1
+    assert in_one_row.gradient.norm() > 1e-3
     # A row has at least one completion, or one group, however few tokens it may have.
     for tokens, least_rows in ((60, 3), (1, 7)):
         split = accumulate(name, overrides, tokens)
         assert split.rows >= least_rows
         # The statistics are read from log-probs that rows keep in float32.
-        assert split.sums == pytest.approx(whole.sums, rel=1e-5, abs=1e-6)
-        assert_close(split.gradient, whole.gradient, rtol=1e-5, atol=1e-7)
+        assert split.sums == pytest.approx(in_one_row.sums, rel=1e-5, abs=1e-6)
+        assert_close(split.gradient, in_one_row.gradient, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize(("name", "overrides"), WITH_STATISTICS)
@@ -179,6 +179,7 @@ def test_statistics_drop_or_clip_some_tokens_and_not_others(name, overrides):
     """Else the tests above would compare nothing."""
     (first,) = make_updates(None, name, overrides, {}, count=1).metrics
     cut = first["filtered_tokens"] + first["clipped_positive"] + first["clipped_negative"]
+    # Both ends: nothing cut compares nothing, and all cut has no gradient.
     assert 0 < cut < 0.9 * first["tokens"]
 
 
@@ -436,7 +437,7 @@ def test_gradient_cosine_and_rate_of_a_resumed_run_are_those_of_an_uninterrupted
 # Metrics of the tokens of the objective
 
 
-def metrics_with(model: Path, root: Path, loss: Section) -> list[dict[str, Any]]:
+def metrics_with(model: Path, root: Path, loss: Section) -> list[JsonObject]:
     run_settings = settings(
         model,
         root,

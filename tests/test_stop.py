@@ -61,19 +61,19 @@ def sample(stop: tuple[str, ...]) -> list[Any]:
 
 
 def test_completion_with_a_stop_text_is_the_beginning_of_the_one_without():
-    whole = sample(())
-    longest = max(whole, key=lambda completion: completion.length)
+    uncut = sample(())
+    longest = max(uncut, key=lambda completion: completion.length)
     stop = (longest.text[5:7],)
     cut = sample(stop)
-    assert sum(one.length < other.length for one, other in zip(cut, whole, strict=True)) > 0
-    for one, other in zip(cut, whole, strict=True):
+    assert sum(one.length < other.length for one, other in zip(cut, uncut, strict=True)) > 0
+    for one, other in zip(cut, uncut, strict=True):
         assert torch.equal(one.token_ids, other.token_ids[: one.length])
         assert torch.equal(one.logp_alpha, other.logp_alpha[: one.length])
-        place = other.text.find(stop[0])
-        if place < 0:
+        stop_index = other.text.find(stop[0])
+        if stop_index < 0:
             assert (one.length, one.finished) == (other.length, other.finished)
         else:
-            assert one.text == other.text[: place + len(stop[0])]
+            assert one.text == other.text[: stop_index + len(stop[0])]
             assert one.finished
 
 
@@ -82,20 +82,20 @@ def test_turn_that_ends_with_a_stop_text_gets_its_end_token_before_the_reply():
     limits = make_episodes(policy)
     stop = tuple("0123456789abcdefghijklm")
     sampler = LocalSampler(copy_policy(policy), 0, limits.sampled, 64, episodes=limits, stop=stop)
-    found = [
+    completions = [
         c for _, group in sampler.sample(episode_requests(policy), 5) for c in group.completions
     ]
     end_id = limits.replies.end_id
     stopped_turns = 0
-    for completion in found:
+    for completion in completions:
         for turn in completion.turns[:-1:2]:
             assert not any(text in turn[:-1] for text in stop)
         tokens, sampled = completion.token_ids.tolist(), completion.sampled.tolist()
-        for place in range(1, len(tokens)):
-            if sampled[place - 1] and not sampled[place] and tokens[place - 1] != end_id:
+        for position in range(1, len(tokens)):
+            if sampled[position - 1] and not sampled[position] and tokens[position - 1] != end_id:
                 # The reply begins with the end of the turn, which the policy did not sample.
-                assert tokens[place] == end_id
-                assert CHAT.decode([tokens[place - 1]]) in stop
+                assert tokens[position] == end_id
+                assert CHAT.decode([tokens[position - 1]]) in stop
                 stopped_turns += 1
     assert stopped_turns > 0
 

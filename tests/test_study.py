@@ -16,12 +16,12 @@ from chaos import start
 from running import tiny_settings
 from tiny import save_tiny
 
-import lagrpo.study.__main__ as study_command
+import lagrpo.study.command as study_command
 from lagrpo.errors import SettingsError
 from lagrpo.runs import load_evaluations, load_metrics
 from lagrpo.runs.files import write_atomically
 from lagrpo.settings.load import to_toml
-from lagrpo.study.__main__ import main
+from lagrpo.study.command import main
 from lagrpo.study.measures import RunResult, commit_text, measure, parse_measure
 from lagrpo.study.report import load_results
 from lagrpo.study.spec import Study, load_study
@@ -54,8 +54,12 @@ def test_t_quantiles_are_those_of_the_tables():
 
 def test_interval_by_hand():
     """Values 1, 2, 3: mean 2, s = 1, t = 4.303, so ± 4.303 / √3."""
-    found = Interval.of([1.0, 2.0, 3.0])
-    assert (found.mean, found.half, found.n) == (2.0, pytest.approx(4.3027 / 3**0.5, abs=1e-4), 3)
+    interval = Interval.of([1.0, 2.0, 3.0])
+    assert (interval.mean, interval.half, interval.n) == (
+        2.0,
+        pytest.approx(4.3027 / 3**0.5, abs=1e-4),
+        3,
+    )
     assert Interval.of([0.5]).half is None
 
 
@@ -191,7 +195,7 @@ def test_text_that_is_not_a_measure_is_rejected(text):
 # Files
 
 
-def study_file(root: Path, **changes: Any) -> Path:
+def study_file(root: Path, **changes: object) -> Path:
     """Two schedules of a tiny run, two seeds."""
     (root / "base.toml").write_text(
         tomli_w.dumps(tiny_settings(save_tiny(root / "model"), root)), encoding="utf-8"
@@ -297,12 +301,12 @@ def test_study_ended_by_a_signal_resumes_and_reports(tmp_path, monkeypatch, caps
         patch.setattr(study_command, "time", SimpleNamespace(sleep=wait))
         with pytest.raises(SystemExit, match="143"):
             main([str(file), "--jobs", "1"])
-    made = lines.read_text(encoding="utf-8")
-    assert 2 <= made.count("\n") < 12
+    lines_before = lines.read_text(encoding="utf-8")
+    assert 2 <= lines_before.count("\n") < 12
 
     assert main([str(file), "--only", "seed3", "--jobs", "2"]) == 0
     assert capsys.readouterr().out.count("inconclusive: ") == 2  # with one seed
-    assert lines.read_text(encoding="utf-8").startswith(made)
+    assert lines.read_text(encoding="utf-8").startswith(lines_before)
     assert main([str(file), "--jobs", "2"]) == 0
     before = {path: path.stat().st_mtime_ns for path in out.glob("*/*")}
     assert main([str(file)]) == 0  # nothing is missing

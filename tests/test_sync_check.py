@@ -3,8 +3,6 @@ with any other."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from test_lora import LORA
@@ -12,14 +10,14 @@ from test_sampling import request, requests_for
 from tiny import tiny_policy
 
 from lagrpo.model.layout import Packed
-from lagrpo.model.model import copy_policy
+from lagrpo.model.model import Policy, copy_policy
 from lagrpo.rollout.local import LocalSampler
-from lagrpo.rollout.sync_check import WeightSyncCheck, WeightSyncError, check_fresh
+from lagrpo.rollout.sync_check import Agreement, WeightSyncCheck, WeightSyncError, check_fresh
 
 either_computation = pytest.mark.usefixtures("either_computation")
 
 
-def checked(policy) -> tuple[LocalSampler, WeightSyncCheck, Any]:
+def checked(policy: Policy) -> tuple[LocalSampler, WeightSyncCheck, Agreement]:
     """A sampler of the policy, a check that has found their grade, and that grade."""
     sampler = LocalSampler(copy_policy(policy), 0, 16, 64)
     check = WeightSyncCheck(
@@ -29,7 +27,7 @@ def checked(policy) -> tuple[LocalSampler, WeightSyncCheck, Any]:
 
 
 @torch.no_grad()
-def update(policy: Any, *names: str) -> None:
+def update(policy: Policy, *names: str) -> None:
     """The next version: other numbers in these weights, or in all."""
     for name in names or policy.weights:
         policy.weights[name].mul_(1.05)
@@ -116,7 +114,7 @@ class Echo:
 
     servers = ("the server",)
 
-    def __init__(self, policy: Any, shift: float = 0.0, tau: float | None = None) -> None:
+    def __init__(self, policy: Policy, shift: float = 0.0, tau: float | None = None) -> None:
         self.policy, self.shift, self.tau, self.version = (
             policy,
             shift,
@@ -129,7 +127,7 @@ class Echo:
         return [group for _, group in sampler.sample(requests, G)]
 
     @torch.no_grad()
-    def scores(self, items):
+    def get_logprobs(self, items):
         packed = Packed.build([(ids, [torch.tensor(tokens)]) for ids, tokens in items])
         logp = (self.policy.model(packed, tau=1.0) + self.shift).tolist()
         return [[[logp.pop(0) for _ in tokens] for _, tokens in items]]

@@ -11,9 +11,8 @@ import pytest
 from ranks import together
 from rich.console import Console
 from running import leftovers, tiny_settings, without_timings
-from test_episodes import TURNS
 from test_resume import cut_to, go_on
-from tiny import save_tiny, tiny_model, tiny_tokenizer
+from tiny import TURNS, save_tiny, tiny_model, tiny_tokenizer
 
 import lagrpo
 from lagrpo.errors import SettingsError

@@ -32,8 +32,8 @@ number = 3
 """
 
 
-def task_settings(name: str, **given: Any) -> Any:
-    return load_settings({"task": {"name": name, **given}}).task
+def task_settings(name: str, **section: Any) -> Any:
+    return load_settings({"task": {"name": name, **section}}).task
 
 
 @pytest.fixture

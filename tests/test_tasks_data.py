@@ -45,8 +45,8 @@ def write(path: Path, rows: list[JsonObject] = ROWS) -> str:
 
 
 def load(data: Path | str, **other: Any) -> RowTask:
-    given = {"data": str(data), "prompt_column": "q", "answer_column": "a", "rewards": ["number"]}
-    task = load_task(task_settings("custom", **given | other), seed=4)
+    base = {"data": str(data), "prompt_column": "q", "answer_column": "a", "rewards": ["number"]}
+    task = load_task(task_settings("custom", **base | other), seed=4)
     assert isinstance(task, RowTask)
     return task
 

@@ -17,8 +17,8 @@ pytestmark = pytest.mark.gym
 
 
 def load(seed: int = 0, name: str = "chain_sum", **options: Any) -> Any:
-    given = {"train_size": 40, "test_size": 10, "max_terms": 3} | options
-    return load_task(task_settings(f"reasoning_gym:{name}", options=given), seed)
+    task_options = {"train_size": 40, "test_size": 10, "max_terms": 3} | options
+    return load_task(task_settings(f"reasoning_gym:{name}", options=task_options), seed)
 
 
 def test_prompts_are_a_function_of_the_seed_and_splits_share_none():
@@ -48,12 +48,12 @@ def test_answers_are_scored_by_the_package_also_in_a_worker_process():
         f"<answer>{right}1</answer>",
         "",
     ]
-    found = [
+    scores = [
         outcome.reward
         for outcome in score(task.reward, [make_group(*texts, answer=answer)], deadline=30.0)
     ]
     assert (
-        found
+        scores
         == [task.reward(text, answer) for text in texts]
         == [1.0, 1.0, len(right) / (len(right) + 1), 0.0]
     )

@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 from running import tiny_settings
-from test_episodes import TURNS
 from test_resume import cut_to, go_on
-from tiny import CHAT, save_tiny, tiny_model, tiny_policy, tiny_tokenizer
+from tiny import CHAT, TURNS, save_tiny, tiny_model, tiny_policy, tiny_tokenizer
 
 from lagrpo.errors import SettingsError
 from lagrpo.model.chat import Chat, Replies

@@ -20,9 +20,11 @@ EXPECTED = {
 def test_bandit_values_to_three_decimals():
     results = curves(1000)
     never, synced = results["never synced"], results["synced every 100"]
-    found = {label: (never[label][-1], synced[label][500], synced[label][-1]) for label in never}
+    values_by_label = {
+        label: (never[label][-1], synced[label][500], synced[label][-1]) for label in never
+    }
     assert {
-        label: tuple(round(J, 3) for J in values) for label, values in found.items()
+        label: tuple(round(J, 3) for J in values) for label, values in values_by_label.items()
     } == EXPECTED
     assert (
         min(synced[label][-1] - synced[label][-100] for label in synced if label != "REINFORCE") > 0

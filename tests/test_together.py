@@ -22,6 +22,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from lagrpo import Callback, cli, train
+from lagrpo.model.model import Policy
 from lagrpo.runs import load_events, load_metrics, load_rollouts
 from lagrpo.training import build
 from lagrpo.training.checkpoint import find_checkpoint
@@ -39,8 +40,10 @@ MEAN_ROUNDING = 1e-5
 size, so a few weights differ by whole steps"""
 
 
-def settings_in(root: Path, model: Path, name: str, /, *more: Sections) -> dict[str, JsonObject]:
-    return merged(tiny_settings(model, root), SMALL, *more, {"run": {"name": name}})
+def settings_in(
+    root: Path, model: Path, name: str, /, *more_sections: Sections
+) -> dict[str, JsonObject]:
+    return merged(tiny_settings(model, root), SMALL, *more_sections, {"run": {"name": name}})
 
 
 @pytest.fixture
@@ -64,7 +67,7 @@ def kinds(model, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def whole(model, kinds, tmp_path_factory):
+def whole_run(model, kinds, tmp_path_factory):
     """An undisturbed run of some ranks, of a kind and a sharding."""
     settings_of = partial(settings_in, tmp_path_factory.mktemp("whole"), model)
 
@@ -139,8 +142,8 @@ def check_same_weights(run: Path, alone: Path) -> None:
         ("asking ahead", "fsdp2", 2),
     ],
 )
-def test_completions_of_two_ranks_equal_those_of_one_process(whole, alone, kind, shard, size):
-    run = whole(kind, shard, size)
+def test_completions_of_two_ranks_equal_those_of_one_process(whole_run, alone, kind, shard, size):
+    run = whole_run(kind, shard, size)
     check_same_run(run, alone(kind))
     configs = [
         json.loads((r / "weights/final/config.json").read_text(encoding="utf-8"))
@@ -235,7 +238,7 @@ def test_torchrun_resumes_after_a_restart_and_has_the_error_of_each_rank(setting
 @pytest.mark.parametrize(
     ("phase", "shard", "after"), [("sampling", "zero1", 2), ("learning", "fsdp2", 4)]
 )
-def test_stopped_run_resumes_bit_for_bit(settings, whole, tmp_path, phase, shard, after):
+def test_stopped_run_resumes_bit_for_bit(settings, whole_run, tmp_path, phase, shard, after):
     """The signal of one rank stops all. After four batches π_ref is neither the initial policy nor
     π."""
     prepare = partial(strike, tmp_path, phase, signal.SIGTERM, 0, after=after)
@@ -248,16 +251,16 @@ def test_stopped_run_resumes_bit_for_bit(settings, whole, tmp_path, phase, shard
     again = only_result(together(2, {}, resume=stopped.run))
     outputs, expected = (
         leaves(again.run, exact=True),
-        leaves(whole("asking ahead", shard, 2), exact=True),
+        leaves(whole_run("asking ahead", shard, 2), exact=True),
     )
     assert [key for key in expected if outputs.get(key) != expected[key]] == []
 
 
 @pytest.mark.parametrize(("shards", "after"), [(("zero1", "fsdp2"), 3), (("fsdp2", "zero1"), 1)])
-def test_run_resumes_with_another_number_of_ranks(whole, alone, tmp_path, shards, after):
+def test_run_resumes_with_another_number_of_ranks(whole_run, alone, tmp_path, shards, after):
     other_sharding, stopped = (
         sharded(shards[1]),
-        cut_to(whole("asking ahead", shards[0], 2), 3, tmp_path),
+        cut_to(whole_run("asking ahead", shards[0], 2), 3, tmp_path),
     )
     run = (
         only_result(together(after, other_sharding, resume=stopped))
@@ -278,7 +281,7 @@ def load_another_model(rank: int) -> tuple[()]:
     if rank == 1:
         load = build.load_policy
 
-        def other(*arguments: Any, **options: Any) -> Any:
+        def other(*arguments: Any, **options: Any) -> Policy:
             policy = load(*arguments, **options)
             with torch.no_grad():
                 next(policy.model.parameters()).add_(1)

@@ -19,6 +19,7 @@ from lagrpo import train
 from lagrpo.errors import SettingsError
 from lagrpo.runs import load_evaluations, load_metrics, load_rollouts
 from lagrpo.training.callbacks import Trackers, check_installed
+from lagrpo.types import JsonObject
 
 if TYPE_CHECKING:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -87,7 +88,7 @@ def test_tensorboard_shows_metrics_evaluations_settings_and_completions_also_of_
 class Call(NamedTuple):
     function: str
     arguments: tuple[Any, ...]
-    options: dict[str, Any]
+    options: JsonObject
 
 
 class Package:

@@ -83,12 +83,12 @@ def make_trainer(policy: Policy, recipe, **changes) -> Trainer:
 def test_the_split_into_micro_batches_cannot_change_the_gradient(name, tokens):
     policy, recipe = tiny_policy(dtype=torch.float64), resolve(name, {"beta": 0.0})
     batch = assembled(recipe, judge_groups(generate_groups(policy)))
-    whole = gradient(policy, recipe, [*micro_batches(batch, 10_000)])
+    expected = gradient(policy, recipe, [*micro_batches(batch, 10_000)])
     rows = micro_batches(batch, tokens)
     # Without several rows and a gradient there would be nothing to compare.
     assert len(rows) > 2
-    assert whole.norm() > 1e-3
-    torch.testing.assert_close(gradient(policy, recipe, rows), whole, rtol=1e-5, atol=1e-7)
+    assert expected.norm() > 1e-3
+    torch.testing.assert_close(gradient(policy, recipe, rows), expected, rtol=1e-5, atol=1e-7)
 
 
 def test_ranks_share_all_rows_evenly():
@@ -198,8 +198,8 @@ def test_groups_without_a_signal_are_computed_only_where_they_have_a_gradient(
     everything = micro_batches(batch, 10_000, whole_groups=True)
     fewer = micro_batches(batch, 10_000, whole_groups=True, skip_zero_advantage=True)
     assert sum(len(m.members) for m in fewer) == 12 < sum(len(m.members) for m in everything)
-    whole, part = gradient(policy, recipe, everything), gradient(policy, recipe, fewer)
-    assert torch.allclose(whole, part, rtol=1e-5, atol=1e-7) == silent
+    all_gradient, part = gradient(policy, recipe, everything), gradient(policy, recipe, fewer)
+    assert torch.allclose(all_gradient, part, rtol=1e-5, atol=1e-7) == silent
 
 
 @either_computation
@@ -243,18 +243,20 @@ def test_v_batches_from_one_alpha_equal_v_mini_batches_of_one_larger_batch():
         recipe = resolve("off_policy_grpo", {"beta": 0.0, "reduction": "token_mean"})
         stepping = make_trainer(policy, recipe)
         sampler = LocalSampler(copy_policy(policy), 0, MAX_TOKENS, 64)
-        wanted = {
+        requests_by_batch = {
             b: [request(10 * b + n, "y" * (n + b), b, policy=policy) for n in range(2)]
             for b in range(1, v + 1)
         }
         parts: dict[int, list[Group]] = {}
         if together:
-            everything = list(sampler.sample([r for b in wanted for r in wanted[b]], 5))
+            everything = list(
+                sampler.sample([r for b in requests_by_batch for r in requests_by_batch[b]], 5)
+            )
             parts = {
                 b: sorted((g for r, g in everything if r.batch == b), key=lambda g: g.prompt.key)
-                for b in wanted
+                for b in requests_by_batch
             }
-        for b, requests in wanted.items():
+        for b, requests in requests_by_batch.items():
             if not together:
                 parts = {
                     b: sorted(

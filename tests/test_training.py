@@ -16,7 +16,7 @@ from test_trainer import assembled, generate_groups, judge_groups
 from tiny import tiny_policy
 
 import lagrpo
-from lagrpo.core.recipes import RECIPES
+from lagrpo.core.rows import RECIPES
 from lagrpo.errors import SettingsError
 from lagrpo.model.model import Policy, copy_policy
 from lagrpo.rollout.local import ContinuousBatch
@@ -118,13 +118,13 @@ def test_stage_ends_with_a_new_reference(run):
 
 
 def test_reset_optimizer_forgets_the_moments_between_stages_and_nothing_else(run):
-    kept, reset = (
+    continued, reset = (
         run(schedule={"batches": 4, "ref_sync_every": 2, "reset_optimizer": r})
         for r in (False, True)
     )
     columns = ["step", "token_ids", "rollout_logprobs"]
     equal = [
-        load_rollouts(kept.run, [b], columns) == load_rollouts(reset.run, [b], columns)
+        load_rollouts(continued.run, [b], columns) == load_rollouts(reset.run, [b], columns)
         for b in (1, 2, 3, 4)
     ]
     assert equal == [
@@ -153,8 +153,8 @@ def test_evaluations_along_the_way_do_not_touch_training(run, settings):
         train(settings(schedule={"batches": 5}, eval={"every": 2})),
     )
     assert load_rollouts(plain.run) == load_rollouts(evaluated.run)
-    found = [(e["name"], e["step"], e["policy_version"]) for e in load_evaluations(evaluated.run)]
-    assert found == [
+    moments = [(e["name"], e["step"], e["policy_version"]) for e in load_evaluations(evaluated.run)]
+    assert moments == [
         ("before", 0, 0),
         ("batch-000002", 2, 2),
         ("batch-000004", 4, 4),
@@ -183,8 +183,8 @@ def test_settings_as_object_mapping_or_file_give_the_same_run(settings, tmp_path
     path = tmp_path / "own.toml"
     path.write_text(to_toml(load_settings(mapping)), encoding="utf-8")
     results = [
-        lagrpo.train(given, task=load())
-        for given in (mapping, Settings.model_validate(mapping), path)
+        lagrpo.train(settings_form, task=load())
+        for settings_form in (mapping, Settings.model_validate(mapping), path)
     ]
     first = results[0]
     assert len({result.run for result in results}) == 3
@@ -388,7 +388,7 @@ def test_error_keeps_what_was_learned_and_says_where(run, tmp_path, owner, name,
     directory = tmp_path / "runs" / name
     assert isinstance(error, FAILURES)  # for the command, which says it without a traceback
     note, *cures, way_on = raised.value.__notes__
-    advice = [cure for cure in cures if "lower optimizer.micro_batch_tokens" in cure]
+    advice = [line for line in cures if "lower optimizer.micro_batch_tokens" in line]
     is_out_of_memory = name in ("step", "accumulate")
     assert cures == advice
     assert len(advice) == (1 if is_out_of_memory else 0)

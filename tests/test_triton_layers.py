@@ -7,7 +7,7 @@ a few numbers to the next bfloat16.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TypedDict
 
 import pytest
 import torch
@@ -23,13 +23,21 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
 
+
+class Tolerance(TypedDict):
+    """Arguments of torch.testing.assert_close."""
+
+    rtol: float
+    atol: float
+
+
 F32, BF16 = torch.float32, torch.bfloat16
 # Sums of up to 2,050 numbers of about 1 in float32; one rounding to 8 binary digits in bfloat16.
-FORWARD: dict[torch.dtype, Any] = {
+FORWARD: dict[torch.dtype, Tolerance] = {
     F32: {"rtol": 2e-6, "atol": 2e-6},
     BF16: {"rtol": 2**-7, "atol": 1e-6},
 }
-BACKWARD: dict[torch.dtype, Any] = {
+BACKWARD: dict[torch.dtype, Tolerance] = {
     F32: {"rtol": 2e-5, "atol": 5e-6},
     BF16: {"rtol": 2**-6, "atol": 1e-3},
 }

@@ -66,10 +66,10 @@ def test_log_probs_and_gradients_are_those_of_transformers_modules(kind, changes
 
 
 def test_gradients_are_the_same_bits_if_activations_are_recomputed():
-    kept, recomputed = (policy_by(TRITON, "qwen3") for _ in range(2))
+    stored, recomputed = (policy_by(TRITON, "qwen3") for _ in range(2))
     recomputed.model.lm.gradient_checkpointing_enable({"use_reentrant": False})
     recomputed.model.lm.train()
-    _, gradients = logp_and_gradients(kept)
+    _, gradients = logp_and_gradients(stored)
     for name, gradient in logp_and_gradients(recomputed)[1].items():
         assert torch.equal(gradient, gradients[name]), name
 
@@ -100,10 +100,10 @@ def test_sampler_records_the_log_probs_of_the_trainer():
 def test_model_is_exact_if_products_and_attention_are(monkeypatch):
     """What a GPU would say of FlashAttention is replaced."""
     monkeypatch.setattr(backends, "takes_varlen", lambda device, dtype, d: True)
-    monkeypatch.setattr(backends, "flash_reads_caches", lambda *given: True)
+    monkeypatch.setattr(backends, "flash_reads_caches", lambda *arguments: True)
     exact = policy_by(replace(TRITON, exact_products=True), "llama")
     assert exact.model.exact
     assert copy_policy(exact).model.exact
     assert not policy_by(TRITON, "llama").model.exact
-    monkeypatch.setattr(backends, "flash_reads_caches", lambda *given: False)
+    monkeypatch.setattr(backends, "flash_reads_caches", lambda *arguments: False)
     assert not policy_by(replace(TRITON, exact_products=True), "llama").model.exact

@@ -197,6 +197,7 @@ def test_sampled_tokens_hold_their_uniform_number_in_the_cdf(vocabulary, tau, dt
     rng = torch.Generator().manual_seed(1)
     uniform = torch.rand(rows, dtype=torch.float64, generator=rng)
     uniform[0] = 0.0
+    # The largest float64 below 1.
     uniform[1] = 1 - 2**-53
     uniform = uniform.to(DEVICE)
     tokens, logp = in_triton.sample_tokens(logits, tau, uniform)
@@ -219,10 +220,11 @@ def test_uniform_numbers_beside_each_edge_sample_the_tokens_beside_it():
     vocabulary = 9
     logits = normal(1, vocabulary, scale=2).expand(2 * (vocabulary - 1), vocabulary).contiguous()
     edges = exact_log_softmax(logits[:1], 1.0).exp().cumsum(-1)[0, :-1]
+    # Farther from an edge than the rounding of sums in float32, nearer than any other edge.
     uniform = torch.cat([edges - 3e-7, edges + 3e-7])
     tokens = in_triton.sample_tokens(logits, 1.0, uniform)[0]
-    left, right = torch.arange(vocabulary - 1), torch.arange(1, vocabulary)
-    assert torch.equal(tokens.cpu(), torch.cat([left, right]))
+    lower, upper = torch.arange(vocabulary - 1), torch.arange(1, vocabulary)
+    assert torch.equal(tokens.cpu(), torch.cat([lower, upper]))
 
 
 @pytest.mark.parametrize("number", [0.0, 1 - 2**-53], ids=["least", "largest"])

@@ -51,7 +51,7 @@ def test_page_holds_the_completions_of_a_real_run(trained):
     starts = arrays["first_token"]
     for c, one in enumerate(rows):
         tokens_of_completion = slice(starts[c], starts[c + 1])
-        assert [r["ids"][place] for place in arrays["token"][tokens_of_completion]] == one[
+        assert [r["ids"][entry] for entry in arrays["token"][tokens_of_completion]] == one[
             "token_ids"
         ]
         assert (
@@ -71,7 +71,7 @@ def test_page_holds_the_completions_of_a_real_run(trained):
         entropy = [round(1000 * h) for h in one["entropy"]] if one["entropy"] else unknown
         assert np.abs(arrays["entropy"][tokens_of_completion] - np.array(entropy)).max() <= 1
         assert arrays["version"][tokens_of_completion].tolist() == one["policy_versions"]
-        tokens = "".join(r["vocabulary"][place] for place in arrays["token"][tokens_of_completion])
+        tokens = "".join(r["vocabulary"][entry] for entry in arrays["token"][tokens_of_completion])
         assert re.sub("<pad>|<eos>|<stop>", "", tokens) == one["completion"]
     assert arrays["group_batch"].tolist() == [1, 1, 2, 2, 3, 3]
     assert arrays["group_first"].tolist() == list(range(0, 25, 4))

@@ -7,27 +7,30 @@ import base64
 import select
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from subprocess import PIPE, Popen
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from ranks import run_on_ranks
-from running import tiny_settings
+from running import Section, tiny_settings
 from safetensors.torch import load_file
 from test_episodes import episode_requests, make_episodes, talking_policy
 from test_lora import LORA
 from test_sampling import requests_for
 from tiny import save_tiny, tiny_policy
-from vllm_servers import FakeServer, Ours, choice, engine_of, update, versions
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from vllm_servers import Answer, FakeServer, Ours, choice, engine_of, update, versions
 
 from lagrpo.errors import SettingsError
 from lagrpo.model import backend
+from lagrpo.model.chat import Chat
 from lagrpo.model.lora import load_adapter_weights
+from lagrpo.model.model import Policy
 from lagrpo.rewards.pool import RewardPool
 from lagrpo.rollout.base import SamplingParams
 from lagrpo.rollout.local import LocalSampler
@@ -41,7 +44,7 @@ from lagrpo.training import build
 from lagrpo.training.checks import check_settings, server_shares_gpu
 from lagrpo.training.run import train
 from lagrpo.training.trainer import Trainer
-from lagrpo.types import JsonObject
+from lagrpo.types import Completion, Group, JsonObject
 
 
 @pytest.fixture(autouse=True)
@@ -57,12 +60,12 @@ def fake() -> Iterator[FakeServer]:
 
 
 @pytest.fixture
-def policy() -> Any:
+def policy() -> Policy:
     return tiny_policy()
 
 
 @pytest.fixture
-def engine(fake: FakeServer, policy: Any) -> Iterator[VllmEngine]:
+def engine(fake: FakeServer, policy: Policy) -> Iterator[VllmEngine]:
     """It has synced version 0."""
     engine = engine_of([Ours(fake)], policy, rows=8)
     engine.sync_weights(policy.weights, 0)
@@ -70,7 +73,7 @@ def engine(fake: FakeServer, policy: Any) -> Iterator[VllmEngine]:
     engine.close()
 
 
-def sampled(engine: Any, policy: Any, count: int = 2, G: int = 2) -> list[Any]:
+def sampled(engine: VllmEngine, policy: Policy, count: int = 2, G: int = 2) -> list[Completion]:
     return [
         c for _, group in engine.sample(requests_for(policy, count), G) for c in group.completions
     ]
@@ -105,14 +108,15 @@ def test_unusable_completion_fails_and_never_has_a_log_prob_of_zero(fake, engine
         ({"end": "error"}, "('error') after 2 tokens"),
     ]
     for changes, reason in cases:
-        fake.answers[GENERATE] = lambda _, own=changes: (
+        fake.answers[GENERATE] = lambda _, parts=changes: (
             200,
-            {"choices": [choice(fake.label, **own)]},
+            {"choices": [choice(fake.label, **parts)]},
         )
-        (found,) = sampled(engine, policy, 1, 1)
-        assert found.outcome.kind == "failed"
-        assert reason in found.outcome.reason
-        assert not (found.logp_alpha == 0).any()
+        (completion,) = sampled(engine, policy, 1, 1)
+        assert completion.outcome is not None
+        assert completion.outcome.kind == "failed"
+        assert reason in completion.outcome.reason
+        assert not (completion.logp_alpha == 0).any()
 
 
 def test_training_asks_for_the_whole_distribution_and_an_evaluation_for_its_own(
@@ -121,8 +125,11 @@ def test_training_asks_for_the_whole_distribution_and_an_evaluation_for_its_own(
     evaluation = SamplingParams("evaluate", tau=0.6, max_tokens=4, top_p=0.95)
     list(engine.sample(requests_for(policy, 1), 2))
     list(engine.sample(requests_for(policy, 1), 2, evaluation))
-    asked = [body["sampling_params"] for body in fake.bodies(GENERATE)]
-    assert [(one["temperature"], one["top_p"]) for one in asked] == [(policy.tau, 1.0), (0.6, 0.95)]
+    requested = [body["sampling_params"] for body in fake.bodies(GENERATE)]
+    assert [(one["temperature"], one["top_p"]) for one in requested] == [
+        (policy.tau, 1.0),
+        (0.6, 0.95),
+    ]
 
 
 def test_weights_of_another_run_end_the_run(fake, engine, policy):
@@ -140,9 +147,9 @@ def test_groups_of_a_dead_server_are_sampled_again_with_the_same_seeds(fake, pol
         engine = engine_of([Ours(fake), Ours(other)], policy, rows=4)
         engine.sync_weights(policy.weights, 7)
         fake.die_at(GENERATE)
-        found = list(engine.sample(requests_for(policy, 8), 2))
-        assert len(found) == len({request.prompt.key for request, _ in found}) == 8
-        assert versions([c for _, group in found for c in group.completions]) == {7}
+        groups = list(engine.sample(requests_for(policy, 8), 2))
+        assert len(groups) == len({request.prompt.key for request, _ in groups}) == 8
+        assert versions([c for _, group in groups for c in group.completions]) == {7}
         assert engine.pop_metrics() == {"recoveries": 1}
         assert loaded(fake) == ["v000007"] * 2
         assert engine.version == 7
@@ -228,9 +235,9 @@ def test_rejected_weights_leave_the_version_before_for_the_checkpoint(fake, engi
     update(policy)
     with pytest.raises(SamplerError, match="other shapes"):
         engine.sync_weights(policy.weights, 1)
-    version, kept = engine.current_weights()
+    version, current = engine.current_weights()
     assert version == 0
-    assert all(torch.equal(kept[name], tensor) for name, tensor in old.items())
+    assert all(torch.equal(current[name], tensor) for name, tensor in old.items())
 
 
 def test_completions_in_flight_continue_after_a_sync(fake, policy):
@@ -238,7 +245,7 @@ def test_completions_in_flight_continue_after_a_sync(fake, policy):
     engine.sync_weights(policy.weights, 0)
     started, ended = threading.Event(), threading.Event()
 
-    def generate(body: Any) -> Any:
+    def generate(body: JsonObject) -> Answer:
         started.set()
         ended.wait(20)
         return fake.plain_answer(GENERATE, body)
@@ -254,10 +261,10 @@ def test_completions_in_flight_continue_after_a_sync(fake, policy):
 
 
 def nccl(
-    monkeypatch: pytest.MonkeyPatch, fakes: list[FakeServer], policy: Any, **calls: Any
-) -> tuple[Any, list[Any]]:
+    monkeypatch: pytest.MonkeyPatch, fakes: list[FakeServer], policy: Policy, **calls: object
+) -> tuple[VllmEngine, list[tuple[object, ...]]]:
     """A transfer by a fake NCCL to some servers, and what was sent."""
-    sent: list[Any] = []
+    sent: list[tuple[object, ...]] = []
     doing = {
         "version": lambda: (2, 27, 3),
         "unique_id": lambda: b"i" * 128,
@@ -281,9 +288,9 @@ def nccl(
 def test_nccl_announces_tensors_in_the_order_of_the_broadcast(monkeypatch, fake):
     with FakeServer() as other:
         engine, sent = nccl(monkeypatch, [fake, other], tiny_policy())
-        own = {"x": torch.ones(2, 3), "y": torch.zeros(4)}
+        tensors = {"x": torch.ones(2, 3), "y": torch.zeros(4)}
         for version in (6, 7):
-            engine.sync_weights(own, version)
+            engine.sync_weights(tensors, version)
         met = [
             body["init_info"]
             for one in (fake, other)
@@ -305,14 +312,14 @@ def test_nccl_announces_tensors_in_the_order_of_the_broadcast(monkeypatch, fake)
         }
         finished = other.bodies("/finish_weight_update")
         assert [body["weight_version"].partition(":")[2] for body in finished] == ["6", "7"]
-        assert torch.equal(engine.current_weights()[1]["x"], own["x"])
+        assert torch.equal(engine.current_weights()[1]["x"], tensors["x"])
         engine.close()
 
 
 def answer_nccl_version(fake: FakeServer, version: str) -> None:
     """Lets the workers of a server have our extension, and this NCCL."""
 
-    def answer(body: Any) -> Any:
+    def answer(body: JsonObject) -> Answer:
         if body["method"] == "get_nccl_version":
             return 200, {"results": [version, version]}
         return 200, {}
@@ -334,10 +341,10 @@ def test_weights_go_through_the_directory_if_versions_of_nccl_differ(
     engine, sent = nccl(monkeypatch, [fake], tiny_policy())
     engine.servers[0].reload_method = "reload_with_head"
     answer_nccl_version(fake, version)
-    own = {"x": torch.ones(2, 3)}
+    tensors = {"x": torch.ones(2, 3)}
     with caplog.at_level("WARNING", logger="lagrpo"):
-        engine.sync_weights(own, 1)
-        engine.sync_weights(own, 2)
+        engine.sync_weights(tensors, 1)
+        engine.sync_weights(tensors, 2)
     assert len(sent) == (2 if meets else 0)
     assert len(fake.bodies("/init_weight_transfer_engine")) == meets
     assert len(caplog.records) == (not meets)
@@ -345,7 +352,7 @@ def test_weights_go_through_the_directory_if_versions_of_nccl_differ(
         reloads = [b for b in fake.bodies("/collective_rpc") if b["method"] == "reload_with_head"]
         assert [Path(b["kwargs"]["weights_path"]).name for b in reloads] == ["v000001", "v000002"]
         assert engine.version == 2
-    assert torch.equal(engine.current_weights()[1]["x"], own["x"])
+    assert torch.equal(engine.current_weights()[1]["x"], tensors["x"])
     engine.close()
 
 
@@ -357,7 +364,9 @@ def test_two_buffers_hold_all_versions_from_a_gpu(monkeypatch, fake, kind):
     buffers: list[int] = []
     copy = weights.HostBuffers.copy
 
-    def copy_and_note(self: Any, tensors: Any) -> Any:
+    def copy_and_note(
+        self: weights.HostBuffers, tensors: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
         copied = copy(self, tensors)
         buffers.append(copied["x"].data_ptr())
         return copied
@@ -436,10 +445,10 @@ def test_server_that_died_asleep_is_awake_with_the_next_weights(fake, engine, po
 def test_server_may_sleep_between_the_last_completion_and_the_update(monkeypatch, tmp_path):
     events: list[str] = []
 
-    def note(owner: Any, name: str, event: str) -> None:
+    def note(owner: type, name: str, event: str) -> None:
         original = getattr(owner, name)
 
-        def noted(*arguments: Any, **options: Any) -> Any:
+        def noted(*arguments: object, **options: object) -> object:
             events.append(event)
             return original(*arguments, **options)
 
@@ -472,12 +481,12 @@ def test_server_sleeps_only_on_the_gpu_of_one_process(
     monkeypatch.setattr(backend, "pick_device", lambda: torch.device("cuda"))
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    own = settings(tmp_path, **{"vllm": {"sleep": True}} | changes)
+    run_settings = settings(tmp_path, **{"vllm": {"sleep": True}} | changes)
     if message is None:
-        check_settings(own)
+        check_settings(run_settings)
     else:
         with pytest.raises(SettingsError, match=message):
-            check_settings(own)
+            check_settings(run_settings)
 
 
 # ---- evaluations ----
@@ -510,23 +519,23 @@ def test_servers_get_their_version_back_after_an_evaluation_that_fails(fake, eng
 # ---- several turns ----
 
 
-def converse(fake: FakeServer, G: int = 2, end: str = "stop", **limits: int) -> Any:
+def converse(fake: FakeServer, G: int = 2, end: str = "stop", **limits: int) -> tuple[Group, Chat]:
     """A group by a server that says "ab" and ends its turn, and the policy. `end` is how later
     turns end."""
     policy = talking_policy(torch.float32)
-    of, count = make_episodes(policy, **limits), iter(range(100))
-    engine = engine_of([Ours(fake)], policy, True, of.sampled)
-    engine.params = replace(engine.params, episodes=of)
+    episodes, count = make_episodes(policy, **limits), iter(range(100))
+    engine = engine_of([Ours(fake)], policy, True, episodes.sampled)
+    engine.params = replace(engine.params, episodes=episodes)
     engine.sync_weights(policy.weights, 4)
 
-    def generate(body: Any) -> Any:
+    def generate(body: JsonObject) -> Answer:
         params, later = body["sampling_params"], next(count) > 0
         tokens = (13, 14, 1)[: params["max_tokens"]]
-        made = [
+        choices = [
             choice(fake.label, g, tokens, (0.0, -0.5, -1.0), end if later else "stop")
             for g in range(params["n"])
         ]
-        return 200, {"choices": made}
+        return 200, {"choices": choices}
 
     fake.answers[GENERATE] = generate
     ((_, group),) = engine.sample(episode_requests(policy, 1), G)
@@ -541,6 +550,7 @@ def test_each_turn_is_a_request_with_everything_so_far(fake):
     assert [body["sampling_params"]["n"] for body in (first, *later)] == [2, 1, 1, 1, 1]
     assert len({body["sampling_params"]["seed"] for body in (first, *later)}) == 5
     for c in group.completions:
+        assert c.outcome is not None
         assert (c.finished, c.outcome.reason, c.turns[::2]) == (
             True,
             "after 3 turns",
@@ -557,6 +567,7 @@ def test_token_limit_holds_over_all_turns_and_an_unusable_turn_fails_the_complet
     assert [body["sampling_params"]["max_tokens"] for body in fake.bodies(GENERATE)] == [8, 5, 2]
     assert (c.length, c.finished) == (8, False)
     (c,) = converse(fake, G=1, end="error")[0].completions
+    assert c.outcome is not None
     assert (c.outcome.kind, c.outcome.reason) == (
         "failed",
         "the server stopped it ('error') after 3 tokens",
@@ -566,7 +577,7 @@ def test_token_limit_holds_over_all_turns_and_an_unusable_turn_fails_the_complet
 # ---- attaching, starting, serving ----
 
 
-def settings(root: Path, **sections: Any) -> Settings:
+def settings(root: Path, **sections: Section) -> Settings:
     model = save_tiny(root / "model", tie_word_embeddings=True)
     return Settings.model_validate(
         tiny_settings(model, root, **{"rollout": {"engine": "vllm"}} | sections)
@@ -574,15 +585,15 @@ def settings(root: Path, **sections: Any) -> Settings:
 
 
 def test_server_for_shorter_sequences_is_rejected_before_a_model_loads(fake, tmp_path):
-    own = settings(tmp_path, vllm={"urls": [fake.url]})
+    run_settings = settings(tmp_path, vllm={"urls": [fake.url]})
     fake.config["parallel_config"] = {"worker_extension_cls": EXTENSION}
-    assert open_servers(own)[0].reload_method == "reload_with_head"
+    assert open_servers(run_settings)[0].reload_method == "reload_with_head"
     fake.answers["/v1/models"] = lambda _: (
         200,
         {"data": [{"id": "m", "root": "m", "max_model_len": 60}]},
     )
     with pytest.raises(SettingsError, match="at most 60 tokens"):
-        open_servers(own)
+        open_servers(run_settings)
 
 
 @pytest.mark.parametrize(
@@ -679,7 +690,7 @@ def test_server_on_the_trainers_gpu_is_ready_before_the_model_loads(
     monkeypatch.setenv(server.PYTHON, str(python))
     monkeypatch.setattr(backend, "pick_device", lambda: torch.device("cuda"))
 
-    def load(*_: Any, **_options: Any) -> Any:
+    def load(*_: object, **_options: object) -> None:
         words = Path(f"{python}.words").read_text(encoding="utf-8").split()
         assert VllmClient(f"http://127.0.0.1:{words[words.index('--port') + 1]}").is_healthy()
         if memory is None:
@@ -714,7 +725,7 @@ def test_server_shares_a_gpu_unless_it_has_others(
     assert server_shares_gpu(settings(tmp_path, vllm=vllm)) == shares
 
 
-def started_by_each_rank(group: Any, directory: Path) -> bool:
+def started_by_each_rank(group: ProcessGroup, directory: Path) -> bool:
     """A server that a rank starts, as the run does, is ready. Raises SamplerError with the server's
     log if not."""
     python = fake_vllm_python(directory, f"python-{group.rank()}")
@@ -760,17 +771,17 @@ def test_server_ends_if_its_parent_process_ends():
 
 
 def test_serve_prints_how_to_attach_and_becomes_the_server(monkeypatch, capsys):
-    became: list[Any] = []
+    became: list[tuple[str, list[str], dict[str, str]]] = []
     monkeypatch.setattr(server.os, "execvpe", lambda *words: became.append(words))
     monkeypatch.setenv(server.PYTHON, sys.executable)
     monkeypatch.setattr(server, "resolve_model", str)
     sizes = {"dtype": "bfloat16", "max_model_len": 99, "max_num_seqs": 8}
     server.serve("smollm2", "127.0.0.1", 8123, "nccl", 8, ("--seed 3",), **sizes)
-    ((python, command, environment),), said = became, capsys.readouterr().out
-    given = (
+    ((python, command, environment),), printed = became, capsys.readouterr().out
+    options = (
         "--model smollm2 --rollout.engine vllm --vllm.urls http://127.0.0.1:8123 "
         "--vllm.weight_transfer nccl"
     )
-    assert f"  lagrpo train … {given} --model.lora_r 8\n" in said
+    assert f"  lagrpo train … {options} --model.lora_r 8\n" in printed
     assert (python, command[0], command[-2:]) == (sys.executable, sys.executable, ["--seed", "3"])
-    assert f"  export {KEY}={environment['VLLM_API_KEY']}\n" in said
+    assert f"  export {KEY}={environment['VLLM_API_KEY']}\n" in printed

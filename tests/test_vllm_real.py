@@ -13,14 +13,13 @@ import torch
 from chaos import merged
 from ranks import together
 from running import tiny_settings, without_timings
-from test_episodes import TURNS
 from test_lora import LORA
 from test_sampling import requests_for
-from tiny import tiny_model, tiny_tokenizer
+from tiny import TURNS, tiny_model, tiny_tokenizer
 from vllm_servers import SIZES, engine_of, kill, policy_of, start, tiny_directory, update, versions
 
 from lagrpo.errors import SettingsError
-from lagrpo.model.model import Packed
+from lagrpo.model.model import Packed, Policy
 from lagrpo.rollout.sync_check import WeightSyncCheck, WeightSyncError
 from lagrpo.rollout.vllm.client import KEY, SamplerError, VllmClient
 from lagrpo.rollout.vllm.server import StartedServer
@@ -28,7 +27,8 @@ from lagrpo.rollout.vllm.weights import DIRECTORY
 from lagrpo.runs import load_evaluations, load_events, load_metrics, load_rollouts
 from lagrpo.training.lifecycle import Training
 from lagrpo.training.run import Result, train
-from lagrpo.types import JsonObject
+from lagrpo.training.step import Step
+from lagrpo.types import Group, JsonObject
 from lagrpo.verify import verify_run
 
 pytestmark = pytest.mark.vllm
@@ -43,9 +43,9 @@ def _transfer_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model that ends about every tenth token, with a chat template for several turns."""
     directory = tmp_path_factory.mktemp("vllm") / "model"
-    made = tiny_model(**SIZES)
-    made.get_output_embeddings().weight.data[1] *= 3
-    made.save_pretrained(directory)
+    saved_model = tiny_model(**SIZES)
+    saved_model.get_output_embeddings().weight.data[1] *= 3
+    saved_model.save_pretrained(directory)
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = TURNS
     tokenizer.save_pretrained(directory)
@@ -81,7 +81,7 @@ def run(
     root: Path,
     server: VllmClient | None = None,
     /,
-    resume: Any = None,
+    resume: Path | str | None = None,
     **sections: Any,
 ) -> Result:
     base = {
@@ -94,7 +94,7 @@ def run(
 # Weight syncs
 
 
-def distance(policy: Any, group: Any) -> float:
+def distance(policy: Policy, group: Group) -> float:
     """The largest difference between the trainer's log-probs and those that came with the
     completions."""
     packed = Packed.build([(group.prompt.token_ids, [c.token_ids for c in group.completions])])
@@ -196,9 +196,15 @@ def test_evaluations_by_the_server_change_no_record_of_training(attached, model,
         "none": {"at_start": False},
         "many": {"every": 1, "sets": sets},
     }
-    made = [
-        run(model, tmp_path / name, attached, schedule={"sync_every": 4, "batches": 5}, eval=given)
-        for name, given in evaluations.items()
+    results = [
+        run(
+            model,
+            tmp_path / name,
+            attached,
+            schedule={"sync_every": 4, "batches": 5},
+            eval=eval_section,
+        )
+        for name, eval_section in evaluations.items()
     ]
     columns = [
         "step",
@@ -210,16 +216,16 @@ def test_evaluations_by_the_server_change_no_record_of_training(attached, model,
         "policy_version",
     ]
     rows = [
-        [{name: row[name] for name in columns} for row in load_rollouts(one.run)] for one in made
+        [{name: row[name] for name in columns} for row in load_rollouts(one.run)] for one in results
     ]
     assert rows[0] == rows[1]
     names = ("policy_version", "weight_sync/performed", "staleness/max", "reward")
     lines = [
         [[line[n] for n in names] for line in without_timings(load_metrics(one.run))]
-        for one in made
+        for one in results
     ]
     assert lines[0] == lines[1]
-    assert {one["policy_version"] for one in load_evaluations(made[1].run)} == {0, 1, 2, 3, 4, 5}
+    assert {one["policy_version"] for one in load_evaluations(results[1].run)} == {0, 1, 2, 3, 4, 5}
 
 
 @pytest.mark.long
@@ -232,9 +238,9 @@ def test_ranks_learn_from_what_a_server_samples(tmp_path):
         schedule={"sync_every": 2, "num_iterations": 2, "batches": 6, "prompts_per_batch": 3},
         loss={"recipe": "grpo", "beta": 0.05},
     )
-    found = together(2, settings)
-    assert all(isinstance(one, Result) for one in found), "\n\n".join(map(str, found))
-    metrics = load_metrics(found[0].run)
+    results = together(2, settings)
+    assert all(isinstance(one, Result) for one in results), "\n\n".join(map(str, results))
+    metrics = load_metrics(results[0].run)
     assert [m["staleness/max"] for m in metrics] == [0, 0, 2, 0, 2, 0]
     assert all(
         m["weight_sync/logp_difference"] < 1e-3 for m in metrics if m["weight_sync/performed"]
@@ -304,11 +310,11 @@ def test_server_that_cannot_start_shows_its_log(model, tmp_path):
 def test_run_keeps_what_it_has_when_an_attached_server_dies_and_resumes_with_another(
     model, tmp_path, monkeypatch
 ):
-    original, recorded, root = Training.record, list[Any](), tmp_path / "servers"
+    original, recorded, root = Training.record, list[Step](), tmp_path / "servers"
     root.mkdir()
     servers = [start(model, root / f"{n}.log") for n in range(2)]
 
-    def record(self: Any, step: Any) -> None:
+    def record(self: Training, step: Step) -> None:
         original(self, step)
         recorded.append(step)
         if len(recorded) == 2:

@@ -166,11 +166,11 @@ def compare_logprobs_after_updates(group: ProcessGroup) -> list[Comparison]:
         fresh.weights.load(policy.weights, policy.version)
         copy.load(policy.weights, policy.version)
         with torch.no_grad():
-            of_fresh_policy = [fresh.logp(row.packed) for row in rows]
+            fresh_logps = [fresh.logp(row.packed) for row in rows]
             by_copy = [copy.logp(row.packed) for row in rows]
         comparison = Comparison(
             differs_from_before=not all(map(torch.equal, after, before)),
-            equals_fresh_policy=all(map(torch.equal, after, of_fresh_policy)),
+            equals_fresh_policy=all(map(torch.equal, after, fresh_logps)),
             equals_copy=all(map(torch.equal, after, by_copy)),
         )
         comparisons.append(comparison)

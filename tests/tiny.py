@@ -17,6 +17,11 @@ if TYPE_CHECKING:
     from lagrpo.model.model import Policy
 
 CHAT = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
+TURNS = (
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}"
+    "{% if m['role'] == 'assistant' %}<eos>{% endif %}{{ '\\n' }}{% endfor %}assistant: "
+)
+"""A chat template for several turns, each of which ends with <eos>."""
 BACKEND: Choice = "auto"
 """What computes tiny policies; the fixture either_computation sets it."""
 
@@ -118,5 +123,5 @@ def computed_by(policy: Policy, backend: Choice) -> Policy:
     from lagrpo.model.backend import choose_backend
     from lagrpo.model.model import Model
 
-    chosen = choose_backend(backend, policy.device, policy.dtype)
-    return replace(policy, model=Model(policy.model.lm, chosen))
+    new_backend = choose_backend(backend, policy.device, policy.dtype)
+    return replace(policy, model=Model(policy.model.lm, new_backend))

@@ -46,8 +46,8 @@ def main() -> None:
                 for version, python in pythons.items()
                 if python is not None
             ]
-        for each in tried:
-            each.result()
+        for future in tried:
+            future.result()
 
 
 def find_python(version: str) -> str | None:

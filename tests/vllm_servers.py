@@ -35,7 +35,7 @@ SIZES: JsonObject = {
     "num_key_value_heads": 1,
     "max_position_embeddings": 1024,
 }
-Answer = tuple[int, Any] | None
+Answer = tuple[int, object] | None
 
 
 class FakeServer:
@@ -69,7 +69,7 @@ class FakeServer:
 
             do_GET = do_POST = reply
 
-            def log_message(self, format: str, *args: Any) -> None: ...
+            def log_message(self, format: str, *args: object) -> None: ...
 
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.http.daemon_threads = True
@@ -123,7 +123,7 @@ class FakeServer:
     def die_at(self, path: str) -> None:
         """Die at the next call of a path."""
 
-        def die(_: Any) -> None:
+        def die(_: object) -> None:
             if self.answers.pop(path, None):  # once, if two call it
                 self.is_dead = True
 
@@ -145,13 +145,13 @@ def choice(
         {"token_id": token, "logprob": p} for token, p in zip(tokens, logprobs, strict=False)
     ]
     spans = [{"version": label, "start": 0, "end": len(tokens)}]
-    made = {
+    fields = {
         "index": index,
         "token_ids": list(tokens),
         "logprobs": {"content": content},
         "weight_versions": spans,
     }
-    return made | {"finish_reason": end}
+    return fields | {"finish_reason": end}
 
 
 class Ours(VllmClient):

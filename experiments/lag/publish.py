@@ -23,6 +23,7 @@ from .records import Record, RunKey
 from .report import (
     Cell,
     Cells,
+    Column,
     find_cells,
     leaders,
     markdown_table,
@@ -35,9 +36,11 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "off-policy.md"
 FIGURE = ROOT / "docs" / "images" / "lag.png"
 PACKAGE_TABLE = Path(lagrpo.core.__file__).parent / FILE
-BLOCKS = ("table", "verdicts", "agreement", "variants")
+BLOCKS = ("table", "verdicts", "schedules", "agreement", "variants")
 """Parts of the page that are written here, each between two marks."""
 LAGS = (16, 64, 256)
+SCHEDULES_LAG = 64
+"""the largest age of the schedules that are compared"""
 MAY_DIFFER = {"beta"}
 """Overrides that leave a method its recipe: runs of the benchmark have no KL term."""
 
@@ -111,6 +114,7 @@ def page_blocks(records: Records, methods: Mapping[str, Method]) -> dict[str, st
     return {
         "table": page_table(cells, methods),
         "verdicts": verdicts_table(cells, labels, LAGS),
+        "schedules": schedules_table(records, methods),
         "agreement": agreement_table(records, LAGS),
         "variants": variants_table(records),
     }
@@ -130,38 +134,70 @@ def with_blocks(page: str, blocks: Mapping[str, str]) -> str:
 def page_table(cells: Mapping[str, Cells], methods: Mapping[str, Method]) -> str:
     """A row per method.
 
-    Area kept, learning rates at which every seed lives, needs, programs that ship it, source.
+    Area kept, learning rates at which every seed lives, area kept at one rate, needs, programs that
+    ship it, source.
     """
-    bold = {
-        (task, lag): leaders(cells[task], ("constant", lag))
-        for task in TASKS
-        for lag in LAGS
-        if any(column == ("constant", lag) for _, column in cells[task])
-    }
     head = ["loss"]
     head += [f"{task} {lag}" for task in TASKS for lag in LAGS]
-    head += ["learning rates", "needs", "shipped by", "source"]
+    head += ["learning rates", "at one rate", "needs", "shipped by", "source"]
     rows = [head]
-    ranked = []
-    for method in methods.values():
-        rank = largest_common_lag(cells, method)
-        if rank is not None:
-            ranked.append((rank, method))
-    # By the largest lag first, so that losses without runs there come last.
-    ranked.sort(key=lambda pair: pair[0], reverse=True)
-    for (largest_lag, _), method in ranked:
+    for method, largest_lag in ranked(cells, methods):
         row = [method_label(method)]
-        for task in TASKS:
-            for lag in LAGS:
-                cell = cells[task].get((method.name, ("constant", lag)))
-                is_best = method.name in bold.get((task, lag), ())
-                row.append("–" if cell is None else area_text(cell, is_best=is_best))
+        row += [cell_text(cells[task], method, ("constant", lag)) for task in TASKS for lag in LAGS]
         row.append(living_rates_text(cells, method, largest_lag))
+        row.append(one_rate_text(cells, method, largest_lag))
         row.append(", ".join(needs_of(method.recipe)) or "–")
         row.append(method.shipped_by or "–")
         row.append(method.recipe.source.partition("arXiv ")[2][: len("2505.22257")] or "–")
         rows.append(row)
     return markdown_table(rows)
+
+
+def schedules_table(records: Records, methods: Mapping[str, Method]) -> str:
+    """A row per method: area kept with other schedules of the same largest age.
+
+    The last column of a task has equal advantages and reductions, at constant lag.
+    """
+    published = {task: find_cells(records, "published", task) for task in TASKS}
+    equal = {task: find_cells(records, "equal", task) for task in TASKS}
+    head = ["loss"]
+    for task in TASKS:
+        head += [f"{task} constant", "sawtooth", "mixed", "equal"]
+    rows = [head]
+    constant = ("constant", SCHEDULES_LAG)
+    for method, _ in ranked(published, methods):
+        row = [method_label(method)]
+        for task in TASKS:
+            row += [
+                cell_text(published[task], method, constant),
+                cell_text(published[task], method, ("sawtooth", SCHEDULES_LAG)),
+                cell_text(published[task], method, ("mixed", SCHEDULES_LAG)),
+                cell_text(equal[task], method, constant),
+            ]
+        rows.append(row)
+    return markdown_table(rows)
+
+
+def ranked(cells: Mapping[str, Cells], methods: Mapping[str, Method]) -> list[tuple[Method, int]]:
+    """The methods, best first, each with its largest lag that was run on both tasks.
+
+    Methods with runs at the largest lag come first, then by the area kept on the worse task.
+    """
+    ranks = []
+    for method in methods.values():
+        rank = largest_common_lag(cells, method)
+        if rank is not None:
+            ranks.append((rank, method))
+    ranks.sort(key=lambda pair: pair[0], reverse=True)
+    return [(method, lag) for (lag, _), method in ranks]
+
+
+def cell_text(cells: Cells, method: Method, column: Column) -> str:
+    """The area kept by a method, or a dash."""
+    cell = cells.get((method.name, column))
+    if cell is None:
+        return "–"
+    return area_text(cell, is_best=method.name in leaders(cells, column))
 
 
 def largest_common_lag(cells: Mapping[str, Cells], method: Method) -> tuple[int, float] | None:
@@ -215,3 +251,22 @@ def living_rates_text(cells: Mapping[str, Cells], method: Method, lag: int) -> s
     highest = rate_name(max(living))
     rates = lowest if lowest == highest else f"{lowest} to {highest}"
     return f"{rates} (lag {lag})"
+
+
+def one_rate_text(cells: Mapping[str, Cells], method: Method, lag: int) -> str:
+    """The area kept on each task at the same learning rate.
+
+    It is the rate with the largest area on the worse task, among those at which every seed lives
+    on both.
+    """
+    by_task = [cells[task][method.name, ("constant", lag)] for task in TASKS]
+    living = set.intersection(*(set(cell.living_rates) for cell in by_task))
+    if not living:
+        return "–"
+
+    def kept(rate: float) -> list[float]:
+        return [fmean(cell.kept(rate).values()) for cell in by_task]
+
+    best_rate = max(sorted(living), key=lambda rate: min(kept(rate)))
+    areas = " and ".join(f"{100 * area:.0f}" for area in kept(best_rate))
+    return f"{areas} at {rate_name(best_rate)}"

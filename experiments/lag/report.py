@@ -38,7 +38,15 @@ MARGIN = 0.02
 leader
 """
 BASELINE = "grpo"
-FIGURE_METHODS = ("stale_reinforce", "grpo", "positive_only", "topr", "dppo_tv", "m2po")
+FIGURE_METHODS = {
+    "stale_reinforce": "stale_reinforce",
+    "grpo": "grpo",
+    "positive_only": "positive_only",
+    "topr": "topr",
+    "rec_wide": "rec_one_side_nois_wide",
+    "cispo": "cispo",
+}
+"""method -> recipe, as users call it"""
 TITLES: dict[Table, str] = {
     "published": "As published: each method with its own advantage and reduction",
     "equal": "Equal: the same advantage and reduction, no clip of the gradient's norm",
@@ -382,8 +390,8 @@ def draw_area(panels: Mapping[str, Cells]):
     for axes, (task, cells) in zip(axes_of_task, panels.items(), strict=True):
         plain(axes, task, "constant lag (updates)", "area kept (%)")
         lags = sorted({lag for _, (kind, lag) in cells if kind == "constant"})
-        for method, color, style, marker in zip(
-            FIGURE_METHODS, colors, styles, markers, strict=True
+        for (method, recipe), color, style, marker in zip(
+            FIGURE_METHODS.items(), colors, styles, markers, strict=True
         ):
             measured_lags = [lag for lag in lags if (method, ("constant", lag)) in cells]
             areas = [
@@ -391,7 +399,7 @@ def draw_area(panels: Mapping[str, Cells]):
             ]
             # Lags have equal distances on the axis.
             positions = [lags.index(lag) for lag in measured_lags]
-            axes.plot(positions, areas, color=color, linestyle=style, marker=marker, label=method)
+            axes.plot(positions, areas, color=color, linestyle=style, marker=marker, label=recipe)
         axes.set_xticks(range(len(lags)), [str(lag) for lag in lags])
         axes.axhline(0, color=INK, linewidth=0.8)
     lines, names = axes_of_task[0].get_legend_handles_labels()

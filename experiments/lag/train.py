@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -92,11 +93,16 @@ def train(
     schedule: Schedule,
     runs: Sequence[Run],
     updates: int,
+    *,
+    compiled: bool = False,
 ) -> list[Outcome]:
-    """Train each run from the weights `start` [1, D]."""
+    """Train each run from the weights `start` [1, D].
+
+    `compiled` is for long benchmarks, see StackedLlama.compile.
+    """
     began = time.process_time()
     S = len(runs)
-    model = StackedLlama(architecture, task.prompt_length, task.completion_length)
+    model = _model(architecture, task.prompt_length, task.completion_length, compiled=compiled)
     sampler = Sampler(task, architecture, model, [run.seed for run in runs])
     weights = start.repeat(S, 1)
     optimizer = Adam(weights, [run.learning_rate for run in runs], method.max_grad_norm)
@@ -138,6 +144,17 @@ def train(
         Outcome(run, curves[:, s].tolist(), diagnostics.of_run(s), seconds, weights[s])
         for s, run in enumerate(runs)
     ]
+
+
+@cache
+def _model(
+    architecture: Architecture, prompt_length: int, completion_length: int, *, compiled: bool
+) -> StackedLlama:
+    """One model for all passes of a task, so that it is compiled once."""
+    model = StackedLlama(architecture, prompt_length, completion_length)
+    if compiled:
+        model.compile()
+    return model
 
 
 def _mean_of_parts(values: Tensor) -> Tensor:

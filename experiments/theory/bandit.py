@@ -16,7 +16,6 @@ The tables: `python experiments/bandit.py`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,7 +41,9 @@ STARTS = {
 }
 """alpha and the first pi."""
 
-METHODS: dict[str, tuple[str, Mapping[str, Any]]] = {
+# Label -> recipe, and the knobs that differ from its defaults. The variance of alpha's rewards is
+# never 0 here, so GRPO needs no eps_std.
+METHODS: dict[str, tuple[str, Mapping[str, object]]] = {
     "REINFORCE": ("reinforce", {}),
     "one-side NoIS .2": ("rec_one_side_nois", {}),
     "one-side NoIS (.6, 2)": ("rec_one_side_nois_wide", {}),
@@ -88,6 +89,7 @@ def run(
     syncs = list(syncs) * (count // len(syncs))
     alpha = torch.stack(list(alphas) * (count // len(alphas)))  # [bandits, arms]
     logits = torch.stack(list(starts) * (count // len(starts))).log()  # [bandits, arms]
+    # Every arm of every bandit is a completion of one token: T = C = bandits * arms.
     completion_T = torch.arange(alpha.numel())
     path = [logits]
     # Log-probs and advantages depend on alpha alone, so they are computed again only after a sync.
@@ -101,11 +103,15 @@ def run(
         if is_synced:
             log_alpha, advantage_T = _constants(recipe, alpha)
         logits = logits.detach().requires_grad_()
+        # [bandits, arms] -> [T]
         logp_T = torch.log_softmax(logits, dim=1).flatten()
         terms = LossInputs(logp_T, log_alpha, None, None, completion_T, advantage_T)
+        # Weighted by alpha, the sum over the arms of a bandit is the exact expectation over samples
+        # of its alpha. The sum over bandits leaves their gradients apart.
         (gradient,) = torch.autograd.grad((alpha.flatten() * recipe.value(terms)).sum(), logits)
         logits = logits.detach() + lr * gradient
         path.append(logits)
+    # [steps + 1, bandits, arms] -> J [bandits, steps + 1]
     return (torch.softmax(torch.stack(path), dim=-1) * REWARD).sum(dim=-1).T.tolist()
 
 

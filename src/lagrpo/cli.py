@@ -40,7 +40,7 @@ from lagrpo.interrupts import find_interruption, interruptible
 from lagrpo.logs import redact
 from lagrpo.settings.command_line import CommandParser, help_text, read_words, spell_out
 from lagrpo.settings.load import flatten, load_settings
-from lagrpo.settings.schema import Settings
+from lagrpo.settings.schema import EVALUATION_DEFAULTS, Settings
 
 HELP = {"-h", "--help"}
 
@@ -271,12 +271,7 @@ def read_eval_words(words: Sequence[str]) -> tuple[Eval, dict[str, Any]]:
 
 def evaluate(words: list[str]) -> None:
     """Evaluates a model, by default on all test prompts."""
-    base: dict[str, Any] = {
-        "run.output_dir": "evaluations",
-        "eval.num_prompts": 0,
-        # Not used: eval.num_samples counts. The default, 16, could exceed max_num_seqs.
-        "rollout.num_generations": 1,
-    }
+    base: dict[str, Any] = dict(EVALUATION_DEFAULTS)
     if asks_for_help(words):
         print(help_text(Eval, load_settings(base), EVALUATED, UNUSED))
         return
@@ -313,7 +308,7 @@ def settings_of_run(weights: str) -> dict[str, Any]:
 
 def study(words: list[str]) -> None:
     """Makes the missing runs of a study, writes its report, and exits with the status."""
-    from lagrpo.study.__main__ import main
+    from lagrpo.study.command import main
 
     sys.exit(main(words))
 

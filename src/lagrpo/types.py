@@ -247,7 +247,8 @@ class Result:
     """The result of `lagrpo.train`."""
 
     run: Path
-    """the run's directory"""
+    """the run's directory; after a dry run the directory that a run would be written to, or in
+    which it would get one with a name of its own"""
     before: dict[str, Any] | None
     """summary of the first evaluation set before training, such as before["pass@1"] (0 to 1), with
     before["pass@1_low"] and before["pass@1_high"]"""

@@ -105,7 +105,8 @@ def make_inputs() -> dict[str, list[float]]:
 def main() -> None:
     from lagrpo.core.advantages import zero_variance
     from lagrpo.core.losses import LossInputs
-    from lagrpo.core.recipes import RECIPES, resolve
+    from lagrpo.core.recipes import resolve
+    from lagrpo.core.rows import RECIPES
 
     columns = make_inputs()
     lengths_C = torch.tensor(LENGTHS)
@@ -119,8 +120,13 @@ def main() -> None:
         is_flat = []
         for group in (0, 1):
             members = group_C == group
-            given = rewards_C[members], lengths_C[members], MAX_LENGTH, uniform_C[members]
-            advantages.append(recipe.advantages(*given))
+            advantage_arguments = (
+                rewards_C[members],
+                lengths_C[members],
+                MAX_LENGTH,
+                uniform_C[members],
+            )
+            advantages.append(recipe.advantages(*advantage_arguments))
             is_flat.append(zero_variance(rewards_C[members]).expand(int(members.sum())))
         weight_C = recipe.weights(lengths_C, torch.cat(is_flat), MAX_LENGTH).double()
         token_tensors = {

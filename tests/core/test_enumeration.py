@@ -17,18 +17,22 @@ from torch.testing import assert_close
 from lagrpo.core.inputs import LossInputs
 from lagrpo.core.kl import k1, k2, k3
 from lagrpo.core.losses import opmd_kimi, opmd_pairwise
-from lagrpo.core.recipes import RECIPES, resolve
+from lagrpo.core.recipes import resolve
+from lagrpo.core.rows import RECIPES
 
 
 def double(*values: float) -> Tensor:
     return tensor(values, dtype=torch.float64)
 
 
+# b, then the rows of U. From alpha to pi the ratios of tokens go from .25 to 2.4, of completions
+# from .13 to 3.1: most clips and masks below have tokens on both sides.
 ALPHA = double(0.4, -0.2, 0.1, 0.5, -0.6, 0.0, -0.3, 0.2, 0.6, 0.1, 0.7, -0.4)
 PI = ALPHA + double(0.3, -0.4, 0.5, -0.2, 0.6, 0.1, 0.4, -0.5, 0.2, -0.3, 0.1, 0.6)
 PI_REF = ALPHA + double(-0.2, 0.1, 0.2, 0.3, -0.1, -0.4, 0.2, 0.3, -0.1, 0.1, -0.2, 0.2)
 PI_K = (ALPHA + PI) / 2
 REWARD = double(0.0, 0.2, 1.0, 0.5, 0.0, 0.9, 0.3, 1.0, 0.1)
+# Completion 3 * first + second; its two tokens stand side by side.
 COMPLETION_T = torch.arange(9).repeat_interleave(2)
 
 
@@ -38,6 +42,7 @@ def token_logp(theta: Tensor) -> Tensor:
     U = theta[3:].view(3, 3)
     first = torch.log_softmax(b, dim=0)
     second = torch.log_softmax(b + U, dim=1)
+    # [3, 3, 2]: first token, second token, position
     return torch.stack([first[:, None].expand(3, 3), second], dim=-1).reshape(18)
 
 
@@ -99,8 +104,10 @@ def cosine(gradient_12: Tensor, exact: Tensor) -> float:
     return float(gradient_12 @ exact / gradient_12.norm() / exact.norm())
 
 
-TIMES_GRAD_J = {  # the first: the sequence ratio stands at each of two tokens
+TIMES_GRAD_J = {
+    # The ratio of the completion stands at each of its two tokens.
     "unclipped": 2.0,
+    # The derivative of its square is 2 * its strength of 1e-3 at pi = alpha.
     "oapl": 2e-3,
 }
 OTHERWISE = {
@@ -126,6 +133,8 @@ def test_off_policy_the_sequence_ratio_is_unbiased_and_nothing_else_is():
         surrogate("unclipped", advantage)(PI) / 2, (mean_reward(PI) - mean_reward(ALPHA)) / SIGMA
     )
     assert_close(gradient(surrogate("unclipped", advantage), PI) / 2, exact)
+    # Relative errors and cosines to four decimals, as this enumeration gives them: a change of a
+    # formula shows in them.
     biased = {
         "token ratio": (
             gradient(surrogate("unclipped", advantage, ratio="token"), PI),
@@ -172,10 +181,10 @@ def of_m2po(tau: float) -> Tensor:
     the paper."""
     squares = RHO.log().square()
     outward = (A_T > 0) == (RHO > 1)
-    kept = torch.ones(18, dtype=torch.bool)
-    while float(squares[outward & kept].mean()) > tau:
-        kept[torch.where(outward & kept, squares, -1.0).argmax()] = False
-    return RHO * kept
+    remaining = torch.ones(18, dtype=torch.bool)
+    while float(squares[outward & remaining].mean()) > tau:
+        remaining[torch.where(outward & remaining, squares, -1.0).argmax()] = False
+    return RHO * remaining
 
 
 UP = A_T > 0
@@ -187,9 +196,11 @@ COEFFICIENTS = {  # of A grad log pi at each token, for pi_k = alpha
     "prime_rl": RHO * ~((UP & (CHANGE > 0.2)) | (DOWN & (-CHANGE > 0.2))) - 2e-3 * RHO.log() / A_T,
     "rollout_is": RHO * ((RHO - 1).abs() <= 0.2),
     "decoupled_ppo": RHO * ~((UP & (RHO > 1.2)) | (DOWN & (RHO < 0.8))),
+    # The range is a power of its ends: the staleness of every token is 3.
     "a3po": RHO * ~((UP & (RHO > 1.2**3)) | (DOWN & (RHO < 0.8**3))),
     "m2po": of_m2po(0.04),
     "sapo": RHO * soft(torch.where(UP, 1.0, 1.05)),
+    # s^k e^(l (1 - s)) with k, l = 2, 3 where A > 0 and 3, 2 where A < 0.
     "vespo": torch.where(UP, S**2 * (3 - 3 * S).exp(), S**3 * (2 - 2 * S).exp()),
     "seq_tis": S.clamp(max=8.0),
     "opsm": RHO * ~((UP & (RHO > 1.2)) | (DOWN & (RHO < 0.8))) * ~(DOWN & (S.log() / 2 < 0.0)),
@@ -198,6 +209,7 @@ COEFFICIENTS = {  # of A grad log pi at each token, for pi_k = alpha
     "topr_token": torch.where(UP, 1.0, RHO.clamp(max=1.0)),
     "asymmetric_cap": torch.where(UP, RHO, RHO.clamp(max=1.0)),
     "grpo_finished": RHO * ~((UP & (RHO > 1.2)) | (DOWN & (RHO < 0.8))),
+    # The entropies are 0 to 17, so their quantile of .8 is .8 * 17.
     "grpo_top_entropy": RHO
     * ~((UP & (RHO > 1.2)) | (DOWN & (RHO < 0.8)))
     * (torch.arange(18) >= 0.8 * 17),
@@ -252,6 +264,7 @@ def test_m2po_released_clips_to_the_range_of_the_step_by_enumeration():
     coefficient_T = RHO * ~((UP & (high < RHO)) | (DOWN & (low > RHO)))
     factor_T = p(ALPHA)[COMPLETION_T] * coefficient_T * A_T
     assert_close(computed, gradient(lambda theta: (factor_T * token_logp(theta)).sum(), PI))
+    # Else nothing was clipped, and the plain surrogate would pass, too.
     assert not bool((coefficient_T == RHO).all())
 
 
@@ -400,12 +413,14 @@ def test_asymre_gradient_is_zero_at_its_fixed_point():
     strength."""
     strength = 0.6
     w = p(ALPHA) * (CENTERED + strength)
+    # Where w is negative the fixed point is on the boundary, which logits do not reach.
     assert bool((w > 0).all())
     target = (w / strength).view(3, 3)
     b = target.sum(dim=1).log()
     theta = torch.cat([b, (target.log() - b[None, :]).reshape(9)])
     objective = surrogate("asymre", CENTERED, strength=strength)
     assert float(gradient(objective, theta).abs().max()) < 1e-12
+    # Elsewhere the gradient is far from 0.
     assert float(gradient(objective, ALPHA).abs().max()) > 0.05
 
 

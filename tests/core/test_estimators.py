@@ -72,6 +72,7 @@ def covered(intervals: list[tuple[float, float]], truth: float) -> float:
 def test_interval_of_pass_at_1_covers_at_20_prompts_of_16_samples(mean, at_least, bootstrap):
     """1,000 evaluations; the bootstrap covers at most the last number."""
     torch.manual_seed(0)
+    # 1.5 is small: most prompts are nearly always solved, or nearly never.
     hardness = torch.distributions.Beta(
         tensor(1.5 * mean).double(), tensor(1.5 * (1 - mean)).double()
     )
@@ -95,6 +96,8 @@ def test_interval_of_a_paired_change_covers_and_is_narrower_than_two():
     correlated .8."""
     torch.manual_seed(1)
     latent, other = torch.randn(2, 1_000, 50, dtype=torch.float64)
+    # .8^2 + .6^2 = 1: the second log-odds have the same spread, and a correlation of .8 with the
+    # first.
     odds = torch.stack([-2 + 2 * latent, -1.5 + 2 * (0.8 * latent + 0.6 * other)])
     z = torch.randn(1_000_000, dtype=torch.float64)
     truth = float(((-1.5 + 2 * z).sigmoid() - (-2 + 2 * z).sigmoid()).mean())

@@ -72,7 +72,7 @@ def test_finished_only_drops_completions_that_were_cut_at_their_limit():
 
 
 @pytest.mark.parametrize(
-    ("share", "kept"),
+    ("share", "kept_tokens"),
     [
         (0.2, [3, 5]),  # the quantile .8 of six is the fifth: .9
         (0.3, [3, 5]),  # .7, between .5 and .9
@@ -81,11 +81,11 @@ def test_finished_only_drops_completions_that_were_cut_at_their_limit():
         (0.0, [5]),  # the quantile 1 is the largest, which is kept
     ],
 )
-def test_top_entropy_keeps_the_share_with_the_highest_entropy(share, kept):
+def test_top_entropy_keeps_the_share_with_the_highest_entropy(share, kept_tokens):
     entropy = tensor([0.1, 0.2, 0.5, 0.9, 0.3, 1.4], dtype=torch.float64)
     recipe = resolve("grpo_top_entropy", {"share": share})
     x = with_statistics(recipe, at_ratios([1.0] * 6, entropy=entropy))
-    assert recipe.kept(x).nonzero().flatten().tolist() == kept
+    assert recipe.kept(x).nonzero().flatten().tolist() == kept_tokens
 
 
 @pytest.mark.parametrize("share", [0.2, 0.37, 0.8])
@@ -117,7 +117,7 @@ def test_m2po_drops_the_largest_outward_tokens_until_their_mean_is_small():
 
 
 @pytest.mark.parametrize(
-    ("tau", "kept"),
+    ("tau", "expected"),
     [
         (0.126, [1, 1, 1, 1, 1, 1]),
         (0.124, [1, 1, 1, 0, 1, 1]),  # (.01 + .04 + .09) / 3 = .0467
@@ -126,10 +126,10 @@ def test_m2po_drops_the_largest_outward_tokens_until_their_mean_is_small():
         (0.009, [0, 0, 0, 0, 1, 1]),
     ],
 )
-def test_m2po_keeps_tokens_that_are_not_outward_whatever_tau(tau, kept):
+def test_m2po_keeps_tokens_that_are_not_outward_whatever_tau(tau, expected):
     recipe = resolve("m2po", {"tau": tau})
     x = with_statistics(recipe, at_ratios([exp(d) for d in LOG_RATIOS], A))
-    assert recipe.kept(x).tolist() == kept
+    assert recipe.kept(x).tolist() == expected
 
 
 def test_m2po_without_outward_tokens_drops_nothing():
@@ -222,6 +222,7 @@ def test_statistics_of_a_step_are_those_of_all_its_micro_batches_together(name, 
     recipe = resolve(name, knobs)
     _, one = random_inputs(5, seed=1)
     _, other = random_inputs(7, seed=2)
+    # Three times the log-ratios and entropies, so that the two parts have different statistics.
     farther = 3 * other.logp - 2 * other.rollout_logp
     other = replace(other, logp=farther, entropy=3 * other.entropy)
     parts = [without_gradient(one), without_gradient(other)]

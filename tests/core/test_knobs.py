@@ -11,7 +11,8 @@ from torch.testing import assert_close
 from lagrpo.core.choices import CHOICES
 from lagrpo.core.losses import clipped
 from lagrpo.core.pieces import piece
-from lagrpo.core.recipes import RECIPES, resolve
+from lagrpo.core.recipes import resolve
+from lagrpo.core.rows import RECIPES
 
 # Paths
 

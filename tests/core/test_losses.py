@@ -1,7 +1,7 @@
 """Surrogates and regularizers, by numbers worked by hand and by their gradients."""
 
 from math import exp, inf, log
-from typing import Any
+from typing import Any, TypedDict
 
 import pytest
 import torch
@@ -30,10 +30,18 @@ from lagrpo.core.ratios import length_normalized, sequence, token
 from lagrpo.core.recipes import resolve
 from lagrpo.core.weights import importance
 
+
+class Epsilons(TypedDict):
+    """The ends of a clip range."""
+
+    epsilon_low: float
+    epsilon_high: float
+
+
 # asymmetric on purpose
 LOW = 0.2
 HIGH = 0.3
-RANGE: dict[str, Any] = {"epsilon_low": LOW, "epsilon_high": HIGH}
+RANGE: Epsilons = {"epsilon_low": LOW, "epsilon_high": HIGH}
 
 
 def double(values) -> Tensor:
@@ -197,6 +205,8 @@ def test_decoupled_ppo_at_the_first_update_is_plain_importance_weighting():
     ],
 )
 def test_a3po_widens_the_clip_to_the_power_of_the_staleness(staleness, low, high):
+    # Just outside and just inside both ends: 1 % is far more than rounding, far less than the
+    # range.
     ratios = [0.99 * low, 1.01 * low, 0.99 * high, 1.01 * high]
     for A, cut in ((-1.0, [True, False, False, False]), (1.0, [False, False, False, True])):
         x = at_ratios(ratios, A=A, staleness=tensor([staleness] * 4))

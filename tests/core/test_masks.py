@@ -115,8 +115,8 @@ def test_dppo_keeps_tokens_by_the_change_that_the_advantage_pushes_to(a, p, A, t
 def test_binary_kl_is_finite_at_probabilities_of_zero_and_one():
     logp = tensor([0.0, -400.0, -1.0, -1.0]).double()
     alpha = tensor([-1.0, -1.0, 0.0, -400.0]).double()
-    for A, kept in ((1.0, [NO, YES, YES, NO]), (-1.0, [YES, NO, NO, YES])):
-        assert binary_kl(inputs(logp, alpha, A=A)).tolist() == kept
+    for A, expected in ((1.0, [NO, YES, YES, NO]), (-1.0, [YES, NO, NO, YES])):
+        assert binary_kl(inputs(logp, alpha, A=A)).tolist() == expected
 
 
 def test_changes_of_the_sampled_token_are_lower_bounds_of_the_tokens_divergence():
@@ -144,8 +144,8 @@ def test_changes_of_the_sampled_token_are_lower_bounds_of_the_tokens_divergence(
                         "delta_low": largest - slack,
                         "delta_high": largest - slack,
                     }
-                    kept = mask(up, **below) & mask(down, **below)
-                    assert not bool(kept[largest > 2 * slack].any())
+                    is_kept = mask(up, **below) & mask(down, **below)
+                    assert not bool(is_kept[largest > 2 * slack].any())
 
 
 @pytest.mark.parametrize("name", ["prime_rl", "ipo_mask"])

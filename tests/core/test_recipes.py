@@ -13,8 +13,8 @@ from torch.testing import assert_close
 
 from lagrpo.core.inputs import LossInputs, without_gradient
 from lagrpo.core.probe import OPTIONAL
-from lagrpo.core.recipes import RECIPES, bounds_whole_completions, inert_over_pi_k, resolve
-from lagrpo.core.rows import FAMILIES
+from lagrpo.core.recipes import bounds_whole_completions, inert_over_pi_k, resolve
+from lagrpo.core.rows import FAMILIES, RECIPES
 
 NO_FLAT = tensor([False] * 7)
 ROWS = pytest.mark.parametrize("name", sorted(RECIPES))

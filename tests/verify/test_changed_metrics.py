@@ -7,7 +7,7 @@ import json
 import pytest
 from changed_runs import find_differences, rewrite_metrics, rewrite_rows, train_run
 
-from lagrpo.runs import load_events
+from lagrpo.runs import load_events, load_metrics
 from lagrpo.verify import verify_run
 
 
@@ -33,20 +33,35 @@ def test_changed_metrics_are_found_in_their_line(run):
         assert difference.recorded == pytest.approx((difference.expected or 0.0) + 0.125)
 
 
+def test_small_changes_of_metrics_of_log_probs_are_found(run):
+    """By a ten-millionth, which is a hundred times the rounding of float64 sums."""
+    names = [name for name in load_metrics(run)[2] if name.startswith("rollout/")]
+    names.remove("rollout/log_ratio_squared")  # does not follow from a formula of verify
+
+    def change_third_line(lines):
+        for name in names:
+            lines[2][name] *= 1 + 1e-7
+            lines[2][name] += 1e-7
+
+    rewrite_metrics(run, change_third_line)
+    differences = verify_run(run, 1).differences
+    assert sorted(difference.name for difference in differences) == sorted(names)
+
+
 @pytest.mark.parametrize(
-    ("order", "what"),
+    ("order", "name"),
     [
         pytest.param([0, 2], "step and keys", id="a line is missing"),
         pytest.param([0, 1, 1, 2], "step and keys", id="a line is there twice"),
         pytest.param([], "the line of step 1", id="the file is empty"),
     ],
 )
-def test_lines_of_metrics_that_do_not_fit_the_steps_are_found(run, order, what):
+def test_lines_of_metrics_that_do_not_fit_the_steps_are_found(run, order, name):
     def reorder(lines):
         lines[:] = [lines[index] for index in order]
 
     rewrite_metrics(run, reorder)
-    assert find_differences(run, "metrics.jsonl", what)
+    assert find_differences(run, "metrics.jsonl", name)
 
 
 def test_missing_events_of_weight_syncs_are_found(run):
@@ -109,5 +124,9 @@ def test_changed_metrics_of_an_evaluation_are_all_found(run):
     file.write_text(json.dumps(summary), encoding="utf-8")
 
     differences = verify_run(run, 1).differences
-    in_summary = {each.name for each in differences if each.where == "evaluations/before.json"}
+    in_summary = {
+        difference.name
+        for difference in differences
+        if difference.where == "evaluations/before.json"
+    }
     assert in_summary == names

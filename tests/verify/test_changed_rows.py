@@ -93,12 +93,13 @@ def cells() -> list[Cell]:
 def test_cells_that_do_not_fit_their_row_are_all_found(run, cells):
     for cell in cells:
         set_cell(run, cell.row, cell.column, cell.value, rollouts_file(cell.step))
-    places = [difference.where for difference in verify_run(run, 1).differences]
+    locations = [difference.where for difference in verify_run(run, 1).differences]
     missed = [
         cell
         for cell in cells
         if not any(
-            place.startswith(f"{rollouts_file(cell.step)}, row {cell.row} ") for place in places
+            location.startswith(f"{rollouts_file(cell.step)}, row {cell.row} ")
+            for location in locations
         )
     ]
     assert missed == []

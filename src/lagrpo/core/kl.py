@@ -40,6 +40,7 @@ def k2(x: LossInputs) -> Tensor:
 def k3(x: LossInputs) -> Tensor:
     """e^-d + d - 1 >= 0: the choice of GRPO (arXiv 2402.03300, Eq. 4)."""
     d_T = limit(x.logp - pi_ref(x))
+    # By expm1: for a small d the three terms nearly cancel, and d^2 / 2 is left.
     return torch.expm1(-d_T) + d_T
 
 

@@ -43,6 +43,8 @@ def clipped(
     rho_T = ratio(x.logp - denominator(x), x.completion)
     A_T = x.advantage
     clipped_rho_T = rho_T.clamp(1 - epsilon_low, 1 + epsilon_high)
+    # The smaller of the two: out of the range a token has no gradient only if it has moved the way
+    # that A points. If it has moved the other way, it is still pulled back.
     value_T = torch.minimum(rho_T * A_T, clipped_rho_T * A_T)
     return limit_push(value_T, A_T, dual_clip)
 
@@ -221,6 +223,7 @@ def opmd_kimi(x: LossInputs, *, anchor: TokenFunction = alpha, strength: float =
     reward. Each token has an equal part, for the reduction `sequence_sum`. OAPL (arXiv 2602.19362)
     has the anchor alpha and another strength than its advantage.
     """
+    # The log-ratio of the completion, at each of its tokens.
     residual_T = x.advantage - strength * total(x.logp - anchor(x), x.completion)
     lengths_T = total(torch.ones_like(residual_T), x.completion)
     return -residual_T.square() / lengths_T

@@ -110,6 +110,7 @@ def binary_kl(
     a_T = log_a_T.exp()
     p_T = log_p_T.exp()
     tiny = 1e-8  # keeps the second logarithm finite for a probability of 1, as in the sources
+    # All other tokens count as one outcome, of probability 1 - a under alpha and 1 - p under pi.
     other_tokens_T = (1 - a_T) * torch.log((1 - a_T + tiny) / (1 - p_T + tiny))
     D_T = a_T * (log_a_T - log_p_T) + other_tokens_T
     A_T = x.advantage

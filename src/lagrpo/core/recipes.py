@@ -30,11 +30,9 @@ from lagrpo.core.pieces import Piece, PieceFunction, as_piece, function_name
 from lagrpo.core.probe import RecordedInputs, random_inputs
 from lagrpo.core.ratios import sequence
 from lagrpo.core.references import is_reference, load_reference
-from lagrpo.core.rows import ROWS
+from lagrpo.core.rows import RECIPES
 
 Entry = TypeVar("Entry")
-
-RECIPES = ROWS
 
 
 def resolve(
@@ -67,7 +65,10 @@ def _find_recipe(recipe: str | Recipe | PieceFunction) -> Recipe:
     """The recipe of that name, or of that function. Raises ValueError for other objects."""
     named: object = recipe
     if isinstance(recipe, str):
-        named = load_reference(recipe) if is_reference(recipe) else _look_up("recipe", recipe, ROWS)
+        if is_reference(recipe):
+            named = load_reference(recipe)
+        else:
+            named = _look_up_recipe(recipe)
     if isinstance(named, Recipe):
         return named if named.name else replace(named, name=str(recipe))
     if not callable(named):
@@ -83,6 +84,15 @@ def from_surrogate(function: PieceFunction) -> Recipe:
     summary = (getdoc(function) or "").partition("\n\n")[0].replace("\n", " ")
     name = function_name(function)
     return Recipe(formula=summary.rstrip("."), source=name, surrogate=as_piece(function), name=name)
+
+
+def _look_up_recipe(name: str) -> Recipe:
+    """The recipe of that name. Raises ValueError, with the nearest names, if there is none."""
+    if name in RECIPES:
+        return RECIPES[name]
+    nearest = [repr(other) for other in get_close_matches(name, RECIPES)]
+    advice = f"; did you mean {' or '.join(nearest)}?" if nearest else ";"
+    raise ValueError(f"unknown recipe {name!r}{advice} `lagrpo recipes` lists all")
 
 
 def _look_up(kind: str, name: str, table: Mapping[str, Entry]) -> Entry:

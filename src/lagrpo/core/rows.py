@@ -565,7 +565,7 @@ FAMILIES: dict[str, dict[str, Recipe]] = {
     "corrections for another rollout engine": ENGINE_ROWS,
 }
 
-ROWS: dict[str, Recipe] = {
+RECIPES: dict[str, Recipe] = {
     name: replace(row, name=name, family=family)
     for family, rows in FAMILIES.items()
     for name, row in rows.items()

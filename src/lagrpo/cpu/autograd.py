@@ -157,6 +157,7 @@ class Linears:
     def grad_input(self, grads: Sequence[Tensor], parameters: Sequence[Tensor | None]) -> Tensor:
         """Returns the gradient of the input [n, k], from the gradients of the outputs [n, o]."""
         layers = self._by_layer(parameters)
+        # y = x W^T, so dx = dy W: [n, o] times [o, k]. The layers share x: their gradients add up.
         grad_input = torch.mm(grads[0], layers[0].weight)
         for grad, layer in zip(grads[1:], layers[1:], strict=True):
             grad_input.addmm_(grad, layer.weight)
@@ -185,14 +186,14 @@ class Linears:
         lora_B: list[Tensor | None] = [None] * count
         for index, (grad, layer) in enumerate(zip(grads, self._by_layer(parameters), strict=True)):
             if needs_grad[index]:
-                weights[index] = torch.mm(grad.mT, x)
+                weights[index] = torch.mm(grad.mT, x)  # [o, k]
             if needs_grad[count + index]:
-                biases[index] = grad.sum(0)
+                biases[index] = grad.sum(0)  # [o]
             if layer.lora_A is not None and layer.lora_B is not None:
                 low = torch.mm(x, layer.lora_A.mT)  # [n, r]
                 grad_low = torch.mm(grad, layer.lora_B).mul_(layer.scale)  # [n, r]
-                lora_A[index] = torch.mm(grad_low.mT, x)
-                lora_B[index] = torch.mm(grad.mT, low).mul_(layer.scale)
+                lora_A[index] = torch.mm(grad_low.mT, x)  # [r, k]
+                lora_B[index] = torch.mm(grad.mT, low).mul_(layer.scale)  # [o, r]
         return [*weights, *biases, *lora_A, *lora_B]
 
     def _by_layer(self, parameters: Sequence[Tensor | None]) -> list[_LayerParameters]:
@@ -270,6 +271,7 @@ class _AddNorm(torch.autograd.Function):
         grad_x, grad_weight = ctx.layer_kernels.norm_backward(
             total, weight, rstd, grad_y, grad_total
         )
+        # x and delta enter only as their sum, so both have the gradient of the sum.
         return grad_x, grad_x if ctx.has_delta else None, grad_weight, None, None
 
 
@@ -324,6 +326,7 @@ class _NormedProducts(torch.autograd.Function):
     def backward(ctx, grad_total: Tensor | None, *grads: Tensor):  # type: ignore[override]
         total, norm_weight, rstd, *parameters = ctx.saved_tensors
         _, normed, _ = ctx.layer_kernels.norm(total, None, norm_weight, ctx.eps)
+        # `forward` has six arguments before the parameters.
         needs_grad = ctx.needs_input_grad[6:]
         grad_parameters = ctx.linears.grad_parameters(normed, grads, parameters, needs_grad)
         needs_grad_x = any(ctx.needs_input_grad[:3])
@@ -349,6 +352,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_y: Tensor):  # type: ignore[override]
         x, *parameters = ctx.saved_tensors
+        # After x and linears come the parameters.
         needs_grad = ctx.needs_input_grad[2:]
         grad_parameters = ctx.linears.grad_parameters(x, [grad_y], parameters, needs_grad)
         grad_x = ctx.linears.grad_input([grad_y], parameters)
@@ -376,6 +380,7 @@ class _GatedProduct(torch.autograd.Function):
         gate, up, *parameters = ctx.saved_tensors
         grad_gated = ctx.linears.grad_input([grad_y], parameters)
         gated, grad_gate, grad_up = ctx.layer_kernels.swiglu_backward(gate, up, grad_gated)
+        # After gate, up, kernels and linears come the parameters.
         needs_grad = ctx.needs_input_grad[4:]
         grad_parameters = ctx.linears.grad_parameters(gated, [grad_y], parameters, needs_grad)
         return grad_gate, grad_up, None, None, *grad_parameters

@@ -1,13 +1,13 @@
 """The interfaces of rollout engines and evaluators, and the requests that they get.
 
-An engine is in this process (local.py), or samples from servers (vllm/engine.py).
+An engine is in this process (local.py), samples from servers (vllm/engine.py), or is the user's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -65,6 +65,7 @@ class SamplingParams:
         return self.max_tokens + self.episodes.replied
 
 
+@runtime_checkable
 class RolloutEngine(Protocol):
     """A rollout engine: it generates with the weights of the last weight sync.
 
@@ -75,7 +76,8 @@ class RolloutEngine(Protocol):
         versions     int64 [t], the version of the weights that sampled each token
         sampled      bool [t], False for tokens of a reply
 
-    Weights are tensors by parameter name, each in the shape that the model has.
+    Weights are tensors by parameter name, each in the shape that the model has; with adapters, they
+    are the adapters' alone.
     """
 
     @property
@@ -97,12 +99,9 @@ class RolloutEngine(Protocol):
         ...
 
     def sample(
-        self, requests: Sequence[Request], G: int, params: SamplingParams = ..., /
+        self, requests: Sequence[Request], G: int, params: SamplingParams, /
     ) -> Iterator[tuple[Request, Group]]:
-        """Yields one group for each request, in the order in which groups end.
-
-        Training samples without `params`. Evaluations pass their own.
-        """
+        """Yields one group for each request, in the order in which groups end."""
         ...
 
     def pop_metrics(self) -> Mapping[str, float]:
@@ -117,7 +116,7 @@ class RolloutEngine(Protocol):
 class Evaluator(Protocol):
     """The part of an engine that evaluations need.
 
-    In this process it is an engine on the trainer's own weights; otherwise it is the engine that
+    It is an engine in this process on the trainer's own weights, or with vLLM the engine that
     training samples from, which gets the policy for as long as an evaluation takes.
     """
 

@@ -173,7 +173,7 @@ class LocalSampler:
         # Frees the old cache before there is a new one.
         del idle_state
         state = RecordedState(self.model, max_rows, max_tokens)
-        return state, state.may_stay and params is self.params
+        return state, state.may_stay and params.purpose == self.params.purpose
 
     def _complete(self, row: _Row) -> Completion:
         """Returns the completion of an ended row."""

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from lagrpo.rollout.base import Request, RolloutEngine
+from lagrpo.rollout.base import Request, RolloutEngine, SamplingParams
 from lagrpo.types import Group, OutcomeKind
 
 
@@ -44,20 +44,26 @@ class _SubmittedBatch:
 class Prefetcher:
     """Submits batches to a rollout engine, and hands out their groups.
 
-    `requests(b)` returns the requests of batch b; each gets G completions. A batch is kept until
-    the next batch is taken: a checkpoint made meanwhile may need its groups once more.
+    `requests(b)` returns the requests of batch b; each gets G completions, sampled with `params`.
+    A batch is kept until the next batch is taken: a checkpoint made meanwhile may need its groups
+    once more.
 
     `seconds` is the time spent waiting for the engine since the last `pop_metrics`.
     """
 
     def __init__(
-        self, sampler: RolloutEngine, requests: Callable[[int], Sequence[Request]], G: int
+        self,
+        sampler: RolloutEngine,
+        requests: Callable[[int], Sequence[Request]],
+        G: int,
+        params: SamplingParams,
     ) -> None:
         self.seconds = 0.0
         self._num_tokens = 0  # sampled tokens that came since the last `pop_metrics`
         self._sampler = sampler
         self._requests = requests
         self._G = G
+        self._params = params
         self._streams: deque[Iterator[tuple[Request, Group]]] = deque()
         self._batches: dict[int, _SubmittedBatch] = {}
 
@@ -76,7 +82,7 @@ class Prefetcher:
         requests: list[Request] = []
         for submitted in new_batches.values():
             requests += submitted.requests
-        self._streams.append(self._sampler.sample(requests, self._G))
+        self._streams.append(self._sample(requests))
 
     def finish(self) -> None:
         """Completes everything that was submitted."""
@@ -96,7 +102,7 @@ class Prefetcher:
     def more(self, requests: Sequence[Request], version: int) -> Iterator[Group]:
         """Yields groups of more requests, in their order, generated now by π_version."""
         self.finish()
-        stream = self._sampler.sample(requests, self._G)
+        stream = self._sample(requests)
         groups: list[Group] = []
         while (request_and_group := self._next(stream)) is not None:
             groups.append(request_and_group[1])
@@ -160,7 +166,7 @@ class Prefetcher:
                 restored.versions.add(version)
                 missing += missing_of_batch
         if missing:
-            self._streams.append(self._sampler.sample(missing, self._G))
+            self._streams.append(self._sample(missing))
 
     def pop_metrics(self) -> tuple[float, int]:
         """Returns the waiting time and the number of sampled tokens since the last call.
@@ -173,6 +179,9 @@ class Prefetcher:
         self.seconds = 0.0
         self._num_tokens = 0
         return seconds, num_tokens
+
+    def _sample(self, requests: Sequence[Request]) -> Iterator[tuple[Request, Group]]:
+        return self._sampler.sample(requests, self._G, self._params)
 
     def _receive(self) -> bool:
         """Adds one more group to its batch. Returns False if no group is in flight."""

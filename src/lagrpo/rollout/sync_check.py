@@ -1,6 +1,7 @@
 """The weight-sync check: after every weight sync the sampler must have the policy's weights.
 
-Rounding never stops a run; other weights always do.
+Rounding never stops a run; other weights always do. An engine of the user's own only has to report
+the right version.
 
 The local engine is compared weight by weight, to the bit, and at the start of a run by log-probs:
 *exact* if trainer and engine compute by our own kernels (cpu/), else *close*, hundredths of a nat
@@ -25,14 +26,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import itemgetter
-from typing import Literal, Protocol
+from typing import Literal, Protocol, cast
 
 import torch
 from torch import Tensor
 
 from lagrpo.model.layout import Packed
 from lagrpo.model.model import Policy
-from lagrpo.rollout.base import Item, Request
+from lagrpo.rollout.base import Item, Request, RolloutEngine
 from lagrpo.rollout.local import LocalSampler
 from lagrpo.rollout.prefetch import in_order
 from lagrpo.types import Group
@@ -82,7 +83,7 @@ class ServedEngine(Protocol):
         self, number: int, requests: Sequence[Request], G: int, max_tokens: int
     ) -> list[Group]: ...
 
-    def scores(self, items: Sequence[Item]) -> list[list[list[float]]]: ...
+    def get_logprobs(self, items: Sequence[Item]) -> list[list[list[float]]]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,15 +169,16 @@ class WeightSyncCheck:
         )
         return self.agreement
 
-    def __call__(self, policy: Policy, sampler: LocalSampler | ServedEngine) -> Mapping[str, float]:
+    def __call__(
+        self, policy: Policy, sampler: RolloutEngine | ServedEngine
+    ) -> Mapping[str, float]:
         """Returns logp_difference_mean and logp_difference_max: |Δ log-prob| per token, nats.
 
         The worst server counts. For the local engine they are from the comparison at the start.
         Raises WeightSyncError if a test fails, SamplerError if a server is gone for good.
         """
         where = f"version {policy.version}"
-        if sampler.version != policy.version:
-            raise WeightSyncError(f"{where} was synced, but the sampler reports {sampler.version}")
+        check_version(policy, sampler.version)
         if self.agreement is not None:
             assert isinstance(sampler, LocalSampler)
             _check_weights(policy, sampler, where)
@@ -185,7 +187,7 @@ class WeightSyncCheck:
                 "logp_difference_max": self.agreement.largest,
             }
         assert not isinstance(sampler, LocalSampler), "call `start` first"
-        return self._check_servers(policy, sampler, where)
+        return self._check_servers(policy, cast("ServedEngine", sampler), where)
 
     def _long_request(self) -> Request:
         """Returns a request whose prompt repeats all prompts up to LONG_PROMPT tokens."""
@@ -254,10 +256,29 @@ class WeightSyncCheck:
     def _compare(self, policy: Policy, sampler: ServedEngine) -> _Comparison:
         """Returns the log-probs of the compared tokens by the trainer and by each server."""
         logp_of_servers: list[list[float]] = []
-        for logp_of_items in sampler.scores(self._items):
+        for logp_of_items in sampler.get_logprobs(self._items):
             logp_of_servers.append([logp for item in logp_of_items for logp in item])
         return _Comparison(
             trainer_T=_logp(policy, self._items, 1.0), servers_ST=torch.tensor(logp_of_servers)
+        )
+
+
+class VersionCheck:
+    """The check of a run whose engine is the user's own: it makes test 1 alone."""
+
+    agreement = None
+
+    def __call__(self, policy: Policy, sampler: RolloutEngine) -> Mapping[str, float]:
+        """Returns no metrics. Raises WeightSyncError for another version."""
+        check_version(policy, sampler.version)
+        return {}
+
+
+def check_version(policy: Policy, version: int) -> None:
+    """Makes test 1: `version` is what the sampler reports. Raises WeightSyncError."""
+    if version != policy.version:
+        raise WeightSyncError(
+            f"version {policy.version} was synced, but the sampler reports {version}"
         )
 
 

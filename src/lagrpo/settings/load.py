@@ -22,7 +22,7 @@ from pydantic_core import ErrorDetails
 from lagrpo.errors import SettingsError, find_nearest, one_line
 from lagrpo.settings.other_trainers import translate
 from lagrpo.settings.schema import Settings
-from lagrpo.settings.sections import Table
+from lagrpo.settings.sections import Table, TaskSettings
 
 Model = TypeVar("Model", bound=BaseModel)
 Parameters = ParamSpec("Parameters")
@@ -55,12 +55,14 @@ def load_settings(
             raise SettingsError(f"--resume: {resume!r} is not a run: it has no config.toml")
     if source is None or isinstance(source, Mapping):
         values = with_one_length(nest(source or {}), changes, "settings")
+        values = without_options_of_another_task(values, changes)
         return validate(values, changes, "settings", Settings)
     file = Path(source).expanduser()
     packaged_file = PRESETS / f"{source}.toml"
     if not file.exists() and packaged_file.is_file():
         file = packaged_file
     values = with_one_length(read_toml(file), changes, str(source))
+    values = without_options_of_another_task(values, changes)
     return validate(values, changes, str(source), Settings)
 
 
@@ -80,6 +82,21 @@ def with_one_length(
     if _sets(changes, "batches") and _sets(values, "epochs"):
         return merged(values, {"schedule": {"epochs": None}})
     return values
+
+
+def without_options_of_another_task(
+    values: Mapping[str, object], changes: Mapping[str, object]
+) -> Mapping[str, object]:
+    """Returns the values without task.options if the changes name another task: they do not fit."""
+    task = values.get("task")
+    changed_task = changes.get("task")
+    if not isinstance(task, Mapping) or not isinstance(changed_task, Mapping):
+        return values
+    name = task.get("name", TaskSettings().name)
+    if changed_task.get("name", name) == name:
+        return values
+    kept = {key: value for key, value in task.items() if key != "options"}
+    return {**values, "task": kept}
 
 
 def _sets(table: Mapping[str, object], name: str) -> bool:

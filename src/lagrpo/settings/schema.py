@@ -11,6 +11,14 @@ from pydantic import model_validator
 
 from lagrpo.settings import sections
 
+EVALUATION_DEFAULTS: sections.Table = {
+    "run.output_dir": "evaluations",
+    "eval.num_prompts": 0,  # all test prompts
+    # Not used: eval.num_samples counts. The default, 16, could exceed max_num_seqs.
+    "rollout.num_generations": 1,
+}
+"""Settings whose defaults are others when a model is evaluated outside of a run."""
+
 MIN_REPLIES = 512
 """Tokens that environments may say in a completion, if max_completion_length is less."""
 
@@ -66,7 +74,7 @@ def find_contradictions(settings: Settings) -> Iterator[str]:
         for name, value in vllm:
             if value != getattr(default, name):
                 yield (
-                    f"vllm.{name} is set, but rollout.engine is 'local': "
+                    f"vllm.{name} is set, but rollout.engine is {rollout.engine!r}: "
                     "set rollout.engine = 'vllm'"
                 )
                 # One is enough.

@@ -7,9 +7,11 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeAlias, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
+from lagrpo.core.references import is_reference
+from lagrpo.errors import suggest
 from lagrpo.logs import is_secret
 from lagrpo.rewards.reward import sum_ranges
 
@@ -21,6 +23,9 @@ KNOBS = {"kl_estimator": "kl"}
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 """A decay of AdamW."""
+
+ENGINES = ("local", "vllm")
+"""The rollout engines of lagrpo."""
 
 NAME = r"^[A-Za-z][A-Za-z0-9_]{0,39}$"
 """Names of rewards and evaluation sets, which become parts of metrics and files."""
@@ -219,8 +224,8 @@ class TaskSettings(Section):
 class RolloutSettings(Section):
     """The sampling of completions."""
 
-    engine: Literal["local", "vllm"] = "local"
-    """What generates completions: local (this process) or vllm (servers)"""
+    engine: str = "local"
+    """What generates completions: local (this process), vllm (servers), or package.module:name"""
     num_generations: int = Field(default=16, ge=1)
     """Completions per prompt (group size G)"""
     temperature: float = Field(default=1.0, gt=0)
@@ -237,6 +242,21 @@ class RolloutSettings(Section):
     """Prompts longer than max_prompt_length: error (stop) or drop (leave out)"""
     dynamic_sampling_rounds: int = Field(default=0, ge=0)
     """Rounds that replace groups with equal rewards by other prompts (DAPO)"""
+
+    @field_validator("engine")
+    @classmethod
+    def _check_engine(cls, engine: str) -> str:
+        if engine not in ENGINES and not is_reference(engine):
+            raise ValueError(
+                f"no engine {engine!r}; there are {', '.join(ENGINES)} and "
+                f"'package.module:function'.{suggest(engine, ENGINES)}"
+            )
+        return engine
+
+    @property
+    def has_own_engine(self) -> bool:
+        """True if a function of the user's makes the engine."""
+        return self.engine not in ENGINES
 
 
 class VllmSettings(Section):
@@ -265,6 +285,11 @@ class VllmSettings(Section):
         if self.urls and self.sleep:
             raise ValueError(
                 "sleep is for a server that the run starts; urls names running servers"
+            )
+        if self.weight_transfer == "nccl" and not self.urls and not self.gpus:
+            raise ValueError(
+                "weight_transfer = 'nccl' needs a GPU that the trainer does not have: set gpus, or "
+                "use 'directory'"
             )
         if self.urls and (self.gpus or self.server_args):
             raise ValueError(
@@ -301,6 +326,11 @@ class ScheduleSettings(Section):
         if self.constant_lag is not None and (self.sync_at_kl is not None or self.sync_every != 1):
             raise ValueError(
                 "constant_lag cannot be combined with sync_at_kl or sync_every: unset one of them"
+            )
+        if self.sync_at_kl is not None and self.sync_every == 1:
+            raise ValueError(
+                "sync_at_kl is set, but sync_every is 1, which syncs before every batch: set "
+                "sync_every to the most batches between syncs"
             )
         if self.reset_optimizer and self.ref_sync_every is None:
             raise ValueError(

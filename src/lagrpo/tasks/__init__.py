@@ -274,7 +274,7 @@ def is_multi_turn(name: str) -> bool:
 def check_options(settings: TaskEntry) -> None:
     """Raises ValueError for an unknown task or reward, and for options that the task does not take.
 
-    Loads no data.
+    Loads the function of a user's task, but no data.
     """
     check_rewards(settings.rewards)
     kind = settings.name.partition(":")[0]
@@ -285,6 +285,9 @@ def check_options(settings: TaskEntry) -> None:
             f"task.name: no task {kind!r}; there are {', '.join(BUILTIN)} and "
             f"'package.module:function'.{suggest(kind, BUILTIN)}"
         )
+    else:
+        with as_settings_error("task.name"):
+            load_function(settings.name)
     # The task `custom` brings no reward function.
     has_own_rewards = settings.rewards and all(entry.reward != OWN for entry in settings.rewards)
     if kind == "custom" and not has_own_rewards:

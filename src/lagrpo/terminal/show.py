@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
+import sys
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -25,6 +27,14 @@ Row = JsonObject
 
 SEPARATOR = "  ·  "
 ARROW = " → "
+FILE_WIDTH = 200
+"""Columns at which lines are wrapped in a file or a pipe. A terminal has its own width."""
+
+
+def make_console() -> Console:
+    """Returns the console for stdout, with FILE_WIDTH columns unless a terminal shows it."""
+    has_width = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return Console() if has_width else Console(width=FILE_WIDTH)
 
 
 def show(
@@ -38,7 +48,7 @@ def show(
     Raises RunNotFoundError if the run, its rollouts or the batch are not there, and SettingsError
     for rollouts of another schema or a damaged file.
     """
-    console = console or Console()
+    console = console or make_console()
     run = reading.open_run(run_dir)
     batches = reading.rollout_batches(run)
     if not batches:
@@ -126,7 +136,7 @@ def render_completion(row: Row, reward_range: Range, count: int = 1) -> Group:
     head = _render_head(row, reward_range)
     if count > 1:
         head = Text.assemble((f"{count} × ", "bold"), head)
-    return Group(head, Padding(_render_text(row), (0, 0, 1, 2)))
+    return Group(head, Padding(_render_text(row), (0, 0, 1, 2), expand=False))
 
 
 def _render_head(row: Row, reward_range: Range) -> Text:
@@ -216,19 +226,19 @@ def show_recipes(console: Console | None = None) -> None:
     """
     # imports torch, which `view --text` need not load
     from lagrpo.core.recipes import needs_of
-    from lagrpo.core.rows import FAMILIES, ROWS, SYMBOLS
+    from lagrpo.core.rows import FAMILIES, RECIPES, SYMBOLS
 
-    console = console or Console()
+    console = console or make_console()
     for family, rows in FAMILIES.items():
         table = Table("", "held", "needs", "arXiv", "formula", box=None, header_style="dim")
         for column in table.columns[:4]:
             column.no_wrap = True
-        table.columns[0].min_width = max(map(len, ROWS))
+        table.columns[0].min_width = max(map(len, RECIPES))
         table.columns[1].min_width = len("held")
         table.columns[2].min_width = len("α π_k π_ref")
         table.columns[3].min_width = len("2505.22257")
         for name in rows:
-            recipe = ROWS[name]
+            recipe = RECIPES[name]
             paper = recipe.source.partition("arXiv ")[2][: len("2505.22257")]
             needs = " ".join(needs_of(recipe))
             table.add_row(
@@ -289,7 +299,7 @@ def show_recipe(name: str, console: Console | None = None) -> None:
 
     with as_settings_error():
         recipe = resolve(name)
-    console = console or Console()
+    console = console or make_console()
     settings = []
     for path, value in recipe.settings.items():
         shown = str(value).lower() if isinstance(value, bool) or value is None else value

@@ -7,8 +7,8 @@ A group whose rewards are all equal may have been replaced before (`replace_zero
 loop.py). If it was not:
 
 - A recipe that masks such groups (`mask_zero_variance`) gives their completions weight 0. They
-leave
-  the objective before any forward pass; `masked_count` decides whether the normalizer counts them.
+  leave the objective before any forward pass; `masked_count` decides whether the normalizer counts
+  them.
 - Any other recipe counts them. An update leaves out completions with advantage 0 if these have no
   gradient in the recipe (`skips_zero_advantage`).
 """
@@ -99,6 +99,7 @@ def assemble(groups: Sequence[Group], recipe: Recipe, max_tokens: int, seed: int
         lengths=lengths_C,
         uniform=torch.cat(uniform_of_groups),
     )
+    # Statistics of a group are float64; a loss takes advantages in the dtype of log-probs.
     advantage_C = recipe.advantages(x, max_tokens).float()
     # Here the loss gets its normalizer: core/reductions.py, over the completions of all ranks.
     weight_C = recipe.weights(lengths_C, zero_variance(x.rewards, x.group), max_tokens)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from lagrpo.core.objective import Recipe
+from lagrpo.core.references import describe_raised
 from lagrpo.cpu.library import NoKernels
 from lagrpo.data.fingerprint import Digests, check_places, digest_places, digest_visited
 from lagrpo.data.offline import OfflineData, read_records
@@ -42,13 +43,18 @@ from lagrpo.model.model import Policy, copy_policy, fingerprint
 from lagrpo.model.stored import StoredWeights
 from lagrpo.rewards import builtin
 from lagrpo.rewards.pool import RewardPool
-from lagrpo.rewards.reward import RewardFunction, Rewards
-from lagrpo.rollout.base import Request
+from lagrpo.rewards.reward import RewardFunction, Rewards, load_function
+from lagrpo.rollout.base import Request, RolloutEngine, SamplingParams
 from lagrpo.rollout.episodes import MAIN_TASK, Episodes, build_episodes, max_reply_tokens
 from lagrpo.rollout.local import LocalSampler
 from lagrpo.rollout.prefetch import Prefetcher
 from lagrpo.rollout.schedule import LoopState, Schedule, SyncDecision
-from lagrpo.rollout.sync_check import CHECK_PROMPTS, WeightSyncCheck, WeightSyncError
+from lagrpo.rollout.sync_check import (
+    CHECK_PROMPTS,
+    VersionCheck,
+    WeightSyncCheck,
+    WeightSyncError,
+)
 from lagrpo.rollout.vllm.client import VllmClient
 from lagrpo.rollout.vllm.engine import VllmEngine, build_engine
 from lagrpo.rollout.vllm.server import StartedServer, open_servers, wait_until_ready
@@ -63,7 +69,7 @@ from lagrpo.training.trainer import Optimization, Trainer
 from lagrpo.types import Group, JsonView, Prompt
 
 logger = logging.getLogger("lagrpo")
-Engine = LocalSampler | VllmEngine | FirstRankSampler
+BuiltinEngine = LocalSampler | VllmEngine | FirstRankSampler
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +94,14 @@ class TrainerComponents:
     data: Digests
     """the digests of all rows (`places`) and of the prompts that the run visits (`visited`)"""
     trainer: Trainer  # with the policy, the recipe and the reference
-    sampler: Engine
-    evaluator: Engine
+    sampler: RolloutEngine
+    evaluator: BuiltinEngine
     share: Callable[[Sequence[Request]], list[Request]]
     """returns the requests that this rank samples and scores"""
     prefetcher: Prefetcher
     offline: OfflineData | None  # completions of files
     schedule: Schedule
-    check_weight_sync: WeightSyncCheck
+    check_weight_sync: WeightSyncCheck | VersionCheck
     ranks: Ranks
     skeleton: Any  # the model of transformers without its numbers, if layers are sharded
     processes: ExitStack  # ends workers, and servers that were started
@@ -156,12 +162,13 @@ class TrainerComponents:
             skeleton = fsdp.without_values(policy.model.lm) if ranks.mesh is not None else None
             trainer = build_trainer(settings, recipe, policy, ranks)
             if skeleton is not None:
-                # The trainer has sharded the policy. The local engine samples by whole weights.
+                # The trainer has sharded the policy. Only vLLM samples without whole weights here.
                 backend = policy.model.backend
                 policy = trainer.policy
-                if sampling.engine == "local":
+                if sampling.engine != "vllm":
                     policy = fsdp.copy_whole(policy, skeleton, backend)
-            sampler = build_sampler(settings, policy, servers, main.episodes, ranks)
+            params = sampling_params(settings, main.episodes)
+            sampler = build_sampler(settings, policy, servers, params, ranks)
             share = choose_share(settings, ranks)
             undo.callback(sampler.close)
             evaluator = build_evaluator(settings, policy, sampler, ranks)
@@ -185,7 +192,7 @@ class TrainerComponents:
                 offline=offline,
                 ranks=ranks,
                 skeleton=skeleton,
-                prefetcher=Prefetcher(sampler, requests_of_batch, sampling.num_generations),
+                prefetcher=Prefetcher(sampler, requests_of_batch, sampling.num_generations, params),
                 schedule=Schedule(schedule.kind, schedule.v, schedule.sync_at_kl),
                 check_weight_sync=build_weight_sync_check(trainer.policy, main.prompts, sampler),
                 processes=undo.pop_all(),
@@ -536,36 +543,71 @@ def choose_share(settings: Settings, ranks: Ranks) -> Callable[[Sequence[Request
     return share_on_rank0
 
 
+def sampling_params(settings: Settings, episodes: Episodes | None = None) -> SamplingParams:
+    """Returns what training samples with. `episodes` are of the run's task."""
+    rollout = settings.rollout
+    return SamplingParams(
+        "sample",
+        tau=rollout.temperature,
+        max_tokens=rollout.max_completion_length,
+        episodes=episodes,
+        stop=rollout.stop,
+    )
+
+
 def build_sampler(
     settings: Settings,
     policy: Policy,
     servers: list[VllmClient],
-    episodes: Episodes | None,
+    params: SamplingParams,
     ranks: Ranks,
-) -> Engine:
+) -> RolloutEngine:
     """Returns the engine that samples training batches."""
     sampling = settings.rollout
-    if sampling.engine != "vllm":
+    if sampling.has_own_engine:
+        return load_own_engine(settings, policy)
+    if sampling.engine == "local":
         return LocalSampler(
             copy_policy(policy),
             settings.run.seed,
-            sampling.max_completion_length,
+            params.max_tokens,
             sampling.max_num_seqs,
-            episodes=episodes,
-            stop=sampling.stop,
+            episodes=params.episodes,
+            stop=params.stop,
         )
-    engine = build_engine(settings, policy, servers, episodes) if ranks.is_first else None
+    engine = build_engine(settings, policy, servers, params) if ranks.is_first else None
     if engine is None or ranks.size > 1:
         return FirstRankSampler(ranks, engine)
     return engine
 
 
-def build_evaluator(settings: Settings, policy: Policy, sampler: Engine, ranks: Ranks) -> Engine:
+def load_own_engine(settings: Settings, policy: Policy) -> RolloutEngine:
+    """Returns the engine that the function of rollout.engine makes. Raises SettingsError."""
+    name = settings.rollout.engine
+    with as_settings_error("rollout.engine"):
+        make_engine = load_function(name)
+        try:
+            engine = make_engine(settings, policy)
+        except (ValueError, ImportError):  # their messages are for the user
+            raise
+        except Exception as error:
+            raise ValueError(f"{name!r} raised {describe_raised(error)}") from error
+        if not isinstance(engine, RolloutEngine):
+            raise ValueError(
+                f"{name!r} returned a {type(engine).__name__}, which lacks methods of "
+                "lagrpo.rollout.base.RolloutEngine"
+            )
+    return engine
+
+
+def build_evaluator(
+    settings: Settings, policy: Policy, sampler: RolloutEngine, ranks: Ranks
+) -> BuiltinEngine:
     """Returns what samples evaluations: the policy itself in this process, or the servers.
 
     If layers are sharded, `policy` is a whole copy, which loads the trainer's weights each time.
     """
-    if not isinstance(sampler, LocalSampler):
+    if isinstance(sampler, VllmEngine | FirstRankSampler):
         return sampler
     seed = settings.run.seed
     max_tokens = settings.rollout.max_completion_length
@@ -635,16 +677,19 @@ def check_finite_rows(trainer: Trainer) -> None:
 
 
 def build_weight_sync_check(
-    policy: Policy, source: PromptSource, sampler: Engine
-) -> WeightSyncCheck:
+    policy: Policy, source: PromptSource, sampler: RolloutEngine
+) -> WeightSyncCheck | VersionCheck:
     """Returns the check after every weight sync.
 
     Raises SettingsError if the in-process sampler computes something else than the trainer.
     """
     prompts = source.check_prompts(CHECK_PROMPTS)
+    if isinstance(sampler, FirstRankSampler):
+        return WeightSyncCheck(prompts, sampler.dtype)
+    if isinstance(sampler, VllmEngine):
+        return WeightSyncCheck(prompts, sampler.weights.dtype)
     if not isinstance(sampler, LocalSampler):
-        dtype = sampler.dtype if isinstance(sampler, FirstRankSampler) else sampler.weights.dtype
-        return WeightSyncCheck(prompts, dtype)
+        return VersionCheck()
     check = WeightSyncCheck(prompts, policy.dtype)
     with as_settings_error("model.path", WeightSyncError):
         check.start(policy, sampler)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from lagrpo.errors import SettingsError, as_settings_error, check_is_pulled
 from lagrpo.model.embedded import check_path, is_adapter
-from lagrpo.rewards.reward import Rewards, load_reward
+from lagrpo.rewards.reward import Rewards, load_function, load_reward
 from lagrpo.runs.directory import check_new, check_writable
 from lagrpo.runs.environment import read_environment
 from lagrpo.runs.reading import completion_files, open_run
@@ -62,6 +62,9 @@ def check_settings(
             "rollout.num_generations = 1: GRPO compares completions of a prompt; set 2 or more"
         )
     check_model(settings)
+    if settings.rollout.has_own_engine:
+        with as_settings_error("rollout.engine"):
+            load_function(settings.rollout.engine)
     if world_size() == 1 or os.environ.get("RANK", "0") == "0":
         check_run(settings, resume)
         check_server_gpus(settings)
@@ -405,7 +408,7 @@ def is_loadable_loss(loss: Loss) -> bool:
     """
     if isinstance(loss, str):
         return True
-    from lagrpo.core.recipes import RECIPES  # loads torch
+    from lagrpo.core.rows import RECIPES  # loads torch
     from lagrpo.settings.user_loss import name_loss
 
     if loss in RECIPES.values():

@@ -9,13 +9,11 @@ from typing import Any, cast
 from lagrpo.errors import as_settings_error, without_own_frames
 from lagrpo.interrupts import interruptible
 from lagrpo.settings.load import explains_arguments, load_settings
+from lagrpo.settings.schema import EVALUATION_DEFAULTS
 from lagrpo.tasks import Task
 from lagrpo.tasks.data import find_splits
 from lagrpo.training import checks
 from lagrpo.training.evaluation import Evaluation, evaluate_model
-
-DEFAULTS = {"run.output_dir": "evaluations", "eval.num_prompts": 0, "rollout.num_generations": 1}
-"""Settings whose defaults differ from a run's: all prompts, and another directory."""
 
 
 @without_own_frames
@@ -40,7 +38,7 @@ def evaluate(
     """
     if rewards is not None and not isinstance(rewards, list | tuple):
         rewards = [rewards]
-    values = {**DEFAULTS, **checks.as_settings(model, data, rewards)}
+    values = {**EVALUATION_DEFAULTS, **checks.as_settings(model, data, rewards)}
     if data is not None and not _has_test_split(data):
         values["task.options.test_split"] = "train"
     loaded = load_settings(values, settings)

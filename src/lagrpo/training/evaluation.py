@@ -428,6 +428,11 @@ def evaluate_model(settings: Settings, task: Task | None = None) -> Evaluation:
     """
     check_evaluation(settings, task)
     rollout = settings.rollout
+    if rollout.has_own_engine:
+        raise SettingsError(
+            f"rollout.engine = {rollout.engine!r} samples for training only: evaluate with 'local' "
+            "or 'vllm'"
+        )
     if rollout.engine == "vllm" and is_adapter(settings.model.path):
         raise SettingsError(
             "model.path is an adapter: set rollout.engine = 'local', or merge the adapter first"
@@ -444,7 +449,9 @@ def evaluate_model(settings: Settings, task: Task | None = None) -> Evaluation:
         policy = build.build_policy(settings.model, rollout.temperature, longest)
         setup = build.set_up_tasks(settings, {MAIN_TASK: task}, policy, stack)[MAIN_TASK]
         if servers:
-            evaluator = stack.enter_context(closing(build_engine(settings, policy, servers)))
+            params = build.sampling_params(settings)
+            engine = build_engine(settings, policy, servers, params)
+            evaluator = stack.enter_context(closing(engine))
             evaluator.sync_weights(policy.weights, policy.version)
             check_weight_sync = build.build_weight_sync_check(policy, setup.prompts, evaluator)
             check_weight_sync(policy, evaluator)

@@ -49,10 +49,11 @@ def meaning(settings: Settings, recipe: Recipe) -> list[str]:
 
 
 def print_meaning(settings: Settings, recipe: Recipe) -> None:
-    """Prints the settings as TOML, and what they mean as comments."""
+    """Prints for a dry run the settings as TOML, and what they mean as comments."""
     print(redact(to_toml(settings)))
     for line in meaning(settings, recipe):
         print(f"# {line}")
+    print("# dry run: nothing was written")
 
 
 def _recipe(settings: Settings, recipe: Recipe) -> str:

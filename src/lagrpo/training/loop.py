@@ -142,13 +142,13 @@ def score_groups(
     clock.announce("sampling")
     scored: list[Group] = []
     waited_before = components.prefetcher.seconds
-    with clock.measure(Phase.JUDGING), components.ranks.sync_interrupts():
+    with clock.measure(Phase.SCORING), components.ranks.sync_interrupts():
         for group in components.main.reward_pool.score(groups):
             scored.append(group)
             raise_if_asked()
     # The loop above also waits for the sampler, because `groups` is an iterator. That time is
-    # sampling, not judging.
-    clock.seconds[Phase.JUDGING] -= components.prefetcher.seconds - waited_before
+    # sampling, not scoring.
+    clock.seconds[Phase.SCORING] -= components.prefetcher.seconds - waited_before
     return in_order(requests, components.ranks.join(scored))
 
 
@@ -203,7 +203,7 @@ def compute_left_out(components: TrainerComponents, clock: Clock, batch: Batch) 
     take the same branch.
     """
     trainer = components.trainer
-    with clock.measure(Phase.SCORING):
+    with clock.measure(Phase.LOGPROBS):
         rows = left_out(
             batch,
             tokens=components.settings.optimizer.micro_batch_tokens,

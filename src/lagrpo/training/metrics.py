@@ -41,8 +41,8 @@ RATIO_METRICS = (
 )
 PHASES = {
     "generate": Phase.SAMPLING,
-    "reward": Phase.JUDGING,
-    "score": Phase.SCORING,
+    "reward": Phase.SCORING,
+    "score": Phase.LOGPROBS,
     "train": Phase.LEARNING,
     "sync": Phase.SYNC,
 }
@@ -291,6 +291,7 @@ def measure_kl_spent(batch: Batch, logp_k: Mapping[int, Tensor]) -> float | None
     The schedule `budget` decides by it.
     """
     _, kl_C = sequence_sums(batch, logp_k)
+    # Completions whose log α is unknown are NaN.
     mean = kl_C.nanmean().item()
     return None if math.isnan(mean) else mean
 
@@ -308,6 +309,7 @@ def by_completion(rows: Sequence[MicroBatch], name: str) -> dict[int, Tensor]:
         values_T = getattr(micro, name)
         if values_T is None:
             continue
+        # The tokens of a row lie completion after completion, in the order of its members.
         lengths = to_ints(micro.completion_T.bincount(minlength=len(micro.members)))
         values_by_member = values_T.float().cpu().split(lengths)
         values |= dict(zip(micro.members, values_by_member, strict=True))

@@ -415,8 +415,8 @@ class FirstRankSampler:
             lambda: self.engine.generate_on_server(number, requests, G, max_tokens)
         )
 
-    def scores(self, items: Sequence[Item]) -> list[list[list[float]]]:
-        return self.ranks.on_rank0(lambda: self.engine.scores(items))
+    def get_logprobs(self, items: Sequence[Item]) -> list[list[list[float]]]:
+        return self.ranks.on_rank0(lambda: self.engine.get_logprobs(items))
 
     def pop_metrics(self) -> Mapping[str, float]:
         return self.engine.pop_metrics() if self.ranks.is_first else {}

@@ -151,6 +151,8 @@ def describe_environment(components: TrainerComponents, earlier: ResumeState | N
     policy = components.trainer.policy
     agreement = components.check_weight_sync.agreement
     offline = components.offline
+    rollout = components.settings.rollout
+    own_engine = rollout.engine if rollout.has_own_engine else None
     # W&B finds its run by the id, so a run that resumes keeps it.
     identity = None
     if earlier is not None and earlier.checkpoint is not None:
@@ -159,7 +161,9 @@ def describe_environment(components: TrainerComponents, earlier: ResumeState | N
         "id": identity or secrets.token_hex(8),
         **collect_environment(str(policy.device)),
         "started": policy.chat.started.isoformat(),
-        "sources": collect_sources(policy.chat, components.tasks, components.trainer.recipe),
+        "sources": collect_sources(
+            policy.chat, components.tasks, components.trainer.recipe, own_engine
+        ),
         "ranks": components.ranks.size,
         "strategy": components.settings.distributed.strategy,
         "computation": policy.model.computation,

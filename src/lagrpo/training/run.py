@@ -89,7 +89,7 @@ def train(
     resume: directory of a run to resume with its own settings, or "auto": the run called run.name,
         if it exists.
     dry_run: only print what the settings mean: samples per update, staleness, memory. The result
-        has 0 batches.
+        has 0 batches, and the directory to which nothing was written.
 
     Ctrl-C, SIGTERM, SIGUSR1 or SIGUSR2 stops the run after the current update and writes a
     checkpoint. Under torchrun every process calls this and gets the same Result; only rank 0 calls
@@ -117,7 +117,9 @@ def train(
     recipe = checks.check_settings(resolved, task, resume_from, loss)
     if dry_run:
         print_meaning(resolved, recipe)
-        return Result(Path(resolved.run.output_dir), None, None, None, 0, 0, None)
+        run = checks.find_run(resolved, resume_from)
+        run = run or Path(resolved.run.output_dir, resolved.run.name or "")
+        return Result(run, None, None, None, 0, 0, None)
     return run_in_process(
         resolved,
         recipe,

@@ -1,8 +1,8 @@
 """Digests of the code that decides what a run does, so that a resumed run can say what has changed.
 
 `source_digest` reads one function; `collect_sources` lists a run's reward functions, environments,
-tools, losses of the user's own and chat template. environment.json keeps the digests under
-`sources`.
+tools, chat template, and losses and rollout engine of the user's own. environment.json keeps the
+digests under `sources`.
 """
 
 from __future__ import annotations
@@ -53,11 +53,19 @@ def source_digest(target: Callable[..., Any] | str) -> str | None:
 
 
 def collect_sources(
-    chat: Chat, tasks: Mapping[str, TaskSetup], recipe: Recipe
+    chat: Chat,
+    tasks: Mapping[str, TaskSetup],
+    recipe: Recipe,
+    engine: str | None = None,
 ) -> dict[str, str | None]:
-    """The digest of everything that is code of a run's user: name -> digest."""
+    """The digest of everything that is code of a run's user: name -> digest.
+
+    `engine` names the function that makes a rollout engine of the user's own.
+    """
     template = chat.tokenizer.chat_template
     sources = {"chat template": digest(repr(template)) if template is not None else None}
+    if engine is not None:
+        sources["rollout engine"] = source_digest(engine)
     for function in own_functions(recipe):
         sources[f"loss {getattr(function, '__name__', type(function).__name__)}"] = source_digest(
             function

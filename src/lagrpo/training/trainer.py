@@ -88,7 +88,9 @@ class Optimization:
 
     def _scheduled(self, update: int) -> float:
         if update < self.warmup:
+            # Above 0 at the first update; update `warmup` is the first with the full rate.
             return self.lr * (update + 1) / (self.warmup + 1)
+        # 0 after the warm-up, 1 at the last update.
         progress = (update - self.warmup) / max(1, self.updates - 1 - self.warmup)
         factor = {
             "constant": 1.0,
@@ -264,6 +266,8 @@ class Trainer:
                 x = row.loss_inputs(logp_T.detach(), version, statistics)
                 # `weight_C` has the normalizer of the whole step: gradients only have to be added.
                 derivative = self.recipe.differentiate(x, row.weight_C)
+                # The loss is differentiated by log π alone. From there its gradient goes through
+                # the model, and adds to the gradients of the rows before.
                 with deterministic(self.policy.model):
                     logp_T.backward(derivative.gradient_T)
                 for name, value in _sums(x, derivative).items():
@@ -319,6 +323,7 @@ class Trainer:
         A rank that has no row left does so while others have rows.
         """
         logp_T = self.policy.logp(idle_row(self.policy.device))
+        # Zeros: the collectives of a backward pass take place, and no gradient changes.
         (0 * logp_T).sum().backward()
 
     def _count_passes(self, rows: Sequence[MicroBatch]) -> int:
@@ -337,6 +342,7 @@ class Trainer:
         """
         self.masters.reduce_grads()
         norm_tensor = self.masters.grad_norm()
+        # Waits for the GPU: what follows depends on the number.
         norm = norm_tensor.item()
         version = self.policy.version
         if not math.isfinite(norm):

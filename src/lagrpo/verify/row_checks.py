@@ -131,8 +131,11 @@ def _check_version_of_alpha(run: RecordedRun, row: Row, versions: Sequence[int])
         return
     alpha = run.metrics[sync_step].values["policy_version"]
     settings = run.settings
-    is_vllm = settings.rollout.engine == "vllm"
-    may_be_later = is_vllm and settings.vllm.on_weight_sync == "continue"
+    rollout = settings.rollout
+    # An engine of the user's own may sync weights in flight, too.
+    may_be_later = rollout.has_own_engine or (
+        rollout.engine == "vllm" and settings.vllm.on_weight_sync == "continue"
+    )
     recorded = alpha
     for version in versions:
         if version < alpha or (version > alpha and not may_be_later):

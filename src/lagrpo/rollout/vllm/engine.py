@@ -38,9 +38,11 @@ def build_engine(
     settings: Settings,
     policy: Policy,
     servers: Sequence[VllmClient],
-    episodes: Episodes | None = None,
+    params: SamplingParams,
 ) -> VllmEngine:
     """Waits until the servers are ready, and returns the engine over them.
+
+    It samples with `params` unless it gets others.
 
     Raises SettingsError for a server that does not get ready.
     """
@@ -60,17 +62,13 @@ def build_engine(
         num_bytes=num_weights * dtype.itemsize,
         output_dir=Path(settings.run.output_dir),
     )
-    rollout = settings.rollout
-    params = SamplingParams(
-        "sample", rollout.temperature, rollout.max_completion_length, episodes, stop=rollout.stop
-    )
     return VllmEngine(
         servers,
         weights,
         policy.chat,
         params,
         seed=settings.run.seed,
-        max_num_seqs=rollout.max_num_seqs,
+        max_num_seqs=settings.rollout.max_num_seqs,
         syncs_in_flight=settings.vllm.on_weight_sync == "continue",
     )
 
@@ -197,7 +195,7 @@ class VllmEngine:
             for request in requests
         ]
 
-    def scores(self, items: Sequence[Item]) -> list[list[list[float]]]:
+    def get_logprobs(self, items: Sequence[Item]) -> list[list[list[float]]]:
         """Returns log-probs at temperature 1 by every server: [server][item][token], nats."""
         return self._groups.ask_all(lambda server: [server.get_logprobs(*item) for item in items])
 

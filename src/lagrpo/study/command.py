@@ -21,7 +21,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from lagrpo.errors import SettingsError
+from lagrpo.errors import SettingsError, as_settings_error
 from lagrpo.machine import usable_cores
 from lagrpo.runs.files import write_atomically
 from lagrpo.settings.load import to_toml
@@ -33,9 +33,9 @@ from .statistics import Cell
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit code."""
+    """Returns the exit code. Raises SettingsError for wrong input."""
     options = parse_options(arguments)
-    try:
+    with as_settings_error():
         directory = Path("runs") / "studies" / options.file.stem
         study, runs = load_study(options.file, directory)
         results: dict[tuple[Cell, int], RunResult] = {}
@@ -50,9 +50,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if run.is_finished():
                 results[run.cell, run.seed] = RunResult.load(run.path)
         write_report(study, results, directory)
-    except (SettingsError, ValueError, OSError) as error:
-        print(f"study: {error}", file=sys.stderr)
-        return 2
     return 1 if failed else 0
 
 
@@ -144,7 +141,3 @@ def start_run(run: Run, threads: int) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
             command, stdout=log, stderr=log, env=environment, start_new_session=True
         )
-
-
-if __name__ == "__main__":
-    sys.exit(main())
