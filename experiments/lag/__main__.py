@@ -5,6 +5,7 @@ From the checkout's root:
     python -m experiments.lag             all runs, the most informative first; goes on after a stop
     python -m experiments.lag --quick     a small table of short runs, in two minutes
     python -m experiments.lag --report    only the report, of the runs made so far
+    python -m experiments.lag --only topr only the runs of this method
 
 It uses one core, and torch.compile if there is a C++ compiler. Records land in
 experiments/lag/results, those of --quick in runs/lag/quick. A run that has a record is not made
@@ -27,7 +28,7 @@ from lagrpo.cpu.memory import freed_memory_kept
 from lagrpo.runs.environment import cpu_model, git_state
 
 from .methods import Method, load_methods
-from .plan import Methods, Pass, full_plan, passes_where_some_die, quick_plan
+from .plan import QUICK_METHODS, Methods, Pass, full_plan, passes_where_some_die, quick_plan
 from .publish import publish
 from .records import RESULTS, Record, append_records, load_records
 from .report import write_figure, write_report
@@ -46,15 +47,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--quick", action="store_true", help="a small table in two minutes")
     parser.add_argument("--report", action="store_true", help="make no runs")
+    parser.add_argument("--only", nargs="+", metavar="METHOD", help="only runs of these methods")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     methods: Methods = {"published": load_methods("published"), "equal": load_methods("equal")}
+    for name in options.only or []:
+        if name not in methods["published"]:
+            parser.error(f"--only {name}: experiments/lag/methods.toml has no such method")
     directory = QUICK_RESULTS if options.quick else RESULTS
-    plan = quick_plan(methods) if options.quick else full_plan(methods)
+    only = tuple(options.only or ())
+    plan = quick_plan(methods, only or QUICK_METHODS) if options.quick else full_plan(methods)
     if not options.report:
         try:
             with freed_memory_kept():  # a quarter of the time of an update on the chain
-                make_runs(plan, methods, directory, is_whole=not options.quick)
+                make_runs(plan, methods, directory, only=only, is_whole=not options.quick)
         except KeyboardInterrupt:
             print("stopped: the same command makes the rest")
     records = load_records(directory, methods)
@@ -65,14 +71,28 @@ def main(arguments: Sequence[str] | None = None) -> None:
         publish(records, methods["published"])
 
 
-def make_runs(plan: Iterable[Pass], methods: Methods, directory: Path, *, is_whole: bool) -> None:
-    """Make the missing runs of a plan. The whole benchmark then makes more seeds where some die."""
+def make_runs(
+    plan: Iterable[Pass],
+    methods: Methods,
+    directory: Path,
+    *,
+    only: Sequence[str],
+    is_whole: bool,
+) -> None:
+    """Make the missing runs of a plan, or those of some methods if `only` has names.
+
+    The whole benchmark then makes more seeds where some die.
+    """
+
+    def selected(passes: Iterable[Pass]) -> Iterable[Pass]:
+        return (item for item in passes if not only or item.method in only)
+
     # Compiling takes a minute, which a small table does not save.
     compiled = is_whole and can_compile()
-    make_missing(plan, methods, directory, compiled=compiled)
+    make_missing(selected(plan), methods, directory, compiled=compiled)
     if is_whole:
         passes = passes_where_some_die(load_records(directory, methods))
-        make_missing(passes, methods, directory, compiled=compiled)
+        make_missing(selected(passes), methods, directory, compiled=compiled)
 
 
 def can_compile() -> bool:

@@ -107,7 +107,7 @@ def full_plan(methods: Methods) -> list[Pass]:
     return plan.passes
 
 
-def quick_plan(methods: Methods) -> list[Pass]:
+def quick_plan(methods: Methods, only: Sequence[str] = QUICK_METHODS) -> list[Pass]:
     """A small table of short runs."""
     plan = _Plan(methods)
     for task in MAIN_TASKS:
@@ -119,7 +119,7 @@ def quick_plan(methods: Methods) -> list[Pass]:
             (16, 64, 0),
             (0,),
             (3e-4, 1e-3),
-            QUICK_METHODS,
+            only,
             updates,
         )
     return plan.passes
