@@ -232,7 +232,7 @@ def test_run_with_a_rollout_engine_of_its_own_resumes(model, tmp_path):
         pytest.param("my_engin:load", "no module 'my_engin'", id="module"),
         pytest.param("my_engine:laod", "did you mean 'load'?", id="function"),
         pytest.param("math:hypot", "'math:hypot' raised TypeError", id="raises"),
-        pytest.param("my_task:load", "returned a RowTask, which lacks methods", id="not an engine"),
+        pytest.param("my_task:load", "returned a RowTask without ", id="not an engine"),
     ],
 )
 def test_rollout_engine_that_cannot_be_used_is_named_in_one_line(model, tmp_path, name, message):

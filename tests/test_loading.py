@@ -109,17 +109,22 @@ CASES: list[tuple[str, Damage, str]] = [
     (
         "missing",
         reweighted(lambda w: w.pop(NORM)),
-        r"lack 1 weights of the model: model\.norm\.weight",
+        r"lack weights of the model: model\.norm\.weight",
+    ),
+    (
+        "renamed",
+        reweighted(lambda w: w.update({"model.nrm.weight": w.pop(NORM)})),
+        r"lack weights of the model: model\.norm\.weight .* does not have: model\.nrm\.weight",
     ),
     (
         "unexpected",
         edited("config.json", num_hidden_layers=1),
-        r"have 9 weights that the model does not .*layers\.1",
+        r"have weights that the model does not .*layers\.1.*\(9 in all\)",
     ),
     (
         "other shape",
         reweighted(lambda w: w.update({NORM: torch.ones(2)})),
-        r"1 weights have another shape .*norm",
+        r"weights have another shape .*norm\.weight \(1 in all\)",
     ),
     ("head differs", edited("config.json", tie_word_embeddings=True), r"different output head"),
     ("NaN", reweighted(lambda w: w[NORM].fill_(float("nan"))), r"model\.norm\.weight .*not finite"),

@@ -169,6 +169,25 @@ def test_every_end_of_sequence_id_ends_a_completion_and_the_limit_cuts_it():
         assert "<stop>" not in c.text
 
 
+def test_prefetcher_rejects_a_group_with_another_number_of_completions():
+    policy = tiny_policy()
+    sampler = LocalSampler(copy_policy(policy), 0, 12, 8)
+
+    class OneLess:
+        """An engine that forgets a completion of each group."""
+
+        syncs_in_flight = False
+
+        def sample(self, requests, G, params):
+            return sampler.sample(requests, G - 1, params)
+
+    requests = requests_for(policy, 1, batch=1)
+    prefetcher = Prefetcher(OneLess(), lambda _: requests, 4, sampler.params)  # pyright: ignore
+    prefetcher.submit(range(1, 2), 0)
+    with pytest.raises(RuntimeError, match="returned 3 completions of a prompt instead of 4"):
+        next(prefetcher.get(1))
+
+
 def test_prefetcher_hands_out_batch_by_batch_what_was_generated_together():
     policy = tiny_policy(dtype=torch.float64)  # rounding by the rows beside one changes no token
     sampler = LocalSampler(copy_policy(policy), 0, 12, 8)

@@ -241,6 +241,13 @@ def test_wrong_study_file_is_rejected(tmp_path, changes, cause):
         load_study(study_file(tmp_path, **changes), tmp_path / "out")
 
 
+def test_required_key_of_a_study_file_is_named_alone(tmp_path):
+    file = tmp_path / "study.toml"
+    file.write_text('title = "What v costs"\n', encoding="utf-8")
+    with pytest.raises(SettingsError, match=r"study\.toml: settings is missing$"):
+        load_study(file, tmp_path / "out")
+
+
 def test_run_has_the_settings_of_the_base_the_study_and_its_labels(tmp_path):
     _, runs = load_study(study_file(tmp_path), tmp_path / "out")
     assert [(run.cell, run.seed) for run in runs] == [

@@ -238,15 +238,20 @@ def check_loaded(lm: Any, loading_info: Mapping[str, Any]) -> None:
     `loading_info` is transformers'.
     """
     problems = {
-        "the files lack {} weights of the model": loading_info["missing_keys"],
-        "the files have {} weights that the model does not have": loading_info["unexpected_keys"],
-        "{} weights have another shape than config.json implies": [
+        "the files lack weights of the model": loading_info["missing_keys"],
+        "the files have weights that the model does not have": loading_info["unexpected_keys"],
+        "weights have another shape than config.json implies": [
             name for name, *_ in loading_info["mismatched_keys"]
         ],
     }
-    for problem, names in problems.items():
-        if names:
-            raise ValueError(f"{problem.format(len(names))}: {one_line(', '.join(sorted(names)))}")
+    messages = [
+        f"{problem}: {one_line(', '.join(sorted(names)))} ({len(names)} in all)"
+        for problem, names in problems.items()
+        if names
+    ]
+    if messages:
+        # Together they show a weight that has another name in the files.
+        raise ValueError("; ".join(messages))
     should_be_tied = getattr(lm.config.get_text_config(), "tie_word_embeddings", False)
     is_tied = lm.get_output_embeddings().weight is lm.get_input_embeddings().weight
     if should_be_tied and not is_tied:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from torch import Tensor
 
@@ -65,7 +65,6 @@ class SamplingParams:
         return self.max_tokens + self.episodes.replied
 
 
-@runtime_checkable
 class RolloutEngine(Protocol):
     """A rollout engine: it generates with the weights of the last weight sync.
 

@@ -202,6 +202,11 @@ class Prefetcher:
         self.seconds += time.perf_counter() - started
         if request_and_group is not None:
             _, group = request_and_group
+            if len(group.completions) != self._G:
+                raise RuntimeError(
+                    f"the sampler returned {len(group.completions)} completions of a prompt "
+                    f"instead of {self._G}"
+                )
             self._num_tokens += sum(completion.length for completion in group.completions)
         return request_and_group
 

@@ -184,6 +184,9 @@ def _describe_problem(name: str, problem: ErrorDetails, kind: type[BaseModel]) -
         # The ValueError of a validator of ours.
         message = problem.get("ctx", {}).get("error")
         return f"{name}: {message}" if name else f"{message}"
+    if problem["type"] == "missing":
+        # Its "input" is the whole table that lacks it.
+        return f"{name} is missing"
     value = one_line(repr(problem["input"]))
     if problem["type"] in ("model_type", "dict_type"):
         return f"{name} = {value}: {name} is a table of settings, not a single value"

@@ -288,8 +288,8 @@ class VllmSettings(Section):
             )
         if self.weight_transfer == "nccl" and not self.urls and not self.gpus:
             raise ValueError(
-                "weight_transfer = 'nccl' needs a GPU that the trainer does not have: set gpus, or "
-                "use 'directory'"
+                "weight_transfer = 'nccl' needs a GPU that the trainer does not have: set "
+                "vllm.gpus, or use 'directory'"
             )
         if self.urls and (self.gpus or self.server_args):
             raise ValueError(

@@ -592,10 +592,12 @@ def load_own_engine(settings: Settings, policy: Policy) -> RolloutEngine:
             raise
         except Exception as error:
             raise ValueError(f"{name!r} raised {describe_raised(error)}") from error
-        if not isinstance(engine, RolloutEngine):
+        members = [name for name in vars(RolloutEngine) if not name.startswith("_")]
+        missing = [name for name in members if not hasattr(engine, name)]
+        if missing:
             raise ValueError(
-                f"{name!r} returned a {type(engine).__name__}, which lacks methods of "
-                "lagrpo.rollout.base.RolloutEngine"
+                f"{name!r} returned a {type(engine).__name__} without {', '.join(missing)}; "
+                "lagrpo.rollout.base.RolloutEngine says what an engine has"
             )
     return engine
 
