@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -553,11 +552,19 @@ def test_rank_agreement_by_hand():
 def test_quick_run_writes_a_report(tmp_path, quick_start, monkeypatch):
     monkeypatch.setattr(queue, "QUICK_RESULTS", tmp_path)
     plan = [replace(item, schedule=Schedule("constant", 0)) for item in small_plan()] + small_plan()
-    monkeypatch.setattr(queue, "quick_plan", lambda methods: plan)
+    monkeypatch.setattr(queue, "quick_plan", lambda methods, only: plan)
+    report = tmp_path / "report.md"
+    queue.main(["--quick", "--only", "grpo"])
+    assert "4 of 8 planned runs" in report.read_text(encoding="utf-8")
     queue.main(["--quick"])
-    report = Path(tmp_path / "report.md").read_text(encoding="utf-8")
-    assert "8 of 8 planned runs" in report
+    assert "8 of 8 planned runs" in report.read_text(encoding="utf-8")
     assert (tmp_path / "area.png").is_file()
+
+
+def test_unknown_method_is_rejected(capsys):
+    with pytest.raises(SystemExit):
+        queue.main(["--only", "grop"])
+    assert "methods.toml has no such method" in capsys.readouterr().err
 
 
 # The exact tier
