@@ -123,7 +123,6 @@ class TrainerComponents:
         or has changed.
         """
         ranks = ranks or Ranks()
-        seed = settings.run.seed
         sampling = settings.rollout
         with ExitStack() as undo:
             loaded = load_tasks(settings, task)
@@ -132,30 +131,12 @@ class TrainerComponents:
             with as_settings_error():
                 check_places(recorded or {}, places)
 
-            reply_tokens = max_reply_tokens(settings, *loaded.values())
-            if ranks.is_first:
-                print(f"loading {settings.model.path} …", flush=True)
-            # The servers load the model while this process does.
-            servers = start_servers(settings, reply_tokens, undo) if ranks.is_first else []
-            ranks.on_rank0(partial(wait_for_shared_gpu, settings, servers))
-            longest = settings.max_sequence_length + reply_tokens
-            policy = build_policy(
-                settings.model,
-                sampling.temperature,
-                longest,
-                seed,
-                is_sharded=ranks.mesh is not None,
-            )
-            policy = with_start(policy, started, ranks)
+            policy, servers = load_policy_and_servers(settings, loaded, ranks, started, undo)
             check_same_model(ranks, policy)
 
             tasks = set_up_tasks(settings, loaded, policy, undo)
             main = tasks[MAIN_TASK]
-            with as_settings_error("task"):
-                main.prompts.check(settings.schedule.batches)
-                if ranks.is_first:
-                    first_prompt = main.prompts.check_prompts(1)[0].prompt
-                    warn_of_formats(main.task.reward, first_prompt, policy.chat)
+            check_training_prompts(settings, main, policy, ranks)
             data = {"places": places, "visited": digest_visited(main.prompts.visited)}
             offline = build_offline(settings, recipe, policy, records) if records else None
 
@@ -503,6 +484,44 @@ def check_same_model(ranks: Ranks, policy: Policy) -> None:
     for rank, other in enumerate(digests):
         if other != digests[0]:
             raise SettingsError(f"model.path: model weights differ between ranks 0 and {rank}")
+
+
+def load_policy_and_servers(
+    settings: Settings,
+    loaded: Mapping[str, Task],
+    ranks: Ranks,
+    started: str | None,
+    undo: ExitStack,
+) -> tuple[Policy, list[VllmClient]]:
+    """Returns the policy, and the vLLM servers of the run on the first rank. Collective."""
+    reply_tokens = max_reply_tokens(settings, *loaded.values())
+    if ranks.is_first:
+        print(f"loading {settings.model.path} …", flush=True)
+    # The servers load the model while this process does.
+    servers = start_servers(settings, reply_tokens, undo) if ranks.is_first else []
+    ranks.on_rank0(partial(wait_for_shared_gpu, settings, servers))
+    policy = build_policy(
+        settings.model,
+        settings.rollout.temperature,
+        settings.max_sequence_length + reply_tokens,
+        settings.run.seed,
+        is_sharded=ranks.mesh is not None,
+    )
+    return with_start(policy, started, ranks), servers
+
+
+def check_training_prompts(
+    settings: Settings, main: TaskSetup, policy: Policy, ranks: Ranks
+) -> None:
+    """Raises SettingsError if a prompt of the run does not fit.
+
+    The first rank warns of a reward `format` that no completion can get.
+    """
+    with as_settings_error("task"):
+        main.prompts.check(settings.schedule.batches)
+        if ranks.is_first:
+            first_prompt = main.prompts.check_prompts(1)[0].prompt
+            warn_of_formats(main.task.reward, first_prompt, policy.chat)
 
 
 # Rollout engines and the trainer
