@@ -44,8 +44,8 @@ MAIN_METHODS = (
 )
 """The methods that people ask about most.
 
-The variants of the tasks and the longest lag are made for these first: twelve rows are enough to
-see which property of a task turns the order around.
+The variants of the tasks are made for these alone: twelve rows are enough to see which property of
+a task turns the order around.
 """
 QUICK_METHODS = ("stale_reinforce", "grpo", "positive_only", "topr", "rec_wide", "cispo", "m2po")
 """Those of the figure, and one whose loss takes statistics of the step."""
