@@ -40,7 +40,8 @@ from lagrpo.errors import SettingsError
 from lagrpo.model.model import Policy, copy_policy
 from lagrpo.model.stored import StoredWeights
 from lagrpo.settings.schema import Settings
-from lagrpo.training import build
+from lagrpo.training.build import build_trainer
+from lagrpo.training.build_policy import build_policy, check_same_model
 from lagrpo.training.fsdp import copy_sharded
 from lagrpo.training.ranks import make_mesh
 from lagrpo.training.trainer import Optimization, Trainer
@@ -229,9 +230,9 @@ def build_sharded(
     ranks = ranks_of(group, make_mesh(group, "cpu"))
     assert ranks is not None
     settings = Settings.model_validate({"model": {"path": path, "dtype": dtype}})
-    policy = build.build_policy(settings.model, 1.0, 64, is_sharded=is_sharded)
-    build.check_same_model(ranks, policy)
-    return policy, build.build_trainer(settings, resolve("grpo", {"beta": 0.1}), policy, ranks)
+    policy = build_policy(settings.model, 1.0, 64, is_sharded=is_sharded)
+    check_same_model(ranks, policy)
+    return policy, build_trainer(settings, resolve("grpo", {"beta": 0.1}), policy, ranks)
 
 
 def learn_from_files(
@@ -328,7 +329,7 @@ def measure_reading(group: ProcessGroup, path: str) -> Read:
         total += rows.numel()
         return rows
 
-    policy = build.build_policy(settings.model, 1.0, 64, is_sharded=True)
+    policy = build_policy(settings.model, 1.0, 64, is_sharded=True)
     assert all(parameter.is_meta for parameter in policy.model.parameters())
     with pytest.MonkeyPatch.context() as patch, LargestTensor() as largest:
         patch.setattr(StoredWeights, "rows", count)

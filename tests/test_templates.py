@@ -19,7 +19,7 @@ from lagrpo.model.chat import Chat, Replies
 from lagrpo.rewards import builtin
 from lagrpo.rewards.reward import Reward, Rewards
 from lagrpo.runs import load_rollouts
-from lagrpo.training.build import warn_of_formats
+from lagrpo.training.build_tasks import warn_of_formats
 from lagrpo.training.run import train
 from lagrpo.types import JsonObject, Prompt
 from lagrpo.verify import verify_run
@@ -357,7 +357,7 @@ def test_run_that_resumes_on_another_day_keeps_its_prompts(tmp_path, monkeypatch
         save_tiny(tmp_path / "model"), tmp_path, model=model, checkpoint={"save_every": 1}
     )
     with monkeypatch.context() as patch:
-        patch.setattr("lagrpo.training.build.datetime", Yesterday)
+        patch.setattr("lagrpo.training.build_policy.datetime", Yesterday)
         uninterrupted = train(run_settings).run
     stopped = cut_to(uninterrupted, 2, tmp_path / "cut")
     go_on(stopped)

@@ -22,9 +22,11 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from lagrpo import Callback, cli, train
-from lagrpo.model.model import Policy
+from lagrpo.model.model import Policy, copy_policy
+from lagrpo.rollout.local import LocalSampler
 from lagrpo.runs import load_events, load_metrics, load_rollouts
-from lagrpo.training import build
+from lagrpo.settings.schema import Settings
+from lagrpo.training import build_policy
 from lagrpo.training.checkpoint import find_checkpoint
 from lagrpo.training.run import Result
 from lagrpo.types import JsonObject
@@ -124,14 +126,39 @@ def check_same_run(run: Path, alone: Path) -> None:
     check_same_weights(run, alone)
 
 
+def final_weights(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(next((run / "weights/final").glob("*.safetensors")))
+
+
 def check_same_weights(run: Path, alone: Path) -> None:
-    weights_of_run, weights_alone = (
-        load_file(next((r / "weights/final").glob("*.safetensors"))) for r in (run, alone)
-    )
+    weights_of_run = final_weights(run)
+    weights_alone = final_weights(alone)
     assert weights_of_run.keys() == weights_alone.keys()
     for name, weight in weights_alone.items():
         assert weights_of_run[name].dtype == weight.dtype
         assert float((weights_of_run[name] - weight).abs().mean()) < MEAN_ROUNDING, name
+
+
+def sample_in_process(settings: Settings, policy: Policy) -> LocalSampler:
+    """An engine of the user's that samples as the built-in one does."""
+    rollout = settings.rollout
+    return LocalSampler(
+        copy_policy(policy),
+        settings.run.seed,
+        rollout.max_completion_length,
+        rollout.max_num_seqs,
+    )
+
+
+@pytest.mark.parametrize("shard", ["zero1", "fsdp2"])
+def test_own_engine_samples_the_share_of_each_rank(settings, kinds, alone, shard):
+    kind = "asking ahead"
+    own_engine = {"rollout": {"engine": "test_together:sample_in_process"}}
+    ranks_settings = settings("own engine", kinds[kind], sharded(shard), own_engine)
+    run = only_result(together(2, ranks_settings)).run
+    token_ids = [row["token_ids"] for row in load_rollouts(run)]
+    assert token_ids == [row["token_ids"] for row in load_rollouts(alone(kind))]
+    check_same_weights(run, alone(kind))
 
 
 @pytest.mark.parametrize(
@@ -258,18 +285,15 @@ def test_stopped_run_resumes_bit_for_bit(settings, whole_run, tmp_path, phase, s
 
 @pytest.mark.parametrize(("shards", "after"), [(("zero1", "fsdp2"), 3), (("fsdp2", "zero1"), 1)])
 def test_run_resumes_with_another_number_of_ranks(whole_run, alone, tmp_path, shards, after):
-    other_sharding, stopped = (
-        sharded(shards[1]),
-        cut_to(whole_run("asking ahead", shards[0], 2), 3, tmp_path),
-    )
-    run = (
-        only_result(together(after, other_sharding, resume=stopped))
-        if after > 1
-        else train(other_sharding, resume=stopped)
-    ).run
-    token_ids, expected = (
-        [row["token_ids"] for row in load_rollouts(r)] for r in (run, alone("asking ahead"))
-    )
+    other_sharding = sharded(shards[1])
+    stopped = cut_to(whole_run("asking ahead", shards[0], 2), 3, tmp_path)
+    if after > 1:
+        result = only_result(together(after, other_sharding, resume=stopped))
+    else:
+        result = train(other_sharding, resume=stopped)
+    run = result.run
+    token_ids = [row["token_ids"] for row in load_rollouts(run)]
+    expected = [row["token_ids"] for row in load_rollouts(alone("asking ahead"))]
     assert token_ids == expected
     check_same_weights(run, alone("asking ahead"))
     resumed = next(event for event in load_events(run) if event["event"] == "resumed")
@@ -279,7 +303,7 @@ def test_run_resumes_with_another_number_of_ranks(whole_run, alone, tmp_path, sh
 def load_another_model(rank: int) -> tuple[()]:
     """Rank 1 has other weights."""
     if rank == 1:
-        load = build.load_policy
+        load = build_policy.load_policy
 
         def other(*arguments: Any, **options: Any) -> Policy:
             policy = load(*arguments, **options)
@@ -287,7 +311,7 @@ def load_another_model(rank: int) -> tuple[()]:
                 next(policy.model.parameters()).add_(1)
             return policy
 
-        build.load_policy = other
+        build_policy.load_policy = other
     return ()
 
 

@@ -8,10 +8,13 @@ import os
 import sys
 import sysconfig
 import traceback
+from collections.abc import Callable
 from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
 
 
 def is_reference(text: str) -> bool:
@@ -77,6 +80,20 @@ def _get(module: ModuleType, name: str, reference: str) -> Any:
         advice = f"; did you mean {nearest[0]!r}?" if nearest else ""
         raise ValueError(f"{reference!r}: {file} has no {name!r}{advice}")
     return getattr(module, name)
+
+
+def call_users_function(function: Callable[..., Result], what: str, *arguments: object) -> Result:
+    """What a function of the user returns for these arguments. Messages begin with `what`.
+
+    Raises ValueError for an exception of the function, with the line that raised it. ValueError and
+    ImportError pass through, because their messages are for the user.
+    """
+    try:
+        return function(*arguments)
+    except (ValueError, ImportError):
+        raise
+    except Exception as error:
+        raise ValueError(f"{what} raised {describe_raised(error)}") from error
 
 
 def describe_raised(error: BaseException) -> str:

@@ -16,7 +16,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar, get_origin, runtime_checkable
 
-from lagrpo.core.references import describe_raised
+from lagrpo.core.references import call_users_function
 from lagrpo.errors import as_settings_error, suggest
 from lagrpo.rewards.reward import (
     OWN,
@@ -368,17 +368,10 @@ def _load_builtin_task(settings: TaskEntry, seed: int) -> Task:
 
 
 def _load_users_task(settings: TaskEntry, seed: int) -> Task:
-    make_task = load_function(settings.name)
-    try:
-        task = make_task(settings, seed)
-    except (ValueError, ImportError):  # their messages are for the user
-        raise
-    except Exception as error:
-        raise ValueError(f"task.name: {settings.name!r} raised {describe_raised(error)}") from error
+    name = settings.name
+    task = call_users_function(load_function(name), f"task.name: {name!r}", settings, seed)
     if not isinstance(task, Task):
-        raise TypeError(
-            f"task.name: {settings.name!r} returned a {type(task).__name__}, which {NOT_A_TASK}"
-        )
+        raise TypeError(f"task.name: {name!r} returned a {type(task).__name__}, which {NOT_A_TASK}")
     return task
 
 

@@ -5,81 +5,56 @@ The data comes first, then the model: errors that are cheap to find come first.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from lagrpo.core.objective import Recipe
-from lagrpo.core.references import describe_raised
-from lagrpo.cpu.library import NoKernels
 from lagrpo.data.fingerprint import Digests, check_places, digest_places, digest_visited
-from lagrpo.data.offline import OfflineData, read_records
-from lagrpo.data.prompts import PromptSource
-from lagrpo.errors import SettingsError, as_settings_error
-from lagrpo.model.backend import choose_backend, chosen_kernels, pick_device, pick_dtype
-from lagrpo.model.chat import Chat
-from lagrpo.model.embedded import is_adapter, resolve_model
+from lagrpo.data.offline import OfflineData
+from lagrpo.errors import as_settings_error
 from lagrpo.model.files import save_model
-from lagrpo.model.loading import (
-    check_attention,
-    check_context,
-    check_files,
-    count_not_finite,
-    load_config,
-    load_policy,
-    open_policy,
-    quiet,
-    raise_if_not_finite,
-)
-from lagrpo.model.lora import Lora, load_adapter_config
+from lagrpo.model.loading import check_attention, count_not_finite, raise_if_not_finite
 from lagrpo.model.model import Policy, copy_policy, fingerprint
 from lagrpo.model.stored import StoredWeights
-from lagrpo.rewards import builtin
-from lagrpo.rewards.pool import RewardPool
-from lagrpo.rewards.reward import RewardFunction, Rewards, load_function
-from lagrpo.rollout.base import Request, RolloutEngine, SamplingParams
-from lagrpo.rollout.episodes import MAIN_TASK, Episodes, build_episodes, max_reply_tokens
+from lagrpo.rollout.base import Request, RolloutEngine
+from lagrpo.rollout.episodes import MAIN_TASK, max_reply_tokens
 from lagrpo.rollout.local import LocalSampler
 from lagrpo.rollout.prefetch import Prefetcher
 from lagrpo.rollout.schedule import LoopState, Schedule, SyncDecision
-from lagrpo.rollout.sync_check import (
-    CHECK_PROMPTS,
-    VersionCheck,
-    WeightSyncCheck,
-    WeightSyncError,
-)
+from lagrpo.rollout.sync_check import VersionCheck, WeightSyncCheck
 from lagrpo.rollout.vllm.client import VllmClient
-from lagrpo.rollout.vllm.engine import VllmEngine, build_engine
-from lagrpo.rollout.vllm.server import StartedServer, open_servers, wait_until_ready
+from lagrpo.rollout.vllm.engine import VllmEngine
+from lagrpo.rollout.vllm.server import StartedServer
 from lagrpo.settings.schema import Settings
-from lagrpo.settings.sections import ModelSettings
-from lagrpo.tasks import Task, complete_task, drop_overlong, load_task
-from lagrpo.tasks.files import Row
+from lagrpo.tasks import Task
 from lagrpo.training import fsdp
-from lagrpo.training.checks import chat_template, offline_prompts, server_shares_gpu
+from lagrpo.training.build_engines import (
+    BuiltinEngine,
+    build_evaluator,
+    build_sampler,
+    build_weight_sync_check,
+    choose_share,
+    sampling_params,
+    start_servers,
+    wait_for_shared_gpu,
+)
+from lagrpo.training.build_policy import build_policy, check_same_model, loading, with_start
+from lagrpo.training.build_tasks import (
+    TaskSetup,
+    build_offline,
+    check_training_prompts,
+    load_tasks,
+    read_offline_records,
+    set_up_tasks,
+)
+from lagrpo.training.checks import offline_prompts
 from lagrpo.training.ranks import FirstRankSampler, Ranks, add_up
 from lagrpo.training.trainer import Optimization, Trainer
-from lagrpo.types import Group, JsonView, Prompt
-
-logger = logging.getLogger("lagrpo")
-BuiltinEngine = LocalSampler | VllmEngine | FirstRankSampler
-
-
-@dataclass(frozen=True, slots=True)
-class TaskSetup:
-    """A task as a run uses it: with its prompts, reward workers and environments."""
-
-    task: Task
-    prompts: PromptSource
-    reward_pool: RewardPool
-    episodes: Episodes | None
+from lagrpo.types import Group, JsonView
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,245 +222,6 @@ class TrainerComponents:
         self.processes.close()
 
 
-# Data
-
-
-def load_tasks(settings: Settings, task: Task | None = None) -> dict[str, Task]:
-    """Returns the run's task, as MAIN_TASK, and other tasks of evaluation sets, by the set's name.
-
-    A `task` replaces settings.task. Raises SettingsError.
-    """
-    task_settings = settings.task
-    with as_settings_error():
-        if task is None:
-            main = load_task(task_settings, settings.run.seed)
-        else:
-            main = complete_task(task, task_settings.tools)
-    tasks = {MAIN_TASK: main}
-    for eval_set in settings.eval.sets:
-        if eval_set.task is not None:
-            with as_settings_error(f"eval.sets, {eval_set.name!r}"):
-                tasks[eval_set.name] = load_task(eval_set.task, settings.run.seed)
-    return tasks
-
-
-def set_up_tasks(
-    settings: Settings, tasks: Mapping[str, Task], policy: Policy, undo: ExitStack
-) -> dict[str, TaskSetup]:
-    """Returns tasks with their prompts, tokenized once, reward workers and environments.
-
-    `undo` ends the workers and environments. Raises SettingsError.
-    """
-    setups: dict[str, TaskSetup] = {}
-    sampling = settings.rollout
-    sampled_prompts = settings.schedule.prompts_per_batch - offline_prompts(settings)
-    for name, task in tasks.items():
-        episodes = build_episodes(settings, task, policy.chat)
-        if episodes is not None:
-            undo.enter_context(episodes.pool)
-        with as_settings_error("task"):
-            fitting_task = drop_overlong(task, sampling, policy.chat)
-            prompts = PromptSource(
-                fitting_task,
-                policy,
-                settings.run.seed,
-                sampled_prompts,
-                sampling.max_prompt_length,
-                episodes,
-            )
-            reward_pool = RewardPool(fitting_task.reward, deadline=settings.task.reward_timeout)
-            undo.enter_context(reward_pool)
-        setups[name] = TaskSetup(fitting_task, prompts, reward_pool, episodes)
-    return setups
-
-
-def warn_of_formats(reward: RewardFunction | Rewards, prompt: Prompt, chat: Chat) -> None:
-    """Warns of a built-in reward `format` that no completion can get.
-
-    Tokens that end completions are not in their text, and what the chat template begins an answer
-    with may not fit.
-    """
-    for part in Rewards.from_reward(reward).parts:
-        function = getattr(part.function, "func", part.function)
-        if function is not builtin.format:
-            continue
-        options = getattr(part.function, "keywords", {})
-        name = part.name or "format"
-        pattern = options.get("pattern")
-        if pattern is None:
-            _warn_of_example(part.function, name, options.get("tags"), prompt, chat)
-        else:
-            _warn_of_pattern(name, pattern, chat)
-
-
-def _warn_of_pattern(name: str, pattern: str, chat: Chat) -> None:
-    """Warns of a pattern with a token that completions never have in their text."""
-    plain_pattern = pattern.replace("\\", "")
-    for token, token_id in chat.special_tokens.items():
-        if token_id in chat.silent_ids and token in plain_pattern:
-            logger.warning(
-                "the reward %r has %s in its pattern, which is not in the text of completions",
-                name,
-                token,
-            )
-            return
-
-
-def _warn_of_example(
-    function: Callable[..., Any], name: str, tags: Any, prompt: Prompt, chat: Chat
-) -> None:
-    """Warns if an example of the format, read as a completion of the prompt, gets no reward."""
-    example = builtin.format_example(tags)
-    text = prompt.prefix + chat.as_completion(example.removeprefix(prompt.prefix.strip()))
-    if not function(completion=text):
-        message = "no completion can get the reward %r: %r would be read as %r"
-        logger.warning(message, name, example, text)
-
-
-def read_offline_records(settings: Settings, recipe: Recipe) -> list[Row]:
-    """Returns the rows of the files of completions. Raises SettingsError."""
-    with as_settings_error("offline.data"):
-        records = read_records(settings.offline.data) if settings.offline.data else []
-        has_logp = any(row.get("rollout_logprobs") is not None for row in records)
-        check_logp(recipe, known=has_logp or not records)
-    return records
-
-
-def build_offline(
-    settings: Settings, recipe: Recipe, policy: Policy, records: Sequence[Row]
-) -> OfflineData:
-    """Returns the completions of these records.
-
-    Raises SettingsError for completions that model or recipe cannot use.
-    """
-    sampling = settings.rollout
-    with as_settings_error("offline.data"):
-        offline = OfflineData(
-            records,
-            policy,
-            sampling.num_generations,
-            settings.run.seed,
-            system_prompt=settings.task.system_prompt,
-            max_prompt_tokens=sampling.max_prompt_length,
-            max_completion_tokens=sampling.max_completion_length,
-            reads_logp=recipe.needs_rollout_logp,
-        )
-        check_logp(recipe, known=offline.has_logp)
-    return offline
-
-
-def check_logp(recipe: Recipe, *, known: bool) -> None:
-    """Raises ValueError for offline completions without log-probs if the recipe reads log α."""
-    if recipe.needs_rollout_logp and not known:
-        raise ValueError(
-            f"it has no rollout_logprobs, which loss.recipe = {recipe.name!r} needs; "
-            "recipes that do not: reinforce, asymre, red_drop, red_weight"
-        )
-
-
-# The model
-
-
-def build_policy(
-    model: ModelSettings, tau: float, longest: int, seed: int = 0, *, is_sharded: bool = False
-) -> Policy:
-    """Returns the policy at temperature tau, for sequences of `longest` tokens.
-
-    `seed` keys the start of adapters. With `is_sharded` the weights stay in their files until the
-    trainer shards the policy, if the files allow it. Raises SettingsError.
-    """
-    device = pick_device()
-    dtype = getattr(torch, pick_dtype(model.dtype, device)[0])
-    with as_settings_error("LAGRPO_KERNELS", NoKernels):
-        backend = choose_backend(chosen_kernels(), device, dtype)
-    template = chat_template(model)
-    lora = lora_of(model, seed)
-    with loading(model):
-        path = resolve_model(model.path)
-        base_path = path
-        if is_adapter(path):
-            base_path = resolve_model(load_adapter_config(Path(path))[1])
-        check_context(load_config(base_path), longest)
-        if is_sharded:
-            policy = open_policy(
-                path,
-                dtype,
-                backend,
-                tau,
-                chat_template=template,
-                template_kwargs=model.chat_template_kwargs,
-            )
-            if policy is not None:
-                return policy
-        policy = load_policy(
-            path,
-            dtype,
-            device,
-            tau,
-            chat_template=template,
-            backend=backend,
-            lora=lora,
-            template_kwargs=model.chat_template_kwargs,
-        )
-    if is_sharded:
-        logger.warning(
-            "model.path: every rank has loaded the whole model, because its files have other names "
-            "than the model's weights; a copy by save_pretrained of transformers avoids that"
-        )
-    return policy
-
-
-def with_start(policy: Policy, started: str | None, ranks: Ranks) -> Policy:
-    """Returns the policy with the time at which the run began, for its chat template.
-
-    The time is `started`, or now, as rank 0 has it. Collective.
-    """
-    now = datetime.now(UTC).isoformat(timespec="seconds")
-    start = datetime.fromisoformat(ranks.on_rank0(lambda: started or now))
-    return replace(policy, chat=replace(policy.chat, started=start))
-
-
-def lora_of(model: ModelSettings, seed: int = 0) -> Lora | None:
-    """Returns the adapters that the settings ask for; None for full training."""
-    if not model.lora_r:
-        return None
-    return Lora(model.lora_r, model.lora_alpha, model.lora_target_modules, seed)
-
-
-@contextmanager
-def loading(model: ModelSettings) -> Generator[None]:
-    """Turns errors of the body, which reads a model, into a SettingsError.
-
-    transformers prints only errors meanwhile.
-    """
-    try:
-        with quiet():
-            yield
-    except (OSError, ValueError) as error:
-        if isinstance(error, SettingsError):
-            raise
-        origin = ""
-        if not Path(model.path).expanduser().is_dir():
-            origin = " (not a directory here, so from the hub)"
-        reason = str(error).partition("\n")[0]
-        raise SettingsError(
-            f"model.path = {model.path!r}{origin}: the model cannot be loaded: {reason}"
-        ) from error
-
-
-def check_same_model(ranks: Ranks, policy: Policy) -> None:
-    """Raises SettingsError if another rank has another model. Collective."""
-    weights = policy.all_weights
-    if isinstance(weights, StoredWeights):
-        digest = weights.digest_first_rows()
-    else:
-        digest = fingerprint(weights)
-    digests = ranks.gather(digest)
-    for rank, other in enumerate(digests):
-        if other != digests[0]:
-            raise SettingsError(f"model.path: model weights differ between ranks 0 and {rank}")
-
-
 def load_policy_and_servers(
     settings: Settings,
     loaded: Mapping[str, Task],
@@ -508,134 +244,6 @@ def load_policy_and_servers(
         is_sharded=ranks.mesh is not None,
     )
     return with_start(policy, started, ranks), servers
-
-
-def check_training_prompts(
-    settings: Settings, main: TaskSetup, policy: Policy, ranks: Ranks
-) -> None:
-    """Raises SettingsError if a prompt of the run does not fit.
-
-    The first rank warns of a reward `format` that no completion can get.
-    """
-    with as_settings_error("task"):
-        main.prompts.check(settings.schedule.batches)
-        if ranks.is_first:
-            first_prompt = main.prompts.check_prompts(1)[0].prompt
-            warn_of_formats(main.task.reward, first_prompt, policy.chat)
-
-
-# Rollout engines and the trainer
-
-
-def start_servers(settings: Settings, reply_tokens: int, undo: ExitStack) -> list[VllmClient]:
-    """Returns the vLLM servers of a run while they start; none if this process samples.
-
-    `reply_tokens` is the largest number of tokens that environments reply. `undo` closes the
-    servers.
-    """
-    if settings.rollout.engine != "vllm":
-        return []
-    with loading(settings.model):
-        check_files(resolve_model(settings.model.path))
-    servers = open_servers(settings, reply_tokens, shares_gpu=server_shares_gpu(settings))
-    return [undo.enter_context(closing(server)) for server in servers]
-
-
-def wait_for_shared_gpu(settings: Settings, servers: Sequence[VllmClient]) -> None:
-    """Waits for a server that has a GPU together with the trainer. Call it before a model loads.
-
-    vLLM takes its share of a GPU's memory when it starts, and stops if that much is not free.
-    Other servers start while the model loads. Raises SettingsError.
-    """
-    if server_shares_gpu(settings):
-        wait_until_ready(servers)
-
-
-def choose_share(settings: Settings, ranks: Ranks) -> Callable[[Sequence[Request]], list[Request]]:
-    """Returns the function that picks this rank's requests: with vLLM rank 0 has all of them."""
-    if settings.rollout.engine != "vllm":
-        return ranks.share
-
-    def share_on_rank0(requests: Sequence[Request]) -> list[Request]:
-        return list(requests) if ranks.is_first else []
-
-    return share_on_rank0
-
-
-def sampling_params(settings: Settings, episodes: Episodes | None = None) -> SamplingParams:
-    """Returns what training samples with. `episodes` are of the run's task."""
-    rollout = settings.rollout
-    return SamplingParams(
-        "sample",
-        tau=rollout.temperature,
-        max_tokens=rollout.max_completion_length,
-        episodes=episodes,
-        stop=rollout.stop,
-    )
-
-
-def build_sampler(
-    settings: Settings,
-    policy: Policy,
-    servers: list[VllmClient],
-    params: SamplingParams,
-    ranks: Ranks,
-) -> RolloutEngine:
-    """Returns the engine that samples training batches."""
-    sampling = settings.rollout
-    if sampling.has_own_engine:
-        return load_own_engine(settings, policy)
-    if sampling.engine == "local":
-        return LocalSampler(
-            copy_policy(policy),
-            settings.run.seed,
-            params.max_tokens,
-            sampling.max_num_seqs,
-            episodes=params.episodes,
-            stop=params.stop,
-        )
-    engine = build_engine(settings, policy, servers, params) if ranks.is_first else None
-    if engine is None or ranks.size > 1:
-        return FirstRankSampler(ranks, engine)
-    return engine
-
-
-def load_own_engine(settings: Settings, policy: Policy) -> RolloutEngine:
-    """Returns the engine that the function of rollout.engine makes. Raises SettingsError."""
-    name = settings.rollout.engine
-    with as_settings_error("rollout.engine"):
-        make_engine = load_function(name)
-        try:
-            engine = make_engine(settings, policy)
-        except (ValueError, ImportError):  # their messages are for the user
-            raise
-        except Exception as error:
-            raise ValueError(f"{name!r} raised {describe_raised(error)}") from error
-        members = [name for name in vars(RolloutEngine) if not name.startswith("_")]
-        missing = [name for name in members if not hasattr(engine, name)]
-        if missing:
-            raise ValueError(
-                f"{name!r} returned a {type(engine).__name__} without {', '.join(missing)}; "
-                "lagrpo.rollout.base.RolloutEngine says what an engine has"
-            )
-    return engine
-
-
-def build_evaluator(
-    settings: Settings, policy: Policy, sampler: RolloutEngine, ranks: Ranks
-) -> BuiltinEngine:
-    """Returns what samples evaluations: the policy itself in this process, or the servers.
-
-    If layers are sharded, `policy` is a whole copy, which loads the trainer's weights each time.
-    """
-    if isinstance(sampler, VllmEngine | FirstRankSampler):
-        return sampler
-    seed = settings.run.seed
-    max_tokens = settings.rollout.max_completion_length
-    max_num_seqs = settings.rollout.max_num_seqs
-    if ranks.mesh is not None:
-        return fsdp.EvaluationSampler(policy, seed, max_tokens, max_num_seqs)
-    return LocalSampler(policy, seed, max_tokens, max_num_seqs)
 
 
 def build_trainer(settings: Settings, recipe: Recipe, policy: Policy, ranks: Ranks) -> Trainer:
@@ -695,23 +303,3 @@ def check_finite_rows(trainer: Trainer) -> None:
     shapes = trainer.policy.weights.shapes()
     for name, count in add_up(trainer.ranks.gather(counts)).items():
         raise_if_not_finite(name, int(count), shapes[name].numel(), trainer.policy.dtype)
-
-
-def build_weight_sync_check(
-    policy: Policy, source: PromptSource, sampler: RolloutEngine
-) -> WeightSyncCheck | VersionCheck:
-    """Returns the check after every weight sync.
-
-    Raises SettingsError if the in-process sampler computes something else than the trainer.
-    """
-    prompts = source.check_prompts(CHECK_PROMPTS)
-    if isinstance(sampler, FirstRankSampler):
-        return WeightSyncCheck(prompts, sampler.dtype)
-    if isinstance(sampler, VllmEngine):
-        return WeightSyncCheck(prompts, sampler.weights.dtype)
-    if not isinstance(sampler, LocalSampler):
-        return VersionCheck()
-    check = WeightSyncCheck(prompts, policy.dtype)
-    with as_settings_error("model.path", WeightSyncError):
-        check.start(policy, sampler)
-    return check

@@ -46,8 +46,15 @@ from lagrpo.settings.schema import Settings
 from lagrpo.settings.sections import EvalSetSettings
 from lagrpo.tasks import Task
 from lagrpo.terminal.text import count_of, formatted_interval, unscored_text
-from lagrpo.training import build
-from lagrpo.training.build import TaskSetup, TrainerComponents
+from lagrpo.training.build import TrainerComponents
+from lagrpo.training.build_engines import (
+    build_weight_sync_check,
+    sampling_params,
+    start_servers,
+    wait_for_shared_gpu,
+)
+from lagrpo.training.build_policy import build_policy
+from lagrpo.training.build_tasks import TaskSetup, load_tasks, set_up_tasks
 from lagrpo.training.checkpoint import needs_alpha
 from lagrpo.training.checks import check_evaluation
 from lagrpo.training.ranks import Ranks
@@ -437,23 +444,23 @@ def evaluate_model(settings: Settings, task: Task | None = None) -> Evaluation:
         raise SettingsError(
             "model.path is an adapter: set rollout.engine = 'local', or merge the adapter first"
         )
-    task = build.load_tasks(settings, task)[MAIN_TASK]
+    task = load_tasks(settings, task)[MAIN_TASK]
     output = _choose_output(settings, task.name)
     with freed_memory_kept(), fixed_threads(choose_threads()), ExitStack() as stack:
         reply_tokens = max_reply_tokens(settings, task)
         # Servers take minutes to start: everything that is cheap to check came first.
-        servers = build.start_servers(settings, reply_tokens, stack)
-        build.wait_for_shared_gpu(settings, servers)
+        servers = start_servers(settings, reply_tokens, stack)
+        wait_for_shared_gpu(settings, servers)
         _print_progress(f"loading {settings.model.path} …")
         longest = settings.max_sequence_length + reply_tokens
-        policy = build.build_policy(settings.model, rollout.temperature, longest)
-        setup = build.set_up_tasks(settings, {MAIN_TASK: task}, policy, stack)[MAIN_TASK]
+        policy = build_policy(settings.model, rollout.temperature, longest)
+        setup = set_up_tasks(settings, {MAIN_TASK: task}, policy, stack)[MAIN_TASK]
         if servers:
-            params = build.sampling_params(settings)
+            params = sampling_params(settings)
             engine = build_engine(settings, policy, servers, params)
             evaluator = stack.enter_context(closing(engine))
             evaluator.sync_weights(policy.weights, policy.version)
-            check_weight_sync = build.build_weight_sync_check(policy, setup.prompts, evaluator)
+            check_weight_sync = build_weight_sync_check(policy, setup.prompts, evaluator)
             check_weight_sync(policy, evaluator)
         else:
             evaluator = LocalSampler(

@@ -24,7 +24,7 @@ from lagrpo.rollout.schedule import Schedule, lags
 from lagrpo.settings.load import to_toml
 from lagrpo.settings.schema import Settings
 from lagrpo.terminal.text import count_of
-from lagrpo.training.build import loading, lora_of
+from lagrpo.training.build_policy import loading, lora_of
 from lagrpo.training.checks import offline_prompts, world_size
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from lagrpo.tasks.gym import Gym
 if TYPE_CHECKING:
     from lagrpo.core.objective import Recipe
     from lagrpo.model.chat import Chat
-    from lagrpo.training.build import TaskSetup
+    from lagrpo.training.build_tasks import TaskSetup
 
 PLAIN = (str, bytes, int, float, complex, bool, type(None))
 BLOCKS = (ast.If, ast.For, ast.With, ast.Try, ast.ExceptHandler)

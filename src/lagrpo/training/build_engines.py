@@ -1,0 +1,153 @@
+"""From settings to what samples: rollout engines, vLLM servers, and the check of their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+
+from lagrpo.core.references import call_users_function
+from lagrpo.data.prompts import PromptSource
+from lagrpo.errors import as_settings_error
+from lagrpo.model.embedded import resolve_model
+from lagrpo.model.loading import check_files
+from lagrpo.model.model import Policy, copy_policy
+from lagrpo.rewards.reward import load_function
+from lagrpo.rollout.base import Request, RolloutEngine, SamplingParams
+from lagrpo.rollout.episodes import Episodes
+from lagrpo.rollout.local import LocalSampler
+from lagrpo.rollout.sync_check import CHECK_PROMPTS, VersionCheck, WeightSyncCheck, WeightSyncError
+from lagrpo.rollout.vllm.client import VllmClient
+from lagrpo.rollout.vllm.engine import VllmEngine, build_engine
+from lagrpo.rollout.vllm.server import open_servers, wait_until_ready
+from lagrpo.settings.schema import Settings
+from lagrpo.training import fsdp
+from lagrpo.training.build_policy import loading
+from lagrpo.training.checks import server_shares_gpu
+from lagrpo.training.ranks import FirstRankSampler, Ranks
+
+BuiltinEngine = LocalSampler | VllmEngine | FirstRankSampler
+
+
+def start_servers(settings: Settings, reply_tokens: int, undo: ExitStack) -> list[VllmClient]:
+    """Returns the vLLM servers of a run while they start; none if this process samples.
+
+    `reply_tokens` is the largest number of tokens that environments reply. `undo` closes the
+    servers.
+    """
+    if settings.rollout.engine != "vllm":
+        return []
+    with loading(settings.model):
+        check_files(resolve_model(settings.model.path))
+    servers = open_servers(settings, reply_tokens, shares_gpu=server_shares_gpu(settings))
+    return [undo.enter_context(closing(server)) for server in servers]
+
+
+def wait_for_shared_gpu(settings: Settings, servers: Sequence[VllmClient]) -> None:
+    """Waits for a server that has a GPU together with the trainer. Call it before a model loads.
+
+    vLLM takes its share of a GPU's memory when it starts, and stops if that much is not free.
+    Other servers start while the model loads. Raises SettingsError.
+    """
+    if server_shares_gpu(settings):
+        wait_until_ready(servers)
+
+
+def choose_share(settings: Settings, ranks: Ranks) -> Callable[[Sequence[Request]], list[Request]]:
+    """Returns the function that picks this rank's requests: with vLLM rank 0 has all of them."""
+    if settings.rollout.engine != "vllm":
+        return ranks.share
+
+    def share_on_rank0(requests: Sequence[Request]) -> list[Request]:
+        return list(requests) if ranks.is_first else []
+
+    return share_on_rank0
+
+
+def sampling_params(settings: Settings, episodes: Episodes | None = None) -> SamplingParams:
+    """Returns what training samples with. `episodes` are of the run's task."""
+    rollout = settings.rollout
+    return SamplingParams(
+        "sample",
+        tau=rollout.temperature,
+        max_tokens=rollout.max_completion_length,
+        episodes=episodes,
+        stop=rollout.stop,
+    )
+
+
+def build_sampler(
+    settings: Settings,
+    policy: Policy,
+    servers: list[VllmClient],
+    params: SamplingParams,
+    ranks: Ranks,
+) -> RolloutEngine:
+    """Returns the engine that samples training batches."""
+    sampling = settings.rollout
+    if sampling.has_own_engine:
+        return load_own_engine(settings, policy)
+    if sampling.engine == "local":
+        return LocalSampler(
+            copy_policy(policy),
+            settings.run.seed,
+            params.max_tokens,
+            sampling.max_num_seqs,
+            episodes=params.episodes,
+            stop=params.stop,
+        )
+    engine = build_engine(settings, policy, servers, params) if ranks.is_first else None
+    if engine is None or ranks.size > 1:
+        return FirstRankSampler(ranks, engine)
+    return engine
+
+
+def load_own_engine(settings: Settings, policy: Policy) -> RolloutEngine:
+    """Returns the engine that the function of rollout.engine makes. Raises SettingsError."""
+    name = settings.rollout.engine
+    with as_settings_error("rollout.engine"):
+        engine = call_users_function(load_function(name), repr(name), settings, policy)
+        members = [name for name in vars(RolloutEngine) if not name.startswith("_")]
+        missing = [name for name in members if not hasattr(engine, name)]
+        if missing:
+            raise ValueError(
+                f"{name!r} returned a {type(engine).__name__} without {', '.join(missing)}; "
+                "lagrpo.rollout.base.RolloutEngine says what an engine has"
+            )
+    return engine
+
+
+def build_evaluator(
+    settings: Settings, policy: Policy, sampler: RolloutEngine, ranks: Ranks
+) -> BuiltinEngine:
+    """Returns what samples evaluations: the policy itself in this process, or the servers.
+
+    If layers are sharded, `policy` is a whole copy, which loads the trainer's weights each time.
+    """
+    if isinstance(sampler, VllmEngine | FirstRankSampler):
+        return sampler
+    seed = settings.run.seed
+    max_tokens = settings.rollout.max_completion_length
+    max_num_seqs = settings.rollout.max_num_seqs
+    if ranks.mesh is not None:
+        return fsdp.EvaluationSampler(policy, seed, max_tokens, max_num_seqs)
+    return LocalSampler(policy, seed, max_tokens, max_num_seqs)
+
+
+def build_weight_sync_check(
+    policy: Policy, source: PromptSource, sampler: RolloutEngine
+) -> WeightSyncCheck | VersionCheck:
+    """Returns the check after every weight sync.
+
+    Raises SettingsError if the in-process sampler computes something else than the trainer.
+    """
+    prompts = source.check_prompts(CHECK_PROMPTS)
+    if isinstance(sampler, FirstRankSampler):
+        return WeightSyncCheck(prompts, sampler.dtype)
+    if isinstance(sampler, VllmEngine):
+        return WeightSyncCheck(prompts, sampler.weights.dtype)
+    if not isinstance(sampler, LocalSampler):
+        return VersionCheck()
+    check = WeightSyncCheck(prompts, policy.dtype)
+    with as_settings_error("model.path", WeightSyncError):
+        check.start(policy, sampler)
+    return check

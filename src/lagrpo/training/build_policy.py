@@ -1,0 +1,126 @@
+"""From settings to the policy."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+from lagrpo.cpu.library import NoKernels
+from lagrpo.errors import SettingsError, as_settings_error
+from lagrpo.model.backend import choose_backend, chosen_kernels, pick_device, pick_dtype
+from lagrpo.model.embedded import is_adapter, resolve_model
+from lagrpo.model.loading import check_context, load_config, load_policy, open_policy, quiet
+from lagrpo.model.lora import Lora, load_adapter_config
+from lagrpo.model.model import Policy, fingerprint
+from lagrpo.model.stored import StoredWeights
+from lagrpo.settings.sections import ModelSettings
+from lagrpo.training.checks import chat_template
+from lagrpo.training.ranks import Ranks
+
+logger = logging.getLogger("lagrpo")
+
+
+def build_policy(
+    model: ModelSettings, tau: float, longest: int, seed: int = 0, *, is_sharded: bool = False
+) -> Policy:
+    """Returns the policy at temperature tau, for sequences of `longest` tokens.
+
+    `seed` keys the start of adapters. With `is_sharded` the weights stay in their files until the
+    trainer shards the policy, if the files allow it. Raises SettingsError.
+    """
+    device = pick_device()
+    dtype = getattr(torch, pick_dtype(model.dtype, device)[0])
+    with as_settings_error("LAGRPO_KERNELS", NoKernels):
+        backend = choose_backend(chosen_kernels(), device, dtype)
+    template = chat_template(model)
+    lora = lora_of(model, seed)
+    with loading(model):
+        path = resolve_model(model.path)
+        base_path = path
+        if is_adapter(path):
+            base_path = resolve_model(load_adapter_config(Path(path))[1])
+        check_context(load_config(base_path), longest)
+        if is_sharded:
+            policy = open_policy(
+                path,
+                dtype,
+                backend,
+                tau,
+                chat_template=template,
+                template_kwargs=model.chat_template_kwargs,
+            )
+            if policy is not None:
+                return policy
+        policy = load_policy(
+            path,
+            dtype,
+            device,
+            tau,
+            chat_template=template,
+            backend=backend,
+            lora=lora,
+            template_kwargs=model.chat_template_kwargs,
+        )
+    if is_sharded:
+        logger.warning(
+            "model.path: every rank has loaded the whole model, because its files have other names "
+            "than the model's weights; a copy by save_pretrained of transformers avoids that"
+        )
+    return policy
+
+
+def with_start(policy: Policy, started: str | None, ranks: Ranks) -> Policy:
+    """Returns the policy with the time at which the run began, for its chat template.
+
+    The time is `started`, or now, as rank 0 has it. Collective.
+    """
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    start = datetime.fromisoformat(ranks.on_rank0(lambda: started or now))
+    return replace(policy, chat=replace(policy.chat, started=start))
+
+
+def lora_of(model: ModelSettings, seed: int = 0) -> Lora | None:
+    """Returns the adapters that the settings ask for; None for full training."""
+    if not model.lora_r:
+        return None
+    return Lora(model.lora_r, model.lora_alpha, model.lora_target_modules, seed)
+
+
+@contextmanager
+def loading(model: ModelSettings) -> Generator[None]:
+    """Turns errors of the body, which reads a model, into a SettingsError.
+
+    transformers prints only errors meanwhile.
+    """
+    try:
+        with quiet():
+            yield
+    except (OSError, ValueError) as error:
+        if isinstance(error, SettingsError):
+            raise
+        origin = ""
+        if not Path(model.path).expanduser().is_dir():
+            origin = " (not a directory here, so from the hub)"
+        reason = str(error).partition("\n")[0]
+        raise SettingsError(
+            f"model.path = {model.path!r}{origin}: the model cannot be loaded: {reason}"
+        ) from error
+
+
+def check_same_model(ranks: Ranks, policy: Policy) -> None:
+    """Raises SettingsError if another rank has another model. Collective."""
+    weights = policy.all_weights
+    if isinstance(weights, StoredWeights):
+        digest = weights.digest_first_rows()
+    else:
+        digest = fingerprint(weights)
+    digests = ranks.gather(digest)
+    for rank, other in enumerate(digests):
+        if other != digests[0]:
+            raise SettingsError(f"model.path: model weights differ between ranks 0 and {rank}")

@@ -1,0 +1,185 @@
+"""From settings to what a run trains on: tasks with prompts and rewards, completions of files."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from lagrpo.core.objective import Recipe
+from lagrpo.data.offline import OfflineData, read_records
+from lagrpo.data.prompts import PromptSource
+from lagrpo.errors import as_settings_error
+from lagrpo.model.chat import Chat
+from lagrpo.model.model import Policy
+from lagrpo.rewards import builtin
+from lagrpo.rewards.pool import RewardPool
+from lagrpo.rewards.reward import RewardFunction, Rewards
+from lagrpo.rollout.episodes import MAIN_TASK, Episodes, build_episodes
+from lagrpo.settings.schema import Settings
+from lagrpo.tasks import Task, complete_task, drop_overlong, load_task
+from lagrpo.tasks.files import Row
+from lagrpo.training.checks import offline_prompts
+from lagrpo.training.ranks import Ranks
+from lagrpo.types import Prompt
+
+logger = logging.getLogger("lagrpo")
+
+
+@dataclass(frozen=True, slots=True)
+class TaskSetup:
+    """A task as a run uses it: with its prompts, reward workers and environments."""
+
+    task: Task
+    prompts: PromptSource
+    reward_pool: RewardPool
+    episodes: Episodes | None
+
+
+def load_tasks(settings: Settings, task: Task | None = None) -> dict[str, Task]:
+    """Returns the run's task, as MAIN_TASK, and other tasks of evaluation sets, by the set's name.
+
+    A `task` replaces settings.task. Raises SettingsError.
+    """
+    task_settings = settings.task
+    with as_settings_error():
+        if task is None:
+            main = load_task(task_settings, settings.run.seed)
+        else:
+            main = complete_task(task, task_settings.tools)
+    tasks = {MAIN_TASK: main}
+    for eval_set in settings.eval.sets:
+        if eval_set.task is not None:
+            with as_settings_error(f"eval.sets, {eval_set.name!r}"):
+                tasks[eval_set.name] = load_task(eval_set.task, settings.run.seed)
+    return tasks
+
+
+def set_up_tasks(
+    settings: Settings, tasks: Mapping[str, Task], policy: Policy, undo: ExitStack
+) -> dict[str, TaskSetup]:
+    """Returns tasks with their prompts, tokenized once, reward workers and environments.
+
+    `undo` ends the workers and environments. Raises SettingsError.
+    """
+    setups: dict[str, TaskSetup] = {}
+    sampling = settings.rollout
+    sampled_prompts = settings.schedule.prompts_per_batch - offline_prompts(settings)
+    for name, task in tasks.items():
+        episodes = build_episodes(settings, task, policy.chat)
+        if episodes is not None:
+            undo.enter_context(episodes.pool)
+        with as_settings_error("task"):
+            fitting_task = drop_overlong(task, sampling, policy.chat)
+            prompts = PromptSource(
+                fitting_task,
+                policy,
+                settings.run.seed,
+                sampled_prompts,
+                sampling.max_prompt_length,
+                episodes,
+            )
+            reward_pool = RewardPool(fitting_task.reward, deadline=settings.task.reward_timeout)
+            undo.enter_context(reward_pool)
+        setups[name] = TaskSetup(fitting_task, prompts, reward_pool, episodes)
+    return setups
+
+
+def check_training_prompts(
+    settings: Settings, main: TaskSetup, policy: Policy, ranks: Ranks
+) -> None:
+    """Raises SettingsError if a prompt of the run does not fit.
+
+    The first rank warns of a reward `format` that no completion can get.
+    """
+    with as_settings_error("task"):
+        main.prompts.check(settings.schedule.batches)
+        if ranks.is_first:
+            first_prompt = main.prompts.check_prompts(1)[0].prompt
+            warn_of_formats(main.task.reward, first_prompt, policy.chat)
+
+
+def warn_of_formats(reward: RewardFunction | Rewards, prompt: Prompt, chat: Chat) -> None:
+    """Warns of a built-in reward `format` that no completion can get.
+
+    Tokens that end completions are not in their text, and what the chat template begins an answer
+    with may not fit.
+    """
+    for part in Rewards.from_reward(reward).parts:
+        function = getattr(part.function, "func", part.function)
+        if function is not builtin.format:
+            continue
+        options = getattr(part.function, "keywords", {})
+        name = part.name or "format"
+        pattern = options.get("pattern")
+        if pattern is None:
+            _warn_of_example(part.function, name, options.get("tags"), prompt, chat)
+        else:
+            _warn_of_pattern(name, pattern, chat)
+
+
+def _warn_of_pattern(name: str, pattern: str, chat: Chat) -> None:
+    """Warns of a pattern with a token that completions never have in their text."""
+    plain_pattern = pattern.replace("\\", "")
+    for token, token_id in chat.special_tokens.items():
+        if token_id in chat.silent_ids and token in plain_pattern:
+            logger.warning(
+                "the reward %r has %s in its pattern, which is not in the text of completions",
+                name,
+                token,
+            )
+            return
+
+
+def _warn_of_example(
+    function: Callable[..., Any], name: str, tags: Any, prompt: Prompt, chat: Chat
+) -> None:
+    """Warns if an example of the format, read as a completion of the prompt, gets no reward."""
+    example = builtin.format_example(tags)
+    text = prompt.prefix + chat.as_completion(example.removeprefix(prompt.prefix.strip()))
+    if not function(completion=text):
+        message = "no completion can get the reward %r: %r would be read as %r"
+        logger.warning(message, name, example, text)
+
+
+def read_offline_records(settings: Settings, recipe: Recipe) -> list[Row]:
+    """Returns the rows of the files of completions. Raises SettingsError."""
+    with as_settings_error("offline.data"):
+        records = read_records(settings.offline.data) if settings.offline.data else []
+        has_logp = any(row.get("rollout_logprobs") is not None for row in records)
+        check_logp(recipe, known=has_logp or not records)
+    return records
+
+
+def build_offline(
+    settings: Settings, recipe: Recipe, policy: Policy, records: Sequence[Row]
+) -> OfflineData:
+    """Returns the completions of these records.
+
+    Raises SettingsError for completions that model or recipe cannot use.
+    """
+    sampling = settings.rollout
+    with as_settings_error("offline.data"):
+        offline = OfflineData(
+            records,
+            policy,
+            sampling.num_generations,
+            settings.run.seed,
+            system_prompt=settings.task.system_prompt,
+            max_prompt_tokens=sampling.max_prompt_length,
+            max_completion_tokens=sampling.max_completion_length,
+            reads_logp=recipe.needs_rollout_logp,
+        )
+        check_logp(recipe, known=offline.has_logp)
+    return offline
+
+
+def check_logp(recipe: Recipe, *, known: bool) -> None:
+    """Raises ValueError for offline completions without log-probs if the recipe reads log α."""
+    if recipe.needs_rollout_logp and not known:
+        raise ValueError(
+            f"it has no rollout_logprobs, which loss.recipe = {recipe.name!r} needs; "
+            "recipes that do not: reinforce, asymre, red_drop, red_weight"
+        )
