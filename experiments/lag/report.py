@@ -2,7 +2,7 @@
 
 Area kept: the mean score of a run over its updates, above the score of the starting point, in
 percent of the same for the best method at lag 0 with its best learning rate (of the same table,
-task and number of updates). A cell has the method's best learning rate, by the mean over its seeds,
+task and number of updates; plan.py lists the methods that count there). A cell has the method's best learning rate, by the mean over its seeds,
 among those at which no seed dies.
 """
 
@@ -29,7 +29,7 @@ from lagrpo.runs.files import write_atomically
 from lagrpo.study.statistics import Interval, Verdict, judge
 
 from .methods import Table
-from .plan import MAIN_TASKS, Pass
+from .plan import MAIN_TASKS, REFERENCE_METHODS, Pass
 from .records import Record, RunKey
 from .tasks import TASKS
 
@@ -119,6 +119,9 @@ def find_cells(records: Mapping[RunKey, Record], table: Table, task: str) -> Cel
             at_lag_0[record.method, record.learning_rate].append(record)
     if not at_lag_0:
         return {}
+    # A small table may have none of the methods that others are compared with.
+    references = {key: at_lag_0[key] for key in at_lag_0 if key[0] in REFERENCE_METHODS}
+    references = references or at_lag_0
     # Runs at lag 0 are longer, as the reference of long runs; their own column is cut to this.
     shortest = min(record.updates for record in selected)
     cells = {}
@@ -127,7 +130,7 @@ def find_cells(records: Mapping[RunKey, Record], table: Table, task: str) -> Cel
         length = next(iter(next(iter(rates.values())).values())).updates
         updates = shortest if kind_and_lag[1] == 0 else length
         # A longer run has a larger mean score, so the reference is cut to the cell's length.
-        reference = max(fmean(r.gain(updates) for r in runs) for runs in at_lag_0.values())
+        reference = max(fmean(r.gain(updates) for r in runs) for runs in references.values())
         cells[key] = Cell(rates, reference, updates)
     return cells
 
