@@ -2,8 +2,8 @@
 
 Area kept: the mean score of a run over its updates, above the score of the starting point, in
 percent of the same for the best method at lag 0 with its best learning rate (of the same table,
-task and number of updates; plan.py lists the methods that count there). A cell has the method's best learning rate, by the mean over its seeds,
-among those at which no seed dies.
+task and number of updates; plan.py lists the methods that count there). A cell has the method's
+best learning rate, by the mean over its seeds, among those at which no seed dies.
 """
 
 from __future__ import annotations
