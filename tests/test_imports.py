@@ -43,7 +43,7 @@ ALLOWED: dict[str, set[str]] = {
 BELOW = set(ALLOWED)
 ALLOWED |= {
     "training": BELOW - {"verify", "view"},
-    "study": {*SMALL, "core", "runs", "settings", "training"},
+    "study": {*SMALL, "core", "runs", "settings", "terminal", "training"},
     "env": {*LEAVES, "cpu", "gpu", "model", "runs"},
     "cli": BELOW | {"training", "study", "env"},
     "__init__": {"core", "machine", "rewards", "runs", "training"},

@@ -12,6 +12,8 @@ from lagrpo.core.recipes import resolve
 
 FILE = Path(__file__).parent / "methods.toml"
 Table = Literal["published", "equal"]
+MAY_DIFFER = {"beta"}
+"""Overrides that leave a method its recipe: runs of the benchmark have no KL term."""
 EQUAL: dict[str, str] = {"advantage": "normalized", "reduction": "token_mean"}
 """What all methods have in the table `equal`, where no gradient is clipped."""
 
@@ -35,6 +37,12 @@ class Method:
     compared)
     """
     note: str = ""
+
+    @property
+    def is_plain_recipe(self) -> bool:
+        """True if it is its recipe without other knobs and without settings of the optimizer."""
+        as_trained = (self.max_grad_norm, self.scale_lr_by_ess) == (1.0, False)
+        return set(self.overrides) <= MAY_DIFFER and as_trained
 
 
 def load_methods(table: Table, file: Path = FILE) -> dict[str, Method]:

@@ -18,7 +18,8 @@ from lagrpo.core.recipes import needs_of
 from lagrpo.runs.files import write_atomically
 from lagrpo.study.statistics import Interval
 
-from .methods import Method
+from .language_model import language_model_agreement, language_model_table
+from .methods import MAY_DIFFER, Method
 from .records import Record, RunKey
 from .report import (
     Cell,
@@ -36,13 +37,11 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "off-policy.md"
 FIGURE = ROOT / "docs" / "images" / "lag.png"
 PACKAGE_TABLE = Path(lagrpo.core.__file__).parent / FILE
-BLOCKS = ("table", "verdicts", "schedules", "agreement", "variants")
+BLOCKS = ("table", "verdicts", "schedules", "agreement", "language model", "variants")
 """Parts of the page that are written here, each between two marks."""
 LAGS = (16, 64, 256)
 SCHEDULES_LAG = 64
 """the largest age of the schedules that are compared"""
-MAY_DIFFER = {"beta"}
-"""Overrides that leave a method its recipe: runs of the benchmark have no KL term."""
 
 Records = Mapping[RunKey, Record]
 
@@ -66,7 +65,7 @@ def package_table(cells: Mapping[str, Cells], methods: Mapping[str, Method]) -> 
     """
     recipes = []
     for method in methods.values():
-        if not is_plain_recipe(method):
+        if not method.is_plain_recipe:
             continue
         by_lag: dict[int, dict[str, Any]] = {}
         for task in TASKS:
@@ -76,12 +75,6 @@ def package_table(cells: Mapping[str, Cells], methods: Mapping[str, Method]) -> 
         if lines:
             recipes.append(f' "{method.recipe_name}": {{\n' + ",\n".join(lines) + "\n }")
     return "{\n" + ",\n".join(recipes) + "\n}\n"
-
-
-def is_plain_recipe(method: Method) -> bool:
-    """True if a method is its recipe without other knobs and without settings of the optimizer."""
-    as_trained = (method.max_grad_norm, method.scale_lr_by_ess) == (1.0, False)
-    return set(method.overrides) <= MAY_DIFFER and as_trained
 
 
 def constant_lags(cells: Cells, method: str) -> list[tuple[int, Cell]]:
@@ -115,7 +108,8 @@ def page_blocks(records: Records, methods: Mapping[str, Method]) -> dict[str, st
         "table": page_table(cells, methods),
         "verdicts": verdicts_table(cells, labels, LAGS),
         "schedules": schedules_table(records, methods),
-        "agreement": agreement_table(records, LAGS),
+        "agreement": agreement_table(records, LAGS, language_model_agreement(cells, methods, LAGS)),
+        "language model": language_model_table(cells, methods),
         "variants": variants_table(records),
     }
 

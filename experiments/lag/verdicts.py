@@ -148,10 +148,12 @@ class Order:
         return areas(records, self.task, (self.kind, lag), self.table, self.rates)
 
 
-def agreement_table(records: Records, lags: Sequence[int]) -> str:
+def agreement_table(
+    records: Records, lags: Sequence[int], more_rows: Sequence[Sequence[str]] = ()
+) -> str:
     """Rank correlations of the losses by area kept.
 
-    A row compares two tables that differ in one thing.
+    A row compares two tables that differ in one thing; `more_rows` follow.
     """
     pairs = {"`chain` and `gamble`": (Order("chain"), Order("gamble"))}
     low, high = COMPARED_RATES
@@ -172,7 +174,7 @@ def agreement_table(records: Records, lags: Sequence[int]) -> str:
         ]
         if set(texts) != {NOT_RUN}:
             rows.append([title, *texts])
-    return markdown_table(rows)
+    return markdown_table([*rows, *more_rows])
 
 
 def variants_table(records: Records, lag: int = 64) -> str:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from lagrpo.runs.files import to_json, write_atomically
 from lagrpo.runs.plots import INK, plain_axes
+from lagrpo.terminal.text import count_of
 
 from .measures import RunResult, measure, metrics_of, smoothed
 from .spec import Claim, Study
@@ -172,7 +173,8 @@ def _markdown(
         ", ".join(f"{name} {value}" for name, value in run.where.items() if value is not None)
         for run in results.values()
     )
-    parts.append("\n".join(f"- {n} runs: {machine}" for machine, n in machines.most_common()))
+    lines = [f"- {count_of(n, 'run')}: {machine}" for machine, n in machines.most_common()]
+    parts.append("\n".join(lines))
     return "\n\n".join(parts) + "\n"
 
 
@@ -185,9 +187,11 @@ def _claim_rows(verdicts: Verdicts) -> list[list[str]]:
         test = f"{claim.measure}: {claim.claim}"
         if claim.margin:
             test += f", margin {claim.margin:g}"
-        seeds = interval.n if interval else 0
         difference = format_interval(claim.measure, interval)
-        rows.append([says, test, difference, f"{outcome}, {seeds} seeds"])
+        verdict = "not run"
+        if interval is not None:
+            verdict = f"{outcome}, {count_of(interval.n, 'seed')}"
+        rows.append([says, test, difference, verdict])
     return rows
 
 

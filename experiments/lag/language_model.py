@@ -1,0 +1,123 @@
+"""A language model beside the small tasks: the table of docs/off-policy.md, and the order.
+
+The runs are those of a study, SmolLM2-135M on single-digit addition, of which the record lies in
+experiments/papers/results:
+
+    lagrpo study experiments/papers/staleness-llm.toml
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+from lagrpo.core.lag_table import TASKS
+from lagrpo.study.statistics import Interval
+
+from .methods import Method
+from .report import Cells, markdown_table
+from .verdicts import agreement_text
+
+RECORD = Path(__file__).parents[1] / "papers" / "results" / "staleness-llm.json"
+Runs = Sequence[Mapping[str, float]]
+"""the measures of the runs of a cell, one per seed"""
+
+
+@dataclass(frozen=True, slots=True)
+class LanguageModelCell:
+    """The runs of a recipe at a constant lag, at its best learning rate."""
+
+    recipe: str
+    lag: int
+    rate: str
+    runs: Runs
+
+    def mean(self, measure: str) -> float:
+        """The mean of a measure over the seeds."""
+        return fmean(run[measure] for run in self.runs)
+
+
+def load_cells(record: Path = RECORD) -> list[LanguageModelCell]:
+    """The cells of the study by falling lag, then by falling mean reward.
+
+    A cell's best learning rate is that with the largest mean reward.
+    """
+    runs_by_cell: dict[tuple[str, int], dict[str, list[Mapping[str, float]]]] = {}
+    for run in json.loads(record.read_text(encoding="utf-8"))["runs"]:
+        recipe, _, lag = run["cell"]["run"].partition(", lag ")
+        rate = run["cell"]["lr"].removeprefix("lr ")
+        by_rate = runs_by_cell.setdefault((recipe, int(lag)), defaultdict(list))
+        by_rate[rate].append(run["measures"])
+    cells = []
+    for (recipe, lag), by_rate in runs_by_cell.items():
+        candidates = [LanguageModelCell(recipe, lag, rate, runs) for rate, runs in by_rate.items()]
+        cells.append(max(candidates, key=lambda cell: cell.mean("mean reward")))
+    return sorted(cells, key=lambda cell: (cell.lag, cell.mean("mean reward")), reverse=True)
+
+
+def language_model_table(
+    cells: Mapping[str, Cells], methods: Mapping[str, Method], record: Path = RECORD
+) -> str:
+    """A row per recipe and lag, with the area that it keeps on the small tasks at that lag."""
+    names = methods_by_recipe(methods)
+    head = ["lag", "loss", "mean reward", "reward at the end", "pass@1", "KL from α", "seeds"]
+    rows = [[*head, "learning rate", *TASKS]]
+    for cell in load_cells(record):
+        row = [
+            str(cell.lag),
+            f"`{cell.recipe}`",
+            _interval(cell.runs, "mean reward"),
+            _interval(cell.runs, "end reward"),
+            _interval(cell.runs, "pass@1"),
+            f"{cell.mean('mean rollout/kl'):.3f}",
+            str(len(cell.runs)),
+            cell.rate,
+        ]
+        for task in TASKS:
+            small_cell = cells[task].get((names[cell.recipe], ("constant", cell.lag)))
+            kept = "–" if small_cell is None else f"{100 * fmean(small_cell.best.values()):.0f}"
+            row.append(kept)
+        rows.append(row)
+    return markdown_table(rows)
+
+
+def language_model_agreement(
+    cells: Mapping[str, Cells],
+    methods: Mapping[str, Method],
+    lags: Sequence[int],
+    record: Path = RECORD,
+) -> list[list[str]]:
+    """A row per small task: how far its order of the losses agrees with the language model's."""
+    names = methods_by_recipe(methods)
+    rewards: dict[int, dict[str, float]] = defaultdict(dict)
+    for cell in load_cells(record):
+        rewards[cell.lag][names[cell.recipe]] = cell.mean("mean reward")
+    rows = []
+    for task in TASKS:
+        row = [f"`{task}` and SmolLM2-135M on addition"]
+        for lag in lags:
+            kept = {
+                name: fmean(cell.best.values())
+                for (name, column), cell in cells[task].items()
+                if column == ("constant", lag)
+            }
+            row.append(agreement_text(rewards[lag], kept))
+        rows.append(row)
+    return rows
+
+
+def methods_by_recipe(methods: Mapping[str, Method]) -> dict[str, str]:
+    """The name of the method that is a recipe with its own knobs, by the recipe's name."""
+    plain_methods = [method for method in methods.values() if method.is_plain_recipe]
+    return {method.recipe_name: method.name for method in plain_methods}
+
+
+def _interval(runs: Runs, measure: str) -> str:
+    """The mean in percent, ± half the 95 % interval if there are two seeds or more."""
+    interval = Interval.of([run[measure] for run in runs])
+    half = "" if interval.half is None else f" ± {100 * interval.half:.0f}"
+    return f"{100 * interval.mean:.0f}{half}"
