@@ -28,18 +28,27 @@ PROMPTS = 64
 LEARNING_RATE = 3e-3
 # Several right answers per digit take longer to learn.
 MORE_UPDATES = {"chain-many": 4000, "chain-wide": 4000}
+LARGE_MODELS = ("chain-large", "gamble-large")
+"""Tasks whose policy has 8 times as many parameters."""
 SEED = 0
+
+
+def architecture_of(name: str) -> Architecture:
+    """The architecture of the policy of a task."""
+    vocabulary = TASKS[name]().vocabulary
+    if name in LARGE_MODELS:
+        return Architecture(vocabulary, width=64, inner=256, layers=2, heads=4)
+    return Architecture(vocabulary)
 
 
 def load_start(name: str, directory: Path = DIRECTORY) -> tuple[Architecture, Tensor]:
     """The architecture and the weights [1, parameters] of a task's starting point."""
-    task = TASKS[name]()
-    architecture = Architecture(task.vocabulary)
+    architecture = architecture_of(name)
     file = directory / f"{name}.safetensors"
     if not file.is_file():
         directory.mkdir(parents=True, exist_ok=True)
         updates = MORE_UPDATES.get(name, UPDATES)
-        save_file({"weights": imitate_teacher(task, architecture, updates)}, file)
+        save_file({"weights": imitate_teacher(TASKS[name](), architecture, updates)}, file)
     return architecture, load_file(file)["weights"]
 
 

@@ -19,6 +19,8 @@ though rarely. Two families, and variants that differ from their family's base i
     gamble-apt      many            graded       11-22     yes
     journey         many            graded       21-42     yes
 
+chain-large and gamble-large are the two bases for a larger model (starts.py has its sizes).
+
 Shapes: B prompts of P tokens, G completions of each of L tokens; leading dimensions (...) are runs.
 """
 
@@ -335,6 +337,7 @@ TASKS: dict[str, Callable[[], Task]] = {
         updates=512,
     ),
     "chain-luck": lambda: Chain(luck=0.1),
+    "chain-large": Chain,
     "gamble": Gamble,
     "gamble-sure": lambda: Gamble(survival=1.0, gain=1.0),
     "gamble-exact": lambda: Gamble(survival=1.0, gain=1.0, most_bad=1),
@@ -342,5 +345,6 @@ TASKS: dict[str, Callable[[], Task]] = {
     "gamble-firm": lambda: Gamble(is_firm=True),
     "gamble-short": lambda: Gamble(goal=8, sections=2, longest_walk=6),
     "journey": lambda: Gamble(goal=60, sections=10, longest_walk=41),
+    "gamble-large": Gamble,
 }
 """The tasks by name."""

@@ -45,6 +45,8 @@ DIFFERENCES = {
     "gamble-firm": "gamble with a teacher who repeats himself",
     "gamble-short": "gamble with 4 to 7 tokens",
     "journey": "gamble with 21 to 42 tokens",
+    "chain-large": "chain with a model of 132,000 parameters",
+    "gamble-large": "gamble with a model of 134,000 parameters",
 }
 """What each variant changes of its family's base."""
 STARTS = {
@@ -62,6 +64,8 @@ STARTS = {
     "gamble-firm": (6.4, 5.9),
     "gamble-short": (1.7, 3.9),
     "journey": (10.7, 31.9),
+    "chain-large": (1.1, 2.9),
+    "gamble-large": (5.6, 15.6),
 }
 """Mistakes and entropy (nats) of a completion of the starting point.
 
