@@ -13,7 +13,8 @@ from tiny import tiny_policy
 from torch import nn
 
 from lagrpo.rng import signed16
-from lagrpo.training.master_weights import MasterWeights, dither_
+from lagrpo.training import master_weights
+from lagrpo.training.master_weights import MasterWeights, Span, dither_, start_master
 from lagrpo.training.trainer import Optimization, Trainer
 
 ALL = torch.arange(-(2**15), 2**15).to(torch.int16)  # every pattern of 16 bits
@@ -43,6 +44,25 @@ def rounded(masters: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
+    ("start", "stop"), [(0, 100), (1, 17), (15, 16), (16, 40), (33, 1000), (999, 1000)]
+)
+def test_draws_do_not_depend_on_where_they_begin(start, stop):
+    all_draws = signed16(0, 1000, 5, "masters", "a.weight")
+    assert np.array_equal(signed16(start, stop, 5, "masters", "a.weight"), all_draws[start:stop])
+
+
+def test_master_filled_in_blocks_is_that_of_one_block(monkeypatch):
+    weight = torch.randn(7, 100).bfloat16()
+    span = Span("a.weight", weight.shape, 0, weight.numel())
+    whole = start_master(span, weight, "dithered", seed=3)
+    monkeypatch.setattr(master_weights, "DITHERED_AT_ONCE", 33)
+    assert torch.equal(start_master(span, weight, "dithered", seed=3), whole)
+    assert not torch.equal(whole, weight.float())
+    half = Span("a.weight", weight.shape, 300, weight.numel())
+    assert torch.equal(start_master(half, weight[3:], "dithered", seed=3), whole[3:])
+
+
+@pytest.mark.parametrize(
     "draw", [-32767, -32766, -1, 0, 1, 12345, 32766, 32767], ids="draw {}".format
 )
 def test_every_bfloat16_number_survives_the_round_trip(draw):
@@ -60,7 +80,7 @@ def test_every_bfloat16_number_survives_the_round_trip(draw):
 
 
 def test_dither_covers_the_whole_cell_and_is_keyed():
-    draws = signed16(1_000_003, 5, "masters", "a.weight")
+    draws = signed16(0, 1_000_003, 5, "masters", "a.weight")
     assert draws.dtype == np.int16
     assert (draws.min(), draws.max()) == (-32767, 32767)
     # Four standard errors of 10^6 draws that are uniform over 65,535 values.
@@ -71,10 +91,10 @@ def test_dither_covers_the_whole_cell_and_is_keyed():
         np.abs(np.bincount(draws.astype(int) // 4096 + 8, minlength=16) / len(draws) - 1 / 16).max()
         < 2e-3
     )
-    assert np.array_equal(draws[:7], signed16(7, 5, "masters", "a.weight"))
+    assert np.array_equal(draws[:7], signed16(0, 7, 5, "masters", "a.weight"))
     # Another seed, another weight: equal only by chance, one in 65,535.
     for other in ((6, "masters", "a.weight"), (5, "masters", "b.weight")):
-        assert (draws[:1000] == signed16(1000, *other)).mean() < 0.01
+        assert (draws[:1000] == signed16(0, 1000, *other)).mean() < 0.01
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
@@ -90,7 +110,7 @@ def test_dithering_does_not_change_the_initial_policy(kind):
         assert torch.equal(bits(weight), bits(before[name])), name
         steps = master.detach().view(torch.int32) - before[name].float().view(torch.int32)
         assert torch.equal(
-            steps.flatten(), torch.from_numpy(signed16(weight.numel(), 4, "masters", name)).int()
+            steps.flatten(), torch.from_numpy(signed16(0, weight.numel(), 4, "masters", name)).int()
         )
 
 

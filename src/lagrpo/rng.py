@@ -32,19 +32,24 @@ def uniforms(count: int, *address: int | str) -> np.ndarray:
     return (generator(*address).random_raw(count) >> np.uint64(11)) * 2.0**-53
 
 
-def signed16(count: int, *address: int | str) -> np.ndarray:
-    """Returns `count` int16 of [-32767, 32767] at this address, with mean 0.
+def signed16(start: int, stop: int, *address: int | str) -> np.ndarray:
+    """Returns the numbers `start` .. `stop` - 1 at this address, int16 of [-32767, 32767].
 
     They are the raw stream cut into 16 bits, where -32768, which has no counterpart, becomes 0. All
-    numbers but 0, which is drawn twice as often, are equally likely.
+    numbers but 0, which is drawn twice as often, are equally likely. Their mean is 0. Numbers
+    before `start` are skipped, not drawn.
     """
-    number_of_words = -(-count // 4)  # rounded up: a word of 64 bits holds four
+    # A step of the generator makes four words of 64 bits, and each word is four numbers.
+    skipped_steps = start // 16
+    first = 16 * skipped_steps
+    number_of_words = -(-(stop - first) // 4)  # rounded up
+    bit_generator = generator(*address)
+    bit_generator.advance(skipped_steps)
     # Integers of the full range are the raw stream, drawn four times as fast as random_raw does.
-    raw = np.random.Generator(generator(*address)).integers(
-        0, 2**64, number_of_words, dtype=np.uint64
-    )
+    raw = np.random.Generator(bit_generator).integers(0, 2**64, number_of_words, dtype=np.uint64)
     # Little-endian, so that a processor of the other kind draws the same numbers.
-    bits = raw.astype("<u8", copy=False).view("<i2")[:count].astype(np.int16, copy=False)
+    bits = raw.astype("<u8", copy=False).view("<i2")[start - first : stop - first]
+    bits = bits.astype(np.int16, copy=False)
     bits[bits == -32768] = 0
     return bits
 

@@ -32,7 +32,7 @@ from lagrpo.model.model import Model, Packed, Policy, Weights, check_weights
 from lagrpo.model.stored import StoredWeights
 from lagrpo.rollout.base import Request, SamplingParams
 from lagrpo.rollout.local import LocalSampler
-from lagrpo.training.master_weights import EXACT, MasterWeights, Span, Start, start_master
+from lagrpo.training.master_weights import EXACT, MasterWeights, Span, Start, fill_master
 from lagrpo.types import Group
 
 
@@ -83,7 +83,7 @@ class FsdpMasterWeights(MasterWeights):
                 continue
             span = local_span(name, sharded)
             master = local_shard(sharded)
-            master.copy_(start_master(span, read_rows(name, first_row, stop_row), start, seed))
+            fill_master(master, span, read_rows(name, first_row, stop_row), start, seed)
             if not span.is_whole:
                 master = master.view(-1)
             self.spans.append(span)

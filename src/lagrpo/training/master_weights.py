@@ -33,6 +33,8 @@ EXACT = (torch.float32, torch.float64)
 MOMENTS = ("exp_avg", "exp_avg_sq")
 # Bytes: a cache line, and the widest vector.
 ALIGNED = 64
+DITHERED_AT_ONCE = 2**22
+"""Numbers whose random numbers are drawn at once: 8 MiB of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,16 +154,27 @@ def add_to_master(master: nn.Parameter, weight: Tensor) -> None:
 
 
 def start_master(span: Span, numbers: Tensor, start: Start, seed: int) -> Tensor:
-    """Returns the first masters of a span of a weight, whose `numbers` are in any shape.
+    """Returns the first masters of a span of a weight, whose `numbers` are in any shape."""
+    master_dtype = torch.float64 if numbers.dtype == torch.float64 else torch.float32
+    master = torch.empty(numbers.shape, dtype=master_dtype, device=numbers.device)
+    fill_master(master, span, numbers, start, seed)
+    return master
+
+
+def fill_master(master: Tensor, span: Span, numbers: Tensor, start: Start, seed: int) -> None:
+    """Makes `master`, contiguous, the first masters of a span of a weight with these `numbers`.
 
     A number's master does not depend on the span, so it is the same on any number of ranks.
     """
-    master_dtype = torch.float64 if numbers.dtype == torch.float64 else torch.float32
-    master = numbers.to(master_dtype, copy=True)
-    if start == "dithered" and numbers.dtype == torch.bfloat16:
-        steps = signed16(span.stop, seed, "masters", span.name)
-        dither_(master, steps[span.start :])
-    return master
+    master.copy_(numbers)
+    if start == "plain" or numbers.dtype != torch.bfloat16:
+        return
+    # In blocks, because the random numbers of a large embedding take as much memory as its weight.
+    flat_master = master.view(-1)
+    for block_start in range(span.start, span.stop, DITHERED_AT_ONCE):
+        block_stop = min(block_start + DITHERED_AT_ONCE, span.stop)
+        steps = signed16(block_start, block_stop, seed, "masters", span.name)
+        dither_(flat_master[block_start - span.start : block_stop - span.start], steps)
 
 
 def dither_(value: Tensor, numbers: np.ndarray) -> None:
