@@ -23,6 +23,8 @@ from .report import Cells, markdown_table
 from .verdicts import agreement_text
 
 RECORD = Path(__file__).parents[1] / "papers" / "results" / "staleness-llm.json"
+MEASURES = {"mean reward": "mean reward", "pass@1": "pass@1 at the end"}
+"""What orders the losses with the language model, and its words in the table."""
 Runs = Sequence[Mapping[str, float]]
 """the measures of the runs of a cell, one per seed"""
 
@@ -91,22 +93,26 @@ def language_model_agreement(
     lags: Sequence[int],
     record: Path = RECORD,
 ) -> list[list[str]]:
-    """A row per small task: how far its order of the losses agrees with the language model's."""
+    """A row per small task and measure of the language model: how far the two orders agree."""
     names = methods_by_recipe(methods)
-    rewards: dict[int, dict[str, float]] = defaultdict(dict)
-    for cell in load_cells(record):
-        rewards[cell.lag][names[cell.recipe]] = cell.mean("mean reward")
+    language_model_cells = load_cells(record)
     rows = []
     for task in TASKS:
-        row = [f"`{task}` and SmolLM2-135M on addition"]
-        for lag in lags:
-            kept = {
-                name: fmean(cell.best.values())
-                for (name, column), cell in cells[task].items()
-                if column == ("constant", lag)
-            }
-            row.append(agreement_text(rewards[lag], kept))
-        rows.append(row)
+        for measure, words in MEASURES.items():
+            row = [f"`{task}` and SmolLM2-135M on addition, {words}"]
+            for lag in lags:
+                order = {
+                    names[cell.recipe]: cell.mean(measure)
+                    for cell in language_model_cells
+                    if cell.lag == lag
+                }
+                kept = {
+                    name: fmean(cell.best.values())
+                    for (name, column), cell in cells[task].items()
+                    if column == ("constant", lag)
+                }
+                row.append(agreement_text(order, kept))
+            rows.append(row)
     return rows
 
 
