@@ -44,7 +44,12 @@ def measured(
 
 
 BY_HAND = {
-    "grpo": {0: measured(1, 1), 16: measured(0.9, 0.8), 64: measured(0.9, 0.4)},
+    "grpo": {
+        0: measured(1, 1),
+        4: measured(0.9, 0.9),
+        16: measured(0.9, 0.8),
+        64: measured(0.9, 0.4),
+    },
     "topr": {16: measured(0.9, 0.9), 64: measured(0.9, 0.8)},
     "dppo_tv": {16: measured(0.9, 0.75), 64: measured(0.9, 0.9)},
     "vespo": {16: measured(0.95, 0.95), 64: measured(0.8, 0.75)},
@@ -81,8 +86,13 @@ def test_recipe_holds_up_to_the_last_lag_before_one_at_which_it_does_not(recipe,
 @pytest.mark.usefixtures("table")
 @pytest.mark.parametrize(
     ("staleness", "lag", "recipes"),
-    [(9, 16, ["asymre", "vespo"]), (17, 64, ["dppo_tv", "topr"]), (100, 64, ["dppo_tv", "topr"])],
-    ids=["below all", "between two", "beyond all"],
+    [
+        (3, 4, ["grpo"]),
+        (9, 16, ["asymre", "vespo"]),
+        (17, 64, ["dppo_tv", "topr"]),
+        (100, 64, ["dppo_tv", "topr"]),
+    ],
+    ids=["one was measured", "below most", "between two", "beyond all"],
 )
 def test_recipes_that_hold_are_ordered_by_living_rates_then_by_what_they_keep_for_certain(
     staleness, lag, recipes

@@ -119,9 +119,10 @@ def find_cells(records: Mapping[RunKey, Record], table: Table, task: str) -> Cel
             at_lag_0[record.method, record.learning_rate].append(record)
     if not at_lag_0:
         return {}
-    # A small table may have none of the methods that others are compared with.
-    references = {key: at_lag_0[key] for key in at_lag_0 if key[0] in REFERENCE_METHODS}
-    references = references or at_lag_0
+    # A small table may have none of the methods that others are compared with, and one seed.
+    living = {key: runs for key, runs in at_lag_0.items() if not any(run.dies for run in runs)}
+    references = {key: runs for key, runs in living.items() if key[0] in REFERENCE_METHODS}
+    references = references or living or at_lag_0
     # Runs at lag 0 are longer, as the reference of long runs; their own column is cut to this.
     shortest = min(record.updates for record in selected)
     cells = {}

@@ -17,7 +17,11 @@ from typing import Any
 FILE = "lag_table.json"
 TASKS = ("chain", "gamble")
 HOLDS = 0.6
-"""A recipe holds if it keeps this share of the area of the best method at lag 0, on both tasks."""
+"""A recipe holds if it keeps this share of the area of the best method at lag 0 on both tasks.
+
+Its mean over the seeds counts, without regard to the interval, at a learning rate at which no seed
+died.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +109,7 @@ def holds_at(recipe: str, lag: int) -> bool:
 
 
 def recipes_that_hold(staleness: int, count: int = 2) -> tuple[int, list[str]]:
-    """The smallest measured lag that is not below `staleness`, and the best recipes there.
+    """The smallest measured lag that is not below `staleness`, and the best of its recipes.
 
     Returns the largest measured lag if all are below. The recipes, at most `count`, hold up to that
     lag. First come those that live at most learning rates on both tasks; among these, those that
@@ -116,13 +120,15 @@ def recipes_that_hold(staleness: int, count: int = 2) -> tuple[int, list[str]]:
     if not all_lags:
         return 0, []
     lag = next((lag for lag in all_lags if lag >= staleness), all_lags[-1])
-    holding = [recipe for recipe in load_table() if (held_lag(recipe) or 0) >= lag]
+    # Not every recipe was measured at every lag.
+    measured = [recipe for recipe, by_lag in load_table().items() if lag in by_lag]
+    holding = [recipe for recipe in measured if (held_lag(recipe) or 0) >= lag]
 
     def robustness(recipe: str) -> tuple[int, float]:
         by_task = list(load_table()[recipe][lag].values())
         living = set(by_task[0].living_learning_rates)
-        for measured in by_task[1:]:
-            living.intersection_update(measured.living_learning_rates)
-        return len(living), min(measured.lower_end for measured in by_task)
+        for on_task in by_task[1:]:
+            living.intersection_update(on_task.living_learning_rates)
+        return len(living), min(on_task.lower_end for on_task in by_task)
 
     return lag, sorted(holding, key=robustness, reverse=True)[:count]
