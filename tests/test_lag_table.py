@@ -204,8 +204,7 @@ def test_language_model_cells_have_their_best_learning_rate(language_model_recor
 
 def test_order_of_a_language_model_is_compared_lag_by_lag(language_model_record):
     methods = load_methods("published")
-    tables = {"published": methods, "equal": load_methods("equal")}
-    records = load_records(RESULTS, tables)
+    records = load_records(RESULTS, {"published": methods, "equal": load_methods("equal")})
     cells = {task: find_cells(records, "published", task) for task in TASKS}
     rows = language_model_agreement(cells, methods, (16, 64), language_model_record)
     assert [row[1:] for row in rows] == [[NOT_RUN, NOT_RUN]] * 4  # two losses make no order
