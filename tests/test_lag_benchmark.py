@@ -510,6 +510,20 @@ def test_area_kept_is_relative_to_the_best_method_at_lag_0():
     assert cell.living_rates == [3e-4, 1e-3]
 
 
+def test_reference_is_a_method_of_the_list_at_a_rate_at_which_no_seed_dies():
+    dying_curve = [1.0] * 60 + [0.2] * 4
+    records = records_by_key(
+        a_record("topr", 1e-3, 0, [0.9] * 64, lag=0),
+        a_record("topr", 3e-3, 0, dying_curve, lag=0),
+        a_record("prime_rl", 1e-3, 0, [0.95] * 64, lag=0),  # not in REFERENCE_METHODS
+        a_record("grpo", 1e-3, 0, [0.5] * 64),
+    )
+    cells = find_cells(records, "published", "chain")
+    assert cells["grpo", ("constant", 16)].reference == pytest.approx(0.8)
+    # Above 100 %, because the reference does not change when more methods have run.
+    assert cells["prime_rl", ("constant", 0)].best[0] == pytest.approx(0.85 / 0.8)
+
+
 def test_leaders_are_methods_not_shown_to_be_below_the_first():
     scores = {"topr": (0.9, 0.8, 0.7), "vespo": (0.91, 0.74, 0.72), "grpo": (0.5, 0.4, 0.3)}
     records = records_by_key(

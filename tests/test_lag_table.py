@@ -171,7 +171,7 @@ def language_model_run(run: str, lr: str, mean_reward: float) -> JsonObject:
     measures = {
         "mean reward": mean_reward,
         "end reward": 0.9,
-        "pass@1": 0.8,
+        "pass@1": mean_reward,
         "mean rollout/kl": 0.05,
     }
     return {"cell": {"run": run, "lr": lr}, "measures": measures}
@@ -179,13 +179,14 @@ def language_model_run(run: str, lr: str, mean_reward: float) -> JsonObject:
 
 @pytest.fixture
 def language_model_record(tmp_path):
-    """A record of a study with two losses at lag 64 and one at lag 16."""
+    """A record of a study with three losses at lag 64 and one at lag 16."""
     record = tmp_path / "study.json"
     runs = [
         language_model_run("grpo, lag 64", "lr 2e-5", 0.4),
         language_model_run("grpo, lag 64", "lr 2e-5", 0.6),
         language_model_run("topr, lag 64", "lr 2e-5", 0.1),
         language_model_run("topr, lag 64", "lr 6e-6", 0.7),
+        language_model_run("stale_reinforce, lag 64", "lr 2e-5", 0.2),
         language_model_run("grpo, lag 16", "lr 2e-5", 0.8),
     ]
     record.write_text(json.dumps({"runs": runs}), encoding="utf-8")
@@ -197,6 +198,7 @@ def test_language_model_cells_have_their_best_learning_rate(language_model_recor
     assert [(cell.lag, cell.recipe, cell.rate) for cell in cells] == [
         (64, "topr", "6e-6"),
         (64, "grpo", "2e-5"),
+        (64, "stale_reinforce", "2e-5"),
         (16, "grpo", "2e-5"),
     ]
     assert cells[1].mean("mean reward") == pytest.approx(0.5)
@@ -205,8 +207,12 @@ def test_language_model_cells_have_their_best_learning_rate(language_model_recor
 def test_order_of_a_language_model_is_compared_lag_by_lag(language_model_record):
     methods = load_methods("published")
     records = load_records(RESULTS, {"published": methods, "equal": load_methods("equal")})
-    cells = {task: find_cells(records, "published", task) for task in TASKS}
-    rows = language_model_agreement(cells, methods, (16, 64), language_model_record)
-    assert [row[1:] for row in rows] == [[NOT_RUN, NOT_RUN]] * 4  # two losses make no order
-    table = language_model_table(cells, methods, language_model_record)
-    assert "| 64 | `grpo` | 50 ± 127 | 90 ± 0 | 80 ± 0 | 0.050 | 2 | 2e-5 |" in table
+    rows = language_model_agreement(records, methods, (16, 64), language_model_record)
+    # Both order the three losses alike at lag 64 on `chain`; one loss at lag 16 makes no order.
+    assert rows[0] == [
+        "`chain` and SmolLM2-135M on addition, mean reward",
+        NOT_RUN,
+        "1.00 (3)",
+    ]
+    table = language_model_table(records, methods, language_model_record)
+    assert "| 64 | `grpo` | 50 ± 127 | 90 ± 0 | 50 ± 127 | 0.050 | 2 | 2e-5 |" in table

@@ -313,6 +313,7 @@ def test_study_ended_by_a_signal_resumes_and_reports(tmp_path, monkeypatch, caps
 
     assert main([str(file), "--only", "seed3", "--jobs", "2"]) == 0
     assert capsys.readouterr().out.count("inconclusive: ") == 2  # with one seed
+    assert "| inconclusive, 1 seed |" in (out / "report.md").read_text(encoding="utf-8")
     assert lines.read_text(encoding="utf-8").startswith(lines_before)
     assert main([str(file), "--jobs", "2"]) == 0
     before = {path: path.stat().st_mtime_ns for path in out.glob("*/*")}

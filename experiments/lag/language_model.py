@@ -19,8 +19,8 @@ from lagrpo.core.lag_table import TASKS
 from lagrpo.study.statistics import Interval
 
 from .methods import Method
-from .report import Cells, markdown_table
-from .verdicts import agreement_text
+from .report import markdown_table
+from .verdicts import NOT_RUN, Records, agreement_text, areas
 
 RECORD = Path(__file__).parents[1] / "papers" / "results" / "staleness-llm.json"
 MEASURES = {"mean reward": "mean reward", "pass@1": "pass@1 at the end"}
@@ -62,13 +62,14 @@ def load_cells(record: Path = RECORD) -> list[LanguageModelCell]:
 
 
 def language_model_table(
-    cells: Mapping[str, Cells], methods: Mapping[str, Method], record: Path = RECORD
+    records: Records, methods: Mapping[str, Method], record: Path = RECORD
 ) -> str:
     """A row per recipe and lag, with the area that it keeps on the small tasks at that lag."""
     names = methods_by_recipe(methods)
     head = ["lag", "loss", "mean reward", "reward at the end", "pass@1", "KL from α", "seeds"]
     rows = [[*head, "learning rate", *TASKS]]
     for cell in load_cells(record):
+        name = names[cell.recipe]
         row = [
             str(cell.lag),
             f"`{cell.recipe}`",
@@ -80,15 +81,14 @@ def language_model_table(
             cell.rate,
         ]
         for task in TASKS:
-            small_cell = cells[task].get((names[cell.recipe], ("constant", cell.lag)))
-            kept = "–" if small_cell is None else f"{100 * fmean(small_cell.best.values()):.0f}"
-            row.append(kept)
+            kept = areas(records, task, ("constant", cell.lag))
+            row.append(f"{100 * kept[name]:.0f}" if name in kept else NOT_RUN)
         rows.append(row)
     return markdown_table(rows)
 
 
 def language_model_agreement(
-    cells: Mapping[str, Cells],
+    records: Records,
     methods: Mapping[str, Method],
     lags: Sequence[int],
     record: Path = RECORD,
@@ -106,12 +106,7 @@ def language_model_agreement(
                     for cell in language_model_cells
                     if cell.lag == lag
                 }
-                kept = {
-                    name: fmean(cell.best.values())
-                    for (name, column), cell in cells[task].items()
-                    if column == ("constant", lag)
-                }
-                row.append(agreement_text(order, kept))
+                row.append(agreement_text(order, areas(records, task, ("constant", lag))))
             rows.append(row)
     return rows
 

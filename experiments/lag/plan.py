@@ -36,9 +36,10 @@ REFERENCE_METHODS = (
 )
 """One method for each pair of advantage and reduction.
 
-At lag 0 all ratios are 1, so methods with the same pair have the same gradient (but tba, which
-has a KL penalty). The best of these at lag 0 makes the area with which all methods are compared:
-they come first, and a percentage does not change when more methods have run at lag 0.
+At lag 0 all ratios are 1, so methods with the same pair have the same gradient. Two do not: asymre
+shifts the baseline, so it is here beside rec_wide, and tba has a KL penalty. The best of these at
+lag 0 makes the area with which all methods are compared: they come first, and a percentage does not
+change when more methods have run at lag 0.
 """
 MAIN_METHODS = (
     "stale_reinforce",

@@ -108,8 +108,10 @@ def page_blocks(records: Records, methods: Mapping[str, Method]) -> dict[str, st
         "table": page_table(cells, methods),
         "verdicts": verdicts_table(cells, labels, LAGS),
         "schedules": schedules_table(records, methods),
-        "agreement": agreement_table(records, LAGS, language_model_agreement(cells, methods, LAGS)),
-        "language model": language_model_table(cells, methods),
+        "agreement": agreement_table(
+            records, LAGS, language_model_agreement(records, methods, LAGS)
+        ),
+        "language model": language_model_table(records, methods),
         "variants": variants_table(records),
     }
 
