@@ -20,6 +20,8 @@ Methods = Mapping[Table, Mapping[str, Method]]
 LEARNING_RATES = (1e-4, 3e-4, 1e-3, 3e-3)
 MAIN_TASKS = ("chain", "gamble")
 VARIANTS = tuple(name for name in TASKS if name not in MAIN_TASKS)
+LARGE = ("chain-large", "gamble-large")
+"""The main tasks with a larger model, which needs a lower learning rate."""
 FIRST_SEEDS = (0, 1, 2)
 MORE_SEEDS = (3, 4)
 SEEDS_WHERE_SOME_DIE = (5, 6, 7, 8, 9)
@@ -110,6 +112,7 @@ def full_plan(methods: Methods) -> list[Pass]:
             rates = (3e-4, 1e-3)
             plan.add("published", VARIANTS, "constant", (0,), seeds, rates, SAME_AT_LAG_0)
             plan.add("published", VARIANTS, "constant", (64,), seeds, rates, MAIN_METHODS)
+            plan.add("published", LARGE, "constant", (64,), seeds, (1e-4,), MAIN_METHODS)
         plan.add("published", MAIN_TASKS, "constant", (256,), seeds)
         plan.add("equal", MAIN_TASKS, "constant", (0,), seeds, only=SAME_AT_LAG_0)
         plan.add("equal", MAIN_TASKS, "constant", (64,), seeds)

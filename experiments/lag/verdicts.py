@@ -30,6 +30,8 @@ COMPARED_RATES = (3e-4, 1e-3)
 """The learning rates of the variants, and two that a table at one learning rate might have
 chosen.
 """
+RATES_OF_LARGE = (1e-4, 3e-4, 1e-3)
+"""The learning rates of the larger model."""
 SCHEDULES: tuple[Kind, ...] = ("sawtooth", "mixed")
 NOT_RUN = "–"
 DIFFERENCES = {
@@ -170,6 +172,10 @@ def agreement_table(
     for kind in SCHEDULES:
         for task in TASKS:
             pairs[f"constant lag and {kind} ages, on `{task}`"] = (Order(task), Order(task, kind))
+    for task in TASKS:
+        title = f"17,000 and 132,000 parameters, on `{task}`"
+        large = Order(f"{task}-large", rates=RATES_OF_LARGE)
+        pairs[title] = (Order(task, rates=RATES_OF_LARGE), large)
 
     rows = [["order of the losses by", *(f"lag {lag}" for lag in lags)]]
     for title, (left, right) in pairs.items():
