@@ -34,7 +34,7 @@ from lagrpo.rollout.episodes import MAIN_TASK
 from lagrpo.runs import load_events
 from lagrpo.runs.environment import read_environment
 from lagrpo.tasks import RowTask
-from lagrpo.training import checks
+from lagrpo.training.arguments import is_loadable
 from lagrpo.types import JsonObject
 
 CODE = '''
@@ -382,18 +382,18 @@ def test_run_from_python_says_how_to_resume_it(model, tmp_path, write, train_arg
 
 
 def test_functions_of_a_script_and_of_its_directory_are_not_loadable(monkeypatch, tmp_path):
-    assert not checks.is_loadable(closure(1.0), "test_changes:closure")
+    assert not is_loadable(closure(1.0), "test_changes:closure")
     (tmp_path / "beside.py").write_text(
         "def score(completion, answer): return 1.0\n", encoding="utf-8"
     )
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     from beside import score  # pyright: ignore[reportMissingImports]
 
-    assert not checks.is_loadable(score, "beside:score"), (
+    assert not is_loadable(score, "beside:score"), (
         "the directory of the script is first in sys.path"
     )
     monkeypatch.chdir(tmp_path)
-    assert checks.is_loadable(score, "beside:score")
+    assert is_loadable(score, "beside:score")
     monkeypatch.delitem(sys.modules, "beside")
 
 

@@ -22,7 +22,7 @@ from lagrpo.settings.load import load_settings
 from lagrpo.tasks import RowTask, load_task
 from lagrpo.tasks.columns import plain
 from lagrpo.tasks.data import hold_out
-from lagrpo.training.checks import build_task
+from lagrpo.training.arguments import build_task
 from lagrpo.types import JsonObject
 
 Rows = list[JsonObject]

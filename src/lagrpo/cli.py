@@ -219,7 +219,8 @@ def train(words: list[str]) -> None:
         print(help_text(Train, settings, list(Settings.model_fields)))
         return
     settings = load_settings(arguments.file, changes, arguments.resume)
-    from lagrpo.training.checks import check_arguments, check_settings
+    from lagrpo.training.arguments import check_arguments
+    from lagrpo.training.checks import check_settings
     from lagrpo.training.epochs import with_batches
 
     check_arguments(settings, arguments.resume, given=[])

@@ -12,7 +12,7 @@ from lagrpo.settings.load import explains_arguments, load_settings
 from lagrpo.settings.schema import EVALUATION_DEFAULTS
 from lagrpo.tasks import Task
 from lagrpo.tasks.data import find_splits
-from lagrpo.training import checks
+from lagrpo.training.arguments import as_settings, build_task, name_rewards
 from lagrpo.training.evaluation import Evaluation, evaluate_model
 
 
@@ -38,14 +38,14 @@ def evaluate(
     """
     if rewards is not None and not isinstance(rewards, list | tuple):
         rewards = [rewards]
-    values = {**EVALUATION_DEFAULTS, **checks.as_settings(model, data, rewards)}
+    values = {**EVALUATION_DEFAULTS, **as_settings(model, data, rewards)}
     if data is not None and not _has_test_split(data):
         values["task.options.test_split"] = "train"
     loaded = load_settings(values, settings)
     with as_settings_error():
-        task = task or checks.build_task(loaded, data, rewards)
+        task = task or build_task(loaded, data, rewards)
     with interruptible():
-        return evaluate_model(checks.name_rewards(loaded, task), task)
+        return evaluate_model(name_rewards(loaded, task), task)
 
 
 def _has_test_split(data: Any) -> bool:

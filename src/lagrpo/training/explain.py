@@ -25,7 +25,8 @@ from lagrpo.settings.load import to_toml
 from lagrpo.settings.schema import Settings
 from lagrpo.terminal.text import count_of
 from lagrpo.training.build_policy import loading, lora_of
-from lagrpo.training.checks import offline_prompts, world_size
+from lagrpo.training.checks import offline_prompts
+from lagrpo.training.torchrun import world_size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -35,7 +35,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from lagrpo.interrupts import EndedAtOnce, Interrupted
 from lagrpo.rollout.base import Item, Request, SamplingParams
 from lagrpo.rollout.vllm.engine import VllmEngine
-from lagrpo.training.checks import local_size, world_size
+from lagrpo.training.torchrun import local_size, world_size
 from lagrpo.types import Group
 
 TIMEOUT = timedelta(hours=1)

@@ -21,13 +21,15 @@ from lagrpo.runs.reading import load_events, load_metrics
 from lagrpo.settings.load import flatten
 from lagrpo.settings.schema import Settings
 from lagrpo.terminal.text import typed_command
+from lagrpo.training.arguments import resume_call
 from lagrpo.training.build import TrainerComponents
+from lagrpo.training.changes import find_changes
 from lagrpo.training.checkpoint import Checkpoint, find_checkpoint, restore_checkpoint
-from lagrpo.training.checks import find_changes, local_size, resume_call
 from lagrpo.training.evaluation import Evaluations
 from lagrpo.training.ranks import Ranks
 from lagrpo.training.recording import Recorder
 from lagrpo.training.sources import collect_sources, find_changed_sources
+from lagrpo.training.torchrun import local_size
 from lagrpo.types import JsonObject, JsonView
 
 MACHINE = (

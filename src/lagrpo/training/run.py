@@ -32,14 +32,24 @@ from lagrpo.runs.directory import locked
 from lagrpo.settings.load import explains_arguments, load_settings
 from lagrpo.settings.schema import Settings
 from lagrpo.tasks import NOT_A_TASK, Task
-from lagrpo.training import checks
+from lagrpo.training.arguments import (
+    as_settings,
+    build_task,
+    check_arguments,
+    check_one_loss,
+    in_memory_arguments,
+    name_rewards,
+)
 from lagrpo.training.build import TrainerComponents
 from lagrpo.training.callbacks import Callback
+from lagrpo.training.changes import find_run, recorded_threads
+from lagrpo.training.checks import check_settings
 from lagrpo.training.epochs import with_batches
 from lagrpo.training.explain import print_meaning
 from lagrpo.training.lifecycle import Training
 from lagrpo.training.ranks import Ranks, joined
 from lagrpo.training.resuming import ResumeState
+from lagrpo.training.torchrun import check_ranks, local_size
 from lagrpo.types import Result
 
 FAILURES = (
@@ -98,26 +108,26 @@ def train(
     """
     check_types(task, callbacks)
     device = pick_device().type
-    checks.check_ranks(device)
+    check_ranks(device)
     resume_from = None if resume is None else os.fspath(resume)
     # A single function stands for a list of one.
     if rewards is not None and not isinstance(rewards, list | tuple):
         rewards = [rewards]
-    checks.check_one_loss(loss, settings)
+    check_one_loss(loss, settings)
     if not isinstance(source, Settings):
-        changes = {**checks.as_settings(model, data, rewards, loss), **(settings or {})}
+        changes = {**as_settings(model, data, rewards, loss), **(settings or {})}
         source = load_settings(source, changes, resume_from)
     passed_names = names_of_passed(task=task, data=data, rewards=rewards, loss=loss)
-    checks.check_arguments(source, resume_from, passed_names)
-    resume_arguments = checks.in_memory_arguments(task, data, rewards, loss)
+    check_arguments(source, resume_from, passed_names)
+    resume_arguments = in_memory_arguments(task, data, rewards, loss)
 
     with as_settings_error():
-        task = task or checks.build_task(source, data, rewards)
-    resolved = checks.name_rewards(with_batches(source, task), task)
-    recipe = checks.check_settings(resolved, task, resume_from, loss)
+        task = task or build_task(source, data, rewards)
+    resolved = name_rewards(with_batches(source, task), task)
+    recipe = check_settings(resolved, task, resume_from, loss)
     if dry_run:
         print_meaning(resolved, recipe)
-        run = checks.find_run(resolved, resume_from)
+        run = find_run(resolved, resume_from)
         run = run or Path(resolved.run.output_dir, resolved.run.name or "")
         return Result(run, None, None, None, 0, 0, None)
     return run_in_process(
@@ -142,8 +152,7 @@ def run_in_process(
     arguments: Sequence[str],
 ) -> Result:
     """Sets this process up, with its threads, signals and the other ranks, and trains in it."""
-    recorded_threads = checks.recorded_threads(settings, resume)
-    threads = choose_threads(recorded_threads, checks.local_size())
+    threads = choose_threads(recorded_threads(settings, resume), local_size())
     shard_layers = settings.distributed.strategy == "fsdp2"
     with (
         interruptible(),
@@ -204,7 +213,7 @@ def run_rank(
 
     `arguments` are names of the arguments of `train` that its settings cannot hold.
     """
-    directory = ranks.on_rank0(lambda: checks.find_run(settings, resume))
+    directory = ranks.on_rank0(lambda: find_run(settings, resume))
     with (
         # Rank 0 shows records in its display.
         nullcontext() if ranks.is_first else logs.shown_by(logs.print_line, logging.WARNING),
