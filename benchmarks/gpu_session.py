@@ -1,6 +1,6 @@
-"""A quarter of an hour on a GPU, used for what is worth most: probes, tests and benchmarks.
+"""A few minutes on a GPU, used for what is worth most: probes, tests and benchmarks.
 
-python benchmarks/gpu_session.py                    # 840 seconds at most
+python benchmarks/gpu_session.py                    # 540 seconds at most
 python benchmarks/gpu_session.py --seconds 300
 python benchmarks/gpu_session.py --only kernels exact
 python benchmarks/gpu_session.py --dry-run          # the steps and their limits
@@ -15,7 +15,9 @@ build/gpu-session, and are written as they come:
     gpu-probes.json   the numbers of the probes
     gpu.md            the table of bench_gpu.py
 
-`make measure-gpu` has more time: it runs everything, with a log for each step.
+The limits of all steps together are longer than the default time. With a quarter of an hour, run it
+twice: all steps until `exact`, then `--only agree bench`. `make measure-gpu` has more time: it runs
+everything, with a log for each step.
 """
 
 from __future__ import annotations
@@ -23,11 +25,20 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import subprocess
 import sys
 import time
 from pathlib import Path
 
-from measure_gpu import ROOT, Step, choose_steps, last_lines, make_parser, run
+from measure_gpu import (
+    ROOT,
+    Step,
+    choose_steps,
+    last_lines,
+    make_parser,
+    run,
+    step_environment,
+)
 
 RESULTS = Path(os.environ.get("OUT") or ROOT / "build" / "gpu-session")
 # A step that would have less time than this is left out.
@@ -45,14 +56,20 @@ def steps(results: Path, *, quick: bool) -> list[Step]:
     # By name: the other files of tests may need packages that a machine with a GPU lacks.
     files = sorted(str(path) for path in (ROOT / "tests").glob("test_triton_*.py"))
     files.insert(0, str(ROOT / "tests" / "test_gpu.py"))
-    tests = (sys.executable, "-m", "pytest", "-m", "gpu or triton", "-q", "--tb", "short", *files)
+    # Four processes compile kernels side by side.
+    pytest = (sys.executable, "-m", "pytest", "-n", "4", "-v", "--tb", "short")
+    # The session's timeout is shorter than the step's, so that there is a summary.
+    tests = (*pytest, "--session-timeout", "170", "-m", "gpu or triton", *files)
+    # Without the kernels: what users get while these are not the default.
+    torch_tests = ("env", "LAGRPO_KERNELS=auto", *pytest, "--session-timeout", "50", "-m", "gpu")
     return [
         # Is the GPU as fast as it should be?
-        Step("peak", 45, (*probe, "peak")),
+        Step("peak", 90, (*probe, "peak")),
         # Do the kernels run, and how fast?
         Step("kernels", 90, (*own, "kernels")),
         # Are they right, compiled and in bfloat16?
-        Step("tests", 240, tests),
+        Step("tests", 200, tests),
+        Step("tests-torch", 60, (*torch_tests, files[0])),
         # Where the time of an update goes; and what the kernels gain.
         Step("learn", 90, (*probe, "learn")),
         Step("learn-torch", 90, (*own, "learn-torch")),
@@ -62,6 +79,7 @@ def steps(results: Path, *, quick: bool) -> list[Step]:
         Step("exact", 100, (*own, "exact")),
         Step("agree", 100, (*own, "agree")),
         Step("rows", 45, (*probe, "rows")),
+        Step("rows-no-split", 45, (*probe, "rows-no-split")),
         Step("attention", 45, (*probe, "attention")),
         # Where the time of a decoding step goes.
         Step("sample", 90, (*probe, "sample")),
@@ -73,13 +91,24 @@ def steps(results: Path, *, quick: bool) -> list[Step]:
 
 def main() -> None:
     parser = make_parser(__doc__, steps(RESULTS, quick=False), RESULTS)
-    parser.add_argument("--seconds", type=float, default=840, help="for all steps together")
+    parser.add_argument("--seconds", type=float, default=540, help="for all steps together")
     options = parser.parse_args()
     selected = choose_steps(steps(options.results, quick=options.quick), options, CPU_STEPS)
     # The kernels are not the default before this session has shown that they work.
     os.environ["LAGRPO_KERNELS"] = "triton"
+    check_packages()
     outcomes = run_session(selected, options.results, options.seconds)
     sys.exit(any(outcome != "done" for outcome in outcomes.values()))
+
+
+def check_packages() -> None:
+    """Exits if a package is missing, before the steps fail one by one."""
+    command = (sys.executable, str(ROOT / "benchmarks" / "bench_gpu.py"), "--help")
+    result = subprocess.run(
+        command, env=step_environment(), capture_output=True, text=True, check=False
+    )
+    if result.returncode != 0:
+        sys.exit(f"{result.stderr}benchmarks/README.md says how to bring packages")
 
 
 def run_session(selected: list[Step], results: Path, seconds: float) -> dict[str, str]:

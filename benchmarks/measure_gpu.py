@@ -53,6 +53,7 @@ def steps(results: Path, *, quick: bool) -> list[Step]:
         Step("sample", 150, [*probe, "sample"]),
         Step("bench", 360, bench),
         Step("rows", 60, [*probe, "rows"]),
+        Step("rows-no-split", 60, [*probe, "rows-no-split"]),
         Step("attention", 60, [*probe, "attention"]),
         Step("free", 120, [*probe, "free"]),
         Step("learn-135m", 90, [*probe, "learn-135m"]),
@@ -135,11 +136,15 @@ def has_gpu() -> bool:
 
 def run(step: Step, log: Path) -> str:
     """Runs a step with its output in `log`. Returns how it ended, "done" if well."""
-    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
     with log.open("wb") as out:
         # In a session of its own, so that `stop` reaches everything that the step started.
         process = subprocess.Popen(
-            step.command, cwd=ROOT, env=environment, stdout=out, stderr=out, start_new_session=True
+            step.command,
+            cwd=ROOT,
+            env=step_environment(),
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
         )
         try:
             code = process.wait(step.limit)
@@ -151,6 +156,14 @@ def run(step: Step, log: Path) -> str:
             stop(process)
             raise
     return "done" if code == 0 else f"failed ({code})"
+
+
+def step_environment() -> dict[str, str]:
+    """The environment of a step, which finds lagrpo also where it is not installed."""
+    paths = [str(ROOT / "src"), str(ROOT)]
+    if existing := os.environ.get("PYTHONPATH"):
+        paths.append(existing)
+    return os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:

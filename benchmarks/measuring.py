@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import datetime
-import importlib.metadata
 import json
 import os
 import platform
@@ -18,7 +17,7 @@ import torch
 from processes import Program
 
 from lagrpo.model.backend import pick_device, pick_dtype
-from lagrpo.runs.environment import cpu_model, git_state
+from lagrpo.runs.environment import cpu_model, git_state, package_version
 from lagrpo.types import JsonObject, JsonView
 
 # prctl(2): children that lose their parent become children of this process.
@@ -99,7 +98,7 @@ def _busy_seconds() -> float:
 def machine(threads: int, load: Load, peer: Mapping[str, str] | None = None) -> dict[str, str]:
     """The machine, how idle it was otherwise, and versions. `peer`: those of the other side."""
     packages = ("lagrpo", "torch", "transformers")
-    versions = {name: importlib.metadata.version(name) for name in packages}
+    versions = {name: package_version(name) or "not installed" for name in packages}
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     device = pick_device()
     dtype, dtype_reason = pick_dtype("auto", device)

@@ -9,6 +9,7 @@ python benchmarks/probe_gpu.py --quick STAGE …     # tiny sizes, also on a CPU
     free        the update of 1.5b without deterministic algorithms: what these cost
     sample      decoding 128 rows of each model: tokens/s, GPU seconds by kind of kernel
     rows        which products give a row other bits if other rows are computed with it
+    rows-no-split  the same without split-K; no other stage may run before it
     attention   rows of FlashAttention in decoding that differ from the trainer's (needs a GPU)
 
 A stage prints its results and adds them to gpu-probes.json in the directory of results.
@@ -25,7 +26,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +35,7 @@ from torch.profiler import ProfilerActivity, profile
 from work import SEED, common_options
 
 from lagrpo.core.recipes import resolve
+from lagrpo.gpu import exactness
 from lagrpo.model.model import Policy, copy_policy
 from lagrpo.rollout.base import Request
 from lagrpo.rollout.local import LocalSampler
@@ -169,7 +170,7 @@ def sample(options: argparse.Namespace) -> Answers:
         yield f"sample {name}, {rows} rows", values | kernels_of(decode)
 
 
-def rows(options: argparse.Namespace) -> Answers:
+def rows(options: argparse.Namespace, way: str = "default") -> Answers:
     """Compares products of a few rows with products of many.
 
     Equal bits make the importance ratio exactly 1.
@@ -180,29 +181,28 @@ def rows(options: argparse.Namespace) -> Answers:
     else:
         models = ["135m", "1.5b"]
         counts = [1, 2, 4, 8, 16, 32, 64, 128, 256, 682, 1024, 4096]
-    matmul: Any = torch.backends.cuda.matmul
-    for way in ["default", "without split-K"] if ON_GPU else ["default"]:
-        if way == "without split-K":
-            # As exactness.forbid_split_k does; the second value forbids split-K.
-            matmul.allow_bf16_reduced_precision_reduction = (False, False)
-            torch.backends.cuda.preferred_blas_library("cublaslt")
-        differing = {}
-        for model in models:
-            for outputs, inputs in MATRICES[model]:
-                torch.manual_seed(SEED)
-                weight = torch.randn(outputs, inputs, device=DEVICE).bfloat16()
-                x = torch.randn(counts[-1], inputs, device=DEVICE).bfloat16()
-                all_rows = F.linear(x, weight)  # [counts[-1], outputs]
-                differing[f"{model} {outputs} x {inputs}"] = [
-                    count
-                    for count in counts
-                    if not torch.equal(F.linear(x[:count], weight), all_rows[:count])
-                ]
-        variables = ("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE")
-        values: Values = {"row_counts_with_other_bits": differing}
-        for variable in variables:
-            values[variable] = os.environ.get(variable)
-        yield f"rows, {way}", values
+    differing = {}
+    for model in models:
+        for outputs, inputs in MATRICES[model]:
+            torch.manual_seed(SEED)
+            weight = torch.randn(outputs, inputs, device=DEVICE).bfloat16()
+            x = torch.randn(counts[-1], inputs, device=DEVICE).bfloat16()
+            all_rows = F.linear(x, weight)  # [counts[-1], outputs]
+            differing[f"{model} {outputs} x {inputs}"] = [
+                count
+                for count in counts
+                if not torch.equal(F.linear(x[:count], weight), all_rows[:count])
+            ]
+    values: Values = {"row_counts_with_other_bits": differing}
+    for variable in ("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE"):
+        values[variable] = os.environ.get(variable)
+    yield f"rows, {way}", values
+
+
+def rows_without_split_k(options: argparse.Namespace) -> Answers:
+    """The same with products without split-K. No other stage may run before it in a process."""
+    exactness.forbid_split_k()
+    yield from rows(options, way="without split-K")
 
 
 def attention(options: argparse.Namespace) -> Answers:
@@ -283,6 +283,7 @@ STAGES: dict[str, Stage] = {
     "free": free,
     "sample": sample,
     "rows": rows,
+    "rows-no-split": rows_without_split_k,
     "attention": attention,
 }
 

@@ -52,7 +52,7 @@ def records_steps(model: Model) -> bool:
     """
     text_config = model.config.get_text_config()
     rope = getattr(text_config, "rope_parameters", None) or {}
-    grows = rope.get("rope_type") == "dynamic"
+    grows = rope.get("rope_type") in ("dynamic", "longrope")
     reproduced = is_reproduced(model.lm, Shape.of(text_config).d)
     return model.device.type == "cuda" and reproduced and not grows
 
