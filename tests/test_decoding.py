@@ -280,12 +280,17 @@ def test_attention_to_a_cache_is_attention_to_the_keys_that_a_token_sees():
         torch.testing.assert_close(ours[token], expected, rtol=0, atol=1e-5)
 
 
+# Scales of each of a head's four frequencies, for short and for long sequences.
+LONG_ROPE = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+
+
 @pytest.mark.parametrize(
     ("kind", "changes", "records"),
     [
         ("llama", {}, True),
         ("llama", {"rope_type": "linear", "factor": 2.0}, True),
         ("llama", {"rope_type": "dynamic", "factor": 2.0}, False),
+        ("llama", {"rope_type": "longrope", "factor": 2.0} | LONG_ROPE, False),
         ("phi3", {}, False),
     ],
 )
