@@ -105,7 +105,7 @@ def check_packages() -> None:
     """Exits if a package is missing, before the steps fail one by one."""
     command = (sys.executable, str(ROOT / "benchmarks" / "bench_gpu.py"), "--help")
     result = subprocess.run(
-        command, env=step_environment(), capture_output=True, text=True, check=False
+        command, env=step_environment(), capture_output=True, encoding="utf-8", check=False
     )
     if result.returncode != 0:
         sys.exit(f"{result.stderr}benchmarks/README.md says how to bring packages")

@@ -280,8 +280,8 @@ def test_attention_to_a_cache_is_attention_to_the_keys_that_a_token_sees():
         torch.testing.assert_close(ours[token], expected, rtol=0, atol=1e-5)
 
 
-# Scales of each of a head's four frequencies, for short and for long sequences.
-LONG_ROPE = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+# Scales of each of a head's sixteen frequencies, for short and for long sequences.
+LONG_ROPE = {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
 
 
 @pytest.mark.parametrize(
