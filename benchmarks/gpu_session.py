@@ -15,9 +15,9 @@ build/gpu-session, and are written as they come:
     gpu-probes.json   the numbers of the probes
     gpu.md            the table of bench_gpu.py
 
-The limits of all steps together are longer than the default time. With a quarter of an hour, run it
-twice: all steps until `exact`, then `--only agree bench`. `make measure-gpu` has more time: it runs
-everything, with a log for each step.
+The last steps are left out if the time is over. To use a quarter of an hour, start it a second time
+with `--only agree bench`. `make measure-gpu` has more time: it runs everything, with a log for each
+step.
 """
 
 from __future__ import annotations
@@ -30,15 +30,7 @@ import sys
 import time
 from pathlib import Path
 
-from measure_gpu import (
-    ROOT,
-    Step,
-    choose_steps,
-    last_lines,
-    make_parser,
-    run,
-    step_environment,
-)
+from measure_gpu import ROOT, Step, choose_steps, last_lines, make_parser, run, step_environment
 
 RESULTS = Path(os.environ.get("OUT") or ROOT / "build" / "gpu-session")
 # A step that would have less time than this is left out.

@@ -9,7 +9,8 @@ python benchmarks/probe_gpu.py --quick STAGE …     # tiny sizes, also on a CPU
     free        the update of 1.5b without deterministic algorithms: what these cost
     sample      decoding 128 rows of each model: tokens/s, GPU seconds by kind of kernel
     rows        which products give a row other bits if other rows are computed with it
-    rows-no-split  the same without split-K; no other stage may run before it
+    rows-no-split
+                the same without split-K; no other stage may run before it (needs a GPU)
     attention   rows of FlashAttention in decoding that differ from the trainer's (needs a GPU)
 
 A stage prints its results and adds them to gpu-probes.json in the directory of results.
@@ -201,6 +202,9 @@ def rows(options: argparse.Namespace, way: str = "default") -> Answers:
 
 def rows_without_split_k(options: argparse.Namespace) -> Answers:
     """The same with products without split-K. No other stage may run before it in a process."""
+    if not ON_GPU:
+        print("rows-no-split: cuBLASLt needs a GPU")
+        return
     exactness.forbid_split_k()
     yield from rows(options, way="without split-K")
 

@@ -14,7 +14,7 @@ from lagrpo.core.lag_table import TASKS
 
 from .ages import Kind
 from .methods import Table
-from .plan import MAIN_METHODS
+from .plan import LARGE_RATES, MAIN_METHODS, VARIANT_RATES
 from .records import Record, RunKey
 from .report import BASELINE, Cells, Column, find_cells, markdown_table, rank_agreement, verdict_on
 from .tasks import TASKS as ALL_TASKS
@@ -26,12 +26,6 @@ WORDS: dict[str, Word] = {
     "refuted": "worse",
     "inconclusive": "undecided",
 }
-COMPARED_RATES = (3e-4, 1e-3)
-"""The learning rates of the variants, and two that a table at one learning rate might have
-chosen.
-"""
-RATES_OF_LARGE = (1e-4, 3e-4, 1e-3)
-"""The learning rates of the larger model."""
 SCHEDULES: tuple[Kind, ...] = ("sawtooth", "mixed")
 NOT_RUN = "–"
 DIFFERENCES = {
@@ -162,7 +156,8 @@ def agreement_table(
     A row compares two tables that differ in one thing; `more_rows` follow.
     """
     pairs = {"`chain` and `gamble`": (Order("chain"), Order("gamble"))}
-    low, high = COMPARED_RATES
+    # A table at one learning rate might have chosen either.
+    low, high = VARIANT_RATES
     for task in TASKS:
         title = f"learning rates 3e-4 and 1e-3, on `{task}`"
         pairs[title] = (Order(task, rates=(low,)), Order(task, rates=(high,)))
@@ -174,8 +169,8 @@ def agreement_table(
             pairs[f"constant lag and {kind} ages, on `{task}`"] = (Order(task), Order(task, kind))
     for task in TASKS:
         title = f"17,000 and 132,000 parameters, on `{task}`"
-        large = Order(f"{task}-large", rates=RATES_OF_LARGE)
-        pairs[title] = (Order(task, rates=RATES_OF_LARGE), large)
+        large = Order(f"{task}-large", rates=LARGE_RATES)
+        pairs[title] = (Order(task, rates=LARGE_RATES), large)
 
     rows = [["order of the losses by", *(f"lag {lag}" for lag in lags)]]
     for title, (left, right) in pairs.items():
@@ -195,7 +190,7 @@ def variants_table(records: Records, lag: int = 64) -> str:
     column = ("constant", lag)
 
     def order(task: str) -> dict[str, float]:
-        all_areas = areas(records, task, column, rates=COMPARED_RATES)
+        all_areas = areas(records, task, column, rates=VARIANT_RATES)
         return {name: all_areas[name] for name in MAIN_METHODS if name in all_areas}
 
     chain = order("chain")

@@ -48,13 +48,13 @@ def records_steps(model: Model) -> bool:
     """True if decoding steps of a model can be recorded.
 
     A graph cannot wait for the GPU inside a step. Families that are not reproduced may do that, and
-    a rotary embedding that grows with the sequence does.
+    a rotary embedding whose frequencies depend on the longest sequence does.
     """
     text_config = model.config.get_text_config()
     rope = getattr(text_config, "rope_parameters", None) or {}
-    grows = rope.get("rope_type") in ("dynamic", "longrope")
+    reads_length = rope.get("rope_type") in ("dynamic", "longrope")
     reproduced = is_reproduced(model.lm, Shape.of(text_config).d)
-    return model.device.type == "cuda" and reproduced and not grows
+    return model.device.type == "cuda" and reproduced and not reads_length
 
 
 def cache_fits(model: Model, max_rows: int, max_tokens: int) -> bool:

@@ -72,10 +72,12 @@ def is_loadable_loss(loss: Loss) -> bool:
 
     if loss in RECIPES.values():
         return True
-    reference, script = name_loss(loss), sys.modules.get("__main__")
+    reference = name_loss(loss)
+    module_name, _, name = reference.partition(":")
+    script = sys.modules.get("__main__")
     file = Path(getattr(script, "__file__", None) or "")
-    if reference.partition(":")[0] == file.stem:
-        is_there = getattr(script, reference.partition(":")[2], None) is loss
+    if module_name == file.stem:
+        is_there = getattr(script, name, None) is loss
         return is_there and file.absolute().parent == Path.cwd()
     return is_loadable(loss, reference)
 
@@ -111,8 +113,7 @@ def check_arguments(settings: Settings, resume: str | None, given: Sequence[str]
     if run is not None and missing:
         raise SettingsError(
             f"{run} was started from Python with {' and '.join(missing)} that its settings cannot "
-            "hold: "
-            f"resume it by {resume_call(run, needed)}"
+            f"hold: resume it by {resume_call(run, needed)}"
         )
 
 
@@ -161,10 +162,10 @@ def build_task(settings: Settings, data: object, rewards: Sequence[object] | Non
         return task
     parts = list(map(as_reward, rewards or ()))
     names = [part.name for part in parts]
-    parts = [
-        replace(r, name=f"{r.name}_{n}") if names.count(r.name) > 1 else r
-        for n, r in enumerate(parts, start=1)
-    ]
+    for index, part in enumerate(parts):
+        # Functions with the same name are told apart by their place in the list.
+        if names.count(part.name) > 1:
+            parts[index] = replace(part, name=f"{part.name}_{index + 1}")
     return replace(task, reward=Rewards(tuple(parts)))
 
 

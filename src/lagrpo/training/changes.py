@@ -18,13 +18,20 @@ from lagrpo.settings.sections import RewardSettings
 from lagrpo.training.torchrun import world_size
 
 FREE = (
-    *("run.report_to", "run.log_completions", "model.dtype", "optimizer.offload_optimizer"),
-    *("eval.every", "eval.at_start", "eval.best_metric", "checkpoint.", "distributed.", "vllm."),
+    "run.report_to",
+    "run.log_completions",
+    "model.dtype",
+    "optimizer.offload_optimizer",
+    "eval.every",
+    "eval.at_start",
+    "eval.best_metric",
+    "checkpoint.",
+    "distributed.",
+    "vllm.",
 )
 """Settings, and sections, that a resumed run may change: they cannot alter its past batches."""
-
-
-OF_CALL = ("run.name", "run.output_dir")
+NOT_COMPARED = ("run.name", "run.output_dir")
+"""Settings that say where the run is, for each call anew."""
 
 
 def find_run(settings: Settings, resume: str | None) -> Path | None:
@@ -62,7 +69,9 @@ def find_changes(settings: Settings, run: Path) -> dict[str, tuple[object, objec
     before = flatten(saved.model_dump())
     now = flatten(settings.model_dump())
     names = [
-        name for name in now | before if name not in OF_CALL and before.get(name) != now.get(name)
+        name
+        for name in now | before
+        if name not in NOT_COMPARED and before.get(name) != now.get(name)
     ]
     wrong = [name for name in names if not _may_change(name, settings, saved, run)]
     if wrong:

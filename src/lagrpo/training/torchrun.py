@@ -45,7 +45,8 @@ def check_ranks(device: str) -> None:
             f"WORLD_SIZE = {size}, but {missing[0]} is not set: "
             "start lagrpo with torchrun, or unset WORLD_SIZE for one process"
         )
-    rank, port = read_count("RANK", default=0), read_count("MASTER_PORT", default=0)
+    rank = read_count("RANK", default=0)
+    port = read_count("MASTER_PORT", default=0)
     if rank >= size:
         raise SettingsError(f"RANK = {rank}, but WORLD_SIZE = {size}: ranks are 0 to {size - 1}")
     if not 0 < port < 2**16:
