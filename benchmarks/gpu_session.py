@@ -48,8 +48,8 @@ def steps(results: Path, *, quick: bool) -> list[Step]:
     # By name: the other files of tests may need packages that a machine with a GPU lacks.
     files = sorted(str(path) for path in (ROOT / "tests").glob("test_triton_*.py"))
     files.insert(0, str(ROOT / "tests" / "test_gpu.py"))
-    # Four processes compile kernels side by side.
-    pytest = (sys.executable, "-m", "pytest", "-n", "4", "-v", "--tb", "short")
+    # Eight processes compile kernels side by side.
+    pytest = (sys.executable, "-m", "pytest", "-n", "8", "-v", "--tb", "short")
     # The session's timeout is shorter than the step's, so that there is a summary.
     tests = (*pytest, "--session-timeout", "170", "-m", "gpu or triton", *files)
     # Without the kernels: what users get while these are not the default.
