@@ -6,6 +6,7 @@ python benchmarks/probe_gpu.py --quick STAGE …     # tiny sizes, also on a CPU
     peak        how fast it copies and multiplies
     learn       an update of 1.5b: GPU seconds and launches by kind of kernel, memory
     learn-135m  the same for 135m
+    host        the parts of an update of 1.5b, and what the host does in them
     free        the update of 1.5b without deterministic algorithms: what these cost
     sample      decoding 128 rows of each model: tokens/s, GPU seconds by kind of kernel
     rows        which products give a row other bits if other rows are computed with it
@@ -129,6 +130,39 @@ def learn(options: argparse.Namespace, name: str = "1.5b", tokens: int = 8192) -
 
 def learn_135m(options: argparse.Namespace) -> Answers:
     yield from learn(options, "135m", 32_768)
+
+
+def host(options: argparse.Namespace) -> Answers:
+    """Times the parts of an update, each with a wait at its end, and profiles the host."""
+    name = "tiny" if options.quick else "1.5b"
+    policy = make_policy(name, DEVICE)
+    trainer = Trainer(policy, resolve("grpo", {"beta": 0.0}), Optimization(lr=1e-6))
+    micro_batches = random_micro_batches(trainer, policy, 8192, quick=options.quick)
+    for _ in range(2):
+        trainer.step(micro_batches)
+    packed = micro_batches[0].packed
+
+    def forward() -> None:
+        policy.logp(packed)
+
+    def forward_and_backward() -> None:
+        with trainers.deterministic(policy.model):
+            policy.logp(packed).sum().backward()
+
+    forward_seconds = seconds_of(forward, repetitions=3)
+    both_seconds = seconds_of(forward_and_backward, repetitions=3)
+    values = {
+        "micro_batches": len(micro_batches),
+        "forward_ms": 1e3 * forward_seconds,
+        "backward_ms": 1e3 * (both_seconds - forward_seconds),
+        "update_ms": 1e3 * seconds_of(trainer.update, repetitions=3),
+    }
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        forward_and_backward()
+        synchronize()
+    averages = profiler.key_averages()
+    print(averages.table(sort_by="self_cpu_time_total", row_limit=30, max_name_column_width=60))
+    yield f"host {name}", values
 
 
 def free(options: argparse.Namespace) -> Answers:
@@ -284,6 +318,7 @@ STAGES: dict[str, Stage] = {
     "peak": peak,
     "learn": learn,
     "learn-135m": learn_135m,
+    "host": host,
     "free": free,
     "sample": sample,
     "rows": rows,

@@ -8,6 +8,7 @@ from tiny import computed_by, tiny_policy
 
 from lagrpo.cpu import library
 from lagrpo.errors import SettingsError
+from lagrpo.gpu import exactness
 from lagrpo.model import backend
 from lagrpo.model.backend import choose_backend, chosen_kernels, pick_device, pick_dtype
 from lagrpo.model.layout import Packed
@@ -98,62 +99,65 @@ def test_two_policies_in_one_process_keep_their_backends():
     assert (ours.model.exact, theirs.model.exact) == (True, False)
 
 
-def test_gpu_takes_the_triton_kernels_if_they_are_chosen_and_run(monkeypatch):
-    """Neither is compiled here: what Triton says is replaced."""
-    monkeypatch.delenv("LAGRPO_KERNELS", raising=False)
+def test_gpu_takes_the_triton_kernels_if_they_run(monkeypatch):
+    """None is compiled here: what Triton says is replaced."""
     monkeypatch.setattr(backend.gpu_library, "why_not", lambda: None)
-    assert not choose_backend("auto", "cuda", torch.bfloat16).triton
-    gpu_backend = choose_backend("triton", "cuda", torch.bfloat16)
-    assert (gpu_backend.triton, gpu_backend.kernels) == (True, False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    for choice in ("auto", "triton"):
+        gpu_backend = choose_backend(choice, "cuda", torch.bfloat16)
+        assert (gpu_backend.triton, gpu_backend.kernels) == (True, False)
+    assert not choose_backend("torch", "cuda", torch.bfloat16).triton
+    assert not choose_backend("auto", "cuda", torch.float16).triton
     with pytest.raises(library.NoKernels, match="no Triton kernels for float16"):
         choose_backend("triton", "cuda", torch.float16)
     with pytest.raises(library.NoKernels, match="run on an NVIDIA GPU, but the model is on cpu"):
         choose_backend("triton", "cpu", torch.bfloat16)
-    monkeypatch.setattr(backend.gpu_library, "why_not", lambda: "no compiler")
-    with pytest.raises(library.NoKernels, match="unavailable here: no compiler"):
-        choose_backend("triton", "cuda", torch.bfloat16)
 
 
-def test_gpu_takes_the_triton_kernels_by_default_once_they_were_measured(monkeypatch):
-    monkeypatch.setattr(backend.gpu_library, "MEASURED_ON_A_GPU", True)
-    monkeypatch.setattr(backend.gpu_library, "why_not", lambda: None)
-    assert choose_backend("auto", "cuda", torch.bfloat16).triton
-    assert not choose_backend("torch", "cuda", torch.bfloat16).triton
-    assert not choose_backend("auto", "cuda", torch.float16).triton
+def test_gpu_without_triton_computes_by_pytorch(monkeypatch):
     monkeypatch.setattr(backend.gpu_library, "why_not", lambda: "no compiler")
     gpu_backend = choose_backend("auto", "cuda", torch.bfloat16)
     assert str(gpu_backend) == "PyTorch (no Triton kernels: no compiler)"
     assert gpu_backend.softmax is None
+    with pytest.raises(library.NoKernels, match="unavailable here: no compiler"):
+        choose_backend("triton", "cuda", torch.bfloat16)
 
 
-def test_products_are_exact_on_a_hopper_gpu_once_it_was_shown(monkeypatch):
+def test_products_on_a_hopper_gpu_are_exact_unless_a_variable_forbids_it(monkeypatch):
     """No product is computed here: what the GPU says is replaced."""
     forbidden = []
     monkeypatch.setattr(backend.gpu_library, "why_not", lambda: None)
     monkeypatch.setattr(backend.exactness, "forbid_split_k", lambda: forbidden.append(True))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert not choose_backend("triton", "cuda", torch.bfloat16).exact_products
-    monkeypatch.setattr(backend.exactness, "EXACT_ON_HOPPER", True)
-    assert not choose_backend("triton", "cuda", torch.float32).exact_products
-    assert forbidden == []
-    assert choose_backend("triton", "cuda", torch.bfloat16).exact_products
-    assert forbidden == [True]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    assert not choose_backend("triton", "cuda", torch.bfloat16).exact_products
+    assert not choose_backend("auto", "cuda", torch.bfloat16).exact_products
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert not choose_backend("auto", "cuda", torch.float32).exact_products
+    monkeypatch.setenv("LAGRPO_EXACT", "0")
+    assert not choose_backend("auto", "cuda", torch.bfloat16).exact_products
+    assert forbidden == []
+    monkeypatch.delenv("LAGRPO_EXACT")
+    assert choose_backend("auto", "cuda", torch.bfloat16).exact_products
+    assert forbidden == [True]
+    monkeypatch.setenv("LAGRPO_EXACT", "no")
+    with pytest.raises(SettingsError, match="LAGRPO_EXACT = 'no': use 1, or 0"):
+        choose_backend("auto", "cuda", torch.bfloat16)
 
 
-def test_backend_of_a_device_and_a_dtype(monkeypatch):
-    assert choose_backend("auto", "cpu", torch.bfloat16).kernels
-    assert str(choose_backend("torch", "cuda", torch.bfloat16)) == "PyTorch (as chosen)"
-    assert str(choose_backend("auto", "cpu", torch.float64)) == "PyTorch (no C kernels for float64)"
-    assert str(choose_backend("auto", "xpu", torch.bfloat16)) == "PyTorch (on xpu)"
-    with pytest.raises(
-        library.NoKernels, match="the C kernels run on a CPU, but the model is on cuda"
-    ):
-        choose_backend("c", "cuda", torch.bfloat16)
-    monkeypatch.setattr(library, "why_not", lambda: "no compiler")
-    assert (
-        str(choose_backend("auto", "cpu", torch.float32)) == "PyTorch (no C kernels: no compiler)"
-    )
-    with pytest.raises(library.NoKernels, match="unavailable here: no compiler"):
-        choose_backend("c", "cpu", torch.float32)
+def test_a_model_is_exact_only_if_its_own_products_are(monkeypatch):
+    """Products of this machine's CPU may be either; the function under them is replaced."""
+    lm = tiny_policy(dtype=torch.bfloat16).model.lm
+    cpu = torch.device("cpu")
+
+    def sum_in_order(x, weight):
+        return (x.float().unsqueeze(1) * weight.float()).cumsum(-1)[..., -1].bfloat16()
+
+    def round_with_few_rows(x, weight):
+        product = sum_in_order(x, weight)
+        return product if len(x) > 16 else product * 1.01
+
+    monkeypatch.setattr(exactness, "MOST_ROWS", 20)
+    for multiply, is_exact in ((sum_in_order, True), (round_with_few_rows, False)):
+        exactness._product_is_exact.cache_clear()
+        monkeypatch.setattr(exactness.F, "linear", multiply)
+        assert exactness.rows_are_independent(lm, cpu) is is_exact
+    exactness._product_is_exact.cache_clear()

@@ -153,7 +153,7 @@ def test_gradient_of_log_probs_in_many_chunks_equals_that_in_one(dtype):
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "d"), [(6, 2, 64), (4, 4, 32), (4, 2, 128)])
-def test_varlen_attn_and_its_gradient_equal_attention_by_segments(heads, kv_heads, d):
+def test_flash_attention_and_its_gradient_equal_attention_by_segments(heads, kv_heads, d):
     layout = PackedLayout.build(
         [(7, (3, 9, 1)), (300, (1, 200, 77)), (1, (4, 4, 30)), (5, ())], "cuda"
     )

@@ -53,7 +53,8 @@ def move(policy: Policy, spread: float, seed: int = 1) -> None:
     """Other adapters, as updates make them."""
     numbers = torch.Generator().manual_seed(seed)
     for layer in adapted(policy.model.lm).values():
-        layer.lora_B.add_(torch.randn(layer.lora_B.shape, generator=numbers), alpha=spread)
+        step = torch.randn(layer.lora_B.shape, generator=numbers)
+        layer.lora_B.add_(step.to(layer.lora_B.device), alpha=spread)
 
 
 @torch.no_grad()

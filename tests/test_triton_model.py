@@ -101,9 +101,13 @@ def test_model_is_exact_if_products_and_attention_are(monkeypatch):
     """What a GPU would say of FlashAttention is replaced."""
     monkeypatch.setattr(backends, "takes_varlen", lambda device, dtype, d: True)
     monkeypatch.setattr(backends, "flash_reads_caches", lambda *arguments: True)
+    monkeypatch.setattr(backends.exactness, "rows_are_independent", lambda *arguments: True)
     exact = policy_by(replace(TRITON, exact_products=True), "llama")
     assert exact.model.exact
     assert copy_policy(exact).model.exact
     assert not policy_by(TRITON, "llama").model.exact
+    monkeypatch.setattr(backends.exactness, "rows_are_independent", lambda *arguments: False)
+    assert not policy_by(replace(TRITON, exact_products=True), "llama").model.exact
+    monkeypatch.setattr(backends.exactness, "rows_are_independent", lambda *arguments: True)
     monkeypatch.setattr(backends, "flash_reads_caches", lambda *arguments: False)
     assert not policy_by(replace(TRITON, exact_products=True), "llama").model.exact

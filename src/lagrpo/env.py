@@ -105,8 +105,7 @@ def look_at_kernels() -> Lines:
         yield "kernels", f"missing: {reason}"
     if pick_device().type == "cuda":
         reason = gpu_library.why_not()
-        works = "Triton works" if reason is None else f"Triton is missing: {reason}"
-        yield "gpu kernels", works if gpu_library.is_default() else f"{works}; not used by default"
+        yield "gpu kernels", "Triton" if reason is None else f"missing: no Triton: {reason}"
     yield "dtype", " because ".join(pick_dtype("auto", pick_device()))
 
 

@@ -5,26 +5,44 @@ the same bits in both, the importance ratio after a weight sync is exactly 1, a 
 in the middle of sampling resumes to the bit, and completions do not depend on the number of ranks.
 
 Norms, activations, rotary embedding and softmax have this property already (layers.py, softmax.py).
-For products cuBLAS chooses a kernel by the number of rows. Without split-K, which cuts the sum of
-an output into parts, the kernels that it chooses may still add in different orders: NVIDIA promises
-nothing. So a GPU has to show it: `python benchmarks/probe_kernels.py exact`.
+For products cuBLAS chooses a kernel by the number of rows. One that splits the sum of an output
+into parts (split-K) adds in another order. Without split-K the kernels that it chooses on Hopper
+GPUs added in the same order wherever we looked: none of 49,097 log-probs of two models differed
+between trainer and sampler (`probe_kernels.py exact`). NVIDIA does not promise it, so a model's own
+products are tried before lagrpo relies on it.
 """
 
 from __future__ import annotations
 
 import os
+from functools import cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import nn
 
-# To be set once `probe_kernels.py exact` has run on such a GPU and found no log-prob of the trainer
-# that differs from the sampler's. It has not run yet.
-EXACT_ON_HOPPER = False
+from lagrpo.errors import SettingsError
+from lagrpo.model.logprobs import ON_GPU
+
+EXACT = "LAGRPO_EXACT"
+# Rows of products that are compared with the same rows of a larger product. Decoding steps have
+# multiples of 16 rows, packed rows and prompts have any number.
+ROW_COUNTS = (16, 128, 1000)
+# The larger product has so many rows, or as many as the head computes at once.
+MOST_ROWS = 16_384
 
 
 def has_exact_products(device: torch.device, dtype: torch.dtype) -> bool:
-    """True if products on a device have been shown to be independent of other rows."""
-    if not EXACT_ON_HOPPER or device.type != "cuda" or dtype != torch.bfloat16:
+    """True if products on a device can be made independent of other rows, and are to be.
+
+    `LAGRPO_EXACT=0` says that they are not to be: some are faster then. Raises SettingsError for
+    another word in this variable than 0 and 1.
+    """
+    choice = os.environ.get(EXACT) or "1"
+    if choice not in ("0", "1"):
+        raise SettingsError(f"{EXACT} = {choice!r}: use 1, or 0 for faster products on a GPU")
+    if choice == "0" or device.type != "cuda" or dtype != torch.bfloat16:
         return False
     major, _ = torch.cuda.get_device_capability(device)
     return major == 9
@@ -42,3 +60,25 @@ def forbid_split_k() -> None:
     # The second value forbids split-K.
     matmul.allow_bf16_reduced_precision_reduction = (False, False)
     torch.backends.cuda.preferred_blas_library("cublaslt")
+
+
+def rows_are_independent(model: nn.Module, device: torch.device) -> bool:
+    """True if a few rows get the bits that they get among many, in products of a model's sizes."""
+    sizes = {(*p.shape, p.dtype) for p in model.parameters() if p.dim() == 2}
+    return all(_product_is_exact(*size, device) for size in sizes)
+
+
+@cache
+@torch.no_grad()
+def _product_is_exact(outputs: int, inputs: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Tries a product with random numbers: which kernel computes it depends on its size alone."""
+    most_rows = min(MOST_ROWS, ON_GPU.product // outputs)
+    rng = torch.Generator(device).manual_seed(0)
+    weight = torch.randn(outputs, inputs, generator=rng, device=device).to(dtype)
+    x = torch.randn(most_rows, inputs, generator=rng, device=device).to(dtype)
+    all_rows = F.linear(x, weight)
+    return all(
+        torch.equal(F.linear(x[:count], weight), all_rows[:count])
+        for count in ROW_COUNTS
+        if count < most_rows
+    )

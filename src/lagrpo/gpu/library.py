@@ -1,20 +1,10 @@
-"""The questions whether Triton's kernels are to be used here, and whether they run."""
+"""The question whether Triton's kernels run here."""
 
 from __future__ import annotations
 
-import os
 from functools import cache
 
 import torch
-
-# To be set once `benchmarks/gpu_session.py` has run on a GPU: its tests pass, and an update with
-# the kernels is faster. They have run in Triton's interpreter on a CPU so far.
-MEASURED_ON_A_GPU = False
-
-
-def is_default() -> bool:
-    """True if a model on a GPU takes the Triton kernels unless something else is chosen."""
-    return MEASURED_ON_A_GPU or os.environ.get("LAGRPO_KERNELS") == "triton"
 
 
 @cache

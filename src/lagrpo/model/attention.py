@@ -5,16 +5,13 @@ attends to whom and attends: along a packed row in the trainer and the prefill, 
 to caches in a decoding step.
 
 Along a packed row the C kernels attend on a CPU (cpu/). Elsewhere PyTorch does, with the keys and
-values of each segment gathered as [prompt, own]: by `varlen_attn` on GPUs in float16 or bfloat16,
+values of each segment gathered as [prompt, own]: by FlashAttention on GPUs in float16 or bfloat16,
 else segment by segment by `scaled_dot_product_attention`. A segment's last query sees all of its
 gathered keys, the query before it all but one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
-from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
@@ -159,40 +156,33 @@ class _GatheredKeys(torch.autograd.Function):
         return gather_keys_backward(grad.contiguous(), *ctx.layout.seen_by), None
 
 
-@cache
-def _has_option(function: Callable[..., Any], name: str) -> bool:
-    return name in signature(function).parameters
-
-
 def attend_varlen(
     layout: PackedLayout, query: Tensor, seen_key: Tensor, seen_value: Tensor, scaling: float
 ) -> Tensor:
-    """Attends by one kernel for all segments.
+    """Attends by one kernel of FlashAttention for all segments.
 
     The query is [rows, Hq, D], seen keys and values are [K, Hkv, D].
 
     Its causal mask is aligned to the end of each segment's keys.
     """
-    from torch.nn.attention.varlen import varlen_attn
-
-    most_queries = int(layout.segments[:, 1].max())
-    most_keys = int(layout.segments[:, [1, 3]].sum(1).max())
-    options: dict[str, Any] = {"window_size": (-1, 0), "scale": scaling}
-    # PyTorch 2.11 groups queries without this option.
-    if _has_option(varlen_attn, "enable_gqa"):
-        options["enable_gqa"] = query.shape[1] != seen_key.shape[1]
     query_offsets, key_offsets = layout.offsets
-    attended = varlen_attn(
+    # The operation under PyTorch's `varlen_attn`. Its gradient is C++; that of `varlen_attn` is
+    # Python, which takes the host as long as the kernel takes the GPU.
+    return torch.ops.aten._flash_attention_forward(
         query.contiguous(),
         seen_key,
         seen_value,
         query_offsets,
         key_offsets,
-        most_queries,
-        most_keys,
-        **options,
-    )
-    return attended  # type: ignore[return-value]
+        layout.most_queries,
+        layout.most_keys,
+        dropout_p=0.0,
+        is_causal=True,
+        return_debug_mask=False,
+        scale=scaling,
+        window_size_left=-1,
+        window_size_right=0,
+    )[0]
 
 
 def attend_by_segments(

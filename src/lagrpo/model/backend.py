@@ -119,7 +119,11 @@ class Backend:
         if self.triton:
             from lagrpo.gpu import layers
 
-            exact = self.exact_products and self._attends_by_flash(lm)
+            exact = (
+                self.exact_products
+                and self._attends_by_flash(lm)
+                and exactness.rows_are_independent(lm, self.device)
+            )
             return FusedDecoder(lm, layer_kernels=layers, exact_products=exact)
         if panels is None and self._packs(lm):
             panels = OwnPanels(lm.get_decoder(), lm.get_output_embeddings())
@@ -175,8 +179,12 @@ class Backend:
         if not self.kernels:
             if not takes_varlen(self.device, self.dtype, shape.d):
                 return str(self)
-            description = "PyTorch with FlashAttention (varlen_attn)"
-            return f"{description}, {self}" if self.triton else description
+            description = "PyTorch with FlashAttention"
+            if self.triton:
+                description += f", {self}"
+            if layers is not None and layers.exact:
+                description += ", products independent of other rows"
+            return description
         description = str(self)
         if layers is not None and layers.exact:
             description += f", forward products by {self.products}"
@@ -246,8 +254,6 @@ def choose_backend(choice: Choice, device: torch.device | str, dtype: torch.dtyp
 
 def _choose_on_gpu(choice: Choice, device: torch.device, dtype: torch.dtype) -> Backend:
     """Returns the backend on a GPU. Raises NoKernels if Triton was asked for and does not work."""
-    if choice == "auto" and not gpu_library.is_default():
-        return Backend(device, dtype, "on cuda")
     reason = gpu_library.why_not()
     if dtype not in (torch.float32, torch.bfloat16):
         reason = f"no Triton kernels for {str(dtype).removeprefix('torch.')}"

@@ -83,6 +83,16 @@ class PackedLayout:
         )
 
     @cached_property
+    def most_queries(self) -> int:
+        """The rows of the longest segment."""
+        return int(self.segments[:, 1].max())
+
+    @cached_property
+    def most_keys(self) -> int:
+        """The most rows that a segment sees, its prompt's included."""
+        return int(self.segments[:, [1, 3]].sum(1).max())
+
+    @cached_property
     def offsets(self) -> tuple[Tensor, Tensor]:
         """The numbers of rows and of `seen_rows` before each segment: int32 [S + 1] each."""
         num_queries = self.segments[:, 1].tolist()

@@ -477,8 +477,8 @@ class OptimizerSettings(Section):
     """Decoupled weight decay, of matrices only"""
     max_grad_norm: float = Field(default=1.0, ge=0)
     """Norm to which gradients are clipped; 0: no clipping"""
-    micro_batch_tokens: int = Field(default=4096, ge=1)
-    """Tokens per micro-batch: changes memory and speed, not the gradient"""
+    micro_batch_tokens: int | None = Field(default=None, ge=1)
+    """Tokens per micro-batch: memory and speed, not the gradient; default: 4096, on a GPU 16384"""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, a third slower"""
     offload_optimizer: bool = False
@@ -489,6 +489,16 @@ class OptimizerSettings(Section):
     """Log the cosine of consecutive gradients (keeps one more gradient in memory)"""
     dither_master_weights: bool = True
     """Dither fp32 master weights, so that small updates move bf16 weights"""
+
+    def tokens_at_once(self, *, on_gpu: bool) -> int:
+        """Returns the tokens of a micro-batch.
+
+        A GPU needs many: its host takes as long to launch the kernels of a small micro-batch as of
+        a large one.
+        """
+        if self.micro_batch_tokens is not None:
+            return self.micro_batch_tokens
+        return 16_384 if on_gpu else 4096
 
 
 class DistributedSettings(Section):

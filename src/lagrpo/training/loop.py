@@ -70,7 +70,7 @@ def train_loop(
         clock.announce("learning")
         with clock.measure(Phase.LEARNING):
             batch = assemble_batch(components, groups, b)  # 12-13   A_α, weights
-            rows = trainer.pack(batch, components.settings.optimizer.micro_batch_tokens)
+            rows = trainer.pack(batch, _micro_batch_tokens(components))
         rows_left_out = compute_left_out(components, clock, batch)  # while the policy is still π_k
         updates: list[dict[str, float]] = []
         with clock.measure(Phase.LEARNING):
@@ -206,7 +206,7 @@ def compute_left_out(components: TrainerComponents, clock: Clock, batch: Batch) 
     with clock.measure(Phase.LOGPROBS):
         rows = left_out(
             batch,
-            tokens=components.settings.optimizer.micro_batch_tokens,
+            tokens=_micro_batch_tokens(components),
             device=trainer.policy.device,
             skip_zero_advantage=trainer.skips_zero_advantage,
             ranks=components.ranks,
@@ -218,6 +218,11 @@ def compute_left_out(components: TrainerComponents, clock: Clock, batch: Batch) 
         else:
             logprobs = trainer.compute_logprobs(rows)
         return [row.with_logprobs(logp_T) for row, logp_T in zip(rows, logprobs, strict=True)]
+
+
+def _micro_batch_tokens(components: TrainerComponents) -> int:
+    on_gpu = components.trainer.policy.device.type == "cuda"
+    return components.settings.optimizer.tokens_at_once(on_gpu=on_gpu)
 
 
 def is_on_policy(components: TrainerComponents, batch: Batch) -> bool:
