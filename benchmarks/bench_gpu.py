@@ -93,6 +93,10 @@ TINY = Qwen2Config(
 Result = TypeVar("Result")
 
 MODELS = {"135m": SMOLLM2, "0.5b": QWEN_HALF, "qwen3-0.6b": QWEN3, "1.5b": QWEN, "tiny": TINY}
+# Tokens in a micro-batch. The host takes as long to launch the kernels of a small one as of a large
+# one, so a small model needs many; the activations of 1.5b have to fit 80 GB.
+MOST_TOKENS = 65_536
+TOKENS = {"1.5b": 32_768}
 DATA_SHEET = {
     "H100 PCIe": 756,
     "H100 NVL": 835,
@@ -122,7 +126,9 @@ def parse_options() -> argparse.Namespace:
     )
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--completions", type=int, default=16, help="of each prompt")
-    parser.add_argument("--tokens", type=int, default=8192, help="in a micro-batch")
+    parser.add_argument(
+        "--tokens", type=int, help="in a micro-batch; default: 32,768 for 1.5b, else 65,536"
+    )
     parser.add_argument("--long-model", choices=MODELS, default="qwen3-0.6b")
     parser.add_argument(
         "--long-context", type=int, default=16_384, help="of sequences to learn from; 0: none"
@@ -162,7 +168,8 @@ def main() -> None:
     report.text(
         f"{options.prompts} prompts × {options.completions} completions; "
         "a quarter of the context is the prompt; "
-        f"{options.tokens} tokens in a micro-batch. Medians, with the smallest and largest value. "
+        f"{describe_tokens(options)} tokens in a micro-batch. "
+        "Medians, with the smallest and largest value. "
         f"Peaks of bfloat16 products in TFLOP/s: {peaks_text}."
     )
     # Contexts in the outer loop: short ones, which take least time, come first for all models.
@@ -177,6 +184,13 @@ def main() -> None:
         title = f"{options.long_model}, {options.long_context} tokens, gradient checkpointing"
         report.table(title, [row])
         report.write(machine(options.threads, load))
+
+
+def describe_tokens(options: argparse.Namespace) -> str:
+    if options.tokens:
+        return f"{options.tokens:,}"
+    exceptions = [f"{tokens:,} ({name})" for name, tokens in TOKENS.items()]
+    return f"{MOST_TOKENS:,}, {', '.join(exceptions)}"
 
 
 def measure_long(
@@ -242,11 +256,12 @@ def measure(
     trainer = Trainer(policy, resolve("grpo", {"beta": 0.0}), Optimization(lr=1e-6))
     rows_at_once = options.prompts * options.completions
     sampler = LocalSampler(copy_policy(policy), SEED, completion_length(context), rows_at_once)
-    train_batch(options, trainer, sampler, context, turn=0)  # a warm-up
+    tokens = options.tokens or TOKENS.get(name, MOST_TOKENS)
     batches = [
-        train_batch(options, trainer, sampler, context, turn)
-        for turn in range(1, 1 + options.rounds)
+        train_batch(options, trainer, sampler, context, turn, tokens)
+        for turn in range(1 + options.rounds)
     ]
+    del batches[0]  # a warm-up
     columns = {key: [batch[key] for batch in batches] for key in batches[0]}
     report.raw[f"{name}, {context}"] = columns
     row = {"sampling, tokens/s": spread(columns["sampling"], digits=4)}
@@ -276,7 +291,12 @@ def completion_length(context: int) -> int:
 
 
 def train_batch(
-    options: argparse.Namespace, trainer: Trainer, sampler: LocalSampler, context: int, turn: int
+    options: argparse.Namespace,
+    trainer: Trainer,
+    sampler: LocalSampler,
+    context: int,
+    turn: int,
+    tokens: int,
 ) -> dict[str, float]:
     """Samples a batch and learns from it. Rewards are random, so that every group has a signal.
 
@@ -298,7 +318,7 @@ def train_batch(
     return {
         "sampling": sampled / sampling_seconds,
         "memory of sampling": sampling_memory,
-        **learn(options, trainer, groups, context, turn, options.tokens),
+        **learn(options, trainer, groups, context, turn, tokens),
     }
 
 

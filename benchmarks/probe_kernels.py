@@ -6,8 +6,7 @@ python benchmarks/probe_kernels.py --quick STAGE …     # tiny sizes, also on a
     kernels       time and bandwidth of each Triton kernel, beside PyTorch's operations
     decode        tokens/s of the sampler by the number of rows, up to 1,280
     learn-torch   an update of 1.5b without the Triton kernels: what these gain
-    agree         log-probs of the trainer that differ from the sampler's, and tokens/s of both
-    exact         the same with products without split-K; no other stage may run before it
+    agree         log-probs of the trainer that differ from the sampler's
 
 A stage prints its results and adds them to gpu-probes.json in the directory of results.
 """
@@ -38,7 +37,6 @@ from probe_gpu import (
 from torch import Tensor
 from work import SEED
 
-from lagrpo.gpu import exactness
 from lagrpo.model.backend import choose_backend
 from lagrpo.model.layout import PackedLayout
 from lagrpo.model.model import Model, Packed, Policy, copy_policy
@@ -239,15 +237,6 @@ def pytorch_alone() -> Iterator[None]:
 
 
 def agree(options: argparse.Namespace) -> Answers:
-    yield from compare_log_probs(options, "agree")
-
-
-def exact(options: argparse.Namespace) -> Answers:
-    exactness.forbid_split_k()
-    yield from compare_log_probs(options, "exact")
-
-
-def compare_log_probs(options: argparse.Namespace, label: str) -> Answers:
     """Samples, and computes the log-probs of the same tokens as the trainer does.
 
     If none differ, the importance ratio after a weight sync is exactly 1.
@@ -258,23 +247,18 @@ def compare_log_probs(options: argparse.Namespace, label: str) -> Answers:
         policy = make_policy(name, DEVICE)
         sampler = LocalSampler(copy_policy(policy), SEED, tokens, rows)
         requests = same_prompts(rows // completions, 128 if not options.quick else 8)
-        list(sampler.sample(requests, completions))
-        started = time.perf_counter()
         groups = [group for _, group in sampler.sample(requests, completions)]
-        synchronize()
-        sampling_seconds = time.perf_counter() - started
         difference = difference_of_log_probs(policy, groups)
-        values = {
-            "tokens": len(difference),
-            "tokens_that_differ": int((difference != 0).sum()),
-            "largest_difference": float(difference.max()),
-            "sampled_tokens_s": len(difference) / sampling_seconds,
-        }
+        yield (
+            f"agree {name}",
+            {
+                "is_exact": policy.model.exact,
+                "tokens": len(difference),
+                "tokens_that_differ": int((difference != 0).sum()),
+                "largest_difference": float(difference.max()),
+            },
+        )
         del sampler, policy
-        free_memory(DEVICE)
-        update = profile_update(name, 8192, quick=options.quick)
-        values["learned_tokens_s"] = update["tokens_s"]
-        yield f"{label} {name}", values
 
 
 def difference_of_log_probs(policy: Policy, groups: list[Group]) -> Tensor:
@@ -293,7 +277,6 @@ STAGES: dict[str, Stage] = {
     "decode": decode,
     "learn-torch": learn_torch,
     "agree": agree,
-    "exact": exact,
 }
 
 
