@@ -53,6 +53,42 @@ def test_sampler_and_trainer_agree_on_cuda(dtype, tolerance):
     assert log_ratio(policy, groups).abs().mean() <= 10 * tolerance  # and the CPU is not far
 
 
+@pytest.fixture
+def exact_policy():
+    """A policy whose products do not depend on other rows."""
+    policy = tiny_policy(dtype=torch.bfloat16, device="cuda", head_dim=32)
+    if not policy.model.exact:
+        pytest.skip("products of this GPU are not exact: no Hopper GPU, or LAGRPO_EXACT=0")
+    return policy
+
+
+def test_ratio_is_exactly_one_right_after_a_weight_sync(exact_policy):
+    groups = list(sampled(exact_policy, requests_for(exact_policy, 5)).values())
+    packed = Packed.build(
+        [(g.prompt.token_ids, [c.token_ids for c in g.completions]) for g in groups], "cuda"
+    )
+    with torch.no_grad():
+        logp = exact_policy.logp(packed).cpu()
+    assert torch.equal(logp, torch.cat([c.logp_alpha for g in groups for c in g.completions]))
+
+
+def test_completion_is_independent_of_other_completions_in_the_batch(exact_policy):
+    """In one wide batch, in narrow waves, in another order and alone."""
+    requests = requests_for(exact_policy, 5)
+    wide = sampled(exact_policy, requests, max_tokens=100)
+    others = [
+        sampled(exact_policy, requests, max_tokens=100, rows=6),
+        sampled(exact_policy, requests, max_tokens=100, rows=13),
+        sampled(exact_policy, requests[::-1], max_tokens=100),
+        sampled(exact_policy, requests[3:4], max_tokens=100),
+    ]
+    for other in others:
+        for key, group in other.items():
+            for ours, theirs in zip(group.completions, wide[key].completions, strict=True):
+                assert torch.equal(ours.token_ids, theirs.token_ids)
+                assert torch.equal(ours.logp_alpha, theirs.logp_alpha)
+
+
 def test_recorded_steps_sample_the_same_tokens(monkeypatch):
     policy = tiny_policy(dtype=torch.bfloat16, device="cuda", head_dim=32)
     samples = []
