@@ -15,6 +15,8 @@ products are tried before lagrpo relies on it.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -59,7 +61,22 @@ def forbid_split_k() -> None:
     matmul: Any = torch.backends.cuda.matmul
     # The second value forbids split-K.
     matmul.allow_bf16_reduced_precision_reduction = (False, False)
-    torch.backends.cuda.preferred_blas_library("cublaslt")
+    with _without_stderr():
+        torch.backends.cuda.preferred_blas_library("cublaslt")
+
+
+@contextmanager
+def _without_stderr() -> Iterator[None]:
+    """Drops what C++ prints: PyTorch warns once that this choice is experimental."""
+    stderr = os.dup(2)
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 2)
+    try:
+        yield
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        os.close(nothing)
 
 
 def rows_are_independent(model: nn.Module, device: torch.device) -> bool:
