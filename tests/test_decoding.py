@@ -7,9 +7,12 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from cuda_graphs import record_on_cpu
+from feeding import flat
+from test_episodes import make_episodes, sample_groups, talking_policy
 from test_sampling import requests_for, sampled
 from tiny import tiny_policy
 
@@ -44,7 +47,7 @@ def decode(state, *groups: list[list[list[int]]]) -> list[torch.Tensor]:
     hidden: list[torch.Tensor] = []
     for steps in groups:
         hidden.append(state.admit([PROMPT], 4))
-        hidden += [state.feed(tokens) for tokens in steps]
+        hidden += [state.feed(*flat(tokens)) for tokens in steps]
         state.retire([0, 1, 2, 3])
     return hidden
 
@@ -101,29 +104,29 @@ def test_recorded_steps_sample_what_computed_steps_sample(monkeypatch, counts):
         monkeypatch.setattr(graphs_of_gpu, "OFTEN", often)
         state = RecordedState(policy.model, 4, 400)
         state.admit([PROMPT], 4)
-        uniform = [(0.1 + 0.2 * row) % 1 for row in range(num_sampled)]
-        samples.append([state.feed_and_sample(tokens, uniform, 0.7) for tokens in steps])
+        uniform = (0.1 + 0.2 * np.arange(num_sampled)) % 1
+        samples.append([state.feed_and_sample(*flat(tokens), uniform, 0.7) for tokens in steps])
     assert sum(graph.replays for graph in graphs) >= 6
-    assert samples[0] == samples[1]
+    np.testing.assert_array_equal(samples[0], samples[1])
     assert all(len(tokens) == num_sampled for tokens, _ in samples[0])
 
 
 def test_sampling_inside_a_step_is_sampling_from_its_hidden_states(monkeypatch):
     steps = random_steps([1, 3, 0, 2], number=6)
-    uniform = [0.1, 0.5, 0.9]
+    uniform = np.array([0.1, 0.5, 0.9])
     policy = torch_policy()
     record_on_cpu(monkeypatch)
     fused, parts = (RecordedState(policy.model, 4, 400) for _ in range(2))
     for state in (fused, parts):
         state.admit([PROMPT], 4)
     for tokens in steps:
-        new_tokens, logp = fused.feed_and_sample(tokens, uniform, 0.7)
+        new_tokens, logp = fused.feed_and_sample(*flat(tokens), uniform, 0.7)
         # Of six tokens these are the last of each row that has any: 1, 3, 0 and 2.
-        last_hidden = parts.feed(tokens)[[0, 3, 5]]
+        last_hidden = parts.feed(*flat(tokens))[[0, 3, 5]]
         expected = policy.model.backend.sample(
-            policy.model.logits(last_hidden), 0.7, torch.tensor(uniform, dtype=torch.float64)
+            policy.model.logits(last_hidden), 0.7, torch.from_numpy(uniform)
         )
-        assert new_tokens == expected[0].tolist()
+        assert new_tokens.tolist() == expected[0].tolist()
         assert logp == pytest.approx(expected[1].tolist(), abs=1e-5)
 
 
@@ -135,7 +138,7 @@ def test_steps_need_one_graph_for_each_rounded_number_of_tokens(monkeypatch):
     state.admit([PROMPT], 18)
     while state.rows:
         for _ in range(2):
-            state.feed_and_sample([[7]] * state.rows, [0.5] * state.rows, 1.0)
+            state.feed_and_sample(*flat([[7]] * state.rows), np.full(state.rows, 0.5), 1.0)
         state.retire([0])
     # Two steps of each are computed; the third one is recorded, and replayed from then on.
     assert [graph.replays for graph in graphs] == [2, 30]
@@ -147,12 +150,12 @@ def test_rows_that_move_keep_their_keys(monkeypatch):
     state, alone = (RecordedState(policy.model, 4, 100) for _ in range(2))
     state.admit([PROMPT, [20, 21, 22]], 2)
     alone.admit([[20, 21, 22]], 1)
-    state.feed([[11], [12], [13], [14]])
-    alone.feed([[14]])
+    state.feed(*flat([[11], [12], [13], [14]]))
+    alone.feed(*flat([[14]]))
     # The last row takes the place of the first.
     assert state.retire([0, 2]) == [(3, 0)]
     assert state.lengths.tolist() == [4, 6]
-    assert_close([state.feed([[30], [31]])[:1]], [alone.feed([[30]])])
+    assert_close([state.feed(*flat([[30], [31]]))[:1]], [alone.feed(*flat([[30]]))])
 
 
 def test_prompts_prefilled_in_pieces_give_the_hidden_states_of_one_piece(monkeypatch):
@@ -163,7 +166,8 @@ def test_prompts_prefilled_in_pieces_give_the_hidden_states_of_one_piece(monkeyp
     for most in (1000, 8):
         monkeypatch.setattr(recorded, "PREFILL_TOKENS", most)
         state = RecordedState(policy.model, 8, 100)
-        results.append([state.admit(prompts, 2), state.feed([[50 + row] for row in range(8)])])
+        hidden = state.admit(prompts, 2)
+        results.append([hidden, state.feed(*flat([[50 + row] for row in range(8)]))])
     assert [len(piece) for piece in split_prompts(prompts)] == [2, 1, 1]
     assert_close(results[1], results[0])
 
@@ -184,6 +188,22 @@ def test_sampler_keeps_its_graphs_from_batch_to_batch(monkeypatch):
     assert counts[0] > 0
     # The last batch recorded nothing: it replayed the graphs of the batches before.
     assert counts[-1] == counts[-2]
+
+
+@pytest.mark.parametrize("rows", [64, 11], ids=["all at once", "in turn"])
+def test_recorded_steps_sample_the_episodes_of_the_cpus_decoding(monkeypatch, rows):
+    """Rows sample, wait, and read replies beside each other, and move when others end."""
+    policy = talking_policy(torch.float64, backend="torch")
+    expected = sample_groups(policy, make_episodes(policy), rows=rows)
+    graphs = record_on_cpu(monkeypatch)
+    monkeypatch.setattr(recorded, "PIECE", 8)
+    ours = sample_groups(policy, make_episodes(policy), rows=rows)
+    assert sum(graph.replays for graph in graphs) > 0
+    assert max(len(c.turns) for group in ours.values() for c in group.completions) >= 3
+    for key, group in ours.items():
+        for one, other in zip(group.completions, expected[key].completions, strict=True):
+            assert torch.equal(one.token_ids, other.token_ids)
+            assert (one.turns, one.outcome) == (other.turns, other.outcome)
 
 
 def test_evaluation_that_fits_leaves_the_graphs_of_training(monkeypatch):

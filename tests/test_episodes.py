@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 import talkers
 import torch
+from feeding import flat
 from tiny import TURNS, tiny_policy, tiny_tokenizer
 
 from lagrpo.model.chat import Chat, Replies, RewritingError
@@ -246,7 +247,7 @@ def test_tokens_decoded_together_equal_tokens_decoded_one_by_one(dtype, monkeypa
         """Rows of two groups; those of the first are one token further."""
         state = DecodeState(policy.model, 5, 20)
         state.admit([[5, 6, 7]], 3)
-        state.feed([[9], [8], [7]])
+        state.feed(*flat([[9], [8], [7]]))
         state.admit([[9, 8, 7, 30, 31, 6]], 2)
         return state
 
@@ -255,17 +256,17 @@ def test_tokens_decoded_together_equal_tokens_decoded_one_by_one(dtype, monkeypa
 
     together = start()
     last_indices = torch.tensor([len(tokens) for tokens in FED if tokens]).cumsum(0) - 1
-    hidden = torch.cat([together.feed(FED)[last_indices], together.feed(next_tokens)])
+    hidden = torch.cat([together.feed(*flat(FED))[last_indices], together.feed(*flat(next_tokens))])
 
     one_by_one = start()
     last_hidden = []
     for row, tokens in enumerate(FED):
         steps = [
-            one_by_one.feed([[token] if other == row else [] for other in range(5)])
+            one_by_one.feed(*flat([[token] if other == row else [] for other in range(5)]))
             for token in tokens
         ]
         last_hidden += steps[-1:]
-    expected = torch.cat([*last_hidden, one_by_one.feed(next_tokens)])
+    expected = torch.cat([*last_hidden, one_by_one.feed(*flat(next_tokens))])
 
     assert together.lengths.tolist() == [5, 2, 4, 41, 2]
     assert one_by_one.lengths.tolist() == [5, 2, 4, 41, 2]

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from feeding import flat
 from safetensors.torch import load_file
 from test_attention import GROUPS, random_groups, reference_logp
 from test_decoding import NEVER, decode
@@ -142,7 +143,7 @@ def test_decoding_gives_the_hidden_states_of_the_whole_row(tokens):
     state = RecordedState(policy.model, 2, 8192)
     prompt = [5, 6, 7, 8, 9]
     state.admit([prompt], 2)
-    hidden = [state.feed(step) for step in steps][-1]
+    hidden = [state.feed(*flat(step)) for step in steps][-1]
     for row in range(2):
         ids = torch.tensor([*prompt, *(token for step in steps for token in step[row])])
         layout = PackedLayout.build([(len(ids), ())], "cuda")

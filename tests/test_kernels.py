@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from feeding import flat
 from rounding import rounding
 from tiny import tiny_policy
 from torch import Tensor, nn
@@ -383,12 +384,12 @@ def test_decoding_step_equals_layer_by_layer_decoding(kind, changes):
     outputs: list[list[Tensor]] = []
     for state in states:
         state.admit([[5, 6, 7]], 4)
-        state.feed([[4], [9], [8], [30]])
+        state.feed(*flat([[4], [9], [8], [30]]))
         # Rows 4 to 6 start later than rows 0 to 3, so that their caches differ in length.
         state.admit([[9, 8, 7, 30, 31, 6]], 3)
-        hidden = [state.feed([[row + t] for row in range(7)]) for t in range(70)]
+        hidden = [state.feed(*flat([[row + t] for row in range(7)])) for t in range(70)]
         state.retire([1, 5])
-        hidden.append(state.feed([[row] for row in range(5)]))
+        hidden.append(state.feed(*flat([[row] for row in range(5)])))
         outputs.append([*hidden, state.own.keys[:, :5], state.own.values[:, :5]])
         assert (layers._stack is None) == (not layers.at_once)
         # The second state goes layer by layer.

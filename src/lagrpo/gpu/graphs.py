@@ -46,15 +46,18 @@ class Graphs:
     ) -> Tensor:
         """Returns compute(values), on the device. The values are on the CPU.
 
-        The next call, with this key or another one, writes over the result.
+        The next call, with this key or another one, writes over the result. If the values are in
+        pinned memory, the caller must not change them before it has read the result: a replay
+        does not wait until they have been copied.
         """
-        self._num_calls[key] += 1
-        if self._num_calls[key] < OFTEN:
-            return compute(values.to(self._device))
-        if key not in self._recordings:
-            self._recordings[key] = self._record(compute, values)
-        recording = self._recordings[key]
-        recording.input.copy_(values)
+        recording = self._recordings.get(key)
+        if recording is None:
+            self._num_calls[key] += 1
+            if self._num_calls[key] < OFTEN:
+                return compute(values.to(self._device))
+            recording = self._record(compute, values)
+            self._recordings[key] = recording
+        recording.input.copy_(values, non_blocking=True)
         recording.graph.replay()
         return recording.output
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -91,6 +92,18 @@ def plan_moves(num_rows: int, ended: Sequence[int]) -> tuple[int, list[int], lis
     return num_active, movers, holes
 
 
+def number_tokens(counts: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the row of each of n tokens, and its place in the row: int64 [n] each.
+
+    Row r has `counts[r]` tokens. They come one after the other, row after row, and take the places
+    starts[r], starts[r] + 1, … Both arguments are int64 [R].
+    """
+    rows = np.arange(len(counts)).repeat(counts)
+    first_of_row = counts.cumsum() - counts  # int64 [R]: index of a row's first token
+    places = np.arange(len(rows)) + (starts - first_of_row)[rows]
+    return rows, places
+
+
 @dataclass(frozen=True, slots=True)
 class DecodeInputs:
     """The n tokens of a step, row after row. All tensors are int64 [n] on the CPU."""
@@ -162,19 +175,16 @@ class DecodeState:
         self.lengths = F.pad(self.lengths, (0, len(group_of_new_row)))
         return hidden.index_select(0, layout.last_prompt_rows)
 
-    def feed(self, tokens: Sequence[Sequence[int]]) -> Tensor:
-        """Computes the next tokens of each active row; a row that waits has none.
+    def feed(self, ids: np.ndarray, counts: np.ndarray) -> Tensor:
+        """Computes the next tokens of the active rows: ids int64 [n], row after row.
 
-        Returns their final hidden states [n, H], row after row.
+        `counts` is int64 [R]: how many of them each row has. A row that waits has none. Returns
+        their final hidden states [n, H].
         """
-        counts = torch.tensor([len(row_tokens) for row_tokens in tokens])  # int64 [R]
-        rows = torch.arange(len(counts)).repeat_interleave(counts)  # int64 [n]
-        first_of_row = counts.cumsum(0) - counts  # int64 [R]: index of a row's first token
-        offset_in_row = torch.arange(len(rows)) - first_of_row[rows]  # int64 [n]
-        before = self.lengths[rows] + offset_in_row  # int64 [n]
-        ids = torch.tensor([token for row_tokens in tokens for token in row_tokens])
-        inputs = DecodeInputs(ids, rows, before)
-
+        rows, before = number_tokens(counts, self.lengths.numpy())
+        inputs = DecodeInputs(
+            ids=torch.from_numpy(ids), rows=torch.from_numpy(rows), before=torch.from_numpy(before)
+        )
         pieces = torch.arange(len(rows)).split(max(PIECE, self.rows))
         return torch.cat([self._feed(inputs.select(piece)) for piece in pieces])
 

@@ -13,10 +13,8 @@ what is computed with the row, so the row continues after a fixed number of step
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -30,52 +28,12 @@ from lagrpo.rollout.decoding import DecodeState
 from lagrpo.rollout.episodes import Episode, Episodes
 from lagrpo.rollout.nucleus import keep_nucleus
 from lagrpo.rollout.recorded import RecordedState, cache_fits, records_steps
+from lagrpo.rollout.rows import Row, Rows
 from lagrpo.rollout.stop import completes_stop
 from lagrpo.types import Completion, Group
 
 # Steps that a row waits for its environment, if rounding depends on what is computed with the row.
 PAUSE = 4
-
-
-@dataclass(slots=True)
-class _Row:
-    """One completion in flight.
-
-    - `uniform`: float64 [longest completion], a random number for each token
-    - `tokens`, `logp`, `sampled`: what the completion has so far. Tokens of an environment's reply
-      are not sampled, and their log-prob is NaN.
-    - `next_tokens`: the tokens that the next step feeds to the model; none while the row waits for
-      its environment
-    """
-
-    request: Request
-    uniform: np.ndarray
-    episode: Episode | None
-    tokens: list[int] = field(default_factory=list)
-    logp: list[float] = field(default_factory=list)
-    sampled: list[bool] = field(default_factory=list)
-    num_sampled: int = 0
-    turn_start: int = 0  # where the policy's current turn begins in `tokens`
-    next_tokens: Sequence[int] = ()
-    is_stopped: bool = False  # its last token completed a stop text
-    resume_at: int = 0  # the step at which a row that waits continues, unless arithmetic is exact
-    ended: bool = False
-
-    def add_sampled(self, token: int, logp: float) -> None:
-        self.tokens.append(token)
-        self.logp.append(logp)
-        self.sampled.append(True)
-        self.num_sampled += 1
-        self.next_tokens = [token]
-
-    def add_reply(self, reply: Sequence[int]) -> None:
-        """Appends an environment's reply. The policy's next turn begins behind it."""
-        # The last token of the turn has not been fed yet: the row was waiting.
-        self.next_tokens = [self.tokens[-1], *reply]
-        self.tokens += reply
-        self.logp += [math.nan] * len(reply)
-        self.sampled += [False] * len(reply)
-        self.turn_start = len(self.tokens)
 
 
 class LocalSampler:
@@ -175,25 +133,26 @@ class LocalSampler:
         state = RecordedState(self.model, max_rows, max_tokens)
         return state, state.may_stay and params.purpose == self.params.purpose
 
-    def _complete(self, row: _Row) -> Completion:
+    def _complete(self, row: Row) -> Completion:
         """Returns the completion of an ended row."""
+        token_ids = row.tokens.tolist()
         episode = row.episode
         if episode is None:
-            finished = row.is_stopped or row.tokens[-1] in self.policy.chat.eos_ids
+            finished = row.is_stopped or token_ids[-1] in self.policy.chat.eos_ids
             outcome = None
             turns = ()
         else:
             finished = episode.finished
             outcome = episode.outcome
             turns = tuple(episode.turns)
-        sampled = torch.tensor(row.sampled)  # bool [tokens]
+        sampled = torch.from_numpy(row.is_sampled)  # bool [tokens]
         return Completion(
-            token_ids=torch.tensor(row.tokens),
-            logp_alpha=torch.tensor(row.logp, dtype=torch.float32),
+            token_ids=torch.from_numpy(row.tokens),
+            logp_alpha=torch.from_numpy(row.logp),
             # One version for all tokens: weights are not synced while completions are in flight.
             versions=torch.where(sampled, self.version, -1),
             finished=finished,
-            text=self.policy.chat.decode(row.tokens),
+            text=self.policy.chat.decode(token_ids),
             outcome=outcome,
             sampled=sampled,
             turns=turns,
@@ -204,8 +163,8 @@ class ContinuousBatch:
     """Groups that are being sampled, with G rows each. True until all groups have ended.
 
     Requests that wait for room are in `waiting`, groups that have begun and not ended in `open`,
-    and their rows that have not ended in `active`. A step gives every row a token; ended rows leave
-    `active`, and the next group takes their place.
+    and their rows that have not ended in `rows`, in the order of the rows of `state`. A step gives
+    every row a token; ended rows leave `rows`, and the next group takes their place.
     """
 
     def __init__(
@@ -219,166 +178,189 @@ class ContinuousBatch:
     ) -> None:
         self.model = policy.model
         self.chat = policy.chat
+        self.eos_ids = np.array(sorted(policy.chat.eos_ids))
         self.seed = seed
         self.G = G
         self.state = state
         self.params = params
         self.waiting = deque(requests)
-        self.open: list[list[_Row]] = []
-        self.active: list[_Row] = []  # in the order of the rows of `state`
+        self.open: list[list[Row]] = []
+        self.rows = Rows(state.max_rows, params.longest)
         self.clock = 0  # steps
 
     def __bool__(self) -> bool:
-        return bool(self.waiting or self.active)
+        return len(self.waiting) > 0 or len(self.rows) > 0
 
-    def step(self) -> list[list[_Row]]:
+    def step(self) -> list[list[Row]]:
         """Adds a token to every row that does not wait, and begins groups as far as there is room.
 
         Returns the groups that are complete.
         """
         self.clock += 1
-        self._take_replies()
+        ended = self._take_replies()
 
-        stepping_rows = [row for row in self.active if row.next_tokens]
+        continuing = self.rows.indices_to_feed()  # indices of rows, as all arrays of rows below
         hidden_of_rows: list[Tensor] = []  # each [rows, H]
-        rows_to_sample: list[_Row] = []  # rows whose next token is sampled from these states
-        if stepping_rows and isinstance(self.state, RecordedState):
-            self._feed_and_sample(self.state, stepping_rows)
-        elif stepping_rows:
-            hidden_of_rows.append(self._feed(stepping_rows))
-            rows_to_sample += stepping_rows
+        rows_to_sample: list[np.ndarray] = []  # the rows whose next token is sampled from these
+        if len(continuing) > 0:
+            if isinstance(self.state, RecordedState):
+                self._feed_and_sample(self.state, continuing)
+            else:
+                hidden_of_rows.append(self._feed(self.state))
+                rows_to_sample.append(continuing)
 
+        first_new_row = len(self.rows)
         new_groups = [self._begin(self.waiting.popleft()) for _ in range(self._room())]
+        new_rows = np.arange(first_new_row, len(self.rows))
         if new_groups:
             hidden_of_rows.append(self._admit(new_groups))
-            for rows in new_groups:
-                stepping_rows += rows
-                rows_to_sample += rows
+            rows_to_sample.append(new_rows)
 
         if rows_to_sample:
-            self._sample_tokens(torch.cat(hidden_of_rows), rows_to_sample)
-        for row in stepping_rows:
-            self._end_turn(row)
-        return self._retire()
+            self._sample_tokens(torch.cat(hidden_of_rows), np.concatenate(rows_to_sample))
+        ended += self._end_turns(np.concatenate([continuing, new_rows]))
+        return self._retire(ended)
 
     def _room(self) -> int:
         """Returns the number of waiting groups that there is room for."""
-        free_rows = self.state.max_rows - len(self.active)
+        free_rows = self.state.max_rows - len(self.rows)
         return min(len(self.waiting), free_rows // self.G)
 
-    def _begin(self, request: Request) -> list[_Row]:
-        """Returns the rows of a new group."""
-        rows: list[_Row] = []
+    # ---- tokens ----
+
+    def _begin(self, request: Request) -> list[Row]:
+        """Begins a group behind the other rows. Returns its rows."""
+        group: list[Row] = []
+        uniform: list[np.ndarray] = []
         for index in range(self.G):
             address = (self.seed, self.params.purpose, *request.address, index)
             episode = None
             if self.params.episodes is not None:
                 episode = Episode(self.params.episodes, request.prompt, address)
-            rows.append(_Row(request, uniforms(self.params.longest, *address), episode))
-        return rows
+            group.append(Row(request, episode))
+            uniform.append(uniforms(self.params.longest, *address))
+        self.rows.begin(group, uniform)
+        self.open.append(group)
+        return group
 
-    def _admit(self, groups: list[list[_Row]]) -> Tensor:
-        """Prefills new groups behind the active rows.
+    def _admit(self, groups: list[list[Row]]) -> Tensor:
+        """Prefills new groups.
 
         Returns the hidden states [groups * G, H] from which their first tokens are sampled.
         """
         prompts = [rows[0].request.prompt.token_ids for rows in groups]
         hidden = self.state.admit(prompts, self.G)  # [groups, H]
-        self.open += groups
-        for rows in groups:
-            self.active += rows
         return hidden.repeat_interleave(self.G, 0)
 
-    def _feed(self, stepping_rows: list[_Row]) -> Tensor:
+    def _feed(self, state: DecodeState) -> Tensor:
         """Feeds the next tokens of the rows that continue.
 
         Returns the hidden states [rows, H] of the last token of each.
         """
-        # An entry for each row of the state; a row that waits for its environment feeds no token.
-        hidden = self.state.feed([row.next_tokens for row in self.active])  # [tokens, H]
-        num_tokens = torch.tensor([len(row.next_tokens) for row in stepping_rows])  # int64 [rows]
-        last_of_row = num_tokens.cumsum(0) - 1  # int64 [rows]: index of a row's last token
+        ids, counts = self.rows.next_tokens()
+        hidden = state.feed(ids, counts)  # [n, H]
+        last_of_row = torch.from_numpy(counts[counts > 0].cumsum() - 1)  # int64 [rows]
         return hidden.index_select(0, last_of_row.to(hidden.device))
 
-    def _feed_and_sample(self, state: RecordedState, stepping_rows: list[_Row]) -> None:
+    def _feed_and_sample(self, state: RecordedState, continuing: np.ndarray) -> None:
         """Feeds the next tokens of the rows that continue, and samples one more for each."""
-        tokens, logp = state.feed_and_sample(
-            tokens=[row.next_tokens for row in self.active],
-            uniform=[row.uniform[len(row.tokens)] for row in stepping_rows],
-            tau=self.params.tau,
-        )
-        for row, token, token_logp in zip(stepping_rows, tokens, logp, strict=True):
-            row.add_sampled(token, token_logp)
+        ids, counts = self.rows.next_tokens()
+        uniform = self.rows.next_uniform(continuing)
+        tokens, logp = state.feed_and_sample(ids, counts, uniform, self.params.tau)
+        self.rows.add_sampled(continuing, tokens, logp)
 
     @torch.no_grad()
-    def _sample_tokens(self, hidden: Tensor, rows: list[_Row]) -> None:
-        """Samples a token for each row from its hidden state: hidden [rows, H]."""
-        numbers = [row.uniform[len(row.tokens)] for row in rows]
-        uniform = torch.tensor(numbers, dtype=torch.float64).to(hidden.device)  # [rows]
+    def _sample_tokens(self, hidden: Tensor, indices: np.ndarray) -> None:
+        """Samples a token for each of these rows from its hidden state: hidden [rows, H]."""
+        uniform = torch.from_numpy(self.rows.next_uniform(indices)).to(hidden.device)
         logits = self.model.logits(hidden)  # [rows, V]
         logits = keep_nucleus(logits, self.params.tau, self.params.top_p)
         tokens, logp = self.model.backend.sample(logits, self.params.tau, uniform)
-        for row, token, token_logp in zip(rows, tokens.tolist(), logp.tolist(), strict=True):
-            row.add_sampled(token, token_logp)
+        self.rows.add_sampled(indices, tokens.cpu().numpy(), logp.cpu().numpy())
 
-    def _take_replies(self) -> None:
-        """Continues or ends rows whose environment has replied.
+    # ---- environments ----
+
+    def _take_replies(self) -> list[int]:
+        """Continues rows whose environment has replied. Returns the rows that it has ended.
 
         Waits for a reply if nothing else can be done.
         """
-        for row in self._rows_to_continue():
-            assert row.episode is not None
-            reply = row.episode.take()
-            if row.episode.outcome is not None:
-                row.ended = True
+        if self.params.episodes is None:
+            return []
+        ended: list[int] = []
+        for index in self._rows_to_continue():
+            episode = self.rows.active[index].episode
+            assert episode is not None
+            reply = episode.take()
+            if episode.outcome is not None:
+                ended.append(index)
             else:
-                row.add_reply(reply)
+                self.rows.add_reply(index, reply)
+        return ended
 
-    def _rows_to_continue(self) -> list[_Row]:
+    def _rows_to_continue(self) -> list[int]:
         """Returns the waiting rows whose replies are taken at this step."""
-        waiting_rows = [row for row in self.active if not row.next_tokens]
-        is_idle = len(waiting_rows) == len(self.active) and not self._room()
+        active = self.rows.active
+        waiting = self.rows.indices_waiting()
+        is_idle = len(waiting) == len(active) and not self._room()
         if self.model.exact:
-            ready = [row for row in waiting_rows if row.episode is not None and row.episode.ready()]
+            ready: list[int] = []
+            for index in waiting:
+                episode = active[index].episode
+                if episode is not None and episode.ready():
+                    ready.append(index)
             if is_idle and not ready:
                 # Nothing else to do: `take` blocks until the environment of this row has replied.
-                return waiting_rows[:1]
+                return waiting[:1]
             return ready
-        if is_idle and waiting_rows:
+        if is_idle and waiting:
             # Nothing happens before the first row continues: go to that step.
-            first_step = min(row.resume_at for row in waiting_rows)
+            first_step = min(active[index].resume_at for index in waiting)
             self.clock = max(self.clock, first_step)
-        return [row for row in waiting_rows if row.resume_at <= self.clock]
+        return [index for index in waiting if active[index].resume_at <= self.clock]
 
-    def _end_turn(self, row: _Row) -> None:
-        """Asks the environment if the policy's turn has ended; ends the row if there is none."""
-        at_limit = row.num_sampled >= self.params.max_tokens
+    # ---- ends ----
+
+    def _end_turns(self, indices: np.ndarray) -> list[int]:
+        """Passes turns that have ended on to the environment.
+
+        `indices` are the rows that have got a token at this step. Returns the rows that have ended
+        because there is no environment.
+        """
+        is_over = self.rows.num_sampled[indices] >= self.params.max_tokens
+        is_over |= np.isin(self.rows.last_tokens(indices), self.eos_ids)
         if self.params.stop:
-            turn = row.tokens[row.turn_start :]
-            row.is_stopped = completes_stop(self.chat, turn, self.params.stop)
-        if not at_limit and not row.is_stopped and row.tokens[-1] not in self.chat.eos_ids:
-            return
-        row.next_tokens = ()
-        if row.episode is None:
-            row.ended = True
-        else:
-            turn = row.tokens[row.turn_start :]
-            row.episode.end_turn(turn, is_stopped=row.is_stopped)
-            row.resume_at = self.clock + PAUSE
+            is_over |= self._find_stops(indices)
+        ended: list[int] = []
+        for index in indices[is_over].tolist():
+            row = self.rows.active[index]
+            if row.episode is None:
+                ended.append(index)
+            else:
+                row.episode.end_turn(self.rows.turn(index), is_stopped=row.is_stopped)
+                row.resume_at = self.clock + PAUSE
+                self.rows.num_next[index] = 0
+        return ended
 
-    def _retire(self) -> list[list[_Row]]:
+    def _find_stops(self, indices: np.ndarray) -> np.ndarray:
+        """Returns True for each of these rows whose last token completes a stop text."""
+        for index in indices.tolist():
+            turn = self.rows.turn(index)
+            row = self.rows.active[index]
+            row.is_stopped = completes_stop(self.chat, turn, self.params.stop)
+        return np.array([self.rows.active[index].is_stopped for index in indices], dtype=np.bool_)
+
+    def _retire(self, ended: list[int]) -> list[list[Row]]:
         """Takes ended rows out. Returns the groups that are then complete."""
-        ended = [index for index, row in enumerate(self.active) if row.ended]
         if not ended:
             return []
-        for source, target in self.state.retire(ended):
-            self.active[target] = self.active[source]
-        del self.active[self.state.rows :]
+        moves = self.state.retire(ended)
+        self.rows.retire(ended, moves)
 
-        complete_groups: list[list[_Row]] = []
-        open_groups: list[list[_Row]] = []
+        complete_groups: list[list[Row]] = []
+        open_groups: list[list[Row]] = []
         for rows in self.open:
-            if all(row.ended for row in rows):
+            if all(row.has_ended for row in rows):
                 complete_groups.append(rows)
             else:
                 open_groups.append(rows)

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,7 +28,7 @@ from lagrpo.gpu.cached_attention import attend_by_flash, attend_by_mask, flash_r
 from lagrpo.gpu.graphs import Graphs
 from lagrpo.model.attention import Shape
 from lagrpo.model.layout import PackedLayout
-from lagrpo.rollout.decoding import plan_moves
+from lagrpo.rollout.decoding import number_tokens, plan_moves
 
 if TYPE_CHECKING:
     from lagrpo.model.model import Model
@@ -117,11 +118,17 @@ class RecordedState:
         self.keys = torch.zeros(size, dtype=model.dtype, device=model.device)
         self.values = torch.zeros(size, dtype=model.dtype, device=model.device)
         # int64 [R]: the number of tokens in each row's cache, the prompt's included
-        self.lengths = torch.empty(0, dtype=torch.long)
+        self.lengths = np.empty(0, dtype=np.int64)
         self._by_flash = flash_reads_caches(
             model.device, model.dtype, shape.heads, shape.kv_heads, shape.d
         )
         self._graphs = Graphs(model.device)
+        # A step's input [4, m] and its samples [2, m]. The GPU copies pinned memory without a
+        # detour, and without a wait before the step.
+        most_tokens = round_up_tokens(max(PIECE, max_rows))
+        on_gpu = model.device.type == "cuda"
+        self._input = torch.empty(4 * most_tokens, dtype=torch.float64, pin_memory=on_gpu)
+        self._samples = torch.empty(2 * most_tokens, dtype=torch.float64, pin_memory=on_gpu)
 
     @property
     def rows(self) -> int:
@@ -154,93 +161,93 @@ class RecordedState:
         ids = torch.tensor([token for prompt in prompts for token in prompt]).to(device)
 
         # Each token of a prompt goes to the G rows of its group.
-        sources: list[Tensor] = []
-        places: list[Tensor] = []
-        row = self.rows
-        first_token = 0
-        for length in lengths:
-            tokens = torch.arange(length)
-            for _ in range(G):
-                sources.append(first_token + tokens)
-                places.append(row * self.capacity + tokens)
-                row += 1
-            first_token += length
+        starts = np.cumsum(lengths) - lengths  # int64 [prompts]: a prompt's first token
+        new_lengths = np.repeat(lengths, G)  # int64 [prompts * G]
+        _, sources = number_tokens(new_lengths, np.repeat(starts, G))
+        first_places = (self.rows + np.arange(len(new_lengths))) * self.capacity
+        _, places = number_tokens(new_lengths, first_places)
         prefill = _Prefill(
             layout=self.model.backend.over(layout),
             keys=self.keys,
             values=self.values,
-            sources=torch.cat(sources).to(device),
-            places=torch.cat(places).to(device),
+            sources=torch.from_numpy(sources).to(device),
+            places=torch.from_numpy(places).to(device),
         )
         hidden = self.model.hidden(ids, layout.position_ids, prefill)  # [tokens, H]
-        new_lengths = torch.tensor(lengths).repeat_interleave(G)
-        self.lengths = torch.cat([self.lengths, new_lengths])
+        self.lengths = np.concatenate([self.lengths, new_lengths])
         return hidden.index_select(0, layout.last_prompt_rows)
 
     # ---- steps ----
 
-    def feed(self, tokens: Sequence[Sequence[int]]) -> Tensor:
-        """Computes the next tokens of each active row; a row that waits has none.
+    def feed(self, ids: np.ndarray, counts: np.ndarray) -> Tensor:
+        """Computes the next tokens of the active rows: ids int64 [n], row after row.
 
-        Returns their final hidden states [n, H], row after row.
+        `counts` is int64 [R]: how many of them each row has. A row that waits has none. Returns
+        their final hidden states [n, H].
         """
-        uniform = [0.0] * sum(1 for row_tokens in tokens if row_tokens)
-        pieces = self._pieces(tokens, uniform)
-        # A copy, because the next replay writes over the result.
-        return torch.cat([self._run(piece, tau=None).clone() for piece in pieces])
+        hidden: list[Tensor] = []
+        for piece in self._pieces(ids, counts, np.zeros(len(ids))):
+            output = self._run(piece, tau=None)  # [m, H]
+            # A copy on the CPU: the next step writes over its input and over the result.
+            hidden.append(output[: piece.shape[1]].to("cpu", copy=True))
+        return torch.cat(hidden).to(self.model.device)
 
     def feed_and_sample(
-        self, tokens: Sequence[Sequence[int]], uniform: Sequence[float], tau: float
-    ) -> tuple[list[int], list[float]]:
-        """Computes the next tokens of each active row, and samples one more for rows that have any.
+        self, ids: np.ndarray, counts: np.ndarray, uniform: np.ndarray, tau: float
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Computes the next tokens of the active rows, and samples one more for rows that have any.
 
-        `uniform` has a number in [0, 1) for each of these rows. Returns their new tokens and the
-        log-probs of these.
+        `ids` and `counts` are as in `feed`. `uniform` has a number in [0, 1) for each row that has
+        tokens: float64 [S]. Returns the new tokens of these rows, int64 [S], and their log-probs,
+        float32 [S].
         """
-        pieces = self._pieces(tokens, uniform)
-        # float64 [2, n], copied piece by piece: the next one writes over the result.
-        sampled = torch.cat([self._run(piece, tau).to("cpu", copy=True) for piece in pieces], dim=1)
-        counts = torch.tensor([len(row_tokens) for row_tokens in tokens if row_tokens])
-        last_of_row = counts.cumsum(0) - 1
-        new_tokens, logp = sampled[:, last_of_row]
-        return new_tokens.long().tolist(), logp.tolist()
+        # Only the last token of a row is followed by a sampled one.
+        last_of_row = counts[counts > 0].cumsum() - 1  # int64 [S]
+        uniform_of_token = np.zeros(len(ids))
+        uniform_of_token[last_of_row] = uniform
+        samples: list[np.ndarray] = []  # float64 [2, n of the piece] each
+        for piece in self._pieces(ids, counts, uniform_of_token):
+            output = self._run(piece, tau)  # float64 [2, m]
+            on_cpu = self._samples[: output.numel()].view(2, -1)
+            on_cpu.copy_(output)  # waits for the step
+            # A copy, because the next step writes over the samples.
+            samples.append(on_cpu.numpy()[:, : piece.shape[1]].copy())
+        tokens, logp = np.concatenate(samples, axis=1)[:, last_of_row]
+        return tokens.astype(np.int64), logp.astype(np.float32)
 
     def _pieces(
-        self, tokens: Sequence[Sequence[int]], uniform: Sequence[float]
-    ) -> tuple[Tensor, ...]:
-        """Returns the inputs of the steps that compute `tokens`: float64 [4, n] each.
+        self, ids: np.ndarray, counts: np.ndarray, uniform_of_token: np.ndarray
+    ) -> list[np.ndarray]:
+        """Returns the inputs of the steps that compute these tokens: float64 [4, n] each.
 
         They are token ids, rows, places in the row, and uniform numbers. All of them are whole
-        numbers below 2^53 or doubles, so one tensor holds them exactly, and is copied at once.
+        numbers below 2^53 or doubles, so one array holds them exactly, and is copied at once.
         """
-        counts = torch.tensor([len(row_tokens) for row_tokens in tokens])  # int64 [R]
-        rows = torch.arange(len(counts)).repeat_interleave(counts)  # int64 [n]
-        first_of_row = counts.cumsum(0) - counts  # int64 [R]: index of a row's first token
-        offset_in_row = torch.arange(len(rows)) - first_of_row[rows]  # int64 [n]
-        slots = self.lengths[rows] + offset_in_row  # int64 [n]
-        ids = torch.tensor([token for row_tokens in tokens for token in row_tokens])
-        # Only the last token of a row is followed by a sampled one.
-        uniform_of_token = torch.zeros(len(rows), dtype=torch.float64)
-        last_of_row = counts[counts > 0].cumsum(0) - 1
-        uniform_of_token[last_of_row] = torch.tensor(uniform, dtype=torch.float64)
+        rows, slots = number_tokens(counts, self.lengths)
         self.lengths = self.lengths + counts
-        inputs = torch.stack([ids.double(), rows.double(), slots.double(), uniform_of_token])
-        return inputs.split(max(PIECE, self.rows), dim=1)
+        inputs = np.stack([ids, rows, slots, uniform_of_token])  # float64 [4, n]
+        most_tokens = max(PIECE, self.rows)
+        return [
+            inputs[:, start : start + most_tokens] for start in range(0, len(rows), most_tokens)
+        ]
 
     @torch.no_grad()
-    def _run(self, inputs: Tensor, tau: float | None) -> Tensor:
-        """Computes a step of n tokens. The next step writes over the result.
+    def _run(self, inputs: np.ndarray, tau: float | None) -> Tensor:
+        """Computes a step of n tokens, as m >= n. The next step writes over the result.
 
-        Returns sampled tokens and their log-probs, float64 [2, n]; without tau it returns hidden
-        states [n, H].
+        Returns sampled tokens and their log-probs, float64 [2, m]; without tau it returns hidden
+        states [m, H]. The next step may begin when the CPU has read the result.
         """
         num_tokens = inputs.shape[1]
         longest = int(inputs[2].max()) + 1
         num_keys = self.capacity if self._by_flash else round_up_keys(longest)
-        # Copies of the first tokens. A copy computes the same key and value as its original, for
+        padded_tokens = round_up_tokens(num_tokens)
+        padded = self._input[: 4 * padded_tokens].view(4, -1)  # [4, m]
+        on_cpu = padded.numpy()
+        on_cpu[:, :num_tokens] = inputs
+        # Copies of the first token. A copy computes the same key and value as its original, for
         # the same place, so it changes nothing; its result is dropped.
-        padded = torch.arange(round_up_tokens(num_tokens)) % num_tokens
-        inputs = inputs[:, padded]  # [4, m]
+        on_cpu[:, num_tokens:] = inputs[:, :1]
 
         def compute(inputs: Tensor) -> Tensor:
             ids, rows, slots = inputs[:3].long().unbind()  # int64 [m] each
@@ -254,8 +261,7 @@ class RecordedState:
             tokens, logp = self.model.backend.sample(logits, tau, inputs[3].contiguous())
             return torch.stack([tokens.double(), logp.double()])
 
-        result = self._graphs((inputs.shape[1], num_keys, tau), compute, inputs)
-        return result[:num_tokens] if tau is None else result[:, :num_tokens]
+        return self._graphs((padded_tokens, num_keys, tau), compute, padded)
 
     # ---- rows that have ended ----
 
@@ -266,12 +272,11 @@ class RecordedState:
         """
         num_active, movers, holes = plan_moves(self.rows, rows)
         if holes:
-            target = torch.tensor(holes)
-            source = torch.tensor(movers)
-            tokens = int(self.lengths[source].max())
+            source, target = torch.tensor([movers, holes]).to(self.model.device)
+            tokens = int(self.lengths[movers].max())
             self.keys[:, target, :tokens] = self.keys[:, source, :tokens]
             self.values[:, target, :tokens] = self.values[:, source, :tokens]
-            self.lengths[target] = self.lengths[source]
+            self.lengths[holes] = self.lengths[movers]
         self.lengths = self.lengths[:num_active]
         return list(zip(movers, holes, strict=True))
 
