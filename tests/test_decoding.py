@@ -18,17 +18,17 @@ from tiny import tiny_policy
 
 from lagrpo.gpu import graphs as graphs_of_gpu
 from lagrpo.gpu.cached_attention import attend_by_mask
-from lagrpo.model.model import copy_policy
+from lagrpo.model.model import Model, copy_policy
 from lagrpo.rollout import recorded
 from lagrpo.rollout.decoding import DecodeState
 from lagrpo.rollout.local import LocalSampler
 from lagrpo.rollout.recorded import (
     CachedLayout,
     RecordedState,
-    cache_fits,
     records_steps,
     round_up_keys,
     round_up_tokens,
+    rows_that_fit,
     split_prompts,
 )
 
@@ -281,8 +281,36 @@ def test_small_cache_stays_for_the_next_batch(monkeypatch, kept_bytes, stays):
 def test_cache_of_full_size_may_take_half_of_the_memory(monkeypatch):
     model = torch_policy().model  # 2 layers, 2 key heads of 32, 4 bytes: 1,024 bytes a token
     monkeypatch.setattr(recorded, "total_memory", lambda device: 2 * 1024 * 8 * 100)
-    assert cache_fits(model, max_rows=8, max_tokens=100)
-    assert not cache_fits(model, max_rows=8, max_tokens=101)
+    assert rows_that_fit(model, max_tokens=100) == 8
+    assert rows_that_fit(model, max_tokens=101) == 7
+
+
+@pytest.mark.parametrize(
+    ("exact", "rows_of_memory", "max_rows"),
+    [
+        pytest.param(True, 10, 10, id="fewer rows at a time"),
+        pytest.param(True, 5, None, id="not one group fits"),
+        pytest.param(False, 10, None, id="rounding would differ"),
+    ],
+)
+def test_exact_model_samples_as_many_rows_as_fit(monkeypatch, exact, rows_of_memory, max_rows):
+    """None: the state whose cache grows."""
+    policy = torch_policy()
+    requests = requests_for(policy, 3)
+    expected = sampled(policy, requests)
+    record_on_cpu(monkeypatch)
+    longest = max(len(request.prompt.token_ids) for request in requests) + 24
+    memory = 2 * 1024 * longest * rows_of_memory
+    monkeypatch.setattr(recorded, "total_memory", lambda device: memory)
+    monkeypatch.setattr(Model, "exact", exact)
+    # At most 64 rows; three groups of six.
+    sampler = LocalSampler(copy_policy(policy), 0, 24, 64)
+    groups = {r.prompt.key: group for r, group in sampler.sample(requests, 6)}
+    state = sampler._idle_state
+    assert (None if state is None else state.max_rows) == max_rows
+    for key, group in groups.items():
+        for ours, theirs in zip(group.completions, expected[key].completions, strict=True):
+            assert torch.equal(ours.token_ids, theirs.token_ids)
 
 
 def test_attention_to_a_cache_is_attention_to_the_keys_that_a_token_sees():

@@ -95,6 +95,15 @@ def is_reproduced(lm: Any, d: int) -> bool:
     return all(_is_plain(layer) for layer in decoder.layers)
 
 
+def has_fixed_angles(text_config: Any) -> bool:
+    """True if a token's rotary embedding depends on its position alone.
+
+    For some models it depends on the longest sequence, too.
+    """
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    return rope.get("rope_type") not in ("dynamic", "longrope")
+
+
 def has_hooks(module: nn.Module) -> bool:
     """True if a module has hooks or a replaced forward method, and therefore must be called."""
     hooks = (

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from lagrpo.cpu import autograd, kernels, library
-from lagrpo.cpu.decoder import FusedDecoder, is_reproduced
+from lagrpo.cpu.decoder import FusedDecoder, has_fixed_angles, is_reproduced
 from lagrpo.cpu.library import ISA, LEVELS, NoKernels, cpu_flags, isa_level
 from lagrpo.cpu.panels import (
     AdaptedPanels,
@@ -121,6 +121,7 @@ class Backend:
 
             exact = (
                 self.exact_products
+                and has_fixed_angles(lm.config.get_text_config())
                 and self._attends_by_flash(lm)
                 and exactness.rows_are_independent(lm, self.device)
             )

@@ -27,7 +27,7 @@ from lagrpo.rollout.base import Request, SamplingParams
 from lagrpo.rollout.decoding import DecodeState
 from lagrpo.rollout.episodes import Episode, Episodes
 from lagrpo.rollout.nucleus import keep_nucleus
-from lagrpo.rollout.recorded import RecordedState, cache_fits, records_steps
+from lagrpo.rollout.recorded import RecordedState, records_steps, rows_that_fit
 from lagrpo.rollout.rows import Row, Rows
 from lagrpo.rollout.stop import completes_stop
 from lagrpo.types import Completion, Group
@@ -92,7 +92,7 @@ class LocalSampler:
         # A group begins as a whole, so there is room for at least one.
         max_rows = min(max(self.max_num_seqs, G), G * len(requests))
         longest_prompt = max((len(r.prompt.token_ids) for r in requests), default=0)
-        state, stays = self._take_state(max_rows, longest_prompt, params)
+        state, stays = self._take_state(max_rows, G, longest_prompt, params)
         batch = ContinuousBatch(self.policy, self.seed, requests, G, state, params)
         # The batch alone holds the state, so that memory is free as soon as the batch drops it.
         del state
@@ -112,7 +112,7 @@ class LocalSampler:
                 yield request, Group(request.prompt, completions, request.epoch)
 
     def _take_state(
-        self, max_rows: int, longest_prompt: int, params: SamplingParams
+        self, max_rows: int, G: int, longest_prompt: int, params: SamplingParams
     ) -> tuple[DecodeState | RecordedState, bool]:
         """Returns the state of an earlier batch if it has room, else a new one.
 
@@ -124,7 +124,15 @@ class LocalSampler:
         max_tokens = longest_prompt + params.longest
         # Recorded steps sample from the whole distribution.
         is_recorded = params.top_p == 1 and records_steps(self.model)
-        if not is_recorded or not cache_fits(self.model, max_rows, max_tokens):
+        if is_recorded:
+            fitting_rows = rows_that_fit(self.model, max_tokens)
+            if self.model.exact and fitting_rows >= G:
+                # Completions do not depend on how many are sampled at a time. `DecodeState` rounds
+                # otherwise than the trainer on a GPU.
+                max_rows = min(max_rows, fitting_rows)
+            is_recorded = fitting_rows >= max_rows
+        if not is_recorded:
+            # Its cache grows with the completions.
             return DecodeState(self.model, max_rows, params.longest), False
         if idle_state is not None and idle_state.fits(max_rows, max_tokens):
             return idle_state, True

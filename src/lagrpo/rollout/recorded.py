@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lagrpo.cpu.decoder import Layout, is_reproduced
+from lagrpo.cpu.decoder import Layout, has_fixed_angles, is_reproduced
 from lagrpo.gpu.cached_attention import attend_by_flash, attend_by_mask, flash_reads_caches
 from lagrpo.gpu.graphs import Graphs
 from lagrpo.model.attention import Shape
@@ -52,21 +52,19 @@ def records_steps(model: Model) -> bool:
     a rotary embedding whose frequencies depend on the longest sequence does.
     """
     text_config = model.config.get_text_config()
-    rope = getattr(text_config, "rope_parameters", None) or {}
-    reads_length = rope.get("rope_type") in ("dynamic", "longrope")
     reproduced = is_reproduced(model.lm, Shape.of(text_config).d)
-    return model.device.type == "cuda" and reproduced and not reads_length
+    return model.device.type == "cuda" and reproduced and has_fixed_angles(text_config)
 
 
-def cache_fits(model: Model, max_rows: int, max_tokens: int) -> bool:
-    """True if a cache of full size leaves half of the GPU's memory.
+def rows_that_fit(model: Model, max_tokens: int) -> int:
+    """Returns the number of rows whose cache of full size leaves half of the GPU's memory.
 
-    Else `DecodeState` decodes, whose cache grows with the completions. The rule looks at the memory
-    that the GPU has, not at what is free, so that a resumed run decodes as the run before it.
+    The rule looks at the memory that the GPU has, not at what is free, so that a resumed run
+    decodes as the run before it.
     """
     shape = Shape.of(model.config.get_text_config())
-    numbers = 2 * shape.layers * max_rows * max_tokens * shape.kv_heads * shape.d
-    return numbers * model.dtype.itemsize <= total_memory(model.device) // 2
+    numbers = 2 * shape.layers * max_tokens * shape.kv_heads * shape.d
+    return total_memory(model.device) // 2 // (numbers * model.dtype.itemsize)
 
 
 def total_memory(device: torch.device) -> int:
