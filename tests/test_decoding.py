@@ -264,12 +264,12 @@ def test_steps_of_a_kept_state_have_the_shapes_of_a_new_one(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("kept_bytes", "stays"),
-    [pytest.param(recorded.KEPT_BYTES, True, id="small"), pytest.param(1000, False, id="large")],
+    ("kept_share", "stays"),
+    [pytest.param(recorded.KEPT_SHARE, True, id="small"), pytest.param(1e-6, False, id="large")],
 )
-def test_small_cache_stays_for_the_next_batch(monkeypatch, kept_bytes, stays):
+def test_small_cache_stays_for_the_next_batch(monkeypatch, kept_share, stays):
     record_on_cpu(monkeypatch)
-    monkeypatch.setattr(recorded, "KEPT_BYTES", kept_bytes)
+    monkeypatch.setattr(recorded, "KEPT_SHARE", kept_share)
     state = RecordedState(torch_policy().model, 8, 300)
     assert state.capacity == 384
     assert state.may_stay == stays

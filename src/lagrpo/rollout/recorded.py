@@ -41,8 +41,9 @@ PREFILL_TOKENS = 8192
 # Capacities are multiples of this many tokens, so that a longer prompt in a later batch seldom
 # needs a new cache, which loses all graphs.
 KEY_STEP = 128
-# Most bytes of keys and values that a GPU may hold from batch to batch, while the policy learns.
-KEPT_BYTES = 4 << 30
+# The share of a GPU's memory that keys and values may hold from batch to batch, while the policy
+# learns. Without them all steps of the next batch are recorded again, which takes seconds.
+KEPT_SHARE = 0.2
 
 
 def records_steps(model: Model) -> bool:
@@ -135,7 +136,8 @@ class RecordedState:
     @property
     def may_stay(self) -> bool:
         """True if this state may serve the next batch: its cache leaves room for learning."""
-        return self.keys.nbytes + self.values.nbytes <= KEPT_BYTES
+        num_bytes = self.keys.nbytes + self.values.nbytes
+        return num_bytes <= KEPT_SHARE * total_memory(self.model.device)
 
     def fits(self, max_rows: int, max_tokens: int) -> bool:
         """True if the cache has room for so many rows of so many tokens."""
