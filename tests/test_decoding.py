@@ -302,6 +302,7 @@ def test_exact_model_samples_as_many_rows_as_fit(monkeypatch, exact, rows_of_mem
     longest = max(len(request.prompt.token_ids) for request in requests) + 24
     memory = 2 * 1024 * longest * rows_of_memory
     monkeypatch.setattr(recorded, "total_memory", lambda device: memory)
+    monkeypatch.setattr(recorded, "KEPT_SHARE", 1.0)
     monkeypatch.setattr(Model, "exact", exact)
     # At most 64 rows; three groups of six.
     sampler = LocalSampler(copy_policy(policy), 0, 24, 64)
