@@ -1,6 +1,6 @@
 """Runs of the embedded model on one GPU: seconds a batch, rewards and pass@1. See README.md.
 
-python benchmarks/gpu_training.py                    # four runs, 210 seconds at most
+python benchmarks/gpu_training.py                    # four runs, 200 seconds at most
 python benchmarks/gpu_training.py --only demo --seconds 900
 python benchmarks/gpu_training.py --quick            # tiny runs, also on a CPU
 python benchmarks/gpu_training.py --help
@@ -8,7 +8,8 @@ python benchmarks/gpu_training.py --help
 Single-digit addition (`lagrpo train demo`) and GSM8K, each with a weight sync before every batch
 (v = 1) and before every tenth (v = 10), and otherwise with the same settings. Each run is a process
 of its own with a time limit: the time that is left, less a share that is kept for each later run. A
-run that reaches its limit stops after a batch, and what it has recorded counts. GSM8K comes from LAGRPO_DATA, else from the hub.
+run that reaches its limit stops after a batch, and what it has recorded counts. GSM8K comes from
+LAGRPO_DATA.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ class Trained:
 def parse_options() -> argparse.Namespace:
     parser = common_options(__doc__)
     parser.add_argument("--only", nargs="+", choices=TASKS, default=list(TASKS))
-    parser.add_argument("--seconds", type=float, default=210, help="for all runs together")
+    parser.add_argument("--seconds", type=float, default=200, help="for all runs together")
     options = parser.parse_args()
     if options.quick:
         # On a busy CPU a run takes a minute to start.
