@@ -70,7 +70,8 @@ def steps(results: Path, *, quick: bool) -> list[Step]:
     training = (sys.executable, str(benchmarks / "gpu_training.py"), *options)
     compare = (sys.executable, str(benchmarks / "bench_trl.py"), *options)
     # Both sides in this Python, and only the reward that leaves no group without a signal.
-    trl = (*compare, "--peer", sys.executable, "--warmup", "2", "--own-updates", "0")
+    peer = ("--peer", sys.executable)
+    trl = (*compare, *peer, "--warmup", "2", "--updates", "4", "--own-updates", "0")
     # By name: the other files of tests may need packages that a machine with a GPU lacks.
     files = sorted(str(path) for path in (ROOT / "tests").glob("test_triton_*.py"))
     files.insert(0, str(ROOT / "tests" / "test_gpu.py"))
@@ -107,7 +108,7 @@ def steps(results: Path, *, quick: bool) -> list[Step]:
         # Does the embedded model learn here, at v = 1 and v = 10?
         Step("training", 220, training),
         # An update beside TRL's.
-        Step("trl", 120, trl),
+        Step("trl", 170, trl),
     ]
 
 
