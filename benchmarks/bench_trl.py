@@ -4,6 +4,8 @@ make bench-trl                       install TRL, compare losses and gradients, 
 make bench-trl OPTIONS=--short       only the work short, three updates of each side: a few minutes
 make bench-trl OPTIONS=--scan        find TRL's best settings on this machine first, and keep them
 python benchmarks/bench_trl.py --help
+
+On a GPU both sides compute there, and its memory is measured, too. Results are called trl-gpu.md.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import argparse
 import json
 import tempfile
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -31,6 +34,8 @@ from work import (
     DTYPE,
     HASHED,
     LONG,
+    MICRO_BATCH_TOKENS,
+    ON_GPU,
     SHORT,
     WORKS,
     Work,
@@ -53,6 +58,8 @@ DEFAULT_LONG: TrlSettings = {"per_device": 8}
 
 There TRL needs 19 GB for a micro-batch of 32, more than a machine of 24 GB has free beside lagrpo.
 """
+DEFAULT_GPU: TrlSettings = {"per_device": 128}
+"""The same on a GPU: all completions of either work at once, which fits into 80 GB."""
 
 SCANNED: dict[str, list[TrlSettings]] = {
     "completions in a micro-batch": [{"per_device": count} for count in (8, 16, 32, 64, 128)],
@@ -72,7 +79,15 @@ for every weight above 0.004, so that most of an update is rounded away. Continu
 bf16 is one of these settings, because it casts the weights.
 """
 
-OURS_AND_TRL = tuple[Measurements, Measurements]
+
+@dataclass(frozen=True)
+class Comparison:
+    """The updates of both sides, what computes lagrpo's forward pass, and TRL's versions."""
+
+    ours: Measurements
+    trl: Measurements
+    computation: str
+    versions: dict[str, str]
 
 
 def parse_options() -> argparse.Namespace:
@@ -117,7 +132,7 @@ def main() -> None:
         for work in works:
             scan(options, work)
     load = Load()
-    report_name = "trl-short" if options.short else "trl"
+    report_name = name_result("trl-short" if options.short else "trl")
     report = Report(report_name, "A whole update: ours and TRL", options.results)
     report.text(
         "Medians, with the smallest and the largest value. A ratio is that of the medians, with "
@@ -127,7 +142,8 @@ def main() -> None:
         settings = fit_micro_batches(work, options.trl or best_settings(options.results, work))
         report.text(
             f"# {work.title}\n\n"
-            f"TRL: {describe(settings)}. Ours: {DTYPE}, micro-batches of 4096 tokens."
+            f"TRL: {describe(settings)}. Ours: {DTYPE}, micro-batches of {MICRO_BATCH_TOKENS} "
+            "tokens."
         )
         rewards = (
             ("a reward that leaves no group without a signal", HASHED, options.updates),
@@ -136,13 +152,21 @@ def main() -> None:
         for reward_name, reward, updates in rewards:
             if updates == 0:
                 continue
-            (ours, trl), versions = measure(options, work, settings, reward, updates, load)
+            compared = measure(options, work, settings, reward, updates, load)
+            ours, trl = compared.ours, compared.trl
             heading = f"{work.name}, {reward_name}"
-            report.raw[heading] = {"settings": settings, "ours": ours, "trl": trl}
+            report.raw[heading] = {
+                "settings": settings,
+                "ours": ours,
+                "trl": trl,
+                "computation of ours": compared.computation,
+            }
             report.table(heading, rows(ours, trl))
-            report.text(f"Ours: {phases(ours)}.\n\nTRL: {phases(trl)}.")
+            report.text(
+                f"Ours: {phases(ours)}; computed by {compared.computation}.\n\nTRL: {phases(trl)}."
+            )
             # Written after each comparison, so that a later one that fails loses nothing.
-            report.write(machine(options.threads, load, versions))
+            report.write(machine(options.threads, load, compared.versions))
 
 
 def measure(
@@ -152,8 +176,8 @@ def measure(
     reward: str,
     updates: int,
     load: Load,
-) -> tuple[OURS_AND_TRL, dict[str, str]]:
-    """Measures both sides in turn on the same prompts. Also returns TRL's versions."""
+) -> Comparison:
+    """Measures both sides in turn on the same prompts."""
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
         with (
@@ -172,13 +196,26 @@ def measure(
             load.add(ours, trl)
     # A ratio of times means nothing if one side had shorter prompts.
     require_same_work(our_updates, trl_updates)
-    return (our_updates, trl_updates), trl.facts["versions"]
+    return Comparison(our_updates, trl_updates, ours.facts["computation"], trl.facts["versions"])
 
 
 def rows(ours: Measurements, trl: Measurements) -> list[dict[str, str]]:
     """The lines of a comparison."""
     our_peak = max(values(ours, "peak_bytes"))
     trl_peak = max(values(trl, "peak_bytes"))
+    # 0 without a GPU.
+    our_gpu_peak = max(values(ours, "gpu_peak_bytes"))
+    trl_gpu_peak = max(values(trl, "gpu_peak_bytes"))
+    gpu_rows = []
+    if our_gpu_peak and trl_gpu_peak:
+        gpu_rows.append(
+            row(
+                "most GPU memory allocated",
+                gigabytes(our_gpu_peak),
+                gigabytes(trl_gpu_peak),
+                f"{trl_gpu_peak / our_gpu_peak:.2f}",
+            )
+        )
     return [
         row(
             "seconds per update",
@@ -213,6 +250,7 @@ def rows(ours: Measurements, trl: Measurements) -> list[dict[str, str]]:
             gigabytes(trl_peak),
             f"{trl_peak / our_peak:.2f}",
         ),
+        *gpu_rows,
         row("updates measured", str(len(ours)), str(len(trl))),
     ]
 
@@ -228,8 +266,8 @@ def scan(options: argparse.Namespace, work: Work) -> None:
     """
     load = Load()
     versions = {}
-    report = Report(f"trl-scan-{work.name}", "TRL's settings: seconds per update", options.results)
-    best = fit_micro_batches(work, DEFAULT)
+    report = Report(name_scan(work), "TRL's settings: seconds per update", options.results)
+    best = fit_micro_batches(work, DEFAULT_GPU if ON_GPU else DEFAULT)
     tried: dict[str, tuple[TrlSettings, Measurements]] = {}
     for variants in SCANNED.values():
         for settings in [best | variant for variant in variants]:
@@ -250,6 +288,7 @@ def scan(options: argparse.Namespace, work: Work) -> None:
                 "seconds per update": spread(values(measurements, "seconds")),
                 "weights": measurements[-1]["weights"].removeprefix("torch."),
                 "most memory resident": gigabytes(max(values(measurements, "peak_bytes"))),
+                "most GPU memory allocated": gigabytes(max(values(measurements, "gpu_peak_bytes"))),
             }
             for name, (_, measurements) in tried.items()
         ],
@@ -290,10 +329,22 @@ def fit_micro_batches(work: Work, settings: TrlSettings) -> TrlSettings:
 
 def best_settings(results: Path, work: Work) -> TrlSettings:
     """The best settings of the last scan on this work, or the default."""
-    path = results / f"trl-scan-{work.name}.json"
+    path = results / f"{name_scan(work)}.json"
     if path.exists():
         return json.loads(path.read_text(encoding="utf-8"))["best"]
+    if ON_GPU:
+        return DEFAULT_GPU
     return DEFAULT_LONG if work.name == LONG.name else DEFAULT
+
+
+def name_scan(work: Work) -> str:
+    """Returns the name of a scan's result."""
+    return name_result(f"trl-scan-{work.name}")
+
+
+def name_result(name: str) -> str:
+    """Returns the name under which a result is written: a GPU's stands beside a CPU's."""
+    return f"{name}-gpu" if ON_GPU else name
 
 
 def describe(settings: TrlSettings) -> str:

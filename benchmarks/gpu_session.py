@@ -14,10 +14,13 @@ build/gpu-session, and are written as they come:
     session.log       everything that the steps printed
     gpu-probes.json   the numbers of the probes
     gpu.md            the table of bench_gpu.py
+    training.md       the table of gpu_training.py: runs of the embedded model
+    trl-gpu.md        the tables of bench_trl.py
 
 The last steps are left out if the time is over. To use a quarter of an hour, start it a second time
 with `--only agree bench`. `make measure-gpu` has more time: it runs everything, with a log for each
-step.
+step. The step `training` needs GSM8K in LAGRPO_DATA, `trl` needs TRL in this Python, and both need
+the embedded model.
 """
 
 from __future__ import annotations
@@ -30,12 +33,31 @@ import sys
 import time
 from pathlib import Path
 
-from measure_gpu import ROOT, Step, choose_steps, last_lines, make_parser, run, step_environment
+from measure_gpu import (
+    ROOT,
+    Step,
+    choose_steps,
+    has_gpu,
+    last_lines,
+    make_parser,
+    run,
+    step_environment,
+)
 
 RESULTS = Path(os.environ.get("OUT") or ROOT / "build" / "gpu-session")
 # A step that would have less time than this is left out.
 SHORTEST = 20.0
-CPU_STEPS = ("peak", "learn", "learn-torch", "sample", "decode", "agree", "rows", "bench")
+CPU_STEPS = (
+    "peak",
+    "learn",
+    "learn-torch",
+    "sample",
+    "decode",
+    "agree",
+    "rows",
+    "bench",
+    "training",
+)
 
 
 def steps(results: Path, *, quick: bool) -> list[Step]:
@@ -45,6 +67,11 @@ def steps(results: Path, *, quick: bool) -> list[Step]:
     probe = (sys.executable, str(benchmarks / "probe_gpu.py"), *options)
     own = (sys.executable, str(benchmarks / "probe_kernels.py"), *options)
     bench = (sys.executable, str(benchmarks / "bench_gpu.py"), *options)
+    training = (sys.executable, str(benchmarks / "gpu_training.py"), *options)
+    compare = (sys.executable, str(benchmarks / "bench_trl.py"), *options)
+    # Both sides in this Python, and only the reward that leaves no group without a signal.
+    peer = ("--peer", sys.executable)
+    trl = (*compare, *peer, "--warmup", "2", "--updates", "4", "--own-updates", "0")
     # By name: the other files of tests may need packages that a machine with a GPU lacks.
     files = sorted(str(path) for path in (ROOT / "tests").glob("test_triton_*.py"))
     files.insert(0, str(ROOT / "tests" / "test_gpu.py"))
@@ -78,6 +105,10 @@ def steps(results: Path, *, quick: bool) -> list[Step]:
         Step("learn-135m", 60, (*probe, "learn-135m")),
         # The table of the documentation.
         Step("bench", 300, bench),
+        # Does the embedded model learn here, at v = 1 and v = 10?
+        Step("training", 220, training),
+        # An update beside TRL's.
+        Step("trl", 170, trl),
     ]
 
 
@@ -86,8 +117,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=540, help="for all steps together")
     options = parser.parse_args()
     selected = choose_steps(steps(options.results, quick=options.quick), options, CPU_STEPS)
-    # The kernels are not the default before this session has shown that they work.
-    os.environ["LAGRPO_KERNELS"] = "triton"
+    if has_gpu():
+        # The kernels are not the default before this session has shown that they work.
+        os.environ.setdefault("LAGRPO_KERNELS", "triton")
     check_packages()
     outcomes = run_session(selected, options.results, options.seconds)
     sys.exit(any(outcome != "done" for outcome in outcomes.values()))

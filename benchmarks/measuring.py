@@ -71,13 +71,14 @@ class Load:
     def add_ended(self) -> None:
         """Counts what programs have used that have ended, with all they started.
 
-        For benchmarks that do not call `add`: together the two would count a program twice.
+        May be called again when more have ended. For benchmarks that do not call `add`: together
+        the two would count a program twice.
         """
         # The kernel adds the time of an ended child to ours only when it is waited for.
         with suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
-        self._program_seconds += sum(os.times()[2:4])
+        self._program_seconds = sum(os.times()[2:4])
 
     def others(self) -> float:
         """The share of all CPUs that other programs used since the start."""

@@ -138,7 +138,8 @@ def main() -> None:
     components = TrainerComponents.build(settings, checked, prompts_task)
     training = Stepped(components, Gate(wire, {"matrix_product": matrix_product}))
     # This tells the driver that the model is loaded.
-    wire.reply(threads=torch.get_num_threads())
+    computation = training.policy.model.computation
+    wire.reply(threads=torch.get_num_threads(), computation=computation)
     training.run()
 
 

@@ -16,7 +16,16 @@ from lagrpo.model.embedded import resolve_model
 from lagrpo.types import JsonView
 
 Measurements = list[Update]
-Number = Literal["seconds", "sampled", "learned", "flat", "reward", "micro_batches", "peak_bytes"]
+Number = Literal[
+    "seconds",
+    "sampled",
+    "learned",
+    "flat",
+    "reward",
+    "micro_batches",
+    "peak_bytes",
+    "gpu_peak_bytes",
+]
 
 
 def start_ours(

@@ -37,6 +37,8 @@ class Update(TypedDict):
     reward: float
     peak_bytes: int
     """The driver adds it: most memory resident so far, over all processes of the side."""
+    gpu_peak_bytes: int
+    """Most memory of the GPU that PyTorch has allocated so far; 0 without a GPU."""
     flops: float
     """Only lagrpo replies with it: operations that training needs, see ours.learning_flops."""
     threads: int
@@ -49,7 +51,8 @@ class Wire:
     """Requests from the driver, and replies to it.
 
     Replies go to what was standard output. Whatever else prints there goes to standard error
-    instead.
+    instead. The driver stops the program when it has a reply, so a reply waits for the GPU: kernels
+    of a stopped program would take time from the other side.
     """
 
     def __init__(self) -> None:
@@ -57,6 +60,7 @@ class Wire:
         os.dup2(2, 1)
 
     def reply(self, **measurements: object) -> None:
+        wait_for_gpu()
         print(json.dumps(measurements), file=self._replies, flush=True)
 
     def request(self) -> dict[str, Any]:
@@ -93,7 +97,26 @@ class Gate:
 
     def done(self, **measurements: object) -> None:
         """Replies that the update is made."""
-        self._wire.reply(seconds=time.perf_counter() - self._started, **measurements)
+        wait_for_gpu()
+        seconds = time.perf_counter() - self._started
+        self._wire.reply(seconds=seconds, gpu_peak_bytes=gpu_peak_bytes(), **measurements)
+
+
+def wait_for_gpu() -> None:
+    """Waits until the GPU has done what this program has started."""
+    if has_used_gpu():
+        sys.modules["torch"].cuda.synchronize()
+
+
+def gpu_peak_bytes() -> int:
+    """Returns the most memory of the GPU that PyTorch has had allocated; 0 without a GPU."""
+    return sys.modules["torch"].cuda.max_memory_allocated() if has_used_gpu() else 0
+
+
+def has_used_gpu() -> bool:
+    """True if PyTorch computes on a GPU in this program."""
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.cuda.is_initialized()
 
 
 def imported(reference: str) -> Any:

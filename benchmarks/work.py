@@ -21,8 +21,11 @@ from lagrpo.types import JsonObject, JsonView
 
 RESULTS = Path(__file__).parent / "results"
 DEMO = Path(__file__).parent.parent / "experiments" / "addition" / "full.toml"
+ON_GPU = pick_device().type == "cuda"
 DTYPE = pick_dtype("auto", pick_device())[0]
 """The dtype of both sides of a comparison: the default of a run on this machine."""
+MICRO_BATCH_TOKENS = 16_384 if ON_GPU else 4096
+"""Tokens in a micro-batch of lagrpo. A GPU needs more of them at a time to be busy."""
 SEED = 0
 # More than any benchmark visits: after the last prompt the two sides would go on in different
 # orders.
@@ -198,7 +201,7 @@ def ours(work: Work, scratch: Path, **sections: JsonView) -> Settings:
         # The driver ends the run, long before this number of batches.
         "schedule": {"prompts_per_batch": work.N, "batches": 100_000},
         "loss": {"recipe": "grpo", "beta": 0.0},
-        "optimizer": {"learning_rate": 1e-5},
+        "optimizer": {"learning_rate": 1e-5, "micro_batch_tokens": MICRO_BATCH_TOKENS},
         "eval": {"at_start": False},
     }
     return {name: base.get(name, {}) | dict(sections.get(name, {})) for name in base | sections}
@@ -221,7 +224,8 @@ def trl(work: Work, per_device: int, **settings: object) -> JsonObject:
     """Arguments of GRPOConfig for the same work in micro-batches of `per_device` completions.
 
     They give lagrpo's objective (grpo, no KL term), AdamW at the same constant rate, float32
-    weights that are multiplied in DTYPE, and neither files nor logs. `settings` changes or adds
+    weights that are multiplied in DTYPE, and neither files nor logs. Attention is PyTorch's
+    scaled_dot_product_attention, transformers' default on every device. `settings` changes or adds
     arguments; all others keep TRL's default. Raises ValueError if micro-batches would not have
     equal sizes.
     """
@@ -241,7 +245,7 @@ def trl(work: Work, per_device: int, **settings: object) -> JsonObject:
         "max_grad_norm": 1.0,
         # The driver ends the run, long before this number of updates.
         "max_steps": 100_000,
-        "use_cpu": pick_device().type == "cpu",
+        "use_cpu": not ON_GPU,
         "bf16": DTYPE == "bfloat16",
         "gradient_checkpointing": False,
         # The file has the order in which lagrpo visits the prompts; TRL must keep it.
