@@ -2,7 +2,7 @@
 
 python benchmarks/gpu_session.py                    # 540 seconds at most
 python benchmarks/gpu_session.py --seconds 300
-python benchmarks/gpu_session.py --only kernels exact
+python benchmarks/gpu_session.py --only kernels agree
 python benchmarks/gpu_session.py --dry-run          # the steps and their limits
 python benchmarks/gpu_session.py --quick            # tiny sizes, also on a CPU, without the tests
 
@@ -13,7 +13,7 @@ build/gpu-session, and are written as they come:
     session.json      how each step ended, and after how many seconds
     session.log       everything that the steps printed
     gpu-probes.json   the numbers of the probes
-    gpu.md            the table of bench_gpu.py
+    gpu.md            the table of bench_gpu.py, and in inexact/ that with LAGRPO_EXACT=0
     training.md       the table of gpu_training.py: runs of the embedded model
     trl-gpu.md        the tables of bench_trl.py
 
@@ -37,7 +37,6 @@ from measure_gpu import (
     ROOT,
     Step,
     choose_steps,
-    has_gpu,
     last_lines,
     make_parser,
     run,
@@ -67,6 +66,10 @@ def steps(results: Path, *, quick: bool) -> list[Step]:
     probe = (sys.executable, str(benchmarks / "probe_gpu.py"), *options)
     own = (sys.executable, str(benchmarks / "probe_kernels.py"), *options)
     bench = (sys.executable, str(benchmarks / "bench_gpu.py"), *options)
+    inexact_bench = (
+        *("env", "LAGRPO_EXACT=0", *bench, "--results", str(results / "inexact")),
+        *("--contexts", "512", "--long-context", "0"),
+    )
     training = (sys.executable, str(benchmarks / "gpu_training.py"), *options)
     compare = (sys.executable, str(benchmarks / "bench_trl.py"), *options)
     # Both sides in this Python, and only the reward that leaves no group without a signal.
@@ -79,8 +82,8 @@ def steps(results: Path, *, quick: bool) -> list[Step]:
     pytest = (sys.executable, "-m", "pytest", "-n", "8", "-v", "--tb", "short")
     # The session's timeout is shorter than the step's, so that there is a summary.
     tests = (*pytest, "--session-timeout", "170", "-m", "gpu or triton", *files)
-    # Without the kernels: what users get while these are not the default.
-    torch_tests = ("env", "LAGRPO_KERNELS=auto", *pytest, "--session-timeout", "50", "-m", "gpu")
+    # Without the kernels: what users get where Triton does not work.
+    torch_tests = ("env", "LAGRPO_KERNELS=torch", *pytest, "--session-timeout", "50", "-m", "gpu")
     return [
         # Is the GPU as fast as it should be?
         Step("peak", 90, (*probe, "peak")),
@@ -94,8 +97,7 @@ def steps(results: Path, *, quick: bool) -> list[Step]:
         Step("learn-torch", 90, (*own, "learn-torch")),
         # Tokens/s of the sampler by rows.
         Step("decode", 180, (*own, "decode")),
-        # May Model.exact be true? At which price?
-        Step("exact", 100, (*own, "exact")),
+        # Is the importance ratio exactly 1?
         Step("agree", 100, (*own, "agree")),
         Step("rows", 45, (*probe, "rows")),
         Step("rows-no-split", 45, (*probe, "rows-no-split")),
@@ -103,8 +105,9 @@ def steps(results: Path, *, quick: bool) -> list[Step]:
         # Where the time of a decoding step goes.
         Step("sample", 90, (*probe, "sample")),
         Step("learn-135m", 60, (*probe, "learn-135m")),
-        # The table of the documentation.
+        # The table of the documentation; and what exact products cost.
         Step("bench", 300, bench),
+        Step("bench-inexact", 100, inexact_bench),
         # Does the embedded model learn here, at v = 1 and v = 10?
         Step("training", 220, training),
         # An update beside TRL's.
@@ -117,9 +120,6 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=540, help="for all steps together")
     options = parser.parse_args()
     selected = choose_steps(steps(options.results, quick=options.quick), options, CPU_STEPS)
-    if has_gpu():
-        # The kernels are not the default before this session has shown that they work.
-        os.environ.setdefault("LAGRPO_KERNELS", "triton")
     check_packages()
     outcomes = run_session(selected, options.results, options.seconds)
     sys.exit(any(outcome != "done" for outcome in outcomes.values()))

@@ -280,9 +280,9 @@ def test_small_cache_stays_for_the_next_batch(monkeypatch, kept_share, stays):
 
 def test_cache_of_full_size_may_take_half_of_the_memory(monkeypatch):
     model = torch_policy().model  # 2 layers, 2 key heads of 32, 4 bytes: 1,024 bytes a token
-    monkeypatch.setattr(recorded, "total_memory", lambda device: 2 * 1024 * 8 * 100)
+    monkeypatch.setattr(recorded, "total_memory", lambda device: 2 * 1024 * 8 * 128)
     assert rows_that_fit(model, max_tokens=100) == 8
-    assert rows_that_fit(model, max_tokens=101) == 7
+    assert rows_that_fit(model, max_tokens=129) == 4  # a capacity of 256 tokens
 
 
 @pytest.mark.parametrize(
@@ -300,7 +300,7 @@ def test_exact_model_samples_as_many_rows_as_fit(monkeypatch, exact, rows_of_mem
     expected = sampled(policy, requests)
     record_on_cpu(monkeypatch)
     longest = max(len(request.prompt.token_ids) for request in requests) + 24
-    memory = 2 * 1024 * longest * rows_of_memory
+    memory = 2 * 1024 * recorded.round_up_keys(longest) * rows_of_memory
     monkeypatch.setattr(recorded, "total_memory", lambda device: memory)
     monkeypatch.setattr(recorded, "KEPT_SHARE", 1.0)
     monkeypatch.setattr(Model, "exact", exact)

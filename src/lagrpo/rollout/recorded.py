@@ -64,7 +64,7 @@ def rows_that_fit(model: Model, max_tokens: int) -> int:
     decodes as the run before it.
     """
     shape = Shape.of(model.config.get_text_config())
-    numbers = 2 * shape.layers * max_tokens * shape.kv_heads * shape.d
+    numbers = 2 * shape.layers * round_up_keys(max_tokens) * shape.kv_heads * shape.d
     return total_memory(model.device) // 2 // (numbers * model.dtype.itemsize)
 
 
