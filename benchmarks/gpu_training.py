@@ -62,7 +62,7 @@ GSM8K = Task(
         "rollout.max_completion_length": 200,
         "rollout.overlong_prompts": "drop",
         # More than a batch has: at v = 10, ten batches are sampled together. With up to 512 tokens
-        # a row, the cache stays below 4 GiB, so the sampler keeps it and its graphs between batches.
+        # a row, the cache stays below 4 GiB, and the sampler keeps it with its graphs.
         "rollout.max_num_seqs": 320,
         "schedule.prompts_per_batch": 16,
         "schedule.batches": 30,
