@@ -200,9 +200,9 @@ def load_tokenizer(source: Path) -> Any:
     from tokenizers import decoders, pre_tokenizers
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(
-        source.parent, gguf_file=source.name, **SPECIAL_TOKENS
-    )
+    tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+    for name, token in SPECIAL_TOKENS.items():
+        setattr(tokenizer, name, token)
     digits = pre_tokenizers.Digits(individual_digits=True)
     words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
