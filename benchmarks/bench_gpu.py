@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
-from measuring import Load, Report, gigabytes, machine, median, spread
+from measuring import Load, Report, gigabytes, machine, median
 from ours import learning_flops, matrix_product
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -264,7 +264,7 @@ def measure(
     del batches[0]  # a warm-up
     columns = {key: [batch[key] for batch in batches] for key in batches[0]}
     report.raw[f"{name}, {context}"] = columns
-    row = {"sampling, tokens/s": spread(columns["sampling"], digits=4)}
+    row = {"sampling, tokens/s": whole(columns["sampling"])}
     if options.device.startswith("cuda"):
         row["memory of sampling"] = gigabytes(max(columns["memory of sampling"]))
     return row | learning_columns(options, columns, peaks)
@@ -274,12 +274,20 @@ def learning_columns(
     options: argparse.Namespace, columns: dict[str, list[float]], peaks: dict[str, float]
 ) -> dict[str, str]:
     """Speed of learning, its share of each peak, and its memory."""
-    row = {"learning, tokens/s": spread(columns["learning"], digits=4)}
+    row = {"learning, tokens/s": whole(columns["learning"])}
     for label, peak in peaks.items():
         row[f"learning, share of {label}"] = f"{median(columns['flops']) / peak:.1%}"
     if options.device.startswith("cuda"):
         row["memory of learning"] = gigabytes(max(columns["memory of learning"]))
     return row
+
+
+def whole(values: Sequence[float]) -> str:
+    """The median of large numbers, with the smallest and the largest if there are several."""
+    middle = f"{median(values):,.0f}"
+    if len(values) == 1:
+        return middle
+    return f"{middle} ({min(values):,.0f} … {max(values):,.0f})"
 
 
 def prompt_length(context: int) -> int:
