@@ -25,14 +25,15 @@ import torch.nn.functional as F
 from torch import nn
 
 from lagrpo.errors import SettingsError
-from lagrpo.model.logprobs import ON_GPU
 
 EXACT = "LAGRPO_EXACT"
 # Rows of products that are compared with the same rows of a larger product. Decoding steps have
 # multiples of 16 rows, packed rows and prompts have any number.
 ROW_COUNTS = (16, 128, 1000)
-# The larger product has so many rows, or as many as the head computes at once.
+# The larger product has so many rows, or fewer if the numbers of its result are too many: that of
+# the head of a model takes 1 GiB.
 MOST_ROWS = 16_384
+MOST_NUMBERS = 1 << 29
 
 
 def has_exact_products(device: torch.device, dtype: torch.dtype) -> bool:
@@ -89,7 +90,7 @@ def rows_are_independent(model: nn.Module, device: torch.device) -> bool:
 @torch.no_grad()
 def _product_is_exact(outputs: int, inputs: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Tries a product with random numbers: which kernel computes it depends on its size alone."""
-    most_rows = min(MOST_ROWS, ON_GPU.product // outputs)
+    most_rows = min(MOST_ROWS, MOST_NUMBERS // outputs)
     rng = torch.Generator(device).manual_seed(0)
     weight = torch.randn(outputs, inputs, generator=rng, device=device).to(dtype)
     x = torch.randn(most_rows, inputs, generator=rng, device=device).to(dtype)
