@@ -24,9 +24,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lagrpo.errors import SettingsError
-
-EXACT = "LAGRPO_EXACT"
 # Rows of products that are compared with the same rows of a larger product. Decoding steps have
 # multiples of 16 rows, packed rows and prompts have any number.
 ROW_COUNTS = (16, 128, 1000)
@@ -37,15 +34,8 @@ MOST_NUMBERS = 1 << 29
 
 
 def has_exact_products(device: torch.device, dtype: torch.dtype) -> bool:
-    """True if products on a device can be made independent of other rows, and are to be.
-
-    `LAGRPO_EXACT=0` says that they are not to be: some are faster then. Raises SettingsError for
-    another word in this variable than 0 and 1.
-    """
-    choice = os.environ.get(EXACT) or "1"
-    if choice not in ("0", "1"):
-        raise SettingsError(f"{EXACT} = {choice!r}: use 1, or 0 for faster products on a GPU")
-    if choice == "0" or device.type != "cuda" or dtype != torch.bfloat16:
+    """True if products on a device can be made independent of other rows."""
+    if device.type != "cuda" or dtype != torch.bfloat16:
         return False
     major, _ = torch.cuda.get_device_capability(device)
     return major == 9

@@ -262,7 +262,7 @@ def _choose_on_gpu(choice: Choice, device: torch.device, dtype: torch.dtype) -> 
         if choice == "triton":
             raise NoKernels(f"the Triton kernels are unavailable here: {reason}")
         return Backend(device, dtype, f"no Triton kernels: {reason}")
-    exact = exactness.has_exact_products(device, dtype)
+    exact = wants_exact_products() and exactness.has_exact_products(device, dtype)
     if exact:
         exactness.forbid_split_k()
     return Backend(device, dtype, triton=True, exact_products=exact)
@@ -274,6 +274,17 @@ def chosen_kernels() -> Choice:
     if choice not in get_args(Choice):
         raise SettingsError(f"LAGRPO_KERNELS = {choice!r}: use auto, c, triton or torch")
     return cast(Choice, choice)
+
+
+def wants_exact_products() -> bool:
+    """False if $LAGRPO_EXACT is 0: some products of a GPU are faster then.
+
+    Raises SettingsError for another word than 0 and 1.
+    """
+    choice = os.environ.get("LAGRPO_EXACT") or "1"
+    if choice not in ("0", "1"):
+        raise SettingsError(f"LAGRPO_EXACT = {choice!r}: use 1, or 0 for faster products on a GPU")
+    return choice == "1"
 
 
 def pick_device() -> torch.device:
