@@ -8,7 +8,7 @@ Norms, activations, rotary embedding and softmax have this property already (lay
 For products cuBLAS chooses a kernel by the number of rows. One that splits the sum of an output
 into parts (split-K) adds in another order. Without split-K the kernels that it chooses on Hopper
 GPUs added in the same order wherever we looked: none of 49,097 log-probs of two models differed
-between trainer and sampler (`probe_kernels.py exact`). NVIDIA does not promise it, so a model's own
+between trainer and sampler (`probe_kernels.py agree`). NVIDIA does not promise it, so a model's own
 products are tried before lagrpo relies on it.
 """
 
