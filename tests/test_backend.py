@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import reduce
+
 import pytest
 import torch
 from tiny import computed_by, tiny_policy
@@ -101,7 +103,7 @@ def test_two_policies_in_one_process_keep_their_backends():
 
 def test_gpu_takes_the_triton_kernels_if_they_run(monkeypatch):
     """None is compiled here: what Triton says is replaced."""
-    monkeypatch.setattr(backend.gpu_library, "why_not", lambda: None)
+    monkeypatch.setattr(backend.gpu_library, "why_not", lambda dtype: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     for choice in ("auto", "triton"):
         gpu_backend = choose_backend(choice, "cuda", torch.bfloat16)
@@ -115,7 +117,7 @@ def test_gpu_takes_the_triton_kernels_if_they_run(monkeypatch):
 
 
 def test_gpu_without_triton_computes_by_pytorch(monkeypatch):
-    monkeypatch.setattr(backend.gpu_library, "why_not", lambda: "no compiler")
+    monkeypatch.setattr(backend.gpu_library, "why_not", lambda dtype: "no compiler")
     gpu_backend = choose_backend("auto", "cuda", torch.bfloat16)
     assert str(gpu_backend) == "PyTorch (no Triton kernels: no compiler)"
     assert gpu_backend.softmax is None
@@ -126,7 +128,7 @@ def test_gpu_without_triton_computes_by_pytorch(monkeypatch):
 def test_products_on_a_hopper_gpu_are_exact_unless_a_variable_forbids_it(monkeypatch):
     """No product is computed here: what the GPU says is replaced."""
     forbidden = []
-    monkeypatch.setattr(backend.gpu_library, "why_not", lambda: None)
+    monkeypatch.setattr(backend.gpu_library, "why_not", lambda dtype: None)
     monkeypatch.setattr(backend.exactness, "forbid_split_k", lambda: forbidden.append(True))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert not choose_backend("auto", "cuda", torch.bfloat16).exact_products
@@ -148,16 +150,21 @@ def test_a_model_is_exact_only_if_its_own_products_are(monkeypatch):
     lm = tiny_policy(dtype=torch.bfloat16).model.lm
     cpu = torch.device("cpu")
 
-    def sum_in_order(x, weight):
-        return (x.float().unsqueeze(1) * weight.float()).cumsum(-1)[..., -1].bfloat16()
+    def sum_in_order(x, weight, bias):
+        assert bias is None
+        terms = x.float().unsqueeze(1) * weight.float()  # [rows, outputs, inputs]
+        return reduce(torch.add, terms.unbind(-1)).bfloat16()
 
-    def round_with_few_rows(x, weight):
-        product = sum_in_order(x, weight)
-        return product if len(x) > 16 else product * 1.01
+    def split_with_few_rows(x, weight, bias):
+        if len(x) > 16:
+            return sum_in_order(x, weight, bias)
+        halves = (x.float().unsqueeze(1) * weight.float()).tensor_split(2, dim=-1)
+        sums = [reduce(torch.add, terms.unbind(-1)) for terms in halves]
+        return sum(sums).bfloat16()
 
     monkeypatch.setattr(exactness, "MOST_ROWS", 20)
-    for multiply, is_exact in ((sum_in_order, True), (round_with_few_rows, False)):
-        exactness._product_is_exact.cache_clear()
+    for multiply, is_exact in ((sum_in_order, True), (split_with_few_rows, False)):
+        exactness._is_exact.cache_clear()
         monkeypatch.setattr(exactness.F, "linear", multiply)
         assert exactness.rows_are_independent(lm, cpu) is is_exact
-    exactness._product_is_exact.cache_clear()
+    exactness._is_exact.cache_clear()

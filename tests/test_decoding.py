@@ -281,16 +281,17 @@ def test_small_cache_stays_for_the_next_batch(monkeypatch, kept_share, stays):
 def test_cache_of_full_size_may_take_half_of_the_memory(monkeypatch):
     model = torch_policy().model  # 2 layers, 2 key heads of 32, 4 bytes: 1,024 bytes a token
     monkeypatch.setattr(recorded, "total_memory", lambda device: 2 * 1024 * 8 * 128)
-    assert rows_that_fit(model, max_tokens=100) == 8
-    assert rows_that_fit(model, max_tokens=129) == 4  # a capacity of 256 tokens
+    assert rows_that_fit(model, max_tokens=100, share=0.5) == 8
+    assert rows_that_fit(model, max_tokens=129, share=0.5) == 4  # a capacity of 256 tokens
 
 
 @pytest.mark.parametrize(
     ("exact", "rows_of_memory", "max_rows"),
     [
-        pytest.param(True, 10, 10, id="fewer rows at a time"),
-        pytest.param(True, 5, None, id="not one group fits"),
-        pytest.param(False, 10, None, id="rounding would differ"),
+        pytest.param(True, 50, 10, id="a fifth of the memory"),
+        pytest.param(True, 12, 6, id="one group"),
+        pytest.param(True, 10, None, id="not one group fits into half of it"),
+        pytest.param(False, 20, None, id="rounding would differ"),
     ],
 )
 def test_exact_model_samples_as_many_rows_as_fit(monkeypatch, exact, rows_of_memory, max_rows):
@@ -300,9 +301,9 @@ def test_exact_model_samples_as_many_rows_as_fit(monkeypatch, exact, rows_of_mem
     expected = sampled(policy, requests)
     record_on_cpu(monkeypatch)
     longest = max(len(request.prompt.token_ids) for request in requests) + 24
-    memory = 2 * 1024 * recorded.round_up_keys(longest) * rows_of_memory
+    memory = 1024 * recorded.round_up_keys(longest) * rows_of_memory
     monkeypatch.setattr(recorded, "total_memory", lambda device: memory)
-    monkeypatch.setattr(recorded, "KEPT_SHARE", 1.0)
+    monkeypatch.setattr(recorded, "KEPT_SHARE", 0.5)  # so that the state can be looked at
     monkeypatch.setattr(Model, "exact", exact)
     # At most 64 rows; three groups of six.
     sampler = LocalSampler(copy_policy(policy), 0, 24, 64)

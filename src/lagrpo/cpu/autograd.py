@@ -17,11 +17,15 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lagrpo.cpu import kernels
 from lagrpo.cpu.kernels import Row
 from lagrpo.cpu.panels import Panels, has_adapter
+
+# The fewest rows of a product on a GPU. Decoding steps have multiples of it.
+FEWEST_ROWS = 16
 
 
 class RMSNorm(Protocol):
@@ -118,6 +122,18 @@ def gated_product(
     )
 
 
+def with_enough_rows(x: Tensor) -> Tensor:
+    """Returns x [n, k], on a GPU with rows of zeros behind it if it has fewer than FEWEST_ROWS.
+
+    A GPU computes products of very few rows by kernels of another kind, which may add in another
+    order. The sampler and the trainer have to agree on every row.
+    """
+    missing = FEWEST_ROWS - len(x)
+    if missing <= 0 or not x.is_cuda:
+        return x
+    return F.pad(x, (0, 0, 0, missing))
+
+
 class _LayerParameters(NamedTuple):
     """The parameters of a linear layer; None for what it lacks."""
 
@@ -151,7 +167,8 @@ class Linears:
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """Returns the outputs [n, o] of each layer for x [n, k], without a gradient."""
         if self.panels is None:
-            return tuple(module.forward(x) for module in self.modules)
+            enough = with_enough_rows(x)
+            return tuple(module.forward(enough)[: len(x)] for module in self.modules)
         return self.panels(x).split(self.panels.widths, 1)
 
     def grad_input(self, grads: Sequence[Tensor], parameters: Sequence[Tensor | None]) -> Tensor:

@@ -18,24 +18,25 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-# Rows of products that are compared with the same rows of a larger product. Decoding steps have
-# multiples of 16 rows, packed rows and prompts have any number.
-ROW_COUNTS = (16, 128, 1000)
-# The larger product has so many rows, or fewer if the numbers of its result are too many: that of
-# the head of a model takes 1 GiB.
+# The first rows of a large product are computed again alone. Every product on a GPU has at least 16
+# rows (cpu/autograd.py).
+ROW_COUNTS = (16, 32, 128, 1000)
+# The large product has this many rows. For the head of a model there are fewer, so that the result
+# takes at most 1 GiB.
 MOST_ROWS = 16_384
 MOST_NUMBERS = 1 << 29
 
 
 def has_exact_products(device: torch.device, dtype: torch.dtype) -> bool:
     """True if products on a device can be made independent of other rows."""
-    if device.type != "cuda" or dtype != torch.bfloat16:
+    is_nvidia = device.type == "cuda" and torch.version.hip is None
+    if not is_nvidia or dtype != torch.bfloat16:
         return False
     major, _ = torch.cuda.get_device_capability(device)
     return major == 9
@@ -60,33 +61,62 @@ def forbid_split_k() -> None:
 def _without_stderr() -> Iterator[None]:
     """Drops what C++ prints: PyTorch warns once that this choice is experimental."""
     stderr = os.dup(2)
-    nothing = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nothing, 2)
+    null_device = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null_device, 2)
     try:
         yield
     finally:
         os.dup2(stderr, 2)
         os.close(stderr)
-        os.close(nothing)
+        os.close(null_device)
 
 
 def rows_are_independent(model: nn.Module, device: torch.device) -> bool:
     """True if a few rows get the bits that they get among many, in products of a model's sizes."""
-    sizes = {(*p.shape, p.dtype) for p in model.parameters() if p.dim() == 2}
-    return all(_product_is_exact(*size, device) for size in sizes)
+    products: set[_Product] = set()
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            products.add(_Product(*parameter.shape, parameter.dtype))
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            # Another kernel may add a bias.
+            products.add(_Product(*module.weight.shape, module.weight.dtype, has_bias=True))
+    return all(_is_exact(product, device) for product in products)
+
+
+class _Product(NamedTuple):
+    """The size of a linear layer's product."""
+
+    outputs: int
+    inputs: int
+    dtype: torch.dtype
+    has_bias: bool = False
 
 
 @cache
 @torch.no_grad()
-def _product_is_exact(outputs: int, inputs: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Tries a product with random numbers: which kernel computes it depends on its size alone."""
+def _is_exact(product: _Product, device: torch.device) -> bool:
+    """Tries a product. Which kernel computes it depends on its size alone.
+
+    The terms of each sum come in pairs that cancel, in a random order. So a sum is nothing but
+    rounding, and another order of its terms gives other bits almost always.
+    """
+    outputs, inputs, dtype, has_bias = product
     most_rows = min(MOST_ROWS, MOST_NUMBERS // outputs)
     rng = torch.Generator(device).manual_seed(0)
-    weight = torch.randn(outputs, inputs, generator=rng, device=device).to(dtype)
-    x = torch.randn(most_rows, inputs, generator=rng, device=device).to(dtype)
-    all_rows = F.linear(x, weight)
+    weight = torch.randn(outputs, inputs, generator=rng, device=device, dtype=dtype)
+    x = torch.randn(most_rows, inputs, generator=rng, device=device, dtype=dtype)
+    order = torch.randperm(inputs, generator=rng, device=device)
+    half = inputs // 2
+    first, second = order[:half], order[half : 2 * half]
+    weight[:, second] = -weight[:, first]
+    x[:, second] = x[:, first]
+    if inputs % 2 == 1:
+        x[:, order[-1]] = 0
+    bias = torch.zeros(outputs, device=device, dtype=dtype) if has_bias else None
+    all_rows = F.linear(x, weight, bias)
     return all(
-        torch.equal(F.linear(x[:count], weight), all_rows[:count])
+        torch.equal(F.linear(x[:count], weight, bias), all_rows[:count])
         for count in ROW_COUNTS
         if count < most_rows
     )

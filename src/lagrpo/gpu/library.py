@@ -1,4 +1,4 @@
-"""The question whether Triton's kernels run here."""
+"""Checks that Triton's kernels run here."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import torch
 
 
 @cache
-def why_not() -> str | None:
-    """Returns None if a kernel of this package runs on the GPU, else the reason.
+def why_not(dtype: torch.dtype = torch.float32) -> str | None:
+    """Returns None if a kernel of this package runs on the GPU in a dtype, else the reason.
 
     Triton compiles a small C program that launches a kernel. It needs a C compiler and Python.h.
     """
     try:
         from lagrpo.gpu.softmax import token_logp
 
-        logits = torch.zeros(1, 1, device="cuda")
+        logits = torch.zeros(1, 1, device="cuda", dtype=dtype)
         token_logp(logits, torch.zeros(1, dtype=torch.long, device="cuda"), tau=1.0)
         # A launch does not wait for the kernel: errors of the kernel itself come here.
         torch.cuda.synchronize()

@@ -255,8 +255,9 @@ def choose_backend(choice: Choice, device: torch.device | str, dtype: torch.dtyp
 
 def _choose_on_gpu(choice: Choice, device: torch.device, dtype: torch.dtype) -> Backend:
     """Returns the backend on a GPU. Raises NoKernels if Triton was asked for and does not work."""
-    reason = gpu_library.why_not()
-    if dtype not in (torch.float32, torch.bfloat16):
+    if dtype in (torch.float32, torch.bfloat16):
+        reason = gpu_library.why_not(dtype)
+    else:
         reason = f"no Triton kernels for {str(dtype).removeprefix('torch.')}"
     if reason is not None:
         if choice == "triton":

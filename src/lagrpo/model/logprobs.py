@@ -25,6 +25,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lagrpo.cpu.autograd import with_enough_rows
+
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
@@ -408,6 +410,9 @@ def _logits(
         out = _buffer("logits", (len(hidden), weight.shape[0]), weight)
     if product is not None:
         return product(hidden, out)
+    enough = with_enough_rows(hidden)
+    if enough is not hidden:
+        return out.copy_(F.linear(enough, weight, bias)[: len(hidden)])
     if bias is not None:
         return torch.addmm(bias, hidden, weight.mT, out=out)
     return torch.mm(hidden, weight.mT, out=out)

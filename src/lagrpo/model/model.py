@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lagrpo.cpu.autograd import with_enough_rows
 from lagrpo.cpu.decoder import Layout, is_plain_linear
 from lagrpo.cpu.panels import BorrowedPanels, ModelPanels
 from lagrpo.model.backend import Backend, Choice, choose_backend
@@ -273,7 +274,7 @@ class Model(nn.Module):
             product = self.layers.product
             if product is not None:
                 return product(hidden)
-        return self.head(hidden)
+        return self.head(with_enough_rows(hidden))[: len(hidden)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -225,6 +225,14 @@ class DecodeState:
             hidden = self._feed_by_torch(inputs, positions, group_of_token, longest_sequence)
         return hidden[:num_tokens]
 
+    @property
+    def is_exact(self) -> bool:
+        """True if a row gets the same bits, whatever is computed with it.
+
+        PyTorch's attention to these caches does not give them.
+        """
+        return self.model.exact and self.model.backend.kernels
+
     def _make_room(self, inputs: DecodeInputs) -> None:
         """Grows the rows' own caches if the new tokens do not fit."""
         longest_row = max(int(self.lengths.max()), int(inputs.before.max())) + 1
@@ -238,7 +246,7 @@ class DecodeState:
 
         A copy is safe: it computes the same key and value as its original, for the same slot.
         """
-        if self.model.exact:
+        if self.is_exact:
             # The kernels compute each row in the same way, however many there are.
             return inputs
         num_tokens = len(inputs.ids)

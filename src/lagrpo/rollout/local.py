@@ -27,7 +27,13 @@ from lagrpo.rollout.base import Request, SamplingParams
 from lagrpo.rollout.decoding import DecodeState
 from lagrpo.rollout.episodes import Episode, Episodes
 from lagrpo.rollout.nucleus import keep_nucleus
-from lagrpo.rollout.recorded import RecordedState, records_steps, rows_that_fit
+from lagrpo.rollout.recorded import (
+    KEPT_SHARE,
+    LARGEST_SHARE,
+    RecordedState,
+    records_steps,
+    rows_that_fit,
+)
 from lagrpo.rollout.rows import Row, Rows
 from lagrpo.rollout.stop import completes_stop
 from lagrpo.types import Completion, Group
@@ -125,12 +131,12 @@ class LocalSampler:
         # Recorded steps sample from the whole distribution.
         is_recorded = params.top_p == 1 and records_steps(self.model)
         if is_recorded:
-            fitting_rows = rows_that_fit(self.model, max_tokens)
-            if self.model.exact and fitting_rows >= G:
-                # Completions do not depend on how many are sampled at a time. `DecodeState` rounds
-                # otherwise than the trainer on a GPU.
-                max_rows = min(max_rows, fitting_rows)
-            is_recorded = fitting_rows >= max_rows
+            if self.model.exact:
+                # Completions do not depend on how many are sampled at a time, while `DecodeState`
+                # rounds differently from the trainer on a GPU.
+                kept_rows = rows_that_fit(self.model, max_tokens, KEPT_SHARE)
+                max_rows = min(max_rows, max(G, kept_rows))
+            is_recorded = max_rows <= rows_that_fit(self.model, max_tokens, LARGEST_SHARE)
         if not is_recorded:
             # Its cache grows with the completions.
             return DecodeState(self.model, max_rows, params.longest), False
@@ -311,7 +317,7 @@ class ContinuousBatch:
         active = self.rows.active
         waiting = self.rows.indices_waiting()
         is_idle = len(waiting) == len(active) and not self._room()
-        if self.model.exact:
+        if self.state.is_exact:
             ready: list[int] = []
             for index in waiting:
                 episode = active[index].episode

@@ -41,6 +41,8 @@ PREFILL_TOKENS = 8192
 # Capacities are multiples of this many tokens, so that a longer prompt in a later batch seldom
 # needs a new cache, which loses all graphs.
 KEY_STEP = 128
+# The largest share of a GPU's memory that a cache of full size takes.
+LARGEST_SHARE = 0.5
 # The share of a GPU's memory that keys and values may hold from batch to batch, while the policy
 # learns. Without them all steps of the next batch are recorded again, which takes seconds.
 KEPT_SHARE = 0.2
@@ -57,15 +59,15 @@ def records_steps(model: Model) -> bool:
     return model.device.type == "cuda" and reproduced and has_fixed_angles(text_config)
 
 
-def rows_that_fit(model: Model, max_tokens: int) -> int:
-    """Returns the number of rows whose cache of full size leaves half of the GPU's memory.
+def rows_that_fit(model: Model, max_tokens: int, share: float) -> int:
+    """Returns the number of rows whose cache of full size takes a share of the GPU's memory.
 
     The rule looks at the memory that the GPU has, not at what is free, so that a resumed run
     decodes as the run before it.
     """
     shape = Shape.of(model.config.get_text_config())
     numbers = 2 * shape.layers * round_up_keys(max_tokens) * shape.kv_heads * shape.d
-    return total_memory(model.device) // 2 // (numbers * model.dtype.itemsize)
+    return int(share * total_memory(model.device)) // (numbers * model.dtype.itemsize)
 
 
 def total_memory(device: torch.device) -> int:
@@ -138,6 +140,11 @@ class RecordedState:
         """True if this state may serve the next batch: its cache leaves room for learning."""
         num_bytes = self.keys.nbytes + self.values.nbytes
         return num_bytes <= KEPT_SHARE * total_memory(self.model.device)
+
+    @property
+    def is_exact(self) -> bool:
+        """True if a row gets the same bits, whatever is computed with it."""
+        return self.model.exact
 
     def fits(self, max_rows: int, max_tokens: int) -> bool:
         """True if the cache has room for so many rows of so many tokens."""
