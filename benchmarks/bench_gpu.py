@@ -264,7 +264,7 @@ def measure(
     del batches[0]  # a warm-up
     columns = {key: [batch[key] for batch in batches] for key in batches[0]}
     report.raw[f"{name}, {context}"] = columns
-    row = {"sampling, tokens/s": whole(columns["sampling"])}
+    row = {"sampling, tokens/s": format_rate(columns["sampling"])}
     if options.device.startswith("cuda"):
         row["memory of sampling"] = gigabytes(max(columns["memory of sampling"]))
     return row | learning_columns(options, columns, peaks)
@@ -274,7 +274,7 @@ def learning_columns(
     options: argparse.Namespace, columns: dict[str, list[float]], peaks: dict[str, float]
 ) -> dict[str, str]:
     """Speed of learning, its share of each peak, and its memory."""
-    row = {"learning, tokens/s": whole(columns["learning"])}
+    row = {"learning, tokens/s": format_rate(columns["learning"])}
     for label, peak in peaks.items():
         row[f"learning, share of {label}"] = f"{median(columns['flops']) / peak:.1%}"
     if options.device.startswith("cuda"):
@@ -282,7 +282,7 @@ def learning_columns(
     return row
 
 
-def whole(values: Sequence[float]) -> str:
+def format_rate(values: Sequence[float]) -> str:
     """The median of large numbers, with the smallest and the largest if there are several."""
     middle = f"{median(values):,.0f}"
     if len(values) == 1:

@@ -105,7 +105,10 @@ def look_at_kernels() -> Lines:
         yield "kernels", f"missing: {reason}"
     if pick_device().type == "cuda":
         reason = gpu_library.why_not()
-        yield "gpu kernels", "Triton" if reason is None else f"missing: no Triton: {reason}"
+        yield (
+            "gpu kernels",
+            "Triton" if reason is None else f"PyTorch only, because Triton fails: {reason}",
+        )
     yield "dtype", " because ".join(pick_dtype("auto", pick_device()))
 
 

@@ -76,11 +76,13 @@ def rows_are_independent(model: nn.Module, device: torch.device) -> bool:
     products: set[_Product] = set()
     for parameter in model.parameters():
         if parameter.dim() == 2:
-            products.add(_Product(*parameter.shape, parameter.dtype))
+            outputs, inputs = parameter.shape
+            products.add(_Product(outputs, inputs, parameter.dtype))
     for module in model.modules():
         if isinstance(module, nn.Linear) and module.bias is not None:
             # Another kernel may add a bias.
-            products.add(_Product(*module.weight.shape, module.weight.dtype, has_bias=True))
+            outputs, inputs = module.weight.shape
+            products.add(_Product(outputs, inputs, module.weight.dtype, has_bias=True))
     return all(_is_exact(product, device) for product in products)
 
 

@@ -278,13 +278,15 @@ def chosen_kernels() -> Choice:
 
 
 def wants_exact_products() -> bool:
-    """False if $LAGRPO_EXACT is 0: some products of a GPU are faster then.
+    """False if $LAGRPO_EXACT is 0: products of a GPU may split a sum then.
 
     Raises SettingsError for another word than 0 and 1.
     """
     choice = os.environ.get("LAGRPO_EXACT") or "1"
     if choice not in ("0", "1"):
-        raise SettingsError(f"LAGRPO_EXACT = {choice!r}: use 1, or 0 for faster products on a GPU")
+        raise SettingsError(
+            f"LAGRPO_EXACT = {choice!r}: use 1, or 0 to let a GPU split the sums of products"
+        )
     return choice == "1"
 
 

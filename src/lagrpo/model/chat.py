@@ -453,8 +453,8 @@ class Chat:
 
         Other special tokens, such as <think>, are in the text.
         """
-        numbers = map(int, token_ids)
-        spoken_ids = [number for number in numbers if number not in self.silent_ids]
+        ids = map(int, token_ids)
+        spoken_ids = [token_id for token_id in ids if token_id not in self.silent_ids]
         return self.tokenizer.decode(
             spoken_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )

@@ -490,7 +490,7 @@ class OptimizerSettings(Section):
     dither_master_weights: bool = True
     """Dither fp32 master weights, so that small updates move bf16 weights"""
 
-    def tokens_at_once(self, *, on_gpu: bool) -> int:
+    def tokens_in_micro_batch(self, *, on_gpu: bool) -> int:
         """Returns the tokens of a micro-batch.
 
         A GPU needs many: its host takes as long to launch the kernels of a small micro-batch as of

@@ -222,7 +222,7 @@ def compute_left_out(components: TrainerComponents, clock: Clock, batch: Batch) 
 
 def _micro_batch_tokens(components: TrainerComponents) -> int:
     on_gpu = components.trainer.policy.device.type == "cuda"
-    return components.settings.optimizer.tokens_at_once(on_gpu=on_gpu)
+    return components.settings.optimizer.tokens_in_micro_batch(on_gpu=on_gpu)
 
 
 def is_on_policy(components: TrainerComponents, batch: Batch) -> bool:
