@@ -26,7 +26,7 @@ from statistics import fmean
 
 from measure_gpu import Step, last_lines, run
 from measuring import Load, Report, machine, median
-from work import MICRO_BATCH_TOKENS, common_options
+from work import common_options
 
 from lagrpo.model.embedded import resolve_model
 from lagrpo.runs import RunNotFoundError, load_evaluations, load_metrics
@@ -76,7 +76,6 @@ GSM8K = Task(
 )
 TASKS = {task.file: task for task in (DEMO, GSM8K)}
 ALL_RUNS: dict[str, object] = {
-    "optimizer.micro_batch_tokens": MICRO_BATCH_TOKENS,
     # Files that nobody reads.
     "checkpoint.save_total_limit": 0,
     "checkpoint.save_minutes": 0,
@@ -134,7 +133,7 @@ def main() -> None:
             trained.append(train(task, v, limit, options))
         # Written after each run: whatever ends this process, the runs so far are there.
         write(trained, options, load)
-    sys.exit(any(one.end != "done" for one in trained))
+    sys.exit(any(trained_run.end != "done" for trained_run in trained))
 
 
 def train(task: Task, v: int, limit: int, options: argparse.Namespace) -> Trained:
@@ -208,23 +207,23 @@ def write(trained: Sequence[Trained], options: argparse.Namespace, load: Load) -
     )
     if os.environ.get("LAGRPO_KERNELS"):
         report.text(f"LAGRPO_KERNELS = {os.environ['LAGRPO_KERNELS']}.")
-    report.table("Runs", [row(one) for one in trained])
-    for name in dict.fromkeys(one.task for one in trained):
+    report.table("Runs", [row(trained_run) for trained_run in trained])
+    for name in dict.fromkeys(trained_run.task for trained_run in trained):
         settings = choose_settings(TASKS[name], SYNC_EVERY[0], quick=options.quick)
         del settings["schedule.sync_every"]
         words = ", ".join(f"{setting} = {value}" for setting, value in settings.items())
         report.text(f"`lagrpo train {name}` with {words}.")
-    report.raw["runs"] = [asdict(one) for one in trained]
+    report.raw["runs"] = [asdict(trained_run) for trained_run in trained]
     load.add_ended()
     report.write(machine(options.threads, load))
 
 
-def row(one: Trained) -> JsonObject:
+def row(trained_run: Trained) -> JsonObject:
     """Returns the line of a run in the table."""
-    measured = one.measured
+    measured = trained_run.measured
     cells: JsonObject = {
-        "task": one.task,
-        "v": one.v,
+        "task": trained_run.task,
+        "v": trained_run.v,
         "batches": measured.get("batches", 0),
         "s a batch": "",
         "median": "",
@@ -236,8 +235,8 @@ def row(one: Trained) -> JsonObject:
         "pass@1 before": "",
         "pass@1 after": "",
         "change": "",
-        "s in all": f"{one.seconds:.0f}",
-        "end": one.end,
+        "s in all": f"{trained_run.seconds:.0f}",
+        "end": trained_run.end,
     }
     if not measured:
         return cells

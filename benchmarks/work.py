@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from lagrpo.model.backend import pick_device, pick_dtype
 from lagrpo.model.embedded import resolve_model
-from lagrpo.settings.sections import TaskSettings
+from lagrpo.settings.sections import OptimizerSettings, TaskSettings
 from lagrpo.tasks import load_task, order_prompts
 from lagrpo.types import JsonObject, JsonView
 
@@ -24,8 +24,8 @@ DEMO = Path(__file__).parent.parent / "experiments" / "addition" / "full.toml"
 ON_GPU = pick_device().type == "cuda"
 DTYPE = pick_dtype("auto", pick_device())[0]
 """The dtype of both sides of a comparison: the default of a run on this machine."""
-MICRO_BATCH_TOKENS = 16_384 if ON_GPU else 4096
-"""Tokens in a micro-batch of lagrpo. A GPU needs more of them at a time to be busy."""
+MICRO_BATCH_TOKENS = OptimizerSettings().tokens_in_micro_batch(on_gpu=ON_GPU)
+"""Tokens in a micro-batch of lagrpo on this machine, unless a benchmark sets them."""
 SEED = 0
 # More than any benchmark visits: after the last prompt the two sides would go on in different
 # orders.
@@ -201,7 +201,7 @@ def ours(work: Work, scratch: Path, **sections: JsonView) -> Settings:
         # The driver ends the run, long before this number of batches.
         "schedule": {"prompts_per_batch": work.N, "batches": 100_000},
         "loss": {"recipe": "grpo", "beta": 0.0},
-        "optimizer": {"learning_rate": 1e-5, "micro_batch_tokens": MICRO_BATCH_TOKENS},
+        "optimizer": {"learning_rate": 1e-5},
         "eval": {"at_start": False},
     }
     return {name: base.get(name, {}) | dict(sections.get(name, {})) for name in base | sections}

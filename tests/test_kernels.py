@@ -16,9 +16,10 @@ from rounding import rounding
 from tiny import tiny_policy
 from torch import Tensor, nn
 
-from lagrpo.cpu import kernels, library
+from lagrpo.cpu import autograd, kernels, library
 from lagrpo.cpu.autograd import rotary
 from lagrpo.model import logprobs
+from lagrpo.model import model as model_module
 from lagrpo.model.backend import Choice, choose_backend
 from lagrpo.model.layout import PackedLayout
 from lagrpo.model.model import Packed, PackedWeights, copy_policy
@@ -338,6 +339,34 @@ def test_the_fused_decoder_keeps_to_the_window_and_to_whole_heads():
 def test_a_token_outside_the_vocabulary_is_rejected(token, choice):
     with pytest.raises(ValueError, match=f"token {token} is outside the model's vocabulary of 103"):
         tiny_policy(backend=choice).logp(Packed.build([([5, 6], [torch.tensor([7, token])])]))
+
+
+@FUSED_MODELS
+def test_rows_of_zeros_in_products_of_few_rows_change_nothing(kind, changes, monkeypatch):
+    """As on a GPU, where a product has sixteen rows or more. Here it has eight."""
+    groups = [([5, 6, 7, 8, 9], [torch.tensor([4, 9, 11, 30]), torch.tensor([8, 1])])]
+    num_padded = 0
+
+    def with_sixteen_rows(x: Tensor) -> Tensor:
+        nonlocal num_padded
+        num_padded += 1
+        return nn.functional.pad(x, (0, 0, 0, 16 - len(x)))
+
+    def compute() -> list[Tensor]:
+        policy = tiny_policy(kind, backend="c", **changes)
+        logp = policy.logp(Packed.build(groups))
+        logp.sum().backward()
+        logits = policy.model.logits(torch.ones(3, policy.model.head.in_features))
+        gradients = [p.grad for p in policy.model.parameters() if p.grad is not None]
+        return [logp.detach(), logits.detach(), *gradients]
+
+    expected = compute()
+    for module in (autograd, logprobs, model_module):
+        monkeypatch.setattr(module, "with_enough_rows", with_sixteen_rows)
+    for ours, theirs in zip(compute(), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=2e-5)
+    # Four groups of linear layers in each of two decoder layers; the head twice.
+    assert num_padded == 10
 
 
 @FUSED_MODELS

@@ -1,9 +1,9 @@
 """Policy: weights that have a version, the model that computes by them, and the model's chat.
 
 `copy_policy` makes a copy for sampling (α) or for the KL term (π_ref). If the C kernels compute all
-matrix products (`Model.exact`), the copy has panels instead of the weights of linear layers. While
-the copy holds the version of the policy that learns, both read the same panels (cpu/panels.py).
-With adapters only the adapters are copied.
+matrix products, the copy has panels instead of the weights of linear layers. While the copy holds
+the version of the policy that learns, both read the same panels (cpu/panels.py). With adapters only
+the adapters are copied.
 """
 
 from __future__ import annotations

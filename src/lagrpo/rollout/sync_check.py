@@ -4,8 +4,8 @@ Rounding never stops a run; other weights always do. An engine of the user's own
 the right version.
 
 The local engine is compared weight by weight, to the bit, and at the start of a run by log-probs:
-*exact* if trainer and engine compute by our own kernels (cpu/), else *close*, hundredths of a nat
-per token in bfloat16.
+*exact* if a row has the same bits in trainer and engine (`Model.exact`), else *close*, hundredths
+of a nat per token in bfloat16.
 
 vLLM servers are compared by log-probs of tokens that the first server generated for a few prompts
 of the task. A weight sync has to pass four tests; the last two compare it with the sync before:
