@@ -19,8 +19,8 @@ build/gpu-session, and are written as they come:
 
 The last steps are left out if the time is over. To use a quarter of an hour, start it a second time
 with `--only training trl`. `make measure-gpu` has more time: it runs everything, with a log for
-each step. The step `training` needs GSM8K in LAGRPO_DATA, `trl` needs TRL in this Python, and both need
-the embedded model.
+each step. The step `training` needs GSM8K in LAGRPO_DATA, `trl` needs TRL in this Python, and both
+need the embedded model.
 """
 
 from __future__ import annotations
