@@ -16,7 +16,7 @@ from experiments.lag.language_model import (
     load_cells,
 )
 from experiments.lag.methods import load_methods
-from experiments.lag.publish import BLOCKS, PAGE, package_table, page_blocks, with_blocks
+from experiments.lag.publish import BLOCKS_OF_PAGES, package_table, page_blocks, with_block
 from experiments.lag.records import RESULTS, load_records
 from experiments.lag.report import find_cells
 from experiments.lag.verdicts import NOT_RUN
@@ -154,17 +154,19 @@ def test_recipes_show_the_lag_that_they_held():
     assert "lag 64: does not hold (area kept: chain 90 %, gamble 40 %)" in text.getvalue()
 
 
-def test_table_of_the_package_and_the_page_are_those_of_the_records():
+def test_tables_of_the_package_and_the_pages_are_those_of_the_records():
     methods = load_methods("published")
     records = load_records(RESULTS, {"published": methods, "equal": load_methods("equal")})
     cells = {task: find_cells(records, "published", task) for task in TASKS}
     file = Path(lag_table.__file__).parent / lag_table.FILE
     assert file.read_text(encoding="utf-8") == package_table(cells, methods)
-    page = PAGE.read_text(encoding="utf-8")
-    for block in BLOCKS:
-        assert f"<!-- {block} of experiments/lag -->" in page
-        assert f"<!-- end of the {block} -->" in page
-    assert page == with_blocks(page, page_blocks(records, methods))
+    blocks = page_blocks(records, methods)
+    for page, names in BLOCKS_OF_PAGES.items():
+        text = page.read_text(encoding="utf-8")
+        for name in names:
+            assert f"<!-- {name} of experiments/lag -->" in text
+            assert f"<!-- end of the {name} -->" in text
+            assert text == with_block(text, name, blocks[name])
 
 
 def language_model_run(run: str, lr: str, mean_reward: float) -> JsonObject:

@@ -38,6 +38,7 @@ NAVIGATION = {
         "from-trl",
         "data-and-rewards",
         "off-policy",
+        "staleness",
         "algorithms",
         "own-loss",
         "extending",

@@ -1,4 +1,4 @@
-"""A language model beside the small tasks: the table of docs/off-policy.md, and the order.
+"""A language model beside the small tasks: the table of docs/staleness.md, and the order.
 
 The runs are those of a study, SmolLM2-135M on single-digit addition, of which the record lies in
 experiments/papers/results:

@@ -1,7 +1,6 @@
-"""The table of docs/off-policy.md, its figure, and the package's lag_table.json.
+"""The tables of docs/off-policy.md and docs/staleness.md, the figure, and lag_table.json.
 
-`python -m experiments.lag` writes them with its report (report.py), from the records of constant
-lags, as published.
+`python -m experiments.lag` writes them from the records, together with its report (report.py).
 """
 
 from __future__ import annotations
@@ -34,11 +33,14 @@ from .report import (
 from .verdicts import agreement_table, variants_table, verdicts_table
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "off-policy.md"
-FIGURE = ROOT / "docs" / "images" / "lag.png"
+DOCS = ROOT / "docs"
+FIGURE = DOCS / "images" / "lag.png"
 PACKAGE_TABLE = Path(lagrpo.core.__file__).parent / FILE
-BLOCKS = ("table", "verdicts", "schedules", "agreement", "language model", "variants")
-"""Parts of the page that are written here, each between two marks."""
+BLOCKS_OF_PAGES = {
+    DOCS / "off-policy.md": ("table",),
+    DOCS / "staleness.md": ("verdicts", "schedules", "agreement", "variants", "language model"),
+}
+"""The parts of each page that are written here, each between two marks."""
 LAGS = (16, 64, 256)
 SCHEDULES_LAG = 64
 """the largest age of the schedules that are compared"""
@@ -47,12 +49,16 @@ Records = Mapping[RunKey, Record]
 
 
 def publish(records: Records, methods: Mapping[str, Method]) -> None:
-    """Write lag_table.json, the figure and the table of the page."""
+    """Write lag_table.json, the figure and the tables of the pages."""
     cells = {task: find_cells(records, "published", task) for task in TASKS}
     write_atomically(PACKAGE_TABLE, package_table(cells, methods))
     write_figure(FIGURE, records)
-    page = PAGE.read_text(encoding="utf-8")
-    write_atomically(PAGE, with_blocks(page, page_blocks(records, methods)))
+    blocks = page_blocks(records, methods)
+    for page, names in BLOCKS_OF_PAGES.items():
+        text = page.read_text(encoding="utf-8")
+        for name in names:
+            text = with_block(text, name, blocks[name])
+        write_atomically(page, text)
 
 
 # lag_table.json
@@ -97,11 +103,11 @@ def _measured(cell: Cell) -> dict[str, Any]:
     }
 
 
-# docs/off-policy.md
+# docs/off-policy.md and docs/staleness.md
 
 
 def page_blocks(records: Records, methods: Mapping[str, Method]) -> dict[str, str]:
-    """The text of each part of BLOCKS."""
+    """The text of each part of BLOCKS_OF_PAGES."""
     cells = {task: find_cells(records, "published", task) for task in TASKS}
     labels = {method.name: method_label(method) for method in methods.values()}
     return {
@@ -116,15 +122,13 @@ def page_blocks(records: Records, methods: Mapping[str, Method]) -> dict[str, st
     }
 
 
-def with_blocks(page: str, blocks: Mapping[str, str]) -> str:
-    """The page with other text between the two marks of each part."""
-    for name, text in blocks.items():
-        begin = f"<!-- {name} of experiments/lag -->"
-        end = f"<!-- end of the {name} -->"
-        head, _, after_begin = page.partition(begin)
-        _, _, tail = after_begin.partition(end)
-        page = f"{head}{begin}\n\n{text}\n\n{end}{tail}"
-    return page
+def with_block(page: str, name: str, text: str) -> str:
+    """The page with other text between the two marks of a part."""
+    begin = f"<!-- {name} of experiments/lag -->"
+    end = f"<!-- end of the {name} -->"
+    head, _, after_begin = page.partition(begin)
+    _, _, tail = after_begin.partition(end)
+    return f"{head}{begin}\n\n{text}\n\n{end}{tail}"
 
 
 def page_table(cells: Mapping[str, Cells], methods: Mapping[str, Method]) -> str:

@@ -1,6 +1,6 @@
-"""Tables of docs/off-policy.md: losses that beat plain GRPO, and how far orders of losses agree.
+"""Tables of docs/staleness.md: losses that beat plain GRPO, and how far orders of losses agree.
 
-`publish.py` writes both into docs/off-policy.md, so that the page never says more than the records.
+`publish.py` writes both into docs/staleness.md, so that the page never says more than the records.
 """
 
 from __future__ import annotations
