@@ -53,6 +53,7 @@ CPU_STEPS = (
     "sample",
     "decode",
     "agree",
+    "joined",
     "rows",
     "bench",
     "training",
@@ -105,6 +106,8 @@ def steps(results: Path, *, quick: bool) -> list[Step]:
         # Where the time of a decoding step goes.
         Step("sample", 90, (*probe, "sample")),
         Step("learn-135m", 60, (*probe, "learn-135m")),
+        # Would a small model gain from fewer and wider products?
+        Step("joined", 45, (*own, "joined")),
         # The table of the documentation; and what exact products cost.
         Step("bench", 300, bench),
         Step("bench-inexact", 100, inexact_bench),

@@ -7,6 +7,7 @@ python benchmarks/probe_kernels.py --quick STAGE …     # tiny sizes, also on a
     decode        tokens/s of the sampler by the number of rows, up to 1,280
     learn-torch   an update of 1.5b without the Triton kernels: what these gain
     agree         log-probs of the trainer that differ from the sampler's
+    joined        the products of a layer one by one, and with those of one input joined
 
 A stage prints its results and adds them to gpu-probes.json in the directory of results.
 """
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -34,15 +35,18 @@ from probe_gpu import (
     seconds_of,
     synchronize,
 )
-from torch import Tensor
+from torch import Tensor, nn
 from work import SEED
 
+from lagrpo.cpu.autograd import Linears
+from lagrpo.cpu.panels import joined as groups_of_layer
+from lagrpo.gpu import exactness
 from lagrpo.model.backend import choose_backend
 from lagrpo.model.layout import PackedLayout
 from lagrpo.model.model import Model, Packed, Policy, copy_policy
 from lagrpo.rollout.base import Request
 from lagrpo.rollout.local import LocalSampler
-from lagrpo.types import Group, Prompt
+from lagrpo.types import Group, JsonObject, Prompt
 
 
 def main() -> None:
@@ -272,11 +276,108 @@ def difference_of_log_probs(policy: Policy, groups: list[Group]) -> Tensor:
         return (policy.logp(packed).cpu() - sampled).abs()
 
 
+# ---- joined products ----
+
+
+def joined(options: argparse.Namespace) -> Answers:
+    """Times the products of a layer, forward and backward, one by one and joined.
+
+    Query, key and value have the same input, as have gate and up: each group could be one product
+    with weights that lie behind one another. In small models the host launches products more slowly
+    than the GPU computes them, so fewer of them may be faster.
+    """
+    for name in ["tiny"] if options.quick else ["135m", "1.5b"]:
+        free_memory(DEVICE)
+        policy = make_policy(name, DEVICE)
+        layer = policy.model.decoder.layers[0]  # type: ignore[index]
+        groups = groups_of_layer(layer)
+        wide_layers = [[as_one_linear(group)] for group in groups]
+        for label, parts in ("one by one", groups), ("joined", wide_layers):
+            linears = [Linears(part, None) for part in parts]
+            joined_layers = [
+                len(group) // len(part) for group, part in zip(groups, parts, strict=True)
+            ]
+            values: JsonObject = {
+                "products_forward": sum(map(len, parts)),
+                "rows_are_independent": exact_rows(parts),
+            }
+            for rows in (16, 32) if options.quick else (256, 4096, 16_384):
+                inputs = [normal(rows, part[0].in_features) for part in parts]
+                seconds = seconds_of_products(linears, inputs, joined_layers)
+                values[f"us_{rows}_rows"] = 1e6 * seconds
+            if ON_GPU:
+                inputs = [normal(128, part[0].in_features) for part in parts]
+                values["us_decoding_128_rows"] = 1e6 * seconds_in_graph(linears, inputs)
+            yield f"products of a layer of {name}, {label}", values
+        del policy
+
+
+def as_one_linear(layers: Sequence[nn.Linear]) -> nn.Linear:
+    """A linear layer whose outputs are those of all layers, one after the other."""
+    weight = torch.cat([layer.weight for layer in layers]).detach()
+    outputs, inputs = weight.shape
+    has_bias = layers[0].bias is not None
+    one = nn.Linear(inputs, outputs, bias=has_bias, device=weight.device, dtype=weight.dtype)
+    one.weight = nn.Parameter(weight)
+    if has_bias:
+        one.bias = nn.Parameter(torch.cat([layer.bias for layer in layers]).detach())
+    return one
+
+
+def exact_rows(parts: Sequence[Sequence[nn.Linear]]) -> bool | None:
+    """True if no row's bits depend on other rows; None on a CPU, where nobody asks."""
+    if not ON_GPU:
+        return None
+    modules = nn.ModuleList(layer for part in parts for layer in part)
+    return exactness.rows_are_independent(modules, torch.device(DEVICE))
+
+
+def seconds_of_products(
+    linears: Sequence[Linears], inputs: Sequence[Tensor], joined_layers: Sequence[int]
+) -> float:
+    """Seconds of all products of a layer, forward and backward.
+
+    `joined_layers` is how many layers each linear layer was made of: in training the gradients of
+    its outputs come in as many parts, which are put together first.
+    """
+
+    def forward_and_backward() -> None:
+        for linear, x, num_parts in zip(linears, inputs, joined_layers, strict=True):
+            parameters = linear.parameters
+            needs_grad = [parameter is not None for parameter in parameters]
+            # Any numbers of the right shape serve as the gradients of the outputs.
+            grads = linear.forward(x)
+            if num_parts > 1:
+                grads = [torch.cat(grad.chunk(num_parts, dim=1), dim=1) for grad in grads]
+            linear.grad_parameters(x, grads, parameters, needs_grad)
+            linear.grad_input(grads, parameters)
+
+    with torch.no_grad():
+        return seconds_of(forward_and_backward, repetitions=50 if ON_GPU else 1)
+
+
+def seconds_in_graph(linears: Sequence[Linears], inputs: Sequence[Tensor]) -> float:
+    """Seconds of all forward products of a layer in a recorded graph, as decoding runs them."""
+
+    def forward() -> None:
+        for linear, x in zip(linears, inputs, strict=True):
+            linear.forward(x)
+
+    with torch.no_grad():
+        forward()
+        synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            forward()
+        return seconds_of(graph.replay, repetitions=100)
+
+
 STAGES: dict[str, Stage] = {
     "kernels": kernels,
     "decode": decode,
     "learn-torch": learn_torch,
     "agree": agree,
+    "joined": joined,
 }
 
 
