@@ -19,6 +19,7 @@ from lagrpo.study.statistics import Interval
 
 from .language_model import language_model_agreement, language_model_table
 from .methods import MAY_DIFFER, Method
+from .plan import VARIANT_RATES
 from .records import Record, RunKey
 from .report import (
     Cell,
@@ -38,7 +39,7 @@ FIGURE = DOCS / "images" / "lag.png"
 PACKAGE_TABLE = Path(lagrpo.core.__file__).parent / FILE
 BLOCKS_OF_PAGES = {
     DOCS / "off-policy.md": ("table",),
-    DOCS / "staleness.md": ("verdicts", "schedules", "agreement", "variants", "language model"),
+    DOCS / "staleness.md": ("verdicts", "learning rates", "schedules", "agreement", "variants", "language model"),
 }
 """The parts of each page that are written here, each between two marks."""
 LAGS = (16, 64, 256)
@@ -113,12 +114,13 @@ def page_blocks(records: Records, methods: Mapping[str, Method]) -> dict[str, st
     return {
         "table": page_table(cells, methods),
         "verdicts": verdicts_table(cells, labels, LAGS),
+        "learning rates": learning_rates_table(cells, methods),
         "schedules": schedules_table(records, methods),
         "agreement": agreement_table(
             records, LAGS, language_model_agreement(records, methods, LAGS)
         ),
         "language model": language_model_table(records, methods),
-        "variants": variants_table(records),
+        "variants": variants_table(records, labels),
     }
 
 
@@ -149,6 +151,20 @@ def page_table(cells: Mapping[str, Cells], methods: Mapping[str, Method]) -> str
         row.append(", ".join(needs_of(method.recipe)) or "–")
         row.append(method.shipped_by or "–")
         row.append(method.recipe.source.partition("arXiv ")[2][: len("2505.22257")] or "–")
+        rows.append(row)
+    return markdown_table(rows)
+
+
+def learning_rates_table(cells: Mapping[str, Cells], methods: Mapping[str, Method]) -> str:
+    """A row per method: the area kept at each of two learning rates, as in "92 / 91"."""
+    columns: dict[str, Column] = {str(lag): ("constant", lag) for lag in LAGS}
+    columns["mixed"] = ("mixed", SCHEDULES_LAG)
+    rows = [["loss", *(f"{task} {title}" for task in TASKS for title in columns)]]
+    for method, _ in ranked(cells, methods):
+        row = [method_label(method)]
+        for task in TASKS:
+            for column in columns.values():
+                row.append(both_rates_text(cells[task].get((method.name, column))))
         rows.append(row)
     return markdown_table(rows)
 
@@ -239,6 +255,18 @@ def area_text(cell: Cell, *, is_best: bool) -> str:
     if cell.best_rate not in cell.living_rates:
         text += " †"
     return f"**{text}**" if is_best else text
+
+
+def both_rates_text(cell: Cell | None) -> str:
+    """The areas kept at VARIANT_RATES, the lower rate first. †: a seed dies there."""
+    if cell is None:
+        return "–"
+    texts = []
+    for rate in VARIANT_RATES:
+        area = fmean(cell.kept(rate).values())
+        mark = "" if rate in cell.living_rates else " †"
+        texts.append(f"{100 * area:.0f}{mark}")
+    return " / ".join(texts)
 
 
 def living_rates_text(cells: Mapping[str, Cells], method: Method, lag: int) -> str:

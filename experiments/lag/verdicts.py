@@ -182,10 +182,10 @@ def agreement_table(
     return markdown_table([*rows, *more_rows])
 
 
-def variants_table(records: Records, lag: int = 64) -> str:
+def variants_table(records: Records, labels: Mapping[str, str], lag: int = 64) -> str:
     """The order of the losses of MAIN_METHODS on each variant of the tasks, beside the two bases.
 
-    Each loss has the better of two learning rates.
+    Each loss has the better of two learning rates. `labels` has the text of each method.
     """
     column = ("constant", lag)
 
@@ -215,7 +215,7 @@ def variants_table(records: Records, lag: int = 64) -> str:
                 f"{entropy:.1f} nats",
                 agreement_text(task_areas, chain) if task != "chain" else NOT_RUN,
                 agreement_text(task_areas, gamble) if task != "gamble" else NOT_RUN,
-                ", ".join(f"`{name}`" for name in ranking[:3]),
+                ", ".join(labels[name] for name in ranking[:3]),
                 rank,
             ]
         )
