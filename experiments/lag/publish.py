@@ -39,7 +39,14 @@ FIGURE = DOCS / "images" / "lag.png"
 PACKAGE_TABLE = Path(lagrpo.core.__file__).parent / FILE
 BLOCKS_OF_PAGES = {
     DOCS / "off-policy.md": ("table",),
-    DOCS / "staleness.md": ("verdicts", "learning rates", "schedules", "agreement", "variants", "language model"),
+    DOCS / "staleness.md": (
+        "verdicts",
+        "learning rates",
+        "schedules",
+        "agreement",
+        "variants",
+        "language model",
+    ),
 }
 """The parts of each page that are written here, each between two marks."""
 LAGS = (16, 64, 256)
