@@ -91,6 +91,16 @@ def test_the_split_into_micro_batches_cannot_change_the_gradient(name, tokens):
     torch.testing.assert_close(gradient(policy, recipe, rows), expected, rtol=1e-5, atol=1e-7)
 
 
+def test_loss_that_compares_completions_takes_more_groups_than_a_row_has_completions():
+    policy, recipe = tiny_policy(dtype=torch.float64), resolve("opmd_pairwise")
+    batch = assembled(recipe, judge_groups(generate_groups(policy, count=9)))
+    expected = gradient(policy, recipe, micro_batches(batch, 10_000, whole_groups=True))
+    rows = micro_batches(batch, 1, whole_groups=True)
+    assert len(rows) > max(len(micro.members) for micro in rows)
+    assert expected.norm() > 1e-3
+    torch.testing.assert_close(gradient(policy, recipe, rows), expected, rtol=1e-5, atol=1e-7)
+
+
 def test_ranks_share_all_rows_evenly():
     policy, recipe = tiny_policy(), resolve("dr_grpo")
     batch = assembled(recipe, judge_groups(generate_groups(policy, count=6)))

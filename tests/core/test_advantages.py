@@ -1,5 +1,7 @@
 """Advantages, by numbers worked by hand: of a group, and of a whole batch."""
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given
@@ -39,6 +41,10 @@ OF_BATCHES = [batch_scaled, batch_whitened]
 rewards_of_a_group = st.lists(st.floats(-100, 100, width=32), min_size=2, max_size=9).map(
     torch.tensor
 )
+
+
+def double(values):
+    return torch.tensor(values, dtype=torch.float64)
 
 
 def name(function) -> str:
@@ -93,6 +99,8 @@ def test_log_mean_exp_lies_between_mean_and_maximum(strength, baseline):
 def test_maxrl_of_a_group_with_a_mean_that_is_not_positive_is_zero():
     assert of_group(maxrl, [-1.0, 0.0, 0.0]).tolist() == [0.0, 0.0, 0.0]
     assert of_group(maxrl, [-1.0, 1.0]).tolist() == [0.0, 0.0]
+    # Rounding leaves a mean of 9e-18.
+    assert of_group(maxrl, double([0.1, 0.2, -0.3])).tolist() == [0.0, 0.0, 0.0]
 
 
 def test_normalized_unbiased_divides_by_the_sample_deviation_plus_an_offset():
@@ -242,6 +250,19 @@ def test_red_drop_ranks_the_random_numbers_of_each_group_by_itself():
     uniform_C = tensor([0.9, 0.8, 0.7, 0.3, 0.1, 0.2])
     x = AdvantageInputs(rewards_C, tensor([0, 0, 0, 1, 1, 1]), uniform=uniform_C)
     assert red_drop(x).tolist() == [0.5, -0.5, 0.0, 0.5, 0.0, -0.5]
+
+
+def test_red_drop_does_not_count_a_completion_at_the_mean_as_below_it():
+    """The mean of .1, .2 and .3 is above .2 by rounding."""
+    uniform = double([0.1, 0.5, 0.9])
+    assert_close(of_group(red_drop, double([0.1, 0.2, 0.3]), uniform), double([-0.1, 0.0, 0.1]))
+
+
+@pytest.mark.parametrize(
+    "advantage", [partial(batch_scaled, std_offset=0.0), partial(batch_whitened, eps_variance=0.0)]
+)
+def test_equal_rewards_of_a_whole_batch_have_no_advantage_without_an_offset(advantage):
+    assert advantage(one_group(tensor([0.5, 0.5, 0.5]))).tolist() == [0.0, 0.0, 0.0]
 
 
 def test_red_drop_without_random_numbers_is_rejected():

@@ -10,7 +10,7 @@ from torch import Tensor, tensor
 from torch.testing import assert_close
 
 from lagrpo.core.advantages import one_group
-from lagrpo.core.inputs import LossInputs
+from lagrpo.core.inputs import LossInputs, pi_ref
 from lagrpo.core.losses import (
     asymre,
     clipped,
@@ -407,6 +407,13 @@ def test_preference_does_not_depend_on_the_groups_beside_it():
     """All groups of a call have indexes; those of another micro-batch begin elsewhere."""
     x = LossInputs(**{**fields_of(PAIRS), "group": tensor([5, 5, 5, 5, 2, 2])})
     assert_close(online_dpo(x), online_dpo(PAIRS))
+
+
+@pytest.mark.parametrize("loss", [opmd_pairwise, online_dpo, online_ipo])
+def test_numbers_of_groups_may_be_larger_than_the_number_of_completions(loss):
+    """A micro-batch holds the last groups of a large batch."""
+    x = LossInputs(**{**fields_of(PAIRS), "group": tensor([98, 98, 98, 98, 99, 99])})
+    assert_close(loss(x, anchor=pi_ref), loss(PAIRS, anchor=pi_ref))
 
 
 def test_online_ipo_is_at_its_optimum_where_the_margin_is_half_of_one_over_tau():

@@ -528,6 +528,7 @@ def test_loss_and_gradient_are_finite_whatever_the_log_ratio(name, gap):
         ("grpo_recomputed", {}, ["surrogate"]),
         ("grpo", {"denominator": "pi_k", "beta": 0.0}, ["surrogate"]),
         ("gspo", {"denominator": "pi_k"}, ["surrogate"]),
+        ("grpo", {"denominator": "pi_k", "ratio": "sequence", "beta": 0.0}, ["surrogate"]),
         ("off_policy_grpo_exact", {}, []),  # it reads alpha, too
         ("decoupled_ppo", {}, []),
         ("opmd_pairwise", {}, []),  # its anchor is no bound

@@ -5,7 +5,8 @@ knobs. Completions lie flat, with the index of their group, so a function may us
 group or of the whole batch.
 
 mu is the mean of a group, s0 its *biased* standard deviation (over G) as alpha sampled it, s1 the
-one over G - 1. Two conventions hold for every function here:
+one over G - 1. Two conventions hold for every function here but those that scale by the whole
+batch:
 
 - a group of one completion has a baseline of 0, so its advantage is its reward;
 - a group whose rewards are all equal (and G > 1) has advantages of exactly 0, not a rounding error
@@ -78,6 +79,12 @@ def zero_variance(rewards_C: Tensor, group_C: Tensor) -> Tensor:
     return smallest_C == group_largest(rewards_C, group_C)
 
 
+def _rounding_of_mean(rewards_C: Tensor, group_C: Tensor) -> Tensor:
+    """A bound on the rounding error of mu, [C]: rewards of .1, .2 and .3 do not average .2."""
+    largest_C = group_largest(rewards_C.abs(), group_C)
+    return group_size(group_C) * torch.finfo(rewards_C.dtype).eps * largest_C
+
+
 def sigma(rewards_C: Tensor, group_C: Tensor, eps_std: float) -> Tensor:
     """sqrt(s0^2 + eps_std), the denominator of Eq. 2 of arXiv 2505.22257.
 
@@ -119,13 +126,14 @@ def leave_one_out(x: AdvantageInputs) -> Tensor:
 
 
 def maxrl(x: AdvantageInputs) -> Tensor:
-    """(r - mu) / mu, and 0 where mu <= 0: MaxRL (arXiv 2602.02710).
+    """(r - mu) / mu, and 0 where mu <= 0, up to rounding: MaxRL (arXiv 2602.02710).
 
     Rare successes weigh more than with `centered`.
     """
     mu_C = group_mean(x.rewards, x.group)
+    is_positive_C = mu_C > _rounding_of_mean(x.rewards, x.group)
     # A division by infinity gives the 0.
-    scale_C = torch.where(mu_C > 0, mu_C, torch.inf)
+    scale_C = torch.where(is_positive_C, mu_C, torch.inf)
     return _scaled(x, scale_C)
 
 
@@ -154,7 +162,9 @@ def batch_scaled(x: AdvantageInputs, *, std_offset: float = 1e-4) -> Tensor:
     """
     if len(x.rewards) < 2:
         return centered(x)
-    return centered(x) / (x.rewards.std() + std_offset)
+    scale = x.rewards.std() + std_offset
+    # Without an offset the scale is 0 if all rewards are equal.
+    return torch.where(scale > 0, centered(x) / scale, 0.0)
 
 
 def batch_whitened(x: AdvantageInputs, *, eps_variance: float = 1e-8) -> Tensor:
@@ -168,7 +178,8 @@ def batch_whitened(x: AdvantageInputs, *, eps_variance: float = 1e-8) -> Tensor:
     tokens = lengths_C.sum()
     mean = (lengths_C * a_C).sum() / tokens
     variance = (lengths_C * (a_C - mean).square()).sum() / (tokens - 1).clamp(min=1)
-    return (a_C - mean) / (variance + eps_variance).sqrt()
+    scale = (variance + eps_variance).sqrt()
+    return torch.where(scale > 0, (a_C - mean) / scale, 0.0)
 
 
 # Two methods of Yao et al. (arXiv 2509.24203)
@@ -186,9 +197,8 @@ def red_drop(x: AdvantageInputs) -> Tensor:
     """
     if x.uniform is None:
         raise ValueError("red_drop needs a random number for each completion")
-    is_below_C = x.rewards < group_mean(x.rewards, x.group)
-    # The mean of equal rewards may be above them by rounding.
-    is_below_C &= ~zero_variance(x.rewards, x.group)
+    below_mean_C = group_mean(x.rewards, x.group) - x.rewards
+    is_below_C = below_mean_C > _rounding_of_mean(x.rewards, x.group)
     number_below_C = group_sum(is_below_C.long(), x.group)
     number_above_C = group_size(x.group) - number_below_C
     surplus_C = (number_below_C - number_above_C).clamp(min=0)

@@ -1,8 +1,12 @@
 """Filters: functions of `LossInputs`, True for the tokens [T] that stay in the surrogate.
 
-A filter multiplies any surrogate. It has no gradient. A dropped token keeps its place in the
-normalizer, and its KL term if there is one. Some filters read a statistic of the whole step, which
-is collected before the losses (`collects`).
+A filter multiplies the surrogate's value at each token. It has no gradient. A dropped token keeps
+its place in the normalizer, and its KL term if there is one. Some filters read a statistic of the
+whole step, which is collected before the losses (`collects`).
+
+Where the value of a token depends on other tokens, a dropped one would still have a gradient. So
+core/recipes.py rejects filters of objectives that compare completions, and filters of single tokens
+beside a ratio of the whole completion.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class LossInputs:
     advantages: Tensor
     """[C]"""
     group: Tensor | None = None
-    """[C] index of each completion's group"""
+    """[C] number of each completion's group in the whole batch, so it may be larger than C"""
     staleness: Tensor | None = None
     """[T] updates between the policy that sampled the token and the one that learns from it"""
     entropy: Tensor | None = None

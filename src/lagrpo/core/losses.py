@@ -256,8 +256,8 @@ def online_dpo(x: LossInputs, *, anchor: TokenFunction = pi_ref, strength: float
 
     h = log pi(y_best) - log anchor(y_best) - log pi(y_worst) + log anchor(y_worst): DPO (arXiv
     2305.18290, Eq. 7) on pairs that the policy sampled. With the reduction `sequence_sum` the
-    objective is the mean over groups. Groups without a difference count as 0. All completions of a
-    group are in one call.
+    objective is the mean over groups, weighted by their sizes. Groups without a difference count as
+    0. All completions of a group are in one call.
     """
     margin_T, share_T = _pairs(x, anchor)
     return share_T * torch.nn.functional.logsigmoid(strength * margin_T)
@@ -276,7 +276,7 @@ def _pairs(x: LossInputs, anchor: TokenFunction) -> tuple[Tensor, Tensor]:
     """The margin h of the token's group, and the token's share of the group's value, both [T].
 
     The share is G / (2 * length) for the two completions of the pair, so that a mean over all
-    completions is one over groups; 0 for the other completions.
+    completions is one over groups, each weighted by G; 0 for the other completions.
     """
     group_C = _groups(x)
     size_C = total(torch.ones_like(x.advantages), group_C)
@@ -304,10 +304,15 @@ def _is_first_largest(values_C: Tensor, group_C: Tensor) -> Tensor:
 
 
 def _groups(x: LossInputs) -> Tensor:
-    """The group of each completion, [C]. Raises ValueError if it is unknown."""
+    """The group of each completion, counted from 0 in this call, [C].
+
+    Raises ValueError if it is unknown.
+    """
     if x.group is None:
         raise ValueError("this objective needs the groups of the completions")
-    return x.group
+    # `x.group` counts the groups of the whole batch, so its numbers may be larger than C.
+    _, group_C = x.group.unique(return_inverse=True)
+    return group_C
 
 
 def _completion_log_ratio(x: LossInputs, anchor: TokenFunction) -> Tensor:

@@ -15,7 +15,8 @@ OPTIONAL = ("rollout_logp", "old_logp", "ref_logp", "group", "staleness", "entro
 
 LENGTHS = (3, 1, 4, 2, 5, 2)
 ADVANTAGES = (1.2, -0.7, 0.0, -1.1, 0.4, 0.0)
-GROUPS = (0, 0, 0, 1, 1, 1)
+# A micro-batch may hold any groups of a batch.
+GROUPS = (7, 7, 7, 9, 9, 9)
 
 
 def random_inputs() -> LossInputs:
@@ -49,7 +50,7 @@ def random_rewards() -> AdvantageInputs:
     """Rewards of the same six completions, in float64."""
     return AdvantageInputs(
         rewards=torch.tensor([1.0, 0.0, 0.25, 0.0, 1.0, 1.0], dtype=torch.float64),
-        group=torch.tensor(GROUPS),
+        group=torch.tensor([0, 0, 0, 1, 1, 1]),
         lengths=torch.tensor(LENGTHS),
         uniform=torch.tensor([0.1, 0.9, 0.3, 0.5, 0.7, 0.2], dtype=torch.float64),
     )

@@ -28,7 +28,7 @@ from lagrpo.core.objective import NUMBERS, PIECES, Recipe
 from lagrpo.core.own_functions import check_own_functions, with_statistics
 from lagrpo.core.pieces import Piece, PieceFunction, as_piece, function_name
 from lagrpo.core.probe import RecordedInputs, random_inputs
-from lagrpo.core.ratios import sequence
+from lagrpo.core.ratios import length_normalized, sequence, total
 from lagrpo.core.references import is_reference, load_reference
 from lagrpo.core.rows import RECIPES
 
@@ -285,6 +285,7 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
         )
     if recipe.correction is not None:
         yield from _contradictions_of_correction(recipe.surrogate)
+    yield from _contradictions_of_filters(recipe)
     yield from _contradictions_of_kl(recipe)
     if recipe.masked_count and not recipe.mask_zero_variance:
         yield "masked_count counts masked groups, but mask_zero_variance is off: no group is masked"
@@ -294,7 +295,13 @@ def _contradictions_of_correction(surrogate: Piece) -> Iterator[str]:
     """The reasons why a surrogate does not go together with a correction."""
     weight = surrogate.knobs.get("weight")
     with_ratio = [surrogate, weight] if isinstance(weight, Piece) else [surrogate]
-    if any(_denominator(part) is inputs.alpha for part in with_ratio):
+    divides_by_alpha = any(_denominator(part) is inputs.alpha for part in with_ratio)
+    if surrogate.function is losses.clipped_m2po_released:
+        yield (
+            "correction weights by pi_k/alpha, which the ratio of clipped_m2po_released already "
+            "contains: drop it"
+        )
+    if divides_by_alpha:
         yield (
             "correction weights by pi_k/alpha, which the ratio already contains: set "
             "denominator = 'pi_k', or drop it"
@@ -304,6 +311,33 @@ def _contradictions_of_correction(surrogate: Piece) -> Iterator[str]:
             "correction weights single completions, but opmd_pairwise compares the completions "
             "of a group: drop it"
         )
+
+
+def _contradictions_of_filters(recipe: Recipe) -> Iterator[str]:
+    """The reasons why filters would leave a gradient at tokens that they drop."""
+    surrogate = recipe.surrogate
+    compares_completions = surrogate.function in (
+        opmd_pairwise,
+        losses.online_dpo,
+        losses.online_ipo,
+    )
+    if recipe.filters and compares_completions:
+        yield (
+            f"filters drop completions or tokens, but {surrogate.name} compares the completions of "
+            "a group: drop the filters"
+        )
+        return
+    ratio = surrogate.knobs.get("ratio")
+    is_whole = surrogate.function is losses.opmd_kimi or (
+        isinstance(ratio, Piece) and ratio.function in (sequence, length_normalized)
+    )
+    for keep in recipe.filters:
+        if is_whole and keep.function in (filters.top_entropy, filters.m2po):
+            yield (
+                f"{keep.name} drops single tokens, but {surrogate.name} gives all tokens of a "
+                "completion one gradient: drop the filter, or set surrogate.ratio = 'token' if "
+                "there is one"
+            )
 
 
 def _contradictions_of_kl(recipe: Recipe) -> Iterator[str]:
@@ -370,9 +404,13 @@ def inert_over_pi_k(recipe: Recipe) -> list[str]:
         if "old_logp" not in recorded.fields_read or "rollout_logp" in recorded.fields_read:
             continue
         if path == "surrogate":
-            # Where a clip does nothing, the gradient of rho A at rho = 1 is A.
+            # Where a clip does nothing, the gradient of rho A at rho = 1 is A. With the ratio of
+            # the completion, each of its tokens has a share in the value of all.
             (gradient_T,) = torch.autograd.grad(output_T.sum(), x.logp)
-            is_inert = torch.allclose(gradient_T, x.advantage)
+            length_T = total(torch.ones_like(x.logp), x.completion).detach()
+            is_inert = torch.allclose(gradient_T, x.advantage) or torch.allclose(
+                gradient_T, length_T * x.advantage
+            )
         else:
             is_inert = torch.allclose(output_T.to(x.logp.dtype), torch.ones_like(x.logp))
         if is_inert:
