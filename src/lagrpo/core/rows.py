@@ -96,7 +96,8 @@ def _rec(
     factor = "sg(rho) " if weight else ""
     kind = "IS" if weight else "NoIS"
     return Recipe(
-        f"M {factor}A logp, M = {' '.join(words)} {ranges}, A centered",
+        f"M {factor}A logp, M = {' '.join(words)} {ranges}, A centered; mean over the tokens of "
+        "the batch",
         f"{YAO}: REC-{name}-{kind}",
         advantage=piece(centered),
         surrogate=piece(reinforce, mask=piece(mask, **numbers), weight=weight),
@@ -258,7 +259,8 @@ WEIGHT_ROWS: dict[str, Recipe] = {
         surrogate=piece(reinforce, weight=piece(capped_ratio, epsilon_high=4.0)),
     ),
     "topr": Recipe(
-        "A logp where A > 0, sg(min(s, 1)) A logp elsewhere, A centered; mean over completions",
+        "A logp where A > 0, sg(min(s, 1)) A logp elsewhere, A centered; mean over completions of "
+        "the sums over their tokens",
         "Le Roux et al., Tapered off-policy REINFORCE, arXiv 2503.14286 (rewards +-1 there)",
         advantage=piece(centered),
         surrogate=piece(reinforce, weight=piece(tapered_ratio, ratio=sequence)),
@@ -301,14 +303,15 @@ REC_ROWS: dict[str, Recipe] = {
         ),
     ),
     "rec_gspo_nois": Recipe(
-        "M A logp, M = one side of s^(1/length) (3e-4, 4e-4), A centered",
+        "M A logp, M = one side of s^(1/length) (3e-4, 4e-4), A centered; mean over completions "
+        "of their token means",
         f"{YAO}, with the ratio of GSPO (arXiv 2507.18071)",
         advantage=piece(centered),
         surrogate=piece(reinforce, mask=piece(one_side, **GSPO_RANGE)),
         reduction=piece(sequence_mean),
     ),
     "asymre": Recipe(
-        "(A + .1) logp, A centered: the baseline is mu - .1",
+        "(A + .1) logp, A centered: the baseline is mu - .1; mean over the tokens of the batch",
         f"Arnal et al., AsymRE, arXiv 2506.20520; {YAO}",
         advantage=piece(centered),
         surrogate=piece(reinforce, regularizer=asymre),
@@ -321,13 +324,13 @@ REC_ROWS: dict[str, Recipe] = {
     ),
     "red_drop": Recipe(
         "A logp, A centered; random completions below the mean are dropped until at most half "
-        "are below it",
+        "are below it; mean over the tokens of the batch",
         f"{YAO}: RED-Drop",
         advantage=piece(red_drop),
         surrogate=piece(reinforce),
     ),
     "red_weight": Recipe(
-        "exp(A) A logp, A centered",
+        "exp(A) A logp, A centered; mean over the tokens of the batch",
         f"{YAO}: RED-Weight",
         advantage=piece(centered),
         surrogate=piece(reinforce, weight=exp_advantage),
@@ -506,7 +509,8 @@ STALE_ROWS: dict[str, Recipe] = {
         reduction=piece(sequence_mean),
     ),
     "topr_token": Recipe(
-        "A logp where A > 0, sg(min(rho, 1)) A logp elsewhere, A centered; mean over completions",
+        "A logp where A > 0, sg(min(rho, 1)) A logp elsewhere, A centered; mean over completions "
+        "of the sums over their tokens",
         "topr with the ratio of each token instead of the completion's",
         advantage=piece(centered),
         surrogate=piece(reinforce, weight=piece(tapered_ratio, ratio=token)),
