@@ -28,6 +28,7 @@ from lagrpo.data.fingerprint import (
     digest_places,
     digest_rows,
     digest_visited,
+    value_text,
 )
 from lagrpo.errors import SettingsError
 from lagrpo.rollout.episodes import MAIN_TASK
@@ -168,6 +169,14 @@ def places(rows: list[JsonObject]) -> JsonObject:
     """The digests of a task with two test rows."""
     splits = {"train": rows[2:], "test": rows[:2]}
     return digest_places({MAIN_TASK: RowTask("rows", splits, lambda row: ("", ""), len)})
+
+
+def test_a_set_has_the_same_text_in_every_process():
+    """Python orders the texts of a set differently in each process."""
+    assert value_text({"answers": {"yes", "ja", "oui"}}) == value_text(
+        {"answers": {"oui", "yes", "ja"}}
+    )
+    assert value_text({"b", "a"}) == value_text(['"a"', '"b"'])
 
 
 @pytest.mark.parametrize(("rows", "change"), CHANGED_ROWS.values(), ids=CHANGED_ROWS)

@@ -119,6 +119,8 @@ def test_server_gets_the_stop_texts_and_what_it_samples_beyond_is_cut():
     assert (completion.text, completion.finished) == ("abc", True)
     assert completion.logp_alpha.tolist() == [-1.0, -2.0, -3.0]
     assert len(completion.versions) == 3
+    assert completion.sampled.tolist() == [True, True, True]
+    assert completion.length == 3
 
 
 def test_run_with_stop_texts_is_verified(model, tmp_path):

@@ -63,6 +63,15 @@ def test_reward_gives_the_verdicts_of_its_corpus(reward):
 
 
 @needs_math
+def test_math_holds_out_a_tenth_of_data_without_a_test_split():
+    from lagrpo.tasks import math
+
+    rows = [{"problem": f"What is {n} + 1?", "answer": str(n + 1)} for n in range(40)]
+    task = math.load(0, data={"train": rows})
+    assert (task.size("train"), task.size("test")) == (36, 4)
+
+
+@needs_math
 def test_wrong_answers_that_math_verify_takes_for_right_are_known():
     """Should a version of it score one of them as a careful reader does, the line moves to the
     corpus of `math`."""

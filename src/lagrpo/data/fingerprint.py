@@ -119,12 +119,15 @@ def value_text(value: Any) -> str:
 
 
 def object_text(value: Any) -> Any:
-    """Returns a value that JSON does not have: as a list for NumPy, else as a text.
+    """Returns a value that JSON does not have: as a list for NumPy and sets, else as a text.
 
     The text is without the object's address, which differs between processes.
     """
     if hasattr(value, "tolist"):
         return value.tolist()
+    if isinstance(value, set | frozenset):
+        # The order of a set differs between processes.
+        return sorted(value_text(member) for member in value)
     return re.sub(r" at 0x[0-9a-f]+", "", str(value))
 
 

@@ -19,6 +19,7 @@ from typing import Any, Literal
 from lagrpo.rewards.reward import UnscorableError
 from lagrpo.tasks import RowTask
 from lagrpo.tasks.numbers import evaluate, find_tagged
+from lagrpo.tasks.thinking import text_after_thinking
 from lagrpo.types import JsonObject
 
 WORDING = (
@@ -41,6 +42,7 @@ _SPELLINGS = {
 }
 _BRACKET_SIZE = re.compile(r"\\(?:left|right)(?![a-z])")
 _FORMULA_DELIMITER = re.compile(r"\\[()\[\]]")
+_BULLET = re.compile(r"^\s*[-*+]\s+", re.MULTILINE)  # of a list in Markdown
 _STRETCH = re.compile(r"[-+*/() 0-9]+")  # characters that an expression may have
 # Two numbers with an operation between them.
 _OPERATION = re.compile(r"[0-9)] *[-+*/]+ *[-+( ]*[0-9]")
@@ -99,14 +101,16 @@ def score(completion: str, answer: Any) -> float:
 def find_expression(text: str) -> str | None:
     """Returns the expression in a completion, within its last <answer> ... </answer> if it has any.
 
+    What the model thinks before </think> does not count.
     It is the last stretch of digits, + - * / ( ), × · ÷, LaTeX's times, cdot and div, and spaces
     that has an operation between two numbers. Returns None if the text has none.
 
     >>> find_expression("First 7 - 3 = 4, so (7 − 3) × 5 = 20.")
     '(7 - 3) * 5'
     """
-    text = _BRACKET_SIZE.sub("", find_tagged(text))
+    text = _BRACKET_SIZE.sub("", find_tagged(text_after_thinking(text)))
     text = _FORMULA_DELIMITER.sub(" ; ", text)
+    text = _BULLET.sub("", text)
     for spelling, sign in _SPELLINGS.items():
         text = text.replace(spelling, sign)
     expressions = [
@@ -114,10 +118,8 @@ def find_expression(text: str) -> str | None:
     ]
     if not expressions:
         return None
-    expression = expressions[-1]
-    if expression.startswith("**") and expression.endswith("**"):  # bold in Markdown
-        return expression[2:-2]
-    return expression
+    # Markdown's bold, and a bracket that opens a remark, stand around the expression.
+    return expressions[-1].strip("* ").rstrip("( ")
 
 
 def make_problem(count: int, seed: int, split: str, index: int) -> JsonObject:

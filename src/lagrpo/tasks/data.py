@@ -53,7 +53,11 @@ def load_rows(
     source = "data"
     if isinstance(named, str | None):
         source = named or os.environ.get("LAGRPO_DATA")
-    has_test_split = seed is None or test_split != "test" or "test" in splits
+    test_names = test_split.split("|")
+    # Another name than "test" was asked for.
+    has_test_split = (
+        seed is None or "test" not in test_names or any(name in splits for name in test_names)
+    )
 
     # The only split is for training, whatever its name is.
     if seed is not None and train_split == "train" and len(splits) == 1:

@@ -34,11 +34,11 @@ from lagrpo.tasks import (
     environment_of,
 )
 from lagrpo.tasks.messages import Message, Messages, plain_message
-from lagrpo.types import THOUGHT_END, JsonObject, Outcome, Prompt
+from lagrpo.tasks.thinking import text_after_thinking
+from lagrpo.types import JsonObject, Outcome, Prompt
 
 OPEN = "<tool_call>"
 CLOSE = "</tool_call>"
-THOUGHT_BEGIN = re.compile(r"\s*(?:<[\w:]*(?:think|thought|reason)\w*>|\[THINK\])")
 SYSTEM = (
     "You can call functions:\n<tools>{tools}</tools>\nTo call one, answer with nothing but a call, "
     "such as\n<tool_call>[{example}]</tool_call>\nand you get its result."
@@ -248,14 +248,6 @@ def _read_call(call: object) -> Call:
     if not isinstance(arguments, dict):
         raise ValueError(f"the arguments of {name!r} are not a JSON object")
     return name, arguments
-
-
-def text_after_thinking(text: str) -> str:
-    """Returns a turn without the thinking that it begins with; empty if the thinking has no end."""
-    end = THOUGHT_END.search(text)
-    if end is not None:
-        return text[end.end() :]
-    return "" if THOUGHT_BEGIN.match(text) else text
 
 
 def add_system(messages: Messages, system: str) -> Messages:

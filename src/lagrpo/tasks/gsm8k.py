@@ -30,6 +30,7 @@ from lagrpo.tasks.numbers import (
     read_number,
     simplify,
 )
+from lagrpo.tasks.thinking import text_after_thinking
 from lagrpo.types import JsonView
 
 WORDING = "{question}\n\nReason step by step. End with #### and the final number."
@@ -38,6 +39,7 @@ WORDING = "{question}\n\nReason step by step. End with #### and the final number
 _GAP = r"[\s$€£₹*(\[{\\:–−-]*"
 _HASHES = re.compile(rf"####{_GAP}")
 _ANSWER_IS = re.compile(rf"\banswer\b[ *_]*(?:is|:|=){_GAP}", re.IGNORECASE)
+_SPACED_SIGN = re.compile(r"^\s*([-–−])\s+")  # of "- 5"
 _SENTENCE_END = re.compile(r"\n|[.!?](?=\s|$)")
 
 
@@ -62,9 +64,10 @@ def _ask(row: JsonView) -> tuple[str, str]:
 def score(completion: str, answer: Any) -> float:
     r"""Returns 1.0 if the number that counts in the completion is the reference number, else 0.0.
 
-    Further questions that the completion makes up, and their answers, are left out
-    (`lagrpo.tasks.numbers.first_question`). If it has <answer> ... </answer>, only the text within
-    the last such tags counts. The first of these that the remaining text has is the number:
+    What the model thinks before </think> does not count, nor do further questions that it makes up
+    and their answers (`lagrpo.tasks.numbers.first_question`). If the completion has <answer> ...
+    </answer>, only the text within the last such tags counts. The first of these that the remaining
+    text has is the number:
 
     1. the last closed \boxed{} (the inner one of nested boxes): the first number in it;
     2. the last "####" that a numeral follows directly (except for spaces, signs and * ( [ { \ :):
@@ -82,7 +85,8 @@ def score(completion: str, answer: Any) -> float:
     """
     reference = _read_answer(answer)
     is_integer = reference.value is not None and reference.value.denominator == 1
-    part = _find_counting_part(find_tagged(first_question(completion)))
+    answer_text = first_question(text_after_thinking(completion))
+    part = _find_counting_part(find_tagged(answer_text))
     number = read_number(part.text, first=part.has_number_first, fractions=not is_integer)
     if is_integer:
         return float(number is not None and number.value == reference.value)
@@ -100,7 +104,7 @@ class CountingPart:
 def _find_counting_part(text: str) -> CountingPart:
     box = find_last_box(text)
     if box is not None:
-        return CountingPart(simplify(box), has_number_first=True)
+        return CountingPart(_SPACED_SIGN.sub(r"\1", simplify(box)), has_number_first=True)
     text = simplify(text)
     numeral_starts = {numeral.start for numeral in find_numerals(text)}
     for pattern in (_HASHES, _ANSWER_IS):

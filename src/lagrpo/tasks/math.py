@@ -23,6 +23,7 @@ from lagrpo.tasks import RowTask
 from lagrpo.tasks.columns import plain, text_of
 from lagrpo.tasks.data import load_rows
 from lagrpo.tasks.numbers import find_last_box, find_reference, find_tagged, first_question
+from lagrpo.tasks.thinking import text_after_thinking
 from lagrpo.types import JsonView
 
 WORDING = "{problem}\n\nReason step by step and put the final answer in \\boxed{{}}."
@@ -52,7 +53,7 @@ def load(
     test_split: str = "math500_test|test",
 ) -> RowTask:
     """Returns the task. Raises ValueError for missing or unfit data."""
-    rows = load_rows(data, train_split, test_split, hub=_HUB, ask=_ask)
+    rows = load_rows(data, train_split, test_split, hub=_HUB, ask=_ask, seed=seed)
     return RowTask("math", rows, _ask, score)
 
 
@@ -64,9 +65,10 @@ def _ask(row: JsonView) -> tuple[str, Any]:
 def score(completion: str, answer: Any) -> float:
     r"""Returns 1.0 if the completion's answer equals the reference answer mathematically, else 0.0.
 
-    Further questions that the completion makes up, and their answers, are left out
-    (`lagrpo.tasks.numbers.first_question`). If it has <answer> ... </answer>, only the text within
-    the last such tags counts. The answer is the first of these that the text has:
+    What the model thinks before </think> does not count, nor do further questions that it makes up
+    and their answers (`lagrpo.tasks.numbers.first_question`). If the completion has <answer> ...
+    </answer>, only the text within the last such tags counts. The answer is the first of these that
+    the text has:
 
     1. the content of the last closed \boxed{} (the inner one of nested boxes);
     2. a formula that fills the tags;
@@ -89,7 +91,7 @@ def score(completion: str, answer: Any) -> float:
         reference = _clean(find_reference(str(answer)))
     if not reference:
         raise UnscorableError(f"the reference answer {answer!r} is not a formula")
-    text = first_question(completion)
+    text = first_question(text_after_thinking(completion))
     tagged = find_tagged(text)
     formula = find_last_box(tagged)
     if formula is None and tagged != text:

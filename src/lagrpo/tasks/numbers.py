@@ -184,9 +184,18 @@ def simplify(text: str) -> str:
     text = re.sub(r"\\(?:times|cdot)(?![A-Za-z])", " * ", text)
     text = re.sub(r"\\div(?![A-Za-z])", " / ", text)
     text = _ROOT.sub(" root ", text)
-    # Groups 1 and 2 are of \frac{a}{b}, groups 3 and 4 of \frac12.
-    text = _FRACTION.sub(lambda match: f" {match[1] or match[3]}/{match[2] or match[4]} ", text)
+    text = _FRACTION.sub(_plain_fraction, text)
     return _WRAPPER.sub(" ", text)
+
+
+def _plain_fraction(match: re.Match[str]) -> str:
+    r"""Returns \frac{a}{b} (groups 1 and 2) or \frac12 (groups 3 and 4) as a/b between spaces.
+
+    A sign stays next to the number.
+    """
+    follows_sign = match.string[: match.start()].endswith(("-", "−", "–"))
+    space = "" if follows_sign else " "
+    return f"{space}{match[1] or match[3]}/{match[2] or match[4]} "
 
 
 def find_numerals(text: str) -> list[Numeral]:

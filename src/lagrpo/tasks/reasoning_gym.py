@@ -18,6 +18,7 @@ from lagrpo.errors import suggest
 from lagrpo.rewards.reward import UnscorableError
 from lagrpo.tasks import RowTask
 from lagrpo.tasks.numbers import find_tagged
+from lagrpo.tasks.thinking import text_after_thinking
 from lagrpo.types import JsonObject, JsonView
 
 WORDING = "{question}\n\nPut the final answer between <answer> and </answer>."
@@ -45,7 +46,8 @@ class GymReward:
                 f"{self.name} makes different puzzles in different processes: set the environment "
                 "variable PYTHONHASHSEED to 0 for the whole run"
             )
-        return float(self.dataset.score_answer(find_tagged(completion).strip(), entry))
+        answer_text = find_tagged(text_after_thinking(completion)).strip()
+        return float(self.dataset.score_answer(answer_text, entry))
 
 
 def load(

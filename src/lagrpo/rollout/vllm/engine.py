@@ -321,6 +321,7 @@ class VllmEngine:
             token_ids=completion.token_ids[:length],
             logp_alpha=completion.logp_alpha[:length],
             versions=completion.versions[:length],
+            sampled=completion.sampled[:length],
             finished=True,
             text=self.chat.decode(token_ids[:length]),
         )
