@@ -57,6 +57,16 @@ def test_rows_of_one_prompt_form_groups_of_at_most_g(tmp_path):
     assert first.versions.tolist() == [-1, -1]
 
 
+def test_columns_beside_the_completion_are_the_row_that_rewards_get(tmp_path):
+    row = {"prompt": "1+1=", "completion": "2", "level": 3, "reward_model": {"ground_truth": "2"}}
+    (group,) = loaded(written(tmp_path, [row]), tiny_policy(), G=2, seed=0).batch(1, 1)
+    assert group.prompt.row == {
+        "prompt": "1+1=",
+        "level": 3,
+        "reward_model": {"ground_truth": "2"},
+    }
+
+
 def test_every_group_is_visited_once_per_epoch(tmp_path):
     offline_data = loaded(written(tmp_path, ROWS), tiny_policy(), G=2, seed=3)
     keys = [g.prompt.key for b in range(1, 7) for g in offline_data.batch(b, 1)]
@@ -84,6 +94,10 @@ def test_bad_rows_are_named(tmp_path):
         (
             {"prompt": "1+1=", "completion": "2", "reward": "1"},
             "its reward is '1', not a finite number",
+        ),
+        (
+            {"prompt": "1+1=", "completion": "2", "finished": "false"},
+            "line 1: finished = 'false': write true or false",
         ),
         (
             {"prompt": "x" * 50, "completion": "2"},

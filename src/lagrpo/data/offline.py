@@ -33,6 +33,11 @@ UNKNOWN_VERSION = -1
 MAX_LOGP = 1e-3
 """Nats above 0 that a log-prob may be: some samplers round probabilities up to 1."""
 
+# What describes a completion. The other columns are the row of the data that rewards get.
+COMPLETION_COLUMNS = frozenset(
+    ("completion", "token_ids", "rollout_logprobs", "loss_mask", "messages", "reward", "finished")
+)
+
 WITHOUT_LOGP = "without log-probs"  # a reason for leaving a row out
 
 
@@ -211,7 +216,10 @@ def _read_prompt(row: Row, replies: Replies, system_prompt: str | None) -> Promp
             f"it has neither prompt nor prompt_token_ids; the columns are {', '.join(row)}"
         )
     messages = build_messages(question, system_prompt, padded=is_padded(row))
-    return replies.chat.tokenize(Prompt(0, messages, answer))
+    columns = None
+    if "prompt_text" not in row:
+        columns = {name: value for name, value in row.items() if name not in COMPLETION_COLUMNS}
+    return replies.chat.tokenize(Prompt(0, messages, answer, row=columns, place=row.place))
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +234,7 @@ class CompletionTokens:
 def _read_completion(row: Row, replies: Replies) -> Completion:
     """Returns the completion of a row, with NaN for unknown log-probs. Raises ValueError."""
     content = parse_messages(row.get("completion"))
-    finished = row.get("finished", True) is not False
+    finished = _read_finished(row)
     if isinstance(content, str) and row.get("token_ids") is None:
         content = replies.chat.without_end(content)
     tokens = _read_tokens(row, content, finished=finished, replies=replies)
@@ -246,6 +254,16 @@ def _read_completion(row: Row, replies: Replies) -> Completion:
         sampled=torch.tensor(tokens.sampled or [True] * num_tokens),
         turns=tuple(tokens.turns),
     )
+
+
+def _read_finished(row: Row) -> bool:
+    """Returns True if the completion ended by itself, as without the column. Raises ValueError."""
+    finished = row.get("finished")
+    if finished is None:
+        return True
+    if not isinstance(finished, bool):
+        raise ValueError(f"finished = {finished!r:.40}: write true or false")
+    return finished
 
 
 def _read_tokens(row: Row, content: Any, *, finished: bool, replies: Replies) -> CompletionTokens:
