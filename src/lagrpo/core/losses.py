@@ -304,15 +304,15 @@ def _is_first_largest(values_C: Tensor, group_C: Tensor) -> Tensor:
 
 
 def _groups(x: LossInputs) -> Tensor:
-    """The group of each completion, counted from 0 in this call, [C].
+    """A number below C for the group of each completion, [C]: the index of its first completion.
 
-    Raises ValueError if it is unknown.
+    Raises ValueError if the groups are unknown.
     """
     if x.group is None:
         raise ValueError("this objective needs the groups of the completions")
     # `x.group` counts the groups of the whole batch, so its numbers may be larger than C.
-    _, group_C = x.group.unique(return_inverse=True)
-    return group_C
+    is_same_CC = x.group[:, None] == x.group
+    return is_same_CC.int().argmax(dim=1)
 
 
 def _completion_log_ratio(x: LossInputs, anchor: TokenFunction) -> Tensor:
