@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +14,10 @@ from tiny import TURNS, tiny_policy
 from lagrpo.data.prompts import PromptSource
 from lagrpo.errors import SettingsError
 from lagrpo.runs import load_rollouts
-from lagrpo.tasks import RowTask
+from lagrpo.settings.schema import Settings
+from lagrpo.tasks import RowTask, order_prompts
 from lagrpo.tasks.files import Row
+from lagrpo.training.build_tasks import check_training_prompts
 from lagrpo.training.run import train
 from lagrpo.verify import verify_run
 
@@ -88,6 +92,25 @@ def test_dynamic_sampling_asks_no_prompt_twice_and_does_not_depend_on_what_ends_
     assert asked(narrow) == asked(wide)
     assert all(len(set(keys)) == len(keys) == 4 for keys in asked(narrow))
     assert min(row["epoch"] for row in load_rollouts(narrow)) == -1
+
+
+@pytest.mark.parametrize("rounds", [0, 1], ids=["planned prompts only", "with extra prompts"])
+def test_prompt_that_only_dynamic_sampling_can_ask_is_checked_before_the_run(rounds):
+    """Of four prompts the run plans two. One of the other two is too long."""
+    order = order_prompts(5, 0, 4)
+    rows = ["?"] * 4
+    rows[order[3]] = "x" * 64
+    task = RowTask("numbers", {"train": rows}, lambda row: (row, row), lambda completion: 0.0)
+    prompts = PromptSource(task, tiny_policy(), 5, 2, 64)
+    settings = Settings.model_validate(
+        {"schedule": {"batches": 1}, "rollout": {"dynamic_sampling_rounds": rounds}}
+    )
+    setup: Any = SimpleNamespace(prompts=prompts)
+    not_first: Any = SimpleNamespace(is_first=False)
+    problem = pytest.raises(SettingsError, match=f"prompt {order[3]} .*max_prompt_length is 64")
+    with problem if rounds else nullcontext():
+        check_training_prompts(settings, setup, tiny_policy(), not_first)
+    assert len(prompts.visited) == 2
 
 
 def one_prompt(

@@ -95,7 +95,9 @@ def check_training_prompts(
     The first rank warns of a reward `format` that no completion can get.
     """
     with as_settings_error("task"):
-        main.prompts.check(settings.schedule.batches)
+        main.prompts.check(
+            settings.schedule.batches, has_extra=settings.rollout.dynamic_sampling_rounds > 0
+        )
         if ranks.is_first:
             first_prompt = main.prompts.check_prompts(1)[0].prompt
             warn_of_formats(main.task.reward, first_prompt, policy.chat)
