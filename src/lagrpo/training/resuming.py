@@ -208,8 +208,10 @@ def resume_run(
 
     with as_settings_error():
         load = partial(evaluations.load, earlier.run, last_batch)
-        evaluations.finished = components.ranks.on_rank0(load)
-    recorder.restore_evaluations(evaluations.finished)
+        finished = components.ranks.on_rank0(load)
+    recorder.restore_evaluations(finished)
+    for name, evaluation in finished.items():
+        evaluations.add(name, evaluation)
 
     if components.ranks.is_first:
         earlier.cut_back(machine_changes, changed_sources, git=environment["git"])
