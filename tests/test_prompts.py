@@ -138,6 +138,15 @@ def test_prompt_that_cannot_be_asked_is_named():
             source.tokenized("train", 0)
 
 
+def test_overlong_prompt_of_an_environment_is_rejected_without_the_advice_to_drop_it():
+    episodes: Any = SimpleNamespace(open=lambda prompt, key: prompt.messages, tools=None)
+    task = RowTask("game", {"train": ["x" * 64]}, lambda row: (row, row), lambda completion: 0.0)
+    prompts = PromptSource(task, tiny_policy(), 5, 1, 64, episodes)
+    with pytest.raises(SettingsError, match="max_prompt_length is 64; raise it") as problem:
+        prompts.tokenized("train", 0)
+    assert "'drop'" not in str(problem.value)
+
+
 def test_overlong_prompts_are_dropped_if_the_settings_say_so(run):
     """The template makes 18 tokens of ?, 19 of x? …"""
     finished_run = run("load", rollout={"overlong_prompts": "drop", "max_prompt_length": 19})
