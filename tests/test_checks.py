@@ -8,8 +8,9 @@ import torch
 from lagrpo.errors import SettingsError
 from lagrpo.model import backend
 from lagrpo.settings.schema import Settings
-from lagrpo.training.checks import check_settings
+from lagrpo.training.checks import check_settings, offline_prompts
 from lagrpo.types import JsonObject
+from lagrpo.verify.record import _count_fresh_prompts
 
 
 @pytest.fixture(autouse=True)
@@ -214,3 +215,19 @@ def test_loss_that_cannot_be_computed_is_rejected_before_a_model_loads(loss, mes
 def test_setting_without_effect_is_named_as_it_was_given(loss, name):
     with pytest.raises(SettingsError, match=rf"^{name}\S* (has no effect on|is no knob of) recipe"):
         check_settings(settings(loss=loss))
+
+
+@pytest.mark.parametrize(
+    ("fraction", "prompts", "count"),
+    [(0.94, 8, 7), (1.0, 8, 8), (0.5, 8, 4), (0.01, 8, 1), (0.5, 1, 1)],
+    ids=["one stays fresh", "all", "half", "at least one", "a batch of one"],
+)
+def test_batch_with_a_fraction_of_offline_prompts_has_offline_and_fresh_prompts(
+    fraction, prompts, count
+):
+    sections = settings(
+        offline={"data": "old.jsonl", "fraction": fraction},
+        schedule={"prompts_per_batch": prompts},
+    )
+    assert offline_prompts(sections) == count
+    assert _count_fresh_prompts(sections) == prompts - count

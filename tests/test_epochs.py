@@ -12,6 +12,7 @@ from lagrpo.errors import SettingsError
 from lagrpo.runs import load_rollouts
 from lagrpo.settings.load import load_settings
 from lagrpo.settings.schema import Settings
+from lagrpo.tasks import RowTask
 from lagrpo.training.epochs import with_batches
 
 
@@ -26,6 +27,15 @@ def test_epochs_become_batches_of_the_training_prompts(epochs, prompts, batches)
     settings = Settings.model_validate({"task": {"name": "sample_task:load"}, "schedule": schedule})
     resolved = with_batches(settings).schedule
     assert (resolved.batches, resolved.epochs) == (batches, None)
+
+
+def test_epochs_that_fill_their_batches_need_no_batch_more():
+    """1.1 * 100 is 110.00000000000001 in floating point: 11 batches of 10."""
+    rows = {"train": ["?"] * 100}
+    task = RowTask("hundred", rows, lambda row: (row, row), lambda completion: 0.0)
+    schedule = {"epochs": 1.1, "prompts_per_batch": 10}
+    settings = Settings.model_validate({"schedule": schedule})
+    assert with_batches(settings, task).schedule.batches == 11
 
 
 LENGTHS_TWICE = {"schedule": {"epochs": 2, "batches": 5}}

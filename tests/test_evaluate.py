@@ -11,7 +11,9 @@ import torch
 
 from lagrpo.core.estimators import clustered_interval
 from lagrpo.rollout.base import Request, SamplingParams
-from lagrpo.training.evaluation import EvalSet, compare, evaluate
+from lagrpo.settings.schema import Settings
+from lagrpo.training.evaluation import EvalSet, Evaluations, compare, evaluate
+from lagrpo.training.ranks import Ranks
 from lagrpo.types import Completion, Group, Outcome, Prompt
 
 Rewards = dict[int, list[float | None]]
@@ -131,3 +133,24 @@ def test_prompt_without_any_score_does_not_count():
         "unscored": 2,
         "unscored_reason": "no",
     }
+
+
+def test_only_the_evaluation_before_training_keeps_the_texts_of_its_completions():
+    """Later evaluations are compared with it. Their own records are written, and not read again."""
+    prompt = Prompt(4, ({"role": "user", "content": "4?"},), "4")
+    requests = [Request(0, 0, prompt)]
+    answers = [(requests[0], Group(prompt, tuple(map(completion, range(4), REWARDS[4]))))]
+    engine: Any = SimpleNamespace(sample=lambda requests, G, params: answers, score=iter)
+    eval_set = EvalSet(requests, engine, SamplingParams("evaluate", 1.0, 8), samples=4)
+    components: Any = SimpleNamespace(
+        settings=Settings.model_validate({"eval": {"at_start": False}}),
+        evaluator=engine,
+        ranks=Ranks(),
+        trainer=SimpleNamespace(policy=SimpleNamespace(version=0)),
+    )
+    evaluations = Evaluations(components)
+    names = ("before", "batch-000001", "after")
+    results = [evaluations.make(name, eval_set, batch) for batch, name in enumerate(names)]
+    assert [len(evaluation.records) for evaluation in results] == [1, 1, 1]
+    assert [len(evaluations.finished[name].records) for name in names] == [1, 0, 0]
+    assert evaluations.finished["after"].summary["pass@1_change"] == 0.0

@@ -5,17 +5,27 @@ from __future__ import annotations
 
 import io
 import json
+from contextlib import ExitStack
 
 import pytest
+import sample_rewards
+import talkers
 from made_runs import unpack
 from rich.console import Console
 from running import tiny_settings, without_timings
+from scoring import make_group, outcomes
+from tiny import TURNS, tiny_policy
 
 from lagrpo.errors import SettingsError
+from lagrpo.rewards.reasons import past_deadline
+from lagrpo.rollout.episodes import MAIN_TASK
 from lagrpo.runs import load_evaluations, load_events, load_metrics, load_rollouts
 from lagrpo.runs.reading import load_evaluation_records
 from lagrpo.settings.load import load_settings
+from lagrpo.settings.schema import Settings
+from lagrpo.tasks import RowTask
 from lagrpo.terminal.show import show
+from lagrpo.training.build_tasks import set_up_tasks
 from lagrpo.training.run import train
 from lagrpo.types import JsonObject
 from lagrpo.verify import verify_run
@@ -160,6 +170,24 @@ def test_show_and_view_know_the_sets(sets):
         "rare",
     }
     assert "eval/own/pass@1" in header["metrics"]["Evaluations"]
+
+
+def test_set_with_its_own_task_has_its_own_limits_of_time_and_turns():
+    """The run's reward may take 5 seconds. The set's reward hangs, and is ended after 0.5."""
+    policy = tiny_policy()
+    policy.chat.tokenizer.chat_template = TURNS
+    limits = {"reward_timeout": 0.5, "max_turns": 3}
+    settings = Settings.model_validate({"eval": {"sets": [{"name": "own", "task": limits}]}})
+    rows = {"train": ["?"], "test": ["?"]}
+    task = RowTask(
+        "odd", rows, lambda row: (row, row), sample_rewards.act, environment=talkers.Counting
+    )
+    with ExitStack() as undo:
+        setups = set_up_tasks(settings, {MAIN_TASK: task, "own": task}, policy, undo)
+        episodes = [setups[name].episodes for name in (MAIN_TASK, "own")]
+        assert [(e.turns, e.deadline) for e in episodes if e is not None] == [(8, 5.0), (3, 0.5)]
+        (group,) = setups["own"].reward_pool.score([make_group("hang")], max_without_reward=1.0)
+        assert [outcome.reason for outcome in outcomes(group)] == [past_deadline(0.5)]
 
 
 # Wrong input

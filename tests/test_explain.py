@@ -82,6 +82,15 @@ def test_dry_run_explains_the_schedule_in_batches_and_updates(model, schedule, e
     assert explanation in explained(model, schedule=schedule)
 
 
+def test_dry_run_counts_the_prompts_that_come_from_a_file(model, tmp_path):
+    file = tmp_path / "old.jsonl"
+    file.touch()
+    offline = {"data": str(file), "fraction": 0.94}
+    schedule = {"prompts_per_batch": 8}
+    text = explained(model, offline=offline, schedule=schedule, loss={"recipe": "asymre"})
+    assert f"7 prompts of them from {file}" in text
+
+
 def test_dry_run_states_memory_per_rank(model, monkeypatch):
     for name, value in {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 4}.items():
         monkeypatch.setenv(name, str(value))

@@ -5,20 +5,29 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import sample_rewards
 from running import Section, tiny_settings
+from scoring import make_group
 
+from lagrpo.rewards.pool import RewardError, RewardPool
+from lagrpo.rollout.base import Request
 from lagrpo.rollout.local import LocalSampler
 from lagrpo.rollout.prefetch import VersionError
 from lagrpo.rollout.schedule import LoopState
 from lagrpo.rollout.sync_check import WeightSyncError
 from lagrpo.settings.load import load_settings
+from lagrpo.settings.schema import Settings
 from lagrpo.training.build import TrainerComponents
 from lagrpo.training.checks import check_settings
-from lagrpo.training.loop import train_loop
-from lagrpo.training.step import Step
+from lagrpo.training.loop import replace_zero_variance, train_loop
+from lagrpo.training.ranks import Ranks
+from lagrpo.training.step import Clock, Step
 from lagrpo.training.trainer import Trainer
+from lagrpo.types import Prompt
 
 
 @pytest.fixture
@@ -156,3 +165,42 @@ def test_token_of_another_version_stops_the_run(build_components, monkeypatch):
     ):
         steps.extend(train_loop(components, LoopState()))
     assert [step.b for step in steps] == [1]
+
+
+def components_with_replacement(reward_pool: RewardPool, *texts: str) -> Any:
+    """What `replace_zero_variance` reads. One group of these texts comes in the only round."""
+    prompt = Prompt(9, (), None)
+    requests = [Request(batch=1, epoch=-1, prompt=prompt)]
+    sampled = [replace(make_group(*texts, key=9), epoch=-1)]
+    return SimpleNamespace(
+        settings=Settings.model_validate({"rollout": {"dynamic_sampling_rounds": 1}}),
+        main=SimpleNamespace(
+            prompts=SimpleNamespace(extra=lambda b, taken, count: requests),
+            reward_pool=reward_pool,
+        ),
+        prefetcher=SimpleNamespace(seconds=0.0, more=lambda requests, alpha: iter(sampled)),
+        share=list,
+        ranks=Ranks(),
+    )
+
+
+UNSCORED = ("raise bad",) * 4
+
+
+def test_replacement_round_without_rewards_does_not_stop_the_run():
+    """The first group has equal rewards. Its replacement has none, so the first group stays."""
+    batch = [make_group("7", "7", "7", "7", key=0), make_group("7", "8", "8", "8", key=1)]
+    with RewardPool(sample_rewards.act, workers=1) as reward_pool:
+        groups = list(reward_pool.score(batch))
+        components = components_with_replacement(reward_pool, *UNSCORED)
+        assert replace_zero_variance(components, LoopState(), Clock(), groups) == groups
+
+
+def test_batch_stops_the_run_if_replacements_leave_too_few_rewards():
+    """4 of 8 completions have a reward, then 2: the replacement of the first group has 2."""
+    batch = [make_group("7", "7", "7", "7", key=0), make_group(*UNSCORED, key=1)]
+    with RewardPool(sample_rewards.act, workers=1) as reward_pool:
+        groups = list(reward_pool.score(batch))
+        components = components_with_replacement(reward_pool, "7", "8", "raise bad", "raise bad")
+        with pytest.raises(RewardError, match="6 of 8 completions have no reward"):
+            replace_zero_variance(components, LoopState(), Clock(), groups)

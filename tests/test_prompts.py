@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +14,10 @@ from tiny import TURNS, tiny_policy
 from lagrpo.data.prompts import PromptSource
 from lagrpo.errors import SettingsError
 from lagrpo.runs import load_rollouts
-from lagrpo.tasks import RowTask
+from lagrpo.settings.schema import Settings
+from lagrpo.tasks import RowTask, order_prompts
 from lagrpo.tasks.files import Row
+from lagrpo.training.build_tasks import check_training_prompts
 from lagrpo.training.run import train
 from lagrpo.verify import verify_run
 
@@ -90,6 +94,25 @@ def test_dynamic_sampling_asks_no_prompt_twice_and_does_not_depend_on_what_ends_
     assert min(row["epoch"] for row in load_rollouts(narrow)) == -1
 
 
+@pytest.mark.parametrize("rounds", [0, 1], ids=["planned prompts only", "with extra prompts"])
+def test_prompt_that_only_dynamic_sampling_can_ask_is_checked_before_the_run(rounds):
+    """Of four prompts the run plans two. One of the other two is too long."""
+    order = order_prompts(5, 0, 4)
+    rows = ["?"] * 4
+    rows[order[3]] = "x" * 64
+    task = RowTask("numbers", {"train": rows}, lambda row: (row, row), lambda completion: 0.0)
+    prompts = PromptSource(task, tiny_policy(), 5, 2, 64)
+    settings = Settings.model_validate(
+        {"schedule": {"batches": 1}, "rollout": {"dynamic_sampling_rounds": rounds}}
+    )
+    setup: Any = SimpleNamespace(prompts=prompts)
+    not_first: Any = SimpleNamespace(is_first=False)
+    problem = pytest.raises(SettingsError, match=f"prompt {order[3]} .*max_prompt_length is 64")
+    with problem if rounds else nullcontext():
+        check_training_prompts(settings, setup, tiny_policy(), not_first)
+    assert len(prompts.visited) == 2
+
+
 def one_prompt(
     question: Any, policy: Any = None, place: str = "", **task_options: Any
 ) -> PromptSource:
@@ -113,6 +136,15 @@ def test_prompt_that_cannot_be_asked_is_named():
         source = one_prompt(question, place="a.jsonl, line 3", system_prompt="Be brief.")
         with pytest.raises(SettingsError, match=f"prompt 0 of the train split of 'odd'.*{message}"):
             source.tokenized("train", 0)
+
+
+def test_overlong_prompt_of_an_environment_is_rejected_without_the_advice_to_drop_it():
+    episodes: Any = SimpleNamespace(open=lambda prompt, key: prompt.messages, tools=None)
+    task = RowTask("game", {"train": ["x" * 64]}, lambda row: (row, row), lambda completion: 0.0)
+    prompts = PromptSource(task, tiny_policy(), 5, 1, 64, episodes)
+    with pytest.raises(SettingsError, match="max_prompt_length is 64; raise it") as problem:
+        prompts.tokenized("train", 0)
+    assert "'drop'" not in str(problem.value)
 
 
 def test_overlong_prompts_are_dropped_if_the_settings_say_so(run):

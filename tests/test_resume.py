@@ -9,6 +9,7 @@ import shutil
 import signal
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow.parquet as pq
@@ -22,12 +23,13 @@ from lagrpo.errors import SettingsError
 from lagrpo.rollout.local import LocalSampler
 from lagrpo.rollout.sync_check import WeightSyncError
 from lagrpo.runs import load_events
-from lagrpo.runs.directory import RunLockedError, locked
+from lagrpo.runs.directory import Run, RunLockedError, locked
 from lagrpo.settings.load import load_settings
 from lagrpo.terminal.display import Display
 from lagrpo.training import checkpoint
 from lagrpo.training import run as one_run
 from lagrpo.training.checkpoint import CheckpointError
+from lagrpo.training.resuming import ResumeState
 from lagrpo.training.run import Result
 from lagrpo.types import JsonObject
 
@@ -159,6 +161,23 @@ def test_killed_run_gets_more_batches_as_if_it_had_been_longer(begin):
     short, longer = (begin(str(n), schedule=stale | {"batches": n}).run for n in (4, 5))
     extended = go_on(cut_to(short, 3), schedule={"batches": 5}).run
     assert differing(extended, leaves(longer, exact=True)) == []
+
+
+@pytest.mark.parametrize(
+    ("step", "remains"), [(2, True), (3, False)], ids=["kept", "of a discarded batch"]
+)
+def test_best_weights_of_a_discarded_batch_do_not_hide_a_new_best(tmp_path, step, remains):
+    """The run resumes after batch 2."""
+    run = Run(tmp_path / "run")
+    (run.path / "weights").mkdir(parents=True)
+    (run.path / "config.toml").touch()
+    run.record_best(lambda folder: None, found={"best": "pass@1", "value": 1.0, "step": step})
+    point: Any = SimpleNamespace(
+        batch=2, state={"versions": {"policy": 2}, "loop": {"prefetched": []}}
+    )
+    state = ResumeState(run=run, checkpoint=point, changed={}, environment={})
+    state.cut_back({}, [], git=None)
+    assert (run.path / "weights" / "best").is_dir() == remains
 
 
 def test_run_killed_before_its_first_checkpoint_starts_again(whole_run, undisturbed, tmp_path):

@@ -56,14 +56,20 @@ class PromptSource:
 
     # ---- Training ----
 
-    def check(self, batches: int) -> None:
+    def check(self, batches: int, *, has_extra: bool = False) -> None:
         """Tokenizes every prompt that batches 1 .. `batches` visit. Raises SettingsError.
 
-        Without this, a prompt that is too long would end the run hours later.
+        With `has_extra`, the batches may also get extra prompts, which can be any prompt of the
+        split. Without this check, a prompt that is too long would end the run hours later.
         """
         # One epoch is enough: later epochs have the same prompts in another order.
-        for index in self._epoch_order(0)[: batches * self.N]:
+        order = self._epoch_order(0)
+        num_visited = batches * self.N
+        for index in order[:num_visited]:
             self.visited.append(digest_prompt(self.tokenized("train", index)))
+        if has_extra and self.N > 0:  # extra prompts replace sampled prompts only
+            for index in order[num_visited:]:
+                self.tokenized("train", index)
 
     def visits(self, b: int) -> list[tuple[int, int]]:
         """Returns the epoch, and the index in the split, of each prompt of batch b = 1, 2, …"""
@@ -149,9 +155,13 @@ class PromptSource:
 
         num_tokens = len(prompt.token_ids)
         if num_tokens > self.max_prompt_tokens:
+            if self._episodes is None:
+                cure = "rollout.overlong_prompts = 'drop' drops it"
+            else:
+                cure = "raise it (overlong_prompts drops no prompts of an environment)"
             raise SettingsError(
                 f"{label} has {num_tokens} tokens; rollout.max_prompt_length is "
-                f"{self.max_prompt_tokens}; rollout.overlong_prompts = 'drop' drops it"
+                f"{self.max_prompt_tokens}; {cure}"
             )
         if not self._has_warned:  # one warning per task is enough
             self._has_warned = self.chat.warn_if_rendered(prompt, label)

@@ -205,7 +205,7 @@ class RewardPool(WorkerPool):
     ) -> None:
         self._rewards = Rewards.from_reward(rewards)
         self._deadline = deadline
-        self._max_without_reward = max_without_reward
+        self.max_without_reward = max_without_reward
         # Workers find a function by its index, so a function that runs here leaves a None.
         functions = [
             reward.function if reward.is_importable else None for reward in self._rewards.parts
@@ -219,25 +219,28 @@ class RewardPool(WorkerPool):
                 ", ".join(local_titles),
             )
 
-    def score(self, groups: Iterable[Group]) -> Iterator[Group]:
+    def score(
+        self, groups: Iterable[Group], *, max_without_reward: float | None = None
+    ) -> Iterator[Group]:
         """Yields the groups, in their order, with the outcomes of their completions.
 
         A group is submitted as soon as `groups` yields it, so scoring overlaps with sampling. A
         group is yielded when it and all groups before it are done. A completion that already has
-        an outcome keeps it: its sampler failed.
+        an outcome keeps it: its sampler failed. `max_without_reward` replaces the pool's share.
 
         Raises RewardError if the workers do not work, or if too many completions have no reward:
         after the last group, or earlier, once MIN_FOR_EARLY_STOP completions have an outcome.
         """
+        max_share = self.max_without_reward if max_without_reward is None else max_without_reward
         pending: deque[PendingGroup] = deque()
         finished: list[Completion] = []  # of all groups so far
         for group in groups:
             pending.append(self._submit_group(group))
             while pending and pending[0].is_done():
-                yield self._collect(pending.popleft(), finished)
+                yield self._collect(pending.popleft(), finished, max_share)
         while pending:
-            yield self._collect(pending.popleft(), finished)
-        check_share(finished, self._max_without_reward)
+            yield self._collect(pending.popleft(), finished, max_share)
+        check_share(finished, max_share)
 
     def _submit_group(self, group: Group) -> PendingGroup:
         """Calls every reward function for the completions that it is to score."""
@@ -287,10 +290,13 @@ class RewardPool(WorkerPool):
         grace = ASYNC_GRACE if reward.is_async else 0.0
         return self.submit(call, deadline=self._deadline + grace)
 
-    def _collect(self, pending: PendingGroup, finished: list[Completion]) -> Group:
+    def _collect(
+        self, pending: PendingGroup, finished: list[Completion], max_share: float
+    ) -> Group:
         """Waits for a group's outcomes, and returns the group with them.
 
-        Adds the completions to `finished`. Raises RewardError if too many of these have no reward.
+        Adds the completions to `finished`. Raises RewardError if more than the share `max_share` of
+        these have no reward.
         """
         # Of each completion, one per reward that was called, by the reward's index.
         outcomes: dict[int, dict[int, Outcome]] = {}
@@ -309,7 +315,7 @@ class RewardPool(WorkerPool):
 
         finished += completions
         if len(finished) >= MIN_FOR_EARLY_STOP:
-            check_share(finished, self._max_without_reward)
+            check_share(finished, max_share)
         return replace(pending.group, completions=tuple(completions))
 
     def _combine(

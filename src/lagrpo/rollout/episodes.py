@@ -14,6 +14,7 @@ from lagrpo.errors import as_settings_error
 from lagrpo.model.chat import OPENING, Chat, Replies, RewritingError, TemplateError
 from lagrpo.rewards.pool import Job, WorkerPool
 from lagrpo.settings.schema import Settings
+from lagrpo.settings.sections import TaskSettings
 from lagrpo.tasks import Key, Task, environment_of, is_multi_turn
 from lagrpo.tasks.environments import Tools, system_text, take_turn
 from lagrpo.types import JsonObject, JsonView, Outcome, OutcomeKind, Prompt
@@ -56,11 +57,14 @@ class Episodes:
         return tuple(opening.messages)
 
 
-def build_episodes(settings: Settings, task: Task, chat: Chat) -> Episodes | None:
+def build_episodes(
+    settings: Settings, task_settings: TaskSettings, task: Task, chat: Chat
+) -> Episodes | None:
     """Starts the task's environment in worker processes. Returns None for completions of one turn.
 
-    Raises SettingsError for tools that do not say how they are called, for an environment that
-    cannot be sent to processes, and for a chat template that changes earlier turns.
+    `task_settings` are the settings of this task, which may belong to an evaluation set. Raises
+    SettingsError for tools that do not say how they are called, for an environment that cannot be
+    sent to processes, and for a chat template that changes earlier turns.
     """
     make = environment_of(task)
     if make is None:
@@ -81,11 +85,11 @@ def build_episodes(settings: Settings, task: Task, chat: Chat) -> Episodes | Non
         return Episodes(
             pool=WorkerPool(make),
             replies=replies,
-            turns=settings.task.max_turns,
+            turns=task_settings.max_turns,
             sampled=settings.rollout.max_completion_length,
             replied=settings.reply_limit,
             tools=tools,
-            deadline=settings.task.reward_timeout,
+            deadline=task_settings.reward_timeout,
         )
 
 

@@ -67,8 +67,12 @@ def set_up_tasks(
     setups: dict[str, TaskSetup] = {}
     sampling = settings.rollout
     sampled_prompts = settings.schedule.prompts_per_batch - offline_prompts(settings)
+    task_settings_by_name = {
+        eval_set.name: eval_set.task for eval_set in settings.eval.sets if eval_set.task is not None
+    }
     for name, task in tasks.items():
-        episodes = build_episodes(settings, task, policy.chat)
+        task_settings = task_settings_by_name.get(name, settings.task)
+        episodes = build_episodes(settings, task_settings, task, policy.chat)
         if episodes is not None:
             undo.enter_context(episodes.pool)
         with as_settings_error("task"):
@@ -81,7 +85,7 @@ def set_up_tasks(
                 sampling.max_prompt_length,
                 episodes,
             )
-            reward_pool = RewardPool(fitting_task.reward, deadline=settings.task.reward_timeout)
+            reward_pool = RewardPool(fitting_task.reward, deadline=task_settings.reward_timeout)
             undo.enter_context(reward_pool)
         setups[name] = TaskSetup(fitting_task, prompts, reward_pool, episodes)
     return setups
@@ -95,7 +99,9 @@ def check_training_prompts(
     The first rank warns of a reward `format` that no completion can get.
     """
     with as_settings_error("task"):
-        main.prompts.check(settings.schedule.batches)
+        main.prompts.check(
+            settings.schedule.batches, has_extra=settings.rollout.dynamic_sampling_rounds > 0
+        )
         if ranks.is_first:
             first_prompt = main.prompts.check_prompts(1)[0].prompt
             warn_of_formats(main.task.reward, first_prompt, policy.chat)

@@ -217,6 +217,14 @@ def chat_template(model: ModelSettings) -> str | None:
 
 
 def offline_prompts(settings: Settings) -> int:
-    """The number of prompts of each batch that come from a file: the share of N, at least one."""
-    data, share = settings.offline.data, settings.offline.fraction
-    return max(1, round(share * settings.schedule.prompts_per_batch)) if data else 0
+    """Returns the number of prompts of each batch that come from a file.
+
+    It is the fraction of the batch, rounded, but at least one. With a fraction below 1, at least
+    one prompt gets fresh completions, unless the batch has only one prompt.
+    """
+    offline = settings.offline
+    if not offline.data:
+        return 0
+    num_prompts = settings.schedule.prompts_per_batch
+    largest = num_prompts if offline.fraction == 1 else num_prompts - 1
+    return max(1, min(round(offline.fraction * num_prompts), largest))

@@ -9,6 +9,9 @@ from lagrpo.settings.schema import Settings
 from lagrpo.tasks import Task, load_task
 from lagrpo.training.checks import offline_prompts
 
+ROUNDING_TOLERANCE = 1e-12
+"""Relative error that the length of a run in batches may have in floating point."""
+
 
 def with_batches(settings: Settings, task: Task | None = None) -> Settings:
     """Returns the settings with `schedule.epochs` turned into `schedule.batches`.
@@ -29,6 +32,9 @@ def with_batches(settings: Settings, task: Task | None = None) -> Settings:
     if task is None:
         with as_settings_error():
             task = load_task(settings.task, settings.run.seed)
-    batches = math.ceil(epochs * task.size("train") / prompts_per_batch)
+    exact_batches = epochs * task.size("train") / prompts_per_batch
+    # 1.1 epochs of 100 prompts are 110.00000000000001 prompts in floating point. Rounded up, they
+    # would need one more batch.
+    batches = math.ceil(exact_batches * (1 - ROUNDING_TOLERANCE))
     schedule = settings.schedule.model_copy(update={"batches": max(1, batches), "epochs": None})
     return settings.model_copy(update={"schedule": schedule})

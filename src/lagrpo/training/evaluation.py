@@ -241,7 +241,8 @@ class Evaluations:
     """The evaluation sets of a run, or a single one without a name, and the finished evaluations.
 
     `finished` has them by the names of their files: before, batch-000010, after, each followed by
-    .SET. Raises SettingsError for a set whose prompts do not fit.
+    .SET. Only the ones before training keep their records, which `compare` reads. Raises
+    SettingsError for a set whose prompts do not fit.
     """
 
     def __init__(self, components: TrainerComponents) -> None:
@@ -255,6 +256,16 @@ class Evaluations:
         for name, set_settings in (named_sets or {"": EvalSetSettings(name="only")}).items():
             setup = components.tasks.get(name, components.main)
             self.sets.append(build_eval_set(settings, setup, set_settings, name))
+
+    def add(self, name: str, evaluation: Evaluation) -> None:
+        """Adds a finished evaluation, without its records unless they are needed later.
+
+        Records have the texts of all completions, so the records of all evaluations would need much
+        memory.
+        """
+        is_compared = moment_of(name) == Moment.BEFORE
+        records = evaluation.records if is_compared else []
+        self.finished[name] = Evaluation(evaluation.summary, records)
 
     def load(self, run: Run, batch: int) -> dict[str, Evaluation]:
         """Returns the evaluations that a run finished until a batch, by the names of their files.
@@ -307,8 +318,9 @@ class Evaluations:
         before = self.finished.get(evaluation_name(0, eval_set.name, Moment.BEFORE))
         if before is not None:
             summary |= compare(before, evaluation)
-        self.finished[name] = Evaluation(summary, evaluation.records)
-        return self.finished[name]
+        evaluation = Evaluation(summary, evaluation.records)
+        self.add(name, evaluation)
+        return evaluation
 
     def metrics(self, batch: int) -> dict[str, float | None]:
         """Returns the metrics of each named set after `batch` batches, for the next batch's line.

@@ -13,6 +13,7 @@ from itertools import chain
 from torch import Tensor
 
 from lagrpo.interrupts import raise_if_asked
+from lagrpo.rewards.pool import check_share
 from lagrpo.rollout.base import Request
 from lagrpo.rollout.prefetch import in_order
 from lagrpo.rollout.schedule import LoopState
@@ -134,16 +135,19 @@ def score_groups(
     clock: Clock,
     requests: Sequence[Request],
     groups: Iterable[Group],
+    max_without_reward: float | None = None,
 ) -> list[Group]:
     """Scores this rank's groups as they are sampled.
 
-    Returns the groups of all ranks, in the order of the requests.
+    Returns the groups of all ranks, in the order of the requests. `max_without_reward` as for
+    `RewardPool.score`.
     """
     clock.announce("sampling")
     scored: list[Group] = []
     waited_before = components.prefetcher.seconds
     with clock.measure(Phase.SCORING), components.ranks.sync_interrupts():
-        for group in components.main.reward_pool.score(groups):
+        reward_pool = components.main.reward_pool
+        for group in reward_pool.score(groups, max_without_reward=max_without_reward):
             scored.append(group)
             raise_if_asked()
     # The loop above also waits for the sampler, because `groups` is an iterator. That time is
@@ -158,6 +162,7 @@ def replace_zero_variance(
     """Replaces groups whose rewards are all equal by groups of other prompts, in a few rounds.
 
     This is DAPO's dynamic sampling with a bound. Groups that are equal after the last round stay.
+    Raises RewardError if too many completions of the batch that results have no reward.
     """
     groups = list(groups)
     prompts_used = 0
@@ -174,10 +179,15 @@ def replace_zero_variance(
         prompts_used += len(indices)
         # Every rank has all requests, and samples its share of them.
         sampled = components.prefetcher.more(components.share(requests), state.alpha)
-        candidates = score_groups(components, clock, requests, sampled)
+        # A round may be a single group, which says little about the rewards: the share without a
+        # reward is checked below, over the whole batch.
+        candidates = score_groups(components, clock, requests, sampled, max_without_reward=1.0)
         useful = [group for group in candidates if not has_zero_variance(group)]
         for index, group in zip(indices, useful, strict=False):  # useful ones may be fewer
             groups[index] = group
+    if prompts_used > 0:
+        completions = [completion for group in groups for completion in group.completions]
+        check_share(completions, components.main.reward_pool.max_without_reward)
     return groups
 
 

@@ -5,6 +5,7 @@ A run resumes from its newest checkpoint, or begins again if it ended before the
 
 from __future__ import annotations
 
+import json
 import secrets
 import shlex
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,7 @@ from pathlib import Path
 from lagrpo.errors import as_settings_error
 from lagrpo.rollout.schedule import LoopState
 from lagrpo.runs import files
-from lagrpo.runs.directory import Run
+from lagrpo.runs.directory import BEST, Run
 from lagrpo.runs.environment import collect_environment, read_environment, write_environment
 from lagrpo.runs.reading import load_events, load_metrics
 from lagrpo.settings.load import flatten
@@ -122,6 +123,7 @@ class ResumeState:
         _remove_after(rollouts, last_batch)
         weights = files.numbered(run.path / "weights", "v", "")
         _remove_after(weights, last_version)
+        _remove_best_after(run.path / "weights" / "best", last_batch)
 
         if self.checkpoint is not None:
             run.record_event(
@@ -146,6 +148,16 @@ def _remove_after(paths: Mapping[int, Path], last: int) -> None:
     for number, path in paths.items():
         if number > last:
             files.remove_directory(path)
+
+
+def _remove_best_after(directory: Path, last_batch: int) -> None:
+    """Removes weights/best if its evaluation was made after `last_batch`.
+
+    The resumed run may not reach that result again, and would then never write a new best.
+    """
+    file = directory / BEST
+    if file.exists() and json.loads(file.read_bytes())["step"] > last_batch:
+        files.remove_directory(directory)
 
 
 def describe_environment(components: TrainerComponents, earlier: ResumeState | None) -> JsonObject:
@@ -208,8 +220,10 @@ def resume_run(
 
     with as_settings_error():
         load = partial(evaluations.load, earlier.run, last_batch)
-        evaluations.finished = components.ranks.on_rank0(load)
-    recorder.restore_evaluations(evaluations.finished)
+        finished = components.ranks.on_rank0(load)
+    recorder.restore_evaluations(finished)
+    for name, evaluation in finished.items():
+        evaluations.add(name, evaluation)
 
     if components.ranks.is_first:
         earlier.cut_back(machine_changes, changed_sources, git=environment["git"])

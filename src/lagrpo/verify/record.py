@@ -173,8 +173,11 @@ def _count_fresh_prompts(settings: Settings) -> int:
     prompts = settings.schedule.prompts_per_batch
     if not settings.offline.data:
         return prompts
-    # As the run does: at least one prompt is offline, however small the fraction.
-    return prompts - max(1, round(settings.offline.fraction * prompts))
+    # As the run does: at least one prompt is offline, however small the fraction, and at least one
+    # is fresh, if there is another one and the fraction is below 1.
+    fraction = settings.offline.fraction
+    fresh_prompts = prompts - max(1, round(fraction * prompts))
+    return max(1, fresh_prompts) if fraction < 1 and prompts > 1 else fresh_prompts
 
 
 def _read_rows(path: Path, step: int) -> Iterator[Row]:

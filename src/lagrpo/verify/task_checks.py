@@ -19,6 +19,7 @@ from lagrpo.rewards.reward import Rewards
 from lagrpo.rng import permutation
 from lagrpo.runs.evaluation_names import Moment, batch_of, moment_of
 from lagrpo.runs.rollouts import reward_columns
+from lagrpo.settings.sections import TaskSettings
 from lagrpo.tasks import (
     Environment,
     StepResult,
@@ -60,7 +61,8 @@ def check_rewards(run: RecordedRun, task: Task | None) -> None:
     if make_environment is None:
         task = drop_overlong(task, settings.rollout, chat)
         check_prompts(run, task, chat)
-        score_again(run, task, chat, "train", groups_of(run.generated))
+        groups = groups_of(run.generated)
+        score_again(run, task, chat, "train", groups, deadline=settings.task.reward_timeout)
     else:
         check_prompts(run, task, None)
         reward_column = _column_of_environment(run, task)
@@ -189,7 +191,13 @@ def check_episode(
 
 
 def score_again(
-    run: RecordedRun, task: Task, chat: Chat, split: Split, groups: Sequence[Sequence[Row]]
+    run: RecordedRun,
+    task: Task,
+    chat: Chat,
+    split: Split,
+    groups: Sequence[Sequence[Row]],
+    *,
+    deadline: float,
 ) -> None:
     """Scores completions again. Rewards of a server are left out: it may answer differently."""
     rows = [row for members in groups for row in members]
@@ -204,7 +212,6 @@ def score_again(
         completions = tuple(_to_completion(row) for row in members)
         # Rewards may read how the tokenized prompt begins the answer.
         unscored.append(Group(chat.tokenize(prompt), completions))
-    deadline = run.settings.task.reward_timeout
     # A recorded run may have many completions without a reward: they must not end the replay.
     with RewardPool(task.reward, deadline=deadline, max_without_reward=1.0) as pool:
         outcomes = [
@@ -262,17 +269,17 @@ def check_evaluations(run: RecordedRun, task: Task, chat: Chat) -> None:
         if environment_of(set_task) is not None:
             run.report.skip("evaluations with several turns, which are recorded as one text")
         else:
-            largest_reward = task_settings.reward_range[1]
-            check_evaluation(run, set_task, chat, largest_reward, summary)
+            check_evaluation(run, set_task, chat, task_settings, summary)
 
 
 def check_evaluation(
-    run: RecordedRun, task: Task, chat: Chat, largest_reward: float, summary: JsonObject
+    run: RecordedRun, task: Task, chat: Chat, task_settings: TaskSettings, summary: JsonObject
 ) -> None:
     """Checks an evaluation's prompts, its rewards, and the summary that follows from them.
 
-    A reward of `largest_reward` is correct, unless the record says which completions are.
+    The largest reward of `task_settings` is correct, unless the record says which completions are.
     """
+    largest_reward = task_settings.reward_range[1]
     name = summary["name"]
     records = run.records[name]
     file = f"evaluations/{name}.parquet"
@@ -283,7 +290,7 @@ def check_evaluation(
         prompt = task.prompt("test", prompt_id)
         check_record(run, prompt, largest_reward, record, f"{file}, row {number}")
     groups = [to_rows(record, file) for record in records]
-    score_again(run, task, chat, "test", groups)
+    score_again(run, task, chat, "test", groups, deadline=task_settings.reward_timeout)
     expected = _summarize(run, name, records)
     where = f"evaluations/{name}.json"
     run.report.compare(f"evaluation {name}", where, expected, summary, SUM_TOLERANCE)
