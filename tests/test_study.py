@@ -281,6 +281,21 @@ def test_study_of_the_documentation_can_run(tmp_path):
     assert {run.settings.schedule.constant_lag for run in runs} == {None, 16}
 
 
+def test_run_with_evaluation_sets_is_finished_once_all_are_evaluated(tmp_path):
+    sets = [{"name": "easy"}, {"name": "hard"}]
+    settings = {"schedule": {"batches": 1}, "eval": {"sets": sets}}
+    _, runs = load_study(study_file(tmp_path, set=settings), tmp_path / "out")
+    run = runs[0]
+    (run.path / "evaluations").mkdir(parents=True)
+    (run.path / "config.toml").write_text(to_toml(run.settings), encoding="utf-8")
+    (run.path / "metrics.jsonl").write_text('{"step": 1}\n', encoding="utf-8")
+    assert not run.is_finished()
+    for name, is_last in ("before.easy", False), ("after.easy", False), ("after.hard", True):
+        file = run.path / "evaluations" / f"{name}.json"
+        file.write_text(json.dumps({"step": 1}), encoding="utf-8")
+        assert run.is_finished() == is_last
+
+
 # A whole study
 
 

@@ -118,7 +118,7 @@ class Run:
     path: Path
 
     def is_finished(self) -> bool:
-        """True if the run has all its batches and its last evaluation."""
+        """True if the run has all its batches and the evaluations after training."""
         if not (self.path / "config.toml").is_file():
             return False
         if len(load_metrics(self.path)) < self.settings.schedule.batches:
@@ -126,7 +126,10 @@ class Run:
         # eval.at_start also decides on the evaluation after training.
         if not self.settings.eval.at_start:
             return True
-        return any(summary["name"] == "after" for summary in load_evaluations(self.path))
+        # With evaluation sets, each has its own evaluation, and there is none without a name.
+        sets = self.settings.eval.sets
+        required_names = {f"after.{evaluation_set.name}" for evaluation_set in sets} or {"after"}
+        return required_names <= {summary["name"] for summary in load_evaluations(self.path)}
 
 
 def load_study(file: Path, directory: Path) -> tuple[Study, list[Run]]:
