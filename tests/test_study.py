@@ -23,7 +23,7 @@ from lagrpo.runs.files import write_atomically
 from lagrpo.settings.load import to_toml
 from lagrpo.study.command import main
 from lagrpo.study.measures import RunResult, commit_text, measure, parse_measure
-from lagrpo.study.report import load_results
+from lagrpo.study.report import load_results, write_report
 from lagrpo.study.spec import Study, load_study
 from lagrpo.study.statistics import Interval, judge, paired_differences, parse_claim, t_quantile
 from lagrpo.types import JsonObject
@@ -117,6 +117,33 @@ def test_unfinished_study_compares_the_same_cells_on_both_sides():
     assert paired_differences(claim, values, ["method", "v"]) == {}
     values |= {(("plain", "v = 10"), 0): 5.0, (("masked", "v = 1"), 0): 4.0}
     assert paired_differences(claim, values, ["method", "v"]) == {0: 2.0}
+
+
+def test_claim_is_inconclusive_if_a_finished_run_lacks_the_value(tmp_path):
+    """Otherwise `plain` would be faster by the seeds on which it reached the reward."""
+    text = "time/step to 0.9"
+    claim = {"says": "plain is faster", "claim": "plain < masked", "measure": text}
+    grid = {"method": {"plain": {}, "masked": {}}}
+    study = Study(
+        title="", settings="", measures=(text,), seeds=range(5), grid=grid, claims=[claim]
+    )
+    times = {"plain": [10, 11, 12, None, None], "masked": [20, 22, 21, 23, 20]}
+    results = {}
+    for method, costs in times.items():
+        for seed, cost in enumerate(costs):
+            line = {"reward": 0.0 if cost is None else 1.0, "time/step": cost}
+            results[(method,), seed] = RunResult([line], {})
+    write_report(study, results, tmp_path)
+    page = (tmp_path / "report.md").read_text(encoding="utf-8")
+    assert "| inconclusive: no value in 2 runs |" in page
+    assert "| plain | 5 | 11.0 ± 2.5 (3 values) |" in page
+    assert "| masked | 5 | 21.2 ± 1.6 |" in page
+
+    # A run that is not finished is no failure.
+    del results[("plain",), 3], results[("plain",), 4]
+    write_report(study, results, tmp_path)
+    page = (tmp_path / "report.md").read_text(encoding="utf-8")
+    assert "| supported, 3 seeds |" in page
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ def _draw_cell(
 def _json(study: Study, results: Results, values: Mapping[str, Values], verdicts: Verdicts) -> str:
     """The claims, and a line for each run with its measures and what they are computed from."""
     claims = []
-    for claim, (outcome, interval) in verdicts:
+    for claim, (outcome, interval, _) in verdicts:
         difference = None
         if interval is not None:
             difference = {
@@ -180,7 +180,7 @@ def _markdown(
 
 def _claim_rows(verdicts: Verdicts) -> list[list[str]]:
     rows = [["claim", "tested as", "difference", "verdict"]]
-    for claim, (outcome, interval) in verdicts:
+    for claim, (outcome, interval, lacking) in verdicts:
         says = claim.says
         if claim.source:
             says += f" ({claim.source})"
@@ -191,6 +191,8 @@ def _claim_rows(verdicts: Verdicts) -> list[list[str]]:
         verdict = "not run"
         if interval is not None:
             verdict = f"{outcome}, {count_of(interval.n, 'seed')}"
+        if lacking:
+            verdict = f"{outcome}: no value in {count_of(lacking, 'run')}"
         rows.append([says, test, difference, verdict])
     return rows
 
@@ -203,7 +205,10 @@ def _cell_rows(study: Study, results: Results, values: Mapping[str, Values]) -> 
         for text in study.measures:
             seed_values = [values[text][cell, seed] for seed in seeds]
             numbers = [value for value in seed_values if value is not None]
-            row.append(format_interval(text, Interval.of(numbers) if numbers else None))
+            column = format_interval(text, Interval.of(numbers) if numbers else None)
+            if numbers and len(numbers) < len(seeds):
+                column += f" ({count_of(len(numbers), 'value')})"
+            row.append(column)
         rows.append(row)
     return rows
 

@@ -23,7 +23,7 @@ from lagrpo.settings.sections import Section
 from lagrpo.training.checks import check_settings
 
 from .measures import BOUNDS, metrics_of
-from .statistics import Cell, Values, Verdict, judge, paired_differences, parse_claim
+from .statistics import Cell, Values, Verdict, count_lacking, judge, paired_differences, parse_claim
 
 Sections = dict[str, dict[str, Any]]
 # Settings of all runs, unless the study sets them.
@@ -95,10 +95,17 @@ class Study(Section):
         return ["-".join(word for word in text.split("-") if word) for text in texts]
 
     def verdict(self, claim: Claim, values: Values) -> Verdict:
+        """The verdict on a claim, given the values of its measure."""
         comparison = parse_claim(claim.claim, self.grid)
         differences = paired_differences(comparison, values, list(self.grid))
         _, relation, _ = comparison
-        return judge(list(differences.values()), relation, claim.margin)
+        verdict = judge(list(differences.values()), relation, claim.margin)
+        lacking = count_lacking(comparison, values, list(self.grid))
+        if lacking:
+            # Runs lack a value for a reason, such as a reward never reached. The other seeds alone
+            # would make the side with such runs look better than it is.
+            return Verdict("inconclusive", verdict.difference, lacking)
+        return verdict
 
 
 def _reject_repeats(name: str, values: Sequence[object]) -> None:

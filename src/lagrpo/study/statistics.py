@@ -46,10 +46,14 @@ class Interval:
 
 
 class Verdict(NamedTuple):
-    """The outcome of a claim, and the interval of the difference that it rests on."""
+    """The outcome of a claim, and the interval of the difference that it rests on.
+
+    `lacking` is the number of finished runs of both sides without a value.
+    """
 
     outcome: Literal["supported", "refuted", "inconclusive"]
     difference: Interval | None
+    lacking: int = 0
 
 
 def judge(differences: Sequence[float], relation: Relation, margin: float = 0.0) -> Verdict:
@@ -168,6 +172,15 @@ def paired_differences(claim: Comparison, values: Values, axes: Sequence[str]) -
         if differences and len(differences) == len(other_labels):
             means[seed] = fmean(differences)
     return means
+
+
+def count_lacking(claim: Comparison, values: Values, axes: Sequence[str]) -> int:
+    """The number of finished runs of both sides that have no value."""
+    left_side, _, right_side = claim
+    selected = list(_select(left_side, values, axes).values())
+    if isinstance(right_side, Mapping):
+        selected += _select(right_side, values, axes).values()
+    return selected.count(None)
 
 
 def _select(
