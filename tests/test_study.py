@@ -146,6 +146,12 @@ def test_claim_is_inconclusive_if_a_finished_run_lacks_the_value(tmp_path):
     assert "| supported, 3 seeds |" in page
 
 
+def test_number_is_a_label_if_an_axis_has_it():
+    grid = {"age": {"fresh": {}, "16": {}}}
+    assert parse_claim("fresh > 16", grid) == ({"age": "fresh"}, ">", {"age": "16"})
+    assert parse_claim("16 > 0.5", grid) == ({"age": "16"}, ">", 0.5)
+
+
 @pytest.mark.parametrize(
     ("text", "cause"),
     [

@@ -197,7 +197,8 @@ def _select(
 
 
 def _parse_side(text: str, grid: Mapping[str, Mapping[str, Any]], claim: str) -> Side:
-    if re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", text):
+    is_label = any(text in labels for labels in grid.values())
+    if not is_label and re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", text):
         return float(text)
     side: dict[str, str] = {}
     for label in (word.strip() for word in text.split("&")):
