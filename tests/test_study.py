@@ -20,7 +20,7 @@ import lagrpo.study.command as study_command
 from lagrpo.errors import SettingsError
 from lagrpo.runs import load_evaluations, load_metrics
 from lagrpo.runs.files import write_atomically
-from lagrpo.settings.load import to_toml
+from lagrpo.settings.load import load_settings, to_toml
 from lagrpo.study.command import main
 from lagrpo.study.measures import RunResult, commit_text, measure, parse_measure
 from lagrpo.study.report import load_results, write_report
@@ -266,6 +266,10 @@ def study_file(root: Path, **changes: object) -> Path:
         ({"measures": ["mean reward_meen"]}, "'reward'"),
         ({"seeds": [0, 0, 1]}, "seeds: 0 occurs twice"),
         ({"grid": {"a": {"x": {}}, "b": {"x": {}}}}, "grid: 'x' occurs twice"),
+        (
+            {"set": {"schedule": {"batches": 4, "epochs": 2}}},
+            "run v-1-seed3: .* both set the length",
+        ),
         ({"set": {"loss": {"recipe": "grop"}}}, "run v-1-seed3: .*'grop'"),
     ],
 )
@@ -312,6 +316,32 @@ def test_study_of_the_documentation_can_run(tmp_path):
     _, runs = load_study(file, tmp_path / "out")
     assert len(runs) == 12
     assert {run.settings.schedule.constant_lag for run in runs} == {None, 16}
+
+
+@pytest.mark.parametrize(
+    ("base", "changes", "label", "batches"),
+    [
+        ({"epochs": 2}, {}, {}, 6),  # six prompts, two per batch
+        ({"epochs": 2}, {"batches": 4}, {}, 4),
+        ({"batches": 4}, {"epochs": 1}, {}, 3),
+        ({"batches": 4}, {"epochs": 1}, {"batches": 5}, 5),
+        ({"epochs": 1}, {"batches": 4}, {"epochs": 2}, 6),
+    ],
+)
+def test_length_of_a_run_is_the_one_set_last(tmp_path, base, changes, label, batches):
+    file = study_file(
+        tmp_path, set={"schedule": changes}, grid={"v": {"x": {"schedule": label}}}, claims=[]
+    )
+    settings = tiny_settings(tmp_path / "model", tmp_path)
+    del settings["schedule"]["batches"]
+    settings["schedule"] |= base
+    (tmp_path / "base.toml").write_text(tomli_w.dumps(settings), encoding="utf-8")
+    _, runs = load_study(file, tmp_path / "out")
+    schedule = runs[0].settings.schedule
+    assert (schedule.batches, schedule.epochs) == (batches, None)
+    # The process of the run reads the same settings.
+    (tmp_path / "run.toml").write_text(to_toml(runs[0].settings), encoding="utf-8")
+    assert load_settings(tmp_path / "run.toml") == runs[0].settings
 
 
 def test_run_with_evaluation_sets_is_finished_once_all_are_evaluated(tmp_path):

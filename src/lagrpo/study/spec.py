@@ -17,10 +17,11 @@ from lagrpo.errors import SettingsError, suggest
 from lagrpo.runs import load_evaluations, load_metrics
 from lagrpo.runs.directory import plain_name
 from lagrpo.runs.metrics import describe_metrics
-from lagrpo.settings.load import merged, read_toml, validate
+from lagrpo.settings.load import merged, read_toml, validate, with_one_length
 from lagrpo.settings.schema import Settings
-from lagrpo.settings.sections import Section
+from lagrpo.settings.sections import Section, Table
 from lagrpo.training.checks import check_settings
+from lagrpo.training.epochs import with_batches
 
 from .measures import BOUNDS, metrics_of
 from .statistics import Cell, Values, Verdict, count_lacking, judge, paired_differences, parse_claim
@@ -146,22 +147,41 @@ def load_study(file: Path, directory: Path) -> tuple[Study, list[Run]]:
     settings that differ from the ones an existing run was made with.
     """
     study = validate(read_toml(file), {}, str(file), Study)
-    base = merged(DEFAULTS, read_toml(file.parent / study.settings))
+    settings_file = file.parent / study.settings
+    base = merged(DEFAULTS, with_one_length(read_toml(settings_file), {}, str(settings_file)))
     runs: list[Run] = []
     for seed in study.seeds:
         for cell, cell_name in zip(study.cells, study.names, strict=True):
             # Without a grid there is one cell, whose name is empty.
             name = f"{cell_name}-seed{seed}".lstrip("-")
-            values = merged(base, study.set)
+            source = f"{file}, run {name}"
+            values = _override(base, study.set, source)
             for axis, label in zip(study.grid, cell, strict=True):
-                values = merged(values, study.grid[axis][label])
+                values = _override(values, study.grid[axis][label], source)
             run_section = {"output_dir": str(directory), "name": name, "seed": seed}
             values = merged(values, {"run": run_section})
-            settings = validate(values, {}, f"{file}, run {name}", Settings)
+            settings = validate(values, {}, source, Settings)
             try:
+                # is_finished() needs the number of batches.
+                settings = with_batches(settings)
                 # With "auto" a run that exists is compared with its settings instead of rejected.
                 check_settings(settings, resume="auto")
             except SettingsError as error:
                 raise SettingsError(f"run {name}: {error}") from error
             runs.append(Run(cell, seed, settings, directory / name))
     return study, runs
+
+
+def _override(values: Table, changes: Sections, source: str) -> Table:
+    """Both as one, in which changes win. The length of the run that was set last counts.
+
+    Raises SettingsError if the changes, which come from `source`, set batches and epochs.
+    """
+    with_one_length(changes, {}, source)
+    schedule = values.get("schedule")
+    # A settings file that is wrong may have a number here, which `validate` rejects.
+    is_table = isinstance(schedule, dict)
+    if is_table and changes.get("schedule", {}).get("epochs") is not None:
+        schedule = {name: value for name, value in schedule.items() if name != "batches"}
+        values = {**values, "schedule": schedule}
+    return merged(with_one_length(values, changes, source), changes)
