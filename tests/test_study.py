@@ -21,8 +21,9 @@ from lagrpo.errors import SettingsError
 from lagrpo.runs import load_evaluations, load_metrics
 from lagrpo.runs.files import write_atomically
 from lagrpo.settings.load import load_settings, to_toml
+from lagrpo.settings.sections import EvalSetSettings, EvalSettings
 from lagrpo.study.command import main
-from lagrpo.study.measures import RunResult, commit_text, measure, parse_measure
+from lagrpo.study.measures import RunResult, commit_text, is_evaluated, measure, parse_measure
 from lagrpo.study.report import load_results, write_report
 from lagrpo.study.spec import Study, load_study
 from lagrpo.study.statistics import Interval, judge, paired_differences, parse_claim, t_quantile
@@ -219,6 +220,27 @@ def test_commit_of_a_run_says_whether_the_tree_was_modified(start, resumed, text
     assert commit_text(start, events) == text
 
 
+@pytest.mark.parametrize(
+    ("text", "is_known"),
+    [
+        ("pass@1", True),
+        ("pass@4 before", True),
+        ("pass@6", True),
+        ("pass@3", False),
+        ("pass@8", False),
+        ("hard.pass@1", True),
+        ("hard.reward", True),
+        ("hard.pass@3", True),
+        ("hard.pass@4", False),
+        ("hrad.pass@1", False),
+        ("mean reward", True),
+    ],
+)
+def test_measure_needs_an_evaluation_that_computes_it(text, is_known):
+    sets = (EvalSetSettings(name="hard", num_samples=3),)
+    assert is_evaluated(text, EvalSettings(num_samples=6, sets=sets)) == is_known
+
+
 @pytest.mark.parametrize("text", ["reward", "median reward", "pass@1 after", "x to high", "x to ."])
 def test_text_that_is_not_a_measure_is_rejected(text):
     with pytest.raises(ValueError, match="is not a measure"):
@@ -264,6 +286,8 @@ def study_file(root: Path, **changes: object) -> Path:
     ("changes", "cause"),
     [
         ({"measures": ["mean reward_meen"]}, "'reward'"),
+        ({"measures": ["hrad.pass@1"]}, r"study\.toml: no run has 'hrad\.pass@1'"),
+        ({"measures": ["pass@4"]}, r"study\.toml: no run has 'pass@4'"),
         ({"seeds": [0, 0, 1]}, "seeds: 0 occurs twice"),
         ({"grid": {"a": {"x": {}}, "b": {"x": {}}}}, "grid: 'x' occurs twice"),
         (

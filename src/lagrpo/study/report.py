@@ -39,10 +39,9 @@ Verdicts = Sequence[tuple[Claim, Verdict]]
 
 def write_report(study: Study, results: Results, directory: Path) -> None:
     """Writes the report into the directory and prints the verdicts."""
-    texts = dict.fromkeys([*study.measures, *(claim.measure for claim in study.claims)])
     values = {
         text: {key: measure(text, run, study.smooth) for key, run in results.items()}
-        for text in texts
+        for text in study.all_measures
     }
     claims = [(claim, study.verdict(claim, values[claim.measure])) for claim in study.claims]
     write_atomically(directory / "report.json", _json(study, results, values, claims))

@@ -23,7 +23,7 @@ from lagrpo.settings.sections import Section, Table
 from lagrpo.training.checks import check_settings
 from lagrpo.training.epochs import with_batches
 
-from .measures import BOUNDS, metrics_of
+from .measures import BOUNDS, is_evaluated, metrics_of
 from .statistics import Cell, Values, Verdict, count_lacking, judge, paired_differences, parse_claim
 
 Sections = dict[str, dict[str, Any]]
@@ -72,8 +72,7 @@ class Study(Section):
         _reject_repeats("run names", self.names)
         for claim in self.claims:
             parse_claim(claim.claim, self.grid)
-        measures = [*self.measures, *(claim.measure for claim in self.claims)]
-        read_metrics = [name for measure in measures for name in metrics_of(measure)]
+        read_metrics = [name for measure in self.all_measures for name in metrics_of(measure)]
         for name in [*self.curves, *read_metrics]:
             families = describe_metrics([name]).values()
             known_names = [metric for metrics in families for metric in metrics]
@@ -83,6 +82,11 @@ class Study(Section):
                     "docs/metrics.md lists all"
                 )
         return self
+
+    @property
+    def all_measures(self) -> list[str]:
+        """The measures of the columns and of the claims, each once."""
+        return list(dict.fromkeys([*self.measures, *(claim.measure for claim in self.claims)]))
 
     @property
     def cells(self) -> list[Cell]:
@@ -169,6 +173,13 @@ def load_study(file: Path, directory: Path) -> tuple[Study, list[Run]]:
             except SettingsError as error:
                 raise SettingsError(f"run {name}: {error}") from error
             runs.append(Run(cell, seed, settings, directory / name))
+    for measure in study.all_measures:
+        # Cells may differ in their evaluations; a value in any of them makes the measure useful.
+        if not any(is_evaluated(measure, run.settings.eval) for run in runs):
+            raise SettingsError(
+                f"{file}: no run has {measure!r}: write SET.RESULT with a set of [[eval.sets]], "
+                "and pass@k with k = 1, 2, 4, … or eval.num_samples"
+            )
     return study, runs
 
 
