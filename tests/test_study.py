@@ -22,10 +22,10 @@ from lagrpo.runs import load_evaluations, load_metrics
 from lagrpo.runs.files import write_atomically
 from lagrpo.settings.load import load_settings, to_toml
 from lagrpo.settings.sections import EvalSetSettings, EvalSettings
-from lagrpo.study.command import main
+from lagrpo.study.command import main, run_missing
 from lagrpo.study.measures import RunResult, commit_text, is_evaluated, measure, parse_measure
 from lagrpo.study.report import load_results, write_report
-from lagrpo.study.spec import Study, load_study
+from lagrpo.study.spec import Run, Study, load_study
 from lagrpo.study.statistics import Interval, judge, paired_differences, parse_claim, t_quantile
 from lagrpo.types import JsonObject
 
@@ -437,3 +437,18 @@ def test_study_ended_by_a_signal_resumes_and_reports(tmp_path, monkeypatch, caps
     page = (out / "report.md").read_text(encoding="utf-8")
     assert "| a sampler lags (Eq. 1) | max staleness/max: v = 3 > v = 1 |" in page
     assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_run_that_failed_to_write_its_weights_after_its_last_evaluation_is_finished(
+    tmp_path, monkeypatch, capsys
+):
+    class Ended:
+        def poll(self) -> int:
+            return 1
+
+    _, runs = load_study(study_file(tmp_path), tmp_path / "out")
+    process = Ended()
+    monkeypatch.setattr(study_command, "start_run", lambda run, threads: process)
+    monkeypatch.setattr(Run, "is_finished", lambda run: True)
+    assert run_missing(runs[:1], jobs=1) == []
+    assert capsys.readouterr().out.endswith("v-1-seed3: finished\n")

@@ -117,7 +117,10 @@ def run_missing(missing: Sequence[Run], jobs: int | None) -> list[Run]:
                 run = active.pop(process)
                 if run.is_finished():
                     # Hundreds of runs would fill the disk.
-                    shutil.rmtree(run.path / "weights" / "final")
+                    weights = run.path / "weights" / "final"
+                    # A run that failed after its last evaluation may have none.
+                    if weights.is_dir():
+                        shutil.rmtree(weights)
                     print(f"{run.path.name}: finished", flush=True)
                 else:
                     failed.append(run)
