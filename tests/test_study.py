@@ -24,7 +24,7 @@ from lagrpo.settings.load import load_settings, to_toml
 from lagrpo.settings.sections import EvalSetSettings, EvalSettings
 from lagrpo.study.command import main, run_missing
 from lagrpo.study.measures import RunResult, commit_text, is_evaluated, measure, parse_measure
-from lagrpo.study.report import load_results, write_report
+from lagrpo.study.report import format_interval, load_results, write_report
 from lagrpo.study.spec import Run, Study, load_study
 from lagrpo.study.statistics import Interval, judge, paired_differences, parse_claim, t_quantile
 from lagrpo.types import JsonObject
@@ -62,6 +62,23 @@ def test_interval_by_hand():
         3,
     )
     assert Interval.of([0.5]).half is None
+
+
+@pytest.mark.parametrize(
+    ("measure_text", "interval", "text"),
+    [
+        ("mean kl", Interval(3e-4, 5e-5, 3), "0.0003 ± 5e-05"),
+        ("mean kl", Interval(-3.14e-6, None, 1), "-3.1e-06"),
+        ("mean kl", Interval(0.0, 0.0, 3), "0.000 ± 0.000"),
+        ("mean kl", Interval(3e-4, 5e-3, 3), "0.000 ± 0.005"),
+        ("mean kl", Interval(1.5, 2e-4, 3), "1.500 ± 0.000"),
+        ("mean tokens", Interval(123.45, 6.0, 3), "123.5 ± 6.0"),
+        ("hard.pass@1", Interval(0.5, 0.0125, 3), "50.0 ± 1.2 %"),
+        ("pass@1", Interval(1e-4, None, 1), "0.0 %"),
+    ],
+)
+def test_small_numbers_have_two_digits(measure_text, interval, text):
+    assert format_interval(measure_text, interval) == text
 
 
 @pytest.mark.parametrize(

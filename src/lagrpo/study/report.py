@@ -220,6 +220,11 @@ def format_interval(text: str, interval: Interval | None) -> str:
     digits = 1 if is_share or abs(interval.mean) >= 10 else 3
     scale = 100 if is_share else 1
     unit = " %" if is_share else ""
+    largest = max(abs(interval.mean), interval.half or 0.0)
+    if not is_share and 0 < largest < 0.001:
+        # Three digits after the point would be zeros.
+        half = "" if interval.half is None else f" ± {interval.half:.2g}"
+        return f"{interval.mean:.2g}{half}"
     half = "" if interval.half is None else f" ± {scale * interval.half:.{digits}f}"
     return f"{scale * interval.mean:.{digits}f}{half}{unit}"
 
