@@ -95,6 +95,8 @@ def test_small_numbers_have_two_digits(measure_text, interval, text):
         ([-0.5, 0.0, 0.5], "~", 1.2, "inconclusive"),
         ([1.5, 2.0, 2.5], "~", 0.7, "refuted"),
         ([0.1, 0.1], ">", 0.0, "inconclusive"),  # two equal differences are no evidence
+        ([0.9 - 0.8, 0.8 - 0.7], ">", 0.0, "inconclusive"),  # equal up to rounding
+        ([1000.9 - 1000.8, 0.8 - 0.7, 0.2 - 0.1], ">", 0.0, "supported"),
         ([0.5], ">", 0.0, "inconclusive"),
     ],
 )
