@@ -218,6 +218,11 @@ def test_measures_by_hand(text, value):
     )
 
 
+def test_batches_without_a_reward_count_in_what_a_reward_costs():
+    lines = [{"reward": reward, "time/step": 10.0} for reward in (None, None, 1.0)]
+    assert measure("time/step to 0.9", RunResult(lines, {}), smooth=1) == 30.0
+
+
 CLEAN, MODIFIED = {"commit": "a1", "dirty": False}, {"commit": "a1", "dirty": True}
 LATER = {"commit": "b2", "dirty": False}
 

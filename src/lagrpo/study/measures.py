@@ -217,8 +217,15 @@ def _evaluation_result(match: re.Match[str], run: RunResult) -> float | None:
 
 def _cost_until(run: RunResult, cost: str, level: float, smooth: int) -> float | None:
     """The sum of a metric until the smoothed reward reaches a level; None if it never does."""
-    rewards = smoothed([value for value in run.curve(REWARD) if value is not None], smooth)
-    reached = [number for number, reward in enumerate(rewards, start=1) if reward >= level]
+    # A batch may have no reward, and still has a cost.
+    rewards = {
+        number: value
+        for number, value in enumerate(run.curve(REWARD), start=1)
+        if value is not None
+    }
+    smoothed_rewards = smoothed(list(rewards.values()), smooth)
+    pairs = zip(rewards, smoothed_rewards, strict=True)
+    reached = [number for number, reward in pairs if reward >= level]
     if not reached:
         return None
     batches = reached[0]
