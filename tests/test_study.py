@@ -22,7 +22,7 @@ from lagrpo.runs import load_evaluations, load_metrics
 from lagrpo.runs.files import write_atomically
 from lagrpo.settings.load import load_settings, to_toml
 from lagrpo.settings.sections import EvalSetSettings, EvalSettings
-from lagrpo.study.command import main, run_missing
+from lagrpo.study.command import main, parse_options, run_missing
 from lagrpo.study.measures import RunResult, commit_text, is_evaluated, measure, parse_measure
 from lagrpo.study.report import format_interval, load_results, write_report
 from lagrpo.study.spec import Run, Study, load_study
@@ -324,6 +324,13 @@ def study_file(root: Path, **changes: object) -> Path:
 def test_wrong_study_file_is_rejected(tmp_path, changes, cause):
     with pytest.raises(SettingsError, match=cause):
         load_study(study_file(tmp_path, **changes), tmp_path / "out")
+
+
+@pytest.mark.parametrize("jobs", ["0", "-1"])
+def test_number_of_jobs_below_1_is_rejected(jobs, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        parse_options(["study.toml", "--jobs", jobs])
+    assert f"--jobs {jobs}: write a number of at least 1" in capsys.readouterr().err
 
 
 def test_required_key_of_a_study_file_is_named_alone(tmp_path):
