@@ -70,6 +70,7 @@ def test_interval_by_hand():
         ("mean kl", Interval(3e-4, 5e-5, 3), "0.0003 ± 5e-05"),
         ("mean kl", Interval(-3.14e-6, None, 1), "-3.1e-06"),
         ("mean kl", Interval(0.0, 0.0, 3), "0.000 ± 0.000"),
+        ("mean kl", Interval(3e-17, 1e-17, 3), "0.000 ± 0.000"),
         ("mean kl", Interval(3e-4, 5e-3, 3), "0.000 ± 0.005"),
         ("mean kl", Interval(1.5, 2e-4, 3), "1.500 ± 0.000"),
         ("mean tokens", Interval(123.45, 6.0, 3), "123.5 ± 6.0"),

@@ -15,7 +15,7 @@ from lagrpo.terminal.text import count_of
 
 from .measures import RunResult, measure, metrics_of, smoothed
 from .spec import Claim, Study
-from .statistics import Cell, Interval, Values, Verdict
+from .statistics import ROUNDING, Cell, Interval, Values, Verdict
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -221,8 +221,8 @@ def format_interval(text: str, interval: Interval | None) -> str:
     scale = 100 if is_share else 1
     unit = " %" if is_share else ""
     largest = max(abs(interval.mean), interval.half or 0.0)
-    if not is_share and 0 < largest < 0.001:
-        # Three digits after the point would be zeros.
+    if not is_share and ROUNDING < largest < 0.001:
+        # Three digits after the point would be zeros, as they should be for rounding errors.
         half = "" if interval.half is None else f" ± {interval.half:.2g}"
         return f"{interval.mean:.2g}{half}"
     half = "" if interval.half is None else f" ± {scale * interval.half:.{digits}f}"
