@@ -20,11 +20,12 @@ import lagrpo.study.command as study_command
 from lagrpo.errors import SettingsError
 from lagrpo.runs import load_evaluations, load_metrics
 from lagrpo.runs.files import write_atomically
-from lagrpo.settings.load import to_toml
-from lagrpo.study.command import main
-from lagrpo.study.measures import RunResult, commit_text, measure, parse_measure
-from lagrpo.study.report import load_results
-from lagrpo.study.spec import Study, load_study
+from lagrpo.settings.load import load_settings, to_toml
+from lagrpo.settings.sections import EvalSetSettings, EvalSettings
+from lagrpo.study.command import main, parse_options, run_missing
+from lagrpo.study.measures import RunResult, commit_text, is_evaluated, measure, parse_measure
+from lagrpo.study.report import format_interval, load_results, write_report
+from lagrpo.study.spec import Run, Study, load_study
 from lagrpo.study.statistics import Interval, judge, paired_differences, parse_claim, t_quantile
 from lagrpo.types import JsonObject
 
@@ -64,6 +65,24 @@ def test_interval_by_hand():
 
 
 @pytest.mark.parametrize(
+    ("measure_text", "interval", "text"),
+    [
+        ("mean kl", Interval(3e-4, 5e-5, 3), "0.0003 ± 5e-05"),
+        ("mean kl", Interval(-3.14e-6, None, 1), "-3.1e-06"),
+        ("mean kl", Interval(0.0, 0.0, 3), "0.000 ± 0.000"),
+        ("mean kl", Interval(3e-17, 1e-17, 3), "0.000 ± 0.000"),
+        ("mean kl", Interval(3e-4, 5e-3, 3), "0.000 ± 0.005"),
+        ("mean kl", Interval(1.5, 2e-4, 3), "1.500 ± 0.000"),
+        ("mean tokens", Interval(123.45, 6.0, 3), "123.5 ± 6.0"),
+        ("hard.pass@1", Interval(0.5, 0.0125, 3), "50.0 ± 1.2 %"),
+        ("pass@1", Interval(1e-4, None, 1), "0.0 %"),
+    ],
+)
+def test_small_numbers_have_two_digits(measure_text, interval, text):
+    assert format_interval(measure_text, interval) == text
+
+
+@pytest.mark.parametrize(
     ("differences", "relation", "margin", "outcome"),
     [
         ([1.0, 2.0, 3.0], ">", 0.0, "inconclusive"),  # 2 ± 2.48
@@ -77,6 +96,8 @@ def test_interval_by_hand():
         ([-0.5, 0.0, 0.5], "~", 1.2, "inconclusive"),
         ([1.5, 2.0, 2.5], "~", 0.7, "refuted"),
         ([0.1, 0.1], ">", 0.0, "inconclusive"),  # two equal differences are no evidence
+        ([0.9 - 0.8, 0.8 - 0.7], ">", 0.0, "inconclusive"),  # equal up to rounding
+        ([1000.9 - 1000.8, 0.8 - 0.7, 0.2 - 0.1], ">", 0.0, "supported"),
         ([0.5], ">", 0.0, "inconclusive"),
     ],
 )
@@ -117,6 +138,39 @@ def test_unfinished_study_compares_the_same_cells_on_both_sides():
     assert paired_differences(claim, values, ["method", "v"]) == {}
     values |= {(("plain", "v = 10"), 0): 5.0, (("masked", "v = 1"), 0): 4.0}
     assert paired_differences(claim, values, ["method", "v"]) == {0: 2.0}
+
+
+def test_claim_is_inconclusive_if_a_finished_run_lacks_the_value(tmp_path):
+    """Otherwise `plain` would be faster by the seeds on which it reached the reward."""
+    text = "time/step to 0.9"
+    claim = {"says": "plain is faster", "claim": "plain < masked", "measure": text}
+    grid = {"method": {"plain": {}, "masked": {}}}
+    study = Study(
+        title="", settings="", measures=(text,), seeds=range(5), grid=grid, claims=[claim]
+    )
+    times = {"plain": [10, 11, 12, None, None], "masked": [20, 22, 21, 23, 20]}
+    results = {}
+    for method, costs in times.items():
+        for seed, cost in enumerate(costs):
+            line = {"reward": 0.0 if cost is None else 1.0, "time/step": cost}
+            results[(method,), seed] = RunResult([line], {})
+    write_report(study, results, tmp_path)
+    page = (tmp_path / "report.md").read_text(encoding="utf-8")
+    assert "| inconclusive: no value in 2 runs |" in page
+    assert "| plain | 5 | 11.0 ± 2.5 (3 values) |" in page
+    assert "| masked | 5 | 21.2 ± 1.6 |" in page
+
+    # A run that is not finished is no failure.
+    del results[("plain",), 3], results[("plain",), 4]
+    write_report(study, results, tmp_path)
+    page = (tmp_path / "report.md").read_text(encoding="utf-8")
+    assert "| supported, 3 seeds |" in page
+
+
+def test_number_is_a_label_if_an_axis_has_it():
+    grid = {"age": {"fresh": {}, "16": {}}}
+    assert parse_claim("fresh > 16", grid) == ({"age": "fresh"}, ">", {"age": "16"})
+    assert parse_claim("16 > 0.5", grid) == ({"age": "16"}, ">", 0.5)
 
 
 @pytest.mark.parametrize(
@@ -165,6 +219,11 @@ def test_measures_by_hand(text, value):
     )
 
 
+def test_batches_without_a_reward_count_in_what_a_reward_costs():
+    lines = [{"reward": reward, "time/step": 10.0} for reward in (None, None, 1.0)]
+    assert measure("time/step to 0.9", RunResult(lines, {}), smooth=1) == 30.0
+
+
 CLEAN, MODIFIED = {"commit": "a1", "dirty": False}, {"commit": "a1", "dirty": True}
 LATER = {"commit": "b2", "dirty": False}
 
@@ -184,6 +243,27 @@ LATER = {"commit": "b2", "dirty": False}
 def test_commit_of_a_run_says_whether_the_tree_was_modified(start, resumed, text):
     events = [{"event": "weight_sync"}, *({"event": "resumed", "git": git} for git in resumed)]
     assert commit_text(start, events) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "is_known"),
+    [
+        ("pass@1", True),
+        ("pass@4 before", True),
+        ("pass@6", True),
+        ("pass@3", False),
+        ("pass@8", False),
+        ("hard.pass@1", True),
+        ("hard.reward", True),
+        ("hard.pass@3", True),
+        ("hard.pass@4", False),
+        ("hrad.pass@1", False),
+        ("mean reward", True),
+    ],
+)
+def test_measure_needs_an_evaluation_that_computes_it(text, is_known):
+    sets = (EvalSetSettings(name="hard", num_samples=3),)
+    assert is_evaluated(text, EvalSettings(num_samples=6, sets=sets)) == is_known
 
 
 @pytest.mark.parametrize("text", ["reward", "median reward", "pass@1 after", "x to high", "x to ."])
@@ -231,14 +311,27 @@ def study_file(root: Path, **changes: object) -> Path:
     ("changes", "cause"),
     [
         ({"measures": ["mean reward_meen"]}, "'reward'"),
+        ({"measures": ["hrad.pass@1"]}, r"study\.toml: no run has 'hrad\.pass@1'"),
+        ({"measures": ["pass@4"]}, r"study\.toml: no run has 'pass@4'"),
         ({"seeds": [0, 0, 1]}, "seeds: 0 occurs twice"),
         ({"grid": {"a": {"x": {}}, "b": {"x": {}}}}, "grid: 'x' occurs twice"),
+        (
+            {"set": {"schedule": {"batches": 4, "epochs": 2}}},
+            "run v-1-seed3: .* both set the length",
+        ),
         ({"set": {"loss": {"recipe": "grop"}}}, "run v-1-seed3: .*'grop'"),
     ],
 )
 def test_wrong_study_file_is_rejected(tmp_path, changes, cause):
     with pytest.raises(SettingsError, match=cause):
         load_study(study_file(tmp_path, **changes), tmp_path / "out")
+
+
+@pytest.mark.parametrize("jobs", ["0", "-1"])
+def test_number_of_jobs_below_1_is_rejected(jobs, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        parse_options(["study.toml", "--jobs", jobs])
+    assert f"--jobs {jobs}: write a number of at least 1" in capsys.readouterr().err
 
 
 def test_required_key_of_a_study_file_is_named_alone(tmp_path):
@@ -279,6 +372,47 @@ def test_study_of_the_documentation_can_run(tmp_path):
     _, runs = load_study(file, tmp_path / "out")
     assert len(runs) == 12
     assert {run.settings.schedule.constant_lag for run in runs} == {None, 16}
+
+
+@pytest.mark.parametrize(
+    ("base", "changes", "label", "batches"),
+    [
+        ({"epochs": 2}, {}, {}, 6),  # six prompts, two per batch
+        ({"epochs": 2}, {"batches": 4}, {}, 4),
+        ({"batches": 4}, {"epochs": 1}, {}, 3),
+        ({"batches": 4}, {"epochs": 1}, {"batches": 5}, 5),
+        ({"epochs": 1}, {"batches": 4}, {"epochs": 2}, 6),
+    ],
+)
+def test_length_of_a_run_is_the_one_set_last(tmp_path, base, changes, label, batches):
+    file = study_file(
+        tmp_path, set={"schedule": changes}, grid={"v": {"x": {"schedule": label}}}, claims=[]
+    )
+    settings = tiny_settings(tmp_path / "model", tmp_path)
+    del settings["schedule"]["batches"]
+    settings["schedule"] |= base
+    (tmp_path / "base.toml").write_text(tomli_w.dumps(settings), encoding="utf-8")
+    _, runs = load_study(file, tmp_path / "out")
+    schedule = runs[0].settings.schedule
+    assert (schedule.batches, schedule.epochs) == (batches, None)
+    # The process of the run reads the same settings.
+    (tmp_path / "run.toml").write_text(to_toml(runs[0].settings), encoding="utf-8")
+    assert load_settings(tmp_path / "run.toml") == runs[0].settings
+
+
+def test_run_with_evaluation_sets_is_finished_once_all_are_evaluated(tmp_path):
+    sets = [{"name": "easy"}, {"name": "hard"}]
+    settings = {"schedule": {"batches": 1}, "eval": {"sets": sets}}
+    _, runs = load_study(study_file(tmp_path, set=settings), tmp_path / "out")
+    run = runs[0]
+    (run.path / "evaluations").mkdir(parents=True)
+    (run.path / "config.toml").write_text(to_toml(run.settings), encoding="utf-8")
+    (run.path / "metrics.jsonl").write_text('{"step": 1}\n', encoding="utf-8")
+    assert not run.is_finished()
+    for name, is_last in ("before.easy", False), ("after.easy", False), ("after.hard", True):
+        file = run.path / "evaluations" / f"{name}.json"
+        file.write_text(json.dumps({"step": 1}), encoding="utf-8")
+        assert run.is_finished() == is_last
 
 
 # A whole study
@@ -335,3 +469,18 @@ def test_study_ended_by_a_signal_resumes_and_reports(tmp_path, monkeypatch, caps
     page = (out / "report.md").read_text(encoding="utf-8")
     assert "| a sampler lags (Eq. 1) | max staleness/max: v = 3 > v = 1 |" in page
     assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_run_that_failed_to_write_its_weights_after_its_last_evaluation_is_finished(
+    tmp_path, monkeypatch, capsys
+):
+    class Ended:
+        def poll(self) -> int:
+            return 1
+
+    _, runs = load_study(study_file(tmp_path), tmp_path / "out")
+    process = Ended()
+    monkeypatch.setattr(study_command, "start_run", lambda run, threads: process)
+    monkeypatch.setattr(Run, "is_finished", lambda run: True)
+    assert run_missing(runs[:1], jobs=1) == []
+    assert capsys.readouterr().out.endswith("v-1-seed3: finished\n")

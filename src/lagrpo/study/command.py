@@ -73,7 +73,10 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--results", type=Path, nargs="+", default=[], help="report.json files whose runs count too"
     )
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.jobs is not None and options.jobs < 1:
+        parser.error(f"--jobs {options.jobs}: write a number of at least 1")
+    return options
 
 
 def select_runs(runs: Sequence[Run], texts: Sequence[str]) -> Sequence[Run]:
@@ -117,7 +120,10 @@ def run_missing(missing: Sequence[Run], jobs: int | None) -> list[Run]:
                 run = active.pop(process)
                 if run.is_finished():
                     # Hundreds of runs would fill the disk.
-                    shutil.rmtree(run.path / "weights" / "final")
+                    weights = run.path / "weights" / "final"
+                    # A run that failed after its last evaluation may have none.
+                    if weights.is_dir():
+                        shutil.rmtree(weights)
                     print(f"{run.path.name}: finished", flush=True)
                 else:
                     failed.append(run)

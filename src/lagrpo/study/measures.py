@@ -28,6 +28,7 @@ from lagrpo.core.recipes import resolve
 from lagrpo.runs import load_evaluations, load_events, load_metrics, load_rollouts
 from lagrpo.runs.environment import read_environment
 from lagrpo.settings.load import load_settings
+from lagrpo.settings.sections import EvalSettings
 from lagrpo.types import JsonObject, JsonView
 
 REWARD = "reward"
@@ -162,6 +163,25 @@ def metrics_of(text: str) -> list[str]:
     return [name for name in (match["name"], match["minus"]) if name]
 
 
+def is_evaluated(text: str, settings: EvalSettings) -> bool:
+    """False for pass@k of a run whose evaluations do not compute it, or a set that it lacks."""
+    match = parse_measure(text)
+    if not match["evaluated"]:
+        return True
+    num_samples = settings.num_samples
+    if match["set"]:
+        named_sets = {evaluation_set.name: evaluation_set for evaluation_set in settings.sets}
+        if match["set"] not in named_sets:
+            return False
+        num_samples = named_sets[match["set"]].num_samples or num_samples
+    pass_at = re.match(r"pass@(\d+)", match["result"] or match["evaluated"])
+    if pass_at is None:
+        return True
+    # Evaluations compute pass@k for k = 1, 2, 4, …, and for all samples.
+    k = int(pass_at[1])
+    return k == num_samples or (k < num_samples and k.bit_count() == 1)
+
+
 def measure(text: str, run: RunResult, smooth: int) -> float | None:
     """The value of a measure; None if the run has none."""
     match = parse_measure(text)
@@ -197,8 +217,15 @@ def _evaluation_result(match: re.Match[str], run: RunResult) -> float | None:
 
 def _cost_until(run: RunResult, cost: str, level: float, smooth: int) -> float | None:
     """The sum of a metric until the smoothed reward reaches a level; None if it never does."""
-    rewards = smoothed([value for value in run.curve(REWARD) if value is not None], smooth)
-    reached = [number for number, reward in enumerate(rewards, start=1) if reward >= level]
+    # A batch may have no reward, and still has a cost.
+    rewards = {
+        number: value
+        for number, value in enumerate(run.curve(REWARD), start=1)
+        if value is not None
+    }
+    smoothed_rewards = smoothed(list(rewards.values()), smooth)
+    pairs = zip(rewards, smoothed_rewards, strict=True)
+    reached = [number for number, reward in pairs if reward >= level]
     if not reached:
         return None
     batches = reached[0]

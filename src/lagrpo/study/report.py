@@ -15,7 +15,7 @@ from lagrpo.terminal.text import count_of
 
 from .measures import RunResult, measure, metrics_of, smoothed
 from .spec import Claim, Study
-from .statistics import Cell, Interval, Values, Verdict
+from .statistics import ROUNDING, Cell, Interval, Values, Verdict
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -39,10 +39,9 @@ Verdicts = Sequence[tuple[Claim, Verdict]]
 
 def write_report(study: Study, results: Results, directory: Path) -> None:
     """Writes the report into the directory and prints the verdicts."""
-    texts = dict.fromkeys([*study.measures, *(claim.measure for claim in study.claims)])
     values = {
         text: {key: measure(text, run, study.smooth) for key, run in results.items()}
-        for text in texts
+        for text in study.all_measures
     }
     claims = [(claim, study.verdict(claim, values[claim.measure])) for claim in study.claims]
     write_atomically(directory / "report.json", _json(study, results, values, claims))
@@ -128,7 +127,7 @@ def _draw_cell(
 def _json(study: Study, results: Results, values: Mapping[str, Values], verdicts: Verdicts) -> str:
     """The claims, and a line for each run with its measures and what they are computed from."""
     claims = []
-    for claim, (outcome, interval) in verdicts:
+    for claim, (outcome, interval, _) in verdicts:
         difference = None
         if interval is not None:
             difference = {
@@ -180,7 +179,7 @@ def _markdown(
 
 def _claim_rows(verdicts: Verdicts) -> list[list[str]]:
     rows = [["claim", "tested as", "difference", "verdict"]]
-    for claim, (outcome, interval) in verdicts:
+    for claim, (outcome, interval, lacking) in verdicts:
         says = claim.says
         if claim.source:
             says += f" ({claim.source})"
@@ -191,6 +190,8 @@ def _claim_rows(verdicts: Verdicts) -> list[list[str]]:
         verdict = "not run"
         if interval is not None:
             verdict = f"{outcome}, {count_of(interval.n, 'seed')}"
+        if lacking:
+            verdict = f"{outcome}: no value in {count_of(lacking, 'run')}"
         rows.append([says, test, difference, verdict])
     return rows
 
@@ -203,7 +204,10 @@ def _cell_rows(study: Study, results: Results, values: Mapping[str, Values]) -> 
         for text in study.measures:
             seed_values = [values[text][cell, seed] for seed in seeds]
             numbers = [value for value in seed_values if value is not None]
-            row.append(format_interval(text, Interval.of(numbers) if numbers else None))
+            column = format_interval(text, Interval.of(numbers) if numbers else None)
+            if numbers and len(numbers) < len(seeds):
+                column += f" ({count_of(len(numbers), 'value')})"
+            row.append(column)
         rows.append(row)
     return rows
 
@@ -216,6 +220,11 @@ def format_interval(text: str, interval: Interval | None) -> str:
     digits = 1 if is_share or abs(interval.mean) >= 10 else 3
     scale = 100 if is_share else 1
     unit = " %" if is_share else ""
+    largest = max(abs(interval.mean), interval.half or 0.0)
+    if not is_share and ROUNDING < largest < 0.001:
+        # Three digits after the point would be zeros, as they should be for rounding errors.
+        half = "" if interval.half is None else f" ± {interval.half:.2g}"
+        return f"{interval.mean:.2g}{half}"
     half = "" if interval.half is None else f" ± {scale * interval.half:.{digits}f}"
     return f"{scale * interval.mean:.{digits}f}{half}{unit}"
 

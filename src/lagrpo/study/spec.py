@@ -17,13 +17,14 @@ from lagrpo.errors import SettingsError, suggest
 from lagrpo.runs import load_evaluations, load_metrics
 from lagrpo.runs.directory import plain_name
 from lagrpo.runs.metrics import describe_metrics
-from lagrpo.settings.load import merged, read_toml, validate
+from lagrpo.settings.load import merged, read_toml, validate, with_one_length
 from lagrpo.settings.schema import Settings
-from lagrpo.settings.sections import Section
+from lagrpo.settings.sections import Section, Table
 from lagrpo.training.checks import check_settings
+from lagrpo.training.epochs import with_batches
 
-from .measures import BOUNDS, metrics_of
-from .statistics import Cell, Values, Verdict, judge, paired_differences, parse_claim
+from .measures import BOUNDS, is_evaluated, metrics_of
+from .statistics import Cell, Values, Verdict, count_lacking, judge, paired_differences, parse_claim
 
 Sections = dict[str, dict[str, Any]]
 # Settings of all runs, unless the study sets them.
@@ -71,8 +72,7 @@ class Study(Section):
         _reject_repeats("run names", self.names)
         for claim in self.claims:
             parse_claim(claim.claim, self.grid)
-        measures = [*self.measures, *(claim.measure for claim in self.claims)]
-        read_metrics = [name for measure in measures for name in metrics_of(measure)]
+        read_metrics = [name for measure in self.all_measures for name in metrics_of(measure)]
         for name in [*self.curves, *read_metrics]:
             families = describe_metrics([name]).values()
             known_names = [metric for metrics in families for metric in metrics]
@@ -82,6 +82,11 @@ class Study(Section):
                     "docs/metrics.md lists all"
                 )
         return self
+
+    @property
+    def all_measures(self) -> list[str]:
+        """The measures of the columns and of the claims, each once."""
+        return list(dict.fromkeys([*self.measures, *(claim.measure for claim in self.claims)]))
 
     @property
     def cells(self) -> list[Cell]:
@@ -95,10 +100,17 @@ class Study(Section):
         return ["-".join(word for word in text.split("-") if word) for text in texts]
 
     def verdict(self, claim: Claim, values: Values) -> Verdict:
+        """The verdict on a claim, given the values of its measure."""
         comparison = parse_claim(claim.claim, self.grid)
         differences = paired_differences(comparison, values, list(self.grid))
         _, relation, _ = comparison
-        return judge(list(differences.values()), relation, claim.margin)
+        verdict = judge(list(differences.values()), relation, claim.margin)
+        lacking = count_lacking(comparison, values, list(self.grid))
+        if lacking:
+            # Runs lack a value for a reason, such as a reward never reached. The other seeds alone
+            # would make the side with such runs look better than it is.
+            return Verdict("inconclusive", verdict.difference, lacking)
+        return verdict
 
 
 def _reject_repeats(name: str, values: Sequence[object]) -> None:
@@ -118,7 +130,7 @@ class Run:
     path: Path
 
     def is_finished(self) -> bool:
-        """True if the run has all its batches and its last evaluation."""
+        """True if the run has all its batches and the evaluations after training."""
         if not (self.path / "config.toml").is_file():
             return False
         if len(load_metrics(self.path)) < self.settings.schedule.batches:
@@ -126,7 +138,10 @@ class Run:
         # eval.at_start also decides on the evaluation after training.
         if not self.settings.eval.at_start:
             return True
-        return any(summary["name"] == "after" for summary in load_evaluations(self.path))
+        # With evaluation sets, each has its own evaluation, and there is none without a name.
+        sets = self.settings.eval.sets
+        required_names = {f"after.{evaluation_set.name}" for evaluation_set in sets} or {"after"}
+        return required_names <= {summary["name"] for summary in load_evaluations(self.path)}
 
 
 def load_study(file: Path, directory: Path) -> tuple[Study, list[Run]]:
@@ -136,22 +151,48 @@ def load_study(file: Path, directory: Path) -> tuple[Study, list[Run]]:
     settings that differ from the ones an existing run was made with.
     """
     study = validate(read_toml(file), {}, str(file), Study)
-    base = merged(DEFAULTS, read_toml(file.parent / study.settings))
+    settings_file = file.parent / study.settings
+    base = merged(DEFAULTS, with_one_length(read_toml(settings_file), {}, str(settings_file)))
     runs: list[Run] = []
     for seed in study.seeds:
         for cell, cell_name in zip(study.cells, study.names, strict=True):
             # Without a grid there is one cell, whose name is empty.
             name = f"{cell_name}-seed{seed}".lstrip("-")
-            values = merged(base, study.set)
+            source = f"{file}, run {name}"
+            values = _override(base, study.set, source)
             for axis, label in zip(study.grid, cell, strict=True):
-                values = merged(values, study.grid[axis][label])
+                values = _override(values, study.grid[axis][label], source)
             run_section = {"output_dir": str(directory), "name": name, "seed": seed}
             values = merged(values, {"run": run_section})
-            settings = validate(values, {}, f"{file}, run {name}", Settings)
+            settings = validate(values, {}, source, Settings)
             try:
+                # is_finished() needs the number of batches.
+                settings = with_batches(settings)
                 # With "auto" a run that exists is compared with its settings instead of rejected.
                 check_settings(settings, resume="auto")
             except SettingsError as error:
                 raise SettingsError(f"run {name}: {error}") from error
             runs.append(Run(cell, seed, settings, directory / name))
+    for measure in study.all_measures:
+        # Cells may differ in their evaluations; a value in any of them makes the measure useful.
+        if not any(is_evaluated(measure, run.settings.eval) for run in runs):
+            raise SettingsError(
+                f"{file}: no run has {measure!r}: write SET.RESULT with a set of [[eval.sets]], "
+                "and pass@k with k = 1, 2, 4, … or eval.num_samples"
+            )
     return study, runs
+
+
+def _override(values: Table, changes: Sections, source: str) -> Table:
+    """Both as one, in which changes win. The length of the run that was set last counts.
+
+    Raises SettingsError if the changes, which come from `source`, set batches and epochs.
+    """
+    with_one_length(changes, {}, source)
+    schedule = values.get("schedule")
+    # A settings file that is wrong may have a number here, which `validate` rejects.
+    is_table = isinstance(schedule, dict)
+    if is_table and changes.get("schedule", {}).get("epochs") is not None:
+        schedule = {name: value for name, value in schedule.items() if name != "batches"}
+        values = {**values, "schedule": schedule}
+    return merged(with_one_length(values, changes, source), changes)

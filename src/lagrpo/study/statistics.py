@@ -19,6 +19,9 @@ from lagrpo.errors import suggest
 CONFIDENCE = 0.95
 # Identical differences have an interval of width 0. From this number on they count as evidence.
 MIN_IDENTICAL = 3
+# Differences that are identical up to rounding, such as .9 - .8 and .8 - .7, have half widths below
+# this share of their mean, or of 1 for smaller means.
+ROUNDING = 1e-12
 
 Relation = Literal[">", ">=", "<", "<=", "~"]
 Cell = tuple[str, ...]
@@ -46,10 +49,14 @@ class Interval:
 
 
 class Verdict(NamedTuple):
-    """The outcome of a claim, and the interval of the difference that it rests on."""
+    """The outcome of a claim, and the interval of the difference that it rests on.
+
+    `lacking` is the number of finished runs of both sides without a value.
+    """
 
     outcome: Literal["supported", "refuted", "inconclusive"]
     difference: Interval | None
+    lacking: int = 0
 
 
 def judge(differences: Sequence[float], relation: Relation, margin: float = 0.0) -> Verdict:
@@ -62,14 +69,17 @@ def judge(differences: Sequence[float], relation: Relation, margin: float = 0.0)
         >=         a ≥ −m                b < −m
         ~          a > −m and b < m      a > m or b < −m
 
-    and <, <= as > and >= with signs changed. Anything else is inconclusive. An interval of width 0
-    counts from MIN_IDENTICAL seeds on. If the true difference is at the bound and differences are
-    normal, 2.5 % of all studies support the claim.
+    and <, <= as > and >= with signs changed. Anything else is inconclusive. An interval of width 0,
+    up to rounding, counts from MIN_IDENTICAL seeds on. If the true difference is at the bound and
+    differences are normal, 2.5 % of all studies support the claim.
     """
     if not differences:
         return Verdict("inconclusive", None)
     interval = Interval.of(differences)
-    if interval.half is None or (interval.half == 0 and interval.n < MIN_IDENTICAL):
+    if interval.half is None:
+        return Verdict("inconclusive", interval)
+    is_identical = interval.half <= ROUNDING * max(1.0, abs(interval.mean))
+    if is_identical and interval.n < MIN_IDENTICAL:
         return Verdict("inconclusive", interval)
     # "left < right" is "-left > -right".
     mean = -interval.mean if relation in ("<", "<=") else interval.mean
@@ -170,6 +180,15 @@ def paired_differences(claim: Comparison, values: Values, axes: Sequence[str]) -
     return means
 
 
+def count_lacking(claim: Comparison, values: Values, axes: Sequence[str]) -> int:
+    """The number of finished runs of both sides that have no value."""
+    left_side, _, right_side = claim
+    selected = list(_select(left_side, values, axes).values())
+    if isinstance(right_side, Mapping):
+        selected += _select(right_side, values, axes).values()
+    return selected.count(None)
+
+
 def _select(
     side: Mapping[str, str], values: Values, axes: Sequence[str]
 ) -> dict[tuple[int, Cell], float | None]:
@@ -184,7 +203,8 @@ def _select(
 
 
 def _parse_side(text: str, grid: Mapping[str, Mapping[str, Any]], claim: str) -> Side:
-    if re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", text):
+    is_label = any(text in labels for labels in grid.values())
+    if not is_label and re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", text):
         return float(text)
     side: dict[str, str] = {}
     for label in (word.strip() for word in text.split("&")):
