@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +161,17 @@ def test_saved_config_is_the_source_with_the_dtype_of_the_weights(tmp_path):
     assert (tmp_path / "saved" / generation).read_text(encoding="utf-8") == (
         tmp_path / "source" / generation
     ).read_text(encoding="utf-8")
+
+
+def test_saved_generation_config_also_ends_where_completions_end(tmp_path):
+    """As for a base model with a chat template: the template ends turns by another token."""
+    source_config = source(tmp_path / "source") / "generation_config.json"
+    policy = load_policy(str(tmp_path / "source"), torch.float32)
+    chat = replace(policy.chat, eos_ids=policy.chat.eos_ids | {7})
+    replace(policy, chat=chat).save(tmp_path / "saved")
+    saved = json.loads((tmp_path / "saved" / "generation_config.json").read_text(encoding="utf-8"))
+    before = json.loads(source_config.read_text(encoding="utf-8"))
+    assert saved == before | {"eos_token_id": sorted(chat.eos_ids)}
 
 
 @pytest.mark.parametrize(

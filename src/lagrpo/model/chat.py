@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from lagrpo.errors import one_line
-from lagrpo.model.files import TOKENIZER, find_source, save_tokenizer
+from lagrpo.model.files import TOKENIZER, find_source, save_ends, save_tokenizer
 from lagrpo.types import THOUGHT_END, JsonView, Prompt
 
 logger = logging.getLogger("lagrpo")
@@ -207,9 +207,10 @@ class Chat:
         return replace(self, eos_ids=self.eos_ids | {turn_end})
 
     def save(self, directory: Path) -> None:
-        """Writes the tokenizer's files."""
+        """Writes the tokenizer's files, and the ends of completions to a model's config."""
         if self.tokenizer is not None:
             save_tokenizer(self.tokenizer, directory)
+        save_ends(directory, self.eos_ids)
 
     def tokenize(self, prompt: Prompt, tools: Tools | None = None) -> Prompt:
         """Returns the prompt with its token ids.

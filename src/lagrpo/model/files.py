@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +96,23 @@ def save_model(lm: Any, directory: Path, weights: Mapping[str, Tensor] | None = 
     source_generation_config = find_source(lm.name_or_path, GENERATION_CONFIG)
     if source_generation_config is not None:
         shutil.copyfile(source_generation_config, directory / GENERATION_CONFIG)
+
+
+def save_ends(directory: Path, eos_ids: Collection[int]) -> None:
+    """Writes the ids that end a completion into the generation config of a saved model.
+
+    Training also ends completions where the chat template ends a turn, which the source's config
+    may lack. Other programs would generate beyond it. A directory with only an adapter has no
+    generation config.
+    """
+    path = directory / GENERATION_CONFIG
+    if not path.is_file():
+        return
+    config = read_json(path)
+    ids = config.get("eos_token_id")
+    known_ids = ids if isinstance(ids, list) else [ids]
+    if set(eos_ids) - set(known_ids):
+        write_json(path, config | {"eos_token_id": sorted(eos_ids)})
 
 
 def with_rope_theta(config: Json) -> Json:

@@ -117,21 +117,22 @@ def leave_one_out_of(rewards_G: Tensor) -> Tensor:
 
 
 def maxrl(group: ScoredGroup) -> Tensor:
-    """(r - mu) / mu, and 0 where mu <= 0: MaxRL, arXiv 2602.02710."""
+    """(r - mu) / mu, and 0 where mu <= 0, up to rounding: MaxRL, arXiv 2602.02710."""
     mu = _mean_in_order(group.rewards_G)
-    return _scaled(group.rewards_G, scale=mu if mu > 0 else 0.0)
+    is_positive = mu > _rounding_of_mean(group.rewards_G)
+    return _scaled(group.rewards_G, scale=mu if is_positive else 0.0)
 
 
 def red_drop(group: ScoredGroup) -> Tensor:
     """r - mean of the remaining, and 0 for the dropped: RED-Drop, arXiv 2509.24203.
 
     If more completions lie below mu than not, the surplus with the smallest random numbers is
-    dropped.
+    dropped. A completion at mu, up to rounding, does not lie below it.
     """
     rewards_G = group.rewards_G
     if _are_equal(rewards_G):
         return _scaled(rewards_G, scale=1.0)
-    is_below_G = rewards_G < _mean_in_order(rewards_G)
+    is_below_G = _mean_in_order(rewards_G) - rewards_G > _rounding_of_mean(rewards_G)
     below = is_below_G.nonzero().flatten().tolist()
     surplus = max(0, len(below) - (len(rewards_G) - len(below)))
     below.sort(key=lambda index: float(group.uniform_G[index]))
@@ -230,6 +231,12 @@ def _scaled(rewards_G: Tensor, scale: float) -> Tensor:
 
 def _are_equal(rewards_G: Tensor) -> bool:
     return bool((rewards_G == rewards_G[0]).all())
+
+
+def _rounding_of_mean(values_G: Tensor) -> float:
+    """Returns a bound on the rounding error of the mean of float64 numbers."""
+    largest = float(values_G.abs().max())
+    return len(values_G) * torch.finfo(torch.float64).eps * largest
 
 
 def _mean_in_order(values_G: Tensor) -> float:
