@@ -61,6 +61,11 @@ def test_single_value_is_accepted_for_a_list():
     assert settings.task.rewards == (RewardSettings(name="exact", reward="exact"),)
 
 
+def test_directory_of_runs_may_start_with_the_home_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert load_settings({"run.output_dir": "~/runs"}).run.output_dir == str(tmp_path / "runs")
+
+
 def test_rewards_are_names_or_tables_and_their_ranges_add_up():
     rewards = [
         "my.module:score",

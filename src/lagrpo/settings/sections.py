@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -104,6 +105,12 @@ class RunSettings(Section):
     """Trackers that get metrics and completions: tensorboard, wandb, trackio"""
     log_completions: int = Field(default=16, ge=0, le=1024)
     """Completions per batch that the trackers get"""
+
+    @field_validator("output_dir")
+    @classmethod
+    def _expand_home(cls, output_dir: str) -> str:
+        """Expands ~ once for all readers of the setting, as in the paths of models and data."""
+        return os.path.expanduser(output_dir)
 
 
 class ModelSettings(Section):
