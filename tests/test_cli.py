@@ -196,6 +196,8 @@ WRONG = {
     "train --schedule.sync_every x": "schedule.sync_every = 'x'",
     "train --rollout.engine": "--rollout.engine",
     "train demo gsm8k": "'gsm8k'",
+    "train --rollout.stop STOP nosuch.toml": "lagrpo train nosuch.toml --rollout.stop",
+    "train --task.options.digits 2 demo --dry-run": "lagrpo train demo --task.options.digits",
     "view": "RUN",
     "view runs --port x": "--port",
     "verify run --row 3": "--row",

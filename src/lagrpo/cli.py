@@ -39,7 +39,7 @@ from lagrpo.errors import SettingsError, suggest
 from lagrpo.interrupts import find_interruption, interruptible
 from lagrpo.logs import redact
 from lagrpo.settings.command_line import CommandParser, help_text, read_words, spell_out
-from lagrpo.settings.load import flatten, load_settings
+from lagrpo.settings.load import PRESETS, flatten, load_settings
 from lagrpo.settings.schema import EVALUATION_DEFAULTS, Settings
 
 HELP = {"-h", "--help"}
@@ -181,7 +181,7 @@ class Train:
 
     Train, and write metrics, rollouts, checkpoints and the model to a directory.
 
-      SETTINGS      TOML file, or a packaged one: demo, gsm8k, deepscaler
+      SETTINGS      TOML file, or a packaged one (demo, gsm8k, deepscaler), before the options
       --resume RUN  resume a run from its newest checkpoint; auto: the run called run.name, if it
                     exists
       --dry-run     print the settings and what they mean (samples per update, staleness, memory),
@@ -204,7 +204,25 @@ def read_train_words(words: Sequence[str]) -> tuple[Train, dict[str, Any]]:
     parser.add_argument("--resume")
     parser.add_argument("--dry-run", action="store_true")
     arguments, changes = read_words(parser, words, list(Settings.model_fields))
+    if arguments["file"] is None:
+        check_settings_go_first(changes)
     return Train(**arguments), changes
+
+
+def check_settings_go_first(changes: dict[str, Any]) -> None:
+    """Raises SettingsError if an option with several words took the file of settings, too.
+
+    A list ends only at the next option, so that a file behind it looks like its last word.
+    """
+    for name, value in changes.items():
+        if not isinstance(value, tuple | list) or len(value) < 2:
+            continue
+        word = str(value[-1])
+        if word.endswith(".toml") or (PRESETS / f"{word}.toml").is_file():
+            raise SettingsError(
+                f"--{name} takes {word!r} as one of its words: if it is the settings, write it "
+                f"first: lagrpo train {word} --{name} …"
+            )
 
 
 def train(words: list[str]) -> None:
