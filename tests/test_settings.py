@@ -477,6 +477,22 @@ def test_command_line_none_and_defaults_replace_values_of_the_file():
     assert load_settings(file, parse(words)) == Settings()
 
 
+def test_command_line_none_empties_lists_and_drops_entries_of_tables():
+    file = {
+        "rollout.stop": ["STOP"],
+        "task.tools": ["calculator"],
+        "task.options.digits": 2,
+        "model.chat_template_kwargs.think": False,
+    }
+    words = (
+        "--rollout.stop None --task.tools None --task.options.digits None "
+        "--model.chat_template_kwargs.think=None"
+    )
+    settings = load_settings(file, parse(words))
+    assert settings == Settings()
+    assert load_settings(tomllib.loads(to_toml(settings))) == settings
+
+
 @pytest.mark.parametrize(
     "line",
     [

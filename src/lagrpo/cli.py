@@ -188,8 +188,8 @@ class Train:
                     and stop
 
     Settings, with their values in brackets. --task, --model and --recipe are short for
-    --task.name, --model.path and --loss.recipe; None unsets a value; lists take several words,
-    tables a value for each name.
+    --task.name, --model.path and --loss.recipe; lists take several words, tables a value for each
+    name; None unsets a value, empties a list, and drops an entry of a table.
     """
 
     file: str | None = None
