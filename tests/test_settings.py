@@ -493,6 +493,14 @@ def test_command_line_none_empties_lists_and_drops_entries_of_tables():
     assert load_settings(tomllib.loads(to_toml(settings))) == settings
 
 
+def test_none_of_a_knob_is_none_as_in_toml():
+    expected = load_settings({"loss.overrides.correction": "none"})
+    settings = load_settings({"loss.overrides.correction": None})
+    assert settings == expected
+    assert load_settings(tomllib.loads(to_toml(settings))) == expected
+    assert load_settings(None, parse("--loss.overrides.correction None")) == expected
+
+
 @pytest.mark.parametrize(
     "line",
     [

@@ -189,7 +189,8 @@ class Train:
 
     Settings, with their values in brackets. --task, --model and --recipe are short for
     --task.name, --model.path and --loss.recipe; lists take several words, tables a value for each
-    name; None unsets a value, empties a list, and drops an entry of a table.
+    name; None unsets a value, empties a list, drops an entry of a table, and is none for a knob of
+    loss.overrides.
     """
 
     file: str | None = None

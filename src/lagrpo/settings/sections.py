@@ -412,6 +412,9 @@ class LossSettings(Section):
             return values
         overrides = values.get("overrides")
         flat_overrides = flatten_paths(overrides) if isinstance(overrides, dict) else {}
+        for path, value in flat_overrides.items():
+            if value is None:
+                flat_overrides[path] = "none"  # TOML cannot write None
         _check_no_functions(flat_overrides, values.get("filters"))
         if not isinstance(overrides, dict):
             return values
