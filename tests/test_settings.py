@@ -448,6 +448,16 @@ def test_command_line_words_change_settings(line, values):
     assert load_settings({}, parse(line)) == load_settings({}, values)
 
 
+@pytest.mark.parametrize("value", ["--revision v1.0-beta", "--gpu-memory-utilization 0.3"])
+def test_option_for_vllm_behind_a_space_stays_as_it_is(value):
+    words = ["--vllm.server_args", value, "--dry_run"]
+    parser = CommandParser()
+    parser.add_argument("--dry-run", action="store_true")
+    arguments, changes = read_words(parser, words, list(Settings.model_fields))
+    assert arguments == {"dry_run": True}
+    assert changes == {"vllm.server_args": (value,)}
+
+
 @pytest.mark.parametrize(
     ("changes", "options"),
     [

@@ -68,9 +68,10 @@ def spell_out(word: str) -> str:
     >>> spell_out("--recipe=dapo"), spell_out("--run.output-dir"), spell_out("--dry_run")
     ('--loss.recipe=dapo', '--run.output_dir', '--dry-run')
     """
-    if not word.startswith("--"):
-        return word
     option, equals, value = word.partition("=")
+    # With a space it is a value, such as '--gpu-memory-utilization 0.3' for vLLM.
+    if not option.startswith("--") or " " in option:
+        return word
     name = SHORT.get(option, option).removeprefix("--")
     is_setting = "." in name
     name = name.replace("-", "_") if is_setting else name.replace("_", "-")
