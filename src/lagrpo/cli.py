@@ -286,6 +286,11 @@ def read_eval_words(words: Sequence[str]) -> tuple[Eval, dict[str, Any]]:
     parser = CommandParser()
     parser.add_argument("path", metavar="MODEL")
     arguments, changes = read_words(parser, words, EVALUATED)
+    for name in changes:
+        if name.partition(".")[2] in UNUSED:
+            raise SettingsError(
+                f"--{name} has no effect on an evaluation, only on training: remove it"
+            )
     return Eval(**arguments), changes
 
 
