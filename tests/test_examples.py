@@ -87,9 +87,9 @@ def test_minimal_example_has_the_loss_and_gradient_of_its_recipe(stale):
 
 @pytest.mark.parametrize("v", [1, 3])
 def test_minimal_example_learns_the_same_weights_as_a_run(model, tmp_path, monkeypatch, v):
-    # With v = 3 the run samples three batches at once, and in float32 rounding depends on the number
-    # of rows. With seed 0 one token is so close to its bound that an Intel CPU with AMX samples
-    # another one.
+    # With v = 3 the run samples three batches at once, and in float32 rounding depends on the
+    # number of rows. With seed 0 one token is so close to its bound that an Intel CPU with AMX
+    # samples another one.
     monkeypatch.setattr(minimal, "SEED", 1)
     settings = tiny_settings(
         model,

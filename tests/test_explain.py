@@ -91,6 +91,39 @@ def test_dry_run_counts_the_prompts_that_come_from_a_file(model, tmp_path):
     assert f"7 prompts of them from {file}" in text
 
 
+@pytest.mark.parametrize(
+    ("fraction", "staleness"),
+    [
+        (1.0, "before every batch; staleness of the offline samples unknown"),
+        (0.5, "staleness at most 0 updates, of the offline samples unknown"),
+    ],
+    ids=["all", "half"],
+)
+def test_dry_run_of_offline_data_claims_no_staleness_and_no_count(
+    model, tmp_path, fraction, staleness
+):
+    data = tmp_path / "a.jsonl"
+    data.write_text("{}\n", encoding="utf-8")
+    text = explained(
+        model,
+        offline={"data": [str(data)], "fraction": fraction},
+        schedule={"batches": 2, "prompts_per_batch": 8},
+        rollout={"num_generations": 16},
+    )
+    assert staleness in text
+    assert "8 prompts x at most 16 completions = at most 128 samples" in text
+    assert "2 batches = 2 updates, at most 256 samples" in text
+
+
+def test_dry_run_of_stale_schedule_has_no_note_if_all_samples_are_offline(model, tmp_path):
+    data = tmp_path / "a.jsonl"
+    data.write_text("{}\n", encoding="utf-8")
+    schedule = {"sync_every": 100, "num_iterations": 4}
+    assert "staleness reaches" in explained(model, schedule=schedule)
+    offline = {"data": [str(data)]}
+    assert "staleness reaches" not in explained(model, schedule=schedule, offline=offline)
+
+
 def test_dry_run_states_memory_per_rank(model, monkeypatch):
     for name, value in {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 4}.items():
         monkeypatch.setenv(name, str(value))

@@ -61,6 +61,11 @@ def test_single_value_is_accepted_for_a_list():
     assert settings.task.rewards == (RewardSettings(name="exact", reward="exact"),)
 
 
+def test_directory_of_runs_may_start_with_the_home_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert load_settings({"run.output_dir": "~/runs"}).run.output_dir == str(tmp_path / "runs")
+
+
 def test_rewards_are_names_or_tables_and_their_ranges_add_up():
     rewards = [
         "my.module:score",
@@ -443,6 +448,16 @@ def test_command_line_words_change_settings(line, values):
     assert load_settings({}, parse(line)) == load_settings({}, values)
 
 
+@pytest.mark.parametrize("value", ["--revision v1.0-beta", "--gpu-memory-utilization 0.3"])
+def test_option_for_vllm_behind_a_space_stays_as_it_is(value):
+    words = ["--vllm.server_args", value, "--dry_run"]
+    parser = CommandParser()
+    parser.add_argument("--dry-run", action="store_true")
+    arguments, changes = read_words(parser, words, list(Settings.model_fields))
+    assert arguments == {"dry_run": True}
+    assert changes == {"vllm.server_args": (value,)}
+
+
 @pytest.mark.parametrize(
     ("changes", "options"),
     [
@@ -470,6 +485,30 @@ def test_command_line_none_and_defaults_replace_values_of_the_file():
     file = {"schedule.batches": 7, "task.data": "a.jsonl", "loss.filters": ["opsm"]}
     words = "--schedule.batches 100 --task.data None --loss.filters None"
     assert load_settings(file, parse(words)) == Settings()
+
+
+def test_command_line_none_empties_lists_and_drops_entries_of_tables():
+    file = {
+        "rollout.stop": ["STOP"],
+        "task.tools": ["calculator"],
+        "task.options.digits": 2,
+        "model.chat_template_kwargs.think": False,
+    }
+    words = (
+        "--rollout.stop None --task.tools None --task.options.digits None "
+        "--model.chat_template_kwargs.think=None"
+    )
+    settings = load_settings(file, parse(words))
+    assert settings == Settings()
+    assert load_settings(tomllib.loads(to_toml(settings))) == settings
+
+
+def test_none_of_a_knob_is_none_as_in_toml():
+    expected = load_settings({"loss.overrides.correction": "none"})
+    settings = load_settings({"loss.overrides.correction": None})
+    assert settings == expected
+    assert load_settings(tomllib.loads(to_toml(settings))) == expected
+    assert load_settings(None, parse("--loss.overrides.correction None")) == expected
 
 
 @pytest.mark.parametrize(

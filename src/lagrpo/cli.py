@@ -39,7 +39,7 @@ from lagrpo.errors import SettingsError, suggest
 from lagrpo.interrupts import find_interruption, interruptible
 from lagrpo.logs import redact
 from lagrpo.settings.command_line import CommandParser, help_text, read_words, spell_out
-from lagrpo.settings.load import flatten, load_settings
+from lagrpo.settings.load import PRESETS, flatten, load_settings
 from lagrpo.settings.schema import EVALUATION_DEFAULTS, Settings
 
 HELP = {"-h", "--help"}
@@ -181,15 +181,16 @@ class Train:
 
     Train, and write metrics, rollouts, checkpoints and the model to a directory.
 
-      SETTINGS      TOML file, or a packaged one: demo, gsm8k, deepscaler
+      SETTINGS      TOML file, or a packaged one (demo, gsm8k, deepscaler), before the options
       --resume RUN  resume a run from its newest checkpoint; auto: the run called run.name, if it
                     exists
       --dry-run     print the settings and what they mean (samples per update, staleness, memory),
                     and stop
 
     Settings, with their values in brackets. --task, --model and --recipe are short for
-    --task.name, --model.path and --loss.recipe; None unsets a value; lists take several words,
-    tables a value for each name.
+    --task.name, --model.path and --loss.recipe; lists take several words, tables a value for each
+    name; None unsets a value, empties a list, drops an entry of a table, and is none for a knob of
+    loss.overrides.
     """
 
     file: str | None = None
@@ -204,7 +205,25 @@ def read_train_words(words: Sequence[str]) -> tuple[Train, dict[str, Any]]:
     parser.add_argument("--resume")
     parser.add_argument("--dry-run", action="store_true")
     arguments, changes = read_words(parser, words, list(Settings.model_fields))
+    if arguments["file"] is None:
+        check_settings_go_first(changes)
     return Train(**arguments), changes
+
+
+def check_settings_go_first(changes: dict[str, Any]) -> None:
+    """Raises SettingsError if an option with several words took the file of settings, too.
+
+    A list ends only at the next option, so that a file behind it looks like its last word.
+    """
+    for name, value in changes.items():
+        if not isinstance(value, tuple | list) or len(value) < 2:
+            continue
+        word = str(value[-1])
+        if word.endswith(".toml") or (PRESETS / f"{word}.toml").is_file():
+            raise SettingsError(
+                f"--{name} takes {word!r} as one of its words: if it is the settings, write it "
+                f"first: lagrpo train {word} --{name} …"
+            )
 
 
 def train(words: list[str]) -> None:
@@ -267,6 +286,11 @@ def read_eval_words(words: Sequence[str]) -> tuple[Eval, dict[str, Any]]:
     parser = CommandParser()
     parser.add_argument("path", metavar="MODEL")
     arguments, changes = read_words(parser, words, EVALUATED)
+    for name in changes:
+        if name.partition(".")[2] in UNUSED:
+            raise SettingsError(
+                f"--{name} has no effect on an evaluation, only on training: remove it"
+            )
     return Eval(**arguments), changes
 
 

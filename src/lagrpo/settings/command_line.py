@@ -68,9 +68,10 @@ def spell_out(word: str) -> str:
     >>> spell_out("--recipe=dapo"), spell_out("--run.output-dir"), spell_out("--dry_run")
     ('--loss.recipe=dapo', '--run.output_dir', '--dry-run')
     """
-    if not word.startswith("--"):
-        return word
     option, equals, value = word.partition("=")
+    # With a space it is a value, such as '--gpu-memory-utilization 0.3' for vLLM.
+    if not option.startswith("--") or " " in option:
+        return word
     name = SHORT.get(option, option).removeprefix("--")
     is_setting = "." in name
     name = name.replace("-", "_") if is_setting else name.replace("_", "-")
@@ -89,10 +90,12 @@ def _fields_for_words(sections: Sequence[str]) -> dict[str, FieldInfo]:
 
 
 def _read_option(value: str | list[str], field: FieldInfo) -> str | tuple[str, ...] | None:
-    """Returns the value of a setting's option; None if it says None, which unsets the setting."""
+    """Returns the value of a setting's option. None unsets the setting, and empties a list."""
     may_be_unset = type(None) in get_args(field.annotation)
     if may_be_unset and value in ("None", ["None"]):
         return None
+    if value == ["None"]:
+        return ()
     return tuple(value) if isinstance(value, list) else value
 
 
@@ -117,21 +120,26 @@ def split_tables(words: Sequence[str]) -> tuple[list[str], Table]:
     """
     table_prefixes = tuple(f"{table}." for table in TABLES)
     other_words: list[str] = []
-    entries: dict[str, list[object]] = {}
+    entries: dict[str, list[str]] = {}
     entry = ""  # the entry that the next words are values of, if any
     for word in words:
         if word.startswith("--"):
             name, equals, value = word.removeprefix("--").partition("=")
             entry = name if name.startswith(table_prefixes) else ""
             if entry:
-                entries[entry] = [_read_value(value)] if equals else []
+                entries[entry] = [value] if equals else []
                 continue
         if entry:
-            entries[entry].append(_read_value(word))
+            entries[entry].append(word)
         else:
             other_words.append(word)
-    # One word is a value; several, or none after the option, are a list.
-    tables = {name: values[0] if len(values) == 1 else values for name, values in entries.items()}
+    tables: Table = {}
+    for name, entry_words in entries.items():
+        values = [_read_value(word) for word in entry_words]
+        # One word is a value; several, or none after the option, are a list.
+        tables[name] = values[0] if len(values) == 1 else values
+        if entry_words == ["None"]:
+            tables[name] = None
     return other_words, tables
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeAlias, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
 from lagrpo.core.references import is_reference
@@ -17,6 +18,15 @@ from lagrpo.rewards.reward import sum_ranges
 
 Table: TypeAlias = dict[str, Any]
 """A table of TOML: values of any type by their names."""
+
+
+def _drop_unset(table: Table) -> Table:
+    """Returns the entries that have a value. TOML cannot write None."""
+    return {name: value for name, value in table.items() if value is not None}
+
+
+Options: TypeAlias = Annotated[Table, AfterValidator(_drop_unset)]
+"""Arguments of a function or template. None leaves one out."""
 
 KNOBS = {"kl_estimator": "kl"}
 """Settings of [loss] whose knob in core/recipes.py has another name."""
@@ -105,6 +115,12 @@ class RunSettings(Section):
     log_completions: int = Field(default=16, ge=0, le=1024)
     """Completions per batch that the trackers get"""
 
+    @field_validator("output_dir")
+    @classmethod
+    def _expand_home(cls, output_dir: str) -> str:
+        """Expands ~ once for all readers of the setting, as in the paths of models and data."""
+        return os.path.expanduser(output_dir)
+
 
 class ModelSettings(Section):
     """The model, its chat template, and LoRA adapters."""
@@ -115,7 +131,7 @@ class ModelSettings(Section):
     """bfloat16, float32, or auto: bfloat16 if the hardware can multiply in it"""
     chat_template: str | None = None
     """File with a Jinja chat template; default: the tokenizer's"""
-    chat_template_kwargs: Table = Field(default={})
+    chat_template_kwargs: Options = Field(default={})
     """Variables for the chat template, such as { enable_thinking = false }"""
     lora_r: int = Field(default=0, ge=0, le=512)
     """Rank of LoRA adapters; 0 trains all weights"""
@@ -146,7 +162,7 @@ class RewardSettings(Section):
     """The reward of a completion is the sum of weight x value; 0 only measures"""
     range: tuple[float, float] = (0.0, 1.0)
     """Smallest and largest value, before weighting"""
-    options: Table = Field(default={})
+    options: Options = Field(default={})
     """Keyword arguments of the reward function"""
 
     @model_validator(mode="before")
@@ -183,7 +199,7 @@ class TaskSettings(Section):
     """Column of the data with the reference answer"""
     system_prompt: str | None = None
     """System message before every prompt; "" for none; default: the task's own"""
-    options: Table = Field(default={})
+    options: Options = Field(default={})
     """Options of this task, such as { digits = 2 } (docs/data-and-rewards.md)"""
     rewards: tuple[RewardSettings, ...] = ()
     """Rewards: names, or tables (name, reward, weight, range, options); default: the task's own"""
@@ -396,6 +412,9 @@ class LossSettings(Section):
             return values
         overrides = values.get("overrides")
         flat_overrides = flatten_paths(overrides) if isinstance(overrides, dict) else {}
+        for path, value in flat_overrides.items():
+            if value is None:
+                flat_overrides[path] = "none"  # TOML cannot write None
         _check_no_functions(flat_overrides, values.get("filters"))
         if not isinstance(overrides, dict):
             return values

@@ -71,11 +71,13 @@ def _batch(settings: Settings) -> str:
     prompts = settings.schedule.prompts_per_batch
     completions = settings.rollout.num_generations
     updates = count_of(settings.schedule.num_iterations, "update")
-    text = (
-        f"{prompts} prompts x {completions} completions = {prompts * completions:,} samples, "
-        f"used for {updates}"
-    )
     from_files = offline_prompts(settings)
+    # A file may have fewer completions of a prompt.
+    at_most = "at most " if from_files > 0 else ""
+    text = (
+        f"{prompts} prompts x {at_most}{completions} completions = "
+        f"{at_most}{prompts * completions:,} samples, used for {updates}"
+    )
     if from_files > 0:
         files = ", ".join(settings.offline.data)
         text += f"; {count_of(from_files, 'prompt')} of them from {files}"
@@ -89,8 +91,9 @@ def _length(settings: Settings) -> str:
     batches = count_of(schedule.batches, "batch", "es")
     updates = count_of(schedule.batches * schedule.num_iterations, "update")
     tokens = samples * settings.rollout.max_completion_length
+    at_most = "at most " if offline_prompts(settings) > 0 else ""
     return (
-        f"{batches} = {updates}, {schedule.batches * samples:,} samples, "
+        f"{batches} = {updates}, {at_most}{schedule.batches * samples:,} samples, "
         f"at most {tokens:,} tokens per batch"
     )
 
@@ -154,8 +157,19 @@ def _weight_syncs(settings: Settings) -> str:
             f"when KL(alpha||pi_k) of a completion passes {s.sync_at_kl:g} nats, "
             f"at the latest {when}"
         )
-    largest = count_of(largest_staleness(settings), "update")
-    return f"weight sync {when}; staleness at most {largest}"
+    if _is_offline(settings):
+        return f"weight sync {when}; staleness of the offline samples unknown"
+    text = (
+        f"weight sync {when}; staleness at most {count_of(largest_staleness(settings), 'update')}"
+    )
+    if settings.offline.data:
+        text += ", of the offline samples unknown"
+    return text
+
+
+def _is_offline(settings: Settings) -> bool:
+    """True if all samples come from files, so that the schedule says nothing of staleness."""
+    return offline_prompts(settings) == settings.schedule.prompts_per_batch
 
 
 def largest_staleness(settings: Settings) -> int:
@@ -170,6 +184,8 @@ def _staleness_note(recipe: Recipe, settings: Settings) -> list[str]:
 
     It names two recipes that do.
     """
+    if _is_offline(settings):
+        return []
     largest = largest_staleness(settings)
     held = held_lag(recipe.name)
     if held is None or largest <= held or set(settings.loss.knobs) - {"beta"}:
