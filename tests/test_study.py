@@ -25,7 +25,7 @@ from lagrpo.settings.sections import EvalSetSettings, EvalSettings
 from lagrpo.study.command import main, parse_options, run_missing
 from lagrpo.study.measures import RunResult, commit_text, is_evaluated, measure, parse_measure
 from lagrpo.study.report import format_interval, load_results, write_report
-from lagrpo.study.spec import Run, Study, load_study
+from lagrpo.study.spec import Claim, Run, Study, load_study
 from lagrpo.study.statistics import Interval, judge, paired_differences, parse_claim, t_quantile
 from lagrpo.types import JsonObject
 
@@ -146,7 +146,12 @@ def test_claim_is_inconclusive_if_a_finished_run_lacks_the_value(tmp_path):
     claim = {"says": "plain is faster", "claim": "plain < masked", "measure": text}
     grid = {"method": {"plain": {}, "masked": {}}}
     study = Study(
-        title="", settings="", measures=(text,), seeds=range(5), grid=grid, claims=[claim]
+        title="",
+        settings="",
+        measures=(text,),
+        seeds=(0, 1, 2, 3, 4),
+        grid=grid,
+        claims=(Claim.model_validate(claim),),
     )
     times = {"plain": [10, 11, 12, None, None], "masked": [20, 22, 21, 23, 20]}
     results = {}

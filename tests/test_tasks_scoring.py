@@ -63,11 +63,13 @@ def test_reward_gives_the_verdicts_of_its_corpus(reward):
 
 
 @needs_math
-def test_math_holds_out_a_tenth_of_data_without_a_test_split():
+def test_math_holds_out_a_tenth_of_data_without_a_test_split(tmp_path):
     from lagrpo.tasks import math
 
     rows = [{"problem": f"What is {n} + 1?", "answer": str(n + 1)} for n in range(40)]
-    task = math.load(0, data={"train": rows})
+    file = tmp_path / "train.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    task = math.load(0, data=str(file))
     assert (task.size("train"), task.size("test")) == (36, 4)
 
 
