@@ -295,16 +295,16 @@ def _contradictions_of_correction(surrogate: Piece) -> Iterator[str]:
     """The reasons why a surrogate does not go together with a correction."""
     weight = surrogate.knobs.get("weight")
     with_ratio = [surrogate, weight] if isinstance(weight, Piece) else [surrogate]
-    divides_by_alpha = any(_denominator(part) is inputs.alpha for part in with_ratio)
+    if any(_denominator(part) is inputs.alpha for part in with_ratio):
+        yield (
+            "correction weights by pi_k/alpha, which the ratio already contains: set "
+            "denominator = 'pi_k', or drop it"
+        )
+    # Its denominator is alpha, and no knob.
     if surrogate.function is losses.clipped_m2po_released:
         yield (
             "correction weights by pi_k/alpha, which the ratio of clipped_m2po_released already "
             "contains: drop it"
-        )
-    if divides_by_alpha:
-        yield (
-            "correction weights by pi_k/alpha, which the ratio already contains: set "
-            "denominator = 'pi_k', or drop it"
         )
     if surrogate.function is opmd_pairwise:
         yield (

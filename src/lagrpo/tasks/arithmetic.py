@@ -13,6 +13,7 @@ from typing import Any, Literal
 from lagrpo.rewards.reward import UnscorableError, accept_any
 from lagrpo.tasks import RowTask
 from lagrpo.tasks.numbers import read_last_number
+from lagrpo.tasks.thinking import text_after_thinking
 
 WORDING = "What is {problem}? Answer with just the number."
 OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
@@ -44,6 +45,7 @@ def _ask(problem: Problem) -> tuple[str, str]:
 def score(completion: str, answer: Any) -> float:
     """Returns 1.0 if the completion's last numeral names the reference number, else 0.0.
 
+    What the model thinks before </think> does not count.
     `lagrpo.tasks.numbers` says what a numeral is. For the answer 7, these are right: "7", "7.0",
     "07", "7 apples", "3 + 4 = 7.". These are wrong: "-7", "seven", "７", "3 + 4", "5 6 7",
     "6 or 7", "7, not 8". Raises UnscorableError if the answer is not an integer.
@@ -52,7 +54,7 @@ def score(completion: str, answer: Any) -> float:
         reference_number = int(answer)
     except (TypeError, ValueError, OverflowError) as error:
         raise UnscorableError(f"the reference answer {answer!r:.80} is not an integer") from error
-    return float(read_last_number(completion) == reference_number)
+    return float(read_last_number(text_after_thinking(completion)) == reference_number)
 
 
 def split(

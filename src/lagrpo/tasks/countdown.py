@@ -101,9 +101,9 @@ def score(completion: str, answer: Any) -> float:
 def find_expression(text: str) -> str | None:
     """Returns the expression in a completion, within its last <answer> ... </answer> if it has any.
 
-    What the model thinks before </think> does not count.
     It is the last stretch of digits, + - * / ( ), × · ÷, LaTeX's times, cdot and div, and spaces
-    that has an operation between two numbers. Returns None if the text has none.
+    that has an operation between two numbers. What the model thinks before </think> does not count.
+    Returns None if the text has no expression.
 
     >>> find_expression("First 7 - 3 = 4, so (7 − 3) × 5 = 20.")
     '(7 - 3) * 5'

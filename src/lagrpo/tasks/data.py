@@ -54,10 +54,9 @@ def load_rows(
     if isinstance(named, str | None):
         source = named or os.environ.get("LAGRPO_DATA")
     test_names = test_split.split("|")
-    # Another name than "test" was asked for.
-    has_test_split = (
-        seed is None or "test" not in test_names or any(name in splits for name in test_names)
-    )
+    names_test_split = any(name in splits for name in test_names)
+    # If the data lacks a test split with a name of the user's own, `_choose_split` says so.
+    has_test_split = seed is None or names_test_split or "test" not in test_names
 
     # The only split is for training, whatever its name is.
     if seed is not None and train_split == "train" and len(splits) == 1:
