@@ -14,7 +14,7 @@ from tiny import save_tiny
 import lagrpo
 from lagrpo.core.recipes import resolve
 from lagrpo.errors import SettingsError
-from lagrpo.settings.sections import LossSettings
+from lagrpo.settings.loss import LossSettings
 from lagrpo.settings.user_loss import keep_sources
 from lagrpo.verify import verify_run
 

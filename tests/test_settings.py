@@ -18,8 +18,9 @@ from lagrpo.core.recipes import resolve
 from lagrpo.errors import SettingsError
 from lagrpo.settings.command_line import SHORT, TABLES, CommandParser, read_words
 from lagrpo.settings.load import PRESETS, list_settings, load_settings, to_toml
+from lagrpo.settings.loss import KNOBS, LossSettings
 from lagrpo.settings.schema import Settings
-from lagrpo.settings.sections import KNOBS, LossSettings, RewardSettings
+from lagrpo.settings.sections import RewardSettings
 from lagrpo.types import JsonObject
 
 KEYS = {name: field for name, field in list_settings().items() if "." in name}

@@ -2,8 +2,8 @@
 
     python docs/website/reference.py
 
-To change a row, edit the line under a field of settings/sections.py, runs/metrics.toml or
-settings/other_trainers.toml.
+To change a row, edit the line under a field of settings/sections.py or settings/loss.py,
+runs/metrics.toml or settings/other_trainers.toml.
 """
 
 import json

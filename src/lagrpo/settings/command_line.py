@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 from lagrpo.errors import SettingsError
 from lagrpo.settings.load import list_settings, suggest_setting
 from lagrpo.settings.schema import Settings
-from lagrpo.settings.sections import Table, is_list
+from lagrpo.settings.section import Table, is_list
 
 SHORT = {"--task": "--task.name", "--model": "--model.path", "--recipe": "--loss.recipe"}
 

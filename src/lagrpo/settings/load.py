@@ -22,7 +22,8 @@ from pydantic_core import ErrorDetails
 from lagrpo.errors import SettingsError, find_nearest, one_line
 from lagrpo.settings.other_trainers import translate
 from lagrpo.settings.schema import Settings
-from lagrpo.settings.sections import Table, TaskSettings
+from lagrpo.settings.section import Table
+from lagrpo.settings.sections import TaskSettings
 
 Model = TypeVar("Model", bound=BaseModel)
 Parameters = ParamSpec("Parameters")

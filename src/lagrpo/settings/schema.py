@@ -10,8 +10,10 @@ from collections.abc import Iterator
 from pydantic import model_validator
 
 from lagrpo.settings import sections
+from lagrpo.settings.loss import LossSettings
+from lagrpo.settings.section import Section, Table
 
-EVALUATION_DEFAULTS: sections.Table = {
+EVALUATION_DEFAULTS: Table = {
     "run.output_dir": "evaluations",
     "eval.num_prompts": 0,  # all test prompts
     # Not used: eval.num_samples counts. The default, 16, could exceed max_num_seqs.
@@ -23,7 +25,7 @@ MIN_REPLIES = 512
 """Tokens that environments may say in a completion, if max_completion_length is less."""
 
 
-class Settings(sections.Section):
+class Settings(Section):
     """All settings of a training run."""
 
     run: sections.RunSettings = sections.RunSettings()
@@ -33,7 +35,7 @@ class Settings(sections.Section):
     vllm: sections.VllmSettings = sections.VllmSettings()
     schedule: sections.ScheduleSettings = sections.ScheduleSettings()
     offline: sections.OfflineSettings = sections.OfflineSettings()
-    loss: sections.LossSettings = sections.LossSettings()
+    loss: LossSettings = LossSettings()
     optimizer: sections.OptimizerSettings = sections.OptimizerSettings()
     distributed: sections.DistributedSettings = sections.DistributedSettings()
     checkpoint: sections.CheckpointSettings = sections.CheckpointSettings()

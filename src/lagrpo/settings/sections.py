@@ -1,35 +1,23 @@
-"""The sections of the settings: frozen and validated. The line under each field is its help."""
+"""The sections of the settings: frozen and validated. The line under each field is its help.
+
+The section of the loss is in settings/loss.py.
+"""
 
 from __future__ import annotations
 
 import os
 import re
 import shlex
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeAlias, get_args, get_origin
+from collections.abc import Sequence
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
-from pydantic.fields import FieldInfo
+from pydantic import Field, field_validator, model_validator
 
 from lagrpo.core.references import is_reference
 from lagrpo.errors import suggest
 from lagrpo.logs import is_secret
 from lagrpo.rewards.reward import sum_ranges
-
-Table: TypeAlias = dict[str, Any]
-"""A table of TOML: values of any type by their names."""
-
-
-def _drop_unset(table: Table) -> Table:
-    """Returns the entries that have a value. TOML cannot write None."""
-    return {name: value for name, value in table.items() if value is not None}
-
-
-Options: TypeAlias = Annotated[Table, AfterValidator(_drop_unset)]
-"""Arguments of a function or template. None leaves one out."""
-
-KNOBS = {"kl_estimator": "kl"}
-"""Settings of [loss] whose knob in core/recipes.py has another name."""
+from lagrpo.settings.section import Options, Section, Table
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 """A decay of AdamW."""
@@ -58,47 +46,6 @@ def split_server_args(options: Sequence[str]) -> tuple[str, ...]:
                 "environment variable (HF_TOKEN, LAGRPO_VLLM_API_KEY), which servers inherit"
             )
     return words
-
-
-def is_list(field: FieldInfo) -> bool:
-    """True for a setting that holds several values; it may also be unset."""
-    types = (field.annotation, *get_args(field.annotation))
-    return any(get_origin(field_type) is tuple for field_type in types)
-
-
-class Section(BaseModel):
-    """Frozen settings, without unknown names and infinite numbers.
-
-    A single value stands for a list of one.
-    """
-
-    model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        use_attribute_docstrings=True,
-        protected_namespaces=(),
-        allow_inf_nan=False,
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _wrap_single_values(cls, values: object) -> object:
-        """Puts a single value of a list into a list. Raises ValueError for true as a number."""
-        if not isinstance(values, dict):
-            return values
-        wrapped: Table = dict(values)
-        for name, field in cls.model_fields.items():
-            if name not in wrapped:
-                continue
-            value = wrapped[name]
-            types = (field.annotation, *get_args(field.annotation))
-            # pydantic would take true as the number 1.
-            is_number = (float in types or int in types) and bool not in types
-            if is_number and isinstance(value, bool):
-                raise ValueError(f"{name} = {str(value).lower()}: write a number")
-            if is_list(field) and isinstance(value, str | int | dict):
-                wrapped[name] = (value,)
-        return wrapped
 
 
 class RunSettings(Section):
@@ -379,106 +326,6 @@ class OfflineSettings(Section):
     """Completions to learn from: JSONL or Parquet files, globs, directories of runs"""
     fraction: float = Field(default=1.0, gt=0, le=1)
     """Fraction of each batch's prompts that come from the offline data"""
-
-
-class LossSettings(Section):
-    """The recipe, and changes of its knobs."""
-
-    recipe: str = "grpo"
-    """Loss: a name of lagrpo recipes, or package.module:name of your own"""
-    beta: float | None = None
-    """Weight of KL(policy, reference); 0: no reference; default here and below: the recipe's"""
-    kl_estimator: str | None = None
-    """Estimator of that KL: k2, k3, k3_clamped, k3_linear or k3_bias_corrected"""
-    epsilon: float | None = None
-    """Clip range: the ratio is clipped to 1 - epsilon .. 1 + epsilon"""
-    epsilon_high: float | None = None
-    """Upper end of the clip range, if it differs: 1 + epsilon_high"""
-    advantage: str | None = None
-    """normalized, centered, leave_one_out, maxrl, batch_scaled … (docs/algorithms.md)"""
-    reduction: str | None = None
-    """Mean over tokens: token_mean, sequence_mean, sequence_sum or constant_length"""
-    mask_zero_variance: bool | None = None
-    """Leave out groups whose rewards are all equal"""
-    filters: tuple[str, ...] | None = None
-    """Tokens and completions to leave out: finished_only, opsm, seq_max_k3, top_entropy, m2po"""
-    overrides: Table = Field(default={})
-    """The recipe's other knobs by path, such as mask.epsilon_high (lagrpo recipes NAME)"""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _flatten_overrides(cls, values: object) -> object:
-        if not isinstance(values, dict):
-            return values
-        overrides = values.get("overrides")
-        flat_overrides = flatten_paths(overrides) if isinstance(overrides, dict) else {}
-        for path, value in flat_overrides.items():
-            if value is None:
-                flat_overrides[path] = "none"  # TOML cannot write None
-        _check_no_functions(flat_overrides, values.get("filters"))
-        if not isinstance(overrides, dict):
-            return values
-        return values | {"overrides": flat_overrides}
-
-    @model_validator(mode="after")
-    def _check_given_once(self) -> LossSettings:
-        for knob in self._named_knobs:
-            if knob in self.overrides:
-                raise ValueError(
-                    f"{name_setting(knob)} and loss.overrides.{knob}: give one of them"
-                )
-        return self
-
-    @property
-    def _named_knobs(self) -> Table:
-        """The knobs set by a named setting such as loss.epsilon, by their paths."""
-        values = self.model_dump(exclude={"recipe", "overrides"}, exclude_none=True)
-        return {KNOBS.get(name, name): value for name, value in values.items()}
-
-    @property
-    def knobs(self) -> Table:
-        """The knobs of the recipe that are replaced, by their paths in core/recipes.py."""
-        return self._named_knobs | self.overrides
-
-
-def _check_no_functions(overrides: Table, filters: object) -> None:
-    """Raises ValueError for a function itself. Settings name functions: they are kept as text."""
-    entries: list[tuple[str, object]] = [*overrides.items(), ("filters", filters)]
-    if isinstance(filters, list | tuple):
-        entries += [("filters", entry) for entry in filters]
-    for path, value in entries:
-        if callable(value):
-            raise ValueError(
-                f"{path} is a function: write 'module:function', or give a lagrpo.Recipe as loss"
-            )
-
-
-def flatten_paths(table: Mapping[str, object], prefix: str = "") -> Table:
-    """Returns the values of nested tables by their paths.
-
-    In a table, `function` names the function whose knobs the table has.
-
-    >>> flatten_paths({"mask": {"function": "one_side", "epsilon_high": 0.3}, "beta": 0.1})
-    {'mask': 'one_side', 'mask.epsilon_high': 0.3, 'beta': 0.1}
-    """
-    flat: Table = {}
-    for name, value in table.items():
-        path = f"{prefix}{name}"
-        if not isinstance(value, Mapping):
-            flat[path] = value
-            continue
-        knobs = dict(value)
-        if "function" in knobs:
-            flat[path] = knobs.pop("function")
-        flat |= flatten_paths(knobs, f"{path}.")
-    return flat
-
-
-def name_setting(knob: str) -> str:
-    """Returns the setting of a recipe's knob: loss.epsilon, say, or loss.overrides.dual_clip."""
-    setting_names = {knob_name: name for name, knob_name in KNOBS.items()}
-    name = setting_names.get(knob, knob)
-    return f"loss.{name}" if name in LossSettings.model_fields else f"loss.overrides.{name}"
 
 
 class OptimizerSettings(Section):

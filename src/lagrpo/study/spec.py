@@ -19,7 +19,7 @@ from lagrpo.runs.directory import plain_name
 from lagrpo.runs.metrics import describe_metrics
 from lagrpo.settings.load import merged, read_toml, validate, with_one_length
 from lagrpo.settings.schema import Settings
-from lagrpo.settings.sections import Section, Table
+from lagrpo.settings.section import Section, Table
 from lagrpo.training.checks import check_settings
 from lagrpo.training.epochs import with_batches
 

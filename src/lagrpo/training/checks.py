@@ -12,8 +12,9 @@ from lagrpo.model.embedded import check_path, is_adapter
 from lagrpo.rewards.reward import load_function
 from lagrpo.runs.directory import check_new, check_writable
 from lagrpo.runs.reading import completion_files
+from lagrpo.settings.loss import name_setting
 from lagrpo.settings.schema import Settings
-from lagrpo.settings.sections import ModelSettings, name_setting
+from lagrpo.settings.sections import ModelSettings
 from lagrpo.tasks import Task, check_options
 from lagrpo.training.callbacks import check_installed
 from lagrpo.training.changes import find_changes, find_run
