@@ -490,7 +490,13 @@ def a_record(method: str, rate: float, seed: int, curve: list[float], lag: int =
     ],
 )
 def test_run_dies_if_it_ends_below_its_start_or_far_below_its_peak(curve, dies):
-    assert a_record("grpo", 1e-3, 0, curve).dies == dies
+    assert a_record("grpo", 1e-3, 0, curve).dies(64) == dies
+
+
+def test_run_dies_within_the_updates_that_are_compared():
+    record = a_record("grpo", 1e-3, 0, [0.9] * 32 + [0.2] * 32)
+    assert record.dies(64)
+    assert not record.dies(32)
 
 
 def records_by_key(*records: Record) -> dict:

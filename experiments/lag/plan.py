@@ -195,7 +195,7 @@ def passes_where_some_die(records: Mapping[RunKey, Record]) -> Iterator[Pass]:
     fates = defaultdict(list)
     for key, record in records.items():
         if key.task in MAIN_TASKS and key.seed in FIRST_SEEDS + MORE_SEEDS:
-            fates[key._replace(seed=0)].append(record.dies)
+            fates[key._replace(seed=0)].append(record.dies(record.updates))
     for key, dies in fates.items():
         if any(dies) and not all(dies):
             schedule = Schedule(key.schedule, key.lag)  # type: ignore[arg-type]

@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 from .methods import Method, Table
 
 RESULTS = Path(__file__).parent / "results"
-LAST_POINTS = 6
-"""points of a curve that make its end: a tenth of the 64"""
 
 
 class RunKey(NamedTuple):
@@ -70,21 +68,23 @@ class Record:
 
     def gain(self, updates: int) -> float:
         """The area under the curve: mean score of the first updates, above the starting point's."""
+        return fmean(self._first_points(updates)) - self.start
+
+    def dies(self, updates: int) -> bool:
+        """True if the first updates end below the start, or below 80 % of their own peak.
+
+        The end and the peak are means over a tenth of these updates.
+        """
+        curve = self._first_points(updates)
+        tenth = max(1, round(len(curve) / 10))
+        final = fmean(curve[-tenth:])
+        ends = range(tenth, len(curve) + 1)
+        peak = max(fmean(curve[end - tenth : end]) for end in ends)
+        return final < self.start or final < 0.8 * peak
+
+    def _first_points(self, updates: int) -> list[float]:
         # Whatever the length of a run, a point of its curve stands for the same share of it.
-        points = round(len(self.curve) * updates / self.updates)
-        return fmean(self.curve[:points]) - self.start
-
-    @property
-    def final(self) -> float:
-        """Mean score over the last tenth of the run."""
-        return fmean(self.curve[-LAST_POINTS:])
-
-    @property
-    def dies(self) -> bool:
-        """True if the run ends below its start, or below 80 % of its own peak."""
-        ends = range(LAST_POINTS, len(self.curve) + 1)
-        peak = max((fmean(self.curve[end - LAST_POINTS : end]) for end in ends), default=0.0)
-        return self.final < self.start or self.final < 0.8 * peak
+        return self.curve[: round(len(self.curve) * updates / self.updates)]
 
     def was_made_by(self, method: Method) -> bool:
         """True if the method still is what it was when the run was made."""

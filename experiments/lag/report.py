@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import correlation, fmean
 
@@ -38,6 +38,11 @@ MARGIN = 0.02
 leader
 """
 BASELINE = "grpo"
+VERDICT_WORDS = {"supported": "better", "refuted": "worse", "inconclusive": "inconclusive"}
+NOTABLE_LOSS = 5
+"""points"""
+NOT_COUNTED = ("prime_rl", "ipo_mask")
+"""Recipes whose cut tokens the records do not have: a regularizer gave them a gradient."""
 FIGURE_METHODS = {
     "stale_reinforce": "stale_reinforce",
     "grpo": "grpo",
@@ -80,6 +85,26 @@ class Cell:
         return max(candidates, key=lambda rate: fmean(self.kept(rate).values()))
 
     @property
+    def held_out(self) -> dict[int, float]:
+        """The area kept by each seed at the learning rate that is best for the other seeds.
+
+        `best` chooses the rate on the seeds that it judges, so it is a little too high. Only seeds
+        that were run at every rate; empty for a single one.
+        """
+        seeds = sorted(set.intersection(*(set(runs) for runs in self.by_rate.values())))
+        if len(seeds) < 2:
+            return {}
+        area_by_seed = {}
+        for seed in seeds:
+            others = {
+                rate: {other: runs[other] for other in seeds if other != seed}
+                for rate, runs in self.by_rate.items()
+            }
+            rate = replace(self, by_rate=others).best_rate
+            area_by_seed[seed] = self.kept(rate)[seed]
+        return area_by_seed
+
+    @property
     def best(self) -> dict[int, float]:
         """The area kept at the best learning rate by seed."""
         return self.kept(self.best_rate)
@@ -90,7 +115,7 @@ class Cell:
         return [
             rate
             for rate, runs in sorted(self.by_rate.items())
-            if not any(record.dies for record in runs.values())
+            if not any(record.dies(self.updates) for record in runs.values())
         ]
 
 
@@ -119,10 +144,6 @@ def find_cells(records: Mapping[RunKey, Record], table: Table, task: str) -> Cel
             at_lag_0[record.method, record.learning_rate].append(record)
     if not at_lag_0:
         return {}
-    # A small table may have none of the methods that others are compared with, and one seed.
-    living = {key: runs for key, runs in at_lag_0.items() if not any(run.dies for run in runs)}
-    references = {key: runs for key, runs in living.items() if key[0] in REFERENCE_METHODS}
-    references = references or living or at_lag_0
     # Runs at lag 0 are longer, as the reference of long runs; their own column is cut to this.
     shortest = min(record.updates for record in selected)
     cells = {}
@@ -130,10 +151,24 @@ def find_cells(records: Mapping[RunKey, Record], table: Table, task: str) -> Cel
         kind_and_lag = key[1]
         length = next(iter(next(iter(rates.values())).values())).updates
         updates = shortest if kind_and_lag[1] == 0 else length
-        # A longer run has a larger mean score, so the reference is cut to the cell's length.
-        reference = max(fmean(r.gain(updates) for r in runs) for runs in references.values())
-        cells[key] = Cell(rates, reference, updates)
+        cells[key] = Cell(rates, _reference(at_lag_0, updates), updates)
     return cells
+
+
+def _reference(at_lag_0: Mapping[tuple[str, float], Sequence[Record]], updates: int) -> float:
+    """The area of the best method at lag 0, at its best learning rate at which no seed dies.
+
+    `at_lag_0` has the runs by method and learning rate. A longer run has a larger mean score, so
+    they are cut to the length of those that are compared.
+    """
+    living = {}
+    for method_and_rate, runs in at_lag_0.items():
+        if not any(run.dies(updates) for run in runs):
+            living[method_and_rate] = runs
+    references = {key: runs for key, runs in living.items() if key[0] in REFERENCE_METHODS}
+    # A small table may have none of the methods that others are compared with, and one seed.
+    references = references or living or at_lag_0
+    return max(fmean(run.gain(updates) for run in runs) for runs in references.values())
 
 
 def leaders(cells: Cells, column: Column) -> set[str]:
@@ -169,6 +204,19 @@ def verdict_on(cells: Cells, method: str, column: Column) -> Verdict | None:
     if cell is None or baseline is None:
         return None
     return judge(_paired(cell.best, baseline.best), ">")
+
+
+def held_out_verdict_on(cells: Cells, method: str, column: Column) -> Verdict | None:
+    """As `verdict_on`, but each seed has the learning rate that is best for the other seeds.
+
+    None if one of the two has fewer than two seeds.
+    """
+    cell = cells.get((method, column))
+    baseline = cells.get((BASELINE, column))
+    if cell is None or baseline is None:
+        return None
+    differences = _paired(cell.held_out, baseline.held_out)
+    return judge(differences, ">") if len(differences) > 1 else None
 
 
 def rank_agreement(left: Mapping[str, float], right: Mapping[str, float]) -> float | None:
@@ -220,6 +268,7 @@ def _sections(records: Mapping[RunKey, Record], plan: Sequence[Pass]) -> Iterabl
                 yield _verdict_table(cells)
     yield from _summary(records)
     yield from _agreement(records)
+    yield from _held_out(records)
     yield from _clipped(records)
     machines = Counter(f"{r.cpu}, torch {r.torch}, commit {r.commit}" for r in records.values())
     yield "\n".join(f"- {count} runs: {machine}" for machine, count in machines.most_common())
@@ -284,8 +333,7 @@ def _verdict_table(cells: Cells) -> str:
         verdict = verdict_on(cells, method, column)
         if verdict is None or verdict.difference is None or method == BASELINE:
             return "–"
-        words = {"supported": "better", "refuted": "worse", "inconclusive": "inconclusive"}
-        return f"{words[verdict.outcome]}, {100 * verdict.difference.mean:+.0f}"
+        return f"{VERDICT_WORDS[verdict.outcome]}, {100 * verdict.difference.mean:+.0f}"
 
     return f"Against {BASELINE}, in points, by paired differences:\n\n" + _cell_table(cells, show)
 
@@ -341,6 +389,38 @@ def _agreement(records: Mapping[RunKey, Record]) -> Iterable[str]:
     yield markdown_table(rows)
 
 
+def _held_out(records: Mapping[RunKey, Record]) -> Iterable[str]:
+    """The cells of the main tasks that change if the rate is chosen on the other seeds."""
+    compared = 0
+    rows = [["task", "schedule", "method", "area kept", "on other seeds", "verdict", "then"]]
+    for task in MAIN_TASKS:
+        cells = find_cells(records, "published", task)
+        for (method, column), cell in cells.items():
+            verdict = verdict_on(cells, method, column)
+            held_out_verdict = held_out_verdict_on(cells, method, column)
+            if method == BASELINE or verdict is None or held_out_verdict is None:
+                continue
+            compared += 1
+            area = 100 * fmean(cell.best.values())
+            held_out_area = 100 * fmean(cell.held_out.values())
+            words = VERDICT_WORDS[verdict.outcome]
+            held_out_words = VERDICT_WORDS[held_out_verdict.outcome]
+            if words == held_out_words and area - held_out_area < NOTABLE_LOSS:
+                continue
+            areas = [f"{area:.0f}", f"{held_out_area:.0f}"]
+            rows.append([task, _column_name(column), method, *areas, words, held_out_words])
+    if compared == 0:
+        return
+    yield "## Learning rates chosen on other seeds"
+    yield (
+        "Elsewhere a learning rate is chosen on the seeds that are judged with it. Here each "
+        "seed has the rate that is best for the other ones, and so has "
+        f"`{BASELINE}`. Of {compared} cells as published, these get another verdict against it, or "
+        f"lose {NOTABLE_LOSS} points or more:"
+    )
+    yield markdown_table(rows)
+
+
 def _clipped(records: Mapping[RunKey, Record]) -> Iterable[str]:
     """The share of tokens whose gradient a threshold removes: at 0 it never acts, at 1 always."""
     shares: dict[str, list[Record]] = defaultdict(list)
@@ -356,6 +436,8 @@ def _clipped(records: Mapping[RunKey, Record]) -> Iterable[str]:
         for task in ("chain", "gamble"):
             for sign in ("positive", "negative"):
                 values = [r.diagnostics[f"clipped_{sign}"] for r in runs if r.task == task]
+                if runs[0].recipe in NOT_COUNTED:
+                    values = []
                 values = [value for value in values if value >= 0]  # -1: there is no such token
                 row.append(f"{100 * fmean(values):.1f}" if values else "–")
         rows.append([method, *row])
@@ -385,11 +467,14 @@ def write_figure(file: Path, records: Mapping[RunKey, Record]) -> None:
 
 
 def draw_area(panels: Mapping[str, Cells]):
-    """Area kept against constant lag, a panel per task and a line per method of FIGURE_METHODS."""
+    """Area kept against constant lag, a panel per task and a line per method of FIGURE_METHODS.
+
+    A hollow point: some seed dies at every learning rate.
+    """
     figure = canvas(4.6 * len(panels), 3.8)
     colors = (FAINT, BLUE, ORANGE, GREEN, VERMILLION, PURPLE)
     styles = (":", "-", "--", "-", "-.", "--")
-    markers = ("x", "o", "s", "^", "D", "v")
+    markers = ("P", "o", "s", "^", "D", "v")
     axes_of_task = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for axes, (task, cells) in zip(axes_of_task, panels.items(), strict=True):
         plain(axes, task, "constant lag (updates)", "area kept (%)")
@@ -398,12 +483,18 @@ def draw_area(panels: Mapping[str, Cells]):
             FIGURE_METHODS.items(), colors, styles, markers, strict=True
         ):
             measured_lags = [lag for lag in lags if (method, ("constant", lag)) in cells]
-            areas = [
-                100 * fmean(cells[method, ("constant", lag)].best.values()) for lag in measured_lags
-            ]
+            cells_of_line = [cells[method, ("constant", lag)] for lag in measured_lags]
+            areas = [100 * fmean(cell.best.values()) for cell in cells_of_line]
             # Lags have equal distances on the axis.
             positions = [lags.index(lag) for lag in measured_lags]
             axes.plot(positions, areas, color=color, linestyle=style, marker=marker, label=recipe)
+            dying_points = [
+                (position, area)
+                for position, area, cell in zip(positions, areas, cells_of_line, strict=True)
+                if not cell.living_rates
+            ]
+            for position, area in dying_points:
+                axes.plot(position, area, color=color, marker=marker, markerfacecolor="white")
         axes.set_xticks(range(len(lags)), [str(lag) for lag in lags])
         axes.axhline(0, color=INK, linewidth=0.8)
     lines, names = axes_of_task[0].get_legend_handles_labels()

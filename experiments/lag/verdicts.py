@@ -31,12 +31,14 @@ NOT_RUN = "–"
 DIFFERENCES = {
     "chain-many": "chain with 32 right answers",
     "chain-graded": "chain with a graded reward",
-    "chain-long": "chain with 24 tokens",
-    "chain-inept": "chain with 16 tokens, a graded reward and a teacher who errs often",
+    "chain-long": "chain with 24 tokens, a better teacher, half the prompts and updates",
+    "chain-inept": (
+        "chain with 16 tokens, a graded reward, a worse teacher, half the prompts and updates"
+    ),
     "chain-luck": "chain with a wrong reward one time in ten",
-    "chain-wide": "chain with 3,125 right answers",
-    "gamble-sure": "gamble without luck",
-    "gamble-exact": "gamble with an exact reward and without luck",
+    "chain-wide": "chain with 3,125 right answers and a worse teacher",
+    "gamble-sure": "gamble without luck: reckless jumps do no harm",
+    "gamble-exact": "the same with an exact reward",
     "gamble-apt": "gamble with a teacher who errs seldom",
     "gamble-firm": "gamble with a teacher who repeats himself",
     "gamble-short": "gamble with 4 to 7 tokens",

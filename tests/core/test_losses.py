@@ -420,3 +420,17 @@ def test_online_ipo_is_at_its_optimum_where_the_margin_is_half_of_one_over_tau()
     x = inputs(tensor([-1.0, -3.5]).requires_grad_(), ref=[-2.0, -2.0], A=[1.0, -1.0])  # h = 2.5
     assert_close(online_ipo(x, strength=0.2), torch.zeros(2))
     assert_close(gradient_of(online_ipo(x, strength=0.2).sum(), x), torch.zeros(2))
+
+
+@pytest.mark.parametrize("name", ["prime_rl", "ipo_mask"])
+def test_token_that_the_mask_cuts_is_clipped_though_the_regularizer_moves_it(name):
+    """Probabilities .3 -> .6 (cut, for both signs of A), and .3 -> .32."""
+    x = inputs(tensor([0.6, 0.32]).log(), rollout=tensor([0.3, 0.3]).log(), A=[1.0, 1.0])
+    derivative = resolve(name).differentiate(x, torch.ones(2))
+    assert derivative.clipped_T.tolist() == [True, False]
+    assert derivative.gradient_T[0] > 0  # the regularizer pulls back toward the sampler
+
+
+def test_reinforce_with_a_regularizer_and_no_mask_clips_nothing():
+    _, x = random_inputs()
+    assert not resolve("opmd").differentiate(x, torch.ones(7)).clipped_T.any()

@@ -16,7 +16,7 @@ from torch import Tensor
 from lagrpo.core.advantages import AdvantageInputs, normalized, overlong_penalty
 from lagrpo.core.inputs import LossInputs, alpha, statistic_of, without_gradient
 from lagrpo.core.kl import k3
-from lagrpo.core.losses import clipped
+from lagrpo.core.losses import clipped, reinforce
 from lagrpo.core.pieces import Piece, PieceFunction, as_piece, knob_paths, piece, with_knob
 from lagrpo.core.probe import RecordedInputs, random_inputs
 from lagrpo.core.ratios import token
@@ -38,7 +38,8 @@ class Derivative:
     gradient_T: Tensor
     """[T] d loss / d log pi"""
     clipped_T: Tensor
-    """[T] True for a clipped, masked or filtered token: the surrogate gives it no gradient"""
+    """[T] True for a clipped, masked or filtered token: the surrogate gives it no gradient, except
+    that of a regularizer"""
     filtered_T: Tensor
     """[T] True where a filter drops the token"""
     kl_T: Tensor
@@ -176,10 +177,24 @@ class Recipe:
         return Derivative(
             loss=(surrogate_loss + kl_loss).detach(),
             gradient_T=gradient_T,
-            clipped_T=surrogate_gradient_T == 0,
+            clipped_T=self._is_clipped(x, weight_T, surrogate_gradient_T),
             filtered_T=self.kept(x) == 0,
             kl_T=kl_T.detach(),
         )
+
+    def _is_clipped(self, x: LossInputs, weight_T: Tensor, surrogate_gradient_T: Tensor) -> Tensor:
+        """True for tokens to which the surrogate gives no gradient of its own, [T].
+
+        A regularizer of `reinforce` also has a gradient where the mask cuts that of the reward, so
+        the surrogate is differentiated without it.
+        """
+        surrogate = self.surrogate
+        if surrogate.function is not reinforce or surrogate.knobs["regularizer"] is None:
+            return surrogate_gradient_T == 0
+        unregularized = replace(self, surrogate=with_knob(surrogate, ["regularizer"], None))
+        with torch.enable_grad():
+            value = (weight_T * unregularized.value(x)).sum()
+            return _derivative(value, x.logp) == 0
 
     # Its pieces and knobs
 
