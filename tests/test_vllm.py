@@ -198,7 +198,7 @@ def test_sync_loads_the_weights_in_the_servers_dtype_while_paused(fake, engine, 
     assert all(
         torch.equal(written[name], tensor.bfloat16()) for name, tensor in policy.weights.items()
     )
-    assert [old.name for old in path.parent.iterdir()] == ["v000001"]
+    assert [old.name for old in path.parent.glob("v*")] == ["v000001"]
     engine.close()
     assert not path.parent.exists()
 
@@ -220,6 +220,24 @@ def test_versions_that_do_not_fit_into_shared_memory_go_to_the_output_directory(
     assert transfer.root.parent == (shared_memory if in_shared_memory else output_dir)
     transfer.close([])
     assert not transfer.root.exists()
+
+
+def test_directories_that_killed_runs_left_are_removed_and_no_others(monkeypatch, tmp_path):
+    monkeypatch.delenv(weights.DIRECTORY)
+    monkeypatch.setattr(weights, "SHARED_MEMORY", tmp_path)
+    # Its process has another number in the container that shares this memory.
+    in_use = weights.WeightTransfer()
+    in_use.root = in_use.root.rename(tmp_path / "lagrpo-999999999-01234567")
+    left = tmp_path / "lagrpo-1-89abcdef"
+    left.mkdir()
+    (left / weights.LOCK).touch()
+    users_data = tmp_path / "lagrpo-my-data"
+    users_data.mkdir()
+    transfer = weights.WeightTransfer()
+    assert set(tmp_path.iterdir()) == {in_use.root, users_data, transfer.root}
+    transfer.close([])
+    in_use.close([])
+    assert list(tmp_path.iterdir()) == [users_data]
 
 
 def test_directory_that_the_user_chose_is_not_asked_for_its_space(monkeypatch, tmp_path):

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.cuda import nccl
@@ -40,6 +41,8 @@ from lagrpo.rollout.vllm.client import (
     run_together,
 )
 
+LOCK = ".lock"
+"""In a directory of weights: locked while its process lives."""
 FILE = "model.safetensors"
 # Environment variable with the parent of the directory.
 DIRECTORY = "LAGRPO_TRANSFER_DIR"
@@ -120,6 +123,9 @@ class WeightTransfer:
         self.current: WeightUpdate | None = None
         self.run = secrets.token_hex(4)
         self.root = _make_directory(num_bytes, output_dir)
+        # The system gives the lock back when this process ends, however it ends.
+        self._root_lock = _lock_of(self.root)
+        self._root_lock.acquire()
         self._host_buffers = HostBuffers()
         self._updates: dict[str, WeightUpdate] = {}  # by label
         self._requests_in_flight: Counter[str] = Counter()  # by label
@@ -239,6 +245,7 @@ class WeightTransfer:
     def close(self, servers: Sequence[VllmClient]) -> None:
         self.drop_others(servers, None)
         shutil.rmtree(self.root, ignore_errors=True)
+        self._root_lock.release()
 
 
 class NcclTransfer(WeightTransfer):
@@ -374,11 +381,31 @@ def _own_stream(device: torch.device | int) -> Iterator[None]:
         stream.synchronize()
 
 
+def _lock_of(root: Path) -> FileLock:
+    """Returns the lock that a process holds as long as it uses its directory of weights."""
+    return FileLock(root / LOCK, thread_local=False)
+
+
+def _remove_left_directories(parent: Path) -> None:
+    """Removes the directories of weights that killed runs left.
+
+    A process of another container may share this parent, but is not visible in /proc. Its lock is.
+    """
+    for lock_file in parent.glob(f"lagrpo-*/{LOCK}"):
+        root = lock_file.parent
+        try:
+            with _lock_of(root).acquire(timeout=0):
+                shutil.rmtree(root, ignore_errors=True)
+        except (Timeout, OSError):
+            # In use, or of another user.
+            continue
+
+
 def _make_directory(num_bytes: int, output_dir: Path | None) -> Path:
     """Makes a directory for this process, and removes what killed runs left.
 
-    It removes only from the default parent. Another parent may be shared with machines whose
-    processes are not visible here. Versions of `num_bytes` that do not fit into the default parent
+    It removes only from the default parent. Another parent may be a network drive, whose locks
+    other machines need not see. Versions of `num_bytes` that do not fit into the default parent
     go to `output_dir`.
     """
     default = Path(tempfile.gettempdir())
@@ -387,10 +414,7 @@ def _make_directory(num_bytes: int, output_dir: Path | None) -> Path:
     chosen_by_user = os.environ.get(DIRECTORY)
     base = Path(chosen_by_user).expanduser() if chosen_by_user else default
     if base == default:
-        for path in base.glob("lagrpo-*-*"):
-            process_id = path.name.split("-")[1]
-            if not Path(f"/proc/{process_id}").exists():
-                shutil.rmtree(path, ignore_errors=True)
+        _remove_left_directories(base)
     if not chosen_by_user and output_dir is not None:
         needed = int(VERSIONS * num_bytes)
         free = shutil.disk_usage(default).free
