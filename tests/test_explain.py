@@ -10,7 +10,7 @@ import pytest
 from lagrpo.errors import SettingsError
 from lagrpo.settings.schema import Settings
 from lagrpo.training.checks import check_settings
-from lagrpo.training.explain import expected_memory, meaning
+from lagrpo.training.explain import expected_memory, meaning, print_meaning
 
 
 def memory(ranks: int = 1, sharding: str = "zero1", **sections: Any) -> dict[str, int]:
@@ -171,3 +171,12 @@ def test_dry_run_warns_of_a_learning_rate_too_small_for_adapters(
 
 def test_dry_run_of_a_plain_loss_has_no_note(model):
     assert "note " not in explained(model, loss={"recipe": "grpo"})
+
+
+@pytest.mark.parametrize(("rank", "prints"), [("0", True), ("1", False)])
+def test_dry_run_of_several_processes_is_printed_once(model, monkeypatch, capsys, rank, prints):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", rank)
+    settings = Settings.model_validate({"model": {"path": str(model)}})
+    print_meaning(settings, check_settings(settings))
+    assert bool(capsys.readouterr().out) == prints

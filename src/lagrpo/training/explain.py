@@ -26,7 +26,7 @@ from lagrpo.settings.schema import Settings
 from lagrpo.terminal.text import count_of
 from lagrpo.training.build_policy import loading, lora_of
 from lagrpo.training.checks import offline_prompts
-from lagrpo.training.torchrun import world_size
+from lagrpo.training.torchrun import read_count, world_size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -50,7 +50,12 @@ def meaning(settings: Settings, recipe: Recipe) -> list[str]:
 
 
 def print_meaning(settings: Settings, recipe: Recipe) -> None:
-    """Prints for a dry run the settings as TOML, and what they mean as comments."""
+    """Prints for a dry run the settings as TOML, and what they mean as comments.
+
+    Of the processes of torchrun, only the first prints.
+    """
+    if read_count("RANK", default=0) > 0:
+        return
     print(redact(to_toml(settings)))
     for line in meaning(settings, recipe):
         print(f"# {line}")
