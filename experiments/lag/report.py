@@ -147,11 +147,14 @@ def find_cells(records: Mapping[RunKey, Record], table: Table, task: str) -> Cel
     # Runs at lag 0 are longer, as the reference of long runs; their own column is cut to this.
     shortest = min(record.updates for record in selected)
     cells = {}
+    reference_by_length: dict[int, float] = {}
     for key, rates in by_cell.items():
         kind_and_lag = key[1]
         length = next(iter(next(iter(rates.values())).values())).updates
         updates = shortest if kind_and_lag[1] == 0 else length
-        cells[key] = Cell(rates, _reference(at_lag_0, updates), updates)
+        if updates not in reference_by_length:
+            reference_by_length[updates] = _reference(at_lag_0, updates)
+        cells[key] = Cell(rates, reference_by_length[updates], updates)
     return cells
 
 
