@@ -3,6 +3,8 @@ out."""
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 
 from lagrpo.core.estimators import clustered_interval
+from lagrpo.interrupts import Interrupted, deferring, interruptible
 from lagrpo.rollout.base import Request, SamplingParams
 from lagrpo.settings.schema import Settings
 from lagrpo.training.evaluation import EvalSet, Evaluations, compare, evaluate
@@ -154,3 +157,23 @@ def test_only_the_evaluation_before_training_keeps_the_texts_of_its_completions(
     assert [len(evaluation.records) for evaluation in results] == [1, 1, 1]
     assert [len(evaluations.finished[name].records) for name in names] == [1, 0, 0]
     assert evaluations.finished["after"].summary["pass@1_change"] == 0.0
+
+
+def test_signal_ends_an_evaluation_after_the_group_that_is_scored():
+    scored: list[Group] = []
+
+    def score(groups: Iterable[Group]) -> Iterator[Group]:
+        for group in groups:
+            if not scored:  # a second signal would end the process at once
+                signal.raise_signal(signal.SIGTERM)
+            scored.append(group)
+            yield group
+
+    prompts = [Prompt(key, (), None) for key in range(3)]
+    sampled = [(None, Group(prompt, ())) for prompt in prompts]
+    setup: Any = SimpleNamespace(sample=lambda requests, G, params: iter(sampled), score=score)
+    eval_set = EvalSet([], setup, SamplingParams("evaluate", 1.0, 8), samples=1)
+    with interruptible(), deferring(), pytest.raises(Interrupted) as stop:
+        evaluate(eval_set, setup)
+    assert stop.value.signal == signal.SIGTERM
+    assert [group.prompt.key for group in scored] == [0]
