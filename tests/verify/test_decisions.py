@@ -12,9 +12,9 @@ import sample_rewards
 
 from lagrpo.rewards.reward import Reward, Rewards
 from lagrpo.tasks import RowTask
-from lagrpo.types import JsonObject
+from lagrpo.types import JsonObject, Prompt
 from lagrpo.verify.record import Report
-from lagrpo.verify.task_checks import score_again, to_rows
+from lagrpo.verify.task_checks import check_record, score_again, to_rows
 
 # The answer is 7, so the first completion alone is correct. Eight lower-case letters are 1.0.
 RECORD: JsonObject = {
@@ -24,6 +24,13 @@ RECORD: JsonObject = {
     "reward_correct": [1.0, 0.0],
     "reward_letters": [0.0, 0.5],
     "is_correct": [True, False],
+    "prompt": "3 + 4",
+    "answer": "7",
+    "samples": 2,
+    "scored": 2,
+    "correct": 1,
+    "reward": 0.625,
+    "pass@1": 0.5,
     "tokens": [1, 4],
 }
 
@@ -56,3 +63,13 @@ def test_changed_decision_of_a_rollout_is_found():
     rows = to_rows(RECORD, "step-000001.parquet")
     rows[0] |= {"correct": False}
     assert find_wrong_decisions(rows) == [("correct", True)]
+
+
+def test_changed_rate_of_a_prompt_is_found():
+    prompt = Prompt(0, ({"role": "user", "content": "3 + 4"},), "7")
+    run: Any = SimpleNamespace(report=Report("run"))
+    check_record(run, prompt, 1.0, RECORD, "after.parquet, row 0")
+    assert run.report.differences == []
+    check_record(run, prompt, 1.0, RECORD | {"pass@1": 1.0}, "after.parquet, row 0")
+    (difference,) = run.report.differences
+    assert (difference.name, difference.expected) == ("pass@1", 0.5)

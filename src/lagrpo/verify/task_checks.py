@@ -356,6 +356,7 @@ def check_record(
         "scored": len(scored_rewards),
         "correct": correct,
         "reward": mean(scored_rewards),
+        "pass@1": pass_at_k(len(scored_rewards), correct, 1) if scored_rewards else None,
     }
     run.report.compare("evaluations", where, expected, record, SUM_TOLERANCE)
 
