@@ -3,13 +3,20 @@ out."""
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import sample_rewards
 import torch
+from scoring import make_group
 
 from lagrpo.core.estimators import clustered_interval
+from lagrpo.interrupts import Interrupted, deferring, interruptible
+from lagrpo.rewards.pool import RewardError, RewardPool
 from lagrpo.rollout.base import Request, SamplingParams
 from lagrpo.settings.schema import Settings
 from lagrpo.training.evaluation import EvalSet, Evaluations, compare, evaluate
@@ -21,6 +28,16 @@ REWARDS: Rewards = {
     4: [1.0, 0.0, 0.0, 0.0],  # pass@1 1/4, pass@2 1 - C(3,2)/C(4,2) = 1/2, pass@4 1
     9: [0.0, None, 0.0, None],  # two scored: pass@1 0, pass@2 0, no pass@4
 }
+
+
+class GivenRewards:
+    """In place of a reward pool: all completions have their outcomes."""
+
+    def score(self, groups: Iterable[Group], **_options: object) -> Iterator[Group]:
+        return iter(groups)
+
+    def check_groups(self, groups: Iterable[Group]) -> None:
+        pass
 
 
 def completion(n: int, reward: float | None) -> Completion:
@@ -41,13 +58,18 @@ def evaluated(rewards: Rewards, reward_range: tuple[float, float] = (0.0, 1.0)) 
         Group(r.prompt, tuple(map(completion, range(9), rewards[r.prompt.key]))) for r in requests
     ]
     answers = reversed([*zip(requests, groups, strict=True)])
-    setup: Any = SimpleNamespace(sample=lambda requests, G, params: answers, score=iter)
+    reward_pool: Any = GivenRewards()
+    engine: Any = SimpleNamespace(sample=lambda requests, G, params: answers)
     samples = len(next(iter(rewards.values()), []))
     return evaluate(
         EvalSet(
-            requests, setup, SamplingParams("evaluate", 1.0, 8), samples, reward_range=reward_range
+            requests,
+            reward_pool,
+            SamplingParams("evaluate", 1.0, 8),
+            samples,
+            reward_range=reward_range,
         ),
-        setup,
+        engine,
     )
 
 
@@ -140,8 +162,9 @@ def test_only_the_evaluation_before_training_keeps_the_texts_of_its_completions(
     prompt = Prompt(4, ({"role": "user", "content": "4?"},), "4")
     requests = [Request(0, 0, prompt)]
     answers = [(requests[0], Group(prompt, tuple(map(completion, range(4), REWARDS[4]))))]
-    engine: Any = SimpleNamespace(sample=lambda requests, G, params: answers, score=iter)
-    eval_set = EvalSet(requests, engine, SamplingParams("evaluate", 1.0, 8), samples=4)
+    engine: Any = SimpleNamespace(sample=lambda requests, G, params: answers)
+    reward_pool: Any = GivenRewards()
+    eval_set = EvalSet(requests, reward_pool, SamplingParams("evaluate", 1.0, 8), samples=4)
     components: Any = SimpleNamespace(
         settings=Settings.model_validate({"eval": {"at_start": False}}),
         evaluator=engine,
@@ -154,3 +177,43 @@ def test_only_the_evaluation_before_training_keeps_the_texts_of_its_completions(
     assert [len(evaluation.records) for evaluation in results] == [1, 1, 1]
     assert [len(evaluations.finished[name].records) for name in names] == [1, 0, 0]
     assert evaluations.finished["after"].summary["pass@1_change"] == 0.0
+
+
+def test_signal_ends_an_evaluation_after_the_group_that_is_scored():
+    scored: list[Group] = []
+
+    def score(groups: Iterable[Group], **_options: object) -> Iterator[Group]:
+        for group in groups:
+            if not scored:  # a second signal would end the process at once
+                signal.raise_signal(signal.SIGTERM)
+            scored.append(group)
+            yield group
+
+    prompts = [Prompt(key, (), None) for key in range(3)]
+    sampled = [(None, Group(prompt, ())) for prompt in prompts]
+    setup: Any = SimpleNamespace(sample=lambda requests, G, params: iter(sampled), score=score)
+    eval_set = EvalSet([], setup, SamplingParams("evaluate", 1.0, 8), samples=1)
+    with interruptible(), deferring(), pytest.raises(Interrupted) as stop:
+        evaluate(eval_set, setup)
+    assert stop.value.signal == signal.SIGTERM
+    assert [group.prompt.key for group in scored] == [0]
+
+
+def test_share_without_a_reward_is_the_one_of_all_ranks():
+    """This rank's completion has no reward. That of another rank has one, then none."""
+    sampled = [(None, make_group("raise bad", key=1))]
+    engine: Any = SimpleNamespace(sample=lambda requests, G, params: iter(sampled))
+    groups_of_other_rank: list[Group] = []
+    ranks: Any = SimpleNamespace(
+        size=2,
+        sync_interrupts=nullcontext,
+        join=lambda groups: [*groups, *groups_of_other_rank],
+    )
+    with RewardPool(sample_rewards.act, workers=1) as reward_pool:
+        eval_set = EvalSet([], reward_pool, SamplingParams("evaluate", 1.0, 8), samples=1)
+        groups_of_other_rank[:] = reward_pool.score([make_group("7", key=0)])
+        assert evaluate(eval_set, engine, ranks).summary["unscored"] == 1
+        bad_group = make_group("raise bad", key=0)
+        groups_of_other_rank[:] = reward_pool.score([bad_group], max_without_reward=1.0)
+        with pytest.raises(RewardError, match="2 of 2 completions have no reward"):
+            evaluate(eval_set, engine, ranks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,11 +24,11 @@ from lagrpo.settings.load import load_settings
 from lagrpo.settings.schema import Settings
 from lagrpo.training.build import TrainerComponents
 from lagrpo.training.checks import check_settings
-from lagrpo.training.loop import replace_zero_variance, train_loop
+from lagrpo.training.loop import replace_zero_variance, score_batch, train_loop
 from lagrpo.training.ranks import Ranks
 from lagrpo.training.step import Clock, Step
 from lagrpo.training.trainer import Trainer
-from lagrpo.types import Prompt
+from lagrpo.types import Group, Prompt
 
 
 @pytest.fixture
@@ -204,3 +205,30 @@ def test_batch_stops_the_run_if_replacements_leave_too_few_rewards():
         components = components_with_replacement(reward_pool, "7", "8", "raise bad", "raise bad")
         with pytest.raises(RewardError, match="6 of 8 completions have no reward"):
             replace_zero_variance(components, LoopState(), Clock(), groups)
+
+
+def test_share_without_a_reward_is_the_one_of_the_whole_batch():
+    """This rank's group has no rewards. One of another rank has some, then it has none either."""
+    groups_of_other_rank: list[Group] = []
+    with RewardPool(sample_rewards.act, workers=1) as reward_pool:
+        components: Any = SimpleNamespace(
+            main=SimpleNamespace(
+                prompts=SimpleNamespace(batch=lambda b: []), reward_pool=reward_pool
+            ),
+            read_offline=lambda b: [],
+            prefetcher=SimpleNamespace(
+                seconds=0.0, get=lambda b: iter([make_group(*UNSCORED, key=1)])
+            ),
+            ranks=SimpleNamespace(
+                size=2,
+                sync_interrupts=nullcontext,
+                join=lambda groups: [*groups, *groups_of_other_rank],
+            ),
+        )
+        groups_of_other_rank[:] = reward_pool.score([make_group("7", "7", "8", "8", key=0)])
+        batch = score_batch(components, Clock(), 1)
+        assert [len(group.rewards) for group in batch] == [0, 4]
+        bad_group = make_group(*UNSCORED, key=0)
+        groups_of_other_rank[:] = reward_pool.score([bad_group], max_without_reward=1.0)
+        with pytest.raises(RewardError, match="8 of 8 completions have no reward"):
+            score_batch(components, Clock(), 1)

@@ -205,7 +205,7 @@ class RewardPool(WorkerPool):
     ) -> None:
         self._rewards = Rewards.from_reward(rewards)
         self._deadline = deadline
-        self.max_without_reward = max_without_reward
+        self._max_without_reward = max_without_reward
         # Workers find a function by its index, so a function that runs here leaves a None.
         functions = [
             reward.function if reward.is_importable else None for reward in self._rewards.parts
@@ -231,7 +231,7 @@ class RewardPool(WorkerPool):
         Raises RewardError if the workers do not work, or if too many completions have no reward:
         after the last group, or earlier, once MIN_FOR_EARLY_STOP completions have an outcome.
         """
-        max_share = self.max_without_reward if max_without_reward is None else max_without_reward
+        max_share = self._max_without_reward if max_without_reward is None else max_without_reward
         pending: deque[PendingGroup] = deque()
         finished: list[Completion] = []  # of all groups so far
         for group in groups:
@@ -240,7 +240,12 @@ class RewardPool(WorkerPool):
                 yield self._collect(pending.popleft(), finished, max_share)
         while pending:
             yield self._collect(pending.popleft(), finished, max_share)
-        check_share(finished, max_share)
+        _check_share(finished, max_share)
+
+    def check_groups(self, groups: Iterable[Group]) -> None:
+        """Raises RewardError if too many completions of these groups together have no reward."""
+        completions = [completion for group in groups for completion in group.completions]
+        _check_share(completions, self._max_without_reward)
 
     def _submit_group(self, group: Group) -> PendingGroup:
         """Calls every reward function for the completions that it is to score."""
@@ -315,7 +320,7 @@ class RewardPool(WorkerPool):
 
         finished += completions
         if len(finished) >= MIN_FOR_EARLY_STOP:
-            check_share(finished, max_share)
+            _check_share(finished, max_share)
         return replace(pending.group, completions=tuple(completions))
 
     def _combine(
@@ -347,7 +352,7 @@ def _split_calls(reward: Reward, completion_indices: Sequence[int]) -> list[Sequ
     return [[index] for index in completion_indices]
 
 
-def check_share(completions: Sequence[Completion], max_share: float) -> None:
+def _check_share(completions: Sequence[Completion], max_share: float) -> None:
     """Raises RewardError if more than the share `max_share` of the completions have no reward."""
     without_reward: list[Completion] = []
     reasons: Counter[str] = Counter()

@@ -28,6 +28,7 @@ from lagrpo.core.estimators import (
 )
 from lagrpo.cpu.memory import freed_memory_kept
 from lagrpo.errors import SettingsError
+from lagrpo.interrupts import raise_if_asked
 from lagrpo.machine import choose_threads, fixed_threads
 from lagrpo.model.embedded import is_adapter
 from lagrpo.rewards.pool import RewardPool
@@ -97,17 +98,27 @@ class _Measure:
 def evaluate(eval_set: EvalSet, evaluator: Evaluator, ranks: Ranks | None = None) -> Evaluation:
     """Samples completions of the policy that the evaluator samples from, scores and counts them.
 
-    Each of several ranks does so for its share, unless servers sample for rank 0. Collective.
+    Each of several ranks does so for its share, unless servers sample for rank 0. Raises
+    Interrupted after a group, and RewardError if too many completions of all ranks have no reward.
+    Collective.
     """
     ranks = ranks or Ranks()
     requests = eval_set.requests
     if isinstance(evaluator, LocalSampler):
         requests = ranks.share(requests)
+    reward_pool = eval_set.reward_pool
+    # One of several ranks has only a share of the completions, which says little about all.
+    max_without_reward = None if ranks.size == 1 else 1.0
+    scored: list[Group] = []
     with ranks.sync_interrupts():
         sampled = evaluator.sample(requests, eval_set.samples, eval_set.params)
-        scored = list(eval_set.reward_pool.score(group for _, group in sampled))
+        sampled_groups = (group for _, group in sampled)
+        for group in reward_pool.score(sampled_groups, max_without_reward=max_without_reward):
+            scored.append(group)
+            raise_if_asked()
     # Groups come as they end; the order of the records must not depend on that or on the ranks.
     groups = sorted(ranks.join(scored), key=lambda group: group.prompt.key)
+    reward_pool.check_groups(groups)
     records = [_record(group, eval_set.reward_range, eval_set.rewards) for group in groups]
     return Evaluation(_summarize(records, eval_set), records)
 

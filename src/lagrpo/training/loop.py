@@ -13,7 +13,6 @@ from itertools import chain
 from torch import Tensor
 
 from lagrpo.interrupts import raise_if_asked
-from lagrpo.rewards.pool import check_share
 from lagrpo.rollout.base import Request
 from lagrpo.rollout.prefetch import in_order
 from lagrpo.rollout.schedule import LoopState
@@ -124,10 +123,17 @@ def submit_batches(components: TrainerComponents, state: LoopState, batches: ran
 
 
 def score_batch(components: TrainerComponents, clock: Clock, b: int) -> list[Group]:
-    """Returns the scored groups of batch b: the ones from a file, then the sampled ones."""
+    """Returns the scored groups of batch b: the ones from a file, then the sampled ones.
+
+    Raises RewardError if too many completions of the batch have no reward.
+    """
     groups = chain(components.read_offline(b), components.prefetcher.get(b))
     requests = components.main.prompts.batch(b)
-    return score_groups(components, clock, requests, groups)
+    # One of several ranks scores only a share of the batch, which says little about the batch.
+    max_without_reward = None if components.ranks.size == 1 else 1.0
+    scored = score_groups(components, clock, requests, groups, max_without_reward)
+    components.main.reward_pool.check_groups(scored)
+    return scored
 
 
 def score_groups(
@@ -186,8 +192,7 @@ def replace_zero_variance(
         for index, group in zip(indices, useful, strict=False):  # useful ones may be fewer
             groups[index] = group
     if prompts_used > 0:
-        completions = [completion for group in groups for completion in group.completions]
-        check_share(completions, components.main.reward_pool.max_without_reward)
+        components.main.reward_pool.check_groups(groups)
     return groups
 
 

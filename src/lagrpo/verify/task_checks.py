@@ -246,6 +246,9 @@ def _compare_outcome(run: RecordedRun, row: Row, outcome: Outcome) -> None:
     expected = {"reward": outcome.reward}
     for name, value in outcome.parts.items():
         expected[f"reward_{name}"] = value
+    # Only a task with several rewards records what they decide.
+    if "correct" in row:
+        expected["correct"] = outcome.correct
     run.report.compare("rewards", row["where"], expected, row)
 
 
@@ -353,6 +356,7 @@ def check_record(
         "scored": len(scored_rewards),
         "correct": correct,
         "reward": mean(scored_rewards),
+        "pass@1": pass_at_k(len(scored_rewards), correct, 1) if scored_rewards else None,
     }
     run.report.compare("evaluations", where, expected, record, SUM_TOLERANCE)
 
@@ -367,6 +371,8 @@ def to_rows(record: Row, where: str) -> list[Row]:
     }
     for name, values in reward_columns(record).items():
         columns[f"reward_{name}"] = values
+    if "is_correct" in record:
+        columns["correct"] = record["is_correct"]
     rows = []
     for values in zip(*columns.values(), strict=True):
         row = dict(zip(columns, values, strict=True))
