@@ -251,13 +251,17 @@ def test_chart_explains_only_the_marks_that_it_has(opened, methods):
     assert "│ weight sync   ▲ warning" in opened(methods[2]).text(".key")
 
 
-def test_results_of_all_runs_are_in_one_table(opened, methods):
-    page = opened(*methods, address="#tab=evaluations")
-    rows = page.js(
+def result_rows(page) -> list[list[str]]:
+    """The cells of the table of all runs."""
+    return page.js(
         "[...document.querySelector('.numbers tbody').rows]"
         ".map((row) => [...row.cells].map((cell) => cell.innerText.trim()))"
     )
-    assert [row[:3] + row[4:6] for row in rows] == [
+
+
+def test_results_of_all_runs_are_in_one_table(opened, methods):
+    page = opened(*methods, address="#tab=evaluations")
+    assert [row[:3] + row[4:6] for row in result_rows(page)] == [
         [
             "plain 2 seeds",
             "0.0 %",
@@ -267,6 +271,41 @@ def test_results_of_all_runs_are_in_one_table(opened, methods):
         ],
         ["other", "50.0 %", "66.7 %", "46.7 % to 86.7 %", "–"],
     ]
+
+
+@pytest.mark.parametrize(
+    ("solved_by_batch_of_seeds", "row"),
+    [
+        pytest.param(
+            [{0: 0, 20: 1, 40: 2}, {0: 0, 20: 0}],
+            ["plain 2 seeds, 1 unfinished", "0.0 %", "25.0 %", "20"],
+            id="one seed is at an earlier batch",
+        ),
+        pytest.param(
+            [{0: 0, 40: 2}, {0: 1}],
+            ["plain 2 seeds, 1 unfinished", "–", "25.0 %", "0"],
+            id="one seed has only the evaluation before training",
+        ),
+        pytest.param(
+            [{40: 2}, {}],
+            ["plain 2 seeds, 1 unfinished", "no batch is evaluated by all seeds yet"],
+            id="one seed has no evaluation",
+        ),
+    ],
+)
+def test_result_of_a_method_is_of_the_last_batch_that_all_seeds_have_evaluated(
+    opened, tmp_path, solved_by_batch_of_seeds, row
+):
+    """The seeds solve so many of two prompts, by batch."""
+    runs = []
+    for seed, solved_by_batch in enumerate(solved_by_batch_of_seeds):
+        run = make_run(tmp_path, f"plain-seed{seed}", run={"seed": seed})
+        for batch, solved in solved_by_batch.items():
+            rewards = {1: [float(solved >= 1)] * 2, 2: [float(solved >= 2)] * 2}
+            evaluate(run, f"batch-{batch:06d}", batch, rewards)
+        runs.append(run)
+    (cells,) = result_rows(opened(*runs, address="#tab=evaluations"))
+    assert cells[:3] + cells[6:7] == row
 
 
 def test_two_runs_are_compared_prompt_by_prompt(opened, methods):
