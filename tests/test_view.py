@@ -18,7 +18,7 @@ from test_cli import lagrpo as command
 
 import lagrpo
 from lagrpo.runs import load_rollouts
-from lagrpo.runs.directory import locked
+from lagrpo.runs.directory import HOLDER, locked
 from lagrpo.view.data import UNKNOWN, choose, collect, token_texts
 from lagrpo.view.serve import Server, view
 
@@ -311,6 +311,24 @@ def test_server_answers_with_the_page_and_with_newer_data_only(served):
     run.record(metrics(5))
     status, _, packed = ask(server, f"/data?stamp={stamp}")
     assert (status, unpack(packed)[0]["runs"][0]["metrics"]["step"]) == (200, [1, 2, 3, 4, 5])
+
+
+@pytest.mark.parametrize("is_killed", [False, True], ids=["ended", "killed"])
+def test_server_answers_with_newer_data_when_the_process_of_a_run_is_gone(served, is_killed):
+    """The event of the end is written while the process still holds the lock."""
+    run, server = served
+    with locked(run.path):
+        header, _ = unpack(ask(server, "/data")[2])
+        assert header["runs"][0]["status"][0] == "running"
+        assert ask(server, f"/data?stamp={header['stamp']}")[0] == 204
+        holder = json.loads((run.path / HOLDER).read_text(encoding="utf-8"))
+    if is_killed:
+        # No process has so large a number.
+        (run.path / HOLDER).write_text(json.dumps(holder | {"pid": 2**22 + 1}), encoding="utf-8")
+    status, _, packed = ask(server, f"/data?stamp={header['stamp']}")
+    assert status == 200
+    expected = "killed" if is_killed else "finished"
+    assert unpack(packed)[0]["runs"][0]["status"][0] == expected
 
 
 def test_view_server_rejects_other_host_names_and_paths(served):

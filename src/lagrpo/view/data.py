@@ -80,11 +80,11 @@ def collect(paths: Sequence[Path | str], most: int) -> bytes:
 
     Raises RunNotFoundError for a directory that is not a run, SettingsError for damaged files.
     """
-    # The stamp comes first: files that are written while the runs are read count as newer data.
-    stamp = take_stamp(paths)
     arrays: list[np.ndarray] = []
     entries = []
     with as_settings_error():
+        # The stamp comes first: files that are written while the runs are read count as newer data.
+        stamp = take_stamp(paths)
         runs = load_runs(paths)
         methods = group_seeds(runs)
         most_of_run = most // len(runs)
@@ -158,17 +158,20 @@ def _pad(content: bytes) -> bytes:
 
 
 def take_stamp(paths: Sequence[Path | str]) -> str:
-    """Returns a digest of the names, sizes and times of the runs' files.
+    """Returns a digest of the runs' statuses, and of the names, sizes and times of their files.
 
-    The digest is another one when any of them was written.
+    The digest is another one when a file was written, and when the process of a run has ended: a
+    killed process writes nothing. Raises RunNotFoundError, and ValueError for damaged events.
     """
     digest = hashlib.sha256()
     for path in paths:
-        run = Path(path).expanduser()
+        run = reading.open_run(path)
+        status_of_run = _status(run, reading.load_events(run))
+        digest.update(os.fsencode(f"{run.path}\0{status_of_run}\n"))
         files = [
-            *run.glob("[!.]*.[jt]*"),  # config.toml, metrics.jsonl, events.jsonl, …
-            *run.glob("rollouts/[!.]*"),
-            *run.glob("evaluations/[!.]*"),
+            *run.path.glob("[!.]*.[jt]*"),  # config.toml, metrics.jsonl, events.jsonl, …
+            *run.path.glob("rollouts/[!.]*"),
+            *run.path.glob("evaluations/[!.]*"),
         ]
         for file in sorted(files):
             status = file.stat()

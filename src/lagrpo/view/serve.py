@@ -192,10 +192,10 @@ class Handler(BaseHTTPRequestHandler):
             self._answer(HTTPStatus.NOT_FOUND, "text/plain", b"the only page is /\n")
             return
         is_data = url.path == "/data"
-        if is_data and parse_qs(url.query).get("stamp") == [take_stamp(paths)]:
-            self._answer(HTTPStatus.NO_CONTENT)
-            return
         try:
+            if is_data and parse_qs(url.query).get("stamp") == [take_stamp(paths)]:
+                self._answer(HTTPStatus.NO_CONTENT)
+                return
             packed = self.view_server.collect()
         except (OSError, ValueError) as error:
             message = one_line(str(error)).encode(errors="replace")
