@@ -148,6 +148,12 @@ def test_tokens_are_ids_without_the_right_tokenizer(tmp_path):
     assert columns(collect([run.path], 100))[0]["rollouts"]["vocabulary"] is None
 
 
+@pytest.mark.parametrize("path", ["~/no-model", "models/no model", "/no-model"])
+def test_tokens_are_ids_if_the_directory_of_the_model_is_not_here(tmp_path, path):
+    run = fill(make_run(tmp_path, model={"path": path}))
+    assert columns(collect([run.path], 100))[0]["rollouts"]["vocabulary"] is None
+
+
 def test_token_texts_keep_spaces_and_name_parts_of_a_character():
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 

@@ -505,6 +505,7 @@ def texts_of(run: Path, model: str, ids: Sequence[int]) -> tuple[list[str] | Non
 def _tokenizer_paths(run: Path, model: str) -> Iterator[Path]:
     """Yields places of the tokenizer: beside the run's weights, the model, in the hub's cache."""
     from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
 
     from lagrpo.model.embedded import ALIASES, DIRECTORY
 
@@ -515,7 +516,13 @@ def _tokenizer_paths(run: Path, model: str) -> Iterator[Path]:
         yield Path(model).expanduser() / TOKENIZER
     is_hub_name = model.count("/") == 1 and not model.startswith(".")
     if is_hub_name:
-        yield Path(str(try_to_load_from_cache(model, TOKENIZER)))
+        cached_file = None
+        # The path of a directory that is not on this machine may not be a valid name.
+        with suppress(HFValidationError):
+            cached_file = try_to_load_from_cache(model, TOKENIZER)
+        # The cache may also know, by an object, that the model has no such file.
+        if isinstance(cached_file, str):
+            yield Path(cached_file)
 
 
 def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
