@@ -344,6 +344,23 @@ def test_runs_that_differ_only_in_their_seed_are_one_method():
     }
 
 
+def test_methods_have_distinct_names():
+    """By the beginning of its names the first method would be x, and the second one x-1."""
+    runs = [
+        recorded("x-1", run={"seed": 1}),
+        recorded("x-2", run={"seed": 2}),
+        recorded("x-1-1", run={"seed": 1}, schedule={"sync_every": 4}),
+        recorded("x-1-2", run={"seed": 2}, schedule={"sync_every": 4}),
+        recorded("x", schedule={"sync_every": 8}),
+    ]
+    methods = group_seeds(runs)
+    assert {name: len(runs_of_method) for name, runs_of_method in methods.items()} == {
+        "x-1": 2,
+        "x-1-1": 2,
+        "x": 1,
+    }
+
+
 def test_several_runs_are_read_with_their_evaluations_and_distinct_names(run, tmp_path):
     other = Run.create(tmp_path / "more", "one", SETTINGS, "[run]\nseed = 4\n", {})
     summary = {"step": 0, "pass@1": 0.5, "pass@1_low": 0.3, "pass@1_high": 0.7}

@@ -69,7 +69,8 @@ def group_seeds(runs: Sequence[RecordedRun]) -> dict[str, list[RecordedRun]]:
     """Returns the runs by method, in the order of each method's first run.
 
     Runs are of one method if their settings differ only in their seeds, names and directories. A
-    method of several runs is named by the beginning that their names share, without "seed".
+    method of several runs is named by the beginning that their names share, without "seed", or by
+    its first run if a run of another method or another method has that name.
     """
     methods: list[list[RecordedRun]] = []
     for run in runs:
@@ -81,7 +82,9 @@ def group_seeds(runs: Sequence[RecordedRun]) -> dict[str, list[RecordedRun]]:
     named: dict[str, list[RecordedRun]] = {}
     for method in methods:
         name = _shared_name([run.name for run in method])
-        if name in named:
+        names_of_other_runs = {run.name for run in runs} - {run.name for run in method}
+        # Later methods may still need the names of their runs.
+        if name in named or name in names_of_other_runs:
             name = method[0].name
         named[name] = method
     return named
