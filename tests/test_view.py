@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from made_runs import HOSTILE, fill, group, make_run, metrics, row, save_tokenizer, unpack
+from made_runs import HOSTILE, evaluate, fill, group, make_run, metrics, row, save_tokenizer, unpack
 from running import tiny_settings
 from test_cli import lagrpo as command
 
@@ -197,6 +197,29 @@ def test_groups_are_never_cut_and_what_is_left_out_is_counted(tmp_path):
         run_data, arrays = columns(collect([run.path], most))
         assert len(arrays["reward"]) == rows_kept
         assert run_data["rollouts"]["completions_on_disk"] == 8
+
+
+def test_page_holds_the_texts_of_the_first_and_last_evaluation_of_each_set(tmp_path):
+    run = make_run(tmp_path)
+    for batch in (0, 10, 20):
+        for name in ("easy", "hard"):
+            evaluate(run, f"batch-{batch:06d}.{name}", batch, {1: [0.0, 1.0]}, set=name)
+    run_data, _ = columns(collect([run.path], 11))
+    evaluations = run_data["evaluations"]
+    with_texts = [
+        summary["name"]
+        for summary, (row_of_prompt,) in zip(
+            evaluations["summaries"], evaluations["rows"], strict=True
+        )
+        if "texts" in row_of_prompt
+    ]
+    assert with_texts == [
+        "batch-000000.easy",
+        "batch-000000.hard",
+        "batch-000020.easy",
+        "batch-000020.hard",
+    ]
+    assert evaluations["texts"][:2] == ["batch-000000.easy 1: 0.0", "batch-000000.easy 1: 1.0"]
 
 
 # Untrusted text

@@ -226,8 +226,8 @@ def _status(run: Run, events: Sequence[JsonView]) -> list[str]:
 def read_evaluations(run: Run, summaries: Sequence[JsonView], most: int) -> JsonObject:
     """Returns the prompts and completions of a run's evaluations, which have these summaries.
 
-    If they have more than `most` completions, only the first and the last evaluation keep their
-    texts; the counts of all are there.
+    If they have more than `most` completions, only the first and the last evaluation of each set
+    keep their texts; the counts of all are there.
     """
     records_of_evaluations = [
         reading.load_evaluation_records(run, summary["name"]) for summary in summaries
@@ -235,12 +235,17 @@ def read_evaluations(run: Run, summaries: Sequence[JsonView], most: int) -> Json
     completions = 0
     for records in records_of_evaluations:
         completions += sum(len(record["completions"]) for record in records)
+    numbers_of_sets: dict[str, list[int]] = {}
+    for number, summary in enumerate(summaries):
+        numbers_of_sets.setdefault(summary.get("set") or "", []).append(number)
+    first_and_last = set()
+    for numbers in numbers_of_sets.values():
+        first_and_last |= {numbers[0], numbers[-1]}
     prompts = Table()
     texts = Table()
     rows = []
     for number, records in enumerate(records_of_evaluations):
-        is_first_or_last = number in (0, len(records_of_evaluations) - 1)
-        has_texts = completions <= most or is_first_or_last
+        has_texts = completions <= most or number in first_and_last
         rows.append(
             [_evaluation_row(record, prompts, texts, has_texts=has_texts) for record in records]
         )
