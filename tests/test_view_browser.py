@@ -10,6 +10,7 @@ from browser import Browser
 from made_runs import evaluate, fill, group, make_run, metrics, save_tokenizer
 from test_view import hostile_run
 
+from lagrpo.view import data
 from lagrpo.view.data import collect
 from lagrpo.view.serve import Server, view
 
@@ -327,6 +328,27 @@ def test_notes_of_several_runs_are_one_banner(opened, tmp_path):
     ]
     fill(runs[0])
     assert opened(*runs).texts(".notes li")[1] == "No rollouts yet. (b)"
+
+
+@pytest.mark.parametrize(
+    ("completions", "most_tokens", "advice"),
+    [
+        pytest.param(8, 4_000_000, "For more: lagrpo view --completions N.", id="completions"),
+        pytest.param(
+            10_000,
+            100,
+            "A page has at most 100 tokens; lagrpo view RUN --text --batch N prints any batch.",
+            id="tokens",
+        ),
+    ],
+)
+def test_page_names_the_limit_that_left_completions_out(
+    opened, run, monkeypatch, completions, most_tokens, advice
+):
+    monkeypatch.setattr(data, "MOST_TOKENS", most_tokens)
+    (note,) = opened(run, completions=completions).texts(".notes li")
+    assert note.startswith("This page holds ")
+    assert note.endswith(f" batches. {advice}")
 
 
 # Small screens and symbols

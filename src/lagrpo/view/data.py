@@ -106,6 +106,7 @@ def collect(paths: Sequence[Path | str], most: int) -> bytes:
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "version": version("lagrpo"),
         "most": most,
+        "most_tokens": MOST_TOKENS,
         "runs": entries,
         "methods": [
             [name, [indices[run.path] for run in of_method]] for name, of_method in methods.items()
@@ -331,6 +332,7 @@ def read_rollouts(
 ) -> Rows:
     """Returns groups and completions, at most about `most` with `most_tokens`.
 
+    `limit` says which of the two left completions out: "completions", "tokens", or "" if none did.
     Columns are appended to `arrays`, and the result has their indices there. Raises as
     `load_rollouts` does.
     """
@@ -338,9 +340,12 @@ def read_rollouts(
     completions = sum(size.completions for size in sizes.values())
     tokens = sum(size.tokens for size in sizes.values())
     # As many completions as have `most_tokens` tokens on average.
-    most = min(most, most_tokens * completions // max(tokens, 1))
+    most_by_tokens = most_tokens * completions // max(tokens, 1)
     chosen = {batch: size.completions for batch, size in sizes.items()}
-    if completions > most:
+    limit = ""
+    if completions > min(most, most_by_tokens):
+        limit = "tokens" if most_by_tokens < most else "completions"
+        most = min(most, most_by_tokens)
         G = config.get("rollout", {}).get("num_generations", 1)
         chosen = choose(list(sizes), most, G)
     rows = _read_rows(run, chosen)
@@ -373,6 +378,7 @@ def read_rollouts(
         "batches": batches,
         "batches_on_disk": len(sizes),
         "completions_on_disk": completions,
+        "limit": limit,
         "prompts": prompts,
         "codes": {name: list(table) for name, table in codes.items()},
         "texts": rows["completion"],
