@@ -3,6 +3,7 @@ run runs."""
 
 from __future__ import annotations
 
+import json
 import threading
 
 import pytest
@@ -77,6 +78,52 @@ def test_click_on_the_trend_opens_the_batch(opened, run):
     x, y, width, height = (page.js(f"{corner}.{side}") for side in ("x", "y", "width", "height"))
     page.click_at(x + width * 0.66, y + height / 2)
     assert page.text(".summary").startswith("batch 3, π_k is version 2")
+
+
+@pytest.fixture
+def short_and_long(tmp_path):
+    """Runs of 4 and of 40 batches, with rewards of 1 and 0, and rollouts in the opened batches."""
+    runs = []
+    for name, recipe, batches, reward in (("short", "grpo", 4, 1.0), ("long", "rloo", 40, 0.0)):
+        run = make_run(tmp_path, name, loss={"recipe": recipe})
+        for batch in range(1, batches + 1):
+            run.record(metrics(batch, reward=reward))
+            if batch in (3, 4, 30):
+                rows = group(1, [1.0, 0.0], step=batch, policy_version=batch - 1)
+                run.record_rollouts(batch, rows)
+        runs.append(run)
+    return runs
+
+
+@pytest.mark.parametrize(
+    ("batch", "reward", "opened_run"),
+    [
+        pytest.param(30, 1.0, "long", id="only the long run has the batch"),
+        pytest.param(3, 1.0, "short", id="near the point of the short run"),
+        pytest.param(3, 0.0, "long", id="near the point of the long run"),
+    ],
+)
+@pytest.mark.parametrize("axis", ["batch", "num_tokens"])
+def test_click_on_the_trend_opens_the_run_of_the_nearest_point(
+    opened, short_and_long, axis, batch, reward, opened_run
+):
+    page = opened(*short_and_long, address=f"#x={axis}")
+    corner = "document.querySelector('.u-over').getBoundingClientRect()"
+    x, y, width, height = (page.js(f"{corner}.{side}") for side in ("x", "y", "width", "height"))
+    # The margin is 1.5 % of the range on each side. Every batch has 60 tokens.
+    share = 0.015 + (batch - 1) / 39
+    page.click_at(x + width * share / 1.03, y + height * (0.95 - 0.9 * reward))
+    assert page.text(".summary").startswith(f"batch {batch},")
+    chosen = "document.querySelector('select[aria-label=run]').selectedOptions[0].innerText"
+    assert page.js(chosen) == opened_run
+
+
+def test_trend_of_many_batches_is_drawn(opened, tmp_path):
+    """JavaScript functions take no more than some 120,000 arguments."""
+    run = make_run(tmp_path)
+    lines = [json.dumps({"step": batch, "reward": 0.5}) + "\n" for batch in range(1, 200_001)]
+    run.metrics.write_text("".join(lines), encoding="utf-8")
+    assert opened(run).texts(".small b") == ["reward"]
 
 
 # Rollouts
