@@ -303,6 +303,12 @@ def test_command_writes_a_page_and_says_where(tmp_path, monkeypatch):
     assert (tmp_path / "deep" / "x.html").is_file()
 
 
+def test_title_of_the_page_of_the_working_directory_is_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(fill(make_run(tmp_path, "one")).path)
+    assert command("view", ".")[0] == 0
+    assert "<title>one · lagrpo view</title>" in Path("view.html").read_text(encoding="utf-8")
+
+
 @pytest.fixture
 def served(tmp_path):
     run = fill(make_run(tmp_path))

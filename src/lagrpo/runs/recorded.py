@@ -49,20 +49,28 @@ def load_runs(runs: Sequence[Run | Path | str]) -> list[RecordedRun]:
     Raises RunNotFoundError for a directory that is not a run, ValueError for damaged files.
     """
     opened = [open_run(run) for run in runs]
-    names = [run.path.resolve().name for run in opened]
     recorded = []
-    for run, name in zip(opened, names, strict=True):
-        is_unique = names.count(name) == 1
+    for run, name in zip(opened, distinct_names([run.path for run in opened]), strict=True):
         recorded.append(
             RecordedRun(
                 path=run.path,
-                name=name if is_unique else str(run.path),
+                name=name,
                 settings=load_config(run),
                 metrics=load_metrics(run),
                 evaluations=load_evaluations(run),
             )
         )
     return recorded
+
+
+def distinct_names(paths: Sequence[Path]) -> list[str]:
+    """Returns the name of each directory, or its path if another directory has the same name."""
+    # The directory "." has no name until it is resolved.
+    names = [path.resolve().name for path in paths]
+    return [
+        name if names.count(name) == 1 else str(path)
+        for name, path in zip(names, paths, strict=True)
+    ]
 
 
 def group_seeds(runs: Sequence[RecordedRun]) -> dict[str, list[RecordedRun]]:

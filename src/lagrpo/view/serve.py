@@ -24,6 +24,7 @@ from urllib.parse import parse_qs, urlsplit
 from lagrpo.errors import SettingsError, as_settings_error, one_line
 from lagrpo.runs.files import write_atomically
 from lagrpo.runs.reading import open_run
+from lagrpo.runs.recorded import distinct_names
 from lagrpo.view.data import collect, take_stamp
 
 STYLES = ("uplot.css", "style.css")
@@ -78,7 +79,7 @@ def view(
     def collect_and_write() -> bytes:
         packed = collect(paths, completions)
         with as_settings_error():
-            page = make_page([path.name for path in paths], packed)
+            page = make_page(distinct_names(paths), packed)
             write_atomically(out, page)
         return packed
 
@@ -204,7 +205,7 @@ class Handler(BaseHTTPRequestHandler):
         if is_data:
             self._answer(HTTPStatus.OK, "application/octet-stream", packed)
             return
-        page = make_page([path.name for path in paths], packed, live=True)
+        page = make_page(distinct_names(paths), packed, live=True)
         self._answer(HTTPStatus.OK, "text/html; charset=utf-8", page.encode())
 
     def _answer(self, status: HTTPStatus, kind: str = "", body: bytes = b"") -> None:
