@@ -150,7 +150,7 @@ def fill(run: Run, batches: int = 4) -> Run:
 def evaluate(
     run: Run, name: str, batch: int, rewards: dict[int, list[float]], **facts: object
 ) -> None:
-    """An evaluation whose completions say what they got; `facts` are further ones of the summary."""
+    """An evaluation whose completions say what they got, with further facts in its summary."""
     records = [
         {
             "prompt_id": key,

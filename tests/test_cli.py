@@ -167,7 +167,7 @@ def test_weights_of_a_run_evaluate_to_what_the_run_said(model, tmp_path, dtype):
     )
     assert lagrpo("train", *options(settings))[0] == 0
     run = tmp_path / "runs" / "one"
-    # The number of prompts and samples is the command's; task, dtype, limits and seed are the run's.
+    # The numbers of prompts and samples are the command's; task, dtype and seed are the run's.
     same = {"eval": settings["eval"]}
     assert lagrpo("eval", run / "weights" / "final", *options(same))[0] == 0
     alone = summary_of(tmp_path / "evaluations" / "one-final-spread")

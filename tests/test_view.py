@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import base64
 import http.client
+import io
 import json
 import re
+import socket
 import threading
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +20,7 @@ from running import tiny_settings
 from test_cli import lagrpo as command
 
 import lagrpo
+from lagrpo.cli import main
 from lagrpo.runs import load_rollouts
 from lagrpo.runs.directory import HOLDER, locked
 from lagrpo.view.data import UNKNOWN, choose, collect, token_texts
@@ -303,6 +307,39 @@ def test_command_writes_a_page_and_says_where(tmp_path, monkeypatch):
     assert (tmp_path / "deep" / "x.html").is_file()
 
 
+@pytest.mark.parametrize(
+    ("words", "option"),
+    [
+        pytest.param(["--text", "--out", "page.html"], "--out", id="out with text"),
+        pytest.param(["--batch", 2], "--batch", id="batch without text"),
+    ],
+)
+def test_option_without_effect_is_rejected(tmp_path, words, option):
+    code, out, err = command("view", fill(make_run(tmp_path)).path, *words)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"lagrpo: {option} ")
+    assert err.count("\n") == 1
+
+
+def test_command_ends_quietly_if_the_reader_of_its_text_has_gone(tmp_path):
+    class ClosedPipe(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    run = fill(make_run(tmp_path))
+    with redirect_stdout(ClosedPipe()), redirect_stderr(io.StringIO()):
+        main(["view", str(run.path), "--text"])
+
+
+def test_missing_answer_is_not_shown(tmp_path):
+    run = make_run(tmp_path)
+    run.record_rollouts(1, group(1, [0.0, 1.0], answer="null"))
+    code, out, _ = command("view", run.path, "--text")
+    assert (code, "answer:" in out) == (0, False)
+    prompts = columns(collect([run.path], 10))[0]["rollouts"]["prompts"]
+    assert [answer for _, _, answer in prompts] == [""]
+
+
 def test_title_of_the_page_of_the_working_directory_is_its_name(tmp_path, monkeypatch):
     monkeypatch.chdir(fill(make_run(tmp_path, "one")).path)
     assert command("view", ".")[0] == 0
@@ -364,6 +401,16 @@ def test_server_answers_with_newer_data_when_the_process_of_a_run_is_gone(served
     assert status == 200
     expected = "killed" if is_killed else "finished"
     assert unpack(packed)[0]["runs"][0]["status"][0] == expected
+
+
+def test_server_prints_nothing_if_the_browser_has_gone(served, capsys):
+    _, server = served
+    ours, of_browser = socket.socketpair()
+    request = f"GET / HTTP/1.1\r\nHost: localhost:{server.server_port}\r\n\r\n"
+    of_browser.sendall(request.encode())
+    of_browser.close()
+    server.process_request_thread(ours, ("127.0.0.1", 0))
+    assert capsys.readouterr().err == ""
 
 
 def test_view_server_rejects_other_host_names_and_paths(served):

@@ -374,6 +374,10 @@ def view(
     --completions N  largest number of completions in the page: whole groups, evenly over the
                      batches [10000]
     """
+    if text and out is not None:
+        raise SettingsError("--out is the file of the page, but --text prints: remove one of them")
+    if batch is not None and not text:
+        raise SettingsError("--batch is for --text: add --text, or remove --batch")
     from lagrpo.terminal.show import show
     from lagrpo.view import serve as pages
 

@@ -458,8 +458,13 @@ def _starts_group(rows: Rows, c: int) -> bool:
 
 
 def _answer(text: str) -> str:
-    """Returns the reference answer for readers: its JSON text, or the text that this quotes."""
+    """Returns the reference answer for readers: its JSON text, or the text that this quotes.
+
+    It is "" for a prompt without an answer.
+    """
     answer = json.loads(text)
+    if answer is None:
+        return ""
     return answer if isinstance(answer, str) else text
 
 
