@@ -147,8 +147,10 @@ def fill(run: Run, batches: int = 4) -> Run:
     return run
 
 
-def evaluate(run: Run, name: str, batch: int, rewards: dict[int, list[float]]) -> None:
-    """An evaluation whose completions say what they got."""
+def evaluate(
+    run: Run, name: str, batch: int, rewards: dict[int, list[float]], **facts: object
+) -> None:
+    """An evaluation whose completions say what they got, with further facts in its summary."""
     records = [
         {
             "prompt_id": key,
@@ -168,7 +170,7 @@ def evaluate(run: Run, name: str, batch: int, rewards: dict[int, list[float]]) -
     )
     summary = {"step": batch, "prompts": len(records), "samples": 2, "reward": mean, "unscored": 0}
     summary |= {"pass@1": mean, "pass@1_low": max(0, mean - 0.2), "pass@1_high": min(1, mean + 0.2)}
-    run.record_evaluation(name, summary | {"pass@2": 1.0}, records)
+    run.record_evaluation(name, summary | {"pass@2": 1.0} | facts, records)
 
 
 def unpack(packed: bytes) -> tuple[JsonObject, list[np.ndarray]]:

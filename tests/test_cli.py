@@ -155,16 +155,23 @@ def test_evaluation_writes_a_summary_and_records(model, tmp_path):
     assert sum(r["correct"] for r in records) == pytest.approx(20 * summary["pass@1"])
 
 
-def test_weights_of_a_run_evaluate_to_what_the_run_said(model, tmp_path):
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_weights_of_a_run_evaluate_to_what_the_run_said(model, tmp_path, dtype):
     """The same prompts, random numbers and results: nothing is lost on the way to the disk."""
     settings = tiny_settings(
-        model, tmp_path / "runs", run={"name": "one"}, model={"dtype": "bfloat16"}
+        model,
+        tmp_path / "runs",
+        run={"name": "one"},
+        model={"dtype": dtype},
+        rollout={"temperature": 0.75},
     )
     assert lagrpo("train", *options(settings))[0] == 0
     run = tmp_path / "runs" / "one"
-    same = {"eval": settings["eval"]}  # task, limits and seed are the run's
+    # The numbers of prompts and samples are the command's; task, dtype and seed are the run's.
+    same = {"eval": settings["eval"]}
     assert lagrpo("eval", run / "weights" / "final", *options(same))[0] == 0
     alone = summary_of(tmp_path / "evaluations" / "one-final-spread")
+    assert alone["settings"]["model"]["dtype"] == dtype
     after = load_evaluations(run)[-1]
     metrics = [
         f"{name}{bound}"

@@ -98,6 +98,16 @@ def test_counts_rewards_and_staleness(used):
     assert {name: metrics[name] for name in expected} == expected
 
 
+def test_group_of_one_scored_completion_is_not_one_of_equal_rewards():
+    """Its reward is its advantage."""
+    right, wrong, unscored = Outcome.scored(1.0), Outcome.scored(0.0), Outcome.unscored("no")
+    alone = group(completion([1], right))
+    alone_with_score = group(completion([1], right), completion([1], unscored))
+    equal = group(completion([1], wrong), completion([1], wrong))
+    assert metrics_of(batch(alone, alone_with_score))["frac_reward_zero_std"] is None
+    assert metrics_of(batch(alone, alone_with_score, equal))["frac_reward_zero_std"] == 1.0
+
+
 UPDATE = {
     "tokens": 4.0,
     "kl_ref": 2.0,

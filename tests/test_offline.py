@@ -11,6 +11,7 @@ import pytest
 import lagrpo
 from lagrpo.errors import SettingsError
 from lagrpo.runs import load_metrics, load_rollouts
+from lagrpo.verify import verify_run
 
 
 def trained(tmp_path: Path, model: Path, /, **sections) -> Path:
@@ -99,6 +100,22 @@ def test_offline_texts_without_log_probs_train_only_recipes_without_a_ratio(tmp_
             SettingsError, match=f"rollout_logprobs, which loss.recipe = '{recipe}' needs"
         ):
             trained(tmp_path, model, offline={"data": texts}, loss={"recipe": recipe})
+
+
+def test_share_of_equal_rewards_is_unknown_if_every_prompt_has_one_completion(tmp_path, model):
+    file = tmp_path / "texts.jsonl"
+    rows = [row | {"prompt": f"Say {row['completion']}"} for row in TEXTS]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    run = trained(
+        tmp_path,
+        model,
+        offline={"data": str(file)},
+        loss={"recipe": "asymre"},
+        schedule={"prompts_per_batch": 2, "batches": 1},
+    )
+    assert sorted(row["advantage"] for row in load_rollouts(run)) != [0.0, 0.0]
+    assert load_metrics(run)[0]["frac_reward_zero_std"] is None
+    assert verify_run(run).differences == []
 
 
 def test_dynamic_sampling_fills_a_batch_with_groups_that_have_a_signal(tmp_path, model):

@@ -18,6 +18,7 @@ from rich.console import Console
 
 from lagrpo.errors import SettingsError
 from lagrpo.runs import directory, plots
+from lagrpo.runs.comparing import compare
 from lagrpo.runs.directory import Run, default_name
 from lagrpo.runs.environment import collect_environment
 from lagrpo.runs.files import write_directory_atomically
@@ -344,6 +345,23 @@ def test_runs_that_differ_only_in_their_seed_are_one_method():
     }
 
 
+def test_methods_have_distinct_names():
+    """By the beginning of its names the first method would be x, and the second one x-1."""
+    runs = [
+        recorded("x-1", run={"seed": 1}),
+        recorded("x-2", run={"seed": 2}),
+        recorded("x-1-1", run={"seed": 1}, schedule={"sync_every": 4}),
+        recorded("x-1-2", run={"seed": 2}, schedule={"sync_every": 4}),
+        recorded("x", schedule={"sync_every": 8}),
+    ]
+    methods = group_seeds(runs)
+    assert {name: len(runs_of_method) for name, runs_of_method in methods.items()} == {
+        "x-1": 2,
+        "x-1-1": 2,
+        "x": 1,
+    }
+
+
 def test_several_runs_are_read_with_their_evaluations_and_distinct_names(run, tmp_path):
     other = Run.create(tmp_path / "more", "one", SETTINGS, "[run]\nseed = 4\n", {})
     summary = {"step": 0, "pass@1": 0.5, "pass@1_low": 0.3, "pass@1_high": 0.7}
@@ -361,7 +379,20 @@ def test_several_runs_are_read_with_their_evaluations_and_distinct_names(run, tm
     assert second.evaluations == [summary | {"name": "before"}]
 
 
+def test_runs_of_a_table_have_distinct_names(run, tmp_path, monkeypatch):
+    other = Run.create(tmp_path / "more", "one", SETTINGS, "[run]\nseed = 4\n", {})
+    assert compare([run, other.path]).index.tolist() == [str(run.path), str(other.path)]
+    monkeypatch.chdir(other.path)
+    assert compare(".").index.tolist() == ["one"]
+
+
 # The reward curve and the environment
+
+
+def test_curve_of_a_run_with_dollars_in_its_name_is_drawn(tmp_path):
+    run = Run.create(tmp_path, "a$_$b", SETTINGS, "", {})
+    run.record({"step": 1, "reward": 0.5})
+    assert reward_curve(run).is_file()
 
 
 def test_curve_shows_the_numbers_of_the_run(run):

@@ -5,20 +5,24 @@ from __future__ import annotations
 
 import base64
 import http.client
+import io
 import json
 import re
+import socket
 import threading
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import numpy as np
 import pytest
-from made_runs import HOSTILE, fill, group, make_run, metrics, row, save_tokenizer, unpack
+from made_runs import HOSTILE, evaluate, fill, group, make_run, metrics, row, save_tokenizer, unpack
 from running import tiny_settings
 from test_cli import lagrpo as command
 
 import lagrpo
+from lagrpo.cli import main
 from lagrpo.runs import load_rollouts
-from lagrpo.runs.directory import locked
+from lagrpo.runs.directory import HOLDER, locked
 from lagrpo.view.data import UNKNOWN, choose, collect, token_texts
 from lagrpo.view.serve import Server, view
 
@@ -148,6 +152,12 @@ def test_tokens_are_ids_without_the_right_tokenizer(tmp_path):
     assert columns(collect([run.path], 100))[0]["rollouts"]["vocabulary"] is None
 
 
+@pytest.mark.parametrize("path", ["~/no-model", "models/no model", "/no-model"])
+def test_tokens_are_ids_if_the_directory_of_the_model_is_not_here(tmp_path, path):
+    run = fill(make_run(tmp_path, model={"path": path}))
+    assert columns(collect([run.path], 100))[0]["rollouts"]["vocabulary"] is None
+
+
 def test_token_texts_keep_spaces_and_name_parts_of_a_character():
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -191,6 +201,29 @@ def test_groups_are_never_cut_and_what_is_left_out_is_counted(tmp_path):
         run_data, arrays = columns(collect([run.path], most))
         assert len(arrays["reward"]) == rows_kept
         assert run_data["rollouts"]["completions_on_disk"] == 8
+
+
+def test_page_holds_the_texts_of_the_first_and_last_evaluation_of_each_set(tmp_path):
+    run = make_run(tmp_path)
+    for batch in (0, 10, 20):
+        for name in ("easy", "hard"):
+            evaluate(run, f"batch-{batch:06d}.{name}", batch, {1: [0.0, 1.0]}, set=name)
+    run_data, _ = columns(collect([run.path], 11))
+    evaluations = run_data["evaluations"]
+    with_texts = [
+        summary["name"]
+        for summary, (row_of_prompt,) in zip(
+            evaluations["summaries"], evaluations["rows"], strict=True
+        )
+        if "texts" in row_of_prompt
+    ]
+    assert with_texts == [
+        "batch-000000.easy",
+        "batch-000000.hard",
+        "batch-000020.easy",
+        "batch-000020.hard",
+    ]
+    assert evaluations["texts"][:2] == ["batch-000000.easy 1: 0.0", "batch-000000.easy 1: 1.0"]
 
 
 # Untrusted text
@@ -274,6 +307,45 @@ def test_command_writes_a_page_and_says_where(tmp_path, monkeypatch):
     assert (tmp_path / "deep" / "x.html").is_file()
 
 
+@pytest.mark.parametrize(
+    ("words", "option"),
+    [
+        pytest.param(["--text", "--out", "page.html"], "--out", id="out with text"),
+        pytest.param(["--batch", 2], "--batch", id="batch without text"),
+    ],
+)
+def test_option_without_effect_is_rejected(tmp_path, words, option):
+    code, out, err = command("view", fill(make_run(tmp_path)).path, *words)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"lagrpo: {option} ")
+    assert err.count("\n") == 1
+
+
+def test_command_ends_quietly_if_the_reader_of_its_text_has_gone(tmp_path):
+    class ClosedPipe(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    run = fill(make_run(tmp_path))
+    with redirect_stdout(ClosedPipe()), redirect_stderr(io.StringIO()):
+        main(["view", str(run.path), "--text"])
+
+
+def test_missing_answer_is_not_shown(tmp_path):
+    run = make_run(tmp_path)
+    run.record_rollouts(1, group(1, [0.0, 1.0], answer="null"))
+    code, out, _ = command("view", run.path, "--text")
+    assert (code, "answer:" in out) == (0, False)
+    prompts = columns(collect([run.path], 10))[0]["rollouts"]["prompts"]
+    assert [answer for _, _, answer in prompts] == [""]
+
+
+def test_title_of_the_page_of_the_working_directory_is_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(fill(make_run(tmp_path, "one")).path)
+    assert command("view", ".")[0] == 0
+    assert "<title>one · lagrpo view</title>" in Path("view.html").read_text(encoding="utf-8")
+
+
 @pytest.fixture
 def served(tmp_path):
     run = fill(make_run(tmp_path))
@@ -311,6 +383,34 @@ def test_server_answers_with_the_page_and_with_newer_data_only(served):
     run.record(metrics(5))
     status, _, packed = ask(server, f"/data?stamp={stamp}")
     assert (status, unpack(packed)[0]["runs"][0]["metrics"]["step"]) == (200, [1, 2, 3, 4, 5])
+
+
+@pytest.mark.parametrize("is_killed", [False, True], ids=["ended", "killed"])
+def test_server_answers_with_newer_data_when_the_process_of_a_run_is_gone(served, is_killed):
+    """The event of the end is written while the process still holds the lock."""
+    run, server = served
+    with locked(run.path):
+        header, _ = unpack(ask(server, "/data")[2])
+        assert header["runs"][0]["status"][0] == "running"
+        assert ask(server, f"/data?stamp={header['stamp']}")[0] == 204
+        holder = json.loads((run.path / HOLDER).read_text(encoding="utf-8"))
+    if is_killed:
+        # No process has so large a number.
+        (run.path / HOLDER).write_text(json.dumps(holder | {"pid": 2**22 + 1}), encoding="utf-8")
+    status, _, packed = ask(server, f"/data?stamp={header['stamp']}")
+    assert status == 200
+    expected = "killed" if is_killed else "finished"
+    assert unpack(packed)[0]["runs"][0]["status"][0] == expected
+
+
+def test_server_prints_nothing_if_the_browser_has_gone(served, capsys):
+    _, server = served
+    ours, of_browser = socket.socketpair()
+    request = f"GET / HTTP/1.1\r\nHost: localhost:{server.server_port}\r\n\r\n"
+    of_browser.sendall(request.encode())
+    of_browser.close()
+    server.process_request_thread(ours, ("127.0.0.1", 0))
+    assert capsys.readouterr().err == ""
 
 
 def test_view_server_rejects_other_host_names_and_paths(served):

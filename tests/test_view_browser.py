@@ -3,6 +3,7 @@ run runs."""
 
 from __future__ import annotations
 
+import json
 import threading
 
 import pytest
@@ -10,6 +11,7 @@ from browser import Browser
 from made_runs import evaluate, fill, group, make_run, metrics, save_tokenizer
 from test_view import hostile_run
 
+from lagrpo.view import data
 from lagrpo.view.data import collect
 from lagrpo.view.serve import Server, view
 
@@ -76,6 +78,52 @@ def test_click_on_the_trend_opens_the_batch(opened, run):
     x, y, width, height = (page.js(f"{corner}.{side}") for side in ("x", "y", "width", "height"))
     page.click_at(x + width * 0.66, y + height / 2)
     assert page.text(".summary").startswith("batch 3, π_k is version 2")
+
+
+@pytest.fixture
+def short_and_long(tmp_path):
+    """Runs of 4 and of 40 batches, with rewards of 1 and 0, and rollouts in the opened batches."""
+    runs = []
+    for name, recipe, batches, reward in (("short", "grpo", 4, 1.0), ("long", "rloo", 40, 0.0)):
+        run = make_run(tmp_path, name, loss={"recipe": recipe})
+        for batch in range(1, batches + 1):
+            run.record(metrics(batch, reward=reward))
+            if batch in (3, 4, 30):
+                rows = group(1, [1.0, 0.0], step=batch, policy_version=batch - 1)
+                run.record_rollouts(batch, rows)
+        runs.append(run)
+    return runs
+
+
+@pytest.mark.parametrize(
+    ("batch", "reward", "opened_run"),
+    [
+        pytest.param(30, 1.0, "long", id="only the long run has the batch"),
+        pytest.param(3, 1.0, "short", id="near the point of the short run"),
+        pytest.param(3, 0.0, "long", id="near the point of the long run"),
+    ],
+)
+@pytest.mark.parametrize("axis", ["batch", "num_tokens"])
+def test_click_on_the_trend_opens_the_run_of_the_nearest_point(
+    opened, short_and_long, axis, batch, reward, opened_run
+):
+    page = opened(*short_and_long, address=f"#x={axis}")
+    corner = "document.querySelector('.u-over').getBoundingClientRect()"
+    x, y, width, height = (page.js(f"{corner}.{side}") for side in ("x", "y", "width", "height"))
+    # The margin is 1.5 % of the range on each side. Every batch has 60 tokens.
+    share = 0.015 + (batch - 1) / 39
+    page.click_at(x + width * share / 1.03, y + height * (0.95 - 0.9 * reward))
+    assert page.text(".summary").startswith(f"batch {batch},")
+    chosen = "document.querySelector('select[aria-label=run]').selectedOptions[0].innerText"
+    assert page.js(chosen) == opened_run
+
+
+def test_trend_of_many_batches_is_drawn(opened, tmp_path):
+    """JavaScript functions take no more than some 120,000 arguments."""
+    run = make_run(tmp_path)
+    lines = [json.dumps({"step": batch, "reward": 0.5}) + "\n" for batch in range(1, 200_001)]
+    run.metrics.write_text("".join(lines), encoding="utf-8")
+    assert opened(run).texts(".small b") == ["reward"]
 
 
 # Rollouts
@@ -251,13 +299,17 @@ def test_chart_explains_only_the_marks_that_it_has(opened, methods):
     assert "│ weight sync   ▲ warning" in opened(methods[2]).text(".key")
 
 
-def test_results_of_all_runs_are_in_one_table(opened, methods):
-    page = opened(*methods, address="#tab=evaluations")
-    rows = page.js(
+def result_rows(page) -> list[list[str]]:
+    """The cells of the table of all runs."""
+    return page.js(
         "[...document.querySelector('.numbers tbody').rows]"
         ".map((row) => [...row.cells].map((cell) => cell.innerText.trim()))"
     )
-    assert [row[:3] + row[4:6] for row in rows] == [
+
+
+def test_results_of_all_runs_are_in_one_table(opened, methods):
+    page = opened(*methods, address="#tab=evaluations")
+    assert [row[:3] + row[4:6] for row in result_rows(page)] == [
         [
             "plain 2 seeds",
             "0.0 %",
@@ -267,6 +319,41 @@ def test_results_of_all_runs_are_in_one_table(opened, methods):
         ],
         ["other", "50.0 %", "66.7 %", "46.7 % to 86.7 %", "–"],
     ]
+
+
+@pytest.mark.parametrize(
+    ("solved_by_batch_of_seeds", "row"),
+    [
+        pytest.param(
+            [{0: 0, 20: 1, 40: 2}, {0: 0, 20: 0}],
+            ["plain 2 seeds, 1 unfinished", "0.0 %", "25.0 %", "20"],
+            id="one seed is at an earlier batch",
+        ),
+        pytest.param(
+            [{0: 0, 40: 2}, {0: 1}],
+            ["plain 2 seeds, 1 unfinished", "–", "25.0 %", "0"],
+            id="one seed has only the evaluation before training",
+        ),
+        pytest.param(
+            [{40: 2}, {}],
+            ["plain 2 seeds, 1 unfinished", "no batch is evaluated by all seeds yet"],
+            id="one seed has no evaluation",
+        ),
+    ],
+)
+def test_result_of_a_method_is_of_the_last_batch_that_all_seeds_have_evaluated(
+    opened, tmp_path, solved_by_batch_of_seeds, row
+):
+    """The seeds solve so many of two prompts, by batch."""
+    runs = []
+    for seed, solved_by_batch in enumerate(solved_by_batch_of_seeds):
+        run = make_run(tmp_path, f"plain-seed{seed}", run={"seed": seed})
+        for batch, solved in solved_by_batch.items():
+            rewards = {1: [float(solved >= 1)] * 2, 2: [float(solved >= 2)] * 2}
+            evaluate(run, f"batch-{batch:06d}", batch, rewards)
+        runs.append(run)
+    (cells,) = result_rows(opened(*runs, address="#tab=evaluations"))
+    assert cells[:3] + cells[6:7] == row
 
 
 def test_two_runs_are_compared_prompt_by_prompt(opened, methods):
@@ -288,6 +375,27 @@ def test_notes_of_several_runs_are_one_banner(opened, tmp_path):
     ]
     fill(runs[0])
     assert opened(*runs).texts(".notes li")[1] == "No rollouts yet. (b)"
+
+
+@pytest.mark.parametrize(
+    ("completions", "most_tokens", "advice"),
+    [
+        pytest.param(8, 4_000_000, "For more: lagrpo view --completions N.", id="completions"),
+        pytest.param(
+            10_000,
+            100,
+            "A page has at most 100 tokens; lagrpo view RUN --text --batch N prints any batch.",
+            id="tokens",
+        ),
+    ],
+)
+def test_page_names_the_limit_that_left_completions_out(
+    opened, run, monkeypatch, completions, most_tokens, advice
+):
+    monkeypatch.setattr(data, "MOST_TOKENS", most_tokens)
+    (note,) = opened(run, completions=completions).texts(".notes li")
+    assert note.startswith("This page holds ")
+    assert note.endswith(f" batches. {advice}")
 
 
 # Small screens and symbols

@@ -68,7 +68,8 @@ UNUSED = (
 KEPT_FOR_EVAL = (
     "run.seed",
     "task.",
-    "model.chat_template",
+    "model.dtype",
+    "model.chat_template",  # and chat_template_kwargs
     "rollout.temperature",
     "rollout.max_prompt",
     "rollout.max_completion",
@@ -272,8 +273,8 @@ class Eval:
 
       MODEL         directory of a model or an adapter, hub id, or smollm2 (embedded)
 
-    Weights of a run (runs/NAME/weights/…) are evaluated on its task, with its template, limits and
-    seed.
+    Weights of a run (runs/NAME/weights/…) are evaluated on its task, with its template, dtype,
+    limits, temperature and seed.
 
     Settings, with their default values in brackets. --task is short for --task.name.
     """
@@ -317,7 +318,7 @@ def evaluate(words: list[str]) -> None:
 
 
 def settings_of_run(weights: str) -> dict[str, Any]:
-    """Returns the task, template, limits and seed of the run that wrote these weights.
+    """Returns the settings in KEPT_FOR_EVAL of the run that wrote these weights.
 
     The seed decides which rows of the data are test rows. Empty for other models.
     """
@@ -373,6 +374,10 @@ def view(
     --completions N  largest number of completions in the page: whole groups, evenly over the
                      batches [10000]
     """
+    if text and out is not None:
+        raise SettingsError("--out is the file of the page, but --text prints: remove one of them")
+    if batch is not None and not text:
+        raise SettingsError("--batch is for --text: add --text, or remove --batch")
     from lagrpo.terminal.show import show
     from lagrpo.view import serve as pages
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from lagrpo.runs.directory import Run
 from lagrpo.runs.reading import load_evaluations, load_metrics, open_run
+from lagrpo.runs.recorded import distinct_names
 from lagrpo.types import JsonObject, JsonView
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ OF_RUN = ("run.name", "run.output_dir")
 
 
 def compare(runs: Sequence[Run | Path | str] | Run | Path | str, last: int = 10) -> pd.DataFrame:
-    """Returns a table with a row per run, by its name. `runs` may be a single run.
+    """Returns a table with a row per run, by its `distinct_names`. `runs` may be a single run.
 
     Its columns are the settings that differ, the number of `batches`, METRICS as means over the
     `last` batches, and the last evaluation of each set with 95 % intervals: eval/pass@1,
@@ -51,7 +52,7 @@ def compare(runs: Sequence[Run | Path | str] | Run | Path | str, last: int = 10)
     ]
     results = pd.DataFrame([_summarize(path, last) for path in paths])
     table = pd.concat([settings[differing_settings], results], axis="columns")
-    table.index = pd.Index([path.name for path in paths], name="run")
+    table.index = pd.Index(distinct_names(paths), name="run")
     return table
 
 

@@ -33,7 +33,8 @@ def reward_curve(run_dir: Run | Path | str) -> Path:
     metrics = load_metrics(run)
     if not metrics:
         raise RunNotFoundError(f"{run.path} has no metrics yet: its first batch is not finished")
-    figure = draw(run.path.name, metrics, load_evaluations(run))
+    # The directory "." has no name until it is resolved.
+    figure = draw(run.path.resolve().name, metrics, load_evaluations(run))
     return write_atomically(
         run.path / "reward.png", lambda path: figure.savefig(path, format="png", dpi=150)
     )
@@ -65,7 +66,15 @@ def draw(title: str, metrics: Rows, evaluations: Rows) -> Any:
         plain_axes(axes)
         axes.set_ylabel(label, color=INK, fontsize=9)
     staleness.set_xlabel("step", color=INK)
-    figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold", color=INK)
+    figure.suptitle(
+        title,
+        x=0.01,
+        ha="left",
+        fontsize=12,
+        fontweight="bold",
+        color=INK,
+        parse_math=False,  # a name may have two dollar signs
+    )
     return figure
 
 

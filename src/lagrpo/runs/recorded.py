@@ -49,14 +49,12 @@ def load_runs(runs: Sequence[Run | Path | str]) -> list[RecordedRun]:
     Raises RunNotFoundError for a directory that is not a run, ValueError for damaged files.
     """
     opened = [open_run(run) for run in runs]
-    names = [run.path.resolve().name for run in opened]
     recorded = []
-    for run, name in zip(opened, names, strict=True):
-        is_unique = names.count(name) == 1
+    for run, name in zip(opened, distinct_names([run.path for run in opened]), strict=True):
         recorded.append(
             RecordedRun(
                 path=run.path,
-                name=name if is_unique else str(run.path),
+                name=name,
                 settings=load_config(run),
                 metrics=load_metrics(run),
                 evaluations=load_evaluations(run),
@@ -65,11 +63,22 @@ def load_runs(runs: Sequence[Run | Path | str]) -> list[RecordedRun]:
     return recorded
 
 
+def distinct_names(paths: Sequence[Path]) -> list[str]:
+    """Returns the name of each directory, or its path if another directory has the same name."""
+    # The directory "." has no name until it is resolved.
+    names = [path.resolve().name for path in paths]
+    return [
+        name if names.count(name) == 1 else str(path)
+        for name, path in zip(names, paths, strict=True)
+    ]
+
+
 def group_seeds(runs: Sequence[RecordedRun]) -> dict[str, list[RecordedRun]]:
     """Returns the runs by method, in the order of each method's first run.
 
     Runs are of one method if their settings differ only in their seeds, names and directories. A
-    method of several runs is named by the beginning that their names share, without "seed".
+    method of several runs is named by the beginning that their names share, without "seed", or by
+    its first run if a run of another method or another method has that name.
     """
     methods: list[list[RecordedRun]] = []
     for run in runs:
@@ -81,7 +90,9 @@ def group_seeds(runs: Sequence[RecordedRun]) -> dict[str, list[RecordedRun]]:
     named: dict[str, list[RecordedRun]] = {}
     for method in methods:
         name = _shared_name([run.name for run in method])
-        if name in named:
+        names_of_other_runs = {run.name for run in runs} - {run.name for run in method}
+        # Later methods may still need the names of their runs.
+        if name in named or name in names_of_other_runs:
             name = method[0].name
         named[name] = method
     return named

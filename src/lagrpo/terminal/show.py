@@ -31,10 +31,20 @@ FILE_WIDTH = 200
 """Columns at which lines are wrapped in a file or a pipe. A terminal has its own width."""
 
 
+class PipeConsole(Console):
+    """A console that raises BrokenPipeError if the reader of the output has gone, as `print` does.
+
+    Console itself exits with code 1, but `lagrpo … | head` is no error.
+    """
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
 def make_console() -> Console:
     """Returns the console for stdout, with FILE_WIDTH columns unless a terminal shows it."""
     has_width = sys.stdout.isatty() or "COLUMNS" in os.environ
-    return Console() if has_width else Console(width=FILE_WIDTH)
+    return PipeConsole() if has_width else PipeConsole(width=FILE_WIDTH)
 
 
 def show(
@@ -83,14 +93,16 @@ def _merge_equal(rows: Sequence[Row], reward_range: Range) -> list[tuple[Row, in
 
 
 def _print_prompt(console: Console, prompt_id: int, row: Row) -> None:
-    """Prints the prompt of a completion, and its reference answer."""
-    answer = json.loads(row["answer"])
-    if not isinstance(answer, str):
-        answer = row["answer"]  # as JSON
+    """Prints the prompt of a completion, and its reference answer if it has one."""
     heading = Text(f"prompt {prompt_id}", style="bold")
     console.print(Rule(heading, align="left", style="dim"))
     console.print(Text(visible(row["prompt_text"])))
-    console.print(Text(f"answer: {visible(answer)}\n", style="cyan"))
+    answer = json.loads(row["answer"])
+    if answer is not None:
+        # As JSON, unless it is a text.
+        text = answer if isinstance(answer, str) else row["answer"]
+        console.print(Text(f"answer: {visible(text)}", style="cyan"))
+    console.print()
 
 
 def result_lines(summaries: Sequence[JsonView]) -> list[str]:

@@ -61,7 +61,8 @@ def batch_metrics(
     last = updates[-1] if updates else {}
     sync = step.state.sync
     completions = [c for group in groups for c in group.completions]
-    is_zero_variance = [has_zero_variance(group) for group in groups if group.rewards]
+    # A completion that is alone in its group has its reward as its advantage, so it gives a signal.
+    is_zero_variance = [has_zero_variance(group) for group in groups if len(group.rewards) > 1]
     return {
         "step": step.b,
         "policy_version": step.version,

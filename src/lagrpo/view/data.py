@@ -80,11 +80,11 @@ def collect(paths: Sequence[Path | str], most: int) -> bytes:
 
     Raises RunNotFoundError for a directory that is not a run, SettingsError for damaged files.
     """
-    # The stamp comes first: files that are written while the runs are read count as newer data.
-    stamp = take_stamp(paths)
     arrays: list[np.ndarray] = []
     entries = []
     with as_settings_error():
+        # The stamp comes first: files that are written while the runs are read count as newer data.
+        stamp = take_stamp(paths)
         runs = load_runs(paths)
         methods = group_seeds(runs)
         most_of_run = most // len(runs)
@@ -106,6 +106,7 @@ def collect(paths: Sequence[Path | str], most: int) -> bytes:
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "version": version("lagrpo"),
         "most": most,
+        "most_tokens": MOST_TOKENS,
         "runs": entries,
         "methods": [
             [name, [indices[run.path] for run in of_method]] for name, of_method in methods.items()
@@ -158,17 +159,20 @@ def _pad(content: bytes) -> bytes:
 
 
 def take_stamp(paths: Sequence[Path | str]) -> str:
-    """Returns a digest of the names, sizes and times of the runs' files.
+    """Returns a digest of the runs' statuses, and of the names, sizes and times of their files.
 
-    The digest is another one when any of them was written.
+    The digest is another one when a file was written, and when the process of a run has ended: a
+    killed process writes nothing. Raises RunNotFoundError, and ValueError for damaged events.
     """
     digest = hashlib.sha256()
     for path in paths:
-        run = Path(path).expanduser()
+        run = reading.open_run(path)
+        status_of_run = _status(run, reading.load_events(run))
+        digest.update(os.fsencode(f"{run.path}\0{status_of_run}\n"))
         files = [
-            *run.glob("[!.]*.[jt]*"),  # config.toml, metrics.jsonl, events.jsonl, …
-            *run.glob("rollouts/[!.]*"),
-            *run.glob("evaluations/[!.]*"),
+            *run.path.glob("[!.]*.[jt]*"),  # config.toml, metrics.jsonl, events.jsonl, …
+            *run.path.glob("rollouts/[!.]*"),
+            *run.path.glob("evaluations/[!.]*"),
         ]
         for file in sorted(files):
             status = file.stat()
@@ -223,8 +227,8 @@ def _status(run: Run, events: Sequence[JsonView]) -> list[str]:
 def read_evaluations(run: Run, summaries: Sequence[JsonView], most: int) -> JsonObject:
     """Returns the prompts and completions of a run's evaluations, which have these summaries.
 
-    If they have more than `most` completions, only the first and the last evaluation keep their
-    texts; the counts of all are there.
+    If they have more than `most` completions, only the first and the last evaluation of each set
+    keep their texts; the counts of all are there.
     """
     records_of_evaluations = [
         reading.load_evaluation_records(run, summary["name"]) for summary in summaries
@@ -232,12 +236,17 @@ def read_evaluations(run: Run, summaries: Sequence[JsonView], most: int) -> Json
     completions = 0
     for records in records_of_evaluations:
         completions += sum(len(record["completions"]) for record in records)
+    numbers_of_sets: dict[str, list[int]] = {}
+    for number, summary in enumerate(summaries):
+        numbers_of_sets.setdefault(summary.get("set") or "", []).append(number)
+    first_and_last = set()
+    for numbers in numbers_of_sets.values():
+        first_and_last |= {numbers[0], numbers[-1]}
     prompts = Table()
     texts = Table()
     rows = []
     for number, records in enumerate(records_of_evaluations):
-        is_first_or_last = number in (0, len(records_of_evaluations) - 1)
-        has_texts = completions <= most or is_first_or_last
+        has_texts = completions <= most or number in first_and_last
         rows.append(
             [_evaluation_row(record, prompts, texts, has_texts=has_texts) for record in records]
         )
@@ -323,6 +332,7 @@ def read_rollouts(
 ) -> Rows:
     """Returns groups and completions, at most about `most` with `most_tokens`.
 
+    `limit` says which of the two left completions out: "completions", "tokens", or "" if none did.
     Columns are appended to `arrays`, and the result has their indices there. Raises as
     `load_rollouts` does.
     """
@@ -330,9 +340,12 @@ def read_rollouts(
     completions = sum(size.completions for size in sizes.values())
     tokens = sum(size.tokens for size in sizes.values())
     # As many completions as have `most_tokens` tokens on average.
-    most = min(most, most_tokens * completions // max(tokens, 1))
+    most_by_tokens = most_tokens * completions // max(tokens, 1)
     chosen = {batch: size.completions for batch, size in sizes.items()}
-    if completions > most:
+    limit = ""
+    if completions > min(most, most_by_tokens):
+        limit = "tokens" if most_by_tokens < most else "completions"
+        most = min(most, most_by_tokens)
         G = config.get("rollout", {}).get("num_generations", 1)
         chosen = choose(list(sizes), most, G)
     rows = _read_rows(run, chosen)
@@ -365,6 +378,7 @@ def read_rollouts(
         "batches": batches,
         "batches_on_disk": len(sizes),
         "completions_on_disk": completions,
+        "limit": limit,
         "prompts": prompts,
         "codes": {name: list(table) for name, table in codes.items()},
         "texts": rows["completion"],
@@ -444,8 +458,13 @@ def _starts_group(rows: Rows, c: int) -> bool:
 
 
 def _answer(text: str) -> str:
-    """Returns the reference answer for readers: its JSON text, or the text that this quotes."""
+    """Returns the reference answer for readers: its JSON text, or the text that this quotes.
+
+    It is "" for a prompt without an answer.
+    """
     answer = json.loads(text)
+    if answer is None:
+        return ""
     return answer if isinstance(answer, str) else text
 
 
@@ -502,6 +521,7 @@ def texts_of(run: Path, model: str, ids: Sequence[int]) -> tuple[list[str] | Non
 def _tokenizer_paths(run: Path, model: str) -> Iterator[Path]:
     """Yields places of the tokenizer: beside the run's weights, the model, in the hub's cache."""
     from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
 
     from lagrpo.model.embedded import ALIASES, DIRECTORY
 
@@ -512,7 +532,13 @@ def _tokenizer_paths(run: Path, model: str) -> Iterator[Path]:
         yield Path(model).expanduser() / TOKENIZER
     is_hub_name = model.count("/") == 1 and not model.startswith(".")
     if is_hub_name:
-        yield Path(str(try_to_load_from_cache(model, TOKENIZER)))
+        cached_file = None
+        # The path of a directory that is not on this machine may not be a valid name.
+        with suppress(HFValidationError):
+            cached_file = try_to_load_from_cache(model, TOKENIZER)
+        # The cache may also know, by an object, that the model has no such file.
+        if isinstance(cached_file, str):
+            yield Path(cached_file)
 
 
 def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:

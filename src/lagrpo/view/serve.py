@@ -13,17 +13,20 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
+import sys
 import webbrowser
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from lagrpo.errors import SettingsError, as_settings_error, one_line
 from lagrpo.runs.files import write_atomically
 from lagrpo.runs.reading import open_run
+from lagrpo.runs.recorded import distinct_names
 from lagrpo.view.data import collect, take_stamp
 
 STYLES = ("uplot.css", "style.css")
@@ -78,7 +81,7 @@ def view(
     def collect_and_write() -> bytes:
         packed = collect(paths, completions)
         with as_settings_error():
-            page = make_page([path.name for path in paths], packed)
+            page = make_page(distinct_names(paths), packed)
             write_atomically(out, page)
         return packed
 
@@ -167,6 +170,11 @@ class Server(ThreadingHTTPServer):
         self.url = f"http://{HOST}:{self.server_port}/"
         self.hosts = {f"{name}:{self.server_port}" for name in (HOST, "localhost")}
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Prints the traceback of an error, unless the browser closed its connection."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
+
 
 class Handler(BaseHTTPRequestHandler):
     """The answer to one request."""
@@ -192,19 +200,21 @@ class Handler(BaseHTTPRequestHandler):
             self._answer(HTTPStatus.NOT_FOUND, "text/plain", b"the only page is /\n")
             return
         is_data = url.path == "/data"
-        if is_data and parse_qs(url.query).get("stamp") == [take_stamp(paths)]:
-            self._answer(HTTPStatus.NO_CONTENT)
-            return
+        packed = None
         try:
-            packed = self.view_server.collect()
+            if not is_data or parse_qs(url.query).get("stamp") != [take_stamp(paths)]:
+                packed = self.view_server.collect()
         except (OSError, ValueError) as error:
             message = one_line(str(error)).encode(errors="replace")
             self._answer(HTTPStatus.SERVICE_UNAVAILABLE, "text/plain; charset=utf-8", message)
             return
+        if packed is None:
+            self._answer(HTTPStatus.NO_CONTENT)
+            return
         if is_data:
             self._answer(HTTPStatus.OK, "application/octet-stream", packed)
             return
-        page = make_page([path.name for path in paths], packed, live=True)
+        page = make_page(distinct_names(paths), packed, live=True)
         self._answer(HTTPStatus.OK, "text/html; charset=utf-8", page.encode())
 
     def _answer(self, status: HTTPStatus, kind: str = "", body: bytes = b"") -> None:

@@ -203,14 +203,21 @@ function head(app) {
   );
 }
 
-/** What the page leaves out of all runs, in one sentence; "" if it holds everything. */
-function leftOut(runs) {
+/** What the page leaves out of all runs, and how to see more; "" if it holds everything. */
+function leftOut({ runs, most_tokens }) {
   const sum = (value) => runs.reduce((total, run) => total + value(run.rollouts), 0);
   const held = sum((r) => r.count);
   const onDisk = sum((r) => r.completions_on_disk);
   if (held >= onDisk) return "";
   const batches = `${show(sum((r) => r.batches.length))} of ${plural(sum((r) => r.batches_on_disk), "batch", "es")}`;
-  return `This page holds ${show(held)} of ${show(onDisk)} completions, whole groups from ${batches}. For more: lagrpo view --completions N.`;
+  const sentences = [`This page holds ${show(held)} of ${show(onDisk)} completions, whole groups from ${batches}.`];
+  const limits = new Set(runs.map((run) => run.rollouts.limit));
+  if (limits.has("completions")) sentences.push("For more: lagrpo view --completions N.");
+  if (limits.has("tokens")) {
+    const shares = runs.length > 1 ? ", in equal shares for its runs" : "";
+    sentences.push(`A page has at most ${show(most_tokens)} tokens${shares}; lagrpo view RUN --text --batch N prints any batch.`);
+  }
+  return sentences.join(" ");
 }
 
 /** What a run lacks. */
@@ -232,7 +239,7 @@ function noteList(app) {
   const notes = [...runsByNote].map(([note, names]) =>
     names.length === runs.length ? note : `${note} (${names.join(", ")})`,
   );
-  notes.push(leftOut(runs));
+  notes.push(leftOut(app.data));
   const lines = [app.notice, ...notes].filter(Boolean);
   if (!lines.length) return "";
   return el(

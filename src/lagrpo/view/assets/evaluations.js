@@ -79,9 +79,12 @@ const setsOf = (data) => [
   ...new Set(data.runs.flatMap((run) => run.evaluations.summaries.map((one) => one.set ?? ""))),
 ];
 
+/** The evaluations of a set that have a pass@1. */
+const withPassAt1 = (run, set) => madeOf(run, set).filter((one) => !missing(one["pass@1"]));
+
 /** The first and the last evaluation of a set; null for a run without any. */
 function firstAndLast(run, set) {
-  const made = madeOf(run, set).filter((one) => !missing(one["pass@1"]));
+  const made = withPassAt1(run, set);
   return made.length ? [made[0], made.at(-1)] : null;
 }
 
@@ -111,24 +114,45 @@ function runResult(run, set) {
   );
 }
 
-/** A row of a method: the mean of its seeds, and the lowest and the highest of them. */
+/** The evaluations that all seeds have made, in the order of their batches: for each batch the summaries of the seeds. */
+function evaluationsOfAllSeeds(runs, set) {
+  const summariesOfSeeds = runs.map((run) => new Map(withPassAt1(run, set).map((one) => [one.step, one])));
+  const batches = [...summariesOfSeeds[0].keys()].filter((batch) => summariesOfSeeds.every((seed) => seed.has(batch)));
+  return batches.map((batch) => summariesOfSeeds.map((seed) => seed.get(batch)));
+}
+
+/** The number of seeds that have not made the last evaluation of the others yet. */
+function countUnfinished(runs, set) {
+  const lastBatches = runs.map((run) => withPassAt1(run, set).at(-1)?.step ?? -1);
+  const latest = Math.max(...lastBatches);
+  return lastBatches.filter((batch) => batch < latest).length;
+}
+
+/** A row of a method: the mean of its seeds, and the lowest and the highest of them, at the last batch that all of them have
+ *  evaluated: a mean of policies after different numbers of batches would say nothing. */
 function methodResult(unit, set) {
-  const pairs = unit.runs.map((run) => firstAndLast(run, set)).filter(Boolean);
+  const unfinished = countUnfinished(unit.runs, set);
   const name = el(
     "td",
     { dir: "auto" },
     swatch(unitColor(unit)),
     ` ${visible(unit.name)} `,
-    el("span", { class: "dim", text: plural(pairs.length, "seed") }),
+    el("span", { class: "dim", text: plural(unit.runs.length, "seed") }),
+    unfinished ? el("span", { class: "warn", text: `, ${show(unfinished)} unfinished` }) : null,
   );
-  if (!pairs.length) return el("tr", {}, name, el("td", { class: "dim", colspan: 7, text: "not evaluated" }));
-  const firsts = pairs.map(([first]) => first["pass@1"]);
-  const lasts = pairs.map(([, last]) => last["pass@1"]);
-  const changes = pairs.map(([first, last]) => last["pass@1"] - first["pass@1"]);
+  const evaluations = evaluationsOfAllSeeds(unit.runs, set);
+  if (!evaluations.length) {
+    const text = unfinished ? "no batch is evaluated by all seeds yet" : "not evaluated";
+    return el("tr", {}, name, el("td", { class: "dim", colspan: 7, text }));
+  }
+  const [{ step, prompts, samples }] = evaluations.at(-1);
+  const firsts = evaluations[0].map((one) => one["pass@1"]);
+  const lasts = evaluations.at(-1).map((one) => one["pass@1"]);
+  const changes = lasts.map((last, seed) => last - firsts[seed]);
   const [low, high] = [Math.min(...lasts), Math.max(...lasts)];
   const spread = { "pass@1": mean(lasts), "pass@1_low": low, "pass@1_high": high };
   const [least, most] = [Math.min(...changes), Math.max(...changes)].map((one) => signed(100 * one, 1));
-  const isEvaluatedTwice = pairs.every(([first, last]) => first !== last);
+  const isEvaluatedTwice = evaluations.length > 1;
   return el(
     "tr",
     {},
@@ -140,8 +164,8 @@ function methodResult(unit, set) {
     el("td", {
       text: isEvaluatedTwice ? `${signed(100 * mean(changes), 1)} points (seeds ${least} to ${most})` : "–",
     }),
-    el("td", { text: show(pairs[0][1].step) }),
-    el("td", { text: `${show(pairs[0][1].prompts)} × ${show(pairs[0][1].samples)}` }),
+    el("td", { text: show(step) }),
+    el("td", { text: `${show(prompts)} × ${show(samples)}` }),
   );
 }
 

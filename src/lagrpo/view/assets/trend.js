@@ -227,14 +227,14 @@ function unitSeries(unit, first, state) {
   return { series: [{ ...line, label }, end, end], bands: [{ series: [first + 2, first + 1], fill }] };
 }
 
-/** The large chart; a click on it opens the batch there. */
+/** The large chart; a click on it opens the unit and the batch of the nearest point. */
 function drawChart(box, units, state, open) {
   const lines = [];
   const bands = [];
   const tables = [];
-  for (const unit of units) {
+  const curves = units.map((unit) => [unit, unitCurve(unit, state)]);
+  for (const [unit, { x, y, low, high }] of curves) {
     const added = unitSeries(unit, lines.length + 1, state);
-    const { x, y, low, high } = unitCurve(unit, state);
     lines.push(...added.series);
     bands.push(...added.bands);
     tables.push(unit.runs.length > 1 ? [x, y, low, high] : [x, y]);
@@ -258,16 +258,32 @@ function drawChart(box, units, state, open) {
     cursor: { drag: { x: true, y: false } },
   };
   const chart = new uPlot(options, uPlot.join(tables), box);
-  chart.over.addEventListener("click", () => chart.cursor.idx !== null && open(chart, chart.data[0][chart.cursor.idx]));
+  chart.over.addEventListener("click", () => {
+    const point = pointAtCursor(chart, curves);
+    if (point) open(point.unit, point.batch);
+  });
   return chart;
 }
 
-/** The batch of the first run that lies nearest to a place on the x axis. */
-function batchAt(run, axis, x) {
-  const place = placer(run, axis),
-    batches = run.metrics.get("step") ?? [];
-  const distance = (batch) => Math.abs(place(batch) - x);
-  return batches.reduce((near, one) => (near === null || distance(one) < distance(near) ? one : near), null);
+const NEAR = 5; // pixels
+
+/** The point that is nearest to the cursor along the x axis. Points of several units that are as near as that, give or take
+ *  NEAR pixels, are told apart by their height. Null without any point. */
+function pointAtCursor(chart, curves) {
+  const { left, top } = chart.cursor;
+  const points = [];
+  for (const [unit, { batch, x, y }] of curves) {
+    let nearest = null;
+    x.forEach((value, at) => {
+      if (y[at] === null) return;
+      const across = Math.abs(chart.valToPos(value, "x") - left);
+      if (!nearest || across < nearest.across) nearest = { unit, batch: batch[at], across, y: y[at] };
+    });
+    if (nearest) points.push(nearest);
+  }
+  const limit = Math.min(...points.map((point) => point.across)) + NEAR;
+  const height = (point) => Math.abs(chart.valToPos(point.y, "y") - top);
+  return points.filter((point) => point.across <= limit).sort((a, b) => height(a) - height(b))[0] ?? null;
 }
 
 /** The last values of a card: a row for each unit, with its color and name. */
@@ -312,11 +328,10 @@ function small(units, [metric, worth, why], state, width, select) {
 }
 
 function sparkline(curves, values) {
-  const low = Math.min(...values),
-    span = Math.max(...values) - low || 1;
-  const xs = curves.flatMap(([, { x }]) => x),
-    left = Math.min(...xs),
-    width = Math.max(...xs) - left || 1;
+  const [low, high] = extremes(values);
+  const [left, right] = extremes(curves.flatMap(([, { x }]) => x));
+  const span = high - low || 1;
+  const width = right - left || 1;
   const point = (x, y) => `${((100 * (x - left)) / width).toFixed(1)},${(28 - (24 * (y - low)) / span).toFixed(1)}`;
   const lines = curves.map(([unit, { x, y }]) => {
     const points = x.map((at, n) => (y[n] === null ? "" : point(at, y[n]))).filter(Boolean);
@@ -440,10 +455,8 @@ function trendTab(app) {
   app.afterMount = () => {
     if (!units.some((unit) => unitCurve(unit, state).x.length))
       return box.replaceChildren(el("p", { class: "empty", text: "No run shown here has this metric yet." }));
-    drawChart(box, units, state, (_, x) => {
-      const batch = batchAt(runs[0], state.x, x);
-      if (batch !== null) open(runs[0], batch);
-    });
+    // Evaluations before training are at batch 0, which has no rollouts.
+    drawChart(box, units, state, (unit, batch) => open(unit.runs[0], Math.max(1, batch)));
   };
   return tab;
 }

@@ -21,6 +21,16 @@ function mean(values) {
   return values.reduce((sum, value) => sum + value, 0) / values.length;
 }
 
+/** The smallest and the largest value. Math.min(...values) fails for 100,000 values: each is an argument. */
+function extremes(values) {
+  let [low, high] = [Infinity, -Infinity];
+  for (const value of values) {
+    low = Math.min(low, value);
+    high = Math.max(high, value);
+  }
+  return [low, high];
+}
+
 /** The curve of a run: a point [x, y] by batch. */
 function runCurve(run, state) {
   const [batches, values] = series(run, state.metric);
@@ -44,11 +54,11 @@ function unitCurve(unit, state) {
       const xs = curves.map((points) => points.get(batch)[0]);
       const ys = curves.map((points) => points.get(batch)[1]);
       const [low, high] = [Math.min(...ys), Math.max(...ys)];
-      return { x: mean(xs), y: positive(mean(ys)), low: positive(low), high: positive(high) };
+      return { batch, x: mean(xs), y: positive(mean(ys)), low: positive(low), high: positive(high) };
     })
     .sort((a, b) => a.x - b.x);
   const column = (name) => points.map((point) => point[name]);
-  return { x: column("x"), y: column("y"), low: column("low"), high: column("high") };
+  return { batch: column("batch"), x: column("x"), y: column("y"), low: column("low"), high: column("high") };
 }
 
 /** A box that shows each seed by itself, where a method has several. */
