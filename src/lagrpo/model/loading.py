@@ -172,10 +172,17 @@ def _advice() -> str:
 
 
 def _remove_dropout(lm: nn.Module) -> None:
-    """Makes the engine and the trainer compute the same function of the weights."""
+    """Makes the engine and the trainer compute the same function of the weights.
+
+    Some families have modules for dropout; others have a rate, which their forward pass reads.
+    """
     for module in lm.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
+        for name, value in list(vars(module).items()):
+            is_rate = "dropout" in name or name == "layerdrop"
+            if is_rate and isinstance(value, float):
+                setattr(module, name, 0.0)
 
 
 def load_adapted(
