@@ -21,7 +21,7 @@ from lagrpo.model import attention
 from lagrpo.model.backend import Backend, Choice
 from lagrpo.model.directory import naming_damage
 from lagrpo.model.embedded import is_adapter, resolve_model
-from lagrpo.model.files import load_tokenizer
+from lagrpo.model.files import TOKENIZER_CONFIG, find_source, load_tokenizer
 from lagrpo.model.layout import Packed
 from lagrpo.model.lora import Lora, attach_lora, load_adapter_config, load_adapter_weights
 from lagrpo.model.model import Policy, trained_weights
@@ -188,12 +188,17 @@ def _remove_dropout(lm: nn.Module) -> None:
 def load_adapted(
     adapter: Path, dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> tuple[Any, Any]:
-    """Returns the model of a directory of adapters, with the adapters, and its tokenizer."""
+    """Returns the model of a directory of adapters, with the adapters, and its tokenizer.
+
+    A tokenizer in the directory replaces the model's: it has the chat template of the training.
+    """
     weights = load_adapter_weights(adapter)
     check_finite(weights)
     lora, base = load_adapter_config(adapter)
     with one_line_errors(f"{base}, the model of the adapter {adapter}, cannot be loaded"):
         lm, tokenizer = load_model(resolve_model(base), dtype, device)
+    if find_source(str(adapter), TOKENIZER_CONFIG) is not None:
+        tokenizer = load_tokenizer(str(adapter))
     # A weight's name is its layer's name, then ".lora_…".
     layers = tuple(sorted({name.rpartition(".lora_")[0] for name in weights}))
     with as_settings_error(f"the adapter {adapter}"):
