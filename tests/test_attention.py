@@ -209,6 +209,27 @@ def test_sequence_beyond_the_switch_of_longrope_is_rejected(long_factor, longest
         check_context(config, longest + 1)
 
 
+@pytest.mark.parametrize(
+    ("positions", "longest"),
+    [
+        pytest.param(64, 256, id="original positions in the config"),
+        pytest.param(256, 256, id="stretched positions in the config"),
+        pytest.param(300, 300, id="more positions in the config"),
+    ],
+)
+def test_yarn_stretches_the_longest_position(positions, longest):
+    rope = {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+    config = tiny_model("qwen2", max_position_embeddings=positions, rope_parameters=rope).config
+    check_context(config, longest)
+    with pytest.raises(ValueError, match=f"longest position of this model is {longest}:"):
+        check_context(config, longest + 1)
+
+
 def test_model_call_without_a_layout_is_an_error():
     with pytest.raises(ValueError, match="without a layout"):
         tiny_model()(input_ids=torch.tensor([[3, 4, 5]]))

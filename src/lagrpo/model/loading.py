@@ -346,9 +346,7 @@ def check_context(config: Any, tokens: int) -> None:
     positions by other factors.
     """
     text_config = config.get_text_config()
-    limits = {
-        "longest position of this model": getattr(text_config, "max_position_embeddings", None)
-    }
+    limits = {"longest position of this model": longest_position(text_config)}
     # Without `layer_types` all layers slide if there is a window.
     layer_types = getattr(text_config, "layer_types", None) or ("sliding_attention",)
     uses_window = getattr(text_config, "use_sliding_window", True)
@@ -362,6 +360,20 @@ def check_context(config: Any, tokens: int) -> None:
                 f"sequences may have {tokens} tokens, but the {name} is {limit}: "
                 "lower rollout.max_prompt_length or max_completion_length"
             )
+
+
+def longest_position(text: Any) -> int | None:
+    """Returns the number of positions of a model; None if its config does not limit them.
+
+    YaRN stretches the original positions by a factor. Some configs with YaRN still have the
+    original number in `max_position_embeddings`.
+    """
+    positions = getattr(text, "max_position_embeddings", None)
+    rope = getattr(text, "rope_parameters", None) or {}
+    factor = rope.get("factor")
+    if positions is None or factor is None or rope.get("rope_type") != "yarn":
+        return positions
+    return max(positions, int(factor * rope["original_max_position_embeddings"]))
 
 
 def longrope_switch(text: Any) -> int | None:
