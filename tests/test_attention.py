@@ -161,6 +161,8 @@ def test_unsupported_architecture_is_rejected_by_name():
         "gemma2": "soft-capping",
         "cohere": "a scale on the logits",
         "gpt_oss": "sinks",
+        "diffllama": "attend more than once",
+        "hrm_text": "attend more than once",
         "deepseek_v3": "latent",
         "t5": "encoder",
         "mixtral": "experts",

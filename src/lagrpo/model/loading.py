@@ -36,6 +36,8 @@ LOADING = {
     "ignore_mismatched_sizes": True,
 }
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+# Their layers attend more than once in a forward pass, but a sampler's cache has one place per layer.
+ATTENDING_TWICE = {"diffllama", "hrm_text"}
 ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
 # Mean |Δ log-prob|, nats.
 ATTENTION_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
@@ -309,6 +311,7 @@ def check_supported(config: Any) -> None:
         "a scale on the logits": {read("logit_scale"), read("logits_scaling")} - NO_SCALE,
         "an encoder": read("is_encoder_decoder"),
         "attention sinks": text_config.model_type == "gpt_oss",
+        "layers that attend more than once": text_config.model_type in ATTENDING_TWICE,
         "latent attention": read("kv_lora_rank"),
         "layers that are not attention": set(read("layer_types") or ()) - ATTENTION_LAYERS,
         "a mixture of experts": any(read(name) for name in EXPERTS),
