@@ -186,6 +186,25 @@ def test_odd_but_sound_model_loads(model, sound):
     assert all(torch.equal(ours[name], plain[name]) for name in ours)
 
 
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        # They do not pass the layout on.
+        ("stablelm", {}),
+        ("nemotron", {"num_key_value_heads": 2}),
+        # Its layers have heads of several sizes.
+        ("gemma4_text", {"head_dim": 16, "vocab_size_per_layer_input": 103}),
+        # Its `decoder` is the output head.
+        ("modernbert-decoder", {"bos_token_id": 2}),
+    ],
+)
+def test_model_that_cannot_be_called_is_rejected_by_its_type(tmp_path, kind, changes):
+    model = save_tiny(tmp_path / "model", kind, **changes)
+    with pytest.raises(ValueError, match=rf"models of type '{kind}' ") as rejected:
+        load_policy(str(model), torch.float32)
+    assert len(str(rejected.value).splitlines()) == 1
+
+
 DROPOUT: dict[str, dict[str, Any]] = {
     "gpt2": {"resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5},
     "starcoder2": {

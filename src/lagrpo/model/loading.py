@@ -16,8 +16,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from lagrpo.errors import as_settings_error, one_line, one_line_errors
+from lagrpo.errors import as_settings_error, describe_error, one_line, one_line_errors
 from lagrpo.model import attention
+from lagrpo.model.attention import Shape
 from lagrpo.model.backend import Backend, Choice
 from lagrpo.model.directory import naming_damage
 from lagrpo.model.embedded import is_adapter, resolve_model
@@ -36,7 +37,7 @@ LOADING = {
     "ignore_mismatched_sizes": True,
 }
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-# Their layers attend more than once in a forward pass, but a sampler's cache has one place per layer.
+# Their layers attend more than once in a forward pass. The sampler's cache has room for one time.
 ATTENDING_TWICE = {"diffllama", "hrm_text"}
 ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
 # Mean |Δ log-prob|, nats.
@@ -110,6 +111,10 @@ def _make_policy(
     """Returns the policy of a model and its tokenizer, with the settings of its chat template."""
     if chat_template is not None:
         tokenizer.chat_template = chat_template
+    text_config = lm.config.get_text_config()
+    # transformers raises an error for sizes that differ between layers. The caches have one size.
+    with one_line_errors(f"models of type {text_config.model_type!r} are not supported"):
+        Shape.of(text_config)
     policy = Policy.from_model(lm, tokenizer, tau, backend=backend)
     template_kwargs = template_kwargs or {}
     for name in template_kwargs:
@@ -408,7 +413,14 @@ def check_attention(policy: Policy) -> float:
         torch.randint(policy.chat.vocabulary, (length,), generator=rng) for length in (9, 5, 12)
     )
     packed = Packed.build([(prompt.tolist(), completions)], policy.device)
-    ours_T = policy.model(packed, tau=1.0).cpu()
+    try:
+        ours_T = policy.model(packed, tau=1.0).cpu()
+    except (AttributeError, LookupError, TypeError) as error:
+        # Its modules are not the ones that other models have.
+        model_type = lm.config.get_text_config().model_type
+        raise ValueError(
+            f"models of type {model_type!r} are not supported: {describe_error(error)}"
+        ) from error
 
     lm.set_attn_implementation("eager")
     theirs: list[Tensor] = []
