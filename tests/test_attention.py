@@ -161,6 +161,8 @@ def test_unsupported_architecture_is_rejected_by_name():
         "gemma2": "soft-capping",
         "cohere": "a scale on the logits",
         "gpt_oss": "sinks",
+        "diffllama": "attend more than once",
+        "hrm_text": "attend more than once",
         "deepseek_v3": "latent",
         "t5": "encoder",
         "mixtral": "experts",
@@ -206,6 +208,27 @@ def test_sequence_beyond_the_switch_of_longrope_is_rejected(long_factor, longest
     config = tiny_model("phi3", rope_parameters=rope, original_max_position_embeddings=32).config
     check_context(config, longest)
     with pytest.raises(ValueError, match=f" is {longest}: lower"):
+        check_context(config, longest + 1)
+
+
+@pytest.mark.parametrize(
+    ("positions", "longest"),
+    [
+        pytest.param(64, 256, id="original positions in the config"),
+        pytest.param(256, 256, id="stretched positions in the config"),
+        pytest.param(300, 300, id="more positions in the config"),
+    ],
+)
+def test_yarn_stretches_the_longest_position(positions, longest):
+    rope = {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+    config = tiny_model("qwen2", max_position_embeddings=positions, rope_parameters=rope).config
+    check_context(config, longest)
+    with pytest.raises(ValueError, match=f"longest position of this model is {longest}:"):
         check_context(config, longest + 1)
 
 

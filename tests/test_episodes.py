@@ -12,6 +12,8 @@ import talkers
 import torch
 from feeding import flat
 from tiny import TURNS, tiny_policy, tiny_tokenizer
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from lagrpo.model.chat import Chat, Replies, RewritingError
 from lagrpo.model.model import Packed, Policy, copy_policy
@@ -291,6 +293,58 @@ def test_reply_is_what_the_template_adds():
     assert replies.end_id == EOS
     reply_ids = replies.tokens([{"role": "user", "content": "higher"}])
     assert replies.chat.tokenizer.decode(reply_ids) == "\nuser: higher\nassistant: "
+
+
+def tokenizer_of_pieces(*, rstrip: bool, prepend_scheme: str | None) -> Any:
+    """A tokenizer of characters, with the end token <eos>.
+
+    As Phi-3's it strips white space after special tokens if `rstrip`. As Llama's it marks the
+    beginning of a text ("first") or of every piece between special tokens ("always").
+    """
+    tokens = ["<unk>", "▁", "\n", *" abcdefghijklmnopqrstuvwxyz0123456789:"]
+    vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
+    if prepend_scheme is not None:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme, split=False)
+    tokenizer.add_special_tokens([AddedToken("<eos>", rstrip=rstrip, normalized=False)])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
+    fast.chat_template = TURNS
+    return fast
+
+
+@pytest.mark.parametrize(
+    ("rstrip", "prepend_scheme"),
+    [
+        pytest.param(False, None, id="plain"),
+        pytest.param(True, None, id="white space stripped"),
+        pytest.param(False, "first", id="beginning of the text marked"),
+        pytest.param(False, "always", id="beginning of each piece marked"),
+        pytest.param(True, "always", id="stripped and marked"),
+    ],
+)
+def test_tokens_of_a_reply_are_those_of_the_whole_conversation(rstrip, prepend_scheme):
+    tokenizer = tokenizer_of_pieces(rstrip=rstrip, prepend_scheme=prepend_scheme)
+    end_id = tokenizer.eos_token_id
+    chat = Chat(tokenizer, len(tokenizer), frozenset({end_id}))
+    reply = {"role": "user", "content": "more"}
+    conversation = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "yes"},
+        reply,
+    ]
+    whole = chat.encode(chat.render(conversation), add_special_tokens=False)
+    behind_turn = whole[whole.index(end_id) + 1 :]
+    assert list(Replies(chat).tokens([reply])) == behind_turn
+
+
+def test_reply_is_tokenized_alone_if_the_end_token_joins_what_follows():
+    """The tokenizer has a token for the end and the line break behind it."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = TURNS
+    reply = [{"role": "user", "content": "higher"}]
+    expected = Replies(Chat(tokenizer, 103, frozenset({EOS}))).tokens(reply)
+    tokenizer.add_tokens(["<eos>\n"])
+    assert Replies(Chat(tokenizer, 104, frozenset({EOS}))).tokens(reply) == expected
 
 
 STRIPPED = TURNS.replace("m['content'] }}", "m['content'].split('</think>')[-1] }}")

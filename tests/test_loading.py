@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from tiny import save_tiny
 
 from lagrpo.errors import SettingsError
+from lagrpo.model.layout import Packed
 from lagrpo.model.loading import load_policy
 from lagrpo.training.run import train
 
@@ -183,3 +184,45 @@ def test_odd_but_sound_model_loads(model, sound):
     ours, plain = (load_policy(str(path), torch.float32).weights for path in (model, sound))
     assert ours.keys() == plain.keys()
     assert all(torch.equal(ours[name], plain[name]) for name in ours)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        # They do not pass the layout on.
+        ("stablelm", {}),
+        ("nemotron", {"num_key_value_heads": 2}),
+        # Its layers have heads of several sizes.
+        ("gemma4_text", {"head_dim": 16, "vocab_size_per_layer_input": 103}),
+        # Its `decoder` is the output head.
+        ("modernbert-decoder", {"bos_token_id": 2}),
+    ],
+)
+def test_model_that_cannot_be_called_is_rejected_by_its_type(tmp_path, kind, changes):
+    model = save_tiny(tmp_path / "model", kind, **changes)
+    with pytest.raises(ValueError, match=rf"models of type '{kind}' ") as rejected:
+        load_policy(str(model), torch.float32)
+    assert len(str(rejected.value).splitlines()) == 1
+
+
+DROPOUT: dict[str, dict[str, Any]] = {
+    "gpt2": {"resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5},
+    "starcoder2": {
+        "residual_dropout": 0.5,
+        "embedding_dropout": 0.5,
+        "attention_dropout": 0.5,
+        "num_key_value_heads": 2,
+    },
+    "opt": {"dropout": 0.5, "layerdrop": 0.5, "ffn_dim": 48, "word_embed_proj_dim": 32},
+}
+
+
+@pytest.mark.parametrize("kind", DROPOUT)
+def test_loaded_model_has_no_dropout_when_it_trains(kind, tmp_path):
+    """Activation checkpointing of transformers needs the training mode."""
+    model = save_tiny(tmp_path / "model", kind, **DROPOUT[kind])
+    policy = load_policy(str(model), torch.float32)
+    packed = Packed.build([([5, 6, 7], [torch.tensor([8, 9, 10])])])
+    expected = policy.logp(packed)
+    policy.model.lm.train()
+    assert torch.equal(policy.logp(packed), expected)

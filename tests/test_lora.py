@@ -15,7 +15,7 @@ from rank_updates import five_updates, same
 from running import tiny_settings
 from safetensors.torch import load_file, save_file
 from test_trainer import assembled, generate_groups, judge_groups, make_trainer
-from tiny import computed_by, tiny_model, tiny_policy
+from tiny import CHAT, TURNS, computed_by, save_tiny, tiny_model, tiny_policy
 from torch import Tensor
 
 from lagrpo import train
@@ -25,7 +25,13 @@ from lagrpo.model.embedded import ADAPTER_CONFIG as CONFIG
 from lagrpo.model.layout import Packed
 from lagrpo.model.loading import load_policy
 from lagrpo.model.lora import ADAPTER_WEIGHTS as WEIGHTS
-from lagrpo.model.lora import Lora, adapted, count_parameters, load_adapter_weights
+from lagrpo.model.lora import (
+    Lora,
+    adapted,
+    count_parameters,
+    load_adapter_weights,
+    save_adapter,
+)
 from lagrpo.model.model import Policy, copy_policy
 from lagrpo.runs import load_metrics, load_rollouts
 from lagrpo.runs.files import MODE
@@ -135,6 +141,22 @@ def test_update_moves_the_adapters_and_nothing_else():
     }
     assert moved == {*policy.weights}
     assert {name.partition("/")[2] for name in trainer.state()} == {*policy.weights}
+
+
+def test_saved_adapters_load_with_the_chat_template_of_their_training(tmp_path):
+    model = save_tiny(tmp_path / "model")
+    trained = load_policy(str(model), torch.float32, lora=LORA, chat_template=TURNS)
+    trained.save(tmp_path / "adapter")
+    loaded = load_policy(str(tmp_path / "adapter"), torch.float32)
+    assert loaded.chat.tokenizer.chat_template == TURNS
+
+
+def test_adapters_without_a_tokenizer_load_with_the_tokenizer_of_the_model(tmp_path):
+    model = save_tiny(tmp_path / "model")
+    trained = load_policy(str(model), torch.float32, lora=LORA)
+    save_adapter(trained.model.lm, trained.weights, tmp_path / "adapter")
+    loaded = load_policy(str(tmp_path / "adapter"), torch.float32)
+    assert loaded.chat.tokenizer.chat_template == CHAT
 
 
 def test_start_of_adapters_depends_on_seed_and_name_alone():

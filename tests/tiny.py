@@ -77,7 +77,7 @@ def tiny_model(kind: str = "llama", seed: int = 0, spread: float = 0.6, **change
         "pad_token_id": 0,
         "bos_token_id": None,
     }
-    config = AutoConfig.for_model(kind, **sizes | SHAPES[kind] | changes)
+    config = AutoConfig.for_model(kind, **sizes | SHAPES.get(kind, {}) | changes)
     torch.manual_seed(seed)
     model: Any = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
     with torch.no_grad():

@@ -77,8 +77,11 @@ def shared_prefix_attention(
     this attention lacks.
     """
     if layout is None:
+        config: Any = module.config
         raise ValueError(
-            f"attention {NAME!r} was called without a layout: call the model through lagrpo.model"
+            f"attention {NAME!r} was called without a layout: call the model through lagrpo.model. "
+            f"If it was, models of type {config.model_type!r} do not pass the layout on, "
+            "which lagrpo does not support"
         )
     if softcap is not None or s_aux is not None:
         raise ValueError("shared-prefix attention lacks soft-capping and attention sinks")

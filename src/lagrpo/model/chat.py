@@ -500,9 +500,20 @@ class Replies:
             self._checked.add(roles)
         text = self._render_reply(OPENING, TURN, messages)
         check_rendered(messages, text)
-        ids = self.chat.encode(text, add_special_tokens=False)
+        # Some tokenizers strip white space after the end token, or mark the beginning of a text.
+        ids = self.chat.encode(self._turn_end + text, add_special_tokens=False)
+        if ids[:1] == [self.end_id]:
+            ids = ids[1:]
+        else:
+            # The tokenizer joins the end with what follows. The policy has sampled the end alone.
+            ids = self.chat.encode(text, add_special_tokens=False)
         self.chat.check_vocabulary(ids)
         return tuple(ids)
+
+    @property
+    def _turn_end(self) -> str:
+        """The text of the token that ends a turn."""
+        return str(self.chat.tokenizer.convert_ids_to_tokens(self.end_id))
 
     def _render_reply(self, before: Messages, turn: str, messages: Messages) -> str:
         """Returns the text of `messages` behind the end of an assistant's turn.
@@ -527,10 +538,9 @@ class Replies:
                 f"{before_change!r} becomes {after_change!r}. {WHAT_TO_DO}"
             )
         text_behind = longer[len(so_far) :]
-        turn_end = str(self.chat.tokenizer.convert_ids_to_tokens(self.end_id))
-        if not text_behind.startswith(turn_end):
+        if not text_behind.startswith(self._turn_end):
             raise RewritingError(
                 f"the chat template ends an assistant turn with {text_behind[:20]!r}, "
-                f"not with {turn_end!r}. {WHAT_TO_DO}"
+                f"not with {self._turn_end!r}. {WHAT_TO_DO}"
             )
-        return text_behind[len(turn_end) :]
+        return text_behind.removeprefix(self._turn_end)

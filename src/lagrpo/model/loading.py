@@ -16,12 +16,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from lagrpo.errors import as_settings_error, one_line, one_line_errors
+from lagrpo.errors import as_settings_error, describe_error, one_line, one_line_errors
 from lagrpo.model import attention
+from lagrpo.model.attention import Shape
 from lagrpo.model.backend import Backend, Choice
 from lagrpo.model.directory import naming_damage
 from lagrpo.model.embedded import is_adapter, resolve_model
-from lagrpo.model.files import load_tokenizer
+from lagrpo.model.files import TOKENIZER_CONFIG, find_source, load_tokenizer
 from lagrpo.model.layout import Packed
 from lagrpo.model.lora import Lora, attach_lora, load_adapter_config, load_adapter_weights
 from lagrpo.model.model import Policy, trained_weights
@@ -36,6 +37,8 @@ LOADING = {
     "ignore_mismatched_sizes": True,
 }
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+# Their layers attend more than once in a forward pass. The sampler's cache has room for one time.
+ATTENDING_TWICE = {"diffllama", "hrm_text"}
 ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
 # Mean |Δ log-prob|, nats.
 ATTENTION_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
@@ -108,6 +111,10 @@ def _make_policy(
     """Returns the policy of a model and its tokenizer, with the settings of its chat template."""
     if chat_template is not None:
         tokenizer.chat_template = chat_template
+    text_config = lm.config.get_text_config()
+    # transformers raises an error for sizes that differ between layers. The caches have one size.
+    with one_line_errors(f"models of type {text_config.model_type!r} are not supported"):
+        Shape.of(text_config)
     policy = Policy.from_model(lm, tokenizer, tau, backend=backend)
     template_kwargs = template_kwargs or {}
     for name in template_kwargs:
@@ -172,21 +179,33 @@ def _advice() -> str:
 
 
 def _remove_dropout(lm: nn.Module) -> None:
-    """Makes the engine and the trainer compute the same function of the weights."""
+    """Makes the engine and the trainer compute the same function of the weights.
+
+    Some families have modules for dropout; others have a rate, which their forward pass reads.
+    """
     for module in lm.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
+        for name, value in list(vars(module).items()):
+            is_rate = "dropout" in name or name == "layerdrop"
+            if is_rate and isinstance(value, float):
+                setattr(module, name, 0.0)
 
 
 def load_adapted(
     adapter: Path, dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> tuple[Any, Any]:
-    """Returns the model of a directory of adapters, with the adapters, and its tokenizer."""
+    """Returns the model of a directory of adapters, with the adapters, and its tokenizer.
+
+    A tokenizer in the directory replaces the model's: it has the chat template of the training.
+    """
     weights = load_adapter_weights(adapter)
     check_finite(weights)
     lora, base = load_adapter_config(adapter)
     with one_line_errors(f"{base}, the model of the adapter {adapter}, cannot be loaded"):
         lm, tokenizer = load_model(resolve_model(base), dtype, device)
+    if find_source(str(adapter), TOKENIZER_CONFIG) is not None:
+        tokenizer = load_tokenizer(str(adapter))
     # A weight's name is its layer's name, then ".lora_…".
     layers = tuple(sorted({name.rpartition(".lora_")[0] for name in weights}))
     with as_settings_error(f"the adapter {adapter}"):
@@ -297,6 +316,7 @@ def check_supported(config: Any) -> None:
         "a scale on the logits": {read("logit_scale"), read("logits_scaling")} - NO_SCALE,
         "an encoder": read("is_encoder_decoder"),
         "attention sinks": text_config.model_type == "gpt_oss",
+        "layers that attend more than once": text_config.model_type in ATTENDING_TWICE,
         "latent attention": read("kv_lora_rank"),
         "layers that are not attention": set(read("layer_types") or ()) - ATTENTION_LAYERS,
         "a mixture of experts": any(read(name) for name in EXPERTS),
@@ -334,9 +354,7 @@ def check_context(config: Any, tokens: int) -> None:
     positions by other factors.
     """
     text_config = config.get_text_config()
-    limits = {
-        "longest position of this model": getattr(text_config, "max_position_embeddings", None)
-    }
+    limits = {"longest position of this model": longest_position(text_config)}
     # Without `layer_types` all layers slide if there is a window.
     layer_types = getattr(text_config, "layer_types", None) or ("sliding_attention",)
     uses_window = getattr(text_config, "use_sliding_window", True)
@@ -350,6 +368,20 @@ def check_context(config: Any, tokens: int) -> None:
                 f"sequences may have {tokens} tokens, but the {name} is {limit}: "
                 "lower rollout.max_prompt_length or max_completion_length"
             )
+
+
+def longest_position(text: Any) -> int | None:
+    """Returns the number of positions of a model; None if its config does not limit them.
+
+    YaRN stretches the original positions by a factor. Some configs with YaRN still have the
+    original number in `max_position_embeddings`.
+    """
+    positions = getattr(text, "max_position_embeddings", None)
+    rope = getattr(text, "rope_parameters", None) or {}
+    factor = rope.get("factor")
+    if positions is None or factor is None or rope.get("rope_type") != "yarn":
+        return positions
+    return max(positions, int(factor * rope["original_max_position_embeddings"]))
 
 
 def longrope_switch(text: Any) -> int | None:
@@ -381,7 +413,14 @@ def check_attention(policy: Policy) -> float:
         torch.randint(policy.chat.vocabulary, (length,), generator=rng) for length in (9, 5, 12)
     )
     packed = Packed.build([(prompt.tolist(), completions)], policy.device)
-    ours_T = policy.model(packed, tau=1.0).cpu()
+    try:
+        ours_T = policy.model(packed, tau=1.0).cpu()
+    except (AttributeError, LookupError, TypeError) as error:
+        # Its modules are not the ones that other models have.
+        model_type = lm.config.get_text_config().model_type
+        raise ValueError(
+            f"models of type {model_type!r} are not supported: {describe_error(error)}"
+        ) from error
 
     lm.set_attn_implementation("eager")
     theirs: list[Tensor] = []
