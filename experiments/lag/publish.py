@@ -103,8 +103,8 @@ def constant_lags(cells: Cells, method: str) -> list[tuple[int, Cell]]:
 def _measured(cell: Cell) -> dict[str, Any]:
     interval = Interval.of(list(cell.best.values()))
     return {
-        "kept": round(interval.mean, 3),
-        "half_interval": None if interval.half is None else round(interval.half, 3),
+        "kept": round(interval.mean, 4),
+        "half_interval": None if interval.half is None else round(interval.half, 4),
         "seeds": len(cell.best),
         "best_learning_rate": cell.best_rate,
         "living_learning_rates": cell.living_rates,
