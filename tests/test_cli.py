@@ -200,6 +200,11 @@ WRONG = {
     "train --resume auto": "set run.name",
     "train --loss.recipe grop": "did you mean 'grpo'",
     "train --model ./nosuch --dry-run": "model.path",
+    "train --task.name custom --task.data nosuch.jsonl --task.rewards exact --dry-run": (
+        "task.data: no file or directory 'nosuch.jsonl'"
+    ),
+    "train --task.rewards nosuch:reward --dry-run": "'nosuch:reward': no module 'nosuch'",
+    "train --loss.overides.cap 2": "did you mean 'loss.overrides.cap'?",
     "train --task nosuch:load --dry-run": "task.name: 'nosuch:load': no module 'nosuch'",
     "train --run.name a/b": "run.name = 'a/b'",
     "train --schedule.sync_evry 3": "did you mean 'schedule.sync_every'?",

@@ -9,6 +9,7 @@ import pytest
 
 from lagrpo.errors import SettingsError
 from lagrpo.settings.schema import Settings
+from lagrpo.training.build_tasks import load_tasks
 from lagrpo.training.checks import check_settings
 from lagrpo.training.explain import expected_memory, meaning, print_meaning
 
@@ -178,5 +179,5 @@ def test_dry_run_of_several_processes_is_printed_once(model, monkeypatch, capsys
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", rank)
     settings = Settings.model_validate({"model": {"path": str(model)}})
-    print_meaning(settings, check_settings(settings))
+    print_meaning(settings, check_settings(settings), load_tasks(settings))
     assert bool(capsys.readouterr().out) == prints

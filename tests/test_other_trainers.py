@@ -10,8 +10,8 @@ from page_code import python_blocks
 
 from lagrpo.core.recipes import resolve
 from lagrpo.errors import SettingsError
-from lagrpo.settings.command_line import TABLES, CommandParser, read_words
-from lagrpo.settings.load import list_settings, load_settings
+from lagrpo.settings.command_line import CommandParser, read_words
+from lagrpo.settings.load import TABLES, list_settings, load_settings
 from lagrpo.settings.other_trainers import NAMES_OF_TRAINERS, translate
 from lagrpo.settings.schema import Settings
 

@@ -14,8 +14,7 @@ from markdown_it import MarkdownIt
 
 from lagrpo.cli import COMMANDS, read_eval_words, read_train_words
 from lagrpo.runs.rollouts import rollout_schema
-from lagrpo.settings.command_line import TABLES
-from lagrpo.settings.load import list_settings, load_settings
+from lagrpo.settings.load import TABLES, list_settings, load_settings
 from lagrpo.settings.schema import Settings
 
 ROOT = Path(__file__).parent.parent

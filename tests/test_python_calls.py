@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import datasets
 import pytest
@@ -33,6 +34,38 @@ def test_dry_run_prints_what_the_settings_mean_and_writes_nothing(model, tmp_pat
     assert (result.run, result.batches, result.weights) == (tmp_path / "runs", 0, None)
     assert "staleness at most 2 updates" in capsys.readouterr().out
     assert not (tmp_path / "runs").exists()
+
+
+def test_dry_run_counts_prompts_also_of_evaluation_sets_with_a_task(model, tmp_path, capsys):
+    sums = {"name": "arithmetic", "options": {"operations": ["+"], "digits": 1}}
+    settings = tiny_settings(
+        model, tmp_path, task=sums, eval={"sets": [{"name": "sums", "task": sums}]}
+    )
+    lagrpo.train(settings, dry_run=True)
+    text = capsys.readouterr().out
+    assert "# data        80 training prompts, 20 test prompts\n" in text
+    assert "# data        20 test prompts in the evaluation set sums\n" in text
+
+
+def test_dry_run_of_missing_data_is_a_settings_error(model, tmp_path):
+    task = {"name": "custom", "data": "nosuch.jsonl", "rewards": ["exact"]}
+    with pytest.raises(SettingsError, match=re.escape("no file or directory 'nosuch.jsonl'")):
+        lagrpo.train(tiny_settings(model, tmp_path, task=task), dry_run=True)
+
+
+@pytest.mark.parametrize(
+    ("argument", "advice"),
+    [
+        ("recipe", "did you mean 'loss'?"),
+        ("dataset", "did you mean 'data'?"),
+        ("learning_rate", "did you mean settings={'optimizer.learning_rate': …}?"),
+        ("reward_funcs", "TRL's reward_funcs is task.rewards"),
+        ("xyz", "its arguments are source, task, "),
+    ],
+)
+def test_unknown_argument_is_explained(argument, advice):
+    with pytest.raises(SettingsError, match=re.escape(advice)):
+        lagrpo.train(**{argument: 1})  # type: ignore[arg-type]
 
 
 def test_evaluation_is_of_all_rows_or_of_the_test_split(model, tmp_path, monkeypatch):

@@ -16,8 +16,8 @@ from lagrpo.core.choices import CHOICES, MINIMUM
 from lagrpo.core.objective import NUMBERS
 from lagrpo.core.recipes import resolve
 from lagrpo.errors import SettingsError
-from lagrpo.settings.command_line import SHORT, TABLES, CommandParser, read_words
-from lagrpo.settings.load import PRESETS, list_settings, load_settings, to_toml
+from lagrpo.settings.command_line import SHORT, CommandParser, read_words
+from lagrpo.settings.load import PRESETS, TABLES, list_settings, load_settings, to_toml
 from lagrpo.settings.loss import KNOBS, LossSettings
 from lagrpo.settings.schema import Settings
 from lagrpo.settings.sections import RewardSettings

@@ -185,8 +185,8 @@ class Train:
       SETTINGS      TOML file, or a packaged one (demo, gsm8k, deepscaler), before the options
       --resume RUN  resume a run from its newest checkpoint; auto: the run called run.name, if it
                     exists
-      --dry-run     print the settings and what they mean (samples per update, staleness, memory),
-                    and stop
+      --dry-run     load the data and the rewards, print the settings and what they mean (samples
+                    per update, staleness, memory), and stop
 
     Settings, with their values in brackets. --task, --model and --recipe are short for
     --task.name, --model.path and --loss.recipe; lists take several words, tables a value for each
@@ -244,19 +244,15 @@ def train(words: list[str]) -> None:
     from lagrpo.training.epochs import with_batches
 
     check_arguments(settings, arguments.resume, given=[])
+    # `run.train` makes these checks, too: made here, they fail before all of torch has loaded.
     settings = with_batches(settings)
-    recipe = check_settings(settings, resume=arguments.resume)
-    if arguments.dry_run:
-        from lagrpo.training.explain import print_meaning
-
-        print_meaning(settings, recipe)
-        return
+    check_settings(settings, resume=arguments.resume)
     from lagrpo.training import run
 
     with exit_on(*run.FAILURES):
-        interrupted_by = run.train(settings, resume=arguments.resume).interrupted
-    if interrupted_by:
-        sys.exit(128 + interrupted_by)
+        result = run.train(settings, resume=arguments.resume, dry_run=arguments.dry_run)
+    if result.interrupted:
+        sys.exit(128 + result.interrupted)
 
 
 def asks_for_help(words: Sequence[str]) -> bool:

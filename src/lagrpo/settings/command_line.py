@@ -15,14 +15,11 @@ from typing import NoReturn, get_args
 from pydantic.fields import FieldInfo
 
 from lagrpo.errors import SettingsError
-from lagrpo.settings.load import list_settings, suggest_setting
+from lagrpo.settings.load import TABLES, list_settings, suggest_setting
 from lagrpo.settings.schema import Settings
 from lagrpo.settings.section import Table, is_list
 
 SHORT = {"--task": "--task.name", "--model": "--model.path", "--recipe": "--loss.recipe"}
-
-TABLES = ("task.options", "loss.overrides", "model.chat_template_kwargs")
-"""Settings that are tables with any names: --task.options.NAME VALUE."""
 
 ONLY_IN_FILES = "eval.sets"
 """A list of tables, which words cannot write."""

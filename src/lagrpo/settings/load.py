@@ -9,7 +9,7 @@ import inspect
 import os
 import re
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import wraps
 from pathlib import Path
 from typing import ParamSpec, TypeVar
@@ -33,6 +33,18 @@ PRESETS = Path(__file__).with_name("presets")
 
 OVERRIDES = "loss.overrides."
 """The beginning of the names of knobs."""
+
+
+TABLES = ("task.options", "loss.overrides", "model.chat_template_kwargs")
+"""Settings that are tables with entries of any name."""
+
+ARGUMENTS = {
+    "model.path": "model",
+    "task.data": "data",
+    "task.rewards": "rewards",
+    "loss.recipe": "loss",
+}
+"""Settings for which `lagrpo.train` has an argument."""
 
 
 def load_settings(
@@ -197,26 +209,43 @@ def _describe_problem(name: str, problem: ErrorDetails, kind: type[BaseModel]) -
 def suggest_setting(name: str, kind: type[BaseModel]) -> str:
     """Returns advice for an unknown setting, such as "did you mean 'x'?".
 
-    It explains a setting of another trainer, names the setting of that name in another section, or
-    else names the nearest one.
+    It explains a setting of another trainer, or else names the nearest setting.
     """
-    all_names = list(list_settings(kind))
-    last_part = name.rpartition(".")[2]
-    same_names = [setting for setting in all_names if setting.endswith(f".{last_part}")]
     translation = translate(name)
     if translation is not None:
+        same_names = _settings_with_ending(name, kind)
         is_same_setting = any(setting in translation for setting in same_names)
         if not is_same_setting or "not available" in translation:
             return translation
-    if same_names:
-        nearest = same_names[0]
-    else:
-        same_depth = [setting for setting in all_names if setting.count(".") == name.count(".")]
-        nearest = find_nearest(name, same_depth, likeness=0.5)
+    nearest = _nearest_setting(name, kind)
     advice = f"did you mean {nearest!r}?" if nearest else "lagrpo train --help lists all."
-    if name.startswith("loss."):
+    if name.startswith("loss.") and not (nearest or "").startswith(OVERRIDES):
         advice += " Other knobs of the recipe are loss.overrides.NAME."
     return advice
+
+
+def _settings_with_ending(name: str, kind: type[BaseModel]) -> list[str]:
+    """Returns the settings with the last part of this name, in any section."""
+    last_part = name.rpartition(".")[2]
+    return [setting for setting in list_settings(kind) if setting.endswith(f".{last_part}")]
+
+
+def _nearest_setting(name: str, kind: type[BaseModel]) -> str | None:
+    """Returns the setting most like a name, if any is.
+
+    It is one of that name in another section, an entry of a table with a similar name, or one with
+    as many parts and a similar name.
+    """
+    same_names = _settings_with_ending(name, kind)
+    if same_names:
+        return same_names[0]
+    *table_parts, entry = name.split(".")
+    table = find_nearest(".".join(table_parts), TABLES, likeness=0.8)
+    if table is not None:
+        return f"{table}.{entry}"
+    all_names = list_settings(kind)
+    same_depth = [setting for setting in all_names if setting.count(".") == name.count(".")]
+    return find_nearest(name, same_depth, likeness=0.5)
 
 
 def explains_arguments(function: Callable[Parameters, Returned]) -> Callable[Parameters, Returned]:
@@ -230,11 +259,24 @@ def explains_arguments(function: Callable[Parameters, Returned]) -> Callable[Par
     def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Returned:
         for name in kwargs:
             if name not in known_names:
-                advice = suggest_setting(name, Settings)
+                is_setting = bool(_settings_with_ending(name, Settings))
+                translation = None if is_setting else translate(name)
+                advice = translation or _suggest_argument(name, known_names)
                 raise SettingsError(f"{function.__name__} has no argument {name!r}; {advice}")
         return function(*args, **kwargs)
 
     return call
+
+
+def _suggest_argument(name: str, known_names: Collection[str]) -> str:
+    """Returns advice for an unknown argument of a function with these arguments."""
+    setting = _nearest_setting(name, Settings)
+    argument = find_nearest(name, known_names, likeness=0.7) or ARGUMENTS.get(setting or "")
+    if argument in known_names:
+        return f"did you mean {argument!r}?"
+    if setting is not None:
+        return f"did you mean settings={{{setting!r}: …}}?"
+    return f"its arguments are {', '.join(known_names)}"
 
 
 def nest(values: Mapping[str, object], path: str = "") -> Table:

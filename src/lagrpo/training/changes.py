@@ -80,7 +80,8 @@ def find_changes(settings: Settings, run: Path) -> dict[str, tuple[object, objec
             for name in wrong
         ]
         message = "\n".join(lines) + ": a resumed run cannot change this"
-        if "schedule.batches" in wrong:
+        rate_depends_on_length = settings.optimizer.lr_scheduler_type != "constant"
+        if "schedule.batches" in wrong and rate_depends_on_length:
             message += " (more batches need a run with lr_scheduler_type = 'constant')"
         raise SettingsError(message)
     return {name: (before.get(name), now.get(name)) for name in names}

@@ -7,6 +7,7 @@ Every run prints it at its start, and --dry-run prints it alone.
 # pyright: reportUnknownMemberType=false
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -20,9 +21,11 @@ from lagrpo.model.backend import pick_device, pick_dtype
 from lagrpo.model.embedded import resolve_model
 from lagrpo.model.loading import check_supported, load_config
 from lagrpo.model.lora import count_parameters
+from lagrpo.rollout.episodes import MAIN_TASK
 from lagrpo.rollout.schedule import Schedule, lags
 from lagrpo.settings.load import to_toml
 from lagrpo.settings.schema import Settings
+from lagrpo.tasks import Task
 from lagrpo.terminal.text import count_of
 from lagrpo.training.build_policy import loading, lora_of
 from lagrpo.training.checks import offline_prompts
@@ -49,17 +52,30 @@ def meaning(settings: Settings, recipe: Recipe) -> list[str]:
     ]
 
 
-def print_meaning(settings: Settings, recipe: Recipe) -> None:
+def print_meaning(settings: Settings, recipe: Recipe, tasks: Mapping[str, Task]) -> None:
     """Prints for a dry run the settings as TOML, and what they mean as comments.
 
-    Of the processes of torchrun, only the first prints.
+    `tasks` are those of `load_tasks`. Of the processes of torchrun, only the first prints.
     """
     if read_count("RANK", default=0) > 0:
         return
     print(redact(to_toml(settings)))
-    for line in meaning(settings, recipe):
+    for line in [*_data(tasks), *meaning(settings, recipe)]:
         print(f"# {line}")
     print("# dry run: nothing was written")
+
+
+def _data(tasks: Mapping[str, Task]) -> list[str]:
+    """The number of prompts of the run's task, and of other tasks that evaluation sets have."""
+    lines: list[str] = []
+    for name, task in tasks.items():
+        test_prompts = count_of(task.size("test"), "test prompt")
+        if name == MAIN_TASK:
+            training_prompts = count_of(task.size("train"), "training prompt")
+            lines.append(f"data        {training_prompts}, {test_prompts}")
+        else:
+            lines.append(f"data        {test_prompts} in the evaluation set {name}")
+    return lines
 
 
 def _recipe(settings: Settings, recipe: Recipe) -> str:

@@ -41,6 +41,7 @@ from lagrpo.training.arguments import (
     name_rewards,
 )
 from lagrpo.training.build import TrainerComponents
+from lagrpo.training.build_tasks import load_tasks, read_offline_records
 from lagrpo.training.callbacks import Callback
 from lagrpo.training.changes import find_run, recorded_threads
 from lagrpo.training.checks import check_settings
@@ -98,8 +99,9 @@ def train(
     callbacks: called after each batch is on disk.
     resume: directory of a run to resume with its own settings, or "auto": the run called run.name,
         if it exists.
-    dry_run: only print what the settings mean: samples per update, staleness, memory. The result
-        has 0 batches, and the directory to which nothing was written.
+    dry_run: only load the data and the rewards, and print what the settings mean: samples per
+        update, staleness, memory. The result has 0 batches, and the directory to which nothing was
+        written.
 
     Ctrl-C, SIGTERM, SIGUSR1 or SIGUSR2 stops the run after the current update and writes a
     checkpoint. Under torchrun every process calls this and gets the same Result; only rank 0 calls
@@ -126,7 +128,9 @@ def train(
     resolved = name_rewards(with_batches(source, task), task)
     recipe = check_settings(resolved, task, resume_from, loss)
     if dry_run:
-        print_meaning(resolved, recipe)
+        tasks = load_tasks(resolved, task)
+        read_offline_records(resolved, recipe)
+        print_meaning(resolved, recipe, tasks)
         run = find_run(resolved, resume_from)
         run = run or Path(resolved.run.output_dir, resolved.run.name or "")
         return Result(run, None, None, None, 0, 0, None)
