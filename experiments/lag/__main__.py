@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         except KeyboardInterrupt:
             print("stopped: the same command makes the rest")
     records = load_records(directory, methods)
-    write_report(directory, records, plan)
+    write_report(directory, records, plan, methods["published"])
     if options.quick:
         write_figure(directory / "area.png", records)
     else:

@@ -44,6 +44,20 @@ class Method:
         as_trained = (self.max_grad_norm, self.scale_lr_by_ess) == (1.0, False)
         return set(self.overrides) <= MAY_DIFFER and as_trained
 
+    @property
+    def label(self) -> str:
+        """The recipe's name in code, and what differs from it."""
+        changes: list[str] = []
+        for path, value in self.overrides.items():
+            if path not in MAY_DIFFER:
+                changes.append(f"{path} = {value if isinstance(value, str) else f'{value:g}'}")
+        if self.scale_lr_by_ess:
+            changes.append("learning rate scaled by ESS")
+        if self.max_grad_norm not in (1.0, None):
+            changes.append(f"max_grad_norm = {self.max_grad_norm:g}")
+        label = f"`{self.recipe_name}`"
+        return f"{label} with {', '.join(changes)}" if changes else label
+
 
 def load_methods(table: Table, file: Path = FILE) -> dict[str, Method]:
     """The methods of a table by name, in the order of the file.

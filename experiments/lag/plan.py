@@ -33,7 +33,7 @@ SAME_AT_LAG_0 = ("stale_reinforce", "asymre", "positive_only")
 REFERENCE_METHODS = (
     *SAME_AT_LAG_0,
     "topr",
-    "rec_wide",
+    "rec_one_side_nois_wide",
     "cispo",
     "dppo_tv",
     "oapl_tuned",
@@ -42,9 +42,9 @@ REFERENCE_METHODS = (
 """One method for each pair of advantage and reduction.
 
 At lag 0 all ratios are 1, so methods with the same pair have the same gradient. Two do not: asymre
-shifts the baseline, so it is here beside rec_wide, and tba has a KL penalty. The best of these at
-lag 0 makes the area with which all methods are compared: they come first, and a percentage does not
-change when more methods have run at lag 0.
+shifts the baseline, so it is here beside rec_one_side_nois_wide, and tba has a KL penalty. The best
+of these at lag 0 makes the area with which all methods are compared: they come first, and a
+percentage does not change when more methods have run at lag 0.
 """
 MAIN_METHODS = (
     "stale_reinforce",
@@ -54,7 +54,7 @@ MAIN_METHODS = (
     "dppo_tv",
     "vespo",
     "m2po",
-    "rec_wide",
+    "rec_one_side_nois_wide",
     "seq_tis",
     "sapo",
     "cispo",
@@ -65,7 +65,15 @@ MAIN_METHODS = (
 The variants of the tasks are made for these alone: twelve rows are enough to see which property of
 a task turns the order around.
 """
-QUICK_METHODS = ("stale_reinforce", "grpo", "positive_only", "topr", "rec_wide", "cispo", "m2po")
+FIGURE_METHODS = (
+    "stale_reinforce",
+    "grpo",
+    "positive_only",
+    "topr",
+    "rec_one_side_nois_wide",
+    "prime_rl",
+)
+QUICK_METHODS = (*FIGURE_METHODS, "m2po")
 """Those of the figure, and one whose loss takes statistics of the step."""
 
 

@@ -18,13 +18,14 @@ from lagrpo.runs.files import write_atomically
 from lagrpo.study.statistics import Interval
 
 from .language_model import language_model_agreement, language_model_table
-from .methods import MAY_DIFFER, Method
+from .methods import Method
 from .plan import VARIANT_RATES
 from .records import Record, RunKey
 from .report import (
     Cell,
     Cells,
     Column,
+    area_text,
     find_cells,
     leaders,
     markdown_table,
@@ -117,7 +118,7 @@ def _measured(cell: Cell) -> dict[str, Any]:
 def page_blocks(records: Records, methods: Mapping[str, Method]) -> dict[str, str]:
     """The text of each part of BLOCKS_OF_PAGES."""
     cells = {task: find_cells(records, "published", task) for task in TASKS}
-    labels = {method.name: method_label(method) for method in methods.values()}
+    labels = {method.name: method.label for method in methods.values()}
     return {
         "table": page_table(cells, methods),
         "verdicts": verdicts_table(cells, labels, LAGS),
@@ -151,7 +152,7 @@ def page_table(cells: Mapping[str, Cells], methods: Mapping[str, Method]) -> str
     head += ["learning rates", "at one rate", "needs", "shipped by", "source"]
     rows = [head]
     for method, largest_lag in ranked(cells, methods):
-        row = [method_label(method)]
+        row = [method.label]
         row += [cell_text(cells[task], method, ("constant", lag)) for task in TASKS for lag in LAGS]
         row.append(living_rates_text(cells, method, largest_lag))
         row.append(one_rate_text(cells, method, largest_lag))
@@ -168,7 +169,7 @@ def learning_rates_table(cells: Mapping[str, Cells], methods: Mapping[str, Metho
     columns["mixed"] = ("mixed", SCHEDULES_LAG)
     rows = [["loss", *(f"{task} {title}" for task in TASKS for title in columns)]]
     for method, _ in ranked(cells, methods):
-        row = [method_label(method)]
+        row = [method.label]
         for task in TASKS:
             for column in columns.values():
                 row.append(both_rates_text(cells[task].get((method.name, column))))
@@ -189,7 +190,7 @@ def schedules_table(records: Records, methods: Mapping[str, Method]) -> str:
     rows = [head]
     constant = ("constant", SCHEDULES_LAG)
     for method, _ in ranked(published, methods):
-        row = [method_label(method)]
+        row = [method.label]
         for task in TASKS:
             row += [
                 cell_text(published[task], method, constant),
@@ -234,34 +235,6 @@ def largest_common_lag(cells: Mapping[str, Cells], method: Method) -> tuple[int,
         if len(existing) == len(TASKS):
             return lag, min(fmean(cell.best.values()) for cell in existing)
     return None
-
-
-def method_label(method: Method) -> str:
-    """The recipe's name in code, and what differs from it."""
-    changes = [
-        f"{path} = {value:g}"
-        for path, value in method.overrides.items()
-        if path not in MAY_DIFFER and not isinstance(value, str)
-    ]
-    changes += [
-        f"{path} = {value}" for path, value in method.overrides.items() if isinstance(value, str)
-    ]
-    if method.scale_lr_by_ess:
-        changes.append("learning rate scaled by ESS")
-    if method.max_grad_norm not in (1.0, None):
-        changes.append(f"max_grad_norm = {method.max_grad_norm:g}")
-    label = f"`{method.recipe_name}`"
-    return f"{label} with {', '.join(changes)}" if changes else label
-
-
-def area_text(cell: Cell, *, is_best: bool) -> str:
-    """Area kept in percent ± half its interval. Bold: among the best; †: a seed dies there."""
-    interval = Interval.of(list(cell.best.values()))
-    half = "" if interval.half is None else f" ± {100 * interval.half:.0f}"
-    text = f"{100 * interval.mean:.0f}{half}"
-    if cell.best_rate not in cell.living_rates:
-        text += " †"
-    return f"**{text}**" if is_best else text
 
 
 def both_rates_text(cell: Cell | None) -> str:

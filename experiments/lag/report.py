@@ -28,8 +28,8 @@ from experiments.theory.style import (
 from lagrpo.runs.files import write_atomically
 from lagrpo.study.statistics import Interval, Verdict, judge
 
-from .methods import Table
-from .plan import MAIN_TASKS, REFERENCE_METHODS, Pass
+from .methods import Method, Table
+from .plan import FIGURE_METHODS, MAIN_TASKS, REFERENCE_METHODS, Pass
 from .records import Record, RunKey
 from .tasks import TASKS
 
@@ -43,15 +43,6 @@ NOTABLE_LOSS = 5
 """points"""
 NOT_COUNTED = ("prime_rl", "ipo_mask")
 """Recipes whose cut tokens the records do not have: a regularizer gave them a gradient."""
-FIGURE_METHODS = {
-    "stale_reinforce": "stale_reinforce",
-    "grpo": "grpo",
-    "positive_only": "positive_only",
-    "topr": "topr",
-    "rec_wide": "rec_one_side_nois_wide",
-    "cispo": "cispo",
-}
-"""method -> recipe, as users call it"""
 TITLES: dict[Table, str] = {
     "published": "As published: each method with its own advantage and reduction",
     "equal": "Equal: the same advantage and reduction, no clip of the gradient's norm",
@@ -125,9 +116,14 @@ Cells = Mapping[tuple[str, Column], Cell]
 """by method and column, of one table and task"""
 
 
-def write_report(directory: Path, records: Mapping[RunKey, Record], plan: Sequence[Pass]) -> None:
+def write_report(
+    directory: Path,
+    records: Mapping[RunKey, Record],
+    plan: Sequence[Pass],
+    methods: Mapping[str, Method],
+) -> None:
     """Write report.md into the directory of the records, and print it."""
-    text = "\n\n".join(_sections(records, plan)) + "\n"
+    text = "\n\n".join(_sections(records, plan, methods)) + "\n"
     write_atomically(directory / "report.md", text)
     print(text)
 
@@ -246,7 +242,9 @@ def _ranks(values: Sequence[float]) -> list[float]:
 # report.md
 
 
-def _sections(records: Mapping[RunKey, Record], plan: Sequence[Pass]) -> Iterable[str]:
+def _sections(
+    records: Mapping[RunKey, Record], plan: Sequence[Pass], methods: Mapping[str, Method]
+) -> Iterable[str]:
     planned = [key for item in plan for key in item.keys]
     done = sum(key in records for key in planned)
     hours = sum(record.seconds for record in records.values()) / 3600
@@ -257,7 +255,14 @@ def _sections(records: Mapping[RunKey, Record], plan: Sequence[Pass]) -> Iterabl
         "method's best learning rate at which no seed dies: mean over seeds ± half its 95 % "
         "interval (Student's t). Bold: among the best, that is, not shown to be "
         f"{100 * MARGIN:.0f} points below the leader. A run dies if it ends below its start, or "
-        "below 80 % of its own peak. `python -m experiments.lag` makes the missing runs."
+        "below 80 % of its own peak; †: some seed dies at every learning rate. "
+        "`python -m experiments.lag` makes the missing runs."
+    )
+    yield "A method is a recipe of that name, except these:"
+    yield "\n".join(
+        f"- `{method.name}`: {method.label}"
+        for method in methods.values()
+        if not (method.is_plain_recipe and method.name == method.recipe_name)
     )
     for table, title in TITLES.items():
         for task in TASKS:
@@ -307,12 +312,19 @@ def _area_table(cells: Cells) -> str:
     best = {column: leaders(cells, column) for column in _columns(cells)}
 
     def show(method: str, column: Column, cell: Cell) -> str:
-        interval = Interval.of(list(cell.best.values()))
-        half = "" if interval.half is None else f" ± {100 * interval.half:.0f}"
-        text = f"{100 * interval.mean:.0f}{half}"
-        return f"**{text}**" if method in best[column] else text
+        return area_text(cell, is_best=method in best[column])
 
     return "Area kept (%):\n\n" + _cell_table(cells, show)
+
+
+def area_text(cell: Cell, *, is_best: bool) -> str:
+    """Area kept in percent ± half its interval. Bold: among the best; †: a seed dies there."""
+    interval = Interval.of(list(cell.best.values()))
+    half = "" if interval.half is None else f" ± {100 * interval.half:.0f}"
+    text = f"{100 * interval.mean:.0f}{half}"
+    if cell.best_rate not in cell.living_rates:
+        text += " †"
+    return f"**{text}**" if is_best else text
 
 
 def _rates_table(cells: Cells) -> str:
@@ -482,15 +494,15 @@ def draw_area(panels: Mapping[str, Cells]):
     for axes, (task, cells) in zip(axes_of_task, panels.items(), strict=True):
         plain(axes, task, "constant lag (updates)", "area kept (%)")
         lags = sorted({lag for _, (kind, lag) in cells if kind == "constant"})
-        for (method, recipe), color, style, marker in zip(
-            FIGURE_METHODS.items(), colors, styles, markers, strict=True
+        for method, color, style, marker in zip(
+            FIGURE_METHODS, colors, styles, markers, strict=True
         ):
             measured_lags = [lag for lag in lags if (method, ("constant", lag)) in cells]
             cells_of_line = [cells[method, ("constant", lag)] for lag in measured_lags]
             areas = [100 * fmean(cell.best.values()) for cell in cells_of_line]
             # Lags have equal distances on the axis.
             positions = [lags.index(lag) for lag in measured_lags]
-            axes.plot(positions, areas, color=color, linestyle=style, marker=marker, label=recipe)
+            axes.plot(positions, areas, color=color, linestyle=style, marker=marker, label=method)
             dying_points = [
                 (position, area)
                 for position, area, cell in zip(positions, areas, cells_of_line, strict=True)
