@@ -85,7 +85,8 @@ def test_recipe_trains_and_leaves_a_complete_run(model, tmp_path, recipe):
 
 def test_settings_file_with_changes_trains_and_is_shown(model, tmp_path):
     (tmp_path / "a.toml").write_text(
-        lagrpo("train", "--model", model, "--dry-run")[1], encoding="utf-8"
+        lagrpo("train", "--model", model, "--rollout.max_prompt_length", 64, "--dry-run")[1],
+        encoding="utf-8",
     )
     words = options(tiny_settings(model, tmp_path / "runs", run={"name": "one"}))
     code, out, err = lagrpo(
@@ -106,7 +107,7 @@ def test_settings_file_with_changes_trains_and_is_shown(model, tmp_path):
 def test_dry_run_prints_a_settings_file_and_makes_no_run(model, tmp_path):
     path = tmp_path / "a.toml"
     path.write_text(
-        f'[model]\npath = "{model}"\n'
+        f'[model]\npath = "{model}"\n[rollout]\nmax_prompt_length = 64\n'
         "[schedule]\nsync_every = 10\nnum_iterations = 3\nref_sync_every = 15\n",
         encoding="utf-8",
     )
@@ -351,9 +352,12 @@ def test_recipes_lists_all():
 # Interruptions
 
 
-def end_with(signum: int, words: list[str], log: Path, metrics: Path) -> int:
+def end_with(signum: int, words: list[str], log: Path, metrics: Path, *, is_repeated: bool) -> int:
     """The exit code of `lagrpo train` whose process group gets a signal after its second batch, as
-    from a terminal or a batch system. None of its processes is left."""
+    from a terminal or a batch system. None of its processes is left.
+
+    A repeated signal comes once more: torchrun passes on to a rank what a batch system has sent to
+    all processes."""
     process = start(words, log)
     try:
         wait_for(lambda: metrics.exists() and metrics.read_bytes().count(b"\n") >= 2)
@@ -364,6 +368,9 @@ def end_with(signum: int, words: list[str], log: Path, metrics: Path) -> int:
         )
         assert workers
         os.killpg(process.pid, signum)
+        if is_repeated:
+            time.sleep(0.01)
+            os.kill(process.pid, signum)
         process.join(30)
         wait_for(lambda: not any(map(is_running, workers)))
         return process.exitcode
@@ -391,10 +398,15 @@ def is_running(pid: str) -> bool:
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
 @pytest.mark.parametrize(
-    ("signum", "code"),
-    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 138), (signal.SIGKILL, -9)],
+    ("signum", "is_repeated", "code"),
+    [
+        (signal.SIGINT, False, 130),
+        (signal.SIGTERM, True, 143),
+        (signal.SIGUSR1, False, 138),
+        (signal.SIGKILL, False, -9),
+    ],
 )
-def test_signal_leaves_whole_files_and_no_processes(model, tmp_path, signum, code):
+def test_signal_leaves_whole_files_and_no_processes(model, tmp_path, signum, is_repeated, code):
     sections = {"run": {"name": "one"}, "schedule": {"batches": 2000}}
     run, log = tmp_path / "runs" / "one", tmp_path / "log"
     assert (
@@ -403,6 +415,7 @@ def test_signal_leaves_whole_files_and_no_processes(model, tmp_path, signum, cod
             options(tiny_settings(model, run.parent, **sections)),
             log,
             run / "metrics.jsonl",
+            is_repeated=is_repeated,
         )
         == code
     )

@@ -49,8 +49,15 @@ def test_memory_of_a_rank_by_hand():
     }
 
 
+def settings_of(path: Path, **sections: Any) -> Settings:
+    """Settings with sequences that fit the tiny model."""
+    lengths = {"max_prompt_length": 128, "max_completion_length": 256}
+    rollout = lengths | sections.pop("rollout", {})
+    return Settings.model_validate({"model": {"path": str(path)}, "rollout": rollout} | sections)
+
+
 def explained(path: Path, **sections: Any) -> str:
-    settings = Settings.model_validate({"model": {"path": str(path)}} | sections)
+    settings = settings_of(path, **sections)
     return "\n".join(meaning(settings, check_settings(settings)))
 
 
@@ -174,10 +181,15 @@ def test_dry_run_of_a_plain_loss_has_no_note(model):
     assert "note " not in explained(model, loss={"recipe": "grpo"})
 
 
+def test_dry_run_of_sequences_that_are_too_long_for_the_model_is_rejected(model):
+    with pytest.raises(SettingsError, match="longest position of this model is 512"):
+        explained(model, rollout={"max_prompt_length": 600})
+
+
 @pytest.mark.parametrize(("rank", "prints"), [("0", True), ("1", False)])
 def test_dry_run_of_several_processes_is_printed_once(model, monkeypatch, capsys, rank, prints):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", rank)
-    settings = Settings.model_validate({"model": {"path": str(model)}})
+    settings = settings_of(model)
     print_meaning(settings, check_settings(settings), load_tasks(settings))
     assert bool(capsys.readouterr().out) == prints

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from lagrpo import interrupts
 from lagrpo.__main__ import main
 from lagrpo.interrupts import EndedAtOnce, Interrupted, deferring, interruptible, raise_if_asked
 
@@ -42,7 +43,8 @@ def test_warning_that_the_program_handles_does_not_interrupt(handler):
     assert seen == ([] if handler == "ignored" else [signal.SIGUSR1])
 
 
-def test_deferred_signal_waits_until_a_run_looks_and_the_second_one_ends_at_once():
+def test_deferred_signal_waits_until_a_run_looks_and_a_second_ctrl_c_ends_at_once(monkeypatch):
+    monkeypatch.setattr(interrupts, "REPEATED_WITHIN", 0.0)
     with interruptible():
         with deferring():
             raise_if_asked()
@@ -55,6 +57,27 @@ def test_deferred_signal_waits_until_a_run_looks_and_the_second_one_ends_at_once
         raise_if_asked()
         with pytest.raises(Interrupted):
             signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize("first", SIGNALS)
+@pytest.mark.parametrize("second", SIGNALS)
+def test_signals_that_repeat_a_request_change_nothing(first, second):
+    """Slurm, srun and torchrun together send several within milliseconds."""
+    with interruptible(), deferring():
+        for signum in (first, second, second):
+            signal.raise_signal(signum)
+        with pytest.raises(Interrupted) as stop:
+            raise_if_asked()
+        assert stop.value.signal == first
+
+
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
+def test_only_ctrl_c_asks_again(monkeypatch, second):
+    """srun sends SIGTERM again seconds later, when the first node of a job is done."""
+    monkeypatch.setattr(interrupts, "REPEATED_WITHIN", 0.0)
+    with interruptible(), deferring():
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(second)
 
 
 class Press:

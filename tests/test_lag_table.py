@@ -102,7 +102,12 @@ def test_recipes_that_hold_are_ordered_by_living_rates_then_by_what_they_keep_fo
 
 def dry_run(model: Path, loss: JsonObject, constant_lag: int) -> str:
     settings = Settings.model_validate(
-        {"model": {"path": str(model)}, "loss": loss, "schedule": {"constant_lag": constant_lag}}
+        {
+            "model": {"path": str(model)},
+            "rollout": {"max_prompt_length": 64},
+            "loss": loss,
+            "schedule": {"constant_lag": constant_lag},
+        }
     )
     return "\n".join(meaning(settings, check_settings(settings)))
 

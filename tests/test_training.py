@@ -16,6 +16,7 @@ from test_trainer import assembled, generate_groups, judge_groups
 from tiny import tiny_policy
 
 import lagrpo
+from lagrpo import interrupts
 from lagrpo.core.rows import RECIPES
 from lagrpo.errors import SettingsError
 from lagrpo.model.model import Policy, copy_policy
@@ -326,7 +327,8 @@ def test_signal_ends_the_run_with_what_was_learned(
     assert leftovers(result.run) == []
 
 
-def test_second_signal_ends_the_run_without_partial_files(settings, monkeypatch, tmp_path):
+def test_second_ctrl_c_ends_the_run_without_partial_files(settings, monkeypatch, tmp_path):
+    monkeypatch.setattr(interrupts, "REPEATED_WITHIN", 0.0)
     press(monkeypatch, Trainer, "step", 2)
     press(
         monkeypatch, Policy, "save", 1, before=False

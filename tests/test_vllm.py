@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import base64
 import select
+import signal
 import sys
 import threading
 from collections.abc import Iterator, Mapping
@@ -27,6 +28,7 @@ from torch.distributed import ProcessGroup
 from vllm_servers import Answer, FakeServer, Ours, choice, engine_of, update, versions
 
 from lagrpo.errors import SettingsError
+from lagrpo.interrupts import Interrupted, deferring, interruptible
 from lagrpo.model import backend
 from lagrpo.model.chat import Chat
 from lagrpo.model.lora import load_adapter_weights
@@ -172,6 +174,16 @@ def test_dead_attached_server_and_failing_healthy_server_end_the_run(fake, engin
     with pytest.raises(SamplerError, match="was not started by this run"):
         sampled(attached, policy)
     attached.weights.close([])
+
+
+def test_server_that_died_of_a_signal_to_all_processes_is_not_restarted(fake, engine, policy):
+    """A batch system ends a job so. The run stops, instead of waiting for a new server."""
+    fake.is_dead = True
+    with interruptible(), deferring():
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(Interrupted):
+            sampled(engine, policy)
+    assert engine.pop_metrics() == {"recoveries": 0}
 
 
 def test_error_of_a_started_server_names_its_log(fake, engine, policy):

@@ -2,13 +2,14 @@
 
 Inside `interruptible()` a signal raises Interrupted in the main thread. Inside `deferring()` the
 first signal is only noted, and a run asks for it between batches and between decoding steps
-(`raise_if_asked`); the second signal raises EndedAtOnce.
+(`raise_if_asked`). Ctrl-C after that raises EndedAtOnce; other signals then change nothing.
 """
 
 from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -30,7 +31,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 class EndedAtOnce(Interrupted):
-    """A second signal: it interrupts whatever the process does, also an update."""
+    """Ctrl-C after another signal: it interrupts whatever the process does, also an update."""
 
 
 WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
@@ -39,18 +40,33 @@ WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
 Without a handler they end the process at once.
 """
 
+REPEATED_WITHIN = 1.0
+"""Seconds in which another SIGINT is the same Ctrl-C, which has reached the process twice."""
+
 # Signals reach the process, not a caller, so its handler keeps its state in the module.
 _is_deferring = False
 _first_signal: int | None = None  # that has come inside `deferring`
+_first_time = 0.0  # when it came, in seconds of time.monotonic()
 
 
 def _on_signal(signum: int, _frame: FrameType | None) -> None:
-    global _first_signal
-    if _first_signal is not None:
+    global _first_signal, _first_time
+    if _first_signal is None:
+        if not _is_deferring:
+            raise Interrupted(signum)
+        _first_signal = signum
+        _first_time = time.monotonic()
+    elif _asks_again(signum):
         raise EndedAtOnce(signum)
-    if not _is_deferring:
-        raise Interrupted(signum)
-    _first_signal = signum
+
+
+def _asks_again(signum: int) -> bool:
+    """True if a signal after the first is another request, by someone who cannot wait.
+
+    One request may come as several signals. Slurm sends SIGTERM to every process of a job, torchrun
+    then sends its ranks another one, and srun a third when the first node is done.
+    """
+    return signum == signal.SIGINT and time.monotonic() - _first_time > REPEATED_WITHIN
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from lagrpo.errors import as_settings_error
 from lagrpo.logs import redact
 from lagrpo.model.backend import pick_device, pick_dtype
 from lagrpo.model.embedded import resolve_model
-from lagrpo.model.loading import check_supported, load_config
+from lagrpo.model.loading import check_context, check_supported, load_config
 from lagrpo.model.lora import count_parameters
 from lagrpo.rollout.episodes import MAIN_TASK
 from lagrpo.rollout.schedule import Schedule, lags
@@ -291,12 +291,13 @@ def expected_memory(
 def empty_model(settings: Settings) -> PreTrainedModel:
     """The model of the settings by its config, on the meta device.
 
-    Raises SettingsError for an unsupported one.
+    Raises SettingsError for an unsupported one, and for sequences that are too long for it.
     """
     from transformers import AutoModelForCausalLM
 
     with loading(settings.model):
         config = load_config(resolve_model(settings.model.path))
         check_supported(config)
+        check_context(config, settings.max_sequence_length)
         with torch.device("meta"):
             return cast("PreTrainedModel", AutoModelForCausalLM.from_config(config))

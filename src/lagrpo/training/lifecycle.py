@@ -336,7 +336,7 @@ class Training:
         if was_asked:
             self.recorder.warn(
                 f"{error}: saving the run ({self.progress()}). "
-                "A second signal exits at once, without saving",
+                "Ctrl-C now exits at once, without saving",
                 self.loop.batch,
             )
         weights = None

@@ -122,7 +122,7 @@ class Ranks:
         signum = None
         try:
             yield
-        except EndedAtOnce:  # a second signal: this rank does not wait for the others
+        except EndedAtOnce:  # this rank does not wait for the others
             raise
         except Interrupted as error:
             signum = error.signal

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import urllib3
 
 from lagrpo.errors import one_line
+from lagrpo.interrupts import raise_if_asked
 from lagrpo.types import JsonObject
 
 Json = Mapping[str, Any]
@@ -388,6 +389,9 @@ class GroupQueue:
                 if log:
                     error.add_note(f"The server's log: {log}")
                 raise error
+            # A batch system ends a job by a signal to each of its processes. The server has died of
+            # it, and the run stops.
+            raise_if_asked()
             logger.info("%s. Restarting the server", error)
             server.restart()
             self._load(server)
