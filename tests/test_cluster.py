@@ -22,15 +22,11 @@ def pod() -> JsonObject:
 
 
 def slurm_command() -> list[str]:
-    """The words of the last command of the batch file, with a value for every variable."""
-    last = (
-        BATCH.read_text(encoding="utf-8")
-        .replace("\\\n", " ")
-        .strip()
-        .splitlines()[-1]
-        .removesuffix('"$@"')
-    )
-    return re.sub(r'"[^"]*\$[^"]*"', "2", last).split()
+    """The words of the command with srun in the batch file, with a value for every variable."""
+    lines = BATCH.read_text(encoding="utf-8").replace("\\\n", " ").splitlines()
+    (command,) = (line for line in lines if line.startswith("srun "))
+    command, _, _ = command.partition('"$@"')
+    return re.sub(r'"[^"]*\$[^"]*"', "2", command).split()
 
 
 @pytest.mark.parametrize(
