@@ -11,6 +11,7 @@ import tiny
 from rich.console import Console
 
 from experiments.lag.language_model import (
+    at_best_rates,
     language_model_agreement,
     language_model_table,
     load_cells,
@@ -178,6 +179,7 @@ def language_model_run(run: str, lr: str, mean_reward: float) -> JsonObject:
     measures = {
         "mean reward": mean_reward,
         "end reward": 0.9,
+        "fall reward": 0.3,
         "pass@1": mean_reward,
         "mean rollout/kl": 0.05,
     }
@@ -201,7 +203,7 @@ def language_model_record(tmp_path):
 
 
 def test_language_model_cells_have_their_best_learning_rate(language_model_record):
-    cells = load_cells(language_model_record)
+    cells = at_best_rates(load_cells(language_model_record))
     assert [(cell.lag, cell.recipe, cell.rate) for cell in cells] == [
         (64, "topr", "6e-6"),
         (64, "grpo", "2e-5"),
@@ -222,4 +224,6 @@ def test_order_of_a_language_model_is_compared_lag_by_lag(language_model_record)
         "1.00 (3)",
     ]
     table = language_model_table(records, methods, language_model_record)
-    assert "| 64 | `grpo` | 50 ± 127 | 90 ± 0 | 50 ± 127 | 0.050 | 2 | 2e-5 |" in table
+    assert "| 64 | `grpo` | 2e-5 | 50 ± 127 | 30 | 90 ± 0 | 50 ± 127 | 0.050 | 2 |" in table
+    assert "| 64 | `topr` | 6e-6 | 70 |" in table
+    assert "| 64 | `topr` | 2e-5 | 10 |" in table

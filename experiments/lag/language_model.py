@@ -31,7 +31,7 @@ Runs = Sequence[Mapping[str, float]]
 
 @dataclass(frozen=True, slots=True)
 class LanguageModelCell:
-    """The runs of a recipe at a constant lag, at its best learning rate."""
+    """The runs of a recipe at a constant lag and a learning rate."""
 
     recipe: str
     lag: int
@@ -44,41 +44,46 @@ class LanguageModelCell:
 
 
 def load_cells(record: Path = RECORD) -> list[LanguageModelCell]:
-    """The cells of the study by falling lag, then by falling mean reward.
-
-    A cell's best learning rate is that with the largest mean reward.
-    """
-    runs_by_cell: dict[tuple[str, int], dict[str, list[Mapping[str, float]]]] = {}
+    """The cells of the study by falling lag, then by falling mean reward."""
+    runs_by_cell: defaultdict[tuple[str, int, str], list[Mapping[str, float]]] = defaultdict(list)
     for run in json.loads(record.read_text(encoding="utf-8"))["runs"]:
         recipe, _, lag = run["cell"]["run"].partition(", lag ")
         rate = run["cell"]["lr"].removeprefix("lr ")
-        by_rate = runs_by_cell.setdefault((recipe, int(lag)), defaultdict(list))
-        by_rate[rate].append(run["measures"])
-    cells = []
-    for (recipe, lag), by_rate in runs_by_cell.items():
-        candidates = [LanguageModelCell(recipe, lag, rate, runs) for rate, runs in by_rate.items()]
-        cells.append(max(candidates, key=lambda cell: cell.mean("mean reward")))
+        runs_by_cell[recipe, int(lag), rate].append(run["measures"])
+    cells = [LanguageModelCell(*key, runs) for key, runs in runs_by_cell.items()]
     return sorted(cells, key=lambda cell: (cell.lag, cell.mean("mean reward")), reverse=True)
+
+
+def at_best_rates(cells: Sequence[LanguageModelCell]) -> list[LanguageModelCell]:
+    """For each recipe and lag its cell at the learning rate with the largest mean reward."""
+    best_cells: dict[tuple[str, int], LanguageModelCell] = {}
+    for cell in cells:  # by falling mean reward
+        best_cells.setdefault((cell.recipe, cell.lag), cell)
+    return list(best_cells.values())
 
 
 def language_model_table(
     records: Records, methods: Mapping[str, Method], record: Path = RECORD
 ) -> str:
-    """A row per recipe and lag, with the area that it keeps on the small tasks at that lag."""
+    """A row per lag, recipe and learning rate.
+
+    It has the area that the recipe keeps on the small tasks at that lag.
+    """
     names = methods_by_recipe(methods)
-    head = ["lag", "loss", "mean reward", "reward at the end", "pass@1", "KL from α", "seeds"]
-    rows = [[*head, "learning rate", *TASKS]]
+    head = ["lag", "loss", "learning rate", "mean reward", "largest fall", "reward at the end"]
+    rows = [[*head, "pass@1", "KL from α", "seeds", *TASKS]]
     for cell in load_cells(record):
         name = names[cell.recipe]
         row = [
             str(cell.lag),
             f"`{cell.recipe}`",
+            cell.rate,
             _interval(cell.runs, "mean reward"),
+            f"{100 * cell.mean('fall reward'):.0f}",
             _interval(cell.runs, "end reward"),
             _interval(cell.runs, "pass@1"),
             f"{cell.mean('mean rollout/kl'):.3f}",
             str(len(cell.runs)),
-            cell.rate,
         ]
         for task in TASKS:
             kept = areas(records, task, ("constant", cell.lag))
@@ -95,7 +100,7 @@ def language_model_agreement(
 ) -> list[list[str]]:
     """A row per small task and measure of the language model: how far the two orders agree."""
     names = methods_by_recipe(methods)
-    language_model_cells = load_cells(record)
+    language_model_cells = at_best_rates(load_cells(record))
     rows = []
     for task in TASKS:
         for measure, words in MEASURES.items():
