@@ -216,6 +216,7 @@ WRONG = {
     "train --task.options.digits 2 demo --dry-run": "lagrpo train demo --task.options.digits",
     "view": "RUN",
     "view runs --port x": "--port",
+    "view runs --text --serve": "--serve is for the page",
     "verify run --row 3": "--row",
 }
 

@@ -370,8 +370,10 @@ def view(
     --completions N  largest number of completions in the page: whole groups, evenly over the
                      batches [10000]
     """
-    if text and out is not None:
-        raise SettingsError("--out is the file of the page, but --text prints: remove one of them")
+    of_page = {"--out": out is not None, "--serve": serve, "--open": open}
+    for option, is_set in of_page.items():
+        if text and is_set:
+            raise SettingsError(f"{option} is for the page, but --text prints: remove one of them")
     if batch is not None and not text:
         raise SettingsError("--batch is for --text: add --text, or remove --batch")
     from lagrpo.terminal.show import show
