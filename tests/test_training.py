@@ -328,7 +328,7 @@ def test_signal_ends_the_run_with_what_was_learned(
 
 
 def test_second_ctrl_c_ends_the_run_without_partial_files(settings, monkeypatch, tmp_path):
-    monkeypatch.setattr(interrupts, "REPEATED_WITHIN", 0.0)
+    monkeypatch.setattr(interrupts, "REPEATED_WITHIN", -1.0)
     press(monkeypatch, Trainer, "step", 2)
     press(
         monkeypatch, Policy, "save", 1, before=False

@@ -38,13 +38,13 @@ OVERRIDES = "loss.overrides."
 TABLES = ("task.options", "loss.overrides", "model.chat_template_kwargs")
 """Settings that are tables with entries of any name."""
 
-ARGUMENTS = {
+ARGUMENT_OF_SETTING = {
     "model.path": "model",
     "task.data": "data",
     "task.rewards": "rewards",
     "loss.recipe": "loss",
 }
-"""Settings for which `lagrpo.train` has an argument."""
+"""The argument of `lagrpo.train` for each setting that has one."""
 
 
 def load_settings(
@@ -271,7 +271,9 @@ def explains_arguments(function: Callable[Parameters, Returned]) -> Callable[Par
 def _suggest_argument(name: str, known_names: Collection[str]) -> str:
     """Returns advice for an unknown argument of a function with these arguments."""
     setting = _nearest_setting(name, Settings)
-    argument = find_nearest(name, known_names, likeness=0.7) or ARGUMENTS.get(setting or "")
+    argument = find_nearest(name, known_names, likeness=0.7)
+    if argument is None and setting is not None:
+        argument = ARGUMENT_OF_SETTING.get(setting)
     if argument in known_names:
         return f"did you mean {argument!r}?"
     if setting is not None:
