@@ -32,10 +32,14 @@ def wordy():
 
 
 def say(
-    pool: WorkerPool, text: str | None, state: bytes | None = None, prompt: Prompt = PROMPT
+    pool: WorkerPool,
+    text: str | None,
+    state: bytes | None = None,
+    prompt: Prompt = PROMPT,
+    deadline: float = 60.0,
 ) -> Any:
     opening = (prompt, KEY) if state is None else (None, None)
-    return pool.result(pool.submit(take_turn, state, *opening, text, deadline=1.0))
+    return pool.result(pool.submit(take_turn, state, *opening, text, deadline=deadline))
 
 
 def test_episode_goes_through_the_workers(wordy):
@@ -57,7 +61,8 @@ def test_failure_leaves_the_completion_unscored_with_the_reason(wordy):
         ("nan", "the environment raised ValueError: its reward is nan"),
         ("open", "the environment raised TypeError: cannot pickle"),
     ]:
-        outcome = say(wordy, text, state)
+        deadline = 1.0 if text == "hang" else 60.0
+        outcome = say(wordy, text, state, deadline=deadline)
         assert isinstance(outcome, Outcome)
         assert (outcome.kind, outcome.reason[: len(reason)]) == ("unscored", reason)
         assert isinstance(say(wordy, "b", state), tuple)  # the others continue
