@@ -20,6 +20,7 @@ export PIP_ROOT_USER_ACTION := ignore
 unexport PYTHONDONTWRITEBYTECODE
 TRL := .venv-trl
 OLDER := .venv-older
+LOWEST := .venv-lowest
 CONFORMANCE := .venv-conformance
 LIGHTEVAL := .venv-lighteval
 TRACKERS := .venv-trackers
@@ -36,7 +37,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 PYTEST := $(ONE_THREAD) $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu test-triton test-vllm test-view test-trackers check-wheel wheel test-gym check-older check-trl check-lighteval \
+.PHONY: help demo test test-gpu test-triton test-vllm test-view test-trackers check-wheel wheel test-gym check-lowest check-older check-trl check-lighteval \
 	chaos conformance portability check-aarch64 bench-trl bench-scaling bench-curve bench-peak bench-vllm bench-gpu bench-busy bench-ranks \
 	bench-memory bench-lora bench-loss check-ranks measure-gpu docs lint format install vllm-env clean
 
@@ -63,6 +64,7 @@ help:
 	@echo "  make portability      make two updates with every instruction set of this processor"
 	@echo "  make check-aarch64    run the kernels on an emulated ARM processor (gcc-aarch64-linux-gnu, qemu-user)"
 	@echo "  make check-wheel      install the wheel with each of Python 3.11 to 3.13 found here, and train"
+	@echo "  make check-lowest     install the lowest versions that pyproject.toml allows, then run the tests"
 	@echo "Compare"
 	@echo "  make check-older      install transformers 4.57.3, then read final weights with it"
 	@echo "  make check-trl        install TRL, then compare its losses and gradients with lagrpo's"
@@ -108,6 +110,9 @@ test-gym: $(STAMP)
 
 check-older: $(STAMP) $(OLDER)/installed
 	LAGRPO_OLDER=$(OLDER)/bin/python $(PYTEST) -m older
+
+check-lowest: $(LOWEST)/installed
+	$(ONE_THREAD) $(LOWEST)/bin/python -m pytest -n $(WORKERS) --dist worksteal
 
 check-trl: $(STAMP) $(TRL)/installed
 	LAGRPO_TRL=$(TRL)/bin/python $(PYTEST) -m peer
@@ -168,7 +173,7 @@ vllm-env: $(VLLM_STAMP)
 	@echo "vLLM $(VLLM_VERSION) is in $(VLLM_ENV)$(if $(filter-out .venv-vllm,$(VLLM_ENV)),; use it with: LAGRPO_VLLM_PYTHON=$(VLLM_ENV)/bin/python)"
 
 clean:
-	rm -rf .venv .venv-older .venv-trl .venv-conformance .venv-lighteval .venv-trackers .venv-docs .venv-vllm build dist site
+	rm -rf .venv .venv-lowest .venv-older .venv-trl .venv-conformance .venv-lighteval .venv-trackers .venv-docs .venv-vllm build dist site
 
 define need_python
 @$(if $(PYTHON),,echo "lagrpo needs Python 3.11 or newer; none is on the PATH ($$(python3 -V 2>&1))." >&2; \
@@ -204,6 +209,15 @@ $(OLDER)/installed: tests/older-requirements.txt
 	"$(PYTHON)" -m venv $(OLDER)
 	$(OLDER)/bin/python -m pip install -q --upgrade 'pip>=25.1'
 	$(OLDER)/bin/python -m pip install -q $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -r tests/older-requirements.txt
+	@touch $@
+
+# pip has no way to ask for the lowest versions.
+$(LOWEST)/installed: pyproject.toml
+	$(need_python)
+	"$(PYTHON)" -m venv $(LOWEST)
+	$(LOWEST)/bin/python -m pip install -q uv
+	$(LOWEST)/bin/uv pip install -q --python $(LOWEST)/bin/python --resolution lowest-direct \
+		$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -e '.[math,demo,tensorboard]' --group dev
 	@touch $@
 
 $(LIGHTEVAL)/installed: conformance/lighteval-requirements.txt
