@@ -148,6 +148,12 @@ def test_dry_run_says_nothing_where_nothing_was_measured_to_fail(model, loss, co
     assert "staleness reaches" not in dry_run(model, loss, constant_lag)
 
 
+def test_dry_run_says_that_the_run_is_shorter_than_the_lag(model):
+    text = "all samples come from the first weights, because the run has only 100 batches"
+    assert text in dry_run(model, {"recipe": "grpo"}, 100)
+    assert text not in dry_run(model, {"recipe": "grpo"}, 99)
+
+
 @pytest.mark.usefixtures("table")
 def test_recipes_show_the_lag_that_they_held():
     text = StringIO()
@@ -157,7 +163,10 @@ def test_recipes_show_the_lag_that_they_held():
     columns = {line.split()[0]: line.split()[1] for line in lines if len(line.split()) > 2}
     assert (columns["grpo"], columns["topr"], columns["reinforce"]) == ("16", "64", "<16")
     show_recipe("grpo", console)
-    assert "lag 64: does not hold (area kept: chain 90 %, gamble 40 %)" in text.getvalue()
+    assert (
+        "lag 64: does not hold (area kept: chain 90 % at 3e-4, gamble 40 % at 3e-4)"
+        in text.getvalue()
+    )
 
 
 def test_tables_of_the_package_and_the_pages_are_those_of_the_records():

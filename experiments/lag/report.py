@@ -258,12 +258,16 @@ def _sections(
         "below 80 % of its own peak; †: some seed dies at every learning rate. "
         "`python -m experiments.lag` makes the missing runs."
     )
-    yield "A method is a recipe of that name, except these:"
-    yield "\n".join(
+    with_runs = {record.method for record in records.values()}
+    exceptions = [
         f"- `{method.name}`: {method.label}"
         for method in methods.values()
-        if not (method.is_plain_recipe and method.name == method.recipe_name)
-    )
+        if method.name in with_runs
+        and not (method.is_plain_recipe and method.name == method.recipe_name)
+    ]
+    if exceptions:
+        yield "A method is a recipe of that name, except these:"
+        yield "\n".join(exceptions)
     for table, title in TITLES.items():
         for task in TASKS:
             cells = find_cells(records, table, task)

@@ -183,6 +183,9 @@ def _weight_syncs(settings: Settings) -> str:
     text = (
         f"weight sync {when}; staleness at most {count_of(largest_staleness(settings), 'update')}"
     )
+    if s.constant_lag is not None and s.constant_lag >= s.batches:
+        batches = count_of(s.batches, "batch", "es")
+        text += f": all samples come from the first weights, because the run has only {batches}"
     if settings.offline.data:
         text += ", of the offline samples unknown"
     return text
