@@ -3,7 +3,7 @@
 From the checkout's root:
 
     python -m experiments.lag             all runs, the most informative first; goes on after a stop
-    python -m experiments.lag --quick     a small table of short runs, in two minutes
+    python -m experiments.lag --quick     a small table of short runs, in two to three minutes
     python -m experiments.lag --report    only the report, of the runs made so far
     python -m experiments.lag --only topr only the runs of this method
 
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--quick", action="store_true", help="a small table in two minutes")
+    parser.add_argument("--quick", action="store_true", help="a small table in 2 to 3 minutes")
     parser.add_argument("--report", action="store_true", help="make no runs")
     parser.add_argument("--only", nargs="+", metavar="METHOD", help="only runs of these methods")
     options = parser.parse_args(arguments)
