@@ -575,7 +575,9 @@ def test_quick_run_writes_a_report(tmp_path, quick_start, monkeypatch):
     monkeypatch.setattr(queue, "quick_plan", lambda methods, only: plan)
     report = tmp_path / "report.md"
     queue.main(["--quick", "--only", "grpo"])
-    assert "4 of 8 planned runs" in report.read_text(encoding="utf-8")
+    text = report.read_text(encoding="utf-8")
+    assert "4 of 8 planned runs" in text
+    assert "A method is a recipe of that name, except" not in text  # none of those has run
     queue.main(["--quick"])
     assert "8 of 8 planned runs" in report.read_text(encoding="utf-8")
     assert (tmp_path / "area.png").is_file()

@@ -76,7 +76,7 @@ FIGURE_METHODS = (
 METHODS_AT_LAG_0 = (*FIGURE_METHODS, "m2po")
 """Those of the figure, and one whose loss takes statistics of the step."""
 QUICK_METHODS = ("stale_reinforce", "grpo", "positive_only", "prime_rl")
-"""No correction, the usual clip, no negative advantages, and the loss that holds on both tasks."""
+"""No correction, the usual clip, no negative advantages, and what docs/off-policy.md recommends."""
 
 
 @dataclass(frozen=True, slots=True)

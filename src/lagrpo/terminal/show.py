@@ -288,9 +288,9 @@ def _held(name: str) -> str:
 
 
 def _measured_staleness(name: str) -> list[str]:
-    """A line for each constant lag at which a recipe was measured, and one that explains them.
+    """A line for each constant lag at which a recipe was measured, and what the numbers mean.
 
-    It has the area kept on each task at its best learning rate, and whether the recipe holds.
+    A line has the area kept on each task, at which learning rate, and whether the recipe holds.
     """
     from lagrpo.core.lag_table import holds_at, load_table, measured_lags
 
@@ -305,8 +305,8 @@ def _measured_staleness(name: str) -> list[str]:
     if not lines:
         return ["not measured"]
     lines += [
-        "100 % is what the best recipe gains with fresh samples, which learn best at 1e-3.",
-        "Each task is at its own best learning rate (docs/off-policy.md, Which loss?).",
+        "100 % is what the best recipe gains with fresh samples. Each task is at its own best",
+        "learning rate; docs/off-policy.md (Which loss?) says what that means for yours.",
     ]
     return lines
 
