@@ -21,9 +21,14 @@ def make_completion(text: str, tokens: int = 0, outcome: Outcome | None = None) 
 
 
 def make_group(
-    *texts: str, answer: object = "7", row: JsonView | None = None, key: int = 0
+    *texts: str,
+    answer: object = "7",
+    row: JsonView | None = None,
+    key: int = 0,
+    prefix: str = "",
 ) -> Group:
-    return Group(Prompt(key, QUESTION, answer, row=row), tuple(map(make_completion, texts)))
+    prompt = Prompt(key, QUESTION, answer, row=row, prefix=prefix)
+    return Group(prompt, tuple(map(make_completion, texts)))
 
 
 def outcomes(group: Group) -> list[Outcome]:

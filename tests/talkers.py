@@ -39,6 +39,14 @@ class Counting:
         )
 
 
+class Prefixed(Counting):
+    """Replies with the beginning of the policy's turn."""
+
+    def step(self, text: str, prefix: str = "") -> StepResult:
+        result = super().step(text)
+        return result if result.done else StepResult([{"role": "user", "content": prefix or "-"}])
+
+
 class Endless(Counting):
     last = 10**6
 

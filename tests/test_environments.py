@@ -122,6 +122,64 @@ def test_calls_are_read_in_three_formats():
         assert find_calls(text) == calls
 
 
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        pytest.param('{"name": "Ann", "age": 5}', [], id="object"),
+        pytest.param('[{"name": "Ann", "age": 5}]', [], id="list"),
+        pytest.param('```json\n{"name": "Ann", "arguments": {}}\n```', [], id="code fence"),
+        pytest.param('{"name": "f", "parameters": "many"}', [], id="parameters as text"),
+        pytest.param('{"name": 5, "arguments": {}}', [], id="name as number"),
+        pytest.param('{"a": {"name": "f", "arguments": {}}}', [], id="within an object"),
+        pytest.param('{"name": "f", "arguments": {}}', [("f", {})], id="call"),
+        pytest.param('<|python_tag|>{"name": "f", "parameters": {}}', [("f", {})], id="tag"),
+    ],
+)
+def test_turn_of_json_is_a_call_only_with_a_name_and_an_object_of_arguments(text, calls):
+    assert find_calls(text) == calls
+    assert Tools({"f": talkers.add}, lambda completion, answer: 1.0).step(text).done == (not calls)
+
+
+def order(dish: str, count: int, rate: float, hot: bool, tags: list[str], note: str | None) -> str:
+    return ""
+
+
+TAGGED = "<tool_call>\n<function=order>\n{}</function>\n</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("name", "written", "value"),
+    [
+        pytest.param("dish", "5", "5", id="text of digits"),
+        pytest.param("dish", "two\n lines\n", "two\n lines\n", id="lines"),
+        pytest.param("count", "5", 5, id="integer"),
+        pytest.param("count", "five", "five", id="no integer"),
+        pytest.param("rate", "0.5", 0.5, id="number"),
+        pytest.param("hot", "true", True, id="JSON's true"),
+        pytest.param("hot", "False", False, id="Python's false"),
+        pytest.param("tags", '["a", "b"]', ["a", "b"], id="list"),
+        pytest.param("note", "null", None, id="null"),
+        pytest.param("note", "none left", "none left", id="text that may be null"),
+        pytest.param("unknown", "5", 5, id="unknown parameter"),
+    ],
+)
+def test_argument_in_tags_gets_the_type_of_its_parameter(name, written, value):
+    call = TAGGED.format(f"<parameter={name}>\n{written}\n</parameter>\n")
+    assert find_calls(call, {"order": order}) == [("order", {name: value})]
+
+
+def test_calls_in_tags_are_read_in_order_and_faulty_ones_are_errors():
+    two = TAGGED.format("") + TAGGED.format("<parameter=dish>a</parameter>").replace("order", "eat")
+    assert find_calls(two, {"order": order}) == [("order", {}), ("eat", {"dish": "a"})]
+    for faulty in (
+        TAGGED.format("<parameter=dish>a"),
+        TAGGED.format("").replace("</function>", ""),
+        TAGGED.format("").replace("</tool_call>", ""),
+    ):
+        with pytest.raises(ValueError, match="has no </"):
+            find_calls(faulty)
+
+
 def test_malformed_call_gets_an_error_as_its_reply():
     for text, problem in [
         ('<tool_call>{"name": "f"}', "has no </tool_call>"),
@@ -132,6 +190,7 @@ def test_malformed_call_gets_an_error_as_its_reply():
             "the arguments of 'f' are not a JSON object",
         ),
         ("<tool_call>" + "[" * 100_000 + "</tool_call>", "the call is not JSON"),
+        ('{"name": "f", "parameters": {"x": 1', "the call is not JSON"),
     ]:
         reply = Tools({"add": talkers.add}, talkers.same)().step(text)
         assert (reply.done, reply.messages[0]["role"]) == (False, "tool")
@@ -188,6 +247,24 @@ def test_calls_count_after_the_thinking_ends(text, calls):
     episode = Tools({"add": talkers.add}, lambda completion, answer: 1.0)()
     episode.reset(PROMPT, KEY)
     assert episode.step(text).done == (calls == 0)
+
+
+def has_prefix(completion: str, answer: object, prefix: str = "") -> float:
+    return float(prefix == "<think>\n")
+
+
+def test_turn_cut_in_a_thought_that_the_template_opened_neither_calls_nor_guesses():
+    tools = Tools({"add": talkers.add}, has_prefix)()
+    assert tools.step(f"Maybe {DRAFT}", prefix="<think>\n") == StepResult((), 1.0, True)
+    game = GuessNumber()
+    game.reset(Prompt(0, (QUESTION,), 19), ())
+    assert not game.step("19 or so: 19", prefix="<think>\n").done
+    assert game.step("hm</think>19", prefix="<think>\n").done
+
+
+def test_environment_gets_the_prefix_of_a_turn_if_it_takes_it():
+    reply, _ = run_turn(talkers.Prefixed, None, PROMPT, KEY, "a", "<think>")
+    assert reply.messages[0]["content"] == "<think>"
 
 
 def test_messages_of_an_environment_are_read_as_those_of_the_data():

@@ -96,6 +96,24 @@ def are_same(groups: dict[int, Group], others: dict[int, Group]) -> bool:
     )
 
 
+def test_each_turn_has_the_prefix_that_its_prompt_or_reply_ends_with():
+    """The template opens a thought in every turn but the first, whose prompt begins the answer."""
+    policy = talking_policy(torch.float32)
+    policy.chat.tokenizer.chat_template = TURNS.replace(
+        "{{ m['content'] }}",
+        "{% if m['role'] == 'assistant' and not loop.last %}<think>{% endif %}{{ m['content'] }}",
+    ).replace("assistant: ", "{% if add_generation_prompt %}assistant: <think>{% endif %}")
+    messages = ({"role": "user", "content": "x"}, {"role": "assistant", "content": "It is "})
+    prompt = policy.chat.tokenize(Prompt(0, messages, "3"))
+    episodes = make_episodes(policy, talkers.Prefixed, sampled=200)
+    groups = sample_groups(policy, episodes, [Request(1, 0, prompt)])
+    completions = [c for c in groups[0].completions if len(c.turns) > 3]
+    assert completions
+    for completion in completions:
+        assert completion.turns[1:4:2] == ("It is ", "<think>")
+        assert completion.prefix == "<think>"
+
+
 # In bfloat16 a log-prob may differ by some of its rounding steps, 2^-7 near 1, if the computation
 # is not exact.
 @pytest.mark.usefixtures("either_computation")

@@ -29,6 +29,7 @@ from lagrpo.rewards.reward import (
     UnscorableError,
     load_function,
 )
+from lagrpo.rewards.texts import find_accepted, normal_form, text_after_thinking
 from lagrpo.runs import load_metrics, load_rollouts
 from lagrpo.runs.reading import load_evaluation_records
 from lagrpo.settings.load import load_settings
@@ -161,6 +162,90 @@ def test_exact_compares_without_outer_white_space_and_an_empty_answer_is_unscora
     for empty in (None, "", " \n", {"a": "7"}):
         with pytest.raises(UnscorableError):
             exact("", empty)
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "reward"),
+    [
+        pytest.param("0.00001", 1e-05, 1.0, id="small float"),
+        pytest.param("1E5", 1e5, 1.0, id="exponent"),
+        pytest.param("0.10", 0.1, 1.0, id="further zero"),
+        pytest.param("10000000000000000000000", 1e22, 1.0, id="large float"),
+        pytest.param("0.2", 0.1, 0.0, id="other float"),
+        pytest.param("one", 1.0, 0.0, id="word for a float"),
+        pytest.param("1.1", "1.10", 0.0, id="text with a zero"),
+        pytest.param("9007199254740993", 2**53 + 1, 1.0, id="integer beyond 2^53"),
+        pytest.param("caf\u00e9", "cafe\u0301", 1.0, id="NFD answer"),
+        pytest.param("cafe\u0301", "caf\u00e9", 1.0, id="NFD completion"),
+        pytest.param("a\nb", "a\r\nb", 1.0, id="line ends of Windows"),
+        pytest.param("It's", "It\u2019s", 1.0, id="curly quote"),
+        pytest.param("-18", "\uff0d18", 1.0, id="wide minus"),
+        pytest.param("18", "\uff0d18", 0.0, id="wide minus counts"),
+        pytest.param("x2", "x\u00b2", 0.0, id="superscript is no digit"),
+        pytest.param("<think>hm</think> Paris", "Paris", 1.0, id="after thinking"),
+    ],
+)
+def test_exact_compares_numbers_and_texts_in_normal_form(completion, answer, reward):
+    assert exact(completion, answer) == reward
+
+
+@pytest.mark.parametrize(
+    ("text", "normal"),
+    [
+        pytest.param("\uff11\uff18", "18", id="wide digits"),
+        pytest.param("\u0661\u066c\u0662\u0663\u0664\u066b\u0665", "1,234.5", id="Arabic digits"),
+        pytest.param("\u22127 \ufe637", "-7 -7", id="minus signs"),
+        pytest.param("1\u202f234\u00a0567", "1234567", id="spaces in a number"),
+        pytest.param("7\u00a0km, 12\u00a034", "7 km, 12 34", id="other no-break spaces"),
+        pytest.param("\ufeff7", "7", id="mark of the file's beginning"),
+        pytest.param("7\u00b2 \u00bd \u2467 1990\u20131995", None, id="kept"),
+        pytest.param("\ufb01 \u00e6 \u0153", None, id="ligatures are kept"),
+    ],
+)
+def test_normal_form_has_one_spelling_of_digits_signs_and_spaces(text, normal):
+    assert normal_form(text) == (text if normal is None else normal)
+
+
+@pytest.mark.parametrize(
+    ("completion", "prefix", "answer"),
+    [
+        pytest.param("7", "<think>\n", "", id="cut"),
+        pytest.param("hm</think>7", "<think>\n", "7", id="ended"),
+        pytest.param("7", "<think>\n\n</think>\n\n", "7", id="thinking is off"),
+        pytest.param("7", "[THINK]", "", id="Magistral"),
+        pytest.param("7", "<seed:think>", "", id="Seed"),
+        pytest.param("7", "<|channel|>analysis<|message|>", "", id="gpt-oss"),
+        pytest.param("hm<|channel|>final<|message|>7", "", "7", id="gpt-oss ended"),
+        pytest.param("7", "Sure. <think>", "", id="message of the assistant"),
+        pytest.param("7", "It is ", "7", id="beginning of the answer"),
+        pytest.param(" <think>7", "", "", id="opened by the completion"),
+    ],
+)
+def test_thinking_that_the_prompt_opened_does_not_count(completion, prefix, answer):
+    assert text_after_thinking(completion, prefix) == answer
+
+
+@pytest.mark.parametrize(
+    ("answer", "accepted"),
+    [
+        pytest.param("['Paris', 'paris']", ["Paris", "paris"], id="Python"),
+        pytest.param('["Paris", "paris"]', ["Paris", "paris"], id="JSON"),
+        pytest.param("['Paris' \"paris's\"\n 'P']", ["Paris", "paris's", "P"], id="NumPy"),
+        pytest.param("['Paris']", ["Paris"], id="one entry"),
+        pytest.param("[['a'], ['b']]", ["a", "b"], id="nested"),
+        pytest.param('{"target": ["Paris"]}', ["Paris"], id="object with a list"),
+        pytest.param("{'ground_truth': 7}", [7], id="object with a number"),
+        pytest.param('{"name": "Ann"}', [], id="other object"),
+        pytest.param("[1, 2]", [], id="numbers"),
+        pytest.param("['a', 1]", [], id="mixed"),
+        pytest.param("['a'", [], id="no literal"),
+        pytest.param("'a'", [], id="quoted text"),
+    ],
+)
+def test_text_that_lists_accepted_answers_means_any_of_them(answer, accepted):
+    assert find_accepted(answer) == accepted
+    assert [exact(str(entry), answer) for entry in accepted] == [1.0] * len(accepted)
+    assert (exact(answer, answer), exact("London", answer)) == (1.0, 0.0)
 
 
 def test_list_as_the_answer_means_any_of_its_entries():

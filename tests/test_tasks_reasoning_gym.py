@@ -38,6 +38,12 @@ def test_prompts_are_a_function_of_the_seed_and_splits_share_none():
     assert all(json.loads(json.dumps(prompt.answer)) == prompt.answer for prompt in prompts)
 
 
+def test_answer_cut_in_a_thought_that_the_prompt_opened_is_wrong():
+    task = load()
+    answer = task.prompt("train", 3).answer
+    assert task.reward(answer["answer"], answer, prefix="<think>\n") == 0.0
+
+
 def test_answers_are_scored_by_the_package_also_in_a_worker_process():
     task = load()
     answer = task.prompt("train", 3).answer

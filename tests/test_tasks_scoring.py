@@ -62,6 +62,32 @@ def test_reward_gives_the_verdicts_of_its_corpus(reward):
     ] == []
 
 
+@pytest.mark.parametrize(
+    ("reward", "thought", "answer"),
+    [
+        pytest.param("number", "so it is 7", "7", id="number"),
+        pytest.param("arithmetic", "3 + 4 = 7", "7", id="arithmetic"),
+        pytest.param("exact", "7", "7", id="exact"),
+        pytest.param("exact", "7", ["8", "7"], id="exact with several answers"),
+        pytest.param(
+            "countdown", "(7 - 3) * 5", {"numbers": [3, 7, 5], "target": 20}, id="countdown"
+        ),
+        pytest.param("math", "so \\boxed{7}", "7", id="math", marks=needs_math),
+    ],
+)
+def test_completion_cut_in_a_thought_that_the_prompt_opened_is_wrong(reward, thought, answer):
+    function = load_function(REWARDS[reward])
+    assert function(thought, answer) == 1.0
+    assert function(thought, answer, prefix="<think>\n") == 0.0
+    assert function(f"hm</think>{thought}", answer, prefix="<think>\n") == 1.0
+    (outcome,) = score(function, [make_group(thought, answer=answer, prefix="<think>\n")])
+    assert outcome.reward == 0.0
+
+
+def test_countdown_reads_the_problem_from_a_cell_of_csv():
+    assert countdown.score("(7 - 3) * 5", '{"numbers": [3, 7, 5], "target": 20}') == 1.0
+
+
 @needs_math
 def test_math_holds_out_a_tenth_of_data_without_a_test_split(tmp_path):
     from lagrpo.tasks import math

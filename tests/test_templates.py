@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import talkers
 from running import tiny_settings
 from test_resume import cut_to, go_on
 from tiny import CHAT, TURNS, save_tiny, tiny_model, tiny_policy, tiny_tokenizer
@@ -18,7 +19,9 @@ from lagrpo.errors import SettingsError
 from lagrpo.model.chat import Chat, Replies
 from lagrpo.rewards import builtin
 from lagrpo.rewards.reward import Reward, Rewards
+from lagrpo.rollout.episodes import check_call_format
 from lagrpo.runs import load_rollouts
+from lagrpo.tasks.environments import Tools
 from lagrpo.training.build_tasks import warn_of_formats
 from lagrpo.training.run import train
 from lagrpo.types import JsonObject, Prompt
@@ -121,11 +124,28 @@ def test_prefix_is_what_the_prompt_begins_the_answer_with(chat):
     for ending, messages, prefix in [
         ("", ASK, ""),
         ("<think>{{ '\\n' }}", ASK, "<think>\n"),
+        ("[THINK]", ASK, "[THINK]"),
+        ("<seed:think>", ASK, "<seed:think>"),
+        ("<|channel|>analysis<|message|>", ASK, "<|channel|>analysis<|message|>"),
+        ("<think></think>", ASK, ""),
         ("<eos>", ASK, ""),
         ("", told, "It is "),
     ]:
         chat.tokenizer.chat_template = open_turn + ending
         assert chat.tokenize(Prompt(0, messages, "5")).prefix == prefix
+
+
+def test_later_turns_begin_as_their_replies_end(chat):
+    pieces = [("7<eos>", True), ("user: no\nassistant: <think>\n", False), ("8", True)]
+    pieces += [("user: no\nassistant: ", False), ("9", True)]
+    token_ids: list[int] = []
+    sampled: list[bool] = []
+    for text, is_sampled in pieces:
+        ids = chat.encode(text, add_special_tokens=False)
+        token_ids += ids
+        sampled += [is_sampled] * len(ids)
+    assert chat.find_later_prefixes(token_ids, sampled) == ["<think>\n", ""]
+    assert chat.find_later_prefixes(token_ids[:2], sampled[:2]) == []
 
 
 def test_special_tokens_are_in_texts_except_those_that_end_or_pad(chat):
@@ -326,6 +346,71 @@ def test_arguments_are_written_as_the_template_wants_them(chat):
     for template in (CHATML, joining):
         chat.tokenizer.chat_template = template
         assert 'add f {"x": 2}<' in chat.render(CALLED).replace("add {", "add f {")
+
+
+# ---- calls as a template writes them ----
+
+CODER = (  # as Qwen3-Coder's
+    "{% for t in tools or [] %}<name>{{ t.function.name }}</name>{% endfor %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}{% for c in m.tool_calls or [] %}"
+    "<tool_call>\n<function={{ c.function.name }}>\n"
+    "{% for k, v in c.function.arguments | items %}<parameter={{ k }}>\n"
+    "{{ v if v is string else v | tojson }}\n</parameter>\n{% endfor %}"
+    "</function>\n</tool_call>{% endfor %}<eos>\n{% endfor %}assistant: "
+)
+CALL_WRITTEN = CODER[CODER.index("<tool_call>") : CODER.index("{% endfor %}<eos>")]
+
+
+def written(call: str) -> str:
+    """The template with calls in another format."""
+    return CODER.replace(CALL_WRITTEN, call)
+
+
+@pytest.mark.parametrize(
+    ("template", "is_read"),
+    [
+        pytest.param(CODER, True, id="Qwen3-Coder"),
+        pytest.param(CODER + "<think>\n", True, id="with an opened thought"),
+        pytest.param(
+            written("<tool_call>{{ c.function | tojson }}</tool_call>"), True, id="Hermes"
+        ),
+        pytest.param(
+            written(
+                '{"name": "{{ c.function.name }}", '
+                '"parameters": {{ c.function.arguments | tojson }}}'
+            ),
+            True,
+            id="Llama 3",
+        ),
+        pytest.param(
+            written(
+                "<tool_call>{{ c.function.name }}{% for k, v in c.function.arguments | items %}"
+                "<arg_key>{{ k }}</arg_key><arg_value>{{ v }}</arg_value>{% endfor %}</tool_call>"
+            ),
+            False,
+            id="GLM-4.5",
+        ),
+        pytest.param(written("[TOOL_CALLS][{{ c.function | tojson }}]"), False, id="Mistral"),
+        pytest.param(
+            written(
+                "<tool_calls_begin>{{ c.function.name }}\n```json\n"
+                "{{ c.function.arguments | tojson }}\n```<tool_calls_end>"
+            ),
+            False,
+            id="DeepSeek",
+        ),
+        pytest.param(written("<|python_tag|>{{ c.function.name }}.call(x=1)"), False, id="Python"),
+        pytest.param(written(""), True, id="calls left out"),
+    ],
+)
+def test_template_whose_calls_are_not_read_is_rejected(chat, template, is_read):
+    chat.tokenizer.chat_template = template
+    tools = Tools({"add": talkers.add}, talkers.same)
+    if is_read:
+        check_call_format(chat, tools, tools.schemas())
+    else:
+        with pytest.raises(ValueError, match="the chat template writes a call as"):
+            check_call_format(chat, tools, tools.schemas())
 
 
 # ---- a template with the date ----

@@ -43,8 +43,15 @@ JsonObject = dict[str, Any]
 JsonView = Mapping[str, Any]
 """A JsonObject for code that only reads it."""
 
-THOUGHT_END = re.compile(r"</[\w:]*(?:think|thought|reason)\w*>|\[/THINK\]")
-"""The end of an assistant's thinking: </think>, </thought>, </seed:think>, [/THINK] …"""
+THOUGHT_BEGIN = re.compile(
+    r"<[\w:]*(?:think|thought|reason)\w*>|\[THINK\]|<\|channel\|>analysis(?:<\|message\|>)?"
+)
+"""The beginning of an assistant's thinking: <think>, <seed:think>, [THINK], gpt-oss's channel …"""
+
+THOUGHT_END = re.compile(
+    r"</[\w:]*(?:think|thought|reason)\w*>|\[/THINK\]|<\|channel\|>final<\|message\|>"
+)
+"""The end of an assistant's thinking: </think>, </seed:think>, [/THINK], gpt-oss's channel …"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +187,9 @@ class Completion:
     turns: tuple[str, ...] = ()
     """texts of the policy and its environment in turn, without special tokens; empty for a single
     turn"""
+    prefix: str | None = None
+    """the beginning of the policy's last turn that a reply ends with, such as a <think>; None: as
+    the prompt has it"""
 
     def __post_init__(self) -> None:
         if self.sampled is None:

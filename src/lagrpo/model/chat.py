@@ -21,12 +21,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from lagrpo.errors import one_line
 from lagrpo.model.files import TOKENIZER, find_source, save_ends, save_tokenizer
-from lagrpo.types import THOUGHT_END, JsonView, Prompt
+from lagrpo.types import THOUGHT_BEGIN, THOUGHT_END, JsonView, Prompt
 
 logger = logging.getLogger("lagrpo")
 Tools = Sequence[JsonView]
@@ -47,6 +48,9 @@ ROLES_IN_FRONT = ("system", "developer")
 SWITCHES = re.compile(r"/(?:no_?think|think|system_override)\b")
 EMPTY_THOUGHT_AT_END = re.compile(r"<think>\s*</think>\s*$")
 TAG = re.compile(r"</?[\w:]{1,30}>")
+# A tag at the end of a rendered prompt, such as <think> or [THINK]. Group 1 is the name of a tag
+# that may be the header of a turn.
+OPENED_TAG = re.compile(rf"(?:<(\w+)>|{THOUGHT_BEGIN.pattern})\s*$")
 
 
 class TemplateError(ValueError):
@@ -234,7 +238,7 @@ class Chat:
         return replace(
             prompt,
             token_ids=tuple(int(token_id) for token_id in ids),
-            prefix=self._find_prefix(prompt.messages, text),
+            prefix=self.find_prefix(prompt.messages, text),
         )
 
     def render(self, messages: Messages, tools: Tools | None = None) -> str:
@@ -282,6 +286,24 @@ class Chat:
         if begins_answer:
             return end_with(text, plain_messages[-1]["content"])
         return text
+
+    def render_call(self, name: str, arguments: JsonView, tools: Tools) -> str:
+        """Returns the assistant's turn in which the chat template writes a call of a function.
+
+        It is as a policy samples it: up to its end token, without the header. Raises TemplateError.
+        """
+        call_id = "call00000"  # Mistral's templates take nothing but nine letters and digits
+        function = {"name": name, "arguments": arguments}
+        call = {"type": "function", "id": call_id, "function": function}
+        conversation = [
+            *OPENING,
+            {"role": "assistant", "tool_calls": [call]},
+            {"role": "tool", "name": name, "tool_call_id": call_id, "content": ANSWER},
+        ]
+        prompt = self.render(OPENING, tools)
+        header = prompt.removesuffix(self.find_opened_tag(prompt))
+        turn, _, _ = self.render(conversation, tools).removeprefix(header).rpartition(ANSWER)
+        return self.as_completion(turn)
 
     def _template_of_run(self, tools: Tools | None) -> str:
         """Returns the chat template, in which `strftime_now` gives the start of the run.
@@ -343,20 +365,41 @@ class Chat:
             )
         return True
 
-    def _find_prefix(self, messages: Messages, text: str) -> str:
-        """Returns the beginning of the answer that the prompt has; "" without one.
+    def find_prefix(self, messages: Messages, text: str) -> str:
+        """Returns the beginning of the answer that a rendered prompt ends with; "" without one.
 
         It is the assistant's last message, or a tag of the template, such as <think>.
         """
         if messages[-1]["role"] == "assistant":
             return str(messages[-1]["content"])
-        tag = re.search(r"<(\w+)>\s*$", text)
+        return self.find_opened_tag(text)
+
+    def find_opened_tag(self, text: str) -> str:
+        """Returns the tag that a rendered text ends with, and that opens an answer; "" without one.
+
+        White space after it is a part of it.
+        """
+        tag = OPENED_TAG.search(text)
         if tag is None:
             return ""
         name = tag[1]
         # A header, such as <assistant>, is a special token without a closing one.
         is_header = f"<{name}>" in self.special_tokens and f"</{name}>" not in self.special_tokens
         return "" if is_header else tag[0]
+
+    def find_later_prefixes(self, token_ids: Sequence[int], sampled: Sequence[bool]) -> list[str]:
+        """Returns the beginnings of the policy's turns after its first, with which replies end.
+
+        token_ids, sampled: of a completion, one entry per token.
+        """
+        prefixes: list[str] = []
+        start = 0
+        for is_sampled, run in groupby(sampled):
+            end = start + len(list(run))
+            if not is_sampled:
+                prefixes.append(self.find_opened_tag(self.decode(token_ids[start:end])))
+            start = end
+        return prefixes
 
     @cached_property
     def special_tokens(self) -> Mapping[str, int]:

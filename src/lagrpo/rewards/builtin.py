@@ -5,31 +5,44 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
+from decimal import Decimal, InvalidOperation
 
 from lagrpo.rewards.reward import UnscorableError, accept_any
+from lagrpo.rewards.texts import normal_form, read_answer
 
 TAGS = ("think", "answer")
 """The tags of the reward `format` without options."""
 
 
 @accept_any
-def exact(completion: str, answer: object) -> float:
+def exact(completion: str, answer: object, prefix: str = "") -> float:
     """Returns 1.0 if the completion is the answer letter by letter, else 0.0.
 
-    White space around either does not count. The answer 5.0 may be written 5, and True may be
-    written true. Raises UnscorableError for an answer that is empty or a whole row.
+    What the model thinks before </think> does not count, nor white space around either text. Both
+    are compared in normal form (`lagrpo.rewards.texts`). An answer that is a float may be written
+    in any way: 5.0 as 5, and 1e-05 as 0.00001. True may be written true. Raises UnscorableError for
+    an answer that is empty or a whole row.
     """
     if answer is None or not str(answer).strip():
         raise UnscorableError("the reference answer is empty")
     if isinstance(answer, Mapping):
         raise UnscorableError("the reference answer is a whole row: set task.answer_column")
-    answer_text = str(answer).strip()
+    text = read_answer(completion, prefix).strip()
+    if isinstance(answer, float):
+        return float(_names_number(text, answer))
+    answer_text = normal_form(str(answer)).strip()
     accepted_texts = [answer_text]
     if isinstance(answer, bool):
         accepted_texts.append(answer_text.lower())
-    elif isinstance(answer, float):
-        accepted_texts.append(answer_text.removesuffix(".0"))
-    return float(completion.strip() in accepted_texts)
+    return float(text in accepted_texts)
+
+
+def _names_number(text: str, number: float) -> bool:
+    """True if the text is the number that Python prints in the fewest digits, however written."""
+    try:
+        return Decimal(text) == Decimal(repr(float(number)))
+    except InvalidOperation:
+        return False
 
 
 def length(

@@ -26,6 +26,7 @@ from typing import Any, Protocol
 from lagrpo.core.references import describe_raised, load_reference
 from lagrpo.errors import suggest
 from lagrpo.logs import is_secret
+from lagrpo.rewards.texts import find_accepted
 from lagrpo.types import Completion, Outcome, OutcomeKind, Prompt, Range, is_correct
 
 REWARDS = {
@@ -91,21 +92,25 @@ class UnscorableError(Exception):
     """The answer cannot be scored, so it has no reward: its reference answer is empty, say."""
 
 
-def accept_any(score: Callable[[str, Any], float]) -> Callable[[str, Any], float]:
+def accept_any(score: Callable[[str, Any, str], float]) -> Callable[..., float]:
     """Returns a reward function that scores a list as the answer by its best entry.
 
-    The function raises UnscorableError if no entry can be scored.
+    A text that lists accepted answers (`lagrpo.rewards.texts.find_accepted`) counts as a list of
+    them and of itself. The function raises UnscorableError if no entry can be scored.
     """
 
     @wraps(score)
-    def score_any(completion: str, answer: Any) -> float:
-        if not isinstance(answer, list):
-            return score(completion, answer)
+    def score_any(completion: str, answer: Any, prefix: str = "") -> float:
+        if isinstance(answer, list):
+            entries = [(score_any, entry) for entry in answer]
+        else:
+            listed_answers = find_accepted(answer) if isinstance(answer, str) else []
+            entries = [(score, entry) for entry in (answer, *listed_answers)]
         rewards: list[float] = []
         problem = UnscorableError("the reference answer is an empty list")
-        for accepted_answer in answer:
+        for score_entry, entry in entries:
             try:
-                rewards.append(score_any(completion, accepted_answer))
+                rewards.append(score_entry(completion, entry, prefix))
             except UnscorableError as error:
                 problem = error
         if not rewards:
@@ -239,7 +244,7 @@ def _lagrpo_kwargs(prompt: Prompt, completion: Completion) -> RewardKwargs:
         "row": prompt.row,
         "finished": completion.finished,
         "num_tokens": completion.length,
-        "prefix": prompt.prefix,
+        "prefix": prompt.prefix if completion.prefix is None else completion.prefix,
     }
 
 

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from lagrpo.errors import as_settings_error
+from lagrpo.errors import as_settings_error, one_line
 from lagrpo.model.chat import OPENING, Chat, Replies, RewritingError, TemplateError
 from lagrpo.rewards.pool import Job, WorkerPool
 from lagrpo.settings.schema import Settings
 from lagrpo.settings.sections import TaskSettings
 from lagrpo.tasks import Key, Task, environment_of, is_multi_turn
-from lagrpo.tasks.environments import Tools, system_text, take_turn
+from lagrpo.tasks.environments import Tools, find_calls, system_text, take_turn
 from lagrpo.types import JsonObject, JsonView, Outcome, OutcomeKind, Prompt
 
 MAIN_TASK = ""
@@ -64,7 +65,8 @@ def build_episodes(
 
     `task_settings` are the settings of this task, which may belong to an evaluation set. Raises
     SettingsError for tools that do not say how they are called, for an environment that cannot be
-    sent to processes, and for a chat template that changes earlier turns.
+    sent to processes, and for a chat template that changes earlier turns, or writes calls in an
+    unknown format.
     """
     make = environment_of(task)
     if make is None:
@@ -75,8 +77,14 @@ def build_episodes(
         if isinstance(make, Tools):
             reply_role = "tool"
             tools = make.schemas()
-            opening = chat.render(OPENING, tools)
-            if not all(f'"{name}"' in opening for name in make.functions):
+            opening = chat.render(OPENING)
+            opening_with_tools = chat.render(OPENING, tools)
+            shows_tools = all(
+                opening_with_tools.count(name) > opening.count(name) for name in make.functions
+            )
+            if shows_tools:
+                check_call_format(chat, make, tools)
+            else:
                 # The template ignores tools: describe them in a system message instead.
                 make = replace(make, system=system_text(tools))
                 tools = None
@@ -91,6 +99,41 @@ def build_episodes(
             tools=tools,
             deadline=task_settings.reward_timeout,
         )
+
+
+def check_call_format(chat: Chat, make: Tools, schemas: list[JsonObject]) -> None:
+    """Raises ValueError if the chat template writes calls in a format that `find_calls` lacks."""
+    function = schemas[0]["function"]
+    properties = function["parameters"]["properties"]
+    arguments = {name: example_argument(schema) for name, schema in properties.items()}
+    try:
+        turn = chat.render_call(function["name"], arguments, schemas)
+    except TemplateError:
+        return  # it cannot render calls
+    if function["name"] not in turn:
+        return  # it leaves out calls
+    try:
+        calls = find_calls(turn, make.functions)
+    except ValueError:
+        calls = []
+    if calls != [(function["name"], arguments)]:
+        raise ValueError(
+            f"the chat template writes a call as {one_line(turn, 160)!r}, which lagrpo does not "
+            "read. Set model.chat_template to a file with calls as Qwen3, Qwen3-Coder or Llama 3 "
+            "writes them"
+        )
+
+
+def example_argument(schema: JsonView) -> Any:
+    """Returns a value that a JSON schema of a parameter allows."""
+    if "enum" in schema:
+        return schema["enum"][0]
+    kinds = schema.get("type", "string")  # a type, or a list of them
+    examples = {"string": "x", "integer": 1, "number": 1.5, "boolean": True, "object": {}}
+    for kind, example in examples.items():
+        if kind in kinds:
+            return example
+    return []
 
 
 def max_reply_tokens(settings: Settings, *tasks: Task) -> int:
@@ -112,6 +155,7 @@ class Episode:
     - `turns`: the texts so far, of the policy and the environment in turn
     - `outcome`: how the episode ended; None before
     - `finished`: True if no limit ended it
+    - `prefix`: the beginning of the policy's turn that the prompt, or the last reply, ends with
 
     Nothing is computed before the first turn has ended.
     """
@@ -120,6 +164,7 @@ class Episode:
         self.turns: list[str] = []
         self.outcome: Outcome | None = None
         self.finished = False
+        self.prefix = prompt.prefix
         self._episodes = episodes
         # The environment needs no tokens, and arguments travel to another process.
         self._prompt = replace(prompt, token_ids=())
@@ -156,6 +201,7 @@ class Episode:
             self._prompt if is_first else None,
             self._key if is_first else None,
             text,
+            self.prefix,
             deadline=self._episodes.deadline,
         )
 
@@ -207,6 +253,8 @@ class Episode:
             self.outcome = Outcome(OutcomeKind.SCORED, reply.reward, self._limit_reason)
             return ()
         self._num_replied += len(tokens)
+        chat = self._episodes.replies.chat
+        self.prefix = chat.find_opened_tag(chat.decode(tokens))
         contents = [str(message.get("content") or "") for message in reply.messages]
         self.turns.append("\n".join(contents))
         return tokens

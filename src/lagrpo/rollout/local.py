@@ -155,10 +155,12 @@ class LocalSampler:
             finished = row.is_stopped or token_ids[-1] in self.policy.chat.eos_ids
             outcome = None
             turns = ()
+            prefix = None
         else:
             finished = episode.finished
             outcome = episode.outcome
             turns = tuple(episode.turns)
+            prefix = episode.prefix
         sampled = torch.from_numpy(row.is_sampled)  # bool [tokens]
         return Completion(
             token_ids=torch.from_numpy(row.tokens),
@@ -170,6 +172,7 @@ class LocalSampler:
             outcome=outcome,
             sampled=sampled,
             turns=turns,
+            prefix=prefix,
         )
 
 

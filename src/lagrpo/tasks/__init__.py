@@ -126,7 +126,11 @@ class Environment(Protocol):
         ...
 
     def step(self, text: str) -> StepResult:
-        """Replies to the policy's turn: its text without special tokens."""
+        """Replies to the policy's turn: its text without special tokens.
+
+        If it has a parameter `prefix`, it also gets the beginning of the turn that the prompt or
+        the last reply ends with, such as a <think> of the chat template.
+        """
         ...
 
 

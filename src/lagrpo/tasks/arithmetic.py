@@ -11,9 +11,9 @@ import operator
 from typing import Any, Literal
 
 from lagrpo.rewards.reward import UnscorableError, accept_any
+from lagrpo.rewards.texts import normal_form, read_answer
 from lagrpo.tasks import RowTask
 from lagrpo.tasks.numbers import read_last_number
-from lagrpo.tasks.thinking import text_after_thinking
 
 WORDING = "What is {problem}? Answer with just the number."
 OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
@@ -42,19 +42,28 @@ def _ask(problem: Problem) -> tuple[str, str]:
 
 
 @accept_any
-def score(completion: str, answer: Any) -> float:
+def score(completion: str, answer: Any, prefix: str = "") -> float:
     """Returns 1.0 if the completion's last numeral names the reference number, else 0.0.
 
     What the model thinks before </think> does not count.
     `lagrpo.tasks.numbers` says what a numeral is. For the answer 7, these are right: "7", "7.0",
-    "07", "7 apples", "3 + 4 = 7.". These are wrong: "-7", "seven", "７", "3 + 4", "5 6 7",
+    "07", "７", "7 apples", "3 + 4 = 7.". These are wrong: "-7", "seven", "3 + 4", "5 6 7",
     "6 or 7", "7, not 8". Raises UnscorableError if the answer is not an integer.
     """
+    return float(read_last_number(read_answer(completion, prefix)) == _read_integer(answer))
+
+
+def _read_integer(answer: Any) -> int:
+    """Returns the reference number. Raises UnscorableError if `answer` is not an integer."""
+    if isinstance(answer, str):
+        answer = normal_form(answer)
     try:
-        reference_number = int(answer)
+        number = int(answer)
     except (TypeError, ValueError, OverflowError) as error:
         raise UnscorableError(f"the reference answer {answer!r:.80} is not an integer") from error
-    return float(read_last_number(text_after_thinking(completion)) == reference_number)
+    if isinstance(answer, bool) or (isinstance(answer, float) and answer != number):
+        raise UnscorableError(f"the reference answer {answer!r} is not an integer")
+    return number
 
 
 def split(

@@ -17,9 +17,9 @@ from functools import partial
 from typing import Any, Literal
 
 from lagrpo.rewards.reward import UnscorableError
+from lagrpo.rewards.texts import parse_literal, read_answer
 from lagrpo.tasks import RowTask
 from lagrpo.tasks.numbers import evaluate, find_tagged
-from lagrpo.tasks.thinking import text_after_thinking
 from lagrpo.types import JsonObject
 
 WORDING = (
@@ -34,7 +34,6 @@ _SPELLINGS = {
     "×": "*",
     "·": "*",
     "÷": "/",
-    "−": "-",
     "–": "-",
     r"\times": "*",
     r"\cdot": "*",
@@ -70,13 +69,16 @@ def _ask(count: int, seed: int, row: tuple[str, int]) -> tuple[str, JsonObject]:
     return WORDING.format(target=problem["target"], numbers=number_list), problem
 
 
-def score(completion: str, answer: Any) -> float:
+def score(completion: str, answer: Any, prefix: str = "") -> float:
     """Returns 1.0 if the completion's expression solves the problem, else 0.0.
 
     The expression must equal the target and use each given number at most once. It has at most 200
-    characters: + - * / (also a sign, as in -3 + 10), parentheses and given numbers. `answer` is
-    {"numbers": [...], "target": ...}. Raises UnscorableError if `answer` is not of its form.
+    characters: + - * / (also a sign, as in -3 + 10), parentheses and given numbers. What the model
+    thinks before </think> does not count. `answer` is {"numbers": [...], "target": ...}. Raises
+    UnscorableError if `answer` is not of its form.
     """
+    if isinstance(answer, str):  # a cell of CSV
+        answer = parse_literal(answer)
     numbers = None
     target = None
     if isinstance(answer, Mapping):
@@ -88,7 +90,7 @@ def score(completion: str, answer: Any) -> float:
         raise UnscorableError(
             f"the reference answer {answer!r} is not like {{'numbers': [3, 5, 7], 'target': 20}}"
         )
-    expression = find_expression(completion)
+    expression = find_expression(read_answer(completion, prefix))
     try:
         if expression is None or evaluate(expression, _OPERATIONS) != target:
             return 0.0
@@ -102,13 +104,12 @@ def find_expression(text: str) -> str | None:
     """Returns the expression in a completion, within its last <answer> ... </answer> if it has any.
 
     It is the last stretch of digits, + - * / ( ), × · ÷, LaTeX's times, cdot and div, and spaces
-    that has an operation between two numbers. What the model thinks before </think> does not count.
-    Returns None if the text has no expression.
+    that has an operation between two numbers. Returns None if the text has no expression.
 
-    >>> find_expression("First 7 - 3 = 4, so (7 − 3) × 5 = 20.")
+    >>> find_expression("First 7 - 3 = 4, so (7 - 3) × 5 = 20.")
     '(7 - 3) * 5'
     """
-    text = _BRACKET_SIZE.sub("", find_tagged(text_after_thinking(text)))
+    text = _BRACKET_SIZE.sub("", find_tagged(text))
     text = _FORMULA_DELIMITER.sub(" ; ", text)
     text = _BULLET.sub("", text)
     for spelling, sign in _SPELLINGS.items():

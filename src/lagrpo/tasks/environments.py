@@ -1,10 +1,11 @@
 """Turns of environments in worker processes, and tools.
 
-With tools, the policy may call functions before it answers a task's question. A call is JSON with
-the name of a function and its arguments, in the formats of three families:
+With tools, the policy may call functions before it answers a task's question. A call has the
+name of a function and its arguments, in the formats of four families:
 
     <tool_call>{"name": …, "arguments": {…}}</tool_call>       Qwen, Hermes; one block for each call
     <tool_call>[{"name": …, "arguments": {…}}, …]</tool_call>  SmolLM2
+    <tool_call><function=NAME><parameter=KEY>VALUE</parameter> …</function></tool_call>  Qwen3-Coder
     {"name": …, "parameters": {…}}                             Llama 3: the whole turn is the call
 
 The environment answers a turn with calls by their results, or by what is wrong with them, each in a
@@ -18,14 +19,17 @@ import inspect
 import json
 import pickle
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from lagrpo.errors import suggest
 from lagrpo.rewards import worker
 from lagrpo.rewards.reward import OURS, RewardFunction, Rewards, load_function
+from lagrpo.rewards.texts import text_after_thinking
 from lagrpo.tasks import (
+    Environment,
     Key,
     Make,
     StepResult,
@@ -34,11 +38,14 @@ from lagrpo.tasks import (
     environment_of,
 )
 from lagrpo.tasks.messages import Message, Messages, plain_message
-from lagrpo.tasks.thinking import text_after_thinking
 from lagrpo.types import JsonObject, Outcome, Prompt
 
 OPEN = "<tool_call>"
 CLOSE = "</tool_call>"
+FUNCTION = "<function="
+PARAMETER = "<parameter="
+PYTHON_TAG = "<|python_tag|>"  # before some of Llama 3's calls
+_ARGUMENTS = re.compile(r'"(?:arguments|parameters)"\s*:')
 SYSTEM = (
     "You can call functions:\n<tools>{tools}</tools>\nTo call one, answer with nothing but a call, "
     "such as\n<tool_call>[{example}]</tool_call>\nand you get its result."
@@ -59,20 +66,27 @@ Turn = tuple[StepResult, bytes]
 
 
 def take_turn(
-    state: bytes | None, prompt: Prompt | None, key: Key | None, text: str | None
+    state: bytes | None, prompt: Prompt | None, key: Key | None, text: str | None, prefix: str = ""
 ) -> Turn | Outcome:
     """Runs `run_turn` in a worker process. Returns an unscored Outcome if it failed."""
     make = worker.get_loaded()
     try:
-        return run_turn(make, state, prompt, key, text)
+        return run_turn(make, state, prompt, key, text, prefix)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - costs this completion only
         return worker.to_outcome(error, "the environment")
 
 
 def run_turn(
-    make: Make, state: bytes | None, prompt: Prompt | None, key: Key | None, text: str | None
+    make: Make,
+    state: bytes | None,
+    prompt: Prompt | None,
+    key: Key | None,
+    text: str | None,
+    prefix: str = "",
 ) -> Turn:
     """Lets an environment reply to `text`, or begin if `text` is None.
+
+    prefix: the beginning of the turn, before `text`, that the prompt or the last reply ends with.
 
     The environment is the one in `state`. Without a state it is a new one, which begins with the
     prompt and the key. Raises ValueError or TypeError for replies that cannot be used, and what the
@@ -95,7 +109,7 @@ def run_turn(
             raise ValueError(
                 "reset returned other messages than for the other completions of this prompt"
             )
-    step = environment.step(str(text))
+    step = take_step(environment, str(text), prefix)
     if not isinstance(step, StepResult):
         raise TypeError(f"step returned a {type(step).__name__}, not a StepResult")
     reward = worker.to_outcome(step.reward).reward
@@ -104,6 +118,14 @@ def run_turn(
     if step.done:
         return StepResult((), reward, done=True, reason=worker.clean(step.reason)), b""
     return StepResult(_to_json(step.messages), reward), pickle.dumps(environment)
+
+
+def take_step(environment: Environment, text: str, prefix: str) -> StepResult:
+    """Passes the policy's turn to an environment, with the prefix if `step` takes it."""
+    step: Any = environment.step
+    if "prefix" in inspect.signature(step).parameters:
+        return step(text, prefix=prefix)
+    return step(text)
 
 
 def _to_json(messages: Messages) -> tuple[Message, ...]:
@@ -145,18 +167,24 @@ class Tools:
             return prompt.messages
         return add_system(prompt.messages, self.system)
 
-    def step(self, text: str) -> StepResult:
+    def step(self, text: str, prefix: str = "") -> StepResult:
         try:
-            calls = find_calls(text)
+            calls = find_calls(text, self.functions, prefix)
         except ValueError as error:
             return StepResult([{"role": "tool", "content": f"Error: {error}"}])
         if not calls:
-            return StepResult(reward=self.reward(text, self.answer), done=True)
+            return StepResult(reward=self._score(text, prefix), done=True)
         results = [
             {"role": "tool", "name": name, "content": self.call(name, arguments)}
             for name, arguments in calls
         ]
         return StepResult(results)
+
+    def _score(self, text: str, prefix: str) -> float:
+        """Returns the reward of an answer."""
+        if "prefix" in inspect.signature(self.reward).parameters:
+            return self.reward(text, self.answer, prefix=prefix)
+        return self.reward(text, self.answer)
 
     def call(self, name: str, arguments: Mapping[str, object]) -> str:
         """Returns the result of a call, or its error, as the policy reads it."""
@@ -212,8 +240,14 @@ def _load_tool(name: str) -> Tool:
     return function
 
 
-def find_calls(text: str) -> list[Call]:
+def find_calls(
+    text: str, functions: Mapping[str, Tool] | None = None, prefix: str = ""
+) -> list[Call]:
     """Returns the names and arguments of the calls in a turn, in order; none if it is an answer.
+
+    functions: by name; the types of their parameters tell how an argument in Qwen3-Coder's format
+        is read.
+    prefix: the beginning of the turn, before `text`, that the prompt or the last reply ends with.
 
     Raises ValueError for a call that cannot be read.
 
@@ -222,21 +256,45 @@ def find_calls(text: str) -> list[Call]:
     >>> find_calls("<think>I could write <tool_call>...</tool_call></think>The answer is 4.")
     []
     """
-    text = text_after_thinking(text)
-    blocks = re.findall(f"{OPEN}(.*?){CLOSE}", text, re.DOTALL)
-    if len(blocks) != text.count(OPEN):
-        raise ValueError(f"a {OPEN} has no {CLOSE}")
-    if not blocks and text.lstrip().startswith("{") and '"name"' in text:
-        blocks = [text]  # Llama 3's format: the whole turn is the call
+    text = text_after_thinking(text, prefix)
+    _, *parts = text.split(OPEN)
+    if not parts:
+        return _find_bare_call(text)
+    calls: list[Call] = []
+    for part in parts:
+        block, close, _ = part.partition(CLOSE)
+        if not close:
+            raise ValueError(f"a {OPEN} has no {CLOSE}")
+        if block.lstrip().startswith(FUNCTION):
+            calls += _read_tagged_calls(block, functions or {})
+        else:
+            content = _parse_call(block)
+            block_calls = content if isinstance(content, list) else [content]
+            calls += [_read_call(call) for call in block_calls]
+    return calls
+
+
+def _find_bare_call(text: str) -> list[Call]:
+    """Returns the call that a whole turn is, in Llama 3's format; nothing if it is an answer.
+
+    Other JSON is an answer: {"name": "Ann", "age": 5} calls nothing. Raises ValueError.
+    """
+    content = text.strip().removeprefix(PYTHON_TAG).lstrip()
+    if not content.startswith("{") or '"name"' not in content or not _ARGUMENTS.search(content):
+        return []
+    call = _parse_call(content)
+    is_call = isinstance(call, dict) and isinstance(call.get("name"), str)
+    if not is_call or not isinstance(call.get("arguments", call.get("parameters")), dict):
+        return []
+    return [_read_call(call)]
+
+
+def _parse_call(text: str) -> Any:
+    """Parses the JSON of a call. Raises ValueError."""
     try:
-        contents = [json.loads(block) for block in blocks]
+        return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"the call is not JSON: {error}") from error
-    calls: list[Call] = []
-    for content in contents:
-        block_calls = content if isinstance(content, list) else [content]
-        calls += [_read_call(call) for call in block_calls]
-    return calls
 
 
 def _read_call(call: object) -> Call:
@@ -248,6 +306,65 @@ def _read_call(call: object) -> Call:
     if not isinstance(arguments, dict):
         raise ValueError(f"the arguments of {name!r} are not a JSON object")
     return name, arguments
+
+
+def _read_tagged_calls(block: str, functions: Mapping[str, Tool]) -> list[Call]:
+    """Returns the calls of a block in Qwen3-Coder's format. Raises ValueError."""
+    calls: list[Call] = []
+    _, *parts = block.split(FUNCTION)
+    for part in parts:
+        name, _, rest = part.partition(">")
+        body, end, _ = rest.partition("</function>")
+        if not end:
+            raise ValueError(f"a {FUNCTION}...> has no </function>")
+        name = name.strip()
+        types = _parameter_types(functions.get(name))
+        arguments: dict[str, object] = {}
+        _, *parameters = body.split(PARAMETER)
+        for parameter in parameters:
+            key, _, rest = parameter.partition(">")
+            value, end, _ = rest.partition("</parameter>")
+            if not end:
+                raise ValueError(f"a {PARAMETER}...> has no </parameter>")
+            value = value.removeprefix("\n").removesuffix("\n")
+            arguments[key.strip()] = _read_argument(value, types.get(key.strip(), frozenset()))
+        calls.append((name, arguments))
+    return calls
+
+
+def _parameter_types(function: Tool | None) -> dict[str, frozenset[type]]:
+    """Returns the types that each parameter of a tool may have; nothing for an unknown tool."""
+    if function is None:
+        return {}
+    return {name: frozenset(_types_of(hint)) for name, hint in get_type_hints(function).items()}
+
+
+def _types_of(hint: Any) -> Iterator[type]:
+    """Yields the types that a type hint allows: int and NoneType for int | None."""
+    origin = get_origin(hint)
+    if origin in (Union, UnionType):
+        for member in get_args(hint):
+            yield from _types_of(member)
+    elif origin is Literal:
+        yield from map(type, get_args(hint))
+    else:
+        yield origin or hint
+
+
+def _read_argument(text: str, types: frozenset[type]) -> object:
+    """Returns an argument that is written as text, for a parameter of these types.
+
+    Texts stay as they are, anything else is JSON. What is neither is left to the tool as a text.
+    """
+    word = text.strip()
+    is_null = word.lower() in ("null", "none") and NoneType in types
+    if str in types and not is_null:
+        return text
+    try:
+        # Templates write an argument that is no table as Python does.
+        return json.loads({"True": "true", "False": "false", "None": "null"}.get(word, word))
+    except (ValueError, RecursionError):
+        return text
 
 
 def add_system(messages: Messages, system: str) -> Messages:

@@ -15,6 +15,7 @@ from fractions import Fraction
 from typing import Any
 
 from lagrpo.rewards.reward import UnscorableError, accept_any
+from lagrpo.rewards.texts import normal_form, read_answer, write_number
 from lagrpo.tasks import RowTask
 from lagrpo.tasks.columns import plain, text_of
 from lagrpo.tasks.data import load_rows
@@ -30,7 +31,6 @@ from lagrpo.tasks.numbers import (
     read_number,
     simplify,
 )
-from lagrpo.tasks.thinking import text_after_thinking
 from lagrpo.types import JsonView
 
 WORDING = "{question}\n\nReason step by step. End with #### and the final number."
@@ -56,12 +56,15 @@ def load(
 
 
 def _ask(row: JsonView) -> tuple[str, str]:
-    answer = str(plain(row["answer"])).rpartition("####")[2].strip()
+    answer = plain(row["answer"])
+    if isinstance(answer, float):
+        answer = write_number(answer)
+    answer = str(answer).rpartition("####")[2].strip()
     return WORDING.format(question=text_of(row, "question")), answer
 
 
 @accept_any
-def score(completion: str, answer: Any) -> float:
+def score(completion: str, answer: Any, prefix: str = "") -> float:
     r"""Returns 1.0 if the number that counts in the completion is the reference number, else 0.0.
 
     What the model thinks before </think> does not count, nor do further questions that it makes up
@@ -85,7 +88,7 @@ def score(completion: str, answer: Any) -> float:
     """
     reference = _read_answer(answer)
     is_integer = reference.value is not None and reference.value.denominator == 1
-    answer_text = first_question(text_after_thinking(completion))
+    answer_text = first_question(read_answer(completion, prefix))
     part = _find_counting_part(find_tagged(answer_text))
     number = read_number(part.text, first=part.has_number_first, fractions=not is_integer)
     if is_integer:
@@ -131,7 +134,7 @@ def _read_answer(answer: Any) -> Numeral:
         places = number.places or max(0, 14 - written.adjusted())
         return replace(number, value=Fraction(written), places=places)
     if isinstance(answer, str):
-        text = simplify(find_reference(answer))
+        text = simplify(find_reference(normal_form(answer)))
         numerals = merge_fractions(text, find_numerals(text))
         if len(numerals) == 1 and numerals[0].value is not None:
             return numerals[0]

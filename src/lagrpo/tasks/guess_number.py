@@ -6,6 +6,7 @@ within task.max_turns guesses. A fifth of the numbers is for testing.
 
 from __future__ import annotations
 
+from lagrpo.rewards.texts import read_answer
 from lagrpo.tasks import Key, Messages, RowTask, StepResult
 from lagrpo.tasks.arithmetic import score
 from lagrpo.tasks.numbers import read_last_number
@@ -44,9 +45,9 @@ class GuessNumber:
         self.guesses = 0
         return prompt.messages
 
-    def step(self, text: str) -> StepResult:
+    def step(self, text: str, prefix: str = "") -> StepResult:
         self.guesses += 1
-        guess = read_guess(text)
+        guess = read_guess(read_answer(text, prefix))
         if guess == self.number:
             return StepResult(reward=1.0, done=True, reason=f"found with guess {self.guesses}")
         if guess is None:

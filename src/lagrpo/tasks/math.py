@@ -11,6 +11,8 @@ import dataclasses
 import functools
 import logging
 import re
+from decimal import Decimal
+from math import isfinite
 from typing import Any
 
 try:
@@ -19,11 +21,11 @@ except ImportError as error:
     raise ImportError("math needs the package math-verify: pip install 'lagrpo[math]'") from error
 
 from lagrpo.rewards.reward import UnscorableError, accept_any
+from lagrpo.rewards.texts import normal_form, read_answer, write_number
 from lagrpo.tasks import RowTask
 from lagrpo.tasks.columns import plain, text_of
 from lagrpo.tasks.data import load_rows
 from lagrpo.tasks.numbers import find_last_box, find_reference, find_tagged, first_question
-from lagrpo.tasks.thinking import text_after_thinking
 from lagrpo.types import JsonView
 
 WORDING = "{problem}\n\nReason step by step and put the final answer in \\boxed{{}}."
@@ -32,6 +34,7 @@ _HUB = "agentica-org/DeepScaleR-Preview-Dataset"
 _THIN_SPACES = re.compile(r",\\!\s*|\{,\}|\\!")
 # A formula's delimiter, or two words in a row: the text is not a formula alone.
 _PROSE = re.compile(r"\$|\\[(\[]|(?<![\\{A-Za-z])[A-Za-z]{2,} +[A-Za-z]{2,}")
+_SCIENTIFIC = re.compile(r"[-+]?[0-9]+(?:\.[0-9]+)?[eE][-+]?[0-9]{1,3}")
 _IMAGINARY = re.compile(r"(?<=[0-9])\s+(?=i\b)")
 
 # The reading that drops units also takes letters for units (the t of \sin^2 t). So the reading that
@@ -62,7 +65,7 @@ def _ask(row: JsonView) -> tuple[str, Any]:
 
 
 @accept_any
-def score(completion: str, answer: Any) -> float:
+def score(completion: str, answer: Any, prefix: str = "") -> float:
     r"""Returns 1.0 if the completion's answer equals the reference answer mathematically, else 0.0.
 
     What the model thinks before </think> does not count, nor do further questions that it makes up
@@ -87,11 +90,13 @@ def score(completion: str, answer: Any) -> float:
     if the reference answer cannot be parsed.
     """
     reference = ""
-    if isinstance(answer, str | int | float):
-        reference = _clean(find_reference(str(answer)))
+    if isinstance(answer, float) and isfinite(answer):
+        reference = write_number(answer)
+    elif isinstance(answer, str | int) and not isinstance(answer, bool):
+        reference = _clean(find_reference(normal_form(str(answer))))
     if not reference:
         raise UnscorableError(f"the reference answer {answer!r} is not a formula")
-    text = first_question(text_after_thinking(completion))
+    text = first_question(read_answer(completion, prefix))
     tagged = find_tagged(text)
     formula = find_last_box(tagged)
     if formula is None and tagged != text:
@@ -133,10 +138,13 @@ def _clean(latex: str) -> str:
     r"""Returns a formula without what confuses math-verify.
 
     That is $ around the formula, a full stop or comma after it, the thin spaces of 10,\!000 and
-    10{,}000, and the space of "5 i".
+    10{,}000, the space of "5 i", and the e of 1e-05, which is not Euler's number.
     """
     latex = _THIN_SPACES.sub("", latex)
-    return _IMAGINARY.sub("", latex.strip().strip("$").strip().rstrip(".,;: \n"))
+    latex = latex.strip().strip("$").strip().rstrip(".,;: \n")
+    if _SCIENTIFIC.fullmatch(latex):
+        return f"{Decimal(latex):f}"
+    return _IMAGINARY.sub("", latex)
 
 
 def _without_spaces(text: str) -> str:

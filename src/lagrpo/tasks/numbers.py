@@ -3,7 +3,7 @@
 A *numeral* is a run of the digits 0-9, with or without
 
 - commas between groups of three ("1,234" but not "12,34" or "0,123"), a decimal part ("7.0", ".5"),
-  an exponent of at most three digits ("1e6"), leading zeros ("07");
+  an exponent of at most three digits ("1e6", "1e-05"), leading zeros ("07");
 - a sign before it: a hyphen, minus or en dash that touches the numeral (a currency sign may stand
   between) and nothing that it could subtract from ("-7", "(-7)", "-$7", but not "10-7"), after "=",
   ":" or "(" also with spaces; or one of the words "minus" and "negative";
@@ -12,7 +12,8 @@ A *numeral* is a run of the digits 0-9, with or without
 
 These are *unreadable* numerals, without a value: a run with a digit that is none of this ("x7",
 "7.1.2", "0x1F", "7,8", "7²"), a run of more than 100 characters, and a run with a digit other than
-0-9 ("７", "½"). Number words are not numerals.
+0-9 ("½"). Number words are not numerals. Texts are in the normal form of `lagrpo.rewards.texts`,
+which has the digits of other scripts as 0-9.
 
 Two numerals on one line are *joined* if only spaces, brackets, list punctuation (, ; | & or a colon
 without spaces), an operator (+ - * / × ÷ ^ ±, "plus", "minus", "times", "over", "x") or the words
@@ -35,11 +36,12 @@ _ODD_DIGITS = r"\d²³¹¼-¾\u2070-\u209f\u2150-\u218b\u2460-\u24ff\u2776-\u279
 _WORD = rf"[0-9A-Za-z_{_ODD_DIGITS}]"
 _TOKEN = re.compile(
     rf"(?:(?<![0-9A-Za-z.])\.(?=[0-9]))?{_WORD}+(?:(?<=[0-9])[.,](?=[0-9]){_WORD}+)*"
+    r"(?:(?<=[0-9][eE])[-+][0-9]{1,3}(?![0-9A-Za-z_]))?"
 )
 _HAS_DIGIT = re.compile(rf"[{_ODD_DIGITS}]")
 _NUMERAL = re.compile(
     r"_*(?P<digits>(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
-    r"(?:[eE](?P<exponent>[0-9]{1,3})(?![A-Za-z]))?(?P<unit>[A-Za-z_]*)"
+    r"(?:[eE](?P<exponent>[-+]?[0-9]{1,3})(?![A-Za-z]))?(?P<unit>[A-Za-z_]*)"
 )
 
 MAX_NUMERAL_LENGTH = 100
@@ -220,7 +222,7 @@ def _read_numeral(text: str, token: re.Match[str]) -> Numeral:
     digits = parts["digits"].replace(",", "")
     scale = _find_scale(text, end, parts["unit"])  # a power of ten
     exponent = int(parts["exponent"] or 0)
-    value = Fraction(digits) * 10 ** (exponent + scale)
+    value = Fraction(digits) * Fraction(10) ** (exponent + scale)
     if _NEGATIVE.search(text[max(0, start - MAX_SIGN_DISTANCE) : start]):
         value = -value
 

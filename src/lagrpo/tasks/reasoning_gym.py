@@ -16,9 +16,9 @@ from typing import Any
 
 from lagrpo.errors import suggest
 from lagrpo.rewards.reward import UnscorableError
+from lagrpo.rewards.texts import text_after_thinking
 from lagrpo.tasks import RowTask
 from lagrpo.tasks.numbers import find_tagged
-from lagrpo.tasks.thinking import text_after_thinking
 from lagrpo.types import JsonObject, JsonView
 
 WORDING = "{question}\n\nPut the final answer between <answer> and </answer>."
@@ -39,14 +39,14 @@ class GymReward:
         # The cache cannot be pickled, so a worker makes the dataset again.
         return GymReward, (self.name, self.options, self.seed, self.size)
 
-    def __call__(self, completion: str, answer: Any) -> float:
+    def __call__(self, completion: str, answer: Any, prefix: str = "") -> float:
         entry = self.entry(answer["index"])
         if reference(answer["index"], entry) != answer:
             raise UnscorableError(
                 f"{self.name} makes different puzzles in different processes: set the environment "
                 "variable PYTHONHASHSEED to 0 for the whole run"
             )
-        answer_text = find_tagged(text_after_thinking(completion)).strip()
+        answer_text = find_tagged(text_after_thinking(completion, prefix)).strip()
         return float(self.dataset.score_answer(answer_text, entry))
 
 

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from lagrpo.data.fingerprint import check_visited
 from lagrpo.errors import SettingsError, as_settings_error, describe_error
+from lagrpo.model.chat import Chat
 from lagrpo.rollout.schedule import LoopState
 from lagrpo.runs import files
 from lagrpo.runs.rollouts import rollout_rows, rollout_schema
@@ -304,7 +305,8 @@ def _load_groups(components: TrainerComponents, file: Path) -> dict[int, list[Gr
     # Keys are (batch, epoch, prompt), as Request.address.
     completions: defaultdict[tuple[int, ...], list[Completion]] = defaultdict(list)
     for row in files.read_table(file):
-        completions[row["step"], row["epoch"], row["prompt_id"]].append(_completion(row))
+        address = (row["step"], row["epoch"], row["prompt_id"])
+        completions[address].append(_completion(row, components.trainer.policy.chat))
     groups: dict[int, list[Group]] = {}
     for batch in sorted({batch for batch, _, _ in completions}):
         requests = components.share(components.main.prompts.batch(batch))
@@ -316,7 +318,7 @@ def _load_groups(components: TrainerComponents, file: Path) -> dict[int, list[Gr
     return groups
 
 
-def _completion(row: JsonView) -> Completion:
+def _completion(row: JsonView, chat: Chat) -> Completion:
     """Returns the completion of a row.
 
     It was not scored yet. If it has an outcome, it failed, or its environment scored it.
@@ -324,6 +326,7 @@ def _completion(row: JsonView) -> Completion:
     outcome = None
     if row["outcome"]:
         outcome = Outcome(OutcomeKind(row["outcome"]), row["reward"], row["reason"])
+    later_prefixes = chat.find_later_prefixes(row["token_ids"], row["loss_mask"])
     logprobs = [math.nan if logp is None else logp for logp in row["rollout_logprobs"]]
     return Completion(
         token_ids=torch.tensor(row["token_ids"], dtype=torch.long),
@@ -334,4 +337,5 @@ def _completion(row: JsonView) -> Completion:
         outcome=outcome,
         turns=tuple(row["messages"] or ()),
         sampled=torch.tensor(row["loss_mask"], dtype=torch.bool),
+        prefix=later_prefixes[-1] if later_prefixes else None,
     )

@@ -29,6 +29,7 @@ from lagrpo.tasks import (
     environment_of,
     load_task,
 )
+from lagrpo.tasks.environments import take_step
 from lagrpo.types import Completion, Group, JsonObject, Outcome, OutcomeKind, Prompt
 from lagrpo.verify.formulas import mean, pass_at_k
 from lagrpo.verify.record import RecordedRun, Row, groups_of
@@ -69,7 +70,7 @@ def check_rewards(run: RecordedRun, task: Task | None) -> None:
         for row in run.generated:
             if row["outcome"] == OutcomeKind.SCORED:
                 prompt = task.prompt("train", row["prompt_id"])
-                check_episode(run, make_environment(), prompt, row, reward_column)
+                check_episode(run, make_environment(), prompt, row, reward_column, chat)
     check_evaluations(run, task, chat)
 
 
@@ -167,20 +168,27 @@ def check_prompts(run: RecordedRun, task: Task, chat: Chat | None) -> None:
 
 
 def check_episode(
-    run: RecordedRun, environment: Environment, prompt: Prompt, row: Row, reward_column: str
+    run: RecordedRun,
+    environment: Environment,
+    prompt: Prompt,
+    row: Row,
+    reward_column: str,
+    chat: Chat,
 ) -> None:
     """Checks an environment's replies and its reward, by sending it the policy's turns again.
 
     `reward_column` is the column of the rollouts with the environment's reward.
     """
     completion_key = (row["step"], row["epoch"], row["prompt_id"], row["sample_index"])
-    environment.reset(prompt, (run.settings.run.seed, "sample", *completion_key))
+    messages = environment.reset(prompt, (run.settings.run.seed, "sample", *completion_key))
+    first_prefix = chat.find_prefix(messages, chat.decode(row["prompt_token_ids"]))
+    prefixes = [first_prefix, *chat.find_later_prefixes(row["token_ids"], row["loss_mask"])]
     policy_turns = row["messages"][::2]
     recorded_replies = row["messages"][1::2]
     replies: list[str] = []
     result = StepResult()
-    for text in policy_turns:
-        result = environment.step(text)
+    for text, prefix in zip(policy_turns, prefixes, strict=True):
+        result = take_step(environment, text, prefix)
         if result.done:
             break
         contents = [str(message.get("content") or "") for message in result.messages]

@@ -283,6 +283,7 @@ class VllmEngine:
             outcome=parts[-1].outcome or episode.outcome,
             sampled=torch.cat([part.sampled for part in parts]),
             turns=tuple(episode.turns),
+            prefix=episode.prefix,
         )
 
     def _generate(
