@@ -13,7 +13,7 @@ import pytest
 from running import tiny_settings
 from scoring import make_completion, score
 
-from lagrpo.rewards.llm_judge import LlmJudge
+from lagrpo.rewards.llm_judge import LlmJudge, read_score
 from lagrpo.rewards.reward import Reward, Rewards
 from lagrpo.runs import load_rollouts
 from lagrpo.training.run import train
@@ -21,7 +21,13 @@ from lagrpo.types import Group, JsonObject, Outcome, Prompt
 from lagrpo.verify import verify_run
 
 KEY = "planted-key-of-the-judge"
-SAID = {"silent": "I will not say.", "many": "Score: 2. No: score: 9", "high": "Score: 11"}
+SAID = {
+    "silent": "I will not say.",
+    "many": "Score: 2. No: score: 9",
+    "high": "Score: 11",
+    "thinking": "<think>A score: 9, hm",
+    "cut": "score: 9, hm",
+}
 
 
 class Judging(BaseHTTPRequestHandler):
@@ -38,7 +44,11 @@ class Judging(BaseHTTPRequestHandler):
             and sum("[busy]" in str(earlier_request) for earlier_request in server.asked) < 3
         )
         status = 503 if busy else {"refused": 400, "broken": 500}.get(answer, 200)
-        body = json.dumps({"choices": [{"message": {"content": SAID.get(answer, "Score: 8")}}]})
+        choice = {
+            "message": {"content": SAID.get(answer, "Score: 8")},
+            "finish_reason": "length" if answer == "cut" else "stop",
+        }
+        body = json.dumps({"choices": [choice]})
         self.send_response(status)
         self.end_headers()
         self.wfile.write(b"<html>" if answer == "malformed" else body.encode())
@@ -92,6 +102,8 @@ def test_judge_without_a_score_leaves_the_completion_unscored(server):
     reasons = {
         "silent": "no score from 0 to 10: 'I will not say.'",
         "high": "no score from 0 to 10",
+        "thinking": "no score from 0 to 10",
+        "cut": "is cut (finish_reason 'length')",
         "malformed": "/chat/completions: 200: <html>",
         "refused": "/chat/completions: 400: ",
         "broken": "too many 500 error",
@@ -106,6 +118,48 @@ def test_judge_without_a_score_leaves_the_completion_unscored(server):
         True,
         0.8,
     )
+
+
+def test_the_judge_does_not_see_the_thinking_of_the_completion(server):
+    server.asked.clear()
+    scored(server.url, "<think>9</think>[fine]", "[fine]", prompt="{completion}")
+    questions = {request["messages"][0]["content"] for _, _, request in server.asked}
+    assert questions == {"[fine]"}
+
+
+@pytest.mark.parametrize(
+    ("reply", "score"),
+    [
+        pytest.param("Score (0-10): 7", 7, id="scale before"),
+        pytest.param("Score on a scale from 0 to 10: 7", 7, id="scale in words"),
+        pytest.param("Score: 7/10", 7, id="of the largest"),
+        pytest.param("8 out of 10", 8, id="in words"),
+        pytest.param("Score: 7 (of 10)", 7, id="largest in brackets"),
+        pytest.param("**9**", 9, id="number alone"),
+        pytest.param("[[8]]", 8, id="number in brackets"),
+        pytest.param("7.", 7, id="full stop"),
+        pytest.param("Score: 1.5", 1.5, id="decimal"),
+        pytest.param("Score: 10/10", 10, id="largest"),
+        pytest.param("-3", -3, id="negative"),
+        pytest.param('{"score": 7, "errors": 2}', 7, id="JSON"),
+        pytest.param("Score: 7, because of 2 errors", 7, id="reason after it"),
+        pytest.param("score: 9\nI changed my mind: score: 3", 3, id="last line"),
+        pytest.param("Score: 7\nA score of 10 needs a proof.", None, id="other score after it"),
+        pytest.param("Score: 1,5", None, id="decimal comma"),
+        pytest.param("Score: 6 or 7", None, id="two numbers"),
+        pytest.param("between 6 and 7", None, id="range in words"),
+        pytest.param("Score: 6-7", None, id="range"),
+        pytest.param("Rating 3 of 5 stars", None, id="other scale"),
+        pytest.param("Score: 4 stars out of 5", None, id="other scale with a word"),
+        pytest.param("Score: 7/9", None, id="fraction"),
+        pytest.param("Score: 70%", None, id="percent"),
+        pytest.param("Score: seven", None, id="word"),
+        pytest.param("I counted 7 errors.", None, id="other number"),
+        pytest.param("", None, id="empty"),
+    ],
+)
+def test_score_is_the_one_number_that_can_be_meant(reply, score):
+    assert read_score(reply, (0, 10)) == score
 
 
 def test_busy_judge_is_asked_again_and_an_absent_one_leaves_unscored(server):
