@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from test_tasks import task_settings
 
 from lagrpo.rewards.reward import Rewards
-from lagrpo.tasks import RowTask, load_task
+from lagrpo.tasks import RowTask, custom, load_task
 from lagrpo.tasks.files import read_rows
 from lagrpo.types import JsonObject
 
@@ -236,6 +237,38 @@ def test_dates_and_decimals_as_answers_are_their_texts(tmp_path):
         pq.write_table(pa.Table.from_pylist([{"q": "?", "a": answer}]), tmp_path / "a.parquet")
         task = load(tmp_path / "a.parquet", options={"test_split": "a"})
         assert task.prompt("train", 0).answer == text
+
+
+@pytest.mark.parametrize("kind", ["parquet", "data frame", "dataset"])
+@pytest.mark.parametrize(
+    ("values", "answers"),
+    [
+        pytest.param(pa.array([0.1, 1e-5, 16777216.0], pa.float32()), [0.1, 1e-5, 16777216.0]),
+        pytest.param(pa.array(np.array([0.1, 65504], np.float16)), [0.1, 65504.0]),
+        pytest.param(pa.array([0.1, 1e22, -0.0]), [0.1, 1e22, -0.0]),
+        pytest.param(pa.array([[0.1, 0.2]], pa.list_(pa.float32())), [[0.1, 0.2]]),
+        pytest.param(pa.array([2**53 + 1]), [2**53 + 1]),
+        pytest.param(pa.array([Decimal("0.00000010")]), ["0.00000010"]),
+        pytest.param(pa.array([True, False]), [True, False]),
+    ],
+    ids=["float32", "float16", "float64", "list of float32", "int64", "decimal", "bool"],
+)
+def test_number_as_the_answer_is_the_one_that_was_written(tmp_path, values, answers, kind):
+    table = pa.table({"prompt": [f"{n}?" for n in range(len(values))], "answer": values})
+    data: Any = {"data frame": table.to_pandas, "dataset": lambda: datasets.Dataset(table)}.get(
+        kind, lambda: str(tmp_path / "train.parquet")
+    )()
+    if kind == "parquet":
+        pq.write_table(table, data)
+    task = custom.load(0, data=data, test_split="train")
+    assert [task.prompt("train", n).answer for n in range(task.size("train"))] == answers
+
+
+def test_numpy_scalars_as_answers_are_the_numbers_that_were_written():
+    values = [np.float32(0.1), np.float16(0.1), np.int64(5), np.bool_(True), np.float32(7)]
+    rows = [{"prompt": f"{n}?", "answer": value} for n, value in enumerate(values)]
+    task = custom.load(0, data=rows, test_split="train")
+    assert [task.prompt("train", n).answer for n in range(5)] == [0.1, 0.1, 5, True, 7.0]
 
 
 def test_class_labels_are_read_as_their_names(tmp_path):

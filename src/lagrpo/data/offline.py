@@ -51,7 +51,8 @@ def read_records(data: str | Path | Sequence[str | Path]) -> list[Row]:
     for file in completion_files(paths):
         if format_of(file) not in (".jsonl", ".json", ".parquet"):
             raise ValueError(f"{file}: files of completions end in .jsonl or .parquet")
-        rows += read_rows(file)
+        # Log-probs and rewards are used as they are stored.
+        rows += read_rows(file, marked_columns=("answer",))
     if data and not rows:
         raise ValueError("the files have no completions")
     return rows
@@ -210,7 +211,8 @@ def _read_prompt(row: Row, replies: Replies, system_prompt: str | None) -> Promp
     if token_ids:
         replies.chat.check_vocabulary(token_ids)
         messages = build_messages(question or [{"role": "user", "content": ""}])
-        return Prompt(0, messages, answer, tuple(token_ids))
+        prefix = replies.chat.find_prefix(messages, replies.chat.decode(token_ids))
+        return Prompt(0, messages, answer, tuple(token_ids), prefix=prefix)
     if not question:
         raise ValueError(
             f"it has neither prompt nor prompt_token_ids; the columns are {', '.join(row)}"
@@ -243,6 +245,8 @@ def _read_completion(row: Row, replies: Replies) -> Completion:
         raise ValueError("its completion has no tokens")
     replies.chat.check_vocabulary(token_ids)
     num_tokens = len(token_ids)
+    sampled = tokens.sampled or [True] * num_tokens
+    later_prefixes = replies.chat.find_later_prefixes(token_ids, sampled)
     # Tensors of shape [t], one entry per token.
     return Completion(
         token_ids=torch.tensor(token_ids, dtype=torch.long),
@@ -251,8 +255,9 @@ def _read_completion(row: Row, replies: Replies) -> Completion:
         finished=finished,
         text=content if isinstance(content, str) else replies.chat.decode(token_ids),
         outcome=_read_outcome(row),
-        sampled=torch.tensor(tokens.sampled or [True] * num_tokens),
+        sampled=torch.tensor(sampled),
         turns=tuple(tokens.turns),
+        prefix=later_prefixes[-1] if later_prefixes else None,
     )
 
 

@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from decimal import Decimal
 from typing import Any
 
 from lagrpo.errors import suggest
@@ -14,6 +15,10 @@ from lagrpo.types import JsonView
 
 Columns = JsonView
 """The columns of a row, by name. A column may be a table with fields."""
+
+NARROW_TYPES = ("float16", "float32")
+ARROW_FLOATS = {"halffloat": "float16", "float": "float32"}
+"""NumPy's names of Arrow's types."""
 
 # The beginning of a text that holds messages, as JSON or as Python prints them.
 _MESSAGES_TEXT = re.compile(r"\s*\[\s*\{\s*['\"](role|content|name|from|value)['\"]\s*:")
@@ -54,6 +59,61 @@ def get_value(row: Columns, column: str) -> Any:
     )
 
 
+class NarrowFloat(float):
+    """A number that is stored as float32 or float16.
+
+    Its value is the stored one. The value that was written has the fewest digits that give the
+    stored one: 0.1, which is stored as 0.10000000149. Small integers are stored exactly.
+    """
+
+    dtype: str
+
+    @property
+    def written(self) -> float:
+        import numpy
+
+        if self.is_integer() and abs(self) < 2**24:
+            return float(self)
+        return float(str(numpy.dtype(self.dtype).type(self)))
+
+
+def mark_narrow(value: Any, dtype: str) -> Any:
+    """Returns a value of a column, or of NumPy, with its numbers as NarrowFloat if they are.
+
+    dtype: the type of the numbers. Numbers in lists are marked too.
+    """
+    if dtype not in NARROW_TYPES:
+        return value
+    if isinstance(value, list):
+        return [mark_narrow(entry, dtype) for entry in value]
+    if not isinstance(value, float):
+        return value
+    number = NarrowFloat(value)
+    number.dtype = dtype
+    return number
+
+
+def mark_narrow_arrow(value: Any, arrow_type: Any) -> Any:
+    """Returns a value of a column of Arrow with its numbers as NarrowFloat if they are."""
+    if isinstance(value, Mapping) and hasattr(arrow_type, "get_field_index"):  # a struct
+        fields = {field.name: field.type for field in arrow_type}
+        return {name: mark_narrow_arrow(entry, fields[name]) for name, entry in value.items()}
+    if isinstance(value, list) and hasattr(arrow_type, "value_type"):
+        return [mark_narrow_arrow(entry, arrow_type.value_type) for entry in value]
+    return mark_narrow(value, ARROW_FLOATS.get(str(arrow_type), ""))
+
+
+def _as_written(value: Any) -> Any:
+    """Returns a value with the numbers that were written for those that are stored in few bits."""
+    if isinstance(value, NarrowFloat):
+        return value.written
+    if isinstance(value, Mapping):
+        return {name: _as_written(entry) for name, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_as_written(entry) for entry in value]
+    return value
+
+
 def decode(value: Any) -> Any:
     """Returns a value with texts for bytes in UTF-8, and Python's lists and numbers for NumPy's.
 
@@ -71,17 +131,19 @@ def decode(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(decode(entry) for entry in value)
     if hasattr(value, "tolist"):
-        return decode(value.tolist())
+        return mark_narrow(decode(value.tolist()), str(getattr(value, "dtype", "")))
     return value
 
 
 def plain(value: object) -> Any:
     """Returns a value as JSON has it: dates and decimals as texts, sets as lists, NaN as None.
 
+    Numbers are those that were written, even if they are stored in few bits.
+
     Raises ValueError for bytes that are not text.
     """
     # Through JSON and back: reward functions get what the rollouts record.
-    text = json.dumps(decode(value), default=_to_json_type)
+    text = json.dumps(_as_written(decode(value)), default=_to_json_type)
     return json.loads(text, parse_constant=_parse_constant)
 
 
@@ -93,6 +155,8 @@ def _to_json_type(value: object) -> str | list[object]:
         )
     if isinstance(value, set | frozenset):
         return sorted(value, key=str)
+    if isinstance(value, Decimal):
+        return f"{value:f}"
     return str(value)
 
 

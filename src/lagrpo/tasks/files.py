@@ -7,12 +7,12 @@ import gzip
 import io
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from lagrpo.errors import check_is_pulled, one_line
-from lagrpo.tasks.columns import Columns, decode
+from lagrpo.tasks.columns import Columns, decode, mark_narrow_arrow
 from lagrpo.types import JsonObject
 
 FORMATS = (".jsonl", ".json", ".csv", ".parquet")
@@ -35,15 +35,18 @@ def format_of(path: Path) -> str | None:
     return None
 
 
-def read_rows(path: Path) -> list[Row]:
+def read_rows(path: Path, marked_columns: Collection[str] | None = None) -> list[Row]:
     """Reads the rows of a file, in the format that its ending says. The values of CSV are texts.
+
+    marked_columns: columns whose numbers are NarrowFloat if they are stored as float32 or float16;
+        None for all columns.
 
     Raises ValueError, with the place.
     """
     check_is_pulled(path)
     ending = format_of(path)
     if ending == ".parquet":
-        return _to_rows(_read_parquet(path), path, "row")
+        return _to_rows(_read_parquet(path, marked_columns), path, "row")
     if ending == ".csv":
         return _to_rows(_read_csv(path), path, "row")
     return _read_json_rows(path)
@@ -60,7 +63,7 @@ def _to_rows(values: Iterable[object], path: Path, unit: str) -> list[Row]:
     return rows
 
 
-def _read_parquet(path: Path) -> list[JsonObject]:
+def _read_parquet(path: Path, marked_columns: Collection[str] | None) -> list[JsonObject]:
     """Reads a Parquet file. Texts that are stored as binary become texts."""
     import pyarrow.parquet
 
@@ -68,9 +71,16 @@ def _read_parquet(path: Path) -> list[JsonObject]:
         table = pyarrow.parquet.read_table(path)
         rows = table.to_pylist()
     binary_columns = [field.name for field in table.schema if "binary" in str(field.type)]
+    float_types = {
+        field.name: field.type
+        for field in table.schema
+        if "float" in str(field.type) and (marked_columns is None or field.name in marked_columns)
+    }
     for row in rows:
         for name in binary_columns:
             row[name] = decode(row[name])
+        for name, arrow_type in float_types.items():
+            row[name] = mark_narrow_arrow(row[name], arrow_type)
     return rows
 
 

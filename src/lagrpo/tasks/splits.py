@@ -10,7 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from lagrpo.errors import one_line_errors
-from lagrpo.tasks.columns import decode
+from lagrpo.tasks.columns import (
+    ARROW_FLOATS,
+    NARROW_TYPES,
+    decode,
+    mark_narrow,
+    mark_narrow_arrow,
+)
 from lagrpo.tasks.files import FORMATS, Row, format_of, parse_row, read_rows
 
 Named = Any
@@ -168,7 +174,15 @@ def _to_records(data: Any) -> Any:
     """Returns the rows of a data frame, with None for missing values; other data as it is."""
     if not hasattr(data, "iloc"):
         return data
-    return data.astype(object).where(data.notna(), None).to_dict("records")
+    records = data.astype(object).where(data.notna(), None).to_dict("records")
+    for name, dtype in data.dtypes.items():
+        # pandas has types of its own: Float32, and "float[pyarrow]".
+        dtype_name = str(dtype).lower().removesuffix("[pyarrow]")
+        dtype_name = ARROW_FLOATS.get(dtype_name, dtype_name)
+        if dtype_name in NARROW_TYPES:
+            for record in records:
+                record[name] = mark_narrow(record[name], dtype_name)
+    return records
 
 
 def read_dataset(rows: Any) -> Any:
@@ -183,8 +197,13 @@ def read_dataset(rows: Any) -> Any:
         if hasattr(feature, "int2str")
     }
 
+    types = {field.name: field.type for field in rows.features.arrow_schema}
+
     def read(columns: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
-        values = {name: decode(column) for name, column in columns.items()}
+        values: dict[str, Sequence[Any]] = {
+            name: [mark_narrow_arrow(value, types[name]) for value in decode(column)]
+            for name, column in columns.items()
+        }
         for name in label_names.keys() & columns.keys():
             values[name] = [label_names[name][label] for label in columns[name]]
         return values
