@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 from test_tasks import task_settings
 
+from lagrpo.data.fingerprint import value_text
 from lagrpo.rewards.reward import Rewards
 from lagrpo.tasks import RowTask, custom, load_task
 from lagrpo.tasks.files import read_rows
@@ -262,6 +263,14 @@ def test_number_as_the_answer_is_the_one_that_was_written(tmp_path, values, answ
         pq.write_table(table, data)
     task = custom.load(0, data=data, test_split="train")
     assert [task.prompt("train", n).answer for n in range(task.size("train"))] == answers
+
+
+def test_rewards_get_the_written_number_and_digests_have_the_stored_one():
+    rows = [{"prompt": "?", "answer": np.float32(0.1), "levels": np.array([0.1], np.float32)}]
+    row = custom.load(0, data=rows * 2, train_split="train", test_split="train").rows["train"][0]
+    assert (row["answer"], row["levels"]) == (0.1, [0.1])
+    stored = float(np.float32(0.1))
+    assert value_text(dict(row)) == value_text(rows[0] | {"answer": stored, "levels": [stored]})
 
 
 def test_numpy_scalars_as_answers_are_the_numbers_that_were_written():

@@ -15,6 +15,7 @@ from typing import Any
 
 from lagrpo.rollout.episodes import MAIN_TASK
 from lagrpo.tasks import RowTask, Task
+from lagrpo.tasks.columns import as_stored
 from lagrpo.types import JsonObject, JsonView, Prompt
 
 Digests = JsonObject
@@ -111,9 +112,12 @@ def digest(text: str) -> str:
 
 
 def value_text(value: Any) -> str:
-    """Returns a value as JSON with the keys of tables in order, the same in every process."""
+    """Returns a value as JSON with the keys of tables in order, the same in every process.
+
+    Numbers of float32 and float16 are as they are stored.
+    """
     try:
-        return json.dumps(value, sort_keys=True, default=object_text)
+        return json.dumps(as_stored(value), sort_keys=True, default=object_text)
     except (TypeError, ValueError):  # keys that JSON does not have
         return object_text(value)
 

@@ -60,21 +60,35 @@ def get_value(row: Columns, column: str) -> Any:
 
 
 class NarrowFloat(float):
-    """A number that is stored as float32 or float16.
+    """A number of data that is stored as float32 or float16.
 
-    Its value is the stored one. The value that was written has the fewest digits that give the
-    stored one: 0.1, which is stored as 0.10000000149. Small integers are stored exactly.
+    Its value is the number that was written: the fewest digits that give the stored one, such as
+    0.1 for 0.10000000149. `stored` is the stored number.
     """
 
-    dtype: str
+    stored: float
 
-    @property
-    def written(self) -> float:
-        import numpy
 
-        if self.is_integer() and abs(self) < 2**24:
-            return float(self)
-        return float(str(numpy.dtype(self.dtype).type(self)))
+def from_stored(stored: float, dtype: str) -> NarrowFloat:
+    """Returns the number that was written for one that is stored in NumPy's type `dtype`."""
+    import numpy
+
+    # Small integers are stored exactly, but may have more digits than tell them apart.
+    is_exact = stored.is_integer() and abs(stored) < 2**24
+    number = NarrowFloat(stored if is_exact else str(numpy.dtype(dtype).type(stored)))
+    number.stored = stored
+    return number
+
+
+def as_stored(value: Any) -> Any:
+    """Returns a value with the stored numbers for each NarrowFloat in it."""
+    if isinstance(value, NarrowFloat):
+        return value.stored
+    if isinstance(value, Mapping):
+        return {name: as_stored(entry) for name, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_stored(entry) for entry in value]
+    return value
 
 
 def mark_narrow(value: Any, dtype: str) -> Any:
@@ -86,11 +100,7 @@ def mark_narrow(value: Any, dtype: str) -> Any:
         return value
     if isinstance(value, list):
         return [mark_narrow(entry, dtype) for entry in value]
-    if not isinstance(value, float):
-        return value
-    number = NarrowFloat(value)
-    number.dtype = dtype
-    return number
+    return from_stored(value, dtype) if isinstance(value, float) else value
 
 
 def mark_narrow_arrow(value: Any, arrow_type: Any) -> Any:
@@ -101,17 +111,6 @@ def mark_narrow_arrow(value: Any, arrow_type: Any) -> Any:
     if isinstance(value, list) and hasattr(arrow_type, "value_type"):
         return [mark_narrow_arrow(entry, arrow_type.value_type) for entry in value]
     return mark_narrow(value, ARROW_FLOATS.get(str(arrow_type), ""))
-
-
-def _as_written(value: Any) -> Any:
-    """Returns a value with the numbers that were written for those that are stored in few bits."""
-    if isinstance(value, NarrowFloat):
-        return value.written
-    if isinstance(value, Mapping):
-        return {name: _as_written(entry) for name, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_as_written(entry) for entry in value]
-    return value
 
 
 def decode(value: Any) -> Any:
@@ -138,12 +137,10 @@ def decode(value: Any) -> Any:
 def plain(value: object) -> Any:
     """Returns a value as JSON has it: dates and decimals as texts, sets as lists, NaN as None.
 
-    Numbers are those that were written, even if they are stored in few bits.
-
     Raises ValueError for bytes that are not text.
     """
     # Through JSON and back: reward functions get what the rollouts record.
-    text = json.dumps(_as_written(decode(value)), default=_to_json_type)
+    text = json.dumps(decode(value), default=_to_json_type)
     return json.loads(text, parse_constant=_parse_constant)
 
 
