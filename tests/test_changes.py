@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 import json
 import linecache
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -36,6 +37,7 @@ from lagrpo.runs import load_events
 from lagrpo.runs.environment import read_environment
 from lagrpo.tasks import RowTask
 from lagrpo.training.arguments import is_loadable
+from lagrpo.training.model_files import check_model_files, read_model_files
 from lagrpo.types import JsonObject
 
 CODE = '''
@@ -224,6 +226,115 @@ def test_visited_prompts_are_compared_as_far_as_the_run_went():
 
 def test_objects_in_rows_have_no_address_in_their_digest():
     assert digest_rows([object()]) == digest_rows([object()])
+
+
+def edit_json(file: str, **entries: Any) -> Callable[[Path], object]:
+    """Changes entries of a JSON file of a model."""
+
+    def edit(folder: Path) -> None:
+        content = json.loads((folder / file).read_bytes()) | entries
+        (folder / file).write_text(json.dumps(content), encoding="utf-8")
+
+    return edit
+
+
+def swap_tokens(folder: Path) -> None:
+    file = folder / "tokenizer.json"
+    text = file.read_text(encoding="utf-8")
+    content = json.loads(text)
+    vocabulary = content["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    file.write_text(json.dumps(content), encoding="utf-8")
+
+
+def remove_generation_config(folder: Path) -> None:
+    (folder / "generation_config.json").unlink()
+
+
+ROPE = {"rope_theta": 500.0, "rope_type": "default"}
+
+
+@pytest.mark.parametrize(
+    ("edit", "change"),
+    [
+        pytest.param(
+            edit_json("generation_config.json", eos_token_id=[1, 20]),
+            r"generation_config.json: eos_token_id was \[1, 2\], now \[1, 20\]",
+            id="end tokens",
+        ),
+        pytest.param(
+            edit_json("generation_config.json", eos_token_id=[*range(99)]),
+            "generation_config.json: eos_token_id",
+            id="many end tokens",
+        ),
+        pytest.param(remove_generation_config, "eos_token_id was .*, now missing", id="no ends"),
+        pytest.param(
+            edit_json("config.json", rms_norm_eps=0.5),
+            "config.json: rms_norm_eps was 1e-06, now 0.5",
+            id="epsilon",
+        ),
+        pytest.param(
+            edit_json("config.json", rope_parameters=ROPE),
+            "config.json: rope_parameters was",
+            id="rope",
+        ),
+        pytest.param(
+            edit_json("config.json", rope_theta=500.0),
+            "config.json: rope_theta was missing, now 500.0",
+            id="rope by its older name",
+        ),
+        pytest.param(
+            edit_json("config.json", hidden_act="relu"),
+            'config.json: hidden_act was "silu", now "relu"',
+            id="activation",
+        ),
+        pytest.param(
+            edit_json("tokenizer_config.json", eos_token="<stop>"),
+            "tokenizer_config.json: eos_token",
+            id="end token of the tokenizer",
+        ),
+        pytest.param(swap_tokens, "tokenizer.json: model was digest", id="vocabulary"),
+    ],
+)
+def test_changed_file_of_the_model_is_named_with_its_key(model, tmp_path, edit, change):
+    folder = shutil.copytree(model, tmp_path / "model")
+    before = read_model_files(str(folder))
+    edit(folder)
+    with pytest.raises(ValueError, match=change):
+        check_model_files(before, read_model_files(str(folder)))
+
+
+def rewrite(folder: Path) -> None:
+    """Writes all JSON files again, with keys in another order and other white space."""
+    for file in folder.glob("*.json"):
+        content = json.loads(file.read_bytes())
+        text = json.dumps(dict(reversed(content.items())), indent=7)
+        file.write_text(text, encoding="utf-8")
+
+
+def rename_dtype(folder: Path) -> None:
+    content = json.loads((folder / "config.json").read_bytes())
+    content["torch_dtype"] = content.pop("dtype")
+    (folder / "config.json").write_text(json.dumps(content), encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        pytest.param(rewrite, id="order and white space"),
+        pytest.param(rename_dtype, id="older name of dtype"),
+        pytest.param(edit_json("config.json", transformers_version="6.0"), id="version"),
+        pytest.param(edit_json("config.json", _name_or_path="elsewhere"), id="path"),
+        pytest.param(edit_json("config.json", hidden_size=32.0), id="form of a number"),
+        pytest.param(edit_json("config.json", use_cache=False), id="cache"),
+    ],
+)
+def test_file_of_the_model_that_says_the_same_may_change(model, tmp_path, edit):
+    folder = shutil.copytree(model, tmp_path / "model")
+    # A checkpoint has them as JSON.
+    before = json.loads(json.dumps(read_model_files(str(folder))))
+    edit(folder)
+    check_model_files(before, read_model_files(str(folder)))
 
 
 def test_resume_stops_for_a_changed_answer_and_leaves_the_run_as_it_is(start, write, capsys):

@@ -18,8 +18,10 @@ from lagrpo.core.estimators import clustered_interval
 from lagrpo.interrupts import Interrupted, deferring, interruptible
 from lagrpo.rewards.pool import RewardError, RewardPool
 from lagrpo.rollout.base import Request, SamplingParams
+from lagrpo.runs.directory import Run
+from lagrpo.runs.evaluation_names import Moment
 from lagrpo.settings.schema import Settings
-from lagrpo.training.evaluation import EvalSet, Evaluations, compare, evaluate
+from lagrpo.training.evaluation import EvalSet, Evaluation, Evaluations, compare, evaluate
 from lagrpo.training.ranks import Ranks
 from lagrpo.types import Completion, Group, Outcome, Prompt
 
@@ -177,6 +179,45 @@ def test_only_the_evaluation_before_training_keeps_the_texts_of_its_completions(
     assert [len(evaluation.records) for evaluation in results] == [1, 1, 1]
     assert [len(evaluations.finished[name].records) for name in names] == [1, 0, 0]
     assert evaluations.finished["after"].summary["pass@1_change"] == 0.0
+
+
+BEST_AT_5 = {"best": "pass@1", "value": 0.8, "step": 5, "policy_version": 5}
+
+
+@pytest.mark.parametrize(
+    ("best", "batch", "summary", "metric", "is_best"),
+    [
+        pytest.param(None, 4, {"pass@1": 0.6}, "pass@1", True, id="the first"),
+        pytest.param(BEST_AT_5, 6, {"pass@1": 0.9}, "pass@1", True, id="better"),
+        pytest.param(BEST_AT_5, 6, {"pass@1": 0.8}, "pass@1", False, id="equal"),
+        pytest.param(BEST_AT_5, 6, {"pass@1": 0.6}, "pass@1", False, id="worse"),
+        pytest.param(BEST_AT_5, 4, {"pass@1": 0.6}, "pass@1", False, id="worse, earlier batch"),
+        pytest.param(BEST_AT_5, 5, {"pass@1": 0.8}, "pass@1", True, id="the same once more"),
+        pytest.param(BEST_AT_5, 5, {"pass@1": 0.6}, "pass@1", False, id="same batch, worse"),
+        pytest.param(BEST_AT_5, 6, {"reward": 0.4}, "reward", False, id="worse by another metric"),
+        pytest.param(BEST_AT_5, 6, {"reward": 0.6}, "reward", True, id="better by another metric"),
+        pytest.param(BEST_AT_5, 6, {"pass@2": 0.1}, "pass@2", True, id="metric without a record"),
+        pytest.param(BEST_AT_5, 6, {"reward": 0.4}, "pass@1", False, id="no value"),
+    ],
+)
+def test_best_policy_is_replaced_only_by_a_better_one(
+    tmp_path, best, batch, summary, metric, is_best
+):
+    """weights/best is from batch 5, whose evaluation has a reward of .5."""
+    run = Run(tmp_path)
+    if best is not None:
+        run.record_best(lambda folder: None, found=best)
+    components: Any = SimpleNamespace(
+        settings=SimpleNamespace(eval=SimpleNamespace(takes_place=False, best_metric=metric)),
+        trainer=SimpleNamespace(policy=SimpleNamespace(version=batch)),
+    )
+    evaluations = Evaluations(components)
+    evaluations.add("batch-000005", Evaluation({"step": 5, "reward": 0.5}, []))
+    evaluations.add(f"batch-{batch:06d}", Evaluation({"step": batch, **summary}, []))
+    found = evaluations.find_best(run, batch, Moment.BETWEEN)
+    assert (found is not None) == is_best
+    if found is not None:
+        assert (found["step"], found["value"]) == (batch, summary[metric])
 
 
 def test_signal_ends_an_evaluation_after_the_group_that_is_scored():

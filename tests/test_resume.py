@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from chaos import KINDS, leaves, merged
@@ -26,9 +27,9 @@ from lagrpo.runs import load_events
 from lagrpo.runs.directory import Run, RunLockedError, locked
 from lagrpo.settings.load import load_settings
 from lagrpo.terminal.display import Display
-from lagrpo.training import checkpoint
+from lagrpo.training import checkpoint_files
 from lagrpo.training import run as one_run
-from lagrpo.training.checkpoint import CheckpointError
+from lagrpo.training.checkpoint_files import CheckpointError, digest_file, find_checkpoint
 from lagrpo.training.resuming import ResumeState
 from lagrpo.training.run import Result
 from lagrpo.types import JsonObject
@@ -164,9 +165,11 @@ def test_killed_run_gets_more_batches_as_if_it_had_been_longer(begin):
 
 
 @pytest.mark.parametrize(
-    ("step", "remains"), [(2, True), (3, False)], ids=["kept", "of a discarded batch"]
+    ("step", "has_checkpoint", "remains"),
+    [(2, True, True), (3, True, True), (3, False, False)],
+    ids=["of a kept batch", "of a discarded batch", "of a run that begins again"],
 )
-def test_best_weights_of_a_discarded_batch_do_not_hide_a_new_best(tmp_path, step, remains):
+def test_best_weights_stay_unless_the_run_begins_again(tmp_path, step, has_checkpoint, remains):
     """The run resumes after batch 2."""
     run = Run(tmp_path / "run")
     (run.path / "weights").mkdir(parents=True)
@@ -175,7 +178,8 @@ def test_best_weights_of_a_discarded_batch_do_not_hide_a_new_best(tmp_path, step
     point: Any = SimpleNamespace(
         batch=2, state={"versions": {"policy": 2}, "loop": {"prefetched": []}}
     )
-    state = ResumeState(run=run, checkpoint=point, changed={}, environment={})
+    checkpoint = point if has_checkpoint else None
+    state = ResumeState(run=run, checkpoint=checkpoint, changed={}, environment={})
     state.cut_back({}, [], git=None)
     assert (run.path / "weights" / "best").is_dir() == remains
 
@@ -237,13 +241,13 @@ def test_last_checkpoints_are_kept_and_a_finished_run_without_one_does_not_resta
 def test_checkpoint_that_cannot_be_read_is_named_and_the_one_before_is_used_without_it(run):
     file = run / "checkpoints" / "step-000003" / "trainer.safetensors"
     file.write_bytes(file.read_bytes()[:-2])
-    with pytest.raises(CheckpointError, match=r"step-000003/trainer.safetensors cannot be read"):
+    with pytest.raises(SettingsError, match=r"step-000003/trainer.safetensors cannot be read"):
         go_on(run, schedule=LONG)
     shutil.rmtree(file.parent)
     assert go_on(run, schedule=LONG).batches == 6
     state = run / "checkpoints" / "step-000006" / "state.json"
     state.write_text(
-        state.read_text(encoding="utf-8").replace(checkpoint.SCHEMA, "lagrpo.checkpoint/0"),
+        state.read_text(encoding="utf-8").replace(checkpoint_files.SCHEMA, "lagrpo.checkpoint/0"),
         encoding="utf-8",
     )
     with pytest.raises(SettingsError, match=r"has the format lagrpo.checkpoint/0"):
@@ -296,6 +300,20 @@ def test_resume_with_another_model_at_model_path_is_rejected(begin, tmp_path):
         go_on(run)
     assert error.value.__notes__ == [f"The run is unchanged: {run}"]
     assert contents(run) == before
+
+
+def test_resume_with_an_edited_config_of_the_model_is_rejected(begin, tmp_path):
+    path = save_tiny(tmp_path / "model")
+    run = begin("run", schedule=SHORT, model={"path": str(path)}).run
+    before = contents(run)
+    config = (path / "config.json").read_text(encoding="utf-8")
+    changed = json.loads(config) | {"rms_norm_eps": 0.5}
+    (path / "config.json").write_text(json.dumps(changed), encoding="utf-8")
+    with pytest.raises(SettingsError, match=r"config\.json: rms_norm_eps was 1e-06, now 0\.5"):
+        go_on(run, schedule=LONG)
+    assert contents(run) == before
+    (path / "config.json").write_text(json.dumps(json.loads(config)), encoding="utf-8")
+    assert go_on(run, schedule=LONG).batches == 6
 
 
 def test_data_that_has_changed_is_rejected(begin, tmp_path):
@@ -363,6 +381,14 @@ def test_second_process_is_rejected_while_one_writes(run):
     assert go_on(run).batches == 3  # the lock is free again
 
 
+CHECKPOINT_FILES = {
+    "state": "state.json",
+    "trainer": "trainer.safetensors",
+    "alpha": "weights-v000006.safetensors",
+    "rollouts": "rollouts.parquet",
+}
+
+
 def cut(file: str) -> Any:
     """Cuts a file of the newest checkpoint in half."""
 
@@ -373,35 +399,128 @@ def cut(file: str) -> Any:
     return damage
 
 
-def drop_token_ids(newest: Path) -> None:
-    table = pq.read_table(newest / "rollouts.parquet")
-    pq.write_table(table.drop_columns(["token_ids"]), newest / "rollouts.parquet")
+def flip(file: str) -> Any:
+    """Flips a bit in the middle of a file of the newest checkpoint."""
+
+    def damage(newest: Path) -> None:
+        content = bytearray((newest / file).read_bytes())
+        content[len(content) // 2] ^= 1
+        (newest / file).write_bytes(content)
+
+    return damage
 
 
-@pytest.mark.parametrize(
-    ("damage", "file"),
-    [
-        pytest.param(cut("state.json"), "state.json", id="state"),
-        pytest.param(cut("trainer.safetensors"), "trainer.safetensors", id="trainer"),
-        pytest.param(
-            lambda newest: (newest / "trainer.safetensors").unlink(),
-            "trainer.safetensors",
-            id="no trainer",
-        ),
-        pytest.param(cut("weights-v000006.safetensors"), "weights-v000006.safetensors", id="alpha"),
-        pytest.param(cut("rollouts.parquet"), "rollouts.parquet", id="rollouts"),
-        pytest.param(drop_token_ids, "rollouts.parquet", id="rollouts without tokens"),
-    ],
-)
+def swap(file: str) -> Any:
+    """Puts a file of another checkpoint into the newest one."""
+    return lambda newest: shutil.copy(newest.parent / "step-000001" / file, newest / file)
+
+
+def remove(file: str) -> Any:
+    return lambda newest: (newest / file).unlink()
+
+
+def rewrite_rollouts(change: Any) -> Any:
+    """Writes the table of rollouts of the newest checkpoint again, changed."""
+
+    def damage(newest: Path) -> None:
+        file = newest / "rollouts.parquet"
+        pq.write_table(change(pq.read_table(file)), file)
+
+    return damage
+
+
+def rename_version(newest: Path) -> None:
+    """Changes a digit, so that the state is still whole JSON."""
+    text = (newest / "state.json").read_text(encoding="utf-8")
+    assert text.count('"policy": 8') == 1
+    changed = text.replace('"policy": 8', '"policy": 9')
+    (newest / "state.json").write_text(changed, encoding="utf-8")
+
+
+LOSE_ROLLOUTS = {
+    "no rollouts": remove("rollouts.parquet"),
+    "empty rollouts": rewrite_rollouts(lambda table: table.slice(0, 0)),
+    "rollouts without a group": rewrite_rollouts(lambda table: table.slice(4)),
+    "rollouts without a row": rewrite_rollouts(lambda table: table.slice(1)),
+    "row of rollouts twice": rewrite_rollouts(
+        lambda table: pa.concat_tables([table, table.slice(0, 1)])
+    ),
+    "rollouts without tokens": rewrite_rollouts(lambda table: table.drop_columns(["token_ids"])),
+}
+DAMAGE = {
+    **{f"cut {name}": (cut(file), file) for name, file in CHECKPOINT_FILES.items()},
+    **{f"flipped {name}": (flip(file), file) for name, file in CHECKPOINT_FILES.items()},
+    **{f"no {name}": (remove(file), file) for name, file in CHECKPOINT_FILES.items()},
+    **{name: (damage, "rollouts.parquet") for name, damage in LOSE_ROLLOUTS.items()},
+    "another version in state": (rename_version, "state.json"),
+    "state of another checkpoint": (swap("state.json"), r"step-000004/[^/]+"),
+    "trainer of another checkpoint": (swap("trainer.safetensors"), "trainer.safetensors"),
+}
+
+
+@pytest.mark.parametrize(("damage", "file"), DAMAGE.values(), ids=DAMAGE)
 def test_damaged_checkpoint_is_rejected_by_its_file(whole_run, tmp_path, damage, file):
     """With v = 3 and two updates per batch, α after batch 4 is version 6, and batch 5 is sampled
     already."""
-    run = cut_to(whole_run("asking ahead"), 4, tmp_path)
-    newest = run / "checkpoints" / "step-000004"
+    newest = cut_to(whole_run("asking ahead"), 4, tmp_path) / "checkpoints" / "step-000004"
     damage(newest)
-    with pytest.raises((SettingsError, CheckpointError), match=f"{file} cannot be read") as error:
-        go_on(run)
+    with pytest.raises((ValueError, CheckpointError), match=f"{file} cannot be read") as error:
+        find_checkpoint(newest.parent)
     assert f"remove {newest}" in str(error.value)
+
+
+def test_only_checkpoint_that_is_damaged_is_not_to_be_removed(whole_run, tmp_path):
+    run = cut_to(whole_run("plain"), 1, tmp_path)
+    flip("trainer.safetensors")(run / "checkpoints" / "step-000001")
+    with pytest.raises(SettingsError, match="only checkpoint"):
+        go_on(run)
+
+
+def test_file_that_a_checkpoint_does_not_name_is_not_read(whole_run, tmp_path):
+    run = cut_to(whole_run("plain"), 2, tmp_path)
+    newest = run / "checkpoints" / "step-000002"
+    shutil.copy(newest / "trainer.safetensors", newest / "trainer-00002-of-00002.safetensors")
+    found = find_checkpoint(newest.parent)
+    assert found is not None
+    assert found.trainer_files() == [newest / "trainer.safetensors"]
+
+
+def test_digests_of_all_files_of_a_checkpoint_are_in_its_state(whole_run):
+    folder = whole_run("asking ahead") / "checkpoints" / "step-000004"
+    state = json.loads((folder / "state.json").read_bytes())
+    assert state["files"] == {
+        path.name: digest_file(path) for path in folder.iterdir() if path.name != "state.json"
+    }
+
+
+def as_written_before_digests(run: Path) -> Path:
+    """Turns the checkpoints of a run into ones of an older version. Returns the newest one."""
+    folders = sorted((run / "checkpoints").glob("step-*"))
+    for folder in folders:
+        state = json.loads((folder / "state.json").read_bytes())
+        for key in ("files", "digest", "model_files"):
+            del state[key]
+        state["schema"] = checkpoint_files.SCHEMA_WITHOUT_DIGESTS
+        (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
+    return folders[-1]
+
+
+def test_checkpoint_without_digests_resumes_bit_for_bit(whole_run, undisturbed, tmp_path):
+    run = cut_to(whole_run("asking ahead"), 4, tmp_path)
+    as_written_before_digests(run)
+    assert differing(go_on(run).run, undisturbed("asking ahead")) == []
+
+
+@pytest.mark.parametrize("damage", LOSE_ROLLOUTS.values(), ids=LOSE_ROLLOUTS)
+def test_lost_rollouts_without_digests_are_found_by_the_version_that_sampled_them(
+    whole_run, tmp_path, damage
+):
+    """With a lag of 2, no later batch needs the versions that sampled batches 5 and 6, so they are
+    not in the checkpoint."""
+    run = cut_to(whole_run("lagged"), 4, tmp_path)
+    damage(as_written_before_digests(run))
+    with pytest.raises(CheckpointError, match=r"rollouts\.parquet cannot be read"):
+        go_on(run)
 
 
 DAMAGED_RECORDS = {

@@ -27,7 +27,7 @@ from lagrpo.rollout.local import LocalSampler
 from lagrpo.runs import load_events, load_metrics, load_rollouts
 from lagrpo.settings.schema import Settings
 from lagrpo.training import build_policy
-from lagrpo.training.checkpoint import find_checkpoint
+from lagrpo.training.checkpoint_files import find_checkpoint
 from lagrpo.training.run import Result
 from lagrpo.types import JsonObject
 
@@ -201,7 +201,7 @@ def strike(
 def check_last_checkpoint(root: Path) -> None:
     last = find_checkpoint(root / "run" / "checkpoints")
     assert last is not None
-    assert [*last.path.glob("trainer*.safetensors")]
+    assert last.trainer_files() == sorted(last.path.glob("trainer*.safetensors"))
 
 
 def test_killed_rank_ends_the_run_and_leaves_a_whole_checkpoint(settings, tmp_path):

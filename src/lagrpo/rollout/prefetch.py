@@ -151,7 +151,11 @@ class Prefetcher:
         groups_by_batch: Mapping[int, Sequence[Group]],
         versions_by_batch: Mapping[int, Sequence[int]],
     ) -> None:
-        """Resumes from what `waiting` returned. Submits the missing groups again."""
+        """Resumes from what `waiting` returned. Submits the missing groups again.
+
+        Raises VersionError, before anything is submitted, if the engine has none of the versions
+        that may sample them.
+        """
         if not versions_by_batch:
             return
         version = self._sampler.version
@@ -161,10 +165,13 @@ class Prefetcher:
             restored = _SubmittedBatch(self._requests(batch), set(versions), groups)
             self._batches[batch] = restored
             missing_of_batch = restored.missing_requests()
-            if missing_of_batch:
-                # They are sampled again, now with these weights.
-                restored.versions.add(version)
-                missing += missing_of_batch
+            if missing_of_batch and version not in restored.versions:
+                expected = " or ".join(map(str, sorted(restored.versions)))
+                raise VersionError(
+                    f"batch {batch} lacks {len(missing_of_batch)} groups, which version {expected} "
+                    f"sampled, but the sampler has version {version}"
+                )
+            missing += missing_of_batch
         if missing:
             self._streams.append(self._sample(missing))
 

@@ -16,6 +16,7 @@ from lagrpo.core.objective import Recipe
 from lagrpo.data.fingerprint import Digests, check_places, digest_places, digest_visited
 from lagrpo.data.offline import OfflineData
 from lagrpo.errors import as_settings_error
+from lagrpo.model.embedded import resolve_model
 from lagrpo.model.files import save_model
 from lagrpo.model.loading import check_attention, count_not_finite, raise_if_not_finite
 from lagrpo.model.model import Policy, copy_policy, fingerprint
@@ -52,6 +53,7 @@ from lagrpo.training.build_tasks import (
     set_up_tasks,
 )
 from lagrpo.training.checks import offline_prompts
+from lagrpo.training.model_files import ModelFiles, read_model_files
 from lagrpo.training.ranks import FirstRankSampler, Ranks, add_up
 from lagrpo.training.trainer import Optimization, Trainer
 from lagrpo.types import Group, JsonView
@@ -66,6 +68,7 @@ class TrainerComponents:
     """by name: the run's task (MAIN_TASK), and tasks of evaluation sets that have another one"""
     own_task: bool  # the caller gave the run's task as an object
     model: str  # the fingerprint of the initial weights
+    model_files: ModelFiles  # the entries of the model's other files
     data: Digests
     """the digests of all rows (`places`) and of the prompts that the run visits (`visited`)"""
     trainer: Trainer  # with the policy, the recipe and the reference
@@ -140,6 +143,7 @@ class TrainerComponents:
                 tasks=tasks,
                 own_task=task is not None,
                 model=fingerprint(trainer.policy.all_weights),
+                model_files=read_model_files(resolve_model(settings.model.path)),
                 data=data,
                 trainer=trainer,
                 sampler=sampler,

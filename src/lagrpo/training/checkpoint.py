@@ -1,26 +1,18 @@
-"""Checkpoints: everything that a run needs to resume after a batch, to the bit.
+"""Checkpoints: what a run needs to resume after a batch, to the bit, is written and restored here.
 
-    checkpoints/step-000120/
-        trainer.safetensors          fp32 master weights and AdamW's moments, one file per rank
-        weights-v000110.safetensors  weights of α or π_ref, if they are other versions than π
-        rollouts.parquet             finished rollouts that wait for their batch
-        state.json                   the loop's state
-
-A directory is written under a temporary name and renamed, so a checkpoint is whole or absent.
-Random numbers are keyed: unfinished completions are sampled again, token for token.
+checkpoint_files.py has the files of a checkpoint, and finds damage to them. Random numbers are
+keyed: unfinished completions are sampled again, token for token.
 """
 
 # Some functions of safetensors have no types.
 # pyright: reportUnknownMemberType=false
 from __future__ import annotations
 
-import json
 import math
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import safetensors.torch as safetensors
@@ -29,66 +21,32 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from lagrpo.data.fingerprint import check_visited
-from lagrpo.errors import SettingsError, as_settings_error, describe_error
+from lagrpo.errors import SettingsError, as_settings_error
 from lagrpo.model.chat import Chat
+from lagrpo.rollout.prefetch import VersionError
 from lagrpo.rollout.schedule import LoopState
 from lagrpo.runs import files
 from lagrpo.runs.rollouts import rollout_rows, rollout_schema
 from lagrpo.training.build import TrainerComponents
+from lagrpo.training.checkpoint_files import (
+    ROLLOUTS,
+    Checkpoint,
+    CheckpointError,
+    FileDigest,
+    digest_file,
+    reading,
+    trainer_file,
+    weights_file,
+    write_state,
+)
 from lagrpo.training.master_weights import MergedState
+from lagrpo.training.model_files import check_model_files
 from lagrpo.training.ranks import Ranks
 from lagrpo.training.trainer import Trainer
 from lagrpo.types import Completion, Group, JsonObject, JsonView, Outcome, OutcomeKind
 
-SCHEMA = "lagrpo.checkpoint/4"
-STATE = "state.json"
-ROLLOUTS = "rollouts.parquet"
 SYNCED = "synced/"
 """Prefix of the names of `trainer.synced` in trainer.safetensors; the rest is the index."""
-
-
-class CheckpointError(OSError):
-    """A checkpoint cannot be written or read."""
-
-
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """A checkpoint on disk, with its state.json."""
-
-    path: Path
-    state: JsonView
-
-    @property
-    def batch(self) -> int:
-        """The number of batches that were finished."""
-        return self.state["loop"]["batch"]
-
-
-def find_checkpoint(folder: Path) -> Checkpoint | None:
-    """Returns the newest checkpoint in a folder, or None if it has none.
-
-    Raises ValueError for one that this version of lagrpo does not read, and CheckpointError for one
-    that is damaged.
-    """
-    checkpoints = files.numbered(folder, "step-")
-    if not checkpoints:
-        return None
-    path = checkpoints[max(checkpoints)]
-    with reading(path / STATE):
-        state = json.loads((path / STATE).read_bytes())
-        schema = state["schema"]
-    if schema != SCHEMA:
-        raise ValueError(f"{path} has the format {schema}; this version of lagrpo reads {SCHEMA}")
-    with reading(path / STATE):
-        LoopState(**state["loop"])
-    return Checkpoint(path, state)
-
-
-def prune_checkpoints(folder: Path, keep: int) -> None:
-    """Removes all but the newest `keep` checkpoints."""
-    newest_first = sorted(files.numbered(folder, "step-").items(), reverse=True)
-    for _, path in newest_first[keep:]:
-        files.remove_directory(path)
 
 
 # Writing
@@ -140,7 +98,6 @@ def save_checkpoint(
         trainer_state |= {f"{SYNCED}{index}": tensor for index, tensor in enumerate(synced)}
 
     run_state = {
-        "schema": SCHEMA,
         "loop": asdict(loop),
         "versions": {
             "policy": policy_version,
@@ -150,15 +107,19 @@ def save_checkpoint(
         "announced": versions_by_batch,
         "data": components.data,
         "model": components.model,
+        "model_files": components.model_files,
     }
 
-    def fill(directory: Path) -> None:
-        """Writes everything but the trainer's state."""
+    def fill(directory: Path, digests: dict[str, FileDigest]) -> None:
+        """Writes everything but the trainer's state, whose files have these digests."""
         for version, tensors in whole_weights.items():
-            _save_tensors(tensors, directory / _weights_file(version))
+            file = directory / weights_file(version)
+            _save_tensors(tensors, file)
+            digests[file.name] = digest_file(file)
         if rows:
-            files.write_table(directory / ROLLOUTS, rows, rollout_schema())
-        (directory / STATE).write_text(files.to_json(run_state) + "\n", encoding="utf-8")
+            file = files.write_table(directory / ROLLOUTS, rows, rollout_schema())
+            digests[file.name] = digest_file(file)
+        write_state(directory, run_state, digests)
 
     _write(folder / f"step-{loop.batch:06d}", ranks, trainer_state, fill)
 
@@ -188,23 +149,25 @@ def needs_alpha(components: TrainerComponents, loop: LoopState) -> bool:
 
 
 def _write(
-    path: Path, ranks: Ranks, trainer_state: Mapping[str, Tensor], fill: Callable[[Path], None]
+    path: Path,
+    ranks: Ranks,
+    trainer_state: Mapping[str, Tensor],
+    fill: Callable[[Path, dict[str, FileDigest]], None],
 ) -> None:
     """Writes the checkpoint `path`: every rank its part of the trainer's state, rank 0 the rest.
 
     All write into one temporary directory beside `path`, which rank 0 fills and then renames.
+    `fill` gets that directory and the digests of the files that the ranks wrote, by their names.
     """
-    name = "trainer"
-    if ranks.size > 1:
-        name = f"trainer-{ranks.rank + 1:05d}-of-{ranks.size:05d}"
     # All ranks know this name. It has the form that `files.remove_leftovers` removes.
     scratch = path.with_name(f".{path.name}.0-00000000.tmp")
+    own_file = scratch / trainer_file(ranks.rank, ranks.size)
     try:
         scratch.mkdir(parents=True, exist_ok=True)
-        _save_tensors(trainer_state, scratch / f"{name}.safetensors")
-        ranks.gather(None)  # all have written
+        _save_tensors(trainer_state, own_file)
+        digests = dict(ranks.gather((own_file.name, digest_file(own_file))))
         if ranks.is_first:
-            fill(scratch)
+            fill(scratch, digests)
             files.write_directory_atomically(path, scratch.replace)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -214,10 +177,6 @@ def _write(
 def _save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
     safetensors.save_file(contiguous, path, metadata={"format": "pt"})
-
-
-def _weights_file(version: int) -> str:
-    return f"weights-v{version:06d}.safetensors"
 
 
 # Reading
@@ -239,29 +198,20 @@ def restore_checkpoint(
             "that the run started with"
         )
     with as_settings_error():
+        # Older checkpoints do not have these.
+        if "model_files" in state:
+            check_model_files(state["model_files"], components.model_files)
         check_visited(state["data"]["visited"], components.main.prompts.visited, changed_sources)
     _load_versions(components, checkpoint)
-    rollouts = checkpoint.path / ROLLOUTS
-    with reading(rollouts):
-        groups_by_batch = _load_groups(components, rollouts)
     # JSON has only texts as keys.
     versions_by_batch = {int(batch): versions for batch, versions in state["announced"].items()}
-    components.prefetcher.restore(groups_by_batch, versions_by_batch)
+    rollouts = checkpoint.path / ROLLOUTS
+    with reading(rollouts, VersionError):
+        groups_by_batch = _load_groups(components, rollouts)
+        components.prefetcher.restore(groups_by_batch, versions_by_batch)
     loop: JsonObject = dict(state["loop"])
     loop["prefetched"] = tuple(loop["prefetched"])  # JSON has lists
     return LoopState(**loop)
-
-
-@contextmanager
-def reading(file: Path) -> Generator[None]:
-    """Turns errors of libraries about a file that is missing or damaged into a CheckpointError."""
-    try:
-        yield
-    except (SafetensorError, OSError, ValueError, LookupError, TypeError) as error:
-        raise CheckpointError(
-            f"{file} cannot be read ({describe_error(error)}): "
-            f"remove {file.parent} to resume from the checkpoint before it"
-        ) from error
 
 
 def _load_versions(components: TrainerComponents, checkpoint: Checkpoint) -> None:
@@ -277,7 +227,7 @@ def _load_versions(components: TrainerComponents, checkpoint: Checkpoint) -> Non
         if version == policy_version:
             _load_trainer(components.trainer, checkpoint)
         elif version > 0:  # the new policy has version 0 already
-            file = checkpoint.path / _weights_file(version)
+            file = checkpoint.path / weights_file(version)
             with reading(file):
                 policy.load(safetensors.load_file(file), version)
         if version == reference_version:
@@ -290,9 +240,8 @@ def _load_versions(components: TrainerComponents, checkpoint: Checkpoint) -> Non
 def _load_trainer(trainer: Trainer, checkpoint: Checkpoint) -> None:
     """Loads master weights, optimizer state and the sample of the last weight sync."""
     with reading(checkpoint.path / "trainer.safetensors"):
-        parts = sorted(checkpoint.path.glob("trainer*.safetensors"))
         # The files are mapped, not read: each rank takes its part.
-        state = MergedState([safetensors.load_file(part) for part in parts])
+        state = MergedState([safetensors.load_file(file) for file in checkpoint.trainer_files()])
         trainer.load_state(state, checkpoint.state["versions"]["policy"])
     indices = [int(name.removeprefix(SYNCED)) for name in state if name.startswith(SYNCED)]
     trainer.synced = [state[f"{SYNCED}{index}"] for index in sorted(indices)]
@@ -307,6 +256,9 @@ def _load_groups(components: TrainerComponents, file: Path) -> dict[int, list[Gr
     for row in files.read_table(file):
         address = (row["step"], row["epoch"], row["prompt_id"])
         completions[address].append(_completion(row, components.trainer.policy.chat))
+    for (batch, _, prompt), sampled in completions.items():
+        if len(sampled) != components.settings.rollout.num_generations:
+            raise ValueError(f"batch {batch}, prompt {prompt} has {len(sampled)} completions")
     groups: dict[int, list[Group]] = {}
     for batch in sorted({batch for batch, _, _ in completions}):
         requests = components.share(components.main.prompts.batch(batch))

@@ -360,32 +360,47 @@ class Evaluations:
     def find_best(self, run: Run, batch: int, moment: Moment) -> JsonObject | None:
         """Returns the facts for weights/best if the policy is the best so far, or None.
 
-        `eval.best_metric` says which metric decides.
+        `eval.best_metric` says which metric decides. The first of equal policies stays. In a
+        resumed run, weights/best may be of a later batch than this one.
         """
         best_metric = self.components.settings.eval.best_metric
         if best_metric is None:
             return None
-        set_name, _, metric = best_metric.rpartition(".")
-        evaluation = self.finished.get(evaluation_name(batch, set_name, moment))
-        value = None if evaluation is None else evaluation.summary.get(metric)
+        value = self._recorded_value(best_metric, batch, moment)
         if value is None:
             return None
         file = run.path / "weights" / "best" / BEST
-        earlier: JsonObject = json.loads(file.read_bytes()) if file.exists() else {}
-        # A resumed run evaluates some batches again: their weights are written again.
-        is_earlier_better = (
-            earlier.get("best") == best_metric
-            and earlier["value"] >= value
-            and earlier["step"] != batch
-        )
-        if is_earlier_better:
-            return None
+        if file.exists():
+            earlier: JsonObject = json.loads(file.read_bytes())
+            earlier_batch: int = earlier["step"]
+            earlier_value: float | None = earlier["value"]
+            if earlier["best"] != best_metric:  # a resumed run has changed eval.best_metric
+                earlier_value = self._recorded_value(best_metric, earlier_batch)
+            # A resumed run evaluates some batches again: with the same result, the weights and
+            # their event are written again.
+            is_same = earlier_batch == batch and earlier_value == value
+            if earlier_value is not None and earlier_value >= value and not is_same:
+                return None
         return {
             "best": best_metric,
             "value": value,
             "step": batch,
             "policy_version": self.components.trainer.policy.version,
         }
+
+    def _recorded_value(
+        self, best_metric: str, batch: int, moment: Moment | None = None
+    ) -> float | None:
+        """Returns the value of `eval.best_metric` after a batch, at any moment unless one is given.
+
+        None if no evaluation has it.
+        """
+        set_name, _, metric = best_metric.rpartition(".")
+        for possible_moment in Moment if moment is None else (moment,):
+            evaluation = self.finished.get(evaluation_name(batch, set_name, possible_moment))
+            if evaluation is not None and evaluation.summary["step"] == batch:
+                return evaluation.summary.get(metric)
+        return None
 
 
 def build_eval_set(

@@ -27,7 +27,8 @@ from lagrpo.terminal.display import Display, make_display
 from lagrpo.terminal.text import count_of
 from lagrpo.training.build import TrainerComponents
 from lagrpo.training.callbacks import Callback, Status, Trackers
-from lagrpo.training.checkpoint import prune_checkpoints, save_checkpoint
+from lagrpo.training.checkpoint import save_checkpoint
+from lagrpo.training.checkpoint_files import prune_checkpoints
 from lagrpo.training.evaluation import Evaluations, sampling_from_policy
 from lagrpo.training.explain import meaning
 from lagrpo.training.loop import train_loop

@@ -5,7 +5,6 @@ A run resumes from its newest checkpoint, or begins again if it ended before the
 
 from __future__ import annotations
 
-import json
 import secrets
 import shlex
 from collections.abc import Mapping, Sequence
@@ -16,7 +15,7 @@ from pathlib import Path
 from lagrpo.errors import as_settings_error
 from lagrpo.rollout.schedule import LoopState
 from lagrpo.runs import files
-from lagrpo.runs.directory import BEST, Run
+from lagrpo.runs.directory import Run
 from lagrpo.runs.environment import collect_environment, read_environment, write_environment
 from lagrpo.runs.reading import load_events, load_metrics
 from lagrpo.settings.load import flatten
@@ -25,7 +24,8 @@ from lagrpo.terminal.text import typed_command
 from lagrpo.training.arguments import resume_call
 from lagrpo.training.build import TrainerComponents
 from lagrpo.training.changes import find_changes
-from lagrpo.training.checkpoint import Checkpoint, find_checkpoint, restore_checkpoint
+from lagrpo.training.checkpoint import restore_checkpoint
+from lagrpo.training.checkpoint_files import Checkpoint, find_checkpoint
 from lagrpo.training.evaluation import Evaluations
 from lagrpo.training.ranks import Ranks
 from lagrpo.training.recording import Recorder
@@ -103,9 +103,9 @@ class ResumeState:
     ) -> None:
         """Removes what the run recorded after its checkpoint, and records that the run resumes.
 
-        Without a checkpoint everything is removed. The run computes the removed batches again. The
-        event has what is different now: `machine_changes`, the entries of MACHINE as [before, now];
-        `changed_sources`, their names; `git`, the commit of now.
+        weights/best stays. Without a checkpoint everything is removed. The run computes the removed
+        batches again. The event has what is different now: `machine_changes`, the entries of
+        MACHINE as [before, now]; `changed_sources`, their names; `git`, the commit of now.
         """
         run = self.run
         if self.checkpoint is None:
@@ -123,9 +123,11 @@ class ResumeState:
         _remove_after(rollouts, last_batch)
         weights = files.numbered(run.path / "weights", "v", "")
         _remove_after(weights, last_version)
-        _remove_best_after(run.path / "weights" / "best", last_batch)
-
-        if self.checkpoint is not None:
+        # weights/best stays, even if a later batch made it: a resumed run with other evaluations
+        # might never find a policy as good, and its weights would be lost.
+        if self.checkpoint is None:
+            files.remove_directory(run.path / "weights" / "best")
+        else:
             run.record_event(
                 "resumed",
                 last_batch,
@@ -148,16 +150,6 @@ def _remove_after(paths: Mapping[int, Path], last: int) -> None:
     for number, path in paths.items():
         if number > last:
             files.remove_directory(path)
-
-
-def _remove_best_after(directory: Path, last_batch: int) -> None:
-    """Removes weights/best if its evaluation was made after `last_batch`.
-
-    The resumed run may not reach that result again, and would then never write a new best.
-    """
-    file = directory / BEST
-    if file.exists() and json.loads(file.read_bytes())["step"] > last_batch:
-        files.remove_directory(directory)
 
 
 def describe_environment(components: TrainerComponents, earlier: ResumeState | None) -> JsonObject:
