@@ -67,6 +67,40 @@ def test_length_that_was_set_last_counts(in_file, typed, length):
     assert (schedule.batches, schedule.epochs) == length
 
 
+@pytest.mark.parametrize(
+    ("overlong_prompts", "fraction", "batches"),
+    [("error", 0.0, 5), ("drop", 0.0, 2), ("drop", 0.5, 4)],
+    ids=["kept", "dropped", "dropped, half of each batch offline"],
+)
+def test_epochs_count_the_prompts_that_are_not_dropped(
+    model, tmp_path, overlong_prompts, fraction, batches
+):
+    """Four of ten prompts fit. A batch has two prompts."""
+    rows = {"train": ["?"] * 4 + ["?" * 100] * 6, "test": ["?"]}
+    task = RowTask("lengths", rows, lambda row: (row, row), lambda completion: 0.0)
+    settings = tiny_settings(
+        model, tmp_path, schedule={"epochs": 1, "prompts_per_batch": 2}, offline={}
+    )
+    del settings["schedule"]["batches"]
+    settings["rollout"]["overlong_prompts"] = overlong_prompts
+    if fraction:
+        settings["offline"] = {"data": "old.jsonl", "fraction": fraction}
+    resolved = with_batches(Settings.model_validate(settings), task)
+    assert resolved.schedule.batches == batches
+
+
+def test_dry_run_shows_the_prompts_and_batches_without_dropped_prompts(model, tmp_path, capsys):
+    rows = {"train": ["?"] * 4 + ["?" * 100] * 6, "test": ["?"]}
+    task = RowTask("lengths", rows, lambda row: (row, row), lambda completion: 0.0)
+    settings = tiny_settings(model, tmp_path, schedule={"epochs": 1, "prompts_per_batch": 2})
+    del settings["schedule"]["batches"]
+    settings["rollout"]["overlong_prompts"] = "drop"
+    lagrpo.train(settings, task=task, dry_run=True)
+    text = capsys.readouterr().out
+    assert "4 training prompts, 1 test prompt" in text
+    assert "2 batches" in text
+
+
 def test_epochs_of_offline_completions_alone_are_rejected():
     settings = Settings.model_validate(
         {"offline": {"data": "old.jsonl"}, "schedule": {"epochs": 1}}

@@ -177,6 +177,21 @@ def test_dry_run_warns_of_a_learning_rate_too_small_for_adapters(
     assert ("is small for adapters" in text) is warns
 
 
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+@pytest.mark.parametrize(
+    ("warmup", "rate"), [(30, "0.00194"), (6, "0.00857"), (5, None), (0, None)]
+)
+def test_dry_run_warns_of_a_warm_up_that_the_run_does_not_end(model, schedule, warmup, rate):
+    """Six updates: the last one is the first with the full rate after a warm-up of five."""
+    optimizer = {"learning_rate": 1e-2, "warmup_steps": warmup, "lr_scheduler_type": schedule}
+    text = explained(model, optimizer=optimizer, schedule={"batches": 3, "num_iterations": 2})
+    if rate is None:
+        assert "warmup_steps" not in text
+    else:
+        assert f"warmup_steps = {warmup}" in text
+        assert f"6 updates: the learning rate reaches {rate}, never 0.01" in text
+
+
 def test_dry_run_of_a_plain_loss_has_no_note(model):
     assert "note " not in explained(model, loss={"recipe": "grpo"})
 

@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar, get_origin, runtime_checkable
+from typing import Any, Protocol, TypeGuard, TypeVar, get_origin, runtime_checkable
 
 from lagrpo.core.references import call_users_function
 from lagrpo.errors import as_settings_error, suggest
@@ -223,24 +223,14 @@ def name_prompt(task: Task, split: str, index: int, prompt: Prompt | None = None
 def drop_overlong(task: Task, rollout: PromptLimit, chat: Tokenizer) -> Task:
     """Returns the task without rows whose prompt is too long, if the settings say so.
 
-    rollout: the settings of the section rollout. A task with an environment is returned as it is:
-    the environment decides how its prompts begin. Raises ValueError for a task without rows.
+    rollout: the settings of the section rollout. Raises ValueError as `drops_overlong`.
     """
-    if rollout.overlong_prompts != "drop" or environment_of(task) is not None:
+    if not drops_overlong(task, rollout):
         return task
-    if not isinstance(task, RowTask):
-        raise ValueError(
-            f"rollout.overlong_prompts = 'drop' needs a RowTask, not a {type(task).__name__}"
-        )
     max_tokens = rollout.max_prompt_length
     rows_left: dict[str, Any] = {}
     for split, rows in task.rows.items():
-        kept_indices = []
-        for index in range(len(rows)):
-            prompt = task.prompt(split, index)
-            with as_settings_error(name_prompt(task, split, index, prompt)):
-                if len(chat.tokenize(prompt).token_ids) <= max_tokens:
-                    kept_indices.append(index)
+        kept_indices = find_fitting(task, split, max_tokens, chat)
         num_dropped = len(rows) - len(kept_indices)
         if num_dropped:
             logger.warning(
@@ -252,6 +242,35 @@ def drop_overlong(task: Task, rollout: PromptLimit, chat: Tokenizer) -> Task:
             )
         rows_left[split] = select(rows, kept_indices)
     return replace(task, rows=rows_left)
+
+
+def drops_overlong(task: Task, rollout: PromptLimit) -> TypeGuard[RowTask]:
+    """True if prompts of the task that are too long are dropped.
+
+    A task with an environment keeps them: the environment decides how its prompts begin. Raises
+    ValueError for a task without rows.
+    """
+    if rollout.overlong_prompts != "drop" or environment_of(task) is not None:
+        return False
+    if not isinstance(task, RowTask):
+        raise ValueError(
+            f"rollout.overlong_prompts = 'drop' needs a RowTask, not a {type(task).__name__}"
+        )
+    return True
+
+
+def find_fitting(task: RowTask, split: str, max_tokens: int, chat: Tokenizer) -> list[int]:
+    """Returns the indices of a split's prompts that have at most `max_tokens` tokens.
+
+    Raises SettingsError for a prompt that cannot be rendered.
+    """
+    indices: list[int] = []
+    for index in range(task.size(split)):
+        prompt = task.prompt(split, index)
+        with as_settings_error(name_prompt(task, split, index, prompt)):
+            if len(chat.tokenize(prompt).token_ids) <= max_tokens:
+                indices.append(index)
+    return indices
 
 
 # ---- Order ----

@@ -14,8 +14,16 @@ import torch
 from lagrpo.cpu.library import NoKernels
 from lagrpo.errors import SettingsError, as_settings_error
 from lagrpo.model.backend import choose_backend, chosen_kernels, pick_device, pick_dtype
+from lagrpo.model.chat import Chat
 from lagrpo.model.embedded import is_adapter, resolve_model
-from lagrpo.model.loading import check_context, load_config, load_policy, open_policy, quiet
+from lagrpo.model.loading import (
+    check_context,
+    check_files,
+    load_config,
+    load_policy,
+    open_policy,
+    quiet,
+)
 from lagrpo.model.lora import Lora, load_adapter_config
 from lagrpo.model.model import Policy, fingerprint
 from lagrpo.model.stored import StoredWeights
@@ -73,6 +81,21 @@ def build_policy(
             "than the model's weights; a copy by save_pretrained of transformers avoids that"
         )
     return policy
+
+
+def load_prompt_chat(model: ModelSettings) -> Chat:
+    """Returns the chat of a model for prompts alone: it does not know what ends a completion.
+
+    Loads no weights. Raises SettingsError.
+    """
+    with loading(model):
+        path = resolve_model(model.path)
+        tokenizer = check_files(path)
+        vocabulary = load_config(path).get_text_config().vocab_size
+    template = chat_template(model)
+    if template is not None:
+        tokenizer.chat_template = template
+    return Chat(tokenizer, vocabulary, frozenset(), model.chat_template_kwargs)
 
 
 def with_start(policy: Policy, started: str | None, ranks: Ranks) -> Policy:

@@ -57,6 +57,14 @@ def load_tasks(settings: Settings, task: Task | None = None) -> dict[str, Task]:
     return tasks
 
 
+def drop_overlong_rows(
+    settings: Settings, tasks: Mapping[str, Task], chat: Chat
+) -> dict[str, Task]:
+    """Returns tasks without rows that `rollout.overlong_prompts` drops. Raises SettingsError."""
+    with as_settings_error("task"):
+        return {name: drop_overlong(task, settings.rollout, chat) for name, task in tasks.items()}
+
+
 def set_up_tasks(
     settings: Settings, tasks: Mapping[str, Task], policy: Policy, undo: ExitStack
 ) -> dict[str, TaskSetup]:

@@ -6,8 +6,8 @@ import math
 
 from lagrpo.errors import SettingsError, as_settings_error
 from lagrpo.settings.schema import Settings
-from lagrpo.tasks import Task, load_task
-from lagrpo.training.checks import offline_prompts
+from lagrpo.tasks import Task, drops_overlong, find_fitting, load_task
+from lagrpo.training.checks import check_model, offline_prompts
 
 ROUNDING_TOLERANCE = 1e-12
 """Relative error that the length of a run in batches may have in floating point."""
@@ -17,7 +17,7 @@ def with_batches(settings: Settings, task: Task | None = None) -> Settings:
     """Returns the settings with `schedule.epochs` turned into `schedule.batches`.
 
     `task` replaces settings.task. The last batch may begin another epoch. Prompts that
-    `rollout.overlong_prompts` drops are counted, because they are known only with the model. Raises
+    `rollout.overlong_prompts` drops do not count; to find them, the tokenizer is loaded. Raises
     SettingsError.
     """
     epochs = settings.schedule.epochs
@@ -32,9 +32,22 @@ def with_batches(settings: Settings, task: Task | None = None) -> Settings:
     if task is None:
         with as_settings_error():
             task = load_task(settings.task, settings.run.seed)
-    exact_batches = epochs * task.size("train") / prompts_per_batch
+    exact_batches = epochs * count_prompts(settings, task) / prompts_per_batch
     # 1.1 epochs of 100 prompts are 110.00000000000001 prompts in floating point. Rounded up, they
     # would need one more batch.
     batches = math.ceil(exact_batches * (1 - ROUNDING_TOLERANCE))
     schedule = settings.schedule.model_copy(update={"batches": max(1, batches), "epochs": None})
     return settings.model_copy(update={"schedule": schedule})
+
+
+def count_prompts(settings: Settings, task: Task) -> int:
+    """Returns the number of training prompts that the run visits in an epoch."""
+    with as_settings_error("task"):
+        drops = drops_overlong(task, settings.rollout)
+    if not drops:
+        return task.size("train")
+    check_model(settings)
+    from lagrpo.training.build_policy import load_prompt_chat  # loads torch
+
+    chat = load_prompt_chat(settings.model)
+    return len(find_fitting(task, "train", settings.rollout.max_prompt_length, chat))

@@ -135,13 +135,23 @@ SMALL_RATE_OF_ADAPTERS = 1e-5
 
 
 def _notes(recipe: Recipe, settings: Settings) -> list[str]:
-    """Lines about what a recipe costs, and what of it does not act."""
+    """Lines about rates that are not what they seem, what a recipe costs, and what never acts."""
     notes: list[str] = []
     rate = settings.optimizer.learning_rate
     if settings.model.lora_r and rate < SMALL_RATE_OF_ADAPTERS:
         notes.append(
             f"warning     optimizer.learning_rate = {rate:g} is small for adapters (model.lora_r = "
             f"{settings.model.lora_r}), which hardly move at it: try 1e-5 to 5e-4"
+        )
+    warmup = settings.optimizer.warmup_steps
+    updates = settings.schedule.batches * settings.schedule.num_iterations
+    if warmup >= updates:
+        # As in Optimization.rate: the last update is number `updates` - 1.
+        largest = rate * updates / (warmup + 1)
+        notes.append(
+            f"warning     optimizer.warmup_steps = {warmup}, but the run has only "
+            f"{count_of(updates, 'update')}: the learning rate reaches {largest:.3g}, "
+            f"never {rate:g}"
         )
     bounded = bounds_whole_completions(recipe)
     if bounded:

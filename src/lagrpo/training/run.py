@@ -41,7 +41,8 @@ from lagrpo.training.arguments import (
     name_rewards,
 )
 from lagrpo.training.build import TrainerComponents
-from lagrpo.training.build_tasks import load_tasks, read_offline_records
+from lagrpo.training.build_policy import load_prompt_chat
+from lagrpo.training.build_tasks import drop_overlong_rows, load_tasks, read_offline_records
 from lagrpo.training.callbacks import Callback
 from lagrpo.training.changes import find_run, recorded_threads
 from lagrpo.training.checks import check_settings
@@ -129,6 +130,8 @@ def train(
     recipe = check_settings(resolved, task, resume_from, loss)
     if dry_run:
         tasks = load_tasks(resolved, task)
+        if resolved.rollout.overlong_prompts == "drop":
+            tasks = drop_overlong_rows(resolved, tasks, load_prompt_chat(resolved.model))
         read_offline_records(resolved, recipe)
         print_meaning(resolved, recipe, tasks)
         run = find_run(resolved, resume_from)
