@@ -7,7 +7,8 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ from lagrpo.errors import SettingsError
 from lagrpo.model.layout import Packed
 from lagrpo.model.loading import load_policy
 from lagrpo.training.run import train
+from lagrpo.verify.record import RecordedRun
+from lagrpo.verify.tokens import load_model as load_plain_model
 
 Damage = Callable[[Path], object]
 NORM = "model.norm.weight"
@@ -77,6 +80,13 @@ def pickled(model: Path) -> None:
     (model / "model.safetensors").unlink()
 
 
+def with_pickled_adapter(model: Path) -> None:
+    (model / "adapter_config.json").write_text("{}", encoding="utf-8")
+    torch.save({}, model / "adapter_model.bin")
+
+
+EVIL = dict.fromkeys(("AutoConfig", "AutoModelForCausalLM", "AutoTokenizer"), "evil.Evil")
+
 CASES: list[tuple[str, Damage, str]] = [
     ("config not JSON", written("config.json", b"{"), r"config\.json"),
     ("unknown type", edited("config.json", model_type="evil"), r"config\.json: .*evil"),
@@ -130,6 +140,8 @@ CASES: list[tuple[str, Damage, str]] = [
     ("head differs", edited("config.json", tie_word_embeddings=True), r"different output head"),
     ("NaN", reweighted(lambda w: w[NORM].fill_(float("nan"))), r"model\.norm\.weight .*not finite"),
     ("pickled", pickled, r"pytorch_model\.bin has pickled weights"),
+    ("pickled adapter", with_pickled_adapter, r"adapter_model\.bin has pickled weights"),
+    ("code of its own", edited("config.json", model_type="evil", auto_map=EVIL), "code of its own"),
 ]
 
 
@@ -151,11 +163,46 @@ def test_code_of_the_model_is_not_run(model, tmp_path):
         f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Evil: pass\n", encoding="utf-8"
     )
     for file in ("config.json", "tokenizer_config.json"):
-        edited(file, auto_map=dict.fromkeys(("AutoConfig", "AutoModelForCausalLM"), "evil.Evil"))(
-            model
-        )
+        edited(file, auto_map=EVIL)(model)
     load_policy(str(model), torch.float32)
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        pytest.param(pickled, r"pytorch_model\.bin has pickled weights", id="pickled"),
+        pytest.param(
+            edited("config.json", model_type="evil", auto_map=EVIL), "code of its own", id="code"
+        ),
+    ],
+)
+def test_verify_rejects_a_model_that_would_run_code(model, damage, message):
+    damage(model)
+    run = cast("RecordedRun", SimpleNamespace(environment={"dtype": "float32"}))
+    with pytest.raises(SettingsError, match=message) as rejected:
+        load_plain_model(run, str(model))
+    assert len(str(rejected.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        pytest.param({}, r"adapter_model\.bin has pickled weights", id="pickled"),
+        pytest.param({"megatron_config": {"a": 1}}, "megatron_config", id="module of PEFT"),
+    ],
+)
+def test_verify_rejects_an_adapter_that_would_run_code(tmp_path, entries, message):
+    pytest.importorskip("peft")
+    config = {"r": 2, "lora_alpha": 4, "base_model_name_or_path": "x", "target_modules": ["q"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config | entries), encoding="utf-8")
+    if entries:
+        save_file({"x": torch.zeros(1)}, tmp_path / "adapter_model.safetensors")
+    else:
+        torch.save({}, tmp_path / "adapter_model.bin")
+    run = cast("RecordedRun", SimpleNamespace(environment={"dtype": "float32"}))
+    with pytest.raises(SettingsError, match=message):
+        load_plain_model(run, str(tmp_path))
 
 
 def test_variable_that_the_chat_template_does_not_read_is_rejected(sound):

@@ -24,13 +24,18 @@ AGAIN = "copy or download it again"
 def check_directory(directory: Path) -> None:
     """Raises ValueError for files of the model that are Git LFS pointers.
 
-    Files that are never read may be pointers. Also raises it if the generation config is damaged.
+    Files that are never read may be pointers. Also raises it for weights that are only there as
+    pickles, and if the generation config is damaged.
     """
     patterns = [*WEIGHTS, *TEXTS]
     if not (directory / "tokenizer.json").exists():
         patterns.append("tokenizer.model")
     for file in _files(directory, *patterns):
         check_is_pulled(file)
+    _check_not_pickled(directory, *WEIGHTS)
+    if (directory / "adapter_config.json").is_file():
+        # transformers falls back to a pickled adapter, even with use_safetensors.
+        _check_not_pickled(directory, "adapter_model.safetensors")
     _check_text(directory / GENERATION_CONFIG)
 
 
@@ -44,6 +49,11 @@ def naming_damage(directory: str | Path, what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        if "trust_remote_code" in str(error):
+            raise ValueError(
+                f"{directory} needs code of its own (auto_map in its config), which lagrpo does "
+                "not run: use a model whose code is in transformers"
+            ) from error
         if Path(directory).is_dir():
             check_whole(Path(directory))
         raise ValueError(f"{what}: {describe_error(error)}") from error
@@ -62,15 +72,20 @@ def check_whole(directory: Path) -> None:
 def _check_weights(directory: Path) -> None:
     weights = list(_files(directory, *WEIGHTS))
     if not weights:
-        pickled = next(_files(directory, *PICKLED_WEIGHTS), None)
-        if pickled is not None:
-            raise ValueError(
-                f"{pickled} has pickled weights, which lagrpo does not load: "
-                "save the model with safetensors"
-            )
+        _check_not_pickled(directory, *WEIGHTS)
         raise ValueError(f"{directory} has no model.safetensors: {AGAIN}")
     for file in weights:
         _check_safetensors(file)
+
+
+def _check_not_pickled(directory: Path, *weights: str) -> None:
+    """Raises ValueError if the directory has pickled weights in place of these safetensors."""
+    pickled = next(_files(directory, *PICKLED_WEIGHTS), None)
+    if pickled is not None and not any(_files(directory, *weights)):
+        raise ValueError(
+            f"{pickled} has pickled weights, which lagrpo does not load: "
+            "save the model with safetensors"
+        )
 
 
 def _check_shards(directory: Path) -> None:

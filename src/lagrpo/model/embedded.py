@@ -173,7 +173,7 @@ def convert_gguf(source: Path, target: Path) -> None:
     tokenizer = load_tokenizer(source)
     tokenizer.save_pretrained(target)
     quantized = AutoModelForCausalLM.from_pretrained(
-        source.parent, gguf_file=source.name, dtype=torch.float32
+        source.parent, gguf_file=source.name, dtype=torch.float32, trust_remote_code=False
     )
     entries: dict[str, Any] = quantized.config.to_dict()
     for name in ENTRIES_OF_FILE:
@@ -181,7 +181,9 @@ def convert_gguf(source: Path, target: Path) -> None:
     # The file has the float32 that is nearest to it, 9.99999974738e-06.
     entries["rms_norm_eps"] = 1e-5
     # A new model: the loaded one has a quantization config, by which `from_pretrained` would act.
-    model = AutoModelForCausalLM.from_config(LlamaConfig(**entries), dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_config(
+        LlamaConfig(**entries), dtype=torch.bfloat16, trust_remote_code=False
+    )
     model.load_state_dict(quantized.state_dict())
     model.generation_config = GenerationConfig(
         bos_token_id=tokenizer.bos_token_id,
@@ -200,7 +202,9 @@ def load_tokenizer(source: Path) -> Any:
     from tokenizers import decoders, pre_tokenizers
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+    tokenizer = AutoTokenizer.from_pretrained(
+        source.parent, gguf_file=source.name, trust_remote_code=False
+    )
     for name, token in SPECIAL_TOKENS.items():
         setattr(tokenizer, name, token)
     digits = pre_tokenizers.Digits(individual_digits=True)

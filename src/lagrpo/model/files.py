@@ -73,7 +73,7 @@ def load_tokenizer(model: str) -> Any:
         if find_source(model, TOKENIZER) is None:
             tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
         if find_source(model, TOKENIZER) is not None:
-            tokenizer = PreTrainedTokenizerFast.from_pretrained(model)
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(model, trust_remote_code=False)
     return tokenizer
 
 

@@ -164,7 +164,7 @@ def _make_empty_model(path: str, dtype: torch.dtype) -> Any:
     lm.tie_weights()
     # Without the file, the model has made a generation config from config.json.
     with suppress(OSError):
-        lm.generation_config = GenerationConfig.from_pretrained(path)
+        lm.generation_config = GenerationConfig.from_pretrained(path, trust_remote_code=False)
     _remove_dropout(lm)
     return lm
 

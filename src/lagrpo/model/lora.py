@@ -47,6 +47,8 @@ OTHER_OPTIONS = (
     "layer_replication",
     "alora_invocation_tokens",
     "use_qalora",
+    # PEFT would import the module that the adapter names.
+    "megatron_config",
 )
 
 

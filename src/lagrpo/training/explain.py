@@ -313,4 +313,5 @@ def empty_model(settings: Settings) -> PreTrainedModel:
         check_supported(config)
         check_context(config, settings.max_sequence_length)
         with torch.device("meta"):
-            return cast("PreTrainedModel", AutoModelForCausalLM.from_config(config))
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+            return cast("PreTrainedModel", model)

@@ -94,7 +94,8 @@ def load_chat(run: RecordedRun) -> Chat:
     template = run.settings.model.chat_template
     if template:
         tokenizer.chat_template = find_path(run, template).read_text(encoding="utf-8")
-    generation_eos = GenerationConfig.from_pretrained(folder).eos_token_id
+    generation_config = GenerationConfig.from_pretrained(folder, trust_remote_code=False)
+    generation_eos = generation_config.eos_token_id
     if not isinstance(generation_eos, list):
         generation_eos = [generation_eos]
     eos_ids = {tokenizer.eos_token_id, *generation_eos} - {None}

@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from lagrpo.errors import SettingsError, as_settings_error
-from lagrpo.model.directory import naming_damage
+from lagrpo.model.directory import check_directory, naming_damage
 from lagrpo.model.embedded import ALIASES, is_adapter, resolve_model
+from lagrpo.model.lora import load_adapter_config
 from lagrpo.rng import permutation, uniforms
 from lagrpo.verify.record import RecordedRun, Row, sampled
 
@@ -74,16 +75,29 @@ def load_model(run: RecordedRun, folder: str) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    if is_adapter(folder) and importlib.util.find_spec("peft") is None:
-        cure = "verifying versions of adapters needs the package peft: pip install peft"
-        raise SettingsError(f"{folder}: {cure}")
+    if is_adapter(folder):
+        _check_adapter(Path(folder))
     logging.disable_progress_bar()
     with as_settings_error(), naming_damage(folder, f"{folder} cannot be loaded"):
         dtype = getattr(torch, run.environment["dtype"])
         model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, attn_implementation="eager"
+            folder,
+            dtype=dtype,
+            attn_implementation="eager",
+            use_safetensors=True,
+            trust_remote_code=False,
         )
         return model.float().eval()
+
+
+def _check_adapter(folder: Path) -> None:
+    """Raises SettingsError without PEFT, and for adapters that are pickled or not plain LoRA."""
+    if importlib.util.find_spec("peft") is None:
+        cure = "verifying versions of adapters needs the package peft: pip install peft"
+        raise SettingsError(f"{folder}: {cure}")
+    with as_settings_error():
+        check_directory(folder)
+        load_adapter_config(folder)
 
 
 @dataclass(frozen=True, slots=True)
