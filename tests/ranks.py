@@ -177,4 +177,4 @@ def _train(settings: JsonView, prepare: Prepare | None, resume: Path | None) -> 
     from lagrpo.training.run import train
 
     callbacks = prepare(int(os.environ["RANK"])) if prepare else ()
-    return train(settings, callbacks=callbacks, resume=resume)
+    return train(settings, callbacks=callbacks, resume=resume, trust_run_code=True)

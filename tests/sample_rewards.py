@@ -90,3 +90,36 @@ async def awaited_together(
 ) -> list[float]:
     await asyncio.sleep(0.01)
     return [float(text == a) for text, a in zip(completions, answer, strict=True)]
+
+
+made: list[str] = []
+"""The classes below of which an object was made."""
+
+
+class Program:
+    """Acts when it is made, and cannot be called, as subprocess.Popen."""
+
+    def __init__(self) -> None:
+        made.append(type(self).__name__)
+
+
+class Called(Program):
+    def __call__(self, *args: object) -> float:
+        return 1.0
+
+
+class Renamed(Program):
+    def __call__(self, text: str, expected: object) -> float:
+        return 1.0
+
+
+class Scaled:
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+    def __call__(self, completion: str, answer: object) -> float:
+        return self.scale * len(completion)
+
+
+class Derived(Scaled):
+    pass

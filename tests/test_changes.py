@@ -343,11 +343,11 @@ def test_resume_stops_for_a_changed_answer_and_leaves_the_run_as_it_is(start, wr
     write(rows=with_answer(11, "99"))
     capsys.readouterr()
     with pytest.raises(SettingsError, match="other values of answer"):
-        lagrpo.train(settings=LONGER, resume=run)
+        lagrpo.train(settings=LONGER, resume=run, trust_run_code=True)
     assert contents(run) == before
     assert "loading" not in capsys.readouterr().out, "it stops before the model is loaded"
     write(rows=[dict(reversed(row.items())) for row in ROWS])
-    assert lagrpo.train(settings=LONGER, resume=run).batches == 2
+    assert lagrpo.train(settings=LONGER, resume=run, trust_run_code=True).batches == 2
 
 
 def test_changed_offline_completion_stops_a_resume(start, write, tmp_path):
@@ -360,7 +360,7 @@ def test_changed_offline_completion_stops_a_resume(start, write, tmp_path):
     rows[7]["reward"] = 9
     file.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
     with pytest.raises(SettingsError, match="offline data has other values of reward"):
-        lagrpo.train(settings=LONGER, resume=run)
+        lagrpo.train(settings=LONGER, resume=run, trust_run_code=True)
 
 
 # Code
@@ -383,7 +383,7 @@ def test_changed_code_is_named_and_the_run_goes_on(start, write, capsys, section
     run = start(**sections)
     assert set(read_environment(run)["sources"]) >= {name, "chat template"}
     write(CODE.replace(*edit))
-    assert lagrpo.train(settings=LONGER, resume=run).batches == 2
+    assert lagrpo.train(settings=LONGER, resume=run, trust_run_code=True).batches == 2
     assert f"changed since the run started: {name};" in capsys.readouterr().out
     assert resumed_code(run) == [name]
     assert any(name in event["text"] for event in load_events(run) if event["event"] == "warning")
@@ -402,20 +402,20 @@ def test_code_that_changes_the_prompts_stops_a_resume(start, write, task, change
     run = start(task=task)
     write(**change)
     with pytest.raises(SettingsError, match=rf"other tokens .*\({name} changed"):
-        lagrpo.train(settings=LONGER, resume=run)
+        lagrpo.train(settings=LONGER, resume=run, trust_run_code=True)
 
 
 def test_template_that_renders_the_same_is_named(start, write):
     run = start()
     write(template="{# a comment #}" + TURNS)
-    lagrpo.train(settings=LONGER, resume=run)
+    lagrpo.train(settings=LONGER, resume=run, trust_run_code=True)
     assert resumed_code(run) == ["chat template"]
 
 
 def test_unchanged_code_is_not_named(start, write, capsys):
     run = start()
     write(CODE.replace("return len(set(text)) / 8", "return len( set(text) ) / 8  # distinct"))
-    lagrpo.train(settings=LONGER, resume=run)
+    lagrpo.train(settings=LONGER, resume=run, trust_run_code=True)
     assert "changed since" not in capsys.readouterr().out
     assert resumed_code(run) == []
 
@@ -425,9 +425,9 @@ def test_reward_may_move_to_another_module_but_not_change_there(start, write):
     write(CODE.replace("/ 8", "/ 9"), module="moved")
     changed = {"task.rewards": ["moved:score"], **LONGER}
     with pytest.raises(SettingsError, match=r"task\.rewards = .*moved:score"):
-        lagrpo.train(settings=changed, resume=run)
+        lagrpo.train(settings=changed, resume=run, trust_run_code=True)
     write(module="moved")
-    assert lagrpo.train(settings=changed, resume=run).batches == 2
+    assert lagrpo.train(settings=changed, resume=run, trust_run_code=True).batches == 2
     assert resumed_code(run) == []
 
 
@@ -435,7 +435,11 @@ def test_renamed_reward_is_rejected(start, write):
     run = start()
     write(CODE.replace("def score", "def points"))
     with pytest.raises(SettingsError, match=r"task\.rewards = .*points"):
-        lagrpo.train(settings={"task.rewards": ["user_code:points"], **LONGER}, resume=run)
+        lagrpo.train(
+            settings={"task.rewards": ["user_code:points"], **LONGER},
+            resume=run,
+            trust_run_code=True,
+        )
 
 
 # What a resumed run shows, and how it is resumed
@@ -444,7 +448,7 @@ def test_renamed_reward_is_rejected(start, write):
 def test_last_table_of_a_resumed_run_has_the_evaluation_before(start, capsys):
     run = start(eval={"at_start": True})
     capsys.readouterr()
-    lagrpo.train(resume=run)
+    lagrpo.train(resume=run, trust_run_code=True)
     output = capsys.readouterr().out
     assert all(text in output for text in ("pass@1 before", "pass@1 after", "paired by prompt"))
     assert "reward curve" in output
@@ -496,9 +500,9 @@ def test_run_from_python_says_how_to_resume_it(model, tmp_path, write, train_arg
     run = tmp_path / "run"
     assert f"lagrpo.train(resume={str(run)!r}, {call}, callbacks=…)" in error.value.__notes__[-1]
     with pytest.raises(SettingsError) as refused:
-        lagrpo.train(resume=run)
+        lagrpo.train(resume=run, trust_run_code=True)
     assert f"lagrpo.train(resume={str(run)!r}, {call})" in str(refused.value)
-    assert lagrpo.train(resume=run, **train_arguments).batches == 2
+    assert lagrpo.train(resume=run, trust_run_code=True, **train_arguments).batches == 2
 
 
 def test_functions_of_a_script_and_of_its_directory_are_not_loadable(monkeypatch, tmp_path):

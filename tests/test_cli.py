@@ -170,7 +170,7 @@ def test_weights_of_a_run_evaluate_to_what_the_run_said(model, tmp_path, dtype):
     run = tmp_path / "runs" / "one"
     # The numbers of prompts and samples are the command's; task, dtype and seed are the run's.
     same = {"eval": settings["eval"]}
-    assert lagrpo("eval", run / "weights" / "final", *options(same))[0] == 0
+    assert lagrpo("eval", run / "weights" / "final", "--trust-run-code", *options(same))[0] == 0
     alone = summary_of(tmp_path / "evaluations" / "one-final-spread")
     assert alone["settings"]["model"]["dtype"] == dtype
     after = load_evaluations(run)[-1]
@@ -294,7 +294,7 @@ def test_failing_run_says_why_without_a_traceback(model, tmp_path):
     assert code == 1
     assert err.startswith("lagrpo: 6 of 6 completions have no reward")
     assert "this function never answers" in err
-    assert f"lagrpo train --resume {tmp_path / 'runs' / 'one'}" in err
+    assert f"lagrpo train --resume {tmp_path / 'runs' / 'one'} --trust-run-code" in err
     assert "Traceback" not in err
     assert leftovers(tmp_path) == []
 

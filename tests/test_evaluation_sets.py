@@ -131,7 +131,7 @@ def test_best_policy_is_kept_with_its_evaluation(sets):
 
 
 def test_run_with_sets_replays(sets):
-    report = verify_run(sets.run)
+    report = verify_run(sets.run, trust_run_code=True)
     assert report.differences == []
     assert {"evaluation before.own", "evaluation batch-000001.vowels"} <= report.compared.keys()
 
@@ -147,7 +147,7 @@ def test_resumed_run_with_evaluation_sets_equals_an_uninterrupted_run(model, tmp
         run={"name": "x"},
         checkpoint={"save_every": 1},
     )
-    resumed_result = train({"schedule.batches": 3}, resume=first.run)
+    resumed_result = train({"schedule.batches": 3}, resume=first.run, trust_run_code=True)
     assert load_rollouts(resumed_result.run) == load_rollouts(sets.run)
     assert resumed_result.evaluations == sets.evaluations
     lines = [without_timings(load_metrics(result.run)) for result in (resumed_result, sets)]

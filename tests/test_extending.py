@@ -221,7 +221,7 @@ def test_run_with_a_rollout_engine_of_its_own_resumes(model, tmp_path):
 
     never_stopped = begin("longer", batches=3)
     stopped = begin("shorter", batches=2)
-    lagrpo.train(resume=stopped, settings={"schedule.batches": 3})
+    lagrpo.train(resume=stopped, settings={"schedule.batches": 3}, trust_run_code=True)
     columns = ["completion", "policy_versions", "old_logprobs"]
     assert load_rollouts(stopped, columns=columns) == load_rollouts(never_stopped, columns=columns)
 

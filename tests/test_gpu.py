@@ -250,7 +250,9 @@ def test_resumed_run_on_cuda_is_the_run_that_never_stopped(tmp_path):
     }
     uninterrupted = lagrpo.train(settings, settings={"schedule.batches": 4, "run.name": "whole"})
     stopped = lagrpo.train(settings, settings={"run.name": "stopped"})
-    resumed = lagrpo.train(resume=stopped.run, settings={"schedule.batches": 4})
+    resumed = lagrpo.train(
+        resume=stopped.run, settings={"schedule.batches": 4}, trust_run_code=True
+    )
     assert uninterrupted.batches == resumed.batches == 4
     weights = [
         load_file(run / "weights/final/model.safetensors")

@@ -292,7 +292,7 @@ def test_run_leaves_adapters_and_is_replayed(finished_run):
         size
         < 20 * sum(t.numel() for t in load_adapter_weights(finished_run.weights).values()) + 200_000
     )
-    assert not verify_run(finished_run.run, 24).differences
+    assert not verify_run(finished_run.run, 24, trust_run_code=True).differences
 
 
 def test_resumed_run_equals_an_uninterrupted_run(finished_run, tmp_path):
@@ -300,7 +300,7 @@ def test_resumed_run_equals_an_uninterrupted_run(finished_run, tmp_path):
     for path in (run / "checkpoints").glob("step-*"):
         if int(path.name[5:]) > 4:
             shutil.rmtree(path)
-    resumed = train(resume=run)
+    resumed = train(resume=run, trust_run_code=True)
     assert resumed.weights is not None
     assert same(load_adapter_weights(resumed.weights), load_adapter_weights(finished_run.weights))
     assert load_rollouts(run) == load_rollouts(finished_run.run)

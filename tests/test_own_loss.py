@@ -70,8 +70,8 @@ def test_a_run_with_an_own_loss_resumes_and_verifies_from_the_kept_file(module, 
     assert (run / "loss" / f"{module}.py").read_text("utf-8") == Path(f"{module}.py").read_text(
         "utf-8"
     )
-    assert not verify_run(run).differences
-    resumed = lagrpo.train(resume=run, settings={"schedule.batches": 4})
+    assert not verify_run(run, trust_run_code=True).differences
+    resumed = lagrpo.train(resume=run, settings={"schedule.batches": 4}, trust_run_code=True)
     assert resumed.batches == 4
 
 
@@ -80,7 +80,7 @@ def test_verify_takes_the_kept_file_after_the_module_is_gone(module, tmp_path):
     sys.modules.pop(module)
     Path(f"{module}.py").unlink()
     shutil.rmtree("__pycache__", ignore_errors=True)
-    assert not verify_run(run).differences
+    assert not verify_run(run, trust_run_code=True).differences
 
 
 def test_function_given_in_python_trains_under_the_name_of_its_module(module, tmp_path):
@@ -141,7 +141,7 @@ def test_run_with_a_loss_of_no_module_says_how_it_resumes_and_verifies(tmp_path)
     run = lagrpo.train(settings(tmp_path, "grpo"), loss=lambda x: x.logp * x.advantage).run
     with pytest.raises(SettingsError, match=r"lagrpo.train\(resume=.*loss="):
         lagrpo.train(resume=run)
-    report = verify_run(run)
+    report = verify_run(run, trust_run_code=True)
     assert not report.differences
     assert any("loss" in reason for reason in report.skipped)
 

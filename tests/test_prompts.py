@@ -151,7 +151,7 @@ def test_overlong_prompts_are_dropped_if_the_settings_say_so(run):
     """The template makes 18 tokens of ?, 19 of x? …"""
     finished_run = run("load", rollout={"overlong_prompts": "drop", "max_prompt_length": 19})
     assert {len(row["prompt_token_ids"]) for row in load_rollouts(finished_run)} == {18, 19}
-    assert verify_run(finished_run).differences == []
+    assert verify_run(finished_run, trust_run_code=True).differences == []
 
 
 def test_prompt_that_ends_with_the_assistant_is_continued():

@@ -48,7 +48,7 @@ def begin_in(
     root: Path, model: Path, name: str, /, *callbacks: Callback, resume: Any = None, **sections: Any
 ) -> Result:
     settings = merged(tiny_settings(model, root), SMALL, sections, {"run": {"name": name}})
-    return train(settings, callbacks=callbacks, resume=resume)
+    return train(settings, callbacks=callbacks, resume=resume, trust_run_code=True)
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def run(finished, tmp_path):
 
 
 def go_on(run: Path, /, **sections: JsonObject) -> Result:
-    return train(sections, resume=run)
+    return train(sections, resume=run, trust_run_code=True)
 
 
 def differing(run: Path, expected: JsonObject) -> list[str]:
@@ -217,7 +217,7 @@ def test_error_between_updates_keeps_the_last_batch(begin, undisturbed, monkeypa
         begin("run", Break(), checkpoint={"save_every": 0})
     monkeypatch.undo()
     run = tmp_path / "run"
-    call = f"lagrpo.train(resume={str(run)!r}, callbacks=…)"
+    call = f"lagrpo.train(resume={str(run)!r}, callbacks=…, trust_run_code=True)"
     assert error.value.__notes__[-1] == f"To resume after batch 4: {call}"
     assert differing(go_on(run).run, undisturbed()) == []
 

@@ -28,11 +28,13 @@ from lagrpo.rewards.reward import (
     Rewards,
     UnscorableError,
     load_function,
+    load_reward,
 )
 from lagrpo.rewards.texts import find_accepted, normal_form, text_after_thinking
 from lagrpo.runs import load_metrics, load_rollouts
 from lagrpo.runs.reading import load_evaluation_records
 from lagrpo.settings.load import load_settings
+from lagrpo.settings.sections import RewardSettings
 from lagrpo.tasks import RowTask, load_task
 from lagrpo.terminal.show import show
 from lagrpo.training.checks import check_settings
@@ -421,6 +423,22 @@ def test_failures_cost_their_completions_and_no_other_reward():
 # ---- the settings ----
 
 
+@pytest.mark.parametrize("name", ["Program", "Called", "Renamed"])
+def test_class_without_the_signature_of_a_reward_is_rejected_before_an_object_is_made(name):
+    entry = RewardSettings.model_validate({"reward": f"sample_rewards:{name}"})
+    sample_rewards.made.clear()
+    with pytest.raises(ValueError, match=f"{name}.*name the parameters"):
+        load_reward(entry, None)
+    assert sample_rewards.made == []
+
+
+@pytest.mark.parametrize("name", ["Scaled", "Derived"])
+def test_object_of_a_class_with_the_signature_of_a_reward_scores(name):
+    options = {"scale": 2.0}
+    entry = RewardSettings.model_validate({"reward": f"sample_rewards:{name}", "options": options})
+    assert load_reward(entry, None).function(completion="ab", answer="") == 4.0
+
+
 def test_contradictory_entries_are_rejected():
     for entry, message in [
         ({"reward": "lenght"}, "no built-in reward 'lenght'.*Did you mean 'length'"),
@@ -488,7 +506,7 @@ def test_each_reward_is_in_the_rollouts_the_metrics_the_evaluations_and_the_repl
     )
     show(result.run, console=Console(width=200, file=(output := io.StringIO())))
     assert ", rank 0" in output.getvalue()
-    assert verify_run(result.run, None).differences == []
+    assert verify_run(result.run, None, trust_run_code=True).differences == []
 
 
 def test_one_entry_of_weight_one_or_a_closure_trains_as_a_single_reward(settings, tmp_path):

@@ -89,7 +89,7 @@ def test_run_with_an_environment_and_a_second_reward_is_verified(model, tmp_path
         assert row["reward_letters"] == letters(row["messages"][-1], "")
         expected = row["reward_task"] + 0.5 * row["reward_letters"]
         assert row["reward"] == pytest.approx(expected)
-    report = verify_run(result.run)
+    report = verify_run(result.run, trust_run_code=True)
     assert report.differences == []
     assert report.compared["episodes"] > 0
 

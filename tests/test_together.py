@@ -290,7 +290,7 @@ def test_run_resumes_with_another_number_of_ranks(whole_run, alone, tmp_path, sh
     if after > 1:
         result = only_result(together(after, other_sharding, resume=stopped))
     else:
-        result = train(other_sharding, resume=stopped)
+        result = train(other_sharding, resume=stopped, trust_run_code=True)
     run = result.run
     token_ids = [row["token_ids"] for row in load_rollouts(run)]
     expected = [row["token_ids"] for row in load_rollouts(alone("asking ahead"))]

@@ -258,7 +258,7 @@ def test_callback_that_raises_ends_the_run_after_its_batch(settings, tmp_path):
     assert log.told[-1][:2] == other.told[-1][:2] == ("end", "failed")
     (directory,) = (tmp_path / "runs").iterdir()
     assert [m["step"] for m in load_metrics(directory)] == [1, 2]  # the files come first
-    assert train(resume=directory).batches == 3
+    assert train(resume=directory, trust_run_code=True).batches == 3
 
 
 # Ends
@@ -395,7 +395,7 @@ def test_error_keeps_what_was_learned_and_says_where(run, tmp_path, owner, name,
     assert cures == advice
     assert len(advice) == (1 if is_out_of_memory else 0)
     assert note.startswith(f"The run so far: {directory} (2 of 4 batches finished, ")
-    assert way_on == f"{way}: {typed_command()} train --resume {directory}"
+    assert way_on == f"{way}: {typed_command()} train --resume {directory} --trust-run-code"
     assert weights(directory / "weights" / "final")
     assert leftovers(directory) == []
     assert [m["step"] for m in load_metrics(directory)] == [1, 2]

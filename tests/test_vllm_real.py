@@ -88,7 +88,9 @@ def run(
         "rollout": {"engine": "vllm"},
         "vllm": {"urls": [server.url]} if server is not None else {},
     }
-    return train(tiny_settings(model, root, **merged(base, sections)), resume=resume)
+    return train(
+        tiny_settings(model, root, **merged(base, sections)), resume=resume, trust_run_code=True
+    )
 
 
 # Weight syncs

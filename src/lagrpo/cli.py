@@ -40,7 +40,9 @@ from lagrpo.interrupts import find_interruption, interruptible
 from lagrpo.logs import redact
 from lagrpo.settings.command_line import CommandParser, help_text, read_words, spell_out
 from lagrpo.settings.load import PRESETS, flatten, load_settings
+from lagrpo.settings.run_code import TRUST_OPTION, check_run_code
 from lagrpo.settings.schema import EVALUATION_DEFAULTS, Settings
+from lagrpo.terminal.text import typed_command
 
 HELP = {"-h", "--help"}
 
@@ -178,7 +180,7 @@ def exit_on(*errors: type[Exception], code: int = 1) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Train:
-    """usage: lagrpo train [SETTINGS] [--resume RUN] [--dry-run] [--section.name VALUE …]
+    """usage: lagrpo train [SETTINGS] [--resume RUN] [OPTIONS] [--section.name VALUE …]
 
     Train, and write metrics, rollouts, checkpoints and the model to a directory.
 
@@ -187,6 +189,8 @@ class Train:
                     exists
       --dry-run     load the data and the rewards, print the settings and what they mean (samples
                     per update, staleness, memory), and stop
+      --trust-run-code
+                    with --resume RUN: run the functions that the settings of RUN name
 
     Settings, with their values in brackets. --task, --model and --recipe are short for
     --task.name, --model.path and --loss.recipe; lists take several words, tables a value for each
@@ -197,6 +201,7 @@ class Train:
     file: str | None = None
     resume: str | None = None
     dry_run: bool = False
+    trust_run_code: bool = False
 
 
 def read_train_words(words: Sequence[str]) -> tuple[Train, dict[str, Any]]:
@@ -205,6 +210,7 @@ def read_train_words(words: Sequence[str]) -> tuple[Train, dict[str, Any]]:
     parser.add_argument("file", nargs="?")
     parser.add_argument("--resume")
     parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument(TRUST_OPTION, action="store_true")
     arguments, changes = read_words(parser, words, list(Settings.model_fields))
     if arguments["file"] is None:
         check_settings_go_first(changes)
@@ -244,6 +250,9 @@ def train(words: list[str]) -> None:
     from lagrpo.training.epochs import with_batches
 
     check_arguments(settings, arguments.resume, given=[])
+    if arguments.resume not in (None, "auto") and not arguments.trust_run_code:
+        config = Path(arguments.resume, "config.toml")
+        check_run_code(settings, config, named=changes, cure=trusting("train", words))
     # `run.train` makes these checks, too: made here, they fail before all of torch has loaded.
     settings = with_batches(settings)
     check_settings(settings, resume=arguments.resume)
@@ -262,7 +271,7 @@ def asks_for_help(words: Sequence[str]) -> bool:
 
 @dataclass(frozen=True)
 class Eval:
-    """usage: lagrpo eval MODEL [--section.name VALUE …]
+    """usage: lagrpo eval MODEL [--trust-run-code] [--section.name VALUE …]
 
     Measure pass@1 and pass@k of a model on the test prompts of a task (--task NAME), with 95 %
     intervals.
@@ -270,18 +279,21 @@ class Eval:
       MODEL         directory of a model or an adapter, hub id, or smollm2 (embedded)
 
     Weights of a run (runs/NAME/weights/…) are evaluated on its task, with its template, dtype,
-    limits, temperature and seed.
+    limits, temperature and seed. With --trust-run-code, functions that the settings of that run
+    name may run.
 
     Settings, with their default values in brackets. --task is short for --task.name.
     """
 
     path: str
+    trust_run_code: bool = False
 
 
 def read_eval_words(words: Sequence[str]) -> tuple[Eval, dict[str, Any]]:
     """Returns the arguments of `lagrpo eval`, and the settings that its words change."""
     parser = CommandParser()
     parser.add_argument("path", metavar="MODEL")
+    parser.add_argument(TRUST_OPTION, action="store_true")
     arguments, changes = read_words(parser, words, EVALUATED)
     for name in changes:
         if name.partition(".")[2] in UNUSED:
@@ -298,11 +310,15 @@ def evaluate(words: list[str]) -> None:
         print(help_text(Eval, load_settings(base), EVALUATED, UNUSED))
         return
     arguments, changes = read_eval_words(words)
-    base |= settings_of_run(arguments.path)
+    config = config_of_weights(arguments.path)
+    if config is not None:
+        base |= settings_for_eval(config)
     if changes.get("task.name") not in (None, base.get("task.name")):
         # Settings of the run's task do not fit another task.
         base = {name: value for name, value in base.items() if not name.startswith("task.")}
     settings = load_settings(base | {"model.path": arguments.path}, changes)
+    if config is not None and not arguments.trust_run_code:
+        check_run_code(settings, config, named=changes, cure=trusting("eval", words))
     from lagrpo.training.checks import check_evaluation
 
     check_evaluation(settings)
@@ -313,15 +329,23 @@ def evaluate(words: list[str]) -> None:
         evaluate_model(settings)
 
 
-def settings_of_run(weights: str) -> dict[str, Any]:
-    """Returns the settings in KEPT_FOR_EVAL of the run that wrote these weights.
+def trusting(command: str, words: Sequence[str]) -> str:
+    """Returns the end of a sentence: type the command with TRUST_OPTION, too."""
+    return f"type {typed_command()} {shlex.join([command, *words, TRUST_OPTION])}"
 
-    The seed decides which rows of the data are test rows. Empty for other models.
-    """
+
+def config_of_weights(weights: str) -> Path | None:
+    """Returns config.toml of the run that wrote these weights; None for other models."""
     folder = Path(weights).expanduser().absolute().parent
     config = folder.parent / "config.toml"
-    if folder.name != "weights" or not config.is_file():
-        return {}
+    return config if folder.name == "weights" and config.is_file() else None
+
+
+def settings_for_eval(config: Path) -> dict[str, Any]:
+    """Returns the settings in KEPT_FOR_EVAL of a run.
+
+    The seed decides which rows of the data are test rows.
+    """
     settings = load_settings(config).model_dump(exclude_none=True)
     return {
         name: value for name, value in flatten(settings).items() if name.startswith(KEPT_FOR_EVAL)
@@ -392,6 +416,7 @@ def add_verify_arguments(parser: CommandParser) -> None:
     parser.add_argument("--rows", type=int, default=128)
     parser.add_argument("--all", action="store_true", dest="everything")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(TRUST_OPTION, action="store_true")
 
 
 def verify(
@@ -400,6 +425,7 @@ def verify(
     rows: int,
     everything: bool,
     seed: int,
+    trust_run_code: bool,
 ) -> None:
     """Replay a run from its files with plain transformers, and report what differs.
 
@@ -407,12 +433,15 @@ def verify(
     --rows N  number of completions whose tokens and log-probs are recomputed [128]
     --all     recompute the tokens and log-probs of all completions
     --seed N  seed that chooses these completions [0]
+    --trust-run-code
+              run the functions that the settings of RUN name, and the loss in RUN/loss
     """
     if rows < 1:
         raise SettingsError(f"--rows = {rows}: recompute at least one completion")
     from lagrpo.verify import print_report, verify_run
 
-    report = verify_run(run, None if everything else rows, seed)
+    count = None if everything else rows
+    report = verify_run(run, count, seed, trust_run_code=trust_run_code)
     print_report(report)
     if report.differences:
         sys.exit(1)

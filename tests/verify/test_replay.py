@@ -21,7 +21,7 @@ EVALUATED = 2 * 2 * 3
 
 
 def test_float32_run_agrees_with_its_replay_in_every_value(untouched_run):
-    report = verify_run(untouched_run, None)
+    report = verify_run(untouched_run, None, trust_run_code=True)
     assert report.differences == []
 
     # A check that compared nothing would find no difference either.
@@ -49,12 +49,12 @@ def test_stale_run_agrees_with_its_replay_whatever_computes(
     schedule = {"num_iterations": 2}
     run = train_run(model, tmp_path, model={"dtype": dtype}, schedule=schedule)
     assert load_metrics(run)[2]["rollout/kl"] > 0  # batch 3 is stale
-    assert verify_run(run, None).differences == []
+    assert verify_run(run, None, trust_run_code=True).differences == []
 
 
 def test_bfloat16_run_agrees_with_its_replay_but_for_undecided_samples(bfloat16_run):
     """Rounding moves the edges between tokens, so a few random numbers could mean either token."""
-    report = verify_run(bfloat16_run, None)
+    report = verify_run(bfloat16_run, None, trust_run_code=True)
     assert report.differences == []
     assert 0 < report.undecided["samples"] < report.compared["samples"]
 
@@ -88,22 +88,22 @@ def test_bfloat16_run_agrees_with_its_replay_but_for_undecided_samples(bfloat16_
 )
 def test_run_with_another_recipe_and_schedule_agrees_with_its_replay(model, tmp_path, sections):
     run = train_run(model, tmp_path, **sections)
-    assert verify_run(run, 12).differences == []
+    assert verify_run(run, 12, trust_run_code=True).differences == []
 
 
 def test_run_resumed_for_more_batches_agrees_with_its_replay(model, tmp_path):
     run = train_run(model, tmp_path, schedule={"constant_lag": 2})
-    lagrpo.train(resume=run, settings={"schedule.batches": 7})
+    lagrpo.train(resume=run, settings={"schedule.batches": 7}, trust_run_code=True)
     # The lag grows from 0 at the start, and again where the run resumed.
     assert [line["staleness/max"] for line in load_metrics(run)] == [0, 1, 2, 0, 1, 2, 2]
-    assert verify_run(run, 12).differences == []
+    assert verify_run(run, 12, trust_run_code=True).differences == []
 
 
 def test_offline_completions_are_skipped_with_a_note(untouched_run, model, tmp_path):
     """Half of each batch are completions of another run, with random numbers of its own."""
     offline = {"data": str(untouched_run / FIRST_STEP), "fraction": 0.5}
     run = train_run(model, tmp_path, offline=offline, loss={"recipe": "asymre"})
-    report = verify_run(run)
+    report = verify_run(run, trust_run_code=True)
     assert report.differences == []
     assert report.skipped["completions, their samples and log-probs: offline data"] == ROWS // 2
     assert report.compared["samples"] > 0
@@ -112,7 +112,7 @@ def test_offline_completions_are_skipped_with_a_note(untouched_run, model, tmp_p
 def test_missing_weights_are_skipped_with_the_setting_that_keeps_them(run):
     for folder in (run / "weights").glob("v*"):
         shutil.rmtree(folder)
-    report = verify_run(run)
+    report = verify_run(run, trust_run_code=True)
     assert report.differences == []
     # The initial weights are those of the model, which the run does not own.
     by_initial_policy = [row for row in load_rollouts(run) if set(row["policy_versions"]) == {0}]

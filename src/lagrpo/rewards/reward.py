@@ -18,13 +18,13 @@ import inspect
 import math
 import pickle
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial, wraps
 from typing import Any, Protocol
 
 from lagrpo.core.references import describe_raised, load_reference
-from lagrpo.errors import suggest
+from lagrpo.errors import as_settings_error, suggest
 from lagrpo.logs import is_secret
 from lagrpo.rewards.texts import find_accepted
 from lagrpo.types import Completion, Outcome, OutcomeKind, Prompt, Range, is_correct
@@ -140,12 +140,7 @@ class Reward:
     is_of_environment: bool = False
 
     def __post_init__(self) -> None:
-        if not any(name in STYLES for name in self._parameters):
-            raise ValueError(
-                f"{self.title}({', '.join(self._parameters)}): name the parameters "
-                "(completion, answer), or as in TRL (prompts, completions, **columns) or verl "
-                "(data_source, solution_str, ground_truth)"
-            )
+        check_signature(self.title, self._parameters)
         lowest, highest = self.range
         if not lowest < highest:
             raise ValueError(
@@ -165,10 +160,7 @@ class Reward:
 
     @cached_property
     def _parameters(self) -> Mapping[str, inspect.Parameter]:
-        try:
-            return inspect.signature(self.function).parameters
-        except (TypeError, ValueError):  # some functions that are written in C
-            return {}
+        return parameters_of(self.function)
 
     @property
     def is_async(self) -> bool:
@@ -224,6 +216,36 @@ class Reward:
         if inspect.Parameter.VAR_KEYWORD in kinds:
             return kwargs
         return {name: value for name, value in kwargs.items() if name in self._parameters}
+
+
+def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """Returns the parameters of a function; none for some functions that are written in C."""
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return {}
+
+
+def check_signature(title: str, parameters: Collection[str]) -> None:
+    """Raises ValueError for a function whose parameters are those of no signature."""
+    if not any(name in STYLES for name in parameters):
+        raise ValueError(
+            f"{title}({', '.join(parameters)}): name the parameters "
+            "(completion, answer), or as in TRL (prompts, completions, **columns) or verl "
+            "(data_source, solution_str, ground_truth)"
+        )
+
+
+def check_class(kind: type) -> None:
+    """Raises ValueError for a class whose objects cannot be called as a reward.
+
+    No object is made, because making one may act: subprocess.Popen starts a program.
+    """
+    # Every class has an attribute __call__: without its own, that of its metaclass.
+    has_call = any("__call__" in vars(base) for base in kind.__mro__)
+    parameters = parameters_of(kind.__call__) if has_call else {}
+    names = [name for name in parameters if name != "self"]
+    check_signature(kind.__name__, names)
 
 
 def _is_required(parameter: inspect.Parameter) -> bool:
@@ -431,6 +453,9 @@ def load_reward(entry: RewardEntry, own: RewardFunction | Rewards | None) -> Rew
     function: Any = own
     if entry.reward != OWN:
         function = load_function(REWARDS.get(entry.reward, entry.reward))
+    if inspect.isclass(function):
+        with as_settings_error(f"task.rewards, {entry.name!r}: {entry.reward}"):
+            check_class(function)
     try:
         if inspect.isclass(function):
             function = function(**entry.options)

@@ -16,6 +16,7 @@ from lagrpo.errors import SettingsError, as_settings_error
 from lagrpo.rewards.reward import Rewards
 from lagrpo.runs.environment import read_environment
 from lagrpo.settings.load import nest
+from lagrpo.settings.run_code import ARGUMENTS, TRUST_ARGUMENT, find_code
 from lagrpo.settings.schema import Settings
 from lagrpo.settings.sections import RewardSettings
 from lagrpo.tasks import Task, environment_of, load_task
@@ -96,10 +97,13 @@ def is_loadable(value: object, reference: str) -> bool:
     return str(folder) in (os.getcwd(), *sys.path[1:])  # the first is the directory of a script
 
 
-def resume_call(run: Path, arguments: Sequence[str]) -> str:
-    """The call in Python that resumes a run."""
-    needed = "".join(f", {name}=…" for name in arguments)
-    return f"lagrpo.train(resume={str(run)!r}{needed})"
+def resume_call(run: Path, settings: Settings, arguments: Sequence[str]) -> str:
+    """The call in Python that resumes a run with these settings."""
+    words = [f"resume={str(run)!r}", *(f"{name}=…" for name in arguments)]
+    replaced = [setting for name in arguments for setting in ARGUMENTS.get(name, ())]
+    if any(not setting.startswith(tuple(replaced)) for setting, _ in find_code(settings)):
+        words.append(TRUST_ARGUMENT)
+    return f"lagrpo.train({', '.join(words)})"
 
 
 def check_arguments(settings: Settings, resume: str | None, given: Sequence[str]) -> None:
@@ -113,7 +117,7 @@ def check_arguments(settings: Settings, resume: str | None, given: Sequence[str]
     if run is not None and missing:
         raise SettingsError(
             f"{run} was started from Python with {' and '.join(missing)} that its settings cannot "
-            f"hold: resume it by {resume_call(run, needed)}"
+            f"hold: resume it by {resume_call(run, settings, needed)}"
         )
 
 

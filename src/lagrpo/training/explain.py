@@ -313,5 +313,7 @@ def empty_model(settings: Settings) -> PreTrainedModel:
         check_supported(config)
         check_context(config, settings.max_sequence_length)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-            return cast("PreTrainedModel", model)
+            return cast(
+                "PreTrainedModel",
+                AutoModelForCausalLM.from_config(config, trust_remote_code=False),
+            )

@@ -391,7 +391,9 @@ class Training:
 
     def resume_command(self) -> str:
         """Returns the sentence that says how the run resumes."""
-        return resume_command(self.store.path, self.saved_batch, self.resume_arguments, self.ranks)
+        return resume_command(
+            self.store.path, self.settings, self.saved_batch, self.resume_arguments, self.ranks
+        )
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -19,6 +19,7 @@ from lagrpo.runs.directory import Run
 from lagrpo.runs.environment import collect_environment, read_environment, write_environment
 from lagrpo.runs.reading import load_events, load_metrics
 from lagrpo.settings.load import flatten
+from lagrpo.settings.run_code import TRUST_OPTION, find_code
 from lagrpo.settings.schema import Settings
 from lagrpo.terminal.text import typed_command
 from lagrpo.training.arguments import resume_call
@@ -257,7 +258,9 @@ def _find_machine_changes(before: JsonView, now: JsonView) -> dict[str, list[obj
     }
 
 
-def resume_command(run: Path, saved_batch: int, arguments: Sequence[str], ranks: Ranks) -> str:
+def resume_command(
+    run: Path, settings: Settings, saved_batch: int, arguments: Sequence[str], ranks: Ranks
+) -> str:
     """Returns the sentence with the command, or the call in Python, that resumes a run.
 
     `saved_batch` is the batch of the newest checkpoint, 0 without one. `arguments` are the names of
@@ -268,10 +271,13 @@ def resume_command(run: Path, saved_batch: int, arguments: Sequence[str], ranks:
     else:
         purpose = "No checkpoint yet; to start again"
     if arguments:
-        return f"{purpose}: {resume_call(run, arguments)}"
+        return f"{purpose}: {resume_call(run, settings, arguments)}"
     program = typed_command()
     if ranks.size > 1:
         has_one_host = local_size() == ranks.size
         processes = f"--nproc-per-node {ranks.size}" if has_one_host else "…"
         program = f"torchrun {processes} -m lagrpo"
-    return f"{purpose}: {program} train --resume {shlex.quote(str(run))}"
+    command = f"{program} train --resume {shlex.quote(str(run))}"
+    if any(find_code(settings)):
+        command += f" {TRUST_OPTION}"
+    return f"{purpose}: {command}"

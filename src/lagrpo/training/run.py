@@ -30,6 +30,7 @@ from lagrpo.rollout.sync_check import WeightSyncError
 from lagrpo.rollout.vllm.client import SamplerError
 from lagrpo.runs.directory import locked
 from lagrpo.settings.load import explains_arguments, load_settings
+from lagrpo.settings.run_code import ARGUMENTS, TRUST_ARGUMENT, check_run_code
 from lagrpo.settings.schema import Settings
 from lagrpo.tasks import NOT_A_TASK, Task
 from lagrpo.training.arguments import (
@@ -82,6 +83,7 @@ def train(
     settings: Mapping[str, Any] | None = None,
     resume: str | os.PathLike[str] | None = None,
     dry_run: bool = False,
+    trust_run_code: bool = False,
 ) -> Result:
     """Trains a model (Algorithm 1 of arXiv 2505.22257).
 
@@ -103,6 +105,8 @@ def train(
     dry_run: only load the data and the rewards, and print what the settings mean: samples per
         update, staleness, memory. The result has 0 batches, and the directory to which nothing was
         written.
+    trust_run_code: with the directory of a run as `resume`, lets functions run that only its
+        settings name.
 
     Ctrl-C, SIGTERM, SIGUSR1 or SIGUSR2 stops the run after the current update and writes a
     checkpoint. Under torchrun every process calls this and gets the same Result; only rank 0 calls
@@ -117,11 +121,22 @@ def train(
     if rewards is not None and not isinstance(rewards, list | tuple):
         rewards = [rewards]
     check_one_loss(loss, settings)
-    if not isinstance(source, Settings):
-        changes = {**as_settings(model, data, rewards, loss), **(settings or {})}
-        source = load_settings(source, changes, resume_from)
     passed_names = names_of_passed(task=task, data=data, rewards=rewards, loss=loss)
-    check_arguments(source, resume_from, passed_names)
+    if isinstance(source, Settings):
+        check_arguments(source, resume_from, passed_names)
+    else:
+        changes = {**as_settings(model, data, rewards, loss), **(settings or {})}
+        written = source
+        source = load_settings(written, changes, resume_from)
+        check_arguments(source, resume_from, passed_names)
+        if resume_from not in (None, "auto") and not trust_run_code:
+            check_run_code(
+                source,
+                Path(resume_from, "config.toml"),
+                named=[written, changes],
+                cure=f"pass {TRUST_ARGUMENT}",
+                unused=[setting for name in passed_names for setting in ARGUMENTS[name]],
+            )
     resume_arguments = in_memory_arguments(task, data, rewards, loss)
 
     with as_settings_error():

@@ -17,7 +17,12 @@ __all__ = ["Difference", "Report", "print_report", "verify_run"]
 
 
 def verify_run(
-    run: Path | str, count: int | None = 128, seed: int = 0, task: Task | None = None
+    run: Path | str,
+    count: int | None = 128,
+    seed: int = 0,
+    task: Task | None = None,
+    *,
+    trust_run_code: bool = False,
 ) -> Report:
     """Replays a run and returns the differences.
 
@@ -26,11 +31,13 @@ def verify_run(
              checked in full
     seed     decides which completions
     task     replaces the task of the settings, if the run was given a Task
+    trust_run_code
+             runs the functions that the settings of the run name, and the loss in its directory
 
-    Raises RunNotFoundError if the directory is not a run, and SettingsError for a broken file or a
-    run without a finished batch.
+    Raises RunNotFoundError if the directory is not a run, and SettingsError for a broken file, a
+    run without a finished batch, and code that is not trusted.
     """
-    recorded = RecordedRun(run)
+    recorded = RecordedRun(run, task, trust_run_code=trust_run_code)
     problem = f"{recorded.path} cannot be replayed: a value is missing"
     with as_settings_error(problem, KeyError, TypeError):
         task_checks.check_rewards(recorded, task)

@@ -15,8 +15,10 @@ from lagrpo.runs import reading
 from lagrpo.runs.environment import FILE, read_environment
 from lagrpo.runs.rollouts import rollout_schema
 from lagrpo.settings.load import load_settings
+from lagrpo.settings.run_code import ARGUMENTS, TRUST_ARGUMENT, TRUST_OPTION, check_run_code
 from lagrpo.settings.schema import Settings
 from lagrpo.settings.user_loss import load_recipe_of_run
+from lagrpo.tasks import Task
 from lagrpo.types import JsonObject, JsonView, OutcomeKind
 
 TASK_OBJECT_NOTE = "# The task was the caller's own object"
@@ -102,7 +104,8 @@ class MetricsLine:
 class RecordedRun:
     """A finished or interrupted run, read from its directory.
 
-    Raises RunNotFoundError if the directory is not a run, SettingsError for a broken file.
+    `task` replaces the task of the settings. Raises RunNotFoundError if the directory is not a run,
+    SettingsError for a broken file, and for code that its settings name unless `trust_run_code`.
     """
 
     recipe: Recipe | None
@@ -122,15 +125,25 @@ class RecordedRun:
     fresh_prompts: int
     """prompts of a batch that the run's own engine samples for; the others are offline data"""
 
-    def __init__(self, run: Path | str) -> None:
+    def __init__(
+        self, run: Path | str, task: Task | None = None, *, trust_run_code: bool = False
+    ) -> None:
         self.path = reading.open_run(run).path
         with as_settings_error(f"{self.path} cannot be replayed", KeyError, TypeError):
-            self.settings = load_settings(self.path / "config.toml")
+            config = self.path / "config.toml"
+            self.settings = load_settings(config)
             self.environment = read_environment(self.path)
+            self.used_task_object = TASK_OBJECT_NOTE in config.read_text(encoding="utf-8")
+            if not trust_run_code:
+                check_run_code(
+                    self.settings,
+                    config,
+                    named=(),
+                    cure=f"add {TRUST_OPTION}, in Python {TRUST_ARGUMENT}",
+                    unused=self._list_unused_code(task),
+                )
             self.recipe = self._load_recipe()
             self._check_environment()
-            config = (self.path / "config.toml").read_text(encoding="utf-8")
-            self.used_task_object = TASK_OBJECT_NOTE in config
             self.lines = [
                 MetricsLine(number, values)
                 for number, values in enumerate(reading.load_metrics(self.path), start=1)
@@ -157,8 +170,23 @@ class RecordedRun:
         self.fresh_prompts = _count_fresh_prompts(self.settings)
         self.report = Report(str(self.path))
 
+    def _list_unused_code(self, task: Task | None) -> list[str]:
+        """Returns the beginnings of settings whose code the replay does not run."""
+        unused = ["rollout.", "vllm."]
+        if self._was_given_a_loss:
+            unused.append("loss.")
+        if task is not None:
+            unused += ARGUMENTS["task"]
+        elif self.used_task_object:
+            unused += ["task.", "eval."]
+        return unused
+
+    @property
+    def _was_given_a_loss(self) -> bool:
+        return "loss" in self.environment.get("arguments", [])
+
     def _load_recipe(self) -> Recipe | None:
-        if "loss" in self.environment.get("arguments", []):
+        if self._was_given_a_loss:
             return None
         return load_recipe_of_run(self.settings, self.path)
 
