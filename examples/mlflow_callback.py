@@ -14,6 +14,7 @@ from typing import Any
 import mlflow  # pyright: ignore[reportMissingImports]
 
 import lagrpo
+from lagrpo.logs import redact_values
 
 
 class MlflowCallback(lagrpo.Callback):
@@ -23,7 +24,7 @@ class MlflowCallback(lagrpo.Callback):
         self, settings: Mapping[str, Any], environment: Mapping[str, Any], batch: int
     ) -> None:
         mlflow.start_run(run_name=settings["run"]["name"])
-        for section, values in settings.items():
+        for section, values in redact_values(settings).items():
             mlflow.log_params({f"{section}.{name}": value for name, value in values.items()})
 
     def on_batch(self, metrics: Mapping[str, Any], rollouts: Sequence[Mapping[str, Any]]) -> None:

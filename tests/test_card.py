@@ -44,6 +44,14 @@ def test_settings_of_the_card_are_those_that_were_changed():
     assert tomllib.loads(block) == {"schedule": {"sync_every": 4}, "task": {"name": "gsm8k"}}
 
 
+def test_card_has_no_secret():
+    options = {"api_key": "planted", "deep": [{"auth": {"user": "planted"}}]}
+    data = "https://me:planted@host/rows.jsonl?sig=planted"
+    text = card(task={"name": "custom", "data": data, "options": options})
+    assert "planted" not in text
+    assert "https://***@host/rows.jsonl" in text
+
+
 def test_finished_run_has_a_card_with_its_results(model, tmp_path):
     result = lagrpo.train(tiny_settings(model, tmp_path / "runs"))
     assert result.weights is not None

@@ -18,7 +18,7 @@ from running import Section, tiny_settings
 from lagrpo import train
 from lagrpo.errors import SettingsError
 from lagrpo.runs import load_evaluations, load_metrics, load_rollouts
-from lagrpo.training.callbacks import Trackers, check_installed
+from lagrpo.training.callbacks import TensorBoard, Trackers, check_installed
 from lagrpo.types import JsonObject
 
 if TYPE_CHECKING:
@@ -205,6 +205,15 @@ def test_no_secret_reaches_a_tracker(install, tmp_path):
     assert package.calls_of("init")[0].options["config"]["paths"] == ["key=***", 3]
     assert "a key=***" in str(package.calls_of("log")[-1])
     assert "planted" not in str(package.calls)
+
+
+def test_settings_in_tensorboard_have_no_secret(tmp_path):
+    config = 'kept = "seen"\n[task.options]\napi_key = "planted"\ndeep = [{auth = ["planted"]}]\n'
+    (tmp_path / "config.toml").write_text(config, encoding="utf-8")
+    TensorBoard(tmp_path, "0", {}, 0).finish("finished")
+    (file,) = (tmp_path / "tensorboard").iterdir()
+    assert b"seen" in file.read_bytes()
+    assert b"planted" not in file.read_bytes()
 
 
 def test_missing_package_is_rejected(monkeypatch):

@@ -25,7 +25,6 @@ from typing import Any, Protocol
 
 from lagrpo.core.references import describe_raised, load_reference
 from lagrpo.errors import as_settings_error, suggest
-from lagrpo.logs import is_secret
 from lagrpo.rewards.texts import find_accepted
 from lagrpo.types import Completion, Outcome, OutcomeKind, Prompt, Range, is_correct
 
@@ -405,11 +404,6 @@ def _check_entry(entry: RewardEntry) -> None:
             f"{label}: no built-in reward {entry.reward!r}; there are {', '.join(builtin_names)} "
             f"and 'package.module:function'.{suggest(entry.reward, builtin_names)}"
         )
-    for option in entry.options:
-        if is_secret(option):
-            raise ValueError(
-                f"{label}: options.{option} would be written to disk; use an environment variable"
-            )
     if is_builtin and (entry.options or entry.reward in WITH_OPTIONS):
         load_reward(entry, None)
 

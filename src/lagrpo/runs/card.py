@@ -10,7 +10,7 @@ from pathlib import Path
 
 import tomli_w
 
-from lagrpo.logs import redact
+from lagrpo.logs import redact_values
 from lagrpo.types import JsonView
 
 CARD = "README.md"
@@ -32,8 +32,9 @@ def model_card(
     """Returns the card of the weights that the run `name` has trained.
 
     `changed_settings` are the entries of `settings` that are not the defaults. `evaluations` are
-    summaries, in their order. `version` is the number of updates.
+    summaries, in their order. `version` is the number of updates. Secrets are redacted.
     """
+    settings = redact_values(settings)
     parts = [
         _header(settings),
         f"# {name}",
@@ -41,7 +42,7 @@ def model_card(
     ]
     if evaluations:
         parts.append("## Results\n\n" + _results(evaluations))
-    text = redact(tomli_w.dumps(changed_settings)).strip()
+    text = tomli_w.dumps(redact_values(changed_settings)).strip()
     parts.append(f"## Settings\n\nThose that are not lagrpo's defaults:\n\n```toml\n{text}\n```")
     return "\n\n".join(parts) + "\n"
 

@@ -12,7 +12,7 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from lagrpo.logs import redact
+from lagrpo.logs import HIDDEN, redact_values
 from lagrpo.machine import usable_cores
 from lagrpo.runs.files import to_json, write_atomically
 from lagrpo.types import JsonObject, JsonView
@@ -31,7 +31,7 @@ def collect_environment(device: str = "cpu") -> JsonObject:
 
     return {
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": redact(shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])),
+        "command": command_line(),
         "directory": os.getcwd(),
         "git": git_state(Path.cwd()),
         "python": platform.python_version(),
@@ -45,6 +45,12 @@ def collect_environment(device: str = "cpu") -> JsonObject:
         "device_name": torch.cuda.get_device_name(device) if device.startswith("cuda") else None,
         "cuda": torch.version.cuda,
     }
+
+
+def command_line() -> str:
+    """Returns the command of this process, without secrets."""
+    words = redact_values([Path(sys.argv[0]).name, *sys.argv[1:]])
+    return shlex.join(words).replace(shlex.quote(HIDDEN), HIDDEN)
 
 
 def write_environment(run: Path, environment: JsonView) -> None:

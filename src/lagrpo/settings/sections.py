@@ -15,7 +15,7 @@ from pydantic import Field, field_validator, model_validator
 
 from lagrpo.core.references import is_reference
 from lagrpo.errors import suggest
-from lagrpo.logs import is_secret
+from lagrpo.logs import is_secret, redact_values
 from lagrpo.rewards.reward import sum_ranges
 from lagrpo.settings.section import Options, Section, Table
 
@@ -38,12 +38,14 @@ def split_server_args(options: Sequence[str]) -> tuple[str, ...]:
     ('--seed', '3', '--dtype=float16')
     """
     words = tuple(word for option in options for word in shlex.split(option))
+    option = ""
     for word in words:
-        name = word.partition("=")[0]
-        if word.startswith("--") and is_secret(name):
+        if word.startswith("--"):
+            option = word.partition("=")[0]
+        if is_secret(option) or redact_values(word) != word:
             raise ValueError(
-                f"server_args: all users of this machine could read the secret in {name!r}: set an "
-                "environment variable (HF_TOKEN, LAGRPO_VLLM_API_KEY), which servers inherit"
+                f"server_args: all users of this machine could read the secret in {option!r}: set "
+                "an environment variable (HF_TOKEN, LAGRPO_VLLM_API_KEY), which servers inherit"
             )
     return words
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
+
+import tomli_w
 
 from lagrpo.errors import SettingsError, one_line, visible
 from lagrpo.logs import is_debugging, redact, redact_values
@@ -147,7 +150,8 @@ class TensorBoard:
             str(path / "tensorboard"), purge_step=batch + 1 if batch else 0
         )
         if not batch:
-            settings = redact((path / "config.toml").read_text(encoding="utf-8"))
+            values = tomllib.loads((path / "config.toml").read_text(encoding="utf-8"))
+            settings = tomli_w.dumps(redact_values(values))
             self._writer.add_text("settings", f"```toml\n{settings}\n```", 0)
 
     def log(self, batch: int, values: Mapping[str, float]) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lagrpo.errors import SettingsError, as_settings_error, check_is_pulled
+from lagrpo.logs import find_secret
 from lagrpo.model.embedded import check_path, is_adapter
 from lagrpo.rewards.reward import load_function
 from lagrpo.runs.directory import check_new, check_writable
@@ -150,7 +151,31 @@ def check_run(settings: Settings, resume: str | None) -> None:
             check_writable(run)
         else:
             check_new(Path(settings.run.output_dir), settings.run.name)
+            check_secrets(settings)
     check_installed(settings.run.report_to)
+
+
+def check_secrets(settings: Settings) -> None:
+    """Raises SettingsError for a secret in a table of options, at any depth.
+
+    It would be written to config.toml. It is one by its name, or by its form.
+    """
+    tables: dict[str, object] = {
+        "model.chat_template_kwargs": settings.model.chat_template_kwargs,
+        "loss.overrides": settings.loss.overrides,
+    }
+    tasks = {"task": settings.task}
+    for evaluation_set in settings.eval.sets:
+        if evaluation_set.task is not None:
+            tasks[f"eval.sets, {evaluation_set.name!r}: task"] = evaluation_set.task
+    for name, task in tasks.items():
+        tables[f"{name}.options"] = task.options
+        for reward in task.rewards:
+            tables[f"{name}.rewards, {reward.name!r}: options"] = reward.options
+    for name, table in tables.items():
+        secret = find_secret(table, name)
+        if secret is not None:
+            raise SettingsError(f"{secret} would be written to disk; use an environment variable")
 
 
 def check_server_gpus(settings: Settings) -> None:

@@ -29,6 +29,7 @@ from lagrpo.core.estimators import (
 from lagrpo.cpu.memory import freed_memory_kept
 from lagrpo.errors import SettingsError
 from lagrpo.interrupts import raise_if_asked
+from lagrpo.logs import redact_values
 from lagrpo.machine import choose_threads, fixed_threads
 from lagrpo.model.embedded import is_adapter
 from lagrpo.rewards.pool import RewardPool
@@ -512,7 +513,7 @@ def evaluate_model(settings: Settings, task: Task | None = None) -> Evaluation:
         "model": settings.model.path,
         "task": task.name,
         **evaluation.summary,
-        "settings": settings.model_dump(),
+        "settings": redact_values(settings.model_dump()),
     }
     write_table(output / "records.parquet", evaluation.records)
     write_atomically(output / "summary.json", to_json(summary) + "\n")

@@ -10,20 +10,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, cast
 
+import tomli_w
 import torch
 
 from lagrpo.core.lag_table import held_lag, measured_lags, recipes_that_hold
 from lagrpo.core.objective import Recipe
 from lagrpo.core.recipes import bounds_whole_completions, clips_around_pi_k, inert_over_pi_k
 from lagrpo.errors import as_settings_error
-from lagrpo.logs import redact
+from lagrpo.logs import redact_values
 from lagrpo.model.backend import pick_device, pick_dtype
 from lagrpo.model.embedded import resolve_model
 from lagrpo.model.loading import check_context, check_supported, load_config
 from lagrpo.model.lora import count_parameters
 from lagrpo.rollout.episodes import MAIN_TASK
 from lagrpo.rollout.schedule import Schedule, lags
-from lagrpo.settings.load import to_toml
 from lagrpo.settings.schema import Settings
 from lagrpo.tasks import Task
 from lagrpo.terminal.text import count_of
@@ -59,7 +59,7 @@ def print_meaning(settings: Settings, recipe: Recipe, tasks: Mapping[str, Task])
     """
     if read_count("RANK", default=0) > 0:
         return
-    print(redact(to_toml(settings)))
+    print(tomli_w.dumps(redact_values(settings.model_dump(exclude_none=True))))
     for line in [*_data(tasks), *meaning(settings, recipe)]:
         print(f"# {line}")
     print("# dry run: nothing was written")
