@@ -51,6 +51,7 @@ def test_rejected_setting_is_named_without_its_secret(tmp_path, words):
         "authorization: the process of giving rights. The secret = patience",
         "api_key_env = OPENAI_API_KEY, answer_key: A1B2C3D4, author=me, sig=0.05",
         "sk-learn is scikit-learn, hf_hub_download loads a file",
+        "no option 'api_key': it takes digits; task.options.api_key: Input should be a number",
         'print("token:", next_token); def f(api_key: str)',
         '{"token": 5, "key": 3, "api_key": null}',
     ],

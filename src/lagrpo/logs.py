@@ -149,7 +149,9 @@ def _redact_named(text: str) -> str:
         if match.start() < end or not (is_signature or is_secret(name)):
             continue
         value = _VALUE.match(text, match.end())
-        if value is not None and _is_secret_value(match, value):
+        if value is None or _NOT_A_SECRET.fullmatch(value[0]):
+            continue
+        if _is_secret_value(match, value):
             parts += [text[end : match.end()], HIDDEN]
             end = value.end()
     return "".join([*parts, text[end:]])
@@ -157,8 +159,6 @@ def _redact_named(text: str) -> str:
 
 def _is_secret_value(match: re.Match[str], value: re.Match[str]) -> bool:
     """True if the value behind a name of a secret, `match`, is a secret, not prose or code."""
-    if _NOT_A_SECRET.fullmatch(value[0]):
-        return False
     if match["option"]:
         return True
     character_before = match.string[match.start() - 1 : match.start()]
@@ -166,18 +166,22 @@ def _is_secret_value(match: re.Match[str], value: re.Match[str]) -> bool:
     if is_end_of_quote:
         # print("token:", 5)
         return False
-    words = _split_words(match["name"])
-    if not is_secret(match["name"]):
+    name = match["name"]
+    if not is_secret(name):
         # The signature of a URL, or of a function.
         return match["sign"] == "=" and (character_before in ("?", "&") or len(value[0]) >= 16)
+    words = _split_words(name)
     is_opening_word = _OPENING_WORD.fullmatch(words[-1]) is not None
-    if match["quote"]:
-        is_number = value[0].isdecimal()
-        return not (is_number and is_opening_word)
-    if match["sign"] == "=" or value["mark"] or len(words) > 1:
+    if value["mark"]:
         return True
-    if value[0][0] in "[{":
+    if match["quote"] and value[0].isdecimal():
         return not is_opening_word
+    if value[0][0] in "[{":
+        return bool(match["quote"]) or not is_opening_word
+    # A header or an assignment. Behind the names of settings, messages have prose.
+    is_assigned = match["sign"] == "=" or (len(words) > 1 and "." not in name)
+    if is_assigned and not match["quote"]:
+        return True
     # "password: hunter2", but not "The password: choose a long one".
     return re.fullmatch(r"(?=.*\d)(?=.*[A-Za-z]).{7,}", value[0]) is not None
 
