@@ -84,6 +84,18 @@ def test_staleness_of_offline_completions_is_unknown():
     assert row.loss_inputs(torch.zeros(3), version=7).staleness is None
 
 
+def test_staleness_of_a_row_with_offline_and_sampled_completions_is_unknown():
+    """In a row of their own, the sampled completions still know theirs."""
+    offline = Group(Prompt(0, (), "", (5,)), (completion(1.0, [-1, -1]), completion(0.0, [-1])))
+    sampled = Group(Prompt(1, (), "", (6,)), (completion(1.0, [5, 5]), completion(0.0, [6, 6])))
+    (mixed_row,) = micro_batches(assembled([offline, sampled], "dr_grpo"), 99)
+    assert mixed_row.loss_inputs(torch.zeros(7), version=8).staleness is None
+    (sampled_row,) = micro_batches(assembled([sampled], "dr_grpo"), 99)
+    staleness = sampled_row.loss_inputs(torch.zeros(4), version=8).staleness
+    assert staleness is not None
+    assert sorted(staleness.tolist()) == [2, 2, 3, 3]
+
+
 def test_first_update_on_a_batch_has_pi_as_pi_k_without_a_gradient():
     (row,) = micro_batches(assembled(groups_of([[1.0, 0.0]]), "dr_grpo"), 99)
     logp_T = torch.zeros(4, requires_grad=True)

@@ -37,7 +37,7 @@ ROWS = [
 """The last row has another answer: it is another group."""
 
 
-def test_rows_of_one_prompt_form_groups_of_at_most_g(tmp_path):
+def test_rows_of_one_prompt_and_answer_form_a_group(tmp_path):
     policy = tiny_policy()
     offline_data = loaded(written(tmp_path, ROWS), policy, G=2, seed=0)
     assert len(offline_data) == 3
@@ -57,6 +57,50 @@ def test_rows_of_one_prompt_form_groups_of_at_most_g(tmp_path):
     assert first.versions.tolist() == [-1, -1]
 
 
+@pytest.mark.parametrize(
+    ("count", "G", "sizes"),
+    [
+        pytest.param(8, 8, [8], id="G rows"),
+        pytest.param(3, 8, [3], id="fewer than G"),
+        pytest.param(9, 8, [4, 5], id="one row more than G"),
+        pytest.param(9, 4, [3, 3, 3], id="one row more than 2 G"),
+        pytest.param(5, 2, [2, 3], id="odd number of rows for pairs"),
+        pytest.param(1, 2, [1], id="one row"),
+        pytest.param(2, 1, [1, 1], id="groups of one"),
+    ],
+)
+def test_rows_of_a_prompt_are_shared_out_evenly_and_none_is_left_alone(tmp_path, count, G, sizes):
+    rows = [{"prompt": "1+1=", "completion": str(n), "reward": 0.0} for n in range(count)]
+    data = loaded(written(tmp_path, rows), tiny_policy(), G=G, seed=0)
+    groups = data.batch(1, len(data))
+    assert sorted(len(group.completions) for group in groups) == sizes
+    assert ("and 1 prompt" in str(data)) == (len(sizes) > 1)
+    assert sorted(c.text for group in groups for c in group.completions) == [
+        row["completion"] for row in rows
+    ]
+
+
+@pytest.mark.parametrize(
+    "rewards",
+    [
+        pytest.param([1.0] * 8 + [0.0] * 8, id="best first"),
+        pytest.param([0.0] * 8 + [1.0] * 8, id="worst first"),
+    ],
+)
+def test_rows_that_are_sorted_by_reward_form_groups_with_different_rewards(tmp_path, rewards):
+    rows = [
+        {"prompt": prompt, "completion": str(n), "reward": reward}
+        for prompt in ("1+1=", "2+2=")
+        for n, reward in enumerate(rewards)
+    ]
+    for seed in range(3):
+        data = loaded(written(tmp_path, rows), tiny_policy(), G=8, seed=seed)
+        groups = data.batch(1, 4)
+        assert all(len(set(group.rewards)) == 2 for group in groups)
+        again = loaded(written(tmp_path, rows), tiny_policy(), G=8, seed=seed).batch(1, 4)
+        assert [g.rewards for g in groups] == [g.rewards for g in again]
+
+
 def test_columns_beside_the_completion_are_the_row_that_rewards_get(tmp_path):
     row = {"prompt": "1+1=", "completion": "2", "level": 3, "reward_model": {"ground_truth": "2"}}
     (group,) = loaded(written(tmp_path, [row]), tiny_policy(), G=2, seed=0).batch(1, 1)
@@ -67,10 +111,12 @@ def test_columns_beside_the_completion_are_the_row_that_rewards_get(tmp_path):
     }
 
 
-def test_every_group_is_visited_once_per_epoch(tmp_path):
-    offline_data = loaded(written(tmp_path, ROWS), tiny_policy(), G=2, seed=3)
-    keys = [g.prompt.key for b in range(1, 7) for g in offline_data.batch(b, 1)]
-    assert sorted(keys[:3]) == sorted(keys[3:]) == [0, 1, 2]
+def test_every_epoch_visits_every_group_once_in_its_own_order(tmp_path):
+    rows = [{"prompt": f"{n}+1=", "completion": "2", "reward": 1.0} for n in range(9)]
+    offline_data = loaded(written(tmp_path, rows), tiny_policy(), G=2, seed=3)
+    orders = [[g.prompt.key for g in offline_data.batch(epoch, 9)] for epoch in (1, 2, 3)]
+    assert all(sorted(order) == list(range(9)) for order in orders)
+    assert orders[0] != orders[1] != orders[2] != orders[0]
 
 
 def test_bad_rows_are_named(tmp_path):

@@ -21,6 +21,7 @@ import torch
 from lagrpo.errors import one_line_errors
 from lagrpo.model.chat import Replies
 from lagrpo.model.model import Policy
+from lagrpo.rng import permutation
 from lagrpo.runs.reading import completion_files
 from lagrpo.tasks import order_prompts
 from lagrpo.tasks.columns import parse_messages, plain
@@ -70,8 +71,8 @@ class OfflineRow:
 class OfflineData:
     """The groups of files, visited epoch after epoch.
 
-    The order is a function of (seed, epoch). A group has at most G completions. `left_out` counts
-    the rows that are in no group, by reason. `reads_logp`: the recipe reads log α.
+    The order is a function of (seed, epoch). A group has about G completions (`_make_groups`).
+    `left_out` counts the rows that are in no group, by reason. `reads_logp`: the recipe reads log α.
 
     Raises ValueError, with file and line, for a row that cannot be used, and if no completions are
     left.
@@ -121,7 +122,9 @@ class OfflineData:
         if reads_logp:
             rows = self._leave_out_unknown_logp(rows)
         self._completions = [row.completion for row in rows]
-        self._groups = _make_groups(rows, G)
+        self._groups = _make_groups(rows, G, seed)
+        # Some prompts have more completions than a group.
+        self._num_prompts = len({row.group_key for row in rows})
         if not self._groups:
             raise ValueError(f"the files have {self}")
 
@@ -137,9 +140,12 @@ class OfflineData:
         return len(self._groups)
 
     def __str__(self) -> str:
+        groups = _count_text(len(self._groups), "group")
+        if self._num_prompts < len(self._groups):
+            groups += f" and {_count_text(self._num_prompts, 'prompt')}"
         description = (
-            f"{_count_text(len(self._completions), 'completion')} of "
-            f"{_count_text(len(self._groups), 'group')} in {_count_text(self.files, 'file')}"
+            f"{_count_text(len(self._completions), 'completion')} of {groups} in "
+            f"{_count_text(self.files, 'file')}"
         )
         if self.left_out:
             reasons = ", ".join(f"{count} {reason}" for reason, count in self.left_out.items())
@@ -181,19 +187,45 @@ def _group_key(record: Row, prompt: Prompt) -> Hashable:
     return epoch_of_file, prompt.token_ids, json.dumps(prompt.answer)
 
 
-def _make_groups(rows: Sequence[OfflineRow], G: int) -> list[Group]:
-    """Returns groups of at most G completions. The keys of their prompts are 0, 1, …"""
+def _make_groups(rows: Sequence[OfflineRow], G: int, seed: int) -> list[Group]:
+    """Returns groups of about G completions. The keys of their prompts are 0, 1, …
+
+    The seed shuffles the rows of a prompt that has more than G: files are often sorted by reward,
+    and a group of equal rewards teaches nothing.
+    """
     rows_by_group: defaultdict[Hashable, list[OfflineRow]] = defaultdict(list)
     for row in rows:
         rows_by_group[row.group_key].append(row)
     groups: list[Group] = []
-    for members in rows_by_group.values():
-        for start in range(0, len(members), G):
-            chunk = members[start : start + G]
+    for number, members in enumerate(rows_by_group.values()):
+        sizes = _split_sizes(len(members), G)
+        if len(sizes) > 1:
+            order = permutation(len(members), seed, "offline group", number).tolist()
+            members = [members[index] for index in order]
+        start = 0
+        for size in sizes:
+            chunk = members[start : start + size]
+            start += size
             prompt = replace(chunk[0].prompt, key=len(groups))
             completions = tuple(row.completion for row in chunk)
             groups.append(Group(prompt, completions, source="file"))
     return groups
+
+
+def _split_sizes(count: int, G: int) -> list[int]:
+    """Returns the sizes of the groups of `count` completions: at most G, and as equal as possible.
+
+    No completion is left alone, because it would have nothing to be compared with: with G = 2, one
+    of an odd number of completions makes a group of 3.
+
+    >>> _split_sizes(9, 8), _split_sizes(5, 2), _split_sizes(2, 1)
+    ([5, 4], [3, 2], [1, 1])
+    """
+    num_groups = -(-count // G)  # rounded up
+    if G > 1:
+        num_groups = max(1, min(num_groups, count // 2))
+    size, num_larger = divmod(count, num_groups)
+    return [size + 1] * num_larger + [size] * (num_groups - num_larger)
 
 
 # ---- One row ----
