@@ -231,3 +231,18 @@ def test_batch_with_a_fraction_of_offline_prompts_has_offline_and_fresh_prompts(
     )
     assert offline_prompts(sections) == count
     assert _count_fresh_prompts(sections) == prompts - count
+
+
+@pytest.mark.parametrize(
+    ("weights", "problem"),
+    [
+        pytest.param("model.safetensors", "weights of a model and an adapter", id="whole weights"),
+        pytest.param("pytorch_model.bin", "weights of a model and an adapter", id="pickled"),
+        pytest.param("adapter_model.safetensors", "is an adapter", id="adapter with a config"),
+    ],
+)
+def test_adapter_beside_a_config_is_rejected_before_anything_loads(tmp_path, weights, problem):
+    (tmp_path / "model" / "adapter_config.json").write_text("{}", encoding="utf-8")
+    (tmp_path / "model" / weights).write_bytes(b"")
+    with pytest.raises(SettingsError, match=problem):
+        check_settings(settings())

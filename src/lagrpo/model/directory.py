@@ -14,6 +14,7 @@ from lagrpo.errors import check_is_pulled, describe_error
 
 # transformers ignores a damaged one without a word.
 GENERATION_CONFIG = "generation_config.json"
+WHOLE_WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
 WEIGHTS = ("model*.safetensors", "adapter_model.safetensors")
 TEXTS = ("*.json", "*.jinja")
 PICKLED_WEIGHTS = ("*.bin", "*.pt", "*.pth")
@@ -37,6 +38,11 @@ def check_directory(directory: Path) -> None:
         # transformers falls back to a pickled adapter, even with use_safetensors.
         _check_not_pickled(directory, "adapter_model.safetensors")
     _check_text(directory / GENERATION_CONFIG)
+
+
+def has_whole_weights(directory: Path) -> bool:
+    """True if a directory has the weights of a model, not only of an adapter."""
+    return any(_files(directory, *WHOLE_WEIGHTS))
 
 
 @contextmanager

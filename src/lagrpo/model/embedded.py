@@ -23,7 +23,7 @@ from typing import Any
 from lagrpo import logs
 from lagrpo.errors import find_nearest, one_line
 from lagrpo.machine import cache_directory
-from lagrpo.model.directory import check_directory
+from lagrpo.model.directory import check_directory, has_whole_weights
 
 logger = logging.getLogger("lagrpo")
 
@@ -80,6 +80,11 @@ def check_path(name: str) -> None:
     if name in ALIASES:
         return
     if any((path / file).is_file() for file in ("config.json", ADAPTER_CONFIG)):
+        if (path / ADAPTER_CONFIG).is_file() and has_whole_weights(path):
+            raise ValueError(
+                f"{name!r} has the weights of a model and an adapter: move {ADAPTER_CONFIG} and "
+                "the adapter's weights to a directory of their own"
+            )
         check_directory(path)
         return
     if path.exists():
@@ -101,8 +106,11 @@ def check_path(name: str) -> None:
 
 
 def is_adapter(path: str | Path) -> bool:
-    """True if a directory has an adapter, and no model."""
-    return (Path(path) / ADAPTER_CONFIG).is_file() and not (Path(path) / "config.json").is_file()
+    """True if a directory has an adapter, and no weights of a model.
+
+    Some trainers write the model's config.json beside the adapter.
+    """
+    return (Path(path) / ADAPTER_CONFIG).is_file() and not has_whole_weights(Path(path))
 
 
 def prepare_smollm2() -> Path:
